@@ -1,0 +1,74 @@
+"""Tensors to and from a directory through torch.distributed.checkpoint, for any layout."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint import CheckpointException
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+
+from titanlite.errors import CheckpointError
+
+# Flattened, so that an optimizer's state is found by parameter name, whatever its groups are.
+_BY_NAME = StateDictOptions(flatten_optimizer_state_dict=True)
+
+
+def write_tensors(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Write the shards of all ranks; every rank calls it together."""
+    state = {"model": get_model_state_dict(model, options=_BY_NAME)}
+    state["optimizer"] = _moments(model, optimizer)
+    with _named(folder, "written"):
+        dcp.save(state, storage_writer=dcp.FileSystemWriter(folder))
+
+
+def read_tensors(
+    folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer | None = None
+) -> None:
+    """Read into the shards that this layout has, whatever layout wrote them."""
+    weights = get_model_state_dict(model, options=_BY_NAME)
+    state: dict[str, Any] = {"model": weights}
+    if optimizer is not None:
+        state["optimizer"] = _moments(model, optimizer)
+    with _named(folder, "read"):
+        dcp.load(
+            state,
+            storage_reader=dcp.FileSystemReader(folder),
+            no_dist=not torch.distributed.is_initialized(),
+        )
+    set_model_state_dict(model, weights, options=_BY_NAME)
+    if optimizer is not None:
+        whole = get_optimizer_state_dict(model, optimizer, options=_BY_NAME)
+        rates = [dict(group) for group in optimizer.param_groups]
+        set_optimizer_state_dict(
+            model, optimizer, {**whole, **state["optimizer"]}, options=_BY_NAME
+        )
+        for group, rate in zip(optimizer.param_groups, rates, strict=True):
+            group.update({k: v for k, v in rate.items() if k != "params"})
+
+
+def _moments(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    # Rates and decays come from the job, not from the checkpoint: only the state itself is kept.
+    whole = get_optimizer_state_dict(model, optimizer, options=_BY_NAME)
+    return {name: value for name, value in whole.items() if name.startswith("state.")}
+
+
+@contextmanager
+def _named(folder: Path, act: str):
+    try:
+        yield
+    except CheckpointException as failure:  # a BaseException; DCP raises it on every rank
+        rank, (error, _) = min(failure.failures.items())
+        raise CheckpointError(
+            f"{folder}: could not be {act}: rank {rank}: {type(error).__name__}: {error}"
+        ).known_to_all() from failure

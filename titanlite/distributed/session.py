@@ -1,0 +1,145 @@
+"""Joining the other ranks, and leaving them: device, backend, seeds, timeouts."""
+
+from __future__ import annotations
+
+import os
+import random
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Annotated, Literal
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from titanlite.errors import EXIT_USER, ConfigError, UserError, report
+from titanlite.settings import Built, NotNegative, Positive
+
+
+SILENT_SECONDS = 5  # longer than torchrun takes to notice that rank 0 has left
+
+
+@dataclass(frozen=True)
+class CommConfig:
+    """[comm] How ranks talk, and how long they wait for each other."""
+
+    init_timeout_seconds: Positive = 300  # for starting up and the first step
+    train_timeout_seconds: Positive = 100  # for everything after the first step
+    trace_buf_size: NotNegative = 20_000  # collectives the flight recorder remembers; 0: off
+    save_traces_folder: str = "comm_traces"  # where it writes them, under job.dump_folder
+    save_traces_file_prefix: str = "rank_"  # how its files begin
+    mode: Annotated[
+        Literal["default", "fake_backend", "local_tensor"], Built(("default",), "A dry run")
+    ] = "default"  # real communication, or a pretence
+
+
+@dataclass(frozen=True)
+class DebugConfig:
+    """[debug] Seeds and determinism."""
+
+    seed: NotNegative = 0  # where weights and sample order come from
+    deterministic: bool = False  # only deterministic kernels; may be slower
+    deterministic_warn_only: bool = False  # warn where there is none, instead of failing
+    moe_force_load_balance: Annotated[bool, Built((False,), "Expert parallel")] = False
+    # every expert the same number of tokens
+
+
+@dataclass(frozen=True)
+class Session:
+    """Who this process is among the ranks."""
+
+    rank: int
+    ranks: int
+    device: torch.device
+
+
+def launched_ranks() -> tuple[int, int]:
+    """(rank, ranks) as torchrun says; (0, 1) under plain python."""
+    return int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+
+
+def choose_device(wish: str) -> torch.device:
+    """This rank's device for `job.device`: auto takes CUDA where there is one."""
+    if wish == "cpu" or (wish == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise ConfigError(
+            'job.device = "cuda": this torch sees no CUDA device.', fix='Use "cpu" or "auto".'
+        )
+    local, devices = int(os.environ.get("LOCAL_RANK", 0)), torch.cuda.device_count()
+    if local >= devices:
+        raise ConfigError(
+            f"rank {local} of this machine has no GPU: there are {devices}.",
+            fix=f"Use --nproc_per_node {devices} or fewer.",
+        )
+    return torch.device("cuda", local)
+
+
+@contextmanager
+def join(device: torch.device, comm: CommConfig, debug: DebugConfig, folder: Path) -> Iterator[Session]:
+    """Join the ranks, with the same seeds on all; leave them at the end, also after an error."""
+    rank, ranks = launched_ranks()
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+        _record_flights(comm, folder)
+    dist.init_process_group(
+        # gloo beside nccl: checkpoints and agreements are about objects in host memory
+        backend="gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl",
+        timeout=timedelta(seconds=comm.init_timeout_seconds),
+        **({"store": dist.HashStore(), "rank": 0, "world_size": 1} if ranks == 1 else {}),
+    )
+    try:
+        seed_everything(debug.seed)
+        if debug.deterministic:
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+            torch.use_deterministic_algorithms(True, warn_only=debug.deterministic_warn_only)
+            torch.backends.cudnn.benchmark = False
+        yield Session(rank, ranks, device)
+    finally:
+        dist.destroy_process_group()
+
+
+def seed_everything(seed: int) -> None:
+    """The same generators on every rank; weights and sample order do not draw from them."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+
+
+def tighten_timeouts(seconds: int) -> None:
+    """Give up on a silent rank after `seconds` from now on: the first step is behind us."""
+    # No public call changes the timeout of a group that exists (torch 2.11 to 2.15).
+    from torch.distributed.distributed_c10d import _set_pg_timeout, _world
+
+    for group in list(_world.pg_map):
+        _set_pg_timeout(timedelta(seconds=seconds), group)
+
+
+def _record_flights(comm: CommConfig, folder: Path) -> None:
+    if comm.trace_buf_size > 0:
+        traces = folder / comm.save_traces_folder
+        traces.mkdir(parents=True, exist_ok=True)
+        os.environ["TORCH_NCCL_DUMP_ON_TIMEOUT"] = "1"
+        os.environ["TORCH_FR_DUMP_TEMP_FILE"] = str(traces / comm.save_traces_file_prefix)
+    os.environ["TORCH_FR_BUFFER_SIZE"] = str(comm.trace_buf_size)
+
+
+def tell(error: UserError) -> int:
+    """Print what the user must change, once for all ranks, and return the exit code.
+
+    What only this rank found, it prints itself. What every rank found, rank 0 prints; the others
+    wait for the launcher to end them, because the first exit code it sees is the one it acts on.
+    """
+    rank, ranks = launched_ranks()
+    started = dist.is_initialized()
+    if rank and (error.shared or not started):
+        time.sleep(SILENT_SECONDS)
+    if rank == 0 or not error.shared:
+        named = f"rank {rank}: " if ranks > 1 and started and not error.shared else ""
+        print(f"{named}{report(error)}", file=sys.stderr, flush=True)
+    return EXIT_USER

@@ -1,0 +1,65 @@
+"""What a person must change, said so that they can: what happened, the values, the way out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+EXIT_DONE = 0
+EXIT_USER = 2  # config, data or checkpoint: the user must change something
+
+
+class UserError(Exception):
+    """Something the user can mend; printed as one line, never as a traceback."""
+
+    def __init__(self, message: str, fix: str = "", keys: tuple[str, ...] = ()):
+        super().__init__(message)
+        self.message = message
+        self.fix = fix
+        self.keys = keys  # the settings it is about: a rule stays silent about a key already refused
+        self.shared = False  # every rank has it, so one of them is enough to print it
+
+    def __str__(self) -> str:
+        return f"{self.message} {self.fix}".strip()
+
+    def known_to_all(self) -> UserError:
+        """This error, marked as raised on every rank."""
+        self.shared = True
+        return self
+
+    def __reduce__(self):  # Exception's own would lose everything but the message
+        return _rebuild, (type(self), self.__dict__)
+
+
+def _rebuild(kind: type[UserError], fields: dict) -> UserError:
+    error = kind.__new__(kind)
+    error.__dict__.update(fields)
+    return error
+
+
+class ConfigError(UserError):
+    """A setting, or a combination of settings, that cannot be."""
+
+
+class DataError(UserError):
+    """A tokenizer, corpus or shard that is missing, foreign or damaged."""
+
+
+class CheckpointError(UserError):
+    """A checkpoint that is missing, incomplete or does not fit the job."""
+
+
+class Problems(UserError):
+    """Everything that is wrong, at once."""
+
+    def __init__(self, problems: Iterable[UserError]):
+        self.problems = list(problems)
+        super().__init__("\n".join(str(p) for p in self.problems))
+
+
+def report(error: UserError) -> str:
+    """The text for stderr: one line a problem, under a count where there are several."""
+    problems = error.problems if isinstance(error, Problems) else [error]
+    if len(problems) == 1:
+        return f"titanlite: {problems[0]}"
+    lines = [f"titanlite: {len(problems)} problems"]
+    return "\n".join(lines + [f"  {number}. {p}" for number, p in enumerate(problems, 1)])

@@ -1,0 +1,297 @@
+"""The whole job on one page: the sections composed, and every rule that needs two of them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from titanlite.checkpoint import CheckpointConfig, checkpoint_problems
+from titanlite.data import DataConfig, SourceConfig, open_stream, open_tokenizer, open_validation
+from titanlite.distributed.mesh import Degrees, ParallelismConfig, degrees_of
+from titanlite.distributed.session import CommConfig, DebugConfig, choose_device
+from titanlite.errors import ConfigError, Problems, UserError
+from titanlite.models import FAMILIES, Family, ModelConfig
+from titanlite.observe import MetricsConfig, ProfilingConfig, profiling_problems
+from titanlite.optim import LRSchedulerConfig, OptimizerConfig
+from titanlite.parallelize.activation import ActivationCheckpointConfig, activation_problems
+from titanlite.parallelize.planned import CompileConfig, QuantizeConfig
+from titanlite.parallelize.tensor import split_problems
+from titanlite.settings import Positive, load, raise_together, to_toml
+from titanlite.training import TrainingConfig, ValidationConfig
+
+
+@dataclass(frozen=True)
+class JobSection:
+    """[job] The run as a whole."""
+
+    config_file: str | None = None  # the TOML to read; what follows it overrides it
+    dump_folder: str = "./outputs"  # everything the run writes is under it
+    description: str = "default job"  # a line for whoever looks at it later
+    print_config: bool = False  # print the effective job, then go on
+    device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: CUDA where there is one
+    check: bool = False  # stop after all checks, having built nothing
+    check_ranks: Positive | None = None  # check for this many ranks; those launched if unset
+
+
+@dataclass(frozen=True)
+class JobConfig:
+    """Everything a TOML can say."""
+
+    job: JobSection = field(default_factory=JobSection)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    training: TrainingConfig = field(default_factory=TrainingConfig)
+    parallelism: ParallelismConfig = field(default_factory=ParallelismConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    lr_scheduler: LRSchedulerConfig = field(default_factory=LRSchedulerConfig)
+    validation: ValidationConfig = field(default_factory=ValidationConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    activation_checkpoint: ActivationCheckpointConfig = field(
+        default_factory=ActivationCheckpointConfig
+    )
+    compile: CompileConfig = field(default_factory=CompileConfig)
+    quantize: QuantizeConfig = field(default_factory=QuantizeConfig)
+    metrics: MetricsConfig = field(default_factory=MetricsConfig)
+    profiling: ProfilingConfig = field(default_factory=ProfilingConfig)
+    comm: CommConfig = field(default_factory=CommConfig)
+    debug: DebugConfig = field(default_factory=DebugConfig)
+
+
+_IN_DATA = "is now in [data]: tokenizer, sources = [{ name, path, weight }], validation = […]."
+_PREFETCHED = "is gone: the stream reads ahead by itself, and its state is one integer."
+_CUSTOM = "is gone: a job runs the code of this repository and no other."
+
+MOVED = {  # keys of torchtitan up to v0.2.2 that are elsewhere, or nowhere, here
+    "model.tokenizer_path": _IN_DATA,
+    "model.hf_assets_path": _IN_DATA,
+    "training.dataset": _IN_DATA,
+    "training.dataset_path": _IN_DATA,
+    "training.dataloader": _PREFETCHED,
+    "training.batch_size": "is now training.local_batch_size.",
+    "training.compile": "is now compile.enable.",
+    "training.seed": "is now debug.seed.",
+    "training.deterministic": "is now debug.deterministic.",
+    "training.warmup_steps": "is now lr_scheduler.warmup_steps.",
+    "training.data_parallel_degree": "is now parallelism.data_parallel_shard_degree.",
+    "training.tensor_parallel_degree": "is now parallelism.tensor_parallel_degree.",
+    "validation.dataset": _IN_DATA,
+    "validation.dataset_path": _IN_DATA,
+    "validation.dataloader": _PREFETCHED,
+    "lr_scheduler.lr_min": "is now lr_scheduler.min_lr_factor.",
+    "checkpoint.enable_checkpoint": "is now checkpoint.enable.",
+    "checkpoint.create_seed_checkpoint": "is gone: every layout starts from the same weights.",
+    "checkpoint.enable_ft_dataloader_checkpoints": _PREFETCHED,
+    "parallelism.pipeline_parallel_split_points": (
+        "is now parallelism.module_fqns_per_model_part."
+    ),
+    "parallelism.enable_compiled_autograd": "is gone: blocks are compiled one by one.",
+    "parallelism.pipeline_parallel_expert_parallel_overlap": "is not available in this version.",
+    "job.save_config_file": "is gone: the effective job is always in dump_folder/config.toml.",
+    "job.custom_config_module": _CUSTOM,
+    "job.print_args": "is now job.print_config.",
+    "experimental": _CUSTOM,
+    "fault_tolerance": "is not available in this version.",
+    "memory_estimation": "is not available in this version.",
+    "quantize.linear.mx": "is not available in this version.",
+    "quantize.grouped_mm": "is not available in this version.",
+    "float8": "is now [quantize.linear.float8].",
+}
+
+
+@dataclass(frozen=True)
+class Job:
+    """A job that passed every check, with what follows from it."""
+
+    config: JobConfig
+    family: Family
+    shape: Any  # the family's sizes
+    degrees: Degrees
+    global_batch: int  # samples of a step, over all ranks
+
+    @property
+    def folder(self) -> Path:
+        return Path(self.config.job.dump_folder)
+
+    @property
+    def rows(self) -> int:
+        """Samples of a step that one rank reads."""
+        return self.global_batch // self.degrees.data
+
+    @property
+    def schedule_steps(self) -> int:
+        return self.config.lr_scheduler.total_steps or self.config.training.steps
+
+    def facts(self) -> dict[str, Any]:
+        """What a checkpoint must agree on for the run to go on as the same run."""
+        facts: dict[str, Any] = {"model": dataclasses.asdict(self.shape)}
+        if self.config.training.global_batch_size == -1:  # follows the layout: must not on its own
+            facts["global_batch_size"] = self.global_batch
+        return facts
+
+    def as_toml(self) -> str:
+        """The effective job, loadable again."""
+        section = dataclasses.replace(
+            self.config.job, config_file=None, print_config=False, check=False, check_ranks=None
+        )
+        return to_toml(dataclasses.replace(self.config, job=section))
+
+
+def read_job(argv: Sequence[str], ranks: int) -> Job:
+    """The job argv asks for on `ranks` ranks; raises every problem of it together."""
+    config, problems = load(JobConfig, argv, MOVED)
+    refused = {key for problem in problems for key in problem.keys}
+    ranks = config.job.check_ranks or ranks
+    problems += [p for p in _problems(config, ranks) if not refused.intersection(p.keys)]
+    raise_together(problems)
+    family = FAMILIES[config.model.name]
+    degrees = degrees_of(config.parallelism, ranks)
+    return Job(config, family, family.shape_of(config.model), degrees, _batch(config, degrees))
+
+
+def _problems(config: JobConfig, ranks: int) -> Iterator[UserError]:
+    """Everything that more than one key, or the world outside, has to say."""
+    yield from activation_problems(config.activation_checkpoint)
+    yield from checkpoint_problems(config.checkpoint)
+    yield from profiling_problems(config.profiling)
+    shape = degrees = None
+    try:
+        shape = FAMILIES[config.model.name].shape_of(config.model)
+        yield from _shape_problems(shape)
+    except ConfigError as error:
+        yield error
+    try:
+        degrees = degrees_of(config.parallelism, ranks)
+        yield from _batch_problems(config.training, degrees)
+    except ConfigError as error:
+        yield error
+    if shape and degrees:
+        lengths = {"training.seq_len": config.training.seq_len}
+        if config.validation.enable:
+            lengths["validation.seq_len"] = config.validation.seq_len
+        seen = set()
+        for key, seq_len in lengths.items():
+            for problem in split_problems(degrees.tensor, shape, seq_len, key):
+                if str(problem) not in seen:
+                    seen.add(str(problem))
+                    yield problem
+    yield from _device_problems(config)
+    yield from _data_problems(config, shape)
+
+
+def _shape_problems(shape) -> Iterator[ConfigError]:
+    if shape.n_heads % shape.n_kv_heads:
+        yield ConfigError(
+            f"model.n_kv_heads = {shape.n_kv_heads}: does not divide model.n_heads ="
+            f" {shape.n_heads}; each key-value head serves the same number of query heads.",
+            fix=f"Use a divisor of {shape.n_heads}.",
+            keys=("model.n_kv_heads", "model.n_heads"),
+        )
+    if not shape.head_dim and shape.dim % shape.n_heads:
+        yield ConfigError(
+            f"model.dim = {shape.dim}: is not a multiple of model.n_heads = {shape.n_heads}.",
+            fix="Change one of them, or set model.head_dim.",
+            keys=("model.dim", "model.n_heads"),
+        )
+    elif shape.head_width % 2:
+        yield ConfigError(
+            f"model.head_dim = {shape.head_width}: rotary embedding turns pairs, so it must be"
+            " even.",
+            keys=("model.head_dim", "model.dim", "model.n_heads"),
+        )
+
+
+def _batch(config: JobConfig, degrees: Degrees) -> int:
+    training = config.training
+    if training.global_batch_size == -1:
+        return training.local_batch_size * degrees.data
+    return training.global_batch_size
+
+
+def _batch_problems(training: TrainingConfig, degrees: Degrees) -> Iterator[ConfigError]:
+    wanted, local, data = training.global_batch_size, training.local_batch_size, degrees.data
+    once = local * data
+    if wanted != -1 and wanted % once:
+        near = " or ".join(str(n) for n in (wanted - wanted % once, wanted + -wanted % once) if n)
+        yield ConfigError(
+            f"training.global_batch_size = {wanted}: is not a multiple of local_batch_size {local}"
+            f" x {data} data-parallel ranks = {once}.",
+            fix=f"Use {near}, or another local_batch_size.",
+            keys=("training.global_batch_size", "training.local_batch_size"),
+        )
+
+
+def _device_problems(config: JobConfig) -> Iterator[UserError]:
+    if config.job.check_ranks is None:  # else it is checked for another machine
+        try:
+            choose_device(config.job.device)
+        except ConfigError as error:
+            yield error
+
+
+def _data_problems(config: JobConfig, shape) -> Iterator[UserError]:
+    if not config.data.sources:
+        yield ConfigError(
+            "data.sources: is empty, so there is nothing to train on.",
+            fix='Write sources = [{ name = "text", path = "corpus/train" }] in [data];'
+            " scripts/prepare_data.py makes such a folder.",
+            keys=("data.sources",),
+        )
+    if config.validation.enable and not config.data.validation:
+        yield ConfigError(
+            "validation.enable = true: but data.validation is empty.",
+            fix='Write validation = [{ name = "text", path = "corpus/validation" }] in [data].',
+            keys=("validation.enable", "data.validation"),
+        )
+    tokenizer, vocab_size = None, shape.vocab_size if shape else 2**31
+    try:
+        tokenizer = open_tokenizer(config.data.tokenizer) if config.data.tokenizer else None
+    except UserError as error:
+        yield _about("data.tokenizer", error)
+    if tokenizer and tokenizer.vocab_size > vocab_size:
+        yield ConfigError(
+            f"model.vocab_size = {vocab_size}: is smaller than the {tokenizer.vocab_size} ids of"
+            f" data.tokenizer.",
+            fix=f"Set model.vocab_size = {tokenizer.vocab_size} or more.",
+            keys=("model.vocab_size", "data.tokenizer"),
+        )
+        vocab_size = tokenizer.vocab_size  # said once is enough
+    for source in config.data.sources:
+        yield from _source_problems("data.sources", open_stream, source, config, vocab_size, tokenizer)
+    for source in config.data.validation if config.validation.enable else ():
+        yield from _source_problems(
+            "data.validation", open_validation, source, config, vocab_size, tokenizer
+        )
+    yield from _mixture_problems(config.data.sources)
+
+
+def _source_problems(key, opener, source: SourceConfig, config, vocab_size, tokenizer):
+    common = {"vocab_size": vocab_size, "tokenizer": tokenizer}
+    try:
+        if opener is open_stream:
+            alone = [dataclasses.replace(source, weight=1.0)]
+            open_stream(alone, seq_len=config.training.seq_len, seed=0, **common)
+        else:
+            open_validation(source, seq_len=config.validation.seq_len, **common)
+    except Problems as several:
+        yield from (_about(key, error) for error in several.problems)
+    except UserError as error:
+        yield _about(key, error)
+
+
+def _mixture_problems(sources: Sequence[SourceConfig]) -> Iterator[ConfigError]:
+    names = [source.name for source in sources]
+    for name in sorted({n for n in names if names.count(n) > 1}):
+        yield ConfigError(
+            f'data.sources: the name "{name}" stands {names.count(name)} times.',
+            fix="Give each source its own; the order of its samples depends on it.",
+            keys=("data.sources",),
+        )
+    if sources and not any(source.weight for source in sources):
+        yield ConfigError("data.sources: every weight is 0.", keys=("data.sources",))
+
+
+def _about(key: str, error: UserError) -> ConfigError:
+    return ConfigError(f"{key}: {error.message}", fix=error.fix, keys=(key,))

@@ -1,0 +1,23 @@
+"""Plain single-device models and the facts about them; nothing here knows of other processes."""
+
+from __future__ import annotations
+
+from titanlite.models.attention import KeyValueCache
+from titanlite.models.family import Family, ModelConfig, matching
+from titanlite.models.llama import LLAMA, Llama, LlamaShape
+from titanlite.models.loss import IGNORED, cross_entropy_sum, valid_tokens
+
+FAMILIES = {family.name: family for family in (LLAMA,)}
+
+__all__ = [
+    "FAMILIES",
+    "IGNORED",
+    "Family",
+    "KeyValueCache",
+    "Llama",
+    "LlamaShape",
+    "ModelConfig",
+    "cross_entropy_sum",
+    "matching",
+    "valid_tokens",
+]

@@ -1,0 +1,37 @@
+"""Attention by SDPA, which picks the fastest kernel its device has for the shapes it is given."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+class KeyValueCache:
+    """The keys and values of one layer so far; what lets generation read each token once."""
+
+    def __init__(self, capacity: int):
+        self.capacity, self.length = capacity, 0
+        self.keys: Tensor | None = None
+        self.values: Tensor | None = None
+
+    def extend(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """All keys and values [B, H, S, K] once those of the new tokens [B, H, T, K] are added."""
+        if self.keys is None:
+            batch, heads, _, width = keys.shape
+            self.keys = keys.new_empty(batch, heads, self.capacity, width)
+            self.values = torch.empty_like(self.keys)
+        start, self.length = self.length, self.length + keys.shape[2]
+        self.keys[:, :, start : self.length] = keys
+        self.values[:, :, start : self.length] = values
+        return self.keys[:, :, : self.length], self.values[:, :, : self.length]
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, cache: KeyValueCache | None = None) -> Tensor:
+    """Causal attention of q [B, H, T, K] over k, v [B, Hkv, T, K]; H is a multiple of Hkv."""
+    causal = q.shape[2] > 1  # one new token sees everything there is
+    if cache is not None:
+        assert cache.length == 0 or not causal, "several tokens at once only into an empty cache"
+        k, v = cache.extend(k, v)
+    grouped = q.shape[1] != k.shape[1]
+    return F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=grouped)

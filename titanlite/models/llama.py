@@ -1,0 +1,199 @@
+"""Llama 3 (https://arxiv.org/abs/2407.21783) on one device, then the facts about it as data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from titanlite.models.attention import KeyValueCache, attend
+from titanlite.models.family import Family
+from titanlite.models.rope import RopeScaling, rope_at, rotate
+
+
+@dataclass(frozen=True)
+class LlamaShape:
+    """The sizes of one Llama."""
+
+    dim: int
+    n_layers: int
+    n_heads: int
+    n_kv_heads: int
+    hidden_dim: int
+    vocab_size: int = 128_256
+    head_dim: int = 0  # 0: dim / n_heads
+    norm_eps: float = 1e-5
+    rope_theta: float = 500_000.0
+    rope_scaling_factor: float = 1.0
+    qk_norm: bool = False
+    tied_embeddings: bool = False
+
+    @property
+    def head_width(self) -> int:
+        return self.head_dim or self.dim // self.n_heads
+
+    @property
+    def rope_scaling(self) -> RopeScaling | None:
+        return RopeScaling(self.rope_scaling_factor) if self.rope_scaling_factor > 1 else None
+
+
+class Attention(nn.Module):
+    def __init__(self, shape: LlamaShape):
+        super().__init__()
+        self.head_width = shape.head_width
+        query, key = shape.n_heads * self.head_width, shape.n_kv_heads * self.head_width
+        self.wq = nn.Linear(shape.dim, query, bias=False)
+        self.wk = nn.Linear(shape.dim, key, bias=False)
+        self.wv = nn.Linear(shape.dim, key, bias=False)
+        self.wo = nn.Linear(query, shape.dim, bias=False)
+        if shape.qk_norm:
+            self.q_norm = nn.RMSNorm(self.head_width, eps=shape.norm_eps)
+            self.k_norm = nn.RMSNorm(self.head_width, eps=shape.norm_eps)
+        else:
+            self.q_norm, self.k_norm = nn.Identity(), nn.Identity()
+
+    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], cache: KeyValueCache | None = None):
+        heads = (-1, self.head_width)  # counted from the data: a tensor-parallel rank has fewer
+        q = self.q_norm(self.wq(x).unflatten(-1, heads))  # [B, T, H*K] -> [B, T, H, K]
+        k = self.k_norm(self.wk(x).unflatten(-1, heads))
+        v = self.wv(x).unflatten(-1, heads)
+        q, k = rotate(q, rope), rotate(k, rope)
+        out = attend(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), cache)
+        return self.wo(out.transpose(1, 2).flatten(-2))  # [B, H, T, K] -> [B, T, H*K]
+
+
+class FeedForward(nn.Module):
+    """SwiGLU (https://arxiv.org/abs/2002.05202)."""
+
+    def __init__(self, shape: LlamaShape):
+        super().__init__()
+        self.w1 = nn.Linear(shape.dim, shape.hidden_dim, bias=False)
+        self.w2 = nn.Linear(shape.hidden_dim, shape.dim, bias=False)
+        self.w3 = nn.Linear(shape.dim, shape.hidden_dim, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.w2(F.silu(self.w1(x)) * self.w3(x))
+
+
+class Block(nn.Module):
+    def __init__(self, shape: LlamaShape):
+        super().__init__()
+        self.attention_norm = nn.RMSNorm(shape.dim, eps=shape.norm_eps)
+        self.attention = Attention(shape)
+        self.ffn_norm = nn.RMSNorm(shape.dim, eps=shape.norm_eps)
+        self.feed_forward = FeedForward(shape)
+
+    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], cache: KeyValueCache | None = None):
+        x = x + self.attention(self.attention_norm(x), rope, cache)
+        return x + self.feed_forward(self.ffn_norm(x))
+
+
+class Llama(nn.Module):
+    """Tokens [B, T] to logits [B, T, V]; a part that a pipeline stage does not own is None."""
+
+    def __init__(self, shape: LlamaShape):
+        super().__init__()
+        self.shape = shape
+        self.tok_embeddings = nn.Embedding(shape.vocab_size, shape.dim)
+        self.layers = nn.ModuleDict({str(i): Block(shape) for i in range(shape.n_layers)})
+        self.norm = nn.RMSNorm(shape.dim, eps=shape.norm_eps)
+        self.output = nn.Linear(shape.dim, shape.vocab_size, bias=False)
+        if shape.tied_embeddings:
+            self.output.weight = self.tok_embeddings.weight
+
+    def forward(
+        self,
+        tokens: Tensor,
+        positions: Tensor | None = None,
+        caches: dict[str, KeyValueCache] | None = None,
+    ) -> Tensor:
+        """`positions` [T] or [B, T] count from the start of the sequence; 0, 1, 2, … where unset."""
+        shape = self.shape
+        if positions is None:
+            positions = torch.arange(tokens.shape[1], device=tokens.device)
+        rope = rope_at(positions, shape.head_width, shape.rope_theta, shape.rope_scaling)
+        x = tokens if self.tok_embeddings is None else self.tok_embeddings(tokens)
+        for name, block in self.layers.items():
+            x = block(x, rope, None if caches is None else caches[name])
+        x = x if self.norm is None else self.norm(x)
+        return x if self.output is None else self.output(x)
+
+
+# --- facts ---------------------------------------------------------------------------------------
+
+FLAVORS = {
+    "debugmodel": LlamaShape(256, 6, 16, 16, 768, vocab_size=2048),
+    "quickstart": LlamaShape(256, 6, 4, 2, 768, vocab_size=4096, rope_theta=10_000.0),
+    # Llama 3.2 1B and 3B, Llama 3.1 8B, 70B and 405B, as published on their model cards
+    "1B": LlamaShape(2048, 16, 32, 8, 8192, tied_embeddings=True, rope_scaling_factor=32.0),
+    "3B": LlamaShape(3072, 28, 24, 8, 8192, tied_embeddings=True, rope_scaling_factor=32.0),
+    "8B": LlamaShape(4096, 32, 32, 8, 14_336, rope_scaling_factor=8.0),
+    "70B": LlamaShape(8192, 80, 64, 8, 28_672, rope_scaling_factor=8.0),
+    "405B": LlamaShape(16_384, 126, 128, 8, 53_248, rope_scaling_factor=8.0),
+}
+
+SPLIT = {
+    "tok_embeddings": "vocab_in",
+    "layers.*.attention_norm": "sequence",
+    "layers.*.attention": "gather_sequence",
+    "layers.*.attention.wq": "colwise",
+    "layers.*.attention.wk": "colwise_kv",
+    "layers.*.attention.wv": "colwise_kv",
+    "layers.*.attention.q_norm": "heads",
+    "layers.*.attention.k_norm": "heads",
+    "layers.*.attention.wo": "rowwise",
+    "layers.*.ffn_norm": "sequence",
+    "layers.*.feed_forward": "gather_sequence",
+    "layers.*.feed_forward.w1": "colwise",
+    "layers.*.feed_forward.w3": "colwise",
+    "layers.*.feed_forward.w2": "rowwise",
+    "norm": "sequence",
+    "output": "vocab_out",
+}
+
+START = {
+    "*norm.weight": "ones",
+    "*.wo.weight": "residual",  # smaller with depth, so that the residual stream does not grow
+    "*.w2.weight": "residual",
+    "*": "normal",
+}
+
+
+def _count_parameters(shape: LlamaShape) -> int:
+    heads = (shape.n_heads * 2 + shape.n_kv_heads * 2) * shape.head_width
+    norms = 2 * shape.dim + (2 * shape.head_width if shape.qk_norm else 0)
+    block = shape.dim * (heads + 3 * shape.hidden_dim) + norms
+    vocabularies = 1 if shape.tied_embeddings else 2
+    return shape.n_layers * block + vocabularies * shape.vocab_size * shape.dim + shape.dim
+
+
+def _flops_per_token(shape: LlamaShape, seq_len: int, full_attention: bool = False) -> float:
+    """Forward and backward FLOPs a token: 6 for each weight in a matrix product, and attention.
+
+    Attention costs 12 L H K T counted in full (PaLM, https://arxiv.org/abs/2204.02311, appendix B),
+    half of that counted causally.
+    """
+    heads = (shape.n_heads * 2 + shape.n_kv_heads * 2) * shape.head_width
+    block = shape.dim * (heads + 3 * shape.hidden_dim)
+    products = shape.n_layers * block + shape.vocab_size * shape.dim
+    attention = 12 * shape.n_layers * shape.n_heads * shape.head_width * seq_len
+    return 6 * products + attention * (1.0 if full_attention else 0.5)
+
+
+def _tied(shape: LlamaShape) -> list[tuple[str, str]]:
+    return [("output.weight", "tok_embeddings.weight")] if shape.tied_embeddings else []
+
+
+LLAMA = Family(
+    name="llama3",
+    flavors=FLAVORS,
+    build=Llama,
+    split=SPLIT,
+    start=START,
+    block_path="layers",
+    count_parameters=_count_parameters,
+    flops_per_token=_flops_per_token,
+    tied=_tied,
+)

@@ -1,0 +1,16 @@
+"""How gradients become updates."""
+
+from __future__ import annotations
+
+from titanlite.optim.build import OptimizerConfig, build_optimizer, set_lr
+from titanlite.optim.clip import clip_gradients
+from titanlite.optim.schedule import LRSchedulerConfig, lr_share
+
+__all__ = [
+    "LRSchedulerConfig",
+    "OptimizerConfig",
+    "build_optimizer",
+    "clip_gradients",
+    "lr_share",
+    "set_lr",
+]

@@ -1,0 +1,66 @@
+"""FSDP2 in every layout, one process included: it is also what makes mixed precision mean the
+same everywhere, with parameters computed in one type and kept and reduced in another."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
+
+
+def shard_parameters(
+    model: nn.Module,
+    blocks: nn.ModuleDict,
+    ends: Sequence[list[nn.Module]],
+    mesh: DeviceMesh,
+    *,
+    compute: torch.dtype,
+    reduce: torch.dtype,
+    reshard: str,
+    offload: bool,
+) -> None:
+    """Shard each block, each group of `ends` (embedding; norm and output), then what is left.
+
+    `mesh` [shard] or [replicate, shard]. `reshard` is always, never or default: free a block's
+    gathered weights after forward, but not the last group's, which backward needs at once.
+    """
+    options = {
+        "mesh": mesh,
+        # The rotary table is fp32 on purpose, and everything else is already in `compute`.
+        "mp_policy": MixedPrecisionPolicy(compute, reduce, cast_forward_inputs=False),
+        "offload_policy": _offload_policy(offload, mesh.device_type),
+    }
+    for block in blocks.values():
+        fully_shard(block, reshard_after_forward=reshard != "never", **options)
+    for number, group in enumerate(ends):
+        last = number == len(ends) - 1
+        keep = reshard == "never" or (reshard == "default" and last)
+        fully_shard(group, reshard_after_forward=not keep, **options)
+    fully_shard(model, reshard_after_forward=reshard == "always", **options)
+    _sum_gradients(model)
+
+
+def _sum_gradients(model: nn.Module) -> None:
+    # The loss is divided by the tokens of the whole batch, so gradients add up; nothing averages.
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)  # gloo cannot multiply while it sums
+
+
+def _offload_policy(offload: bool, device_type: str) -> OffloadPolicy:
+    return CPUOffloadPolicy(pin_memory=device_type == "cuda") if offload else OffloadPolicy()
+
+
+def reduce_gradients(model: FSDPModule, now: bool) -> None:
+    """Whether the next backward reduces its gradients, or lets them add up whole on each rank."""
+    model.set_requires_gradient_sync(now)

@@ -1,0 +1,130 @@
+"""Tensor and sequence parallel: the only table from the words of a family to DTensor's styles."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from fnmatch import fnmatchcase
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module, distribute_tensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+
+from titanlite.errors import ConfigError
+
+SEQUENCE = 1  # the dimension of [B, T, …] that is split between the matrices
+
+
+def split_tensors(
+    model: nn.Module, split: Mapping[str, str], tp: DeviceMesh, head_width: int, loss_parallel: bool
+) -> None:
+    """Split every module that `split` names, in the way of its word.
+
+    Between modules the activations are plain local tensors: [B, T/tp, D] on the residual stream,
+    whole sequences of a part of the heads or columns inside attention and feed-forward.
+    """
+    if tp.size() == 1:
+        return
+    styles = _styles(tp, head_width, loss_parallel)
+    plan = {
+        name: styles[word]
+        for pattern, word in split.items()
+        for name, module in model.named_modules()
+        if fnmatchcase(name, pattern) and not isinstance(module, nn.Identity)
+    }
+    parallelize_module(model, tp, plan)
+
+
+def _styles(tp: DeviceMesh, head_width: int, loss_parallel: bool) -> dict[str, ParallelStyle]:
+    sequence, whole = Shard(SEQUENCE), Replicate()
+    return {
+        "vocab_in": RowwiseParallel(input_layouts=whole, output_layouts=sequence),
+        "sequence": SequenceParallel(sequence_dim=SEQUENCE, use_local_output=True),
+        "gather_sequence": _GatherSequence(),
+        "colwise": ColwiseParallel(),
+        "colwise_kv": _KeyValueColwise(head_width, tp.size()),
+        "heads": SequenceParallel(sequence_dim=2, use_local_output=True),  # of [B, T, H, K]
+        "rowwise": RowwiseParallel(output_layouts=sequence),
+        "vocab_out": ColwiseParallel(
+            input_layouts=sequence,
+            output_layouts=Shard(-1) if loss_parallel else whole,
+            use_local_output=not loss_parallel,
+        ),
+    }
+
+
+class _GatherSequence(PrepareModuleInput):
+    """The whole sequence of the first input; what else a module is given passes as it is."""
+
+    def __init__(self):
+        super().__init__(input_layouts=(Shard(SEQUENCE),), desired_input_layouts=(Replicate(),))
+
+    def _prepare_input_fn(self, inputs, device_mesh):
+        first, *others = inputs
+        return (*super()._prepare_input_fn((first,), device_mesh), *others)
+
+
+class _KeyValueColwise(ParallelStyle):
+    """Column-parallel keys or values; with fewer heads than ranks, each rank takes a copied one."""
+
+    def __init__(self, head_width: int, ranks: int):
+        super().__init__()
+        self.head_width, self.ranks = head_width, ranks
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        heads = module.out_features // self.head_width
+        if heads % self.ranks == 0:
+            return ColwiseParallel()._apply(module, device_mesh)
+        return distribute_module(
+            module, device_mesh, self._replicate, self._to_dtensor, self._one_head
+        )
+
+    def _replicate(self, name: str, module: nn.Module, device_mesh: DeviceMesh) -> None:
+        for leaf, parameter in module.named_parameters(recurse=False):
+            whole = distribute_tensor(parameter, device_mesh, [Replicate()], src_data_rank=None)
+            module.register_parameter(leaf, nn.Parameter(whole))
+
+    def _to_dtensor(self, module: nn.Module, inputs: tuple, device_mesh: DeviceMesh) -> tuple:
+        (x,) = inputs
+        return (x if isinstance(x, DTensor) else DTensor.from_local(x, device_mesh, [Replicate()]),)
+
+    def _one_head(self, module: nn.Module, output: DTensor, device_mesh: DeviceMesh):
+        heads = output.unflatten(-1, (-1, self.head_width)).unsqueeze(3)  # [B, T, Hkv, 1, K]
+        copies = heads.expand(-1, -1, -1, self.ranks // heads.shape[2], -1).flatten(2, 4)
+        return copies.redistribute(placements=[Shard(2)]).to_local()  # backward sums the copies
+
+
+def split_problems(tensor: int, shape, seq_len: int, key: str) -> Iterator[ConfigError]:
+    """What of a model's sizes, and of the sequence set by `key`, tensor parallel cannot split."""
+    if tensor == 1:
+        return
+    degree, name = f"parallelism.tensor_parallel_degree = {tensor}", "tensor_parallel_degree"
+    for size in ("n_heads", "hidden_dim"):
+        count = getattr(shape, size)
+        if count % tensor:
+            yield ConfigError(
+                f"{degree}: cannot split model.{size} = {count} evenly.",
+                fix=f"Use a divisor of {count}.",
+                keys=(f"parallelism.{name}", f"model.{size}"),
+            )
+    kv = shape.n_kv_heads
+    if kv % tensor and tensor % kv:
+        yield ConfigError(
+            f"{degree}: neither divides model.n_kv_heads = {kv} nor is a multiple of it.",
+            fix=f"Use a divisor of {kv}, or a multiple (each head is then copied).",
+            keys=(f"parallelism.{name}", "model.n_kv_heads"),
+        )
+    if seq_len % tensor:
+        yield ConfigError(
+            f"{degree}: cannot split {key} = {seq_len} evenly; between the matrices each rank"
+            " holds its part of the sequence.",
+            fix=f"Use a multiple of {tensor}.",
+            keys=(f"parallelism.{name}", key),
+        )

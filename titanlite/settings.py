@@ -1,0 +1,466 @@
+"""TOML files and command-line overrides become frozen dataclasses, or every problem at once.
+
+A section is a frozen dataclass; the comment beside a field is its meaning and is what `--help`
+prints. Types are checked to their depth; `Range` bounds a number, `Built` says which of the values
+that the schema knows are available.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import inspect
+import io
+import json
+import math
+import tokenize
+import types
+import typing
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Annotated, Any, Literal, Union
+
+from titanlite.errors import ConfigError, Problems
+
+try:
+    import tomllib
+except ModuleNotFoundError:  # Python 3.10
+    import tomli as tomllib
+
+CONFIG_FILE = "job.config_file"
+
+
+@dataclass(frozen=True)
+class Range:
+    """The bounds of a number, both included; `also` are values allowed outside them."""
+
+    low: float = -math.inf
+    high: float = math.inf
+    also: tuple[float, ...] = ()
+
+    def holds(self, value: float) -> bool:
+        return self.low <= value <= self.high or value in self.also
+
+    def __str__(self) -> str:
+        bounds = [f"at least {self.low:g}"] if self.low > -math.inf else []
+        bounds += [f"at most {self.high:g}"] if self.high < math.inf else []
+        return " and ".join(bounds) + "".join(f", or {v:g}" for v in self.also)
+
+
+@dataclass(frozen=True)
+class Built:
+    """The values whose feature exists; the schema knows the others so that it can say so."""
+
+    values: tuple
+    feature: str
+
+
+Positive = Annotated[int, Range(1)]
+NotNegative = Annotated[int, Range(0)]
+Share = Annotated[float, Range(0, 1)]
+
+
+@dataclass(frozen=True)
+class _Typed:
+    """A value as typed on the command line, to be read as whatever type its key has."""
+
+    text: str
+
+
+class _Refused(Exception):
+    """A value does not fit its type: says what is allowed."""
+
+
+# --- from files and argv to one nested table -----------------------------------------------------
+
+
+def read_toml(path: str | Path) -> dict[str, Any]:
+    """The table of a TOML file, with what it includes beneath it; raises ConfigError."""
+    return _read_toml(Path(path), ())
+
+
+def _read_toml(path: Path, including: tuple[Path, ...]) -> dict[str, Any]:
+    if path.resolve() in including:
+        chain = " -> ".join(p.name for p in (*including, path))
+        raise ConfigError(f"include goes in a circle: {chain}.", fix="Remove one of them.")
+    try:
+        table = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        by = f", included by {including[-1]}" if including else ""
+        raise ConfigError(
+            f'{CONFIG_FILE} = "{path}"{by}: cannot be read ({error.strerror or error}).',
+            fix="Give the path of a TOML file, relative to the working directory"
+            " (an include: to the including file).",
+        ) from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f'{CONFIG_FILE} = "{path}": not valid TOML: {error}.') from None
+    includes = table.pop("include", [])
+    if not isinstance(includes, list) or not all(isinstance(name, str) for name in includes):
+        raise ConfigError(f'include = {_show(includes)} ({path}): must be a list of paths.')
+    below: dict[str, Any] = {}
+    for name in includes:
+        below = merge(below, _read_toml(path.parent / name, (*including, path.resolve())))
+    return merge(below, table)
+
+
+def merge(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
+    """Both tables in one; where they disagree, `above` wins. Lists are replaced, not joined."""
+    out = dict(below)
+    for key, value in above.items():
+        both = isinstance(value, dict) and isinstance(out.get(key), dict)
+        out[key] = merge(out[key], value) if both else value
+    return out
+
+
+def read_overrides(argv: Sequence[str]) -> tuple[dict[str, Any], list[ConfigError]]:
+    """`--section.key value` and `--section.key=value` as a nested table, and what was not that."""
+    table: dict[str, Any] = {}
+    problems: list[ConfigError] = []
+    words = list(argv)
+    while words:
+        word = words.pop(0)
+        if not word.startswith("--"):
+            problems.append(
+                ConfigError(f"{word!r} on the command line: expected --section.key value.")
+            )
+            continue
+        key, equals, text = word[2:].partition("=")
+        if not equals:
+            if not words or words[0].startswith("--"):
+                problems.append(
+                    ConfigError(
+                        f"--{key} on the command line: has no value.",
+                        fix=f"Write --{key} VALUE (true or false for a switch).",
+                    )
+                )
+                continue
+            text = words.pop(0)
+        place = table
+        *sections, leaf = key.split(".")
+        for section in sections:
+            place = place.setdefault(section, {})
+            if not isinstance(place, dict):  # --a 1 --a.b 2
+                break
+        else:
+            place[leaf] = _Typed(text)
+            continue
+        problems.append(ConfigError(f"--{key} on the command line: contradicts an earlier one."))
+    return table, problems
+
+
+# --- from a table to a dataclass -----------------------------------------------------------------
+
+
+def build(
+    schema: type, table: dict[str, Any], moved: dict[str, str] | None = None
+) -> tuple[Any, list[ConfigError]]:
+    """The dataclass a table describes, and every problem of the table.
+
+    A key with a problem keeps its default, so that the rules about other keys can still be asked.
+    `moved` maps a key that another version knew ("training.seed", or a whole "section") to a
+    sentence that says where it went.
+    """
+    problems: list[ConfigError] = []
+    value = _build(schema, table, "", problems, moved or {}, all_keys(schema))
+    return value, problems
+
+
+def _build(schema, table, prefix, problems, moved, every_key):
+    hints, values = _hints(schema), {}
+    for name, given in table.items():
+        key = f"{prefix}{name}"
+        if name not in hints:
+            problems.append(_unknown(key, given, prefix, hints, moved, every_key))
+            continue
+        hint = hints[name]
+        if dataclasses.is_dataclass(hint):
+            if isinstance(given, dict):
+                values[name] = _build(hint, given, f"{key}.", problems, moved, every_key)
+            else:
+                problems.append(
+                    ConfigError(f"{key} = {_show(given)}: must be a table.", keys=(key,))
+                )
+            continue
+        try:
+            values[name] = _fit(given, hint)
+        except _Refused as refusal:
+            problems.append(ConfigError(f"{key} = {_show(given)}: {refusal}", keys=(key,)))
+    for field in dataclasses.fields(schema):
+        required = field.default is field.default_factory is dataclasses.MISSING
+        if required and field.name not in table:
+            key = f"{prefix}{field.name}"
+            problems.append(ConfigError(f"{key}: missing; it has no default.", keys=(key,)))
+        if required and field.name not in values:
+            values[field.name] = None
+    return schema(**values)
+
+
+def _unknown(key, given, prefix, hints, moved, every_key) -> ConfigError:
+    for place in (key, key.partition(".")[0]):
+        if place in moved:
+            said = f"{key} = {_show(given)}" if not isinstance(given, dict) else f"[{key}]"
+            return ConfigError(f"{said}: {moved[place]}", keys=(key,))
+    name = key[len(prefix) :]
+    near = [prefix + n for n in difflib.get_close_matches(name, hints, 1, 0.6)]
+    near = near or difflib.get_close_matches(key, every_key, 1, 0.6)
+    near = near or [k for k in every_key if k.rpartition(".")[2] == name][:1]
+    if isinstance(given, dict):
+        sections = sorted({k.partition(".")[0] for k in every_key})
+        near = difflib.get_close_matches(name, sections, 1, 0.6) or near
+        said = f"[{key}]: unknown section."
+        allowed = f"Known sections: {', '.join(sections)}."
+    else:
+        said, allowed = f"{key} = {_show(given)}: unknown key.", "See --help for every key."
+    return ConfigError(said, fix=f"Did you mean {near[0]}?" if near else allowed, keys=(key,))
+
+
+def _fit(given: Any, hint: Any) -> Any:
+    """`given` as a value of the type `hint`; raises _Refused with what is allowed."""
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if origin is Annotated:
+        value = _fit(given, arguments[0])
+        for rule in arguments[1:]:
+            _obey(value, rule)
+        return value
+    if origin in (Union, types.UnionType):
+        return _fit_union(given, hint, arguments)
+    if origin is Literal:
+        value = given.text if isinstance(given, _Typed) else given
+        if value not in arguments or isinstance(value, bool):
+            close = difflib.get_close_matches(str(value), [str(a) for a in arguments], 1)
+            raise _Refused(
+                f"must be {describe(hint)}." + (f' Did you mean "{close[0]}"?' if close else "")
+            )
+        return value
+    if origin is list:
+        return _fit_list(given, hint, arguments[0])
+    if dataclasses.is_dataclass(hint):
+        return _fit_table(given, hint)
+    value = _read_typed(given.text, hint) if isinstance(given, _Typed) else given
+    if hint is float and type(value) is int:  # an int is fine for a float; a bool is not an int
+        value = float(value)
+    if type(value) is not hint or (hint is float and math.isnan(value)):
+        raise _Refused(f"must be {describe(hint)}.")
+    return value
+
+
+def _fit_union(given, hint, arms):
+    nothing = given is None or (isinstance(given, _Typed) and given.text.lower() == "none")
+    if nothing and type(None) in arms:
+        return None
+    refusals = []
+    for arm in arms:
+        if arm is not type(None):
+            try:
+                return _fit(given, arm)
+            except _Refused as refusal:
+                refusals.append(refusal)
+    raise refusals[0] if len(refusals) == 1 else _Refused(f"must be {describe(hint)}.")
+
+
+def _fit_list(given, hint, item):
+    if isinstance(given, _Typed):
+        text = given.text.strip()
+        if text.startswith("["):
+            try:
+                given = tomllib.loads(f"value = {text}")["value"]
+            except tomllib.TOMLDecodeError:
+                raise _Refused(f"must be {describe(hint)}, written as in TOML.") from None
+        else:
+            given = [_Typed(part.strip()) for part in text.split(",") if part.strip()]
+    if not isinstance(given, list):
+        raise _Refused(f"must be {describe(hint)}.")
+    values = []
+    for number, entry in enumerate(given):
+        try:
+            values.append(_fit(entry, item))
+        except _Refused as refusal:
+            raise _Refused(f"entry {number} ({_show(entry)}): {refusal}") from None
+    return values
+
+
+def _fit_table(given, hint):
+    if not isinstance(given, dict):
+        raise _Refused(f"must be a table with {', '.join(_hints(hint))}.")
+    value, problems = build(hint, given)
+    if problems:
+        raise _Refused(" ".join(str(p) for p in problems))
+    return value
+
+
+def _read_typed(text: str, hint: type) -> Any:
+    if hint is str:
+        return text
+    if hint is bool:
+        return {"true": True, "false": False}.get(text.lower(), text)
+    try:
+        return hint(text.replace("_", ""))
+    except (TypeError, ValueError):
+        return text  # refused below, shown as typed
+
+
+def _obey(value: Any, rule: Any) -> None:
+    if isinstance(rule, Range) and not rule.holds(value):
+        raise _Refused(f"must be {rule}.")
+    if isinstance(rule, Built) and value not in rule.values:
+        only = " or ".join(_show(v) for v in rule.values)
+        raise _Refused(f"{rule.feature} is not available in this version. Use {only}.")
+
+
+@cache
+def _hints(schema: type) -> dict[str, Any]:
+    return typing.get_type_hints(schema, include_extras=True)
+
+
+# --- the whole way, and back ---------------------------------------------------------------------
+
+
+def load(
+    schema: type, argv: Sequence[str], moved: dict[str, str] | None = None
+) -> tuple[Any, list[ConfigError]]:
+    """The job that argv asks for (its TOML, then its overrides), and every problem found."""
+    overrides, problems = read_overrides(argv)
+    named = overrides.get("job", {})
+    path = named.get("config_file") if isinstance(named, dict) else None
+    table: dict[str, Any] = {}
+    if path is not None:
+        try:
+            table = read_toml(path.text)
+        except ConfigError as error:
+            problems.append(error)
+    value, more = build(schema, merge(table, overrides), moved)
+    return value, problems + more
+
+
+def raise_together(problems: Sequence[ConfigError]) -> None:
+    """Raise what there is, all of it at once."""
+    if problems:
+        raise problems[0] if len(problems) == 1 else Problems(problems)
+
+
+def to_toml(section: Any) -> str:
+    """A job as TOML that reads back as the same job; keys that are unset are left out."""
+    lines: list[str] = []
+    _write_table(section, "", lines)
+    return "\n".join(lines).lstrip("\n") + "\n"
+
+
+def _write_table(section: Any, name: str, lines: list[str]) -> None:
+    fields = [(f.name, getattr(section, f.name)) for f in dataclasses.fields(section)]
+    plain = [(k, v) for k, v in fields if v is not None and not dataclasses.is_dataclass(v)]
+    if name and plain:
+        lines.append(f"\n[{name}]")
+    lines += [f"{key} = {_toml(value)}" for key, value in plain]
+    for key, value in fields:
+        if dataclasses.is_dataclass(value):
+            _write_table(value, f"{name}.{key}".lstrip("."), lines)
+
+
+def _toml(value: Any) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, float):
+        return "inf" if value == math.inf else "-inf" if value == -math.inf else repr(value)
+    if isinstance(value, (list, tuple)):
+        return "[" + ", ".join(_toml(v) for v in value) + "]"
+    if dataclasses.is_dataclass(value):
+        value = {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
+    if isinstance(value, dict):
+        pairs = (f"{k} = {_toml(v)}" for k, v in value.items() if v is not None)
+        return "{ " + ", ".join(pairs) + " }"
+    return json.dumps(value, ensure_ascii=False)  # strings and ints read the same in TOML
+
+
+def _show(value: Any) -> str:
+    if isinstance(value, _Typed):
+        return value.text
+    text = _toml(value) if value is not None else "none"
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+# --- help ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Key:
+    """One setting, as a reference lists it."""
+
+    name: str  # dotted
+    kind: str
+    default: str
+    meaning: str
+
+
+def all_keys(schema: type) -> list[str]:
+    """Every key of a schema, dotted."""
+    return [key.name for _, keys in sections(schema) for key in keys]
+
+
+@cache
+def sections(schema: type, name: str = "") -> list[tuple[tuple[str, str], list[Key]]]:
+    """[((section, its meaning), its keys)], in the order they stand in the schema."""
+    here, below = [], []
+    meanings = _comments(schema)
+    for field in dataclasses.fields(schema):
+        hint, key = _hints(schema)[field.name], f"{name}.{field.name}".lstrip(".")
+        if dataclasses.is_dataclass(hint):
+            below += sections(hint, key)
+        else:
+            here.append(Key(key, describe(hint), _default(field), meanings.get(field.name, "")))
+    about = (inspect.getdoc(schema) or "").partition("\n")[0]
+    return ([((name, about), here)] if here else []) + below
+
+
+def _default(field: dataclasses.Field) -> str:
+    if field.default_factory is not dataclasses.MISSING:
+        return _show(field.default_factory())
+    return "(required)" if field.default is dataclasses.MISSING else _show(field.default)
+
+
+@cache
+def _comments(schema: type) -> dict[str, str]:
+    """The comment beside each field; a comment alone on the next line goes on with it."""
+    source = inspect.cleandoc("\n" + inspect.getsource(schema))
+    found: dict[str, str] = {}
+    name, fresh = "", True
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type == tokenize.NAME and fresh and token.start[1] > 0:
+            name = token.string
+        if token.type == tokenize.COMMENT and name:
+            found[name] = f"{found.get(name, '')} {token.string.lstrip('# ')}".strip()
+        if token.type == tokenize.NL and not token.line.strip():
+            name = ""  # a blank line ends what a comment can belong to
+        fresh = token.type in (tokenize.NEWLINE, tokenize.INDENT, tokenize.NL) or (
+            fresh and token.type == tokenize.DEDENT
+        )
+    return found
+
+
+def describe(hint: Any) -> str:
+    """A type in words a user reads: "an integer of at least 1"."""
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if origin is Annotated:
+        bounds = [str(rule) for rule in arguments[1:] if isinstance(rule, Range)]
+        return describe(arguments[0]) + "".join(f" of {b}" for b in bounds)
+    if origin in (Union, types.UnionType):
+        return " or ".join("none" if a is type(None) else describe(a) for a in arguments)
+    if origin is Literal:
+        return " | ".join(json.dumps(a) for a in arguments)
+    if origin is list:
+        return f"a list of {describe(arguments[0]).removeprefix('a ').removeprefix('an ')}"
+    if dataclasses.is_dataclass(hint):
+        return "{" + ", ".join(_hints(hint)) + "}"
+    words = {int: "an integer", float: "a number", bool: "true or false", str: "a string"}
+    return words[hint]
+
+
+def help_text(schema: type) -> Iterator[str]:
+    """Every key, its type, default and meaning, section by section."""
+    for (name, about), keys in sections(schema):
+        yield f"\n[{name}]  {about}"
+        for key in keys:
+            yield f"  --{key.name}  ({key.kind}; default {key.default})"
+            if key.meaning:
+                yield f"      {key.meaning}"

@@ -1,0 +1,46 @@
+"""One optimizer step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from titanlite.distributed.collectives import sum_over
+from titanlite.models import valid_tokens
+from titanlite.optim import clip_gradients, set_lr
+from titanlite.training.engine import Engine
+from titanlite.training.state import TrainState
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What a step showed, still on the device: reading it waits for the device."""
+
+    loss: Tensor  # mean over the valid tokens of the global batch, before the update
+    grad_norm: Tensor  # of the whole gradient, before clipping
+
+
+def take_step(
+    state: TrainState,
+    engine: Engine,
+    inputs: Tensor,
+    labels: Tensor,
+    *,
+    loss_mesh: DeviceMesh,
+    global_batch: int,
+    lr: float,
+    max_norm: float,
+) -> StepResult:
+    """Learn from this rank's rows [rows, T] of one global batch of `global_batch` samples."""
+    valid = sum_over(loss_mesh, valid_tokens(labels)).clamp(min=1)
+    loss = sum_over(loss_mesh, engine.forward_backward(inputs, labels, valid))
+    grad_norm = clip_gradients(state.model.parameters(), max_norm)
+    set_lr(state.optimizer, lr)
+    state.optimizer.step()
+    state.optimizer.zero_grad()
+    state.step += 1
+    state.position += global_batch
+    state.tokens += global_batch * inputs.shape[1]
+    return StepResult(loss, grad_norm)

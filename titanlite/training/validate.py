@@ -1,0 +1,57 @@
+"""Validation loss: every token of the held-out text once, weighed alike, under every layout."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Annotated, Protocol
+
+import torch
+from torch import Tensor
+
+from titanlite.distributed.collectives import sum_over
+from titanlite.distributed.mesh import Mesh
+from titanlite.models import valid_tokens
+from titanlite.settings import Positive, Range
+from titanlite.training.engine import Engine
+
+
+@dataclass(frozen=True)
+class ValidationConfig:
+    """[validation] How often, and on how much of [data] validation."""
+
+    enable: bool = False  # measure the loss on held-out text while training
+    local_batch_size: Positive = 8  # sequences a rank runs at once
+    seq_len: Positive = 2048  # tokens of a sequence
+    freq: Positive = 10  # steps between two validations; the last step is always one
+    steps: Annotated[int, Range(1, also=(-1,))] = -1
+    # at most this many times training.global_batch_size sequences; -1: all there are
+
+
+class HeldOut(Protocol):
+    """Held-out text as a finite list of samples."""
+
+    name: str
+    samples: int
+
+    def read(self, start: int, rows: int) -> tuple[Tensor, Tensor]:
+        """Inputs and labels [rows, T]; past the end, labels that are not learned from."""
+
+
+def validate(
+    engine: Engine, text: HeldOut, samples: int, rows: int, mesh: Mesh, device: torch.device
+) -> float:
+    """Mean loss in nats over the labels of the first `samples` samples, `rows` a rank at once."""
+    total = torch.zeros(2, dtype=torch.float64, device=device)  # summed loss, labels
+    for start in _starts(samples, rows, mesh.batch.size()):
+        first = start + mesh.batch_rank * rows
+        inputs, labels = text.read(first, rows)
+        labels[max(0, samples - first) :] = -100  # past what was asked for
+        inputs, labels = inputs.to(device), labels.to(device)
+        total += torch.stack([engine.evaluate(inputs, labels).double(), valid_tokens(labels)])
+    loss, count = sum_over(mesh.loss, total).tolist()
+    return loss / max(count, 1)
+
+
+def _starts(samples: int, rows: int, ranks: int) -> Iterator[int]:
+    return iter(range(0, samples, rows * ranks))  # the same count of forwards on every rank
