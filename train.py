@@ -6,39 +6,42 @@ This page is the table of contents of a run; `python train.py --help` lists ever
 from __future__ import annotations
 
 import dataclasses
+import signal
 import sys
 
 from titanlite.checkpoint import Checkpointer
-from titanlite.data import open_stream, open_tokenizer, open_validation
+from titanlite.data import slices_of
 from titanlite.distributed.collectives import agree, attempt
 from titanlite.distributed.mesh import build_mesh
 from titanlite.distributed.session import Session, choose_device, join, launched_ranks, tell
 from titanlite.errors import EXIT_DONE, UserError
-from titanlite.job import Job, JobConfig, read_job
+from titanlite.job import Job, JobConfig, open_data, read_job
 from titanlite.log import configure_log, logger
 from titanlite.observe import open_meter, open_profiler, open_sinks, silent_sinks
 from titanlite.optim import build_optimizer, lr_share
 from titanlite.parallelize import DTYPES, build_spread_model, loss_context
 from titanlite.settings import help_text
-from titanlite.training import Between, Spmd, TrainState, run, validate
+from titanlite.training import Between, Spmd, TrainState, run, samples_to_validate, validate
 
 
 def main(argv: list[str]) -> int:
     if "--help" in argv or "-h" in argv:
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` is no reason for a traceback
         print(__doc__, *help_text(JobConfig), sep="\n")
         return EXIT_DONE
     rank, ranks = launched_ranks()
     try:
         job = read_job(argv, ranks)
-        config = job.config
-        configure_log(rank, ranks, False if config.metrics.disable_color_printing else None)
-        if rank == 0 and config.job.print_config:
+        section = job.config.job
+        plain = job.config.metrics.disable_color_printing
+        configure_log(rank, ranks, colour=False if plain else None)
+        if section.print_config and rank == 0:
             print(job.as_toml())
-        if config.job.check:
-            logger.info("every check passed: %s", job.degrees)
+        if section.check:
+            logger.info("every check passed for %s", job.degrees)
             return EXIT_DONE
-        device = choose_device(config.job.device)
-        with join(device, config.comm, config.debug, job.folder) as session:
+        device = choose_device(section.device)
+        with join(device, job.config.comm, job.config.debug, job.folder) as session:
             train(job, session)
     except UserError as error:
         return tell(error)
@@ -46,12 +49,13 @@ def main(argv: list[str]) -> int:
 
 
 def train(job: Job, session: Session) -> None:
-    config, device = job.config, session.device
-    training = config.training
-    (stream, texts), problem = attempt(lambda: open_data(job))
+    config, training, device = job.config, job.config.training, session.device
+    data, problem = attempt(lambda: open_data(job))
     agree(problem)  # every rank opens its data by itself, and all learn of one that cannot
+    stream, texts = data
 
     mesh = build_mesh(job.degrees, device.type)
+    compute = DTYPES[training.mixed_precision_param]
     model = build_spread_model(
         job.family,
         job.shape,
@@ -60,7 +64,7 @@ def train(job: Job, session: Session) -> None:
         config.activation_checkpoint,
         device,
         seed=config.debug.seed,
-        compute=DTYPES[training.mixed_precision_param],
+        compute=compute,
         reduce=DTYPES[training.mixed_precision_reduce],
         offload=training.enable_cpu_offload,
     )
@@ -74,31 +78,37 @@ def train(job: Job, session: Session) -> None:
     )
     state = TrainState(model, build_optimizer(model, config.optimizer))
 
-    checkpointer = Checkpointer(job.folder / config.checkpoint.folder, config.checkpoint, session.rank)
+    checkpointer = Checkpointer(job.folder / config.checkpoint.folder, config.checkpoint)
     found = checkpointer.find()
-    saved = found and checkpointer.load(found, model, state.optimizer, job.facts())
-    if saved:
-        state.restore(saved.progress)
-
-    sinks, meter = open_observers(job, session, state.step)
-    describe(job, session, state, found)
     if found:
-        sinks.event(state.step, "resumed", path=str(found), layout=str(job.degrees))
+        saved = checkpointer.load(found, model, state.optimizer, job.facts_to_hold())
+        if saved:
+            state.restore(saved.progress)
 
-    def slices():
-        """Which samples this rank reads: its part of one global batch after the other."""
-        position = state.position
-        while True:
-            yield position + mesh.batch_rank * job.rows, job.rows
-            position += job.global_batch
+    meter = open_meter(
+        flops_per_token=job.family.flops_per_token(job.shape, training.seq_len),
+        dtype=compute,
+        devices=session.ranks,
+        device=device,
+    )
+    sinks = silent_sinks()
+    if session.rank == 0:
+        sinks = open_sinks(
+            config.metrics,
+            job.folder,
+            total_steps=training.steps,
+            first_step=state.step,
+            job=dataclasses.asdict(config),
+        )
+        (job.folder / "config.toml").write_text(job.as_toml(), encoding="utf-8")
+    logger.info("%s", job.summary(device, meter.peak_flops))
+    if found:
+        sinks.event(state.step, "resumed", path=str(found), position=state.position)
 
-    def validation_losses() -> dict[str, float]:
-        most, rows = config.validation.steps, config.validation.local_batch_size
-        limit = float("inf") if most == -1 else most * job.global_batch
-        return {
-            text.name: validate(engine, text, int(min(limit, text.samples)), rows, mesh, device)
-            for text in texts
-        }
+    def losses() -> dict[str, float]:
+        rows = config.validation.local_batch_size
+        counts = {t: samples_to_validate(config.validation, t, job.global_batch) for t in texts}
+        return {t.name: validate(engine, t, n, rows, mesh, device) for t, n in counts.items()}
 
     def save() -> str:
         place = checkpointer.save(
@@ -112,24 +122,23 @@ def train(job: Job, session: Session) -> None:
         )
         return str(place)
 
-    def lr_at(step: int) -> float:
-        return config.optimizer.lr * lr_share(step, job.schedule_steps, config.lr_scheduler)
-
-    with open_profiler(config.profiling, job.folder, session.rank) as profiler:
+    slices = slices_of(state.position, job.global_batch, mesh.batch_rank, mesh.batch.size())
+    schedule, total = config.lr_scheduler, job.schedule_steps
+    with sinks, open_profiler(config.profiling, job.folder, session.rank, state.step) as profiler:
         run(
             state,
             engine,
-            stream.prefetch(slices()),
+            stream.prefetch(slices),
             config=training,
             global_batch=job.global_batch,
-            lr_at=lr_at,
+            lr_at=lambda step: config.optimizer.lr * lr_share(step, total, schedule),
             mesh=mesh,
             device=device,
             train_timeout_seconds=config.comm.train_timeout_seconds,
             between=Between(
                 log_freq=config.metrics.log_freq,
                 validate_freq=config.validation.freq if texts else 0,
-                validate=validation_losses,
+                validate=losses,
                 save_due=checkpointer.due,
                 save=save,
             ),
@@ -137,7 +146,6 @@ def train(job: Job, session: Session) -> None:
             sinks=sinks,
             profiler=profiler,
         )
-    sinks.close()
 
 
 if __name__ == "__main__":

@@ -9,12 +9,25 @@ from pathlib import Path
 from typing import Any, Literal
 
 from titanlite.checkpoint import CheckpointConfig, checkpoint_problems
-from titanlite.data import DataConfig, SourceConfig, open_stream, open_tokenizer, open_validation
+from titanlite.data import (
+    DataConfig,
+    Stream,
+    Tokenizer,
+    ValidationSet,
+    open_stream,
+    open_tokenizer,
+    open_validation,
+)
 from titanlite.distributed.mesh import Degrees, ParallelismConfig, degrees_of
 from titanlite.distributed.session import CommConfig, DebugConfig, choose_device
 from titanlite.errors import ConfigError, Problems, UserError
 from titanlite.models import FAMILIES, Family, ModelConfig
-from titanlite.observe import MetricsConfig, ProfilingConfig, profiling_problems
+from titanlite.observe import (
+    MetricsConfig,
+    ProfilingConfig,
+    metrics_problems,
+    profiling_problems,
+)
 from titanlite.optim import LRSchedulerConfig, OptimizerConfig
 from titanlite.parallelize.activation import ActivationCheckpointConfig, activation_problems
 from titanlite.parallelize.planned import CompileConfig, QuantizeConfig
@@ -125,11 +138,40 @@ class Job:
         return self.config.lr_scheduler.total_steps or self.config.training.steps
 
     def facts(self) -> dict[str, Any]:
-        """What a checkpoint must agree on for the run to go on as the same run."""
-        facts: dict[str, Any] = {"model": dataclasses.asdict(self.shape)}
-        if self.config.training.global_batch_size == -1:  # follows the layout: must not on its own
-            facts["global_batch_size"] = self.global_batch
+        """What a checkpoint says of the job that saved it."""
+        return {
+            "model": dataclasses.asdict(self.shape),
+            "training.global_batch_size": self.global_batch,
+        }
+
+    def facts_to_hold(self) -> dict[str, Any]:
+        """Those that a checkpoint must agree with for this run to go on from it."""
+        facts = self.facts()
+        if self.config.training.global_batch_size != -1:  # written down, so changed on purpose
+            del facts["training.global_batch_size"]
         return facts
+
+    def summary(self, device, peak_flops: float | None) -> str:
+        """The job in a few lines, for whoever watches it start."""
+        training, shape = self.config.training, self.shape
+        parameters = self.family.count_parameters(shape)
+        accumulated = self.rows // training.local_batch_size
+        peak = f"{peak_flops / 1e12:.3g} TFLOP/s at most" if peak_flops else "peak unknown"
+        return "\n".join(
+            [
+                f"{self.config.job.description}",
+                f"  model   {self.family.name} {self.config.model.flavor}:"
+                f" {parameters:,} parameters, {shape.n_layers} blocks of {shape.dim}",
+                f"  layout  {self.degrees} on {self.degrees.ranks} x {device.type} ({peak})",
+                f"  batch   {self.global_batch} sequences of {training.seq_len}:"
+                f" {self.global_batch * training.seq_len:,} tokens a step"
+                f" ({training.local_batch_size} at once, {accumulated} times, on"
+                f" {self.degrees.data} ranks)",
+                f"  types   {training.mixed_precision_param} to compute,"
+                f" {training.mixed_precision_reduce} to reduce, {training.dtype} to keep",
+                f"  output  {self.folder}",
+            ]
+        )
 
     def as_toml(self) -> str:
         """The effective job, loadable again."""
@@ -155,6 +197,7 @@ def _problems(config: JobConfig, ranks: int) -> Iterator[UserError]:
     """Everything that more than one key, or the world outside, has to say."""
     yield from activation_problems(config.activation_checkpoint)
     yield from checkpoint_problems(config.checkpoint)
+    yield from metrics_problems(config.metrics)
     yield from profiling_problems(config.profiling)
     shape = degrees = None
     try:
@@ -247,51 +290,60 @@ def _data_problems(config: JobConfig, shape) -> Iterator[UserError]:
         )
     tokenizer, vocab_size = None, shape.vocab_size if shape else 2**31
     try:
-        tokenizer = open_tokenizer(config.data.tokenizer) if config.data.tokenizer else None
+        tokenizer = _open_tokenizer(config)
     except UserError as error:
-        yield _about("data.tokenizer", error)
+        yield from _about("data.tokenizer", error)
     if tokenizer and tokenizer.vocab_size > vocab_size:
         yield ConfigError(
-            f"model.vocab_size = {vocab_size}: is smaller than the {tokenizer.vocab_size} ids of"
-            f" data.tokenizer.",
+            f"model.vocab_size = {vocab_size}: is less than the {tokenizer.vocab_size} ids of"
+            " data.tokenizer.",
             fix=f"Set model.vocab_size = {tokenizer.vocab_size} or more.",
             keys=("model.vocab_size", "data.tokenizer"),
         )
-        vocab_size = tokenizer.vocab_size  # said once is enough
-    for source in config.data.sources:
-        yield from _source_problems("data.sources", open_stream, source, config, vocab_size, tokenizer)
+        vocab_size = tokenizer.vocab_size  # so that each corpus does not say it again
+    for key, opener in (("data.sources", _open_stream), ("data.validation", _open_texts)):
+        try:
+            opener(config, vocab_size, tokenizer)
+        except UserError as error:
+            yield from _about(key, error)
+
+
+def open_data(job: Job) -> tuple[Stream, list[ValidationSet]]:
+    """What a job learns from and what it is measured on; raises DataError, or Problems."""
+    tokenizer, vocab_size = _open_tokenizer(job.config), job.shape.vocab_size
+    stream = _open_stream(job.config, vocab_size, tokenizer)
+    assert stream is not None, "checked: there are sources"
+    return stream, _open_texts(job.config, vocab_size, tokenizer)
+
+
+def _open_tokenizer(config: JobConfig) -> Tokenizer | None:
+    return open_tokenizer(config.data.tokenizer) if config.data.tokenizer else None
+
+
+def _open_stream(config: JobConfig, vocab_size: int, tokenizer) -> Stream | None:
+    if not config.data.sources:
+        return None
+    return open_stream(
+        config.data.sources,
+        seq_len=config.training.seq_len,
+        seed=config.debug.seed,
+        vocab_size=vocab_size,
+        tokenizer=tokenizer,
+    )
+
+
+def _open_texts(config: JobConfig, vocab_size: int, tokenizer) -> list[ValidationSet]:
+    texts, problems = [], []
     for source in config.data.validation if config.validation.enable else ():
-        yield from _source_problems(
-            "data.validation", open_validation, source, config, vocab_size, tokenizer
-        )
-    yield from _mixture_problems(config.data.sources)
+        try:
+            options = {"seq_len": config.validation.seq_len, "vocab_size": vocab_size}
+            texts.append(open_validation(source, tokenizer=tokenizer, **options))
+        except UserError as error:
+            problems.append(error)
+    raise_together(problems)
+    return texts
 
 
-def _source_problems(key, opener, source: SourceConfig, config, vocab_size, tokenizer):
-    common = {"vocab_size": vocab_size, "tokenizer": tokenizer}
-    try:
-        if opener is open_stream:
-            alone = [dataclasses.replace(source, weight=1.0)]
-            open_stream(alone, seq_len=config.training.seq_len, seed=0, **common)
-        else:
-            open_validation(source, seq_len=config.validation.seq_len, **common)
-    except Problems as several:
-        yield from (_about(key, error) for error in several.problems)
-    except UserError as error:
-        yield _about(key, error)
-
-
-def _mixture_problems(sources: Sequence[SourceConfig]) -> Iterator[ConfigError]:
-    names = [source.name for source in sources]
-    for name in sorted({n for n in names if names.count(n) > 1}):
-        yield ConfigError(
-            f'data.sources: the name "{name}" stands {names.count(name)} times.',
-            fix="Give each source its own; the order of its samples depends on it.",
-            keys=("data.sources",),
-        )
-    if sources and not any(source.weight for source in sources):
-        yield ConfigError("data.sources: every weight is 0.", keys=("data.sources",))
-
-
-def _about(key: str, error: UserError) -> ConfigError:
-    return ConfigError(f"{key}: {error.message}", fix=error.fix, keys=(key,))
+def _about(key: str, error: UserError) -> Iterator[ConfigError]:
+    for one in error.problems if isinstance(error, Problems) else [error]:
+        yield ConfigError(f"{key}: {one.message}", fix=one.fix, keys=(key,))

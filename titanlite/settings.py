@@ -216,16 +216,19 @@ def _unknown(key, given, prefix, hints, moved, every_key) -> ConfigError:
     return ConfigError(said, fix=f"Did you mean {near[0]}?" if near else allowed, keys=(key,))
 
 
-def _fit(given: Any, hint: Any) -> Any:
-    """`given` as a value of the type `hint`; raises _Refused with what is allowed."""
-    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+def _fit(given: Any, hint: Any, stated: Any = None) -> Any:
+    """`given` as a value of the type `hint`; raises _Refused with what is allowed.
+
+    `stated` is the type as the field states it, with its bounds and its `None`.
+    """
+    origin, arguments, stated = typing.get_origin(hint), typing.get_args(hint), stated or hint
     if origin is Annotated:
-        value = _fit(given, arguments[0])
+        value = _fit(given, arguments[0], stated)
         for rule in arguments[1:]:
             _obey(value, rule)
         return value
     if origin in (Union, types.UnionType):
-        return _fit_union(given, hint, arguments)
+        return _fit_union(given, arguments, stated)
     if origin is Literal:
         value = given.text if isinstance(given, _Typed) else given
         if value not in arguments or isinstance(value, bool):
@@ -242,11 +245,11 @@ def _fit(given: Any, hint: Any) -> Any:
     if hint is float and type(value) is int:  # an int is fine for a float; a bool is not an int
         value = float(value)
     if type(value) is not hint or (hint is float and math.isnan(value)):
-        raise _Refused(f"must be {describe(hint)}.")
+        raise _Refused(f"must be {describe(stated)}.")
     return value
 
 
-def _fit_union(given, hint, arms):
+def _fit_union(given, arms, stated):
     nothing = given is None or (isinstance(given, _Typed) and given.text.lower() == "none")
     if nothing and type(None) in arms:
         return None
@@ -254,10 +257,10 @@ def _fit_union(given, hint, arms):
     for arm in arms:
         if arm is not type(None):
             try:
-                return _fit(given, arm)
+                return _fit(given, arm, stated)
             except _Refused as refusal:
                 refusals.append(refusal)
-    raise refusals[0] if len(refusals) == 1 else _Refused(f"must be {describe(hint)}.")
+    raise refusals[0] if len(refusals) == 1 else _Refused(f"must be {describe(stated)}.")
 
 
 def _fit_list(given, hint, item):
@@ -424,9 +427,10 @@ def _comments(schema: type) -> dict[str, str]:
     """The comment beside each field; a comment alone on the next line goes on with it."""
     source = inspect.cleandoc("\n" + inspect.getsource(schema))
     found: dict[str, str] = {}
-    name, fresh = "", True
+    name, fresh, depth = "", True, 0
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
-        if token.type == tokenize.NAME and fresh and token.start[1] > 0:
+        depth += {"(": 1, "[": 1, ")": -1, "]": -1}.get(token.string, 0)
+        if token.type == tokenize.NAME and fresh and depth == 0 and token.start[1] > 0:
             name = token.string
         if token.type == tokenize.COMMENT and name:
             found[name] = f"{found.get(name, '')} {token.string.lstrip('# ')}".strip()
@@ -456,10 +460,22 @@ def describe(hint: Any) -> str:
     return words[hint]
 
 
+def reference(schema: type) -> str:
+    """Every key as a Markdown page."""
+    lines = ["# Configuration", "", "Every key of a job; made by `scripts/write_reference.py`."]
+    for (name, about), keys in sections(schema):
+        lines += ["", f"## `[{name}]`", "", about.removeprefix(f"[{name}] "), ""]
+        lines += ["| key | type | default | meaning |", "| --- | --- | --- | --- |"]
+        for key in keys:
+            row = (f"`{key.name}`", key.kind, f"`{key.default}`", key.meaning)
+            lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |")
+    return "\n".join(lines) + "\n"
+
+
 def help_text(schema: type) -> Iterator[str]:
     """Every key, its type, default and meaning, section by section."""
     for (name, about), keys in sections(schema):
-        yield f"\n[{name}]  {about}"
+        yield f"\n[{name}]  {about.removeprefix(f'[{name}] ')}"
         for key in keys:
             yield f"  --{key.name}  ({key.kind}; default {key.default})"
             if key.meaning:

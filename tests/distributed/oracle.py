@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from titanlite.distributed.mesh import Degrees, ParallelismConfig, build_mesh
+from titanlite.distributed.mesh import Degrees, Mesh, ParallelismConfig, build_mesh
 from titanlite.models import FAMILIES, IGNORED, LlamaShape
 from titanlite.optim import OptimizerConfig, build_optimizer
 from titanlite.parallelize import build_spread_model, loss_context
@@ -69,7 +69,7 @@ class Recipe:
 
 
 SGD = Recipe()
-ADAMW = Recipe("AdamW", max_norm=0.5, lr=1e-3)
+ADAMW = Recipe("AdamW", max_norm=0.1, lr=1e-3)
 
 
 @dataclass
@@ -137,26 +137,45 @@ def spread(layout: Layout, shape: LlamaShape, dtype: torch.dtype = torch.float32
     return model, mesh, section
 
 
+def spread_runs(cases: list[tuple[Layout, Recipe]]) -> list[Record | None]:
+    """Several runs one after the other, in processes that are warm after the first."""
+    return [spread_run(layout, recipe) for layout, recipe in cases]
+
+
 def spread_run(layout: Layout, recipe: Recipe) -> Record | None:
     """The same run under a layout, by the house's own engine and step; rank 0 answers."""
-    model, mesh, section = spread(layout, recipe.shape)
-    state = TrainState(model, build_optimizer(model, recipe.section))
+    state, engine, mesh = start(layout, recipe)
     record = Record([], [], [], {})
-    state.optimizer.register_step_pre_hook(
-        lambda *_: record.gradients.append(
-            {n: whole(p.grad) for n, p in model.named_parameters()}
-        )
-    )
-    rows = BATCH // layout.degrees.data
+    go_on(state, engine, mesh, recipe, record, recipe.steps)
+    assert (state.step, state.position) == (recipe.steps, recipe.steps * BATCH)
+    assert state.tokens == recipe.steps * BATCH * SEQ_LEN
+    return record if torch.distributed.get_rank() == 0 else None
+
+
+def start(layout: Layout, recipe: Recipe) -> tuple[TrainState, Spmd, Mesh]:
+    """A run under a layout, before its first step."""
+    model, mesh, section = spread(layout, recipe.shape)
     engine = Spmd(
         model,
         loss_context(mesh, section),
-        microbatch=rows // layout.accumulate,
+        microbatch=BATCH // layout.degrees.data // layout.accumulate,
         reduce_every_microbatch=layout.reduction == "every_microbatch",
     )
-    for step in range(recipe.steps):
-        mine = slice(mesh.batch_rank * rows, (mesh.batch_rank + 1) * rows)
-        inputs, labels = (part[mine] for part in batch_at(step, recipe.shape.vocab_size))
+    return TrainState(model, build_optimizer(model, recipe.section)), engine, mesh
+
+
+def go_on(
+    state: TrainState, engine: Spmd, mesh: Mesh, recipe: Recipe, record: Record, until: int
+) -> None:
+    """Take the steps up to `until`, noting what they show."""
+    named = list(state.model.named_parameters())
+    hook = state.optimizer.register_step_pre_hook(
+        lambda *_: record.gradients.append({name: whole(p.grad) for name, p in named})
+    )
+    rows = BATCH // mesh.degrees.data
+    mine = slice(mesh.batch_rank * rows, (mesh.batch_rank + 1) * rows)
+    while state.step < until:
+        inputs, labels = (part[mine] for part in batch_at(state.step, recipe.shape.vocab_size))
         result = take_step(
             state,
             engine,
@@ -169,10 +188,8 @@ def spread_run(layout: Layout, recipe: Recipe) -> Record | None:
         )
         record.losses.append(result.loss.item())
         record.norms.append(result.grad_norm.item())
-    record.weights = {n: whole(p) for n, p in model.named_parameters()}
-    assert (state.step, state.position) == (recipe.steps, recipe.steps * BATCH)
-    assert state.tokens == recipe.steps * BATCH * SEQ_LEN
-    return record if torch.distributed.get_rank() == 0 else None
+    hook.remove()
+    record.weights = {name: whole(p) for name, p in named}
 
 
 def whole(tensor: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -40,12 +41,11 @@ def read_tensors(
     state: dict[str, Any] = {"model": weights}
     if optimizer is not None:
         state["optimizer"] = _moments(model, optimizer)
-    with _named(folder, "read"):
-        dcp.load(
-            state,
-            storage_reader=dcp.FileSystemReader(folder),
-            no_dist=not torch.distributed.is_initialized(),
-        )
+    alone = not torch.distributed.is_initialized()
+    with _named(folder, "read"), warnings.catch_warnings():
+        if alone:  # which DCP supposes to be a mistake
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        dcp.load(state, storage_reader=dcp.FileSystemReader(folder), no_dist=alone)
     set_model_state_dict(model, weights, options=_BY_NAME)
     if optimizer is not None:
         whole = get_optimizer_state_dict(model, optimizer, options=_BY_NAME)

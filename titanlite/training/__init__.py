@@ -6,7 +6,7 @@ from titanlite.training.engine import Engine, Spmd
 from titanlite.training.loop import Between, TrainingConfig, run
 from titanlite.training.state import TrainState
 from titanlite.training.step import StepResult, take_step
-from titanlite.training.validate import ValidationConfig, validate
+from titanlite.training.validate import ValidationConfig, samples_to_validate, validate
 
 __all__ = [
     "Between",
@@ -17,6 +17,7 @@ __all__ = [
     "TrainingConfig",
     "ValidationConfig",
     "run",
+    "samples_to_validate",
     "take_step",
     "validate",
 ]

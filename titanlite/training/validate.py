@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated, Protocol
 
@@ -11,7 +10,7 @@ from torch import Tensor
 
 from titanlite.distributed.collectives import sum_over
 from titanlite.distributed.mesh import Mesh
-from titanlite.models import valid_tokens
+from titanlite.models import IGNORED, valid_tokens
 from titanlite.settings import Positive, Range
 from titanlite.training.engine import Engine
 
@@ -43,15 +42,16 @@ def validate(
 ) -> float:
     """Mean loss in nats over the labels of the first `samples` samples, `rows` a rank at once."""
     total = torch.zeros(2, dtype=torch.float64, device=device)  # summed loss, labels
-    for start in _starts(samples, rows, mesh.batch.size()):
+    for start in range(0, samples, rows * mesh.batch.size()):  # as many forwards on every rank
         first = start + mesh.batch_rank * rows
         inputs, labels = text.read(first, rows)
-        labels[max(0, samples - first) :] = -100  # past what was asked for
+        labels[max(0, samples - first) :] = IGNORED  # past what was asked for
         inputs, labels = inputs.to(device), labels.to(device)
         total += torch.stack([engine.evaluate(inputs, labels).double(), valid_tokens(labels)])
     loss, count = sum_over(mesh.loss, total).tolist()
     return loss / max(count, 1)
 
 
-def _starts(samples: int, rows: int, ranks: int) -> Iterator[int]:
-    return iter(range(0, samples, rows * ranks))  # the same count of forwards on every rank
+def samples_to_validate(config: ValidationConfig, text: HeldOut, global_batch: int) -> int:
+    """How much of a text `config.steps` means, whatever the layout."""
+    return text.samples if config.steps == -1 else min(text.samples, config.steps * global_batch)

@@ -1,0 +1,71 @@
+"""A small real corpus: this repository's own text, as raw bytes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from titanlite.data import ShardWriter, open_tokenizer
+from titanlite.data.manifest import write_manifest
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture(scope="session")
+def corpus(tmp_path_factory) -> Path:
+    """A folder with `train` and `validation`, of different files."""
+    folder, tokenizer = tmp_path_factory.mktemp("corpus"), open_tokenizer("bytes")
+    files = sorted((ROOT / "titanlite").rglob("*.py"))
+    for side, texts in (("train", files[2:]), ("validation", files[:2])):
+        (folder / side).mkdir()
+        with ShardWriter(folder / side / "shard", tokenizer.vocab_size) as writer:
+            for path in texts:
+                writer.add([*tokenizer.encode(path.read_text("utf-8")), tokenizer.eos_id])
+            record = writer.close()
+        write_manifest(folder / side, tokenizer.fingerprint, tokenizer.vocab_size, [record])
+    return folder
+
+
+@pytest.fixture
+def run_toml(corpus, tmp_path) -> Path:
+    """A job that is tiny and whole; what a test wants otherwise, it says on the command line."""
+    path = tmp_path / "run.toml"
+    path.write_text(
+        f"""
+        [job]
+        dump_folder = "{tmp_path}/out"
+        device = "cpu"
+        [model]
+        dim = 32
+        n_layers = 2
+        n_heads = 4
+        n_kv_heads = 2
+        hidden_dim = 64
+        vocab_size = 258
+        [data]
+        tokenizer = "bytes"
+        sources = [{{ name = "code", path = "{corpus}/train" }}]
+        validation = [{{ name = "code", path = "{corpus}/validation" }}]
+        [training]
+        seq_len = 48
+        local_batch_size = 2
+        global_batch_size = 8
+        steps = 6
+        mixed_precision_param = "float32"
+        [lr_scheduler]
+        warmup_steps = 2
+        [activation_checkpoint]
+        mode = "none"
+        [validation]
+        enable = true
+        freq = 3
+        seq_len = 48
+        [checkpoint]
+        enable = true
+        interval = 3
+        [metrics]
+        log_freq = 1
+        """
+    )
+    return path

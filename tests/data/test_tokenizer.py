@@ -1,0 +1,175 @@
+"""Ids must be those of the file that was named, whatever the text looks like."""
+
+from __future__ import annotations
+
+import base64
+import json
+import pickle
+import subprocess
+import sys
+import unicodedata
+from pathlib import Path
+
+import pytest
+from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
+
+from titanlite.data import open_tokenizer
+from titanlite.data.bpe import train_bpe, train_merges
+from titanlite.errors import DataError
+
+ROOT = Path(__file__).parents[2]
+VOCAB_SIZE = 600
+ODD_TEXTS = [
+    "",
+    "def f(x):\n\treturn x  # naïve façade\r\n\r\n",
+    "emoji 👩‍👩‍👧‍👦🏽 flags 🇫🇷🇯🇵, 中文字符 한국어 日本語",
+    unicodedata.normalize("NFD", "Ünïcödé é ǭ ṩ") + "z͑ͫ̓ͪ̂ͫ",
+    " \u00a0\u2003\u3000\t \n \r \x0b\x0c\x85\u2028\u200b end   ",
+    "don't I'LL 1234567 3.14159 ١٢٣ ½ Ⅷ",
+    "\x00\x01\x7f <|begin_of_text|> <|end_of_text|> </s> ﷽ 𝔘𝔫𝔦",
+]
+
+
+def learned_text() -> list[str]:
+    return [path.read_text() for path in sorted((ROOT / "titanlite").glob("*.py"))] + ODD_TEXTS[1:4]
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory) -> str:
+    path = tmp_path_factory.mktemp("ranks") / "t.model"
+    assert train_bpe(learned_text(), VOCAB_SIZE, path) == VOCAB_SIZE
+    return str(path)
+
+
+def run(command: list[str]) -> subprocess.CompletedProcess:
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+
+
+def hugging_face(folder: Path, end: str = "<|endoftext|>") -> str:
+    tokenizer = Tokenizer(models.BPE(vocab={"a": 0, "b": 1, "ab": 2}, merges=[("a", "b")]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.add_special_tokens([AddedToken(end, special=True)])
+    tokenizer.enable_truncation(2)
+    tokenizer.enable_padding(length=8)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    return str(folder / "tokenizer.json")
+
+
+def test_a_trained_tokenizer_has_the_size_asked_for_with_its_specials_last(ranks):
+    tokenizer = open_tokenizer(ranks)
+    assert tokenizer.vocab_size == VOCAB_SIZE
+    assert (tokenizer.bos_id, tokenizer.eos_id) == (VOCAB_SIZE - 2, VOCAB_SIZE - 1)
+    assert tokenizer.decode([tokenizer.eos_id]) == "<|end_of_text|>"
+
+
+def test_tiktoken_gives_the_ids_that_were_learned(ranks):
+    trained, written = train_merges(learned_text(), VOCAB_SIZE - 2), open_tokenizer(ranks)
+    held_out = [path.read_text() for path in sorted((ROOT / "titanlite").glob("*/*.py"))]
+    for text in held_out + ODD_TEXTS:
+        assert written.encode(text) == trained.encode(text).ids
+
+
+@pytest.mark.parametrize("text", ODD_TEXTS)
+def test_odd_text_comes_back_as_it_was(ranks, text):
+    for path in (ranks, "bytes"):
+        tokenizer = open_tokenizer(path)
+        assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+def test_text_that_looks_special_cannot_end_a_document(ranks, tmp_path):
+    for path in (ranks, "bytes", hugging_face(tmp_path)):
+        tokenizer = pickle.loads(pickle.dumps(open_tokenizer(path)))
+        ids = tokenizer.encode("ab<|endoftext|>ab<|end_of_text|><|begin_of_text|>ab")
+        assert not {tokenizer.bos_id, tokenizer.eos_id} & set(ids)
+
+
+def test_a_tokenizer_json_that_truncates_does_not_cut_documents(tmp_path):
+    tokenizer = open_tokenizer(hugging_face(tmp_path))
+    assert tokenizer.encode("ab" * 5) == [2] * 5
+    assert (tokenizer.vocab_size, tokenizer.bos_id, tokenizer.eos_id) == (4, 3, 3)
+
+
+def test_the_fingerprint_knows_the_tokenizer_and_not_its_place(ranks, tmp_path):
+    copy, other = tmp_path / "copy.model", tmp_path / "other.model"
+    copy.write_bytes(Path(ranks).read_bytes())
+    train_bpe(learned_text(), VOCAB_SIZE - 1, other)
+    same, different = open_tokenizer(str(copy)), open_tokenizer(str(other))
+    assert same.fingerprint == open_tokenizer(ranks).fingerprint != different.fingerprint
+
+
+def test_a_retrained_file_is_read_anew_and_not_from_a_cache(ranks, tmp_path):
+    path = tmp_path / "t.model"
+    path.write_bytes(Path(ranks).read_bytes())
+    assert open_tokenizer(str(path)).vocab_size == VOCAB_SIZE
+    train_bpe(learned_text(), 300, path)
+    assert open_tokenizer(str(path)).vocab_size == 300
+
+
+def test_a_worker_process_gets_the_same_tokenizer(ranks, tmp_path):
+    for path in (ranks, "bytes", hugging_face(tmp_path)):
+        tokenizer = open_tokenizer(path)
+        sent = pickle.loads(pickle.dumps(tokenizer))
+        assert sent.encode("abab") == tokenizer.encode("abab")
+        assert (sent.fingerprint, sent.vocab_size) == (tokenizer.fingerprint, tokenizer.vocab_size)
+
+
+def test_a_file_of_llama_3_has_its_256_special_tokens(tmp_path):
+    tokens = [bytes([i]) for i in range(256)]
+    tokens += [b"~" + i.to_bytes(3, "big") for i in range(128_000 - 256)]
+    lines = [b"%s %d" % (base64.b64encode(token), rank) for rank, token in enumerate(tokens)]
+    (tmp_path / "tokenizer.model").write_bytes(b"\n".join(lines))
+    tokenizer = open_tokenizer(str(tmp_path / "tokenizer.model"))
+    assert (tokenizer.vocab_size, tokenizer.bos_id, tokenizer.eos_id) == (128_256, 128_000, 128_001)
+    names = {128_006: "<|start_header_id|>", 128_009: "<|eot_id|>"}
+    names |= {128_005: "<|reserved_special_token_3|>", 128_255: "<|reserved_special_token_250|>"}
+    assert {id: tokenizer.decode([id]) for id in names} == names
+
+
+def test_a_million_blanks_do_not_crash_the_encoder(ranks):
+    tokenizer = open_tokenizer(ranks)
+    for text in (" " * 1_200_000 + "x", "x" + "\t" * 250_000 + "y" + " " * 100_000):
+        assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+def test_half_a_surrogate_pair_is_the_same_for_all_tokenizers(ranks):
+    for path in (ranks, "bytes"):
+        tokenizer = open_tokenizer(path)
+        assert tokenizer.decode(tokenizer.encode("a\ud83db")) == "a\ufffdb"
+
+
+@pytest.mark.parametrize(
+    "content, said",
+    [
+        (b"YQ== zero\n", "line 1"),
+        (b"YQ== 0\nYg== 2\n", "0, 1, 2"),
+        (b"YQ== 0\nYg== 1\n", "single bytes"),
+        (b"\x0a\x07\x0a\x03<s>\x15\x00\x00", "base64"),  # SentencePiece
+        (b'{"a": 0}', "tokenizer.json"),
+        (b'{"model": {}}', "cannot read"),
+        (b'{"model": ', "JSON"),
+        (None, "cannot be read"),
+    ],
+)
+def test_a_foreign_tokenizer_is_refused_with_a_way_out(tmp_path, content, said):
+    path = tmp_path / "t.model"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(DataError, match=said) as refusal:
+        open_tokenizer(str(path))
+    assert str(path) in str(refusal.value) and (refusal.value.fix or said == "0, 1, 2")
+
+
+def test_a_tokenizer_without_an_end_is_refused(tmp_path):
+    with pytest.raises(DataError, match="no known end"):
+        open_tokenizer(hugging_face(tmp_path, end="<|nothing known|>"))
+
+
+def test_the_script_trains_on_jsonl_and_refuses_without_a_traceback(tmp_path):
+    source, out = tmp_path / "t.jsonl", tmp_path / "t.model"
+    source.write_text(json.dumps({"text": "to be or not to be, that is the question"}) + "\n")
+    command = [sys.executable, "scripts/train_tokenizer.py", str(source), "--out", str(out)]
+    done = run([*command, "--vocab-size", "261"])
+    assert done.returncode == 0, done.stderr
+    assert open_tokenizer(str(out)).vocab_size == 261
+    bad = run([*command, "--vocab-size", "200"])
+    assert bad.returncode == 2 and "at least 258" in bad.stderr and "Traceback" not in bad.stderr

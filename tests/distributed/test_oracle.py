@@ -1,0 +1,83 @@
+"""Every layout computes what one process computes, or it is wrong, whatever it gains."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from tests.distributed.oracle import ADAMW, SGD, SHAPE, Layout, one_process, spread_runs, tied, worst_error
+from tests.distributed.ranks import run_on_ranks
+
+# Each is run with and without accumulation, by SGD and by AdamW with clipping.
+SPREADS = [
+    Layout(),
+    Layout(shard=2),
+    Layout(shard=3),
+    Layout(shard=4),
+    Layout(replicate=2),
+    Layout(replicate=2, shard=2),
+    Layout(tensor=2),
+    Layout(tensor=4),  # more ranks than key-value heads
+    Layout(shard=2, tensor=2),
+    Layout(replicate=2, shard=2, tensor=2),
+]
+# Each is run by SGD.
+OPTIONS = [
+    [Layout(tensor=2, loss_parallel=False), Layout(tensor=2, recompute="selective")],
+    [Layout(tensor=4, loss_parallel=False)],
+    [
+        Layout(shard=2, tensor=2, loss_parallel=False, accumulate=3),
+        Layout(shard=2, tensor=2, recompute="full", accumulate=3),
+        Layout(shard=2, tensor=2, accumulate=3, reduction="last_microbatch", reshard="never"),
+    ],
+    [
+        Layout(shard=2, accumulate=3, reduction="last_microbatch"),
+        Layout(shard=2, reshard="always"),
+        Layout(shard=2, reshard="never"),
+        Layout(shard=2, offload=True),
+        Layout(shard=2, recompute="full"),
+    ],
+    [Layout(replicate=2, shard=2, accumulate=3, reduction="last_microbatch")],
+]
+TIED = [Layout(shard=3), Layout(tensor=4), Layout(shard=2, tensor=2)]
+
+
+def learn_the_same(cases) -> None:
+    """SGD: loss, norm, every gradient and weight. AdamW: loss and norm, because it turns the
+    rounding of a gradient near zero into a whole step."""
+    records = run_on_ranks(spread_runs, cases[0][0].degrees.ranks, cases)[0]
+    for (layout, recipe), record in zip(cases, records, strict=True):
+        errors = worst_error(record, one_process(recipe), tensors=recipe.optimizer == "SGD")
+        assert max(errors.values()) <= 1e-5, (str(layout), recipe.optimizer, errors)
+
+
+@pytest.mark.parametrize("layout", SPREADS, ids=str)
+def test_every_layout_learns_what_one_process_learns(layout):
+    again = replace(layout, accumulate=3)
+    learn_the_same([(way, recipe) for way in (layout, again) for recipe in (SGD, ADAMW)])
+
+
+@pytest.mark.parametrize("layouts", OPTIONS, ids=lambda layouts: ";".join(map(str, layouts)))
+def test_no_option_of_a_layout_changes_what_is_learned(layouts):
+    learn_the_same([(layout, SGD) for layout in layouts])
+
+
+@pytest.mark.parametrize("layout", TIED, ids=str)
+def test_tied_embeddings_and_qk_norm_are_the_same_under_every_layout(layout):
+    learn_the_same([(layout, tied(SGD))])
+
+
+def test_clipping_did_clip():
+    """Else the oracle with clipping would say nothing about it."""
+    norms = one_process(ADAMW).norms
+    assert min(norms) > ADAMW.max_norm
+
+
+def test_the_oracle_sees_a_gradient_that_is_wrong_by_a_factor():
+    record, doubled = one_process(SGD), one_process(replace(SGD, lr=SGD.lr * 1.001))
+    assert max(worst_error(doubled, record, tensors=True).values()) > 1e-5
+
+
+def test_the_sizes_are_odd():
+    """Nothing here may divide by luck what a user's sizes do not."""
+    assert SHAPE.vocab_size % 2 and SHAPE.hidden_dim % 3

@@ -1,0 +1,162 @@
+"""A run that stopped under one layout goes on under any other as if nothing had happened."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from tests.distributed.oracle import ADAMW, Layout, Record, go_on, one_process, start, tied, whole
+from tests.distributed.ranks import run_on_ranks
+
+from titanlite.checkpoint import CheckpointConfig, Checkpointer
+from titanlite.errors import CheckpointError
+
+LAYOUTS = {
+    "one": Layout(),
+    "shard4": Layout(shard=4, accumulate=3),  # 509 rows over 4 ranks
+    "tensor2": Layout(tensor=2),
+    "shard2tensor2": Layout(shard=2, tensor=2, accumulate=3),
+    "replicate2shard2": Layout(replicate=2, shard=2),
+}
+STOP = 2  # of ADAMW.steps
+
+
+def bits(state) -> dict[str, bytes]:
+    """Every weight and moment as bytes, whole."""
+    found = {}
+    for name, parameter in state.model.named_parameters():
+        found[name] = whole(parameter).numpy().tobytes()
+        for key, value in state.optimizer.state[parameter].items():
+            found[f"{name}.{key}"] = whole(value).numpy().tobytes()
+    return found
+
+
+def stop_under(layout, recipe, folder) -> dict[str, bytes]:
+    state, engine, mesh = start(layout, recipe)
+    go_on(state, engine, mesh, recipe, Record([], [], [], {}), STOP)
+    checkpointer = Checkpointer(Path(folder), CheckpointConfig(enable=True))
+    checkpointer.save(
+        state.step,
+        state.model,
+        state.optimizer,
+        progress=state.progress(),
+        facts={"model": {"dim": 32}},
+        job={},
+        layout=str(layout),
+    )
+    return bits(state)
+
+
+def go_on_under(layout, recipe, folders) -> list[tuple[dict[str, bytes], list[float]]]:
+    """For each checkpoint: the state right after loading, and the losses from there on."""
+    answers = []
+    for folder in folders:
+        state, engine, mesh = start(layout, recipe)
+        checkpointer = Checkpointer(Path(folder), CheckpointConfig(enable=True))
+        manifest = checkpointer.load(checkpointer.find(), state.model, state.optimizer, {})
+        state.restore(manifest.progress)
+        loaded, record = bits(state), Record([], [], [], {})
+        assert state.step == STOP
+        go_on(state, engine, mesh, recipe, record, recipe.steps)
+        answers.append((loaded, record.losses))
+    return answers
+
+
+@pytest.fixture(scope="module")
+def stopped(tmp_path_factory) -> dict[str, tuple[str, dict[str, bytes]]]:
+    """A checkpoint under every layout: its folder, and the bits that went into it."""
+    made = {}
+    for name, layout in LAYOUTS.items():
+        folder = str(tmp_path_factory.mktemp(name))
+        made[name] = (folder, run_on_ranks(stop_under, layout.degrees.ranks, layout, ADAMW, folder)[0])
+    return made
+
+
+@pytest.mark.parametrize("after", LAYOUTS)
+def test_every_layout_goes_on_from_every_other(after, stopped):
+    layout, right = LAYOUTS[after], one_process(ADAMW).losses
+    folders = [folder for folder, _ in stopped.values()]
+    answers = run_on_ranks(go_on_under, layout.degrees.ranks, layout, ADAMW, folders)[0]
+    for (before, (_, saved)), (loaded, losses) in zip(stopped.items(), answers, strict=True):
+        assert loaded == saved, f"{before} -> {after}: other bits than were saved"
+        assert losses == pytest.approx(right[STOP:], rel=1e-5), f"{before} -> {after}"
+
+
+def test_tied_weights_go_on_as_one(tmp_path):
+    recipe, folder = tied(ADAMW), str(tmp_path)
+    saved = run_on_ranks(stop_under, 2, Layout(tensor=2), recipe, folder)[0]
+    (loaded, losses) = run_on_ranks(go_on_under, 2, Layout(shard=2), recipe, [folder])[0][0]
+    assert loaded == saved and losses == pytest.approx(one_process(recipe).losses[STOP:], rel=1e-5)
+
+
+def change_of_rates(folder) -> tuple[float, float]:
+    state, _, _ = start(Layout(), ADAMW)
+    state.optimizer.param_groups[0]["weight_decay"] = 0.5  # the job now says so
+    checkpointer = Checkpointer(Path(folder), CheckpointConfig(enable=True))
+    checkpointer.load(checkpointer.find(), state.model, state.optimizer, {})
+    return state.optimizer.param_groups[0]["weight_decay"], state.optimizer.param_groups[0]["lr"]
+
+
+def test_the_job_decides_rates_and_decay_not_the_checkpoint(tmp_path):
+    run_on_ranks(stop_under, 1, Layout(), ADAMW, str(tmp_path))
+    assert run_on_ranks(change_of_rates, 1, str(tmp_path))[0] == (0.5, ADAMW.lr)
+
+
+def refusals(folder) -> dict[str, str]:
+    """What is said to each wish that cannot be met."""
+    said = {}
+
+    def note(name, config, facts=None):
+        state, _, _ = start(Layout(), ADAMW)
+        checkpointer = Checkpointer(Path(folder), CheckpointConfig(enable=True, **config))
+        try:
+            checkpointer.load(checkpointer.find(), state.model, state.optimizer, facts or {})
+        except CheckpointError as error:
+            said[name] = str(error)
+        except Exception as error:  # Problems
+            said[name] = str(error)
+
+    note("no such step", {"load_step": 7})
+    note("another model", {}, {"model": {"dim": 64}})
+    shard = next(Path(folder, f"step-{STOP}").glob("*.distcp"))
+    shard.write_bytes(shard.read_bytes()[:-1])
+    note("named but damaged", {"load_step": STOP})
+    return said
+
+
+def test_what_cannot_be_loaded_is_refused_and_never_started_anew(tmp_path):
+    run_on_ranks(stop_under, 1, Layout(), ADAMW, str(tmp_path))
+    said = run_on_ranks(refusals, 1, str(tmp_path))[0]
+    assert "load_step = 7" in said["no such step"] and f"there: {STOP}" in said["no such step"]
+    assert "model.dim: 32 saved, 64 now" in said["another model"]
+    assert "no whole checkpoint" in said["named but damaged"]
+
+
+def crash_between(folder, recipe) -> list[int]:
+    """Save three, then leave two that never got their manifest, then save one more."""
+    state, engine, mesh = start(Layout(shard=2), recipe)
+    checkpointer = Checkpointer(Path(folder), CheckpointConfig(enable=True, keep_latest_k=2))
+
+    def save():
+        state.step += 1
+        return checkpointer.save(
+            state.step, state.model, state.optimizer, progress={}, facts={}, job={}, layout=""
+        )
+
+    for _ in range(3):
+        save()
+    if torch.distributed.get_rank() == 0:
+        for step in (4, 5):  # what a crash before the commit leaves behind
+            litter = Path(folder, f"step-{step}")
+            litter.mkdir()
+            (litter / "__0_0.distcp").write_bytes(b"half")
+    torch.distributed.barrier()
+    before = checkpointer.steps()
+    save()  # over the litter of step 4
+    return [before, checkpointer.steps()]
+
+
+def test_retention_counts_only_whole_checkpoints(tmp_path):
+    before, after = run_on_ranks(crash_between, 2, str(tmp_path), ADAMW)[0]
+    assert before == [2, 3] and after == [3, 4]

@@ -1,0 +1,86 @@
+"""A run starts from the same weights under every layout, bit for bit."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tests.distributed.oracle import FAMILY, SEED, SHAPE, Layout, spread, tied, whole, SGD
+from tests.distributed.ranks import run_on_ranks
+from torch.distributed.tensor import DTensor
+
+from titanlite.parallelize.init import start_weights
+
+LAYOUTS = [
+    Layout(),
+    Layout(shard=3),
+    Layout(shard=4),
+    Layout(replicate=2, shard=2),
+    Layout(tensor=2),
+    Layout(tensor=4),
+    Layout(shard=2, tensor=2),
+    Layout(replicate=2, shard=2, tensor=2),
+]
+
+
+def fingerprints(layout, shape) -> dict[str, bytes]:
+    model, _, _ = spread(layout, shape)
+    return {name: whole(p).numpy().tobytes() for name, p in model.named_parameters()}
+
+
+def plain_fingerprints(shape) -> dict[str, bytes]:
+    model = FAMILY.build(shape)
+    start_weights(model, FAMILY.start, shape.n_layers, SEED)
+    return {name: p.detach().numpy().tobytes() for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_every_layout_starts_from_the_same_bits(layout):
+    for found in run_on_ranks(fingerprints, layout.degrees.ranks, layout, SHAPE):
+        assert found == plain_fingerprints(SHAPE)
+
+
+def test_tied_weights_start_as_one_parameter():
+    shape = tied(SGD).shape
+    found = run_on_ranks(fingerprints, 2, Layout(shard=2), shape)[0]
+    assert found == plain_fingerprints(shape) and "output.weight" not in found
+
+
+def test_weights_depend_on_seed_and_name_and_have_the_promised_spread():
+    model = FAMILY.build(SHAPE)
+    start_weights(model, FAMILY.start, SHAPE.n_layers, seed=1)
+    first, second = model.layers["0"].attention, model.layers["1"].attention
+    assert not torch.equal(first.wq.weight, second.wq.weight)
+    before = first.wq.weight.clone()
+    start_weights(model, FAMILY.start, SHAPE.n_layers, seed=2)
+    assert not torch.equal(before, first.wq.weight)
+    assert 0.018 < model.output.weight.std() < 0.022
+    assert model.layers["0"].feed_forward.w2.weight.std() < 0.012
+    assert torch.all(model.norm.weight == 1)
+
+
+def memory_beside_the_shards(layout, shape) -> tuple[int, int]:
+    """(most bytes alive at once in one tensor while the model is made, bytes of the shards)."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    largest = 0
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            nonlocal largest
+            out = function(*args, **(kwargs or {}))
+            if isinstance(out, torch.Tensor) and not isinstance(out, DTensor):
+                if out.device.type != "meta":
+                    largest = max(largest, out.untyped_storage().nbytes())
+            return out
+
+    with Watch():
+        model, _, _ = spread(layout, shape)
+    shards = [p.to_local().untyped_storage().nbytes() for p in model.parameters()]
+    return largest, max(shards)
+
+
+def test_no_rank_holds_a_whole_matrix_while_the_model_is_made():
+    layout, shape = Layout(shard=4), FAMILY.flavors["debugmodel"]
+    whole_matrix = shape.vocab_size * shape.dim * 4
+    for largest, shard in run_on_ranks(memory_beside_the_shards, 4, layout, shape):
+        assert shard < whole_matrix / 2 and largest < whole_matrix / 2, (largest, shard)

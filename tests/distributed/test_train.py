@@ -1,0 +1,73 @@
+"""The whole command, as a user types it: real torchrun, real files."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tests.conftest import ROOT
+
+
+def torchrun(ranks: int, toml, *argv) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command = [*command, f"--nproc_per_node={ranks}"] if ranks else [sys.executable]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    return subprocess.run(
+        [*command, str(ROOT / "train.py"), "--job.config_file", str(toml), *argv],
+        capture_output=True,
+        text=True,
+        env=environment,
+        timeout=180,
+    )
+
+
+def lines_of(folder) -> list[dict]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def curve(folder) -> dict[int, float]:
+    return {line["step"]: line["loss"] for line in lines_of(folder) if "event" not in line}
+
+
+def test_a_run_stopped_and_resumed_under_another_layout_is_the_unstopped_run(run_toml, tmp_path):
+    """Three commands: python alone; then 3 steps by FSDP, and the rest by tensor parallel."""
+    alone, moved = tmp_path / "alone", tmp_path / "moved"
+    done = torchrun(0, run_toml, "--job.dump_folder", str(alone), "--metrics.enable_tensorboard=true")
+    assert done.returncode == 0, done.stderr
+    schedule = ("--lr_scheduler.total_steps", "6", "--job.dump_folder", str(moved))
+    first = torchrun(2, run_toml, *schedule, "--training.steps", "3")
+    assert first.returncode == 0, first.stderr
+    split = ("--parallelism.tensor_parallel_degree", "2", "--training.local_batch_size", "4")
+    second = torchrun(2, run_toml, *schedule, *split)
+    assert second.returncode == 0, second.stderr
+
+    right, found = curve(alone), curve(moved)
+    assert list(right) == list(found) == [1, 2, 3, 4, 5, 6]
+    assert found == pytest.approx(right, rel=1e-5)
+    steps = [line for line in lines_of(alone) if "event" not in line]
+    assert [line["tokens"] for line in steps] == [step * 8 * 48 for step in range(1, 7)]
+    assert [line["samples"] for line in steps] == [step * 8 for step in range(1, 7)]
+
+    events = {(line["event"], line["step"]): line for line in lines_of(moved) if "event" in line}
+    assert ("resumed", 3) in events and ("checkpoint_saved", 6) in events
+    for line in lines_of(alone):
+        if line.get("event") == "validation":
+            same = events["validation", line["step"]]
+            assert same["loss"] == pytest.approx(line["loss"], rel=1e-5)
+    assert {"config.toml", "metrics.jsonl", "checkpoint", "tb"} <= set(os.listdir(alone))
+
+    again = torchrun(0, alone / "config.toml", "--training.steps", "7")  # a finished run goes on
+    assert again.returncode == 0, again.stderr
+    assert list(curve(alone)) == [1, 2, 3, 4, 5, 6, 7]
+
+
+def test_a_checkpoint_that_does_not_fit_is_refused_once_with_exit_2(run_toml):
+    assert torchrun(0, run_toml, "--training.steps", "1").returncode == 0
+    refused = torchrun(2, run_toml, "--model.dim", "64")
+    assert refused.stderr.count("model.dim: 32 saved, 64 now") == 1, refused.stderr
+    assert "exitcode  : 2" in refused.stderr
+    assert 'train.py", line' not in refused.stderr  # torchrun's own traceback is not ours

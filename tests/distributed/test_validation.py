@@ -1,0 +1,105 @@
+"""Validation says the same under every layout, and every layout reads the same samples."""
+
+from __future__ import annotations
+
+import math
+from itertools import islice
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from tests.distributed.oracle import FAMILY, SEED, SHAPE, Layout, spread
+from tests.distributed.ranks import run_on_ranks
+from titanlite.data import SourceConfig, open_stream, open_validation, slices_of
+from titanlite.models import IGNORED
+from titanlite.parallelize import loss_context
+from titanlite.parallelize.init import start_weights
+from titanlite.training import Spmd, validate
+
+SEQ_LEN = 52  # of validation; not that of the corpus, and no divisor of it
+ASKED = 37  # samples: no multiple of any layout's ranks times rows
+
+
+def text_of(path):
+    return open_validation(SourceConfig("code", path), seq_len=SEQ_LEN, vocab_size=258)
+
+
+def validation_under(layout, path, counts) -> list[float]:
+    model, mesh, section = spread(layout, SHAPE)
+    engine = Spmd(model, loss_context(mesh, section), microbatch=1)
+    text, cpu = text_of(path), torch.device("cpu")
+    return [validate(engine, text, count, 3, mesh, cpu) for count in counts]
+
+
+def validation_of_one_process(path, count) -> float:
+    """Mean over tokens, one sample after the other, by a plain loop."""
+    model, text = FAMILY.build(SHAPE), text_of(path)
+    start_weights(model, FAMILY.start, SHAPE.n_layers, SEED)
+    total = tokens = 0.0
+    with torch.no_grad():
+        for sample in range(count):
+            inputs, labels = text.read(sample, 1)
+            loss = F.cross_entropy(model(inputs)[0], labels[0], reduction="sum", ignore_index=IGNORED)
+            total, tokens = total + loss.item(), tokens + (labels != IGNORED).sum().item()
+    return total / tokens
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        Layout(),
+        Layout(shard=3),
+        Layout(replicate=2, shard=2),
+        Layout(tensor=2),
+        Layout(tensor=2, loss_parallel=False),
+        Layout(shard=2, tensor=2),
+    ],
+    ids=str,
+)
+def test_validation_counts_every_token_once_under_every_layout(layout, corpus):
+    path = str(corpus / "validation")
+    counts = [ASKED, text_of(path).samples]  # the last sample of all is a short one
+    found = run_on_ranks(validation_under, layout.degrees.ranks, layout, path, counts)
+    for losses in found:
+        for loss, count in zip(losses, counts, strict=True):
+            assert loss == pytest.approx(validation_of_one_process(path, count), rel=2e-6)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 6])
+def test_a_global_batch_is_the_same_samples_in_the_same_order_for_any_ranks(ranks, corpus):
+    source = [SourceConfig("code", str(corpus / "train"))]
+    stream = open_stream(source, seq_len=64, seed=3, vocab_size=258)
+    steps, batch, position = 5, 12, 7
+    plain = [stream.read(position + step * batch, batch)[0] for step in range(steps)]
+    parts = [
+        islice(stream.prefetch(slices_of(position, batch, rank, ranks)), steps)
+        for rank in range(ranks)
+    ]
+    for whole, pieces in zip(plain, zip(*parts, strict=True), strict=True):
+        assert torch.equal(torch.cat([inputs for inputs, _ in pieces]), whole)
+
+
+def test_positions_show_each_sample_once_whatever_the_layouts_of_a_run(corpus):
+    """Stopped and resumed with other ranks and another batch, an epoch is still each sample once."""
+    stream = open_stream(
+        [SourceConfig("code", str(corpus / "train"))], seq_len=64, seed=3, vocab_size=258
+    )
+    samples = stream.facts["sources"][0]["samples"]
+    seen, position = [], 0
+    for ranks, batch, steps in ((1, 8, 3), (4, 16, 2), (3, 9, 4), (2, 2, samples)):
+        slices = [slices_of(position, batch, rank, ranks) for rank in range(ranks)]
+        for _ in range(steps):
+            for part in slices:
+                start, rows = next(part)
+                seen += range(start, start + rows)
+            position += batch
+    assert sorted(seen[:samples]) == list(range(samples))
+    _, epochs, order = stream._order.sample_at(np.array(seen[:samples]))
+    assert set(epochs) == {0} and sorted(order) == list(range(samples))
+
+
+def test_ln_of_the_vocabulary_is_where_an_untrained_model_stands(corpus):
+    loss = validation_of_one_process(str(corpus / "validation"), 4)
+    assert loss == pytest.approx(math.log(SHAPE.vocab_size), abs=0.1)

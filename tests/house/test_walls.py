@@ -1,0 +1,88 @@
+"""The walls of the house: imports go down, models are plain, the map names what is there."""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PACKAGE = ROOT / "titanlite"
+FLOORS = [
+    {"settings", "errors", "log"},
+    {"models", "data", "distributed", "observe"},
+    {"parallelize", "optim", "checkpoint"},
+    {"training"},
+    {"job"},
+    {"generate"},
+]
+FLOOR = {room: number for number, floor in enumerate(FLOORS) for room in floor}
+FILES = sorted(PACKAGE.rglob("*.py"))
+
+
+def imported(path: Path) -> set[str]:
+    """Every module a file imports, lazy imports and those only for types included."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            found.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            found.add(node.module or "")
+            if node.module == "titanlite":
+                found.update(f"titanlite.{alias.name}" for alias in node.names)
+    return found
+
+
+def room_of(path: Path) -> str:
+    return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+
+
+def below(other: str, room: str) -> bool:
+    return FLOOR[other] < FLOOR[room] or other == room or FLOOR[other] == 0 == FLOOR[room]
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_imports_only_go_down(path):
+    room = room_of(path)
+    if room == "__init__":
+        assert not any(name.startswith("titanlite") for name in imported(path))
+        return
+    assert room in FLOOR, f"{room} is a new room: give it a floor here and in the README"
+    for name in imported(path):
+        if name.startswith("titanlite."):
+            assert below(name.split(".")[1], room), f"{path.name} of {room} imports {name}"
+
+
+def test_the_ground_floor_needs_only_the_standard_library():
+    for path in FILES:
+        if FLOOR.get(room_of(path)) == 0:
+            tops = {name.split(".")[0] for name in imported(path)}
+            assert tops <= sys.stdlib_module_names | {"titanlite", "tomli", "tomllib"}, path
+
+
+def test_models_are_plain():
+    for path in (PACKAGE / "models").glob("*.py"):
+        assert not any(name.startswith("torch.distributed") for name in imported(path)), path
+
+
+def test_the_readme_map_names_the_files_that_exist():
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    house = text.split("<!-- map -->")[1]
+    named = set(re.findall(r"^\s*(?:[├└│─ ]*)([\w/]+\.(?:py|sh))\b", house, re.MULTILINE))
+    there = {str(p.relative_to(PACKAGE)) for p in FILES if p.name != "__init__.py"}
+    there |= {"parallelize/__init__.py"}
+    there |= {f"scripts/{p.name}" for p in (ROOT / "scripts").iterdir() if p.suffix in (".py", ".sh")}
+    there |= {"train.py"}
+    assert named == there
+
+
+def test_the_configuration_reference_is_the_schema():
+    from titanlite.job import JobConfig
+    from titanlite.settings import reference
+
+    text = (ROOT / "docs" / "configuration.md").read_text(encoding="utf-8")
+    assert text == reference(JobConfig), "run python scripts/write_reference.py"

@@ -1,0 +1,184 @@
+"""A job is whole, or everything that is wrong with it is said before anything starts."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tests.conftest import ROOT
+from titanlite.errors import Problems, UserError, report
+from titanlite.job import MOVED, JobConfig, read_job
+from titanlite.settings import all_keys, read_toml
+
+
+def said(run_toml, *argv, ranks=1) -> str:
+    """What is said to a job that is not accepted."""
+    with pytest.raises(UserError) as raised:
+        read_job(["--job.config_file", str(run_toml), *argv], ranks)
+    return report(raised.value)
+
+
+def accepted(run_toml, *argv, ranks=1):
+    return read_job(["--job.config_file", str(run_toml), *argv], ranks)
+
+
+@pytest.mark.parametrize(
+    "argv, ranks, words",
+    [
+        (["--parallelism.tensor_parallel_degree", "3"], 4, "does not divide the 4 ranks"),
+        (["--parallelism.data_parallel_shard_degree", "3"], 4, "is 3, not the 4 ranks"),
+        (["--parallelism.tensor_parallel_degree", "8"], 8, "cannot split model.n_heads = 4"),
+        (["--parallelism.tensor_parallel_degree", "3", "--model.n_heads", "6"], 3, "n_kv_heads = 2"),
+        (["--parallelism.tensor_parallel_degree", "4", "--model.hidden_dim", "66"], 4, "hidden_dim"),
+        (["--parallelism.tensor_parallel_degree", "4", "--training.seq_len", "46"], 4, "seq_len = 46"),
+        (["--training.global_batch_size", "9"], 2, "Use 8 or 12"),
+        (["--training.local_batch_size", "3"], 1, "Use 6 or 9"),
+        (["--model.n_kv_heads", "3"], 1, "does not divide model.n_heads"),
+        (["--model.dim", "34"], 1, "not a multiple of model.n_heads"),
+        (["--model.dim", "36"], 1, "must be even"),
+        (["--model.vocab_size", "200"], 1, "less than the 258 ids"),
+        (["--model.flavor", "9B"], 1, "must be one of debugmodel, quickstart, 1B"),
+        (["--data.sources", "[]"], 1, "nothing to train on"),
+        (["--data.validation", "[]"], 1, "data.validation is empty"),
+        (["--data.sources", '[{ name = "a", path = "nowhere" }]'], 1, "no such folder"),
+        (["--data.tokenizer", "nowhere.model"], 1, "data.tokenizer"),
+        (["--training.seq_len", "100000000"], 1, "one sample needs"),
+        (["--checkpoint.initial_load_path", "nowhere"], 1, "is not a checkpoint"),
+        (["--checkpoint.enable", "false", "--checkpoint.load_only", "true"], 1, "nothing is loaded"),
+        (["--activation_checkpoint.mode", "selective",
+          "--activation_checkpoint.selective_ac_option", "op"], 1, "not available"),
+        (["--profiling.profile_freq", "2"], 1, "at least 4"),
+        (["--parallelism.pipeline_parallel_degree", "2"], 2, "Pipeline parallel is not available"),
+        (["--compile.enable", "true"], 1, "Compiling is not available"),
+        (["--quantize.linear.float8.recipe_name", "rowwise"], 1, "Float8 is not available"),
+        (["--model.converters", "float8"], 1, "Quantisation is not available"),
+        (["--training.compile", "true"], 1, "is now compile.enable"),
+        (["--job.device", "cuda"], 1, "sees no CUDA device"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else None,
+)  # fmt: skip
+def test_what_cannot_be_is_refused_with_the_reason(run_toml, argv, ranks, words):
+    if argv[:1] == ["--job.device"]:
+        pytest.importorskip("torch")
+        import torch
+
+        if torch.cuda.is_available():
+            pytest.skip("this machine can")
+    assert words in said(run_toml, *argv, ranks=ranks)
+
+
+TEN = """
+[training]
+stepz = 100
+seq_len = "long"
+local_batch_size = 0
+mixed_precision_param = "bfloat61"
+[optimizer]
+lr = true
+[lr_scheduler]
+decay_ratio = 1.5
+[parallelism]
+tensor_parallel_degree = 3
+context_parallel_degree = 2
+[modle]
+dim = 3
+[checkpoint]
+enable_checkpoint = true
+"""
+EXPECTED = [
+    ("training.stepz = 100", "training.steps"),
+    ('training.seq_len = "long"', "integer of at least 1"),
+    ("training.local_batch_size = 0", "at least 1"),
+    ('training.mixed_precision_param = "bfloat61"', 'Did you mean "bfloat16"'),
+    ("optimizer.lr = true", "a number of at least 0"),
+    ("lr_scheduler.decay_ratio = 1.5", "at least 0 and at most 1"),
+    ("tensor_parallel_degree 3", "2 ranks"),
+    ("parallelism.context_parallel_degree = 2", "Use 1"),
+    ("[modle]", "Did you mean model"),
+    ("checkpoint.enable_checkpoint = true", "checkpoint.enable"),
+]
+
+
+def worker(command, toml) -> subprocess.CompletedProcess:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    return subprocess.run(
+        [sys.executable, *command, str(ROOT / "train.py"), "--job.config_file", str(toml)],
+        capture_output=True,
+        text=True,
+        env=environment,
+        timeout=120,
+    )
+
+
+def test_ten_mistakes_are_ten_lines_and_exit_2_under_python(run_toml, tmp_path):
+    toml = tmp_path / "ten.toml"
+    toml.write_text(f'include = ["{run_toml.name}"]\n{TEN}')
+    os.environ["WORLD_SIZE"] = "2"  # as if for two ranks
+    try:
+        done = worker([], toml)
+    finally:
+        del os.environ["WORLD_SIZE"]
+    lines = [line for line in done.stderr.splitlines() if line.startswith("  ")]
+    assert done.returncode == 2 and len(lines) == len(EXPECTED) == 10, done.stderr
+    for (fact, way_out), line in zip(EXPECTED, sorted(lines, key=_place), strict=True):
+        assert fact in line and way_out in line, line
+    assert "Traceback" not in done.stderr
+
+
+def _place(line: str) -> int:
+    return next(n for n, (fact, _) in enumerate(EXPECTED) if fact in line)
+
+
+def test_mistakes_are_told_once_under_torchrun(run_toml, tmp_path):
+    toml = tmp_path / "ten.toml"
+    toml.write_text(f'include = ["{run_toml.name}"]\n{TEN}')
+    done = worker(["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"], toml)
+    assert done.stderr.count("training.stepz") == 1 and done.stderr.count("10 problems") == 1
+    assert "exitcode  : 2" in done.stderr.replace("exitcode : 2", "exitcode  : 2")
+
+
+def test_a_problem_does_not_hide_behind_another(run_toml):
+    text = said(run_toml, "--training.steps", "0", "--data.sources", "[]", "--model.n_kv_heads", "3")
+    assert text.startswith("titanlite: 3 problems")
+
+
+def test_the_effective_job_is_the_same_job_again(run_toml, tmp_path):
+    job = accepted(run_toml, "--optimizer.lr", "1e-3")
+    again = tmp_path / "again.toml"
+    again.write_text(job.as_toml())
+    assert accepted(again).as_toml() == job.as_toml()
+
+
+def test_global_batch_size_minus_1_follows_the_layout_and_says_so_to_checkpoints(run_toml):
+    following = accepted(run_toml, "--training.global_batch_size", "-1", ranks=2)
+    assert following.global_batch == 4
+    assert following.facts_to_hold()["training.global_batch_size"] == 4
+    written = accepted(run_toml, ranks=2)
+    assert written.global_batch == 8 and list(written.facts_to_hold()) == ["model"]
+
+
+def test_moved_keys_are_not_keys():
+    assert not set(MOVED) & set(all_keys(JobConfig))
+
+
+@pytest.mark.parametrize(
+    "path", sorted((ROOT / "train_configs").glob("*.toml")), ids=lambda path: path.stem
+)
+def test_every_shipped_toml_passes_its_checks(path, corpus):
+    ranks = {"llama3_8b": 8, "llama3_70b": 64, "llama3_405b": 512}.get(path.stem, 2)
+    argv = ["--job.config_file", str(path), "--job.check_ranks", str(ranks)]
+    argv += ["--data.tokenizer", "bytes"]
+    for side, key in (("train", "sources"), ("validation", "validation")):
+        argv += [f"--data.{key}", f'[{{ name = "text", path = "{corpus}/{side}" }}]']
+    assert read_job(argv, 1).degrees.ranks == ranks
+    assert read_toml(path)  # and holds something of its own
+
+
+def test_several_problems_of_one_file_are_several_lines(run_toml, tmp_path):
+    sources = ", ".join(f'{{ name = "{n}", path = "{tmp_path}/{n}" }}' for n in "ab")
+    with pytest.raises(Problems) as raised:
+        accepted(run_toml, "--data.sources", f"[{sources}]")
+    assert len(raised.value.problems) == 2

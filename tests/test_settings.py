@@ -1,0 +1,190 @@
+"""What is not understood is refused, all of it at once, with the way out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Annotated, Literal
+
+import pytest
+
+from titanlite.errors import ConfigError, Problems
+from titanlite.settings import (
+    Built,
+    Positive,
+    Range,
+    all_keys,
+    build,
+    help_text,
+    load,
+    merge,
+    raise_together,
+    read_toml,
+    sections,
+    to_toml,
+)
+
+
+@dataclass(frozen=True)
+class Source:
+    name: str
+    weight: Annotated[float, Range(0)] = 1.0
+
+
+@dataclass(frozen=True)
+class Inner:
+    """[train] How it learns."""
+
+    steps: Positive = 10  # how many
+    # updates are made
+    rate: Annotated[float, Range(0, 1, also=(-1,))] = 0.5
+    mode: Literal["fast", "exact"] = "exact"  # which one
+    limit: int | None = None
+    names: list[str] = field(default_factory=list)
+    sources: list[Source] = field(default_factory=list)
+    degree: Annotated[int, Built((1,), "Splitting")] = 1
+    on: bool = False
+    text: str = ""
+
+
+@dataclass(frozen=True)
+class JobPart:
+    config_file: str | None = None
+
+
+@dataclass(frozen=True)
+class Deep:
+    train: Inner = field(default_factory=Inner)
+
+
+@dataclass(frozen=True)
+class Schema:
+    job: JobPart = field(default_factory=JobPart)
+    train: Inner = field(default_factory=Inner)
+    deep: Deep = field(default_factory=Deep)
+
+
+def problems_of(**train) -> list[str]:
+    return [str(problem) for problem in build(Schema, {"train": train})[1]]
+
+
+@pytest.mark.parametrize(
+    "key, value, said",
+    [
+        ("steps", "10", "must be an integer of at least 1"),
+        ("steps", True, "must be an integer"),
+        ("steps", 1.0, "must be an integer"),
+        ("steps", 0, "must be at least 1"),
+        ("rate", 2, "must be at least 0 and at most 1, or -1"),
+        ("rate", float("nan"), "must be a number"),
+        ("rate", True, "must be a number"),
+        ("mode", "fsat", 'Did you mean "fast"'),
+        ("mode", True, "must be"),
+        ("limit", "x", "must be an integer or none"),
+        ("names", "a", "must be a list"),
+        ("names", ["a", 1], "entry 1 (1)"),
+        ("sources", [{"name": "a", "weigth": 1}], "Did you mean weight"),
+        ("sources", [{"weight": 1}], "name: missing"),
+        ("sources", [{"name": "a", "weight": -1}], "at least 0"),
+        ("degree", 2, "Splitting is not available in this version. Use 1"),
+        ("on", 1, "must be true or false"),
+        ("text", 3, "must be a string"),
+        ("stepz", 3, "Did you mean train.steps"),
+    ],
+)
+def test_a_value_that_does_not_fit_is_refused_with_what_is_allowed(key, value, said):
+    (problem,) = problems_of(**{key: value})
+    assert said in problem and f"train.{key}" in problem
+
+
+@pytest.mark.parametrize("value", [-1, 1, 0.25])
+def test_an_integer_is_fine_for_a_number(value):
+    schema, problems = build(Schema, {"train": {"rate": value}})
+    assert not problems and schema.train.rate == value and type(schema.train.rate) is float
+
+
+def test_all_problems_are_told_together_and_the_rest_is_kept():
+    table = {"train": {"steps": 0, "mode": "x", "limit": 3}, "trian": {}, "deep": {"train": {"o": 1}}}
+    job, problems = build(Schema, table)
+    assert len(problems) == 4 and job.train.limit == 3 and job.train.steps == 10
+    with pytest.raises(Problems) as raised:
+        raise_together(problems)
+    assert len(raised.value.problems) == 4
+    assert any("[trian]" in str(p) and "Did you mean train" in str(p) for p in problems)
+
+
+def test_a_key_that_moved_says_where_it_went():
+    moved = {"train.speed": "is now train.rate.", "old": "is gone."}
+    _, problems = build(Schema, {"train": {"speed": 1}, "old": {"a": 1}}, moved)
+    assert [str(p) for p in problems] == ["train.speed = 1: is now train.rate.", "[old]: is gone."]
+
+
+def test_the_command_line_overrides_the_file(tmp_path):
+    path = tmp_path / "run.toml"
+    path.write_text('[train]\nsteps = 3\nmode = "fast"\n')
+    argv = ["--job.config_file", str(path), "--train.steps=5", "--train.on", "true"]
+    argv += ["--train.names", "a,b", "--train.limit", "none", "--deep.train.rate", "-1"]
+    job, problems = load(Schema, argv)
+    assert not problems
+    assert (job.train.steps, job.train.mode, job.train.on) == (5, "fast", True)
+    assert job.train.names == ["a", "b"] and job.train.limit is None and job.deep.train.rate == -1
+
+
+@pytest.mark.parametrize(
+    "argv, said",
+    [
+        (["train.steps", "3"], "expected --section.key"),
+        (["--train.on"], "has no value"),
+        (["--train.on", "yes"], "must be true or false"),
+        (["--train.names", "[1"], "written as in TOML"),
+        (["--train.steps", "three"], "must be an integer"),
+        (["--nonsense", "1"], "unknown key"),
+        (["--job.config_file", "nowhere.toml"], "cannot be read"),
+    ],
+)
+def test_a_mistake_on_the_command_line_is_told(argv, said):
+    assert any(said in str(problem) for problem in load(Schema, argv)[1])
+
+
+def test_a_list_of_tables_on_the_command_line():
+    job, problems = load(Schema, ["--train.sources", '[{ name = "a", weight = 2 }]'])
+    assert not problems and job.train.sources == [Source("a", 2.0)]
+
+
+def test_includes_lie_beneath_and_circles_are_refused(tmp_path):
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "base.toml").write_text("[train]\nsteps = 1\nrate = 0.1\n")
+    (tmp_path / "sub" / "more.toml").write_text('include = ["../base.toml"]\n[train]\nsteps = 2\n')
+    top = tmp_path / "top.toml"
+    top.write_text('include = ["base.toml", "sub/more.toml"]\n[train]\ntext = "x"\n')
+    assert read_toml(top) == {"train": {"steps": 2, "rate": 0.1, "text": "x"}}
+    (tmp_path / "base.toml").write_text('include = ["top.toml"]\n')
+    with pytest.raises(ConfigError, match="circle: top.toml -> base.toml -> top.toml"):
+        read_toml(top)
+
+
+def test_broken_toml_names_file_and_line(tmp_path):
+    path = tmp_path / "run.toml"
+    path.write_text("[train]\nsteps = \n")
+    with pytest.raises(ConfigError, match="run.toml.*line 2"):
+        read_toml(path)
+
+
+def test_the_effective_job_reads_back_as_the_same_job(tmp_path):
+    train = {"names": ["é", 'quo"te'], "rate": 1, "sources": [{"name": "a"}], "text": "a\nb\\c"}
+    job, problems = build(Schema, {"train": train})
+    assert not problems
+    path = tmp_path / "again.toml"
+    path.write_text(to_toml(job), encoding="utf-8")
+    assert build(Schema, read_toml(path)) == (job, [])
+
+
+def test_lists_are_replaced_and_tables_joined():
+    assert merge({"a": {"b": 1, "c": [1]}}, {"a": {"c": [2]}}) == {"a": {"b": 1, "c": [2]}}
+
+
+def test_help_has_every_key_with_its_comment():
+    text = "\n".join(help_text(Schema))
+    assert all(f"--{key} " in text for key in all_keys(Schema))
+    assert "how many updates are made" in text and '"fast" | "exact"' in text
+    (_, about), keys = sections(Schema)[1]
+    assert about == "[train] How it learns." and keys[1].meaning == ""

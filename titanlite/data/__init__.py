@@ -1,0 +1,40 @@
+"""Text to batches: tokenizers, shards of ids, and the order in which a run reads them.
+
+`prepare` and `bpe`, which make shards and tokenizers, are imported by name where they are used:
+they need packages that a training machine does not.
+"""
+
+from __future__ import annotations
+
+from titanlite.data.order import Order, block_quotas, slices_of
+from titanlite.data.shards import Corpus, Manifest, ShardWriter, open_corpus, verify
+from titanlite.data.stream import (
+    IGNORE_INDEX,
+    DataConfig,
+    SourceConfig,
+    Stream,
+    ValidationSet,
+    open_stream,
+    open_validation,
+)
+from titanlite.data.tokenizer import Tokenizer, open_tokenizer
+
+__all__ = [
+    "IGNORE_INDEX",
+    "Corpus",
+    "DataConfig",
+    "Manifest",
+    "Order",
+    "ShardWriter",
+    "SourceConfig",
+    "Stream",
+    "Tokenizer",
+    "ValidationSet",
+    "block_quotas",
+    "open_corpus",
+    "open_stream",
+    "open_tokenizer",
+    "open_validation",
+    "slices_of",
+    "verify",
+]

@@ -1,0 +1,297 @@
+"""Token ids on disk, memory-mapped: Megatron's .bin/.idx pairs, and a manifest of our own.
+
+A shard is NAME.bin (the ids, document after document) and NAME.idx:
+
+    9 bytes   MMIDIDX and two zeros         8 bytes   version, 1
+    1 byte    type of an id                 8 bytes   S, sequences
+    8 bytes   D, length of the last array   S int32   ids of each sequence
+    S int64   its first byte in the .bin    D int64   first sequence of each document
+
+all little-endian. A corpus is one shard, or a folder of them in the order of their names.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import xxhash
+
+from titanlite.data.manifest import (
+    MANIFEST,
+    Manifest,
+    ShardRecord,
+    compare,
+    draft_of,
+    intact,
+    pair_of,
+    read_manifest,
+    size_differs,
+    to_disk,
+    write_whole,
+)
+from titanlite.errors import DataError
+
+_MAGIC = b"MMIDIDX\0\0"
+_HEADER = struct.Struct("<9sQBQQ")
+_CODES = {1: "<u1", 2: "<i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}  # 6 and 7 are floats
+_PREPARE = "scripts/prepare_data.py makes a folder that can be read."
+_BUFFERED_IDS = 1 << 20
+
+
+# --- writing -------------------------------------------------------------------------------------
+
+
+class ShardWriter:
+    """Writes one shard, a document at a time; nothing is there under its name until `close`."""
+
+    def __init__(self, prefix: str | Path, vocab_size: int):
+        self.bin, self.idx = pair_of(Path(prefix))
+        self.vocab_size = vocab_size
+        # the format has no uint32; every reader of it opens int32
+        self._code = 8 if vocab_size <= 1 << 16 else 4
+        self._type = np.dtype(_CODES[self._code])
+        self._lengths: list[int] = []
+        self._waiting: list[np.ndarray] = []
+        self._waiting_ids, self._max_id = 0, -1
+        self._hash = xxhash.xxh3_128()
+        self.bin.parent.mkdir(parents=True, exist_ok=True)
+        self._file = open(draft_of(self.bin), "wb")
+
+    def __enter__(self) -> ShardWriter:
+        return self
+
+    def __exit__(self, *_) -> None:
+        """Forget what was not closed."""
+        self._file.close()
+        for path in (self.bin, self.idx):
+            draft_of(path).unlink(missing_ok=True)
+
+    def add(self, document: Sequence[int] | np.ndarray) -> None:
+        """One document; raises DataError for an id outside the vocabulary."""
+        ids = np.asarray(document, dtype=np.int64)
+        if ids.size:
+            low, high = int(ids.min()), int(ids.max())
+            if low < 0 or high >= self.vocab_size:
+                raise DataError(
+                    f"{self.bin}: document {len(self._lengths)} has the id"
+                    f" {low if low < 0 else high}, outside 0…{self.vocab_size - 1}."
+                )
+            self._max_id = max(self._max_id, high)
+        self._lengths.append(ids.size)
+        self._waiting.append(ids.astype(self._type))
+        self._waiting_ids += ids.size
+        if self._waiting_ids >= _BUFFERED_IDS:
+            self._flush()
+
+    def _flush(self) -> None:
+        content = b"".join(ids.tobytes() for ids in self._waiting)
+        self._file.write(content)
+        self._hash.update(content)
+        self._waiting, self._waiting_ids = [], 0
+
+    def close(self) -> ShardRecord:
+        """Put the pair where it belongs."""
+        self._flush()
+        to_disk(self._file)
+        self._file.close()
+        index = self._index()
+        write_whole(self.idx, index)
+        os.replace(draft_of(self.bin), self.bin)
+        return ShardRecord(
+            self.bin.stem,
+            documents=len(self._lengths),
+            tokens=sum(self._lengths),
+            max_id=self._max_id,
+            bin_bytes=self.bin.stat().st_size,
+            idx_bytes=len(index),
+            bin_hash=self._hash.hexdigest(),
+            idx_hash=xxhash.xxh3_128_hexdigest(index),
+        )
+
+    def _index(self) -> bytes:
+        lengths = np.array(self._lengths, dtype="<i4")
+        starts = (np.cumsum(lengths, dtype="<i8") - lengths) * self._type.itemsize
+        documents = np.arange(len(lengths) + 1, dtype="<i8")  # every document is one sequence
+        header = _HEADER.pack(_MAGIC, 1, self._code, len(lengths), len(documents))
+        return header + lengths.tobytes() + starts.tobytes() + documents.tobytes()
+
+
+# --- reading -------------------------------------------------------------------------------------
+
+
+class Corpus:
+    """A row of shards, read as one row of `tokens` ids."""
+
+    def __init__(self, path: str, shards: list[_Shard], manifest: Manifest | None):
+        self.path, self.manifest = path, manifest
+        self.documents = sum(shard.documents for shard in shards)
+        self._ids = [shard.ids for shard in shards if shard.ids.size]
+        self._ends = np.cumsum([ids.size for ids in self._ids], dtype=np.int64)
+        self.tokens = int(self._ends[-1]) if self._ids else 0
+        self.fingerprint = _fingerprint(shards, manifest)
+
+    def read(self, start: int, count: int) -> np.ndarray:
+        """Ids [start, start + count), int64."""
+        out = np.empty(count, dtype=np.int64)
+        self._copy(start, out)
+        return out
+
+    def gather(self, starts: np.ndarray, count: int) -> np.ndarray:
+        """Ids [start, start + count) of each start: int64 [starts, count]."""
+        out = np.empty((len(starts), count), dtype=np.int64)
+        shards = np.searchsorted(self._ends, starts, side="right")
+        for row, start, shard in zip(out, starts.tolist(), shards.tolist()):
+            ids, end = self._ids[shard], int(self._ends[shard])
+            if start + count <= end:
+                first = start - end + ids.size
+                row[:] = ids[first : first + count]
+            else:
+                self._copy(start, row)
+        return out
+
+    def _copy(self, start: int, out: np.ndarray) -> None:
+        """Fill `out`, over as many shards as that takes."""
+        if start < 0 or start + out.size > self.tokens:
+            raise IndexError(f"ids {start}…{start + out.size} of {self.tokens} in {self.path}")
+        shard, done = int(np.searchsorted(self._ends, start, side="right")), 0
+        while done < out.size:
+            ids = self._ids[shard]
+            first = start + done - (int(self._ends[shard]) - ids.size)
+            part = ids[first : first + out.size - done]
+            out[done : done + part.size] = part
+            done, shard = done + part.size, shard + 1
+
+
+@dataclass(frozen=True)
+class _Shard:
+    bin: Path
+    idx: Path
+    ids: np.ndarray  # mapped, not read
+    documents: int
+
+
+def open_corpus(path: str | Path) -> Corpus:
+    """The corpus in a folder, or of one shard named by its prefix or either file; raises DataError.
+
+    Sizes are checked here, and against the manifest where there is one; hashes by `verify`.
+    """
+    place = Path(path)
+    pairs = _pairs(place)
+    manifest = read_manifest(place / MANIFEST) if place.is_dir() else None
+    if manifest:
+        compare(place, pairs, manifest)
+    try:
+        shards = [_open_shard(*pair) for pair in pairs]
+    except OSError as error:
+        reason = error.strerror or error
+        raise DataError(f"{error.filename or path}: cannot be read ({reason}).") from None
+    corpus = Corpus(str(path), shards, manifest)
+    if corpus.tokens == 0:
+        raise DataError(f"{path}: holds no tokens.", fix=_PREPARE)
+    return corpus
+
+
+def verify(path: str | Path) -> Manifest:
+    """Read all of a folder of ours and compare it with its manifest; raises DataError."""
+    folder = Path(path)
+    manifest = read_manifest(folder / MANIFEST)
+    if manifest is None:
+        raise DataError(
+            f"{path}: has no {MANIFEST}, so there is nothing to compare it with.", fix=_PREPARE
+        )
+    compare(folder, _pairs(folder), manifest)
+    for shard in manifest.shards:
+        if not intact(folder, shard):
+            raise DataError(
+                f"{folder / shard.name}: its bytes are not those that were written.",
+                fix="Remove the folder and prepare it again.",
+            )
+    return manifest
+
+
+def _pairs(place: Path) -> list[tuple[Path, Path]]:
+    if place.is_dir():
+        found = {file.with_suffix("") for end in ("*.bin", "*.idx") for file in place.glob(end)}
+        prefixes = sorted(found, key=lambda prefix: prefix.name)
+    else:
+        prefixes = [place.with_suffix("") if place.suffix in (".bin", ".idx") else place]
+    if not prefixes:
+        inside = [place / side for side in ("train", "validation") if (place / side).is_dir()]
+        fix = f'Did you mean "{inside[0]}"?' if inside else _PREPARE
+        raise DataError(f"{place}: has no .bin and .idx files.", fix=fix)
+    pairs = [pair_of(prefix) for prefix in prefixes]
+    missing = [file for pair in pairs for file in pair if not file.is_file()]
+    if len(missing) == 2 * len(pairs):
+        raise DataError(f"{place}: there is no such folder or shard.", fix=_PREPARE)
+    if missing:
+        names = ", ".join(file.name for file in missing[:4])
+        raise DataError(
+            f"{place}: {len(missing)} of {2 * len(pairs)} files are missing: {names}.",
+            fix="A shard is a .bin and an .idx of the same name; copy both.",
+        )
+    return pairs
+
+
+def _open_shard(bin: Path, idx: Path) -> _Shard:
+    size = idx.stat().st_size
+    with open(idx, "rb") as file:
+        header = file.read(_HEADER.size)
+        if len(header) < _HEADER.size or not header.startswith(_MAGIC):
+            raise DataError(f"{idx}: is not a Megatron index ({size} bytes).", fix=_PREPARE)
+        _, version, code, sequences, entries = _HEADER.unpack(header)
+        if version != 1 or code not in _CODES:
+            raise DataError(
+                f"{idx}: version {version}, type {code}; only version 1 and integers"
+                f" ({', '.join(map(str, _CODES))}) can be read.",
+                fix=_PREPARE,
+            )
+        whole = _HEADER.size + 12 * sequences + 8 * entries
+        if size not in (whole, whole + sequences):  # a byte a sequence more: Megatron's modes
+            raise size_differs(idx, size, whole, f"its {sequences} sequences")
+        ids_type = np.dtype(_CODES[code])
+        end = _end_of_last(file, sequences, ids_type.itemsize)
+        documents = _documents(file, sequences, entries)
+    if bin.stat().st_size != end:
+        raise size_differs(bin, bin.stat().st_size, end, idx.name)
+    ids = np.memmap(bin, ids_type, mode="r") if end else np.empty(0, ids_type)
+    return _Shard(bin, idx, ids, documents)
+
+
+def _end_of_last(file, sequences: int, id_bytes: int) -> int:
+    """Where the last sequence ends in the .bin."""
+    if sequences == 0:
+        return 0
+    file.seek(_HEADER.size + 4 * (sequences - 1))
+    (length,) = struct.unpack("<i", file.read(4))
+    file.seek(_HEADER.size + 12 * sequences - 8)
+    (start,) = struct.unpack("<q", file.read(8))
+    return start + length * id_bytes
+
+
+def _documents(file, sequences: int, entries: int) -> int:
+    """How many documents there are; a sequence each where the list of them makes no sense."""
+    if entries < 2:
+        return sequences
+    file.seek(_HEADER.size + 12 * sequences)
+    (first,) = struct.unpack("<q", file.read(8))
+    file.seek(_HEADER.size + 12 * sequences + 8 * (entries - 1))
+    (last,) = struct.unpack("<q", file.read(8))
+    return entries - 1 if (first, last) == (0, sequences) else sequences
+
+
+def _fingerprint(shards: Sequence[_Shard], manifest: Manifest | None) -> str:
+    """Equal for equal ids: by their hashes, or without a manifest by sizes and samples."""
+    digest = xxhash.xxh3_128()
+    for shard in shards:
+        ids = shard.ids
+        digest.update(f"{ids.dtype.str} {ids.size} ".encode())
+        if manifest is None:  # reading all of a foreign corpus could take an hour
+            digest.update(ids[:_BUFFERED_IDS].tobytes() + ids[-_BUFFERED_IDS:].tobytes())
+    for record in manifest.shards if manifest else ():
+        digest.update(record.bin_hash.encode())
+    return digest.hexdigest()

@@ -1,0 +1,212 @@
+"""(position, rows) -> a batch: training samples in the order of the run, validation in its own.
+
+A sample of T tokens needs T + 1 ids, of which the last is only a label; the next sample begins
+with it. So every id of a corpus but its first is a label exactly once in an epoch.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import Annotated, Any
+
+import numpy as np
+import torch
+import xxhash
+from torch import Tensor
+
+from titanlite.data.order import Order
+from titanlite.data.shards import Corpus, open_corpus
+from titanlite.data.tokenizer import Tokenizer
+from titanlite.errors import DataError, Problems
+from titanlite.settings import Range
+
+IGNORE_INDEX = -100  # a label nobody learns from
+
+
+@dataclass(frozen=True)
+class SourceConfig:
+    """One corpus among those of a run."""
+
+    name: str  # its own; the order of its samples depends on it, and metrics show it
+    path: str  # a folder of shards, or one shard
+    weight: Annotated[float, Range(0)] = 1.0  # its share of the samples, beside the other weights
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """[data] What to read."""
+
+    tokenizer: str | None = None  # tiktoken ranks, a tokenizer.json, or "bytes"
+    sources: list[SourceConfig] = field(default_factory=list)  # what is learned from
+    validation: list[SourceConfig] = field(default_factory=list)  # what is only measured
+
+
+class Stream:
+    """The samples of a run, at any position of it."""
+
+    def __init__(self, sources: Sequence[_Source], seq_len: int, seed: int):
+        self.seq_len, self._sources = seq_len, sources
+        self._order = Order(seed, [(s.name, s.weight, s.samples(seq_len)) for s in sources])
+        self.facts: dict[str, Any] = {
+            "seed": seed,
+            "seq_len": seq_len,
+            "sources": [s.facts(seq_len) for s in sources],
+        }
+        said = json.dumps(self.facts, sort_keys=True).encode()
+        self.fingerprint = xxhash.xxh3_128_hexdigest(said)
+
+    def read(self, position: int, rows: int) -> tuple[Tensor, Tensor]:
+        """Inputs and labels of `rows` positions: int64 [rows, T] each; raises DataError."""
+        positions = np.arange(position, position + rows, dtype=np.int64)
+        which, _, samples = self._order.sample_at(positions)
+        starts, ids = samples * self.seq_len, None
+        for number, source in enumerate(self._sources):
+            mine = which == number
+            if mine.all():
+                ids = source.gather(starts, self.seq_len + 1)
+                break
+            ids = np.empty((rows, self.seq_len + 1), dtype=np.int64) if ids is None else ids
+            if mine.any():
+                ids[mine] = source.gather(starts[mine], self.seq_len + 1)
+        return _inputs_and_labels(ids)
+
+    def prefetch(
+        self, slices: Iterable[tuple[int, int]], ahead: int = 2
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        """`read(*slice)` of each slice, up to `ahead` of them read in the background.
+
+        An error of the background is raised here, at the batch it belongs to; however the
+        iterator ends, its thread ends with it.
+        """
+        slices = iter(slices)
+        reader = ThreadPoolExecutor(1, thread_name_prefix="prefetch")
+        try:
+            waiting = deque(reader.submit(self.read, *s) for s in islice(slices, max(1, ahead)))
+            while waiting:
+                batch = waiting.popleft().result()
+                waiting.extend(reader.submit(self.read, *s) for s in islice(slices, 1))
+                yield batch
+        finally:
+            reader.shutdown(cancel_futures=True)
+
+
+class ValidationSet:
+    """Held-out text in order, as `samples` samples of which the last may be short."""
+
+    def __init__(self, source: _Source, seq_len: int):
+        self.name, self.seq_len, self._source = source.name, seq_len, source
+        self.samples = -(-(source.corpus.tokens - 1) // seq_len)
+
+    def read(self, start: int, rows: int) -> tuple[Tensor, Tensor]:
+        """Inputs and labels of samples [start, start + rows): int64 [rows, T] each.
+
+        Where the text has ended, also in rows past the last sample, labels are IGNORE_INDEX.
+        """
+        length, tokens = self.seq_len, self._source.corpus.tokens
+        first = start * length
+        ids = np.full((rows, length + 1), IGNORE_INDEX, dtype=np.int64)
+        whole = max(0, min(rows, (tokens - 1 - first) // length))
+        ids[:whole] = self._source.gather(first + np.arange(whole) * length, length + 1)
+        rest = tokens - first - whole * length
+        if whole < rows and rest > 1:
+            ids[whole, :rest] = self._source.gather(np.array([tokens - rest]), rest)
+        inputs, labels = _inputs_and_labels(ids)
+        return inputs.clamp_(min=0), labels  # a model must be able to look every input up
+
+
+def open_stream(
+    sources: Sequence[SourceConfig],
+    *,
+    seq_len: int,
+    seed: int,
+    vocab_size: int,
+    tokenizer: Tokenizer | None = None,
+) -> Stream:
+    """The samples of these sources in the order of `seed`; raises DataError, or Problems."""
+    opened, problems = [], []
+    for config in sources:
+        try:
+            opened.append(_open(config, seq_len + 1, vocab_size, tokenizer))
+        except DataError as error:
+            problems.append(error)
+    if problems:
+        raise problems[0] if len(problems) == 1 else Problems(problems)
+    names = [config.name for config in sources]
+    if not names or len(set(names)) < len(names):
+        raise DataError(f"sources: {names}: there must be at least one, each with its own name.")
+    return Stream(opened, seq_len, seed)
+
+
+def open_validation(
+    source: SourceConfig, *, seq_len: int, vocab_size: int, tokenizer: Tokenizer | None = None
+) -> ValidationSet:
+    """The whole of a source, in order; raises DataError."""
+    return ValidationSet(_open(source, 2, vocab_size, tokenizer), seq_len)
+
+
+@dataclass(frozen=True)
+class _Source:
+    name: str
+    weight: float
+    corpus: Corpus
+    vocab_size: int
+
+    def samples(self, seq_len: int) -> int:
+        return (self.corpus.tokens - 1) // seq_len
+
+    def facts(self, seq_len: int) -> dict[str, Any]:
+        """What the samples are, without where they lie."""
+        return {
+            "name": self.name,
+            "weight": self.weight,
+            "fingerprint": self.corpus.fingerprint,
+            "samples": self.samples(seq_len),
+        }
+
+    def gather(self, starts: np.ndarray, count: int) -> np.ndarray:
+        """Ids [start, start + count) of each start: int64 [starts, count]; raises DataError."""
+        ids = self.corpus.gather(starts, count)
+        if ids.size and int(ids.view(np.uint64).max()) >= self.vocab_size:  # negatives are huge
+            row, column = np.argwhere((ids < 0) | (ids >= self.vocab_size))[0]
+            raise DataError(
+                f'source "{self.name}" ({self.corpus.path}): token {starts[row] + column} is the id'
+                f" {ids[row, column]}, outside 0…{self.vocab_size - 1}.",
+                fix="Use the tokenizer that made the shards, or a model.vocab_size that holds it.",
+            )
+        return ids
+
+
+def _open(
+    config: SourceConfig, least_tokens: int, vocab_size: int, tokenizer: Tokenizer | None
+) -> _Source:
+    corpus = open_corpus(config.path)
+    about, manifest = f'source "{config.name}" ({config.path})', corpus.manifest
+    if corpus.tokens < least_tokens:
+        raise DataError(
+            f"{about}: holds {corpus.tokens} tokens, and one sample needs {least_tokens}.",
+            fix="Give more text, or a smaller seq_len.",
+        )
+    if manifest and tokenizer and manifest.tokenizer != tokenizer.fingerprint:
+        raise DataError(
+            f"{about}: was made by the tokenizer {manifest.tokenizer[:12]} of"
+            f" {manifest.vocab_size} ids; data.tokenizer is {tokenizer.fingerprint[:12]} of"
+            f" {tokenizer.vocab_size}.",
+            fix="Name the tokenizer that made the shards, or prepare the text again.",
+        )
+    if manifest and manifest.max_id >= vocab_size:
+        raise DataError(
+            f"{about}: has ids up to {manifest.max_id}, outside 0…{vocab_size - 1}.",
+            fix=f"Set model.vocab_size = {manifest.vocab_size} or more.",
+        )
+    return _Source(config.name, config.weight, corpus, vocab_size)
+
+
+def _inputs_and_labels(ids: np.ndarray) -> tuple[Tensor, Tensor]:
+    """Ids [rows, T + 1] as two tensors [rows, T] that share no memory."""
+    both = torch.from_numpy(ids)
+    return both[:, :-1].clone(), both[:, 1:].clone()  # contiguous() would share where rows = 1

@@ -1,0 +1,249 @@
+"""One interface over three kinds of tokenizer: tiktoken ranks, a tokenizer.json, raw bytes.
+
+Text that looks like a special token stays text: only this room's callers put special ids in.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import xxhash
+
+from titanlite.errors import DataError
+
+BYTES = "bytes"  # the name of the tokenizer that needs no file
+BEGIN, END = "<|begin_of_text|>", "<|end_of_text|>"
+
+# How Llama 3 cuts text before merging bytes; the ranks of a file mean little without it.
+SPLIT_PATTERN = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+_LLAMA3_RANKS, _LLAMA3_SPECIALS = 128_000, 256
+_ALLOWED = (
+    'Give a tiktoken ranks file (lines of "base64 rank"), a Hugging Face tokenizer.json,'
+    f' or "{BYTES}".'
+)
+_BEGINS = (BEGIN, "<s>", "<bos>", "<|startoftext|>", "[BOS]", "<｜begin▁of▁sentence｜>")
+_ENDS = (END, "</s>", "<eos>", "<|endoftext|>", "[EOS]", "<｜end▁of▁sentence｜>")
+
+# tiktoken's regular expression overflows its stack on about a million blanks in a row
+_MOST_BLANKS = 100_000
+_BLANKS = re.compile(rf"(?<!\s)\s{{{_MOST_BLANKS},}}")
+
+
+class Tokenizer(ABC):
+    """Text to ids and back; may be sent to another process."""
+
+    vocab_size: int  # one more than the largest id, specials included
+    bos_id: int
+    eos_id: int
+    fingerprint: str  # equal for equal ids, wherever the file lies
+
+    def encode(self, text: str) -> list[int]:
+        """The ids of a text, without a beginning or an end; never a special one."""
+        return self._encode(well_formed(text))
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of some ids; bytes that are not UTF-8 show as U+FFFD."""
+        # a model may be wider than its tokenizer, and those ids have no text
+        return self._decode([int(i) for i in ids if 0 <= i < self.vocab_size])
+
+    @abstractmethod
+    def _encode(self, text: str) -> list[int]: ...
+
+    @abstractmethod
+    def _decode(self, ids: list[int]) -> str: ...
+
+
+def well_formed(text: str) -> str:
+    """The text with U+FFFD for halves of surrogate pairs, which JSON can hold and UTF-8 cannot."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    return text
+
+
+def open_tokenizer(path: str) -> Tokenizer:
+    """The tokenizer of a file, or raw bytes for "bytes"; raises DataError."""
+    if path == BYTES:
+        return _Bytes()
+    content = _read(Path(path))
+    if content.lstrip()[:1] == b"{":
+        return _HuggingFace(path, _read_json(path, content))
+    return _Ranks(path, _read_ranks(path, content))
+
+
+def _read(path: Path) -> bytes:
+    if path.is_dir():
+        inside = [path / name for name in ("tokenizer.json", "tokenizer.model")]
+        there = [str(file) for file in inside if file.exists()]
+        fix = f"Give the file: {there[0]}" if there else _ALLOWED
+        raise DataError(f'tokenizer "{path}": is a folder.', fix=fix)
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        reason = error.strerror or error
+        raise DataError(f'tokenizer "{path}": cannot be read ({reason}).', fix=_ALLOWED) from None
+
+
+def _read_json(path: str, content: bytes) -> dict:
+    try:
+        table = json.loads(content)
+    except ValueError as error:
+        raise DataError(f'tokenizer "{path}": not valid JSON ({error}).', fix=_ALLOWED) from None
+    if not isinstance(table.get("model"), dict):
+        raise DataError(f'tokenizer "{path}": is JSON, but not a tokenizer.json.', fix=_ALLOWED)
+    return table
+
+
+def _read_ranks(path: str, content: bytes) -> dict[bytes, int]:
+    # not by tiktoken's own reader: it keeps a copy under /tmp by path, and shows that copy again
+    # after the file has changed
+    ranks: dict[bytes, int] = {}
+    for number, line in enumerate(content.splitlines(), 1):
+        try:
+            token, rank = line.split()
+            ranks[base64.b64decode(token, validate=True)] = int(rank)
+        except ValueError:
+            raise DataError(
+                f'tokenizer "{path}": line {number} is not "base64 rank".', fix=_ALLOWED
+            ) from None
+    if sorted(ranks.values()) != list(range(len(ranks))):
+        raise DataError(f'tokenizer "{path}": the ranks are not 0, 1, 2 … each once.')
+    missing = [byte for byte in range(256) if bytes([byte]) not in ranks]
+    if missing:
+        raise DataError(
+            f'tokenizer "{path}": {len(missing)} of the 256 single bytes have no rank,'
+            f" 0x{missing[0]:02x} first; some text would have no ids.",
+            fix=_ALLOWED,
+        )
+    return ranks
+
+
+class _Ranks(Tokenizer):
+    """Byte pairs merged in the order of their rank, by tiktoken; the specials follow the ranks."""
+
+    def __init__(self, path: str, ranks: dict[bytes, int]):
+        try:
+            import tiktoken
+        except ImportError as missing:
+            raise _not_installed(path, "tiktoken") from missing
+        names = _llama3_specials() if len(ranks) == _LLAMA3_RANKS else [BEGIN, END]
+        specials = {name: len(ranks) + number for number, name in enumerate(names)}
+        self._encoding = tiktoken.Encoding(
+            "ranks", pat_str=SPLIT_PATTERN, mergeable_ranks=ranks, special_tokens=specials
+        )
+        self.vocab_size = len(ranks) + len(specials)
+        self.bos_id, self.eos_id = specials[BEGIN], specials[END]
+        in_order = b"\n".join(base64.b64encode(token) for token in sorted(ranks, key=ranks.get))
+        self.fingerprint = _fingerprint("ranks", SPLIT_PATTERN, " ".join(names), in_order)
+
+    def _encode(self, text: str) -> list[int]:
+        if len(text) < _MOST_BLANKS:
+            return self._encoding.encode_ordinary(text)
+        encode = self._encoding.encode_ordinary
+        return [id for part in _short_of_blanks(text) for id in encode(part)]
+
+    def _decode(self, ids: list[int]) -> str:
+        return self._encoding.decode(ids)
+
+
+def _short_of_blanks(text: str) -> Iterator[str]:
+    """The text in parts, none of them with more blanks in a row than tiktoken can take."""
+    done = 0
+    for run in _BLANKS.finditer(text):
+        for cut in range(run.start() + _MOST_BLANKS, run.end() + 1, _MOST_BLANKS):
+            yield text[done:cut]
+            done = cut
+    yield text[done:]
+
+
+def _llama3_specials() -> list[str]:
+    """The names of Llama 3's 256 special tokens, as published with its weights."""
+    reserved = [f"<|reserved_special_token_{i}|>" for i in range(_LLAMA3_SPECIALS - 5)]
+    names = [BEGIN, END, *reserved[:4], "<|start_header_id|>", "<|end_header_id|>", reserved[4]]
+    return [*names, "<|eot_id|>", *reserved[5:]]
+
+
+class _HuggingFace(Tokenizer):
+    """A tokenizer.json, by the tokenizers library."""
+
+    def __init__(self, path: str, table: dict):
+        try:
+            import tokenizers
+        except ImportError as missing:
+            raise _not_installed(path, "tokenizers") from missing
+        self._path, self._table = path, {**table, "truncation": None, "padding": None}
+        # those two are habits of whoever saved the file; they would cut or fill our documents
+        definition = json.dumps(self._table, sort_keys=True)
+        try:
+            self._tokenizer = tokenizers.Tokenizer.from_str(definition)
+        except Exception as error:  # the library raises nothing narrower
+            raise DataError(
+                f'tokenizer "{path}": the tokenizers library cannot read it ({error}).',
+                fix=_ALLOWED,
+            ) from None
+        self._tokenizer.encode_special_tokens = True  # special-looking text stays text
+        self.vocab_size = 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values())
+        added = {t.content: i for i, t in self._tokenizer.get_added_tokens_decoder().items()}
+        self.eos_id = _first_of(_ENDS, added)
+        if self.eos_id is None:
+            raise DataError(
+                f'tokenizer "{path}": no known end of text among its {len(added)} added tokens.',
+                fix=f"Add one of {' '.join(_ENDS)} to it.",
+            )
+        begin = _first_of(_BEGINS, added)
+        self.bos_id = self.eos_id if begin is None else begin  # as GPT-2 does
+        self.fingerprint = _fingerprint("tokenizer.json", definition)
+
+    def __reduce__(self):  # the library's own forgets encode_special_tokens
+        return _HuggingFace, (self._path, self._table)
+
+    def _encode(self, text: str) -> list[int]:
+        return self._tokenizer.encode(text, add_special_tokens=False).ids
+
+    def _decode(self, ids: list[int]) -> str:
+        return self._tokenizer.decode(ids, skip_special_tokens=False)
+
+
+class _Bytes(Tokenizer):
+    """The 256 bytes of UTF-8, a beginning and an end."""
+
+    vocab_size, bos_id, eos_id = 258, 256, 257
+
+    def __init__(self):
+        self.fingerprint = _fingerprint(BYTES, BEGIN, END)
+
+    def _encode(self, text: str) -> list[int]:
+        return list(text.encode())
+
+    def _decode(self, ids: list[int]) -> str:
+        specials = {self.bos_id: BEGIN.encode(), self.eos_id: END.encode()}
+        return b"".join(specials.get(i) or bytes([i]) for i in ids).decode("utf-8", "replace")
+
+
+def _first_of(names: Sequence[str], ids: dict[str, int]) -> int | None:
+    return next((ids[name] for name in names if name in ids), None)
+
+
+def _fingerprint(*parts: str | bytes) -> str:
+    digest = xxhash.xxh3_128()
+    for part in parts:
+        digest.update(part.encode() if isinstance(part, str) else part)
+        digest.update(b"\0")
+    return digest.hexdigest()
+
+
+def _not_installed(path: str, package: str) -> DataError:
+    return DataError(
+        f'tokenizer "{path}": needs {package}, which is not installed.',
+        fix=f"pip install {package}",
+    )

@@ -1,0 +1,103 @@
+"""What a device could do at most: published peaks, a measured one, and memory at its highest."""
+
+from __future__ import annotations
+
+import re
+import resource
+import sys
+import time
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class Peaks:
+    """Dense TFLOP/s of a device, as its maker publishes them; None where it has no such unit."""
+
+    name: str  # a pattern for the whole device name: a MIG slice or laptop part must not match
+    fp32: float  # without TF32, which torch leaves off
+    fp16: float
+    bf16: float | None
+    fp8: float | None
+    source: str
+
+
+# Makers of sparse units publish twice the dense figure under a footnote; here it is always halved.
+# GeForce parts multiply at half rate when they sum in fp32, as training does; theirs are those.
+PEAKS = [
+    Peaks(r"Tesla V100-SXM2-\d+GB", 15.7, 125, None, None, "NVIDIA V100 data sheet"),
+    Peaks(r"Tesla V100-PCIE-\d+GB", 14, 112, None, None, "NVIDIA V100 data sheet"),
+    Peaks(r"Tesla V100S-PCIE-32GB", 16.4, 130, None, None, "NVIDIA V100 data sheet"),
+    Peaks(r"(Tesla|NVIDIA) T4", 8.1, 65, None, None, "NVIDIA T4 data sheet"),
+    Peaks(r"A100-(SXM4?|PCIE)-[48]0GB|A100 80GB PCIe", 19.5, 312, 312, None,
+          "NVIDIA A100 data sheet"),
+    Peaks(r"A30", 10.3, 165, 165, None, "NVIDIA A30 data sheet"),
+    Peaks(r"A40", 37.4, 149.7, 149.7, None, "NVIDIA A40 data sheet"),
+    Peaks(r"A10", 31.2, 125, 125, None, "NVIDIA A10 data sheet"),
+    Peaks(r"A10G", 35, 70, 70, None, "NVIDIA A10G data sheet for AWS"),
+    Peaks(r"L4", 30.3, 121, 121, 242.5, "NVIDIA L4 data sheet, halved"),
+    Peaks(r"L40", 90.5, 181, 181, 362, "NVIDIA L40 data sheet"),
+    Peaks(r"L40S", 91.6, 362, 362, 733, "NVIDIA L40S data sheet"),
+    Peaks(r"H100 80GB HBM3", 67, 989.5, 989.5, 1979, "NVIDIA H100 data sheet, SXM, halved"),
+    Peaks(r"H100 PCIe", 51, 756.5, 756.5, 1513, "NVIDIA H100 data sheet, PCIe, halved"),
+    Peaks(r"H100 NVL", 60, 835.5, 835.5, 1670.5, "NVIDIA H100 data sheet, NVL, halved"),
+    Peaks(r"GH200 (480|120)GB", 67, 989.5, 989.5, 1979, "NVIDIA GH200 data sheet, halved"),
+    Peaks(r"H200", 67, 989.5, 989.5, 1979, "NVIDIA H200 data sheet, SXM, halved"),
+    Peaks(r"H200 NVL", 60, 835.5, 835.5, 1670.5, "NVIDIA H200 data sheet, NVL, halved"),
+    Peaks(r"B200", 75, 2250, 2250, 4500, "NVIDIA HGX B200 data sheet, an eighth, halved"),
+    Peaks(r"GeForce RTX 3090", 35.6, 71, 71, None, "NVIDIA GA102 white paper"),
+    Peaks(r"GeForce RTX 4090", 82.6, 165.2, 165.2, 330.3, "NVIDIA Ada white paper"),
+    Peaks(r"GeForce RTX 5090", 104.8, 209.5, 209.5, 419, "NVIDIA RTX Blackwell white paper"),
+    # a device is one of the card's two dies, so half of the card's figure
+    Peaks(r"AMD Instinct MI250X", 47.85, 191.5, 191.5, None, "AMD MI250X data sheet, a die"),
+    Peaks(r"AMD Instinct MI250", 45.25, 181, 181, None, "AMD MI250 data sheet, a die"),
+    Peaks(r"AMD Instinct MI300X", 163.4, 1307.4, 1307.4, 2614.9, "AMD MI300X data sheet"),
+    Peaks(r"AMD Instinct MI325X", 163.4, 1307.4, 1307.4, 2614.9, "AMD MI325X data sheet"),
+]  # fmt: skip
+
+_UNIT = {
+    torch.float32: "fp32",
+    torch.float16: "fp16",
+    torch.bfloat16: "bf16",
+    torch.float8_e4m3fn: "fp8",
+    torch.float8_e5m2: "fp8",
+    torch.float8_e4m3fnuz: "fp8",
+    torch.float8_e5m2fnuz: "fp8",
+}
+
+
+def peak_flops(device_name: str, dtype: torch.dtype) -> float | None:
+    """Published dense FLOP/s of a device in a precision; None where it is not known."""
+    name = device_name.strip().removeprefix("NVIDIA ")
+    for peaks in PEAKS:
+        if re.fullmatch(peaks.name, name) or re.fullmatch(peaks.name, device_name.strip()):
+            tera = getattr(peaks, _UNIT.get(dtype, ""), None)
+            return tera and tera * 1e12
+    return None
+
+
+@torch.no_grad()
+def measure_matmul_flops(dtype: torch.dtype, device: torch.device, seconds: float = 0.3) -> float:
+    """FLOP/s of the best of the large matrix products that fit into `seconds`, three at least."""
+    size = 8192 if device.type == "cuda" else 1024
+    left = torch.randn(size, size, device=device).to(dtype)
+    right = torch.randn(size, size, device=device).to(dtype)
+    best, tries, end = float("inf"), 0, time.perf_counter() + seconds
+    while tries < 4 or time.perf_counter() < end:
+        start = time.perf_counter()
+        torch.mm(left, right)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        if tries:  # the first one loads and tunes what the others use
+            best = min(best, time.perf_counter() - start)
+        tries += 1
+    return 2 * size**3 / best
+
+
+def peak_memory_bytes(device: torch.device) -> int:
+    """The most memory held at once so far: tensors on a GPU, the whole process on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    unit = 1 if sys.platform == "darwin" else 1024  # getrusage(2): bytes there, KiB on Linux
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

@@ -1,0 +1,241 @@
+"""Where it is told what happened: metrics.jsonl, the console, TensorBoard, Weights & Biases."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Protocol
+
+from titanlite.log import logger
+from titanlite.observe.config import MetricsConfig, missing
+from titanlite.observe.console import open_console
+
+METRICS_FILE = "metrics.jsonl"
+STEP_KEYS = (  # of a step line, in this order
+    "step",
+    "loss",
+    "grad_norm",
+    "lr",
+    "tokens",
+    "samples",
+    "tokens_per_second",
+    "tokens_per_second_per_device",
+    "tflops_per_device",
+    "mfu",
+    "step_seconds",
+    "data_seconds",
+    "peak_memory_gib",
+    "time",
+)
+
+
+class Sink(Protocol):
+    """One place that is told: of steps by `STEP_KEYS`, of events by `event`, `step` and more."""
+
+    def step(self, record: dict[str, Any]) -> None: ...
+    def event(self, record: dict[str, Any]) -> None: ...
+    def close(self) -> None: ...
+
+
+class Sinks:
+    """All the places that are told; none of them on the ranks that stay silent."""
+
+    def __init__(self, places: list[Sink]):
+        self.places = places
+
+    def step(self, record: dict[str, Any]) -> None:
+        """Tell of a step: every key of `STEP_KEYS` but `time`, which is added, and no other."""
+        record = {**record, "time": time.time()}
+        if record.keys() != set(STEP_KEYS):
+            raise ValueError(f"not the keys of a step line: {record.keys() ^ set(STEP_KEYS)}")
+        record = {key: record[key] for key in STEP_KEYS}
+        for place in self.places:
+            place.step(record)
+
+    def event(self, step: int, name: str, /, **fields: Any) -> None:
+        """Tell of what happened at a step: `validation`, `checkpoint_saved` …
+
+        Both are positional, so that a field can be called `name`, as validation's is.
+        """
+        record = {"event": name, "step": step, **fields, "time": time.time()}
+        for place in self.places:
+            place.event(record)
+
+    def close(self) -> None:
+        """Finish what was begun; nothing can be told afterwards."""
+        while self.places:
+            self.places.pop().close()
+
+    def __enter__(self) -> Sinks:
+        return self
+
+    def __exit__(self, *raised) -> None:
+        self.close()
+
+
+def silent_sinks() -> Sinks:
+    """For the ranks that do not write."""
+    return Sinks([])
+
+
+def open_sinks(
+    config: MetricsConfig,
+    folder: Path,
+    *,
+    total_steps: int,
+    first_step: int,
+    job: dict[str, Any],
+    progress: bool | None = None,
+) -> Sinks:
+    """All that `config` asks for, under `folder`, for the one rank that writes.
+
+    `first_step` is the step that the run goes on from: what was told of later ones is cut off.
+    `job` is what W&B shows as the run's settings. `progress` puts a live line on the terminal; by
+    default where there is one. Raises ConfigError when an optional package is not installed.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    sinks = Sinks([])
+    try:
+        if config.enable_tensorboard:
+            sinks.places.append(TensorBoard(folder / config.save_tb_folder, first_step))
+        if config.enable_wandb:
+            sinks.places.append(WeightsAndBiases(folder, job))
+        sinks.places.append(Journal(folder / METRICS_FILE, first_step))
+        colour = not config.disable_color_printing
+        sinks.places.append(open_console(total_steps, first_step, colour, progress))
+    except BaseException:
+        sinks.close()
+        raise
+    return sinks
+
+
+# --- metrics.jsonl -------------------------------------------------------------------------------
+
+
+class Journal:
+    """One JSON object a line, on the disk's side of this process as soon as it is told."""
+
+    def __init__(self, path: Path, first_step: int):
+        cut_future(path, first_step)
+        self.file = path.open("a", encoding="utf-8")
+
+    def step(self, record: dict[str, Any]) -> None:
+        self.file.write(json.dumps(_finite(record), allow_nan=False, ensure_ascii=False) + "\n")
+        self.file.flush()
+
+    event = step
+
+    def close(self) -> None:
+        self.file.close()
+
+
+def cut_future(path: Path, step: int) -> None:
+    """Take out what a killed run told of steps after `step`, and a line it left half-written.
+
+    The run takes these steps again, so that otherwise they would stand twice.
+    """
+    if not path.exists():
+        return
+    lines = path.read_bytes().splitlines(keepends=True)
+    kept = [line for line in lines if _stands(line, step)]
+    if kept == lines:
+        return
+    beside = path.with_name(f"{path.name}.new")
+    with beside.open("wb") as file:
+        file.writelines(kept)
+        file.flush()
+        os.fsync(file.fileno())
+    beside.replace(path)
+    logger.info("%s: %d lines after step %d cut off", path, len(lines) - len(kept), step)
+
+
+def _stands(line: bytes, step: int) -> bool:
+    """Is it a whole line about a step not after `step`?"""
+    try:
+        return line.endswith(b"\n") and json.loads(line)["step"] <= step
+    except (ValueError, KeyError, TypeError):
+        return False
+
+
+def _finite(value: Any) -> Any:
+    """The same with null for NaN and infinity, which JSON has no words for."""
+    if isinstance(value, dict):
+        return {key: _finite(entry) for key, entry in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(entry) for entry in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+# --- TensorBoard and W&B -------------------------------------------------------------------------
+
+
+class TensorBoard:
+    """Scalars under the names they have in metrics.jsonl, and validation/NAME/loss."""
+
+    def __init__(self, folder: Path, first_step: int):
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError as error:
+            raise missing(
+                "metrics.enable_tensorboard", "tensorboard", "pip install tensorboard"
+            ) from error
+        # what an earlier run wrote from there on is hidden by the reader
+        self.writer = SummaryWriter(str(folder), purge_step=first_step + 1)
+
+    def step(self, record: dict[str, Any]) -> None:
+        self._write(record["step"], _scalars(record))
+
+    def event(self, record: dict[str, Any]) -> None:
+        self._write(record["step"], _event_scalars(record))
+
+    def _write(self, step: int, scalars: Iterator[tuple[str, float]]) -> None:
+        for name, value in scalars:
+            self.writer.add_scalar(name, value, step)
+        self.writer.flush()  # or a kill takes the last ten with it
+
+    def close(self) -> None:
+        self.writer.close()
+
+
+class WeightsAndBiases:
+    """The same scalars, sent away; WANDB_PROJECT, WANDB_RUN_ID, WANDB_MODE … mean what they do."""
+
+    def __init__(self, folder: Path, job: dict[str, Any]):
+        try:
+            from wandb import init  # by name: a folder called wandb would import as well
+        except ImportError as error:
+            raise missing(
+                "metrics.enable_wandb", "wandb", "pip install 'titanlite[wandb]'"
+            ) from error
+        self.run = init(
+            project=os.environ.get("WANDB_PROJECT", "titanlite"),
+            name=os.environ.get("WANDB_NAME", folder.resolve().name),
+            dir=str(folder),
+            config=job,
+            resume="allow",  # goes on with WANDB_RUN_ID, where the launcher sets it
+        )
+
+    def step(self, record: dict[str, Any]) -> None:
+        self.run.log(dict(_scalars(record)), step=record["step"])
+
+    def event(self, record: dict[str, Any]) -> None:
+        if scalars := dict(_event_scalars(record)):
+            self.run.log(scalars, step=record["step"])
+
+    def close(self) -> None:
+        self.run.finish()
+
+
+def _scalars(record: dict[str, Any]) -> Iterator[tuple[str, float]]:
+    for name, value in record.items():
+        if name not in ("step", "time") and value is not None:
+            yield name, value
+
+
+def _event_scalars(record: dict[str, Any]) -> Iterator[tuple[str, float]]:
+    if record["event"] == "validation":
+        yield f"validation/{record['name']}/loss", record["loss"]
