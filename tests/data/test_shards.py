@@ -173,11 +173,11 @@ def test_no_text_at_all_is_refused(tmp_path):
 
 def test_the_fingerprint_is_of_the_tokens_and_not_of_the_place(tmp_path):
     for manifest in (True, False):
-        folders = [tmp_path / f"{name}{manifest}" for name in "abc"]
-        contents = [DOCUMENTS], [DOCUMENTS], [DOCUMENTS[:-1] + [[1] * 50]]
-        prints = [
-            open_corpus(write(f, c, manifest=manifest)).fingerprint for f, c in zip(folders, contents)
-        ]
+        prints = []
+        for name, last in (("a", DOCUMENTS[-1]), ("b", DOCUMENTS[-1]), ("c", [1] * 50)):
+            folder = tmp_path / f"{name}{manifest}"
+            write(folder, [[*DOCUMENTS[:-1], last]], manifest=manifest)
+            prints.append(open_corpus(folder).fingerprint)
         assert prints[0] == prints[1] != prints[2]
 
 

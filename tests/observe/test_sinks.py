@@ -7,9 +7,12 @@ import json
 import logging
 import os
 import re
+import signal
+import subprocess
 import sys
 import threading
 import types
+from pathlib import Path
 
 import pytest
 
@@ -17,6 +20,7 @@ from titanlite.errors import ConfigError
 from titanlite.log import logger
 from titanlite.observe import MetricsConfig, metrics_problems, open_sinks, silent_sinks
 
+ROOT = str(Path(__file__).parents[2])
 STEP = {
     "step": 1,
     "loss": 4.2113,
@@ -78,14 +82,25 @@ def test_a_step_line_with_other_keys_is_refused(tmp_path):
         sinks.step({**STEP, "surprise": 1})
 
 
+KILLED = """
+import os, pathlib, signal
+from titanlite.observe import MetricsConfig, open_sinks
+config, folder = MetricsConfig(enable_tensorboard=True), pathlib.Path({folder!r})
+sinks = open_sinks(config, folder, total_steps=400, first_step=0, job={{}}, progress=False)
+sinks.step({step!r})
+sinks.event(1, "validation", name="code", loss=4.0, perplexity=54.6)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
 def test_a_kill_takes_nothing_that_was_told(tmp_path):
-    sinks = open_in(tmp_path)
-    sinks.step(STEP)
-    sinks.event(1, "validation", name="code", loss=4.0, perplexity=54.6)
-    found = told(tmp_path)  # not closed, as after a kill
-    sinks.close()
-    assert [line.get("event") for line in found] == [None, "validation"]
-    assert list(found[1]) == ["event", "step", "name", "loss", "perplexity", "time"]
+    script = KILLED.format(folder=str(tmp_path), step=STEP)
+    run = subprocess.run([sys.executable, "-c", script], env={**os.environ, "PYTHONPATH": ROOT})
+    assert run.returncode == -signal.SIGKILL
+    step, event = told(tmp_path)
+    assert step["loss"] == STEP["loss"]
+    assert list(event) == ["event", "step", "name", "loss", "perplexity", "time"]
+    assert read_tensorboard(tmp_path / "tb")["validation/code/loss"] == [(1, 4.0)]
 
 
 def test_after_a_resume_no_step_and_no_event_stands_twice(tmp_path, said):
@@ -107,11 +122,12 @@ def test_after_a_resume_no_step_and_no_event_stands_twice(tmp_path, said):
     assert [place.name for place in tmp_path.iterdir()] == ["metrics.jsonl"]
 
 
-def test_a_line_torn_by_a_kill_does_not_spoil_the_file(tmp_path):
+@pytest.mark.parametrize("torn", ['{"step": 2, "lo', '{"step": 1}', "\0\0\0\n", "[]\n"])
+def test_a_line_torn_by_a_kill_does_not_spoil_the_file(tmp_path, torn):
     with open_in(tmp_path) as sinks:
         sinks.step(STEP)
     with (tmp_path / "metrics.jsonl").open("a") as file:
-        file.write('{"step": 2, "lo')
+        file.write(torn)
     with open_in(tmp_path, first_step=1) as sinks:
         sinks.step({**STEP, "step": 2})
     assert [line["step"] for line in told(tmp_path)] == [1, 2]
@@ -189,10 +205,10 @@ def test_tensorboard_shows_what_was_told_and_no_step_twice_after_a_resume(tmp_pa
     for step in (10, 20, 30):
         sinks.step({**STEP, "step": step})
         sinks.event(step, "validation", name="code", loss=4.0, perplexity=54.6)
-    killed = read_tensorboard(tmp_path / "tb")  # not closed, as after a kill
     sinks.close()
-    assert set(killed) == {*STEP, "validation/code/loss"} - {"step"}
-    assert killed["loss"] == [(step, pytest.approx(4.2113)) for step in (10, 20, 30)]
+    shown = read_tensorboard(tmp_path / "tb")
+    assert set(shown) == {*STEP, "validation/code/loss"} - {"step"}
+    assert shown["loss"] == [(step, pytest.approx(4.2113)) for step in (10, 20, 30)]
 
     with open_in(tmp_path, first_step=20, enable_tensorboard=True) as sinks:
         sinks.step({**STEP, "step": 30, "loss": 1.0})

@@ -88,23 +88,25 @@ def prepare(
         raise DataError(f"validation_share = {validation_share}: must be at least 0 and below 1.")
     parts = parts_of(find_files(inputs))
     pieces = _cut(parts, f"{_FORMAT} {tokenizer.fingerprint} {validation_share!r}", piece_bytes)
-    plan = _digest([piece.key for piece in pieces])
+    plan, total = _digest([piece.key for piece in pieces]), sum(piece.bytes for piece in pieces)
     if not _finished(out, plan):
         done = {piece.name: record for piece in pieces if (record := _recorded(out, piece))}
         reused = len(done)
         todo = [piece for piece in pieces if piece.name not in done]
-        _show(progress, pieces, done)
+        left = sum(piece.bytes for piece in todo)
+        progress(total - left, total)
         for piece, record in _work(todo, tokenizer, out, validation_share, workers):
             done[piece.name] = record
-            _show(progress, pieces, done)
+            left -= piece.bytes
+            progress(total - left, total)
         _commit(out, plan, [done[piece.name] for piece in pieces], tokenizer, validation_share)
     else:
         reused, todo = len(pieces), []
-        _show(progress, pieces, {piece.name: {} for piece in pieces})
+        progress(total, total)
     counts = json.loads((out / _DONE).read_bytes())["counts"]
     return Prepared(
         **counts,
-        input_bytes=sum(piece.bytes for piece in pieces),
+        input_bytes=total,
         encoded_bytes=sum(piece.bytes for piece in todo),
         pieces=len(pieces),
         reused_pieces=reused,
@@ -227,10 +229,6 @@ def _write_given(piece: _Piece) -> dict:
 def _cores() -> int:
     """The cores that this process may use, which in a container are fewer than there are."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def _show(progress: Progress, pieces: Sequence[_Piece], done: dict[str, dict]) -> None:
-    progress(sum(p.bytes for p in pieces if p.name in done), sum(p.bytes for p in pieces))
 
 
 # --- commit --------------------------------------------------------------------------------------

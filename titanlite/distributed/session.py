@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import random
 import sys
@@ -87,6 +88,8 @@ def join(device: torch.device, comm: CommConfig, debug: DebugConfig, folder: Pat
     if device.type == "cuda":
         torch.cuda.set_device(device)
         _record_flights(comm, folder)
+    else:
+        keep_freed_memory()
     dist.init_process_group(
         # gloo beside nccl: checkpoints and agreements are about objects in host memory
         backend="gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl",
@@ -109,6 +112,21 @@ def seed_everything(seed: int) -> None:
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
+
+
+def keep_freed_memory() -> None:
+    """Let the C library keep what tensors free, for the next step to use again.
+
+    glibc gives every large block back to the kernel at once, which then clears it page by page for
+    the next tensor; `benchmark.py --case trainer` shows what that costs.
+    """
+    try:
+        libc = ctypes.CDLL("libc.so.6")
+    except OSError:  # another C library; it has its own ways
+        return
+    trim_threshold, mmap_max = -1, -4  # malloc.h's M_TRIM_THRESHOLD and M_MMAP_MAX
+    libc.mallopt(trim_threshold, -1)  # never trim
+    libc.mallopt(mmap_max, 0)  # nor take blocks that would be unmapped when freed
 
 
 def tighten_timeouts(seconds: int) -> None:

@@ -125,7 +125,7 @@ class Llama(nn.Module):
 
 FLAVORS = {
     "debugmodel": LlamaShape(256, 6, 16, 16, 768, vocab_size=2048),
-    "quickstart": LlamaShape(256, 6, 4, 2, 768, vocab_size=4096, rope_theta=10_000.0),
+    "quickstart": LlamaShape(256, 4, 4, 2, 768, vocab_size=4096, rope_theta=10_000.0),
     # Llama 3.2 1B and 3B, Llama 3.1 8B, 70B and 405B, as published on their model cards
     "1B": LlamaShape(2048, 16, 32, 8, 8192, tied_embeddings=True, rope_scaling_factor=32.0),
     "3B": LlamaShape(3072, 28, 24, 8, 8192, tied_embeddings=True, rope_scaling_factor=32.0),

@@ -45,7 +45,7 @@ PEAKS = [
     Peaks(r"GH200 (480|120)GB", 67, 989.5, 989.5, 1979, "NVIDIA GH200 data sheet, halved"),
     Peaks(r"H200", 67, 989.5, 989.5, 1979, "NVIDIA H200 data sheet, SXM, halved"),
     Peaks(r"H200 NVL", 60, 835.5, 835.5, 1670.5, "NVIDIA H200 data sheet, NVL, halved"),
-    Peaks(r"B200", 75, 2250, 2250, 4500, "NVIDIA HGX B200 data sheet, an eighth, halved"),
+    Peaks(r"B200", 75, 2250, 2250, 4500, "NVIDIA HGX B200 data sheet, a GPU, halved"),
     Peaks(r"GeForce RTX 3090", 35.6, 71, 71, None, "NVIDIA GA102 white paper"),
     Peaks(r"GeForce RTX 4090", 82.6, 165.2, 165.2, 330.3, "NVIDIA Ada white paper"),
     Peaks(r"GeForce RTX 5090", 104.8, 209.5, 209.5, 419, "NVIDIA RTX Blackwell white paper"),

@@ -1,0 +1,205 @@
+"""A batch is what its position says: the right tokens, shifted by one, or an error."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from titanlite.data import (
+    IGNORE_INDEX,
+    Order,
+    ShardWriter,
+    SourceConfig,
+    open_stream,
+    open_tokenizer,
+    open_validation,
+)
+from titanlite.data.manifest import write_manifest
+from titanlite.errors import DataError, Problems
+
+SEQ_LEN = 16
+VOCAB_SIZE = 258
+BYTES = open_tokenizer("bytes")
+
+
+def write_corpus(folder: Path, tokens: int, seed: int = 0, shards: int = 3, fingerprint=None):
+    """A folder of random ids, and those ids."""
+    flat = np.random.default_rng(seed).integers(0, VOCAB_SIZE, tokens)
+    records = []
+    for number, part in enumerate(np.array_split(flat, shards)):
+        with ShardWriter(folder / f"{number}", VOCAB_SIZE) as writer:
+            writer.add(part)
+            records.append(writer.close())
+    write_manifest(folder, fingerprint or BYTES.fingerprint, VOCAB_SIZE, records)
+    return flat
+
+
+@pytest.fixture
+def mixture(tmp_path):
+    sizes = {"a": (700, 0.6), "b": (333, 0.3), "c": (18, 0.1)}
+    flats = {n: write_corpus(tmp_path / n, t, i) for i, (n, (t, _)) in enumerate(sizes.items())}
+    sources = [SourceConfig(n, str(tmp_path / n), weight) for n, (_, weight) in sizes.items()]
+    return sources, flats
+
+
+def open_mixture(sources, seed: int = 1, vocab_size: int = VOCAB_SIZE, **others):
+    return open_stream(sources, seq_len=SEQ_LEN, seed=seed, vocab_size=vocab_size, **others)
+
+
+def test_a_batch_is_what_slicing_the_corpora_gives(mixture):
+    sources, flats = mixture
+    samples = [(len(flats[s.name]) - 1) // SEQ_LEN for s in sources]
+    order = Order(1, [(s.name, s.weight, n) for s, n in zip(sources, samples)])
+    inputs, labels = open_mixture(sources).read(5000, 300)
+    for row, (source, _, sample) in enumerate(zip(*order.sample_at(np.arange(5000, 5300)))):
+        ids = flats[sources[source].name][sample * SEQ_LEN :][: SEQ_LEN + 1]
+        assert inputs[row].tolist() == ids[:-1].tolist()
+        assert labels[row].tolist() == ids[1:].tolist()
+    assert inputs.dtype == labels.dtype == torch.int64
+
+
+def test_an_epoch_has_every_token_as_a_label_once(mixture):
+    sources, flats = mixture
+    stream = open_mixture(sources[:1])
+    samples = (len(flats["a"]) - 1) // SEQ_LEN
+    labels = torch.cat([stream.read(i, 1)[1] for i in range(samples)]).flatten()
+    assert sorted(labels.tolist()) == sorted(flats["a"][1 : samples * SEQ_LEN + 1].tolist())
+
+
+def test_ranks_that_share_a_batch_read_what_one_process_reads(mixture):
+    stream = open_mixture(mixture[0])
+    whole = stream.read(4090, 24)
+    for ranks in (2, 3, 24):
+        rows = 24 // ranks
+        parts = [stream.read(4090 + rank * rows, rows) for rank in range(ranks)]
+        for number in (0, 1):
+            assert torch.equal(torch.cat([part[number] for part in parts]), whole[number])
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_changing_the_labels_leaves_the_inputs_alone(mixture, rows):
+    for reader in (
+        open_mixture(mixture[0]),
+        open_validation(mixture[0][0], seq_len=SEQ_LEN, vocab_size=VOCAB_SIZE),
+    ):
+        inputs, labels = reader.read(0, rows)
+        before = inputs.clone()
+        labels.fill_(IGNORE_INDEX)
+        assert torch.equal(inputs, before)
+
+
+def test_prefetched_batches_are_those_that_were_asked_for_in_order(mixture):
+    stream = open_mixture(mixture[0])
+    slices = [(position, 3) for position in range(0, 60, 7)]
+    for ahead in (1, 2, 50):
+        got = list(stream.prefetch(iter(slices), ahead))
+        assert len(got) == len(slices)
+        for (inputs, labels), place in zip(got, slices):
+            assert torch.equal(inputs, stream.read(*place)[0])
+            assert torch.equal(labels, stream.read(*place)[1])
+
+
+def prefetching() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name.startswith("prefetch")]
+
+
+def test_no_thread_is_left_however_prefetching_ends(mixture):
+    stream = open_mixture(mixture[0])
+    endless = ((position, 2) for position in range(0, 10**9, 2))
+    batches = stream.prefetch(endless)
+    next(batches)
+    assert len(prefetching()) == 1
+    batches.close()
+    assert prefetching() == []
+    list(stream.prefetch([(0, 1)]))
+    assert prefetching() == []
+    with pytest.raises(ZeroDivisionError):
+        for _ in stream.prefetch((1 // (3 - i), 1) for i in range(9)):
+            pass
+    assert prefetching() == []
+
+
+def write_bad_id(folder: Path) -> None:
+    """Overwrite token 500 by an id that no byte has."""
+    ids = np.memmap(folder / "2.bin", "<u2", mode="r+")
+    ids[500 - 467] = 40_000
+    ids.flush()
+
+
+def test_an_id_out_of_range_is_named_and_reaches_the_consumer(mixture):
+    sources, flats = mixture
+    assert sum(len(part) for part in np.array_split(flats["a"], 3)[:2]) == 467
+    write_bad_id(Path(sources[0].path))
+    stream = open_mixture(sources[:1])
+    good = 0
+    with pytest.raises(DataError, match='"a".*token 500 is the id 40000, outside 0…257'):
+        for _ in stream.prefetch((position, 1) for position in range(10**6)):
+            good += 1
+    assert 0 < good < 43 and prefetching() == []
+
+
+@pytest.mark.parametrize("tokens", [2, 16, 17, 18, 33, 100])
+@pytest.mark.parametrize("rows", [1, 3, 8])
+def test_validation_has_every_token_but_the_first_as_a_label_once(tmp_path, tokens, rows):
+    flat = write_corpus(tmp_path, tokens, shards=2)
+    source = SourceConfig("held out", str(tmp_path))
+    text = open_validation(source, seq_len=SEQ_LEN, vocab_size=VOCAB_SIZE)
+    assert text.name == "held out" and text.samples == -(-(tokens - 1) // SEQ_LEN)
+    parts = [text.read(start, rows) for start in range(0, text.samples + 2 * rows, rows)]
+    inputs, labels = (torch.cat(part).flatten() for part in zip(*parts))
+    real = labels != IGNORE_INDEX
+    assert labels[real].tolist() == flat[1:].tolist()
+    assert inputs[real].tolist() == flat[:-1].tolist()
+    assert real[: tokens - 1].all() and 0 <= inputs.min() and inputs.max() < VOCAB_SIZE
+
+
+def test_shards_of_another_tokenizer_are_refused(tmp_path):
+    write_corpus(tmp_path, 100, fingerprint="0123456789abcdef")
+    source = SourceConfig("a", str(tmp_path))
+    for opened in (
+        lambda: open_mixture([source], tokenizer=BYTES),
+        lambda: open_validation(source, seq_len=8, vocab_size=VOCAB_SIZE, tokenizer=BYTES),
+    ):
+        with pytest.raises(DataError, match="made by the tokenizer 0123456789ab"):
+            opened()
+    open_mixture([source])
+
+
+def test_a_vocabulary_too_small_for_the_shards_is_refused_when_opening(mixture):
+    largest = max(mixture[1]["a"])
+    with pytest.raises(DataError, match=f"ids up to {largest}, outside 0…{largest - 1}"):
+        open_mixture(mixture[0][:1], vocab_size=largest)
+    open_mixture(mixture[0][:1], vocab_size=largest + 1)
+
+
+def test_every_source_that_cannot_be_read_is_told_at_once(mixture, tmp_path):
+    missing = [SourceConfig("x", str(tmp_path / "x")), SourceConfig("y", str(tmp_path / "y"))]
+    with pytest.raises(Problems) as refusal:
+        open_mixture([*missing, mixture[0][0]])
+    assert len(refusal.value.problems) == 2
+    with pytest.raises(DataError, match="its own name"):
+        open_mixture([mixture[0][0], mixture[0][0]])
+
+
+def test_a_corpus_shorter_than_one_sequence_is_refused(tmp_path):
+    write_corpus(tmp_path / "a", SEQ_LEN)
+    with pytest.raises(DataError, match="holds 16 tokens, and one sample needs 17"):
+        open_mixture([SourceConfig("a", str(tmp_path / "a"))])
+    write_corpus(tmp_path / "b", 1, shards=1)
+    with pytest.raises(DataError, match="holds 1 tokens"):
+        open_validation(SourceConfig("b", str(tmp_path / "b")), seq_len=8, vocab_size=VOCAB_SIZE)
+
+
+def test_the_fingerprint_tells_another_order_from_the_same_at_another_place(mixture, tmp_path):
+    sources, _ = mixture
+    (tmp_path / "a").rename(tmp_path / "moved")
+    moved = [SourceConfig("a", str(tmp_path / "moved"), 0.6), *sources[1:]]
+    same = open_mixture(moved).fingerprint
+    (tmp_path / "moved").rename(tmp_path / "a")
+    assert open_mixture(sources).fingerprint == same
+    assert open_mixture(sources, seed=2).fingerprint != same
+    assert open_mixture(sources[:2]).fingerprint != same
