@@ -45,6 +45,9 @@ def main(argv: list[str]) -> int:
             train(job, session)
     except UserError as error:
         return tell(error)
+    except Exception:  # ours to mend: the traceback, and whose it is
+        print(f"rank {rank} of {ranks}:", file=sys.stderr, flush=True)
+        raise
     return EXIT_DONE
 
 
@@ -104,6 +107,8 @@ def train(job: Job, session: Session) -> None:
     logger.info("%s", job.summary(device, meter.peak_flops))
     if found:
         sinks.event(state.step, "resumed", path=str(found), position=state.position)
+    if state.step >= training.steps:
+        logger.info("all %d steps are done; a larger training.steps goes on", training.steps)
 
     def losses() -> dict[str, float]:
         rows = config.validation.local_batch_size

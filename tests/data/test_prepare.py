@@ -151,6 +151,19 @@ def test_after_a_kill_the_same_command_ends_with_the_same_bytes(inputs, tmp_path
     assert content_of(out) == content_of(whole)
 
 
+def test_a_piece_of_an_older_version_of_the_input_is_not_used_again(tmp_path):
+    for name, content in (("a", "old a"), ("b", "old b"), ("c", "\udcff")):
+        (tmp_path / f"{name}.txt").write_text(content, errors="surrogateescape")
+    inputs = [tmp_path / f"{name}.txt" for name in "abc"]
+    with pytest.raises(DataError, match="c.txt, line 1"):  # with two pieces finished
+        prepare(inputs, BYTES, tmp_path / "out", 0.0, workers=1, piece_bytes=1)
+    (tmp_path / "a.txt").write_text("new a")
+    (tmp_path / "c.txt").write_text("mended")
+    made = prepare(inputs, BYTES, tmp_path / "out", 0.0, workers=1, piece_bytes=1)
+    assert documents_in(tmp_path / "out/train") == ["new a", "old b", "mended"]
+    assert made.reused_pieces == 1
+
+
 def until(true, seconds: float = 30) -> None:
     end = time.monotonic() + seconds
     while not true():

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
-from functools import cached_property
+from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -117,27 +116,10 @@ class Mesh:
     """The one authority on who is whose neighbour. Every view exists, at size 1 too."""
 
     degrees: Degrees
-    world: DeviceMesh = field(repr=False)
-
-    @cached_property
-    def batch(self) -> DeviceMesh:
-        """Ranks that read different samples."""
-        return _flat(self.world, ("replicate", "shard"), "batch")
-
-    @property
-    def loss(self) -> DeviceMesh:
-        """Ranks whose loss sums add up to the whole batch's."""
-        return self.batch
-
-    @cached_property
-    def fsdp(self) -> DeviceMesh:
-        """What `fully_shard` shards over; two-dimensional where weights are also replicated."""
-        return self.world["replicate", "shard"] if self.degrees.replicate > 1 else self.world["shard"]
-
-    @cached_property
-    def tp(self) -> DeviceMesh:
-        """Ranks that share each matrix."""
-        return self.world["tensor"]
+    batch: DeviceMesh  # ranks that read different samples
+    loss: DeviceMesh  # ranks whose loss sums add up to the whole batch's
+    fsdp: DeviceMesh  # what weights are sharded over; [replicate, shard] where also replicated
+    tp: DeviceMesh  # ranks that share each matrix
 
     @property
     def batch_rank(self) -> int:
@@ -148,11 +130,7 @@ def build_mesh(degrees: Degrees, device_type: str) -> Mesh:
     """The mesh of all ranks; tensor-parallel neighbours are adjacent, as they talk the most."""
     shape = (degrees.replicate, degrees.shard, degrees.tensor)
     world = init_device_mesh(device_type, shape, mesh_dim_names=("replicate", "shard", "tensor"))
-    mesh = Mesh(degrees, world)
-    assert mesh.batch is not None  # made here, by all ranks together
-    return mesh
-
-
-def _flat(world: DeviceMesh, dimensions: tuple[str, ...], name: str) -> DeviceMesh:
-    # `_flatten` is the only way to a one-dimensional view of several dimensions up to torch 2.15.
-    return world[dimensions]._flatten(name)
+    # `_flatten` is the only way to one dimension made of several (torch 2.11 to 2.15)
+    batch = world["replicate", "shard"]._flatten("batch")
+    fsdp = world["replicate", "shard"] if degrees.replicate > 1 else world["shard"]
+    return Mesh(degrees, batch=batch, loss=batch, fsdp=fsdp, tp=world["tensor"])

@@ -39,10 +39,11 @@ class ActivationCheckpointConfig:
 
 def recompute_activations(blocks: nn.ModuleDict, config: ActivationCheckpointConfig) -> None:
     """Let every block, or every k-th, keep only its input for the backward pass."""
-    every = {"none": 0, "full": 1}.get(config.mode) if config.mode != "selective" else None
-    every = int(config.selective_ac_option) if every is None else every
+    if config.mode == "none":
+        return
+    every = 1 if config.mode == "full" else int(config.selective_ac_option)
     for number, block in enumerate(blocks.values()):
-        if every and number % every == 0:
+        if number % every == 0:
             block.forward = partial(_recomputed, block.forward, config)
 
 

@@ -22,7 +22,7 @@ class TrainState:
     def progress(self) -> dict[str, Any]:
         """What is not a tensor of the model or optimizer, as JSON."""
         generators = {"cpu": torch.get_rng_state()}
-        if torch.cuda.is_available():
+        if torch.cuda.is_initialized():
             generators["cuda"] = torch.cuda.get_rng_state()
         return {
             "step": self.step,
@@ -39,5 +39,5 @@ class TrainState:
             generator = torch.frombuffer(bytearray.fromhex(state), dtype=torch.uint8)
             if name == "cpu":
                 torch.set_rng_state(generator)
-            elif torch.cuda.is_available():
+            elif torch.cuda.is_initialized():
                 torch.cuda.set_rng_state(generator)
