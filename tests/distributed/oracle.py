@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from titanlite.distributed.mesh import Degrees, Mesh, ParallelismConfig, build_mesh
 from titanlite.models import FAMILIES, IGNORED, LlamaShape
@@ -65,7 +68,7 @@ class Recipe:
 
     @property
     def section(self) -> OptimizerConfig:
-        return OptimizerConfig(name=self.optimizer, lr=self.lr, implementation="for-loop")
+        return OptimizerConfig(name=self.optimizer, lr=self.lr)
 
 
 SGD = Recipe()
@@ -78,8 +81,8 @@ class Record:
 
     losses: list[float]
     norms: list[float]
-    gradients: list[dict[str, Tensor]]  # of each step
-    weights: dict[str, Tensor]  # after the last step
+    gradients: list[dict[str, Any]]  # of each step: tensors, or one rank's parts of them
+    weights: dict[str, Any]  # after the last step, likewise
 
 
 def batch_at(step: int, vocab: int) -> tuple[Tensor, Tensor]:
@@ -137,19 +140,19 @@ def spread(layout: Layout, shape: LlamaShape, dtype: torch.dtype = torch.float32
     return model, mesh, section
 
 
-def spread_runs(cases: list[tuple[Layout, Recipe]]) -> list[Record | None]:
+def spread_runs(cases: list[tuple[Layout, Recipe]]) -> list[Record]:
     """Several runs one after the other, in processes that are warm after the first."""
     return [spread_run(layout, recipe) for layout, recipe in cases]
 
 
-def spread_run(layout: Layout, recipe: Recipe) -> Record | None:
-    """The same run under a layout, by the house's own engine and step; rank 0 answers."""
+def spread_run(layout: Layout, recipe: Recipe) -> Record:
+    """The same run under a layout, by the house's own engine and step, as this rank sees it."""
     state, engine, mesh = start(layout, recipe)
     record = Record([], [], [], {})
     go_on(state, engine, mesh, recipe, record, recipe.steps)
     assert (state.step, state.position) == (recipe.steps, recipe.steps * BATCH)
     assert state.tokens == recipe.steps * BATCH * SEQ_LEN
-    return record if torch.distributed.get_rank() == 0 else None
+    return record
 
 
 def start(layout: Layout, recipe: Recipe) -> tuple[TrainState, Spmd, Mesh]:
@@ -167,10 +170,10 @@ def start(layout: Layout, recipe: Recipe) -> tuple[TrainState, Spmd, Mesh]:
 def go_on(
     state: TrainState, engine: Spmd, mesh: Mesh, recipe: Recipe, record: Record, until: int
 ) -> None:
-    """Take the steps up to `until`, noting what they show."""
-    named = list(state.model.named_parameters())
+    """Take the steps up to `until`, noting what they show; under SGD, every tensor too."""
+    named = list(state.model.named_parameters()) if recipe.optimizer == "SGD" else []
     hook = state.optimizer.register_step_pre_hook(
-        lambda *_: record.gradients.append({name: whole(p.grad) for name, p in named})
+        lambda *_: record.gradients.append({name: part_of(p.grad) for name, p in named})
     )
     rows = BATCH // mesh.degrees.data
     mine = slice(mesh.batch_rank * rows, (mesh.batch_rank + 1) * rows)
@@ -189,7 +192,37 @@ def go_on(
         record.losses.append(result.loss.item())
         record.norms.append(result.grad_norm.item())
     hook.remove()
-    record.weights = {name: whole(p) for name, p in named}
+    record.weights = {name: part_of(p) for name, p in named}
+
+
+def part_of(tensor: Tensor) -> tuple[tuple[int, ...], tuple[int, ...], Tensor]:
+    """(shape of the whole, where this rank's part begins, that part); costs no collective."""
+    if not isinstance(tensor, DTensor):
+        return tuple(tensor.shape), (0,) * tensor.dim(), tensor.detach().clone()
+    shape, mesh, placements = tensor.shape, tensor.device_mesh, tensor.placements
+    _, offset = compute_local_shape_and_global_offset(shape, mesh, placements)
+    return tuple(shape), tuple(offset), tensor.to_local().detach().clone()
+
+
+def joined(records: list[Record]) -> Record:
+    """What all ranks saw, put together; what several ranks hold must be the same on each."""
+    first = records[0]
+    assert all((r.losses, r.norms) == (first.losses, first.norms) for r in records)
+    gradients = [_join(step) for step in zip(*(r.gradients for r in records), strict=True)]
+    return Record(first.losses, first.norms, gradients, _join([r.weights for r in records]))
+
+
+def _join(parts: Sequence[dict[str, tuple]]) -> dict[str, Tensor]:
+    tensors = {}
+    for name, (shape, _, _) in parts[0].items():
+        tensor = torch.full(shape, torch.nan)
+        for _, offset, local in (rank[name] for rank in parts):
+            place = tensor[tuple(slice(o, o + n) for o, n in zip(offset, local.shape, strict=True))]
+            assert place.isnan().all() or torch.equal(place, local), f"{name} differs between ranks"
+            place.copy_(local)
+        assert not tensor.isnan().any(), f"no rank holds a part of {name}"
+        tensors[name] = tensor
+    return tensors
 
 
 def whole(tensor: Tensor) -> Tensor:

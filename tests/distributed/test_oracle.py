@@ -5,7 +5,18 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from tests.distributed.oracle import ADAMW, SGD, SHAPE, Layout, one_process, spread_runs, tied, worst_error
+
+from tests.distributed.oracle import (
+    ADAMW,
+    SGD,
+    SHAPE,
+    Layout,
+    joined,
+    one_process,
+    spread_runs,
+    tied,
+    worst_error,
+)
 from tests.distributed.ranks import run_on_ranks
 
 # Each is run with and without accumulation, by SGD and by AdamW with clipping.
@@ -45,8 +56,9 @@ TIED = [Layout(shard=3), Layout(tensor=4), Layout(shard=2, tensor=2)]
 def learn_the_same(cases) -> None:
     """SGD: loss, norm, every gradient and weight. AdamW: loss and norm, because it turns the
     rounding of a gradient near zero into a whole step."""
-    records = run_on_ranks(spread_runs, cases[0][0].degrees.ranks, cases)[0]
-    for (layout, recipe), record in zip(cases, records, strict=True):
+    by_rank = run_on_ranks(spread_runs, cases[0][0].degrees.ranks, cases)
+    for (layout, recipe), *records in zip(cases, *by_rank, strict=True):
+        record = joined(records)
         errors = worst_error(record, one_process(recipe), tensors=recipe.optimizer == "SGD")
         assert max(errors.values()) <= 1e-5, (str(layout), recipe.optimizer, errors)
 

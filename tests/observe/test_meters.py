@@ -98,21 +98,32 @@ def test_the_peak_of_a_cpu_is_measured():
     assert 1e8 < meter.peak_flops < 1e14
 
 
+def cycles_of(seconds: float) -> int:
+    """How many cycles keep the device busy for so long."""
+    for _ in range(2):  # the first one wakes the device up
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        torch.cuda._sleep(100_000_000)
+        end.record()
+        end.synchronize()
+    return int(100_000_000 * seconds / (start.elapsed_time(end) / 1000))
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_on_a_gpu_the_times_are_the_devices_although_the_host_runs_ahead():
     device = torch.device("cuda")
+    fifth = cycles_of(0.2)
     meter = Meter(flops_per_token=6e6, peak_flops=None, devices=1, device=device)
-    one_second = int(torch.cuda.get_device_properties(device).clock_rate * 1e3)
     with meter.waiting():
         time.sleep(0.05)
-    torch.cuda._sleep(one_second // 5)
+    torch.cuda._sleep(fifth)
     meter.step_done(1000)
     with meter.paused():
-        torch.cuda._sleep(one_second // 5)
+        torch.cuda._sleep(fifth)
         torch.cuda.synchronize()
     with meter.waiting():
         pass
-    torch.cuda._sleep(one_second // 5)
+    torch.cuda._sleep(fifth)
     with meter.waiting():
         time.sleep(0.05)  # while the device is busy: costs nothing
     meter.step_done(1000)

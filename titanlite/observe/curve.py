@@ -18,7 +18,7 @@ _TEXTS = ("#d1495b", "#3c8d5a", "#8e5ea2", "#c48a00", "#2a9d8f", "#6d597a")  # v
 def draw_loss(metrics_jsonl: Path, png: Path) -> None:
     """Training loss, validation losses and learning rate over the steps.
 
-    Raises DataError for a file that is missing or holds no step, and ConfigError without matplotlib.
+    Raises DataError for a file that is missing or holds no step; ConfigError without matplotlib.
     """
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg

@@ -26,7 +26,7 @@ class OptimizerConfig:
     no_decay: list[str] = field(default_factory=lambda: ["*norm.weight", "*bias"])
     # patterns of parameter names that weight decay leaves alone
     implementation: Literal["for-loop", "foreach", "fused"] = "fused"
-    # kernels: one a parameter and operation, one an operation, one in all
+    # kernels: one a parameter and operation, one an operation, one in all (SGD: an operation)
     early_step_in_backward: Annotated[bool, Built((False,), "Stepping in backward")] = False
     # update each parameter as soon as its gradient is there
 
@@ -34,15 +34,13 @@ class OptimizerConfig:
 def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Optimizer:
     """An optimizer over the shards of a model."""
     groups = parameter_groups(model.named_parameters(), config.weight_decay, config.no_decay)
-    kernels = {
-        "foreach": config.implementation == "foreach",
-        "fused": config.implementation == "fused",
-    }
-    if config.name == "SGD":
-        return torch.optim.SGD(groups, lr=config.lr, momentum=config.momentum, **kernels)
+    one_by_one, fused = config.implementation == "for-loop", config.implementation == "fused"
+    if config.name == "SGD":  # whose fused kernel does not know sharded tensors (torch 2.13)
+        momentum = config.momentum
+        return torch.optim.SGD(groups, lr=config.lr, momentum=momentum, foreach=not one_by_one)
     kind = torch.optim.AdamW if config.name == "AdamW" else torch.optim.Adam
-    betas = (config.beta1, config.beta2)
-    return kind(groups, lr=config.lr, betas=betas, eps=config.eps, **kernels)
+    betas, foreach = (config.beta1, config.beta2), not one_by_one and not fused
+    return kind(groups, lr=config.lr, betas=betas, eps=config.eps, foreach=foreach, fused=fused)
 
 
 def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:

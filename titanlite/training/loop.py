@@ -116,7 +116,7 @@ def run(
                     gc.collect(1)
                 if state.step == first_step + 1:
                     tighten_timeouts(train_timeout_seconds)
-            profiler.step()
+                profiler.step()  # writing a trace takes a while
     finally:
         gc.enable()
 
