@@ -18,6 +18,9 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 
 PRELOAD = [
+    "numpy.random",
+    "pytest",
+    "torch._dynamo",  # which FSDP imports in its first forward: half a second a rank
     "torch.distributed.checkpoint.state_dict",
     "torch.distributed.fsdp",
     "torch.distributed.tensor.parallel",
