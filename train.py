@@ -34,7 +34,7 @@ def main(argv: list[str]) -> int:
         job = read_job(argv, ranks)
         section = job.config.job
         plain = job.config.metrics.disable_color_printing
-        configure_log(rank, ranks, colour=False if plain else None)
+        configure_log(rank, colour=False if plain else None)
         if section.print_config and rank == 0:
             print(job.as_toml())
         if section.check:

@@ -11,9 +11,9 @@ _GREY, _YELLOW, _RED, _RESET = "\033[2m", "\033[33m", "\033[31m", "\033[0m"
 
 
 class _Format(logging.Formatter):
-    def __init__(self, rank: int, ranks: int, colour: bool):
+    def __init__(self, rank: int, colour: bool):
         super().__init__(datefmt="%H:%M:%S")
-        self.who = f"[{rank}] " if rank or ranks > 1 else ""
+        self.who = f"[{rank}] " if rank else ""
         self.colour = colour
 
     def format(self, record: logging.LogRecord) -> str:
@@ -25,10 +25,10 @@ class _Format(logging.Formatter):
         return f"{_GREY}{head}{_RESET}{paint}{level}{text}{_RESET if paint else ''}"
 
 
-def configure_log(rank: int = 0, ranks: int = 1, colour: bool | None = None) -> None:
-    """Let rank 0 speak from INFO up and the others from WARNING up, on stderr."""
+def configure_log(rank: int = 0, colour: bool | None = None) -> None:
+    """Let rank 0 speak from INFO up and the others, by number, from WARNING up, on stderr."""
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(_Format(rank, ranks, sys.stderr.isatty() if colour is None else colour))
+    handler.setFormatter(_Format(rank, sys.stderr.isatty() if colour is None else colour))
     logger.handlers[:] = [handler]
     logger.setLevel(logging.INFO if rank == 0 else logging.WARNING)
     logger.propagate = False

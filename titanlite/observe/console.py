@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import re
 import sys
 from typing import Any
 
@@ -47,12 +48,17 @@ class Console:
         return f"{self._dim('step')} {step:{width}}{self._dim(f'/{self.total_steps}')}"
 
     def _facts(self, record: dict[str, Any]) -> list[str]:
-        facts = [
+        return [*self._learned(record), *self._how_fast(record)]
+
+    def _learned(self, record: dict[str, Any]) -> list[str]:
+        return [
             self._fact("loss", f"{record['loss']:.4f}"),
             self._fact("grad_norm", f"{record['grad_norm']:.2f}"),
             self._fact("lr", f"{record['lr']:.1e}"),
-            f"{record['tokens_per_second']:,.0f} {self._dim('tok/s')}",
         ]
+
+    def _how_fast(self, record: dict[str, Any]) -> list[str]:
+        facts = [f"{record['tokens_per_second']:,.0f} {self._dim('tok/s')}"]
         if record["mfu"] is not None:
             facts.append(self._fact("mfu", f"{record['mfu']:.1%}"))
         return [*facts, self._fact("eta", clock(self.seconds_left(record)))]
@@ -105,10 +111,13 @@ class LiveConsole(Console):
         atexit.register(self.close)  # or a run that fails leaves the terminal without a cursor
 
     def step(self, record: dict[str, Any]) -> None:
-        left = f"eta {clock(self.seconds_left(record))}"
-        facts = f"loss {record['loss']:.4f}  {record['tokens_per_second']:,.0f} tok/s  {left}"
+        facts = [f"loss {record['loss']:.2f}", *self._how_fast(record)]
+        plain = re.sub("\033.*?m", "", "  ".join(facts))
+        self._progress.update(self._task, completed=record["step"], facts=plain)
         super().step(record)
-        self._progress.update(self._task, completed=record["step"], facts=facts)
+
+    def _facts(self, record: dict[str, Any]) -> list[str]:
+        return self._learned(record)  # how fast it goes is in the bar, and the line fits 80 columns
 
     def close(self) -> None:
         self._progress.stop()

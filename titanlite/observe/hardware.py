@@ -78,7 +78,7 @@ def peak_flops(device_name: str, dtype: torch.dtype) -> float | None:
 
 
 @torch.no_grad()
-def measure_matmul_flops(dtype: torch.dtype, device: torch.device, seconds: float = 0.3) -> float:
+def measure_matmul_flops(dtype: torch.dtype, device: torch.device, seconds: float = 1.0) -> float:
     """FLOP/s of the best of the large matrix products that fit into `seconds`, three at least."""
     size = 8192 if device.type == "cuda" else 1024
     left = torch.randn(size, size, device=device).to(dtype)
