@@ -20,7 +20,7 @@ from titanlite.log import configure_log, logger
 from titanlite.observe import open_meter, open_profiler, open_sinks, silent_sinks
 from titanlite.optim import build_optimizer, lr_share
 from titanlite.parallelize import DTYPES, build_spread_model, loss_context
-from titanlite.settings import help_text
+from titanlite.reference import help_text
 from titanlite.training import Between, Spmd, TrainState, run, samples_to_validate, validate
 
 

@@ -6,6 +6,14 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source scripts/environment.sh
 
 run=outputs/quickstart corpus=outputs/quickstart/corpus
+take=""
+for word in "$@"; do  # the one setting of train.py that this script has to know too
+  case "$take$word" in
+    --job.dump_folder) take=run= ;;
+    --job.dump_folder=*) run=${word#*=} ;;
+    run=*) run=$word take="" ;;
+  esac
+done
 say() { printf '\n== %s\n' "$*"; }
 have() { [ -e "$1" ] && say "$1 is there: used again"; }
 mkdir -p "$corpus"

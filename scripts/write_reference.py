@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 
 from titanlite.job import JobConfig
-from titanlite.settings import reference
+from titanlite.reference import reference
 
 PAGE = Path(__file__).parents[1] / "docs" / "configuration.md"
 

@@ -1,7 +1,6 @@
 """TOML files and command-line overrides become frozen dataclasses, or every problem at once.
 
-A section is a frozen dataclass; the comment beside a field is its meaning and is what `--help`
-prints. Types are checked to their depth; `Range` bounds a number, `Built` says which of the values
+A section is a frozen dataclass; the comment beside a field is its meaning (see `reference.py`). Types are checked to their depth; `Range` bounds a number, `Built` says which of the values
 that the schema knows are available.
 """
 
@@ -9,14 +8,11 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import inspect
-import io
 import json
 import math
-import tokenize
 import types
 import typing
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -98,7 +94,7 @@ def _read_toml(path: Path, including: tuple[Path, ...]) -> dict[str, Any]:
         raise ConfigError(f'{CONFIG_FILE} = "{path}": not valid TOML: {error}.') from None
     includes = table.pop("include", [])
     if not isinstance(includes, list) or not all(isinstance(name, str) for name in includes):
-        raise ConfigError(f'include = {_show(includes)} ({path}): must be a list of paths.')
+        raise ConfigError(f'include = {show(includes)} ({path}): must be a list of paths.')
     below: dict[str, Any] = {}
     for name in includes:
         below = merge(below, _read_toml(path.parent / name, (*including, path.resolve())))
@@ -168,7 +164,7 @@ def build(
 
 
 def _build(schema, table, prefix, problems, moved, every_key):
-    hints, values = _hints(schema), {}
+    hints, values = type_hints(schema), {}
     for name, given in table.items():
         key = f"{prefix}{name}"
         if name not in hints:
@@ -180,13 +176,13 @@ def _build(schema, table, prefix, problems, moved, every_key):
                 values[name] = _build(hint, given, f"{key}.", problems, moved, every_key)
             else:
                 problems.append(
-                    ConfigError(f"{key} = {_show(given)}: must be a table.", keys=(key,))
+                    ConfigError(f"{key} = {show(given)}: must be a table.", keys=(key,))
                 )
             continue
         try:
             values[name] = _fit(given, hint)
         except _Refused as refusal:
-            problems.append(ConfigError(f"{key} = {_show(given)}: {refusal}", keys=(key,)))
+            problems.append(ConfigError(f"{key} = {show(given)}: {refusal}", keys=(key,)))
     for field in dataclasses.fields(schema):
         required = field.default is field.default_factory is dataclasses.MISSING
         if required and field.name not in table:
@@ -200,7 +196,7 @@ def _build(schema, table, prefix, problems, moved, every_key):
 def _unknown(key, given, prefix, hints, moved, every_key) -> ConfigError:
     for place in (key, key.partition(".")[0]):
         if place in moved:
-            said = f"{key} = {_show(given)}" if not isinstance(given, dict) else f"[{key}]"
+            said = f"{key} = {show(given)}" if not isinstance(given, dict) else f"[{key}]"
             return ConfigError(f"{said}: {moved[place]}", keys=(key,))
     name = key[len(prefix) :]
     near = [prefix + n for n in difflib.get_close_matches(name, hints, 1, 0.6)]
@@ -212,7 +208,7 @@ def _unknown(key, given, prefix, hints, moved, every_key) -> ConfigError:
         said = f"[{key}]: unknown section."
         allowed = f"Known sections: {', '.join(sections)}."
     else:
-        said, allowed = f"{key} = {_show(given)}: unknown key.", "See --help for every key."
+        said, allowed = f"{key} = {show(given)}: unknown key.", "See --help for every key."
     return ConfigError(said, fix=f"Did you mean {near[0]}?" if near else allowed, keys=(key,))
 
 
@@ -280,13 +276,13 @@ def _fit_list(given, hint, item):
         try:
             values.append(_fit(entry, item))
         except _Refused as refusal:
-            raise _Refused(f"entry {number} ({_show(entry)}): {refusal}") from None
+            raise _Refused(f"entry {number} ({show(entry)}): {refusal}") from None
     return values
 
 
 def _fit_table(given, hint):
     if not isinstance(given, dict):
-        raise _Refused(f"must be a table with {', '.join(_hints(hint))}.")
+        raise _Refused(f"must be a table with {', '.join(type_hints(hint))}.")
     value, problems = build(hint, given)
     if problems:
         raise _Refused(" ".join(str(p) for p in problems))
@@ -308,13 +304,42 @@ def _obey(value: Any, rule: Any) -> None:
     if isinstance(rule, Range) and not rule.holds(value):
         raise _Refused(f"must be {rule}.")
     if isinstance(rule, Built) and value not in rule.values:
-        only = " or ".join(_show(v) for v in rule.values)
+        only = " or ".join(show(v) for v in rule.values)
         raise _Refused(f"{rule.feature} is not available in this version. Use {only}.")
 
 
 @cache
-def _hints(schema: type) -> dict[str, Any]:
+def type_hints(schema: type) -> dict[str, Any]:
+    """The type of each field, with its bounds."""
     return typing.get_type_hints(schema, include_extras=True)
+
+
+@cache
+def all_keys(schema: type, prefix: str = "") -> list[str]:
+    """Every key of a schema, dotted."""
+    keys = []
+    for name, hint in type_hints(schema).items():
+        deeper = dataclasses.is_dataclass(hint)
+        keys += all_keys(hint, f"{prefix}{name}.") if deeper else [f"{prefix}{name}"]
+    return keys
+
+
+def describe(hint: Any) -> str:
+    """A type in words a user reads: "an integer of at least 1"."""
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if origin is Annotated:
+        bounds = [str(rule) for rule in arguments[1:] if isinstance(rule, Range)]
+        return describe(arguments[0]) + "".join(f" of {b}" for b in bounds)
+    if origin in (Union, types.UnionType):
+        return " or ".join("none" if a is type(None) else describe(a) for a in arguments)
+    if origin is Literal:
+        return " | ".join(json.dumps(a) for a in arguments)
+    if origin is list:
+        return f"a list of {describe(arguments[0]).removeprefix('a ').removeprefix('an ')}"
+    if dataclasses.is_dataclass(hint):
+        return "{" + ", ".join(type_hints(hint)) + "}"
+    words = {int: "an integer", float: "a number", bool: "true or false", str: "a string"}
+    return words[hint]
 
 
 # --- the whole way, and back ---------------------------------------------------------------------
@@ -376,107 +401,8 @@ def _toml(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False)  # strings and ints read the same in TOML
 
 
-def _show(value: Any) -> str:
+def show(value: Any) -> str:
     if isinstance(value, _Typed):
         return value.text
     text = _toml(value) if value is not None else "none"
     return text if len(text) <= 80 else text[:77] + "..."
-
-
-# --- help ----------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Key:
-    """One setting, as a reference lists it."""
-
-    name: str  # dotted
-    kind: str
-    default: str
-    meaning: str
-
-
-def all_keys(schema: type) -> list[str]:
-    """Every key of a schema, dotted."""
-    return [key.name for _, keys in sections(schema) for key in keys]
-
-
-@cache
-def sections(schema: type, name: str = "") -> list[tuple[tuple[str, str], list[Key]]]:
-    """[((section, its meaning), its keys)], in the order they stand in the schema."""
-    here, below = [], []
-    meanings = _comments(schema)
-    for field in dataclasses.fields(schema):
-        hint, key = _hints(schema)[field.name], f"{name}.{field.name}".lstrip(".")
-        if dataclasses.is_dataclass(hint):
-            below += sections(hint, key)
-        else:
-            here.append(Key(key, describe(hint), _default(field), meanings.get(field.name, "")))
-    about = (inspect.getdoc(schema) or "").partition("\n")[0]
-    return ([((name, about), here)] if here else []) + below
-
-
-def _default(field: dataclasses.Field) -> str:
-    if field.default_factory is not dataclasses.MISSING:
-        return _show(field.default_factory())
-    return "(required)" if field.default is dataclasses.MISSING else _show(field.default)
-
-
-@cache
-def _comments(schema: type) -> dict[str, str]:
-    """The comment beside each field; a comment alone on the next line goes on with it."""
-    source = inspect.cleandoc("\n" + inspect.getsource(schema))
-    found: dict[str, str] = {}
-    name, fresh, depth = "", True, 0
-    for token in tokenize.generate_tokens(io.StringIO(source).readline):
-        depth += {"(": 1, "[": 1, ")": -1, "]": -1}.get(token.string, 0)
-        if token.type == tokenize.NAME and fresh and depth == 0 and token.start[1] > 0:
-            name = token.string
-        if token.type == tokenize.COMMENT and name:
-            found[name] = f"{found.get(name, '')} {token.string.lstrip('# ')}".strip()
-        if token.type == tokenize.NL and not token.line.strip():
-            name = ""  # a blank line ends what a comment can belong to
-        fresh = token.type in (tokenize.NEWLINE, tokenize.INDENT, tokenize.NL) or (
-            fresh and token.type == tokenize.DEDENT
-        )
-    return found
-
-
-def describe(hint: Any) -> str:
-    """A type in words a user reads: "an integer of at least 1"."""
-    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
-    if origin is Annotated:
-        bounds = [str(rule) for rule in arguments[1:] if isinstance(rule, Range)]
-        return describe(arguments[0]) + "".join(f" of {b}" for b in bounds)
-    if origin in (Union, types.UnionType):
-        return " or ".join("none" if a is type(None) else describe(a) for a in arguments)
-    if origin is Literal:
-        return " | ".join(json.dumps(a) for a in arguments)
-    if origin is list:
-        return f"a list of {describe(arguments[0]).removeprefix('a ').removeprefix('an ')}"
-    if dataclasses.is_dataclass(hint):
-        return "{" + ", ".join(_hints(hint)) + "}"
-    words = {int: "an integer", float: "a number", bool: "true or false", str: "a string"}
-    return words[hint]
-
-
-def reference(schema: type) -> str:
-    """Every key as a Markdown page."""
-    lines = ["# Configuration", "", "Every key of a job; made by `scripts/write_reference.py`."]
-    for (name, about), keys in sections(schema):
-        lines += ["", f"## `[{name}]`", "", about.removeprefix(f"[{name}] "), ""]
-        lines += ["| key | type | default | meaning |", "| --- | --- | --- | --- |"]
-        for key in keys:
-            row = (f"`{key.name}`", key.kind, f"`{key.default}`", key.meaning)
-            lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |")
-    return "\n".join(lines) + "\n"
-
-
-def help_text(schema: type) -> Iterator[str]:
-    """Every key, its type, default and meaning, section by section."""
-    for (name, about), keys in sections(schema):
-        yield f"\n[{name}]  {about.removeprefix(f'[{name}] ')}"
-        for key in keys:
-            yield f"  --{key.name}  ({key.kind}; default {key.default})"
-            if key.meaning:
-                yield f"      {key.meaning}"

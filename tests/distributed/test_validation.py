@@ -12,7 +12,7 @@ import torch.nn.functional as F
 
 from tests.distributed.oracle import FAMILY, SEED, SHAPE, Layout, spread
 from tests.distributed.ranks import run_on_ranks
-from titanlite.data import SourceConfig, open_stream, open_validation, slices_of
+from titanlite.data import IGNORE_INDEX, SourceConfig, open_stream, open_validation, slices_of
 from titanlite.models import IGNORED
 from titanlite.parallelize import loss_context
 from titanlite.parallelize.init import start_weights
@@ -98,6 +98,11 @@ def test_positions_show_each_sample_once_whatever_the_layouts_of_a_run(corpus):
     assert sorted(seen[:samples]) == list(range(samples))
     _, epochs, order = stream._order.sample_at(np.array(seen[:samples]))
     assert set(epochs) == {0} and sorted(order) == list(range(samples))
+
+
+def test_data_and_models_ignore_the_same_label():
+    """Neighbours, who cannot ask each other."""
+    assert IGNORED == IGNORE_INDEX
 
 
 def test_ln_of_the_vocabulary_is_where_an_untrained_model_stands(corpus):
