@@ -13,7 +13,14 @@ from titanlite.checkpoint import Checkpointer
 from titanlite.data import slices_of
 from titanlite.distributed.collectives import agree, attempt
 from titanlite.distributed.mesh import build_mesh
-from titanlite.distributed.session import Session, choose_device, join, launched_ranks, tell
+from titanlite.distributed.session import (
+    Session,
+    choose_device,
+    join,
+    launched_ranks,
+    lost_rank,
+    tell,
+)
 from titanlite.errors import EXIT_DONE, UserError
 from titanlite.job import Job, JobConfig, open_data, read_job
 from titanlite.log import configure_log, logger
@@ -45,9 +52,8 @@ def main(argv: list[str]) -> int:
             train(job, session)
     except UserError as error:
         return tell(error)
-    except Exception:  # ours to mend: the traceback, and whose it is
-        print(f"rank {rank} of {ranks}:", file=sys.stderr, flush=True)
-        raise
+    except Exception as error:
+        return lost_rank(error)
     return EXIT_DONE
 
 

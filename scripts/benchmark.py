@@ -119,7 +119,8 @@ def case_trainer(corpus: Path, rounds: int) -> Iterator[Row]:
             for _ in range(rounds)
         ]
         yield f"train.py, {dtype}", _median(ours[0] for ours, _, _ in runs), "tokens/s"
-        yield f"bare loop, {dtype}", _median(bare for _, bare, _ in runs), "tokens/s"
+        cast = " by autocast" if dtype == "bfloat16" else ""
+        yield f"bare loop, {dtype}{cast}", _median(bare for _, bare, _ in runs), "tokens/s"
         yield f"train.py / bare loop, {dtype}", _median(o[0] / b for o, b, _ in runs), "ratio"
         yield (
             f"train.py / bare loop that keeps freed memory too, {dtype}",

@@ -28,8 +28,8 @@ def accepted(run_toml, *argv, ranks=1):
 @pytest.mark.parametrize(
     "argv, ranks, words",
     [
-        (["--parallelism.tensor_parallel_degree", "3"], 4, "does not divide the 4 ranks"),
-        (["--parallelism.data_parallel_shard_degree", "3"], 4, "is 3, not the 4 ranks"),
+        (["--parallelism.tensor_parallel_degree", "3"], 4, "does not divide the number of ranks, 4"),
+        (["--parallelism.data_parallel_shard_degree", "3"], 4, "is 3, not the number of ranks, 4"),
         (["--parallelism.tensor_parallel_degree", "8"], 8, "cannot split model.n_heads = 4"),
         (["--parallelism.tensor_parallel_degree", "3", "--model.n_heads", "6"], 3, "n_kv_heads = 2"),
         (["--parallelism.tensor_parallel_degree", "4", "--model.hidden_dim", "66"], 4, "hidden_dim"),
@@ -95,7 +95,7 @@ EXPECTED = [
     ('training.mixed_precision_param = "bfloat61"', 'Did you mean "bfloat16"'),
     ("optimizer.lr = true", "a number of at least 0"),
     ("lr_scheduler.decay_ratio = 1.5", "at least 0 and at most 1"),
-    ("tensor_parallel_degree 3", "2 ranks"),
+    ("tensor_parallel_degree 3", "ranks, 2"),
     ("parallelism.context_parallel_degree = 2", "Use 1"),
     ("[modle]", "Did you mean model"),
     ("checkpoint.enable_checkpoint = true", "checkpoint.enable"),

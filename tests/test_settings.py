@@ -77,6 +77,7 @@ def problems_of(**train) -> list[str]:
         ("rate", float("nan"), "must be a number"),
         ("rate", True, "must be a number"),
         ("mode", "fsat", 'Did you mean "fast"'),
+        ("mode", "EXACT", 'Did you mean "exact"'),
         ("mode", True, "must be"),
         ("limit", "x", "must be an integer or none"),
         ("names", "a", "must be a list"),
@@ -132,6 +133,7 @@ def test_the_command_line_overrides_the_file(tmp_path):
     "argv, said",
     [
         (["train.steps", "3"], "expected --section.key"),
+        (["run.toml"], "Did you mean --job.config_file run.toml"),
         (["--train.on"], "has no value"),
         (["--train.on", "yes"], "must be true or false"),
         (["--train.names", "[1"], "written as in TOML"),

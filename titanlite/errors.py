@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 EXIT_DONE = 0
+EXIT_LOST = 1  # another rank ended first, and says why
 EXIT_USER = 2  # config, data or checkpoint: the user must change something
 
 
@@ -17,6 +18,7 @@ class UserError(Exception):
         self.fix = fix
         self.keys = keys  # the settings it is about: a rule stays silent about a key already refused
         self.shared = False  # every rank has it, so one of them is enough to print it
+        self.told = False  # it is printed
 
     def __str__(self) -> str:
         return f"{self.message} {self.fix}".strip()

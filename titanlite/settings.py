@@ -118,8 +118,9 @@ def read_overrides(argv: Sequence[str]) -> tuple[dict[str, Any], list[ConfigErro
     while words:
         word = words.pop(0)
         if not word.startswith("--"):
+            fix = f"Did you mean --{CONFIG_FILE} {word}?" if word.endswith(".toml") else ""
             problems.append(
-                ConfigError(f"{word!r} on the command line: expected --section.key value.")
+                ConfigError(f"{word!r} on the command line: expected --section.key value.", fix=fix)
             )
             continue
         key, equals, text = word[2:].partition("=")
@@ -228,10 +229,10 @@ def _fit(given: Any, hint: Any, stated: Any = None) -> Any:
     if origin is Literal:
         value = given.text if isinstance(given, _Typed) else given
         if value not in arguments or isinstance(value, bool):
-            close = difflib.get_close_matches(str(value), [str(a) for a in arguments], 1)
-            raise _Refused(
-                f"must be {describe(hint)}." + (f' Did you mean "{close[0]}"?' if close else "")
-            )
+            by_lower = {str(a).lower(): a for a in arguments}
+            close = difflib.get_close_matches(str(value).lower(), by_lower, 1)
+            hint_at = f' Did you mean "{by_lower[close[0]]}"?' if close else ""
+            raise _Refused(f"must be {describe(hint)}.{hint_at}")
         return value
     if origin is list:
         return _fit_list(given, hint, arguments[0])

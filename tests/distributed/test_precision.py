@@ -47,9 +47,12 @@ def types_of_a_step(layout) -> dict:
     engine = Spmd(model, loss_context(mesh, section), microbatch=2)
     rows = slice(mesh.batch_rank * 4, mesh.batch_rank * 4 + 4)
     inputs, labels = (part[rows] for part in batch_at(0, SHAPE.vocab_size))
-    activations = set()
+    activations, rotary = set(), set()
     for block in model.layers.values():
         block.register_forward_hook(lambda module, args, out: activations.add(out.dtype))
+        block.attention.register_forward_pre_hook(
+            lambda module, args: rotary.update(table.dtype for table in args[1])
+        )
     with SeenTypes() as seen:
         loss = engine.forward_backward(inputs, labels, valid_tokens(labels))
     gradients = {p.grad.dtype for p in model.parameters()}
@@ -64,6 +67,7 @@ def types_of_a_step(layout) -> dict:
         "products": seen.products,
         "gradient reductions": seen.reductions,
         "activations": activations,
+        "rotary tables": rotary,
         "gradients": gradients,
         "weights": {p.dtype for p in model.parameters()},
         "moments": moments,
@@ -81,6 +85,7 @@ def test_bf16_computes_in_bf16_and_keeps_and_reduces_in_fp32(layout):
         assert seen["products"] == {torch.bfloat16}
         assert seen["activations"] == {torch.bfloat16}
         assert seen["gradients"] == seen["weights"] == seen["moments"] == {torch.float32}
+        assert seen["rotary tables"] == {torch.float32}  # bf16 cannot count to 1,000
         assert seen["loss"] == torch.float32
         if layout.degrees.data > 1 and layout.tensor == 1:
             assert seen["gradient reductions"] == {torch.float32}

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
-from tests.distributed.oracle import FAMILY, SEED, SHAPE, Layout, spread, tied, whole, SGD
+from tests.distributed.oracle import FAMILY, SEED, SGD, SHAPE, Layout, spread, tied, whole
 from tests.distributed.ranks import run_on_ranks
 from torch.distributed.tensor import DTensor
 
-from titanlite.parallelize.init import start_weights
+from titanlite.parallelize.init import BLOCK_VALUES, start_weights
 
+BLOCKS = replace(SHAPE, dim=64, vocab_size=5003)  # matrices of several blocks of rows, all uneven
 LAYOUTS = [
     Layout(),
     Layout(shard=3),
@@ -35,8 +38,10 @@ def plain_fingerprints(shape) -> dict[str, bytes]:
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_every_layout_starts_from_the_same_bits(layout):
-    for found in run_on_ranks(fingerprints, layout.degrees.ranks, layout, SHAPE):
-        assert found == plain_fingerprints(SHAPE)
+    right = plain_fingerprints(BLOCKS)
+    assert len(right["output.weight"]) > 4 * 4 * BLOCK_VALUES
+    for found in run_on_ranks(fingerprints, layout.degrees.ranks, layout, BLOCKS):
+        assert found == right
 
 
 def test_tied_weights_start_as_one_parameter():

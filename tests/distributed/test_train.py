@@ -48,9 +48,10 @@ def test_a_run_stopped_and_resumed_under_another_layout_is_the_unstopped_run(run
     right, found = curve(alone), curve(moved)
     assert list(right) == list(found) == [1, 2, 3, 4, 5, 6]
     assert found == pytest.approx(right, rel=1e-5)
-    steps = [line for line in lines_of(alone) if "event" not in line]
-    assert [line["tokens"] for line in steps] == [step * 8 * 48 for step in range(1, 7)]
-    assert [line["samples"] for line in steps] == [step * 8 for step in range(1, 7)]
+    for folder in (alone, moved):
+        steps = [line for line in lines_of(folder) if "event" not in line]
+        assert [line["tokens"] for line in steps] == [step * 8 * 48 for step in range(1, 7)]
+        assert [line["samples"] for line in steps] == [step * 8 for step in range(1, 7)]
 
     events = {(line["event"], line["step"]): line for line in lines_of(moved) if "event" in line}
     assert ("resumed", 3) in events and ("checkpoint_saved", 6) in events

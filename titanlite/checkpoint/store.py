@@ -15,8 +15,6 @@ from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
     get_optimizer_state_dict,
-    set_model_state_dict,
-    set_optimizer_state_dict,
 )
 
 from titanlite.errors import CheckpointError
@@ -36,9 +34,8 @@ def write_tensors(folder: Path, model: nn.Module, optimizer: torch.optim.Optimiz
 def read_tensors(
     folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer | None = None
 ) -> None:
-    """Read into the shards that this layout has, whatever layout wrote them."""
-    weights = get_model_state_dict(model, options=_BY_NAME)
-    state: dict[str, Any] = {"model": weights}
+    """Read into the shards that this layout has, in place, whatever layout wrote them."""
+    state: dict[str, Any] = {"model": get_model_state_dict(model, options=_BY_NAME)}
     if optimizer is not None:
         state["optimizer"] = _moments(model, optimizer)
     alone = not torch.distributed.is_initialized()
@@ -46,19 +43,11 @@ def read_tensors(
         if alone:  # which DCP supposes to be a mistake
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         dcp.load(state, storage_reader=dcp.FileSystemReader(folder), no_dist=alone)
-    set_model_state_dict(model, weights, options=_BY_NAME)
-    if optimizer is not None:
-        whole = get_optimizer_state_dict(model, optimizer, options=_BY_NAME)
-        rates = [dict(group) for group in optimizer.param_groups]
-        set_optimizer_state_dict(
-            model, optimizer, {**whole, **state["optimizer"]}, options=_BY_NAME
-        )
-        for group, rate in zip(optimizer.param_groups, rates, strict=True):
-            group.update({k: v for k, v in rate.items() if k != "params"})
 
 
 def _moments(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     # Rates and decays come from the job, not from the checkpoint: only the state itself is kept.
+    # What is not there yet (a fresh AdamW has no moments) is made here, to be read into.
     whole = get_optimizer_state_dict(model, optimizer, options=_BY_NAME)
     return {name: value for name, value in whole.items() if name.startswith("state.")}
 

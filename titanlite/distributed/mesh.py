@@ -100,7 +100,7 @@ def degrees_of(section: ParallelismConfig, ranks: int) -> Degrees:
         written += f" x data_parallel_shard_degree {shard}"
     verb = "does not divide" if shard == -1 else f"is {math.prod((replicate, tensor, shard))}, not"
     raise ConfigError(
-        f"parallelism: {written} {verb} the {ranks} ranks there are.",
+        f"parallelism: {written} {verb} the number of ranks, {ranks}.",
         fix="Change a degree (data_parallel_shard_degree = -1 takes what is left)"
         " or --nproc_per_node.",
         keys=(

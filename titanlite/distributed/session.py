@@ -18,7 +18,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from titanlite.errors import EXIT_USER, ConfigError, UserError, report
+from titanlite.errors import EXIT_LOST, EXIT_USER, ConfigError, UserError, report
 from titanlite.settings import Built, NotNegative, Positive
 
 
@@ -103,6 +103,11 @@ def join(device: torch.device, comm: CommConfig, debug: DebugConfig, folder: Pat
             torch.use_deterministic_algorithms(True, warn_only=debug.deterministic_warn_only)
             torch.backends.cudnn.benchmark = False
         yield Session(rank, ranks, device)
+    except UserError as error:
+        if not error.shared and ranks > 1:  # said before leaving: the others end because we left
+            print(f"rank {rank}: {report(error)}", file=sys.stderr, flush=True)
+            error.shared = error.told = True
+        raise
     finally:
         dist.destroy_process_group()
 
@@ -150,14 +155,28 @@ def _record_flights(comm: CommConfig, folder: Path) -> None:
 def tell(error: UserError) -> int:
     """Print what the user must change, once for all ranks, and return the exit code.
 
-    What only this rank found, it prints itself. What every rank found, rank 0 prints; the others
-    wait for the launcher to end them, because the first exit code it sees is the one it acts on.
+    What every rank found, rank 0 prints; the others wait for the launcher to end them, because
+    the first exit it sees is the one it acts on. Before they have joined, ranks cannot know what
+    the others found: one that is still there after a while found it alone, and prints it.
     """
-    rank, ranks = launched_ranks()
-    started = dist.is_initialized()
-    if rank and (error.shared or not started):
+    if error.told:
+        return EXIT_USER
+    rank, _ = launched_ranks()
+    if rank:
         time.sleep(SILENT_SECONDS)
-    if rank == 0 or not error.shared:
-        named = f"rank {rank}: " if ranks > 1 and started and not error.shared else ""
-        print(f"{named}{report(error)}", file=sys.stderr, flush=True)
+    if rank == 0:
+        print(report(error), file=sys.stderr, flush=True)
+    elif not error.shared:
+        print(f"rank {rank}: {report(error)}", file=sys.stderr, flush=True)
     return EXIT_USER
+
+
+def lost_rank(error: Exception) -> int:
+    """The exit code where another rank ended and took the connection with it; else, raise."""
+    rank, ranks = launched_ranks()
+    said = str(error)
+    if ranks > 1 and ("closed by peer" in said or "reset by peer" in said):  # gloo's words
+        print(f"rank {rank}: another rank ended; what it said is the reason.", file=sys.stderr)
+        return EXIT_LOST
+    print(f"rank {rank} of {ranks}:", file=sys.stderr, flush=True)  # ours to mend: a traceback
+    raise error

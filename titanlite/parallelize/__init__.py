@@ -82,6 +82,6 @@ def build_spread_model(
         model, family, mesh, section, recompute, compute=compute, reduce=reduce, offload=offload
     )
     model.to_empty(device="cpu" if offload else device)  # memory for the shards, nothing more
-    tie(model, family.tied(shape))  # as does this
+    tie(model, family.tied(shape))  # as does this, where FSDP does not mend it by itself
     start_weights(model, family.start, shape.n_layers, seed)
     return model
