@@ -32,11 +32,15 @@ python scripts/prepare_data.py "$corpus/python.jsonl" --tokenizer "$corpus/token
 
 processes=2
 gpus=$(python -c 'import torch; print(torch.cuda.device_count())')
-[ "$gpus" -gt 0 ] && processes=$gpus
+if [ "$gpus" -gt 0 ]; then
+  processes=1  # the largest power of two that there are GPUs for: it divides the 16 sequences
+  while [ $((processes * 2)) -le "$gpus" ] && [ "$processes" -lt 16 ]; do processes=$((processes * 2)); done
+fi
 say "training on $processes processes"
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 torchrun --standalone --nproc_per_node "$processes" train.py \
-  --job.config_file train_configs/quickstart.toml "$@"
+  --job.config_file train_configs/quickstart.toml \
+  --training.local_batch_size $((16 / processes)) "$@"
 
 newest=$(ls -d "$run"/checkpoint/step-* | sort -t- -k2 -n | tail -n 1)
 say "what $newest writes"

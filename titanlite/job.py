@@ -141,6 +141,7 @@ class Job:
         """What a checkpoint says of the job that saved it."""
         return {
             "model": dataclasses.asdict(self.shape),
+            "optimizer.name": self.config.optimizer.name,  # whose moments are another's nonsense
             "training.global_batch_size": self.global_batch,
         }
 

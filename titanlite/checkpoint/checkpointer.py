@@ -193,7 +193,8 @@ def _read_fitting(place: Path, wanted: dict[str, Any], names: list[str]) -> Mani
     if differing:
         raise CheckpointError(
             f"{place}: was saved by another job: {'; '.join(differing)}.",
-            fix="Set them as they were saved, or start in another job.dump_folder.",
+            fix="Set them as they were saved, or start in another job.dump_folder;"
+            " checkpoint.initial_load_path takes the weights alone.",
         )
     return manifest
 
