@@ -157,6 +157,27 @@ def crash_between(folder, recipe) -> list[int]:
     return [before, checkpointer.steps()]
 
 
+def turn_back(folder, recipe) -> tuple[list[int], list[str]]:
+    """Save three steps, go back to the first, and save one more, keeping two."""
+    state, _, _ = start(Layout(), recipe)
+    back = CheckpointConfig(enable=True, keep_latest_k=2, load_step=1)
+    for config, steps in ((CheckpointConfig(enable=True), (1, 2, 3)), (back, (2,))):
+        checkpointer = Checkpointer(Path(folder), config)
+        if config is back:
+            assert checkpointer.find().name == "step-1"
+        for step in steps:
+            checkpointer.save(
+                step, state.model, state.optimizer, progress={}, facts={}, job={}, layout=""
+            )
+    return checkpointer.steps(), sorted(place.name for place in Path(folder).iterdir())
+
+
+def test_a_run_that_turns_back_neither_loses_its_future_nor_is_overtaken_by_it(tmp_path):
+    steps, names = run_on_ranks(turn_back, 1, str(tmp_path), ADAMW)[0]
+    assert steps == [1, 2]
+    assert names == ["step-1", "step-2", "step-2.abandoned-1", "step-3.abandoned-1"]
+
+
 def test_retention_counts_only_whole_checkpoints(tmp_path):
     before, after = run_on_ranks(crash_between, 2, str(tmp_path), ADAMW)[0]
     assert before == [2, 3] and after == [3, 4]

@@ -142,6 +142,8 @@ class Checkpointer:
         if steps and wish == -1:
             return self.folder / f"step-{steps[-1]}"
         if wish in steps:
+            if not self.config.load_only:
+                self._set_aside([step for step in steps if step > wish])
             return self.folder / f"step-{wish}"
         if wish != -1:
             there = ", ".join(map(str, steps)) or "none"
@@ -159,6 +161,16 @@ class Checkpointer:
             )
         initial = self.config.initial_load_path
         return None if initial is None else Path(initial)
+
+    def _set_aside(self, steps: list[int]) -> None:
+        """Keep the future that a run turned away from, but no longer as this run's: else the next
+        start would go on from it, and retention would take its steps for the latest."""
+        for step in steps:
+            place, number = self.folder / f"step-{step}", 1
+            while (aside := place.with_name(f"{place.name}.abandoned-{number}")).exists():
+                number += 1
+            place.rename(aside)
+            logger.warning("%s: set aside as %s: the run goes on from before it", place, aside.name)
 
     def _let_go(self) -> None:
         for step in steps_to_remove(self.steps(), self.config.keep_latest_k):
