@@ -26,7 +26,7 @@ class OptimizerConfig:
     no_decay: list[str] = field(default_factory=lambda: ["*norm.weight", "*bias"])
     # patterns of parameter names that weight decay leaves alone
     implementation: Literal["for-loop", "foreach", "fused"] = "fused"
-    # kernels: one a parameter and operation, one an operation, one in all (SGD: an operation)
+    # kernels: one a parameter and operation, one an operation, one in all (SGD has the first two)
     early_step_in_backward: Annotated[bool, Built((False,), "Stepping in backward")] = False
     # update each parameter as soon as its gradient is there
 
@@ -34,12 +34,12 @@ class OptimizerConfig:
 def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Optimizer:
     """An optimizer over the shards of a model."""
     groups = parameter_groups(model.named_parameters(), config.weight_decay, config.no_decay)
-    one_by_one, fused = config.implementation == "for-loop", config.implementation == "fused"
-    if config.name == "SGD":  # whose fused kernel does not know sharded tensors (torch 2.13)
-        momentum = config.momentum
-        return torch.optim.SGD(groups, lr=config.lr, momentum=momentum, foreach=not one_by_one)
+    foreach, fused = config.implementation == "foreach", config.implementation == "fused"
+    if config.name == "SGD":  # its fused kernel does not know sharded tensors (torch 2.13), and
+        # planning a foreach over three mesh dimensions takes DTensor seconds at the first step
+        return torch.optim.SGD(groups, lr=config.lr, momentum=config.momentum, foreach=foreach)
     kind = torch.optim.AdamW if config.name == "AdamW" else torch.optim.Adam
-    betas, foreach = (config.beta1, config.beta2), not one_by_one and not fused
+    betas = (config.beta1, config.beta2)
     return kind(groups, lr=config.lr, betas=betas, eps=config.eps, foreach=foreach, fused=fused)
 
 
