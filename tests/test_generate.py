@@ -40,7 +40,12 @@ def test_a_seed_says_what_is_written(model):
 def test_the_end_is_where_it_stops_and_is_not_written(model):
     greedy = list(generate(model, [3], 10, Sampling(temperature=0)))
     end = greedy[4]
-    assert list(generate(model, [3], 10, Sampling(temperature=0), end)) == greedy[: greedy.index(end)]
+    assert list(generate(model, [3], 10, Sampling(temperature=0), end=end)) == greedy[: greedy.index(end)]
+
+
+def test_ids_that_the_tokenizer_does_not_know_are_never_written(model):
+    assert max(generate(model, [3], 40, Sampling(temperature=2.0))) >= 10
+    assert max(generate(model, [3], 40, Sampling(temperature=2.0), known=10)) < 10
 
 
 def drawn(sampling, probabilities, times=400) -> set[int]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -59,9 +58,18 @@ def open_model(
 
 
 def generate(
-    model: nn.Module, prompt: list[int], count: int, sampling: Sampling, end: int | None = None
+    model: nn.Module,
+    prompt: list[int],
+    count: int,
+    sampling: Sampling,
+    *,
+    end: int | None = None,
+    known: int | None = None,
 ) -> Iterator[int]:
-    """Up to `count` ids that go on from `prompt`, one by one; stops before the id `end`."""
+    """Up to `count` ids that go on from `prompt`, one by one; stops before the id `end`.
+
+    Only the first `known` ids are written: a model may have room for more than its tokenizer has.
+    """
     device = next(model.parameters()).device
     generator = torch.Generator(device).manual_seed(sampling.seed)
     capacity = len(prompt) + count
@@ -70,7 +78,7 @@ def generate(
     for _ in range(count):
         positions = torch.arange(start, start + tokens.shape[1], device=device)
         with torch.inference_mode():
-            logits = model(tokens, positions, caches)[0, -1]
+            logits = model(tokens, positions, caches)[0, -1, :known]
             chosen = choose(logits, sampling, generator)
         start += tokens.shape[1]
         token = int(chosen)
@@ -99,5 +107,6 @@ def generate_text(
     model: nn.Module, tokenizer: Tokenizer, prompt: str, count: int, sampling: Sampling
 ) -> str:
     """What follows a text; an empty prompt starts a document."""
-    ids: list[Any] = tokenizer.encode(prompt) or [tokenizer.eos_id]
-    return tokenizer.decode(list(generate(model, ids, count, sampling, tokenizer.eos_id)))
+    ids = tokenizer.encode(prompt) or [tokenizer.eos_id]
+    end, known = tokenizer.eos_id, tokenizer.vocab_size
+    return tokenizer.decode(list(generate(model, ids, count, sampling, end=end, known=known)))
