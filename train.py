@@ -26,9 +26,16 @@ from titanlite.job import Job, JobConfig, open_data, read_job
 from titanlite.log import configure_log, logger
 from titanlite.observe import open_meter, open_profiler, open_sinks, silent_sinks
 from titanlite.optim import build_optimizer, lr_share
-from titanlite.parallelize import DTYPES, build_spread_model, loss_context
+from titanlite.parallelize import DTYPES, build_spread_model
 from titanlite.reference import help_text
-from titanlite.training import Between, Spmd, TrainState, run, samples_to_validate, validate
+from titanlite.training import (
+    Between,
+    TrainState,
+    build_engine,
+    run,
+    samples_to_validate,
+    validate,
+)
 
 
 def main(argv: list[str]) -> int:
@@ -65,11 +72,12 @@ def train(job: Job, session: Session) -> None:
 
     mesh = build_mesh(job.degrees, device.type)
     compute = DTYPES[training.mixed_precision_param]
-    model = build_spread_model(
+    spread = build_spread_model(
         job.family,
         job.shape,
         mesh,
         config.parallelism,
+        job.pipeline,
         config.activation_checkpoint,
         device,
         seed=config.debug.seed,
@@ -77,13 +85,16 @@ def train(job: Job, session: Session) -> None:
         reduce=DTYPES[training.mixed_precision_reduce],
         offload=training.enable_cpu_offload,
     )
+    model = spread.model
     if config.model.print_after_conversion:
         logger.info("%s", model)
-    engine = Spmd(
-        model,
-        loss_context(mesh, config.parallelism),
-        microbatch=training.local_batch_size,
-        reduce_every_microbatch=config.parallelism.fsdp_gradient_reduction == "every_microbatch",
+    engine = build_engine(
+        spread,
+        mesh,
+        config.parallelism,
+        job.pipeline,
+        device,
+        local_batch=training.local_batch_size,
     )
     state = TrainState(model, build_optimizer(model, config.optimizer))
 

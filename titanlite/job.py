@@ -30,6 +30,8 @@ from titanlite.observe import (
 )
 from titanlite.optim import LRSchedulerConfig, OptimizerConfig
 from titanlite.parallelize.activation import ActivationCheckpointConfig, activation_problems
+from titanlite.parallelize.context import context_problems
+from titanlite.parallelize.pipeline import PipelinePlan, plan_pipeline
 from titanlite.parallelize.planned import CompileConfig, QuantizeConfig
 from titanlite.parallelize.tensor import split_problems
 from titanlite.settings import Positive, load, raise_together, to_toml
@@ -122,6 +124,7 @@ class Job:
     family: Family
     shape: Any  # the family's sizes
     degrees: Degrees
+    pipeline: PipelinePlan  # who runs which part of the model
     global_batch: int  # samples of a step, over all ranks
 
     @property
@@ -164,6 +167,7 @@ class Job:
                 f"  model   {self.family.name} {self.config.model.flavor}:"
                 f" {parameters:,} parameters, {shape.n_layers} blocks of {shape.dim}",
                 f"  layout  {self.degrees} on {self.degrees.ranks} x {device.type} ({peak})",
+                *([f"  stages  {self.pipeline}"] if self.degrees.pipeline > 1 else []),
                 f"  batch   {self.global_batch} sequences of {training.seq_len}:"
                 f" {self.global_batch * training.seq_len:,} tokens a step"
                 f" ({training.local_batch_size} at once, {accumulated} times, on"
@@ -190,8 +194,17 @@ def read_job(argv: Sequence[str], ranks: int) -> Job:
     problems += [p for p in _problems(config, ranks) if not refused.intersection(p.keys)]
     raise_together(problems)
     family = FAMILIES[config.model.name]
-    degrees = degrees_of(config.parallelism, ranks)
-    return Job(config, family, family.shape_of(config.model), degrees, _batch(config, degrees))
+    shape, degrees = family.shape_of(config.model), degrees_of(config.parallelism, ranks)
+    plan, _ = _plan(config, family, shape)
+    assert plan is not None, "checked: nothing stands against it"
+    return Job(config, family, shape, degrees, plan, _batch(config, degrees))
+
+
+def _plan(config: JobConfig, family: Family, shape) -> tuple[PipelinePlan | None, list]:
+    training = config.training
+    return plan_pipeline(
+        config.parallelism, family, shape, training.seq_len, training.local_batch_size
+    )
 
 
 def _problems(config: JobConfig, ranks: int) -> Iterator[UserError]:
@@ -202,8 +215,10 @@ def _problems(config: JobConfig, ranks: int) -> Iterator[UserError]:
     yield from profiling_problems(config.profiling)
     shape = degrees = None
     try:
-        shape = FAMILIES[config.model.name].shape_of(config.model)
+        family = FAMILIES[config.model.name]
+        shape = family.shape_of(config.model)
         yield from _shape_problems(shape)
+        yield from _plan(config, family, shape)[1]
     except ConfigError as error:
         yield error
     try:
@@ -215,12 +230,12 @@ def _problems(config: JobConfig, ranks: int) -> Iterator[UserError]:
         lengths = {"training.seq_len": config.training.seq_len}
         if config.validation.enable:
             lengths["validation.seq_len"] = config.validation.seq_len
-        seen = set()
+        found = {}
         for key, seq_len in lengths.items():
-            for problem in split_problems(degrees.tensor, shape, seq_len, key):
-                if str(problem) not in seen:
-                    seen.add(str(problem))
-                    yield problem
+            about = [*split_problems(degrees, shape, seq_len, key)]
+            about += context_problems(degrees, config.parallelism, seq_len, key)
+            found.update({str(problem): problem for problem in about})
+        yield from found.values()
     yield from _device_problems(config)
     yield from _data_problems(config, shape)
 

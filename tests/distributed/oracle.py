@@ -16,18 +16,21 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from titanlite.distributed.mesh import Degrees, Mesh, ParallelismConfig, build_mesh
 from titanlite.models import FAMILIES, IGNORED, LlamaShape
 from titanlite.optim import OptimizerConfig, build_optimizer
-from titanlite.parallelize import build_spread_model, loss_context
+from titanlite.parallelize import build_spread_model
 from titanlite.parallelize.activation import ActivationCheckpointConfig
+from titanlite.parallelize.cut import balanced
 from titanlite.parallelize.init import start_weights
-from titanlite.training import Spmd, TrainState, take_step
+from titanlite.parallelize.pipeline import plan_pipeline
+from titanlite.training import Engine, TrainState, build_engine, take_step
 
 FAMILY = FAMILIES["llama3"]
-SEED, BATCH, SEQ_LEN, STEPS = 7, 36, 36, 4
+SEED, BATCH, SEQ_LEN, STEPS = 7, 36, 48, 4
 
 # Odd where it may be: 509 tokens, and a feed-forward that 3 ranks cannot shard evenly.
 SHAPE = LlamaShape(
     dim=32, n_layers=2, n_heads=4, n_kv_heads=2, hidden_dim=88, vocab_size=509, rope_theta=1e4
 )
+DEEP = replace(SHAPE, n_layers=8)  # enough for two stages on each of four ranks
 
 
 @dataclass(frozen=True)
@@ -36,17 +39,43 @@ class Layout:
 
     replicate: int = 1
     shard: int = 1
+    context: int = 1
     tensor: int = 1
+    pipeline: int = 1
     accumulate: int = 1
     loss_parallel: bool = True
     reduction: str = "every_microbatch"
     reshard: str = "default"
     offload: bool = False
     recompute: str = "none"
+    schedule: str = "1F1B"
+    microbatch: int = 1  # of the pipeline
+    stages: int = 0  # of the pipeline, cut by cost; 0: as the schedule likes
+    rotate: str = "allgather"
+    balancer: str = "headtail"
 
     @property
     def degrees(self) -> Degrees:
-        return Degrees(self.replicate, self.shard, self.tensor)
+        return Degrees(self.replicate, self.shard, self.context, self.tensor, self.pipeline)
+
+    @property
+    def local_batch(self) -> int:
+        return BATCH // self.degrees.data // self.accumulate
+
+    def section(self, shape: LlamaShape) -> ParallelismConfig:
+        costs = FAMILY.costs(shape, SEQ_LEN)
+        return ParallelismConfig(
+            disable_loss_parallel=not self.loss_parallel,
+            fsdp_reshard_after_forward=self.reshard,
+            fsdp_gradient_reduction=self.reduction,
+            context_parallel_degree=self.context,
+            context_parallel_rotate_method=self.rotate,
+            context_parallel_load_balancer=self.balancer,
+            pipeline_parallel_degree=self.pipeline,
+            pipeline_parallel_schedule=self.schedule,
+            pipeline_parallel_microbatch_size=self.microbatch,
+            module_fqns_per_model_part=balanced(costs, self.stages) if self.stages else None,
+        )
 
     def __str__(self) -> str:
         plain = Layout()
@@ -71,6 +100,11 @@ class Recipe:
         return OptimizerConfig(name=self.optimizer, lr=self.lr)
 
 
+def batch_of(step: int) -> int:
+    """Samples of a step: the batch doubles for one step, and the ranks must follow."""
+    return 2 * BATCH if step == 2 else BATCH
+
+
 SGD = Recipe()
 ADAMW = Recipe("AdamW", max_norm=0.1, lr=1e-3)
 
@@ -86,11 +120,11 @@ class Record:
 
 
 def batch_at(step: int, vocab: int) -> tuple[Tensor, Tensor]:
-    """A global batch [BATCH, SEQ_LEN] whose ignored labels are spread unevenly over its rows."""
+    """A global batch [rows, SEQ_LEN] whose ignored labels are spread unevenly over its rows."""
     generator = torch.Generator().manual_seed(1000 + step)
-    ids = torch.randint(0, vocab, (BATCH, SEQ_LEN + 1), generator=generator)
+    ids = torch.randint(0, vocab, (batch_of(step), SEQ_LEN + 1), generator=generator)
     inputs, labels = ids[:, :-1].clone(), ids[:, 1:].clone()
-    for row in range(BATCH):
+    for row in range(len(ids)):
         labels[row, : (row * 7 + step) % (SEQ_LEN + 1)] = IGNORED
     labels[BATCH // 2 : BATCH // 2 + 3] = IGNORED  # whole micro-batches of some layouts
     return inputs, labels
@@ -120,24 +154,24 @@ def one_process(recipe: Recipe) -> Record:
 
 
 def spread(layout: Layout, shape: LlamaShape, dtype: torch.dtype = torch.float32):
-    """(model, mesh, section) of a layout on the ranks that run this."""
-    section = ParallelismConfig(
-        disable_loss_parallel=not layout.loss_parallel,
-        fsdp_reshard_after_forward=layout.reshard,
-    )
-    mesh = build_mesh(layout.degrees, "cpu")
-    model = build_spread_model(
+    """(what this rank holds, mesh, engine) of a layout on the ranks that run this."""
+    section, mesh, cpu = layout.section(shape), build_mesh(layout.degrees, "cpu"), torch.device("cpu")
+    plan, problems = plan_pipeline(section, FAMILY, shape, SEQ_LEN, layout.local_batch)
+    assert plan is not None, problems
+    held = build_spread_model(
         FAMILY,
         shape,
         mesh,
         section,
+        plan,
         ActivationCheckpointConfig(mode=layout.recompute),
-        torch.device("cpu"),
+        cpu,
         seed=SEED,
         compute=dtype,
         offload=layout.offload,
     )
-    return model, mesh, section
+    engine = build_engine(held, mesh, section, plan, cpu, local_batch=layout.local_batch)
+    return held.model, mesh, engine
 
 
 def spread_runs(cases: list[tuple[Layout, Recipe]]) -> list[Record]:
@@ -150,42 +184,37 @@ def spread_run(layout: Layout, recipe: Recipe) -> Record:
     state, engine, mesh = start(layout, recipe)
     record = Record([], [], [], {})
     go_on(state, engine, mesh, recipe, record, recipe.steps)
-    assert (state.step, state.position) == (recipe.steps, recipe.steps * BATCH)
-    assert state.tokens == recipe.steps * BATCH * SEQ_LEN
+    samples = sum(map(batch_of, range(recipe.steps)))
+    assert (state.step, state.position) == (recipe.steps, samples)
+    assert state.tokens == samples * SEQ_LEN
     return record
 
 
-def start(layout: Layout, recipe: Recipe) -> tuple[TrainState, Spmd, Mesh]:
+def start(layout: Layout, recipe: Recipe) -> tuple[TrainState, Engine, Mesh]:
     """A run under a layout, before its first step."""
-    model, mesh, section = spread(layout, recipe.shape)
-    engine = Spmd(
-        model,
-        loss_context(mesh, section),
-        microbatch=BATCH // layout.degrees.data // layout.accumulate,
-        reduce_every_microbatch=layout.reduction == "every_microbatch",
-    )
+    model, mesh, engine = spread(layout, recipe.shape)
     return TrainState(model, build_optimizer(model, recipe.section)), engine, mesh
 
 
 def go_on(
-    state: TrainState, engine: Spmd, mesh: Mesh, recipe: Recipe, record: Record, until: int
+    state: TrainState, engine: Engine, mesh: Mesh, recipe: Recipe, record: Record, until: int
 ) -> None:
     """Take the steps up to `until`, noting what they show; under SGD, every tensor too."""
     named = list(state.model.named_parameters()) if recipe.optimizer == "SGD" else []
     hook = state.optimizer.register_step_pre_hook(
         lambda *_: record.gradients.append({name: part_of(p.grad) for name, p in named})
     )
-    rows = BATCH // mesh.degrees.data
-    mine = slice(mesh.batch_rank * rows, (mesh.batch_rank + 1) * rows)
     while state.step < until:
+        rows = batch_of(state.step) // mesh.degrees.data
+        mine = slice(mesh.batch_rank * rows, (mesh.batch_rank + 1) * rows)
         inputs, labels = (part[mine] for part in batch_at(state.step, recipe.shape.vocab_size))
         result = take_step(
             state,
             engine,
             inputs,
             labels,
-            loss_mesh=mesh.loss,
-            global_batch=BATCH,
+            mesh=mesh,
+            global_batch=batch_of(state.step),
             lr=recipe.lr,
             max_norm=recipe.max_norm,
         )
@@ -214,9 +243,10 @@ def joined(records: list[Record]) -> Record:
 
 def _join(parts: Sequence[dict[str, tuple]]) -> dict[str, Tensor]:
     tensors = {}
-    for name, (shape, _, _) in parts[0].items():
+    shapes = {name: shape for rank in parts for name, (shape, _, _) in rank.items()}
+    for name, shape in shapes.items():
         tensor = torch.full(shape, torch.nan)
-        for _, offset, local in (rank[name] for rank in parts):
+        for _, offset, local in (rank[name] for rank in parts if name in rank):
             place = tensor[tuple(slice(o, o + n) for o, n in zip(offset, local.shape, strict=True))]
             assert place.isnan().all() or torch.equal(place, local), f"{name} differs between ranks"
             place.copy_(local)

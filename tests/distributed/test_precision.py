@@ -11,8 +11,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from titanlite.models import valid_tokens
 from titanlite.optim import OptimizerConfig, build_optimizer
-from titanlite.parallelize import loss_context
-from titanlite.training import Spmd
 
 PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.bmm.default)
 
@@ -42,9 +40,8 @@ def _types(value):
 
 
 def types_of_a_step(layout) -> dict:
-    model, mesh, section = spread(layout, SHAPE, dtype=torch.bfloat16)
+    model, mesh, engine = spread(layout, SHAPE, dtype=torch.bfloat16)
     optimizer = build_optimizer(model, OptimizerConfig())
-    engine = Spmd(model, loss_context(mesh, section), microbatch=2)
     rows = slice(mesh.batch_rank * 4, mesh.batch_rank * 4 + 4)
     inputs, labels = (part[rows] for part in batch_at(0, SHAPE.vocab_size))
     activations, rotary = set(), set()

@@ -15,9 +15,8 @@ from tests.distributed.oracle import FAMILY, SEED, SHAPE, Layout, spread
 from tests.distributed.ranks import run_on_ranks
 from titanlite.data import IGNORE_INDEX, SourceConfig, open_stream, open_validation, slices_of
 from titanlite.models import IGNORED
-from titanlite.parallelize import loss_context
 from titanlite.parallelize.init import start_weights
-from titanlite.training import Spmd, validate
+from titanlite.training import validate
 
 SEQ_LEN = 52  # of validation; not that of the corpus, and no divisor of it
 ASKED = 37  # samples: no multiple of any layout's ranks times rows
@@ -28,8 +27,7 @@ def text_of(path):
 
 
 def validation_under(layout, path, counts) -> list[float]:
-    model, mesh, section = spread(layout, SHAPE)
-    engine = Spmd(model, loss_context(mesh, section), microbatch=1)
+    _, mesh, engine = spread(layout, SHAPE)
     text, cpu = text_of(path), torch.device("cpu")
     return [validate(engine, text, count, 3, mesh, cpu) for count in counts]
 

@@ -21,6 +21,25 @@ def sum_over(mesh: DeviceMesh, value: Tensor) -> Tensor:
     return value
 
 
+# Since torch 2.13 these have other names, and the old ones warn.
+_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+def gather(group: dist.ProcessGroup, own: Tensor) -> Tensor:
+    """What every rank of a group has, [ranks, *own.shape], in the order of the ranks."""
+    every = own.new_empty(group.size() * own.numel())
+    _gather(every, own.reshape(-1), group=group)
+    return every.view(group.size(), *own.shape)
+
+
+def scatter_sum(group: dist.ProcessGroup, every: Tensor) -> Tensor:
+    """This rank's entry [...] of the sum over the ranks of `every` [ranks, ...]."""
+    mine = every.new_empty(every[0].numel())
+    _reduce_scatter(mine, every.reshape(-1), group=group)
+    return mine.view(every.shape[1:])
+
+
 def from_rank_0(value: T) -> T:
     """Rank 0's value, on every rank."""
     if dist.get_world_size() == 1:

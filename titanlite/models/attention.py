@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 
 class KeyValueCache:
@@ -27,11 +27,14 @@ class KeyValueCache:
         return self.keys[:, :, : self.length], self.values[:, :, : self.length]
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, cache: KeyValueCache | None = None) -> Tensor:
-    """Causal attention of q [B, H, T, K] over k, v [B, Hkv, T, K]; H is a multiple of Hkv."""
-    causal = q.shape[2] > 1  # one new token sees everything there is
-    if cache is not None:
-        assert cache.length == 0 or not causal, "several tokens at once only into an empty cache"
-        k, v = cache.extend(k, v)
-    grouped = q.shape[1] != k.shape[1]
-    return F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=grouped)
+class Attend(nn.Module):
+    """Causal attention, without weights; a module, so that another way to run it can take its place."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, cache: KeyValueCache | None = None) -> Tensor:
+        """q [B, H, T, K] over k, v [B, Hkv, T, K] to [B, H, T, K]; H is a multiple of Hkv."""
+        causal = q.shape[2] > 1  # one new token sees everything there is
+        if cache is not None:
+            assert cache.length == 0 or not causal, "several tokens at once only into an empty cache"
+            k, v = cache.extend(k, v)
+        grouped = q.shape[1] != k.shape[1]
+        return F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=grouped)

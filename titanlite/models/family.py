@@ -49,8 +49,11 @@ class Family:
     split: Mapping[str, str]  # module pattern -> how tensor parallelism splits it, in words
     start: Mapping[str, str]  # parameter pattern -> how it starts, in words; the first match holds
     block_path: str  # the ModuleDict that holds the repeated blocks
+    attention: str  # pattern of the modules that take q, k, v [B, H, T, K] to causal attention
     count_parameters: Callable[[Any], int]
     flops_per_token: Callable[..., float]  # (shape, seq_len, full_attention=False)
+    costs: Callable[[Any, int], dict[str, float]]
+    # (shape, seq_len) -> FLOPs a token of each module, in the order in which they run
     tied: Callable[[Any], list[tuple[str, str]]]  # (parameter, the one it is the same as)
 
     def shape_of(self, section: ModelConfig) -> Any:

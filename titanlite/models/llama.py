@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from titanlite.models.attention import KeyValueCache, attend
+from titanlite.models.attention import Attend, KeyValueCache
 from titanlite.models.family import Family
 from titanlite.models.rope import RopeScaling, rope_at, rotate
 
@@ -48,6 +48,7 @@ class Attention(nn.Module):
         self.wk = nn.Linear(shape.dim, key, bias=False)
         self.wv = nn.Linear(shape.dim, key, bias=False)
         self.wo = nn.Linear(query, shape.dim, bias=False)
+        self.attend = Attend()
         if shape.qk_norm:
             self.q_norm = nn.RMSNorm(self.head_width, eps=shape.norm_eps)
             self.k_norm = nn.RMSNorm(self.head_width, eps=shape.norm_eps)
@@ -60,7 +61,7 @@ class Attention(nn.Module):
         k = self.k_norm(self.wk(x).unflatten(-1, heads))
         v = self.wv(x).unflatten(-1, heads)
         q, k = rotate(q, rope), rotate(k, rope)
-        out = attend(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), cache)
+        out = self.attend(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), cache)
         return self.wo(out.transpose(1, 2).flatten(-2))  # [B, H, T, K] -> [B, T, H*K]
 
 
@@ -175,11 +176,27 @@ def _flops_per_token(shape: LlamaShape, seq_len: int, full_attention: bool = Fal
     Attention costs 12 L H K T counted in full (PaLM, https://arxiv.org/abs/2204.02311, appendix B),
     half of that counted causally.
     """
+    head = 6 * shape.vocab_size * shape.dim
+    return shape.n_layers * _block_flops(shape, seq_len, 1.0 if full_attention else 0.5) + head
+
+
+def _block_flops(shape: LlamaShape, seq_len: int, seen: float) -> float:
+    """FLOPs a token of one block whose attention sees `seen` of the sequence."""
     heads = (shape.n_heads * 2 + shape.n_kv_heads * 2) * shape.head_width
-    block = shape.dim * (heads + 3 * shape.hidden_dim)
-    products = shape.n_layers * block + shape.vocab_size * shape.dim
-    attention = 12 * shape.n_layers * shape.n_heads * shape.head_width * seq_len
-    return 6 * products + attention * (1.0 if full_attention else 0.5)
+    products = shape.dim * (heads + 3 * shape.hidden_dim)
+    return 6 * products + 12 * shape.n_heads * shape.head_width * seq_len * seen
+
+
+def _costs(shape: LlamaShape, seq_len: int) -> dict[str, float]:
+    """What each module costs, in FLOPs a token of forward and backward.
+
+    Where there is no matrix product, operations on numbers are counted: an embedding copies its
+    row and adds its gradient; the loss, which runs with the output, takes about ten a logit.
+    """
+    block = _block_flops(shape, seq_len, 0.5)
+    blocks = {f"layers.{number}": block for number in range(shape.n_layers)}
+    output = shape.vocab_size * (6 * shape.dim + 10)
+    return {"tok_embeddings": 2.0 * shape.dim, **blocks, "norm": 10.0 * shape.dim, "output": output}
 
 
 def _tied(shape: LlamaShape) -> list[tuple[str, str]]:
@@ -193,7 +210,9 @@ LLAMA = Family(
     split=SPLIT,
     start=START,
     block_path="layers",
+    attention="layers.*.attention.attend",
     count_parameters=_count_parameters,
     flops_per_token=_flops_per_token,
+    costs=_costs,
     tied=_tied,
 )

@@ -6,12 +6,18 @@ from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from titanlite.distributed.collectives import sum_over
 
-def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float) -> Tensor:
+
+def clip_gradients(
+    parameters: Iterable[nn.Parameter], max_norm: float, pp: DeviceMesh | None = None
+) -> Tensor:
     """Scale all gradients so that their joint 2-norm is at most `max_norm` (0: leave them).
 
+    `parameters` are those of this rank's stages; the other ranks of `pp` have the others.
     Returns the norm before, 0-d, the same on every rank, without waiting for it.
     """
     # torch computes a norm over one mesh; parts on other meshes, or on none, are squared and added.
@@ -21,7 +27,8 @@ def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float) -> Tenso
             mesh = parameter.grad.device_mesh if isinstance(parameter.grad, DTensor) else None
             by_mesh.setdefault(mesh, []).append(parameter)
     squares = [_norm([p.grad for p in part]).square() for part in by_mesh.values()]
-    norm = torch.stack(squares).sum().sqrt()
+    square = torch.stack(squares).sum()
+    norm = (square if pp is None else sum_over(pp, square)).sqrt()
     if max_norm > 0:
         for part in by_mesh.values():
             nn.utils.clip_grads_with_norm_(part, max_norm, norm)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -12,15 +13,27 @@ from torch.distributed.tensor.parallel import loss_parallel
 from titanlite.distributed.mesh import Mesh, ParallelismConfig
 from titanlite.models import Family
 from titanlite.parallelize.activation import ActivationCheckpointConfig, recompute_activations
+from titanlite.parallelize.context import attend_over_ranks
 from titanlite.parallelize.init import start_weights, tie
+from titanlite.parallelize.pipeline import PipelinePlan, parts_of
 from titanlite.parallelize.shard import shard_parameters
 from titanlite.parallelize.tensor import split_tensors
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
+@dataclass(frozen=True)
+class SpreadModel:
+    """What this rank holds of a model."""
+
+    model: nn.Module  # all of it, under the names of the whole model: what is trained and saved
+    parts: dict[int, nn.Module]  # its pipeline stages, made of the same modules
+    width: int  # of the activations between blocks
+    dtype: torch.dtype  # and their type
+
+
 def parallelize(
-    model: nn.Module,
+    part: nn.Module,
     family: Family,
     mesh: Mesh,
     section: ParallelismConfig,
@@ -30,30 +43,41 @@ def parallelize(
     reduce: torch.dtype = torch.float32,
     offload: bool = False,
 ) -> None:
-    """Spread a plain model on meta over the mesh, in place; `start_weights` then fills it."""
-    blocks = model.get_submodule(family.block_path)
+    """Spread a plain model on meta, or a stage of one, over its mesh, in place."""
+    blocks, shape = part.get_submodule(family.block_path), part.shape
     sharded_loss = not section.disable_loss_parallel
-    split_tensors(model, family.split, mesh.tp, model.shape.head_width, sharded_loss)
-    tie(model, family.tied(model.shape))  # the split makes a parameter of each
+    split_tensors(part, family.split, mesh.tp, shape.head_width, sharded_loss)
+    tie(part, family.tied(shape))  # the split makes a parameter of each
+    attend_over_ranks(part, family.attention, mesh.cp, section)
     # after the split, so that its gathers are computed again too; the names stay as they were
     recompute_activations(blocks, recompute)
     # last: shards whatever the others left whole, and casts whatever they compute with
     shard_parameters(
-        model,
+        part,
         blocks,
-        _ends(model, family),
+        _ends(part, family),
         mesh.fsdp,
         compute=compute,
         reduce=reduce,
-        reshard=section.fsdp_reshard_after_forward,
+        reshard=_reshard(section),
         offload=offload,
     )
 
 
-def _ends(model: nn.Module, family: Family) -> list[list[nn.Module]]:
+def _reshard(section: ParallelismConfig) -> str:
+    """A stage runs many micro-batches in a row: to gather its weights for each would not pay."""
+    wish, pipelined = section.fsdp_reshard_after_forward, section.pipeline_parallel_degree > 1
+    return "never" if wish == "default" and pipelined else wish
+
+
+def _ends(part: nn.Module, family: Family) -> list[list[nn.Module]]:
     """What is before the blocks and what is after them, gathered together; tied ends stay one."""
-    first, *after = [m for name, m in model.named_children() if name != family.block_path]
-    return [] if family.tied(model.shape) else [[first], after]
+    if family.tied(part.shape):
+        return []
+    names = list(dict(part.named_children()))
+    blocks = names.index(family.block_path)
+    ends = [names[:blocks], names[blocks + 1 :]]
+    return [[part.get_submodule(name) for name in end] for end in ends if end]
 
 
 def loss_context(mesh: Mesh, section: ParallelismConfig) -> Callable[[], AbstractContextManager]:
@@ -67,6 +91,7 @@ def build_spread_model(
     shape,
     mesh: Mesh,
     section: ParallelismConfig,
+    plan: PipelinePlan,
     recompute: ActivationCheckpointConfig,
     device: torch.device,
     *,
@@ -74,14 +99,13 @@ def build_spread_model(
     compute: torch.dtype = torch.float32,
     reduce: torch.dtype = torch.float32,
     offload: bool = False,
-) -> nn.Module:
+) -> SpreadModel:
     """A model on its mesh with its starting weights; no rank ever holds more than its shards."""
-    with torch.device("meta"):
-        model = family.build(shape)
-    parallelize(
-        model, family, mesh, section, recompute, compute=compute, reduce=reduce, offload=offload
-    )
+    model, parts = parts_of(family, shape, plan, mesh.pp.get_local_rank())
+    options = {"compute": compute, "reduce": reduce, "offload": offload}
+    for part in parts.values():
+        parallelize(part, family, mesh, section, recompute, **options)
     model.to_empty(device="cpu" if offload else device)  # memory for the shards, nothing more
     tie(model, family.tied(shape))  # as does this, where FSDP does not mend it by itself
     start_weights(model, family.start, shape.n_layers, seed)
-    return model
+    return SpreadModel(model, parts, shape.dim, compute)

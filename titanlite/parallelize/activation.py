@@ -42,8 +42,8 @@ def recompute_activations(blocks: nn.ModuleDict, config: ActivationCheckpointCon
     if config.mode == "none":
         return
     every = 1 if config.mode == "full" else int(config.selective_ac_option)
-    for number, block in enumerate(blocks.values()):
-        if number % every == 0:
+    for number, block in blocks.items():
+        if int(number) % every == 0:
             block.forward = partial(_recomputed, block.forward, config)
 
 

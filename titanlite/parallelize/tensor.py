@@ -17,6 +17,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
+from titanlite.distributed.mesh import Degrees
 from titanlite.errors import ConfigError
 
 SEQUENCE = 1  # the dimension of [B, T, …] that is split between the matrices
@@ -101,8 +102,9 @@ class _KeyValueColwise(ParallelStyle):
         return copies.redistribute(placements=[Shard(2)]).to_local()  # backward sums the copies
 
 
-def split_problems(tensor: int, shape, seq_len: int, key: str) -> Iterator[ConfigError]:
+def split_problems(degrees: Degrees, shape, seq_len: int, key: str) -> Iterator[ConfigError]:
     """What of a model's sizes, and of the sequence set by `key`, tensor parallel cannot split."""
+    tensor = degrees.tensor
     if tensor == 1:
         return
     degree, name = f"parallelism.tensor_parallel_degree = {tensor}", "tensor_parallel_degree"
@@ -121,7 +123,7 @@ def split_problems(tensor: int, shape, seq_len: int, key: str) -> Iterator[Confi
             fix=f"Use a divisor of {kv}, or a multiple (each head is then copied).",
             keys=(f"parallelism.{name}", "model.n_kv_heads"),
         )
-    if seq_len % tensor:
+    if seq_len % tensor and degrees.context == 1:  # else the part of a rank is asked about
         yield ConfigError(
             f"{degree}: cannot split {key} = {seq_len} evenly; between the matrices each rank"
             " holds its part of the sequence.",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from titanlite.training.engine import Engine, Spmd
+from titanlite.training.engine import Engine, build_engine
 from titanlite.training.loop import Between, TrainingConfig, run
 from titanlite.training.state import TrainState
 from titanlite.training.step import StepResult, take_step
@@ -11,11 +11,11 @@ from titanlite.training.validate import ValidationConfig, samples_to_validate, v
 __all__ = [
     "Between",
     "Engine",
-    "Spmd",
     "StepResult",
     "TrainState",
     "TrainingConfig",
     "ValidationConfig",
+    "build_engine",
     "run",
     "samples_to_validate",
     "take_step",

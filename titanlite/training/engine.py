@@ -2,27 +2,53 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from typing import Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from titanlite.models import cross_entropy_sum
+from titanlite.distributed.mesh import Mesh, ParallelismConfig
+from titanlite.models import IGNORED, cross_entropy_sum
+from titanlite.parallelize import SpreadModel, loss_context
+from titanlite.parallelize.context import SequenceShare, share_of
+from titanlite.parallelize.pipeline import ForwardStage, PipelinePlan, Stage, build_schedule
 from titanlite.parallelize.shard import reduce_gradients
 
 
 class Engine(Protocol):
-    """What a step needs of whatever runs the model."""
+    """What a step needs of whatever runs the model.
+
+    Inputs and labels are whole sequences [rows, T], the same on all ranks that share them; an
+    engine takes its part.
+    """
 
     def forward_backward(self, inputs: Tensor, labels: Tensor, valid: Tensor) -> Tensor:
         """Add the gradients of (summed loss / valid); return this rank's part of that loss."""
 
     def evaluate(self, inputs: Tensor, labels: Tensor) -> Tensor:
-        """This rank's summed loss, without gradients."""
+        """This rank's part of the summed loss, without gradients."""
+
+
+def build_engine(
+    spread: SpreadModel,
+    mesh: Mesh,
+    section: ParallelismConfig,
+    plan: PipelinePlan,
+    device: torch.device,
+    *,
+    local_batch: int,
+) -> Engine:
+    """The engine for a model as it is spread; `local_batch` sequences are run at once."""
+    every = section.fsdp_gradient_reduction == "every_microbatch"
+    share, context = share_of(mesh.cp, section), loss_context(mesh, section)
+    if mesh.pp.size() == 1:
+        return Spmd(spread.model, share, context, local_batch, every)
+    return Pipelined(spread, share, context, plan, mesh, device, every)
 
 
 class Spmd:
@@ -31,36 +57,127 @@ class Spmd:
     def __init__(
         self,
         model: nn.Module,
+        share: SequenceShare,
         loss_context: Callable[[], AbstractContextManager],
-        *,
         microbatch: int,
         reduce_every_microbatch: bool = True,
     ):
-        self.model, self.loss_context = model, loss_context
+        self.model, self.share, self.loss_context = model, share, loss_context
         self.microbatch, self.reduce_every = microbatch, reduce_every_microbatch
 
     def forward_backward(self, inputs: Tensor, labels: Tensor, valid: Tensor) -> Tensor:
-        """`inputs`, `labels` [rows, T]; `valid` 0-d, the valid labels of the whole global batch."""
+        """`valid` 0-d: the valid labels of the whole global batch."""
+        positions = self.share.positions(inputs.shape[1], inputs.device)
+        inputs, labels = self.share.of(inputs), self.share.of(labels)
         total = torch.zeros((), device=inputs.device)
         parts = list(zip(inputs.split(self.microbatch), labels.split(self.microbatch), strict=True))
         for number, (x, y) in enumerate(parts):
             reduce_gradients(self.model, self.reduce_every or number == len(parts) - 1)
             with self.loss_context():
                 # Divided here, by the tokens of all ranks, and nowhere else: gradients only add up.
-                loss = cross_entropy_sum(self.model(x), y) / valid
+                loss = cross_entropy_sum(self.model(x, positions), y) / valid
                 loss.backward()
             total += _local(loss)
         return total
 
     @torch.no_grad()
     def evaluate(self, inputs: Tensor, labels: Tensor) -> Tensor:
-        """`inputs`, `labels` [rows, T]."""
+        positions = self.share.positions(inputs.shape[1], inputs.device)
         with self.loss_context():
-            loss = _local(cross_entropy_sum(self.model(inputs), labels))
-        for module in self.model.modules():  # no backward follows that would free them
+            logits = self.model(self.share.of(inputs), positions)
+            loss = _local(cross_entropy_sum(logits, self.share.of(labels)))
+        _free_gathered([self.model])
+        return loss
+
+
+class Pipelined:
+    """Every rank runs its stages, on micro-batches that travel through all of them."""
+
+    def __init__(
+        self,
+        spread: SpreadModel,
+        share: SequenceShare,
+        loss_context: Callable[[], AbstractContextManager],
+        plan: PipelinePlan,
+        mesh: Mesh,
+        device: torch.device,
+        reduce_every_run: bool = True,
+    ):
+        self.spread, self.share, self.loss_context = spread, share, loss_context
+        self.plan, self.mesh, self.device = plan, mesh, device
+        self.reduce_every = reduce_every_run
+        self.first, self.last = 0 in spread.parts, len(plan.stages) - 1 in spread.parts
+        self._schedules: dict[tuple[type[Stage], int], tuple] = {}  # by kind and tokens
+        self._valid: Tensor | float = 1.0
+
+    def forward_backward(self, inputs: Tensor, labels: Tensor, valid: Tensor) -> Tensor:
+        """`valid` 0-d: the valid labels of the whole global batch."""
+        self._valid = valid
+        total, rows = torch.zeros((), device=self.device), self._rows
+        for start in range(0, len(inputs), rows):
+            part = slice(start, start + rows)
+            total += self._run(Stage, inputs[part], labels[part], start + rows >= len(inputs))
+        return total
+
+    @torch.no_grad()
+    def evaluate(self, inputs: Tensor, labels: Tensor) -> Tensor:
+        self._valid = 1.0
+        missing = -len(inputs) % self._rows  # a schedule runs as many rows as it was made for
+        inputs = F.pad(inputs, (0, 0, 0, missing))
+        labels = F.pad(labels, (0, 0, 0, missing), value=IGNORED)
+        total = torch.zeros((), device=self.device)
+        for part in zip(inputs.split(self._rows), labels.split(self._rows), strict=True):
+            total += self._run(ForwardStage, *part)
+        _free_gathered(self.spread.parts.values())
+        return total
+
+    @property
+    def _rows(self) -> int:
+        return self.plan.microbatch * self.plan.microbatches
+
+    def _run(self, kind: type[Stage], inputs: Tensor, labels: Tensor, last_run=False) -> Tensor:
+        """One run of the schedule: this rank's part of the loss, which is nothing but on the last."""
+        schedule, stages = self._schedule(kind, inputs.shape[1])
+        positions = self.share.positions(inputs.shape[1], inputs.device)
+        given = [self.share.of(inputs)] if self.first else []
+        losses: list[Tensor] = []
+        wanted = {"target": self.share.of(labels), "losses": losses} if self.last else {}
+        if kind is Stage:
+            for stage in stages:
+                stage.reduces = self.reduce_every or last_run
+        run = schedule.step if kind is Stage else schedule.eval
+        with self.loss_context():
+            run(
+                *given,
+                positions=positions.expand(len(inputs), -1),  # torch cuts it up with the rows
+                return_outputs=False,
+                **wanted,
+            )
+        return sum(map(_local, losses), torch.zeros((), device=self.device))
+
+    def _schedule(self, kind: type[Stage], length: int):
+        """The schedule for sequences of `length` tokens, made when they first come."""
+        if (kind, length) not in self._schedules:
+            tokens = length // self.mesh.cp.size() // self.mesh.tp.size()
+            self._schedules[kind, length] = build_schedule(
+                kind,
+                self.spread.parts,
+                self.plan,
+                self.mesh.pp,
+                self.device,
+                (self.plan.microbatch, tokens, self.spread.width),
+                self.spread.dtype,
+                lambda logits, labels: cross_entropy_sum(logits, labels) / self._valid,
+            )
+        return self._schedules[kind, length]
+
+
+def _free_gathered(models: Iterable[nn.Module]) -> None:
+    """Free the whole weights that a backward would have freed; the next step changes them."""
+    for model in models:
+        for module in model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
-        return loss
 
 
 def _local(loss: Tensor) -> Tensor:

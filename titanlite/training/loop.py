@@ -101,7 +101,7 @@ def run(
                 engine,
                 inputs,
                 labels,
-                loss_mesh=mesh.loss,
+                mesh=mesh,
                 global_batch=global_batch,
                 lr=lr,
                 max_norm=config.max_norm,

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 
 from titanlite.distributed.collectives import sum_over
+from titanlite.distributed.mesh import Mesh
 from titanlite.models import valid_tokens
 from titanlite.optim import clip_gradients, set_lr
 from titanlite.training.engine import Engine
@@ -28,15 +28,16 @@ def take_step(
     inputs: Tensor,
     labels: Tensor,
     *,
-    loss_mesh: DeviceMesh,
+    mesh: Mesh,
     global_batch: int,
     lr: float,
     max_norm: float,
 ) -> StepResult:
     """Learn from this rank's rows [rows, T] of one global batch of `global_batch` samples."""
-    valid = sum_over(loss_mesh, valid_tokens(labels)).clamp(min=1)
-    loss = sum_over(loss_mesh, engine.forward_backward(inputs, labels, valid))
-    grad_norm = clip_gradients(state.model.parameters(), max_norm)
+    # Ranks that share these rows have them whole, so each label is counted once.
+    valid = sum_over(mesh.batch, valid_tokens(labels)).clamp(min=1)
+    loss = sum_over(mesh.loss, engine.forward_backward(inputs, labels, valid))
+    grad_norm = clip_gradients(state.model.parameters(), max_norm, mesh.pp)
     set_lr(state.optimizer, lr)
     state.optimizer.step()
     state.optimizer.zero_grad()

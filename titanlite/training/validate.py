@@ -41,15 +41,18 @@ def validate(
     engine: Engine, text: HeldOut, samples: int, rows: int, mesh: Mesh, device: torch.device
 ) -> float:
     """Mean loss in nats over the labels of the first `samples` samples, `rows` a rank at once."""
-    total = torch.zeros(2, dtype=torch.float64, device=device)  # summed loss, labels
+    loss = torch.zeros((), dtype=torch.float64, device=device)
+    count = torch.zeros_like(loss)
     for start in range(0, samples, rows * mesh.batch.size()):  # as many forwards on every rank
         first = start + mesh.batch_rank * rows
         inputs, labels = text.read(first, rows)
         labels[max(0, samples - first) :] = IGNORED  # past what was asked for
         inputs, labels = inputs.to(device), labels.to(device)
-        total += torch.stack([engine.evaluate(inputs, labels).double(), valid_tokens(labels)])
-    loss, count = sum_over(mesh.loss, total).tolist()
-    return loss / max(count, 1)
+        loss += engine.evaluate(inputs, labels)
+        count += valid_tokens(labels)
+    # Ranks that share these rows each have a part of the loss, but all of the labels.
+    summed, counted = sum_over(mesh.loss, loss), sum_over(mesh.batch, count)
+    return (summed / counted.clamp(min=1)).item()
 
 
 def samples_to_validate(config: ValidationConfig, text: HeldOut, global_batch: int) -> int:

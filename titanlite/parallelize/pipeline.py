@@ -1,0 +1,296 @@
+"""Pipeline parallel: the plan, the parts of the model that a rank holds, and torch's schedule."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import (
+    PipelineScheduleMulti,
+    PipelineScheduleSingle,
+    _PipelineScheduleRuntime,  # private; the only one that runs a schedule from a file
+    get_schedule_class,
+)
+from torch.profiler import record_function
+
+from titanlite.distributed.mesh import ParallelismConfig
+from titanlite.errors import ConfigError
+from titanlite.models import Family
+from titanlite.parallelize.cut import cut, stages_asked
+from titanlite.parallelize.schedule import (
+    CSV_KEY,
+    STYLES,
+    Action,
+    Style,
+    microbatches_wanted,
+    order_of,
+    ranks_in_order,
+    ranks_of_stages,
+    read_order,
+)
+
+DEGREE = "parallelism.pipeline_parallel_degree"
+SCHEDULE = "parallelism.pipeline_parallel_schedule"
+MICROBATCH = "parallelism.pipeline_parallel_microbatch_size"
+
+
+@dataclass(frozen=True)
+class PipelinePlan:
+    """Who runs which part of the model, in which order, on how much at once."""
+
+    schedule: str
+    csv: Path | None  # a file that says the order instead
+    stages: list[list[str]]  # the modules of each stage
+    costs: list[float]  # of each stage, FLOPs a token
+    rank_of: list[int]  # the pipeline rank that holds each stage
+    microbatch: int  # sequences
+    microbatches: int  # of one run of the schedule
+
+    @property
+    def ranks(self) -> int:
+        return max(self.rank_of) + 1
+
+    def stages_of(self, rank: int) -> list[int]:
+        """The stages that a pipeline rank holds, in order."""
+        return [stage for stage, holder in enumerate(self.rank_of) if holder == rank]
+
+    def order(self) -> list[list[Action]]:
+        """What each pipeline rank does, in order."""
+        if self.csv is not None:
+            return read_order(self.csv)
+        return order_of(self.schedule, self.ranks, len(self.stages), self.microbatches)
+
+    def __str__(self) -> str:
+        name = self.csv or self.schedule
+        return f"{name}, {len(self.stages)} stages, {self.microbatches} micro-batches at once"
+
+
+def plan_pipeline(
+    section: ParallelismConfig, family: Family, shape, seq_len: int, local_batch: int
+) -> tuple[PipelinePlan | None, list[ConfigError]]:
+    """The plan that a section means, or else everything that stands against it."""
+    costs = family.costs(shape, seq_len)
+    ranks = section.pipeline_parallel_degree
+    if ranks == 1:  # one stage, which holds everything
+        everything = [sum(costs.values())]
+        return PipelinePlan("1F1B", None, [list(costs)], everything, [0], local_batch, 1), []
+    problems = list(_plain_problems(section, family, shape, local_batch))
+    try:
+        style, count, rank_of = _stages(section, shape)
+        stages = cut(section, costs, family.block_path, count)
+        microbatches = local_batch // section.pipeline_parallel_microbatch_size
+        if not problems:
+            problems += _microbatch_problems(section, rank_of, microbatches)
+        if style.splits_backward and section.fsdp_reshard_after_forward == "always":
+            problems.append(
+                ConfigError(
+                    f'parallelism.fsdp_reshard_after_forward = "always": under {_name(section)},'
+                    " which splits the backward, torch would compute wrong gradients.",
+                    fix='Use "default" or "never".',
+                    keys=("parallelism.fsdp_reshard_after_forward", SCHEDULE),
+                )
+            )
+    except ConfigError as error:
+        problems.append(error)
+    if problems:
+        return None, problems
+    spent = [sum(costs[name] for name in names) for names in stages]
+    size = section.pipeline_parallel_microbatch_size
+    file = _csv(section)
+    plan = PipelinePlan(
+        section.pipeline_parallel_schedule, file, stages, spent, rank_of, size, microbatches
+    )
+    return plan, []
+
+
+def _csv(section: ParallelismConfig) -> Path | None:
+    file = section.pipeline_parallel_schedule_csv
+    return Path(file) if file else None
+
+
+def _name(section: ParallelismConfig) -> str:
+    if section.pipeline_parallel_schedule_csv:
+        return f'{CSV_KEY} = "{section.pipeline_parallel_schedule_csv}"'
+    return f'{SCHEDULE} = "{section.pipeline_parallel_schedule}"'
+
+
+def _plain_problems(section: ParallelismConfig, family: Family, shape, local_batch: int):
+    if family.tied(shape):
+        yield ConfigError(
+            f"{DEGREE} = {section.pipeline_parallel_degree}: the embedding and the output layer are"
+            " the same weights (model.tied_embeddings), but belong to the first and last stage.",
+            fix="Use other degrees, or model.tied_embeddings = false.",
+            keys=(DEGREE, "model.tied_embeddings"),
+        )
+    size = section.pipeline_parallel_microbatch_size
+    if local_batch % size:
+        yield ConfigError(
+            f"{MICROBATCH} = {size}: does not divide training.local_batch_size = {local_batch}.",
+            fix=f"Use a divisor of {local_batch}.",
+            keys=(MICROBATCH, "training.local_batch_size"),
+        )
+
+
+def _stages(section: ParallelismConfig, shape) -> tuple[Style, int, list[int]]:
+    """(style, stages, the rank of each) of the schedule of a section; raises ConfigError."""
+    ranks, file = section.pipeline_parallel_degree, _csv(section)
+    if file is not None:
+        order = read_order(file)
+        rank_of, _ = ranks_in_order(file, order)
+        halves = any(action.kind == "weight" for actions in order for action in actions)
+        stages, key = stages_asked(section, shape.n_layers, len(rank_of))
+        if len(order) != ranks or stages != len(rank_of):
+            raise ConfigError(
+                f"{_name(section)}: is for {len(order)} ranks and {len(rank_of)} stages;"
+                f" the job has {ranks} ranks and {stages} stages.",
+                fix=f"Change the file, {DEGREE}, or parallelism.{key}.",
+                keys=(CSV_KEY, DEGREE, f"parallelism.{key}"),
+            )
+        return Style(splits_backward=halves), stages, rank_of
+    style = STYLES[section.pipeline_parallel_schedule]
+    each = style.stages_a_rank or 2
+    stages, key = stages_asked(section, shape.n_layers, each * ranks)
+    a_rank, rest = divmod(stages, ranks)
+    if rest or a_rank < each or (style.stages_a_rank and a_rank > each):
+        wants = f"{each} on each rank" + ("" if style.stages_a_rank else " or more")
+        raise ConfigError(
+            f"{_name(section)}: wants {wants} of {ranks}; parallelism.{key} makes {stages} stages.",
+            fix=f"Make {each * ranks} stages" + ("." if style.stages_a_rank else ", or a multiple."),
+            keys=(SCHEDULE, DEGREE, f"parallelism.{key}"),
+        )
+    return style, stages, ranks_of_stages(style, ranks, stages)
+
+
+def _microbatch_problems(section: ParallelismConfig, rank_of: list[int], microbatches: int):
+    ranks, file = section.pipeline_parallel_degree, _csv(section)
+    size = section.pipeline_parallel_microbatch_size
+    if file is None:
+        name = section.pipeline_parallel_schedule
+        wanted = microbatches_wanted(name, ranks, len(rank_of), microbatches)
+    else:
+        _, in_file = ranks_in_order(file, read_order(file))
+        wanted = str(in_file) if in_file != microbatches else None
+    if wanted:
+        local_batch = microbatches * size
+        yield ConfigError(
+            f"{_name(section)}: wants {wanted} micro-batches on {ranks} ranks;"
+            f" training.local_batch_size = {local_batch} in micro-batches of {size} makes"
+            f" {microbatches}.",
+            fix="Change training.local_batch_size or the size of a micro-batch.",
+            keys=(SCHEDULE, CSV_KEY, MICROBATCH, "training.local_batch_size"),
+        )
+
+
+def parts_of(family: Family, shape, plan: PipelinePlan, rank: int) -> tuple[nn.Module, dict[int, nn.Module]]:
+    """(all that a pipeline rank holds, as one module; its stages by number, made of the same).
+
+    Names are those of the whole model, so a checkpoint does not know of stages. On meta.
+    """
+    with torch.device("meta"):
+        held = family.build(shape)
+        if len(plan.stages) == 1:
+            return held, {0: held}
+        parts = {number: family.build(shape) for number in plan.stages_of(rank)}
+    for number, part in parts.items():
+        _keep(part, plan.stages[number], family.block_path)
+    _keep(held, [name for number in parts for name in plan.stages[number]], family.block_path)
+    for number, part in parts.items():
+        for name in plan.stages[number]:
+            held.set_submodule(name, part.get_submodule(name))
+    return held, parts
+
+
+def _keep(model: nn.Module, names: list[str], block_path: str) -> None:
+    """Let go of every block and end of a model that is not named."""
+    blocks = model.get_submodule(block_path)
+    for key in [key for key in blocks if f"{block_path}.{key}" not in names]:
+        del blocks[key]
+    for name in [name for name, _ in model.named_children() if name != block_path]:
+        if name not in names:
+            setattr(model, name, None)
+
+
+class Stage(PipelineStage):
+    """Torch's stage, which also tells a profiler what it runs, without its waiting."""
+
+    reduces = True  # this run of the schedule is the last before the optimizer's step
+
+    def forward_one_chunk(self, fwd_chunk_id, *args, **kwargs):
+        with record_function(traced("forward", self.stage_index, fwd_chunk_id)):
+            return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+
+    def backward_one_chunk(self, bwd_chunk_id, loss=None, full_backward=True, **kwargs):
+        kind = "backward" if full_backward else "input"
+        with record_function(traced(kind, self.stage_index, bwd_chunk_id)):
+            return super().backward_one_chunk(bwd_chunk_id, loss, full_backward, **kwargs)
+
+    def backward_weight_one_chunk(self, bwd_chunk_id, **kwargs):
+        with record_function(traced("weight", self.stage_index, bwd_chunk_id)):
+            return super().backward_weight_one_chunk(bwd_chunk_id, **kwargs)
+
+    def perform_reduce_grad(self, grad_scale_factor):
+        if self.reduces:
+            super().perform_reduce_grad(grad_scale_factor)
+
+
+def traced(kind: str, stage: int, microbatch: int) -> str:
+    """What an action is called in a trace."""
+    return f"pipeline {kind} {stage} {microbatch}"
+
+
+class ForwardStage(Stage):
+    """A stage that is only evaluated: there are no gradients to hand to a stage beside it, which
+    torch's schedules that fold (2.13) would ask for all the same, nor any to reduce."""
+
+    reduces = False
+
+    def get_local_bwd_output(self, mb_index):
+        return (None,)
+
+    def set_local_bwd_input(self, next_stage_bwd_outputs, mb_index):
+        pass
+
+
+def build_schedule(
+    kind: type[Stage],
+    parts: Mapping[int, nn.Module],
+    plan: PipelinePlan,
+    pp: DeviceMesh,
+    device: torch.device,
+    hidden: tuple[int, ...],
+    dtype: torch.dtype,
+    loss: Callable[[Tensor, Tensor], Tensor],
+) -> tuple[PipelineScheduleSingle | PipelineScheduleMulti, list[Stage]]:
+    """(torch's schedule, its stages) over this rank's parts, for micro-batches whose
+    stages hand on activations of the shape `hidden`.
+
+    The shapes are stated: to find them out, torch would run the model once more (2.13), and reuse
+    the buffers of an old shape for a new one.
+    """
+    between = torch.empty(hidden, dtype=dtype, device="meta", requires_grad=True)
+    tokens = torch.empty(hidden[:2], dtype=torch.int64, device="meta")
+    stages = [
+        kind(
+            part,
+            number,
+            len(plan.stages),
+            device,
+            input_args=between if number else tokens,
+            output_args=between,  # the last one's is not sent to anyone
+            group=pp.get_group(),
+        )
+        for number, part in parts.items()
+    ]
+    options = {"n_microbatches": plan.microbatches, "loss_fn": loss, "scale_grads": False}
+    if plan.csv is not None:
+        schedule = _PipelineScheduleRuntime(stages, **options)
+        schedule._load_csv(str(plan.csv))
+        return schedule, stages
+    scheduled = get_schedule_class(plan.schedule)
+    alone = issubclass(scheduled, PipelineScheduleSingle)
+    return scheduled(stages[0] if alone else stages, **options), stages

@@ -1,0 +1,210 @@
+"""Pipeline schedules by name or from a file: what they need, their order, and how long they idle."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+from titanlite.errors import ConfigError
+
+Kind = Literal["forward", "backward", "input", "weight"]  # input and weight: a backward's halves
+CSV_KEY = "parallelism.pipeline_parallel_schedule_csv"
+
+
+class Action(NamedTuple):
+    """One micro-batch through one stage, in one direction."""
+
+    kind: Kind
+    stage: int
+    microbatch: int
+
+
+class Timed(NamedTuple):
+    """An action, and when it runs."""
+
+    action: Action
+    start: float
+    end: float
+
+
+@dataclass(frozen=True)
+class Style:
+    """What a schedule wants of the stages of a rank."""
+
+    stages_a_rank: int | None = None  # None: two or more
+    folded: bool = False  # a rank holds the i-th stage from the front and the i-th from the back
+    splits_backward: bool = False  # in halves, which FSDP must not free weights between
+
+
+STYLES = {
+    "GPipe": Style(1),
+    "1F1B": Style(1),
+    "Interleaved1F1B": Style(),
+    "LoopedBFS": Style(),
+    "InterleavedZeroBubble": Style(splits_backward=True),
+    "ZBVZeroBubble": Style(2, folded=True, splits_backward=True),
+    "DualPipeV": Style(2, folded=True, splits_backward=True),
+}
+
+
+def ranks_of_stages(style: Style, ranks: int, stages: int) -> list[int]:
+    """The pipeline rank that holds each stage."""
+    if style.folded:
+        return [min(stage, stages - 1 - stage) for stage in range(stages)]
+    return [stage % ranks for stage in range(stages)]
+
+
+def microbatches_wanted(name: str, ranks: int, stages: int, microbatches: int) -> str | None:
+    """What schedule `name` wants of the number of micro-batches, if this one is not right."""
+    least = {"1F1B": ranks, "DualPipeV": stages}.get(name, 1)
+    if microbatches < least:
+        return f"{least} or more"
+    if name in ("Interleaved1F1B", "InterleavedZeroBubble"):
+        rounds = max(1, microbatches // ranks)
+        if microbatches % rounds:
+            return f"a multiple of {ranks}, the pipeline ranks"
+    return None
+
+
+def order_of(name: str, ranks: int, stages: int, microbatches: int) -> list[list[Action]]:
+    """What each pipeline rank does, in order, under one of torch's schedules."""
+    # Private, but what torch draws its schedules with; it needs no process group (2.11 to 2.15).
+    from torch.distributed.pipelining._schedule_visualizer import get_schedule_ops
+
+    rows = get_schedule_ops(name, ranks, microbatches, stages // ranks)
+    return [[action for cell in row for action in _actions(cell)] for row in rows]
+
+
+def read_order(path: Path) -> list[list[Action]]:
+    """The same from a CSV: a line a rank, cells such as 0F1 (stage 0, forward, micro-batch 1), 0B1
+    (backward), or its halves 0I1 and 0W1; an empty cell is a pause. Raises ConfigError."""
+    # Private; what torch itself reads the file with.
+    from torch.distributed.pipelining.schedules import _Action
+
+    order: list[list[Action]] = []
+    try:
+        with open(path, newline="", encoding="utf-8") as file:
+            rows = [row for row in csv.reader(file) if row]
+    except (OSError, UnicodeDecodeError) as error:
+        why = getattr(error, "strerror", None) or error
+        raise ConfigError(
+            f'{CSV_KEY} = "{path}": cannot be read ({why}).',
+            fix="Give a file with a line for each pipeline rank.",
+            keys=(CSV_KEY,),
+        ) from None
+    for number, row in enumerate(rows):
+        order.append([])
+        for cell in row:
+            try:
+                order[-1] += _actions(_Action.from_str(cell.strip()))
+            except (RuntimeError, ValueError, KeyError, AttributeError) as error:
+                raise _wrong_csv(
+                    path, f'line {number + 1}: "{cell}" is no action.', "Write one such as 0F1."
+                ) from error
+    return order
+
+
+def _actions(cell) -> list[Action]:
+    """Torch's action as ours: two where it overlaps two, none where it idles or communicates."""
+    if cell is None:
+        return []
+    if getattr(cell, "sub_actions", None):
+        return [action for part in cell.sub_actions for action in _actions(part)]
+    kinds = {"F": "forward", "B": "backward", "I": "input", "W": "weight"}
+    return [Action(kinds[cell.computation_type.value], cell.stage_index, cell.microbatch_index)]
+
+
+def ranks_in_order(path: Path, order: Sequence[Sequence[Action]]) -> tuple[list[int], int]:
+    """(the rank of each stage, micro-batches) of a schedule from a file; raises ConfigError where
+    an action is missing, there twice, on two ranks, or would wait for ever."""
+    rank_of: dict[int, int] = {}
+    seen: set[Action] = set()
+    for rank, actions in enumerate(order):
+        for action in actions:
+            if rank_of.setdefault(action.stage, rank) != rank:
+                what = f"stage {action.stage} is on lines {rank_of[action.stage] + 1} and {rank + 1}."
+                raise _wrong_csv(path, what, "A stage stays on one rank.")
+            if action in seen:
+                raise _wrong_csv(path, f"{_written(action)} is there twice.", "Remove one.")
+            seen.add(action)
+    stages = max(rank_of, default=-1) + 1
+    microbatches = max((action.microbatch for action in seen), default=-1) + 1
+    for stage in range(stages):
+        for microbatch in range(microbatches):
+            kinds = {kind for kind, s, m in seen if (s, m) == (stage, microbatch)}
+            if kinds not in ({"forward", "backward"}, {"forward", "input", "weight"}):
+                what = f"stage {stage}, micro-batch {microbatch} has {', '.join(sorted(kinds)) or 'nothing'}."
+                raise _wrong_csv(path, what, "It needs F and B, or F, I and W.")
+    if not stages:
+        raise _wrong_csv(path, "it is empty.", "Write a line for each pipeline rank.")
+    try:
+        timeline(order, [1.0] * stages)
+    except Deadlock as error:
+        raise _wrong_csv(path, f"it would wait for ever: {error}.", "Change the order.") from None
+    return [rank_of[stage] for stage in range(stages)], microbatches
+
+
+def _written(action: Action) -> str:
+    return f"{action.stage}{action.kind[0].upper()}{action.microbatch}"
+
+
+def _wrong_csv(path: Path, what: str, fix: str) -> ConfigError:
+    return ConfigError(f'{CSV_KEY} = "{path}": {what}', fix=fix, keys=(CSV_KEY,))
+
+
+class Deadlock(Exception):
+    """Every rank waits for another."""
+
+
+def timeline(order: Sequence[Sequence[Action]], costs: Sequence[float]) -> list[list[Timed]]:
+    """When each action runs where communication takes no time, by pipeline rank; raises Deadlock.
+
+    The forward of a stage lasts its cost, a backward twice that, and each half of one as long as
+    a forward. The first stage has nobody to send a gradient to, so there torch leaves the whole
+    backward to its weight half.
+    """
+    ends: dict[Action, float] = {}
+    done: list[list[Timed]] = [[] for _ in order]
+    last = len(costs) - 1
+    moved = True
+    while moved:
+        moved = False
+        for actions, mine in zip(order, done, strict=True):
+            while len(mine) < len(actions):
+                action = actions[len(mine)]
+                needed = _needed(action, last, ends)
+                if any(one not in ends for one in needed):
+                    break
+                free = mine[-1].end if mine else 0.0
+                start = max([free, *(ends[one] for one in needed)])
+                ends[action] = start + _length(action, costs[action.stage])
+                mine.append(Timed(action, start, ends[action]))
+                moved = True
+    waiting = [a[len(d)] for a, d in zip(order, done, strict=True) if len(d) < len(a)]
+    if waiting:
+        raise Deadlock(f"{' and '.join(map(_written, waiting))} wait for each other")
+    return done
+
+
+def _needed(action: Action, last: int, ends: dict[Action, float]) -> list[Action]:
+    kind, stage, microbatch = action
+    if kind == "forward":
+        return [Action("forward", stage - 1, microbatch)] if stage else []
+    if kind == "weight":
+        return [Action("input", stage, microbatch)]
+    needed = [Action("forward", stage, microbatch)]
+    if stage < last:  # the gradient comes from whichever kind of backward the next stage has
+        halves = Action("input", stage + 1, microbatch)
+        needed.append(halves if halves in ends else Action("backward", stage + 1, microbatch))
+    return needed
+
+
+def _length(action: Action, cost: float) -> float:
+    if action.kind == "backward":
+        return 2 * cost
+    if action.stage == 0 and action.kind != "forward":
+        return 2 * cost if action.kind == "weight" else 0.0
+    return cost
