@@ -12,6 +12,11 @@ from titanlite.data.manifest import write_manifest
 ROOT = Path(__file__).parents[1]
 
 
+def pytest_addoption(parser) -> None:
+    parser.addoption("--layouts", type=int, default=6, help="random layouts of each kind")
+    parser.addoption("--layout-seed", type=int, default=1, help="what they are drawn from")
+
+
 @pytest.fixture(scope="session")
 def corpus(tmp_path_factory) -> Path:
     """A folder with `train` and `validation`, of different files."""

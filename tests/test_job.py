@@ -25,6 +25,9 @@ def accepted(run_toml, *argv, ranks=1):
     return read_job(["--job.config_file", str(run_toml), *argv], ranks)
 
 
+PIPELINE = ["--parallelism.pipeline_parallel_degree", "2"]
+
+
 @pytest.mark.parametrize(
     "argv, ranks, words",
     [
@@ -51,7 +54,27 @@ def accepted(run_toml, *argv, ranks=1):
         (["--activation_checkpoint.mode", "selective",
           "--activation_checkpoint.selective_ac_option", "op"], 1, "not available"),
         (["--profiling.profile_freq", "2"], 1, "at least 4"),
-        (["--parallelism.pipeline_parallel_degree", "2"], 2, "Pipeline parallel is not available"),
+        (["--parallelism.context_parallel_degree", "3", "--training.seq_len", "52"], 3, "multiple of 6"),
+        (["--parallelism.context_parallel_degree", "2", "--validation.seq_len", "50"], 2,
+         "cannot split validation.seq_len = 50 evenly: 2 ranks share each sequence, an early and"),
+        (["--parallelism.context_parallel_degree", "2", "--parallelism.tensor_parallel_degree", "4",
+          "--training.seq_len", "12"], 8, "4 tensor-parallel ranks split each share. Use a multiple of 8"),
+        (["--parallelism.context_parallel_load_balancer", "ptrr"], 1, "is not available"),
+        ([*PIPELINE, "--parallelism.pipeline_parallel_microbatch_size", "3"], 2, "Use a divisor of 2"),
+        ([*PIPELINE, "--training.local_batch_size", "1"], 2, "wants 2 or more micro-batches"),
+        ([*PIPELINE, "--parallelism.pipeline_parallel_schedule", "DualPipeV", "--model.n_layers", "4"],
+         2, "wants 4 or more micro-batches on 2 ranks; training.local_batch_size = 2 in"),
+        ([*PIPELINE, "--parallelism.pipeline_parallel_schedule", "Interleaved1F1B"], 2,
+         "makes 4 stages of 2 blocks"),
+        ([*PIPELINE, "--parallelism.pipeline_parallel_schedule", "1f1b"], 2, 'Did you mean "1F1B"'),
+        ([*PIPELINE, "--parallelism.pipeline_parallel_layers_per_stage", "1", "--model.n_layers", "3"],
+         2, "wants 1 on each rank of 2; parallelism.pipeline_parallel_layers_per_stage makes 3"),
+        ([*PIPELINE, "--model.tied_embeddings", "true"], 2, "are the same weights"),
+        ([*PIPELINE, "--parallelism.pipeline_parallel_schedule", "ZBVZeroBubble", "--model.n_layers",
+          "4", "--parallelism.fsdp_reshard_after_forward", "always"], 2, "would compute wrong gradients"),
+        ([*PIPELINE, "--parallelism.pipeline_parallel_schedule_csv", "nowhere.csv"], 2, "cannot be read"),
+        ([*PIPELINE, "--parallelism.module_fqns_per_model_part", '[["layers.0"], ["output"]]'], 2,
+         "no stage has tok_embeddings, layers.1, norm"),
         (["--compile.enable", "true"], 1, "Compiling is not available"),
         (["--quantize.linear.float8.recipe_name", "rowwise"], 1, "Float8 is not available"),
         (["--model.converters", "float8"], 1, "Quantisation is not available"),
@@ -82,7 +105,7 @@ lr = true
 decay_ratio = 1.5
 [parallelism]
 tensor_parallel_degree = 3
-context_parallel_degree = 2
+expert_parallel_degree = 2
 [modle]
 dim = 3
 [checkpoint]
@@ -96,7 +119,7 @@ EXPECTED = [
     ("optimizer.lr = true", "a number of at least 0"),
     ("lr_scheduler.decay_ratio = 1.5", "at least 0 and at most 1"),
     ("tensor_parallel_degree 3", "ranks, 2"),
-    ("parallelism.context_parallel_degree = 2", "Use 1"),
+    ("parallelism.expert_parallel_degree = 2", "Use 1"),
     ("[modle]", "Did you mean model"),
     ("checkpoint.enable_checkpoint = true", "checkpoint.enable"),
 ]
@@ -182,3 +205,14 @@ def test_several_problems_of_one_file_are_several_lines(run_toml, tmp_path):
     with pytest.raises(Problems) as raised:
         accepted(run_toml, "--data.sources", f"[{sources}]")
     assert len(raised.value.problems) == 2
+
+
+def test_a_schedule_from_a_file_must_be_for_this_job(run_toml, tmp_path):
+    file = tmp_path / "schedule.csv"
+    file.write_text("0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n")
+    argv = [*PIPELINE, "--parallelism.pipeline_parallel_schedule_csv", str(file)]
+    assert accepted(run_toml, *argv, ranks=2).pipeline.microbatches == 2
+    more = [*argv, "--training.local_batch_size", "4"]
+    assert "wants 2 micro-batches on 2 ranks" in said(run_toml, *more, ranks=2)
+    argv[1] = "4"
+    assert "is for 2 ranks and 2 stages; the job has 4 ranks" in said(run_toml, *argv, ranks=4)

@@ -21,16 +21,16 @@ from titanlite.parallelize.activation import ActivationCheckpointConfig
 from titanlite.parallelize.cut import balanced
 from titanlite.parallelize.init import start_weights
 from titanlite.parallelize.pipeline import plan_pipeline
-from titanlite.training import Engine, TrainState, build_engine, take_step
+from titanlite.training import Engine, TrainState, build_engine, take_step, validate
 
 FAMILY = FAMILIES["llama3"]
-SEED, BATCH, SEQ_LEN, STEPS = 7, 36, 48, 4
+SEED, STEPS = 7, 4
+CPU = torch.device("cpu")
 
 # Odd where it may be: 509 tokens, and a feed-forward that 3 ranks cannot shard evenly.
 SHAPE = LlamaShape(
     dim=32, n_layers=2, n_heads=4, n_kv_heads=2, hidden_dim=88, vocab_size=509, rope_theta=1e4
 )
-DEEP = replace(SHAPE, n_layers=8)  # enough for two stages on each of four ranks
 
 
 @dataclass(frozen=True)
@@ -49,8 +49,11 @@ class Layout:
     offload: bool = False
     recompute: str = "none"
     schedule: str = "1F1B"
+    csv: str = ""  # a file with the schedule
     microbatch: int = 1  # of the pipeline
     stages: int = 0  # of the pipeline, cut by cost; 0: as the schedule likes
+    layers_per_stage: int = 0  # 0: as many as that makes
+    less: tuple[int, int] | None = None  # blocks fewer in the first and last stage
     rotate: str = "allgather"
     balancer: str = "headtail"
 
@@ -58,22 +61,29 @@ class Layout:
     def degrees(self) -> Degrees:
         return Degrees(self.replicate, self.shard, self.context, self.tensor, self.pipeline)
 
-    @property
-    def local_batch(self) -> int:
-        return BATCH // self.degrees.data // self.accumulate
+    def local_batch(self, recipe: Recipe) -> int:
+        return max(1, recipe.batch // self.degrees.data // self.accumulate)
 
-    def section(self, shape: LlamaShape) -> ParallelismConfig:
-        costs = FAMILY.costs(shape, SEQ_LEN)
+    def section(self, recipe: Recipe) -> ParallelismConfig:
+        costs = FAMILY.costs(recipe.shape, recipe.seq_len)
+        first, last = self.less or (None, None)
         return ParallelismConfig(
             disable_loss_parallel=not self.loss_parallel,
             fsdp_reshard_after_forward=self.reshard,
             fsdp_gradient_reduction=self.reduction,
+            data_parallel_replicate_degree=self.replicate,
+            data_parallel_shard_degree=self.shard,
+            tensor_parallel_degree=self.tensor,
             context_parallel_degree=self.context,
             context_parallel_rotate_method=self.rotate,
             context_parallel_load_balancer=self.balancer,
             pipeline_parallel_degree=self.pipeline,
             pipeline_parallel_schedule=self.schedule,
+            pipeline_parallel_schedule_csv=self.csv,
             pipeline_parallel_microbatch_size=self.microbatch,
+            pipeline_parallel_layers_per_stage=self.layers_per_stage or None,
+            pipeline_parallel_first_stage_less_layers=first,
+            pipeline_parallel_last_stage_less_layers=last,
             module_fqns_per_model_part=balanced(costs, self.stages) if self.stages else None,
         )
 
@@ -93,16 +103,16 @@ class Recipe:
     max_norm: float = 0.0
     shape: LlamaShape = SHAPE
     steps: int = STEPS
-    lr: float = field(default=0.5)
+    lr: float = 0.5
+    batch: int = 36  # sequences of a step; of one step, twice as many, and the ranks must follow
+    seq_len: int = 48
 
     @property
     def section(self) -> OptimizerConfig:
         return OptimizerConfig(name=self.optimizer, lr=self.lr)
 
-
-def batch_of(step: int) -> int:
-    """Samples of a step: the batch doubles for one step, and the ranks must follow."""
-    return 2 * BATCH if step == 2 else BATCH
+    def batch_of(self, step: int) -> int:
+        return 2 * self.batch if step == 2 else self.batch
 
 
 SGD = Recipe()
@@ -113,21 +123,47 @@ ADAMW = Recipe("AdamW", max_norm=0.1, lr=1e-3)
 class Record:
     """What a run showed."""
 
-    losses: list[float]
-    norms: list[float]
-    gradients: list[dict[str, Any]]  # of each step: tensors, or one rank's parts of them
-    weights: dict[str, Any]  # after the last step, likewise
+    losses: list[float] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+    validations: list[float] = field(default_factory=list)
+    gradients: list[dict[str, Any]] = field(default_factory=list)
+    # of each step: tensors, or one rank's parts of them
+    weights: dict[str, Any] = field(default_factory=dict)  # after the last step, likewise
 
 
-def batch_at(step: int, vocab: int) -> tuple[Tensor, Tensor]:
-    """A global batch [rows, SEQ_LEN] whose ignored labels are spread unevenly over its rows."""
-    generator = torch.Generator().manual_seed(1000 + step)
-    ids = torch.randint(0, vocab, (batch_of(step), SEQ_LEN + 1), generator=generator)
-    inputs, labels = ids[:, :-1].clone(), ids[:, 1:].clone()
-    for row in range(len(ids)):
-        labels[row, : (row * 7 + step) % (SEQ_LEN + 1)] = IGNORED
-    labels[BATCH // 2 : BATCH // 2 + 3] = IGNORED  # whole micro-batches of some layouts
+def batch_at(step: int, recipe: Recipe) -> tuple[Tensor, Tensor]:
+    """A global batch [rows, T] whose ignored labels are spread unevenly over its rows."""
+    inputs, labels = tokens(1000 + step, recipe.batch_of(step), recipe.seq_len, recipe)
+    for row in range(len(labels)):
+        labels[row, : (row * 7 + step) % (recipe.seq_len + 1)] = IGNORED
+    labels[recipe.batch // 2 : recipe.batch // 2 + 3] = IGNORED  # micro-batches of some layouts
     return inputs, labels
+
+
+def tokens(seed: int, rows: int, length: int, recipe: Recipe) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(0, recipe.shape.vocab_size, (rows, length + 1), generator=generator)
+    return ids[:, :-1].clone(), ids[:, 1:].clone()
+
+
+class HeldOut:
+    """Held-out text: longer sequences than those learned from, a number of them that nothing
+    divides, the last cut short."""
+
+    name, samples = "held out", 7
+
+    def __init__(self, recipe: Recipe):
+        self.inputs, self.labels = tokens(5, self.samples, 2 * recipe.seq_len, recipe)
+        self.labels[-1, recipe.seq_len // 3 :] = IGNORED
+
+    def read(self, start: int, rows: int) -> tuple[Tensor, Tensor]:
+        there = slice(start, start + rows)
+        missing = (0, 0, 0, rows - len(self.inputs[there]))
+        labels = F.pad(self.labels[there], missing, value=IGNORED)
+        return F.pad(self.inputs[there], missing), labels
+
+
+VALIDATED_AFTER = (2, STEPS)  # steps: in the middle too, so that what follows it is seen
 
 
 @cache
@@ -136,9 +172,9 @@ def one_process(recipe: Recipe) -> Record:
     model = FAMILY.build(recipe.shape)
     start_weights(model, FAMILY.start, recipe.shape.n_layers, SEED)
     optimizer = build_optimizer(model, recipe.section)
-    record = Record([], [], [], {})
+    record = Record()
     for step in range(recipe.steps):
-        inputs, labels = batch_at(step, recipe.shape.vocab_size)
+        inputs, labels = batch_at(step, recipe)
         logits = model(inputs)
         loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED)
         loss.backward()
@@ -149,14 +185,23 @@ def one_process(recipe: Recipe) -> Record:
         record.gradients.append({n: p.grad.clone() for n, p in model.named_parameters()})
         optimizer.step()
         optimizer.zero_grad()
+        if step + 1 in VALIDATED_AFTER:
+            record.validations.append(_plain_validation(model, HeldOut(recipe)))
     record.weights = {n: p.detach().clone() for n, p in model.named_parameters()}
     return record
 
 
-def spread(layout: Layout, shape: LlamaShape, dtype: torch.dtype = torch.float32):
+@torch.no_grad()
+def _plain_validation(model, text: HeldOut) -> float:
+    logits = model(text.inputs).flatten(0, 1)
+    return F.cross_entropy(logits, text.labels.flatten(), ignore_index=IGNORED).item()
+
+
+def spread(layout: Layout, recipe: Recipe, dtype: torch.dtype = torch.float32):
     """(what this rank holds, mesh, engine) of a layout on the ranks that run this."""
-    section, mesh, cpu = layout.section(shape), build_mesh(layout.degrees, "cpu"), torch.device("cpu")
-    plan, problems = plan_pipeline(section, FAMILY, shape, SEQ_LEN, layout.local_batch)
+    section, mesh = layout.section(recipe), build_mesh(layout.degrees, "cpu")
+    shape, local_batch = recipe.shape, layout.local_batch(recipe)
+    plan, problems = plan_pipeline(section, FAMILY, shape, recipe.seq_len, local_batch)
     assert plan is not None, problems
     held = build_spread_model(
         FAMILY,
@@ -165,12 +210,12 @@ def spread(layout: Layout, shape: LlamaShape, dtype: torch.dtype = torch.float32
         section,
         plan,
         ActivationCheckpointConfig(mode=layout.recompute),
-        cpu,
+        CPU,
         seed=SEED,
         compute=dtype,
         offload=layout.offload,
     )
-    engine = build_engine(held, mesh, section, plan, cpu, local_batch=layout.local_batch)
+    engine = build_engine(held, mesh, section, plan, CPU, local_batch=local_batch)
     return held.model, mesh, engine
 
 
@@ -182,17 +227,17 @@ def spread_runs(cases: list[tuple[Layout, Recipe]]) -> list[Record]:
 def spread_run(layout: Layout, recipe: Recipe) -> Record:
     """The same run under a layout, by the house's own engine and step, as this rank sees it."""
     state, engine, mesh = start(layout, recipe)
-    record = Record([], [], [], {})
+    record = Record()
     go_on(state, engine, mesh, recipe, record, recipe.steps)
-    samples = sum(map(batch_of, range(recipe.steps)))
+    samples = sum(map(recipe.batch_of, range(recipe.steps)))
     assert (state.step, state.position) == (recipe.steps, samples)
-    assert state.tokens == samples * SEQ_LEN
+    assert state.tokens == samples * recipe.seq_len
     return record
 
 
 def start(layout: Layout, recipe: Recipe) -> tuple[TrainState, Engine, Mesh]:
     """A run under a layout, before its first step."""
-    model, mesh, engine = spread(layout, recipe.shape)
+    model, mesh, engine = spread(layout, recipe)
     return TrainState(model, build_optimizer(model, recipe.section)), engine, mesh
 
 
@@ -205,21 +250,24 @@ def go_on(
         lambda *_: record.gradients.append({name: part_of(p.grad) for name, p in named})
     )
     while state.step < until:
-        rows = batch_of(state.step) // mesh.degrees.data
+        rows = recipe.batch_of(state.step) // mesh.degrees.data
         mine = slice(mesh.batch_rank * rows, (mesh.batch_rank + 1) * rows)
-        inputs, labels = (part[mine] for part in batch_at(state.step, recipe.shape.vocab_size))
+        inputs, labels = (part[mine] for part in batch_at(state.step, recipe))
         result = take_step(
             state,
             engine,
             inputs,
             labels,
             mesh=mesh,
-            global_batch=batch_of(state.step),
+            global_batch=recipe.batch_of(state.step),
             lr=recipe.lr,
             max_norm=recipe.max_norm,
         )
         record.losses.append(result.loss.item())
         record.norms.append(result.grad_norm.item())
+        if state.step in VALIDATED_AFTER:
+            text = HeldOut(recipe)
+            record.validations.append(validate(engine, text, text.samples, 2, mesh, CPU))
     hook.remove()
     record.weights = {name: part_of(p) for name, p in named}
 
@@ -236,9 +284,12 @@ def part_of(tensor: Tensor) -> tuple[tuple[int, ...], tuple[int, ...], Tensor]:
 def joined(records: list[Record]) -> Record:
     """What all ranks saw, put together; what several ranks hold must be the same on each."""
     first = records[0]
-    assert all((r.losses, r.norms) == (first.losses, first.norms) for r in records)
+    for r in records:
+        same = (r.losses, r.norms, r.validations)
+        assert same == (first.losses, first.norms, first.validations)
     gradients = [_join(step) for step in zip(*(r.gradients for r in records), strict=True)]
-    return Record(first.losses, first.norms, gradients, _join([r.weights for r in records]))
+    weights = _join([r.weights for r in records])
+    return replace(first, gradients=gradients, weights=weights)
 
 
 def _join(parts: Sequence[dict[str, tuple]]) -> dict[str, Tensor]:
@@ -269,6 +320,7 @@ def worst_error(found: Record, right: Record, tensors: bool) -> dict[str, float]
     errors = {
         "loss": _worst(zip(found.losses, right.losses, strict=True)),
         "norm": _worst(zip(found.norms, right.norms, strict=True)),
+        "validation": _worst(zip(found.validations, right.validations, strict=True)),
     }
     if tensors:
         for step, (a, b) in enumerate(zip(found.gradients, right.gradients, strict=True)):
@@ -282,6 +334,12 @@ def worst_error(found: Record, right: Record, tensors: bool) -> dict[str, float]
 
 def _worst(pairs) -> float:
     return max(abs(a - b) / abs(b) for a, b in pairs)
+
+
+def deepened(recipe: Recipe, layout: Layout) -> Recipe:
+    """The recipe with blocks enough for the stages of a layout."""
+    blocks = max(4, 2 * layout.pipeline, layout.stages - 2)
+    return replace(recipe, shape=replace(recipe.shape, n_layers=blocks))
 
 
 def tied(recipe: Recipe) -> Recipe:

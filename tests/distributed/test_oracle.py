@@ -11,6 +11,7 @@ from tests.distributed.oracle import (
     SGD,
     SHAPE,
     Layout,
+    deepened,
     joined,
     one_process,
     spread_runs,
@@ -18,6 +19,8 @@ from tests.distributed.oracle import (
     worst_error,
 )
 from tests.distributed.ranks import run_on_ranks
+from tests.parallelize.test_schedule import written
+from titanlite.parallelize.schedule import STYLES, order_of
 
 # Each is run with and without accumulation, by SGD and by AdamW with clipping.
 SPREADS = [
@@ -31,6 +34,32 @@ SPREADS = [
     Layout(tensor=4),  # more ranks than key-value heads
     Layout(shard=2, tensor=2),
     Layout(replicate=2, shard=2, tensor=2),
+    Layout(context=2),
+    Layout(context=2, rotate="alltoall", balancer="none"),
+    Layout(context=4),
+    Layout(context=2, shard=2, rotate="alltoall"),
+    Layout(context=2, tensor=2, balancer="none"),
+    Layout(replicate=2, context=2, tensor=2, rotate="alltoall"),
+]
+# Each is run in the same four ways, on a model deep enough for its stages.
+PIPELINES = [
+    *(Layout(pipeline=2, microbatch=3, schedule=schedule) for schedule in STYLES),
+    *(
+        Layout(pipeline=2, microbatch=3, schedule=schedule, stages=6)
+        for schedule, style in STYLES.items()
+        if style.stages_a_rank is None
+    ),
+    Layout(pipeline=4, microbatch=3),
+    Layout(pipeline=4, microbatch=3, schedule="InterleavedZeroBubble"),
+    Layout(pipeline=2, shard=2, microbatch=3, schedule="ZBVZeroBubble"),
+    Layout(pipeline=2, tensor=2, microbatch=6),
+    Layout(pipeline=2, context=2, microbatch=3, schedule="Interleaved1F1B"),
+]
+# On 8 ranks DTensor's planning of three dimensions takes longest: each way of running is met once.
+EIGHTS = [
+    Layout(pipeline=2, shard=2, tensor=2, microbatch=3, schedule="DualPipeV", accumulate=1),
+    Layout(pipeline=2, replicate=2, shard=2, microbatch=1, accumulate=3),
+    Layout(pipeline=2, context=2, tensor=2, microbatch=3, rotate="alltoall", accumulate=3),
 ]
 # Each is run by SGD.
 OPTIONS = [
@@ -49,6 +78,34 @@ OPTIONS = [
         Layout(shard=2, recompute="full"),
     ],
     [Layout(replicate=2, shard=2, accumulate=3, reduction="last_microbatch")],
+    [Layout(context=2, rotate="alltoall", recompute="full"), Layout(context=2, offload=True)],
+    [Layout(context=4, rotate="alltoall", balancer="none"), Layout(context=4, balancer="none")],
+]
+# Likewise, on a model deep enough.
+PIPELINE_OPTIONS = [
+    [
+        Layout(pipeline=2, microbatch=9, reshard="always"),
+        Layout(pipeline=2, microbatch=9, recompute="full"),
+        Layout(pipeline=2, microbatch=9, schedule="ZBVZeroBubble", recompute="selective"),
+        Layout(pipeline=2, microbatch=9, offload=True),
+        Layout(pipeline=2, microbatch=9, schedule="Interleaved1F1B", stages=10),  # ends alone
+    ],
+    [
+        Layout(pipeline=2, tensor=2, microbatch=9, loss_parallel=False),
+        Layout(pipeline=2, tensor=2, microbatch=9, schedule="InterleavedZeroBubble", stages=10),
+    ],
+    [
+        Layout(pipeline=2, shard=2, microbatch=6, reshard="always"),
+        Layout(pipeline=2, shard=2, microbatch=3, accumulate=3, reduction="last_microbatch"),
+        Layout(
+            pipeline=2,
+            shard=2,
+            microbatch=3,
+            accumulate=3,
+            reduction="last_microbatch",
+            schedule="InterleavedZeroBubble",
+        ),
+    ],
 ]
 TIED = [Layout(shard=3), Layout(tensor=4), Layout(shard=2, tensor=2)]
 
@@ -64,15 +121,38 @@ def learn_the_same(cases) -> None:
         assert max(errors.values()) <= 1e-5, (str(layout), recipe.optimizer, errors)
 
 
-@pytest.mark.parametrize("layout", SPREADS, ids=str)
+@pytest.mark.parametrize("layout", [*SPREADS, *PIPELINES], ids=str)
 def test_every_layout_learns_what_one_process_learns(layout):
-    again = replace(layout, accumulate=3)
-    learn_the_same([(way, recipe) for way in (layout, again) for recipe in (SGD, ADAMW)])
+    again, recipes = replace(layout, accumulate=3), (SGD, ADAMW)
+    if layout.pipeline > 1:
+        recipes = tuple(deepened(recipe, layout) for recipe in recipes)
+    learn_the_same([(way, recipe) for way in (layout, again) for recipe in recipes])
 
 
-@pytest.mark.parametrize("layouts", OPTIONS, ids=lambda layouts: ";".join(map(str, layouts)))
+@pytest.mark.parametrize("layout", EIGHTS, ids=str)
+def test_three_dimensions_with_a_pipeline_learn_what_one_process_learns(layout):
+    learn_the_same([(layout, deepened(recipe, layout)) for recipe in (SGD, ADAMW)])
+
+
+def names(layouts) -> str:
+    return ";".join(map(str, layouts))
+
+
+@pytest.mark.parametrize("layouts", OPTIONS, ids=names)
 def test_no_option_of_a_layout_changes_what_is_learned(layouts):
     learn_the_same([(layout, SGD) for layout in layouts])
+
+
+@pytest.mark.parametrize("layouts", PIPELINE_OPTIONS, ids=names)
+def test_no_option_of_a_pipeline_changes_what_is_learned(layouts):
+    learn_the_same([(layout, deepened(SGD, layout)) for layout in layouts])
+
+
+def test_a_schedule_from_a_file_learns_what_one_process_learns(tmp_path):
+    file = tmp_path / "schedule.csv"
+    file.write_text(written(order_of("ZBVZeroBubble", ranks=2, stages=4, microbatches=4)))
+    layout = Layout(pipeline=2, csv=str(file), microbatch=9)
+    learn_the_same([(layout, deepened(SGD, layout))])
 
 
 @pytest.mark.parametrize("layout", TIED, ids=str)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tests.distributed.oracle import SHAPE, Layout, batch_at, spread
+from tests.distributed.oracle import SGD, Layout, batch_at, spread
 from tests.distributed.ranks import run_on_ranks
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -40,10 +40,11 @@ def _types(value):
 
 
 def types_of_a_step(layout) -> dict:
-    model, mesh, engine = spread(layout, SHAPE, dtype=torch.bfloat16)
+    model, mesh, engine = spread(layout, SGD, dtype=torch.bfloat16)
     optimizer = build_optimizer(model, OptimizerConfig())
-    rows = slice(mesh.batch_rank * 4, mesh.batch_rank * 4 + 4)
-    inputs, labels = (part[rows] for part in batch_at(0, SHAPE.vocab_size))
+    rows = layout.local_batch(SGD)
+    mine = slice(mesh.batch_rank * rows, mesh.batch_rank * rows + rows)
+    inputs, labels = (part[mine] for part in batch_at(0, SGD))
     activations, rotary = set(), set()
     for block in model.layers.values():
         block.register_forward_hook(lambda module, args, out: activations.add(out.dtype))
@@ -74,7 +75,15 @@ def types_of_a_step(layout) -> dict:
 
 @pytest.mark.parametrize(
     "layout",
-    [Layout(), Layout(shard=2), Layout(replicate=2), Layout(tensor=2), Layout(shard=2, tensor=2)],
+    [
+        Layout(),
+        Layout(shard=2),
+        Layout(replicate=2),
+        Layout(tensor=2),
+        Layout(shard=2, tensor=2),
+        Layout(context=2),
+        Layout(pipeline=2, microbatch=9),
+    ],
     ids=str,
 )
 def test_bf16_computes_in_bf16_and_keeps_and_reduces_in_fp32(layout):
@@ -84,5 +93,5 @@ def test_bf16_computes_in_bf16_and_keeps_and_reduces_in_fp32(layout):
         assert seen["gradients"] == seen["weights"] == seen["moments"] == {torch.float32}
         assert seen["rotary tables"] == {torch.float32}  # bf16 cannot count to 1,000
         assert seen["loss"] == torch.float32
-        if layout.degrees.data > 1 and layout.tensor == 1:
+        if layout.degrees.data * layout.context > 1 and layout.tensor == 1:
             assert seen["gradient reductions"] == {torch.float32}

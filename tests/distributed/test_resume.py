@@ -6,7 +6,17 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.distributed.oracle import ADAMW, Layout, Record, go_on, one_process, start, tied, whole
+from tests.distributed.oracle import (
+    ADAMW,
+    Layout,
+    Record,
+    deepened,
+    go_on,
+    one_process,
+    start,
+    tied,
+    whole,
+)
 from tests.distributed.ranks import run_on_ranks
 
 from titanlite.checkpoint import CheckpointConfig, Checkpointer
@@ -18,12 +28,16 @@ LAYOUTS = {
     "tensor2": Layout(tensor=2),
     "shard2tensor2": Layout(shard=2, tensor=2, accumulate=3),
     "replicate2shard2": Layout(replicate=2, shard=2),
+    "pipeline2shard2": Layout(pipeline=2, shard=2, microbatch=3, schedule="ZBVZeroBubble"),
+    "pipeline2context2": Layout(pipeline=2, context=2, microbatch=9, accumulate=1),
+    "context2tensor2": Layout(context=2, tensor=2, accumulate=3),
 }
-STOP = 2  # of ADAMW.steps
+RECIPE = deepened(ADAMW, Layout(pipeline=2))
+STOP = 2  # of RECIPE.steps
 
 
 def bits(state) -> dict[str, bytes]:
-    """Every weight and moment as bytes, whole."""
+    """Every weight and moment of this rank's stages as bytes, whole."""
     found = {}
     for name, parameter in state.model.named_parameters():
         found[name] = whole(parameter).numpy().tobytes()
@@ -34,7 +48,7 @@ def bits(state) -> dict[str, bytes]:
 
 def stop_under(layout, recipe, folder) -> dict[str, bytes]:
     state, engine, mesh = start(layout, recipe)
-    go_on(state, engine, mesh, recipe, Record([], [], [], {}), STOP)
+    go_on(state, engine, mesh, recipe, Record(), STOP)
     checkpointer = Checkpointer(Path(folder), CheckpointConfig(enable=True))
     checkpointer.save(
         state.step,
@@ -56,11 +70,18 @@ def go_on_under(layout, recipe, folders) -> list[tuple[dict[str, bytes], list[fl
         checkpointer = Checkpointer(Path(folder), CheckpointConfig(enable=True))
         manifest = checkpointer.load(checkpointer.find(), state.model, state.optimizer, {})
         state.restore(manifest.progress)
-        loaded, record = bits(state), Record([], [], [], {})
+        loaded, record = bits(state), Record()
         assert state.step == STOP
         go_on(state, engine, mesh, recipe, record, recipe.steps)
         answers.append((loaded, record.losses))
     return answers
+
+
+def of_all(parts) -> dict[str, bytes]:
+    """What the ranks hold, together; where several hold the same, it is the same."""
+    whole_of = {name: value for part in parts for name, value in part.items()}
+    assert all(whole_of[name] == value for part in parts for name, value in part.items())
+    return whole_of
 
 
 @pytest.fixture(scope="module")
@@ -69,18 +90,21 @@ def stopped(tmp_path_factory) -> dict[str, tuple[str, dict[str, bytes]]]:
     made = {}
     for name, layout in LAYOUTS.items():
         folder = str(tmp_path_factory.mktemp(name))
-        made[name] = (folder, run_on_ranks(stop_under, layout.degrees.ranks, layout, ADAMW, folder)[0])
+        saved = run_on_ranks(stop_under, layout.degrees.ranks, layout, RECIPE, folder)
+        made[name] = (folder, of_all(saved))
     return made
 
 
 @pytest.mark.parametrize("after", LAYOUTS)
 def test_every_layout_goes_on_from_every_other(after, stopped):
-    layout, right = LAYOUTS[after], one_process(ADAMW).losses
+    layout, right = LAYOUTS[after], one_process(RECIPE).losses
     folders = [folder for folder, _ in stopped.values()]
-    answers = run_on_ranks(go_on_under, layout.degrees.ranks, layout, ADAMW, folders)[0]
-    for (before, (_, saved)), (loaded, losses) in zip(stopped.items(), answers, strict=True):
+    by_rank = run_on_ranks(go_on_under, layout.degrees.ranks, layout, RECIPE, folders)
+    for (before, (_, saved)), *answers in zip(stopped.items(), *by_rank, strict=True):
+        loaded = of_all([bits for bits, _ in answers])
         assert loaded == saved, f"{before} -> {after}: other bits than were saved"
-        assert losses == pytest.approx(right[STOP:], rel=1e-5), f"{before} -> {after}"
+        for _, losses in answers:
+            assert losses == pytest.approx(right[STOP:], rel=1e-5), f"{before} -> {after}"
 
 
 def test_tied_weights_go_on_as_one(tmp_path):

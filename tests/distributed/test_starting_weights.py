@@ -22,11 +22,14 @@ LAYOUTS = [
     Layout(tensor=4),
     Layout(shard=2, tensor=2),
     Layout(replicate=2, shard=2, tensor=2),
+    Layout(context=2, shard=2),
+    Layout(pipeline=2, shard=2),
+    Layout(pipeline=2, tensor=2, schedule="ZBVZeroBubble", stages=4, microbatch=9),
 ]
 
 
 def fingerprints(layout, shape) -> dict[str, bytes]:
-    model, _, _ = spread(layout, shape)
+    model, _, _ = spread(layout, replace(SGD, shape=shape))
     return {name: whole(p).numpy().tobytes() for name, p in model.named_parameters()}
 
 
@@ -40,8 +43,26 @@ def plain_fingerprints(shape) -> dict[str, bytes]:
 def test_every_layout_starts_from_the_same_bits(layout):
     right = plain_fingerprints(BLOCKS)
     assert len(right["output.weight"]) > 4 * 4 * BLOCK_VALUES
-    for found in run_on_ranks(fingerprints, layout.degrees.ranks, layout, BLOCKS):
-        assert found == right
+    ranks = run_on_ranks(fingerprints, layout.degrees.ranks, layout, BLOCKS)
+    for found in ranks:
+        assert found == {name: right[name] for name in found}
+    assert {name for found in ranks for name in found} == set(right)
+    if layout.pipeline == 1:
+        assert all(found.keys() == right.keys() for found in ranks)
+
+
+def bytes_held(layout, shape) -> int:
+    model, _, _ = spread(layout, replace(SGD, shape=shape))
+    return sum(p.to_local().untyped_storage().nbytes() for p in model.parameters())
+
+
+def test_a_rank_holds_its_stages_and_nothing_else():
+    layout = Layout(pipeline=2, less=(0, 0))
+    shape = replace(BLOCKS, n_layers=4)
+    whole_model = 4 * FAMILY.count_parameters(shape)
+    first, last = run_on_ranks(bytes_held, 2, layout, shape)
+    assert first + last == whole_model  # and each an end and half of the blocks
+    assert abs(last - first) == 4 * shape.dim  # the last norm
 
 
 def test_tied_weights_start_as_one_parameter():
@@ -79,7 +100,7 @@ def memory_beside_the_shards(layout, shape) -> tuple[int, int]:
             return out
 
     with Watch():
-        model, _, _ = spread(layout, shape)
+        model, _, _ = spread(layout, replace(SGD, shape=shape))
     shards = [p.to_local().untyped_storage().nbytes() for p in model.parameters()]
     return largest, max(shards)
 

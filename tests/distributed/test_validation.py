@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tests.distributed.oracle import FAMILY, SEED, SHAPE, Layout, spread
+from tests.distributed.oracle import FAMILY, SEED, SGD, SHAPE, Layout, spread
 from tests.distributed.ranks import run_on_ranks
 from titanlite.data import IGNORE_INDEX, SourceConfig, open_stream, open_validation, slices_of
 from titanlite.models import IGNORED
@@ -27,7 +27,7 @@ def text_of(path):
 
 
 def validation_under(layout, path, counts) -> list[float]:
-    _, mesh, engine = spread(layout, SHAPE)
+    _, mesh, engine = spread(layout, SGD)
     text, cpu = text_of(path), torch.device("cpu")
     return [validate(engine, text, count, 3, mesh, cpu) for count in counts]
 
@@ -55,6 +55,8 @@ def validation_of_one_process(path, count) -> float:
         Layout(tensor=2),
         Layout(tensor=2, loss_parallel=False),
         Layout(shard=2, tensor=2),
+        Layout(context=2, shard=2),
+        Layout(pipeline=2, context=2, microbatch=4),
     ],
     ids=str,
 )

@@ -8,9 +8,12 @@ from typing import Any
 
 import numpy as np
 
-from titanlite.errors import ConfigError, DataError
+from titanlite.errors import DataError
+from titanlite.observe.figure import FAINT as _FAINT
+from titanlite.observe.figure import GRID as _GRID
+from titanlite.observe.figure import INK as _INK
+from titanlite.observe.figure import new_figure
 
-_INK, _FAINT, _GRID = "#1d2733", "#8a94a0", "#e6e9ed"
 _TRAIN, _RATE = "#2f6fb2", "#b9793a"
 _TEXTS = ("#d1495b", "#3c8d5a", "#8e5ea2", "#c48a00", "#2a9d8f", "#6d597a")  # validation
 
@@ -20,20 +23,12 @@ def draw_loss(metrics_jsonl: Path, png: Path) -> None:
 
     Raises DataError for a file that is missing or holds no step; ConfigError without matplotlib.
     """
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ConfigError(
-            "Drawing needs matplotlib, which is not installed.", fix="pip install matplotlib"
-        ) from error
     steps, events = read_metrics(metrics_jsonl)
     if not steps:
         raise DataError(
             f"{metrics_jsonl}: holds no step.", fix="Give the folder of a run that has begun."
         )
-    figure = Figure(figsize=(9, 5.6), dpi=150, layout="constrained", facecolor="white")
-    FigureCanvasAgg(figure)  # a picture without a display
+    figure = new_figure(9, 5.6, layout="constrained")
     loss_panel, rate_panel = figure.subplots(
         2, 1, sharex=True, gridspec_kw={"height_ratios": [5, 1]}
     )

@@ -18,7 +18,7 @@ _NAMES = "module_fqns_per_model_part"
 
 def stages_asked(section: ParallelismConfig, blocks: int, otherwise: int) -> tuple[int, str]:
     """(how many stages the keys ask for, the key that says so); `otherwise`: none of them does."""
-    if section.module_fqns_per_model_part is not None:
+    if section.module_fqns_per_model_part:
         return len(section.module_fqns_per_model_part), _NAMES
     if section.pipeline_parallel_layers_per_stage is not None:
         first, last = _fewer(section)
@@ -33,7 +33,7 @@ def cut(
 
     `costs` has every module of the model in the order in which they run, with what it costs.
     """
-    if section.module_fqns_per_model_part is not None:
+    if section.module_fqns_per_model_part:
         problem = next(_wrong_names(section.module_fqns_per_model_part, list(costs)), None)
         if problem is not None:
             raise problem

@@ -21,6 +21,7 @@ from torch.profiler import record_function
 from titanlite.distributed.mesh import ParallelismConfig
 from titanlite.errors import ConfigError
 from titanlite.models import Family
+from titanlite.observe.trace import action_name
 from titanlite.parallelize.cut import cut, stages_asked
 from titanlite.parallelize.schedule import (
     CSV_KEY,
@@ -198,11 +199,19 @@ def parts_of(family: Family, shape, plan: PipelinePlan, rank: int) -> tuple[nn.M
         parts = {number: family.build(shape) for number in plan.stages_of(rank)}
     for number, part in parts.items():
         _keep(part, plan.stages[number], family.block_path)
+        if number < len(plan.stages) - 1:
+            part.register_forward_hook(_plain)
     _keep(held, [name for number in parts for name in plan.stages[number]], family.block_path)
     for number, part in parts.items():
         for name in plan.stages[number]:
             held.set_submodule(name, part.get_submodule(name))
     return held, parts
+
+
+def _plain(part: nn.Module, inputs: tuple, output: Tensor) -> Tensor:
+    """What can be sent: tensor parallel may end in a view, which torch's stage cannot detach in
+    place, or in a tensor that is still on its way."""
+    return output.clone() if output._is_view() or type(output) is not Tensor else output
 
 
 def _keep(model: nn.Module, names: list[str], block_path: str) -> None:
@@ -221,26 +230,21 @@ class Stage(PipelineStage):
     reduces = True  # this run of the schedule is the last before the optimizer's step
 
     def forward_one_chunk(self, fwd_chunk_id, *args, **kwargs):
-        with record_function(traced("forward", self.stage_index, fwd_chunk_id)):
+        with record_function(action_name("forward", self.stage_index, fwd_chunk_id)):
             return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
 
     def backward_one_chunk(self, bwd_chunk_id, loss=None, full_backward=True, **kwargs):
         kind = "backward" if full_backward else "input"
-        with record_function(traced(kind, self.stage_index, bwd_chunk_id)):
+        with record_function(action_name(kind, self.stage_index, bwd_chunk_id)):
             return super().backward_one_chunk(bwd_chunk_id, loss, full_backward, **kwargs)
 
     def backward_weight_one_chunk(self, bwd_chunk_id, **kwargs):
-        with record_function(traced("weight", self.stage_index, bwd_chunk_id)):
+        with record_function(action_name("weight", self.stage_index, bwd_chunk_id)):
             return super().backward_weight_one_chunk(bwd_chunk_id, **kwargs)
 
     def perform_reduce_grad(self, grad_scale_factor):
         if self.reduces:
             super().perform_reduce_grad(grad_scale_factor)
-
-
-def traced(kind: str, stage: int, microbatch: int) -> str:
-    """What an action is called in a trace."""
-    return f"pipeline {kind} {stage} {microbatch}"
 
 
 class ForwardStage(Stage):

@@ -71,11 +71,23 @@ def microbatches_wanted(name: str, ranks: int, stages: int, microbatches: int) -
 
 def order_of(name: str, ranks: int, stages: int, microbatches: int) -> list[list[Action]]:
     """What each pipeline rank does, in order, under one of torch's schedules."""
+    if STYLES[name].stages_a_rank == 1:  # torch (2.13) lists these two with a micro-batch too many
+        return [_simple_order(name, rank, ranks, microbatches) for rank in range(ranks)]
     # Private, but what torch draws its schedules with; it needs no process group (2.11 to 2.15).
     from torch.distributed.pipelining._schedule_visualizer import get_schedule_ops
 
     rows = get_schedule_ops(name, ranks, microbatches, stages // ranks)
     return [[action for cell in row for action in _actions(cell)] for row in rows]
+
+
+def _simple_order(name: str, rank: int, ranks: int, microbatches: int) -> list[Action]:
+    """GPipe: all forwards, then all backwards. 1F1B: as few forwards ahead as keep all ranks busy."""
+    ahead = microbatches if name == "GPipe" else min(microbatches, ranks - rank)
+    forwards = [Action("forward", rank, number) for number in range(microbatches)]
+    backwards = [Action("backward", rank, number) for number in range(microbatches)]
+    steady = zip(backwards, forwards[ahead:], strict=False)
+    done = [*forwards[:ahead], *(action for pair in steady for action in pair)]
+    return done + backwards[microbatches - ahead :]
 
 
 def read_order(path: Path) -> list[list[Action]]:
@@ -99,11 +111,13 @@ def read_order(path: Path) -> list[list[Action]]:
         order.append([])
         for cell in row:
             try:
-                order[-1] += _actions(_Action.from_str(cell.strip()))
-            except (RuntimeError, ValueError, KeyError, AttributeError) as error:
-                raise _wrong_csv(
-                    path, f'line {number + 1}: "{cell}" is no action.', "Write one such as 0F1."
-                ) from error
+                actions = _actions(_Action.from_str(cell.strip()))
+            except (RuntimeError, ValueError):
+                actions = []
+            if cell.strip() and not actions:
+                what = f'line {number + 1}: "{cell}" is no action.'
+                raise _wrong_csv(path, what, "Write one such as 0F1.")
+            order[-1] += actions
     return order
 
 
@@ -113,8 +127,10 @@ def _actions(cell) -> list[Action]:
         return []
     if getattr(cell, "sub_actions", None):
         return [action for part in cell.sub_actions for action in _actions(part)]
-    kinds = {"F": "forward", "B": "backward", "I": "input", "W": "weight"}
-    return [Action(kinds[cell.computation_type.value], cell.stage_index, cell.microbatch_index)]
+    kind = {"F": "forward", "B": "backward", "I": "input", "W": "weight"}.get(
+        cell.computation_type.value
+    )
+    return [Action(kind, cell.stage_index, cell.microbatch_index)] if kind else []
 
 
 def ranks_in_order(path: Path, order: Sequence[Sequence[Action]]) -> tuple[list[int], int]:
