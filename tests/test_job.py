@@ -191,7 +191,7 @@ def test_moved_keys_are_not_keys():
     "path", sorted((ROOT / "train_configs").glob("*.toml")), ids=lambda path: path.stem
 )
 def test_every_shipped_toml_passes_its_checks(path, corpus):
-    ranks = {"llama3_8b": 8, "llama3_70b": 64, "llama3_405b": 512}.get(path.stem, 2)
+    ranks = {"llama3_8b": 8, "llama3_70b": 64, "llama3_405b": 1024}.get(path.stem, 2)
     argv = ["--job.config_file", str(path), "--job.check_ranks", str(ranks)]
     argv += ["--data.tokenizer", "bytes"]
     for side, key in (("train", "sources"), ("validation", "validation")):

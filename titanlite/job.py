@@ -186,12 +186,16 @@ class Job:
         return to_toml(dataclasses.replace(self.config, job=section))
 
 
-def read_job(argv: Sequence[str], ranks: int) -> Job:
-    """The job argv asks for on `ranks` ranks; raises every problem of it together."""
+def read_job(argv: Sequence[str], ranks: int, *, with_data: bool = True) -> Job:
+    """The job argv asks for on `ranks` ranks; raises every problem of it together.
+
+    `with_data` false: what it reads need not be there yet, nor the device; it cannot be run then.
+    """
     config, problems = load(JobConfig, argv, MOVED)
     refused = {key for problem in problems for key in problem.keys}
     ranks = config.job.check_ranks or ranks
-    problems += [p for p in _problems(config, ranks) if not refused.intersection(p.keys)]
+    found = [*_problems(config, ranks), *(_outside_problems(config) if with_data else ())]
+    problems += [p for p in found if not refused.intersection(p.keys)]
     raise_together(problems)
     family = FAMILIES[config.model.name]
     shape, degrees = family.shape_of(config.model), degrees_of(config.parallelism, ranks)
@@ -208,7 +212,7 @@ def _plan(config: JobConfig, family: Family, shape) -> tuple[PipelinePlan | None
 
 
 def _problems(config: JobConfig, ranks: int) -> Iterator[UserError]:
-    """Everything that more than one key, or the world outside, has to say."""
+    """Everything that more than one key has to say."""
     yield from activation_problems(config.activation_checkpoint)
     yield from checkpoint_problems(config.checkpoint)
     yield from metrics_problems(config.metrics)
@@ -236,6 +240,14 @@ def _problems(config: JobConfig, ranks: int) -> Iterator[UserError]:
             about += context_problems(degrees, config.parallelism, seq_len, key)
             found.update({str(problem): problem for problem in about})
         yield from found.values()
+
+
+def _outside_problems(config: JobConfig) -> Iterator[UserError]:
+    """Everything that the world outside has to say: the device, the files."""
+    try:
+        shape = FAMILIES[config.model.name].shape_of(config.model)
+    except ConfigError:  # said already
+        shape = None
     yield from _device_problems(config)
     yield from _data_problems(config, shape)
 

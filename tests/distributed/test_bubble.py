@@ -1,5 +1,5 @@
-"""How long a pipeline really idles: measured from traces of stages that sleep, so that the number of
-cores does not matter, and held against what the schedule says."""
+"""How long a pipeline really idles: measured from traces of stages that sleep, so that the number
+of cores does not matter, and held against what the schedule says."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from tests.distributed.oracle import FAMILY, SGD, Layout, batch_at, deepened, sp
 from tests.distributed.ranks import run_on_ranks
 from torch.profiler import ProfilerActivity, profile
 
+from titanlite.observe.layout import Action, Timeline
 from titanlite.observe.trace import read_actions
 from titanlite.parallelize.pipeline import plan_pipeline
 from titanlite.parallelize.schedule import timeline
@@ -64,6 +65,7 @@ def traced(layout, folder) -> None:
     torch.distributed.barrier()
     with profile(activities=[ProfilerActivity.CPU]) as profiler:
         engine.forward_backward(inputs, labels, torch.tensor(1.0))
+        engine.evaluate(inputs[:1], labels[:1])  # which is no part of it
     profiler.export_chrome_trace(str(Path(folder) / f"{torch.distributed.get_rank()}.json"))
 
 
@@ -76,16 +78,11 @@ def shares_of_idling(schedule, folder) -> tuple[float, float]:
     ran = [read_actions(folder / f"{rank}.json") for rank in range(RANKS)]
     plan, _ = plan_pipeline(layout.section(recipe), FAMILY, recipe.shape, 24, 8)
     order = plan.order()
-    assert [[action[:3] for action in row] for row in ran] == [[*map(tuple, row)] for row in order]
+    assert [[(a.kind, a.stage, a.microbatch) for a in row] for row in ran] == order
     stages = [1.0] * len(plan.stages)  # the ends cost nothing beside blocks that sleep
-    computed = idle([[t[1:] for t in row] for row in timeline(order, stages)])
-    return idle([[action[3:] for action in row] for row in ran]), computed
-
-
-def idle(times) -> float:
-    starts, ends = zip(*(time for row in times for time in row), strict=True)
-    busy = sum(end - start for row in times for start, end in row)
-    return 1 - busy / (len(times) * (max(ends) - min(starts)))
+    times = [[Action(*t.action, t.start, t.end) for t in row] for row in timeline(order, stages)]
+    computed = Timeline("computed", times, "forwards").bubble
+    return Timeline("measured", ran, "s").bubble, computed
 
 
 def test_a_pipeline_idles_as_computed_and_better_schedules_idle_less(tmp_path):

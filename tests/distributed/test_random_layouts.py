@@ -90,12 +90,14 @@ def draw(seed: int) -> Drawn:
         offload=dice.random() < 0.2,
         recompute=dice.choice(["none", "none", "full", "selective"]),
         schedule=schedule,
-        microbatch=dice.choice([1, 1, 2, 3]),
         less=dice.choice([None, None, (0, 0), (1, 0), (1, 2)]),
         layers_per_stage=dice.choice([0, 0, 0, 1, 2]),
         rotate=dice.choice(["allgather", "alltoall"]),
         balancer=dice.choice(["headtail", "none"]),
     )
+    # 2 to 12 micro-batches, whole ones or not: each costs the same time, and these are enough
+    local_batch = layout.local_batch(recipe)
+    layout = replace(layout, microbatch=-(-local_batch // dice.choice([2, 3, 4, 4, 6, 8, 12])))
     if dice.random() < 0.15:  # a cut by name, which may leave a stage only an end of the model
         each = STYLES[schedule].stages_a_rank or dice.choice([2, 3])
         stages = min(each * degrees["pipeline"], shape.n_layers + 3)

@@ -34,7 +34,7 @@ def curve(folder) -> dict[int, float]:
 
 
 def test_a_run_stopped_and_resumed_under_another_layout_is_the_unstopped_run(run_toml, tmp_path):
-    """Three commands: python alone; then 3 steps by FSDP, and the rest by tensor parallel."""
+    """Python alone; then 3 steps by FSDP, one by tensor parallel, and the rest by a pipeline."""
     alone, moved = tmp_path / "alone", tmp_path / "moved"
     done = torchrun(0, run_toml, "--job.dump_folder", str(alone), "--metrics.enable_tensorboard=true")
     assert done.returncode == 0, done.stderr
@@ -42,8 +42,11 @@ def test_a_run_stopped_and_resumed_under_another_layout_is_the_unstopped_run(run
     first = torchrun(2, run_toml, *schedule, "--training.steps", "3")
     assert first.returncode == 0, first.stderr
     split = ("--parallelism.tensor_parallel_degree", "2", "--training.local_batch_size", "4")
-    second = torchrun(2, run_toml, *schedule, *split)
+    second = torchrun(2, run_toml, *schedule, *split, "--training.steps", "4")
     assert second.returncode == 0, second.stderr
+    stages = ("--parallelism.pipeline_parallel_degree", "2", "--training.local_batch_size", "4")
+    third = torchrun(2, run_toml, *schedule, *stages)
+    assert third.returncode == 0, third.stderr
 
     right, found = curve(alone), curve(moved)
     assert list(right) == list(found) == [1, 2, 3, 4, 5, 6]
@@ -56,7 +59,7 @@ def test_a_run_stopped_and_resumed_under_another_layout_is_the_unstopped_run(run
     events = {(line["event"], line["step"]): line for line in lines_of(moved) if "event" in line}
     assert ("resumed", 3) in events and ("checkpoint_saved", 6) in events
     for line in lines_of(alone):
-        if line.get("event") == "validation":
+        if line.get("event") == "validation":  # after step 3 by FSDP, after step 6 by the pipeline
             same = events["validation", line["step"]]
             assert same["loss"] == pytest.approx(line["loss"], rel=1e-5)
     assert {"config.toml", "metrics.jsonl", "checkpoint", "tb"} <= set(os.listdir(alone))

@@ -1,4 +1,5 @@
-"""A sequence in parts: every token is somewhere once, work and memory are shared, heads travel once."""
+"""A sequence in parts: every token is somewhere once, work and memory are shared, heads travel
+once."""
 
 from __future__ import annotations
 
@@ -54,7 +55,9 @@ def test_a_kernel_is_sdpa_with_grouped_heads_and_the_sum_of_scores(flash, causal
     plain = [part.detach() for part in (q, k, v)]
     out, lse = flash.forward(*plain, causal)
     assert (out - right).abs().max() < 1e-6 and lse.shape == (2, 4, 12)
-    for found, part in zip(flash.backward(gradient, *plain, out, lse, causal), (q, k, v), strict=True):
+    for found, part in zip(
+        flash.backward(gradient, *plain, out, lse, causal), (q, k, v), strict=True
+    ):
         assert found.shape == part.shape and (found - part.grad).abs().max() < 2e-6
 
 

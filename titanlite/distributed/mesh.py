@@ -142,6 +142,14 @@ class Mesh:
 ORDER = ("pipeline", "replicate", "shard", "context", "tensor")  # the last are adjacent ranks
 
 
+def coordinates_of(rank: int, degrees: Degrees) -> dict[str, int]:
+    """Where a rank is in the mesh, in each direction, from 0."""
+    found = {}
+    for name in reversed(ORDER):
+        rank, found[name] = divmod(rank, getattr(degrees, name))
+    return found
+
+
 def build_mesh(degrees: Degrees, device_type: str) -> Mesh:
     """The mesh of all ranks: neighbours that talk the most are adjacent, stages are far apart."""
     shape = tuple(getattr(degrees, name) for name in ORDER)

@@ -9,13 +9,11 @@ from typing import Any
 import numpy as np
 
 from titanlite.errors import DataError
-from titanlite.observe.figure import FAINT as _FAINT
-from titanlite.observe.figure import GRID as _GRID
-from titanlite.observe.figure import INK as _INK
-from titanlite.observe.figure import new_figure
+from titanlite.observe.figure import FAINT, GRID, INK, new_figure
 
-_TRAIN, _RATE = "#2f6fb2", "#b9793a"
-_TEXTS = ("#d1495b", "#3c8d5a", "#8e5ea2", "#c48a00", "#2a9d8f", "#6d597a")  # validation
+BLUE, RED = "#2f6fb2", "#d1495b"
+_TRAIN, _RATE = BLUE, "#b9793a"
+_TEXTS = (RED, "#3c8d5a", "#8e5ea2", "#c48a00", "#2a9d8f", "#6d597a")  # validation
 
 
 def draw_loss(metrics_jsonl: Path, png: Path) -> None:
@@ -54,10 +52,19 @@ def read_metrics(path: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]
         try:
             record = json.loads(line)
             (events if "event" in record else steps).append(record)
-        except ValueError:
+        except (ValueError, TypeError):  # TypeError: a number by itself
             if number < len(lines):
                 raise DataError(f"{path}: line {number} is not JSON.") from None
     return steps, events
+
+
+def quieten(panel) -> None:
+    """Leaves a panel a faint grid and faint numbers, so that its curves speak."""
+    panel.spines[["top", "right"]].set_visible(False)
+    panel.spines[["left", "bottom"]].set_color(GRID)
+    panel.grid(color=GRID, linewidth=0.8)
+    panel.set_axisbelow(True)
+    panel.tick_params(colors=FAINT, labelsize=9, length=0)
 
 
 def smooth(values: np.ndarray, share: float = 0.03) -> np.ndarray:
@@ -105,23 +112,19 @@ def _draw_rate(panel, steps) -> None:
     panel.plot(at, rate, color=_RATE, linewidth=1.2, alpha=0.8)
     panel.fill_between(at, rate, color=_RATE, alpha=0.12, linewidth=0)
     panel.set_ylim(bottom=0)
-    panel.set_ylabel("learning\nrate", color=_FAINT)
+    panel.set_ylabel("learning\nrate", color=FAINT)
     panel.ticklabel_format(axis="y", style="sci", scilimits=(0, 0))
-    panel.yaxis.get_offset_text().set(color=_FAINT, fontsize=8)
+    panel.yaxis.get_offset_text().set(color=FAINT, fontsize=8)
 
 
 def _finish(loss_panel, rate_panel, steps) -> None:
     for panel in (loss_panel, rate_panel):
-        panel.spines[["top", "right"]].set_visible(False)
-        panel.spines[["left", "bottom"]].set_color(_GRID)
-        panel.grid(color=_GRID, linewidth=0.8)
-        panel.set_axisbelow(True)
-        panel.tick_params(colors=_FAINT, labelsize=9, length=0)
-    loss_panel.set_ylabel("loss, nats a token", color=_INK)
-    loss_panel.legend(frameon=False, labelcolor=_INK, fontsize=9, loc="upper right")
+        quieten(panel)
+    loss_panel.set_ylabel("loss, nats a token", color=INK)
+    loss_panel.legend(frameon=False, labelcolor=INK, fontsize=9, loc="upper right")
     tokens = steps[-1]["tokens"]
     loss_panel.set_title(
-        f"{steps[-1]['step']:,} steps, {tokens:,} tokens", loc="left", color=_INK, fontsize=11
+        f"{steps[-1]['step']:,} steps, {tokens:,} tokens", loc="left", color=INK, fontsize=11
     )
-    rate_panel.set_xlabel("step", color=_INK)
+    rate_panel.set_xlabel("step", color=INK)
     rate_panel.margins(x=0.01)

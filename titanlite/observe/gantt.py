@@ -2,25 +2,36 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 
 from titanlite.errors import DataError
-from titanlite.observe.figure import FAINT, INK, Box, draw_key, fill, fill_cells, fitting, write
+from titanlite.observe.figure import (
+    FAINT,
+    INK,
+    Box,
+    draw_key,
+    fill,
+    fill_cells,
+    fitting,
+    wrapped,
+    write,
+)
 
-_IDLE = {"facecolor": "#f4f5f7", "edgecolor": "#dde1e6", "hatch": "/////"}
-_KINDS = {
+_KINDS = {  # colours that stay apart for colour-blind eyes too, in both shades
     "forward": ("#2f6fb2", "forward"),
     "backward": ("#d97b29", "backward"),
-    "input": ("#c2456b", "backward, of inputs"),
-    "weight": ("#2a9d8f", "backward, of weights"),
+    "input": ("#a8326b", "backward, of inputs"),
+    "weight": ("#6fbf73", "backward, of weights"),
 }
-_LEFT = 0.7  # inches for the names of the rows
+_IDLE = {"facecolor": "#f4f5f7", "edgecolor": "#dde1e6", "hatch": "/////"}
+_LEFT = 0.7  # inches for the ranks, before time begins
+_ROW = 0.36  # inches of a rank where there is room
 
 
 @dataclass(frozen=True)
@@ -45,14 +56,17 @@ class Timeline:
     def __post_init__(self) -> None:
         if not any(self.ranks) or not self.span > 0:
             raise DataError(f'Timeline "{self.name}": nothing in it takes any time.')
-        rounding = 1e-6 * self.span  # what a clock may be wrong by
+        rounding = 1e-6 * self.span + 8 * math.ulp(self.begin)  # seconds since 1970 are coarse
         for rank, actions in enumerate(self.ranks):
-            in_order = sorted(actions, key=lambda action: (action.start, action.end))
-            for one, other in pairwise(in_order):
-                if one.end > other.start + rounding:
+            free = -math.inf
+            for action in sorted(actions, key=lambda action: (action.start, action.end)):
+                if not free - rounding <= action.start <= action.end:
                     raise DataError(
-                        f'Timeline "{self.name}": on pipeline rank {rank}, {one} and {other} overlap.'
+                        f'Timeline "{self.name}": pipeline rank {rank} is busy until {free:g}, but'
+                        f" does {action}.",
+                        fix="A rank does one thing at a time: check where these times come from.",
                     )
+                free = action.end
 
     @property
     def begin(self) -> float:
@@ -70,8 +84,10 @@ class Timeline:
         return 1 - busy / (len(self.ranks) * self.span)
 
 
-def draw_gantt_key(sheet, top: float, width: float, timelines, held) -> float:
-    """What the colours of the boxes mean; returns its bottom."""
+def draw_gantt_key(
+    sheet, top: float, width: float, timelines: Sequence[Timeline], held: Sequence[Sequence[int]]
+) -> float:
+    """What the colours of the boxes mean; returns the bottom."""
     there = {action.kind for line in timelines for actions in line.ranks for action in actions}
     most = max(map(len, held))
     step = 0.3 if most == 1 else 0.18
@@ -88,75 +104,84 @@ def draw_gantt_key(sheet, top: float, width: float, timelines, held) -> float:
     return y
 
 
-def draw_gantt(sheet, top: float, width: float, timeline: Timeline, held, colours) -> float:
-    """`timeline` under its name and idle share, beside its ranks; returns its bottom.
+def draw_gantt(
+    sheet,
+    top: float,
+    width: float,
+    timeline: Timeline,
+    held: Sequence[Sequence[int]],
+    colours: dict[int, str],
+) -> float:
+    """`timeline` under its name and idle share; returns the bottom.
 
-    `held` has the stages of each pipeline rank in order, and `colours` the colour of each stage.
+    `held` has the stages of each pipeline rank in order, `colours` the colour of each stage.
     """
-    write(sheet, 0, top - 0.12, f"{timeline.name}: {100 * timeline.bubble:.1f} % idle", 11)
-    ranks = len(timeline.ranks)
-    row = min(0.36, max(0.07, 5.0 / ranks))
+    for line in wrapped(f"{timeline.name}: {100 * timeline.bubble:.1f} % idle", 11, width):
+        write(sheet, 0, top - 0.12, line, 11)
+        top -= 0.24
+    row = min(_ROW, max(0.07, 5.0 / len(held)))
     high = 0.88 * row
-    floors = [top - 0.32 - row * (rank + 1) for rank in range(ranks)]
-    inch = (width - _LEFT) / timeline.span  # of paper, for a unit of time
-    fill(sheet, [Box(_LEFT, y, width - _LEFT, high) for y in floors], None, **_IDLE)
+    floors = [top - 0.08 - row * (rank + 1) for rank in range(len(held))]
+    inch = (width - _LEFT) / timeline.span  # of paper, for one unit of time
+    fill(sheet, [Box(_LEFT, floor, width - _LEFT, high) for floor in floors], None, **_IDLE)
     _draw_actions(sheet, timeline, held, floors, high, inch)
-    side = min(high, 0.3)
-    cells = [(_LEFT - 0.1 - side, y + (high - side) / 2) for y in floors]
-    fill_cells(sheet, [(x, y, [colours[s] for s in held[n]]) for n, (x, y) in enumerate(cells)], side)
-    every = int(np.ceil(0.12 / row))  # so that the names of rows stay apart
-    for rank in range(0, ranks, every):
-        write(sheet, _LEFT - 0.16 - side, floors[rank] + high / 2, str(rank), 8, ha="right")
+    left = _LEFT - 0.1 - high
+    cells = zip(floors, held, strict=True)
+    fill_cells(sheet, [(left, y, [colours[stage] for stage in mine]) for y, mine in cells], high)
+    for rank in range(0, len(held), math.ceil(0.12 / row)):  # the names of rows stay apart
+        write(sheet, left - 0.06, floors[rank] + high / 2, str(rank), 8, ha="right")
     _draw_time(sheet, floors[-1], timeline, inch, width)
     return floors[-1] - 0.45
 
 
 def _draw_actions(sheet, timeline: Timeline, held, floors, high: float, inch: float) -> None:
     boxes: dict[tuple[str, int, int], list[tuple[Box, int]]] = defaultdict(list)
-    for mine, actions, floor in zip(held, timeline.ranks, floors, strict=True):
+    begin = timeline.begin
+    for actions, mine, floor in zip(timeline.ranks, held, floors, strict=True):
         for action in actions:
             wide = (action.end - action.start) * inch
-            white = min(0.012, 0.15 * wide)  # a slit between neighbours
+            slit = min(0.012, 0.15 * wide)  # between neighbours
             bend = 0.03 if wide > 0.1 else 0.0
-            x = _LEFT + (action.start - timeline.begin) * inch
-            key = action.kind, mine.index(action.stage), len(mine)
+            box = Box(_LEFT + (action.start - begin) * inch, floor, wide - slit, high, bend, bend)
             if wide:
-                box = Box(x, floor, wide - white, high, bend, bend)
-                boxes[key].append((box, action.microbatch))
-    pairs = [pair for some in boxes.values() for pair in some]
-    widest = str(max(number for _, number in pairs))
-    narrow = float(np.quantile([box.width for box, _ in pairs], 0.1))
-    size = fitting(widest, 0.9 * narrow, high, 8.5, 5.5) or 5.5
-    for key, some in boxes.items():
-        colour = _shade(*key)
-        fill(sheet, [box for box, _ in some], colour)
-        for box, number in some:
-            if fitting(widest, 0.9 * box.width, high, size, size):
-                middle = box.x + box.width / 2, box.y + box.height / 2
-                write(sheet, *middle, str(number), size, _readable_on(colour), ha="center")
+                shade = action.kind, mine.index(action.stage), len(mine)
+                boxes[shade].append((box, action.microbatch))
+    drawn = [pair for pairs in boxes.values() for pair in pairs]
+    longest = str(max(number for _, number in drawn))
+    narrow = float(np.quantile([box.width for box, _ in drawn], 0.1))
+    size = fitting(longest, 0.9 * narrow, high, 8.5, 5.5) or 5.5
+    for shade, pairs in boxes.items():
+        colour = _shade(*shade)
+        fill(sheet, [box for box, _ in pairs], colour)
+        for box, number in pairs:
+            if fitting(longest, 0.9 * box.width, high, size, size):
+                x, y = box.x + box.width / 2, box.y + box.height / 2
+                write(sheet, x, y, str(number), size, _legible_on(colour), ha="center")
 
 
 def _draw_time(sheet, floor: float, timeline: Timeline, inch: float, width: float) -> None:
     from matplotlib.ticker import MaxNLocator
 
     for at in MaxNLocator(10).tick_values(0, timeline.span):
-        if 0 <= at <= timeline.span * 1.0001:
-            sheet.plot([_LEFT + at * inch] * 2, [floor, floor - 0.04], color=FAINT, linewidth=0.6)
-            write(sheet, _LEFT + at * inch, floor - 0.12, f"{at:g}", 8, FAINT, ha="center")
+        x = _LEFT + at * inch
+        if x < width + 0.01:
+            fill(sheet, [Box(x, floor - 0.04, 0.007, 0.04)], FAINT)
+            write(sheet, x, floor - 0.12, f"{at:g}", 8, FAINT, ha="center")
     write(sheet, 0, floor - 0.12, "pipeline", 8, FAINT)
-    write(sheet, (_LEFT + width) / 2, floor - 0.3, f"time, {timeline.unit}", 8.5, FAINT, ha="center")
+    middle = (_LEFT + width) / 2
+    write(sheet, middle, floor - 0.3, f"time, {timeline.unit}", 8.5, FAINT, ha="center")
 
 
 def _shade(kind: str, number: int, of: int) -> str:
-    """The colour of a kind, lighter for all but the last of a rank's stages."""
+    """The colour of a kind in a rank's stage `number` of so many: lighter in all but the last."""
     from matplotlib.colors import to_hex, to_rgb
 
-    light = 0.5 * (1 - number / (of - 1)) if of > 1 else 0.0
-    return to_hex([light + (1 - light) * part for part in to_rgb(_KINDS[kind][0])])
+    white = 0.45 * (1 - number / (of - 1)) if of > 1 else 0.0
+    return to_hex([white + (1 - white) * part for part in to_rgb(_KINDS[kind][0])])
 
 
-def _readable_on(colour: str) -> str:
+def _legible_on(colour: str) -> str:
     from matplotlib.colors import to_rgb
 
     red, green, blue = to_rgb(colour)
-    return INK if 0.3 * red + 0.59 * green + 0.11 * blue > 0.55 else "white"
+    return INK if 0.3 * red + 0.59 * green + 0.11 * blue > 0.53 else "white"

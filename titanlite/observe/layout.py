@@ -33,8 +33,8 @@ __all__ = ["Action", "Place", "Stage", "Timeline", "draw_layout"]
 
 _WIDTH, _MARGIN = 10.6, 0.35  # inches; the page begins at height 0 and goes down
 _CELL = 0.42  # inches of a rank where there is room
-_MOST = 16384  # ranks in one picture
-_PAD, _BETWEEN, _LINE = 0.12, 0.14, 0.17  # inches within and between panels, and of their headings
+_MOST = 4096  # ranks in one picture
+_PAD, _BETWEEN, _LINE = 0.12, 0.14, 0.19  # inches within and between panels, and of their headings
 _DEGREES = ("pipeline", "replicate", "shard", "context", "tensor")
 _PANEL = "#f4f5f7"
 
@@ -70,14 +70,13 @@ def draw_layout(
 ) -> list[Path]:
     """Writes `out`.png and `out`.svg: the ranks, what each stage holds, and the timelines if any.
 
-    The same input makes the same files. Raises DataError for a timeline of other stages than
-    `stages`; ConfigError without matplotlib.
+    The same input makes the same files. Raises DataError for a pipeline rank without a stage, and
+    for a timeline of other stages than its ranks hold; ConfigError without matplotlib.
     """
     figure = new_figure(_WIDTH, 1.0)
     from matplotlib import rc_context
 
-    held = _stages_of_ranks(places, stages)
-    _check(timelines, held)
+    held = _held(places, stages, timelines)
     with rc_context({"svg.fonttype": "none", "svg.hashsalt": "titanlite", "hatch.linewidth": 0.7}):
         colours = _stage_colours(stages)
         sheet = figure.add_axes((0, 0, 1, 1))
@@ -86,41 +85,35 @@ def draw_layout(
         for line in wrapped(title, 14, _WIDTH):
             write(sheet, 0, y - 0.12, line, 14)
             y -= 0.3
-        y = _draw_ranks(sheet, y - 0.1, places, held, colours)
-        y = _draw_stages(sheet, y - 0.3, stages, colours)
+        ranks = _draw_ranks(sheet, y - 0.1, places, held, colours)
+        y = _draw_stages(sheet, ranks, stages, colours)
         if timelines:
             y = draw_gantt_key(sheet, y - 0.35, _WIDTH, timelines, held)
         for timeline in timelines:
             y = draw_gantt(sheet, y - 0.2, _WIDTH, timeline, held, colours)
-        return _save(figure, sheet, y, out)
-
-
-def _save(figure, sheet, bottom: float, out: Path) -> list[Path]:
-    figure.set_size_inches(_WIDTH + 2 * _MARGIN, 2 * _MARGIN - bottom)
-    sheet.set(xlim=(-_MARGIN, _WIDTH + _MARGIN), ylim=(bottom - _MARGIN, _MARGIN))
-    out.parent.mkdir(parents=True, exist_ok=True)
-    png, svg = (out.with_name(f"{out.name}.{kind}") for kind in ("png", "svg"))
-    figure.savefig(png)
-    figure.savefig(svg, metadata={"Date": None})
+        figure.set_size_inches(_WIDTH + 2 * _MARGIN, 2 * _MARGIN - y)  # now that it is known
+        sheet.set(xlim=(-_MARGIN, _WIDTH + _MARGIN), ylim=(y - _MARGIN, _MARGIN))
+        out.parent.mkdir(parents=True, exist_ok=True)
+        png, svg = (out.with_name(f"{out.name}.{kind}") for kind in ("png", "svg"))
+        figure.savefig(png)
+        figure.savefig(svg, metadata={"Date": None})
     return [png, svg]
 
 
-def _stages_of_ranks(places: Sequence[Place], stages: Sequence[Stage]) -> list[list[int]]:
-    """The stages of each pipeline rank, in order."""
-    ranks = 1 + max(place.pipeline for place in places)
-    held = [sorted(s.number for s in stages if s.pipeline == rank) for rank in range(ranks)]
+def _held(places, stages: Sequence[Stage], timelines: Sequence[Timeline]) -> list[list[int]]:
+    """The stages of each pipeline rank, in order; raises DataError where timelines know others."""
+    ranks = range(1 + max(place.pipeline for place in places))
+    held = [sorted(s.number for s in stages if s.pipeline == rank) for rank in ranks]
     if not all(held):
         raise DataError(f"Pipeline rank {held.index([])} holds no stage.")
-    return held
-
-
-def _check(timelines: Sequence[Timeline], held: list[list[int]]) -> None:
     for timeline in timelines:
         ran = [sorted({action.stage for action in actions}) for actions in timeline.ranks]
         if ran != held:
             raise DataError(
-                f'Timeline "{timeline.name}": its ranks run stages {ran}, but hold {held}.'
+                f'Timeline "{timeline.name}": pipeline ranks run stages {ran}, but hold {held}.',
+                fix="Draw it with the settings that it was made with.",
             )
+    return held
 
 
 def _stage_colours(stages: Sequence[Stage]) -> dict[int, str]:
@@ -130,7 +123,7 @@ def _stage_colours(stages: Sequence[Stage]) -> dict[int, str]:
 
     numbers = sorted(stage.number for stage in stages)
     along = np.linspace(0.12, 1.0, len(numbers)) if len(numbers) > 1 else [0.45]
-    pale = 0.42 + 0.58 * colormaps["viridis"](along)[:, :3]  # ink is legible on all of them
+    pale = 0.44 + 0.56 * colormaps["viridis"](along)[:, :3]  # ink is legible on all of them
     return {number: to_hex(colour) for number, colour in zip(numbers, pale, strict=True)}
 
 
@@ -155,52 +148,134 @@ class _Level(NamedTuple):
 
 
 def _levels(counts: dict[str, int], shards: int, copies: int) -> list[_Level]:
-    """Tensor neighbours touch and every wider degree lies further apart, within one pipeline rank;
-    so many shards and so many copies stand across."""
-    tensor = _Level("tensor", counts["tensor"], counts["tensor"], 0.05, (1.0, 1.0))
-    context = _Level("context", counts["context"], counts["context"], 0.3, tensor.size)
-    apart = 0.6 if shards > 1 and counts["context"] > 1 else 0.3
+    """The ranks of a panel: tensor neighbours touch, and every wider degree lies further apart; so
+    many shards and so many copies stand across."""
+    tensor = _Level("tensor", counts["tensor"], counts["tensor"], 0.04, (1.0, 1.0))
+    context = _Level("context", counts["context"], counts["context"], 0.35, tensor.size)
+    apart = 0.7 if shards > 1 and counts["context"] > 1 else 0.35
     shard = _Level("shard", counts["shard"], shards, apart, context.size)
-    return [tensor, context, shard, _Level("replicate", counts["replicate"], copies, 1.0, shard.size)]
+    replicate = _Level("replicate", counts["replicate"], copies, 1.0, shard.size)
+    return [tensor, context, shard, replicate]
 
 
 class _Grid(NamedTuple):
-    """A panel for each pipeline rank, so many across."""
+    """A panel for each pipeline rank, so many across, under headings of one line or more."""
 
     levels: list[_Level]
     across: int
     cell: float  # inches
     panel: tuple[float, float]  # inches of what is in one
+    lines: int  # of a heading
 
 
 def _arranged(counts: dict[str, int], headings: list[list[str]], high: float = 6.5) -> _Grid:
     """The arrangement with the largest cells that fits the page; where several have them, the one
     with data parallel ranks below each other and panels beside each other."""
-    titles = _LINE * len(headings[0])
-    least = max((width_of(line, 8.5) for lines in headings for line in lines), default=0.0)
+    parts = len(headings[0])
     choices = []
     ways = (_ways(counts[name]) for name in ("shard", "replicate", "pipeline"))
-    for shards, copies, across in product(*ways):
+    for shards, copies, across, lines in product(*ways, {min(1, parts), parts}):
         levels = _levels(counts, shards, copies)
         wide, tall = levels[-1].size
+        least = max(_width_of_heading(heading, lines) for heading in headings)
         room_x = (_WIDTH + _BETWEEN) / across - _BETWEEN - 2 * _PAD
         room_y = (high + _BETWEEN) / math.ceil(counts["pipeline"] / across) - _BETWEEN - 2 * _PAD
-        cell = min(_CELL, room_x / wide, (room_y - titles) / tall)
+        cell = min(_CELL, room_x / wide, (room_y - _LINE * lines) / tall)
         if cell > 0.02 and room_x >= least:
-            even = counts["shard"] % shards == 0 and counts["replicate"] % copies == 0
-            rows = -shards if levels[1].size[0] > 1 else shards
-            stacks = -copies if levels[2].size[0] > 1 else copies
-            panel = max(cell * wide, least), cell * tall + titles
-            likes = int(cell / 0.03), even, rows, stacks, across
-            choices.append((likes, _Grid(levels, across, cell, panel)))
+            panel = max(cell * wide, least), cell * tall + _LINE * lines
+            grid = _Grid(levels, across, cell, panel, lines)
+            choices.append((_likes(grid, counts), grid))
     if not choices:  # a very long pipeline takes a longer page
         return _arranged(counts, headings, 2 * high)
     return max(choices, key=lambda choice: choice[0])[1]
 
 
+def _likes(grid: _Grid, counts: dict[str, int]) -> tuple:
+    """What makes an arrangement better than another, most important first."""
+    shard, replicate = grid.levels[2:]
+    ragged = any(level.count % level.across for level in (shard, replicate))
+    ragged = ragged or counts["pipeline"] % grid.across > 0
+    below = shard.block[0] > 1, replicate.block[0] > 1  # what is wide goes below each other
+    return (
+        int(grid.cell * (0.75 if ragged else 1) / 0.02),
+        not ragged,
+        -shard.across if below[0] else shard.across,
+        -replicate.across if below[1] else replicate.across,
+        grid.panel[0] < grid.cell * replicate.size[0] + 0.01,  # no blank beside the cells
+        grid.across,
+        -grid.lines,
+    )
+
+
 def _ways(count: int) -> list[int]:
     """How many of `count` can stand across: the least for each number of rows."""
     return sorted({math.ceil(count / rows) for rows in range(1, count + 1)})
+
+
+def _width_of_heading(parts: list[str], lines: int) -> float:
+    widths = [width_of(part, 8.5) for part in parts]
+    return max(widths, default=0.0) if lines != 1 else sum(widths) + 0.15 * (len(widths) - 1)
+
+
+def _draw_ranks(sheet, top: float, places: Sequence[Place], held, colours) -> Box:
+    """Every rank in the panel of its pipeline rank, under a key of directions; returns where."""
+    shown = _shown(places)
+    panels = [[p for p in shown if p.pipeline == n] for n in range(len(held))]
+    grid, headings, size = _legible(panels, held)
+    top = _draw_directions(sheet, top, _counts(places), grid)
+    if len(shown) < len(places):
+        words = f"Shown: {len(shown):,} of {len(places):,} ranks; the data parallel rest is alike."
+        write(sheet, 0, top - 0.1, words, 8.5, FAINT)
+        top -= 0.2
+    top -= 0.1
+    wide, tall = grid.panel[0] + 2 * _PAD, grid.panel[1] + 2 * _PAD
+    for number, (panel, heading) in enumerate(zip(panels, headings, strict=True)):
+        down, right = divmod(number, grid.across)
+        left, head = right * (wide + _BETWEEN), top - down * (tall + _BETWEEN)
+        fill(sheet, [Box(left, head - tall, wide, tall, 0.06, 0.06)], _PANEL)
+        mine = [colours[stage] for stage in held[number]]
+        _draw_panel(sheet, left + _PAD, head - _PAD, panel, heading, mine, grid, size)
+    down, right = math.ceil(len(panels) / grid.across), min(len(panels), grid.across)
+    width, height = right * (wide + _BETWEEN) - _BETWEEN, down * (tall + _BETWEEN) - _BETWEEN
+    return Box(0, top - height, width, height)
+
+
+def _draw_panel(sheet, left, top, panel, heading, colours, grid: _Grid, size: float) -> None:
+    x, y = left, top
+    for number, part in enumerate(heading):
+        write(sheet, x, y - 0.06, part, 8.5, FAINT if number else INK)
+        if grid.lines == 1:
+            x += width_of(part, 8.5) + 0.15
+        else:
+            y -= _LINE
+    cells = []
+    for place in panel:
+        steps = [level.at(getattr(place, level.degree)) for level in grid.levels]
+        right, down = (grid.cell * sum(step) for step in zip(*steps, strict=True))
+        x, y = left + right, top - _LINE * grid.lines - down - grid.cell
+        cells.append((x, y, colours))
+        if size:
+            write(sheet, x + grid.cell / 2, y + grid.cell / 2, str(place.rank), size, ha="center")
+    fill_cells(sheet, cells, grid.cell)
+
+
+def _legible(panels: list[list[Place]], held) -> tuple[_Grid, list[list[str]], float]:
+    """The arrangement, the headings of panels, and the size of the numbers in cells: 0 where they
+    would be too small, and headings tell the first and last."""
+    counts = _counts([place for panel in panels for place in panel])
+    widest = str(max(place.rank for panel in panels for place in panel))
+    headings: list[list[str]] = [[] for _ in panels]
+    if len(panels) > 1:
+        for number, (heading, stages) in enumerate(zip(headings, held, strict=True)):
+            word = "stage" if len(stages) == 1 else "stages"
+            heading += [f"pipeline {number}", f"{word} {', '.join(map(str, stages))}"]
+    grid = _arranged(counts, headings)
+    size = fitting(widest, 0.86 * grid.cell, grid.cell, 9, 4.5)
+    if not size:
+        for heading, panel in zip(headings, panels, strict=True):
+            heading.append(f"ranks {panel[0].rank} … {panel[-1].rank}")
+        grid = _arranged(counts, headings)
+    return grid, headings, size
 
 
 def _counts(places: Sequence[Place]) -> dict[str, int]:
@@ -212,98 +287,55 @@ def _shown(places: Sequence[Place]) -> list[Place]:
     counts = _counts(places)
     one = len(places) // (counts["replicate"] * counts["shard"])
     in_order = sorted(places, key=lambda p: (p.replicate, p.shard, p.pipeline, p.context, p.tensor))
-    return in_order[: _MOST // one * one or _MOST]
-
-
-def _draw_ranks(sheet, top: float, places, held, colours) -> float:
-    """Every rank in the panel of its pipeline rank, under what directions mean; returns the bottom."""
-    shown = _shown(places)
-    counts = _counts(shown)
-    panels = [[p for p in shown if p.pipeline == n] for n in range(counts["pipeline"])]
-    widest = str(max(place.rank for place in shown))
-    grid = _arranged(counts, _headings(panels, held, ends=False))
-    size = fitting(widest, 0.86 * grid.cell, grid.cell, 9, 4.5)
-    headings = _headings(panels, held, ends=not size)
-    if not size:
-        grid = _arranged(counts, headings)
-    y = _draw_directions(sheet, top, _counts(places), grid)
-    if len(shown) < len(places):
-        words = f"Shown: {len(shown):,} of {len(places):,} ranks. The others repeat them."
-        write(sheet, 0, y - 0.1, words, 8.5, FAINT)
-        y -= 0.2
-    cells, y = [], y - 0.1
-    wide, tall = grid.panel[0] + 2 * _PAD, grid.panel[1] + 2 * _PAD
-    for number, panel in enumerate(panels):
-        down, right = divmod(number, grid.across)
-        left, head = right * (wide + _BETWEEN), y - down * (tall + _BETWEEN)
-        fill(sheet, [Box(left, head - tall, wide, tall, 0.06, 0.06)], _PANEL)
-        for line, words in enumerate(headings[number]):
-            colour = FAINT if line else INK
-            write(sheet, left + _PAD, head - _PAD - _LINE * line - 0.06, words, 8.5, colour)
-        head -= _PAD + _LINE * len(headings[number])
-        for place in panel:
-            corners = [level.at(getattr(place, level.degree)) for level in grid.levels]
-            across, below = (grid.cell * sum(steps) for steps in zip(*corners, strict=True))
-            x, floor = left + _PAD + across, head - below - grid.cell
-            cells.append((x, floor, [colours[stage] for stage in held[number]]))
-            if size:
-                middle = x + grid.cell / 2, floor + grid.cell / 2
-                write(sheet, *middle, str(place.rank), size, ha="center")
-    fill_cells(sheet, cells, grid.cell)
-    rows = math.ceil(len(panels) / grid.across)
-    return y - rows * (tall + _BETWEEN) + _BETWEEN
-
-
-def _headings(panels: list[list[Place]], held: list[list[int]], ends: bool) -> list[list[str]]:
-    """The lines over each panel; `ends`: with its first and last rank, which its cells cannot show."""
-    lines: list[list[str]] = [[] for _ in panels]
-    for mine, panel, stages in zip(lines, panels, held):
-        if len(panels) > 1:
-            numbers = ", ".join(map(str, stages))
-            mine += [f"pipeline {panel[0].pipeline}", f"stage{'s' * (len(stages) > 1)} {numbers}"]
-        if ends:
-            mine.append(f"ranks {panel[0].rank} … {panel[-1].rank}")
-    return lines
+    return in_order[: max(1, _MOST // one) * one]
 
 
 def _draw_directions(sheet, top: float, counts: dict[str, int], grid: _Grid) -> float:
     """A key of the degrees above 1: two neighbours of each, as they lie; returns its bottom."""
-    side = 0.1
     signs = []
     if counts["pipeline"] > 1:
-        panels = [(Box(x, 0, 0.17, 0.2, 0.03, 0.03), GRID) for x in (0, 0.21)]
+        panels = [(Box(x, 0, 0.2, 0.2, 0.03, 0.03), GRID) for x in (0, 0.24)]
         signs.append((f"pipeline {counts['pipeline']}", panels))
     for level in reversed(grid.levels):
         if counts[level.degree] > 1:
-            step = side * (1 + level.gap)
-            right = [0, 1] if level.across > 1 else [0]
-            down = [0, 1] if level.across < level.count else [0]
-            cells = [(Box(step * i, step * j, side, side, 0.02, 0.02), FAINT) for i, j in product(right, down)]
+            right = range(1 + (level.across > 1))
+            down = range(1 + (level.across < level.count))
+            step = 0.12 * (1 + level.gap)
+            cells = [
+                (Box(step * i, step * j, 0.12, 0.12, 0.02, 0.02), FAINT)
+                for i, j in product(right, down)
+            ]
             signs.append((f"{level.degree} {counts[level.degree]}", cells))
     return draw_key(sheet, top, _WIDTH, signs) if signs else top
 
 
-def _draw_stages(sheet, top: float, stages: Sequence[Stage], colours: dict[int, str]) -> float:
-    """What each stage holds and costs, beside its colour; returns the bottom."""
-    in_order = sorted(stages, key=lambda stage: stage.number)
-    before, after = 0.42, 1.35  # inches of the swatch, and of the share
+def _draw_stages(sheet, ranks: Box, stages: Sequence[Stage], colours: dict[int, str]) -> float:
+    """What each stage holds, and its share of the cost; beside the ranks where there is room, or
+    below; returns the bottom of both."""
+    before, after, apart = 0.4, 1.12, 0.3  # inches: of the swatch, of the share, between columns
     widest = max(width_of(stage.holds, 8.5) for stage in stages)
-    fit = int((_WIDTH + 0.3) / (before + widest + after + 0.3))
-    columns = max(1, min(fit, math.ceil(len(stages) / 8)))
-    words = min(widest, _WIDTH / columns - before - after - 0.3 * (columns > 1))
+    left, top, room = ranks.width + 0.4, ranks.y + ranks.height, _WIDTH - ranks.width - 0.4
+    columns = math.ceil(len(stages) / 8)
+    if (room + apart) / columns < before + widest + after + apart:
+        left, top, room = 0.0, ranks.y - 0.3, _WIDTH
+        fit = int((_WIDTH + apart) / (before + widest + after + apart))
+        columns = min(columns, max(3, fit))
+    words = min(widest, (room + apart) / columns - before - after - apart)
     rows = math.ceil(len(stages) / columns)
-    lowest = top
-    for column in range(columns):
-        x, y = column * (before + words + after + 0.3), top
-        for stage in in_order[column * rows : (column + 1) * rows]:
-            lines = wrapped(stage.holds, 8.5, words)
-            middle = y - 0.11
-            fill(sheet, [Box(x, middle - 0.09, 0.32, 0.18, 0.04, 0.04)], colours[stage.number])
-            write(sheet, x + 0.16, middle, str(stage.number), 8, ha="center")
-            for line in lines:
-                write(sheet, x + before, y - 0.11, line, 8.5)
-                y -= 0.16
-            y -= 0.08
-            ...
+    dearest = max(stage.share for stage in stages) or 1.0
+    lowest = ranks.y
+    for place, stage in enumerate(sorted(stages, key=lambda stage: stage.number)):
+        column, row = divmod(place, rows)
+        x, y = left + column * (before + words + after + apart), y - 0.1 if row else top
+        colour = colours[stage.number]
+        fill(sheet, [Box(x, y - 0.17, 0.3, 0.17, 0.03, 0.03)], colour)
+        write(sheet, x + 0.15, y - 0.085, str(stage.number), 8, ha="center")
+        share = Box(x + before + words + 0.12, y - 0.14, 0.44 * stage.share / dearest, 0.11)
+        fill(sheet, [share], colour)
+        percent = f"{100 * stage.share:.1f} %"
+        write(sheet, x + before + words + after, y - 0.085, percent, 8.5, FAINT, ha="right")
+        for line in wrapped(stage.holds, 8.5, words):
+            write(sheet, x + before, y - 0.085, line, 8.5)
+            y -= 0.16
         lowest = min(lowest, y)
     return lowest

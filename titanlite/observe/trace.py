@@ -5,30 +5,23 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
-from typing import NamedTuple
 
 from titanlite.errors import DataError
+from titanlite.observe.gantt import Action
 
 _NAME = re.compile(r"pipeline (forward|backward|input|weight) (\d+) (\d+)")
 
 
-class TracedAction(NamedTuple):
-    """One micro-batch through one stage."""
-
-    kind: str  # forward, backward, or its halves: input, weight
-    stage: int
-    microbatch: int
-    start: float  # seconds, on the clock of the machine
-    end: float
+def action_name(activity: str, kind: str, stage: int, microbatch: int) -> str:
+    """What an action is called in a trace; `activity` is pipeline where something is learned."""
+    return f"{activity} {kind} {stage} {microbatch}"
 
 
-def action_name(kind: str, stage: int, microbatch: int) -> str:
-    """What an action is called in a trace."""
-    return f"pipeline {kind} {stage} {microbatch}"
+def read_actions(trace: Path) -> list[Action]:
+    """The actions of the last run of the schedule in a rank's trace, in seconds since 1970.
 
-
-def read_actions(trace: Path) -> list[TracedAction]:
-    """The actions of the last run of the schedule in a rank's trace; raises DataError."""
+    Raises DataError.
+    """
     try:
         said = json.loads(trace.read_text(encoding="utf-8"))
         events = said["traceEvents"]
@@ -41,17 +34,21 @@ def read_actions(trace: Path) -> list[TracedAction]:
         named = _NAME.fullmatch(event.get("name", ""))
         if named and event.get("ph") == "X" and event.get("cat") == "user_annotation":
             start = begin + event["ts"] / 1e6
-            kind, stage, microbatch = named[1], int(named[2]), int(named[3])
-            found.append(TracedAction(kind, stage, microbatch, start, start + event["dur"] / 1e6))
+            end = start + event["dur"] / 1e6
+            found.append(Action(named[1], int(named[2]), int(named[3]), start, end))
     if not found:
         raise DataError(
             f"{trace}: has no action of a pipeline.",
             fix="Trace a run with pipeline_parallel_degree > 1 and profiling.enable_profiling.",
         )
     found.sort(key=lambda action: action.start)
-    runs: list[list[TracedAction]] = [[]]
+    runs: list[list[Action]] = [[]]
+    seen: set[tuple] = set()
     for action in found:  # a step that accumulates runs the schedule several times
-        if any(action[:3] == other[:3] for other in runs[-1]):
+        what = (action.kind, action.stage, action.microbatch)
+        if what in seen:
             runs.append([])
+            seen.clear()
+        seen.add(what)
         runs[-1].append(action)
     return runs[-1]

@@ -23,7 +23,14 @@ class Flash(Protocol):
         """(out [B, H, T, K], lse [B, H, T] in fp32)."""
 
     def backward(
-        self, gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool
+        self,
+        gradient: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        causal: bool,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Gradients of q, k, v where `out` and `lse` may be those over more keys than these."""
 

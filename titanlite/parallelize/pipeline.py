@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import groupby
 from pathlib import Path
 
 import torch
@@ -56,9 +57,32 @@ class PipelinePlan:
     def ranks(self) -> int:
         return max(self.rank_of) + 1
 
+    @property
+    def rows(self) -> int:
+        """Sequences of one run of the schedule."""
+        return self.microbatch * self.microbatches
+
+    def fitting(self, rows: int) -> PipelinePlan:
+        """The same for `rows` sequences in one run, or as few more as the schedule takes."""
+        microbatches, stages = -(-rows // self.microbatch), len(self.stages)
+        if self.csv is not None:  # which has its number
+            return self
+        while microbatches_wanted(self.schedule, self.ranks, stages, microbatches):
+            microbatches += 1
+        return replace(self, microbatches=microbatches)
+
     def stages_of(self, rank: int) -> list[int]:
         """The stages that a pipeline rank holds, in order."""
         return [stage for stage, holder in enumerate(self.rank_of) if holder == rank]
+
+    def held_by(self, stage: int) -> str:
+        """What a stage holds, in words: "tok_embeddings, layers 0-3"."""
+        said: list[str] = []
+        for path, run in groupby(self.stages[stage], lambda name: name.rpartition(".")[0]):
+            names = [name.rpartition(".")[2] for name in run]
+            ends = dict.fromkeys((names[0], names[-1]))
+            said += [f"{path} {'-'.join(ends)}"] if path else names
+        return ", ".join(said)
 
     def order(self) -> list[list[Action]]:
         """What each pipeline rank does, in order."""
@@ -67,8 +91,8 @@ class PipelinePlan:
         return order_of(self.schedule, self.ranks, len(self.stages), self.microbatches)
 
     def __str__(self) -> str:
-        name = self.csv or self.schedule
-        return f"{name}, {len(self.stages)} stages, {self.microbatches} micro-batches at once"
+        name, size = self.csv or self.schedule, self.microbatch
+        return f"{name}, {len(self.stages)} stages, {self.microbatches} micro-batches of {size}"
 
 
 def plan_pipeline(
@@ -161,7 +185,8 @@ def _stages(section: ParallelismConfig, shape) -> tuple[Style, int, list[int]]:
         wants = f"{each} on each rank" + ("" if style.stages_a_rank else " or more")
         raise ConfigError(
             f"{_name(section)}: wants {wants} of {ranks}; parallelism.{key} makes {stages} stages.",
-            fix=f"Make {each * ranks} stages" + ("." if style.stages_a_rank else ", or a multiple."),
+            fix=f"Make {each * ranks} stages"
+            + ("." if style.stages_a_rank else ", or a multiple."),
             keys=(SCHEDULE, DEGREE, f"parallelism.{key}"),
         )
     return style, stages, ranks_of_stages(style, ranks, stages)
@@ -187,7 +212,9 @@ def _microbatch_problems(section: ParallelismConfig, rank_of: list[int], microba
         )
 
 
-def parts_of(family: Family, shape, plan: PipelinePlan, rank: int) -> tuple[nn.Module, dict[int, nn.Module]]:
+def parts_of(
+    family: Family, shape, plan: PipelinePlan, rank: int
+) -> tuple[nn.Module, dict[int, nn.Module]]:
     """(all that a pipeline rank holds, as one module; its stages by number, made of the same).
 
     Names are those of the whole model, so a checkpoint does not know of stages. On meta.
@@ -227,19 +254,20 @@ def _keep(model: nn.Module, names: list[str], block_path: str) -> None:
 class Stage(PipelineStage):
     """Torch's stage, which also tells a profiler what it runs, without its waiting."""
 
+    activity = "pipeline"
     reduces = True  # this run of the schedule is the last before the optimizer's step
 
     def forward_one_chunk(self, fwd_chunk_id, *args, **kwargs):
-        with record_function(action_name("forward", self.stage_index, fwd_chunk_id)):
+        with record_function(action_name(self.activity, "forward", self.stage_index, fwd_chunk_id)):
             return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
 
     def backward_one_chunk(self, bwd_chunk_id, loss=None, full_backward=True, **kwargs):
         kind = "backward" if full_backward else "input"
-        with record_function(action_name(kind, self.stage_index, bwd_chunk_id)):
+        with record_function(action_name(self.activity, kind, self.stage_index, bwd_chunk_id)):
             return super().backward_one_chunk(bwd_chunk_id, loss, full_backward, **kwargs)
 
     def backward_weight_one_chunk(self, bwd_chunk_id, **kwargs):
-        with record_function(action_name("weight", self.stage_index, bwd_chunk_id)):
+        with record_function(action_name(self.activity, "weight", self.stage_index, bwd_chunk_id)):
             return super().backward_weight_one_chunk(bwd_chunk_id, **kwargs)
 
     def perform_reduce_grad(self, grad_scale_factor):
@@ -251,6 +279,7 @@ class ForwardStage(Stage):
     """A stage that is only evaluated: there are no gradients to hand to a stage beside it, which
     torch's schedules that fold (2.13) would ask for all the same, nor any to reduce."""
 
+    activity = "evaluation"
     reduces = False
 
     def get_local_bwd_output(self, mb_index):

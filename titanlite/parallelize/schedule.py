@@ -1,4 +1,4 @@
-"""Pipeline schedules by name or from a file: what they need, their order, and how long they idle."""
+"""Pipeline schedules, by name or from a file: what they need, their order, how long they idle."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def order_of(name: str, ranks: int, stages: int, microbatches: int) -> list[list
 
 
 def _simple_order(name: str, rank: int, ranks: int, microbatches: int) -> list[Action]:
-    """GPipe: all forwards, then all backwards. 1F1B: as few forwards ahead as keep all ranks busy."""
+    """GPipe: all forwards, then all backwards. 1F1B: only so many ahead as keep all ranks busy."""
     ahead = microbatches if name == "GPipe" else min(microbatches, ranks - rank)
     forwards = [Action("forward", rank, number) for number in range(microbatches)]
     backwards = [Action("backward", rank, number) for number in range(microbatches)]
@@ -141,7 +141,8 @@ def ranks_in_order(path: Path, order: Sequence[Sequence[Action]]) -> tuple[list[
     for rank, actions in enumerate(order):
         for action in actions:
             if rank_of.setdefault(action.stage, rank) != rank:
-                what = f"stage {action.stage} is on lines {rank_of[action.stage] + 1} and {rank + 1}."
+                lines = f"lines {rank_of[action.stage] + 1} and {rank + 1}"
+                what = f"stage {action.stage} is on {lines}."
                 raise _wrong_csv(path, what, "A stage stays on one rank.")
             if action in seen:
                 raise _wrong_csv(path, f"{_written(action)} is there twice.", "Remove one.")
@@ -152,7 +153,8 @@ def ranks_in_order(path: Path, order: Sequence[Sequence[Action]]) -> tuple[list[
         for microbatch in range(microbatches):
             kinds = {kind for kind, s, m in seen if (s, m) == (stage, microbatch)}
             if kinds not in ({"forward", "backward"}, {"forward", "input", "weight"}):
-                what = f"stage {stage}, micro-batch {microbatch} has {', '.join(sorted(kinds)) or 'nothing'}."
+                has = ", ".join(sorted(kinds)) or "nothing"
+                what = f"stage {stage}, micro-batch {microbatch} has {has}."
                 raise _wrong_csv(path, what, "It needs F and B, or F, I and W.")
     if not stages:
         raise _wrong_csv(path, "it is empty.", "Write a line for each pipeline rank.")

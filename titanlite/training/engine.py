@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from typing import Protocol
 
@@ -107,37 +107,41 @@ class Pipelined:
         self.plan, self.mesh, self.device = plan, mesh, device
         self.reduce_every = reduce_every_run
         self.first, self.last = 0 in spread.parts, len(plan.stages) - 1 in spread.parts
-        self._schedules: dict[tuple[type[Stage], int], tuple] = {}  # by kind and tokens
+        self._schedules: dict[tuple[type[Stage], int, int], tuple] = {}  # by kind, rows, tokens
         self._valid: Tensor | float = 1.0
 
     def forward_backward(self, inputs: Tensor, labels: Tensor, valid: Tensor) -> Tensor:
         """`valid` 0-d: the valid labels of the whole global batch."""
         self._valid = valid
-        total, rows = torch.zeros((), device=self.device), self._rows
+        total, rows = torch.zeros((), device=self.device), self.plan.rows
         for start in range(0, len(inputs), rows):
             part = slice(start, start + rows)
-            total += self._run(Stage, inputs[part], labels[part], start + rows >= len(inputs))
+            last = start + rows >= len(inputs)
+            total += self._run(Stage, self.plan, inputs[part], labels[part], last)
         return total
 
     @torch.no_grad()
     def evaluate(self, inputs: Tensor, labels: Tensor) -> Tensor:
         self._valid = 1.0
-        missing = -len(inputs) % self._rows  # a schedule runs as many rows as it was made for
-        inputs = F.pad(inputs, (0, 0, 0, missing))
-        labels = F.pad(labels, (0, 0, 0, missing), value=IGNORED)
+        plan = self.plan.fitting(len(inputs))
+        missing = (0, 0, 0, -len(inputs) % plan.rows)  # a schedule runs what it was made for
+        inputs, labels = F.pad(inputs, missing), F.pad(labels, missing, value=IGNORED)
         total = torch.zeros((), device=self.device)
-        for part in zip(inputs.split(self._rows), labels.split(self._rows), strict=True):
-            total += self._run(ForwardStage, *part)
+        for part in zip(inputs.split(plan.rows), labels.split(plan.rows), strict=True):
+            total += self._run(ForwardStage, plan, *part)
         _free_gathered(self.spread.parts.values())
         return total
 
-    @property
-    def _rows(self) -> int:
-        return self.plan.microbatch * self.plan.microbatches
-
-    def _run(self, kind: type[Stage], inputs: Tensor, labels: Tensor, last_run=False) -> Tensor:
-        """One run of the schedule: this rank's part of the loss, which is nothing but on the last."""
-        schedule, stages = self._schedule(kind, inputs.shape[1])
+    def _run(
+        self,
+        kind: type[Stage],
+        plan: PipelinePlan,
+        inputs: Tensor,
+        labels: Tensor,
+        last_run: bool = False,
+    ) -> Tensor:
+        """One run of the schedule: the loss where the last stage is, and nothing elsewhere."""
+        schedule, stages = self._schedule(kind, plan, inputs.shape[1])
         positions = self.share.positions(inputs.shape[1], inputs.device)
         given = [self.share.of(inputs)] if self.first else []
         losses: list[Tensor] = []
@@ -155,21 +159,22 @@ class Pipelined:
             )
         return sum(map(_local, losses), torch.zeros((), device=self.device))
 
-    def _schedule(self, kind: type[Stage], length: int):
-        """The schedule for sequences of `length` tokens, made when they first come."""
-        if (kind, length) not in self._schedules:
+    def _schedule(self, kind: type[Stage], plan: PipelinePlan, length: int):
+        """The schedule for `plan.rows` sequences of `length` tokens, made when they first come."""
+        key = (kind, plan.rows, length)
+        if key not in self._schedules:
             tokens = length // self.mesh.cp.size() // self.mesh.tp.size()
-            self._schedules[kind, length] = build_schedule(
+            self._schedules[key] = build_schedule(
                 kind,
                 self.spread.parts,
-                self.plan,
+                plan,
                 self.mesh.pp,
                 self.device,
-                (self.plan.microbatch, tokens, self.spread.width),
+                (plan.microbatch, tokens, self.spread.width),
                 self.spread.dtype,
                 lambda logits, labels: cross_entropy_sum(logits, labels) / self._valid,
             )
-        return self._schedules[kind, length]
+        return self._schedules[key]
 
 
 def _free_gathered(models: Iterable[nn.Module]) -> None:
