@@ -14,14 +14,14 @@ from titanlite.errors import EXIT_DONE, EXIT_USER, UserError, report
 from titanlite.observe.compare import compare_runs, describe, draw_comparison, verdict
 
 EXIT_PARTED = 1
-TOLERANCE = 1e-4  # ten times the rounding of twenty fp32 steps; a hundredth of what mistakes make
+TOLERANCE = 1e-4  # above the rounding of 20 fp32 steps, far below a mistake
 EXPECT = """\
 What to expect of one job under two layouts, with AdamW:
-  fp32  1e-7 in loss and 1e-6 in grad_norm at step 1, 1e-5 at step 20. Then AdamW, which divides
-        small gradients by small gradients, amplifies rounding: grad_norm of a small model is 1e-4
-        apart at step 40 and 1e-2 (loss: 1e-3) after hundreds, and both learn equally well.
+  fp32  1e-7 in loss and 1e-6 in grad_norm at step 1, about 1e-5 by step 20. Then AdamW, which
+        divides small gradients by small gradients, amplifies rounding: grad_norm of a small model
+        is 1e-4 apart at step 40, 1e-2 (loss: 1e-3) after hundreds, and both learn equally well.
   bf16  1e-3 in grad_norm at step 1, more than 1e-1 (loss: 1e-2) at step 50.
-A mistake in a layout shows in grad_norm at step 1 or 2, as 1e-2 or more. So take 20 steps in fp32:
+A mistake in a layout usually shows in grad_norm within two steps, as 1e-2 or more. So take 20 steps:
   --training.mixed_precision_param float32 --training.steps 20 --metrics.log_freq 1
 """
 

@@ -22,9 +22,10 @@ class ParallelismConfig:
     # ranks that the weights of one copy are sharded over; -1: all ranks that are left
     fsdp_reshard_after_forward: Literal["default", "always", "never"] = "default"
     # free gathered weights between forward and backward: less memory, one more gather;
-    # default: every block but the last group
+    # default: every block but the last group; none under pipeline parallel
     fsdp_gradient_reduction: Literal["every_microbatch", "last_microbatch"] = "every_microbatch"
-    # when accumulated gradients are reduced: each time (least memory) or once (least traffic)
+    # when accumulated gradients are reduced: each time (least memory) or once (least traffic);
+    # under pipeline parallel, a run of the schedule is what counts as a micro-batch here
     tensor_parallel_degree: Positive = 1  # ranks that share each matrix, and the sequence between
     disable_loss_parallel: bool = False  # gather the logits instead of sharding the loss with them
     enable_async_tensor_parallel: Annotated[bool, Built((False,), "Async tensor parallel")] = False

@@ -244,15 +244,17 @@ def _draw_values(panel, runs: Sequence[dict[int, float]]) -> list:
 
 def _draw_apart(panel, pair: Pair) -> list:
     apart, beyond = np.minimum(pair.apart, _FARTHEST), pair.apart > pair.allowed
+    whole = {"clip_on": False, "zorder": 3}  # at 0 too, where the panel ends
     look = {"linewidth": 0.9, "marker": _marker(apart), "markersize": 3}
-    panel.plot(pair.steps, apart, color=FAINT, clip_on=False, **look)  # a line of 0 is all there
-    panel.plot(pair.steps[beyond], apart[beyond], ".", color=_BEYOND, markersize=4)
+    panel.plot(pair.steps, apart, color=FAINT, **look, **whole)
+    size = 7 if _marker(apart) else 4
+    panel.plot(pair.steps[beyond], apart[beyond], ".", color=_BEYOND, markersize=size, zorder=4)
     panel.set_yscale("symlog", linthresh=1e-8, linscale=0.5)  # logarithmic, and yet it has a 0
     where = f"at most {_shown(pair.apart.max())}"
     if pair.parting is not None:
         where = f"parts at step {pair.steps[pair.parting]:,}"
     panel.set_title(f"relative difference, {where}", loc="left", color=INK, fontsize=10)
-    return [panel.axhline(pair.allowed, color=INK, linewidth=1.0, linestyle=(0, (1, 2)))]
+    return [panel.axhline(pair.allowed, color=INK, linewidth=1.0, linestyle=(0, (1, 2)), **whole)]
 
 
 def _marker(points: Sequence) -> str:

@@ -84,7 +84,7 @@ def fill(axes, boxes: Iterable[Box], colour: Any, **how: Any) -> None:
 
 
 def _outline(x, y, width, height, upper, lower) -> list[tuple[float, float, int]]:
-    """Points and matplotlib's codes: 1 moves the pen, 2 draws, 3 bends (in two points), 79 closes."""
+    """Points and matplotlib's codes: 1 moves the pen, 2 draws, 3 bends, 79 closes."""
     right, top = x + width, y + height
     if not upper and not lower:
         return [(x, top, 1), (right, top, 2), (right, y, 2), (x, y, 2), (x, top, 79)]

@@ -47,7 +47,7 @@ class Action:
 
 @dataclass(frozen=True)
 class Timeline:
-    """What the pipeline ranks do in one step; raises DataError where one does two things at once."""
+    """What the pipeline ranks do in one step; raises DataError where one does two at once."""
 
     name: str  # such as "computed" or "measured, iteration_10"
     ranks: list[list[Action]]

@@ -117,7 +117,7 @@ def _held(places, stages: Sequence[Stage], timelines: Sequence[Timeline]) -> lis
 
 
 def _stage_colours(stages: Sequence[Stage]) -> dict[int, str]:
-    """From blue to yellow and ever lighter, so that every eye sees their order."""
+    """From purple to yellow and ever lighter, so that every eye sees their order."""
     from matplotlib import colormaps
     from matplotlib.colors import to_hex
 
@@ -181,7 +181,7 @@ def _arranged(counts: dict[str, int], headings: list[list[str]], high: float = 6
         room_x = (_WIDTH + _BETWEEN) / across - _BETWEEN - 2 * _PAD
         room_y = (high + _BETWEEN) / math.ceil(counts["pipeline"] / across) - _BETWEEN - 2 * _PAD
         cell = min(_CELL, room_x / wide, (room_y - _LINE * lines) / tall)
-        if cell > 0.02 and room_x >= least:
+        if cell > min(0.02, 0.9 * _WIDTH / wide) and room_x >= least:
             panel = max(cell * wide, least), cell * tall + _LINE * lines
             grid = _Grid(levels, across, cell, panel, lines)
             choices.append((_likes(grid, counts), grid))
@@ -193,14 +193,14 @@ def _arranged(counts: dict[str, int], headings: list[list[str]], high: float = 6
 def _likes(grid: _Grid, counts: dict[str, int]) -> tuple:
     """What makes an arrangement better than another, most important first."""
     shard, replicate = grid.levels[2:]
-    ragged = any(level.count % level.across for level in (shard, replicate))
-    ragged = ragged or counts["pipeline"] % grid.across > 0
-    below = shard.block[0] > 1, replicate.block[0] > 1  # what is wide goes below each other
+    across = shard.across, replicate.across, grid.across
+    every = shard.count, replicate.count, counts["pipeline"]
+    even = not any(count % some for count, some in zip(every, across, strict=True))
     return (
-        int(grid.cell * (0.75 if ragged else 1) / 0.02),
-        not ragged,
-        -shard.across if below[0] else shard.across,
-        -replicate.across if below[1] else replicate.across,
+        int(grid.cell * (1 if even else 0.75) / 0.02),
+        even,
+        -shard.across if shard.block[0] > 1 else shard.across,  # what is wide goes below each other
+        -replicate.across if replicate.block[0] > 1 else replicate.across,
         grid.panel[0] < grid.cell * replicate.size[0] + 0.01,  # no blank beside the cells
         grid.across,
         -grid.lines,
@@ -267,8 +267,9 @@ def _legible(panels: list[list[Place]], held) -> tuple[_Grid, list[list[str]], f
     headings: list[list[str]] = [[] for _ in panels]
     if len(panels) > 1:
         for number, (heading, stages) in enumerate(zip(headings, held, strict=True)):
+            several = [*stages[:3], f"… {stages[-1]}"] if len(stages) > 8 else stages
             word = "stage" if len(stages) == 1 else "stages"
-            heading += [f"pipeline {number}", f"{word} {', '.join(map(str, stages))}"]
+            heading += [f"pipeline {number}", f"{word} {', '.join(map(str, several))}"]
     grid = _arranged(counts, headings)
     size = fitting(widest, 0.86 * grid.cell, grid.cell, 9, 4.5)
     if not size:
@@ -299,7 +300,7 @@ def _draw_directions(sheet, top: float, counts: dict[str, int], grid: _Grid) -> 
     for level in reversed(grid.levels):
         if counts[level.degree] > 1:
             right = range(1 + (level.across > 1))
-            down = range(1 + (level.across < level.count))
+            down = range(1 + (level.across < counts[level.degree]))
             step = 0.12 * (1 + level.gap)
             cells = [
                 (Box(step * i, step * j, 0.12, 0.12, 0.02, 0.02), FAINT)

@@ -25,14 +25,16 @@ def read_actions(trace: Path) -> list[Action]:
     try:
         said = json.loads(trace.read_text(encoding="utf-8"))
         events = said["traceEvents"]
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, TypeError) as error:
         why = getattr(error, "strerror", None) or error
         raise DataError(f"{trace}: is no trace that can be read ({why}).") from None
     begin = said.get("baseTimeNanoseconds", 0) / 1e9  # ranks begin to trace at other moments
-    found = []
+    # A GPU works later than it is told to: where it was traced, its own times count.
+    on_gpu = any(event.get("cat") == "gpu_user_annotation" for event in events)
+    category, found = "gpu_user_annotation" if on_gpu else "user_annotation", []
     for event in events:
         named = _NAME.fullmatch(event.get("name", ""))
-        if named and event.get("ph") == "X" and event.get("cat") == "user_annotation":
+        if named and event.get("ph") == "X" and event.get("cat") == category:
             start = begin + event["ts"] / 1e6
             end = start + event["dur"] / 1e6
             found.append(Action(named[1], int(named[2]), int(named[3]), start, end))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
@@ -105,32 +105,18 @@ def plan_pipeline(
         everything = [sum(costs.values())]
         return PipelinePlan("1F1B", None, [list(costs)], everything, [0], local_batch, 1), []
     problems = list(_plain_problems(section, family, shape, local_batch))
+    size, stages, rank_of = section.pipeline_parallel_microbatch_size, [], []
     try:
         style, count, rank_of = _stages(section, shape)
+        problems += _schedule_problems(section, style, rank_of, local_batch)
         stages = cut(section, costs, family.block_path, count)
-        microbatches = local_batch // section.pipeline_parallel_microbatch_size
-        if not problems:
-            problems += _microbatch_problems(section, rank_of, microbatches)
-        if style.splits_backward and section.fsdp_reshard_after_forward == "always":
-            problems.append(
-                ConfigError(
-                    f'parallelism.fsdp_reshard_after_forward = "always": under {_name(section)},'
-                    " which splits the backward, torch would compute wrong gradients.",
-                    fix='Use "default" or "never".',
-                    keys=("parallelism.fsdp_reshard_after_forward", SCHEDULE),
-                )
-            )
     except ConfigError as error:
         problems.append(error)
     if problems:
         return None, problems
     spent = [sum(costs[name] for name in names) for names in stages]
-    size = section.pipeline_parallel_microbatch_size
-    file = _csv(section)
-    plan = PipelinePlan(
-        section.pipeline_parallel_schedule, file, stages, spent, rank_of, size, microbatches
-    )
-    return plan, []
+    schedule, file = section.pipeline_parallel_schedule, _csv(section)
+    return PipelinePlan(schedule, file, stages, spent, rank_of, size, local_batch // size), []
 
 
 def _csv(section: ParallelismConfig) -> Path | None:
@@ -144,7 +130,9 @@ def _name(section: ParallelismConfig) -> str:
     return f'{SCHEDULE} = "{section.pipeline_parallel_schedule}"'
 
 
-def _plain_problems(section: ParallelismConfig, family: Family, shape, local_batch: int):
+def _plain_problems(
+    section: ParallelismConfig, family: Family, shape, local_batch: int
+) -> Iterator[ConfigError]:
     if family.tied(shape):
         yield ConfigError(
             f"{DEGREE} = {section.pipeline_parallel_degree}: the embedding and the output layer are"
@@ -192,23 +180,32 @@ def _stages(section: ParallelismConfig, shape) -> tuple[Style, int, list[int]]:
     return style, stages, ranks_of_stages(style, ranks, stages)
 
 
-def _microbatch_problems(section: ParallelismConfig, rank_of: list[int], microbatches: int):
+def _schedule_problems(
+    section: ParallelismConfig, style: Style, rank_of: list[int], local_batch: int
+) -> Iterator[ConfigError]:
     ranks, file = section.pipeline_parallel_degree, _csv(section)
     size = section.pipeline_parallel_microbatch_size
+    microbatches, rest = divmod(local_batch, size)
     if file is None:
         name = section.pipeline_parallel_schedule
         wanted = microbatches_wanted(name, ranks, len(rank_of), microbatches)
     else:
         _, in_file = ranks_in_order(file, read_order(file))
         wanted = str(in_file) if in_file != microbatches else None
-    if wanted:
-        local_batch = microbatches * size
+    if wanted and not rest:
         yield ConfigError(
             f"{_name(section)}: wants {wanted} micro-batches on {ranks} ranks;"
             f" training.local_batch_size = {local_batch} in micro-batches of {size} makes"
             f" {microbatches}.",
             fix="Change training.local_batch_size or the size of a micro-batch.",
             keys=(SCHEDULE, CSV_KEY, MICROBATCH, "training.local_batch_size"),
+        )
+    if style.splits_backward and section.fsdp_reshard_after_forward == "always":
+        yield ConfigError(
+            f'parallelism.fsdp_reshard_after_forward = "always": under {_name(section)},'
+            " which splits the backward, torch would compute wrong gradients.",
+            fix='Use "default" or "never".',
+            keys=("parallelism.fsdp_reshard_after_forward", SCHEDULE),
         )
 
 

@@ -23,7 +23,8 @@ from titanlite.training.step import take_step
 class TrainingConfig:
     """[training] How much is learned, in which batches and precision."""
 
-    local_batch_size: Positive = 8  # sequences a rank runs at once
+    local_batch_size: Positive = 8
+    # sequences a rank runs at once; under pipeline parallel, in one run of the schedule
     global_batch_size: Annotated[int, Range(1, also=(-1,))] = -1
     # sequences of a step, over all ranks; what local batches do not cover is accumulated;
     # -1: local_batch_size times the data-parallel ranks, so it follows the layout
