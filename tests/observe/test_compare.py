@@ -72,6 +72,12 @@ def test_the_first_step_apart_is_named_with_both_values_and_whether_they_meet_ag
     assert [pair.name for pair in comparison.parted] == [key]
 
 
+def test_the_verdict_names_the_first_parting_and_not_its_followers(compare):
+    lines = [step_line(n, lr=1.0, samples=n) for n in STEPS]
+    lines[30]["loss"] = 9.0
+    assert verdict(compare(lines)) == "They part at step 1, in lr, samples (tolerance 0.0001)."
+
+
 def test_runs_that_meet_again_do_not_part_for_good(compare):
     assert words_of(compare(differing("grad_norm", {60: 0.5})), "grad_norm")[-1] == "never"
 

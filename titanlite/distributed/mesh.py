@@ -127,7 +127,6 @@ class Mesh:
     """The one authority on who is whose neighbour. Every view exists, at size 1 too."""
 
     degrees: Degrees
-    world: DeviceMesh  # all ranks, by degree
     batch: DeviceMesh  # ranks that read different samples
     loss: DeviceMesh  # ranks whose loss sums add up to the whole batch's
     fsdp: DeviceMesh  # what weights are sharded over; [replicate, shard] where also replicated
@@ -160,7 +159,6 @@ def build_mesh(degrees: Degrees, device_type: str) -> Mesh:
     sharded = world["shard", "context"]._flatten("sharded")
     return Mesh(
         degrees,
-        world,
         batch=world["replicate", "shard"]._flatten("batch"),
         # Every stage has a part of the loss: all but the last have none of it.
         loss=world["pipeline", "replicate", "shard", "context"]._flatten("loss"),
