@@ -10,6 +10,7 @@ import os
 import random
 import subprocess
 import sys
+import time
 from dataclasses import dataclass, replace
 from itertools import count, islice
 from pathlib import Path
@@ -134,7 +135,7 @@ def test_legal_layouts_drawn_at_random_learn_what_one_process_learns(wanted, run
 def test_illegal_layouts_drawn_at_random_are_refused_with_a_reason(wanted, run_toml):
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     for drawn in some(False, *wanted, run_toml):
-        ranks = f"--job.check_ranks={drawn.layout.degrees.ranks}"
+        ranks, began = f"--job.check_ranks={drawn.layout.degrees.ranks}", time.time()
         done = subprocess.run(
             [sys.executable, str(ROOT / "train.py"), *drawn.argv(run_toml), ranks],
             capture_output=True,
@@ -144,4 +145,4 @@ def test_illegal_layouts_drawn_at_random_are_refused_with_a_reason(wanted, run_t
         )
         assert done.returncode == 2 and "Traceback" not in done.stderr, (str(drawn), done.stderr)
         assert done.stderr.startswith("titanlite: "), (str(drawn), done.stderr)
-        print(f"{drawn.seed}: {done.stderr.strip()}", flush=True)
+        print(f"{drawn.seed}, {time.time() - began:.1f} s: {done.stderr.strip()}", flush=True)

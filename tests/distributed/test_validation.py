@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.distributed.tensor import DTensor
 
 from tests.distributed.oracle import FAMILY, SEED, SGD, SHAPE, Layout, spread
 from tests.distributed.ranks import run_on_ranks
@@ -30,6 +31,20 @@ def validation_under(layout, path, counts) -> list[float]:
     _, mesh, engine = spread(layout, SGD)
     text, cpu = text_of(path), torch.device("cpu")
     return [validate(engine, text, count, 3, mesh, cpu) for count in counts]
+
+
+def kinds_of_weights_after_validation(layout, path) -> set[bool]:
+    model, mesh, engine = spread(layout, SGD)
+    validate(engine, text_of(path), 4, 2, mesh, torch.device("cpu"))
+    return {isinstance(parameter, DTensor) for parameter in model.parameters()}
+
+
+@pytest.mark.parametrize("layout", [Layout(shard=2), Layout(shard=2, pipeline=2)], ids=str)
+def test_validation_leaves_weights_sharded_for_what_comes_next(layout, corpus):
+    """Saving, most of all: the gathered ones are whole, plain, and about to be out of date."""
+    path = str(corpus / "validation")
+    kinds = run_on_ranks(kinds_of_weights_after_validation, layout.degrees.ranks, layout, path)
+    assert all(kind == {True} for kind in kinds)
 
 
 @cache

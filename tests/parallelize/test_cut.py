@@ -48,6 +48,12 @@ def test_the_dearest_stage_is_as_cheap_as_any_cut_makes_it(seed):
     assert max(sum(costs[n] for n in stage) for stage in found) == pytest.approx(best)
 
 
+def test_evenness_does_not_make_the_dearest_stage_dearer():
+    costs = dict(zip("abcdef", (8, 8, 5, 5, 8, 2), strict=True))
+    found = balanced(costs, 3)  # 16, 10, 10 would be more even, and slower
+    assert [sum(costs[name] for name in stage) for stage in found] == [8, 13, 15]
+
+
 def test_a_stage_with_the_output_layer_has_fewer_blocks():
     stages = cut_by(otherwise=8)
     assert blocks_of(stages)[-1] < blocks_of(stages)[0]
