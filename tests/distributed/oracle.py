@@ -267,7 +267,7 @@ def go_on(
         record.norms.append(result.grad_norm.item())
         if state.step in VALIDATED_AFTER:
             text = HeldOut(recipe)
-            record.validations.append(validate(engine, text, text.samples, 2, mesh, CPU))
+            record.validations.append(validate(engine, text, text.samples, 4, mesh, CPU))
     hook.remove()
     record.weights = {name: part_of(p) for name, p in named}
 

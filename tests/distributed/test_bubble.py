@@ -18,7 +18,7 @@ from titanlite.observe.trace import read_actions
 from titanlite.parallelize.pipeline import plan_pipeline
 from titanlite.parallelize.schedule import timeline
 
-RANKS, BLOCK_SECONDS = 4, 0.03
+RANKS, BLOCK_SECONDS = 4, 0.02
 RECIPE = replace(SGD, batch=8, seq_len=24)
 
 

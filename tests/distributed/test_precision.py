@@ -82,7 +82,7 @@ def types_of_a_step(layout) -> dict:
         Layout(tensor=2),
         Layout(shard=2, tensor=2),
         Layout(context=2),
-        Layout(pipeline=2, microbatch=9),
+        Layout(pipeline=2, microbatch=9, less=(0, 0)),
     ],
     ids=str,
 )

@@ -21,18 +21,21 @@ class Reductions(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
+RECIPE = replace(SGD, batch=12, seq_len=12)
+
+
 def reductions(layout) -> int:
-    _, mesh, engine = spread(layout, SGD)
-    rows = SGD.batch // layout.degrees.data
+    _, mesh, engine = spread(layout, RECIPE)
+    rows = RECIPE.batch // layout.degrees.data
     mine = slice(mesh.batch_rank * rows, (mesh.batch_rank + 1) * rows)
-    inputs, labels = (part[mine] for part in batch_at(0, SGD))
+    inputs, labels = (part[mine] for part in batch_at(0, RECIPE))
     with Reductions() as seen:
         engine.forward_backward(inputs, labels, torch.tensor(1.0))
     return seen.count
 
 
 @pytest.mark.parametrize(
-    "layout", [Layout(shard=2), Layout(shard=2, pipeline=2, microbatch=3)], ids=str
+    "layout", [Layout(shard=2), Layout(shard=2, pipeline=2, microbatch=1)], ids=str
 )
 def test_gradients_are_reduced_with_each_micro_batch_or_once(layout):
     def counted(**changes) -> list[int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -29,10 +30,13 @@ LAYOUTS = {
     "shard2tensor2": Layout(shard=2, tensor=2, accumulate=3),
     "replicate2shard2": Layout(replicate=2, shard=2),
     "pipeline2shard2": Layout(pipeline=2, shard=2, microbatch=3, schedule="ZBVZeroBubble"),
-    "pipeline2context2": Layout(pipeline=2, context=2, microbatch=9, accumulate=1),
+    "pipeline2context2": Layout(pipeline=2, context=2, microbatch=3),
+    "pipeline4": Layout(pipeline=4, microbatch=3),
     "context2tensor2": Layout(context=2, tensor=2, accumulate=3),
+    "context2shard2": Layout(context=2, shard=2, rotate="alltoall", balancer="none"),
+    "context4": Layout(context=4),
 }
-RECIPE = deepened(ADAMW, Layout(pipeline=2))
+RECIPE = deepened(replace(ADAMW, batch=12, seq_len=24), Layout(pipeline=2))
 STOP = 2  # of RECIPE.steps
 
 
@@ -63,10 +67,11 @@ def stop_under(layout, recipe, folder) -> dict[str, bytes]:
 
 
 def go_on_under(layout, recipe, folders) -> list[tuple[dict[str, bytes], list[float]]]:
-    """For each checkpoint: the state right after loading, and the losses from there on."""
+    """For each checkpoint: the state right after loading, and the losses from there on. The first
+    is loaded into a fresh run, the others over what the one before has left."""
     answers = []
+    state, engine, mesh = start(layout, recipe)
     for folder in folders:
-        state, engine, mesh = start(layout, recipe)
         checkpointer = Checkpointer(Path(folder), CheckpointConfig(enable=True))
         manifest = checkpointer.load(checkpointer.find(), state.model, state.optimizer, {})
         state.restore(manifest.progress)
