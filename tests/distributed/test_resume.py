@@ -26,15 +26,10 @@ from titanlite.errors import CheckpointError
 LAYOUTS = {
     "one": Layout(),
     "shard4": Layout(shard=4, accumulate=3),  # 509 rows over 4 ranks
-    "tensor2": Layout(tensor=2),
-    "shard2tensor2": Layout(shard=2, tensor=2, accumulate=3),
-    "replicate2shard2": Layout(replicate=2, shard=2),
+    "shard2tensor2": Layout(shard=2, tensor=2),
     "pipeline2shard2": Layout(pipeline=2, shard=2, microbatch=3, schedule="ZBVZeroBubble"),
     "pipeline2context2": Layout(pipeline=2, context=2, microbatch=3),
-    "pipeline4": Layout(pipeline=4, microbatch=3),
-    "context2tensor2": Layout(context=2, tensor=2, accumulate=3),
-    "context2shard2": Layout(context=2, shard=2, rotate="alltoall", balancer="none"),
-    "context4": Layout(context=4),
+    "replicate2context2": Layout(replicate=2, context=2, rotate="alltoall", accumulate=3),
 }
 RECIPE = deepened(replace(ADAMW, batch=12, seq_len=24), Layout(pipeline=2))
 STOP = 2  # of RECIPE.steps
