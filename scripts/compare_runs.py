@@ -41,11 +41,16 @@ def main(argv: list[str]) -> int:
     png = asked.out or beside / "compare.png"
     try:
         comparison = compare_runs(asked.a, asked.b, asked.tolerance)
-        draw_comparison(comparison, png)
     except UserError as error:
         print(report(error), file=sys.stderr)
         return EXIT_USER
-    print(describe(comparison), f"picture: {png}", verdict(comparison), sep="\n\n")
+    print(describe(comparison), end="\n\n")
+    try:
+        draw_comparison(comparison, png)
+        print(f"picture: {png}", end="\n\n")
+    except UserError as error:  # a picture less is no reason to hide what was found
+        print(report(error), file=sys.stderr)
+    print(verdict(comparison))
     return EXIT_PARTED if comparison.parted else EXIT_DONE
 
 

@@ -36,9 +36,8 @@ def main(argv: list[str]) -> int:
     try:
         if asked.ranks < 1:
             raise UserError(f"--ranks {asked.ranks}: must be at least 1.")
-        job = read_job(
-            ["--job.config_file", asked.config, *overrides], asked.ranks, with_data=False
-        )
+        words = ["--job.config_file", asked.config, *overrides, f"--job.check_ranks={asked.ranks}"]
+        job = read_job(words, asked.ranks, with_data=False)
         timelines = [_computed(job)] if job.degrees.pipeline > 1 else []
         if asked.trace is not None:
             timelines.append(_measured(job, asked.trace))
@@ -84,12 +83,11 @@ def _measured(job: Job, folder: Path) -> Timeline:
         read_actions(folder / f"rank{number * apart}_trace.json")
         for number in range(job.degrees.pipeline)
     ]
-    ran = [sorted({action.stage for action in row}) for row in rows]
-    planned = [job.pipeline.stages_of(rank) for rank in range(job.degrees.pipeline)]
-    if ran != planned:
+    ran = [{(action.kind, action.stage, action.microbatch) for action in row} for row in rows]
+    if ran != [set(row) for row in job.pipeline.order()]:
         raise DataError(
-            f"{folder}: ran stages {ran} by pipeline rank; the job has {planned}.",
-            fix="Give a trace of this job.",
+            f"{folder}: is the trace of another job than this one ({job.pipeline}).",
+            fix="Give a trace of this job, with the same overrides.",
         )
     return Timeline(f"measured, {folder.name}", rows, "s")
 

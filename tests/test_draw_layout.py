@@ -62,6 +62,7 @@ def test_mistakes_are_told_without_a_traceback(run_toml, tmp_path, capsys):
         ([run_toml, "--ranks", 3, "--parallelism.tensor_parallel_degree", 2], "ranks, 3"),
         ([run_toml, "--ranks", 2, "--trace", tmp_path], "has no pipeline to measure"),
         ([run_toml, "--ranks", 2, "--trace", tmp_path, *PIPELINE], "is no trace that can be read"),
+        ([run_toml, "--ranks", 2, "--out", "/proc/nowhere/x"], "cannot be written"),
         ([run_toml, "--ranks", 2, "--paralelism.tensor_parallel_degree", 2], "paralelism"),
     ):
         assert main([str(word) for word in argv]) == 2

@@ -19,10 +19,10 @@ from tests.distributed.oracle import (
     worst_error,
 )
 from tests.distributed.ranks import run_on_ranks
-from tests.parallelize.test_schedule import written
+from tests.parallelize.test_schedule import as_csv
 from titanlite.parallelize.schedule import STYLES, order_of
 
-# Each is run by SGD, with and without accumulation, and by AdamW with clipping.
+# Each is run by AdamW with clipping, and accumulating by SGD, which hides nothing.
 SPREADS = [
     Layout(),
     Layout(shard=2),
@@ -41,7 +41,7 @@ SPREADS = [
     Layout(context=2, tensor=2, balancer="none"),
     Layout(replicate=2, context=2, tensor=2, rotate="alltoall"),
 ]
-# Each is run in the same three ways, on a model deep enough for its stages.
+# Each is run in the same two ways, on a model deep enough for its stages.
 PIPELINES = [
     *(Layout(pipeline=2, microbatch=9, schedule=schedule) for schedule in STYLES),
     *(
@@ -128,7 +128,7 @@ def test_every_layout_learns_what_one_process_learns(layout):
         again = replace(again, microbatch=layout.microbatch // 3)
         recipes = tuple(deepened(recipe, layout) for recipe in recipes)
     sgd, adamw = recipes
-    learn_the_same([(layout, sgd), (again, sgd), (again, adamw)])
+    learn_the_same([(layout, adamw), (again, sgd)])
 
 
 @pytest.mark.parametrize("layout", EIGHTS, ids=str)
@@ -152,7 +152,7 @@ def test_no_option_of_a_pipeline_changes_what_is_learned(layouts):
 
 def test_a_schedule_from_a_file_learns_what_one_process_learns(tmp_path):
     file = tmp_path / "schedule.csv"
-    file.write_text(written(order_of("ZBVZeroBubble", ranks=2, stages=4, microbatches=4)))
+    file.write_text("\n" + as_csv(order_of("ZBVZeroBubble", ranks=2, stages=4, microbatches=4)))
     layout = Layout(pipeline=2, csv=str(file), microbatch=9)
     learn_the_same([(layout, deepened(SGD, layout))])
 

@@ -15,6 +15,7 @@ from titanlite.parallelize.schedule import (
     ranks_of_stages,
     read_order,
     timeline,
+    written,
 )
 
 A_RANK = {name: style.stages_a_rank or 2 for name, style in STYLES.items()}
@@ -66,16 +67,15 @@ def test_every_schedule_runs_everything_once_on_the_rank_that_holds_it(name, tmp
     assert counted == microbatches
 
 
-def written(order) -> str:
-    letter = {"forward": "F", "backward": "B", "input": "I", "weight": "W"}
-    return "\n".join(",".join(f"{a.stage}{letter[a.kind]}{a.microbatch}" for a in r) for r in order)
+def as_csv(order) -> str:
+    return "\n".join(",".join(map(written, row)) for row in order)
 
 
 @pytest.mark.parametrize("name", ["1F1B", "ZBVZeroBubble"])
 def test_a_schedule_from_a_file_is_the_one_that_was_written(name, tmp_path):
     file = tmp_path / "schedule.csv"
     order = order_of(name, 2, 2 * A_RANK[name], 4)
-    file.write_text(written(order))
+    file.write_text(as_csv(order))
     assert read_order(file) == order
 
 
@@ -89,6 +89,9 @@ def test_a_schedule_from_a_file_is_the_one_that_was_written(name, tmp_path):
         ("0F0,0B0\n1F0,1I0", "stage 1, micro-batch 0 has forward, input"),
         ("0F0,zero\n1F0,1B0", 'line 1: "zero" is no action'),
         ("\n", "it is empty"),
+        ("0F,0B0\n1F0,1B0", 'line 1: "0F" is no action'),
+        ("0F0x9,0B0\n1F0,1B0", "is no action"),
+        ("0F0,1F0,1B0,0B0\n,,", "line 2: has no stage"),
     ],
 )
 def test_a_file_that_would_hang_or_skip_is_refused(text, words, tmp_path):

@@ -22,7 +22,8 @@ class ParallelismConfig:
     # ranks that the weights of one copy are sharded over; -1: all ranks that are left
     fsdp_reshard_after_forward: Literal["default", "always", "never"] = "default"
     # free gathered weights between forward and backward: less memory, one more gather;
-    # default: every block but the last group; none under pipeline parallel
+    # default: every block but the last group; none under pipeline parallel,
+    # where torch keeps three of a rank's stages gathered at most
     fsdp_gradient_reduction: Literal["every_microbatch", "last_microbatch"] = "every_microbatch"
     # when accumulated gradients are reduced: each time (least memory) or once (least traffic);
     # under pipeline parallel, a run of the schedule is what counts as a micro-batch here

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
@@ -12,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from titanlite.errors import DataError
+from titanlite.errors import ConfigError, DataError
 from titanlite.observe.figure import (
     FAINT,
     GRID,
@@ -93,10 +92,15 @@ def draw_layout(
             y = draw_gantt(sheet, y - 0.2, _WIDTH, timeline, held, colours)
         figure.set_size_inches(_WIDTH + 2 * _MARGIN, 2 * _MARGIN - y)  # now that it is known
         sheet.set(xlim=(-_MARGIN, _WIDTH + _MARGIN), ylim=(y - _MARGIN, _MARGIN))
-        out.parent.mkdir(parents=True, exist_ok=True)
-        png, svg = (out.with_name(f"{out.name}.{kind}") for kind in ("png", "svg"))
-        figure.savefig(png)
-        figure.savefig(svg, metadata={"Date": None})
+        png, svg = (out.parent / f"{out.name}.{kind}" for kind in ("png", "svg"))
+        try:
+            out.parent.mkdir(parents=True, exist_ok=True)
+            figure.savefig(png)
+            figure.savefig(svg, metadata={"Date": None})
+        except OSError as error:
+            raise ConfigError(
+                f"{png}: cannot be written ({error.strerror}).", fix="Give another --out."
+            ) from None
     return [png, svg]
 
 

@@ -24,8 +24,8 @@ def read_actions(trace: Path) -> list[Action]:
     """
     try:
         said = json.loads(trace.read_text(encoding="utf-8"))
-        events = said["traceEvents"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        events = [event for event in said["traceEvents"] if {"ts", "dur", "cat"} <= event.keys()]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         why = getattr(error, "strerror", None) or error
         raise DataError(f"{trace}: is no trace that can be read ({why}).") from None
     begin = said.get("baseTimeNanoseconds", 0) / 1e9  # ranks begin to trace at other moments

@@ -26,6 +26,18 @@ def stages_asked(section: ParallelismConfig, blocks: int, otherwise: int) -> tup
     return otherwise, "pipeline_parallel_degree"
 
 
+def contradictions(section: ParallelismConfig) -> Iterator[ConfigError]:
+    """Modules named one by one, and blocks counted too."""
+    counted = [key for key in (_FIRST, _LAST, _EACH) if getattr(section, key) is not None]
+    if section.module_fqns_per_model_part and counted:
+        said = " and ".join(f"parallelism.{key}" for key in counted)
+        yield ConfigError(
+            f"parallelism.{_NAMES}: names the modules of each stage, so {said} would be ignored.",
+            fix="Leave one of them out.",
+            keys=(f"parallelism.{_NAMES}", *(f"parallelism.{key}" for key in counted)),
+        )
+
+
 def cut(
     section: ParallelismConfig, costs: Mapping[str, float], block_path: str, stages: int
 ) -> list[list[str]]:

@@ -39,8 +39,9 @@ def flash_for(q: Tensor) -> Flash:
     """The fastest kernel that this device has for this type."""
     if q.device.type == "cpu":
         return OnCpu()
-    half, aligned = q.dtype in (torch.float16, torch.bfloat16), q.shape[-1] % 8 == 0
-    return OnCuda() if half and aligned else Plain()
+    half, width = q.dtype in (torch.float16, torch.bfloat16), q.shape[-1]
+    recent = torch.cuda.get_device_capability(q.device) >= (8, 0)  # Ampere
+    return OnCuda() if half and recent and width % 8 == 0 and width <= 256 else Plain()
 
 
 class OnCuda:

@@ -14,7 +14,8 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import (
     PipelineScheduleMulti,
     PipelineScheduleSingle,
-    _PipelineScheduleRuntime,  # private; the only one that runs a schedule from a file
+    _Action,  # private, as the next, which alone runs a schedule from a file (2.11 to 2.15)
+    _PipelineScheduleRuntime,
     get_schedule_class,
 )
 from torch.profiler import record_function
@@ -23,7 +24,7 @@ from titanlite.distributed.mesh import ParallelismConfig
 from titanlite.errors import ConfigError
 from titanlite.models import Family
 from titanlite.observe.trace import action_name
-from titanlite.parallelize.cut import cut, stages_asked
+from titanlite.parallelize.cut import contradictions, cut, stages_asked
 from titanlite.parallelize.schedule import (
     CSV_KEY,
     STYLES,
@@ -34,6 +35,7 @@ from titanlite.parallelize.schedule import (
     ranks_in_order,
     ranks_of_stages,
     read_order,
+    written,
 )
 
 DEGREE = "parallelism.pipeline_parallel_degree"
@@ -106,6 +108,7 @@ def plan_pipeline(
         return PipelinePlan("1F1B", None, [list(costs)], everything, [0], local_batch, 1), []
     problems = list(_plain_problems(section, family, shape, local_batch))
     size, stages, rank_of = section.pipeline_parallel_microbatch_size, [], []
+    problems += contradictions(section)
     try:
         style, count, rank_of = _stages(section, shape)
         problems += _schedule_problems(section, style, rank_of, local_batch)
@@ -170,9 +173,10 @@ def _stages(section: ParallelismConfig, shape) -> tuple[Style, int, list[int]]:
     stages, key = stages_asked(section, shape.n_layers, each * ranks)
     a_rank, rest = divmod(stages, ranks)
     if rest or a_rank < each or (style.stages_a_rank and a_rank > each):
-        wants = f"{each} on each rank" + ("" if style.stages_a_rank else " or more")
+        more = "" if style.stages_a_rank else " or more"
+        wants = f"{each}{more} stages on each rank"
         raise ConfigError(
-            f"{_name(section)}: wants {wants} of {ranks}; parallelism.{key} makes {stages} stages.",
+            f"{_name(section)}: wants {wants}, of {ranks} ranks; parallelism.{key} makes {stages}.",
             fix=f"Make {each * ranks} stages"
             + ("." if style.stages_a_rank else ", or a multiple."),
             keys=(SCHEDULE, DEGREE, f"parallelism.{key}"),
@@ -248,6 +252,17 @@ def _keep(model: nn.Module, names: list[str], block_path: str) -> None:
             setattr(model, name, None)
 
 
+_HOOKS = (  # undocumented, so a torch that renames one (other than 2.13) must not go unnoticed
+    "forward_one_chunk",
+    "backward_one_chunk",
+    "backward_weight_one_chunk",
+    "perform_reduce_grad",
+    "get_local_bwd_output",
+    "set_local_bwd_input",
+)
+assert all(hasattr(PipelineStage, name) for name in _HOOKS), "this torch has other stages"
+
+
 class Stage(PipelineStage):
     """Torch's stage, which also tells a profiler what it runs, without its waiting."""
 
@@ -319,7 +334,10 @@ def build_schedule(
     options = {"n_microbatches": plan.microbatches, "loss_fn": loss, "scale_grads": False}
     if plan.csv is not None:
         schedule = _PipelineScheduleRuntime(stages, **options)
-        schedule._load_csv(str(plan.csv))
+        # What was checked, not what torch would read: it takes blank lines for ranks.
+        rows = [[_Action.from_str(written(action)) for action in row] for row in plan.order()]
+        schedule.pipeline_order = dict(enumerate(rows))
+        schedule._prepare_schedule_with_comms(schedule.pipeline_order)
         return schedule, stages
     scheduled = get_schedule_class(plan.schedule)
     alone = issubclass(scheduled, PipelineScheduleSingle)

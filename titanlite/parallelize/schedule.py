@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import csv
+import re
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -90,34 +92,34 @@ def _simple_order(name: str, rank: int, ranks: int, microbatches: int) -> list[A
     return done + backwards[microbatches - ahead :]
 
 
+_CELL = re.compile(r"(\d+)([FBIW])(\d+)")
+_KINDS = {"F": "forward", "B": "backward", "I": "input", "W": "weight"}
+
+
 def read_order(path: Path) -> list[list[Action]]:
     """The same from a CSV: a line a rank, cells such as 0F1 (stage 0, forward, micro-batch 1), 0B1
     (backward), or its halves 0I1 and 0W1; an empty cell is a pause. Raises ConfigError."""
-    # Private; what torch itself reads the file with.
-    from torch.distributed.pipelining.schedules import _Action
-
-    order: list[list[Action]] = []
     try:
-        with open(path, newline="", encoding="utf-8") as file:
+        with open(path, newline="", encoding="utf-8-sig") as file:
             rows = [row for row in csv.reader(file) if row]
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
         why = getattr(error, "strerror", None) or error
         raise ConfigError(
             f'{CSV_KEY} = "{path}": cannot be read ({why}).',
             fix="Give a file with a line for each pipeline rank.",
             keys=(CSV_KEY,),
         ) from None
-    for number, row in enumerate(rows):
-        order.append([])
-        for cell in row:
-            try:
-                actions = _actions(_Action.from_str(cell.strip()))
-            except (RuntimeError, ValueError):
-                actions = []
-            if cell.strip() and not actions:
-                what = f'line {number + 1}: "{cell}" is no action.'
+    order: list[list[Action]] = []
+    for number, row in enumerate(rows, 1):
+        cells = [cell.strip() for cell in row if cell.strip()]
+        for cell in cells:
+            if not _CELL.fullmatch(cell):
+                what = f'line {number}: "{cell[:40]}" is no action.'
                 raise _wrong_csv(path, what, "Write one such as 0F1.")
-            order[-1] += actions
+        if not cells:
+            raise _wrong_csv(path, f"line {number}: has no stage.", "Give every rank one.")
+        found = (_CELL.fullmatch(cell).groups() for cell in cells)
+        order.append([Action(_KINDS[k], int(stage), int(number)) for stage, k, number in found])
     return order
 
 
@@ -127,9 +129,7 @@ def _actions(cell) -> list[Action]:
         return []
     if getattr(cell, "sub_actions", None):
         return [action for part in cell.sub_actions for action in _actions(part)]
-    kind = {"F": "forward", "B": "backward", "I": "input", "W": "weight"}.get(
-        cell.computation_type.value
-    )
+    kind = _KINDS.get(cell.computation_type.value)
     return [Action(kind, cell.stage_index, cell.microbatch_index)] if kind else []
 
 
@@ -138,6 +138,7 @@ def ranks_in_order(path: Path, order: Sequence[Sequence[Action]]) -> tuple[list[
     an action is missing, there twice, on two ranks, or would wait for ever."""
     rank_of: dict[int, int] = {}
     seen: set[Action] = set()
+    kinds_of: dict[tuple[int, int], set[str]] = defaultdict(set)
     for rank, actions in enumerate(order):
         for action in actions:
             if rank_of.setdefault(action.stage, rank) != rank:
@@ -145,13 +146,14 @@ def ranks_in_order(path: Path, order: Sequence[Sequence[Action]]) -> tuple[list[
                 what = f"stage {action.stage} is on {lines}."
                 raise _wrong_csv(path, what, "A stage stays on one rank.")
             if action in seen:
-                raise _wrong_csv(path, f"{_written(action)} is there twice.", "Remove one.")
+                raise _wrong_csv(path, f"{written(action)} is there twice.", "Remove one.")
             seen.add(action)
+            kinds_of[action.stage, action.microbatch].add(action.kind)
     stages = max(rank_of, default=-1) + 1
     microbatches = max((action.microbatch for action in seen), default=-1) + 1
     for stage in range(stages):
         for microbatch in range(microbatches):
-            kinds = {kind for kind, s, m in seen if (s, m) == (stage, microbatch)}
+            kinds = kinds_of[stage, microbatch]
             if kinds not in ({"forward", "backward"}, {"forward", "input", "weight"}):
                 has = ", ".join(sorted(kinds)) or "nothing"
                 what = f"stage {stage}, micro-batch {microbatch} has {has}."
@@ -165,7 +167,8 @@ def ranks_in_order(path: Path, order: Sequence[Sequence[Action]]) -> tuple[list[
     return [rank_of[stage] for stage in range(stages)], microbatches
 
 
-def _written(action: Action) -> str:
+def written(action: Action) -> str:
+    """An action as a cell of a CSV."""
     return f"{action.stage}{action.kind[0].upper()}{action.microbatch}"
 
 
@@ -203,7 +206,7 @@ def timeline(order: Sequence[Sequence[Action]], costs: Sequence[float]) -> list[
                 moved = True
     waiting = [a[len(d)] for a, d in zip(order, done, strict=True) if len(d) < len(a)]
     if waiting:
-        raise Deadlock(f"{' and '.join(map(_written, waiting))} wait for each other")
+        raise Deadlock(f"{' and '.join(map(written, waiting))} wait for each other")
     return done
 
 
