@@ -8,8 +8,10 @@ from __future__ import annotations
 import dataclasses
 import signal
 import sys
+import time
+from functools import partial
 
-from titanlite.checkpoint import Checkpointer
+from titanlite.checkpoint import Checkpointer, Hold, hold_folder
 from titanlite.data import slices_of
 from titanlite.distributed.collectives import agree, attempt
 from titanlite.distributed.mesh import build_mesh
@@ -18,10 +20,11 @@ from titanlite.distributed.session import (
     choose_device,
     join,
     launched_ranks,
-    lost_rank,
     tell,
 )
-from titanlite.errors import EXIT_DONE, UserError
+from titanlite.distributed.stop import StopRequest, words_for
+from titanlite.distributed.watch import Watch, die_with_launcher
+from titanlite.errors import EXIT_DONE, EXIT_LOST, EXIT_STOPPED, RankLost, UserError
 from titanlite.job import Job, JobConfig, open_data, read_job
 from titanlite.log import configure_log, logger
 from titanlite.observe import open_meter, open_profiler, open_sinks, silent_sinks
@@ -43,7 +46,7 @@ def main(argv: list[str]) -> int:
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` is no reason for a traceback
         print(__doc__, *help_text(JobConfig), sep="\n")
         return EXIT_DONE
-    rank, ranks = launched_ranks()
+    began, (rank, ranks) = time.monotonic(), launched_ranks()
     try:
         job = read_job(argv, ranks)
         section = job.config.job
@@ -54,21 +57,46 @@ def main(argv: list[str]) -> int:
         if section.check:
             logger.info("every check passed for %s", job.degrees)
             return EXIT_DONE
-        device = choose_device(section.device)
-        with join(device, job.config.comm, job.config.debug, job.folder) as session:
-            train(job, session)
+        device, comm = choose_device(section.device), job.config.comm
+        with (
+            join(device, comm, job.config.debug, job.folder) as session,
+            hold_folder(job.folder) as hold,
+            Watch(session.rank, session.ranks, comm.init_timeout_seconds, job.folder) as watch,
+        ):
+            hold.code = train(job, session, hold, watch, began)
+            return hold.code
     except UserError as error:
         return tell(error)
-    except Exception as error:
-        return lost_rank(error)
-    return EXIT_DONE
+    except RankLost:
+        return EXIT_LOST
+    except Exception:
+        print(f"rank {rank} of {ranks}:", file=sys.stderr, flush=True)  # ours to mend: a traceback
+        raise
 
 
-def train(job: Job, session: Session) -> None:
+def train(job: Job, session: Session, hold: Hold, watch: Watch, began: float) -> int:
+    """One run, from where its checkpoints are to its last step; returns the exit code."""
     config, training, device = job.config, job.config.training, session.device
+    comm, limit = config.comm, config.job.time_limit_minutes
+    stop = StopRequest(began + 60 * limit if limit else None)
+    if config.checkpoint.enable and not config.checkpoint.load_only:
+        stop.listen()  # else a signal means what it always means: there is nothing to save
+    die_with_launcher()
     data, problem = attempt(lambda: open_data(job))
     agree(problem)  # every rank opens its data by itself, and all learn of one that cannot
     stream, texts = data
+
+    checkpointer = Checkpointer(
+        job.checkpoints,
+        config.checkpoint,
+        facts=job.facts(stream),
+        job=dataclasses.asdict(config),
+        layout=str(job.degrees),
+    )
+    watch.now(0, "load")
+    found = checkpointer.find()
+    watch.now(0, "build")
+    hold.begin(session.ranks, found.step if found else 0, config.job.max_crashes)
 
     mesh = build_mesh(job.degrees, device.type)
     compute = DTYPES[training.mixed_precision_param]
@@ -97,13 +125,16 @@ def train(job: Job, session: Session) -> None:
         local_batch=training.local_batch_size,
     )
     state = TrainState(model, build_optimizer(model, config.optimizer))
-
-    checkpointer = Checkpointer(job.folder / config.checkpoint.folder, config.checkpoint)
-    found = checkpointer.find()
+    hold.step = lambda: state.step
     if found:
-        saved = checkpointer.load(found, model, state.optimizer, job.facts_to_hold())
-        if saved:
-            state.restore(saved.progress)
+        watch.now(0, "load")
+        progress = checkpointer.load(
+            found, model, state.optimizer, job.facts_to_hold(stream), finished_at=training.steps
+        )
+        if progress:
+            state.restore(progress)
+            checkpointer.turn_back(state.step)
+        watch.now(state.step, "start")
 
     meter = open_meter(
         flops_per_token=job.family.flops_per_token(job.shape, training.seq_len),
@@ -123,31 +154,21 @@ def train(job: Job, session: Session) -> None:
         (job.folder / "config.toml").write_text(job.as_toml(), encoding="utf-8")
     logger.info("%s", job.summary(device, meter.peak_flops))
     if found:
-        sinks.event(state.step, "resumed", path=str(found), position=state.position)
+        for reason in found.refused:
+            sinks.event(state.step, "checkpoint_refused", reason=reason)
+        sinks.event(state.step, "resumed", path=str(found.place), position=state.position)
     if state.step >= training.steps:
         logger.info("all %d steps are done; a larger training.steps goes on", training.steps)
 
     def losses() -> dict[str, float]:
-        rows = config.validation.local_batch_size
         counts = {t: samples_to_validate(config.validation, t, job.global_batch) for t in texts}
-        return {t.name: validate(engine, t, n, rows, mesh, device) for t, n in counts.items()}
-
-    def save() -> str:
-        place = checkpointer.save(
-            state.step,
-            model,
-            state.optimizer,
-            progress=state.progress(),
-            facts=job.facts(),
-            job=dataclasses.asdict(config),
-            layout=str(job.degrees),
-        )
-        return str(place)
+        options = (config.validation.local_batch_size, mesh, device, partial(watch.now, state.step))
+        return {t.name: validate(engine, t, n, *options) for t, n in counts.items()}
 
     slices = slices_of(state.position, job.global_batch, mesh.batch_rank, mesh.batch.size())
     schedule, total = config.lr_scheduler, job.schedule_steps
     with sinks, open_profiler(config.profiling, job.folder, session.rank, state.step) as profiler:
-        run(
+        reason = run(
             state,
             engine,
             stream.prefetch(slices),
@@ -156,18 +177,23 @@ def train(job: Job, session: Session) -> None:
             lr_at=lambda step: config.optimizer.lr * lr_share(step, total, schedule),
             mesh=mesh,
             device=device,
-            train_timeout_seconds=config.comm.train_timeout_seconds,
             between=Between(
                 log_freq=config.metrics.log_freq,
                 validate_freq=config.validation.freq if texts else 0,
                 validate=losses,
-                save_due=checkpointer.due,
-                save=save,
+                trouble=lambda: hold.lost,
             ),
+            checkpointer=checkpointer,
+            stop=stop,
+            watch=watch,
+            train_timeout_seconds=comm.train_timeout_seconds,
             meter=meter,
             sinks=sinks,
             profiler=profiler,
         )
+        if reason:
+            sinks.event(state.step, "stopped", reason=words_for(reason))
+    return EXIT_STOPPED if reason else EXIT_DONE
 
 
 if __name__ == "__main__":

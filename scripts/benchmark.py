@@ -139,6 +139,78 @@ def case_fsdp(corpus: Path, rounds: int) -> Iterator[Row]:
     yield "FSDP 2 / one process", _median(two[0] / one[0] for two, one in pairs), "ratio"
 
 
+# --- checkpoints ---------------------------------------------------------------------------------
+
+
+def saving() -> None:
+    """One rank of two: 504 MB of weights and moments, saved in every mode, and loaded again."""
+    from torch.distributed.fsdp import fully_shard
+
+    from titanlite.checkpoint import CheckpointConfig, Checkpointer, Place, read_tensors, state_of
+    from titanlite.distributed.session import CommConfig, DebugConfig, join
+
+    def seconds(act: Callable[[], object]) -> float:
+        torch.distributed.barrier()
+        start = time.perf_counter()
+        act()
+        return time.perf_counter() - start
+
+    with join(torch.device("cpu"), CommConfig(), DebugConfig(), Path()) as session:
+        model = torch.nn.Sequential(*(torch.nn.Linear(1024, 1024, bias=False) for _ in range(40)))
+        fully_shard(model)
+        optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+        model(torch.ones(1, 1024)).sum().backward()
+        optimizer.step()
+        found: dict[str, list[float]] = {}
+        with tempfile.TemporaryDirectory() as own:
+            box = [own]
+            torch.distributed.broadcast_object_list(box)
+            about = {"facts": {}, "job": {}, "layout": ""}
+            for mode in ("disabled", "async", "async_with_pinned_mem"):
+                config = CheckpointConfig(enable=True, async_mode=mode, keep_latest_k=2)
+                checkpointer = Checkpointer(Place(f"{box[0]}/{mode}"), config, **about)
+                for step in range(1, 8):
+                    torch.distributed.barrier()
+                    checkpointer.save(step, model, optimizer, progress={"step": step})
+                    saved = checkpointer.wait()
+                    assert saved and not saved.problem, saved
+                    found.setdefault(f"{mode}, blocked", []).append(saved.blocked_seconds)
+                    found.setdefault(f"{mode}, written", []).append(saved.seconds)
+            state, place = state_of(model, optimizer), Place(f"{box[0]}/disabled")
+            for verify in ("off", "full") * 5:
+                config = CheckpointConfig(enable=True, verify=verify)
+                checkpointer = Checkpointer(place, config, **about)
+                taken = seconds(lambda: read_tensors(checkpointer.find().place, state))  # noqa: B023
+                found.setdefault(f"load, verify {verify}", []).append(taken)
+            torch.distributed.barrier()
+        if session.rank == 0:
+            print(json.dumps(found))
+
+
+def case_checkpoint(corpus: Path, rounds: int) -> Iterator[Row]:
+    """How long a save of 504 MB by two ranks stops the loop, and what verifying costs."""
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    runs = [
+        json.loads(_run([*launch, __file__, "--saving"], threads=1).splitlines()[-1])
+        for _ in range(rounds)
+    ]
+
+    def typical(what: str) -> float:
+        return _median(second for run in runs for second in run[what][2:])
+
+    sync = typical("disabled, blocked")
+    yield "saving 504 MB on 2 ranks, disabled: loop blocked", sync, "s"
+    for mode in ("async", "async_with_pinned_mem"):
+        blocked, first = typical(f"{mode}, blocked"), _median(r[f"{mode}, blocked"][0] for r in runs)
+        yield f"saving, {mode}: loop blocked", blocked, "s"
+        yield f"saving, {mode}: loop blocked by the first save", first, "s"
+        yield f"saving, {mode}: written after", typical(f"{mode}, written"), "s"
+        yield f"loop blocked, {mode} / disabled", blocked / sync, "ratio"
+    off, full = typical("load, verify off"), typical("load, verify full")
+    yield "loading 504 MB, verify off", off, "s"
+    yield "loading, verify full / off", full / off, "ratio"
+
+
 # --- data ----------------------------------------------------------------------------------------
 
 
@@ -217,6 +289,7 @@ def case_tokenizer(corpus: Path, rounds: int) -> Iterator[Row]:
 CASES = {
     "trainer": case_trainer,
     "fsdp": case_fsdp,
+    "checkpoint": case_checkpoint,
     "stream": case_stream,
     "order": case_order,
     "tokenizer": case_tokenizer,
@@ -229,7 +302,11 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3, help="how often each is measured")
     parser.add_argument("--out", type=Path, help="write the table here too (.md; .json beside it)")
     parser.add_argument("--bare", nargs=3, help=argparse.SUPPRESS)  # corpus, dtype, keep
+    parser.add_argument("--saving", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
+    if args.saving:
+        saving()
+        return
     if args.bare:
         folder, dtype, keep = args.bare
         print(bare_loop(Path(folder), dtype, keep == "keep"))

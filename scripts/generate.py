@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import argparse
 import sys
-from pathlib import Path
 
+from titanlite.checkpoint import Place
 from titanlite.distributed.session import choose_device
 from titanlite.errors import UserError, report
 from titanlite.generate import Sampling, generate_text, open_model
@@ -13,7 +13,7 @@ from titanlite.generate import Sampling, generate_text, open_model
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--checkpoint", type=Path, required=True, help="a step-N folder")
+    parser.add_argument("--checkpoint", type=Place, required=True, help="a step-N folder")
     parser.add_argument("--prompt", default="", help="text to go on from; empty: a new document")
     parser.add_argument("--max-new-tokens", type=int, default=200)
     parser.add_argument("--temperature", type=float, default=0.8, help="0: always the likeliest")

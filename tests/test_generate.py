@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tests.conftest import ROOT
+from titanlite.checkpoint import Place
 from titanlite.errors import CheckpointError, ConfigError
 from titanlite.generate import Sampling, choose, generate, generate_text, open_model
 from titanlite.models import FAMILIES, LlamaShape
@@ -80,7 +81,7 @@ def test_the_script_writes_from_a_trained_checkpoint(run_toml, tmp_path):
         [*script, "--checkpoint", str(step), "--prompt", "def "], capture_output=True, text=True
     )
     assert written.returncode == 0 and written.stdout.startswith("def "), written.stderr
-    model, tokenizer = open_model(step, torch.device("cpu"))
+    model, tokenizer = open_model(Place(step), torch.device("cpu"))
     assert model.output.weight is model.tok_embeddings.weight
     assert written.stdout == "def " + generate_text(model, tokenizer, "def ", 12, Sampling()) + "\n"
 
@@ -89,4 +90,4 @@ def test_the_script_writes_from_a_trained_checkpoint(run_toml, tmp_path):
     )
     assert wrong.returncode == 2 and "is not a checkpoint" in wrong.stderr
     with pytest.raises(CheckpointError):
-        open_model(step.parent, torch.device("cpu"))
+        open_model(Place(step.parent), torch.device("cpu"))

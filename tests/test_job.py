@@ -10,7 +10,7 @@ import pytest
 
 from tests.conftest import ROOT
 from titanlite.errors import Problems, UserError, report
-from titanlite.job import MOVED, JobConfig, read_job
+from titanlite.job import MOVED, JobConfig, open_data, read_job
 from titanlite.settings import all_keys, read_toml
 
 
@@ -180,9 +180,11 @@ def test_the_effective_job_is_the_same_job_again(run_toml, tmp_path):
 def test_global_batch_size_minus_1_follows_the_layout_and_says_so_to_checkpoints(run_toml):
     following = accepted(run_toml, "--training.global_batch_size", "-1", ranks=2)
     assert following.global_batch == 4
-    assert following.facts_to_hold()["training.global_batch_size"] == 4
+    stream, _ = open_data(following)
+    assert following.facts_to_hold(stream)["training.global_batch_size"] == 4
     written = accepted(run_toml, ranks=2)
-    assert written.global_batch == 8 and "training.global_batch_size" not in written.facts_to_hold()
+    assert written.global_batch == 8
+    assert "training.global_batch_size" not in written.facts_to_hold(stream)
 
 
 def test_moved_keys_are_not_keys():

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 
 EXIT_DONE = 0
 EXIT_LOST = 1  # another rank ended first, and says why
+EXIT_STOPPED = 75  # asked to stop, with a checkpoint written: the same command goes on
 EXIT_USER = 2  # config, data or checkpoint: the user must change something
 
 
@@ -48,6 +49,10 @@ class DataError(UserError):
 
 class CheckpointError(UserError):
     """A checkpoint that is missing, incomplete or does not fit the job."""
+
+
+class RankLost(Exception):
+    """Another rank died, left or hangs, and it has been said which."""
 
 
 class Problems(UserError):

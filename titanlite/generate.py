@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
-from titanlite.checkpoint import read_manifest, read_tensors
+from titanlite.checkpoint import Place, read_manifest, read_tensors, state_of
 from titanlite.data import Tokenizer, open_tokenizer
 from titanlite.errors import CheckpointError, ConfigError
 from titanlite.models import FAMILIES, KeyValueCache, ModelConfig
@@ -37,7 +36,7 @@ class Sampling:
 
 
 def open_model(
-    checkpoint: Path, device: torch.device, tokenizer: str | None = None
+    checkpoint: Place, device: torch.device, tokenizer: str | None = None
 ) -> tuple[nn.Module, Tokenizer]:
     """The model and tokenizer of a `step-N` folder; `tokenizer` where its file has moved."""
     manifest = read_manifest(checkpoint)
@@ -53,7 +52,7 @@ def open_model(
         model = family.build(shape)
     model.to_empty(device=device)
     tie(model, family.tied(shape))
-    read_tensors(checkpoint, model)
+    read_tensors(checkpoint, state_of(model))
     return model.eval(), open_tokenizer(path)
 
 

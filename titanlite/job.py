@@ -6,9 +6,9 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from titanlite.checkpoint import CheckpointConfig, checkpoint_problems
+from titanlite.checkpoint import CheckpointConfig, Place, checkpoint_place, checkpoint_problems
 from titanlite.data import (
     DataConfig,
     Stream,
@@ -34,7 +34,7 @@ from titanlite.parallelize.context import context_problems
 from titanlite.parallelize.pipeline import PipelinePlan, plan_pipeline
 from titanlite.parallelize.planned import CompileConfig, QuantizeConfig
 from titanlite.parallelize.tensor import split_problems
-from titanlite.settings import Positive, load, raise_together, to_toml
+from titanlite.settings import NotNegative, Positive, Range, load, raise_together, to_toml
 from titanlite.training import TrainingConfig, ValidationConfig
 
 
@@ -49,6 +49,10 @@ class JobSection:
     device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: CUDA where there is one
     check: bool = False  # stop after all checks, having built nothing
     check_ranks: Positive | None = None  # check for this many ranks; those launched if unset
+    time_limit_minutes: Annotated[float, Range(0)] = 0.0
+    # save and leave before this has passed since the start; 0: no limit
+    max_crashes: NotNegative = 5
+    # refuse to start after so many deaths in a row without a newer checkpoint; 0: never refuse
 
 
 @dataclass(frozen=True)
@@ -140,20 +144,26 @@ class Job:
     def schedule_steps(self) -> int:
         return self.config.lr_scheduler.total_steps or self.config.training.steps
 
-    def facts(self) -> dict[str, Any]:
-        """What a checkpoint says of the job that saved it."""
+    def facts(self, stream: Stream) -> dict[str, Any]:
+        """What a checkpoint says of the job that saved it, beyond its tensors."""
         return {
             "model": dataclasses.asdict(self.shape),
             "optimizer.name": self.config.optimizer.name,  # whose moments are another's nonsense
             "training.global_batch_size": self.global_batch,
+            **stream.facts,  # what a position means
         }
 
-    def facts_to_hold(self) -> dict[str, Any]:
+    def facts_to_hold(self, stream: Stream) -> dict[str, Any]:
         """Those that a checkpoint must agree with for this run to go on from it."""
-        facts = self.facts()
+        facts = self.facts(stream)
         if self.config.training.global_batch_size != -1:  # written down, so changed on purpose
             del facts["training.global_batch_size"]
         return facts
+
+    @property
+    def checkpoints(self) -> Place:
+        """Where this run's checkpoints are."""
+        return checkpoint_place(self.folder, self.config.checkpoint)
 
     def summary(self, device, peak_flops: float | None) -> str:
         """The job in a few lines, for whoever watches it start."""
@@ -215,6 +225,13 @@ def _problems(config: JobConfig, ranks: int) -> Iterator[UserError]:
     """Everything that more than one key has to say."""
     yield from activation_problems(config.activation_checkpoint)
     yield from checkpoint_problems(config.checkpoint)
+    if config.job.time_limit_minutes and not config.checkpoint.enable:
+        yield ConfigError(
+            f"job.time_limit_minutes = {config.job.time_limit_minutes:g}: but checkpoint.enable ="
+            " false, so that all would be lost when the time is up.",
+            fix="Set checkpoint.enable = true, or leave it out.",
+            keys=("job.time_limit_minutes",),
+        )
     yield from metrics_problems(config.metrics)
     yield from profiling_problems(config.profiling)
     shape = degrees = None

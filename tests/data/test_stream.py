@@ -194,12 +194,12 @@ def test_a_corpus_shorter_than_one_sequence_is_refused(tmp_path):
         open_validation(SourceConfig("b", str(tmp_path / "b")), seq_len=8, vocab_size=VOCAB_SIZE)
 
 
-def test_the_fingerprint_tells_another_order_from_the_same_at_another_place(mixture, tmp_path):
+def test_the_facts_tell_another_order_from_the_same_at_another_place(mixture, tmp_path):
     sources, _ = mixture
     (tmp_path / "a").rename(tmp_path / "moved")
     moved = [SourceConfig("a", str(tmp_path / "moved"), 0.6), *sources[1:]]
-    same = open_mixture(moved).fingerprint
+    same = open_mixture(moved).facts
     (tmp_path / "moved").rename(tmp_path / "a")
-    assert open_mixture(sources).fingerprint == same
-    assert open_mixture(sources, seed=2).fingerprint != same
-    assert open_mixture(sources[:2]).fingerprint != same
+    assert open_mixture(sources).facts == same
+    assert open_mixture(sources, seed=2).facts != same
+    assert open_mixture(sources[:2]).facts != same

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.checkpoint.saving import load, open_checkpointer, save_whole
 from tests.distributed.oracle import (
     ADAMW,
     Layout,
@@ -20,7 +21,6 @@ from tests.distributed.oracle import (
 )
 from tests.distributed.ranks import run_on_ranks
 
-from titanlite.checkpoint import CheckpointConfig, Checkpointer
 from titanlite.errors import CheckpointError
 
 LAYOUTS = {
@@ -48,16 +48,8 @@ def bits(state) -> dict[str, bytes]:
 def stop_under(layout, recipe, folder) -> dict[str, bytes]:
     state, engine, mesh = start(layout, recipe)
     go_on(state, engine, mesh, recipe, Record(), STOP)
-    checkpointer = Checkpointer(Path(folder), CheckpointConfig(enable=True))
-    checkpointer.save(
-        state.step,
-        state.model,
-        state.optimizer,
-        progress=state.progress(),
-        facts={"model": {"dim": 32}},
-        job={},
-        layout=str(layout),
-    )
+    about = {"facts": {"model": {"dim": 32}}, "layout": str(layout)}
+    save_whole(open_checkpointer(folder, **about), state)
     return bits(state)
 
 
@@ -67,9 +59,7 @@ def go_on_under(layout, recipe, folders) -> list[tuple[dict[str, bytes], list[fl
     answers = []
     state, engine, mesh = start(layout, recipe)
     for folder in folders:
-        checkpointer = Checkpointer(Path(folder), CheckpointConfig(enable=True))
-        manifest = checkpointer.load(checkpointer.find(), state.model, state.optimizer, {})
-        state.restore(manifest.progress)
+        load(open_checkpointer(folder), state)
         loaded, record = bits(state), Record()
         assert state.step == STOP
         go_on(state, engine, mesh, recipe, record, recipe.steps)
@@ -117,8 +107,7 @@ def test_tied_weights_go_on_as_one(tmp_path):
 def change_of_rates(folder) -> tuple[float, float]:
     state, _, _ = start(Layout(), ADAMW)
     state.optimizer.param_groups[0]["weight_decay"] = 0.5  # the job now says so
-    checkpointer = Checkpointer(Path(folder), CheckpointConfig(enable=True))
-    checkpointer.load(checkpointer.find(), state.model, state.optimizer, {})
+    load(open_checkpointer(folder), state)
     return state.optimizer.param_groups[0]["weight_decay"], state.optimizer.param_groups[0]["lr"]
 
 
@@ -133,12 +122,9 @@ def refusals(folder) -> dict[str, str]:
 
     def note(name, config, facts=None):
         state, _, _ = start(Layout(), ADAMW)
-        checkpointer = Checkpointer(Path(folder), CheckpointConfig(enable=True, **config))
         try:
-            checkpointer.load(checkpointer.find(), state.model, state.optimizer, facts or {})
+            load(open_checkpointer(folder, **config), state, facts)
         except CheckpointError as error:
-            said[name] = str(error)
-        except Exception as error:  # Problems
             said[name] = str(error)
 
     note("no such step", {"load_step": 7})
@@ -153,53 +139,46 @@ def test_what_cannot_be_loaded_is_refused_and_never_started_anew(tmp_path):
     run_on_ranks(stop_under, 1, Layout(), ADAMW, str(tmp_path))
     said = run_on_ranks(refusals, 1, str(tmp_path))[0]
     assert "load_step = 7" in said["no such step"] and f"there: {STOP}" in said["no such step"]
-    assert "model.dim: 32 saved, 64 now" in said["another model"]
-    assert "no whole checkpoint" in said["named but damaged"]
+    assert "model (dim: 32 saved, 64 now)" in said["another model"]
+    assert "bytes, not" in said["named but damaged"]
 
 
-def crash_between(folder, recipe) -> list[int]:
-    """Save three, then leave two that never got their manifest, then save one more."""
+def crash_between(folder, recipe) -> list[list[int]]:
+    """Save three, then crash five times before the commit, then save one more."""
     state, engine, mesh = start(Layout(shard=2), recipe)
-    checkpointer = Checkpointer(Path(folder), CheckpointConfig(enable=True, keep_latest_k=2))
-
-    def save():
-        state.step += 1
-        return checkpointer.save(
-            state.step, state.model, state.optimizer, progress={}, facts={}, job={}, layout=""
-        )
-
-    for _ in range(3):
-        save()
+    checkpointer = open_checkpointer(folder, keep_latest_k=2)
+    for state.step in (1, 2, 3):
+        save_whole(checkpointer, state)
     if torch.distributed.get_rank() == 0:
-        for step in (4, 5):  # what a crash before the commit leaves behind
+        for step in (4, 5, 6, 7, 8):  # what a crash before the commit leaves behind
             litter = Path(folder, f"step-{step}")
             litter.mkdir()
+            (litter / "unfinished").touch()
             (litter / "__0_0.distcp").write_bytes(b"half")
     torch.distributed.barrier()
-    before = checkpointer.steps()
-    save()  # over the litter of step 4
+    before, went_on_from = checkpointer.steps(), load(checkpointer, state)
+    assert went_on_from == "step-3"
+    state.step = 4
+    save_whole(checkpointer, state)
     return [before, checkpointer.steps()]
 
 
 def turn_back(folder, recipe) -> tuple[list[int], list[str]]:
     """Save three steps, go back to the first, and save one more, keeping two."""
     state, _, _ = start(Layout(), recipe)
-    back = CheckpointConfig(enable=True, keep_latest_k=2, load_step=1)
-    for config, steps in ((CheckpointConfig(enable=True), (1, 2, 3)), (back, (2,))):
-        checkpointer = Checkpointer(Path(folder), config)
-        if config is back:
-            assert checkpointer.find().name == "step-1"
-        for step in steps:
-            checkpointer.save(
-                step, state.model, state.optimizer, progress={}, facts={}, job={}, layout=""
-            )
+    for state.step in (1, 2, 3):
+        save_whole(open_checkpointer(folder), state)
+    checkpointer = open_checkpointer(folder, keep_latest_k=2, load_step=1)
+    assert load(checkpointer, state) == "step-1"
+    state.step = 2
+    save_whole(checkpointer, state)
     return checkpointer.steps(), sorted(place.name for place in Path(folder).iterdir())
 
 
 def test_a_run_that_turns_back_neither_loses_its_future_nor_is_overtaken_by_it(tmp_path):
     steps, names = run_on_ranks(turn_back, 1, str(tmp_path), ADAMW)[0]
     assert steps == [1, 2]
-    assert names == ["step-1", "step-2", "step-2.abandoned-1", "step-3.abandoned-1"]
+    assert names == ["step-1", "step-2", "step-2.aside-1", "step-3.aside-1"]
 
 
 def test_retention_counts_only_whole_checkpoints(tmp_path):

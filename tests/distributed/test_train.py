@@ -72,7 +72,7 @@ def test_a_run_stopped_and_resumed_under_another_layout_is_the_unstopped_run(run
 def test_a_checkpoint_that_does_not_fit_is_refused_once_with_exit_2(run_toml):
     assert torchrun(0, run_toml, "--training.steps", "1").returncode == 0
     refused = torchrun(2, run_toml, "--model.dim", "64", "--optimizer.name", "SGD")
-    assert refused.stderr.count("model.dim: 32 saved, 64 now") == 1, refused.stderr
-    assert refused.stderr.count("optimizer.name: AdamW saved, SGD now") == 1
+    assert refused.stderr.count("model (dim: 32 saved, 64 now)") == 1, refused.stderr
+    assert refused.stderr.count("optimizer.name (AdamW saved, SGD now)") == 1
     assert "exitcode  : 2" in refused.stderr
     assert 'train.py", line' not in refused.stderr  # torchrun's own traceback is not ours

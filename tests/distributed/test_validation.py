@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from tests.distributed.oracle import FAMILY, SEED, SGD, SHAPE, Layout, spread
 from tests.distributed.ranks import run_on_ranks
 from titanlite.data import IGNORE_INDEX, SourceConfig, open_stream, open_validation, slices_of
+from titanlite.data.shards import open_corpus
 from titanlite.models import IGNORED
 from titanlite.parallelize.init import start_weights
 from titanlite.training import validate
@@ -104,7 +105,7 @@ def test_positions_show_each_sample_once_whatever_the_layouts_of_a_run(corpus):
     stream = open_stream(
         [SourceConfig("code", str(corpus / "train"))], seq_len=64, seed=3, vocab_size=258
     )
-    samples = stream.facts["sources"][0]["samples"]
+    samples = (open_corpus(str(corpus / "train")).tokens - 1) // 64
     seen, position = [], 0
     for ranks, batch, steps in ((1, 8, 3), (4, 16, 2), (3, 9, 4), (2, 2, samples)):
         slices = [slices_of(position, batch, rank, ranks) for rank in range(ranks)]

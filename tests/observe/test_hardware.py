@@ -59,6 +59,12 @@ def test_a_measured_peak_is_reached_by_a_matrix_product_and_not_far_above_it():
     assert peak / 4 < 2 * 1024**3 / best < peak * 4  # wide: the machine is shared
 
 
+def test_measuring_leaves_the_random_numbers_of_the_run_alone():
+    before = torch.get_rng_state()
+    measure_matmul_flops(torch.float32, torch.device("cpu"), seconds=0.0)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
 def test_the_peak_of_memory_sees_memory_that_was_given_back():
     before = peak_memory_bytes(CPU)
     block = torch.ones(before + 100 * 2**20, dtype=torch.uint8)  # larger than all so far

@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
-from titanlite.checkpoint.checkpointer import CheckpointConfig, Checkpointer, checkpoint_problems
-from titanlite.checkpoint.manifest import Manifest, read_manifest
-from titanlite.checkpoint.store import read_tensors
+from titanlite.checkpoint.checkpointer import Checkpointer, Found, Saved
+from titanlite.checkpoint.config import CheckpointConfig, checkpoint_place, checkpoint_problems
+from titanlite.checkpoint.hold import Hold, hold_folder
+from titanlite.checkpoint.manifest import Manifest, check_hashes, read_manifest
+from titanlite.checkpoint.place import Place
+from titanlite.checkpoint.store import read_tensors, state_of
 
 __all__ = [
     "CheckpointConfig",
     "Checkpointer",
+    "Found",
+    "Hold",
     "Manifest",
+    "Place",
+    "Saved",
+    "check_hashes",
+    "checkpoint_place",
     "checkpoint_problems",
+    "hold_folder",
     "read_manifest",
     "read_tensors",
+    "state_of",
 ]

@@ -3,93 +3,90 @@
 from __future__ import annotations
 
 import re
-import shutil
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
-from titanlite.checkpoint.manifest import Manifest, file_sizes, read_manifest, write_manifest
+from titanlite.checkpoint import manifest as manifests
+from titanlite.checkpoint.config import CheckpointConfig
+from titanlite.checkpoint.manifest import Manifest, check_hashes, read_manifest, write_manifest
+from titanlite.checkpoint.place import Place
 from titanlite.checkpoint.retention import steps_to_remove
-from titanlite.checkpoint.store import read_tensors, write_tensors
-from titanlite.distributed.collectives import agree, attempt, on_rank_0
-from titanlite.errors import CheckpointError, ConfigError
+from titanlite.checkpoint.store import Stage, State, read_tensors, state_of, write_tensors
+from titanlite.distributed.collectives import agree, attempt, on_rank_0, problems_of_all
+from titanlite.errors import CheckpointError, UserError
 from titanlite.log import logger
-from titanlite.settings import Built, NotNegative, Positive, Range
-
 
 T = TypeVar("T")
 
+# A writer waits for the slowest one; a rank that is gone is noticed by those who watch the ranks.
+PATIENCE = timedelta(hours=2)
+
 
 @dataclass(frozen=True)
-class CheckpointConfig:
-    """[checkpoint] What is kept of a run, and where it starts from."""
+class Saved:
+    """What became of one save."""
 
-    enable: bool = False  # save checkpoints, and go on from the newest one that is there
-    folder: str = "checkpoint"  # where they are, under job.dump_folder
-    interval: Positive = 500  # steps between two
-    initial_load_path: str | None = None  # step-N folder of another run to start from
-    initial_load_model_only: bool = True  # take only its weights, and start at position 0
-    initial_load_in_hf: Annotated[bool, Built((False,), "Hugging Face loading")] = False
-    # it is a folder of safetensors
-    initial_load_in_hf_quantized: Annotated[bool, Built((False,), "Quantised loading")] = False
-    # and its weights are quantised
-    last_save_model_only: Annotated[bool, Built((False,), "A model-only last save")] = False
-    # leave the optimizer out of the last one; the run can then not be extended
-    last_save_in_hf: Annotated[bool, Built((False,), "Hugging Face saving")] = False
-    # write the last one as safetensors
-    export_dtype: Annotated[
-        Literal["float16", "bfloat16", "float32"], Built(("float32",), "Exporting in low precision")
-    ] = "float32"  # precision of a model-only last save
-    async_mode: Annotated[
-        Literal["disabled", "async", "async_with_pinned_mem"],
-        Built(("disabled",), "Asynchronous saving"),
-    ] = "disabled"  # train on while a checkpoint is written
-    keep_latest_k: NotNegative = 10  # whole checkpoints kept; 0: all
-    load_step: Annotated[int, Range(-1)] = -1  # step to go on from; -1: the newest
-    exclude_from_loading: Annotated[list[str], Built(([],), "Leaving out parts")] = field(
-        default_factory=list
-    )  # parts that are not loaded
-    enable_first_step_checkpoint: bool = False  # save after step 1 too, to see that it works
-    load_only: bool = False  # load, but never save
+    step: int
+    place: Place
+    seconds: float  # from the call to the commit
+    blocked_seconds: float  # of which the caller waited
+    problem: str = ""  # why there is no checkpoint; empty: there is one
 
 
-def checkpoint_problems(config: CheckpointConfig) -> Iterator[ConfigError]:
-    """Wishes that would be ignored, and a start that is not there."""
-    for key in ("initial_load_path", "load_only"):
-        if getattr(config, key) and not config.enable:
-            yield ConfigError(
-                f"checkpoint.{key}: is set, but checkpoint.enable = false, so nothing is loaded.",
-                fix="Set checkpoint.enable = true, or leave it out.",
-                keys=(f"checkpoint.{key}",),
-            )
-    if config.initial_load_path is not None:
-        try:
-            read_manifest(Path(config.initial_load_path))
-        except CheckpointError as error:
-            yield ConfigError(
-                f"checkpoint.initial_load_path: {error.message}",
-                fix=error.fix,
-                keys=("checkpoint.initial_load_path",),
-            )
+@dataclass(frozen=True)
+class Found:
+    """A checkpoint to start from, and the newer ones that were refused for it."""
+
+    place: Place
+    refused: list[str]
+    step: int = 0  # of this run that it is of
+    initial: bool = False  # of another run
 
 
 class Checkpointer:
-    """The checkpoints of one run: `folder/step-N`, each whole or not there at all."""
+    """The checkpoints of one run: `folder/step-N`, each whole or not there at all.
 
-    def __init__(self, folder: Path, config: CheckpointConfig):
+    Every rank makes one at the same point, and calls its methods together with the others.
+    """
+
+    def __init__(
+        self,
+        folder: Place,
+        config: CheckpointConfig,
+        *,
+        facts: dict[str, Any],
+        job: dict[str, Any],
+        layout: str,
+    ):
         self.folder, self.config = folder, config
+        self.about = {"facts": facts, "job": job, "layout": layout}  # what a manifest says of us
+        self.failures = 0
+        self.save_seconds = 0.0  # what the last save took
+        # Its own group: collectives of the writing thread must not meet those of training.
+        self.group = dist.new_group(backend="gloo", timeout=PATIENCE) if config.enable else None
+        self.stage = Stage(config.async_mode == "async_with_pinned_mem")
+        self._write: _Write | None = None
 
     def due(self, step: int, last: bool) -> bool:
         """Whether step `step` (counted from 1, just finished) is to be saved."""
         config = self.config
         first = step == 1 and config.enable_first_step_checkpoint
-        wanted = first or last or step % config.interval == 0
-        return wanted and config.enable and not config.load_only
+        return self.saves and (first or last or step % config.interval == 0)
+
+    @property
+    def saves(self) -> bool:
+        return self.config.enable and not self.config.load_only
+
+    # --- saving --------------------------------------------------------------------------------
 
     def save(
         self,
@@ -98,83 +95,229 @@ class Checkpointer:
         optimizer: torch.optim.Optimizer,
         *,
         progress: dict[str, Any],
-        facts: dict[str, Any],
-        job: dict[str, Any],
-        layout: str,
-    ) -> Path:
-        """Write a whole checkpoint, then let go of those that are too many; all ranks together."""
+        final: bool = False,
+    ) -> None:
+        """Begin to write a checkpoint; `wait` says what became of it.
+
+        When it returns, the tensors may change: under an asynchronous mode they were copied, else
+        they were written. At most one save is in flight: the one before must have been waited for.
+        `final`: nothing comes after it, so that it may be made smaller.
+        """
+        assert self._write is None, "one save at a time"
+        config, began = self.config, time.monotonic()
+        state = state_of(model, None if final and config.last_save_model_only else optimizer)
+        if final and config.last_save_model_only:
+            dtype = getattr(torch, config.export_dtype)
+            state = {"model": {name: value.to(dtype) for name, value in state["model"].items()}}
         place = self.folder / f"step-{step}"
-        _once(lambda: _make_room(place))
-        write_tensors(place, model, optimizer)
-        _once(
-            lambda: write_manifest(
-                place,
-                Manifest(step, progress, facts, job, layout, _versions(), file_sizes(place)),
+
+        def commit(files, tensors) -> None:
+            written = {"files": files, "tensors": tensors, "versions": _versions()}
+            seconds = time.monotonic() - began
+            write_manifest(
+                place, Manifest(step, progress, seconds=seconds, **self.about, **written)
             )
-        )
-        _once(self._let_go)
-        return place
+            try:  # it is a checkpoint now, whatever becomes of the rest
+                place.delete(manifests.UNFINISHED)
+                self._let_go()
+            except OSError as error:
+                logger.warning("%s: could not be put in order: %s", self.folder, error)
 
-    def find(self) -> Path | None:
-        """The checkpoint to go on from: of this run, else the initial one, else none."""
-        if not self.config.enable:
+        if config.async_mode == "disabled":
+            self._write = _Write(step, place, began)
+            self._write.run(lambda: write_tensors(place, state, self.group, commit))
+        else:
+            copy, ready = self.stage.copy(state), self.stage.ready()
+
+            def write() -> None:
+                ready()
+                write_tensors(place, copy, self.group, commit)
+
+            self._write = _Write(step, place, began)
+            self._write.run_aside(write)
+
+    @property
+    def writing(self) -> bool:
+        """Whether this rank still writes; only a look, which need not be together."""
+        return self._write is not None and not self._write.done.is_set()
+
+    @property
+    def blocking(self) -> bool:
+        """Whether `save` returns only when the checkpoint is written."""
+        return self.config.async_mode == "disabled"
+
+    def wait(self) -> Saved | None:
+        """What became of the save in flight, the same on every rank; None where there is none."""
+        write, self._write = self._write, None
+        if write is None:
             return None
-        return _once(self._find)
+        write.done.wait()
+        problem = " ".join(problems_of_all(write.problem, self.group))
+        if problem:
+            self.failures += 1
+            if dist.get_rank() == 0 and manifests.NAME not in write.place.sizes():
+                _clear(write.place)  # also makes room on a disk that is full
+        else:
+            self.save_seconds = write.seconds
+        return Saved(write.step, write.place, write.seconds, write.blocked_seconds, problem)
 
-    def load(
-        self, place: Path, model: nn.Module, optimizer: torch.optim.Optimizer, facts: dict[str, Any]
-    ) -> Manifest | None:
-        """Read a checkpoint into this layout's shards; None where only weights were taken."""
-        initial = place.parent.resolve() != self.folder.resolve()
-        model_only = initial and self.config.initial_load_model_only
-        names = ["model"] if model_only else list(facts)
-        manifest, problem = attempt(lambda: _read_fitting(place, facts, names))
-        agree(problem)  # each rank reads for itself: a folder that is not shared is found here
-        read_tensors(place, model, None if model_only else optimizer)
-        return None if model_only else manifest
+    # --- loading -------------------------------------------------------------------------------
 
-    def steps(self) -> list[int]:
-        """The steps of the whole checkpoints, oldest first."""
-        return sorted(_whole_steps(self.folder))
+    def find(self) -> Found | None:
+        """The newest true checkpoint of this run, else the initial one, else none.
 
-    def _find(self) -> Path | None:
-        steps, wish = self.steps(), self.config.load_step
-        if steps and wish == -1:
-            return self.folder / f"step-{steps[-1]}"
-        if wish in steps:
-            if not self.config.load_only:
-                self._set_aside([step for step in steps if step > wish])
-            return self.folder / f"step-{wish}"
-        if wish != -1:
+        Raises CheckpointError where there are some and none of them is true: a run never starts
+        anew without a word.
+        """
+        config = self.config
+        if not config.enable:
+            return None
+        steps, litter = _once(lambda: _step_folders(self.folder))
+        if config.load_step != -1 and config.load_step not in steps:
             there = ", ".join(map(str, steps)) or "none"
             raise CheckpointError(
-                f"checkpoint.load_step = {wish}: {self.folder} has no whole checkpoint of that"
-                f" step. Those there: {there}.",
+                f"checkpoint.load_step = {config.load_step}: {self.folder} has no checkpoint of"
+                f" that step. Those there: {there}.",
                 fix="Use one of them, or -1 for the newest.",
-            )
-        litter = [p.name for p in _step_folders(self.folder).values()]
-        if litter:
-            logger.warning(
-                "%s: no manifest in %s, so they are not checkpoints (a save that was cut short)",
-                self.folder,
-                ", ".join(sorted(litter)),
-            )
-        initial = self.config.initial_load_path
-        return None if initial is None else Path(initial)
+            ).known_to_all()
+        wished = steps[::-1] if config.load_step == -1 else [config.load_step]
+        refused: list[str] = []
+        for step in wished:
+            place = self.folder / f"step-{step}"
+            problem = self._problem_of(place)
+            if not problem:
+                _once(lambda: self._clean(litter))
+                return Found(place, refused, step)
+            logger.error("checkpoint refused: %s", problem)
+            refused.append(problem)
+        if refused:
+            raise CheckpointError(
+                f"{self.folder}: none of the checkpoints asked for is whole and true:"
+                f" {' '.join(refused)}",
+                fix="Restore one of them, or start from nothing in another job.dump_folder.",
+            ).known_to_all()
+        _once(lambda: self._clean(litter))
+        if config.initial_load_path is None:
+            return None
+        place = Place(config.initial_load_path)
+        if not config.initial_load_in_hf and (problem := self._problem_of(place)):
+            raise CheckpointError(f"checkpoint.initial_load_path: {problem}").known_to_all()
+        return Found(place, [], initial=True)
+
+    def load(
+        self,
+        found: Found,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        facts: dict[str, Any],
+        *,
+        finished_at: int | None = None,
+    ) -> dict[str, Any] | None:
+        """Read a checkpoint into this layout's shards; returns its progress.
+
+        None where only weights were taken. `facts` are those of this job. A run that has taken
+        its `finished_at` steps needs no optimizer.
+        """
+        config, place = self.config, found.place
+        model_only = found.initial and config.initial_load_model_only
+        read, problem = attempt(lambda: read_manifest(place))
+        agree(problem)  # each rank reads for itself: a folder that is not shared is found here
+        manifest: Manifest = read
+        _check_facts(place, manifest.facts, facts, model_only, config.allow_changes)
+        self.save_seconds = manifest.seconds
+        done = manifest.step == finished_at and not manifest.has("optimizer")
+        skip = model_only or done or "optimizer" in config.exclude_from_loading
+        if not skip and not manifest.has("optimizer"):
+            raise CheckpointError(
+                f"{place}: holds the model alone, without the optimizer's moments"
+                " (checkpoint.last_save_model_only), so this run cannot go on from it.",
+                fix='Use an earlier one (checkpoint.load_step), or start its moments anew:'
+                " checkpoint.exclude_from_loading = [\"optimizer\"].",
+            ).known_to_all()
+        read_tensors(place, state_of(model, None if skip else optimizer))
+        return None if model_only else _without(config.exclude_from_loading, manifest.progress)
+
+    def steps(self) -> list[int]:
+        """The steps of the checkpoints that are there whole, by their sizes, oldest first."""
+        return [step for step in _step_folders(self.folder)[0] if self._is_whole(step)]
+
+    def turn_back(self, step: int) -> None:
+        """Set aside what this run holds of later steps, damaged or turned away from.
+
+        Else the next start would go on from there, and retention would take its steps for the
+        latest. Nothing is deleted.
+        """
+        if self.saves:
+            _once(lambda: self._set_aside([s for s in _step_folders(self.folder)[0] if s > step]))
+
+    def _problem_of(self, place: Place) -> str:
+        """What is wrong with a checkpoint, or nothing; each rank reads a part of its bytes."""
+
+        def verify() -> None:
+            manifest = read_manifest(place, sizes=self.config.verify != "off")
+            if self.config.verify == "full":
+                check_hashes(place, manifest, _share(manifest))
+
+        _, problem = attempt(verify)
+        found = problems_of_all("" if problem is None else str(problem), self.group)
+        return " ".join(found)
+
+    def _clean(self, litter: list[str]) -> None:
+        """Remove what a crash has left; whoever holds the run's lease knows that nobody writes."""
+        for name in litter if self.saves else ():
+            logger.warning("%s: removed: writing or removing it was cut short", self.folder / name)
+            _clear(self.folder / name)
 
     def _set_aside(self, steps: list[int]) -> None:
-        """Keep the future that a run turned away from, but no longer as this run's: else the next
-        start would go on from it, and retention would take its steps for the latest."""
+        taken = set(self.folder.folders())
         for step in steps:
-            place, number = self.folder / f"step-{step}", 1
-            while (aside := place.with_name(f"{place.name}.abandoned-{number}")).exists():
+            number = 1
+            while (aside := f"step-{step}.aside-{number}") in taken:
                 number += 1
-            place.rename(aside)
-            logger.warning("%s: set aside as %s: the run goes on from before it", place, aside.name)
+            (self.folder / f"step-{step}").rename(aside)
+            logger.warning(
+                "%s: set aside as %s: the run goes on from before it",
+                self.folder / f"step-{step}",
+                aside,
+            )
+
+    def _is_whole(self, step: int) -> bool:
+        try:
+            read_manifest(self.folder / f"step-{step}")
+        except CheckpointError:
+            return False
+        return True
 
     def _let_go(self) -> None:
-        for step in steps_to_remove(self.steps(), self.config.keep_latest_k):
-            _remove(self.folder / f"step-{step}")
+        config = self.config
+        for step in steps_to_remove(self.steps(), config.keep_latest_k, config.keep_every):
+            _clear(self.folder / f"step-{step}")
+
+
+class _Write:
+    """One save on its way, here or in a thread of its own."""
+
+    def __init__(self, step: int, place: Place, began: float):
+        self.step, self.place, self.began = step, place, began
+        self.seconds = self.blocked_seconds = 0.0
+        self.problem, self.done = "", threading.Event()
+
+    def run(self, write: Callable[[], None]) -> None:
+        self._run(write)
+        self.blocked_seconds = self.seconds
+
+    def run_aside(self, write: Callable[[], None]) -> None:
+        # A daemon: a rank that fails must not stay because its save waits for the others.
+        threading.Thread(target=self._run, args=(write,), name="save", daemon=True).start()
+        self.blocked_seconds = time.monotonic() - self.began
+
+    def _run(self, write: Callable[[], None]) -> None:
+        try:
+            write()
+        except BaseException as error:  # whatever it is, training goes on and is told
+            self.problem = str(error) if isinstance(error, UserError) else repr(error)
+        self.seconds = time.monotonic() - self.began
+        self.done.set()
 
 
 def _once(act: Callable[[], T]) -> T:
@@ -184,62 +327,72 @@ def _once(act: Callable[[], T]) -> T:
         try:
             return act()
         except OSError as error:
-            raise CheckpointError(f"{error.filename}: {error.strerror}.") from error
+            raise CheckpointError(f"{error.filename or ''}: {error.strerror or error}.") from error
 
     return on_rank_0(touch)
 
 
-def _read_fitting(place: Path, wanted: dict[str, Any], names: list[str]) -> Manifest:
-    """The manifest of a checkpoint whose facts are this job's; else an error with what differs."""
-    manifest, differing = read_manifest(place), []
-    for name in names:
-        old, new = manifest.facts.get(name), wanted[name]
+def _step_folders(folder: Place) -> tuple[list[int], list[str]]:
+    """Steps that say they are checkpoints, oldest first; and the names of what never became one."""
+    steps, litter = [], []
+    for name in folder.folders():
+        match = re.fullmatch(r"step-(\d+)(\.removed)?", name)
+        if match and match[2]:
+            litter.append(name)
+        elif match:
+            files = (folder / name).sizes()
+            cut_short = manifests.UNFINISHED in files and manifests.NAME not in files
+            (litter.append(name) if cut_short or not files else steps.append(int(match[1])))
+    return sorted(steps), litter
+
+
+def _share(manifest: Manifest) -> list[str]:
+    """The files that this rank reads when all ranks verify a checkpoint together."""
+    by_size = sorted(manifest.files, key=lambda name: manifest.files[name].bytes)
+    return by_size[dist.get_rank() :: dist.get_world_size()]
+
+
+def _clear(place: Place) -> None:
+    """Take away what nobody needs; that it could not be done is no reason to stop a run."""
+    try:
+        if place.exists():
+            place.remove(first=manifests.NAME)
+    except OSError as error:
+        logger.warning("%s: could not be removed: %s", place, error)
+
+
+def _check_facts(
+    place: Place, saved: dict[str, Any], wanted: dict[str, Any], model_only: bool, allowed: list[str]
+) -> None:
+    """Raise CheckpointError with every fact of this job that is not the checkpoint's."""
+    names = ["model"] if model_only else list(wanted)
+    differing = {}
+    for name in set(names) - set(allowed):
+        old, new = saved.get(name), wanted.get(name)
         if isinstance(old, dict) and isinstance(new, dict):
-            differing += [
-                f"{name}.{key}: {old.get(key)} saved, {new.get(key)} now"
-                for key in sorted({*old, *new})
-                if old.get(key) != new.get(key)
-            ]
-        elif old != new:
-            differing.append(f"{name}: {old} saved, {new} now")
+            keys = [key for key in sorted({*old, *new}) if old.get(key) != new.get(key)]
+            pairs = [f"{key}: {old.get(key)} saved, {new.get(key)} now" for key in keys]
+        else:
+            pairs = [f"{old} saved, {new} now"] if old != new else []
+        if pairs:
+            differing[name] = f"{name} ({'; '.join(pairs)})"
     if differing:
+        names = ", ".join(f'"{name}"' for name in sorted(differing))
         raise CheckpointError(
-            f"{place}: was saved by another job: {'; '.join(differing)}.",
-            fix="Set them as they were saved, or start in another job.dump_folder;"
-            " checkpoint.initial_load_path takes the weights alone.",
-        )
-    return manifest
+            f"{place}: was saved by another job: {', '.join(differing[n] for n in sorted(differing))}.",
+            fix=f"Set them as they were saved; or allow it: checkpoint.allow_changes = [{names}]; or"
+            " start in another job.dump_folder, where checkpoint.initial_load_path takes the"
+            " weights alone.",
+        ).known_to_all()
 
 
-def _step_folders(folder: Path) -> dict[int, Path]:
-    if not folder.is_dir():
-        return {}
-    named = ((re.fullmatch(r"step-(\d+)", place.name), place) for place in folder.iterdir())
-    return {int(match[1]): place for match, place in named if match and place.is_dir()}
-
-
-def _whole_steps(folder: Path) -> Iterator[int]:
-    for step, place in _step_folders(folder).items():
-        try:
-            read_manifest(place)
-        except CheckpointError:
-            continue
-        yield step
-
-
-def _make_room(place: Path) -> None:
-    """A fresh directory: writing over an old one could mix two generations after a crash."""
-    if place.exists():
-        _remove(place)
-    place.mkdir(parents=True)
-
-
-def _remove(place: Path) -> None:
-    """Take a directory out of sight in one rename, then delete it."""
-    gone = place.with_name(f"{place.name}.removed")
-    shutil.rmtree(gone, ignore_errors=True)
-    place.rename(gone)
-    shutil.rmtree(gone)
+def _without(parts: list[str], progress: dict[str, Any]) -> dict[str, Any]:
+    kept = dict(progress)
+    if "dataloader" in parts:
+        kept["position"] = 0
+    if "train_state" in parts:
+        kept |= {"step": 0, "tokens": 0}
+    return kept
 
 
 def _versions() -> dict[str, str]:

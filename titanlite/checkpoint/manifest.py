@@ -1,17 +1,37 @@
-"""The manifest makes a directory a checkpoint: written last, by rename, and true."""
+"""The manifest makes a folder a checkpoint: written last, at once, and true."""
 
 from __future__ import annotations
 
 import json
-import os
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
+import xxhash
+
+from titanlite.checkpoint.place import Place
 from titanlite.errors import CheckpointError
 
 NAME = "manifest.json"
-FORMAT = 1  # goes up when an older titanlite could misread a newer checkpoint
+FORMAT = 2  # goes up when another titanlite could misread a checkpoint
+UNFINISHED = "unfinished"  # the first file of a folder, gone once it has a manifest
+
+
+@dataclass(frozen=True)
+class FileRecord:
+    """One file of a checkpoint."""
+
+    bytes: int
+    hash: str  # xxh3_128 of its content
+
+
+@dataclass(frozen=True)
+class TensorRecord:
+    """One tensor of a checkpoint, whole."""
+
+    shape: list[int]
+    dtype: str
+    hash: str  # sum of the xxh3_64 of its pieces' bytes, modulo 2^64
 
 
 @dataclass(frozen=True)
@@ -20,60 +40,86 @@ class Manifest:
 
     step: int
     progress: dict[str, Any]  # position, tokens, generators: what goes on from here
-    facts: dict[str, Any]  # what must be equal, or asked about, to go on from here
+    facts: dict[str, Any]  # what must be equal, or allowed to change by name, to go on from here
     job: dict[str, Any]  # the effective job it was saved by
     layout: str
     versions: dict[str, str]
-    files: dict[str, int]  # name -> bytes
+    seconds: float  # from the start of writing to this manifest
+    files: dict[str, FileRecord]
+    tensors: dict[str, TensorRecord]
     format: int = FORMAT
 
+    def has(self, part: str) -> bool:
+        """Whether it holds `model`, or `optimizer`."""
+        return any(name.startswith(f"{part}.") for name in self.tensors)
 
-def write_manifest(folder: Path, manifest: Manifest) -> None:
-    """Make a directory whose files are all written a checkpoint, in one rename."""
-    text = json.dumps(asdict(manifest), indent=1)
-    temporary = folder / f"{NAME}.tmp"
-    with open(temporary, "w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    _sync_directory(folder)  # the names of the data files, before the name that vouches for them
-    os.replace(temporary, folder / NAME)
-    _sync_directory(folder)
-    _sync_directory(folder.parent)
+    @property
+    def bytes(self) -> int:
+        return sum(file.bytes for file in self.files.values())
 
 
-def read_manifest(folder: Path) -> Manifest:
-    """The manifest of a checkpoint whose files all have the sizes it states, or CheckpointError."""
+def write_manifest(place: Place, manifest: Manifest) -> None:
+    """Make a folder whose files are all on the disk a checkpoint, at once."""
+    body = asdict(manifest)
+    text = json.dumps({**body, "hash": _hash(body)}, indent=1)
+    place.write_at_once(NAME, text.encode())
+
+
+def read_manifest(place: Place, sizes: bool = True) -> Manifest:
+    """The manifest of a checkpoint, or CheckpointError; its files have the `sizes` it states."""
     try:
-        manifest = Manifest(**json.loads((folder / NAME).read_text(encoding="utf-8")))
+        body = json.loads(place.read(NAME))
     except FileNotFoundError:
+        raise _missing(place) from None
+    except (OSError, ValueError) as error:
+        raise _damaged(place, f"{NAME} cannot be read ({error})") from None
+    if not isinstance(body, dict) or body.get("format") != FORMAT:
+        found = body.get("format") if isinstance(body, dict) else None
         raise CheckpointError(
-            f"{folder}: is not a checkpoint: it has no {NAME}.",
-            fix="Give the folder of one step, such as outputs/checkpoint/step-100.",
-        ) from None
-    except (OSError, ValueError, TypeError) as error:
-        raise CheckpointError(f"{folder / NAME}: cannot be read: {error}.") from None
-    if manifest.format > FORMAT:
-        raise CheckpointError(
-            f"{folder}: has format {manifest.format}; this titanlite reads up to {FORMAT}.",
-            fix="Use the titanlite that wrote it, or a newer one.",
+            f"{place}: {NAME} has format {found}; this titanlite reads {FORMAT}.",
+            fix="Use the titanlite that wrote it.",
         )
-    for name, size in manifest.files.items():
-        found = (folder / name).stat().st_size if (folder / name).is_file() else None
-        if found != size:
-            has = "is missing" if found is None else f"has {found} bytes, not {size}"
-            raise CheckpointError(f"{folder}: is damaged: {name} {has}.")
+    if body.pop("hash", None) != _hash(body):
+        raise _damaged(place, f"{NAME} was changed after it was written")
+    body["files"] = {name: FileRecord(**record) for name, record in body["files"].items()}
+    body["tensors"] = {name: TensorRecord(**record) for name, record in body["tensors"].items()}
+    manifest, there = Manifest(**body), place.sizes() if sizes else {}
+    for name, record in manifest.files.items() if sizes else ():
+        found = there.get(name)
+        if found != record.bytes:
+            has = "is missing" if found is None else f"has {found} bytes, not {record.bytes}"
+            raise _damaged(place, f"{name} {has}")
     return manifest
 
 
-def file_sizes(folder: Path) -> dict[str, int]:
-    """Every file of a directory but the manifest, with its size in bytes."""
-    return {p.name: p.stat().st_size for p in sorted(folder.iterdir()) if not p.name.startswith(NAME)}
+def check_hashes(place: Place, manifest: Manifest, names: Iterable[str]) -> None:
+    """Raise CheckpointError where the content of one of these files is not what was written."""
+    for name in names:
+        try:
+            found = place.hash_of(name)
+        except OSError as error:
+            raise _damaged(place, f"{name} cannot be read ({error})") from None
+        if found != manifest.files[name].hash:
+            raise _damaged(place, f"{name} does not hold what was written (its hash differs)")
 
 
-def _sync_directory(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+def _missing(place: Place) -> CheckpointError:
+    if UNFINISHED in place.sizes():
+        return CheckpointError(f"{place}: is not a checkpoint: writing it was cut short.")
+    if place.folders() or place.sizes():
+        return CheckpointError(
+            f"{place}: is not a checkpoint: it has no {NAME}, which is the last file of one.",
+            fix="Give the folder of one step, such as outputs/checkpoint/step-100.",
+        )
+    return CheckpointError(
+        f"{place}: is not a checkpoint: there is no such folder, or nothing in it.",
+        fix="Give the folder of one step, such as outputs/checkpoint/step-100.",
+    )
+
+
+def _damaged(place: Place, what: str) -> CheckpointError:
+    return CheckpointError(f"{place}: is damaged: {what}.")
+
+
+def _hash(body: dict[str, Any]) -> str:
+    return xxhash.xxh3_128(json.dumps(body, sort_keys=True).encode()).hexdigest()

@@ -1,63 +1,357 @@
-"""Tensors to and from a directory through torch.distributed.checkpoint, for any layout."""
+"""Tensors to and from a folder through torch.distributed.checkpoint, for any layout.
+
+The files are DCP's own, so that every tool that reads its checkpoints reads ours. What is added:
+each file is on the disk and hashed when it is closed, and nothing that is read can execute code.
+"""
 
 from __future__ import annotations
 
+import io
+import pickle
 import warnings
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch import nn
-from torch.distributed.checkpoint import CheckpointException
+import xxhash
+from torch import Tensor, nn
+from torch.distributed.checkpoint import CheckpointException, DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystemBase
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
     get_optimizer_state_dict,
 )
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
 
-from titanlite.errors import CheckpointError
+from titanlite.checkpoint.manifest import UNFINISHED, FileRecord, TensorRecord
+from titanlite.checkpoint.place import Place
+from titanlite.errors import CheckpointError, UserError
+
+State = dict[str, dict[str, Any]]  # part -> name -> tensor
 
 # Flattened, so that an optimizer's state is found by parameter name, whatever its groups are.
 _BY_NAME = StateDictOptions(flatten_optimizer_state_dict=True)
 
 
-def write_tensors(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Write the shards of all ranks; every rank calls it together."""
-    state = {"model": get_model_state_dict(model, options=_BY_NAME)}
-    state["optimizer"] = _moments(model, optimizer)
-    with _named(folder, "written"):
-        dcp.save(state, storage_writer=dcp.FileSystemWriter(folder))
+# --- what is saved -------------------------------------------------------------------------------
 
 
-def read_tensors(
-    folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer | None = None
-) -> None:
-    """Read into the shards that this layout has, in place, whatever layout wrote them."""
-    state: dict[str, Any] = {"model": get_model_state_dict(model, options=_BY_NAME)}
+def state_of(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> State:
+    """The tensors themselves, not copies; reading into them is loading."""
+    state: State = {"model": get_model_state_dict(model, options=_BY_NAME)}
     if optimizer is not None:
-        state["optimizer"] = _moments(model, optimizer)
-    alone = not torch.distributed.is_initialized()
-    with _named(folder, "read"), warnings.catch_warnings():
+        # Rates and decays come from the job, not from the checkpoint: only moments are kept. What
+        # is not there yet (a fresh AdamW has none) is made here, to be read into.
+        whole = get_optimizer_state_dict(model, optimizer, options=_BY_NAME)
+        state["optimizer"] = {n: value for n, value in whole.items() if n.startswith("state.")}
+    return state
+
+
+class Stage:
+    """A copy of a state in host memory, in the same memory every time.
+
+    Fresh memory costs more than copying into it: the kernel clears it page by page. With `pinned`,
+    a CUDA device copies by itself, in the order of its stream: before whatever it is told next.
+    """
+
+    def __init__(self, pinned: bool):
+        self.pinned, self.copies = pinned, {}
+
+    def copy(self, state: State) -> State:
+        """The state as it is now; call `ready` before reading it."""
+        return {
+            part: {name: self._copy(f"{part}.{name}", value) for name, value in tensors.items()}
+            for part, tensors in state.items()
+        }
+
+    def ready(self) -> Callable[[], None]:
+        """What waits, in another thread, until the copies are whole."""
+        if not (self.pinned and torch.cuda.is_initialized()):
+            return lambda: None
+        event = torch.cuda.Event()
+        event.record()
+        return event.synchronize
+
+    def _copy(self, name: str, value: Tensor) -> Tensor:
+        value = value.detach()
+        copy = self.copies.get(name)
+        if copy is None or copy.shape != value.shape or copy.dtype != value.dtype:
+            copy = self.copies[name] = value.to("cpu", copy=True)
+            if self.pinned and torch.cuda.is_initialized():
+                _pin(_local(copy))
+        else:
+            _local(copy).copy_(_local(value), non_blocking=self.pinned)
+        return copy
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, torch.distributed.tensor.DTensor) else tensor
+
+
+def _pin(tensor: Tensor) -> None:
+    """Lock the pages of a tensor, which keeps its place (`pin_memory` would make another one)."""
+    if tensor.numel():
+        torch.cuda.cudart().cudaHostRegister(tensor.data_ptr(), tensor.nbytes, 0)
+
+
+# --- writing -------------------------------------------------------------------------------------
+
+Commit = Callable[[dict[str, FileRecord], dict[str, TensorRecord]], None]
+
+
+def write_tensors(
+    place: Place, state: State, group: dist.ProcessGroup | None, commit: Commit
+) -> None:
+    """Write the shards of all ranks of `group`, then `commit` on its first rank; all together.
+
+    Raises CheckpointError on every rank where it fails on any; `place` is then no checkpoint.
+    """
+    with _named(place, "written"):
+        dcp.save(
+            state,
+            storage_writer=_Writer(place, commit),
+            planner=_HashingPlanner(),
+            process_group=group,
+            no_dist=not dist.is_initialized(),
+        )
+
+
+def write_one_by_one(
+    place: Place, tensors: Mapping[str, Tensor], load: Callable[[str], Tensor], commit: Commit
+) -> None:
+    """Write tensors of which `tensors` has shape and type only, each loaded when its turn comes."""
+    with _named(place, "written"):
+        dcp.save(
+            dict(tensors),
+            storage_writer=_Writer(place, commit),
+            planner=_LoadingPlanner(load),
+            no_dist=True,
+        )
+
+
+@dataclass(frozen=True)
+class _Hashes(WriteResult):
+    """What a rank says of its files and tensors; rides on DCP's own gathering of results."""
+
+    files: Mapping[str, FileRecord]
+    tensors: Mapping[str, int]
+
+
+class _HashingPlanner(DefaultSavePlanner):
+    def __init__(self):
+        super().__init__()
+        self.hashes: dict[str, int] = {}
+
+    def resolve_data(self, write_item: WriteItem) -> Tensor | io.BytesIO:
+        data = super().resolve_data(write_item)
+        assert isinstance(data, Tensor), f"{write_item.index.fqn}: only tensors are saved"
+        data = data.detach().cpu().contiguous()
+        raw = data.reshape(-1).view(torch.uint8).numpy()
+        name = write_item.index.fqn
+        self.hashes[name] = self.hashes.get(name, 0) + xxhash.xxh3_64_intdigest(raw)
+        return data
+
+
+class _LoadingPlanner(_HashingPlanner):
+    def __init__(self, load: Callable[[str], Tensor]):
+        super().__init__()
+        self.load = load
+
+    def lookup_object(self, index) -> Tensor:
+        return self.load(index.fqn)
+
+
+class _Writer(dcp.FileSystemWriter):
+    """DCP's writer into a fresh folder, with a commit at the end."""
+
+    def __init__(self, place: Place, commit: Commit):
+        super().__init__(place.path, sync_files=False)  # `place` syncs, whatever it is on
+        self.place, self.commit = place, commit
+        self.fs, self.path = _Files(place), place.path
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        return plan  # DCP's makes the folder, from every rank
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """Runs on the first rank while the others wait: the moment to touch the folder."""
+        _make_room(self.place, sum(_bytes(item) for plan in plans for item in plan.items))
+        return super().prepare_global_plan(plans)
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        results = super().write_data(plan, planner).wait()
+        own = _Hashes(None, 0, None, self.fs.written, planner.hashes)
+        done: Future[list[WriteResult]] = Future()
+        done.set_result([*results, own])
+        return done
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        every = [result for of_rank in results for result in of_rank]
+        hashes = [result for result in every if isinstance(result, _Hashes)]
+        super().finish(metadata, [[r for r in every if not isinstance(r, _Hashes)]])
+        files = {name: record for own in hashes for name, record in own.files.items()}
+        tensors = {
+            name: TensorRecord(
+                list(about.size),
+                str(about.properties.dtype).removeprefix("torch."),
+                f"{sum(own.tensors.get(name, 0) for own in hashes) % 2**64:016x}",
+            )
+            for name, about in metadata.state_dict_metadata.items()
+        }
+        self.commit(files | self.fs.written, tensors)
+
+
+def _make_room(place: Place, needed: int) -> None:
+    """A fresh folder: writing over an old one could mix two generations after a crash."""
+    if place.exists():
+        place.remove(first="manifest.json")
+    place.make()
+    free = place.free_bytes()
+    if free is not None and free < needed * 1.01 + (1 << 20):  # names, headers, the manifest
+        raise CheckpointError(
+            f"{place}: needs {needed / 1e6:,.0f} MB, and {free / 1e6:,.0f} MB are free there.",
+            fix="Make room, or keep fewer (checkpoint.keep_latest_k).",
+        )
+    place.write_at_once(UNFINISHED, b"")
+
+
+def _bytes(item: WriteItem) -> int:
+    assert item.tensor_data is not None, "only tensors are saved"
+    chunk, dtype = item.tensor_data.chunk, item.tensor_data.properties.dtype
+    return chunk.sizes.numel() * dtype.itemsize
+
+
+class _Files(FileSystemBase):
+    """A `Place` as DCP wants it; remembers what was written."""
+
+    def __init__(self, place: Place):
+        self.place, self.written = place, {}
+
+    @contextmanager
+    def create_stream(self, path, mode: str) -> Iterator[Any]:
+        name = str(path).rpartition("/")[2]
+        if mode == "rb":
+            with self.place.reading(name) as stream:
+                yield stream
+        else:
+            with self.place.writing(name) as stream:
+                yield stream
+            self.written[name] = FileRecord(stream.bytes, stream.hash)
+
+    def concat_path(self, path, suffix: str) -> str:
+        return f"{path}/{suffix}"
+
+    def init_path(self, path) -> str:
+        return str(path)
+
+    def rename(self, path, new_path) -> None:
+        old, new = (str(p).rpartition("/")[2] for p in (path, new_path))
+        self.place.fs.mv(str(path), str(new_path))
+        self.written[new] = self.written.pop(old)
+
+    def mkdir(self, path) -> None:
+        self.place.make()
+
+    def exists(self, path) -> bool:
+        return self.place.fs.exists(str(path))
+
+    def rm_file(self, path) -> None:
+        self.place.fs.rm_file(str(path))
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id) -> bool:
+        return True
+
+
+# --- reading -------------------------------------------------------------------------------------
+
+
+def read_tensors(place: Place, state: State) -> None:
+    """Read into the tensors of a state, in place, whatever layout wrote them; all ranks together.
+
+    Without a process group it is one process that reads.
+    """
+    alone = not dist.is_initialized()
+    with _named(place, "read"), warnings.catch_warnings():
         if alone:  # which DCP supposes to be a mistake
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        dcp.load(state, storage_reader=dcp.FileSystemReader(folder), no_dist=alone)
+        dcp.load(state, storage_reader=_Reader(place), no_dist=alone)
 
 
-def _moments(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    # Rates and decays come from the job, not from the checkpoint: only the state itself is kept.
-    # What is not there yet (a fresh AdamW has no moments) is made here, to be read into.
-    whole = get_optimizer_state_dict(model, optimizer, options=_BY_NAME)
-    return {name: value for name, value in whole.items() if name.startswith("state.")}
+class _Reader(dcp.FileSystemReader):
+    """DCP's reader, which takes nothing from a checkpoint but tensors.
+
+    Each tensor is unpickled by torch's weights-only reader; `.metadata` by one that knows the
+    classes it is made of and no other.
+    """
+
+    def __init__(self, place: Place):
+        super().__init__(place.path)
+        self.fs, self.path, self.place = _Files(place), place.path, place
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        try:
+            metadata = _Unpickler(io.BytesIO(self.place.read(".metadata"))).load()
+        except (pickle.UnpicklingError, EOFError, ValueError, TypeError, AttributeError) as error:
+            raise CheckpointError(f"{self.place}: is damaged: .metadata: {error}.") from None
+        strange = [
+            name
+            for name, about in metadata.state_dict_metadata.items()
+            if not isinstance(about, TensorStorageMetadata)  # DCP would unpickle its bytes
+        ]
+        strange += [i.relative_path for i in metadata.storage_data.values() if "/" in i.relative_path]
+        if strange:
+            raise CheckpointError(
+                f"{self.place}: holds what is not a tensor of its own: {', '.join(strange[:4])}."
+            )
+        return metadata
+
+
+class _Unpickler(pickle.Unpickler):
+    """Of DCP's metadata: records, sizes, types."""
+
+    _KNOWN = {
+        ("torch", "Size"),
+        ("torch.serialization", "_get_layout"),
+        ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+        *(
+            ("torch.distributed.checkpoint.metadata", name)
+            for name in (
+                "BytesStorageMetadata",
+                "ChunkStorageMetadata",
+                "Metadata",
+                "MetadataIndex",
+                "StorageMeta",
+                "TensorProperties",
+                "TensorStorageMetadata",
+                "_MEM_FORMAT_ENCODING",
+            )
+        ),
+    }
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) in self._KNOWN:
+            return super().find_class(module, name)
+        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
+            return getattr(torch, name)
+        raise pickle.UnpicklingError(f"{module}.{name} has no place in it")
 
 
 @contextmanager
-def _named(folder: Path, act: str):
+def _named(place: Place, act: str) -> Iterator[None]:
     try:
         yield
     except CheckpointException as failure:  # a BaseException; DCP raises it on every rank
         rank, (error, _) = min(failure.failures.items())
+        if isinstance(error, UserError):
+            raise error.known_to_all() from failure
         raise CheckpointError(
-            f"{folder}: could not be {act}: rank {rank}: {type(error).__name__}: {error}"
+            f"{place}: could not be {act}: rank {rank}: {type(error).__name__}: {error}"
         ).known_to_all() from failure

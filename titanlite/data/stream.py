@@ -6,7 +6,6 @@ with it. So every id of a corpus but its first is a label exactly once in an epo
 
 from __future__ import annotations
 
-import json
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -16,7 +15,6 @@ from typing import Annotated, Any
 
 import numpy as np
 import torch
-import xxhash
 from torch import Tensor
 
 from titanlite.data.order import Order
@@ -49,16 +47,24 @@ class DataConfig:
 class Stream:
     """The samples of a run, at any position of it."""
 
-    def __init__(self, sources: Sequence[_Source], seq_len: int, seed: int):
+    def __init__(
+        self,
+        sources: Sequence[_Source],
+        seq_len: int,
+        seed: int,
+        tokenizer: Tokenizer | None = None,
+    ):
         self.seq_len, self._sources = seq_len, sources
         self._order = Order(seed, [(s.name, s.weight, s.samples(seq_len)) for s in sources])
-        self.facts: dict[str, Any] = {
-            "seed": seed,
-            "seq_len": seq_len,
-            "sources": [s.facts(seq_len) for s in sources],
+        self.facts: dict[str, Any] = {  # by the settings they come from: what a position means
+            "debug.seed": seed,
+            "training.seq_len": seq_len,
+            "data.tokenizer": tokenizer and tokenizer.fingerprint,
+            "data.sources": {
+                source.name: f"number {number}, {source.fact}"
+                for number, source in enumerate(sources)
+            },
         }
-        said = json.dumps(self.facts, sort_keys=True).encode()
-        self.fingerprint = xxhash.xxh3_128_hexdigest(said)
 
     def read(self, position: int, rows: int) -> tuple[Tensor, Tensor]:
         """Inputs and labels of `rows` positions: int64 [rows, T] each; raises DataError."""
@@ -139,7 +145,7 @@ def open_stream(
     names = [config.name for config in sources]
     if not names or len(set(names)) < len(names):
         raise DataError(f"sources: {names}: there must be at least one, each with its own name.")
-    return Stream(opened, seq_len, seed)
+    return Stream(opened, seq_len, seed, tokenizer)
 
 
 def open_validation(
@@ -159,14 +165,10 @@ class _Source:
     def samples(self, seq_len: int) -> int:
         return (self.corpus.tokens - 1) // seq_len
 
-    def facts(self, seq_len: int) -> dict[str, Any]:
+    @property
+    def fact(self) -> str:
         """What the samples are, without where they lie."""
-        return {
-            "name": self.name,
-            "weight": self.weight,
-            "fingerprint": self.corpus.fingerprint,
-            "samples": self.samples(seq_len),
-        }
+        return f"weight {self.weight:g}, content {self.corpus.fingerprint}"
 
     def gather(self, starts: np.ndarray, count: int) -> np.ndarray:
         """Ids [start, start + count) of each start: int64 [starts, count]; raises DataError."""

@@ -49,25 +49,31 @@ def from_rank_0(value: T) -> T:
     return box[0]
 
 
+def problems_of_all(problem: str, group: dist.ProcessGroup | None = None) -> list[str]:
+    """What the ranks of a group found, each once, with their numbers unless all found it.
+
+    Every rank must call it at the same point; an empty text is no problem.
+    """
+    found = [problem] * dist.get_world_size(group)
+    if len(found) > 1:
+        dist.all_gather_object(found, problem, group=group)
+    ranks_by_problem: dict[str, list[str]] = {}
+    for rank, text in enumerate(found):
+        if text:
+            ranks_by_problem.setdefault(text, []).append(str(rank))
+    return [
+        text if len(ranks) == len(found) else f"rank {', '.join(ranks)}: {text}"
+        for text, ranks in ranks_by_problem.items()
+    ]
+
+
 def agree(problem: UserError | None) -> None:
-    """Raise on every rank what any rank found, naming the ranks, so that none is left waiting.
+    """Raise on every rank what any rank found, so that none is left waiting.
 
     Every rank must call it at the same point.
     """
-    problems: list[str | None] = [None] * dist.get_world_size()
-    if len(problems) == 1:
-        problems = [None if problem is None else str(problem)]
-    else:
-        dist.all_gather_object(problems, None if problem is None else str(problem))
-    ranks_by_problem: dict[str, list[str]] = {}
-    for rank, text in enumerate(problems):
-        if text is not None:
-            ranks_by_problem.setdefault(text, []).append(str(rank))
-    if ranks_by_problem:
-        raise Problems(
-            UserError(text if len(ranks) == len(problems) else f"rank {', '.join(ranks)}: {text}")
-            for text, ranks in ranks_by_problem.items()
-        ).known_to_all()
+    if problems := problems_of_all("" if problem is None else str(problem)):
+        raise Problems(UserError(text) for text in problems).known_to_all()
 
 
 def attempt(act: Callable[[], T]) -> tuple[T | None, UserError | None]:

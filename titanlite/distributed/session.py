@@ -18,7 +18,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from titanlite.errors import EXIT_LOST, EXIT_USER, ConfigError, UserError, report
+from titanlite.errors import EXIT_USER, ConfigError, UserError, report
 from titanlite.settings import Built, NotNegative, Positive
 
 
@@ -134,12 +134,12 @@ def keep_freed_memory() -> None:
     libc.mallopt(mmap_max, 0)  # nor take blocks that would be unmapped when freed
 
 
-def tighten_timeouts(seconds: int) -> None:
-    """Give up on a silent rank after `seconds` from now on: the first step is behind us."""
+def tighten_timeouts(seconds: int, besides: dist.ProcessGroup | None) -> None:
+    """Give up on a silent rank after `seconds` from now on, but in the group `besides`."""
     # No public call changes the timeout of a group that exists (torch 2.11 to 2.15).
     from torch.distributed.distributed_c10d import _set_pg_timeout, _world
 
-    for group in list(_world.pg_map):
+    for group in set(_world.pg_map) - {besides}:
         _set_pg_timeout(timedelta(seconds=seconds), group)
 
 
@@ -169,14 +169,3 @@ def tell(error: UserError) -> int:
     elif not error.shared:
         print(f"rank {rank}: {report(error)}", file=sys.stderr, flush=True)
     return EXIT_USER
-
-
-def lost_rank(error: Exception) -> int:
-    """The exit code where another rank ended and took the connection with it; else, raise."""
-    rank, ranks = launched_ranks()
-    said = str(error)
-    if ranks > 1 and ("closed by peer" in said or "reset by peer" in said):  # gloo's words
-        print(f"rank {rank}: another rank ended; what it said is the reason.", file=sys.stderr)
-        return EXIT_LOST
-    print(f"rank {rank} of {ranks}:", file=sys.stderr, flush=True)  # ours to mend: a traceback
-    raise error

@@ -20,6 +20,13 @@ from titanlite.parallelize.pipeline import ForwardStage, PipelinePlan, Stage, bu
 from titanlite.parallelize.shard import reduce_gradients
 
 
+Now = Callable[[str], None]
+
+
+def silent(phase: str) -> None:
+    """For who does not follow the phases."""
+
+
 class Engine(Protocol):
     """What a step needs of whatever runs the model.
 
@@ -27,8 +34,13 @@ class Engine(Protocol):
     engine takes its part.
     """
 
-    def forward_backward(self, inputs: Tensor, labels: Tensor, valid: Tensor) -> Tensor:
-        """Add the gradients of (summed loss / valid); return this rank's part of that loss."""
+    def forward_backward(
+        self, inputs: Tensor, labels: Tensor, valid: Tensor, now: Now = silent
+    ) -> Tensor:
+        """Add the gradients of (summed loss / valid); return this rank's part of that loss.
+
+        `now` is told each phase as it begins.
+        """
 
     def evaluate(self, inputs: Tensor, labels: Tensor) -> Tensor:
         """This rank's part of the summed loss, without gradients."""
@@ -65,7 +77,9 @@ class Spmd:
         self.model, self.share, self.loss_context = model, share, loss_context
         self.microbatch, self.reduce_every = microbatch, reduce_every_microbatch
 
-    def forward_backward(self, inputs: Tensor, labels: Tensor, valid: Tensor) -> Tensor:
+    def forward_backward(
+        self, inputs: Tensor, labels: Tensor, valid: Tensor, now: Now = silent
+    ) -> Tensor:
         """`valid` 0-d: the valid labels of the whole global batch."""
         positions = self.share.positions(inputs.shape[1], inputs.device)
         inputs, labels = self.share.of(inputs), self.share.of(labels)
@@ -73,9 +87,11 @@ class Spmd:
         parts = list(zip(inputs.split(self.microbatch), labels.split(self.microbatch), strict=True))
         for number, (x, y) in enumerate(parts):
             reduce_gradients(self.model, self.reduce_every or number == len(parts) - 1)
+            now("forward")
             with self.loss_context():
                 # Divided here, by the tokens of all ranks, and nowhere else: gradients only add up.
                 loss = cross_entropy_sum(self.model(x, positions), y) / valid
+                now("backward")
                 loss.backward()
             total += _local(loss)
         return total
@@ -110,9 +126,12 @@ class Pipelined:
         self._schedules: dict[tuple[type[Stage], int, int], tuple] = {}  # by kind, rows, tokens
         self._valid: Tensor | float = 1.0
 
-    def forward_backward(self, inputs: Tensor, labels: Tensor, valid: Tensor) -> Tensor:
+    def forward_backward(
+        self, inputs: Tensor, labels: Tensor, valid: Tensor, now: Now = silent
+    ) -> Tensor:
         """`valid` 0-d: the valid labels of the whole global batch."""
         self._valid = valid
+        now("forward/backward")  # of different micro-batches, as the schedule has it
         total, rows = torch.zeros((), device=self.device), self.plan.rows
         for start in range(0, len(inputs), rows):
             part = slice(start, start + rows)

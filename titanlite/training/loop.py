@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import gc
+import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from typing import Annotated, Any, Literal, Protocol
 
 import torch
 from torch import Tensor
 
+from titanlite.checkpoint import Checkpointer, Saved
+from titanlite.distributed.collectives import agree
 from titanlite.distributed.mesh import Mesh
 from titanlite.distributed.session import tighten_timeouts
+from titanlite.distributed.stop import Council, StopRequest
+from titanlite.errors import CheckpointError, UserError
+from titanlite.log import logger
 from titanlite.settings import Built, Positive, Range
 from titanlite.training.engine import Engine
 from titanlite.training.state import TrainState
@@ -52,6 +59,13 @@ class Meter(Protocol):
     def read(self) -> dict[str, Any]: ...
 
 
+class Watch(Protocol):
+    """Who is told how far this rank is."""
+
+    def now(self, step: int, phase: str) -> None: ...
+    def tighten(self, seconds: float) -> None: ...
+
+
 class Sinks(Protocol):
     """Where the loop tells what happened."""
 
@@ -61,13 +75,12 @@ class Sinks(Protocol):
 
 @dataclass(frozen=True)
 class Between:
-    """What is due between two steps: when, and what is then done."""
+    """What is due between two steps."""
 
     log_freq: int
     validate_freq: int  # 0: never
     validate: Callable[[], dict[str, float]]  # loss by name of the text
-    save_due: Callable[[int, bool], bool]  # (step, is it the last)
-    save: Callable[[], str]  # returns where
+    trouble: Callable[[], str]  # why this rank cannot go on, or nothing
 
 
 def run(
@@ -80,18 +93,32 @@ def run(
     lr_at: Callable[[int], float],
     mesh: Mesh,
     device: torch.device,
-    train_timeout_seconds: int,
     between: Between,
+    checkpointer: Checkpointer,
+    stop: StopRequest,
+    watch: Watch,
+    train_timeout_seconds: int,
     meter: Meter,
     sinks: Sinks,
     profiler: Any,
-) -> None:
-    """Train from where `state` is to `config.steps`."""
-    first_step = state.step
+) -> int:
+    """Train from where `state` is to `config.steps`; returns why it stopped before, or 0.
+
+    Raises CheckpointError when the checkpoint it ends with could not be written.
+    """
+    council, first_step = Council(), state.step
+    reason = _asked_before_starting(council, stop)
     gc.collect()
     gc.disable()  # ranks collecting at different moments stall each other's collectives
+    began = time.monotonic()
     try:
-        while state.step < config.steps:
+        while not reason and state.step < config.steps:
+            watch.now(state.step + 1, "data")
+            # Two steps, because the one that is running when time is up is not yet the last.
+            needed = checkpointer.save_seconds + 2 * (time.monotonic() - began)
+            began = time.monotonic()
+            trouble = between.trouble()
+            council.ask(stop.reason(needed), checkpointer.writing, bool(trouble))
             with meter.waiting():
                 inputs, labels = next(batches)
             inputs = inputs.to(device, non_blocking=True)
@@ -106,36 +133,84 @@ def run(
                 global_batch=global_batch,
                 lr=lr,
                 max_norm=config.max_norm,
+                now=partial(watch.now, state.step + 1),
             )
             meter.step_done(global_batch * inputs.shape[1])
+            reason, writing, troubled = council.answer()
+            if troubled:
+                agree(UserError(trouble) if trouble else None)
+            last = state.step == config.steps
             with meter.paused():
-                if state.step == 1 or state.step % between.log_freq == 0 or _last(state, config):
+                if state.step == 1 or state.step % between.log_freq == 0 or last or reason:
                     shown = {"loss": result.loss.item(), "grad_norm": result.grad_norm.item()}
                     sinks.step(_record(state, lr, shown, meter.read()))
-                _what_is_due(state, config, between, sinks)
+                if _validation_due(state.step, between.validate_freq, last) and not reason:
+                    _tell_losses(state.step, between.validate(), sinks)
+                watch.now(state.step, "save")
+                _keep(state, checkpointer, bool(writing), last, bool(reason), sinks)
                 if state.step % config.gc_freq == 0:
                     gc.collect(1)
-                if state.step == first_step + 1:
-                    tighten_timeouts(train_timeout_seconds)
+                if state.step == first_step + 1:  # it took longer: kernels, buffers, plans
+                    tighten_timeouts(train_timeout_seconds, besides=checkpointer.group)
+                    watch.tighten(train_timeout_seconds)
                 profiler.step()  # writing a trace takes a while
     finally:
         gc.enable()
+    return 0 if state.step == config.steps else reason
 
 
-def _what_is_due(
-    state: TrainState, config: TrainingConfig, between: Between, sinks: Sinks
+def _asked_before_starting(council: Council, stop: StopRequest) -> int:
+    council.ask(stop.reason(0.0))
+    return council.answer()[0]
+
+
+def _validation_due(step: int, freq: int, last: bool) -> bool:
+    return freq > 0 and (last or step % freq == 0)
+
+
+def _tell_losses(step: int, losses: dict[str, float], sinks: Sinks) -> None:
+    for name, loss in losses.items():
+        perplexity = float(torch.tensor(loss, dtype=torch.float64).exp())  # inf, not an error
+        sinks.event(step, "validation", name=name, loss=loss, perplexity=perplexity)
+
+
+def _keep(
+    state: TrainState,
+    checkpointer: Checkpointer,
+    writing: bool,
+    last: bool,
+    stopping: bool,
+    sinks: Sinks,
 ) -> None:
-    last = _last(state, config)
-    if between.validate_freq and (last or state.step % between.validate_freq == 0):
-        for name, loss in between.validate().items():
-            perplexity = float(torch.tensor(loss, dtype=torch.float64).exp())  # inf, not an error
-            sinks.event(state.step, "validation", name=name, loss=loss, perplexity=perplexity)
-    if between.save_due(state.step, last):
-        sinks.event(state.step, "checkpoint_saved", path=between.save())
+    """Save if it is due, and tell what became of the save before; the same on every rank."""
+    due = checkpointer.due(state.step, last or stopping)
+    if due or not writing:  # at most one in flight
+        _tell_saved(checkpointer.wait(), checkpointer, sinks)
+    if not due:
+        return
+    checkpointer.save(
+        state.step, state.model, state.optimizer, progress=state.progress(), final=last
+    )
+    if last or stopping or checkpointer.blocking:
+        saved = checkpointer.wait()
+        _tell_saved(saved, checkpointer, sinks)
+        if (last or stopping) and saved and saved.problem:
+            raise CheckpointError(saved.problem).known_to_all()
 
 
-def _last(state: TrainState, config: TrainingConfig) -> bool:
-    return state.step == config.steps
+def _tell_saved(saved: Saved | None, checkpointer: Checkpointer, sinks: Sinks) -> None:
+    if saved is None:
+        return
+    fields = {"path": str(saved.place), "seconds": saved.seconds}
+    fields["blocked_seconds"] = saved.blocked_seconds
+    if not saved.problem:
+        sinks.event(saved.step, "checkpoint_saved", **fields)
+        return
+    count = checkpointer.failures
+    logger.error("checkpoint of step %d not saved (%d so far): %s", saved.step, count, saved.problem)
+    sinks.event(
+        saved.step, "checkpoint_failed", **fields, problem=saved.problem, failures=count
+    )
 
 
 def _record(

@@ -10,7 +10,7 @@ from titanlite.distributed.collectives import sum_over
 from titanlite.distributed.mesh import Mesh
 from titanlite.models import valid_tokens
 from titanlite.optim import clip_gradients, set_lr
-from titanlite.training.engine import Engine
+from titanlite.training.engine import Engine, Now, silent
 from titanlite.training.state import TrainState
 
 
@@ -32,11 +32,17 @@ def take_step(
     global_batch: int,
     lr: float,
     max_norm: float,
+    now: Now = silent,
 ) -> StepResult:
-    """Learn from this rank's rows [rows, T] of one global batch of `global_batch` samples."""
+    """Learn from this rank's rows [rows, T] of one global batch of `global_batch` samples.
+
+    `now` is told each phase as it begins: forward, backward, step.
+    """
+    now("forward")  # already, because the first collective is this one
     # Ranks that share these rows have them whole, so each label is counted once.
     valid = sum_over(mesh.batch, valid_tokens(labels)).clamp(min=1)
-    loss = sum_over(mesh.loss, engine.forward_backward(inputs, labels, valid))
+    loss = sum_over(mesh.loss, engine.forward_backward(inputs, labels, valid, now))
+    now("step")
     grad_norm = clip_gradients(state.model.parameters(), max_norm, mesh.pp)
     set_lr(state.optimizer, lr)
     state.optimizer.step()

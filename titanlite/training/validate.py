@@ -12,7 +12,7 @@ from titanlite.distributed.collectives import sum_over
 from titanlite.distributed.mesh import Mesh
 from titanlite.models import IGNORED, valid_tokens
 from titanlite.settings import Positive, Range
-from titanlite.training.engine import Engine
+from titanlite.training.engine import Engine, Now, silent
 
 
 @dataclass(frozen=True)
@@ -38,12 +38,22 @@ class HeldOut(Protocol):
 
 
 def validate(
-    engine: Engine, text: HeldOut, samples: int, rows: int, mesh: Mesh, device: torch.device
+    engine: Engine,
+    text: HeldOut,
+    samples: int,
+    rows: int,
+    mesh: Mesh,
+    device: torch.device,
+    now: Now = silent,
 ) -> float:
-    """Mean loss in nats over the labels of the first `samples` samples, `rows` a rank at once."""
+    """Mean loss in nats over the labels of the first `samples` samples, `rows` a rank at once.
+
+    `now` is told with each batch that it goes on.
+    """
     loss = torch.zeros((), dtype=torch.float64, device=device)
     count = torch.zeros_like(loss)
     for start in range(0, samples, rows * mesh.batch.size()):  # as many forwards on every rank
+        now("validate")
         first = start + mesh.batch_rank * rows
         inputs, labels = text.read(first, rows)
         labels[max(0, samples - first) :] = IGNORED  # past what was asked for

@@ -1,0 +1,34 @@
+"""What tests of checkpoints share."""
+
+from __future__ import annotations
+
+from titanlite.checkpoint import CheckpointConfig, Checkpointer, Place, Saved
+
+
+def open_checkpointer(folder, *, facts=None, layout="", **config) -> Checkpointer:
+    """Of a job of which nothing is known but what the test cares about."""
+    about = {"facts": facts or {}, "job": {}, "layout": layout}
+    return Checkpointer(Place(folder), CheckpointConfig(enable=True, **config), **about)
+
+
+def save(checkpointer: Checkpointer, state, final: bool = False) -> None:
+    """Begin to save a state."""
+    checkpointer.save(
+        state.step, state.model, state.optimizer, progress=state.progress(), final=final
+    )
+
+
+def save_whole(checkpointer: Checkpointer, state, final: bool = False) -> Saved:
+    """Save a state, and see that it was."""
+    save(checkpointer, state, final)
+    saved = checkpointer.wait()
+    assert not saved.problem, saved.problem
+    return saved
+
+
+def load(checkpointer: Checkpointer, state, facts: dict | None = None) -> str:
+    """Go on from what is found; returns its name."""
+    found = checkpointer.find()
+    state.restore(checkpointer.load(found, state.model, state.optimizer, facts or {}))
+    checkpointer.turn_back(state.step)
+    return found.place.name

@@ -1,0 +1,111 @@
+"""Killed at any moment and started again by the same command, a run ends where it would have."""
+
+from __future__ import annotations
+
+import random
+import signal
+import time
+from pathlib import Path
+
+import pytest
+from tests.faults.launch import Launched, events_of, lines_of, steps_of
+
+from titanlite.checkpoint import Place, read_manifest
+
+STEPS = 24
+ASYNC = ("--checkpoint.async_mode", "async", "--checkpoint.interval", "2", "--job.max_crashes", "0")
+
+
+def argv_of(run_toml, out: Path, *argv) -> tuple[str, ...]:
+    given = {"training.steps": STEPS, "validation.enable": "false", "job.dump_folder": out}
+    words = [word for key, value in given.items() for word in (f"--{key}", str(value))]
+    return ("--job.config_file", str(run_toml), *words, *ASYNC, *argv)
+
+
+def undisturbed(run_toml, out: Path) -> Path:
+    with Launched(2, out, *argv_of(run_toml, out)) as run:
+        assert run.wait() == [0, 0], run.said
+    return out
+
+
+def kill_until_done(run_toml, out: Path, kills: int, seed: int, layouts: list[tuple]) -> int:
+    """Kill a random rank at a random moment so many times; returns how often it was started."""
+    chance, starts = random.Random(seed), 0
+    while True:
+        ranks, *argv = layouts[starts % len(layouts)]
+        starts += 1
+        with Launched(ranks, out, *argv_of(run_toml, out, *argv)) as run:
+            if starts > kills:
+                assert run.wait() == [0] * ranks, run.said
+                return starts
+            before = len(lines_of(out))
+            run.wait_for(lambda: len(lines_of(out)) > before or steps_of(out)[-1:] == [STEPS])
+            time.sleep(chance.uniform(0, 0.4))
+            run.signal(chance.randrange(ranks), signal.SIGKILL)
+            codes = run.wait()
+            assert all(code in (-9, 1, 0) for code in codes), f"{codes}\n{run.said}"
+
+
+def end_of(out: Path) -> tuple:
+    """Hashes of every weight and moment, and where in the data it is."""
+    manifest = read_manifest(Place(out / "checkpoint" / f"step-{STEPS}"))
+    return manifest.tensors, manifest.progress
+
+
+def test_a_run_killed_again_and_again_ends_in_the_bits_of_the_undisturbed_one(run_toml, tmp_path):
+    right = undisturbed(run_toml, tmp_path / "right")
+    kill_until_done(run_toml, tmp_path / "killed", 3, 1, [(2,)])
+    assert end_of(tmp_path / "killed") == end_of(right)
+    assert steps_of(tmp_path / "killed") == list(range(1, STEPS + 1))
+
+
+def test_a_run_killed_and_restarted_under_other_layouts_learns_the_same(run_toml, tmp_path):
+    layouts = [
+        (2,),
+        (1,),
+        (2, "--parallelism.tensor_parallel_degree", "2"),
+        (2, "--parallelism.pipeline_parallel_degree", "2", "--training.local_batch_size", "4"),
+    ]
+    right = undisturbed(run_toml, tmp_path / "right")
+    kill_until_done(run_toml, tmp_path / "moved", 3, 2, layouts)
+    curves = [
+        {line["step"]: line["loss"] for line in lines_of(out) if "event" not in line}
+        for out in (right, tmp_path / "moved")
+    ]
+    assert curves[1] == pytest.approx(curves[0], rel=1e-5)
+    lines = [line for line in lines_of(tmp_path / "moved") if "event" not in line]
+    assert [line["samples"] for line in lines] == [8 * step for step in range(1, STEPS + 1)]
+
+
+def test_a_job_that_only_dies_is_stopped_and_shown_what_it_died_of(run_toml, tmp_path):
+    out, argv = tmp_path / "out", ("--checkpoint.interval", "1000", "--job.max_crashes", "2")
+    for _ in range(2):
+        with Launched(1, out, *argv_of(run_toml, out, *argv)) as run:
+            run.wait_for(lambda: "step  1/24" in run.said)
+            run.signal(0, signal.SIGKILL)
+            run.wait()
+    with Launched(1, out, *argv_of(run_toml, out, *argv)) as run:
+        assert run.wait() == [2], run.said
+        assert "the last 2 starts died" in run.said and "was killed" in run.said
+        assert "Traceback" not in run.said and "--job.max_crashes 0" in run.said
+
+
+def test_a_second_job_on_the_same_folder_is_refused_and_the_first_goes_on(run_toml, tmp_path):
+    out = tmp_path / "out"
+    with Launched(1, out, *argv_of(run_toml, out, "--training.steps", "3000")) as first:
+        first.wait_for(lambda: steps_of(out))
+        with Launched(1, out, *argv_of(run_toml, out)) as second:
+            assert second.wait() == [2], second.said
+            assert "another job is writing there: process" in second.said
+        seen = max(steps_of(out))
+        first.wait_for(lambda: max(steps_of(out)) > seen)
+        assert events_of(out, "resumed") == []
+
+
+def test_a_lease_that_is_lost_ends_the_run_before_it_writes_more(run_toml, tmp_path):
+    out = tmp_path / "out"
+    with Launched(2, out, *argv_of(run_toml, out, "--training.steps", "30000")) as run:
+        run.wait_for(lambda: steps_of(out))
+        (out / "lease.json").write_text("{}")
+        assert run.wait() == [2, 2], run.said
+        assert "has taken it from this job" in run.said

@@ -1,0 +1,390 @@
+"""Noticing that a rank died or hangs: which one, where it stood, and an end for the others.
+
+Every rank says once a second, in the launcher's store, where it is. It listens to the next rank,
+and to all of them once it gets nowhere itself. Who finds out what is wrong tells all, and all end.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import faulthandler
+import json
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections import Counter
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import NamedTuple
+
+import torch.distributed as dist
+
+from titanlite.errors import EXIT_LOST
+
+RANKS_A_SECOND = 1000  # pulses in one second that a store does not notice
+SILENT = 0.8  # of the timeout: who says nothing for so long is given up
+STUCK = 0.85  # of the timeout: who stands for so long looks for the reason; the last rank, a tenth later
+UNHURRIED = ("load", "save")  # phases that take what the disk takes
+END_SECONDS = 5  # for writing stacks to a disk that may itself be what hangs
+LOST = "lost another"  # a reason for leaving that is no reason for anyone else to
+LEAVE_SECONDS = 30  # for closing files after a rank is lost; torchrun does not wait longer either
+
+
+class Pulse(NamedTuple):
+    """What a rank says of itself."""
+
+    beat: int  # one more each time
+    step: int
+    moves: int  # phases begun in this step: with it, how far a rank is
+    phase: str
+    seconds: float  # in this phase
+    pid: int
+    host: str
+    home: str  # where `pid` means the same process; empty if unknown
+    left: str = ""  # why it is here no more
+
+    def __str__(self) -> str:
+        return f"step {self.step}, {self.phase}"
+
+
+class Watch:
+    """Ends this rank, and says why, when another one keeps it waiting for `seconds`.
+
+    The main thread tells where it is by `now`. With one rank there is nobody to watch.
+    """
+
+    def __init__(
+        self, rank: int, ranks: int, seconds: float, folder: Path, store: dist.Store | None = None
+    ):
+        self.rank, self.ranks, self.seconds, self.folder = rank, ranks, seconds, folder
+        self._given = store
+        self._place = (0, 0, "start")  # step, moves, phase: one object, so that threads read it whole
+        self._stuck = self._mute = 0.0  # seconds since our main thread moved, since the store answered
+        self._lost = False  # the main thread knows, and ends by itself
+        self._over = threading.Event()
+        self._line: _Line | None = None
+
+    def __enter__(self) -> Watch:
+        if self.ranks > 1:
+            store = self._given or _connect(min(self.seconds, 30))
+            self._line = _Line(store, self.rank, self.ranks, self._pulse, self.pulse_seconds)
+            self._judge_thread = threading.Thread(target=self._judge, name="watch", daemon=True)
+            self._line.start()
+            self._judge_thread.start()
+        return self
+
+    def __exit__(self, kind, error, trace) -> None:
+        self.leave("done" if error is None else f"{kind.__name__}: {error}".split("\n")[0][:200])
+
+    def now(self, step: int, phase: str) -> None:
+        """The main thread begins a phase; beginning the same one again is progress too."""
+        before, moves, _ = self._place
+        self._place = (step, moves + 1 if step == before else 0, phase)
+
+    def tighten(self, seconds: float) -> None:
+        """Be patient for `seconds` from now on: the first step is behind us."""
+        self.seconds = seconds
+
+    def pulse_seconds(self) -> float:
+        """How often a rank says where it is."""
+        return min(max(1.0, self.ranks / RANKS_A_SECOND), self.seconds / 20)
+
+    def leave(self, reason: str = "done") -> None:
+        """Say that this rank ends in order, and why, so that nobody takes it for dead."""
+        if self._line is None or self._over.is_set():
+            return
+        self._over.set()
+        self._judge_thread.join(END_SECONDS)
+        self._line.hang_up(reason)
+        faulthandler.cancel_dump_traceback_later()
+
+    def blame(self, error: BaseException) -> str:
+        """Which rank made `error`, a failed collective, by dying or leaving; "" if none did.
+
+        Takes some pulses, because only one that stays away tells; one rank prints what is found.
+        This rank has then left, and is ended should it still be here `LEAVE_SECONDS` later.
+        """
+        line = self._line
+        if line is None or self._over.is_set() or not comes_from_others(error):
+            return ""
+        self._lost = True
+        before, deadline = line.rounds, time.monotonic() + 10 * self.pulse_seconds()
+        line.wide = True
+        while not line.verdict and line.rounds < before + 5 and time.monotonic() < deadline:
+            time.sleep(self.pulse_seconds() / 4)
+        line.finding = self._who_is_gone() if line.rounds > before else self._no_store()
+        if not line.finding and not line.verdict:
+            self._lost = line.wide = False
+            return ""
+        line.wake.set()
+        while not line.verdict and time.monotonic() < deadline:
+            time.sleep(self.pulse_seconds() / 4)
+        finder, verdict = line.verdict or (self.rank, line.finding)
+        self.leave(LOST)
+        faulthandler.dump_traceback_later(LEAVE_SECONDS, exit=True)
+        self._tell(finder, verdict, "".join(traceback.format_exception(error)))
+        return verdict
+
+    def _pulse(self, beat: int, left: str) -> Pulse:
+        home = (os.getpid(), socket.gethostname(), HOME)
+        return Pulse(beat, *self._place, round(self._stuck, 1), *home, left)
+
+    def _judge(self) -> None:
+        line, place, rounds, before = self._line, self._place, 0, time.monotonic()
+        while not self._over.wait(self.pulse_seconds()):
+            # Added up, not read off a clock: a job that is stopped as a whole may go on.
+            passed, before = _awake(before, self.pulse_seconds())
+            self._stuck = self._stuck + passed if self._place is place else 0.0
+            self._mute = self._mute + passed if line.rounds == rounds else 0.0
+            place, rounds = self._place, line.rounds
+            # From C, since a page of a file on a disk that hangs is awaited with Python's lock held.
+            faulthandler.dump_traceback_later(SILENT * self.seconds, file=2)
+            if self._lost:
+                continue
+            if line.verdict:
+                self._end(*line.verdict)
+            line.finding = line.finding or self._finding()
+            if line.finding:
+                line.wake.set()
+                if self._mute > 3 * self.pulse_seconds():  # nobody to tell it to
+                    self._end(self.rank, line.finding)
+
+    def _finding(self) -> str:
+        """What is wrong, in words; nothing while all is well."""
+        line, pulse = self._line, self.pulse_seconds()
+        silence = line.silent.get(line.next, 0.0)
+        if silence > SILENT * self.seconds:
+            return f"{line.who(line.next)} was not heard of for {silence:.0f} s; {self._last(line.next)}"
+        if silence > 3 * pulse and _ended(line.heard.get(line.next)):
+            return f"{line.who(line.next)} is gone; {self._last(line.next)}"
+        # One after the other, because a thousand ranks that each listen to a thousand are a load.
+        patience = (STUCK + 0.1 * self.rank / self.ranks) * self.seconds
+        line.wide = self._stuck > patience and self._place[2] not in UNHURRIED
+        if line.wide and self._mute > SILENT * self.seconds:
+            return self._no_store()
+        return self._who_is_behind() if line.wide and len(line.silent) == self.ranks else ""
+
+    def _who_is_behind(self) -> str:
+        """Whom all wait for: who left, or who is behind the others and stands there."""
+        line = self._line
+        if gone := self._who_left():
+            return f"{gone} This rank has waited {self._stuck:.0f} s."
+        here = {rank: pulse for rank, pulse in line.heard.items() if not pulse.left}
+        far = min((pulse.step, pulse.moves) for pulse in here.values())
+        behind = {r: pulse for r, pulse in here.items() if (pulse.step, pulse.moves) == far}
+        enough = SILENT * self.seconds
+        if any(p.phase in UNHURRIED or p.seconds < enough for p in behind.values()):
+            return ""
+        others = Counter(str(pulse) for r, pulse in here.items() if r not in behind)
+        stood = f"{max(pulse.seconds for pulse in behind.values()):.0f} s"
+        where = Counter(map(str, behind.values())).most_common(1)[0][0]
+        if not others:
+            return f"All {len(here)} ranks have been in {where} for {stood}, waiting for each other."
+        waiting = "; ".join(f"{count} in {place}" for place, count in others.most_common(5))
+        return f"{line.who(*behind)} has been in {where} for {stood}; waiting for it: {waiting}."
+
+    def _who_is_gone(self) -> str:
+        """Who died, else who left; known only after listening to all for some pulses."""
+        line, enough = self._line, 2 * self.pulse_seconds()
+        silent = [r for r, seconds in line.silent.items() if seconds > enough]
+        silent = [r for r in silent if r not in line.heard or not line.heard[r].left]
+        dead = [r for r in silent if _ended(line.heard.get(r))] or silent
+        return f"{line.who(*dead)} is gone; {self._last(dead[0])}" if dead else self._who_left()
+
+    def _who_left(self) -> str:
+        line = self._line
+        left = {r: p for r, p in line.heard.items() if p.left not in ("", LOST)}
+        failed = [r for r, p in left.items() if p.left != "done"] or list(left)
+        if not failed:
+            return ""
+        pulse = left[failed[0]]
+        return f"{line.who(*failed)} left at {pulse} ({pulse.left})."
+
+    def _last(self, rank: int) -> str:
+        """Where a rank stood; as it may have gone on after its last pulse, also where we stand."""
+        said, (step, _, phase) = self._line.heard.get(rank, "nothing"), self._place
+        return f"the last it said was {said}. Rank {self.rank} is in step {step}, {phase}."
+
+    def _no_store(self) -> str:
+        where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+        return f"The store at {where} does not answer: the launcher, or rank 0, is gone."
+
+    def _end(self, finder: int, verdict: str) -> None:
+        """End this process, whatever its main thread is doing."""
+        faulthandler.dump_traceback_later(END_SECONDS, exit=True)  # by exit code 1, which is EXIT_LOST
+        self._tell(finder, verdict, _stacks())
+        os._exit(EXIT_LOST)
+
+    def _tell(self, finder: int, verdict: str, stacks: str) -> None:
+        """One rank to stderr, each to its file: a thousand stacks are not for reading in a row."""
+        folder = self.folder / "stacks"
+        if finder == self.rank:
+            words = f"titanlite: {verdict}\n  where each rank stood: {folder}/rank_*.txt"
+            print(words, file=sys.stderr, flush=True)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            step, _, phase = self._place
+            words = f"{verdict}\n\nrank {self.rank} in step {step}, {phase}:\n{stacks}"
+            (folder / f"rank_{self.rank}.txt").write_text(words, encoding="utf-8")
+        except OSError as problem:
+            print(f"rank {self.rank}: no stacks written: {problem}", file=sys.stderr, flush=True)
+
+
+class _Line:
+    """The talk with the store, in a thread of its own: a store that is frozen freezes who asks."""
+
+    def __init__(
+        self,
+        store: dist.Store,
+        rank: int,
+        ranks: int,
+        pulse: Callable[[int, str], Pulse],
+        pulse_seconds: Callable[[], float],
+    ):
+        start = f"{os.environ.get('TORCHELASTIC_RUN_ID')}/{os.environ.get('TORCHELASTIC_RESTART_COUNT')}"
+        self.store = dist.PrefixStore(f"watch/{start}", store)  # a store outlives restarts
+        self.rank, self.ranks, self.pulse, self.pulse_seconds = rank, ranks, pulse, pulse_seconds
+        self.next = (rank + 1) % ranks  # whom we listen to
+        self.wide = False  # to everyone, for the moment
+        self.heard: dict[int, Pulse] = {}  # the last of each rank
+        self.silent: dict[int, float] = {}  # for how long, of those we listen to
+        self.rounds = 0  # in which the store answered
+        self.finding = ""  # what this rank found, for all to know
+        self.verdict: tuple[int, str] | None = None  # who was first to find something, and what
+        self.wake = threading.Event()
+        self._reason = ""  # for leaving
+        self._thread = threading.Thread(target=self._talk, name="watch line", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def hang_up(self, reason: str) -> None:
+        """Say a last word, if the store listens."""
+        self._reason = reason
+        self.wake.set()
+        self._thread.join(END_SECONDS)
+
+    def who(self, *ranks: int) -> str:
+        """rank 2 (its host and process); of many, the first few."""
+        if len(ranks) > 1:
+            more = f" and {len(ranks) - 8} more" if len(ranks) > 8 else ""
+            return f"Each of ranks {', '.join(map(str, ranks[:8]))}{more}"
+        pulse = self.heard.get(ranks[0])
+        return f"Rank {ranks[0]}" + (f" ({pulse.host}, process {pulse.pid})" if pulse else "")
+
+    def _talk(self) -> None:
+        before = time.monotonic()
+        try:
+            while True:
+                reason = self._reason
+                passed, before = _awake(before, self.pulse_seconds())
+                self.store.set(str(self.rank), json.dumps(self.pulse(self.rounds, reason)))
+                self._listen(passed)
+                self._agree()
+                self.rounds += 1
+                if reason:
+                    return
+                self.wake.wait(self.pulse_seconds())
+                self.wake.clear()
+        except RuntimeError:
+            pass  # a connection that broke stays broken; that no more rounds are made says so
+
+    def _listen(self, passed: float) -> None:
+        ranks = list(range(self.ranks)) if self.wide else [self.next]
+        silent = {}
+        for rank, text in zip(ranks, self._read([str(rank) for rank in ranks]), strict=True):
+            pulse = Pulse(*json.loads(text)) if text else None
+            same = pulse == self.heard.get(rank) and rank in self.silent
+            silent[rank] = self.silent[rank] + passed if same else 0.0
+            if pulse:
+                self.heard[rank] = pulse
+                if pulse.left and rank == self.next:
+                    self.next = (rank + 1) % self.ranks
+        self.silent = silent
+
+    def _agree(self) -> None:
+        """Learn what the first who found something found; it may be us."""
+        if self.finding:
+            found = self.store.compare_set("verdict", "", json.dumps([self.rank, self.finding]))
+        else:
+            found = self._read(["verdict"])[0]
+        self.verdict = tuple(json.loads(found)) if found else None
+
+    def _read(self, keys: list[str]) -> list[bytes]:
+        if self.store.check(keys):  # because reading a key that is not there waits for it
+            return self.store.multi_get(keys)
+        return [self.store.get(key) if self.store.check([key]) else b"" for key in keys]
+
+
+def comes_from_others(error: BaseException | None) -> bool:
+    """Whether an error, or one it was made of, is about talking with other ranks."""
+    while error is not None:
+        if isinstance(error, dist.DistError) or "gloo/" in str(error) or "NCCL" in str(error):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+def die_with_launcher() -> None:
+    """Have the kernel send us SIGTERM when torchrun ends, in whatever way; on Linux."""
+    if "TORCHELASTIC_RUN_ID" not in os.environ or sys.platform != "linux":
+        return
+    launcher, set_parent_death_signal = os.getppid(), 1  # PR_SET_PDEATHSIG of sys/prctl.h
+    ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGTERM)
+    if os.getppid() != launcher:  # just now
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _connect(seconds: float) -> dist.Store:
+    """A connection of our own to the store that the ranks met at."""
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    timeout = timedelta(seconds=seconds)
+    return dist.TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=timeout)
+
+
+def _awake(before: float, pulse_seconds: float) -> tuple[float, float]:
+    """Seconds since `before` in which we ran, as far as we know, and the time now."""
+    now = time.monotonic()
+    return min(now - before, 2 * pulse_seconds), now
+
+
+def _home() -> str:
+    """This kernel since it started, and this container's process numbers."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
+        return f"{boot} {os.readlink('/proc/self/ns/pid')}"
+    except OSError:  # not Linux
+        return ""
+
+
+HOME = _home()
+
+
+def _ended(pulse: Pulse | None) -> bool:
+    """Whether the process of a rank is known to have ended: it was one of this machine."""
+    if pulse is None or not HOME or pulse.home != HOME:
+        return False
+    try:
+        status = Path(f"/proc/{pulse.pid}/stat").read_text(encoding="utf-8", errors="replace")
+    except (FileNotFoundError, ProcessLookupError):
+        return True
+    except OSError:
+        return False
+    return status.rpartition(")")[2].split()[0] in "ZX"  # a zombie, or less
+
+
+def _stacks() -> str:
+    """Where every thread stands, the main thread first."""
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    frames = sorted(
+        sys._current_frames().items(), key=lambda one: one[0] != threading.main_thread().ident
+    )
+    return "\n".join(
+        f"{names.get(number, number)}:\n{''.join(traceback.format_stack(frame))}"
+        for number, frame in frames
+    )
