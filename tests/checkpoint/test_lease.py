@@ -292,7 +292,7 @@ def test_containers_with_one_host_name_do_not_rob_each_other(tmp_path, start_job
     assert second.take(tmp_path) == "taken"
 
 
-@pytest.mark.parametrize("torn", [b"", b'{"host": "n', b"\0" * 50, b"[]", b'{"pid": 1}'])
+@pytest.mark.parametrize("torn", [b"", b'{"host": "n', b"\0\0\0", b"[]", b'{"pid": 1}'], ids=repr)
 def test_a_lease_torn_by_a_crash_is_waited_for_and_taken(tmp_path, torn):
     (tmp_path / LEASE_FILE).write_bytes(torn)
     began = time.monotonic()
@@ -306,10 +306,10 @@ def test_a_lease_that_is_still_being_written_is_not_taken(tmp_path, start_job):
     first = start_job()
     assert first.take(tmp_path / "true") == "taken"
     content = (tmp_path / "true" / LEASE_FILE).read_bytes()
-    (tmp_path / LEASE_FILE).write_bytes(b"")
-    threading.Timer(0.1, lambda: (tmp_path / LEASE_FILE).write_bytes(content)).start()
-    with pytest.raises(ConfigError, match=f"process {first.process.pid} "), taken(tmp_path):
-        pass
+    with (tmp_path / LEASE_FILE).open("xb", buffering=0) as file:
+        threading.Timer(0.1, lambda: file.write(content)).start()
+        with pytest.raises(ConfigError, match=f"process {first.process.pid} "), taken(tmp_path):
+            pass
 
 
 @pytest.mark.parametrize("locks", [True, False], ids=["locks", "no-locks"])

@@ -33,13 +33,11 @@ SPREADS = [
     Layout(tensor=2),
     Layout(tensor=4),  # more ranks than key-value heads
     Layout(shard=2, tensor=2),
-    Layout(replicate=2, shard=2, tensor=2),
     Layout(context=2),
     Layout(context=2, rotate="alltoall", balancer="none"),
     Layout(context=4),
     Layout(context=2, shard=2, rotate="alltoall"),
     Layout(context=2, tensor=2, balancer="none"),
-    Layout(replicate=2, context=2, tensor=2, rotate="alltoall"),
 ]
 # Each is run in the same two ways, on a model deep enough for its stages.
 PIPELINES = [
@@ -55,8 +53,10 @@ PIPELINES = [
     Layout(pipeline=2, tensor=2, microbatch=18),
     Layout(pipeline=2, context=2, microbatch=9, schedule="Interleaved1F1B"),
 ]
-# On 8 ranks DTensor's planning of three dimensions takes longest: each way of running is met once.
+# On 8 ranks DTensor's planning of three dimensions takes longest: each is run once, by SGD.
 EIGHTS = [
+    Layout(replicate=2, shard=2, tensor=2),
+    Layout(replicate=2, context=2, tensor=2, rotate="alltoall", accumulate=3),
     Layout(pipeline=2, shard=2, tensor=2, microbatch=3, schedule="DualPipeV"),
     Layout(pipeline=2, replicate=2, shard=2, microbatch=1, accumulate=3),
     Layout(pipeline=2, context=2, tensor=2, microbatch=6, rotate="alltoall", accumulate=3),
@@ -132,8 +132,8 @@ def test_every_layout_learns_what_one_process_learns(layout):
 
 
 @pytest.mark.parametrize("layout", EIGHTS, ids=str)
-def test_three_dimensions_with_a_pipeline_learn_what_one_process_learns(layout):
-    learn_the_same([(layout, deepened(recipe, layout)) for recipe in (SGD, ADAMW)])
+def test_three_dimensions_learn_what_one_process_learns(layout):
+    learn_the_same([(layout, deepened(SGD, layout) if layout.pipeline > 1 else SGD)])
 
 
 def names(layouts) -> str:

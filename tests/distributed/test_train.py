@@ -1,8 +1,7 @@
-"""The whole command, as a user types it: real torchrun, real files."""
+"""The whole command: real torchrun where that matters, real processes and files always."""
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -10,6 +9,7 @@ import sys
 import pytest
 
 from tests.conftest import ROOT
+from tests.faults.launch import Launched, lines_of
 
 
 def torchrun(ranks: int, toml, *argv) -> subprocess.CompletedProcess:
@@ -25,10 +25,6 @@ def torchrun(ranks: int, toml, *argv) -> subprocess.CompletedProcess:
     )
 
 
-def lines_of(folder) -> list[dict]:
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-
-
 def curve(folder) -> dict[int, float]:
     return {line["step"]: line["loss"] for line in lines_of(folder) if "event" not in line}
 
@@ -36,17 +32,20 @@ def curve(folder) -> dict[int, float]:
 def test_a_run_stopped_and_resumed_under_another_layout_is_the_unstopped_run(run_toml, tmp_path):
     """Python alone; then 3 steps by FSDP, one by tensor parallel, and the rest by a pipeline."""
     alone, moved = tmp_path / "alone", tmp_path / "moved"
-    done = torchrun(0, run_toml, "--job.dump_folder", str(alone), "--metrics.enable_tensorboard=true")
-    assert done.returncode == 0, done.stderr
-    schedule = ("--lr_scheduler.total_steps", "6", "--job.dump_folder", str(moved))
-    first = torchrun(2, run_toml, *schedule, "--training.steps", "3")
+
+    def train(ranks: int, folder, *argv) -> None:
+        words = ("--job.config_file", str(run_toml), "--job.dump_folder", str(folder), *argv)
+        with Launched(ranks, folder, *words) as run:
+            assert run.wait() == [0] * ranks, run.said
+
+    train(1, alone, "--metrics.enable_tensorboard=true")
+    schedule = ("--lr_scheduler.total_steps", "6")
+    first = torchrun(2, run_toml, *schedule, "--training.steps", "3", f"--job.dump_folder={moved}")
     assert first.returncode == 0, first.stderr
     split = ("--parallelism.tensor_parallel_degree", "2", "--training.local_batch_size", "4")
-    second = torchrun(2, run_toml, *schedule, *split, "--training.steps", "4")
-    assert second.returncode == 0, second.stderr
+    train(2, moved, *schedule, *split, "--training.steps", "4")
     stages = ("--parallelism.pipeline_parallel_degree", "2", "--training.local_batch_size", "4")
-    third = torchrun(2, run_toml, *schedule, *stages)
-    assert third.returncode == 0, third.stderr
+    train(2, moved, *schedule, *stages)
 
     right, found = curve(alone), curve(moved)
     assert list(right) == list(found) == [1, 2, 3, 4, 5, 6]

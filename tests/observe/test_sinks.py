@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import re
+import resource
 import signal
 import subprocess
 import sys
@@ -131,6 +132,23 @@ def test_a_line_torn_by_a_kill_does_not_spoil_the_file(tmp_path, torn):
     with open_in(tmp_path, first_step=1) as sinks:
         sinks.step({**STEP, "step": 2})
     assert [line["step"] for line in told(tmp_path)] == [1, 2]
+
+
+def test_a_full_disk_costs_lines_but_neither_the_run_nor_the_file(tmp_path, said):
+    unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with open_in(tmp_path) as sinks:
+        sinks.step(STEP)
+        whole = os.path.getsize(tmp_path / "metrics.jsonl")
+        resource.setrlimit(resource.RLIMIT_FSIZE, (whole + 20, unlimited[1]))
+        try:
+            sinks.step({**STEP, "step": 2})
+            sinks.step({**STEP, "step": 3})
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
+        sinks.step({**STEP, "step": 4})
+    assert [line["step"] for line in told(tmp_path)] == [1, 4]
+    words = " ".join(said())
+    assert words.count("takes nothing more in") == 1 and words.count("takes in again") == 1
 
 
 def test_a_loss_that_is_not_a_number_leaves_the_file_readable(tmp_path):

@@ -26,13 +26,13 @@ import torch.distributed as dist
 
 from titanlite.errors import EXIT_LOST
 
-RANKS_A_SECOND = 1000  # pulses in one second that a store does not notice
+RANKS_A_SECOND = 1000  # pulses that a store does not notice; more ranks have a slower pulse
 SILENT = 0.8  # of the timeout: who says nothing for so long is given up
-STUCK = 0.85  # of the timeout: who stands for so long looks for the reason; the last rank, a tenth later
+STUCK = 0.85  # of the timeout: who stands for so long looks for whom it waits
 UNHURRIED = ("load", "save")  # phases that take what the disk takes
-END_SECONDS = 5  # for writing stacks to a disk that may itself be what hangs
-LOST = "lost another"  # a reason for leaving that is no reason for anyone else to
-LEAVE_SECONDS = 30  # for closing files after a rank is lost; torchrun does not wait longer either
+END_SECONDS = 5  # for writing stacks, to a disk that may itself be what hangs
+LEAVE_SECONDS = 30  # for closing files after another rank is lost; torchrun waits no longer either
+LOST = "lost another"  # a reason for leaving that is not the reason of anyone else
 
 
 class Pulse(NamedTuple):
@@ -40,7 +40,7 @@ class Pulse(NamedTuple):
 
     beat: int  # one more each time
     step: int
-    moves: int  # phases begun in this step: with it, how far a rank is
+    moves: int  # phases begun in this step: how far a rank is, where phases take turns
     phase: str
     seconds: float  # in this phase
     pid: int
@@ -55,34 +55,33 @@ class Pulse(NamedTuple):
 class Watch:
     """Ends this rank, and says why, when another one keeps it waiting for `seconds`.
 
-    The main thread tells where it is by `now`. With one rank there is nobody to watch.
+    The main thread says where it is by `now`. With one rank there is nobody to watch.
     """
 
     def __init__(
         self, rank: int, ranks: int, seconds: float, folder: Path, store: dist.Store | None = None
     ):
         self.rank, self.ranks, self.seconds, self.folder = rank, ranks, seconds, folder
-        self._given = store
-        self._place = (0, 0, "start")  # step, moves, phase: one object, so that threads read it whole
-        self._stuck = self._mute = 0.0  # seconds since our main thread moved, since the store answered
+        self._store = store  # none: the one the ranks met at
+        self._place = (0, 0, "start")  # step, moves, phase: one object, so always read whole
+        self._stuck = self._mute = 0.0  # seconds since we moved, since the store answered
         self._lost = False  # the main thread knows, and ends by itself
         self._over = threading.Event()
         self._line: _Line | None = None
 
     def __enter__(self) -> Watch:
         if self.ranks > 1:
-            store = self._given or _connect(min(self.seconds, 30))
+            store = self._store or _connect(min(self.seconds, 30))
             self._line = _Line(store, self.rank, self.ranks, self._pulse, self.pulse_seconds)
-            self._judge_thread = threading.Thread(target=self._judge, name="watch", daemon=True)
-            self._line.start()
-            self._judge_thread.start()
+            self._thread = threading.Thread(target=self._watch, name="watch", daemon=True)
+            self._thread.start()
         return self
 
     def __exit__(self, kind, error, trace) -> None:
         self.leave("done" if error is None else f"{kind.__name__}: {error}".split("\n")[0][:200])
 
     def now(self, step: int, phase: str) -> None:
-        """The main thread begins a phase; beginning the same one again is progress too."""
+        """The main thread begins a phase; to begin the same one again is progress too."""
         before, moves, _ = self._place
         self._place = (step, moves + 1 if step == before else 0, phase)
 
@@ -96,12 +95,11 @@ class Watch:
 
     def leave(self, reason: str = "done") -> None:
         """Say that this rank ends in order, and why, so that nobody takes it for dead."""
-        if self._line is None or self._over.is_set():
-            return
-        self._over.set()
-        self._judge_thread.join(END_SECONDS)
-        self._line.hang_up(reason)
-        faulthandler.cancel_dump_traceback_later()
+        if self._line and not self._over.is_set():
+            self._over.set()
+            self._thread.join(END_SECONDS)
+            self._line.hang_up(reason)
+            faulthandler.cancel_dump_traceback_later()
 
     def blame(self, error: BaseException) -> str:
         """Which rank made `error`, a failed collective, by dying or leaving; "" if none did.
@@ -109,59 +107,54 @@ class Watch:
         Takes some pulses, because only one that stays away tells; one rank prints what is found.
         This rank has then left, and is ended should it still be here `LEAVE_SECONDS` later.
         """
-        line = self._line
+        line, pulse = self._line, self.pulse_seconds()
         if line is None or self._over.is_set() or not comes_from_others(error):
             return ""
-        self._lost = True
-        before, deadline = line.rounds, time.monotonic() + 10 * self.pulse_seconds()
-        line.wide = True
+        self._lost = line.wide = True
+        before, deadline = line.rounds, time.monotonic() + 10 * pulse
         while not line.verdict and line.rounds < before + 5 and time.monotonic() < deadline:
-            time.sleep(self.pulse_seconds() / 4)
-        line.finding = self._who_is_gone() if line.rounds > before else self._no_store()
-        if not line.finding and not line.verdict:
-            self._lost = line.wide = False
-            return ""
-        line.wake.set()
-        while not line.verdict and time.monotonic() < deadline:
-            time.sleep(self.pulse_seconds() / 4)
-        finder, verdict = line.verdict or (self.rank, line.finding)
-        self.leave(LOST)
-        faulthandler.dump_traceback_later(LEAVE_SECONDS, exit=True)
-        self._tell(finder, verdict, "".join(traceback.format_exception(error)))
+            time.sleep(pulse / 4)
+        finding = self._who_is_gone() if line.rounds > before else self._no_store()
+        line.tell(finding)
+        while finding and not line.verdict and time.monotonic() < deadline:
+            time.sleep(pulse / 4)
+        finder, verdict = line.verdict or (self.rank, finding)
+        self._lost = line.wide = bool(verdict)
+        if verdict:
+            self.leave(LOST)
+            faulthandler.dump_traceback_later(LEAVE_SECONDS, exit=True, file=2)
+            self._print(finder, verdict, "".join(traceback.format_exception(error)))
         return verdict
 
     def _pulse(self, beat: int, left: str) -> Pulse:
-        home = (os.getpid(), socket.gethostname(), HOME)
-        return Pulse(beat, *self._place, round(self._stuck, 1), *home, left)
+        who = (os.getpid(), socket.gethostname(), HOME)
+        return Pulse(beat, *self._place, round(self._stuck, 1), *who, left)
 
-    def _judge(self) -> None:
+    def _watch(self) -> None:
         line, place, rounds, before = self._line, self._place, 0, time.monotonic()
         while not self._over.wait(self.pulse_seconds()):
-            # Added up, not read off a clock: a job that is stopped as a whole may go on.
             passed, before = _awake(before, self.pulse_seconds())
             self._stuck = self._stuck + passed if self._place is place else 0.0
             self._mute = self._mute + passed if line.rounds == rounds else 0.0
             place, rounds = self._place, line.rounds
-            # From C, since a page of a file on a disk that hangs is awaited with Python's lock held.
+            # From C, since who reads a mapped file on a disk that hangs holds Python's lock.
             faulthandler.dump_traceback_later(SILENT * self.seconds, file=2)
             if self._lost:
                 continue
             if line.verdict:
                 self._end(*line.verdict)
-            line.finding = line.finding or self._finding()
-            if line.finding:
-                line.wake.set()
-                if self._mute > 3 * self.pulse_seconds():  # nobody to tell it to
-                    self._end(self.rank, line.finding)
+            line.tell(line.finding or self._finding())
+            if line.finding and self._mute > 3 * self.pulse_seconds():  # and nobody hears it
+                self._end(self.rank, line.finding)
 
     def _finding(self) -> str:
         """What is wrong, in words; nothing while all is well."""
-        line, pulse = self._line, self.pulse_seconds()
-        silence = line.silent.get(line.next, 0.0)
+        line, other = self._line, self._line.next
+        silence = line.silent.get(other, 0.0)
         if silence > SILENT * self.seconds:
-            return f"{line.who(line.next)} was not heard of for {silence:.0f} s; {self._last(line.next)}"
-        if silence > 3 * pulse and _ended(line.heard.get(line.next)):
-            return f"{line.who(line.next)} is gone; {self._last(line.next)}"
+            return f"{line.name(other)} was not heard of for {silence:.0f} s; {self._last(other)}"
+        if silence > 3 * self.pulse_seconds() and _ended(line.heard.get(other)):
+            return f"{line.name(other)} is gone; {self._last(other)}"
         # One after the other, because a thousand ranks that each listen to a thousand are a load.
         patience = (STUCK + 0.1 * self.rank / self.ranks) * self.seconds
         line.wide = self._stuck > patience and self._place[2] not in UNHURRIED
@@ -170,43 +163,41 @@ class Watch:
         return self._who_is_behind() if line.wide and len(line.silent) == self.ranks else ""
 
     def _who_is_behind(self) -> str:
-        """Whom all wait for: who left, or who is behind the others and stands there."""
+        """Whom all wait for: one that left, or that is behind the others and stands there."""
         line = self._line
-        if gone := self._who_left():
-            return f"{gone} This rank has waited {self._stuck:.0f} s."
+        if left := self._who_left():
+            return f"{left} Rank {self.rank} has waited for {self._stuck:.0f} s."
         here = {rank: pulse for rank, pulse in line.heard.items() if not pulse.left}
-        far = min((pulse.step, pulse.moves) for pulse in here.values())
-        behind = {r: pulse for r, pulse in here.items() if (pulse.step, pulse.moves) == far}
-        enough = SILENT * self.seconds
-        if any(p.phase in UNHURRIED or p.seconds < enough for p in behind.values()):
+        last = min((pulse.step, pulse.moves) for pulse in here.values())
+        behind = {rank: p for rank, p in here.items() if (p.step, p.moves) == last}
+        seconds = min(pulse.seconds for pulse in behind.values())
+        if seconds < SILENT * self.seconds or any(p.phase in UNHURRIED for p in behind.values()):
             return ""
-        others = Counter(str(pulse) for r, pulse in here.items() if r not in behind)
-        stood = f"{max(pulse.seconds for pulse in behind.values()):.0f} s"
-        where = Counter(map(str, behind.values())).most_common(1)[0][0]
-        if not others:
-            return f"All {len(here)} ranks have been in {where} for {stood}, waiting for each other."
-        waiting = "; ".join(f"{count} in {place}" for place, count in others.most_common(5))
-        return f"{line.who(*behind)} has been in {where} for {stood}; waiting for it: {waiting}."
+        stands = f"been in {next(iter(behind.values()))} for {seconds:.0f} s"
+        waiting = Counter(str(pulse) for rank, pulse in here.items() if rank not in behind)
+        if not waiting:
+            return f"All {len(here)} ranks have {stands}: they wait for each other."
+        places = "; ".join(f"{count} in {place}" for place, count in waiting.most_common(5))
+        return f"{line.name(*behind)} has {stands}; waiting for it: {places}."
 
     def _who_is_gone(self) -> str:
         """Who died, else who left; known only after listening to all for some pulses."""
-        line, enough = self._line, 2 * self.pulse_seconds()
-        silent = [r for r, seconds in line.silent.items() if seconds > enough]
-        silent = [r for r in silent if r not in line.heard or not line.heard[r].left]
-        dead = [r for r in silent if _ended(line.heard.get(r))] or silent
-        return f"{line.who(*dead)} is gone; {self._last(dead[0])}" if dead else self._who_left()
+        line, long = self._line, 2 * self.pulse_seconds()
+        silent = [rank for rank, seconds in line.silent.items() if seconds > long]
+        silent = [rank for rank in silent if rank not in line.heard or not line.heard[rank].left]
+        gone = [rank for rank in silent if _ended(line.heard.get(rank))] or silent
+        return f"{line.name(*gone)} is gone; {self._last(gone[0])}" if gone else self._who_left()
 
     def _who_left(self) -> str:
-        line = self._line
-        left = {r: p for r, p in line.heard.items() if p.left not in ("", LOST)}
-        failed = [r for r, p in left.items() if p.left != "done"] or list(left)
-        if not failed:
+        """Who left, with an error if there is one."""
+        left = {r: p for r, p in self._line.heard.items() if p.left not in ("", LOST)}
+        ranks = [rank for rank, pulse in left.items() if pulse.left != "done"] or list(left)
+        if not ranks:
             return ""
-        pulse = left[failed[0]]
-        return f"{line.who(*failed)} left at {pulse} ({pulse.left})."
+        return f"{self._line.name(*ranks)} left at {left[ranks[0]]} ({left[ranks[0]].left})."
 
     def _last(self, rank: int) -> str:
-        """Where a rank stood; as it may have gone on after its last pulse, also where we stand."""
+        """Where a rank stood, and where we do: it may have gone on after its last pulse."""
         said, (step, _, phase) = self._line.heard.get(rank, "nothing"), self._place
         return f"the last it said was {said}. Rank {self.rank} is in step {step}, {phase}."
 
@@ -216,19 +207,18 @@ class Watch:
 
     def _end(self, finder: int, verdict: str) -> None:
         """End this process, whatever its main thread is doing."""
-        faulthandler.dump_traceback_later(END_SECONDS, exit=True)  # by exit code 1, which is EXIT_LOST
-        self._tell(finder, verdict, _stacks())
+        faulthandler.dump_traceback_later(END_SECONDS, exit=True, file=2)  # by code 1: EXIT_LOST
+        self._print(finder, verdict, _stacks())
         os._exit(EXIT_LOST)
 
-    def _tell(self, finder: int, verdict: str, stacks: str) -> None:
+    def _print(self, finder: int, verdict: str, stacks: str) -> None:
         """One rank to stderr, each to its file: a thousand stacks are not for reading in a row."""
-        folder = self.folder / "stacks"
+        folder, (step, _, phase) = self.folder / "stacks", self._place
         if finder == self.rank:
             words = f"titanlite: {verdict}\n  where each rank stood: {folder}/rank_*.txt"
             print(words, file=sys.stderr, flush=True)
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            step, _, phase = self._place
             words = f"{verdict}\n\nrank {self.rank} in step {step}, {phase}:\n{stacks}"
             (folder / f"rank_{self.rank}.txt").write_text(words, encoding="utf-8")
         except OSError as problem:
@@ -246,31 +236,36 @@ class _Line:
         pulse: Callable[[int, str], Pulse],
         pulse_seconds: Callable[[], float],
     ):
-        start = f"{os.environ.get('TORCHELASTIC_RUN_ID')}/{os.environ.get('TORCHELASTIC_RESTART_COUNT')}"
-        self.store = dist.PrefixStore(f"watch/{start}", store)  # a store outlives restarts
+        # A launcher's store outlives the ranks that it starts again.
+        start = [os.environ.get(f"TORCHELASTIC_{name}", "") for name in ("RUN_ID", "RESTART_COUNT")]
+        self.store = dist.PrefixStore("/".join(["watch", *start]), store)
         self.rank, self.ranks, self.pulse, self.pulse_seconds = rank, ranks, pulse, pulse_seconds
         self.next = (rank + 1) % ranks  # whom we listen to
         self.wide = False  # to everyone, for the moment
         self.heard: dict[int, Pulse] = {}  # the last of each rank
-        self.silent: dict[int, float] = {}  # for how long, of those we listen to
+        self.silent: dict[int, float] = {}  # seconds since then, of those we listen to
         self.rounds = 0  # in which the store answered
-        self.finding = ""  # what this rank found, for all to know
-        self.verdict: tuple[int, str] | None = None  # who was first to find something, and what
-        self.wake = threading.Event()
-        self._reason = ""  # for leaving
+        self.finding = ""  # what this rank found
+        self.verdict: tuple[int, str] | None = None  # what was found first, and by whom
+        self._reason = ""  # for hanging up
+        self._wake = threading.Event()
         self._thread = threading.Thread(target=self._talk, name="watch line", daemon=True)
-
-    def start(self) -> None:
         self._thread.start()
+
+    def tell(self, finding: str) -> None:
+        """Let all ranks know, unless there is nothing to know or they know something else."""
+        self.finding = finding
+        if finding:
+            self._wake.set()
 
     def hang_up(self, reason: str) -> None:
         """Say a last word, if the store listens."""
         self._reason = reason
-        self.wake.set()
+        self._wake.set()
         self._thread.join(END_SECONDS)
 
-    def who(self, *ranks: int) -> str:
-        """rank 2 (its host and process); of many, the first few."""
+    def name(self, *ranks: int) -> str:
+        """Rank 2 (its host and process); of several, the first few."""
         if len(ranks) > 1:
             more = f" and {len(ranks) - 8} more" if len(ranks) > 8 else ""
             return f"Each of ranks {', '.join(map(str, ranks[:8]))}{more}"
@@ -278,25 +273,23 @@ class _Line:
         return f"Rank {ranks[0]}" + (f" ({pulse.host}, process {pulse.pid})" if pulse else "")
 
     def _talk(self) -> None:
-        before = time.monotonic()
+        before, reason = time.monotonic(), ""
         try:
-            while True:
+            while not reason:
                 reason = self._reason
                 passed, before = _awake(before, self.pulse_seconds())
                 self.store.set(str(self.rank), json.dumps(self.pulse(self.rounds, reason)))
                 self._listen(passed)
                 self._agree()
                 self.rounds += 1
-                if reason:
-                    return
-                self.wake.wait(self.pulse_seconds())
-                self.wake.clear()
+                if not reason:
+                    self._wake.wait(self.pulse_seconds())
+                    self._wake.clear()
         except RuntimeError:
             pass  # a connection that broke stays broken; that no more rounds are made says so
 
     def _listen(self, passed: float) -> None:
-        ranks = list(range(self.ranks)) if self.wide else [self.next]
-        silent = {}
+        ranks, silent = (list(range(self.ranks)) if self.wide else [self.next]), {}
         for rank, text in zip(ranks, self._read([str(rank) for rank in ranks]), strict=True):
             pulse = Pulse(*json.loads(text)) if text else None
             same = pulse == self.heard.get(rank) and rank in self.silent
@@ -308,7 +301,7 @@ class _Line:
         self.silent = silent
 
     def _agree(self) -> None:
-        """Learn what the first who found something found; it may be us."""
+        """Learn what was found first; it may be what we found."""
         if self.finding:
             found = self.store.compare_set("verdict", "", json.dumps([self.rank, self.finding]))
         else:
@@ -316,13 +309,13 @@ class _Line:
         self.verdict = tuple(json.loads(found)) if found else None
 
     def _read(self, keys: list[str]) -> list[bytes]:
-        if self.store.check(keys):  # because reading a key that is not there waits for it
+        if self.store.check(keys):  # because to read a key that is not there is to wait for it
             return self.store.multi_get(keys)
         return [self.store.get(key) if self.store.check([key]) else b"" for key in keys]
 
 
 def comes_from_others(error: BaseException | None) -> bool:
-    """Whether an error, or one it was made of, is about talking with other ranks."""
+    """Whether an error, or one that it was made of, is about talking with other ranks."""
     while error is not None:
         if isinstance(error, dist.DistError) or "gloo/" in str(error) or "NCCL" in str(error):
             return True
@@ -331,12 +324,12 @@ def comes_from_others(error: BaseException | None) -> bool:
 
 
 def die_with_launcher() -> None:
-    """Have the kernel send us SIGTERM when torchrun ends, in whatever way; on Linux."""
+    """Have the kernel send this process SIGTERM when torchrun ends, however it does; on Linux."""
     if "TORCHELASTIC_RUN_ID" not in os.environ or sys.platform != "linux":
         return
-    launcher, set_parent_death_signal = os.getppid(), 1  # PR_SET_PDEATHSIG of sys/prctl.h
-    ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGTERM)
-    if os.getppid() != launcher:  # just now
+    launcher, parent_death_signal = os.getppid(), 1  # prctl.h's PR_SET_PDEATHSIG
+    ctypes.CDLL(None).prctl(parent_death_signal, signal.SIGTERM)
+    if os.getppid() != launcher:  # it ended in between
         os.kill(os.getpid(), signal.SIGTERM)
 
 
@@ -348,17 +341,20 @@ def _connect(seconds: float) -> dist.Store:
 
 
 def _awake(before: float, pulse_seconds: float) -> tuple[float, float]:
-    """Seconds since `before` in which we ran, as far as we know, and the time now."""
+    """Seconds since `before`, less those in which we were stopped ourselves; and the time now.
+
+    A job that is stopped as a whole, and later woken, has lost nobody.
+    """
     now = time.monotonic()
     return min(now - before, 2 * pulse_seconds), now
 
 
 def _home() -> str:
-    """This kernel since it started, and this container's process numbers."""
+    """This start of this kernel, and whose process numbers these are; empty off Linux."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
         return f"{boot} {os.readlink('/proc/self/ns/pid')}"
-    except OSError:  # not Linux
+    except OSError:
         return ""
 
 
@@ -366,25 +362,22 @@ HOME = _home()
 
 
 def _ended(pulse: Pulse | None) -> bool:
-    """Whether the process of a rank is known to have ended: it was one of this machine."""
+    """Whether a rank's process, if it was one of this machine, is known to have ended."""
     if pulse is None or not HOME or pulse.home != HOME:
         return False
     try:
         status = Path(f"/proc/{pulse.pid}/stat").read_text(encoding="utf-8", errors="replace")
-    except (FileNotFoundError, ProcessLookupError):
-        return True
-    except OSError:
-        return False
-    return status.rpartition(")")[2].split()[0] in "ZX"  # a zombie, or less
+    except OSError as problem:
+        return isinstance(problem, (FileNotFoundError, ProcessLookupError))
+    return status.rpartition(")")[2].split()[0] in "ZX"  # a zombie, or not even that
 
 
 def _stacks() -> str:
     """Where every thread stands, the main thread first."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
-    frames = sorted(
-        sys._current_frames().items(), key=lambda one: one[0] != threading.main_thread().ident
-    )
+    frames = sys._current_frames()
+    main = threading.main_thread().ident
     return "\n".join(
-        f"{names.get(number, number)}:\n{''.join(traceback.format_stack(frame))}"
-        for number, frame in frames
+        f"{names.get(thread, thread)}:\n{''.join(traceback.format_stack(frames[thread]))}"
+        for thread in sorted(frames, key=lambda thread: thread != main)
     )

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -46,6 +47,7 @@ class Sinks:
 
     def __init__(self, places: list[Sink]):
         self.places = places
+        self.deaf: list[Sink] = []  # those that could not be told the last time
 
     def step(self, record: dict[str, Any]) -> None:
         """Tell of a step: every key of `STEP_KEYS` but `time`, which is added, and no other."""
@@ -54,7 +56,7 @@ class Sinks:
             raise ValueError(f"not the keys of a step line: {record.keys() ^ set(STEP_KEYS)}")
         record = {key: record[key] for key in STEP_KEYS}
         for place in self.places:
-            place.step(record)
+            self._tell(place, place.step, record)
 
     def event(self, step: int, name: str, /, **fields: Any) -> None:
         """Tell of what happened at a step: `validation`, `checkpoint_saved` …
@@ -63,12 +65,29 @@ class Sinks:
         """
         record = {"event": name, "step": step, **fields, "time": time.time()}
         for place in self.places:
-            place.event(record)
+            self._tell(place, place.event, record)
+
+    def _tell(self, place: Sink, tell: Callable[[dict[str, Any]], None], record) -> None:
+        """A disk that is full, or a service that is away, is no reason to stop training."""
+        try:
+            tell(record)
+        except OSError as error:
+            if place not in self.deaf:
+                logger.error("%s takes nothing more in: %s", type(place).__name__, error)
+                self.deaf.append(place)
+        else:
+            if place in self.deaf:
+                logger.info("%s takes in again what happens", type(place).__name__)
+                self.deaf.remove(place)
 
     def close(self) -> None:
         """Finish what was begun; nothing can be told afterwards."""
         while self.places:
-            self.places.pop().close()
+            place = self.places.pop()
+            try:
+                place.close()
+            except OSError as error:
+                logger.error("%s could not be finished: %s", type(place).__name__, error)
 
     def __enter__(self) -> Sinks:
         return self
@@ -121,11 +140,14 @@ class Journal:
 
     def __init__(self, path: Path, first_step: int):
         cut_future(path, first_step)
-        self.file = path.open("a", encoding="utf-8")
+        self.file = path.open("ab", buffering=0)
 
     def step(self, record: dict[str, Any]) -> None:
-        self.file.write(json.dumps(_finite(record), allow_nan=False, ensure_ascii=False) + "\n")
-        self.file.flush()
+        text = json.dumps(_finite(record), allow_nan=False, ensure_ascii=False) + "\n"
+        line, whole = text.encode(), self.file.seek(0, os.SEEK_END)
+        if self.file.write(line) < len(line):  # the disk is full: no half lines
+            self.file.truncate(whole)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), self.file.name)
 
     event = step
 

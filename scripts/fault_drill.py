@@ -1,0 +1,334 @@
+"""Break a run on purpose and see that it ends as if nothing had happened.
+
+python scripts/fault_drill.py --faults 20 --seed 1 --ranks 2 --out drill -- --job.config_file run.toml
+
+Trains once undisturbed, in OUT/undisturbed, and once in OUT/disturbed, where faults drawn by the
+seed befall it: each time it is started again by the same torchrun command. Both must end at the
+same step with the same bits: every weight, every moment, the position, the learning curve. With
+--layout (several times) each start uses the next of them, as overrides of the job, and the curves
+must agree to 1e-5 instead. Exit code 0 if so, 2 if not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import resource
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from titanlite.checkpoint import Place, read_manifest
+from titanlite.errors import EXIT_DONE, EXIT_USER, CheckpointError, UserError, report
+from titanlite.observe import METRICS_FILE
+
+TRAIN = Path(__file__).parents[1] / "train.py"
+TOLERANCE = 1e-5  # between curves of different layouts, relative
+
+
+@dataclass
+class Drill:
+    """One disturbed run and what it is done with."""
+
+    out: Path
+    argv: list[str]
+    ranks: int
+    layouts: list[list[str]]
+    chance: random.Random
+    longest: float  # seconds until a fault strikes
+    starts: int = 0
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.out / "checkpoint"
+
+    def start(self, file_limit: int | None = None) -> subprocess.Popen:
+        """The command, always the same one; files of at most `file_limit` bytes can be written."""
+        layout = self.layouts[self.starts % len(self.layouts)]
+        self.starts += 1
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+        command += [f"--nproc_per_node={self.ranks}", str(TRAIN), *self.argv]
+        command += [f"--job.dump_folder={self.out}", "--job.max_crashes=0", *layout]
+
+        def limit() -> None:
+            if file_limit is not None:
+                hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
+                resource.setrlimit(resource.RLIMIT_FSIZE, (file_limit, hard))
+
+        self.log = self.out.with_name(f"{self.out.name}.{self.starts}.log").open("wb")
+        return subprocess.Popen(command, stdout=self.log, stderr=self.log, preexec_fn=limit)
+
+    def wait(self, run: subprocess.Popen, seconds: float = 600) -> int:
+        """The exit code of torchrun; raises if it, or a rank, is still there afterwards."""
+        ranks = ranks_of(run.pid)
+        code = run.wait(seconds)
+        for _ in range(100):
+            left = [pid for pid in ranks.values() if alive(pid)]
+            if not left:
+                return code
+            time.sleep(0.5)
+        raise CheckpointError(f"ranks {left} outlived their launcher; see {self.log.name}.")
+
+    def whole(self) -> list[Path]:
+        """The checkpoints that are there, oldest first."""
+        found = [path for path in self.checkpoints.glob("step-*") if (path / "manifest.json").exists()]
+        return sorted((p for p in found if "." not in p.name), key=lambda p: int(p.name[5:]))
+
+    def told(self) -> int:
+        """Lines in metrics.jsonl."""
+        file = self.out / METRICS_FILE
+        return file.read_bytes().count(b"\n") if file.exists() else 0
+
+
+# --- faults: each gets a run under way, and leaves it ended ----------------------------------------
+
+
+def kill_a_rank(drill: Drill) -> str:
+    run = _under_way(drill)
+    rank = _signal_a_rank(drill, run, signal.SIGKILL)
+    drill.wait(run)
+    return f"rank {rank} killed"
+
+
+def kill_a_writer(drill: Drill) -> str:
+    """Kill while a checkpoint is being written."""
+    run, end = drill.start(), time.monotonic() + 60
+    while time.monotonic() < end and run.poll() is None:
+        cut = [p for p in drill.checkpoints.glob("step-*/unfinished")]
+        if cut:
+            time.sleep(drill.chance.uniform(0, 0.02))
+            break
+        time.sleep(0.0005)
+    rank = _signal_a_rank(drill, run, signal.SIGKILL)
+    drill.wait(run)
+    left = [p.parent.name for p in drill.checkpoints.glob("step-*/unfinished")]
+    return f"rank {rank} killed while saving; unfinished: {', '.join(left) or 'none'}"
+
+
+def kill_the_launcher(drill: Drill) -> str:
+    run = _under_way(drill)
+    ranks = ranks_of(run.pid)
+    run.kill()
+    run.wait()
+    end = time.monotonic() + 60
+    while any(alive(pid) for pid in ranks.values()):
+        if time.monotonic() > end:
+            raise CheckpointError(f"ranks {ranks} outlived torchrun by 60 s; see {drill.log.name}.")
+        time.sleep(0.1)
+    return "torchrun killed; no rank outlived it"
+
+
+def freeze_a_rank(drill: Drill) -> str:
+    run = _under_way(drill)
+    rank = _signal_a_rank(drill, run, signal.SIGSTOP)
+    drill.wait(run)
+    said = Path(drill.log.name).read_text(errors="replace")
+    if run.returncode and f"Rank {rank} (" not in said:
+        raise CheckpointError(f"rank {rank} was frozen, and nobody said so; see {drill.log.name}.")
+    return f"rank {rank} frozen; the others named it"
+
+
+def ask_to_stop(drill: Drill) -> str:
+    run = _under_way(drill)
+    number = drill.chance.choice([signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2])
+    rank = _signal_a_rank(drill, run, number)
+    drill.wait(run)
+    return f"{number.name} to rank {rank}"
+
+
+def fill_the_disk(drill: Drill) -> str:
+    """A quota that no shard fits into; training must go on, and the next start be unharmed."""
+    shards = [p.stat().st_size for p in drill.checkpoints.glob("step-*/*.distcp")]
+    metrics = drill.out / METRICS_FILE
+    if not shards or metrics.stat().st_size > max(shards) // 4:
+        return kill_a_rank(drill)
+    before = [path.name for path in drill.whole()]
+    run = _under_way(drill, file_limit=max(shards) // 2)
+    _signal_a_rank(drill, run, signal.SIGTERM)
+    drill.wait(run)
+    if [path.name for path in drill.whole()] != before:
+        raise CheckpointError(f"a disk that is full changed what is kept; see {drill.log.name}.")
+    return "disk full"
+
+
+def _damage(name: str, act) -> object:
+    def fault(drill: Drill) -> str:
+        steps = drill.whole()
+        if len(steps) < 2:
+            return kill_a_rank(drill)
+        act(drill, steps[-1])
+        return f"{steps[-1].name}: {name}"
+
+    fault.__name__ = name
+    return fault
+
+
+def _some_shard(drill: Drill, step: Path) -> Path:
+    return drill.chance.choice(sorted(step.glob("*.distcp")))
+
+
+def _flip(drill: Drill, step: Path) -> None:
+    shard = _some_shard(drill, step)
+    with shard.open("r+b") as file:
+        place = drill.chance.randrange(shard.stat().st_size)
+        file.seek(place)
+        byte = file.read(1)[0]
+        file.seek(place)
+        file.write(bytes([byte ^ 1 << drill.chance.randrange(8)]))
+
+
+def _truncate(drill: Drill, step: Path) -> None:
+    shard = _some_shard(drill, step)
+    os.truncate(shard, drill.chance.randrange(shard.stat().st_size))
+
+
+FAULTS = {
+    fault.__name__: fault
+    for fault in (
+        kill_a_rank,
+        kill_a_writer,
+        kill_the_launcher,
+        freeze_a_rank,
+        ask_to_stop,
+        fill_the_disk,
+        _damage("flip_a_bit", _flip),
+        _damage("truncate_a_shard", _truncate),
+        _damage("remove_the_manifest", lambda drill, step: (step / "manifest.json").unlink()),
+    )
+}
+
+
+def _under_way(drill: Drill, file_limit: int | None = None) -> subprocess.Popen:
+    """A run that has told something new, and some random moment later."""
+    before = drill.told()
+    metrics = drill.out / METRICS_FILE
+    changed = metrics.stat().st_mtime_ns if metrics.exists() else 0
+    run, end = drill.start(file_limit), time.monotonic() + 300
+    while run.poll() is None and time.monotonic() < end:
+        if drill.told() > before or (metrics.exists() and metrics.stat().st_mtime_ns != changed):
+            break
+        time.sleep(0.02)
+    time.sleep(drill.chance.uniform(0, drill.longest))
+    return run
+
+
+def _signal_a_rank(drill: Drill, run: subprocess.Popen, number: int) -> int:
+    ranks = ranks_of(run.pid)
+    if not ranks:
+        return -1  # done before the fault could strike
+    rank = drill.chance.choice(sorted(ranks))
+    try:
+        os.kill(ranks[rank], number)
+    except ProcessLookupError:
+        return -1
+    return rank
+
+
+# --- processes -----------------------------------------------------------------------------------
+
+
+def ranks_of(launcher: int) -> dict[int, int]:
+    """Rank -> process of the workers that a torchrun has started."""
+    found = {}
+    for folder in Path("/proc").iterdir():
+        try:
+            fields = (folder / "stat").read_text().rpartition(")")[2].split()
+            if int(fields[1]) != launcher:
+                continue
+            entries = (folder / "environ").read_bytes().split(b"\0")
+            environment = dict(entry.split(b"=", 1) for entry in entries if b"=" in entry)
+            found[int(environment[b"RANK"])] = int(folder.name)
+        except (OSError, KeyError, ValueError, IndexError):
+            continue
+    return found
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
+# --- the verdict ---------------------------------------------------------------------------------
+
+
+def curve(out: Path) -> dict[int, float]:
+    lines = [json.loads(line) for line in (out / METRICS_FILE).read_text().splitlines()]
+    return {line["step"]: line["loss"] for line in lines if "event" not in line}
+
+
+def differences(right: Drill, found: Drill, same_bits: bool) -> list[str]:
+    """What the disturbed run did not do as the undisturbed one did."""
+    wrong = []
+    last = right.whole()[-1].name
+    if not (found.checkpoints / last).exists():
+        return [f"the disturbed run has no {last}"]
+    ours, theirs = (read_manifest(Place(drill.checkpoints / last)) for drill in (found, right))
+    if same_bits:
+        wrong += [n for n, tensor in theirs.tensors.items() if ours.tensors.get(n) != tensor]
+        wrong += [key for key in theirs.progress if ours.progress[key] != theirs.progress[key]]
+    elif ours.progress["position"] != theirs.progress["position"]:
+        wrong.append("position")
+    for step, loss in curve(right.out).items():
+        other = curve(found.out).get(step)
+        if other is None or abs(other - loss) > (0 if same_bits else TOLERANCE * abs(loss)):
+            wrong.append(f"loss of step {step}: {other} instead of {loss}")
+    return wrong
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--faults", type=int, default=10, help="how many befall the run")
+    parser.add_argument("--seed", type=int, default=0, help="what, when and whom")
+    parser.add_argument("--ranks", type=int, default=2, help="processes on this machine")
+    parser.add_argument("--kinds", nargs="+", choices=FAULTS, default=list(FAULTS))
+    parser.add_argument("--longest", type=float, default=3.0, help="seconds until one strikes")
+    parser.add_argument("--layout", action="append", default=[], help="overrides of one start")
+    parser.add_argument("--out", type=Path, required=True, help="a new folder")
+    parser.add_argument("job", nargs="+", help="after --: what train.py takes, deterministic")
+    args = parser.parse_args()
+    if args.out.exists():
+        print(f"titanlite: {args.out} is there already; name a new folder.", file=sys.stderr)
+        return EXIT_USER
+    args.out.mkdir(parents=True)
+    layouts = [shlex.split(text) for text in args.layout] or [[]]
+    argv = [*args.job, "--checkpoint.enable=true"]
+
+    def drill(name: str, layouts: list[list[str]]) -> Drill:
+        chance = random.Random(args.seed)
+        return Drill(args.out / name, argv, args.ranks, layouts, chance, args.longest)
+
+    try:
+        right, found = drill("undisturbed", layouts[:1]), drill("disturbed", layouts)
+        if right.wait(right.start(), 24 * 3600):
+            raise CheckpointError(f"the undisturbed run failed; see {right.log.name}.")
+        print("undisturbed run: done", flush=True)
+        for number in range(1, args.faults + 1):
+            kind = found.chance.choice(args.kinds)
+            words = FAULTS[kind](found)
+            steps = [path.name for path in found.whole()]
+            print(f"{number:3}. {words}; kept: {', '.join(steps[-2:]) or 'nothing'}", flush=True)
+        if found.wait(found.start(), 24 * 3600):
+            raise CheckpointError(f"the last start did not end well; see {found.log.name}.")
+        wrong = differences(right, found, same_bits=len(layouts) == 1)
+    except UserError as error:
+        print(report(error), file=sys.stderr)
+        return EXIT_USER
+    for text in wrong[:20]:
+        print(f"differs: {text}")
+    like = "to the bit" if len(layouts) == 1 else f"to {TOLERANCE:g}"
+    print(f"{found.starts} starts, {args.faults} faults: " + ("DIFFERS" if wrong else f"equal {like}"))
+    return EXIT_USER if wrong else EXIT_DONE
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,419 @@
+"""Hugging Face folders of safetensors, in and out, a part at a time and without transformers.
+
+Inside, names are ours; what a family is called over there stands with its facts.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+from torch.distributed.checkpoint import StorageReader
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
+from torch.futures import Future
+
+from titanlite.checkpoint.place import Place
+from titanlite.data import open_tokenizer
+from titanlite.data.tokenizer_json import as_tokenizer_json
+from titanlite.errors import CheckpointError
+from titanlite.models import FAMILIES, Family
+
+CONFIG, TOKENIZER = "config.json", "tokenizer.json"
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+SHARD_BYTES = 5_000_000_000
+
+# Weights as numbers, in safetensors' words; quantised ones mean nothing without their scales.
+_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+}
+_CODES = {dtype: code for code, dtype in _DTYPES.items()}
+
+
+def parameters_of(family: Family, shape: Any) -> dict[str, torch.Size]:
+    """Name and shape of every parameter; of a tied model, both names."""
+    with torch.device("meta"):
+        return {name: tensor.shape for name, tensor in family.build(shape).state_dict().items()}
+
+
+# --- reading -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Held:
+    """One tensor of a folder, and where it is."""
+
+    file: str
+    name: str  # in that file
+    shape: torch.Size
+    code: str  # its dtype, in safetensors' words
+
+
+@dataclass(frozen=True)
+class HuggingFaceFolder:
+    """A folder that holds what a model of `shape` needs; nothing of it is in memory."""
+
+    place: Place
+    family: Family
+    shape: Any  # the family's own
+    tensors: dict[str, Held]  # by our names
+    has_tokenizer: bool  # a tokenizer.json
+
+    def read(
+        self,
+        name: str,
+        offsets: Sequence[int] | None = None,
+        sizes: Sequence[int] | None = None,
+    ) -> Tensor:
+        """A tensor, or its part of `sizes` from `offsets` on, as it is in the file."""
+        held = self.tensors[name]
+        sizes, offsets = sizes or held.shape, offsets or (0,) * len(held.shape)
+        with _opened(self.place, held.file) as file:
+            cut = tuple(slice(o, o + n) for o, n in zip(offsets, sizes, strict=True))
+            return file.get_slice(held.name)[cut].clone()  # what it was is a view of the file
+
+    def reader(self) -> StorageReader:
+        """For dcp.load({"model": …}): each rank reads its parts, and converts them to its dtype."""
+        return _Reader(self)
+
+
+def open_hugging_face(place: Place) -> HuggingFaceFolder:
+    """A folder with config.json and safetensors; raises CheckpointError with all that is wrong."""
+    if not place.local:
+        raise CheckpointError(
+            f"{place}: Hugging Face folders are read from this machine.", fix="Copy it here."
+        )
+    family, shape = _described(place)
+    held, sizes = _held(place), parameters_of(family, shape)
+    names = {name: family.hugging_face.name_of(name) for name in sizes}
+    for name, other in family.tied(shape):
+        if names[name] not in held:
+            names[name] = names[other]
+    _check_fit(place, family, held, {names[name]: size for name, size in sizes.items()})
+    tensors = {name: held[theirs] for name, theirs in names.items()}
+    folder = HuggingFaceFolder(place, family, shape, tensors, TOKENIZER in place.sizes())
+    for name, other in family.tied(shape):
+        if not torch.equal(folder.read(name).double(), folder.read(other).double()):
+            raise CheckpointError(
+                f"{place}: {names[name]} is not {names[other]}, and {CONFIG} says that it is.",
+                fix=f"If both were learned, set tie_word_embeddings = false in {CONFIG}.",
+            )
+    return folder
+
+
+def _described(place: Place) -> tuple[Family, Any]:
+    """What its config.json says it is."""
+    config = _read_json(place, CONFIG)
+    families = {family.hugging_face.architecture: family for family in FAMILIES.values()}
+    found = config.get("architectures")
+    if not isinstance(found, list) or len(found) != 1 or found[0] not in families:
+        raise CheckpointError(
+            f"{place}: {CONFIG} has architectures = {json.dumps(found):.80}; known are"
+            f" {', '.join(families)}."
+        )
+    family = families[found[0]]
+    try:
+        return family, family.hugging_face.shape_of(config)
+    except CheckpointError as error:
+        raise CheckpointError(f"{place}: {error.message}", error.fix) from None
+
+
+def _held(place: Place) -> dict[str, Held]:
+    """Every tensor of its files, by their names."""
+    there = place.sizes()
+    if SINGLE in there:  # before an index, as transformers does
+        return _header(place, SINGLE)
+    if INDEX not in there:
+        pickles = [name for name in there if name.endswith((".bin", ".pt", ".pth"))]
+        hint = f" {pickles[0]} is a pickle, which could execute code." if pickles else ""
+        raise CheckpointError(f"{place}: has neither {SINGLE} nor {INDEX}.{hint}")
+    index = _read_json(place, INDEX).get("weight_map")
+    if not isinstance(index, dict) or not all(isinstance(f, str) for f in index.values()):
+        raise CheckpointError(f"{place}: {INDEX} has no weight_map of names to files.")
+    headers, bad = {}, []
+    for file in sorted(set(index.values())):
+        try:
+            headers[file] = _header(place, file) if file in there else {}
+        except CheckpointError as error:
+            bad.append(error.message)
+    absent = [file for file in headers if file not in there]
+    bad += _listed("files that its index names are not there", absent)
+    found = {(file, name) for file, names in headers.items() for name in names}
+    said = {(file, name) for name, file in index.items() if headers.get(file)}
+    bad += _listed("tensors are not in the file that its index says", [n for _, n in said - found])
+    bad += _listed("tensors are not in its index", [n for _, n in found - said])
+    if bad:
+        raise CheckpointError(f"{place}: {'; '.join(bad)}.", fix="Fetch it again.")
+    return {name: headers[file][name] for name, file in index.items()}
+
+
+def _header(place: Place, name: str) -> dict[str, Held]:
+    with _opened(place, name) as file:
+        parts = {key: file.get_slice(key) for key in file.keys()}  # noqa: SIM118, it is no dict
+        return {
+            key: Held(name, key, torch.Size(part.get_shape()), part.get_dtype())
+            for key, part in parts.items()
+        }
+
+
+def _check_fit(
+    place: Place, family: Family, held: Mapping[str, Held], wanted: Mapping[str, torch.Size]
+) -> None:
+    """Raise CheckpointError with everything in which the tensors are not those wanted."""
+    both = {name: (held[name], size) for name, size in wanted.items() if name in held}
+    derived = family.hugging_face.derived
+    extra = [n for n in held if n not in wanted and not fnmatchcase(n, derived)]
+    shapes = [f"{n} {list(h.shape)}, not {list(s)}" for n, (h, s) in both.items() if h.shape != s]
+    types = [f"{name} {h.code}" for name, (h, _) in both.items() if h.code not in _DTYPES]
+    bad = [
+        *_listed("tensors are missing", [name for name in wanted if name not in held]),
+        *_listed("tensors have no place in it", extra),
+        *_listed("tensors have another shape", shapes),
+        *_listed("tensors have a type that weights do not have", types),
+    ]
+    if bad:
+        raise CheckpointError(
+            f"{place}: does not hold the weights that its {CONFIG} describes: {'; '.join(bad)}."
+        )
+
+
+def _listed(what: str, names: list[str]) -> list[str]:
+    """Names in one line, as a list of it; nothing of none."""
+    rest = f" and {len(names) - 8} more" if len(names) > 8 else ""
+    return [f"{len(names)} {what}: {', '.join(sorted(names)[:8])}{rest}"] if names else []
+
+
+def _read_json(place: Place, name: str) -> dict[str, Any]:
+    try:
+        content = json.loads(place.read(name))
+    except FileNotFoundError:
+        raise CheckpointError(
+            f"{place}: is no Hugging Face folder: it has no {name}, the last file to be written."
+        ) from None
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{place}: {name} cannot be read: {error}.") from None
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{place}: {name} holds no table.")
+    return content
+
+
+@contextmanager
+def _opened(place: Place, name: str) -> Iterator[Any]:
+    try:
+        with safe_open(place.file(name), framework="pt") as file:  # maps it: nothing is read yet
+            yield file
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(
+            f"{place}/{name}: is damaged or cut short: {error}", fix="Fetch it again."
+        ) from None
+
+
+class _Reader(StorageReader):
+    """A folder as DCP sees a checkpoint: every tensor one chunk.
+
+    DCP's own Hugging Face reader knows no other names, takes every safetensors file in the folder,
+    listed or not, and cannot fill two names from one tensor, as tied models need.
+    """
+
+    def __init__(self, folder: HuggingFaceFolder):
+        self.folder = folder
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        return Metadata(
+            {
+                f"model.{name}": TensorStorageMetadata(
+                    TensorProperties(_DTYPES[held.code]),
+                    held.shape,
+                    [ChunkStorageMetadata(torch.Size([0] * len(held.shape)), held.shape)],
+                )
+                for name, held in self.folder.tensors.items()
+            }
+        )
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        for item in plan.items:
+            name = item.storage_index.fqn.removeprefix("model.")
+            target = planner.resolve_tensor(item).detach()
+            target.copy_(self.folder.read(name, item.storage_offsets, item.lengths))
+            planner.commit_tensor(item, target)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    def reset(self, checkpoint_id: Any = None) -> None:
+        pass
+
+    def set_up_storage_reader(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        return plans
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
+        return True
+
+
+# --- writing -------------------------------------------------------------------------------------
+
+Load = Callable[[Sequence[str]], Mapping[str, Tensor]]  # our names -> whole tensors
+
+
+def write_hugging_face(
+    place: Place,
+    family: Family,
+    shape: Any,
+    load: Load,
+    *,
+    dtype: torch.dtype = torch.float32,
+    context: int,
+    tokenizer: str | None,
+    max_shard_bytes: int = SHARD_BYTES,
+) -> str:
+    """Write a fresh folder from one process; returns what became of the tokenizer, in words.
+
+    `load` is asked for the tensors of one shard at a time, and each is let go once it is on the
+    disk. `context` is how many tokens the model was trained on at once; `tokenizer` as in [data].
+    config.json comes last: without it, nothing loads the folder. Raises CheckpointError, before
+    anything is written where the folder or the architecture is the reason.
+    """
+    theirs = family.hugging_face
+    ids = None if tokenizer is None else open_tokenizer(tokenizer)
+    config = {
+        **theirs.config_of(shape, context),
+        "torch_dtype": str(dtype).removeprefix("torch."),
+        "bos_token_id": ids.bos_id if ids else None,  # null: transformers would have 1 and 2
+        "eos_token_id": ids.eos_id if ids else None,
+    }
+    if place.sizes() or place.folders():
+        raise CheckpointError(
+            f"{place}: is there and not empty.", fix="Remove it, or give another folder."
+        )
+    tied = dict(family.tied(shape))
+    wanted = {n: size for n, size in parameters_of(family, shape).items() if n not in tied}
+    shards = _cut(wanted, dtype.itemsize, max_shard_bytes)
+    files = {
+        SINGLE if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors": shard
+        for number, shard in enumerate(shards, 1)
+    }
+    total = dtype.itemsize * sum(size.numel() for size in wanted.values())
+    try:
+        place.make()
+        _check_room(place, total)
+        for file, shard in files.items():
+            names = {name: theirs.name_of(name) for name in shard}
+            _write_shard(place, file, names, wanted, dict(load(shard)), dtype)
+        if len(shards) > 1:
+            index = {theirs.name_of(name): file for file, shard in files.items() for name in shard}
+            _write_json(place, INDEX, {"metadata": {"total_size": total}, "weight_map": index})
+        note = _write_tokenizer(place, tokenizer)
+        place.write_at_once(CONFIG, json.dumps(config, indent=2).encode())
+    except OSError as error:
+        raise CheckpointError(f"{place}: could not be written: {error}.") from error
+    return note
+
+
+def _check_room(place: Place, needed: int) -> None:
+    free = place.free_bytes()
+    if free is not None and free < needed * 1.01 + (1 << 20):  # headers, the tokenizer
+        raise CheckpointError(
+            f"{place}: needs {needed / 1e6:,.0f} MB, and {free / 1e6:,.0f} MB are free there.",
+            fix="Make room, or give another folder.",
+        )
+
+
+def _cut(wanted: Mapping[str, torch.Size], itemsize: int, most: int) -> list[list[str]]:
+    """The names in shards of at most `most` bytes, in order; a larger tensor has one to itself."""
+    shards: list[list[str]] = [[]]
+    filled = 0
+    for name, size in wanted.items():
+        bytes = size.numel() * itemsize
+        if shards[-1] and filled + bytes > most:
+            shards.append([])
+            filled = 0
+        shards[-1].append(name)
+        filled += bytes
+    return shards
+
+
+def _write_shard(
+    place: Place,
+    file: str,
+    names: Mapping[str, str],
+    sizes: Mapping[str, torch.Size],
+    tensors: dict[str, Tensor],
+    dtype: torch.dtype,
+) -> None:
+    """One safetensors file, tensor after tensor (https://github.com/huggingface/safetensors).
+
+    Not by the library, which writes from memory to a local path, where a `Place` may be a URL.
+    """
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # transformers 4 wants to read it
+    end = 0
+    for name, theirs in names.items():
+        begin, end = end, end + sizes[name].numel() * dtype.itemsize
+        about = {"dtype": _CODES[dtype], "shape": list(sizes[name]), "data_offsets": [begin, end]}
+        header[theirs] = about
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)  # aligns the numbers
+    with place.writing(file) as stream:
+        stream.write(struct.pack("<Q", len(text)) + text)
+        for name in names:
+            raw = _converted(name, tensors.pop(name), sizes[name], dtype)
+            stream.write(raw.contiguous().reshape(-1).view(torch.uint8).numpy())
+
+
+def _converted(name: str, tensor: Tensor, size: torch.Size, dtype: torch.dtype) -> Tensor:
+    if tensor.shape != size:
+        raise CheckpointError(f"{name}: has shape {list(tensor.shape)}, not {list(size)}.")
+    tensor = tensor.detach().cpu()
+    converted = tensor.to(dtype)
+    if dtype != tensor.dtype and not torch.equal(converted.isfinite(), tensor.isfinite()):
+        raise CheckpointError(
+            f"{name}: holds {tensor.abs().max():.3g}, which {dtype} cannot.", fix="Use bfloat16."
+        )
+    return converted
+
+
+def _write_json(place: Place, name: str, content: dict[str, Any]) -> None:
+    with place.writing(name) as stream:
+        stream.write(json.dumps(content, indent=2).encode())
+
+
+def _write_tokenizer(place: Place, path: str | None) -> str:
+    """Write what transformers' AutoTokenizer opens, and say what it is."""
+    if path is None:
+        return "No tokenizer: the model was trained on ids alone."
+    content, tokenizer = as_tokenizer_json(path), open_tokenizer(path)
+    with place.writing(TOKENIZER) as stream:
+        stream.write(content)
+    added = {token["id"]: token["content"] for token in json.loads(content)["added_tokens"]}
+    about = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": added[tokenizer.bos_id],
+        "eos_token": added[tokenizer.eos_id],
+        "clean_up_tokenization_spaces": False,
+    }
+    _write_json(place, "tokenizer_config.json", about)
+    copied = Path(path).is_file() and content == Path(path).read_bytes()
+    return f"{TOKENIZER} is {path}." if copied else f"{TOKENIZER} gives the same ids as {path}."

@@ -1,0 +1,76 @@
+"""Any tokenizer as a Hugging Face tokenizer.json that gives the same ids."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Mapping
+from itertools import pairwise
+from pathlib import Path
+
+from titanlite.data.bpe import ranks_of
+from titanlite.data.tokenizer import BYTES, SPLIT_PATTERN, Tokenizer, open_tokenizer
+from titanlite.errors import DataError
+
+
+def as_tokenizer_json(path: str) -> bytes:
+    """The content of the tokenizer.json for a [data] tokenizer; such a file is itself.
+
+    The ids are the same but for runs of 100,000 blanks, which are cut here and not there. Raises
+    DataError.
+    """
+    tokenizer = open_tokenizer(path)
+    if path == BYTES:
+        return _of_ranks({bytes([byte]): byte for byte in range(256)}, tokenizer)
+    content = Path(path).read_bytes()
+    if content.lstrip()[:1] == b"{":
+        return content
+    lines = (line.split() for line in content.splitlines())
+    return _of_ranks({base64.b64decode(token): int(rank) for token, rank in lines}, tokenizer)
+
+
+def _of_ranks(ranks: dict[bytes, int], tokenizer: Tokenizer) -> bytes:
+    """tiktoken merges, again and again, the pair of neighbours that makes the token of least rank.
+
+    Wherever a token is made in a text, the merges inside it are those of its own bytes alone. So
+    one pair makes it everywhere, and a list of these pairs in the order of rank says the same.
+    """
+    try:
+        from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers
+        from tokenizers import Tokenizer as Library
+    except ImportError as missing:
+        raise DataError(
+            "a tokenizer.json needs tokenizers, which is not installed.",
+            fix="pip install tokenizers",
+        ) from missing
+
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    plain = Library(models.BPE({letter: number for number, letter in enumerate(alphabet)}, []))
+    letters = {byte[0]: letter for byte, letter in zip(ranks_of(plain), alphabet, strict=True)}
+
+    def spelled(token: bytes) -> str:
+        return "".join(letters[byte] for byte in token)
+
+    pairs = [pair for token in sorted(ranks, key=ranks.get) if (pair := _made_of(token, ranks))]
+    merges = [(spelled(left), spelled(right)) for left, right in pairs]
+    ids = {spelled(token): rank for token, rank in ranks.items()}
+    # a word that is a token is that token, as in tiktoken, even where no merges lead to it
+    made = Library(models.BPE(ids, merges, ignore_merges=True))
+    split = pre_tokenizers.Split(Regex(SPLIT_PATTERN), behavior="isolated")
+    as_letters = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    made.pre_tokenizer = pre_tokenizers.Sequence([split, as_letters])
+    made.decoder = decoders.ByteLevel()
+    names = [tokenizer.decode([id]) for id in range(len(ranks), tokenizer.vocab_size)]
+    made.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in names])
+    return made.to_str().encode()
+
+
+def _made_of(token: bytes, ranks: Mapping[bytes, int]) -> tuple[bytes, bytes] | None:
+    """The pair whose merge makes a token; None for a byte, and where no merges lead to it."""
+    parts = [token[at : at + 1] for at in range(len(token))]
+    while len(parts) > 2:
+        made = [ranks.get(left + right, len(ranks)) for left, right in pairwise(parts)]
+        first = made.index(min(made))
+        if made[first] == len(ranks):
+            return None
+        parts[first : first + 2] = [parts[first] + parts[first + 1]]
+    return (parts[0], parts[1]) if len(parts) == 2 else None
