@@ -47,6 +47,7 @@ def main(argv: list[str]) -> int:
         print(__doc__, *help_text(JobConfig), sep="\n")
         return EXIT_DONE
     began, (rank, ranks) = time.monotonic(), launched_ranks()
+    die_with_launcher()
     try:
         job = read_job(argv, ranks)
         section = job.config.job
@@ -81,7 +82,6 @@ def train(job: Job, session: Session, hold: Hold, watch: Watch, began: float) ->
     stop = StopRequest(began + 60 * limit if limit else None)
     if config.checkpoint.enable and not config.checkpoint.load_only:
         stop.listen()  # else a signal means what it always means: there is nothing to save
-    die_with_launcher()
     data, problem = attempt(lambda: open_data(job))
     agree(problem)  # every rank opens its data by itself, and all learn of one that cannot
     stream, texts = data

@@ -16,13 +16,13 @@ from titanlite.checkpoint import Place, check_hashes, read_manifest
 from titanlite.errors import EXIT_DONE, EXIT_USER, CheckpointError, UserError, report
 
 
-def main() -> int:
+def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("act", choices=["ls", "verify", "show", "rm"])
     parser.add_argument("place", type=Place, help="a run, its checkpoint folder, or one step-N")
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     acts = {"ls": list_steps, "verify": verify, "show": show, "rm": remove}
     try:
         return acts[args.act](args.place)

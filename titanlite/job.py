@@ -20,7 +20,7 @@ from titanlite.data import (
 )
 from titanlite.distributed.mesh import Degrees, ParallelismConfig, degrees_of
 from titanlite.distributed.session import CommConfig, DebugConfig, choose_device
-from titanlite.errors import ConfigError, Problems, UserError
+from titanlite.errors import CheckpointError, ConfigError, Problems, UserError
 from titanlite.models import FAMILIES, Family, ModelConfig
 from titanlite.observe import (
     MetricsConfig,
@@ -239,6 +239,8 @@ def _problems(config: JobConfig, ranks: int) -> Iterator[UserError]:
         family = FAMILIES[config.model.name]
         shape = family.shape_of(config.model)
         yield from _shape_problems(shape)
+        if config.checkpoint.last_save_in_hf:
+            yield from _export_problems(family, shape)
         yield from _plan(config, family, shape)[1]
     except ConfigError as error:
         yield error
@@ -267,6 +269,17 @@ def _outside_problems(config: JobConfig) -> Iterator[UserError]:
         shape = None
     yield from _device_problems(config)
     yield from _data_problems(config, shape)
+
+
+def _export_problems(family: Family, shape) -> Iterator[ConfigError]:
+    """Said before the run, not at its end."""
+    try:
+        family.hugging_face.config_of(shape, 0)
+    except CheckpointError as error:
+        yield ConfigError(
+            f"checkpoint.last_save_in_hf = true: {error.message}",
+            keys=("checkpoint.last_save_in_hf",),
+        )
 
 
 def _shape_problems(shape) -> Iterator[ConfigError]:

@@ -109,3 +109,20 @@ def test_a_lease_that_is_lost_ends_the_run_before_it_writes_more(run_toml, tmp_p
         (out / "lease.json").write_text("{}")
         assert run.wait() == [2, 2], run.said
         assert "has taken it from this job" in run.said
+
+
+@pytest.mark.parametrize("number, words", [(signal.SIGSTOP, "heard of"), (signal.SIGKILL, "gone")])
+def test_a_rank_that_is_lost_is_named_and_the_others_end_in_time(number, words, run_toml, tmp_path):
+    out, timeout = tmp_path / "out", 8
+    argv = ("--training.steps", "30000", "--comm.train_timeout_seconds", str(timeout))
+    with Launched(3, out, *argv_of(run_toml, out, "--training.global_batch_size", "6", *argv)) as run:
+        run.wait_for(lambda: steps_of(out)[-1:] > [2])
+        began = time.monotonic()
+        run.signal(1, number)
+        codes = run.wait(timeout + 5, besides=(1,))
+        assert time.monotonic() - began < timeout + 2, "not in time"
+        assert [codes[0], codes[2]] == [1, 1], run.said
+        assert run.said.count("titanlite: ") == 1 and "Traceback" not in run.said, run.said
+        assert "Rank 1 (" in run.said and words in run.said, run.said
+    stacks = (out / "stacks" / "rank_0.txt").read_text()
+    assert "take_step" in stacks or "council" in stacks, stacks

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from titanlite.checkpoint.checkpointer import Checkpointer, Found, Saved
 from titanlite.checkpoint.config import CheckpointConfig, checkpoint_place, checkpoint_problems
+from titanlite.checkpoint.convert import from_hugging_face, to_hugging_face
 from titanlite.checkpoint.hold import Hold, hold_folder
 from titanlite.checkpoint.manifest import Manifest, check_hashes, read_manifest
 from titanlite.checkpoint.place import Place
@@ -20,8 +21,10 @@ __all__ = [
     "check_hashes",
     "checkpoint_place",
     "checkpoint_problems",
+    "from_hugging_face",
     "hold_folder",
     "read_manifest",
     "read_tensors",
     "state_of",
+    "to_hugging_face",
 ]

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any, TypeVar
 
 import torch
@@ -17,10 +17,18 @@ from torch import nn
 
 from titanlite.checkpoint import manifest as manifests
 from titanlite.checkpoint.config import CheckpointConfig
-from titanlite.checkpoint.manifest import Manifest, check_hashes, read_manifest, write_manifest
+from titanlite.checkpoint.convert import to_hugging_face
+from titanlite.checkpoint.hf import CONFIG, open_hugging_face
+from titanlite.checkpoint.manifest import (
+    Manifest,
+    check_hashes,
+    read_manifest,
+    versions,
+    write_manifest,
+)
 from titanlite.checkpoint.place import Place
 from titanlite.checkpoint.retention import steps_to_remove
-from titanlite.checkpoint.store import Stage, State, read_tensors, state_of, write_tensors
+from titanlite.checkpoint.store import Stage, read_tensors, state_of, write_tensors
 from titanlite.distributed.collectives import agree, attempt, on_rank_0, problems_of_all
 from titanlite.errors import CheckpointError, UserError
 from titanlite.log import logger
@@ -112,16 +120,17 @@ class Checkpointer:
         place = self.folder / f"step-{step}"
 
         def commit(files, tensors) -> None:
-            written = {"files": files, "tensors": tensors, "versions": _versions()}
+            written = {"files": files, "tensors": tensors, "versions": versions()}
             seconds = time.monotonic() - began
             write_manifest(
                 place, Manifest(step, progress, seconds=seconds, **self.about, **written)
             )
-            try:  # it is a checkpoint now, whatever becomes of the rest
-                place.delete(manifests.UNFINISHED)
+            try:  # it is a checkpoint now, whatever becomes of the others
                 self._let_go()
             except OSError as error:
                 logger.warning("%s: could not be put in order: %s", self.folder, error)
+            if final and config.last_save_in_hf:
+                self._export(place)
 
         if config.async_mode == "disabled":
             self._write = _Write(step, place, began)
@@ -219,6 +228,8 @@ class Checkpointer:
         its `finished_at` steps needs no optimizer.
         """
         config, place = self.config, found.place
+        if found.initial and config.initial_load_in_hf:
+            return self._load_hugging_face(place, model, facts)
         model_only = found.initial and config.initial_load_model_only
         read, problem = attempt(lambda: read_manifest(place))
         agree(problem)  # each rank reads for itself: a folder that is not shared is found here
@@ -249,6 +260,21 @@ class Checkpointer:
         """
         if self.saves:
             _once(lambda: self._set_aside([s for s in _step_folders(self.folder)[0] if s > step]))
+
+    def _export(self, place: Place) -> None:
+        """Write a checkpoint for Hugging Face too, beside it."""
+        out = self.folder / f"{place.name}-hf"
+        if out.exists():  # of a run that ended here before, or was cut short
+            out.remove(first=CONFIG)
+        note = to_hugging_face(place, out, dtype=getattr(torch, self.config.export_dtype))
+        logger.info("%s: written for Hugging Face. %s", out, note)
+
+    def _load_hugging_face(self, place: Place, model: nn.Module, facts: dict[str, Any]) -> None:
+        folder, problem = attempt(lambda: open_hugging_face(place))
+        agree(problem)
+        own = {"model": dataclasses.asdict(folder.shape)}
+        _check_facts(place, own, facts, True, self.config.allow_changes)
+        read_tensors(place, state_of(model), folder.reader())
 
     def _problem_of(self, place: Place) -> str:
         """What is wrong with a checkpoint, or nothing; each rank reads a part of its bytes."""
@@ -362,7 +388,11 @@ def _clear(place: Place) -> None:
 
 
 def _check_facts(
-    place: Place, saved: dict[str, Any], wanted: dict[str, Any], model_only: bool, allowed: list[str]
+    place: Place,
+    saved: dict[str, Any],
+    wanted: dict[str, Any],
+    model_only: bool,
+    allowed: list[str],
 ) -> None:
     """Raise CheckpointError with every fact of this job that is not the checkpoint's."""
     names = ["model"] if model_only else list(wanted)
@@ -377,12 +407,13 @@ def _check_facts(
         if pairs:
             differing[name] = f"{name} ({'; '.join(pairs)})"
     if differing:
-        names = ", ".join(f'"{name}"' for name in sorted(differing))
+        names = sorted(differing)
+        quoted = ", ".join(f'"{name}"' for name in names)
         raise CheckpointError(
-            f"{place}: was saved by another job: {', '.join(differing[n] for n in sorted(differing))}.",
-            fix=f"Set them as they were saved; or allow it: checkpoint.allow_changes = [{names}]; or"
-            " start in another job.dump_folder, where checkpoint.initial_load_path takes the"
-            " weights alone.",
+            f"{place}: was saved by another job: {', '.join(differing[name] for name in names)}.",
+            fix="Set them as they were saved; or allow it: checkpoint.allow_changes ="
+            f" [{quoted}]; or start in another job.dump_folder, where"
+            " checkpoint.initial_load_path takes the weights alone.",
         ).known_to_all()
 
 
@@ -393,11 +424,3 @@ def _without(parts: list[str], progress: dict[str, Any]) -> dict[str, Any]:
     if "train_state" in parts:
         kept |= {"step": 0, "tokens": 0}
     return kept
-
-
-def _versions() -> dict[str, str]:
-    try:
-        own = version("titanlite")
-    except PackageNotFoundError:  # run from a checkout
-        own = "unknown"
-    return {"titanlite": own, "torch": torch.__version__}

@@ -34,7 +34,8 @@ class CheckpointConfig:
     # and its weights are quantised
     last_save_model_only: bool = False
     # leave the optimizer out of the last one; the run can then not be extended
-    last_save_in_hf: bool = False  # write the last one as Hugging Face safetensors too, in step-N-hf
+    last_save_in_hf: bool = False
+    # write the last one as Hugging Face safetensors too, in step-N-hf
     export_dtype: Literal["float16", "bfloat16", "float32"] = "float32"
     # precision of a model-only or Hugging Face last save
     async_mode: Literal["disabled", "async", "async_with_pinned_mem"] = "disabled"

@@ -1,17 +1,12 @@
-"""Hugging Face folders of safetensors, in and out, a part at a time and without transformers.
-
-Inside, names are ours; what a family is called over there stands with its facts.
-"""
+"""Hugging Face folders of safetensors, read a part at a time, under our names, by any layout."""
 
 from __future__ import annotations
 
 import json
-import struct
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,32 +23,25 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.futures import Future
 
 from titanlite.checkpoint.place import Place
-from titanlite.data import open_tokenizer
-from titanlite.data.tokenizer_json import as_tokenizer_json
 from titanlite.errors import CheckpointError
 from titanlite.models import FAMILIES, Family
 
 CONFIG, TOKENIZER = "config.json", "tokenizer.json"
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-SHARD_BYTES = 5_000_000_000
 
 # Weights as numbers, in safetensors' words; quantised ones mean nothing without their scales.
-_DTYPES = {
+DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
     "F16": torch.float16,
     "BF16": torch.bfloat16,
 }
-_CODES = {dtype: code for code, dtype in _DTYPES.items()}
 
 
 def parameters_of(family: Family, shape: Any) -> dict[str, torch.Size]:
     """Name and shape of every parameter; of a tied model, both names."""
     with torch.device("meta"):
         return {name: tensor.shape for name, tensor in family.build(shape).state_dict().items()}
-
-
-# --- reading -------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -110,7 +98,8 @@ def open_hugging_face(place: Place) -> HuggingFaceFolder:
     tensors = {name: held[theirs] for name, theirs in names.items()}
     folder = HuggingFaceFolder(place, family, shape, tensors, TOKENIZER in place.sizes())
     for name, other in family.tied(shape):
-        if not torch.equal(folder.read(name).double(), folder.read(other).double()):
+        twice = tensors[name] != tensors[other]
+        if twice and not torch.equal(folder.read(name).float(), folder.read(other).float()):
             raise CheckpointError(
                 f"{place}: {names[name]} is not {names[other]}, and {CONFIG} says that it is.",
                 fix=f"If both were learned, set tie_word_embeddings = false in {CONFIG}.",
@@ -152,7 +141,7 @@ def _held(place: Place) -> dict[str, Held]:
         try:
             headers[file] = _header(place, file) if file in there else {}
         except CheckpointError as error:
-            bad.append(error.message)
+            bad.append(error.message.removeprefix(f"{place}: ").rstrip("."))
     absent = [file for file in headers if file not in there]
     bad += _listed("files that its index names are not there", absent)
     found = {(file, name) for file, names in headers.items() for name in names}
@@ -181,7 +170,7 @@ def _check_fit(
     derived = family.hugging_face.derived
     extra = [n for n in held if n not in wanted and not fnmatchcase(n, derived)]
     shapes = [f"{n} {list(h.shape)}, not {list(s)}" for n, (h, s) in both.items() if h.shape != s]
-    types = [f"{name} {h.code}" for name, (h, _) in both.items() if h.code not in _DTYPES]
+    types = [f"{name} {h.code}" for name, (h, _) in both.items() if h.code not in DTYPES]
     bad = [
         *_listed("tensors are missing", [name for name in wanted if name not in held]),
         *_listed("tensors have no place in it", extra),
@@ -221,8 +210,11 @@ def _opened(place: Place, name: str) -> Iterator[Any]:
             yield file
     except (SafetensorError, OSError) as error:
         raise CheckpointError(
-            f"{place}/{name}: is damaged or cut short: {error}", fix="Fetch it again."
+            f"{place}: {name} is damaged or cut short: {error}.", fix="Fetch it again."
         ) from None
+
+
+# --- reading by all ranks together ---------------------------------------------------------------
 
 
 class _Reader(StorageReader):
@@ -239,7 +231,7 @@ class _Reader(StorageReader):
         return Metadata(
             {
                 f"model.{name}": TensorStorageMetadata(
-                    TensorProperties(_DTYPES[held.code]),
+                    TensorProperties(DTYPES[held.code]),
                     held.shape,
                     [ChunkStorageMetadata(torch.Size([0] * len(held.shape)), held.shape)],
                 )
@@ -272,148 +264,3 @@ class _Reader(StorageReader):
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
         return True
-
-
-# --- writing -------------------------------------------------------------------------------------
-
-Load = Callable[[Sequence[str]], Mapping[str, Tensor]]  # our names -> whole tensors
-
-
-def write_hugging_face(
-    place: Place,
-    family: Family,
-    shape: Any,
-    load: Load,
-    *,
-    dtype: torch.dtype = torch.float32,
-    context: int,
-    tokenizer: str | None,
-    max_shard_bytes: int = SHARD_BYTES,
-) -> str:
-    """Write a fresh folder from one process; returns what became of the tokenizer, in words.
-
-    `load` is asked for the tensors of one shard at a time, and each is let go once it is on the
-    disk. `context` is how many tokens the model was trained on at once; `tokenizer` as in [data].
-    config.json comes last: without it, nothing loads the folder. Raises CheckpointError, before
-    anything is written where the folder or the architecture is the reason.
-    """
-    theirs = family.hugging_face
-    ids = None if tokenizer is None else open_tokenizer(tokenizer)
-    config = {
-        **theirs.config_of(shape, context),
-        "torch_dtype": str(dtype).removeprefix("torch."),
-        "bos_token_id": ids.bos_id if ids else None,  # null: transformers would have 1 and 2
-        "eos_token_id": ids.eos_id if ids else None,
-    }
-    if place.sizes() or place.folders():
-        raise CheckpointError(
-            f"{place}: is there and not empty.", fix="Remove it, or give another folder."
-        )
-    tied = dict(family.tied(shape))
-    wanted = {n: size for n, size in parameters_of(family, shape).items() if n not in tied}
-    shards = _cut(wanted, dtype.itemsize, max_shard_bytes)
-    files = {
-        SINGLE if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors": shard
-        for number, shard in enumerate(shards, 1)
-    }
-    total = dtype.itemsize * sum(size.numel() for size in wanted.values())
-    try:
-        place.make()
-        _check_room(place, total)
-        for file, shard in files.items():
-            names = {name: theirs.name_of(name) for name in shard}
-            _write_shard(place, file, names, wanted, dict(load(shard)), dtype)
-        if len(shards) > 1:
-            index = {theirs.name_of(name): file for file, shard in files.items() for name in shard}
-            _write_json(place, INDEX, {"metadata": {"total_size": total}, "weight_map": index})
-        note = _write_tokenizer(place, tokenizer)
-        place.write_at_once(CONFIG, json.dumps(config, indent=2).encode())
-    except OSError as error:
-        raise CheckpointError(f"{place}: could not be written: {error}.") from error
-    return note
-
-
-def _check_room(place: Place, needed: int) -> None:
-    free = place.free_bytes()
-    if free is not None and free < needed * 1.01 + (1 << 20):  # headers, the tokenizer
-        raise CheckpointError(
-            f"{place}: needs {needed / 1e6:,.0f} MB, and {free / 1e6:,.0f} MB are free there.",
-            fix="Make room, or give another folder.",
-        )
-
-
-def _cut(wanted: Mapping[str, torch.Size], itemsize: int, most: int) -> list[list[str]]:
-    """The names in shards of at most `most` bytes, in order; a larger tensor has one to itself."""
-    shards: list[list[str]] = [[]]
-    filled = 0
-    for name, size in wanted.items():
-        bytes = size.numel() * itemsize
-        if shards[-1] and filled + bytes > most:
-            shards.append([])
-            filled = 0
-        shards[-1].append(name)
-        filled += bytes
-    return shards
-
-
-def _write_shard(
-    place: Place,
-    file: str,
-    names: Mapping[str, str],
-    sizes: Mapping[str, torch.Size],
-    tensors: dict[str, Tensor],
-    dtype: torch.dtype,
-) -> None:
-    """One safetensors file, tensor after tensor (https://github.com/huggingface/safetensors).
-
-    Not by the library, which writes from memory to a local path, where a `Place` may be a URL.
-    """
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # transformers 4 wants to read it
-    end = 0
-    for name, theirs in names.items():
-        begin, end = end, end + sizes[name].numel() * dtype.itemsize
-        about = {"dtype": _CODES[dtype], "shape": list(sizes[name]), "data_offsets": [begin, end]}
-        header[theirs] = about
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)  # aligns the numbers
-    with place.writing(file) as stream:
-        stream.write(struct.pack("<Q", len(text)) + text)
-        for name in names:
-            raw = _converted(name, tensors.pop(name), sizes[name], dtype)
-            stream.write(raw.contiguous().reshape(-1).view(torch.uint8).numpy())
-
-
-def _converted(name: str, tensor: Tensor, size: torch.Size, dtype: torch.dtype) -> Tensor:
-    if tensor.shape != size:
-        raise CheckpointError(f"{name}: has shape {list(tensor.shape)}, not {list(size)}.")
-    tensor = tensor.detach().cpu()
-    converted = tensor.to(dtype)
-    if dtype != tensor.dtype and not torch.equal(converted.isfinite(), tensor.isfinite()):
-        raise CheckpointError(
-            f"{name}: holds {tensor.abs().max():.3g}, which {dtype} cannot.", fix="Use bfloat16."
-        )
-    return converted
-
-
-def _write_json(place: Place, name: str, content: dict[str, Any]) -> None:
-    with place.writing(name) as stream:
-        stream.write(json.dumps(content, indent=2).encode())
-
-
-def _write_tokenizer(place: Place, path: str | None) -> str:
-    """Write what transformers' AutoTokenizer opens, and say what it is."""
-    if path is None:
-        return "No tokenizer: the model was trained on ids alone."
-    content, tokenizer = as_tokenizer_json(path), open_tokenizer(path)
-    with place.writing(TOKENIZER) as stream:
-        stream.write(content)
-    added = {token["id"]: token["content"] for token in json.loads(content)["added_tokens"]}
-    about = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "bos_token": added[tokenizer.bos_id],
-        "eos_token": added[tokenizer.eos_id],
-        "clean_up_tokenization_spaces": False,
-    }
-    _write_json(place, "tokenizer_config.json", about)
-    copied = Path(path).is_file() and content == Path(path).read_bytes()
-    return f"{TOKENIZER} is {path}." if copied else f"{TOKENIZER} gives the same ids as {path}."

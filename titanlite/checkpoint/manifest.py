@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
+import torch
 import xxhash
 
 from titanlite.checkpoint.place import Place
@@ -101,6 +103,15 @@ def check_hashes(place: Place, manifest: Manifest, names: Iterable[str]) -> None
             raise _damaged(place, f"{name} cannot be read ({error})") from None
         if found != manifest.files[name].hash:
             raise _damaged(place, f"{name} does not hold what was written (its hash differs)")
+
+
+def versions() -> dict[str, str]:
+    """What a checkpoint is written by."""
+    try:
+        own = version("titanlite")
+    except PackageNotFoundError:  # run from a checkout
+        own = "unknown"
+    return {"titanlite": own, "torch": torch.__version__}
 
 
 def _missing(place: Place) -> CheckpointError:

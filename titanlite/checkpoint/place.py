@@ -151,7 +151,7 @@ class Place:
         return target
 
     def remove(self, first: str) -> None:
-        """Delete it, out of sight in one act: a rename, or where there is none, the file `first`."""
+        """Delete it, out of sight in one act: a rename, or elsewhere, the file `first`."""
         if self.local:
             gone = f"{self.path}.removed"
             shutil.rmtree(gone, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""Which checkpoints may go. Pure: it is given the whole ones, and crash litter is not among them."""
+"""Which checkpoints may go. Pure: it is given the whole ones; crash litter is not among them."""
 
 from __future__ import annotations
 

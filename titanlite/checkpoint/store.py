@@ -10,7 +10,7 @@ import io
 import pickle
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
     get_optimizer_state_dict,
 )
-from torch.distributed.checkpoint.storage import WriteResult
+from torch.distributed.checkpoint.storage import StorageReader, WriteResult
 from torch.futures import Future
 
 from titanlite.checkpoint.manifest import UNFINISHED, FileRecord, TensorRecord
@@ -128,7 +128,7 @@ def write_one_by_one(
     place: Place, tensors: Mapping[str, Tensor], load: Callable[[str], Tensor], commit: Commit
 ) -> None:
     """Write tensors of which `tensors` has shape and type only, each loaded when its turn comes."""
-    with _named(place, "written"):
+    with _named(place, "written"), _quietly_alone():
         dcp.save(
             dict(tensors),
             storage_writer=_Writer(place, commit),
@@ -206,6 +206,8 @@ class _Writer(dcp.FileSystemWriter):
             for name, about in metadata.state_dict_metadata.items()
         }
         self.commit(files | self.fs.written, tensors)
+        with suppress(OSError):  # beside a manifest it means nothing
+            self.place.delete(UNFINISHED)
 
 
 def _make_room(place: Place, needed: int) -> None:
@@ -273,16 +275,17 @@ class _Files(FileSystemBase):
 # --- reading -------------------------------------------------------------------------------------
 
 
-def read_tensors(place: Place, state: State) -> None:
+def read_tensors(
+    place: Place, state: State, reader: StorageReader | None = None, alone: bool = False
+) -> None:
     """Read into the tensors of a state, in place, whatever layout wrote them; all ranks together.
 
-    Without a process group it is one process that reads.
+    `alone`, or without a process group, it is one process that reads. `reader` is for a folder that
+    is not of ours.
     """
-    alone = not dist.is_initialized()
-    with _named(place, "read"), warnings.catch_warnings():
-        if alone:  # which DCP supposes to be a mistake
-            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        dcp.load(state, storage_reader=_Reader(place), no_dist=alone)
+    alone = alone or not dist.is_initialized()
+    with _named(place, "read"), _quietly_alone():
+        dcp.load(state, storage_reader=reader or _Reader(place), no_dist=alone)
 
 
 class _Reader(dcp.FileSystemReader):
@@ -306,7 +309,8 @@ class _Reader(dcp.FileSystemReader):
             for name, about in metadata.state_dict_metadata.items()
             if not isinstance(about, TensorStorageMetadata)  # DCP would unpickle its bytes
         ]
-        strange += [i.relative_path for i in metadata.storage_data.values() if "/" in i.relative_path]
+        files = {info.relative_path for info in metadata.storage_data.values()}
+        strange += [file for file in files if "/" in file]
         if strange:
             raise CheckpointError(
                 f"{self.place}: holds what is not a tensor of its own: {', '.join(strange[:4])}."
@@ -342,6 +346,14 @@ class _Unpickler(pickle.Unpickler):
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
             return getattr(torch, name)
         raise pickle.UnpicklingError(f"{module}.{name} has no place in it")
+
+
+@contextmanager
+def _quietly_alone() -> Iterator[None]:
+    """Without a process group, which DCP supposes to be a mistake."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        yield
 
 
 @contextmanager

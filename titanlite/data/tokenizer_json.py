@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import json
 from collections.abc import Mapping
 from itertools import pairwise
 from pathlib import Path
@@ -13,7 +14,8 @@ from titanlite.errors import DataError
 
 
 def as_tokenizer_json(path: str) -> bytes:
-    """The content of the tokenizer.json for a [data] tokenizer; such a file is itself.
+    """The content of the tokenizer.json for a [data] tokenizer; such a file is itself, but for
+    truncation and padding, which are habits of whoever saved it.
 
     The ids are the same but for runs of 100,000 blanks, which are cut here and not there. Raises
     DataError.
@@ -23,7 +25,10 @@ def as_tokenizer_json(path: str) -> bytes:
         return _of_ranks({bytes([byte]): byte for byte in range(256)}, tokenizer)
     content = Path(path).read_bytes()
     if content.lstrip()[:1] == b"{":
-        return content
+        table = json.loads(content)
+        if table.get("truncation") is None and table.get("padding") is None:
+            return content
+        return json.dumps({**table, "truncation": None, "padding": None}).encode()
     lines = (line.split() for line in content.splitlines())
     return _of_ranks({base64.b64decode(token): int(rank) for token, rank in lines}, tokenizer)
 

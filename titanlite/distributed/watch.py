@@ -24,7 +24,7 @@ from typing import NamedTuple
 
 import torch.distributed as dist
 
-from titanlite.errors import EXIT_LOST
+from titanlite.errors import EXIT_LOST, RankLost, UserError
 
 RANKS_A_SECOND = 1000  # pulses that a store does not notice; more ranks have a slower pulse
 SILENT = 0.8  # of the timeout: who says nothing for so long is given up
@@ -78,6 +78,9 @@ class Watch:
         return self
 
     def __exit__(self, kind, error, trace) -> None:
+        """Leave; raises RankLost in place of an error that another rank's end has brought about."""
+        if lost := self.blame(error):
+            raise RankLost(lost) from error
         self.leave("done" if error is None else f"{kind.__name__}: {error}".split("\n")[0][:200])
 
     def now(self, step: int, phase: str) -> None:
@@ -101,7 +104,7 @@ class Watch:
             self._line.hang_up(reason)
             faulthandler.cancel_dump_traceback_later()
 
-    def blame(self, error: BaseException) -> str:
+    def blame(self, error: BaseException | None) -> str:
         """Which rank made `error`, a failed collective, by dying or leaving; "" if none did.
 
         Takes some pulses, because only one that stays away tells; one rank prints what is found.
@@ -316,7 +319,7 @@ class _Line:
 
 def comes_from_others(error: BaseException | None) -> bool:
     """Whether an error, or one that it was made of, is about talking with other ranks."""
-    while error is not None:
+    while error is not None and not isinstance(error, UserError):
         if isinstance(error, dist.DistError) or "gloo/" in str(error) or "NCCL" in str(error):
             return True
         error = error.__cause__ or error.__context__

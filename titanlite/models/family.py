@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -40,6 +41,23 @@ class ModelConfig:
 
 
 @dataclass(frozen=True)
+class Counterpart:
+    """The same architecture in Hugging Face's words."""
+
+    architecture: str  # what config.json calls it
+    names: Mapping[str, str]  # our parameter -> theirs; `*` is the same number in both
+    derived: str  # pattern of what old folders hold beside parameters, and config.json tells too
+    config_of: Callable[[Any, int], dict[str, Any]]
+    # (shape, tokens it was trained on at once) -> config.json; raises CheckpointError
+    shape_of: Callable[[Mapping[str, Any]], Any]  # and back; raises CheckpointError
+
+    def name_of(self, name: str) -> str:
+        """Their name of a parameter of ours."""
+        number = "".join(part for part in name.split(".") if part.isdigit())
+        return self.names[re.sub(r"\.\d+\.", ".*.", name)].replace("*", number)
+
+
+@dataclass(frozen=True)
 class Family:
     """One model family. `shape` below is the family's own frozen dataclass of sizes."""
 
@@ -55,6 +73,7 @@ class Family:
     costs: Callable[[Any, int], dict[str, float]]
     # (shape, seq_len) -> FLOPs a token of each module, in the order in which they run
     tied: Callable[[Any], list[tuple[str, str]]]  # (parameter, the one it is the same as)
+    hugging_face: Counterpart
 
     def shape_of(self, section: ModelConfig) -> Any:
         """The sizes a [model] section asks for; raises ConfigError."""

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from titanlite.errors import CheckpointError
 from titanlite.models.attention import Attend, KeyValueCache
-from titanlite.models.family import Family
+from titanlite.models.family import Counterpart, Family
 from titanlite.models.rope import RopeScaling, rope_at, rotate
 
 
@@ -203,6 +207,124 @@ def _tied(shape: LlamaShape) -> list[tuple[str, str]]:
     return [("output.weight", "tok_embeddings.weight")] if shape.tied_embeddings else []
 
 
+# --- Hugging Face's words -------------------------------------------------------------------------
+
+_THEIR_NAMES = {
+    "tok_embeddings.weight": "model.embed_tokens.weight",
+    "layers.*.attention_norm.weight": "model.layers.*.input_layernorm.weight",
+    "layers.*.attention.wq.weight": "model.layers.*.self_attn.q_proj.weight",
+    "layers.*.attention.wk.weight": "model.layers.*.self_attn.k_proj.weight",
+    "layers.*.attention.wv.weight": "model.layers.*.self_attn.v_proj.weight",
+    "layers.*.attention.wo.weight": "model.layers.*.self_attn.o_proj.weight",
+    "layers.*.ffn_norm.weight": "model.layers.*.post_attention_layernorm.weight",
+    "layers.*.feed_forward.w1.weight": "model.layers.*.mlp.gate_proj.weight",
+    "layers.*.feed_forward.w3.weight": "model.layers.*.mlp.up_proj.weight",
+    "layers.*.feed_forward.w2.weight": "model.layers.*.mlp.down_proj.weight",
+    "norm.weight": "model.norm.weight",
+    "output.weight": "lm_head.weight",
+}  # the numbers in them are the same: rotary pairs too are (i, i + K/2) in both
+
+_THEIR_FIELDS = {
+    "dim": "hidden_size",
+    "n_layers": "num_hidden_layers",
+    "n_heads": "num_attention_heads",
+    "n_kv_heads": "num_key_value_heads",
+    "hidden_dim": "intermediate_size",
+    "vocab_size": "vocab_size",
+    "head_dim": "head_dim",
+    "norm_eps": "rms_norm_eps",
+    "rope_theta": "rope_theta",
+    "rope_scaling_factor": "factor",
+    "tied_embeddings": "tie_word_embeddings",
+}
+
+_THEIR_CHOICES = {  # what else would change the numbers, and the only value that we compute
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "mlp_bias": False,
+    "sliding_window": None,
+    "partial_rotary_factor": 1.0,
+    "quantization_config": None,
+    "auto_map": None,  # code of its own
+}
+
+_THEIR_STRETCH = {
+    "rope_type": "llama3",
+    "low_freq_factor": RopeScaling.low_frequency_factor,
+    "high_freq_factor": RopeScaling.high_frequency_factor,
+    "original_max_position_embeddings": RopeScaling.original_context,
+}
+
+
+def _config_of(shape: LlamaShape, context: int) -> dict[str, Any]:
+    """In the words of transformers 4, which 5 knows too."""
+    if shape.qk_norm:
+        raise CheckpointError(
+            "model.qk_norm = true: Hugging Face's LlamaForCausalLM has no such norm, and would"
+            " compute something else from these weights."
+        )
+    config = {theirs: getattr(shape, ours) for ours, theirs in _THEIR_FIELDS.items()}
+    factor, scaled = config.pop("factor"), shape.rope_scaling is not None
+    reach = int(factor * RopeScaling.original_context) if scaled else 0
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        **config,
+        **{key: only for key, only in _THEIR_CHOICES.items() if only in ("silu", False)},
+        "head_dim": shape.head_width,
+        "max_position_embeddings": max(context, reach),
+        "rope_scaling": {"factor": factor, **_THEIR_STRETCH} if scaled else None,
+    }
+
+
+def _shape_of(config: Mapping[str, Any]) -> LlamaShape:
+    """From the words of transformers 4 or 5; what is left out is as LlamaConfig has it."""
+    said = {key: value for key, value in config.items() if value is not None}
+    rope = said.get("rope_scaling") or said.get("rope_parameters") or {}  # in 5's order
+    rope = rope if isinstance(rope, dict) else {"rope_scaling": rope}
+    given = {
+        "num_key_value_heads": said.get("num_attention_heads"),
+        "head_dim": 0,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10_000.0,
+        "rope_type": rope.get("type", "default"),
+        "tie_word_embeddings": False,
+        **said,
+        **rope,
+    }
+    scaled = given["rope_type"] == "llama3"
+    given["factor"] = rope.get("factor") if scaled else 1.0
+    only = _THEIR_CHOICES | (_THEIR_STRETCH if scaled else {"rope_type": "default"})
+    sizes = {ours: given.get(theirs) for ours, theirs in _THEIR_FIELDS.items()}
+    wrong = [
+        *(key for key in only if given.get(key, _THEIR_CHOICES.get(key)) != only[key]),
+        *(rope.keys() - _THEIR_STRETCH.keys() - {"type", "rope_theta", "factor"}),
+        *(key for key in said.keys() & rope.keys() if said[key] != rope[key]),
+        *(_THEIR_FIELDS[ours] for ours, value in sizes.items() if not _can_be(ours, value)),
+    ]
+    if not wrong:
+        heads, width = sizes["n_heads"], sizes["head_dim"] or sizes["dim"] / sizes["n_heads"]
+        wrong += ["num_attention_heads", "num_key_value_heads"] if heads % sizes["n_kv_heads"] else []
+        if width % 2:  # no whole number, or no pairs to turn
+            wrong += ["head_dim"] if sizes["head_dim"] else ["hidden_size", "num_attention_heads"]
+        sizes["head_dim"] = 0 if width * heads == sizes["dim"] else width  # as the flavors say it
+    if wrong:
+        known = {key: f" (only {json.dumps(value)} is known)" for key, value in only.items()}
+        found = {key: f"{key} = {json.dumps(given.get(key)):.80}" for key in wrong}
+        each = ", ".join(words + known.get(key, "") for key, words in found.items())
+        raise CheckpointError(f"config.json describes what model llama3 is not: {each}.")
+    return LlamaShape(**sizes)
+
+
+def _can_be(field: str, value: Any) -> bool:
+    """Whether a field of the shape can have this value."""
+    kind = type(getattr(LlamaShape, field, 1))
+    if kind is bool or isinstance(value, bool):
+        return type(value) is kind
+    least = 0 if field in ("head_dim", "norm_eps") else 1
+    return isinstance(value, (int, kind)) and value >= least
+
+
 LLAMA = Family(
     name="llama3",
     flavors=FLAVORS,
@@ -215,4 +337,11 @@ LLAMA = Family(
     flops_per_token=_flops_per_token,
     costs=_costs,
     tied=_tied,
+    hugging_face=Counterpart(
+        architecture="LlamaForCausalLM",
+        names=_THEIR_NAMES,
+        derived="*.rotary_emb.inv_freq",
+        config_of=_config_of,
+        shape_of=_shape_of,
+    ),
 )

@@ -207,10 +207,8 @@ def _tell_saved(saved: Saved | None, checkpointer: Checkpointer, sinks: Sinks) -
         sinks.event(saved.step, "checkpoint_saved", **fields)
         return
     count = checkpointer.failures
-    logger.error("checkpoint of step %d not saved (%d so far): %s", saved.step, count, saved.problem)
-    sinks.event(
-        saved.step, "checkpoint_failed", **fields, problem=saved.problem, failures=count
-    )
+    sinks.event(saved.step, "checkpoint_failed", **fields, problem=saved.problem, failures=count)
+    logger.error("step %d: %d checkpoints could not be written so far", saved.step, count)
 
 
 def _record(

@@ -1,0 +1,381 @@
+"""A rank that dies or hangs: the others end in time, and say which one and where it stood."""
+
+from __future__ import annotations
+
+import ctypes
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from datetime import timedelta
+from multiprocessing.connection import wait
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.conftest import ROOT
+from tests.distributed.ranks import PRELOAD
+from titanlite.distributed.watch import Watch
+from titanlite.errors import EXIT_DONE, EXIT_LOST, EXIT_USER, ConfigError, RankLost, UserError
+
+RANKS = 3
+TIMEOUT = 4.0
+IN_TIME = TIMEOUT + 0.5  # machines that test are busy
+EXIT_OTHER = 9  # an error that is nobody else's
+THIRD_STEP = 3  # when the trouble comes, on rank 2
+
+
+class Job:
+    """Three ranks that take steps together, in processes of their own, and what became of them."""
+
+    def __init__(self, folder: Path, trouble, port: int, restart: int = 0):
+        self.folder, self.ended = folder, {}
+        folder.mkdir()
+        process, rest = forkserver().Process, (folder, trouble, port, restart)
+        self.ranks = [process(target=train, args=(r, *rest), daemon=True) for r in range(RANKS)]
+        for process in self.ranks:
+            process.start()
+        self.clock = threading.Thread(target=self._note_ends, daemon=True)
+        self.clock.start()
+
+    def _note_ends(self) -> None:
+        running = {process.sentinel: rank for rank, process in enumerate(self.ranks)}
+        while running:
+            for sentinel in wait(list(running)):
+                self.ended[running.pop(sentinel)] = time.time()
+
+    def codes(self, *ranks: int) -> list[int | None]:
+        """The exit codes of these ranks, or of all, once they have ended; None where none has."""
+        deadline = time.monotonic() + 4 * TIMEOUT
+        for rank in ranks or range(RANKS):
+            self.ranks[rank].join(max(0.0, deadline - time.monotonic()))
+        return [process.exitcode for process in self.ranks]
+
+    def seconds(self, *ranks: int) -> float:
+        """From the trouble until the last of these ranks had ended."""
+        time.sleep(0.1)  # for the clock, which may see an end a little later than `codes`
+        ends = [self.ended[rank] for rank in ranks or range(RANKS)]
+        return max(ends) - (self.folder / "trouble").stat().st_mtime
+
+    def kill(self) -> None:
+        for process in self.ranks:
+            process.kill()
+            process.join()
+
+    def said(self) -> str:
+        return "".join((self.folder / f"said_{rank}").read_text() for rank in range(RANKS))
+
+    def stacks(self, rank: int) -> str:
+        return (self.folder / "stacks" / f"rank_{rank}.txt").read_text()
+
+
+def forkserver():
+    os.environ["OMP_NUM_THREADS"] = "1"
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOAD)
+    return context
+
+
+def train(rank: int, folder: Path, trouble, port: int, restart: int) -> None:
+    """A trainer in small: the phases of its steps, a collective in some, and what may go wrong."""
+    said = os.open(folder / f"said_{rank}", os.O_CREAT | os.O_WRONLY | os.O_APPEND)
+    os.dup2(said, 1)
+    os.dup2(said, 2)
+    torch.set_num_threads(1)
+    os.environ.update(MASTER_ADDR="localhost", MASTER_PORT=str(port))
+    os.environ.update(TORCHELASTIC_RUN_ID="test", TORCHELASTIC_RESTART_COUNT=str(restart))
+    meeting, minute = dist.FileStore(f"{folder}/meeting", RANKS), timedelta(seconds=60)
+    dist.init_process_group("gloo", store=meeting, rank=rank, world_size=RANKS, timeout=minute)
+    try:
+        with Watch(rank, RANKS, TIMEOUT, folder) as watch:
+            take_steps(rank, watch, trouble, folder)
+    except UserError:
+        sys.exit(EXIT_USER)
+    except RankLost:
+        sys.exit(EXIT_LOST)
+    except RuntimeError:
+        sys.exit(EXIT_OTHER)
+
+
+def take_steps(rank: int, watch: Watch, trouble, folder: Path) -> None:
+    for step in range(1, 6):
+        for phase in ("data", "forward", "backward", "save"):
+            watch.now(step, phase)
+            if step == THIRD_STEP and phase == trouble.phase:
+                time.sleep(0.5)  # the phases of real steps are longer than a pulse
+                if rank == 2:
+                    (folder / "trouble").touch()
+                trouble(rank)
+            if phase in ("forward", "backward"):
+                dist.all_reduce(torch.ones(1))
+
+
+TROUBLES = []
+
+
+def in_phase(phase: str):
+    """Trouble that comes in this phase."""
+
+    def mark(trouble):
+        trouble.phase = phase
+        TROUBLES.append(trouble)
+        return trouble
+
+    return mark
+
+
+@in_phase("data")
+def nothing(rank):
+    pass
+
+
+@in_phase("backward")
+def frozen(rank):
+    if rank == 2:
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+
+@in_phase("forward")
+def all_frozen(rank):
+    if rank == 2:
+        time.sleep(0.2)
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+@in_phase("backward")
+def killed(rank):
+    if rank == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+@in_phase("backward")
+def killed_unnoticed(rank):
+    """As under NCCL, whose collectives wait on for who is gone."""
+    if rank == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(60)
+
+
+@in_phase("data")
+def endless_data(rank):
+    if rank == 2:
+        read_what_never_comes()
+
+
+def read_what_never_comes():
+    while True:
+        time.sleep(0.1)
+
+
+@in_phase("data")
+def hung_disk(rank):
+    """As for a page of a mapped file: Python's lock is held, so that no thread runs."""
+    if rank == 2:
+        ctypes.PyDLL(None).sleep(60)
+
+
+@in_phase("forward")
+def deadlock(rank):
+    dist.recv(torch.ones(1), src=(rank + 1) % RANKS)
+
+
+@in_phase("data")
+def user_error(rank):
+    if rank == 2:
+        raise ConfigError("a setting that cannot be")
+
+
+@in_phase("forward")
+def own_mistake(rank):
+    raise RuntimeError("gloo/allreduce.cc: shapes differ")
+
+
+@in_phase("save")
+def slow_save(rank):
+    if rank == 2:
+        time.sleep(1.4 * TIMEOUT)
+
+
+@in_phase("forward")
+def frozen_store(rank):
+    """The host of the launcher freezes, while nobody gets on."""
+    time.sleep(60)
+
+
+@pytest.fixture(scope="module")
+def jobs(tmp_path_factory):
+    """A job for each trouble; all at once, since they mostly wait."""
+    folder, store = tmp_path_factory.mktemp("watch"), serve()
+    troubles = [trouble for trouble in TROUBLES if trouble not in (nothing, frozen_store)]
+    started = {
+        trouble: Job(folder / trouble.__name__, trouble, store.port, restart)
+        for restart, trouble in enumerate(troubles)
+    }
+    yield started
+    for job in started.values():
+        job.kill()
+
+
+def serve() -> dist.TCPStore:
+    return dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+
+
+def serve_elsewhere(connection) -> None:
+    store = serve()
+    connection.send(store.port)
+    time.sleep(60)
+
+
+def test_the_others_say_where_a_frozen_rank_stood_and_end_in_time(jobs):
+    job = jobs[frozen]
+    assert job.codes(0, 1) == [EXIT_LOST, EXIT_LOST, None]
+    assert job.seconds(0, 1) < IN_TIME
+    said = job.said()
+    assert said.count("Rank 2 (") == said.count("was not heard of for") == 1, said
+    assert said.count("the last it said was step 3, backward") == 1, said
+    for rank in (0, 1):
+        assert "in take_steps" in job.stacks(rank) and "all_reduce" in job.stacks(rank)
+        assert f"rank {rank} in step 3, backward" in job.stacks(rank)
+
+
+def test_a_job_that_was_frozen_as_a_whole_goes_on(jobs):
+    job = jobs[all_frozen]
+    wait_for(job.folder / "trouble")
+    while time.time() < (job.folder / "trouble").stat().st_mtime + 1.5 * TIMEOUT:
+        time.sleep(0.1)
+    for process in job.ranks:
+        os.kill(process.pid, signal.SIGCONT)
+        time.sleep(0.5)  # hosts wake one after the other
+    assert job.codes() == [EXIT_DONE] * RANKS, job.said()
+
+
+@pytest.mark.parametrize("trouble", [killed, killed_unnoticed])
+def test_a_killed_rank_is_named_soon(jobs, trouble):
+    job = jobs[trouble]
+    assert job.codes() == [EXIT_LOST, EXIT_LOST, -signal.SIGKILL]
+    assert job.seconds() < IN_TIME / 2
+    said = job.said()
+    assert said.count("Rank 2 (") == said.count("titanlite:") == 1, said
+    assert "is gone; the last it said was step 3, backward" in said
+    assert "in take_steps" in job.stacks(0) and "in take_steps" in job.stacks(1)
+
+
+def test_a_rank_that_stays_behind_is_named_though_it_lives(jobs):
+    job = jobs[endless_data]
+    assert job.codes() == [EXIT_LOST] * RANKS
+    assert job.seconds() < IN_TIME
+    said = job.said()
+    assert said.count("Rank 2 (") == said.count("has been in step 3, data for") == 1, said
+    assert "waiting for it: 2 in step 3, forward" in said
+    assert "in read_what_never_comes" in job.stacks(2)
+
+
+def test_a_rank_whose_disk_hangs_shows_where(jobs):
+    job = jobs[hung_disk]
+    assert job.codes(0, 1) == [EXIT_LOST, EXIT_LOST, None]
+    assert job.seconds(0, 1) < IN_TIME
+    assert "the last it said was step 3, data" in job.said()
+    assert "in hung_disk" in job.said()
+
+
+def test_ranks_that_wait_for_each_other_hear_so(jobs):
+    job = jobs[deadlock]
+    assert job.codes() == [EXIT_LOST] * RANKS
+    assert job.seconds() < IN_TIME
+    assert job.said().count("All 3 ranks have been in step 3, forward for") == 1, job.said()
+    assert "in deadlock" in job.stacks(1)
+
+
+def test_a_rank_that_left_for_a_reason_is_not_taken_for_dead(jobs):
+    job = jobs[user_error]
+    assert job.codes() == [EXIT_LOST, EXIT_LOST, EXIT_USER]
+    said = job.said()
+    assert said.count("left at step 3, data (ConfigError: a setting that cannot be)") == 1, said
+    assert "gone" not in said
+
+
+def test_nobody_is_blamed_for_a_mistake_of_our_own(jobs):
+    job = jobs[own_mistake]
+    assert EXIT_OTHER in job.codes()  # the others may see the first one leave with it
+    assert "gone" not in job.said()
+
+
+def test_a_save_may_take_longer_than_the_timeout(jobs):
+    job = jobs[slow_save]
+    assert job.codes() == [EXIT_DONE] * RANKS, job.said()
+    assert job.seconds() > 1.3 * TIMEOUT
+
+
+def test_a_healthy_job_is_left_alone_also_when_the_store_knows_a_job_that_was_not(tmp_path):
+    """As after a restart by torchrun, whose store has the pulses and the verdict of before."""
+    store = serve()
+    before = Job(tmp_path / "before", killed, store.port)
+    assert EXIT_LOST in before.codes()
+    again = Job(tmp_path / "again", nothing, store.port, restart=1)
+    assert again.codes() == [EXIT_DONE] * RANKS, again.said()
+    assert again.said() == ""
+
+
+def test_without_an_answer_from_the_store_a_rank_ends_by_itself(tmp_path):
+    here, there = multiprocessing.Pipe()
+    store = forkserver().Process(target=serve_elsewhere, args=(there,), daemon=True)
+    store.start()
+    job = Job(tmp_path / "job", frozen_store, here.recv())
+    try:
+        wait_for(job.folder / "trouble")
+        os.kill(store.pid, signal.SIGSTOP)
+        assert job.codes() == [EXIT_LOST] * RANKS
+        assert job.seconds() < IN_TIME
+        assert "does not answer: the launcher, or rank 0, is gone" in job.said()
+        assert "in frozen_store" in job.stacks(1)
+    finally:
+        store.kill()
+        job.kill()
+
+
+WORKER = """
+import os, sys, time
+from titanlite.distributed.watch import die_with_launcher
+die_with_launcher()
+open(sys.argv[1] + os.environ["RANK"], "w").write(str(os.getpid()))
+time.sleep(60)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells of a parent's end")
+def test_no_worker_outlives_its_launcher(tmp_path):
+    script = tmp_path / "worker.py"
+    script.write_text(WORKER)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    torchrun = subprocess.Popen([*command, str(script), f"{tmp_path}/pid_"], env=environment)
+    pids = [int(wait_for(tmp_path / f"pid_{rank}")) for rank in range(2)]
+    time.sleep(0.5)  # nor does one end before its launcher
+    assert all(map(runs, pids))
+    torchrun.kill()
+    torchrun.wait()
+    deadline = time.monotonic() + 5
+    while any(map(runs, pids)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not any(map(runs, pids))
+
+
+def runs(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def wait_for(path: Path) -> str:
+    """What a file says, once it is there."""
+    deadline = time.monotonic() + 30
+    while not path.exists() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    time.sleep(0.1)  # it may be there before its content
+    return path.read_text()

@@ -1,0 +1,179 @@
+"""Hugging Face folders of safetensors, written a shard at a time, from tensors under our names."""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from titanlite.checkpoint.hf import CONFIG, DTYPES, INDEX, SINGLE, TOKENIZER, parameters_of
+from titanlite.checkpoint.place import Place
+from titanlite.data import open_tokenizer
+from titanlite.data.tokenizer_json import as_tokenizer_json
+from titanlite.errors import CheckpointError
+from titanlite.models import Family
+
+SHARD_BYTES = 5_000_000_000
+
+_CODES = {dtype: code for code, dtype in DTYPES.items()}
+
+Load = Callable[[Sequence[str]], Mapping[str, Tensor]]  # our names -> whole tensors
+
+
+def write_hugging_face(
+    place: Place,
+    family: Family,
+    shape: Any,
+    load: Load,
+    *,
+    dtype: torch.dtype = torch.float32,
+    context: int,
+    tokenizer: str | None,
+    max_shard_bytes: int = SHARD_BYTES,
+) -> str:
+    """Write a fresh folder from one process; returns what became of the tokenizer, in words.
+
+    `load` is asked for the tensors of one shard at a time, and each is let go once it is on the
+    disk. `context` is how many tokens the model was trained on at once; `tokenizer` as in [data].
+    config.json comes last: without it, nothing loads the folder. Raises CheckpointError, before
+    anything is written where the folder or the architecture is the reason.
+    """
+    config = _config(family, shape, dtype, context, tokenizer)
+    if place.sizes() or place.folders():
+        raise CheckpointError(
+            f"{place}: is there and not empty.", fix="Remove it, or give another folder."
+        )
+    tied = dict(family.tied(shape))
+    sizes = {n: size for n, size in parameters_of(family, shape).items() if n not in tied}
+    files = _cut(sizes, dtype.itemsize, max_shard_bytes)
+    try:
+        place.make()
+        _check_room(place, dtype.itemsize * sum(size.numel() for size in sizes.values()))
+        for file, names in files.items():
+            wanted = {name: sizes[name] for name in names}
+            _write_shard(place, file, family, wanted, dict(load(names)), dtype)
+        if SINGLE not in files:
+            _write_json(place, INDEX, _index(family, files, sizes, dtype))
+        note = _write_tokenizer(place, tokenizer)
+        place.write_at_once(CONFIG, json.dumps(config, indent=2).encode())
+    except OSError as error:
+        raise CheckpointError(f"{place}: could not be written: {error}.") from error
+    return note
+
+
+def _config(
+    family: Family, shape: Any, dtype: torch.dtype, context: int, tokenizer: str | None
+) -> dict[str, Any]:
+    ids = None if tokenizer is None else open_tokenizer(tokenizer)
+    return {
+        **family.hugging_face.config_of(shape, context),
+        "torch_dtype": str(dtype).removeprefix("torch."),
+        "bos_token_id": ids.bos_id if ids else None,  # left out, transformers would have 1 and 2
+        "eos_token_id": ids.eos_id if ids else None,
+    }
+
+
+def _check_room(place: Place, needed: int) -> None:
+    free = place.free_bytes()
+    if free is not None and free < needed * 1.01 + (1 << 20):  # headers, the tokenizer
+        raise CheckpointError(
+            f"{place}: needs {needed / 1e6:,.0f} MB, and {free / 1e6:,.0f} MB are free there.",
+            fix="Make room, or give another folder.",
+        )
+
+
+def _cut(sizes: Mapping[str, torch.Size], itemsize: int, most: int) -> dict[str, list[str]]:
+    """The names of each file of at most `most` bytes, in order; a larger tensor has its own."""
+    shards: list[list[str]] = [[]]
+    filled = 0
+    for name, size in sizes.items():
+        needed = size.numel() * itemsize
+        if shards[-1] and filled + needed > most:
+            shards.append([])
+            filled = 0
+        shards[-1].append(name)
+        filled += needed
+    if len(shards) == 1:
+        return {SINGLE: shards[0]}
+    named = "model-{:05}-of-{:05}.safetensors"
+    return {named.format(number, len(shards)): shard for number, shard in enumerate(shards, 1)}
+
+
+def _index(
+    family: Family,
+    files: Mapping[str, list[str]],
+    sizes: Mapping[str, torch.Size],
+    dtype: torch.dtype,
+) -> dict[str, Any]:
+    total = dtype.itemsize * sum(size.numel() for size in sizes.values())
+    name_of = family.hugging_face.name_of
+    where = {name_of(name): file for file, names in files.items() for name in names}
+    return {"metadata": {"total_size": total}, "weight_map": where}
+
+
+def _write_shard(
+    place: Place,
+    file: str,
+    family: Family,
+    sizes: Mapping[str, torch.Size],
+    tensors: dict[str, Tensor],
+    dtype: torch.dtype,
+) -> None:
+    """One safetensors file, tensor after tensor (https://github.com/huggingface/safetensors).
+
+    Not by the library, which writes to local paths alone, and a `Place` may be a URL.
+    """
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # transformers insists on it
+    end = 0
+    for name, size in sizes.items():
+        begin, end = end, end + size.numel() * dtype.itemsize
+        about = {"dtype": _CODES[dtype], "shape": list(size), "data_offsets": [begin, end]}
+        header[family.hugging_face.name_of(name)] = about
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)  # aligns the numbers
+    with place.writing(file) as stream:
+        stream.write(struct.pack("<Q", len(text)) + text)
+        for name, size in sizes.items():
+            raw = _converted(name, tensors.pop(name), size, dtype)
+            stream.write(raw.contiguous().reshape(-1).view(torch.uint8).numpy())
+
+
+def _converted(name: str, tensor: Tensor, size: torch.Size, dtype: torch.dtype) -> Tensor:
+    if tensor.shape != size:
+        raise CheckpointError(f"{name}: has shape {list(tensor.shape)}, not {list(size)}.")
+    tensor = tensor.detach().cpu()
+    converted = tensor.to(dtype)
+    if dtype != tensor.dtype and not torch.equal(converted.isfinite(), tensor.isfinite()):
+        raise CheckpointError(
+            f"{name}: holds {tensor.abs().max():.3g}, which {dtype} cannot.", fix="Use bfloat16."
+        )
+    return converted
+
+
+def _write_json(place: Place, name: str, content: dict[str, Any]) -> None:
+    with place.writing(name) as stream:
+        stream.write(json.dumps(content, indent=2).encode())
+
+
+def _write_tokenizer(place: Place, path: str | None) -> str:
+    """Write what transformers' AutoTokenizer opens, and say what it is."""
+    if path is None:
+        return "No tokenizer: the model was trained on ids alone."
+    content, tokenizer = as_tokenizer_json(path), open_tokenizer(path)
+    with place.writing(TOKENIZER) as stream:
+        stream.write(content)
+    added = {token["id"]: token["content"] for token in json.loads(content)["added_tokens"]}
+    about = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": added[tokenizer.bos_id],
+        "eos_token": added[tokenizer.eos_id],
+        "clean_up_tokenization_spaces": False,
+    }
+    _write_json(place, "tokenizer_config.json", about)
+    copied = Path(path).is_file() and content == Path(path).read_bytes()
+    return f"{TOKENIZER} is {path}." if copied else f"{TOKENIZER} gives the same ids as {path}."
