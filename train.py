@@ -96,7 +96,8 @@ def train(job: Job, session: Session, hold: Hold, watch: Watch, began: float) ->
     watch.now(0, "load")
     found = checkpointer.find()
     watch.now(0, "build")
-    hold.begin(session.ranks, found.step if found else 0, config.job.max_crashes)
+    patience = config.job.max_crashes if checkpointer.saves else 0  # else nothing could come of it
+    hold.begin(session.ranks, found.step if found else 0, patience)
 
     mesh = build_mesh(job.degrees, device.type)
     compute = DTYPES[training.mixed_precision_param]

@@ -197,7 +197,6 @@ class Checkpointer:
             if not problem:
                 _once(lambda: self._clean(litter))
                 return Found(place, refused, step)
-            logger.error("checkpoint refused: %s", problem)
             refused.append(problem)
         if refused:
             raise CheckpointError(
@@ -231,7 +230,7 @@ class Checkpointer:
         if found.initial and config.initial_load_in_hf:
             return self._load_hugging_face(place, model, facts)
         model_only = found.initial and config.initial_load_model_only
-        read, problem = attempt(lambda: read_manifest(place))
+        read, problem = attempt(lambda: read_manifest(place, sizes=config.verify != "off"))
         agree(problem)  # each rank reads for itself: a folder that is not shared is found here
         manifest: Manifest = read
         _check_facts(place, manifest.facts, facts, model_only, config.allow_changes)
@@ -245,7 +244,7 @@ class Checkpointer:
                 fix='Use an earlier one (checkpoint.load_step), or start its moments anew:'
                 " checkpoint.exclude_from_loading = [\"optimizer\"].",
             ).known_to_all()
-        read_tensors(place, state_of(model, None if skip else optimizer))
+        read_tensors(place, state_of(model, None if skip else optimizer), self.group)
         return None if model_only else _without(config.exclude_from_loading, manifest.progress)
 
     def steps(self) -> list[int]:
@@ -274,7 +273,7 @@ class Checkpointer:
         agree(problem)
         own = {"model": dataclasses.asdict(folder.shape)}
         _check_facts(place, own, facts, True, self.config.allow_changes)
-        read_tensors(place, state_of(model), folder.reader())
+        read_tensors(place, state_of(model), self.group, reader=folder.reader())
 
     def _problem_of(self, place: Place) -> str:
         """What is wrong with a checkpoint, or nothing; each rank reads a part of its bytes."""

@@ -218,7 +218,7 @@ def _make_room(place: Place, needed: int) -> None:
     free = place.free_bytes()
     if free is not None and free < needed * 1.01 + (1 << 20):  # names, headers, the manifest
         raise CheckpointError(
-            f"{place}: needs {needed / 1e6:,.0f} MB, and {free / 1e6:,.0f} MB are free there.",
+            f"{place}: needs {needed / 1e6:,.1f} MB, and {free / 1e6:,.1f} MB are free there.",
             fix="Make room, or keep fewer (checkpoint.keep_latest_k).",
         )
     place.write_at_once(UNFINISHED, b"")
@@ -276,16 +276,26 @@ class _Files(FileSystemBase):
 
 
 def read_tensors(
-    place: Place, state: State, reader: StorageReader | None = None, alone: bool = False
+    place: Place,
+    state: State,
+    group: dist.ProcessGroup | None = None,
+    *,
+    reader: StorageReader | None = None,
+    alone: bool = False,
 ) -> None:
-    """Read into the tensors of a state, in place, whatever layout wrote them; all ranks together.
+    """Read into the tensors of a state, in place, whatever layout wrote them.
 
-    `alone`, or without a process group, it is one process that reads. `reader` is for a folder that
-    is not of ours.
+    All ranks of `group` do it together; `alone`, or where there are no ranks, it is one process.
+    `reader` is for a folder that is not of ours.
     """
     alone = alone or not dist.is_initialized()
     with _named(place, "read"), _quietly_alone():
-        dcp.load(state, storage_reader=reader or _Reader(place), no_dist=alone)
+        dcp.load(
+            state,
+            storage_reader=reader or _Reader(place),
+            process_group=None if alone else group,
+            no_dist=alone,
+        )
 
 
 class _Reader(dcp.FileSystemReader):

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import atexit
+import logging
 import re
 import sys
 from typing import Any
 
 from titanlite.log import logger
 
+_TROUBLE = ("checkpoint_failed", "checkpoint_refused")  # events that somebody should look at
 _DIM, _PLAIN = "\033[2m", "\033[0m"
 
 
@@ -36,9 +38,10 @@ class Console:
         words = [self._place(record["step"]), record["event"].replace("_", " ")]
         for key, value in record.items():
             if key not in ("event", "step", "time"):
-                bare = key in ("name", "path")  # they say themselves what they are
+                bare = key in ("name", "path", "problem", "reason")  # they say themselves what they are
                 words.append(_shown(value) if bare else self._fact(key, _shown(value)))
-        logger.info("%s", "  ".join(words))
+        level = logging.ERROR if record["event"] in _TROUBLE else logging.INFO
+        logger.log(level, "%s", "  ".join(words))
 
     def close(self) -> None:
         pass

@@ -19,7 +19,6 @@ from titanlite.distributed.mesh import Mesh
 from titanlite.distributed.session import tighten_timeouts
 from titanlite.distributed.stop import Council, StopRequest
 from titanlite.errors import CheckpointError, UserError
-from titanlite.log import logger
 from titanlite.settings import Built, Positive, Range
 from titanlite.training.engine import Engine
 from titanlite.training.state import TrainState
@@ -110,13 +109,15 @@ def run(
     reason = _asked_before_starting(council, stop)
     gc.collect()
     gc.disable()  # ranks collecting at different moments stall each other's collectives
-    began = time.monotonic()
+    began, longest = time.monotonic(), 0.0  # seconds of a turn of the loop
     try:
         while not reason and state.step < config.steps:
             watch.now(state.step + 1, "data")
-            # Two steps, because the one that is running when time is up is not yet the last.
-            needed = checkpointer.save_seconds + 2 * (time.monotonic() - began)
-            began = time.monotonic()
+            turn, began = time.monotonic() - began, time.monotonic()
+            if state.step > first_step + 1:
+                longest = max(longest, turn)  # perhaps one that validates
+            # What is decided now holds after this turn; after the next one it may be too late.
+            needed = checkpointer.save_seconds + longest + turn
             trouble = between.trouble()
             council.ask(stop.reason(needed), checkpointer.writing, bool(trouble))
             with meter.waiting():
@@ -206,9 +207,8 @@ def _tell_saved(saved: Saved | None, checkpointer: Checkpointer, sinks: Sinks) -
     if not saved.problem:
         sinks.event(saved.step, "checkpoint_saved", **fields)
         return
-    count = checkpointer.failures
-    sinks.event(saved.step, "checkpoint_failed", **fields, problem=saved.problem, failures=count)
-    logger.error("step %d: %d checkpoints could not be written so far", saved.step, count)
+    fields |= {"problem": saved.problem, "failures": checkpointer.failures}
+    sinks.event(saved.step, "checkpoint_failed", **fields)
 
 
 def _record(
