@@ -34,7 +34,7 @@ TOLERANCE = 1e-5  # between curves of different layouts, relative
 
 @dataclass
 class Drill:
-    """One disturbed run and what it is done with."""
+    """One run, and what befalls it."""
 
     out: Path
     argv: list[str]
@@ -220,13 +220,14 @@ def _under_way(drill: Drill, file_limit: int | None = None) -> subprocess.Popen:
 
 def _signal_a_rank(drill: Drill, run: subprocess.Popen, number: int) -> int:
     ranks = ranks_of(run.pid)
-    if not ranks:
-        return -1  # done before the fault could strike
-    rank = drill.chance.choice(sorted(ranks))
+    rank = drill.chance.randrange(drill.ranks)
     try:
         os.kill(ranks[rank], number)
-    except ProcessLookupError:
-        return -1
+    except (KeyError, ProcessLookupError):
+        raise CheckpointError(
+            f"the run had ended before a fault could strike; see {drill.log.name}.",
+            fix="If it was done, give it more steps, or fewer --faults, or a shorter --longest.",
+        ) from None
     return rank
 
 

@@ -204,9 +204,13 @@ def verify_less(folder) -> list[str]:
 
 
 def test_how_much_is_verified_is_what_was_asked_for(tmp_path):
-    run_on_ranks(save_two, 2, str(tmp_path))
-    DAMAGE["a flipped bit"](tmp_path / "step-2")
-    assert run_on_ranks(verify_less, 1, str(tmp_path)) == [["step-2", "step-2", "step-1"]]
+    run_on_ranks(save_two, 2, str(tmp_path / "flipped"))
+    shutil.copytree(tmp_path / "flipped", tmp_path / "longer")
+    DAMAGE["a flipped bit"](tmp_path / "flipped" / "step-2")
+    with largest(tmp_path / "longer" / "step-2").open("ab") as shard:
+        shard.write(b"more")
+    answers = [run_on_ranks(verify_less, 1, str(tmp_path / how))[0] for how in ("flipped", "longer")]
+    assert answers == [["step-2", "step-2", "step-1"], ["step-2", "step-1", "step-1"]]
 
 
 class Malice:
