@@ -59,10 +59,11 @@ def main(argv: list[str]) -> int:
             logger.info("every check passed for %s", job.degrees)
             return EXIT_DONE
         device, comm = choose_device(section.device), job.config.comm
+        patience = comm.init_timeout_seconds
         with (
             join(device, comm, job.config.debug, job.folder) as session,
             hold_folder(job.folder) as hold,
-            Watch(session.rank, session.ranks, comm.init_timeout_seconds, job.folder) as watch,
+            Watch(session.rank, session.ranks, patience, job.folder, session.start) as watch,
         ):
             hold.code = train(job, session, hold, watch, began)
             return hold.code

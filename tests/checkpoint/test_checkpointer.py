@@ -288,6 +288,21 @@ def test_nothing_in_a_checkpoint_can_execute_code(tmp_path):
 # --- what is found -------------------------------------------------------------------------------
 
 
+def save_over(folder) -> str:
+    """Save step 1 into a folder that holds a checkpoint of it, and a shard of a larger layout."""
+    state = trained(Layout())
+    save_whole(open_checkpointer(folder), state)
+    Path(folder, "step-1", "__7_0.distcp").write_bytes(b"of before")
+    save_whole(open_checkpointer(folder), state)
+    return load(open_checkpointer(folder), state)
+
+
+def test_a_step_that_is_saved_again_is_not_mixed_with_what_was_there(tmp_path):
+    assert run_on_ranks(save_over, 1, str(tmp_path)) == ["step-1"]
+    names = {path.name for path in (tmp_path / "step-1").iterdir()}
+    assert names == {".metadata", "__0_0.distcp", "manifest.json"}
+
+
 def find_in(folder, config) -> str:
     found = open_checkpointer(folder, **config).find()
     return "nothing" if found is None else found.place.name

@@ -351,7 +351,7 @@ def test_all_that_is_wrong_with_the_files_is_said_at_once(tmp_path):
         cut.truncate(place.sizes()[files[1]] - 1)
     weights = json.loads(place.read("model.safetensors.index.json"))["weight_map"]
     moved, gone = [name for name, file in weights.items() if file == files[2]][:2]
-    weights |= {moved: "../" + files[3]}
+    weights |= {moved: "../" + files[3], "promised": files[2]}
     del weights[gone]
     edit(place, "model.safetensors.index.json", weight_map=weights)
     with pytest.raises(CheckpointError) as refused:
@@ -359,6 +359,7 @@ def test_all_that_is_wrong_with_the_files_is_said_at_once(tmp_path):
     for words in (
         f"{files[1]} is damaged or cut short",
         f"2 files that its index names are not there: ../{files[3]}, {files[0]}",
+        "1 tensors are not in the file that its index says: promised",
         "2 tensors are not in its index: ",
         gone,
     ):

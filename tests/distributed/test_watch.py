@@ -88,11 +88,10 @@ def train(rank: int, folder: Path, trouble, port: int, restart: int) -> None:
     os.dup2(said, 2)
     torch.set_num_threads(1)
     os.environ.update(MASTER_ADDR="localhost", MASTER_PORT=str(port))
-    os.environ.update(TORCHELASTIC_RUN_ID="test", TORCHELASTIC_RESTART_COUNT=str(restart))
     meeting, minute = dist.FileStore(f"{folder}/meeting", RANKS), timedelta(seconds=60)
     dist.init_process_group("gloo", store=meeting, rank=rank, world_size=RANKS, timeout=minute)
     try:
-        with Watch(rank, RANKS, TIMEOUT, folder) as watch:
+        with Watch(rank, RANKS, TIMEOUT, folder, start=str(restart)) as watch:
             take_steps(rank, watch, trouble, folder)
     except UserError:
         sys.exit(EXIT_USER)

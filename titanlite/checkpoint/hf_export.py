@@ -147,12 +147,13 @@ def _converted(name: str, tensor: Tensor, size: torch.Size, dtype: torch.dtype) 
     if tensor.shape != size:
         raise CheckpointError(f"{name}: has shape {list(tensor.shape)}, not {list(size)}.")
     tensor = tensor.detach().cpu()
-    converted = tensor.to(dtype)
-    if dtype != tensor.dtype and not torch.equal(converted.isfinite(), tensor.isfinite()):
-        raise CheckpointError(
-            f"{name}: holds {tensor.abs().max():.3g}, which {dtype} cannot.", fix="Use bfloat16."
-        )
-    return converted
+    if dtype.itemsize < tensor.dtype.itemsize:
+        largest = max(-tensor.min().item(), tensor.max().item())  # without a copy, as abs() makes
+        if largest > torch.finfo(dtype).max:
+            raise CheckpointError(
+                f"{name}: holds {largest:.3g}, which {dtype} cannot.", fix="Use bfloat16."
+            )
+    return tensor.to(dtype)
 
 
 def _write_json(place: Place, name: str, content: dict[str, Any]) -> None:

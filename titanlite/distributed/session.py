@@ -18,6 +18,11 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from titanlite.distributed.meeting import (
+    agree_on_start,
+    connect_to_store,
+    launcher_keeps_store,
+)
 from titanlite.errors import EXIT_USER, ConfigError, UserError, report
 from titanlite.settings import Built, NotNegative, Positive
 
@@ -57,6 +62,7 @@ class Session:
     rank: int
     ranks: int
     device: torch.device
+    start: str = ""  # what the ranks of this start share, and those of others in one store do not
 
 
 def launched_ranks() -> tuple[int, int]:
@@ -90,11 +96,21 @@ def join(device: torch.device, comm: CommConfig, debug: DebugConfig, folder: Pat
         _record_flights(comm, folder)
     else:
         keep_freed_memory()
+    timeout, start = timedelta(seconds=comm.init_timeout_seconds), ""
+    if ranks == 1:
+        meeting = {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+    elif launcher_keeps_store():
+        store = connect_to_store(comm.init_timeout_seconds)
+        start = agree_on_start(store, rank, ranks, comm.init_timeout_seconds)
+        store = dist.PrefixStore(start, store)
+        meeting = {"store": store, "rank": rank, "world_size": ranks}
+    else:
+        meeting = {}  # at a store that rank 0 opens
     dist.init_process_group(
         # gloo beside nccl: checkpoints and agreements are about objects in host memory
         backend="gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl",
-        timeout=timedelta(seconds=comm.init_timeout_seconds),
-        **({"store": dist.HashStore(), "rank": 0, "world_size": 1} if ranks == 1 else {}),
+        timeout=timeout,
+        **meeting,
     )
     try:
         seed_everything(debug.seed)
@@ -102,7 +118,7 @@ def join(device: torch.device, comm: CommConfig, debug: DebugConfig, folder: Pat
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
             torch.use_deterministic_algorithms(True, warn_only=debug.deterministic_warn_only)
             torch.backends.cudnn.benchmark = False
-        yield Session(rank, ranks, device)
+        yield Session(rank, ranks, device, start)
     except UserError as error:
         if not error.shared and ranks > 1:  # said before leaving: the others end because we left
             print(f"rank {rank}: {report(error)}", file=sys.stderr, flush=True)

@@ -24,6 +24,7 @@ from typing import NamedTuple
 
 import torch.distributed as dist
 
+from titanlite.distributed.meeting import connect_to_store
 from titanlite.errors import EXIT_LOST, RankLost, UserError
 
 RANKS_A_SECOND = 1000  # pulses that a store does not notice; more ranks have a slower pulse
@@ -55,14 +56,13 @@ class Pulse(NamedTuple):
 class Watch:
     """Ends this rank, and says why, when another one keeps it waiting for `seconds`.
 
-    The main thread says where it is by `now`. With one rank there is nobody to watch.
+    The main thread says where it is by `now`. With one rank there is nobody to watch. A store that
+    outlives the ranks needs a word for this `start` of them.
     """
 
-    def __init__(
-        self, rank: int, ranks: int, seconds: float, folder: Path, store: dist.Store | None = None
-    ):
+    def __init__(self, rank: int, ranks: int, seconds: float, folder: Path, start: str = ""):
         self.rank, self.ranks, self.seconds, self.folder = rank, ranks, seconds, folder
-        self._store = store  # none: the one the ranks met at
+        self.start = start
         self._place = (0, 0, "start")  # step, moves, phase: one object, so always read whole
         self._stuck = self._mute = 0.0  # seconds since we moved, since the store answered
         self._lost = False  # the main thread knows, and ends by itself
@@ -71,7 +71,8 @@ class Watch:
 
     def __enter__(self) -> Watch:
         if self.ranks > 1:
-            store = self._store or _connect(min(self.seconds, 30))
+            store = connect_to_store(min(self.seconds, 30))
+            store = dist.PrefixStore(f"watch/{self.start}", store)
             self._line = _Line(store, self.rank, self.ranks, self._pulse, self.pulse_seconds)
             self._thread = threading.Thread(target=self._watch, name="watch", daemon=True)
             self._thread.start()
@@ -239,9 +240,7 @@ class _Line:
         pulse: Callable[[int, str], Pulse],
         pulse_seconds: Callable[[], float],
     ):
-        # A launcher's store outlives the ranks that it starts again.
-        start = [os.environ.get(f"TORCHELASTIC_{name}", "") for name in ("RUN_ID", "RESTART_COUNT")]
-        self.store = dist.PrefixStore("/".join(["watch", *start]), store)
+        self.store = store
         self.rank, self.ranks, self.pulse, self.pulse_seconds = rank, ranks, pulse, pulse_seconds
         self.next = (rank + 1) % ranks  # whom we listen to
         self.wide = False  # to everyone, for the moment
@@ -334,13 +333,6 @@ def die_with_launcher() -> None:
     ctypes.CDLL(None).prctl(parent_death_signal, signal.SIGTERM)
     if os.getppid() != launcher:  # it ended in between
         os.kill(os.getpid(), signal.SIGTERM)
-
-
-def _connect(seconds: float) -> dist.Store:
-    """A connection of our own to the store that the ranks met at."""
-    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    timeout = timedelta(seconds=seconds)
-    return dist.TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=timeout)
 
 
 def _awake(before: float, pulse_seconds: float) -> tuple[float, float]:
