@@ -21,6 +21,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -80,6 +81,14 @@ class Drill:
         found = [path for path in self.checkpoints.glob("step-*") if (path / "manifest.json").exists()]
         return sorted((p for p in found if "." not in p.name), key=lambda p: int(p.name[5:]))
 
+    def unfinished(self) -> set[tuple[str, int]]:
+        """Which steps are being written, or were when something ended it, and since when."""
+        found = set()
+        for marker in self.checkpoints.glob("step-*/unfinished"):
+            with suppress(OSError):  # finished just now
+                found.add((marker.parent.name, marker.stat().st_mtime_ns))
+        return found
+
     def told(self) -> int:
         """Lines in metrics.jsonl."""
         file = self.out / METRICS_FILE
@@ -98,16 +107,16 @@ def kill_a_rank(drill: Drill) -> str:
 
 def kill_a_writer(drill: Drill) -> str:
     """Kill while a checkpoint is being written."""
-    run, end = drill.start(), time.monotonic() + 60
+    before, end = drill.unfinished(), time.monotonic() + 300
+    run = drill.start()
     while time.monotonic() < end and run.poll() is None:
-        cut = [p for p in drill.checkpoints.glob("step-*/unfinished")]
-        if cut:
-            time.sleep(drill.chance.uniform(0, 0.02))
+        if drill.unfinished() - before:
+            time.sleep(drill.chance.uniform(0, 0.05))
             break
         time.sleep(0.0005)
     rank = _signal_a_rank(drill, run, signal.SIGKILL)
     drill.wait(run)
-    left = [p.parent.name for p in drill.checkpoints.glob("step-*/unfinished")]
+    left = [name for name, _ in drill.unfinished()]
     return f"rank {rank} killed while saving; unfinished: {', '.join(left) or 'none'}"
 
 

@@ -65,7 +65,7 @@ def save_then_spoil(folder, mode) -> list[tuple[bool, bool]]:
         aside = checkpointer.writing
         spoil(state)
         after, saved = bits(state), checkpointer.wait()
-        assert not saved.problem and saved.blocked_seconds <= saved.seconds
+        assert not saved.problem, saved.problem
         load(open_checkpointer(folder), state)
         assert before != after
         answers.append((bits(state) == before, aside))
@@ -92,8 +92,9 @@ def full_disk(folder, mode, ranks_that_fail) -> list:
         save(checkpointer, state)
         problems.append(checkpointer.wait().problem)
         resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
+        dist.barrier()
+        there = sorted(os.listdir(folder))  # what was written is gone, to make room
         assert checkpointer.find().place.name == "step-1"
-    there = sorted(os.listdir(folder))
     failures, state.step = checkpointer.failures, 4
     save_whole(checkpointer, state)
     return [problems, failures, there, checkpointer.steps()]

@@ -116,7 +116,7 @@ def test_a_model_of_ours_computes_the_same_there(tmp_path, shape, dtype, most):
     model = built(shape).to(dtype).float()  # what dtype can say
     write(tmp_path, model, dtype=dtype, max_shard_bytes=most, tokenizer="bytes")
     found = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype="auto")
-    assert found.dtype == dtype
+    assert found.dtype == transformers.AutoConfig.from_pretrained(tmp_path).dtype == dtype
     assert found.generation_config.eos_token_id == open_tokenizer("bytes").eos_id
     found = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
     assert torch.allclose(logits(found.eval()), logits(model), rtol=0, atol=1e-5)

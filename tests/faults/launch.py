@@ -17,11 +17,15 @@ import torch.distributed as dist
 from tests.distributed.ranks import _forkserver
 
 
+def open_store() -> dist.TCPStore:
+    return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+
 class Launched:
     """Some ranks of one run."""
 
-    def __init__(self, ranks: int, folder: Path, *argv: str):
-        self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    def __init__(self, ranks: int, folder: Path, *argv: str, store: dist.TCPStore | None = None):
+        self.store = store or open_store()
         self.folder, self.log = folder, folder.with_name(f"{folder.name}.{time.monotonic_ns()}.log")
         context = _forkserver()
         self.processes = [

@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
-from tests.faults.launch import Launched, events_of, lines_of, steps_of
+from tests.faults.launch import Launched, events_of, lines_of, open_store, steps_of
 
 from titanlite.checkpoint import Place, read_manifest
 
@@ -29,12 +29,15 @@ def undisturbed(run_toml, out: Path) -> Path:
 
 
 def kill_until_done(run_toml, out: Path, kills: int, seed: int, layouts: list[tuple]) -> int:
-    """Kill a random rank at a random moment so many times; returns how often it was started."""
-    chance, starts = random.Random(seed), 0
+    """Kill a random rank at a random moment so many times; returns how often it was started.
+
+    The ranks of all starts meet in one store, as under torchrun --max-restarts.
+    """
+    chance, starts, store = random.Random(seed), 0, open_store()
     while True:
         ranks, *argv = layouts[starts % len(layouts)]
         starts += 1
-        with Launched(ranks, out, *argv_of(run_toml, out, *argv)) as run:
+        with Launched(ranks, out, *argv_of(run_toml, out, *argv), store=store) as run:
             if starts > kills:
                 assert run.wait() == [0] * ranks, run.said
                 return starts

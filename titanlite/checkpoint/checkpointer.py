@@ -46,7 +46,7 @@ class Saved:
     step: int
     place: Place
     seconds: float  # from the call to the commit
-    blocked_seconds: float  # of which the caller waited
+    blocked_seconds: float  # in which the caller did nothing else, in `save` and in `wait`
     problem: str = ""  # why there is no checkpoint; empty: there is one
 
 
@@ -160,7 +160,9 @@ class Checkpointer:
         write, self._write = self._write, None
         if write is None:
             return None
+        began = time.monotonic()
         write.done.wait()
+        blocked = write.blocked_seconds + time.monotonic() - began
         problem = " ".join(problems_of_all(write.problem, self.group))
         if problem:
             self.failures += 1
@@ -168,7 +170,7 @@ class Checkpointer:
                 _clear(write.place)  # also makes room on a disk that is full
         else:
             self.save_seconds = write.seconds
-        return Saved(write.step, write.place, write.seconds, write.blocked_seconds, problem)
+        return Saved(write.step, write.place, write.seconds, blocked, problem)
 
     # --- loading -------------------------------------------------------------------------------
 
