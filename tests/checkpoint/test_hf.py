@@ -181,7 +181,9 @@ def test_only_one_shard_is_in_memory_while_writing(tmp_path):
 
     place = write(tmp_path, model, max_shard_bytes=most, load=load)
     sizes = [sum(state[name].nbytes for name in names) for names in asked]
-    assert len(asked) > 4 and all(s <= most or len(n) == 1 for s, n in zip(sizes, asked, strict=True))
+    assert len(asked) > 4 and all(
+        s <= most or len(n) == 1 for s, n in zip(sizes, asked, strict=True)
+    )
     named = [name for names in asked for name in names]
     assert sorted(named) == sorted({*state} - {"output.weight"})
     files = [file for file in place.sizes() if file.endswith(".safetensors")]
@@ -274,7 +276,12 @@ LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_fr
         ({"architectures": None}, ["architectures = null"]),
         (
             {"attention_bias": True, "mlp_bias": True, "hidden_act": "gelu", "hidden_size": "32"},
-            ["attention_bias", "mlp_bias", 'hidden_act = "gelu" (only "silu"', 'hidden_size = "32"'],
+            [
+                "attention_bias",
+                "mlp_bias",
+                'hidden_act = "gelu" (only "silu"',
+                'hidden_size = "32"',
+            ],
         ),
         ({"quantization_config": {"bits": 4}}, ["quantization_config"]),
         ({"sliding_window": 4096, "auto_map": {"A": "b"}}, ["sliding_window = 4096", "auto_map"]),
@@ -430,5 +437,7 @@ def test_what_their_architecture_or_number_type_cannot_say_is_not_exported(tmp_p
     assert not Place(tmp_path).sizes()
     model = built(SHAPE)
     model.norm.weight.data[3] = 1e5
-    with pytest.raises(CheckpointError, match=r"norm.weight: holds 1e\+05, which torch.float16 cannot"):
+    with pytest.raises(
+        CheckpointError, match=r"norm.weight: holds 1e\+05, which torch.float16 cannot"
+    ):
         write(tmp_path, model, dtype=torch.float16)

@@ -67,8 +67,9 @@ def from_hugging_face(folder: Place, out: Place) -> Manifest:
     source, began = open_hugging_face(folder), time.monotonic()
     fields = dataclasses.asdict(source.shape)
     tokenizer = f"{folder}/{TOKENIZER}" if source.has_tokenizer else None
-    job = {
-        "model": dataclasses.asdict(ModelConfig(name=source.family.name, **fields)),
+    said = {key: value for key, value in fields.items() if value is False or value != 0}
+    job = {  # as a TOML would say it, where what is 0 is not set
+        "model": dataclasses.asdict(ModelConfig(name=source.family.name, **said)),
         "data": {"tokenizer": tokenizer},
     }
     about = {"facts": {"model": fields}, "job": job, "layout": "one process"}

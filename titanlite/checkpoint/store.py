@@ -313,7 +313,11 @@ class _Reader(dcp.FileSystemReader):
         try:
             metadata = _Unpickler(io.BytesIO(self.place.read(".metadata"))).load()
         except (pickle.UnpicklingError, EOFError, ValueError, TypeError, AttributeError) as error:
-            raise CheckpointError(f"{self.place}: is damaged: .metadata: {error}.") from None
+            raise CheckpointError(
+                f"{self.place}: is damaged: .metadata cannot be read by torch {torch.__version__}:"
+                f" {error}.",
+                fix="If a newer torch has written it (its manifest says), use that one.",
+            ) from None
         strange = [
             name
             for name, about in metadata.state_dict_metadata.items()

@@ -65,7 +65,7 @@ def _of_ranks(ranks: dict[bytes, int], tokenizer: Tokenizer) -> bytes:
     made.pre_tokenizer = pre_tokenizers.Sequence([split, as_letters])
     made.decoder = decoders.ByteLevel()
     names = [tokenizer.decode([id]) for id in range(len(ranks), tokenizer.vocab_size)]
-    made.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in names])
+    made.add_special_tokens([AddedToken(name, special=True) for name in names])
     return made.to_str().encode()
 
 

@@ -304,7 +304,8 @@ def _shape_of(config: Mapping[str, Any]) -> LlamaShape:
     ]
     if not wrong:
         heads, width = sizes["n_heads"], sizes["head_dim"] or sizes["dim"] / sizes["n_heads"]
-        wrong += ["num_attention_heads", "num_key_value_heads"] if heads % sizes["n_kv_heads"] else []
+        if heads % sizes["n_kv_heads"]:
+            wrong += ["num_attention_heads", "num_key_value_heads"]
         if width % 2:  # no whole number, or no pairs to turn
             wrong += ["head_dim"] if sizes["head_dim"] else ["hidden_size", "num_attention_heads"]
         sizes["head_dim"] = 0 if width * heads == sizes["dim"] else width  # as the flavors say it
