@@ -10,25 +10,28 @@ from tests.faults.launch import Launched, events_of, steps_of
 from titanlite.checkpoint import Place, check_hashes, read_manifest
 
 
+ASYNC = ("--checkpoint.async_mode", "async", "--checkpoint.interval", "4")
+LONG = ("--training.steps", "30000", "--validation.enable", "false")
+
+
+def limit(run: Launched, most: int) -> None:
+    """From now on the ranks write no file longer than `most` bytes, as on a disk that is full."""
+    for process in run.processes:
+        hard = resource.prlimit(process.pid, resource.RLIMIT_FSIZE)[1]
+        resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (most, hard))
+
+
 def test_training_goes_on_and_the_old_checkpoint_stays_true(run_toml, tmp_path):
     out = tmp_path / "out"
-    argv = ("--checkpoint.async_mode", "async", "--checkpoint.interval", "4")
-    argv += ("--training.steps", "30000", "--validation.enable", "false")
-    with Launched(2, out, "--job.config_file", str(run_toml), *argv) as run:
-
-        def limit(bytes: int) -> None:
-            for process in run.processes:
-                hard = resource.prlimit(process.pid, resource.RLIMIT_FSIZE)[1]
-                resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (bytes, hard))
-
+    with Launched(2, out, "--job.config_file", str(run_toml), *ASYNC, *LONG) as run:
         run.wait_for(lambda: events_of(out, "checkpoint_saved"))
-        limit(60_000)  # a shard has more, metrics.jsonl less
+        limit(run, 60_000)  # a shard has more, metrics.jsonl less
         run.wait_for(lambda: len(events_of(out, "checkpoint_failed")) > 2)
         failed = events_of(out, "checkpoint_failed")
         saved = [Place(event["path"]) for event in events_of(out, "checkpoint_saved")]
         manifest = read_manifest(saved[-1])
         check_hashes(saved[-1], manifest, manifest.files)
-        limit(resource.RLIM_INFINITY)
+        limit(run, resource.RLIM_INFINITY)
         run.wait_for(lambda: len(events_of(out, "checkpoint_saved")) > len(saved))
         run.signal(0, signal.SIGTERM)
         assert run.wait() == [75, 75], run.said
@@ -36,3 +39,13 @@ def test_training_goes_on_and_the_old_checkpoint_stays_true(run_toml, tmp_path):
     assert "too large" in failed[0]["problem"]
     assert run.said.count("checkpoint failed") == len(events_of(out, "checkpoint_failed"))
     assert steps_of(out) == list(range(1, len(steps_of(out)) + 1))
+
+
+def test_a_run_that_cannot_save_its_end_does_not_say_that_it_did(run_toml, tmp_path):
+    out = tmp_path / "out"
+    with Launched(1, out, "--job.config_file", str(run_toml), *LONG) as run:
+        run.wait_for(lambda: events_of(out, "checkpoint_saved"))
+        limit(run, 60_000)
+        run.signal(0, signal.SIGTERM)
+        assert run.wait() == [2], run.said
+    assert "titanlite: " in run.said and "too large" in run.said and not events_of(out, "stopped")
