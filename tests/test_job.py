@@ -10,7 +10,7 @@ import pytest
 
 from tests.conftest import ROOT
 from titanlite.errors import Problems, UserError, report
-from titanlite.job import MOVED, JobConfig, open_data, read_job
+from titanlite.job import FACTS, MOVED, JobConfig, open_data, read_job
 from titanlite.settings import all_keys, read_toml
 
 
@@ -51,6 +51,12 @@ PIPELINE = ["--parallelism.pipeline_parallel_degree", "2"]
         (["--training.seq_len", "100000000"], 1, "one sample needs"),
         (["--checkpoint.initial_load_path", "nowhere"], 1, "is not a checkpoint"),
         (["--checkpoint.enable", "false", "--checkpoint.load_only", "true"], 1, "nothing is loaded"),
+        (["--checkpoint.allow_changes", "debug.sed"], 1, "Use model, optimizer.name"),
+        (["--checkpoint.exclude_from_loading", "lr_scheduler"], 1, "is a function of the step"),
+        (["--checkpoint.export_dtype", "bfloat16"], 1, "for a last save of the model"),
+        (["--checkpoint.initial_load_in_hf", "true"], 1, "initial_load_path is not set"),
+        (["--checkpoint.last_save_in_hf", "true", "--model.qk_norm", "true"], 1, "has no such norm"),
+        (["--checkpoint.enable", "false", "--job.time_limit_minutes", "9"], 1, "would be lost"),
         (["--activation_checkpoint.mode", "selective",
           "--activation_checkpoint.selective_ac_option", "op"], 1, "not available"),
         (["--profiling.profile_freq", "2"], 1, "at least 4"),
@@ -182,6 +188,7 @@ def test_global_batch_size_minus_1_follows_the_layout_and_says_so_to_checkpoints
     assert following.global_batch == 4
     stream, _ = open_data(following)
     assert following.facts_to_hold(stream)["training.global_batch_size"] == 4
+    assert set(following.facts(stream)) == set(FACTS)
     written = accepted(run_toml, ranks=2)
     assert written.global_batch == 8
     assert "training.global_batch_size" not in written.facts_to_hold(stream)

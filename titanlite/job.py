@@ -120,6 +120,17 @@ MOVED = {  # keys of torchtitan up to v0.2.2 that are elsewhere, or nowhere, her
 }
 
 
+FACTS = (  # what a checkpoint says of its job, by the names that allow it to change
+    "model",
+    "optimizer.name",
+    "training.global_batch_size",
+    "training.seq_len",
+    "debug.seed",
+    "data.tokenizer",
+    "data.sources",
+)
+
+
 @dataclass(frozen=True)
 class Job:
     """A job that passed every check, with what follows from it."""
@@ -225,6 +236,12 @@ def _problems(config: JobConfig, ranks: int) -> Iterator[UserError]:
     """Everything that more than one key has to say."""
     yield from activation_problems(config.activation_checkpoint)
     yield from checkpoint_problems(config.checkpoint)
+    for name in set(config.checkpoint.allow_changes) - set(FACTS):
+        yield ConfigError(
+            f'checkpoint.allow_changes: "{name}" is nothing that a checkpoint holds a job to.',
+            fix=f"Use {', '.join(FACTS)}.",
+            keys=("checkpoint.allow_changes",),
+        )
     if config.job.time_limit_minutes and not config.checkpoint.enable:
         yield ConfigError(
             f"job.time_limit_minutes = {config.job.time_limit_minutes:g}: but checkpoint.enable ="
