@@ -89,10 +89,9 @@ class Drill:
                 found.add((marker.parent.name, marker.stat().st_mtime_ns))
         return found
 
-    def told(self) -> int:
-        """Lines in metrics.jsonl."""
-        file = self.out / METRICS_FILE
-        return file.read_bytes().count(b"\n") if file.exists() else 0
+    def learns(self) -> bool:
+        """Whether the run that was started last has told of a step."""
+        return b"  loss " in Path(self.log.name).read_bytes()
 
 
 # --- faults: each gets a run under way, and leaves it ended ----------------------------------------
@@ -214,14 +213,9 @@ FAULTS = {
 
 
 def _under_way(drill: Drill, file_limit: int | None = None) -> subprocess.Popen:
-    """A run that has told something new, and some random moment later."""
-    before = drill.told()
-    metrics = drill.out / METRICS_FILE
-    changed = metrics.stat().st_mtime_ns if metrics.exists() else 0
-    run, end = drill.start(file_limit), time.monotonic() + 300
-    while run.poll() is None and time.monotonic() < end:
-        if drill.told() > before or (metrics.exists() and metrics.stat().st_mtime_ns != changed):
-            break
+    """A run that has told of a step, and some random moment later."""
+    run, end = drill.start(file_limit), time.monotonic() + 600
+    while run.poll() is None and time.monotonic() < end and not drill.learns():
         time.sleep(0.02)
     time.sleep(drill.chance.uniform(0, drill.longest))
     return run
