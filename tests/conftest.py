@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[1]
 
 
 def pytest_addoption(parser) -> None:
-    parser.addoption("--layouts", type=int, default=2, help="random layouts of each kind")
+    parser.addoption("--layouts", type=int, default=1, help="random layouts of each kind")
     parser.addoption("--layout-seed", type=int, default=1, help="what they are drawn from")
 
 

@@ -29,7 +29,6 @@ LAYOUTS = {
     "shard2tensor2": Layout(shard=2, tensor=2),
     "pipeline2shard2": Layout(pipeline=2, shard=2, microbatch=3, schedule="ZBVZeroBubble"),
     "pipeline2context2": Layout(pipeline=2, context=2, microbatch=3),
-    "replicate2context2": Layout(replicate=2, context=2, rotate="alltoall", accumulate=3),
 }
 RECIPE = deepened(replace(ADAMW, batch=12, seq_len=24), Layout(pipeline=2))
 STOP = 2  # of RECIPE.steps

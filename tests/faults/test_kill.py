@@ -57,7 +57,7 @@ def end_of(out: Path) -> tuple:
 
 def test_a_run_killed_again_and_again_ends_in_the_bits_of_the_undisturbed_one(run_toml, tmp_path):
     right = undisturbed(run_toml, tmp_path / "right")
-    kill_until_done(run_toml, tmp_path / "killed", 3, 1, [(2,)])
+    kill_until_done(run_toml, tmp_path / "killed", 2, 1, [(2,)])
     assert end_of(tmp_path / "killed") == end_of(right)
     assert steps_of(tmp_path / "killed") == list(range(1, STEPS + 1))
 
@@ -116,7 +116,7 @@ def test_a_lease_that_is_lost_ends_the_run_before_it_writes_more(run_toml, tmp_p
 
 @pytest.mark.parametrize("number, words", [(signal.SIGSTOP, "heard of"), (signal.SIGKILL, "gone")])
 def test_a_rank_that_is_lost_is_named_and_the_others_end_in_time(number, words, run_toml, tmp_path):
-    out, timeout = tmp_path / "out", 8
+    out, timeout = tmp_path / "out", 6
     argv = ("--training.steps", "30000", "--comm.train_timeout_seconds", str(timeout))
     with Launched(3, out, *argv_of(run_toml, out, "--training.global_batch_size", "6", *argv)) as run:
         run.wait_for(lambda: steps_of(out)[-1:] > [2])
