@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from tests.distributed.oracle import whole
+
 from titanlite.checkpoint import CheckpointConfig, Checkpointer, Place, Saved
 
 
@@ -24,6 +26,16 @@ def save_whole(checkpointer: Checkpointer, state, final: bool = False) -> Saved:
     saved = checkpointer.wait()
     assert not saved.problem, saved.problem
     return saved
+
+
+def bits(state) -> dict[str, bytes]:
+    """Every weight and moment of this rank's stages as bytes, whole."""
+    found = {}
+    for name, parameter in state.model.named_parameters():
+        found[name] = whole(parameter).numpy().tobytes()
+        for key, value in state.optimizer.state[parameter].items():
+            found[f"{name}.{key}"] = whole(value).numpy().tobytes()
+    return found
 
 
 def load(checkpointer: Checkpointer, state, facts: dict | None = None) -> str:

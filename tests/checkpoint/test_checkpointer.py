@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from tests.checkpoint.saving import load, open_checkpointer, save, save_whole
+from tests.checkpoint.saving import bits, load, open_checkpointer, save, save_whole
 from tests.distributed.oracle import ADAMW, Layout, Record, go_on, start, whole
 from tests.distributed.ranks import run_on_ranks
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata
@@ -23,16 +23,6 @@ from titanlite.checkpoint import Place, read_manifest
 from titanlite.checkpoint.manifest import write_manifest
 from titanlite.checkpoint.store import _make_room
 from titanlite.errors import CheckpointError
-
-
-def bits(state) -> dict[str, bytes]:
-    """Every weight and moment as bytes, whole."""
-    found = {}
-    for name, parameter in state.model.named_parameters():
-        found[name] = whole(parameter).numpy().tobytes()
-        for key, value in state.optimizer.state[parameter].items():
-            found[f"{name}.{key}"] = whole(value).numpy().tobytes()
-    return found
 
 
 def trained(layout: Layout, steps: int = 1):

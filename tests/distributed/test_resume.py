@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.checkpoint.saving import load, open_checkpointer, save_whole
+from tests.checkpoint.saving import bits, load, open_checkpointer, save_whole
 from tests.distributed.oracle import (
     ADAMW,
     Layout,
@@ -17,7 +17,6 @@ from tests.distributed.oracle import (
     one_process,
     start,
     tied,
-    whole,
 )
 from tests.distributed.ranks import run_on_ranks
 
@@ -32,16 +31,6 @@ LAYOUTS = {
 }
 RECIPE = deepened(replace(ADAMW, batch=12, seq_len=24), Layout(pipeline=2))
 STOP = 2  # of RECIPE.steps
-
-
-def bits(state) -> dict[str, bytes]:
-    """Every weight and moment of this rank's stages as bytes, whole."""
-    found = {}
-    for name, parameter in state.model.named_parameters():
-        found[name] = whole(parameter).numpy().tobytes()
-        for key, value in state.optimizer.state[parameter].items():
-            found[f"{name}.{key}"] = whole(value).numpy().tobytes()
-    return found
 
 
 def stop_under(layout, recipe, folder) -> dict[str, bytes]:

@@ -53,7 +53,8 @@ def write_hugging_face(
     files = _cut(sizes, dtype.itemsize, max_shard_bytes)
     try:
         place.make()
-        _check_room(place, dtype.itemsize * sum(size.numel() for size in sizes.values()))
+        needed = dtype.itemsize * sum(size.numel() for size in sizes.values())
+        place.check_room(needed, fix="Make room, or give another folder.")
         for file, names in files.items():
             wanted = {name: sizes[name] for name in names}
             _write_shard(place, file, family, wanted, dict(load(names)), dtype)
@@ -76,15 +77,6 @@ def _config(
         "bos_token_id": ids.bos_id if ids else None,  # left out, transformers would have 1 and 2
         "eos_token_id": ids.eos_id if ids else None,
     }
-
-
-def _check_room(place: Place, needed: int) -> None:
-    free = place.free_bytes()
-    if free is not None and free < needed * 1.01 + (1 << 20):  # headers, the tokenizer
-        raise CheckpointError(
-            f"{place}: needs {needed / 1e6:,.0f} MB, and {free / 1e6:,.0f} MB are free there.",
-            fix="Make room, or give another folder.",
-        )
 
 
 def _cut(sizes: Mapping[str, torch.Size], itemsize: int, most: int) -> dict[str, list[str]]:

@@ -14,6 +14,8 @@ from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 from fsspec.utils import get_protocol
 
+from titanlite.errors import CheckpointError
+
 CHUNK_BYTES = 1 << 23
 
 
@@ -27,7 +29,7 @@ class Place:
 
     def __init__(self, path: str | Path):
         self.said = str(path)  # as the user wrote it, for messages
-        self.fs, whole = url_to_fs(self.said, skip_instance_cache=False)
+        self.fs, whole = url_to_fs(self.said)
         self.path = whole.rstrip("/")
         self.local = isinstance(self.fs, LocalFileSystem)
 
@@ -36,11 +38,6 @@ class Place:
 
     def __truediv__(self, name: str) -> Place:
         return Place(f"{self.said.rstrip('/')}/{name}")
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Place) and (self.fs, self.path) == (other.fs, other.path)
-
-    __hash__ = None  # type: ignore[assignment]
 
     @property
     def name(self) -> str:
@@ -74,9 +71,14 @@ class Place:
     def make(self) -> None:
         self.fs.makedirs(self.path, exist_ok=True)
 
-    def free_bytes(self) -> int | None:
-        """What still fits; None where nobody can say."""
-        return shutil.disk_usage(self.path).free if self.local else None
+    def check_room(self, needed: int, fix: str) -> None:
+        """Raise CheckpointError where so many bytes, and what goes with them, cannot fit."""
+        free = shutil.disk_usage(self.path).free if self.local else None
+        if free is not None and free < needed * 1.01 + (1 << 20):  # names, headers, a manifest
+            raise CheckpointError(
+                f"{self}: needs {needed / 1e6:,.1f} MB, and {free / 1e6:,.1f} MB are free there.",
+                fix=fix,
+            )
 
     # --- files ---------------------------------------------------------------------------------
 

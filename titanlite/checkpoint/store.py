@@ -215,12 +215,7 @@ def _make_room(place: Place, needed: int) -> None:
     if place.exists():
         place.remove(first="manifest.json")
     place.make()
-    free = place.free_bytes()
-    if free is not None and free < needed * 1.01 + (1 << 20):  # names, headers, the manifest
-        raise CheckpointError(
-            f"{place}: needs {needed / 1e6:,.1f} MB, and {free / 1e6:,.1f} MB are free there.",
-            fix="Make room, or keep fewer (checkpoint.keep_latest_k).",
-        )
+    place.check_room(needed, fix="Make room, or keep fewer (checkpoint.keep_latest_k).")
     place.write_at_once(UNFINISHED, b"")
 
 
