@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
 
 from titanlite.checkpoint import Place, check_hashes, read_manifest
@@ -21,11 +22,11 @@ def main(argv: list[str] | None = None) -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("act", choices=["ls", "verify", "show", "rm"])
-    parser.add_argument("place", type=Place, help="a run, its checkpoint folder, or one step-N")
+    parser.add_argument("place", help="a run, its checkpoint folder, or one step-N")
     args = parser.parse_args(argv)
     acts = {"ls": list_steps, "verify": verify, "show": show, "rm": remove}
     try:
-        return acts[args.act](args.place)
+        return acts[args.act](Place(args.place))
     except UserError as error:
         print(report(error), file=sys.stderr)
         return EXIT_USER
@@ -49,6 +50,8 @@ def list_steps(place: Place) -> int:
 def verify(place: Place) -> int:
     bad = 0
     for step in steps_of(place):
+        if ".aside-" in step.name and step is not place:  # this was found wanting, or left behind
+            continue
         try:
             manifest = read_manifest(step)
             check_hashes(step, manifest, manifest.files)
@@ -88,15 +91,14 @@ def steps_of(place: Place) -> list[Place]:
     if place.name.startswith("step-"):
         return [place]
     for folder in (place, place / "checkpoint"):
-        names = [name for name in folder.folders() if name.startswith("step-")]
-        if names:
-            return [folder / name for name in sorted(names, key=_number)]
+        steps = [name for name in folder.folders() if re.fullmatch(r"step-\d+(\.aside-\d+)?", name)]
+        if steps:
+            return [folder / name for name in sorted(steps, key=_number)]
     raise CheckpointError(f"{place}: holds no checkpoints.", fix="Name a run, or a step-N folder.")
 
 
 def _number(name: str) -> tuple[int, str]:
-    digits = name.removeprefix("step-").partition(".")[0].partition("-")[0]
-    return (int(digits) if digits.isdigit() else -1, name)
+    return int(name.removeprefix("step-").partition(".")[0]), name
 
 
 if __name__ == "__main__":

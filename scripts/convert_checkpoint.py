@@ -25,24 +25,25 @@ def main(argv: list[str] | None = None) -> int:
     )
     ways = parser.add_subparsers(dest="way", required=True)
     to = ways.add_parser("to-hf", help="a checkpoint becomes a Hugging Face folder")
-    to.add_argument("checkpoint", type=Place, help="a step-N folder")
-    to.add_argument("out", type=Place, help="a new folder")
+    to.add_argument("checkpoint", help="a step-N folder")
+    to.add_argument("out", help="a new folder")
     to.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], help="as saved if unset")
     to.add_argument("--tokenizer", help="where its file is, if it has moved")
     to.add_argument("--max-shard-gb", type=float, default=5.0, help="of one safetensors file")
     back = ways.add_parser("from-hf", help="a Hugging Face folder becomes a checkpoint")
-    back.add_argument("folder", type=Place, help="with config.json and safetensors")
-    back.add_argument("out", type=Place, help="a new folder")
+    back.add_argument("folder", help="with config.json and safetensors")
+    back.add_argument("out", help="a new folder")
     args = parser.parse_args(argv)
     try:
         if args.way == "to-hf":
             dtype = args.dtype and getattr(torch, args.dtype)
             options = {"dtype": dtype, "tokenizer": args.tokenizer}
             most = int(args.max_shard_gb * 1e9)
-            note = to_hugging_face(args.checkpoint, args.out, max_shard_bytes=most, **options)
+            step, out = Place(args.checkpoint), Place(args.out)
+            note = to_hugging_face(step, out, max_shard_bytes=most, **options)
             print(f"{args.out}: written. {note}")
         else:
-            made = from_hugging_face(args.folder, args.out)
+            made = from_hugging_face(Place(args.folder), Place(args.out))
             print(f"{args.out}: {len(made.tensors)} tensors, {made.bytes / 1e6:,.1f} MB")
     except UserError as error:
         print(report(error), file=sys.stderr)

@@ -13,7 +13,7 @@ from titanlite.generate import Sampling, generate_text, open_model
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--checkpoint", type=Place, required=True, help="a step-N folder")
+    parser.add_argument("--checkpoint", required=True, help="a step-N folder")
     parser.add_argument("--prompt", default="", help="text to go on from; empty: a new document")
     parser.add_argument("--max-new-tokens", type=int, default=200)
     parser.add_argument("--temperature", type=float, default=0.8, help="0: always the likeliest")
@@ -25,7 +25,9 @@ def main() -> int:
     args = parser.parse_args()
     try:
         sampling = Sampling(args.temperature, args.top_k, args.top_p, args.seed)
-        model, tokenizer = open_model(args.checkpoint, choose_device(args.device), args.tokenizer)
+        model, tokenizer = open_model(
+            Place(args.checkpoint), choose_device(args.device), args.tokenizer
+        )
         text = generate_text(model, tokenizer, args.prompt, args.max_new_tokens, sampling)
     except UserError as error:
         print(report(error), file=sys.stderr)

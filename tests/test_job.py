@@ -51,6 +51,7 @@ PIPELINE = ["--parallelism.pipeline_parallel_degree", "2"]
         (["--training.seq_len", "100000000"], 1, "one sample needs"),
         (["--checkpoint.initial_load_path", "nowhere"], 1, "is not a checkpoint"),
         (["--checkpoint.enable", "false", "--checkpoint.load_only", "true"], 1, "nothing is loaded"),
+        (["--checkpoint.folder", "nosuch://bucket/run"], 1, "checkpoint.folder: nosuch://bucket"),
         (["--checkpoint.allow_changes", "debug.sed"], 1, "Use model, optimizer.name"),
         (["--checkpoint.exclude_from_loading", "lr_scheduler"], 1, "is a function of the step"),
         (["--checkpoint.export_dtype", "bfloat16"], 1, "for a last save of the model"),

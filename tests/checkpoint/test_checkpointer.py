@@ -20,7 +20,7 @@ from tests.distributed.ranks import run_on_ranks
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
 from titanlite.checkpoint import Place, read_manifest
-from titanlite.checkpoint.manifest import write_manifest
+from titanlite.checkpoint.manifest import _hash, write_manifest
 from titanlite.checkpoint.store import _make_room
 from titanlite.errors import CheckpointError
 
@@ -123,6 +123,11 @@ def one_bit(part: bytes) -> bytes:
     return bytes([part[0] ^ 4]) + part[1:]
 
 
+def empty_manifest(step: Path) -> None:
+    """One that is signed, and says nothing."""
+    (step / "manifest.json").write_text(json.dumps({"format": 2, "hash": _hash({"format": 2})}))
+
+
 def edit_manifest(step: Path) -> None:
     file = step / "manifest.json"
     body = json.loads(file.read_text())
@@ -139,6 +144,7 @@ DAMAGE = {
     "a missing manifest": lambda step: (step / "manifest.json").unlink(),
     "a torn manifest": lambda step: os.truncate(step / "manifest.json", 700),
     "an edited manifest": edit_manifest,
+    "a manifest that is none": empty_manifest,
     "a missing .metadata": lambda step: (step / ".metadata").unlink(),
 }
 

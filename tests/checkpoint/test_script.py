@@ -43,9 +43,15 @@ def test_a_person_sees_what_is_there_and_what_is_wrong_with_it(tmp_path, script)
     code, shown, _ = script("show", tmp_path / "checkpoint" / "step-1")
     assert code == 0 and "model.tok_embeddings.weight [509 x 32]" in shown
 
-    assert script("rm", tmp_path / "checkpoint" / "step-2")[0] == 0
+    (tmp_path / "checkpoint" / "step-2").rename(tmp_path / "checkpoint" / "step-2.aside-1")
+    (tmp_path / "checkpoint" / "step-1-hf").mkdir()  # an export is no checkpoint
+    assert "step-2.aside-1" in script("ls", tmp_path)[1]
+    code, verified, _ = script("verify", tmp_path)
+    assert code == 0 and verified.count("\n") == 1, "only what a run would go on from"
+    assert script("rm", tmp_path / "checkpoint" / "step-2.aside-1")[0] == 0
     assert script("ls", tmp_path)[1].splitlines() == [first]
-    for wrong in (("rm", tmp_path), ("ls", tmp_path / "nowhere"), ("show", tmp_path)):
+    for wrong in (("rm", tmp_path), ("ls", tmp_path / "nowhere"), ("show", tmp_path),
+                  ("ls", "nosuch://bucket")):
         code, _, complaint = script(*wrong)
         assert code == 2 and complaint.startswith("titanlite: "), wrong
     assert (tmp_path / "checkpoint" / "step-1" / "manifest.json").exists()

@@ -166,8 +166,8 @@ class Checkpointer:
         problem = " ".join(problems_of_all(write.problem, self.group))
         if problem:
             self.failures += 1
-            if dist.get_rank() == 0 and manifests.NAME not in write.place.sizes():
-                _clear(write.place)  # also makes room on a disk that is full
+            if dist.get_rank() == 0:
+                _clear(write.place, unless=manifests.NAME)  # makes room on a disk that is full
         else:
             self.save_seconds = write.seconds
         return Saved(write.step, write.place, write.seconds, blocked, problem)
@@ -379,10 +379,13 @@ def _share(manifest: Manifest) -> list[str]:
     return by_size[dist.get_rank() :: dist.get_world_size()]
 
 
-def _clear(place: Place) -> None:
-    """Take away what nobody needs; that it could not be done is no reason to stop a run."""
+def _clear(place: Place, unless: str = "") -> None:
+    """Take away what nobody needs; that it could not be done is no reason to stop a run.
+
+    A folder that has the file `unless` is left alone.
+    """
     try:
-        if place.exists():
+        if place.exists() and unless not in place.sizes():
             place.remove(first=manifests.NAME)
     except OSError as error:
         logger.warning("%s: could not be removed: %s", place, error)

@@ -46,7 +46,7 @@ class CheckpointConfig:
     # what must be true of a checkpoint before it is loaded: contents, sizes, or only its manifest
     load_step: Annotated[int, Range(-1)] = -1  # step to go on from; -1: the newest that is whole
     exclude_from_loading: list[str] = field(default_factory=list)
-    # parts that start anew: optimizer, dataloader, train_state
+    # parts that start anew, at every start: optimizer, dataloader, train_state
     allow_changes: list[str] = field(default_factory=list)
     # facts that may differ from those a checkpoint was saved with, by the names it is refused with
     enable_first_step_checkpoint: bool = False  # save after step 1 too, to see that it works
@@ -95,6 +95,11 @@ def checkpoint_problems(config: CheckpointConfig) -> Iterator[ConfigError]:
             "Leave checkpoint.initial_load_model_only at true.",
             "checkpoint.initial_load_model_only",
         )
+    if is_url(config.folder):
+        try:
+            Place(config.folder)
+        except CheckpointError as error:
+            yield _wrong(f"checkpoint.folder: {error.message}", error.fix, "checkpoint.folder")
     if config.initial_load_path is not None and not config.initial_load_in_hf:
         try:
             read_manifest(Place(config.initial_load_path))

@@ -83,9 +83,14 @@ def read_manifest(place: Place, sizes: bool = True) -> Manifest:
         )
     if body.pop("hash", None) != _hash(body):
         raise _damaged(place, f"{NAME} was changed after it was written")
-    body["files"] = {name: FileRecord(**record) for name, record in body["files"].items()}
-    body["tensors"] = {name: TensorRecord(**record) for name, record in body["tensors"].items()}
-    manifest, there = Manifest(**body), place.sizes() if sizes else {}
+    try:
+        body["files"] = {name: FileRecord(**record) for name, record in body["files"].items()}
+        body["tensors"] = {name: TensorRecord(**record) for name, record in body["tensors"].items()}
+        manifest, there = Manifest(**body), place.sizes() if sizes else {}
+    except (KeyError, TypeError, AttributeError) as error:
+        raise _damaged(place, f"{NAME} is not a manifest ({error!r})") from None
+    except OSError as error:
+        raise _damaged(place, f"cannot be listed ({error})") from None
     for name, record in manifest.files.items() if sizes else ():
         found = there.get(name)
         if found != record.bytes:

@@ -12,7 +12,6 @@ from typing import IO
 import xxhash
 from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
-from fsspec.utils import get_protocol
 
 from titanlite.errors import CheckpointError
 
@@ -21,15 +20,21 @@ CHUNK_BYTES = 1 << 23
 
 def is_url(text: str) -> bool:
     """Whether a setting names another file system than this machine's."""
-    return "://" in text and get_protocol(text) != "file"
+    return "://" in text and not text.startswith("file://")
 
 
 class Place:
-    """One folder; it need not be there yet. What is written is on the disk when a call returns."""
+    """One folder; it need not be there yet. What is written is on the disk when a call returns.
+
+    Raises CheckpointError for a URL that nothing here understands.
+    """
 
     def __init__(self, path: str | Path):
         self.said = str(path)  # as the user wrote it, for messages
-        self.fs, whole = url_to_fs(self.said)
+        try:
+            self.fs, whole = url_to_fs(self.said)
+        except (ImportError, ValueError) as error:  # a package that is missing, or no such scheme
+            raise CheckpointError(f"{self.said}: cannot be reached: {error}.") from None
         self.path = whole.rstrip("/")
         self.local = isinstance(self.fs, LocalFileSystem)
 
