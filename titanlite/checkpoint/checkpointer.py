@@ -55,9 +55,14 @@ class Found:
     """A checkpoint to start from, and the newer ones that were refused for it."""
 
     place: Place
+    manifest: Manifest | None  # None: it is a Hugging Face folder
     refused: list[str]
-    step: int = 0  # of this run that it is of
     initial: bool = False  # of another run
+
+    @property
+    def step(self) -> int:
+        """The step of this run that it is of."""
+        return 0 if self.initial or self.manifest is None else self.manifest.step
 
 
 class Checkpointer:
@@ -195,10 +200,10 @@ class Checkpointer:
         refused: list[str] = []
         for step in wished:
             place = self.folder / f"step-{step}"
-            problem = self._problem_of(place)
+            manifest, problem = self._verified(place)
             if not problem:
                 _once(lambda: self._clean(litter))
-                return Found(place, refused, step)
+                return Found(place, manifest, refused)
             refused.append(problem)
         if refused:
             raise CheckpointError(
@@ -210,9 +215,10 @@ class Checkpointer:
         if config.initial_load_path is None:
             return None
         place = Place(config.initial_load_path)
-        if not config.initial_load_in_hf and (problem := self._problem_of(place)):
+        manifest, problem = (None, "") if config.initial_load_in_hf else self._verified(place)
+        if problem:
             raise CheckpointError(f"checkpoint.initial_load_path: {problem}").known_to_all()
-        return Found(place, [], initial=True)
+        return Found(place, manifest, [], initial=True)
 
     def load(
         self,
@@ -228,13 +234,10 @@ class Checkpointer:
         None where only weights were taken. `facts` are those of this job. A run that has taken
         its `finished_at` steps needs no optimizer.
         """
-        config, place = self.config, found.place
-        if found.initial and config.initial_load_in_hf:
+        config, place, manifest = self.config, found.place, found.manifest
+        if manifest is None:
             return self._load_hugging_face(place, model, facts)
         model_only = found.initial and config.initial_load_model_only
-        read, problem = attempt(lambda: read_manifest(place, sizes=config.verify != "off"))
-        agree(problem)  # each rank reads for itself: a folder that is not shared is found here
-        manifest: Manifest = read
         _check_facts(place, manifest.facts, facts, model_only, config.allow_changes)
         self.save_seconds = manifest.seconds
         done = manifest.step == finished_at and not manifest.has("optimizer")
@@ -277,17 +280,22 @@ class Checkpointer:
         _check_facts(place, own, facts, True, self.config.allow_changes)
         read_tensors(place, state_of(model), self.group, reader=folder.reader())
 
-    def _problem_of(self, place: Place) -> str:
-        """What is wrong with a checkpoint, or nothing; each rank reads a part of its bytes."""
+    def _verified(self, place: Place) -> tuple[Manifest | None, str]:
+        """A checkpoint's manifest, and what is wrong with it for any rank, or nothing.
 
-        def verify() -> None:
+        Each rank reads the manifest for itself, so that a folder that is not shared is found here,
+        and a part of the other bytes.
+        """
+
+        def verify() -> Manifest:
             manifest = read_manifest(place, sizes=self.config.verify != "off")
             if self.config.verify == "full":
                 check_hashes(place, manifest, _share(manifest))
+            return manifest
 
-        _, problem = attempt(verify)
-        found = problems_of_all("" if problem is None else str(problem), self.group)
-        return " ".join(found)
+        manifest, problem = attempt(verify)
+        problems = problems_of_all("" if problem is None else str(problem), self.group)
+        return manifest, " ".join(problems)
 
     def _clean(self, litter: list[str]) -> None:
         """Remove what a crash has left; whoever holds the run's lease knows that nobody writes."""

@@ -8,6 +8,7 @@ https://arxiv.org/abs/2310.01889), so no rank ever holds scores, or a mask, of a
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -157,7 +158,7 @@ def _merge(out: Tensor, lse: Tensor, new: Tensor, new_lse: Tensor) -> None:
 OfPart = Callable[[int, Tensor], Tensor | None]
 
 
-class _Travel:
+class _Travel(ABC):
     """How keys and values [2, B, Hkv, T, K] of all ranks come by, and how gradients go home."""
 
     def __init__(self, group: dist.ProcessGroup):
@@ -167,13 +168,13 @@ class _Travel:
         """The ranks in the order in which theirs come by; this one's own is first."""
         return [(self.rank - step) % self.ranks for step in range(self.ranks)]
 
+    @abstractmethod
     def around(self, own: Tensor) -> Iterator[tuple[int, Tensor]]:
         """Every rank with its keys and values."""
-        raise NotImplementedError
 
+    @abstractmethod
     def back(self, own: Tensor, of_part: OfPart) -> Tensor:
         """The gradient of this rank's own keys and values, fp32, summed over all ranks."""
-        raise NotImplementedError
 
 
 class _AllGather(_Travel):
