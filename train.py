@@ -29,7 +29,7 @@ from titanlite.job import Job, JobConfig, open_data, read_job
 from titanlite.log import configure_log, logger
 from titanlite.observe import open_meter, open_profiler, open_sinks, silent_sinks
 from titanlite.optim import build_optimizer, lr_share
-from titanlite.parallelize import DTYPES, build_spread_model
+from titanlite.parallelize import build_spread_model
 from titanlite.reference import help_text
 from titanlite.training import (
     Between,
@@ -101,19 +101,16 @@ def train(job: Job, session: Session, hold: Hold, watch: Watch, began: float) ->
     hold.begin(session.ranks, found.step if found else 0, patience)
 
     mesh = build_mesh(job.degrees, device.type)
-    compute = DTYPES[training.mixed_precision_param]
+    passes = job.passes
     spread = build_spread_model(
         job.family,
         job.shape,
         mesh,
         config.parallelism,
         job.pipeline,
-        config.activation_checkpoint,
+        passes,
         device,
         seed=config.debug.seed,
-        compute=compute,
-        reduce=DTYPES[training.mixed_precision_reduce],
-        offload=training.enable_cpu_offload,
     )
     model = spread.model
     if config.model.print_after_conversion:
@@ -140,7 +137,7 @@ def train(job: Job, session: Session, hold: Hold, watch: Watch, began: float) ->
 
     meter = open_meter(
         flops_per_token=job.family.flops_per_token(job.shape, training.seq_len),
-        dtype=compute,
+        dtype=passes.compute,
         devices=session.ranks,
         device=device,
     )

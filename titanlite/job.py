@@ -29,10 +29,12 @@ from titanlite.observe import (
     profiling_problems,
 )
 from titanlite.optim import LRSchedulerConfig, OptimizerConfig
+from titanlite.parallelize import DTYPES, Passes
 from titanlite.parallelize.activation import ActivationCheckpointConfig, activation_problems
+from titanlite.parallelize.compile import CompileConfig
 from titanlite.parallelize.context import context_problems
+from titanlite.parallelize.float8 import QuantizeConfig
 from titanlite.parallelize.pipeline import PipelinePlan, plan_pipeline
-from titanlite.parallelize.planned import CompileConfig, QuantizeConfig
 from titanlite.parallelize.tensor import split_problems
 from titanlite.settings import NotNegative, Positive, Range, load, raise_together, to_toml
 from titanlite.training import TrainingConfig, ValidationConfig
@@ -150,6 +152,19 @@ class Job:
     def rows(self) -> int:
         """Samples of a step that one rank reads."""
         return self.global_batch // self.degrees.data
+
+    @property
+    def passes(self) -> Passes:
+        """What is done to the model beside spreading it."""
+        config, training = self.config, self.config.training
+        return Passes(
+            recompute=config.activation_checkpoint,
+            compile=config.compile,
+            float8=config.quantize.linear.float8,
+            compute=DTYPES[training.mixed_precision_param],
+            reduce=DTYPES[training.mixed_precision_reduce],
+            offload=training.enable_cpu_offload,
+        )
 
     @property
     def schedule_steps(self) -> int:

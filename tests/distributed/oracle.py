@@ -16,7 +16,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from titanlite.distributed.mesh import Degrees, Mesh, ParallelismConfig, build_mesh
 from titanlite.models import FAMILIES, IGNORED, LlamaShape
 from titanlite.optim import OptimizerConfig, build_optimizer
-from titanlite.parallelize import build_spread_model
+from titanlite.parallelize import Passes, build_spread_model
 from titanlite.parallelize.activation import ActivationCheckpointConfig
 from titanlite.parallelize.cut import balanced
 from titanlite.parallelize.init import start_weights
@@ -86,6 +86,10 @@ class Layout:
             pipeline_parallel_last_stage_less_layers=last,
             module_fqns_per_model_part=balanced(costs, self.stages) if self.stages else None,
         )
+
+    def passes(self, dtype: torch.dtype) -> Passes:
+        recompute = ActivationCheckpointConfig(mode=self.recompute)
+        return Passes(recompute=recompute, compute=dtype, offload=self.offload)
 
     def __str__(self) -> str:
         plain = Layout()
@@ -209,11 +213,9 @@ def spread(layout: Layout, recipe: Recipe, dtype: torch.dtype = torch.float32):
         mesh,
         section,
         plan,
-        ActivationCheckpointConfig(mode=layout.recompute),
+        layout.passes(dtype),
         CPU,
         seed=SEED,
-        compute=dtype,
-        offload=layout.offload,
     )
     engine = build_engine(held, mesh, section, plan, CPU, local_batch=local_batch)
     return held.model, mesh, engine

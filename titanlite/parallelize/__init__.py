@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import nn
@@ -13,13 +13,29 @@ from torch.distributed.tensor.parallel import loss_parallel
 from titanlite.distributed.mesh import Mesh, ParallelismConfig
 from titanlite.models import Family
 from titanlite.parallelize.activation import ActivationCheckpointConfig, recompute_activations
+from titanlite.parallelize.compile import CompileConfig
 from titanlite.parallelize.context import attend_over_ranks
+from titanlite.parallelize.float8 import Float8Config
 from titanlite.parallelize.init import start_weights, tie
 from titanlite.parallelize.pipeline import PipelinePlan, parts_of
 from titanlite.parallelize.shard import shard_parameters
 from titanlite.parallelize.tensor import split_tensors
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class Passes:
+    """What is done to a model beside spreading it."""
+
+    recompute: ActivationCheckpointConfig = field(
+        default_factory=lambda: ActivationCheckpointConfig(mode="none")
+    )
+    compile: CompileConfig = field(default_factory=CompileConfig)
+    float8: Float8Config = field(default_factory=Float8Config)
+    compute: torch.dtype = torch.float32  # what weights are cast to for computing
+    reduce: torch.dtype = torch.float32  # what gradients are summed in
+    offload: bool = False  # weights, gradients and moments stay in host memory
 
 
 @dataclass(frozen=True)
@@ -37,11 +53,7 @@ def parallelize(
     family: Family,
     mesh: Mesh,
     section: ParallelismConfig,
-    recompute: ActivationCheckpointConfig,
-    *,
-    compute: torch.dtype = torch.float32,
-    reduce: torch.dtype = torch.float32,
-    offload: bool = False,
+    passes: Passes,
 ) -> None:
     """Spread a plain model on meta, or a stage of one, over its mesh, in place."""
     blocks, shape = part.get_submodule(family.block_path), part.shape
@@ -50,17 +62,17 @@ def parallelize(
     tie(part, family.tied(shape))  # the split makes a parameter of each
     attend_over_ranks(part, family.attention, mesh.cp, section)
     # after the split, so that its gathers are computed again too; the names stay as they were
-    recompute_activations(blocks, recompute)
+    recompute_activations(blocks, passes.recompute)
     # last: shards whatever the others left whole, and casts whatever they compute with
     shard_parameters(
         part,
         blocks,
         _ends(part, family),
         mesh.fsdp,
-        compute=compute,
-        reduce=reduce,
+        compute=passes.compute,
+        reduce=passes.reduce,
         reshard=_reshard(section),
-        offload=offload,
+        offload=passes.offload,
     )
 
 
@@ -92,20 +104,16 @@ def build_spread_model(
     mesh: Mesh,
     section: ParallelismConfig,
     plan: PipelinePlan,
-    recompute: ActivationCheckpointConfig,
+    passes: Passes,
     device: torch.device,
     *,
     seed: int,
-    compute: torch.dtype = torch.float32,
-    reduce: torch.dtype = torch.float32,
-    offload: bool = False,
 ) -> SpreadModel:
     """A model on its mesh with its starting weights; no rank ever holds more than its shards."""
     model, parts = parts_of(family, shape, plan, mesh.pp.get_local_rank())
-    options = {"compute": compute, "reduce": reduce, "offload": offload}
     for part in parts.values():
-        parallelize(part, family, mesh, section, recompute, **options)
-    model.to_empty(device="cpu" if offload else device)  # memory for the shards, nothing more
+        parallelize(part, family, mesh, section, passes)
+    model.to_empty(device="cpu" if passes.offload else device)  # memory for the shards, nothing more
     tie(model, family.tied(shape))  # as does this, where FSDP does not mend it by itself
     start_weights(model, family.start, shape.n_layers, seed)
-    return SpreadModel(model, parts, shape.dim, compute)
+    return SpreadModel(model, parts, shape.dim, passes.compute)

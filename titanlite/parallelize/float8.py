@@ -1,4 +1,4 @@
-"""Keys of passes to come, known so that a job that asks for one is told, not trained without it."""
+"""Matrix products in 8 bits, by torchao."""
 
 from __future__ import annotations
 
@@ -32,14 +32,3 @@ class QuantizeLinearConfig:
 @dataclass(frozen=True)
 class QuantizeConfig:
     linear: QuantizeLinearConfig = field(default_factory=QuantizeLinearConfig)
-
-
-@dataclass(frozen=True)
-class CompileConfig:
-    """[compile] torch.compile, block by block."""
-
-    enable: Annotated[bool, Built((False,), "Compiling")] = False  # compile what `components` names
-    components: Annotated[list[str], Built((["model", "loss"],), "Compiling")] = field(
-        default_factory=lambda: ["model", "loss"]
-    )  # what is compiled
-    backend: Annotated[str, Built(("inductor",), "Compiling")] = "inductor"  # by which compiler
