@@ -126,7 +126,7 @@ def train(job: Job, session: Session, hold: Hold, watch: Watch, began: float) ->
         device,
         local_batch=training.local_batch_size,
     )
-    state = TrainState(model, build_optimizer(model, config.optimizer))
+    state = TrainState(model, build_optimizer(model, config.optimizer), job.loss_scale)
     hold.step = lambda: state.step
     if found:
         watch.now(0, "load")

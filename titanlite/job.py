@@ -30,7 +30,7 @@ from titanlite.observe import (
     metrics_problems,
     profiling_problems,
 )
-from titanlite.optim import LRSchedulerConfig, OptimizerConfig
+from titanlite.optim import LossScale, LossScaleConfig, LRSchedulerConfig, OptimizerConfig
 from titanlite.parallelize import DTYPES, Passes
 from titanlite.parallelize.activation import ActivationCheckpointConfig, activation_problems
 from titanlite.parallelize.compile import CompileConfig, compile_problems
@@ -75,6 +75,7 @@ class JobConfig:
     activation_checkpoint: ActivationCheckpointConfig = field(
         default_factory=ActivationCheckpointConfig
     )
+    loss_scale: LossScaleConfig = field(default_factory=LossScaleConfig)
     loss: LossConfig = field(default_factory=LossConfig)
     compile: CompileConfig = field(default_factory=CompileConfig)
     quantize: QuantizeConfig = field(default_factory=QuantizeConfig)
@@ -128,6 +129,7 @@ MOVED = {  # keys of torchtitan up to v0.2.2 that are elsewhere, or nowhere, her
 FACTS = (  # what a checkpoint says of its job, by the names that allow it to change
     "model",
     "optimizer.name",
+    "training.dtype",
     "training.global_batch_size",
     "training.seq_len",
     "debug.seed",
@@ -165,10 +167,18 @@ class Job:
             loss=config.loss,
             compile=config.compile,
             float8=config.quantize.linear.float8,
+            keep=DTYPES[training.dtype],
             compute=DTYPES[training.mixed_precision_param],
             reduce=DTYPES[training.mixed_precision_reduce],
             offload=training.enable_cpu_offload,
         )
+
+    @property
+    def loss_scale(self) -> LossScale | None:
+        """Where it starts, in the precision that needs one."""
+        if self.config.training.mixed_precision_param != "float16":
+            return None
+        return LossScale(self.config.loss_scale.initial, self.config.loss_scale.growth_steps)
 
     @property
     def schedule_steps(self) -> int:
@@ -179,6 +189,7 @@ class Job:
         return {
             "model": dataclasses.asdict(self.shape),
             "optimizer.name": self.config.optimizer.name,  # whose moments are another's nonsense
+            "training.dtype": self.config.training.dtype,
             "training.global_batch_size": self.global_batch,
             **stream.facts,  # what a position means
         }
@@ -270,6 +281,7 @@ def _problems(config: JobConfig, ranks: int) -> Iterator[UserError]:
         )
     yield from metrics_problems(config.metrics)
     yield from profiling_problems(config.profiling)
+    yield from _precision_problems(config)
     shape = degrees = None
     try:
         family = FAMILIES[config.model.name]
@@ -338,6 +350,25 @@ def _shape_problems(shape) -> Iterator[ConfigError]:
             f"model.head_dim = {shape.head_width}: rotary embedding turns pairs, so it must be"
             " even.",
             keys=("model.head_dim", "model.dim", "model.n_heads"),
+        )
+
+
+def _precision_problems(config: JobConfig) -> Iterator[ConfigError]:
+    compute, keep = "training.mixed_precision_param", "training.dtype"
+    half = config.training.mixed_precision_param == "float16"
+    if half and config.training.dtype != "float32":
+        yield ConfigError(
+            f'{keep} = "{config.training.dtype}" with {compute} = "float16": what float16 computes'
+            " is kept in float32.",
+            fix=f'Set {keep} = "float32", or {compute} = "bfloat16".',
+            keys=(keep, compute),
+        )
+    if not half and config.loss_scale != LossScaleConfig():
+        yield ConfigError(
+            f'[loss_scale] is set, but {compute} = "{config.training.mixed_precision_param}" scales'
+            " no loss.",
+            fix=f'Leave it out, or set {compute} = "float16".',
+            keys=("loss_scale",),
         )
 
 

@@ -15,7 +15,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from titanlite.distributed.mesh import Degrees, Mesh, ParallelismConfig, build_mesh
 from titanlite.models import FAMILIES, IGNORED, LlamaShape, LossConfig
-from titanlite.optim import OptimizerConfig, build_optimizer
+from titanlite.optim import LossScale, OptimizerConfig, build_optimizer
 from titanlite.parallelize import Passes, build_spread_model, offload
 from titanlite.parallelize.activation import ActivationCheckpointConfig
 from titanlite.parallelize.compile import CompileConfig
@@ -214,7 +214,12 @@ def _plain_validation(model, text: HeldOut) -> float:
     return F.cross_entropy(logits, text.labels.flatten(), ignore_index=IGNORED).item()
 
 
-def spread(layout: Layout, recipe: Recipe, dtype: torch.dtype = torch.float32):
+def spread(
+    layout: Layout,
+    recipe: Recipe,
+    dtype: torch.dtype = torch.float32,
+    keep: torch.dtype = torch.float32,
+):
     """(what this rank holds, mesh, engine) of a layout on the ranks that run this."""
     section, mesh = layout.section(recipe), build_mesh(layout.degrees, "cpu")
     offload.LEAST_BYTES = 1  # everything here is small
@@ -227,7 +232,7 @@ def spread(layout: Layout, recipe: Recipe, dtype: torch.dtype = torch.float32):
         mesh,
         section,
         plan,
-        layout.passes(dtype),
+        replace(layout.passes(dtype), keep=keep),
         CPU,
         seed=SEED,
     )
@@ -251,10 +256,15 @@ def spread_run(layout: Layout, recipe: Recipe) -> Record:
     return record
 
 
-def start(layout: Layout, recipe: Recipe) -> tuple[TrainState, Engine, Mesh]:
+def start(
+    layout: Layout,
+    recipe: Recipe,
+    dtype: torch.dtype = torch.float32,
+    scale: LossScale | None = None,
+) -> tuple[TrainState, Engine, Mesh]:
     """A run under a layout, before its first step."""
-    model, mesh, engine = spread(layout, recipe)
-    return TrainState(model, build_optimizer(model, recipe.section)), engine, mesh
+    model, mesh, engine = spread(layout, recipe, dtype)
+    return TrainState(model, build_optimizer(model, recipe.section), scale), engine, mesh
 
 
 def go_on(

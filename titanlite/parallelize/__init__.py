@@ -23,7 +23,7 @@ from titanlite.parallelize.pipeline import PipelinePlan, parts_of
 from titanlite.parallelize.shard import shard_parameters
 from titanlite.parallelize.tensor import split_tensors
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+DTYPES = {name: getattr(torch, name) for name in ("float32", "bfloat16", "float16")}
 
 
 @dataclass(frozen=True)
@@ -36,6 +36,7 @@ class Passes:
     loss: LossConfig = field(default_factory=LossConfig)
     compile: CompileConfig = field(default_factory=CompileConfig)
     float8: Float8Config = field(default_factory=Float8Config)
+    keep: torch.dtype = torch.float32  # of weights, gradients and moments between steps
     compute: torch.dtype = torch.float32  # what weights are cast to for computing
     reduce: torch.dtype = torch.float32  # what gradients are summed in
     offload: bool = False  # weights, gradients and moments stay in host memory
@@ -117,6 +118,7 @@ def build_spread_model(
     """A model on its mesh with its starting weights; no rank ever holds more than its shards."""
     model, parts = parts_of(family, shape, plan, mesh.pp.get_local_rank())
     for part in parts.values():
+        part.to(passes.keep)
         parallelize(part, family, mesh, section, passes)
     model.to_empty(device="cpu" if passes.offload else device)  # memory for the shards, nothing more
     tie(model, family.tied(shape))  # as does this, where FSDP does not mend it by itself
