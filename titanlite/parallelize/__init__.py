@@ -76,10 +76,12 @@ def parallelize(
     if passes.recompute.offload:  # around that, to see what it saves: the inputs of blocks
         offload_activations(blocks, mesh.fsdp.device_type)
     # last: shards whatever the others left whole, and casts whatever they compute with
+    before, after = _ends(part, family)
     shard_parameters(
         part,
-        blocks,
-        _ends(part, family),
+        before,
+        blocks.values(),
+        after,
         mesh.fsdp,
         compute=passes.compute,
         reduce=passes.reduce,
@@ -94,14 +96,14 @@ def _reshard(section: ParallelismConfig) -> str:
     return "never" if wish == "default" and pipelined else wish
 
 
-def _ends(part: nn.Module, family: Family) -> list[list[nn.Module]]:
-    """What is before the blocks and what is after them, gathered together; tied ends stay one."""
+def _ends(part: nn.Module, family: Family) -> tuple[list[nn.Module], list[nn.Module]]:
+    """What is before the blocks and what is after them; ends that are tied are nobody's."""
     if family.tied(part.shape):
-        return []
+        return [], []
     names = list(dict(part.named_children()))
     blocks = names.index(family.block_path)
-    ends = [names[:blocks], names[blocks + 1 :]]
-    return [[part.get_submodule(name) for name in end] for end in ends if end]
+    before, after = names[:blocks], names[blocks + 1 :]
+    return [part.get_submodule(name) for name in before], [part.get_submodule(name) for name in after]
 
 
 def build_spread_model(

@@ -16,6 +16,7 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as functional  # of DTensor; same in 2.11 to 2.15
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -219,16 +220,9 @@ class _Ring(_Travel):
         """Send to the next rank; returns how to wait for what the one before sends."""
         to, come = [0] * self.ranks, [0] * self.ranks
         to[(self.rank + 1) % self.ranks] = come[(self.rank - 1) % self.ranks] = held.numel()
-        received = held.new_empty(held.numel())
-        work = dist.all_to_all_single(
-            received, held.reshape(-1), come, to, group=self.group, async_op=True
-        )
-
-        def wait() -> Tensor:
-            work.wait()
-            return received.view(held.shape)
-
-        return wait
+        # The kind that a compiler can follow.
+        received = functional.all_to_all_single(held.reshape(-1), come, to, self.group)
+        return lambda: functional.wait_tensor(received).view(held.shape)
 
 
 _TRAVELS = {"allgather": _AllGather, "alltoall": _Ring}

@@ -3,7 +3,8 @@ same everywhere, with parameters computed in one type and kept and reduced in an
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
+from itertools import pairwise
 
 import torch
 from torch import nn
@@ -19,8 +20,9 @@ from torch.distributed.fsdp import (
 
 def shard_parameters(
     model: nn.Module,
-    blocks: nn.ModuleDict,
-    ends: Sequence[list[nn.Module]],
+    before: list[nn.Module],
+    blocks: Iterable[nn.Module],
+    after: list[nn.Module],
     mesh: DeviceMesh,
     *,
     compute: torch.dtype,
@@ -28,10 +30,10 @@ def shard_parameters(
     reshard: str,
     offload: bool,
 ) -> None:
-    """Shard each block, each group of `ends` (embedding; norm and output), then what is left.
+    """Shard what is before the blocks together, each block, what is after them, then what is left.
 
-    `mesh` [shard] or [replicate, shard]. `reshard` is always, never or default: free a block's
-    gathered weights after forward, but not the last group's, which backward needs at once.
+    `mesh` [shard] or [replicate, shard]. `reshard` is always, never or default: free a group's
+    gathered weights after forward, but not the last one's, which backward needs at once.
     """
     options = {
         "mesh": mesh,
@@ -39,14 +41,23 @@ def shard_parameters(
         "mp_policy": MixedPrecisionPolicy(compute, reduce, cast_forward_inputs=False),
         "offload_policy": _offload_policy(offload, mesh.device_type),
     }
-    for block in blocks.values():
-        fully_shard(block, reshard_after_forward=reshard != "never", **options)
-    for number, group in enumerate(ends):
-        last = number == len(ends) - 1
-        keep = reshard == "never" or (reshard == "default" and last)
+    groups = [group for group in (before, *([block] for block in blocks), after) if group]
+    for group in groups:
+        keep = reshard == "never" or (reshard == "default" and group is after)
         fully_shard(group, reshard_after_forward=not keep, **options)
     fully_shard(model, reshard_after_forward=reshard == "always", **options)
     _sum_gradients(model)
+    _gather_ahead([group[0] for group in groups])
+
+
+def _gather_ahead(modules: list[FSDPModule]) -> None:
+    """Begin to gather the weights of a group when the one before it begins to compute.
+
+    In forward torch would do so only when it is done, and so wait for the host between the two.
+    """
+    for before, after in pairwise(modules):
+        before.set_modules_to_forward_prefetch([after])
+        after.set_modules_to_backward_prefetch([before])
 
 
 def _sum_gradients(model: nn.Module) -> None:
