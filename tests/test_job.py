@@ -65,6 +65,8 @@ PIPELINE = ["--parallelism.pipeline_parallel_degree", "2"]
           "--activation_checkpoint.selective_ac_option", "op"], 1, "where it cannot be taken from"),
         (["--activation_checkpoint.visualize_memory_budget_pareto", "true"], 1, "nothing to draw"),
         (["--compile.enable", "true", "--compile.backend", "inducter"], 1, "no such compiler"),
+        (["--parallelism.enable_async_tensor_parallel", "true"], 1,
+         "tensor_parallel_degree = 1, and the blocks are not compiled, and the device is a cpu"),
         (["--compile.components", "modell"], 1, "components"),
         (["--training.dtype", "bfloat16", "--training.mixed_precision_param", "float16"], 1,
          "is kept in float32"),

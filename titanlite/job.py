@@ -316,7 +316,7 @@ def _outside_problems(config: JobConfig) -> Iterator[UserError]:
     except ConfigError:  # said already
         shape = None
     yield from _device_problems(config)
-    yield from compile_problems(config.compile, _device_type(config))
+    yield from compile_problems(config.compile, config.parallelism, _device_type(config))
     yield from _data_problems(config, shape)
 
 

@@ -51,6 +51,7 @@ class Layout:
     recompute: str = "none"
     offload_activations: bool = False
     compile: str = ""  # the backend
+    overlap: bool = False  # asynchronous tensor parallel
     chunk: int = 0  # tokens whose logits are held at once
     schedule: str = "1F1B"
     csv: str = ""  # a file with the schedule
@@ -72,6 +73,7 @@ class Layout:
         costs = FAMILY.costs(recipe.shape, recipe.seq_len)
         first, last = self.less or (None, None)
         return ParallelismConfig(
+            enable_async_tensor_parallel=self.overlap,
             disable_loss_parallel=not self.loss_parallel,
             fsdp_reshard_after_forward=self.reshard,
             fsdp_gradient_reduction=self.reduction,

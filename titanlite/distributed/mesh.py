@@ -29,8 +29,8 @@ class ParallelismConfig:
     # under pipeline parallel, a run of the schedule is what counts as a micro-batch here
     tensor_parallel_degree: Positive = 1  # ranks that share each matrix, and the sequence between
     disable_loss_parallel: bool = False  # gather the logits instead of sharding the loss with them
-    enable_async_tensor_parallel: Annotated[bool, Built((False,), "Async tensor parallel")] = False
-    # overlap tensor-parallel communication with its matrix products
+    enable_async_tensor_parallel: bool = False
+    # overlap tensor-parallel communication with its matrix products; CUDA, compiled blocks
     pipeline_parallel_degree: Positive = 1  # ranks that the blocks are spread over
     module_fqns_per_model_part: list[list[str]] | None = None
     # modules of each pipeline stage; unset: cut by what the other keys say

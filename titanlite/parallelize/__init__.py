@@ -14,7 +14,12 @@ from titanlite.parallelize.activation import (
     recompute_blocks,
     recompute_operations,
 )
-from titanlite.parallelize.compile import CompileConfig, compile_blocks, compile_loss
+from titanlite.parallelize.compile import (
+    CompileConfig,
+    compile_blocks,
+    compile_loss,
+    overlap_tensor_parallel,
+)
 from titanlite.parallelize.context import attend_over_ranks
 from titanlite.parallelize.float8 import Float8Config
 from titanlite.parallelize.init import start_weights, tie
@@ -70,6 +75,8 @@ def parallelize(
     # Inside of the compiled code, because the compiler must see what is kept. After the split, here
     # and below, so that its gathers are computed again too; names stay as they were.
     recompute_operations(blocks, passes.recompute)
+    if section.enable_async_tensor_parallel:
+        overlap_tensor_parallel(mesh.tp)  # by the compiler, which must know of it
     compile_blocks(blocks, passes.compile)
     compile_loss(output, passes.compile)
     recompute_blocks(blocks, passes.recompute)  # around it: a whole block is run again as it is

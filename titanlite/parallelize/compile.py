@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
@@ -12,7 +13,10 @@ from typing import Literal
 
 import torch
 from torch import Tensor, nn
+from torch.distributed._symmetric_memory import enable_symm_mem_for_group
+from torch.distributed.device_mesh import DeviceMesh
 
+from titanlite.distributed.mesh import ParallelismConfig
 from titanlite.errors import ConfigError
 from titanlite.models import Output
 
@@ -55,6 +59,16 @@ def compile_loss(output: Output | None, config: CompileConfig) -> None:
         )
 
 
+def overlap_tensor_parallel(tp: DeviceMesh) -> None:
+    """Let the compiler cut gathers and scatters into pieces that travel beside their products."""
+    # Private in torch 2.11 to 2.15, where both are the only way; the second warns since 2.13 that
+    # it is needless, but the compiler still asks for the groups that it was called for.
+    torch._inductor.config._micro_pipeline_tp = True
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        enable_symm_mem_for_group(tp.get_group().group_name)
+
+
 def _arrived(forward: Callable[..., Tensor], x: Tensor, *others) -> Tensor:
     """Under tensor parallel an embedding's output is still on its way, and a kind of tensor that
     code compiled for a plain one would give no gradient to."""
@@ -82,8 +96,23 @@ def compiled_so_far() -> str:
     )
 
 
-def compile_problems(config: CompileConfig, device_type: str) -> Iterator[ConfigError]:
-    """A compiler that there is not."""
+def compile_problems(
+    config: CompileConfig, section: ParallelismConfig, device_type: str
+) -> Iterator[ConfigError]:
+    """A compiler that there is not, or what it is needed for."""
+    if section.enable_async_tensor_parallel:
+        degree = section.tensor_parallel_degree
+        missing = [f"parallelism.tensor_parallel_degree = {degree}"] if degree == 1 else []
+        missing += [] if config.compiles("model") else ["the blocks are not compiled"]
+        missing += [] if device_type == "cuda" else [f"the device is a {device_type}"]
+        if missing:
+            key = "parallelism.enable_async_tensor_parallel"
+            yield ConfigError(
+                f"{key} = true: the compiler overlaps what tensor parallel sends with the products"
+                f" of GPUs that can write to each other's memory; but {', and '.join(missing)}.",
+                fix="Set compile.enable = true and a degree above 1 on CUDA, or leave it out.",
+                keys=(key,),
+            )
     if not config.enable:
         return
     if config.backend not in torch._dynamo.list_backends(exclude_tags=()):

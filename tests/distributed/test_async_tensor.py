@@ -1,0 +1,47 @@
+"""The compiler overlaps tensor parallel's communication with its products, and they stay right."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+import torch
+import torch.distributed as dist
+from tests.distributed.oracle import SGD, Layout, joined, one_process, spread_run, worst_error
+from tests.distributed.ranks import run_on_ranks
+from torch.distributed import _symmetric_memory as symmetric
+
+FALLBACKS = {  # what the operations mean, by torch itself; the fast ones need NVLink
+    "fused_all_gather_matmul": "_fused_all_gather_matmul_fallback",
+    "fused_matmul_reduce_scatter": "_fused_matmul_reduce_scatter_fallback",
+}
+
+
+def overlapped(layout):
+    """(the record of this rank, how often the compiler found what it can overlap)."""
+    library = torch.library.Library("symm_mem", "IMPL", "CPU")
+    for operation, meaning in FALLBACKS.items():
+        library.impl(operation, getattr(symmetric, meaning))
+    dist.is_nccl_available = lambda: True  # else the compiler does not look for it
+    found: Counter[str] = Counter()
+
+    def count(graph) -> None:
+        found.update(str(node.target).split(".")[1] for node in graph.nodes if "symm_mem" in str(node.target))
+
+    torch._inductor.config.post_grad_custom_post_pass = count
+    return spread_run(layout, SGD), found
+
+
+@pytest.mark.skipif(
+    not all(hasattr(symmetric, meaning) for meaning in FALLBACKS.values()),
+    reason="this torch has other names for what the operations mean",
+)
+def test_gathers_and_scatters_become_one_with_their_products():
+    layout = Layout(tensor=2, compile="inductor", overlap=True, accumulate=3)
+    records, found = zip(*run_on_ranks(overlapped, 2, layout), strict=True)
+    errors = worst_error(joined(list(records)), one_process(SGD), tensors=True)
+    assert max(errors.values()) <= 1e-5, errors
+    # two gathers and two scatters of a block's forward; the backward mirrors them
+    assert min(f["fused_all_gather_matmul"] for f in found) >= 2, found
+    assert min(f["fused_matmul_reduce_scatter"] for f in found) >= 2, found
+    print(found[0])

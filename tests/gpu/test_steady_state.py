@@ -1,0 +1,121 @@
+"""In the steady state the host runs ahead of the device, and nothing is compiled again."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from titanlite.distributed.mesh import Degrees, ParallelismConfig, build_mesh
+from titanlite.models import FAMILIES, LlamaShape
+from titanlite.optim import OptimizerConfig, build_optimizer
+from titanlite.parallelize import Passes, build_spread_model
+from titanlite.parallelize.activation import ActivationCheckpointConfig
+from titanlite.parallelize.compile import CompileConfig
+from titanlite.parallelize.pipeline import plan_pipeline
+from titanlite.training import TrainState, build_engine, take_step
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+FAMILY = FAMILIES["llama3"]
+SHAPE = LlamaShape(dim=256, n_layers=4, n_heads=4, n_kv_heads=2, hidden_dim=512, vocab_size=1024)
+ROWS, LENGTH = 4, 512
+
+
+@pytest.fixture
+def one_rank():
+    device = torch.device("cuda", 0)
+    torch.cuda.set_device(device)
+    store = dist.HashStore()
+    dist.init_process_group("cpu:gloo,cuda:nccl", store=store, rank=0, world_size=1)
+    yield device
+    dist.destroy_process_group()
+
+
+def trained(device, passes: Passes, steps: int):
+    """A function that takes `steps` steps of a small job, and the losses it has seen."""
+    section = ParallelismConfig(data_parallel_shard_degree=1)
+    mesh = build_mesh(Degrees(), "cuda")
+    plan, _ = plan_pipeline(section, FAMILY, SHAPE, LENGTH, ROWS)
+    spread = build_spread_model(FAMILY, SHAPE, mesh, section, plan, passes, device, seed=0)
+    engine = build_engine(spread, mesh, section, plan, device, local_batch=ROWS // 2)
+    state = TrainState(spread.model, build_optimizer(spread.model, OptimizerConfig()))
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(0, SHAPE.vocab_size, (ROWS, LENGTH + 1), generator=generator).to(device)
+    losses = []
+
+    def go_on() -> None:
+        for _ in range(steps):
+            result = take_step(
+                state, engine, ids[:, :-1], ids[:, 1:], mesh=mesh, global_batch=ROWS, lr=1e-3,
+                max_norm=1.0,
+            )  # fmt: skip
+            losses.append(result.loss)
+
+    return go_on, losses
+
+
+def passes_of(name: str) -> Passes:
+    recompute = ActivationCheckpointConfig(mode="none")
+    if name == "offload":
+        recompute = ActivationCheckpointConfig(mode="full", offload=True)
+    if name == "op":
+        recompute = ActivationCheckpointConfig(selective_ac_option="op")
+    return Passes(
+        recompute=recompute, compile=CompileConfig(name == "compile"), compute=torch.bfloat16
+    )
+
+
+@pytest.mark.parametrize("name", ["eager", "compile", "op", "offload"])
+def test_no_step_waits_for_the_device(one_rank, name):
+    go_on, _ = trained(one_rank, passes_of(name), steps=3)
+    go_on()  # kernels, buffers, plans
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("warn")
+    try:
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            go_on()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    waits = [str(warning.message) for warning in seen if "synchroniz" in str(warning.message)]
+    assert not waits, waits
+
+
+def test_nothing_is_compiled_again(one_rank):
+    go_on, _ = trained(one_rank, passes_of("compile"), steps=2)
+    go_on()
+    with torch.compiler.set_stance("fail_on_recompile"):
+        go_on()
+
+
+@pytest.mark.parametrize("name", ["compile", "op", "offload"])
+def test_every_pass_learns_what_the_plain_model_learns(one_rank, name):
+    curves = []
+    for each in ("eager", name):
+        go_on, losses = trained(one_rank, passes_of(each), steps=5)
+        go_on()
+        curves.append(torch.stack(losses).tolist())
+    assert curves[1] == pytest.approx(curves[0], rel=2e-3)
+
+
+def test_offloaded_activations_are_not_on_the_device(one_rank):
+    def held(offload: bool) -> int:
+        section = ParallelismConfig(data_parallel_shard_degree=1)
+        mesh = build_mesh(Degrees(), "cuda")
+        plan, _ = plan_pipeline(section, FAMILY, SHAPE, LENGTH, ROWS)
+        recompute = ActivationCheckpointConfig(mode="none", offload=offload)
+        passes = Passes(recompute=recompute, compute=torch.bfloat16)
+        model = build_spread_model(
+            FAMILY, SHAPE, mesh, section, plan, passes, one_rank, seed=0
+        ).model
+        ids = torch.zeros(ROWS, LENGTH, dtype=torch.int64, device=one_rank)
+        before = torch.cuda.memory_allocated()
+        loss = model(ids, labels=ids)
+        torch.cuda.synchronize()
+        after = torch.cuda.memory_allocated()
+        loss.backward()
+        return after - before
+
+    assert held(offload=True) < 0.5 * held(offload=False)
