@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from titanlite.models.attention import KeyValueCache
+from titanlite.models.documents import document_positions
 from titanlite.models.family import Family, ModelConfig, matching
 from titanlite.models.llama import LLAMA, Llama, LlamaShape
 from titanlite.models.loss import IGNORED, cross_entropy_sum, valid_tokens
@@ -18,6 +19,7 @@ __all__ = [
     "LlamaShape",
     "ModelConfig",
     "cross_entropy_sum",
+    "document_positions",
     "matching",
     "valid_tokens",
 ]

@@ -13,6 +13,7 @@ from torch.distributed.tensor.parallel import loss_parallel
 from titanlite.distributed.mesh import Mesh, ParallelismConfig
 from titanlite.models import Family
 from titanlite.parallelize.activation import ActivationCheckpointConfig, recompute_activations
+from titanlite.parallelize.attention import attend_by
 from titanlite.parallelize.compile import CompileConfig
 from titanlite.parallelize.context import attend_over_ranks
 from titanlite.parallelize.float8 import Float8Config
@@ -36,6 +37,8 @@ class Passes:
     compute: torch.dtype = torch.float32  # what weights are cast to for computing
     reduce: torch.dtype = torch.float32  # what gradients are summed in
     offload: bool = False  # weights, gradients and moments stay in host memory
+    kernel: str | None = None  # of attention; None: torch's choice
+    documents: bool = False  # each attends to itself alone
 
 
 @dataclass(frozen=True)
@@ -60,7 +63,8 @@ def parallelize(
     sharded_loss = not section.disable_loss_parallel
     split_tensors(part, family.split, mesh.tp, shape.head_width, sharded_loss)
     tie(part, family.tied(shape))  # the split makes a parameter of each
-    attend_over_ranks(part, family.attention, mesh.cp, section)
+    attend_by(part, family.attention, passes.kernel, passes.documents)
+    attend_over_ranks(part, family.attention, mesh.cp, section)  # it has kernels of its own
     # after the split, so that its gathers are computed again too; the names stay as they were
     recompute_activations(blocks, passes.recompute)
     # last: shards whatever the others left whole, and casts whatever they compute with

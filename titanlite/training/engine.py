@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -13,7 +14,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from titanlite.distributed.mesh import Mesh, ParallelismConfig
-from titanlite.models import IGNORED, cross_entropy_sum
+from titanlite.models import IGNORED, cross_entropy_sum, document_positions
 from titanlite.parallelize import SpreadModel, loss_context
 from titanlite.parallelize.context import SequenceShare, share_of
 from titanlite.parallelize.pipeline import ForwardStage, PipelinePlan, Stage, build_schedule
@@ -54,13 +55,35 @@ def build_engine(
     device: torch.device,
     *,
     local_batch: int,
+    end: int | None = None,
 ) -> Engine:
-    """The engine for a model as it is spread; `local_batch` sequences are run at once."""
+    """The engine for a model as it is spread; `local_batch` sequences are run at once.
+
+    `end` is the last id of every document, where positions count from the start of each.
+    """
     every = section.fsdp_gradient_reduction == "every_microbatch"
-    share, context = share_of(mesh.cp, section), loss_context(mesh, section)
+    share, context = Share(share_of(mesh.cp, section), end), loss_context(mesh, section)
     if mesh.pp.size() == 1:
         return Spmd(spread.model, share, context, local_batch, every)
     return Pipelined(spread, share, context, plan, mesh, device, every)
+
+
+@dataclass(frozen=True)
+class Share:
+    """Which of the tokens of a batch are this rank's, and where they are."""
+
+    sequence: SequenceShare
+    end: int | None = None
+
+    def of(self, batch: Tensor) -> Tensor:
+        """The part of `batch` [rows, T] that this rank holds."""
+        return self.sequence.of(batch)
+
+    def positions(self, inputs: Tensor) -> Tensor:
+        """The positions of this rank's part of whole sequences [rows, T]; [T] where rows agree."""
+        if self.end is None:
+            return self.sequence.positions(inputs.shape[1], inputs.device)
+        return self.sequence.of(document_positions(inputs, self.end))
 
 
 class Spmd:
@@ -69,7 +92,7 @@ class Spmd:
     def __init__(
         self,
         model: nn.Module,
-        share: SequenceShare,
+        share: Share,
         loss_context: Callable[[], AbstractContextManager],
         microbatch: int,
         reduce_every_microbatch: bool = True,
@@ -81,8 +104,6 @@ class Spmd:
         self, inputs: Tensor, labels: Tensor, valid: Tensor, now: Now = silent
     ) -> Tensor:
         """`valid` 0-d: the valid labels of the whole global batch."""
-        positions = self.share.positions(inputs.shape[1], inputs.device)
-        inputs, labels = self.share.of(inputs), self.share.of(labels)
         total = torch.zeros((), device=inputs.device)
         parts = list(zip(inputs.split(self.microbatch), labels.split(self.microbatch), strict=True))
         for number, (x, y) in enumerate(parts):
@@ -90,7 +111,8 @@ class Spmd:
             now("forward")
             with self.loss_context():
                 # Divided here, by the tokens of all ranks, and nowhere else: gradients only add up.
-                loss = cross_entropy_sum(self.model(x, positions), y) / valid
+                logits = self.model(self.share.of(x), self.share.positions(x))
+                loss = cross_entropy_sum(logits, self.share.of(y)) / valid
                 now("backward")
                 loss.backward()
             total += _local(loss)
@@ -98,9 +120,8 @@ class Spmd:
 
     @torch.no_grad()
     def evaluate(self, inputs: Tensor, labels: Tensor) -> Tensor:
-        positions = self.share.positions(inputs.shape[1], inputs.device)
         with self.loss_context():
-            logits = self.model(self.share.of(inputs), positions)
+            logits = self.model(self.share.of(inputs), self.share.positions(inputs))
             loss = _local(cross_entropy_sum(logits, self.share.of(labels)))
         _free_gathered([self.model])
         return loss
@@ -112,7 +133,7 @@ class Pipelined:
     def __init__(
         self,
         spread: SpreadModel,
-        share: SequenceShare,
+        share: Share,
         loss_context: Callable[[], AbstractContextManager],
         plan: PipelinePlan,
         mesh: Mesh,
@@ -161,7 +182,7 @@ class Pipelined:
     ) -> Tensor:
         """One run of the schedule: the loss where the last stage is, and nothing elsewhere."""
         schedule, stages = self._schedule(kind, plan, inputs.shape[1])
-        positions = self.share.positions(inputs.shape[1], inputs.device)
+        positions = self.share.positions(inputs)
         given = [self.share.of(inputs)] if self.first else []
         losses: list[Tensor] = []
         wanted = {"target": self.share.of(labels), "losses": losses} if self.last else {}
