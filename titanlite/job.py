@@ -438,8 +438,8 @@ def _end_problems(key: str, opened, tokenizer: Tokenizer) -> Iterator[ConfigErro
             yield ConfigError(
                 f'attention.mask = "document": the last id of "{name}" is not the end of a document'
                 f" ({tokenizer.eos_id}), so where its documents end cannot be seen.",
-                fix="Prepare it with an end after every document (Megatron-LM: --append-eod), or use"
-                ' "causal".',
+                fix="Prepare it with an end after every document (Megatron-LM: --append-eod), or"
+                ' use "causal".',
                 keys=("attention.mask", key),
             )
 

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from titanlite.models.documents import attend_in_documents
+from titanlite.models.flash import repeated
 
 
 class KeyValueCache:
@@ -63,7 +64,7 @@ class Attend(nn.Module):
             k, v = cache.extend(k, v)
         grouped = q.shape[1] != k.shape[1]
         if grouped and self.backend == SDPBackend.EFFICIENT_ATTENTION:  # wants one for each query
-            k, v = (part.repeat_interleave(q.shape[1] // part.shape[1], dim=1) for part in (k, v))
+            k, v = repeated(k, q), repeated(v, q)
             grouped = False
         if self.backend is None:
             return F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=grouped)

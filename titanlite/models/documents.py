@@ -13,7 +13,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from titanlite.models.flash import OnCuda, flash_for
+from titanlite.models.flash import OnCuda, flash_for, repeated
 
 try:
     from torch.nn.attention.varlen import varlen_attn
@@ -39,9 +39,10 @@ def document_ends(positions: Tensor) -> Tensor:
 
 
 def attend_in_documents(q: Tensor, k: Tensor, v: Tensor, ends: Tensor) -> Tensor:
-    """Causal attention within each document: q [B, H, T, K], k and v [B, Hkv, T, K]."""
+    """Causal attention within each document: q [B, H, T, K] over k, v [B, Hkv, T, K]."""
     if varlen_attn is not None and isinstance(flash_for(q), OnCuda):
         return _attend_at_once(q, k, v, ends)
+    k, v = (repeated(part, q) for part in (k, v))  # here once, instead of for each document
     out, _ = _attend_one_by_one(q, k, v, ends)
     return out
 

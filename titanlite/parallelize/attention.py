@@ -98,7 +98,9 @@ def choose_kernel(
     if in_parts or (documents and trial.plain):
         return None
     able = FOR_DOCUMENTS if documents else tuple(KERNELS)
-    measured = trial.measure([name for name in able if name != "math"])
+    # A CPU has one; and where runs must repeat to the bit, no clock may decide between several.
+    first = device.type == "cpu" or torch.are_deterministic_algorithms_enabled()
+    measured = trial.measure([name for name in able if name != "math"], first)
     # Scores of whole sequences in memory, and slow: only where there is nothing else.
     chosen = min(measured, key=measured.get, default="math")
     times = ", ".join(f"{name} {ms:.2f}" for name, ms in measured.items() if ms)
@@ -137,14 +139,13 @@ class _Trial:
                 deactivate()
         return ""
 
-    def measure(self, names: list[str]) -> dict[str, float]:
-        """Milliseconds of each that can run; 0 for the first, where there is no need to know."""
-        one_only = self.device.type == "cpu" or torch.are_deterministic_algorithms_enabled()
+    def measure(self, names: list[str], first: bool) -> dict[str, float]:
+        """Milliseconds of each that can run, or just the `first` of them, not measured."""
         measured = {}
         for name in names:
             if (name in ADDED and not _can_deactivate()) or self.problem(name, fused=False):
                 continue
-            if one_only:  # so that two runs of a job compute the same bits
+            if first:
                 return {name: 0.0}
             activate(name)
             try:
