@@ -12,13 +12,12 @@ from itertools import pairwise
 
 import torch
 from torch import Tensor
+from torch.nn.attention.varlen import varlen_attn
 
 from titanlite.models.flash import OnCuda, flash_for, repeated
 
-try:
-    from torch.nn.attention.varlen import varlen_attn
-except ImportError:  # not built into every torch
-    varlen_attn = None
+# Torch 2.11 has no such word; its kernel serves grouped heads unasked, as the others do when asked.
+_GROUPED = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
 
 
 def document_positions(inputs: Tensor, end: int) -> Tensor:
@@ -40,7 +39,7 @@ def document_ends(positions: Tensor) -> Tensor:
 
 def attend_in_documents(q: Tensor, k: Tensor, v: Tensor, ends: Tensor) -> Tensor:
     """Causal attention within each document: q [B, H, T, K] over k, v [B, Hkv, T, K]."""
-    if varlen_attn is not None and isinstance(flash_for(q), OnCuda):
+    if isinstance(flash_for(q), OnCuda):
         return _attend_at_once(q, k, v, ends)
     k, v = (repeated(part, q) for part in (k, v))  # here once, instead of for each document
     out, _ = _attend_one_by_one(q, k, v, ends)
@@ -55,18 +54,9 @@ def _attend_at_once(q: Tensor, k: Tensor, v: Tensor, ends: Tensor) -> Tensor:
     # find nothing to do, but is another number for the host to wait for, and to compile for.
     rows, _, longest, _ = q.shape
     packed = (part.transpose(1, 2).flatten(0, 1) for part in (q, k, v))  # [B*T, H, K]
-    out = varlen_attn(*packed, ends, ends, longest, longest, **_VARLEN)
+    causal = {"window_size": (-1, 0)}
+    out = varlen_attn(*packed, ends, ends, longest, longest, **causal, **_GROUPED)
     return out.unflatten(0, (rows, longest)).transpose(1, 2)
-
-
-def _varlen_options() -> dict[str, object]:
-    """Causal, with grouped heads, in the words of this torch (they changed until 2.12)."""
-    known = inspect.signature(varlen_attn).parameters if varlen_attn else {}
-    causal = {"window_size": (-1, 0)} if "window_size" in known else {"is_causal": True}
-    return causal | ({"enable_gqa": True} if "enable_gqa" in known else {})
-
-
-_VARLEN = _varlen_options()
 
 
 # --- one by one: a CPU, and fp32 on a GPU ---------------------------------------------------------

@@ -14,9 +14,13 @@ from fnmatch import fnmatchcase
 from typing import Literal
 
 import torch
-import torch.nn.attention
 from torch import Tensor, nn
-from torch.nn.attention import SDPBackend
+from torch.nn.attention import (
+    SDPBackend,
+    activate_flash_attention_impl,
+    current_flash_attention_impl,
+    restore_flash_attention_impl,
+)
 
 from titanlite.distributed.mesh import Degrees
 from titanlite.errors import ConfigError
@@ -143,7 +147,7 @@ class _Trial:
         """Milliseconds of each that can run, or just the `first` of them, not measured."""
         measured = {}
         for name in names:
-            if (name in ADDED and not _can_deactivate()) or self.problem(name, fused=False):
+            if self.problem(name, fused=False):
                 continue
             if first:
                 return {name: 0.0}
@@ -186,28 +190,20 @@ class _Trial:
         return time.perf_counter() - start
 
 
-# FlashAttention 3 and 4 take the place of torch's own in the whole process. Which are known, and
-# whether one can leave again, depends on the torch (2.11 to 2.15).
+# FlashAttention 3 and 4 take the place of torch's own in the whole process.
 
 
 def activate(kernel: str | None) -> None:
-    """Put FlashAttention 3 or 4 in its place; every rank must. Raises RuntimeError, ImportError."""
+    """Put FlashAttention 3 or 4 in its place, on every rank; raises ImportError, RuntimeError."""
     if kernel not in ADDED:
         return
-    known = getattr(torch.nn.attention, "list_flash_attention_impls", list)()
-    if kernel.upper() not in known:
-        raise RuntimeError(f"torch {torch.__version__} knows of {', '.join(known) or 'none'}.")
-    torch.nn.attention.activate_flash_attention_impl(kernel.upper())
+    activate_flash_attention_impl(kernel.upper())
 
 
 def deactivate() -> None:
     """Leave FlashAttention to torch."""
-    if _can_deactivate() and torch.nn.attention.current_flash_attention_impl() is not None:
-        torch.nn.attention.restore_flash_attention_impl()
-
-
-def _can_deactivate() -> bool:
-    return hasattr(torch.nn.attention, "restore_flash_attention_impl")
+    if current_flash_attention_impl() is not None:
+        restore_flash_attention_impl()
 
 
 def attention_problems(
