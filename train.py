@@ -13,7 +13,7 @@ from functools import partial
 
 from titanlite.checkpoint import Checkpointer, Hold, hold_folder
 from titanlite.data import slices_of
-from titanlite.distributed.collectives import agree, attempt
+from titanlite.distributed.collectives import agree, attempt, on_rank_0
 from titanlite.distributed.mesh import build_mesh
 from titanlite.distributed.session import (
     Session,
@@ -30,6 +30,7 @@ from titanlite.log import configure_log, logger
 from titanlite.observe import open_meter, open_profiler, open_sinks, silent_sinks
 from titanlite.optim import build_optimizer, lr_share
 from titanlite.parallelize import build_spread_model
+from titanlite.parallelize.attention import activate, choose_kernel
 from titanlite.parallelize.compile import keep_compiled
 from titanlite.reference import help_text
 from titanlite.training import (
@@ -103,8 +104,11 @@ def train(job: Job, session: Session, hold: Hold, watch: Watch, began: float) ->
 
     if config.compile.enable:
         keep_compiled()
-    mesh = build_mesh(job.degrees, device.type)
-    passes = job.passes
+    mesh, compute = build_mesh(job.degrees, device.type), job.passes.compute
+    attention, sizes, in_parts = config.attention, job.attention_sizes, mesh.cp.size() > 1
+    kernel = on_rank_0(lambda: choose_kernel(attention, sizes, compute, device, in_parts=in_parts))
+    activate(kernel)
+    passes = dataclasses.replace(job.passes, kernel=kernel)
     spread = build_spread_model(
         job.family,
         job.shape,
@@ -125,6 +129,7 @@ def train(job: Job, session: Session, hold: Hold, watch: Watch, began: float) ->
         job.pipeline,
         device,
         local_batch=training.local_batch_size,
+        end=stream.end if passes.documents else None,
     )
     state = TrainState(model, build_optimizer(model, config.optimizer), job.loss_scale)
     hold.step = lambda: state.step

@@ -9,6 +9,7 @@ import sys
 import pytest
 
 from tests.conftest import ROOT
+from titanlite.data import ShardWriter
 from titanlite.errors import Problems, UserError, report
 from titanlite.job import FACTS, MOVED, JobConfig, open_data, read_job
 from titanlite.settings import all_keys, read_toml
@@ -95,6 +96,13 @@ PIPELINE = ["--parallelism.pipeline_parallel_degree", "2"]
           "--parallelism.pipeline_parallel_layers_per_stage", "1"], 2, "would be ignored"),
         ([*PIPELINE, "--parallelism.module_fqns_per_model_part", '[["layers.0"], ["output"]]'], 2,
          "no stage has tok_embeddings, layers.1, norm"),
+        (["--attention.backend", "cudnn"], 1, "is for GPUs, and this job runs on the CPU"),
+        (["--attention.backend", "math", "--attention.mask", "document"], 1,
+         "it sees one document a sequence. Use \"auto\", or flash, fa3, fa4"),
+        (["--attention.backend", "math", "--parallelism.context_parallel_degree", "2"], 2,
+         "cannot be used under context parallel"),
+        (["--attention.mask", "document", "--data.tokenizer", "none.model"], 1, "data.tokenizer"),
+        (["--attention.mask", "documents"], 1, 'Did you mean "document"'),
         (["--quantize.linear.float8.recipe_name", "rowwise"], 1, "Float8 is not available"),
         (["--model.converters", "float8"], 1, "Quantisation is not available"),
         (["--training.compile", "true"], 1, "is now compile.enable"),
@@ -110,6 +118,20 @@ def test_what_cannot_be_is_refused_with_the_reason(run_toml, argv, ranks, words)
         if torch.cuda.is_available():
             pytest.skip("this machine can")
     assert words in said(run_toml, *argv, ranks=ranks)
+
+
+def test_a_corpus_without_ends_cannot_be_read_as_documents(run_toml, tmp_path):
+    """As Megatron-LM writes it where it is not told to append them."""
+    with ShardWriter(tmp_path / "bare", 258) as writer:
+        writer.add(list(b"no end to be seen" * 40))
+        writer.close()
+    sources = ("--data.sources", f'[{{ name = "bare", path = "{tmp_path}/bare" }}]')
+    text = said(run_toml, *sources, "--attention.mask", "document")
+    assert 'the last id of "bare" is not the end of a document' in text
+    assert text.count("attention.mask") == 1  # the validation text has them
+    accepted(run_toml, *sources)
+    job = accepted(run_toml, "--attention.mask", "document")
+    assert job.passes.documents and open_data(job)[0].end == 257
 
 
 TEN = """

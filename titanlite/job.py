@@ -33,6 +33,12 @@ from titanlite.observe import (
 from titanlite.optim import LossScale, LossScaleConfig, LRSchedulerConfig, OptimizerConfig
 from titanlite.parallelize import DTYPES, Passes
 from titanlite.parallelize.activation import ActivationCheckpointConfig, activation_problems
+from titanlite.parallelize.attention import (
+    ON_CPU,
+    AttentionConfig,
+    AttentionSizes,
+    attention_problems,
+)
 from titanlite.parallelize.compile import CompileConfig, compile_problems
 from titanlite.parallelize.context import context_problems
 from titanlite.parallelize.float8 import QuantizeConfig
@@ -67,6 +73,7 @@ class JobConfig:
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     training: TrainingConfig = field(default_factory=TrainingConfig)
+    attention: AttentionConfig = field(default_factory=AttentionConfig)
     parallelism: ParallelismConfig = field(default_factory=ParallelismConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     lr_scheduler: LRSchedulerConfig = field(default_factory=LRSchedulerConfig)
@@ -132,6 +139,7 @@ FACTS = (  # what a checkpoint says of its job, by the names that allow it to ch
     "training.dtype",
     "training.global_batch_size",
     "training.seq_len",
+    "attention.mask",
     "debug.seed",
     "data.tokenizer",
     "data.sources",
@@ -171,6 +179,19 @@ class Job:
             compute=DTYPES[training.mixed_precision_param],
             reduce=DTYPES[training.mixed_precision_reduce],
             offload=training.enable_cpu_offload,
+            documents=config.attention.mask == "document",
+        )
+
+    @property
+    def attention_sizes(self) -> AttentionSizes:
+        """What one rank's attention computes at once, where context parallel does not cut it."""
+        shape, tensor = self.shape, self.degrees.tensor
+        return AttentionSizes(
+            rows=self.pipeline.microbatch,
+            heads=shape.n_heads // tensor,
+            key_heads=max(1, shape.n_kv_heads // tensor),
+            tokens=self.config.training.seq_len,
+            width=shape.head_width,
         )
 
     @property
@@ -191,6 +212,7 @@ class Job:
             "optimizer.name": self.config.optimizer.name,  # whose moments are another's nonsense
             "training.dtype": self.config.training.dtype,
             "training.global_batch_size": self.global_batch,
+            "attention.mask": self.config.attention.mask,  # which says what positions count
             **stream.facts,  # what a position means
         }
 
@@ -295,6 +317,7 @@ def _problems(config: JobConfig, ranks: int) -> Iterator[UserError]:
     try:
         degrees = degrees_of(config.parallelism, ranks)
         yield from _batch_problems(config.training, degrees)
+        yield from attention_problems(config.attention, degrees, config.data.tokenizer)
     except ConfigError as error:
         yield error
     if shape and degrees:
@@ -395,9 +418,16 @@ def _batch_problems(training: TrainingConfig, degrees: Degrees) -> Iterator[Conf
 def _device_problems(config: JobConfig) -> Iterator[UserError]:
     if config.job.check_ranks is None:  # else it is checked for another machine
         try:
-            choose_device(config.job.device)
+            device, wish = choose_device(config.job.device), config.attention.backend
         except ConfigError as error:
             yield error
+            return
+        if device.type == "cpu" and wish not in ("auto", *ON_CPU):
+            yield ConfigError(
+                f'attention.backend = "{wish}": is for GPUs, and this job runs on the CPU.',
+                fix=f'Use "auto", or {", ".join(ON_CPU)}.',
+                keys=("attention.backend",),
+            )
 
 
 def _device_type(config: JobConfig) -> str:
@@ -434,9 +464,25 @@ def _data_problems(config: JobConfig, shape) -> Iterator[UserError]:
         vocab_size = tokenizer.vocab_size  # so that each corpus does not say it again
     for key, opener in (("data.sources", _open_stream), ("data.validation", _open_texts)):
         try:
-            opener(config, vocab_size, tokenizer)
+            opened = opener(config, vocab_size, tokenizer)
         except UserError as error:
             yield from _about(key, error)
+        else:
+            if tokenizer and config.attention.mask == "document":
+                yield from _end_problems(key, opened, tokenizer)
+
+
+def _end_problems(key: str, opened, tokenizer: Tokenizer) -> Iterator[ConfigError]:
+    """Corpora made elsewhere whose documents do not end as those of `tokenizer` do."""
+    for text in opened if isinstance(opened, list) else [opened] if opened else []:
+        for name in text.without_end(tokenizer.eos_id):
+            yield ConfigError(
+                f'attention.mask = "document": the last id of "{name}" is not the end of a document'
+                f" ({tokenizer.eos_id}), so where its documents end cannot be seen.",
+                fix="Prepare it with an end after every document (Megatron-LM: --append-eod), or"
+                ' use "causal".',
+                keys=("attention.mask", key),
+            )
 
 
 def open_data(job: Job) -> tuple[Stream, list[ValidationSet]]:

@@ -27,6 +27,7 @@ from titanlite.training import Engine, TrainState, build_engine, take_step, vali
 FAMILY = FAMILIES["llama3"]
 SEED, STEPS = 7, 4
 CPU = torch.device("cpu")
+END = 0  # of a document
 
 # Odd where it may be: 509 tokens, and a feed-forward that 3 ranks cannot shard evenly.
 SHAPE = LlamaShape(
@@ -93,7 +94,7 @@ class Layout:
             module_fqns_per_model_part=balanced(costs, self.stages) if self.stages else None,
         )
 
-    def passes(self, dtype: torch.dtype) -> Passes:
+    def passes(self, recipe: Recipe, dtype: torch.dtype) -> Passes:
         return Passes(
             recompute=ActivationCheckpointConfig(
                 mode="selective" if self.recompute == "op" else self.recompute,
@@ -104,6 +105,7 @@ class Layout:
             loss=LossConfig(chunk_tokens=self.chunk),
             compute=dtype,
             offload=self.offload,
+            documents=recipe.documents,
         )
 
     def __str__(self) -> str:
@@ -125,6 +127,7 @@ class Recipe:
     lr: float = 0.5
     batch: int = 36  # sequences of a step; of one step, twice as many, and the ranks must follow
     seq_len: int = 48
+    documents: bool = False  # several a sequence, each of which attends to itself alone
 
     @property
     def section(self) -> OptimizerConfig:
@@ -162,6 +165,8 @@ def batch_at(step: int, recipe: Recipe) -> tuple[Tensor, Tensor]:
 def tokens(seed: int, rows: int, length: int, recipe: Recipe) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(0, recipe.shape.vocab_size, (rows, length + 1), generator=generator)
+    if recipe.documents:  # of 8 tokens in the mean, so that some cross every border between ranks
+        ids[torch.rand(ids.shape, generator=generator) < 1 / 8] = END
     return ids[:, :-1].clone(), ids[:, 1:].clone()
 
 
@@ -194,7 +199,7 @@ def one_process(recipe: Recipe) -> Record:
     record = Record()
     for step in range(recipe.steps):
         inputs, labels = batch_at(step, recipe)
-        logits = model(inputs)
+        logits = _plain_logits(model, inputs, recipe)
         loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED)
         loss.backward()
         limit = recipe.max_norm or float("inf")
@@ -205,14 +210,26 @@ def one_process(recipe: Recipe) -> Record:
         optimizer.step()
         optimizer.zero_grad()
         if step + 1 in VALIDATED_AFTER:
-            record.validations.append(_plain_validation(model, HeldOut(recipe)))
+            record.validations.append(_plain_validation(model, HeldOut(recipe), recipe))
     record.weights = {n: p.detach().clone() for n, p in model.named_parameters()}
     return record
 
 
+def _plain_logits(model, inputs: Tensor, recipe: Recipe) -> Tensor:
+    """Documents one by one, each a sequence of its own to a model that knows of none."""
+    if not recipe.documents:
+        return model(inputs)
+    rows = []
+    for row in inputs:
+        ends = (row == END).nonzero().flatten() + 1
+        parts = row.tensor_split(ends)
+        rows.append(torch.cat([model(part[None])[0] for part in parts if len(part)]))
+    return torch.stack(rows)
+
+
 @torch.no_grad()
-def _plain_validation(model, text: HeldOut) -> float:
-    logits = model(text.inputs).flatten(0, 1)
+def _plain_validation(model, text: HeldOut, recipe: Recipe) -> float:
+    logits = _plain_logits(model, text.inputs, recipe).flatten(0, 1)
     return F.cross_entropy(logits, text.labels.flatten(), ignore_index=IGNORED).item()
 
 
@@ -234,11 +251,12 @@ def spread(
         mesh,
         section,
         plan,
-        replace(layout.passes(dtype), keep=keep),
+        replace(layout.passes(recipe, dtype), keep=keep),
         CPU,
         seed=SEED,
     )
-    engine = build_engine(held, mesh, section, plan, CPU, local_batch=local_batch)
+    options = {"local_batch": local_batch, "end": END if recipe.documents else None}
+    engine = build_engine(held, mesh, section, plan, CPU, **options)
     return held.model, mesh, engine
 
 

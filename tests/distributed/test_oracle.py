@@ -142,6 +142,17 @@ PIPELINE_OPTIONS = [
         ),
     ],
 ]
+# Documents cross every border between ranks; each is run once, by SGD.
+DOCUMENTED = [
+    [Layout(), Layout(accumulate=3, recompute="full")],
+    [Layout(shard=2, accumulate=3), Layout(tensor=2, recompute="full"), Layout(context=2)],
+    [
+        Layout(pipeline=2, microbatch=3, schedule="ZBVZeroBubble"),
+        Layout(context=2, rotate="alltoall", balancer="none"),
+    ],
+    [Layout(shard=2, tensor=2), Layout(context=4, rotate="alltoall")],
+    [Layout(pipeline=2, context=2, microbatch=6)],
+]
 TIED = [Layout(shard=3), Layout(tensor=4), Layout(shard=2, tensor=2)]
 
 
@@ -190,6 +201,12 @@ def test_a_schedule_from_a_file_learns_what_one_process_learns(tmp_path):
     file.write_text("\n" + as_csv(order_of("ZBVZeroBubble", ranks=2, stages=4, microbatches=4)))
     layout = Layout(pipeline=2, csv=str(file), microbatch=9)
     learn_the_same([(layout, deepened(SGD, layout))])
+
+
+@pytest.mark.parametrize("layouts", DOCUMENTED, ids=names)
+def test_documents_learn_what_one_process_learns_of_each_alone(layouts):
+    recipe = replace(SGD, documents=True, batch=12, steps=3)
+    learn_the_same([(x, deepened(recipe, x) if x.pipeline > 1 else recipe) for x in layouts])
 
 
 @pytest.mark.parametrize("layout", TIED, ids=str)

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from titanlite.parallelize.flash import OnCuda, Plain, flash_for
+from titanlite.models.flash import OnCuda, Plain, flash_for
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 

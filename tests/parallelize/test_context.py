@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from titanlite.parallelize.context import SequenceShare
-from titanlite.parallelize.flash import OnCpu, Plain
+from titanlite.models.flash import OnCpu, Plain
 
 LENGTH = 48
 

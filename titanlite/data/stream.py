@@ -55,6 +55,7 @@ class Stream:
         tokenizer: Tokenizer | None = None,
     ):
         self.seq_len, self._sources = seq_len, sources
+        self.end = tokenizer.eos_id if tokenizer else None  # the last id of every document
         self._order = Order(seed, [(s.name, s.weight, s.samples(seq_len)) for s in sources])
         self.facts: dict[str, Any] = {  # by the settings they come from: what a position means
             "debug.seed": seed,
@@ -80,6 +81,10 @@ class Stream:
             if mine.any():
                 ids[mine] = source.gather(starts[mine], self.seq_len + 1)
         return _inputs_and_labels(ids)
+
+    def without_end(self, end: int) -> list[str]:
+        """The sources that do not end with the id `end`, as a document does."""
+        return [source.name for source in self._sources if source.last_id != end]
 
     def prefetch(
         self, slices: Iterable[tuple[int, int]], ahead: int = 2
@@ -124,6 +129,10 @@ class ValidationSet:
         inputs, labels = _inputs_and_labels(ids)
         return inputs.clamp_(min=0), labels  # a model must be able to look every input up
 
+    def without_end(self, end: int) -> list[str]:
+        """Its name, if it does not end with the id `end`, as a document does."""
+        return [self.name] if self._source.last_id != end else []
+
 
 def open_stream(
     sources: Sequence[SourceConfig],
@@ -164,6 +173,10 @@ class _Source:
 
     def samples(self, seq_len: int) -> int:
         return (self.corpus.tokens - 1) // seq_len
+
+    @property
+    def last_id(self) -> int:
+        return int(self.corpus.read(self.corpus.tokens - 1, 1)[0])
 
     @property
     def fact(self) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from titanlite.models.attention import KeyValueCache
+from titanlite.models.documents import document_positions
 from titanlite.models.family import Family, ModelConfig, matching
 from titanlite.models.llama import LLAMA, Llama, LlamaShape
 from titanlite.models.loss import IGNORED, LossConfig, Output, Vocabulary, valid_tokens
@@ -20,6 +21,7 @@ __all__ = [
     "ModelConfig",
     "Output",
     "Vocabulary",
+    "document_positions",
     "matching",
     "valid_tokens",
 ]

@@ -1,10 +1,14 @@
-"""Attention by SDPA, which picks the fastest kernel its device has for the shapes it is given."""
+"""Attention by SDPA, and the keys and values that generation keeps."""
 
 from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from titanlite.models.documents import attend_in_documents
+from titanlite.models.flash import repeated
 
 
 class KeyValueCache:
@@ -28,13 +32,41 @@ class KeyValueCache:
 
 
 class Attend(nn.Module):
-    """Causal attention, without weights; a module, so that another way to run it can take its place."""
+    """Causal attention without weights; a module, so that another way to run it can take its place.
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, cache: KeyValueCache | None = None) -> Tensor:
-        """q [B, H, T, K] over k, v [B, Hkv, T, K] to [B, H, T, K]; H is a multiple of Hkv."""
+    `backend` is the kernel; None leaves it to SDPA. It is chosen around the call and nowhere else:
+    whoever runs a block, be it to compute its activations again, runs the same kernel, and so does
+    a compiled block.
+    """
+
+    def __init__(self, backend: SDPBackend | None = None):
+        super().__init__()
+        self.backend = backend
+
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        documents: Tensor | None = None,
+        cache: KeyValueCache | None = None,
+    ) -> Tensor:
+        """q [B, H, T, K] over k, v [B, Hkv, T, K] to [B, H, T, K]; H is a multiple of Hkv.
+
+        `documents`, where a sequence holds several, is what `document_ends` says of them.
+        """
+        if documents is not None:
+            assert cache is None, "generation writes one document"
+            return attend_in_documents(q, k, v, documents)
         causal = q.shape[2] > 1  # one new token sees everything there is
         if cache is not None:
             assert cache.length == 0 or not causal, "several tokens at once only into an empty cache"
             k, v = cache.extend(k, v)
         grouped = q.shape[1] != k.shape[1]
-        return F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=grouped)
+        if grouped and self.backend == SDPBackend.EFFICIENT_ATTENTION:  # wants one for each query
+            k, v = repeated(k, q), repeated(v, q)
+            grouped = False
+        if self.backend is None:
+            return F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=grouped)
+        with sdpa_kernel(self.backend):
+            return F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=grouped)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -60,13 +60,20 @@ class Attention(nn.Module):
         else:
             self.q_norm, self.k_norm = nn.Identity(), nn.Identity()
 
-    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], cache: KeyValueCache | None = None):
+    def forward(
+        self,
+        x: Tensor,
+        rope: tuple[Tensor, Tensor],
+        documents: Tensor | None = None,
+        cache: KeyValueCache | None = None,
+    ) -> Tensor:
         heads = (-1, self.head_width)  # counted from the data: a tensor-parallel rank has fewer
         q = self.q_norm(self.wq(x).unflatten(-1, heads))  # [B, T, H*K] -> [B, T, H, K]
         k = self.k_norm(self.wk(x).unflatten(-1, heads))
         v = self.wv(x).unflatten(-1, heads)
         q, k = rotate(q, rope), rotate(k, rope)
-        out = self.attend(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), cache)
+        q, k, v = (part.transpose(1, 2) for part in (q, k, v))  # [B, T, H, K] -> [B, H, T, K]
+        out = self.attend(q, k, v, documents, cache)
         return self.wo(out.transpose(1, 2).flatten(-2))  # [B, H, T, K] -> [B, T, H*K]
 
 
@@ -91,8 +98,14 @@ class Block(nn.Module):
         self.ffn_norm = nn.RMSNorm(shape.dim, eps=shape.norm_eps)
         self.feed_forward = FeedForward(shape)
 
-    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], cache: KeyValueCache | None = None):
-        x = x + self.attention(self.attention_norm(x), rope, cache)
+    def forward(
+        self,
+        x: Tensor,
+        rope: tuple[Tensor, Tensor],
+        documents: Tensor | None = None,
+        cache: KeyValueCache | None = None,
+    ) -> Tensor:
+        x = x + self.attention(self.attention_norm(x), rope, documents, cache)
         return x + self.feed_forward(self.ffn_norm(x))
 
 
@@ -105,6 +118,8 @@ class Llama(nn.Module):
     def __init__(self, shape: LlamaShape):
         super().__init__()
         self.shape = shape
+        self.documents_of: Callable[[Tensor], Tensor] | None = None
+        # positions [B, T] -> what attention is told of documents; None: a sequence is one
         self.tok_embeddings = nn.Embedding(shape.vocab_size, shape.dim)
         self.layers = nn.ModuleDict({str(i): Block(shape) for i in range(shape.n_layers)})
         self.norm = nn.RMSNorm(shape.dim, eps=shape.norm_eps)
@@ -119,14 +134,18 @@ class Llama(nn.Module):
         caches: dict[str, KeyValueCache] | None = None,
         labels: Tensor | None = None,
     ) -> Tensor:
-        """`positions` [T] or [B, T] count from the start of the sequence; 0, 1, 2, … where unset."""
+        """`positions` [T] or [B, T] count from the start of the sequence, or of each document in
+        it; 0, 1, 2, … where unset."""
         shape = self.shape
         if positions is None:
             positions = torch.arange(tokens.shape[1], device=tokens.device)
         rope = rope_at(positions, shape.head_width, shape.rope_theta, shape.rope_scaling)
+        documents = None  # found once for all blocks
+        if self.documents_of is not None:
+            documents = self.documents_of(positions.expand(len(tokens), -1))
         x = tokens if self.tok_embeddings is None else self.tok_embeddings(tokens)
         for name, block in self.layers.items():
-            x = block(x, rope, None if caches is None else caches[name])
+            x = block(x, rope, documents, None if caches is None else caches[name])
         x = x if self.norm is None else self.norm(x)
         return x if self.output is None else self.output(x, labels=labels)
 

@@ -14,6 +14,7 @@ from titanlite.parallelize.activation import (
     recompute_blocks,
     recompute_operations,
 )
+from titanlite.parallelize.attention import attend_by
 from titanlite.parallelize.compile import (
     CompileConfig,
     compile_blocks,
@@ -45,6 +46,8 @@ class Passes:
     compute: torch.dtype = torch.float32  # what weights are cast to for computing
     reduce: torch.dtype = torch.float32  # what gradients are summed in
     offload: bool = False  # weights, gradients and moments stay in host memory
+    kernel: str | None = None  # of attention; None: torch's choice
+    documents: bool = False  # each attends to itself alone
 
 
 @dataclass(frozen=True)
@@ -71,7 +74,8 @@ def parallelize(
     shared_loss = not section.disable_loss_parallel
     split_tensors(part, family.split, mesh.tp, shape.head_width, shared_loss)
     tie(part, family.tied(shape))  # the split makes a parameter of each
-    attend_over_ranks(part, family.attention, mesh.cp, section)
+    attend_by(part, family.attention, passes.kernel, passes.documents)
+    attend_over_ranks(part, family.attention, mesh.cp, section)  # it has kernels of its own
     # Inside of the compiled code, because the compiler must see what is kept. After the split, here
     # and below, so that its gathers are computed again too; names stay as they were.
     recompute_operations(blocks, passes.recompute)

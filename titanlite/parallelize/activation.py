@@ -90,6 +90,7 @@ DEAR = {  # attention by any kernel, sums over ranks, and the scales of Float8: 
     "aten::_scaled_dot_product_cudnn_attention",
     "aten::_flash_attention_forward",
     "torch_attn::_varlen_attn",
+    "titanlite::attend_in_documents",
     "titanlite::attend_over_ranks",
     "_c10d_functional::reduce_scatter_tensor",
     "aten::max",

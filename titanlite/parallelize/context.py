@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import partial
+from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -23,7 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from titanlite.distributed.collectives import gather, scatter_sum
 from titanlite.distributed.mesh import Degrees, ParallelismConfig
 from titanlite.errors import ConfigError
-from titanlite.parallelize.flash import flash_for
+from titanlite.models.flash import flash_for
 
 WHOLE = slice(None)
 TOKENS = 2  # the dimension of [B, H, T, K] that is shared
@@ -61,6 +63,13 @@ class SequenceShare:
         numbers = [self.rank, count - 1 - self.rank] if self.balanced else [self.rank]
         return [slice(n * width, (n + 1) * width) for n in numbers]
 
+    def runs(self, held: int) -> list[tuple[int, slice]]:
+        """(where in the sequence it begins, where among the `held` tokens of this rank it is) of
+        each run."""
+        runs = self._runs(held * self.ranks)
+        width = held // len(runs)
+        return [(r.start, slice(n * width, (n + 1) * width)) for n, r in enumerate(runs)]
+
 
 def share_of(cp: DeviceMesh, section: ParallelismConfig) -> SequenceShare:
     """This rank's share of every sequence."""
@@ -75,6 +84,8 @@ def attend_over_ranks(
     if cp.size() == 1:
         return
     share = share_of(cp, section)
+    if model.documents_of is not None:
+        model.documents_of = partial(document_meetings, share)
     travel = _TRAVELS[section.context_parallel_rotate_method](cp.get_group())
     for name, module in model.named_modules():
         if fnmatchcase(name, pattern):
@@ -82,34 +93,51 @@ def attend_over_ranks(
 
 
 def _attend(
-    share: SequenceShare, travel: _Travel, q: Tensor, k: Tensor, v: Tensor, cache: None = None
+    share: SequenceShare,
+    travel: _Travel,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    documents: Tensor | None = None,
+    cache: None = None,
 ) -> Tensor:
     assert cache is None, "generation runs on one process"
-    return _Attention.apply(q, k, v, share, travel)
+    meetings = Causal(share, q.shape[TOKENS]) if documents is None else InDocuments(documents)
+    return _Attention.apply(q, k, v, meetings, travel)
+
+
+class Meeting(NamedTuple):
+    """Queries of this rank, and keys of one rank that all of them see."""
+
+    rows: slice
+    queries: slice
+    keys: slice
+    causal: bool  # they are the same tokens, and each sees those up to itself
+
+
+Meetings = Callable[[int], Sequence[Meeting]]  # those with the keys of a rank
 
 
 class _Attention(torch.autograd.Function):
     """Causal attention of this rank's queries over the keys and values of all ranks."""
 
     @staticmethod
-    def forward(ctx, q: Tensor, k: Tensor, v: Tensor, share: SequenceShare, travel: _Travel):
+    def forward(ctx, q: Tensor, k: Tensor, v: Tensor, meetings: Meetings, travel: _Travel):
         """q [B, H, T, K], k and v [B, Hkv, T, K], with T the tokens of this rank."""
         flash = flash_for(q)
-        out = lse = None
+        out = torch.empty_like(q, dtype=torch.float32)
+        lse = q.new_empty(q.shape[:-1], dtype=torch.float32)
         for source, (keys, values) in travel.around(torch.stack((k, v))):
-            seen = _seen(share, source, q.shape[TOKENS])
-            if seen is None:
-                continue
-            queries, part, causal = seen
-            q_, k_, v_ = q[:, :, queries], keys[:, :, part], values[:, :, part]
-            new, new_lse = flash.forward(q_, k_, v_, causal)
-            if out is None:  # this rank's own part comes first, and every query is in it
-                out, lse = new.float(), new_lse.contiguous()
-            else:
-                _merge(out[:, :, queries], lse[:, :, queries], new, new_lse)
+            for rows, queries, part, causal in meetings(source):
+                mine, theirs = (rows, WHOLE, queries), (rows, WHOLE, part)
+                new, new_lse = flash.forward(q[mine], keys[theirs], values[theirs], causal)
+                if causal:  # a query meets its own document, or sequence, before all else
+                    out[mine], lse[mine] = new, new_lse
+                else:
+                    _merge(out[mine], lse[mine], new, new_lse)
         out = out.to(q.dtype)
         ctx.save_for_backward(q, k, v, out, lse)
-        ctx.share, ctx.travel = share, travel
+        ctx.meetings, ctx.travel = meetings, travel
         return out
 
     @staticmethod
@@ -120,21 +148,78 @@ class _Attention(torch.autograd.Function):
 
         def of_part(source: int, keys_values: Tensor) -> Tensor | None:
             """What this rank's queries add to the gradient of one rank's keys and values."""
-            seen = _seen(ctx.share, source, q.shape[TOKENS])
-            if seen is None:
+            if not (meetings := ctx.meetings(source)):
                 return None
-            queries, part, causal = seen
-            g_, q_, out_, lse_ = (whole[:, :, queries] for whole in (gradient, q, out, lse))
-            keys, values = keys_values[:, :, :, part]
-            # With the softmax of the whole row (lse), the parts of a gradient just add up.
-            dq_, dk, dv = flash.backward(g_, q_, keys, values, out_, lse_.contiguous(), causal)
-            dq[:, :, queries] += dq_
             total = torch.zeros_like(keys_values, dtype=torch.float32)
-            total[0, :, :, part], total[1, :, :, part] = dk, dv
+            for rows, queries, part, causal in meetings:
+                mine, theirs = (rows, WHOLE, queries), (slice(None), rows, WHOLE, part)
+                g_, q_, out_, lse_ = (whole[mine] for whole in (gradient, q, out, lse))
+                keys, values = keys_values[theirs]
+                # With the softmax of the whole row (lse), the parts of a gradient just add up.
+                dq_, dk, dv = flash.backward(g_, q_, keys, values, out_, lse_.contiguous(), causal)
+                dq[mine] += dq_
+                of_keys, of_values = total[theirs]
+                of_keys += dk
+                of_values += dv
             return total
 
         dk, dv = ctx.travel.back(torch.stack((k, v)), of_part).to(k.dtype)
         return dq.to(q.dtype), dk, dv, None, None
+
+
+@dataclass(frozen=True)
+class Causal:
+    """Every query meets all keys of its sequence up to its own."""
+
+    share: SequenceShare
+    tokens: int  # of this rank, in each sequence
+
+    def __call__(self, source: int) -> Sequence[Meeting]:
+        seen = _seen(self.share, source, self.tokens)
+        return [] if seen is None else [Meeting(WHOLE, *seen)]
+
+
+class InDocuments:
+    """Every query meets the keys of its document up to its own: `document_meetings` [N, 8]."""
+
+    def __init__(self, documents: Tensor):
+        self.by_source: dict[int, list[Meeting]] = {}
+        for source, causal, *ends in documents.tolist():
+            places = (slice(*ends[n : n + 2]) for n in (0, 2, 4))
+            self.by_source.setdefault(source, []).append(Meeting(*places, causal=bool(causal)))
+
+    def __call__(self, source: int) -> Sequence[Meeting]:
+        return self.by_source.get(source, [])
+
+
+def document_meetings(share: SequenceShare, positions: Tensor) -> Tensor:
+    """[N, 8] on the CPU: (rank, causal, and the begin and end of rows, queries, and keys) of all
+    that this rank's tokens, at `positions` [B, T] in their documents, have to do with each rank's.
+
+    Tokens of one run and one document meet each other causally. Where a run begins amid a document,
+    those of them meet what came before it, wherever that is. On a GPU, the host waits for
+    `positions` once in a forward.
+    """
+    held, found = positions.shape[1], []
+    everywhere = [
+        (rank, *run)
+        for rank in range(share.ranks)
+        for run in replace(share, rank=rank).runs(held)
+    ]
+    for row, places in enumerate(positions.cpu()):
+        before = []
+        for begin, run in share.runs(held):
+            starts = (places[run] == 0).nonzero().flatten().add(run.start).tolist()
+            ends = [*dict.fromkeys([run.start, *starts]), run.stop]
+            found += [(share.rank, 1, row, row + 1, *own, *own) for own in pairwise(ends)]
+            opened = begin - places[run.start].item()  # where the first of its documents began
+            for rank, other, part in everywhere:
+                first, last = max(opened, other), min(begin, other + part.stop - part.start)
+                if first < last:
+                    keys = (first - other + part.start, last - other + part.start)
+                    before.append((rank, 0, row, row + 1, *ends[:2], *keys))
+        found += before
+    return torch.tensor(found, dtype=torch.int64)
 
 
 def _seen(share: SequenceShare, source: int, tokens: int) -> tuple[slice, slice, bool] | None:

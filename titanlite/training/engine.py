@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from titanlite.distributed.mesh import Mesh, ParallelismConfig
-from titanlite.models import IGNORED
+from titanlite.models import IGNORED, document_positions
 from titanlite.parallelize import SpreadModel
 from titanlite.parallelize.context import SequenceShare, share_of
 from titanlite.parallelize.pipeline import ForwardStage, PipelinePlan, Stage, build_schedule
@@ -52,13 +53,35 @@ def build_engine(
     device: torch.device,
     *,
     local_batch: int,
+    end: int | None = None,
 ) -> Engine:
-    """The engine for a model as it is spread; `local_batch` sequences are run at once."""
+    """The engine for a model as it is spread; `local_batch` sequences are run at once.
+
+    `end` is the last id of every document, where positions count from the start of each.
+    """
     every = section.fsdp_gradient_reduction == "every_microbatch"
-    share = share_of(mesh.cp, section)
+    share = Share(share_of(mesh.cp, section), end)
     if mesh.pp.size() == 1:
         return Spmd(spread.model, share, local_batch, every)
     return Pipelined(spread, share, plan, mesh, device, every)
+
+
+@dataclass(frozen=True)
+class Share:
+    """Which of the tokens of a batch are this rank's, and where they are."""
+
+    sequence: SequenceShare
+    end: int | None = None
+
+    def of(self, batch: Tensor) -> Tensor:
+        """The part of `batch` [rows, T] that this rank holds."""
+        return self.sequence.of(batch)
+
+    def positions(self, inputs: Tensor) -> Tensor:
+        """The positions of this rank's part of whole sequences [rows, T]; [T] where rows agree."""
+        if self.end is None:
+            return self.sequence.positions(inputs.shape[1], inputs.device)
+        return self.sequence.of(document_positions(inputs, self.end))
 
 
 class Spmd:
@@ -67,7 +90,7 @@ class Spmd:
     def __init__(
         self,
         model: nn.Module,
-        share: SequenceShare,
+        share: Share,
         microbatch: int,
         reduce_every_microbatch: bool = True,
     ):
@@ -78,15 +101,14 @@ class Spmd:
         self, inputs: Tensor, labels: Tensor, valid: Tensor, now: Now = silent
     ) -> Tensor:
         """`valid` 0-d: the valid labels of the whole global batch."""
-        positions = self.share.positions(inputs.shape[1], inputs.device)
-        inputs, labels = self.share.of(inputs), self.share.of(labels)
         total = torch.zeros((), device=inputs.device)
         parts = list(zip(inputs.split(self.microbatch), labels.split(self.microbatch), strict=True))
         for number, (x, y) in enumerate(parts):
             reduce_gradients(self.model, self.reduce_every or number == len(parts) - 1)
             now("forward")
             # Divided here, by the tokens of all ranks, and nowhere else: gradients only add up.
-            loss = self.model(x, positions, labels=y) / valid
+            positions = self.share.positions(x)
+            loss = self.model(self.share.of(x), positions, labels=self.share.of(y)) / valid
             now("backward")
             loss.backward()
             total += loss.detach()
@@ -94,8 +116,8 @@ class Spmd:
 
     @torch.no_grad()
     def evaluate(self, inputs: Tensor, labels: Tensor) -> Tensor:
-        positions = self.share.positions(inputs.shape[1], inputs.device)
-        loss = self.model(self.share.of(inputs), positions, labels=self.share.of(labels))
+        labels = self.share.of(labels)
+        loss = self.model(self.share.of(inputs), self.share.positions(inputs), labels=labels)
         _free_gathered([self.model])
         return loss
 
@@ -106,7 +128,7 @@ class Pipelined:
     def __init__(
         self,
         spread: SpreadModel,
-        share: SequenceShare,
+        share: Share,
         plan: PipelinePlan,
         mesh: Mesh,
         device: torch.device,
@@ -154,7 +176,7 @@ class Pipelined:
     ) -> Tensor:
         """One run of the schedule: the loss where the last stage is, and nothing elsewhere."""
         schedule, stages = self._schedule(kind, plan, inputs.shape[1])
-        positions = self.share.positions(inputs.shape[1], inputs.device)
+        positions = self.share.positions(inputs)
         given = [self.share.of(inputs)] if self.first else []
         losses: list[Tensor] = []
         wanted = {}

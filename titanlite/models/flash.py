@@ -63,11 +63,11 @@ class OnCpu:
     """The blocked kernel of SDPA on a CPU; its backward wants as many key heads as query heads."""
 
     def forward(self, q, k, v, causal):
-        k, v = (_repeated(part, q) for part in (k, v))
+        k, v = (repeated(part, q) for part in (k, v))
         return aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal)
 
     def backward(self, gradient, q, k, v, out, lse, causal):
-        every_k, every_v = (_repeated(part, q) for part in (k, v))
+        every_k, every_v = (repeated(part, q) for part in (k, v))
         dq, dk, dv = aten._scaled_dot_product_flash_attention_for_cpu_backward(
             gradient, q, every_k, every_v, out, lse, 0.0, causal
         )
@@ -78,12 +78,12 @@ class Plain:
     """Matrix products and a softmax, for what no kernel takes (fp32 on CUDA)."""
 
     def forward(self, q, k, v, causal):
-        scores = self._scores(q, _repeated(k, q), causal)
+        scores = self._scores(q, repeated(k, q), causal)
         lse = scores.logsumexp(-1)
-        return ((scores - lse.unsqueeze(-1)).exp() @ _repeated(v, q).float()).to(q.dtype), lse
+        return ((scores - lse.unsqueeze(-1)).exp() @ repeated(v, q).float()).to(q.dtype), lse
 
     def backward(self, gradient, q, k, v, out, lse, causal):
-        every_k, every_v = (_repeated(part, q).float() for part in (k, v))
+        every_k, every_v = (repeated(part, q).float() for part in (k, v))
         g = gradient.float()
         share = (self._scores(q, every_k, causal) - lse.unsqueeze(-1)).exp()
         inner = (g * out).sum(-1, keepdim=True)
@@ -99,11 +99,14 @@ class Plain:
         return scores
 
 
-def _repeated(part: Tensor, q: Tensor) -> Tensor:
+def repeated(part: Tensor, q: Tensor) -> Tensor:
     """Keys or values [B, Hkv, S, K], each head as often as query heads share it: [B, H, S, K]."""
-    return part.repeat_interleave(q.shape[1] // part.shape[1], dim=1)
+    times = q.shape[1] // part.shape[1]
+    return part if times == 1 else part.repeat_interleave(times, dim=1)
 
 
 def _summed(gradient: Tensor, part: Tensor) -> Tensor:
     """The gradient [B, H, S, K] of repeated heads, back at those of `part`."""
+    if gradient.shape[1] == part.shape[1]:
+        return gradient
     return gradient.unflatten(1, (part.shape[1], -1)).sum(2)
