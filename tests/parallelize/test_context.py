@@ -3,19 +3,17 @@ once."""
 
 from __future__ import annotations
 
-import weakref
-
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from tests.distributed.oracle import SGD, Layout, batch_at, spread
 from tests.distributed.ranks import run_on_ranks
-from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_iter
+from tests.parallelize.memory import taken
 
-from titanlite.parallelize.context import SequenceShare
 from titanlite.models.flash import OnCpu, Plain
+from titanlite.parallelize import context
+from titanlite.parallelize.context import SequenceShare
 
 LENGTH = 48
 
@@ -61,30 +59,28 @@ def test_a_kernel_is_sdpa_with_grouped_heads_and_the_sum_of_scores(flash, causal
         assert found.shape == part.shape and (found - part.grad).abs().max() < 2e-6
 
 
-class Sent(TorchDispatchMode):
-    """How many numbers each kind of collective was given."""
-
-    def __init__(self):
-        super().__init__()
-        self.numbers: dict[str, list[int]] = {}
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        if function.namespace == "c10d":
-            given = args[1] if isinstance(args[1], torch.Tensor) else args[0]
-            tensors = [t for t in tree_iter(given) if isinstance(t, torch.Tensor)]
-            name = function._schema.name.removeprefix("c10d::").strip("_")
-            self.numbers.setdefault(name, []).append(tensors[0].numel() if tensors else 0)
-        return function(*args, **(kwargs or {}))
-
-
 def what_travels(layout) -> dict[str, list[int]]:
+    """How many numbers each kind of collective was given."""
     model, _, _ = spread(layout, SGD)
     attention = model.layers["0"].attention.attend
     part = LENGTH // layout.context
     q, k, v = torch.randn(3, 4, part, 8), torch.randn(3, 2, part, 8), torch.randn(3, 2, part, 8)
-    with Sent() as sent, torch.no_grad():
+    sent: dict[str, list[int]] = {"gather": [], "all_to_all_single": []}
+
+    def counted(room, name):
+        collective = getattr(room, name)
+
+        def count(first, second, *others, **options):
+            sent[name].append(second.numel())
+            return collective(first, second, *others, **options)
+
+        setattr(room, name, count)
+
+    counted(context, "gather")
+    counted(dist, "all_to_all_single")
+    with torch.no_grad():
         attention(q, k, v)
-    return sent.numbers
+    return sent
 
 
 @pytest.mark.parametrize("rotate", ["allgather", "alltoall"])
@@ -93,39 +89,18 @@ def test_grouped_heads_travel_once(rotate):
     layout = Layout(context=ranks, rotate=rotate)
     own = 2 * 3 * 2 * LENGTH // ranks * 8  # keys and values, rows, key-value heads, tokens, width
     for sent in run_on_ranks(what_travels, ranks, layout):
-        (numbers,) = sent.values()
-        assert numbers == ([own] if rotate == "allgather" else [own] * (ranks - 1))
-
-
-class Peak(TorchDispatchMode):
-    """The most bytes of results alive at once."""
-
-    def __init__(self):
-        super().__init__()
-        self.live: dict[int, int] = {}
-        self.peak = 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        if DTensor in types:
-            return NotImplemented
-        out = function(*args, **(kwargs or {}))
-        for tensor in tree_iter(out):
-            if isinstance(tensor, torch.Tensor) and not isinstance(tensor, DTensor):
-                storage = tensor.untyped_storage()
-                if storage._cdata not in self.live:
-                    self.live[storage._cdata] = storage.nbytes()
-                    weakref.finalize(storage, self.live.pop, storage._cdata, None)
-        self.peak = max(self.peak, sum(self.live.values()))
-        return out
+        right = {"gather": [own], "all_to_all_single": []}
+        if rotate == "alltoall":
+            right = {"gather": [], "all_to_all_single": [own] * (ranks - 1)}
+        assert sent == right
 
 
 def peak_of_a_step(layout, recipe) -> int:
     _, mesh, engine = spread(layout, recipe)
     inputs, labels = batch_at(0, recipe)
     engine.forward_backward(inputs, labels, torch.tensor(1.0))  # what is made once is made
-    with Peak() as watch:
-        engine.forward_backward(inputs, labels, torch.tensor(1.0))
-    return watch.peak
+    peak, _ = taken(lambda: engine.forward_backward(inputs, labels, torch.tensor(1.0)))
+    return peak
 
 
 @pytest.mark.parametrize("rotate", ["alltoall", "allgather"])

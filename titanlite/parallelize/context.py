@@ -18,7 +18,6 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-import torch.distributed._functional_collectives as functional  # of DTensor; same in 2.11 to 2.15
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -86,15 +85,16 @@ def attend_over_ranks(
     share = share_of(cp, section)
     if model.documents_of is not None:
         model.documents_of = partial(document_meetings, share)
-    travel = _TRAVELS[section.context_parallel_rotate_method](cp.get_group())
+    travel = section.context_parallel_rotate_method
     for name, module in model.named_modules():
         if fnmatchcase(name, pattern):
-            module.forward = partial(_attend, share, travel)
+            module.forward = partial(_attend, cp.get_group().group_name, share.balanced, travel)
 
 
 def _attend(
-    share: SequenceShare,
-    travel: _Travel,
+    group: str,
+    balanced: bool,
+    travel: str,
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -102,8 +102,8 @@ def _attend(
     cache: None = None,
 ) -> Tensor:
     assert cache is None, "generation runs on one process"
-    meetings = Causal(share, q.shape[TOKENS]) if documents is None else InDocuments(documents)
-    return _Attention.apply(q, k, v, meetings, travel)
+    out, _ = forward_over_ranks(q, k, v, documents, group, balanced, travel)
+    return out
 
 
 class Meeting(NamedTuple):
@@ -118,53 +118,108 @@ class Meeting(NamedTuple):
 Meetings = Callable[[int], Sequence[Meeting]]  # those with the keys of a rank
 
 
-class _Attention(torch.autograd.Function):
-    """Causal attention of this rank's queries over the keys and values of all ranks."""
+# Operations of their own: to a compiler, what travels between them is one node of a block's graph.
 
-    @staticmethod
-    def forward(ctx, q: Tensor, k: Tensor, v: Tensor, meetings: Meetings, travel: _Travel):
-        """q [B, H, T, K], k and v [B, Hkv, T, K], with T the tokens of this rank."""
-        flash = flash_for(q)
-        out = torch.empty_like(q, dtype=torch.float32)
-        lse = q.new_empty(q.shape[:-1], dtype=torch.float32)
-        for source, (keys, values) in travel.around(torch.stack((k, v))):
-            for rows, queries, part, causal in meetings(source):
-                mine, theirs = (rows, WHOLE, queries), (rows, WHOLE, part)
-                new, new_lse = flash.forward(q[mine], keys[theirs], values[theirs], causal)
-                if causal:  # a query meets its own document, or sequence, before all else
-                    out[mine], lse[mine] = new, new_lse
-                else:
-                    _merge(out[mine], lse[mine], new, new_lse)
-        out = out.to(q.dtype)
-        ctx.save_for_backward(q, k, v, out, lse)
-        ctx.meetings, ctx.travel = meetings, travel
-        return out
 
-    @staticmethod
-    def backward(ctx, gradient: Tensor):
-        q, k, v, out, lse = ctx.saved_tensors
-        flash = flash_for(q)
-        dq = torch.zeros_like(q, dtype=torch.float32)
+@torch.library.custom_op("titanlite::attend_over_ranks", mutates_args=())
+def forward_over_ranks(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    documents: Tensor | None,
+    group: str,
+    balanced: bool,
+    travel: str,
+) -> tuple[Tensor, Tensor]:
+    """Causal attention of this rank's queries over the keys and values of all ranks of `group`.
 
-        def of_part(source: int, keys_values: Tensor) -> Tensor | None:
-            """What this rank's queries add to the gradient of one rank's keys and values."""
-            if not (meetings := ctx.meetings(source)):
-                return None
-            total = torch.zeros_like(keys_values, dtype=torch.float32)
-            for rows, queries, part, causal in meetings:
-                mine, theirs = (rows, WHOLE, queries), (slice(None), rows, WHOLE, part)
-                g_, q_, out_, lse_ = (whole[mine] for whole in (gradient, q, out, lse))
-                keys, values = keys_values[theirs]
-                # With the softmax of the whole row (lse), the parts of a gradient just add up.
-                dq_, dk, dv = flash.backward(g_, q_, keys, values, out_, lse_.contiguous(), causal)
-                dq[mine] += dq_
-                of_keys, of_values = total[theirs]
-                of_keys += dk
-                of_values += dv
-            return total
+    q [B, H, T, K], k and v [B, Hkv, T, K], with T the tokens of this rank, to what they attend to
+    [B, H, T, K] and the logarithm of the sum of scores [B, H, T] in fp32.
+    """
+    flash, (way, meetings) = flash_for(q), _plan(q, documents, group, balanced, travel)
+    out = torch.empty_like(q, dtype=torch.float32)
+    lse = q.new_empty(q.shape[:-1], dtype=torch.float32)
+    for source, (keys, values) in way.around(torch.stack((k, v))):
+        for rows, queries, part, causal in meetings(source):
+            mine, theirs = (rows, WHOLE, queries), (rows, WHOLE, part)
+            new, new_lse = flash.forward(q[mine], keys[theirs], values[theirs], causal)
+            if causal:  # a query meets its own document, or sequence, before all else
+                out[mine], lse[mine] = new, new_lse
+            else:
+                _merge(out[mine], lse[mine], new, new_lse)
+    return out.to(q.dtype), lse
 
-        dk, dv = ctx.travel.back(torch.stack((k, v)), of_part).to(k.dtype)
-        return dq.to(q.dtype), dk, dv, None, None
+
+@torch.library.custom_op("titanlite::attend_over_ranks_backward", mutates_args=())
+def backward_over_ranks(
+    gradient: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    documents: Tensor | None,
+    group: str,
+    balanced: bool,
+    travel: str,
+) -> tuple[Tensor, Tensor]:
+    """The gradients of q, and of k and v in one [2, B, Hkv, T, K]."""
+    flash, (way, meetings) = flash_for(q), _plan(q, documents, group, balanced, travel)
+    dq = torch.zeros_like(q, dtype=torch.float32)
+
+    def of_part(source: int, keys_values: Tensor) -> Tensor | None:
+        """What this rank's queries add to the gradient of one rank's keys and values."""
+        if not (met := meetings(source)):
+            return None
+        total = torch.zeros_like(keys_values, dtype=torch.float32)
+        for rows, queries, part, causal in met:
+            mine, theirs = (rows, WHOLE, queries), (slice(None), rows, WHOLE, part)
+            g_, q_, out_, lse_ = (whole[mine] for whole in (gradient, q, out, lse))
+            keys, values = keys_values[theirs]
+            # With the softmax of the whole row (lse), the parts of a gradient just add up.
+            dq_, dk, dv = flash.backward(g_, q_, keys, values, out_, lse_.contiguous(), causal)
+            dq[mine] += dq_
+            of_keys, of_values = total[theirs]
+            of_keys += dk
+            of_values += dv
+        return total
+
+    return dq.to(q.dtype), way.back(torch.stack((k, v)), of_part).to(k.dtype)
+
+
+def _plan(
+    q: Tensor, documents: Tensor | None, group: str, balanced: bool, travel: str
+) -> tuple[_Travel, Meetings]:
+    """How keys come by, and which of them this rank's queries meet."""
+    # Private, but how torch's own operations find a group by its name (2.11 to 2.15).
+    ranks = dist.distributed_c10d._resolve_process_group(group)
+    if documents is not None:
+        return _TRAVELS[travel](ranks), InDocuments(documents)
+    share = SequenceShare(ranks.rank(), ranks.size(), balanced)
+    return _TRAVELS[travel](ranks), Causal(share, q.shape[TOKENS])
+
+
+@forward_over_ranks.register_fake
+def _room_for_forward(q, k, v, documents, group, balanced, travel):
+    return torch.empty_like(q), q.new_empty(q.shape[:-1], dtype=torch.float32)
+
+
+@backward_over_ranks.register_fake
+def _room_for_backward(gradient, q, k, v, out, lse, documents, group, balanced, travel):
+    return torch.empty_like(q), k.new_empty((2, *k.shape))
+
+
+def _keep(ctx, inputs, output) -> None:
+    q, k, v, documents, *ctx.about = inputs
+    ctx.save_for_backward(q, k, v, *output, documents)
+
+
+def _backward(ctx, gradient: Tensor, _):
+    dq, (dk, dv) = backward_over_ranks(gradient, *ctx.saved_tensors, *ctx.about)
+    return dq, dk, dv, None, None, None, None
+
+
+forward_over_ranks.register_autograd(_backward, setup_context=_keep)
 
 
 @dataclass(frozen=True)
@@ -305,9 +360,16 @@ class _Ring(_Travel):
         """Send to the next rank; returns how to wait for what the one before sends."""
         to, come = [0] * self.ranks, [0] * self.ranks
         to[(self.rank + 1) % self.ranks] = come[(self.rank - 1) % self.ranks] = held.numel()
-        # The kind that a compiler can follow.
-        received = functional.all_to_all_single(held.reshape(-1), come, to, self.group)
-        return lambda: functional.wait_tensor(received).view(held.shape)
+        received = held.new_empty(held.numel())
+        work = dist.all_to_all_single(
+            received, held.reshape(-1), come, to, group=self.group, async_op=True
+        )
+
+        def wait() -> Tensor:
+            work.wait()
+            return received.view(held.shape)
+
+        return wait
 
 
 _TRAVELS = {"allgather": _AllGather, "alltoall": _Ring}
