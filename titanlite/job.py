@@ -21,7 +21,7 @@ from titanlite.data import (
 from titanlite.distributed.mesh import Degrees, ParallelismConfig, degrees_of
 from titanlite.distributed.session import CommConfig, DebugConfig, choose_device
 from titanlite.errors import CheckpointError, ConfigError, Problems, UserError
-from titanlite.models import FAMILIES, Family, ModelConfig
+from titanlite.models import FAMILIES, Family, LossConfig, ModelConfig
 from titanlite.observe import (
     MetricsConfig,
     ProfilingConfig,
@@ -73,6 +73,7 @@ class JobConfig:
     activation_checkpoint: ActivationCheckpointConfig = field(
         default_factory=ActivationCheckpointConfig
     )
+    loss: LossConfig = field(default_factory=LossConfig)
     compile: CompileConfig = field(default_factory=CompileConfig)
     quantize: QuantizeConfig = field(default_factory=QuantizeConfig)
     metrics: MetricsConfig = field(default_factory=MetricsConfig)
@@ -159,6 +160,7 @@ class Job:
         config, training = self.config, self.config.training
         return Passes(
             recompute=config.activation_checkpoint,
+            loss=config.loss,
             compile=config.compile,
             float8=config.quantize.linear.float8,
             compute=DTYPES[training.mixed_precision_param],

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from titanlite.distributed.mesh import Degrees, Mesh, ParallelismConfig, build_mesh
-from titanlite.models import FAMILIES, IGNORED, LlamaShape
+from titanlite.models import FAMILIES, IGNORED, LlamaShape, LossConfig
 from titanlite.optim import OptimizerConfig, build_optimizer
 from titanlite.parallelize import Passes, build_spread_model
 from titanlite.parallelize.activation import ActivationCheckpointConfig
@@ -48,6 +48,7 @@ class Layout:
     reshard: str = "default"
     offload: bool = False
     recompute: str = "none"
+    chunk: int = 0  # tokens whose logits are held at once
     schedule: str = "1F1B"
     csv: str = ""  # a file with the schedule
     microbatch: int = 1  # of the pipeline
@@ -88,8 +89,12 @@ class Layout:
         )
 
     def passes(self, dtype: torch.dtype) -> Passes:
-        recompute = ActivationCheckpointConfig(mode=self.recompute)
-        return Passes(recompute=recompute, compute=dtype, offload=self.offload)
+        return Passes(
+            recompute=ActivationCheckpointConfig(mode=self.recompute),
+            loss=LossConfig(chunk_tokens=self.chunk),
+            compute=dtype,
+            offload=self.offload,
+        )
 
     def __str__(self) -> str:
         plain = Layout()

@@ -73,13 +73,14 @@ EIGHTS = [
 # Each is run by SGD.
 OPTIONS = [
     [Layout(tensor=2, loss_parallel=False), Layout(tensor=2, recompute="selective")],
-    [Layout(tensor=4, loss_parallel=False)],
+    [Layout(tensor=4, loss_parallel=False, chunk=100), Layout(tensor=4, chunk=7 * 48)],
     [
         Layout(
             shard=2,
             tensor=2,
             accumulate=3,
             loss_parallel=False,
+            chunk=64,
             recompute="full",
             reduction="last_microbatch",
             reshard="never",
@@ -90,7 +91,7 @@ OPTIONS = [
         Layout(shard=2, reshard="always"),
         Layout(shard=2, reshard="never"),
         Layout(shard=2, offload=True),
-        Layout(shard=2, recompute="full"),
+        Layout(shard=2, recompute="full", chunk=100),
     ],
     [Layout(replicate=2, shard=2, accumulate=3, reduction="last_microbatch")],
     [Layout(context=2, rotate="alltoall", recompute="full"), Layout(context=2, offload=True)],
@@ -101,7 +102,7 @@ PIPELINE_OPTIONS = [
     [
         Layout(pipeline=2, microbatch=9, reshard="always"),
         Layout(pipeline=2, microbatch=9, recompute="full"),
-        Layout(pipeline=2, microbatch=9, schedule="ZBVZeroBubble", recompute="selective"),
+        Layout(pipeline=2, microbatch=9, schedule="ZBVZeroBubble", recompute="selective", chunk=50),
         Layout(pipeline=2, microbatch=9, offload=True),
         Layout(pipeline=2, microbatch=9, schedule="Interleaved1F1B", stages=10),  # ends alone
     ],

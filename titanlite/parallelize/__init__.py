@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
 import torch
 from torch import nn
-from torch.distributed.tensor.parallel import loss_parallel
 
 from titanlite.distributed.mesh import Mesh, ParallelismConfig
-from titanlite.models import Family
+from titanlite.models import Family, LossConfig
 from titanlite.parallelize.activation import ActivationCheckpointConfig, recompute_activations
 from titanlite.parallelize.compile import CompileConfig
 from titanlite.parallelize.context import attend_over_ranks
@@ -31,6 +28,7 @@ class Passes:
     recompute: ActivationCheckpointConfig = field(
         default_factory=lambda: ActivationCheckpointConfig(mode="none")
     )
+    loss: LossConfig = field(default_factory=LossConfig)
     compile: CompileConfig = field(default_factory=CompileConfig)
     float8: Float8Config = field(default_factory=Float8Config)
     compute: torch.dtype = torch.float32  # what weights are cast to for computing
@@ -57,8 +55,10 @@ def parallelize(
 ) -> None:
     """Spread a plain model on meta, or a stage of one, over its mesh, in place."""
     blocks, shape = part.get_submodule(family.block_path), part.shape
-    sharded_loss = not section.disable_loss_parallel
-    split_tensors(part, family.split, mesh.tp, shape.head_width, sharded_loss)
+    if (output := getattr(part, family.output)) is not None:
+        output.loss = passes.loss
+    shared_loss = not section.disable_loss_parallel
+    split_tensors(part, family.split, mesh.tp, shape.head_width, shared_loss)
     tie(part, family.tied(shape))  # the split makes a parameter of each
     attend_over_ranks(part, family.attention, mesh.cp, section)
     # after the split, so that its gathers are computed again too; the names stay as they were
@@ -90,12 +90,6 @@ def _ends(part: nn.Module, family: Family) -> list[list[nn.Module]]:
     blocks = names.index(family.block_path)
     ends = [names[:blocks], names[blocks + 1 :]]
     return [[part.get_submodule(name) for name in end] for end in ends if end]
-
-
-def loss_context(mesh: Mesh, section: ParallelismConfig) -> Callable[[], AbstractContextManager]:
-    """What loss and backward must run inside of: sharded logits need DTensor's own loss."""
-    sharded = mesh.tp.size() > 1 and not section.disable_loss_parallel
-    return loss_parallel if sharded else nullcontext
 
 
 def build_spread_model(
