@@ -17,7 +17,7 @@ from typing import TypeVar
 
 from benchmarks.rows import Missed
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).resolve().parents[1]
 CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 Answer = TypeVar("Answer")
 

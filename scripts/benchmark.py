@@ -12,7 +12,8 @@ import sys
 import tempfile
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[1]))  # the cases are no part of what is installed
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))  # the cases are no part of what is installed
 
 from benchmarks.cases import CPU_CASES  # noqa: E402
 from benchmarks.cases.given import Given  # noqa: E402
@@ -39,7 +40,7 @@ def main() -> None:
         parser.error("cases of a GPU and of a CPU have different tables: name those of one.")
     if on_gpu:
         chosen = list(GPU_CASES) if "all-gpu" in on_gpu else on_gpu
-        out = args.out or (Path("benchmarks/gpu.md") if "all-gpu" in on_gpu else None)
+        out = args.out or (ROOT / "benchmarks" / "gpu.md" if "all-gpu" in on_gpu else None)
         rows = measure_gpu(chosen)
         if args.out is None and out and not replaceable(out, rows):
             print(f"{out} has figures and this machine none: left as it is", file=sys.stderr)

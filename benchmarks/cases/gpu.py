@@ -200,6 +200,24 @@ def compared(rows: Sequence[GpuRow]) -> list[GpuRow]:
     return [beside(row) for row in rows]
 
 
+def settings_of_run(
+    blank: GpuRow, plan: Plan, out: Path, corpus: Path, between: int
+) -> dict[str, object]:
+    """The keys of one run, with `between` steps from one line of metrics.jsonl to the next."""
+    return {
+        "job.dump_folder": out,
+        "job.device": "cuda",
+        "model.flavor": blank.flavor,
+        "data.sources": f'[{{ name = "text", path = "{corpus}/train" }}]',
+        "training.seq_len": blank.seq_len,
+        "training.steps": 3 * between,
+        "metrics.log_freq": between,
+        "loss.chunk_tokens": LOGITS_AT_ONCE,
+        **plan.settings,
+        **MODES[blank.mode],
+    }
+
+
 # --- processes -----------------------------------------------------------------------------------
 
 
@@ -237,18 +255,7 @@ class _Bench:
         tokens = plan.micro_batch * blank.seq_len
         flops = step_flops(shape, blank.seq_len, tokens, plan.recompute.share, False)
         between = min(20, max(2, round(READING_SECONDS / (2 * flops / peak))))  # at half the peak
-        settings = {
-            "job.dump_folder": out,
-            "job.device": "cuda",
-            "model.flavor": blank.flavor,
-            "data.sources": f'[{{ name = "text", path = "{self.corpus}/train" }}]',
-            "training.seq_len": blank.seq_len,
-            "training.steps": 3 * between,
-            "metrics.log_freq": between,
-            "loss.chunk_tokens": LOGITS_AT_ONCE,
-            **plan.settings,
-            **MODES[blank.mode],
-        }
+        settings = settings_of_run(blank, plan, out, self.corpus, between)
         process, errors = self.waiting, self.errors
         self._stand_by()
         launched = time.time()

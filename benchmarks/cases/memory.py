@@ -10,7 +10,8 @@ from benchmarks.corpus import write_corpus
 from benchmarks.processes import Task, run, settings_of, words_of
 from benchmarks.rows import Missed, Row, row
 
-TASK = Task(batch=8, steps=3)
+TASK = Task(batch=8, steps=3)  # 2,048 tokens a step
+FEW = {"loss.chunk_tokens": 128}  # so that the logits are not what is seen
 WIDE = 32_768  # ids; enough for the logits to be most of what a step holds
 MODES = {
     "none": {},
@@ -26,7 +27,7 @@ def case_memory(given: Given) -> Iterator[Row]:
     """Peak bytes of a step beyond weights and moments, by way of recomputing and of the loss."""
     whole = None
     for name, keys in MODES.items():
-        settings = {f"activation_checkpoint.{key}": value for key, value in keys.items()}
+        settings = FEW | {f"activation_checkpoint.{key}": value for key, value in keys.items()}
         if keys.get("mode") == "memory_budget":
             settings |= {"compile.enable": "true", "compile.components": '["model"]'}
         found = yield from _held(f"activation checkpointing: {name}", given.corpus, settings)
@@ -36,7 +37,8 @@ def case_memory(given: Given) -> Iterator[Row]:
     corpus = write_corpus(given.corpus / "wide", WIDE, documents=20)
     vocabulary = {"model.vocab_size": WIDE}
     words = f"{WIDE:,} logits a token"
-    whole = yield from _held(f"{words}, at once", corpus, vocabulary)
+    every = vocabulary | {"loss.chunk_tokens": 0}
+    whole = yield from _held(f"{words}, all tokens at once", corpus, every)
     for tokens in (1024, 256):
         settings = vocabulary | {"loss.chunk_tokens": tokens}
         found = yield from _held(f"{words}, {tokens:,} tokens at once", corpus, settings)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import subprocess
+import runpy
 import sys
 from pathlib import Path
 
@@ -59,7 +59,8 @@ def test_memory_is_that_between_two_optimizer_steps():
     steps = [
         {"name": "Optimizer.step#AdamW.step", "ph": "X", "ts": ts, "dur": 2} for ts in (10, 0, 20)
     ]
-    events = [held(5, 900), held(11, 800), held(13, 100), held(15, 350), held(19, 120), held(21, 999)]
+    events = [held(5, 900), held(11, 800), held(13, 100), held(15, 350), held(19, 120)]
+    events.append(held(21, 999))
     assert comes_and_goes(events + steps) == 250
 
 
@@ -100,8 +101,8 @@ def test_precision_is_given_up_only_where_it_does_not_fit():
     assert next(plans(FAMILY.flavors["8B"], 8192, floor.GPU_BYTES)).state is STATES[1]
     without = [STATES[0], STATES[2]]
     assert next(plans(FAMILY.flavors["8B"], 8192, floor.GPU_BYTES, without)).state is STATES[2]
-    counts = [(p.state, p.recompute, p.micro_batch) for p in plans(SMALL, 2048, floor.GPU_BYTES)]
-    assert len(set(counts)) == len(counts) and counts[1][2] < counts[0][2]
+    each = list(plans(SMALL, 2048, floor.GPU_BYTES))
+    assert each[1].state is each[0].state and each[1].micro_batch < each[0].micro_batch
     assert not list(plans(FAMILY.flavors["8B"], 8192, 10e9))
 
 
@@ -113,7 +114,10 @@ def test_what_is_computed_again_costs_a_third_of_the_blocks_more():
 
 
 def test_the_activations_of_the_arithmetic_are_those_that_autograd_keeps():
-    """In fp32 on a CPU, where a number takes 4 bytes instead of 2; the rotary table is nobody's."""
+    """Counted in fp32 on a CPU, whose numbers take 4 bytes instead of 2.
+
+    A CPU keeps more: both norms leave what is not yet scaled, and k and v are repeated for q.
+    """
     shape = dataclasses.replace(FAMILY.flavors["quickstart"], n_layers=3, vocab_size=16)
     model, held = FAMILY.build(shape), {}
     weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
@@ -126,8 +130,10 @@ def test_the_activations_of_the_arithmetic_are_those_that_autograd_keeps():
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         model(torch.zeros(4, 64, dtype=torch.long))
-    tokens, found = 4 * 64, sum(size for size, _ in held.values())
-    assert found / tokens / 2 == pytest.approx(floor.kept_bytes_a_token(shape), rel=0.1)
+    found = sum(size for size, _ in held.values()) / 2 / (4 * 64)
+    repeated = 2 * (shape.n_heads - shape.n_kv_heads) * shape.head_width
+    more = 2 * shape.n_layers * (2 * shape.dim + repeated)
+    assert found == pytest.approx(floor.kept_bytes_a_token(shape) + more, rel=0.01)
 
 
 # --- its tables ----------------------------------------------------------------------------------
@@ -190,19 +196,20 @@ def test_every_gpu_mode_of_every_shape_is_a_job_without_mistakes(corpus, monkeyp
             read_job([*words, "--job.device", "cpu"], 1)
         except UserError as error:
             for problem in getattr(error, "problems", [error]):
-                assert "unknown key" not in str(problem) and "line" not in str(problem), problem
+                assert "unknown" not in str(problem), problem
 
 
 # --- one whole run -------------------------------------------------------------------------------
 
 
-def test_a_case_runs_from_the_door_to_the_table(tmp_path):
+def test_a_case_runs_from_the_door_to_the_table(tmp_path, monkeypatch, capsys):
     out = tmp_path / "order.md"
-    command = [sys.executable, "scripts/benchmark.py", "--case", "order", "--rounds", "1"]
-    done = subprocess.run([*command, "--out", str(out)], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    words = ["--case", "order", "--rounds", "1", "--out", str(out)]
+    monkeypatch.setattr(sys, "argv", ["benchmark.py", *words])
+    runpy.run_path(str(ROOT / "scripts" / "benchmark.py"), run_name="__main__")
     record = json.loads(out.with_suffix(".json").read_text())
-    assert record["command"].endswith(f"--out {out}") and record["torch"] == torch.__version__
+    assert record["command"] == f"python scripts/benchmark.py {' '.join(words)}"
+    assert record["torch"] == torch.__version__
     figures = [row for row in record["rows"] if row["unit"] == "ns/sample"]
     assert len(figures) == 2 and all(row["each"][0] > 0 for row in figures)
-    assert out.read_text() in done.stdout
+    assert out.read_text() in capsys.readouterr().out
