@@ -30,6 +30,7 @@ from titanlite.log import configure_log, logger
 from titanlite.observe import open_meter, open_profiler, open_sinks, silent_sinks
 from titanlite.optim import build_optimizer, lr_share
 from titanlite.parallelize import build_spread_model
+from titanlite.parallelize.compile import keep_compiled
 from titanlite.reference import help_text
 from titanlite.training import (
     Between,
@@ -100,6 +101,8 @@ def train(job: Job, session: Session, hold: Hold, watch: Watch, began: float) ->
     patience = config.job.max_crashes if checkpointer.saves else 0  # else nothing could come of it
     hold.begin(session.ranks, found.step if found else 0, patience)
 
+    if config.compile.enable:
+        keep_compiled()
     mesh = build_mesh(job.degrees, device.type)
     passes = job.passes
     spread = build_spread_model(
@@ -180,6 +183,7 @@ def train(job: Job, session: Session, hold: Hold, watch: Watch, began: float) ->
                 log_freq=config.metrics.log_freq,
                 validate_freq=config.validation.freq if texts else 0,
                 validate=losses,
+                compiled=config.compile.enable,
                 trouble=lambda: hold.lost,
             ),
             checkpointer=checkpointer,

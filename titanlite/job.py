@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+import torch
+
 from titanlite.checkpoint import CheckpointConfig, Place, checkpoint_place, checkpoint_problems
 from titanlite.data import (
     DataConfig,
@@ -31,7 +33,7 @@ from titanlite.observe import (
 from titanlite.optim import LRSchedulerConfig, OptimizerConfig
 from titanlite.parallelize import DTYPES, Passes
 from titanlite.parallelize.activation import ActivationCheckpointConfig, activation_problems
-from titanlite.parallelize.compile import CompileConfig
+from titanlite.parallelize.compile import CompileConfig, compile_problems
 from titanlite.parallelize.context import context_problems
 from titanlite.parallelize.float8 import QuantizeConfig
 from titanlite.parallelize.pipeline import PipelinePlan, plan_pipeline
@@ -251,7 +253,7 @@ def _plan(config: JobConfig, family: Family, shape) -> tuple[PipelinePlan | None
 
 def _problems(config: JobConfig, ranks: int) -> Iterator[UserError]:
     """Everything that more than one key has to say."""
-    yield from activation_problems(config.activation_checkpoint)
+    yield from activation_problems(config.activation_checkpoint, config.compile.compiles("model"))
     yield from checkpoint_problems(config.checkpoint)
     for name in set(config.checkpoint.allow_changes) - set(FACTS):
         yield ConfigError(
@@ -302,6 +304,7 @@ def _outside_problems(config: JobConfig) -> Iterator[UserError]:
     except ConfigError:  # said already
         shape = None
     yield from _device_problems(config)
+    yield from compile_problems(config.compile, _device_type(config))
     yield from _data_problems(config, shape)
 
 
@@ -364,6 +367,11 @@ def _device_problems(config: JobConfig) -> Iterator[UserError]:
             choose_device(config.job.device)
         except ConfigError as error:
             yield error
+
+
+def _device_type(config: JobConfig) -> str:
+    cuda = config.job.device != "cpu" and torch.cuda.is_available()
+    return "cuda" if cuda else "cpu"
 
 
 def _data_problems(config: JobConfig, shape) -> Iterator[UserError]:

@@ -16,8 +16,9 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from titanlite.distributed.mesh import Degrees, Mesh, ParallelismConfig, build_mesh
 from titanlite.models import FAMILIES, IGNORED, LlamaShape, LossConfig
 from titanlite.optim import OptimizerConfig, build_optimizer
-from titanlite.parallelize import Passes, build_spread_model
+from titanlite.parallelize import Passes, build_spread_model, offload
 from titanlite.parallelize.activation import ActivationCheckpointConfig
+from titanlite.parallelize.compile import CompileConfig
 from titanlite.parallelize.cut import balanced
 from titanlite.parallelize.init import start_weights
 from titanlite.parallelize.pipeline import plan_pipeline
@@ -48,6 +49,8 @@ class Layout:
     reshard: str = "default"
     offload: bool = False
     recompute: str = "none"
+    offload_activations: bool = False
+    compile: str = ""  # the backend
     chunk: int = 0  # tokens whose logits are held at once
     schedule: str = "1F1B"
     csv: str = ""  # a file with the schedule
@@ -90,7 +93,12 @@ class Layout:
 
     def passes(self, dtype: torch.dtype) -> Passes:
         return Passes(
-            recompute=ActivationCheckpointConfig(mode=self.recompute),
+            recompute=ActivationCheckpointConfig(
+                mode="selective" if self.recompute == "op" else self.recompute,
+                selective_ac_option="op" if self.recompute == "op" else "2",
+                offload=self.offload_activations,
+            ),
+            compile=CompileConfig(self.compile != "", backend=self.compile or "eager"),
             loss=LossConfig(chunk_tokens=self.chunk),
             compute=dtype,
             offload=self.offload,
@@ -209,6 +217,7 @@ def _plain_validation(model, text: HeldOut) -> float:
 def spread(layout: Layout, recipe: Recipe, dtype: torch.dtype = torch.float32):
     """(what this rank holds, mesh, engine) of a layout on the ranks that run this."""
     section, mesh = layout.section(recipe), build_mesh(layout.degrees, "cpu")
+    offload.LEAST_BYTES = 1  # everything here is small
     shape, local_batch = recipe.shape, layout.local_batch(recipe)
     plan, problems = plan_pipeline(section, FAMILY, shape, recipe.seq_len, local_batch)
     assert plan is not None, problems

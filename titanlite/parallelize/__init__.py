@@ -9,11 +9,16 @@ from torch import nn
 
 from titanlite.distributed.mesh import Mesh, ParallelismConfig
 from titanlite.models import Family, LossConfig
-from titanlite.parallelize.activation import ActivationCheckpointConfig, recompute_activations
-from titanlite.parallelize.compile import CompileConfig
+from titanlite.parallelize.activation import (
+    ActivationCheckpointConfig,
+    recompute_blocks,
+    recompute_operations,
+)
+from titanlite.parallelize.compile import CompileConfig, compile_blocks, compile_loss
 from titanlite.parallelize.context import attend_over_ranks
 from titanlite.parallelize.float8 import Float8Config
 from titanlite.parallelize.init import start_weights, tie
+from titanlite.parallelize.offload import offload_activations
 from titanlite.parallelize.pipeline import PipelinePlan, parts_of
 from titanlite.parallelize.shard import shard_parameters
 from titanlite.parallelize.tensor import split_tensors
@@ -61,8 +66,14 @@ def parallelize(
     split_tensors(part, family.split, mesh.tp, shape.head_width, shared_loss)
     tie(part, family.tied(shape))  # the split makes a parameter of each
     attend_over_ranks(part, family.attention, mesh.cp, section)
-    # after the split, so that its gathers are computed again too; the names stay as they were
-    recompute_activations(blocks, passes.recompute)
+    # Inside of the compiled code, because the compiler must see what is kept. After the split, here
+    # and below, so that its gathers are computed again too; names stay as they were.
+    recompute_operations(blocks, passes.recompute)
+    compile_blocks(blocks, passes.compile)
+    compile_loss(output, passes.compile)
+    recompute_blocks(blocks, passes.recompute)  # around it: a whole block is run again as it is
+    if passes.recompute.offload:  # around that, to see what it saves: the inputs of blocks
+        offload_activations(blocks, mesh.fsdp.device_type)
     # last: shards whatever the others left whole, and casts whatever they compute with
     shard_parameters(
         part,

@@ -19,6 +19,8 @@ from titanlite.distributed.mesh import Mesh
 from titanlite.distributed.session import tighten_timeouts
 from titanlite.distributed.stop import Council, StopRequest
 from titanlite.errors import CheckpointError, UserError
+from titanlite.log import logger
+from titanlite.parallelize.compile import compiled_so_far
 from titanlite.settings import Built, Positive, Range
 from titanlite.training.engine import Engine
 from titanlite.training.state import TrainState
@@ -79,6 +81,7 @@ class Between:
     log_freq: int
     validate_freq: int  # 0: never
     validate: Callable[[], dict[str, float]]  # loss by name of the text
+    compiled: bool  # what is compiled was so in the first step
     trouble: Callable[[], str]  # why this rank cannot go on, or nothing
 
 
@@ -152,6 +155,8 @@ def run(
                 if state.step % config.gc_freq == 0:
                     gc.collect(1)
                 if state.step == first_step + 1:  # it took longer: kernels, buffers, plans
+                    if between.compiled:
+                        logger.info("%s", compiled_so_far())
                     tighten_timeouts(train_timeout_seconds, besides=checkpointer.group)
                     watch.tighten(train_timeout_seconds)
                 profiler.step()  # writing a trace takes a while
