@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import statistics
 import subprocess
 import sys
@@ -64,9 +65,9 @@ def run(command: Sequence[str], *, threads: int = CORES, **variables: str) -> st
 def last_words(stderr: str) -> str:
     """Why it failed, on one line: what a user must change, or else the end of a traceback."""
     lines = [line.strip() for line in stderr.splitlines() if line.strip()]
-    told = [number for number, line in enumerate(lines) if line.startswith("titanlite: ")]
-    words = " ".join(lines[told[-1] :] if told else lines[-1:]).removeprefix("titanlite: ")
-    return words.replace("|", "/")[:200]
+    told = [line.removeprefix("titanlite: ") for line in lines if line.startswith("titanlite: ")]
+    told += [line for line in lines if re.match(r"\d+\. ", line)] if told else []
+    return " ".join(told or lines[-1:]).replace("|", "/")[:200]
 
 
 def _start(command, threads: int, variables: Mapping[str, str]) -> subprocess.CompletedProcess:

@@ -43,6 +43,8 @@ def test_what_is_compared_takes_turns_and_goes_first_in_turn():
 def test_a_refused_run_is_told_in_the_words_of_what_must_change():
     log = "07:54 starting\ntitanlite: compile.enable = true: no such thing | here. Use false.\n"
     assert last_words(log) == "compile.enable = true: no such thing / here. Use false."
+    several = "titanlite: 2 problems\n  1. a = 1: no.\n  2. b = 2: no.\nnoise of a library\n"
+    assert last_words(several) == "2 problems 1. a = 1: no. 2. b = 2: no."
     assert last_words("Traceback:\n  x\nValueError: no\n\n") == "ValueError: no"
 
 
