@@ -108,8 +108,10 @@ class Trained:
 
     @property
     def peak_flops(self) -> float:
-        """FLOP/s of the device: train.py measures a CPU's, at its start."""
+        """FLOP/s of the device that train.py knows, or measured; raises Missed."""
         step = self.steps[-1]
+        if not step["mfu"]:
+            raise Missed("the peak of this GPU is not known")
         return step["tflops_per_device"] * 1e12 / step["mfu"]
 
     @property

@@ -15,7 +15,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # the cases are no part of what is installed
 
-from benchmarks.cases import CPU_CASES  # noqa: E402
+from benchmarks.cases import CASES, CPU_CASES  # noqa: E402
 from benchmarks.cases.given import Given  # noqa: E402
 from benchmarks.cases.gpu import GPU_CASES, gpu_table, measure_gpu, replaceable  # noqa: E402
 from benchmarks.corpus import write_corpus  # noqa: E402
@@ -28,16 +28,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    names = [*CPU_CASES, "all-gpu", *GPU_CASES]
+    names = [*CASES, "all-gpu", *GPU_CASES]
     parser.add_argument("--case", nargs="+", choices=names, default=list(CPU_CASES), metavar="NAME",
                         help=f"any of {', '.join(names)}; those of a CPU if none is named")
     parser.add_argument("--rounds", type=int, default=3, help="how often each is measured")
     parser.add_argument("--out", type=Path, help="write the table here too (.md; .json beside it)")
     parser.add_argument("--peer", action="store_true", help="against transformers' Trainer too")
     args = parser.parse_args()
-    on_gpu = [name for name in args.case if name not in CPU_CASES]
+    on_gpu = [name for name in args.case if name not in CASES]
     if on_gpu and len(on_gpu) < len(args.case):
-        parser.error("cases of a GPU and of a CPU have different tables: name those of one.")
+        parser.error("all-gpu and gpu-… have a table of their own: name them or the others.")
     if on_gpu:
         chosen = list(GPU_CASES) if "all-gpu" in on_gpu else on_gpu
         out = args.out or (ROOT / "benchmarks" / "gpu.md" if "all-gpu" in on_gpu else None)
@@ -61,7 +61,7 @@ def _measure(args) -> list[Row]:
         given = Given(write_corpus(Path(folder), vocabulary), args.rounds, args.peer)
         for case in args.case:
             try:
-                for row in CPU_CASES[case](given):
+                for row in CASES[case](given):
                     print(f"{row.what}: {number(row.median)} {row.unit}", file=sys.stderr)
                     rows.append(row)
             except Missed as why:
@@ -73,7 +73,7 @@ def _measure(args) -> list[Row]:
 def _model() -> dict[str, str]:
     family = FAMILIES["llama3"]
     parameters = family.count_parameters(family.flavors["quickstart"])
-    return {"model": f"quickstart, {parameters:,} parameters, 16 sequences of 256"}
+    return {"model": f"quickstart, {parameters:,} parameters, 16 sequences of 256, where no row says otherwise"}
 
 
 if __name__ == "__main__":

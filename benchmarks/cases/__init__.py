@@ -8,7 +8,7 @@ from benchmarks.cases.data import case_order, case_stream, case_tokenizer
 from benchmarks.cases.given import Given
 from benchmarks.cases.memory import case_memory
 from benchmarks.cases.saving import case_checkpoint
-from benchmarks.cases.speed import case_compile, case_fsdp, case_trainer
+from benchmarks.cases.speed import case_compile, case_fsdp, case_trainer, case_trainer_gpu
 from benchmarks.rows import Row
 
 CPU_CASES: dict[str, Callable[[Given], Iterator[Row]]] = {
@@ -21,3 +21,4 @@ CPU_CASES: dict[str, Callable[[Given], Iterator[Row]]] = {
     "order": case_order,
     "tokenizer": case_tokenizer,
 }
+CASES = CPU_CASES | {"trainer-gpu": case_trainer_gpu}  # those with rows like these
