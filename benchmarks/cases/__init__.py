@@ -1,0 +1,24 @@
+"""Every case by its name: what `--case` knows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from benchmarks.cases.data import case_order, case_stream, case_tokenizer
+from benchmarks.cases.given import Given
+from benchmarks.cases.memory import case_memory
+from benchmarks.cases.saving import case_checkpoint
+from benchmarks.cases.speed import case_compile, case_fsdp, case_trainer, case_trainer_gpu
+from benchmarks.rows import Row
+
+CPU_CASES: dict[str, Callable[[Given], Iterator[Row]]] = {
+    "trainer": case_trainer,
+    "fsdp": case_fsdp,
+    "compile": case_compile,
+    "memory": case_memory,
+    "checkpoint": case_checkpoint,
+    "stream": case_stream,
+    "order": case_order,
+    "tokenizer": case_tokenizer,
+}
+CASES = CPU_CASES | {"trainer-gpu": case_trainer_gpu}  # those with rows like these

@@ -1,0 +1,321 @@
+"""One GPU: 1B, 3B and 8B, eager, compiled and in Float8, in less than eight minutes.
+
+Where the seconds go, as planned before any was measured: of each of 5 shapes, 4 runs. Each has its
+CUDA context and its weights (5 s), its compilation with an empty cache (bf16 10 s, Float8 15 s),
+3 equal readings of which the first is not counted (9 s): 14 + 24 + 29 + 29 s a shape, 480 s in all
+with the imports hidden behind the run before. So the most important come first, and what is not
+begun when the time is over is written down as not measured.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from benchmarks.corpus import write_corpus
+from benchmarks.floor import (
+    FAMILY,
+    LOGITS_AT_ONCE,
+    SHAPES,
+    STATES,
+    Plan,
+    State,
+    plans,
+    share_of_peak,
+    step_flops,
+)
+from benchmarks.processes import ROOT, last_words, step_lines, words_of
+from benchmarks.rows import Missed, grid, number
+from titanlite.observe.hardware import measure_matmul_flops, peak_flops
+
+BUDGET_SECONDS = 470  # a run is begun only when it would end before
+RUN_SECONDS, HUNG_SECONDS = 35, 120  # how long a run takes about, and at most
+READING_SECONDS = 2.5  # of steps, between two lines of metrics.jsonl
+FLOAT8 = {
+    "model.converters": '["quantize.linear.float8"]',
+    "quantize.linear.float8.filter_fqns": '["output"]',
+    "compile.enable": "true",
+}
+MODES = {
+    "bf16 eager": {},
+    "bf16 compiled": {"compile.enable": "true"},
+    "Float8 tensorwise compiled": {**FLOAT8, "quantize.linear.float8.recipe_name": "tensorwise"},
+    "Float8 rowwise compiled": {**FLOAT8, "quantize.linear.float8.recipe_name": "rowwise"},
+}
+GPU_CASES = {f"gpu-{flavor}-{seq_len}": (flavor, seq_len) for flavor, seq_len in SHAPES}
+TARGETS = {  # on one H200
+    ("8B", 8192, "bf16 compiled"): ">= 60 % MFU, full attention",
+    ("8B", 8192, "Float8 tensorwise compiled"): ">= 1.35 x bf16 compiled",
+    ("1B", 2048, "bf16 compiled"): ">= 65,000 tokens/s",
+    ("1B", 8192, "bf16 compiled"): ">= 42,000 tokens/s",
+    ("3B", 2048, "bf16 compiled"): ">= 33,000 tokens/s",
+}
+PEERS = {  # as published, a GPU; nobody measured them here
+    ("8B", 8192, "bf16 eager"): "5,762 tokens/s, 33.7 % [1]",
+    ("8B", 8192, "bf16 compiled"): "6,667 tokens/s, 39.0 % [1]; 7B at 2,048: 10,643, 46.4 % [2]",
+    ("8B", 8192, "Float8 tensorwise compiled"): "8,532 tokens/s [1]",
+    ("1B", 2048, "bf16 compiled"): "45,455 tokens/s [2]",
+    ("1B", 8192, "bf16 compiled"): "29,157 tokens/s [2]",
+    ("3B", 2048, "bf16 compiled"): "24,142 tokens/s [2]",
+    ("3B", 8192, "bf16 compiled"): "16,578 tokens/s [2]",
+}
+NOTES = f"""
+MFU counts the model's own FLOPs, not those computed again, against the published dense bf16 peak,
+in Float8 rows too: "causal" counts the half of attention that is seen, "full" all of it, as both
+peers do. The share of the measured peak is causal, against the best of many bf16 products of
+8,192 x 8,192 in the same run. Every run is train.py with `loss.chunk_tokens = {LOGITS_AT_ONCE}`;
+its tokens/s count all between the end of one step and that of another. Compiling is how much later
+than the eager run the first step ended, with an empty cache. The peers' models are not quite the
+same:
+
+- [1] torchtitan, Llama 3.1 8B at 8,192 on 8 H100 (96 GB HBM2e, 500 W), selective recomputation:
+  <https://github.com/pytorch/torchtitan/blob/main/benchmarks/llama3_h100_202412_torchtitan.md>;
+  its MFU follows from its tokens/s, full attention and 989.5 TFLOP/s.
+- [2] llm-foundry, MPT 1B, 3B and 7B, with a smaller vocabulary, on 8 or 16 H100 80GB:
+  <https://github.com/mosaicml/llm-foundry/blob/main/scripts/train/benchmarking/README.md>.
+"""
+
+
+@dataclass(frozen=True)
+class GpuRow:
+    """One run of one shape; a figure that was not measured is None, and `missed` says why."""
+
+    flavor: str
+    seq_len: int
+    mode: str
+    kept: str = ""
+    micro_batch: int | None = None
+    tokens_per_second: float | None = None
+    mfu_causal: float | None = None
+    mfu_full: float | None = None
+    share_of_measured_peak: float | None = None
+    times_bf16_compiled: float | None = None
+    peak_memory_gib: float | None = None
+    first_step_seconds: float | None = None  # from the settings to its end, imports left out
+    compile_seconds: float | None = None
+    data_share: float | None = None
+    missed: str = ""
+
+    @property
+    def key(self) -> tuple[str, int, str]:
+        return self.flavor, self.seq_len, self.mode
+
+
+def measure_gpu(cases: Sequence[str]) -> list[GpuRow]:
+    """A row for every mode of every case; where there is no GPU they say so."""
+    shapes = [GPU_CASES[name] for name in cases]
+    empty = [GpuRow(flavor, length, mode) for flavor, length in shapes for mode in MODES]
+    if not torch.cuda.is_available():
+        return [replace(each, missed="no CUDA device here") for each in empty]
+    end, rows = time.monotonic() + BUDGET_SECONDS, []
+    device = torch.device("cuda")
+    measured_peak = measure_matmul_flops(torch.bfloat16, device)
+    torch.cuda.empty_cache()
+    with tempfile.TemporaryDirectory() as folder:
+        bench = _Bench(Path(folder))
+        try:
+            for blank in empty:
+                if time.monotonic() + RUN_SECONDS > end:
+                    rows.append(replace(blank, missed=f"the {BUDGET_SECONDS} s were over"))
+                    continue
+                row = _measure(bench, blank, measured_peak)
+                print(f"{row.key}: {row.missed or number(row.tokens_per_second)}", file=sys.stderr)
+                rows.append(row)
+        finally:
+            bench.close()
+    return compared(rows)
+
+
+def _measure(bench: _Bench, blank: GpuRow, measured_peak: float) -> GpuRow:
+    """The best plan that runs; one that does not fit after all makes room for the next."""
+    shape, length = FAMILY.flavors[blank.flavor], blank.seq_len
+    card = torch.cuda.get_device_properties(0)
+    published = peak_flops(card.name, torch.bfloat16)
+    missed = "no plan fits this GPU"
+    for plan in plans(shape, length, card.total_memory, _states()):
+        kept = f"{plan.state.words}; {plan.recompute.words} again"
+        try:
+            launched, steps = bench.run(blank, plan, published or measured_peak)
+        except _OutOfMemory:
+            missed = "no plan fits this GPU"
+            continue
+        except Missed as why:
+            return replace(blank, kept=kept, micro_batch=plan.micro_batch, missed=str(why))
+        speed, counted = speed_of(steps), steps[2:]
+        waited = sum(step["data_seconds"] for step in counted)
+        return replace(
+            blank,
+            kept=kept,
+            micro_batch=plan.micro_batch,
+            tokens_per_second=speed,
+            mfu_causal=share_of_peak(speed, shape, length, published),
+            mfu_full=share_of_peak(speed, shape, length, published, full_attention=True),
+            share_of_measured_peak=share_of_peak(speed, shape, length, measured_peak),
+            peak_memory_gib=max(step["peak_memory_gib"] for step in steps),
+            first_step_seconds=steps[0]["time"] - launched,
+            data_share=waited / (waited + sum(step["step_seconds"] for step in counted)),
+        )
+    return replace(blank, missed=missed)
+
+
+def _states() -> list[State]:
+    """Those that this machine can keep: 8-bit moments are torchao's."""
+    torchao = importlib.util.find_spec("torchao") is not None
+    return [state for state in STATES if torchao or "optimizer.state_dtype" not in state.settings]
+
+
+def speed_of(steps: Sequence[dict]) -> float:
+    """Tokens a second from the second line, which ends the warm-up, to the last."""
+    first, last = steps[1], steps[-1]
+    return (last["tokens"] - first["tokens"]) / (last["time"] - first["time"])
+
+
+def compared(rows: Sequence[GpuRow]) -> list[GpuRow]:
+    """The same rows, with what they are beside others of their shape in the same run."""
+    by_key = {row.key: row for row in rows}
+
+    def beside(row: GpuRow) -> GpuRow:
+        eager = by_key.get((row.flavor, row.seq_len, "bf16 eager"))
+        compiled = by_key.get((row.flavor, row.seq_len, "bf16 compiled"))
+        if row.tokens_per_second is None:
+            return row
+        if compiled and compiled.tokens_per_second:
+            times = row.tokens_per_second / compiled.tokens_per_second
+            row = replace(row, times_bf16_compiled=times)
+        if "compiled" in row.mode and eager and eager.first_step_seconds:
+            later = row.first_step_seconds - eager.first_step_seconds
+            row = replace(row, compile_seconds=later)
+        return row
+
+    return [beside(row) for row in rows]
+
+
+def settings_of_run(
+    blank: GpuRow, plan: Plan, out: Path, corpus: Path, between: int
+) -> dict[str, object]:
+    """The keys of one run, with `between` steps from one line of metrics.jsonl to the next."""
+    return {
+        "job.dump_folder": out,
+        "job.device": "cuda",
+        "model.flavor": blank.flavor,
+        "data.sources": f'[{{ name = "text", path = "{corpus}/train" }}]',
+        "training.seq_len": blank.seq_len,
+        "training.steps": 3 * between,
+        "metrics.log_freq": between,
+        "loss.chunk_tokens": LOGITS_AT_ONCE,
+        **plan.settings,
+        **MODES[blank.mode],
+    }
+
+
+# --- processes -----------------------------------------------------------------------------------
+
+
+class _OutOfMemory(Exception):
+    """A run asked for more than the GPU has."""
+
+
+class _Bench:
+    """Runs train.py, one process a run, and has the next one standing by."""
+
+    def __init__(self, folder: Path):
+        self.folder, self.count = folder, 0
+        vocabulary = FAMILY.flavors["8B"].vocab_size  # the same in all three
+        self.corpus = write_corpus(folder / "corpus", vocabulary)
+        self._stand_by()
+
+    def _stand_by(self) -> None:
+        self.count += 1
+        self.errors = self.folder / f"{self.count}.err"
+        path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+        cache = str(self.folder / "compiled")  # empty: what it saves is not ours to count
+        with open(self.errors, "w", encoding="utf-8") as errors:
+            self.waiting = subprocess.Popen(
+                [sys.executable, "-m", "benchmarks.standby"],
+                env={**os.environ, "PYTHONPATH": path, "TORCHINDUCTOR_CACHE_DIR": cache},
+                stdin=subprocess.PIPE,
+                stdout=subprocess.DEVNULL,
+                stderr=errors,
+                text=True,
+            )
+
+    def run(self, blank: GpuRow, plan: Plan, peak: float) -> tuple[float, list[dict]]:
+        """When it was told what to do, in seconds since 1970, and its step lines."""
+        out, shape = self.folder / f"run-{self.count}", FAMILY.flavors[blank.flavor]
+        tokens = plan.micro_batch * blank.seq_len
+        flops = step_flops(shape, blank.seq_len, tokens, plan.recompute.share, False)
+        between = min(20, max(2, round(READING_SECONDS / (2 * flops / peak))))  # at half the peak
+        settings = settings_of_run(blank, plan, out, self.corpus, between)
+        process, errors = self.waiting, self.errors
+        self._stand_by()
+        launched = time.time()
+        try:
+            process.communicate(json.dumps(words_of(settings)) + "\n", timeout=HUNG_SECONDS)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+            raise Missed(f"not done after {HUNG_SECONDS} s") from None
+        said = errors.read_text(encoding="utf-8", errors="replace")
+        if process.returncode:
+            if "out of memory" in said.lower():
+                raise _OutOfMemory
+            raise Missed(last_words(said) or f"it ended with {process.returncode}")
+        return launched, step_lines(out)
+
+    def close(self) -> None:
+        self.waiting.kill()
+        self.waiting.communicate()
+
+
+# --- the table -----------------------------------------------------------------------------------
+
+
+def gpu_table(rows: Sequence[GpuRow]) -> str:
+    """Markdown, one line a run, with what is wanted and what others published."""
+    heads = ("model", "tokens", "run", "kept", "at once", "tokens/s", "MFU, causal", "MFU, full",
+             "of measured peak", "x bf16 compiled", "GiB at most", "first step s", "compiling s",
+             "waiting for data", "target", "peers")
+    lines = [
+        (
+            row.flavor,
+            f"{row.seq_len:,}",
+            row.mode,
+            row.missed or row.kept,
+            number(row.micro_batch),
+            number(row.tokens_per_second),
+            _percent(row.mfu_causal),
+            _percent(row.mfu_full),
+            _percent(row.share_of_measured_peak),
+            number(row.times_bf16_compiled),
+            number(row.peak_memory_gib),
+            number(row.first_step_seconds),
+            number(row.compile_seconds) if "compiled" in row.mode else "",
+            _percent(row.data_share),
+            TARGETS.get(row.key, ""),
+            PEERS.get(row.key, ""),
+        )
+        for row in rows
+    ]
+    return grid(heads, lines, "lrllrrrrrrrrrrll") + NOTES
+
+
+def _percent(share: float | None) -> str:
+    return number(share) if share is None else f"{share:.1%}"
+
+
+def replaceable(out: Path, rows: Sequence[GpuRow]) -> bool:
+    """Whether a file that nobody named may be written: figures do not make way for none."""
+    if any(row.tokens_per_second for row in rows) or not out.with_suffix(".json").exists():
+        return True
+    known = json.loads(out.with_suffix(".json").read_text(encoding="utf-8"))["rows"]
+    return not any(row.get("tokens_per_second") for row in known)

@@ -1,0 +1,38 @@
+"""What checkpoints cost the loop."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from statistics import median
+
+from benchmarks.cases.given import Given
+from benchmarks.processes import run
+from benchmarks.rows import Row, row
+
+
+def case_checkpoint(given: Given) -> Iterator[Row]:
+    """How long a save of 504 MB by two ranks stops the loop, and what verifying costs."""
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    runs = [
+        json.loads(run([*launch, "-m", "benchmarks.saving"], threads=1).splitlines()[-1])
+        for _ in range(given.rounds)
+    ]
+
+    def typical(what: str) -> list[float]:
+        return [median(found[what][2:]) for found in runs]
+
+    sync = typical("disabled, blocked")
+    yield row("saving 504 MB on 2 ranks, disabled: loop blocked", "s", sync)
+    for mode in ("async", "async_with_pinned_mem"):
+        blocked = typical(f"{mode}, blocked")
+        yield row(f"saving, {mode}: loop blocked", "s", blocked)
+        first = [found[f"{mode}, blocked"][0] for found in runs]
+        yield row(f"saving, {mode}: loop blocked by the first save", "s", first)
+        yield row(f"saving, {mode}: written after", "s", typical(f"{mode}, written"))
+        ratios = [a / b for a, b in zip(blocked, sync, strict=True)]
+        yield row(f"loop blocked, {mode} / disabled", "ratio", ratios)
+    off, full = typical("load, verify off"), typical("load, verify full")
+    yield row("loading 504 MB, verify off", "s", off)
+    ratios = [a / b for a, b in zip(full, off, strict=True)]
+    yield row("loading, verify full / off", "ratio", ratios)

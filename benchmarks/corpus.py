@@ -1,0 +1,28 @@
+"""Random ids to train on: what they are does not change how fast they are."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+
+from titanlite.data import ShardWriter
+from titanlite.data.manifest import write_manifest
+
+
+def write_corpus(folder: Path, vocab_size: int, documents: int = 800) -> Path:
+    """Documents of 10,000 ids each in folder/train; returns the folder."""
+    (folder / "train").mkdir(parents=True)
+    ids = np.random.default_rng(0).integers(0, vocab_size, (documents, 10_000))
+    with ShardWriter(folder / "train" / "shard", vocab_size) as writer:
+        for document in ids:
+            writer.add(document)
+        record = writer.close()
+    write_manifest(folder / "train", "random", vocab_size, [record])
+    np.save(folder / "ids.npy", ids.astype(np.uint32).ravel())  # for those that know no shards
+    return folder
+
+
+def open_ids(folder: Path) -> np.ndarray:
+    """The same ids, memory-mapped and plain [N]."""
+    return np.load(folder / "ids.npy", mmap_mode="r")

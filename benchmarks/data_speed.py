@@ -1,0 +1,92 @@
+"""One measurement of the data's side, on one core: python -m benchmarks.data_speed WHAT CORPUS
+
+`stream`, `order` or `tokenizer`; prints the figures by name.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+import sysconfig
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from statistics import median
+
+import numpy as np
+import torch
+
+from titanlite.data import Order, SourceConfig, open_stream, open_tokenizer, slices_of
+from titanlite.data.bpe import train_bpe
+
+
+def stream(corpus: Path) -> dict[str, float]:
+    """Million tokens a second of the stream alone, and of torchdata's loader over its samples."""
+    torch.set_num_threads(1)
+    rows, seconds = 32, 1.5
+    source = [SourceConfig("text", str(corpus / "train"))]
+    opened = open_stream(source, seq_len=2048, seed=0, vocab_size=2**31)
+
+    class Samples(torch.utils.data.Dataset):
+        def __len__(self):
+            return 10**9
+
+        def __getitem__(self, position):
+            inputs, labels = opened.read(position, 1)
+            return inputs[0], labels[0]
+
+    loaders: dict[str, Callable[[], Iterator]] = {
+        "read": lambda: (opened.read(p, rows) for p in range(0, 10**9, rows)),
+        "prefetch thread": lambda: opened.prefetch(slices_of(0, rows, 0, 1)),
+    }
+    if importlib.util.find_spec("torchdata"):
+        from torchdata.stateful_dataloader import StatefulDataLoader
+
+        for workers in (0, 2):
+            loaders[f"StatefulDataLoader, {workers} workers"] = lambda workers=workers: iter(
+                StatefulDataLoader(Samples(), rows, num_workers=workers)
+            )
+    speeds = {}
+    for name, open_loader in loaders.items():
+        batches = open_loader()
+        next(batches)
+        done, start = 0, time.perf_counter()
+        while time.perf_counter() - start < seconds:
+            done += next(batches)[0].numel()
+        speeds[f"stream, {name}"] = done / (time.perf_counter() - start) / 1e6
+        del batches
+    return speeds
+
+
+def order(corpus: Path) -> dict[str, float]:
+    """Nanoseconds a sample to learn where it comes from."""
+    found, positions = {}, np.arange(65_536)
+    for samples in (10**3, 10**9):
+        places, times = Order(0, [("a", 0.7, samples), ("b", 0.3, samples)]), []
+        for _ in range(5):
+            start = time.perf_counter()
+            places.sample_at(positions)
+            times.append((time.perf_counter() - start) / len(positions) * 1e9)
+        found[f"order of {samples:.0e} samples, 2 sources"] = median(times)
+    return found
+
+
+def tokenizer(corpus: Path) -> dict[str, float]:
+    """Megabytes a second of Python's own standard library."""
+    folder = Path(sysconfig.get_path("stdlib"))
+    texts = [path.read_text("utf-8", errors="replace") for path in sorted(folder.glob("*.py"))]
+    if not (corpus / "tokenizer.model").exists():
+        train_bpe(texts, 4096, corpus / "tokenizer.model")
+    opened = open_tokenizer(str(corpus / "tokenizer.model"))
+    start = time.perf_counter()
+    for text in texts:
+        opened.encode(text)
+    megabytes = sum(len(text.encode()) for text in texts) / 1e6
+    speed = megabytes / (time.perf_counter() - start)
+    return {"tokenizing with 4,096 ids, one core": speed}
+
+
+if __name__ == "__main__":
+    what = {"stream": stream, "order": order, "tokenizer": tokenizer}[sys.argv[1]]
+    print(json.dumps(what(Path(sys.argv[2]))))

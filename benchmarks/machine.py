@@ -1,0 +1,54 @@
+"""Where it was measured, and with what."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import platform
+import shutil
+import subprocess
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from benchmarks.processes import CORES
+
+
+def describe(words: Sequence[str]) -> dict[str, str]:
+    """What stands above every table; `words` are the command line's."""
+    about = {
+        "command": f"python scripts/benchmark.py {' '.join(words)}".strip(),
+        "date": time.strftime("%Y-%m-%d"),
+        "machine": f"{CORES} cores, {_processor()}",
+        "python": platform.python_version(),
+    }
+    for package in ("torch", "torchao", "transformers", "accelerate"):
+        about[package] = _version(package)
+    if torch.cuda.is_available():
+        about["gpu"] = f"{torch.cuda.device_count()} x {torch.cuda.get_device_name(0)}"
+        about["cuda"], about["driver"] = str(torch.version.cuda), _driver()
+    return about
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def _driver() -> str:
+    if not shutil.which("nvidia-smi"):
+        return "unknown"
+    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    said = subprocess.run(query, capture_output=True, text=True).stdout.split()
+    return said[0] if said else "unknown"
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        return next(line.partition(":")[2].strip() for line in lines if "model name" in line)
+    except (OSError, StopIteration):
+        return platform.processor() or "unknown processor"

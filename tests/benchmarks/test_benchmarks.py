@@ -1,0 +1,217 @@
+"""Figures are only worth what the instrument is: its arithmetic, its tables, and one whole run."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import runpy
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks import floor
+from benchmarks.cases import gpu
+from benchmarks.floor import FAMILY, STATES, Plan, largest, plans, share_of_peak, step_flops
+from benchmarks.memory_probe import comes_and_goes
+from benchmarks.processes import Task, last_words, step_lines, take_turns
+from benchmarks.rows import Row, number, row, table, write
+
+ROOT = Path(__file__).parents[2]
+SMALL = FAMILY.flavors["1B"]
+
+
+# --- how it is measured --------------------------------------------------------------------------
+
+
+def test_a_burst_of_a_neighbour_does_not_change_a_speed():
+    task = Task(seq_len=10, batch=1, steps=6, skipped=2)
+    calm, disturbed = [9.0, 18.0, 19.0, 20.0, 21.0, 22.0], [9.0, 18.0, 19.0, 20.0, 27.0, 28.0]
+    assert task.speed(calm) == task.speed(disturbed) == 10.0
+
+
+def test_what_is_compared_takes_turns_and_goes_first_in_turn():
+    order = []
+    answers = take_turns(
+        3, a=lambda: order.append("a") or len(order), b=lambda: order.append("b") or len(order)
+    )
+    assert order == ["a", "b", "b", "a", "a", "b"]
+    assert answers == {"a": [1, 4, 5], "b": [2, 3, 6]}
+
+
+def test_a_refused_run_is_told_in_the_words_of_what_must_change():
+    log = "07:54 starting\ntitanlite: compile.enable = true: no such thing | here. Use false.\n"
+    assert last_words(log) == "compile.enable = true: no such thing / here. Use false."
+    several = "titanlite: 2 problems\n  1. a = 1: no.\n  2. b = 2: no.\nnoise of a library\n"
+    assert last_words(several) == "2 problems 1. a = 1: no. 2. b = 2: no."
+    assert last_words("Traceback:\n  x\nValueError: no\n\n") == "ValueError: no"
+
+
+def test_steps_are_read_and_events_are_not(tmp_path):
+    lines = [{"step": 1}, {"event": "validation", "step": 1}, {"step": 2}]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    assert [line["step"] for line in step_lines(tmp_path)] == [1, 2]
+
+
+def test_memory_is_that_between_two_optimizer_steps():
+    def held(at: int, total: int) -> dict:
+        return {"name": "[memory]", "ts": at, "args": {"Total Allocated": total}}
+
+    steps = [
+        {"name": "Optimizer.step#AdamW.step", "ph": "X", "ts": ts, "dur": 2} for ts in (10, 0, 20)
+    ]
+    events = [held(5, 900), held(11, 800), held(13, 100), held(15, 350), held(19, 120)]
+    events.append(held(21, 999))
+    assert comes_and_goes(events + steps) == 250
+
+
+# --- its arithmetic ------------------------------------------------------------------------------
+
+
+def test_mfu_is_named_by_how_attention_is_counted():
+    eight = FAMILY.flavors["8B"]
+    full = share_of_peak(6_667, eight, 8192, 989.5e12, full_attention=True)
+    causal = share_of_peak(6_667, eight, 8192, 989.5e12)
+    assert full == pytest.approx(0.390, abs=0.001)  # what torchtitan's figure comes to
+    attention = 12 * 32 * 4096 * 8192 * 6_667 / 989.5e12
+    assert full - causal == pytest.approx(attention / 2)
+    assert share_of_peak(6_667, eight, 8192, None) is None
+
+
+@pytest.mark.parametrize("most", [1, 2, 7, 8, 100])
+def test_the_largest_micro_batch_that_fits_is_found_by_few_questions(most):
+    for limit in range(0, most + 3):
+        asked = []
+        assert largest(lambda n: asked.append(n) or n <= limit, most) == min(limit, most)  # noqa: B023
+        assert len(asked) <= 2 * most.bit_length() + 1 and max(asked) <= max(1, most)
+
+
+def test_a_plan_fits_and_a_larger_one_would_not():
+    for flavor, seq_len in floor.SHAPES:
+        shape = FAMILY.flavors[flavor]
+        for capacity in (85e9, floor.GPU_BYTES):
+            plan = next(plans(shape, seq_len, capacity))
+            more = dataclasses.replace(plan, micro_batch=plan.micro_batch + 1)
+            assert floor.held_bytes(shape, seq_len, plan) <= floor.ROOM * capacity
+            full = more.micro_batch * seq_len > floor.MOST_TOKENS
+            assert full or floor.held_bytes(shape, seq_len, more) > floor.ROOM * capacity
+
+
+def test_precision_is_given_up_only_where_it_does_not_fit():
+    assert next(plans(SMALL, 2048, floor.GPU_BYTES)).state is STATES[0]
+    assert next(plans(FAMILY.flavors["8B"], 8192, floor.GPU_BYTES)).state is STATES[1]
+    without = [STATES[0], STATES[2]]
+    assert next(plans(FAMILY.flavors["8B"], 8192, floor.GPU_BYTES, without)).state is STATES[2]
+    each = list(plans(SMALL, 2048, floor.GPU_BYTES))
+    assert each[1].state is each[0].state and each[1].micro_batch < each[0].micro_batch
+    assert not list(plans(FAMILY.flavors["8B"], 8192, 10e9))
+
+
+def test_what_is_computed_again_costs_a_third_of_the_blocks_more():
+    once = step_flops(SMALL, 2048, 1, 0.0, False)
+    again = step_flops(SMALL, 2048, 1, 1.0, False)
+    head = 6 * SMALL.vocab_size * SMALL.dim
+    assert again - once == pytest.approx((once - head) / 3)
+
+
+def test_the_activations_of_the_arithmetic_are_those_that_autograd_keeps():
+    """Counted in fp32 on a CPU, whose numbers take 4 bytes instead of 2.
+
+    A CPU keeps more: both norms leave what is not yet scaled, and k and v are repeated for q.
+    """
+    shape = dataclasses.replace(FAMILY.flavors["quickstart"], n_layers=3, vocab_size=16)
+    model, held = FAMILY.build(shape), {}
+    weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
+
+    def keep(tensor):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights and tensor.numel() > 64 * shape.head_width:
+            held[storage.data_ptr()] = (storage.nbytes(), tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        model(torch.zeros(4, 64, dtype=torch.long))
+    found = sum(size for size, _ in held.values()) / 2 / (4 * 64)
+    repeated = 2 * (shape.n_heads - shape.n_kv_heads) * shape.head_width
+    more = 2 * shape.n_layers * (2 * shape.dim + repeated)
+    assert found == pytest.approx(floor.kept_bytes_a_token(shape) + more, rel=0.01)
+
+
+# --- its tables ----------------------------------------------------------------------------------
+
+
+def test_a_figure_that_is_not_there_is_never_made_up():
+    rows = [row("fast", "s", [3.0, 1.0, 2.0], "< 4"), Row("slow", "s", missed="no such machine")]
+    lines = table(rows).splitlines()
+    assert lines[2] == "| fast | 2 | 1 to 3 | s | < 4 |"
+    assert lines[3] == "| slow | not measured | no such machine | s |  |"
+    assert (number(1234.5), number(0.12345), number(None)) == ("1,234", "0.123", "not measured")
+
+
+def test_every_round_is_kept_beside_the_table(tmp_path):
+    write(tmp_path / "b" / "t.md", {"date": "today"}, table([]), [row("fast", "s", [3.0, 1.0])])
+    assert (tmp_path / "b" / "t.md").read_text().startswith("- date: today\n\n| what |")
+    kept = json.loads((tmp_path / "b" / "t.json").read_text())
+    assert kept["date"] == "today" and kept["rows"][0]["each"] == [3.0, 1.0]
+
+
+def test_runs_of_a_gpu_are_set_beside_those_of_their_shape():
+    def ran(mode: str, speed: float | None, first: float) -> gpu.GpuRow:
+        return gpu.GpuRow("8B", 8192, mode, tokens_per_second=speed, first_step_seconds=first)
+
+    eager, compiled, float8 = gpu.compared([
+        ran("bf16 eager", 100.0, 4.0),
+        ran("bf16 compiled", 120.0, 16.0),
+        ran("Float8 rowwise compiled", 180.0, 20.0),
+    ])
+    assert (float8.times_bf16_compiled, float8.compile_seconds) == (1.5, 16.0)
+    assert (eager.compile_seconds, compiled.times_bf16_compiled) == (None, 1.0)
+    assert gpu.compared([ran("bf16 compiled", None, 0.0)])[0].times_bf16_compiled is None
+    steps = [{"tokens": n, "time": t} for n, t in ((1, 0.0), (100, 50.0), (200, 60.0), (300, 70.0))]
+    assert gpu.speed_of(steps) == 10.0
+
+
+def test_a_machine_without_a_gpu_leaves_the_figures_of_one_that_has_it(tmp_path):
+    blank = gpu.GpuRow("1B", 2048, "bf16 eager", missed="no CUDA device here")
+    filled = dataclasses.replace(blank, tokens_per_second=1.0, missed="")
+    out = tmp_path / "gpu.md"
+    assert gpu.replaceable(out, [blank])
+    write(out, {}, gpu.gpu_table([blank]), [blank])
+    assert "1B | 2,048 | bf16 eager | no CUDA device here | not measured |" in out.read_text()
+    assert gpu.replaceable(out, [blank])
+    write(out, {}, gpu.gpu_table([filled]), [filled])
+    assert gpu.replaceable(out, [filled]) and not gpu.replaceable(out, [blank])
+
+
+def test_every_gpu_mode_of_every_shape_is_a_job_without_mistakes(corpus, monkeypatch):
+    """All but what this version may not have built yet: its keys must at least be known."""
+    from titanlite.errors import UserError
+    from titanlite.job import read_job
+
+    monkeypatch.chdir(ROOT)
+    for mode in gpu.MODES:
+        blank = gpu.GpuRow("8B", 8192, mode)
+        plan = Plan(STATES[0], floor.RECOMPUTE[1], 1)
+        words = gpu.words_of(gpu.settings_of_run(blank, plan, "out", corpus, 3))
+        try:
+            read_job([*words, "--job.device", "cpu"], 1)
+        except UserError as error:
+            for problem in getattr(error, "problems", [error]):
+                assert "unknown" not in str(problem), problem
+
+
+# --- one whole run -------------------------------------------------------------------------------
+
+
+def test_a_case_runs_from_the_door_to_the_table(tmp_path, monkeypatch, capsys):
+    out = tmp_path / "order.md"
+    words = ["--case", "order", "--rounds", "1", "--out", str(out)]
+    monkeypatch.setattr(sys, "argv", ["benchmark.py", *words])
+    runpy.run_path(str(ROOT / "scripts" / "benchmark.py"), run_name="__main__")
+    record = json.loads(out.with_suffix(".json").read_text())
+    assert record["command"] == f"python scripts/benchmark.py {' '.join(words)}"
+    assert record["torch"] == torch.__version__
+    figures = [row for row in record["rows"] if row["unit"] == "ns/sample"]
+    assert len(figures) == 2 and all(row["each"][0] > 0 for row in figures)
+    assert out.read_text() in capsys.readouterr().out
