@@ -28,7 +28,7 @@ from titanlite.errors import EXIT_DONE, EXIT_LOST, EXIT_STOPPED, RankLost, UserE
 from titanlite.job import Job, JobConfig, open_data, read_job
 from titanlite.log import configure_log, logger
 from titanlite.observe import open_meter, open_profiler, open_sinks, silent_sinks
-from titanlite.optim import build_optimizer, lr_share
+from titanlite.optim import EarlySteps, build_optimizer, lr_share
 from titanlite.parallelize import build_spread_model
 from titanlite.reference import help_text
 from titanlite.training import (
@@ -124,6 +124,8 @@ def train(job: Job, session: Session, hold: Hold, watch: Watch, began: float) ->
         local_batch=training.local_batch_size,
     )
     state = TrainState(model, build_optimizer(model, config.optimizer))
+    in_backward = config.optimizer.early_step_in_backward
+    early = EarlySteps(model, state.optimizer) if in_backward else None
     hold.step = lambda: state.step
     if found:
         watch.now(0, "load")
@@ -189,6 +191,7 @@ def train(job: Job, session: Session, hold: Hold, watch: Watch, began: float) ->
             meter=meter,
             sinks=sinks,
             profiler=profiler,
+            early=early,
         )
         if reason:
             sinks.event(state.step, "stopped", reason=words_for(reason))

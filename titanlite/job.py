@@ -28,7 +28,7 @@ from titanlite.observe import (
     metrics_problems,
     profiling_problems,
 )
-from titanlite.optim import LRSchedulerConfig, OptimizerConfig
+from titanlite.optim import LRSchedulerConfig, OptimizerConfig, optimizer_problems
 from titanlite.parallelize import DTYPES, Passes
 from titanlite.parallelize.activation import ActivationCheckpointConfig, activation_problems
 from titanlite.parallelize.compile import CompileConfig
@@ -125,6 +125,7 @@ MOVED = {  # keys of torchtitan up to v0.2.2 that are elsewhere, or nowhere, her
 FACTS = (  # what a checkpoint says of its job, by the names that allow it to change
     "model",
     "optimizer.name",
+    "optimizer.state_dtype",
     "training.global_batch_size",
     "training.seq_len",
     "debug.seed",
@@ -175,6 +176,7 @@ class Job:
         return {
             "model": dataclasses.asdict(self.shape),
             "optimizer.name": self.config.optimizer.name,  # whose moments are another's nonsense
+            "optimizer.state_dtype": self.config.optimizer.state_dtype,
             "training.global_batch_size": self.global_batch,
             **stream.facts,  # what a position means
         }
@@ -266,6 +268,7 @@ def _problems(config: JobConfig, ranks: int) -> Iterator[UserError]:
         )
     yield from metrics_problems(config.metrics)
     yield from profiling_problems(config.profiling)
+    yield from optimizer_problems(config.optimizer)
     shape = degrees = None
     try:
         family = FAMILIES[config.model.name]
@@ -279,6 +282,7 @@ def _problems(config: JobConfig, ranks: int) -> Iterator[UserError]:
     try:
         degrees = degrees_of(config.parallelism, ranks)
         yield from _batch_problems(config.training, degrees)
+        yield from _stepping_problems(config, degrees)
     except ConfigError as error:
         yield error
     if shape and degrees:
@@ -356,12 +360,75 @@ def _batch_problems(training: TrainingConfig, degrees: Degrees) -> Iterator[Conf
         )
 
 
+def _stepping_problems(config: JobConfig, degrees: Degrees) -> Iterator[ConfigError]:
+    """When and where an update can be made."""
+    training, early = config.training, "optimizer.early_step_in_backward"
+    if config.optimizer.offload and training.enable_cpu_offload:
+        yield ConfigError(
+            "optimizer.offload = true: training.enable_cpu_offload = true keeps weights, gradients"
+            " and moments in host memory already.",
+            fix="Leave one of them out.",
+            keys=("optimizer.offload", "training.enable_cpu_offload"),
+        )
+    if not config.optimizer.early_step_in_backward:
+        return
+    if training.max_norm:
+        yield ConfigError(
+            f"{early} = true: training.max_norm = {training.max_norm:g} scales by the norm of the"
+            " whole gradient, which is not known before backward is over.",
+            fix="Set training.max_norm = 0.",
+            keys=(early, "training.max_norm"),
+        )
+    if degrees.pipeline > 1:
+        yield ConfigError(
+            f"{early} = true: pipeline_parallel_degree = {degrees.pipeline} computes with a weight"
+            " until its last micro-batch is back.",
+            fix="Set one of them off.",
+            keys=(early, "parallelism.pipeline_parallel_degree"),
+        )
+    if training.enable_cpu_offload:
+        yield ConfigError(
+            f"{early} = true: training.enable_cpu_offload = true keeps gradients in host memory,"
+            " where there is nothing to save.",
+            fix="Set one of them off.",
+            keys=(early, "training.enable_cpu_offload"),
+        )
+    times = _batch(config, degrees) // degrees.data // training.local_batch_size
+    if times > 1 and config.parallelism.fsdp_gradient_reduction == "every_microbatch":
+        yield ConfigError(
+            f"{early} = true: a step adds up {times} micro-batches, and each would step by itself.",
+            fix='Set parallelism.fsdp_gradient_reduction = "last_microbatch", or use a larger'
+            " local_batch_size.",
+            keys=(early, "parallelism.fsdp_gradient_reduction"),
+        )
+
+
 def _device_problems(config: JobConfig) -> Iterator[UserError]:
     if config.job.check_ranks is None:  # else it is checked for another machine
         try:
-            choose_device(config.job.device)
+            device = choose_device(config.job.device)
         except ConfigError as error:
             yield error
+            return
+        if device.type == "cpu":
+            yield from _host_problems(config)
+
+
+def _host_problems(config: JobConfig) -> Iterator[ConfigError]:
+    """What means nothing on a CPU."""
+    if config.optimizer.offload:
+        yield ConfigError(
+            "optimizer.offload = true: this job runs on CPUs, whose memory is host memory already.",
+            fix="Leave it out, or use job.device = \"cuda\".",
+            keys=("optimizer.offload",),
+        )
+    if config.profiling.enable_memory_snapshot:
+        yield ConfigError(
+            "profiling.enable_memory_snapshot = true: torch records the allocations of GPUs only,"
+            " and this job runs on CPUs.",
+            fix="Leave it out; peak_memory_gib in metrics.jsonl is what the whole process held.",
+            keys=("profiling.enable_memory_snapshot",),
+        )
 
 
 def _data_problems(config: JobConfig, shape) -> Iterator[UserError]:

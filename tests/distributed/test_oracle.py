@@ -91,8 +91,13 @@ OPTIONS = [
         Layout(shard=2, reshard="never"),
         Layout(shard=2, offload=True),
         Layout(shard=2, recompute="full"),
+        Layout(shard=2, reduction="last_microbatch", early=True),
     ],
-    [Layout(replicate=2, shard=2, accumulate=3, reduction="last_microbatch")],
+    [
+        Layout(replicate=2, shard=2, accumulate=3, reduction="last_microbatch"),
+        Layout(replicate=2, shard=2, accumulate=3, reduction="last_microbatch", early=True),
+    ],
+    [Layout(shard=2, tensor=2, reduction="last_microbatch", early=True)],
     [Layout(context=2, rotate="alltoall", recompute="full"), Layout(context=2, offload=True)],
     [Layout(context=4, rotate="alltoall", balancer="none"), Layout(context=4, balancer="none")],
 ]

@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
-from titanlite.optim.build import OptimizerConfig, build_optimizer, set_lr
+from titanlite.optim.adam import moment_bytes
+from titanlite.optim.build import (
+    OptimizerConfig,
+    build_optimizer,
+    optimizer_problems,
+    set_lr,
+)
 from titanlite.optim.clip import clip_gradients
+from titanlite.optim.early import EarlySteps
 from titanlite.optim.schedule import LRSchedulerConfig, lr_share
 
 __all__ = [
+    "EarlySteps",
     "LRSchedulerConfig",
     "OptimizerConfig",
     "build_optimizer",
     "clip_gradients",
     "lr_share",
+    "moment_bytes",
+    "optimizer_problems",
     "set_lr",
 ]

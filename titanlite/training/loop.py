@@ -19,6 +19,7 @@ from titanlite.distributed.mesh import Mesh
 from titanlite.distributed.session import tighten_timeouts
 from titanlite.distributed.stop import Council, StopRequest
 from titanlite.errors import CheckpointError, UserError
+from titanlite.optim import EarlySteps
 from titanlite.settings import Built, Positive, Range
 from titanlite.training.engine import Engine
 from titanlite.training.state import TrainState
@@ -100,6 +101,7 @@ def run(
     meter: Meter,
     sinks: Sinks,
     profiler: Any,
+    early: EarlySteps | None = None,
 ) -> int:
     """Train from where `state` is to `config.steps`; returns why it stopped before, or 0.
 
@@ -134,6 +136,7 @@ def run(
                 global_batch=global_batch,
                 lr=lr,
                 max_norm=config.max_norm,
+                early=early,
                 now=partial(watch.now, state.step + 1),
             )
             meter.step_done(global_batch * inputs.shape[1])

@@ -9,7 +9,7 @@ from torch import Tensor
 from titanlite.distributed.collectives import sum_over
 from titanlite.distributed.mesh import Mesh
 from titanlite.models import valid_tokens
-from titanlite.optim import clip_gradients, set_lr
+from titanlite.optim import EarlySteps, clip_gradients, set_lr
 from titanlite.training.engine import Engine, Now, silent
 from titanlite.training.state import TrainState
 
@@ -32,21 +32,26 @@ def take_step(
     global_batch: int,
     lr: float,
     max_norm: float,
+    early: EarlySteps | None = None,
     now: Now = silent,
 ) -> StepResult:
     """Learn from this rank's rows [rows, T] of one global batch of `global_batch` samples.
 
-    `now` is told each phase as it begins: forward, backward, step.
+    `early` takes the step in backward. `now` is told each phase as it begins: forward, backward,
+    step.
     """
     now("forward")  # already, because the first collective is this one
     # Ranks that share these rows have them whole, so each label is counted once.
     valid = sum_over(mesh.batch, valid_tokens(labels)).clamp(min=1)
+    set_lr(state.optimizer, lr)  # before backward, where the step may be taken
     loss = sum_over(mesh.loss, engine.forward_backward(inputs, labels, valid, now))
     now("step")
-    grad_norm = clip_gradients(state.model.parameters(), max_norm, mesh.pp)
-    set_lr(state.optimizer, lr)
-    state.optimizer.step()
-    state.optimizer.zero_grad()
+    if early:
+        grad_norm = early.norm()
+    else:
+        grad_norm = clip_gradients(state.model.parameters(), max_norm, mesh.pp)
+        state.optimizer.step()
+        state.optimizer.zero_grad()
     state.step += 1
     state.position += global_batch
     state.tokens += global_batch * inputs.shape[1]
