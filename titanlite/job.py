@@ -232,7 +232,7 @@ def read_job(argv: Sequence[str], ranks: int, *, with_data: bool = True) -> Job:
     config, problems = load(JobConfig, argv, MOVED)
     refused = {key for problem in problems for key in problem.keys}
     ranks = config.job.check_ranks or ranks
-    found = [*_problems(config, ranks), *(_outside_problems(config) if with_data else ())]
+    found = [*problems_of(config, ranks), *(_outside_problems(config) if with_data else ())]
     problems += [p for p in found if not refused.intersection(p.keys)]
     raise_together(problems)
     family = FAMILIES[config.model.name]
@@ -249,7 +249,7 @@ def _plan(config: JobConfig, family: Family, shape) -> tuple[PipelinePlan | None
     )
 
 
-def _problems(config: JobConfig, ranks: int) -> Iterator[UserError]:
+def problems_of(config: JobConfig, ranks: int) -> Iterator[UserError]:
     """Everything that more than one key has to say."""
     yield from activation_problems(config.activation_checkpoint)
     yield from checkpoint_problems(config.checkpoint)

@@ -1,0 +1,226 @@
+"""What a rank holds, and what would make it less: said to whoever has run out of memory."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+
+from titanlite.distributed.mesh import degrees_of
+from titanlite.errors import ConfigError, UserError
+from titanlite.job import Job, JobConfig, problems_of
+from titanlite.observe.memory import Held, wanted_memory
+from titanlite.optim import moment_bytes
+from titanlite.parallelize import DTYPES
+
+GIB = 2**30
+SHOWN = 6  # ways out, the best first
+
+
+@dataclass(frozen=True)
+class Holdings:
+    """About how many bytes a rank holds at its fullest; counted from sizes, not measured."""
+
+    weights: float  # its shards
+    gradients: float
+    moments: float
+    gathered: float  # weights and gradients that are whole for a while
+    activations: float
+    logits: float  # with the loss
+
+    @property
+    def total(self) -> float:
+        return sum(dataclasses.astuple(self))
+
+
+def holdings_of(job: Job) -> Holdings:
+    """What the fullest kind of rank holds, on the device it computes on."""
+    config, degrees, shape = job.config, job.degrees, job.shape
+    parallelism, training = config.parallelism, config.training
+    whole = job.family.count_parameters(shape) / degrees.tensor / degrees.pipeline
+    shards = degrees.shard * degrees.context
+    blocks = shape.n_layers / degrees.pipeline
+    block = job.family.count_block_parameters(shape) / degrees.tensor
+    keep, compute = DTYPES[training.dtype].itemsize, job.passes.compute.itemsize
+    reduce = job.passes.reduce.itemsize
+    ends = (whole - block * blocks) / 2  # what is before the blocks or after them
+
+    elements = whole / shards
+    weights, gradients = elements * keep, elements * keep
+    moments = 0.0 if config.optimizer.offload else elements * _bytes_a_moment(config)
+    if training.enable_cpu_offload:
+        weights = gradients = moments = 0.0
+    if config.optimizer.early_step_in_backward:
+        gradients = block / shards * keep
+
+    pipelined = degrees.pipeline > 1
+    stay = parallelism.fsdp_reshard_after_forward == "never" or (
+        pipelined and parallelism.fsdp_reshard_after_forward == "default"
+    )
+    gathered = (whole if stay else 2 * block + ends) * compute + max(block, ends) * reduce
+    times = job.rows // training.local_batch_size
+    if times > 1 and parallelism.fsdp_gradient_reduction == "last_microbatch":
+        gathered += whole * reduce  # they add up whole
+
+    at_once = job.pipeline.microbatch if pipelined else training.local_batch_size
+    tokens = at_once * training.seq_len / degrees.context
+    in_flight = 1
+    if pipelined:
+        most = job.pipeline.microbatches
+        in_flight = most if job.pipeline.schedule == "GPipe" else min(most, degrees.pipeline)
+    vocabulary = shape.vocab_size
+    if not parallelism.disable_loss_parallel:
+        vocabulary /= degrees.tensor
+    loss = compute + 8 if compute < 4 else 8  # logits in fp32, and their share of the gradient
+    return Holdings(
+        weights,
+        gradients,
+        moments,
+        gathered,
+        activations=in_flight * tokens / degrees.tensor * _kept(job, blocks) * compute,
+        logits=tokens * vocabulary * loss,
+    )
+
+
+def _bytes_a_moment(config: JobConfig) -> float:
+    """Bytes of the moments of one element of a large matrix."""
+    optimizer = config.optimizer
+    if optimizer.name == "SGD":
+        return DTYPES[config.training.dtype].itemsize if optimizer.momentum else 0.0
+    return moment_bytes((1, 1024), optimizer.state_dtype) / 1024
+
+
+def _kept(job: Job, blocks: float) -> float:
+    """Numbers a token that `blocks` blocks hold when backward begins."""
+    recompute, whole = job.config.activation_checkpoint, job.family.kept_by_block(job.shape)
+    if recompute.mode == "none":
+        return blocks * whole
+    option = recompute.selective_ac_option
+    if recompute.mode != "full" and not option.isdigit():
+        return blocks * whole * 0.4  # per operation, or by a budget: matrix products stay
+    every = 1 if recompute.mode == "full" else int(option)
+    again = blocks / every
+    return again * job.shape.dim + (blocks - again) * whole + whole  # one is computed again
+
+
+# --- what would help -----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Saving:
+    """One way out."""
+
+    words: str  # what to write
+    bytes: float  # fewer on this rank, about
+    cost: str  # what it takes instead
+
+    def __str__(self) -> str:
+        return f"{self.bytes / GIB:9.3g} GiB  {self.words}  ({self.cost})"
+
+
+def savings(job: Job, on_gpu: bool) -> list[Saving]:
+    """Each change to a job that it may make, alone, and what that saves; the largest first."""
+    before, found = holdings_of(job).total, []
+    for keys, cost in _changes(job, on_gpu):
+        changed = _changed(job, {key: value for key, value in keys.items() if key != "ranks"},
+                           keys.get("ranks", 1))
+        saved = before - holdings_of(changed).total if changed else 0.0
+        if saved > before / 1000:
+            words = ", ".join(f"{key} = {_toml(v)}" for key, v in keys.items() if key != "ranks")
+            words = words or "training on more ranks: twice as many shard the weights"
+            found.append(Saving(words, saved, cost))
+    return sorted(found, key=lambda saving: -saving.bytes)
+
+
+def _changes(job: Job, on_gpu: bool) -> Iterator[tuple[dict, str]]:
+    """Settings that make room, and what they cost; `ranks` is how many times as many there are."""
+    config, degrees = job.config, job.degrees
+    local = config.training.local_batch_size
+    if local > 1:
+        half = {"training.local_batch_size": local // 2}
+        half["training.global_batch_size"] = job.global_batch
+        yield half, "more micro-batches a step, the same mathematics"
+    if config.activation_checkpoint.mode != "full":
+        full = {"activation_checkpoint.mode": "full"}
+        yield full, "every block is computed twice: about a third more time"
+    if config.training.mixed_precision_param == "float32":
+        yield {"training.mixed_precision_param": "bfloat16"}, "computes with fewer digits"
+    if config.optimizer.name != "SGD" and config.optimizer.state_dtype in ("float32", "bfloat16"):
+        yield {"optimizer.state_dtype": "8bit"}, "moments with fewer digits; not for a resumed run"
+    if config.parallelism.fsdp_reshard_after_forward == "never":
+        yield {"parallelism.fsdp_reshard_after_forward": "default"}, "weights are gathered twice"
+    if config.parallelism.fsdp_gradient_reduction == "last_microbatch":
+        every = {"parallelism.fsdp_gradient_reduction": "every_microbatch"}
+        yield every, "gradients are reduced more often"
+    if not config.optimizer.early_step_in_backward:
+        early = {"optimizer.early_step_in_backward": True, "training.max_norm": 0.0}
+        yield early, "gradients are not clipped"
+    if on_gpu:
+        yield {"optimizer.offload": True}, "moments travel at each step"
+        yield {"training.enable_cpu_offload": True}, "everything travels, the CPU steps"
+    yield {"ranks": 2}, "more processes"
+    twice = {"parallelism.tensor_parallel_degree": 2 * degrees.tensor, "ranks": 2}
+    yield twice, "twice as many processes, which talk within each block"
+
+
+def _changed(job: Job, keys: dict, times: int) -> Job | None:
+    """The job with other settings on `times` as many ranks; None where it may not be so."""
+    config, ranks = job.config, job.degrees.ranks * times
+    if times > 1 and len(keys) == 0 and config.parallelism.data_parallel_shard_degree != -1:
+        keys = {"parallelism.data_parallel_shard_degree": times * job.degrees.shard}
+    for key, value in keys.items():
+        section, name = key.split(".")
+        part = dataclasses.replace(getattr(config, section), **{name: value})
+        config = dataclasses.replace(config, **{section: part})
+    if any(True for _ in problems_of(config, ranks)):
+        return None
+    try:
+        degrees = degrees_of(config.parallelism, ranks)
+    except ConfigError:
+        return None
+    return dataclasses.replace(job, config=config, degrees=degrees)
+
+
+def _toml(value) -> str:
+    return f'"{value}"' if isinstance(value, str) else str(value).lower()
+
+
+# --- saying it -----------------------------------------------------------------------------------
+
+
+@contextmanager
+def explain_out_of_memory(
+    job: Job, device: torch.device, place: Callable[[], str]
+) -> Iterator[Held]:
+    """Turn running out of memory into what the user can do about it.
+
+    Yields a record that is told of the model and optimizer once they are there; `place` says
+    what is being done.
+    """
+    held = Held(device)
+    try:
+        yield held
+    except (MemoryError, RuntimeError) as error:
+        wanted = wanted_memory(error)
+        if wanted is None:
+            raise
+        raise UserError(_advice(job, held, place(), wanted)) from error
+
+
+def _advice(job: Job, held: Held, place: str, wanted: str) -> str:
+    counted, peak = held.bytes(), held.peak()
+    parts = ", ".join(f"{name} {size / GIB:.3g}" for name, size in counted.items())
+    about = holdings_of(job)
+    ways = savings(job, held.device.type == "cuda")
+    lines = [
+        f"out of memory in {place}: {wanted}{held.limit()}; {peak / GIB:.3g} GiB was the most held.",
+        f"  counted, in GiB: {parts}; about, at the fullest: activations"
+        f" {about.activations / GIB:.3g}, logits and loss {about.logits / GIB:.3g}, gathered for"
+        f" computing {about.gathered / GIB:.3g}",
+        "  what would make room on this rank, each alone, about:",
+        *(f"  {way}" for way in ways[:SHOWN]),
+    ]
+    return "\n".join(lines if ways else lines[:-1])
