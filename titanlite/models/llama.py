@@ -182,7 +182,7 @@ def _kept_by_block(shape: LlamaShape) -> int:
     """Numbers a token that autograd holds for a block, as counted in fp32; in bf16 a CPU, whose
     norms compute in fp32, holds up to a third more."""
     queries, keys = (heads * shape.head_width for heads in (shape.n_heads, shape.n_kv_heads))
-    normed = queries + keys if shape.qk_norm else 0
+    normed = 2 * (queries + keys) if shape.qk_norm else 0
     return 5 * shape.dim + 3 * queries + 2 * keys + normed + 4 * shape.hidden_dim
 
 

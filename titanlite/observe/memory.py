@@ -63,10 +63,10 @@ class Held:
         return peak_memory_bytes(self.device)
 
     def limit(self) -> str:
-        """What there is, in words."""
+        """Of how much, in words."""
         if self.device.type == "cuda":
             return f" of {torch.cuda.get_device_properties(self.device).total_memory / 2**30:.3g}"
         most, _ = resource.getrlimit(resource.RLIMIT_AS)
         if most == resource.RLIM_INFINITY:
             return ""
-        return f" of {most / 2**30:.3g} that this process may address"
+        return f" of {most / 2**30:.3g} that may be addressed"

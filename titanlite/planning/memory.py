@@ -6,11 +6,12 @@ import dataclasses
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from titanlite.distributed.mesh import degrees_of
-from titanlite.errors import ConfigError, UserError
+from titanlite.errors import UserError
 from titanlite.job import Job, JobConfig, problems_of
 from titanlite.observe.memory import Held, wanted_memory
 from titanlite.optim import moment_bytes
@@ -100,7 +101,7 @@ def _kept(job: Job, blocks: float) -> float:
         return blocks * whole
     option = recompute.selective_ac_option
     if recompute.mode != "full" and not option.isdigit():
-        return blocks * whole * 0.4  # per operation, or by a budget: matrix products stay
+        return blocks * whole * 0.4  # per operation, or by a budget: 34 of 87 MB were measured
     every = 1 if recompute.mode == "full" else int(option)
     again = blocks / every
     return again * job.shape.dim + (blocks - again) * whole + whole  # one is computed again
@@ -124,64 +125,58 @@ class Saving:
 def savings(job: Job, on_gpu: bool) -> list[Saving]:
     """Each change to a job that it may make, alone, and what that saves; the largest first."""
     before, found = holdings_of(job).total, []
-    for keys, cost in _changes(job, on_gpu):
-        changed = _changed(job, {key: value for key, value in keys.items() if key != "ranks"},
-                           keys.get("ranks", 1))
+    for keys, times, cost in _changes(job, on_gpu):
+        changed = _changed(job, keys, times)
         saved = before - holdings_of(changed).total if changed else 0.0
         if saved > before / 1000:
-            words = ", ".join(f"{key} = {_toml(v)}" for key, v in keys.items() if key != "ranks")
-            words = words or "training on more ranks: twice as many shard the weights"
-            found.append(Saving(words, saved, cost))
+            said = [f"{key} = {_toml(value)}" for key, value in keys.items()]
+            said += ["twice as many ranks"] if times > 1 else []
+            found.append(Saving(", ".join(said), saved, cost))
     return sorted(found, key=lambda saving: -saving.bytes)
 
 
-def _changes(job: Job, on_gpu: bool) -> Iterator[tuple[dict, str]]:
-    """Settings that make room, and what they cost; `ranks` is how many times as many there are."""
+def _changes(job: Job, on_gpu: bool) -> Iterator[tuple[dict[str, Any], int, str]]:
+    """Settings that make room, on how many times as many ranks, and what they cost."""
     config, degrees = job.config, job.degrees
-    local = config.training.local_batch_size
-    if local > 1:
-        half = {"training.local_batch_size": local // 2}
+    training, parallelism, optimizer = config.training, config.parallelism, config.optimizer
+    if training.local_batch_size > 1:
+        half = {"training.local_batch_size": training.local_batch_size // 2}
         half["training.global_batch_size"] = job.global_batch
-        yield half, "more micro-batches a step, the same mathematics"
+        yield half, 1, "more micro-batches a step, the same mathematics"
     if config.activation_checkpoint.mode != "full":
-        full = {"activation_checkpoint.mode": "full"}
-        yield full, "every block is computed twice: about a third more time"
-    if config.training.mixed_precision_param == "float32":
-        yield {"training.mixed_precision_param": "bfloat16"}, "computes with fewer digits"
-    if config.optimizer.name != "SGD" and config.optimizer.state_dtype in ("float32", "bfloat16"):
-        yield {"optimizer.state_dtype": "8bit"}, "moments with fewer digits; not for a resumed run"
-    if config.parallelism.fsdp_reshard_after_forward == "never":
-        yield {"parallelism.fsdp_reshard_after_forward": "default"}, "weights are gathered twice"
-    if config.parallelism.fsdp_gradient_reduction == "last_microbatch":
+        yield {"activation_checkpoint.mode": "full"}, 1, "a third more computing"
+    if training.mixed_precision_param == "float32":
+        yield {"training.mixed_precision_param": "bfloat16"}, 1, "computes with fewer digits"
+    if optimizer.name != "SGD" and optimizer.state_dtype in ("float32", "bfloat16"):
+        yield {"optimizer.state_dtype": "8bit"}, 1, "moments of fewer digits, begun anew"
+    if parallelism.fsdp_reshard_after_forward == "never":
+        yield {"parallelism.fsdp_reshard_after_forward": "default"}, 1, "weights are gathered twice"
+    if parallelism.fsdp_gradient_reduction == "last_microbatch":
         every = {"parallelism.fsdp_gradient_reduction": "every_microbatch"}
-        yield every, "gradients are reduced more often"
-    if not config.optimizer.early_step_in_backward:
+        yield every, 1, "gradients are reduced more often"
+    if not optimizer.early_step_in_backward:
         early = {"optimizer.early_step_in_backward": True, "training.max_norm": 0.0}
-        yield early, "gradients are not clipped"
+        yield early, 1, "gradients are not clipped"
     if on_gpu:
-        yield {"optimizer.offload": True}, "moments travel at each step"
-        yield {"training.enable_cpu_offload": True}, "everything travels, the CPU steps"
-    yield {"ranks": 2}, "more processes"
-    twice = {"parallelism.tensor_parallel_degree": 2 * degrees.tensor, "ranks": 2}
-    yield twice, "twice as many processes, which talk within each block"
+        yield {"optimizer.offload": True}, 1, "moments travel at each step"
+        yield {"training.enable_cpu_offload": True}, 1, "weights and gradients travel, too"
+    shards = parallelism.data_parallel_shard_degree
+    more = {} if shards == -1 else {"parallelism.data_parallel_shard_degree": 2 * shards}
+    yield more, 2, "more processes"
+    split = {"parallelism.tensor_parallel_degree": 2 * degrees.tensor}
+    yield split, 2, "more processes, which talk within each block"
 
 
 def _changed(job: Job, keys: dict, times: int) -> Job | None:
     """The job with other settings on `times` as many ranks; None where it may not be so."""
     config, ranks = job.config, job.degrees.ranks * times
-    if times > 1 and len(keys) == 0 and config.parallelism.data_parallel_shard_degree != -1:
-        keys = {"parallelism.data_parallel_shard_degree": times * job.degrees.shard}
     for key, value in keys.items():
         section, name = key.split(".")
         part = dataclasses.replace(getattr(config, section), **{name: value})
         config = dataclasses.replace(config, **{section: part})
     if any(True for _ in problems_of(config, ranks)):
         return None
-    try:
-        degrees = degrees_of(config.parallelism, ranks)
-    except ConfigError:
-        return None
-    return dataclasses.replace(job, config=config, degrees=degrees)
+    return dataclasses.replace(job, config=config, degrees=degrees_of(config.parallelism, ranks))
 
 
 def _toml(value) -> str:
@@ -216,7 +211,7 @@ def _advice(job: Job, held: Held, place: str, wanted: str) -> str:
     about = holdings_of(job)
     ways = savings(job, held.device.type == "cuda")
     lines = [
-        f"out of memory in {place}: {wanted}{held.limit()}; {peak / GIB:.3g} GiB was the most held.",
+        f"out of memory in {place}: {wanted}; {peak / GIB:.3g} GiB{held.limit()} was the most held.",
         f"  counted, in GiB: {parts}; about, at the fullest: activations"
         f" {about.activations / GIB:.3g}, logits and loss {about.logits / GIB:.3g}, gathered for"
         f" computing {about.gathered / GIB:.3g}",
