@@ -30,6 +30,7 @@ from titanlite.log import configure_log, logger
 from titanlite.observe import Held, open_meter, open_profiler, open_sinks, silent_sinks
 from titanlite.optim import EarlySteps, build_optimizer, lr_share
 from titanlite.parallelize import build_spread_model
+from titanlite.parallelize.compile import keep_compiled
 from titanlite.planning import explain_out_of_memory
 from titanlite.reference import help_text
 from titanlite.training import (
@@ -104,6 +105,8 @@ def train(
     patience = config.job.max_crashes if checkpointer.saves else 0  # else nothing could come of it
     hold.begin(session.ranks, found.step if found else 0, patience)
 
+    if config.compile.enable:
+        keep_compiled()
     mesh = build_mesh(job.degrees, device.type)
     passes = job.passes
     spread = build_spread_model(
@@ -127,7 +130,7 @@ def train(
         device,
         local_batch=training.local_batch_size,
     )
-    state = TrainState(model, build_optimizer(model, config.optimizer))
+    state = TrainState(model, build_optimizer(model, config.optimizer), job.loss_scale)
     held.optimizer = state.optimizer
     in_backward = config.optimizer.early_step_in_backward
     early = EarlySteps(model, state.optimizer) if in_backward else None
@@ -187,6 +190,7 @@ def train(
                 log_freq=config.metrics.log_freq,
                 validate_freq=config.validation.freq if texts else 0,
                 validate=losses,
+                compiled=config.compile.enable,
                 trouble=lambda: hold.lost,
             ),
             checkpointer=checkpointer,

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+import torch
+
 from titanlite.checkpoint import CheckpointConfig, Place, checkpoint_place, checkpoint_problems
 from titanlite.data import (
     DataConfig,
@@ -21,17 +23,23 @@ from titanlite.data import (
 from titanlite.distributed.mesh import Degrees, ParallelismConfig, degrees_of
 from titanlite.distributed.session import CommConfig, DebugConfig, choose_device
 from titanlite.errors import CheckpointError, ConfigError, Problems, UserError
-from titanlite.models import FAMILIES, Family, ModelConfig
+from titanlite.models import FAMILIES, Family, LossConfig, ModelConfig
 from titanlite.observe import (
     MetricsConfig,
     ProfilingConfig,
     metrics_problems,
     profiling_problems,
 )
-from titanlite.optim import LRSchedulerConfig, OptimizerConfig, optimizer_problems
+from titanlite.optim import (
+    LossScale,
+    LossScaleConfig,
+    LRSchedulerConfig,
+    OptimizerConfig,
+    optimizer_problems,
+)
 from titanlite.parallelize import DTYPES, Passes
 from titanlite.parallelize.activation import ActivationCheckpointConfig, activation_problems
-from titanlite.parallelize.compile import CompileConfig
+from titanlite.parallelize.compile import CompileConfig, compile_problems
 from titanlite.parallelize.context import context_problems
 from titanlite.parallelize.float8 import QuantizeConfig
 from titanlite.parallelize.pipeline import PipelinePlan, plan_pipeline
@@ -73,6 +81,8 @@ class JobConfig:
     activation_checkpoint: ActivationCheckpointConfig = field(
         default_factory=ActivationCheckpointConfig
     )
+    loss_scale: LossScaleConfig = field(default_factory=LossScaleConfig)
+    loss: LossConfig = field(default_factory=LossConfig)
     compile: CompileConfig = field(default_factory=CompileConfig)
     quantize: QuantizeConfig = field(default_factory=QuantizeConfig)
     metrics: MetricsConfig = field(default_factory=MetricsConfig)
@@ -126,6 +136,7 @@ FACTS = (  # what a checkpoint says of its job, by the names that allow it to ch
     "model",
     "optimizer.name",
     "optimizer.state_dtype",
+    "training.dtype",
     "training.global_batch_size",
     "training.seq_len",
     "debug.seed",
@@ -160,12 +171,21 @@ class Job:
         config, training = self.config, self.config.training
         return Passes(
             recompute=config.activation_checkpoint,
+            loss=config.loss,
             compile=config.compile,
             float8=config.quantize.linear.float8,
+            keep=DTYPES[training.dtype],
             compute=DTYPES[training.mixed_precision_param],
             reduce=DTYPES[training.mixed_precision_reduce],
             offload=training.enable_cpu_offload,
         )
+
+    @property
+    def loss_scale(self) -> LossScale | None:
+        """Where it starts, in the precision that needs one."""
+        if self.config.training.mixed_precision_param != "float16":
+            return None
+        return LossScale(self.config.loss_scale.initial, self.config.loss_scale.growth_steps)
 
     @property
     def schedule_steps(self) -> int:
@@ -177,6 +197,7 @@ class Job:
             "model": dataclasses.asdict(self.shape),
             "optimizer.name": self.config.optimizer.name,  # whose moments are another's nonsense
             "optimizer.state_dtype": self.config.optimizer.state_dtype,
+            "training.dtype": self.config.training.dtype,
             "training.global_batch_size": self.global_batch,
             **stream.facts,  # what a position means
         }
@@ -251,7 +272,7 @@ def _plan(config: JobConfig, family: Family, shape) -> tuple[PipelinePlan | None
 
 def problems_of(config: JobConfig, ranks: int) -> Iterator[UserError]:
     """Everything that more than one key has to say."""
-    yield from activation_problems(config.activation_checkpoint)
+    yield from activation_problems(config.activation_checkpoint, config.compile.compiles("model"))
     yield from checkpoint_problems(config.checkpoint)
     for name in set(config.checkpoint.allow_changes) - set(FACTS):
         yield ConfigError(
@@ -269,6 +290,7 @@ def problems_of(config: JobConfig, ranks: int) -> Iterator[UserError]:
     yield from metrics_problems(config.metrics)
     yield from profiling_problems(config.profiling)
     yield from optimizer_problems(config.optimizer)
+    yield from _precision_problems(config)
     shape = degrees = None
     try:
         family = FAMILIES[config.model.name]
@@ -304,6 +326,7 @@ def _outside_problems(config: JobConfig) -> Iterator[UserError]:
     except ConfigError:  # said already
         shape = None
     yield from _device_problems(config)
+    yield from compile_problems(config.compile, _device_type(config))
     yield from _data_problems(config, shape)
 
 
@@ -337,6 +360,25 @@ def _shape_problems(shape) -> Iterator[ConfigError]:
             f"model.head_dim = {shape.head_width}: rotary embedding turns pairs, so it must be"
             " even.",
             keys=("model.head_dim", "model.dim", "model.n_heads"),
+        )
+
+
+def _precision_problems(config: JobConfig) -> Iterator[ConfigError]:
+    compute, keep = "training.mixed_precision_param", "training.dtype"
+    half = config.training.mixed_precision_param == "float16"
+    if half and config.training.dtype != "float32":
+        yield ConfigError(
+            f'{keep} = "{config.training.dtype}" with {compute} = "float16": what float16 computes'
+            " is kept in float32.",
+            fix=f'Set {keep} = "float32", or {compute} = "bfloat16".',
+            keys=(keep, compute),
+        )
+    if not half and config.loss_scale != LossScaleConfig():
+        yield ConfigError(
+            f'[loss_scale] is set, but {compute} = "{config.training.mixed_precision_param}" scales'
+            " no loss.",
+            fix=f'Leave it out, or set {compute} = "float16".',
+            keys=("loss_scale",),
         )
 
 
@@ -386,6 +428,13 @@ def _stepping_problems(config: JobConfig, degrees: Degrees) -> Iterator[ConfigEr
             fix="Set one of them off.",
             keys=(early, "parallelism.pipeline_parallel_degree"),
         )
+    if training.mixed_precision_param == "float16":
+        yield ConfigError(
+            f'{early} = true: training.mixed_precision_param = "float16" skips steps whose gradient'
+            " overflows, which is not known before backward is over.",
+            fix='Use mixed_precision_param = "bfloat16".',
+            keys=(early, "training.mixed_precision_param"),
+        )
     if training.enable_cpu_offload:
         yield ConfigError(
             f"{early} = true: training.enable_cpu_offload = true keeps gradients in host memory,"
@@ -429,6 +478,11 @@ def _host_problems(config: JobConfig) -> Iterator[ConfigError]:
             fix="Leave it out; peak_memory_gib in metrics.jsonl is what the whole process held.",
             keys=("profiling.enable_memory_snapshot",),
         )
+
+
+def _device_type(config: JobConfig) -> str:
+    cuda = config.job.device != "cpu" and torch.cuda.is_available()
+    return "cuda" if cuda else "cpu"
 
 
 def _data_problems(config: JobConfig, shape) -> Iterator[UserError]:

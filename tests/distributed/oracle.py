@@ -14,10 +14,11 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from titanlite.distributed.mesh import Degrees, Mesh, ParallelismConfig, build_mesh
-from titanlite.models import FAMILIES, IGNORED, LlamaShape
-from titanlite.optim import EarlySteps, OptimizerConfig, build_optimizer
-from titanlite.parallelize import Passes, build_spread_model
+from titanlite.models import FAMILIES, IGNORED, LlamaShape, LossConfig
+from titanlite.optim import EarlySteps, LossScale, OptimizerConfig, build_optimizer
+from titanlite.parallelize import Passes, build_spread_model, offload
 from titanlite.parallelize.activation import ActivationCheckpointConfig
+from titanlite.parallelize.compile import CompileConfig
 from titanlite.parallelize.cut import balanced
 from titanlite.parallelize.init import start_weights
 from titanlite.parallelize.pipeline import plan_pipeline
@@ -48,6 +49,9 @@ class Layout:
     reshard: str = "default"
     offload: bool = False
     recompute: str = "none"
+    offload_activations: bool = False
+    compile: str = ""  # the backend
+    chunk: int = 0  # tokens whose logits are held at once
     schedule: str = "1F1B"
     csv: str = ""  # a file with the schedule
     microbatch: int = 1  # of the pipeline
@@ -89,8 +93,17 @@ class Layout:
         )
 
     def passes(self, dtype: torch.dtype) -> Passes:
-        recompute = ActivationCheckpointConfig(mode=self.recompute)
-        return Passes(recompute=recompute, compute=dtype, offload=self.offload)
+        return Passes(
+            recompute=ActivationCheckpointConfig(
+                mode="selective" if self.recompute == "op" else self.recompute,
+                selective_ac_option="op" if self.recompute == "op" else "2",
+                offload=self.offload_activations,
+            ),
+            compile=CompileConfig(self.compile != "", backend=self.compile or "eager"),
+            loss=LossConfig(chunk_tokens=self.chunk),
+            compute=dtype,
+            offload=self.offload,
+        )
 
     def __str__(self) -> str:
         plain = Layout()
@@ -206,9 +219,15 @@ def _plain_validation(model, text: HeldOut) -> float:
     return F.cross_entropy(logits, text.labels.flatten(), ignore_index=IGNORED).item()
 
 
-def spread(layout: Layout, recipe: Recipe, dtype: torch.dtype = torch.float32):
+def spread(
+    layout: Layout,
+    recipe: Recipe,
+    dtype: torch.dtype = torch.float32,
+    keep: torch.dtype = torch.float32,
+):
     """(what this rank holds, mesh, engine) of a layout on the ranks that run this."""
     section, mesh = layout.section(recipe), build_mesh(layout.degrees, "cpu")
+    offload.LEAST_BYTES = 1  # everything here is small
     shape, local_batch = recipe.shape, layout.local_batch(recipe)
     plan, problems = plan_pipeline(section, FAMILY, shape, recipe.seq_len, local_batch)
     assert plan is not None, problems
@@ -218,7 +237,7 @@ def spread(layout: Layout, recipe: Recipe, dtype: torch.dtype = torch.float32):
         mesh,
         section,
         plan,
-        layout.passes(dtype),
+        replace(layout.passes(dtype), keep=keep),
         CPU,
         seed=SEED,
     )
@@ -243,10 +262,15 @@ def spread_run(layout: Layout, recipe: Recipe) -> Record:
     return record
 
 
-def start(layout: Layout, recipe: Recipe) -> tuple[TrainState, Engine, Mesh]:
+def start(
+    layout: Layout,
+    recipe: Recipe,
+    dtype: torch.dtype = torch.float32,
+    scale: LossScale | None = None,
+) -> tuple[TrainState, Engine, Mesh]:
     """A run under a layout, before its first step."""
-    model, mesh, engine = spread(layout, recipe)
-    return TrainState(model, build_optimizer(model, recipe.section)), engine, mesh
+    model, mesh, engine = spread(layout, recipe, dtype)
+    return TrainState(model, build_optimizer(model, recipe.section), scale), engine, mesh
 
 
 def go_on(

@@ -72,14 +72,29 @@ EIGHTS = [
 ]
 # Each is run by SGD.
 OPTIONS = [
-    [Layout(tensor=2, loss_parallel=False), Layout(tensor=2, recompute="selective")],
-    [Layout(tensor=4, loss_parallel=False)],
+    [
+        Layout(tensor=2, loss_parallel=False),
+        Layout(tensor=2, recompute="selective"),
+        Layout(tensor=2, offload_activations=True),
+    ],
+    [
+        Layout(offload_activations=True),
+        Layout(recompute="op"),
+        Layout(compile="aot_eager", recompute="op"),
+    ],
+    [
+        Layout(shard=2, tensor=2, recompute="op"),
+        Layout(shard=2, tensor=2, offload_activations=True, recompute="selective"),
+        Layout(shard=2, tensor=2, compile="aot_eager", recompute="full"),
+    ],
+    [Layout(tensor=4, loss_parallel=False, chunk=100), Layout(tensor=4, chunk=7 * 48)],
     [
         Layout(
             shard=2,
             tensor=2,
             accumulate=3,
             loss_parallel=False,
+            chunk=64,
             recompute="full",
             reduction="last_microbatch",
             reshard="never",
@@ -90,7 +105,9 @@ OPTIONS = [
         Layout(shard=2, reshard="always"),
         Layout(shard=2, reshard="never"),
         Layout(shard=2, offload=True),
-        Layout(shard=2, recompute="full"),
+        Layout(shard=2, recompute="op", offload=True),
+        Layout(shard=2, compile="aot_eager", offload_activations=True),
+        Layout(shard=2, recompute="full", chunk=100),
         Layout(shard=2, reduction="last_microbatch", early=True),
     ],
     [
@@ -106,8 +123,11 @@ PIPELINE_OPTIONS = [
     [
         Layout(pipeline=2, microbatch=9, reshard="always"),
         Layout(pipeline=2, microbatch=9, recompute="full"),
-        Layout(pipeline=2, microbatch=9, schedule="ZBVZeroBubble", recompute="selective"),
+        Layout(pipeline=2, microbatch=9, schedule="ZBVZeroBubble", recompute="selective", chunk=50),
         Layout(pipeline=2, microbatch=9, offload=True),
+        Layout(pipeline=2, microbatch=9, recompute="op"),
+        Layout(pipeline=2, microbatch=9, schedule="ZBVZeroBubble", offload_activations=True),
+        Layout(pipeline=2, microbatch=9, schedule="Interleaved1F1B", compile="aot_eager"),
         Layout(pipeline=2, microbatch=9, schedule="Interleaved1F1B", stages=10),  # ends alone
     ],
     [

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tests.distributed.oracle import SGD, Layout, batch_at, spread
+import torch.distributed as dist
+from tests.distributed.oracle import ADAMW, SGD, Layout, batch_at, one_process, spread, start
 from tests.distributed.ranks import run_on_ranks
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from titanlite.models import valid_tokens
-from titanlite.optim import OptimizerConfig, build_optimizer
+from titanlite.optim import LossScale, OptimizerConfig, build_optimizer
+from titanlite.training import take_step
 
 PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.bmm.default)
 
@@ -39,8 +41,8 @@ def _types(value):
             yield from _types(item)
 
 
-def types_of_a_step(layout) -> dict:
-    model, mesh, engine = spread(layout, SGD, dtype=torch.bfloat16)
+def types_of_a_step(layout, dtype, keep) -> dict:
+    model, mesh, engine = spread(layout, SGD, dtype=dtype, keep=keep)
     optimizer = build_optimizer(model, OptimizerConfig())
     rows = layout.local_batch(SGD)
     mine = slice(mesh.batch_rank * rows, mesh.batch_rank * rows + rows)
@@ -73,25 +75,86 @@ def types_of_a_step(layout) -> dict:
     }
 
 
+LAYOUTS = [
+    Layout(),
+    Layout(shard=2),
+    Layout(replicate=2),
+    Layout(tensor=2),
+    Layout(shard=2, tensor=2),
+    Layout(context=2),
+    Layout(pipeline=2, microbatch=9, less=(0, 0)),
+]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 @pytest.mark.parametrize(
-    "layout",
+    "compute, keep",
     [
-        Layout(),
-        Layout(shard=2),
-        Layout(replicate=2),
-        Layout(tensor=2),
-        Layout(shard=2, tensor=2),
-        Layout(context=2),
-        Layout(pipeline=2, microbatch=9, less=(0, 0)),
+        (torch.bfloat16, torch.float32),
+        (torch.float16, torch.float32),
+        (torch.bfloat16, torch.bfloat16),
     ],
     ids=str,
 )
-def test_bf16_computes_in_bf16_and_keeps_and_reduces_in_fp32(layout):
-    for seen in run_on_ranks(types_of_a_step, layout.degrees.ranks, layout):
-        assert seen["products"] == {torch.bfloat16}
-        assert seen["activations"] == {torch.bfloat16}
-        assert seen["gradients"] == seen["weights"] == seen["moments"] == {torch.float32}
+def test_the_precision_asked_for_is_the_one_used(layout, compute, keep):
+    for seen in run_on_ranks(types_of_a_step, layout.degrees.ranks, layout, compute, keep):
+        assert seen["products"] == {compute}
+        assert seen["activations"] == {compute}
+        assert seen["gradients"] == seen["weights"] == seen["moments"] == {keep}
         assert seen["rotary tables"] == {torch.float32}  # bf16 cannot count to 1,000
         assert seen["loss"] == torch.float32
         if layout.degrees.data * layout.context > 1 and layout.tensor == 1:
             assert seen["gradient reductions"] == {torch.float32}
+
+
+OVERFLOWING = 2  # the step whose gradients overflow, on one rank alone
+
+
+def steps_with_an_overflow(layout) -> list[dict]:
+    """What each of four steps in float16 left behind on this rank."""
+    state, engine, mesh = start(layout, ADAMW, torch.float16, LossScale(1024.0, growth_steps=3))
+    forward_backward = engine.forward_backward
+
+    def injected(inputs, labels, valid, now):
+        last = dist.get_rank() == dist.get_world_size() - 1
+        much = 1e-12 if state.step == OVERFLOWING and last else 1.0
+        return forward_backward(inputs, labels, valid * much, now)
+
+    engine.forward_backward = injected
+    left = []
+    for step in range(4):
+        rows = ADAMW.batch // mesh.degrees.data
+        mine = slice(mesh.batch_rank * rows, (mesh.batch_rank + 1) * rows)
+        inputs, labels = (part[:ADAMW.batch][mine] for part in batch_at(step, ADAMW))
+        options = {"mesh": mesh, "global_batch": ADAMW.batch, "lr": ADAMW.lr, "max_norm": 0.1}
+        result = take_step(state, engine, inputs, labels, **options)
+        moments = [v for s in state.optimizer.state.values() for v in s.values()]
+        tensors = [t.detach() for t in (*state.model.parameters(), *moments)]
+        local = [t.to_local() if isinstance(t, DTensor) else t for t in tensors]
+        left.append(
+            {
+                "skipped": result.skipped,
+                "scale": state.loss_scale.value,
+                "loss": result.loss.item(),
+                "norm": result.grad_norm.item(),
+                "position": state.position,
+                "tensors": [tensor.clone() for tensor in local],
+            }
+        )
+    return left
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_an_overflow_in_fp16_skips_one_step_on_all_ranks_and_changes_no_bit(layout):
+    right = one_process(ADAMW)
+    for steps in run_on_ranks(steps_with_an_overflow, layout.degrees.ranks, layout):
+        assert [step["skipped"] for step in steps] == [n == OVERFLOWING for n in range(4)]
+        assert [step["scale"] for step in steps] == [1024.0, 1024.0, 512.0, 512.0]
+        before, after = (steps[n]["tensors"] for n in (OVERFLOWING - 1, OVERFLOWING))
+        assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+        last = zip(steps[-1]["tensors"], after, strict=True)
+        assert not all(torch.equal(a, b) for a, b in last)
+        assert [step["position"] for step in steps] == [ADAMW.batch * n for n in (1, 2, 3, 4)]
+        for step in range(OVERFLOWING):  # scaled or not, it is the same gradient
+            assert steps[step]["loss"] == pytest.approx(right.losses[step], rel=1e-3)
+            assert steps[step]["norm"] == pytest.approx(right.norms[step], rel=1e-2)

@@ -29,6 +29,7 @@ STEP = {
     "lr": 3e-4,
     "tokens": 4096,
     "samples": 8,
+    "loss_scale": 1024.0,
     "tokens_per_second": 5912.4,
     "tokens_per_second_per_device": 2956.2,
     "tflops_per_device": 0.1,

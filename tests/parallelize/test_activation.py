@@ -2,13 +2,40 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 import torch
+from tests.parallelize.memory import taken
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from titanlite.models import FAMILIES, LlamaShape
-from titanlite.parallelize.activation import ActivationCheckpointConfig, recompute_activations
+from titanlite.parallelize import offload
+from titanlite.parallelize.activation import (
+    ActivationCheckpointConfig,
+    recompute_blocks,
+    recompute_operations,
+)
 
 SHAPE = LlamaShape(dim=16, n_layers=4, n_heads=2, n_kv_heads=2, hidden_dim=32, vocab_size=31)
+PRODUCTS, ATTENTION = 7, "_scaled_dot_product_flash_attention_for_cpu"  # of a block
+
+
+def built(config: ActivationCheckpointConfig, shape=SHAPE):
+    torch.manual_seed(0)
+    model = FAMILIES["llama3"].build(shape)
+    recompute_operations(model.layers, config)
+    recompute_blocks(model.layers, config)
+    if config.offload:
+        offload.offload_activations(model.layers, "cpu")
+    return model
+
+
+def learn(model):
+    torch.manual_seed(1)
+    tokens = torch.randint(0, SHAPE.vocab_size, (2, 8))
+    model(tokens, labels=tokens).backward()
+    return {name: p.grad for name, p in model.named_parameters()}
 
 
 @pytest.mark.parametrize(
@@ -19,13 +46,12 @@ SHAPE = LlamaShape(dim=16, n_layers=4, n_heads=2, n_kv_heads=2, hidden_dim=32, v
         ("selective", "1", [2, 2, 2, 2]),
         ("selective", "2", [2, 1, 2, 1]),
         ("selective", "3", [2, 1, 1, 2]),
+        ("selective", "op", [2, 2, 2, 2]),
     ],
 )
 def test_the_blocks_that_are_asked_for_are_computed_twice(mode, option, times):
-    model = FAMILIES["llama3"].build(SHAPE)
-    names = [name for name, _ in model.named_parameters()]
-    config = ActivationCheckpointConfig(mode=mode, selective_ac_option=option)
-    recompute_activations(model.layers, config)
+    plain = FAMILIES["llama3"].build(SHAPE)
+    model = built(ActivationCheckpointConfig(mode=mode, selective_ac_option=option))
     counts = [0] * SHAPE.n_layers
     for name, block in model.layers.items():
 
@@ -33,6 +59,104 @@ def test_the_blocks_that_are_asked_for_are_computed_twice(mode, option, times):
             counts[number] += 1
 
         block.attention.register_forward_hook(count)
-    model(torch.randint(0, 31, (1, 8))).sum().backward()
+    learn(model)
     assert counts == times
-    assert [name for name, _ in model.named_parameters()] == names  # checkpoints depend on them
+    assert dict(model.named_parameters()).keys() == dict(plain.named_parameters()).keys()
+
+
+class Counted(TorchDispatchMode):
+    """How often each operation runs."""
+
+    def __init__(self):
+        super().__init__()
+        self.times: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.times[function.name().removeprefix("aten::").partition(".")[0]] += 1
+        return function(*args, **(kwargs or {}))
+
+
+def times_of_a_step(config) -> Counter[str]:
+    model = built(config)
+    with Counted() as seen:
+        learn(model)
+    return seen.times
+
+
+@pytest.mark.parametrize("named, again", [([], 3), (["w1"], 4), (["attention.w"], 5)])
+def test_per_operation_every_second_product_is_computed_again_and_attention_is_not(named, again):
+    plain = times_of_a_step(ActivationCheckpointConfig(mode="none"))
+    chosen = ActivationCheckpointConfig(
+        selective_ac_option="op", per_op_sac_force_recompute_mm_shapes_by_fqns=named
+    )
+    per_operation = times_of_a_step(chosen)
+    assert per_operation["mm"] - plain["mm"] == again * SHAPE.n_layers
+    assert per_operation[ATTENTION] == plain[ATTENTION] == SHAPE.n_layers
+    assert per_operation["silu"] - plain["silu"] == SHAPE.n_layers
+
+
+def bytes_held(**config) -> int:
+    """What is there after a forward, beside the model, the tokens and the loss."""
+    shape = LlamaShape(64, 4, 4, 4, 256, vocab_size=31)
+    model = built(ActivationCheckpointConfig(**config), shape)
+    tokens = torch.zeros(2, 128, dtype=torch.int64)
+    _, held = taken(lambda: model(tokens, labels=tokens))
+    return held
+
+
+def test_each_mode_holds_less_than_the_one_before():
+    held = {
+        "full": bytes_held(mode="full"),
+        "op": bytes_held(selective_ac_option="op"),
+        "every second": bytes_held(selective_ac_option="2"),
+        "none": bytes_held(mode="none"),
+    }
+    print({mode: f"{held[mode] / 2**20:.2f} MiB" for mode in held})  # pytest -rP
+    assert list(held.values()) == sorted(set(held.values())), held
+
+
+class Journey(offload._OnHost):
+    """Who left and who came back, in order."""
+
+    def __init__(self):
+        self.log: list[tuple[str, int]] = []
+
+    def out(self, tensor):
+        host = super().out(tensor)
+        self.log.append(("out", id(host)))
+        return host
+
+    def come(self, away, device):
+        super().come(away, device)
+        self.log.append(("come", id(away.host)))
+
+    def arrived(self, away):
+        self.log.append(("used", id(away.host)))
+        return super().arrived(away)
+
+
+@pytest.mark.parametrize("mode", ["none", "full"])
+def test_what_blocks_save_leaves_once_and_is_on_its_way_before_it_is_used(mode, monkeypatch):
+    monkeypatch.setattr(offload, "LEAST_BYTES", 1)
+    journey = Journey()
+    monkeypatch.setattr(offload, "_OnHost", lambda: journey)
+    right = learn(built(ActivationCheckpointConfig(mode="none")))
+    found = learn(built(ActivationCheckpointConfig(mode=mode, offload=True)))
+    for name, gradient in right.items():
+        torch.testing.assert_close(found[name], gradient)
+
+    left = [who for what, who in journey.log if what == "out"]
+    came = [who for what, who in journey.log if what == "come"]
+    assert sorted(left) == sorted(came) and len(set(left)) == len(left)
+    away = SHAPE.n_layers - 1  # the last block's are needed at once
+    each = len(left) // away
+    assert len(left) == each * away and each >= 1
+    groups = [set(left[n * each : (n + 1) * each]) for n in range(away)]
+    for block, group in enumerate(groups):
+        first_use = next(n for n, (w, who) in enumerate(journey.log) if w == "used" and who in group)
+        on_the_way = {who for what, who in journey.log[:first_use] if what == "come"}
+        assert group <= on_the_way
+        if block:  # and those of the block that comes next
+            assert groups[block - 1] <= on_the_way | {
+                who for what, who in journey.log[first_use - each : first_use + 1] if what == "come"
+            }

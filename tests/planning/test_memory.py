@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from titanlite.job import read_job
-from titanlite.models import cross_entropy_sum
 from titanlite.observe import Held
 from titanlite.observe.memory import wanted_memory
 from titanlite.optim import build_optimizer
@@ -34,7 +33,7 @@ def kept_bytes(family, shape, rows: int, length: int) -> int:
 
     ids = torch.randint(0, shape.vocab_size, (rows, length))
     with torch.autograd.graph.saved_tensors_hooks(see, lambda tensor: tensor):
-        cross_entropy_sum(model(ids), ids)
+        model(ids).sum()
     return sum(seen.values())
 
 
@@ -75,20 +74,23 @@ def test_twice_the_ranks_hold_half_and_pipelines_hold_what_is_in_flight(run_toml
 
 
 def said(run_toml, *argv, ranks=1, on_gpu=True) -> dict[str, float]:
-    return {saving.words: saving.bytes for saving in savings(job_of(run_toml, *argv, ranks=ranks), on_gpu)}
+    job = job_of(run_toml, *argv, ranks=ranks)
+    return {saving.words: saving.bytes for saving in savings(job, on_gpu)}
 
 
 def test_the_way_that_saves_most_comes_first(run_toml):
-    much_vocabulary = said(run_toml, "--model.vocab_size", "50000")
-    assert list(much_vocabulary.values()) == sorted(much_vocabulary.values(), reverse=True)
-    long = said(run_toml, "--training.seq_len", "4096", "--validation.enable", "false")
-    first, second, *_ = long
-    assert "local_batch_size = 1, training.global_batch_size = 8" in first + second
-    assert 'activation_checkpoint.mode = "full"' in first + second + str(list(long))
+    full, lean = 'activation_checkpoint.mode = "full"', 'optimizer.state_dtype = "8bit"'
+    long = said(run_toml, "--training.seq_len", "4096", "--model.n_layers", "16")
+    assert list(long.values()) == sorted(long.values(), reverse=True)
+    assert long[full] > long[lean]  # of a small model that reads much
+    wide = said(run_toml, "--model.vocab_size", "50000")
+    assert full not in wide or wide[lean] > wide[full]  # of a large one that reads little
+    assert "training.local_batch_size = 1, training.global_batch_size = 8" in long
 
 
 def test_nothing_is_advised_that_would_be_refused(run_toml):
-    assert not any("optimizer.state_dtype" in way for way in said(run_toml, "--optimizer.name", "SGD"))
+    plain = said(run_toml, "--optimizer.name", "SGD")
+    assert not any("optimizer.state_dtype" in way for way in plain)
     assert not any("offload" in way for way in said(run_toml, on_gpu=False))
     many = said(run_toml, "--parallelism.tensor_parallel_degree", "4", ranks=4)
     assert not any("tensor_parallel_degree = 8" in way for way in many)  # of 4 heads

@@ -21,6 +21,13 @@ def sum_over(mesh: DeviceMesh, value: Tensor) -> Tensor:
     return value
 
 
+def max_over(mesh: DeviceMesh, value: Tensor) -> Tensor:
+    """The largest `value` of the ranks of a one-dimensional mesh, on each of them, in place."""
+    if mesh.size() > 1:
+        dist.all_reduce(value, dist.ReduceOp.MAX, group=mesh.get_group())
+    return value
+
+
 # Since torch 2.13 these have other names, and the old ones warn.
 _gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor

@@ -5,7 +5,7 @@ from __future__ import annotations
 from titanlite.models.attention import KeyValueCache
 from titanlite.models.family import Family, ModelConfig, matching
 from titanlite.models.llama import LLAMA, Llama, LlamaShape
-from titanlite.models.loss import IGNORED, cross_entropy_sum, valid_tokens
+from titanlite.models.loss import IGNORED, LossConfig, Output, Vocabulary, valid_tokens
 
 FAMILIES = {family.name: family for family in (LLAMA,)}
 
@@ -16,8 +16,10 @@ __all__ = [
     "KeyValueCache",
     "Llama",
     "LlamaShape",
+    "LossConfig",
     "ModelConfig",
-    "cross_entropy_sum",
+    "Output",
+    "Vocabulary",
     "matching",
     "valid_tokens",
 ]

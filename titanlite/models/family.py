@@ -68,6 +68,7 @@ class Family:
     start: Mapping[str, str]  # parameter pattern -> how it starts, in words; the first match holds
     block_path: str  # the ModuleDict that holds the repeated blocks
     attention: str  # pattern of the modules that take q, k, v [B, H, T, K] to causal attention
+    output: str  # the module that is the output layer and the loss, a models.loss.Output
     count_parameters: Callable[[Any], int]
     count_block_parameters: Callable[[Any], int]
     kept_by_block: Callable[[Any], int]

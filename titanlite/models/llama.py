@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from titanlite.errors import CheckpointError
 from titanlite.models.attention import Attend, KeyValueCache
 from titanlite.models.family import Counterpart, Family
+from titanlite.models.loss import Output
 from titanlite.models.rope import RopeScaling, rope_at, rotate
 
 
@@ -96,7 +97,10 @@ class Block(nn.Module):
 
 
 class Llama(nn.Module):
-    """Tokens [B, T] to logits [B, T, V]; a part that a pipeline stage does not own is None."""
+    """Tokens [B, T] to logits [B, T, V], or with labels [B, T] to their summed loss.
+
+    A part that a pipeline stage does not own is None.
+    """
 
     def __init__(self, shape: LlamaShape):
         super().__init__()
@@ -104,7 +108,7 @@ class Llama(nn.Module):
         self.tok_embeddings = nn.Embedding(shape.vocab_size, shape.dim)
         self.layers = nn.ModuleDict({str(i): Block(shape) for i in range(shape.n_layers)})
         self.norm = nn.RMSNorm(shape.dim, eps=shape.norm_eps)
-        self.output = nn.Linear(shape.dim, shape.vocab_size, bias=False)
+        self.output = Output(shape.dim, shape.vocab_size)
         if shape.tied_embeddings:
             self.output.weight = self.tok_embeddings.weight
 
@@ -113,6 +117,7 @@ class Llama(nn.Module):
         tokens: Tensor,
         positions: Tensor | None = None,
         caches: dict[str, KeyValueCache] | None = None,
+        labels: Tensor | None = None,
     ) -> Tensor:
         """`positions` [T] or [B, T] count from the start of the sequence; 0, 1, 2, … where unset."""
         shape = self.shape
@@ -123,7 +128,7 @@ class Llama(nn.Module):
         for name, block in self.layers.items():
             x = block(x, rope, None if caches is None else caches[name])
         x = x if self.norm is None else self.norm(x)
-        return x if self.output is None else self.output(x)
+        return x if self.output is None else self.output(x, labels=labels)
 
 
 # --- facts ---------------------------------------------------------------------------------------
@@ -346,6 +351,7 @@ LLAMA = Family(
     start=START,
     block_path="layers",
     attention="layers.*.attention.attend",
+    output="output",
     count_parameters=_count_parameters,
     count_block_parameters=_count_block_parameters,
     kept_by_block=_kept_by_block,

@@ -23,6 +23,7 @@ STEP_KEYS = (  # of a step line, in this order
     "lr",
     "tokens",
     "samples",
+    "loss_scale",
     "tokens_per_second",
     "tokens_per_second_per_device",
     "tflops_per_device",

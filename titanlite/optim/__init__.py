@@ -11,11 +11,14 @@ from titanlite.optim.build import (
 )
 from titanlite.optim.clip import clip_gradients
 from titanlite.optim.early import EarlySteps
+from titanlite.optim.scale import LossScale, LossScaleConfig
 from titanlite.optim.schedule import LRSchedulerConfig, lr_share
 
 __all__ = [
     "EarlySteps",
     "LRSchedulerConfig",
+    "LossScale",
+    "LossScaleConfig",
     "OptimizerConfig",
     "build_optimizer",
     "clip_gradients",

@@ -94,7 +94,8 @@ class LeanAdam(torch.optim.Optimizer):
         storage = storage_of(parameter.shape, self.kind)
         width = parameter.shape[-1]
         if not storage.block:
-            kinds = [(width, PLAIN[storage.kind])] * 2
+            same = self.kind == "float32"  # then as torch's own have it: of the weights' type
+            kinds = [(width, parameter.dtype if same else PLAIN[storage.kind])] * 2
         else:
             codes = (width * CODE_BITS[self.kind] // 8, torch.uint8)
             kinds = [codes, (width // storage.block, torch.float32)] * 2

@@ -33,8 +33,8 @@ class OptimizerConfig:
     early_step_in_backward: bool = False
     # update each parameter as soon as its gradient is there, and forget the gradient
     state_dtype: StateDtype = "float32"
-    # type of the moments; in 8 or 4 bits, each block of 128 in a row has a scale, and vectors stay
-    # float32
+    # type of the moments; float32: training.dtype; in 8 or 4 bits each block of 128 in a row has a
+    # scale, and vectors stay float32
     offload: bool = False  # keep the moments in host memory; updates wait for them to travel
 
     @property

@@ -2,26 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
 import torch
 from torch import nn
-from torch.distributed.tensor.parallel import loss_parallel
 
 from titanlite.distributed.mesh import Mesh, ParallelismConfig
-from titanlite.models import Family
-from titanlite.parallelize.activation import ActivationCheckpointConfig, recompute_activations
-from titanlite.parallelize.compile import CompileConfig
+from titanlite.models import Family, LossConfig
+from titanlite.parallelize.activation import (
+    ActivationCheckpointConfig,
+    recompute_blocks,
+    recompute_operations,
+)
+from titanlite.parallelize.compile import CompileConfig, compile_blocks, compile_loss
 from titanlite.parallelize.context import attend_over_ranks
 from titanlite.parallelize.float8 import Float8Config
 from titanlite.parallelize.init import start_weights, tie
+from titanlite.parallelize.offload import offload_activations
 from titanlite.parallelize.pipeline import PipelinePlan, parts_of
 from titanlite.parallelize.shard import shard_parameters
 from titanlite.parallelize.tensor import split_tensors
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+DTYPES = {name: getattr(torch, name) for name in ("float32", "bfloat16", "float16")}
 
 
 @dataclass(frozen=True)
@@ -31,8 +33,10 @@ class Passes:
     recompute: ActivationCheckpointConfig = field(
         default_factory=lambda: ActivationCheckpointConfig(mode="none")
     )
+    loss: LossConfig = field(default_factory=LossConfig)
     compile: CompileConfig = field(default_factory=CompileConfig)
     float8: Float8Config = field(default_factory=Float8Config)
+    keep: torch.dtype = torch.float32  # of weights, gradients and moments between steps
     compute: torch.dtype = torch.float32  # what weights are cast to for computing
     reduce: torch.dtype = torch.float32  # what gradients are summed in
     offload: bool = False  # weights, gradients and moments stay in host memory
@@ -57,12 +61,20 @@ def parallelize(
 ) -> None:
     """Spread a plain model on meta, or a stage of one, over its mesh, in place."""
     blocks, shape = part.get_submodule(family.block_path), part.shape
-    sharded_loss = not section.disable_loss_parallel
-    split_tensors(part, family.split, mesh.tp, shape.head_width, sharded_loss)
+    if (output := getattr(part, family.output)) is not None:
+        output.loss = passes.loss
+    shared_loss = not section.disable_loss_parallel
+    split_tensors(part, family.split, mesh.tp, shape.head_width, shared_loss)
     tie(part, family.tied(shape))  # the split makes a parameter of each
     attend_over_ranks(part, family.attention, mesh.cp, section)
-    # after the split, so that its gathers are computed again too; the names stay as they were
-    recompute_activations(blocks, passes.recompute)
+    # Inside of the compiled code, because the compiler must see what is kept. After the split, here
+    # and below, so that its gathers are computed again too; names stay as they were.
+    recompute_operations(blocks, passes.recompute)
+    compile_blocks(blocks, passes.compile)
+    compile_loss(output, passes.compile)
+    recompute_blocks(blocks, passes.recompute)  # around it: a whole block is run again as it is
+    if passes.recompute.offload:  # around that, to see what it saves: the inputs of blocks
+        offload_activations(blocks, mesh.fsdp.device_type)
     # last: shards whatever the others left whole, and casts whatever they compute with
     shard_parameters(
         part,
@@ -92,12 +104,6 @@ def _ends(part: nn.Module, family: Family) -> list[list[nn.Module]]:
     return [[part.get_submodule(name) for name in end] for end in ends if end]
 
 
-def loss_context(mesh: Mesh, section: ParallelismConfig) -> Callable[[], AbstractContextManager]:
-    """What loss and backward must run inside of: sharded logits need DTensor's own loss."""
-    sharded = mesh.tp.size() > 1 and not section.disable_loss_parallel
-    return loss_parallel if sharded else nullcontext
-
-
 def build_spread_model(
     family: Family,
     shape,
@@ -112,6 +118,7 @@ def build_spread_model(
     """A model on its mesh with its starting weights; no rank ever holds more than its shards."""
     model, parts = parts_of(family, shape, plan, mesh.pp.get_local_rank())
     for part in parts.values():
+        part.to(passes.keep)
         parallelize(part, family, mesh, section, passes)
     model.to_empty(device="cpu" if passes.offload else device)  # memory for the shards, nothing more
     tie(model, family.tied(shape))  # as does this, where FSDP does not mend it by itself

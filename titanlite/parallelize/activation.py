@@ -2,52 +2,74 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Annotated, Literal
+from typing import Any, Literal
 
+import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 from titanlite.errors import ConfigError
-from titanlite.settings import Built, Share
+from titanlite.settings import Share
+
+aten = torch.ops.aten
 
 
 @dataclass(frozen=True)
 class ActivationCheckpointConfig:
     """[activation_checkpoint] Less memory for activations, more computing."""
 
-    mode: Annotated[
-        Literal["selective", "full", "memory_budget", "none"],
-        Built(("selective", "full", "none"), 'The mode "memory_budget"'),
-    ] = "selective"  # which blocks are computed again in backward
-    selective_ac_option: str = "2"  # under selective: every how many blocks
-    per_op_sac_force_recompute_mm_shapes_by_fqns: Annotated[
-        list[str], Built((["moe.router.gate"], []), "Recomputing per operation")
-    ] = field(default_factory=lambda: ["moe.router.gate"])
-    # under "op": linear layers whose products are always computed again
+    mode: Literal["selective", "full", "memory_budget", "none"] = "selective"
+    # what is computed again in backward: some, all, as much as the compiler likes, nothing
+    selective_ac_option: str = "2"
+    # under selective: every how many blocks, or "op": in every block all but attention and every
+    # second matrix product
+    per_op_sac_force_recompute_mm_shapes_by_fqns: list[str] = field(
+        default_factory=lambda: ["moe.router.gate"]
+    )  # under "op": linear layers, by a part of their name, that are always computed again
     early_stop: bool = False  # stop computing again once all that is needed is there
-    memory_budget: Annotated[Share, Built((0.5,), "A memory budget")] = 0.5
-    # share of the activations that may stay
-    visualize_memory_budget_pareto: Annotated[bool, Built((False,), "A memory budget")] = False
-    # draw memory against time
+    memory_budget: Share = 0.5  # under memory_budget: share of the activations that may stay
+    visualize_memory_budget_pareto: bool = False
+    # under memory_budget: draw memory against time, under job.dump_folder
+    offload: bool = False  # keep in host memory what is saved, and fetch it ahead of backward
     preserve_rng_state: bool = False  # draw the same random numbers again; nothing here draws any
     determinism_check: Literal["default", "none"] = "default"  # compare shapes computed twice
     debug: bool = False  # keep the trace of both computations for the error message
 
+    @property
+    def per_operation(self) -> bool:
+        return self.mode == "selective" and self.selective_ac_option == "op"
 
-def recompute_activations(blocks: nn.ModuleDict, config: ActivationCheckpointConfig) -> None:
+
+def recompute_blocks(blocks: nn.ModuleDict, config: ActivationCheckpointConfig) -> None:
     """Let every block, or every k-th, keep only its input for the backward pass."""
-    if config.mode == "none":
+    if config.mode not in ("full", "selective") or config.per_operation:
         return
     every = 1 if config.mode == "full" else int(config.selective_ac_option)
     for number, block in blocks.items():
         if int(number) % every == 0:
-            block.forward = partial(_recomputed, block.forward, config)
+            block.forward = partial(_recomputed, block.forward, config, None)
 
 
-def _recomputed(forward, config: ActivationCheckpointConfig, *inputs):
+def recompute_operations(blocks: nn.ModuleDict, config: ActivationCheckpointConfig) -> None:
+    """Let every block keep what is dear to compute for its size, and compute the rest again."""
+    if not config.per_operation:
+        return
+    never_kept = config.per_op_sac_force_recompute_mm_shapes_by_fqns
+    for block in blocks.values():
+        contexts = partial(_contexts, _weight_shapes(block, never_kept))
+        block.forward = partial(_recomputed, block.forward, config, contexts)
+
+
+def _recomputed(forward, config: ActivationCheckpointConfig, contexts, *inputs):
+    chosen = {} if contexts is None else {"context_fn": contexts}
     return checkpoint(
         forward,
         *inputs,
@@ -56,15 +78,75 @@ def _recomputed(forward, config: ActivationCheckpointConfig, *inputs):
         determinism_check=config.determinism_check,
         early_stop=config.early_stop,
         debug=config.debug,
+        **chosen,
     )
 
 
-def activation_problems(config: ActivationCheckpointConfig) -> Iterator[ConfigError]:
-    """A selective option that is not a number of blocks."""
-    option = config.selective_ac_option
-    if config.mode == "selective" and not (option.isdigit() and int(option) > 0):
+PRODUCTS = {aten.mm.default, aten.addmm.default, aten._scaled_mm.default}
+DEAR = {  # attention by any kernel, sums over ranks, and the scales of Float8: small, and dear
+    "aten::_scaled_dot_product_flash_attention",
+    "aten::_scaled_dot_product_flash_attention_for_cpu",
+    "aten::_scaled_dot_product_efficient_attention",
+    "aten::_scaled_dot_product_cudnn_attention",
+    "aten::_flash_attention_forward",
+    "torch_attn::_varlen_attn",
+    "titanlite::attend_over_ranks",
+    "_c10d_functional::reduce_scatter_tensor",
+    "aten::max",
+}
+
+
+def _weight_shapes(block: nn.Module, parts_of_names: Sequence[str]) -> set[tuple[int, ...]]:
+    """[in, out] of the linear layers whose name has one of these parts in it."""
+    return {
+        tuple(module.weight.shape)[::-1]
+        for name, module in block.named_modules()
+        if isinstance(module, nn.Linear) and any(part in name for part in parts_of_names)
+    }
+
+
+def _contexts(never_kept: set[tuple[int, ...]]):
+    """What a forward and its second computation run inside of."""
+    seen: Counter[bool] = Counter()  # products so far, in the first and in the second computation
+
+    def choose(context: Any, operation: Any, *inputs: Any, **options: Any) -> CheckpointPolicy:
+        kept = operation.name().partition(".")[0] in DEAR
+        if operation in PRODUCTS and tuple(inputs[1].shape) not in never_kept:
+            seen[context.is_recompute] += 1
+            kept = seen[context.is_recompute] % 2 == 1
+        return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return create_selective_checkpoint_contexts(choose)
+
+
+def activation_problems(config: ActivationCheckpointConfig, compiled: bool) -> Iterator[ConfigError]:
+    """A selective option that is neither, or what `compiled` blocks alone can do."""
+    mode, option = "activation_checkpoint.mode", config.selective_ac_option
+    chosen = "activation_checkpoint.selective_ac_option"
+    if config.mode == "selective" and option != "op" and not (option.isdigit() and int(option) > 0):
         yield ConfigError(
-            f'activation_checkpoint.selective_ac_option = "{option}": must be a number of blocks'
-            ' such as "2"; per operation ("op") is not available in this version.',
-            keys=("activation_checkpoint.selective_ac_option",),
+            f'{chosen} = "{option}": must be a number of blocks such as "2", or "op".',
+            keys=(chosen,),
+        )
+    if config.mode == "memory_budget" and not compiled:
+        yield ConfigError(
+            f'{mode} = "memory_budget": it is the compiler that keeps to the budget, and blocks are'
+            " not compiled.",
+            fix='Set compile.enable = true with "model" among compile.components, or use another'
+            " mode.",
+            keys=(mode,),
+        )
+    if config.offload and config.per_operation:
+        yield ConfigError(
+            f'activation_checkpoint.offload = true with {chosen} = "op": torch keeps what "op"'
+            " saves where it cannot be taken from.",
+            fix='Use "full" or every k-th block with offload, or "op" without it.',
+            keys=("activation_checkpoint.offload", chosen),
+        )
+    if config.visualize_memory_budget_pareto and config.mode != "memory_budget":
+        yield ConfigError(
+            "activation_checkpoint.visualize_memory_budget_pareto = true: there is nothing to draw"
+            f' under {mode} = "{config.mode}".',
+            fix=f'Use {mode} = "memory_budget".',
+            keys=("activation_checkpoint.visualize_memory_budget_pareto", mode),
         )

@@ -1,19 +1,102 @@
-"""torch.compile, block by block."""
+"""torch.compile, block by block: one graph serves all blocks, and names stay as they were."""
 
 from __future__ import annotations
 
+import os
+import shutil
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Annotated
+from functools import partial
+from pathlib import Path
+from typing import Literal
 
-from titanlite.settings import Built
+import torch
+from torch import Tensor, nn
+
+from titanlite.errors import ConfigError
+from titanlite.models import Output
 
 
 @dataclass(frozen=True)
 class CompileConfig:
     """[compile] torch.compile, block by block."""
 
-    enable: Annotated[bool, Built((False,), "Compiling")] = False  # compile what `components` names
-    components: Annotated[list[str], Built((["model", "loss"],), "Compiling")] = field(
-        default_factory=lambda: ["model", "loss"]
-    )  # what is compiled
-    backend: Annotated[str, Built(("inductor",), "Compiling")] = "inductor"  # by which compiler
+    enable: bool = False  # compile what `components` names
+    components: list[Literal["model", "loss"]] = field(default_factory=lambda: ["model", "loss"])
+    # what is compiled: the blocks, and what is between the products of the loss
+    backend: str = "inductor"  # by which compiler
+
+    def compiles(self, component: str) -> bool:
+        return self.enable and component in self.components
+
+
+def compile_blocks(blocks: nn.ModuleDict, config: CompileConfig) -> None:
+    """Compile the forward of every block, whole: hooks of FSDP stay outside, so nothing breaks it.
+
+    Shapes are taken as they are, because those of a run do not change from step to step.
+    """
+    if not config.compiles("model"):
+        return
+    # A graph is bound to a block's sizes and not to its weights; those of a pipeline stage, of
+    # training and of validation are different ones, each with a variant for its own blocks.
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 64)
+    for block in blocks.values():
+        compiled = torch.compile(
+            block.forward, backend=config.backend, fullgraph=True, dynamic=False
+        )
+        block.forward = partial(_arrived, compiled)
+
+
+def compile_loss(output: Output | None, config: CompileConfig) -> None:
+    """Compile what is between the products of the loss: passes over the logits become one."""
+    if output is not None and config.compiles("loss"):
+        output.slope = torch.compile(
+            output.slope, backend=config.backend, fullgraph=True, dynamic=False
+        )
+
+
+def _arrived(forward: Callable[..., Tensor], x: Tensor, *others) -> Tensor:
+    """Under tensor parallel an embedding's output is still on its way, and a kind of tensor that
+    code compiled for a plain one would give no gradient to."""
+    return forward(x if type(x) is Tensor else x.clone(), *others)
+
+
+def keep_compiled() -> None:
+    """Keep compiled code among the user's caches for the next start, unless they said where."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache / "titanlite" / "inductor"))
+
+
+def compiled_so_far() -> str:
+    """How long compiling took in this process, and how much of it was there from a start before."""
+    # Nothing public tells (torch 2.11 to 2.15); what is not counted under these names is left out.
+    from torch._dynamo.utils import counters, cumulative_time_spent_ns
+
+    graphs, cache = counters["stats"]["unique_graphs"], counters["inductor"]
+    phases = ("entire_frame_compile", "entire_backward_compile")
+    seconds = sum(cumulative_time_spent_ns[phase] for phase in phases) / 1e9
+    found, made = cache["fxgraph_cache_hit"], cache["fxgraph_cache_miss"]
+    return (
+        f"compiled {graphs} graphs in {seconds:.1f} s, {'cold' if made else 'warm'}:"
+        f" {found} of {found + made} were in the cache"
+    )
+
+
+def compile_problems(config: CompileConfig, device_type: str) -> Iterator[ConfigError]:
+    """A compiler that there is not."""
+    if not config.enable:
+        return
+    if config.backend not in torch._dynamo.list_backends(exclude_tags=()):
+        known = ", ".join(torch.compiler.list_backends())
+        yield ConfigError(
+            f'compile.backend = "{config.backend}": this torch has no such compiler. It has'
+            f" {known}, and aot_eager and eager to look for mistakes with.",
+            keys=("compile.backend",),
+        )
+    compiler = os.environ.get("CXX", "g++")
+    if config.backend == "inductor" and device_type == "cpu" and shutil.which(compiler) is None:
+        yield ConfigError(
+            f"compile.enable = true: on a CPU inductor writes C++, and there is no {compiler} here.",
+            fix="Install g++ (or name a compiler in CXX), or set compile.enable = false.",
+            keys=("compile.enable",),
+        )

@@ -5,9 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from fnmatch import fnmatchcase
 
-from torch import nn
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module, distribute_tensor
+from torch.distributed.tensor import (
+    DTensor,
+    Partial,
+    Replicate,
+    Shard,
+    distribute_module,
+    distribute_tensor,
+)
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
@@ -17,6 +26,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
+from titanlite.distributed.collectives import gather, max_over, sum_over
 from titanlite.distributed.mesh import Degrees
 from titanlite.errors import ConfigError
 
@@ -53,11 +63,7 @@ def _styles(tp: DeviceMesh, head_width: int, loss_parallel: bool) -> dict[str, P
         "colwise_kv": _KeyValueColwise(head_width, tp.size()),
         "heads": SequenceParallel(sequence_dim=2, use_local_output=True),  # of [B, T, H, K]
         "rowwise": RowwiseParallel(output_layouts=sequence),
-        "vocab_out": ColwiseParallel(
-            input_layouts=sequence,
-            output_layouts=Shard(-1) if loss_parallel else whole,
-            use_local_output=not loss_parallel,
-        ),
+        "vocab_out": _VocabularyOut(loss_parallel),
     }
 
 
@@ -100,6 +106,62 @@ class _KeyValueColwise(ParallelStyle):
         heads = output.unflatten(-1, (-1, self.head_width)).unsqueeze(3)  # [B, T, Hkv, 1, K]
         copies = heads.expand(-1, -1, -1, self.ranks // heads.shape[2], -1).flatten(2, 4)
         return copies.redistribute(placements=[Shard(2)]).to_local()  # backward sums the copies
+
+
+class _VocabularyOut(ParallelStyle):
+    """The output layer by columns, from sequences in parts; its loss is shared too, or not."""
+
+    def __init__(self, loss_parallel: bool):
+        super().__init__()
+        self.kind = SharedVocabulary if loss_parallel else _GatheredVocabulary
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        module.vocabulary = self.kind(device_mesh, module.out_features)
+        return distribute_module(module, device_mesh, self._shard, self._gather, self._plain)
+
+    def _shard(self, name: str, module: nn.Module, device_mesh: DeviceMesh) -> None:
+        weight = distribute_tensor(module.weight, device_mesh, [Shard(0)], src_data_rank=None)
+        module.register_parameter("weight", nn.Parameter(weight))
+
+    def _gather(self, module: nn.Module, inputs: tuple, device_mesh: DeviceMesh) -> tuple:
+        (x,) = inputs
+        x = x if isinstance(x, DTensor) else DTensor.from_local(x, device_mesh, [Shard(SEQUENCE)])
+        return (x.redistribute(placements=[Replicate()]),)
+
+    def _plain(self, module: nn.Module, output: Tensor, device_mesh: DeviceMesh) -> Tensor:
+        return output.full_tensor() if isinstance(output, DTensor) else output  # logits, or a loss
+
+
+class SharedVocabulary:
+    """Each rank of a mesh has the logits of its part of the ids, and never the others'."""
+
+    def __init__(self, tp: DeviceMesh, size: int):
+        self.tp, self.most = tp, -(-size // tp.size())  # ids of a rank; the last may have fewer
+        self.first = tp.get_local_rank() * self.most
+
+    def own(self, x: DTensor, weight: DTensor) -> tuple[Tensor, Tensor]:
+        return x.to_local(grad_placements=[Partial()]), weight.to_local()
+
+    def normalise(self, logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        highest = max_over(self.tp, logits.amax(-1))
+        place = labels - self.first
+        here = (place >= 0) & (place < logits.shape[-1])
+        at = logits.gather(-1, place.clamp(0, logits.shape[-1] - 1).unsqueeze(-1)).squeeze(-1)
+        parts = torch.stack(
+            ((logits - highest.unsqueeze(-1)).exp().sum(-1), at.where(here, torch.zeros_like(at)))
+        )
+        total, at = sum_over(self.tp, parts)
+        return highest + total.log(), at
+
+
+class _GatheredVocabulary(SharedVocabulary):
+    """The same logits, which every rank then sees whole."""
+
+    def normalise(self, logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        padded = F.pad(logits, (0, self.most - logits.shape[-1]), value=-torch.inf)
+        whole = gather(self.tp.get_group(), padded).transpose(0, 1).flatten(1)
+        at = whole.gather(-1, labels.clamp(min=0).unsqueeze(-1)).squeeze(-1)
+        return whole.logsumexp(-1), at
 
 
 def split_problems(degrees: Degrees, shape, seq_len: int, key: str) -> Iterator[ConfigError]:

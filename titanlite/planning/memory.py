@@ -75,34 +75,42 @@ def holdings_of(job: Job) -> Holdings:
     vocabulary = shape.vocab_size
     if not parallelism.disable_loss_parallel:
         vocabulary /= degrees.tensor
-    loss = compute + 8 if compute < 4 else 8  # logits in fp32, and their share of the gradient
+    chunk = min(tokens, config.loss.chunk_tokens or tokens)
+    # logits in fp32 twice, once as computed, and the gradient of the weights that made them
+    loss = chunk * (8 + compute) + shape.dim * (4 if chunk < tokens else compute)
     return Holdings(
         weights,
         gradients,
         moments,
         gathered,
         activations=in_flight * tokens / degrees.tensor * _kept(job, blocks) * compute,
-        logits=tokens * vocabulary * loss,
+        logits=vocabulary * loss,
     )
 
 
 def _bytes_a_moment(config: JobConfig) -> float:
     """Bytes of the moments of one element of a large matrix."""
     optimizer = config.optimizer
+    keep = DTYPES[config.training.dtype].itemsize
     if optimizer.name == "SGD":
-        return DTYPES[config.training.dtype].itemsize if optimizer.momentum else 0.0
+        return keep if optimizer.momentum else 0.0
+    if optimizer.state_dtype == "float32":
+        return 2 * keep
     return moment_bytes((1, 1024), optimizer.state_dtype) / 1024
 
 
 def _kept(job: Job, blocks: float) -> float:
     """Numbers a token that `blocks` blocks hold when backward begins."""
     recompute, whole = job.config.activation_checkpoint, job.family.kept_by_block(job.shape)
+    if recompute.offload:
+        return 2 * whole  # one on its way to the host, or back, while another is computed
     if recompute.mode == "none":
         return blocks * whole
-    option = recompute.selective_ac_option
-    if recompute.mode != "full" and not option.isdigit():
-        return blocks * whole * 0.4  # per operation, or by a budget: 34 of 87 MB were measured
-    every = 1 if recompute.mode == "full" else int(option)
+    if recompute.mode == "memory_budget":
+        return blocks * whole * recompute.memory_budget
+    if recompute.per_operation:
+        return blocks * whole * 0.4  # 34 of 87 MB were measured
+    every = 1 if recompute.mode == "full" else int(recompute.selective_ac_option)
     again = blocks / every
     return again * job.shape.dim + (blocks - again) * whole + whole  # one is computed again
 
@@ -145,8 +153,11 @@ def _changes(job: Job, on_gpu: bool) -> Iterator[tuple[dict[str, Any], int, str]
         yield half, 1, "more micro-batches a step, the same mathematics"
     if config.activation_checkpoint.mode != "full":
         yield {"activation_checkpoint.mode": "full"}, 1, "a third more computing"
+    yield {"loss.chunk_tokens": 1024}, 1, "smaller matrix products"
     if training.mixed_precision_param == "float32":
         yield {"training.mixed_precision_param": "bfloat16"}, 1, "computes with fewer digits"
+    if training.dtype == "float32":
+        yield {"training.dtype": "bfloat16"}, 1, "learns with fewer digits, begun anew"
     if optimizer.name != "SGD" and optimizer.state_dtype in ("float32", "bfloat16"):
         yield {"optimizer.state_dtype": "8bit"}, 1, "moments of fewer digits, begun anew"
     if parallelism.fsdp_reshard_after_forward == "never":
@@ -158,6 +169,7 @@ def _changes(job: Job, on_gpu: bool) -> Iterator[tuple[dict[str, Any], int, str]
         early = {"optimizer.early_step_in_backward": True, "training.max_norm": 0.0}
         yield early, 1, "gradients are not clipped"
     if on_gpu:
+        yield {"activation_checkpoint.offload": True}, 1, "activations travel to the host and back"
         yield {"optimizer.offload": True}, 1, "moments travel at each step"
         yield {"training.enable_cpu_offload": True}, 1, "weights and gradients travel, too"
     shards = parallelism.data_parallel_shard_degree

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
 from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 
 from titanlite.distributed.mesh import Mesh, ParallelismConfig
-from titanlite.models import IGNORED, cross_entropy_sum
-from titanlite.parallelize import SpreadModel, loss_context
+from titanlite.models import IGNORED
+from titanlite.parallelize import SpreadModel
 from titanlite.parallelize.context import SequenceShare, share_of
 from titanlite.parallelize.pipeline import ForwardStage, PipelinePlan, Stage, build_schedule
 from titanlite.parallelize.shard import reduce_gradients
@@ -57,10 +55,10 @@ def build_engine(
 ) -> Engine:
     """The engine for a model as it is spread; `local_batch` sequences are run at once."""
     every = section.fsdp_gradient_reduction == "every_microbatch"
-    share, context = share_of(mesh.cp, section), loss_context(mesh, section)
+    share = share_of(mesh.cp, section)
     if mesh.pp.size() == 1:
-        return Spmd(spread.model, share, context, local_batch, every)
-    return Pipelined(spread, share, context, plan, mesh, device, every)
+        return Spmd(spread.model, share, local_batch, every)
+    return Pipelined(spread, share, plan, mesh, device, every)
 
 
 class Spmd:
@@ -70,11 +68,10 @@ class Spmd:
         self,
         model: nn.Module,
         share: SequenceShare,
-        loss_context: Callable[[], AbstractContextManager],
         microbatch: int,
         reduce_every_microbatch: bool = True,
     ):
-        self.model, self.share, self.loss_context = model, share, loss_context
+        self.model, self.share = model, share
         self.microbatch, self.reduce_every = microbatch, reduce_every_microbatch
 
     def forward_backward(
@@ -88,20 +85,17 @@ class Spmd:
         for number, (x, y) in enumerate(parts):
             reduce_gradients(self.model, self.reduce_every or number == len(parts) - 1)
             now("forward")
-            with self.loss_context():
-                # Divided here, by the tokens of all ranks, and nowhere else: gradients only add up.
-                loss = cross_entropy_sum(self.model(x, positions), y) / valid
-                now("backward")
-                loss.backward()
-            total += _local(loss)
+            # Divided here, by the tokens of all ranks, and nowhere else: gradients only add up.
+            loss = self.model(x, positions, labels=y) / valid
+            now("backward")
+            loss.backward()
+            total += loss.detach()
         return total
 
     @torch.no_grad()
     def evaluate(self, inputs: Tensor, labels: Tensor) -> Tensor:
         positions = self.share.positions(inputs.shape[1], inputs.device)
-        with self.loss_context():
-            logits = self.model(self.share.of(inputs), positions)
-            loss = _local(cross_entropy_sum(logits, self.share.of(labels)))
+        loss = self.model(self.share.of(inputs), positions, labels=self.share.of(labels))
         _free_gathered([self.model])
         return loss
 
@@ -113,13 +107,12 @@ class Pipelined:
         self,
         spread: SpreadModel,
         share: SequenceShare,
-        loss_context: Callable[[], AbstractContextManager],
         plan: PipelinePlan,
         mesh: Mesh,
         device: torch.device,
         reduce_every_run: bool = True,
     ):
-        self.spread, self.share, self.loss_context = spread, share, loss_context
+        self.spread, self.share = spread, share
         self.plan, self.mesh, self.device = plan, mesh, device
         self.reduce_every = reduce_every_run
         self.first, self.last = 0 in spread.parts, len(plan.stages) - 1 in spread.parts
@@ -164,19 +157,21 @@ class Pipelined:
         positions = self.share.positions(inputs.shape[1], inputs.device)
         given = [self.share.of(inputs)] if self.first else []
         losses: list[Tensor] = []
-        wanted = {"target": self.share.of(labels), "losses": losses} if self.last else {}
+        wanted = {}
+        if self.last:
+            labels = self.share.of(labels)
+            wanted = {"labels": labels, "target": labels, "losses": losses}
         if kind is Stage:
             for stage in stages:
                 stage.reduces = self.reduce_every or last_run
         run = schedule.step if kind is Stage else schedule.eval
-        with self.loss_context():
-            run(
-                *given,
-                positions=positions.expand(len(inputs), -1),  # torch cuts it up with the rows
-                return_outputs=False,
-                **wanted,
-            )
-        return sum(map(_local, losses), torch.zeros((), device=self.device))
+        run(
+            *given,
+            positions=positions.expand(len(inputs), -1),  # torch cuts it up with the rows
+            return_outputs=False,
+            **wanted,
+        )
+        return sum((loss.detach() for loss in losses), torch.zeros((), device=self.device))
 
     def _schedule(self, kind: type[Stage], plan: PipelinePlan, length: int):
         """The schedule for `plan.rows` sequences of `length` tokens, made when they first come."""
@@ -191,7 +186,7 @@ class Pipelined:
                 self.device,
                 (plan.microbatch, tokens, self.spread.width),
                 self.spread.dtype,
-                lambda logits, labels: cross_entropy_sum(logits, labels) / self._valid,
+                lambda loss, _: loss / self._valid,  # the last stage has the labels too
             )
         return self._schedules[key]
 
@@ -202,8 +197,3 @@ def _free_gathered(models: Iterable[nn.Module]) -> None:
         for module in model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
-
-
-def _local(loss: Tensor) -> Tensor:
-    loss = loss.detach()
-    return loss.full_tensor() if isinstance(loss, DTensor) else loss

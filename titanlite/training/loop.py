@@ -19,7 +19,9 @@ from titanlite.distributed.mesh import Mesh
 from titanlite.distributed.session import tighten_timeouts
 from titanlite.distributed.stop import Council, StopRequest
 from titanlite.errors import CheckpointError, UserError
+from titanlite.log import logger
 from titanlite.optim import EarlySteps
+from titanlite.parallelize.compile import compiled_so_far
 from titanlite.settings import Built, Positive, Range
 from titanlite.training.engine import Engine
 from titanlite.training.state import TrainState
@@ -39,11 +41,10 @@ class TrainingConfig:
     max_norm: Annotated[float, Range(0)] = 1.0  # gradients are clipped to this norm; 0: never
     steps: Positive = 10_000  # steps to take, counted from the start of the run
     enable_cpu_offload: bool = False  # keep weights, gradients and moments in host memory
-    dtype: Annotated[
-        Literal["bfloat16", "float32"], Built(("float32",), "Training in pure bfloat16")
-    ] = "float32"  # type of the weights, gradients and moments that are kept
-    mixed_precision_param: Literal["bfloat16", "float32"] = "bfloat16"
-    # type that weights are cast to for computing, in every layout
+    dtype: Literal["bfloat16", "float32"] = "float32"
+    # type of the weights, gradients and moments that are kept
+    mixed_precision_param: Literal["bfloat16", "float16", "float32"] = "bfloat16"
+    # type that weights are cast to for computing, in every layout; float16 scales the loss
     mixed_precision_reduce: Literal["float32"] = "float32"  # type gradients are summed in
     gc_freq: Positive = 50  # steps between two garbage collections, on all ranks together
     gc_debug: Annotated[bool, Built((False,), "Debugging garbage")] = False
@@ -80,6 +81,7 @@ class Between:
     log_freq: int
     validate_freq: int  # 0: never
     validate: Callable[[], dict[str, float]]  # loss by name of the text
+    compiled: bool  # what is compiled was so in the first step
     trouble: Callable[[], str]  # why this rank cannot go on, or nothing
 
 
@@ -145,6 +147,8 @@ def run(
                 agree(UserError(trouble) if trouble else None)
             last = state.step == config.steps
             with meter.paused():
+                if result.skipped:
+                    _tell_skipped(state, sinks)
                 if state.step == 1 or state.step % between.log_freq == 0 or last or reason:
                     shown = {"loss": result.loss.item(), "grad_norm": result.grad_norm.item()}
                     sinks.step(_record(state, lr, shown, meter.read()))
@@ -155,6 +159,8 @@ def run(
                 if state.step % config.gc_freq == 0:
                     gc.collect(1)
                 if state.step == first_step + 1:  # it took longer: kernels, buffers, plans
+                    if between.compiled:
+                        logger.info("%s", compiled_so_far())
                     tighten_timeouts(train_timeout_seconds, besides=checkpointer.group)
                     watch.tighten(train_timeout_seconds)
                 profiler.step()  # writing a trace takes a while
@@ -202,6 +208,12 @@ def _keep(
             raise CheckpointError(saved.problem).known_to_all()
 
 
+def _tell_skipped(state: TrainState, sinks: Sinks) -> None:
+    assert state.loss_scale is not None
+    fields = {"reason": "gradients overflow float16", "loss_scale": state.loss_scale.value}
+    sinks.event(state.step, "step_skipped", **fields)
+
+
 def _tell_saved(saved: Saved | None, checkpointer: Checkpointer, sinks: Sinks) -> None:
     if saved is None:
         return
@@ -223,5 +235,6 @@ def _record(
         "lr": lr,
         "tokens": state.tokens,
         "samples": state.position,
+        "loss_scale": None if state.loss_scale is None else state.loss_scale.value,
         **measured,
     }

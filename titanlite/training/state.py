@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from titanlite.optim import LossScale
+
 
 @dataclass
 class TrainState:
@@ -15,6 +17,7 @@ class TrainState:
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
+    loss_scale: LossScale | None = None  # of float16
     step: int = 0  # optimizer steps taken
     position: int = 0  # samples consumed, by all ranks together
     tokens: int = 0  # tokens consumed, by all ranks together
@@ -24,7 +27,9 @@ class TrainState:
         generators = {"cpu": torch.get_rng_state()}
         if torch.cuda.is_initialized():
             generators["cuda"] = torch.cuda.get_rng_state()
+        scale = {} if self.loss_scale is None else {"loss_scale": self.loss_scale.state()}
         return {
+            **scale,
             "step": self.step,
             "position": self.position,
             "tokens": self.tokens,
@@ -35,6 +40,8 @@ class TrainState:
         """Go back to where `progress` was taken."""
         self.step, self.position = progress["step"], progress["position"]
         self.tokens = progress["tokens"]
+        if self.loss_scale is not None and "loss_scale" in progress:
+            self.loss_scale.restore(progress["loss_scale"])
         for name, state in progress["generators"].items():
             generator = torch.frombuffer(bytearray.fromhex(state), dtype=torch.uint8)
             if name == "cpu":

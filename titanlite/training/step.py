@@ -20,6 +20,7 @@ class StepResult:
 
     loss: Tensor  # mean over the valid tokens of the global batch, before the update
     grad_norm: Tensor  # of the whole gradient, before clipping
+    skipped: bool = False  # gradients overflowed float16, so that nothing was learned
 
 
 def take_step(
@@ -43,16 +44,22 @@ def take_step(
     now("forward")  # already, because the first collective is this one
     # Ranks that share these rows have them whole, so each label is counted once.
     valid = sum_over(mesh.batch, valid_tokens(labels)).clamp(min=1)
+    scale = 1.0 if state.loss_scale is None else state.loss_scale.value
     set_lr(state.optimizer, lr)  # before backward, where the step may be taken
-    loss = sum_over(mesh.loss, engine.forward_backward(inputs, labels, valid, now))
+    loss = sum_over(mesh.loss, engine.forward_backward(inputs, labels, valid / scale, now)) / scale
     now("step")
     if early:
         grad_norm = early.norm()
     else:
-        grad_norm = clip_gradients(state.model.parameters(), max_norm, mesh.pp)
+        grad_norm = clip_gradients(state.model.parameters(), max_norm, mesh.pp, scale)
+    # Under float16 this waits for the device. The norm is that of all ranks, so all decide alike.
+    finite = state.loss_scale is None or bool(grad_norm.isfinite())
+    if finite and not early:
         state.optimizer.step()
-        state.optimizer.zero_grad()
+    state.optimizer.zero_grad()
+    if state.loss_scale is not None:
+        state.loss_scale.update(finite)
     state.step += 1
     state.position += global_batch
     state.tokens += global_batch * inputs.shape[1]
-    return StepResult(loss, grad_norm)
+    return StepResult(loss, grad_norm, skipped=not finite)

@@ -1,0 +1,97 @@
+"""The loss is the plain cross-entropy of whole logits, which are never there."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from titanlite.models import IGNORED, LossConfig, Output
+
+ROWS, LENGTH, WIDTH, IDS = 3, 20, 16, 61
+TOKENS = ROWS * LENGTH
+
+
+def drawn(dtype=torch.float32, **config):
+    """(output layer, hidden states, labels of which the first rows are ignored)."""
+    torch.manual_seed(0)
+    output = Output(WIDTH, IDS).to(dtype)
+    output.loss = LossConfig(**config)
+    x = torch.randn(ROWS, LENGTH, WIDTH).to(dtype).requires_grad_()
+    labels = torch.randint(0, IDS, (ROWS, LENGTH))
+    labels[0, :7] = labels[2] = IGNORED
+    return output, x, labels
+
+
+def plain(output: Output, x, labels, z_loss=0.0):
+    logits = F.linear(x, output.weight).flatten(0, 1).float()
+    loss = F.cross_entropy(logits, labels.flatten(), ignore_index=IGNORED, reduction="sum")
+    squares = logits.logsumexp(-1).square() * (labels.flatten() != IGNORED)
+    return loss + z_loss * squares.sum()
+
+
+def learned(output, x, loss) -> tuple[float, torch.Tensor, torch.Tensor]:
+    x.grad = output.weight.grad = None
+    (loss / 60).backward()
+    return loss.item(), x.grad, output.weight.grad
+
+
+@pytest.mark.parametrize("z_loss", [0.0, 0.3])
+@pytest.mark.parametrize("chunk", [0, 1, 7, LENGTH, TOKENS, 1000])
+def test_every_chunk_gives_the_loss_and_the_gradients_of_whole_logits(chunk, z_loss):
+    output, x, labels = drawn(chunk_tokens=chunk, z_loss=z_loss)
+    right = learned(output, x, plain(output, x, labels, z_loss))
+    found = learned(output, x, output(x, labels=labels))
+    assert found[0] == pytest.approx(right[0], rel=1e-6)
+    for mine, theirs in zip(found[1:], right[1:], strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-8)
+
+
+def test_the_loss_of_a_validation_has_no_z_loss_in_it():
+    output, x, labels = drawn(z_loss=0.3)
+    with torch.no_grad():
+        assert output(x, labels=labels).item() == pytest.approx(plain(output, x, labels).item())
+
+
+def test_labels_that_do_not_count_teach_nothing():
+    output, x, labels = drawn(chunk_tokens=7)
+    loss, dx, dw = learned(output, x, output(x, labels=torch.full_like(labels, IGNORED)))
+    assert loss == 0 and not dx.any() and not dw.any()
+
+
+def test_gradients_in_bf16_are_rounded_once():
+    """A factor that was rounded to bf16 first would be off by up to 0.4 % everywhere."""
+    output, x, labels = drawn(torch.bfloat16, chunk_tokens=TOKENS)
+    _, dx, dw = learned(output, x, output(x, labels=labels))
+    assert dx.dtype == dw.dtype == torch.bfloat16
+    (whole,) = torch.autograd.grad(output(x, labels=labels), x)
+    share = dx.double().abs().sum() / whole.double().abs().sum()
+    assert share.item() == pytest.approx(1 / 60, rel=1.5e-3)
+
+
+class Largest(TorchDispatchMode):
+    """Bytes of the largest tensor that any operation gives."""
+
+    bytes = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **(kwargs or {}))
+        for leaf in tree_leaves(out):
+            if isinstance(leaf, torch.Tensor):
+                self.bytes = max(self.bytes, leaf.numel() * leaf.element_size())
+        return out
+
+
+@pytest.mark.parametrize("chunk, most", [(0, TOKENS * IDS * 4), (LENGTH, LENGTH * IDS * 4)])
+def test_no_more_logits_are_held_than_those_of_a_chunk(chunk, most):
+    output, x, labels = drawn(chunk_tokens=chunk)
+    with Largest() as seen:
+        output(x, labels=labels).backward()
+    assert seen.bytes == most
+
+
+def test_without_labels_it_is_the_plain_layer():
+    output, x, _ = drawn()
+    assert torch.equal(output(x), F.linear(x, output.weight))

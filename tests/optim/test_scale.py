@@ -1,0 +1,35 @@
+"""The loss scale follows what overflows, and a run that resumes goes on with the one it had."""
+
+from __future__ import annotations
+
+import pytest
+
+from titanlite.errors import UserError
+from titanlite.optim import LossScale
+
+
+def test_it_is_halved_by_an_overflow_and_doubled_after_enough_steps_without_one():
+    scale, seen = LossScale(1024.0, growth_steps=3), []
+    for finite in (True, True, False, True, True, True, True, True, True):
+        scale.update(finite)
+        seen.append(scale.value)
+    assert seen == [1024, 1024, 512, 512, 512, 1024, 1024, 1024, 2048]
+
+
+def test_it_goes_on_where_it_was():
+    scale = LossScale(1024.0, growth_steps=3)
+    for finite in (False, True, True):
+        scale.update(finite)
+    again = LossScale(1024.0, growth_steps=3)
+    again.restore(scale.state())
+    for each in (scale, again):
+        each.update(True)
+        assert each.value == 1024.0
+
+
+def test_a_run_whose_gradients_are_no_numbers_ends_with_a_reason():
+    scale = LossScale(4.0, growth_steps=3)
+    for _ in range(2):
+        scale.update(False)
+    with pytest.raises(UserError, match="at any loss scale"):
+        scale.update(False)
