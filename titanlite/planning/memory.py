@@ -223,7 +223,7 @@ def _advice(job: Job, held: Held, place: str, wanted: str) -> str:
     about = holdings_of(job)
     ways = savings(job, held.device.type == "cuda")
     lines = [
-        f"out of memory in {place}: {wanted}; {peak / GIB:.3g} GiB{held.limit()} was the most held.",
+        f"out of memory in {place}: {wanted}; {peak / GIB:.3g} GiB{held.limit()} was held at most.",
         f"  counted, in GiB: {parts}; about, at the fullest: activations"
         f" {about.activations / GIB:.3g}, logits and loss {about.logits / GIB:.3g}, gathered for"
         f" computing {about.gathered / GIB:.3g}",
