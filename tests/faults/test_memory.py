@@ -12,7 +12,8 @@ ROOM = 1 << 30  # bytes that rank 1 may address beside what it does when it begi
 
 @pytest.mark.skipif(sys.platform != "linux", reason="limits of a process are Linux's")
 def test_a_rank_without_memory_says_what_would_help_and_the_others_end(run_toml, tmp_path):
-    words = ("--job.config_file", str(run_toml), "--model.vocab_size", "100000", "--loss.chunk_tokens", "0")
+    words = ("--job.config_file", str(run_toml), "--model.vocab_size", "100000")
+    words += ("--loss.chunk_tokens", "0")
     words += ("--training.local_batch_size", "32", "--training.global_batch_size", "64")
     with Launched(2, tmp_path / "out", *words, room={1: ROOM}) as run:
         codes = run.wait(90)
