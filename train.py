@@ -27,11 +27,12 @@ from titanlite.distributed.watch import Watch, die_with_launcher
 from titanlite.errors import EXIT_DONE, EXIT_LOST, EXIT_STOPPED, RankLost, UserError
 from titanlite.job import Job, JobConfig, open_data, read_job
 from titanlite.log import configure_log, logger
-from titanlite.observe import open_meter, open_profiler, open_sinks, silent_sinks
-from titanlite.optim import build_optimizer, lr_share
+from titanlite.observe import Held, open_meter, open_profiler, open_sinks, silent_sinks
+from titanlite.optim import EarlySteps, build_optimizer, lr_share
 from titanlite.parallelize import build_spread_model
 from titanlite.parallelize.attention import activate, choose_kernel
 from titanlite.parallelize.compile import keep_compiled
+from titanlite.planning import explain_out_of_memory
 from titanlite.reference import help_text
 from titanlite.training import (
     Between,
@@ -66,8 +67,9 @@ def main(argv: list[str]) -> int:
             join(device, comm, job.config.debug, job.folder) as session,
             hold_folder(job.folder) as hold,
             Watch(session.rank, session.ranks, patience, job.folder, session.start) as watch,
+            explain_out_of_memory(job, device, lambda: watch.place) as held,
         ):
-            hold.code = train(job, session, hold, watch, began)
+            hold.code = train(job, session, hold, watch, held, began)
             return hold.code
     except UserError as error:
         return tell(error)
@@ -78,7 +80,9 @@ def main(argv: list[str]) -> int:
         raise
 
 
-def train(job: Job, session: Session, hold: Hold, watch: Watch, began: float) -> int:
+def train(
+    job: Job, session: Session, hold: Hold, watch: Watch, held: Held, began: float
+) -> int:
     """One run, from where its checkpoints are to its last step; returns the exit code."""
     config, training, device = job.config, job.config.training, session.device
     comm, limit = config.comm, config.job.time_limit_minutes
@@ -119,7 +123,7 @@ def train(job: Job, session: Session, hold: Hold, watch: Watch, began: float) ->
         device,
         seed=config.debug.seed,
     )
-    model = spread.model
+    model = held.model = spread.model
     if config.model.print_after_conversion:
         logger.info("%s", model)
     engine = build_engine(
@@ -132,6 +136,9 @@ def train(job: Job, session: Session, hold: Hold, watch: Watch, began: float) ->
         end=stream.end if passes.documents else None,
     )
     state = TrainState(model, build_optimizer(model, config.optimizer), job.loss_scale)
+    held.optimizer = state.optimizer
+    in_backward = config.optimizer.early_step_in_backward
+    early = EarlySteps(model, state.optimizer) if in_backward else None
     hold.step = lambda: state.step
     if found:
         watch.now(0, "load")
@@ -198,6 +205,7 @@ def train(job: Job, session: Session, hold: Hold, watch: Watch, began: float) ->
             meter=meter,
             sinks=sinks,
             profiler=profiler,
+            early=early,
         )
         if reason:
             sinks.event(state.step, "stopped", reason=words_for(reason))

@@ -27,6 +27,7 @@ def accepted(run_toml, *argv, ranks=1):
 
 
 PIPELINE = ["--parallelism.pipeline_parallel_degree", "2"]
+EARLY = ["--optimizer.early_step_in_backward", "true", "--training.max_norm", "0"]
 
 
 @pytest.mark.parametrize(
@@ -38,6 +39,17 @@ PIPELINE = ["--parallelism.pipeline_parallel_degree", "2"]
         (["--parallelism.tensor_parallel_degree", "3", "--model.n_heads", "6"], 3, "n_kv_heads = 2"),
         (["--parallelism.tensor_parallel_degree", "4", "--model.hidden_dim", "66"], 4, "hidden_dim"),
         (["--parallelism.tensor_parallel_degree", "4", "--training.seq_len", "46"], 4, "seq_len = 46"),
+        (["--optimizer.state_dtype", "8bit", "--optimizer.name", "SGD"], 1, "moments of AdamW"),
+        (["--optimizer.state_dtype", "4bit", "--optimizer.implementation", "foreach"], 1, "at a time"),
+        (["--optimizer.state_dtype", "bfloat16", "--optimizer.beta2", "0.999"], 1, "at most 0.996"),
+        (["--optimizer.offload", "true"], 1, "is host memory already"),
+        (["--optimizer.offload", "true", "--training.enable_cpu_offload", "true"], 1, "Leave one of"),
+        (EARLY[:-2], 1, "training.max_norm = 1 scales"),
+        ([*EARLY, *PIPELINE], 2, "last micro-batch is back"),
+        ([*EARLY, "--training.enable_cpu_offload", "true"], 1, "nothing to save"),
+        ([*EARLY, "--training.mixed_precision_param", "float16"], 1, "gradient overflows"),
+        ([*EARLY], 2, "adds up 2 micro-batches"),
+        (["--profiling.enable_memory_snapshot", "true"], 1, "of GPUs only"),
         (["--training.global_batch_size", "9"], 2, "Use 8 or 12"),
         (["--training.local_batch_size", "3"], 1, "Use 6 or 9"),
         (["--model.n_kv_heads", "3"], 1, "does not divide model.n_heads"),

@@ -30,7 +30,13 @@ from titanlite.observe import (
     metrics_problems,
     profiling_problems,
 )
-from titanlite.optim import LossScale, LossScaleConfig, LRSchedulerConfig, OptimizerConfig
+from titanlite.optim import (
+    LossScale,
+    LossScaleConfig,
+    LRSchedulerConfig,
+    OptimizerConfig,
+    optimizer_problems,
+)
 from titanlite.parallelize import DTYPES, Passes
 from titanlite.parallelize.activation import ActivationCheckpointConfig, activation_problems
 from titanlite.parallelize.attention import (
@@ -136,6 +142,7 @@ MOVED = {  # keys of torchtitan up to v0.2.2 that are elsewhere, or nowhere, her
 FACTS = (  # what a checkpoint says of its job, by the names that allow it to change
     "model",
     "optimizer.name",
+    "optimizer.state_dtype",
     "training.dtype",
     "training.global_batch_size",
     "training.seq_len",
@@ -210,6 +217,7 @@ class Job:
         return {
             "model": dataclasses.asdict(self.shape),
             "optimizer.name": self.config.optimizer.name,  # whose moments are another's nonsense
+            "optimizer.state_dtype": self.config.optimizer.state_dtype,
             "training.dtype": self.config.training.dtype,
             "training.global_batch_size": self.global_batch,
             "attention.mask": self.config.attention.mask,  # which says what positions count
@@ -267,7 +275,7 @@ def read_job(argv: Sequence[str], ranks: int, *, with_data: bool = True) -> Job:
     config, problems = load(JobConfig, argv, MOVED)
     refused = {key for problem in problems for key in problem.keys}
     ranks = config.job.check_ranks or ranks
-    found = [*_problems(config, ranks), *(_outside_problems(config) if with_data else ())]
+    found = [*problems_of(config, ranks), *(_outside_problems(config) if with_data else ())]
     problems += [p for p in found if not refused.intersection(p.keys)]
     raise_together(problems)
     family = FAMILIES[config.model.name]
@@ -284,7 +292,7 @@ def _plan(config: JobConfig, family: Family, shape) -> tuple[PipelinePlan | None
     )
 
 
-def _problems(config: JobConfig, ranks: int) -> Iterator[UserError]:
+def problems_of(config: JobConfig, ranks: int) -> Iterator[UserError]:
     """Everything that more than one key has to say."""
     yield from activation_problems(config.activation_checkpoint, config.compile.compiles("model"))
     yield from checkpoint_problems(config.checkpoint)
@@ -303,6 +311,7 @@ def _problems(config: JobConfig, ranks: int) -> Iterator[UserError]:
         )
     yield from metrics_problems(config.metrics)
     yield from profiling_problems(config.profiling)
+    yield from optimizer_problems(config.optimizer)
     yield from _precision_problems(config)
     shape = degrees = None
     try:
@@ -318,6 +327,7 @@ def _problems(config: JobConfig, ranks: int) -> Iterator[UserError]:
         degrees = degrees_of(config.parallelism, ranks)
         yield from _batch_problems(config.training, degrees)
         yield from attention_problems(config.attention, degrees, config.data.tokenizer)
+        yield from _stepping_problems(config, degrees)
     except ConfigError as error:
         yield error
     if shape and degrees:
@@ -415,19 +425,89 @@ def _batch_problems(training: TrainingConfig, degrees: Degrees) -> Iterator[Conf
         )
 
 
+def _stepping_problems(config: JobConfig, degrees: Degrees) -> Iterator[ConfigError]:
+    """When and where an update can be made."""
+    training, early = config.training, "optimizer.early_step_in_backward"
+    if config.optimizer.offload and training.enable_cpu_offload:
+        yield ConfigError(
+            "optimizer.offload = true: training.enable_cpu_offload = true keeps weights, gradients"
+            " and moments in host memory already.",
+            fix="Leave one of them out.",
+            keys=("optimizer.offload", "training.enable_cpu_offload"),
+        )
+    if not config.optimizer.early_step_in_backward:
+        return
+    if training.max_norm:
+        yield ConfigError(
+            f"{early} = true: training.max_norm = {training.max_norm:g} scales by the norm of the"
+            " whole gradient, which is not known before backward is over.",
+            fix="Set training.max_norm = 0.",
+            keys=(early, "training.max_norm"),
+        )
+    if degrees.pipeline > 1:
+        yield ConfigError(
+            f"{early} = true: pipeline_parallel_degree = {degrees.pipeline} computes with a weight"
+            " until its last micro-batch is back.",
+            fix="Set one of them off.",
+            keys=(early, "parallelism.pipeline_parallel_degree"),
+        )
+    if training.mixed_precision_param == "float16":
+        yield ConfigError(
+            f'{early} = true: training.mixed_precision_param = "float16" skips steps whose gradient'
+            " overflows, which is not known before backward is over.",
+            fix='Use mixed_precision_param = "bfloat16".',
+            keys=(early, "training.mixed_precision_param"),
+        )
+    if training.enable_cpu_offload:
+        yield ConfigError(
+            f"{early} = true: training.enable_cpu_offload = true keeps gradients in host memory,"
+            " where there is nothing to save.",
+            fix="Set one of them off.",
+            keys=(early, "training.enable_cpu_offload"),
+        )
+    times = _batch(config, degrees) // degrees.data // training.local_batch_size
+    if times > 1 and config.parallelism.fsdp_gradient_reduction == "every_microbatch":
+        yield ConfigError(
+            f"{early} = true: a step adds up {times} micro-batches, and each would step by itself.",
+            fix='Set parallelism.fsdp_gradient_reduction = "last_microbatch", or use a larger'
+            " local_batch_size.",
+            keys=(early, "parallelism.fsdp_gradient_reduction"),
+        )
+
+
 def _device_problems(config: JobConfig) -> Iterator[UserError]:
     if config.job.check_ranks is None:  # else it is checked for another machine
         try:
-            device, wish = choose_device(config.job.device), config.attention.backend
+            device = choose_device(config.job.device)
         except ConfigError as error:
             yield error
             return
-        if device.type == "cpu" and wish not in ("auto", *ON_CPU):
-            yield ConfigError(
-                f'attention.backend = "{wish}": is for GPUs, and this job runs on the CPU.',
-                fix=f'Use "auto", or {", ".join(ON_CPU)}.',
-                keys=("attention.backend",),
-            )
+        if device.type == "cpu":
+            yield from _host_problems(config)
+
+
+def _host_problems(config: JobConfig) -> Iterator[ConfigError]:
+    """What means nothing on a CPU."""
+    if config.attention.backend not in ("auto", *ON_CPU):
+        yield ConfigError(
+            f'attention.backend = "{config.attention.backend}": is for GPUs, and this job runs on'
+            " the CPU.",
+            fix=f'Use "auto", or {", ".join(ON_CPU)}.',
+            keys=("attention.backend",),
+        )
+    if config.optimizer.offload:
+        yield ConfigError(
+            "optimizer.offload = true: this job runs on CPUs, whose memory is host memory already.",
+            fix="Leave it out, or use job.device = \"cuda\".",
+            keys=("optimizer.offload",),
+        )
+    if config.profiling.enable_memory_snapshot:
+        yield ConfigError(
+            "profiling.enable_memory_snapshot = true: torch records the allocations of GPUs only,"
+            " and this job runs on CPUs.",
+            fix="Leave it out; peak_memory_gib in metrics.jsonl is what the whole process held.",
+            keys=("profiling.enable_memory_snapshot",),
+        )
 
 
 def _device_type(config: JobConfig) -> str:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import torch
 from tests.distributed.oracle import whole
+from torch import Tensor
 
 from titanlite.checkpoint import CheckpointConfig, Checkpointer, Place, Saved
 
@@ -32,10 +34,14 @@ def bits(state) -> dict[str, bytes]:
     """Every weight and moment of this rank's stages as bytes, whole."""
     found = {}
     for name, parameter in state.model.named_parameters():
-        found[name] = whole(parameter).numpy().tobytes()
+        found[name] = _bytes(whole(parameter))
         for key, value in state.optimizer.state[parameter].items():
-            found[f"{name}.{key}"] = whole(value).numpy().tobytes()
+            found[f"{name}.{key}"] = _bytes(whole(value))
     return found
+
+
+def _bytes(tensor: Tensor) -> bytes:
+    return tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes()  # of any type
 
 
 def load(checkpointer: Checkpointer, state, facts: dict | None = None) -> str:

@@ -15,7 +15,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from titanlite.distributed.mesh import Degrees, Mesh, ParallelismConfig, build_mesh
 from titanlite.models import FAMILIES, IGNORED, LlamaShape, LossConfig
-from titanlite.optim import LossScale, OptimizerConfig, build_optimizer
+from titanlite.optim import EarlySteps, LossScale, OptimizerConfig, build_optimizer
 from titanlite.parallelize import Passes, build_spread_model, offload
 from titanlite.parallelize.activation import ActivationCheckpointConfig
 from titanlite.parallelize.compile import CompileConfig
@@ -62,6 +62,7 @@ class Layout:
     less: tuple[int, int] | None = None  # blocks fewer in the first and last stage
     rotate: str = "allgather"
     balancer: str = "headtail"
+    early: bool = False  # steps in backward
 
     @property
     def degrees(self) -> Degrees:
@@ -128,10 +129,14 @@ class Recipe:
     batch: int = 36  # sequences of a step; of one step, twice as many, and the ranks must follow
     seq_len: int = 48
     documents: bool = False  # several a sequence, each of which attends to itself alone
+    state_dtype: str = "float32"  # of the moments
 
     @property
     def section(self) -> OptimizerConfig:
-        return OptimizerConfig(name=self.optimizer, lr=self.lr)
+        eager = {"implementation": "for-loop"} if self.state_dtype != "float32" else {}
+        return OptimizerConfig(
+            name=self.optimizer, lr=self.lr, state_dtype=self.state_dtype, **eager
+        )
 
     def batch_of(self, step: int) -> int:
         return 2 * self.batch if step == 2 else self.batch
@@ -269,7 +274,8 @@ def spread_run(layout: Layout, recipe: Recipe) -> Record:
     """The same run under a layout, by the house's own engine and step, as this rank sees it."""
     state, engine, mesh = start(layout, recipe)
     record = Record()
-    go_on(state, engine, mesh, recipe, record, recipe.steps)
+    early = EarlySteps(state.model, state.optimizer) if layout.early else None
+    go_on(state, engine, mesh, recipe, record, recipe.steps, early)
     samples = sum(map(recipe.batch_of, range(recipe.steps)))
     assert (state.step, state.position) == (recipe.steps, samples)
     assert state.tokens == samples * recipe.seq_len
@@ -288,17 +294,26 @@ def start(
 
 
 def go_on(
-    state: TrainState, engine: Engine, mesh: Mesh, recipe: Recipe, record: Record, until: int
+    state: TrainState,
+    engine: Engine,
+    mesh: Mesh,
+    recipe: Recipe,
+    record: Record,
+    until: int,
+    early: EarlySteps | None = None,
 ) -> None:
     """Take the steps up to `until`, noting what they show; under SGD, every tensor too."""
     named = list(state.model.named_parameters()) if recipe.optimizer == "SGD" else []
+    there: dict[str, Any] = {}  # gradients of this step; of early steps, one after the other
     hook = state.optimizer.register_step_pre_hook(
-        lambda *_: record.gradients.append({name: part_of(p.grad) for name, p in named})
+        lambda *_: there.update({n: part_of(p.grad) for n, p in named if p.grad is not None})
     )
     while state.step < until:
         rows = recipe.batch_of(state.step) // mesh.degrees.data
         mine = slice(mesh.batch_rank * rows, (mesh.batch_rank + 1) * rows)
         inputs, labels = (part[mine] for part in batch_at(state.step, recipe))
+        for group in state.optimizer.param_groups:
+            group["lr"] = 0.0  # whoever steps before the rate is set learns nothing
         result = take_step(
             state,
             engine,
@@ -308,7 +323,11 @@ def go_on(
             global_batch=recipe.batch_of(state.step),
             lr=recipe.lr,
             max_norm=recipe.max_norm,
+            early=early,
         )
+        if named:
+            record.gradients.append(dict(there))
+            there.clear()
         record.losses.append(result.loss.item())
         record.norms.append(result.grad_norm.item())
         if state.step in VALIDATED_AFTER:

@@ -108,8 +108,13 @@ OPTIONS = [
         Layout(shard=2, recompute="op", offload=True),
         Layout(shard=2, compile="aot_eager", offload_activations=True),
         Layout(shard=2, recompute="full", chunk=100),
+        Layout(shard=2, reduction="last_microbatch", early=True),
     ],
-    [Layout(replicate=2, shard=2, accumulate=3, reduction="last_microbatch")],
+    [
+        Layout(replicate=2, shard=2, accumulate=3, reduction="last_microbatch"),
+        Layout(replicate=2, shard=2, accumulate=3, reduction="last_microbatch", early=True),
+    ],
+    [Layout(shard=2, tensor=2, reduction="last_microbatch", early=True)],
     [Layout(context=2, rotate="alltoall", recompute="full"), Layout(context=2, offload=True)],
     [Layout(context=4, rotate="alltoall", balancer="none"), Layout(context=4, balancer="none")],
 ]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import signal
 import sys
 import time
@@ -24,14 +25,24 @@ def open_store() -> dist.TCPStore:
 class Launched:
     """Some ranks of one run."""
 
-    def __init__(self, ranks: int, folder: Path, *argv: str, store: dist.TCPStore | None = None):
+    def __init__(
+        self,
+        ranks: int,
+        folder: Path,
+        *argv: str,
+        store: dist.TCPStore | None = None,
+        room: dict[int, int] | None = None,  # bytes by rank that it may still address
+    ):
         self.store = store or open_store()
         self.folder, self.log = folder, folder.with_name(f"{folder.name}.{time.monotonic_ns()}.log")
         context = _forkserver()
         self.processes = [
             context.Process(
                 target=_train,
-                args=(rank, ranks, self.store.port, sys.path, str(self.log), argv),
+                args=(
+                    rank, ranks, self.store.port, sys.path, str(self.log), argv,
+                    (room or {}).get(rank),
+                ),
             )
             for rank in range(ranks)
         ]
@@ -79,7 +90,7 @@ class Launched:
         self.end()
 
 
-def _train(rank, ranks, port, path, log, argv) -> None:
+def _train(rank, ranks, port, path, log, argv, room) -> None:
     sys.path[:] = path
     descriptor = os.open(log, os.O_CREAT | os.O_WRONLY | os.O_APPEND)
     os.dup2(descriptor, 1)
@@ -97,6 +108,10 @@ def _train(rank, ranks, port, path, log, argv) -> None:
     import train
 
     torch.set_num_threads(1)
+    if room is not None:
+        pages = int(Path("/proc/self/statm").read_text().split()[0])
+        most = pages * resource.getpagesize() + room
+        resource.setrlimit(resource.RLIMIT_AS, (most, most))
     code = train.main(list(argv))
     sys.stderr.flush()
     os._exit(code)

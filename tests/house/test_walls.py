@@ -17,7 +17,7 @@ FLOORS = [
     {"parallelize", "optim", "checkpoint"},
     {"training"},
     {"job"},
-    {"generate"},
+    {"generate", "planning"},
 ]
 FLOOR = {room: number for number, floor in enumerate(FLOORS) for room in floor}
 FILES = sorted(PACKAGE.rglob("*.py"))

@@ -92,6 +92,7 @@ def join(device: torch.device, comm: CommConfig, debug: DebugConfig, folder: Pat
     """Join the ranks, with the same seeds on all; leave them at the end, also after an error."""
     rank, ranks = launched_ranks()
     if device.type == "cuda":
+        grow_segments()
         torch.cuda.set_device(device)
         _record_flights(comm, folder)
     else:
@@ -148,6 +149,17 @@ def keep_freed_memory() -> None:
     trim_threshold, mmap_max = -1, -4  # malloc.h's M_TRIM_THRESHOLD and M_MMAP_MAX
     libc.mallopt(trim_threshold, -1)  # never trim
     libc.mallopt(mmap_max, 0)  # nor take blocks that would be unmapped when freed
+
+
+def grow_segments() -> None:
+    """Let the CUDA allocator extend its blocks, so that memory is not lost between them.
+
+    Read when CUDA is first used. What the user has said, by its name of today or the older one,
+    stays.
+    """
+    names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
+    if not any(name in os.environ for name in names):
+        os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
 
 
 def tighten_timeouts(seconds: int, besides: dist.ProcessGroup | None) -> None:

@@ -88,6 +88,12 @@ class Watch:
         before, moves, _ = self._place
         self._place = (step, moves + 1 if step == before else 0, phase)
 
+    @property
+    def place(self) -> str:
+        """Where the main thread is, in words."""
+        step, _, phase = self._place
+        return f"step {step}, {phase}"
+
     def tighten(self, seconds: float) -> None:
         """Be patient for `seconds` from now on: the first step is behind us."""
         self.seconds = seconds

@@ -70,6 +70,9 @@ class Family:
     attention: str  # pattern of the modules that take q, k, v [B, H, T, K] to causal attention
     output: str  # the module that is the output layer and the loss, a models.loss.Output
     count_parameters: Callable[[Any], int]
+    count_block_parameters: Callable[[Any], int]
+    kept_by_block: Callable[[Any], int]
+    # numbers a token that a block keeps for backward, where nothing is computed again
     flops_per_token: Callable[..., float]  # (shape, seq_len, full_attention=False)
     costs: Callable[[Any, int], dict[str, float]]
     # (shape, seq_len) -> FLOPs a token of each module, in the order in which they run

@@ -191,11 +191,23 @@ START = {
 
 
 def _count_parameters(shape: LlamaShape) -> int:
+    vocabularies = 1 if shape.tied_embeddings else 2
+    ends = vocabularies * shape.vocab_size * shape.dim + shape.dim
+    return shape.n_layers * _count_block_parameters(shape) + ends
+
+
+def _count_block_parameters(shape: LlamaShape) -> int:
     heads = (shape.n_heads * 2 + shape.n_kv_heads * 2) * shape.head_width
     norms = 2 * shape.dim + (2 * shape.head_width if shape.qk_norm else 0)
-    block = shape.dim * (heads + 3 * shape.hidden_dim) + norms
-    vocabularies = 1 if shape.tied_embeddings else 2
-    return shape.n_layers * block + vocabularies * shape.vocab_size * shape.dim + shape.dim
+    return shape.dim * (heads + 3 * shape.hidden_dim) + norms
+
+
+def _kept_by_block(shape: LlamaShape) -> int:
+    """Numbers a token that autograd holds for a block, as counted in fp32; in bf16 a CPU, whose
+    norms compute in fp32, holds up to a third more."""
+    queries, keys = (heads * shape.head_width for heads in (shape.n_heads, shape.n_kv_heads))
+    normed = 2 * (queries + keys) if shape.qk_norm else 0
+    return 5 * shape.dim + 3 * queries + 2 * keys + normed + 4 * shape.hidden_dim
 
 
 def _flops_per_token(shape: LlamaShape, seq_len: int, full_attention: bool = False) -> float:
@@ -360,6 +372,8 @@ LLAMA = Family(
     attention="layers.*.attention.attend",
     output="output",
     count_parameters=_count_parameters,
+    count_block_parameters=_count_block_parameters,
+    kept_by_block=_kept_by_block,
     flops_per_token=_flops_per_token,
     costs=_costs,
     tied=_tied,

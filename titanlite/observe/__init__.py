@@ -10,12 +10,14 @@ from titanlite.observe.config import (
 )
 from titanlite.observe.curve import draw_loss
 from titanlite.observe.hardware import measure_matmul_flops, peak_flops, peak_memory_bytes
+from titanlite.observe.memory import Held
 from titanlite.observe.meters import Meter, open_meter
 from titanlite.observe.profiler import open_profiler
 from titanlite.observe.sinks import METRICS_FILE, Sinks, open_sinks, silent_sinks
 
 __all__ = [
     "METRICS_FILE",
+    "Held",
     "Meter",
     "MetricsConfig",
     "ProfilingConfig",

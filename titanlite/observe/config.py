@@ -33,8 +33,9 @@ class ProfilingConfig:
     profile_freq: Positive = 10  # steps from one trace to the next
     profiler_active: Positive = 1  # steps in a trace
     profiler_warmup: NotNegative = 3  # steps before a trace, watched but thrown away
-    enable_memory_snapshot: Annotated[bool, Built((False,), "A memory snapshot")] = False
-    # write which allocations were alive, and when
+    enable_memory_snapshot: bool = False
+    # write which allocations of a GPU were alive, and when, as often, when memory runs out, and
+    # whenever the file `please` in their folder is touched
     save_memory_snapshot_folder: str = "memory_snapshot"  # their folder, under job.dump_folder
 
 

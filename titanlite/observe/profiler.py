@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Protocol
 
@@ -11,6 +12,7 @@ from torch.profiler import ProfilerActivity, profile, schedule
 
 from titanlite.log import logger
 from titanlite.observe.config import ProfilingConfig
+from titanlite.observe.snapshots import snapshots_of
 
 
 class Profiler(Protocol):
@@ -24,12 +26,20 @@ class Profiler(Protocol):
 def open_profiler(
     config: ProfilingConfig, folder: Path, rank: int, first_step: int = 0
 ) -> Profiler:
-    """Writes folder/save_traces_folder/iteration_N/rankR_trace.json every `profile_freq` steps.
+    """What [profiling] asks for: traces, memory snapshots, both or nothing.
 
-    `first_step` is the step that the run goes on from, so that N is the run's own count.
+    `first_step` is the step that the run goes on from, so that files are named by the run's count.
     """
-    if not config.enable_profiling:
-        return _Idle()
+    asked: list[Profiler] = []
+    if config.enable_memory_snapshot:
+        asked.append(snapshots_of(config, folder, rank, first_step))
+    if config.enable_profiling:
+        asked.append(_traces(config, folder, rank, first_step))
+    return _All(asked)
+
+
+def _traces(config: ProfilingConfig, folder: Path, rank: int, first_step: int) -> Profiler:
+    """Writes folder/save_traces_folder/iteration_N/rankR_trace.json every `profile_freq` steps."""
     traces = folder / config.save_traces_folder
     warmup, active = config.profiler_warmup, config.profiler_active
     cycle = schedule(wait=config.profile_freq - warmup - active, warmup=warmup, active=active)
@@ -53,14 +63,20 @@ def open_profiler(
     )
 
 
-class _Idle:
-    """Profiling that is off."""
+class _All:
+    """Several profilers as one, or none."""
+
+    def __init__(self, profilers: list[Profiler]):
+        self.profilers, self.opened = profilers, ExitStack()
 
     def __enter__(self) -> Profiler:
+        for profiler in self.profilers:
+            self.opened.enter_context(profiler)
         return self
 
     def __exit__(self, *raised) -> None:
-        pass
+        self.opened.__exit__(*raised)
 
     def step(self) -> None:
-        pass
+        for profiler in self.profilers:
+            profiler.step()

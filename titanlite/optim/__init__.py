@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
-from titanlite.optim.build import OptimizerConfig, build_optimizer, set_lr
+from titanlite.optim.adam import moment_bytes
+from titanlite.optim.build import (
+    OptimizerConfig,
+    build_optimizer,
+    optimizer_problems,
+    set_lr,
+)
 from titanlite.optim.clip import clip_gradients
+from titanlite.optim.early import EarlySteps
 from titanlite.optim.scale import LossScale, LossScaleConfig
 from titanlite.optim.schedule import LRSchedulerConfig, lr_share
 
 __all__ = [
+    "EarlySteps",
     "LRSchedulerConfig",
     "LossScale",
     "LossScaleConfig",
@@ -15,5 +23,7 @@ __all__ = [
     "build_optimizer",
     "clip_gradients",
     "lr_share",
+    "moment_bytes",
+    "optimizer_problems",
     "set_lr",
 ]

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
 import torch
 from torch import nn
 
+from titanlite.errors import ConfigError
+from titanlite.optim.adam import LeanAdam, StateDtype
 from titanlite.optim.groups import parameter_groups
-from titanlite.settings import Built, Range, Share
+from titanlite.settings import Range, Share
 
 
 @dataclass(frozen=True)
@@ -27,8 +30,17 @@ class OptimizerConfig:
     # patterns of parameter names that weight decay leaves alone
     implementation: Literal["for-loop", "foreach", "fused"] = "fused"
     # kernels: one a parameter and operation, one an operation, one in all (SGD has the first two)
-    early_step_in_backward: Annotated[bool, Built((False,), "Stepping in backward")] = False
-    # update each parameter as soon as its gradient is there
+    early_step_in_backward: bool = False
+    # update each parameter as soon as its gradient is there, and forget the gradient
+    state_dtype: StateDtype = "float32"
+    # type of the moments; float32: training.dtype; in 8 or 4 bits each block of 128 in a row has a
+    # scale, and vectors stay float32
+    offload: bool = False  # keep the moments in host memory; updates wait for them to travel
+
+    @property
+    def lean(self) -> bool:
+        """Whether the moments are kept in less memory than torch's own optimizers keep them in."""
+        return self.state_dtype != "float32" or self.offload
 
 
 def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Optimizer:
@@ -40,6 +52,17 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Op
         return torch.optim.SGD(groups, lr=config.lr, momentum=config.momentum, foreach=foreach)
     kind = torch.optim.AdamW if config.name == "AdamW" else torch.optim.Adam
     betas = (config.beta1, config.beta2)
+    if config.lean:
+        return LeanAdam(
+            groups,
+            lr=config.lr,
+            betas=betas,
+            eps=config.eps,
+            decoupled=config.name == "AdamW",
+            kind=config.state_dtype,
+            host=config.offload,
+            compiled=fused,
+        )
     return kind(groups, lr=config.lr, betas=betas, eps=config.eps, foreach=foreach, fused=fused)
 
 
@@ -47,3 +70,35 @@ def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
     """The rate of the next step."""
     for group in optimizer.param_groups:
         group["lr"] = lr
+
+
+def optimizer_problems(config: OptimizerConfig) -> Iterator[ConfigError]:
+    """Moments that the optimizer has not, or that would not move."""
+    if not config.lean:
+        return
+    asked = [f'state_dtype = "{config.state_dtype}"'] if config.state_dtype != "float32" else []
+    asked += ["offload = true"] if config.offload else []
+    keys = tuple(f"optimizer.{words.split()[0]}" for words in asked)
+    wish = f"optimizer.{' and '.join(asked)}"
+    if config.name == "SGD":
+        yield ConfigError(
+            f"{wish}: is about the moments of AdamW and Adam, and optimizer.name is SGD.",
+            fix="Leave it out, or use AdamW.",
+            keys=(*keys, "optimizer.name"),
+        )
+    if config.implementation == "foreach":
+        yield ConfigError(
+            f'{wish}: is built one parameter at a time, and optimizer.implementation = "foreach".',
+            fix='Use "fused" (a compiled kernel a parameter), or "for-loop".',
+            keys=(*keys, "optimizer.implementation"),
+        )
+    if config.state_dtype == "bfloat16":
+        for key in ("beta1", "beta2"):
+            beta, most = getattr(config, key), 1 - torch.finfo(torch.bfloat16).eps / 2
+            if beta > most:
+                yield ConfigError(
+                    f"optimizer.{key} = {beta:g}: a moment in bfloat16 cannot move by so little as"
+                    f" {1 - beta:g} of itself.",
+                    fix=f'Use at most {most:g}, or state_dtype = "8bit", whose scales are float32.',
+                    keys=(f"optimizer.{key}", "optimizer.state_dtype"),
+                )

@@ -20,6 +20,7 @@ from titanlite.distributed.session import tighten_timeouts
 from titanlite.distributed.stop import Council, StopRequest
 from titanlite.errors import CheckpointError, UserError
 from titanlite.log import logger
+from titanlite.optim import EarlySteps
 from titanlite.parallelize.compile import compiled_so_far
 from titanlite.settings import Built, Positive, Range
 from titanlite.training.engine import Engine
@@ -102,6 +103,7 @@ def run(
     meter: Meter,
     sinks: Sinks,
     profiler: Any,
+    early: EarlySteps | None = None,
 ) -> int:
     """Train from where `state` is to `config.steps`; returns why it stopped before, or 0.
 
@@ -136,6 +138,7 @@ def run(
                 global_batch=global_batch,
                 lr=lr,
                 max_norm=config.max_norm,
+                early=early,
                 now=partial(watch.now, state.step + 1),
             )
             meter.step_done(global_batch * inputs.shape[1])

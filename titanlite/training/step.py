@@ -9,7 +9,7 @@ from torch import Tensor
 from titanlite.distributed.collectives import sum_over
 from titanlite.distributed.mesh import Mesh
 from titanlite.models import valid_tokens
-from titanlite.optim import clip_gradients, set_lr
+from titanlite.optim import EarlySteps, clip_gradients, set_lr
 from titanlite.training.engine import Engine, Now, silent
 from titanlite.training.state import TrainState
 
@@ -33,23 +33,28 @@ def take_step(
     global_batch: int,
     lr: float,
     max_norm: float,
+    early: EarlySteps | None = None,
     now: Now = silent,
 ) -> StepResult:
     """Learn from this rank's rows [rows, T] of one global batch of `global_batch` samples.
 
-    `now` is told each phase as it begins: forward, backward, step.
+    `early` takes the step in backward. `now` is told each phase as it begins: forward, backward,
+    step.
     """
     now("forward")  # already, because the first collective is this one
     # Ranks that share these rows have them whole, so each label is counted once.
     valid = sum_over(mesh.batch, valid_tokens(labels)).clamp(min=1)
     scale = 1.0 if state.loss_scale is None else state.loss_scale.value
+    set_lr(state.optimizer, lr)  # before backward, where the step may be taken
     loss = sum_over(mesh.loss, engine.forward_backward(inputs, labels, valid / scale, now)) / scale
     now("step")
-    grad_norm = clip_gradients(state.model.parameters(), max_norm, mesh.pp, scale)
+    if early:
+        grad_norm = early.norm()
+    else:
+        grad_norm = clip_gradients(state.model.parameters(), max_norm, mesh.pp, scale)
     # Under float16 this waits for the device. The norm is that of all ranks, so all decide alike.
     finite = state.loss_scale is None or bool(grad_norm.isfinite())
-    if finite:
-        set_lr(state.optimizer, lr)
+    if finite and not early:
         state.optimizer.step()
     state.optimizer.zero_grad()
     if state.loss_scale is not None:

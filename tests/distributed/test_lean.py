@@ -1,0 +1,51 @@
+"""Moments in less memory are the same under every layout, and so is what a checkpoint holds."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from tests.distributed.oracle import ADAMW, Layout, one_process, spread_runs, start
+from tests.distributed.ranks import run_on_ranks
+from tests.distributed.test_resume import STOP, go_on_under, of_all, stop_under
+
+from titanlite.errors import ConfigError
+
+# Two tensor-parallel ranks cut some rows in two, each of two blocks; 509 rows divide nothing.
+SHAPE = replace(ADAMW.shape, head_dim=64, hidden_dim=256)
+RECIPE = replace(ADAMW, shape=SHAPE, batch=12, seq_len=12)
+PIPELINE = Layout(pipeline=2, shard=2, microbatch=3)
+
+
+def test_every_layout_learns_with_lean_moments_what_one_process_learns():
+    """Clipped, too. A moment that rounding tips over is a code off, so the norm is as it may be."""
+    recipes = [replace(RECIPE, state_dtype=kind) for kind in ("bfloat16", "8bit", "4bit", "float8")]
+    cases = [(Layout(shard=2, tensor=2), recipe) for recipe in recipes]
+    for recipe, record in zip(recipes, run_on_ranks(spread_runs, 4, cases)[0], strict=True):
+        right = one_process(recipe)
+        assert record.losses == pytest.approx(right.losses, rel=1e-5), recipe.state_dtype
+        assert record.norms == pytest.approx(right.norms, rel=1e-3), recipe.state_dtype
+
+
+@pytest.mark.parametrize("kind", ["8bit", "4bit"])
+def test_lean_moments_go_on_under_any_layout_bit_for_bit(kind, tmp_path):
+    recipe, folder = replace(RECIPE, state_dtype=kind), str(tmp_path)
+    saved = of_all(run_on_ranks(stop_under, 4, Layout(shard=2, tensor=2), recipe, folder))
+    assert any(f"exp_avg_root_{kind}_scale" in name for name in saved)
+    right = one_process(recipe).losses[STOP:]
+    for layout in (Layout(), Layout(shard=3), PIPELINE):
+        answers = run_on_ranks(go_on_under, layout.degrees.ranks, layout, recipe, [folder])
+        assert of_all([loaded for ((loaded, _),) in answers]) == saved, str(layout)
+        assert answers[0][0][1] == pytest.approx(right, rel=1e-5)
+
+
+def cut_blocks() -> str:
+    try:
+        start(Layout(tensor=2), replace(RECIPE, state_dtype="8bit", shape=ADAMW.shape))
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+def test_a_layout_that_would_cut_blocks_is_refused():
+    assert "rows of 32 is split into rows of 16" in run_on_ranks(cut_blocks, 2)[0]
