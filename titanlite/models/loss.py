@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Annotated, Protocol
+from typing import Annotated
 
 import torch
 import torch.nn.functional as F
@@ -30,32 +30,35 @@ class LossConfig:
     # weight of the squared logarithm of the softmax's sum, which keeps logits small; 1e-4 is usual
 
 
-class Vocabulary(Protocol):
-    """Which logits this process has, and what it needs to know of the others."""
+class Vocabulary:
+    """Which logits this process has; here all of them, and nobody else to ask."""
 
-    first: int  # the id that its first logit is of
+    first = 0  # the id that its first logit is of
+
+    def __init__(self):
+        self.exponentials = exponentials  # or a compiled one
 
     def own(self, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
         """The plain tensors of this process behind hidden states and output weights."""
-
-    def normalise(self, logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        """(log of the sum of exp over all logits, logit of the label), [N] each.
-
-        From this process's logits [N, V'] in fp32; what it gives for IGNORED is not looked at.
-        """
-
-
-class WholeVocabulary:
-    """All logits are here."""
-
-    first = 0
-
-    def own(self, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
         return x, weight
 
-    def normalise(self, logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        at = logits.gather(-1, labels.clamp(min=0).unsqueeze(-1)).squeeze(-1)
-        return logits.logsumexp(-1), at
+    def normalise(self, logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """(largest logit, log of the sum of exp over all logits, logit of the label), [N] each.
+
+        From this process's logits [N, V'] in fp32, of which exp(logit - largest) is left. What it
+        gives for IGNORED is not looked at.
+        """
+        largest = self.largest(logits.amax(-1))
+        total, at = self.sum(self.exponentials(logits, largest, labels - self.first))
+        return largest, largest + total.log(), at
+
+    def largest(self, own: Tensor) -> Tensor:
+        """The largest of all, of what each process has."""
+        return own
+
+    def sum(self, own: Tensor) -> Tensor:
+        """The sum of what each process has."""
+        return own
 
 
 class Output(nn.Linear):
@@ -63,7 +66,7 @@ class Output(nn.Linear):
 
     def __init__(self, dim: int, vocab_size: int):
         super().__init__(dim, vocab_size, bias=False)
-        self.loss, self.vocabulary = LossConfig(), WholeVocabulary()
+        self.loss, self.vocabulary = LossConfig(), Vocabulary()
         self.slope: Callable[..., Tensor] = slope  # or a compiled one
 
     def forward(self, x: Tensor, labels: Tensor | None = None) -> Tensor:
@@ -83,25 +86,23 @@ class _OutputLoss(torch.autograd.Function):
     def forward(
         ctx, x: Tensor, weight: Tensor, labels: Tensor, output: Output, learn: bool
     ) -> Tensor:
-        vocabulary, z_loss = output.vocabulary, output.loss.z_loss if learn else 0.0
+        z_loss = output.loss.z_loss if learn else 0.0
         size = output.loss.chunk_tokens or max(1, len(x))
         total = torch.zeros((), device=x.device)
         dx = torch.empty_like(x) if learn else None
         dw: Tensor | None = None
         for rows in (slice(start, start + size) for start in range(0, len(x), size)):
-            logits = F.linear(x[rows], weight).float()
-            lse, at = vocabulary.normalise(logits, labels[rows])
-            valid = labels[rows] != IGNORED
-            total += torch.where(valid, lse - at + z_loss * lse.square(), 0.0).sum()
+            loss, dz = _of_chunk(x[rows], weight, labels[rows], output, z_loss, learn)
+            total += loss
             if not learn:
                 continue
-            dz = output.slope(logits, lse, labels[rows], vocabulary.first, z_loss).to(weight.dtype)
             torch.mm(dz, weight, out=dx[rows])
             if size >= len(x):
                 dw = dz.mT @ x
             else:  # in fp32: rounding between chunks would be an error of its own
                 dw = torch.zeros_like(weight, dtype=torch.float32) if dw is None else dw
                 dw += dz.mT @ x[rows]
+            del dz  # before the next logits come
         if learn:
             ctx.save_for_backward(dx, dw)
             ctx.dtype = weight.dtype
@@ -119,17 +120,41 @@ def _scaled(kept: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.mul(kept, factor.view(1, 1), out=torch.empty_like(kept, dtype=dtype))
 
 
-def slope(logits: Tensor, lse: Tensor, labels: Tensor, first: int, z_loss: float) -> Tensor:
-    """The gradient of the summed loss by this process's logits [N, V'] in fp32; overwrites them."""
+def _of_chunk(
+    x: Tensor, weight: Tensor, labels: Tensor, output: Output, z_loss: float, learn: bool
+) -> tuple[Tensor, Tensor | None]:
+    """The loss of a few tokens, and its gradient by their logits, in one buffer in fp32."""
+    vocabulary, logits = output.vocabulary, F.linear(x, weight).float()
+    largest, lse, at = vocabulary.normalise(logits, labels)
     valid = labels != IGNORED
-    share = logits.sub_(lse.unsqueeze(-1)).exp_()
-    if z_loss:
-        share.mul_((1 + 2 * z_loss * lse).unsqueeze(-1))
-    share.mul_(valid.unsqueeze(-1))
-    place = labels - first
+    loss = torch.where(valid, lse - at + z_loss * lse.square(), 0.0).sum()
+    if not learn:
+        return loss, None
+    factor = torch.where(valid, (largest - lse).exp() * (1 + 2 * z_loss * lse), 0.0)
+    return loss, output.slope(logits, factor, labels - vocabulary.first).to(weight.dtype)
+
+
+def exponentials(logits: Tensor, largest: Tensor, place: Tensor) -> Tensor:
+    """[2, N]: the sum of exp(logit - largest), which is left of logits [N, V], and the logit at
+    `place`, or 0 where that is not among them."""
+    here, index = _within(place, logits)
+    at = torch.where(here, logits.gather(-1, index).squeeze(-1), 0.0)
+    logits.sub_(largest.unsqueeze(-1)).exp_()
+    return torch.stack((logits.sum(-1), at))
+
+
+def slope(shares: Tensor, factor: Tensor, place: Tensor) -> Tensor:
+    """The gradient by the logits of the summed loss, in place: shares [N, V] times `factor` [N] are
+    those of a softmax, all zero where nothing is learned."""
+    here, index = _within(place, shares)
+    shares.mul_(factor.unsqueeze(-1))
+    return shares.scatter_add_(-1, index, -here.to(shares.dtype).unsqueeze(-1))
+
+
+def _within(place: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
+    """Whether each place [N] is one of the logits [N, V], and an index [N, 1] that always is."""
     here = (place >= 0) & (place < logits.shape[-1])
-    index = place.clamp(0, logits.shape[-1] - 1).unsqueeze(-1)
-    return share.scatter_add_(-1, index, -here.to(share.dtype).unsqueeze(-1))
+    return here, place.clamp(0, logits.shape[-1] - 1).unsqueeze(-1)
 
 
 def valid_tokens(labels: Tensor) -> Tensor:

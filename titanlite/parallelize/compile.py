@@ -52,11 +52,12 @@ def compile_blocks(blocks: nn.ModuleDict, config: CompileConfig) -> None:
 
 
 def compile_loss(output: Output | None, config: CompileConfig) -> None:
-    """Compile what is between the products of the loss: passes over the logits become one."""
+    """Compile what is between the products of the loss: passes over the logits become fewer."""
     if output is not None and config.compiles("loss"):
-        output.slope = torch.compile(
-            output.slope, backend=config.backend, fullgraph=True, dynamic=False
-        )
+        how = {"backend": config.backend, "fullgraph": True, "dynamic": False}
+        output.slope = torch.compile(output.slope, **how)
+        vocabulary = output.vocabulary
+        vocabulary.exponentials = torch.compile(vocabulary.exponentials, **how)
 
 
 def overlap_tensor_parallel(tp: DeviceMesh) -> None:

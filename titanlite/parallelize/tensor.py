@@ -29,6 +29,7 @@ from torch.distributed.tensor.parallel import (
 from titanlite.distributed.collectives import gather, max_over, sum_over
 from titanlite.distributed.mesh import Degrees
 from titanlite.errors import ConfigError
+from titanlite.models import Vocabulary
 
 SEQUENCE = 1  # the dimension of [B, T, …] that is split between the matrices
 
@@ -113,7 +114,7 @@ class _VocabularyOut(ParallelStyle):
 
     def __init__(self, loss_parallel: bool):
         super().__init__()
-        self.kind = SharedVocabulary if loss_parallel else _GatheredVocabulary
+        self.kind = _SharedVocabulary if loss_parallel else _GatheredVocabulary
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         module.vocabulary = self.kind(device_mesh, module.out_features)
@@ -132,36 +133,34 @@ class _VocabularyOut(ParallelStyle):
         return output.full_tensor() if isinstance(output, DTensor) else output  # logits, or a loss
 
 
-class SharedVocabulary:
+class _SharedVocabulary(Vocabulary):
     """Each rank of a mesh has the logits of its part of the ids, and never the others'."""
 
     def __init__(self, tp: DeviceMesh, size: int):
+        super().__init__()
         self.tp, self.most = tp, -(-size // tp.size())  # ids of a rank; the last may have fewer
         self.first = tp.get_local_rank() * self.most
 
     def own(self, x: DTensor, weight: DTensor) -> tuple[Tensor, Tensor]:
         return x.to_local(grad_placements=[Partial()]), weight.to_local()
 
-    def normalise(self, logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        highest = max_over(self.tp, logits.amax(-1))
-        place = labels - self.first
-        here = (place >= 0) & (place < logits.shape[-1])
-        at = logits.gather(-1, place.clamp(0, logits.shape[-1] - 1).unsqueeze(-1)).squeeze(-1)
-        parts = torch.stack(
-            ((logits - highest.unsqueeze(-1)).exp().sum(-1), at.where(here, torch.zeros_like(at)))
-        )
-        total, at = sum_over(self.tp, parts)
-        return highest + total.log(), at
+    def largest(self, own: Tensor) -> Tensor:
+        return max_over(self.tp, own)
+
+    def sum(self, own: Tensor) -> Tensor:
+        return sum_over(self.tp, own)
 
 
-class _GatheredVocabulary(SharedVocabulary):
+class _GatheredVocabulary(_SharedVocabulary):
     """The same logits, which every rank then sees whole."""
 
-    def normalise(self, logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    def normalise(self, logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         padded = F.pad(logits, (0, self.most - logits.shape[-1]), value=-torch.inf)
         whole = gather(self.tp.get_group(), padded).transpose(0, 1).flatten(1)
-        at = whole.gather(-1, labels.clamp(min=0).unsqueeze(-1)).squeeze(-1)
-        return whole.logsumexp(-1), at
+        largest = whole.amax(-1)
+        total, at = self.exponentials(whole, largest, labels)
+        logits.sub_(largest.unsqueeze(-1)).exp_()
+        return largest, largest + total.log(), at
 
 
 def split_problems(degrees: Degrees, shape, seq_len: int, key: str) -> Iterator[ConfigError]:
