@@ -30,6 +30,7 @@ from titanlite.log import configure_log, logger
 from titanlite.observe import Held, open_meter, open_profiler, open_sinks, silent_sinks
 from titanlite.optim import EarlySteps, build_optimizer, lr_share
 from titanlite.parallelize import build_spread_model
+from titanlite.parallelize.activation import draw_budgets
 from titanlite.parallelize.attention import activate, choose_kernel
 from titanlite.parallelize.compile import keep_compiled
 from titanlite.planning import explain_out_of_memory
@@ -108,6 +109,8 @@ def train(
 
     if config.compile.enable:
         keep_compiled()
+    if config.activation_checkpoint.visualize_memory_budget_pareto:
+        draw_budgets(job.folder / "memory_budget_pareto")
     mesh, compute = build_mesh(job.degrees, device.type), job.passes.compute
     attention, sizes, in_parts = config.attention, job.attention_sizes, mesh.cp.size() > 1
     kernel = on_rank_0(lambda: choose_kernel(attention, sizes, compute, device, in_parts=in_parts))

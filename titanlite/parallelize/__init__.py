@@ -11,6 +11,7 @@ from titanlite.distributed.mesh import Mesh, ParallelismConfig
 from titanlite.models import Family, LossConfig
 from titanlite.parallelize.activation import (
     ActivationCheckpointConfig,
+    keep_to_budget,
     recompute_blocks,
     recompute_operations,
 )
@@ -81,6 +82,7 @@ def parallelize(
     recompute_operations(blocks, passes.recompute)
     if section.enable_async_tensor_parallel:
         overlap_tensor_parallel(mesh.tp)  # by the compiler, which must know of it
+    keep_to_budget(passes.recompute)
     compile_blocks(blocks, passes.compile)
     compile_loss(output, passes.compile)
     recompute_blocks(blocks, passes.recompute)  # around it: a whole block is run again as it is

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -37,7 +38,7 @@ class ActivationCheckpointConfig:
     early_stop: bool = False  # stop computing again once all that is needed is there
     memory_budget: Share = 0.5  # under memory_budget: share of the activations that may stay
     visualize_memory_budget_pareto: bool = False
-    # under memory_budget: draw memory against time, under job.dump_folder
+    # under memory_budget: draw memory against time, in memory_budget_pareto/ of job.dump_folder
     offload: bool = False  # keep in host memory what is saved, and fetch it ahead of backward
     preserve_rng_state: bool = False  # draw the same random numbers again; nothing here draws any
     determinism_check: Literal["default", "none"] = "default"  # compare shapes computed twice
@@ -66,6 +67,20 @@ def recompute_operations(blocks: nn.ModuleDict, config: ActivationCheckpointConf
     for block in blocks.values():
         contexts = partial(_contexts, _weight_shapes(block, never_kept))
         block.forward = partial(_recomputed, block.forward, config, contexts)
+
+
+def keep_to_budget(config: ActivationCheckpointConfig) -> None:
+    """Tell the compiler which share of the activations it may keep, in all that it compiles."""
+    # No public way in torch 2.11 to 2.15; the compiler's documentation names this one.
+    budget = config.memory_budget if config.mode == "memory_budget" else 1.0
+    torch._functorch.config.activation_memory_budget = budget
+
+
+def draw_budgets(folder: Path) -> None:
+    """Let the compiler draw, for every graph, what each budget costs in time."""
+    folder.mkdir(parents=True, exist_ok=True)
+    torch._functorch.config.visualize_memory_budget_pareto = True
+    torch._functorch.config.memory_budget_pareto_dir = str(folder)
 
 
 def _recomputed(forward, config: ActivationCheckpointConfig, contexts, *inputs):

@@ -76,8 +76,8 @@ def holdings_of(job: Job) -> Holdings:
     if not parallelism.disable_loss_parallel:
         vocabulary /= degrees.tensor
     chunk = min(tokens, config.loss.chunk_tokens or tokens)
-    # logits in fp32 twice, once as computed, and the gradient of the weights that made them
-    loss = chunk * (8 + compute) + shape.dim * (4 if chunk < tokens else compute)
+    # logits in fp32 and as they come, and the gradient of the weights that made them
+    loss = chunk * (4 + (compute if compute < 4 else 0)) + shape.dim * (4 if chunk < tokens else compute)
     return Holdings(
         weights,
         gradients,

@@ -1,0 +1,90 @@
+"""Compiled blocks are compiled once, whole, and stay what they were."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+
+import pytest
+import torch
+from tests.distributed.oracle import SGD, Layout, batch_at, deepened, spread
+from tests.distributed.ranks import run_on_ranks
+from tests.parallelize.memory import taken
+from torch._dynamo.utils import counters
+
+from titanlite.models import FAMILIES, LlamaShape, valid_tokens
+from titanlite.parallelize.activation import ActivationCheckpointConfig, keep_to_budget
+from titanlite.parallelize.compile import (
+    CompileConfig,
+    compile_blocks,
+    compiled_so_far,
+    keep_compiled,
+)
+
+BLOCKS = 4
+
+
+def steps_that_compile(layout) -> tuple[int, int, str, bool]:
+    """(graphs after two steps, after four, what is said of them, whether names are plain)."""
+    recipe = deepened(SGD, layout)
+    model, mesh, engine = spread(layout, recipe)
+    rows = recipe.batch // mesh.degrees.data
+    mine = slice(mesh.batch_rank * rows, (mesh.batch_rank + 1) * rows)
+    graphs = []
+    for stance in ("default", "fail_on_recompile"):
+        with torch.compiler.set_stance(stance):
+            for step in (0, 1):
+                inputs, labels = (part[mine] for part in batch_at(step, recipe))
+                engine.forward_backward(inputs, labels, valid_tokens(labels))
+        graphs.append(counters["stats"]["unique_graphs"])
+    plain = {name for name, _ in FAMILIES["llama3"].build(recipe.shape).named_parameters()}
+    return *graphs, compiled_so_far(), {name for name, _ in model.named_parameters()} <= plain
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        Layout(),
+        Layout(recompute="op"),
+        Layout(recompute="full"),
+        Layout(shard=2, accumulate=3),
+        Layout(shard=2, offload_activations=True),
+        Layout(pipeline=2, microbatch=9),
+    ],
+    ids=str,
+)
+def test_one_graph_serves_all_blocks_and_nothing_is_compiled_after_the_second_step(layout):
+    layout = replace(layout, compile="aot_eager")
+    for graphs, later, said, plain in run_on_ranks(steps_that_compile, layout.degrees.ranks, layout):
+        assert later == graphs <= 3  # a block, and the two of the loss
+        assert said.startswith(f"compiled {graphs} graphs in ")
+        assert plain
+
+
+def test_a_budget_of_the_compiler_is_kept_to():
+    held = {}
+    shape = LlamaShape(64, 2, 4, 4, 256, vocab_size=31)
+    for budget in (1.0, 0.5, 0.0):
+        torch._dynamo.reset()
+        config = ActivationCheckpointConfig(mode="memory_budget", memory_budget=budget)
+        model = FAMILIES["llama3"].build(shape)
+        keep_to_budget(config)
+        compile_blocks(
+            model.layers, CompileConfig(enable=True, backend="aot_eager_decomp_partition")
+        )
+        tokens = torch.zeros(2, 128, dtype=torch.int64)
+        model(tokens, labels=tokens)
+        _, held[budget] = taken(lambda: model(tokens, labels=tokens))  # noqa: B023
+    keep_to_budget(ActivationCheckpointConfig(mode="none"))
+    print({budget: f"{size / 2**20:.2f} MiB" for budget, size in held.items()})  # pytest -rP
+    assert held[0.0] < held[0.5] < held[1.0]
+
+
+def test_compiled_code_is_kept_among_the_users_caches_unless_they_said_where(monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", "/somewhere")
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+    keep_compiled()
+    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == "/somewhere/titanlite/inductor"
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/elsewhere")
+    keep_compiled()
+    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == "/elsewhere"
