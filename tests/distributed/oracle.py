@@ -201,7 +201,7 @@ def _plain_validation(model, text: HeldOut) -> float:
     return F.cross_entropy(logits, text.labels.flatten(), ignore_index=IGNORED).item()
 
 
-def spread(layout: Layout, recipe: Recipe, dtype: torch.dtype = torch.float32):
+def spread(layout: Layout, recipe: Recipe, dtype: torch.dtype = torch.float32, **passes):
     """(what this rank holds, mesh, engine) of a layout on the ranks that run this."""
     section, mesh = layout.section(recipe), build_mesh(layout.degrees, "cpu")
     shape, local_batch = recipe.shape, layout.local_batch(recipe)
@@ -213,7 +213,7 @@ def spread(layout: Layout, recipe: Recipe, dtype: torch.dtype = torch.float32):
         mesh,
         section,
         plan,
-        layout.passes(dtype),
+        replace(layout.passes(dtype), **passes),
         CPU,
         seed=SEED,
     )
@@ -237,9 +237,9 @@ def spread_run(layout: Layout, recipe: Recipe) -> Record:
     return record
 
 
-def start(layout: Layout, recipe: Recipe) -> tuple[TrainState, Engine, Mesh]:
+def start(layout: Layout, recipe: Recipe, **options) -> tuple[TrainState, Engine, Mesh]:
     """A run under a layout, before its first step."""
-    model, mesh, engine = spread(layout, recipe)
+    model, mesh, engine = spread(layout, recipe, **options)
     return TrainState(model, build_optimizer(model, recipe.section)), engine, mesh
 
 

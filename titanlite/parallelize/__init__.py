@@ -15,7 +15,12 @@ from titanlite.models import Family
 from titanlite.parallelize.activation import ActivationCheckpointConfig, recompute_activations
 from titanlite.parallelize.compile import CompileConfig
 from titanlite.parallelize.context import attend_over_ranks
-from titanlite.parallelize.float8 import Float8Config
+from titanlite.parallelize.float8 import (
+    Float8Config,
+    float8_column,
+    scaling_at_once,
+    swap_in_float8,
+)
 from titanlite.parallelize.init import start_weights, tie
 from titanlite.parallelize.pipeline import PipelinePlan, parts_of
 from titanlite.parallelize.shard import shard_parameters
@@ -46,6 +51,7 @@ class SpreadModel:
     parts: dict[int, nn.Module]  # its pipeline stages, made of the same modules
     width: int  # of the activations between blocks
     dtype: torch.dtype  # and their type
+    rescale: Callable[[], None] = lambda: None  # to be called when weights may have changed
 
 
 def parallelize(
@@ -58,7 +64,9 @@ def parallelize(
     """Spread a plain model on meta, or a stage of one, over its mesh, in place."""
     blocks, shape = part.get_submodule(family.block_path), part.shape
     sharded_loss = not section.disable_loss_parallel
-    split_tensors(part, family.split, mesh.tp, shape.head_width, sharded_loss)
+    swap_in_float8(part, passes.float8)  # before the split, which has styles of their own for them
+    column = float8_column(passes.float8)
+    split_tensors(part, family.split, mesh.tp, shape.head_width, sharded_loss, column)
     tie(part, family.tied(shape))  # the split makes a parameter of each
     attend_over_ranks(part, family.attention, mesh.cp, section)
     # after the split, so that its gathers are computed again too; the names stay as they were
@@ -113,7 +121,11 @@ def build_spread_model(
     model, parts = parts_of(family, shape, plan, mesh.pp.get_local_rank())
     for part in parts.values():
         parallelize(part, family, mesh, section, passes)
+        for name, end in part.named_children():  # Float8 puts a new output layer into the part
+            if name != family.block_path:
+                setattr(model, name, end)
     model.to_empty(device="cpu" if passes.offload else device)  # memory for the shards, nothing more
     tie(model, family.tied(shape))  # as does this, where FSDP does not mend it by itself
     start_weights(model, family.start, shape.n_layers, seed)
-    return SpreadModel(model, parts, shape.dim, passes.compute)
+    rescale = scaling_at_once(model, passes.float8, mesh.tp)
+    return SpreadModel(model, parts, shape.dim, passes.compute, rescale)

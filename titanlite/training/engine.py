@@ -59,7 +59,7 @@ def build_engine(
     every = section.fsdp_gradient_reduction == "every_microbatch"
     share, context = share_of(mesh.cp, section), loss_context(mesh, section)
     if mesh.pp.size() == 1:
-        return Spmd(spread.model, share, context, local_batch, every)
+        return Spmd(spread.model, share, context, local_batch, every, spread.rescale)
     return Pipelined(spread, share, context, plan, mesh, device, every)
 
 
@@ -73,14 +73,17 @@ class Spmd:
         loss_context: Callable[[], AbstractContextManager],
         microbatch: int,
         reduce_every_microbatch: bool = True,
+        rescale: Callable[[], None] = lambda: None,
     ):
         self.model, self.share, self.loss_context = model, share, loss_context
         self.microbatch, self.reduce_every = microbatch, reduce_every_microbatch
+        self.rescale = rescale
 
     def forward_backward(
         self, inputs: Tensor, labels: Tensor, valid: Tensor, now: Now = silent
     ) -> Tensor:
         """`valid` 0-d: the valid labels of the whole global batch."""
+        self.rescale()
         positions = self.share.positions(inputs.shape[1], inputs.device)
         inputs, labels = self.share.of(inputs), self.share.of(labels)
         total = torch.zeros((), device=inputs.device)
@@ -98,6 +101,7 @@ class Spmd:
 
     @torch.no_grad()
     def evaluate(self, inputs: Tensor, labels: Tensor) -> Tensor:
+        self.rescale()
         positions = self.share.positions(inputs.shape[1], inputs.device)
         with self.loss_context():
             logits = self.model(self.share.of(inputs), positions)
@@ -130,6 +134,7 @@ class Pipelined:
         self, inputs: Tensor, labels: Tensor, valid: Tensor, now: Now = silent
     ) -> Tensor:
         """`valid` 0-d: the valid labels of the whole global batch."""
+        self.spread.rescale()
         self._valid = valid
         now("forward/backward")  # of different micro-batches, as the schedule has it
         total, rows = torch.zeros((), device=self.device), self.plan.rows
@@ -141,6 +146,7 @@ class Pipelined:
 
     @torch.no_grad()
     def evaluate(self, inputs: Tensor, labels: Tensor) -> Tensor:
+        self.spread.rescale()
         self._valid = 1.0
         plan = self.plan.fitting(len(inputs))
         missing = (0, 0, 0, -len(inputs) % plan.rows)  # a schedule runs what it was made for
