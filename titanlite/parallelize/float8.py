@@ -143,8 +143,8 @@ def float8_layers(model: nn.Module, config: Float8Config) -> tuple[list[str], di
     """
     chosen, left = [], {}
     words = [word for word in config.filter_fqns if word != AUTO]
-    pays = lambda module, name: True  # noqa: E731
-    if AUTO in config.filter_fqns:
+    pays = None
+    if AUTO in config.filter_fqns:  # experimental by its name, but what torchao exports
         pays = torchao()._auto_filter_for_recipe(config.recipe_name, filter_fqns=[])
     for name, layer in model.named_modules():
         if not isinstance(layer, nn.Linear):
@@ -154,7 +154,7 @@ def float8_layers(model: nn.Module, config: Float8Config) -> tuple[list[str], di
             left[name] = f'"{spared}" in filter_fqns'
         elif layer.out_features % MULTIPLE or layer.in_features % MULTIPLE:
             left[name] = f"{sizes}, no multiples of {MULTIPLE}"
-        elif not pays(layer, name):
+        elif pays and not pays(layer, name):
             left[name] = f"{sizes}, too small to gain"
         else:
             chosen.append(name)
@@ -182,7 +182,7 @@ def float8_column(config: Float8Config) -> Callable[[nn.Module], Kinds]:
 
 
 def scaling_at_once(model: nn.Module, config: Float8Config, tp: DeviceMesh) -> Callable[[], None]:
-    """What finds the scales of all weights of `model` that are gathered in 8 bits, by one reduction.
+    """What finds the scales of all weights of `model` gathered in 8 bits, by one reduction.
 
     It must run whenever weights may have changed. Where it does nothing, each weight finds its own
     as it is gathered; but over the ranks of FSDP only, so that each tensor-parallel part would have
@@ -251,9 +251,9 @@ def float8_problems(
     yield from _layer_problems(config, model, family.split, shape.head_width, degrees)
     if not config.emulate and recipe != "rowwise_with_gw_hp" and tokens % MULTIPLE:
         yield _problem(
-            f"{SECTION}.recipe_name: a rank runs {tokens} tokens at once (sequences of a micro-batch"
-            f" x training.seq_len / context-parallel ranks); Float8 units take multiples of"
-            f" {MULTIPLE}.",
+            f"{SECTION}.recipe_name: a rank runs {tokens} tokens at once (sequences of a"
+            " micro-batch x training.seq_len / context-parallel ranks); Float8 units take"
+            f" multiples of {MULTIPLE}.",
             f"Change one of them, or use {SECTION}.emulate = true.",
             "recipe_name",
         )
@@ -278,7 +278,8 @@ def _layer_problems(
     if not chosen:
         why = "; ".join(f"{name}: {left[name]}" for name in list(left)[:3])
         yield _problem(
-            f"{SECTION}.recipe_name = {config.recipe_name}: no linear layer would be Float8 ({why}…).",
+            f'{SECTION}.recipe_name = "{config.recipe_name}": no linear layer would be Float8'
+            f" ({why}…).",
             "Change filter_fqns or the sizes of the model, or leave the recipe out.",
             "recipe_name",
         )
@@ -302,8 +303,8 @@ def _layer_problems(
     if uneven and config.enable_fsdp_float8_all_gather:
         shown = ", ".join(f"{name} ({rows})" for name, rows in uneven.items())
         yield _problem(
-            f"{SECTION}.enable_fsdp_float8_all_gather = true: {ranks} ranks cannot share the rows of"
-            f" {shown} evenly, and torchao gathers equal shares only.",
+            f"{SECTION}.enable_fsdp_float8_all_gather = true: {ranks} ranks cannot share the rows"
+            f" of {shown} evenly, and torchao gathers equal shares only.",
             f"Name them in {SECTION}.filter_fqns, use other degrees, or leave it out.",
             "enable_fsdp_float8_all_gather",
         )
@@ -318,7 +319,8 @@ def float8_device_problems(config: Float8Config, device: torch.device) -> Iterat
         capability = torch.cuda.get_device_capability(device)
         if capability >= (8, 9):  # Ada; Hopper is 9.0
             return
-        has = f"{torch.cuda.get_device_name(device)}, of capability {'.'.join(map(str, capability))}"
+        shown = ".".join(map(str, capability))
+        has = f"{torch.cuda.get_device_name(device)}, of capability {shown}"
     yield _problem(
         f'{SECTION}.recipe_name = "{config.recipe_name}": this device ({has}) does not compute in'
         " Float8; a GPU of capability 8.9 or later does.",
