@@ -134,12 +134,13 @@ def far(found: Record, right: Record) -> list[float]:
 
 
 ALL = replace(SHAPE, vocab_size=512)  # the output layer too
+TIED = replace(ALL, tied_embeddings=True)
 ONE_HEAD = replace(ALL, n_kv_heads=1)  # copied to both ranks of a tensor-parallel pair
 
 
 def named(value) -> str:
     if isinstance(value, LlamaShape):
-        return {SHAPE: "shape", ALL: "all", ONE_HEAD: "one head"}[value]
+        return {SHAPE: "shape", ALL: "all", TIED: "tied", ONE_HEAD: "one head"}[value]
     return str(value)
 
 
@@ -151,7 +152,7 @@ def named(value) -> str:
     [
         (Layout(), TENSORWISE, ALL, 8),
         (Layout(shard=2, recompute="full"), SCALED, ALL, 4),
-        (Layout(shard=2, offload=True), GATHERED, SHAPE, 4),
+        (Layout(shard=2, offload=True), GATHERED, TIED, 4),
         (Layout(replicate=2, shard=2), SCALED, SHAPE, 2),
         (Layout(pipeline=2, microbatch=4), SCALED, ALL, 4),
         (Layout(shard=2), ROWWISE, SHAPE, 4),

@@ -61,15 +61,14 @@ def state_of(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -
 def _bare(weight: Tensor) -> Tensor:
     """A weight in the same memory, without what a tensor may be wrapped in to travel (Float8)."""
     local = _local(weight)
-    if not is_traceable_wrapper_subclass(local):
+    if not is_traceable_wrapper_subclass(local):  # torch's own question, though not a public one
         return weight
     inner = getattr(local, local.__tensor_flatten__()[0][0])
     if not isinstance(weight, DTensor):
         return inner
     whole = {"shape": weight.shape, "stride": weight.stride()}
-    return DTensor.from_local(
-        inner, weight.device_mesh, weight.placements, run_check=False, **whole
-    )
+    mesh, placements = weight.device_mesh, weight.placements
+    return DTensor.from_local(inner, mesh, placements, run_check=False, **whole)
 
 
 class Stage:

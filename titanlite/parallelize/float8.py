@@ -99,7 +99,7 @@ def torchao() -> ModuleType:
 
 
 def _gather_bytes(table: dict) -> None:
-    """Let torchao gather 8-bit numbers of a CPU as bytes: gloo has no type for them (2.11 to 2.15).
+    """Let torchao gather 8-bit numbers of a CPU as bytes: gloo has no type for them (2.13).
 
     Its table of operations is private, but the only place where it says how they travel.
     """

@@ -22,6 +22,7 @@ from titanlite.distributed.mesh import Degrees
 from titanlite.errors import ConfigError
 
 SEQUENCE = 1  # the dimension of [B, T, …] that is split between the matrices
+_TAKE_GATHERED = ("colwise", "colwise_kv")  # words of what is fed by a "gather_sequence" above it
 
 
 class Kinds(NamedTuple):
@@ -76,9 +77,6 @@ def _kinds_at(
     return found.pop() if len(found) == 1 else PLAIN
 
 
-_TAKE_GATHERED = ("colwise", "colwise_kv")
-
-
 def _styles(
     tp: DeviceMesh, head_width: int, loss_parallel: bool, kinds: Kinds
 ) -> dict[str, ParallelStyle]:
@@ -107,9 +105,7 @@ def _gather_sequence(kind: type[PrepareModuleInput]) -> PrepareModuleInput:
             first, *others = inputs
             return (*super()._prepare_input_fn((first,), device_mesh), *others)
 
-    return GatherSequence(
-        input_layouts=(Shard(SEQUENCE),), desired_input_layouts=(Replicate(),)
-    )
+    return GatherSequence(input_layouts=(Shard(SEQUENCE),), desired_input_layouts=(Replicate(),))
 
 
 class _KeyValueColwise(ParallelStyle):
