@@ -269,9 +269,9 @@ def test_tensor_parallel_gathers_activations_in_8_bits():
 # --- weights that change between steps -----------------------------------------------------------
 
 
-def losses_after_changes(float8: Float8Config) -> list[float]:
+def losses_after_changes(layout: Layout, float8: Float8Config) -> list[float]:
     """Of held-out text: after a step, after every weight was changed in place, and after a step."""
-    layout, text = Layout(shard=2), HeldOut(RECIPE)
+    text = HeldOut(RECIPE)
     state, engine, mesh = start(layout, RECIPE, float8=float8)
     losses = []
     for until in (1, 2):
@@ -284,9 +284,13 @@ def losses_after_changes(float8: Float8Config) -> list[float]:
     return losses
 
 
-def test_scales_found_at_once_are_never_those_of_other_weights():
-    """A scale that is out of date saturates what has grown, without a word."""
-    scaled, each = (run_on_ranks(losses_after_changes, 2, f)[0] for f in (SCALED, GATHERED))
+@pytest.mark.parametrize("layout", [Layout(shard=2), Layout(tensor=2)], ids=str)
+def test_scales_are_those_of_the_whole_weight_as_it_is(layout):
+    """One that is out of date saturates what has grown, without a word; one of a part alone would
+    give the layout a say."""
+    scaled, each = (
+        run_on_ranks(losses_after_changes, 2, layout, f)[0] for f in (SCALED, GATHERED)
+    )
     assert scaled == each
 
 
