@@ -270,18 +270,26 @@ def test_tensor_parallel_gathers_activations_in_8_bits():
 
 
 def losses_after_changes(layout: Layout, float8: Float8Config) -> list[float]:
-    """Of held-out text: after a step, after every weight was changed in place, and after a step."""
-    text = HeldOut(RECIPE)
+    """Of held-out text after a step and after every weight was changed in place; of a step after
+    another change."""
+    text, record = HeldOut(RECIPE), Record()
     state, engine, mesh = start(layout, RECIPE, float8=float8)
-    losses = []
-    for until in (1, 2):
-        go_on(state, engine, mesh, RECIPE, Record(), until)
-        losses.append(validate(engine, text, text.samples, 4, mesh, CPU))
+
+    def held_out() -> float:
+        return validate(engine, text, text.samples, 4, mesh, CPU)
+
+    def change(factor: float) -> None:
         with torch.no_grad():
             for weight in state_of(state.model)["model"].values():
-                weight.to_local().mul_(8.0)
-        losses.append(validate(engine, text, text.samples, 4, mesh, CPU))
-    return losses
+                weight.to_local().mul_(factor)
+
+    go_on(state, engine, mesh, RECIPE, record, 1)
+    losses = [held_out()]
+    change(8.0)
+    losses.append(held_out())
+    change(4.0)
+    go_on(state, engine, mesh, RECIPE, record, 2)
+    return [*losses, *record.losses, *record.norms]
 
 
 @pytest.mark.parametrize("layout", [Layout(shard=2), Layout(tensor=2)], ids=str)
@@ -327,6 +335,8 @@ def test_checkpoints_do_not_know_of_float8(tmp_path):
     first, second = (str(tmp_path / name) for name in ("first", "second"))
     shard, tensor = Layout(shard=2), Layout(tensor=2)
     _, _, saved = run_on_ranks(go_on_from, 2, (None, first), shard, SCALED, 1)[0]
+    files = [path for path in Path(first).rglob("*") if path.is_file()]
+    assert files and not any(b"torchao" in path.read_bytes() for path in files)  # plain tensors
     loaded, _, without = run_on_ranks(go_on_from, 2, (first, second), tensor, PLAIN, 2)[0]
     assert loaded == saved
     loaded, _, _ = run_on_ranks(go_on_from, 2, (second, None), tensor, SCALED, 3)[0]
