@@ -7,11 +7,13 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
 from tests.conftest import ROOT
 from titanlite.data import ShardWriter
 from titanlite.errors import Problems, UserError, report
 from titanlite.job import FACTS, MOVED, JobConfig, open_data, read_job
+from titanlite.parallelize.float8 import torchao
 from titanlite.settings import all_keys, read_toml
 
 
@@ -26,6 +28,8 @@ def accepted(run_toml, *argv, ranks=1):
     return read_job(["--job.config_file", str(run_toml), *argv], ranks)
 
 
+FLOAT8 = "--quantize.linear.float8."
+TENSORWISE = [f"{FLOAT8}recipe_name", "tensorwise"]
 PIPELINE = ["--parallelism.pipeline_parallel_degree", "2"]
 EARLY = ["--optimizer.early_step_in_backward", "true", "--training.max_norm", "0"]
 
@@ -115,8 +119,30 @@ EARLY = ["--optimizer.early_step_in_backward", "true", "--training.max_norm", "0
          "cannot be used under context parallel"),
         (["--attention.mask", "document", "--data.tokenizer", "none.model"], 1, "data.tokenizer"),
         (["--attention.mask", "documents"], 1, 'Did you mean "document"'),
-        (["--quantize.linear.float8.recipe_name", "rowwise"], 1, "Float8 is not available"),
-        (["--model.converters", "float8"], 1, "Quantisation is not available"),
+        (["--model.converters", "float8"], 1, "Any other converter is not available"),
+        (["--model.converters", "quantize.linear.float8"], 1,
+         "(a CPU) does not compute in Float8; a GPU of capability 8.9"),
+        (TENSORWISE, 1, "Set quantize.linear.float8.emulate = true"),
+        ([f"{FLOAT8}emulate", "true"], 1, "emulate = true: but no recipe is set"),
+        ([f"{FLOAT8}enable_fsdp_float8_all_gather", "true"], 1, "but no recipe is set"),
+        ([f"{FLOAT8}precompute_float8_dynamic_scale_for_fsdp", "true"], 1, "but no recipe is set"),
+        ([f"{FLOAT8}recipe_name", "rowwise", f"{FLOAT8}enable_fsdp_float8_all_gather", "true"], 1,
+         'needs recipe_name = "tensorwise", not "rowwise"'),
+        ([*TENSORWISE, f"{FLOAT8}precompute_float8_dynamic_scale_for_fsdp", "true"], 1,
+         "and enable_fsdp_float8_all_gather = false"),
+        ([f"{FLOAT8}recipe_name", "rowwise_with_gw_hp",
+          f"{FLOAT8}filter_fqns", "auto_filter_small_kn"], 1, "goes by figures that torchao has not"),
+        ([*TENSORWISE, f"{FLOAT8}filter_fqns", "output,outptu"], 1,
+         '"outptu" is in the name of no linear layer. Take it out; there are layers.*.attention'),
+        ([*TENSORWISE, f"{FLOAT8}filter_fqns", "auto_filter_small_kn"], 1, "too small to gain"),
+        ([*TENSORWISE, f"{FLOAT8}filter_fqns", "attention,feed_forward"], 1,
+         "no linear layer would be Float8"),
+        ([*TENSORWISE, "--parallelism.tensor_parallel_degree", "2"], 2,
+         "leaves each rank of layers.*.attention.wk 8 x 32, layers.*.attention.wv 8 x 32;"),
+        ([*TENSORWISE, "--training.seq_len", "20"], 1, "a rank runs 40 tokens at once"),
+        ([*TENSORWISE, f"{FLOAT8}enable_fsdp_float8_all_gather", "true",
+          "--training.global_batch_size", "12"], 3,
+         "3 ranks cannot share the rows of layers.*.attention.wq (32), layers.*.attention.wk (16)"),
         (["--training.compile", "true"], 1, "is now compile.enable"),
         (["--job.device", "cuda"], 1, "sees no CUDA device"),
     ],
@@ -124,9 +150,6 @@ EARLY = ["--optimizer.early_step_in_backward", "true", "--training.max_norm", "0
 )  # fmt: skip
 def test_what_cannot_be_is_refused_with_the_reason(run_toml, argv, ranks, words):
     if argv[:1] == ["--job.device"]:
-        pytest.importorskip("torch")
-        import torch
-
         if torch.cuda.is_available():
             pytest.skip("this machine can")
     assert words in said(run_toml, *argv, ranks=ranks)
@@ -261,6 +284,36 @@ def test_several_problems_of_one_file_are_several_lines(run_toml, tmp_path):
     with pytest.raises(Problems) as raised:
         accepted(run_toml, "--data.sources", f"[{sources}]")
     assert len(raised.value.problems) == 2
+
+
+def test_float8_can_be_asked_for_as_torchtitan_does(run_toml):
+    asked = ["--model.converters", "quantize.linear.float8", f"{FLOAT8}emulate", "true"]
+    job = accepted(run_toml, *asked, f"{FLOAT8}filter_fqns", "output")
+    assert (job.passes.float8.recipe_name, job.passes.float8.emulate) == ("tensorwise", True)
+    assert "float8  tensorwise, emulated" in job.summary(torch.device("cpu"), None)
+    rowwise = accepted(run_toml, *asked, f"{FLOAT8}recipe_name", "rowwise")
+    assert rowwise.passes.float8.recipe_name == "rowwise"
+    without = accepted(run_toml, f"{FLOAT8}filter_fqns", "output")  # as torchtitan's own TOMLs say
+    assert without.passes.float8.recipe_name is None
+    assert "  float8  " not in without.summary(torch.device("cpu"), None)
+
+
+def test_float8_is_checked_for_another_machine(run_toml):
+    """Sizes that emulation does not mind are still those of the units it stands for."""
+    argv = [*TENSORWISE, "--job.check_ranks", "2", "--parallelism.tensor_parallel_degree", "2"]
+    assert "does not compute" not in (text := said(run_toml, *argv)) and "8 x 32" in text
+    fits = [*argv, f"{FLOAT8}filter_fqns", "attention"]
+    assert accepted(run_toml, *fits).passes.float8.filter_fqns == ["attention"]
+    assert accepted(run_toml, *argv, f"{FLOAT8}emulate", "true").degrees.tensor == 2
+
+
+def test_a_missing_torchao_is_said(run_toml, monkeypatch):
+    torchao.cache_clear()
+    monkeypatch.setitem(sys.modules, "torchao.float8", None)  # what Python does where there is none
+    assert 'Install it with "pip install torchao"' in said(run_toml, *TENSORWISE)
+    assert accepted(run_toml).passes.float8.recipe_name is None
+    monkeypatch.undo()
+    torchao.cache_clear()
 
 
 def test_a_schedule_from_a_file_must_be_for_this_job(run_toml, tmp_path):

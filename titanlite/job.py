@@ -47,7 +47,13 @@ from titanlite.parallelize.attention import (
 )
 from titanlite.parallelize.compile import CompileConfig, compile_problems
 from titanlite.parallelize.context import context_problems
-from titanlite.parallelize.float8 import QuantizeConfig
+from titanlite.parallelize.float8 import (
+    Float8Config,
+    QuantizeConfig,
+    float8_asked,
+    float8_device_problems,
+    float8_problems,
+)
 from titanlite.parallelize.pipeline import PipelinePlan, plan_pipeline
 from titanlite.parallelize.tensor import split_problems
 from titanlite.settings import NotNegative, Positive, Range, load, raise_together, to_toml
@@ -96,6 +102,10 @@ class JobConfig:
     profiling: ProfilingConfig = field(default_factory=ProfilingConfig)
     comm: CommConfig = field(default_factory=CommConfig)
     debug: DebugConfig = field(default_factory=DebugConfig)
+
+    @property
+    def float8(self) -> Float8Config:
+        return float8_asked(self.quantize.linear.float8, self.model.converters)
 
 
 _IN_DATA = "is now in [data]: tokenizer, sources = [{ name, path, weight }], validation = […]."
@@ -181,7 +191,7 @@ class Job:
             recompute=config.activation_checkpoint,
             loss=config.loss,
             compile=config.compile,
-            float8=config.quantize.linear.float8,
+            float8=config.float8,
             keep=DTYPES[training.dtype],
             compute=DTYPES[training.mixed_precision_param],
             reduce=DTYPES[training.mixed_precision_reduce],
@@ -255,6 +265,7 @@ class Job:
                 f" {self.degrees.data} ranks)",
                 f"  types   {training.mixed_precision_param} to compute,"
                 f" {training.mixed_precision_reduce} to reduce, {training.dtype} to keep",
+                *([f"  float8  {self.config.float8}"] if self.config.float8.recipe_name else []),
                 f"  output  {self.folder}",
             ]
         )
@@ -340,6 +351,15 @@ def problems_of(config: JobConfig, ranks: int) -> Iterator[UserError]:
             about += context_problems(degrees, config.parallelism, seq_len, key)
             found.update({str(problem): problem for problem in about})
         yield from found.values()
+        yield from _float8_problems(config, shape, degrees)
+
+
+def _float8_problems(config: JobConfig, shape, degrees: Degrees) -> Iterator[ConfigError]:
+    training, rows = config.training, config.training.local_batch_size
+    if degrees.pipeline > 1:
+        rows = config.parallelism.pipeline_parallel_microbatch_size
+    tokens = rows * training.seq_len // degrees.context
+    yield from float8_problems(config.float8, FAMILIES[config.model.name], shape, degrees, tokens)
 
 
 def _outside_problems(config: JobConfig) -> Iterator[UserError]:
@@ -479,6 +499,7 @@ def _device_problems(config: JobConfig) -> Iterator[UserError]:
     if config.job.check_ranks is None:  # else it is checked for another machine
         try:
             device = choose_device(config.job.device)
+            yield from float8_device_problems(config.float8, device)
         except ConfigError as error:
             yield error
             return

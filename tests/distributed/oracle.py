@@ -238,12 +238,7 @@ def _plain_validation(model, text: HeldOut, recipe: Recipe) -> float:
     return F.cross_entropy(logits, text.labels.flatten(), ignore_index=IGNORED).item()
 
 
-def spread(
-    layout: Layout,
-    recipe: Recipe,
-    dtype: torch.dtype = torch.float32,
-    keep: torch.dtype = torch.float32,
-):
+def spread(layout: Layout, recipe: Recipe, dtype: torch.dtype = torch.float32, **passes):
     """(what this rank holds, mesh, engine) of a layout on the ranks that run this."""
     section, mesh = layout.section(recipe), build_mesh(layout.degrees, "cpu")
     offload.LEAST_BYTES = 1  # everything here is small
@@ -256,7 +251,7 @@ def spread(
         mesh,
         section,
         plan,
-        replace(layout.passes(recipe, dtype), keep=keep),
+        replace(layout.passes(recipe, dtype), **passes),
         CPU,
         seed=SEED,
     )
@@ -283,13 +278,10 @@ def spread_run(layout: Layout, recipe: Recipe) -> Record:
 
 
 def start(
-    layout: Layout,
-    recipe: Recipe,
-    dtype: torch.dtype = torch.float32,
-    scale: LossScale | None = None,
+    layout: Layout, recipe: Recipe, scale: LossScale | None = None, **options
 ) -> tuple[TrainState, Engine, Mesh]:
     """A run under a layout, before its first step."""
-    model, mesh, engine = spread(layout, recipe, dtype)
+    model, mesh, engine = spread(layout, recipe, **options)
     return TrainState(model, build_optimizer(model, recipe.section), scale), engine, mesh
 
 

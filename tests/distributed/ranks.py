@@ -24,6 +24,7 @@ PRELOAD = [
     "torch.distributed.checkpoint.state_dict",
     "torch.distributed.fsdp",
     "torch.distributed.tensor.parallel",
+    "torchao.float8",
     "titanlite.parallelize",
     "titanlite.training",
     "titanlite.checkpoint",

@@ -112,7 +112,9 @@ OVERFLOWING = 2  # the step whose gradients overflow, on one rank alone
 
 def steps_with_an_overflow(layout) -> list[dict]:
     """What each of four steps in float16 left behind on this rank."""
-    state, engine, mesh = start(layout, ADAMW, torch.float16, LossScale(1024.0, growth_steps=3))
+    state, engine, mesh = start(
+        layout, ADAMW, LossScale(1024.0, growth_steps=3), dtype=torch.float16
+    )
     forward_backward = engine.forward_backward
 
     def injected(inputs, labels, valid, now):

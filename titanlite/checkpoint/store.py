@@ -29,7 +29,9 @@ from torch.distributed.checkpoint.state_dict import (
     get_optimizer_state_dict,
 )
 from torch.distributed.checkpoint.storage import StorageReader, WriteResult
+from torch.distributed.tensor import DTensor
 from torch.futures import Future
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from titanlite.checkpoint.manifest import UNFINISHED, FileRecord, TensorRecord
 from titanlite.checkpoint.place import Place
@@ -46,13 +48,27 @@ _BY_NAME = StateDictOptions(flatten_optimizer_state_dict=True)
 
 def state_of(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> State:
     """The tensors themselves, not copies; reading into them is loading."""
-    state: State = {"model": get_model_state_dict(model, options=_BY_NAME)}
+    weights = get_model_state_dict(model, options=_BY_NAME)
+    state: State = {"model": {name: _bare(weight) for name, weight in weights.items()}}
     if optimizer is not None:
         # Rates and decays come from the job, not from the checkpoint: only moments are kept. What
         # is not there yet (a fresh AdamW has none) is made here, to be read into.
         whole = get_optimizer_state_dict(model, optimizer, options=_BY_NAME)
         state["optimizer"] = {n: value for n, value in whole.items() if n.startswith("state.")}
     return state
+
+
+def _bare(weight: Tensor) -> Tensor:
+    """A weight in the same memory, without what a tensor may be wrapped in to travel (Float8)."""
+    local = _local(weight)
+    if not is_traceable_wrapper_subclass(local):  # torch's own question, though not a public one
+        return weight
+    inner = getattr(local, local.__tensor_flatten__()[0][0])
+    if not isinstance(weight, DTensor):
+        return inner
+    whole = {"shape": weight.shape, "stride": weight.stride()}
+    mesh, placements = weight.device_mesh, weight.placements
+    return DTensor.from_local(inner, mesh, placements, run_check=False, **whole)
 
 
 class Stage:
@@ -93,7 +109,7 @@ class Stage:
 
 
 def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, torch.distributed.tensor.DTensor) else tensor
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _pin(tensor: Tensor) -> None:

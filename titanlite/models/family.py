@@ -21,9 +21,10 @@ class ModelConfig:
 
     name: Literal["llama3"] = "llama3"  # the model family
     flavor: str = "debugmodel"  # a size of that family
-    converters: Annotated[list[str], Built(([],), "Quantisation")] = dataclasses.field(
-        default_factory=list
-    )  # quantised variants of the linear layers
+    converters: Annotated[
+        list[str], Built(([], ["quantize.linear.float8"]), "Any other converter")
+    ] = dataclasses.field(default_factory=list)
+    # torchtitan's switch of Float8, here another way to say recipe_name = "tensorwise"
     print_after_conversion: bool = False  # log the module tree once it is parallelized
     dim: Positive | None = None  # width of the residual stream
     n_layers: Positive | None = None  # blocks

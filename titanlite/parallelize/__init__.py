@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -23,7 +24,12 @@ from titanlite.parallelize.compile import (
     overlap_tensor_parallel,
 )
 from titanlite.parallelize.context import attend_over_ranks
-from titanlite.parallelize.float8 import Float8Config
+from titanlite.parallelize.float8 import (
+    Float8Config,
+    float8_column,
+    scaling_at_once,
+    swap_in_float8,
+)
 from titanlite.parallelize.init import start_weights, tie
 from titanlite.parallelize.offload import offload_activations
 from titanlite.parallelize.pipeline import PipelinePlan, parts_of
@@ -59,6 +65,7 @@ class SpreadModel:
     parts: dict[int, nn.Module]  # its pipeline stages, made of the same modules
     width: int  # of the activations between blocks
     dtype: torch.dtype  # and their type
+    rescale: Callable[[], None] = lambda: None  # to be called when weights may have changed
 
 
 def parallelize(
@@ -72,8 +79,9 @@ def parallelize(
     blocks, shape = part.get_submodule(family.block_path), part.shape
     if (output := getattr(part, family.output)) is not None:
         output.loss = passes.loss
-    shared_loss = not section.disable_loss_parallel
-    split_tensors(part, family.split, mesh.tp, shape.head_width, shared_loss)
+    swap_in_float8(part, passes.float8)  # before the split, which has styles of their own for them
+    shared_loss, column = not section.disable_loss_parallel, float8_column(passes.float8)
+    split_tensors(part, family.split, mesh.tp, shape.head_width, shared_loss, column)
     tie(part, family.tied(shape))  # the split makes a parameter of each
     attend_by(part, family.attention, passes.kernel, passes.documents)
     attend_over_ranks(part, family.attention, mesh.cp, section)  # it has kernels of its own
@@ -138,4 +146,5 @@ def build_spread_model(
     model.to_empty(device="cpu" if passes.offload else device)  # memory for the shards, nothing more
     tie(model, family.tied(shape))  # as does this, where FSDP does not mend it by itself
     start_weights(model, family.start, shape.n_layers, seed)
-    return SpreadModel(model, parts, shape.dim, passes.compute)
+    rescale = scaling_at_once(model, passes.float8, mesh.tp)
+    return SpreadModel(model, parts, shape.dim, passes.compute, rescale)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from fnmatch import fnmatchcase
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -32,64 +33,99 @@ from titanlite.errors import ConfigError
 from titanlite.models import Vocabulary
 
 SEQUENCE = 1  # the dimension of [B, T, …] that is split between the matrices
+_TAKE_GATHERED = ("colwise", "colwise_kv")  # words of what is fed by a "gather_sequence" above it
+
+
+class Kinds(NamedTuple):
+    """A column of the table: what its matrices, and the inputs gathered for them, are made of."""
+
+    colwise: type[ColwiseParallel]
+    rowwise: type[RowwiseParallel]
+    gather: type[PrepareModuleInput]
+
+
+PLAIN = Kinds(ColwiseParallel, RowwiseParallel, PrepareModuleInput)
 
 
 def split_tensors(
-    model: nn.Module, split: Mapping[str, str], tp: DeviceMesh, head_width: int, loss_parallel: bool
+    model: nn.Module,
+    split: Mapping[str, str],
+    tp: DeviceMesh,
+    head_width: int,
+    loss_parallel: bool,
+    kinds_of: Callable[[nn.Module], Kinds] = lambda layer: PLAIN,
 ) -> None:
-    """Split every module that `split` names, in the way of its word.
+    """Split every module that `split` names, in the way of its word and its column.
 
-    Between modules the activations are plain local tensors: [B, T/tp, D] on the residual stream,
-    whole sequences of a part of the heads or columns inside attention and feed-forward.
+    `kinds_of` says the column of a linear layer. Between modules the activations are plain local
+    tensors: [B, T/tp, D] on the residual stream, whole sequences of a part of the heads or columns
+    inside attention and feed-forward.
     """
     if tp.size() == 1:
         return
-    styles = _styles(tp, head_width, loss_parallel)
-    plan = {
-        name: styles[word]
+    words = {
+        name: word
         for pattern, word in split.items()
         for name, module in model.named_modules()
         if fnmatchcase(name, pattern) and not isinstance(module, nn.Identity)
     }
+    plan = {}
+    for name, word in words.items():
+        kinds = _kinds_at(name, model, words, kinds_of)
+        plan[name] = _styles(tp, head_width, loss_parallel, kinds)[word]
     parallelize_module(model, tp, plan)
 
 
-def _styles(tp: DeviceMesh, head_width: int, loss_parallel: bool) -> dict[str, ParallelStyle]:
+def _kinds_at(
+    name: str, model: nn.Module, words: Mapping[str, str], kinds_of: Callable[[nn.Module], Kinds]
+) -> Kinds:
+    """The column of a module: a layer's own; what is gathered, that of all layers which take it."""
+    takers = [name]
+    if words[name] == "gather_sequence":
+        takers = [n for n, w in words.items() if n.startswith(f"{name}.") and w in _TAKE_GATHERED]
+    layers = [model.get_submodule(taker) for taker in takers]
+    found = {kinds_of(layer) for layer in layers if isinstance(layer, nn.Linear)}
+    return found.pop() if len(found) == 1 else PLAIN
+
+
+def _styles(
+    tp: DeviceMesh, head_width: int, loss_parallel: bool, kinds: Kinds
+) -> dict[str, ParallelStyle]:
     sequence, whole = Shard(SEQUENCE), Replicate()
     return {
         "vocab_in": RowwiseParallel(input_layouts=whole, output_layouts=sequence),
         "sequence": SequenceParallel(sequence_dim=SEQUENCE, use_local_output=True),
-        "gather_sequence": _GatherSequence(),
-        "colwise": ColwiseParallel(),
-        "colwise_kv": _KeyValueColwise(head_width, tp.size()),
+        "gather_sequence": _gather_sequence(kinds.gather),
+        "colwise": kinds.colwise(),
+        "colwise_kv": _KeyValueColwise(head_width, tp.size(), kinds.colwise),
         "heads": SequenceParallel(sequence_dim=2, use_local_output=True),  # of [B, T, H, K]
-        "rowwise": RowwiseParallel(output_layouts=sequence),
+        "rowwise": kinds.rowwise(output_layouts=sequence),
         "vocab_out": _VocabularyOut(loss_parallel),
     }
 
 
-class _GatherSequence(PrepareModuleInput):
+def _gather_sequence(kind: type[PrepareModuleInput]) -> PrepareModuleInput:
     """The whole sequence of the first input; what else a module is given passes as it is."""
 
-    def __init__(self):
-        super().__init__(input_layouts=(Shard(SEQUENCE),), desired_input_layouts=(Replicate(),))
+    class GatherSequence(kind):
+        def _prepare_input_fn(self, inputs, device_mesh):
+            first, *others = inputs
+            return (*super()._prepare_input_fn((first,), device_mesh), *others)
 
-    def _prepare_input_fn(self, inputs, device_mesh):
-        first, *others = inputs
-        return (*super()._prepare_input_fn((first,), device_mesh), *others)
+    return GatherSequence(input_layouts=(Shard(SEQUENCE),), desired_input_layouts=(Replicate(),))
 
 
 class _KeyValueColwise(ParallelStyle):
     """Column-parallel keys or values; with fewer heads than ranks, each rank takes a copied one."""
 
-    def __init__(self, head_width: int, ranks: int):
+    def __init__(self, head_width: int, ranks: int, kind: type[ColwiseParallel]):
         super().__init__()
-        self.head_width, self.ranks = head_width, ranks
+        self.head_width, self.ranks, self.kind = head_width, ranks, kind
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         heads = module.out_features // self.head_width
         if heads % self.ranks == 0:
-            return ColwiseParallel()._apply(module, device_mesh)
+            return self.kind()._apply(module, device_mesh)
         return distribute_module(
             module, device_mesh, self._replicate, self._to_dtensor, self._one_head
         )
@@ -161,6 +197,17 @@ class _GatheredVocabulary(_SharedVocabulary):
         total, at = self.exponentials(whole, largest, labels)
         logits.sub_(largest.unsqueeze(-1)).exp_()
         return largest, largest + total.log(), at
+
+
+def part_of(
+    word: str | None, rows: int, columns: int, ranks: int, head_width: int
+) -> tuple[int, int]:
+    """The rows and columns that a rank has of a linear layer's weight, by the layer's word."""
+    if word == "colwise":
+        return rows // ranks, columns
+    if word == "colwise_kv":
+        return (rows if rows // head_width % ranks else rows // ranks), columns
+    return (rows, columns // ranks) if word == "rowwise" else (rows, columns)
 
 
 def split_problems(degrees: Degrees, shape, seq_len: int, key: str) -> Iterator[ConfigError]:

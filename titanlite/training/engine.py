@@ -62,7 +62,7 @@ def build_engine(
     every = section.fsdp_gradient_reduction == "every_microbatch"
     share = Share(share_of(mesh.cp, section), end)
     if mesh.pp.size() == 1:
-        return Spmd(spread.model, share, local_batch, every)
+        return Spmd(spread.model, share, local_batch, every, spread.rescale)
     return Pipelined(spread, share, plan, mesh, device, every)
 
 
@@ -93,14 +93,17 @@ class Spmd:
         share: Share,
         microbatch: int,
         reduce_every_microbatch: bool = True,
+        rescale: Callable[[], None] = lambda: None,
     ):
         self.model, self.share = model, share
         self.microbatch, self.reduce_every = microbatch, reduce_every_microbatch
+        self.rescale = rescale
 
     def forward_backward(
         self, inputs: Tensor, labels: Tensor, valid: Tensor, now: Now = silent
     ) -> Tensor:
         """`valid` 0-d: the valid labels of the whole global batch."""
+        self.rescale()
         total = torch.zeros((), device=inputs.device)
         parts = list(zip(inputs.split(self.microbatch), labels.split(self.microbatch), strict=True))
         for number, (x, y) in enumerate(parts):
@@ -116,6 +119,7 @@ class Spmd:
 
     @torch.no_grad()
     def evaluate(self, inputs: Tensor, labels: Tensor) -> Tensor:
+        self.rescale()
         labels = self.share.of(labels)
         loss = self.model(self.share.of(inputs), self.share.positions(inputs), labels=labels)
         _free_gathered([self.model])
@@ -145,6 +149,7 @@ class Pipelined:
         self, inputs: Tensor, labels: Tensor, valid: Tensor, now: Now = silent
     ) -> Tensor:
         """`valid` 0-d: the valid labels of the whole global batch."""
+        self.spread.rescale()
         self._valid = valid
         now("forward/backward")  # of different micro-batches, as the schedule has it
         total, rows = torch.zeros((), device=self.device), self.plan.rows
@@ -156,6 +161,7 @@ class Pipelined:
 
     @torch.no_grad()
     def evaluate(self, inputs: Tensor, labels: Tensor) -> Tensor:
+        self.spread.rescale()
         self._valid = 1.0
         plan = self.plan.fitting(len(inputs))
         missing = (0, 0, 0, -len(inputs) % plan.rows)  # a schedule runs what it was made for
