@@ -43,7 +43,6 @@ RUN_SECONDS, HUNG_SECONDS = 35, 120  # how long a run takes about, and at most
 READING_SECONDS = 2.5  # of steps, between two lines of metrics.jsonl
 FLOAT8 = {
     "model.converters": '["quantize.linear.float8"]',
-    "quantize.linear.float8.filter_fqns": '["output"]',
     "compile.enable": "true",
 }
 MODES = {

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from titanlite.distributed.mesh import Degrees, ParallelismConfig, build_mesh
-from titanlite.models import FAMILIES, LlamaShape, cross_entropy_sum
+from titanlite.models import FAMILIES, LlamaShape
 from titanlite.parallelize import Passes, build_spread_model
 from titanlite.parallelize.float8 import Float8Config, float8_device_problems
 from titanlite.parallelize.pipeline import plan_pipeline
@@ -55,7 +55,7 @@ def step(float8: Float8Config) -> tuple[float, dict[str, torch.Tensor]]:
     held.rescale()
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(0, SHAPE.vocab_size, (4, 129), generator=generator).to(CUDA)
-    loss = cross_entropy_sum(held.model(ids[:, :-1]), ids[:, 1:]) / ids[:, 1:].numel()
+    loss = held.model(ids[:, :-1], labels=ids[:, 1:]) / ids[:, 1:].numel()
     loss.backward()
     gradients = {n: p.grad.full_tensor().float() for n, p in held.model.named_parameters()}
     return loss.item(), gradients

@@ -128,6 +128,10 @@ def swap_in_float8(part: nn.Module, config: Float8Config) -> None:
         enable_fsdp_float8_all_gather=config.enable_fsdp_float8_all_gather,
         emulate=config.emulate,
     )
+    if config.recipe_name != "tensorwise":
+        # Compiled, a norm in backward would else be computed with other roundings than in forward,
+        # and the loss end in NaN (https://github.com/pytorch/pytorch/issues/150859).
+        torch._inductor.config.emulate_precision_casts = True
     names = set(chosen)
     ao.convert_to_float8_training(part, config=recipe, module_filter_fn=lambda _, n: n in names)
     spared = {re.sub(r"\.\d+\.", ".*.", name): why for name, why in left.items()}
