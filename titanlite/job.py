@@ -266,6 +266,8 @@ class Job:
                 f"  types   {training.mixed_precision_param} to compute,"
                 f" {training.mixed_precision_reduce} to reduce, {training.dtype} to keep",
                 *([f"  float8  {self.config.float8}"] if self.config.float8.recipe_name else []),
+                *([f"  compile {self.config.compile}"] if self.config.compile.enable else []),
+                f"  again   {self.config.activation_checkpoint}, computed in backward",
                 f"  output  {self.folder}",
             ]
         )

@@ -103,7 +103,7 @@ class Layout:
                 offload=self.offload_activations,
             ),
             compile=CompileConfig(self.compile != "", backend=self.compile or "eager"),
-            loss=LossConfig(chunk_tokens=self.chunk),
+            loss=LossConfig(chunk_tokens=self.chunk, z_loss=recipe.z_loss),
             compute=dtype,
             offload=self.offload,
             documents=recipe.documents,
@@ -128,6 +128,7 @@ class Recipe:
     lr: float = 0.5
     batch: int = 36  # sequences of a step; of one step, twice as many, and the ranks must follow
     seq_len: int = 48
+    z_loss: float = 0.0
     documents: bool = False  # several a sequence, each of which attends to itself alone
     state_dtype: str = "float32"  # of the moments
 
@@ -206,6 +207,7 @@ def one_process(recipe: Recipe) -> Record:
         inputs, labels = batch_at(step, recipe)
         logits = _plain_logits(model, inputs, recipe)
         loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED)
+        loss = loss + recipe.z_loss * logits.logsumexp(-1)[labels != IGNORED].square().mean()
         loss.backward()
         limit = recipe.max_norm or float("inf")
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), limit)

@@ -44,6 +44,16 @@ class ActivationCheckpointConfig:
     determinism_check: Literal["default", "none"] = "default"  # compare shapes computed twice
     debug: bool = False  # keep the trace of both computations for the error message
 
+    def __str__(self) -> str:
+        how = {
+            "none": "nothing",
+            "full": "every block",
+            "memory_budget": f"as the compiler likes, to keep {self.memory_budget:g}",
+            "selective": f"one block of {self.selective_ac_option}",
+        }[self.mode]
+        how = "in every block, but attention and every second product" if self.per_operation else how
+        return f"{how}; what is saved waits in host memory" if self.offload else how
+
     @property
     def per_operation(self) -> bool:
         return self.mode == "selective" and self.selective_ac_option == "op"

@@ -13,7 +13,7 @@ from typing import Literal
 
 import torch
 from torch import Tensor, nn
-from torch.distributed._symmetric_memory import enable_symm_mem_for_group
+from torch.distributed import _symmetric_memory
 from torch.distributed.device_mesh import DeviceMesh
 
 from titanlite.distributed.mesh import ParallelismConfig
@@ -29,6 +29,9 @@ class CompileConfig:
     components: list[Literal["model", "loss"]] = field(default_factory=lambda: ["model", "loss"])
     # what is compiled: the blocks, and what is between the products of the loss
     backend: str = "inductor"  # by which compiler
+
+    def __str__(self) -> str:
+        return f"{' and '.join(self.components)}, by {self.backend}"
 
     def compiles(self, component: str) -> bool:
         return self.enable and component in self.components
@@ -62,12 +65,13 @@ def compile_loss(output: Output | None, config: CompileConfig) -> None:
 
 def overlap_tensor_parallel(tp: DeviceMesh) -> None:
     """Let the compiler cut gathers and scatters into pieces that travel beside their products."""
-    # Private in torch 2.11 to 2.15, where both are the only way; the second warns since 2.13 that
-    # it is needless, but the compiler still asks for the groups that it was called for.
+    # Both private, and the only way. Torch 2.13 warns that the second is needless, but its compiler
+    # still asks which groups it was called for; one that needs it no more may have it no more.
     torch._inductor.config._micro_pipeline_tp = True
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)
-        enable_symm_mem_for_group(tp.get_group().group_name)
+    if enable := getattr(_symmetric_memory, "enable_symm_mem_for_group", None):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)
+            enable(tp.get_group().group_name)
 
 
 def _arrived(forward: Callable[..., Tensor], x: Tensor, *others) -> Tensor:
