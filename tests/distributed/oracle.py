@@ -392,7 +392,7 @@ def worst_error(found: Record, right: Record, tensors: bool) -> dict[str, float]
 
 
 def _worst(pairs) -> float:
-    return max(abs(a - b) / abs(b) for a, b in pairs)
+    return max((abs(a - b) / abs(b) for a, b in pairs), default=0.0)
 
 
 def deepened(recipe: Recipe, layout: Layout) -> Recipe:

@@ -51,7 +51,7 @@ class SleepForWeight(torch.autograd.Function):
         return gradient, None
 
 
-def sleeping(block, seconds, x, rope, cache=None):
+def sleeping(block, seconds, x, rope, documents=None, cache=None):
     weight = SleepForWeight.apply(block.attention_norm.weight, seconds)
     return SleepForInput.apply(x, seconds) * weight
 

@@ -27,13 +27,15 @@ def test_every_layout_learns_with_lean_moments_what_one_process_learns():
         assert record.norms == pytest.approx(right.norms, rel=1e-3), recipe.state_dtype
 
 
-@pytest.mark.parametrize("kind", ["8bit", "4bit"])
-def test_lean_moments_go_on_under_any_layout_bit_for_bit(kind, tmp_path):
+@pytest.mark.parametrize(
+    "kind, layouts", [("8bit", [PIPELINE]), ("4bit", [Layout(), Layout(shard=3)])]
+)
+def test_lean_moments_go_on_under_any_layout_bit_for_bit(kind, layouts, tmp_path):
     recipe, folder = replace(RECIPE, state_dtype=kind), str(tmp_path)
     saved = of_all(run_on_ranks(stop_under, 4, Layout(shard=2, tensor=2), recipe, folder))
     assert any(f"exp_avg_root_{kind}_scale" in name for name in saved)
     right = one_process(recipe).losses[STOP:]
-    for layout in (Layout(), Layout(shard=3), PIPELINE):
+    for layout in layouts:
         answers = run_on_ranks(go_on_under, layout.degrees.ranks, layout, recipe, [folder])
         assert of_all([loaded for ((loaded, _),) in answers]) == saved, str(layout)
         assert answers[0][0][1] == pytest.approx(right, rel=1e-5)

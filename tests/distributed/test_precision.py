@@ -86,25 +86,28 @@ LAYOUTS = [
 ]
 
 
+KINDS = [  # (what is computed in, what is kept)
+    (torch.bfloat16, torch.float32),
+    (torch.float16, torch.float32),
+    (torch.bfloat16, torch.bfloat16),
+]
+
+
+def types_of_each(layout) -> list[dict]:
+    return [types_of_a_step(layout, *kind) for kind in KINDS]
+
+
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-@pytest.mark.parametrize(
-    "compute, keep",
-    [
-        (torch.bfloat16, torch.float32),
-        (torch.float16, torch.float32),
-        (torch.bfloat16, torch.bfloat16),
-    ],
-    ids=str,
-)
-def test_the_precision_asked_for_is_the_one_used(layout, compute, keep):
-    for seen in run_on_ranks(types_of_a_step, layout.degrees.ranks, layout, compute, keep):
-        assert seen["products"] == {compute}
-        assert seen["activations"] == {compute}
-        assert seen["gradients"] == seen["weights"] == seen["moments"] == {keep}
-        assert seen["rotary tables"] == {torch.float32}  # bf16 cannot count to 1,000
-        assert seen["loss"] == torch.float32
-        if layout.degrees.data * layout.context > 1 and layout.tensor == 1:
-            assert seen["gradient reductions"] == {torch.float32}
+def test_the_precision_asked_for_is_the_one_used(layout):
+    for of_rank in run_on_ranks(types_of_each, layout.degrees.ranks, layout):
+        for seen, (compute, keep) in zip(of_rank, KINDS, strict=True):
+            assert seen["products"] == {compute}
+            assert seen["activations"] == {compute}
+            assert seen["gradients"] == seen["weights"] == seen["moments"] == {keep}
+            assert seen["rotary tables"] == {torch.float32}  # bf16 cannot count to 1,000
+            assert seen["loss"] == torch.float32
+            if layout.degrees.data * layout.context > 1 and layout.tensor == 1:
+                assert seen["gradient reductions"] == {torch.float32}
 
 
 OVERFLOWING = 2  # the step whose gradients overflow, on one rank alone

@@ -67,10 +67,7 @@ def validation_of_one_process(path, count) -> float:
     [
         Layout(),
         Layout(shard=3),
-        Layout(replicate=2, shard=2),
-        Layout(tensor=2),
         Layout(tensor=2, loss_parallel=False),
-        Layout(shard=2, tensor=2),
         Layout(context=2, shard=2),
         Layout(pipeline=2, context=2, microbatch=4),
     ],

@@ -12,13 +12,8 @@ from itertools import pairwise
 
 import torch
 from torch import Tensor
-from torch.nn.attention.varlen import varlen_attn
 
 from titanlite.models.flash import OnCuda, flash_for, repeated
-
-# Torch 2.11 has no such word; its kernel serves grouped heads unasked, as the others do when asked.
-_GROUPED = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
-
 
 def document_positions(inputs: Tensor, end: int) -> Tensor:
     """Where each token [B, T] is in its document, 0, 1, 2, …; one ends with the id `end`."""
@@ -55,7 +50,13 @@ def _attend_at_once(q: Tensor, k: Tensor, v: Tensor, ends: Tensor) -> Tensor:
     rows, _, longest, _ = q.shape
     packed = (part.transpose(1, 2).flatten(0, 1) for part in (q, k, v))  # [B*T, H, K]
     causal = {"window_size": (-1, 0)}
-    out = varlen_attn(*packed, ends, ends, longest, longest, **causal, **_GROUPED)
+    # Imported here: it brings the compiler along, which takes half a second.
+    from torch.nn.attention.varlen import varlen_attn
+
+    # Torch 2.11 has no such word; its kernel serves grouped heads unasked, as others do when asked.
+    grouped = "enable_gqa" in inspect.signature(varlen_attn).parameters
+    options = {"enable_gqa": True} if grouped else {}
+    out = varlen_attn(*packed, ends, ends, longest, longest, **causal, **options)
     return out.unflatten(0, (rows, longest)).transpose(1, 2)
 
 
