@@ -18,6 +18,7 @@ from titanlite.distributed.mesh import build_mesh
 from titanlite.distributed.session import (
     Session,
     choose_device,
+    grow_segments,
     join,
     launched_ranks,
     tell,
@@ -52,6 +53,7 @@ def main(argv: list[str]) -> int:
         return EXIT_DONE
     began, (rank, ranks) = time.monotonic(), launched_ranks()
     die_with_launcher()
+    grow_segments()
     try:
         job = read_job(argv, ranks)
         section = job.config.job
@@ -107,7 +109,7 @@ def train(
     patience = config.job.max_crashes if checkpointer.saves else 0  # else nothing could come of it
     hold.begin(session.ranks, found.step if found else 0, patience)
 
-    if config.compile.enable:
+    if config.compiles:
         keep_compiled()
     if config.activation_checkpoint.visualize_memory_budget_pareto:
         draw_budgets(job.folder / "memory_budget_pareto")
@@ -188,7 +190,7 @@ def train(
         reason = run(
             state,
             engine,
-            stream.prefetch(slices),
+            stream.prefetch(slices, pin=device.type == "cuda"),
             config=training,
             global_batch=job.global_batch,
             lr_at=lambda step: config.optimizer.lr * lr_share(step, total, schedule),
@@ -198,7 +200,7 @@ def train(
                 log_freq=config.metrics.log_freq,
                 validate_freq=config.validation.freq if texts else 0,
                 validate=losses,
-                compiled=config.compile.enable,
+                compiled=config.compiles,
                 trouble=lambda: hold.lost,
             ),
             checkpointer=checkpointer,

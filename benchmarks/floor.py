@@ -40,13 +40,13 @@ class State:
 
 STATES = (  # the most precise one that fits is used, and named
     State("fp32 weights and moments", 4, 4, 8),
-    State("fp32 weights, 8-bit moments", 4, 4, 2.04, {"optimizer.state_dtype": "8bit"}),
+    State("fp32 weights, 8-bit moments", 4, 4, 2.0625, {"optimizer.state_dtype": "8bit"}),
     State("bf16 weights and moments", 2, 2, 4, {"training.dtype": "bfloat16"}),
     State(
         "bf16 weights, 8-bit moments",
         2,
         2,
-        2.04,
+        2.0625,
         {"training.dtype": "bfloat16", "optimizer.state_dtype": "8bit"},
     ),
 )

@@ -5,11 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from tests.distributed.oracle import ADAMW, Layout, one_process, spread_runs, start
+from tests.distributed.oracle import ADAMW, Layout, one_process, spread_runs
 from tests.distributed.ranks import run_on_ranks
 from tests.distributed.test_resume import STOP, go_on_under, of_all, stop_under
-
-from titanlite.errors import ConfigError
 
 # Two tensor-parallel ranks cut some rows in two, each of two blocks; 509 rows divide nothing.
 SHAPE = replace(ADAMW.shape, head_dim=64, hidden_dim=256)
@@ -39,15 +37,3 @@ def test_lean_moments_go_on_under_any_layout_bit_for_bit(kind, layouts, tmp_path
         answers = run_on_ranks(go_on_under, layout.degrees.ranks, layout, recipe, [folder])
         assert of_all([loaded for ((loaded, _),) in answers]) == saved, str(layout)
         assert answers[0][0][1] == pytest.approx(right, rel=1e-5)
-
-
-def cut_blocks() -> str:
-    try:
-        start(Layout(tensor=2), replace(RECIPE, state_dtype="8bit", shape=ADAMW.shape))
-    except ConfigError as error:
-        return str(error)
-    return ""
-
-
-def test_a_layout_that_would_cut_blocks_is_refused():
-    assert "rows of 32 is split into rows of 16" in run_on_ranks(cut_blocks, 2)[0]

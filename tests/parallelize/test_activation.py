@@ -147,11 +147,10 @@ def test_what_blocks_save_leaves_once_and_is_on_its_way_before_it_is_used(mode, 
 
     left = [who for what, who in journey.log if what == "out"]
     came = [who for what, who in journey.log if what == "come"]
-    assert sorted(left) == sorted(came) and len(set(left)) == len(left)
-    away = SHAPE.n_layers - 1  # the last block's are needed at once
-    each = len(left) // away
-    assert len(left) == each * away and each >= 1
-    groups = [set(left[n * each : (n + 1) * each]) for n in range(away)]
+    each, rest = divmod(len(left), SHAPE.n_layers)
+    assert rest == 0 and each >= 1 and len(set(left)) == len(left)
+    groups = [set(left[n * each : (n + 1) * each]) for n in range(SHAPE.n_layers - offload.STAY)]
+    assert sorted(came) == sorted(set().union(*groups))  # the last blocks' are still there
     for block, group in enumerate(groups):
         first_use = next(n for n, (w, who) in enumerate(journey.log) if w == "used" and who in group)
         on_the_way = {who for what, who in journey.log[:first_use] if what == "come"}

@@ -60,10 +60,10 @@ def state_of(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -
 
 def _bare(weight: Tensor) -> Tensor:
     """A weight in the same memory, without what a tensor may be wrapped in to travel (Float8)."""
-    local = _local(weight)
+    local = weight.to_local() if isinstance(weight, DTensor) else weight
     if not is_traceable_wrapper_subclass(local):  # torch's own question, though not a public one
         return weight
-    inner = getattr(local, local.__tensor_flatten__()[0][0])
+    inner = local_of(local)
     if not isinstance(weight, DTensor):
         return inner
     whole = {"shape": weight.shape, "stride": weight.stride()}
@@ -102,14 +102,10 @@ class Stage:
         if copy is None or copy.shape != value.shape or copy.dtype != value.dtype:
             copy = self.copies[name] = value.to("cpu", copy=True)
             if self.pinned and torch.cuda.is_initialized():
-                _pin(_local(copy))
+                _pin(local_of(copy))
         else:
-            _local(copy).copy_(_local(value), non_blocking=self.pinned)
+            local_of(copy).copy_(local_of(value), non_blocking=self.pinned)
         return copy
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _pin(tensor: Tensor) -> None:

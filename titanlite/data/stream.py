@@ -86,21 +86,27 @@ class Stream:
         """The sources that do not end with the id `end`, as a document does."""
         return [source.name for source in self._sources if source.last_id != end]
 
+    def _read_pinned(self, position: int, rows: int) -> tuple[Tensor, Tensor]:
+        inputs, labels = self.read(position, rows)
+        return inputs.pin_memory(), labels.pin_memory()
+
     def prefetch(
-        self, slices: Iterable[tuple[int, int]], ahead: int = 2
+        self, slices: Iterable[tuple[int, int]], ahead: int = 2, pin: bool = False
     ) -> Iterator[tuple[Tensor, Tensor]]:
         """`read(*slice)` of each slice, up to `ahead` of them read in the background.
 
+        `pin`: into memory that a GPU copies from by itself, so that nobody waits for it.
         An error of the background is raised here, at the batch it belongs to; however the
         iterator ends, its thread ends with it.
         """
         slices = iter(slices)
         reader = ThreadPoolExecutor(1, thread_name_prefix="prefetch")
         try:
-            waiting = deque(reader.submit(self.read, *s) for s in islice(slices, max(1, ahead)))
+            read = self._read_pinned if pin else self.read
+            waiting = deque(reader.submit(read, *s) for s in islice(slices, max(1, ahead)))
             while waiting:
                 batch = waiting.popleft().result()
-                waiting.extend(reader.submit(self.read, *s) for s in islice(slices, 1))
+                waiting.extend(reader.submit(read, *s) for s in islice(slices, 1))
                 yield batch
         finally:
             reader.shutdown(cancel_futures=True)

@@ -92,7 +92,6 @@ def join(device: torch.device, comm: CommConfig, debug: DebugConfig, folder: Pat
     """Join the ranks, with the same seeds on all; leave them at the end, also after an error."""
     rank, ranks = launched_ranks()
     if device.type == "cuda":
-        grow_segments()
         torch.cuda.set_device(device)
         _record_flights(comm, folder)
     else:

@@ -64,6 +64,12 @@ class JobConfig:
     debug: DebugConfig = field(default_factory=DebugConfig)
 
     @property
+    def compiles(self) -> bool:
+        """Whether anything is compiled: the model, the loss, or kernels of an optimizer of ours."""
+        lean = self.optimizer.lean and self.optimizer.implementation == "fused"
+        return self.compile.enable or lean
+
+    @property
     def float8(self) -> Float8Config:
         return float8_asked(self.quantize.linear.float8, self.model.converters)
 

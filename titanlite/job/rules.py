@@ -13,22 +13,23 @@ from titanlite.distributed.session import choose_device
 from titanlite.errors import CheckpointError, ConfigError, Problems, UserError
 from titanlite.job.config import FACTS, JobConfig
 from titanlite.job.inputs import stream_of, texts_of, tokenizer_of
-from titanlite.models import FAMILIES, Family
+from titanlite.models import FAMILIES, Family, matching
 from titanlite.observe import metrics_problems, profiling_problems
-from titanlite.optim import LossScaleConfig, optimizer_problems
+from titanlite.optim import LossScaleConfig, optimizer_problems, storage_of
 from titanlite.parallelize.activation import activation_problems
 from titanlite.parallelize.attention import ON_CPU, attention_problems
-from titanlite.parallelize.compile import compile_problems
+from titanlite.parallelize.compile import compile_problems, compiler_problems
 from titanlite.parallelize.context import context_problems
 from titanlite.parallelize.float8 import float8_device_problems, float8_problems
 from titanlite.parallelize.pipeline import PipelinePlan, plan_pipeline
-from titanlite.parallelize.tensor import split_problems
+from titanlite.parallelize.tensor import part_of, split_problems
 from titanlite.training import TrainingConfig
 
 
 def problems_of(config: JobConfig, ranks: int) -> Iterator[UserError]:
     """Everything that more than one key has to say."""
     yield from activation_problems(config.activation_checkpoint, config.compile.compiles("model"))
+    yield from compile_problems(config.compile, config.parallelism)
     yield from checkpoint_problems(config.checkpoint)
     for name in set(config.checkpoint.allow_changes) - set(FACTS):
         yield ConfigError(
@@ -54,7 +55,10 @@ def problems_of(config: JobConfig, ranks: int) -> Iterator[UserError]:
         yield from _shape_problems(shape)
         if config.checkpoint.last_save_in_hf:
             yield from _export_problems(family, shape)
-        yield from pipeline_of(config, family, shape)[1]
+        plan, problems = pipeline_of(config, family, shape)
+        yield from problems
+        if plan is not None and plan.splits_backward:
+            yield from _halves_problems(config)
     except ConfigError as error:
         yield error
     try:
@@ -75,6 +79,21 @@ def problems_of(config: JobConfig, ranks: int) -> Iterator[UserError]:
             found.update({str(problem): problem for problem in about})
         yield from found.values()
         yield from _float8_problems(config, shape, degrees)
+        kept = config.optimizer.state_dtype
+        yield from _block_problems(FAMILIES[config.model.name], shape, degrees.tensor, kept)
+
+
+def _halves_problems(config: JobConfig) -> Iterator[ConfigError]:
+    """What cannot be computed again for each half of a backward."""
+    recompute = config.activation_checkpoint
+    if recompute.per_operation and not config.compile.compiles("model"):
+        option, schedule = "selective_ac_option", config.parallelism.pipeline_parallel_schedule
+        yield ConfigError(
+            f'activation_checkpoint.{option} = "op": torch keeps what it saves for one backward, and'
+            f' parallelism.pipeline_parallel_schedule = "{schedule}" runs each in two halves.',
+            fix="Set compile.enable = true, or use another option or schedule.",
+            keys=(f"activation_checkpoint.{option}", "parallelism.pipeline_parallel_schedule"),
+        )
 
 
 def _float8_problems(config: JobConfig, shape, degrees: Degrees) -> Iterator[ConfigError]:
@@ -92,8 +111,28 @@ def outside_problems(config: JobConfig) -> Iterator[UserError]:
     except ConfigError:  # said already
         shape = None
     yield from _device_problems(config)
-    yield from compile_problems(config.compile, config.parallelism, _device_type(config))
+    yield from compiler_problems(config.compile, config.compiles, _device_type(config))
     yield from _data_problems(config, shape)
+
+
+def _block_problems(family: Family, shape, tensor: int, kind: str) -> Iterator[ConfigError]:
+    """Rows that `tensor` ranks cut amid the blocks whose moments have one scale."""
+    with torch.device("meta"):
+        model = family.build(shape)
+    for name, layer in model.named_modules():
+        if not isinstance(layer, torch.nn.Linear):
+            continue
+        sizes = (layer.out_features, layer.in_features)
+        _, width = part_of(matching(family.split, name), *sizes, tensor, shape.head_width)
+        block = storage_of(sizes, kind).block
+        if block and width % block:
+            yield ConfigError(
+                f'optimizer.state_dtype = "{kind}": {tensor} tensor-parallel ranks split the rows of'
+                f" {name}, of {layer.in_features}, into {width}, which cuts blocks of {block}.",
+                fix='Use fewer ranks, or state_dtype = "bfloat16".',
+                keys=("optimizer.state_dtype", "parallelism.tensor_parallel_degree"),
+            )
+            return
 
 
 def _export_problems(family: Family, shape) -> Iterator[ConfigError]:
@@ -225,6 +264,13 @@ def _device_problems(config: JobConfig) -> Iterator[UserError]:
 
 def _host_problems(config: JobConfig) -> Iterator[ConfigError]:
     """What means nothing on a CPU."""
+    if config.parallelism.enable_async_tensor_parallel:
+        yield ConfigError(
+            "parallelism.enable_async_tensor_parallel = true: is for GPUs that can write to each"
+            " other's memory, and this job runs on CPUs.",
+            fix="Leave it out.",
+            keys=("parallelism.enable_async_tensor_parallel",),
+        )
     if config.attention.backend not in ("auto", *ON_CPU):
         yield ConfigError(
             f'attention.backend = "{config.attention.backend}": is for GPUs, and this job runs on'

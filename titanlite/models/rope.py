@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -31,6 +32,11 @@ def frequencies(head_dim: int, theta: float, scaling: RopeScaling | None) -> Ten
     return plain * (kept + (1 - kept) / scaling.factor)
 
 
+@cache  # a GPU waits for what comes from pageable memory, and this is needed in every forward
+def _frequencies_on(device: torch.device, *architecture) -> Tensor:
+    return frequencies(*architecture).to(device)
+
+
 def rope_at(
     positions: Tensor, head_dim: int, theta: float, scaling: RopeScaling | None = None
 ) -> tuple[Tensor, Tensor]:
@@ -39,7 +45,7 @@ def rope_at(
     Computed anew in every forward: it costs less than a thousandth of one, and there is no table
     to slice wrongly under sequence, context or pipeline parallelism.
     """
-    steps = frequencies(head_dim, theta, scaling).to(positions.device)
+    steps = _frequencies_on(positions.device, head_dim, theta, scaling)
     angles = positions.unsqueeze(-1).float() * steps
     angles = torch.cat([angles, angles], dim=-1).unsqueeze(-2)
     return angles.cos(), angles.sin()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from titanlite.optim.adam import moment_bytes
+from titanlite.optim.adam import moment_bytes, storage_of
 from titanlite.optim.build import (
     OptimizerConfig,
     build_optimizer,
@@ -26,4 +26,5 @@ __all__ = [
     "moment_bytes",
     "optimizer_problems",
     "set_lr",
+    "storage_of",
 ]

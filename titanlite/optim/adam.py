@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from titanlite.errors import ConfigError
+from titanlite.distributed.tensors import local_of
 
 StateDtype = Literal["float32", "bfloat16", "8bit", "4bit", "float8"]
 
@@ -99,7 +99,7 @@ class LeanAdam(torch.optim.Optimizer):
         else:
             codes = (width * CODE_BITS[self.kind] // 8, torch.uint8)
             kinds = [codes, (width // storage.block, torch.float32)] * 2
-            _refuse_cut_blocks(parameter, storage)
+            assert local_of(parameter).shape[-1] % storage.block == 0, "a job is checked for this"
         moments = [_zeros(parameter, *kind, self.host) for kind in kinds]
         return {"step": torch.tensor(0.0), **dict(zip(storage.names, moments, strict=True))}
 
@@ -115,10 +115,10 @@ class LeanAdam(torch.optim.Optimizer):
         state, (beta1, beta2) = self.state[parameter], group["betas"]
         state["step"] += 1  # in host memory, so that nobody waits for it
         steps, storage = state["step"].item(), storage_of(parameter.shape, self.kind)
-        weight, gradient = _local(parameter), _local(parameter.grad)
+        weight, gradient = local_of(parameter), local_of(parameter.grad)
         if not weight.numel():  # another rank has all of it
             return
-        kept = [_local(state[name]) for name in storage.names]
+        kept = [local_of(state[name]) for name in storage.names]
         here = [moment.to(weight.device, non_blocking=True) for moment in kept]
         # Tensors, not numbers: what changes from step to step must not be compiled anew.
         rate, decay, unbias1, unbias2 = map(
@@ -255,12 +255,12 @@ def dynamic_levels(bits: int, signed: bool) -> list[float]:
 
 def _zeros(parameter: nn.Parameter, width: int, dtype: torch.dtype, host: bool) -> Tensor:
     """Zeros spread as the parameter is, with rows of another width."""
-    local = _local(parameter)
+    local = local_of(parameter)
     own_width = local.shape[-1] * width // parameter.shape[-1]
     zeros = torch.zeros((*local.shape[:-1], own_width), dtype=dtype, device=local.device)
     if isinstance(parameter, DTensor):
         shape = torch.Size((*parameter.shape[:-1], width))
-        zeros = DTensor.from_local(
+        zeros = DTensor.fromlocal_of(
             zeros,
             parameter.device_mesh,
             parameter.placements,
@@ -270,23 +270,8 @@ def _zeros(parameter: nn.Parameter, width: int, dtype: torch.dtype, host: bool) 
         )
     zeros = zeros.to("cpu" if host else local.device)  # a mesh of GPUs moves what it is given
     if host and local.is_cuda:
-        _pin(_local(zeros))
+        _pin(local_of(zeros))
     return zeros
-
-
-def _refuse_cut_blocks(parameter: nn.Parameter, storage: Storage) -> None:
-    width, own = parameter.shape[-1], _local(parameter).shape[-1]
-    if own % storage.block:
-        raise ConfigError(
-            f'optimizer.state_dtype = "{storage.kind}": a weight with rows of {width} is split'
-            f" into rows of {own}, which would cut its blocks of {storage.block}.",
-            fix='Use fewer tensor-parallel ranks, or state_dtype = "bfloat16".',
-            keys=("optimizer.state_dtype", "parallelism.tensor_parallel_degree"),
-        ).known_to_all()
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _pin(tensor: Tensor) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+import torch._functorch.config  # torch does not bring it by itself
 from torch import nn
 from torch.utils.checkpoint import (
     CheckpointPolicy,

@@ -101,26 +101,32 @@ def compiled_so_far() -> str:
     )
 
 
-def compile_problems(
-    config: CompileConfig, section: ParallelismConfig, device_type: str
-) -> Iterator[ConfigError]:
-    """A compiler that there is not, or what it is needed for."""
+def compile_problems(config: CompileConfig, section: ParallelismConfig) -> Iterator[ConfigError]:
+    """Nothing to compile, or what is compiled for in vain."""
+    if config.enable and not config.components:
+        yield ConfigError(
+            "compile.enable = true: but compile.components is empty, so nothing would be.",
+            fix='Use components = ["model", "loss"], or one of them.',
+            keys=("compile.components",),
+        )
     if section.enable_async_tensor_parallel:
-        degree = section.tensor_parallel_degree
+        degree, key = section.tensor_parallel_degree, "parallelism.enable_async_tensor_parallel"
         missing = [f"parallelism.tensor_parallel_degree = {degree}"] if degree == 1 else []
-        missing += [] if config.compiles("model") else ["the blocks are not compiled"]
-        missing += [] if device_type == "cuda" else [f"the device is a {device_type}"]
+        missing += [] if config.compiles("model") else ["blocks are not compiled"]
         if missing:
-            key = "parallelism.enable_async_tensor_parallel"
             yield ConfigError(
-                f"{key} = true: the compiler overlaps what tensor parallel sends with the products"
-                f" of GPUs that can write to each other's memory; but {', and '.join(missing)}.",
-                fix="Set compile.enable = true and a degree above 1 on CUDA, or leave it out.",
+                f"{key} = true: the compiler overlaps what tensor parallel sends with its products;"
+                f" but {' and '.join(missing)}.",
+                fix="Set compile.enable = true and a degree above 1, or leave it out.",
                 keys=(key,),
             )
-    if not config.enable:
-        return
-    if config.backend not in torch._dynamo.list_backends(exclude_tags=()):
+
+
+def compiler_problems(
+    config: CompileConfig, compiles: bool, device_type: str
+) -> Iterator[ConfigError]:
+    """A compiler that there is not, where anything at all is compiled."""
+    if config.enable and config.backend not in torch._dynamo.list_backends(exclude_tags=()):
         known = ", ".join(torch.compiler.list_backends())
         yield ConfigError(
             f'compile.backend = "{config.backend}": this torch has no such compiler. It has'
@@ -128,9 +134,12 @@ def compile_problems(
             keys=("compile.backend",),
         )
     compiler = os.environ.get("CXX", "g++")
-    if config.backend == "inductor" and device_type == "cpu" and shutil.which(compiler) is None:
+    by_inductor = compiles and (config.backend == "inductor" or not config.enable)
+    if by_inductor and device_type == "cpu" and shutil.which(compiler) is None:
         yield ConfigError(
-            f"compile.enable = true: on a CPU inductor writes C++, and there is no {compiler} here.",
-            fix="Install g++ (or name a compiler in CXX), or set compile.enable = false.",
+            f"there is no {compiler} here: on a CPU, torch.compile (compile.enable, or"
+            " optimizer.state_dtype) writes C++.",
+            fix='Install g++, name a compiler in CXX, or set compile.enable = false and'
+            ' optimizer.implementation = "for-loop".',
             keys=("compile.enable",),
         )

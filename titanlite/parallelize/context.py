@@ -274,7 +274,9 @@ def document_meetings(share: SequenceShare, positions: Tensor) -> Tensor:
                     keys = (first - other + part.start, last - other + part.start)
                     before.append((rank, 0, row, row + 1, *ends[:2], *keys))
         found += before
-    return torch.tensor(found, dtype=torch.int64)
+    met = torch.tensor(found, dtype=torch.int64)
+    torch._dynamo.maybe_mark_dynamic(met, 0)  # else every new N would be compiled for
+    return met
 
 
 def _seen(share: SequenceShare, source: int, tokens: int) -> tuple[slice, slice, bool] | None:

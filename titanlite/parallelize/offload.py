@@ -1,12 +1,13 @@
 """What blocks save for backward waits in host memory, and comes back before it is needed.
 
-A copy out runs beside the blocks that follow, a copy in beside the backward of the block after, so
-on a GPU with a fast bus both are hidden; at most two blocks' activations are on the device.
+A copy out runs beside the block that follows, a copy in beside the backward of the block after, so
+on a GPU with a fast bus both are hidden. At most two blocks' activations are on the device.
 """
 
 from __future__ import annotations
 
 import weakref
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -17,65 +18,76 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
+from titanlite.distributed.tensors import local_of
+
 LEAST_BYTES = 1 << 20  # what is smaller is not worth a copy
+STAY = 2  # blocks whose activations are still on the device: the one that runs, and the one before
 
 
 def offload_activations(blocks: nn.ModuleDict, device_type: str) -> None:
-    """Keep what every block but the last saves in host memory; the last is needed at once."""
+    """Keep in host memory what blocks save; the last two have no time to leave, and stay."""
     travel = _OnCuda() if device_type == "cuda" else _OnHost()
-    chain = _Chain()
-    last = len(blocks) - 1
+    chain = _Chain(travel)
     for number, block in enumerate(blocks.values()):
-        if number < last:
-            block.forward = partial(
-                _offloaded, block.forward, block, travel, chain, number == 0
-            )
-
-
-@dataclass
-class _Chain:
-    """The group of the block before, in the forward that runs now; it lives as its graph does."""
-
-    end: Callable[[], _Group | None] = lambda: None
-
-
-@dataclass
-class _Group:
-    """What one block saved in one forward."""
-
-    before: _Group | None  # whose backward comes after this one's
-    kept: dict[tuple, _Away] = field(default_factory=dict)  # by where they were on the device
-    fetched: bool = False
+        block.forward = partial(_offloaded, block.forward, block, chain, number == 0)
 
 
 @dataclass
 class _Away:
-    """A tensor in host memory, and once it is asked for, on the device."""
+    """A saved tensor: in host memory, and before it has left or once it is fetched, here."""
 
     host: Tensor
-    back: Tensor | None = None
-    ready: object = None
+    here: Tensor | None
+    ready: object = None  # when it is here again
 
 
-def _offloaded(forward, block: nn.Module, travel, chain: _Chain, first: bool, *inputs):
+@dataclass
+class _Group:
+    """What one block saved in one forward; it lives as the graph does."""
+
+    before: _Group | None  # whose backward comes after this one's
+    kept: dict[tuple, _Away] = field(default_factory=dict)  # by where they were on the device
+    left: object = None  # when all of it is in host memory
+
+
+class _Chain:
+    """The forwards of a model's blocks, in the order in which they run."""
+
+    def __init__(self, travel):
+        self.travel = travel
+        self.last: Callable[[], _Group | None] = lambda: None
+        self._recent: deque[Callable[[], _Group | None]] = deque()
+
+    def begin(self, first: bool) -> _Group:
+        """A block's forward begins; the one before the last has had its time to leave."""
+        group = _Group(None if first else self.last())
+        self.last = weakref.ref(group)
+        self._recent.append(self.last)
+        old = self._recent.popleft()() if len(self._recent) > STAY else None
+        if old is not None:
+            self.travel.wait(old.left)
+            for away in old.kept.values():
+                away.here = None
+        return group
+
+
+def _offloaded(forward, block: nn.Module, chain: _Chain, first: bool, *inputs):
     if not torch.is_grad_enabled():
         return forward(*inputs)
-    group = _Group(None if first else chain.end())
-    chain.end = weakref.ref(group)
+    travel, group = chain.travel, chain.begin(first)
     # FSDP frees gathered weights and gathers them again; rotary tables are every block's.
     constant = (x for x in tree_leaves(inputs) if isinstance(x, Tensor) and not x.requires_grad)
-    here: list[Tensor] = []  # copied already; alive, so that no other tensor takes their place
-    stay = {_local(tensor).untyped_storage().data_ptr() for tensor in (*block.parameters(), *constant)}
+    stay = {local_of(t).untyped_storage().data_ptr() for t in (*block.parameters(), *constant)}
 
+    @torch.no_grad()
     def pack(tensor: Tensor):
-        local = _local(tensor)
+        local = local_of(tensor)
         storage = local.untyped_storage().data_ptr()
         if storage in stay or local.numel() * local.element_size() < LEAST_BYTES:
             return tensor
         place = (storage, local.storage_offset(), local.shape, local.stride(), local.dtype)
-        if place not in group.kept:  # several operations save the same input
-            group.kept[place] = _Away(travel.out(local))
-            here.append(local)
+        if place not in group.kept:  # several operations save the same input, which is alive here
+            group.kept[place] = _Away(travel.out(local), local)
         spread = None
         if isinstance(tensor, DTensor):
             spread = (tensor.device_mesh, tensor.placements, tensor.shape, tensor.stride())
@@ -85,9 +97,10 @@ def _offloaded(forward, block: nn.Module, travel, chain: _Chain, first: bool, *i
         if isinstance(packed, Tensor):
             return packed
         away, device, spread = packed
-        _fetch(group, travel, device)
-        if group.before is not None:
-            _fetch(group.before, travel, device)
+        for each in (group, group.before):
+            for other in each.kept.values() if each else ():
+                if other.here is None:
+                    travel.come(other, device)
         local = travel.arrived(away)
         if spread is None:
             return local
@@ -96,26 +109,16 @@ def _offloaded(forward, block: nn.Module, travel, chain: _Chain, first: bool, *i
 
     with saved_tensors_hooks(pack, unpack):
         out = forward(*inputs)
-    here.clear()
+    group.left = travel.left()
     return out
 
 
-def _fetch(group: _Group, travel, device: torch.device) -> None:
-    if not group.fetched:
-        group.fetched = True
-        for away in group.kept.values():
-            travel.come(away, device)
-
-
-def _local(tensor: Tensor) -> Tensor:
-    """The plain tensor of this rank behind another kind of one."""
-    with torch.no_grad():
-        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-        return local if type(local) in (Tensor, nn.Parameter) else local.clone()  # still on its way
-
-
 class _OnCuda:
-    """Through pinned memory, in a stream of its own for each direction."""
+    """Through pinned memory, in a stream of its own for each direction.
+
+    What is on the device belongs to the stream that computes, which waits where the others use its
+    memory: else the allocator could not give it to the next block while the host runs ahead.
+    """
 
     def __init__(self):
         self.leaving, self.coming = torch.cuda.Stream(), torch.cuda.Stream()
@@ -127,23 +130,29 @@ class _OnCuda:
         self.leaving.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self.leaving):
             host.copy_(tensor, non_blocking=True)
-        tensor.record_stream(self.leaving)  # its memory is not given away before it has left
         return host
 
+    def left(self) -> torch.cuda.Event:
+        return self.leaving.record_event()
+
+    def wait(self, event: torch.cuda.Event) -> None:
+        torch.cuda.current_stream().wait_event(event)
+
     def come(self, away: _Away, device: torch.device) -> None:
+        host = away.host
+        away.here = torch.empty_strided(
+            host.size(), host.stride(), dtype=host.dtype, device=device
+        )
+        self.coming.wait_stream(torch.cuda.current_stream())  # for who had this memory before
         self.coming.wait_stream(self.leaving)
         with torch.cuda.stream(self.coming):
-            away.back = torch.empty_strided(
-                away.host.size(), away.host.stride(), dtype=away.host.dtype, device=device
-            )
-            away.back.copy_(away.host, non_blocking=True)
+            away.here.copy_(host, non_blocking=True)
             away.ready = self.coming.record_event()
 
     def arrived(self, away: _Away) -> Tensor:
-        here = torch.cuda.current_stream()
-        here.wait_event(away.ready)
-        away.back.record_stream(here)
-        return away.back
+        if away.ready is not None:
+            self.wait(away.ready)
+        return away.here
 
 
 class _OnHost:
@@ -153,8 +162,14 @@ class _OnHost:
         host = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype)
         return host.copy_(tensor)
 
+    def left(self) -> None:
+        pass
+
+    def wait(self, event: None) -> None:
+        pass
+
     def come(self, away: _Away, device: torch.device) -> None:
-        away.back = away.host
+        away.here = away.host
 
     def arrived(self, away: _Away) -> Tensor:
-        return away.back
+        return away.here

@@ -54,6 +54,7 @@ class PipelinePlan:
     rank_of: list[int]  # the pipeline rank that holds each stage
     microbatch: int  # sequences
     microbatches: int  # of one run of the schedule
+    splits_backward: bool = False  # in halves, of which the second comes later
 
     @property
     def ranks(self) -> int:
@@ -119,7 +120,8 @@ def plan_pipeline(
         return None, problems
     spent = [sum(costs[name] for name in names) for names in stages]
     schedule, file = section.pipeline_parallel_schedule, _csv(section)
-    return PipelinePlan(schedule, file, stages, spent, rank_of, size, local_batch // size), []
+    runs = (size, local_batch // size, style.splits_backward)
+    return PipelinePlan(schedule, file, stages, spent, rank_of, *runs), []
 
 
 def _csv(section: ParallelismConfig) -> Path | None:

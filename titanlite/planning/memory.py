@@ -68,16 +68,19 @@ def holdings_of(job: Job) -> Holdings:
 
     at_once = job.pipeline.microbatch if pipelined else training.local_batch_size
     tokens = at_once * training.seq_len / degrees.context
-    in_flight = 1
+    in_flight = ends_in_flight = 1  # micro-batches, in the first and in the last stage
     if pipelined:
         most = job.pipeline.microbatches
-        in_flight = most if job.pipeline.schedule == "GPipe" else min(most, degrees.pipeline)
+        all_first = job.pipeline.schedule in ("GPipe", "LoopedBFS")
+        in_flight = most if all_first else min(most, degrees.pipeline)
+        ends_in_flight = most if all_first else 1
     vocabulary = shape.vocab_size
     if not parallelism.disable_loss_parallel:
         vocabulary /= degrees.tensor
     chunk = min(tokens, config.loss.chunk_tokens or tokens)
-    # logits in fp32 and as they come, and the gradient of the weights that made them
-    loss = chunk * (4 + (compute if compute < 4 else 0)) + shape.dim * (4 if chunk < tokens else compute)
+    # logits in fp32 and as they come; of each micro-batch, the gradient of the weights that made them
+    loss = chunk * (4 + (compute if compute < 4 else 0))
+    loss += ends_in_flight * shape.dim * (4 if chunk < tokens else compute)
     return Holdings(
         weights,
         gradients,
@@ -102,8 +105,8 @@ def _bytes_a_moment(config: JobConfig) -> float:
 def _kept(job: Job, blocks: float) -> float:
     """Numbers a token that `blocks` blocks hold when backward begins."""
     recompute, whole = job.config.activation_checkpoint, job.family.kept_by_block(job.shape)
-    if recompute.offload:
-        return 2 * whole  # one on its way to the host, or back, while another is computed
+    if recompute.offload:  # two blocks' are here, and one is computed again
+        return 2 * job.shape.dim + whole if recompute.mode == "full" else 2 * whole
     if recompute.mode == "none":
         return blocks * whole
     if recompute.mode == "memory_budget":
