@@ -260,7 +260,7 @@ def _zeros(parameter: nn.Parameter, width: int, dtype: torch.dtype, host: bool) 
     zeros = torch.zeros((*local.shape[:-1], own_width), dtype=dtype, device=local.device)
     if isinstance(parameter, DTensor):
         shape = torch.Size((*parameter.shape[:-1], width))
-        zeros = DTensor.fromlocal_of(
+        zeros = DTensor.from_local(
             zeros,
             parameter.device_mesh,
             parameter.placements,
