@@ -35,6 +35,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from titanlite.checkpoint.manifest import UNFINISHED, FileRecord, TensorRecord
 from titanlite.checkpoint.place import Place
+from titanlite.distributed.tensors import local_of
 from titanlite.errors import CheckpointError, UserError
 
 State = dict[str, dict[str, Any]]  # part -> name -> tensor
