@@ -126,7 +126,9 @@ def compiler_problems(
     config: CompileConfig, compiles: bool, device_type: str
 ) -> Iterator[ConfigError]:
     """A compiler that there is not, where anything at all is compiled."""
-    if config.enable and config.backend not in torch._dynamo.list_backends(exclude_tags=()):
+    # The usual one is there; to ask for the others imports them all.
+    asked = config.enable and config.backend != "inductor"
+    if asked and config.backend not in torch._dynamo.list_backends(exclude_tags=()):
         known = ", ".join(torch.compiler.list_backends())
         yield ConfigError(
             f'compile.backend = "{config.backend}": this torch has no such compiler. It has'
