@@ -28,7 +28,8 @@ def overlapped(layout):
     found: Counter[str] = Counter()
 
     def count(graph) -> None:
-        found.update(str(node.target).split(".")[1] for node in graph.nodes if "symm_mem" in str(node.target))
+        names = [str(node.target).split(".") for node in graph.nodes]
+        found.update(name[1] for name in names if name[0] == "symm_mem")
 
     torch._inductor.config.post_grad_custom_post_pass = count
     return spread_run(layout, RECIPE), found

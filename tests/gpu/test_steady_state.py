@@ -19,7 +19,7 @@ from titanlite.training import TrainState, build_engine, take_step
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 FAMILY = FAMILIES["llama3"]
-SHAPE = LlamaShape(dim=256, n_layers=4, n_heads=4, n_kv_heads=2, hidden_dim=512, vocab_size=1024)
+SHAPE = LlamaShape(dim=256, n_layers=8, n_heads=4, n_kv_heads=2, hidden_dim=512, vocab_size=1024)
 ROWS, LENGTH = 4, 512
 
 
@@ -118,4 +118,4 @@ def test_offloaded_activations_are_not_on_the_device(one_rank):
         loss.backward()
         return after - before
 
-    assert held(offload=True) < 0.5 * held(offload=False)
+    assert held(offload=True) < 0.7 * held(offload=False)  # two of eight blocks, and small tensors
