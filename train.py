@@ -3,7 +3,12 @@
 This page is the table of contents of a run; `python train.py --help` lists every setting.
 """
 
+# ruff: noqa: E402 (what stands before the imports makes them faster)
 from __future__ import annotations
+
+import gc
+
+gc.disable()  # a quarter of the start would go into looking for garbage that there is not
 
 import dataclasses
 import signal
@@ -33,7 +38,7 @@ from titanlite.optim import EarlySteps, build_optimizer, lr_share
 from titanlite.parallelize import build_spread_model
 from titanlite.parallelize.activation import draw_budgets
 from titanlite.parallelize.attention import activate, choose_kernel
-from titanlite.parallelize.compile import keep_compiled
+from titanlite.parallelize.compile import prepare_compiler
 from titanlite.planning import explain_out_of_memory
 from titanlite.reference import help_text
 from titanlite.training import (
@@ -47,6 +52,7 @@ from titanlite.training import (
 
 
 def main(argv: list[str]) -> int:
+    gc.freeze()  # what was imported is not looked at again
     if "--help" in argv or "-h" in argv:
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` is no reason for a traceback
         print(__doc__, *help_text(JobConfig), sep="\n")
@@ -110,7 +116,7 @@ def train(
     hold.begin(session.ranks, found.step if found else 0, patience)
 
     if config.compiles:
-        keep_compiled()
+        prepare_compiler(device)
     if config.activation_checkpoint.visualize_memory_budget_pareto:
         draw_budgets(job.folder / "memory_budget_pareto")
     mesh, compute = build_mesh(job.degrees, device.type), job.passes.compute

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import subprocess
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,6 +13,8 @@ from tests.distributed.oracle import SGD, Layout, batch_at, deepened, spread
 from tests.distributed.ranks import run_on_ranks
 from tests.parallelize.memory import taken
 from torch._dynamo.utils import counters
+from torch._inductor import cpu_vec_isa
+from torch._inductor.runtime.cache_dir_utils import cache_dir
 
 from titanlite.models import FAMILIES, LlamaShape, valid_tokens
 from titanlite.parallelize.activation import ActivationCheckpointConfig, keep_to_budget
@@ -18,7 +22,7 @@ from titanlite.parallelize.compile import (
     CompileConfig,
     compile_blocks,
     compiled_so_far,
-    keep_compiled,
+    prepare_compiler,
 )
 
 BLOCKS = 4
@@ -90,10 +94,26 @@ def test_a_budget_of_the_compiler_is_kept_to():
 
 
 def test_compiled_code_is_kept_among_the_users_caches_unless_they_said_where(monkeypatch):
+    key, device = "TORCHINDUCTOR_CACHE_DIR", torch.device("cpu")
     monkeypatch.setenv("XDG_CACHE_HOME", "/somewhere")
-    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
-    keep_compiled()
-    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == "/somewhere/titanlite/inductor"
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/elsewhere")
-    keep_compiled()
-    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == "/elsewhere"
+    monkeypatch.delenv(key, raising=False)
+    cache_dir()  # as torch does while its pipelines are imported
+    assert Path(os.environ[key]).name.startswith("torchinductor_")
+    prepare_compiler(device)
+    assert os.environ[key] == "/somewhere/titanlite/inductor"
+    monkeypatch.setenv(key, "/elsewhere")
+    prepare_compiler(device)
+    assert os.environ[key] == "/elsewhere"
+
+
+def test_what_vectors_there_are_is_asked_without_a_process_each(tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    prepare_compiler(torch.device("cpu"))
+    started = []
+    monkeypatch.setattr(subprocess, "run", lambda *words, **_: started.append(words))
+    isa = cpu_vec_isa.VecAVX2()
+    extension = next(Path(torch.__file__).parent.glob("_C.*"))
+    assert isa._probe_load(str(extension))
+    (tmp_path / "torn.so").write_bytes(extension.read_bytes()[:100])
+    assert not isa._probe_load(str(tmp_path / "torn.so"))
+    assert not started

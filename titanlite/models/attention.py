@@ -36,7 +36,8 @@ class Attend(nn.Module):
 
     `backend` is the kernel; None leaves it to SDPA. It is chosen around the call and nowhere else:
     whoever runs a block, be it to compute its activations again, runs the same kernel, and so does
-    a compiled block.
+    a compiled block. Torch's flags for the whole process would do for that, but (torch 2.13) the
+    cache of compiled graphs is not asked by them: it would give back another kernel.
     """
 
     def __init__(self, backend: SDPBackend | None = None):

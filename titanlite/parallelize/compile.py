@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import shutil
 import warnings
@@ -80,10 +81,29 @@ def _arrived(forward: Callable[..., Tensor], x: Tensor, *others) -> Tensor:
     return forward(x if type(x) is Tensor else x.clone(), *others)
 
 
-def keep_compiled() -> None:
-    """Keep compiled code among the user's caches for the next start, unless they said where."""
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache / "titanlite" / "inductor"))
+def prepare_compiler(device: torch.device) -> None:
+    """Keep compiled code among the user's caches, unless they said where, so that it is found."""
+    # Private, as all that tells of it (torch 2.11 to 2.15). That a folder is in the environment
+    # does not mean that somebody named it: torch names its own once its pipelines are imported.
+    from torch._inductor import cpu_vec_isa
+    from torch._inductor.runtime.cache_dir_utils import default_cache_dir
+
+    key = "TORCHINDUCTOR_CACHE_DIR"
+    if os.environ.get(key) in (None, default_cache_dir()):
+        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+        os.environ[key] = str(cache / "titanlite" / "inductor")
+    if device.type == "cpu":
+        cpu_vec_isa.VecISA._probe_load = _loads
+
+
+def _loads(isa, library: str) -> bool:
+    """Whether a library can be loaded: torch asks six, at each start, what vectors there are, and
+    for each starts a Python. Kernels are loaded into this process too, and with less care."""
+    try:
+        ctypes.CDLL(library)
+    except OSError:
+        return False
+    return True
 
 
 def compiled_so_far() -> str:
