@@ -6,6 +6,7 @@ of a second, so that nothing a test leaves behind (meshes, caches, groups) reach
 
 from __future__ import annotations
 
+import gc
 import importlib
 import multiprocessing
 import os
@@ -85,6 +86,7 @@ def _collect(connections: list[Connection], timeout: float) -> list:
 
 def _rank(connection, rank, ranks, store, path, timeout, module, name, args):
     sys.path[:] = path
+    gc.freeze()  # or looking through all that the server imported copies it into each rank
     import torch
     import torch.distributed as dist
 
