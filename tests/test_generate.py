@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tests.conftest import ROOT
+from tests.faults.launch import Launched
 from titanlite.checkpoint import Place
 from titanlite.errors import CheckpointError, ConfigError
 from titanlite.generate import Sampling, choose, generate, generate_text, open_model
@@ -71,10 +72,9 @@ def test_a_number_without_meaning_is_refused(wrong):
 
 
 def test_the_script_writes_from_a_trained_checkpoint(run_toml, tmp_path):
-    command = [sys.executable, str(ROOT / "train.py"), "--job.config_file", str(run_toml)]
-    command += ["--training.steps", "2", "--model.tied_embeddings", "true"]
-    trained = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert trained.returncode == 0, trained.stderr
+    words = ("--training.steps", "2", "--model.tied_embeddings", "true")
+    with Launched(1, tmp_path / "out", "--job.config_file", str(run_toml), *words) as trained:
+        assert trained.wait() == [0], trained.said
     step = tmp_path / "out" / "checkpoint" / "step-2"
     script = [sys.executable, str(ROOT / "scripts" / "generate.py"), "--max-new-tokens", "12"]
     written = subprocess.run(

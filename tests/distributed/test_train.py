@@ -25,6 +25,11 @@ def torchrun(ranks: int, toml, *argv) -> subprocess.CompletedProcess:
     )
 
 
+def launched(ranks: int, folder, toml, *argv) -> None:
+    with Launched(ranks, folder, "--job.config_file", str(toml), *argv) as run:
+        assert run.wait() == [0] * ranks, run.said
+
+
 def curve(folder) -> dict[int, float]:
     return {line["step"]: line["loss"] for line in lines_of(folder) if "event" not in line}
 
@@ -34,9 +39,7 @@ def test_a_run_stopped_and_resumed_under_another_layout_is_the_unstopped_run(run
     alone, moved = tmp_path / "alone", tmp_path / "moved"
 
     def train(ranks: int, folder, *argv) -> None:
-        words = ("--job.config_file", str(run_toml), "--job.dump_folder", str(folder), *argv)
-        with Launched(ranks, folder, *words) as run:
-            assert run.wait() == [0] * ranks, run.said
+        launched(ranks, folder, run_toml, "--job.dump_folder", str(folder), *argv)
 
     train(1, alone, "--metrics.enable_tensorboard=true")
     schedule = ("--lr_scheduler.total_steps", "6")
@@ -68,8 +71,8 @@ def test_a_run_stopped_and_resumed_under_another_layout_is_the_unstopped_run(run
     assert list(curve(alone)) == [1, 2, 3, 4, 5, 6, 7]
 
 
-def test_a_checkpoint_that_does_not_fit_is_refused_once_with_exit_2(run_toml):
-    assert torchrun(0, run_toml, "--training.steps", "1").returncode == 0
+def test_a_checkpoint_that_does_not_fit_is_refused_once_with_exit_2(run_toml, tmp_path):
+    launched(1, tmp_path / "out", run_toml, "--training.steps", "1")
     refused = torchrun(2, run_toml, "--model.dim", "64", "--optimizer.name", "SGD")
     assert refused.stderr.count("model (dim: 32 saved, 64 now)") == 1, refused.stderr
     assert refused.stderr.count("optimizer.name (AdamW saved, SGD now)") == 1

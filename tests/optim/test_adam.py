@@ -6,6 +6,7 @@ from functools import cache
 
 import pytest
 import torch
+import torch._inductor.config
 import torch.nn.functional as F
 from torch import nn
 
@@ -76,8 +77,10 @@ def test_vectors_and_odd_rows_keep_whole_moments():
         assert moment_bytes(shape, "4bit") == moment_bytes(shape, "float32")
 
 
-def test_codes_are_compiled_once_whatever_the_rate():
+def test_codes_are_compiled_once_whatever_the_rate(monkeypatch):
     """The kernels too: what they compute is what the operations one by one compute."""
+    plain = torch._inductor.config.cpp  # C++ without vectors is compiled in half the time
+    monkeypatch.setattr(plain, "vec_isa_ok", False)
     counters = torch._dynamo.utils.counters["stats"]
     model = nn.Linear(256, 64, bias=False)
     optimizer = build_optimizer(model, OptimizerConfig(state_dtype="4bit"))

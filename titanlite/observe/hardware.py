@@ -78,7 +78,7 @@ def peak_flops(device_name: str, dtype: torch.dtype) -> float | None:
 
 
 @torch.no_grad()
-def measure_matmul_flops(dtype: torch.dtype, device: torch.device, seconds: float = 1.0) -> float:
+def measure_matmul_flops(dtype: torch.dtype, device: torch.device, seconds: float = 0.25) -> float:
     """FLOP/s of the best of the large matrix products that fit into `seconds`, three at least."""
     size = 8192 if device.type == "cuda" else 1024
     own = torch.Generator(device).manual_seed(0)  # who looks on draws nothing from the run's
