@@ -65,7 +65,6 @@ CLIPPED = [
 # On 8 ranks DTensor's planning of three dimensions takes longest: each is run once, by SGD.
 EIGHTS = [
     Layout(replicate=2, shard=2, tensor=2),
-    Layout(replicate=2, context=2, tensor=2, rotate="alltoall", accumulate=3),
     Layout(pipeline=2, shard=2, tensor=2, microbatch=3, schedule="DualPipeV"),
     Layout(pipeline=2, replicate=2, shard=2, microbatch=1, accumulate=3),
     Layout(pipeline=2, context=2, tensor=2, microbatch=6, rotate="alltoall", accumulate=3),

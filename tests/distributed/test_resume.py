@@ -24,7 +24,7 @@ from titanlite.errors import CheckpointError
 
 LAYOUTS = {
     "one": Layout(),
-    "shard4": Layout(shard=4, accumulate=3),  # 509 rows over 4 ranks
+    "shard3": Layout(shard=3, accumulate=2),  # 509 rows over 3 ranks
     "shard2tensor2": Layout(shard=2, tensor=2),
     "pipeline2shard2": Layout(pipeline=2, shard=2, microbatch=3, schedule="ZBVZeroBubble"),
     "pipeline2context2": Layout(pipeline=2, context=2, microbatch=3),
