@@ -50,9 +50,11 @@ from titanlite.training import (
     validate,
 )
 
+gc.freeze()  # what was imported is not looked at again
+gc.enable()
+
 
 def main(argv: list[str]) -> int:
-    gc.freeze()  # what was imported is not looked at again
     if "--help" in argv or "-h" in argv:
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` is no reason for a traceback
         print(__doc__, *help_text(JobConfig), sep="\n")

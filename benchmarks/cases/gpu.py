@@ -116,7 +116,7 @@ def measure_gpu(cases: Sequence[str]) -> list[GpuRow]:
         return [replace(each, missed="no CUDA device here") for each in empty]
     end, rows = time.monotonic() + BUDGET_SECONDS, []
     device = torch.device("cuda")
-    measured_peak = measure_matmul_flops(torch.bfloat16, device)
+    measured_peak = measure_matmul_flops(torch.bfloat16, device, seconds=1.0)
     torch.cuda.empty_cache()
     with tempfile.TemporaryDirectory() as folder:
         bench = _Bench(Path(folder))

@@ -102,11 +102,7 @@ class Layout:
                 selective_ac_option="op" if self.recompute == "op" else "2",
                 offload=self.offload_activations,
             ),
-            compile=CompileConfig(
-                self.compile != "",
-                components=["model"] if self.overlap else ["model", "loss"],
-                backend=self.compile or "eager",
-            ),
+            compile=CompileConfig(self.compile != "", backend=self.compile or "eager"),
             loss=LossConfig(chunk_tokens=self.chunk, z_loss=recipe.z_loss),
             compute=dtype,
             offload=self.offload,

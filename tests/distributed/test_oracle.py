@@ -30,6 +30,7 @@ SPREADS = [
     Layout(shard=4),
     Layout(replicate=2),
     Layout(replicate=2, shard=2),
+    Layout(replicate=2, context=2),
     Layout(tensor=2),
     Layout(tensor=4),  # more ranks than key-value heads
     Layout(shard=2, tensor=2),
