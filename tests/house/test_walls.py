@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "titanlite"
 FLOORS = [
-    {"settings", "reference", "errors", "log"},
+    {"settings", "reference", "errors", "files", "log"},
     {"models", "data", "distributed", "observe"},
     {"parallelize", "optim", "checkpoint"},
     {"training"},
