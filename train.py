@@ -30,10 +30,26 @@ from titanlite.distributed.session import (
 )
 from titanlite.distributed.stop import StopRequest, words_for
 from titanlite.distributed.watch import Watch, die_with_launcher
-from titanlite.errors import EXIT_DONE, EXIT_LOST, EXIT_STOPPED, RankLost, UserError
+from titanlite.errors import (
+    EXIT_DONE,
+    EXIT_LOST,
+    EXIT_STOPPED,
+    ConfigError,
+    RankLost,
+    UserError,
+)
+from titanlite.files import write_whole_file
 from titanlite.job import Job, JobConfig, open_data, read_job
 from titanlite.log import configure_log, logger
-from titanlite.observe import Held, open_meter, open_profiler, open_sinks, silent_sinks
+from titanlite.observe import (
+    Held,
+    Sinks,
+    open_meter,
+    open_profiler,
+    open_sinks,
+    records_folder,
+    silent_sinks,
+)
 from titanlite.optim import EarlySteps, build_optimizer, lr_share
 from titanlite.parallelize import build_spread_model
 from titanlite.parallelize.activation import draw_budgets
@@ -169,16 +185,8 @@ def train(
         devices=session.ranks,
         device=device,
     )
-    sinks = silent_sinks()
-    if session.rank == 0:
-        sinks = open_sinks(
-            config.metrics,
-            job.folder,
-            total_steps=training.steps,
-            first_step=state.step,
-            job=dataclasses.asdict(config),
-        )
-        (job.folder / "config.toml").write_text(job.as_toml(), encoding="utf-8")
+    sinks, problem = attempt(lambda: open_records(job, session, state.step, checkpointer.saves))
+    agree(problem)
     logger.info("%s", job.summary(device, meter.peak_flops))
     if found:
         for reason in found.refused:
@@ -223,6 +231,31 @@ def train(
         if reason:
             sinks.event(state.step, "stopped", reason=words_for(reason))
     return EXIT_STOPPED if reason else EXIT_DONE
+
+
+def open_records(job: Job, session: Session, first_step: int, saves: bool) -> Sinks:
+    """The metric sinks and config.toml of rank 0; raises ConfigError where they cannot be written."""
+    if session.rank:
+        return silent_sinks()
+    config = job.config
+    try:
+        folder = records_folder(job.folder, saves)
+        sinks = open_sinks(
+            config.metrics,
+            folder,
+            total_steps=config.training.steps,
+            first_step=first_step,
+            job=dataclasses.asdict(config),
+        )
+        write_whole_file(folder / "config.toml", job.as_toml().encode())
+    except OSError as error:
+        raise ConfigError(
+            f"job.dump_folder = {job.folder}: cannot write {error.filename or 'to it'}:"
+            f" {error.strerror or error}.",
+            fix="Free space there or allow writing, or use another job.dump_folder.",
+            keys=("job.dump_folder",),
+        ) from error
+    return sinks
 
 
 if __name__ == "__main__":

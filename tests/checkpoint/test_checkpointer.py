@@ -41,6 +41,21 @@ def spoil(state) -> None:
             value.add_(1.0)
 
 
+def order_of_commit(folder, mode) -> list[bool]:
+    """Whether there was a manifest each time `before_commit` was called, and at the end."""
+    state, seen = trained(Layout()), []
+    checkpointer, manifest = open_checkpointer(folder, async_mode=mode), folder / "step-1/manifest.json"
+    look = {"before_commit": lambda: seen.append(manifest.exists())}
+    checkpointer.save(1, state.model, state.optimizer, progress=state.progress(), **look)
+    assert not checkpointer.wait().problem
+    return [*seen, manifest.exists()]
+
+
+@pytest.mark.parametrize("mode", ["disabled", "async"])
+def test_what_must_not_be_older_than_a_checkpoint_is_written_before_its_manifest(tmp_path, mode):
+    assert run_on_ranks(order_of_commit, 1, tmp_path, mode) == [[False, True]]
+
+
 # --- asynchronous --------------------------------------------------------------------------------
 
 

@@ -32,6 +32,7 @@ class Launched:
         *argv: str,
         store: dist.TCPStore | None = None,
         room: dict[int, int] | None = None,  # bytes by rank that it may still address
+        longest_file: int = resource.RLIM_INFINITY,  # bytes; longer ones fail, as on a full disk
     ):
         self.store = store or open_store()
         self.folder, self.log = folder, folder.with_name(f"{folder.name}.{time.monotonic_ns()}.log")
@@ -41,7 +42,7 @@ class Launched:
                 target=_train,
                 args=(
                     rank, ranks, self.store.port, sys.path, str(self.log), argv,
-                    (room or {}).get(rank),
+                    (room or {}).get(rank), longest_file,
                 ),
             )
             for rank in range(ranks)
@@ -90,7 +91,7 @@ class Launched:
         self.end()
 
 
-def _train(rank, ranks, port, path, log, argv, room) -> None:
+def _train(rank, ranks, port, path, log, argv, room, longest_file) -> None:
     sys.path[:] = path
     descriptor = os.open(log, os.O_CREAT | os.O_WRONLY | os.O_APPEND)
     os.dup2(descriptor, 1)
@@ -112,6 +113,8 @@ def _train(rank, ranks, port, path, log, argv, room) -> None:
         pages = int(Path("/proc/self/statm").read_text().split()[0])
         most = pages * resource.getpagesize() + room
         resource.setrlimit(resource.RLIMIT_AS, (most, most))
+    hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
+    resource.setrlimit(resource.RLIMIT_FSIZE, (longest_file, hard))
     code = train.main(list(argv))
     sys.stderr.flush()
     os._exit(code)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import resource
 import signal
 
+import pytest
 from tests.faults.launch import Launched, events_of, steps_of
 
 from titanlite.checkpoint import Place, check_hashes, read_manifest
@@ -49,3 +50,30 @@ def test_a_run_that_cannot_save_its_end_does_not_say_that_it_did(run_toml, tmp_p
         run.signal(0, signal.SIGTERM)
         assert run.wait() == [2], run.said
     assert "titanlite: " in run.said and "too large" in run.said and not events_of(out, "stopped")
+
+
+def test_a_full_disk_refuses_a_resume_and_leaves_the_files_of_the_run_whole(run_toml, tmp_path):
+    out = tmp_path / "out"
+    argv = ("--job.config_file", str(run_toml), "--checkpoint.interval", "2")
+    with Launched(2, out, *argv) as run:
+        assert run.wait() == [0, 0], run.said
+    with (out / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 7, "lo')  # so that the resume has to write the file anew
+    before = {name: (out / name).read_bytes() for name in ("config.toml", "metrics.jsonl")}
+    with Launched(2, out, *argv, "--training.steps", "8", longest_file=3000) as run:
+        assert run.wait() == [2, 2], run.said
+    assert "cannot write" in run.said and "too large" in run.said and "Traceback" not in run.said
+    assert {name: (out / name).read_bytes() for name in before} == before
+
+
+@pytest.mark.parametrize("keys", [("checkpoint.enable", "false"), ("checkpoint.load_only", "true")])
+def test_a_run_that_does_not_save_leaves_the_records_of_one_that_does(run_toml, tmp_path, keys):
+    out, argv = tmp_path / "out", ("--job.config_file", str(run_toml))
+    records = ("config.toml", "metrics.jsonl")
+    with Launched(1, out, *argv) as run:
+        assert run.wait() == [0], run.said
+    before = {name: (out / name).read_bytes() for name in records}
+    with Launched(1, out, *argv, f"--{keys[0]}", keys[1], "--training.steps", "7") as run:
+        assert run.wait() == [0], run.said
+    assert {name: (out / name).read_bytes() for name in records} == before
+    assert steps_of(out / "unsaved")[-1] == 7 and (out / "unsaved" / "config.toml").exists()

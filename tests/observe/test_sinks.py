@@ -19,7 +19,14 @@ import pytest
 
 from titanlite.errors import ConfigError
 from titanlite.log import logger
-from titanlite.observe import MetricsConfig, metrics_problems, open_sinks, silent_sinks
+from titanlite.observe import (
+    MetricsConfig,
+    metrics_problems,
+    open_sinks,
+    records_folder,
+    silent_sinks,
+)
+from titanlite.observe.sinks import REPLACED_FILE
 
 ROOT = str(Path(__file__).parents[2])
 STEP = {
@@ -120,8 +127,34 @@ def test_after_a_resume_no_step_and_no_event_stands_twice(tmp_path, said):
         *["validation"] * 3,
         "resumed",
     ]
-    assert any("2 lines after step 20 cut off" in line for line in said())
-    assert [place.name for place in tmp_path.iterdir()] == ["metrics.jsonl"]
+    assert any("2 lines after step 20 moved to" in line for line in said())
+    replaced = [json.loads(line) for line in (tmp_path / REPLACED_FILE).open()]
+    assert [line["step"] for line in replaced] == [30, 30]  # moved, not lost
+    assert {place.name for place in tmp_path.iterdir()} == {"metrics.jsonl", REPLACED_FILE}
+
+
+def test_a_run_without_checkpoints_leaves_the_records_of_a_run_with_some_alone(tmp_path):
+    assert records_folder(tmp_path, saves=False) == tmp_path  # there are none
+    with open_in(tmp_path) as sinks:
+        sinks.step(STEP)
+    assert records_folder(tmp_path, saves=False) == tmp_path
+    with open_in(tmp_path, first_step=1) as sinks:
+        sinks.event(1, "checkpoint_saved", path="step-1")
+    assert records_folder(tmp_path, saves=True) == tmp_path
+    before = (tmp_path / "metrics.jsonl").read_bytes()
+    with open_in(records_folder(tmp_path, saves=False)) as sinks:
+        sinks.step(STEP)
+    assert (tmp_path / "metrics.jsonl").read_bytes() == before
+    assert [line["step"] for line in told(tmp_path / "unsaved")] == [1]
+
+
+def test_records_are_on_the_disk_when_they_are_synced(tmp_path, monkeypatch):
+    synced, sync = [], os.fsync
+    monkeypatch.setattr(os, "fsync", lambda fd: (synced.append(os.fstat(fd).st_ino), sync(fd)))
+    with open_in(tmp_path) as sinks:
+        sinks.step(STEP)
+        sinks.sync()
+    assert synced == [os.stat(tmp_path / "metrics.jsonl").st_ino]
 
 
 @pytest.mark.parametrize("torn", ['{"step": 2, "lo', '{"step": 1}', "\0\0\0\n", "[]\n"])
@@ -149,7 +182,7 @@ def test_a_full_disk_costs_lines_but_neither_the_run_nor_the_file(tmp_path, said
         sinks.step({**STEP, "step": 4})
     assert [line["step"] for line in told(tmp_path)] == [1, 4]
     words = " ".join(said())
-    assert words.count("takes nothing more in") == 1 and words.count("takes in again") == 1
+    assert words.count("records are being dropped") == 1 and words.count("writing again") == 1
 
 
 def test_a_loss_that_is_not_a_number_leaves_the_file_readable(tmp_path):
@@ -282,6 +315,30 @@ def test_wandb_is_sent_the_settings_and_every_record(tmp_path, monkeypatch):
     assert started["config"] == {"training": {"steps": 400}}
     assert sent[0] == (1, {key: value for key, value in STEP.items() if key != "step"})
     assert sent[1:] == [(1, {"validation/code/loss": 4.0}), "finished"]
+
+
+@pytest.mark.parametrize("fails_in", ["init", "log", "finish"])
+def test_a_service_that_fails_in_any_way_costs_its_records_and_nothing_else(
+    tmp_path, monkeypatch, said, fails_in
+):
+    class CommError(Exception):  # as wandb's errors, which are no OSErrors
+        pass
+
+    def fail_in(name):
+        if name == fails_in:
+            raise CommError("the service is away")
+
+    run = types.SimpleNamespace(
+        log=lambda values, step: fail_in("log"), finish=lambda: fail_in("finish")
+    )
+    service = types.ModuleType("wandb")
+    service.init = lambda **settings: (fail_in("init"), run)[1]
+    monkeypatch.setitem(sys.modules, "wandb", service)
+    with open_in(tmp_path, enable_wandb=True) as sinks:
+        sinks.step(STEP)
+        sinks.step({**STEP, "step": 2})
+    assert [line["step"] for line in told(tmp_path)] == [1, 2]
+    assert sum("the service is away" in line for line in said()) == 1
 
 
 def test_the_other_ranks_say_and_write_nothing(said):

@@ -109,12 +109,15 @@ class Checkpointer:
         *,
         progress: dict[str, Any],
         final: bool = False,
+        before_commit: Callable[[], None] = lambda: None,
     ) -> None:
         """Begin to write a checkpoint; `wait` says what became of it.
 
         When it returns, the tensors may change: under an asynchronous mode they were copied, else
         they were written. At most one save is in flight: the one before must have been waited for.
-        `final`: nothing comes after it, so that it may be made smaller.
+        `final`: nothing comes after it, so that it may be made smaller. `before_commit` is called on
+        the rank that commits, perhaps in another thread, when all files but the manifest are on the
+        disk: what must not be older than the checkpoint is written there.
         """
         assert self._write is None, "one save at a time"
         config, began = self.config, time.monotonic()
@@ -126,6 +129,7 @@ class Checkpointer:
 
         def commit(files, tensors) -> None:
             written = {"files": files, "tensors": tensors, "versions": versions()}
+            before_commit()
             seconds = time.monotonic() - began
             write_manifest(
                 place, Manifest(step, progress, seconds=seconds, **self.about, **written)

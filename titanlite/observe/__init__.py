@@ -13,7 +13,7 @@ from titanlite.observe.hardware import measure_matmul_flops, peak_flops, peak_me
 from titanlite.observe.memory import Held
 from titanlite.observe.meters import Meter, open_meter
 from titanlite.observe.profiler import open_profiler
-from titanlite.observe.sinks import METRICS_FILE, Sinks, open_sinks, silent_sinks
+from titanlite.observe.sinks import METRICS_FILE, Sinks, open_sinks, records_folder, silent_sinks
 
 __all__ = [
     "METRICS_FILE",
@@ -31,5 +31,6 @@ __all__ = [
     "peak_flops",
     "peak_memory_bytes",
     "profiling_problems",
+    "records_folder",
     "silent_sinks",
 ]

@@ -11,11 +11,15 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
+from titanlite.errors import ConfigError
+from titanlite.files import parse_json, write_whole_file
 from titanlite.log import logger
 from titanlite.observe.config import MetricsConfig, missing
 from titanlite.observe.console import open_console
 
 METRICS_FILE = "metrics.jsonl"
+REPLACED_FILE = "metrics.replaced.jsonl"  # lines of steps that were taken again
+UNSAVED_FOLDER = "unsaved"  # records of runs without checkpoints, beside those of one that has some
 STEP_KEYS = (  # of a step line, in this order
     "step",
     "loss",
@@ -44,11 +48,15 @@ class Sink(Protocol):
 
 
 class Sinks:
-    """All the places that are told; none of them on the ranks that stay silent."""
+    """All the places that are told; none of them on the ranks that stay silent.
+
+    A sink never ends a run. One that raises OSError (a full disk) is tried again with each record;
+    one that raises anything else is reported once and dropped.
+    """
 
     def __init__(self, places: list[Sink]):
         self.places = places
-        self.deaf: list[Sink] = []  # those that could not be told the last time
+        self.deaf: list[Sink] = []  # those whose last write failed
 
     def step(self, record: dict[str, Any]) -> None:
         """Tell of a step: every key of `STEP_KEYS` but `time`, which is added, and no other."""
@@ -56,7 +64,7 @@ class Sinks:
         if record.keys() != set(STEP_KEYS):
             raise ValueError(f"not the keys of a step line: {record.keys() ^ set(STEP_KEYS)}")
         record = {key: record[key] for key in STEP_KEYS}
-        for place in self.places:
+        for place in list(self.places):
             self._tell(place, place.step, record)
 
     def event(self, step: int, name: str, /, **fields: Any) -> None:
@@ -65,20 +73,29 @@ class Sinks:
         Both are positional, so that a field can be called `name`, as validation's is.
         """
         record = {"event": name, "step": step, **fields, "time": time.time()}
-        for place in self.places:
+        for place in list(self.places):
             self._tell(place, place.event, record)
 
-    def _tell(self, place: Sink, tell: Callable[[dict[str, Any]], None], record) -> None:
-        """A disk that is full, or a service that is away, is no reason to stop training."""
+    def sync(self) -> None:
+        """Write all records so far to the disk, so that they survive a power cut."""
+        for place in list(self.places):
+            if isinstance(place, Journal):
+                self._tell(place, place.sync)
+
+    def _tell(self, place: Sink, tell: Callable[..., None], *record: dict[str, Any]) -> None:
+        name = type(place).__name__
         try:
-            tell(record)
+            tell(*record)
         except OSError as error:
             if place not in self.deaf:
-                logger.error("%s takes nothing more in: %s", type(place).__name__, error)
+                logger.error("%s: write failed, records are being dropped: %s", name, error)
                 self.deaf.append(place)
+        except Exception as error:  # of a package that is not ours: whatever it is, training goes on
+            logger.error("%s failed and gets no more records: %r", name, error)
+            self.places.remove(place)
         else:
             if place in self.deaf:
-                logger.info("%s takes in again what happens", type(place).__name__)
+                logger.info("%s: writing again", name)
                 self.deaf.remove(place)
 
     def close(self) -> None:
@@ -87,8 +104,8 @@ class Sinks:
             place = self.places.pop()
             try:
                 place.close()
-            except OSError as error:
-                logger.error("%s could not be finished: %s", type(place).__name__, error)
+            except Exception as error:  # as above
+                logger.error("%s could not be closed: %r", type(place).__name__, error)
 
     def __enter__(self) -> Sinks:
         return self
@@ -113,24 +130,42 @@ def open_sinks(
 ) -> Sinks:
     """All that `config` asks for, under `folder`, for the one rank that writes.
 
-    `first_step` is the step that the run goes on from: what was told of later ones is cut off.
-    `job` is what W&B shows as the run's settings. `progress` puts a live line on the terminal; by
-    default where there is one. Raises ConfigError when an optional package is not installed.
+    `first_step` is the step that the run goes on from: lines about later steps are moved to
+    `metrics.replaced.jsonl`. `job` is what W&B shows as the run's settings. `progress` puts a live
+    line on the terminal; by default where there is one. Raises ConfigError when an optional
+    package is not installed, OSError when `folder` cannot be written.
     """
     folder.mkdir(parents=True, exist_ok=True)
     sinks = Sinks([])
     try:
+        sinks.places.append(Journal(folder / METRICS_FILE, first_step))
         if config.enable_tensorboard:
             sinks.places.append(TensorBoard(folder / config.save_tb_folder, first_step))
-        if config.enable_wandb:
-            sinks.places.append(WeightsAndBiases(folder, job))
-        sinks.places.append(Journal(folder / METRICS_FILE, first_step))
+        if config.enable_wandb and (run := _start_wandb(folder, job)):
+            sinks.places.append(run)
         colour = not config.disable_color_printing
         sinks.places.append(open_console(total_steps, first_step, colour, progress))
     except BaseException:
         sinks.close()
         raise
     return sinks
+
+
+def records_folder(folder: Path, saves: bool) -> Path:
+    """Where a run writes its records: `folder`, its job.dump_folder.
+
+    A run that does not save checkpoints must not replace the records of one that does: where
+    `folder` holds such records, it writes to the subfolder `unsaved`.
+    """
+    if saves or not _has_saved(folder / METRICS_FILE):
+        return folder
+    logger.warning(
+        "%s holds the records of a run with checkpoints, and this run saves none: its records go"
+        " to %s",
+        folder,
+        folder / UNSAVED_FOLDER,
+    )
+    return folder / UNSAVED_FOLDER
 
 
 # --- metrics.jsonl -------------------------------------------------------------------------------
@@ -140,7 +175,7 @@ class Journal:
     """One JSON object a line, on the disk's side of this process as soon as it is told."""
 
     def __init__(self, path: Path, first_step: int):
-        cut_future(path, first_step)
+        replace_future(path, first_step)
         self.file = path.open("ab", buffering=0)
 
     def step(self, record: dict[str, Any]) -> None:
@@ -152,35 +187,48 @@ class Journal:
 
     event = step
 
+    def sync(self) -> None:
+        os.fsync(self.file.fileno())
+
     def close(self) -> None:
         self.file.close()
 
 
-def cut_future(path: Path, step: int) -> None:
-    """Take out what a killed run told of steps after `step`, and a line it left half-written.
+def replace_future(path: Path, step: int) -> None:
+    """Move lines about steps after `step`, and a half-written one, to `metrics.replaced.jsonl`.
 
-    The run takes these steps again, so that otherwise they would stand twice.
+    The run takes these steps again; otherwise each of them would have two lines.
     """
     if not path.exists():
         return
     lines = path.read_bytes().splitlines(keepends=True)
-    kept = [line for line in lines if _stands(line, step)]
+    kept = [line for line in lines if _is_up_to(line, step)]
     if kept == lines:
         return
-    beside = path.with_name(f"{path.name}.new")
-    with beside.open("wb") as file:
-        file.writelines(kept)
+    replaced = path.with_name(REPLACED_FILE)
+    with replaced.open("ab") as file:  # first: a crash in between keeps a line twice, and loses none
+        file.writelines(line.rstrip(b"\n") + b"\n" for line in lines if not _is_up_to(line, step))
         file.flush()
         os.fsync(file.fileno())
-    beside.replace(path)
-    logger.info("%s: %d lines after step %d cut off", path, len(lines) - len(kept), step)
+    write_whole_file(path, b"".join(kept))
+    moved = len(lines) - len(kept)
+    logger.info("%s: %d lines after step %d moved to %s", path, moved, step, replaced)
 
 
-def _stands(line: bytes, step: int) -> bool:
-    """Is it a whole line about a step not after `step`?"""
+def _is_up_to(line: bytes, step: int) -> bool:
+    """Whether it is a whole line about a step not after `step`."""
     try:
-        return line.endswith(b"\n") and json.loads(line)["step"] <= step
+        return line.endswith(b"\n") and parse_json(line)["step"] <= step
     except (ValueError, KeyError, TypeError):
+        return False
+
+
+def _has_saved(path: Path) -> bool:
+    """Whether a metrics.jsonl is of a run that has saved a checkpoint."""
+    try:
+        with path.open("rb") as lines:
+            return any(b'"checkpoint_saved"' in line for line in lines)
+    except FileNotFoundError:
         return False
 
 
@@ -251,6 +299,17 @@ class WeightsAndBiases:
 
     def close(self) -> None:
         self.run.finish()
+
+
+def _start_wandb(folder: Path, job: dict[str, Any]) -> WeightsAndBiases | None:
+    """A W&B run; None, and a line in the log, where the service refuses or cannot be reached."""
+    try:
+        return WeightsAndBiases(folder, job)
+    except ConfigError:  # the package is missing
+        raise
+    except Exception as error:
+        logger.error("Weights & Biases could not be started and gets no records: %r", error)
+        return None
 
 
 def _scalars(record: dict[str, Any]) -> Iterator[tuple[str, float]]:

@@ -72,6 +72,7 @@ class Sinks(Protocol):
 
     def step(self, record: dict[str, Any]) -> None: ...
     def event(self, step: int, name: str, **fields: Any) -> None: ...
+    def sync(self) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -199,7 +200,12 @@ def _keep(
     if not due:
         return
     checkpointer.save(
-        state.step, state.model, state.optimizer, progress=state.progress(), final=last
+        state.step,
+        state.model,
+        state.optimizer,
+        progress=state.progress(),
+        final=last,
+        before_commit=sinks.sync,  # a checkpoint must not survive a power cut that its metrics do not
     )
     if last or stopping or checkpointer.blocking:
         saved = checkpointer.wait()
