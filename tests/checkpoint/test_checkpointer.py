@@ -20,7 +20,7 @@ from tests.distributed.ranks import run_on_ranks
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
 from titanlite.checkpoint import Place, read_manifest
-from titanlite.checkpoint.manifest import _hash, write_manifest
+from titanlite.checkpoint.manifest import FORMAT, _hash, write_manifest
 from titanlite.checkpoint.store import _make_room
 from titanlite.errors import CheckpointError
 
@@ -140,7 +140,7 @@ def one_bit(part: bytes) -> bytes:
 
 def empty_manifest(step: Path) -> None:
     """One that is signed, and says nothing."""
-    (step / "manifest.json").write_text(json.dumps({"format": 2, "hash": _hash({"format": 2})}))
+    (step / "manifest.json").write_text(json.dumps({"format": FORMAT, "hash": _hash({"format": FORMAT})}))
 
 
 def edit_manifest(step: Path) -> None:
@@ -161,6 +161,7 @@ DAMAGE = {
     "an edited manifest": edit_manifest,
     "a manifest that is none": empty_manifest,
     "a missing .metadata": lambda step: (step / ".metadata").unlink(),
+    "missing chunks": lambda step: (step / "chunks.json").unlink(),
 }
 
 
@@ -312,7 +313,7 @@ def save_over(folder) -> str:
 def test_a_step_that_is_saved_again_is_not_mixed_with_what_was_there(tmp_path):
     assert run_on_ranks(save_over, 1, str(tmp_path)) == ["step-1"]
     names = {path.name for path in (tmp_path / "step-1").iterdir()}
-    assert names == {".metadata", "__0_0.distcp", "manifest.json"}
+    assert names == {".metadata", "__0_0.distcp", "chunks.json", "manifest.json"}
 
 
 def find_in(folder, config) -> str:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import re
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
@@ -13,10 +15,14 @@ import xxhash
 
 from titanlite.checkpoint.place import Place
 from titanlite.errors import CheckpointError
+from titanlite.files import parse_json
 
 NAME = "manifest.json"
-FORMAT = 2  # goes up when another titanlite could misread a checkpoint
+FORMAT = 3  # goes up when another titanlite could misread a checkpoint
+READABLE = (2, 3)  # 2 has no chunks.json: see chunks.py
+MOST_BYTES = 1 << 26  # 405B parameters: 1 MB
 UNFINISHED = "unfinished"  # the first file of a folder, gone once it has a manifest
+DTYPES = {str(v).removeprefix("torch."): v for v in vars(torch).values() if type(v) is torch.dtype}
 
 
 @dataclass(frozen=True)
@@ -59,6 +65,12 @@ class Manifest:
     def bytes(self) -> int:
         return sum(file.bytes for file in self.files.values())
 
+    @property
+    def tensor_bytes(self) -> int:
+        return sum(
+            DTYPES[t.dtype].itemsize * math.prod(t.shape) for t in self.tensors.values()
+        )
+
 
 def write_manifest(place: Place, manifest: Manifest) -> None:
     """Make a folder whose files are all on the disk a checkpoint, at once."""
@@ -68,35 +80,79 @@ def write_manifest(place: Place, manifest: Manifest) -> None:
 
 
 def read_manifest(place: Place, sizes: bool = True) -> Manifest:
-    """The manifest of a checkpoint, or CheckpointError; its files have the `sizes` it states."""
+    """The manifest of a checkpoint, or CheckpointError; its files have the `sizes` it states.
+
+    Every name, number and type in it is checked: it may come from somebody else.
+    """
     try:
-        body = json.loads(place.read(NAME))
+        there = place.sizes()
+        if NAME not in there:
+            raise FileNotFoundError
+        if there[NAME] > MOST_BYTES:
+            raise ValueError(f"{there[NAME]:,} bytes, of at most {MOST_BYTES:,}")
+        body = parse_json(place.read(NAME))
     except FileNotFoundError:
         raise _missing(place) from None
     except (OSError, ValueError) as error:
         raise _damaged(place, f"{NAME} cannot be read ({error})") from None
-    if not isinstance(body, dict) or body.get("format") != FORMAT:
+    if not isinstance(body, dict) or body.get("format") not in READABLE:
         found = body.get("format") if isinstance(body, dict) else None
         raise CheckpointError(
-            f"{place}: {NAME} has format {found}; this titanlite reads {FORMAT}.",
+            f"{place}: {NAME} has format {found!s:.80}; this titanlite reads"
+            f" {' and '.join(map(str, READABLE))}.",
             fix="Use the titanlite that wrote it.",
         )
     if body.pop("hash", None) != _hash(body):
         raise _damaged(place, f"{NAME} was changed after it was written")
-    try:
-        body["files"] = {name: FileRecord(**record) for name, record in body["files"].items()}
-        body["tensors"] = {name: TensorRecord(**record) for name, record in body["tensors"].items()}
-        manifest, there = Manifest(**body), place.sizes() if sizes else {}
-    except (KeyError, TypeError, AttributeError) as error:
-        raise _damaged(place, f"{NAME} is not a manifest ({error!r})") from None
-    except OSError as error:
-        raise _damaged(place, f"cannot be listed ({error})") from None
+    manifest = _checked(place, body)
     for name, record in manifest.files.items() if sizes else ():
         found = there.get(name)
         if found != record.bytes:
             has = "is missing" if found is None else f"has {found} bytes, not {record.bytes}"
             raise _damaged(place, f"{name} {has}")
     return manifest
+
+
+def _checked(place: Place, body: dict[str, Any]) -> Manifest:
+    """The manifest that a table describes; CheckpointError where it describes none."""
+    kinds = {"step": int, "layout": str, "seconds": (int, float), "format": int}
+    tables = ("progress", "facts", "job", "versions", "files", "tensors")
+    try:
+        wrong = [key for key in tables if type(body[key]) is not dict]
+        wrong += [key for key, kind in kinds.items() if not isinstance(body[key], kind)]
+        if wrong or body["step"] < 0:
+            raise ValueError(f"{wrong[0] if wrong else 'step'} has the wrong type or value")
+        body["files"] = {name: FileRecord(**record) for name, record in body["files"].items()}
+        body["tensors"] = {name: TensorRecord(**record) for name, record in body["tensors"].items()}
+        manifest = Manifest(**body)
+        _check_records(manifest)
+    except (KeyError, TypeError, ValueError) as error:
+        raise _damaged(place, f"{NAME} is not a manifest ({error!s:.200})") from None
+    return manifest
+
+
+def _check_records(manifest: Manifest) -> None:
+    """Raise ValueError unless the files are in the folder and large enough for the tensors.
+
+    The second bounds the memory that the tensors can take by what is really on the disk.
+    """
+    for name, file in manifest.files.items():
+        if not re.fullmatch(r"[\w.-]{1,255}", name, re.ASCII) or name in (".", ".."):
+            raise ValueError(f"{name[:80]!r} is not a name of a file in its folder")
+        if type(file.bytes) is not int or file.bytes < 0 or type(file.hash) is not str:
+            raise ValueError(f"{name} has no bytes and hash")
+    for name, tensor in manifest.tensors.items():
+        sizes = tensor.shape
+        if not name.isprintable() or len(name) > 1000:
+            raise ValueError(f"{name[:80]!r} is not a name of a tensor")
+        if tensor.dtype not in DTYPES or type(tensor.hash) is not str:
+            raise ValueError(f"{name} has an unknown dtype, or no hash")
+        if type(sizes) is not list or not all(type(n) is int and 0 <= n < 1 << 63 for n in sizes):
+            raise ValueError(f"{name} has a shape that is not whole numbers")
+    if manifest.tensor_bytes > manifest.bytes:
+        raise ValueError(
+            f"its tensors have {manifest.tensor_bytes:,} bytes, its files {manifest.bytes:,}"
+        )
 
 
 def check_hashes(place: Place, manifest: Manifest, names: Iterable[str]) -> None:

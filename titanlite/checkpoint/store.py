@@ -1,28 +1,39 @@
 """Tensors to and from a folder through torch.distributed.checkpoint, for any layout.
 
 The files are DCP's own, so that every tool that reads its checkpoints reads ours. What is added:
-each file is on the disk and hashed when it is closed, and nothing that is read can execute code.
+each file is on the disk and hashed when it is closed, and reading executes nothing: no pickle is
+opened, neither DCP's `.metadata` nor those in its files.
 """
 
 from __future__ import annotations
 
 import io
-import pickle
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import IO, Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import xxhash
 from torch import Tensor, nn
-from torch.distributed.checkpoint import CheckpointException, DefaultSavePlanner
+from torch.distributed.checkpoint import (
+    CheckpointException,
+    DefaultLoadPlanner,
+    DefaultSavePlanner,
+)
 from torch.distributed.checkpoint.filesystem import FileSystemBase
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import (
+    LoadPlan,
+    LoadPlanner,
+    ReadItem,
+    SavePlan,
+    SavePlanner,
+    WriteItem,
+)
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -33,8 +44,17 @@ from torch.distributed.tensor import DTensor
 from torch.futures import Future
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from titanlite.checkpoint.manifest import UNFINISHED, FileRecord, TensorRecord
+from titanlite.checkpoint import chunks as chunk_lists
+from titanlite.checkpoint.chunks import Chunk, Chunks, dcp_metadata, list_chunks, read_chunks
+from titanlite.checkpoint.manifest import (
+    DTYPES,
+    UNFINISHED,
+    FileRecord,
+    TensorRecord,
+    read_manifest,
+)
 from titanlite.checkpoint.place import Place
+from titanlite.checkpoint.records import read_part
 from titanlite.distributed.tensors import local_of
 from titanlite.errors import CheckpointError, UserError
 
@@ -209,6 +229,8 @@ class _Writer(dcp.FileSystemWriter):
         every = [result for of_rank in results for result in of_rank]
         hashes = [result for result in every if isinstance(result, _Hashes)]
         super().finish(metadata, [[r for r in every if not isinstance(r, _Hashes)]])
+        with self.fs.create_stream(self.place.file(chunk_lists.NAME), "wb") as stream:
+            stream.write(list_chunks(metadata))
         files = {name: record for own in hashes for name, record in own.files.items()}
         tensors = {
             name: TensorRecord(
@@ -246,14 +268,11 @@ class _Files(FileSystemBase):
 
     @contextmanager
     def create_stream(self, path, mode: str) -> Iterator[Any]:
+        assert mode == "wb", "DCP only writes through it"
         name = str(path).rpartition("/")[2]
-        if mode == "rb":
-            with self.place.reading(name) as stream:
-                yield stream
-        else:
-            with self.place.writing(name) as stream:
-                yield stream
-            self.written[name] = FileRecord(stream.bytes, stream.hash)
+        with self.place.writing(name) as stream:
+            yield stream
+        self.written[name] = FileRecord(stream.bytes, stream.hash)
 
     def concat_path(self, path, suffix: str) -> str:
         return f"{path}/{suffix}"
@@ -297,77 +316,88 @@ def read_tensors(
     `reader` is for a folder that is not of ours.
     """
     alone = alone or not dist.is_initialized()
+    names = [f"{part}.{name}" for part, tensors in state.items() for name in tensors]
     with _named(place, "read"), _quietly_alone():
         dcp.load(
             state,
-            storage_reader=reader or _Reader(place),
+            storage_reader=reader or _Reader(place, names),
+            planner=_TensorPlanner(),
             process_group=None if alone else group,
             no_dist=alone,
         )
 
 
-class _Reader(dcp.FileSystemReader):
-    """DCP's reader, which takes nothing from a checkpoint but tensors.
+class _TensorPlanner(DefaultLoadPlanner):
+    """DCP's planner, which would unpickle whatever is not a tensor."""
 
-    Each tensor is unpickled by torch's weights-only reader; `.metadata` by one that knows the
-    classes it is made of and no other.
-    """
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        raise CheckpointError(f"{read_item.dest_index.fqn}: is not a tensor.")
 
-    def __init__(self, place: Place):
-        super().__init__(place.path)
-        self.fs, self.path, self.place = _Files(place), place.path, place
 
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+class _Reader(StorageReader):
+    """The tensors `names` of a checkpoint, without a pickle: see chunks.py and records.py."""
+
+    def __init__(self, place: Place, names: Sequence[str]):
+        self.place, self.names = place, names
+        self.chunks: dict[str, Chunks] = {}
+        self.problem: CheckpointError | None = None
+
+    def read_metadata(self) -> Metadata:
         try:
-            metadata = _Unpickler(io.BytesIO(self.place.read(".metadata"))).load()
-        except (pickle.UnpicklingError, EOFError, ValueError, TypeError, AttributeError) as error:
+            manifest = read_manifest(self.place, sizes=False)
+            absent = [name for name in self.names if name not in manifest.tensors]
+            if absent:
+                some = ", ".join(absent[:4]) + ", ..." * (len(absent) > 4)
+                raise CheckpointError(f"{self.place}: does not hold {some}.")
+            self.chunks = read_chunks(self.place, manifest, self.names)
+        except CheckpointError as error:
+            self.problem = error  # raised here, DCP would log a traceback and raise another error
+            return Metadata({})
+        self.dtypes = {name: DTYPES[manifest.tensors[name].dtype] for name in self.names}
+        return dcp_metadata(manifest, self.chunks)
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool) -> None:
+        if self.problem:
+            raise self.problem
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        by_file: dict[str, list[tuple[int, ReadItem, Chunk]]] = {}
+        for item in plan.items:
+            index = item.storage_index
+            chunk = self.chunks[index.fqn][tuple(index.offset)]
+            by_file.setdefault(chunk.file, []).append((chunk.start, item, chunk))
+        for file, parts in by_file.items():
+            with self.place.reading(file) as stream:
+                for _, item, chunk in sorted(parts, key=lambda part: part[0]):
+                    self._read_item(stream, item, chunk, planner)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    def _read_item(
+        self, stream: IO[bytes], item: ReadItem, chunk: Chunk, planner: LoadPlanner
+    ) -> None:
+        target, name = planner.resolve_tensor(item).detach(), item.storage_index.fqn
+        try:
+            read_part(stream, chunk, self.dtypes[name], item.storage_offsets, target)
+        except ValueError as error:
             raise CheckpointError(
-                f"{self.place}: is damaged: .metadata cannot be read by torch {torch.__version__}:"
-                f" {error}.",
-                fix="If a newer torch has written it (its manifest says), use that one.",
+                f"{self.place}: is damaged: {name} in {chunk.file}: {error}."
             ) from None
-        strange = [
-            name
-            for name, about in metadata.state_dict_metadata.items()
-            if not isinstance(about, TensorStorageMetadata)  # DCP would unpickle its bytes
-        ]
-        files = {info.relative_path for info in metadata.storage_data.values()}
-        strange += [file for file in files if "/" in file]
-        if strange:
-            raise CheckpointError(
-                f"{self.place}: holds what is not a tensor of its own: {', '.join(strange[:4])}."
-            )
-        return metadata
+        planner.commit_tensor(item, target)
 
+    def reset(self, checkpoint_id: Any = None) -> None:
+        pass
 
-class _Unpickler(pickle.Unpickler):
-    """Of DCP's metadata: records, sizes, types."""
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        return plan
 
-    _KNOWN = {
-        ("torch", "Size"),
-        ("torch.serialization", "_get_layout"),
-        ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
-        *(
-            ("torch.distributed.checkpoint.metadata", name)
-            for name in (
-                "BytesStorageMetadata",
-                "ChunkStorageMetadata",
-                "Metadata",
-                "MetadataIndex",
-                "StorageMeta",
-                "TensorProperties",
-                "TensorStorageMetadata",
-                "_MEM_FORMAT_ENCODING",
-            )
-        ),
-    }
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        return plans
 
-    def find_class(self, module: str, name: str) -> Any:
-        if (module, name) in self._KNOWN:
-            return super().find_class(module, name)
-        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
-            return getattr(torch, name)
-        raise pickle.UnpicklingError(f"{module}.{name} has no place in it")
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
+        return True
 
 
 @contextmanager
