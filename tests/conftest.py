@@ -15,6 +15,7 @@ ROOT = Path(__file__).parents[1]
 def pytest_addoption(parser) -> None:
     parser.addoption("--layouts", type=int, default=1, help="random layouts of each kind")
     parser.addoption("--layout-seed", type=int, default=1, help="what they are drawn from")
+    parser.addoption("--pickles", type=int, default=300, help="mutated .metadata files to read")
 
 
 @pytest.fixture(scope="session")

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from titanlite.checkpoint import Place, read_manifest, read_tensors, state_of
+from titanlite.checkpoint import Place, described_model, read_manifest, read_tensors, state_of
 from titanlite.data import Tokenizer, open_tokenizer
 from titanlite.errors import CheckpointError, ConfigError
-from titanlite.models import FAMILIES, KeyValueCache, ModelConfig
+from titanlite.models import KeyValueCache
 from titanlite.parallelize.init import tie
 
 
@@ -40,8 +40,7 @@ def open_model(
 ) -> tuple[nn.Module, Tokenizer]:
     """The model and tokenizer of a `step-N` folder; `tokenizer` where its file has moved."""
     manifest = read_manifest(checkpoint)
-    family = FAMILIES[manifest.job["model"]["name"]]
-    shape = family.shape_of(ModelConfig(**manifest.job["model"]))
+    family, shape = described_model(checkpoint, manifest)
     path = tokenizer or manifest.job["data"]["tokenizer"]
     if path is None:
         raise CheckpointError(

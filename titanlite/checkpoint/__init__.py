@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from titanlite.checkpoint.checkpointer import Checkpointer, Found, Saved
 from titanlite.checkpoint.config import CheckpointConfig, checkpoint_place, checkpoint_problems
-from titanlite.checkpoint.convert import from_hugging_face, to_hugging_face
+from titanlite.checkpoint.convert import described_model, from_hugging_face, to_hugging_face
 from titanlite.checkpoint.hold import Hold, hold_folder
 from titanlite.checkpoint.manifest import Manifest, check_hashes, read_manifest
 from titanlite.checkpoint.place import Place
@@ -21,6 +21,7 @@ __all__ = [
     "check_hashes",
     "checkpoint_place",
     "checkpoint_problems",
+    "described_model",
     "from_hugging_face",
     "hold_folder",
     "read_manifest",

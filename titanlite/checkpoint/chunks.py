@@ -72,15 +72,16 @@ def read_chunks(place: Place, manifest: Manifest, names: Iterable[str]) -> dict[
     Raises CheckpointError.
     """
     old = manifest.format == 2
-    content = _read(place, manifest, DCP_NAME if old else NAME)
+    file = DCP_NAME if old else NAME
+    content = _read(place, manifest, file)
     try:
         rows = _rows_of_pickle(content, names) if old else _rows_of_json(content, manifest, names)
         return {
             name: _checked(name, manifest.tensors[name], own, manifest) for name, own in rows
         }
     except ValueError as error:
-        name = DCP_NAME if old else NAME
-        raise CheckpointError(f"{place}: is damaged: {name} is not valid: {error}.") from None
+        why = f"{file} is not valid: {error!s:.200}"
+        raise CheckpointError(f"{place}: is damaged: {why}.") from None
 
 
 def dcp_metadata(manifest: Manifest, chunks: dict[str, Chunks]) -> Metadata:

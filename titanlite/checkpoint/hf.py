@@ -24,6 +24,7 @@ from torch.futures import Future
 
 from titanlite.checkpoint.place import Place
 from titanlite.errors import CheckpointError
+from titanlite.files import parse_json
 from titanlite.models import FAMILIES, Family
 
 CONFIG, TOKENIZER = "config.json", "tokenizer.json"
@@ -36,6 +37,32 @@ DTYPES = {
     "F16": torch.float16,
     "BF16": torch.bfloat16,
 }
+
+
+MOST_JSON_BYTES = 1 << 27  # an index of a million tensors
+MOST_LAYERS = 10_000  # each takes memory before any of its weights is read
+MOST_PARAMETERS = 1 << 50
+
+
+def check_size(place: Place, family: Family, shape: Any, tensors: int) -> None:
+    """Raise CheckpointError where a model cannot be that of a folder with so many tensors.
+
+    To be asked before the model is built, which takes memory and time for each layer.
+    """
+    layers, parameters = shape.n_layers, family.count_parameters(shape)
+    if layers > MOST_LAYERS or parameters > MOST_PARAMETERS:
+        raise CheckpointError(
+            f"{place}: describes a model of {_rounded(layers)} layers and {_rounded(parameters)}"
+            f" parameters; at most {MOST_LAYERS:,} and {float(MOST_PARAMETERS):.1e} are read."
+        )
+    if layers > tensors:
+        raise CheckpointError(
+            f"{place}: describes a model of {layers:,} layers, and holds {tensors:,} tensors."
+        )
+
+
+def _rounded(number: float) -> str:
+    return f"{number:,}" if number < 1e9 else f"{number:.1e}" if number < 1e300 else "over 1e300"
 
 
 def parameters_of(family: Family, shape: Any) -> dict[str, torch.Size]:
@@ -89,7 +116,9 @@ def open_hugging_face(place: Place) -> HuggingFaceFolder:
             f"{place}: Hugging Face folders are read from this machine.", fix="Copy it here."
         )
     family, shape = _described(place)
-    held, sizes = _held(place), parameters_of(family, shape)
+    held = _held(place)
+    check_size(place, family, shape, len(held))
+    sizes = parameters_of(family, shape)
     names = {name: family.hugging_face.name_of(name) for name in sizes}
     for name, other in family.tied(shape):
         if names[name] not in held:
@@ -112,7 +141,7 @@ def _described(place: Place) -> tuple[Family, Any]:
     config = _read_json(place, CONFIG)
     families = {family.hugging_face.architecture: family for family in FAMILIES.values()}
     found = config.get("architectures")
-    if not isinstance(found, list) or len(found) != 1 or found[0] not in families:
+    if not isinstance(found, list) or len(found) != 1 or str(found[0]) not in families:
         raise CheckpointError(
             f"{place}: {CONFIG} has architectures = {json.dumps(found):.80}; known are"
             f" {', '.join(families)}."
@@ -169,7 +198,11 @@ def _check_fit(
     both = {name: (held[name], size) for name, size in wanted.items() if name in held}
     derived = family.hugging_face.derived
     extra = [n for n in held if n not in wanted and not fnmatchcase(n, derived)]
-    shapes = [f"{n} {list(h.shape)}, not {list(s)}" for n, (h, s) in both.items() if h.shape != s]
+    shapes = [
+        f"{name} {list(h.shape)!s:.80}, not {list(size)}"
+        for name, (h, size) in both.items()
+        if h.shape != size
+    ]
     types = [f"{name} {h.code}" for name, (h, _) in both.items() if h.code not in DTYPES]
     bad = [
         *_listed("tensors are missing", [name for name in wanted if name not in held]),
@@ -186,16 +219,20 @@ def _check_fit(
 def _listed(what: str, names: list[str]) -> list[str]:
     """Names in one line, as a list of it; nothing of none."""
     rest = f" and {len(names) - 8} more" if len(names) > 8 else ""
-    return [f"{len(names)} {what}: {', '.join(sorted(names)[:8])}{rest}"] if names else []
+    some = [name[:200] if name.isprintable() else ascii(name[:200]) for name in sorted(names)[:8]]
+    return [f"{len(names)} {what}: {', '.join(some)}{rest}"] if names else []
 
 
 def _read_json(place: Place, name: str) -> dict[str, Any]:
-    try:
-        content = json.loads(place.read(name))
-    except FileNotFoundError:
+    bytes_there = place.sizes().get(name)
+    if bytes_there is None:
         raise CheckpointError(
             f"{place}: is no Hugging Face folder: it has no {name}, the last file to be written."
-        ) from None
+        )
+    try:
+        if bytes_there > MOST_JSON_BYTES:
+            raise ValueError(f"it has {bytes_there:,} bytes, of at most {MOST_JSON_BYTES:,}")
+        content = parse_json(place.read(name))
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{place}: {name} cannot be read: {error}.") from None
     if not isinstance(content, dict):

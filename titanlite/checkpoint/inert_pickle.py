@@ -8,9 +8,27 @@ refused, and no opcode costs more memory than its own bytes, times a constant.
 from __future__ import annotations
 
 import pickletools
+import struct
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+_NAMES = {ord(opcode.code): opcode.name for opcode in pickletools.opcodes}
+_NUMBERS = {  # opcodes whose argument is a number
+    name: struct.Struct(form)
+    for form, names in {
+        "<B": ("PROTO", "BININT1", "BINGET", "BINPUT"),
+        "<H": ("BININT2",),
+        "<i": ("BININT",),
+        "<I": ("LONG_BINGET", "LONG_BINPUT"),
+        "<Q": ("FRAME",),
+    }.items()
+    for name in names
+}
+_SIZED = {  # and those whose argument begins with its length
+    name: struct.Struct(form)
+    for name, form in {"LONG1": "<B", "SHORT_BINUNICODE": "<B", "BINUNICODE": "<I"}.items()
+}
 _IGNORED = {"PROTO", "FRAME"}
 _CONSTANTS = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False, "EMPTY_TUPLE": ()}
 _VALUES = {"BININT", "BININT1", "BININT2", "LONG1", "SHORT_BINUNICODE", "BINUNICODE"}
@@ -39,14 +57,32 @@ def read_inert_pickle(content: bytes) -> Any:
     """
     reader = _Reader()
     try:
-        for opcode, argument, _ in pickletools.genops(content):
-            if opcode.name == "STOP":
-                break
-            reader.execute(opcode.name, argument)
+        for name, argument in _opcodes(content):
+            reader.execute(name, argument)
         (value,) = reader.stack
-    except IndexError:
+    except (IndexError, struct.error):
         raise ValueError("a pickle that takes more than it has") from None
     return value
+
+
+def _opcodes(content: bytes) -> Iterator[tuple[str, Any]]:
+    """Name and argument of every opcode, up to STOP; no argument of an unknown one is looked at."""
+    at = 0
+    while (name := _NAMES.get(content[at])) != "STOP":
+        at, argument = at + 1, None
+        if name in _NUMBERS:
+            (argument,) = _NUMBERS[name].unpack_from(content, at)
+            at += _NUMBERS[name].size
+        elif name in _SIZED:
+            (size,) = _SIZED[name].unpack_from(content, at)
+            at += _SIZED[name].size
+            raw, at = content[at : at + size], at + size
+            long = name == "LONG1"
+            argument = int.from_bytes(raw, "little", signed=True) if long else raw.decode()
+        elif name == "GLOBAL":
+            end = content.index(b"\n", content.index(b"\n", at) + 1)
+            argument, at = content[at:end].decode().replace("\n", "."), end + 1
+        yield str(name), argument
 
 
 class _Reader:
@@ -91,7 +127,7 @@ class _Reader:
         """The opcodes that would import, call or change an object, were they executed."""
         stack = self.stack
         if name == "GLOBAL":
-            stack.append(_ClassName(argument.replace(" ", ".")))
+            stack.append(_ClassName(argument))
         elif name == "STACK_GLOBAL":
             parts = self._take(len(stack) - 2)
             stack.append(_ClassName(".".join(_must_be(part, str) for part in parts)))

@@ -23,6 +23,7 @@ from datetime import datetime
 from pathlib import Path
 
 from titanlite.errors import ConfigError
+from titanlite.files import parse_json
 from titanlite.log import logger
 
 LEASE_FILE = "lease.json"
@@ -242,7 +243,7 @@ class _Holder:
 def _holder(content: bytes) -> _Holder | None:
     """Whom a lease names; None where it cannot be read, as after a crash while it was written."""
     try:
-        holder = _Holder(**json.loads(content))
+        holder = _Holder(**parse_json(content))
         return holder if holder.pid in range(1, 1 << 31) and _words(holder) else None
     except (ValueError, TypeError, OverflowError, OSError):
         return None

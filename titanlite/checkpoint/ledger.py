@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from titanlite.errors import EXIT_DONE, EXIT_STOPPED, EXIT_USER, CheckpointError
+from titanlite.files import parse_json
 from titanlite.log import logger
 from titanlite.observe import METRICS_FILE
 
@@ -118,7 +119,7 @@ def read_lives(text: bytes) -> list[Life]:
     lives: list[Life] = []
     for line in text.split(b"\n"):
         try:
-            entry = json.loads(line)
+            entry = parse_json(line)
             event = entry.pop("event")
             if event == "start":
                 lives.append(Life(**entry))
@@ -148,7 +149,7 @@ def last_step(journal: bytes) -> int:
     """The last step that a metrics.jsonl tells of; 0 where it tells of none."""
     for line in reversed(journal.splitlines()):
         try:
-            entry = json.loads(line)
+            entry = parse_json(line)
             if "event" not in entry:
                 return int(entry["step"])
         except (ValueError, TypeError, KeyError):

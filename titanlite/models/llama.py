@@ -359,7 +359,7 @@ def _can_be(field: str, value: Any) -> bool:
     if kind is bool or isinstance(value, bool):
         return type(value) is kind
     least = 0 if field in ("head_dim", "norm_eps") else 1
-    return isinstance(value, (int, kind)) and value >= least
+    return isinstance(value, (int, kind)) and least <= value <= 1 << 40  # JSON has no largest one
 
 
 LLAMA = Family(
