@@ -372,6 +372,7 @@ def test_a_changed_chunks_json_is_found_without_full_verification(saved, tmp_pat
 WRONG_MANIFESTS = {
     "step": -1,
     "progress": [],
+    "progress ": {"step": 1, "position": "1", "tokens": 0},
     "layout": 7,
     "files": {".metadata": {"bytes": -1, "hash": ""}},
     "tensors": {"a": {"shape": [-1], "dtype": "float32", "hash": ""}},
@@ -385,7 +386,7 @@ WRONG_MANIFESTS = {
 @pytest.mark.parametrize("key", WRONG_MANIFESTS)
 def test_a_manifest_of_other_types_is_refused(saved, tmp_path, key):
     step = Path(shutil.copytree(saved / "step-1", tmp_path / "step-1"))
-    sign_again(step, **{key: WRONG_MANIFESTS[key]})
+    sign_again(step, **{key.strip(): WRONG_MANIFESTS[key]})
     with pytest.raises(CheckpointError):
         read_manifest(Place(step))
 
@@ -491,6 +492,14 @@ def test_a_hostile_hugging_face_folder_is_refused_in_little_memory(tmp_path):
         run_on_ranks(open_each, 1, folders)[0], HUGGING_FACE.values(), strict=True
     ):
         assert words in found and len(found) < 1000, found
+
+
+def test_a_hugging_face_folder_of_links_is_refused_with_the_way_out(tmp_path):
+    (tmp_path / "blob").write_text(json.dumps(LLAMA))
+    (tmp_path / "snapshot").mkdir()
+    (tmp_path / "snapshot" / "config.json").symlink_to("../blob")
+    with pytest.raises(CheckpointError, match="config.json is a link, .* cp -rL"):
+        open_hugging_face(Place(tmp_path / "snapshot"))
 
 
 def test_deep_json_in_the_small_files_of_a_run_is_passed_over():

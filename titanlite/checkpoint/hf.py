@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -226,6 +227,11 @@ def _listed(what: str, names: list[str]) -> list[str]:
 def _read_json(place: Place, name: str) -> dict[str, Any]:
     bytes_there = place.sizes().get(name)
     if bytes_there is None:
+        if Path(place.file(name)).is_symlink():  # as in Hugging Face's own cache
+            raise CheckpointError(
+                f"{place}: {name} is a link, which is not followed.",
+                fix=f"Copy what the links lead to: cp -rL {place} FOLDER.",
+            )
         raise CheckpointError(
             f"{place}: is no Hugging Face folder: it has no {name}, the last file to be written."
         )

@@ -105,11 +105,12 @@ def read_manifest(place: Place, sizes: bool = True) -> Manifest:
     if body.pop("hash", None) != _hash(body):
         raise _damaged(place, f"{NAME} was changed after it was written")
     manifest = _checked(place, body)
-    for name, record in manifest.files.items() if sizes else ():
+    for name, record in manifest.files.items():
         found = there.get(name)
-        if found != record.bytes:
-            has = "is missing" if found is None else f"has {found} bytes, not {record.bytes}"
-            raise _damaged(place, f"{name} {has}")
+        if found is None:
+            raise _damaged(place, f"{name} is missing (links are not followed)")
+        if sizes and found != record.bytes:
+            raise _damaged(place, f"{name} has {found} bytes, not {record.bytes}")
     return manifest
 
 
@@ -125,10 +126,21 @@ def _checked(place: Place, body: dict[str, Any]) -> Manifest:
         body["files"] = {name: FileRecord(**record) for name, record in body["files"].items()}
         body["tensors"] = {name: TensorRecord(**record) for name, record in body["tensors"].items()}
         manifest = Manifest(**body)
+        _check_progress(manifest)
         _check_records(manifest)
     except (KeyError, TypeError, ValueError) as error:
         raise _damaged(place, f"{NAME} is not a manifest ({error!s:.200})") from None
     return manifest
+
+
+def _check_progress(manifest: Manifest) -> None:
+    """Raise ValueError unless a run can go on from it; one without progress has weights alone."""
+    if not 0 <= manifest.seconds < 1e9:
+        raise ValueError("seconds is out of range")
+    progress = manifest.progress
+    for key in ("step", "position", "tokens") if progress else ():
+        if type(progress[key]) is not int or not 0 <= progress[key] < 1 << 63:
+            raise ValueError(f"progress.{key} is not a whole number")
 
 
 def _check_records(manifest: Manifest) -> None:
