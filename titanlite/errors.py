@@ -6,12 +6,15 @@ from collections.abc import Iterable
 
 EXIT_DONE = 0
 EXIT_LOST = 1  # another rank ended first, and says why
+EXIT_DIVERGED = 3  # a loss, gradient or weight was inf or NaN; nothing of it was saved
 EXIT_STOPPED = 75  # asked to stop, with a checkpoint written: the same command goes on
 EXIT_USER = 2  # config, data or checkpoint: the user must change something
 
 
 class UserError(Exception):
     """Something the user can mend; printed as one line, never as a traceback."""
+
+    code = EXIT_USER
 
     def __init__(self, message: str, fix: str = "", keys: tuple[str, ...] = ()):
         super().__init__(message)
@@ -49,6 +52,12 @@ class DataError(UserError):
 
 class CheckpointError(UserError):
     """A checkpoint that is missing, incomplete or does not fit the job."""
+
+
+class Diverged(UserError):
+    """Training that went to inf or NaN."""
+
+    code = EXIT_DIVERGED
 
 
 class RankLost(Exception):

@@ -12,6 +12,7 @@ import resource
 import signal
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch.distributed as dist
@@ -33,6 +34,7 @@ class Launched:
         store: dist.TCPStore | None = None,
         room: dict[int, int] | None = None,  # bytes by rank that it may still address
         longest_file: int = resource.RLIM_INFINITY,  # bytes; longer ones fail, as on a full disk
+        prepare: Callable[[], None] | None = None,  # called in each rank first
     ):
         self.store = store or open_store()
         self.folder, self.log = folder, folder.with_name(f"{folder.name}.{time.monotonic_ns()}.log")
@@ -42,7 +44,7 @@ class Launched:
                 target=_train,
                 args=(
                     rank, ranks, self.store.port, sys.path, str(self.log), argv,
-                    (room or {}).get(rank), longest_file,
+                    (room or {}).get(rank), longest_file, prepare,
                 ),
             )
             for rank in range(ranks)
@@ -91,7 +93,7 @@ class Launched:
         self.end()
 
 
-def _train(rank, ranks, port, path, log, argv, room, longest_file) -> None:
+def _train(rank, ranks, port, path, log, argv, room, longest_file, prepare) -> None:
     sys.path[:] = path
     descriptor = os.open(log, os.O_CREAT | os.O_WRONLY | os.O_APPEND)
     os.dup2(descriptor, 1)
@@ -109,6 +111,8 @@ def _train(rank, ranks, port, path, log, argv, room, longest_file) -> None:
     import train
 
     torch.set_num_threads(1)
+    if prepare:
+        prepare()
     if room is not None:
         pages = int(Path("/proc/self/statm").read_text().split()[0])
         most = pages * resource.getpagesize() + room

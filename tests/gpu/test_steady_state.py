@@ -16,6 +16,7 @@ from titanlite.parallelize.activation import ActivationCheckpointConfig
 from titanlite.parallelize.compile import CompileConfig
 from titanlite.parallelize.pipeline import plan_pipeline
 from titanlite.training import TrainState, build_engine, take_step
+from titanlite.training.divergence import FiniteCheck
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 FAMILY = FAMILIES["llama3"]
@@ -43,7 +44,7 @@ def trained(device, passes: Passes, steps: int):
     state = TrainState(spread.model, build_optimizer(spread.model, OptimizerConfig()))
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(0, SHAPE.vocab_size, (ROWS, LENGTH + 1), generator=generator).to(device)
-    losses = []
+    losses, finite = [], FiniteCheck(spread.model, device)
 
     def go_on() -> None:
         for _ in range(steps):
@@ -51,6 +52,8 @@ def trained(device, passes: Passes, steps: int):
                 state, engine, ids[:, :-1], ids[:, 1:], mesh=mesh, global_batch=ROWS, lr=1e-3,
                 max_norm=1.0,
             )  # fmt: skip
+            finite.note(state.step, result)
+            assert not finite.poll()
             losses.append(result.loss)
 
     return go_on, losses

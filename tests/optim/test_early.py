@@ -20,9 +20,9 @@ def run(early: bool, **section):
         model(torch.randn(8, 64)).square().sum().backward()
         if steps:
             assert all(parameter.grad is None for parameter in model.parameters())
-            norms.append(steps.norm())
+            norms.append(steps.norms().total)
         else:
-            norms.append(clip_gradients(model.parameters(), 0.0))
+            norms.append(clip_gradients(model.parameters(), 0.0).total)
             optimizer.step()
             optimizer.zero_grad()
     return model, optimizer, norms

@@ -83,8 +83,8 @@ def test_every_implementation_makes_the_same_update(name, implementation):
 def test_clipping_scales_all_gradients_by_their_joint_norm():
     parameters = [nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(1))]
     parameters[0].grad, parameters[1].grad = torch.tensor([3.0, 0.0]), torch.tensor([4.0])
-    assert clip_gradients(parameters, 0.0) == 5 and parameters[1].grad == 4  # 0: left alone
-    assert clip_gradients(parameters, 1.0) == 5
+    assert clip_gradients(parameters, 0.0).total == 5 and parameters[1].grad == 4  # 0: left alone
+    assert clip_gradients(parameters, 1.0).total == 5
     joint = math.hypot(*parameters[0].grad.tolist(), *parameters[1].grad.tolist())
     assert joint == pytest.approx(1.0, rel=1e-5)
-    assert clip_gradients(parameters, 10.0) == pytest.approx(1.0, rel=1e-5)  # short ones stay
+    assert clip_gradients(parameters, 10.0).total == pytest.approx(1.0, rel=1e-5)  # short ones stay

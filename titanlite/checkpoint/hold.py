@@ -9,7 +9,7 @@ from pathlib import Path
 from titanlite.checkpoint.ledger import Ledger
 from titanlite.checkpoint.lease import Lease, take_lease
 from titanlite.distributed.collectives import on_rank_0
-from titanlite.errors import EXIT_DONE, EXIT_LOST, EXIT_USER, UserError
+from titanlite.errors import EXIT_DONE, EXIT_LOST, UserError
 
 
 class Hold:
@@ -64,6 +64,6 @@ def hold_folder(folder: Path) -> Iterator[Hold]:
         yield hold
     except BaseException as error:
         known = {KeyboardInterrupt: 130}.get(type(error), EXIT_LOST)
-        hold.end(EXIT_USER if isinstance(error, UserError) else known, repr(error))
+        hold.end(error.code if isinstance(error, UserError) else known, repr(error))
         raise
     hold.end(hold.code)

@@ -23,7 +23,7 @@ from titanlite.distributed.meeting import (
     connect_to_store,
     launcher_keeps_store,
 )
-from titanlite.errors import EXIT_USER, ConfigError, UserError, report
+from titanlite.errors import ConfigError, UserError, report
 from titanlite.settings import Built, NotNegative, Positive
 
 
@@ -187,7 +187,7 @@ def tell(error: UserError) -> int:
     the others found: one that is still there after a while found it alone, and prints it.
     """
     if error.told:
-        return EXIT_USER
+        return error.code
     rank, _ = launched_ranks()
     if rank:
         time.sleep(SILENT_SECONDS)
@@ -195,4 +195,4 @@ def tell(error: UserError) -> int:
         print(report(error), file=sys.stderr, flush=True)
     elif not error.shared:
         print(f"rank {rank}: {report(error)}", file=sys.stderr, flush=True)
-    return EXIT_USER
+    return error.code

@@ -9,7 +9,7 @@ from titanlite.optim.build import (
     optimizer_problems,
     set_lr,
 )
-from titanlite.optim.clip import clip_gradients
+from titanlite.optim.clip import clip_gradients, shard_norms
 from titanlite.optim.early import EarlySteps
 from titanlite.optim.scale import LossScale, LossScaleConfig
 from titanlite.optim.schedule import LRSchedulerConfig, lr_share
@@ -26,5 +26,6 @@ __all__ = [
     "moment_bytes",
     "optimizer_problems",
     "set_lr",
+    "shard_norms",
     "storage_of",
 ]

@@ -8,7 +8,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-from titanlite.errors import UserError
 from titanlite.settings import Positive, Range
 
 
@@ -29,19 +28,17 @@ class LossScale:
     held_steps: int = 0
 
     def update(self, finite: bool) -> None:
-        """Follow one step; raises UserError when gradients overflow though nothing is scaled."""
+        """Follow one step."""
         self.held_steps = self.held_steps + 1 if finite else 0
         if not finite:
             self.value /= 2
         elif self.held_steps == self.growth_steps:
             self.value, self.held_steps = self.value * 2, 0
-        if self.value < 1:
-            raise UserError(
-                "training.mixed_precision_param = \"float16\": gradients overflow, or are no"
-                " numbers, at any loss scale.",
-                fix="The run diverged, or needs the range of bfloat16: use a lower optimizer.lr,"
-                ' more lr_scheduler.warmup_steps, or mixed_precision_param = "bfloat16".',
-            ).known_to_all()
+
+    @property
+    def exhausted(self) -> bool:
+        """Whether gradients overflowed though the loss was not scaled up any more."""
+        return self.value < 1
 
     def state(self) -> dict[str, Any]:
         return {"value": self.value, "held_steps": self.held_steps}

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
+import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
-from typing import Annotated, Any, Literal, Protocol
+from typing import Annotated, Any, Literal, NoReturn, Protocol
 
 import torch
 from torch import Tensor
@@ -23,6 +25,7 @@ from titanlite.log import logger
 from titanlite.optim import EarlySteps
 from titanlite.parallelize.compile import compiled_so_far
 from titanlite.settings import Built, Positive, Range
+from titanlite.training.divergence import FiniteCheck, NonFinite
 from titanlite.training.engine import Engine
 from titanlite.training.state import TrainState
 from titanlite.training.step import take_step
@@ -108,9 +111,11 @@ def run(
 ) -> int:
     """Train from where `state` is to `config.steps`; returns why it stopped before, or 0.
 
-    Raises CheckpointError when the checkpoint it ends with could not be written.
+    Raises CheckpointError when the checkpoint it ends with could not be written, and Diverged when
+    a loss, gradient or weight is inf or NaN, before that state is saved.
     """
     council, first_step = Council(), state.step
+    finite = FiniteCheck(state.model, device)
     reason = _asked_before_starting(council, stop)
     gc.collect()
     gc.disable()  # ranks collecting at different moments stall each other's collectives
@@ -124,7 +129,7 @@ def run(
             # What is decided now holds after this turn; after the next one it may be too late.
             needed = checkpointer.save_seconds + longest + turn
             trouble = between.trouble()
-            council.ask(stop.reason(needed), checkpointer.writing, bool(trouble))
+            council.ask(stop.reason(needed), checkpointer.writing, bool(trouble), finite.poll())
             with meter.waiting():
                 inputs, labels = next(batches)
             inputs = inputs.to(device, non_blocking=True)
@@ -143,20 +148,31 @@ def run(
                 now=partial(watch.now, state.step + 1),
             )
             meter.step_done(global_batch * inputs.shape[1])
-            reason, writing, troubled = council.answer()
+            if not result.skipped:
+                finite.note(state.step, result)
+            reason, writing, troubled, diverged = council.answer()
             if troubled:
                 agree(UserError(trouble) if trouble else None)
             last = state.step == config.steps
+            due = checkpointer.due(state.step, last or bool(reason))
+            validates = _validation_due(state.step, between.validate_freq, last) and not reason
+            if due or validates or last or reason:  # else later: to know it now is to wait for it
+                council.ask(finite.wait(state.step, weights=due))
+                diverged = council.answer()[0] or diverged
+            if diverged:
+                watch.now(state.step, "save")
+                _end_diverged(finite.tell_all(council), checkpointer, sinks)
             with meter.paused():
                 if result.skipped:
                     _tell_skipped(state, sinks)
                 if state.step == 1 or state.step % between.log_freq == 0 or last or reason:
                     shown = {"loss": result.loss.item(), "grad_norm": result.grad_norm.item()}
-                    sinks.step(_record(state, lr, shown, meter.read()))
-                if _validation_due(state.step, between.validate_freq, last) and not reason:
+                    if all(map(math.isfinite, shown.values())):  # else the run is about to end
+                        sinks.step(_record(state, lr, shown, meter.read()))
+                if validates:
                     _tell_losses(state.step, between.validate(), sinks)
                 watch.now(state.step, "save")
-                _keep(state, checkpointer, bool(writing), last, bool(reason), sinks)
+                _keep(state, checkpointer, bool(writing), due, last, bool(reason), sinks)
                 if state.step % config.gc_freq == 0:
                     gc.collect(1)
                 if state.step == first_step + 1:  # it took longer: kernels, buffers, plans
@@ -185,16 +201,24 @@ def _tell_losses(step: int, losses: dict[str, float], sinks: Sinks) -> None:
         sinks.event(step, "validation", name=name, loss=loss, perplexity=perplexity)
 
 
+def _end_diverged(found: NonFinite, checkpointer: Checkpointer, sinks: Sinks) -> NoReturn:
+    """Finish the save in flight, which is of a state from before, and raise Diverged."""
+    _tell_saved(checkpointer.wait(), checkpointer, sinks)
+    fields = dataclasses.asdict(found)
+    sinks.event(fields.pop("step"), "diverged", **fields)
+    raise found.error()
+
+
 def _keep(
     state: TrainState,
     checkpointer: Checkpointer,
     writing: bool,
+    due: bool,
     last: bool,
     stopping: bool,
     sinks: Sinks,
 ) -> None:
     """Save if it is due, and tell what became of the save before; the same on every rank."""
-    due = checkpointer.due(state.step, last or stopping)
     if due or not writing:  # at most one in flight
         _tell_saved(checkpointer.wait(), checkpointer, sinks)
     if not due:

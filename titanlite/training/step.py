@@ -20,7 +20,8 @@ class StepResult:
 
     loss: Tensor  # mean over the valid tokens of the global batch, before the update
     grad_norm: Tensor  # of the whole gradient, before clipping
-    skipped: bool = False  # gradients overflowed float16, so that nothing was learned
+    own_norms: Tensor  # [parameters of this rank], of this rank's shards of their gradients
+    skipped: bool = False  # gradients overflowed float16; the next loss scale is smaller
 
 
 def take_step(
@@ -49,9 +50,10 @@ def take_step(
     loss = sum_over(mesh.loss, engine.forward_backward(inputs, labels, valid / scale, now)) / scale
     now("step")
     if early:
-        grad_norm = early.norm()
+        grad_norm, own_norms = early.norms(mesh)
     else:
-        grad_norm = clip_gradients(state.model.parameters(), max_norm, mesh.pp, scale)
+        parameters = state.model.parameters()
+        grad_norm, own_norms = clip_gradients(parameters, max_norm, mesh, scale)
     # Under float16 this waits for the device. The norm is that of all ranks, so all decide alike.
     finite = state.loss_scale is None or bool(grad_norm.isfinite())
     if finite and not early:
@@ -62,4 +64,5 @@ def take_step(
     state.step += 1
     state.position += global_batch
     state.tokens += global_batch * inputs.shape[1]
-    return StepResult(loss, grad_norm, skipped=not finite)
+    skipped = not finite and not state.loss_scale.exhausted
+    return StepResult(loss, grad_norm, own_norms, skipped)

@@ -1,0 +1,80 @@
+"""An inf or NaN anywhere ends the run with 3, and no checkpoint has it."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from functools import partial
+
+import pytest
+from tests.faults.launch import Launched, events_of, steps_of
+
+from titanlite.checkpoint import Place, read_manifest
+
+BAD = 5  # the step
+CASES = {
+    "one element of a gradient": ("layers.1.feed_forward.w2.weight", "gradient", ()),
+    "an unused row, without clipping": (
+        "tok_embeddings.weight", "gradient", ("--training.max_norm", "0"),
+    ),
+    "a step in backward": (
+        "norm.weight", "gradient",
+        ("--optimizer.early_step_in_backward", "true", "--training.max_norm", "0"),
+    ),
+    "a weight that no loss shows": ("tok_embeddings.weight", "weight", ()),
+    "float16 at the lowest loss scale": (
+        "output.weight", "gradient",
+        ("--training.mixed_precision_param", "float16", "--loss_scale.initial", "1"),
+    ),
+}  # fmt: skip
+
+
+def plant(name: str, kind: str) -> None:
+    """Put an inf into the last row of one tensor, on rank 1 alone, in step `BAD`."""
+    import train
+
+    build, calls = train.build_spread_model, [0]
+
+    def spoil(parameter) -> None:
+        calls[0] += 1  # once a step: one micro-batch
+        if calls[0] == BAD and os.environ["RANK"] == "1":
+            tensor = parameter if kind == "weight" else parameter.grad
+            tensor.detach().to_local().flatten()[-1] = math.inf
+
+    def build_and_spoil(*args, **options):
+        spread = build(*args, **options)
+        dict(spread.model.named_parameters())[name].register_post_accumulate_grad_hook(spoil)
+        return spread
+
+    train.build_spread_model = build_and_spoil
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_an_inf_on_one_rank_ends_the_run_and_is_never_saved(case, run_toml, tmp_path):
+    name, kind, argv = CASES[case]
+    out = tmp_path / "out"
+    argv = (
+        "--job.config_file", str(run_toml), "--training.local_batch_size", "4",
+        "--training.steps", "8", "--metrics.log_freq", "3", "--validation.enable", "false",
+        "--checkpoint.interval", "2", "--checkpoint.keep_latest_k", "2",
+        "--checkpoint.async_mode", "async", *argv,
+    )  # fmt: skip
+    with Launched(2, out, *argv, prepare=partial(plant, name, kind)) as run:
+        assert run.wait() == [3, 3], run.said
+    step = BAD if kind == "gradient" else BAD + 1  # a weight is looked at when it is to be saved
+    (event,) = events_of(out, "diverged")
+    found = (event["step"], event["rank"], event["parameter"], event["kind"])
+    assert found == (step, 1, name, kind), run.said
+    assert run.said.count("titanlite: training diverged") == 1 and "Traceback" not in run.said
+    assert f"at step {step}:" in run.said and f"{kind} of {name} on rank 1" in run.said
+    saved = [folder.name for folder in (out / "checkpoint").iterdir()]
+    assert sorted(saved) == ["step-2", "step-4"]
+    assert json.loads((out / "starts.jsonl").read_text().splitlines()[-1])["code"] == 3
+    assert BAD not in steps_of(out) and all(line < 8 for line in steps_of(out))
+    if case != next(iter(CASES)):
+        return
+    with Launched(2, out, *argv) as again:  # the same command, when it is not disturbed
+        assert again.wait() == [0, 0], again.said
+    assert [e["step"] for e in events_of(out, "resumed")] == [4]
+    assert read_manifest(Place(out / "checkpoint" / "step-8")).step == 8
