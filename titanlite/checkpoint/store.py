@@ -251,7 +251,9 @@ def _make_room(place: Place, needed: int) -> None:
         place.remove(first="manifest.json")
     place.make()
     place.check_room(needed, fix="Make room, or keep fewer (checkpoint.keep_latest_k).")
-    place.write_at_once(UNFINISHED, b"")
+    with place.writing(UNFINISHED):  # an empty file is there or not: no other name for it before
+        pass
+    place.settle()
 
 
 def _bytes(item: WriteItem) -> int:
