@@ -32,6 +32,7 @@ from titanlite.distributed.stop import StopRequest, words_for
 from titanlite.distributed.watch import Watch, die_with_launcher
 from titanlite.errors import (
     EXIT_DONE,
+    EXIT_INTERRUPTED,
     EXIT_LOST,
     EXIT_STOPPED,
     ConfigError,
@@ -96,12 +97,17 @@ def main(argv: list[str]) -> int:
             Watch(session.rank, session.ranks, patience, job.folder, session.start) as watch,
             explain_out_of_memory(job, device, lambda: watch.place) as held,
         ):
+            if hold.stopped_in_this_launch():
+                logger.info("stopped before in this launch; the same command resumes")
+                return EXIT_STOPPED
             hold.code = train(job, session, hold, watch, held, began)
             return hold.code
     except UserError as error:
         return tell(error)
     except RankLost:
         return EXIT_LOST
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
     except Exception:
         print(f"rank {rank} of {ranks}:", file=sys.stderr, flush=True)  # ours to mend: a traceback
         raise
@@ -115,7 +121,8 @@ def train(
     comm, limit = config.comm, config.job.time_limit_minutes
     stop = StopRequest(began + 60 * limit if limit else None)
     if config.checkpoint.enable and not config.checkpoint.load_only:
-        stop.listen()  # else a signal means what it always means: there is nothing to save
+        leave = partial(hold.end, EXIT_INTERRUPTED, "Ctrl-C, twice")
+        stop.listen(leave, session.rank)  # else a signal ends the run: there is nothing to save
     data, problem = attempt(lambda: open_data(job))
     agree(problem)  # every rank opens its data by itself, and all learn of one that cannot
     stream, texts = data

@@ -8,6 +8,7 @@ EXIT_DONE = 0
 EXIT_LOST = 1  # another rank ended first, and says why
 EXIT_DIVERGED = 3  # a loss, gradient or weight was inf or NaN; nothing of it was saved
 EXIT_STOPPED = 75  # asked to stop, with a checkpoint written: the same command goes on
+EXIT_INTERRUPTED = 130  # Ctrl-C without saving, as shells count it
 EXIT_USER = 2  # config, data or checkpoint: the user must change something
 
 

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import json
+import os
 import signal
+import subprocess
+import sys
 import time
+from functools import partial
 
 import pytest
+from tests.conftest import ROOT
 from tests.faults.launch import Launched, events_of, steps_of
+
+from titanlite.distributed.stop import AGAIN_SECONDS
 
 LONG = ("--training.steps", "2000", "--checkpoint.interval", "1000", "--validation.enable", "false")
 
@@ -48,3 +56,122 @@ def test_a_run_leaves_before_its_time_is_up(run_toml, tmp_path):
     last = max(steps_of(out))
     assert [e["step"] for e in events_of(out, "checkpoint_saved")] == [last]
     assert events_of(out, "stopped")[0]["reason"] == "time_limit"
+
+
+def stop_in_save(fifo: str) -> None:
+    """Let the save of step 3 wait, in a system call, for whoever writes to a FIFO."""
+    from titanlite.checkpoint.place import Place
+
+    settle, began = Place.settle, []
+
+    def wait_and_settle(self) -> None:
+        if self.name == "step-3" and not began:
+            began.append(True)
+            print("a disk that is slow", flush=True)
+            with open(fifo, "rb") as stream:
+                stream.read()
+        settle(self)
+
+    Place.settle = wait_and_settle
+
+
+@pytest.mark.parametrize("again", [None, signal.SIGINT, signal.SIGTERM], ids=str)
+def test_ctrl_c_in_a_save_finishes_it_and_a_second_one_ends_at_once(again, run_toml, tmp_path):
+    out, fifo = tmp_path / "out", tmp_path / "fifo"
+    os.mkfifo(fifo)
+    argv = argv_of(run_toml, "--training.steps", "5", "--validation.enable", "false")
+    with Launched(1, out, *argv, prepare=partial(stop_in_save, str(fifo))) as run:
+        run.wait_for(lambda: "a disk that is slow" in run.said)
+        run.signal(0, signal.SIGINT)
+        run.wait_for(lambda: "a second Ctrl-C ends" in run.said)
+        if again:
+            time.sleep(AGAIN_SECONDS)
+            run.signal(0, again)  # as torchrun passes it on, SIGTERM
+        else:
+            fifo.write_bytes(b"")
+        assert run.wait() == [130 if again else 75], run.said
+        assert "Traceback" not in run.said and "checkpoint failed" not in run.said
+    end = json.loads((out / "starts.jsonl").read_text().splitlines()[-1])
+    assert (end["event"], end["code"]) == ("end", 130 if again else 75)
+    with Launched(1, out, *argv) as run:
+        assert run.wait() == [0], run.said
+    # without `again`: the save of step 3, one more step that had begun to ask, and its save
+    assert [e["step"] for e in events_of(out, "resumed")] == ([] if again else [4])
+    assert steps_of(out) == [1, 2, 3, 4, 5]
+
+
+def test_ctrl_c_where_nothing_is_saved_ends_at_once_and_in_silence(run_toml, tmp_path):
+    out, argv = tmp_path / "out", argv_of(run_toml, *LONG, "--checkpoint.enable", "false")
+    with Launched(1, out, *argv) as run:
+        run.wait_for(lambda: len(steps_of(out)) > 1)
+        run.signal(0, signal.SIGINT)
+        assert run.wait() == [130], run.said
+        assert "Traceback" not in run.said and "KeyboardInterrupt" not in run.said
+
+
+def start_under_launcher(command: list, tmp_path, **more: str) -> subprocess.Popen:
+    """A command that uses torchrun, in a process group of its own, as a shell starts it."""
+    path = f"{tmp_path}:{os.path.dirname(sys.executable)}:{os.environ['PATH']}"
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "PATH": path}
+    with (tmp_path / "log").open("w") as log:
+        return subprocess.Popen(
+            command, cwd=ROOT, env=environment | more, stdout=log, stderr=log, start_new_session=True
+        )
+
+
+def wait_for(process: subprocess.Popen, seen, tmp_path) -> None:
+    end = time.monotonic() + 120
+    while not seen():
+        assert process.poll() is None and time.monotonic() < end, (tmp_path / "log").read_text()
+        time.sleep(0.05)
+
+
+SRUN = """#!/usr/bin/env bash
+# What SLURM does with one node: the task is in a process group of its own, and signals go to it.
+shift
+setsid "$@" &
+trap 'kill -USR1 -- -$!' USR1
+while kill -0 $!; do wait $! && code=0 || code=$?; done 2>/dev/null
+exit $code
+"""
+SCONTROL = """#!/usr/bin/env bash
+if [ $1 = show ]; then echo 127.0.0.1; else echo "$@" > "$(dirname "$0")/requeued"; fi
+"""
+
+
+def test_slurm_stops_the_ranks_once_torchrun_restarts_none_and_the_job_is_requeued(
+    run_toml, tmp_path
+):
+    out = tmp_path / "out"
+    for name, script in (("srun", SRUN), ("scontrol", SCONTROL)):
+        (tmp_path / name).write_text(script)
+        (tmp_path / name).chmod(0o755)
+    slurm = {"SLURM_JOB_ID": "7", "SLURM_NNODES": "1", "SLURM_JOB_NODELIST": "here"}
+    limits = {"RANKS_PER_NODE": "2", "MAX_RESTARTS": "1"}
+    batch = ["bash", str(ROOT / "scripts" / "slurm.sh"), *argv_of(run_toml, *LONG)]
+    process = start_under_launcher(batch, tmp_path, **slurm, **limits)
+    wait_for(process, lambda: len(steps_of(out)) > 3, tmp_path)
+    process.send_signal(signal.SIGUSR1)  # as `--signal=B:USR1@300` does, to the batch shell alone
+    code, said = process.wait(120), (tmp_path / "log").read_text()
+    assert code and "stopped before in this launch" in said and "exitcode  : 75" in said, said
+    assert [e["reason"] for e in events_of(out, "stopped")] == ["SIGUSR1"]
+    starts = [json.loads(line) for line in (out / "starts.jsonl").read_text().splitlines()]
+    assert [(line["event"], line.get("code")) for line in starts] == [("start", None), ("end", 75)]
+    assert (tmp_path / "requeued").read_text() == "requeue 7\n"
+    last, total = max(steps_of(out)), ("--lr_scheduler.total_steps", "2000")
+    with Launched(2, out, *argv_of(run_toml, "--training.steps", str(last + 1), *total)) as run:
+        assert run.wait() == [0, 0], run.said  # the next launch resumes
+    assert [e["step"] for e in events_of(out, "resumed")] == [last]
+
+
+def test_ctrl_c_at_torchrun_saves_the_run(run_toml, tmp_path):
+    out = tmp_path / "out"
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    process = start_under_launcher([*command, "train.py", *argv_of(run_toml, *LONG)], tmp_path)
+    wait_for(process, lambda: len(steps_of(out)) > 1, tmp_path)
+    os.killpg(process.pid, signal.SIGINT)  # as a terminal does
+    process.wait(120)
+    said = (tmp_path / "log").read_text()
+    assert json.loads((out / "starts.jsonl").read_text().splitlines()[-1])["code"] == 75, said
+    assert [e["step"] for e in events_of(out, "checkpoint_saved")] == [max(steps_of(out))]
+    assert said.count("a second Ctrl-C ends") == 1

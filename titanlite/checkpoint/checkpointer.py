@@ -353,10 +353,13 @@ class _Write:
     def _run(self, write: Callable[[], None]) -> None:
         try:
             write()
-        except BaseException as error:  # whatever it is, training goes on and is told
+        except BaseException as error:
             self.problem = str(error) if isinstance(error, UserError) else repr(error)
-        self.seconds = time.monotonic() - self.began
-        self.done.set()
+            if not isinstance(error, Exception):  # Ctrl-C ends the run; a failed save does not
+                raise
+        finally:
+            self.seconds = time.monotonic() - self.began
+            self.done.set()
 
 
 def _once(act: Callable[[], T]) -> T:

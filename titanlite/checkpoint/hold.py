@@ -9,7 +9,7 @@ from pathlib import Path
 from titanlite.checkpoint.ledger import Ledger
 from titanlite.checkpoint.lease import Lease, take_lease
 from titanlite.distributed.collectives import on_rank_0
-from titanlite.errors import EXIT_DONE, EXIT_LOST, UserError
+from titanlite.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_LOST, UserError
 
 
 class Hold:
@@ -40,6 +40,10 @@ class Hold:
 
         on_rank_0(write)
 
+    def stopped_in_this_launch(self) -> bool:
+        """Whether this is torchrun's restart of a run that was asked to stop, and did."""
+        return on_rank_0(lambda: Ledger(self.folder).stopped_in_this_launch())
+
     def end(self, code: int, reason: str = "") -> None:
         """Give the folder back, having written down how the run ended."""
         if self._ledger:
@@ -63,7 +67,7 @@ def hold_folder(folder: Path) -> Iterator[Hold]:
     try:
         yield hold
     except BaseException as error:
-        known = {KeyboardInterrupt: 130}.get(type(error), EXIT_LOST)
+        known = {KeyboardInterrupt: EXIT_INTERRUPTED}.get(type(error), EXIT_LOST)
         hold.end(error.code if isinstance(error, UserError) else known, repr(error))
         raise
     hold.end(hold.code)

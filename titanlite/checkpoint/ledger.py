@@ -16,13 +16,19 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from titanlite.errors import EXIT_DONE, EXIT_STOPPED, EXIT_USER, CheckpointError
+from titanlite.errors import (
+    EXIT_DONE,
+    EXIT_INTERRUPTED,
+    EXIT_STOPPED,
+    EXIT_USER,
+    CheckpointError,
+)
 from titanlite.files import parse_json
 from titanlite.log import logger
 from titanlite.observe import METRICS_FILE
 
 STARTS_FILE = "starts.jsonl"
-NOT_DEATHS = (EXIT_DONE, EXIT_USER, EXIT_STOPPED, 130)  # 130: Ctrl-C, as shells count it
+NOT_DEATHS = (EXIT_DONE, EXIT_USER, EXIT_STOPPED, EXIT_INTERRUPTED)
 
 
 @dataclass(frozen=True)
@@ -37,6 +43,7 @@ class Life:
     code: int | None = None  # None: it did not get to say
     step: int | None = None
     reason: str = ""
+    launch: str = ""  # what torchrun's restarts of one launch share
 
     @property
     def died(self) -> bool:
@@ -73,11 +80,19 @@ class Ledger:
             fix="Mend the cause, then start once with --job.max_crashes 0, or delete this file.",
         )
 
+    def stopped_in_this_launch(self) -> bool:
+        """Whether torchrun restarts a run that was asked to stop, and did: it cannot tell."""
+        lives, restarts = read_lives(_read(self.path)), os.environ.get("TORCHELASTIC_RESTART_COUNT")
+        if not lives or not int(restarts or 0):
+            return False
+        return lives[-1].code == EXIT_STOPPED and lives[-1].launch == _this_launch()
+
     def start(self, ranks: int, from_step: int) -> None:
         """Write down that the run starts; it counts as a death until `end` says otherwise."""
         host, pid = socket.gethostname(), os.getpid()
         try:
-            self._append("start", host=host, pid=pid, ranks=ranks, from_step=from_step)
+            about = {"ranks": ranks, "from_step": from_step, "launch": _this_launch()}
+            self._append("start", host=host, pid=pid, **about)
         except OSError as error:
             raise CheckpointError(f"{self.path}: {error.strerror or error}.") from error
         self._running = True
@@ -100,6 +115,12 @@ class Ledger:
             file.write(line)
             file.flush()
             os.fsync(file.fileno())
+
+
+def _this_launch() -> str:
+    """What torchrun and its restarts share, and two torchruns do not; empty under plain python."""
+    run_id = os.environ.get("TORCHELASTIC_RUN_ID")
+    return f"{run_id} by process {os.getppid()} of {socket.gethostname()}" if run_id else ""
 
 
 def _read(path: Path) -> bytes:

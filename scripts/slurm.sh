@@ -1,0 +1,36 @@
+#!/usr/bin/env bash
+#SBATCH --ntasks-per-node=1 --signal=B:USR1@300 --requeue --open-mode=append
+# Train under SLURM: sbatch --nodes 2 --gpus-per-node 8 scripts/slurm.sh --job.config_file run.toml …
+# 300 seconds before the time limit all ranks save and end, and the job is queued again.
+# RANKS_PER_NODE (its GPUs) and MAX_RESTARTS (3) are read from the environment.
+set -u
+
+wait_for() {  # wait_for PID: its exit code; `wait` also returns when a trap has run
+  local code=0
+  while kill -0 "$1" 2>/dev/null; do wait "$1" && code=0 || code=$?; done
+  return "$code"
+}
+
+run_node() {  # on each node: torchrun, which must not see SIGUSR1, because it dies of it
+  local launcher asked=
+  (trap '' USR1; exec torchrun "$@") &
+  launcher=$!
+  # Again and again, because a rank that is still starting ignores it.
+  ask_ranks() { while pkill -USR1 -P "$launcher"; do sleep 5; done; }
+  trap '[ "$asked" ] || { asked=1; ask_ranks & }' USR1
+  wait_for "$launcher"
+}
+export -f wait_for run_node
+
+head_node=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+srun --kill-on-bad-exit=0 bash -c 'run_node "$@"' run_node \
+  --nnodes "$SLURM_NNODES" --nproc_per_node "${RANKS_PER_NODE:-${SLURM_GPUS_ON_NODE:-1}}" \
+  --max-restarts "${MAX_RESTARTS:-3}" --rdzv_backend c10d \
+  --rdzv_id "$SLURM_JOB_ID.${SLURM_RESTART_COUNT:-0}" \
+  --rdzv_endpoint "$head_node:$((20000 + SLURM_JOB_ID % 10000))" train.py "$@" &
+step=$! asked=
+trap 'asked=1; kill -USR1 "$step"' USR1  # srun passes it on to every node
+wait_for "$step"
+code=$?
+[ "$asked" ] && [ "$code" -ne 0 ] && scontrol requeue "$SLURM_JOB_ID"
+exit "$code"
