@@ -156,18 +156,18 @@ def run(
             last = state.step == config.steps
             due = checkpointer.due(state.step, last or bool(reason))
             validates = _validation_due(state.step, between.validate_freq, last) and not reason
-            if due or validates or last or reason:  # else later: to know it now is to wait for it
-                council.ask(finite.wait(state.step, weights=due))
-                diverged = council.answer()[0] or diverged
-            if diverged:
-                watch.now(state.step, "save")
-                _end_diverged(finite.tell_all(council), checkpointer, sinks)
             with meter.paused():
+                if due or validates or last or reason:  # else later: to know it now is to wait
+                    council.ask(finite.wait(state.step, weights=due))
+                    diverged = council.answer()[0] or diverged
+                if diverged:
+                    watch.now(state.step, "save")
+                    _end_diverged(finite.tell_all(council), checkpointer, sinks)
                 if result.skipped:
                     _tell_skipped(state, sinks)
                 if state.step == 1 or state.step % between.log_freq == 0 or last or reason:
                     shown = {"loss": result.loss.item(), "grad_norm": result.grad_norm.item()}
-                    if all(map(math.isfinite, shown.values())):  # else the run is about to end
+                    if result.skipped or all(map(math.isfinite, shown.values())):  # else it ends
                         sinks.step(_record(state, lr, shown, meter.read()))
                 if validates:
                     _tell_losses(state.step, between.validate(), sinks)
