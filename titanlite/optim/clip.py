@@ -22,6 +22,7 @@ class GradNorms(NamedTuple):
     own: Tensor  # [parameters of this rank]: of this rank's shards; 0 where there is no gradient
 
 
+@torch.no_grad()
 def clip_gradients(
     parameters: Iterable[nn.Parameter],
     max_norm: float,
@@ -47,6 +48,7 @@ def clip_gradients(
     return GradNorms(total, own)
 
 
+@torch.no_grad()
 def shard_norms(gradients: Sequence[Tensor]) -> list[Tensor]:
     """The norm in fp32, 0-d, of what this rank has of each gradient."""
     if not gradients:
@@ -55,6 +57,7 @@ def shard_norms(gradients: Sequence[Tensor]) -> list[Tensor]:
     return list(torch._foreach_norm(local, 2.0, torch.float32))  # no public call takes many tensors
 
 
+@torch.no_grad()
 def combine_norms(
     parameters: Sequence[nn.Parameter], norms: Sequence[Tensor | None], mesh: Mesh | None = None
 ) -> GradNorms:

@@ -85,7 +85,6 @@ class FiniteCheck:
             self._arrival = None
         return self._found
 
-    @torch.no_grad()
     def wait(self, step: int, weights: bool) -> bool:
         """Whether anything is inf or NaN, in any step so far or, if asked, in the weights now."""
         self._found = not _finite(self._record)
