@@ -15,6 +15,7 @@ import torch
 from torch.distributed.fsdp import fully_shard
 
 from titanlite.checkpoint import CheckpointConfig, Checkpointer, Place, read_tensors, state_of
+from titanlite.distributed.collectives import from_rank_0
 from titanlite.distributed.session import CommConfig, DebugConfig, join
 
 MODES = ("disabled", "async", "async_with_pinned_mem")
@@ -29,12 +30,11 @@ def saving() -> None:
         optimizer.step()
         found: dict[str, list[float]] = {}
         with tempfile.TemporaryDirectory() as own:
-            box = [own]
-            torch.distributed.broadcast_object_list(box)
+            folder = from_rank_0(own)
             about = {"facts": {}, "job": {}, "layout": ""}
             for mode in MODES:
                 config = CheckpointConfig(enable=True, async_mode=mode, keep_latest_k=2)
-                checkpointer = Checkpointer(Place(f"{box[0]}/{mode}"), config, **about)
+                checkpointer = Checkpointer(Place(f"{folder}/{mode}"), config, **about)
                 for step in range(1, 8):
                     blocked = _seconds(
                         lambda: checkpointer.save(  # noqa: B023
@@ -45,7 +45,7 @@ def saving() -> None:
                     assert saved and not saved.problem, saved
                     found.setdefault(f"{mode}, blocked", []).append(blocked)
                     found.setdefault(f"{mode}, written", []).append(saved.seconds)
-            state, place = state_of(model, optimizer), Place(f"{box[0]}/disabled")
+            state, place = state_of(model, optimizer), Place(f"{folder}/disabled")
             for verify in ("off", "full") * 5:
                 config = CheckpointConfig(enable=True, verify=verify)
                 checkpointer = Checkpointer(place, config, **about)

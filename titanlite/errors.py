@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from typing import Any
 
 EXIT_DONE = 0
 EXIT_LOST = 1  # another rank ended first, and says why
@@ -33,15 +34,6 @@ class UserError(Exception):
         self.shared = True
         return self
 
-    def __reduce__(self):  # Exception's own would lose everything but the message
-        return _rebuild, (type(self), self.__dict__)
-
-
-def _rebuild(kind: type[UserError], fields: dict) -> UserError:
-    error = kind.__new__(kind)
-    error.__dict__.update(fields)
-    return error
-
 
 class ConfigError(UserError):
     """A setting, or a combination of settings, that cannot be."""
@@ -71,6 +63,31 @@ class Problems(UserError):
     def __init__(self, problems: Iterable[UserError]):
         self.problems = list(problems)
         super().__init__("\n".join(str(p) for p in self.problems))
+
+
+def error_as_data(error: UserError) -> dict[str, Any]:
+    """An error as JSON has it, to be sent to other ranks."""
+    data: dict[str, Any] = {"kind": type(error).__name__, "message": error.message}
+    data |= {"fix": error.fix, "keys": list(error.keys)}
+    if isinstance(error, Problems):
+        data["problems"] = [error_as_data(problem) for problem in error.problems]
+    return data
+
+
+def error_from_data(data: dict[str, Any]) -> UserError:
+    """The error that `error_as_data` described; of a kind that is known here, else a UserError."""
+    kind = {kind.__name__: kind for kind in _kinds(UserError)}.get(data["kind"], UserError)
+    error = kind.__new__(kind)
+    UserError.__init__(error, data["message"], data["fix"], tuple(data["keys"]))
+    if isinstance(error, Problems):
+        error.problems = [error_from_data(problem) for problem in data["problems"]]
+    return error
+
+
+def _kinds(kind: type[UserError]) -> Iterator[type[UserError]]:
+    yield kind
+    for narrower in kind.__subclasses__():
+        yield from _kinds(narrower)
 
 
 def report(error: UserError) -> str:

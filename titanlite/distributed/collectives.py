@@ -1,17 +1,26 @@
-"""The few things that ranks tell each other outside of the model."""
+"""The few things that ranks tell each other outside of the model.
+
+Values travel as JSON in tensors of bytes, never as pickles: a rank executes nothing that it
+receives. The tensors are in host memory, so that they use gloo beside NCCL too.
+"""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
+import numpy as np
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from titanlite.errors import Problems, UserError
+from titanlite.errors import Problems, UserError, error_as_data, error_from_data
 
 T = TypeVar("T")
+
+MESSAGE_BYTES = 64 << 20  # most that a rank accepts as one value: far more than any value here
 
 
 def sum_over(mesh: DeviceMesh, value: Tensor) -> Tensor:
@@ -47,13 +56,60 @@ def scatter_sum(group: dist.ProcessGroup, every: Tensor) -> Tensor:
     return mine.view(every.shape[1:])
 
 
-def from_rank_0(value: T) -> T:
-    """Rank 0's value, on every rank."""
+def from_rank_0(value: Any, group: dist.ProcessGroup | None = None) -> Any:
+    """Rank 0's value, on every rank, as JSON gives it back: a tuple becomes a list.
+
+    Raises TypeError or ValueError where the value is not JSON.
+    """
     if dist.get_world_size() == 1:
-        return value
-    box = [value]
-    dist.broadcast_object_list(box, src=0)
-    return box[0]
+        return json.loads(json.dumps(value))
+    own = _to_bytes(value) if dist.get_rank() == 0 else torch.empty(0, dtype=torch.uint8)
+    size = torch.tensor(own.numel())
+    dist.broadcast(size, src=0, group=group)
+    if dist.get_rank() != 0:
+        own = torch.empty(_checked(size.item()), dtype=torch.uint8)
+    dist.broadcast(own, src=0, group=group)
+    return _from_bytes(own)
+
+
+def from_every_rank(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
+    """The values of all ranks of a group in their order, on each of them, as JSON gives them back.
+
+    Where all of them are None, which is usual, it is one collective of a few bytes.
+    """
+    ranks = dist.get_world_size(group)
+    if ranks == 1:
+        return [json.loads(json.dumps(value))]
+    own = torch.empty(0, dtype=torch.uint8) if value is None else _to_bytes(value)
+    sizes = torch.empty(ranks, dtype=torch.int64)
+    _gather(sizes, torch.tensor([own.numel()]), group=group)
+    longest = _checked(int(sizes.max()))
+    if not longest:
+        return [None] * ranks
+    padded = torch.zeros(longest, dtype=torch.uint8)
+    padded[: own.numel()] = own
+    every = torch.empty(ranks * longest, dtype=torch.uint8)
+    _gather(every, padded, group=group)
+    return [
+        _from_bytes(row[:size]) if size else None
+        for row, size in zip(every.view(ranks, longest), sizes.tolist(), strict=True)
+    ]
+
+
+def _to_bytes(value: Any) -> Tensor:
+    text = json.dumps(value).encode()
+    _checked(len(text))
+    return torch.from_numpy(np.frombuffer(text, np.uint8).copy())
+
+
+def _from_bytes(tensor: Tensor) -> Any:
+    return json.loads(tensor.numpy().tobytes())
+
+
+def _checked(size: int) -> int:
+    if not 0 <= size <= MESSAGE_BYTES:
+        raise ValueError(f"a value of {size} bytes between ranks; at most {MESSAGE_BYTES} are sent")
+    return size
 
 
 def problems_of_all(problem: str, group: dist.ProcessGroup | None = None) -> list[str]:
@@ -61,9 +117,7 @@ def problems_of_all(problem: str, group: dist.ProcessGroup | None = None) -> lis
 
     Every rank must call it at the same point; an empty text is no problem.
     """
-    found = [problem] * dist.get_world_size(group)
-    if len(found) > 1:
-        dist.all_gather_object(found, problem, group=group)
+    found = from_every_rank(problem or None, group)
     ranks_by_problem: dict[str, list[str]] = {}
     for rank, text in enumerate(found):
         if text:
@@ -91,10 +145,13 @@ def attempt(act: Callable[[], T]) -> tuple[T | None, UserError | None]:
         return None, error
 
 
-def on_rank_0(act: Callable[[], T]) -> T:
-    """Do something where one rank is enough; all learn its result, or its failure."""
+def on_rank_0(act: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
+    """Do something where one rank is enough; all learn its result, or its failure.
+
+    The result has to be JSON, and arrives as `from_rank_0` says.
+    """
     result, problem = attempt(act) if dist.get_rank() == 0 else (None, None)
-    result, problem = from_rank_0((result, problem))
-    if problem is not None:
-        raise problem.known_to_all()
+    result, failure = from_rank_0((result, error_as_data(problem) if problem else None), group)
+    if failure is not None:
+        raise error_from_data(failure).known_to_all()
     return result
