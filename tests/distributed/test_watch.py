@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import json
 import multiprocessing
 import os
 import signal
@@ -20,7 +21,8 @@ import torch.distributed as dist
 
 from tests.conftest import ROOT
 from tests.distributed.ranks import PRELOAD
-from titanlite.distributed.watch import Watch
+from titanlite.distributed.signed_store import SignedStore
+from titanlite.distributed.watch import Pulse, Watch, _Line
 from titanlite.errors import EXIT_DONE, EXIT_LOST, EXIT_USER, ConfigError, RankLost, UserError
 
 RANKS = 3
@@ -87,7 +89,7 @@ def train(rank: int, folder: Path, trouble, port: int, restart: int) -> None:
     os.dup2(said, 1)
     os.dup2(said, 2)
     torch.set_num_threads(1)
-    os.environ.update(MASTER_ADDR="localhost", MASTER_PORT=str(port))
+    os.environ.update(MASTER_ADDR="localhost", MASTER_PORT=str(port), START=str(restart))
     meeting, minute = dist.FileStore(f"{folder}/meeting", RANKS), timedelta(seconds=60)
     dist.init_process_group("gloo", store=meeting, rank=rank, world_size=RANKS, timeout=minute)
     try:
@@ -200,6 +202,32 @@ def slow_save(rank):
         time.sleep(1.4 * TIMEOUT)
 
 
+@in_phase("data")
+def outsider(rank):
+    """Somebody who reaches the store, but is no rank, writes what ranks would."""
+    if rank == 2:
+        store = open_as_outsider()
+        old = store.get("0")
+        for _ in range(8):
+            store.set("verdict", '[0, "an outsider says so"]')
+            store.set("1", json.dumps([99, 9, 0, "data", 0.0, 1, "host", "home", "ConfigError"]))
+            store.set("0", old)
+            time.sleep(0.2)  # a pulse
+
+
+@in_phase("backward")
+def killed_after_a_forged_verdict(rank):
+    if rank == 2:
+        open_as_outsider().set("verdict", b"\xff an outsider says so")
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def open_as_outsider() -> dist.Store:
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    store = dist.TCPStore(address, port, is_master=False, wait_for_workers=False)
+    return dist.PrefixStore(f"watch/{os.environ['START']}", store)
+
+
 @in_phase("forward")
 def frozen_store(rank):
     """The host of the launcher freezes, while nobody gets on."""
@@ -308,6 +336,43 @@ def test_a_save_may_take_longer_than_the_timeout(jobs):
     job = jobs[slow_save]
     assert job.codes() == [EXIT_DONE] * RANKS, job.said()
     assert job.seconds() > 1.3 * TIMEOUT
+
+
+def test_who_reaches_the_store_cannot_end_a_job_nor_hide_that_a_rank_died(jobs):
+    job = jobs[outsider]
+    assert job.codes() == [EXIT_DONE] * RANKS, job.said()
+    for rank in range(RANKS):
+        reported = (job.folder / f"said_{rank}").read_text().count("that no rank has written")
+        assert reported == 1, job.said()
+    job = jobs[killed_after_a_forged_verdict]
+    assert job.codes() == [EXIT_LOST, EXIT_LOST, -signal.SIGKILL]
+    assert "Rank 2 (" in job.said() and "outsider" not in job.said()
+
+
+def test_a_signed_value_holds_for_its_key_its_start_and_its_text_only():
+    store, secret = dist.HashStore(), bytes(32)
+    ours = SignedStore(store, "a", secret)
+    ours.set("1", "text")
+    signed = store.get("1")
+    assert ours.read(["1", "2"]) == ["text", ""]
+    assert SignedStore(store, "b", secret).read(["1"]) == [""]
+    assert SignedStore(store, "a", bytes(31) + b"1").read(["1"]) == [""]
+    for key, value in (("2", signed), ("1", signed + b"s"), ("1", b""), ("1", b"\xff")):
+        store.set(key, value)
+        assert ours.read([key]) == [""]
+    assert ours.set_first("1", "mine") == ours.set_first("1", "late") == "mine"
+
+
+def test_an_old_pulse_that_is_written_again_is_no_sign_of_life(tmp_path):
+    store = SignedStore(dist.HashStore(), "", bytes(32))
+    pulses = [Pulse(beat, 1, 0, "data", 0.0, 1, "host", "home") for beat in range(3)]
+    line = _Line(store, 0, 2, lambda beat, left: pulses[0], lambda: 60.0)
+    line.hang_up("done")
+    for beat, silent in ((1, 0.0), (2, 0.0), (1, 5.0), (0, 10.0), (2, 15.0)):
+        store.set("1", json.dumps(pulses[beat]))
+        line._listen(5.0)
+        assert line.silent[1] == silent
+        assert line.heard[1].beat == min(2, beat if not silent else 2)
 
 
 def test_a_healthy_job_is_left_alone_also_when_the_store_knows_a_job_that_was_not(tmp_path):

@@ -24,6 +24,7 @@ from typing import NamedTuple
 import torch.distributed as dist
 
 from titanlite.distributed.meeting import connect_to_store
+from titanlite.distributed.signed_store import SignedStore, share_secret
 from titanlite.errors import EXIT_LOST, RankLost, UserError
 
 RANKS_A_SECOND = 1000  # pulses that a store does not notice; more ranks have a slower pulse
@@ -72,6 +73,7 @@ class Watch:
         if self.ranks > 1:
             store = connect_to_store(min(self.seconds, 30))
             store = dist.PrefixStore(f"watch/{self.start}", store)
+            store = SignedStore(store, self.start, share_secret())
             self._line = _Line(store, self.rank, self.ranks, self._pulse, self.pulse_seconds)
             self._thread = threading.Thread(target=self._watch, name="watch", daemon=True)
             self._thread.start()
@@ -239,7 +241,7 @@ class _Line:
 
     def __init__(
         self,
-        store: dist.Store,
+        store: SignedStore,
         rank: int,
         ranks: int,
         pulse: Callable[[int, str], Pulse],
@@ -297,9 +299,13 @@ class _Line:
 
     def _listen(self, passed: float) -> None:
         ranks, silent = (list(range(self.ranks)) if self.wide else [self.next]), {}
-        for rank, text in zip(ranks, self._read([str(rank) for rank in ranks]), strict=True):
-            pulse = Pulse(*json.loads(text)) if text else None
-            same = pulse == self.heard.get(rank) and rank in self.silent
+        for rank, text in zip(
+            ranks, self.store.read([str(rank) for rank in ranks]), strict=True
+        ):
+            pulse, known = Pulse(*json.loads(text)) if text else None, self.heard.get(rank)
+            if known and (pulse is None or pulse.beat < known.beat):
+                pulse = known  # forged, or an old one written again: nothing new was heard
+            same = pulse == known and rank in self.silent
             silent[rank] = self.silent[rank] + passed if same else 0.0
             if pulse:
                 self.heard[rank] = pulse
@@ -310,15 +316,10 @@ class _Line:
     def _agree(self) -> None:
         """Learn what was found first; it may be what we found."""
         if self.finding:
-            found = self.store.compare_set("verdict", "", json.dumps([self.rank, self.finding]))
+            found = self.store.set_first("verdict", json.dumps([self.rank, self.finding]))
         else:
-            found = self._read(["verdict"])[0]
+            found = self.store.read(["verdict"])[0]
         self.verdict = tuple(json.loads(found)) if found else None
-
-    def _read(self, keys: list[str]) -> list[bytes]:
-        if self.store.check(keys):  # because to read a key that is not there is to wait for it
-            return self.store.multi_get(keys)
-        return [self.store.get(key) if self.store.check([key]) else b"" for key in keys]
 
 
 def comes_from_others(error: BaseException | None) -> bool:
