@@ -38,7 +38,7 @@ if [ "$gpus" -gt 0 ]; then
 fi
 say "training on $processes processes"
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
-torchrun --standalone --nproc_per_node "$processes" train.py \
+bash scripts/launch.sh "$processes" train.py \
   --job.config_file train_configs/quickstart.toml \
   --training.local_batch_size $((16 / processes)) "$@"
 

@@ -8,8 +8,10 @@ import pytest
 
 from titanlite.data import ShardWriter, open_tokenizer
 from titanlite.data.manifest import write_manifest
+from titanlite.distributed.meeting import keep_to_loopback
 
 ROOT = Path(__file__).parents[1]
+keep_to_loopback(1)  # all ranks of tests are here, and inherit it
 
 
 def pytest_addoption(parser) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import ipaddress
 import json
 import multiprocessing
 import os
@@ -403,30 +404,58 @@ def test_without_an_answer_from_the_store_a_rank_ends_by_itself(tmp_path):
 
 
 WORKER = """
-import os, sys, time
-from titanlite.distributed.watch import die_with_launcher
+import os, sys, time, torch
+from pathlib import Path
+from titanlite.distributed.session import CommConfig, DebugConfig, join
+from titanlite.distributed.watch import Watch, die_with_launcher
 die_with_launcher()
-open(sys.argv[1] + os.environ["RANK"], "w").write(str(os.getpid()))
-time.sleep(60)
+folder = Path(sys.argv[1])
+with join(torch.device("cpu"), CommConfig(), DebugConfig(), folder) as session:
+    with Watch(session.rank, session.ranks, 60, folder, session.start):
+        (folder / f"pid_{session.rank}").write_text(str(os.getpid()))
+        time.sleep(60)
 """
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells of a parent's end")
-def test_no_worker_outlives_its_launcher(tmp_path):
+def test_a_launched_job_listens_on_loopback_only_and_does_not_outlive_its_launcher(tmp_path):
     script = tmp_path / "worker.py"
     script.write_text(WORKER)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    torchrun = subprocess.Popen([*command, str(script), f"{tmp_path}/pid_"], env=environment)
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"  # where torchrun is
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "PATH": path}
+    command = ["bash", str(ROOT / "scripts/launch.sh"), "2", str(script), str(tmp_path)]
+    torchrun = subprocess.Popen(command, env=environment)
     pids = [int(wait_for(tmp_path / f"pid_{rank}")) for rank in range(2)]
     time.sleep(0.5)  # nor does one end before its launcher
     assert all(map(runs, pids))
+    listening = addresses_of([torchrun.pid, *pids])
+    assert len(listening) >= 3  # the store, and gloo in both ranks
+    assert all(address.is_loopback for address in listening), listening
     torchrun.kill()
     torchrun.wait()
     deadline = time.monotonic() + 5
     while any(map(runs, pids)) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not any(map(runs, pids))
+
+
+def addresses_of(pids: list[int]) -> list[ipaddress.IPv4Address | ipaddress.IPv6Address]:
+    """Where these processes listen, from /proc."""
+    own = {
+        os.readlink(entry)
+        for pid in pids
+        for entry in Path(f"/proc/{pid}/fd").iterdir()
+        if entry.is_symlink()
+    }
+    found = []
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
+            _, local, _, state, *_, inode = line.split()[:10]
+            if state == "0A" and f"socket:[{inode}]" in own:  # LISTEN
+                words = bytes.fromhex(local.partition(":")[0])  # of 32 bits, little-endian
+                raw = b"".join(words[at : at + 4][::-1] for at in range(0, len(words), 4))
+                found.append(ipaddress.ip_address(raw))
+    return found
 
 
 def runs(pid: int) -> bool:

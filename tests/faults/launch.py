@@ -10,6 +10,7 @@ import json
 import os
 import resource
 import signal
+import socket
 import sys
 import time
 from collections.abc import Callable
@@ -20,7 +21,10 @@ from tests.distributed.ranks import _forkserver
 
 
 def open_store() -> dist.TCPStore:
-    return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    """On loopback only, where torch's own listens on every interface."""
+    listener = socket.create_server(("127.0.0.1", 0), backlog=1024)
+    port, options = listener.getsockname()[1], {"master_listen_fd": listener.detach()}
+    return dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, **options)
 
 
 class Launched:
@@ -102,6 +106,7 @@ def _train(rank, ranks, port, path, log, argv, room, longest_file, prepare) -> N
         RANK=str(rank),
         LOCAL_RANK=str(rank),
         WORLD_SIZE=str(ranks),
+        LOCAL_WORLD_SIZE=str(ranks),
         MASTER_ADDR="127.0.0.1",
         MASTER_PORT=str(port),
         TORCHELASTIC_USE_AGENT_STORE="True",

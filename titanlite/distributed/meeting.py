@@ -4,11 +4,17 @@ torchrun keeps one store for all its restarts, and torch 2.11 to 2.15 look up ea
 there under the same names every time: those of dead ranks are found
 (https://github.com/pytorch/pytorch/issues/135712). The launcher's count of restarts is each
 machine's own, so that the ranks have to find a name for their start by themselves.
+
+The store has no authentication. Whoever reaches its port can end a run: by a false name or address
+the ranks miss each other, and give up after `comm.init_timeout_seconds`. Nothing that is read here
+is executed. On one machine nothing has to listen on other interfaces than loopback.
 """
 
 from __future__ import annotations
 
+import ipaddress
 import os
+import socket
 import time
 import uuid
 from datetime import timedelta
@@ -28,6 +34,41 @@ def connect_to_store(seconds: float) -> dist.Store:
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     timeout = timedelta(seconds=seconds)
     return dist.TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=timeout)
+
+
+def open_store(rank: int, seconds: float) -> dist.Store:
+    """The store of ranks whose launcher keeps none: rank 0 opens it, the others connect.
+
+    At a loopback address it listens there only; torch itself listens on every interface.
+    """
+    if rank:
+        return connect_to_store(seconds)
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    options = {"is_master": True, "wait_for_workers": False, "timeout": timedelta(seconds=seconds)}
+    if is_loopback(address):
+        listener = socket.create_server(("127.0.0.1", port), backlog=1024)
+        options["master_listen_fd"] = listener.detach()
+    return dist.TCPStore(address, port, **options)
+
+
+def is_loopback(address: str) -> bool:
+    """Whether an address, by name or number, is of this machine alone."""
+    try:
+        return ipaddress.ip_address(socket.gethostbyname(address)).is_loopback
+    except (OSError, ValueError):
+        return False
+
+
+def keep_to_loopback(ranks: int) -> None:
+    """Let gloo listen on the loopback interface where all ranks are on one machine.
+
+    What the user has set stays. NCCL is left as it is: NCCL_SOCKET_IFNAME=lo does the same there.
+    """
+    if ranks > int(os.environ.get("LOCAL_WORLD_SIZE", 1)):
+        return
+    names = {name for _, name in socket.if_nameindex()} & {"lo", "lo0"}
+    if names:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", names.pop())
 
 
 def agree_on_start(store: dist.Store, rank: int, ranks: int, seconds: float) -> str:

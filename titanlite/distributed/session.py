@@ -21,7 +21,9 @@ import torch.distributed as dist
 from titanlite.distributed.meeting import (
     agree_on_start,
     connect_to_store,
+    keep_to_loopback,
     launcher_keeps_store,
+    open_store,
 )
 from titanlite.errors import ConfigError, UserError, report
 from titanlite.settings import Built, NotNegative, Positive
@@ -96,21 +98,22 @@ def join(device: torch.device, comm: CommConfig, debug: DebugConfig, folder: Pat
         _record_flights(comm, folder)
     else:
         keep_freed_memory()
-    timeout, start = timedelta(seconds=comm.init_timeout_seconds), ""
-    if ranks == 1:
-        meeting = {"store": dist.HashStore(), "rank": 0, "world_size": 1}
-    elif launcher_keeps_store():
-        store = connect_to_store(comm.init_timeout_seconds)
-        start = agree_on_start(store, rank, ranks, comm.init_timeout_seconds)
+    keep_to_loopback(ranks)
+    timeout, start = comm.init_timeout_seconds, ""
+    store: dist.Store = dist.HashStore()
+    if ranks > 1 and launcher_keeps_store():
+        store = connect_to_store(timeout)
+        start = agree_on_start(store, rank, ranks, timeout)
         store = dist.PrefixStore(start, store)
-        meeting = {"store": store, "rank": rank, "world_size": ranks}
-    else:
-        meeting = {}  # at a store that rank 0 opens
+    elif ranks > 1:
+        store = open_store(rank, timeout)
     dist.init_process_group(
         # gloo beside nccl: checkpoints and agreements are about objects in host memory
         backend="gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl",
-        timeout=timeout,
-        **meeting,
+        timeout=timedelta(seconds=timeout),
+        store=store,
+        rank=rank,
+        world_size=ranks,
     )
     try:
         seed_everything(debug.seed)
