@@ -19,6 +19,7 @@ from functools import partial
 from titanlite.checkpoint import Checkpointer, Hold, hold_folder
 from titanlite.data import slices_of
 from titanlite.distributed.collectives import agree, attempt, on_rank_0
+from titanlite.distributed.limits import leave_with
 from titanlite.distributed.mesh import build_mesh
 from titanlite.distributed.session import (
     Session,
@@ -93,8 +94,12 @@ def main(argv: list[str]) -> int:
         patience = comm.init_timeout_seconds
         with (
             join(device, comm, job.config.debug, job.folder) as session,
+            Watch(
+                session.rank, session.ranks, patience, job.folder, session.start,
+                job.config.checkpoint.timeout_seconds,
+            ) as watch,
             hold_folder(job.folder) as hold,
-            Watch(session.rank, session.ranks, patience, job.folder, session.start) as watch,
+            watch.blaming(),  # before the end of the run is written down, which says who was lost
             explain_out_of_memory(job, device, lambda: watch.place) as held,
         ):
             if hold.stopped_in_this_launch():
@@ -134,6 +139,7 @@ def train(
         job=dataclasses.asdict(config),
         layout=str(job.degrees),
     )
+    watch.follow(lambda: checkpointer.limit)
     watch.now(0, "load")
     found = checkpointer.find()
     watch.now(0, "build")
@@ -266,4 +272,4 @@ def open_records(job: Job, session: Session, first_step: int, saves: bool) -> Si
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    leave_with(main(sys.argv[1:]))

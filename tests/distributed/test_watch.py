@@ -403,6 +403,27 @@ def test_without_an_answer_from_the_store_a_rank_ends_by_itself(tmp_path):
         job.kill()
 
 
+def train_alone(folder: Path) -> None:
+    os.dup2(os.open(folder / "said", os.O_CREAT | os.O_WRONLY), 2)
+    with Watch(0, 1, TIMEOUT / 20, folder) as watch:
+        for step in (1, 2):
+            watch.now(step, "data")
+            time.sleep(TIMEOUT / 10)  # slower than the timeout, at which nobody waits
+        read_what_never_comes()
+
+
+def test_a_rank_that_is_alone_and_hangs_says_where_and_ends(tmp_path):
+    process = forkserver().Process(target=train_alone, args=(tmp_path,), daemon=True)
+    process.start()
+    process.join(4 * TIMEOUT)
+    said = (tmp_path / "said").read_text()
+    assert process.exitcode == EXIT_LOST, said
+    hangs = "Rank 0: data of step 2 has taken 2 s, and is in read_what_never_comes"
+    assert f"titanlite: {hangs}" in said
+    assert "The limit is 10 * comm.init_timeout_seconds = 2." in said
+    assert "in read_what_never_comes" in (tmp_path / "stacks" / "rank_0.txt").read_text()
+
+
 WORKER = """
 import os, sys, time, torch
 from pathlib import Path

@@ -235,6 +235,23 @@ def test_on_a_terminal_log_lines_stand_above_the_bar_and_the_cursor_comes_back(
     assert text.rindex("\x1b[?25h") < text.index("end of the run")
 
 
+def test_a_sink_that_does_not_close_is_left_and_the_others_are_closed(tmp_path, monkeypatch, caplog):
+    """As a W&B run whose service does not answer."""
+    monkeypatch.setattr("titanlite.observe.sinks.CLOSE_SECONDS", 0.1)
+    sinks = open_in(tmp_path)
+
+    class Endless:
+        def close(self):
+            threading.Event().wait()
+
+    sinks.places.append(Endless())
+    journal = sinks.places[0]
+    monkeypatch.setattr(logger, "propagate", True)
+    sinks.close()
+    assert "Endless: closing takes longer than 0.1 s" in caplog.text
+    assert journal.file.closed and not sinks.places
+
+
 def read_all(descriptor: int, chunks: list[bytes]) -> None:
     try:
         while chunk := os.read(descriptor, 4096):

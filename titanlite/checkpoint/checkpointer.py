@@ -30,13 +30,14 @@ from titanlite.checkpoint.place import Place
 from titanlite.checkpoint.retention import steps_to_remove
 from titanlite.checkpoint.store import Stage, read_tensors, state_of, write_tensors
 from titanlite.distributed.collectives import agree, attempt, on_rank_0, problems_of_all
+from titanlite.distributed.limits import Limit
 from titanlite.errors import CheckpointError, UserError
 from titanlite.log import logger
 
 T = TypeVar("T")
 
-# A writer waits for the slowest one; a rank that is gone is noticed by those who watch the ranks.
-PATIENCE = timedelta(hours=2)
+# Times checkpoint.timeout_seconds, which the watchdog keeps: it can say who hangs, a group cannot.
+PATIENCE = 2
 
 
 @dataclass(frozen=True)
@@ -85,7 +86,10 @@ class Checkpointer:
         self.failures = 0
         self.save_seconds = 0.0  # what the last save took
         # Its own group: collectives of the writing thread must not meet those of training.
-        self.group = dist.new_group(backend="gloo", timeout=PATIENCE) if config.enable else None
+        self.group = None
+        if config.enable:
+            patience = timedelta(seconds=PATIENCE * config.timeout_seconds)
+            self.group = dist.new_group(backend="gloo", timeout=patience)
         self.stage = Stage(config.async_mode == "async_with_pinned_mem")
         self._write: _Write | None = None
 
@@ -142,7 +146,7 @@ class Checkpointer:
                 self._export(place)
 
         if config.async_mode == "disabled":
-            self._write = _Write(step, place, began)
+            self._write = _Write(step, place, began, config.timeout_seconds)
             self._write.run(lambda: write_tensors(place, state, self.group, commit))
         else:
             copy, ready = self.stage.copy(state), self.stage.ready()
@@ -151,7 +155,7 @@ class Checkpointer:
                 ready()
                 write_tensors(place, copy, self.group, commit)
 
-            self._write = _Write(step, place, began)
+            self._write = _Write(step, place, began, config.timeout_seconds)
             self._write.run_aside(write)
 
     @property
@@ -160,17 +164,25 @@ class Checkpointer:
         return self._write is not None and not self._write.done.is_set()
 
     @property
+    def limit(self) -> Limit | None:
+        """The time limit on the save in flight; None where there is none."""
+        write = self._write
+        return None if write is None or write.done.is_set() else write.limit
+
+    @property
     def blocking(self) -> bool:
         """Whether `save` returns only when the checkpoint is written."""
         return self.config.async_mode == "disabled"
 
     def wait(self) -> Saved | None:
         """What became of the save in flight, the same on every rank; None where there is none."""
-        write, self._write = self._write, None
+        write = self._write
         if write is None:
             return None
         began = time.monotonic()
-        write.done.wait()
+        if not write.done.wait(PATIENCE * self.config.timeout_seconds):
+            raise CheckpointError(f"{write.place}: writing it hangs.")
+        self._write = None
         blocked = write.blocked_seconds + time.monotonic() - began
         problem = " ".join(problems_of_all(write.problem, self.group))
         if problem:
@@ -336,8 +348,10 @@ class Checkpointer:
 class _Write:
     """One save on its way, here or in a thread of its own."""
 
-    def __init__(self, step: int, place: Place, began: float):
+    def __init__(self, step: int, place: Place, began: float, timeout_seconds: float):
         self.step, self.place, self.began = step, place, began
+        what = f"Rank {dist.get_rank()}: the save of step {step}"
+        self.limit = Limit(what, timeout_seconds, "checkpoint.timeout_seconds")
         self.seconds = self.blocked_seconds = 0.0
         self.problem, self.done = "", threading.Event()
 
@@ -351,6 +365,7 @@ class _Write:
         self.blocked_seconds = time.monotonic() - self.began
 
     def _run(self, write: Callable[[], None]) -> None:
+        self.limit.thread = threading.get_ident()
         try:
             write()
         except BaseException as error:

@@ -40,6 +40,8 @@ class CheckpointConfig:
     # precision of a model-only or Hugging Face last save
     async_mode: Literal["disabled", "async", "async_with_pinned_mem"] = "disabled"
     # train on while a checkpoint is written, from a copy in host memory; pinned: copied faster
+    timeout_seconds: Positive = 1800
+    # a save or a load that takes longer hangs, as on a dead disk: the run ends, to be started again
     keep_latest_k: NotNegative = 10  # whole checkpoints kept; 0: all
     keep_every: NotNegative = 0  # and those of every so many steps, for ever; 0: none
     verify: Literal["full", "sizes", "off"] = "full"

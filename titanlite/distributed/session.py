@@ -18,6 +18,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from titanlite.distributed.limits import LEAVE_SECONDS, end_after
 from titanlite.distributed.meeting import (
     agree_on_start,
     connect_to_store,
@@ -100,21 +101,23 @@ def join(device: torch.device, comm: CommConfig, debug: DebugConfig, folder: Pat
         keep_freed_memory()
     keep_to_loopback(ranks)
     timeout, start = comm.init_timeout_seconds, ""
-    store: dist.Store = dist.HashStore()
-    if ranks > 1 and launcher_keeps_store():
-        store = connect_to_store(timeout)
-        start = agree_on_start(store, rank, ranks, timeout)
-        store = dist.PrefixStore(start, store)
-    elif ranks > 1:
-        store = open_store(rank, timeout)
-    dist.init_process_group(
-        # gloo beside nccl: checkpoints and agreements are about objects in host memory
-        backend="gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl",
-        timeout=timedelta(seconds=timeout),
-        store=store,
-        rank=rank,
-        world_size=ranks,
-    )
+    # A store on a frozen host ignores timeouts; one for the last rank to come, one for connecting.
+    with end_after(2 * timeout, f"rank {rank}: meeting the other ranks"):
+        store: dist.Store = dist.HashStore()
+        if ranks > 1 and launcher_keeps_store():
+            store = connect_to_store(timeout)
+            start = agree_on_start(store, rank, ranks, timeout)
+            store = dist.PrefixStore(start, store)
+        elif ranks > 1:
+            store = open_store(rank, timeout)
+        dist.init_process_group(
+            # gloo beside nccl: checkpoints and agreements are about objects in host memory
+            backend="gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl",
+            timeout=timedelta(seconds=timeout),
+            store=store,
+            rank=rank,
+            world_size=ranks,
+        )
     try:
         seed_everything(debug.seed)
         if debug.deterministic:
@@ -128,7 +131,8 @@ def join(device: torch.device, comm: CommConfig, debug: DebugConfig, folder: Pat
             error.shared = error.told = True
         raise
     finally:
-        dist.destroy_process_group()
+        with end_after(LEAVE_SECONDS, f"rank {rank}: leaving the other ranks"):
+            dist.destroy_process_group()
 
 
 def seed_everything(seed: int) -> None:

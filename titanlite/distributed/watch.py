@@ -1,6 +1,10 @@
-"""Noticing that a rank died or hangs: which one, where it stood, and an end for the others.
+"""Noticing that a rank died or hangs: which one, where it stood, and an end for all.
 
-Every rank says once a second, in the launcher's store, where it is. It listens to the next rank,
+A rank that is alone watches its own main thread, which nothing but a hang keeps in one place for
+ten times the timeout. Work that takes what a disk takes, in whatever thread, has a limit of its
+own (`limits.py`).
+
+Of several, every rank says once a second, in the launcher's store, where it is. It listens to the next rank,
 and to all of them once it gets nowhere itself. Who finds out what is wrong tells all, and all end.
 """
 
@@ -17,12 +21,14 @@ import threading
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
 import torch.distributed as dist
 
+from titanlite.distributed.limits import Limit
 from titanlite.distributed.meeting import connect_to_store
 from titanlite.distributed.signed_store import SignedStore, share_secret
 from titanlite.errors import EXIT_LOST, RankLost, UserError
@@ -30,7 +36,9 @@ from titanlite.errors import EXIT_LOST, RankLost, UserError
 RANKS_A_SECOND = 1000  # pulses that a store does not notice; more ranks have a slower pulse
 SILENT = 0.8  # of the timeout: who says nothing for so long is given up
 STUCK = 0.85  # of the timeout: who stands for so long looks for whom it waits
+ALONE = 10  # times the timeout: nobody waits for a rank that is alone, so it may be slow
 UNHURRIED = ("load", "save")  # phases that take what the disk takes
+DISK_SECONDS = 1800.0  # and the limit on these
 END_SECONDS = 5  # for writing stacks, to a disk that may itself be what hangs
 LEAVE_SECONDS = 30  # for closing files after another rank is lost; torchrun waits no longer either
 LOST = "lost another"  # a reason for leaving that is not the reason of anyone else
@@ -54,15 +62,26 @@ class Pulse(NamedTuple):
 
 
 class Watch:
-    """Ends this rank, and says why, when another one keeps it waiting for `seconds`.
+    """Ends this rank, and says why, when another one keeps it waiting for `seconds`, or it hangs.
 
-    The main thread says where it is by `now`. With one rank there is nobody to watch. A store that
-    outlives the ranks needs a word for this `start` of them.
+    The main thread says where it is by `now`; it may load and save for `disk_seconds`. A store
+    that outlives the ranks needs a word for this `start` of them.
     """
 
-    def __init__(self, rank: int, ranks: int, seconds: float, folder: Path, start: str = ""):
+    def __init__(
+        self,
+        rank: int,
+        ranks: int,
+        seconds: float,
+        folder: Path,
+        start: str = "",
+        disk_seconds: float = DISK_SECONDS,
+    ):
         self.rank, self.ranks, self.seconds, self.folder = rank, ranks, seconds, folder
-        self.start = start
+        self.start, self.disk_seconds = start, disk_seconds
+        self._key = "comm.init_timeout_seconds"
+        self._limit_aside: Callable[[], Limit | None] = lambda: None
+        self._main_thread = threading.get_ident()
         self._place = (0, 0, "start")  # step, moves, phase: one object, so always read whole
         self._stuck = self._mute = 0.0  # seconds since we moved, since the store answered
         self._lost = False  # the main thread knows, and ends by itself
@@ -75,8 +94,8 @@ class Watch:
             store = dist.PrefixStore(f"watch/{self.start}", store)
             store = SignedStore(store, self.start, share_secret())
             self._line = _Line(store, self.rank, self.ranks, self._pulse, self.pulse_seconds)
-            self._thread = threading.Thread(target=self._watch, name="watch", daemon=True)
-            self._thread.start()
+        self._thread = threading.Thread(target=self._watch, name="watch", daemon=True)
+        self._thread.start()
         return self
 
     def __exit__(self, kind, error, trace) -> None:
@@ -84,6 +103,16 @@ class Watch:
         if lost := self.blame(error):
             raise RankLost(lost) from error
         self.leave("done" if error is None else f"{kind.__name__}: {error}".split("\n")[0][:200])
+
+    @contextmanager
+    def blaming(self) -> Iterator[None]:
+        """Raise RankLost in place of an error that another rank's end has brought about."""
+        try:
+            yield
+        except BaseException as error:
+            if lost := self.blame(error):
+                raise RankLost(lost) from error
+            raise
 
     def now(self, step: int, phase: str) -> None:
         """The main thread begins a phase; to begin the same one again is progress too."""
@@ -98,7 +127,11 @@ class Watch:
 
     def tighten(self, seconds: float) -> None:
         """Be patient for `seconds` from now on: the first step is behind us."""
-        self.seconds = seconds
+        self.seconds, self._key = seconds, "comm.train_timeout_seconds"
+
+    def follow(self, limit: Callable[[], Limit | None]) -> None:
+        """Check a limit too, while there is one: on work that the main thread may wait for."""
+        self._limit_aside = limit
 
     def pulse_seconds(self) -> float:
         """How often a rank says where it is."""
@@ -106,10 +139,11 @@ class Watch:
 
     def leave(self, reason: str = "done") -> None:
         """Say that this rank ends in order, and why, so that nobody takes it for dead."""
-        if self._line and not self._over.is_set():
+        if not self._over.is_set():
             self._over.set()
             self._thread.join(END_SECONDS)
-            self._line.hang_up(reason)
+            if self._line:
+                self._line.hang_up(reason)
             faulthandler.cancel_dump_traceback_later()
 
     def blame(self, error: BaseException | None) -> str:
@@ -142,21 +176,44 @@ class Watch:
         return Pulse(beat, *self._place, round(self._stuck, 1), *who, left)
 
     def _watch(self) -> None:
-        line, place, rounds, before = self._line, self._place, 0, time.monotonic()
+        line, place, rounds, before = self._line, None, 0, time.monotonic()
         while not self._over.wait(self.pulse_seconds()):
             passed, before = _awake(before, self.pulse_seconds())
-            self._stuck = self._stuck + passed if self._place is place else 0.0
-            self._mute = self._mute + passed if line.rounds == rounds else 0.0
-            place, rounds = self._place, line.rounds
+            if self._place is not place:
+                place, self._stuck = self._place, 0.0
+                limit = self._limit_of(*place)
+            else:
+                self._stuck += passed
             # From C, since who reads a mapped file on a disk that hangs holds Python's lock.
             faulthandler.dump_traceback_later(SILENT * self.seconds, file=2)
+            hangs = self._check(limit, passed)
+            if line is None:
+                if hangs:
+                    self._end(self.rank, hangs)
+                continue
+            self._mute = self._mute + passed if line.rounds == rounds else 0.0
+            rounds = line.rounds
             if self._lost:
                 continue
             if line.verdict:
                 self._end(*line.verdict)
-            line.tell(line.finding or self._finding())
+            line.tell(line.finding or hangs or self._finding())
             if line.finding and self._mute > 3 * self.pulse_seconds():  # and nobody hears it
                 self._end(self.rank, line.finding)
+
+    def _limit_of(self, step: int, moves: int, phase: str) -> Limit | None:
+        """The limit on what the main thread does, where it does not follow from the other ranks."""
+        what, thread = f"Rank {self.rank}: {phase} of step {step}", self._main_thread
+        if phase in UNHURRIED:
+            return Limit(what, self.disk_seconds, "checkpoint.timeout_seconds", thread)
+        if self.ranks == 1:
+            return Limit(what, ALONE * self.seconds, f"{ALONE} * {self._key}", thread)
+        return None
+
+    def _check(self, limit: Limit | None, passed: float) -> str:
+        """What hangs; where work aside has a limit, that one alone, as the main thread may wait."""
+        limit = self._limit_aside() or limit
+        return limit.check(passed) if limit else ""
 
     def _finding(self) -> str:
         """What is wrong, in words; nothing while all is well."""

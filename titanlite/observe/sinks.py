@@ -6,6 +6,7 @@ import errno
 import json
 import math
 import os
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,6 +18,7 @@ from titanlite.log import logger
 from titanlite.observe.config import MetricsConfig, missing
 from titanlite.observe.console import open_console
 
+CLOSE_SECONDS = 300.0  # for a service to take what it was not sent yet
 METRICS_FILE = "metrics.jsonl"
 REPLACED_FILE = "metrics.replaced.jsonl"  # lines of steps that were taken again
 UNSAVED_FOLDER = "unsaved"  # records of runs without checkpoints, beside those of one that has some
@@ -99,19 +101,34 @@ class Sinks:
                 self.deaf.remove(place)
 
     def close(self) -> None:
-        """Finish what was begun; nothing can be told afterwards."""
+        """Finish what was begun; nothing can be told afterwards.
+
+        A sink that takes longer than `CLOSE_SECONDS`, as of a service that does not answer, is left.
+        """
         while self.places:
             place = self.places.pop()
-            try:
-                place.close()
-            except Exception as error:  # as above
-                logger.error("%s could not be closed: %r", type(place).__name__, error)
+            closing = threading.Thread(target=_close, args=(place,), name="close", daemon=True)
+            closing.start()
+            closing.join(CLOSE_SECONDS)
+            if closing.is_alive():
+                logger.error(
+                    "%s: closing takes longer than %g s: what it has not sent is lost",
+                    type(place).__name__,
+                    CLOSE_SECONDS,
+                )
 
     def __enter__(self) -> Sinks:
         return self
 
     def __exit__(self, *raised) -> None:
         self.close()
+
+
+def _close(place: Sink) -> None:
+    try:
+        place.close()
+    except Exception as error:  # of a package that is not ours: the run is done all the same
+        logger.error("%s could not be closed: %r", type(place).__name__, error)
 
 
 def silent_sinks() -> Sinks:
