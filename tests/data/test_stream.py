@@ -62,10 +62,11 @@ def test_a_batch_is_what_slicing_the_corpora_gives(mixture):
     assert inputs.dtype == labels.dtype == torch.int64
 
 
-def test_an_epoch_has_every_token_as_a_label_once(mixture):
+def test_an_epoch_has_every_token_as_a_label_once_but_the_first_and_the_tail(mixture):
     sources, flats = mixture
     stream = open_mixture(sources[:1])
     samples = (len(flats["a"]) - 1) // SEQ_LEN
+    assert (len(flats["a"]) - 1) % SEQ_LEN == 11  # the tail, which is never a label
     labels = torch.cat([stream.read(i, 1)[1] for i in range(samples)]).flatten()
     assert sorted(labels.tolist()) == sorted(flats["a"][1 : samples * SEQ_LEN + 1].tolist())
 
@@ -203,3 +204,18 @@ def test_the_facts_tell_another_order_from_the_same_at_another_place(mixture, tm
     assert open_mixture(sources).facts == same
     assert open_mixture(sources, seed=2).facts != same
     assert open_mixture(sources[:2]).facts != same
+
+
+def test_the_facts_name_an_order_that_older_versions_did_not_have(tmp_path):
+    for name, samples in (("small", 100), ("large", 4096)):
+        write_corpus(tmp_path / name, samples * SEQ_LEN + 1)
+
+    def versions(**weights: float) -> list[bool]:
+        sources = [SourceConfig(name, str(tmp_path / name), w) for name, w in weights.items()]
+        facts = open_mixture(sources).facts["data.sources"]
+        return ["order version 2" in facts[source.name] for source in sources]
+
+    assert versions(large=1) == [False]  # a checkpoint of an older version is resumed
+    assert versions(small=1) == [True]  # shuffled by another rule
+    assert versions(large=0.75, small=0.25) == [False, True]
+    assert versions(large=0.7, small=0.3) == [True, True]  # shares were rounded

@@ -6,7 +6,7 @@ they need packages that a training machine does not.
 
 from __future__ import annotations
 
-from titanlite.data.order import Order, block_quotas, slices_of
+from titanlite.data.order import Order, Shares, slices_of
 from titanlite.data.shards import Corpus, Manifest, ShardWriter, open_corpus, verify
 from titanlite.data.stream import (
     IGNORE_INDEX,
@@ -26,11 +26,11 @@ __all__ = [
     "Manifest",
     "Order",
     "ShardWriter",
+    "Shares",
     "SourceConfig",
     "Stream",
     "Tokenizer",
     "ValidationSet",
-    "block_quotas",
     "open_corpus",
     "open_stream",
     "open_tokenizer",

@@ -1,7 +1,8 @@
 """(position, rows) -> a batch: training samples in the order of the run, validation in its own.
 
 A sample of T tokens needs T + 1 ids, of which the last is only a label; the next sample begins
-with it. So every id of a corpus but its first is a label exactly once in an epoch.
+with it. An epoch has every id as a label exactly once, but for the first id of the corpus and the
+last (N - 1) % T of its N ids, which fill no sample. Validation has those last ids too.
 """
 
 from __future__ import annotations
@@ -62,10 +63,15 @@ class Stream:
             "training.seq_len": seq_len,
             "data.tokenizer": tokenizer and tokenizer.fingerprint,
             "data.sources": {
-                source.name: f"number {number}, {source.fact}"
+                source.name: f"number {number}, {source.fact}{self._version(number)}"
                 for number, source in enumerate(sources)
             },
         }
+
+    def _version(self, number: int) -> str:
+        """Of the order of a source, unless it is the first, which older checkpoints do not name."""
+        version = self._order.version(number)
+        return "" if version == 1 else f", order version {version}"
 
     def read(self, position: int, rows: int) -> tuple[Tensor, Tensor]:
         """Inputs and labels of `rows` positions: int64 [rows, T] each; raises DataError."""
