@@ -219,7 +219,11 @@ def train(
         reason = run(
             state,
             engine,
-            stream.prefetch(slices, pin=device.type == "cuda"),
+            stream.prefetch(
+                slices,
+                pin=device.type == "cuda",
+                timeout_seconds=config.data.read_timeout_seconds,
+            ),
             config=training,
             global_batch=job.global_batch,
             lr_at=lambda step: config.optimizer.lr * lr_share(step, total, schedule),

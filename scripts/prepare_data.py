@@ -1,12 +1,15 @@
 """Turn text into shards: python scripts/prepare_data.py TEXT --tokenizer t.model --out corpus
 
-Run it again after an interruption: it goes on where it stopped.
+Run it again after an interruption: it goes on where it stopped. --verify FOLDER reads every byte of
+what was prepared, and compares it with what was written.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Callable
+from pathlib import Path
 
 from rich.console import Console
 from rich.progress import (
@@ -18,20 +21,36 @@ from rich.progress import (
     TransferSpeedColumn,
 )
 
-from titanlite.data import open_tokenizer
-from titanlite.data.prepare import Prepared, prepare
-from titanlite.data.text import INPUT_KINDS
+from titanlite.data import open_tokenizer, verify
+from titanlite.data.prepare import STALL_SECONDS, TRAIN, VALIDATION, Prepared, prepare
+from titanlite.data.text import DOCUMENT_BYTES, INPUT_KINDS
 from titanlite.errors import EXIT_DONE, EXIT_USER, UserError, report
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("inputs", nargs="+", metavar="INPUT", help=INPUT_KINDS)
-    parser.add_argument("--tokenizer", required=True, help='ranks, tokenizer.json, or "bytes"')
-    parser.add_argument("--out", required=True, metavar="DIR", help="gets train/ and validation/")
+    parser.add_argument("inputs", nargs="*", metavar="INPUT", help=INPUT_KINDS)
+    parser.add_argument("--tokenizer", help='ranks, tokenizer.json, or "bytes"')
+    parser.add_argument("--out", metavar="DIR", help="gets train/ and validation/")
     parser.add_argument("--validation-share", type=float, default=0.01, help="documents; 0.01")
     parser.add_argument("--workers", type=int, help="processes; all cores if not given")
+    parser.add_argument(
+        "--document-mib", type=int, default=DOCUMENT_BYTES >> 20, help="longest document; 128"
+    )
+    parser.add_argument(
+        "--follow-symlinks", action="store_true", help="also out of the folders given"
+    )
+    parser.add_argument(
+        "--stall-seconds", type=float, default=STALL_SECONDS, help="end workers that wait so long"
+    )
+    parser.add_argument("--verify", metavar="FOLDER", help="compare all of a corpus; no INPUT")
     args = parser.parse_args()
+    if args.verify is None and not (args.inputs and args.tokenizer and args.out):
+        parser.error("INPUT, --tokenizer and --out are required, or --verify FOLDER alone")
+    if args.verify is not None and args.inputs:
+        parser.error("--verify FOLDER takes no INPUT")
+    if args.document_mib < 1 or args.stall_seconds <= 0:
+        parser.error("--document-mib and --stall-seconds must be above 0")
     bar = Progress(
         TextColumn("reading"),
         BarColumn(),
@@ -46,6 +65,10 @@ def main() -> int:
         bar.update(task, completed=done, total=of)
 
     try:
+        if args.verify is not None:
+            with bar:
+                print(verified(Path(args.verify), show))
+            return EXIT_DONE
         tokenizer = open_tokenizer(args.tokenizer)
         with bar:
             made = prepare(
@@ -54,6 +77,9 @@ def main() -> int:
                 args.out,
                 args.validation_share,
                 workers=args.workers,
+                follow_symlinks=args.follow_symlinks,
+                document_bytes=args.document_mib << 20,
+                stall_seconds=args.stall_seconds,
                 progress=show,
             )
     except UserError as error:
@@ -61,6 +87,16 @@ def main() -> int:
         return EXIT_USER
     print(f"{args.out}: {summary(made)}")
     return EXIT_DONE
+
+
+def verified(folder: Path, show: Callable[[int, int], None]) -> str:
+    """Verify a folder of shards, or train/ and validation/ in it; raises DataError."""
+    sides = [folder / side for side in (TRAIN, VALIDATION) if (folder / side).is_dir()]
+    lines = []
+    for side in sides or [folder]:
+        manifest = verify(side, progress=show)
+        lines.append(f"{side}: {manifest.tokens:,} tokens in {len(manifest.shards)} shards, intact")
+    return "\n".join(lines)
 
 
 def summary(made: Prepared) -> str:

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pyarrow
@@ -18,7 +19,7 @@ import pytest
 
 from titanlite.data import open_corpus, open_tokenizer, verify
 from titanlite.data.prepare import prepare
-from titanlite.data.text import parts_of, read_documents
+from titanlite.data.text import _refuse_expansion, find_files, parts_of, read_documents
 from titanlite.errors import DataError
 
 ROOT = Path(__file__).parents[2]
@@ -164,6 +165,60 @@ def test_a_piece_of_an_older_version_of_the_input_is_not_used_again(tmp_path):
     assert made.reused_pieces == 1
 
 
+WAITING = """
+import os, sys
+from titanlite.data import open_tokenizer
+from titanlite.data.prepare import prepare
+from titanlite.errors import UserError, report
+
+def replace_last_input(done, of):
+    if done == 0:  # after the inputs were listed, before any worker opens one
+        os.unlink(inputs + "/d.jsonl")
+        os.mkfifo(inputs + "/d.jsonl")
+
+if __name__ == "__main__":
+    inputs, out, seconds = sys.argv[1:]
+    try:
+        prepare([inputs], open_tokenizer("bytes"), out, 0.2, workers=2, piece_bytes=4000,
+                stall_seconds=float(seconds), progress=replace_last_input)
+    except UserError as error:
+        sys.exit(report(error))
+"""
+
+
+def children_of(pid: int) -> list[int]:
+    """The processes that a process has started."""
+    parents = {}
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            parents[int(path.parent.name)] = int(path.read_text().rpartition(")")[2].split()[1])
+        except OSError:  # it has ended
+            pass
+    return [child for child, parent in parents.items() if parent == pid]
+
+
+@pytest.mark.parametrize("what", ["hangs", "dies"])
+def test_a_worker_that_hangs_or_dies_ends_the_command(tmp_path, what):
+    """It waits for an input that never comes: a pipe, as a file on a dead disk would be."""
+    for name in "abcd":
+        write_jsonl(tmp_path / f"{name}.jsonl", texts(60))
+    (tmp_path / "waiting.py").write_text(WAITING)
+    command = [sys.executable, str(tmp_path / "waiting.py"), str(tmp_path), str(tmp_path / "out")]
+    command.append("3" if what == "hangs" else "600")
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    options = {"env": environment, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, start_new_session=True, **options) as child:
+        if what == "dies":
+            workers: list[int] = []  # of the server that forks them
+            until(lambda: workers.extend(w for c in children_of(child.pid) for w in children_of(c))
+                  or workers)
+            os.kill(workers[0], signal.SIGKILL)
+        _, said = child.communicate(timeout=120)
+    until(lambda: not group_lives(child.pid))
+    expected = "no worker has read anything for 3 s" if what == "hangs" else "a worker was killed"
+    assert child.returncode == 1 and expected in said and "Traceback" not in said, said
+
+
 def until(true, seconds: float = 30) -> None:
     end = time.monotonic() + seconds
     while not true():
@@ -214,6 +269,7 @@ def test_a_second_run_does_nothing_and_another_job_does_not_overwrite(inputs, tm
         ("a.jsonl", b'{"text": "a"}\n["text"]\n', "a.jsonl, line 2"),
         ("a.jsonl", b'{"text": "a"}\n{"text": "\xff"}', "a.jsonl, line 2: the byte 0xff"),
         ("a.txt", b"one\ntwo\nthr\xe9e\n", "a.txt, line 3: the byte 0xe9 is not UTF-8"),
+        ("a.jsonl", b'{"text": "a"}\n{"text": ' + b"[" * 200_000, "line 2: nested too deeply"),
         ("a.parquet", b"PAR1 no", "a.parquet: is not a .parquet"),
         ("a.txt", b"", "hold no text"),
         ("a.md", b"text", "no files of text"),
@@ -238,10 +294,128 @@ def test_an_error_in_a_worker_reaches_the_user_as_it_is(tmp_path):
     assert refusal.value.fix
 
 
+MEMORY = """
+import resource, sys
+from titanlite.data.text import _refuse_expansion, find_files, parts_of, read_documents
+from titanlite.errors import UserError, report
+
+import pyarrow.parquet
+before = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+limit = before + (1 << 30)
+resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+documents = characters = 0
+try:
+    for text in read_documents(parts_of(find_files([sys.argv[1]]))):
+        documents, characters = documents + 1, characters + len(text)
+except UserError as error:
+    sys.exit(report(error))
+print(documents, characters)
+"""
+
+
+def read_in_little_memory(path: Path) -> subprocess.CompletedProcess:
+    """Read all documents with 1 GiB of memory beyond what the imports take."""
+    command, environment = [sys.executable, "-c", MEMORY, str(path)], dict(os.environ)
+    environment |= {"ARROW_DEFAULT_MEMORY_POOL": "system", "OMP_NUM_THREADS": "1"}
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+
+
+def write_shared_text(path: Path, rows: int, size: int) -> None:
+    """One text of `size` characters that all rows share: a few hundred bytes."""
+    one = pyarrow.DictionaryArray.from_arrays(
+        pyarrow.array([0] * rows, pyarrow.int32()), pyarrow.array(["a" * size])
+    )
+    table = pyarrow.table({"text": one})
+    pyarrow.parquet.write_table(
+        table, path, compression="zstd", row_group_size=rows, store_schema=False
+    )
+
+
+def test_a_parquet_of_a_few_bytes_does_not_fill_the_memory(tmp_path):
+    bomb, fine = tmp_path / "bomb.parquet", tmp_path / "fine.parquet"
+    write_shared_text(bomb, rows=2000, size=1_000_000)  # 2 GB of text
+    assert bomb.stat().st_size < 1000
+    refused = read_in_little_memory(bomb)
+    assert refused.returncode == 1 and "Traceback" not in refused.stderr, refused.stderr
+    assert "bytes expand to more than" in refused.stderr and "row group 0" in refused.stderr
+
+    write_shared_text(fine, rows=200, size=1_000_000)  # decoded at once, it would be too much
+    read = read_in_little_memory(fine)
+    assert read.stdout.split() == ["200", "200000000"], read.stderr
+
+
+@pytest.mark.parametrize("rows, size", [(1 << 31, 9), (9, 1 << 31)], ids=["rows", "bytes"])
+def test_a_row_group_that_announces_too_much_is_refused_before_it_is_decoded(rows, size):
+    announced = SimpleNamespace(num_values=rows, total_uncompressed_size=size)  # of a footer
+    with pytest.raises(DataError, match="289 bytes expand to 2,147,483,648"):
+        _refuse_expansion("a.parquet", announced, 289)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"compression": "zstd", "use_dictionary": False},
+        {"data_page_version": "2.0", "compression": "gzip"},
+        {"use_dictionary": False, "column_encoding": {"text": "DELTA_BYTE_ARRAY"}},
+        {"use_dictionary": False, "column_encoding": {"text": "DELTA_LENGTH_BYTE_ARRAY"}},
+        {"dictionary_pagesize_limit": 1000, "data_page_size": 500},  # falls back to plain
+    ],
+    ids=["plain", "version 2", "delta", "delta length", "mixed"],
+)
+@pytest.mark.parametrize("kind", [pyarrow.string(), pyarrow.large_string()], ids=str)
+def test_a_parquet_is_read_however_it_was_encoded(tmp_path, options, kind):
+    documents = [*texts(60), None, "", *texts(60)]
+    table = pyarrow.table({"text": pyarrow.array(documents, kind)})
+    pyarrow.parquet.write_table(table, tmp_path / "a.parquet", row_group_size=50, **options)
+    found = list(read_documents(parts_of([tmp_path / "a.parquet"])))
+    assert found == [text for text in documents if text]
+
+
+def test_a_document_that_is_too_long_is_refused_in_every_kind_of_file(tmp_path):
+    limit, long = 1 << 20, "a" * (1 << 20)
+    (tmp_path / "a.txt").write_text(long + "a")
+    (tmp_path / "a.jsonl").write_text('{"text": "b"}\n{"text": "' + long)  # and no end of the line
+    pyarrow.parquet.write_table(pyarrow.table({"text": [long + "a"]}), tmp_path / "a.parquet")
+    for name in ("a.txt", "a.jsonl, line 2", "a.parquet, row group 0"):
+        parts = parts_of([tmp_path / name.split(",")[0]])
+        with pytest.raises(DataError, match=f"{name}: holds a document of more than 1 MiB"):
+            list(read_documents(parts, limit))
+    (tmp_path / "a.txt").write_text(long)
+    assert list(read_documents(parts_of([tmp_path / "a.txt"]), limit)) == [long]
+
+
+def test_a_link_out_of_the_inputs_is_refused_until_it_is_allowed(tmp_path):
+    (tmp_path / "secret").mkdir()
+    (tmp_path / "secret/a.txt").write_text("not for you")
+    folder, cases = tmp_path / "in", {}
+    for case, name, target in (("file", "a.txt", "secret/a.txt"), ("folder", "more", "secret")):
+        (folder / case).mkdir(parents=True)
+        (folder / case / "own.txt").write_text("own")
+        (folder / case / name).symlink_to(tmp_path / target)
+        (folder / case / "again").symlink_to(folder / case)  # a circle, but not outwards
+        cases[case] = [folder / case, str(folder / case / "**/*.txt")]
+    for given in (given for inputs in cases.values() for given in inputs):
+        with pytest.raises(DataError, match="leads through a symbolic link to .*secret") as refusal:
+            find_files([given])
+        assert "--follow-symlinks" in refusal.value.fix
+        found = find_files([given], follow_symlinks=True)
+        assert sorted(file.name for file in found) == ["a.txt", "own.txt"]
+    (tmp_path / "link").symlink_to(folder / "file/own.txt")
+    assert find_files([tmp_path / "link"]) == [tmp_path / "link"]  # it was named
+
+
 def test_a_parquet_without_text_says_what_it_has(tmp_path):
     pyarrow.parquet.write_table(pyarrow.table({"body": ["a"], "n": [1]}), tmp_path / "a.parquet")
     with pytest.raises(DataError, match='no column "text", only body, n'):
         prepare([tmp_path], BYTES, tmp_path / "out")
+    for ids in ([1], [b"a"]):
+        pyarrow.parquet.write_table(pyarrow.table({"text": ids}), tmp_path / "a.parquet")
+        with pytest.raises(DataError, match='"text" holds (int64|binary), not text'):
+            prepare([tmp_path], BYTES, tmp_path / "out")
+    broken = pyarrow.array([b"fine", b"\xff"]).view(pyarrow.string())
+    pyarrow.parquet.write_table(pyarrow.table({"text": broken}), tmp_path / "a.parquet")
+    with pytest.raises(DataError, match="row group 0: the byte 0xff is not UTF-8"):
+        prepare([tmp_path], BYTES, tmp_path / "out", 0.0)
 
 
 def test_a_share_that_leaves_a_side_empty_is_refused(tmp_path):
@@ -284,5 +458,13 @@ def test_the_scripts_make_a_corpus_of_this_python(tmp_path):
     first, second = run(*command), run(*command)
     assert first.returncode == second.returncode == 0, first.stderr
     assert "MB/s" in first.stdout and "from an earlier run" in second.stdout
+    intact = run("scripts/prepare_data.py", "--verify", tmp_path / "out")
+    assert intact.returncode == 0 and intact.stdout.count("intact") == 2, intact.stderr
+    shard = tmp_path / "out/validation/000000.bin"
+    content = bytearray(shard.read_bytes())
+    content[len(content) // 3] ^= 1
+    shard.write_bytes(content)
+    damaged = run("scripts/prepare_data.py", "--verify", tmp_path / "out")
+    assert damaged.returncode == 2 and "validation/000000: its bytes are not" in damaged.stderr
     bad = run("scripts/prepare_data.py", tmp_path / "nothing", *command[2:])
     assert bad.returncode == 2 and "no such file" in bad.stderr and "Traceback" not in bad.stderr

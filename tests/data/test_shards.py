@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import struct
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from titanlite.data import ShardWriter, open_corpus, verify
+from titanlite.data import CorpusChecks, ShardWriter, open_corpus, verify
 from titanlite.data.manifest import write_manifest
 from titanlite.errors import DataError
 
+ROOT = Path(__file__).parents[2]
 DOCUMENTS = [[1, 2, 3], [], [65_535], [7] * 100, list(range(50))]
 FLAT = np.concatenate([np.array(d, dtype=np.int64) for d in DOCUMENTS])
 INTEGERS = {1: "u1", 2: "i1", 3: "i2", 4: "i4", 5: "i8", 8: "u2"}
@@ -144,6 +147,105 @@ def test_a_shard_that_came_from_elsewhere_is_not_trained_on(tmp_path):
         open_corpus(tmp_path)
 
 
+def test_a_shard_overwritten_at_its_size_is_refused_when_it_is_opened(tmp_path):
+    write(tmp_path, [DOCUMENTS, [list(range(40_000))]])
+    ids = np.fromfile(tmp_path / "001.bin", "<u2")
+    ids[::-1].tofile(tmp_path / "001.bin")
+    with pytest.raises(DataError, match="001.bin: its bytes are not those that were written"):
+        open_corpus(tmp_path)
+    open_corpus(tmp_path, CorpusChecks(verify="off"))
+
+
+def test_full_verification_finds_one_flipped_bit_and_is_divided_among_ranks(tmp_path):
+    write(tmp_path, [[list(range(60_000))] for _ in range(3)])
+    ids = np.fromfile(tmp_path / "001.bin", "<u2")
+    changed = 0
+    while True:  # a place that is not sampled
+        ids[changed] ^= 1
+        ids.tofile(tmp_path / "001.bin")
+        try:
+            open_corpus(tmp_path)
+            break
+        except DataError:
+            ids[changed] ^= 1
+            changed += 2048
+    refused = []
+    for rank in range(3):
+        try:
+            open_corpus(tmp_path, CorpusChecks(verify="full", part=(rank, 3)))
+        except DataError as error:
+            assert "001: its bytes are not those" in error.message
+            refused.append(rank)
+    assert refused == [1]
+    (tmp_path / "manifest.json").unlink()
+    with pytest.raises(DataError, match="nothing to compare it with"):
+        open_corpus(tmp_path, CorpusChecks(verify="full"))
+
+
+def test_a_shard_that_changes_while_it_is_read_is_an_error_and_no_signal(tmp_path):
+    for number in range(2):
+        write(tmp_path / f"{number}", [[list(range(5000))]])
+    opened, later = (open_corpus(tmp_path / f"{number}") for number in range(2))
+    assert opened.read(4000, 1).tolist() == [4000]
+    for folder in (tmp_path / "0", tmp_path / "1"):
+        with open(folder / "000.bin", "r+b") as file:
+            file.truncate(5000)
+    with pytest.raises(DataError, match="000.bin: became shorter while it was read"):
+        opened.read(4000, 1)
+    with pytest.raises(DataError, match="has 5000 bytes, and had 10000 when this run started"):
+        later.read(0, 1)
+
+
+MANY_SHARDS = """
+import os, resource, sys
+import numpy as np
+from titanlite.data import open_corpus
+
+soft, hard, folder = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+corpus = open_corpus(folder)
+starts = np.random.default_rng(0).permutation(corpus.tokens - 3)
+expected = np.arange(corpus.tokens)
+for _ in range(2):
+    assert np.array_equal(corpus.gather(starts, 3), expected[starts[:, None] + np.arange(3)])
+print(len([fd for fd in os.listdir("/proc/self/fd")]), resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+"""
+
+
+@pytest.mark.parametrize("soft, hard", [(64, 64), (64, 1000)], ids=["hard", "soft"])
+def test_more_shards_than_a_process_may_have_open_are_read(tmp_path, soft, hard):
+    write(tmp_path, [[range(5 * n, 5 * n + 5)] for n in range(150)], manifest=False)
+    command = [sys.executable, "-c", MANY_SHARDS, str(soft), str(hard), str(tmp_path)]
+    child = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert child.returncode == 0, child.stderr
+    used, limit = map(int, child.stdout.split())
+    if hard == 64:
+        assert used <= 45 and limit == 64  # half of them, and what Python itself has open
+    else:
+        assert used >= 150 and limit == 300  # raised, so that every shard stays open
+
+
+def test_a_link_out_of_the_folder_is_refused_until_it_is_allowed(tmp_path):
+    for name in ("a", "b"):
+        write(tmp_path / name, manifest=False)
+    (tmp_path / "a/001.bin").symlink_to(tmp_path / "b/000.bin")
+    (tmp_path / "a/001.idx").symlink_to(tmp_path / "b/000.idx")
+    (tmp_path / "link").symlink_to(tmp_path / "a")  # one that is named is no way out
+    for folder in ("a", "link"):
+        with pytest.raises(DataError, match="001.bin: leads through a symbolic link") as refusal:
+            open_corpus(tmp_path / folder)
+        assert "data.follow_symlinks = true" in refusal.value.fix
+        allowed = open_corpus(tmp_path / folder, CorpusChecks(follow_symlinks=True))
+        assert allowed.tokens == 2 * FLAT.size
+    for end in ("bin", "idx"):
+        (tmp_path / f"a/001.{end}").unlink()
+        (tmp_path / f"a/001.{end}").symlink_to(f"000.{end}")  # stays inside
+    open_corpus(tmp_path / "link")
+    (tmp_path / "a/manifest.json").symlink_to("/etc/hostname")
+    with pytest.raises(DataError, match="manifest.json: leads through"):
+        open_corpus(tmp_path / "a")
+
+
 @pytest.mark.parametrize("name", ["000.bin", "000.idx"])
 def test_a_flipped_bit_is_found_by_verify(tmp_path, name):
     path = write(tmp_path) / name
@@ -185,6 +287,8 @@ def test_the_fingerprint_is_of_the_tokens_and_not_of_the_place(tmp_path):
 
 def test_a_torn_manifest_is_not_taken_for_none(tmp_path):
     path = write(tmp_path) / "manifest.json"
-    path.write_bytes(path.read_bytes()[:100])
-    with pytest.raises(DataError, match="cannot be understood"):
-        open_corpus(tmp_path)
+    whole = path.read_bytes()
+    for content in (whole[:100], b'{"shards": ' + b"[" * 200_000):
+        path.write_bytes(content)
+        with pytest.raises(DataError, match="cannot be understood"):
+            open_corpus(tmp_path)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+import subprocess
+import sys
 import threading
 from pathlib import Path
 
@@ -11,6 +14,7 @@ import torch
 
 from titanlite.data import (
     IGNORE_INDEX,
+    CorpusChecks,
     Order,
     ShardWriter,
     SourceConfig,
@@ -21,6 +25,7 @@ from titanlite.data import (
 from titanlite.data.manifest import write_manifest
 from titanlite.errors import DataError, Problems
 
+ROOT = Path(__file__).parents[2]
 SEQ_LEN = 16
 VOCAB_SIZE = 258
 BYTES = open_tokenizer("bytes")
@@ -62,10 +67,11 @@ def test_a_batch_is_what_slicing_the_corpora_gives(mixture):
     assert inputs.dtype == labels.dtype == torch.int64
 
 
-def test_an_epoch_has_every_token_as_a_label_once(mixture):
+def test_an_epoch_has_every_token_as_a_label_once_but_the_first_and_the_tail(mixture):
     sources, flats = mixture
     stream = open_mixture(sources[:1])
     samples = (len(flats["a"]) - 1) // SEQ_LEN
+    assert (len(flats["a"]) - 1) % SEQ_LEN == 11  # the tail, which is never a label
     labels = torch.cat([stream.read(i, 1)[1] for i in range(samples)]).flatten()
     assert sorted(labels.tolist()) == sorted(flats["a"][1 : samples * SEQ_LEN + 1].tolist())
 
@@ -123,6 +129,40 @@ def test_no_thread_is_left_however_prefetching_ends(mixture):
     assert prefetching() == []
 
 
+HANGING = """
+import os, sys
+from pathlib import Path
+from titanlite.data import SourceConfig, open_stream, open_validation
+from titanlite.errors import UserError, report
+
+source, what = SourceConfig("a", sys.argv[1]), sys.argv[2]
+options = dict(seq_len=16, vocab_size=258)
+stream, text = open_stream([source], seed=0, **options), None
+text = open_validation(source, timeout_seconds=1, **options)
+for file in Path(sys.argv[1]).glob("*.bin"):  # from here on, opening it never returns
+    file.unlink()
+    os.mkfifo(file)
+try:
+    if what == "train":
+        next(stream.prefetch([(0, 2)], timeout_seconds=1))
+    else:
+        text.read(0, 2)
+except UserError as error:
+    sys.exit(report(error))
+"""
+
+
+@pytest.mark.parametrize("what", ["train", "validation"])
+def test_a_disk_that_never_answers_ends_the_run_with_an_error(tmp_path, what):
+    """The process must end, too, while its thread still hangs."""
+    write_corpus(tmp_path, 500)
+    command = [sys.executable, "-c", HANGING, str(tmp_path), what]
+    child = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert child.returncode == 1 and "Traceback" not in child.stderr
+    assert f"samples 0…1 of {tmp_path}: could not be read within 1 s" in child.stderr
+    assert "not read for 0 s; the run ends after 1 s" in child.stderr  # warned before
+
+
 def write_bad_id(folder: Path) -> None:
     """Overwrite token 500 by an id that no byte has."""
     ids = np.memmap(folder / "2.bin", "<u2", mode="r+")
@@ -134,7 +174,7 @@ def test_an_id_out_of_range_is_named_and_reaches_the_consumer(mixture):
     sources, flats = mixture
     assert sum(len(part) for part in np.array_split(flats["a"], 3)[:2]) == 467
     write_bad_id(Path(sources[0].path))
-    stream = open_mixture(sources[:1])
+    stream = open_mixture(sources[:1], checks=CorpusChecks(verify="off"))
     good = 0
     with pytest.raises(DataError, match='"a".*token 500 is the id 40000, outside 0…257'):
         for _ in stream.prefetch((position, 1) for position in range(10**6)):
@@ -203,3 +243,39 @@ def test_the_facts_tell_another_order_from_the_same_at_another_place(mixture, tm
     assert open_mixture(sources).facts == same
     assert open_mixture(sources, seed=2).facts != same
     assert open_mixture(sources[:2]).facts != same
+
+
+def test_the_facts_tell_other_content_of_the_same_size(tmp_path):
+    """Also of corpora that recorded nothing to compare with: foreign ones, and our older ones."""
+    source, facts = SourceConfig("a", str(tmp_path / "a")), []
+    write_corpus(tmp_path / "a", 150_000, shards=1)
+    manifest, ids = tmp_path / "a/manifest.json", tmp_path / "a/0.bin"
+    recorded = manifest.read_text()
+    manifest.write_text(re.sub(r',\s*"bin_sample": "\w+"', "", recorded))
+    assert manifest.read_text() != recorded
+    facts.append(open_mixture([source]).facts)
+    manifest.write_text(recorded)
+    facts.append(open_mixture([source]).facts)
+    assert facts[0] == facts[1]
+    manifest.unlink()
+    facts.append(open_mixture([source]).facts)
+    assert facts[2]["data.content"] == facts[0]["data.content"]
+    ids.write_bytes(np.random.default_rng(9).integers(0, 99, 150_000).astype("<u2").tobytes())
+    assert open_mixture([source]).facts["data.content"] != facts[0]["data.content"]
+    unchecked = open_mixture([source], checks=CorpusChecks(verify="off")).facts
+    assert "data.content" not in unchecked  # so a checkpoint is not refused for it
+
+
+def test_the_facts_name_an_order_that_older_versions_did_not_have(tmp_path):
+    for name, samples in (("small", 100), ("large", 4096)):
+        write_corpus(tmp_path / name, samples * SEQ_LEN + 1)
+
+    def versions(**weights: float) -> list[bool]:
+        sources = [SourceConfig(name, str(tmp_path / name), w) for name, w in weights.items()]
+        facts = open_mixture(sources).facts["data.sources"]
+        return ["order version 2" in facts[source.name] for source in sources]
+
+    assert versions(large=1) == [False]  # a checkpoint of an older version is resumed
+    assert versions(small=1) == [True]  # shuffled by another rule
+    assert versions(large=0.75, small=0.25) == [False, True]
+    assert versions(large=0.7, small=0.3) == [True, True]  # shares were rounded

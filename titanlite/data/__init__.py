@@ -6,8 +6,8 @@ they need packages that a training machine does not.
 
 from __future__ import annotations
 
-from titanlite.data.order import Order, block_quotas, slices_of
-from titanlite.data.shards import Corpus, Manifest, ShardWriter, open_corpus, verify
+from titanlite.data.order import Order, Shares, slices_of
+from titanlite.data.shards import Corpus, CorpusChecks, Manifest, ShardWriter, open_corpus, verify
 from titanlite.data.stream import (
     IGNORE_INDEX,
     DataConfig,
@@ -22,15 +22,16 @@ from titanlite.data.tokenizer import Tokenizer, open_tokenizer
 __all__ = [
     "IGNORE_INDEX",
     "Corpus",
+    "CorpusChecks",
     "DataConfig",
     "Manifest",
     "Order",
     "ShardWriter",
+    "Shares",
     "SourceConfig",
     "Stream",
     "Tokenizer",
     "ValidationSet",
-    "block_quotas",
     "open_corpus",
     "open_stream",
     "open_tokenizer",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO
@@ -12,10 +12,12 @@ from typing import IO
 import xxhash
 
 from titanlite.errors import DataError
+from titanlite.files import parse_json
 
 MANIFEST = "manifest.json"
 
 _CHUNK_BYTES = 1 << 24
+_SAMPLE_BLOCKS, _SAMPLE_BYTES = 8, 4096  # of each file: few enough for a slow shared disk
 
 
 @dataclass(frozen=True)
@@ -30,6 +32,7 @@ class ShardRecord:
     idx_bytes: int
     bin_hash: str  # xxh3_128
     idx_hash: str
+    bin_sample: str = ""  # sample_of() the .bin; "" in manifests of older versions
 
 
 @dataclass(frozen=True)
@@ -65,7 +68,7 @@ def write_manifest(
 def read_manifest(path: Path) -> Manifest | None:
     """The manifest there, or None where there is none; raises DataError."""
     try:
-        table = json.loads(path.read_bytes())
+        table = parse_json(path.read_bytes())
         shards = [ShardRecord(**record) for record in table.pop("shards")]
         manifest = Manifest(**table, shards=shards)
     except FileNotFoundError:
@@ -115,6 +118,32 @@ def intact(folder: Path, shard: ShardRecord) -> bool:
         return all(_hash_of(f) == said for f, said in zip(pair_of(folder / shard.name), hashes))
     except OSError:
         return False
+
+
+def sample_of(path: Path) -> str:
+    """A hash of the size of a file and of eight blocks of it; raises OSError.
+
+    The blocks are spread over the file at places that depend on its size only. Other content of
+    the same size differs in nearly every block, so it is found; a few changed bytes are found by
+    `intact` only.
+    """
+    size = path.stat().st_size
+    digest = xxhash.xxh3_128(str(size).encode())
+    with open(path, "rb", buffering=0) as file:
+        for offset, count in _sampled_blocks(size):
+            digest.update(os.pread(file.fileno(), count, offset))
+    return digest.hexdigest()
+
+
+def _sampled_blocks(size: int) -> Iterator[tuple[int, int]]:
+    """(offset, bytes) of what is sampled of a file; all of a small one."""
+    if size <= _SAMPLE_BLOCKS * _SAMPLE_BYTES:
+        yield 0, size
+        return
+    for number in range(_SAMPLE_BLOCKS):
+        first, end = (size * n // _SAMPLE_BLOCKS for n in (number, number + 1))
+        places = end - first - _SAMPLE_BYTES + 1
+        yield first + xxhash.xxh3_64_intdigest(f"{size} {number}".encode()) % places, _SAMPLE_BYTES
 
 
 def _hash_of(path: Path) -> str:

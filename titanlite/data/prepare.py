@@ -15,26 +15,31 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor
+from concurrent.futures import wait as wait_for
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass
 from multiprocessing.connection import wait
 from pathlib import Path
+from typing import Any
 
 import xxhash
 
 from titanlite.data.manifest import ShardRecord, intact, write_manifest, write_whole
 from titanlite.data.shards import ShardWriter, open_corpus
-from titanlite.data.text import Part, find_files, parts_of, read_documents
+from titanlite.data.text import DOCUMENT_BYTES, Part, find_files, parts_of, read_documents
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.errors import DataError
+from titanlite.files import parse_json
+from titanlite.log import logger
 
 TRAIN, VALIDATION = "train", "validation"
 
 _UNFINISHED, _DONE = ".unfinished", "prepared.json"
 _FORMAT = 1  # in every key: a change of what a piece contains must not find the old ones
 _LEAST_PIECE_BYTES = 8 << 20
-_MOST_PIECES = 1024  # every shard is a mapped file on every rank
+_MOST_PIECES = 256  # every shard is opened by every rank; still more than most machines' cores
+STALL_SECONDS = 600.0  # for one document, or for a disk that does not answer
 
 
 @dataclass(frozen=True)
@@ -65,6 +70,16 @@ class _Piece:
         return sum(part.bytes for part in self.parts)
 
 
+@dataclass(frozen=True)
+class _Task:
+    """What a worker is given beside its pieces."""
+
+    tokenizer: Tokenizer
+    out: Path
+    share: float  # of the documents that go to validation
+    document_bytes: int
+
+
 Progress = Callable[[int, int], None]  # bytes done, bytes in all
 
 
@@ -76,17 +91,21 @@ def prepare(
     *,
     workers: int | None = None,
     piece_bytes: int | None = None,
+    follow_symlinks: bool = False,
+    document_bytes: int = DOCUMENT_BYTES,
+    stall_seconds: float = STALL_SECONDS,
     progress: Progress = lambda done, of: None,
 ) -> Prepared:
     """Write the shards of all text in `inputs`; raises DataError.
 
     A document goes to validation by a hash of what it says, so one that occurs twice is never on
-    both sides. `workers` is all cores by default and changes nothing but the time.
+    both sides. `workers` is all cores by default and changes nothing but the time. Longer documents
+    than `document_bytes` are refused, and workers that read nothing for `stall_seconds` are ended.
     """
     started, out = time.monotonic(), Path(out)
     if not 0 <= validation_share < 1:
         raise DataError(f"validation_share = {validation_share}: must be at least 0 and below 1.")
-    parts = parts_of(find_files(inputs))
+    parts = parts_of(find_files(inputs, follow_symlinks))
     pieces = _cut(parts, f"{_FORMAT} {tokenizer.fingerprint} {validation_share!r}", piece_bytes)
     plan, total = _digest([piece.key for piece in pieces]), sum(piece.bytes for piece in pieces)
     if not _finished(out, plan):
@@ -95,7 +114,8 @@ def prepare(
         todo = [piece for piece in pieces if piece.name not in done]
         left = sum(piece.bytes for piece in todo)
         progress(total - left, total)
-        for piece, record in _work(todo, tokenizer, out, validation_share, workers):
+        task = _Task(tokenizer, out, validation_share, document_bytes)
+        for piece, record in _work(todo, task, workers, stall_seconds):
             done[piece.name] = record
             left -= piece.bytes
             progress(total - left, total)
@@ -142,7 +162,7 @@ def _recorded(out: Path, piece: _Piece) -> dict | None:
     """What an earlier run wrote of this piece, if all of it is still there and whole."""
     folder = out / _UNFINISHED
     try:
-        record = json.loads((folder / f"{piece.name}.json").read_bytes())
+        record = parse_json((folder / f"{piece.name}.json").read_bytes())
     except (OSError, ValueError):
         return None
     if record.get("key") != piece.key:
@@ -151,16 +171,18 @@ def _recorded(out: Path, piece: _Piece) -> dict | None:
     return record if all(intact(folder / side, shard) for side, shard in shards) else None
 
 
-def _write_piece(piece: _Piece, tokenizer: Tokenizer, out: Path, share: float) -> dict:
-    """The shards of a piece, then its record."""
-    folder, end = out / _UNFINISHED, [tokenizer.eos_id]
+def _write_piece(piece: _Piece, task: _Task, went_on: Callable[[], None]) -> dict:
+    """The shards of a piece, then its record; calls `went_on` with every document."""
+    tokenizer, folder = task.tokenizer, task.out / _UNFINISHED
+    end = [tokenizer.eos_id]
     with (
         ShardWriter(folder / TRAIN / piece.name, tokenizer.vocab_size) as train,
         ShardWriter(folder / VALIDATION / piece.name, tokenizer.vocab_size) as validation,
     ):
-        for text in read_documents(piece.parts):
-            writer = validation if _held_out(text, share) else train
+        for text in read_documents(piece.parts, task.document_bytes):
+            writer = validation if _held_out(text, task.share) else train
             writer.add(tokenizer.encode(text) + end)
+            went_on()
         written = {TRAIN: asdict(train.close()), VALIDATION: asdict(validation.close())}
     record = {"key": piece.key, "shards": written}
     write_whole(folder / f"{piece.name}.json", json.dumps(record).encode())
@@ -174,24 +196,38 @@ def _held_out(text: str, share: float) -> bool:
 
 # --- workers -------------------------------------------------------------------------------------
 
-_given: tuple[Tokenizer, Path, float]  # to this worker process, once
+_given: tuple[_Task, Any]  # to this worker process, once: the task, and counts by piece
 
 
 def _work(
-    pieces: Sequence[_Piece], tokenizer: Tokenizer, out: Path, share: float, workers: int | None
+    pieces: Sequence[_Piece], task: _Task, workers: int | None, stall_seconds: float
 ) -> Iterator[tuple[_Piece, dict]]:
     """Every piece with its record, as they are finished."""
     workers = min(workers or _cores(), len(pieces))
     if workers <= 1:
         for piece in pieces:
-            yield piece, _write_piece(piece, tokenizer, out, share)
+            yield piece, _write_piece(piece, task, went_on=lambda: None)
         return
-    given = (tokenizer, out, share)
-    pool = ProcessPoolExecutor(workers, _start_method(), initializer=_begin, initargs=given)
+    others, context = multiprocessing.active_children(), _start_method()
+    # One writer for each count, and no lock that a killed worker could keep.
+    counts = context.RawArray("Q", len(pieces))
+    pool = ProcessPoolExecutor(workers, context, initializer=_begin, initargs=(task, counts))
     try:
-        running = {pool.submit(_write_given, piece): piece for piece in pieces}
-        for future in as_completed(running):
-            yield running[future], future.result()
+        running = {
+            pool.submit(_write_given, piece, n): piece for n, piece in enumerate(pieces)
+        }
+        for future in _as_completed(running, lambda: sum(counts), stall_seconds):
+            yield running.pop(future), future.result()
+    except _Stalled:
+        for process in set(multiprocessing.active_children()) - set(others):
+            process.kill()  # else Python would wait for them at its exit
+        names = sorted({part.path for piece in running.values() for part in piece.parts})
+        raise DataError(
+            f"no worker has read anything for {stall_seconds:g} s, and {len(running)} of"
+            f" {len(pieces)} pieces are not finished; the first file of them is {names[0]}.",
+            fix="Check that the disk answers, then run the same command again: what is finished is"
+            " kept. --stall-seconds allows more.",
+        ) from None
     except BrokenProcessPool:
         raise DataError(
             "a worker was killed, perhaps for its memory.",
@@ -199,6 +235,30 @@ def _work(
         ) from None
     finally:
         pool.shutdown(cancel_futures=True)
+
+
+class _Stalled(Exception):
+    """No worker went on for too long."""
+
+
+def _as_completed(
+    futures: Iterable[Future], count: Callable[[], int], stall_seconds: float
+) -> Iterator[Future]:
+    """Futures as they end; raises _Stalled when `count()` stays the same for too long."""
+    left, last, since, warned = set(futures), count(), time.monotonic(), False
+    while left:
+        ended, left = wait_for(left, timeout=stall_seconds / 20, return_when=FIRST_COMPLETED)
+        yield from ended
+        still = time.monotonic() - since
+        if ended or count() != last:
+            last, since, warned = count(), time.monotonic(), False
+        elif still > stall_seconds:
+            raise _Stalled
+        elif still > stall_seconds / 5 and not warned:
+            warned = True
+            logger.warning(
+                "no worker has read anything for %.0f s; the limit is %.0f s", still, stall_seconds
+            )
 
 
 def _start_method() -> multiprocessing.context.BaseContext:
@@ -222,8 +282,13 @@ def _begin(*given) -> None:
     threading.Thread(target=end_with_parent, daemon=True).start()
 
 
-def _write_given(piece: _Piece) -> dict:
-    return _write_piece(piece, *_given)
+def _write_given(piece: _Piece, number: int) -> dict:
+    task, counts = _given
+
+    def went_on() -> None:
+        counts[number] += 1
+
+    return _write_piece(piece, task, went_on)
 
 
 def _cores() -> int:
@@ -254,7 +319,7 @@ def _finished(out: Path, plan: str) -> bool:
 
 def _plan_of(path: Path) -> str:
     try:
-        return json.loads(path.read_bytes())["plan"]
+        return parse_json(path.read_bytes())["plan"]
     except (ValueError, KeyError, TypeError):
         return ""
 

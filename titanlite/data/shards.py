@@ -1,4 +1,4 @@
-"""Token ids on disk, memory-mapped: Megatron's .bin/.idx pairs, and a manifest of our own.
+"""Token ids on disk, read by position: Megatron's .bin/.idx pairs, and a manifest of our own.
 
 A shard is NAME.bin (the ids, document after document) and NAME.idx:
 
@@ -14,13 +14,15 @@ from __future__ import annotations
 
 import os
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import xxhash
 
+from titanlite.data.links import refuse_outward_links
 from titanlite.data.manifest import (
     MANIFEST,
     Manifest,
@@ -30,15 +32,18 @@ from titanlite.data.manifest import (
     intact,
     pair_of,
     read_manifest,
+    sample_of,
     size_differs,
     to_disk,
     write_whole,
 )
+from titanlite.data.open_files import OpenFiles
 from titanlite.errors import DataError
 
 _MAGIC = b"MMIDIDX\0\0"
 _HEADER = struct.Struct("<9sQBQQ")
 _CODES = {1: "<u1", 2: "<i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}  # 6 and 7 are floats
+_TYPES = {code: np.dtype(name) for code, name in _CODES.items()}
 _PREPARE = "scripts/prepare_data.py makes a folder that can be read."
 _BUFFERED_IDS = 1 << 20
 
@@ -111,6 +116,7 @@ class ShardWriter:
             idx_bytes=len(index),
             bin_hash=self._hash.hexdigest(),
             idx_hash=xxhash.xxh3_128_hexdigest(index),
+            bin_sample=sample_of(self.bin),
         )
 
     def _index(self) -> bytes:
@@ -124,80 +130,178 @@ class ShardWriter:
 # --- reading -------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True)
+class CorpusChecks:
+    """What is compared when a corpus is opened, beyond names and sizes."""
+
+    verify: Literal["sample", "full", "off"] = "sample"
+    # blocks of every shard; all bytes, which needs a manifest; nothing
+    follow_symlinks: bool = False  # read files that links lead to outside the folder
+    part: tuple[int, int] = (0, 1)  # (n, of): "full" reads every `of`-th shard, the n-th first
+
+
 class Corpus:
     """A row of shards, read as one row of `tokens` ids."""
 
-    def __init__(self, path: str, shards: list[_Shard], manifest: Manifest | None):
-        self.path, self.manifest = path, manifest
+    def __init__(
+        self, path: str, shards: list[_Shard], manifest: Manifest | None, files: OpenFiles
+    ):
+        self.path, self.manifest, self._files = path, manifest, files
         self.documents = sum(shard.documents for shard in shards)
-        self._ids = [shard.ids for shard in shards if shard.ids.size]
-        self._ends = np.cumsum([ids.size for ids in self._ids], dtype=np.int64)
-        self.tokens = int(self._ends[-1]) if self._ids else 0
-        self.fingerprint = _fingerprint(shards, manifest)
+        self._shards = [shard for shard in shards if shard.tokens]
+        self._ends = np.cumsum([shard.tokens for shard in self._shards], dtype=np.int64)
+        self.tokens = int(self._ends[-1]) if self._shards else 0
+        files.expect(len(self._shards))
+        self.fingerprint = self._hash_content(shards)
+        samples = [shard.sample for shard in shards]  # of what lies on the disk, whoever wrote it
+        self.sample = None if None in samples else xxhash.xxh3_128_hexdigest(" ".join(samples).encode())
 
     def read(self, start: int, count: int) -> np.ndarray:
-        """Ids [start, start + count), int64."""
+        """Ids [start, start + count), int64; raises DataError."""
         out = np.empty(count, dtype=np.int64)
         self._copy(start, out)
         return out
 
     def gather(self, starts: np.ndarray, count: int) -> np.ndarray:
-        """Ids [start, start + count) of each start: int64 [starts, count]."""
+        """Ids [start, start + count) of each start: int64 [starts, count]; raises DataError."""
         out = np.empty((len(starts), count), dtype=np.int64)
-        shards = np.searchsorted(self._ends, starts, side="right")
-        for row, start, shard in zip(out, starts.tolist(), shards.tolist()):
-            ids, end = self._ids[shard], int(self._ends[shard])
-            if start + count <= end:
-                first = start - end + ids.size
-                row[:] = ids[first : first + count]
-            else:
+        shards = self._ends.searchsorted(starts, side="right").tolist()
+        ids = _Ids(count, np.dtype(np.int64))
+        for row, start, number in zip(out, starts.tolist(), shards):
+            shard = self._shards[number] if number < len(self._shards) else None
+            if shard is None or start < 0 or start + count > shard.begin + shard.tokens:
                 self._copy(start, row)
+                continue
+            if ids.type is not shard.type:
+                ids = _Ids(count, shard.type)
+            row[:] = self._read(shard, start - shard.begin, ids)
         return out
 
     def _copy(self, start: int, out: np.ndarray) -> None:
         """Fill `out`, over as many shards as that takes."""
         if start < 0 or start + out.size > self.tokens:
             raise IndexError(f"ids {start}…{start + out.size} of {self.tokens} in {self.path}")
-        shard, done = int(np.searchsorted(self._ends, start, side="right")), 0
+        number, done = int(self._ends.searchsorted(start, side="right")), 0
         while done < out.size:
-            ids = self._ids[shard]
-            first = start + done - (int(self._ends[shard]) - ids.size)
-            part = ids[first : first + out.size - done]
-            out[done : done + part.size] = part
-            done, shard = done + part.size, shard + 1
+            shard = self._shards[number]
+            first = start + done - shard.begin
+            count = min(out.size - done, shard.tokens - first)
+            out[done : done + count] = self._read(shard, first, _Ids(count, shard.type))
+            done, number = done + count, number + 1
+
+    def _read(self, shard: _Shard, first: int, ids: _Ids) -> np.ndarray:
+        """Fill `ids` from a shard, from its id number `first` on."""
+        self._files.read(shard.path, shard.bytes, first * shard.type.itemsize, ids.content)
+        return ids.array
+
+    def _hash_content(self, shards: Sequence[_Shard]) -> str:
+        """Equal for equal ids: by recorded hashes, or without a manifest by sizes and samples."""
+        digest = xxhash.xxh3_128()
+        for shard in shards:
+            digest.update(f"{shard.type.str} {shard.tokens} ".encode())
+            if self.manifest is None:  # reading all of a foreign corpus could take an hour
+                some = _Ids(min(shard.tokens, _BUFFERED_IDS), shard.type)
+                digest.update(self._read(shard, 0, some))
+                digest.update(self._read(shard, shard.tokens - some.array.size, some))
+        for record in self.manifest.shards if self.manifest else ():
+            digest.update(record.bin_hash.encode())
+        return digest.hexdigest()
+
+
+class _Ids:
+    """Room for ids as they lie in a shard."""
+
+    def __init__(self, count: int, type: np.dtype):
+        self.type, self.array = type, np.empty(count, type)
+        self.content = memoryview(self.array.view(np.uint8))
 
 
 @dataclass(frozen=True)
 class _Shard:
-    bin: Path
-    idx: Path
-    ids: np.ndarray  # mapped, not read
+    path: str  # of the .bin
+    type: np.dtype  # of an id
+    begin: int  # ids of the corpus before it
+    tokens: int
+    bytes: int
     documents: int
+    sample: str | None  # None where nothing was sampled
 
 
-def open_corpus(path: str | Path) -> Corpus:
+def open_corpus(
+    path: str | Path, checks: CorpusChecks | None = None, files: OpenFiles | None = None
+) -> Corpus:
     """The corpus in a folder, or of one shard named by its prefix or either file; raises DataError.
 
-    Sizes are checked here, and against the manifest where there is one; hashes by `verify`.
+    Names and sizes are checked, against the manifest where there is one, then what `checks` says.
     """
-    place = Path(path)
-    pairs = _pairs(place)
-    manifest = read_manifest(place / MANIFEST) if place.is_dir() else None
-    if manifest:
-        compare(place, pairs, manifest)
+    place, checks = Path(path), checks or CorpusChecks()
     try:
-        shards = [_open_shard(*pair) for pair in pairs]
+        pairs = _pairs(place)
+        manifest = _read_manifest_beside(place, pairs, checks)
+        samples = {bin: sample_of(bin) for bin, _ in pairs} if checks.verify != "off" else {}
+        shards: list[_Shard] = []
+        for bin, idx in pairs:
+            begin = shards[-1].begin + shards[-1].tokens if shards else 0
+            shards.append(_open_shard(bin, idx, begin, samples.get(bin)))
+        _check_content(place, manifest, samples, checks)
     except OSError as error:
         reason = error.strerror or error
         raise DataError(f"{error.filename or path}: cannot be read ({reason}).") from None
-    corpus = Corpus(str(path), shards, manifest)
+    corpus = Corpus(str(path), shards, manifest, files or OpenFiles())
     if corpus.tokens == 0:
         raise DataError(f"{path}: holds no tokens.", fix=_PREPARE)
     return corpus
 
 
-def verify(path: str | Path) -> Manifest:
-    """Read all of a folder of ours and compare it with its manifest; raises DataError."""
+def _read_manifest_beside(
+    place: Path, pairs: list[tuple[Path, Path]], checks: CorpusChecks
+) -> Manifest | None:
+    """The manifest of a folder whose files are those that it names; None where there is none."""
+    if not place.is_dir():
+        return None
+    if not checks.follow_symlinks:
+        files = [place / MANIFEST, *(file for pair in pairs for file in pair)]
+        refuse_outward_links(files, place, "data.follow_symlinks = true")
+    manifest = read_manifest(place / MANIFEST)
+    if manifest:
+        compare(place, pairs, manifest)
+    return manifest
+
+
+def _check_content(
+    place: Path, manifest: Manifest | None, samples: dict[Path, str], checks: CorpusChecks
+) -> None:
+    """Compare what lies on the disk with what the manifest recorded of it; raises DataError."""
+    if checks.verify == "full" and manifest is None:
+        raise DataError(
+            f'{place}: has no {MANIFEST}, so data.verify = "full" has nothing to compare it with.',
+            fix='Use data.verify = "sample", or make the corpus by scripts/prepare_data.py.',
+        )
+    if checks.verify == "full":
+        verify(place, part=checks.part)
+    for shard in manifest.shards if manifest else ():
+        bin, _ = pair_of(place / shard.name)
+        if shard.bin_sample and bin in samples and samples[bin] != shard.bin_sample:
+            raise _content_differs(bin)
+
+
+def _content_differs(file: Path) -> DataError:
+    return DataError(
+        f"{file}: its bytes are not those that were written: the file was damaged or replaced.",
+        fix="Copy the folder again, or remove it and prepare the text again. scripts/prepare_data.py"
+        " --verify FOLDER reads every byte.",
+    )
+
+
+def verify(
+    path: str | Path,
+    part: tuple[int, int] = (0, 1),
+    progress: Callable[[int, int], None] = lambda done, of: None,
+) -> Manifest:
+    """Read every byte of a folder of ours and compare it with its manifest; raises DataError.
+
+    `part` = (n, of): every `of`-th shard, the n-th first. `progress` gets bytes done, and in all.
+    """
     folder = Path(path)
     manifest = read_manifest(folder / MANIFEST)
     if manifest is None:
@@ -205,12 +309,15 @@ def verify(path: str | Path) -> Manifest:
             f"{path}: has no {MANIFEST}, so there is nothing to compare it with.", fix=_PREPARE
         )
     compare(folder, _pairs(folder), manifest)
-    for shard in manifest.shards:
+    first, every = part
+    shards = manifest.shards[first::every]
+    done, of = 0, sum(shard.bin_bytes + shard.idx_bytes for shard in shards)
+    for shard in shards:
+        progress(done, of)
         if not intact(folder, shard):
-            raise DataError(
-                f"{folder / shard.name}: its bytes are not those that were written.",
-                fix="Remove the folder and prepare it again.",
-            )
+            raise _content_differs(folder / shard.name)
+        done += shard.bin_bytes + shard.idx_bytes
+    progress(of, of)
     return manifest
 
 
@@ -237,7 +344,7 @@ def _pairs(place: Path) -> list[tuple[Path, Path]]:
     return pairs
 
 
-def _open_shard(bin: Path, idx: Path) -> _Shard:
+def _open_shard(bin: Path, idx: Path, begin: int, sample: str | None) -> _Shard:
     size = idx.stat().st_size
     with open(idx, "rb") as file:
         header = file.read(_HEADER.size)
@@ -253,13 +360,13 @@ def _open_shard(bin: Path, idx: Path) -> _Shard:
         whole = _HEADER.size + 12 * sequences + 8 * entries
         if size not in (whole, whole + sequences):  # a byte a sequence more: Megatron's modes
             raise size_differs(idx, size, whole, f"its {sequences} sequences")
-        ids_type = np.dtype(_CODES[code])
+        ids_type = _TYPES[code]
         end = _end_of_last(file, sequences, ids_type.itemsize)
         documents = _documents(file, sequences, entries)
     if bin.stat().st_size != end:
         raise size_differs(bin, bin.stat().st_size, end, idx.name)
-    ids = np.memmap(bin, ids_type, mode="r") if end else np.empty(0, ids_type)
-    return _Shard(bin, idx, ids, documents)
+    tokens = end // ids_type.itemsize
+    return _Shard(str(bin), ids_type, begin, tokens, end, documents, sample)
 
 
 def _end_of_last(file, sequences: int, id_bytes: int) -> int:
@@ -282,16 +389,3 @@ def _documents(file, sequences: int, entries: int) -> int:
     file.seek(_HEADER.size + 12 * sequences + 8 * (entries - 1))
     (last,) = struct.unpack("<q", file.read(8))
     return entries - 1 if (first, last) == (0, sequences) else sequences
-
-
-def _fingerprint(shards: Sequence[_Shard], manifest: Manifest | None) -> str:
-    """Equal for equal ids: by their hashes, or without a manifest by sizes and samples."""
-    digest = xxhash.xxh3_128()
-    for shard in shards:
-        ids = shard.ids
-        digest.update(f"{ids.dtype.str} {ids.size} ".encode())
-        if manifest is None:  # reading all of a foreign corpus could take an hour
-            digest.update(ids[:_BUFFERED_IDS].tobytes() + ids[-_BUFFERED_IDS:].tobytes())
-    for record in manifest.shards if manifest else ():
-        digest.update(record.bin_hash.encode())
-    return digest.hexdigest()

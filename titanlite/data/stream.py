@@ -1,27 +1,29 @@
 """(position, rows) -> a batch: training samples in the order of the run, validation in its own.
 
 A sample of T tokens needs T + 1 ids, of which the last is only a label; the next sample begins
-with it. So every id of a corpus but its first is a label exactly once in an epoch.
+with it. An epoch has every id as a label exactly once, but for the first id of the corpus and the
+last (N - 1) % T of its N ids, which fill no sample. Validation has those last ids too.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from titanlite.data.background import BackgroundReader
+from titanlite.data.open_files import LEAST_OPEN, OpenFiles
 from titanlite.data.order import Order
-from titanlite.data.shards import Corpus, open_corpus
+from titanlite.data.shards import Corpus, CorpusChecks, open_corpus
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.errors import DataError, Problems
-from titanlite.settings import Range
+from titanlite.settings import Positive, Range
 
 IGNORE_INDEX = -100  # a label nobody learns from
 
@@ -42,6 +44,17 @@ class DataConfig:
     tokenizer: str | None = None  # tiktoken ranks, a tokenizer.json, or "bytes"
     sources: list[SourceConfig] = field(default_factory=list)  # what is learned from
     validation: list[SourceConfig] = field(default_factory=list)  # what is only measured
+    verify: Literal["sample", "full", "off"] = "sample"
+    # content compared when a corpus is opened: some blocks of each shard; every byte, the shards
+    # divided among the ranks, within comm.init_timeout_seconds; nothing
+    follow_symlinks: bool = False  # read shards that symbolic links lead to outside their folder
+    read_timeout_seconds: Positive = 300
+    # longest wait for one batch; then the run ends with 2, for a disk that does not answer
+
+    def checks(self, part: tuple[int, int] | None = None) -> CorpusChecks:
+        """What to check when a corpus is opened; `part` of a full verification, if any."""
+        verify = "sample" if self.verify == "full" and part is None else self.verify
+        return CorpusChecks(verify, self.follow_symlinks, part or (0, 1))
 
 
 class Stream:
@@ -62,10 +75,18 @@ class Stream:
             "training.seq_len": seq_len,
             "data.tokenizer": tokenizer and tokenizer.fingerprint,
             "data.sources": {
-                source.name: f"number {number}, {source.fact}"
+                source.name: f"number {number}, {source.fact}{self._version(number)}"
                 for number, source in enumerate(sources)
             },
         }
+        samples = {source.name: source.corpus.sample for source in sources}
+        if None not in samples.values():  # else nothing was sampled, so there is nothing to compare
+            self.facts["data.content"] = samples
+
+    def _version(self, number: int) -> str:
+        """Of the order of a source, unless it is the first, which older checkpoints do not name."""
+        version = self._order.version(number)
+        return "" if version == 1 else f", order version {version}"
 
     def read(self, position: int, rows: int) -> tuple[Tensor, Tensor]:
         """Inputs and labels of `rows` positions: int64 [rows, T] each; raises DataError."""
@@ -91,39 +112,57 @@ class Stream:
         return inputs.pin_memory(), labels.pin_memory()
 
     def prefetch(
-        self, slices: Iterable[tuple[int, int]], ahead: int = 2, pin: bool = False
+        self,
+        slices: Iterable[tuple[int, int]],
+        ahead: int = 2,
+        pin: bool = False,
+        timeout_seconds: float | None = None,
     ) -> Iterator[tuple[Tensor, Tensor]]:
         """`read(*slice)` of each slice, up to `ahead` of them read in the background.
 
         `pin`: into memory that a GPU copies from by itself, so that nobody waits for it.
-        An error of the background is raised here, at the batch it belongs to; however the
-        iterator ends, its thread ends with it.
+        An error of the background is raised here, at the batch it belongs to, and DataError where
+        that batch takes more than `timeout_seconds`; however the iterator ends, so does its thread.
         """
         slices = iter(slices)
-        reader = ThreadPoolExecutor(1, thread_name_prefix="prefetch")
+        read = self._read_pinned if pin else self.read
+        reader = BackgroundReader(read, "prefetch", timeout_seconds)
+        places = ", ".join(source.corpus.path for source in self._sources)
         try:
-            read = self._read_pinned if pin else self.read
-            waiting = deque(reader.submit(read, *s) for s in islice(slices, max(1, ahead)))
+            waiting = deque((s, reader.submit(*s)) for s in islice(slices, max(1, ahead)))
             while waiting:
-                batch = waiting.popleft().result()
-                waiting.extend(reader.submit(read, *s) for s in islice(slices, 1))
+                (position, rows), future = waiting.popleft()
+                what = f"training samples {position}…{position + rows - 1} of {places}"
+                batch = reader.wait(future, what)
+                del future
+                waiting.extend((s, reader.submit(*s)) for s in islice(slices, 1))
                 yield batch
         finally:
-            reader.shutdown(cancel_futures=True)
+            reader.close()
 
 
 class ValidationSet:
     """Held-out text in order, as `samples` samples of which the last may be short."""
 
-    def __init__(self, source: _Source, seq_len: int):
+    def __init__(self, source: _Source, seq_len: int, timeout_seconds: float | None = None):
         self.name, self.seq_len, self._source = source.name, seq_len, source
         self.samples = -(-(source.corpus.tokens - 1) // seq_len)
+        self._timeout, self._reader = timeout_seconds, None
 
     def read(self, start: int, rows: int) -> tuple[Tensor, Tensor]:
         """Inputs and labels of samples [start, start + rows): int64 [rows, T] each.
 
         Where the text has ended, also in rows past the last sample, labels are IGNORE_INDEX.
+        Raises DataError, also where reading takes more than the time limit.
         """
+        if self._timeout is None:
+            return self._read(start, rows)
+        if self._reader is None:  # a thread only for those that are read
+            self._reader = BackgroundReader(self._read, "validation", self._timeout)
+        what = f"validation samples {start}…{start + rows - 1} of {self._source.corpus.path}"
+        return self._reader.wait(self._reader.submit(start, rows), what)
+
+    def _read(self, start: int, rows: int) -> tuple[Tensor, Tensor]:
         length, tokens = self.seq_len, self._source.corpus.tokens
         first = start * length
         ids = np.full((rows, length + 1), IGNORE_INDEX, dtype=np.int64)
@@ -147,12 +186,14 @@ def open_stream(
     seed: int,
     vocab_size: int,
     tokenizer: Tokenizer | None = None,
+    checks: CorpusChecks | None = None,
 ) -> Stream:
     """The samples of these sources in the order of `seed`; raises DataError, or Problems."""
-    opened, problems = [], []
+    opened, problems, files = [], [], OpenFiles()
     for config in sources:
         try:
-            opened.append(_open(config, seq_len + 1, vocab_size, tokenizer))
+            corpus = open_corpus(config.path, checks, files)
+            opened.append(_source_of(config, corpus, seq_len + 1, vocab_size, tokenizer))
         except DataError as error:
             problems.append(error)
     if problems:
@@ -164,10 +205,18 @@ def open_stream(
 
 
 def open_validation(
-    source: SourceConfig, *, seq_len: int, vocab_size: int, tokenizer: Tokenizer | None = None
+    source: SourceConfig,
+    *,
+    seq_len: int,
+    vocab_size: int,
+    tokenizer: Tokenizer | None = None,
+    checks: CorpusChecks | None = None,
+    timeout_seconds: float | None = None,
 ) -> ValidationSet:
-    """The whole of a source, in order; raises DataError."""
-    return ValidationSet(_open(source, 2, vocab_size, tokenizer), seq_len)
+    """The whole of a source, in order; raises DataError. `timeout_seconds`: for one read of it."""
+    corpus = open_corpus(source.path, checks, OpenFiles(LEAST_OPEN))  # one is read after the other
+    fitting = _source_of(source, corpus, 2, vocab_size, tokenizer)
+    return ValidationSet(fitting, seq_len, timeout_seconds)
 
 
 @dataclass(frozen=True)
@@ -202,10 +251,14 @@ class _Source:
         return ids
 
 
-def _open(
-    config: SourceConfig, least_tokens: int, vocab_size: int, tokenizer: Tokenizer | None
+def _source_of(
+    config: SourceConfig,
+    corpus: Corpus,
+    least_tokens: int,
+    vocab_size: int,
+    tokenizer: Tokenizer | None,
 ) -> _Source:
-    corpus = open_corpus(config.path)
+    """A corpus that fits the job; raises DataError where it does not."""
     about, manifest = f'source "{config.name}" ({config.path})', corpus.manifest
     if corpus.tokens < least_tokens:
         raise DataError(

@@ -11,6 +11,7 @@ from typing import Any
 from titanlite.checkpoint import Place, checkpoint_place
 from titanlite.data import Stream, ValidationSet
 from titanlite.distributed.mesh import Degrees, degrees_of
+from titanlite.distributed.session import launched_ranks
 from titanlite.job.config import FACTS, MOVED, JobConfig
 from titanlite.job.inputs import stream_of, texts_of, tokenizer_of
 from titanlite.job.rules import global_batch_of, outside_problems, pipeline_of, problems_of
@@ -162,6 +163,7 @@ def read_job(argv: Sequence[str], ranks: int, *, with_data: bool = True) -> Job:
 def open_data(job: Job) -> tuple[Stream, list[ValidationSet]]:
     """What a job learns from and what it is measured on; raises DataError, or Problems."""
     tokenizer, vocab_size = tokenizer_of(job.config), job.shape.vocab_size
-    stream = stream_of(job.config, vocab_size, tokenizer)
+    part = launched_ranks()  # of a full verification, which the ranks divide among them
+    stream = stream_of(job.config, vocab_size, tokenizer, part)
     assert stream is not None, "checked: there are sources"
-    return stream, texts_of(job.config, vocab_size, tokenizer)
+    return stream, texts_of(job.config, vocab_size, tokenizer, part)

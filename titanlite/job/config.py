@@ -126,4 +126,5 @@ FACTS = (  # what a checkpoint says of its job, by the names that allow it to ch
     "debug.seed",
     "data.tokenizer",
     "data.sources",
+    "data.content",
 )

@@ -19,7 +19,10 @@ def tokenizer_of(config: JobConfig) -> Tokenizer | None:
     return open_tokenizer(config.data.tokenizer) if config.data.tokenizer else None
 
 
-def stream_of(config: JobConfig, vocab_size: int, tokenizer) -> Stream | None:
+def stream_of(
+    config: JobConfig, vocab_size: int, tokenizer, part: tuple[int, int] | None = None
+) -> Stream | None:
+    """The training data; `part` (n, of) of its shards is read in full where the job asks for it."""
     if not config.data.sources:
         return None
     return open_stream(
@@ -28,15 +31,20 @@ def stream_of(config: JobConfig, vocab_size: int, tokenizer) -> Stream | None:
         seed=config.debug.seed,
         vocab_size=vocab_size,
         tokenizer=tokenizer,
+        checks=config.data.checks(part),
     )
 
 
-def texts_of(config: JobConfig, vocab_size: int, tokenizer) -> list[ValidationSet]:
-    texts, problems = [], []
+def texts_of(
+    config: JobConfig, vocab_size: int, tokenizer, part: tuple[int, int] | None = None
+) -> list[ValidationSet]:
+    """The held-out texts; `part` as for `stream_of`."""
+    texts, problems, checks = [], [], config.data.checks(part)
     for source in config.data.validation if config.validation.enable else ():
         try:
             options = {"seq_len": config.validation.seq_len, "vocab_size": vocab_size}
-            texts.append(open_validation(source, tokenizer=tokenizer, **options))
+            options |= {"timeout_seconds": config.data.read_timeout_seconds}
+            texts.append(open_validation(source, tokenizer=tokenizer, checks=checks, **options))
         except UserError as error:
             problems.append(error)
     raise_together(problems)
