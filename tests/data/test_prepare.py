@@ -210,6 +210,7 @@ def test_a_second_run_does_nothing_and_another_job_does_not_overwrite(inputs, tm
     "name, content, said",
     [
         ("a.jsonl", b'{"text": "a"}\n\n{"text": \n', "a.jsonl, line 3.*not JSON"),
+        ("a.jsonl", b'{"text": ' + b"[" * 2000, "a.jsonl, line 1: nested too deeply"),
         ("a.jsonl", b'{"text": "a"}\n{"text": 7}\n', 'a.jsonl, line 2.*no "text" that is a string'),
         ("a.jsonl", b'{"text": "a"}\n["text"]\n', "a.jsonl, line 2"),
         ("a.jsonl", b'{"text": "a"}\n{"text": "\xff"}', "a.jsonl, line 2: the byte 0xff"),

@@ -12,6 +12,7 @@ from typing import IO
 import xxhash
 
 from titanlite.errors import DataError
+from titanlite.files import parse_json, read_regular_file
 
 MANIFEST = "manifest.json"
 
@@ -65,7 +66,7 @@ def write_manifest(
 def read_manifest(path: Path) -> Manifest | None:
     """The manifest there, or None where there is none; raises DataError."""
     try:
-        table = json.loads(path.read_bytes())
+        table = parse_json(read_regular_file(path))
         shards = [ShardRecord(**record) for record in table.pop("shards")]
         manifest = Manifest(**table, shards=shards)
     except FileNotFoundError:

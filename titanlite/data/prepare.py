@@ -28,6 +28,7 @@ from titanlite.data.shards import ShardWriter, open_corpus
 from titanlite.data.text import Part, find_files, parts_of, read_documents
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.errors import DataError
+from titanlite.files import parse_json
 
 TRAIN, VALIDATION = "train", "validation"
 
@@ -142,7 +143,7 @@ def _recorded(out: Path, piece: _Piece) -> dict | None:
     """What an earlier run wrote of this piece, if all of it is still there and whole."""
     folder = out / _UNFINISHED
     try:
-        record = json.loads((folder / f"{piece.name}.json").read_bytes())
+        record = parse_json((folder / f"{piece.name}.json").read_bytes())
     except (OSError, ValueError):
         return None
     if record.get("key") != piece.key:
@@ -254,7 +255,7 @@ def _finished(out: Path, plan: str) -> bool:
 
 def _plan_of(path: Path) -> str:
     try:
-        return json.loads(path.read_bytes())["plan"]
+        return parse_json(path.read_bytes())["plan"]
     except (ValueError, KeyError, TypeError):
         return ""
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from titanlite.errors import DataError
+from titanlite.files import parse_json
 
 SUFFIXES = (".txt", ".jsonl", ".parquet")
 INPUT_KINDS = "a .txt, .jsonl or .parquet; a folder of them; a pattern like 'books/*.txt'"
@@ -120,7 +121,7 @@ def _read_lines(part: Part) -> Iterator[str]:
 
 def _text_of(line: bytes) -> str | Exception:
     try:
-        document = json.loads(line.decode())
+        document = parse_json(line.decode())
         if isinstance(document, dict) and isinstance(document.get(FIELD), str):
             return document[FIELD]
     except ValueError as error:
