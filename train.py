@@ -133,6 +133,7 @@ def train(
         facts=job.facts(stream),
         job=dataclasses.asdict(config),
         layout=str(job.degrees),
+        files=stream.tokenizer.files if stream.tokenizer else {},
     )
     watch.now(0, "load")
     found = checkpointer.find()

@@ -8,7 +8,7 @@ import sys
 from titanlite.checkpoint import Place
 from titanlite.distributed.session import choose_device
 from titanlite.errors import UserError, report
-from titanlite.generate import Sampling, generate_text, open_model
+from titanlite.generate import Sampling, open_writer
 
 
 def main() -> int:
@@ -20,15 +20,13 @@ def main() -> int:
     parser.add_argument("--top-k", type=int, default=0, help="among the k likeliest; 0: all")
     parser.add_argument("--top-p", type=float, default=1.0, help="among the likeliest of this mass")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--tokenizer", help="where its file is, if it has moved")
+    parser.add_argument("--tokenizer", help="its file, where the checkpoint has no copy")
     parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
     args = parser.parse_args()
     try:
         sampling = Sampling(args.temperature, args.top_k, args.top_p, args.seed)
-        model, tokenizer = open_model(
-            Place(args.checkpoint), choose_device(args.device), args.tokenizer
-        )
-        text = generate_text(model, tokenizer, args.prompt, args.max_new_tokens, sampling)
+        writer = open_writer(Place(args.checkpoint), choose_device(args.device), args.tokenizer)
+        text = writer.write(args.prompt, args.max_new_tokens, sampling)
     except UserError as error:
         print(report(error), file=sys.stderr)
         return 2

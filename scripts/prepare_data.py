@@ -30,6 +30,7 @@ def main() -> int:
     parser.add_argument("--tokenizer", required=True, help='ranks, tokenizer.json, or "bytes"')
     parser.add_argument("--out", required=True, metavar="DIR", help="gets train/ and validation/")
     parser.add_argument("--validation-share", type=float, default=0.01, help="documents; 0.01")
+    parser.add_argument("--bos", action="store_true", help="BOS before each document, as Llama has")
     parser.add_argument("--workers", type=int, help="processes; all cores if not given")
     args = parser.parse_args()
     bar = Progress(
@@ -53,6 +54,7 @@ def main() -> int:
                 tokenizer,
                 args.out,
                 args.validation_share,
+                bos=args.bos,
                 workers=args.workers,
                 progress=show,
             )

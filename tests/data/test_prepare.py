@@ -15,11 +15,14 @@ import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
+import torch
+from tests.data.test_tokenizer import hugging_face
 
 from titanlite.data import open_corpus, open_tokenizer, verify
 from titanlite.data.prepare import prepare
 from titanlite.data.text import parts_of, read_documents
 from titanlite.errors import DataError
+from titanlite.models.documents import document_positions
 
 ROOT = Path(__file__).parents[2]
 BYTES = open_tokenizer("bytes")
@@ -204,6 +207,25 @@ def test_a_second_run_does_nothing_and_another_job_does_not_overwrite(inputs, tm
     with pytest.raises(DataError, match="there already"):
         prepare([inputs], BYTES, out, 0.2, workers=1)
     assert content_of(out) == before
+
+
+def test_with_bos_every_document_begins_with_it_and_is_one_to_a_document_mask(inputs, tmp_path):
+    out, plain = tmp_path / "out", tmp_path / "plain"
+    options = {"piece_bytes": PIECE_BYTES, "workers": 1}
+    prepare([inputs], BYTES, out, 0.2, bos=True, **options)
+    prepare([inputs], BYTES, plain, 0.2, **options)
+    for side in ("train", "validation"):
+        assert documents_in(out / side) == documents_in(plain / side)
+        corpus = open_corpus(out / side)
+        ids = torch.from_numpy(corpus.read(0, corpus.tokens))
+        first = document_positions(ids[None], BYTES.eos_id)[0] == 0
+        assert torch.equal(first, ids == BYTES.bos_id) and first.sum() == corpus.documents
+        assert corpus.manifest.bos and not open_corpus(plain / side).manifest.bos
+    with pytest.raises(DataError, match="made of other inputs"):
+        prepare([inputs], BYTES, out, 0.2, **options)
+    without = open_tokenizer(hugging_face(tmp_path))  # its only special token is the end
+    with pytest.raises(DataError, match="has no BOS of its own"):
+        prepare([inputs], without, tmp_path / "other", bos=True)
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from titanlite.data.stream import (
     SourceConfig,
     Stream,
     ValidationSet,
+    check_bos,
     open_stream,
     open_validation,
 )
@@ -31,6 +32,7 @@ __all__ = [
     "Tokenizer",
     "ValidationSet",
     "block_quotas",
+    "check_bos",
     "open_corpus",
     "open_stream",
     "open_tokenizer",

@@ -44,10 +44,16 @@ class Manifest:
     tokens: int
     shards: list[ShardRecord]
     format: int = 1
+    bos: bool = False  # every document begins with the tokenizer's BOS
 
 
 def write_manifest(
-    folder: str | Path, tokenizer: str, vocab_size: int, shards: Sequence[ShardRecord]
+    folder: str | Path,
+    tokenizer: str,
+    vocab_size: int,
+    shards: Sequence[ShardRecord],
+    *,
+    bos: bool = False,
 ) -> Manifest:
     """Declare a folder of shards whole; to be called last."""
     manifest = Manifest(
@@ -57,6 +63,7 @@ def write_manifest(
         documents=sum(shard.documents for shard in shards),
         tokens=sum(shard.tokens for shard in shards),
         shards=sorted(shards, key=lambda shard: shard.name),
+        bos=bos,
     )
     text = json.dumps(asdict(manifest), indent=1) + "\n"
     write_whole(Path(folder) / MANIFEST, text.encode())

@@ -75,6 +75,7 @@ def prepare(
     out: str | Path,
     validation_share: float = 0.01,
     *,
+    bos: bool = False,
     workers: int | None = None,
     piece_bytes: int | None = None,
     progress: Progress = lambda done, of: None,
@@ -82,13 +83,20 @@ def prepare(
     """Write the shards of all text in `inputs`; raises DataError.
 
     A document goes to validation by a hash of what it says, so one that occurs twice is never on
-    both sides. `workers` is all cores by default and changes nothing but the time.
+    both sides. `bos`: each document begins with the tokenizer's BOS. `workers` is all cores by
+    default and changes nothing but the time.
     """
     started, out = time.monotonic(), Path(out)
     if not 0 <= validation_share < 1:
         raise DataError(f"validation_share = {validation_share}: must be at least 0 and below 1.")
+    if bos and not tokenizer.has_bos:
+        raise DataError(
+            f'tokenizer "{tokenizer.name}": has no BOS of its own, only an end id.',
+            fix="Leave the option out; documents then follow the end of the one before.",
+        )
     parts = parts_of(find_files(inputs))
-    pieces = _cut(parts, f"{_FORMAT} {tokenizer.fingerprint} {validation_share!r}", piece_bytes)
+    made_by = f"{_FORMAT} {tokenizer.fingerprint} {validation_share!r}{' bos' if bos else ''}"
+    pieces = _cut(parts, made_by, piece_bytes)
     plan, total = _digest([piece.key for piece in pieces]), sum(piece.bytes for piece in pieces)
     if not _finished(out, plan):
         done = {piece.name: record for piece in pieces if (record := _recorded(out, piece))}
@@ -96,11 +104,11 @@ def prepare(
         todo = [piece for piece in pieces if piece.name not in done]
         left = sum(piece.bytes for piece in todo)
         progress(total - left, total)
-        for piece, record in _work(todo, tokenizer, out, validation_share, workers):
+        for piece, record in _work(todo, tokenizer, out, validation_share, bos, workers):
             done[piece.name] = record
             left -= piece.bytes
             progress(total - left, total)
-        _commit(out, plan, [done[piece.name] for piece in pieces], tokenizer, validation_share)
+        _commit(out, plan, [done[piece.name] for piece in pieces], tokenizer, validation_share, bos)
     else:
         reused, todo = len(pieces), []
         progress(total, total)
@@ -152,16 +160,17 @@ def _recorded(out: Path, piece: _Piece) -> dict | None:
     return record if all(intact(folder / side, shard) for side, shard in shards) else None
 
 
-def _write_piece(piece: _Piece, tokenizer: Tokenizer, out: Path, share: float) -> dict:
+def _write_piece(piece: _Piece, tokenizer: Tokenizer, out: Path, share: float, bos: bool) -> dict:
     """The shards of a piece, then its record."""
     folder, end = out / _UNFINISHED, [tokenizer.eos_id]
+    begin = [tokenizer.bos_id] if bos else []
     with (
         ShardWriter(folder / TRAIN / piece.name, tokenizer.vocab_size) as train,
         ShardWriter(folder / VALIDATION / piece.name, tokenizer.vocab_size) as validation,
     ):
         for text in read_documents(piece.parts):
             writer = validation if _held_out(text, share) else train
-            writer.add(tokenizer.encode(text) + end)
+            writer.add(begin + tokenizer.encode(text) + end)
         written = {TRAIN: asdict(train.close()), VALIDATION: asdict(validation.close())}
     record = {"key": piece.key, "shards": written}
     write_whole(folder / f"{piece.name}.json", json.dumps(record).encode())
@@ -175,19 +184,24 @@ def _held_out(text: str, share: float) -> bool:
 
 # --- workers -------------------------------------------------------------------------------------
 
-_given: tuple[Tokenizer, Path, float]  # to this worker process, once
+_given: tuple[Tokenizer, Path, float, bool]  # to this worker process, once
 
 
 def _work(
-    pieces: Sequence[_Piece], tokenizer: Tokenizer, out: Path, share: float, workers: int | None
+    pieces: Sequence[_Piece],
+    tokenizer: Tokenizer,
+    out: Path,
+    share: float,
+    bos: bool,
+    workers: int | None,
 ) -> Iterator[tuple[_Piece, dict]]:
     """Every piece with its record, as they are finished."""
     workers = min(workers or _cores(), len(pieces))
     if workers <= 1:
         for piece in pieces:
-            yield piece, _write_piece(piece, tokenizer, out, share)
+            yield piece, _write_piece(piece, tokenizer, out, share, bos)
         return
-    given = (tokenizer, out, share)
+    given = (tokenizer, out, share, bos)
     pool = ProcessPoolExecutor(workers, _start_method(), initializer=_begin, initargs=given)
     try:
         running = {pool.submit(_write_given, piece): piece for piece in pieces}
@@ -261,7 +275,7 @@ def _plan_of(path: Path) -> str:
 
 
 def _commit(
-    out: Path, plan: str, records: Sequence[dict], tokenizer: Tokenizer, share: float
+    out: Path, plan: str, records: Sequence[dict], tokenizer: Tokenizer, share: float, bos: bool
 ) -> None:
     """Manifests first, then the folders under their names, then the word that all is done."""
     folder, counts = out / _UNFINISHED, {}
@@ -269,7 +283,8 @@ def _commit(
         shards = [ShardRecord(**record["shards"][side]) for record in records]
         kept = [shard for shard in shards if shard.documents]
         _clear(folder / side, {shard.name for shard in kept})
-        manifest = write_manifest(folder / side, tokenizer.fingerprint, tokenizer.vocab_size, kept)
+        made_by = (tokenizer.fingerprint, tokenizer.vocab_size)
+        manifest = write_manifest(folder / side, *made_by, kept, bos=bos)
         prefix = "" if side == TRAIN else "validation_"
         counts[f"{prefix}documents"] = manifest.documents
         counts[f"{prefix}tokens"] = manifest.tokens

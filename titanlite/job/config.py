@@ -125,5 +125,6 @@ FACTS = (  # what a checkpoint says of its job, by the names that allow it to ch
     "attention.mask",
     "debug.seed",
     "data.tokenizer",
+    "data.bos",
     "data.sources",
 )
