@@ -19,6 +19,7 @@ from tests.faults.launch import Launched
 from titanlite.checkpoint import (
     Place,
     from_hugging_face,
+    newest_checkpoint,
     read_manifest,
     to_hugging_face,
 )
@@ -151,7 +152,7 @@ def run_script(name: str, *argv) -> subprocess.CompletedProcess:
 
 def test_the_script_writes_from_a_run_whose_tokenizer_has_moved(trained, tmp_path):
     options = ("--prompt", "def ", "--max-new-tokens", "12")
-    written = run_script("generate.py", "--checkpoint", trained.step, *options)
+    written = run_script("generate.py", "--checkpoint", trained.run, *options)
     assert written.returncode == 0, written.stderr
     writer = open_writer(Place(trained.step), torch.device("cpu"))
     assert writer.model.output.weight is writer.model.tok_embeddings.weight
@@ -229,6 +230,21 @@ def test_a_manifest_that_describes_another_model_allocates_nothing(trained, tmp_
     place = rewritten(trained, tmp_path / "step-2", job=job)
     with pytest.raises(CheckpointError, match=said):
         open_writer(place, torch.device("cpu"))
+
+
+def test_the_newest_valid_checkpoint_is_found_by_number(trained, tmp_path):
+    """A shell's sort took step-9 for the newest where the path has a dash, or an export."""
+    run = tmp_path / "a-run"
+    (run / "checkpoint").mkdir(parents=True)
+    for step in (9, 10, 100):
+        shutil.copytree(trained.step, run / "checkpoint" / f"step-{step}")
+    (run / "checkpoint" / "step-100-hf").mkdir()
+    (run / "checkpoint" / "step-11.aside-1").mkdir()
+    (run / "checkpoint" / "step-100" / "manifest.json").unlink()  # never committed
+    done = run_script("checkpoint.py", "newest", run)
+    assert done.stdout == f"{run}/checkpoint/step-10\n" and "step-100" in done.stderr
+    for place in (run / "checkpoint", run / "checkpoint" / "step-10"):
+        assert str(newest_checkpoint(Place(place))) == f"{run}/checkpoint/step-10"
 
 
 def test_a_published_tokenizer_with_bos_goes_to_hugging_face_and_back(trained, tmp_path):

@@ -7,6 +7,7 @@ from titanlite.checkpoint.config import CheckpointConfig, checkpoint_place, chec
 from titanlite.checkpoint.convert import from_hugging_face, to_hugging_face
 from titanlite.checkpoint.hold import Hold, hold_folder
 from titanlite.checkpoint.manifest import Manifest, check_hashes, read_manifest
+from titanlite.checkpoint.newest import newest_checkpoint
 from titanlite.checkpoint.place import Place
 from titanlite.checkpoint.saved_model import SavedModel, described_model, read_saved_model
 from titanlite.checkpoint.store import read_tensors, state_of
@@ -26,6 +27,7 @@ __all__ = [
     "described_model",
     "from_hugging_face",
     "hold_folder",
+    "newest_checkpoint",
     "read_manifest",
     "read_saved_model",
     "read_tensors",
