@@ -222,6 +222,7 @@ def test_a_damaged_copy_of_the_tokenizer_is_refused(trained, tmp_path):
         ({"dim": "wide"}, "must be an integer"),
         ({"name": "gpt5"}, 'must be "llama3"'),
         ({"flavour": "x"}, "unknown key"),
+        ({"head_dim": 3}, "no such model can be built|has shape"),
     ],
 )
 def test_a_manifest_that_describes_another_model_allocates_nothing(trained, tmp_path, section, said):

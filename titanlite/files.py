@@ -18,7 +18,9 @@ except ModuleNotFoundError:  # Python 3.10
 
 MOST_LEVELS = 100  # of tables and lists within each other; what people write has fewer than ten
 
-_TOML_TOKEN = re.compile(r"""(?P<key>[\w-]+|"[^"\n]*"|'[^'\n]*')|(?P<dot>\.)|[ \t]+|(?P<other>.|\n)""")
+_TOML_TOKEN = re.compile(
+    r"""(?P<key>[\w-]+|"[^"\n]*"|'[^'\n]*')|(?P<dot>\.)|[ \t]+|(?P<other>.|\n)"""
+)
 
 
 def parse_json(content: str | bytes) -> Any:
@@ -59,8 +61,10 @@ def _check_depth(value: Any) -> None:
 
 
 def _check_dotted_keys(text: str) -> None:
-    """Refuse `a.a.a… = 1` before it is parsed: tomllib's memory is quadratic in the parts of a key
-    (6,000 parts, 12 KB of text, took 150 MB)."""
+    """Refuse `a.a.a… = 1` before it is parsed: tomllib's memory is quadratic in the parts of a key.
+
+    6,000 parts, 12 KB of text, took 150 MB.
+    """
     parts, after_dot = 0, True
     for token in _TOML_TOKEN.finditer(text):
         if token["key"]:

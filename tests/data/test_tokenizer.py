@@ -17,6 +17,7 @@ from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 
 from titanlite.data import open_tokenizer
 from titanlite.data.bpe import train_bpe, train_merges
+from titanlite.data.tokenizer_json import as_tokenizer_json
 from titanlite.errors import DataError
 
 ROOT = Path(__file__).parents[2]
@@ -160,6 +161,19 @@ def test_a_foreign_tokenizer_is_refused_with_a_way_out(tmp_path, content, said):
     with pytest.raises(DataError, match=said) as refusal:
         open_tokenizer(str(path))
     assert str(path) in str(refusal.value) and (refusal.value.fix or said == "0, 1, 2")
+
+
+def test_the_name_of_a_special_token_is_by_the_id_that_texts_get(tmp_path):
+    """Not by the list of added tokens, whose ids the library may change."""
+    path = hugging_face(tmp_path)
+    table = json.loads(Path(path).read_text())
+    table["added_tokens"][0]["id"] = 9
+    Path(path).write_text(json.dumps(table))
+    for name in (path, "bytes"):
+        tokenizer = open_tokenizer(name)
+        token = "<|end_of_text|>" if name == "bytes" else "<|endoftext|>"
+        assert tokenizer.token_of(tokenizer.eos_id) == token
+        assert token in as_tokenizer_json(tokenizer).decode()
 
 
 def test_a_tokenizer_without_an_end_is_refused(tmp_path):

@@ -164,11 +164,10 @@ def _write_tokenizer(place: Place, tokenizer: Tokenizer | None, bos: bool) -> st
     content, ids = as_tokenizer_json(tokenizer, bos=bos), _begin_and_end(tokenizer, bos)
     with place.writing(TOKENIZER) as stream:
         stream.write(content)
-    added = {token["id"]: token["content"] for token in json.loads(content)["added_tokens"]}
     about = {
         "tokenizer_class": "PreTrainedTokenizerFast",
-        "bos_token": added[ids["bos_token_id"]],
-        "eos_token": added[ids["eos_token_id"]],
+        "bos_token": tokenizer.token_of(ids["bos_token_id"]),
+        "eos_token": tokenizer.token_of(ids["eos_token_id"]),
         "clean_up_tokenization_spaces": False,
     }
     _write_json(place, "tokenizer_config.json", about)

@@ -72,6 +72,10 @@ class Tokenizer(ABC):
         # a model may be wider than its tokenizer, and those ids have no text
         return self._decode([int(i) for i in ids if 0 <= i < self.vocab_size])
 
+    def token_of(self, id: int) -> str:
+        """What a special token is called."""
+        return self._decode([id])
+
     @abstractmethod
     def _encode(self, text: str) -> list[int]: ...
 
@@ -231,6 +235,9 @@ class _HuggingFace(Tokenizer):
 
     def __reduce__(self):  # the library's own forgets encode_special_tokens
         return tokenizer_of, (self.files["tokenizer.json"], self.name)
+
+    def token_of(self, id: int) -> str:
+        return self._tokenizer.id_to_token(id)  # a decoder may strip, or join with spaces
 
     def _encode(self, text: str) -> list[int]:
         with _as_data_error(self.name, f"cannot encode a text of {len(text):,} characters"):

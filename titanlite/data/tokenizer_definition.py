@@ -38,7 +38,8 @@ def check_definition(table: Mapping[str, Any]) -> None:
 def added_around_text(table: Mapping[str, Any]) -> list[str | None]:
     """The special tokens that its post-processor puts around a text, which itself is None.
 
-    ["<s>", None] is BOS and the text. Empty where it cannot be told.
+    ["<s>", None] is BOS and the text. Empty where it cannot be told. The library has read `table`,
+    so that its parts have the right types.
     """
     given = table.get("post_processor")
     parts = [given]
@@ -49,8 +50,8 @@ def added_around_text(table: Mapping[str, Any]) -> list[str | None]:
         return [None]
     if len(parts) > 1 or not isinstance(parts[0].get("single"), list):
         return []
-    pieces = [piece for piece in parts[0]["single"] if isinstance(piece, dict)]
-    return [piece["SpecialToken"].get("id") if "SpecialToken" in piece else None for piece in pieces]
+    specials = [piece.get("SpecialToken") for piece in parts[0]["single"]]
+    return [special.get("id") if special else None for special in specials]
 
 
 def _check_model(model: Any) -> None:

@@ -37,8 +37,7 @@ def as_tokenizer_json(tokenizer: Tokenizer, *, bos: bool = False) -> bytes:
 
 def _post_processor(table: dict[str, Any], tokenizer: Tokenizer, bos: bool) -> Any:
     """What adds BOS to the ids of a text, or nothing; the given one where it does just that."""
-    names = {token["id"]: token["content"] for token in table["added_tokens"]}
-    begin = names.get(tokenizer.bos_id)
+    begin = tokenizer.token_of(tokenizer.bos_id)
     if added_around_text(table) == ([begin, None] if bos else [None]):
         return table.get("post_processor")
     if not bos:
