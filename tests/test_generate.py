@@ -213,26 +213,6 @@ def test_a_damaged_copy_of_the_tokenizer_is_refused(trained, tmp_path):
         open_writer(Place(step), torch.device("cpu"))
 
 
-@pytest.mark.parametrize(
-    "section, said",
-    [
-        ({"n_layers": 10**9}, "cannot be 1000000000 blocks"),
-        ({"hidden_dim": 10**12}, "has shape"),
-        ({"n_heads": 5}, "no such model can be built|has shape"),
-        ({"dim": "wide"}, "must be an integer"),
-        ({"name": "gpt5"}, 'must be "llama3"'),
-        ({"flavour": "x"}, "unknown key"),
-        ({"head_dim": 3}, "no such model can be built|has shape"),
-    ],
-)
-def test_a_manifest_that_describes_another_model_allocates_nothing(trained, tmp_path, section, said):
-    job = read_manifest(Place(trained.step)).job
-    job = {**job, "model": {**job["model"], **section}}
-    place = rewritten(trained, tmp_path / "step-2", job=job)
-    with pytest.raises(CheckpointError, match=said):
-        open_writer(place, torch.device("cpu"))
-
-
 def test_the_newest_valid_checkpoint_is_found_by_number(trained, tmp_path):
     """A shell's sort took step-9 for the newest where the path has a dash, or an export."""
     run = tmp_path / "a-run"

@@ -44,6 +44,10 @@ def write_hugging_face(
     config.json comes last: without it, nothing loads the folder. Raises CheckpointError, before
     anything is written where the folder or the architecture is the reason.
     """
+    if dtype not in _CODES:
+        raise CheckpointError(
+            f"{place}: weights of {dtype} cannot be written.", fix="Give another --dtype."
+        )
     config = _config(family, shape, dtype, context)
     config |= _begin_and_end(tokenizer, bos)
     if place.sizes() or place.folders():
