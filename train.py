@@ -138,6 +138,7 @@ def train(
         facts=job.facts(stream),
         job=dataclasses.asdict(config),
         layout=str(job.degrees),
+        files=stream.tokenizer.files if stream.tokenizer else {},
     )
     watch.follow(lambda: checkpointer.limit)
     watch.now(0, "load")

@@ -3,6 +3,7 @@
 ls      every step, whole or not, with its size and how it was saved
 verify  read every byte and compare it with what was written; exit 2 if any is not
 show    what one checkpoint holds
+newest  print the path of the newest valid checkpoint
 rm      remove one checkpoint
 """
 
@@ -13,7 +14,7 @@ import json
 import re
 import sys
 
-from titanlite.checkpoint import Place, check_hashes, read_manifest
+from titanlite.checkpoint import Place, check_hashes, newest_checkpoint, read_manifest
 from titanlite.errors import EXIT_DONE, EXIT_USER, CheckpointError, UserError, report
 
 
@@ -21,10 +22,10 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("act", choices=["ls", "verify", "show", "rm"])
+    parser.add_argument("act", choices=["ls", "verify", "show", "newest", "rm"])
     parser.add_argument("place", help="a run, its checkpoint folder, or one step-N")
     args = parser.parse_args(argv)
-    acts = {"ls": list_steps, "verify": verify, "show": show, "rm": remove}
+    acts = {"ls": list_steps, "verify": verify, "show": show, "newest": newest, "rm": remove}
     try:
         return acts[args.act](Place(args.place))
     except UserError as error:
@@ -73,6 +74,11 @@ def show(place: Place) -> int:
     for name, tensor in manifest.tensors.items():
         shape = " x ".join(map(str, tensor.shape)) or "one number"
         print(f"  {tensor.dtype:>9}  {tensor.hash}  {name} [{shape}]")
+    return EXIT_DONE
+
+
+def newest(place: Place) -> int:
+    print(newest_checkpoint(place))
     return EXIT_DONE
 
 

@@ -28,7 +28,7 @@ def main(argv: list[str] | None = None) -> int:
     to.add_argument("checkpoint", help="a step-N folder")
     to.add_argument("out", help="a new folder")
     to.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], help="as saved if unset")
-    to.add_argument("--tokenizer", help="where its file is, if it has moved")
+    to.add_argument("--tokenizer", help="its file, where the checkpoint has no copy")
     to.add_argument("--max-shard-gb", type=float, default=5.0, help="of one safetensors file")
     back = ways.add_parser("from-hf", help="a Hugging Face folder becomes a checkpoint")
     back.add_argument("folder", help="with config.json and safetensors")

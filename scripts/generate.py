@@ -5,30 +5,29 @@ from __future__ import annotations
 import argparse
 import sys
 
-from titanlite.checkpoint import Place
+from titanlite.checkpoint import Place, newest_checkpoint
 from titanlite.distributed.session import choose_device
 from titanlite.errors import UserError, report
-from titanlite.generate import Sampling, generate_text, open_model
+from titanlite.generate import Sampling, open_writer
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--checkpoint", required=True, help="a step-N folder")
+    parser.add_argument("--checkpoint", required=True, help="a step-N folder, or a run: its newest valid one")
     parser.add_argument("--prompt", default="", help="text to go on from; empty: a new document")
     parser.add_argument("--max-new-tokens", type=int, default=200)
     parser.add_argument("--temperature", type=float, default=0.8, help="0: always the likeliest")
     parser.add_argument("--top-k", type=int, default=0, help="among the k likeliest; 0: all")
     parser.add_argument("--top-p", type=float, default=1.0, help="among the likeliest of this mass")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--tokenizer", help="where its file is, if it has moved")
+    parser.add_argument("--tokenizer", help="its file, where the checkpoint has no copy")
     parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
     args = parser.parse_args()
     try:
         sampling = Sampling(args.temperature, args.top_k, args.top_p, args.seed)
-        model, tokenizer = open_model(
-            Place(args.checkpoint), choose_device(args.device), args.tokenizer
-        )
-        text = generate_text(model, tokenizer, args.prompt, args.max_new_tokens, sampling)
+        step = newest_checkpoint(Place(args.checkpoint))
+        writer = open_writer(step, choose_device(args.device), args.tokenizer)
+        text = writer.write(args.prompt, args.max_new_tokens, sampling)
     except UserError as error:
         print(report(error), file=sys.stderr)
         return 2

@@ -33,6 +33,7 @@ def main() -> int:
     parser.add_argument("--tokenizer", help='ranks, tokenizer.json, or "bytes"')
     parser.add_argument("--out", metavar="DIR", help="gets train/ and validation/")
     parser.add_argument("--validation-share", type=float, default=0.01, help="documents; 0.01")
+    parser.add_argument("--bos", action="store_true", help="BOS before each document, as Llama has")
     parser.add_argument("--workers", type=int, help="processes; all cores if not given")
     parser.add_argument(
         "--document-mib", type=int, default=DOCUMENT_BYTES >> 20, help="longest document; 128"
@@ -76,6 +77,7 @@ def main() -> int:
                 tokenizer,
                 args.out,
                 args.validation_share,
+                bos=args.bos,
                 workers=args.workers,
                 follow_symlinks=args.follow_symlinks,
                 document_bytes=args.document_mib << 20,

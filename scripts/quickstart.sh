@@ -42,7 +42,7 @@ bash scripts/launch.sh "$processes" train.py \
   --job.config_file train_configs/quickstart.toml \
   --training.local_batch_size $((16 / processes)) "$@"
 
-newest=$(ls -d "$run"/checkpoint/step-* | sort -t- -k2 -n | tail -n 1)
+newest=$(python scripts/checkpoint.py newest "$run")
 say "what $newest writes"
 python scripts/generate.py --checkpoint "$newest" --max-new-tokens 160 --temperature 0.7 --seed 1 \
   --prompt $'def read_lines(path):\n    """'
@@ -52,4 +52,4 @@ say "done"
 printf '%-12s %s\n' \
   'picture' "$run/loss.png" 'checkpoint' "$newest" 'metrics' "$run/metrics.jsonl" \
   'TensorBoard' "tensorboard --logdir $run/tb" \
-  'write more' "python scripts/generate.py --checkpoint $newest --prompt 'class Queue:'"
+  'write more' "python scripts/generate.py --checkpoint $run --prompt 'class Queue:'"

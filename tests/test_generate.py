@@ -3,17 +3,33 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
+import json
+import os
+import shutil
 import subprocess
 import sys
+from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 import torch
 
 from tests.conftest import ROOT
 from tests.faults.launch import Launched
-from titanlite.checkpoint import Place
+from titanlite.checkpoint import (
+    Place,
+    from_hugging_face,
+    newest_checkpoint,
+    read_manifest,
+    to_hugging_face,
+)
+from titanlite.checkpoint.manifest import write_manifest
+from titanlite.data import open_tokenizer
+from titanlite.data.bpe import train_bpe
+from titanlite.data.prepare import prepare
 from titanlite.errors import CheckpointError, ConfigError
-from titanlite.generate import Sampling, choose, generate, generate_text, open_model
+from titanlite.generate import Sampling, Writer, choose, generate, open_writer
 from titanlite.models import FAMILIES, KeyValueCache, LlamaShape
 
 
@@ -91,23 +107,151 @@ def test_a_number_without_meaning_is_refused(wrong):
         Sampling(**wrong)
 
 
-def test_the_script_writes_from_a_trained_checkpoint(run_toml, tmp_path):
-    words = ("--training.steps", "2", "--model.tied_embeddings", "true")
-    with Launched(1, tmp_path / "out", "--job.config_file", str(run_toml), *words) as trained:
-        assert trained.wait() == [0], trained.said
-    step = tmp_path / "out" / "checkpoint" / "step-2"
-    script = [sys.executable, str(ROOT / "scripts" / "generate.py"), "--max-new-tokens", "12"]
-    written = subprocess.run(
-        [*script, "--checkpoint", str(step), "--prompt", "def "], capture_output=True, text=True
-    )
-    assert written.returncode == 0 and written.stdout.startswith("def "), written.stderr
-    model, tokenizer = open_model(Place(step), torch.device("cpu"))
-    assert model.output.weight is model.tok_embeddings.weight
-    assert written.stdout == "def " + generate_text(model, tokenizer, "def ", 12, Sampling()) + "\n"
+# --- from a checkpoint ---------------------------------------------------------------------------
 
-    wrong = subprocess.run(
-        [*script, "--checkpoint", str(step.parent)], capture_output=True, text=True
-    )
+
+class Fixed:
+    """Stands for a tokenizer of which only the ids matter."""
+
+    bos_id, eos_id = 7, 8
+
+    def encode(self, text: str) -> list[int]:
+        return [1, 2] if text else []
+
+
+def test_a_prompt_stands_behind_what_a_document_stood_behind_in_training():
+    causal = Writer(None, Fixed())
+    assert (causal.prompt_ids("x"), causal.prompt_ids("")) == ([8, 1, 2], [8])
+    with_bos = Writer(None, Fixed(), bos=True, documents_apart=True)
+    assert (with_bos.prompt_ids("x"), with_bos.prompt_ids("")) == ([7, 1, 2], [7])
+    apart = Writer(None, Fixed(), documents_apart=True)  # none attended to the end before it
+    assert (apart.prompt_ids("x"), apart.prompt_ids("")) == ([1, 2], [8])
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A run of two steps on a corpus with BOS; its tokenizer's file has moved since."""
+
+    run: Path
+    step: Path
+    tokenizer: Path  # where it is now
+    permuted: Path  # the same tokens, other ids
+    recorded: Path  # where it was
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory) -> Trained:
+    folder = tmp_path_factory.mktemp("trained")
+    texts = [path.read_text() for path in sorted((ROOT / "titanlite").glob("*.py"))]
+    (folder / "text.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    recorded, now, permuted = (folder / name for name in ("t.model", "moved.model", "permuted.model"))
+    train_bpe(texts, 300, recorded)
+    tokenizer = open_tokenizer(str(recorded))
+    prepare([folder / "text.jsonl"], tokenizer, folder, 0.0, bos=True, workers=1)
+    sources = f'[{{ name = "code", path = "{folder}/train" }}]'
+    words = ["--data.tokenizer", str(recorded), "--data.sources", sources, "--job.device", "cpu"]
+    words += ["--model.dim", "32", "--model.n_layers", "2", "--model.n_heads", "4"]
+    words += ["--model.n_kv_heads", "2", "--model.hidden_dim", "64", "--model.vocab_size", "304"]
+    words += ["--model.tied_embeddings", "true", "--training.steps", "2", "--training.seq_len", "48"]
+    words += ["--training.mixed_precision_param", "float32", "--checkpoint.enable", "true"]
+    words += ["--checkpoint.interval", "1", "--lr_scheduler.warmup_steps", "1"]
+    out = folder / "my-run"  # with a dash, at which sorting by a shell stumbled
+    with Launched(1, out, *words, "--job.dump_folder", str(out)) as launched:
+        assert launched.wait() == [0], launched.said
+    lines = recorded.read_bytes().splitlines()
+    tokens = [line.split()[0] for line in lines]
+    permuted.write_bytes(b"".join(b"%s %d\n" % (t, n) for n, t in enumerate(reversed(tokens))))
+    recorded.rename(now)
+    return Trained(out, out / "checkpoint" / "step-2", now, permuted, recorded)
+
+
+def run_script(name: str, *argv) -> subprocess.CompletedProcess:
+    command = [sys.executable, str(ROOT / "scripts" / name), *map(str, argv)]
+    return subprocess.run(command, capture_output=True, text=True, cwd="/", timeout=120)
+
+
+def test_the_script_writes_from_a_run_whose_tokenizer_has_moved(trained, tmp_path):
+    options = ("--prompt", "def ", "--max-new-tokens", "12")
+    written = run_script("generate.py", "--checkpoint", trained.run, *options)
+    assert written.returncode == 0, written.stderr
+    writer = open_writer(Place(trained.step), torch.device("cpu"))
+    assert writer.model.output.weight is writer.model.tok_embeddings.weight
+    assert writer.prompt_ids("def ")[0] == writer.tokenizer.bos_id, "as its corpus has it"
+    assert written.stdout == "def " + writer.write("def ", 12, Sampling()) + "\n"
+    wrong = run_script("generate.py", "--checkpoint", tmp_path)
     assert wrong.returncode == 2 and "is not a checkpoint" in wrong.stderr
-    with pytest.raises(CheckpointError):
-        open_model(Place(step.parent), torch.device("cpu"))
+
+
+def test_a_wrong_tokenizer_neither_writes_nor_is_exported(trained, tmp_path):
+    right, wrong = (open_tokenizer(str(p)) for p in (trained.tokenizer, trained.permuted))
+    assert right.vocab_size == wrong.vocab_size, "nothing else would tell them apart"
+    given = ("--tokenizer", trained.permuted)
+    commands = [
+        ("generate.py", "--checkpoint", trained.step, *given),
+        ("convert_checkpoint.py", "to-hf", trained.step, tmp_path / "out", *given),
+    ]
+    for command in commands:
+        done = run_script(*command)
+        assert done.returncode == 2 and "Traceback" not in done.stderr, done.stderr
+        assert right.fingerprint in done.stderr and wrong.fingerprint in done.stderr
+    assert not (tmp_path / "out").exists()
+
+
+def rewritten(trained: Trained, folder: Path, **changes) -> Place:
+    """A copy of the checkpoint whose manifest says something else, truly hashed."""
+    shutil.copytree(trained.step, folder)
+    manifest = read_manifest(Place(folder))
+    write_manifest(Place(folder), dataclasses.replace(manifest, **changes))
+    return Place(folder)
+
+
+def without_copy(trained: Trained, folder: Path, recorded: str) -> Place:
+    """A checkpoint as older titanlites wrote it, or as an attacker does."""
+    manifest = read_manifest(Place(trained.step))
+    files = {name: file for name, file in manifest.files.items() if name != "tokenizer.model"}
+    job = {**manifest.job, "data": {**manifest.job["data"], "tokenizer": recorded}}
+    return rewritten(trained, folder, files=files, job=job)
+
+
+def test_the_path_that_a_checkpoint_records_is_never_opened(trained, tmp_path):
+    os.mkfifo(tmp_path / "fifo")  # opening it would block
+    cpu = torch.device("cpu")
+    for number, path in enumerate((tmp_path / "fifo", trained.permuted, trained.tokenizer)):
+        place = without_copy(trained, tmp_path / f"step-{number}", str(path))
+        with pytest.raises(CheckpointError, match="holds no copy of its tokenizer.*--tokenizer"):
+            open_writer(place, cpu)
+    ids = open_writer(place, cpu, str(trained.tokenizer)).prompt_ids("def ")
+    assert ids == open_writer(Place(trained.step), cpu).prompt_ids("def ")
+
+
+def test_a_damaged_copy_of_the_tokenizer_is_refused(trained, tmp_path):
+    step = shutil.copytree(trained.step, tmp_path / "step-2")
+    content = bytearray((step / "tokenizer.model").read_bytes())
+    content[content.index(b"\n") - 3] ^= 1
+    (step / "tokenizer.model").write_bytes(content)
+    with pytest.raises(CheckpointError, match="tokenizer.model.*its hash differs"):
+        open_writer(Place(step), torch.device("cpu"))
+
+
+def test_the_newest_valid_checkpoint_is_found_by_number(trained, tmp_path):
+    """A shell's sort took step-9 for the newest where the path has a dash, or an export."""
+    run = tmp_path / "a-run"
+    (run / "checkpoint").mkdir(parents=True)
+    for step in (9, 10, 100):
+        shutil.copytree(trained.step, run / "checkpoint" / f"step-{step}")
+    (run / "checkpoint" / "step-100-hf").mkdir()
+    (run / "checkpoint" / "step-11.aside-1").mkdir()
+    (run / "checkpoint" / "step-100" / "manifest.json").unlink()  # never committed
+    done = run_script("checkpoint.py", "newest", run)
+    assert done.stdout == f"{run}/checkpoint/step-10\n" and "step-100" in done.stderr
+    for place in (run / "checkpoint", run / "checkpoint" / "step-10"):
+        assert str(newest_checkpoint(Place(place))) == f"{run}/checkpoint/step-10"
+
+
+def test_a_published_tokenizer_with_bos_goes_to_hugging_face_and_back(trained, tmp_path):
+    cpu = torch.device("cpu")
+    note = to_hugging_face(Place(trained.step), Place(tmp_path / "hf"))
+    assert "It adds <|begin_of_text|> before a text" in note
+    from_hugging_face(Place(tmp_path / "hf"), Place(tmp_path / "step-0"))
+    here, back = open_writer(Place(trained.step), cpu), open_writer(Place(tmp_path / "step-0"), cpu)
+    assert back.bos and back.prompt_ids("def f") == here.prompt_ids("def f")

@@ -162,6 +162,15 @@ def test_what_cannot_be_is_refused_with_the_reason(run_toml, argv, ranks, words)
     assert words in said(run_toml, *argv, ranks=ranks)
 
 
+def test_a_validation_text_without_the_bos_of_the_sources_is_refused(run_toml, tmp_path):
+    with ShardWriter(tmp_path / "bos" / "0", 258) as writer:
+        writer.add([256, *[5] * 400, 257])
+        writer.close()
+    sources = ("--data.sources", f'[{{ name = "bos", path = "{tmp_path}/bos" }}]')
+    text = said(run_toml, *sources)
+    assert "documents begin with BOS in data.sources, and not in data.validation code." in text
+
+
 def test_a_corpus_without_ends_cannot_be_read_as_documents(run_toml, tmp_path):
     """As Megatron-LM writes it where it is not told to append them."""
     with ShardWriter(tmp_path / "bare", 258) as writer:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import datetime
+import os
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
 import pytest
 
+from titanlite import settings
 from titanlite.errors import ConfigError, Problems
 from titanlite.reference import help_text, sections
 from titanlite.settings import (
@@ -73,6 +76,10 @@ def problems_of(**train) -> list[str]:
         ("steps", True, "must be an integer"),
         ("steps", 1.0, "must be an integer"),
         ("steps", 0, "must be at least 1"),
+        ("steps", 10**30, "at most 64 bits"),
+        pytest.param("rate", 16**5000, "at most 64 bits", id="huge"),
+        pytest.param("stepz", 16**5000, "unknown key", id="huge and unknown"),
+        ("steps", datetime.date(2020, 1, 1), "must be an integer"),
         ("rate", 2, "must be at least 0 and at most 1, or -1"),
         ("rate", float("nan"), "must be a number"),
         ("rate", True, "must be a number"),
@@ -137,6 +144,7 @@ def test_the_command_line_overrides_the_file(tmp_path):
         (["--train.on"], "has no value"),
         (["--train.on", "yes"], "must be true or false"),
         (["--train.names", "[1"], "written as in TOML"),
+        (["--train.names", "[" * 100_000], "written as in TOML"),
         (["--train.steps", "three"], "must be an integer"),
         (["--nonsense", "1"], "unknown key"),
         (["--job.config_file", "nowhere.toml"], "cannot be read"),
@@ -161,6 +169,43 @@ def test_includes_lie_beneath_and_circles_are_refused(tmp_path):
     (tmp_path / "base.toml").write_text('include = ["top.toml"]\n')
     with pytest.raises(ConfigError, match="circle: top.toml -> base.toml -> top.toml"):
         read_toml(top)
+
+
+def test_a_file_that_is_included_often_is_read_once(tmp_path, monkeypatch):
+    """Files that each include the next one twice: the work doubled with every file."""
+    for number in range(40):
+        text = f'include = ["{number + 1}.toml", "{number + 1}.toml"]\n'
+        (tmp_path / f"{number}.toml").write_text(text)
+    (tmp_path / "40.toml").write_text("[train]\nsteps = 7\n")
+    read: list[str] = []
+    parse = settings.parse_toml
+    monkeypatch.setattr(settings, "parse_toml", lambda text: read.append(text) or parse(text))
+    assert read_toml(tmp_path / "0.toml") == {"train": {"steps": 7}}
+    assert len(read) == 41
+    (tmp_path / "41.toml").write_text(f"include = {['40.toml'] * 101}\n")
+    with pytest.raises(ConfigError, match="more than 100 includes"):
+        read_toml(tmp_path / "41.toml")
+
+
+@pytest.mark.parametrize(
+    "content, said",
+    [
+        pytest.param("a = " + "[" * 100_000, "nested too deeply", id="100,000 levels"),
+        ("a" + ".a" * 90 + " = 1" + "\n[" + "b." * 101 + "b]", "more than 100 parts"),
+        pytest.param(
+            ".".join(["'a b'"] * 6000) + " = 1", "more than 100 parts", id="a key that took 150 MB"
+        ),
+        ("a = " + "[" * 101 + "]" * 101, "nested too deeply"),
+        ('include = ["a\\u0000b"]', "must be a list of paths"),
+        (None, "not a regular file"),
+        pytest.param("#" * (5 << 20), "more than 4,194,304 bytes", id="5 MiB"),
+    ],
+)
+def test_a_toml_that_would_block_or_end_the_reader_is_refused(tmp_path, content, said):
+    path = tmp_path / "run.toml"
+    os.mkfifo(path) if content is None else path.write_text(content)
+    with pytest.raises(ConfigError, match=said):
+        read_toml(path)
 
 
 def test_broken_toml_names_file_and_line(tmp_path):

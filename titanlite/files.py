@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import re
+import stat
 from pathlib import Path
 from typing import Any
 
@@ -13,20 +16,85 @@ except ModuleNotFoundError:  # Python 3.10
     import tomli as tomllib
 
 
+MOST_LEVELS = 100  # of tables and lists within each other; what people write has fewer than ten
+
+_TOML_TOKEN = re.compile(
+    r"""(?P<key>[\w-]+|"[^"\n]*"|'[^'\n]*')|(?P<dot>\.)|[ \t]+|(?P<other>.|\n)"""
+)
+
+
 def parse_json(content: str | bytes) -> Any:
     """The value of a JSON text; ValueError where it is not valid, or nested too deeply."""
     try:
-        return json.loads(content)
+        value = json.loads(content)
     except RecursionError:
         raise ValueError("nested too deeply") from None
+    _check_depth(value)
+    return value
 
 
 def parse_toml(text: str) -> dict[str, Any]:
     """The table of a TOML text; ValueError where it is not valid, or nested too deeply."""
+    _check_dotted_keys(text)
     try:
-        return tomllib.loads(text)
+        table = tomllib.loads(text)
     except RecursionError:
         raise ValueError("nested too deeply") from None
+    _check_depth(table)
+    return table
+
+
+def _check_depth(value: Any) -> None:
+    """Whoever walks a value by recursion may rely on this bound."""
+    level = [value] if type(value) in (dict, list) else []
+    for _ in range(MOST_LEVELS):
+        if not level:
+            return
+        level = [
+            child
+            for node in level
+            for child in (node.values() if type(node) is dict else node)
+            if type(child) in (dict, list)
+        ]
+    if level:
+        raise ValueError(f"nested too deeply: more than {MOST_LEVELS} levels")
+
+
+def _check_dotted_keys(text: str) -> None:
+    """Refuse `a.a.a… = 1` before it is parsed: tomllib's memory is quadratic in the parts of a key.
+
+    6,000 parts, 12 KB of text, took 150 MB.
+    """
+    parts, after_dot = 0, True
+    for token in _TOML_TOKEN.finditer(text):
+        if token["key"]:
+            parts, after_dot = (parts + 1 if after_dot else 1), False
+        elif token["dot"]:
+            after_dot = True
+        elif token["other"]:
+            parts, after_dot = 0, True
+        if parts > MOST_LEVELS:
+            raise ValueError(f"a key of more than {MOST_LEVELS} parts")
+
+
+def read_regular_file(path: str | Path, most_bytes: int | None = None) -> bytes:
+    """The content of a file; OSError for a FIFO or a device, which would block, and for a file of
+    more than `most_bytes`."""
+    _check_regular(os.stat(path), path)  # before it is opened: that alone moves some devices
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    with open(descriptor, "rb") as file:
+        _check_regular(os.fstat(descriptor), path)
+        content = file.read() if most_bytes is None else file.read(most_bytes + 1)
+    if most_bytes is not None and len(content) > most_bytes:
+        raise OSError(errno.EFBIG, f"has more than {most_bytes:,} bytes", str(path))
+    return content
+
+
+def _check_regular(status: os.stat_result, path: str | Path) -> None:
+    if stat.S_ISDIR(status.st_mode):
+        raise IsADirectoryError(errno.EISDIR, "is a folder", str(path))
+    if not stat.S_ISREG(status.st_mode):
+        raise OSError(errno.EINVAL, "is not a regular file", str(path))
 
 
 def write_whole_file(path: Path, content: bytes) -> None:

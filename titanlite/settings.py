@@ -10,6 +10,7 @@ import dataclasses
 import difflib
 import json
 import math
+import os
 import types
 import typing
 from collections.abc import Sequence
@@ -19,13 +20,12 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Union
 
 from titanlite.errors import ConfigError, Problems
-
-try:
-    import tomllib
-except ModuleNotFoundError:  # Python 3.10
-    import tomli as tomllib
+from titanlite.files import parse_toml, read_regular_file
 
 CONFIG_FILE = "job.config_file"
+_LEAST_INT, _MOST_INT = -(2**63), 2**63 - 1  # as TOML promises
+MOST_INCLUDES = 100  # of one job, in all its files
+MOST_TOML_BYTES = 4 << 20  # of one job, in all its files
 
 
 @dataclass(frozen=True)
@@ -74,31 +74,61 @@ class _Refused(Exception):
 
 def read_toml(path: str | Path) -> dict[str, Any]:
     """The table of a TOML file, with what it includes beneath it; raises ConfigError."""
-    return _read_toml(Path(path), ())
+    return _TomlFiles().read(Path(path), ())
 
 
-def _read_toml(path: Path, including: tuple[Path, ...]) -> dict[str, Any]:
-    if path.resolve() in including:
-        chain = " -> ".join(p.name for p in (*including, path))
-        raise ConfigError(f"include goes in a circle: {chain}.", fix="Remove one of them.")
-    try:
-        table = tomllib.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        by = f", included by {including[-1]}" if including else ""
-        raise ConfigError(
-            f'{CONFIG_FILE} = "{path}"{by}: cannot be read ({error.strerror or error}).',
-            fix="Give the path of a TOML file, relative to the working directory"
-            " (an include: to the including file).",
-        ) from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f'{CONFIG_FILE} = "{path}": not valid TOML: {error}.') from None
-    includes = table.pop("include", [])
-    if not isinstance(includes, list) or not all(isinstance(name, str) for name in includes):
-        raise ConfigError(f'include = {show(includes)} ({path}): must be a list of paths.')
-    below: dict[str, Any] = {}
-    for name in includes:
-        below = merge(below, _read_toml(path.parent / name, (*including, path.resolve())))
-    return merge(below, table)
+class _TomlFiles:
+    """The TOML files of one job; each is read once, however often it is included."""
+
+    def __init__(self):
+        self._tables: dict[Path, dict[str, Any]] = {}  # with what they include beneath them
+        self._includes, self._bytes = 0, 0
+
+    def read(self, path: Path, including: tuple[Path, ...]) -> dict[str, Any]:
+        place = Path(os.path.realpath(path))  # Path.resolve raises where links go in a circle
+        if place in including:
+            chain = " -> ".join(p.name for p in (*including, path))
+            raise ConfigError(f"include goes in a circle: {chain}.", fix="Remove one of them.")
+        if place not in self._tables:
+            table = self._parse(path, including)
+            self._tables[place] = merge(self._below(path, table, (*including, place)), table)
+        return self._tables[place]
+
+    def _below(
+        self, path: Path, table: dict[str, Any], including: tuple[Path, ...]
+    ) -> dict[str, Any]:
+        """What a file includes, merged; takes `include` out of its table."""
+        names = table.pop("include", [])
+        paths = isinstance(names, list) and all(isinstance(name, str) for name in names)
+        if not paths or any("\0" in name for name in names):
+            raise ConfigError(f"include = {show(names)} ({path}): must be a list of paths.")
+        self._includes += len(names)
+        if self._includes > MOST_INCLUDES:
+            raise ConfigError(
+                f"include ({path}): the files of this job have more than {MOST_INCLUDES} includes.",
+                fix="Write what they say into fewer files.",
+            )
+        below: dict[str, Any] = {}
+        for name in names:
+            below = merge(below, self.read(path.parent / name, including))
+        return below
+
+    def _parse(self, path: Path, including: tuple[Path, ...]) -> dict[str, Any]:
+        try:
+            content = read_regular_file(path, MOST_TOML_BYTES - self._bytes)
+        except OSError as error:
+            by = f", included by {including[-1]}" if including else ""
+            reason = error.strerror or error
+            raise ConfigError(
+                f'{CONFIG_FILE} = "{path}"{by}: cannot be read ({reason}).',
+                fix="Give the path of a TOML file, relative to the working directory"
+                " (an include: to the including file).",
+            ) from None
+        self._bytes += len(content)
+        try:
+            return parse_toml(content.decode())
+        except ValueError as error:
+            raise ConfigError(f'{CONFIG_FILE} = "{path}": not valid TOML: {error}.') from None
 
 
 def merge(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
@@ -239,6 +269,8 @@ def _fit(given: Any, hint: Any, stated: Any = None) -> Any:
     if dataclasses.is_dataclass(hint):
         return _fit_table(given, hint)
     value = _read_typed(given.text, hint) if isinstance(given, _Typed) else given
+    if type(value) is int and not _LEAST_INT <= value <= _MOST_INT:
+        raise _Refused("must be a number of at most 64 bits.")
     if hint is float and type(value) is int:  # an int is fine for a float; a bool is not an int
         value = float(value)
     if type(value) is not hint or (hint is float and math.isnan(value)):
@@ -265,8 +297,8 @@ def _fit_list(given, hint, item):
         text = given.text.strip()
         if text.startswith("["):
             try:
-                given = tomllib.loads(f"value = {text}")["value"]
-            except tomllib.TOMLDecodeError:
+                given = parse_toml(f"value = {text}")["value"]
+            except ValueError:
                 raise _Refused(f"must be {describe(hint)}, written as in TOML.") from None
         else:
             given = [_Typed(part.strip()) for part in text.split(",") if part.strip()]
@@ -399,7 +431,10 @@ def _toml(value: Any) -> str:
     if isinstance(value, dict):
         pairs = (f"{k} = {_toml(v)}" for k, v in value.items() if v is not None)
         return "{ " + ", ".join(pairs) + " }"
-    return json.dumps(value, ensure_ascii=False)  # strings and ints read the same in TOML
+    if isinstance(value, int) and value.bit_length() > 10_000:
+        return hex(value)  # Python refuses to write it in decimal
+    # Strings and ints read the same in TOML; its dates and times are no values of ours.
+    return json.dumps(value, ensure_ascii=False, default=str)
 
 
 def show(value: Any) -> str:

@@ -8,7 +8,7 @@ from scripts import convert_checkpoint
 from tests.faults.launch import Launched, lines_of
 
 from titanlite.checkpoint import Place
-from titanlite.generate import open_model
+from titanlite.generate import open_writer
 
 
 def train(run_toml, out, ranks: int, *argv) -> str:
@@ -34,11 +34,11 @@ def test_weights_travel_to_hugging_face_and_back_in_the_course_of_runs(run_toml,
     assert convert_checkpoint.main(["to-hf", str(step), str(exported)]) == 2
     assert "is there and not empty" in capsys.readouterr().err
 
-    right, tokenizer = open_model(Place(step), torch.device("cpu"))
-    back, same_ids = open_model(Place(again), torch.device("cpu"))
-    for name, weight in right.state_dict().items():
-        assert torch.equal(back.state_dict()[name], weight), name
-    assert tokenizer.encode("def f(x):") == same_ids.encode("def f(x):")
+    right = open_writer(Place(step), torch.device("cpu"))
+    back = open_writer(Place(again), torch.device("cpu"))
+    for name, weight in right.model.state_dict().items():
+        assert torch.equal(back.model.state_dict()[name], weight), name
+    assert right.prompt_ids("def f(x):") == back.prompt_ids("def f(x):")
 
     # All three are the same start of another run, whatever its layout.
     split = ("--parallelism.tensor_parallel_degree", "2", "--training.local_batch_size", "4")

@@ -18,6 +18,7 @@ from titanlite.checkpoint import Place, state_of
 from titanlite.checkpoint.hf import HuggingFaceFolder, open_hugging_face, parameters_of
 from titanlite.checkpoint.hf_export import write_hugging_face
 from titanlite.data import open_tokenizer
+from titanlite.data.tokenizer_json import as_tokenizer_json
 from titanlite.data.bpe import train_bpe
 from titanlite.errors import CheckpointError
 from titanlite.models import FAMILIES
@@ -114,7 +115,7 @@ def test_a_model_of_theirs_computes_the_same_here(tmp_path, shape, dtype, most):
 def test_a_model_of_ours_computes_the_same_there(tmp_path, shape, dtype, most):
     transformers = pytest.importorskip("transformers")
     model = built(shape).to(dtype).float()  # what dtype can say
-    write(tmp_path, model, dtype=dtype, max_shard_bytes=most, tokenizer="bytes")
+    write(tmp_path, model, dtype=dtype, max_shard_bytes=most, tokenizer=open_tokenizer("bytes"))
     found = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype="auto")
     assert found.dtype == transformers.AutoConfig.from_pretrained(tmp_path).dtype == dtype
     assert found.generation_config.eos_token_id == open_tokenizer("bytes").eos_id
@@ -126,24 +127,32 @@ def test_a_model_of_ours_computes_the_same_there(tmp_path, shape, dtype, most):
 def tokenizers(tmp_path_factory) -> dict[str, str]:
     folder = tmp_path_factory.mktemp("tokenizers")
     train_bpe(ODD_TEXTS * 9, 400, folder / "t.model")
+    plain = open_tokenizer(str(folder / "t.model"))
+    (folder / "llama.json").write_bytes(as_tokenizer_json(plain, bos=True))
     return {
         "ranks": str(folder / "t.model"),
         "tokenizer.json": hugging_face(folder),
         "bytes": "bytes",
+        "Llama's tokenizer.json": str(folder / "llama.json"),
     }
 
 
-@pytest.mark.parametrize("kind", ["ranks", "tokenizer.json", "bytes"])
-def test_their_tokenizer_gives_the_ids_it_was_trained_on(tmp_path, tokenizers, kind):
+@pytest.mark.parametrize("bos", [False, True], ids=["no BOS", "BOS"])
+@pytest.mark.parametrize("kind", ["ranks", "tokenizer.json", "bytes", "Llama's tokenizer.json"])
+def test_their_tokenizer_gives_the_ids_it_was_trained_on(tmp_path, tokenizers, kind, bos):
     transformers = pytest.importorskip("transformers")
     ours = open_tokenizer(tokenizers[kind])
-    write(tmp_path, built(SHAPE), tokenizer=tokenizers[kind])
+    begin = ours.bos_id if bos else ours.eos_id  # what stood before a document in training
+    assert ours.adds_bos == kind.startswith("Llama")
+    write(tmp_path, built(SHAPE), tokenizer=ours, bos=bos)
     there = transformers.AutoTokenizer.from_pretrained(tmp_path)
-    assert (there.bos_token_id, there.eos_token_id) == (ours.bos_id, ours.eos_id)
+    assert (there.bos_token_id, there.eos_token_id) == (begin, ours.eos_id)
+    assert transformers.AutoConfig.from_pretrained(tmp_path).bos_token_id == begin
+    assert open_tokenizer(str(tmp_path / "tokenizer.json")).adds_bos == (bos and ours.has_bos)
     assert len(there) == ours.vocab_size
     for text in ODD_TEXTS[:-1]:  # in the last, some look special: text here, tokens over there
         ids = ours.encode(text)
-        assert there(text).input_ids == ids
+        assert there(text).input_ids == [begin] * bos + ids
         assert there.decode(ids) == ours.decode(ids)
 
 
@@ -424,7 +433,7 @@ def test_an_export_that_was_cut_short_does_not_load_and_is_not_written_over(tmp_
 
 
 def test_an_export_goes_wherever_a_checkpoint_goes(tmp_path):
-    place = write("memory://exported", built(SHAPE), tokenizer="bytes")
+    place = write("memory://exported", built(SHAPE), tokenizer=open_tokenizer("bytes"))
     (tmp_path / "here").mkdir()
     for name in place.sizes():
         (tmp_path / "here" / name).write_bytes(place.read(name))

@@ -399,7 +399,8 @@ def test_a_manifest_of_other_types_is_refused(saved, tmp_path, key):
         ({"dim": "32"}, "dim"),
         ({"n_layers": 10**9}, "1.0e+09 layers"),
         ({"n_layers": 999}, "999 layers, and holds"),
-        ({"dim": 10**30}, "parameters"),
+        ({"dim": 10**30}, "at most 64 bits"),
+        ({"dim": 10**17}, "parameters"),
         ({"vocab_size": 7}, "have another shape"),
     ],
 )

@@ -16,11 +16,14 @@ import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
+import torch
+from tests.data.test_tokenizer import hugging_face
 
 from titanlite.data import open_corpus, open_tokenizer, verify
 from titanlite.data.prepare import prepare
 from titanlite.data.text import _refuse_expansion, find_files, parts_of, read_documents
 from titanlite.errors import DataError
+from titanlite.models.documents import document_positions
 
 ROOT = Path(__file__).parents[2]
 BYTES = open_tokenizer("bytes")
@@ -261,10 +264,30 @@ def test_a_second_run_does_nothing_and_another_job_does_not_overwrite(inputs, tm
     assert content_of(out) == before
 
 
+def test_with_bos_every_document_begins_with_it_and_is_one_to_a_document_mask(inputs, tmp_path):
+    out, plain = tmp_path / "out", tmp_path / "plain"
+    options = {"piece_bytes": PIECE_BYTES, "workers": 1}
+    prepare([inputs], BYTES, out, 0.2, bos=True, **options)
+    prepare([inputs], BYTES, plain, 0.2, **options)
+    for side in ("train", "validation"):
+        assert documents_in(out / side) == documents_in(plain / side)
+        corpus = open_corpus(out / side)
+        ids = torch.from_numpy(corpus.read(0, corpus.tokens))
+        first = document_positions(ids[None], BYTES.eos_id)[0] == 0
+        assert torch.equal(first, ids == BYTES.bos_id) and first.sum() == corpus.documents
+        assert corpus.manifest.bos and not open_corpus(plain / side).manifest.bos
+    with pytest.raises(DataError, match="made of other inputs"):
+        prepare([inputs], BYTES, out, 0.2, **options)
+    without = open_tokenizer(hugging_face(tmp_path))  # its only special token is the end
+    with pytest.raises(DataError, match="has no BOS of its own"):
+        prepare([inputs], without, tmp_path / "other", bos=True)
+
+
 @pytest.mark.parametrize(
     "name, content, said",
     [
         ("a.jsonl", b'{"text": "a"}\n\n{"text": \n', "a.jsonl, line 3.*not JSON"),
+        ("a.jsonl", b'{"text": ' + b"[" * 2000, "a.jsonl, line 1: nested too deeply"),
         ("a.jsonl", b'{"text": "a"}\n{"text": 7}\n', 'a.jsonl, line 2.*no "text" that is a string'),
         ("a.jsonl", b'{"text": "a"}\n["text"]\n', "a.jsonl, line 2"),
         ("a.jsonl", b'{"text": "a"}\n{"text": "\xff"}', "a.jsonl, line 2: the byte 0xff"),

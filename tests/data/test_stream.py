@@ -279,3 +279,21 @@ def test_the_facts_name_an_order_that_older_versions_did_not_have(tmp_path):
     assert versions(small=1) == [True]  # shuffled by another rule
     assert versions(large=0.75, small=0.25) == [False, True]
     assert versions(large=0.7, small=0.3) == [True, True]  # shares were rounded
+
+
+def test_whether_documents_begin_with_bos_is_known_and_the_same_in_all_sources(tmp_path):
+    sources = []
+    for name, bos in (("with", True), ("without", False)):
+        with ShardWriter(tmp_path / name / "0", VOCAB_SIZE) as writer:
+            for _ in range(3):
+                writer.add([BYTES.bos_id] * bos + [5] * 40 + [BYTES.eos_id])
+            record = writer.close()
+        sources.append(SourceConfig(name, str(tmp_path / name)))
+        for manifest in (False, True):  # a corpus made elsewhere has none
+            if manifest:
+                made_by = (BYTES.fingerprint, VOCAB_SIZE)
+                write_manifest(tmp_path / name, *made_by, [record], bos=bos)
+            stream = open_mixture(sources[-1:], tokenizer=BYTES)
+            assert stream.bos == stream.facts["data.bos"] == bos
+    with pytest.raises(DataError, match="begin with BOS in with, and not in without"):
+        open_mixture(sources, tokenizer=BYTES)

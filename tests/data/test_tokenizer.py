@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import base64
 import json
+import os
 import pickle
+import re
 import subprocess
 import sys
 import unicodedata
@@ -15,6 +17,7 @@ from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 
 from titanlite.data import open_tokenizer
 from titanlite.data.bpe import train_bpe, train_merges
+from titanlite.data.tokenizer_json import as_tokenizer_json
 from titanlite.errors import DataError
 
 ROOT = Path(__file__).parents[2]
@@ -145,7 +148,8 @@ def test_half_a_surrogate_pair_is_the_same_for_all_tokenizers(ranks):
         (b"YQ== 0\nYg== 1\n", "single bytes"),
         (b"\x0a\x07\x0a\x03<s>\x15\x00\x00", "base64"),  # SentencePiece
         (b'{"a": 0}', "tokenizer.json"),
-        (b'{"model": {}}', "cannot read"),
+        (b'{"model": {}}', "vocabulary is empty"),
+        (b'{"model": {"type": "x", "vocab": {"a": 0}}}', "cannot read"),
         (b'{"model": ', "JSON"),
         (None, "cannot be read"),
     ],
@@ -157,6 +161,19 @@ def test_a_foreign_tokenizer_is_refused_with_a_way_out(tmp_path, content, said):
     with pytest.raises(DataError, match=said) as refusal:
         open_tokenizer(str(path))
     assert str(path) in str(refusal.value) and (refusal.value.fix or said == "0, 1, 2")
+
+
+def test_the_name_of_a_special_token_is_by_the_id_that_texts_get(tmp_path):
+    """Not by the list of added tokens, whose ids the library may change."""
+    path = hugging_face(tmp_path)
+    table = json.loads(Path(path).read_text())
+    table["added_tokens"][0]["id"] = 9
+    Path(path).write_text(json.dumps(table))
+    for name in (path, "bytes"):
+        tokenizer = open_tokenizer(name)
+        token = "<|end_of_text|>" if name == "bytes" else "<|endoftext|>"
+        assert tokenizer.token_of(tokenizer.eos_id) == token
+        assert token in as_tokenizer_json(tokenizer).decode()
 
 
 def test_a_tokenizer_without_an_end_is_refused(tmp_path):
@@ -173,3 +190,96 @@ def test_the_script_trains_on_jsonl_and_refuses_without_a_traceback(tmp_path):
     assert open_tokenizer(str(out)).vocab_size == 261
     bad = run([*command, "--vocab-size", "200"])
     assert bad.returncode == 2 and "at least 258" in bad.stderr and "Traceback" not in bad.stderr
+
+
+SPECIAL = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+PLAIN = {
+    "version": "1.0",
+    "added_tokens": [{"id": 0, "content": "</s>", "special": True, **SPECIAL}],
+    "model": {"type": "BPE", "vocab": {"</s>": 0, "a": 1, "b": 2}, "merges": []},
+}
+GROW = {"type": "Replace", "pattern": {"String": "a"}, "content": "a" * 1000}
+
+
+def split(regex: str) -> dict:
+    pattern = {"type": "Split", "pattern": {"Regex": regex}, "behavior": "Isolated", "invert": False}
+    return {"pre_tokenizer": pattern}
+
+
+def model(**changes) -> dict:
+    return {"model": {**PLAIN["model"], **changes}}
+
+
+HOSTILE = {  # what is changed in a harmless file -> what is said of it
+    "chained replacements": (
+        {"normalizer": {"type": "Sequence", "normalizers": [GROW] * 3}},
+        "1,000,000,000 times as long",
+    ),
+    "chained replacements in the decoder": (
+        {"decoder": {"type": "Sequence", "decoders": [GROW] * 3}},
+        "1,000,000,000 times as long",
+    ),
+    "too many parts": (
+        {"normalizer": {"type": "Sequence", "normalizers": [{"type": "NFC"}] * 70}},
+        "71 parts, more than 64",
+    ),
+    "a table of a wrong size": (
+        {"normalizer": {"type": "Precompiled", "precompiled_charsmap": "/" * 22 + "=="}},
+        "not base64|is damaged",
+    ),
+    "an index outside a table": (
+        {"normalizer": {"type": "Precompiled", "precompiled_charsmap": "CAAAAP////////8AYQA="}},
+        "index out of bounds",
+    ),
+    "a regex that backtracks for ever": (split("(a+)+$"), "cannot encode a text"),
+    "a regex that is too long": (split("a" * 5000), "more than 4096 characters"),
+    "parts of no characters": (
+        {"pre_tokenizer": {"type": "FixedLength", "length": 0}},
+        "cannot encode a text",
+    ),
+    "a decoder that cuts too much": (
+        {"decoder": {"type": "Strip", "content": "a", "start": 2**40, "stop": 2**40}},
+        "cannot decode",
+    ),
+    "an empty vocabulary": (model(vocab={}), "vocabulary is empty"),
+    "no special tokens either": ({**model(vocab={}), "added_tokens": []}, "vocabulary is empty"),
+    "ids beyond any shard": (model(vocab={"</s>": 0, "a": 2**32 - 1}), "outside 0…2147483647"),
+    "ids drawn at random": (model(dropout=0.5), "ids of a text are random"),
+    "depth": ({"x": json.loads("[" * 200 + "]" * 200)}, "nested too deeply"),
+}
+OPEN_ALL = """
+import json, resource, sys
+resource.setrlimit(resource.RLIMIT_AS, (3 << 30, 3 << 30))
+from titanlite.data import open_tokenizer
+from titanlite.errors import UserError
+for path in sys.argv[1:]:
+    try:
+        tokenizer = open_tokenizer(path)
+        ids = tokenizer.encode("aa" * 30 + "ab")
+        print(json.dumps(f"accepted, {len(tokenizer.decode(ids))} characters"))
+    except UserError as error:
+        print(json.dumps(str(error)))
+"""
+
+
+def test_a_hostile_tokenizer_is_refused_and_ends_no_process(tmp_path):
+    """In a child process, because these would abort it, block it or take its memory."""
+    files = {"harmless": PLAIN} | {name: {**PLAIN, **about} for name, (about, _) in HOSTILE.items()}
+    for name, table in files.items():
+        (tmp_path / name).write_text(json.dumps(table))
+    (tmp_path / "very deep").write_text('{"model": ' + "[" * 200_000)
+    (tmp_path / "too large").open("wb").truncate(65 << 20)
+    os.mkfifo(tmp_path / "fifo")
+    said = {name: words for name, (_, words) in HOSTILE.items()} | {
+        "harmless": "accepted, 123 characters",
+        "very deep": "nested too deeply",
+        "too large": "more than 67,108,864 bytes",
+        "fifo": "not a regular file",
+        "/dev/zero": "not a regular file",
+    }
+    command = [sys.executable, "-c", OPEN_ALL, *(str(tmp_path / name) for name in said)]
+    done = run(command)
+    assert done.returncode == 0, done.stderr[-2000:]
+    lines = [json.loads(line) for line in done.stdout.splitlines()]
+    for (name, words), line in zip(said.items(), lines, strict=True):
+        assert re.search(words, line), f"{name}: {line}"

@@ -160,8 +160,9 @@ def test_a_tolerance_that_would_pass_or_refuse_everything_is_a_mistake(compare, 
         ([step_line(n) for n in range(200, 301)], "no step in common: 1 to 100 against 200 to 300"),
         ([validation(50, 3.5)], "holds no step"),
         ([{"step": 1, "loss": 2.0}], "not the metrics.jsonl of a run .*grad_norm"),
-        ([["step", 1]], "not the metrics.jsonl of a run"),
-        ([5, step_line(1)], "line 1 is not JSON"),
+        ([["step", 1]], "line 1 is not a JSON object"),
+        ([5, step_line(1)], "line 1 is not a JSON object"),
+        ([{**step_line(1), "loss": 10**400}], "not the metrics.jsonl of a run"),
     ],
 )
 def test_what_cannot_be_compared_is_said_and_not_called_agreement(compare, lines, said):

@@ -37,7 +37,21 @@ def test_a_gpu_is_timed_by_what_it_did_not_by_when_it_was_told(tmp_path):
     assert [action.start for action in read(tmp_path, events)] == [pytest.approx(2 + 700e-6)]
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"traceEvents": []}'])
+ODD = {"ph": "X", "cat": "user_annotation", "name": 5, "ts": 1, "dur": 1}
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "[]",
+        "{}",
+        '{"traceEvents": []}',
+        pytest.param("[" * 100_000, id="deep"),
+        json.dumps({"traceEvents": [ODD]}),
+        json.dumps({"traceEvents": [{**ODD, "name": FORWARD, "ts": "now"}]}),
+    ],
+)
 def test_a_file_that_is_no_trace_of_a_pipeline_is_refused(text, tmp_path):
     path = tmp_path / "rank0_trace.json"
     path.write_text(text)

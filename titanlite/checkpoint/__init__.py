@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from titanlite.checkpoint.checkpointer import Checkpointer, Found, Saved
 from titanlite.checkpoint.config import CheckpointConfig, checkpoint_place, checkpoint_problems
-from titanlite.checkpoint.convert import described_model, from_hugging_face, to_hugging_face
+from titanlite.checkpoint.convert import from_hugging_face, to_hugging_face
 from titanlite.checkpoint.hold import Hold, hold_folder
 from titanlite.checkpoint.manifest import Manifest, check_hashes, read_manifest
+from titanlite.checkpoint.newest import newest_checkpoint
 from titanlite.checkpoint.place import Place
+from titanlite.checkpoint.saved_model import SavedModel, described_model, read_saved_model
 from titanlite.checkpoint.store import read_tensors, state_of
 
 __all__ = [
@@ -18,13 +20,16 @@ __all__ = [
     "Manifest",
     "Place",
     "Saved",
+    "SavedModel",
     "check_hashes",
     "checkpoint_place",
     "checkpoint_problems",
     "described_model",
     "from_hugging_face",
     "hold_folder",
+    "newest_checkpoint",
     "read_manifest",
+    "read_saved_model",
     "read_tensors",
     "state_of",
     "to_hugging_face",

@@ -6,7 +6,7 @@ import dataclasses
 import re
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -28,6 +28,7 @@ from titanlite.checkpoint.manifest import (
 )
 from titanlite.checkpoint.place import Place
 from titanlite.checkpoint.retention import steps_to_remove
+from titanlite.checkpoint.saved_model import write_files
 from titanlite.checkpoint.store import Stage, read_tensors, state_of, write_tensors
 from titanlite.distributed.collectives import agree, attempt, on_rank_0, problems_of_all
 from titanlite.distributed.limits import Limit
@@ -80,9 +81,11 @@ class Checkpointer:
         facts: dict[str, Any],
         job: dict[str, Any],
         layout: str,
+        files: Mapping[str, bytes] | None = None,  # small ones that every checkpoint holds too
     ):
         self.folder, self.config = folder, config
         self.about = {"facts": facts, "job": job, "layout": layout}  # what a manifest says of us
+        self.files = dict(files or {})
         self.failures = 0
         self.save_seconds = 0.0  # what the last save took
         # Its own group: collectives of the writing thread must not meet those of training.
@@ -132,6 +135,7 @@ class Checkpointer:
         place = self.folder / f"step-{step}"
 
         def commit(files, tensors) -> None:
+            files |= write_files(place, self.files)
             written = {"files": files, "tensors": tensors, "versions": versions()}
             before_commit()
             seconds = time.monotonic() - began

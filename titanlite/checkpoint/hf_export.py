@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import struct
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,7 +12,7 @@ from torch import Tensor
 
 from titanlite.checkpoint.hf import CONFIG, DTYPES, INDEX, SINGLE, TOKENIZER, parameters_of
 from titanlite.checkpoint.place import Place
-from titanlite.data import open_tokenizer
+from titanlite.data import Tokenizer
 from titanlite.data.tokenizer_json import as_tokenizer_json
 from titanlite.errors import CheckpointError
 from titanlite.models import Family
@@ -33,17 +32,24 @@ def write_hugging_face(
     *,
     dtype: torch.dtype = torch.float32,
     context: int,
-    tokenizer: str | None,
+    tokenizer: Tokenizer | None,
+    bos: bool = False,
     max_shard_bytes: int = SHARD_BYTES,
 ) -> str:
     """Write a fresh folder from one process; returns what became of the tokenizer, in words.
 
     `load` is asked for the tensors of one shard at a time, and each is let go once it is on the
-    disk. `context` is how many tokens the model was trained on at once; `tokenizer` as in [data].
+    disk. `context` is how many tokens the model was trained on at once. `bos`: every document began
+    with the tokenizer's BOS.
     config.json comes last: without it, nothing loads the folder. Raises CheckpointError, before
     anything is written where the folder or the architecture is the reason.
     """
-    config = _config(family, shape, dtype, context, tokenizer)
+    if dtype not in _CODES:
+        raise CheckpointError(
+            f"{place}: weights of {dtype} cannot be written.", fix="Give another --dtype."
+        )
+    config = _config(family, shape, dtype, context)
+    config |= _begin_and_end(tokenizer, bos)
     if place.sizes() or place.folders():
         raise CheckpointError(
             f"{place}: is there and not empty.", fix="Remove it, or give another folder."
@@ -60,23 +66,25 @@ def write_hugging_face(
             _write_shard(place, file, family, wanted, dict(load(names)), dtype)
         if SINGLE not in files:
             _write_json(place, INDEX, _index(family, files, sizes, dtype))
-        note = _write_tokenizer(place, tokenizer)
+        note = _write_tokenizer(place, tokenizer, bos)
         place.write_at_once(CONFIG, json.dumps(config, indent=2).encode())
     except OSError as error:
         raise CheckpointError(f"{place}: could not be written: {error}.") from error
     return note
 
 
-def _config(
-    family: Family, shape: Any, dtype: torch.dtype, context: int, tokenizer: str | None
-) -> dict[str, Any]:
-    ids = None if tokenizer is None else open_tokenizer(tokenizer)
+def _config(family: Family, shape: Any, dtype: torch.dtype, context: int) -> dict[str, Any]:
     return {
         **family.hugging_face.config_of(shape, context),
         "torch_dtype": str(dtype).removeprefix("torch."),
-        "bos_token_id": ids.bos_id if ids else None,  # left out, transformers would have 1 and 2
-        "eos_token_id": ids.eos_id if ids else None,
     }
+
+
+def _begin_and_end(tokenizer: Tokenizer | None, bos: bool) -> dict[str, int | None]:
+    """What stood before a document in training (BOS, or the end of the one before), and its end."""
+    begin = tokenizer and (tokenizer.bos_id if bos else tokenizer.eos_id)
+    # left out, transformers would have 1 and 2
+    return {"bos_token_id": begin, "eos_token_id": tokenizer and tokenizer.eos_id}
 
 
 def _cut(sizes: Mapping[str, torch.Size], itemsize: int, most: int) -> dict[str, list[str]]:
@@ -153,20 +161,21 @@ def _write_json(place: Place, name: str, content: dict[str, Any]) -> None:
         stream.write(json.dumps(content, indent=2).encode())
 
 
-def _write_tokenizer(place: Place, path: str | None) -> str:
+def _write_tokenizer(place: Place, tokenizer: Tokenizer | None, bos: bool) -> str:
     """Write what transformers' AutoTokenizer opens, and say what it is."""
-    if path is None:
+    if tokenizer is None:
         return "No tokenizer: the model was trained on ids alone."
-    content, tokenizer = as_tokenizer_json(path), open_tokenizer(path)
+    content, ids = as_tokenizer_json(tokenizer, bos=bos), _begin_and_end(tokenizer, bos)
     with place.writing(TOKENIZER) as stream:
         stream.write(content)
-    added = {token["id"]: token["content"] for token in json.loads(content)["added_tokens"]}
     about = {
         "tokenizer_class": "PreTrainedTokenizerFast",
-        "bos_token": added[tokenizer.bos_id],
-        "eos_token": added[tokenizer.eos_id],
+        "bos_token": tokenizer.token_of(ids["bos_token_id"]),
+        "eos_token": tokenizer.token_of(ids["eos_token_id"]),
         "clean_up_tokenization_spaces": False,
     }
     _write_json(place, "tokenizer_config.json", about)
-    copied = Path(path).is_file() and content == Path(path).read_bytes()
-    return f"{TOKENIZER} is {path}." if copied else f"{TOKENIZER} gives the same ids as {path}."
+    if tokenizer.files.get(TOKENIZER) == content:
+        return f"{TOKENIZER} is {tokenizer.name}."
+    adds = f" It adds {about['bos_token']} before a text." if bos else ""
+    return f"{TOKENIZER} gives the same ids as {tokenizer.name}.{adds}"

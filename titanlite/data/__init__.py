@@ -14,6 +14,7 @@ from titanlite.data.stream import (
     SourceConfig,
     Stream,
     ValidationSet,
+    check_bos,
     open_stream,
     open_validation,
 )
@@ -32,6 +33,7 @@ __all__ = [
     "Stream",
     "Tokenizer",
     "ValidationSet",
+    "check_bos",
     "open_corpus",
     "open_stream",
     "open_tokenizer",

@@ -12,7 +12,7 @@ from typing import IO
 import xxhash
 
 from titanlite.errors import DataError
-from titanlite.files import parse_json
+from titanlite.files import parse_json, read_regular_file
 
 MANIFEST = "manifest.json"
 
@@ -46,10 +46,16 @@ class Manifest:
     tokens: int
     shards: list[ShardRecord]
     format: int = 1
+    bos: bool = False  # every document begins with the tokenizer's BOS
 
 
 def write_manifest(
-    folder: str | Path, tokenizer: str, vocab_size: int, shards: Sequence[ShardRecord]
+    folder: str | Path,
+    tokenizer: str,
+    vocab_size: int,
+    shards: Sequence[ShardRecord],
+    *,
+    bos: bool = False,
 ) -> Manifest:
     """Declare a folder of shards whole; to be called last."""
     manifest = Manifest(
@@ -59,6 +65,7 @@ def write_manifest(
         documents=sum(shard.documents for shard in shards),
         tokens=sum(shard.tokens for shard in shards),
         shards=sorted(shards, key=lambda shard: shard.name),
+        bos=bos,
     )
     text = json.dumps(asdict(manifest), indent=1) + "\n"
     write_whole(Path(folder) / MANIFEST, text.encode())
@@ -68,7 +75,7 @@ def write_manifest(
 def read_manifest(path: Path) -> Manifest | None:
     """The manifest there, or None where there is none; raises DataError."""
     try:
-        table = parse_json(path.read_bytes())
+        table = parse_json(read_regular_file(path))
         shards = [ShardRecord(**record) for record in table.pop("shards")]
         manifest = Manifest(**table, shards=shards)
     except FileNotFoundError:

@@ -77,6 +77,7 @@ class _Task:
     tokenizer: Tokenizer
     out: Path
     share: float  # of the documents that go to validation
+    bos: bool  # each document begins with BOS
     document_bytes: int
 
 
@@ -89,6 +90,7 @@ def prepare(
     out: str | Path,
     validation_share: float = 0.01,
     *,
+    bos: bool = False,
     workers: int | None = None,
     piece_bytes: int | None = None,
     follow_symlinks: bool = False,
@@ -99,14 +101,21 @@ def prepare(
     """Write the shards of all text in `inputs`; raises DataError.
 
     A document goes to validation by a hash of what it says, so one that occurs twice is never on
-    both sides. `workers` is all cores by default and changes nothing but the time. Longer documents
-    than `document_bytes` are refused, and workers that read nothing for `stall_seconds` are ended.
+    both sides. `bos`: each document begins with the tokenizer's BOS. `workers` is all cores by
+    default and changes nothing but the time. Longer documents than `document_bytes` are refused,
+    and workers that read nothing for `stall_seconds` are ended.
     """
     started, out = time.monotonic(), Path(out)
     if not 0 <= validation_share < 1:
         raise DataError(f"validation_share = {validation_share}: must be at least 0 and below 1.")
+    if bos and not tokenizer.has_bos:
+        raise DataError(
+            f'tokenizer "{tokenizer.name}": has no BOS of its own, only an end id.',
+            fix="Leave the option out; documents then follow the end of the one before.",
+        )
     parts = parts_of(find_files(inputs, follow_symlinks))
-    pieces = _cut(parts, f"{_FORMAT} {tokenizer.fingerprint} {validation_share!r}", piece_bytes)
+    made_by = f"{_FORMAT} {tokenizer.fingerprint} {validation_share!r}{' bos' if bos else ''}"
+    pieces = _cut(parts, made_by, piece_bytes)
     plan, total = _digest([piece.key for piece in pieces]), sum(piece.bytes for piece in pieces)
     if not _finished(out, plan):
         done = {piece.name: record for piece in pieces if (record := _recorded(out, piece))}
@@ -114,12 +123,12 @@ def prepare(
         todo = [piece for piece in pieces if piece.name not in done]
         left = sum(piece.bytes for piece in todo)
         progress(total - left, total)
-        task = _Task(tokenizer, out, validation_share, document_bytes)
+        task = _Task(tokenizer, out, validation_share, bos, document_bytes)
         for piece, record in _work(todo, task, workers, stall_seconds):
             done[piece.name] = record
             left -= piece.bytes
             progress(total - left, total)
-        _commit(out, plan, [done[piece.name] for piece in pieces], tokenizer, validation_share)
+        _commit(out, plan, [done[piece.name] for piece in pieces], tokenizer, validation_share, bos)
     else:
         reused, todo = len(pieces), []
         progress(total, total)
@@ -174,14 +183,14 @@ def _recorded(out: Path, piece: _Piece) -> dict | None:
 def _write_piece(piece: _Piece, task: _Task, went_on: Callable[[], None]) -> dict:
     """The shards of a piece, then its record; calls `went_on` with every document."""
     tokenizer, folder = task.tokenizer, task.out / _UNFINISHED
-    end = [tokenizer.eos_id]
+    begin, end = [tokenizer.bos_id] if task.bos else [], [tokenizer.eos_id]
     with (
         ShardWriter(folder / TRAIN / piece.name, tokenizer.vocab_size) as train,
         ShardWriter(folder / VALIDATION / piece.name, tokenizer.vocab_size) as validation,
     ):
         for text in read_documents(piece.parts, task.document_bytes):
             writer = validation if _held_out(text, task.share) else train
-            writer.add(tokenizer.encode(text) + end)
+            writer.add(begin + tokenizer.encode(text) + end)
             went_on()
         written = {TRAIN: asdict(train.close()), VALIDATION: asdict(validation.close())}
     record = {"key": piece.key, "shards": written}
@@ -325,7 +334,7 @@ def _plan_of(path: Path) -> str:
 
 
 def _commit(
-    out: Path, plan: str, records: Sequence[dict], tokenizer: Tokenizer, share: float
+    out: Path, plan: str, records: Sequence[dict], tokenizer: Tokenizer, share: float, bos: bool
 ) -> None:
     """Manifests first, then the folders under their names, then the word that all is done."""
     folder, counts = out / _UNFINISHED, {}
@@ -333,7 +342,8 @@ def _commit(
         shards = [ShardRecord(**record["shards"][side]) for record in records]
         kept = [shard for shard in shards if shard.documents]
         _clear(folder / side, {shard.name for shard in kept})
-        manifest = write_manifest(folder / side, tokenizer.fingerprint, tokenizer.vocab_size, kept)
+        made_by = (tokenizer.fingerprint, tokenizer.vocab_size)
+        manifest = write_manifest(folder / side, *made_by, kept, bos=bos)
         prefix = "" if side == TRAIN else "validation_"
         counts[f"{prefix}documents"] = manifest.documents
         counts[f"{prefix}tokens"] = manifest.tokens

@@ -8,7 +8,7 @@ last (N - 1) % T of its N ids, which fill no sample. Validation has those last i
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Annotated, Any, Literal
@@ -68,12 +68,15 @@ class Stream:
         tokenizer: Tokenizer | None = None,
     ):
         self.seq_len, self._sources = seq_len, sources
+        self.tokenizer = tokenizer
+        self.bos = sources[0].bos  # each document begins with BOS; the same in all sources
         self.end = tokenizer.eos_id if tokenizer else None  # the last id of every document
         self._order = Order(seed, [(s.name, s.weight, s.samples(seq_len)) for s in sources])
         self.facts: dict[str, Any] = {  # by the settings they come from: what a position means
             "debug.seed": seed,
             "training.seq_len": seq_len,
             "data.tokenizer": tokenizer and tokenizer.fingerprint,
+            "data.bos": self.bos,
             "data.sources": {
                 source.name: f"number {number}, {source.fact}{self._version(number)}"
                 for number, source in enumerate(sources)
@@ -146,6 +149,7 @@ class ValidationSet:
 
     def __init__(self, source: _Source, seq_len: int, timeout_seconds: float | None = None):
         self.name, self.seq_len, self._source = source.name, seq_len, source
+        self.bos = source.bos
         self.samples = -(-(source.corpus.tokens - 1) // seq_len)
         self._timeout, self._reader = timeout_seconds, None
 
@@ -201,7 +205,19 @@ def open_stream(
     names = [config.name for config in sources]
     if not names or len(set(names)) < len(names):
         raise DataError(f"sources: {names}: there must be at least one, each with its own name.")
+    check_bos({source.name: source.bos for source in opened})
     return Stream(opened, seq_len, seed, tokenizer)
+
+
+def check_bos(sources: Mapping[str, bool]) -> None:
+    """Raise DataError where documents begin with BOS in some of the sources and not in others."""
+    having = [name for name, bos in sources.items() if bos]
+    if 0 < len(having) < len(sources):
+        others = [name for name in sources if name not in having]
+        raise DataError(
+            f"documents begin with BOS in {', '.join(having)}, and not in {', '.join(others)}.",
+            fix="Prepare all of them with or all without --bos (scripts/prepare_data.py).",
+        )
 
 
 def open_validation(
@@ -225,6 +241,7 @@ class _Source:
     weight: float
     corpus: Corpus
     vocab_size: int
+    bos: bool  # every document begins with BOS
 
     def samples(self, seq_len: int) -> int:
         return (self.corpus.tokens - 1) // seq_len
@@ -277,7 +294,11 @@ def _source_of(
             f"{about}: has ids up to {manifest.max_id}, outside 0…{vocab_size - 1}.",
             fix=f"Set model.vocab_size = {manifest.vocab_size} or more.",
         )
-    return _Source(config.name, config.weight, corpus, vocab_size)
+    if manifest:
+        bos = manifest.bos is True
+    else:  # of a corpus made elsewhere, by the first of its documents
+        bos = bool(tokenizer and tokenizer.has_bos and corpus.read(0, 1)[0] == tokenizer.bos_id)
+    return _Source(config.name, config.weight, corpus, vocab_size, bos)
 
 
 def _inputs_and_labels(ids: np.ndarray) -> tuple[Tensor, Tensor]:

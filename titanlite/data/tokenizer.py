@@ -6,17 +6,22 @@ Text that looks like a special token stays text: only this room's callers put sp
 from __future__ import annotations
 
 import base64
+import errno
 import json
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import xxhash
 
+from titanlite.data.tokenizer_definition import added_around_text, check_definition
 from titanlite.errors import DataError
+from titanlite.files import parse_json, read_regular_file
 
 BYTES = "bytes"  # the name of the tokenizer that needs no file
+MOST_BYTES = 64 << 20  # of a file; the largest in use (Gemma's tokenizer.json) has 34 MB
 BEGIN, END = "<|begin_of_text|>", "<|end_of_text|>"
 
 # How Llama 3 cuts text before merging bytes; the ranks of a file mean little without it.
@@ -30,6 +35,7 @@ _ALLOWED = (
     'Give a tiktoken ranks file (lines of "base64 rank"), a Hugging Face tokenizer.json,'
     f' or "{BYTES}".'
 )
+FILES = ("tokenizer.json", "tokenizer.model")  # what their files are called
 _BEGINS = (BEGIN, "<s>", "<bos>", "<|startoftext|>", "[BOS]", "<｜begin▁of▁sentence｜>")
 _ENDS = (END, "</s>", "<eos>", "<|endoftext|>", "[EOS]", "<｜end▁of▁sentence｜>")
 
@@ -41,19 +47,34 @@ _BLANKS = re.compile(rf"(?<!\s)\s{{{_MOST_BLANKS},}}")
 class Tokenizer(ABC):
     """Text to ids and back; may be sent to another process."""
 
+    name: str  # where it came from, for messages
     vocab_size: int  # one more than the largest id, specials included
-    bos_id: int
+    bos_id: int  # eos_id where it has none of its own
     eos_id: int
     fingerprint: str  # equal for equal ids, wherever the file lies
+    adds_bos = False  # whether its file says that a text begins with BOS
+    files: dict[str, bytes] = {}  # what `tokenizer_of` makes the same one from; "bytes" needs none
+
+    @property
+    def has_bos(self) -> bool:
+        """Whether it has a BOS that is not its end id too."""
+        return self.bos_id != self.eos_id
 
     def encode(self, text: str) -> list[int]:
-        """The ids of a text, without a beginning or an end; never a special one."""
+        """The ids of a text, without a beginning or an end; never a special one.
+
+        Raises DataError where a foreign file cannot do it.
+        """
         return self._encode(well_formed(text))
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of some ids; bytes that are not UTF-8 show as U+FFFD."""
         # a model may be wider than its tokenizer, and those ids have no text
         return self._decode([int(i) for i in ids if 0 <= i < self.vocab_size])
+
+    def token_of(self, id: int) -> str:
+        """What a special token is called."""
+        return self._decode([id])
 
     @abstractmethod
     def _encode(self, text: str) -> list[int]: ...
@@ -73,38 +94,45 @@ def well_formed(text: str) -> str:
 
 def open_tokenizer(path: str) -> Tokenizer:
     """The tokenizer of a file, or raw bytes for "bytes"; raises DataError."""
-    if path == BYTES:
-        return _Bytes()
-    content = _read(Path(path))
-    if content.lstrip()[:1] == b"{":
-        return _HuggingFace(path, _read_json(path, content))
-    return _Ranks(path, _read_ranks(path, content))
+    return _Bytes() if path == BYTES else tokenizer_of(_read(Path(path)), path)
+
+
+def tokenizer_of(content: bytes, name: str) -> Tokenizer:
+    """The tokenizer of a file's content; `name` is for messages. Raises DataError."""
+    kind = _HuggingFace if content.lstrip()[:1] == b"{" else _Ranks
+    return kind(content, name)
 
 
 def _read(path: Path) -> bytes:
     if path.is_dir():
-        inside = [path / name for name in ("tokenizer.json", "tokenizer.model")]
+        inside = [path / name for name in FILES]
         there = [str(file) for file in inside if file.exists()]
         fix = f"Give the file: {there[0]}" if there else _ALLOWED
         raise DataError(f'tokenizer "{path}": is a folder.', fix=fix)
     try:
-        return path.read_bytes()
+        return read_regular_file(path, MOST_BYTES)
     except OSError as error:
+        refused = error.errno in (errno.EINVAL, errno.EFBIG)
         reason = error.strerror or error
-        raise DataError(f'tokenizer "{path}": cannot be read ({reason}).', fix=_ALLOWED) from None
+        why = f"{reason}" if refused else f"cannot be read ({reason})"
+        raise DataError(f'tokenizer "{path}": {why}.', fix=_ALLOWED) from None
 
 
 def _read_json(path: str, content: bytes) -> dict:
     try:
-        table = json.loads(content)
+        table = parse_json(content)
     except ValueError as error:
         raise DataError(f'tokenizer "{path}": not valid JSON ({error}).', fix=_ALLOWED) from None
-    if not isinstance(table.get("model"), dict):
+    if not isinstance(table, dict) or not isinstance(table.get("model"), dict):
         raise DataError(f'tokenizer "{path}": is JSON, but not a tokenizer.json.', fix=_ALLOWED)
+    try:
+        check_definition(table)
+    except ValueError as error:
+        raise DataError(f'tokenizer "{path}": cannot be used: {error}.', fix=_ALLOWED) from None
     return table
 
 
-def _read_ranks(path: str, content: bytes) -> dict[bytes, int]:
+def read_ranks(path: str, content: bytes) -> dict[bytes, int]:
     # not by tiktoken's own reader: it keeps a copy under /tmp by path, and shows that copy again
     # after the file has changed
     ranks: dict[bytes, int] = {}
@@ -131,11 +159,13 @@ def _read_ranks(path: str, content: bytes) -> dict[bytes, int]:
 class _Ranks(Tokenizer):
     """Byte pairs merged in the order of their rank, by tiktoken; the specials follow the ranks."""
 
-    def __init__(self, path: str, ranks: dict[bytes, int]):
+    def __init__(self, content: bytes, name: str):
         try:
             import tiktoken
         except ImportError as missing:
-            raise _not_installed(path, "tiktoken") from missing
+            raise _not_installed(name, "tiktoken") from missing
+        self.name, self.files = name, {"tokenizer.model": content}
+        ranks = read_ranks(name, content)
         names = _llama3_specials() if len(ranks) == _LLAMA3_RANKS else [BEGIN, END]
         specials = {name: len(ranks) + number for number, name in enumerate(names)}
         self._encoding = tiktoken.Encoding(
@@ -176,48 +206,63 @@ def _llama3_specials() -> list[str]:
 class _HuggingFace(Tokenizer):
     """A tokenizer.json, by the tokenizers library."""
 
-    def __init__(self, path: str, table: dict):
+    def __init__(self, content: bytes, name: str):
         try:
             import tokenizers
         except ImportError as missing:
-            raise _not_installed(path, "tokenizers") from missing
-        self._path, self._table = path, {**table, "truncation": None, "padding": None}
+            raise _not_installed(name, "tokenizers") from missing
+        self.name, self.files = name, {"tokenizer.json": content}
+        table = {**_read_json(name, content), "truncation": None, "padding": None}
         # those two are habits of whoever saved the file; they would cut or fill our documents
-        definition = json.dumps(self._table, sort_keys=True)
-        try:
+        definition = json.dumps(table, sort_keys=True)
+        with _as_data_error(name, "the tokenizers library cannot read it"):
             self._tokenizer = tokenizers.Tokenizer.from_str(definition)
-        except Exception as error:  # the library raises nothing narrower
-            raise DataError(
-                f'tokenizer "{path}": the tokenizers library cannot read it ({error}).',
-                fix=_ALLOWED,
-            ) from None
-        self._tokenizer.encode_special_tokens = True  # special-looking text stays text
-        self.vocab_size = 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values())
-        added = {t.content: i for i, t in self._tokenizer.get_added_tokens_decoder().items()}
+            self._tokenizer.encode_special_tokens = True  # special-looking text stays text
+            ids = self._tokenizer.get_vocab(with_added_tokens=True).values()
+            added = {t.content: i for i, t in self._tokenizer.get_added_tokens_decoder().items()}
+        self.vocab_size = 1 + max(ids)
         self.eos_id = _first_of(_ENDS, added)
         if self.eos_id is None:
             raise DataError(
-                f'tokenizer "{path}": no known end of text among its {len(added)} added tokens.',
+                f'tokenizer "{name}": no known end of text among its {len(added)} added tokens.',
                 fix=f"Add one of {' '.join(_ENDS)} to it.",
             )
         begin = _first_of(_BEGINS, added)
         self.bos_id = self.eos_id if begin is None else begin  # as GPT-2 does
+        first = next(iter(added_around_text(table)), None)
+        self.adds_bos = self.has_bos and added.get(first) == self.bos_id
         self.fingerprint = _fingerprint("tokenizer.json", definition)
 
     def __reduce__(self):  # the library's own forgets encode_special_tokens
-        return _HuggingFace, (self._path, self._table)
+        return tokenizer_of, (self.files["tokenizer.json"], self.name)
+
+    def token_of(self, id: int) -> str:
+        return self._tokenizer.id_to_token(id)  # a decoder may strip, or join with spaces
 
     def _encode(self, text: str) -> list[int]:
-        return self._tokenizer.encode(text, add_special_tokens=False).ids
+        with _as_data_error(self.name, f"cannot encode a text of {len(text):,} characters"):
+            return self._tokenizer.encode(text, add_special_tokens=False).ids
 
     def _decode(self, ids: list[int]) -> str:
-        return self._tokenizer.decode(ids, skip_special_tokens=False)
+        with _as_data_error(self.name, f"cannot decode {len(ids):,} ids"):
+            return self._tokenizer.decode(ids, skip_special_tokens=False)
+
+
+@contextmanager
+def _as_data_error(name: str, what: str) -> Iterator[None]:
+    """Whatever the tokenizers library raises, panics of Rust included, as a DataError."""
+    try:
+        yield
+    except BaseException as error:  # the library has no narrower class; a panic is no Exception
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        raise DataError(f'tokenizer "{name}": {what} ({error}).', fix=_ALLOWED) from None
 
 
 class _Bytes(Tokenizer):
     """The 256 bytes of UTF-8, a beginning and an end."""
 
-    vocab_size, bos_id, eos_id = 258, 256, 257
+    name, vocab_size, bos_id, eos_id = BYTES, 258, 256, 257
 
     def __init__(self):
         self.fingerprint = _fingerprint(BYTES, BEGIN, END)

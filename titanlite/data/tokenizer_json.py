@@ -2,35 +2,65 @@
 
 from __future__ import annotations
 
-import base64
 import json
 from collections.abc import Mapping
 from itertools import pairwise
-from pathlib import Path
+from typing import Any
 
 from titanlite.data.bpe import ranks_of
-from titanlite.data.tokenizer import BYTES, SPLIT_PATTERN, Tokenizer, open_tokenizer
+from titanlite.data.tokenizer import BYTES, SPLIT_PATTERN, Tokenizer, read_ranks
+from titanlite.data.tokenizer_definition import added_around_text
 from titanlite.errors import DataError
 
 
-def as_tokenizer_json(path: str) -> bytes:
-    """The content of the tokenizer.json for a [data] tokenizer; such a file is itself, but for
-    truncation and padding, which are habits of whoever saved it.
+def as_tokenizer_json(tokenizer: Tokenizer, *, bos: bool = False) -> bytes:
+    """The content of a tokenizer.json that gives the ids which a model was trained on.
 
-    The ids are the same but for runs of 100,000 blanks, which are cut here and not there. Raises
-    DataError.
+    `bos`: each document began with BOS, so that it adds one before a text; else it adds nothing.
+    A file that is one already, and says so, is taken as it is; but truncation and padding, which
+    are habits of whoever saved it, are dropped. The ids are the same but for runs of 100,000
+    blanks, which are cut here and not there. Raises DataError.
     """
-    tokenizer = open_tokenizer(path)
-    if path == BYTES:
-        return _of_ranks({bytes([byte]): byte for byte in range(256)}, tokenizer)
-    content = Path(path).read_bytes()
-    if content.lstrip()[:1] == b"{":
-        table = json.loads(content)
-        if table.get("truncation") is None and table.get("padding") is None:
-            return content
-        return json.dumps({**table, "truncation": None, "padding": None}).encode()
-    lines = (line.split() for line in content.splitlines())
-    return _of_ranks({base64.b64decode(token): int(rank) for token, rank in lines}, tokenizer)
+    content = tokenizer.files.get("tokenizer.json")
+    if content is None:
+        content = _of_ranks(_ranks_of(tokenizer), tokenizer)
+    table = json.loads(content)
+    wanted = {
+        "truncation": None,
+        "padding": None,
+        "post_processor": _post_processor(table, tokenizer, bos),
+    }
+    if all(table.get(key) == value for key, value in wanted.items()):
+        return content
+    return json.dumps({**table, **wanted}, ensure_ascii=False).encode()
+
+
+def _post_processor(table: dict[str, Any], tokenizer: Tokenizer, bos: bool) -> Any:
+    """What adds BOS to the ids of a text, or nothing; the given one where it does just that."""
+    begin = tokenizer.token_of(tokenizer.bos_id)
+    if added_around_text(table) == ([begin, None] if bos else [None]):
+        return table.get("post_processor")
+    if not bos:
+        return None
+    return {
+        "type": "TemplateProcessing",
+        "single": [_piece("SpecialToken", begin, 0), _piece("Sequence", "A", 0)],
+        "pair": [
+            *(_piece("SpecialToken", begin, 0), _piece("Sequence", "A", 0)),
+            *(_piece("SpecialToken", begin, 1), _piece("Sequence", "B", 1)),
+        ],
+        "special_tokens": {begin: {"id": begin, "ids": [tokenizer.bos_id], "tokens": [begin]}},
+    }
+
+
+def _piece(kind: str, id: str, type_id: int) -> dict[str, Any]:
+    return {kind: {"id": id, "type_id": type_id}}
+
+
+def _ranks_of(tokenizer: Tokenizer) -> dict[bytes, int]:
+    if tokenizer.name == BYTES:
+        return {bytes([byte]): byte for byte in range(256)}
+    return read_ranks(tokenizer.name, tokenizer.files["tokenizer.model"])
 
 
 def _of_ranks(ranks: dict[bytes, int], tokenizer: Tokenizer) -> bytes:

@@ -125,6 +125,7 @@ FACTS = (  # what a checkpoint says of its job, by the names that allow it to ch
     "attention.mask",
     "debug.seed",
     "data.tokenizer",
+    "data.bos",
     "data.sources",
     "data.content",
 )

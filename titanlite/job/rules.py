@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 
 from titanlite.checkpoint import checkpoint_problems
-from titanlite.data import Tokenizer
+from titanlite.data import Tokenizer, check_bos
 from titanlite.distributed.mesh import Degrees, degrees_of
 from titanlite.distributed.session import choose_device
 from titanlite.errors import CheckpointError, ConfigError, Problems, UserError
@@ -327,19 +327,26 @@ def _data_problems(config: JobConfig, shape) -> Iterator[UserError]:
             keys=("model.vocab_size", "data.tokenizer"),
         )
         vocab_size = tokenizer.vocab_size  # so that each corpus does not say it again
+    bos: dict[str, bool] = {}
     for key, opener in (("data.sources", stream_of), ("data.validation", texts_of)):
         try:
             opened = opener(config, vocab_size, tokenizer)
         except UserError as error:
             yield from _about(key, error)
         else:
+            texts = opened if isinstance(opened, list) else [opened] if opened else []
+            bos |= {f"{key} {getattr(text, 'name', '')}".strip(): text.bos for text in texts}
             if tokenizer and config.attention.mask == "document":
-                yield from _end_problems(key, opened, tokenizer)
+                yield from _end_problems(key, texts, tokenizer)
+    try:
+        check_bos(bos)
+    except UserError as error:
+        yield ConfigError(error.message, fix=error.fix, keys=("data.sources", "data.validation"))
 
 
-def _end_problems(key: str, opened, tokenizer: Tokenizer) -> Iterator[ConfigError]:
+def _end_problems(key: str, texts, tokenizer: Tokenizer) -> Iterator[ConfigError]:
     """Corpora made elsewhere whose documents do not end as those of `tokenizer` do."""
-    for text in opened if isinstance(opened, list) else [opened] if opened else []:
+    for text in texts:
         for name in text.without_end(tokenizer.eos_id):
             yield ConfigError(
                 f'attention.mask = "document": the last id of "{name}" is not the end of a document'

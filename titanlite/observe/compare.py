@@ -109,7 +109,7 @@ def _read(path: Path) -> Told:
             if event["event"] == "validation":
                 losses = told.setdefault(f"validation {event['name']}", {})
                 losses[event["step"]] = _number(event["loss"])
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
         why = f"{type(error).__name__}: {error}"
         raise DataError(f"{path}: is not the {METRICS_FILE} of a run ({why}).") from None
     return told

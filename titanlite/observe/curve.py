@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from titanlite.errors import DataError
+from titanlite.files import parse_json, read_regular_file
 from titanlite.observe.figure import FAINT, GRID, INK, new_figure
 
 BLUE, RED = "#2f6fb2", "#d1495b"
@@ -26,6 +26,16 @@ def draw_loss(metrics_jsonl: Path, png: Path) -> None:
         raise DataError(
             f"{metrics_jsonl}: holds no step.", fix="Give the folder of a run that has begun."
         )
+    try:
+        figure = _drawn(steps, events)
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
+        why = f"{type(error).__name__}: {error}"
+        raise DataError(f"{metrics_jsonl}: is not the metrics of a run ({why}).") from None
+    png.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(png)
+
+
+def _drawn(steps, events):
     figure = new_figure(9, 5.6, layout="constrained")
     loss_panel, rate_panel = figure.subplots(
         2, 1, sharex=True, gridspec_kw={"height_ratios": [5, 1]}
@@ -34,14 +44,13 @@ def draw_loss(metrics_jsonl: Path, png: Path) -> None:
     _draw_validation(loss_panel, events)
     _draw_rate(rate_panel, steps)
     _finish(loss_panel, rate_panel, steps)
-    png.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(png)
+    return figure
 
 
 def read_metrics(path: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """(step lines, event lines) of a metrics.jsonl; a line being written is left out."""
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = read_regular_file(path).decode().splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(
             f"{path}: cannot be read ({getattr(error, 'strerror', None) or error}).",
@@ -50,11 +59,14 @@ def read_metrics(path: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]
     steps, events = [], []
     for number, line in enumerate(lines, 1):
         try:
-            record = json.loads(line)
-            (events if "event" in record else steps).append(record)
-        except (ValueError, TypeError):  # TypeError: a number by itself
+            record = parse_json(line)
+        except ValueError as error:
             if number < len(lines):
-                raise DataError(f"{path}: line {number} is not JSON.") from None
+                raise DataError(f"{path}: line {number} is not JSON ({error}).") from None
+            break
+        if not isinstance(record, dict):
+            raise DataError(f"{path}: line {number} is not a JSON object: {line:.40}")
+        (events if "event" in record else steps).append(record)
     return steps, events
 
 

@@ -1,0 +1,143 @@
+"""What a checkpoint says of its model and tokenizer; it may be foreign, so it is checked first."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from titanlite.checkpoint.hf import check_size, parameters_of
+from titanlite.checkpoint.manifest import FileRecord, Manifest, check_hashes, read_manifest
+from titanlite.checkpoint.place import Place
+from titanlite.data import Tokenizer, open_tokenizer
+from titanlite.data.tokenizer import BYTES, FILES, MOST_BYTES, tokenizer_of
+from titanlite.errors import CheckpointError, ConfigError
+from titanlite.models import FAMILIES, Family, ModelConfig
+from titanlite.settings import build, describe
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class SavedModel:
+    """A checkpoint's model, without its weights, and what is needed to write text with it."""
+
+    place: Place
+    manifest: Manifest
+    family: Family
+    shape: Any  # the family's own
+    tokenizer: Tokenizer | None  # None: it was trained on ids alone
+    bos: bool  # every document it was trained on began with BOS
+    documents_apart: bool  # attention.mask = "document"
+    seq_len: int  # tokens it was trained on at once; 0: not known
+
+
+def read_saved_model(place: Place, tokenizer: str | None = None) -> SavedModel:
+    """The model and tokenizer of a `step-N` folder; raises CheckpointError or DataError.
+
+    `tokenizer`: the path of a file to use where the checkpoint holds no copy of it.
+    """
+    manifest = read_manifest(place)
+    family, shape = described_model(place, manifest)
+    opened = _open_tokenizer(place, manifest, tokenizer)
+    if opened and opened.vocab_size > shape.vocab_size:
+        raise CheckpointError(
+            f'{place}: the tokenizer "{opened.name}" has {opened.vocab_size} ids, and the model'
+            f" knows {shape.vocab_size}.",
+            fix="Name the tokenizer it was trained with: --tokenizer PATH.",
+        )
+    seq_len = job_value(place, manifest, "training", "seq_len", int) or 0
+    bos = manifest.facts.get("data.bos") is True
+    apart = manifest.facts.get("attention.mask") == "document"
+    return SavedModel(place, manifest, family, shape, opened, bos, apart, seq_len)
+
+
+def write_files(place: Place, contents: Mapping[str, bytes]) -> dict[str, FileRecord]:
+    """Write small files of a checkpoint, before its manifest that lists them."""
+    written = {}
+    for name, content in contents.items():
+        with place.writing(name) as stream:
+            stream.write(content)
+        written[name] = FileRecord(stream.bytes, stream.hash)
+    return written
+
+
+def described_model(checkpoint: Place, manifest: Manifest) -> tuple[Family, Any]:
+    """The family and shape of a checkpoint's model, whose weights it holds.
+
+    Raises CheckpointError before anything is built where the model is not that of its tensors.
+    """
+    table = manifest.job.get("model")
+    model, problems = build(ModelConfig, table if isinstance(table, dict) else {})
+    if problems or not isinstance(table, dict):
+        why = "; ".join(problem.message for problem in problems) or "it names no model"
+        raise CheckpointError(f"{checkpoint}: its job is not valid: {why}")
+    family = FAMILIES[model.name]
+    try:
+        shape = family.shape_of(model)
+    except ConfigError as error:
+        raise CheckpointError(f"{checkpoint}: its job is not valid: {error.message}") from None
+    check_size(checkpoint, family, shape, len(manifest.tensors))
+    wrong = [
+        name
+        for name, size in parameters_of(family, shape).items()
+        if (record := manifest.tensors.get(f"model.{name}")) is None or record.shape != list(size)
+    ]
+    if wrong:
+        raise CheckpointError(
+            f"{checkpoint}: {len(wrong)} tensors of the model that it describes are missing or"
+            f" have another shape: {', '.join(wrong[:4])}."
+        )
+    return family, shape
+
+
+def job_value(
+    checkpoint: Place, manifest: Manifest, section: str, key: str, kind: type[T]
+) -> T | None:
+    """A setting of the job that saved a checkpoint, or None; raises CheckpointError."""
+    table = manifest.job.get(section, {})
+    value = table.get(key) if isinstance(table, dict) else table
+    if value is not None and type(value) is not kind:
+        raise CheckpointError(
+            f"{checkpoint}: its job is not valid: {section}.{key} is not {describe(kind)}."
+        )
+    return value
+
+
+def _open_tokenizer(place: Place, manifest: Manifest, path: str | None) -> Tokenizer | None:
+    """The copy in the checkpoint, or the file at `path`; the one that it was trained with.
+
+    The path that the manifest records is never opened: it is relative to another working directory,
+    and in a foreign checkpoint it could name any file.
+    """
+    trained_with = manifest.facts.get("data.tokenizer")
+    recorded = job_value(place, manifest, "data", "tokenizer", str)
+    copies = [name for name in FILES if name in manifest.files]
+    if path is not None:
+        opened = open_tokenizer(path)
+    elif copies:
+        opened = tokenizer_of(_read_copy(place, manifest, copies[0]), f"{place}/{copies[0]}")
+    elif recorded == BYTES:
+        opened = open_tokenizer(BYTES)
+    elif recorded is None and trained_with is None:
+        return None
+    else:
+        raise CheckpointError(
+            f"{place}: holds no copy of its tokenizer, whose file was {recorded!r:.200}.",
+            fix="Name that file, if you trust it: --tokenizer PATH.",
+        )
+    if trained_with not in (None, opened.fingerprint):
+        copy = "leave --tokenizer out, because the checkpoint holds a copy; or " if copies else ""
+        raise CheckpointError(
+            f"{place}: was trained with the tokenizer {trained_with!s:.32}; the fingerprint of"
+            f' "{opened.name}" is {opened.fingerprint}, so its ids mean something else.',
+            fix=f"Use that one: {copy}--tokenizer PATH.",
+        )
+    return opened
+
+
+def _read_copy(place: Place, manifest: Manifest, name: str) -> bytes:
+    if manifest.files[name].bytes > MOST_BYTES:
+        raise CheckpointError(f"{place}: {name} has more than {MOST_BYTES:,} bytes.")
+    check_hashes(place, manifest, [name])
+    return place.read(name)
