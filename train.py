@@ -16,7 +16,7 @@ import sys
 import time
 from functools import partial
 
-from titanlite.checkpoint import Checkpointer, Hold, hold_folder
+from titanlite.checkpoint import Checkpointer, Hold, hold_folders
 from titanlite.data import slices_of
 from titanlite.distributed.collectives import agree, attempt, on_rank_0
 from titanlite.distributed.mesh import build_mesh
@@ -93,7 +93,7 @@ def main(argv: list[str]) -> int:
         patience = comm.init_timeout_seconds
         with (
             join(device, comm, job.config.debug, job.folder) as session,
-            hold_folder(job.folder) as hold,
+            hold_folders(job.folder, job.other_folders) as hold,
             Watch(session.rank, session.ranks, patience, job.folder, session.start) as watch,
             explain_out_of_memory(job, device, lambda: watch.place) as held,
         ):
@@ -133,6 +133,7 @@ def train(
         facts=job.facts(stream),
         job=dataclasses.asdict(config),
         layout=str(job.degrees),
+        fence=hold.check,
     )
     watch.now(0, "load")
     found = checkpointer.find()

@@ -17,7 +17,7 @@ from tests.checkpoint.saving import bits, load, open_checkpointer, save, save_wh
 from tests.distributed.oracle import ADAMW, Layout, Record, go_on, start, whole
 from tests.distributed.ranks import run_on_ranks
 
-from titanlite.checkpoint import Place, read_manifest
+from titanlite.checkpoint import Place, list_steps, read_manifest
 from titanlite.checkpoint.manifest import FORMAT, _hash
 from titanlite.checkpoint.store import _make_room
 from titanlite.errors import CheckpointError
@@ -366,13 +366,16 @@ def somewhere_else(url) -> list:
     place.write_at_once(shard, one_bit(place.read(shard)))
     spoil(state)
     steps = checkpointer.steps()
-    return [steps, load(checkpointer, state), bits(state) == before, Place(url).folders()]
+    found, names = load(checkpointer, state), Place(url).folders()
+    return [steps, found, bits(state) == before, names, list_steps(Place(url)).aside]
 
 
-@pytest.mark.parametrize("url", ["memory://bucket/run/checkpoint", "file://{}/checkpoint"])
-def test_checkpoints_may_be_wherever_a_url_leads(url, tmp_path):
+@pytest.mark.parametrize(
+    "url, aside", [("memory://bucket/run/checkpoint", ""), ("file://{}/checkpoint", ".aside-1")]
+)
+def test_checkpoints_may_be_wherever_a_url_leads(url, aside, tmp_path):
     answer = run_on_ranks(somewhere_else, 1, url.format(tmp_path))[0]
-    assert answer == [[2, 3], "step-2", True, ["step-2", "step-3.aside-1"]]
+    assert answer == [[2, 3], "step-2", True, ["step-2", f"step-3{aside}"], [f"step-3{aside}"]]
 
 
 def test_a_manifest_lists_every_tensor_with_a_hash_that_follows_its_content(tmp_path):

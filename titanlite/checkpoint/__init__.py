@@ -5,7 +5,8 @@ from __future__ import annotations
 from titanlite.checkpoint.checkpointer import Checkpointer, Found, Saved
 from titanlite.checkpoint.config import CheckpointConfig, checkpoint_place, checkpoint_problems
 from titanlite.checkpoint.convert import described_model, from_hugging_face, to_hugging_face
-from titanlite.checkpoint.hold import Hold, hold_folder
+from titanlite.checkpoint.hold import Hold, hold_folders
+from titanlite.checkpoint.listing import list_steps, step_and_number
 from titanlite.checkpoint.manifest import Manifest, check_hashes, read_manifest
 from titanlite.checkpoint.place import Place
 from titanlite.checkpoint.store import read_tensors, state_of
@@ -23,9 +24,11 @@ __all__ = [
     "checkpoint_problems",
     "described_model",
     "from_hugging_face",
-    "hold_folder",
+    "hold_folders",
+    "list_steps",
     "read_manifest",
     "read_tensors",
     "state_of",
+    "step_and_number",
     "to_hugging_face",
 ]

@@ -47,12 +47,12 @@ def scatter_sum(group: dist.ProcessGroup, every: Tensor) -> Tensor:
     return mine.view(every.shape[1:])
 
 
-def from_rank_0(value: T) -> T:
-    """Rank 0's value, on every rank."""
+def from_rank_0(value: T, group: dist.ProcessGroup | None = None) -> T:
+    """Rank 0's value, on every rank; `group` is one of all ranks, with a timeout of its own."""
     if dist.get_world_size() == 1:
         return value
     box = [value]
-    dist.broadcast_object_list(box, src=0)
+    dist.broadcast_object_list(box, src=0, group=group)
     return box[0]
 
 
@@ -91,10 +91,13 @@ def attempt(act: Callable[[], T]) -> tuple[T | None, UserError | None]:
         return None, error
 
 
-def on_rank_0(act: Callable[[], T]) -> T:
-    """Do something where one rank is enough; all learn its result, or its failure."""
+def on_rank_0(act: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
+    """Do something where one rank is enough; all learn its result, or its failure.
+
+    They wait as long as the timeout of `group` allows, which is one of all ranks.
+    """
     result, problem = attempt(act) if dist.get_rank() == 0 else (None, None)
-    result, problem = from_rank_0((result, problem))
+    result, problem = from_rank_0((result, problem), group)
     if problem is not None:
         raise problem.known_to_all()
     return result
