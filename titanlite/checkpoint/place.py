@@ -51,7 +51,7 @@ def _named_errors(method: Method) -> Method:
                 raise
             raise StoreUnreachable(
                 f"{place}: the store failed: {type(error).__name__}: {error}.",
-                fix="Run the same command again when the store answers.",
+                fix="Check the store and the credentials for it, then run the same command again.",
             ) from error
 
     return call
