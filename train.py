@@ -16,7 +16,7 @@ import sys
 import time
 from functools import partial
 
-from titanlite.checkpoint import Checkpointer, Hold, hold_folder
+from titanlite.checkpoint import Checkpointer, Hold, hold_folders
 from titanlite.data import slices_of
 from titanlite.distributed.collectives import agree, attempt, on_rank_0
 from titanlite.distributed.limits import leave_with
@@ -98,7 +98,7 @@ def main(argv: list[str]) -> int:
                 session.rank, session.ranks, patience, job.folder, session.start,
                 job.config.checkpoint.timeout_seconds,
             ) as watch,
-            hold_folder(job.folder) as hold,
+            hold_folders(job.folder, job.other_folders) as hold,
             watch.blaming(),  # before the end of the run is written down, which says who was lost
             explain_out_of_memory(job, device, lambda: watch.place) as held,
         ):
@@ -139,6 +139,7 @@ def train(
         job=dataclasses.asdict(config),
         layout=str(job.degrees),
         files=stream.tokenizer.files if stream.tokenizer else {},
+        fence=hold.check,
     )
     watch.follow(lambda: checkpointer.limit)
     watch.now(0, "load")

@@ -1,6 +1,6 @@
 """Look into the checkpoints of a run: python scripts/checkpoint.py ls outputs/checkpoint
 
-ls      every step, whole or not, with its size and how it was saved
+ls      every step, whole or not, and those set aside, with their size and how they were saved
 verify  read every byte and compare it with what was written; exit 2 if any is not
 show    what one checkpoint holds
 newest  print the path of the newest valid checkpoint
@@ -11,10 +11,16 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
 import sys
 
-from titanlite.checkpoint import Place, check_hashes, newest_checkpoint, read_manifest
+from titanlite.checkpoint import (
+    Place,
+    check_hashes,
+    list_steps,
+    newest_checkpoint,
+    read_manifest,
+    step_and_number,
+)
 from titanlite.errors import EXIT_DONE, EXIT_USER, CheckpointError, UserError, report
 
 
@@ -25,7 +31,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("act", choices=["ls", "verify", "show", "newest", "rm"])
     parser.add_argument("place", help="a run, its checkpoint folder, or one step-N")
     args = parser.parse_args(argv)
-    acts = {"ls": list_steps, "verify": verify, "show": show, "newest": newest, "rm": remove}
+    acts = {"ls": show_all, "verify": verify, "show": show, "newest": newest, "rm": remove}
     try:
         return acts[args.act](Place(args.place))
     except UserError as error:
@@ -33,25 +39,26 @@ def main(argv: list[str] | None = None) -> int:
         return EXIT_USER
 
 
-def list_steps(place: Place) -> int:
-    for step in steps_of(place):
+def show_all(place: Place) -> int:
+    for step, aside in steps_of(place):
+        note = "set aside  " if aside else ""
         try:
             manifest = read_manifest(step)
         except CheckpointError as error:
-            print(f"{step.name:<18} not whole: {error.message.removeprefix(f'{step}: ')}")
+            print(f"{step.name:<18} {note}not whole: {error.message.removeprefix(f'{step}: ')}")
             continue
         parts = "weights, moments" if manifest.has("optimizer") else "weights alone"
         print(
             f"{step.name:<18} {manifest.bytes / 1e6:>10,.1f} MB  {len(manifest.files):>5} files"
-            f"  {parts}  position {manifest.progress.get('position')}  {manifest.layout}"
+            f"  {note}{parts}  position {manifest.progress.get('position')}  {manifest.layout}"
         )
     return EXIT_DONE
 
 
 def verify(place: Place) -> int:
     bad = 0
-    for step in steps_of(place):
-        if ".aside-" in step.name and step is not place:  # this was found wanting, or left behind
+    for step, aside in steps_of(place):
+        if aside:  # this was found wanting, or left behind
             continue
         try:
             manifest = read_manifest(step)
@@ -68,6 +75,8 @@ def show(place: Place) -> int:
     position, tokens = (manifest.progress.get(key) for key in ("position", "tokens"))
     print(f"{place}: step {manifest.step}, position {position}, {tokens} tokens")
     print(f"  saved under {manifest.layout}, in {manifest.seconds:.1f} s, by {manifest.versions}")
+    if manifest.lease:
+        print(f"  under lease number {manifest.lease} of its folder")
     print(f"  facts {json.dumps(manifest.facts, ensure_ascii=False)}")
     for name, file in manifest.files.items():
         print(f"  {file.bytes:>14,} bytes  {file.hash}  {name}")
@@ -92,19 +101,20 @@ def remove(place: Place) -> int:
     return EXIT_DONE
 
 
-def steps_of(place: Place) -> list[Place]:
-    """The step itself, or those of a checkpoint folder, or of the run it is in."""
+def steps_of(place: Place) -> list[tuple[Place, bool]]:
+    """The step itself, or those of a checkpoint folder, or of the run it is in.
+
+    With each, whether it is set aside; one that is named itself is taken as it is.
+    """
     if place.name.startswith("step-"):
-        return [place]
+        return [(place, False)]
     for folder in (place, place / "checkpoint"):
-        steps = [name for name in folder.folders() if re.fullmatch(r"step-\d+(\.aside-\d+)?", name)]
-        if steps:
-            return [folder / name for name in sorted(steps, key=_number)]
+        found = list_steps(folder)
+        steps = [f"step-{step}" for step in found.steps]
+        removed = [name for name in found.unfinished if not name.endswith(".removed")]
+        if names := sorted([*steps, *found.aside, *removed], key=step_and_number):
+            return [(folder / name, name in found.aside) for name in names]
     raise CheckpointError(f"{place}: holds no checkpoints.", fix="Name a run, or a step-N folder.")
-
-
-def _number(name: str) -> tuple[int, str]:
-    return int(name.removeprefix("step-").partition(".")[0]), name
 
 
 if __name__ == "__main__":

@@ -9,9 +9,11 @@ from torch import Tensor
 from titanlite.checkpoint import CheckpointConfig, Checkpointer, Place, Saved
 
 
-def open_checkpointer(folder, *, facts=None, layout="", **config) -> Checkpointer:
+def open_checkpointer(folder, *, facts=None, layout="", fence=None, **config) -> Checkpointer:
     """Of a job of which nothing is known but what the test cares about."""
     about = {"facts": facts or {}, "job": {}, "layout": layout}
+    if fence:
+        about["fence"] = fence
     return Checkpointer(Place(folder), CheckpointConfig(enable=True, **config), **about)
 
 

@@ -17,7 +17,8 @@ from tests.checkpoint.saving import bits, load, open_checkpointer, save, save_wh
 from tests.distributed.oracle import ADAMW, Layout, Record, go_on, start, whole
 from tests.distributed.ranks import run_on_ranks
 
-from titanlite.checkpoint import Place, read_manifest
+from titanlite.checkpoint import Place, list_steps, read_manifest
+from titanlite.checkpoint.lease import LEASE_FILE, take_lease
 from titanlite.checkpoint.manifest import FORMAT, _hash
 from titanlite.checkpoint.store import _make_room
 from titanlite.errors import CheckpointError
@@ -113,6 +114,43 @@ def test_a_disk_that_is_full_costs_a_checkpoint_and_not_the_run(mode, failing, t
 def test_a_save_that_cannot_fit_is_not_begun(tmp_path):
     with pytest.raises(CheckpointError, match="MB are free"):
         _make_room(Place(tmp_path / "step-1"), 1 << 60)
+
+
+def lose_the_lease(folder, mode, when) -> list:
+    """Save with a lease that another job takes at the `when`th check of a save; then that one's
+    step is saved, and the rest of the folder must still be there."""
+    state, checks = trained(Layout(shard=2)), []
+    # No heartbeat comes in time: only what reads the lease itself can know.
+    lease = take_lease(Path(folder), heartbeat_seconds=1000) if dist.get_rank() == 0 else None
+
+    def fence() -> int:
+        checks.append(1)
+        if len(checks) == when:
+            Path(folder, LEASE_FILE).write_text("{}")
+        lease.check()
+        return lease.number
+
+    checkpointer = open_checkpointer(folder, async_mode=mode, keep_latest_k=1, fence=fence)
+    for state.step in (1, 2):
+        save(checkpointer, state)
+        problem = checkpointer.wait().problem
+    return [problem, sorted(path.name for path in Path(folder).glob("step-*")), lease and lease.lost]
+
+
+# Each save is checked before its folder is touched, before its commit, and before each removal:
+# two checks of step 1, then those of step 2, which is to replace it.
+@pytest.mark.parametrize("mode", ["disabled", "async"])
+@pytest.mark.parametrize(
+    "when, left, committed",
+    [(3, ["step-1"], False), (4, ["step-1", "step-2"], False), (5, ["step-1", "step-2"], True)],
+)
+def test_who_lost_the_lease_neither_commits_nor_removes(mode, when, left, committed, tmp_path):
+    first, second = run_on_ranks(lose_the_lease, 2, str(tmp_path), mode, when)
+    assert first[:2] == second[:2] and "has taken it from this job" in first[2]
+    problem, names, _ = first
+    assert names == left and (tmp_path / "step-2" / "manifest.json").exists() == committed
+    assert bool(problem) != committed and (committed or "has taken it from this job" in problem)
+    assert read_manifest(Place(tmp_path / "step-1")).lease == 1
 
 
 # --- damage --------------------------------------------------------------------------------------
@@ -366,13 +404,16 @@ def somewhere_else(url) -> list:
     place.write_at_once(shard, one_bit(place.read(shard)))
     spoil(state)
     steps = checkpointer.steps()
-    return [steps, load(checkpointer, state), bits(state) == before, Place(url).folders()]
+    found, names = load(checkpointer, state), Place(url).folders()
+    return [steps, found, bits(state) == before, names, list_steps(Place(url)).aside]
 
 
-@pytest.mark.parametrize("url", ["memory://bucket/run/checkpoint", "file://{}/checkpoint"])
-def test_checkpoints_may_be_wherever_a_url_leads(url, tmp_path):
+@pytest.mark.parametrize(
+    "url, aside", [("memory://bucket/run/checkpoint", ""), ("file://{}/checkpoint", ".aside-1")]
+)
+def test_checkpoints_may_be_wherever_a_url_leads(url, aside, tmp_path):
     answer = run_on_ranks(somewhere_else, 1, url.format(tmp_path))[0]
-    assert answer == [[2, 3], "step-2", True, ["step-2", "step-3.aside-1"]]
+    assert answer == [[2, 3], "step-2", True, ["step-2", f"step-3{aside}"], [f"step-3{aside}"]]
 
 
 def test_a_manifest_lists_every_tensor_with_a_hash_that_follows_its_content(tmp_path):

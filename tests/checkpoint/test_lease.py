@@ -16,8 +16,8 @@ from pathlib import Path
 
 import pytest
 
-from titanlite.checkpoint.lease import LEASE_FILE, _look, _rename_away, take_lease
-from titanlite.errors import ConfigError
+from titanlite.checkpoint.lease import LEASE_FILE, COUNT_FILE, _look, _rename_away, take_lease
+from titanlite.errors import CheckpointError, ConfigError
 
 ROOT = Path(__file__).parents[2]
 QUICK = {"heartbeat_seconds": 0.05, "stale_seconds": 0.5}
@@ -122,6 +122,18 @@ def rewrite(folder: Path, **changes) -> None:
     path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
 
 
+def names_in(folder: Path) -> set[str]:
+    return {file.name for file in folder.iterdir()}
+
+
+def is_held(folder: Path) -> bool:
+    return names_in(folder) == {LEASE_FILE, COUNT_FILE}
+
+
+def is_given_back(folder: Path) -> bool:
+    return names_in(folder) == {COUNT_FILE}
+
+
 def eventually(condition, seconds: float = 5) -> bool:
     end = time.monotonic() + seconds
     while not (met := condition()) and time.monotonic() < end:
@@ -166,7 +178,7 @@ def test_the_second_job_on_a_folder_is_refused_and_told_by_whom(tmp_path, start_
     assert f"since {time.strftime('%Y-%m-%d %H:')}" in text and "heartbeat was 0 s ago" in text
     assert "Use another job.dump_folder, or end that process" in text
     assert first.ask("lost") == ""
-    assert [file.name for file in (tmp_path / "out").iterdir()] == [LEASE_FILE]
+    assert is_held((tmp_path / "out"))
 
 
 def test_the_refusal_says_how_old_the_heartbeat_is(tmp_path):
@@ -179,14 +191,14 @@ def test_the_refusal_says_how_old_the_heartbeat_is(tmp_path):
 def test_a_lease_is_given_back(tmp_path, start_job):
     with taken(tmp_path):
         assert (tmp_path / LEASE_FILE).exists()
-    assert not list(tmp_path.iterdir())
+    assert is_given_back(tmp_path)
     assert start_job().take(tmp_path) == "taken"
 
 
 def test_an_error_gives_the_lease_back_too(tmp_path):
     with pytest.raises(ZeroDivisionError), taken(tmp_path):
         raise ZeroDivisionError
-    assert not list(tmp_path.iterdir())
+    assert is_given_back(tmp_path)
 
 
 def test_a_job_killed_on_this_host_is_not_waited_for(tmp_path, start_job, said):
@@ -297,7 +309,7 @@ def test_a_lease_torn_by_a_crash_is_waited_for_and_taken(tmp_path, torn):
     with taken(tmp_path, stale_seconds=STILL) as lease:
         assert time.monotonic() - began >= STILL
         assert not lease.lost
-    assert not list(tmp_path.iterdir())
+    assert is_given_back(tmp_path)
 
 
 def test_a_lease_that_is_still_being_written_is_not_taken(tmp_path, start_job):
@@ -323,6 +335,7 @@ def test_of_jobs_that_race_for_a_dead_ones_folder_exactly_one_wins(tmp_path, sta
         folder = tmp_path / str(number)
         folder.mkdir()
         (folder / LEASE_FILE).write_bytes(content)
+        (folder / COUNT_FILE).write_bytes(b".")
         together = time.monotonic() + 0.003
         for place, job in enumerate(jobs):
             apart = place * (number % 5) * 5e-5  # so that they meet at every stage
@@ -331,11 +344,12 @@ def test_of_jobs_that_race_for_a_dead_ones_folder_exactly_one_wins(tmp_path, sta
         assert sorted(answers) == ["refused"] * (len(jobs) - 1) + ["taken"], f"round {number}"
         winner = jobs[answers.index("taken")]
         winners.add(winner.process.pid)
-        assert [file.name for file in folder.iterdir()] == [LEASE_FILE]
-        holder = json.loads((folder / LEASE_FILE).read_text())["pid"]
-        assert holder == winner.process.pid and winner.ask("lost") == ""
+        assert is_held(folder)
+        holder = json.loads((folder / LEASE_FILE).read_text())
+        assert holder["pid"] == winner.process.pid and winner.ask("lost") == ""
+        assert holder["number"] == 2, "the dead job's was 1"
         assert all(job.ask("close") == "closed" for job in jobs)
-        assert not list(folder.iterdir())
+        assert is_given_back(folder)
     assert len(winners) > 1, "it was no race"
 
 
@@ -379,11 +393,38 @@ def test_a_lease_that_changed_hands_while_it_was_judged_is_put_back(tmp_path):
         content = lease.path.read_bytes()
         assert not _rename_away(lease.path, judged)
         assert lease.path.read_bytes() == content
-        assert list(tmp_path.iterdir()) == [lease.path]
+        assert is_held(tmp_path)
         time.sleep(4 * QUICK["heartbeat_seconds"])
         assert not lease.lost
         before = lease.path.stat().st_mtime_ns
         assert eventually(lambda: lease.path.stat().st_mtime_ns > before), "its heart stopped"
+
+
+def test_every_taking_of_a_lease_gets_a_larger_number(tmp_path, start_job):
+    numbers = []
+    for _ in range(2):
+        with taken(tmp_path) as lease:
+            numbers.append(lease.number)
+    dead = start_job()
+    assert dead.take(tmp_path) == "taken"
+    numbers.append(json.loads((tmp_path / LEASE_FILE).read_text())["number"])
+    dead.kill()
+    with taken(tmp_path) as lease:
+        numbers.append(lease.number)
+        assert json.loads(lease.path.read_text())["number"] == lease.number
+    assert numbers == [1, 2, 3, 4]
+
+
+def test_a_check_reads_the_lease_itself_and_does_not_wait_for_a_heartbeat(tmp_path):
+    with take_lease(tmp_path, heartbeat_seconds=1000) as lease:
+        lease.check()
+        rewrite(tmp_path, host="elsewhere")
+        with pytest.raises(CheckpointError, match="on elsewhere .* has taken it from this job"):
+            lease.check()
+    with take_lease(tmp_path / "2", heartbeat_seconds=1000) as lease:
+        lease.path.unlink()
+        with pytest.raises(CheckpointError, match="was removed"):
+            lease.check()
 
 
 def test_a_folder_that_cannot_be_written_to_is_the_users_to_mend(tmp_path):

@@ -160,13 +160,43 @@ def turn_back(folder, recipe) -> tuple[list[int], list[str]]:
     assert load(checkpointer, state) == "step-1"
     state.step = 2
     save_whole(checkpointer, state)
-    return checkpointer.steps(), sorted(place.name for place in Path(folder).iterdir())
+    return checkpointer.steps(), names_in(folder)
+
+
+def names_in(folder) -> list[str]:
+    return sorted(path.name for path in Path(folder).glob("step-*"))
 
 
 def test_a_run_that_turns_back_neither_loses_its_future_nor_is_overtaken_by_it(tmp_path):
     steps, names = run_on_ranks(turn_back, 1, str(tmp_path), ADAMW)[0]
     assert steps == [1, 2]
     assert names == ["step-1", "step-2", "step-2.aside-1", "step-3.aside-1"]
+
+
+def restart(folder, recipe, wishes) -> list[list[str]]:
+    """From where each of some starts goes on that wishes for a step, or None where it only loads;
+    each that saves takes two steps and saves after both."""
+    state, _, _ = start(Layout(), recipe)
+    for state.step in (1, 2, 3):
+        save_whole(open_checkpointer(folder), state)
+    starts = []
+    for wish in wishes:
+        options = {"load_only": True, "load_step": 4} if wish is None else {"load_step": wish}
+        checkpointer = open_checkpointer(folder, keep_latest_k=3, keep_aside_k=2, **options)
+        starts.append(load(checkpointer, state))
+        if wish is not None:
+            for state.step in (state.step + 1, state.step + 2):
+                save_whole(checkpointer, state)
+    return [starts, names_in(folder)]
+
+
+def test_a_step_to_go_back_to_is_gone_back_to_once(tmp_path):
+    """The same command three times must not throw away three times what was trained."""
+    wishes = [1, 1, None, 1, -1, 7]
+    starts, names = run_on_ranks(restart, 1, str(tmp_path), ADAMW, wishes)[0]
+    assert starts == ["step-1", "step-3", "step-4", "step-5", "step-7", "step-7"]
+    kept, aside = ["step-7", "step-8", "step-9"], ["step-8.aside-1", "step-9.aside-1"]
+    assert sorted(names) == sorted(kept + aside), "no more than keep_aside_k aside"
 
 
 def test_retention_counts_only_whole_checkpoints(tmp_path):

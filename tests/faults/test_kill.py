@@ -107,6 +107,22 @@ def test_a_second_job_on_the_same_folder_is_refused_and_the_first_goes_on(run_to
         assert events_of(out, "resumed") == []
 
 
+def test_two_jobs_do_not_share_a_checkpoint_folder(run_toml, tmp_path):
+    """Else the retention of each would remove what the other saves."""
+    outs, shared = (tmp_path / "one", tmp_path / "two"), str(tmp_path / "checkpoints")
+    argv = ("--training.steps", "3000", "--checkpoint.folder", shared)
+    with Launched(1, outs[0], *argv_of(run_toml, outs[0], *argv)) as first:
+        first.wait_for(lambda: steps_of(outs[0]))
+        with Launched(1, outs[1], *argv_of(run_toml, outs[1], *argv)) as second:
+            assert second.wait() == [2], second.said
+            said = f"checkpoint.folder = {shared}: another job is writing there: process"
+            assert said in second.said and "Traceback" not in second.said
+            assert not (outs[1] / "lease.json").exists(), "it holds none of its folders"
+        only = ("--checkpoint.load_only", "true", "--training.steps", "1")
+        with Launched(1, outs[1], *argv_of(run_toml, outs[1], *argv, *only)) as reader:
+            assert reader.wait() == [0], reader.said  # it writes nothing there
+
+
 def test_a_lease_that_is_lost_ends_the_run_before_it_writes_more(run_toml, tmp_path):
     out = tmp_path / "out"
     with Launched(2, out, *argv_of(run_toml, out, "--training.steps", "30000")) as run:
@@ -114,6 +130,8 @@ def test_a_lease_that_is_lost_ends_the_run_before_it_writes_more(run_toml, tmp_p
         (out / "lease.json").write_text("{}")
         assert run.wait() == [2, 2], run.said
         assert "has taken it from this job" in run.said
+    starts = (out / "starts.jsonl").read_text().splitlines()
+    assert len(starts) == 1 and '"start"' in starts[0], "its end would be that of the other's start"
 
 
 @pytest.mark.parametrize("number, words", [(signal.SIGSTOP, "heard of"), (signal.SIGKILL, "gone")])

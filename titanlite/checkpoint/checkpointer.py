@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import re
+import json
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -19,6 +19,7 @@ from titanlite.checkpoint import manifest as manifests
 from titanlite.checkpoint.config import CheckpointConfig
 from titanlite.checkpoint.convert import to_hugging_face
 from titanlite.checkpoint.hf import CONFIG, open_hugging_face
+from titanlite.checkpoint.listing import Listing, list_steps, set_aside
 from titanlite.checkpoint.manifest import (
     Manifest,
     check_hashes,
@@ -26,19 +27,22 @@ from titanlite.checkpoint.manifest import (
     versions,
     write_manifest,
 )
-from titanlite.checkpoint.place import Place
-from titanlite.checkpoint.retention import steps_to_remove
+from titanlite.checkpoint.place import Place, StoreUnreachable
+from titanlite.checkpoint.retention import all_but_last, steps_to_remove
 from titanlite.checkpoint.saved_model import write_files
 from titanlite.checkpoint.store import Stage, read_tensors, state_of, write_tensors
 from titanlite.distributed.collectives import agree, attempt, on_rank_0, problems_of_all
 from titanlite.distributed.limits import Limit
 from titanlite.errors import CheckpointError, UserError
+from titanlite.files import parse_json
 from titanlite.log import logger
 
 T = TypeVar("T")
 
 # Times checkpoint.timeout_seconds, which the watchdog keeps: it can say who hangs, a group cannot.
 PATIENCE = 2
+# The checkpoint.load_step that was applied last, so that a restart does not go back once more.
+LOAD_STEP_FILE = "load_step.json"
 
 
 @dataclass(frozen=True)
@@ -82,8 +86,14 @@ class Checkpointer:
         job: dict[str, Any],
         layout: str,
         files: Mapping[str, bytes] | None = None,  # small ones that every checkpoint holds too
+        fence: Callable[[], int] = lambda: 0,
     ):
-        self.folder, self.config = folder, config
+        """`fence` is called on rank 0 before anything in the folder is committed or removed.
+
+        It returns the number of the lease that this job holds, and raises CheckpointError where
+        another job holds it by now.
+        """
+        self.folder, self.config, self.fence = folder, config, fence
         self.about = {"facts": facts, "job": job, "layout": layout}  # what a manifest says of us
         self.files = dict(files or {})
         self.failures = 0
@@ -138,26 +148,25 @@ class Checkpointer:
             files |= write_files(place, self.files)
             written = {"files": files, "tensors": tensors, "versions": versions()}
             before_commit()
-            seconds = time.monotonic() - began
-            write_manifest(
-                place, Manifest(step, progress, seconds=seconds, **self.about, **written)
-            )
+            seconds, lease = time.monotonic() - began, self.fence()  # immediately before it
+            about = {**self.about, **written}
+            write_manifest(place, Manifest(step, progress, seconds=seconds, lease=lease, **about))
             try:  # it is a checkpoint now, whatever becomes of the others
-                self._let_go()
-            except OSError as error:
-                logger.warning("%s: could not be put in order: %s", self.folder, error)
+                self._remove_surplus()
+            except (OSError, CheckpointError) as error:
+                logger.warning("%s: no older checkpoint was removed: %s", self.folder, error)
             if final and config.last_save_in_hf:
                 self._export(place)
 
         if config.async_mode == "disabled":
             self._write = _Write(step, place, began, config.timeout_seconds)
-            self._write.run(lambda: write_tensors(place, state, self.group, commit))
+            self._write.run(lambda: write_tensors(place, state, self.group, commit, self.fence))
         else:
             copy, ready = self.stage.copy(state), self.stage.ready()
 
             def write() -> None:
                 ready()
-                write_tensors(place, copy, self.group, commit)
+                write_tensors(place, copy, self.group, commit, self.fence)
 
             self._write = _Write(step, place, began, config.timeout_seconds)
             self._write.run_aside(write)
@@ -191,8 +200,8 @@ class Checkpointer:
         problem = " ".join(problems_of_all(write.problem, self.group))
         if problem:
             self.failures += 1
-            if dist.get_rank() == 0:
-                _clear(write.place, unless=manifests.NAME)  # makes room on a disk that is full
+            # Makes room on a disk that is full. The others wait, in the group with patience.
+            self._on_rank_0(lambda: self._remove(write.place, unless=manifests.NAME))
         else:
             self.save_seconds = write.seconds
         return Saved(write.step, write.place, write.seconds, blocked, problem)
@@ -208,21 +217,28 @@ class Checkpointer:
         config = self.config
         if not config.enable:
             return None
-        steps, litter = _once(lambda: _step_folders(self.folder))
-        if config.load_step != -1 and config.load_step not in steps:
-            there = ", ".join(map(str, steps)) or "none"
+        seen = self._on_rank_0(self._look)
+        listing, wished = Listing(**seen["listing"]), config.load_step
+        if self.saves and listing.steps and wished == seen["applied_load_step"] != -1:
+            logger.info(
+                "checkpoint.load_step = %d was applied by an earlier start: resuming from the"
+                " newest checkpoint. To go back again, delete %s/%s.",
+                wished, self.folder, LOAD_STEP_FILE,
+            )
+            wished = -1
+        if wished != -1 and wished not in listing.steps:
+            there = ", ".join(map(str, listing.steps)) or "none"
             raise CheckpointError(
-                f"checkpoint.load_step = {config.load_step}: {self.folder} has no checkpoint of"
+                f"checkpoint.load_step = {wished}: {self.folder} has no checkpoint of"
                 f" that step. Those there: {there}.",
                 fix="Use one of them, or -1 for the newest.",
             ).known_to_all()
-        wished = steps[::-1] if config.load_step == -1 else [config.load_step]
         refused: list[str] = []
-        for step in wished:
+        for step in listing.steps[::-1] if wished == -1 else [wished]:
             place = self.folder / f"step-{step}"
             manifest, problem = self._verified(place)
             if not problem:
-                _once(lambda: self._clean(litter))
+                self._on_rank_0(lambda: self._clean(listing.unfinished))
                 return Found(place, manifest, refused)
             refused.append(problem)
         if refused:
@@ -231,7 +247,7 @@ class Checkpointer:
                 f" {' '.join(refused)}",
                 fix="Restore one of them, or start from nothing in another job.dump_folder.",
             ).known_to_all()
-        _once(lambda: self._clean(litter))
+        self._on_rank_0(lambda: self._clean(listing.unfinished))
         if config.initial_load_path is None:
             return None
         place = Place(config.initial_load_path)
@@ -274,19 +290,20 @@ class Checkpointer:
 
     def steps(self) -> list[int]:
         """The steps of the checkpoints that are there whole, by their sizes, oldest first."""
-        return [step for step in _step_folders(self.folder)[0] if self._is_whole(step)]
+        return [step for step in list_steps(self.folder).steps if self._is_whole(step)]
 
     def turn_back(self, step: int) -> None:
         """Set aside what this run holds of later steps, damaged or turned away from.
 
         Else the next start would go on from there, and retention would take its steps for the
-        latest. Nothing is deleted.
+        latest. Nothing is deleted before this run has saved (checkpoint.keep_aside_k).
         """
         if self.saves:
-            _once(lambda: self._set_aside([s for s in _step_folders(self.folder)[0] if s > step]))
+            self._on_rank_0(lambda: self._turn_back(step))
 
     def _export(self, place: Place) -> None:
         """Write a checkpoint for Hugging Face too, beside it."""
+        self.fence()
         out = self.folder / f"{place.name}-hf"
         if out.exists():  # of a run that ended here before, or was cut short
             out.remove(first=CONFIG)
@@ -315,26 +332,59 @@ class Checkpointer:
 
         manifest, problem = attempt(verify)
         problems = problems_of_all("" if problem is None else str(problem), self.group)
+        if problems:
+            silent = str(problem) if isinstance(problem, StoreUnreachable) else ""
+            if unreachable := problems_of_all(silent, self.group):  # it may well be valid
+                raise CheckpointError(" ".join(unreachable)).known_to_all()
         return manifest, " ".join(problems)
 
-    def _clean(self, litter: list[str]) -> None:
-        """Remove what a crash has left; whoever holds the run's lease knows that nobody writes."""
-        for name in litter if self.saves else ():
-            logger.warning("%s: removed: writing or removing it was cut short", self.folder / name)
-            _clear(self.folder / name)
+    def _on_rank_0(self, act: Callable[[], T]) -> T:
+        """Touch the folder from rank 0, and let every rank know how it went.
 
-    def _set_aside(self, steps: list[int]) -> None:
-        taken = set(self.folder.folders())
-        for step in steps:
-            number = 1
-            while (aside := f"step-{step}.aside-{number}") in taken:
-                number += 1
-            (self.folder / f"step-{step}").rename(aside)
-            logger.warning(
-                "%s: set aside as %s: the run goes on from before it",
-                self.folder / f"step-{step}",
-                aside,
-            )
+        The others wait in the group of this checkpointer: in an object store, many checkpoints or
+        a large one take longer to look through or to remove than training has patience for.
+        """
+
+        def touch() -> T:
+            try:
+                return act()
+            except OSError as error:
+                raise CheckpointError(
+                    f"{error.filename or self.folder}: {error.strerror or error}."
+                ) from error
+
+        return on_rank_0(touch, self.group)
+
+    def _look(self) -> dict[str, Any]:
+        """What is in the folder, as values that ranks can exchange."""
+        applied = -1
+        try:
+            applied = parse_json(self.folder.read(LOAD_STEP_FILE))["load_step"]
+            if self.saves and self.config.load_step == -1:  # a change, so that it may be set again
+                self.fence()
+                self.folder.delete(LOAD_STEP_FILE)
+        except (FileNotFoundError, NotADirectoryError):
+            pass
+        except (ValueError, TypeError, KeyError):
+            logger.warning("%s/%s: is damaged, and ignored", self.folder, LOAD_STEP_FILE)
+        return {"listing": asdict(list_steps(self.folder)), "applied_load_step": applied}
+
+    def _clean(self, unfinished: list[str]) -> None:
+        """Remove what a crash has left; whoever holds the run's lease knows that nobody writes."""
+        for name in unfinished if self.saves else ():
+            logger.warning("%s: removed: writing or removing it was cut short", self.folder / name)
+            self._remove(self.folder / name)
+
+    def _turn_back(self, step: int) -> None:
+        self.fence()
+        for later in list_steps(self.folder).steps:
+            if later > step:
+                place = self.folder / f"step-{later}"
+                name = set_aside(place)
+                logger.warning("%s: set aside as %s: the run goes on from before it", place, name)
+        if self.config.load_step != -1:  # last: a start that dies before this goes back again
+            applied = {"load_step": self.config.load_step}
+            self.folder.write_at_once(LOAD_STEP_FILE, json.dumps(applied).encode())
 
     def _is_whole(self, step: int) -> bool:
         try:
@@ -343,10 +393,24 @@ class Checkpointer:
             return False
         return True
 
-    def _let_go(self) -> None:
+    def _remove_surplus(self) -> None:
         config = self.config
-        for step in steps_to_remove(self.steps(), config.keep_latest_k, config.keep_every):
-            _clear(self.folder / f"step-{step}")
+        names = all_but_last(list_steps(self.folder).aside, config.keep_aside_k)
+        steps = steps_to_remove(self.steps(), config.keep_latest_k, config.keep_every)
+        for name in (*names, *(f"step-{step}" for step in steps)):
+            self._remove(self.folder / name)
+
+    def _remove(self, place: Place, unless: str = "") -> None:
+        """Remove what nobody needs; that it could not be done is no reason to stop a run.
+
+        A folder that has the file `unless` is left alone, as is every one of another job.
+        """
+        try:
+            self.fence()
+            if place.exists() and unless not in place.sizes():
+                place.remove(first=manifests.NAME)
+        except (OSError, CheckpointError) as error:
+            logger.warning("%s: could not be removed: %s", place, error)
 
 
 class _Write:
@@ -381,48 +445,10 @@ class _Write:
             self.done.set()
 
 
-def _once(act: Callable[[], T]) -> T:
-    """Touch the folder from rank 0, and let every rank know how it went."""
-
-    def touch() -> T:
-        try:
-            return act()
-        except OSError as error:
-            raise CheckpointError(f"{error.filename or ''}: {error.strerror or error}.") from error
-
-    return on_rank_0(touch)
-
-
-def _step_folders(folder: Place) -> tuple[list[int], list[str]]:
-    """Steps that say they are checkpoints, oldest first; and the names of what never became one."""
-    steps, litter = [], []
-    for name in folder.folders():
-        match = re.fullmatch(r"step-(\d+)(\.removed)?", name)
-        if match and match[2]:
-            litter.append(name)
-        elif match:
-            files = (folder / name).sizes()
-            cut_short = manifests.UNFINISHED in files and manifests.NAME not in files
-            (litter.append(name) if cut_short or not files else steps.append(int(match[1])))
-    return sorted(steps), litter
-
-
 def _share(manifest: Manifest) -> list[str]:
     """The files that this rank reads when all ranks verify a checkpoint together."""
     by_size = sorted(manifest.files, key=lambda name: manifest.files[name].bytes)
     return by_size[dist.get_rank() :: dist.get_world_size()]
-
-
-def _clear(place: Place, unless: str = "") -> None:
-    """Take away what nobody needs; that it could not be done is no reason to stop a run.
-
-    A folder that has the file `unless` is left alone.
-    """
-    try:
-        if place.exists() and unless not in place.sizes():
-            place.remove(first=manifests.NAME)
-    except OSError as error:
-        logger.warning("%s: could not be removed: %s", place, error)
 
 
 def _check_facts(

@@ -44,9 +44,13 @@ class CheckpointConfig:
     # a save or a load that takes longer hangs, as on a dead disk: the run ends, to be started again
     keep_latest_k: NotNegative = 10  # whole checkpoints kept; 0: all
     keep_every: NotNegative = 0  # and those of every so many steps, for ever; 0: none
+    keep_aside_k: NotNegative = 4
+    # checkpoints kept of those set aside (damaged, or later than load_step); 0: all
     verify: Literal["full", "sizes", "off"] = "full"
     # what must be true of a checkpoint before it is loaded: contents, sizes, or only its manifest
-    load_step: Annotated[int, Range(-1)] = -1  # step to go on from; -1: the newest that is whole
+    load_step: Annotated[int, Range(-1)] = -1
+    # step to go on from, once per change of this value: a restart goes on from the newest that is
+    # whole, as with -1; at every start of a run that is load_only
     exclude_from_loading: list[str] = field(default_factory=list)
     # parts that start anew, at every start: optimizer, dataloader, train_state
     allow_changes: list[str] = field(default_factory=list)

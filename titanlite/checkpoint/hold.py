@@ -1,30 +1,43 @@
-"""Holding the folder of a run: nobody else writes there, and its starts are written down."""
+"""Holding the folders of a run: nobody else writes there, and its starts are written down."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
 from titanlite.checkpoint.ledger import Ledger
 from titanlite.checkpoint.lease import Lease, take_lease
+from titanlite.checkpoint.place import Place
+from titanlite.checkpoint.remote_lease import RemoteLease, take_remote_lease
 from titanlite.distributed.collectives import on_rank_0
-from titanlite.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_LOST, UserError
+from titanlite.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_LOST, CheckpointError, UserError
 
 
 class Hold:
-    """One rank's part in holding a folder; rank 0 does it for all."""
+    """One rank's part in holding the folders; rank 0 does it for all."""
 
     def __init__(self, folder: Path):
         self.folder, self.code = folder, EXIT_DONE
-        self.lease: Lease | None = None
+        self.leases: list[Lease | RemoteLease] = []
         self._ledger: Ledger | None = None
         self.step: Callable[[], int] = lambda: 0  # how far the run is
 
     @property
     def lost(self) -> str:
-        """How the folder was lost to another job, if it was; only rank 0 knows."""
-        return self.lease.lost if self.lease else ""
+        """How a folder was lost to another job, if one was; only rank 0 knows."""
+        return next((lease.lost for lease in self.leases if lease.lost), "")
+
+    def check(self) -> int:
+        """Read the leases again, on rank 0; returns the number of the last one.
+
+        Raises CheckpointError where a folder is another job's by now. To be called immediately
+        before whatever must not reach a folder that another job holds.
+        """
+        for lease in self.leases:
+            lease.check()
+        return self.leases[-1].number if self.leases else 0
 
     def begin(self, ranks: int, from_step: int, max_crashes: int) -> None:
         """Write the start down, or raise CheckpointError on every rank if it only ever died.
@@ -35,6 +48,7 @@ class Hold:
         def write() -> None:
             ledger = Ledger(self.folder)
             ledger.check(from_step, max_crashes)
+            self.check()
             ledger.start(ranks, from_step)
             self._ledger = ledger
 
@@ -45,23 +59,31 @@ class Hold:
         return on_rank_0(lambda: Ledger(self.folder).stopped_in_this_launch())
 
     def end(self, code: int, reason: str = "") -> None:
-        """Give the folder back, having written down how the run ended."""
-        if self._ledger:
+        """Give the folders back, having written down how the run ended."""
+        if self._ledger and self._still_holds():  # else it would be the end of another job's start
             self._ledger.end(code, self.step(), reason)
-        if self.lease:
-            self.lease.close()
+        for lease in self.leases:
+            lease.close()
+
+    def _still_holds(self) -> bool:
+        try:
+            self.check()
+        except CheckpointError:
+            return False
+        return True
 
 
 @contextmanager
-def hold_folder(folder: Path) -> Iterator[Hold]:
-    """Hold a run's folder for one job; raises ConfigError on every rank where another one has it.
+def hold_folders(folder: Path, others: Mapping[str, Place]) -> Iterator[Hold]:
+    """Hold a run's folder and the `others` it writes to, by the keys that name them, for one job.
 
-    The block sets `code` where it ends otherwise than done.
+    Raises ConfigError on every rank where another job has one. The block sets `code` where it ends
+    otherwise than done.
     """
     hold = Hold(folder)
 
     def take() -> None:
-        hold.lease = take_lease(folder)
+        hold.leases = _take_all({"job.dump_folder": folder, **others})
 
     on_rank_0(take)
     try:
@@ -71,3 +93,32 @@ def hold_folder(folder: Path) -> Iterator[Hold]:
         hold.end(error.code if isinstance(error, UserError) else known, repr(error))
         raise
     hold.end(hold.code)
+
+
+def _take_all(folders: Mapping[str, Path | Place]) -> list[Lease | RemoteLease]:
+    """A lease on each, or on none; together, because each may watch a heartbeat for a while."""
+    key_by_folder: dict[Path | str, str] = {}
+    for key, folder in folders.items():
+        key_by_folder.setdefault(_locate(folder), key)  # two keys may name one folder
+    with ThreadPoolExecutor(len(key_by_folder)) as pool:
+        taking = [pool.submit(_take, *entry) for entry in key_by_folder.items()]
+    errors = [error for one in taking if (error := one.exception())]
+    if errors:
+        for one in taking:
+            if not one.exception():
+                one.result().close()
+        raise errors[0]
+    return [one.result() for one in taking]
+
+
+def _locate(folder: Path | Place) -> Path | str:
+    """The one local path of a folder, or its URL."""
+    if isinstance(folder, Place) and not folder.local:
+        return folder.said
+    return Path(folder if isinstance(folder, Path) else folder.path).resolve()
+
+
+def _take(folder: Path | str, key: str) -> Lease | RemoteLease:
+    if isinstance(folder, Path):
+        return take_lease(folder, key)
+    return take_remote_lease(Place(folder), key)

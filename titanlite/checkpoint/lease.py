@@ -1,8 +1,9 @@
-"""The lease on a run's folder: one job at a time writes there, and a dead one is not waited for.
+"""The lease on a local folder: one job at a time writes there, and a dead one is not waited for.
 
 `lease.json` says who holds the folder; its modification time is the heartbeat. A holder on this
 host is alive while its process is. Of one elsewhere only the heartbeat tells: it is dead when its
 time was seen to stand still for long enough, on our clock, whatever the clocks of others say.
+Each taking gets a larger number than those before, a fencing number, counted in `lease.count`.
 """
 
 from __future__ import annotations
@@ -18,26 +19,29 @@ import time
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import datetime
 from pathlib import Path
 
-from titanlite.errors import ConfigError
+from titanlite.errors import CheckpointError, ConfigError
 from titanlite.files import parse_json
 from titanlite.log import logger
 
 LEASE_FILE = "lease.json"
+COUNT_FILE = "lease.count"  # a byte for each taking of the lease; only ever appended to
 HEARTBEAT_SECONDS = 5.0
 STALE_SECONDS = 30.0  # a network file system may show a heartbeat some seconds late
+MISSING_SECONDS = 1.0  # a lease that another job puts back is away for milliseconds
 
 
 def take_lease(
     folder: Path,
+    key: str = "job.dump_folder",
     *,
     heartbeat_seconds: float = HEARTBEAT_SECONDS,
     stale_seconds: float = STALE_SECONDS,
 ) -> Lease:
-    """Hold a run's folder until the lease is closed; only one rank of a job asks for it.
+    """Hold the folder that the setting `key` names; only one rank of a job asks for it.
 
     A lease whose holder died is taken over, at once where that can be seen, else after watching its
     heartbeat for `stale_seconds`. Raises ConfigError where another job holds the folder.
@@ -45,22 +49,20 @@ def take_lease(
     path = folder / LEASE_FILE
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        content = json.dumps(asdict(_this_process()), indent=1).encode()
-        while not _create(path, content):
-            _clear_the_way(path, stale_seconds)
+        while (created := _create(path)) is None:
+            _clear_the_way(path, key, stale_seconds)
     except OSError as error:
         raise ConfigError(
-            f"job.dump_folder = {folder}: {error.filename or path}: {error.strerror or error}.",
-            keys=("job.dump_folder",),
+            f"{key} = {folder}: {error.filename or path}: {error.strerror or error}.", keys=(key,)
         ) from error
-    return Lease(path, content, heartbeat_seconds)
+    return Lease(path, *created, heartbeat_seconds)
 
 
 class Lease:
     """A folder that this process holds; `lost` says how it lost it, where it did."""
 
-    def __init__(self, path: Path, content: bytes, heartbeat_seconds: float):
-        self.path, self.lost = path, ""
+    def __init__(self, path: Path, number: int, content: bytes, heartbeat_seconds: float):
+        self.path, self.number, self.lost = path, number, ""
         self._content, self._heartbeat_seconds = content, heartbeat_seconds
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._keep, name="lease", daemon=True)
@@ -80,6 +82,28 @@ class Lease:
             if self.path.read_bytes() == self._content:
                 self.path.unlink()
 
+    def check(self) -> None:
+        """Raise CheckpointError unless the file says, now, that this process holds the folder."""
+        try:
+            seen = _look(self.path)
+            if seen is None:  # for a moment, while who judged an older lease puts ours back
+                time.sleep(MISSING_SECONDS)
+                seen = _look(self.path)
+        except OSError as error:
+            raise CheckpointError(
+                f"{self.path}: cannot be read, so another job may have taken it:"
+                f" {error.strerror or error}."
+            ) from error
+        self._judge(seen.content if seen else None)
+        if self.lost:
+            raise CheckpointError(self.lost)
+
+    def _judge(self, found: bytes | None) -> None:
+        if found is None:
+            self.lost = f"{self.path}: was removed, so another job may write there now."
+        elif found != self._content:
+            self.lost = f"{self.path}: {describe(parse_holder(found))} has taken it from this job."
+
     def _keep(self) -> None:
         looks_without = 0
         while not self.lost and not self._closed.wait(self._heartbeat_seconds):
@@ -89,13 +113,12 @@ class Lease:
                 # Once is not enough: who judged an older lease may be putting ours back.
                 looks_without += 1
                 if looks_without == 2:
-                    self.lost = f"{self.path}: was removed, so another job may write there now."
+                    self._judge(None)
             except OSError:  # a file system that hangs or is away; others see no heartbeat either
                 continue
             else:
                 looks_without = 0
-                if found != self._content:
-                    self.lost = f"{self.path}: {_words(_holder(found))} has taken it from this job."
+                self._judge(found)
 
     def _beat(self) -> bytes:
         """Touch the file if it is ours; returns what it holds."""
@@ -117,13 +140,15 @@ class _Seen:
     mtime: int
 
 
-def _create(path: Path, content: bytes) -> bool:
-    """Write the lease where there is none; whether it was so."""
+def _create(path: Path) -> tuple[int, bytes] | None:
+    """Write the lease where there is none; returns its number and content, or None."""
     try:
         descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644)
     except FileExistsError:
-        return False
+        return None
     try:
+        number = _count(path.with_name(COUNT_FILE))  # after creating: only one job at a time counts
+        content = json.dumps(asdict(replace(this_process(), number=number)), indent=1).encode()
         if os.write(descriptor, content) < len(content):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         os.fsync(descriptor)
@@ -132,16 +157,24 @@ def _create(path: Path, content: bytes) -> bool:
         raise
     finally:
         os.close(descriptor)
-    return True
+    return number, content
 
 
-def _clear_the_way(path: Path, stale_seconds: float) -> None:
+def _count(path: Path) -> int:
+    """Count one more taking of the lease, and return how many there were."""
+    with path.open("ab", buffering=0) as file:
+        file.write(b".")
+        os.fsync(file.fileno())
+        return os.fstat(file.fileno()).st_size
+
+
+def _clear_the_way(path: Path, key: str, stale_seconds: float) -> None:
     """Take a dead job's lease away, or refuse; on return it is worth trying to create one."""
     seen = _look(path)
     if seen is None:
         return
-    holder = _holder(seen.content)
-    who, alive, why = _words(holder), _is_alive(holder), "that process is gone"
+    holder = parse_holder(seen.content)
+    who, alive, why = describe(holder), is_alive(holder), "that process is gone"
     if alive is None:
         logger.info(
             "%s: held by %s; watching its heartbeat for up to %g s", path, who, stale_seconds
@@ -151,7 +184,7 @@ def _clear_the_way(path: Path, stale_seconds: float) -> None:
             return
         alive, why = now != seen, f"its heartbeat stood still for {stale_seconds:g} s"
     if alive:
-        raise _refusal(path, who)
+        raise _refusal(path, key, who)
     if _take_away(path, seen):
         logger.warning("%s: taken over from %s: %s", path, who, why)
 
@@ -211,16 +244,20 @@ def _one_at_a_time(folder: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
-def _refusal(path: Path, who: str) -> ConfigError:
+def _refusal(path: Path, key: str, who: str) -> ConfigError:
     seen = _look(path)
     with tempfile.TemporaryFile(dir=path.parent) as probe:  # the file system's clock, not ours
         now = os.fstat(probe.fileno()).st_mtime_ns
     age = max(0, now - seen.mtime) / 1e9 if seen else 0.0
+    return refusal(key, path.parent, f"{who}; its last heartbeat was {age:.0f} s ago")
+
+
+def refusal(key: str, folder: object, who: str) -> ConfigError:
+    """The error for a folder that another job holds."""
     return ConfigError(
-        f"job.dump_folder = {path.parent}: another job is writing there: {who}; its last heartbeat"
-        f" was {age:.0f} s ago.",
-        fix="Use another job.dump_folder, or end that process first.",
-        keys=("job.dump_folder",),
+        f"{key} = {folder}: another job is writing there: {who}.",
+        fix=f"Use another {key}, or end that process first.",
+        keys=(key,),
     )
 
 
@@ -228,7 +265,7 @@ def _refusal(path: Path, who: str) -> ConfigError:
 
 
 @dataclass(frozen=True)
-class _Holder:
+class Holder:
     """What a lease says of the process that took it."""
 
     host: str
@@ -238,27 +275,30 @@ class _Holder:
     process_started: int | None  # in ticks since boot, so that a pid used again is another process
     started: float  # by that host's clock, for people only
     token: str  # of this one taking
+    number: int = 0  # larger than that of every taking before
 
 
-def _holder(content: bytes) -> _Holder | None:
+def parse_holder(content: bytes) -> Holder | None:
     """Whom a lease names; None where it cannot be read, as after a crash while it was written."""
     try:
-        holder = _Holder(**parse_json(content))
-        return holder if holder.pid in range(1, 1 << 31) and _words(holder) else None
+        holder = Holder(**parse_json(content))
+        sane = holder.pid in range(1, 1 << 31) and isinstance(holder.number, int)
+        return holder if sane and describe(holder) else None
     except (ValueError, TypeError, OverflowError, OSError):
         return None
 
 
-def _words(holder: _Holder | None) -> str:
+def describe(holder: Holder | None) -> str:
+    """A holder in words, for log lines and errors."""
     if holder is None:
         return "a process that it does not name"
     since = datetime.fromtimestamp(holder.started).astimezone()
     return f"process {holder.pid} on {holder.host} (since {since:%Y-%m-%d %H:%M:%S %z})"
 
 
-def _is_alive(holder: _Holder | None) -> bool | None:
+def is_alive(holder: Holder | None) -> bool | None:
     """Whether that process is there; None where only its heartbeat can tell."""
-    here = _this_process()
+    here = this_process()
     if holder is None or here.processes is None or here.process_started is None:
         return None
     if any(getattr(holder, key) != getattr(here, key) for key in ("host", "boot", "processes")):
@@ -275,7 +315,8 @@ def _is_alive(holder: _Holder | None) -> bool | None:
     return started == holder.process_started and state not in "ZX"  # a zombie writes nothing
 
 
-def _this_process() -> _Holder:
+def this_process() -> Holder:
+    """This process as the holder of a new lease."""
     boot, processes = "", None
     with suppress(OSError):
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
@@ -283,7 +324,7 @@ def _this_process() -> _Holder:
             processes = os.stat("/proc/self/ns/pid").st_ino
     started = _process("self")[1]
     host, token = socket.gethostname(), uuid.uuid4().hex
-    return _Holder(host, boot, processes, os.getpid(), started, time.time(), token)
+    return Holder(host, boot, processes, os.getpid(), started, time.time(), token)
 
 
 def _process(pid: int | str) -> tuple[str, int | None]:

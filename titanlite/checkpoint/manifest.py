@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import xxhash
 
-from titanlite.checkpoint.place import Place
+from titanlite.checkpoint.place import UNFINISHED, Place
 from titanlite.errors import CheckpointError
 from titanlite.files import parse_json
 
@@ -21,7 +21,6 @@ NAME = "manifest.json"
 FORMAT = 3  # goes up when another titanlite could misread a checkpoint
 READABLE = (2, 3)  # 2 has no chunks.json: see chunks.py
 MOST_BYTES = 1 << 26  # 405B parameters: 1 MB
-UNFINISHED = "unfinished"  # the first file of a folder, gone once it has a manifest
 DTYPES = {str(v).removeprefix("torch."): v for v in vars(torch).values() if type(v) is torch.dtype}
 
 
@@ -55,6 +54,7 @@ class Manifest:
     seconds: float  # from the start of writing to this manifest
     files: dict[str, FileRecord]
     tensors: dict[str, TensorRecord]
+    lease: int = 0  # number of the lease that it was written under; 0: none
     format: int = FORMAT
 
     def has(self, part: str) -> bool:
@@ -121,6 +121,7 @@ def _checked(place: Place, body: dict[str, Any]) -> Manifest:
     try:
         wrong = [key for key in tables if type(body[key]) is not dict]
         wrong += [key for key, kind in kinds.items() if not isinstance(body[key], kind)]
+        wrong += [] if isinstance(body.get("lease", 0), int) else ["lease"]
         if wrong or body["step"] < 0:
             raise ValueError(f"{wrong[0] if wrong else 'step'} has the wrong type or value")
         body["files"] = {name: FileRecord(**record) for name, record in body["files"].items()}

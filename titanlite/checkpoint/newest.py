@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import re
-
+from titanlite.checkpoint.listing import list_steps
 from titanlite.checkpoint.manifest import NAME, read_manifest
 from titanlite.checkpoint.place import Place
 from titanlite.errors import CheckpointError
 from titanlite.log import logger
-
-_STEP = re.compile(r"step-(\d+)")  # not step-300-hf, an export, nor step-300.aside-1
 
 
 def newest_checkpoint(place: Place) -> Place:
@@ -17,11 +14,10 @@ def newest_checkpoint(place: Place) -> Place:
 
     Those that are cut short or damaged are passed over with a warning. Raises CheckpointError.
     """
-    if _STEP.fullmatch(place.name) or NAME in place.sizes():
+    if NAME in place.sizes():
         return place
     for folder in (place, place / "checkpoint"):
-        steps = [int(found[1]) for name in folder.folders() if (found := _STEP.fullmatch(name))]
-        for step in sorted(steps, reverse=True):
+        for step in reversed(list_steps(folder).steps):
             try:
                 read_manifest(folder / f"step-{step}")
             except CheckpointError as error:

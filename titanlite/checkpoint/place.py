@@ -1,21 +1,60 @@
-"""A folder on this machine, or by URL (`s3://…`, `memory://…`) wherever fsspec reaches."""
+"""A folder on this machine, or by URL (`s3://…`, `memory://…`) wherever fsspec reaches.
+
+Every path is literal. Calls of fsspec that expand `*`, `?` and `[` (`rm`, `mv`, `copy`, `get`) are
+not used: removing `lr[12]/step-4` by `rm` removes the steps of `lr1` and `lr2`.
+"""
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from functools import wraps
 from pathlib import Path
-from typing import IO
+from typing import IO, TypeVar
 
 import xxhash
 from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 
-from titanlite.errors import CheckpointError
+from titanlite.errors import CheckpointError, UserError
 
 CHUNK_BYTES = 1 << 23
+UNFINISHED = "unfinished"  # the file that marks a folder as being written, or being removed
+DELETIONS_AT_ONCE = 16  # requests in flight; an object store answers each after tens of ms
+
+Method = TypeVar("Method", bound=Callable)
+
+
+class StoreUnreachable(CheckpointError):
+    """A remote file system that did not do what it was asked; nothing is known of what it holds."""
+
+
+def _named_errors(method: Method) -> Method:
+    """Let a method of `Place` raise StoreUnreachable where a remote file system fails.
+
+    Each has errors of its own (botocore's are no OSErrors). That a file is missing, or exists, is
+    an answer and no failure.
+    """
+
+    @wraps(method)
+    def call(place: Place, *args, **kwargs):
+        try:
+            return method(place, *args, **kwargs)
+        except (FileNotFoundError, FileExistsError, NotADirectoryError, UserError):
+            raise
+        except Exception as error:
+            if place.local:
+                raise
+            raise StoreUnreachable(
+                f"{place}: the store failed: {type(error).__name__}: {error}.",
+                fix="Check the store and the credentials for it, then run the same command again.",
+            ) from error
+
+    return call
 
 
 def is_url(text: str) -> bool:
@@ -52,6 +91,7 @@ class Place:
     def parent(self) -> Place:
         return Place(self.said.rstrip("/").rpartition("/")[0] or ".")
 
+    @_named_errors
     def exists(self) -> bool:
         self.fs.invalidate_cache()
         return self.fs.exists(self.path)
@@ -64,6 +104,7 @@ class Place:
         """Names of the folders directly in it."""
         return sorted(self._entries("directory"))
 
+    @_named_errors
     def _entries(self, kind: str) -> dict[str, dict]:
         self.fs.invalidate_cache()  # another process may have written since
         try:
@@ -73,6 +114,7 @@ class Place:
         named = {entry["name"].rstrip("/").rpartition("/")[2]: entry for entry in listed}
         return {name: entry for name, entry in named.items() if entry["type"] == kind}
 
+    @_named_errors
     def make(self) -> None:
         self.fs.makedirs(self.path, exist_ok=True)
 
@@ -90,6 +132,7 @@ class Place:
     def file(self, name: str) -> str:
         return f"{self.path}/{name}"
 
+    @_named_errors
     def read(self, name: str) -> bytes:
         return self.fs.cat_file(self.file(name))
 
@@ -111,6 +154,7 @@ class Place:
             if self.local:
                 os.fsync(raw.fileno())
 
+    @_named_errors
     def write_at_once(self, name: str, content: bytes) -> None:
         """All of the content under its name, or nothing: an object store's put, or a rename."""
         if not self.local:
@@ -123,9 +167,49 @@ class Place:
         self.settle()
         self.parent.settle()
 
+    @_named_errors
+    def create(self, name: str, content: bytes) -> bool:
+        """Write a file that must not be there yet; whether it was so.
+
+        Of several processes that try, one succeeds where the store knows conditional puts (S3,
+        Google Cloud Storage). Elsewhere it is a look and then a write, which two may do at once.
+        """
+        path = self.file(name)
+        try:
+            self.fs.pipe_file(path, content, mode="create")
+            return True
+        except FileExistsError:
+            return False
+        except (TypeError, NotImplementedError):  # a file system without a conditional put
+            pass
+        except OSError as error:
+            if error.errno != errno.ENOSYS:  # not "NotImplemented", a store without one
+                if self._has(name):
+                    return False
+                raise
+        if self._has(name):
+            return False
+        self.fs.pipe_file(path, content)
+        return True
+
+    def _has(self, name: str) -> bool:
+        self.fs.invalidate_cache()
+        return self.fs.exists(self.file(name))
+
+    @_named_errors
     def delete(self, name: str) -> None:
         self.fs.rm_file(self.file(name))
 
+    @_named_errors
+    def rename_file(self, name: str, other: str) -> None:
+        """Give a file another name, in place of what has that name; a copy in an object store."""
+        if self.local:
+            os.replace(self.file(name), self.file(other))
+        else:
+            self.fs.cp_file(self.file(name), self.file(other))
+            self.fs.rm_file(self.file(name))
+
+    @_named_errors
     def hash_of(self, name: str) -> str:
         """xxh3_128 of a file's content."""
         digest = xxhash.xxh3_128()
@@ -152,36 +236,64 @@ class Place:
     # --- whole folders -------------------------------------------------------------------------
 
     def rename(self, name: str) -> Place:
-        """Give it another name beside where it is."""
+        """Give a local folder another name beside where it is. No store renames a folder cheaply."""
+        assert self.local, f"{self}: would be copied"
         target = self.parent / name
-        self.fs.mv(self.path, target.path, recursive=True)
+        os.rename(self.path, target.path)
+        self.parent.settle()
         return target
 
     def remove(self, first: str) -> None:
-        """Delete it, out of sight in one act: a rename, or elsewhere, the file `first`."""
+        """Delete the folder and what is in it.
+
+        Cut short anywhere, it leaves the folder whole or known as one to remove: a local one under
+        another name; elsewhere without the file `first`, which makes it valid, and with the marker
+        `unfinished`, which is deleted last.
+        """
         if self.local:
             gone = f"{self.path}.removed"
             shutil.rmtree(gone, ignore_errors=True)
             os.rename(self.path, gone)
             shutil.rmtree(gone)
             return
-        if self.fs.exists(self.file(first)):
-            self.fs.rm_file(self.file(first))
-        self.fs.rm(self.path, recursive=True)
+        self.write_at_once(UNFINISHED, b"")
+        names = set(self._files_below())
+        if first in names:
+            self.delete(first)
+        # Some file systems of fsspec are not safe to use from several threads; these are.
+        with ThreadPoolExecutor(DELETIONS_AT_ONCE if self.fs.async_impl else 1) as pool:
+            list(pool.map(self.delete, names - {first, UNFINISHED}))
+        self.delete(UNFINISHED)
+        with suppress(Exception):  # an object store has no folders
+            for folder in (*self._folders_below(), ""):
+                self.fs.rmdir(self.file(folder).rstrip("/"))
 
+    def _files_below(self) -> list[str]:
+        """Names of the files in it and in its folders."""
+        names = list(self.sizes())
+        for folder in self.folders():
+            names += [f"{folder}/{name}" for name in (self / folder)._files_below()]
+        return names
+
+    def _folders_below(self) -> list[str]:
+        """Names of the folders in it and in those, the innermost first."""
+        names = []
+        for folder in self.folders():
+            names += [f"{folder}/{name}" for name in (self / folder)._folders_below()] + [folder]
+        return names
 
 class HashingStream:
     """A file to write to, once through, that knows the hash of what it was given."""
 
     def __init__(self, raw: IO[bytes]):
         self.raw, self.bytes, self.digest = raw, 0, xxhash.xxh3_128()
-        self.error: OSError | None = None
+        self.error: Exception | None = None
 
     def write(self, data) -> int:
         self.digest.update(data)
         try:
             written = self.raw.write(data)
-        except OSError as error:
+        except Exception as error:  # a store has errors of its own kinds
             self.error = error
             raise
         self.bytes += memoryview(data).nbytes

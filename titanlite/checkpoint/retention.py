@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import TypeVar
+
+T = TypeVar("T")
 
 
 def steps_to_remove(steps: Iterable[int], keep_latest: int, keep_every: int = 0) -> list[int]:
@@ -10,6 +13,10 @@ def steps_to_remove(steps: Iterable[int], keep_latest: int, keep_every: int = 0)
 
     The latest `keep_latest` stay (0: all), and those of every `keep_every`-th step (0: none).
     """
-    ordered = sorted(steps)
-    surplus = ordered[:-keep_latest] if keep_latest > 0 else []
+    surplus = all_but_last(sorted(steps), keep_latest)
     return [step for step in surplus if not keep_every or step % keep_every]
+
+
+def all_but_last(ordered: list[T], keep: int) -> list[T]:
+    """The entries before the last `keep`; none where `keep` is 0, which keeps all."""
+    return ordered[:-keep] if keep > 0 else []

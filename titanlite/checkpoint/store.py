@@ -46,14 +46,8 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from titanlite.checkpoint import chunks as chunk_lists
 from titanlite.checkpoint.chunks import Chunk, Chunks, dcp_metadata, list_chunks, read_chunks
-from titanlite.checkpoint.manifest import (
-    DTYPES,
-    UNFINISHED,
-    FileRecord,
-    TensorRecord,
-    read_manifest,
-)
-from titanlite.checkpoint.place import Place
+from titanlite.checkpoint.manifest import DTYPES, FileRecord, TensorRecord, read_manifest
+from titanlite.checkpoint.place import UNFINISHED, Place, StoreUnreachable
 from titanlite.checkpoint.records import read_part
 from titanlite.distributed.tensors import local_of
 from titanlite.errors import CheckpointError, UserError
@@ -141,16 +135,21 @@ Commit = Callable[[dict[str, FileRecord], dict[str, TensorRecord]], None]
 
 
 def write_tensors(
-    place: Place, state: State, group: dist.ProcessGroup | None, commit: Commit
+    place: Place,
+    state: State,
+    group: dist.ProcessGroup | None,
+    commit: Commit,
+    check: Callable[[], object] = lambda: None,
 ) -> None:
     """Write the shards of all ranks of `group`, then `commit` on its first rank; all together.
 
+    `check` is called on the first rank before the folder is touched, and raises where it must not.
     Raises CheckpointError on every rank where it fails on any; `place` is then no checkpoint.
     """
     with _named(place, "written"):
         dcp.save(
             state,
-            storage_writer=_Writer(place, commit),
+            storage_writer=_Writer(place, commit, check),
             planner=_HashingPlanner(),
             process_group=group,
             no_dist=not dist.is_initialized(),
@@ -205,9 +204,9 @@ class _LoadingPlanner(_HashingPlanner):
 class _Writer(dcp.FileSystemWriter):
     """DCP's writer into a fresh folder, with a commit at the end."""
 
-    def __init__(self, place: Place, commit: Commit):
+    def __init__(self, place: Place, commit: Commit, check: Callable[[], object] = lambda: None):
         super().__init__(place.path, sync_files=False)  # `place` syncs, whatever it is on
-        self.place, self.commit = place, commit
+        self.place, self.commit, self.check = place, commit, check
         self.fs, self.path = _Files(place), place.path
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
@@ -215,6 +214,7 @@ class _Writer(dcp.FileSystemWriter):
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Runs on the first rank while the others wait: the moment to touch the folder."""
+        self.check()
         _make_room(self.place, sum(_bytes(item) for plan in plans for item in plan.items))
         return super().prepare_global_plan(plans)
 
@@ -241,7 +241,7 @@ class _Writer(dcp.FileSystemWriter):
             for name, about in metadata.state_dict_metadata.items()
         }
         self.commit(files | self.fs.written, tensors)
-        with suppress(OSError):  # beside a manifest it means nothing
+        with suppress(OSError, StoreUnreachable):  # beside a manifest it means nothing
             self.place.delete(UNFINISHED)
 
 
@@ -284,7 +284,7 @@ class _Files(FileSystemBase):
 
     def rename(self, path, new_path) -> None:
         old, new = (str(p).rpartition("/")[2] for p in (path, new_path))
-        self.place.fs.mv(str(path), str(new_path))
+        self.place.rename_file(old, new)
         self.written[new] = self.written.pop(old)
 
     def mkdir(self, path) -> None:

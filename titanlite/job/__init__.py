@@ -108,6 +108,29 @@ class Job:
         """Where this run's checkpoints are."""
         return checkpoint_place(self.folder, self.config.checkpoint)
 
+    @property
+    def other_folders(self) -> dict[str, Place]:
+        """The folders that this run writes to and job.dump_folder does not hold, by their keys.
+
+        The checkpoints' among them wherever it is: it may be another job's by an absolute path.
+        """
+        config = self.config
+        named = {
+            "metrics.save_tb_folder": config.metrics.enable_tensorboard,
+            "profiling.save_traces_folder": config.profiling.enable_profiling,
+            "profiling.save_memory_snapshot_folder": config.profiling.enable_memory_snapshot,
+            "comm.save_traces_folder": config.comm.trace_buf_size > 0,
+        }
+        found = {}
+        for key, is_written in named.items():
+            section, name = key.split(".")
+            folder = self.folder / getattr(getattr(config, section), name)
+            if is_written and not folder.resolve().is_relative_to(self.folder.resolve()):
+                found[key] = Place(folder)
+        if config.checkpoint.enable and not config.checkpoint.load_only:
+            found["checkpoint.folder"] = self.checkpoints
+        return found
+
     def summary(self, device, peak_flops: float | None) -> str:
         """The job in a few lines, for whoever watches it start."""
         training, shape = self.config.training, self.shape
