@@ -36,7 +36,7 @@ from titanlite.checkpoint import (
 )
 from titanlite.checkpoint.chunks import Chunk, read_chunks
 from titanlite.checkpoint.hf import open_hugging_face
-from titanlite.checkpoint.lease import _holder
+from titanlite.checkpoint.lease import parse_holder
 from titanlite.checkpoint.ledger import last_step, read_lives
 from titanlite.checkpoint.manifest import FileRecord, _hash
 from titanlite.errors import CheckpointError
@@ -505,4 +505,4 @@ def test_a_hugging_face_folder_of_links_is_refused_with_the_way_out(tmp_path):
 
 def test_deep_json_in_the_small_files_of_a_run_is_passed_over():
     deep = DEEP.encode()
-    assert read_lives(deep) == [] and last_step(deep) == 0 and _holder(deep) is None
+    assert read_lives(deep) == [] and last_step(deep) == 0 and parse_holder(deep) is None
