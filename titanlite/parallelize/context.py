@@ -184,7 +184,9 @@ def backward_over_ranks(
             of_values += dv
         return total
 
-    return dq.to(q.dtype), way.back(torch.stack((k, v)), of_part).to(k.dtype)
+    # First, because it fills dq, too; in fp32, where `.to` copies nothing, the order would not show.
+    of_keys_values = way.back(torch.stack((k, v)), of_part)
+    return dq.to(q.dtype), of_keys_values.to(k.dtype)
 
 
 def _plan(
