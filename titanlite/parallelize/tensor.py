@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -23,7 +24,6 @@ from torch.distributed.tensor.parallel import (
     ParallelStyle,
     PrepareModuleInput,
     RowwiseParallel,
-    SequenceParallel,
     parallelize_module,
 )
 
@@ -94,14 +94,37 @@ def _styles(
     sequence, whole = Shard(SEQUENCE), Replicate()
     return {
         "vocab_in": RowwiseParallel(input_layouts=whole, output_layouts=sequence),
-        "sequence": SequenceParallel(sequence_dim=SEQUENCE, use_local_output=True),
+        "sequence": _ReplicatedNorm(),
         "gather_sequence": _gather_sequence(kinds.gather),
         "colwise": kinds.colwise(),
         "colwise_kv": _KeyValueColwise(head_width, tp.size(), kinds.colwise),
-        "heads": SequenceParallel(sequence_dim=2, use_local_output=True),  # of [B, T, H, K]
+        "heads": _ReplicatedNorm(),
         "rowwise": kinds.rowwise(output_layouts=sequence),
         "vocab_out": _VocabularyOut(loss_parallel),
     }
+
+
+class _ReplicatedNorm(ParallelStyle):
+    """An RMSNorm of sharded activations: [B, T/tp, D], or [B, T, H/tp, K].
+
+    The weight is replicated, and each rank computes a partial sum of its gradient. These are added
+    in fp32, as FSDP adds gradients; torch's SequenceParallel adds them in the compute dtype.
+    """
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        assert isinstance(module, nn.RMSNorm), "other norms may have a bias"
+        weight = distribute_tensor(module.weight, device_mesh, [Replicate()], src_data_rank=None)
+        module.register_parameter("weight", nn.Parameter(weight))
+        module.forward = partial(_normalize, module)
+        return module
+
+
+def _normalize(norm: nn.RMSNorm, x: Tensor) -> Tensor:
+    """`norm` of a plain tensor, by the plain tensor behind its replicated weight."""
+    # Nothing is sent here: the weight is replicated already. Backward is what this is for.
+    weight = norm.weight.redistribute(placements=[Replicate()], backward_dtype=torch.float32)
+    local = weight.to_local(grad_placements=[Partial()])
+    return F.rms_norm(x, norm.normalized_shape, local, norm.eps)
 
 
 def _gather_sequence(kind: type[PrepareModuleInput]) -> PrepareModuleInput:
