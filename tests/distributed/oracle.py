@@ -205,7 +205,7 @@ def one_process(recipe: Recipe) -> Record:
     record = Record()
     for step in range(recipe.steps):
         inputs, labels = batch_at(step, recipe)
-        logits = _plain_logits(model, inputs, recipe)
+        logits = plain_logits(model, inputs, recipe)
         loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED)
         loss = loss + recipe.z_loss * logits.logsumexp(-1)[labels != IGNORED].square().mean()
         loss.backward()
@@ -222,7 +222,7 @@ def one_process(recipe: Recipe) -> Record:
     return record
 
 
-def _plain_logits(model, inputs: Tensor, recipe: Recipe) -> Tensor:
+def plain_logits(model, inputs: Tensor, recipe: Recipe) -> Tensor:
     """Documents one by one, each a sequence of its own to a model that knows of none."""
     if not recipe.documents:
         return model(inputs)
@@ -236,7 +236,7 @@ def _plain_logits(model, inputs: Tensor, recipe: Recipe) -> Tensor:
 
 @torch.no_grad()
 def _plain_validation(model, text: HeldOut, recipe: Recipe) -> float:
-    logits = _plain_logits(model, text.inputs, recipe).flatten(0, 1)
+    logits = plain_logits(model, text.inputs, recipe).flatten(0, 1)
     return F.cross_entropy(logits, text.labels.flatten(), ignore_index=IGNORED).item()
 
 
@@ -346,12 +346,12 @@ def joined(records: list[Record]) -> Record:
     for r in records:
         same = (r.losses, r.norms, r.validations)
         assert same == (first.losses, first.norms, first.validations)
-    gradients = [_join(step) for step in zip(*(r.gradients for r in records), strict=True)]
-    weights = _join([r.weights for r in records])
+    gradients = [join_parts(step) for step in zip(*(r.gradients for r in records), strict=True)]
+    weights = join_parts([r.weights for r in records])
     return replace(first, gradients=gradients, weights=weights)
 
 
-def _join(parts: Sequence[dict[str, tuple]]) -> dict[str, Tensor]:
+def join_parts(parts: Sequence[dict[str, tuple]]) -> dict[str, Tensor]:
     tensors = {}
     shapes = {name: shape for rank in parts for name, (shape, _, _) in rank.items()}
     for name, shape in shapes.items():

@@ -2,14 +2,28 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.distributed as dist
-from tests.distributed.oracle import ADAMW, SGD, Layout, batch_at, one_process, spread, start
+from tests.distributed.oracle import (
+    ADAMW,
+    SGD,
+    SHAPE,
+    Layout,
+    batch_at,
+    deepened,
+    one_process,
+    spread,
+    start,
+)
 from tests.distributed.ranks import run_on_ranks
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from titanlite.distributed.tensors import local_of
 from titanlite.models import valid_tokens
 from titanlite.optim import LossScale, OptimizerConfig, build_optimizer
 from titanlite.training import take_step
@@ -17,19 +31,29 @@ from titanlite.training import take_step
 PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.bmm.default)
 
 
-class SeenTypes(TorchDispatchMode):
-    """The types of what matrix products and reductions are really given."""
+# Of gradients: FSDP's, replication's, and those of weights that tensor-parallel ranks replicate,
+# which reduce activations by _c10d_functional.reduce_scatter_tensor.
+REDUCTIONS = ("c10d._reduce_scatter", "c10d.allreduce", "_c10d_functional.all_reduce")
 
-    def __init__(self):
+
+class SeenTypes(TorchDispatchMode):
+    """The types of what matrix products and reductions are really given, and of the sums that
+    gradients of parameters, by their shapes, are added to."""
+
+    def __init__(self, shapes: set[torch.Size]):
         super().__init__()
+        self.shapes = shapes
         self.products: set[torch.dtype] = set()
-        self.reductions: set[torch.dtype] = set()
+        self.reductions: Counter[torch.dtype] = Counter()
+        self.sums: set[torch.dtype] = set()
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         if function in PRODUCTS:
             self.products.update(a.dtype for a in args if isinstance(a, torch.Tensor))
-        if "reduce_scatter" in str(function) or "allreduce" in str(function):
+        if str(function).startswith(REDUCTIONS):
             self.reductions.update(_types(args))
+        if function == torch.ops.aten.add_.Tensor and args[0].shape in self.shapes:
+            self.sums.add(args[0].dtype)
         return function(*args, **(kwargs or {}))
 
 
@@ -42,18 +66,20 @@ def _types(value):
 
 
 def types_of_a_step(layout, dtype, keep) -> dict:
-    model, mesh, engine = spread(layout, SGD, dtype=dtype, keep=keep)
+    recipe = deepened(RECIPE, layout) if layout.pipeline > 1 else RECIPE
+    model, mesh, engine = spread(layout, recipe, dtype=dtype, keep=keep)
+    shapes = {part.shape for p in model.parameters() for part in (p, local_of(p))}
     optimizer = build_optimizer(model, OptimizerConfig())
-    rows = layout.local_batch(SGD)
+    rows = recipe.batch // layout.degrees.data
     mine = slice(mesh.batch_rank * rows, mesh.batch_rank * rows + rows)
-    inputs, labels = (part[mine] for part in batch_at(0, SGD))
+    inputs, labels = (part[mine] for part in batch_at(0, recipe))
     activations, rotary = set(), set()
     for block in model.layers.values():
         block.register_forward_hook(lambda module, args, out: activations.add(out.dtype))
         block.attention.register_forward_pre_hook(
             lambda module, args: rotary.update(table.dtype for table in args[1])
         )
-    with SeenTypes() as seen:
+    with SeenTypes(shapes) as seen:
         loss = engine.forward_backward(inputs, labels, valid_tokens(labels))
     gradients = {p.grad.dtype for p in model.parameters()}
     optimizer.step()
@@ -66,6 +92,7 @@ def types_of_a_step(layout, dtype, keep) -> dict:
     return {
         "products": seen.products,
         "gradient reductions": seen.reductions,
+        "sums of gradients": seen.sums,
         "activations": activations,
         "rotary tables": rotary,
         "gradients": gradients,
@@ -84,8 +111,16 @@ LAYOUTS = [
     Layout(context=2),
     Layout(pipeline=2, microbatch=9, less=(0, 0)),
 ]
+OTHERS = [
+    Layout(accumulate=3, reduction="last_microbatch"),
+    Layout(tensor=4),  # more ranks than key-value heads
+    Layout(pipeline=2, microbatch=3, schedule="InterleavedZeroBubble"),
+    Layout(pipeline=2, microbatch=3, schedule="ZBVZeroBubble"),
+    Layout(pipeline=2, microbatch=3, schedule="DualPipeV"),
+]
 
 
+RECIPE = replace(SGD, shape=replace(SHAPE, qk_norm=True))
 KINDS = [  # (what is computed in, what is kept)
     (torch.bfloat16, torch.float32),
     (torch.float16, torch.float32),
@@ -97,7 +132,7 @@ def types_of_each(layout) -> list[dict]:
     return [types_of_a_step(layout, *kind) for kind in KINDS]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize("layout", [*LAYOUTS, *OTHERS], ids=str)
 def test_the_precision_asked_for_is_the_one_used(layout):
     for of_rank in run_on_ranks(types_of_each, layout.degrees.ranks, layout):
         for seen, (compute, keep) in zip(of_rank, KINDS, strict=True):
@@ -106,8 +141,13 @@ def test_the_precision_asked_for_is_the_one_used(layout):
             assert seen["gradients"] == seen["weights"] == seen["moments"] == {keep}
             assert seen["rotary tables"] == {torch.float32}  # bf16 cannot count to 1,000
             assert seen["loss"] == torch.float32
-            if layout.degrees.data * layout.context > 1 and layout.tensor == 1:
-                assert seen["gradient reductions"] == {torch.float32}
+            assert seen["gradient reductions"].keys() <= {torch.float32}
+            assert seen["sums of gradients"] <= {torch.float32}
+            if layout.degrees.data * layout.context * layout.tensor > 1:
+                assert seen["gradient reductions"]  # 4 norms a block, and the last
+                assert layout.tensor == 1 or seen["gradient reductions"].total() >= 4 * 2 + 1
+            if layout.accumulate > 1 or layout.pipeline > 1 and keep == torch.float32:
+                assert seen["sums of gradients"]
 
 
 OVERFLOWING = 2  # the step whose gradients overflow, on one rank alone

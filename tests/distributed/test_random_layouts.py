@@ -1,4 +1,5 @@
-"""Layouts drawn from a seed: a legal one learns what one process learns, an illegal one is refused.
+"""Layouts drawn from a seed: a legal one learns what one process learns, as precisely as one process
+in bf16 and fp16; an illegal one is refused.
 
 `--layouts 200` draws that many of each; `--layout-seed` says from which seed.
 """
@@ -18,6 +19,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import ROOT
+from tests.distributed.low_precision import LOWER, Case, check_cases
 from tests.distributed.oracle import ADAMW, SGD, SHAPE, Layout, Recipe
 from tests.distributed.test_oracle import learn_the_same
 from titanlite.errors import UserError
@@ -130,6 +132,15 @@ def test_legal_layouts_drawn_at_random_learn_what_one_process_learns(wanted, run
     for number, drawn in enumerate(some(True, *wanted, run_toml)):
         print(f"{number} of {wanted[0]}: {drawn}", flush=True)
         learn_the_same([(drawn.layout, drawn.recipe)])
+
+
+def test_legal_layouts_drawn_at_random_are_as_precise_as_one_process(wanted, run_toml):
+    for number, drawn in enumerate(some(True, *wanted, run_toml)):
+        print(f"{number} of {wanted[0]}: {drawn}", flush=True)
+        dice, changes = random.Random(drawn.seed), {"optimizer": "SGD", "max_norm": 0.0}
+        # Vectors of 32 numbers: errors of fewer are too much a matter of chance.
+        recipe = replace(drawn.recipe, shape=replace(drawn.recipe.shape, head_dim=32), **changes)
+        check_cases([Case(drawn.layout, recipe, dice.choice(LOWER))])
 
 
 def test_illegal_layouts_drawn_at_random_are_refused_with_a_reason(wanted, run_toml):
