@@ -37,6 +37,7 @@ from titanlite.parallelize.schedule import (
     read_order,
     written,
 )
+from titanlite.parallelize.shard import accumulate_gradients
 
 DEGREE = "parallelism.pipeline_parallel_degree"
 SCHEDULE = "parallelism.pipeline_parallel_schedule"
@@ -266,7 +267,8 @@ assert all(hasattr(PipelineStage, name) for name in _HOOKS), "this torch has oth
 
 
 class Stage(PipelineStage):
-    """Torch's stage, which also tells a profiler what it runs, without its waiting."""
+    """Torch's stage, which also tells a profiler what it runs, without its waiting, and adds up
+    the gradients of micro-batches in the reduce dtype under every schedule."""
 
     activity = "pipeline"
     reduces = True  # this run of the schedule is the last before the optimizer's step
@@ -278,11 +280,13 @@ class Stage(PipelineStage):
     def backward_one_chunk(self, bwd_chunk_id, loss=None, full_backward=True, **kwargs):
         kind = "backward" if full_backward else "input"
         with record_function(action_name(self.activity, kind, self.stage_index, bwd_chunk_id)):
-            return super().backward_one_chunk(bwd_chunk_id, loss, full_backward, **kwargs)
+            super().backward_one_chunk(bwd_chunk_id, loss, full_backward, **kwargs)
+        accumulate_gradients(self.submod)
 
     def backward_weight_one_chunk(self, bwd_chunk_id, **kwargs):
         with record_function(action_name(self.activity, "weight", self.stage_index, bwd_chunk_id)):
-            return super().backward_weight_one_chunk(bwd_chunk_id, **kwargs)
+            super().backward_weight_one_chunk(bwd_chunk_id, **kwargs)
+        accumulate_gradients(self.submod)
 
     def perform_reduce_grad(self, grad_scale_factor):
         if self.reduces:

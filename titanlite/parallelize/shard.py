@@ -75,3 +75,21 @@ def _offload_policy(offload: bool, device_type: str) -> OffloadPolicy:
 def reduce_gradients(model: FSDPModule, now: bool) -> None:
     """Whether the next backward reduces its gradients, or lets them add up whole on each rank."""
     model.set_requires_gradient_sync(now)
+
+
+def accumulate_gradients(model: nn.Module) -> None:
+    """Add the gradients that are still in the compute dtype to their sums in the reduce dtype.
+
+    FSDP does so where the backward of a module ends, and the second half of a backward that is
+    split in two does not always pass there: the gradients of the next micro-batch would be added
+    to them in the compute dtype.
+    """
+    for module in model.modules():
+        if not isinstance(module, FSDPModule):
+            continue
+        # Private, but what torch's own pipeline stage reduces by; a list since torch 2.13.
+        state = module._get_fsdp_state()
+        groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
+        for parameter in (p for group in groups if group for p in group.fsdp_params):
+            parameter.accumulate_unsharded_grad_if_needed()
+            parameter.to_accumulated_grad_if_needed()
