@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import subprocess
 import sys
 
@@ -13,7 +14,7 @@ from tests.faults.launch import Launched
 from titanlite.checkpoint import Place
 from titanlite.errors import CheckpointError, ConfigError
 from titanlite.generate import Sampling, choose, generate, generate_text, open_model
-from titanlite.models import FAMILIES, LlamaShape
+from titanlite.models import FAMILIES, KeyValueCache, LlamaShape
 
 
 @pytest.fixture(scope="module")
@@ -30,6 +31,25 @@ def test_greedy_text_is_what_the_whole_model_likes_best(model):
         with torch.no_grad():
             ids.append(int(model(torch.tensor([ids]))[0, -1].argmax()))
     assert list(generate(model, [3, 1, 4], 8, Sampling(temperature=0))) == ids[3:]
+
+
+def errors_in(dtype, model) -> list[float]:
+    """How far logits of a sequence are from fp32, with the cache and without: relative."""
+    ids = torch.tensor([[3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8]])
+    lower = copy.deepcopy(model).to(dtype)
+    caches = {name: KeyValueCache(ids.shape[1]) for name in lower.layers}
+    with torch.no_grad():
+        right, whole = model(ids), lower(ids)
+        steps = [lower(ids[:, n : n + 1], torch.tensor([n]), caches) for n in range(ids.shape[1])]
+    assert whole.dtype == steps[0].dtype == caches["0"].keys.dtype == dtype
+    found = torch.cat(steps, dim=1), whole
+    return [((logits.float() - right).norm() / right.norm()).item() for logits in found]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_the_cache_costs_no_precision(model, dtype):
+    with_cache, without = errors_in(dtype, model)
+    assert 0 < with_cache <= 1.5 * without
 
 
 def test_a_seed_says_what_is_written(model):
