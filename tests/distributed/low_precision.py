@@ -70,7 +70,7 @@ class Case:
     recipe: Recipe = RECIPE
     compute: torch.dtype = torch.bfloat16
     float8: str = ""  # recipe
-    batches: int = 3  # whose errors are joined: in one, a deep model may be unlucky
+    batches: int = 3  # the median of their errors counts
 
     @property
     def alone(self) -> Case:
@@ -213,15 +213,13 @@ def _noted_gradients(state):
     hook.remove()
 
 
-def errors_of(case: Case, ranks: Sequence[Seen]) -> dict[str, float]:
-    """How far each tensor's gradient is from fp32: relative, in the 2-norm over all batches."""
-    gradients, (_, right, _) = joined_gradients(ranks), in_fp32(case.recipe, case.batches)
-    errors = {}
-    for name in right[0]:
-        pairs = [(f[name], r[name]) for f, r in zip(gradients, right, strict=True)]
-        wrong = sum((f - r).square().sum() for f, r in pairs)
-        errors[name] = (wrong / sum(r.square().sum() for _, r in pairs)).sqrt().item()
-    return errors
+def errors_of(case: Case, ranks: Sequence[Seen]) -> list[dict[str, float]]:
+    """How far each tensor's gradient is from fp32, of each batch: relative, in the 2-norm."""
+    _, right, _ = in_fp32(case.recipe, case.batches)
+    return [
+        {name: ((found[name] - r).norm() / r.norm()).item() for name, r in exact.items()}
+        for found, exact in zip(joined_gradients(ranks), right, strict=True)
+    ]
 
 
 def joined_gradients(ranks: Sequence[Seen]) -> list[dict[str, Tensor]]:
@@ -230,7 +228,7 @@ def joined_gradients(ranks: Sequence[Seen]) -> list[dict[str, Tensor]]:
 
 
 @cache
-def errors_of_one_process(case: Case) -> dict[str, float]:
+def errors_of_one_process(case: Case) -> list[dict[str, float]]:
     [(seen,)] = measure([case])
     return errors_of(case, [seen])
 
@@ -239,14 +237,27 @@ def check_cases(cases: Sequence[Case]) -> None:
     """Run cases on one number of ranks; each gradient must be as good as that of one process, and
     losses as in fp32."""
     for case, *ranks in zip(cases, *measure(cases), strict=True):
-        found, right = errors_of(case, ranks), errors_of_one_process(case.alone)
-        least = median(right.values()) / 2  # where one process is lucky, others need not be
-        ratios = {name: error / max(right[name], least) for name, error in found.items()}
+        ratios = _ratios(errors_of(case, ranks), errors_of_one_process(case.alone))
         worst = max(ratios, key=ratios.get)
         print(f"{case}: {worst} {ratios[worst]:.2f} times the error of one process")  # pytest -rP
         too_far = {name: round(ratio, 2) for name, ratio in ratios.items() if not ratio <= LIMIT}
         assert not too_far, (str(case), too_far)
         _check_losses(case, ranks)
+
+
+def _ratios(found: list[dict[str, float]], right: list[dict[str, float]]) -> dict[str, float]:
+    """How many times the error of one process each tensor's is, in the median batch.
+
+    Not in the mean: a deep model amplifies rounding, in a batch in a dozen to 40 times the usual
+    error, of which either side has more by chance.
+    """
+    least = [median(errors.values()) / 2 for errors in right]  # who is lucky sets no standard
+    return {
+        name: median(
+            f[name] / max(r[name], floor) for f, r, floor in zip(found, right, least, strict=True)
+        )
+        for name in right[0]
+    }
 
 
 def _check_losses(case: Case, ranks: list[Seen]) -> None:
