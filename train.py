@@ -87,6 +87,8 @@ def main(argv: list[str]) -> int:
         configure_log(rank, colour=False if plain else None)
         if section.print_config and rank == 0:
             print(job.as_toml())
+        if job.warning:
+            logger.warning("%s", job.warning)
         if section.check:
             logger.info("every check passed for %s", job.degrees)
             return EXIT_DONE

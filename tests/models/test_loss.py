@@ -46,12 +46,15 @@ def test_every_chunk_gives_the_loss_and_the_gradients_of_whole_logits(chunk, z_l
     assert found[0] == pytest.approx(right[0], rel=1e-6)
     for mine, theirs in zip(found[1:], right[1:], strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-8)
+    of_z = right[0] - plain(output, x, labels).item()
+    assert output.z_loss.item() == pytest.approx(of_z, rel=1e-5, abs=1e-5)
 
 
 def test_the_loss_of_a_validation_has_no_z_loss_in_it():
     output, x, labels = drawn(z_loss=0.3)
     with torch.no_grad():
         assert output(x, labels=labels).item() == pytest.approx(plain(output, x, labels).item())
+    assert output.z_loss == 0
 
 
 def test_labels_that_do_not_count_teach_nothing():
@@ -83,6 +86,25 @@ def test_no_more_logits_are_held_than_those_of_a_chunk(dtype, copies):
     # once in fp32, and, as they come and as their gradient goes, in the type of the weights
     assert most[0] <= copies * tokens * ids * 4
     assert most[chunk] <= copies * chunk * ids * 4 + 2.1 * output.weight.numel() * 4
+
+
+@pytest.mark.parametrize("tokens, chunk, channel", [(2**15, 0, 4.0), (4096, 4096, 17.0)])
+def test_in_fp16_a_sum_over_tokens_overflows_only_where_their_mean_does(tokens, chunk, channel):
+    """The weights' gradient, summed before it is divided, reaches 131,072 and 69,632 here; that of
+    the mean loss, which any loss scale may begin from, 4 and 17."""
+    torch.manual_seed(0)
+    output, x = Output(8, 64), torch.randn(1, tokens, 8) * 0.1
+    output.loss, x[..., 0] = LossConfig(chunk_tokens=chunk), channel
+    labels = torch.zeros(1, tokens, dtype=torch.int64)
+
+    def gradient(dtype):
+        output.to(dtype).weight.grad = None
+        (output(x.to(dtype), labels=labels) / tokens).backward()
+        return output.weight.grad.float().clone()  # a change of type changes it in place
+
+    right, found = gradient(torch.float32), gradient(torch.float16)
+    assert right.abs().max() > channel / 2
+    torch.testing.assert_close(found, right, rtol=5e-3, atol=1e-3 * channel)
 
 
 def test_without_labels_it_is_the_plain_layer():

@@ -15,6 +15,8 @@ from titanlite.optim import (
     build_optimizer,
     clip_gradients,
     lr_share,
+    schedule_problems,
+    schedule_warning,
 )
 
 
@@ -49,6 +51,24 @@ def test_each_decay_has_its_shape_and_ends_at_the_least_rate(kind, half):
     low = LRSchedulerConfig(**config, min_lr_factor=0.1)
     assert lr_share(100, 100, low) == pytest.approx(0.1)
     assert lr_share(500, 100, low) == pytest.approx(0.1)  # past the end it stays there
+
+
+def test_a_warmup_longer_than_the_run_still_ends_at_the_peak():
+    """As torchtitan caps it; uncapped, a run of 100 steps ended at half of the rate asked for."""
+    rates = shares(steps=100, warmup_steps=200)
+    assert rates[0] == pytest.approx(0.01) and rates[-1] == 1.0
+    assert "warmup_steps = 200 is more than all 100" in schedule_warning(LRSchedulerConfig(), 100)
+    assert not schedule_warning(LRSchedulerConfig(), 200)
+
+
+def test_steps_after_the_schedule_are_refused_only_where_they_learn_nothing():
+    def refused(**section):
+        return [*schedule_problems(LRSchedulerConfig(warmup_steps=10, **section), steps=150)]
+
+    assert refused(total_steps=100) and not refused() and not refused(total_steps=200)
+    assert not refused(total_steps=100, min_lr_factor=0.1)
+    assert not refused(total_steps=100, decay_ratio=0.0)  # the rate stays where it is
+    assert lr_share(149, 100, LRSchedulerConfig(warmup_steps=10, decay_ratio=0.0)) == 1.0
 
 
 def test_norms_and_biases_are_not_decayed():

@@ -16,7 +16,7 @@ from titanlite.job.config import FACTS, MOVED, JobConfig
 from titanlite.job.inputs import stream_of, texts_of, tokenizer_of
 from titanlite.job.rules import global_batch_of, outside_problems, pipeline_of, problems_of
 from titanlite.models import FAMILIES, Family
-from titanlite.optim import LossScale
+from titanlite.optim import LossScale, schedule_warning
 from titanlite.parallelize import DTYPES, Passes
 from titanlite.parallelize.attention import AttentionSizes
 from titanlite.parallelize.pipeline import PipelinePlan
@@ -83,6 +83,11 @@ class Job:
     @property
     def schedule_steps(self) -> int:
         return self.config.lr_scheduler.total_steps or self.config.training.steps
+
+    @property
+    def warning(self) -> str:
+        """What of the job is not followed to the letter, or nothing."""
+        return schedule_warning(self.config.lr_scheduler, self.config.training.steps)
 
     def facts(self, stream: Stream) -> dict[str, Any]:
         """What a checkpoint says of the job that saved it, beyond its tensors."""

@@ -15,7 +15,7 @@ from titanlite.job.config import FACTS, JobConfig
 from titanlite.job.inputs import stream_of, texts_of, tokenizer_of
 from titanlite.models import FAMILIES, Family, matching
 from titanlite.observe import metrics_problems, profiling_problems
-from titanlite.optim import LossScaleConfig, optimizer_problems, storage_of
+from titanlite.optim import LossScaleConfig, optimizer_problems, schedule_problems, storage_of
 from titanlite.parallelize.activation import activation_problems
 from titanlite.parallelize.attention import ON_CPU, attention_problems
 from titanlite.parallelize.compile import compile_problems, compiler_problems
@@ -46,7 +46,8 @@ def problems_of(config: JobConfig, ranks: int) -> Iterator[UserError]:
         )
     yield from metrics_problems(config.metrics)
     yield from profiling_problems(config.profiling)
-    yield from optimizer_problems(config.optimizer)
+    yield from optimizer_problems(config.optimizer, config.training.dtype)
+    yield from schedule_problems(config.lr_scheduler, config.training.steps)
     yield from _precision_problems(config)
     shape = degrees = None
     try:

@@ -12,7 +12,12 @@ from titanlite.optim.build import (
 from titanlite.optim.clip import clip_gradients, shard_norms
 from titanlite.optim.early import EarlySteps
 from titanlite.optim.scale import LossScale, LossScaleConfig
-from titanlite.optim.schedule import LRSchedulerConfig, lr_share
+from titanlite.optim.schedule import (
+    LRSchedulerConfig,
+    lr_share,
+    schedule_problems,
+    schedule_warning,
+)
 
 __all__ = [
     "EarlySteps",
@@ -25,6 +30,8 @@ __all__ = [
     "lr_share",
     "moment_bytes",
     "optimizer_problems",
+    "schedule_problems",
+    "schedule_warning",
     "set_lr",
     "shard_norms",
     "storage_of",

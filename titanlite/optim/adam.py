@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from titanlite.distributed.tensors import local_of
+from titanlite.optim.vectors import is_low_vector
 
 StateDtype = Literal["float32", "bfloat16", "8bit", "4bit", "float8"]
 
@@ -94,7 +95,8 @@ class LeanAdam(torch.optim.Optimizer):
         storage = storage_of(parameter.shape, self.kind)
         width = parameter.shape[-1]
         if not storage.block:
-            same = self.kind == "float32"  # then as torch's own have it: of the weights' type
+            same = self.kind == "float32" and not is_low_vector(parameter)
+            # as torch's own optimizers have it: of the weights' type
             kinds = [(width, parameter.dtype if same else PLAIN[storage.kind])] * 2
         else:
             codes = (width * CODE_BITS[self.kind] // 8, torch.uint8)
@@ -177,7 +179,7 @@ def _update(
         # no element with a first moment has a second one that is rounded to nothing.
         first, second = moments[:2], moments[2:]
         m = torch.lerp(_decode(kind, first, levels[:1]), g, 1 - betas[0])
-        square = _decode(kind, second, levels[1:]).square()
+        square = _decode_root(kind, second, levels[1:]).square()
         root = torch.lerp(square, g.square(), 1 - betas[1]).sqrt()
         _encode(kind, m, first, levels[:1])
         _encode(kind, root, second, levels[1:])
@@ -219,7 +221,19 @@ def _decode(kind: StateDtype, stored: list[Tensor], levels: tuple) -> Tensor:
     return level[codes.int()] * scale
 
 
+def _decode_root(kind: StateDtype, stored: list[Tensor], levels: tuple) -> Tensor:
+    """The root of the second moment, which updates are divided by: 0 only in a block of zeros.
+
+    Beside a large element of its block a small one gets the lowest code, in the root sooner than in
+    the first moment. Read as 0, it would divide that moment by eps; read as the smallest value
+    above 0, the root is too large rather than too small, and the update too short.
+    """
+    root = _decode(kind, stored, levels)
+    return root.clamp(min=stored[1] * FLOAT8_LEAST) if kind == "float8" else root
+
+
 FLOAT8_MAX = torch.finfo(torch.float8_e4m3fn).max
+FLOAT8_LEAST = 2.0**-9 / FLOAT8_MAX  # smallest value above 0, as a share of the largest
 
 
 @cache
@@ -228,7 +242,6 @@ def _levels_on(kind: StateDtype, device: torch.device) -> tuple[Tensor, ...]:
     if kind == "8bit":
         levels = (dynamic_levels(8, signed=True), dynamic_levels(8, signed=False))
     elif kind == "4bit":
-        # no zero in the second (https://arxiv.org/abs/2309.01507): it is divided by
         levels = (dynamic_levels(4, signed=True), [n / 16 for n in range(1, 17)])
     else:
         return ()
@@ -236,12 +249,15 @@ def _levels_on(kind: StateDtype, device: torch.device) -> tuple[Tensor, ...]:
 
 
 def dynamic_levels(bits: int, signed: bool) -> list[float]:
-    """The 2^bits values of dynamic tree quantisation, ascending, 1 the largest, 0 among them.
+    """The 2^bits values of dynamic tree quantization, ascending, 1 the largest.
 
+    0 is among the signed ones. The unsigned ones are of a root, which is divided by: in the place
+    of 0 they have the lower end of the lowest decade (compare https://arxiv.org/abs/2309.01507).
     Each decade is cut evenly, into twice as many parts as the one below it, the values being their
     middles (https://arxiv.org/abs/2110.02861, section 1.3).
     """
-    levels, decades = [0.0, 1.0], bits - 1
+    decades = bits - 1
+    levels = [0.0 if signed else 10.0**-decades, 1.0]
     for decade in range(decades):
         parts = 2 ** (decade if signed else decade + 1)
         top = 10.0 ** (decade - decades + 1)

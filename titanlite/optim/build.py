@@ -12,6 +12,7 @@ from torch import nn
 from titanlite.errors import ConfigError
 from titanlite.optim.adam import LeanAdam, StateDtype
 from titanlite.optim.groups import parameter_groups
+from titanlite.optim.vectors import is_low_vector, updating_vectors_in_float32
 from titanlite.settings import Range, Share
 
 
@@ -46,14 +47,16 @@ class OptimizerConfig:
 def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Optimizer:
     """An optimizer over the shards of a model."""
     groups = parameter_groups(model.named_parameters(), config.weight_decay, config.no_decay)
+    low = any(is_low_vector(parameter) for parameter in model.parameters())
+    kind = LeanAdam if config.lean else getattr(torch.optim, config.name)
+    kind = updating_vectors_in_float32(kind) if low else kind
     foreach, fused = config.implementation == "foreach", config.implementation == "fused"
     if config.name == "SGD":  # its fused kernel does not know sharded tensors (torch 2.13), and
         # planning a foreach over three mesh dimensions takes DTensor seconds at the first step
-        return torch.optim.SGD(groups, lr=config.lr, momentum=config.momentum, foreach=foreach)
-    kind = torch.optim.AdamW if config.name == "AdamW" else torch.optim.Adam
+        return kind(groups, lr=config.lr, momentum=config.momentum, foreach=foreach)
     betas = (config.beta1, config.beta2)
     if config.lean:
-        return LeanAdam(
+        return kind(
             groups,
             lr=config.lr,
             betas=betas,
@@ -72,8 +75,9 @@ def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
         group["lr"] = lr
 
 
-def optimizer_problems(config: OptimizerConfig) -> Iterator[ConfigError]:
-    """Moments that the optimizer has not, or that would not move."""
+def optimizer_problems(config: OptimizerConfig, keep: str) -> Iterator[ConfigError]:
+    """Moments that the optimizer has not, or that would not move; `keep`: training.dtype."""
+    yield from _frozen_moments(config, keep)
     if not config.lean:
         return
     asked = [f'state_dtype = "{config.state_dtype}"'] if config.state_dtype != "float32" else []
@@ -92,13 +96,23 @@ def optimizer_problems(config: OptimizerConfig) -> Iterator[ConfigError]:
             fix='Use "fused" (a compiled kernel a parameter), or "for-loop".',
             keys=(*keys, "optimizer.implementation"),
         )
-    if config.state_dtype == "bfloat16":
-        for key in ("beta1", "beta2"):
-            beta, most = getattr(config, key), 1 - torch.finfo(torch.bfloat16).eps / 2
-            if beta > most:
-                yield ConfigError(
-                    f"optimizer.{key} = {beta:g}: a moment in bfloat16 cannot move by so little as"
-                    f" {1 - beta:g} of itself.",
-                    fix=f'Use at most {most:g}, or state_dtype = "8bit", whose scales are float32.',
-                    keys=(f"optimizer.{key}", "optimizer.state_dtype"),
-                )
+
+
+def _frozen_moments(config: OptimizerConfig, keep: str) -> Iterator[ConfigError]:
+    """Moments in bfloat16 whose change in a step is less than half of their last digit."""
+    by_weights = config.state_dtype == "float32" and keep == "bfloat16"  # of the weights' type
+    if not by_weights and config.state_dtype != "bfloat16":
+        return
+    source = "training.dtype" if by_weights else "optimizer.state_dtype"
+    fix = 'optimizer.state_dtype = "8bit", whose scales are float32.'
+    if config.name == "SGD":
+        fix = 'training.dtype = "float32".'
+    most = 1 - torch.finfo(torch.bfloat16).eps / 2
+    for key in ("momentum",) if config.name == "SGD" else ("beta1", "beta2"):
+        if (beta := getattr(config, key)) > most:
+            yield ConfigError(
+                f'optimizer.{key} = {beta:g}: with {source} = "bfloat16" moments are bfloat16, which'
+                f" cannot move by so little as {1 - beta:g} of itself.",
+                fix=f"Use at most {most:g}, or {fix}",
+                keys=(f"optimizer.{key}", source),
+            )
