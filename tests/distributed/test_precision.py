@@ -38,6 +38,14 @@ PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.a
 REDUCTIONS = ("c10d._reduce_scatter", "c10d.allreduce", "_c10d_functional.all_reduce")
 
 
+class SeenTypes(TorchDispatchMode):
+    """The types of what matrix products and reductions are really given, and of the sums that
+    gradients of parameters, by their shapes, are added to."""
+
+    def __init__(self, shapes: set[torch.Size], logits: set[int]):
+        super().__init__()
+        self.shapes = shapes
+        self.logits = logits  # how many of a token a rank has
         self.products: set[torch.dtype] = set()
         self.reductions: Counter[torch.dtype] = Counter()
         self.sums: set[torch.dtype] = set()
