@@ -79,7 +79,8 @@ def read_records(path: Path) -> None:
 
 READERS = {
     "manifest": Reader("step", open_checkpoint, "manifest.json", seal),
-    "metadata": Reader("step", open_checkpoint, ".metadata", seal),
+    "chunks": Reader("step", open_checkpoint, "chunks.json", seal),
+    "metadata": Reader("old", open_checkpoint, ".metadata", seal),
     "shards": Reader("step", open_checkpoint, "*.distcp", seal),
     "safetensors": Reader("hf", read_weights, "*.safetensors"),
     "config.json": Reader("hf", read_weights, "config.json"),

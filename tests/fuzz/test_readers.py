@@ -14,6 +14,7 @@ from pathlib import Path
 import pyarrow
 import pyarrow.parquet
 import pytest
+from tests.checkpoint.test_untrusted import make_old
 from tests.conftest import ROOT
 from tests.distributed.ranks import _forkserver
 from tests.faults.launch import Launched
@@ -37,6 +38,8 @@ def seeds(corpus, tmp_path_factory) -> Path:
     with Launched(1, folder / "out", "--job.config_file", str(run)) as launched:
         assert launched.wait() == [0], launched.said
     shutil.copytree(folder / "out" / "checkpoint" / "step-1", folder / "step")
+    shutil.copytree(folder / "step", folder / "old")
+    make_old(folder / "old")
     shutil.copytree(folder / "out" / "checkpoint" / "step-1-hf", folder / "hf")
     shutil.copy(folder / "out" / "metrics.jsonl", folder)
     to_hugging_face(Place(folder / "step"), Place(folder / "sharded"), max_shard_bytes=20_000)
