@@ -22,7 +22,7 @@ def pytest_addoption(parser) -> None:
 
 
 def pytest_configure(config) -> None:
-    if config.getoption("--fuzz"):
+    if config.getoption("--fuzz"):  # and nothing else
         config.args = [str(ROOT / "tests" / "fuzz")]
 
 

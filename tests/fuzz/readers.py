@@ -16,7 +16,7 @@ from titanlite.checkpoint.ledger import last_step, read_lives
 from titanlite.checkpoint.manifest import NAME, _hash
 from titanlite.data import open_corpus, open_tokenizer
 from titanlite.data.text import find_files, parts_of, read_documents
-from titanlite.generate import open_model
+from titanlite.generate import open_writer
 from titanlite.job import read_job
 from titanlite.observe.curve import read_metrics
 
@@ -68,7 +68,7 @@ def seal(folder: Path, name: str, content: bytes) -> None:
 
 
 def open_checkpoint(path: Path) -> None:
-    open_model(Place(path), torch.device("cpu"))
+    open_writer(Place(path), torch.device("cpu"))
 
 
 def read_records(path: Path) -> None:
