@@ -23,16 +23,34 @@ SHIM = r"""
 #include <stdlib.h>
 #include <string.h>
 #include <unistd.h>
-int fsync(int descriptor) {
-  char link[64], path[4096];
+static void hang(const char *variable, int descriptor) {
+  char link[64], path[4096], *part = getenv(variable);
   snprintf(link, sizeof link, "/proc/self/fd/%d", descriptor);
   ssize_t length = readlink(link, path, sizeof path - 1);
   path[length < 0 ? 0 : length] = 0;
-  while (strstr(path, getenv("HANG_IN"))) pause();
+  while (part && strstr(path, part)) pause();
+}
+int fsync(int descriptor) {
+  hang("HANG_IN_FSYNC", descriptor);
   return ((int (*)(int))dlsym(RTLD_NEXT, "fsync"))(descriptor);
+}
+ssize_t read(int descriptor, void *to, size_t bytes) {
+  hang("HANG_IN_READ", descriptor);
+  return ((ssize_t (*)(int, void *, size_t))dlsym(RTLD_NEXT, "read"))(descriptor, to, bytes);
 }
 """
 COMPILER = shutil.which("cc") or shutil.which("gcc")
+pytestmark = pytest.mark.skipif(
+    not COMPILER or sys.platform != "linux", reason="needs a C compiler on Linux"
+)
+
+
+@pytest.fixture(scope="module")
+def shim(tmp_path_factory):
+    out = tmp_path_factory.mktemp("shim") / "shim.so"
+    command = [COMPILER, "-shared", "-fPIC", "-o", str(out), "-x", "c", "-", "-ldl"]
+    subprocess.run(command, input=SHIM, text=True, check=True)
+    return out
 
 
 def argv_of(toml, out, *argv) -> list[str]:
@@ -41,31 +59,32 @@ def argv_of(toml, out, *argv) -> list[str]:
     return ["--job.config_file", str(toml), *quick, *limits, *argv]
 
 
-@pytest.mark.skipif(not COMPILER or sys.platform != "linux", reason="needs a C compiler on Linux")
-def test_an_fsync_that_hangs_on_one_rank_ends_all_by_name_and_the_run_goes_on(run_toml, tmp_path):
-    out, shim = tmp_path / "out", tmp_path / "shim.so"
-    subprocess.run(
-        [COMPILER, "-shared", "-fPIC", "-o", shim, "-x", "c", "-", "-ldl"],
-        input=SHIM, text=True, check=True,
+def start(argv: list[str], **environment) -> subprocess.Popen:
+    environment |= {"OMP_NUM_THREADS": 1, "PYTHONPATH": ROOT}
+    return subprocess.Popen(
+        [sys.executable, str(ROOT / "train.py"), *argv],
+        env={**os.environ, **{name: str(value) for name, value in environment.items()}},
+        stderr=subprocess.PIPE,
+        text=True,
     )
+
+
+def test_an_fsync_that_hangs_on_one_rank_ends_all_by_name_and_the_run_goes_on(
+    run_toml, tmp_path, shim
+):
+    out = tmp_path / "out"
     argv = argv_of(run_toml, out, "--checkpoint.async_mode", "async")
     store = open_store()
 
-    def start(rank: int) -> subprocess.Popen:
-        environment = {
-            "RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2,
-            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": store.port, "OMP_NUM_THREADS": 1,
-            "TORCHELASTIC_USE_AGENT_STORE": "True", "PYTHONPATH": ROOT,
-        }
-        if rank == 1:
-            environment |= {"LD_PRELOAD": shim, "HANG_IN": "/step-4/"}
-        return subprocess.Popen(
-            [sys.executable, str(ROOT / "train.py"), *argv],
-            env={**os.environ, **{name: str(value) for name, value in environment.items()}},
-            stderr=subprocess.PIPE, text=True,
-        )
-
-    ranks = [start(rank) for rank in range(2)]
+    shared = {
+        "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": store.port, "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }
+    dead = {"LD_PRELOAD": shim, "HANG_IN_FSYNC": "/step-4/"}
+    ranks = [
+        start(argv, RANK=0, LOCAL_RANK=0, **shared),
+        start(argv, RANK=1, LOCAL_RANK=1, **shared, **dead),
+    ]
     try:
         said = [process.communicate(timeout=120)[1] for process in ranks]
     finally:
@@ -85,16 +104,16 @@ def test_an_fsync_that_hangs_on_one_rank_ends_all_by_name_and_the_run_goes_on(ru
     assert steps_of(out)[-1] == 6
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="needs a named pipe that blocks its reader")
-def test_a_load_that_hangs_ends_a_run_of_one_rank(run_toml, tmp_path):
+def test_a_read_that_hangs_in_a_load_ends_a_run_of_one_rank(run_toml, tmp_path, shim):
     out = tmp_path / "out"
     with Launched(1, out, *argv_of(run_toml, out, "--training.steps", "2")) as run:
         assert run.wait() == [0], run.said
-    shard = out / "checkpoint" / "step-2" / "__0_0.distcp"
-    shard.unlink()
-    os.mkfifo(shard)
-    argv = argv_of(run_toml, out, "--training.steps", "4", "--checkpoint.verify", "off")
-    with Launched(1, out, *argv) as run:
-        assert run.wait() == [1], run.said
-        assert "titanlite: Rank 0: load of step 0 has taken" in run.said
-        assert f"checkpoint.timeout_seconds = {LIMIT}" in run.said
+    argv = argv_of(run_toml, out, "--training.steps", "4")
+    process = start(argv, LD_PRELOAD=shim, HANG_IN_READ="/step-2/__0_0")
+    try:
+        said = process.communicate(timeout=120)[1]
+    finally:
+        process.kill()
+    assert process.returncode == 1, said
+    assert "titanlite: Rank 0: load of step 0 has taken" in said
+    assert f"checkpoint.timeout_seconds = {LIMIT}" in said
