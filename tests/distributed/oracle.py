@@ -152,6 +152,7 @@ class Record:
     """What a run showed."""
 
     losses: list[float] = field(default_factory=list)
+    z_losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
     validations: list[float] = field(default_factory=list)
     gradients: list[dict[str, Any]] = field(default_factory=list)
@@ -207,11 +208,12 @@ def one_process(recipe: Recipe) -> Record:
         inputs, labels = batch_at(step, recipe)
         logits = _plain_logits(model, inputs, recipe)
         loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED)
-        loss = loss + recipe.z_loss * logits.logsumexp(-1)[labels != IGNORED].square().mean()
-        loss.backward()
+        z_loss = recipe.z_loss * logits.logsumexp(-1)[labels != IGNORED].square().mean()
+        (loss + z_loss).backward()
         limit = recipe.max_norm or float("inf")
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), limit)
         record.losses.append(loss.item())
+        record.z_losses.append(z_loss.item())
         record.norms.append(norm.item())
         record.gradients.append({n: p.grad.clone() for n, p in model.named_parameters()})
         optimizer.step()
@@ -323,6 +325,7 @@ def go_on(
             record.gradients.append(dict(there))
             there.clear()
         record.losses.append(result.loss.item())
+        record.z_losses.append(result.z_loss.item())
         record.norms.append(result.grad_norm.item())
         if state.step in VALIDATED_AFTER:
             text = HeldOut(recipe)
@@ -344,8 +347,8 @@ def joined(records: list[Record]) -> Record:
     """What all ranks saw, put together; what several ranks hold must be the same on each."""
     first = records[0]
     for r in records:
-        same = (r.losses, r.norms, r.validations)
-        assert same == (first.losses, first.norms, first.validations)
+        same = (r.losses, r.z_losses, r.norms, r.validations)
+        assert same == (first.losses, first.z_losses, first.norms, first.validations)
     gradients = [_join(step) for step in zip(*(r.gradients for r in records), strict=True)]
     weights = _join([r.weights for r in records])
     return replace(first, gradients=gradients, weights=weights)
@@ -378,6 +381,7 @@ def worst_error(found: Record, right: Record, tensors: bool) -> dict[str, float]
     """The largest relative error of each kind."""
     errors = {
         "loss": _worst(zip(found.losses, right.losses, strict=True)),
+        "z-loss": _worst(zip(found.z_losses, right.z_losses, strict=True)),
         "norm": _worst(zip(found.norms, right.norms, strict=True)),
         "validation": _worst(zip(found.validations, right.validations, strict=True)),
     }
@@ -392,7 +396,7 @@ def worst_error(found: Record, right: Record, tensors: bool) -> dict[str, float]
 
 
 def _worst(pairs) -> float:
-    return max((abs(a - b) / abs(b) for a, b in pairs), default=0.0)
+    return max((abs(a - b) / abs(b) if b else abs(a) for a, b in pairs), default=0.0)
 
 
 def deepened(recipe: Recipe, layout: Layout) -> Recipe:

@@ -104,6 +104,7 @@ def one_process(recipe: Recipe, float8: Float8Config, at_once: int) -> Record:
     for step in range(recipe.steps):
         inputs, labels = batch_at(step, recipe)
         record.losses.append(0.0)
+        record.z_losses.append(0.0)
         for x, y in zip(inputs.split(at_once), labels.split(at_once), strict=True):
             # The loss of the house: one rounded otherwise would flip numbers in the next step.
             loss = model(x, labels=y) / valid_tokens(labels)

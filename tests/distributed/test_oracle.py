@@ -222,9 +222,15 @@ def test_tied_embeddings_and_qk_norm_are_the_same_under_every_layout(layout):
     learn_the_same([(layout, tied(SGD))])
 
 
-def test_z_loss_is_the_same_where_the_vocabulary_is_shared():
-    layouts = [Layout(tensor=2, chunk=100), Layout(tensor=2, loss_parallel=False)]
-    learn_the_same([(layout, replace(SHORT, z_loss=0.01)) for layout in layouts])
+def test_z_loss_is_the_same_and_reported_by_itself_under_every_layout():
+    layouts = [
+        Layout(tensor=2, chunk=100),
+        Layout(tensor=2, loss_parallel=False),
+        Layout(context=2, accumulate=2),
+        Layout(pipeline=2, microbatch=3),
+    ]
+    recipe = replace(SHORT, z_loss=0.01)
+    learn_the_same([(x, deepened(recipe, x) if x.pipeline > 1 else recipe) for x in layouts])
 
 
 def test_what_is_clipped_is_among_what_is_run():

@@ -46,12 +46,15 @@ def test_every_chunk_gives_the_loss_and_the_gradients_of_whole_logits(chunk, z_l
     assert found[0] == pytest.approx(right[0], rel=1e-6)
     for mine, theirs in zip(found[1:], right[1:], strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-8)
+    of_z = right[0] - plain(output, x, labels).item()
+    assert output.z_loss.item() == pytest.approx(of_z, rel=1e-5, abs=1e-5)
 
 
 def test_the_loss_of_a_validation_has_no_z_loss_in_it():
     output, x, labels = drawn(z_loss=0.3)
     with torch.no_grad():
         assert output(x, labels=labels).item() == pytest.approx(plain(output, x, labels).item())
+    assert output.z_loss == 0
 
 
 def test_labels_that_do_not_count_teach_nothing():

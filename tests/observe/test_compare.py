@@ -72,6 +72,12 @@ def test_the_first_step_apart_is_named_with_both_values_and_whether_they_meet_ag
     assert [pair.name for pair in comparison.parted] == [key]
 
 
+def test_z_losses_are_compared_where_there_are_some(tmp_path):
+    runs = [[step_line(n, z_loss=z / n) for n in STEPS] for z in (0.1, 0.1001)]
+    a, b = (write_run(tmp_path / name, run) for name, run in zip("ab", runs, strict=True))
+    assert [pair.name for pair in compare_runs(a, b, 1e-4).parted] == ["z_loss"]
+
+
 def test_the_verdict_names_the_first_parting_and_not_its_followers(compare):
     lines = [step_line(n, lr=1.0, samples=n) for n in STEPS]
     lines[30]["loss"] = 9.0

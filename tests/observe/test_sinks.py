@@ -32,6 +32,7 @@ ROOT = str(Path(__file__).parents[2])
 STEP = {
     "step": 1,
     "loss": 4.2113,
+    "z_loss": 0.0071,
     "grad_norm": 0.814,
     "lr": 3e-4,
     "tokens": 4096,
@@ -201,8 +202,8 @@ def test_in_a_pipe_every_record_is_one_readable_line(tmp_path, said):
         sinks.event(130, "validation", name="code", loss=4.0, perplexity=54.6)
         sinks.event(130, "checkpoint_saved", path="outputs/checkpoint/step-130")
     assert said() == [
-        "step 120/400  loss 4.2113  grad_norm 0.81  lr 3.0e-04  5,912 tok/s  mfu 31.2%  eta 2:23",
-        "step 130/400  loss 4.2113  grad_norm 0.81  lr 3.0e-04  5,912 tok/s  eta 0:00",
+        "step 120/400  loss 4.2113  z_loss 0.0071  grad_norm 0.81  lr 3.0e-04  5,912 tok/s  mfu 31.2%  eta 2:23",
+        "step 130/400  loss 4.2113  z_loss 0.0071  grad_norm 0.81  lr 3.0e-04  5,912 tok/s  eta 0:00",
         "step 130/400  validation  code  loss 4.0000  perplexity 54.6000",
         "step 130/400  checkpoint saved  outputs/checkpoint/step-130",
     ]

@@ -27,7 +27,8 @@ class LossConfig:
 
     chunk_tokens: NotNegative = 4096  # tokens whose logits are held at once; 0: a micro-batch's
     z_loss: Annotated[float, Range(0)] = 0.0
-    # weight of the squared logarithm of the softmax's sum, which keeps logits small; 1e-4 is usual
+    # weight of the squared logarithm of the softmax's sum, which keeps logits small; 1e-4 is usual;
+    # reported by itself, as z_loss beside loss
 
 
 class Vocabulary:
@@ -68,32 +69,34 @@ class Output(nn.Linear):
         super().__init__(dim, vocab_size, bias=False)
         self.loss, self.vocabulary = LossConfig(), Vocabulary()
         self.slope: Callable[..., Tensor] = slope  # or a compiled one
+        self.z_loss: Tensor | None = None  # how much of the last loss was z-loss, 0-d in fp32
 
     def forward(self, x: Tensor, labels: Tensor | None = None) -> Tensor:
         """With `labels` [B, T]: the summed loss in nats, 0-d in fp32; z-loss only while learning."""
         if labels is None:
             return super().forward(x)
         x, weight = self.vocabulary.own(x, self.weight)
-        return _OutputLoss.apply(
+        loss, self.z_loss = _OutputLoss.apply(
             x.flatten(0, 1), weight, labels.flatten(), self, torch.is_grad_enabled()
         )
+        return loss
 
 
 class _OutputLoss(torch.autograd.Function):
-    """The summed loss of hidden states [N, D] by weights [V', D] at labels [N]."""
+    """(summed loss, what of it is z-loss) of hidden states [N, D] by weights [V', D] at labels [N]."""
 
     @staticmethod
     def forward(
         ctx, x: Tensor, weight: Tensor, labels: Tensor, output: Output, learn: bool
-    ) -> Tensor:
+    ) -> tuple[Tensor, Tensor]:
         z_loss = output.loss.z_loss if learn else 0.0
         size = output.loss.chunk_tokens or max(1, len(x))
-        total = torch.zeros((), device=x.device)
+        total, z_total = (torch.zeros((), device=x.device) for _ in range(2))
         dx = torch.empty_like(x) if learn else None
         dw: Tensor | None = None
         for rows in (slice(start, start + size) for start in range(0, len(x), size)):
-            loss, dz = _of_chunk(x[rows], weight, labels[rows], output, z_loss, learn)
-            total += loss
+            loss, z, dz = _of_chunk(x[rows], weight, labels[rows], output, z_loss, learn)
+            total, z_total = total + loss + z, z_total + z
             if not learn:
                 continue
             torch.mm(dz, weight, out=dx[rows])
@@ -106,10 +109,11 @@ class _OutputLoss(torch.autograd.Function):
         if learn:
             ctx.save_for_backward(dx, dw)
             ctx.dtype = weight.dtype
-        return total
+        ctx.mark_non_differentiable(z_total)
+        return total, z_total
 
     @staticmethod
-    def backward(ctx, gradient: Tensor):
+    def backward(ctx, gradient: Tensor, _):
         dx, dw = (_scaled(kept, gradient, ctx.dtype) for kept in ctx.saved_tensors)
         return dx, dw, None, None, None
 
@@ -122,16 +126,20 @@ def _scaled(kept: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
 
 def _of_chunk(
     x: Tensor, weight: Tensor, labels: Tensor, output: Output, z_loss: float, learn: bool
-) -> tuple[Tensor, Tensor | None]:
-    """The loss of a few tokens, and its gradient by their logits, in one buffer in fp32."""
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Cross-entropy and z-loss of a few tokens, and the gradient of their sum by the logits.
+
+    All logits are in one buffer in fp32.
+    """
     vocabulary, logits = output.vocabulary, F.linear(x, weight).float()
     largest, lse, at = vocabulary.normalise(logits, labels)
     valid = labels != IGNORED
-    loss = torch.where(valid, lse - at + z_loss * lse.square(), 0.0).sum()
+    loss = torch.where(valid, lse - at, 0.0).sum()
+    z = torch.where(valid, z_loss * lse.square(), 0.0).sum()
     if not learn:
-        return loss, None
+        return loss, z, None
     factor = torch.where(valid, (largest - lse).exp() * (1 + 2 * z_loss * lse), 0.0)
-    return loss, output.slope(logits, factor, labels - vocabulary.first).to(weight.dtype)
+    return loss, z, output.slope(logits, factor, labels - vocabulary.first).to(weight.dtype)
 
 
 def exponentials(logits: Tensor, largest: Tensor, place: Tensor) -> Tensor:

@@ -105,6 +105,8 @@ def _read(path: Path) -> Told:
         told = {
             key: {line["step"]: _number(line[key]) for line in steps} for key in (*_CLOSE, *_EXACT)
         }
+        if z_losses := {line["step"]: line["z_loss"] for line in steps if line.get("z_loss")}:
+            told["z_loss"] = z_losses
         for event in events:
             if event["event"] == "validation":
                 losses = told.setdefault(f"validation {event['name']}", {})

@@ -54,8 +54,10 @@ class Console:
         return [*self._learned(record), *self._how_fast(record)]
 
     def _learned(self, record: dict[str, Any]) -> list[str]:
+        z_loss = record["z_loss"]
         return [
             self._fact("loss", f"{record['loss']:.4f}"),
+            *([] if z_loss is None else [self._fact("z_loss", f"{z_loss:.4f}")]),
             self._fact("grad_norm", f"{record['grad_norm']:.2f}"),
             self._fact("lr", f"{record['lr']:.1e}"),
         ]

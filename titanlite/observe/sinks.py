@@ -23,6 +23,7 @@ UNSAVED_FOLDER = "unsaved"  # records of runs without checkpoints, beside those 
 STEP_KEYS = (  # of a step line, in this order
     "step",
     "loss",
+    "z_loss",
     "grad_norm",
     "lr",
     "tokens",

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from titanlite.distributed.mesh import Mesh, ParallelismConfig
-from titanlite.models import Family, LossConfig
+from titanlite.models import Family, LossConfig, Output
 from titanlite.parallelize.activation import (
     ActivationCheckpointConfig,
     keep_to_budget,
@@ -63,6 +63,7 @@ class SpreadModel:
 
     model: nn.Module  # all of it, under the names of the whole model: what is trained and saved
     parts: dict[int, nn.Module]  # its pipeline stages, made of the same modules
+    output: Output | None  # the last of these modules, where the loss is; other stages have none
     width: int  # of the activations between blocks
     dtype: torch.dtype  # and their type
     rescale: Callable[[], None] = lambda: None  # to be called when weights may have changed
@@ -147,4 +148,5 @@ def build_spread_model(
     tie(model, family.tied(shape))  # as does this, where FSDP does not mend it by itself
     start_weights(model, family.start, shape.n_layers, seed)
     rescale = scaling_at_once(model, passes.float8, mesh.tp)
-    return SpreadModel(model, parts, shape.dim, passes.compute, rescale)
+    output = getattr(model, family.output)
+    return SpreadModel(model, parts, output, shape.dim, passes.compute, rescale)

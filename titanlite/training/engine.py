@@ -36,8 +36,9 @@ class Engine(Protocol):
     def forward_backward(
         self, inputs: Tensor, labels: Tensor, valid: Tensor, now: Now = silent
     ) -> Tensor:
-        """Add the gradients of (summed loss / valid); return this rank's part of that loss.
+        """Add the gradients of (summed loss / valid).
 
+        Returns this rank's part of that loss as [2]: cross-entropy and z-loss, whose sum it is.
         `now` is told each phase as it begins.
         """
 
@@ -62,7 +63,7 @@ def build_engine(
     every = section.fsdp_gradient_reduction == "every_microbatch"
     share = Share(share_of(mesh.cp, section), end)
     if mesh.pp.size() == 1:
-        return Spmd(spread.model, share, local_batch, every, spread.rescale)
+        return Spmd(spread, share, local_batch, every)
     return Pipelined(spread, share, plan, mesh, device, every)
 
 
@@ -89,22 +90,21 @@ class Spmd:
 
     def __init__(
         self,
-        model: nn.Module,
+        spread: SpreadModel,
         share: Share,
         microbatch: int,
         reduce_every_microbatch: bool = True,
-        rescale: Callable[[], None] = lambda: None,
     ):
-        self.model, self.share = model, share
+        self.model, self.output, self.share = spread.model, spread.output, share
         self.microbatch, self.reduce_every = microbatch, reduce_every_microbatch
-        self.rescale = rescale
+        self.rescale = spread.rescale
 
     def forward_backward(
         self, inputs: Tensor, labels: Tensor, valid: Tensor, now: Now = silent
     ) -> Tensor:
         """`valid` 0-d: the valid labels of the whole global batch."""
         self.rescale()
-        total = torch.zeros((), device=inputs.device)
+        total = torch.zeros(2, device=inputs.device)
         parts = list(zip(inputs.split(self.microbatch), labels.split(self.microbatch), strict=True))
         for number, (x, y) in enumerate(parts):
             reduce_gradients(self.model, self.reduce_every or number == len(parts) - 1)
@@ -114,7 +114,7 @@ class Spmd:
             loss = self.model(self.share.of(x), positions, labels=self.share.of(y)) / valid
             now("backward")
             loss.backward()
-            total += loss.detach()
+            total += _in_parts(loss, self.output.z_loss / valid)
         return total
 
     @torch.no_grad()
@@ -144,6 +144,7 @@ class Pipelined:
         self.first, self.last = 0 in spread.parts, len(plan.stages) - 1 in spread.parts
         self._schedules: dict[tuple[type[Stage], int, int], tuple] = {}  # by kind, rows, tokens
         self._valid: Tensor | float = 1.0
+        self._losses: list[Tensor] = []  # of the micro-batches of a run, each in parts
 
     def forward_backward(
         self, inputs: Tensor, labels: Tensor, valid: Tensor, now: Now = silent
@@ -152,7 +153,7 @@ class Pipelined:
         self.spread.rescale()
         self._valid = valid
         now("forward/backward")  # of different micro-batches, as the schedule has it
-        total, rows = torch.zeros((), device=self.device), self.plan.rows
+        total, rows = torch.zeros(2, device=self.device), self.plan.rows
         for start in range(0, len(inputs), rows):
             part = slice(start, start + rows)
             last = start + rows >= len(inputs)
@@ -168,7 +169,7 @@ class Pipelined:
         inputs, labels = F.pad(inputs, missing), F.pad(labels, missing, value=IGNORED)
         total = torch.zeros((), device=self.device)
         for part in zip(inputs.split(plan.rows), labels.split(plan.rows), strict=True):
-            total += self._run(ForwardStage, plan, *part)
+            total += self._run(ForwardStage, plan, *part).sum()
         _free_gathered(self.spread.parts.values())
         return total
 
@@ -180,15 +181,15 @@ class Pipelined:
         labels: Tensor,
         last_run: bool = False,
     ) -> Tensor:
-        """One run of the schedule: the loss where the last stage is, and nothing elsewhere."""
+        """One run of the schedule: the loss in parts where the last stage is, zeros elsewhere."""
         schedule, stages = self._schedule(kind, plan, inputs.shape[1])
         positions = self.share.positions(inputs)
         given = [self.share.of(inputs)] if self.first else []
-        losses: list[Tensor] = []
+        self._losses = []
         wanted = {}
         if self.last:
             labels = self.share.of(labels)
-            wanted = {"labels": labels, "target": labels, "losses": losses}
+            wanted = {"labels": labels, "target": labels}
         if kind is Stage:
             for stage in stages:
                 stage.reduces = self.reduce_every or last_run
@@ -199,7 +200,13 @@ class Pipelined:
             return_outputs=False,
             **wanted,
         )
-        return sum((loss.detach() for loss in losses), torch.zeros((), device=self.device))
+        return sum(self._losses, torch.zeros(2, device=self.device))
+
+    def _loss(self, loss: Tensor, _: Tensor) -> Tensor:
+        """Called by torch after each forward of the last stage, which had the labels already."""
+        loss = loss / self._valid
+        self._losses.append(_in_parts(loss, self.spread.output.z_loss / self._valid))
+        return loss
 
     def _schedule(self, kind: type[Stage], plan: PipelinePlan, length: int):
         """The schedule for `plan.rows` sequences of `length` tokens, made when they first come."""
@@ -214,9 +221,14 @@ class Pipelined:
                 self.device,
                 (plan.microbatch, tokens, self.spread.width),
                 self.spread.dtype,
-                lambda loss, _: loss / self._valid,  # the last stage has the labels too
+                self._loss,
             )
         return self._schedules[key]
+
+
+def _in_parts(loss: Tensor, z_loss: Tensor) -> Tensor:
+    """[cross-entropy, z-loss] of their sum."""
+    return torch.stack((loss.detach() - z_loss, z_loss))
 
 
 def _free_gathered(models: Iterable[nn.Module]) -> None:

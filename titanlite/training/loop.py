@@ -28,7 +28,7 @@ from titanlite.settings import Built, Positive, Range
 from titanlite.training.divergence import FiniteCheck, NonFinite
 from titanlite.training.engine import Engine
 from titanlite.training.state import TrainState
-from titanlite.training.step import take_step
+from titanlite.training.step import StepResult, take_step
 
 
 @dataclass(frozen=True)
@@ -166,9 +166,10 @@ def run(
                 if result.skipped:
                     _tell_skipped(state, sinks)
                 if state.step == 1 or state.step % between.log_freq == 0 or last or reason:
-                    shown = {"loss": result.loss.item(), "grad_norm": result.grad_norm.item()}
-                    if result.skipped or all(map(math.isfinite, shown.values())):  # else it ends
-                        sinks.step(_record(state, lr, shown, meter.read()))
+                    record = _record(state, lr, result, meter.read())
+                    measured = (record["loss"], record["grad_norm"])
+                    if result.skipped or all(map(math.isfinite, measured)):  # else it ends
+                        sinks.step(record)
                 if validates:
                     _tell_losses(state.step, between.validate(), sinks)
                 watch.now(state.step, "save")
@@ -257,11 +258,13 @@ def _tell_saved(saved: Saved | None, checkpointer: Checkpointer, sinks: Sinks) -
 
 
 def _record(
-    state: TrainState, lr: float, shown: dict[str, float], measured: dict[str, Any]
+    state: TrainState, lr: float, result: StepResult, measured: dict[str, Any]
 ) -> dict[str, Any]:
     return {
         "step": state.step,
-        **shown,
+        "loss": result.loss.item(),
+        "z_loss": result.z_loss.item() or None,  # none at all where loss.z_loss = 0
+        "grad_norm": result.grad_norm.item(),
         "lr": lr,
         "tokens": state.tokens,
         "samples": state.position,

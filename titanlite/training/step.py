@@ -18,7 +18,8 @@ from titanlite.training.state import TrainState
 class StepResult:
     """What a step showed, still on the device: reading it waits for the device."""
 
-    loss: Tensor  # mean over the valid tokens of the global batch, before the update
+    loss: Tensor  # cross-entropy, mean over the valid tokens of the global batch, before the update
+    z_loss: Tensor  # what is learned from beside it, likewise
     grad_norm: Tensor  # of the whole gradient, before clipping
     own_norms: Tensor  # [parameters of this rank], of this rank's shards of their gradients
     skipped: bool = False  # gradients overflowed float16; the next loss scale is smaller
@@ -47,7 +48,8 @@ def take_step(
     valid = sum_over(mesh.batch, valid_tokens(labels)).clamp(min=1)
     scale = 1.0 if state.loss_scale is None else state.loss_scale.value
     set_lr(state.optimizer, lr)  # before backward, where the step may be taken
-    loss = sum_over(mesh.loss, engine.forward_backward(inputs, labels, valid / scale, now)) / scale
+    parts = engine.forward_backward(inputs, labels, valid / scale, now)
+    loss, z_loss = sum_over(mesh.loss, parts) / scale
     now("step")
     if early:
         grad_norm, own_norms = early.norms(mesh)
@@ -65,4 +67,4 @@ def take_step(
     state.position += global_batch
     state.tokens += global_batch * inputs.shape[1]
     skipped = not finite and not state.loss_scale.exhausted
-    return StepResult(loss, grad_norm, own_norms, skipped)
+    return StepResult(loss, z_loss, grad_norm, own_norms, skipped)
