@@ -88,6 +88,25 @@ def test_no_more_logits_are_held_than_those_of_a_chunk(dtype, copies):
     assert most[chunk] <= copies * chunk * ids * 4 + 2.1 * output.weight.numel() * 4
 
 
+@pytest.mark.parametrize("tokens, chunk, channel", [(2**15, 0, 4.0), (4096, 4096, 17.0)])
+def test_in_fp16_a_sum_over_tokens_overflows_only_where_their_mean_does(tokens, chunk, channel):
+    """The weights' gradient, summed before it is divided, reaches 131,072 and 69,632 here; that of
+    the mean loss, which any loss scale may begin from, 4 and 17."""
+    torch.manual_seed(0)
+    output, x = Output(8, 64), torch.randn(1, tokens, 8) * 0.1
+    output.loss, x[..., 0] = LossConfig(chunk_tokens=chunk), channel
+    labels = torch.zeros(1, tokens, dtype=torch.int64)
+
+    def gradient(dtype):
+        output.to(dtype).weight.grad = None
+        (output(x.to(dtype), labels=labels) / tokens).backward()
+        return output.weight.grad.float().clone()  # a change of type changes it in place
+
+    right, found = gradient(torch.float32), gradient(torch.float16)
+    assert right.abs().max() > channel / 2
+    torch.testing.assert_close(found, right, rtol=5e-3, atol=1e-3 * channel)
+
+
 def test_without_labels_it_is_the_plain_layer():
     output, x, _ = drawn()
     assert torch.equal(output(x), F.linear(x, output.weight))

@@ -101,10 +101,10 @@ class _OutputLoss(torch.autograd.Function):
                 continue
             torch.mm(dz, weight, out=dx[rows])
             if size >= len(x):
-                dw = dz.mT @ x
+                dw = _sum_of_products(dz, x)
             else:  # in fp32: rounding between chunks would be an error of its own
                 dw = torch.zeros_like(weight, dtype=torch.float32) if dw is None else dw
-                dw += dz.mT @ x[rows]
+                dw += _sum_of_products(dz, x[rows])
             del dz  # before the next logits come
         if learn:
             ctx.save_for_backward(dx, dw)
@@ -122,6 +122,19 @@ def _scaled(kept: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
     # Not 0-d, or the factor would be rounded to the type of `kept`; not in place, because a
     # backward that is split in two comes by twice.
     return torch.mul(kept, factor.view(1, 1), out=torch.empty_like(kept, dtype=dtype))
+
+
+def _sum_of_products(dz: Tensor, x: Tensor) -> Tensor:
+    """dz^T x, the gradient [V', D] of the weights; of float16 in fp32.
+
+    It is a sum over tokens that neither the number of tokens nor a loss scale has divided yet: in
+    float16, 32,768 tokens with a channel of 4 would overflow, whatever the scale.
+    """
+    if dz.dtype != torch.float16:
+        return dz.mT @ x
+    if dz.is_cuda:
+        return torch.mm(dz.mT, x, out_dtype=torch.float32)
+    return dz.mT.float() @ x.float()  # on a CPU products of float16 are the slower ones
 
 
 def _of_chunk(

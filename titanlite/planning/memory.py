@@ -80,7 +80,8 @@ def holdings_of(job: Job) -> Holdings:
     chunk = min(tokens, config.loss.chunk_tokens or tokens)
     # logits in fp32 and as they come; of each micro-batch, the gradient of the weights that made them
     loss = chunk * (4 + (compute if compute < 4 else 0))
-    loss += ends_in_flight * shape.dim * (4 if chunk < tokens else compute)
+    in_fp32 = chunk < tokens or job.passes.compute == torch.float16
+    loss += ends_in_flight * shape.dim * (4 if in_fp32 else compute)
     return Holdings(
         weights,
         gradients,
