@@ -2,10 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.distributed as dist
-from tests.distributed.oracle import ADAMW, SGD, Layout, batch_at, one_process, spread, start
+from tests.distributed.oracle import (
+    ADAMW,
+    SGD,
+    Layout,
+    batch_at,
+    one_process,
+    spread,
+    start,
+    tokens,
+    whole,
+)
 from tests.distributed.ranks import run_on_ranks
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -20,17 +32,23 @@ PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.a
 class SeenTypes(TorchDispatchMode):
     """The types of what matrix products and reductions are really given."""
 
-    def __init__(self):
+    def __init__(self, logits: set[int]):
         super().__init__()
+        self.logits = logits  # how many of a token a rank has
         self.products: set[torch.dtype] = set()
         self.reductions: set[torch.dtype] = set()
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        if function in PRODUCTS:
+        if function in PRODUCTS and not self._sums_in_fp32(*args):
             self.products.update(a.dtype for a in args if isinstance(a, torch.Tensor))
         if "reduce_scatter" in str(function) or "allreduce" in str(function):
             self.reductions.update(_types(args))
         return function(*args, **(kwargs or {}))
+
+    def _sums_in_fp32(self, left: torch.Tensor, right: torch.Tensor) -> bool:
+        """The one matmul of float16 that is not computed in it: models/loss.py has the reason."""
+        in_fp32 = left.dtype == right.dtype == torch.float32
+        return in_fp32 and left.shape[0] in self.logits and right.shape[1] == SGD.shape.dim
 
 
 def _types(value):
@@ -53,7 +71,8 @@ def types_of_a_step(layout, dtype, keep) -> dict:
         block.attention.register_forward_pre_hook(
             lambda module, args: rotary.update(table.dtype for table in args[1])
         )
-    with SeenTypes() as seen:
+    ids = range(SGD.shape.vocab_size)
+    with SeenTypes({len(ids[rank :: layout.tensor]) for rank in range(layout.tensor)}) as seen:
         loss = engine.forward_backward(inputs, labels, valid_tokens(labels))
     gradients = {p.grad.dtype for p in model.parameters()}
     optimizer.step()
@@ -108,6 +127,30 @@ def test_the_precision_asked_for_is_the_one_used(layout):
             assert seen["loss"] == torch.float32
             if layout.degrees.data * layout.context > 1 and layout.tensor == 1:
                 assert seen["gradient reductions"] == {torch.float32}
+
+
+FREQUENT = 3  # a token that nine of ten are
+
+
+def gradient_of_a_frequent_token(layout) -> torch.Tensor:
+    recipe = replace(SGD, batch=8, seq_len=512)
+    model, mesh, engine = spread(layout, recipe, dtype=torch.bfloat16)
+    inputs, labels = tokens(1, recipe.batch, recipe.seq_len, recipe)
+    often = torch.rand(inputs.shape, generator=torch.Generator().manual_seed(0)) < 0.9
+    inputs[often] = FREQUENT
+    rows = recipe.batch // mesh.degrees.data
+    mine = slice(mesh.batch_rank * rows, (mesh.batch_rank + 1) * rows)
+    engine.forward_backward(inputs[mine], labels[mine], valid_tokens(labels))
+    return whole(model.tok_embeddings.weight.grad)[FREQUENT]
+
+
+def test_the_gradient_of_a_frequent_token_does_not_depend_on_the_layout():
+    """Summed over tokens in bfloat16, one process and two were 7 % apart; measured: 0.3 %."""
+    one, two = (
+        run_on_ranks(gradient_of_a_frequent_token, layout.degrees.ranks, layout)[0]
+        for layout in (Layout(), Layout(shard=2))
+    )
+    assert ((two - one).norm() / one.norm()).item() < 0.01
 
 
 OVERFLOWING = 2  # the step whose gradients overflow, on one rank alone

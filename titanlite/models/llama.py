@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from titanlite.errors import CheckpointError
 from titanlite.models.attention import Attend, KeyValueCache
+from titanlite.models.embedding import Embedding
 from titanlite.models.family import Counterpart, Family
 from titanlite.models.loss import Output
 from titanlite.models.rope import RopeScaling, rope_at, rotate
@@ -120,7 +121,7 @@ class Llama(nn.Module):
         self.shape = shape
         self.documents_of: Callable[[Tensor], Tensor] | None = None
         # positions [B, T] -> what attention is told of documents; None: a sequence is one
-        self.tok_embeddings = nn.Embedding(shape.vocab_size, shape.dim)
+        self.tok_embeddings = Embedding(shape.vocab_size, shape.dim)
         self.layers = nn.ModuleDict({str(i): Block(shape) for i in range(shape.n_layers)})
         self.norm = nn.RMSNorm(shape.dim, eps=shape.norm_eps)
         self.output = Output(shape.dim, shape.vocab_size)
