@@ -76,12 +76,10 @@ def types_of_a_step(layout, dtype, keep) -> dict:
         loss = engine.forward_backward(inputs, labels, valid_tokens(labels))
     gradients = {p.grad.dtype for p in model.parameters()}
     optimizer.step()
-    moments = {
-        (value.to_local() if isinstance(value, DTensor) else value).dtype
-        for state in optimizer.state.values()
-        for name, value in state.items()
-        if name != "step"
-    }
+    moments: dict[bool, set[torch.dtype]] = {True: set(), False: set()}  # of vectors, of others
+    for parameter, state in optimizer.state.items():
+        of = (value.dtype for name, value in state.items() if name != "step")
+        moments[parameter.dim() < 2].update(of)
     return {
         "products": seen.products,
         "gradient reductions": seen.reductions,
@@ -89,7 +87,8 @@ def types_of_a_step(layout, dtype, keep) -> dict:
         "rotary tables": rotary,
         "gradients": gradients,
         "weights": {p.dtype for p in model.parameters()},
-        "moments": moments,
+        "moments": moments[False],
+        "moments of vectors": moments[True],
         "loss": loss.dtype,
     }
 
@@ -123,6 +122,7 @@ def test_the_precision_asked_for_is_the_one_used(layout):
             assert seen["products"] == {compute}
             assert seen["activations"] == {compute}
             assert seen["gradients"] == seen["weights"] == seen["moments"] == {keep}
+            assert seen["moments of vectors"] == {torch.float32}  # see optim/vectors.py
             assert seen["rotary tables"] == {torch.float32}  # bf16 cannot count to 1,000
             assert seen["loss"] == torch.float32
             if layout.degrees.data * layout.context > 1 and layout.tensor == 1:

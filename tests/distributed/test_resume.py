@@ -10,6 +10,7 @@ import torch
 from tests.checkpoint.saving import bits, load, open_checkpointer, save_whole
 from tests.distributed.oracle import (
     ADAMW,
+    SGD,
     Layout,
     Record,
     deepened,
@@ -21,6 +22,7 @@ from tests.distributed.oracle import (
 from tests.distributed.ranks import run_on_ranks
 
 from titanlite.errors import CheckpointError
+from titanlite.optim.vectors import MASTER
 
 LAYOUTS = {
     "one": Layout(),
@@ -33,19 +35,21 @@ RECIPE = deepened(replace(ADAMW, batch=12, seq_len=24), Layout(pipeline=2))
 STOP = 2  # of RECIPE.steps
 
 
-def stop_under(layout, recipe, folder) -> dict[str, bytes]:
-    state, engine, mesh = start(layout, recipe)
+def stop_under(layout, recipe, folder, dtype=torch.float32) -> dict[str, bytes]:
+    state, engine, mesh = start(layout, recipe, dtype=dtype, keep=dtype)
     go_on(state, engine, mesh, recipe, Record(), STOP)
     about = {"facts": {"model": {"dim": 32}}, "layout": str(layout)}
     save_whole(open_checkpointer(folder, **about), state)
     return bits(state)
 
 
-def go_on_under(layout, recipe, folders) -> list[tuple[dict[str, bytes], list[float]]]:
+def go_on_under(
+    layout, recipe, folders, dtype=torch.float32
+) -> list[tuple[dict[str, bytes], list[float]]]:
     """For each checkpoint: the state right after loading, and the losses from there on. The first
     is loaded into a fresh run, the others over what the one before has left."""
     answers = []
-    state, engine, mesh = start(layout, recipe)
+    state, engine, mesh = start(layout, recipe, dtype=dtype, keep=dtype)
     for folder in folders:
         load(open_checkpointer(folder), state)
         loaded, record = bits(state), Record()
@@ -90,6 +94,17 @@ def test_tied_weights_go_on_as_one(tmp_path):
     saved = run_on_ranks(stop_under, 2, Layout(tensor=2), recipe, folder)[0]
     (loaded, losses) = run_on_ranks(go_on_under, 2, Layout(shard=2), recipe, [folder])[0][0]
     assert loaded == saved and losses == pytest.approx(one_process(recipe).losses[STOP:], rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    "recipe", [ADAMW, SGD, replace(ADAMW, state_dtype="bfloat16")], ids=["AdamW", "SGD", "lean"]
+)
+def test_in_bf16_too_each_vector_goes_on_in_all_its_digits(recipe, tmp_path):
+    recipe, folder, low = replace(recipe, batch=4, seq_len=8), str(tmp_path), torch.bfloat16
+    saved = of_all(run_on_ranks(stop_under, 2, Layout(shard=2), recipe, folder, low))
+    assert len(saved[f"norm.weight.{MASTER}"]) == 2 * len(saved["norm.weight"])
+    answers = run_on_ranks(go_on_under, 2, Layout(tensor=2), recipe, [folder], low)
+    assert of_all([loaded for ((loaded, _),) in answers]) == saved
 
 
 def change_of_rates(folder) -> tuple[float, float]:

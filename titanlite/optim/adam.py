@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from titanlite.distributed.tensors import local_of
+from titanlite.optim.vectors import is_low_vector
 
 StateDtype = Literal["float32", "bfloat16", "8bit", "4bit", "float8"]
 
@@ -94,7 +95,8 @@ class LeanAdam(torch.optim.Optimizer):
         storage = storage_of(parameter.shape, self.kind)
         width = parameter.shape[-1]
         if not storage.block:
-            same = self.kind == "float32"  # then as torch's own have it: of the weights' type
+            same = self.kind == "float32" and not is_low_vector(parameter)
+            # as torch's own optimizers have it: of the weights' type
             kinds = [(width, parameter.dtype if same else PLAIN[storage.kind])] * 2
         else:
             codes = (width * CODE_BITS[self.kind] // 8, torch.uint8)

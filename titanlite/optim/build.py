@@ -12,6 +12,7 @@ from torch import nn
 from titanlite.errors import ConfigError
 from titanlite.optim.adam import LeanAdam, StateDtype
 from titanlite.optim.groups import parameter_groups
+from titanlite.optim.vectors import is_low_vector, updating_vectors_in_float32
 from titanlite.settings import Range, Share
 
 
@@ -46,14 +47,16 @@ class OptimizerConfig:
 def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Optimizer:
     """An optimizer over the shards of a model."""
     groups = parameter_groups(model.named_parameters(), config.weight_decay, config.no_decay)
+    low = any(is_low_vector(parameter) for parameter in model.parameters())
+    kind = LeanAdam if config.lean else getattr(torch.optim, config.name)
+    kind = updating_vectors_in_float32(kind) if low else kind
     foreach, fused = config.implementation == "foreach", config.implementation == "fused"
     if config.name == "SGD":  # its fused kernel does not know sharded tensors (torch 2.13), and
         # planning a foreach over three mesh dimensions takes DTensor seconds at the first step
-        return torch.optim.SGD(groups, lr=config.lr, momentum=config.momentum, foreach=foreach)
-    kind = torch.optim.AdamW if config.name == "AdamW" else torch.optim.Adam
+        return kind(groups, lr=config.lr, momentum=config.momentum, foreach=foreach)
     betas = (config.beta1, config.beta2)
     if config.lean:
-        return LeanAdam(
+        return kind(
             groups,
             lr=config.lr,
             betas=betas,

@@ -45,7 +45,7 @@ class TrainingConfig:
     steps: Positive = 10_000  # steps to take, counted from the start of the run
     enable_cpu_offload: bool = False  # keep weights, gradients and moments in host memory
     dtype: Literal["bfloat16", "float32"] = "float32"
-    # type of the weights, gradients and moments that are kept
+    # type of the weights, gradients and moments that are kept; vectors are updated in float32
     mixed_precision_param: Literal["bfloat16", "float16", "float32"] = "bfloat16"
     # type that weights are cast to for computing, in every layout; float16 scales the loss
     mixed_precision_reduce: Literal["float32"] = "float32"  # type gradients are summed in
