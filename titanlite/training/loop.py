@@ -167,8 +167,8 @@ def run(
                     _tell_skipped(state, sinks)
                 if state.step == 1 or state.step % between.log_freq == 0 or last or reason:
                     record = _record(state, lr, result, meter.read())
-                    shown = math.isfinite(record["loss"]) and math.isfinite(record["grad_norm"])
-                    if result.skipped or shown:  # else the run is about to end
+                    measured = (record["loss"], record["grad_norm"])
+                    if result.skipped or all(map(math.isfinite, measured)):  # else it ends
                         sinks.step(record)
                 if validates:
                     _tell_losses(state.step, between.validate(), sinks)
