@@ -17,6 +17,7 @@ import os
 import random
 import resource
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -26,7 +27,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from titanlite.checkpoint import Place, read_manifest
+from titanlite.checkpoint.lease import LEASE_FILE
 from titanlite.errors import EXIT_DONE, EXIT_USER, CheckpointError, UserError, report
+from titanlite.files import write_whole_file
 from titanlite.observe import METRICS_FILE
 
 TRAIN = Path(__file__).parents[1] / "train.py"
@@ -49,8 +52,11 @@ class Drill:
     def checkpoints(self) -> Path:
         return self.out / "checkpoint"
 
-    def start(self, file_limit: int | None = None) -> subprocess.Popen:
-        """The command, always the same one; files of at most `file_limit` bytes can be written."""
+    def start(self, file_limit: int | None = None, **environment: str) -> subprocess.Popen:
+        """The command, always the same one; files of at most `file_limit` bytes can be written.
+
+        `environment` is added to that of this process.
+        """
         layout = self.layouts[self.starts % len(self.layouts)]
         self.starts += 1
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
@@ -63,7 +69,15 @@ class Drill:
                 resource.setrlimit(resource.RLIMIT_FSIZE, (file_limit, hard))
 
         self.log = self.out.with_name(f"{self.out.name}.{self.starts}.log").open("wb")
-        return subprocess.Popen(command, stdout=self.log, stderr=self.log, preexec_fn=limit)
+        # In a session of its own, as under a scheduler: Ctrl-C here ends the drill, not this run.
+        return subprocess.Popen(
+            command,
+            stdout=self.log,
+            stderr=self.log,
+            preexec_fn=limit,
+            env={**os.environ, **environment},
+            start_new_session=True,
+        )
 
     def wait(self, run: subprocess.Popen, seconds: float = 600) -> int:
         """The exit code of torchrun; raises if it, or a rank, is still there afterwards."""
@@ -106,17 +120,98 @@ def kill_a_rank(drill: Drill) -> str:
 
 def kill_a_writer(drill: Drill) -> str:
     """Kill while a checkpoint is being written."""
-    before, end = drill.unfinished(), time.monotonic() + 300
-    run = drill.start()
-    while time.monotonic() < end and run.poll() is None:
-        if drill.unfinished() - before:
-            time.sleep(drill.chance.uniform(0, 0.05))
-            break
-        time.sleep(0.0005)
+    run = _saving(drill)
     rank = _signal_a_rank(drill, run, signal.SIGKILL)
     drill.wait(run)
     left = [name for name, _ in drill.unfinished()]
     return f"rank {rank} killed while saving; unfinished: {', '.join(left) or 'none'}"
+
+
+def interrupt_a_save(drill: Drill) -> str:
+    """Ctrl-C at torchrun while a checkpoint is being written: it is finished, the run ends."""
+    run = _saving(drill)
+    _signal_the_launcher(drill, run, signal.SIGINT)
+    drill.wait(run)
+    if left := drill.unfinished():
+        raise CheckpointError(f"Ctrl-C left {sorted(left)} unfinished; see {drill.log.name}.")
+    return "Ctrl-C while saving; the save was finished"
+
+
+def lose_the_lease(drill: Drill) -> str:
+    """Another job takes the folder while a checkpoint is being written: nothing more is committed."""
+    run = _saving(drill)
+    lease, before = drill.out / LEASE_FILE, {path.name for path in drill.whole()}
+    try:
+        holder = json.loads(lease.read_bytes())
+    except (OSError, ValueError):
+        raise _ended_before(drill) from None
+    number = holder["number"] + 1
+    write_whole_file(lease, json.dumps({**holder, "token": "another job", "number": number}).encode())
+    drill.wait(run)
+    later = {path.name for path in drill.whole()} - before
+    if any(read_manifest(Place(drill.checkpoints / name)).lease >= number for name in later):
+        raise CheckpointError(f"{later} was committed by a lost lease; see {drill.log.name}.")
+    lease.unlink(missing_ok=True)  # the other job is done
+    return "lease lost while saving; the run ended"
+
+
+def share_the_checkpoint_folder(drill: Drill) -> str:
+    """A second job with the same checkpoint.folder: it is refused, and the first goes on."""
+    run = _under_way(drill)
+    other = drill.out.with_name("other job")
+    command = [sys.executable, str(TRAIN), *drill.argv, f"--job.dump_folder={other}"]
+    second = subprocess.run(
+        [*command, f"--checkpoint.folder={drill.checkpoints.absolute()}"],
+        capture_output=True,
+        text=True,
+    )
+    if second.returncode != EXIT_USER or "another job is writing there" not in second.stderr:
+        raise CheckpointError(f"a second job on {drill.checkpoints} was not refused: {second.stderr}")
+    _signal_a_rank(drill, run, signal.SIGKILL)
+    drill.wait(run)
+    return "a second job on the same checkpoints was refused; a rank killed"
+
+
+def hang_an_fsync(drill: Drill) -> str:
+    """The disk stops answering while a checkpoint is being written: the run ends by itself."""
+    hanging, shim = drill.out.with_name("hang"), drill.out.with_name("hang.so")
+    if not shim.exists():
+        compiler = shutil.which("cc") or shutil.which("gcc")
+        if compiler is None:
+            return kill_a_rank(drill)
+        flags = ["-shared", "-fPIC", "-o", str(shim), "-x", "c", "-", "-ldl"]
+        subprocess.run([compiler, *flags], input=HANGING_FSYNC, text=True, check=True)
+    drill.argv.append("--checkpoint.timeout_seconds=5")
+    try:
+        run = _under_way(drill, LD_PRELOAD=str(shim), HANG_WHILE=str(hanging), HANG_IN="/step-")
+        hanging.touch()
+        drill.wait(run)
+    finally:
+        hanging.unlink(missing_ok=True)
+        drill.argv.pop()
+    said = Path(drill.log.name).read_text(errors="replace")
+    if run.returncode and "the save of step" not in said:
+        raise CheckpointError(f"a save hung, and nobody said so; see {drill.log.name}.")
+    return "an fsync hung; the run ended, and named it"
+
+
+# Hangs as a dead file server does: in the kernel, with Python's lock released.
+HANGING_FSYNC = r"""
+#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+int fsync(int descriptor) {
+  char link[64], path[4096];
+  snprintf(link, sizeof link, "/proc/self/fd/%d", descriptor);
+  ssize_t length = readlink(link, path, sizeof path - 1);
+  path[length < 0 ? 0 : length] = 0;
+  while (strstr(path, getenv("HANG_IN")) && !access(getenv("HANG_WHILE"), F_OK)) usleep(10000);
+  return ((int (*)(int))dlsym(RTLD_NEXT, "fsync"))(descriptor);
+}
+"""
 
 
 def kill_the_launcher(drill: Drill) -> str:
@@ -165,6 +260,19 @@ def fill_the_disk(drill: Drill) -> str:
     return "disk full"
 
 
+def resume_on_a_full_disk(drill: Drill) -> str:
+    """A start for whose files there is no room: it is refused, and no file of the run changes."""
+    if not drill.whole():
+        return kill_a_rank(drill)
+    names = ("config.toml", METRICS_FILE)
+    before = [(drill.out / name).read_bytes() for name in names]
+    run = drill.start(file_limit=64)
+    drill.wait(run)
+    if not run.returncode or [(drill.out / name).read_bytes() for name in names] != before:
+        raise CheckpointError(f"a resume on a full disk changed {names}; see {drill.log.name}.")
+    return "no room at a resume; refused, nothing changed"
+
+
 def _damage(name: str, act) -> object:
     def fault(drill: Drill) -> str:
         steps = drill.whole()
@@ -204,7 +312,12 @@ FAULTS = {
         kill_the_launcher,
         freeze_a_rank,
         ask_to_stop,
+        interrupt_a_save,
+        lose_the_lease,
+        share_the_checkpoint_folder,
+        hang_an_fsync,
         fill_the_disk,
+        resume_on_a_full_disk,
         _damage("flip_a_bit", _flip),
         _damage("truncate_a_shard", _truncate),
         _damage("remove_the_manifest", lambda drill, step: (step / "manifest.json").unlink()),
@@ -212,13 +325,33 @@ FAULTS = {
 }
 
 
-def _under_way(drill: Drill, file_limit: int | None = None) -> subprocess.Popen:
+def _under_way(
+    drill: Drill, file_limit: int | None = None, **environment: str
+) -> subprocess.Popen:
     """A run that has told of a step, and some random moment later."""
-    run, end = drill.start(file_limit), time.monotonic() + 600
+    run, end = drill.start(file_limit, **environment), time.monotonic() + 600
     while run.poll() is None and time.monotonic() < end and not drill.learns():
         time.sleep(0.02)
     time.sleep(drill.chance.uniform(0, drill.longest))
     return run
+
+
+def _saving(drill: Drill) -> subprocess.Popen:
+    """A run that is writing a checkpoint, unless it has ended before."""
+    before, end = drill.unfinished(), time.monotonic() + 300
+    run = drill.start()
+    while time.monotonic() < end and run.poll() is None:
+        if drill.unfinished() - before:
+            time.sleep(drill.chance.uniform(0, 0.05))
+            break
+        time.sleep(0.0005)
+    return run
+
+
+def _signal_the_launcher(drill: Drill, run: subprocess.Popen, number: int) -> None:
+    if run.poll() is not None:
+        raise _ended_before(drill)
+    run.send_signal(number)
 
 
 def _signal_a_rank(drill: Drill, run: subprocess.Popen, number: int) -> int:
@@ -227,11 +360,15 @@ def _signal_a_rank(drill: Drill, run: subprocess.Popen, number: int) -> int:
     try:
         os.kill(ranks[rank], number)
     except (KeyError, ProcessLookupError):
-        raise CheckpointError(
-            f"the run had ended before a fault could strike; see {drill.log.name}.",
-            fix="If it was done, give it more steps, or fewer --faults, or a shorter --longest.",
-        ) from None
+        raise _ended_before(drill) from None
     return rank
+
+
+def _ended_before(drill: Drill) -> CheckpointError:
+    return CheckpointError(
+        f"the run had ended before a fault could strike; see {drill.log.name}.",
+        fix="If it was done, give it more steps, or fewer --faults, or a shorter --longest.",
+    )
 
 
 # --- processes -----------------------------------------------------------------------------------

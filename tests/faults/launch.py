@@ -102,6 +102,7 @@ def _train(rank, ranks, port, path, log, argv, room, longest_file, prepare) -> N
     descriptor = os.open(log, os.O_CREAT | os.O_WRONLY | os.O_APPEND)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a background shell ignores it
     os.environ.update(
         RANK=str(rank),
         LOCAL_RANK=str(rank),
