@@ -21,7 +21,8 @@ class _Lookup(torch.autograd.Function):
 
     Torch's adds the gradients of a token one by one in the type of the weights: 2,000 times the
     same token were off by 6 to 48 % in bfloat16, 16,384 times by 93 %. Its CUDA kernels sum in
-    fp32 by themselves.
+    fp32 by themselves; the one for at most 3,072 tokens rounds after every 32 of them, which makes
+    errors of about 1 %.
     """
 
     @staticmethod
