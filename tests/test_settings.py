@@ -82,6 +82,7 @@ def problems_of(**train) -> list[str]:
         ("steps", datetime.date(2020, 1, 1), "must be an integer"),
         ("rate", 2, "must be at least 0 and at most 1, or -1"),
         ("rate", float("nan"), "must be a number"),
+        ("rate", float("inf"), "must be a number"),
         ("rate", True, "must be a number"),
         ("mode", "fsat", 'Did you mean "fast"'),
         ("mode", "EXACT", 'Did you mean "exact"'),

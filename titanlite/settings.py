@@ -273,7 +273,7 @@ def _fit(given: Any, hint: Any, stated: Any = None) -> Any:
         raise _Refused("must be a number of at most 64 bits.")
     if hint is float and type(value) is int:  # an int is fine for a float; a bool is not an int
         value = float(value)
-    if type(value) is not hint or (hint is float and math.isnan(value)):
+    if type(value) is not hint or (hint is float and not math.isfinite(value)):
         raise _Refused(f"must be {describe(stated)}.")
     return value
 
