@@ -281,6 +281,20 @@ def test_the_facts_name_an_order_that_older_versions_did_not_have(tmp_path):
     assert versions(large=0.7, small=0.3) == [True, True]  # shares were rounded
 
 
+def test_the_facts_tell_weights_apart_that_deal_other_samples(tmp_path):
+    write_corpus(tmp_path / "a", 100 * SEQ_LEN + 1)
+
+    def weights(first: float, second: float) -> list[str]:
+        pairs = (("a", first), ("b", second))
+        sources = [SourceConfig(name, str(tmp_path / "a"), weight) for name, weight in pairs]
+        facts = open_mixture(sources).facts["data.sources"]
+        return [fact.split(",")[1].removeprefix(" weight ") for fact in facts.values()]
+
+    assert weights(1 / 3, 1) == ["0.3333333333333333", "1"]
+    assert weights(0.333333, 1) == ["0.333333", "1"]
+    assert weights(1 / 3, 1 / 3) == ["0.333333", "0.333333"]  # whole shares, as they were written
+
+
 def test_whether_documents_begin_with_bos_is_known_and_the_same_in_all_sources(tmp_path):
     sources = []
     for name, bos in (("with", True), ("without", False)):

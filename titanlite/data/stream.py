@@ -72,13 +72,14 @@ class Stream:
         self.bos = sources[0].bos  # each document begins with BOS; the same in all sources
         self.end = tokenizer.eos_id if tokenizer else None  # the last id of every document
         self._order = Order(seed, [(s.name, s.weight, s.samples(seq_len)) for s in sources])
+        whole = self._order.shares.whole
         self.facts: dict[str, Any] = {  # by the settings they come from: what a position means
             "debug.seed": seed,
             "training.seq_len": seq_len,
             "data.tokenizer": tokenizer and tokenizer.fingerprint,
             "data.bos": self.bos,
             "data.sources": {
-                source.name: f"number {number}, {source.fact}{self._version(number)}"
+                source.name: f"number {number}, {source.fact(whole)}{self._version(number)}"
                 for number, source in enumerate(sources)
             },
         }
@@ -250,10 +251,14 @@ class _Source:
     def last_id(self) -> int:
         return int(self.corpus.read(self.corpus.tokens - 1, 1)[0])
 
-    @property
-    def fact(self) -> str:
-        """What the samples are, without where they lie."""
-        return f"weight {self.weight:g}, content {self.corpus.fingerprint}"
+    def fact(self, whole_shares: bool) -> str:
+        """What the samples are, without where they lie.
+
+        Six digits of a weight tell whole 4096ths apart; any other share needs all of them.
+        """
+        short = f"{self.weight:g}"
+        weight = short if whole_shares or float(short) == self.weight else repr(self.weight)
+        return f"weight {weight}, content {self.corpus.fingerprint}"
 
     def gather(self, starts: np.ndarray, count: int) -> np.ndarray:
         """Ids [start, start + count) of each start: int64 [starts, count]; raises DataError."""
