@@ -24,6 +24,13 @@ def test_it_goes_on_where_it_was():
         assert each.value == 1024.0
 
 
+def test_it_grows_where_a_resumed_run_asks_for_fewer_steps_than_it_has_held():
+    scale = LossScale(1024.0, growth_steps=2)
+    scale.restore({"value": 512.0, "held_steps": 5})
+    scale.update(True)
+    assert (scale.value, scale.held_steps) == (1024.0, 0)
+
+
 def test_it_is_exhausted_once_the_loss_is_no_longer_scaled_up_and_still_overflows():
     scale, seen = LossScale(4.0, growth_steps=3), []
     for _ in range(3):

@@ -32,7 +32,7 @@ class LossScale:
         self.held_steps = self.held_steps + 1 if finite else 0
         if not finite:
             self.value /= 2
-        elif self.held_steps == self.growth_steps:
+        elif self.held_steps >= self.growth_steps:  # more, where a resumed run wants fewer
             self.value, self.held_steps = self.value * 2, 0
 
     @property
