@@ -431,3 +431,12 @@ def test_a_folder_that_cannot_be_written_to_is_the_users_to_mend(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match=r"job.dump_folder = .*file/out: .*Not a directory"):
         take_lease(tmp_path / "file" / "out")
+
+
+@pytest.mark.parametrize(
+    "make", (lambda path: path.symlink_to("nowhere"), os.mkfifo, Path.mkdir), ids=("link", "fifo", "folder")
+)
+def test_a_lease_that_is_no_file_is_refused_and_not_waited_for(tmp_path, make):
+    make(tmp_path / LEASE_FILE)
+    with pytest.raises(ConfigError, match=r"lease.json: is not a regular file"):
+        take_lease(tmp_path)

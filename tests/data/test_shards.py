@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import struct
 import subprocess
 import sys
@@ -283,6 +284,20 @@ def test_the_fingerprint_is_of_the_tokens_and_not_of_the_place(tmp_path):
             write(folder, [[*DOCUMENTS[:-1], last]], manifest=manifest)
             prints.append(open_corpus(folder).fingerprint)
         assert prints[0] == prints[1] != prints[2]
+
+
+@pytest.mark.parametrize("value", (None, "", 1.5, True, [], {}))
+def test_a_manifest_of_other_types_is_refused(tmp_path, value):
+    path = write(tmp_path) / "manifest.json"
+    whole = json.loads(path.read_bytes())
+    for table in (whole, whole["shards"][0]):
+        for key, old in table.items():
+            if type(old) is not type(value):
+                table[key] = value
+                path.write_text(json.dumps(whole))
+                with pytest.raises(DataError, match="cannot be understood"):
+                    open_corpus(tmp_path)
+                table[key] = old
 
 
 def test_a_torn_manifest_is_not_taken_for_none(tmp_path):

@@ -13,6 +13,7 @@ import fcntl
 import json
 import os
 import socket
+import stat
 import tempfile
 import threading
 import time
@@ -145,6 +146,9 @@ def _create(path: Path) -> tuple[int, bytes] | None:
     try:
         descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644)
     except FileExistsError:
+        with suppress(FileNotFoundError):  # given back in between
+            if not stat.S_ISREG(os.lstat(path).st_mode):  # a link to nothing or a FIFO has no end
+                raise OSError(errno.EINVAL, "is not a regular file", str(path)) from None
         return None
     try:
         number = _count(path.with_name(COUNT_FILE))  # after creating: only one job at a time counts

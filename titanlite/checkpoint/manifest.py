@@ -21,6 +21,7 @@ NAME = "manifest.json"
 FORMAT = 3  # goes up when another titanlite could misread a checkpoint
 READABLE = (2, 3)  # 2 has no chunks.json: see chunks.py
 MOST_BYTES = 1 << 26  # 405B parameters: 1 MB
+MOST_DIMS = 64  # of a tensor, as in PyTorch; a product of a million numbers takes an hour
 DTYPES = {str(v).removeprefix("torch."): v for v in vars(torch).values() if type(v) is torch.dtype}
 
 
@@ -160,7 +161,9 @@ def _check_records(manifest: Manifest) -> None:
             raise ValueError(f"{name[:80]!r} is not a name of a tensor")
         if tensor.dtype not in DTYPES or type(tensor.hash) is not str:
             raise ValueError(f"{name} has an unknown dtype, or no hash")
-        if type(sizes) is not list or not all(type(n) is int and 0 <= n < 1 << 63 for n in sizes):
+        if type(sizes) is not list or len(sizes) > MOST_DIMS:
+            raise ValueError(f"{name} has a shape that is no list of at most {MOST_DIMS} sizes")
+        if not all(type(n) is int and 0 <= n < 1 << 63 for n in sizes):
             raise ValueError(f"{name} has a shape that is not whole numbers")
     if manifest.tensor_bytes > manifest.bytes:
         raise ValueError(

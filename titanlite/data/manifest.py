@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import IO
 
@@ -76,8 +76,13 @@ def read_manifest(path: Path) -> Manifest | None:
     """The manifest there, or None where there is none; raises DataError."""
     try:
         table = parse_json(read_regular_file(path))
-        shards = [ShardRecord(**record) for record in table.pop("shards")]
+        listed = table.pop("shards")
+        if type(listed) is not list:
+            raise TypeError(f"shards is {listed!r:.40}")
+        shards = [ShardRecord(**record) for record in listed]
         manifest = Manifest(**table, shards=shards)
+        for record in (manifest, *shards):
+            _check_types(record)
     except FileNotFoundError:
         return None
     except (ValueError, TypeError, KeyError, AttributeError, OSError) as error:
@@ -87,6 +92,14 @@ def read_manifest(path: Path) -> Manifest | None:
     if manifest.format != Manifest.format:
         raise DataError(f"{path}: is of format {manifest.format}; only 1 is known here.")
     return manifest
+
+
+def _check_types(record: Manifest | ShardRecord) -> None:
+    """Raise TypeError unless the numbers are numbers and the texts are texts: it may be foreign."""
+    for field in fields(record):
+        value = getattr(record, field.name)
+        if field.name != "shards" and type(value).__name__ != field.type:
+            raise TypeError(f"{field.name} is {value!r:.40}")
 
 
 def compare(folder: Path, pairs: Iterable[tuple[Path, Path]], manifest: Manifest) -> None:
