@@ -37,10 +37,10 @@ class NonFinite:
         return Diverged(
             f"training diverged at step {self.step}: loss {self.loss:g}, gradient norm"
             f" {self.grad_norm:g}.{where if self.parameter else ''}",
-            fix="No state since then was saved; the same command resumes from the checkpoint"
-            " before. If it diverges there again: use a lower optimizer.lr or more"
-            " lr_scheduler.warmup_steps, bfloat16 instead of float16, or look at the samples of"
-            " that step.",
+            fix="No state was saved since that step. The same command resumes from the newest"
+            " checkpoint, or starts from step 0 if there is none. If it diverges again: use a lower"
+            " optimizer.lr, more lr_scheduler.warmup_steps, bfloat16 instead of float16, or look at"
+            " the samples of that step.",
         ).known_to_all()
 
 
