@@ -233,14 +233,14 @@ def errors_of_one_process(case: Case) -> list[dict[str, float]]:
     return errors_of(case, [seen])
 
 
-def check_cases(cases: Sequence[Case]) -> None:
-    """Run cases on one number of ranks; each gradient must be as good as that of one process, and
-    losses as in fp32."""
+def check_cases(cases: Sequence[Case], limit: float = LIMIT) -> None:
+    """Run cases on one number of ranks; each gradient's error may be `limit` times that of one
+    process, and losses are as in fp32."""
     for case, *ranks in zip(cases, *measure(cases), strict=True):
         ratios = _ratios(errors_of(case, ranks), errors_of_one_process(case.alone))
         worst = max(ratios, key=ratios.get)
         print(f"{case}: {worst} {ratios[worst]:.2f} times the error of one process")  # pytest -rP
-        too_far = {name: round(ratio, 2) for name, ratio in ratios.items() if not ratio <= LIMIT}
+        too_far = {name: round(ratio, 2) for name, ratio in ratios.items() if not ratio <= limit}
         assert not too_far, (str(case), too_far)
         _check_losses(case, ranks)
 
