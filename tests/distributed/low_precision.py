@@ -137,8 +137,8 @@ def trained(shape: LlamaShape) -> Weights:
 
 
 @cache
-def in_fp32(recipe: Recipe, batches: int) -> tuple[list[float], list[dict[str, Tensor]], float]:
-    """(the loss and the gradients of each batch, a loss of evaluation) of a plain model."""
+def in_fp32(recipe: Recipe, batches: int) -> tuple[list[float], list[dict[str, Tensor]]]:
+    """(the losses, the gradients) of each batch, of a plain model."""
     model, losses, gradients = FAMILY.build(recipe.shape), [], []
     weights = trained(recipe.shape).items()
     model.load_state_dict({n: torch.from_numpy(w) for n, w in weights})
@@ -146,12 +146,12 @@ def in_fp32(recipe: Recipe, batches: int) -> tuple[list[float], list[dict[str, T
         inputs, labels = read_batch(number, recipe)
         logits = plain_logits(model, inputs, recipe)
         loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED)
-        losses.append(loss.item())
-        z_loss = recipe.z_loss * logits.logsumexp(-1)[labels != IGNORED].square().mean()
-        (loss + z_loss).backward()
+        losses.append(loss.item())  # what is reported, without the z-loss
+        loss = loss + recipe.z_loss * logits.logsumexp(-1)[labels != IGNORED].square().mean()
+        loss.backward()
         gradients.append({name: p.grad for name, p in model.named_parameters()})
         model.zero_grad()  # which forgets them, and does not change them
-    return losses, gradients, losses[-1]
+    return losses, gradients
 
 
 def measure(cases: Sequence[Case]) -> list[list[Seen]]:
@@ -214,7 +214,7 @@ def _noted_gradients(state):
 
 def errors_of(case: Case, ranks: Sequence[Seen]) -> list[dict[str, float]]:
     """How far each tensor's gradient is from fp32, of each batch: relative, in the 2-norm."""
-    _, right, _ = in_fp32(case.recipe, case.batches)
+    _, right = in_fp32(case.recipe, case.batches)
     return [
         {name: ((found[name] - r).norm() / r.norm()).item() for name, r in exact.items()}
         for found, exact in zip(joined_gradients(ranks), right, strict=True)
@@ -232,14 +232,14 @@ def errors_of_one_process(case: Case) -> list[dict[str, float]]:
     return errors_of(case, [seen])
 
 
-def check_cases(cases: Sequence[Case]) -> None:
-    """Run cases on one number of ranks; each gradient must be as good as that of one process, and
-    losses as in fp32."""
+def check_cases(cases: Sequence[Case], limit: float = LIMIT) -> None:
+    """Run cases on one number of ranks; each gradient's error may be `limit` times that of one
+    process, and losses are as in fp32."""
     for case, *ranks in zip(cases, *measure(cases), strict=True):
         ratios = _ratios(errors_of(case, ranks), errors_of_one_process(case.alone))
         worst = max(ratios, key=ratios.get)
         print(f"{case}: {worst} {ratios[worst]:.2f} times the error of one process")  # pytest -rP
-        too_far = {name: round(ratio, 2) for name, ratio in ratios.items() if not ratio <= LIMIT}
+        too_far = {name: round(ratio, 2) for name, ratio in ratios.items() if not ratio <= limit}
         assert not too_far, (str(case), too_far)
         _check_losses(case, ranks)
 
@@ -260,10 +260,10 @@ def _ratios(found: list[dict[str, float]], right: list[dict[str, float]]) -> dic
 
 
 def _check_losses(case: Case, ranks: list[Seen]) -> None:
-    first, (losses, _, evaluated) = ranks[0], in_fp32(case.recipe, case.batches)
+    first, (losses, _) = ranks[0], in_fp32(case.recipe, case.batches)
     assert all((r.losses, r.evaluated) == (first.losses, first.evaluated) for r in ranks)
     far = [abs(a / b - 1) for a, b in zip(first.losses, losses, strict=True)]
-    far.append(abs(first.evaluated / evaluated - 1))
+    far.append(abs(first.evaluated / losses[-1] - 1))
     limit = 3e-4 if case.compute == torch.float16 else 2e-3
     limit = 5e-2 if case.float8 else limit
     print(f"    losses {max(far):.1e} from those of fp32")

@@ -87,7 +87,8 @@ def types_of_a_step(layout, dtype, keep) -> dict:
         block.attention.register_forward_pre_hook(
             lambda module, args: rotary.update(table.dtype for table in args[1])
         )
-    logits = {len(ids) for ids in torch.arange(SGD.shape.vocab_size).chunk(layout.tensor)}
+    ids = torch.arange(SGD.shape.vocab_size)
+    logits = {len(part) for part in ids.chunk(layout.tensor)}
     with SeenTypes(shapes, logits) as seen:
         loss = engine.forward_backward(inputs, labels, valid_tokens(labels))
     gradients = {p.grad.dtype for p in model.parameters()}

