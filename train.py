@@ -202,9 +202,9 @@ def train(
         devices=session.ranks,
         device=device,
     )
+    logger.info("%s", job.summary(device, meter.peak_flops))
     sinks, problem = attempt(lambda: open_records(job, session, state.step, checkpointer.saves))
     agree(problem)
-    logger.info("%s", job.summary(device, meter.peak_flops))
     if found:
         for reason in found.refused:
             sinks.event(state.step, "checkpoint_refused", reason=reason)

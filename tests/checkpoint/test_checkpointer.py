@@ -424,3 +424,26 @@ def test_a_manifest_lists_every_tensor_with_a_hash_that_follows_its_content(tmp_
     assert first.has("optimizer") and first.bytes > 0
     assert len({record.hash for record in first.tensors.values()}) > len(first.tensors) / 2
     assert asdict(first)["files"].keys() >= {".metadata", "__0_0.distcp", "__1_0.distcp"}
+
+
+def resume_linked(folder, elsewhere) -> tuple:
+    """What is found where two checkpoints were moved to another disk and linked, then a third is
+    saved with two kept."""
+    state = trained(Layout())
+    checkpointer = open_checkpointer(folder, keep_latest_k=2)
+    for state.step in (1, 2):
+        save_whole(checkpointer, state)
+        (folder / f"step-{state.step}").rename(elsewhere / f"step-{state.step}")
+        (folder / f"step-{state.step}").symlink_to(elsewhere / f"step-{state.step}")
+    found = load(checkpointer, state)
+    state.step = 3
+    save_whole(checkpointer, state)
+    return found, sorted(path.name for path in folder.glob("step-*"))
+
+
+def test_a_checkpoint_that_is_linked_from_another_disk_is_used_and_never_deleted(tmp_path):
+    folder, elsewhere = tmp_path / "checkpoint", tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    [(found, left)] = run_on_ranks(resume_linked, 1, folder, elsewhere)
+    assert (found, left) == ("step-2", ["step-2", "step-3"])
+    assert (elsewhere / "step-1" / "manifest.json").exists()  # the link alone was removed

@@ -472,6 +472,11 @@ def _check_facts(
             differing[name] = f"{name} ({'; '.join(pairs)})"
     if differing:
         names = sorted(differing)
+        if "order version" in differing.get("data.sources", ""):
+            differing["data.sources"] += (
+                " (this version of titanlite orders such sources otherwise: allowed, the run goes on"
+                " at its position in the new order, so some samples repeat and others are left out)"
+            )
         quoted = ", ".join(f'"{name}"' for name in names)
         raise CheckpointError(
             f"{place}: was saved by another job: {', '.join(differing[name] for name in names)}.",

@@ -54,7 +54,9 @@ def take_lease(
             _clear_the_way(path, key, stale_seconds)
     except OSError as error:
         raise ConfigError(
-            f"{key} = {folder}: {error.filename or path}: {error.strerror or error}.", keys=(key,)
+            f"{key} = {folder}: {error.filename or path}: {error.strerror or error}.",
+            fix=f"Use a folder that can be written, or another {key}.",
+            keys=(key,),
         ) from error
     return Lease(path, *created, heartbeat_seconds)
 

@@ -101,8 +101,11 @@ class Place:
         return {name: entry["size"] for name, entry in self._entries("file").items()}
 
     def folders(self) -> list[str]:
-        """Names of the folders directly in it."""
-        return sorted(self._entries("directory"))
+        """Names of the folders directly in it; a local link to a folder, on another disk, is one."""
+        found = set(self._entries("directory"))
+        if self.local:
+            found |= {name for name in self._entries("link") if os.path.isdir(self.file(name))}
+        return sorted(found)
 
     @_named_errors
     def _entries(self, kind: str) -> dict[str, dict]:
@@ -112,7 +115,8 @@ class Place:
         except (FileNotFoundError, NotADirectoryError):
             return {}
         named = {entry["name"].rstrip("/").rpartition("/")[2]: entry for entry in listed}
-        return {name: entry for name, entry in named.items() if entry["type"] == kind}
+        kinds = {name: "link" if e.get("islink") else e["type"] for name, e in named.items()}
+        return {name: entry for name, entry in named.items() if kinds[name] == kind}
 
     @_named_errors
     def make(self) -> None:
@@ -248,8 +252,11 @@ class Place:
 
         Cut short anywhere, it leaves the folder whole or known as one to remove: a local one under
         another name; elsewhere without the file `first`, which makes it valid, and with the marker
-        `unfinished`, which is deleted last.
+        `unfinished`, which is deleted last. Of a link, the link is deleted alone.
         """
+        if self.local and os.path.islink(self.path):
+            os.unlink(self.path)
+            return
         if self.local:
             gone = f"{self.path}.removed"
             shutil.rmtree(gone, ignore_errors=True)

@@ -13,6 +13,11 @@ from titanlite.data.tokenizer_definition import added_around_text
 from titanlite.errors import DataError
 
 
+# Finding the pair that makes a token takes about the cube of its bytes; so many take half a minute.
+# Published tokenizers, with tokens of up to 128 bytes, have a tenth.
+MOST_STEPS = 20_000_000_000
+
+
 def as_tokenizer_json(tokenizer: Tokenizer, *, bos: bool = False) -> bytes:
     """The content of a tokenizer.json that gives the ids which a model was trained on.
 
@@ -78,6 +83,11 @@ def _of_ranks(ranks: dict[bytes, int], tokenizer: Tokenizer) -> bytes:
             fix="pip install tokenizers",
         ) from missing
 
+    if sum(len(token) ** 3 for token in ranks) > MOST_STEPS:
+        raise DataError(
+            f'tokenizer "{tokenizer.name}": has too many long tokens to be written as'
+            f" tokenizer.json; the longest has {max(map(len, ranks)):,} bytes."
+        )
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     plain = Library(models.BPE({letter: number for number, letter in enumerate(alphabet)}, []))
     letters = {byte[0]: letter for byte, letter in zip(ranks_of(plain), alphabet, strict=True)}

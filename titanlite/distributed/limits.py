@@ -46,7 +46,10 @@ class Limit:
         place, waits = place_of(self.thread)
         words = f"{self.what} has taken {self.passed:.0f} s, and is in {place}"
         if self.passed > self.seconds * (WAITS if waits else 1):
-            return f"{words}. The limit is {self.key} = {self.seconds:g}."
+            return (
+                f"{words}. The limit is {self.key} = {self.seconds:g}: check the disk, or raise it;"
+                " the same command goes on from the newest checkpoint."
+            )
         if self.passed >= self._warn_at and not waits:
             self._warn_at = 2 * self.passed
             logger.warning("%s; the run ends after %g s (%s)", words, self.seconds, self.key)
