@@ -173,6 +173,6 @@ def last_step(journal: bytes) -> int:
             entry = parse_json(line)
             if "event" not in entry:
                 return int(entry["step"])
-        except (ValueError, TypeError, KeyError):
+        except (ValueError, TypeError, KeyError, OverflowError):
             continue
     return 0

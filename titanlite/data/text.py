@@ -219,14 +219,16 @@ def _read_rows(part: Part, limit: int) -> Iterator[str]:
         try:
             about = plain.metadata.row_group(group)
             columns = map(about.column, range(about.num_columns))
-            column = next(c for c in columns if c.path_in_schema == FIELD)
+            column = next((c for c in columns if c.path_in_schema == FIELD), None)
+            if column is None:
+                raise DataError(f'{where}: has no column "{FIELD}", which the file says it has.')
             compressed = min(column.total_compressed_size, part.file_bytes)
             _refuse_expansion(where, column, compressed)
             shared, rows = _way_to_read(column.encodings)
             file = as_dictionary if shared else plain
             options = {"row_groups": [group], "columns": [FIELD], "use_threads": False}
             yield from _text_of_rows(where, file.iter_batches(rows, **options), compressed, limit)
-        except (pyarrow.ArrowException, OSError) as error:
+        except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
             raise DataError(f"{where}: cannot be read ({error}).") from None
 
 
