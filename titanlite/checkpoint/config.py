@@ -41,7 +41,7 @@ class CheckpointConfig:
     async_mode: Literal["disabled", "async", "async_with_pinned_mem"] = "disabled"
     # train on while a checkpoint is written, from a copy in host memory; pinned: copied faster
     timeout_seconds: Positive = 1800
-    # a save or a load that takes longer hangs, as on a dead disk: the run ends, to be started again
+    # limit for one save or one load; beyond it, as on a dead disk, the run ends with exit code 1
     keep_latest_k: NotNegative = 10  # whole checkpoints kept; 0: all
     keep_every: NotNegative = 0  # and those of every so many steps, for ever; 0: none
     keep_aside_k: NotNegative = 4
@@ -49,8 +49,8 @@ class CheckpointConfig:
     verify: Literal["full", "sizes", "off"] = "full"
     # what must be true of a checkpoint before it is loaded: contents, sizes, or only its manifest
     load_step: Annotated[int, Range(-1)] = -1
-    # step to go on from, once per change of this value: a restart goes on from the newest that is
-    # whole, as with -1; at every start of a run that is load_only
+    # step to resume from; -1: the newest valid one. Applied once per new value: a restart resumes
+    # from the newest. With load_only: applied at every start
     exclude_from_loading: list[str] = field(default_factory=list)
     # parts that start anew, at every start: optimizer, dataloader, train_state
     allow_changes: list[str] = field(default_factory=list)

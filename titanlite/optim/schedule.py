@@ -15,7 +15,8 @@ from titanlite.settings import NotNegative, Positive, Share
 class LRSchedulerConfig:
     """[lr_scheduler] Warmup, stable, decay (https://arxiv.org/abs/2404.06395)."""
 
-    warmup_steps: NotNegative = 200  # steps from 0 to the peak rate; at most all there are
+    warmup_steps: NotNegative = 200
+    # steps from 0 to the peak learning rate; at most the steps of the schedule
     total_steps: Positive | None = None
     # steps the schedule is drawn over, after which the rate stays; training.steps if unset
     decay_ratio: Share | None = None  # share of the steps that decay; unset: all after the warmup
