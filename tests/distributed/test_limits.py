@@ -30,7 +30,7 @@ def test_a_limit_warns_from_a_tenth_on_in_ever_longer_intervals_and_names_what_h
     found = [limit.check(1.0) for _ in range(31)]
     assert found[:30] == [""] * 30
     assert "the save has taken 31 s, and is in wait (" in found[30]
-    assert "The limit is a.key = 30: check the disk, or raise it" in found[30]
+    assert "The limit is a.key = 30. Raise it if" in found[30]
     warned = [record.getMessage().split(",")[0] for record in caplog.records]
     assert warned == [f"the save has taken {seconds} s" for seconds in (3, 6, 12, 24)]
     hangs.set()

@@ -47,8 +47,8 @@ class Limit:
         words = f"{self.what} has taken {self.passed:.0f} s, and is in {place}"
         if self.passed > self.seconds * (WAITS if waits else 1):
             return (
-                f"{words}. The limit is {self.key} = {self.seconds:g}: check the disk, or raise it;"
-                " the same command goes on from the newest checkpoint."
+                f"{words}. The limit is {self.key} = {self.seconds:g}. Raise it if this only needs"
+                " longer; the same command resumes from the newest checkpoint."
             )
         if self.passed >= self._warn_at and not waits:
             self._warn_at = 2 * self.passed
