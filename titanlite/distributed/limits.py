@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -34,6 +35,7 @@ class Limit:
     key: str  # the setting to raise
     thread: int = field(default_factory=threading.get_ident)
     passed: float = 0.0  # seconds in which this process was not stopped itself
+    began: float = field(default_factory=time.monotonic)
 
     def __post_init__(self):
         self._warn_at = min(WARN_SECONDS, self.seconds / 10)

@@ -213,7 +213,10 @@ class Watch:
     def _check(self, limit: Limit | None, passed: float) -> str:
         """What hangs; where work aside has a limit, that one alone, as the main thread may wait."""
         limit = self._limit_aside() or limit
-        return limit.check(passed) if limit else ""
+        if limit is None:
+            return ""
+        # Work that began after the last check has taken less time than passed since then.
+        return limit.check(min(passed, time.monotonic() - limit.began))
 
     def _finding(self) -> str:
         """What is wrong, in words; nothing while all is well."""
