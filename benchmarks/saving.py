@@ -36,9 +36,10 @@ def saving() -> None:
                 config = CheckpointConfig(enable=True, async_mode=mode, keep_latest_k=2)
                 checkpointer = Checkpointer(Place(f"{folder}/{mode}"), config, **about)
                 for step in range(1, 8):
+                    progress = {"step": step, "position": step, "tokens": step}
                     blocked = _seconds(
                         lambda: checkpointer.save(  # noqa: B023
-                            step, model, optimizer, progress={"step": step}  # noqa: B023
+                            step, model, optimizer, progress=progress  # noqa: B023
                         )
                     )
                     saved = checkpointer.wait()
