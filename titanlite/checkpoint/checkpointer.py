@@ -218,23 +218,23 @@ class Checkpointer:
         if not config.enable:
             return None
         seen = self._on_rank_0(self._look)
-        listing, wished = Listing(**seen["listing"]), config.load_step
-        if self.saves and listing.steps and wished == seen["applied_load_step"] != -1:
+        listing, load_step = Listing(**seen["listing"]), config.load_step
+        if self.saves and listing.steps and load_step == seen["applied_load_step"] != -1:
             logger.info(
                 "checkpoint.load_step = %d was applied by an earlier start: resuming from the"
                 " newest checkpoint. To go back again, delete %s/%s.",
-                wished, self.folder, LOAD_STEP_FILE,
+                load_step, self.folder, LOAD_STEP_FILE,
             )
-            wished = -1
-        if wished != -1 and wished not in listing.steps:
+            load_step = -1
+        if load_step != -1 and load_step not in listing.steps:
             there = ", ".join(map(str, listing.steps)) or "none"
             raise CheckpointError(
-                f"checkpoint.load_step = {wished}: {self.folder} has no checkpoint of"
+                f"checkpoint.load_step = {load_step}: {self.folder} has no checkpoint of"
                 f" that step. Those there: {there}.",
                 fix="Use one of them, or -1 for the newest.",
             ).known_to_all()
         refused: list[str] = []
-        for step in listing.steps[::-1] if wished == -1 else [wished]:
+        for step in listing.steps[::-1] if load_step == -1 else [load_step]:
             place = self.folder / f"step-{step}"
             manifest, problem = self._verified(place)
             if not problem:
