@@ -3,7 +3,6 @@
 This page is the table of contents of a run; `python train.py --help` lists every setting.
 """
 
-# ruff: noqa: E402 (what stands before the imports makes them faster)
 from __future__ import annotations
 
 import gc
@@ -97,7 +96,11 @@ def main(argv: list[str]) -> int:
         with (
             join(device, comm, job.config.debug, job.folder) as session,
             Watch(
-                session.rank, session.ranks, patience, job.folder, session.start,
+                session.rank,
+                session.ranks,
+                patience,
+                job.folder,
+                session.start,
                 job.config.checkpoint.timeout_seconds,
             ) as watch,
             hold_folders(job.folder, job.other_folders) as hold,
@@ -120,9 +123,7 @@ def main(argv: list[str]) -> int:
         raise
 
 
-def train(
-    job: Job, session: Session, hold: Hold, watch: Watch, held: Held, began: float
-) -> int:
+def train(job: Job, session: Session, hold: Hold, watch: Watch, held: Held, began: float) -> int:
     """One run, from where its checkpoints are to its last step; returns the exit code."""
     config, training, device = job.config, job.config.training, session.device
     comm, limit = config.comm, config.job.time_limit_minutes

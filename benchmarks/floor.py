@@ -134,9 +134,7 @@ def largest(fits: Callable[[int], bool], most: int) -> int:
     return low
 
 
-def plans(
-    shape, seq_len: int, capacity: float, states: Sequence[State] = STATES
-) -> Iterator[Plan]:
+def plans(shape, seq_len: int, capacity: float, states: Sequence[State] = STATES) -> Iterator[Plan]:
     """What is worth trying on a GPU of `capacity` bytes, best first."""
     most, least = MOST_TOKENS // seq_len, max(1, LEAST_TOKENS // seq_len)
     for recompute in RECOMPUTE:
@@ -198,19 +196,30 @@ def main() -> None:
         causal, full = (step_flops(shape, seq_len, tokens, share, f) for f in (False, True))
         moved = step_bytes(shape, tokens, plan.state, share)
         computing, moving = causal / peak, moved / GPU_BYTES_A_SECOND
-        lines.append((
-            f"{flavor}, {seq_len:,}",
-            f"{plan.state.words}; {plan.recompute.words} again",
-            f"{plan.micro_batch} x {seq_len:,}",
-            number(held_bytes(shape, seq_len, plan) / 2**30),
-            f"{causal / 1e12:,.0f} / {full / 1e12:,.0f}",
-            number(moved / 1e9),
-            f"{computing * 1e3:,.0f} + {moving * 1e3:,.0f}",
-            number(tokens / max(computing, moving)),
-            number(tokens / (computing + moving)),
-        ))
-    heads = ("case", "kept", "tokens a step", "GiB held", "TFLOP causal / full", "GB moved",
-             "ms computing + moving", "tokens/s if both at once", "one after the other")
+        lines.append(
+            (
+                f"{flavor}, {seq_len:,}",
+                f"{plan.state.words}; {plan.recompute.words} again",
+                f"{plan.micro_batch} x {seq_len:,}",
+                number(held_bytes(shape, seq_len, plan) / 2**30),
+                f"{causal / 1e12:,.0f} / {full / 1e12:,.0f}",
+                number(moved / 1e9),
+                f"{computing * 1e3:,.0f} + {moving * 1e3:,.0f}",
+                number(tokens / max(computing, moving)),
+                number(tokens / (computing + moving)),
+            )
+        )
+    heads = (
+        "case",
+        "kept",
+        "tokens a step",
+        "GiB held",
+        "TFLOP causal / full",
+        "GB moved",
+        "ms computing + moving",
+        "tokens/s if both at once",
+        "one after the other",
+    )
     print(grid(heads, lines, "lllrrrrrr"), end="")
 
 

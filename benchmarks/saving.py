@@ -38,8 +38,11 @@ def saving() -> None:
                 for step in range(1, 8):
                     progress = {"step": step, "position": step, "tokens": step}
                     blocked = _seconds(
-                        lambda: checkpointer.save(  # noqa: B023
-                            step, model, optimizer, progress=progress  # noqa: B023
+                        lambda: checkpointer.save(
+                            step,
+                            model,
+                            optimizer,
+                            progress=progress,
                         )
                     )
                     saved = checkpointer.wait()
@@ -50,7 +53,7 @@ def saving() -> None:
             for verify in ("off", "full") * 5:
                 config = CheckpointConfig(enable=True, verify=verify)
                 checkpointer = Checkpointer(place, config, **about)
-                taken = _seconds(lambda: read_tensors(checkpointer.find().place, state))  # noqa: B023
+                taken = _seconds(lambda: read_tensors(checkpointer.find().place, state))
                 found.setdefault(f"load, verify {verify}", []).append(taken)
             torch.distributed.barrier()
         if session.rank == 0:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import sys
 
-import torch._dynamo  # noqa: F401  # seconds, and compiled runs need it
+import torch._dynamo  # seconds, and compiled runs need it
 
 import train
 

@@ -15,13 +15,13 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # the cases are no part of what is installed
 
-from benchmarks.cases import CASES, CPU_CASES  # noqa: E402
-from benchmarks.cases.given import Given  # noqa: E402
-from benchmarks.cases.gpu import GPU_CASES, gpu_table, measure_gpu, replaceable  # noqa: E402
-from benchmarks.corpus import write_corpus  # noqa: E402
-from benchmarks.machine import describe  # noqa: E402
-from benchmarks.rows import Missed, Row, facts, number, table, write  # noqa: E402
-from titanlite.models import FAMILIES  # noqa: E402
+from benchmarks.cases import CASES, CPU_CASES
+from benchmarks.cases.given import Given
+from benchmarks.cases.gpu import GPU_CASES, gpu_table, measure_gpu, replaceable
+from benchmarks.corpus import write_corpus
+from benchmarks.machine import describe
+from benchmarks.rows import Missed, Row, facts, number, table, write
+from titanlite.models import FAMILIES
 
 
 def main() -> None:
@@ -29,8 +29,14 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     names = [*CASES, "all-gpu", *GPU_CASES]
-    parser.add_argument("--case", nargs="+", choices=names, default=list(CPU_CASES), metavar="NAME",
-                        help=f"any of {', '.join(names)}; those of a CPU if none is named")
+    parser.add_argument(
+        "--case",
+        nargs="+",
+        choices=names,
+        default=list(CPU_CASES),
+        metavar="NAME",
+        help=f"any of {', '.join(names)}; those of a CPU if none is named",
+    )
     parser.add_argument("--rounds", type=int, default=3, help="how often each is measured")
     parser.add_argument("--out", type=Path, help="write the table here too (.md; .json beside it)")
     parser.add_argument("--peer", action="store_true", help="against transformers' Trainer too")

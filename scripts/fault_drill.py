@@ -92,7 +92,9 @@ class Drill:
 
     def whole(self) -> list[Path]:
         """The checkpoints that are there, oldest first."""
-        found = [path for path in self.checkpoints.glob("step-*") if (path / "manifest.json").exists()]
+        found = [
+            path for path in self.checkpoints.glob("step-*") if (path / "manifest.json").exists()
+        ]
         return sorted((p for p in found if "." not in p.name), key=lambda p: int(p.name[5:]))
 
     def unfinished(self) -> set[tuple[str, int]]:
@@ -146,7 +148,9 @@ def lose_the_lease(drill: Drill) -> str:
     except (OSError, ValueError):
         raise _ended_before(drill) from None
     number = holder["number"] + 1
-    write_whole_file(lease, json.dumps({**holder, "token": "another job", "number": number}).encode())
+    write_whole_file(
+        lease, json.dumps({**holder, "token": "another job", "number": number}).encode()
+    )
     drill.wait(run)
     later = {path.name for path in drill.whole()} - before
     if any(read_manifest(Place(drill.checkpoints / name)).lease >= number for name in later):
@@ -166,7 +170,9 @@ def share_the_checkpoint_folder(drill: Drill) -> str:
         text=True,
     )
     if second.returncode != EXIT_USER or "another job is writing there" not in second.stderr:
-        raise CheckpointError(f"a second job on {drill.checkpoints} was not refused: {second.stderr}")
+        raise CheckpointError(
+            f"a second job on {drill.checkpoints} was not refused: {second.stderr}"
+        )
     _signal_a_rank(drill, run, signal.SIGKILL)
     drill.wait(run)
     return "a second job on the same checkpoints was refused; a rank killed"
@@ -325,9 +331,7 @@ FAULTS = {
 }
 
 
-def _under_way(
-    drill: Drill, file_limit: int | None = None, **environment: str
-) -> subprocess.Popen:
+def _under_way(drill: Drill, file_limit: int | None = None, **environment: str) -> subprocess.Popen:
     """A run that has told of a step, and some random moment later."""
     run, end = drill.start(file_limit, **environment), time.monotonic() + 600
     while run.poll() is None and time.monotonic() < end and not drill.learns():
@@ -467,7 +471,9 @@ def main() -> int:
     for text in wrong[:20]:
         print(f"differs: {text}")
     like = "to the bit" if len(layouts) == 1 else f"to {TOLERANCE:g}"
-    print(f"{found.starts} starts, {args.faults} faults: " + ("DIFFERS" if wrong else f"equal {like}"))
+    print(
+        f"{found.starts} starts, {args.faults} faults: " + ("DIFFERS" if wrong else f"equal {like}")
+    )
     return EXIT_USER if wrong else EXIT_DONE
 
 

@@ -13,7 +13,9 @@ from titanlite.generate import Sampling, open_writer
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--checkpoint", required=True, help="a step-N folder, or a run: its newest valid one")
+    parser.add_argument(
+        "--checkpoint", required=True, help="a step-N folder, or a run: its newest valid one"
+    )
     parser.add_argument("--prompt", default="", help="text to go on from; empty: a new document")
     parser.add_argument("--max-new-tokens", type=int, default=200)
     parser.add_argument("--temperature", type=float, default=0.8, help="0: always the likeliest")

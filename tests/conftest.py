@@ -18,7 +18,9 @@ def pytest_addoption(parser) -> None:
     parser.addoption("--layouts", type=int, default=1, help="random layouts of each kind")
     parser.addoption("--layout-seed", type=int, default=1, help="what they are drawn from")
     parser.addoption("--pickles", type=int, default=300, help="mutated .metadata files to read")
-    parser.addoption("--fuzz", type=float, default=0, help="minutes of fuzzing all readers, and no other test")
+    parser.addoption(
+        "--fuzz", type=float, default=0, help="minutes of fuzzing all readers, and no other test"
+    )
 
 
 def pytest_configure(config) -> None:

@@ -78,7 +78,10 @@ def test_a_seed_says_what_is_written(model):
 def test_the_end_is_where_it_stops_and_is_not_written(model):
     greedy = list(generate(model, [3], 10, Sampling(temperature=0)))
     end = greedy[4]
-    assert list(generate(model, [3], 10, Sampling(temperature=0), end=end)) == greedy[: greedy.index(end)]
+    assert (
+        list(generate(model, [3], 10, Sampling(temperature=0), end=end))
+        == greedy[: greedy.index(end)]
+    )
 
 
 def test_ids_that_the_tokenizer_does_not_know_are_never_written(model):
@@ -144,7 +147,9 @@ def trained(tmp_path_factory) -> Trained:
     folder = tmp_path_factory.mktemp("trained")
     texts = [path.read_text() for path in sorted((ROOT / "titanlite").glob("*.py"))]
     (folder / "text.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    recorded, now, permuted = (folder / name for name in ("t.model", "moved.model", "permuted.model"))
+    recorded, now, permuted = (
+        folder / name for name in ("t.model", "moved.model", "permuted.model")
+    )
     train_bpe(texts, 300, recorded)
     tokenizer = open_tokenizer(str(recorded))
     prepare([folder / "text.jsonl"], tokenizer, folder, 0.0, bos=True, workers=1)
@@ -152,7 +157,14 @@ def trained(tmp_path_factory) -> Trained:
     words = ["--data.tokenizer", str(recorded), "--data.sources", sources, "--job.device", "cpu"]
     words += ["--model.dim", "32", "--model.n_layers", "2", "--model.n_heads", "4"]
     words += ["--model.n_kv_heads", "2", "--model.hidden_dim", "64", "--model.vocab_size", "304"]
-    words += ["--model.tied_embeddings", "true", "--training.steps", "2", "--training.seq_len", "48"]
+    words += [
+        "--model.tied_embeddings",
+        "true",
+        "--training.steps",
+        "2",
+        "--training.seq_len",
+        "48",
+    ]
     words += ["--training.mixed_precision_param", "float32", "--checkpoint.enable", "true"]
     words += ["--checkpoint.interval", "1", "--lr_scheduler.warmup_steps", "1"]
     out = folder / "my-run"  # with a dash, at which sorting by a shell stumbled

@@ -262,7 +262,9 @@ def test_mistakes_are_told_once_under_torchrun(run_toml, tmp_path):
 
 
 def test_a_problem_does_not_hide_behind_another(run_toml):
-    text = said(run_toml, "--training.steps", "0", "--data.sources", "[]", "--model.n_kv_heads", "3")
+    text = said(
+        run_toml, "--training.steps", "0", "--data.sources", "[]", "--model.n_kv_heads", "3"
+    )
     assert text.startswith("titanlite: 3 problems")
 
 

@@ -111,7 +111,11 @@ def test_an_integer_is_fine_for_a_number(value):
 
 
 def test_all_problems_are_told_together_and_the_rest_is_kept():
-    table = {"train": {"steps": 0, "mode": "x", "limit": 3}, "trian": {}, "deep": {"train": {"o": 1}}}
+    table = {
+        "train": {"steps": 0, "mode": "x", "limit": 3},
+        "trian": {},
+        "deep": {"train": {"o": 1}},
+    }
     job, problems = build(Schema, table)
     assert len(problems) == 4 and job.train.limit == 3 and job.train.steps == 10
     with pytest.raises(Problems) as raised:

@@ -22,7 +22,9 @@ class UserError(Exception):
         super().__init__(message)
         self.message = message
         self.fix = fix
-        self.keys = keys  # the settings it is about: a rule stays silent about a key already refused
+        self.keys = (
+            keys  # the settings it is about: a rule stays silent about a key already refused
+        )
         self.shared = False  # every rank has it, so one of them is enough to print it
         self.told = False  # it is printed
 

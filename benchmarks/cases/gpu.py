@@ -275,9 +275,24 @@ class _Bench:
 
 def gpu_table(rows: Sequence[GpuRow]) -> str:
     """Markdown, one line a run, with what is wanted and what others published."""
-    heads = ("model", "tokens", "run", "kept", "at once", "tokens/s", "MFU, causal", "MFU, full",
-             "of measured peak", "x bf16 compiled", "GiB at most", "first step s", "compiling s",
-             "waiting for data", "target", "peers")
+    heads = (
+        "model",
+        "tokens",
+        "run",
+        "kept",
+        "at once",
+        "tokens/s",
+        "MFU, causal",
+        "MFU, full",
+        "of measured peak",
+        "x bf16 compiled",
+        "GiB at most",
+        "first step s",
+        "compiling s",
+        "waiting for data",
+        "target",
+        "peers",
+    )
     lines = [
         (
             row.flavor,

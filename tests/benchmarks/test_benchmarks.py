@@ -81,9 +81,9 @@ def test_mfu_is_named_by_how_attention_is_counted():
 
 @pytest.mark.parametrize("most", [1, 2, 7, 8, 100])
 def test_the_largest_micro_batch_that_fits_is_found_by_few_questions(most):
-    for limit in range(0, most + 3):
+    for limit in range(most + 3):
         asked = []
-        assert largest(lambda n: asked.append(n) or n <= limit, most) == min(limit, most)  # noqa: B023
+        assert largest(lambda n: asked.append(n) or n <= limit, most) == min(limit, most)
         assert len(asked) <= 2 * most.bit_length() + 1 and max(asked) <= max(1, most)
 
 
@@ -160,11 +160,13 @@ def test_runs_of_a_gpu_are_set_beside_those_of_their_shape():
     def ran(mode: str, speed: float | None, first: float) -> gpu.GpuRow:
         return gpu.GpuRow("8B", 8192, mode, tokens_per_second=speed, first_step_seconds=first)
 
-    eager, compiled, float8 = gpu.compared([
-        ran("bf16 eager", 100.0, 4.0),
-        ran("bf16 compiled", 120.0, 16.0),
-        ran("Float8 rowwise compiled", 180.0, 20.0),
-    ])
+    eager, compiled, float8 = gpu.compared(
+        [
+            ran("bf16 eager", 100.0, 4.0),
+            ran("bf16 compiled", 120.0, 16.0),
+            ran("Float8 rowwise compiled", 180.0, 20.0),
+        ]
+    )
     assert (float8.times_bf16_compiled, float8.compile_seconds) == (1.5, 16.0)
     assert (eager.compile_seconds, compiled.times_bf16_compiled) == (None, 1.0)
     assert gpu.compared([ran("bf16 compiled", None, 0.0)])[0].times_bf16_compiled is None

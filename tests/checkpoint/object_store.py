@@ -52,8 +52,10 @@ class Store:
         refuse: answer 403, which is not repeated. busy: 503, which is. lose: do it, and answer 503.
         delay: answer after `seconds`.
         """
-        self._ask("/rules", {"method": method, "part": part, "act": act, "times": times,
-                             "seconds": seconds})
+        self._ask(
+            "/rules",
+            {"method": method, "part": part, "act": act, "times": times, "seconds": seconds},
+        )
 
     def forget(self) -> None:
         """Drop every rule, and the log."""
@@ -114,7 +116,9 @@ class FaultyApplication:
             rule["act"], ("503 Slow Down", "SlowDown")
         )
         answer(code, [("Content-Type", "application/xml")])
-        return [f"<Error><Code>{name}</Code><Message>{name}, by the test</Message></Error>".encode()]
+        return [
+            f"<Error><Code>{name}</Code><Message>{name}, by the test</Message></Error>".encode()
+        ]
 
     @staticmethod
     def _applies(rule, method: str, asked: str) -> bool:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import torch
-from tests.distributed.oracle import whole
 from torch import Tensor
 
+from tests.distributed.oracle import whole
 from titanlite.checkpoint import CheckpointConfig, Checkpointer, Place, Saved
 
 

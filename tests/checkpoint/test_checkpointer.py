@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+
 from tests.checkpoint.saving import bits, load, open_checkpointer, save, save_whole
 from tests.distributed.oracle import ADAMW, Layout, Record, go_on, start, whole
 from tests.distributed.ranks import run_on_ranks
-
 from titanlite.checkpoint import Place, list_steps, read_manifest
 from titanlite.checkpoint.lease import LEASE_FILE, take_lease
 from titanlite.checkpoint.manifest import FORMAT, _hash
@@ -43,7 +43,10 @@ def spoil(state) -> None:
 def order_of_commit(folder, mode) -> list[bool]:
     """Whether there was a manifest each time `before_commit` was called, and at the end."""
     state, seen = trained(Layout()), []
-    checkpointer, manifest = open_checkpointer(folder, async_mode=mode), folder / "step-1/manifest.json"
+    checkpointer, manifest = (
+        open_checkpointer(folder, async_mode=mode),
+        folder / "step-1/manifest.json",
+    )
     look = {"before_commit": lambda: seen.append(manifest.exists())}
     checkpointer.save(1, state.model, state.optimizer, progress=state.progress(), **look)
     assert not checkpointer.wait().problem
@@ -104,9 +107,13 @@ def full_disk(folder, mode, ranks_that_fail) -> list:
     return [problems, failures, there, checkpointer.steps()]
 
 
-@pytest.mark.parametrize("mode, failing", [("disabled", (0, 1)), ("async", (0, 1)), ("async", (1,))])
+@pytest.mark.parametrize(
+    "mode, failing", [("disabled", (0, 1)), ("async", (0, 1)), ("async", (1,))]
+)
 def test_a_disk_that_is_full_costs_a_checkpoint_and_not_the_run(mode, failing, tmp_path):
-    for problems, failures, there, steps in run_on_ranks(full_disk, 2, str(tmp_path), mode, failing):
+    for problems, failures, there, steps in run_on_ranks(
+        full_disk, 2, str(tmp_path), mode, failing
+    ):
         assert all(f"rank {failing[0]}" in text and "too large" in text for text in problems)
         assert failures == 2 and there == ["step-1"] and steps == [1, 4]
 
@@ -134,7 +141,11 @@ def lose_the_lease(folder, mode, when) -> list:
     for state.step in (1, 2):
         save(checkpointer, state)
         problem = checkpointer.wait().problem
-    return [problem, sorted(path.name for path in Path(folder).glob("step-*")), lease and lease.lost]
+    return [
+        problem,
+        sorted(path.name for path in Path(folder).glob("step-*")),
+        lease and lease.lost,
+    ]
 
 
 # Each save is checked before its folder is touched, before its commit, and before each removal:
@@ -259,7 +270,9 @@ def test_how_much_is_verified_is_what_was_asked_for(tmp_path):
     DAMAGE["a flipped bit"](tmp_path / "flipped" / "step-2")
     with largest(tmp_path / "longer" / "step-2").open("ab") as shard:
         shard.write(b"more")
-    answers = [run_on_ranks(verify_less, 1, str(tmp_path / how))[0] for how in ("flipped", "longer")]
+    answers = [
+        run_on_ranks(verify_less, 1, str(tmp_path / how))[0] for how in ("flipped", "longer")
+    ]
     assert answers == [["step-2", "step-2", "step-1"], ["step-2", "step-1", "step-1"]]
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+
 from scripts import convert_checkpoint
 from tests.faults.launch import Launched, lines_of
-
 from titanlite.checkpoint import Place
 from titanlite.generate import open_writer
 
@@ -24,7 +24,9 @@ def first_loss(out) -> float:
 
 def test_weights_travel_to_hugging_face_and_back_in_the_course_of_runs(run_toml, tmp_path, capsys):
     first, step = tmp_path / "first", tmp_path / "first" / "checkpoint" / "step-3"
-    said = train(run_toml, first, 2, "--training.steps", "3", "--checkpoint.last_save_in_hf", "true")
+    said = train(
+        run_toml, first, 2, "--training.steps", "3", "--checkpoint.last_save_in_hf", "true"
+    )
     assert "tokenizer.json gives the same ids as bytes" in said
     exported, again = tmp_path / "exported", tmp_path / "again"
     assert convert_checkpoint.main(["to-hf", str(step), str(exported)]) == 0
@@ -44,7 +46,11 @@ def test_weights_travel_to_hugging_face_and_back_in_the_course_of_runs(run_toml,
     split = ("--parallelism.tensor_parallel_degree", "2", "--training.local_batch_size", "4")
     stages = ("--parallelism.pipeline_parallel_degree", "2", "--training.local_batch_size", "4")
     losses = []
-    for path, hf, layout in ((step, "false", ()), (again, "false", split), (exported, "true", stages)):
+    for path, hf, layout in (
+        (step, "false", ()),
+        (again, "false", split),
+        (exported, "true", stages),
+    ):
         out = tmp_path / f"from {path.name}"
         initial = ("--checkpoint.initial_load_path", str(path))
         initial += ("--checkpoint.initial_load_in_hf", hf, "--training.steps", "1")

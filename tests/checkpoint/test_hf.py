@@ -10,16 +10,16 @@ import torch
 import torch.distributed.checkpoint as dcp
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+
 from tests.data.test_tokenizer import ODD_TEXTS, hugging_face
 from tests.distributed.oracle import ADAMW, SHAPE, Layout, deepened, start, whole
 from tests.distributed.ranks import run_on_ranks
-
 from titanlite.checkpoint import Place, state_of
 from titanlite.checkpoint.hf import HuggingFaceFolder, open_hugging_face, parameters_of
 from titanlite.checkpoint.hf_export import write_hugging_face
 from titanlite.data import open_tokenizer
-from titanlite.data.tokenizer_json import as_tokenizer_json
 from titanlite.data.bpe import train_bpe
+from titanlite.data.tokenizer_json import as_tokenizer_json
 from titanlite.errors import CheckpointError
 from titanlite.models import FAMILIES
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from titanlite.checkpoint.lease import LEASE_FILE, COUNT_FILE, _look, _rename_away, take_lease
+from titanlite.checkpoint.lease import COUNT_FILE, LEASE_FILE, _look, _rename_away, take_lease
 from titanlite.errors import CheckpointError, ConfigError
 
 ROOT = Path(__file__).parents[2]
@@ -178,7 +178,7 @@ def test_the_second_job_on_a_folder_is_refused_and_told_by_whom(tmp_path, start_
     assert f"since {time.strftime('%Y-%m-%d %H:')}" in text and "heartbeat was 0 s ago" in text
     assert "Use another job.dump_folder, or end that process" in text
     assert first.ask("lost") == ""
-    assert is_held((tmp_path / "out"))
+    assert is_held(tmp_path / "out")
 
 
 def test_the_refusal_says_how_old_the_heartbeat_is(tmp_path):
@@ -434,7 +434,9 @@ def test_a_folder_that_cannot_be_written_to_is_the_users_to_mend(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "make", (lambda path: path.symlink_to("nowhere"), os.mkfifo, Path.mkdir), ids=("link", "fifo", "folder")
+    "make",
+    (lambda path: path.symlink_to("nowhere"), os.mkfifo, Path.mkdir),
+    ids=("link", "fifo", "folder"),
 )
 def test_a_lease_that_is_no_file_is_refused_and_not_waited_for(tmp_path, make):
     make(tmp_path / LEASE_FILE)

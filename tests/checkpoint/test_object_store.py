@@ -10,13 +10,13 @@ import time
 
 import pytest
 import torch.distributed as dist
+
 from tests.checkpoint.object_store import Store, needs_s3, open_store
 from tests.checkpoint.saving import bits, load, open_checkpointer, save, save_whole
 from tests.checkpoint.test_checkpointer import spoil, trained
 from tests.distributed.oracle import Layout
 from tests.distributed.ranks import run_on_ranks
 from tests.faults.launch import Launched, events_of
-
 from titanlite.checkpoint import Place, list_steps, read_manifest
 from titanlite.checkpoint.remote_lease import lease_numbers, take_remote_lease
 from titanlite.distributed.session import tighten_timeouts
@@ -168,9 +168,14 @@ STEPS = 8
 
 
 def argv_of(run_toml, out, *argv) -> tuple[str, ...]:
-    given = {"training.steps": STEPS, "validation.enable": "false", "job.dump_folder": out,
-             "checkpoint.interval": 2, "checkpoint.async_mode": "async",
-             "comm.train_timeout_seconds": 10}
+    given = {
+        "training.steps": STEPS,
+        "validation.enable": "false",
+        "job.dump_folder": out,
+        "checkpoint.interval": 2,
+        "checkpoint.async_mode": "async",
+        "comm.train_timeout_seconds": 10,
+    }
     words = [word for key, value in given.items() for word in (f"--{key}", str(value))]
     return ("--job.config_file", str(run_toml), *words, *argv)
 

@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import pytest
+
 from scripts import checkpoint
 from tests.checkpoint.test_checkpointer import DAMAGE, save_two
 from tests.conftest import ROOT
@@ -50,8 +51,12 @@ def test_a_person_sees_what_is_there_and_what_is_wrong_with_it(tmp_path, script)
     assert code == 0 and verified.count("\n") == 1, "only what a run would go on from"
     assert script("rm", tmp_path / "checkpoint" / "step-2.aside-1")[0] == 0
     assert script("ls", tmp_path)[1].splitlines() == [first]
-    for wrong in (("rm", tmp_path), ("ls", tmp_path / "nowhere"), ("show", tmp_path),
-                  ("ls", "nosuch://bucket")):
+    for wrong in (
+        ("rm", tmp_path),
+        ("ls", tmp_path / "nowhere"),
+        ("show", tmp_path),
+        ("ls", "nosuch://bucket"),
+    ):
         code, _, complaint = script(*wrong)
         assert code == 2 and complaint.startswith("titanlite: "), wrong
     assert (tmp_path / "checkpoint" / "step-1" / "manifest.json").exists()

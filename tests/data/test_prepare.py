@@ -17,8 +17,8 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 import torch
-from tests.data.test_tokenizer import hugging_face
 
+from tests.data.test_tokenizer import hugging_face
 from titanlite.data import open_corpus, open_tokenizer, verify
 from titanlite.data.prepare import prepare
 from titanlite.data.text import _refuse_expansion, find_files, parts_of, read_documents
@@ -213,8 +213,12 @@ def test_a_worker_that_hangs_or_dies_ends_the_command(tmp_path, what):
     with subprocess.Popen(command, start_new_session=True, **options) as child:
         if what == "dies":
             workers: list[int] = []  # of the server that forks them
-            until(lambda: workers.extend(w for c in children_of(child.pid) for w in children_of(c))
-                  or workers)
+            until(
+                lambda: (
+                    workers.extend(w for c in children_of(child.pid) for w in children_of(c))
+                    or workers
+                )
+            )
             os.kill(workers[0], signal.SIGKILL)
         _, said = child.communicate(timeout=120)
     until(lambda: not group_lives(child.pid))

@@ -202,7 +202,12 @@ GROW = {"type": "Replace", "pattern": {"String": "a"}, "content": "a" * 1000}
 
 
 def split(regex: str) -> dict:
-    pattern = {"type": "Split", "pattern": {"Regex": regex}, "behavior": "Isolated", "invert": False}
+    pattern = {
+        "type": "Split",
+        "pattern": {"Regex": regex},
+        "behavior": "Isolated",
+        "invert": False,
+    }
     return {"pre_tokenizer": pattern}
 
 

@@ -8,8 +8,8 @@ import random
 from pathlib import Path
 
 import pytest
-from tests.data.test_tokenizer import ODD_TEXTS, hugging_face, learned_text
 
+from tests.data.test_tokenizer import ODD_TEXTS, hugging_face, learned_text
 from titanlite.data import open_tokenizer
 from titanlite.data.bpe import train_bpe
 from titanlite.data.tokenizer_json import as_tokenizer_json

@@ -16,6 +16,9 @@ from statistics import median
 import numpy
 import torch
 import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
 from tests.distributed.oracle import (
     END,
     FAMILY,
@@ -29,9 +32,6 @@ from tests.distributed.oracle import (
     start,
 )
 from tests.distributed.ranks import run_on_ranks
-from torch import Tensor
-from torch.distributed.tensor import DTensor
-
 from titanlite.checkpoint.store import state_of
 from titanlite.distributed.collectives import sum_over
 from titanlite.models import IGNORED, LlamaShape, valid_tokens

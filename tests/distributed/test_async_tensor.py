@@ -8,9 +8,10 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed import _symmetric_memory as symmetric
+
 from tests.distributed.oracle import SGD, Layout, joined, one_process, spread_run, worst_error
 from tests.distributed.ranks import run_on_ranks
-from torch.distributed import _symmetric_memory as symmetric
 
 RECIPE = replace(SGD, steps=1)
 FALLBACKS = {  # what the operations mean, by torch itself; the fast ones need NVLink

@@ -9,10 +9,10 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from tests.distributed.oracle import FAMILY, SGD, Layout, batch_at, deepened, spread
-from tests.distributed.ranks import run_on_ranks
 from torch.profiler import ProfilerActivity, profile
 
+from tests.distributed.oracle import FAMILY, SGD, Layout, batch_at, deepened, spread
+from tests.distributed.ranks import run_on_ranks
 from titanlite.observe.layout import Action, Timeline
 from titanlite.observe.trace import read_actions
 from titanlite.parallelize.pipeline import plan_pipeline

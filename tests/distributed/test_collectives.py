@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
+
 from tests.conftest import ROOT
 from tests.distributed.ranks import run_on_ranks
-
 from titanlite.distributed.collectives import (
     from_every_rank,
     from_rank_0,
@@ -69,16 +69,24 @@ def refuse() -> None:
 
 def test_values_problems_and_errors_are_the_same_on_every_rank():
     heard = run_on_ranks(say_all_kinds, 2)
-    assert heard[0] == heard[1] == [
-        {"steps": [4, 8], "of": 0},
-        [[0], [1] * 101],
-        [None, None],
-        [],
-        ["rank 1: full"],
-        ["Problems", ["ConfigError", "DataError"],
-         "titanlite: 2 problems\n  1. a = 1. Use 2.\n  2. b é\n.", True],
-        [["a"], []],
-    ]
+    assert (
+        heard[0]
+        == heard[1]
+        == [
+            {"steps": [4, 8], "of": 0},
+            [[0], [1] * 101],
+            [None, None],
+            [],
+            ["rank 1: full"],
+            [
+                "Problems",
+                ["ConfigError", "DataError"],
+                "titanlite: 2 problems\n  1. a = 1. Use 2.\n  2. b é\n.",
+                True,
+            ],
+            [["a"], []],
+        ]
+    )
 
 
 @pytest.mark.parametrize(

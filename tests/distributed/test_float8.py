@@ -16,6 +16,8 @@ from statistics import median
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
 from tests.checkpoint.saving import load, open_checkpointer, save_whole
 from tests.conftest import ROOT
 from tests.distributed.oracle import (
@@ -34,8 +36,6 @@ from tests.distributed.oracle import (
     worst_error,
 )
 from tests.distributed.ranks import run_on_ranks
-from torch.utils._python_dispatch import TorchDispatchMode
-
 from titanlite.checkpoint.store import state_of
 from titanlite.models import LlamaShape, valid_tokens
 from titanlite.optim import build_optimizer
@@ -293,9 +293,7 @@ def losses_after_changes(layout: Layout, float8: Float8Config) -> list[float]:
 def test_scales_are_those_of_the_whole_weight_as_it_is(layout):
     """One that is out of date saturates what has grown, without a word; one of a part alone would
     give the layout a say."""
-    scaled, each = (
-        run_on_ranks(losses_after_changes, 2, layout, f)[0] for f in (SCALED, GATHERED)
-    )
+    scaled, each = (run_on_ranks(losses_after_changes, 2, layout, f)[0] for f in (SCALED, GATHERED))
     assert scaled == each
 
 

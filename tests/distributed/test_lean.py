@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+
 from tests.distributed.oracle import ADAMW, Layout, one_process, spread_runs
 from tests.distributed.ranks import run_on_ranks
 from tests.distributed.test_resume import STOP, go_on_under, of_all, stop_under

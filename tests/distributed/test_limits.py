@@ -13,10 +13,10 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+
 from tests.conftest import ROOT
 from tests.distributed.ranks import _forkserver
 from tests.faults.launch import open_store
-
 from titanlite.distributed.limits import Limit
 from titanlite.distributed.session import CommConfig, DebugConfig, join
 from titanlite.errors import EXIT_LOST
@@ -45,8 +45,12 @@ def keep_store(connection) -> None:
 def meet_nobody(port: int, log: str) -> None:
     os.dup2(os.open(log, os.O_CREAT | os.O_WRONLY), 2)
     os.environ.update(
-        RANK="0", WORLD_SIZE="2", LOCAL_WORLD_SIZE="2", MASTER_ADDR="127.0.0.1",
-        MASTER_PORT=str(port), TORCHELASTIC_USE_AGENT_STORE="True",
+        RANK="0",
+        WORLD_SIZE="2",
+        LOCAL_WORLD_SIZE="2",
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+        TORCHELASTIC_USE_AGENT_STORE="True",
     )
     with join(torch.device("cpu"), CommConfig(init_timeout_seconds=4), DebugConfig(), Path()):
         pass

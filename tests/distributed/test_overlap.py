@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 
 import pytest
-from tests.distributed.oracle import SGD, Layout, batch_at, deepened, spread
-from tests.distributed.ranks import run_on_ranks
 from torch.profiler import ProfilerActivity, profile
 
+from tests.distributed.oracle import SGD, Layout, batch_at, deepened, spread
+from tests.distributed.ranks import run_on_ranks
 from titanlite.models import valid_tokens
 
 BLOCKS = 4

@@ -8,6 +8,9 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
 from tests.distributed.oracle import (
     ADAMW,
     SGD,
@@ -22,9 +25,6 @@ from tests.distributed.oracle import (
     whole,
 )
 from tests.distributed.ranks import run_on_ranks
-from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
-
 from titanlite.distributed.tensors import local_of
 from titanlite.models import valid_tokens
 from titanlite.optim import LossScale, OptimizerConfig, build_optimizer
@@ -204,7 +204,7 @@ def steps_with_an_overflow(layout) -> list[dict]:
     for step in range(4):
         rows = ADAMW.batch // mesh.degrees.data
         mine = slice(mesh.batch_rank * rows, (mesh.batch_rank + 1) * rows)
-        inputs, labels = (part[:ADAMW.batch][mine] for part in batch_at(step, ADAMW))
+        inputs, labels = (part[: ADAMW.batch][mine] for part in batch_at(step, ADAMW))
         options = {"mesh": mesh, "global_batch": ADAMW.batch, "lr": ADAMW.lr, "max_norm": 0.1}
         result = take_step(state, engine, inputs, labels, **options)
         moments = [v for s in state.optimizer.state.values() for v in s.values()]

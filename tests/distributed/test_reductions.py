@@ -6,9 +6,10 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
 from tests.distributed.oracle import SGD, Layout, batch_at, spread
 from tests.distributed.ranks import run_on_ranks
-from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class Reductions(TorchDispatchMode):

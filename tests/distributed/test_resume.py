@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+
 from tests.checkpoint.saving import bits, load, open_checkpointer, save_whole
 from tests.distributed.oracle import (
     ADAMW,
@@ -20,7 +21,6 @@ from tests.distributed.oracle import (
     tied,
 )
 from tests.distributed.ranks import run_on_ranks
-
 from titanlite.errors import CheckpointError
 from titanlite.optim.vectors import MASTER
 

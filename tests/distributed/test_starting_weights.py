@@ -8,10 +8,10 @@ from functools import cache
 import pytest
 import torch
 import xxhash
-from tests.distributed.oracle import FAMILY, SEED, SGD, SHAPE, Layout, spread, tied, whole
-from tests.distributed.ranks import run_on_ranks
 from torch.distributed.tensor import DTensor
 
+from tests.distributed.oracle import FAMILY, SEED, SGD, SHAPE, Layout, spread, tied, whole
+from tests.distributed.ranks import run_on_ranks
 from titanlite.parallelize.init import BLOCK_VALUES, start_weights
 
 BLOCKS = replace(SHAPE, dim=64, vocab_size=5003)  # matrices of several blocks of rows, all uneven

@@ -7,8 +7,8 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from tests.distributed.ranks import run_on_ranks
 
+from tests.distributed.ranks import run_on_ranks
 from titanlite.distributed.session import tighten_timeouts
 
 

@@ -57,7 +57,9 @@ def validation_of_one_process(path, count) -> float:
     with torch.no_grad():
         for sample in range(count):
             inputs, labels = text.read(sample, 1)
-            loss = F.cross_entropy(model(inputs)[0], labels[0], reduction="sum", ignore_index=IGNORED)
+            loss = F.cross_entropy(
+                model(inputs)[0], labels[0], reduction="sum", ignore_index=IGNORED
+            )
             total, tokens = total + loss.item(), tokens + (labels != IGNORED).sum().item()
     return total / tokens
 

@@ -17,6 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch.distributed as dist
+
 from tests.distributed.ranks import _forkserver
 
 
@@ -47,8 +48,15 @@ class Launched:
             context.Process(
                 target=_train,
                 args=(
-                    rank, ranks, self.store.port, sys.path, str(self.log), argv,
-                    (room or {}).get(rank), longest_file, prepare,
+                    rank,
+                    ranks,
+                    self.store.port,
+                    sys.path,
+                    str(self.log),
+                    argv,
+                    (room or {}).get(rank),
+                    longest_file,
+                    prepare,
                 ),
             )
             for rank in range(ranks)

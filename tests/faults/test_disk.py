@@ -6,10 +6,9 @@ import resource
 import signal
 
 import pytest
+
 from tests.faults.launch import Launched, events_of, steps_of
-
 from titanlite.checkpoint import Place, check_hashes, read_manifest
-
 
 ASYNC = ("--checkpoint.async_mode", "async", "--checkpoint.interval", "4")
 LONG = ("--training.steps", "30000", "--validation.enable", "false")

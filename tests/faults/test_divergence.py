@@ -8,8 +8,8 @@ import os
 from functools import partial
 
 import pytest
-from tests.faults.launch import Launched, events_of, steps_of
 
+from tests.faults.launch import Launched, events_of, steps_of
 from titanlite.checkpoint import Place, read_manifest
 
 BAD = 5  # the step

@@ -8,9 +8,9 @@ import subprocess
 import sys
 
 import pytest
+
 from tests.conftest import ROOT
 from tests.faults.launch import Launched, open_store, steps_of
-
 from titanlite.checkpoint import Place, read_manifest
 
 LIMIT = 3  # seconds; a save of this model takes milliseconds
@@ -77,8 +77,11 @@ def test_an_fsync_that_hangs_on_one_rank_ends_all_by_name_and_the_run_goes_on(
     store = open_store()
 
     shared = {
-        "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": store.port, "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "WORLD_SIZE": 2,
+        "LOCAL_WORLD_SIZE": 2,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": store.port,
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
     }
     dead = {"LD_PRELOAD": shim, "HANG_IN_FSYNC": "/step-4/"}
     ranks = [

@@ -8,14 +8,20 @@ import time
 from pathlib import Path
 
 import pytest
-from tests.faults.launch import Launched, events_of, lines_of, open_store, steps_of
 
+from tests.faults.launch import Launched, events_of, lines_of, open_store, steps_of
 from titanlite.checkpoint import Place, read_manifest
 
 STEPS = 24
 ASYNC = (
-    "--checkpoint.async_mode", "async", "--checkpoint.interval", "2", "--job.max_crashes", "0",
-    "--comm.train_timeout_seconds", "10",  # the shorter, the sooner a rank that died is missed
+    "--checkpoint.async_mode",
+    "async",
+    "--checkpoint.interval",
+    "2",
+    "--job.max_crashes",
+    "0",
+    "--comm.train_timeout_seconds",
+    "10",  # the shorter, the sooner a rank that died is missed
 )
 
 
@@ -138,7 +144,9 @@ def test_a_lease_that_is_lost_ends_the_run_before_it_writes_more(run_toml, tmp_p
 def test_a_rank_that_is_lost_is_named_and_the_others_end_in_time(number, words, run_toml, tmp_path):
     out, timeout = tmp_path / "out", 6
     argv = ("--training.steps", "30000", "--comm.train_timeout_seconds", str(timeout))
-    with Launched(3, out, *argv_of(run_toml, out, "--training.global_batch_size", "6", *argv)) as run:
+    with Launched(
+        3, out, *argv_of(run_toml, out, "--training.global_batch_size", "6", *argv)
+    ) as run:
         run.wait_for(lambda: steps_of(out)[-1:] > [2])
         began = time.monotonic()
         run.signal(1, number)

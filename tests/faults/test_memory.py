@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 
 import pytest
+
 from tests.faults.launch import Launched
 
 ROOM = 1 << 30  # bytes that rank 1 may address beside what it does when it begins

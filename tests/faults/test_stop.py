@@ -11,9 +11,9 @@ import time
 from functools import partial
 
 import pytest
+
 from tests.conftest import ROOT
 from tests.faults.launch import Launched, events_of, steps_of
-
 from titanlite.distributed.stop import AGAIN_SECONDS
 
 LONG = ("--training.steps", "2000", "--checkpoint.interval", "1000", "--validation.enable", "false")
@@ -42,7 +42,9 @@ def test_a_signal_to_any_one_rank_saves_the_run_and_ends_all_of_it(
     assert [(e["step"], e["reason"]) for e in events_of(out, "stopped")] == [(last, number.name)]
     if number == signal.SIGTERM:
         steps = ("--training.steps", str(last + 2))
-        with Launched(2, out, *argv_of(run_toml, *steps, "--lr_scheduler.total_steps", "2000")) as run:
+        with Launched(
+            2, out, *argv_of(run_toml, *steps, "--lr_scheduler.total_steps", "2000")
+        ) as run:
             assert run.wait() == [0, 0], run.said
         assert steps_of(out) == list(range(1, last + 3))
         assert [e["step"] for e in events_of(out, "resumed")] == [last]
@@ -115,7 +117,12 @@ def start_under_launcher(command: list, tmp_path, **more: str) -> subprocess.Pop
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "PATH": path}
     with (tmp_path / "log").open("w") as log:
         return subprocess.Popen(
-            command, cwd=ROOT, env=environment | more, stdout=log, stderr=log, start_new_session=True
+            command,
+            cwd=ROOT,
+            env=environment | more,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
         )
 
 

@@ -21,7 +21,6 @@ from random import Random
 
 from tests.fuzz.mutations import mutate
 from tests.fuzz.readers import READERS
-
 from titanlite.errors import UserError
 
 MEMORY_BYTES = 1 << 30  # above what the process has when it starts
@@ -36,7 +35,15 @@ PACKAGES = tuple(
     }
 )
 FORBIDDEN = (
-    *("os.system", "os.exec", "os.posix_spawn", "os.fork", "os.forkpty", "subprocess.Popen", "pty.spawn"),
+    *(
+        "os.system",
+        "os.exec",
+        "os.posix_spawn",
+        "os.fork",
+        "os.forkpty",
+        "subprocess.Popen",
+        "pty.spawn",
+    ),
     *("socket.connect", "socket.bind", "socket.getaddrinfo", "socket.sendto"),
     *("pickle.find_class", "marshal.loads", "marshal.load", "code.__new__", "ctypes.dlopen"),
     *("os.chmod", "os.chown", "os.link", "os.symlink", "os.kill"),
@@ -68,7 +75,9 @@ class Guard:
         if event in FORBIDDEN:
             return not (event.startswith("marshal") and is_importing())
         if event == "exec":  # modules that are imported now are code of the installed packages
-            return not is_importing() and not args[0].co_filename.startswith(("<string>", *PACKAGES))
+            return not is_importing() and not args[0].co_filename.startswith(
+                ("<string>", *PACKAGES)
+            )
         if event == "open" and isinstance(args[0], (str, bytes)):
             path, flags = os.path.realpath(os.fsdecode(args[0])), args[2] or 0
             writes = flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC)

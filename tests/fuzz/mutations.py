@@ -6,15 +6,83 @@ import json
 from random import Random
 from typing import Any
 
-EDGES = (0, 1, 0x7F, 0x80, 0xFF, 0x7FFF, 0xFFFF, 2**31 - 1, 2**31, 2**32 - 1, 2**63 - 1, 2**63, 2**64 - 1)
-TOKENS = (  # that some format gives a meaning
-    *(b"[" * 3000, b'{"a":' * 3000, b"(" * 3000, b"..", b"/etc/passwd", b"../" * 8, b"\0", b"\n", b'"'),
-    *(b"1e999", b"-1", b"NaN", b"null", b"true", b"[]", b"{}", b"999999999999999999999", b"\xff\xfe"),
-    *(b"cos\nsystem\n", b"\x80\x04", b"R", b"b", b"o", b"i", b"\x93", b"\x81", b"q", b"\x94", b"."),
-    *(b"PK\x03\x04", b"PK\x01\x02", b"PK\x05\x06", b"PAR1", b"include = ['a.toml']", b"[a]\n", b"a = 1\n"),
+EDGES = (
+    0,
+    1,
+    0x7F,
+    0x80,
+    0xFF,
+    0x7FFF,
+    0xFFFF,
+    2**31 - 1,
+    2**31,
+    2**32 - 1,
+    2**63 - 1,
+    2**63,
+    2**64 - 1,
 )
-STRINGS = ("", "..", "/etc/passwd", "../../../etc/passwd", "\0", "a" * 100_000, "(a+)+$", "[", "F8_E4M3", "é")
-NUMBERS = (0, 1, -1, 2**31, 2**63, 10**30, 1e30, 1e308, float("nan"), float("inf"), -0.5, True, False, None)
+TOKENS = (  # that some format gives a meaning
+    *(
+        b"[" * 3000,
+        b'{"a":' * 3000,
+        b"(" * 3000,
+        b"..",
+        b"/etc/passwd",
+        b"../" * 8,
+        b"\0",
+        b"\n",
+        b'"',
+    ),
+    *(
+        b"1e999",
+        b"-1",
+        b"NaN",
+        b"null",
+        b"true",
+        b"[]",
+        b"{}",
+        b"999999999999999999999",
+        b"\xff\xfe",
+    ),
+    *(b"cos\nsystem\n", b"\x80\x04", b"R", b"b", b"o", b"i", b"\x93", b"\x81", b"q", b"\x94", b"."),
+    *(
+        b"PK\x03\x04",
+        b"PK\x01\x02",
+        b"PK\x05\x06",
+        b"PAR1",
+        b"include = ['a.toml']",
+        b"[a]\n",
+        b"a = 1\n",
+    ),
+)
+STRINGS = (
+    "",
+    "..",
+    "/etc/passwd",
+    "../../../etc/passwd",
+    "\0",
+    "a" * 100_000,
+    "(a+)+$",
+    "[",
+    "F8_E4M3",
+    "é",
+)
+NUMBERS = (
+    0,
+    1,
+    -1,
+    2**31,
+    2**63,
+    10**30,
+    1e30,
+    1e308,
+    float("nan"),
+    float("inf"),
+    -0.5,
+    True,
+    False,
+    None,
+)
 
 
 def mutate(content: bytes, random: Random, is_json: bool) -> bytes:
@@ -62,7 +130,9 @@ def change_bytes(content: bytes, random: Random) -> bytes:
 def change_value(value: Any, random: Random) -> Any:
     """A JSON value with one of its entries, at any depth, replaced, removed, repeated or nested."""
     if isinstance(value, (dict, list)) and value and random.random() < 0.9:
-        key = random.choice(list(value)) if isinstance(value, dict) else random.randrange(len(value))
+        key = (
+            random.choice(list(value)) if isinstance(value, dict) else random.randrange(len(value))
+        )
         copy = value.copy()
         match random.randrange(8):
             case 0:

@@ -90,7 +90,9 @@ READERS = {
     "corpus manifest": Reader("corpus", read_corpus, "manifest.json"),
     "tokenizer.json": Reader("tokenizer.json", read_tokenizer),
     "ranks": Reader("tokenizer.model", read_tokenizer),
-    "TOML": Reader("run.toml", lambda path: read_job(["--job.config_file", str(path)], 1, with_data=False)),
+    "TOML": Reader(
+        "run.toml", lambda path: read_job(["--job.config_file", str(path)], 1, with_data=False)
+    ),
     "Parquet": Reader("text.parquet", read_text),
     "JSONL": Reader("text.jsonl", read_text),
     "metrics": Reader("metrics.jsonl", read_records),

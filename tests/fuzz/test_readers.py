@@ -14,19 +14,21 @@ from pathlib import Path
 import pyarrow
 import pyarrow.parquet
 import pytest
+
 from tests.checkpoint.test_untrusted import make_old
 from tests.conftest import ROOT
 from tests.distributed.ranks import _forkserver
 from tests.faults.launch import Launched
 from tests.fuzz.child import NUMBER, fuzz, prepare_case
 from tests.fuzz.readers import READERS, TEXT
-
 from titanlite.checkpoint import Place
 from titanlite.checkpoint.convert import to_hugging_face
 from titanlite.data.bpe import train_bpe
 
 CASES = 40  # of each reader in the suite
-SILENT_SECONDS = 300  # in which a child must reach its next file; CPU_SECONDS ends one that computes
+SILENT_SECONDS = (
+    300  # in which a child must reach its next file; CPU_SECONDS ends one that computes
+)
 
 
 @pytest.fixture(scope="session")
@@ -92,7 +94,9 @@ def test_no_changed_file_crashes_hangs_or_acts_outside(name, seeds, tmp_path, re
     for case, text in failures[:20]:
         print(f"--- {name}, case {case}: {text}\n")
         keep_case(name, seeds, case)
-    assert not failures, f"{len(failures)} of {read} files: first case {failures[0][0]}: {failures[0][1]}"
+    assert not failures, (
+        f"{len(failures)} of {read} files: first case {failures[0][0]}: {failures[0][1]}"
+    )
     assert read
 
 

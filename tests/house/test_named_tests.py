@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 import pytest
+
 from tests.conftest import ROOT
 
 PAGES = ("SECURITY.md", "docs/faults.md")
@@ -23,6 +24,10 @@ def test_every_test_that_a_page_names_is_there(page):
 
 
 def test_every_row_of_the_fault_table_names_a_test():
-    rows = [r for r in (ROOT / "docs" / "faults.md").read_text("utf-8").splitlines() if r.startswith("| ")]
+    rows = [
+        r
+        for r in (ROOT / "docs" / "faults.md").read_text("utf-8").splitlines()
+        if r.startswith("| ")
+    ]
     rows = [row for row in rows if not row.startswith(("| fault", "| ---"))]
     assert rows and all("::test_" in row for row in rows), [r for r in rows if "::test_" not in r]

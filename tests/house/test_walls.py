@@ -75,7 +75,9 @@ def test_the_readme_map_names_the_files_that_exist():
     named = set(re.findall(r"[\w/]+\.(?:py|sh)\b", house))
     there = {str(p.relative_to(PACKAGE)) for p in FILES if p.name != "__init__.py"}
     there |= {"parallelize/__init__.py", "job/__init__.py"}
-    there |= {f"scripts/{p.name}" for p in (ROOT / "scripts").iterdir() if p.suffix in (".py", ".sh")}
+    there |= {
+        f"scripts/{p.name}" for p in (ROOT / "scripts").iterdir() if p.suffix in (".py", ".sh")
+    }
     cases = (ROOT / "benchmarks").rglob("*.py")
     there |= {str(p.relative_to(ROOT)) for p in cases if p.name != "__init__.py"}
     there |= {"train.py"}

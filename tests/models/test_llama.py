@@ -27,10 +27,13 @@ def test_the_counted_parameters_are_those_it_has(shape):
 
 
 @pytest.mark.parametrize(
-    "flavor, billions", [("1B", 1.236), ("3B", 3.213), ("8B", 8.030), ("70B", 70.554), ("405B", 405.9)]
+    "flavor, billions",
+    [("1B", 1.236), ("3B", 3.213), ("8B", 8.030), ("70B", 70.554), ("405B", 405.9)],
 )
 def test_the_flavors_have_the_published_sizes(flavor, billions):
-    assert FAMILY.count_parameters(FAMILY.flavors[flavor]) / 1e9 == pytest.approx(billions, rel=1e-3)
+    assert FAMILY.count_parameters(FAMILY.flavors[flavor]) / 1e9 == pytest.approx(
+        billions, rel=1e-3
+    )
 
 
 def test_the_counted_flops_are_those_of_its_matrix_products():

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from tests.parallelize.memory import taken
 
+from tests.parallelize.memory import taken
 from titanlite.models import IGNORED, LossConfig, Output
 
 ROWS, LENGTH, WIDTH, IDS = 3, 20, 16, 61

@@ -51,11 +51,15 @@ def test_a_damaged_line_is_named_and_not_passed_over(tmp_path):
         read_metrics(path)
 
 
-@pytest.mark.parametrize("line", [pytest.param("[" * 100_000, id="deep"), '"an event"', '{"step": 1}', '{"step": [[1]]}'])
+@pytest.mark.parametrize(
+    "line", [pytest.param("[" * 100_000, id="deep"), '"an event"', '{"step": 1}', '{"step": [[1]]}']
+)
 def test_metrics_that_no_run_wrote_are_refused(tmp_path, line):
     path = write_run(tmp_path)
     path.write_text(f"{line}\n" + path.read_text())
-    with pytest.raises(DataError, match="line 1 is not (JSON|a JSON object)|is not the metrics of a run"):
+    with pytest.raises(
+        DataError, match="line 1 is not (JSON|a JSON object)|is not the metrics of a run"
+    ):
         draw_loss(path, tmp_path / "loss.png")
 
 

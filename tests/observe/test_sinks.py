@@ -236,7 +236,9 @@ def test_on_a_terminal_log_lines_stand_above_the_bar_and_the_cursor_comes_back(
     assert text.rindex("\x1b[?25h") < text.index("end of the run")
 
 
-def test_a_sink_that_does_not_close_is_left_and_the_others_are_closed(tmp_path, monkeypatch, caplog):
+def test_a_sink_that_does_not_close_is_left_and_the_others_are_closed(
+    tmp_path, monkeypatch, caplog
+):
     """As a W&B run whose service does not answer."""
     monkeypatch.setattr("titanlite.observe.sinks.CLOSE_SECONDS", 0.1)
     sinks = open_in(tmp_path)
@@ -295,8 +297,12 @@ def test_without_wandb_the_user_is_told_how_to_get_it(tmp_path, monkeypatch):
     (problem,) = metrics_problems(MetricsConfig(enable_wandb=True))
     with pytest.raises(ConfigError) as refused:
         open_in(tmp_path, enable_wandb=True)
-    assert str(refused.value) == str(problem) == (
-        "metrics.enable_wandb = true, but wandb is not installed. pip install 'titanlite[wandb]'"
+    assert (
+        str(refused.value)
+        == str(problem)
+        == (
+            "metrics.enable_wandb = true, but wandb is not installed. pip install 'titanlite[wandb]'"
+        )
     )
 
 

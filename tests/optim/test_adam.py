@@ -86,9 +86,7 @@ def test_codes_are_compiled_once_whatever_the_rate(monkeypatch):
     optimizer = build_optimizer(model, OptimizerConfig(state_dtype="4bit"))
     same = nn.Linear(256, 64, bias=False)
     same.load_state_dict(model.state_dict())
-    eager = build_optimizer(
-        same, OptimizerConfig(state_dtype="4bit", implementation="for-loop")
-    )
+    eager = build_optimizer(same, OptimizerConfig(state_dtype="4bit", implementation="for-loop"))
     graphs = []
     for step in range(5):
         for one, its_optimizer in ((model, optimizer), (same, eager)):

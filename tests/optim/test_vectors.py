@@ -44,7 +44,9 @@ def learned(dtype: torch.dtype, section: dict) -> tuple[Layer, torch.optim.Optim
     return layer, optimizer
 
 
-@pytest.mark.parametrize("section", SECTIONS, ids=lambda section: "-".join(map(str, section.values())))
+@pytest.mark.parametrize(
+    "section", SECTIONS, ids=lambda section: "-".join(map(str, section.values()))
+)
 def test_gains_in_bf16_move_as_those_in_fp32(section):
     """None of them moved at all: two neighbors near 1 are 8 learning rates apart, or 16."""
     (right, _), (low, optimizer) = learned(torch.float32, section), learned(torch.bfloat16, section)

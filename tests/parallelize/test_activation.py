@@ -6,9 +6,9 @@ from collections import Counter
 
 import pytest
 import torch
-from tests.parallelize.memory import taken
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.parallelize.memory import taken
 from titanlite.models import FAMILIES, LlamaShape
 from titanlite.parallelize import offload
 from titanlite.parallelize.activation import (
@@ -152,7 +152,9 @@ def test_what_blocks_save_leaves_once_and_is_on_its_way_before_it_is_used(mode, 
     groups = [set(left[n * each : (n + 1) * each]) for n in range(SHAPE.n_layers - offload.STAY)]
     assert sorted(came) == sorted(set().union(*groups))  # the last blocks' are still there
     for block, group in enumerate(groups):
-        first_use = next(n for n, (w, who) in enumerate(journey.log) if w == "used" and who in group)
+        first_use = next(
+            n for n, (w, who) in enumerate(journey.log) if w == "used" and who in group
+        )
         on_the_way = {who for what, who in journey.log[:first_use] if what == "come"}
         assert group <= on_the_way
         if block:  # and those of the block that comes next

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.distributed.oracle import SGD, Layout, batch_at, deepened, spread
-from tests.distributed.ranks import run_on_ranks
-from tests.parallelize.memory import taken
 from torch._dynamo.utils import counters
 from torch._inductor import cpu_vec_isa
 from torch._inductor.runtime.cache_dir_utils import cache_dir
 
+from tests.distributed.oracle import SGD, Layout, batch_at, deepened, spread
+from tests.distributed.ranks import run_on_ranks
+from tests.parallelize.memory import taken
 from titanlite.models import FAMILIES, LlamaShape, valid_tokens
 from titanlite.parallelize.activation import ActivationCheckpointConfig, keep_to_budget
 from titanlite.parallelize.compile import (
@@ -87,7 +87,7 @@ def test_a_budget_of_the_compiler_is_kept_to():
         )
         tokens = torch.zeros(2, 128, dtype=torch.int64)
         model(tokens, labels=tokens)
-        _, held[budget] = taken(lambda: model(tokens, labels=tokens))  # noqa: B023
+        _, held[budget] = taken(lambda: model(tokens, labels=tokens))
     keep_to_budget(ActivationCheckpointConfig(mode="none"))
     print({budget: f"{size / 2**20:.2f} MiB" for budget, size in held.items()})  # pytest -rP
     assert held[0.0] < held[0.5] < held[1.0]

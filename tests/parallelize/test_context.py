@@ -7,10 +7,10 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+
 from tests.distributed.oracle import SGD, Layout, batch_at, spread
 from tests.distributed.ranks import run_on_ranks
 from tests.parallelize.memory import taken
-
 from titanlite.models.flash import OnCpu, Plain
 from titanlite.parallelize import context
 from titanlite.parallelize.context import SequenceShare

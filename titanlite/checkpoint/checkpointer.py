@@ -223,7 +223,9 @@ class Checkpointer:
             logger.info(
                 "checkpoint.load_step = %d was applied by an earlier start: resuming from the"
                 " newest checkpoint. To go back again, delete %s/%s.",
-                load_step, self.folder, LOAD_STEP_FILE,
+                load_step,
+                self.folder,
+                LOAD_STEP_FILE,
             )
             load_step = -1
         if load_step != -1 and load_step not in listing.steps:
@@ -282,8 +284,8 @@ class Checkpointer:
             raise CheckpointError(
                 f"{place}: holds the model alone, without the optimizer's moments"
                 " (checkpoint.last_save_model_only), so this run cannot go on from it.",
-                fix='Use an earlier one (checkpoint.load_step), or start its moments anew:'
-                " checkpoint.exclude_from_loading = [\"optimizer\"].",
+                fix="Use an earlier one (checkpoint.load_step), or start its moments anew:"
+                ' checkpoint.exclude_from_loading = ["optimizer"].',
             ).known_to_all()
         read_tensors(place, state_of(model, None if skip else optimizer), self.group)
         return None if model_only else _without(config.exclude_from_loading, manifest.progress)

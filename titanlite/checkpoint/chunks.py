@@ -76,9 +76,7 @@ def read_chunks(place: Place, manifest: Manifest, names: Iterable[str]) -> dict[
     content = _read(place, manifest, file)
     try:
         rows = _rows_of_pickle(content, names) if old else _rows_of_json(content, manifest, names)
-        return {
-            name: _checked(name, manifest.tensors[name], own, manifest) for name, own in rows
-        }
+        return {name: _checked(name, manifest.tensors[name], own, manifest) for name, own in rows}
     except ValueError as error:
         why = f"{file} is not valid: {error!s:.200}"
         raise CheckpointError(f"{place}: is damaged: {why}.") from None
@@ -144,9 +142,7 @@ def _cut(flat: list, dims: int, files: list) -> Iterator[Row]:
         yield tuple(rest[:dims]), tuple(rest[dims:]), files[file], start, length
 
 
-def _rows_of_pickle(
-    content: bytes, names: Iterable[str]
-) -> Iterator[tuple[str, Iterator[Row]]]:
+def _rows_of_pickle(content: bytes, names: Iterable[str]) -> Iterator[tuple[str, Iterator[Row]]]:
     metadata = _fields(read_inert_pickle(content), "Metadata")
     places: dict[tuple, Row] = {}
     for index, info in _of(metadata.get("storage_data"), dict).items():

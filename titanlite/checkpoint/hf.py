@@ -185,7 +185,7 @@ def _held(place: Place) -> dict[str, Held]:
 
 def _header(place: Place, name: str) -> dict[str, Held]:
     with _opened(place, name) as file:
-        parts = {key: file.get_slice(key) for key in file.keys()}  # noqa: SIM118, it is no dict
+        parts = {key: file.get_slice(key) for key in file.keys()}
         return {
             key: Held(name, key, torch.Size(part.get_shape()), part.get_dtype())
             for key, part in parts.items()

@@ -7,8 +7,8 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
-from titanlite.checkpoint.ledger import Ledger
 from titanlite.checkpoint.lease import Lease, take_lease
+from titanlite.checkpoint.ledger import Ledger
 from titanlite.checkpoint.place import Place
 from titanlite.checkpoint.remote_lease import RemoteLease, take_remote_lease
 from titanlite.distributed.collectives import on_rank_0

@@ -68,9 +68,7 @@ class Manifest:
 
     @property
     def tensor_bytes(self) -> int:
-        return sum(
-            DTYPES[t.dtype].itemsize * math.prod(t.shape) for t in self.tensors.values()
-        )
+        return sum(DTYPES[t.dtype].itemsize * math.prod(t.shape) for t in self.tensors.values())
 
 
 def write_manifest(place: Place, manifest: Manifest) -> None:

@@ -289,6 +289,7 @@ class Place:
             names += [f"{folder}/{name}" for name in (self / folder)._folders_below()] + [folder]
         return names
 
+
 class HashingStream:
     """A file to write to, once through, that knows the hash of what it was given."""
 

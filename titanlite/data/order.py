@@ -196,9 +196,7 @@ def _key(text: str) -> np.ndarray:
     return np.array([key], dtype=np.uint64)  # an array, because it wraps silently
 
 
-def slices_of(
-    position: int, global_batch: int, rank: int, ranks: int
-) -> Iterator[tuple[int, int]]:
+def slices_of(position: int, global_batch: int, rank: int, ranks: int) -> Iterator[tuple[int, int]]:
     """(position, rows) that one of `ranks` ranks reads of each global batch, from `position` on.
 
     The ranks' rows are the global batch cut in pieces, so its samples are the same for any ranks.

@@ -222,9 +222,7 @@ def _work(
     counts = context.RawArray("Q", len(pieces))
     pool = ProcessPoolExecutor(workers, context, initializer=_begin, initargs=(task, counts))
     try:
-        running = {
-            pool.submit(_write_given, piece, n): piece for n, piece in enumerate(pieces)
-        }
+        running = {pool.submit(_write_given, piece, n): piece for n, piece in enumerate(pieces)}
         for future in _as_completed(running, lambda: sum(counts), stall_seconds):
             yield running.pop(future), future.result()
     except _Stalled:

@@ -154,7 +154,9 @@ class Corpus:
         files.expect(len(self._shards))
         self.fingerprint = self._hash_content(shards)
         samples = [shard.sample for shard in shards]  # of what lies on the disk, whoever wrote it
-        self.sample = None if None in samples else xxhash.xxh3_128_hexdigest(" ".join(samples).encode())
+        self.sample = (
+            None if None in samples else xxhash.xxh3_128_hexdigest(" ".join(samples).encode())
+        )
 
     def read(self, start: int, count: int) -> np.ndarray:
         """Ids [start, start + count), int64; raises DataError."""

@@ -98,7 +98,9 @@ def _files_of(path: Path, follow_symlinks: bool) -> list[Path]:
         links += [Path(folder, name) for name in folders if os.path.islink(Path(folder, name))]
         found += [Path(folder, name) for name in files if Path(name).suffix in SUFFIXES]
     if not follow_symlinks:
-        refuse_outward_links([*links, *(file for file in found if file.is_symlink())], path, _FOLLOW)
+        refuse_outward_links(
+            [*links, *(file for file in found if file.is_symlink())], path, _FOLLOW
+        )
     return sorted(file for file in found if file.is_file())
 
 

@@ -12,7 +12,6 @@ from titanlite.data.tokenizer import BYTES, SPLIT_PATTERN, Tokenizer, read_ranks
 from titanlite.data.tokenizer_definition import added_around_text
 from titanlite.errors import DataError
 
-
 # Finding the pair that makes a token takes about the cube of its bytes; so many take half a minute.
 # Published tokenizers, with tokens of up to 128 bytes, have a tenth.
 MOST_STEPS = 20_000_000_000

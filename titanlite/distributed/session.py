@@ -29,7 +29,6 @@ from titanlite.distributed.meeting import (
 from titanlite.errors import ConfigError, UserError, report
 from titanlite.settings import Built, NotNegative, Positive
 
-
 SILENT_SECONDS = 5  # longer than torchrun takes to notice that rank 0 has left
 
 
@@ -91,7 +90,9 @@ def choose_device(wish: str) -> torch.device:
 
 
 @contextmanager
-def join(device: torch.device, comm: CommConfig, debug: DebugConfig, folder: Path) -> Iterator[Session]:
+def join(
+    device: torch.device, comm: CommConfig, debug: DebugConfig, folder: Path
+) -> Iterator[Session]:
     """Join the ranks, with the same seeds on all; leave them at the end, also after an error."""
     rank, ranks = launched_ranks()
     if device.type == "cuda":

@@ -12,6 +12,8 @@ def local_of(tensor: Tensor) -> Tensor:
     local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     if hasattr(local, "wait"):  # it is still on its way
         return local.wait()
-    while is_traceable_wrapper_subclass(local):  # Float8's; torch's own question, if not a public one
+    while is_traceable_wrapper_subclass(
+        local
+    ):  # Float8's; torch's own question, if not a public one
         local = getattr(local, local.__tensor_flatten__()[0][0])
     return local

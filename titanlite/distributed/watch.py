@@ -359,9 +359,7 @@ class _Line:
 
     def _listen(self, passed: float) -> None:
         ranks, silent = (list(range(self.ranks)) if self.wide else [self.next]), {}
-        for rank, text in zip(
-            ranks, self.store.read([str(rank) for rank in ranks]), strict=True
-        ):
+        for rank, text in zip(ranks, self.store.read([str(rank) for rank in ranks]), strict=True):
             pulse, known = Pulse(*json.loads(text)) if text else None, self.heard.get(rank)
             if known and (pulse is None or pulse.beat < known.beat):
                 pulse = known  # forged, or an old one written again: nothing new was heard

@@ -284,7 +284,7 @@ def _host_problems(config: JobConfig) -> Iterator[ConfigError]:
     if config.optimizer.offload:
         yield ConfigError(
             "optimizer.offload = true: this job runs on CPUs, whose memory is host memory already.",
-            fix="Leave it out, or use job.device = \"cuda\".",
+            fix='Leave it out, or use job.device = "cuda".',
             keys=("optimizer.offload",),
         )
     if config.profiling.enable_memory_snapshot:

@@ -61,7 +61,9 @@ class Attend(nn.Module):
             return attend_in_documents(q, k, v, documents)
         causal = q.shape[2] > 1  # one new token sees everything there is
         if cache is not None:
-            assert cache.length == 0 or not causal, "several tokens at once only into an empty cache"
+            assert cache.length == 0 or not causal, (
+                "several tokens at once only into an empty cache"
+            )
             k, v = cache.extend(k, v)
         grouped = q.shape[1] != k.shape[1]
         if grouped and self.backend == SDPBackend.EFFICIENT_ATTENTION:  # wants one for each query

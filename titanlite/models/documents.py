@@ -15,6 +15,7 @@ from torch import Tensor
 
 from titanlite.models.flash import OnCuda, flash_for, repeated
 
+
 def document_positions(inputs: Tensor, end: int) -> Tensor:
     """Where each token [B, T] is in its document, 0, 1, 2, …; one ends with the id `end`."""
     steps = torch.arange(inputs.shape[1], device=inputs.device).expand_as(inputs)

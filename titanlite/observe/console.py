@@ -14,9 +14,7 @@ _TROUBLE = ("checkpoint_failed", "checkpoint_refused")  # events that somebody s
 _DIM, _PLAIN = "\033[2m", "\033[0m"
 
 
-def open_console(
-    total_steps: int, first_step: int, colour: bool, progress: bool | None
-) -> Console:
+def open_console(total_steps: int, first_step: int, colour: bool, progress: bool | None) -> Console:
     """Lines where the output goes to a file or pipe, a bar under them where a person looks on."""
     if sys.stderr.isatty() if progress is None else progress:
         return LiveConsole(total_steps, first_step, colour)
@@ -38,7 +36,12 @@ class Console:
         words = [self._place(record["step"]), record["event"].replace("_", " ")]
         for key, value in record.items():
             if key not in ("event", "step", "time"):
-                bare = key in ("name", "path", "problem", "reason")  # they say themselves what they are
+                bare = key in (
+                    "name",
+                    "path",
+                    "problem",
+                    "reason",
+                )  # they say themselves what they are
                 words.append(_shown(value) if bare else self._fact(key, _shown(value)))
         level = logging.ERROR if record["event"] in _TROUBLE else logging.INFO
         logger.log(level, "%s", "  ".join(words))

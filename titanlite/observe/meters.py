@@ -107,9 +107,7 @@ def open_meter(
         peak = peak_flops(torch.cuda.get_device_name(device), dtype)
     else:
         peak = measure_matmul_flops(dtype, device)
-    return Meter(
-        flops_per_token=flops_per_token, peak_flops=peak, devices=devices, device=device
-    )
+    return Meter(flops_per_token=flops_per_token, peak_flops=peak, devices=devices, device=device)
 
 
 class _Clock(Protocol):

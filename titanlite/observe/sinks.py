@@ -93,7 +93,9 @@ class Sinks:
             if place not in self.deaf:
                 logger.error("%s: write failed, records are being dropped: %s", name, error)
                 self.deaf.append(place)
-        except Exception as error:  # of a package that is not ours: whatever it is, training goes on
+        except (
+            Exception
+        ) as error:  # of a package that is not ours: whatever it is, training goes on
             logger.error("%s failed and gets no more records: %r", name, error)
             self.places.remove(place)
         else:
@@ -224,7 +226,9 @@ def replace_future(path: Path, step: int) -> None:
     if kept == lines:
         return
     replaced = path.with_name(REPLACED_FILE)
-    with replaced.open("ab") as file:  # first: a crash in between keeps a line twice, and loses none
+    with replaced.open(
+        "ab"
+    ) as file:  # first: a crash in between keeps a line twice, and loses none
         file.writelines(line.rstrip(b"\n") + b"\n" for line in lines if not _is_up_to(line, step))
         file.flush()
         os.fsync(file.fileno())

@@ -125,7 +125,9 @@ def _ends(part: nn.Module, family: Family) -> tuple[list[nn.Module], list[nn.Mod
     names = list(dict(part.named_children()))
     blocks = names.index(family.block_path)
     before, after = names[:blocks], names[blocks + 1 :]
-    return [part.get_submodule(name) for name in before], [part.get_submodule(name) for name in after]
+    return [part.get_submodule(name) for name in before], [
+        part.get_submodule(name) for name in after
+    ]
 
 
 def build_spread_model(
@@ -144,7 +146,9 @@ def build_spread_model(
     for part in parts.values():
         part.to(passes.keep)
         parallelize(part, family, mesh, section, passes)
-    model.to_empty(device="cpu" if passes.offload else device)  # memory for the shards, nothing more
+    model.to_empty(
+        device="cpu" if passes.offload else device
+    )  # memory for the shards, nothing more
     tie(model, family.tied(shape))  # as does this, where FSDP does not mend it by itself
     start_weights(model, family.start, shape.n_layers, seed)
     rescale = scaling_at_once(model, passes.float8, mesh.tp)

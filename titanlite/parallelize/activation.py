@@ -52,7 +52,9 @@ class ActivationCheckpointConfig:
             "memory_budget": f"as the compiler likes, to keep {self.memory_budget:g}",
             "selective": f"one block of {self.selective_ac_option}",
         }[self.mode]
-        how = "in every block, but attention and every second product" if self.per_operation else how
+        how = (
+            "in every block, but attention and every second product" if self.per_operation else how
+        )
         return f"{how}; what is saved waits in host memory" if self.offload else how
 
     @property
@@ -146,7 +148,9 @@ def _contexts(never_kept: set[tuple[int, ...]]):
     return create_selective_checkpoint_contexts(choose)
 
 
-def activation_problems(config: ActivationCheckpointConfig, compiled: bool) -> Iterator[ConfigError]:
+def activation_problems(
+    config: ActivationCheckpointConfig, compiled: bool
+) -> Iterator[ConfigError]:
     """A selective option that is neither, or what `compiled` blocks alone can do."""
     mode, option = "activation_checkpoint.mode", config.selective_ac_option
     chosen = "activation_checkpoint.selective_ac_option"

@@ -161,7 +161,7 @@ def compiler_problems(
         yield ConfigError(
             f"there is no {compiler} here: on a CPU, torch.compile (compile.enable, or"
             " optimizer.state_dtype) writes C++.",
-            fix='Install g++, name a compiler in CXX, or set compile.enable = false and'
+            fix="Install g++, name a compiler in CXX, or set compile.enable = false and"
             ' optimizer.implementation = "for-loop".',
             keys=("compile.enable",),
         )

@@ -259,9 +259,7 @@ def document_meetings(share: SequenceShare, positions: Tensor) -> Tensor:
     """
     held, found = positions.shape[1], []
     everywhere = [
-        (rank, *run)
-        for rank in range(share.ranks)
-        for run in replace(share, rank=rank).runs(held)
+        (rank, *run) for rank in range(share.ranks) for run in replace(share, rank=rank).runs(held)
     ]
     for row, places in enumerate(positions.cpu()):
         before = []

@@ -140,9 +140,7 @@ class _OnCuda:
 
     def come(self, away: _Away, device: torch.device) -> None:
         host = away.host
-        away.here = torch.empty_strided(
-            host.size(), host.stride(), dtype=host.dtype, device=device
-        )
+        away.here = torch.empty_strided(host.size(), host.stride(), dtype=host.dtype, device=device)
         self.coming.wait_stream(torch.cuda.current_stream())  # for who had this memory before
         self.coming.wait_stream(self.leaving)
         with torch.cuda.stream(self.coming):

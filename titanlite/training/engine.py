@@ -18,7 +18,6 @@ from titanlite.parallelize.context import SequenceShare, share_of
 from titanlite.parallelize.pipeline import ForwardStage, PipelinePlan, Stage, build_schedule
 from titanlite.parallelize.shard import reduce_gradients
 
-
 Now = Callable[[str], None]
 
 
