@@ -15,49 +15,50 @@ import sys
 import time
 from functools import partial
 
-from titanlite.checkpoint import Checkpointer, Hold, hold_folders
-from titanlite.data import slices_of
-from titanlite.distributed.collectives import agree, attempt, on_rank_0
-from titanlite.distributed.limits import leave_with
+from titanlite.checkpoint import Checkpointer
+from titanlite.config_reference import help_text
+from titanlite.data import rank_slices
+from titanlite.distributed.collectives import capture_user_error, raise_on_all_ranks, run_on_rank_0
 from titanlite.distributed.mesh import build_mesh
-from titanlite.distributed.session import (
-    Session,
+from titanlite.distributed.process_group import (
+    RankContext,
     choose_device,
-    grow_segments,
+    enable_expandable_segments,
     join,
-    launched_ranks,
-    tell,
+    launched_rank_and_world_size,
+    report_user_error,
 )
-from titanlite.distributed.stop import StopRequest, words_for
-from titanlite.distributed.watch import Watch, die_with_launcher
+from titanlite.distributed.time_limit import exit_process
 from titanlite.errors import (
     EXIT_DONE,
     EXIT_INTERRUPTED,
-    EXIT_LOST,
+    EXIT_RANK_LOST,
     EXIT_STOPPED,
     ConfigError,
-    RankLost,
+    RankLostError,
     UserError,
 )
 from titanlite.files import write_whole_file
 from titanlite.job import Job, JobConfig, open_data, read_job
+from titanlite.kernels.backend import activate_flash_package, choose_kernel
 from titanlite.log import configure_log, logger
-from titanlite.observe import (
-    Held,
-    Sinks,
-    open_meter,
+from titanlite.metrics import (
+    MetricSinks,
+    build_meter,
+    metrics_folder,
+    no_sinks,
     open_profiler,
     open_sinks,
-    records_folder,
-    silent_sinks,
 )
-from titanlite.optim import EarlySteps, build_optimizer, lr_share
-from titanlite.parallelize import build_spread_model
-from titanlite.parallelize.activation import draw_budgets
-from titanlite.parallelize.attention import activate, choose_kernel
+from titanlite.optim import OptimizerInBackward, build_optimizer, lr_factor
+from titanlite.parallelize import build_sharded_model
+from titanlite.parallelize.activation_checkpoint import plot_memory_budgets
 from titanlite.parallelize.compile import prepare_compiler
 from titanlite.planning import explain_out_of_memory
-from titanlite.reference import help_text
+from titanlite.runtime import RunFolderLock, lock_run_folders
+from titanlite.runtime.out_of_memory import MemoryUsage
+from titanlite.runtime.stop import StopRequest, stop_reason_name
+from titanlite.runtime.watchdog import HeartbeatWatchdog, exit_with_launcher
 from titanlite.training import (
     Between,
     TrainState,
@@ -76,9 +77,9 @@ def main(argv: list[str]) -> int:
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` is no reason for a traceback
         print(__doc__, *help_text(JobConfig), sep="\n")
         return EXIT_DONE
-    began, (rank, ranks) = time.monotonic(), launched_ranks()
-    die_with_launcher()
-    grow_segments()
+    began, (rank, ranks) = time.monotonic(), launched_rank_and_world_size()
+    exit_with_launcher()
+    enable_expandable_segments()
     try:
         job = read_job(argv, ranks)
         section = job.config.job
@@ -95,7 +96,7 @@ def main(argv: list[str]) -> int:
         patience = comm.init_timeout_seconds
         with (
             join(device, comm, job.config.debug, job.folder) as session,
-            Watch(
+            HeartbeatWatchdog(
                 session.rank,
                 session.ranks,
                 patience,
@@ -103,8 +104,8 @@ def main(argv: list[str]) -> int:
                 session.start,
                 job.config.checkpoint.timeout_seconds,
             ) as watch,
-            hold_folders(job.folder, job.other_folders) as hold,
-            watch.blaming(),  # before the end of the run is written down, which says who was lost
+            lock_run_folders(job.folder, job.other_folders) as hold,
+            watch.attributing_errors(),  # before the end of the run is written down, which says who was lost
             explain_out_of_memory(job, device, lambda: watch.place) as held,
         ):
             if hold.stopped_in_this_launch():
@@ -113,9 +114,9 @@ def main(argv: list[str]) -> int:
             hold.code = train(job, session, hold, watch, held, began)
             return hold.code
     except UserError as error:
-        return tell(error)
-    except RankLost:
-        return EXIT_LOST
+        return report_user_error(error)
+    except RankLostError:
+        return EXIT_RANK_LOST
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
     except Exception:
@@ -123,7 +124,14 @@ def main(argv: list[str]) -> int:
         raise
 
 
-def train(job: Job, session: Session, hold: Hold, watch: Watch, held: Held, began: float) -> int:
+def train(
+    job: Job,
+    session: RankContext,
+    hold: RunFolderLock,
+    watch: HeartbeatWatchdog,
+    held: MemoryUsage,
+    began: float,
+) -> int:
     """One run, from where its checkpoints are to its last step; returns the exit code."""
     config, training, device = job.config, job.config.training, session.device
     comm, limit = config.comm, config.job.time_limit_minutes
@@ -131,8 +139,10 @@ def train(job: Job, session: Session, hold: Hold, watch: Watch, held: Held, bega
     if config.checkpoint.enable and not config.checkpoint.load_only:
         leave = partial(hold.end, EXIT_INTERRUPTED, "Ctrl-C, twice")
         stop.listen(leave, session.rank)  # else a signal ends the run: there is nothing to save
-    data, problem = attempt(lambda: open_data(job))
-    agree(problem)  # every rank opens its data by itself, and all learn of one that cannot
+    data, problem = capture_user_error(lambda: open_data(job))
+    raise_on_all_ranks(
+        problem
+    )  # every rank opens its data by itself, and all learn of one that cannot
     stream, texts = data
 
     checkpointer = Checkpointer(
@@ -154,38 +164,40 @@ def train(job: Job, session: Session, hold: Hold, watch: Watch, held: Held, bega
     if config.compiles:
         prepare_compiler(device)
     if config.activation_checkpoint.visualize_memory_budget_pareto:
-        draw_budgets(job.folder / "memory_budget_pareto")
-    mesh, compute = build_mesh(job.degrees, device.type), job.passes.compute
+        plot_memory_budgets(job.folder / "memory_budget_pareto")
+    mesh, compute = build_mesh(job.degrees, device.type), job.transforms.compute
     attention, sizes, in_parts = config.attention, job.attention_sizes, mesh.cp.size() > 1
-    kernel = on_rank_0(lambda: choose_kernel(attention, sizes, compute, device, in_parts=in_parts))
-    activate(kernel)
-    passes = dataclasses.replace(job.passes, kernel=kernel)
-    spread = build_spread_model(
-        job.family,
+    kernel = run_on_rank_0(
+        lambda: choose_kernel(attention, sizes, compute, device, in_parts=in_parts)
+    )
+    activate_flash_package(kernel)
+    transforms = dataclasses.replace(job.transforms, kernel=kernel)
+    sharded = build_sharded_model(
+        job.spec,
         job.shape,
         mesh,
         config.parallelism,
         job.pipeline,
-        passes,
+        transforms,
         device,
         seed=config.debug.seed,
     )
-    model = held.model = spread.model
+    model = held.model = sharded.model
     if config.model.print_after_conversion:
         logger.info("%s", model)
     engine = build_engine(
-        spread,
+        sharded,
         mesh,
         config.parallelism,
         job.pipeline,
         device,
         local_batch=training.local_batch_size,
-        end=stream.end if passes.documents else None,
+        end=stream.end if transforms.documents else None,
     )
     state = TrainState(model, build_optimizer(model, config.optimizer), job.loss_scale)
     held.optimizer = state.optimizer
     in_backward = config.optimizer.early_step_in_backward
-    early = EarlySteps(model, state.optimizer) if in_backward else None
+    early = OptimizerInBackward(model, state.optimizer) if in_backward else None
     hold.step = lambda: state.step
     if found:
         watch.now(0, "load")
@@ -194,18 +206,20 @@ def train(job: Job, session: Session, hold: Hold, watch: Watch, held: Held, bega
         )
         if progress:
             state.restore(progress)
-            checkpointer.turn_back(state.step)
+            checkpointer.set_aside_later_steps(state.step)
         watch.now(state.step, "start")
 
-    meter = open_meter(
-        flops_per_token=job.family.flops_per_token(job.shape, training.seq_len),
-        dtype=passes.compute,
+    meter = build_meter(
+        flops_per_token=job.spec.flops_per_token(job.shape, training.seq_len),
+        dtype=transforms.compute,
         devices=session.ranks,
         device=device,
     )
     logger.info("%s", job.summary(device, meter.peak_flops))
-    sinks, problem = attempt(lambda: open_records(job, session, state.step, checkpointer.saves))
-    agree(problem)
+    sinks, problem = capture_user_error(
+        lambda: open_records(job, session, state.step, checkpointer.saves)
+    )
+    raise_on_all_ranks(problem)
     if found:
         for reason in found.refused:
             sinks.event(state.step, "checkpoint_refused", reason=reason)
@@ -218,7 +232,7 @@ def train(job: Job, session: Session, hold: Hold, watch: Watch, held: Held, bega
         options = (config.validation.local_batch_size, mesh, device, partial(watch.now, state.step))
         return {t.name: validate(engine, t, n, *options) for t, n in counts.items()}
 
-    slices = slices_of(state.position, job.global_batch, mesh.batch_rank, mesh.batch.size())
+    slices = rank_slices(state.position, job.global_batch, mesh.batch_rank, mesh.batch.size())
     schedule, total = config.lr_scheduler, job.schedule_steps
     with sinks, open_profiler(config.profiling, job.folder, session.rank, state.step) as profiler:
         reason = run(
@@ -231,7 +245,7 @@ def train(job: Job, session: Session, hold: Hold, watch: Watch, held: Held, bega
             ),
             config=training,
             global_batch=job.global_batch,
-            lr_at=lambda step: config.optimizer.lr * lr_share(step, total, schedule),
+            lr_at=lambda step: config.optimizer.lr * lr_factor(step, total, schedule),
             mesh=mesh,
             device=device,
             between=Between(
@@ -251,17 +265,17 @@ def train(job: Job, session: Session, hold: Hold, watch: Watch, held: Held, bega
             early=early,
         )
         if reason:
-            sinks.event(state.step, "stopped", reason=words_for(reason))
+            sinks.event(state.step, "stopped", reason=stop_reason_name(reason))
     return EXIT_STOPPED if reason else EXIT_DONE
 
 
-def open_records(job: Job, session: Session, first_step: int, saves: bool) -> Sinks:
+def open_records(job: Job, session: RankContext, first_step: int, saves: bool) -> MetricSinks:
     """The metric sinks and config.toml of rank 0; raises ConfigError where they cannot be written."""
     if session.rank:
-        return silent_sinks()
+        return no_sinks()
     config = job.config
     try:
-        folder = records_folder(job.folder, saves)
+        folder = metrics_folder(job.folder, saves)
         sinks = open_sinks(
             config.metrics,
             folder,
@@ -281,4 +295,4 @@ def open_records(job: Job, session: Session, first_step: int, saves: bool) -> Si
 
 
 if __name__ == "__main__":
-    leave_with(main(sys.argv[1:]))
+    exit_process(main(sys.argv[1:]))

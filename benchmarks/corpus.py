@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from titanlite.data import ShardWriter
-from titanlite.data.manifest import write_manifest
+from titanlite.data.manifest import write_corpus_manifest
 
 
 def write_corpus(folder: Path, vocab_size: int, documents: int = 800) -> Path:
@@ -18,7 +18,7 @@ def write_corpus(folder: Path, vocab_size: int, documents: int = 800) -> Path:
         for document in ids:
             writer.add(document)
         record = writer.close()
-    write_manifest(folder / "train", "random", vocab_size, [record])
+    write_corpus_manifest(folder / "train", "random", vocab_size, [record])
     np.save(folder / "ids.npy", ids.astype(np.uint32).ravel())  # for those that know no shards
     return folder
 

@@ -17,7 +17,13 @@ from statistics import median
 import numpy as np
 import torch
 
-from titanlite.data import Order, SourceConfig, open_stream, open_tokenizer, slices_of
+from titanlite.data import (
+    SampleOrder,
+    SourceConfig,
+    open_sample_stream,
+    open_tokenizer,
+    rank_slices,
+)
 from titanlite.data.bpe import train_bpe
 
 
@@ -26,7 +32,7 @@ def stream(corpus: Path) -> dict[str, float]:
     torch.set_num_threads(1)
     rows, seconds = 32, 1.5
     source = [SourceConfig("text", str(corpus / "train"))]
-    opened = open_stream(source, seq_len=2048, seed=0, vocab_size=2**31)
+    opened = open_sample_stream(source, seq_len=2048, seed=0, vocab_size=2**31)
 
     class Samples(torch.utils.data.Dataset):
         def __len__(self):
@@ -38,7 +44,7 @@ def stream(corpus: Path) -> dict[str, float]:
 
     loaders: dict[str, Callable[[], Iterator]] = {
         "read": lambda: (opened.read(p, rows) for p in range(0, 10**9, rows)),
-        "prefetch thread": lambda: opened.prefetch(slices_of(0, rows, 0, 1)),
+        "prefetch thread": lambda: opened.prefetch(rank_slices(0, rows, 0, 1)),
     }
     if importlib.util.find_spec("torchdata"):
         from torchdata.stateful_dataloader import StatefulDataLoader
@@ -63,7 +69,7 @@ def order(corpus: Path) -> dict[str, float]:
     """Nanoseconds a sample to learn where it comes from."""
     found, positions = {}, np.arange(65_536)
     for samples in (10**3, 10**9):
-        places, times = Order(0, [("a", 0.7, samples), ("b", 0.3, samples)]), []
+        places, times = SampleOrder(0, [("a", 0.7, samples), ("b", 0.3, samples)]), []
         for _ in range(5):
             start = time.perf_counter()
             places.sample_at(positions)

@@ -16,7 +16,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TypeVar
 
-from benchmarks.rows import Missed
+from benchmarks.table_rows import Missed
 
 ROOT = Path(__file__).resolve().parents[1]
 CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -14,9 +14,15 @@ from pathlib import Path
 import torch
 from torch.distributed.fsdp import fully_shard
 
-from titanlite.checkpoint import CheckpointConfig, Checkpointer, Place, read_tensors, state_of
-from titanlite.distributed.collectives import from_rank_0
-from titanlite.distributed.session import CommConfig, DebugConfig, join
+from titanlite.checkpoint import (
+    CheckpointConfig,
+    Checkpointer,
+    model_and_optimizer_state,
+    read_tensors,
+)
+from titanlite.distributed.collectives import broadcast_from_rank_0
+from titanlite.distributed.process_group import CommConfig, DebugConfig, join
+from titanlite.storage import StorageFolder
 
 MODES = ("disabled", "async", "async_with_pinned_mem")
 
@@ -30,11 +36,11 @@ def saving() -> None:
         optimizer.step()
         found: dict[str, list[float]] = {}
         with tempfile.TemporaryDirectory() as own:
-            folder = from_rank_0(own)
+            folder = broadcast_from_rank_0(own)
             about = {"facts": {}, "job": {}, "layout": ""}
             for mode in MODES:
                 config = CheckpointConfig(enable=True, async_mode=mode, keep_latest_k=2)
-                checkpointer = Checkpointer(Place(f"{folder}/{mode}"), config, **about)
+                checkpointer = Checkpointer(StorageFolder(f"{folder}/{mode}"), config, **about)
                 for step in range(1, 8):
                     progress = {"step": step, "position": step, "tokens": step}
                     blocked = _seconds(
@@ -49,7 +55,10 @@ def saving() -> None:
                     assert saved and not saved.problem, saved
                     found.setdefault(f"{mode}, blocked", []).append(blocked)
                     found.setdefault(f"{mode}, written", []).append(saved.seconds)
-            state, place = state_of(model, optimizer), Place(f"{folder}/disabled")
+            state, place = (
+                model_and_optimizer_state(model, optimizer),
+                StorageFolder(f"{folder}/disabled"),
+            )
             for verify in ("off", "full") * 5:
                 config = CheckpointConfig(enable=True, verify=verify)
                 checkpointer = Checkpointer(place, config, **about)

@@ -2,7 +2,7 @@
 
 Every figure is the median over rounds; what is compared takes turns, because machines drift. The
 cases are in benchmarks/cases; `--case all-gpu` measures one GPU in less than eight minutes, and
-`python -m benchmarks.floor` prints what no program could be faster than.
+`python -m benchmarks.roofline` prints what no program could be faster than.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # the cases are no part of what is installed
 
 from benchmarks.cases import CASES, CPU_CASES
-from benchmarks.cases.given import Given
+from benchmarks.cases.case_context import Given
 from benchmarks.cases.gpu import GPU_CASES, gpu_table, measure_gpu, replaceable
 from benchmarks.corpus import write_corpus
 from benchmarks.machine import describe
-from benchmarks.rows import Missed, Row, facts, number, table, write
+from benchmarks.table_rows import Missed, Row, facts, number, table, write
 from titanlite.models import FAMILIES
 
 
@@ -77,8 +77,8 @@ def _measure(args) -> list[Row]:
 
 
 def _model() -> dict[str, str]:
-    family = FAMILIES["llama3"]
-    parameters = family.count_parameters(family.flavors["quickstart"])
+    spec = FAMILIES["llama3"]
+    parameters = spec.count_parameters(spec.flavors["quickstart"])
     words = f"quickstart, {parameters:,} parameters, 16 sequences of 256"
     return {"model": f"{words}, where a case says nothing else"}
 

@@ -14,14 +14,14 @@ import json
 import sys
 
 from titanlite.checkpoint import (
-    Place,
     check_hashes,
+    find_newest_checkpoint,
     list_steps,
-    newest_checkpoint,
-    read_manifest,
+    read_checkpoint_manifest,
     step_and_number,
 )
-from titanlite.errors import EXIT_DONE, EXIT_USER, CheckpointError, UserError, report
+from titanlite.errors import EXIT_DONE, EXIT_USER_ERROR, CheckpointError, UserError, format_error
+from titanlite.storage import StorageFolder
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -33,17 +33,17 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     acts = {"ls": show_all, "verify": verify, "show": show, "newest": newest, "rm": remove}
     try:
-        return acts[args.act](Place(args.place))
+        return acts[args.act](StorageFolder(args.place))
     except UserError as error:
-        print(report(error), file=sys.stderr)
-        return EXIT_USER
+        print(format_error(error), file=sys.stderr)
+        return EXIT_USER_ERROR
 
 
-def show_all(place: Place) -> int:
+def show_all(place: StorageFolder) -> int:
     for step, aside in steps_of(place):
         note = "set aside  " if aside else ""
         try:
-            manifest = read_manifest(step)
+            manifest = read_checkpoint_manifest(step)
         except CheckpointError as error:
             print(f"{step.name:<18} {note}not whole: {error.message.removeprefix(f'{step}: ')}")
             continue
@@ -55,23 +55,23 @@ def show_all(place: Place) -> int:
     return EXIT_DONE
 
 
-def verify(place: Place) -> int:
+def verify(place: StorageFolder) -> int:
     bad = 0
     for step, aside in steps_of(place):
         if aside:  # this was found wanting, or left behind
             continue
         try:
-            manifest = read_manifest(step)
+            manifest = read_checkpoint_manifest(step)
             check_hashes(step, manifest, manifest.files)
             print(f"{step}: {len(manifest.files)} files, {manifest.bytes:,} bytes, all true")
         except CheckpointError as error:
             bad += 1
             print(error)
-    return EXIT_USER if bad else EXIT_DONE
+    return EXIT_USER_ERROR if bad else EXIT_DONE
 
 
-def show(place: Place) -> int:
-    manifest = read_manifest(place)
+def show(place: StorageFolder) -> int:
+    manifest = read_checkpoint_manifest(place)
     position, tokens = (manifest.progress.get(key) for key in ("position", "tokens"))
     print(f"{place}: step {manifest.step}, position {position}, {tokens} tokens")
     print(f"  saved under {manifest.layout}, in {manifest.seconds:.1f} s, by {manifest.versions}")
@@ -86,12 +86,12 @@ def show(place: Place) -> int:
     return EXIT_DONE
 
 
-def newest(place: Place) -> int:
-    print(newest_checkpoint(place))
+def newest(place: StorageFolder) -> int:
+    print(find_newest_checkpoint(place))
     return EXIT_DONE
 
 
-def remove(place: Place) -> int:
+def remove(place: StorageFolder) -> int:
     if not place.name.startswith("step-"):
         raise CheckpointError(f"{place}: is not one checkpoint.", fix="Name a step-N folder.")
     if not place.exists():
@@ -101,7 +101,7 @@ def remove(place: Place) -> int:
     return EXIT_DONE
 
 
-def steps_of(place: Place) -> list[tuple[Place, bool]]:
+def steps_of(place: StorageFolder) -> list[tuple[StorageFolder, bool]]:
     """The step itself, or those of a checkpoint folder, or of the run it is in.
 
     With each, whether it is set aside; one that is named itself is taken as it is.

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from titanlite.data.manifest import write_whole
-from titanlite.errors import EXIT_DONE, EXIT_USER, DataError, UserError, report
+from titanlite.errors import EXIT_DONE, EXIT_USER_ERROR, DataError, UserError, format_error
 
 LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 
@@ -27,8 +27,8 @@ def main() -> int:
     try:
         documents, size = collect(Path(sysconfig.get_paths()["stdlib"]), Path(args.out))
     except UserError as error:
-        print(report(error), file=sys.stderr)
-        return EXIT_USER
+        print(format_error(error), file=sys.stderr)
+        return EXIT_USER_ERROR
     print(f"{args.out}: {documents} documents, {size / 1e6:.1f} MB of text")
     return EXIT_DONE
 

@@ -10,8 +10,8 @@ import argparse
 import sys
 from pathlib import Path
 
-from titanlite.errors import EXIT_DONE, EXIT_USER, UserError, report
-from titanlite.observe.compare import compare_runs, describe, draw_comparison, verdict
+from titanlite.errors import EXIT_DONE, EXIT_USER_ERROR, UserError, format_error
+from titanlite.plots.compare import compare_runs, describe, draw_comparison, verdict
 
 EXIT_PARTED = 1
 TOLERANCE = 1e-4  # above the rounding of 20 fp32 steps, far below a mistake
@@ -42,14 +42,14 @@ def main(argv: list[str]) -> int:
     try:
         comparison = compare_runs(asked.a, asked.b, asked.tolerance)
     except UserError as error:
-        print(report(error), file=sys.stderr)
-        return EXIT_USER
+        print(format_error(error), file=sys.stderr)
+        return EXIT_USER_ERROR
     print(describe(comparison), end="\n\n")
     try:
         draw_comparison(comparison, png)
         print(f"picture: {png}", end="\n\n")
     except UserError as error:  # a picture less is no reason to hide what was found
-        print(report(error), file=sys.stderr)
+        print(format_error(error), file=sys.stderr)
     print(verdict(comparison))
     return EXIT_PARTED if comparison.parted else EXIT_DONE
 

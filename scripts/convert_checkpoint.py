@@ -15,8 +15,9 @@ import sys
 
 import torch
 
-from titanlite.checkpoint import Place, from_hugging_face, to_hugging_face
-from titanlite.errors import EXIT_DONE, EXIT_USER, UserError, report
+from titanlite.checkpoint import from_hugging_face, to_hugging_face
+from titanlite.errors import EXIT_DONE, EXIT_USER_ERROR, UserError, format_error
+from titanlite.storage import StorageFolder
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -39,15 +40,15 @@ def main(argv: list[str] | None = None) -> int:
             dtype = args.dtype and getattr(torch, args.dtype)
             options = {"dtype": dtype, "tokenizer": args.tokenizer}
             most = int(args.max_shard_gb * 1e9)
-            step, out = Place(args.checkpoint), Place(args.out)
+            step, out = StorageFolder(args.checkpoint), StorageFolder(args.out)
             note = to_hugging_face(step, out, max_shard_bytes=most, **options)
             print(f"{args.out}: written. {note}")
         else:
-            made = from_hugging_face(Place(args.folder), Place(args.out))
+            made = from_hugging_face(StorageFolder(args.folder), StorageFolder(args.out))
             print(f"{args.out}: {len(made.tensors)} tensors, {made.bytes / 1e6:,.1f} MB")
     except UserError as error:
-        print(report(error), file=sys.stderr)
-        return EXIT_USER
+        print(format_error(error), file=sys.stderr)
+        return EXIT_USER_ERROR
     return EXIT_DONE
 
 

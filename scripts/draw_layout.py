@@ -11,11 +11,17 @@ import sys
 from pathlib import Path
 
 from titanlite.distributed.mesh import coordinates_of
-from titanlite.errors import EXIT_DONE, EXIT_USER, DataError, UserError, report
+from titanlite.errors import EXIT_DONE, EXIT_USER_ERROR, DataError, UserError, format_error
 from titanlite.job import Job, read_job
-from titanlite.observe.layout import Action, Place, Stage, Timeline, draw_layout
-from titanlite.observe.trace import read_actions
-from titanlite.parallelize.schedule import timeline
+from titanlite.parallelize.schedule import simulate_schedule
+from titanlite.plots.layout import (
+    DrawnAction,
+    DrawnTimeline,
+    MeshCoordinate,
+    StageCost,
+    draw_layout,
+)
+from titanlite.plots.pipeline_trace import read_actions
 
 
 def main(argv: list[str]) -> int:
@@ -42,11 +48,11 @@ def main(argv: list[str]) -> int:
         if asked.trace is not None:
             timelines.append(_measured(job, asked.trace))
         out = asked.out or job.folder / "layout"
-        places = [Place(n, **coordinates_of(n, job.degrees)) for n in range(asked.ranks)]
+        places = [MeshCoordinate(n, **coordinates_of(n, job.degrees)) for n in range(asked.ranks)]
         drawn = draw_layout(_title(job), places, _stages(job), timelines, out)
     except UserError as error:
-        print(report(error), file=sys.stderr)
-        return EXIT_USER
+        print(format_error(error), file=sys.stderr)
+        return EXIT_USER_ERROR
     for line in timelines:
         print(f"{line.name}: idle {line.bubble:.1%} of the time")
     print(*drawn, sep="\n")
@@ -54,28 +60,26 @@ def main(argv: list[str]) -> int:
 
 
 def _title(job: Job) -> str:
-    return (
-        f"{job.family.name} {job.config.model.flavor} on {job.degrees.ranks} ranks: {job.degrees}"
-    )
+    return f"{job.spec.name} {job.config.model.flavor} on {job.degrees.ranks} ranks: {job.degrees}"
 
 
-def _stages(job: Job) -> list[Stage]:
+def _stages(job: Job) -> list[StageCost]:
     plan = job.pipeline
     return [
-        Stage(number, plan.rank_of[number], plan.held_by(number), cost / sum(plan.costs))
+        StageCost(number, plan.rank_of[number], plan.held_by(number), cost / sum(plan.costs))
         for number, cost in enumerate(plan.costs)
     ]
 
 
-def _computed(job: Job) -> Timeline:
+def _computed(job: Job) -> DrawnTimeline:
     plan = job.pipeline
     average = sum(plan.costs) / len(plan.costs)
-    times = timeline(plan.order(), [cost / average for cost in plan.costs])
-    rows = [[Action(*timed.action, timed.start, timed.end) for timed in row] for row in times]
-    return Timeline(f"{plan}, computed", rows, "forwards of an average stage")
+    times = simulate_schedule(plan.order(), [cost / average for cost in plan.costs])
+    rows = [[DrawnAction(*timed.action, timed.start, timed.end) for timed in row] for row in times]
+    return DrawnTimeline(f"{plan}, computed", rows, "forwards of an average stage")
 
 
-def _measured(job: Job, folder: Path) -> Timeline:
+def _measured(job: Job, folder: Path) -> DrawnTimeline:
     if job.degrees.pipeline == 1:
         raise UserError("--trace: the job has no pipeline to measure.")
     apart = job.degrees.ranks // job.degrees.pipeline  # the first rank of each stage
@@ -89,7 +93,7 @@ def _measured(job: Job, folder: Path) -> Timeline:
             f"{folder}: is the trace of another job than this one ({job.pipeline}).",
             fix="Give a trace of this job, with the same overrides.",
         )
-    return Timeline(f"measured, {folder.name}", rows, "s")
+    return DrawnTimeline(f"measured, {folder.name}", rows, "s")
 
 
 if __name__ == "__main__":

@@ -6,8 +6,9 @@ import argparse
 import sys
 from pathlib import Path
 
-from titanlite.errors import EXIT_DONE, EXIT_USER, UserError, report
-from titanlite.observe import METRICS_FILE, draw_loss
+from titanlite.errors import EXIT_DONE, EXIT_USER_ERROR, UserError, format_error
+from titanlite.metrics import METRICS_FILE
+from titanlite.plots.loss_curve import draw_loss
 
 
 def main(argv: list[str]) -> int:
@@ -19,8 +20,8 @@ def main(argv: list[str]) -> int:
     try:
         draw_loss(asked.run / METRICS_FILE, png)
     except UserError as error:
-        print(report(error), file=sys.stderr)
-        return EXIT_USER
+        print(format_error(error), file=sys.stderr)
+        return EXIT_USER_ERROR
     print(png)
     return EXIT_DONE
 

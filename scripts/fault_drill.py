@@ -26,11 +26,12 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from titanlite.checkpoint import Place, read_manifest
-from titanlite.checkpoint.lease import LEASE_FILE
-from titanlite.errors import EXIT_DONE, EXIT_USER, CheckpointError, UserError, report
+from titanlite.checkpoint import read_checkpoint_manifest
+from titanlite.errors import EXIT_DONE, EXIT_USER_ERROR, CheckpointError, UserError, format_error
 from titanlite.files import write_whole_file
-from titanlite.observe import METRICS_FILE
+from titanlite.metrics import METRICS_FILE
+from titanlite.runtime.lease import LEASE_FILE
+from titanlite.storage import StorageFolder
 
 TRAIN = Path(__file__).parents[1] / "train.py"
 TOLERANCE = 1e-5  # between curves of different layouts, relative
@@ -153,7 +154,10 @@ def lose_the_lease(drill: Drill) -> str:
     )
     drill.wait(run)
     later = {path.name for path in drill.whole()} - before
-    if any(read_manifest(Place(drill.checkpoints / name)).lease >= number for name in later):
+    if any(
+        read_checkpoint_manifest(StorageFolder(drill.checkpoints / name)).lease >= number
+        for name in later
+    ):
         raise CheckpointError(f"{later} was committed by a lost lease; see {drill.log.name}.")
     lease.unlink(missing_ok=True)  # the other job is done
     return "lease lost while saving; the run ended"
@@ -169,7 +173,7 @@ def share_the_checkpoint_folder(drill: Drill) -> str:
         capture_output=True,
         text=True,
     )
-    if second.returncode != EXIT_USER or "another job is writing there" not in second.stderr:
+    if second.returncode != EXIT_USER_ERROR or "another job is writing there" not in second.stderr:
         raise CheckpointError(
             f"a second job on {drill.checkpoints} was not refused: {second.stderr}"
         )
@@ -415,7 +419,10 @@ def differences(right: Drill, found: Drill, same_bits: bool) -> list[str]:
     last = right.whole()[-1].name
     if not (found.checkpoints / last).exists():
         return [f"the disturbed run has no {last}"]
-    ours, theirs = (read_manifest(Place(drill.checkpoints / last)) for drill in (found, right))
+    ours, theirs = (
+        read_checkpoint_manifest(StorageFolder(drill.checkpoints / last))
+        for drill in (found, right)
+    )
     if same_bits:
         wrong += [n for n, tensor in theirs.tensors.items() if ours.tensors.get(n) != tensor]
         wrong += [key for key in theirs.progress if ours.progress[key] != theirs.progress[key]]
@@ -443,7 +450,7 @@ def main() -> int:
     args = parser.parse_args()
     if args.out.exists():
         print(f"titanlite: {args.out} is there already; name a new folder.", file=sys.stderr)
-        return EXIT_USER
+        return EXIT_USER_ERROR
     args.out.mkdir(parents=True)
     layouts = [shlex.split(text) for text in args.layout] or [[]]
     argv = [*args.job, "--checkpoint.enable=true"]
@@ -466,15 +473,15 @@ def main() -> int:
             raise CheckpointError(f"the last start did not end well; see {found.log.name}.")
         wrong = differences(right, found, same_bits=len(layouts) == 1)
     except UserError as error:
-        print(report(error), file=sys.stderr)
-        return EXIT_USER
+        print(format_error(error), file=sys.stderr)
+        return EXIT_USER_ERROR
     for text in wrong[:20]:
         print(f"differs: {text}")
     like = "to the bit" if len(layouts) == 1 else f"to {TOLERANCE:g}"
     print(
         f"{found.starts} starts, {args.faults} faults: " + ("DIFFERS" if wrong else f"equal {like}")
     )
-    return EXIT_USER if wrong else EXIT_DONE
+    return EXIT_USER_ERROR if wrong else EXIT_DONE
 
 
 if __name__ == "__main__":

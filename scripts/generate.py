@@ -5,10 +5,11 @@ from __future__ import annotations
 import argparse
 import sys
 
-from titanlite.checkpoint import Place, newest_checkpoint
-from titanlite.distributed.session import choose_device
-from titanlite.errors import UserError, report
-from titanlite.generate import Sampling, open_writer
+from titanlite.checkpoint import find_newest_checkpoint
+from titanlite.distributed.process_group import choose_device
+from titanlite.errors import UserError, format_error
+from titanlite.generate import Sampling, load_generator
+from titanlite.storage import StorageFolder
 
 
 def main() -> int:
@@ -27,11 +28,11 @@ def main() -> int:
     args = parser.parse_args()
     try:
         sampling = Sampling(args.temperature, args.top_k, args.top_p, args.seed)
-        step = newest_checkpoint(Place(args.checkpoint))
-        writer = open_writer(step, choose_device(args.device), args.tokenizer)
+        step = find_newest_checkpoint(StorageFolder(args.checkpoint))
+        writer = load_generator(step, choose_device(args.device), args.tokenizer)
         text = writer.write(args.prompt, args.max_new_tokens, sampling)
     except UserError as error:
-        print(report(error), file=sys.stderr)
+        print(format_error(error), file=sys.stderr)
         return 2
     print(args.prompt + text)
     return 0

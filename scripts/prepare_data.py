@@ -21,10 +21,16 @@ from rich.progress import (
     TransferSpeedColumn,
 )
 
-from titanlite.data import open_tokenizer, verify
-from titanlite.data.prepare import STALL_SECONDS, TRAIN, VALIDATION, Prepared, prepare
+from titanlite.data import open_tokenizer, verify_corpus
+from titanlite.data.prepare import (
+    STALL_SECONDS,
+    TRAIN,
+    VALIDATION,
+    PreparedCorpus,
+    prepare_corpus,
+)
 from titanlite.data.text import DOCUMENT_BYTES, INPUT_KINDS
-from titanlite.errors import EXIT_DONE, EXIT_USER, UserError, report
+from titanlite.errors import EXIT_DONE, EXIT_USER_ERROR, UserError, format_error
 
 
 def main() -> int:
@@ -72,7 +78,7 @@ def main() -> int:
             return EXIT_DONE
         tokenizer = open_tokenizer(args.tokenizer)
         with bar:
-            made = prepare(
+            made = prepare_corpus(
                 args.inputs,
                 tokenizer,
                 args.out,
@@ -85,8 +91,8 @@ def main() -> int:
                 progress=show,
             )
     except UserError as error:
-        print(report(error), file=sys.stderr)
-        return EXIT_USER
+        print(format_error(error), file=sys.stderr)
+        return EXIT_USER_ERROR
     print(f"{args.out}: {summary(made)}")
     return EXIT_DONE
 
@@ -96,12 +102,12 @@ def verified(folder: Path, show: Callable[[int, int], None]) -> str:
     sides = [folder / side for side in (TRAIN, VALIDATION) if (folder / side).is_dir()]
     lines = []
     for side in sides or [folder]:
-        manifest = verify(side, progress=show)
+        manifest = verify_corpus(side, progress=show)
         lines.append(f"{side}: {manifest.tokens:,} tokens in {len(manifest.shards)} shards, intact")
     return "\n".join(lines)
 
 
-def summary(made: Prepared) -> str:
+def summary(made: PreparedCorpus) -> str:
     """What came of it, in one line for each question."""
     megabytes = made.encoded_bytes / 1e6
     lines = [

@@ -9,8 +9,8 @@ import argparse
 import sys
 
 from titanlite.data.bpe import train_bpe
-from titanlite.data.text import INPUT_KINDS, find_files, parts_of, read_documents
-from titanlite.errors import EXIT_DONE, EXIT_USER, UserError, report
+from titanlite.data.text import INPUT_KINDS, find_files, list_file_ranges, read_documents
+from titanlite.errors import EXIT_DONE, EXIT_USER_ERROR, UserError, format_error
 
 
 def main() -> int:
@@ -20,11 +20,11 @@ def main() -> int:
     parser.add_argument("--out", required=True, metavar="FILE.model", help="tiktoken ranks")
     args = parser.parse_args()
     try:
-        texts = read_documents(parts_of(find_files(args.inputs)))
+        texts = read_documents(list_file_ranges(find_files(args.inputs)))
         size = train_bpe(texts, args.vocab_size, args.out)
     except UserError as error:
-        print(report(error), file=sys.stderr)
-        return EXIT_USER
+        print(format_error(error), file=sys.stderr)
+        return EXIT_USER_ERROR
     print(f"{args.out}: {size} ids")
     if size < args.vocab_size:
         print(f"the text has no more pairs to merge: set model.vocab_size = {size} or more")

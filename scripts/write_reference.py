@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from titanlite.config_reference import reference
 from titanlite.job import JobConfig
-from titanlite.reference import reference
 
 PAGE = Path(__file__).parents[1] / "docs" / "configuration.md"
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from titanlite.data import ShardWriter, open_tokenizer
-from titanlite.data.manifest import write_manifest
-from titanlite.distributed.meeting import keep_to_loopback
+from titanlite.data.manifest import write_corpus_manifest
+from titanlite.distributed.rendezvous import keep_to_loopback
 
 ROOT = Path(__file__).parents[1]
 keep_to_loopback(1)  # all ranks of tests are here, and inherit it
@@ -41,7 +41,7 @@ def corpus(tmp_path_factory) -> Path:
             for path in texts:
                 writer.add([*tokenizer.encode(path.read_text("utf-8")), tokenizer.eos_id])
             record = writer.close()
-        write_manifest(folder / side, tokenizer.fingerprint, tokenizer.vocab_size, [record])
+        write_corpus_manifest(folder / side, tokenizer.fingerprint, tokenizer.vocab_size, [record])
     return folder
 
 

@@ -8,7 +8,7 @@ import subprocess
 import sys
 
 from tests.conftest import ROOT
-from titanlite.observe.trace import action_name
+from titanlite.parallelize.schedule import action_name
 
 SCRIPT = ROOT / "scripts" / "draw_layout.py"
 PIPELINE = ["--parallelism.pipeline_parallel_degree", "2", "--training.local_batch_size", "2"]

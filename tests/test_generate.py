@@ -18,25 +18,26 @@ import torch
 from tests.conftest import ROOT
 from tests.faults.launch import Launched
 from titanlite.checkpoint import (
-    Place,
+    find_newest_checkpoint,
     from_hugging_face,
-    newest_checkpoint,
-    read_manifest,
+    read_checkpoint_manifest,
     to_hugging_face,
 )
-from titanlite.checkpoint.manifest import write_manifest
+from titanlite.checkpoint.manifest import write_checkpoint_manifest
 from titanlite.data import open_tokenizer
 from titanlite.data.bpe import train_bpe
-from titanlite.data.prepare import prepare
+from titanlite.data.prepare import prepare_corpus
 from titanlite.errors import CheckpointError, ConfigError
-from titanlite.generate import Sampling, Writer, choose, generate, open_writer
-from titanlite.models import FAMILIES, KeyValueCache, LlamaShape
+from titanlite.generate import Sampling, TextGenerator, generate, load_generator, sample_token
+from titanlite.kernels.attention import KeyValueCache
+from titanlite.models import FAMILIES, Llama3Sizes
+from titanlite.storage import StorageFolder
 
 
 @pytest.fixture(scope="module")
 def model():
     torch.manual_seed(0)
-    shape = LlamaShape(dim=32, n_layers=2, n_heads=4, n_kv_heads=2, hidden_dim=48, vocab_size=61)
+    shape = Llama3Sizes(dim=32, n_layers=2, n_heads=4, n_kv_heads=2, hidden_dim=48, vocab_size=61)
     return FAMILIES["llama3"].build(shape).eval()
 
 
@@ -91,7 +92,7 @@ def test_ids_that_the_tokenizer_does_not_know_are_never_written(model):
 
 def drawn(sampling, probabilities, times=400) -> set[int]:
     generator, logits = torch.Generator().manual_seed(0), torch.tensor(probabilities).log()
-    return {int(choose(logits, sampling, generator)) for _ in range(times)}
+    return {int(sample_token(logits, sampling, generator)) for _ in range(times)}
 
 
 def test_top_k_and_top_p_leave_out_the_unlikely():
@@ -123,11 +124,11 @@ class Fixed:
 
 
 def test_a_prompt_stands_behind_what_a_document_stood_behind_in_training():
-    causal = Writer(None, Fixed())
+    causal = TextGenerator(None, Fixed())
     assert (causal.prompt_ids("x"), causal.prompt_ids("")) == ([8, 1, 2], [8])
-    with_bos = Writer(None, Fixed(), bos=True, documents_apart=True)
+    with_bos = TextGenerator(None, Fixed(), bos=True, documents_apart=True)
     assert (with_bos.prompt_ids("x"), with_bos.prompt_ids("")) == ([7, 1, 2], [7])
-    apart = Writer(None, Fixed(), documents_apart=True)  # none attended to the end before it
+    apart = TextGenerator(None, Fixed(), documents_apart=True)  # none attended to the end before it
     assert (apart.prompt_ids("x"), apart.prompt_ids("")) == ([1, 2], [8])
 
 
@@ -152,7 +153,7 @@ def trained(tmp_path_factory) -> Trained:
     )
     train_bpe(texts, 300, recorded)
     tokenizer = open_tokenizer(str(recorded))
-    prepare([folder / "text.jsonl"], tokenizer, folder, 0.0, bos=True, workers=1)
+    prepare_corpus([folder / "text.jsonl"], tokenizer, folder, 0.0, bos=True, workers=1)
     sources = f'[{{ name = "code", path = "{folder}/train" }}]'
     words = ["--data.tokenizer", str(recorded), "--data.sources", sources, "--job.device", "cpu"]
     words += ["--model.dim", "32", "--model.n_layers", "2", "--model.n_heads", "4"]
@@ -186,7 +187,7 @@ def test_the_script_writes_from_a_run_whose_tokenizer_has_moved(trained, tmp_pat
     options = ("--prompt", "def ", "--max-new-tokens", "12")
     written = run_script("generate.py", "--checkpoint", trained.run, *options)
     assert written.returncode == 0, written.stderr
-    writer = open_writer(Place(trained.step), torch.device("cpu"))
+    writer = load_generator(StorageFolder(trained.step), torch.device("cpu"))
     assert writer.model.output.weight is writer.model.tok_embeddings.weight
     assert writer.prompt_ids("def ")[0] == writer.tokenizer.bos_id, "as its corpus has it"
     assert written.stdout == "def " + writer.write("def ", 12, Sampling()) + "\n"
@@ -209,17 +210,17 @@ def test_a_wrong_tokenizer_neither_writes_nor_is_exported(trained, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-def rewritten(trained: Trained, folder: Path, **changes) -> Place:
+def rewritten(trained: Trained, folder: Path, **changes) -> StorageFolder:
     """A copy of the checkpoint whose manifest says something else, truly hashed."""
     shutil.copytree(trained.step, folder)
-    manifest = read_manifest(Place(folder))
-    write_manifest(Place(folder), dataclasses.replace(manifest, **changes))
-    return Place(folder)
+    manifest = read_checkpoint_manifest(StorageFolder(folder))
+    write_checkpoint_manifest(StorageFolder(folder), dataclasses.replace(manifest, **changes))
+    return StorageFolder(folder)
 
 
-def without_copy(trained: Trained, folder: Path, recorded: str) -> Place:
+def without_copy(trained: Trained, folder: Path, recorded: str) -> StorageFolder:
     """A checkpoint as older titanlites wrote it, or as an attacker does."""
-    manifest = read_manifest(Place(trained.step))
+    manifest = read_checkpoint_manifest(StorageFolder(trained.step))
     files = {name: file for name, file in manifest.files.items() if name != "tokenizer.model"}
     job = {**manifest.job, "data": {**manifest.job["data"], "tokenizer": recorded}}
     return rewritten(trained, folder, files=files, job=job)
@@ -231,9 +232,9 @@ def test_the_path_that_a_checkpoint_records_is_never_opened(trained, tmp_path):
     for number, path in enumerate((tmp_path / "fifo", trained.permuted, trained.tokenizer)):
         place = without_copy(trained, tmp_path / f"step-{number}", str(path))
         with pytest.raises(CheckpointError, match="holds no copy of its tokenizer.*--tokenizer"):
-            open_writer(place, cpu)
-    ids = open_writer(place, cpu, str(trained.tokenizer)).prompt_ids("def ")
-    assert ids == open_writer(Place(trained.step), cpu).prompt_ids("def ")
+            load_generator(place, cpu)
+    ids = load_generator(place, cpu, str(trained.tokenizer)).prompt_ids("def ")
+    assert ids == load_generator(StorageFolder(trained.step), cpu).prompt_ids("def ")
 
 
 def test_a_damaged_copy_of_the_tokenizer_is_refused(trained, tmp_path):
@@ -242,7 +243,7 @@ def test_a_damaged_copy_of_the_tokenizer_is_refused(trained, tmp_path):
     content[content.index(b"\n") - 3] ^= 1
     (step / "tokenizer.model").write_bytes(content)
     with pytest.raises(CheckpointError, match="tokenizer.model.*its hash differs"):
-        open_writer(Place(step), torch.device("cpu"))
+        load_generator(StorageFolder(step), torch.device("cpu"))
 
 
 def test_the_newest_valid_checkpoint_is_found_by_number(trained, tmp_path):
@@ -257,13 +258,16 @@ def test_the_newest_valid_checkpoint_is_found_by_number(trained, tmp_path):
     done = run_script("checkpoint.py", "newest", run)
     assert done.stdout == f"{run}/checkpoint/step-10\n" and "step-100" in done.stderr
     for place in (run / "checkpoint", run / "checkpoint" / "step-10"):
-        assert str(newest_checkpoint(Place(place))) == f"{run}/checkpoint/step-10"
+        assert str(find_newest_checkpoint(StorageFolder(place))) == f"{run}/checkpoint/step-10"
 
 
 def test_a_published_tokenizer_with_bos_goes_to_hugging_face_and_back(trained, tmp_path):
     cpu = torch.device("cpu")
-    note = to_hugging_face(Place(trained.step), Place(tmp_path / "hf"))
+    note = to_hugging_face(StorageFolder(trained.step), StorageFolder(tmp_path / "hf"))
     assert "It adds <|begin_of_text|> before a text" in note
-    from_hugging_face(Place(tmp_path / "hf"), Place(tmp_path / "step-0"))
-    here, back = open_writer(Place(trained.step), cpu), open_writer(Place(tmp_path / "step-0"), cpu)
+    from_hugging_face(StorageFolder(tmp_path / "hf"), StorageFolder(tmp_path / "step-0"))
+    here, back = (
+        load_generator(StorageFolder(trained.step), cpu),
+        load_generator(StorageFolder(tmp_path / "step-0"), cpu),
+    )
     assert back.bos and back.prompt_ids("def f") == here.prompt_ids("def f")

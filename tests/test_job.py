@@ -11,7 +11,7 @@ import torch
 
 from tests.conftest import ROOT
 from titanlite.data import ShardWriter
-from titanlite.errors import Problems, UserError, report
+from titanlite.errors import UserError, UserErrors, format_error
 from titanlite.job import FACTS, MOVED, JobConfig, open_data, read_job
 from titanlite.parallelize.float8 import torchao
 from titanlite.settings import all_keys, read_toml
@@ -21,7 +21,7 @@ def said(run_toml, *argv, ranks=1) -> str:
     """What is said to a job that is not accepted."""
     with pytest.raises(UserError) as raised:
         read_job(["--job.config_file", str(run_toml), *argv], ranks)
-    return report(raised.value)
+    return format_error(raised.value)
 
 
 def accepted(run_toml, *argv, ranks=1):
@@ -188,7 +188,7 @@ def test_a_corpus_without_ends_cannot_be_read_as_documents(run_toml, tmp_path):
     assert text.count("attention.mask") == 1  # the validation text has them
     accepted(run_toml, *sources)
     job = accepted(run_toml, "--attention.mask", "document")
-    assert job.passes.documents and open_data(job)[0].end == 257
+    assert job.transforms.documents and open_data(job)[0].end == 257
 
 
 TEN = """
@@ -305,7 +305,7 @@ def test_every_shipped_toml_passes_its_checks(path, corpus):
 
 def test_several_problems_of_one_file_are_several_lines(run_toml, tmp_path):
     sources = ", ".join(f'{{ name = "{n}", path = "{tmp_path}/{n}" }}' for n in "ab")
-    with pytest.raises(Problems) as raised:
+    with pytest.raises(UserErrors) as raised:
         accepted(run_toml, "--data.sources", f"[{sources}]")
     assert len(raised.value.problems) == 2
 
@@ -313,12 +313,15 @@ def test_several_problems_of_one_file_are_several_lines(run_toml, tmp_path):
 def test_float8_can_be_asked_for_as_torchtitan_does(run_toml):
     asked = ["--model.converters", "quantize.linear.float8", f"{FLOAT8}emulate", "true"]
     job = accepted(run_toml, *asked, f"{FLOAT8}filter_fqns", "output")
-    assert (job.passes.float8.recipe_name, job.passes.float8.emulate) == ("tensorwise", True)
+    assert (job.transforms.float8.recipe_name, job.transforms.float8.emulate) == (
+        "tensorwise",
+        True,
+    )
     assert "float8  tensorwise, emulated" in job.summary(torch.device("cpu"), None)
     rowwise = accepted(run_toml, *asked, f"{FLOAT8}recipe_name", "rowwise")
-    assert rowwise.passes.float8.recipe_name == "rowwise"
+    assert rowwise.transforms.float8.recipe_name == "rowwise"
     without = accepted(run_toml, f"{FLOAT8}filter_fqns", "output")  # as torchtitan's own TOMLs say
-    assert without.passes.float8.recipe_name is None
+    assert without.transforms.float8.recipe_name is None
     assert "  float8  " not in without.summary(torch.device("cpu"), None)
 
 
@@ -327,7 +330,7 @@ def test_float8_is_checked_for_another_machine(run_toml):
     argv = [*TENSORWISE, "--job.check_ranks", "2", "--parallelism.tensor_parallel_degree", "2"]
     assert "does not compute" not in (text := said(run_toml, *argv)) and "8 x 32" in text
     fits = [*argv, f"{FLOAT8}filter_fqns", "attention"]
-    assert accepted(run_toml, *fits).passes.float8.filter_fqns == ["attention"]
+    assert accepted(run_toml, *fits).transforms.float8.filter_fqns == ["attention"]
     assert accepted(run_toml, *argv, f"{FLOAT8}emulate", "true").degrees.tensor == 2
 
 
@@ -335,7 +338,7 @@ def test_a_missing_torchao_is_said(run_toml, monkeypatch):
     torchao.cache_clear()
     monkeypatch.setitem(sys.modules, "torchao.float8", None)  # what Python does where there is none
     assert 'Install it with "pip install torchao"' in said(run_toml, *TENSORWISE)
-    assert accepted(run_toml).passes.float8.recipe_name is None
+    assert accepted(run_toml).transforms.float8.recipe_name is None
     monkeypatch.undo()
     torchao.cache_clear()
 

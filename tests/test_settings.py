@@ -10,12 +10,12 @@ from typing import Annotated, Literal
 import pytest
 
 from titanlite import settings
-from titanlite.errors import ConfigError, Problems
-from titanlite.reference import help_text, sections
+from titanlite.config_reference import help_text, sections
+from titanlite.errors import ConfigError, UserErrors
 from titanlite.settings import (
-    Built,
     Positive,
     Range,
+    Supported,
     all_keys,
     build,
     load,
@@ -43,7 +43,7 @@ class Inner:
     limit: int | None = None
     names: list[str] = field(default_factory=list)
     sources: list[Source] = field(default_factory=list)
-    degree: Annotated[int, Built((1,), "Splitting")] = 1
+    degree: Annotated[int, Supported((1,), "Splitting")] = 1
     on: bool = False
     text: str = ""
 
@@ -118,7 +118,7 @@ def test_all_problems_are_told_together_and_the_rest_is_kept():
     }
     job, problems = build(Schema, table)
     assert len(problems) == 4 and job.train.limit == 3 and job.train.steps == 10
-    with pytest.raises(Problems) as raised:
+    with pytest.raises(UserErrors) as raised:
         raise_together(problems)
     assert len(raised.value.problems) == 4
     assert any("[trian]" in str(p) and "Did you mean train" in str(p) for p in problems)

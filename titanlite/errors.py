@@ -6,17 +6,17 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 EXIT_DONE = 0
-EXIT_LOST = 1  # another rank ended first, and says why
+EXIT_RANK_LOST = 1  # another rank ended first, and says why
 EXIT_DIVERGED = 3  # a loss, gradient or weight was inf or NaN; nothing of it was saved
 EXIT_STOPPED = 75  # asked to stop, with a checkpoint written: the same command goes on
 EXIT_INTERRUPTED = 130  # Ctrl-C without saving, as shells count it
-EXIT_USER = 2  # config, data or checkpoint: the user must change something
+EXIT_USER_ERROR = 2  # config, data or checkpoint: the user must change something
 
 
 class UserError(Exception):
     """Something the user can mend; printed as one line, never as a traceback."""
 
-    code = EXIT_USER
+    code = EXIT_USER_ERROR
 
     def __init__(self, message: str, fix: str = "", keys: tuple[str, ...] = ()):
         super().__init__(message)
@@ -31,7 +31,7 @@ class UserError(Exception):
     def __str__(self) -> str:
         return f"{self.message} {self.fix}".strip()
 
-    def known_to_all(self) -> UserError:
+    def on_every_rank(self) -> UserError:
         """This error, marked as raised on every rank."""
         self.shared = True
         return self
@@ -49,17 +49,17 @@ class CheckpointError(UserError):
     """A checkpoint that is missing, incomplete or does not fit the job."""
 
 
-class Diverged(UserError):
+class TrainingDiverged(UserError):
     """Training that went to inf or NaN."""
 
     code = EXIT_DIVERGED
 
 
-class RankLost(Exception):
+class RankLostError(Exception):
     """Another rank died, left or hangs, and it has been said which."""
 
 
-class Problems(UserError):
+class UserErrors(UserError):
     """Everything that is wrong, at once."""
 
     def __init__(self, problems: Iterable[UserError]):
@@ -71,7 +71,7 @@ def error_as_data(error: UserError) -> dict[str, Any]:
     """An error as JSON has it, to be sent to other ranks."""
     data: dict[str, Any] = {"kind": type(error).__name__, "message": error.message}
     data |= {"fix": error.fix, "keys": list(error.keys)}
-    if isinstance(error, Problems):
+    if isinstance(error, UserErrors):
         data["problems"] = [error_as_data(problem) for problem in error.problems]
     return data
 
@@ -81,7 +81,7 @@ def error_from_data(data: dict[str, Any]) -> UserError:
     kind = {kind.__name__: kind for kind in _kinds(UserError)}.get(data["kind"], UserError)
     error = kind.__new__(kind)
     UserError.__init__(error, data["message"], data["fix"], tuple(data["keys"]))
-    if isinstance(error, Problems):
+    if isinstance(error, UserErrors):
         error.problems = [error_from_data(problem) for problem in data["problems"]]
     return error
 
@@ -92,9 +92,9 @@ def _kinds(kind: type[UserError]) -> Iterator[type[UserError]]:
         yield from _kinds(narrower)
 
 
-def report(error: UserError) -> str:
+def format_error(error: UserError) -> str:
     """The text for stderr: one line a problem, under a count where there are several."""
-    problems = error.problems if isinstance(error, Problems) else [error]
+    problems = error.problems if isinstance(error, UserErrors) else [error]
     if len(problems) == 1:
         return f"titanlite: {problems[0]}"
     lines = [f"titanlite: {len(problems)} problems"]

@@ -8,11 +8,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from titanlite.checkpoint import Place, read_saved_model, read_tensors, state_of
+from titanlite.checkpoint import model_and_optimizer_state, read_saved_model, read_tensors
 from titanlite.data import Tokenizer
 from titanlite.errors import CheckpointError, ConfigError
-from titanlite.models import KeyValueCache
-from titanlite.parallelize.init import tie
+from titanlite.kernels.attention import KeyValueCache
+from titanlite.parallelize.weight_init import tie_parameters
+from titanlite.storage import StorageFolder
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,7 @@ class Sampling:
 
 
 @dataclass(frozen=True)
-class Writer:
+class TextGenerator:
     """A trained model with its tokenizer."""
 
     model: nn.Module
@@ -65,7 +66,9 @@ class Writer:
         return self.tokenizer.decode(list(written))
 
 
-def open_writer(checkpoint: Place, device: torch.device, tokenizer: str | None = None) -> Writer:
+def load_generator(
+    checkpoint: StorageFolder, device: torch.device, tokenizer: str | None = None
+) -> TextGenerator:
     """The model and tokenizer of a `step-N` folder, by the copies in it.
 
     `tokenizer`: the path of its file, where the checkpoint has no copy. Raises CheckpointError,
@@ -78,11 +81,11 @@ def open_writer(checkpoint: Place, device: torch.device, tokenizer: str | None =
             fix="Name the tokenizer that made them: --tokenizer PATH.",
         )
     with torch.device("meta"):
-        model = saved.family.build(saved.shape)
+        model = saved.spec.build(saved.sizes)
     model.to_empty(device=device)
-    tie(model, saved.family.tied(saved.shape))
-    read_tensors(checkpoint, state_of(model))
-    return Writer(model.eval(), saved.tokenizer, saved.bos, saved.documents_apart)
+    tie_parameters(model, saved.spec.tied(saved.sizes))
+    read_tensors(checkpoint, model_and_optimizer_state(model))
+    return TextGenerator(model.eval(), saved.tokenizer, saved.bos, saved.documents_apart)
 
 
 def generate(
@@ -107,7 +110,7 @@ def generate(
         positions = torch.arange(start, start + tokens.shape[1], device=device)
         with torch.inference_mode():
             logits = model(tokens, positions, caches)[0, -1, :known]
-            chosen = choose(logits, sampling, generator)
+            chosen = sample_token(logits, sampling, generator)
         start += tokens.shape[1]
         token = int(chosen)
         if token == end:
@@ -116,7 +119,7 @@ def generate(
         tokens = chosen.view(1, 1)
 
 
-def choose(logits: Tensor, sampling: Sampling, generator: torch.Generator) -> Tensor:
+def sample_token(logits: Tensor, sampling: Sampling, generator: torch.Generator) -> Tensor:
     """One id, 0-d, drawn from logits [V]."""
     if sampling.temperature == 0:
         return logits.argmax()

@@ -1,6 +1,6 @@
 """TOML files and command-line overrides become frozen dataclasses, or every problem at once.
 
-A section is a frozen dataclass; the comment beside a field is its meaning (see `reference.py`). Types are checked to their depth; `Range` bounds a number, `Built` says which of the values
+A section is a frozen dataclass; the comment beside a field is its meaning (see `reference.py`). Types are checked to their depth; `Range` bounds a number, `Supported` says which of the values
 that the schema knows are available.
 """
 
@@ -19,7 +19,7 @@ from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Literal, Union
 
-from titanlite.errors import ConfigError, Problems
+from titanlite.errors import ConfigError, UserErrors
 from titanlite.files import parse_toml, read_regular_file
 
 CONFIG_FILE = "job.config_file"
@@ -46,7 +46,7 @@ class Range:
 
 
 @dataclass(frozen=True)
-class Built:
+class Supported:
     """The values whose feature exists; the schema knows the others so that it can say so."""
 
     values: tuple
@@ -55,7 +55,7 @@ class Built:
 
 Positive = Annotated[int, Range(1)]
 NotNegative = Annotated[int, Range(0)]
-Share = Annotated[float, Range(0, 1)]
+Fraction = Annotated[float, Range(0, 1)]
 
 
 @dataclass(frozen=True)
@@ -336,7 +336,7 @@ def _read_typed(text: str, hint: type) -> Any:
 def _obey(value: Any, rule: Any) -> None:
     if isinstance(rule, Range) and not rule.holds(value):
         raise _Refused(f"must be {rule}.")
-    if isinstance(rule, Built) and value not in rule.values:
+    if isinstance(rule, Supported) and value not in rule.values:
         only = " or ".join(show(v) for v in rule.values)
         raise _Refused(f"{rule.feature} is not available in this version. Use {only}.")
 
@@ -398,7 +398,7 @@ def load(
 def raise_together(problems: Sequence[ConfigError]) -> None:
     """Raise what there is, all of it at once."""
     if problems:
-        raise problems[0] if len(problems) == 1 else Problems(problems)
+        raise problems[0] if len(problems) == 1 else UserErrors(problems)
 
 
 def to_toml(section: Any) -> str:

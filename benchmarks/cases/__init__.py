@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
+from benchmarks.cases.case_context import Given
 from benchmarks.cases.data import case_order, case_stream, case_tokenizer
-from benchmarks.cases.given import Given
 from benchmarks.cases.memory import case_memory
 from benchmarks.cases.saving import case_checkpoint
 from benchmarks.cases.speed import case_compile, case_fsdp, case_trainer, case_trainer_gpu
-from benchmarks.rows import Row
+from benchmarks.table_rows import Row
 
 CPU_CASES: dict[str, Callable[[Given], Iterator[Row]]] = {
     "trainer": case_trainer,

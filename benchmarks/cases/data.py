@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 
-from benchmarks.cases.given import Given
+from benchmarks.cases.case_context import Given
 from benchmarks.processes import run
-from benchmarks.rows import Row, row
+from benchmarks.table_rows import Row, row
 
 
 def case_stream(given: Given) -> Iterator[Row]:

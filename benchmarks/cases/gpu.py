@@ -22,7 +22,8 @@ from pathlib import Path
 import torch
 
 from benchmarks.corpus import write_corpus
-from benchmarks.floor import (
+from benchmarks.processes import ROOT, last_words, step_lines, words_of
+from benchmarks.roofline import (
     FAMILY,
     LOGITS_AT_ONCE,
     SHAPES,
@@ -32,9 +33,8 @@ from benchmarks.floor import (
     share_of_peak,
     step_flops,
 )
-from benchmarks.processes import ROOT, last_words, step_lines, words_of
-from benchmarks.rows import Missed, grid, number
-from titanlite.observe.hardware import measure_matmul_flops, peak_flops
+from benchmarks.table_rows import Missed, grid, number
+from titanlite.metrics.hardware import measure_matmul_flops, peak_flops
 
 BUDGET_SECONDS = 470  # a run is begun only when it would end before
 RUN_SECONDS, HUNG_SECONDS = 35, 120  # how long a run takes about, and at most
@@ -135,11 +135,11 @@ def measure_gpu(cases: Sequence[str]) -> list[GpuRow]:
 
 def _measure(bench: _Bench, blank: GpuRow, measured_peak: float, end: float) -> GpuRow:
     """The best plan that runs; one that does not fit after all makes room for the next."""
-    shape, length = FAMILY.flavors[blank.flavor], blank.seq_len
+    sizes, length = FAMILY.flavors[blank.flavor], blank.seq_len
     card = torch.cuda.get_device_properties(0)
     published = peak_flops(card.name, torch.bfloat16)
     missed = "no plan fits this GPU"
-    for plan in plans(shape, length, card.total_memory, STATES):
+    for plan in plans(sizes, length, card.total_memory, STATES):
         if time.monotonic() + RUN_SECONDS > end:
             return replace(blank, missed=f"the {BUDGET_SECONDS} s were over")
         kept = f"{plan.state.words}; {plan.recompute.words} again"
@@ -157,9 +157,9 @@ def _measure(bench: _Bench, blank: GpuRow, measured_peak: float, end: float) -> 
             kept=kept,
             micro_batch=plan.micro_batch,
             tokens_per_second=speed,
-            mfu_causal=share_of_peak(speed, shape, length, published),
-            mfu_full=share_of_peak(speed, shape, length, published, full_attention=True),
-            share_of_measured_peak=share_of_peak(speed, shape, length, measured_peak),
+            mfu_causal=share_of_peak(speed, sizes, length, published),
+            mfu_full=share_of_peak(speed, sizes, length, published, full_attention=True),
+            share_of_measured_peak=share_of_peak(speed, sizes, length, measured_peak),
             peak_memory_gib=max(step["peak_memory_gib"] for step in steps),
             first_step_seconds=steps[0]["time"] - launched,
             data_share=waited / (waited + sum(step["step_seconds"] for step in counted)),
@@ -234,7 +234,7 @@ class _Bench:
         cache = str(self.folder / "compiled")  # empty: what it saves is not ours to count
         with open(self.errors, "w", encoding="utf-8") as errors:
             self.waiting = subprocess.Popen(
-                [sys.executable, "-m", "benchmarks.standby"],
+                [sys.executable, "-m", "benchmarks.preloaded_train"],
                 env={**os.environ, "PYTHONPATH": path, "TORCHINDUCTOR_CACHE_DIR": cache},
                 stdin=subprocess.PIPE,
                 stdout=subprocess.DEVNULL,
@@ -244,9 +244,9 @@ class _Bench:
 
     def run(self, blank: GpuRow, plan: Plan, peak: float) -> tuple[float, list[dict]]:
         """When it was told what to do, in seconds since 1970, and its step lines."""
-        out, shape = self.folder / f"run-{self.count}", FAMILY.flavors[blank.flavor]
+        out, sizes = self.folder / f"run-{self.count}", FAMILY.flavors[blank.flavor]
         tokens = plan.micro_batch * blank.seq_len
-        flops = step_flops(shape, blank.seq_len, tokens, plan.recompute.share, False)
+        flops = step_flops(sizes, blank.seq_len, tokens, plan.recompute.share, False)
         between = min(20, max(2, round(READING_SECONDS / (2 * flops / peak))))  # at half the peak
         settings = settings_of_run(blank, plan, out, self.corpus, between)
         process, errors = self.waiting, self.errors

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from benchmarks.cases.given import Given
+from benchmarks.cases.case_context import Given
 from benchmarks.corpus import write_corpus
 from benchmarks.processes import Task, run, settings_of, words_of
-from benchmarks.rows import Missed, Row, row
+from benchmarks.table_rows import Missed, Row, row
 
 TASK = Task(batch=8, steps=3)  # 2,048 tokens a step
 FEW = {"loss.chunk_tokens": 128}  # so that the logits are not what is seen

@@ -6,9 +6,9 @@ import json
 from collections.abc import Iterator
 from statistics import median
 
-from benchmarks.cases.given import Given
+from benchmarks.cases.case_context import Given
 from benchmarks.processes import run
-from benchmarks.rows import Row, row
+from benchmarks.table_rows import Row, row
 
 
 def case_checkpoint(given: Given) -> Iterator[Row]:

@@ -11,10 +11,10 @@ from statistics import median
 
 import torch
 
-from benchmarks.cases.given import Given
-from benchmarks.floor import FAMILY, share_of_peak
+from benchmarks.cases.case_context import Given
 from benchmarks.processes import Task, Trained, run, take_turns, train
-from benchmarks.rows import Missed, Row, row
+from benchmarks.roofline import FAMILY, share_of_peak
+from benchmarks.table_rows import Missed, Row, row
 
 TASK = Task()
 
@@ -41,12 +41,12 @@ def _contest(given: Given, task: Task) -> Iterator[Row]:
 
     contenders = {
         "ours": lambda: train(task, given.corpus),
-        "bare": lambda: loop("benchmarks.bare", "free"),
-        "kept": lambda: loop("benchmarks.bare", "keep"),
+        "bare": lambda: loop("benchmarks.baseline_loop", "free"),
+        "kept": lambda: loop("benchmarks.baseline_loop", "keep"),
     }
     missing = [name for name in ("transformers", "accelerate") if not _installed(name)]
     if given.peer and not missing:
-        contenders["peer"] = lambda: loop("benchmarks.peer")
+        contenders["peer"] = lambda: loop("benchmarks.hf_trainer")
     found = take_turns(given.rounds, **contenders)
     ours, bare, kept = found["ours"], found["bare"], found["kept"]
     speeds = [run.speed for run in ours]
@@ -74,13 +74,13 @@ def _peer(given, speeds, peer, missing, dtype) -> Iterator[Row]:
 
 def _shares(task: Task, ours: list[Trained]) -> Iterator[Row]:
     """What train.py makes of the device, and where its time went."""
-    shape, dtype = FAMILY.flavors[task.flavor], task.dtype
+    sizes, dtype = FAMILY.flavors[task.flavor], task.dtype
     peaks = [run.peak_flops for run in ours]
     name = f"peak of matrix products (measured on a CPU, published for a GPU), {dtype}"
     yield row(name, "TFLOP/s", [peak / 1e12 for peak in peaks])
     for words in ("causal", "full"):
         full = {"full_attention": words == "full"}
-        shares = [share_of_peak(r.speed, shape, task.seq_len, r.peak_flops, **full) for r in ours]
+        shares = [share_of_peak(r.speed, sizes, task.seq_len, r.peak_flops, **full) for r in ours]
         yield row(f"share of that peak, {words} attention, {dtype}", "share", shares)
     yield row(f"waiting for data, {dtype}", "share", [run.data_share for run in ours], "< 0.01")
     yield row(f"peak memory, {dtype}", "GiB", [run.peak_memory_gib for run in ours])

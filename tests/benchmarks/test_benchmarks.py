@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import floor
+from benchmarks import roofline
 from benchmarks.cases import gpu
-from benchmarks.floor import FAMILY, STATES, Plan, largest, plans, share_of_peak, step_flops
 from benchmarks.memory_probe import comes_and_goes
 from benchmarks.processes import Task, last_words, step_lines, take_turns
-from benchmarks.rows import Row, number, row, table, write
+from benchmarks.roofline import FAMILY, STATES, Plan, largest, plans, share_of_peak, step_flops
+from benchmarks.table_rows import Row, number, row, table, write
 
 ROOT = Path(__file__).parents[2]
 SMALL = FAMILY.flavors["1B"]
@@ -88,22 +88,22 @@ def test_the_largest_micro_batch_that_fits_is_found_by_few_questions(most):
 
 
 def test_a_plan_fits_and_a_larger_one_would_not():
-    for flavor, seq_len in floor.SHAPES:
+    for flavor, seq_len in roofline.SHAPES:
         shape = FAMILY.flavors[flavor]
-        for capacity in (85e9, floor.GPU_BYTES):
+        for capacity in (85e9, roofline.GPU_BYTES):
             plan = next(plans(shape, seq_len, capacity))
             more = dataclasses.replace(plan, micro_batch=plan.micro_batch + 1)
-            assert floor.held_bytes(shape, seq_len, plan) <= floor.ROOM * capacity
-            full = more.micro_batch * seq_len > floor.MOST_TOKENS
-            assert full or floor.held_bytes(shape, seq_len, more) > floor.ROOM * capacity
+            assert roofline.held_bytes(shape, seq_len, plan) <= roofline.ROOM * capacity
+            full = more.micro_batch * seq_len > roofline.MOST_TOKENS
+            assert full or roofline.held_bytes(shape, seq_len, more) > roofline.ROOM * capacity
 
 
 def test_precision_is_given_up_only_where_it_does_not_fit():
-    assert next(plans(SMALL, 2048, floor.GPU_BYTES)).state is STATES[0]
-    assert next(plans(FAMILY.flavors["8B"], 8192, floor.GPU_BYTES)).state is STATES[1]
+    assert next(plans(SMALL, 2048, roofline.GPU_BYTES)).state is STATES[0]
+    assert next(plans(FAMILY.flavors["8B"], 8192, roofline.GPU_BYTES)).state is STATES[1]
     without = [STATES[0], STATES[2]]
-    assert next(plans(FAMILY.flavors["8B"], 8192, floor.GPU_BYTES, without)).state is STATES[2]
-    each = list(plans(SMALL, 2048, floor.GPU_BYTES))
+    assert next(plans(FAMILY.flavors["8B"], 8192, roofline.GPU_BYTES, without)).state is STATES[2]
+    each = list(plans(SMALL, 2048, roofline.GPU_BYTES))
     assert each[1].state is each[0].state and each[1].micro_batch < each[0].micro_batch
     assert not list(plans(FAMILY.flavors["8B"], 8192, 10e9))
 
@@ -135,7 +135,7 @@ def test_the_activations_of_the_arithmetic_are_those_that_autograd_keeps():
     found = sum(size for size, _ in held.values()) / 2 / (4 * 64)
     repeated = 2 * (shape.n_heads - shape.n_kv_heads) * shape.head_width
     more = 2 * shape.n_layers * (2 * shape.dim + repeated)
-    assert found == pytest.approx(floor.kept_bytes_a_token(shape) + more, rel=0.01)
+    assert found == pytest.approx(roofline.kept_bytes_a_token(shape) + more, rel=0.01)
 
 
 # --- its tables ----------------------------------------------------------------------------------
@@ -194,7 +194,7 @@ def test_every_gpu_mode_of_every_shape_is_a_job_without_mistakes(corpus, monkeyp
     monkeypatch.chdir(ROOT)
     for mode in gpu.MODES:
         blank = gpu.GpuRow("8B", 8192, mode)
-        plan = Plan(STATES[0], floor.RECOMPUTE[1], 1)
+        plan = Plan(STATES[0], roofline.RECOMPUTE[1], 1)
         words = gpu.words_of(gpu.settings_of_run(blank, plan, "out", corpus, 3))
         try:
             read_job([*words, "--job.device", "cpu"], 1)

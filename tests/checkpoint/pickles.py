@@ -21,7 +21,7 @@ from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 
 from titanlite.checkpoint.chunks import _checked, _rows_of_pickle
-from titanlite.checkpoint.manifest import FileRecord, Manifest, TensorRecord
+from titanlite.checkpoint.manifest import CheckpointManifest, FileRecord, TensorRecord
 
 MEMORY_BYTES = 1 << 28  # above what the process has at its start
 CPU_SECONDS = 60  # and 10 ms for each pickle
@@ -29,7 +29,7 @@ CPU_SECONDS = 60  # and 10 ms for each pickle
 SHAPES = {"model.a": [4, 6], "model.b": [], "optimizer.state.c": [300]}
 FILES = {"__0_0.distcp": FileRecord(4000, ""), "__1_0.distcp": FileRecord(70_000, "")}
 TENSORS = {name: TensorRecord(shape, "float32", "") for name, shape in SHAPES.items()}
-MANIFEST = Manifest(1, {}, {}, {}, "", {}, 0.0, FILES, TENSORS, format=2)
+MANIFEST = CheckpointManifest(1, {}, {}, {}, "", {}, 0.0, FILES, TENSORS, format=2)
 
 HOSTILE = [  # names, and calls that would show
     b"cos\nsystem\n",

@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from tests.distributed.oracle import whole
-from titanlite.checkpoint import CheckpointConfig, Checkpointer, Place, Saved
+from titanlite.checkpoint import CheckpointConfig, Checkpointer, SaveResult
+from titanlite.storage import StorageFolder
 
 
 def open_checkpointer(folder, *, facts=None, layout="", fence=None, **config) -> Checkpointer:
@@ -14,7 +15,7 @@ def open_checkpointer(folder, *, facts=None, layout="", fence=None, **config) ->
     about = {"facts": facts or {}, "job": {}, "layout": layout}
     if fence:
         about["fence"] = fence
-    return Checkpointer(Place(folder), CheckpointConfig(enable=True, **config), **about)
+    return Checkpointer(StorageFolder(folder), CheckpointConfig(enable=True, **config), **about)
 
 
 def save(checkpointer: Checkpointer, state, final: bool = False) -> None:
@@ -24,7 +25,7 @@ def save(checkpointer: Checkpointer, state, final: bool = False) -> None:
     )
 
 
-def save_whole(checkpointer: Checkpointer, state, final: bool = False) -> Saved:
+def save_whole(checkpointer: Checkpointer, state, final: bool = False) -> SaveResult:
     """Save a state, and see that it was."""
     save(checkpointer, state, final)
     saved = checkpointer.wait()
@@ -50,5 +51,5 @@ def load(checkpointer: Checkpointer, state, facts: dict | None = None) -> str:
     """Go on from what is found; returns its name."""
     found = checkpointer.find()
     state.restore(checkpointer.load(found, state.model, state.optimizer, facts or {}))
-    checkpointer.turn_back(state.step)
+    checkpointer.set_aside_later_steps(state.step)
     return found.place.name

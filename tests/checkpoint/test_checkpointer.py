@@ -17,11 +17,12 @@ import torch.distributed as dist
 from tests.checkpoint.saving import bits, load, open_checkpointer, save, save_whole
 from tests.distributed.oracle import ADAMW, Layout, Record, go_on, start, whole
 from tests.distributed.ranks import run_on_ranks
-from titanlite.checkpoint import Place, list_steps, read_manifest
-from titanlite.checkpoint.lease import LEASE_FILE, take_lease
+from titanlite.checkpoint import list_steps, read_checkpoint_manifest
 from titanlite.checkpoint.manifest import FORMAT, _hash
-from titanlite.checkpoint.store import _make_room
+from titanlite.checkpoint.tensor_io import _make_room
 from titanlite.errors import CheckpointError
+from titanlite.runtime.lease import LEASE_FILE, take_lease
+from titanlite.storage import StorageFolder
 
 
 def trained(layout: Layout, steps: int = 1):
@@ -120,7 +121,7 @@ def test_a_disk_that_is_full_costs_a_checkpoint_and_not_the_run(mode, failing, t
 
 def test_a_save_that_cannot_fit_is_not_begun(tmp_path):
     with pytest.raises(CheckpointError, match="MB are free"):
-        _make_room(Place(tmp_path / "step-1"), 1 << 60)
+        _make_room(StorageFolder(tmp_path / "step-1"), 1 << 60)
 
 
 def lose_the_lease(folder, mode, when) -> list:
@@ -161,7 +162,7 @@ def test_who_lost_the_lease_neither_commits_nor_removes(mode, when, left, commit
     problem, names, _ = first
     assert names == left and (tmp_path / "step-2" / "manifest.json").exists() == committed
     assert bool(problem) != committed and (committed or "has taken it from this job" in problem)
-    assert read_manifest(Place(tmp_path / "step-1")).lease == 1
+    assert read_checkpoint_manifest(StorageFolder(tmp_path / "step-1")).lease == 1
 
 
 # --- damage --------------------------------------------------------------------------------------
@@ -352,7 +353,7 @@ def load_parts(folder) -> list:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_last_save_of_the_model_alone_says_that_it_cannot_be_gone_on_from(dtype, tmp_path):
     saved = run_on_ranks(save_last, 2, str(tmp_path), dtype)[0]
-    tensors = read_manifest(Place(tmp_path / "step-2")).tensors
+    tensors = read_checkpoint_manifest(StorageFolder(tmp_path / "step-2")).tensors
     assert {record.dtype for record in tensors.values()} == {dtype}
     assert set(tensors) == {f"model.{name}" for name in saved}
     refusal, without, finished = run_on_ranks(load_parts, 1, str(tmp_path))[0]
@@ -412,13 +413,13 @@ def somewhere_else(url) -> list:
     checkpointer = open_checkpointer(url, async_mode="async", keep_latest_k=2)
     for state.step in (1, 2, 3):
         save_whole(checkpointer, state)
-    before, place = bits(state), Place(url) / "step-3"
+    before, place = bits(state), StorageFolder(url) / "step-3"
     shard = next(name for name in place.sizes() if name.endswith(".distcp"))
     place.write_at_once(shard, one_bit(place.read(shard)))
     spoil(state)
     steps = checkpointer.steps()
-    found, names = load(checkpointer, state), Place(url).folders()
-    return [steps, found, bits(state) == before, names, list_steps(Place(url)).aside]
+    found, names = load(checkpointer, state), StorageFolder(url).folders()
+    return [steps, found, bits(state) == before, names, list_steps(StorageFolder(url)).aside]
 
 
 @pytest.mark.parametrize(
@@ -431,7 +432,9 @@ def test_checkpoints_may_be_wherever_a_url_leads(url, aside, tmp_path):
 
 def test_a_manifest_lists_every_tensor_with_a_hash_that_follows_its_content(tmp_path):
     run_on_ranks(save_two, 2, str(tmp_path))
-    first, second = (read_manifest(Place(tmp_path / f"step-{n}")) for n in (1, 2))
+    first, second = (
+        read_checkpoint_manifest(StorageFolder(tmp_path / f"step-{n}")) for n in (1, 2)
+    )
     assert first.tensors == second.tensors, "the same tensors"
     assert first.tensors["model.tok_embeddings.weight"].shape == [509, 32]
     assert first.has("optimizer") and first.bytes > 0

@@ -7,8 +7,8 @@ import torch
 
 from scripts import convert_checkpoint
 from tests.faults.launch import Launched, lines_of
-from titanlite.checkpoint import Place
-from titanlite.generate import open_writer
+from titanlite.generate import load_generator
+from titanlite.storage import StorageFolder
 
 
 def train(run_toml, out, ranks: int, *argv) -> str:
@@ -36,8 +36,8 @@ def test_weights_travel_to_hugging_face_and_back_in_the_course_of_runs(run_toml,
     assert convert_checkpoint.main(["to-hf", str(step), str(exported)]) == 2
     assert "is there and not empty" in capsys.readouterr().err
 
-    right = open_writer(Place(step), torch.device("cpu"))
-    back = open_writer(Place(again), torch.device("cpu"))
+    right = load_generator(StorageFolder(step), torch.device("cpu"))
+    back = load_generator(StorageFolder(again), torch.device("cpu"))
     for name, weight in right.model.state_dict().items():
         assert torch.equal(back.model.state_dict()[name], weight), name
     assert right.prompt_ids("def f(x):") == back.prompt_ids("def f(x):")

@@ -17,10 +17,11 @@ from tests.checkpoint.test_checkpointer import spoil, trained
 from tests.distributed.oracle import Layout
 from tests.distributed.ranks import run_on_ranks
 from tests.faults.launch import Launched, events_of
-from titanlite.checkpoint import Place, list_steps, read_manifest
-from titanlite.checkpoint.remote_lease import lease_numbers, take_remote_lease
-from titanlite.distributed.session import tighten_timeouts
+from titanlite.checkpoint import list_steps, read_checkpoint_manifest
+from titanlite.distributed.process_group import set_collective_timeouts
 from titanlite.errors import CheckpointError, ConfigError
+from titanlite.runtime.remote_lease import lease_numbers, take_remote_lease
+from titanlite.storage import StorageFolder
 
 pytestmark = needs_s3
 QUICK = {"heartbeat_seconds": 0.05, "stale_seconds": 0.5}
@@ -65,10 +66,10 @@ def first_save_fails(store, url) -> dict:
     rule(store, ("PUT", "manifest.json", "refuse"), ("DELETE", "__1_0", "refuse"))
     save(checkpointer, state)
     said = {"problem": checkpointer.wait().problem}
-    said["left"] = sorted((Place(url) / "step-1").sizes())
+    said["left"] = sorted((StorageFolder(url) / "step-1").sizes())
     rule(store)
     said["found"] = open_checkpointer(url).find()
-    said["names"] = Place(url).folders()
+    said["names"] = StorageFolder(url).folders()
     return said
 
 
@@ -79,7 +80,7 @@ def live(store, url) -> dict:
     rule(store, ("PUT", "__0_0", "busy", 1), ("PUT", ".metadata", "lose", 1))  # these are repeated
     for state.step in (1, 2, 3):
         save_whole(checkpointer, state)
-    said["kept"], said["names"] = checkpointer.steps(), Place(url).folders()
+    said["kept"], said["names"] = checkpointer.steps(), StorageFolder(url).folders()
 
     before = bits(state)
     spoil(state)
@@ -88,7 +89,7 @@ def live(store, url) -> dict:
     rule(store, ("PUT", "step-4/manifest.json", "refuse"))
     state.step = 4
     save(checkpointer, state)
-    said["problem"], said["after"] = checkpointer.wait().problem, Place(url).folders()
+    said["problem"], said["after"] = checkpointer.wait().problem, StorageFolder(url).folders()
 
     rule(store, ("GET", "step-3/manifest.json", "refuse"))
     try:
@@ -98,31 +99,31 @@ def live(store, url) -> dict:
 
     rule(store)
     said["back"] = load(open_checkpointer(url, load_step=2), state)
-    listing = list_steps(Place(url))
+    listing = list_steps(StorageFolder(url))
     said["listed"] = listing.steps, listing.aside
     said["copied"] = [line for line in asked(store) if line.startswith("COPY") and "step" in line]
     state.step = 3
     save_whole(checkpointer, state)
-    said["again"] = checkpointer.steps(), list_steps(Place(url)).aside
+    said["again"] = checkpointer.steps(), list_steps(StorageFolder(url)).aside
 
     rule(store, ("DELETE", "step-2/__1_0", "refuse"))
     state.step = 5
     save_whole(checkpointer, state)
-    listing = list_steps(Place(url))
+    listing = list_steps(StorageFolder(url))
     said["cut short"] = listing.steps, listing.unfinished
     rule(store)
-    said["cleaned"] = open_checkpointer(url).find().place.name, Place(url).folders()
+    said["cleaned"] = open_checkpointer(url).find().place.name, StorageFolder(url).folders()
     return said
 
 
 def look_slowly(store, url) -> str:
     """Look for a checkpoint where that takes longer than training has patience."""
     checkpointer = open_checkpointer(url)
-    tighten_timeouts(1, besides=checkpointer.group)
+    set_collective_timeouts(1, besides=checkpointer.group)
     if dist.get_rank() == 0:
         store.rule("GET", "prefix=slow%2F", "delay", 1, 3.0)
     found = checkpointer.find()
-    checkpointer.turn_back(0)
+    checkpointer.set_aside_later_steps(0)
     return str(found)
 
 
@@ -185,7 +186,9 @@ def test_a_run_killed_beside_its_store_ends_in_the_bits_of_the_undisturbed_one(
 ):
     with Launched(2, tmp_path / "right", *argv_of(run_toml, tmp_path / "right")) as run:
         assert run.wait() == [0, 0], run.said
-    right = read_manifest(Place(tmp_path / "right" / "checkpoint" / f"step-{STEPS}"))
+    right = read_checkpoint_manifest(
+        StorageFolder(tmp_path / "right" / "checkpoint" / f"step-{STEPS}")
+    )
 
     out, url = tmp_path / "killed", "s3://bucket/killed"
     argv = argv_of(run_toml, out, "--checkpoint.folder", url)
@@ -198,7 +201,7 @@ def test_a_run_killed_beside_its_store_ends_in_the_bits_of_the_undisturbed_one(
         run.wait_for(lambda: f"{url}: taken over from process" in run.said)
         assert run.wait() == [0, 0], run.said
     assert events_of(out, "resumed")
-    found = read_manifest(Place(f"{url}/step-{STEPS}"))
+    found = read_checkpoint_manifest(StorageFolder(f"{url}/step-{STEPS}"))
     assert (found.tensors, found.progress) == (right.tensors, right.progress)
     assert found.lease == 2 and right.lease == 1
 
@@ -209,7 +212,10 @@ def test_a_run_killed_beside_its_store_ends_in_the_bits_of_the_undisturbed_one(
 @pytest.mark.parametrize("where", ["s3://bucket", "memory://bucket", ""])
 def test_characters_of_patterns_in_a_path_are_plain(where, here, tmp_path):
     where = where or str(tmp_path)
-    places = {run: Place(f"{where}/{run}/step-4") for run in ("lr1", "lr2", "lr[12]", "lr*", "lr?")}
+    places = {
+        run: StorageFolder(f"{where}/{run}/step-4")
+        for run in ("lr1", "lr2", "lr[12]", "lr*", "lr?")
+    }
     for place in places.values():
         place.make()
         for name in ("manifest.json", "__0_0.distcp"):
@@ -231,7 +237,7 @@ def race(store, url, rounds) -> list[int]:
     store.enter()
     numbers = []
     for number in range(rounds):
-        folder = Place(f"{url}/{number}")
+        folder = StorageFolder(f"{url}/{number}")
         dist.barrier()
         try:
             lease = take_remote_lease(folder, "checkpoint.folder", **QUICK)
@@ -260,12 +266,12 @@ def test_of_two_jobs_that_start_at_once_in_a_store_one_gets_the_lease(store):
         assert sorted(pair) == [0, 1 + number % 2], "each taking gets the next number"
 
 
-def content_of(folder: Place) -> dict:
+def content_of(folder: StorageFolder) -> dict:
     return json.loads(folder.read(f"lease-{lease_numbers(folder)[-1]:06}.json"))
 
 
 def test_a_dead_jobs_lease_in_a_store_is_taken_over(here):
-    folder = Place("s3://bucket/dead")
+    folder = StorageFolder("s3://bucket/dead")
     ours = take_remote_lease(folder, "checkpoint.folder", **QUICK)
     with pytest.raises(ConfigError, match=f"process {os.getpid()} on"):
         take_remote_lease(folder, "checkpoint.folder", **QUICK)
@@ -283,7 +289,7 @@ def test_a_dead_jobs_lease_in_a_store_is_taken_over(here):
 
 
 def test_a_job_elsewhere_that_beats_keeps_its_lease_in_a_store(here):
-    folder = Place("s3://bucket/beats")
+    folder = StorageFolder("s3://bucket/beats")
     take_remote_lease(folder, "checkpoint.folder", **QUICK).close()
     state, stop = content_of(folder), threading.Event()
     state["holder"]["host"], state["released"] = "elsewhere", False
@@ -305,14 +311,14 @@ def test_a_job_elsewhere_that_beats_keeps_its_lease_in_a_store(here):
 
 def test_a_lost_answer_does_not_make_a_job_refuse_itself(here):
     here.rule("PUT", "lease-000001.json", "lose", 1)
-    lease = take_remote_lease(Place("s3://bucket/lost"), "checkpoint.folder", **QUICK)
+    lease = take_remote_lease(StorageFolder("s3://bucket/lost"), "checkpoint.folder", **QUICK)
     lease.check()
     lease.close()
 
 
 @pytest.mark.parametrize("where", ["s3://bucket/check", "memory://check"])
 def test_a_check_reads_the_store_itself_and_does_not_wait_for_a_heartbeat(where, here):
-    folder = Place(where)
+    folder = StorageFolder(where)
     lease = take_remote_lease(folder, "checkpoint.folder", heartbeat_seconds=1000)
     lease.check()
     here.rule("GET", "check", "refuse")

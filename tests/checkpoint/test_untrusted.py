@@ -28,19 +28,19 @@ from tests.checkpoint.test_checkpointer import save_two, spoil
 from tests.distributed.oracle import ADAMW, Layout, start
 from tests.distributed.ranks import run_on_ranks
 from titanlite.checkpoint import (
-    Place,
-    described_model,
-    read_manifest,
+    describe_saved_model,
+    model_and_optimizer_state,
+    read_checkpoint_manifest,
     read_tensors,
     records,
-    state_of,
 )
 from titanlite.checkpoint.chunks import Chunk, read_chunks
-from titanlite.checkpoint.hf import open_hugging_face
-from titanlite.checkpoint.lease import parse_holder
-from titanlite.checkpoint.ledger import last_step, read_lives
+from titanlite.checkpoint.huggingface import open_hugging_face
 from titanlite.checkpoint.manifest import FileRecord, _hash
 from titanlite.errors import CheckpointError
+from titanlite.runtime.lease import parse_holder
+from titanlite.runtime.start_log import last_step, read_starts
+from titanlite.storage import StorageFolder
 
 ROOT = Path(__file__).parents[2]
 
@@ -59,7 +59,7 @@ def sign_again(step: Path, /, **changes) -> None:
     body.pop("hash", None)
     if "files" not in changes:
         there = [path for path in step.iterdir() if path.name != "manifest.json"]
-        hashes = {path.name: Place(step).hash_of(path.name) for path in there}
+        hashes = {path.name: StorageFolder(step).hash_of(path.name) for path in there}
         body["files"] = {
             path.name: asdict(FileRecord(path.stat().st_size, hashes[path.name])) for path in there
         }
@@ -229,10 +229,10 @@ def load_each(folders) -> list[str]:
     state, _, _ = start(Layout(), ADAMW)
     limit_memory(1 << 28)
     for folder in folders:
-        place = Place(folder) / "step-2"
+        place = StorageFolder(folder) / "step-2"
         try:
-            read_manifest(place)
-            read_tensors(place, state_of(state.model, state.optimizer), alone=True)
+            read_checkpoint_manifest(place)
+            read_tensors(place, model_and_optimizer_state(state.model, state.optimizer), alone=True)
             said.append("loaded")
         except CheckpointError as error:
             said.append(str(error))
@@ -270,7 +270,10 @@ def load_old_and_new(folders) -> list[bool]:
         load(open_checkpointer(folder), state)
         found.append(bits(state))
         spoil(state)
-    dcp.load(state_of(state.model, state.optimizer), checkpoint_id=f"{folders[0]}/step-2")
+    dcp.load(
+        model_and_optimizer_state(state.model, state.optimizer),
+        checkpoint_id=f"{folders[0]}/step-2",
+    )
     found.append(bits(state))
     return [one == found[0] for one in found]
 
@@ -354,9 +357,9 @@ def test_chunks_that_cannot_be_are_refused(saved, tmp_path, change, words):
     table["chunks"][NAME] = change(table["chunks"][NAME])
     (step / "chunks.json").write_text(json.dumps(table))
     sign_again(step)
-    place = Place(step)
+    place = StorageFolder(step)
     with pytest.raises(CheckpointError, match="chunks.json is not valid") as refused:
-        read_chunks(place, read_manifest(place), [NAME])
+        read_chunks(place, read_checkpoint_manifest(place), [NAME])
     assert words in str(refused.value)
 
 
@@ -365,7 +368,7 @@ def test_a_changed_chunks_json_is_found_without_full_verification(saved, tmp_pat
     content = (step / "chunks.json").read_bytes()
     (step / "chunks.json").write_bytes(content[:-3] + b"9" + content[-2:])
     with pytest.raises(CheckpointError, match="its hash differs"):
-        read_tensors(Place(step), {"model": {"norm.weight": torch.empty(32)}}, alone=True)
+        read_tensors(StorageFolder(step), {"model": {"norm.weight": torch.empty(32)}}, alone=True)
 
 
 # --- manifests and configs -----------------------------------------------------------------------
@@ -391,7 +394,7 @@ def test_a_manifest_of_other_types_is_refused(saved, tmp_path, key):
     sign_again(step, **{key.strip(): WRONG_MANIFESTS[key]})
     began = time.process_time()
     with pytest.raises(CheckpointError):
-        read_manifest(Place(step))
+        read_checkpoint_manifest(StorageFolder(step))
     assert time.process_time() - began < 5  # the product of 50,000 sizes took a minute
 
 
@@ -412,7 +415,7 @@ def test_a_model_that_the_tensors_are_not_of_is_not_built(saved, tmp_path, model
     step = Path(shutil.copytree(saved / "step-1", tmp_path / "step-1"))
     sign_again(step, job={"model": model})
     with pytest.raises(CheckpointError) as refused:
-        described_model(Place(step), read_manifest(Place(step)))
+        describe_saved_model(StorageFolder(step), read_checkpoint_manifest(StorageFolder(step)))
     assert words in str(refused.value)
 
 
@@ -472,7 +475,7 @@ def open_each(folders) -> list[str]:
     limit_memory(1 << 28)
     for folder in folders:
         try:
-            open_hugging_face(Place(folder))
+            open_hugging_face(StorageFolder(folder))
             said.append("opened")
         except CheckpointError as error:
             said.append(str(error))
@@ -504,9 +507,9 @@ def test_a_hugging_face_folder_of_links_is_refused_with_the_way_out(tmp_path):
     (tmp_path / "snapshot").mkdir()
     (tmp_path / "snapshot" / "config.json").symlink_to("../blob")
     with pytest.raises(CheckpointError, match="config.json is a link, .* cp -rL"):
-        open_hugging_face(Place(tmp_path / "snapshot"))
+        open_hugging_face(StorageFolder(tmp_path / "snapshot"))
 
 
 def test_deep_json_in_the_small_files_of_a_run_is_passed_over():
     deep = DEEP.encode()
-    assert read_lives(deep) == [] and last_step(deep) == 0 and parse_holder(deep) is None
+    assert read_starts(deep) == [] and last_step(deep) == 0 and parse_holder(deep) is None

@@ -8,7 +8,7 @@ import tracemalloc
 import numpy as np
 import pytest
 
-from titanlite.data.order import BLOCK, Order, Shares, permute
+from titanlite.data.order import BLOCK, MixtureQuotas, SampleOrder, permute
 from titanlite.errors import DataError
 
 MIXTURE = [("code", 0.7, 1000), ("prose", 0.25, 333), ("mathematics", 0.05, 7)]
@@ -47,7 +47,7 @@ KNOWN_ORDERS = [  # sources, first position, version of the order, (source, epoc
 ]
 
 
-def sample_at(order: Order, start: int, stop: int):
+def sample_at(order: SampleOrder, start: int, stop: int):
     return order.sample_at(np.arange(start, stop))
 
 
@@ -70,7 +70,7 @@ def test_the_order_looks_shuffled():
 
 def test_every_epoch_has_every_sample_once_and_in_another_order():
     for samples in (1, 10, 4096, 5000):
-        source, epoch, sample = sample_at(Order(5, [("a", 1.0, samples)]), 0, 3 * samples)
+        source, epoch, sample = sample_at(SampleOrder(5, [("a", 1.0, samples)]), 0, 3 * samples)
         assert np.array_equal(epoch, np.repeat([0, 1, 2], samples))
         epochs = sample.reshape(3, samples)
         assert np.array_equal(np.sort(epochs), np.tile(np.arange(samples), (3, 1)))
@@ -78,7 +78,7 @@ def test_every_epoch_has_every_sample_once_and_in_another_order():
 
 
 def test_epochs_of_a_mixture_come_one_after_the_other():
-    source, epoch, sample = sample_at(Order(5, MIXTURE), 0, 3 * BLOCK + 100)
+    source, epoch, sample = sample_at(SampleOrder(5, MIXTURE), 0, 3 * BLOCK + 100)
     for number, (_, _, samples) in enumerate(MIXTURE):
         mine = source == number
         draws = np.arange(mine.sum())
@@ -89,7 +89,7 @@ def test_epochs_of_a_mixture_come_one_after_the_other():
 
 
 def test_every_block_has_the_share_that_is_counted_for_it():
-    order = Order(1, MIXTURE)
+    order = SampleOrder(1, MIXTURE)
     for block in (0, 1, 77, 10**9):
         source, _, _ = sample_at(order, block * BLOCK, (block + 1) * BLOCK)
         counts = np.bincount(source, minlength=3)
@@ -110,7 +110,7 @@ def test_every_block_has_the_share_that_is_counted_for_it():
     ids=str,
 )
 def test_shares_are_exact_over_a_run_however_small_the_weight(weights):
-    shares = Shares([str(i) for i in range(len(weights))], weights)
+    shares = MixtureQuotas([str(i) for i in range(len(weights))], weights)
     exact = np.array(weights) / sum(weights)
     before = shares.drawn_before(0)
     for block in [*range(1, 300), 10**6, 10**9, 2**51]:
@@ -123,7 +123,7 @@ def test_shares_are_exact_over_a_run_however_small_the_weight(weights):
 
 
 def test_a_source_of_a_tiny_weight_is_drawn_sample_after_sample():
-    order = Order(3, [("rare", 1e-5, 10), ("common", 1.0, 10**6)])
+    order = SampleOrder(3, [("rare", 1e-5, 10), ("common", 1.0, 10**6)])
     source, epoch, sample = sample_at(order, 0, 500 * BLOCK)
     rare = source == 0
     assert abs(rare.sum() - 500 * BLOCK * 1e-5 / (1 + 1e-5)) < 1
@@ -133,7 +133,7 @@ def test_a_source_of_a_tiny_weight_is_drawn_sample_after_sample():
 
 def frequencies(size: int, permutations: int) -> np.ndarray:
     """How often each permutation of a source of `size` samples is an epoch of it."""
-    _, _, sample = sample_at(Order(11, [("a", 1.0, size)]), 0, size * permutations)
+    _, _, sample = sample_at(SampleOrder(11, [("a", 1.0, size)]), 0, size * permutations)
     codes = sample.reshape(-1, size) @ (size ** np.arange(size))
     return np.unique(codes, return_counts=True)[1]
 
@@ -151,14 +151,14 @@ def test_the_order_of_a_small_source_is_uniform_over_all_permutations(size):
 @pytest.mark.parametrize("size", [16, 100, 1000])
 def test_a_small_source_has_no_more_neighbours_than_chance_gives(size):
     epochs = 800_000 // size
-    _, _, sample = sample_at(Order(5, [("a", 1.0, size)]), 0, size * epochs)
+    _, _, sample = sample_at(SampleOrder(5, [("a", 1.0, size)]), 0, size * epochs)
     pairs = (np.diff(sample.reshape(epochs, size), axis=1) == 1).sum()
     expected = epochs * (size - 1) / size  # in a random permutation; close to Poisson
     assert abs(pairs - expected) < 4 * math.sqrt(expected)
 
 
 def test_every_batch_has_nearly_its_share_of_every_source():
-    source, _, _ = sample_at(Order(1, MIXTURE), 0, 8 * BLOCK)
+    source, _, _ = sample_at(SampleOrder(1, MIXTURE), 0, 8 * BLOCK)
     for number, (_, weight, _) in enumerate(MIXTURE):
         in_batches = (source == number).reshape(-1, 64).sum(1)
         assert np.abs(in_batches - 64 * weight).max() < 4
@@ -166,7 +166,7 @@ def test_every_batch_has_nearly_its_share_of_every_source():
 
 @pytest.mark.parametrize("seed", range(3))
 def test_asking_in_other_slices_gives_the_same_samples(seed):
-    order, generator = Order(seed, MIXTURE), np.random.default_rng(seed)
+    order, generator = SampleOrder(seed, MIXTURE), np.random.default_rng(seed)
     start, stop = 10**12, 10**12 + 3 * BLOCK
     whole = np.stack(sample_at(order, start, stop))
     cuts = [start, *np.sort(generator.integers(start, stop, 50)), stop]
@@ -178,26 +178,28 @@ def test_asking_in_other_slices_gives_the_same_samples(seed):
 
 @pytest.mark.parametrize("sources, first, version, expected", KNOWN_ORDERS)
 def test_the_order_does_not_change_with_the_version(sources, first, version, expected):
-    order = Order(42, sources)
+    order = SampleOrder(42, sources)
     assert [found.tolist() for found in sample_at(order, first, first + 8)] == expected
     assert [order.version(number) for number in range(len(sources))] == [version] * len(sources)
 
 
 def test_another_source_does_not_reorder_the_samples_of_the_others():
-    def draws(order: Order, number: int) -> list[int]:
+    def draws(order: SampleOrder, number: int) -> list[int]:
         source, _, sample = sample_at(order, 0, 4 * BLOCK)
         return sample[source == number][:1500].tolist()
 
-    alone, more = Order(9, MIXTURE), Order(9, [("new", 2.0, 50), *MIXTURE])
-    assert draws(alone, 0) == draws(more, 1) != draws(Order(10, MIXTURE), 0)
-    assert draws(Order(9, [("a", 1.0, 100)]), 0) != draws(Order(9, [("b", 1.0, 100)]), 0)
+    alone, more = SampleOrder(9, MIXTURE), SampleOrder(9, [("new", 2.0, 50), *MIXTURE])
+    assert draws(alone, 0) == draws(more, 1) != draws(SampleOrder(10, MIXTURE), 0)
+    assert draws(SampleOrder(9, [("a", 1.0, 100)]), 0) != draws(
+        SampleOrder(9, [("b", 1.0, 100)]), 0
+    )
 
 
 def test_a_billion_samples_cost_the_memory_of_a_thousand():
     def peak_bytes(samples: int) -> int:
         tracemalloc.start()
         try:
-            order = Order(0, [("a", 3.0, samples), ("b", 1.0, samples)])
+            order = SampleOrder(0, [("a", 3.0, samples), ("b", 1.0, samples)])
             sample_at(order, samples, samples + 4096)
             return tracemalloc.get_traced_memory()[1]
         finally:
@@ -209,7 +211,7 @@ def test_a_billion_samples_cost_the_memory_of_a_thousand():
 
 
 def test_weights_that_give_no_share_are_refused():
-    assert Shares(["a", "b"], [1.0, 0.0]).drawn_before(3) == [3 * BLOCK, 0]
+    assert MixtureQuotas(["a", "b"], [1.0, 0.0]).drawn_before(3) == [3 * BLOCK, 0]
     for weights in ([0.0, 0.0], [1.0, -1.0], [1.0, math.inf], [1.0, math.nan]):
         with pytest.raises(DataError, match="weight"):
-            Shares(["a", "b"], weights)
+            MixtureQuotas(["a", "b"], weights)

@@ -19,11 +19,11 @@ import pytest
 import torch
 
 from tests.data.test_tokenizer import hugging_face
-from titanlite.data import open_corpus, open_tokenizer, verify
-from titanlite.data.prepare import prepare
-from titanlite.data.text import _refuse_expansion, find_files, parts_of, read_documents
+from titanlite.data import open_corpus, open_tokenizer, verify_corpus
+from titanlite.data.prepare import prepare_corpus
+from titanlite.data.text import _refuse_expansion, find_files, list_file_ranges, read_documents
 from titanlite.errors import DataError
-from titanlite.models.documents import document_positions
+from titanlite.kernels.documents import document_positions
 
 ROOT = Path(__file__).parents[2]
 BYTES = open_tokenizer("bytes")
@@ -75,19 +75,23 @@ def content_of(folder: Path) -> dict[str, bytes]:
 
 
 def test_every_document_of_every_kind_of_file_is_there_once(inputs, tmp_path):
-    made = prepare([inputs], BYTES, tmp_path / "out", 0.2, piece_bytes=PIECE_BYTES, workers=1)
+    made = prepare_corpus(
+        [inputs], BYTES, tmp_path / "out", 0.2, piece_bytes=PIECE_BYTES, workers=1
+    )
     train, held_out = (documents_in(tmp_path / "out" / side) for side in ("train", "validation"))
     assert sorted(train + held_out) == sorted(texts(200) + texts(40, 1) + texts(20, 2))
     assert (made.documents, made.validation_documents) == (len(train), len(held_out))
     assert 20 < len(held_out) < 90
-    assert verify(tmp_path / "out/train").tokens == made.tokens
+    assert verify_corpus(tmp_path / "out/train").tokens == made.tokens
     assert not (tmp_path / "out/.unfinished").exists()
 
 
 def test_a_document_that_occurs_twice_does_not_leak_into_validation(tmp_path):
     write_jsonl(tmp_path / "a.jsonl", texts(100))
     write_jsonl(tmp_path / "b.jsonl", texts(100)[::-1] + texts(50, 1))
-    prepare([tmp_path / "a.jsonl", tmp_path / "b.jsonl"], BYTES, tmp_path / "out", 0.3, workers=1)
+    prepare_corpus(
+        [tmp_path / "a.jsonl", tmp_path / "b.jsonl"], BYTES, tmp_path / "out", 0.3, workers=1
+    )
     train, held_out = (documents_in(tmp_path / "out" / side) for side in ("train", "validation"))
     assert len(train) + len(held_out) == 250
     assert not set(train) & set(held_out)
@@ -96,7 +100,7 @@ def test_a_document_that_occurs_twice_does_not_leak_into_validation(tmp_path):
 def test_the_number_of_workers_does_not_change_a_byte(inputs, tmp_path):
     for workers in (1, 2):
         out = tmp_path / f"out{workers}"
-        made = prepare([inputs], BYTES, out, 0.2, workers=workers, piece_bytes=PIECE_BYTES)
+        made = prepare_corpus([inputs], BYTES, out, 0.2, workers=workers, piece_bytes=PIECE_BYTES)
         assert made.pieces > 4
     assert content_of(tmp_path / "out1") == content_of(tmp_path / "out2")
 
@@ -105,7 +109,7 @@ def test_pieces_of_any_size_hold_the_same_documents(inputs, tmp_path):
     found = []
     for piece_bytes in (1500, 5001, 10**9):
         out = tmp_path / f"out{piece_bytes}"
-        prepare([inputs], BYTES, out, 0.2, workers=1, piece_bytes=piece_bytes)
+        prepare_corpus([inputs], BYTES, out, 0.2, workers=1, piece_bytes=piece_bytes)
         found.append((documents_in(out / "train"), documents_in(out / "validation")))
     assert found[0] == found[1] == found[2]
 
@@ -113,7 +117,7 @@ def test_pieces_of_any_size_hold_the_same_documents(inputs, tmp_path):
 @pytest.mark.parametrize("limit", [1, 7, 100, 1001])
 def test_a_file_cut_anywhere_gives_each_document_once(inputs, limit):
     for name in ("many.jsonl", "rows.parquet"):
-        (whole,) = parts_of([inputs / name])
+        (whole,) = list_file_ranges([inputs / name])
         parts = whole.split(limit)
         assert len(parts) > 1 and sum(part.bytes for part in parts) == whole.bytes
         assert list(read_documents(parts)) == list(read_documents([whole]))
@@ -122,12 +126,12 @@ def test_a_file_cut_anywhere_gives_each_document_once(inputs, limit):
 SLOWLY = """
 import sys, time
 from titanlite.data import open_tokenizer
-from titanlite.data.prepare import prepare
-from titanlite.data.text import parts_of, read_documents
+from titanlite.data.prepare import prepare_corpus
+from titanlite.data.text import list_file_ranges, read_documents
 
 if __name__ == "__main__":
     inputs, out, workers = sys.argv[1:]
-    prepare([inputs], open_tokenizer("bytes"), out, 0.2, workers=int(workers), piece_bytes=4000,
+    prepare_corpus([inputs], open_tokenizer("bytes"), out, 0.2, workers=int(workers), piece_bytes=4000,
             progress=lambda done, of: time.sleep(0.3 if done else 0))
 """
 
@@ -149,8 +153,8 @@ def test_after_a_kill_the_same_command_ends_with_the_same_bytes(inputs, tmp_path
     damaged = out / ".unfinished/train/000000.bin"  # as after a power cut
     damaged.write_bytes(bytes(damaged.stat().st_size))
 
-    again = prepare([inputs], BYTES, out, 0.2, workers=1, piece_bytes=PIECE_BYTES)
-    fresh = prepare([inputs], BYTES, whole, 0.2, workers=1, piece_bytes=PIECE_BYTES)
+    again = prepare_corpus([inputs], BYTES, out, 0.2, workers=1, piece_bytes=PIECE_BYTES)
+    fresh = prepare_corpus([inputs], BYTES, whole, 0.2, workers=1, piece_bytes=PIECE_BYTES)
     assert 1 <= again.reused_pieces < again.pieces and fresh.reused_pieces == 0
     assert content_of(out) == content_of(whole)
 
@@ -160,10 +164,10 @@ def test_a_piece_of_an_older_version_of_the_input_is_not_used_again(tmp_path):
         (tmp_path / f"{name}.txt").write_text(content, errors="surrogateescape")
     inputs = [tmp_path / f"{name}.txt" for name in "abc"]
     with pytest.raises(DataError, match="c.txt, line 1"):  # with two pieces finished
-        prepare(inputs, BYTES, tmp_path / "out", 0.0, workers=1, piece_bytes=1)
+        prepare_corpus(inputs, BYTES, tmp_path / "out", 0.0, workers=1, piece_bytes=1)
     (tmp_path / "a.txt").write_text("new a")
     (tmp_path / "c.txt").write_text("mended")
-    made = prepare(inputs, BYTES, tmp_path / "out", 0.0, workers=1, piece_bytes=1)
+    made = prepare_corpus(inputs, BYTES, tmp_path / "out", 0.0, workers=1, piece_bytes=1)
     assert documents_in(tmp_path / "out/train") == ["new a", "old b", "mended"]
     assert made.reused_pieces == 1
 
@@ -171,8 +175,8 @@ def test_a_piece_of_an_older_version_of_the_input_is_not_used_again(tmp_path):
 WAITING = """
 import os, sys
 from titanlite.data import open_tokenizer
-from titanlite.data.prepare import prepare
-from titanlite.errors import UserError, report
+from titanlite.data.prepare import prepare_corpus
+from titanlite.errors import UserError, format_error
 
 def replace_last_input(done, of):
     if done == 0:  # after the inputs were listed, before any worker opens one
@@ -182,10 +186,10 @@ def replace_last_input(done, of):
 if __name__ == "__main__":
     inputs, out, seconds = sys.argv[1:]
     try:
-        prepare([inputs], open_tokenizer("bytes"), out, 0.2, workers=2, piece_bytes=4000,
+        prepare_corpus([inputs], open_tokenizer("bytes"), out, 0.2, workers=2, piece_bytes=4000,
                 stall_seconds=float(seconds), progress=replace_last_input)
     except UserError as error:
-        sys.exit(report(error))
+        sys.exit(format_error(error))
 """
 
 
@@ -244,35 +248,35 @@ def group_lives(group: int) -> bool:
 @pytest.mark.parametrize("renames", [1, 2])
 def test_a_kill_between_the_last_renames_is_finished_by_the_next_run(inputs, tmp_path, renames):
     out, whole = tmp_path / "out", tmp_path / "whole"
-    prepare([inputs], BYTES, whole, 0.2, workers=1)
-    prepare([inputs], BYTES, out, 0.2, workers=1)
+    prepare_corpus([inputs], BYTES, whole, 0.2, workers=1)
+    prepare_corpus([inputs], BYTES, out, 0.2, workers=1)
     (out / ".unfinished").mkdir()  # back to where the killed run had come
     for name in ("train", "prepared.json")[renames - 1 :]:
         os.rename(out / name, out / ".unfinished" / name)
-    made = prepare([inputs], BYTES, out, 0.2, workers=1)
+    made = prepare_corpus([inputs], BYTES, out, 0.2, workers=1)
     assert made.reused_pieces == made.pieces
     assert content_of(out) == content_of(whole)
 
 
 def test_a_second_run_does_nothing_and_another_job_does_not_overwrite(inputs, tmp_path):
     out = tmp_path / "out"
-    prepare([inputs], BYTES, out, 0.2, workers=1)
+    prepare_corpus([inputs], BYTES, out, 0.2, workers=1)
     before = content_of(out)
-    again = prepare([inputs], BYTES, out, 0.2, workers=1)
+    again = prepare_corpus([inputs], BYTES, out, 0.2, workers=1)
     assert again.encoded_bytes == 0 and again.reused_pieces == again.pieces
     with pytest.raises(DataError, match="there already"):
-        prepare([inputs], BYTES, out, 0.3, workers=1)
+        prepare_corpus([inputs], BYTES, out, 0.3, workers=1)
     (inputs / "more.txt").write_text("one more")
     with pytest.raises(DataError, match="there already"):
-        prepare([inputs], BYTES, out, 0.2, workers=1)
+        prepare_corpus([inputs], BYTES, out, 0.2, workers=1)
     assert content_of(out) == before
 
 
 def test_with_bos_every_document_begins_with_it_and_is_one_to_a_document_mask(inputs, tmp_path):
     out, plain = tmp_path / "out", tmp_path / "plain"
     options = {"piece_bytes": PIECE_BYTES, "workers": 1}
-    prepare([inputs], BYTES, out, 0.2, bos=True, **options)
-    prepare([inputs], BYTES, plain, 0.2, **options)
+    prepare_corpus([inputs], BYTES, out, 0.2, bos=True, **options)
+    prepare_corpus([inputs], BYTES, plain, 0.2, **options)
     for side in ("train", "validation"):
         assert documents_in(out / side) == documents_in(plain / side)
         corpus = open_corpus(out / side)
@@ -281,10 +285,10 @@ def test_with_bos_every_document_begins_with_it_and_is_one_to_a_document_mask(in
         assert torch.equal(first, ids == BYTES.bos_id) and first.sum() == corpus.documents
         assert corpus.manifest.bos and not open_corpus(plain / side).manifest.bos
     with pytest.raises(DataError, match="made of other inputs"):
-        prepare([inputs], BYTES, out, 0.2, **options)
+        prepare_corpus([inputs], BYTES, out, 0.2, **options)
     without = open_tokenizer(hugging_face(tmp_path))  # its only special token is the end
     with pytest.raises(DataError, match="has no BOS of its own"):
-        prepare([inputs], without, tmp_path / "other", bos=True)
+        prepare_corpus([inputs], without, tmp_path / "other", bos=True)
 
 
 @pytest.mark.parametrize(
@@ -308,7 +312,9 @@ def test_a_corrupt_input_is_named_with_its_line(tmp_path, name, content, said):
     (folder / name).write_bytes(content)
     for piece_bytes in (3, 10**6):  # lines are counted from the top of the file in any piece
         with pytest.raises(DataError, match=said):
-            prepare([folder], BYTES, tmp_path / "out", 0.0, workers=1, piece_bytes=piece_bytes)
+            prepare_corpus(
+                [folder], BYTES, tmp_path / "out", 0.0, workers=1, piece_bytes=piece_bytes
+            )
     assert not (tmp_path / "out/train").exists()
 
 
@@ -317,14 +323,14 @@ def test_an_error_in_a_worker_reaches_the_user_as_it_is(tmp_path):
     with open(tmp_path / "a.jsonl", "ab") as file:
         file.write(b"\n{broken")
     with pytest.raises(DataError, match="a.jsonl, line 51") as refusal:
-        prepare([tmp_path / "a.jsonl"], BYTES, tmp_path / "out", workers=2, piece_bytes=1000)
+        prepare_corpus([tmp_path / "a.jsonl"], BYTES, tmp_path / "out", workers=2, piece_bytes=1000)
     assert refusal.value.fix
 
 
 MEMORY = """
 import resource, sys
-from titanlite.data.text import _refuse_expansion, find_files, parts_of, read_documents
-from titanlite.errors import UserError, report
+from titanlite.data.text import _refuse_expansion, find_files, list_file_ranges, read_documents
+from titanlite.errors import UserError, format_error
 
 import pyarrow.parquet
 before = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
@@ -332,10 +338,10 @@ limit = before + (1 << 30)
 resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
 documents = characters = 0
 try:
-    for text in read_documents(parts_of(find_files([sys.argv[1]]))):
+    for text in read_documents(list_file_ranges(find_files([sys.argv[1]]))):
         documents, characters = documents + 1, characters + len(text)
 except UserError as error:
-    sys.exit(report(error))
+    sys.exit(format_error(error))
 print(documents, characters)
 """
 
@@ -394,7 +400,7 @@ def test_a_parquet_is_read_however_it_was_encoded(tmp_path, options, kind):
     documents = [*texts(60), None, "", *texts(60)]
     table = pyarrow.table({"text": pyarrow.array(documents, kind)})
     pyarrow.parquet.write_table(table, tmp_path / "a.parquet", row_group_size=50, **options)
-    found = list(read_documents(parts_of([tmp_path / "a.parquet"])))
+    found = list(read_documents(list_file_ranges([tmp_path / "a.parquet"])))
     assert found == [text for text in documents if text]
 
 
@@ -404,11 +410,11 @@ def test_a_document_that_is_too_long_is_refused_in_every_kind_of_file(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"text": "b"}\n{"text": "' + long)  # and no end of the line
     pyarrow.parquet.write_table(pyarrow.table({"text": [long + "a"]}), tmp_path / "a.parquet")
     for name in ("a.txt", "a.jsonl, line 2", "a.parquet, row group 0"):
-        parts = parts_of([tmp_path / name.split(",")[0]])
+        parts = list_file_ranges([tmp_path / name.split(",")[0]])
         with pytest.raises(DataError, match=f"{name}: holds a document of more than 1 MiB"):
             list(read_documents(parts, limit))
     (tmp_path / "a.txt").write_text(long)
-    assert list(read_documents(parts_of([tmp_path / "a.txt"]), limit)) == [long]
+    assert list(read_documents(list_file_ranges([tmp_path / "a.txt"]), limit)) == [long]
 
 
 def test_a_link_out_of_the_inputs_is_refused_until_it_is_allowed(tmp_path):
@@ -434,23 +440,23 @@ def test_a_link_out_of_the_inputs_is_refused_until_it_is_allowed(tmp_path):
 def test_a_parquet_without_text_says_what_it_has(tmp_path):
     pyarrow.parquet.write_table(pyarrow.table({"body": ["a"], "n": [1]}), tmp_path / "a.parquet")
     with pytest.raises(DataError, match='no column "text", only body, n'):
-        prepare([tmp_path], BYTES, tmp_path / "out")
+        prepare_corpus([tmp_path], BYTES, tmp_path / "out")
     for ids in ([1], [b"a"]):
         pyarrow.parquet.write_table(pyarrow.table({"text": ids}), tmp_path / "a.parquet")
         with pytest.raises(DataError, match='"text" holds (int64|binary), not text'):
-            prepare([tmp_path], BYTES, tmp_path / "out")
+            prepare_corpus([tmp_path], BYTES, tmp_path / "out")
     broken = pyarrow.array([b"fine", b"\xff"]).view(pyarrow.string())
     pyarrow.parquet.write_table(pyarrow.table({"text": broken}), tmp_path / "a.parquet")
     with pytest.raises(DataError, match="row group 0: the byte 0xff is not UTF-8"):
-        prepare([tmp_path], BYTES, tmp_path / "out", 0.0)
+        prepare_corpus([tmp_path], BYTES, tmp_path / "out", 0.0)
 
 
 def test_a_share_that_leaves_a_side_empty_is_refused(tmp_path):
     (tmp_path / "a.txt").write_text("one document")
     with pytest.raises(DataError, match="leaves none for validation"):
-        prepare([tmp_path], BYTES, tmp_path / "out", 0.01)
+        prepare_corpus([tmp_path], BYTES, tmp_path / "out", 0.01)
     assert not (tmp_path / "out/train").exists()
-    prepare([tmp_path], BYTES, tmp_path / "out", 0.0)
+    prepare_corpus([tmp_path], BYTES, tmp_path / "out", 0.0)
     assert documents_in(tmp_path / "out/train") == ["one document"]
     assert not (tmp_path / "out/validation").exists()
 
@@ -459,10 +465,10 @@ def test_a_named_file_and_a_pattern_take_any_suffix_each_file_once(tmp_path):
     for name in ("a.md", "b.rst", "c.txt"):
         (tmp_path / name).write_text(name)
     inputs = [tmp_path / "b.rst", str(tmp_path / "*.*"), tmp_path]
-    prepare(inputs, BYTES, tmp_path / "out", 0.0)
+    prepare_corpus(inputs, BYTES, tmp_path / "out", 0.0)
     assert documents_in(tmp_path / "out/train") == ["b.rst", "a.md", "c.txt"]
     with pytest.raises(DataError, match="matches none"):
-        prepare([tmp_path / "*.xyz"], BYTES, tmp_path / "other")
+        prepare_corpus([tmp_path / "*.xyz"], BYTES, tmp_path / "other")
 
 
 def run(*arguments: str | Path) -> subprocess.CompletedProcess:

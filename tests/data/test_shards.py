@@ -11,8 +11,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from titanlite.data import CorpusChecks, ShardWriter, open_corpus, verify
-from titanlite.data.manifest import write_manifest
+from titanlite.data import CorpusChecks, ShardWriter, open_corpus, verify_corpus
+from titanlite.data.manifest import write_corpus_manifest
 from titanlite.errors import DataError
 
 ROOT = Path(__file__).parents[2]
@@ -29,7 +29,7 @@ def write(folder: Path, shards=(DOCUMENTS,), vocab_size: int = 65_536, manifest:
                 writer.add(document)
             records.append(writer.close())
     if manifest:
-        write_manifest(folder, "the tokenizer", vocab_size, records)
+        write_corpus_manifest(folder, "the tokenizer", vocab_size, records)
     return folder
 
 
@@ -51,7 +51,7 @@ def test_documents_come_back_as_they_were_written(tmp_path, vocab_size, id_bytes
     assert (corpus.tokens, corpus.documents) == (FLAT.size, len(DOCUMENTS))
     assert np.array_equal(corpus.read(0, corpus.tokens), FLAT)
     assert (tmp_path / "000.bin").stat().st_size == id_bytes * FLAT.size
-    assert verify(tmp_path).max_id == 65_535
+    assert verify_corpus(tmp_path).max_id == 65_535
 
 
 def test_our_shards_are_what_other_readers_of_the_format_expect(tmp_path):
@@ -254,7 +254,7 @@ def test_a_flipped_bit_is_found_by_verify(tmp_path, name):
     content[len(content) // 2] ^= 1
     path.write_bytes(content)
     with pytest.raises(DataError, match="not those that were written"):
-        verify(tmp_path)
+        verify_corpus(tmp_path)
 
 
 def test_nothing_is_there_of_a_shard_that_was_not_finished(tmp_path):

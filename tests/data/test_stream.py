@@ -13,17 +13,17 @@ import pytest
 import torch
 
 from titanlite.data import (
-    IGNORE_INDEX,
     CorpusChecks,
-    Order,
+    SampleOrder,
     ShardWriter,
     SourceConfig,
-    open_stream,
+    open_sample_stream,
     open_tokenizer,
     open_validation,
 )
-from titanlite.data.manifest import write_manifest
-from titanlite.errors import DataError, Problems
+from titanlite.data.manifest import write_corpus_manifest
+from titanlite.errors import DataError, UserErrors
+from titanlite.labels import IGNORE_INDEX
 
 ROOT = Path(__file__).parents[2]
 SEQ_LEN = 16
@@ -39,7 +39,7 @@ def write_corpus(folder: Path, tokens: int, seed: int = 0, shards: int = 3, fing
         with ShardWriter(folder / f"{number}", VOCAB_SIZE) as writer:
             writer.add(part)
             records.append(writer.close())
-    write_manifest(folder, fingerprint or BYTES.fingerprint, VOCAB_SIZE, records)
+    write_corpus_manifest(folder, fingerprint or BYTES.fingerprint, VOCAB_SIZE, records)
     return flat
 
 
@@ -52,13 +52,13 @@ def mixture(tmp_path):
 
 
 def open_mixture(sources, seed: int = 1, vocab_size: int = VOCAB_SIZE, **others):
-    return open_stream(sources, seq_len=SEQ_LEN, seed=seed, vocab_size=vocab_size, **others)
+    return open_sample_stream(sources, seq_len=SEQ_LEN, seed=seed, vocab_size=vocab_size, **others)
 
 
 def test_a_batch_is_what_slicing_the_corpora_gives(mixture):
     sources, flats = mixture
     samples = [(len(flats[s.name]) - 1) // SEQ_LEN for s in sources]
-    order = Order(1, [(s.name, s.weight, n) for s, n in zip(sources, samples)])
+    order = SampleOrder(1, [(s.name, s.weight, n) for s, n in zip(sources, samples)])
     inputs, labels = open_mixture(sources).read(5000, 300)
     for row, (source, _, sample) in enumerate(zip(*order.sample_at(np.arange(5000, 5300)))):
         ids = flats[sources[source].name][sample * SEQ_LEN :][: SEQ_LEN + 1]
@@ -132,12 +132,12 @@ def test_no_thread_is_left_however_prefetching_ends(mixture):
 HANGING = """
 import os, sys
 from pathlib import Path
-from titanlite.data import SourceConfig, open_stream, open_validation
-from titanlite.errors import UserError, report
+from titanlite.data import SourceConfig, open_sample_stream, open_validation
+from titanlite.errors import UserError, format_error
 
 source, what = SourceConfig("a", sys.argv[1]), sys.argv[2]
 options = dict(seq_len=16, vocab_size=258)
-stream, text = open_stream([source], seed=0, **options), None
+stream, text = open_sample_stream([source], seed=0, **options), None
 text = open_validation(source, timeout_seconds=1, **options)
 for file in Path(sys.argv[1]).glob("*.bin"):  # from here on, opening it never returns
     file.unlink()
@@ -148,7 +148,7 @@ try:
     else:
         text.read(0, 2)
 except UserError as error:
-    sys.exit(report(error))
+    sys.exit(format_error(error))
 """
 
 
@@ -218,7 +218,7 @@ def test_a_vocabulary_too_small_for_the_shards_is_refused_when_opening(mixture):
 
 def test_every_source_that_cannot_be_read_is_told_at_once(mixture, tmp_path):
     missing = [SourceConfig("x", str(tmp_path / "x")), SourceConfig("y", str(tmp_path / "y"))]
-    with pytest.raises(Problems) as refusal:
+    with pytest.raises(UserErrors) as refusal:
         open_mixture([*missing, mixture[0][0]])
     assert len(refusal.value.problems) == 2
     with pytest.raises(DataError, match="its own name"):
@@ -306,7 +306,7 @@ def test_whether_documents_begin_with_bos_is_known_and_the_same_in_all_sources(t
         for manifest in (False, True):  # a corpus made elsewhere has none
             if manifest:
                 made_by = (BYTES.fingerprint, VOCAB_SIZE)
-                write_manifest(tmp_path / name, *made_by, [record], bos=bos)
+                write_corpus_manifest(tmp_path / name, *made_by, [record], bos=bos)
             stream = open_mixture(sources[-1:], tokenizer=BYTES)
             assert stream.bos == stream.facts["data.bos"] == bos
     with pytest.raises(DataError, match="begin with BOS in with, and not in without"):

@@ -17,7 +17,7 @@ from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 
 from titanlite.data import open_tokenizer
 from titanlite.data.bpe import train_bpe, train_merges
-from titanlite.data.tokenizer_json import as_tokenizer_json
+from titanlite.data.tokenizer_json import to_tokenizer_json
 from titanlite.errors import DataError
 
 ROOT = Path(__file__).parents[2]
@@ -173,7 +173,7 @@ def test_the_name_of_a_special_token_is_by_the_id_that_texts_get(tmp_path):
         tokenizer = open_tokenizer(name)
         token = "<|end_of_text|>" if name == "bytes" else "<|endoftext|>"
         assert tokenizer.token_of(tokenizer.eos_id) == token
-        assert token in as_tokenizer_json(tokenizer).decode()
+        assert token in to_tokenizer_json(tokenizer).decode()
 
 
 def test_a_tokenizer_without_an_end_is_refused(tmp_path):

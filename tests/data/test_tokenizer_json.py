@@ -12,12 +12,12 @@ import pytest
 from tests.data.test_tokenizer import ODD_TEXTS, hugging_face, learned_text
 from titanlite.data import open_tokenizer
 from titanlite.data.bpe import train_bpe
-from titanlite.data.tokenizer_json import as_tokenizer_json
+from titanlite.data.tokenizer_json import to_tokenizer_json
 from titanlite.errors import DataError
 
 
 def remade(path: str, folder: Path):
-    (folder / "remade.json").write_bytes(as_tokenizer_json(open_tokenizer(path)))
+    (folder / "remade.json").write_bytes(to_tokenizer_json(open_tokenizer(path)))
     return open_tokenizer(str(folder / "remade.json"))
 
 
@@ -60,9 +60,9 @@ def test_a_tokenizer_json_is_itself_without_truncation_and_padding(tmp_path):
     path = hugging_face(tmp_path)
     table = json.loads(Path(path).read_text())
     plain = {**table, "truncation": None, "padding": None}
-    assert table != plain == json.loads(as_tokenizer_json(open_tokenizer(path)))
+    assert table != plain == json.loads(to_tokenizer_json(open_tokenizer(path)))
     Path(path).write_text(json.dumps(plain, indent=3))
-    assert as_tokenizer_json(open_tokenizer(path)) == Path(path).read_bytes()
+    assert to_tokenizer_json(open_tokenizer(path)) == Path(path).read_bytes()
 
 
 def test_tokens_whose_pairs_would_take_minutes_to_find_are_refused(tmp_path):
@@ -70,4 +70,4 @@ def test_tokens_whose_pairs_would_take_minutes_to_find_are_refused(tmp_path):
     lines = [b"%s %d" % (base64.b64encode(token), rank) for rank, token in enumerate(tokens)]
     (tmp_path / "long.model").write_bytes(b"\n".join(lines))
     with pytest.raises(DataError, match="too many long tokens .* the longest has 599 bytes"):
-        as_tokenizer_json(open_tokenizer(str(tmp_path / "long.model")))
+        to_tokenizer_json(open_tokenizer(str(tmp_path / "long.model")))

@@ -32,16 +32,17 @@ from tests.distributed.oracle import (
     start,
 )
 from tests.distributed.ranks import run_on_ranks
-from titanlite.checkpoint.store import state_of
-from titanlite.distributed.collectives import sum_over
-from titanlite.models import IGNORED, LlamaShape, valid_tokens
-from titanlite.optim import EarlySteps, LossScale
+from titanlite.checkpoint.tensor_io import model_and_optimizer_state
+from titanlite.distributed.collectives import all_reduce_sum
+from titanlite.labels import IGNORE_INDEX
+from titanlite.models import Llama3Sizes, valid_tokens
+from titanlite.optim import LossScale, OptimizerInBackward
 from titanlite.parallelize.float8 import Float8Config
-from titanlite.parallelize.init import start_weights
+from titanlite.parallelize.weight_init import init_weights
 from titanlite.training import take_step
 
 # 32 numbers in every vector: errors of fewer are too much a matter of chance.
-SHAPE = LlamaShape(
+SHAPE = Llama3Sizes(
     dim=32,
     n_layers=2,
     n_heads=4,
@@ -116,19 +117,21 @@ def read_batch(number: int, recipe: Recipe) -> tuple[Tensor, Tensor]:
         ids[torch.rand(ids.shape, generator=generator) < 1 / PERIOD] = END
     inputs, labels = ids[:, :-1].clone(), ids[:, 1:].clone()
     for row in range(len(labels)):
-        labels[row, : row * 7 % (recipe.seq_len + 1)] = IGNORED
+        labels[row, : row * 7 % (recipe.seq_len + 1)] = IGNORE_INDEX
     return inputs, labels
 
 
 @cache
-def trained(shape: LlamaShape) -> Weights:
+def trained(shape: Llama3Sizes) -> Weights:
     """Weights of a model that has learned something, trained in fp32 in one process."""
     model, recipe = FAMILY.build(shape), replace(RECIPE, shape=shape)
-    start_weights(model, FAMILY.start, shape.n_layers, SEED)
+    init_weights(model, FAMILY.start, shape.n_layers, SEED)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.0)
     for step in range(TRAINING_STEPS):
         inputs, labels = read_batch(FIRST_TO_LEARN + step, recipe)
-        loss = F.cross_entropy(model(inputs).flatten(0, 1), labels.flatten(), ignore_index=IGNORED)
+        loss = F.cross_entropy(
+            model(inputs).flatten(0, 1), labels.flatten(), ignore_index=IGNORE_INDEX
+        )
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
@@ -145,9 +148,9 @@ def in_fp32(recipe: Recipe, batches: int) -> tuple[list[float], list[dict[str, T
     for number in range(batches):
         inputs, labels = read_batch(number, recipe)
         logits = plain_logits(model, inputs, recipe)
-        loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED)
+        loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORE_INDEX)
         losses.append(loss.item())  # what is reported, without the z-loss
-        loss = loss + recipe.z_loss * logits.logsumexp(-1)[labels != IGNORED].square().mean()
+        loss = loss + recipe.z_loss * logits.logsumexp(-1)[labels != IGNORE_INDEX].square().mean()
         loss.backward()
         gradients.append({name: p.grad for name, p in model.named_parameters()})
         model.zero_grad()  # which forgets them, and does not change them
@@ -160,7 +163,7 @@ def measure(cases: Sequence[Case]) -> list[list[Seen]]:
     return run_on_ranks(_measure_each, cases[0].layout.degrees.ranks, cases, weights)
 
 
-def _measure_each(cases: Sequence[Case], weights: dict[LlamaShape, Weights]) -> list[Seen]:
+def _measure_each(cases: Sequence[Case], weights: dict[Llama3Sizes, Weights]) -> list[Seen]:
     return [_measure(case, weights[case.recipe.shape]) for case in cases]
 
 
@@ -169,7 +172,7 @@ def _measure(case: Case, weights: Weights) -> Seen:
     options = {"dtype": case.compute, "float8": case.float8_config}
     state, engine, mesh = start(case.layout, case.recipe, scale, **options)
     _load_trained(state.model, weights)
-    early = EarlySteps(state.model, state.optimizer) if case.layout.early else None
+    early = OptimizerInBackward(state.model, state.optimizer) if case.layout.early else None
     seen = Seen([], [], 0.0)
     rows = case.recipe.batch // mesh.degrees.data
     mine = slice(mesh.batch_rank * rows, (mesh.batch_rank + 1) * rows)
@@ -181,14 +184,14 @@ def _measure(case: Case, weights: Weights) -> Seen:
             seen.losses.append(result.loss.item())
             seen.gradients.append(dict(noted))
             noted.clear()
-    count = sum_over(mesh.batch, valid_tokens(labels))
-    seen.evaluated = (sum_over(mesh.loss, engine.evaluate(inputs, labels)) / count).item()
+    count = all_reduce_sum(mesh.batch, valid_tokens(labels))
+    seen.evaluated = (all_reduce_sum(mesh.loss, engine.evaluate(inputs, labels)) / count).item()
     return seen
 
 
 @torch.no_grad()
 def _load_trained(model, weights: Weights) -> None:
-    for name, tensor in state_of(model)["model"].items():
+    for name, tensor in model_and_optimizer_state(model)["model"].items():
         shape, offset, _ = part_of(tensor)
         assert shape == weights[name].shape
         local = tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -14,14 +14,15 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from titanlite.distributed.mesh import Degrees, Mesh, ParallelismConfig, build_mesh
-from titanlite.models import FAMILIES, IGNORED, LlamaShape, LossConfig
-from titanlite.optim import EarlySteps, LossScale, OptimizerConfig, build_optimizer
-from titanlite.parallelize import Passes, build_spread_model, offload
-from titanlite.parallelize.activation import ActivationCheckpointConfig
+from titanlite.labels import IGNORE_INDEX
+from titanlite.models import FAMILIES, Llama3Sizes, LossConfig
+from titanlite.optim import LossScale, OptimizerConfig, OptimizerInBackward, build_optimizer
+from titanlite.parallelize import ModelTransforms, activation_offload, build_sharded_model
+from titanlite.parallelize.activation_checkpoint import ActivationCheckpointConfig
 from titanlite.parallelize.compile import CompileConfig
-from titanlite.parallelize.cut import balanced
-from titanlite.parallelize.init import start_weights
 from titanlite.parallelize.pipeline import plan_pipeline
+from titanlite.parallelize.stage_partition import balance_stages
+from titanlite.parallelize.weight_init import init_weights
 from titanlite.training import Engine, TrainState, build_engine, take_step, validate
 
 FAMILY = FAMILIES["llama3"]
@@ -30,7 +31,7 @@ CPU = torch.device("cpu")
 END = 0  # of a document
 
 # Odd where it may be: 509 tokens, and a feed-forward that 3 ranks cannot shard evenly.
-SHAPE = LlamaShape(
+SHAPE = Llama3Sizes(
     dim=32, n_layers=2, n_heads=4, n_kv_heads=2, hidden_dim=88, vocab_size=509, rope_theta=1e4
 )
 
@@ -92,11 +93,11 @@ class Layout:
             pipeline_parallel_layers_per_stage=self.layers_per_stage or None,
             pipeline_parallel_first_stage_less_layers=first,
             pipeline_parallel_last_stage_less_layers=last,
-            module_fqns_per_model_part=balanced(costs, self.stages) if self.stages else None,
+            module_fqns_per_model_part=balance_stages(costs, self.stages) if self.stages else None,
         )
 
-    def passes(self, recipe: Recipe, dtype: torch.dtype) -> Passes:
-        return Passes(
+    def transforms(self, recipe: Recipe, dtype: torch.dtype) -> ModelTransforms:
+        return ModelTransforms(
             recompute=ActivationCheckpointConfig(
                 mode="selective" if self.recompute == "op" else self.recompute,
                 selective_ac_option="op" if self.recompute == "op" else "2",
@@ -123,7 +124,7 @@ class Recipe:
 
     optimizer: str = "SGD"
     max_norm: float = 0.0
-    shape: LlamaShape = SHAPE
+    shape: Llama3Sizes = SHAPE
     steps: int = STEPS
     lr: float = 0.5
     batch: int = 36  # sequences of a step; of one step, twice as many, and the ranks must follow
@@ -164,8 +165,10 @@ def batch_at(step: int, recipe: Recipe) -> tuple[Tensor, Tensor]:
     """A global batch [rows, T] whose ignored labels are spread unevenly over its rows."""
     inputs, labels = tokens(1000 + step, recipe.batch_of(step), recipe.seq_len, recipe)
     for row in range(len(labels)):
-        labels[row, : (row * 7 + step) % (recipe.seq_len + 1)] = IGNORED
-    labels[recipe.batch // 2 : recipe.batch // 2 + 3] = IGNORED  # micro-batches of some layouts
+        labels[row, : (row * 7 + step) % (recipe.seq_len + 1)] = IGNORE_INDEX
+    labels[recipe.batch // 2 : recipe.batch // 2 + 3] = (
+        IGNORE_INDEX  # micro-batches of some layouts
+    )
     return inputs, labels
 
 
@@ -177,7 +180,7 @@ def tokens(seed: int, rows: int, length: int, recipe: Recipe) -> tuple[Tensor, T
     return ids[:, :-1].clone(), ids[:, 1:].clone()
 
 
-class HeldOut:
+class ValidationData:
     """Held-out text: longer sequences than those learned from, a number of them that nothing
     divides, the last cut short."""
 
@@ -185,12 +188,12 @@ class HeldOut:
 
     def __init__(self, recipe: Recipe):
         self.inputs, self.labels = tokens(5, self.samples, 2 * recipe.seq_len, recipe)
-        self.labels[-1, recipe.seq_len // 3 :] = IGNORED
+        self.labels[-1, recipe.seq_len // 3 :] = IGNORE_INDEX
 
     def read(self, start: int, rows: int) -> tuple[Tensor, Tensor]:
         there = slice(start, start + rows)
         missing = (0, 0, 0, rows - len(self.inputs[there]))
-        labels = F.pad(self.labels[there], missing, value=IGNORED)
+        labels = F.pad(self.labels[there], missing, value=IGNORE_INDEX)
         return F.pad(self.inputs[there], missing), labels
 
 
@@ -201,14 +204,14 @@ VALIDATED_AFTER = (2, STEPS)  # steps: in the middle too, so that what follows i
 def one_process(recipe: Recipe) -> Record:
     """The reference: a plain module, a plain loss, a plain loop; no code of the house but those."""
     model = FAMILY.build(recipe.shape)
-    start_weights(model, FAMILY.start, recipe.shape.n_layers, SEED)
+    init_weights(model, FAMILY.start, recipe.shape.n_layers, SEED)
     optimizer = build_optimizer(model, recipe.section)
     record = Record()
     for step in range(recipe.steps):
         inputs, labels = batch_at(step, recipe)
         logits = plain_logits(model, inputs, recipe)
-        loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED)
-        z_loss = recipe.z_loss * logits.logsumexp(-1)[labels != IGNORED].square().mean()
+        loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORE_INDEX)
+        z_loss = recipe.z_loss * logits.logsumexp(-1)[labels != IGNORE_INDEX].square().mean()
         (loss + z_loss).backward()
         limit = recipe.max_norm or float("inf")
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), limit)
@@ -219,7 +222,7 @@ def one_process(recipe: Recipe) -> Record:
         optimizer.step()
         optimizer.zero_grad()
         if step + 1 in VALIDATED_AFTER:
-            record.validations.append(_plain_validation(model, HeldOut(recipe), recipe))
+            record.validations.append(_plain_validation(model, ValidationData(recipe), recipe))
     record.weights = {n: p.detach().clone() for n, p in model.named_parameters()}
     return record
 
@@ -237,25 +240,25 @@ def plain_logits(model, inputs: Tensor, recipe: Recipe) -> Tensor:
 
 
 @torch.no_grad()
-def _plain_validation(model, text: HeldOut, recipe: Recipe) -> float:
+def _plain_validation(model, text: ValidationData, recipe: Recipe) -> float:
     logits = plain_logits(model, text.inputs, recipe).flatten(0, 1)
-    return F.cross_entropy(logits, text.labels.flatten(), ignore_index=IGNORED).item()
+    return F.cross_entropy(logits, text.labels.flatten(), ignore_index=IGNORE_INDEX).item()
 
 
-def spread(layout: Layout, recipe: Recipe, dtype: torch.dtype = torch.float32, **passes):
+def sharded(layout: Layout, recipe: Recipe, dtype: torch.dtype = torch.float32, **transforms):
     """(what this rank holds, mesh, engine) of a layout on the ranks that run this."""
     section, mesh = layout.section(recipe), build_mesh(layout.degrees, "cpu")
-    offload.LEAST_BYTES = 1  # everything here is small
+    activation_offload.LEAST_BYTES = 1  # everything here is small
     shape, local_batch = recipe.shape, layout.local_batch(recipe)
     plan, problems = plan_pipeline(section, FAMILY, shape, recipe.seq_len, local_batch)
     assert plan is not None, problems
-    held = build_spread_model(
+    held = build_sharded_model(
         FAMILY,
         shape,
         mesh,
         section,
         plan,
-        replace(layout.passes(recipe, dtype), **passes),
+        replace(layout.transforms(recipe, dtype), **transforms),
         CPU,
         seed=SEED,
     )
@@ -273,7 +276,7 @@ def spread_run(layout: Layout, recipe: Recipe) -> Record:
     """The same run under a layout, by the house's own engine and step, as this rank sees it."""
     state, engine, mesh = start(layout, recipe)
     record = Record()
-    early = EarlySteps(state.model, state.optimizer) if layout.early else None
+    early = OptimizerInBackward(state.model, state.optimizer) if layout.early else None
     go_on(state, engine, mesh, recipe, record, recipe.steps, early)
     samples = sum(map(recipe.batch_of, range(recipe.steps)))
     assert (state.step, state.position) == (recipe.steps, samples)
@@ -285,7 +288,7 @@ def start(
     layout: Layout, recipe: Recipe, scale: LossScale | None = None, **options
 ) -> tuple[TrainState, Engine, Mesh]:
     """A run under a layout, before its first step."""
-    model, mesh, engine = spread(layout, recipe, **options)
+    model, mesh, engine = sharded(layout, recipe, **options)
     return TrainState(model, build_optimizer(model, recipe.section), scale), engine, mesh
 
 
@@ -296,7 +299,7 @@ def go_on(
     recipe: Recipe,
     record: Record,
     until: int,
-    early: EarlySteps | None = None,
+    early: OptimizerInBackward | None = None,
 ) -> None:
     """Take the steps up to `until`, noting what they show; under SGD, every tensor too."""
     named = list(state.model.named_parameters()) if recipe.optimizer == "SGD" else []
@@ -328,7 +331,7 @@ def go_on(
         record.z_losses.append(result.z_loss.item())
         record.norms.append(result.grad_norm.item())
         if state.step in VALIDATED_AFTER:
-            text = HeldOut(recipe)
+            text = ValidationData(recipe)
             record.validations.append(validate(engine, text, text.samples, 4, mesh, CPU))
     hook.remove()
     record.weights = {name: part_of(p) for name, p in named}

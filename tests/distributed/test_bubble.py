@@ -11,12 +11,12 @@ from pathlib import Path
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from tests.distributed.oracle import FAMILY, SGD, Layout, batch_at, deepened, spread
+from tests.distributed.oracle import FAMILY, SGD, Layout, batch_at, deepened, sharded
 from tests.distributed.ranks import run_on_ranks
-from titanlite.observe.layout import Action, Timeline
-from titanlite.observe.trace import read_actions
 from titanlite.parallelize.pipeline import plan_pipeline
-from titanlite.parallelize.schedule import timeline
+from titanlite.parallelize.schedule import simulate_schedule
+from titanlite.plots.layout import DrawnAction, DrawnTimeline
+from titanlite.plots.pipeline_trace import read_actions
 
 RANKS, BLOCK_SECONDS = 4, 0.02
 RECIPE = replace(SGD, batch=8, seq_len=24)
@@ -57,7 +57,7 @@ def sleeping(block, seconds, x, rope, documents=None, cache=None):
 
 
 def traced(layout, folder) -> None:
-    model, _, engine = spread(layout, deepened(RECIPE, layout))
+    model, _, engine = sharded(layout, deepened(RECIPE, layout))
     for block in model.layers.values():
         block.forward = partial(sleeping, block, BLOCK_SECONDS)
     inputs, labels = batch_at(0, RECIPE)
@@ -80,9 +80,12 @@ def shares_of_idling(schedule, folder) -> tuple[float, float]:
     order = plan.order()
     assert [[(a.kind, a.stage, a.microbatch) for a in row] for row in ran] == order
     stages = [1.0] * len(plan.stages)  # the ends cost nothing beside blocks that sleep
-    times = [[Action(*t.action, t.start, t.end) for t in row] for row in timeline(order, stages)]
-    computed = Timeline("computed", times, "forwards").bubble
-    return Timeline("measured", ran, "s").bubble, computed
+    times = [
+        [DrawnAction(*t.action, t.start, t.end) for t in row]
+        for row in simulate_schedule(order, stages)
+    ]
+    computed = DrawnTimeline("computed", times, "forwards").bubble
+    return DrawnTimeline("measured", ran, "s").bubble, computed
 
 
 def test_a_pipeline_idles_as_computed_and_better_schedules_idle_less(tmp_path):

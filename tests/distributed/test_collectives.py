@@ -12,12 +12,12 @@ import torch.distributed as dist
 from tests.conftest import ROOT
 from tests.distributed.ranks import run_on_ranks
 from titanlite.distributed.collectives import (
-    from_every_rank,
-    from_rank_0,
-    on_rank_0,
-    problems_of_all,
+    broadcast_from_rank_0,
+    gather_from_all_ranks,
+    gather_problems,
+    run_on_rank_0,
 )
-from titanlite.errors import ConfigError, DataError, Problems, UserError, report
+from titanlite.errors import ConfigError, DataError, UserError, UserErrors, format_error
 
 
 class TouchesWhenUnpickled:
@@ -34,7 +34,7 @@ def receive_a_pickle(path: str) -> str:
         dist.broadcast_object_list([TouchesWhenUnpickled(path)], src=0)
         return ""
     try:
-        return repr(from_rank_0(None))
+        return repr(broadcast_from_rank_0(None))
     except ValueError as refused:
         return f"refused: {type(refused).__name__}"
 
@@ -52,19 +52,26 @@ def test_no_collective_of_ours_pickles():
 
 def say_all_kinds() -> list:
     rank = dist.get_rank()
-    heard = [from_rank_0({"steps": [4, 8], "of": rank}), from_every_rank([rank] * (1 + 100 * rank))]
-    heard += [from_every_rank(None), problems_of_all(""), problems_of_all("full" if rank else "")]
+    heard = [
+        broadcast_from_rank_0({"steps": [4, 8], "of": rank}),
+        gather_from_all_ranks([rank] * (1 + 100 * rank)),
+    ]
+    heard += [
+        gather_from_all_ranks(None),
+        gather_problems(""),
+        gather_problems("full" if rank else ""),
+    ]
     try:
-        on_rank_0(refuse)
+        run_on_rank_0(refuse)
     except UserError as error:
         kinds = [type(problem).__name__ for problem in error.problems]
-        heard.append([type(error).__name__, kinds, report(error), error.shared])
+        heard.append([type(error).__name__, kinds, format_error(error), error.shared])
         heard.append([list(problem.keys) for problem in error.problems])
     return heard
 
 
 def refuse() -> None:
-    raise Problems([ConfigError("a = 1.", fix="Use 2.", keys=("a",)), DataError("b é\n.")])
+    raise UserErrors([ConfigError("a = 1.", fix="Use 2.", keys=("a",)), DataError("b é\n.")])
 
 
 def test_values_problems_and_errors_are_the_same_on_every_rank():
@@ -79,7 +86,7 @@ def test_values_problems_and_errors_are_the_same_on_every_rank():
             [],
             ["rank 1: full"],
             [
-                "Problems",
+                "UserErrors",
                 ["ConfigError", "DataError"],
                 "titanlite: 2 problems\n  1. a = 1. Use 2.\n  2. b é\n.",
                 True,
@@ -90,9 +97,13 @@ def test_values_problems_and_errors_are_the_same_on_every_rank():
 
 
 @pytest.mark.parametrize(
-    "error", [ConfigError("a", fix="b", keys=("c",)), Problems([DataError("d", fix="e")])]
+    "error", [ConfigError("a", fix="b", keys=("c",)), UserErrors([DataError("d", fix="e")])]
 )
 def test_an_error_of_a_worker_process_keeps_its_words(error):
     """Workers of `prepare_data.py` and torch's checkpoints do send errors as pickles."""
     again = pickle.loads(pickle.dumps(error))
-    assert (type(again), report(again), again.keys) == (type(error), report(error), error.keys)
+    assert (type(again), format_error(again), again.keys) == (
+        type(error),
+        format_error(error),
+        error.keys,
+    )

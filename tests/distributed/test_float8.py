@@ -24,10 +24,10 @@ from tests.distributed.oracle import (
     CPU,
     FAMILY,
     SEED,
-    HeldOut,
     Layout,
     Recipe,
     Record,
+    ValidationData,
     batch_at,
     go_on,
     joined,
@@ -36,14 +36,14 @@ from tests.distributed.oracle import (
     worst_error,
 )
 from tests.distributed.ranks import run_on_ranks
-from titanlite.checkpoint.store import state_of
-from titanlite.models import LlamaShape, valid_tokens
+from titanlite.checkpoint.tensor_io import model_and_optimizer_state
+from titanlite.models import Llama3Sizes, valid_tokens
 from titanlite.optim import build_optimizer
 from titanlite.parallelize.float8 import Float8Config, torchao
-from titanlite.parallelize.init import start_weights
+from titanlite.parallelize.weight_init import init_weights
 from titanlite.training import take_step, validate
 
-SHAPE = LlamaShape(
+SHAPE = Llama3Sizes(
     dim=64, n_layers=2, n_heads=4, n_kv_heads=2, hidden_dim=96, vocab_size=509, rope_theta=1e4
 )
 RECIPE = Recipe(shape=SHAPE, batch=8, seq_len=32, steps=2)
@@ -81,7 +81,9 @@ def run(layout: Layout, recipe: Recipe, float8: Float8Config):
     state, engine, mesh = start(layout, recipe, float8=float8)
     record = Record()
     go_on(state, engine, mesh, recipe, record, recipe.steps)
-    record.weights = {n: part_of(w) for n, w in state_of(state.model)["model"].items()}
+    record.weights = {
+        n: part_of(w) for n, w in model_and_optimizer_state(state.model)["model"].items()
+    }
     layers = {n: m for n, m in state.model.named_modules() if isinstance(m, torch.nn.Linear)}
     return record, {name: type(layer).__name__ for name, layer in layers.items()}
 
@@ -89,7 +91,7 @@ def run(layout: Layout, recipe: Recipe, float8: Float8Config):
 def one_process(recipe: Recipe, float8: Float8Config, at_once: int) -> Record:
     """The reference: a plain module in torchao's hands, a plain loop over `at_once` rows."""
     model = FAMILY.build(recipe.shape)
-    start_weights(model, FAMILY.start, recipe.shape.n_layers, SEED)
+    init_weights(model, FAMILY.start, recipe.shape.n_layers, SEED)
     if float8.recipe_name:
         config = torchao().Float8LinearConfig.from_recipe_name(float8.recipe_name)
         torchao().convert_to_float8_training(
@@ -119,7 +121,7 @@ def one_process(recipe: Recipe, float8: Float8Config, at_once: int) -> Record:
     return record
 
 
-def linear_layers(shape: LlamaShape) -> set[str]:
+def linear_layers(shape: Llama3Sizes) -> set[str]:
     with torch.device("meta"):
         model = FAMILY.build(shape)
     return {n for n, m in model.named_modules() if isinstance(m, torch.nn.Linear)}
@@ -136,7 +138,7 @@ ONE_HEAD = replace(SHAPE, n_kv_heads=1)  # copied to both ranks of a tensor-para
 
 
 def named(value) -> str:
-    if isinstance(value, LlamaShape):
+    if isinstance(value, Llama3Sizes):
         return {SHAPE: "shape", TIED: "tied", ONE_HEAD: "one head"}[value]
     return str(value)
 
@@ -204,7 +206,7 @@ def test_tensorwise_context_parallel_learns_nearly_the_same():
     assert_float8(ranks, SHAPE, SCALED)
 
 
-def assert_float8(ranks, shape: LlamaShape, float8: Float8Config) -> None:
+def assert_float8(ranks, shape: Llama3Sizes, float8: Float8Config) -> None:
     """Every layer that can be is Float8, and no other, on every rank, stages included."""
     kinds = {name: kind for _, of_rank in ranks for name, kind in of_rank.items()}
     right = linear_layers(shape)
@@ -269,7 +271,7 @@ def test_tensor_parallel_gathers_activations_in_8_bits():
 def losses_after_changes(layout: Layout, float8: Float8Config) -> list[float]:
     """Of held-out text after a step and after every weight was changed in place; of a step after
     another change."""
-    text, record = HeldOut(RECIPE), Record()
+    text, record = ValidationData(RECIPE), Record()
     state, engine, mesh = start(layout, RECIPE, float8=float8)
 
     def held_out() -> float:
@@ -277,7 +279,7 @@ def losses_after_changes(layout: Layout, float8: Float8Config) -> list[float]:
 
     def change(factor: float) -> None:
         with torch.no_grad():
-            for weight in state_of(state.model)["model"].values():
+            for weight in model_and_optimizer_state(state.model)["model"].values():
                 weight.to_local().mul_(factor)
 
     go_on(state, engine, mesh, RECIPE, record, 1)
@@ -305,7 +307,7 @@ def saved_bits(state) -> dict[str, bytes]:
         f"{part}.{name}": (
             value.full_tensor() if hasattr(value, "full_tensor") else value
         ).numpy().tobytes()
-        for part, tensors in state_of(state.model, state.optimizer).items()
+        for part, tensors in model_and_optimizer_state(state.model, state.optimizer).items()
         for name, value in tensors.items()
     }  # fmt: skip
 
@@ -345,7 +347,7 @@ def test_checkpoints_do_not_know_of_float8(tmp_path):
 # --- what comes of it ----------------------------------------------------------------------------
 
 
-def learn(float8: Float8Config, shape: LlamaShape, steps: int, rows: int, seq_len: int, folder):
+def learn(float8: Float8Config, shape: Llama3Sizes, steps: int, rows: int, seq_len: int, folder):
     """Losses in bfloat16 on the Python files of a folder, byte by byte."""
     text = b"".join(path.read_bytes() for path in sorted(Path(folder).glob("*.py")))
     ids = torch.frombuffer(bytearray(text), dtype=torch.uint8).long()

@@ -20,7 +20,7 @@ from tests.distributed.oracle import (
 )
 from tests.distributed.ranks import run_on_ranks
 from tests.parallelize.test_schedule import as_csv
-from titanlite.parallelize.schedule import STYLES, order_of
+from titanlite.parallelize.schedule import SCHEDULES, build_schedule_order
 
 # Each is run accumulating by SGD, which hides nothing; those of CLIPPED by AdamW with clipping too.
 SPREADS = [
@@ -42,10 +42,10 @@ SPREADS = [
 ]
 # Likewise, on a model deep enough for its stages.
 PIPELINES = [
-    *(Layout(pipeline=2, microbatch=9, schedule=schedule) for schedule in STYLES),
+    *(Layout(pipeline=2, microbatch=9, schedule=schedule) for schedule in SCHEDULES),
     *(
         Layout(pipeline=2, microbatch=9, schedule=schedule, stages=6)
-        for schedule, style in STYLES.items()
+        for schedule, style in SCHEDULES.items()
         if style.stages_a_rank is None
     ),
     Layout(pipeline=4, microbatch=9),
@@ -206,7 +206,9 @@ def test_no_option_of_a_pipeline_changes_what_is_learned(layouts):
 
 def test_a_schedule_from_a_file_learns_what_one_process_learns(tmp_path):
     file = tmp_path / "schedule.csv"
-    file.write_text("\n" + as_csv(order_of("ZBVZeroBubble", ranks=2, stages=4, microbatches=4)))
+    file.write_text(
+        "\n" + as_csv(build_schedule_order("ZBVZeroBubble", ranks=2, stages=4, microbatches=4))
+    )
     layout = Layout(pipeline=2, csv=str(file), microbatch=9)
     learn_the_same([(layout, deepened(SGD, layout))])
 

@@ -7,7 +7,7 @@ import re
 import pytest
 from torch.profiler import ProfilerActivity, profile
 
-from tests.distributed.oracle import SGD, Layout, batch_at, deepened, spread
+from tests.distributed.oracle import SGD, Layout, batch_at, deepened, sharded
 from tests.distributed.ranks import run_on_ranks
 from titanlite.models import valid_tokens
 
@@ -16,7 +16,7 @@ BLOCKS = 4
 
 def order_of_events(layout) -> list[tuple[str, str]]:
     """(what FSDP does, to which group), as it begins, in a second step's trace."""
-    model, mesh, engine = spread(layout, deepened(SGD, layout))
+    model, mesh, engine = sharded(layout, deepened(SGD, layout))
     rows = layout.local_batch(SGD)
     inputs, labels = (part[:rows] for part in batch_at(0, SGD))
     engine.forward_backward(inputs, labels, valid_tokens(labels))

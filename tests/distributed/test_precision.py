@@ -19,13 +19,13 @@ from tests.distributed.oracle import (
     batch_at,
     deepened,
     one_process,
-    spread,
+    sharded,
     start,
     tokens,
     whole,
 )
 from tests.distributed.ranks import run_on_ranks
-from titanlite.distributed.tensors import local_of
+from titanlite.distributed.tensors import local_shard
 from titanlite.models import valid_tokens
 from titanlite.optim import LossScale, OptimizerConfig, build_optimizer
 from titanlite.training import take_step
@@ -75,8 +75,8 @@ def _types(value):
 
 def types_of_a_step(layout, dtype, keep) -> dict:
     recipe = deepened(RECIPE, layout) if layout.pipeline > 1 else RECIPE
-    model, mesh, engine = spread(layout, recipe, dtype=dtype, keep=keep)
-    shapes = {part.shape for p in model.parameters() for part in (p, local_of(p))}
+    model, mesh, engine = sharded(layout, recipe, dtype=dtype, keep=keep)
+    shapes = {part.shape for p in model.parameters() for part in (p, local_shard(p))}
     optimizer = build_optimizer(model, OptimizerConfig())
     rows = recipe.batch // layout.degrees.data
     mine = slice(mesh.batch_rank * rows, mesh.batch_rank * rows + rows)
@@ -165,7 +165,7 @@ FREQUENT = 3  # a token that nine of ten are
 
 def gradient_of_a_frequent_token(layout) -> torch.Tensor:
     recipe = replace(SGD, batch=8, seq_len=512)
-    model, mesh, engine = spread(layout, recipe, dtype=torch.bfloat16)
+    model, mesh, engine = sharded(layout, recipe, dtype=torch.bfloat16)
     inputs, labels = tokens(1, recipe.batch, recipe.seq_len, recipe)
     often = torch.rand(inputs.shape, generator=torch.Generator().manual_seed(0)) < 0.9
     inputs[often] = FREQUENT

@@ -24,7 +24,7 @@ from tests.distributed.oracle import ADAMW, SGD, SHAPE, Layout, Recipe
 from tests.distributed.test_oracle import learn_the_same
 from titanlite.errors import UserError
 from titanlite.job import read_job
-from titanlite.parallelize.schedule import STYLES
+from titanlite.parallelize.schedule import SCHEDULES
 
 MOST_RANKS = 8
 
@@ -67,7 +67,7 @@ def draw(seed: int) -> Drawn:
     for name in ["pipeline", *names] if dice.random() < 0.5 else names:
         left = MOST_RANKS // math.prod(degrees.values())
         degrees[name] = dice.choice([n for n in (1, 2, 2, 2, 3, 4) if n <= left])
-    schedule = dice.choice(list(STYLES))
+    schedule = dice.choice(list(SCHEDULES))
     shape = replace(
         SHAPE,
         n_layers=dice.choice([1, 2, 4, 6, 8, 8]),
@@ -102,7 +102,7 @@ def draw(seed: int) -> Drawn:
     local_batch = layout.local_batch(recipe)
     layout = replace(layout, microbatch=-(-local_batch // dice.choice([2, 3, 4, 4, 6, 8, 12])))
     if dice.random() < 0.15:  # a cut by name, which may leave a stage only an end of the model
-        each = STYLES[schedule].stages_a_rank or dice.choice([2, 3])
+        each = SCHEDULES[schedule].stages_a_rank or dice.choice([2, 3])
         stages = min(each * degrees["pipeline"], shape.n_layers + 3)
         layout = replace(layout, stages=stages)
     return Drawn(seed, layout, recipe)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.distributed.oracle import SGD, Layout, batch_at, spread
+from tests.distributed.oracle import SGD, Layout, batch_at, sharded
 from tests.distributed.ranks import run_on_ranks
 
 
@@ -26,7 +26,7 @@ RECIPE = replace(SGD, batch=12, seq_len=12)
 
 
 def reductions(layout) -> int:
-    _, mesh, engine = spread(layout, RECIPE)
+    _, mesh, engine = sharded(layout, RECIPE)
     rows = RECIPE.batch // layout.degrees.data
     mine = slice(mesh.batch_rank * rows, (mesh.batch_rank + 1) * rows)
     inputs, labels = (part[mine] for part in batch_at(0, RECIPE))

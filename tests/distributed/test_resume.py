@@ -22,7 +22,7 @@ from tests.distributed.oracle import (
 )
 from tests.distributed.ranks import run_on_ranks
 from titanlite.errors import CheckpointError
-from titanlite.optim.vectors import MASTER
+from titanlite.optim.fp32_vectors import MASTER
 
 LAYOUTS = {
     "one": Layout(),
@@ -166,7 +166,7 @@ def crash_between(folder, recipe) -> list[list[int]]:
     return [before, checkpointer.steps()]
 
 
-def turn_back(folder, recipe) -> tuple[list[int], list[str]]:
+def set_aside_later_steps(folder, recipe) -> tuple[list[int], list[str]]:
     """Save three steps, go back to the first, and save one more, keeping two."""
     state, _, _ = start(Layout(), recipe)
     for state.step in (1, 2, 3):
@@ -183,7 +183,7 @@ def names_in(folder) -> list[str]:
 
 
 def test_a_run_that_turns_back_neither_loses_its_future_nor_is_overtaken_by_it(tmp_path):
-    steps, names = run_on_ranks(turn_back, 1, str(tmp_path), ADAMW)[0]
+    steps, names = run_on_ranks(set_aside_later_steps, 1, str(tmp_path), ADAMW)[0]
     assert steps == [1, 2]
     assert names == ["step-1", "step-2", "step-2.aside-1", "step-3.aside-1"]
 

@@ -9,13 +9,13 @@ import torch
 import torch.distributed as dist
 
 from tests.distributed.ranks import run_on_ranks
-from titanlite.distributed.session import tighten_timeouts
+from titanlite.distributed.process_group import set_collective_timeouts
 
 
 def late_by_two_seconds() -> tuple[bool, bool]:
     """Whether rank 0 waits for rank 1 in the group that is spared, and in the other one."""
     patient = dist.new_group(backend="gloo", timeout=timedelta(seconds=60))
-    tighten_timeouts(1, besides=patient)
+    set_collective_timeouts(1, besides=patient)
     waited = []
     for group in (patient, None):
         if dist.get_rank():

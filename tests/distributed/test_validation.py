@@ -12,12 +12,12 @@ import torch
 import torch.nn.functional as F
 from torch.distributed.tensor import DTensor
 
-from tests.distributed.oracle import FAMILY, SEED, SGD, SHAPE, Layout, spread
+from tests.distributed.oracle import FAMILY, SEED, SGD, SHAPE, Layout, sharded
 from tests.distributed.ranks import run_on_ranks
-from titanlite.data import IGNORE_INDEX, SourceConfig, open_stream, open_validation, slices_of
+from titanlite.data import SourceConfig, open_sample_stream, open_validation, rank_slices
 from titanlite.data.shards import open_corpus
-from titanlite.models import IGNORED
-from titanlite.parallelize.init import start_weights
+from titanlite.labels import IGNORE_INDEX
+from titanlite.parallelize.weight_init import init_weights
 from titanlite.training import validate
 
 SEQ_LEN = 52  # of validation; not that of the corpus, and no divisor of it
@@ -29,13 +29,13 @@ def text_of(path):
 
 
 def validation_under(layout, path, counts) -> list[float]:
-    _, mesh, engine = spread(layout, SGD)
+    _, mesh, engine = sharded(layout, SGD)
     text, cpu = text_of(path), torch.device("cpu")
     return [validate(engine, text, count, 3, mesh, cpu) for count in counts]
 
 
 def kinds_of_weights_after_validation(layout, path) -> set[bool]:
-    model, mesh, engine = spread(layout, SGD)
+    model, mesh, engine = sharded(layout, SGD)
     validate(engine, text_of(path), 4, 2, mesh, torch.device("cpu"))
     return {isinstance(parameter, DTensor) for parameter in model.parameters()}
 
@@ -52,15 +52,15 @@ def test_validation_leaves_weights_sharded_for_what_comes_next(layout, corpus):
 def validation_of_one_process(path, count) -> float:
     """Mean over tokens, one sample after the other, by a plain loop."""
     model, text = FAMILY.build(SHAPE), text_of(path)
-    start_weights(model, FAMILY.start, SHAPE.n_layers, SEED)
+    init_weights(model, FAMILY.start, SHAPE.n_layers, SEED)
     total = tokens = 0.0
     with torch.no_grad():
         for sample in range(count):
             inputs, labels = text.read(sample, 1)
             loss = F.cross_entropy(
-                model(inputs)[0], labels[0], reduction="sum", ignore_index=IGNORED
+                model(inputs)[0], labels[0], reduction="sum", ignore_index=IGNORE_INDEX
             )
-            total, tokens = total + loss.item(), tokens + (labels != IGNORED).sum().item()
+            total, tokens = total + loss.item(), tokens + (labels != IGNORE_INDEX).sum().item()
     return total / tokens
 
 
@@ -88,11 +88,11 @@ def test_validation_counts_every_token_once_under_every_layout(layout, corpus):
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 6])
 def test_a_global_batch_is_the_same_samples_in_the_same_order_for_any_ranks(ranks, corpus):
     source = [SourceConfig("code", str(corpus / "train"))]
-    stream = open_stream(source, seq_len=64, seed=3, vocab_size=258)
+    stream = open_sample_stream(source, seq_len=64, seed=3, vocab_size=258)
     steps, batch, position = 5, 12, 7
     plain = [stream.read(position + step * batch, batch)[0] for step in range(steps)]
     parts = [
-        islice(stream.prefetch(slices_of(position, batch, rank, ranks)), steps)
+        islice(stream.prefetch(rank_slices(position, batch, rank, ranks)), steps)
         for rank in range(ranks)
     ]
     for whole, pieces in zip(plain, zip(*parts, strict=True), strict=True):
@@ -101,13 +101,13 @@ def test_a_global_batch_is_the_same_samples_in_the_same_order_for_any_ranks(rank
 
 def test_positions_show_each_sample_once_whatever_the_layouts_of_a_run(corpus):
     """Stopped and resumed with other ranks and another batch, an epoch is still each sample once."""
-    stream = open_stream(
+    stream = open_sample_stream(
         [SourceConfig("code", str(corpus / "train"))], seq_len=64, seed=3, vocab_size=258
     )
     samples = (open_corpus(str(corpus / "train")).tokens - 1) // 64
     seen, position = [], 0
     for ranks, batch, steps in ((1, 8, 3), (4, 16, 2), (3, 9, 4), (2, 2, samples)):
-        slices = [slices_of(position, batch, rank, ranks) for rank in range(ranks)]
+        slices = [rank_slices(position, batch, rank, ranks) for rank in range(ranks)]
         for _ in range(steps):
             for part in slices:
                 start, rows = next(part)
@@ -120,7 +120,7 @@ def test_positions_show_each_sample_once_whatever_the_layouts_of_a_run(corpus):
 
 def test_data_and_models_ignore_the_same_label():
     """Neighbours, who cannot ask each other."""
-    assert IGNORED == IGNORE_INDEX
+    assert IGNORE_INDEX == IGNORE_INDEX
 
 
 def test_ln_of_the_vocabulary_is_where_an_untrained_model_stands(corpus):

@@ -8,7 +8,8 @@ import signal
 import pytest
 
 from tests.faults.launch import Launched, events_of, steps_of
-from titanlite.checkpoint import Place, check_hashes, read_manifest
+from titanlite.checkpoint import check_hashes, read_checkpoint_manifest
+from titanlite.storage import StorageFolder
 
 ASYNC = ("--checkpoint.async_mode", "async", "--checkpoint.interval", "4")
 LONG = ("--training.steps", "30000", "--validation.enable", "false")
@@ -28,8 +29,8 @@ def test_training_goes_on_and_the_old_checkpoint_stays_true(run_toml, tmp_path):
         limit(run, 60_000)  # a shard has more, metrics.jsonl less
         run.wait_for(lambda: len(events_of(out, "checkpoint_failed")) > 2)
         failed = events_of(out, "checkpoint_failed")
-        saved = [Place(event["path"]) for event in events_of(out, "checkpoint_saved")]
-        manifest = read_manifest(saved[-1])
+        saved = [StorageFolder(event["path"]) for event in events_of(out, "checkpoint_saved")]
+        manifest = read_checkpoint_manifest(saved[-1])
         check_hashes(saved[-1], manifest, manifest.files)
         limit(run, resource.RLIM_INFINITY)
         run.wait_for(lambda: len(events_of(out, "checkpoint_saved")) > len(saved))

@@ -10,7 +10,8 @@ from functools import partial
 import pytest
 
 from tests.faults.launch import Launched, events_of, steps_of
-from titanlite.checkpoint import Place, read_manifest
+from titanlite.checkpoint import read_checkpoint_manifest
+from titanlite.storage import StorageFolder
 
 BAD = 5  # the step
 CASES = {
@@ -34,7 +35,7 @@ def plant(name: str, kind: str) -> None:
     """Put an inf into the last row of one tensor, on rank 1 alone, in step `BAD`."""
     import train
 
-    build, calls = train.build_spread_model, [0]
+    build, calls = train.build_sharded_model, [0]
 
     def spoil(parameter) -> None:
         calls[0] += 1  # once a step: one micro-batch
@@ -47,7 +48,7 @@ def plant(name: str, kind: str) -> None:
         dict(spread.model.named_parameters())[name].register_post_accumulate_grad_hook(spoil)
         return spread
 
-    train.build_spread_model = build_and_spoil
+    train.build_sharded_model = build_and_spoil
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -77,4 +78,4 @@ def test_an_inf_on_one_rank_ends_the_run_and_is_never_saved(case, run_toml, tmp_
     with Launched(2, out, *argv) as again:  # the same command, when it is not disturbed
         assert again.wait() == [0, 0], again.said
     assert [e["step"] for e in events_of(out, "resumed")] == [4]
-    assert read_manifest(Place(out / "checkpoint" / "step-8")).step == 8
+    assert read_checkpoint_manifest(StorageFolder(out / "checkpoint" / "step-8")).step == 8

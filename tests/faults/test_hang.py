@@ -11,7 +11,8 @@ import pytest
 
 from tests.conftest import ROOT
 from tests.faults.launch import Launched, open_store, steps_of
-from titanlite.checkpoint import Place, read_manifest
+from titanlite.checkpoint import read_checkpoint_manifest
+from titanlite.storage import StorageFolder
 
 LIMIT = 3  # seconds; a save of this model takes milliseconds
 
@@ -101,7 +102,7 @@ def test_an_fsync_that_hangs_on_one_rank_ends_all_by_name_and_the_run_goes_on(
     assert "the save of step 4" not in said[0], said[0]  # it waited for the other
     assert "os.fsync" in (out / "stacks" / "rank_1.txt").read_text()
 
-    read_manifest(Place(out / "checkpoint" / "step-2"))
+    read_checkpoint_manifest(StorageFolder(out / "checkpoint" / "step-2"))
     with Launched(2, out, *argv, store=store) as again:
         assert again.wait() == [0, 0], again.said
     assert steps_of(out)[-1] == 6

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from tests.faults.launch import Launched, events_of, lines_of, open_store, steps_of
-from titanlite.checkpoint import Place, read_manifest
+from titanlite.checkpoint import read_checkpoint_manifest
+from titanlite.storage import StorageFolder
 
 STEPS = 24
 ASYNC = (
@@ -60,7 +61,7 @@ def kill_until_done(run_toml, out: Path, kills: int, seed: int, layouts: list[tu
 
 def end_of(out: Path) -> tuple:
     """Hashes of every weight and moment, and where in the data it is."""
-    manifest = read_manifest(Place(out / "checkpoint" / f"step-{STEPS}"))
+    manifest = read_checkpoint_manifest(StorageFolder(out / "checkpoint" / f"step-{STEPS}"))
     return manifest.tensors, manifest.progress
 
 

@@ -14,7 +14,7 @@ import pytest
 
 from tests.conftest import ROOT
 from tests.faults.launch import Launched, events_of, steps_of
-from titanlite.distributed.stop import AGAIN_SECONDS
+from titanlite.runtime.stop import AGAIN_SECONDS
 
 LONG = ("--training.steps", "2000", "--checkpoint.interval", "1000", "--validation.enable", "false")
 
@@ -62,9 +62,9 @@ def test_a_run_leaves_before_its_time_is_up(run_toml, tmp_path):
 
 def stop_in_save(fifo: str) -> None:
     """Let the save of step 3 wait, in a system call, for whoever writes to a FIFO."""
-    from titanlite.checkpoint.place import Place
+    from titanlite.storage import StorageFolder
 
-    settle, began = Place.settle, []
+    settle, began = StorageFolder.settle, []
 
     def wait_and_settle(self) -> None:
         if self.name == "step-3" and not began:
@@ -74,7 +74,7 @@ def stop_in_save(fifo: str) -> None:
                 stream.read()
         settle(self)
 
-    Place.settle = wait_and_settle
+    StorageFolder.settle = wait_and_settle
 
 
 @pytest.mark.parametrize("again", [None, signal.SIGINT, signal.SIGTERM], ids=str)

@@ -10,15 +10,15 @@ from pathlib import Path
 import torch
 import xxhash
 
-from titanlite.checkpoint import Place
 from titanlite.checkpoint.convert import from_hugging_face
-from titanlite.checkpoint.ledger import last_step, read_lives
 from titanlite.checkpoint.manifest import NAME, _hash
 from titanlite.data import open_corpus, open_tokenizer
-from titanlite.data.text import find_files, parts_of, read_documents
-from titanlite.generate import open_writer
+from titanlite.data.text import find_files, list_file_ranges, read_documents
+from titanlite.generate import load_generator
 from titanlite.job import read_job
-from titanlite.observe.curve import read_metrics
+from titanlite.plots.loss_curve import read_metrics
+from titanlite.runtime.start_log import last_step, read_starts
+from titanlite.storage import StorageFolder
 
 TEXT = "def f(x):\n    return 'é' * 3  # <|endoftext|> \0 日本\n"
 
@@ -45,12 +45,12 @@ def read_tokenizer(path: Path) -> None:
 
 
 def read_text(path: Path) -> None:
-    for _ in read_documents(parts_of(find_files([path]))):
+    for _ in read_documents(list_file_ranges(find_files([path]))):
         pass
 
 
 def read_weights(path: Path) -> None:
-    from_hugging_face(Place(path), Place(path.with_name("converted")))
+    from_hugging_face(StorageFolder(path), StorageFolder(path.with_name("converted")))
 
 
 def seal(folder: Path, name: str, content: bytes) -> None:
@@ -68,12 +68,12 @@ def seal(folder: Path, name: str, content: bytes) -> None:
 
 
 def open_checkpoint(path: Path) -> None:
-    open_writer(Place(path), torch.device("cpu"))
+    load_generator(StorageFolder(path), torch.device("cpu"))
 
 
 def read_records(path: Path) -> None:
     read_metrics(path)
-    read_lives(path.read_bytes())
+    read_starts(path.read_bytes())
     last_step(path.read_bytes())
 
 

@@ -21,9 +21,9 @@ from tests.distributed.ranks import _forkserver
 from tests.faults.launch import Launched
 from tests.fuzz.child import NUMBER, fuzz, prepare_case
 from tests.fuzz.readers import READERS, TEXT
-from titanlite.checkpoint import Place
 from titanlite.checkpoint.convert import to_hugging_face
 from titanlite.data.bpe import train_bpe
+from titanlite.storage import StorageFolder
 
 CASES = 40  # of each reader in the suite
 SILENT_SECONDS = (
@@ -44,7 +44,9 @@ def seeds(corpus, tmp_path_factory) -> Path:
     make_old(folder / "old")
     shutil.copytree(folder / "out" / "checkpoint" / "step-1-hf", folder / "hf")
     shutil.copy(folder / "out" / "metrics.jsonl", folder)
-    to_hugging_face(Place(folder / "step"), Place(folder / "sharded"), max_shard_bytes=20_000)
+    to_hugging_face(
+        StorageFolder(folder / "step"), StorageFolder(folder / "sharded"), max_shard_bytes=20_000
+    )
     shutil.copytree(corpus / "train", folder / "corpus")
     shutil.copytree(corpus / "train", folder / "foreign")
     (folder / "foreign" / "manifest.json").unlink()

@@ -6,22 +6,22 @@ import pytest
 import torch
 from torch.nn.attention import SDPBackend
 
-from titanlite.models.attention import Attend
-from titanlite.models.documents import attend_in_documents, document_ends
-from titanlite.models.flash import OnCuda, flash_for
-from titanlite.parallelize.attention import (
+from titanlite.kernels.attention import CausalAttention
+from titanlite.kernels.backend import (
     ADDED,
     KERNELS,
     AttentionConfig,
-    AttentionSizes,
-    activate,
+    AttentionShape,
+    activate_flash_package,
     choose_kernel,
-    deactivate,
+    deactivate_flash_package,
 )
+from titanlite.kernels.documents import document_attention, document_boundaries
+from titanlite.kernels.flash import CudaFlash, flash_kernel_for
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 
-SIZES = AttentionSizes(rows=2, heads=8, key_heads=2, tokens=512, width=64)
+SIZES = AttentionShape(rows=2, heads=8, key_heads=2, tokens=512, width=64)
 DEVICE = torch.device("cuda")
 
 
@@ -42,7 +42,7 @@ def results(attend, inputs) -> list[torch.Tensor]:
 def exact(documents: torch.Tensor | None = None) -> list[torch.Tensor]:
     """By matrix products in fp32, document by document."""
     inputs = [part.detach().float().requires_grad_() for part in drawn()]
-    plain = Attend(SDPBackend.MATH)
+    plain = CausalAttention(SDPBackend.MATH)
     if documents is None:
         return results(plain, inputs)
     bounds = documents.tolist()
@@ -69,7 +69,7 @@ def some_documents() -> torch.Tensor:
     positions = torch.arange(512, device=DEVICE).repeat(2, 1)
     for begin in (1, 130, 131, 400):
         positions[0, begin:] = torch.arange(512 - begin, device=DEVICE)
-    return document_ends(positions)
+    return document_boundaries(positions)
 
 
 @pytest.mark.parametrize("name", KERNELS)
@@ -81,10 +81,10 @@ def test_a_kernel_computes_what_matrix_products_do(name):
         except Exception as reason:
             pytest.skip(str(reason))
     try:
-        activate(name)
-        near(results(Attend(KERNELS[name]), drawn()), exact())
+        activate_flash_package(name)
+        near(results(CausalAttention(KERNELS[name]), drawn()), exact())
     finally:
-        deactivate()
+        deactivate_flash_package()
 
 
 @pytest.mark.parametrize("name", ["flash", *ADDED])
@@ -96,19 +96,19 @@ def test_documents_compute_what_each_does_alone(name):
     except Exception as reason:
         pytest.skip(str(reason))
     inputs = drawn()
-    assert isinstance(flash_for(inputs[0]), OnCuda)
+    assert isinstance(flash_kernel_for(inputs[0]), CudaFlash)
     try:
-        activate(name)
-        near(results(lambda *x: attend_in_documents(*x, documents), inputs), exact(documents))
+        activate_flash_package(name)
+        near(results(lambda *x: document_attention(*x, documents), inputs), exact(documents))
     finally:
-        deactivate()
+        deactivate_flash_package()
 
 
 def test_documents_in_fp32_have_a_way_too():
     documents = some_documents()
-    found = results(lambda *x: attend_in_documents(*x, documents), drawn(torch.float32))
+    found = results(lambda *x: document_attention(*x, documents), drawn(torch.float32))
     inputs = drawn(torch.float32)
-    right = results(lambda *x: attend_in_documents(*(y.cpu() for y in x), documents.cpu()), inputs)
+    right = results(lambda *x: document_attention(*(y.cpu() for y in x), documents.cpu()), inputs)
     for a, b in zip(found[:1], right[:1], strict=True):
         assert (a.cpu() - b).abs().max() < 1e-4
 
@@ -127,7 +127,7 @@ def test_a_kernel_is_chosen_by_its_time_or_where_that_may_not_be_by_order(mask, 
 
 
 def test_a_block_with_documents_is_one_graph_on_a_gpu_too():
-    attend, documents = Attend(), some_documents()
+    attend, documents = CausalAttention(), some_documents()
     compiled = torch.compile(attend, fullgraph=True, backend="aot_eager")
     inputs = drawn()
     for a, b in zip(

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from titanlite.models.flash import OnCuda, Plain, flash_for
+from titanlite.kernels.flash import CudaFlash, EagerAttention, flash_kernel_for
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 
@@ -23,18 +23,18 @@ def test_flash_is_sdpa_with_the_sum_of_scores(causal, key_heads):
     gradient = torch.randn_like(right)
     right.backward(gradient)
     plain = [part.detach() for part in (q, k, v)]
-    assert isinstance(flash_for(q), OnCuda)
-    out, lse = OnCuda().forward(*plain, causal)
+    assert isinstance(flash_kernel_for(q), CudaFlash)
+    out, lse = CudaFlash().forward(*plain, causal)
     assert (out - right).abs().max() < 2e-2
     exact = [part.float() for part in plain]
-    _, exact_lse = Plain().forward(*exact, causal)
+    _, exact_lse = EagerAttention().forward(*exact, causal)
     assert (lse - exact_lse).abs().max() < 2e-2
     for found, part in zip(
-        OnCuda().backward(gradient, *plain, out, lse, causal), (q, k, v), strict=True
+        CudaFlash().backward(gradient, *plain, out, lse, causal), (q, k, v), strict=True
     ):
         assert found.shape == part.shape
         assert (found - part.grad).abs().max() < 3e-2 * part.grad.abs().max()
 
 
 def test_fp32_on_a_gpu_has_a_way_too():
-    assert isinstance(flash_for(torch.empty(1, 1, 1, 64, device="cuda")), Plain)
+    assert isinstance(flash_kernel_for(torch.empty(1, 1, 1, 64, device="cuda")), EagerAttention)

@@ -9,14 +9,14 @@ import torch
 import torch.distributed as dist
 
 from titanlite.distributed.mesh import Degrees, ParallelismConfig, build_mesh
-from titanlite.models import FAMILIES, LlamaShape
-from titanlite.parallelize import Passes, build_spread_model
+from titanlite.models import FAMILIES, Llama3Sizes
+from titanlite.parallelize import ModelTransforms, build_sharded_model
 from titanlite.parallelize.float8 import Float8Config, float8_device_problems
 from titanlite.parallelize.pipeline import plan_pipeline
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 CUDA = torch.device("cuda", 0)
-SHAPE = LlamaShape(dim=256, n_layers=2, n_heads=4, n_kv_heads=2, hidden_dim=512, vocab_size=1024)
+SHAPE = Llama3Sizes(dim=256, n_layers=2, n_heads=4, n_kv_heads=2, hidden_dim=512, vocab_size=1024)
 TENSORWISE = Float8Config(recipe_name="tensorwise")
 GATHERED = replace(
     TENSORWISE,
@@ -47,11 +47,11 @@ def alone():
 
 def step(float8: Float8Config) -> tuple[float, dict[str, torch.Tensor]]:
     """(loss, gradients) of one batch in bfloat16."""
-    family, section, mesh = FAMILIES["llama3"], ParallelismConfig(), build_mesh(Degrees(), "cuda")
-    plan, problems = plan_pipeline(section, family, SHAPE, 128, 4)
+    spec, section, mesh = FAMILIES["llama3"], ParallelismConfig(), build_mesh(Degrees(), "cuda")
+    plan, problems = plan_pipeline(section, spec, SHAPE, 128, 4)
     assert plan is not None, problems
-    passes = Passes(float8=float8, compute=torch.bfloat16)
-    held = build_spread_model(family, SHAPE, mesh, section, plan, passes, CUDA, seed=0)
+    transforms = ModelTransforms(float8=float8, compute=torch.bfloat16)
+    held = build_sharded_model(spec, SHAPE, mesh, section, plan, transforms, CUDA, seed=0)
     held.rescale()
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(0, SHAPE.vocab_size, (4, 129), generator=generator).to(CUDA)

@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import nn
 
-from titanlite.observe.snapshots import CudaRecorder, Snapshots
-from titanlite.optim import EarlySteps, OptimizerConfig, build_optimizer
+from titanlite.metrics.memory_snapshots import CudaAllocationRecorder, MemorySnapshots
+from titanlite.optim import OptimizerConfig, OptimizerInBackward, build_optimizer
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 
@@ -23,7 +23,7 @@ def run(config: OptimizerConfig, early: bool = False, steps: int = 5):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(256, 512), nn.Tanh(), nn.Linear(512, 256)).cuda()
     optimizer = build_optimizer(model, config)
-    in_backward = EarlySteps(model, optimizer) if early else None
+    in_backward = OptimizerInBackward(model, optimizer) if early else None
     for _ in range(steps):
         model(torch.randn(64, 256, device="cuda")).square().sum().backward()
         if in_backward is None:
@@ -59,7 +59,7 @@ def test_the_compiled_kernel_is_the_operations_one_by_one(kind):
 
 
 def test_a_snapshot_holds_what_is_alive(tmp_path):
-    with Snapshots(CudaRecorder(), tmp_path, 0, first_step=0, every=1) as snapshots:
+    with MemorySnapshots(CudaAllocationRecorder(), tmp_path, 0, first_step=0, every=1) as snapshots:
         held = torch.ones(1 << 20, device="cuda")
         snapshots.step()
     place = tmp_path / "iteration_1" / "rank0_memory_snapshot.pickle"
@@ -73,7 +73,7 @@ def test_a_snapshot_holds_what_is_alive(tmp_path):
 @pytest.mark.parametrize("said, grows", [({}, True), ({"PYTORCH_CUDA_ALLOC_CONF": ""}, False)])
 def test_segments_grow_unless_the_user_has_said_how(said, grows):
     program = (
-        "import torch\nfrom titanlite.distributed.session import grow_segments\n"
+        "import torch\nfrom titanlite.distributed.process_group import enable_expandable_segments\n"
         "torch.cuda.is_available()\ngrow_segments()\nheld = torch.ones(1 << 20, device='cuda')\n"
         "print(any(s['is_expandable'] for s in torch.cuda.memory_snapshot()))"
     )

@@ -9,10 +9,10 @@ import torch
 import torch.distributed as dist
 
 from titanlite.distributed.mesh import Degrees, ParallelismConfig, build_mesh
-from titanlite.models import FAMILIES, LlamaShape
+from titanlite.models import FAMILIES, Llama3Sizes
 from titanlite.optim import OptimizerConfig, build_optimizer
-from titanlite.parallelize import Passes, build_spread_model
-from titanlite.parallelize.activation import ActivationCheckpointConfig
+from titanlite.parallelize import ModelTransforms, build_sharded_model
+from titanlite.parallelize.activation_checkpoint import ActivationCheckpointConfig
 from titanlite.parallelize.compile import CompileConfig
 from titanlite.parallelize.pipeline import plan_pipeline
 from titanlite.training import TrainState, build_engine, take_step
@@ -20,7 +20,7 @@ from titanlite.training.divergence import FiniteCheck
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 FAMILY = FAMILIES["llama3"]
-SHAPE = LlamaShape(dim=256, n_layers=8, n_heads=4, n_kv_heads=2, hidden_dim=512, vocab_size=1024)
+SHAPE = Llama3Sizes(dim=256, n_layers=8, n_heads=4, n_kv_heads=2, hidden_dim=512, vocab_size=1024)
 ROWS, LENGTH = 4, 512
 
 
@@ -34,12 +34,12 @@ def one_rank():
     dist.destroy_process_group()
 
 
-def trained(device, passes: Passes, steps: int):
+def trained(device, transforms: ModelTransforms, steps: int):
     """A function that takes `steps` steps of a small job, and the losses it has seen."""
     section = ParallelismConfig(data_parallel_shard_degree=1)
     mesh = build_mesh(Degrees(), "cuda")
     plan, _ = plan_pipeline(section, FAMILY, SHAPE, LENGTH, ROWS)
-    spread = build_spread_model(FAMILY, SHAPE, mesh, section, plan, passes, device, seed=0)
+    spread = build_sharded_model(FAMILY, SHAPE, mesh, section, plan, transforms, device, seed=0)
     engine = build_engine(spread, mesh, section, plan, device, local_batch=ROWS // 2)
     state = TrainState(spread.model, build_optimizer(spread.model, OptimizerConfig()))
     generator = torch.Generator().manual_seed(0)
@@ -59,13 +59,13 @@ def trained(device, passes: Passes, steps: int):
     return go_on, losses
 
 
-def passes_of(name: str) -> Passes:
+def passes_of(name: str) -> ModelTransforms:
     recompute = ActivationCheckpointConfig(mode="none")
     if name == "offload":
         recompute = ActivationCheckpointConfig(mode="full", offload=True)
     if name == "op":
         recompute = ActivationCheckpointConfig(selective_ac_option="op")
-    return Passes(
+    return ModelTransforms(
         recompute=recompute, compile=CompileConfig(name == "compile"), compute=torch.bfloat16
     )
 
@@ -109,9 +109,9 @@ def test_offloaded_activations_are_not_on_the_device(one_rank):
         mesh = build_mesh(Degrees(), "cuda")
         plan, _ = plan_pipeline(section, FAMILY, SHAPE, LENGTH, ROWS)
         recompute = ActivationCheckpointConfig(mode="none", offload=offload)
-        passes = Passes(recompute=recompute, compute=torch.bfloat16)
-        model = build_spread_model(
-            FAMILY, SHAPE, mesh, section, plan, passes, one_rank, seed=0
+        transforms = ModelTransforms(recompute=recompute, compute=torch.bfloat16)
+        model = build_sharded_model(
+            FAMILY, SHAPE, mesh, section, plan, transforms, one_rank, seed=0
         ).model
         ids = torch.zeros(ROWS, LENGTH, dtype=torch.int64, device=one_rank)
         before = torch.cuda.memory_allocated()

@@ -7,7 +7,8 @@ import torch
 import torch.nn.functional as F
 
 from tests.parallelize.memory import taken
-from titanlite.models import IGNORED, LossConfig, Output
+from titanlite.labels import IGNORE_INDEX
+from titanlite.models import LossConfig, OutputLayer
 
 ROWS, LENGTH, WIDTH, IDS = 3, 20, 16, 61
 TOKENS = ROWS * LENGTH
@@ -16,18 +17,18 @@ TOKENS = ROWS * LENGTH
 def drawn(dtype=torch.float32, **config):
     """(output layer, hidden states, labels of which the first rows are ignored)."""
     torch.manual_seed(0)
-    output = Output(WIDTH, IDS).to(dtype)
+    output = OutputLayer(WIDTH, IDS).to(dtype)
     output.loss = LossConfig(**config)
     x = torch.randn(ROWS, LENGTH, WIDTH).to(dtype).requires_grad_()
     labels = torch.randint(0, IDS, (ROWS, LENGTH))
-    labels[0, :7] = labels[2] = IGNORED
+    labels[0, :7] = labels[2] = IGNORE_INDEX
     return output, x, labels
 
 
-def plain(output: Output, x, labels, z_loss=0.0):
+def plain(output: OutputLayer, x, labels, z_loss=0.0):
     logits = F.linear(x, output.weight).flatten(0, 1).float()
-    loss = F.cross_entropy(logits, labels.flatten(), ignore_index=IGNORED, reduction="sum")
-    squares = logits.logsumexp(-1).square() * (labels.flatten() != IGNORED)
+    loss = F.cross_entropy(logits, labels.flatten(), ignore_index=IGNORE_INDEX, reduction="sum")
+    squares = logits.logsumexp(-1).square() * (labels.flatten() != IGNORE_INDEX)
     return loss + z_loss * squares.sum()
 
 
@@ -59,7 +60,7 @@ def test_the_loss_of_a_validation_has_no_z_loss_in_it():
 
 def test_labels_that_do_not_count_teach_nothing():
     output, x, labels = drawn(chunk_tokens=7)
-    loss, dx, dw = learned(output, x, output(x, labels=torch.full_like(labels, IGNORED)))
+    loss, dx, dw = learned(output, x, output(x, labels=torch.full_like(labels, IGNORE_INDEX)))
     assert loss == 0 and not dx.any() and not dw.any()
 
 
@@ -76,7 +77,7 @@ def test_gradients_in_bf16_are_rounded_once():
 @pytest.mark.parametrize("dtype, copies", [(torch.float32, 1.05), (torch.bfloat16, 1.55)], ids=str)
 def test_no_more_logits_are_held_than_those_of_a_chunk(dtype, copies):
     tokens, ids, chunk = 512, 4096, 64
-    output, x = Output(8, ids).to(dtype), torch.randn(1, tokens, 8).to(dtype).requires_grad_()
+    output, x = OutputLayer(8, ids).to(dtype), torch.randn(1, tokens, 8).to(dtype).requires_grad_()
     labels = torch.randint(0, ids, (1, tokens))
     most = {}
     for size in (0, chunk):
@@ -93,7 +94,7 @@ def test_in_fp16_a_sum_over_tokens_overflows_only_where_their_mean_does(tokens, 
     """The weights' gradient, summed before it is divided, reaches 131,072 and 69,632 here; that of
     the mean loss, which any loss scale may begin from, 4 and 17."""
     torch.manual_seed(0)
-    output, x = Output(8, 64), torch.randn(1, tokens, 8) * 0.1
+    output, x = OutputLayer(8, 64), torch.randn(1, tokens, 8) * 0.1
     output.loss, x[..., 0] = LossConfig(chunk_tokens=chunk), channel
     labels = torch.zeros(1, tokens, dtype=torch.int64)
 

@@ -10,13 +10,13 @@ import torch._inductor.config
 import torch.nn.functional as F
 from torch import nn
 
-from titanlite.models import FAMILIES, LlamaShape
+from titanlite.models import FAMILIES, Llama3Sizes
 from titanlite.optim import OptimizerConfig, build_optimizer, moment_bytes, set_lr
 from titanlite.optim.adam import dynamic_levels
-from titanlite.parallelize.init import start_weights
+from titanlite.parallelize.weight_init import init_weights
 
 FAMILY = FAMILIES["llama3"]
-SHAPE = LlamaShape(
+SHAPE = Llama3Sizes(
     dim=64, n_layers=2, n_heads=4, n_kv_heads=2, hidden_dim=160, vocab_size=300, rope_theta=1e4
 )
 STEPS = 20
@@ -26,7 +26,7 @@ STEPS = 20
 def losses(**section) -> list[float]:
     """Of a small Llama that learns four batches by heart."""
     model = FAMILY.build(SHAPE)
-    start_weights(model, FAMILY.start, SHAPE.n_layers, seed=7)
+    init_weights(model, FAMILY.start, SHAPE.n_layers, seed=7)
     config = OptimizerConfig(lr=1e-3, **{"implementation": "for-loop", **section})
     optimizer = build_optimizer(model, config)
     batches = torch.randint(0, 300, (4, 16, 33), generator=torch.Generator().manual_seed(0))

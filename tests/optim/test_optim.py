@@ -14,7 +14,7 @@ from titanlite.optim import (
     OptimizerConfig,
     build_optimizer,
     clip_gradients,
-    lr_share,
+    lr_factor,
     schedule_problems,
     schedule_warning,
 )
@@ -22,7 +22,7 @@ from titanlite.optim import (
 
 def shares(steps=100, **section):
     config = LRSchedulerConfig(**section)
-    return [lr_share(step, steps, config) for step in range(steps)]
+    return [lr_factor(step, steps, config) for step in range(steps)]
 
 
 def test_warmup_rises_to_the_peak_and_never_starts_at_zero():
@@ -47,10 +47,10 @@ def test_without_a_ratio_decay_begins_after_the_warmup():
 )
 def test_each_decay_has_its_shape_and_ends_at_the_least_rate(kind, half):
     config = {"warmup_steps": 0, "decay_type": kind}
-    assert lr_share(50, 100, LRSchedulerConfig(**config)) == pytest.approx(half)
+    assert lr_factor(50, 100, LRSchedulerConfig(**config)) == pytest.approx(half)
     low = LRSchedulerConfig(**config, min_lr_factor=0.1)
-    assert lr_share(100, 100, low) == pytest.approx(0.1)
-    assert lr_share(500, 100, low) == pytest.approx(0.1)  # past the end it stays there
+    assert lr_factor(100, 100, low) == pytest.approx(0.1)
+    assert lr_factor(500, 100, low) == pytest.approx(0.1)  # past the end it stays there
 
 
 def test_a_warmup_longer_than_the_run_still_ends_at_the_peak():
@@ -68,7 +68,7 @@ def test_steps_after_the_schedule_are_refused_only_where_they_learn_nothing():
     assert refused(total_steps=100) and not refused() and not refused(total_steps=200)
     assert not refused(total_steps=100, min_lr_factor=0.1)
     assert not refused(total_steps=100, decay_ratio=0.0)  # the rate stays where it is
-    assert lr_share(149, 100, LRSchedulerConfig(warmup_steps=10, decay_ratio=0.0)) == 1.0
+    assert lr_factor(149, 100, LRSchedulerConfig(warmup_steps=10, decay_ratio=0.0)) == 1.0
 
 
 def test_norms_and_biases_are_not_decayed():

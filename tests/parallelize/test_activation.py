@@ -9,25 +9,25 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.parallelize.memory import taken
-from titanlite.models import FAMILIES, LlamaShape
-from titanlite.parallelize import offload
-from titanlite.parallelize.activation import (
+from titanlite.models import FAMILIES, Llama3Sizes
+from titanlite.parallelize import activation_offload
+from titanlite.parallelize.activation_checkpoint import (
     ActivationCheckpointConfig,
-    recompute_blocks,
-    recompute_operations,
+    checkpoint_blocks,
+    checkpoint_operations,
 )
 
-SHAPE = LlamaShape(dim=16, n_layers=4, n_heads=2, n_kv_heads=2, hidden_dim=32, vocab_size=31)
+SHAPE = Llama3Sizes(dim=16, n_layers=4, n_heads=2, n_kv_heads=2, hidden_dim=32, vocab_size=31)
 PRODUCTS, ATTENTION = 7, "_scaled_dot_product_flash_attention_for_cpu"  # of a block
 
 
 def built(config: ActivationCheckpointConfig, shape=SHAPE):
     torch.manual_seed(0)
     model = FAMILIES["llama3"].build(shape)
-    recompute_operations(model.layers, config)
-    recompute_blocks(model.layers, config)
+    checkpoint_operations(model.layers, config)
+    checkpoint_blocks(model.layers, config)
     if config.offload:
-        offload.offload_activations(model.layers, "cpu")
+        activation_offload.offload_activations(model.layers, "cpu")
     return model
 
 
@@ -97,7 +97,7 @@ def test_per_operation_every_second_product_is_computed_again_and_attention_is_n
 
 def bytes_held(**config) -> int:
     """What is there after a forward, beside the model, the tokens and the loss."""
-    shape = LlamaShape(64, 4, 4, 4, 256, vocab_size=31)
+    shape = Llama3Sizes(64, 4, 4, 4, 256, vocab_size=31)
     model = built(ActivationCheckpointConfig(**config), shape)
     tokens = torch.zeros(2, 128, dtype=torch.int64)
     _, held = taken(lambda: model(tokens, labels=tokens))
@@ -115,7 +115,7 @@ def test_each_mode_holds_less_than_the_one_before():
     assert list(held.values()) == sorted(set(held.values())), held
 
 
-class Journey(offload._OnHost):
+class Journey(activation_offload._OnHost):
     """Who left and who came back, in order."""
 
     def __init__(self):
@@ -137,9 +137,9 @@ class Journey(offload._OnHost):
 
 @pytest.mark.parametrize("mode", ["none", "full"])
 def test_what_blocks_save_leaves_once_and_is_on_its_way_before_it_is_used(mode, monkeypatch):
-    monkeypatch.setattr(offload, "LEAST_BYTES", 1)
+    monkeypatch.setattr(activation_offload, "LEAST_BYTES", 1)
     journey = Journey()
-    monkeypatch.setattr(offload, "_OnHost", lambda: journey)
+    monkeypatch.setattr(activation_offload, "_OnHost", lambda: journey)
     right = learn(built(ActivationCheckpointConfig(mode="none")))
     found = learn(built(ActivationCheckpointConfig(mode=mode, offload=True)))
     for name, gradient in right.items():
@@ -149,7 +149,10 @@ def test_what_blocks_save_leaves_once_and_is_on_its_way_before_it_is_used(mode, 
     came = [who for what, who in journey.log if what == "come"]
     each, rest = divmod(len(left), SHAPE.n_layers)
     assert rest == 0 and each >= 1 and len(set(left)) == len(left)
-    groups = [set(left[n * each : (n + 1) * each]) for n in range(SHAPE.n_layers - offload.STAY)]
+    groups = [
+        set(left[n * each : (n + 1) * each])
+        for n in range(SHAPE.n_layers - activation_offload.STAY)
+    ]
     assert sorted(came) == sorted(set().union(*groups))  # the last blocks' are still there
     for block, group in enumerate(groups):
         first_use = next(

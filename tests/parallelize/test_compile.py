@@ -13,11 +13,14 @@ from torch._dynamo.utils import counters
 from torch._inductor import cpu_vec_isa
 from torch._inductor.runtime.cache_dir_utils import cache_dir
 
-from tests.distributed.oracle import SGD, Layout, batch_at, deepened, spread
+from tests.distributed.oracle import SGD, Layout, batch_at, deepened, sharded
 from tests.distributed.ranks import run_on_ranks
 from tests.parallelize.memory import taken
-from titanlite.models import FAMILIES, LlamaShape, valid_tokens
-from titanlite.parallelize.activation import ActivationCheckpointConfig, keep_to_budget
+from titanlite.models import FAMILIES, Llama3Sizes, valid_tokens
+from titanlite.parallelize.activation_checkpoint import (
+    ActivationCheckpointConfig,
+    set_memory_budget,
+)
 from titanlite.parallelize.compile import (
     CompileConfig,
     compile_blocks,
@@ -40,7 +43,7 @@ def each_that_compiles(layouts) -> list[tuple[int, int, str, bool]]:
 def steps_that_compile(layout) -> tuple[int, int, str, bool]:
     """(graphs after two steps, after four, what is said of them, whether names are plain)."""
     recipe = deepened(SGD, layout)
-    model, mesh, engine = spread(layout, recipe)
+    model, mesh, engine = sharded(layout, recipe)
     rows = recipe.batch // mesh.degrees.data
     mine = slice(mesh.batch_rank * rows, (mesh.batch_rank + 1) * rows)
     graphs = []
@@ -76,19 +79,19 @@ def test_one_graph_serves_all_blocks_and_nothing_is_compiled_after_the_second_st
 
 def test_a_budget_of_the_compiler_is_kept_to():
     held = {}
-    shape = LlamaShape(64, 2, 4, 4, 256, vocab_size=31)
+    shape = Llama3Sizes(64, 2, 4, 4, 256, vocab_size=31)
     for budget in (1.0, 0.5, 0.0):
         torch._dynamo.reset()
         config = ActivationCheckpointConfig(mode="memory_budget", memory_budget=budget)
         model = FAMILIES["llama3"].build(shape)
-        keep_to_budget(config)
+        set_memory_budget(config)
         compile_blocks(
             model.layers, CompileConfig(enable=True, backend="aot_eager_decomp_partition")
         )
         tokens = torch.zeros(2, 128, dtype=torch.int64)
         model(tokens, labels=tokens)
         _, held[budget] = taken(lambda: model(tokens, labels=tokens))
-    keep_to_budget(ActivationCheckpointConfig(mode="none"))
+    set_memory_budget(ActivationCheckpointConfig(mode="none"))
     print({budget: f"{size / 2**20:.2f} MiB" for budget, size in held.items()})  # pytest -rP
     assert held[0.0] < held[0.5] < held[1.0]
 

@@ -8,18 +8,18 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from tests.distributed.oracle import SGD, Layout, batch_at, spread
+from tests.distributed.oracle import SGD, Layout, batch_at, sharded
 from tests.distributed.ranks import run_on_ranks
 from tests.parallelize.memory import taken
-from titanlite.models.flash import OnCpu, Plain
+from titanlite.kernels.flash import CpuFlash, EagerAttention
 from titanlite.parallelize import context
-from titanlite.parallelize.context import SequenceShare
+from titanlite.parallelize.context import SequenceShard
 
 LENGTH = 48
 
 
-def shares(ranks: int, balanced: bool) -> list[SequenceShare]:
-    return [SequenceShare(rank, ranks, balanced) for rank in range(ranks)]
+def shares(ranks: int, balanced: bool) -> list[SequenceShard]:
+    return [SequenceShard(rank, ranks, balanced) for rank in range(ranks)]
 
 
 @pytest.mark.parametrize("balanced", [True, False])
@@ -41,7 +41,7 @@ def test_balancing_gives_every_rank_the_same_work_and_none_would_not():
     assert last > 6 * first
 
 
-@pytest.mark.parametrize("flash", [OnCpu(), Plain()], ids=["kernel", "plain"])
+@pytest.mark.parametrize("flash", [CpuFlash(), EagerAttention()], ids=["kernel", "plain"])
 @pytest.mark.parametrize("causal", [True, False])
 def test_a_kernel_is_sdpa_with_grouped_heads_and_the_sum_of_scores(flash, causal):
     torch.manual_seed(0)
@@ -61,7 +61,7 @@ def test_a_kernel_is_sdpa_with_grouped_heads_and_the_sum_of_scores(flash, causal
 
 def what_travels(layout) -> dict[str, list[int]]:
     """How many numbers each kind of collective was given."""
-    model, _, _ = spread(layout, SGD)
+    model, _, _ = sharded(layout, SGD)
     attention = model.layers["0"].attention.attend
     part = LENGTH // layout.context
     q, k, v = torch.randn(3, 4, part, 8), torch.randn(3, 2, part, 8), torch.randn(3, 2, part, 8)
@@ -96,7 +96,7 @@ def test_grouped_heads_travel_once(rotate):
 
 
 def peak_of_a_step(layout, recipe) -> int:
-    _, mesh, engine = spread(layout, recipe)
+    _, mesh, engine = sharded(layout, recipe)
     inputs, labels = batch_at(0, recipe)
     engine.forward_backward(inputs, labels, torch.tensor(1.0))  # what is made once is made
     peak, _ = taken(lambda: engine.forward_backward(inputs, labels, torch.tensor(1.0)))

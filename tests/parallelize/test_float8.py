@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from titanlite.models import FAMILIES
-from titanlite.parallelize.float8 import AUTO, Float8Config, float8_layers, swap_in_float8
+from titanlite.parallelize.float8 import AUTO, Float8Config, convert_to_float8, float8_layers
 
 FAMILY = FAMILIES["llama3"]
 
@@ -54,7 +54,7 @@ def test_a_swap_keeps_names_and_says_what_it_left(caplog):
     model.layers["0"].attention.wo = torch.nn.Linear(256, 4100, bias=False, device="meta")
     names = [name for name, _ in model.named_parameters()]
     with caplog.at_level(logging.INFO, logger="titanlite"):
-        swap_in_float8(model, Float8Config(recipe_name="rowwise", filter_fqns=["attention.wk"]))
+        convert_to_float8(model, Float8Config(recipe_name="rowwise", filter_fqns=["attention.wk"]))
     assert [name for name, _ in model.named_parameters()] == names
     assert "23 linear layers are Float8, rowwise" in caplog.text
     assert "attention.wo is not (4100 x 256, no multiples of 16)" in caplog.text

@@ -7,24 +7,26 @@ from torch.distributed.pipelining._schedule_visualizer import get_schedule_ops
 
 from titanlite.errors import ConfigError
 from titanlite.parallelize.schedule import (
-    STYLES,
-    Action,
-    microbatches_wanted,
-    order_of,
+    SCHEDULES,
+    PipelineAction,
+    build_schedule_order,
+    format_action,
     ranks_in_order,
     ranks_of_stages,
-    read_order,
-    timeline,
-    written,
+    read_schedule_csv,
+    required_microbatches,
+    simulate_schedule,
 )
 
-A_RANK = {name: style.stages_a_rank or 2 for name, style in STYLES.items()}
+A_RANK = {name: style.stages_a_rank or 2 for name, style in SCHEDULES.items()}
 
 
 def idle(name: str, ranks: int, microbatches: int) -> float:
     """Share of the time in which a rank of equal stages does nothing."""
     stages = ranks * A_RANK[name]
-    times = timeline(order_of(name, ranks, stages, microbatches), [1 / A_RANK[name]] * stages)
+    times = simulate_schedule(
+        build_schedule_order(name, ranks, stages, microbatches), [1 / A_RANK[name]] * stages
+    )
     span = max(timed.end for row in times for timed in row)
     return 1 - sum(t.end - t.start for row in times for t in row) / (ranks * span)
 
@@ -44,7 +46,7 @@ def test_interleaving_and_splitting_the_backward_idle_less():
     assert idle("ZBVZeroBubble", 4, 8) < 0.5 * plain
 
 
-@pytest.mark.parametrize("name", STYLES)
+@pytest.mark.parametrize("name", SCHEDULES)
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_microbatches_are_refused_exactly_where_torch_refuses_them(name, ranks):
     stages = ranks * A_RANK[name]
@@ -54,29 +56,29 @@ def test_microbatches_are_refused_exactly_where_torch_refuses_them(name, ranks):
             refused = False
         except ValueError:
             refused = True
-        wanted = microbatches_wanted(name, ranks, stages, microbatches)
+        wanted = required_microbatches(name, ranks, stages, microbatches)
         assert (wanted is not None) == refused, microbatches
 
 
-@pytest.mark.parametrize("name", STYLES)
+@pytest.mark.parametrize("name", SCHEDULES)
 def test_every_schedule_runs_everything_once_on_the_rank_that_holds_it(name, tmp_path):
     ranks, microbatches = 4, 8
-    order = order_of(name, ranks, ranks * A_RANK[name], microbatches)
+    order = build_schedule_order(name, ranks, ranks * A_RANK[name], microbatches)
     found, counted = ranks_in_order(tmp_path, order)  # which raises where anything is missing
-    assert found == ranks_of_stages(STYLES[name], ranks, ranks * A_RANK[name])
+    assert found == ranks_of_stages(SCHEDULES[name], ranks, ranks * A_RANK[name])
     assert counted == microbatches
 
 
 def as_csv(order) -> str:
-    return "\n".join(",".join(map(written, row)) for row in order)
+    return "\n".join(",".join(map(format_action, row)) for row in order)
 
 
 @pytest.mark.parametrize("name", ["1F1B", "ZBVZeroBubble"])
 def test_a_schedule_from_a_file_is_the_one_that_was_written(name, tmp_path):
     file = tmp_path / "schedule.csv"
-    order = order_of(name, 2, 2 * A_RANK[name], 4)
+    order = build_schedule_order(name, 2, 2 * A_RANK[name], 4)
     file.write_text(as_csv(order))
-    assert read_order(file) == order
+    assert read_schedule_csv(file) == order
 
 
 @pytest.mark.parametrize(
@@ -98,21 +100,29 @@ def test_a_file_that_would_hang_or_skip_is_refused(text, words, tmp_path):
     file = tmp_path / "schedule.csv"
     file.write_text(text)
     with pytest.raises(ConfigError) as refused:
-        ranks_in_order(file, read_order(file))
+        ranks_in_order(file, read_schedule_csv(file))
     assert words in str(refused.value)
 
 
 def test_a_file_that_is_not_there_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="cannot be read"):
-        read_order(tmp_path / "nowhere.csv")
+        read_schedule_csv(tmp_path / "nowhere.csv")
 
 
 def test_the_first_stage_does_its_whole_backward_in_the_weight_half():
     """As torch runs it; a picture that said otherwise would not be what happens."""
     order = [
-        [Action("forward", 0, 0), Action("input", 0, 0), Action("weight", 0, 0)],
-        [Action("forward", 1, 0), Action("input", 1, 0), Action("weight", 1, 0)],
+        [
+            PipelineAction("forward", 0, 0),
+            PipelineAction("input", 0, 0),
+            PipelineAction("weight", 0, 0),
+        ],
+        [
+            PipelineAction("forward", 1, 0),
+            PipelineAction("input", 1, 0),
+            PipelineAction("weight", 1, 0),
+        ],
     ]
-    (_, half, whole), (_, other, _) = timeline(order, [1.0, 1.0])
+    (_, half, whole), (_, other, _) = simulate_schedule(order, [1.0, 1.0])
     assert half.end - half.start == 0 and whole.end - whole.start == 2
     assert half.start == other.end == 3

@@ -8,19 +8,18 @@ import pytest
 import torch
 
 from titanlite.job import read_job
-from titanlite.observe import Held
-from titanlite.observe.memory import wanted_memory
 from titanlite.optim import build_optimizer
-from titanlite.planning.memory import holdings_of, savings
+from titanlite.planning.memory import estimate_memory, memory_savings
+from titanlite.runtime.out_of_memory import MemoryUsage, find_memory_request
 
 
 def job_of(run_toml, *argv, ranks=1):
     return read_job(["--job.config_file", str(run_toml), *argv], ranks)
 
 
-def kept_bytes(family, shape, rows: int, length: int) -> int:
+def kept_bytes(spec, shape, rows: int, length: int) -> int:
     """What autograd holds between forward and backward, but for the weights."""
-    model = family.build(shape)
+    model = spec.build(shape)
     own = {p.untyped_storage().data_ptr() for p in model.parameters()}
     seen, alive = {}, []
 
@@ -40,42 +39,42 @@ def kept_bytes(family, shape, rows: int, length: int) -> int:
 @pytest.mark.parametrize("qk_norm", ["false", "true"])
 def test_activations_are_what_autograd_holds(qk_norm, run_toml):
     job = job_of(run_toml, "--model.qk_norm", qk_norm, "--model.hidden_dim", "96")
-    deeper = dataclasses.replace(job.shape, n_layers=2 * job.shape.n_layers)
+    deeper = dataclasses.replace(job.sizes, n_layers=2 * job.sizes.n_layers)
     size = (job.config.training.local_batch_size, job.config.training.seq_len)
-    found = kept_bytes(job.family, deeper, *size) - kept_bytes(job.family, job.shape, *size)
-    assert holdings_of(job).activations == pytest.approx(found, rel=0.05)
+    found = kept_bytes(job.spec, deeper, *size) - kept_bytes(job.spec, job.sizes, *size)
+    assert estimate_memory(job).activations == pytest.approx(found, rel=0.05)
 
 
 @pytest.mark.parametrize("kind", ["float32", "bfloat16", "8bit", "4bit"])
 def test_what_is_held_is_what_was_foreseen(kind, run_toml):
     sizes = ["--model.dim", "128", "--model.hidden_dim", "256", "--optimizer.state_dtype", kind]
     job = job_of(run_toml, *sizes)
-    held = Held(torch.device("cpu"))
+    held = MemoryUsage(torch.device("cpu"))
     assert held.bytes() == {"weights": 0, "gradients": 0, "moments": 0}
-    held.model = job.family.build(job.shape)
+    held.model = job.spec.build(job.sizes)
     section = dataclasses.replace(job.config.optimizer, implementation="for-loop")
     held.optimizer = build_optimizer(held.model, section)
     for parameter in held.model.parameters():
         parameter.grad = torch.zeros_like(parameter)
     held.optimizer.step()
-    counted, foreseen = held.bytes(), holdings_of(job)
+    counted, foreseen = held.bytes(), estimate_memory(job)
     assert counted["weights"] == foreseen.weights and counted["gradients"] == foreseen.gradients
     assert counted["moments"] == pytest.approx(foreseen.moments, rel=0.03)
 
 
 def test_twice_the_ranks_hold_half_and_pipelines_hold_what_is_in_flight(run_toml):
-    one, two = holdings_of(job_of(run_toml)), holdings_of(job_of(run_toml, ranks=2))
+    one, two = estimate_memory(job_of(run_toml)), estimate_memory(job_of(run_toml, ranks=2))
     assert two.weights == one.weights / 2 and two.moments == one.moments / 2
     pipeline = ["--parallelism.pipeline_parallel_degree", "2", "--training.local_batch_size", "8"]
-    early = holdings_of(job_of(run_toml, *pipeline, ranks=2))
+    early = estimate_memory(job_of(run_toml, *pipeline, ranks=2))
     gpipe = ["--parallelism.pipeline_parallel_schedule", "GPipe"]
-    late = holdings_of(job_of(run_toml, *pipeline, *gpipe, ranks=2))
+    late = estimate_memory(job_of(run_toml, *pipeline, *gpipe, ranks=2))
     assert late.activations == 4 * early.activations  # 8 micro-batches in flight, not 2
 
 
 def said(run_toml, *argv, ranks=1, on_gpu=True) -> dict[str, float]:
     job = job_of(run_toml, *argv, ranks=ranks)
-    return {saving.words: saving.bytes for saving in savings(job, on_gpu)}
+    return {saving.words: saving.bytes for saving in memory_savings(job, on_gpu)}
 
 
 def test_the_way_that_saves_most_comes_first(run_toml):
@@ -102,8 +101,8 @@ def test_nothing_is_advised_that_would_be_refused(run_toml):
 def test_each_saving_is_what_the_setting_saves(run_toml):
     sizes = ["--model.dim", "128", "--model.hidden_dim", "256"]
     ways = said(run_toml, *sizes)
-    before = holdings_of(job_of(run_toml, *sizes))
-    after = holdings_of(job_of(run_toml, *sizes, "--optimizer.state_dtype", "8bit"))
+    before = estimate_memory(job_of(run_toml, *sizes))
+    after = estimate_memory(job_of(run_toml, *sizes, "--optimizer.state_dtype", "8bit"))
     assert ways['optimizer.state_dtype = "8bit"'] == before.total - after.total > 0
     assert ways["optimizer.offload = true"] == before.moments
 
@@ -111,11 +110,11 @@ def test_each_saving_is_what_the_setting_saves(run_toml):
 def test_running_out_of_memory_is_known_by_its_words():
     with pytest.raises(RuntimeError) as raised:
         torch.empty(1 << 58)
-    assert "GiB more was asked for" in wanted_memory(raised.value)
+    assert "GiB more was asked for" in find_memory_request(raised.value)
     cuda = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has a")
-    assert wanted_memory(cuda) == "20.00 MiB more was asked for"
+    assert find_memory_request(cuda) == "20.00 MiB more was asked for"
     wrapped = RuntimeError("stage 1 failed")
     wrapped.__cause__ = cuda
-    assert wanted_memory(wrapped) == wanted_memory(cuda)
-    assert wanted_memory(MemoryError()) == "more was asked for"
-    assert wanted_memory(RuntimeError("shapes do not match")) is None
+    assert find_memory_request(wrapped) == find_memory_request(cuda)
+    assert find_memory_request(MemoryError()) == "more was asked for"
+    assert find_memory_request(RuntimeError("shapes do not match")) is None

@@ -18,24 +18,34 @@ from torch import nn
 from titanlite.checkpoint import manifest as manifests
 from titanlite.checkpoint.config import CheckpointConfig
 from titanlite.checkpoint.convert import to_hugging_face
-from titanlite.checkpoint.hf import CONFIG, open_hugging_face
-from titanlite.checkpoint.listing import Listing, list_steps, set_aside
+from titanlite.checkpoint.huggingface import CONFIG, open_hugging_face
+from titanlite.checkpoint.listing import CheckpointListing, list_steps, set_aside
 from titanlite.checkpoint.manifest import (
-    Manifest,
+    CheckpointManifest,
     check_hashes,
-    read_manifest,
+    read_checkpoint_manifest,
     versions,
-    write_manifest,
+    write_checkpoint_manifest,
 )
-from titanlite.checkpoint.place import Place, StoreUnreachable
 from titanlite.checkpoint.retention import all_but_last, steps_to_remove
 from titanlite.checkpoint.saved_model import write_files
-from titanlite.checkpoint.store import Stage, read_tensors, state_of, write_tensors
-from titanlite.distributed.collectives import agree, attempt, on_rank_0, problems_of_all
-from titanlite.distributed.limits import Limit
+from titanlite.checkpoint.tensor_io import (
+    HostStaging,
+    model_and_optimizer_state,
+    read_tensors,
+    write_tensors,
+)
+from titanlite.distributed.collectives import (
+    capture_user_error,
+    gather_problems,
+    raise_on_all_ranks,
+    run_on_rank_0,
+)
+from titanlite.distributed.time_limit import TimeLimit
 from titanlite.errors import CheckpointError, UserError
 from titanlite.files import parse_json
 from titanlite.log import logger
+from titanlite.storage import StorageFolder, StorageUnreachable
 
 T = TypeVar("T")
 
@@ -46,22 +56,22 @@ LOAD_STEP_FILE = "load_step.json"
 
 
 @dataclass(frozen=True)
-class Saved:
+class SaveResult:
     """What became of one save."""
 
     step: int
-    place: Place
+    place: StorageFolder
     seconds: float  # from the call to the commit
     blocked_seconds: float  # in which the caller did nothing else, in `save` and in `wait`
     problem: str = ""  # why there is no checkpoint; empty: there is one
 
 
 @dataclass(frozen=True)
-class Found:
+class FoundCheckpoint:
     """A checkpoint to start from, and the newer ones that were refused for it."""
 
-    place: Place
-    manifest: Manifest | None  # None: it is a Hugging Face folder
+    place: StorageFolder
+    manifest: CheckpointManifest | None  # None: it is a Hugging Face folder
     refused: list[str]
     initial: bool = False  # of another run
 
@@ -79,7 +89,7 @@ class Checkpointer:
 
     def __init__(
         self,
-        folder: Place,
+        folder: StorageFolder,
         config: CheckpointConfig,
         *,
         facts: dict[str, Any],
@@ -103,7 +113,7 @@ class Checkpointer:
         if config.enable:
             patience = timedelta(seconds=PATIENCE * config.timeout_seconds)
             self.group = dist.new_group(backend="gloo", timeout=patience)
-        self.stage = Stage(config.async_mode == "async_with_pinned_mem")
+        self.stage = HostStaging(config.async_mode == "async_with_pinned_mem")
         self._write: _Write | None = None
 
     def due(self, step: int, last: bool) -> bool:
@@ -138,7 +148,9 @@ class Checkpointer:
         """
         assert self._write is None, "one save at a time"
         config, began = self.config, time.monotonic()
-        state = state_of(model, None if final and config.last_save_model_only else optimizer)
+        state = model_and_optimizer_state(
+            model, None if final and config.last_save_model_only else optimizer
+        )
         if final and config.last_save_model_only:
             dtype = getattr(torch, config.export_dtype)
             state = {"model": {name: value.to(dtype) for name, value in state["model"].items()}}
@@ -150,7 +162,9 @@ class Checkpointer:
             before_commit()
             seconds, lease = time.monotonic() - began, self.fence()  # immediately before it
             about = {**self.about, **written}
-            write_manifest(place, Manifest(step, progress, seconds=seconds, lease=lease, **about))
+            write_checkpoint_manifest(
+                place, CheckpointManifest(step, progress, seconds=seconds, lease=lease, **about)
+            )
             try:  # it is a checkpoint now, whatever becomes of the others
                 self._remove_surplus()
             except (OSError, CheckpointError) as error:
@@ -177,7 +191,7 @@ class Checkpointer:
         return self._write is not None and not self._write.done.is_set()
 
     @property
-    def limit(self) -> Limit | None:
+    def limit(self) -> TimeLimit | None:
         """The time limit on the save in flight; None where there is none."""
         write = self._write
         return None if write is None or write.done.is_set() else write.limit
@@ -187,7 +201,7 @@ class Checkpointer:
         """Whether `save` returns only when the checkpoint is written."""
         return self.config.async_mode == "disabled"
 
-    def wait(self) -> Saved | None:
+    def wait(self) -> SaveResult | None:
         """What became of the save in flight, the same on every rank; None where there is none."""
         write = self._write
         if write is None:
@@ -197,18 +211,18 @@ class Checkpointer:
             raise CheckpointError(f"{write.place}: writing it hangs.")
         self._write = None
         blocked = write.blocked_seconds + time.monotonic() - began
-        problem = " ".join(problems_of_all(write.problem, self.group))
+        problem = " ".join(gather_problems(write.problem, self.group))
         if problem:
             self.failures += 1
             # Makes room on a disk that is full. The others wait, in the group with patience.
             self._on_rank_0(lambda: self._remove(write.place, unless=manifests.NAME))
         else:
             self.save_seconds = write.seconds
-        return Saved(write.step, write.place, write.seconds, blocked, problem)
+        return SaveResult(write.step, write.place, write.seconds, blocked, problem)
 
     # --- loading -------------------------------------------------------------------------------
 
-    def find(self) -> Found | None:
+    def find(self) -> FoundCheckpoint | None:
         """The newest true checkpoint of this run, else the initial one, else none.
 
         Raises CheckpointError where there are some and none of them is true: a run never starts
@@ -218,7 +232,7 @@ class Checkpointer:
         if not config.enable:
             return None
         seen = self._on_rank_0(self._look)
-        listing, load_step = Listing(**seen["listing"]), config.load_step
+        listing, load_step = CheckpointListing(**seen["listing"]), config.load_step
         if self.saves and listing.steps and load_step == seen["applied_load_step"] != -1:
             logger.info(
                 "checkpoint.load_step = %d was applied by an earlier start: resuming from the"
@@ -234,33 +248,33 @@ class Checkpointer:
                 f"checkpoint.load_step = {load_step}: {self.folder} has no checkpoint of"
                 f" that step. Those there: {there}.",
                 fix="Use one of them, or -1 for the newest.",
-            ).known_to_all()
+            ).on_every_rank()
         refused: list[str] = []
         for step in listing.steps[::-1] if load_step == -1 else [load_step]:
             place = self.folder / f"step-{step}"
             manifest, problem = self._verified(place)
             if not problem:
                 self._on_rank_0(lambda: self._clean(listing.unfinished))
-                return Found(place, manifest, refused)
+                return FoundCheckpoint(place, manifest, refused)
             refused.append(problem)
         if refused:
             raise CheckpointError(
                 f"{self.folder}: none of the checkpoints asked for is whole and true:"
                 f" {' '.join(refused)}",
                 fix="Restore one of them, or start from nothing in another job.dump_folder.",
-            ).known_to_all()
+            ).on_every_rank()
         self._on_rank_0(lambda: self._clean(listing.unfinished))
         if config.initial_load_path is None:
             return None
-        place = Place(config.initial_load_path)
+        place = StorageFolder(config.initial_load_path)
         manifest, problem = (None, "") if config.initial_load_in_hf else self._verified(place)
         if problem:
-            raise CheckpointError(f"checkpoint.initial_load_path: {problem}").known_to_all()
-        return Found(place, manifest, [], initial=True)
+            raise CheckpointError(f"checkpoint.initial_load_path: {problem}").on_every_rank()
+        return FoundCheckpoint(place, manifest, [], initial=True)
 
     def load(
         self,
-        found: Found,
+        found: FoundCheckpoint,
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
         facts: dict[str, Any],
@@ -286,15 +300,17 @@ class Checkpointer:
                 " (checkpoint.last_save_model_only), so this run cannot go on from it.",
                 fix="Use an earlier one (checkpoint.load_step), or start its moments anew:"
                 ' checkpoint.exclude_from_loading = ["optimizer"].',
-            ).known_to_all()
-        read_tensors(place, state_of(model, None if skip else optimizer), self.group)
+            ).on_every_rank()
+        read_tensors(
+            place, model_and_optimizer_state(model, None if skip else optimizer), self.group
+        )
         return None if model_only else _without(config.exclude_from_loading, manifest.progress)
 
     def steps(self) -> list[int]:
         """The steps of the checkpoints that are there whole, by their sizes, oldest first."""
         return [step for step in list_steps(self.folder).steps if self._is_whole(step)]
 
-    def turn_back(self, step: int) -> None:
+    def set_aside_later_steps(self, step: int) -> None:
         """Set aside what this run holds of later steps, damaged or turned away from.
 
         Else the next start would go on from there, and retention would take its steps for the
@@ -303,7 +319,7 @@ class Checkpointer:
         if self.saves:
             self._on_rank_0(lambda: self._turn_back(step))
 
-    def _export(self, place: Place) -> None:
+    def _export(self, place: StorageFolder) -> None:
         """Write a checkpoint for Hugging Face too, beside it."""
         self.fence()
         out = self.folder / f"{place.name}-hf"
@@ -312,32 +328,34 @@ class Checkpointer:
         note = to_hugging_face(place, out, dtype=getattr(torch, self.config.export_dtype))
         logger.info("%s: written for Hugging Face. %s", out, note)
 
-    def _load_hugging_face(self, place: Place, model: nn.Module, facts: dict[str, Any]) -> None:
-        folder, problem = attempt(lambda: open_hugging_face(place))
-        agree(problem)
+    def _load_hugging_face(
+        self, place: StorageFolder, model: nn.Module, facts: dict[str, Any]
+    ) -> None:
+        folder, problem = capture_user_error(lambda: open_hugging_face(place))
+        raise_on_all_ranks(problem)
         own = {"model": dataclasses.asdict(folder.shape)}
         _check_facts(place, own, facts, True, self.config.allow_changes)
-        read_tensors(place, state_of(model), self.group, reader=folder.reader())
+        read_tensors(place, model_and_optimizer_state(model), self.group, reader=folder.reader())
 
-    def _verified(self, place: Place) -> tuple[Manifest | None, str]:
+    def _verified(self, place: StorageFolder) -> tuple[CheckpointManifest | None, str]:
         """A checkpoint's manifest, and what is wrong with it for any rank, or nothing.
 
         Each rank reads the manifest for itself, so that a folder that is not shared is found here,
         and a part of the other bytes.
         """
 
-        def verify() -> Manifest:
-            manifest = read_manifest(place, sizes=self.config.verify != "off")
+        def verify() -> CheckpointManifest:
+            manifest = read_checkpoint_manifest(place, sizes=self.config.verify != "off")
             if self.config.verify == "full":
                 check_hashes(place, manifest, _share(manifest))
             return manifest
 
-        manifest, problem = attempt(verify)
-        problems = problems_of_all("" if problem is None else str(problem), self.group)
+        manifest, problem = capture_user_error(verify)
+        problems = gather_problems("" if problem is None else str(problem), self.group)
         if problems:
-            silent = str(problem) if isinstance(problem, StoreUnreachable) else ""
-            if unreachable := problems_of_all(silent, self.group):  # it may well be valid
-                raise CheckpointError(" ".join(unreachable)).known_to_all()
+            silent = str(problem) if isinstance(problem, StorageUnreachable) else ""
+            if unreachable := gather_problems(silent, self.group):  # it may well be valid
+                raise CheckpointError(" ".join(unreachable)).on_every_rank()
         return manifest, " ".join(problems)
 
     def _on_rank_0(self, act: Callable[[], T]) -> T:
@@ -355,7 +373,7 @@ class Checkpointer:
                     f"{error.filename or self.folder}: {error.strerror or error}."
                 ) from error
 
-        return on_rank_0(touch, self.group)
+        return run_on_rank_0(touch, self.group)
 
     def _look(self) -> dict[str, Any]:
         """What is in the folder, as values that ranks can exchange."""
@@ -390,7 +408,7 @@ class Checkpointer:
 
     def _is_whole(self, step: int) -> bool:
         try:
-            read_manifest(self.folder / f"step-{step}")
+            read_checkpoint_manifest(self.folder / f"step-{step}")
         except CheckpointError:
             return False
         return True
@@ -402,7 +420,7 @@ class Checkpointer:
         for name in (*names, *(f"step-{step}" for step in steps)):
             self._remove(self.folder / name)
 
-    def _remove(self, place: Place, unless: str = "") -> None:
+    def _remove(self, place: StorageFolder, unless: str = "") -> None:
         """Remove what nobody needs; that it could not be done is no reason to stop a run.
 
         A folder that has the file `unless` is left alone, as is every one of another job.
@@ -418,10 +436,10 @@ class Checkpointer:
 class _Write:
     """One save on its way, here or in a thread of its own."""
 
-    def __init__(self, step: int, place: Place, began: float, timeout_seconds: float):
+    def __init__(self, step: int, place: StorageFolder, began: float, timeout_seconds: float):
         self.step, self.place, self.began = step, place, began
         what = f"Rank {dist.get_rank()}: the save of step {step}"
-        self.limit = Limit(what, timeout_seconds, "checkpoint.timeout_seconds")
+        self.limit = TimeLimit(what, timeout_seconds, "checkpoint.timeout_seconds")
         self.seconds = self.blocked_seconds = 0.0
         self.problem, self.done = "", threading.Event()
 
@@ -447,14 +465,14 @@ class _Write:
             self.done.set()
 
 
-def _share(manifest: Manifest) -> list[str]:
+def _share(manifest: CheckpointManifest) -> list[str]:
     """The files that this rank reads when all ranks verify a checkpoint together."""
     by_size = sorted(manifest.files, key=lambda name: manifest.files[name].bytes)
     return by_size[dist.get_rank() :: dist.get_world_size()]
 
 
 def _check_facts(
-    place: Place,
+    place: StorageFolder,
     saved: dict[str, Any],
     wanted: dict[str, Any],
     model_only: bool,
@@ -485,7 +503,7 @@ def _check_facts(
             fix="Set them as they were saved; or allow it: checkpoint.allow_changes ="
             f" [{quoted}]; or start in another job.dump_folder, where"
             " checkpoint.initial_load_path takes the weights alone.",
-        ).known_to_all()
+        ).on_every_rank()
 
 
 def _without(parts: list[str], progress: dict[str, Any]) -> dict[str, Any]:

@@ -23,10 +23,10 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from titanlite.checkpoint.inert_pickle import Record, read_inert_pickle
-from titanlite.checkpoint.manifest import DTYPES, Manifest, TensorRecord
-from titanlite.checkpoint.place import Place
+from titanlite.checkpoint.manifest import DTYPES, CheckpointManifest, TensorRecord
 from titanlite.errors import CheckpointError
 from titanlite.files import parse_json
+from titanlite.storage import StorageFolder
 
 NAME = "chunks.json"
 DCP_NAME = ".metadata"
@@ -66,7 +66,9 @@ def list_chunks(metadata: Metadata) -> bytes:
     return json.dumps({"files": list(files), "chunks": chunks}, separators=(",", ":")).encode()
 
 
-def read_chunks(place: Place, manifest: Manifest, names: Iterable[str]) -> dict[str, Chunks]:
+def read_chunks(
+    place: StorageFolder, manifest: CheckpointManifest, names: Iterable[str]
+) -> dict[str, Chunks]:
     """The chunks of these tensors of a checkpoint, which lie within its files and fill the tensors.
 
     Raises CheckpointError.
@@ -82,7 +84,7 @@ def read_chunks(place: Place, manifest: Manifest, names: Iterable[str]) -> dict[
         raise CheckpointError(f"{place}: is damaged: {why}.") from None
 
 
-def dcp_metadata(manifest: Manifest, chunks: dict[str, Chunks]) -> Metadata:
+def dcp_metadata(manifest: CheckpointManifest, chunks: dict[str, Chunks]) -> Metadata:
     """What DCP plans its reads by."""
     tensors = {}
     for name, own in chunks.items():
@@ -95,7 +97,7 @@ def dcp_metadata(manifest: Manifest, chunks: dict[str, Chunks]) -> Metadata:
     return Metadata(tensors)
 
 
-def _read(place: Place, manifest: Manifest, name: str) -> bytes:
+def _read(place: StorageFolder, manifest: CheckpointManifest, name: str) -> bytes:
     """The content of a file of a checkpoint that is what was written."""
     record = manifest.files.get(name)
     most = MOST_PICKLE_BYTES if name == DCP_NAME else MOST_BYTES
@@ -120,7 +122,7 @@ Row = tuple[tuple, tuple, Any, Any, Any]
 
 
 def _rows_of_json(
-    content: bytes, manifest: Manifest, names: Iterable[str]
+    content: bytes, manifest: CheckpointManifest, names: Iterable[str]
 ) -> Iterator[tuple[str, Iterator[Row]]]:
     # Nested lists take thirty times their bytes in memory; flat ones do not.
     if content.count(b"[") + content.count(b"{") > len(manifest.tensors) + 3:
@@ -191,7 +193,9 @@ def _of(value: Any, kind: type) -> Any:
     return value
 
 
-def _checked(name: str, tensor: TensorRecord, rows: Iterator[Row], manifest: Manifest) -> Chunks:
+def _checked(
+    name: str, tensor: TensorRecord, rows: Iterator[Row], manifest: CheckpointManifest
+) -> Chunks:
     """The chunks of a tensor, inside it and inside their files; ValueError where they are not."""
     chunks: Chunks = {}
     filled = 0

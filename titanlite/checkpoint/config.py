@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Literal
 
-from titanlite.checkpoint.manifest import read_manifest
-from titanlite.checkpoint.place import Place, is_url
+from titanlite.checkpoint.manifest import read_checkpoint_manifest
 from titanlite.errors import CheckpointError, ConfigError
-from titanlite.settings import Built, NotNegative, Positive, Range
+from titanlite.settings import NotNegative, Positive, Range, Supported
+from titanlite.storage import StorageFolder, is_url
 
 EXCLUDABLE = {  # part that need not be loaded -> what then happens
     "optimizer": "its moments start anew",
@@ -30,7 +30,7 @@ class CheckpointConfig:
     initial_load_path: str | None = None  # step-N folder of another run to start from
     initial_load_model_only: bool = True  # take only its weights, and start at position 0
     initial_load_in_hf: bool = False  # it is a Hugging Face folder of safetensors
-    initial_load_in_hf_quantized: Annotated[bool, Built((False,), "Quantised loading")] = False
+    initial_load_in_hf_quantized: Annotated[bool, Supported((False,), "Quantised loading")] = False
     # and its weights are quantised
     last_save_model_only: bool = False
     # leave the optimizer out of the last one; the run can then not be extended
@@ -59,9 +59,9 @@ class CheckpointConfig:
     load_only: bool = False  # load, but never save
 
 
-def checkpoint_place(run: Path, config: CheckpointConfig) -> Place:
+def checkpoint_folder(run: Path, config: CheckpointConfig) -> StorageFolder:
     """Where the checkpoints of the run in the folder `run` are."""
-    return Place(config.folder if is_url(config.folder) else run / config.folder)
+    return StorageFolder(config.folder if is_url(config.folder) else run / config.folder)
 
 
 def checkpoint_problems(config: CheckpointConfig) -> Iterator[ConfigError]:
@@ -103,12 +103,12 @@ def checkpoint_problems(config: CheckpointConfig) -> Iterator[ConfigError]:
         )
     if is_url(config.folder):
         try:
-            Place(config.folder)
+            StorageFolder(config.folder)
         except CheckpointError as error:
             yield _wrong(f"checkpoint.folder: {error.message}", error.fix, "checkpoint.folder")
     if config.initial_load_path is not None and not config.initial_load_in_hf:
         try:
-            read_manifest(Place(config.initial_load_path))
+            read_checkpoint_manifest(StorageFolder(config.initial_load_path))
         except CheckpointError as error:
             yield _wrong(
                 f"checkpoint.initial_load_path: {error.message}",

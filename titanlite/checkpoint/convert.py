@@ -10,21 +10,26 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from titanlite.checkpoint.hf import TOKENIZER, open_hugging_face, parameters_of
-from titanlite.checkpoint.hf_export import SHARD_BYTES, write_hugging_face
-from titanlite.checkpoint.manifest import DTYPES, Manifest, versions, write_manifest
-from titanlite.checkpoint.place import Place
+from titanlite.checkpoint.huggingface import TOKENIZER, open_hugging_face, parameters_of
+from titanlite.checkpoint.huggingface_export import SHARD_BYTES, write_hugging_face
+from titanlite.checkpoint.manifest import (
+    DTYPES,
+    CheckpointManifest,
+    versions,
+    write_checkpoint_manifest,
+)
 from titanlite.checkpoint.saved_model import read_saved_model, write_files
-from titanlite.checkpoint.store import read_tensors, write_one_by_one
+from titanlite.checkpoint.tensor_io import read_tensors, write_one_by_one
 from titanlite.data import Tokenizer, open_tokenizer
 from titanlite.errors import CheckpointError, DataError
 from titanlite.log import logger
 from titanlite.models import ModelConfig
+from titanlite.storage import StorageFolder
 
 
 def to_hugging_face(
-    checkpoint: Place,
-    out: Place,
+    checkpoint: StorageFolder,
+    out: StorageFolder,
     *,
     dtype: torch.dtype | None = None,
     tokenizer: str | None = None,
@@ -48,12 +53,12 @@ def to_hugging_face(
         return own
 
     dtypes = {
-        DTYPES[records[f"model.{name}"].dtype] for name in parameters_of(saved.family, saved.shape)
+        DTYPES[records[f"model.{name}"].dtype] for name in parameters_of(saved.spec, saved.sizes)
     }
     return write_hugging_face(
         out,
-        saved.family,
-        saved.shape,
+        saved.spec,
+        saved.sizes,
         load,
         dtype=dtype or max(dtypes, key=lambda kind: kind.itemsize),
         context=saved.seq_len,
@@ -63,7 +68,7 @@ def to_hugging_face(
     )
 
 
-def from_hugging_face(folder: Place, out: Place) -> Manifest:
+def from_hugging_face(folder: StorageFolder, out: StorageFolder) -> CheckpointManifest:
     """Write the weights of a Hugging Face folder as a checkpoint of the model alone, in fp32.
 
     It is for `checkpoint.initial_load_path` and for generating; a tokenizer.json goes along. Raises
@@ -72,25 +77,25 @@ def from_hugging_face(folder: Place, out: Place) -> Manifest:
     if out.sizes() or out.folders():
         raise CheckpointError(f"{out}: is there and not empty.", fix="Name a new folder.")
     source, began = open_hugging_face(folder), time.monotonic()
-    fields = dataclasses.asdict(source.shape)
+    fields = dataclasses.asdict(source.sizes)
     tokenizer = _tokenizer_of(folder) if source.has_tokenizer else None
     said = {key: value for key, value in fields.items() if value is False or value != 0}
     job = {  # as a TOML would say it, where what is 0 is not set
-        "model": dataclasses.asdict(ModelConfig(name=source.family.name, **said)),
+        "model": dataclasses.asdict(ModelConfig(name=source.spec.name, **said)),
         "data": {"tokenizer": tokenizer and tokenizer.name},
     }
     facts: dict[str, Any] = {"model": fields}
     if tokenizer:
         facts |= {"data.tokenizer": tokenizer.fingerprint, "data.bos": tokenizer.adds_bos}
     about = {"facts": facts, "job": job, "layout": "one process"}
-    made: list[Manifest] = []
+    made: list[CheckpointManifest] = []
 
     def commit(files, tensors) -> None:
         files |= write_files(out, tokenizer.files if tokenizer else {})
         written = {"files": files, "tensors": tensors, "versions": versions()}
         seconds = time.monotonic() - began
-        made.append(Manifest(0, {}, seconds=seconds, **about, **written))
-        write_manifest(out, made[0])
+        made.append(CheckpointManifest(0, {}, seconds=seconds, **about, **written))
+        write_checkpoint_manifest(out, made[0])
 
     shapes = {
         f"model.{name}": torch.empty(held.shape, dtype=torch.float32, device="meta")
@@ -102,7 +107,7 @@ def from_hugging_face(folder: Place, out: Place) -> Manifest:
     return made[0]
 
 
-def _tokenizer_of(folder: Place) -> Tokenizer | None:
+def _tokenizer_of(folder: StorageFolder) -> Tokenizer | None:
     """The tokenizer.json of a folder on this machine; None, and a warning, if it cannot be used."""
     try:
         return open_tokenizer(folder.file(TOKENIZER))

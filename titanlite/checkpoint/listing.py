@@ -6,14 +6,14 @@ import re
 from dataclasses import dataclass
 
 from titanlite.checkpoint import manifest
-from titanlite.checkpoint.place import UNFINISHED, Place
+from titanlite.storage import UNFINISHED, StorageFolder
 
 ASIDE = "aside"  # marker file of a step that is set aside, where folders cannot be renamed
 _RETURN = b"Delete this file, and the checkpoint in this folder is used again.\n"
 
 
 @dataclass(frozen=True)
-class Listing:
+class CheckpointListing:
     """What is in a checkpoint folder. Numbers and names only, so that ranks can exchange it."""
 
     steps: list[int]  # of the folders that say they are checkpoints, oldest first
@@ -21,7 +21,7 @@ class Listing:
     unfinished: list[str]  # names of those that were being written, or removed
 
 
-def list_steps(folder: Place) -> Listing:
+def list_steps(folder: StorageFolder) -> CheckpointListing:
     """Sort the step folders by what they are."""
     steps, aside, unfinished = [], [], []
     for name in folder.folders():
@@ -35,7 +35,7 @@ def list_steps(folder: Place) -> Listing:
             aside.append(name)
         else:
             steps.append(int(match[1]))
-    return Listing(sorted(steps), sorted(aside, key=step_and_number), unfinished)
+    return CheckpointListing(sorted(steps), sorted(aside, key=step_and_number), unfinished)
 
 
 def _is_unfinished(files: dict[str, int]) -> bool:
@@ -48,7 +48,7 @@ def step_and_number(name: str) -> tuple[int, int]:
     return int(step), int(number or 0)
 
 
-def set_aside(step: Place) -> str:
+def set_aside(step: StorageFolder) -> str:
     """Let no run use a checkpoint, and keep it; returns its new name.
 
     A local folder is renamed. In an object store a rename is a copy of every byte, so the folder is

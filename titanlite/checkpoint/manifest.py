@@ -13,9 +13,9 @@ from typing import Any
 import torch
 import xxhash
 
-from titanlite.checkpoint.place import UNFINISHED, Place
 from titanlite.errors import CheckpointError
 from titanlite.files import parse_json
+from titanlite.storage import UNFINISHED, StorageFolder
 
 NAME = "manifest.json"
 FORMAT = 3  # goes up when another titanlite could misread a checkpoint
@@ -43,7 +43,7 @@ class TensorRecord:
 
 
 @dataclass(frozen=True)
-class Manifest:
+class CheckpointManifest:
     """What a checkpoint holds, in words and numbers."""
 
     step: int
@@ -71,14 +71,14 @@ class Manifest:
         return sum(DTYPES[t.dtype].itemsize * math.prod(t.shape) for t in self.tensors.values())
 
 
-def write_manifest(place: Place, manifest: Manifest) -> None:
+def write_checkpoint_manifest(place: StorageFolder, manifest: CheckpointManifest) -> None:
     """Make a folder whose files are all on the disk a checkpoint, at once."""
     body = asdict(manifest)
     text = json.dumps({**body, "hash": _hash(body)}, indent=1)
     place.write_at_once(NAME, text.encode())
 
 
-def read_manifest(place: Place, sizes: bool = True) -> Manifest:
+def read_checkpoint_manifest(place: StorageFolder, sizes: bool = True) -> CheckpointManifest:
     """The manifest of a checkpoint, or CheckpointError; its files have the `sizes` it states.
 
     Every name, number and type in it is checked: it may come from somebody else.
@@ -113,7 +113,7 @@ def read_manifest(place: Place, sizes: bool = True) -> Manifest:
     return manifest
 
 
-def _checked(place: Place, body: dict[str, Any]) -> Manifest:
+def _checked(place: StorageFolder, body: dict[str, Any]) -> CheckpointManifest:
     """The manifest that a table describes; CheckpointError where it describes none."""
     kinds = {"step": int, "layout": str, "seconds": (int, float), "format": int}
     tables = ("progress", "facts", "job", "versions", "files", "tensors")
@@ -125,7 +125,7 @@ def _checked(place: Place, body: dict[str, Any]) -> Manifest:
             raise ValueError(f"{wrong[0] if wrong else 'step'} has the wrong type or value")
         body["files"] = {name: FileRecord(**record) for name, record in body["files"].items()}
         body["tensors"] = {name: TensorRecord(**record) for name, record in body["tensors"].items()}
-        manifest = Manifest(**body)
+        manifest = CheckpointManifest(**body)
         _check_progress(manifest)
         _check_records(manifest)
     except (KeyError, TypeError, ValueError) as error:
@@ -133,7 +133,7 @@ def _checked(place: Place, body: dict[str, Any]) -> Manifest:
     return manifest
 
 
-def _check_progress(manifest: Manifest) -> None:
+def _check_progress(manifest: CheckpointManifest) -> None:
     """Raise ValueError unless a run can go on from it; one without progress has weights alone."""
     if not 0 <= manifest.seconds < 1e9:
         raise ValueError("seconds is out of range")
@@ -143,7 +143,7 @@ def _check_progress(manifest: Manifest) -> None:
             raise ValueError(f"progress.{key} is not a whole number")
 
 
-def _check_records(manifest: Manifest) -> None:
+def _check_records(manifest: CheckpointManifest) -> None:
     """Raise ValueError unless the files are in the folder and large enough for the tensors.
 
     The second bounds the memory that the tensors can take by what is really on the disk.
@@ -169,7 +169,7 @@ def _check_records(manifest: Manifest) -> None:
         )
 
 
-def check_hashes(place: Place, manifest: Manifest, names: Iterable[str]) -> None:
+def check_hashes(place: StorageFolder, manifest: CheckpointManifest, names: Iterable[str]) -> None:
     """Raise CheckpointError where the content of one of these files is not what was written."""
     for name in names:
         try:
@@ -189,7 +189,7 @@ def versions() -> dict[str, str]:
     return {"titanlite": own, "torch": torch.__version__}
 
 
-def _missing(place: Place) -> CheckpointError:
+def _missing(place: StorageFolder) -> CheckpointError:
     if UNFINISHED in place.sizes():
         return CheckpointError(f"{place}: is not a checkpoint: writing it was cut short.")
     if place.folders() or place.sizes():
@@ -203,7 +203,7 @@ def _missing(place: Place) -> CheckpointError:
     )
 
 
-def _damaged(place: Place, what: str) -> CheckpointError:
+def _damaged(place: StorageFolder, what: str) -> CheckpointError:
     return CheckpointError(f"{place}: is damaged: {what}.")
 
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from titanlite.checkpoint.listing import list_steps
-from titanlite.checkpoint.manifest import NAME, read_manifest
-from titanlite.checkpoint.place import Place
+from titanlite.checkpoint.manifest import NAME, read_checkpoint_manifest
 from titanlite.errors import CheckpointError
 from titanlite.log import logger
+from titanlite.storage import StorageFolder
 
 
-def newest_checkpoint(place: Place) -> Place:
+def find_newest_checkpoint(place: StorageFolder) -> StorageFolder:
     """The checkpoint at `place`, or the newest valid one of the run or checkpoint folder there.
 
     Those that are cut short or damaged are passed over with a warning. Raises CheckpointError.
@@ -19,7 +19,7 @@ def newest_checkpoint(place: Place) -> Place:
     for folder in (place, place / "checkpoint"):
         for step in reversed(list_steps(folder).steps):
             try:
-                read_manifest(folder / f"step-{step}")
+                read_checkpoint_manifest(folder / f"step-{step}")
             except CheckpointError as error:
                 logger.warning("passed over: %s", error)
             else:

@@ -6,14 +6,19 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from titanlite.checkpoint.hf import check_size, parameters_of
-from titanlite.checkpoint.manifest import FileRecord, Manifest, check_hashes, read_manifest
-from titanlite.checkpoint.place import Place
+from titanlite.checkpoint.huggingface import check_size, parameters_of
+from titanlite.checkpoint.manifest import (
+    CheckpointManifest,
+    FileRecord,
+    check_hashes,
+    read_checkpoint_manifest,
+)
 from titanlite.data import Tokenizer, open_tokenizer
 from titanlite.data.tokenizer import BYTES, FILES, MOST_BYTES, tokenizer_of
 from titanlite.errors import CheckpointError, ConfigError
-from titanlite.models import FAMILIES, Family, ModelConfig
+from titanlite.models import FAMILIES, ModelConfig, ModelSpec
 from titanlite.settings import build, describe
+from titanlite.storage import StorageFolder
 
 T = TypeVar("T")
 
@@ -22,37 +27,37 @@ T = TypeVar("T")
 class SavedModel:
     """A checkpoint's model, without its weights, and what is needed to write text with it."""
 
-    place: Place
-    manifest: Manifest
-    family: Family
-    shape: Any  # the family's own
+    place: StorageFolder
+    manifest: CheckpointManifest
+    spec: ModelSpec
+    sizes: Any  # the family's own
     tokenizer: Tokenizer | None  # None: it was trained on ids alone
     bos: bool  # every document it was trained on began with BOS
     documents_apart: bool  # attention.mask = "document"
     seq_len: int  # tokens it was trained on at once; 0: not known
 
 
-def read_saved_model(place: Place, tokenizer: str | None = None) -> SavedModel:
+def read_saved_model(place: StorageFolder, tokenizer: str | None = None) -> SavedModel:
     """The model and tokenizer of a `step-N` folder; raises CheckpointError or DataError.
 
     `tokenizer`: the path of a file to use where the checkpoint holds no copy of it.
     """
-    manifest = read_manifest(place)
-    family, shape = described_model(place, manifest)
+    manifest = read_checkpoint_manifest(place)
+    spec, sizes = describe_saved_model(place, manifest)
     opened = _open_tokenizer(place, manifest, tokenizer)
-    if opened and opened.vocab_size > shape.vocab_size:
+    if opened and opened.vocab_size > sizes.vocab_size:
         raise CheckpointError(
             f'{place}: the tokenizer "{opened.name}" has {opened.vocab_size} ids, and the model'
-            f" knows {shape.vocab_size}.",
+            f" knows {sizes.vocab_size}.",
             fix="Name the tokenizer it was trained with: --tokenizer PATH.",
         )
     seq_len = job_value(place, manifest, "training", "seq_len", int) or 0
     bos = manifest.facts.get("data.bos") is True
     apart = manifest.facts.get("attention.mask") == "document"
-    return SavedModel(place, manifest, family, shape, opened, bos, apart, seq_len)
+    return SavedModel(place, manifest, spec, sizes, opened, bos, apart, seq_len)
 
 
-def write_files(place: Place, contents: Mapping[str, bytes]) -> dict[str, FileRecord]:
+def write_files(place: StorageFolder, contents: Mapping[str, bytes]) -> dict[str, FileRecord]:
     """Write small files of a checkpoint, before its manifest that lists them."""
     written = {}
     for name, content in contents.items():
@@ -62,7 +67,9 @@ def write_files(place: Place, contents: Mapping[str, bytes]) -> dict[str, FileRe
     return written
 
 
-def described_model(checkpoint: Place, manifest: Manifest) -> tuple[Family, Any]:
+def describe_saved_model(
+    checkpoint: StorageFolder, manifest: CheckpointManifest
+) -> tuple[ModelSpec, Any]:
     """The family and shape of a checkpoint's model, whose weights it holds.
 
     Raises CheckpointError before anything is built where the model is not that of its tensors.
@@ -72,15 +79,15 @@ def described_model(checkpoint: Place, manifest: Manifest) -> tuple[Family, Any]
     if problems or not isinstance(table, dict):
         why = "; ".join(problem.message for problem in problems) or "it names no model"
         raise CheckpointError(f"{checkpoint}: its job is not valid: {why}")
-    family = FAMILIES[model.name]
+    spec = FAMILIES[model.name]
     try:
-        shape = family.shape_of(model)
+        sizes = spec.sizes_of(model)
     except ConfigError as error:
         raise CheckpointError(f"{checkpoint}: its job is not valid: {error.message}") from None
-    check_size(checkpoint, family, shape, len(manifest.tensors))
+    check_size(checkpoint, spec, sizes, len(manifest.tensors))
     wrong = [
         name
-        for name, size in parameters_of(family, shape).items()
+        for name, size in parameters_of(spec, sizes).items()
         if (record := manifest.tensors.get(f"model.{name}")) is None or record.shape != list(size)
     ]
     if wrong:
@@ -88,11 +95,11 @@ def described_model(checkpoint: Place, manifest: Manifest) -> tuple[Family, Any]
             f"{checkpoint}: {len(wrong)} tensors of the model that it describes are missing or"
             f" have another shape: {', '.join(wrong[:4])}."
         )
-    return family, shape
+    return spec, sizes
 
 
 def job_value(
-    checkpoint: Place, manifest: Manifest, section: str, key: str, kind: type[T]
+    checkpoint: StorageFolder, manifest: CheckpointManifest, section: str, key: str, kind: type[T]
 ) -> T | None:
     """A setting of the job that saved a checkpoint, or None; raises CheckpointError."""
     table = manifest.job.get(section, {})
@@ -104,7 +111,9 @@ def job_value(
     return value
 
 
-def _open_tokenizer(place: Place, manifest: Manifest, path: str | None) -> Tokenizer | None:
+def _open_tokenizer(
+    place: StorageFolder, manifest: CheckpointManifest, path: str | None
+) -> Tokenizer | None:
     """The copy in the checkpoint, or the file at `path`; the one that it was trained with.
 
     The path that the manifest records is never opened: it is relative to another working directory,
@@ -136,7 +145,7 @@ def _open_tokenizer(place: Place, manifest: Manifest, path: str | None) -> Token
     return opened
 
 
-def _read_copy(place: Place, manifest: Manifest, name: str) -> bytes:
+def _read_copy(place: StorageFolder, manifest: CheckpointManifest, name: str) -> bytes:
     if manifest.files[name].bytes > MOST_BYTES:
         raise CheckpointError(f"{place}: {name} has more than {MOST_BYTES:,} bytes.")
     check_hashes(place, manifest, [name])

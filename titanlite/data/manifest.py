@@ -36,7 +36,7 @@ class ShardRecord:
 
 
 @dataclass(frozen=True)
-class Manifest:
+class CorpusManifest:
     """What a folder of shards holds, and the proof that it is whole."""
 
     tokenizer: str  # its fingerprint
@@ -49,16 +49,16 @@ class Manifest:
     bos: bool = False  # every document begins with the tokenizer's BOS
 
 
-def write_manifest(
+def write_corpus_manifest(
     folder: str | Path,
     tokenizer: str,
     vocab_size: int,
     shards: Sequence[ShardRecord],
     *,
     bos: bool = False,
-) -> Manifest:
+) -> CorpusManifest:
     """Declare a folder of shards whole; to be called last."""
-    manifest = Manifest(
+    manifest = CorpusManifest(
         tokenizer,
         vocab_size,
         max_id=max((shard.max_id for shard in shards), default=-1),
@@ -72,7 +72,7 @@ def write_manifest(
     return manifest
 
 
-def read_manifest(path: Path) -> Manifest | None:
+def read_corpus_manifest(path: Path) -> CorpusManifest | None:
     """The manifest there, or None where there is none; raises DataError."""
     try:
         table = parse_json(read_regular_file(path))
@@ -80,7 +80,7 @@ def read_manifest(path: Path) -> Manifest | None:
         if type(listed) is not list:
             raise TypeError(f"shards is {listed!r:.40}")
         shards = [ShardRecord(**record) for record in listed]
-        manifest = Manifest(**table, shards=shards)
+        manifest = CorpusManifest(**table, shards=shards)
         for record in (manifest, *shards):
             _check_types(record)
     except FileNotFoundError:
@@ -89,12 +89,12 @@ def read_manifest(path: Path) -> Manifest | None:
         raise DataError(
             f"{path}: cannot be understood ({error}).", fix="Prepare the text again."
         ) from None
-    if manifest.format != Manifest.format:
+    if manifest.format != CorpusManifest.format:
         raise DataError(f"{path}: is of format {manifest.format}; only 1 is known here.")
     return manifest
 
 
-def _check_types(record: Manifest | ShardRecord) -> None:
+def _check_types(record: CorpusManifest | ShardRecord) -> None:
     """Raise TypeError unless the numbers are numbers and the texts are texts: it may be foreign."""
     for field in fields(record):
         value = getattr(record, field.name)
@@ -102,7 +102,7 @@ def _check_types(record: Manifest | ShardRecord) -> None:
             raise TypeError(f"{field.name} is {value!r:.40}")
 
 
-def compare(folder: Path, pairs: Iterable[tuple[Path, Path]], manifest: Manifest) -> None:
+def compare(folder: Path, pairs: Iterable[tuple[Path, Path]], manifest: CorpusManifest) -> None:
     """Refuse a folder that has not just the files of its manifest, each with its size."""
     there = {file.name: file.stat().st_size for pair in pairs for file in pair}
     said = {f"{shard.name}.bin": shard.bin_bytes for shard in manifest.shards}
@@ -131,7 +131,7 @@ def size_differs(file: Path, size: int, whole: int, by: str) -> DataError:
     )
 
 
-def intact(folder: Path, shard: ShardRecord) -> bool:
+def is_intact(folder: Path, shard: ShardRecord) -> bool:
     """Whether both files of a shard are there and are what the record says."""
     hashes = (shard.bin_hash, shard.idx_hash)
     try:
@@ -145,7 +145,7 @@ def sample_of(path: Path) -> str:
 
     The blocks are spread over the file at places that depend on its size only. Other content of
     the same size differs in nearly every block, so it is found; a few changed bytes are found by
-    `intact` only.
+    `is_intact` only.
     """
     size = path.stat().st_size
     digest = xxhash.xxh3_128(str(size).encode())

@@ -29,13 +29,13 @@ _FIRST, _SECOND = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
 _TABLE = 1 << 18  # entries of a table of permutations: 2 MiB
 
 
-class Order:
+class SampleOrder:
     """Which sample of which source stands at each position of a run."""
 
     def __init__(self, seed: int, sources: Sequence[tuple[str, float, int]]):
         """`sources` are (name, weight, samples); raises DataError for a mixture that cannot be."""
         names = [name for name, _, _ in sources]
-        self.shares = Shares(names, [weight for _, weight, _ in sources])
+        self.shares = MixtureQuotas(names, [weight for _, weight, _ in sources])
         self.samples = [samples for _, _, samples in sources]
         self._block_key = _key(f"{seed} blocks")
         self._keys = [_key(f"{seed} source {name}") for name in names]
@@ -121,7 +121,7 @@ class Order:
         return source, draw
 
 
-class Shares:
+class MixtureQuotas:
     """How often each source of a mixture is drawn, as exact fractions of its weights."""
 
     def __init__(self, names: Sequence[str], weights: Sequence[float]):
@@ -196,7 +196,9 @@ def _key(text: str) -> np.ndarray:
     return np.array([key], dtype=np.uint64)  # an array, because it wraps silently
 
 
-def slices_of(position: int, global_batch: int, rank: int, ranks: int) -> Iterator[tuple[int, int]]:
+def rank_slices(
+    position: int, global_batch: int, rank: int, ranks: int
+) -> Iterator[tuple[int, int]]:
     """(position, rows) that one of `ranks` ranks reads of each global batch, from `position` on.
 
     The ranks' rows are the global batch cut in pieces, so its samples are the same for any ranks.

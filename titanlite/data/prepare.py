@@ -25,9 +25,15 @@ from typing import Any
 
 import xxhash
 
-from titanlite.data.manifest import ShardRecord, intact, write_manifest, write_whole
+from titanlite.data.manifest import ShardRecord, is_intact, write_corpus_manifest, write_whole
 from titanlite.data.shards import ShardWriter, open_corpus
-from titanlite.data.text import DOCUMENT_BYTES, Part, find_files, parts_of, read_documents
+from titanlite.data.text import (
+    DOCUMENT_BYTES,
+    FileRange,
+    find_files,
+    list_file_ranges,
+    read_documents,
+)
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.errors import DataError
 from titanlite.files import parse_json
@@ -43,7 +49,7 @@ STALL_SECONDS = 600.0  # for one document, or for a disk that does not answer
 
 
 @dataclass(frozen=True)
-class Prepared:
+class PreparedCorpus:
     """What came of it."""
 
     documents: int
@@ -63,7 +69,7 @@ class _Piece:
 
     name: str
     key: str  # of all that its bytes depend on
-    parts: list[Part]
+    parts: list[FileRange]
 
     @property
     def bytes(self) -> int:
@@ -84,7 +90,7 @@ class _Task:
 Progress = Callable[[int, int], None]  # bytes done, bytes in all
 
 
-def prepare(
+def prepare_corpus(
     inputs: Sequence[str | Path],
     tokenizer: Tokenizer,
     out: str | Path,
@@ -97,7 +103,7 @@ def prepare(
     document_bytes: int = DOCUMENT_BYTES,
     stall_seconds: float = STALL_SECONDS,
     progress: Progress = lambda done, of: None,
-) -> Prepared:
+) -> PreparedCorpus:
     """Write the shards of all text in `inputs`; raises DataError.
 
     A document goes to validation by a hash of what it says, so one that occurs twice is never on
@@ -113,7 +119,7 @@ def prepare(
             f'tokenizer "{tokenizer.name}": has no BOS of its own, only an end id.',
             fix="Leave the option out; documents then follow the end of the one before.",
         )
-    parts = parts_of(find_files(inputs, follow_symlinks))
+    parts = list_file_ranges(find_files(inputs, follow_symlinks))
     made_by = f"{_FORMAT} {tokenizer.fingerprint} {validation_share!r}{' bos' if bos else ''}"
     pieces = _cut(parts, made_by, piece_bytes)
     plan, total = _digest([piece.key for piece in pieces]), sum(piece.bytes for piece in pieces)
@@ -133,7 +139,7 @@ def prepare(
         reused, todo = len(pieces), []
         progress(total, total)
     counts = json.loads((out / _DONE).read_bytes())["counts"]
-    return Prepared(
+    return PreparedCorpus(
         **counts,
         input_bytes=total,
         encoded_bytes=sum(piece.bytes for piece in todo),
@@ -146,12 +152,12 @@ def prepare(
 # --- pieces --------------------------------------------------------------------------------------
 
 
-def _cut(parts: Iterable[Part], made_by: str, piece_bytes: int | None) -> list[_Piece]:
+def _cut(parts: Iterable[FileRange], made_by: str, piece_bytes: int | None) -> list[_Piece]:
     """The parts in pieces of about equal size: large files in several, small ones together."""
     parts = list(parts)
     total = sum(part.bytes for part in parts)
     limit = piece_bytes or max(_LEAST_PIECE_BYTES, total // _MOST_PIECES)
-    groups: list[list[Part]] = [[]]
+    groups: list[list[FileRange]] = [[]]
     room = limit
     for part in (smaller for part in parts for smaller in part.split(limit)):
         if groups[-1] and part.bytes > room:
@@ -177,7 +183,7 @@ def _recorded(out: Path, piece: _Piece) -> dict | None:
     if record.get("key") != piece.key:
         return None
     shards = [(side, ShardRecord(**shard)) for side, shard in record["shards"].items()]
-    return record if all(intact(folder / side, shard) for side, shard in shards) else None
+    return record if all(is_intact(folder / side, shard) for side, shard in shards) else None
 
 
 def _write_piece(piece: _Piece, task: _Task, went_on: Callable[[], None]) -> dict:
@@ -341,7 +347,7 @@ def _commit(
         kept = [shard for shard in shards if shard.documents]
         _clear(folder / side, {shard.name for shard in kept})
         made_by = (tokenizer.fingerprint, tokenizer.vocab_size)
-        manifest = write_manifest(folder / side, *made_by, kept, bos=bos)
+        manifest = write_corpus_manifest(folder / side, *made_by, kept, bos=bos)
         prefix = "" if side == TRAIN else "validation_"
         counts[f"{prefix}documents"] = manifest.documents
         counts[f"{prefix}tokens"] = manifest.tokens

@@ -25,13 +25,13 @@ import xxhash
 from titanlite.data.links import refuse_outward_links
 from titanlite.data.manifest import (
     MANIFEST,
-    Manifest,
+    CorpusManifest,
     ShardRecord,
     compare,
     draft_of,
-    intact,
+    is_intact,
     pair_of,
-    read_manifest,
+    read_corpus_manifest,
     sample_of,
     size_differs,
     to_disk,
@@ -144,7 +144,7 @@ class Corpus:
     """A row of shards, read as one row of `tokens` ids."""
 
     def __init__(
-        self, path: str, shards: list[_Shard], manifest: Manifest | None, files: OpenFiles
+        self, path: str, shards: list[_Shard], manifest: CorpusManifest | None, files: OpenFiles
     ):
         self.path, self.manifest, self._files = path, manifest, files
         self.documents = sum(shard.documents for shard in shards)
@@ -257,21 +257,21 @@ def open_corpus(
 
 def _read_manifest_beside(
     place: Path, pairs: list[tuple[Path, Path]], checks: CorpusChecks
-) -> Manifest | None:
+) -> CorpusManifest | None:
     """The manifest of a folder whose files are those that it names; None where there is none."""
     if not place.is_dir():
         return None
     if not checks.follow_symlinks:
         files = [place / MANIFEST, *(file for pair in pairs for file in pair)]
         refuse_outward_links(files, place, "data.follow_symlinks = true")
-    manifest = read_manifest(place / MANIFEST)
+    manifest = read_corpus_manifest(place / MANIFEST)
     if manifest:
         compare(place, pairs, manifest)
     return manifest
 
 
 def _check_content(
-    place: Path, manifest: Manifest | None, samples: dict[Path, str], checks: CorpusChecks
+    place: Path, manifest: CorpusManifest | None, samples: dict[Path, str], checks: CorpusChecks
 ) -> None:
     """Compare what lies on the disk with what the manifest recorded of it; raises DataError."""
     if checks.verify == "full" and manifest is None:
@@ -280,7 +280,7 @@ def _check_content(
             fix='Use data.verify = "sample", or make the corpus by scripts/prepare_data.py.',
         )
     if checks.verify == "full":
-        verify(place, part=checks.part)
+        verify_corpus(place, part=checks.part)
     for shard in manifest.shards if manifest else ():
         bin, _ = pair_of(place / shard.name)
         if shard.bin_sample and bin in samples and samples[bin] != shard.bin_sample:
@@ -295,17 +295,17 @@ def _content_differs(file: Path) -> DataError:
     )
 
 
-def verify(
+def verify_corpus(
     path: str | Path,
     part: tuple[int, int] = (0, 1),
     progress: Callable[[int, int], None] = lambda done, of: None,
-) -> Manifest:
+) -> CorpusManifest:
     """Read every byte of a folder of ours and compare it with its manifest; raises DataError.
 
     `part` = (n, of): every `of`-th shard, the n-th first. `progress` gets bytes done, and in all.
     """
     folder = Path(path)
-    manifest = read_manifest(folder / MANIFEST)
+    manifest = read_corpus_manifest(folder / MANIFEST)
     if manifest is None:
         raise DataError(
             f"{path}: has no {MANIFEST}, so there is nothing to compare it with.", fix=_PREPARE
@@ -316,7 +316,7 @@ def verify(
     done, of = 0, sum(shard.bin_bytes + shard.idx_bytes for shard in shards)
     for shard in shards:
         progress(done, of)
-        if not intact(folder, shard):
+        if not is_intact(folder, shard):
             raise _content_differs(folder / shard.name)
         done += shard.bin_bytes + shard.idx_bytes
     progress(of, of)

@@ -19,13 +19,12 @@ from torch import Tensor
 
 from titanlite.data.background import BackgroundReader
 from titanlite.data.open_files import LEAST_OPEN, OpenFiles
-from titanlite.data.order import Order
+from titanlite.data.order import SampleOrder
 from titanlite.data.shards import Corpus, CorpusChecks, open_corpus
 from titanlite.data.tokenizer import Tokenizer
-from titanlite.errors import DataError, Problems
+from titanlite.errors import DataError, UserErrors
+from titanlite.labels import IGNORE_INDEX
 from titanlite.settings import Positive, Range
-
-IGNORE_INDEX = -100  # a label nobody learns from
 
 
 @dataclass(frozen=True)
@@ -57,7 +56,7 @@ class DataConfig:
         return CorpusChecks(verify, self.follow_symlinks, part or (0, 1))
 
 
-class Stream:
+class SampleStream:
     """The samples of a run, at any position of it."""
 
     def __init__(
@@ -71,7 +70,7 @@ class Stream:
         self.tokenizer = tokenizer
         self.bos = sources[0].bos  # each document begins with BOS; the same in all sources
         self.end = tokenizer.eos_id if tokenizer else None  # the last id of every document
-        self._order = Order(seed, [(s.name, s.weight, s.samples(seq_len)) for s in sources])
+        self._order = SampleOrder(seed, [(s.name, s.weight, s.samples(seq_len)) for s in sources])
         whole = self._order.shares.whole
         self.facts: dict[str, Any] = {  # by the settings they come from: what a position means
             "debug.seed": seed,
@@ -184,7 +183,7 @@ class ValidationSet:
         return [self.name] if self._source.last_id != end else []
 
 
-def open_stream(
+def open_sample_stream(
     sources: Sequence[SourceConfig],
     *,
     seq_len: int,
@@ -192,7 +191,7 @@ def open_stream(
     vocab_size: int,
     tokenizer: Tokenizer | None = None,
     checks: CorpusChecks | None = None,
-) -> Stream:
+) -> SampleStream:
     """The samples of these sources in the order of `seed`; raises DataError, or Problems."""
     opened, problems, files = [], [], OpenFiles()
     for config in sources:
@@ -202,12 +201,12 @@ def open_stream(
         except DataError as error:
             problems.append(error)
     if problems:
-        raise problems[0] if len(problems) == 1 else Problems(problems)
+        raise problems[0] if len(problems) == 1 else UserErrors(problems)
     names = [config.name for config in sources]
     if not names or len(set(names)) < len(names):
         raise DataError(f"sources: {names}: there must be at least one, each with its own name.")
     check_bos({source.name: source.bos for source in opened})
-    return Stream(opened, seq_len, seed, tokenizer)
+    return SampleStream(opened, seq_len, seed, tokenizer)
 
 
 def check_bos(sources: Mapping[str, bool]) -> None:

@@ -30,7 +30,7 @@ _BATCH_ROWS = 1024
 
 
 @dataclass(frozen=True)
-class Part:
+class FileRange:
     """A file, or a stretch of one: bytes [start, end), or row groups of a .parquet."""
 
     path: str
@@ -40,7 +40,7 @@ class Part:
     end: int
     bytes: int
 
-    def split(self, limit: int) -> list[Part]:
+    def split(self, limit: int) -> list[FileRange]:
         """Parts of about `limit` bytes, where documents can be told apart without reading all."""
         if not self.path.endswith((".jsonl", ".parquet")) or self.bytes <= limit:
             return [self]
@@ -104,18 +104,18 @@ def _files_of(path: Path, follow_symlinks: bool) -> list[Path]:
     return sorted(file for file in found if file.is_file())
 
 
-def parts_of(files: Iterable[Path]) -> list[Part]:
+def list_file_ranges(files: Iterable[Path]) -> list[FileRange]:
     """Each file as one part."""
     parts = []
     for file in files:
         status = file.stat()
         end = _parquet(str(file)).num_row_groups if file.suffix == ".parquet" else status.st_size
         size = status.st_size
-        parts.append(Part(str(file), size, status.st_mtime_ns, 0, end, size))
+        parts.append(FileRange(str(file), size, status.st_mtime_ns, 0, end, size))
     return parts
 
 
-def read_documents(parts: Iterable[Part], limit: int = DOCUMENT_BYTES) -> Iterator[str]:
+def read_documents(parts: Iterable[FileRange], limit: int = DOCUMENT_BYTES) -> Iterator[str]:
     """The text of each document that has any; raises DataError naming the file and line.
 
     A document of more than `limit` bytes is refused before it is read.
@@ -138,7 +138,7 @@ def _too_long(where: str, limit: int) -> DataError:
     )
 
 
-def _read_whole(part: Part, limit: int) -> Iterator[str]:
+def _read_whole(part: FileRange, limit: int) -> Iterator[str]:
     with open(part.path, "rb") as file:
         content = file.read(limit + 1)
     if len(content) > limit:
@@ -149,7 +149,7 @@ def _read_whole(part: Part, limit: int) -> Iterator[str]:
         raise _not_utf8(part.path, content[: error.start].count(b"\n") + 1, error) from None
 
 
-def _read_lines(part: Part, limit: int) -> Iterator[str]:
+def _read_lines(part: FileRange, limit: int) -> Iterator[str]:
     """The lines that begin in [start, end)."""
     with open(part.path, "rb") as file:
         if part.start:
@@ -212,7 +212,7 @@ def _not_utf8(path: str, line: int, error: UnicodeDecodeError) -> DataError:
     )
 
 
-def _read_rows(part: Part, limit: int) -> Iterator[str]:
+def _read_rows(part: FileRange, limit: int) -> Iterator[str]:
     import pyarrow
 
     as_dictionary, plain = _parquet(part.path, read_dictionary=[FIELD]), _parquet(part.path)

@@ -17,7 +17,7 @@ from titanlite.errors import DataError
 MOST_STEPS = 20_000_000_000
 
 
-def as_tokenizer_json(tokenizer: Tokenizer, *, bos: bool = False) -> bytes:
+def to_tokenizer_json(tokenizer: Tokenizer, *, bos: bool = False) -> bytes:
     """The content of a tokenizer.json that gives the ids which a model was trained on.
 
     `bos`: each document began with BOS, so that it adds one before a text; else it adds nothing.

@@ -16,21 +16,21 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from titanlite.errors import Problems, UserError, error_as_data, error_from_data
+from titanlite.errors import UserError, UserErrors, error_as_data, error_from_data
 
 T = TypeVar("T")
 
 MESSAGE_BYTES = 64 << 20  # most that a rank accepts as one value: far more than any value here
 
 
-def sum_over(mesh: DeviceMesh, value: Tensor) -> Tensor:
+def all_reduce_sum(mesh: DeviceMesh, value: Tensor) -> Tensor:
     """The sum of `value` over the ranks of a one-dimensional mesh, on each of them, in place."""
     if mesh.size() > 1:
         dist.all_reduce(value, group=mesh.get_group())
     return value
 
 
-def max_over(mesh: DeviceMesh, value: Tensor) -> Tensor:
+def all_reduce_max(mesh: DeviceMesh, value: Tensor) -> Tensor:
     """The largest `value` of the ranks of a one-dimensional mesh, on each of them, in place."""
     if mesh.size() > 1:
         dist.all_reduce(value, dist.ReduceOp.MAX, group=mesh.get_group())
@@ -49,14 +49,14 @@ def gather(group: dist.ProcessGroup, own: Tensor) -> Tensor:
     return every.view(group.size(), *own.shape)
 
 
-def scatter_sum(group: dist.ProcessGroup, every: Tensor) -> Tensor:
+def reduce_scatter_sum(group: dist.ProcessGroup, every: Tensor) -> Tensor:
     """This rank's entry [...] of the sum over the ranks of `every` [ranks, ...]."""
     mine = every.new_empty(every[0].numel())
     _reduce_scatter(mine, every.reshape(-1), group=group)
     return mine.view(every.shape[1:])
 
 
-def from_rank_0(value: Any, group: dist.ProcessGroup | None = None) -> Any:
+def broadcast_from_rank_0(value: Any, group: dist.ProcessGroup | None = None) -> Any:
     """Rank 0's value, on every rank, as JSON gives it back: a tuple becomes a list.
 
     Raises TypeError or ValueError where the value is not JSON.
@@ -72,7 +72,7 @@ def from_rank_0(value: Any, group: dist.ProcessGroup | None = None) -> Any:
     return _from_bytes(own)
 
 
-def from_every_rank(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
+def gather_from_all_ranks(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
     """The values of all ranks of a group in their order, on each of them, as JSON gives them back.
 
     Where all of them are None, which is usual, it is one collective of a few bytes.
@@ -112,12 +112,12 @@ def _checked(size: int) -> int:
     return size
 
 
-def problems_of_all(problem: str, group: dist.ProcessGroup | None = None) -> list[str]:
+def gather_problems(problem: str, group: dist.ProcessGroup | None = None) -> list[str]:
     """What the ranks of a group found, each once, with their numbers unless all found it.
 
     Every rank must call it at the same point; an empty text is no problem.
     """
-    found = from_every_rank(problem or None, group)
+    found = gather_from_all_ranks(problem or None, group)
     ranks_by_problem: dict[str, list[str]] = {}
     for rank, text in enumerate(found):
         if text:
@@ -128,30 +128,55 @@ def problems_of_all(problem: str, group: dist.ProcessGroup | None = None) -> lis
     ]
 
 
-def agree(problem: UserError | None) -> None:
+def raise_on_all_ranks(problem: UserError | None) -> None:
     """Raise on every rank what any rank found, so that none is left waiting.
 
     Every rank must call it at the same point.
     """
-    if problems := problems_of_all("" if problem is None else str(problem)):
-        raise Problems(UserError(text) for text in problems).known_to_all()
+    if problems := gather_problems("" if problem is None else str(problem)):
+        raise UserErrors(UserError(text) for text in problems).on_every_rank()
 
 
-def attempt(act: Callable[[], T]) -> tuple[T | None, UserError | None]:
-    """What an act returns, or what the user must change; to `agree` on before going on."""
+def capture_user_error(act: Callable[[], T]) -> tuple[T | None, UserError | None]:
+    """What an act returns, or what the user must change; to `raise_on_all_ranks` on before going on."""
     try:
         return act(), None
     except UserError as error:
         return None, error
 
 
-def on_rank_0(act: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
+def run_on_rank_0(act: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
     """Do something where one rank is enough; all learn its result, or its failure.
 
-    The result has to be JSON, and arrives as `from_rank_0` says.
+    The result has to be JSON, and arrives as `broadcast_from_rank_0` says.
     """
-    result, problem = attempt(act) if dist.get_rank() == 0 else (None, None)
-    result, failure = from_rank_0((result, error_as_data(problem) if problem else None), group)
+    result, problem = capture_user_error(act) if dist.get_rank() == 0 else (None, None)
+    result, failure = broadcast_from_rank_0(
+        (result, error_as_data(problem) if problem else None), group
+    )
     if failure is not None:
-        raise error_from_data(failure).known_to_all()
+        raise error_from_data(failure).on_every_rank()
     return result
+
+
+class AsyncMax:
+    """A few whole numbers from every rank, and the largest of each for all, while they compute.
+
+    Asked before a step and answered after it, agreeing costs no waiting. The group is its own, so
+    that nothing else meets in it.
+    """
+
+    def __init__(self):
+        self.group = dist.new_group(backend="gloo")
+
+    def ask(self, *own: int) -> None:
+        """Every rank calls it at the same point, with as many numbers."""
+        self._numbers = torch.tensor(own)
+        self._work = dist.all_reduce(
+            self._numbers, dist.ReduceOp.MAX, group=self.group, async_op=True
+        )
+
+    def answer(self) -> list[int]:
+        """The largest of each number of any rank."""
+        self._work.wait()
+        return self._numbers.tolist()

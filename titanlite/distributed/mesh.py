@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from titanlite.errors import ConfigError
-from titanlite.settings import Built, NotNegative, Positive, Range
+from titanlite.settings import NotNegative, Positive, Range, Supported
 
 
 @dataclass(frozen=True)
@@ -56,16 +56,16 @@ class ParallelismConfig:
     context_parallel_degree: Positive = 1  # ranks that share each sequence
     context_parallel_load_balancer: Annotated[
         Literal["headtail", "ptrr", "none"],
-        Built(("headtail", "none"), "Balancing for document masks"),
+        Supported(("headtail", "none"), "Balancing for document masks"),
     ] = "headtail"  # which parts of a sequence a rank takes: an early and a late one, or one
     context_parallel_rotate_method: Literal["allgather", "alltoall"] = "allgather"
     # how keys and values travel: all at once, or around a ring (less memory)
-    expert_parallel_degree: Annotated[int, Range(1), Built((1,), "Expert parallel")] = 1
+    expert_parallel_degree: Annotated[int, Range(1), Supported((1,), "Expert parallel")] = 1
     # ranks that share the experts
-    expert_tensor_parallel_degree: Annotated[int, Built((1,), "Expert parallel")] = 1
+    expert_tensor_parallel_degree: Annotated[int, Supported((1,), "Expert parallel")] = 1
     # ranks that share one expert
     expert_parallel_comm_backend: Annotated[
-        Literal["standard", "deepep"], Built(("standard",), "Expert parallel")
+        Literal["standard", "deepep"], Supported(("standard",), "Expert parallel")
     ] = "standard"  # how tokens travel to experts
 
 
@@ -102,7 +102,7 @@ _KEYS = {  # the key of each degree
 }
 
 
-def degrees_of(section: ParallelismConfig, ranks: int) -> Degrees:
+def resolve_degrees(section: ParallelismConfig, ranks: int) -> Degrees:
     """The degrees that a section means on `ranks` ranks; raises ConfigError."""
     wanted = {name: getattr(section, key) for name, key in _KEYS.items()}
     others = math.prod(n for name, n in wanted.items() if name != "shard")

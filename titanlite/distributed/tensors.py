@@ -7,7 +7,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 
-def local_of(tensor: Tensor) -> Tensor:
+def local_shard(tensor: Tensor) -> Tensor:
     """The plain tensor of this rank, in the same memory: not spread, and not wrapped to travel."""
     local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     if hasattr(local, "wait"):  # it is still on its way

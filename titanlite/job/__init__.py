@@ -8,21 +8,59 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from titanlite.checkpoint import Place, checkpoint_place
-from titanlite.data import Stream, ValidationSet
-from titanlite.distributed.mesh import Degrees, degrees_of
-from titanlite.distributed.session import launched_ranks
+from titanlite.checkpoint import checkpoint_folder
+from titanlite.data import SampleStream, ValidationSet
+from titanlite.distributed.mesh import Degrees, resolve_degrees
+from titanlite.distributed.process_group import launched_rank_and_world_size
+from titanlite.job.checks import (
+    outside_problems,
+    plan_job_pipeline,
+    problems_of,
+    resolve_global_batch,
+)
 from titanlite.job.config import FACTS, MOVED, JobConfig
-from titanlite.job.inputs import stream_of, texts_of, tokenizer_of
-from titanlite.job.rules import global_batch_of, outside_problems, pipeline_of, problems_of
-from titanlite.models import FAMILIES, Family
+from titanlite.job.inputs import open_job_stream, open_job_tokenizer, open_job_validation
+from titanlite.kernels.backend import AttentionShape
+from titanlite.models import FAMILIES, ModelSpec
 from titanlite.optim import LossScale, schedule_warning
-from titanlite.parallelize import DTYPES, Passes
-from titanlite.parallelize.attention import AttentionSizes
+from titanlite.parallelize import DTYPES, ModelTransforms
 from titanlite.parallelize.pipeline import PipelinePlan
 from titanlite.settings import load, raise_together, to_toml
+from titanlite.storage import StorageFolder
 
-__all__ = ["FACTS", "MOVED", "Job", "JobConfig", "open_data", "problems_of", "read_job"]
+__all__ = [
+    "AttentionShape",
+    "DTYPES",
+    "Degrees",
+    "FACTS",
+    "FAMILIES",
+    "Job",
+    "JobConfig",
+    "LossScale",
+    "MOVED",
+    "ModelSpec",
+    "ModelTransforms",
+    "PipelinePlan",
+    "SampleStream",
+    "StorageFolder",
+    "ValidationSet",
+    "checkpoint_folder",
+    "global_batch_of",
+    "launched_rank_and_world_size",
+    "load",
+    "open_data",
+    "outside_problems",
+    "pipeline_of",
+    "problems_of",
+    "raise_together",
+    "read_job",
+    "resolve_degrees",
+    "schedule_warning",
+    "stream_of",
+    "texts_of",
+    "to_toml",
+    "tokenizer_of",
+]
 
 
 @dataclass(frozen=True)
@@ -30,8 +68,8 @@ class Job:
     """A job that passed every check, with what follows from it."""
 
     config: JobConfig
-    family: Family
-    shape: Any  # the family's sizes
+    spec: ModelSpec
+    sizes: Any  # the family's sizes
     degrees: Degrees
     pipeline: PipelinePlan  # who runs which part of the model
     global_batch: int  # samples of a step, over all ranks
@@ -46,10 +84,10 @@ class Job:
         return self.global_batch // self.degrees.data
 
     @property
-    def passes(self) -> Passes:
+    def transforms(self) -> ModelTransforms:
         """What is done to the model beside spreading it."""
         config, training = self.config, self.config.training
-        return Passes(
+        return ModelTransforms(
             recompute=config.activation_checkpoint,
             loss=config.loss,
             compile=config.compile,
@@ -62,15 +100,15 @@ class Job:
         )
 
     @property
-    def attention_sizes(self) -> AttentionSizes:
+    def attention_sizes(self) -> AttentionShape:
         """What one rank's attention computes at once, where context parallel does not cut it."""
-        shape, tensor = self.shape, self.degrees.tensor
-        return AttentionSizes(
+        sizes, tensor = self.sizes, self.degrees.tensor
+        return AttentionShape(
             rows=self.pipeline.microbatch,
-            heads=shape.n_heads // tensor,
-            key_heads=max(1, shape.n_kv_heads // tensor),
+            heads=sizes.n_heads // tensor,
+            key_heads=max(1, sizes.n_kv_heads // tensor),
             tokens=self.config.training.seq_len,
-            width=shape.head_width,
+            width=sizes.head_width,
         )
 
     @property
@@ -89,10 +127,10 @@ class Job:
         """What of the job is not followed to the letter, or nothing."""
         return schedule_warning(self.config.lr_scheduler, self.config.training.steps)
 
-    def facts(self, stream: Stream) -> dict[str, Any]:
+    def facts(self, stream: SampleStream) -> dict[str, Any]:
         """What a checkpoint says of the job that saved it, beyond its tensors."""
         return {
-            "model": dataclasses.asdict(self.shape),
+            "model": dataclasses.asdict(self.sizes),
             "optimizer.name": self.config.optimizer.name,  # whose moments are another's nonsense
             "optimizer.state_dtype": self.config.optimizer.state_dtype,
             "training.dtype": self.config.training.dtype,
@@ -101,7 +139,7 @@ class Job:
             **stream.facts,  # what a position means
         }
 
-    def facts_to_hold(self, stream: Stream) -> dict[str, Any]:
+    def facts_to_hold(self, stream: SampleStream) -> dict[str, Any]:
         """Those that a checkpoint must agree with for this run to go on from it."""
         facts = self.facts(stream)
         if self.config.training.global_batch_size != -1:  # written down, so changed on purpose
@@ -109,12 +147,12 @@ class Job:
         return facts
 
     @property
-    def checkpoints(self) -> Place:
+    def checkpoints(self) -> StorageFolder:
         """Where this run's checkpoints are."""
-        return checkpoint_place(self.folder, self.config.checkpoint)
+        return checkpoint_folder(self.folder, self.config.checkpoint)
 
     @property
-    def other_folders(self) -> dict[str, Place]:
+    def other_folders(self) -> dict[str, StorageFolder]:
         """The folders that this run writes to and job.dump_folder does not hold, by their keys.
 
         The checkpoints' among them wherever it is: it may be another job's by an absolute path.
@@ -131,22 +169,22 @@ class Job:
             section, name = key.split(".")
             folder = self.folder / getattr(getattr(config, section), name)
             if is_written and not folder.resolve().is_relative_to(self.folder.resolve()):
-                found[key] = Place(folder)
+                found[key] = StorageFolder(folder)
         if config.checkpoint.enable and not config.checkpoint.load_only:
             found["checkpoint.folder"] = self.checkpoints
         return found
 
     def summary(self, device, peak_flops: float | None) -> str:
         """The job in a few lines, for whoever watches it start."""
-        training, shape = self.config.training, self.shape
-        parameters = self.family.count_parameters(shape)
+        training, sizes = self.config.training, self.sizes
+        parameters = self.spec.count_parameters(sizes)
         accumulated = self.rows // training.local_batch_size
         peak = f"{peak_flops / 1e12:.3g} TFLOP/s at most" if peak_flops else "peak unknown"
         return "\n".join(
             [
                 f"{self.config.job.description}",
-                f"  model   {self.family.name} {self.config.model.flavor}:"
-                f" {parameters:,} parameters, {shape.n_layers} blocks of {shape.dim}",
+                f"  model   {self.spec.name} {self.config.model.flavor}:"
+                f" {parameters:,} parameters, {sizes.n_layers} blocks of {sizes.dim}",
                 f"  layout  {self.degrees} on {self.degrees.ranks} x {device.type} ({peak})",
                 *([f"  stages  {self.pipeline}"] if self.degrees.pipeline > 1 else []),
                 f"  batch   {self.global_batch} sequences of {training.seq_len}:"
@@ -181,17 +219,19 @@ def read_job(argv: Sequence[str], ranks: int, *, with_data: bool = True) -> Job:
     found = [*problems_of(config, ranks), *(outside_problems(config) if with_data else ())]
     problems += [p for p in found if not refused.intersection(p.keys)]
     raise_together(problems)
-    family = FAMILIES[config.model.name]
-    shape, degrees = family.shape_of(config.model), degrees_of(config.parallelism, ranks)
-    plan, _ = pipeline_of(config, family, shape)
+    spec = FAMILIES[config.model.name]
+    sizes, degrees = spec.sizes_of(config.model), resolve_degrees(config.parallelism, ranks)
+    plan, _ = plan_job_pipeline(config, spec, sizes)
     assert plan is not None, "checked: nothing stands against it"
-    return Job(config, family, shape, degrees, plan, global_batch_of(config, degrees))
+    return Job(config, spec, sizes, degrees, plan, resolve_global_batch(config, degrees))
 
 
-def open_data(job: Job) -> tuple[Stream, list[ValidationSet]]:
+def open_data(job: Job) -> tuple[SampleStream, list[ValidationSet]]:
     """What a job learns from and what it is measured on; raises DataError, or Problems."""
-    tokenizer, vocab_size = tokenizer_of(job.config), job.shape.vocab_size
-    part = launched_ranks()  # of a full verification, which the ranks divide among them
-    stream = stream_of(job.config, vocab_size, tokenizer, part)
+    tokenizer, vocab_size = open_job_tokenizer(job.config), job.sizes.vocab_size
+    part = (
+        launched_rank_and_world_size()
+    )  # of a full verification, which the ranks divide among them
+    stream = open_job_stream(job.config, vocab_size, tokenizer, part)
     assert stream is not None, "checked: there are sources"
-    return stream, texts_of(job.config, vocab_size, tokenizer, part)
+    return stream, open_job_validation(job.config, vocab_size, tokenizer, part)

@@ -8,14 +8,14 @@ from typing import Annotated, Literal
 from titanlite.checkpoint import CheckpointConfig
 from titanlite.data import DataConfig
 from titanlite.distributed.mesh import ParallelismConfig
-from titanlite.distributed.session import CommConfig, DebugConfig
+from titanlite.distributed.process_group import CommConfig, DebugConfig
+from titanlite.kernels.backend import AttentionConfig
+from titanlite.metrics import MetricsConfig, ProfilingConfig
 from titanlite.models import LossConfig, ModelConfig
-from titanlite.observe import MetricsConfig, ProfilingConfig
 from titanlite.optim import LossScaleConfig, LRSchedulerConfig, OptimizerConfig
-from titanlite.parallelize.activation import ActivationCheckpointConfig
-from titanlite.parallelize.attention import AttentionConfig
+from titanlite.parallelize.activation_checkpoint import ActivationCheckpointConfig
 from titanlite.parallelize.compile import CompileConfig
-from titanlite.parallelize.float8 import Float8Config, QuantizeConfig, float8_asked
+from titanlite.parallelize.float8 import Float8Config, QuantizeConfig, resolve_float8
 from titanlite.settings import NotNegative, Positive, Range
 from titanlite.training import TrainingConfig, ValidationConfig
 
@@ -71,7 +71,7 @@ class JobConfig:
 
     @property
     def float8(self) -> Float8Config:
-        return float8_asked(self.quantize.linear.float8, self.model.converters)
+        return resolve_float8(self.quantize.linear.float8, self.model.converters)
 
 
 _IN_DATA = "is now in [data]: tokenizer, sources = [{ name, path, weight }], validation = […]."

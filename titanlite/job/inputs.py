@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from titanlite.data import (
-    Stream,
+    SampleStream,
     Tokenizer,
     ValidationSet,
-    open_stream,
+    open_sample_stream,
     open_tokenizer,
     open_validation,
 )
@@ -15,17 +15,17 @@ from titanlite.job.config import JobConfig
 from titanlite.settings import raise_together
 
 
-def tokenizer_of(config: JobConfig) -> Tokenizer | None:
+def open_job_tokenizer(config: JobConfig) -> Tokenizer | None:
     return open_tokenizer(config.data.tokenizer) if config.data.tokenizer else None
 
 
-def stream_of(
+def open_job_stream(
     config: JobConfig, vocab_size: int, tokenizer, part: tuple[int, int] | None = None
-) -> Stream | None:
+) -> SampleStream | None:
     """The training data; `part` (n, of) of its shards is read in full where the job asks for it."""
     if not config.data.sources:
         return None
-    return open_stream(
+    return open_sample_stream(
         config.data.sources,
         seq_len=config.training.seq_len,
         seed=config.debug.seed,
@@ -35,10 +35,10 @@ def stream_of(
     )
 
 
-def texts_of(
+def open_job_validation(
     config: JobConfig, vocab_size: int, tokenizer, part: tuple[int, int] | None = None
 ) -> list[ValidationSet]:
-    """The held-out texts; `part` as for `stream_of`."""
+    """The held-out texts; `part` as for `open_job_stream`."""
     texts, problems, checks = [], [], config.data.checks(part)
     for source in config.data.validation if config.validation.enable else ():
         try:

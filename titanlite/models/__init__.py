@@ -2,28 +2,24 @@
 
 from __future__ import annotations
 
-from titanlite.models.attention import KeyValueCache
-from titanlite.models.documents import document_positions
-from titanlite.models.embedding import Embedding
-from titanlite.models.family import Family, ModelConfig, matching
-from titanlite.models.llama import LLAMA, Llama, LlamaShape
-from titanlite.models.loss import IGNORED, LossConfig, Output, Vocabulary, valid_tokens
+from titanlite.models.embedding import TokenEmbedding
+from titanlite.models.llama3.model import LLAMA, Llama, Llama3Sizes
+from titanlite.models.loss import LossConfig, OutputLayer, Vocabulary, valid_tokens
+from titanlite.models.spec import ModelConfig, ModelSpec, first_match
 
-FAMILIES = {family.name: family for family in (LLAMA,)}
+FAMILIES = {spec.name: spec for spec in (LLAMA,)}
 
 __all__ = [
     "FAMILIES",
-    "IGNORED",
-    "Embedding",
-    "Family",
-    "KeyValueCache",
+    "LLAMA",
     "Llama",
-    "LlamaShape",
+    "Llama3Sizes",
     "LossConfig",
     "ModelConfig",
-    "Output",
+    "ModelSpec",
+    "OutputLayer",
+    "TokenEmbedding",
     "Vocabulary",
-    "document_positions",
-    "matching",
+    "first_match",
     "valid_tokens",
 ]

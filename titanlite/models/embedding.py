@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 
-class Embedding(nn.Embedding):
+class TokenEmbedding(nn.Embedding):
     """Tokens [B, T] to rows [B, T, D] of the weights."""
 
     def forward(self, tokens: Tensor) -> Tensor:

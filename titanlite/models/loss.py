@@ -16,9 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from titanlite.labels import IGNORE_INDEX
 from titanlite.settings import NotNegative, Range
-
-IGNORED = -100  # a label that is not learned from
 
 
 @dataclass(frozen=True)
@@ -62,7 +61,7 @@ class Vocabulary:
         return own
 
 
-class Output(nn.Linear):
+class OutputLayer(nn.Linear):
     """Hidden states [B, T, D] to logits [B, T, V], or with labels to their loss."""
 
     def __init__(self, dim: int, vocab_size: int):
@@ -87,7 +86,7 @@ class _OutputLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx, x: Tensor, weight: Tensor, labels: Tensor, output: Output, learn: bool
+        ctx, x: Tensor, weight: Tensor, labels: Tensor, output: OutputLayer, learn: bool
     ) -> tuple[Tensor, Tensor]:
         z_loss = output.loss.z_loss if learn else 0.0
         size = output.loss.chunk_tokens or max(1, len(x))
@@ -138,7 +137,7 @@ def _sum_of_products(dz: Tensor, x: Tensor) -> Tensor:
 
 
 def _of_chunk(
-    x: Tensor, weight: Tensor, labels: Tensor, output: Output, z_loss: float, learn: bool
+    x: Tensor, weight: Tensor, labels: Tensor, output: OutputLayer, z_loss: float, learn: bool
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Cross-entropy and z-loss of a few tokens, and the gradient of their sum by the logits.
 
@@ -146,7 +145,7 @@ def _of_chunk(
     """
     vocabulary, logits = output.vocabulary, F.linear(x, weight).float()
     largest, lse, at = vocabulary.normalise(logits, labels)
-    valid = labels != IGNORED
+    valid = labels != IGNORE_INDEX
     loss = torch.where(valid, lse - at, 0.0).sum()
     z = torch.where(valid, z_loss * lse.square(), 0.0).sum()
     if not learn:
@@ -180,4 +179,4 @@ def _within(place: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
 
 def valid_tokens(labels: Tensor) -> Tensor:
     """How many labels are learned from, as a 0-d integer tensor: no host synchronisation."""
-    return (labels != IGNORED).sum()
+    return (labels != IGNORE_INDEX).sum()

@@ -20,7 +20,7 @@ class RopeScaling:
     original_context: int = 8192  # tokens
 
 
-def frequencies(head_dim: int, theta: float, scaling: RopeScaling | None) -> Tensor:
+def rope_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None) -> Tensor:
     """Radians a position, [K/2], fp32 on the CPU: a constant of the architecture."""
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float32, device="cpu") / head_dim
     plain = theta**-exponents
@@ -34,10 +34,10 @@ def frequencies(head_dim: int, theta: float, scaling: RopeScaling | None) -> Ten
 
 @cache  # a GPU waits for what comes from pageable memory, and this is needed in every forward
 def _frequencies_on(device: torch.device, *architecture) -> Tensor:
-    return frequencies(*architecture).to(device)
+    return rope_frequencies(*architecture).to(device)
 
 
-def rope_at(
+def rope_cos_sin(
     positions: Tensor, head_dim: int, theta: float, scaling: RopeScaling | None = None
 ) -> tuple[Tensor, Tensor]:
     """Cosine and sine at `positions` [T] or [B, T], each [..., T, 1, K] in fp32.
@@ -51,7 +51,7 @@ def rope_at(
     return angles.cos(), angles.sin()
 
 
-def rotate(x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
+def apply_rope(x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
     """Turn x [B, T, H, K] by its positions; pairs are (i, i + K/2), as Hugging Face stores them."""
     cosine, sine = rope
     left, right = x.float().chunk(2, dim=-1)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from titanlite.optim.adam import moment_bytes, storage_of
+from titanlite.optim.adam import moment_bytes, moment_format
 from titanlite.optim.build import (
     OptimizerConfig,
     build_optimizer,
@@ -10,29 +10,29 @@ from titanlite.optim.build import (
     set_lr,
 )
 from titanlite.optim.clip import clip_gradients, shard_norms
-from titanlite.optim.early import EarlySteps
-from titanlite.optim.scale import LossScale, LossScaleConfig
-from titanlite.optim.schedule import (
+from titanlite.optim.in_backward import OptimizerInBackward
+from titanlite.optim.loss_scale import LossScale, LossScaleConfig
+from titanlite.optim.lr_schedule import (
     LRSchedulerConfig,
-    lr_share,
+    lr_factor,
     schedule_problems,
     schedule_warning,
 )
 
 __all__ = [
-    "EarlySteps",
     "LRSchedulerConfig",
     "LossScale",
     "LossScaleConfig",
     "OptimizerConfig",
+    "OptimizerInBackward",
     "build_optimizer",
     "clip_gradients",
-    "lr_share",
+    "lr_factor",
     "moment_bytes",
+    "moment_format",
     "optimizer_problems",
     "schedule_problems",
     "schedule_warning",
     "set_lr",
     "shard_norms",
-    "storage_of",
 ]

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from titanlite.distributed.tensors import local_of
-from titanlite.optim.vectors import is_low_vector
+from titanlite.distributed.tensors import local_shard
+from titanlite.optim.fp32_vectors import is_low_vector
 
 StateDtype = Literal["float32", "bfloat16", "8bit", "4bit", "float8"]
 
@@ -28,7 +28,7 @@ PLAIN = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 @dataclass(frozen=True)
-class Storage:
+class MomentFormat:
     """How a parameter's moments are kept."""
 
     kind: StateDtype
@@ -45,25 +45,25 @@ class Storage:
         return [name for moment in moments for name in (moment, f"{moment}_scale")]
 
 
-def storage_of(shape: Iterable[int], kind: StateDtype) -> Storage:
+def moment_format(shape: Iterable[int], kind: StateDtype) -> MomentFormat:
     """How the moments of a parameter of this whole shape are kept; vectors have no codes."""
     if kind in PLAIN:
-        return Storage(kind)
+        return MomentFormat(kind)
     *rows, width = shape
     block = gcd(width, BLOCK)
-    return Storage(kind, block) if rows and block >= LEAST_BLOCK else Storage("float32")
+    return MomentFormat(kind, block) if rows and block >= LEAST_BLOCK else MomentFormat("float32")
 
 
 def moment_bytes(shape: Iterable[int], kind: StateDtype) -> int:
     """Bytes of both moments of a parameter of this shape."""
     shape = tuple(shape)
-    storage, elements = storage_of(shape, kind), torch.Size(shape).numel()
+    storage, elements = moment_format(shape, kind), torch.Size(shape).numel()
     if not storage.block:
         return 2 * elements * PLAIN[storage.kind].itemsize
     return 2 * (elements * CODE_BITS[kind] // 8 + elements // storage.block * 4)
 
 
-class LeanAdam(torch.optim.Optimizer):
+class LowMemoryAdam(torch.optim.Optimizer):
     """Adam or AdamW (https://arxiv.org/abs/1711.05101), with moments kept as `kind` says.
 
     `host`: they stay in host memory and visit the device one parameter at a time. `compiled`: each
@@ -92,7 +92,7 @@ class LeanAdam(torch.optim.Optimizer):
             self.register_state_dict_pre_hook(lambda _: _wait_for_device())
 
     def _moments(self, parameter: nn.Parameter) -> dict[str, Tensor]:
-        storage = storage_of(parameter.shape, self.kind)
+        storage = moment_format(parameter.shape, self.kind)
         width = parameter.shape[-1]
         if not storage.block:
             same = self.kind == "float32" and not is_low_vector(parameter)
@@ -101,7 +101,9 @@ class LeanAdam(torch.optim.Optimizer):
         else:
             codes = (width * CODE_BITS[self.kind] // 8, torch.uint8)
             kinds = [codes, (width // storage.block, torch.float32)] * 2
-            assert local_of(parameter).shape[-1] % storage.block == 0, "a job is checked for this"
+            assert local_shard(parameter).shape[-1] % storage.block == 0, (
+                "a job is checked for this"
+            )
         moments = [_zeros(parameter, *kind, self.host) for kind in kinds]
         return {"step": torch.tensor(0.0), **dict(zip(storage.names, moments, strict=True))}
 
@@ -116,11 +118,11 @@ class LeanAdam(torch.optim.Optimizer):
     def _step(self, parameter: nn.Parameter, group: dict) -> None:
         state, (beta1, beta2) = self.state[parameter], group["betas"]
         state["step"] += 1  # in host memory, so that nobody waits for it
-        steps, storage = state["step"].item(), storage_of(parameter.shape, self.kind)
-        weight, gradient = local_of(parameter), local_of(parameter.grad)
+        steps, storage = state["step"].item(), moment_format(parameter.shape, self.kind)
+        weight, gradient = local_shard(parameter), local_shard(parameter.grad)
         if not weight.numel():  # another rank has all of it
             return
-        kept = [local_of(state[name]) for name in storage.names]
+        kept = [local_shard(state[name]) for name in storage.names]
         here = [moment.to(weight.device, non_blocking=True) for moment in kept]
         # Tensors, not numbers: what changes from step to step must not be compiled anew.
         rate, decay, unbias1, unbias2 = map(
@@ -271,7 +273,7 @@ def dynamic_levels(bits: int, signed: bool) -> list[float]:
 
 def _zeros(parameter: nn.Parameter, width: int, dtype: torch.dtype, host: bool) -> Tensor:
     """Zeros spread as the parameter is, with rows of another width."""
-    local = local_of(parameter)
+    local = local_shard(parameter)
     own_width = local.shape[-1] * width // parameter.shape[-1]
     zeros = torch.zeros((*local.shape[:-1], own_width), dtype=dtype, device=local.device)
     if isinstance(parameter, DTensor):
@@ -286,7 +288,7 @@ def _zeros(parameter: nn.Parameter, width: int, dtype: torch.dtype, host: bool) 
         )
     zeros = zeros.to("cpu" if host else local.device)  # a mesh of GPUs moves what it is given
     if host and local.is_cuda:
-        _pin(local_of(zeros))
+        _pin(local_shard(zeros))
     return zeros
 
 

@@ -10,10 +10,10 @@ import torch
 from torch import nn
 
 from titanlite.errors import ConfigError
-from titanlite.optim.adam import LeanAdam, StateDtype
+from titanlite.optim.adam import LowMemoryAdam, StateDtype
+from titanlite.optim.fp32_vectors import is_low_vector, updating_vectors_in_float32
 from titanlite.optim.groups import parameter_groups
-from titanlite.optim.vectors import is_low_vector, updating_vectors_in_float32
-from titanlite.settings import Range, Share
+from titanlite.settings import Fraction, Range
 
 
 @dataclass(frozen=True)
@@ -22,11 +22,11 @@ class OptimizerConfig:
 
     name: Literal["AdamW", "Adam", "SGD"] = "AdamW"  # the algorithm; Adam adds decay to gradients
     lr: Annotated[float, Range(0)] = 8e-4  # peak learning rate
-    beta1: Share = 0.9  # decay of the first moment
-    beta2: Share = 0.95  # decay of the second moment
+    beta1: Fraction = 0.9  # decay of the first moment
+    beta2: Fraction = 0.95  # decay of the second moment
     eps: Annotated[float, Range(0)] = 1e-8  # added to the root of the second moment
     weight_decay: Annotated[float, Range(0)] = 0.1  # pull towards zero, a share of the rate
-    momentum: Share = 0.0  # of SGD
+    momentum: Fraction = 0.0  # of SGD
     no_decay: list[str] = field(default_factory=lambda: ["*norm.weight", "*bias"])
     # patterns of parameter names that weight decay leaves alone
     implementation: Literal["for-loop", "foreach", "fused"] = "fused"
@@ -48,7 +48,7 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Op
     """An optimizer over the shards of a model."""
     groups = parameter_groups(model.named_parameters(), config.weight_decay, config.no_decay)
     low = any(is_low_vector(parameter) for parameter in model.parameters())
-    kind = LeanAdam if config.lean else getattr(torch.optim, config.name)
+    kind = LowMemoryAdam if config.lean else getattr(torch.optim, config.name)
     kind = updating_vectors_in_float32(kind) if low else kind
     foreach, fused = config.implementation == "foreach", config.implementation == "fused"
     if config.name == "SGD":  # its fused kernel does not know sharded tensors (torch 2.13), and

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
-from titanlite.distributed.collectives import sum_over
+from titanlite.distributed.collectives import all_reduce_sum
 from titanlite.distributed.mesh import Mesh
-from titanlite.distributed.tensors import local_of
+from titanlite.distributed.tensors import local_shard
 
 
 class GradNorms(NamedTuple):
@@ -36,7 +36,7 @@ def clip_gradients(
     """
     parameters = list(parameters)
     there = [p.grad for p in parameters if p.grad is not None]
-    local = [local_of(gradient) for gradient in there]
+    local = [local_shard(gradient) for gradient in there]
     if scale != 1.0:
         torch._foreach_mul_(local, 1 / scale)
     norms = iter(shard_norms(there))
@@ -53,7 +53,7 @@ def shard_norms(gradients: Sequence[Tensor]) -> list[Tensor]:
     """The norm in fp32, 0-d, of what this rank has of each gradient."""
     if not gradients:
         return []
-    local = [local_of(_summed_up(gradient)) for gradient in gradients]
+    local = [local_shard(_summed_up(gradient)) for gradient in gradients]
     return list(torch._foreach_norm(local, 2.0, torch.float32))  # no public call takes many tensors
 
 
@@ -75,7 +75,7 @@ def combine_norms(
     parts = [torch.stack(same).square().sum() / copies for copies, same in by_copies.items()]
     square = torch.stack(parts).sum()
     if mesh is not None:
-        sum_over(mesh.tp, sum_over(mesh.loss, square))  # together these are all ranks
+        all_reduce_sum(mesh.tp, all_reduce_sum(mesh.loss, square))  # together these are all ranks
     zero = torch.zeros_like(square)
     return GradNorms(square.sqrt(), torch.stack([zero if n is None else n for n in norms]))
 

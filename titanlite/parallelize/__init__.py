@@ -9,38 +9,38 @@ import torch
 from torch import nn
 
 from titanlite.distributed.mesh import Mesh, ParallelismConfig
-from titanlite.models import Family, LossConfig, Output
-from titanlite.parallelize.activation import (
+from titanlite.kernels.backend import set_attention_kernel
+from titanlite.models import LossConfig, ModelSpec, OutputLayer
+from titanlite.parallelize.activation_checkpoint import (
     ActivationCheckpointConfig,
-    keep_to_budget,
-    recompute_blocks,
-    recompute_operations,
+    checkpoint_blocks,
+    checkpoint_operations,
+    set_memory_budget,
 )
-from titanlite.parallelize.attention import attend_by
+from titanlite.parallelize.activation_offload import offload_activations
 from titanlite.parallelize.compile import (
     CompileConfig,
     compile_blocks,
     compile_loss,
-    overlap_tensor_parallel,
+    enable_async_tensor_parallel_fusion,
 )
-from titanlite.parallelize.context import attend_over_ranks
+from titanlite.parallelize.context import apply_context_parallel
 from titanlite.parallelize.float8 import (
     Float8Config,
+    build_float8_scale_update,
+    convert_to_float8,
     float8_column,
-    scaling_at_once,
-    swap_in_float8,
 )
-from titanlite.parallelize.init import start_weights, tie
-from titanlite.parallelize.offload import offload_activations
-from titanlite.parallelize.pipeline import PipelinePlan, parts_of
-from titanlite.parallelize.shard import shard_parameters
-from titanlite.parallelize.tensor import split_tensors
+from titanlite.parallelize.fsdp import apply_fsdp
+from titanlite.parallelize.pipeline import PipelinePlan, build_stage_modules
+from titanlite.parallelize.tensor import apply_tensor_parallel
+from titanlite.parallelize.weight_init import init_weights, tie_parameters
 
 DTYPES = {name: getattr(torch, name) for name in ("float32", "bfloat16", "float16")}
 
 
 @dataclass(frozen=True)
-class Passes:
+class ModelTransforms:
     """What is done to a model beside spreading it."""
 
     recompute: ActivationCheckpointConfig = field(
@@ -58,12 +58,14 @@ class Passes:
 
 
 @dataclass(frozen=True)
-class SpreadModel:
+class ShardedModel:
     """What this rank holds of a model."""
 
     model: nn.Module  # all of it, under the names of the whole model: what is trained and saved
     parts: dict[int, nn.Module]  # its pipeline stages, made of the same modules
-    output: Output | None  # the last of these modules, where the loss is; other stages have none
+    output: (
+        OutputLayer | None
+    )  # the last of these modules, where the loss is; other stages have none
     width: int  # of the activations between blocks
     dtype: torch.dtype  # and their type
     rescale: Callable[[], None] = lambda: None  # to be called when weights may have changed
@@ -71,44 +73,48 @@ class SpreadModel:
 
 def parallelize(
     part: nn.Module,
-    family: Family,
+    spec: ModelSpec,
     mesh: Mesh,
     section: ParallelismConfig,
-    passes: Passes,
+    transforms: ModelTransforms,
 ) -> None:
     """Spread a plain model on meta, or a stage of one, over its mesh, in place."""
-    blocks, shape = part.get_submodule(family.block_path), part.shape
-    if (output := getattr(part, family.output)) is not None:
-        output.loss = passes.loss
-    swap_in_float8(part, passes.float8)  # before the split, which has styles of their own for them
-    shared_loss, column = not section.disable_loss_parallel, float8_column(passes.float8)
-    split_tensors(part, family.split, mesh.tp, shape.head_width, shared_loss, column)
-    tie(part, family.tied(shape))  # the split makes a parameter of each
-    attend_by(part, family.attention, passes.kernel, passes.documents)
-    attend_over_ranks(part, family.attention, mesh.cp, section)  # it has kernels of its own
+    blocks, sizes = part.get_submodule(spec.block_path), part.sizes
+    if (output := getattr(part, spec.output)) is not None:
+        output.loss = transforms.loss
+    convert_to_float8(
+        part, transforms.float8
+    )  # before the split, which has styles of their own for them
+    shared_loss, column = not section.disable_loss_parallel, float8_column(transforms.float8)
+    apply_tensor_parallel(part, spec.split, mesh.tp, sizes.head_width, shared_loss, column)
+    tie_parameters(part, spec.tied(sizes))  # the split makes a parameter of each
+    set_attention_kernel(part, spec.attention, transforms.kernel, transforms.documents)
+    apply_context_parallel(part, spec.attention, mesh.cp, section)  # it has kernels of its own
     # Inside of the compiled code, because the compiler must see what is kept. After the split, here
     # and below, so that its gathers are computed again too; names stay as they were.
-    recompute_operations(blocks, passes.recompute)
+    checkpoint_operations(blocks, transforms.recompute)
     if section.enable_async_tensor_parallel:
-        overlap_tensor_parallel(mesh.tp)  # by the compiler, which must know of it
-    keep_to_budget(passes.recompute)
-    compile_blocks(blocks, passes.compile)
-    compile_loss(output, passes.compile)
-    recompute_blocks(blocks, passes.recompute)  # around it: a whole block is run again as it is
-    if passes.recompute.offload:  # around that, to see what it saves: the inputs of blocks
+        enable_async_tensor_parallel_fusion(mesh.tp)  # by the compiler, which must know of it
+    set_memory_budget(transforms.recompute)
+    compile_blocks(blocks, transforms.compile)
+    compile_loss(output, transforms.compile)
+    checkpoint_blocks(
+        blocks, transforms.recompute
+    )  # around it: a whole block is run again as it is
+    if transforms.recompute.offload:  # around that, to see what it saves: the inputs of blocks
         offload_activations(blocks, mesh.fsdp.device_type)
     # last: shards whatever the others left whole, and casts whatever they compute with
-    before, after = _ends(part, family)
-    shard_parameters(
+    before, after = _ends(part, spec)
+    apply_fsdp(
         part,
         before,
         blocks.values(),
         after,
         mesh.fsdp,
-        compute=passes.compute,
-        reduce=passes.reduce,
+        compute=transforms.compute,
+        reduce=transforms.reduce,
         reshard=_reshard(section),
-        offload=passes.offload,
+        offload=transforms.offload,
     )
 
 
@@ -118,39 +124,39 @@ def _reshard(section: ParallelismConfig) -> str:
     return "never" if wish == "default" and pipelined else wish
 
 
-def _ends(part: nn.Module, family: Family) -> tuple[list[nn.Module], list[nn.Module]]:
+def _ends(part: nn.Module, spec: ModelSpec) -> tuple[list[nn.Module], list[nn.Module]]:
     """What is before the blocks and what is after them; ends that are tied are nobody's."""
-    if family.tied(part.shape):
+    if spec.tied(part.sizes):
         return [], []
     names = list(dict(part.named_children()))
-    blocks = names.index(family.block_path)
+    blocks = names.index(spec.block_path)
     before, after = names[:blocks], names[blocks + 1 :]
     return [part.get_submodule(name) for name in before], [
         part.get_submodule(name) for name in after
     ]
 
 
-def build_spread_model(
-    family: Family,
-    shape,
+def build_sharded_model(
+    spec: ModelSpec,
+    sizes,
     mesh: Mesh,
     section: ParallelismConfig,
     plan: PipelinePlan,
-    passes: Passes,
+    transforms: ModelTransforms,
     device: torch.device,
     *,
     seed: int,
-) -> SpreadModel:
+) -> ShardedModel:
     """A model on its mesh with its starting weights; no rank ever holds more than its shards."""
-    model, parts = parts_of(family, shape, plan, mesh.pp.get_local_rank())
+    model, parts = build_stage_modules(spec, sizes, plan, mesh.pp.get_local_rank())
     for part in parts.values():
-        part.to(passes.keep)
-        parallelize(part, family, mesh, section, passes)
+        part.to(transforms.keep)
+        parallelize(part, spec, mesh, section, transforms)
     model.to_empty(
-        device="cpu" if passes.offload else device
+        device="cpu" if transforms.offload else device
     )  # memory for the shards, nothing more
-    tie(model, family.tied(shape))  # as does this, where FSDP does not mend it by itself
-    start_weights(model, family.start, shape.n_layers, seed)
-    rescale = scaling_at_once(model, passes.float8, mesh.tp)
-    output = getattr(model, family.output)
-    return SpreadModel(model, parts, output, shape.dim, passes.compute, rescale)
+    tie_parameters(model, spec.tied(sizes))  # as does this, where FSDP does not mend it by itself
+    init_weights(model, spec.start, sizes.n_layers, seed)
+    rescale = build_float8_scale_update(model, transforms.float8, mesh.tp)
+    output = getattr(model, spec.output)
+    return ShardedModel(model, parts, output, sizes.dim, transforms.compute, rescale)

@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from titanlite.distributed.mesh import ParallelismConfig
 from titanlite.errors import ConfigError
-from titanlite.models import Output
+from titanlite.models import OutputLayer
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ def compile_blocks(blocks: nn.ModuleDict, config: CompileConfig) -> None:
         block.forward = partial(_arrived, compiled)
 
 
-def compile_loss(output: Output | None, config: CompileConfig) -> None:
+def compile_loss(output: OutputLayer | None, config: CompileConfig) -> None:
     """Compile what is between the products of the loss: passes over the logits become fewer."""
     if output is not None and config.compiles("loss"):
         how = {"backend": config.backend, "fullgraph": True, "dynamic": False}
@@ -64,7 +64,7 @@ def compile_loss(output: Output | None, config: CompileConfig) -> None:
         vocabulary.exponentials = torch.compile(vocabulary.exponentials, **how)
 
 
-def overlap_tensor_parallel(tp: DeviceMesh) -> None:
+def enable_async_tensor_parallel_fusion(tp: DeviceMesh) -> None:
     """Let the compiler cut gathers and scatters into pieces that travel beside their products."""
     # Both private, and the only way. Torch 2.13 warns that the second is needless, but its compiler
     # still asks which groups it was called for; one that needs it no more may have it no more.

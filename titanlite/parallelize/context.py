@@ -21,17 +21,17 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from titanlite.distributed.collectives import gather, scatter_sum
+from titanlite.distributed.collectives import gather, reduce_scatter_sum
 from titanlite.distributed.mesh import Degrees, ParallelismConfig
 from titanlite.errors import ConfigError
-from titanlite.models.flash import flash_for
+from titanlite.kernels.flash import flash_kernel_for
 
 WHOLE = slice(None)
 TOKENS = 2  # the dimension of [B, H, T, K] that is shared
 
 
 @dataclass(frozen=True)
-class SequenceShare:
+class SequenceShard:
     """Which tokens of every sequence a rank holds: one run of them, or, balanced, two.
 
     A causal query near the end of a sequence costs more than one near its start; with the i-th
@@ -70,21 +70,21 @@ class SequenceShare:
         return [(r.start, slice(n * width, (n + 1) * width)) for n, r in enumerate(runs)]
 
 
-def share_of(cp: DeviceMesh, section: ParallelismConfig) -> SequenceShare:
+def build_sequence_shard(cp: DeviceMesh, section: ParallelismConfig) -> SequenceShard:
     """This rank's share of every sequence."""
     balanced = section.context_parallel_load_balancer == "headtail"
-    return SequenceShare(cp.get_local_rank(), cp.size(), balanced)
+    return SequenceShard(cp.get_local_rank(), cp.size(), balanced)
 
 
-def attend_over_ranks(
+def apply_context_parallel(
     model: nn.Module, pattern: str, cp: DeviceMesh, section: ParallelismConfig
 ) -> None:
     """Let every module of `pattern` attend to the keys and values of all ranks of `cp`."""
     if cp.size() == 1:
         return
-    share = share_of(cp, section)
+    share = build_sequence_shard(cp, section)
     if model.documents_of is not None:
-        model.documents_of = partial(document_meetings, share)
+        model.documents_of = partial(document_tiles, share)
     travel = section.context_parallel_rotate_method
     for name, module in model.named_modules():
         if fnmatchcase(name, pattern):
@@ -102,11 +102,11 @@ def _attend(
     cache: None = None,
 ) -> Tensor:
     assert cache is None, "generation runs on one process"
-    out, _ = forward_over_ranks(q, k, v, documents, group, balanced, travel)
+    out, _ = context_parallel_forward(q, k, v, documents, group, balanced, travel)
     return out
 
 
-class Meeting(NamedTuple):
+class AttentionTile(NamedTuple):
     """Queries of this rank, and keys of one rank that all of them see."""
 
     rows: slice
@@ -115,14 +115,14 @@ class Meeting(NamedTuple):
     causal: bool  # they are the same tokens, and each sees those up to itself
 
 
-Meetings = Callable[[int], Sequence[Meeting]]  # those with the keys of a rank
+Meetings = Callable[[int], Sequence[AttentionTile]]  # those with the keys of a rank
 
 
 # Operations of their own: to a compiler, what travels between them is one node of a block's graph.
 
 
 @torch.library.custom_op("titanlite::attend_over_ranks", mutates_args=())
-def forward_over_ranks(
+def context_parallel_forward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -136,7 +136,7 @@ def forward_over_ranks(
     q [B, H, T, K], k and v [B, Hkv, T, K], with T the tokens of this rank, to what they attend to
     [B, H, T, K] and the logarithm of the sum of scores [B, H, T] in fp32.
     """
-    flash, (way, meetings) = flash_for(q), _plan(q, documents, group, balanced, travel)
+    flash, (way, meetings) = flash_kernel_for(q), _plan(q, documents, group, balanced, travel)
     out = torch.empty_like(q, dtype=torch.float32)
     lse = q.new_empty(q.shape[:-1], dtype=torch.float32)
     for source, (keys, values) in way.around(torch.stack((k, v))):
@@ -151,7 +151,7 @@ def forward_over_ranks(
 
 
 @torch.library.custom_op("titanlite::attend_over_ranks_backward", mutates_args=())
-def backward_over_ranks(
+def context_parallel_backward(
     gradient: Tensor,
     q: Tensor,
     k: Tensor,
@@ -164,7 +164,7 @@ def backward_over_ranks(
     travel: str,
 ) -> tuple[Tensor, Tensor]:
     """The gradients of q, and of k and v in one [2, B, Hkv, T, K]."""
-    flash, (way, meetings) = flash_for(q), _plan(q, documents, group, balanced, travel)
+    flash, (way, meetings) = flash_kernel_for(q), _plan(q, documents, group, balanced, travel)
     dq = torch.zeros_like(q, dtype=torch.float32)
 
     def of_part(source: int, keys_values: Tensor) -> Tensor | None:
@@ -191,22 +191,22 @@ def backward_over_ranks(
 
 def _plan(
     q: Tensor, documents: Tensor | None, group: str, balanced: bool, travel: str
-) -> tuple[_Travel, Meetings]:
+) -> tuple[_KVExchange, Meetings]:
     """How keys come by, and which of them this rank's queries meet."""
     # Private, but how torch's own operations find a group by its name (2.11 to 2.15).
     ranks = dist.distributed_c10d._resolve_process_group(group)
     if documents is not None:
-        return _TRAVELS[travel](ranks), InDocuments(documents)
-    share = SequenceShare(ranks.rank(), ranks.size(), balanced)
-    return _TRAVELS[travel](ranks), Causal(share, q.shape[TOKENS])
+        return _TRAVELS[travel](ranks), DocumentTiles(documents)
+    share = SequenceShard(ranks.rank(), ranks.size(), balanced)
+    return _TRAVELS[travel](ranks), CausalTiles(share, q.shape[TOKENS])
 
 
-@forward_over_ranks.register_fake
+@context_parallel_forward.register_fake
 def _room_for_forward(q, k, v, documents, group, balanced, travel):
     return torch.empty_like(q), q.new_empty(q.shape[:-1], dtype=torch.float32)
 
 
-@backward_over_ranks.register_fake
+@context_parallel_backward.register_fake
 def _room_for_backward(gradient, q, k, v, out, lse, documents, group, balanced, travel):
     return torch.empty_like(q), k.new_empty((2, *k.shape))
 
@@ -217,39 +217,41 @@ def _keep(ctx, inputs, output) -> None:
 
 
 def _backward(ctx, gradient: Tensor, _):
-    dq, (dk, dv) = backward_over_ranks(gradient, *ctx.saved_tensors, *ctx.about)
+    dq, (dk, dv) = context_parallel_backward(gradient, *ctx.saved_tensors, *ctx.about)
     return dq, dk, dv, None, None, None, None
 
 
-forward_over_ranks.register_autograd(_backward, setup_context=_keep)
+context_parallel_forward.register_autograd(_backward, setup_context=_keep)
 
 
 @dataclass(frozen=True)
-class Causal:
+class CausalTiles:
     """Every query meets all keys of its sequence up to its own."""
 
-    share: SequenceShare
+    share: SequenceShard
     tokens: int  # of this rank, in each sequence
 
-    def __call__(self, source: int) -> Sequence[Meeting]:
+    def __call__(self, source: int) -> Sequence[AttentionTile]:
         seen = _seen(self.share, source, self.tokens)
-        return [] if seen is None else [Meeting(WHOLE, *seen)]
+        return [] if seen is None else [AttentionTile(WHOLE, *seen)]
 
 
-class InDocuments:
-    """Every query meets the keys of its document up to its own: `document_meetings` [N, 8]."""
+class DocumentTiles:
+    """Every query meets the keys of its document up to its own: `document_tiles` [N, 8]."""
 
     def __init__(self, documents: Tensor):
-        self.by_source: dict[int, list[Meeting]] = {}
+        self.by_source: dict[int, list[AttentionTile]] = {}
         for source, causal, *ends in documents.tolist():
             places = (slice(*ends[n : n + 2]) for n in (0, 2, 4))
-            self.by_source.setdefault(source, []).append(Meeting(*places, causal=bool(causal)))
+            self.by_source.setdefault(source, []).append(
+                AttentionTile(*places, causal=bool(causal))
+            )
 
-    def __call__(self, source: int) -> Sequence[Meeting]:
+    def __call__(self, source: int) -> Sequence[AttentionTile]:
         return self.by_source.get(source, [])
 
 
-def document_meetings(share: SequenceShare, positions: Tensor) -> Tensor:
+def document_tiles(share: SequenceShard, positions: Tensor) -> Tensor:
     """[N, 8] on the CPU: (rank, causal, and the begin and end of rows, queries, and keys) of all
     that this rank's tokens, at `positions` [B, T] in their documents, have to do with each rank's.
 
@@ -279,7 +281,7 @@ def document_meetings(share: SequenceShare, positions: Tensor) -> Tensor:
     return met
 
 
-def _seen(share: SequenceShare, source: int, tokens: int) -> tuple[slice, slice, bool] | None:
+def _seen(share: SequenceShard, source: int, tokens: int) -> tuple[slice, slice, bool] | None:
     """(queries of this rank, keys of rank `source` that they see, whether causally), or nothing."""
     if source == share.rank:
         return WHOLE, WHOLE, True
@@ -301,7 +303,7 @@ def _merge(out: Tensor, lse: Tensor, new: Tensor, new_lse: Tensor) -> None:
 OfPart = Callable[[int, Tensor], Tensor | None]
 
 
-class _Travel(ABC):
+class _KVExchange(ABC):
     """How keys and values [2, B, Hkv, T, K] of all ranks come by, and how gradients go home."""
 
     def __init__(self, group: dist.ProcessGroup):
@@ -320,7 +322,7 @@ class _Travel(ABC):
         """The gradient of this rank's own keys and values, fp32, summed over all ranks."""
 
 
-class _AllGather(_Travel):
+class _KVAllGather(_KVExchange):
     """All at once: one collective, and memory for the keys and values of a whole sequence."""
 
     def around(self, own: Tensor) -> Iterator[tuple[int, Tensor]]:
@@ -334,10 +336,10 @@ class _AllGather(_Travel):
             part = of_part(source, keys_values)
             if part is not None:
                 every[source] = part
-        return scatter_sum(self.group, every)
+        return reduce_scatter_sum(self.group, every)
 
 
-class _Ring(_Travel):
+class _KVRing(_KVExchange):
     """From rank to rank, each sent on while it is computed with; memory for two ranks' at most."""
 
     def around(self, own: Tensor) -> Iterator[tuple[int, Tensor]]:
@@ -374,7 +376,7 @@ class _Ring(_Travel):
         return wait
 
 
-_TRAVELS = {"allgather": _AllGather, "alltoall": _Ring}
+_TRAVELS = {"allgather": _KVAllGather, "alltoall": _KVRing}
 
 
 def context_problems(

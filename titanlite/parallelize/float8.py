@@ -22,8 +22,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from titanlite.distributed.mesh import Degrees
 from titanlite.errors import ConfigError
 from titanlite.log import logger
-from titanlite.models import Family, Output, matching
-from titanlite.parallelize.tensor import PLAIN, Kinds, part_of
+from titanlite.models import ModelSpec, OutputLayer, first_match
+from titanlite.parallelize.tensor import PLAIN, ParallelStyles, part_of
 
 SECTION = "quantize.linear.float8"
 AUTO = "auto_filter_small_kn"  # torchtitan's word in filter_fqns
@@ -66,7 +66,7 @@ class QuantizeConfig:
     linear: QuantizeLinearConfig = field(default_factory=QuantizeLinearConfig)
 
 
-def float8_asked(config: Float8Config, converters: list[str]) -> Float8Config:
+def resolve_float8(config: Float8Config, converters: list[str]) -> Float8Config:
     """The section as torchtitan means it: its switch alone asks for the recipe "tensorwise"."""
     if SECTION in converters and config.recipe_name is None:
         return replace(config, recipe_name="tensorwise")
@@ -117,7 +117,7 @@ def _gathered(theirs: Callable, operation, args: tuple, kwargs: dict | None = No
     return theirs(of_bytes, args, kwargs or {})
 
 
-def swap_in_float8(part: nn.Module, config: Float8Config) -> None:
+def convert_to_float8(part: nn.Module, config: Float8Config) -> None:
     """Put a Float8 layer with the same weight and name where each chosen linear layer was."""
     if config.recipe_name is None:
         return
@@ -153,7 +153,7 @@ def float8_layers(model: nn.Module, config: Float8Config) -> tuple[list[str], di
     for name, layer in model.named_modules():
         if not isinstance(layer, nn.Linear):
             continue
-        if isinstance(layer, Output):
+        if isinstance(layer, OutputLayer):
             left[name] = "one with the loss"
             continue
         sizes = f"{layer.out_features} x {layer.in_features}"
@@ -168,7 +168,7 @@ def float8_layers(model: nn.Module, config: Float8Config) -> tuple[list[str], di
     return chosen, left
 
 
-def float8_column(config: Float8Config) -> Callable[[nn.Module], Kinds]:
+def float8_column(config: Float8Config) -> Callable[[nn.Module], ParallelStyles]:
     """Which column of the table of styles a linear layer is split by.
 
     Those of Float8 gather activations in 8 bits, already scaled, which needs one scale a tensor.
@@ -184,11 +184,13 @@ def float8_column(config: Float8Config) -> Callable[[nn.Module], Kinds]:
         PrepareFloat8ModuleInput,
     )
 
-    float8 = Kinds(Float8ColwiseParallel, Float8RowwiseParallel, PrepareFloat8ModuleInput)
+    float8 = ParallelStyles(Float8ColwiseParallel, Float8RowwiseParallel, PrepareFloat8ModuleInput)
     return lambda layer: float8 if isinstance(layer, Float8Linear) else PLAIN
 
 
-def scaling_at_once(model: nn.Module, config: Float8Config, tp: DeviceMesh) -> Callable[[], None]:
+def build_float8_scale_update(
+    model: nn.Module, config: Float8Config, tp: DeviceMesh
+) -> Callable[[], None]:
     """What finds the scales of all weights of `model` gathered in 8 bits, by one reduction.
 
     It must run whenever weights may have changed. Where it does nothing, each weight finds its own
@@ -205,7 +207,7 @@ def scaling_at_once(model: nn.Module, config: Float8Config, tp: DeviceMesh) -> C
 
 
 def float8_problems(
-    config: Float8Config, family: Family, shape, degrees: Degrees, tokens: int
+    config: Float8Config, spec: ModelSpec, sizes, degrees: Degrees, tokens: int
 ) -> Iterator[ConfigError]:
     """Keys that ask for what the recipe has not, and layers that cannot be split as asked.
 
@@ -254,8 +256,8 @@ def float8_problems(
         yield missing
         return
     with torch.device("meta"):
-        model = family.build(shape)
-    yield from _layer_problems(config, model, family.split, shape.head_width, degrees)
+        model = spec.build(sizes)
+    yield from _layer_problems(config, model, spec.split, sizes.head_width, degrees)
     if not config.emulate and recipe != "rowwise_with_gw_hp" and tokens % MULTIPLE:
         yield _problem(
             f"{SECTION}.recipe_name: a rank runs {tokens} tokens at once (sequences of a"
@@ -294,7 +296,7 @@ def _layer_problems(
     for name, pattern in zip(chosen, _patterns(chosen, unique=False), strict=True):
         layer = model.get_submodule(name)
         sizes = (layer.out_features, layer.in_features)
-        rows, columns = part_of(matching(split, name), *sizes, degrees.tensor, head_width)
+        rows, columns = part_of(first_match(split, name), *sizes, degrees.tensor, head_width)
         if rows % MULTIPLE or columns % MULTIPLE:
             narrow[pattern] = f"{rows} x {columns}"
         if rows % ranks:

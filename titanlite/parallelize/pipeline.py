@@ -22,22 +22,26 @@ from torch.profiler import record_function
 
 from titanlite.distributed.mesh import ParallelismConfig
 from titanlite.errors import ConfigError
-from titanlite.models import Family
-from titanlite.observe.trace import action_name
-from titanlite.parallelize.cut import contradictions, cut, stages_asked
+from titanlite.models import ModelSpec
+from titanlite.parallelize.fsdp import accumulate_gradients
 from titanlite.parallelize.schedule import (
     CSV_KEY,
-    STYLES,
-    Action,
-    Style,
-    microbatches_wanted,
-    order_of,
+    SCHEDULES,
+    PipelineAction,
+    ScheduleSpec,
+    action_name,
+    build_schedule_order,
+    format_action,
     ranks_in_order,
     ranks_of_stages,
-    read_order,
-    written,
+    read_schedule_csv,
+    required_microbatches,
 )
-from titanlite.parallelize.shard import accumulate_gradients
+from titanlite.parallelize.stage_partition import (
+    partition_model,
+    requested_stages,
+    stage_contradictions,
+)
 
 DEGREE = "parallelism.pipeline_parallel_degree"
 SCHEDULE = "parallelism.pipeline_parallel_schedule"
@@ -71,7 +75,7 @@ class PipelinePlan:
         microbatches, stages = -(-rows // self.microbatch), len(self.stages)
         if self.csv is not None:  # which has its number
             return self
-        while microbatches_wanted(self.schedule, self.ranks, stages, microbatches):
+        while required_microbatches(self.schedule, self.ranks, stages, microbatches):
             microbatches += 1
         return replace(self, microbatches=microbatches)
 
@@ -88,11 +92,11 @@ class PipelinePlan:
             said += [f"{path} {'-'.join(ends)}"] if path else names
         return ", ".join(said)
 
-    def order(self) -> list[list[Action]]:
+    def order(self) -> list[list[PipelineAction]]:
         """What each pipeline rank does, in order."""
         if self.csv is not None:
-            return read_order(self.csv)
-        return order_of(self.schedule, self.ranks, len(self.stages), self.microbatches)
+            return read_schedule_csv(self.csv)
+        return build_schedule_order(self.schedule, self.ranks, len(self.stages), self.microbatches)
 
     def __str__(self) -> str:
         name, size = self.csv or self.schedule, self.microbatch
@@ -100,21 +104,21 @@ class PipelinePlan:
 
 
 def plan_pipeline(
-    section: ParallelismConfig, family: Family, shape, seq_len: int, local_batch: int
+    section: ParallelismConfig, spec: ModelSpec, sizes, seq_len: int, local_batch: int
 ) -> tuple[PipelinePlan | None, list[ConfigError]]:
     """The plan that a section means, or else everything that stands against it."""
-    costs = family.costs(shape, seq_len)
+    costs = spec.costs(sizes, seq_len)
     ranks = section.pipeline_parallel_degree
     if ranks == 1:  # one stage, which holds everything
         everything = [sum(costs.values())]
         return PipelinePlan("1F1B", None, [list(costs)], everything, [0], local_batch, 1), []
-    problems = list(_plain_problems(section, family, shape, local_batch))
+    problems = list(_plain_problems(section, spec, sizes, local_batch))
     size, stages, rank_of = section.pipeline_parallel_microbatch_size, [], []
-    problems += contradictions(section)
+    problems += stage_contradictions(section)
     try:
-        style, count, rank_of = _stages(section, shape)
+        style, count, rank_of = _stages(section, sizes)
         problems += _schedule_problems(section, style, rank_of, local_batch)
-        stages = cut(section, costs, family.block_path, count)
+        stages = partition_model(section, costs, spec.block_path, count)
     except ConfigError as error:
         problems.append(error)
     if problems:
@@ -137,9 +141,9 @@ def _name(section: ParallelismConfig) -> str:
 
 
 def _plain_problems(
-    section: ParallelismConfig, family: Family, shape, local_batch: int
+    section: ParallelismConfig, spec: ModelSpec, sizes, local_batch: int
 ) -> Iterator[ConfigError]:
-    if family.tied(shape):
+    if spec.tied(sizes):
         yield ConfigError(
             f"{DEGREE} = {section.pipeline_parallel_degree}: the embedding and the output layer are"
             " the same weights (model.tied_embeddings), but belong to the first and last stage.",
@@ -155,14 +159,14 @@ def _plain_problems(
         )
 
 
-def _stages(section: ParallelismConfig, shape) -> tuple[Style, int, list[int]]:
+def _stages(section: ParallelismConfig, sizes) -> tuple[ScheduleSpec, int, list[int]]:
     """(style, stages, the rank of each) of the schedule of a section; raises ConfigError."""
     ranks, file = section.pipeline_parallel_degree, _csv(section)
     if file is not None:
-        order = read_order(file)
+        order = read_schedule_csv(file)
         rank_of, _ = ranks_in_order(file, order)
         halves = any(action.kind == "weight" for actions in order for action in actions)
-        stages, key = stages_asked(section, shape.n_layers, len(rank_of))
+        stages, key = requested_stages(section, sizes.n_layers, len(rank_of))
         if len(order) != ranks or stages != len(rank_of):
             raise ConfigError(
                 f"{_name(section)}: is for {len(order)} ranks and {len(rank_of)} stages;"
@@ -170,10 +174,10 @@ def _stages(section: ParallelismConfig, shape) -> tuple[Style, int, list[int]]:
                 fix=f"Change the file, {DEGREE}, or parallelism.{key}.",
                 keys=(CSV_KEY, DEGREE, f"parallelism.{key}"),
             )
-        return Style(splits_backward=halves), stages, rank_of
-    style = STYLES[section.pipeline_parallel_schedule]
+        return ScheduleSpec(splits_backward=halves), stages, rank_of
+    style = SCHEDULES[section.pipeline_parallel_schedule]
     each = style.stages_a_rank or 2
-    stages, key = stages_asked(section, shape.n_layers, each * ranks)
+    stages, key = requested_stages(section, sizes.n_layers, each * ranks)
     a_rank, rest = divmod(stages, ranks)
     if rest or a_rank < each or (style.stages_a_rank and a_rank > each):
         more = "" if style.stages_a_rank else " or more"
@@ -188,16 +192,16 @@ def _stages(section: ParallelismConfig, shape) -> tuple[Style, int, list[int]]:
 
 
 def _schedule_problems(
-    section: ParallelismConfig, style: Style, rank_of: list[int], local_batch: int
+    section: ParallelismConfig, style: ScheduleSpec, rank_of: list[int], local_batch: int
 ) -> Iterator[ConfigError]:
     ranks, file = section.pipeline_parallel_degree, _csv(section)
     size = section.pipeline_parallel_microbatch_size
     microbatches, rest = divmod(local_batch, size)
     if file is None:
         name = section.pipeline_parallel_schedule
-        wanted = microbatches_wanted(name, ranks, len(rank_of), microbatches)
+        wanted = required_microbatches(name, ranks, len(rank_of), microbatches)
     else:
-        _, in_file = ranks_in_order(file, read_order(file))
+        _, in_file = ranks_in_order(file, read_schedule_csv(file))
         wanted = str(in_file) if in_file != microbatches else None
     if wanted and not rest:
         yield ConfigError(
@@ -216,23 +220,23 @@ def _schedule_problems(
         )
 
 
-def parts_of(
-    family: Family, shape, plan: PipelinePlan, rank: int
+def build_stage_modules(
+    spec: ModelSpec, sizes, plan: PipelinePlan, rank: int
 ) -> tuple[nn.Module, dict[int, nn.Module]]:
     """(all that a pipeline rank holds, as one module; its stages by number, made of the same).
 
     Names are those of the whole model, so a checkpoint does not know of stages. On meta.
     """
     with torch.device("meta"):
-        held = family.build(shape)
+        held = spec.build(sizes)
         if len(plan.stages) == 1:
             return held, {0: held}
-        parts = {number: family.build(shape) for number in plan.stages_of(rank)}
+        parts = {number: spec.build(sizes) for number in plan.stages_of(rank)}
     for number, part in parts.items():
-        _keep(part, plan.stages[number], family.block_path)
+        _keep(part, plan.stages[number], spec.block_path)
         if number < len(plan.stages) - 1:
             part.register_forward_hook(_plain)
-    _keep(held, [name for number in parts for name in plan.stages[number]], family.block_path)
+    _keep(held, [name for number in parts for name in plan.stages[number]], spec.block_path)
     for number, part in parts.items():
         for name in plan.stages[number]:
             held.set_submodule(name, part.get_submodule(name))
@@ -266,7 +270,7 @@ _HOOKS = (  # undocumented, so a torch that renames one (other than 2.13) must n
 assert all(hasattr(PipelineStage, name) for name in _HOOKS), "this torch has other stages"
 
 
-class Stage(PipelineStage):
+class TrainStage(PipelineStage):
     """Torch's stage, which also tells a profiler what it runs, without its waiting, and adds up
     the gradients of micro-batches in the reduce dtype under every schedule."""
 
@@ -293,7 +297,7 @@ class Stage(PipelineStage):
             super().perform_reduce_grad(grad_scale_factor)
 
 
-class ForwardStage(Stage):
+class EvalStage(TrainStage):
     """A stage that is only evaluated: there are no gradients to hand to a stage beside it, which
     torch's schedules that fold (2.13) would ask for all the same, nor any to reduce."""
 
@@ -308,7 +312,7 @@ class ForwardStage(Stage):
 
 
 def build_schedule(
-    kind: type[Stage],
+    kind: type[TrainStage],
     parts: Mapping[int, nn.Module],
     plan: PipelinePlan,
     pp: DeviceMesh,
@@ -316,7 +320,7 @@ def build_schedule(
     hidden: tuple[int, ...],
     dtype: torch.dtype,
     loss: Callable[[Tensor, Tensor], Tensor],
-) -> tuple[PipelineScheduleSingle | PipelineScheduleMulti, list[Stage]]:
+) -> tuple[PipelineScheduleSingle | PipelineScheduleMulti, list[TrainStage]]:
     """(torch's schedule, its stages) over this rank's parts, for micro-batches whose
     stages hand on activations of the shape `hidden`.
 
@@ -341,7 +345,7 @@ def build_schedule(
     if plan.csv is not None:
         schedule = _PipelineScheduleRuntime(stages, **options)
         # What was checked, not what torch would read: it takes blank lines for ranks.
-        rows = [[_Action.from_str(written(action)) for action in row] for row in plan.order()]
+        rows = [[_Action.from_str(format_action(action)) for action in row] for row in plan.order()]
         schedule.pipeline_order = dict(enumerate(rows))
         schedule._prepare_schedule_with_comms(schedule.pipeline_order)
         return schedule, stages

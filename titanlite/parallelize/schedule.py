@@ -16,7 +16,7 @@ Kind = Literal["forward", "backward", "input", "weight"]  # input and weight: a 
 CSV_KEY = "parallelism.pipeline_parallel_schedule_csv"
 
 
-class Action(NamedTuple):
+class PipelineAction(NamedTuple):
     """One micro-batch through one stage, in one direction."""
 
     kind: Kind
@@ -24,16 +24,16 @@ class Action(NamedTuple):
     microbatch: int
 
 
-class Timed(NamedTuple):
+class TimedAction(NamedTuple):
     """An action, and when it runs."""
 
-    action: Action
+    action: PipelineAction
     start: float
     end: float
 
 
 @dataclass(frozen=True)
-class Style:
+class ScheduleSpec:
     """What a schedule wants of the stages of a rank."""
 
     stages_a_rank: int | None = None  # None: two or more
@@ -41,25 +41,25 @@ class Style:
     splits_backward: bool = False  # in halves, which FSDP must not free weights between
 
 
-STYLES = {
-    "GPipe": Style(1),
-    "1F1B": Style(1),
-    "Interleaved1F1B": Style(),
-    "LoopedBFS": Style(),
-    "InterleavedZeroBubble": Style(splits_backward=True),
-    "ZBVZeroBubble": Style(2, folded=True, splits_backward=True),
-    "DualPipeV": Style(2, folded=True, splits_backward=True),
+SCHEDULES = {
+    "GPipe": ScheduleSpec(1),
+    "1F1B": ScheduleSpec(1),
+    "Interleaved1F1B": ScheduleSpec(),
+    "LoopedBFS": ScheduleSpec(),
+    "InterleavedZeroBubble": ScheduleSpec(splits_backward=True),
+    "ZBVZeroBubble": ScheduleSpec(2, folded=True, splits_backward=True),
+    "DualPipeV": ScheduleSpec(2, folded=True, splits_backward=True),
 }
 
 
-def ranks_of_stages(style: Style, ranks: int, stages: int) -> list[int]:
+def ranks_of_stages(style: ScheduleSpec, ranks: int, stages: int) -> list[int]:
     """The pipeline rank that holds each stage."""
     if style.folded:
         return [min(stage, stages - 1 - stage) for stage in range(stages)]
     return [stage % ranks for stage in range(stages)]
 
 
-def microbatches_wanted(name: str, ranks: int, stages: int, microbatches: int) -> str | None:
+def required_microbatches(name: str, ranks: int, stages: int, microbatches: int) -> str | None:
     """What schedule `name` wants of the number of micro-batches, if this one is not right."""
     least = {"1F1B": ranks, "DualPipeV": stages}.get(name, 1)
     if microbatches < least:
@@ -71,9 +71,13 @@ def microbatches_wanted(name: str, ranks: int, stages: int, microbatches: int) -
     return None
 
 
-def order_of(name: str, ranks: int, stages: int, microbatches: int) -> list[list[Action]]:
+def build_schedule_order(
+    name: str, ranks: int, stages: int, microbatches: int
+) -> list[list[PipelineAction]]:
     """What each pipeline rank does, in order, under one of torch's schedules."""
-    if STYLES[name].stages_a_rank == 1:  # torch (2.13) lists these two with a micro-batch too many
+    if (
+        SCHEDULES[name].stages_a_rank == 1
+    ):  # torch (2.13) lists these two with a micro-batch too many
         return [_simple_order(name, rank, ranks, microbatches) for rank in range(ranks)]
     # Private, but what torch draws its schedules with; it needs no process group (2.11 to 2.15).
     from torch.distributed.pipelining._schedule_visualizer import get_schedule_ops
@@ -82,11 +86,11 @@ def order_of(name: str, ranks: int, stages: int, microbatches: int) -> list[list
     return [[action for cell in row for action in _actions(cell)] for row in rows]
 
 
-def _simple_order(name: str, rank: int, ranks: int, microbatches: int) -> list[Action]:
+def _simple_order(name: str, rank: int, ranks: int, microbatches: int) -> list[PipelineAction]:
     """GPipe: all forwards, then all backwards. 1F1B: only so many ahead as keep all ranks busy."""
     ahead = microbatches if name == "GPipe" else min(microbatches, ranks - rank)
-    forwards = [Action("forward", rank, number) for number in range(microbatches)]
-    backwards = [Action("backward", rank, number) for number in range(microbatches)]
+    forwards = [PipelineAction("forward", rank, number) for number in range(microbatches)]
+    backwards = [PipelineAction("backward", rank, number) for number in range(microbatches)]
     steady = zip(backwards, forwards[ahead:], strict=False)
     done = [*forwards[:ahead], *(action for pair in steady for action in pair)]
     return done + backwards[microbatches - ahead :]
@@ -96,7 +100,7 @@ _CELL = re.compile(r"(\d+)([FBIW])(\d+)")
 _KINDS = {"F": "forward", "B": "backward", "I": "input", "W": "weight"}
 
 
-def read_order(path: Path) -> list[list[Action]]:
+def read_schedule_csv(path: Path) -> list[list[PipelineAction]]:
     """The same from a CSV: a line a rank, cells such as 0F1 (stage 0, forward, micro-batch 1), 0B1
     (backward), or its halves 0I1 and 0W1; an empty cell is a pause. Raises ConfigError."""
     try:
@@ -109,7 +113,7 @@ def read_order(path: Path) -> list[list[Action]]:
             fix="Give a file with a line for each pipeline rank.",
             keys=(CSV_KEY,),
         ) from None
-    order: list[list[Action]] = []
+    order: list[list[PipelineAction]] = []
     for number, row in enumerate(rows, 1):
         cells = [cell.strip() for cell in row if cell.strip()]
         for cell in cells:
@@ -119,25 +123,27 @@ def read_order(path: Path) -> list[list[Action]]:
         if not cells:
             raise _wrong_csv(path, f"line {number}: has no stage.", "Give every rank one.")
         found = (_CELL.fullmatch(cell).groups() for cell in cells)
-        order.append([Action(_KINDS[k], int(stage), int(number)) for stage, k, number in found])
+        order.append(
+            [PipelineAction(_KINDS[k], int(stage), int(number)) for stage, k, number in found]
+        )
     return order
 
 
-def _actions(cell) -> list[Action]:
+def _actions(cell) -> list[PipelineAction]:
     """Torch's action as ours: two where it overlaps two, none where it idles or communicates."""
     if cell is None:
         return []
     if getattr(cell, "sub_actions", None):
         return [action for part in cell.sub_actions for action in _actions(part)]
     kind = _KINDS.get(cell.computation_type.value)
-    return [Action(kind, cell.stage_index, cell.microbatch_index)] if kind else []
+    return [PipelineAction(kind, cell.stage_index, cell.microbatch_index)] if kind else []
 
 
-def ranks_in_order(path: Path, order: Sequence[Sequence[Action]]) -> tuple[list[int], int]:
+def ranks_in_order(path: Path, order: Sequence[Sequence[PipelineAction]]) -> tuple[list[int], int]:
     """(the rank of each stage, micro-batches) of a schedule from a file; raises ConfigError where
     an action is missing, there twice, on two ranks, or would wait for ever."""
     rank_of: dict[int, int] = {}
-    seen: set[Action] = set()
+    seen: set[PipelineAction] = set()
     kinds_of: dict[tuple[int, int], set[str]] = defaultdict(set)
     for rank, actions in enumerate(order):
         for action in actions:
@@ -146,7 +152,7 @@ def ranks_in_order(path: Path, order: Sequence[Sequence[Action]]) -> tuple[list[
                 what = f"stage {action.stage} is on {lines}."
                 raise _wrong_csv(path, what, "A stage stays on one rank.")
             if action in seen:
-                raise _wrong_csv(path, f"{written(action)} is there twice.", "Remove one.")
+                raise _wrong_csv(path, f"{format_action(action)} is there twice.", "Remove one.")
             seen.add(action)
             kinds_of[action.stage, action.microbatch].add(action.kind)
     stages = max(rank_of, default=-1) + 1
@@ -161,13 +167,13 @@ def ranks_in_order(path: Path, order: Sequence[Sequence[Action]]) -> tuple[list[
     if not stages:
         raise _wrong_csv(path, "it is empty.", "Write a line for each pipeline rank.")
     try:
-        timeline(order, [1.0] * stages)
-    except Deadlock as error:
+        simulate_schedule(order, [1.0] * stages)
+    except ScheduleDeadlock as error:
         raise _wrong_csv(path, f"it would wait for ever: {error}.", "Change the order.") from None
     return [rank_of[stage] for stage in range(stages)], microbatches
 
 
-def written(action: Action) -> str:
+def format_action(action: PipelineAction) -> str:
     """An action as a cell of a CSV."""
     return f"{action.stage}{action.kind[0].upper()}{action.microbatch}"
 
@@ -176,19 +182,21 @@ def _wrong_csv(path: Path, what: str, fix: str) -> ConfigError:
     return ConfigError(f'{CSV_KEY} = "{path}": {what}', fix=fix, keys=(CSV_KEY,))
 
 
-class Deadlock(Exception):
+class ScheduleDeadlock(Exception):
     """Every rank waits for another."""
 
 
-def timeline(order: Sequence[Sequence[Action]], costs: Sequence[float]) -> list[list[Timed]]:
+def simulate_schedule(
+    order: Sequence[Sequence[PipelineAction]], costs: Sequence[float]
+) -> list[list[TimedAction]]:
     """When each action runs where communication takes no time, by pipeline rank; raises Deadlock.
 
     The forward of a stage lasts its cost, a backward twice that, and each half of one as long as
     a forward. The first stage has nobody to send a gradient to, so there torch leaves the whole
     backward to its weight half.
     """
-    ends: dict[Action, float] = {}
-    done: list[list[Timed]] = [[] for _ in order]
+    ends: dict[PipelineAction, float] = {}
+    done: list[list[TimedAction]] = [[] for _ in order]
     last = len(costs) - 1
     moved = True
     while moved:
@@ -202,30 +210,39 @@ def timeline(order: Sequence[Sequence[Action]], costs: Sequence[float]) -> list[
                 free = mine[-1].end if mine else 0.0
                 start = max([free, *(ends[one] for one in needed)])
                 ends[action] = start + _length(action, costs[action.stage])
-                mine.append(Timed(action, start, ends[action]))
+                mine.append(TimedAction(action, start, ends[action]))
                 moved = True
     waiting = [a[len(d)] for a, d in zip(order, done, strict=True) if len(d) < len(a)]
     if waiting:
-        raise Deadlock(f"{' and '.join(map(written, waiting))} wait for each other")
+        raise ScheduleDeadlock(f"{' and '.join(map(format_action, waiting))} wait for each other")
     return done
 
 
-def _needed(action: Action, last: int, ends: dict[Action, float]) -> list[Action]:
+def _needed(
+    action: PipelineAction, last: int, ends: dict[PipelineAction, float]
+) -> list[PipelineAction]:
     kind, stage, microbatch = action
     if kind == "forward":
-        return [Action("forward", stage - 1, microbatch)] if stage else []
+        return [PipelineAction("forward", stage - 1, microbatch)] if stage else []
     if kind == "weight":
-        return [Action("input", stage, microbatch)]
-    needed = [Action("forward", stage, microbatch)]
+        return [PipelineAction("input", stage, microbatch)]
+    needed = [PipelineAction("forward", stage, microbatch)]
     if stage < last:  # the gradient comes from whichever kind of backward the next stage has
-        halves = Action("input", stage + 1, microbatch)
-        needed.append(halves if halves in ends else Action("backward", stage + 1, microbatch))
+        halves = PipelineAction("input", stage + 1, microbatch)
+        needed.append(
+            halves if halves in ends else PipelineAction("backward", stage + 1, microbatch)
+        )
     return needed
 
 
-def _length(action: Action, cost: float) -> float:
+def _length(action: PipelineAction, cost: float) -> float:
     if action.kind == "backward":
         return 2 * cost
     if action.stage == 0 and action.kind != "forward":
         return 2 * cost if action.kind == "weight" else 0.0
     return cost
+
+
+def action_name(activity: str, kind: str, stage: int, microbatch: int) -> str:
+    """What an action is called in a trace; `activity` is pipeline where something is learned."""
+    return f"{activity} {kind} {stage} {microbatch}"

@@ -27,7 +27,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from titanlite.distributed.collectives import gather, max_over, sum_over
+from titanlite.distributed.collectives import all_reduce_max, all_reduce_sum, gather
 from titanlite.distributed.mesh import Degrees
 from titanlite.errors import ConfigError
 from titanlite.models import Vocabulary
@@ -36,7 +36,7 @@ SEQUENCE = 1  # the dimension of [B, T, …] that is split between the matrices
 _TAKE_GATHERED = ("colwise", "colwise_kv")  # words of what is fed by a "gather_sequence" above it
 
 
-class Kinds(NamedTuple):
+class ParallelStyles(NamedTuple):
     """A column of the table: what its matrices, and the inputs gathered for them, are made of."""
 
     colwise: type[ColwiseParallel]
@@ -44,16 +44,16 @@ class Kinds(NamedTuple):
     gather: type[PrepareModuleInput]
 
 
-PLAIN = Kinds(ColwiseParallel, RowwiseParallel, PrepareModuleInput)
+PLAIN = ParallelStyles(ColwiseParallel, RowwiseParallel, PrepareModuleInput)
 
 
-def split_tensors(
+def apply_tensor_parallel(
     model: nn.Module,
     split: Mapping[str, str],
     tp: DeviceMesh,
     head_width: int,
     loss_parallel: bool,
-    kinds_of: Callable[[nn.Module], Kinds] = lambda layer: PLAIN,
+    kinds_of: Callable[[nn.Module], ParallelStyles] = lambda layer: PLAIN,
 ) -> None:
     """Split every module that `split` names, in the way of its word and its column.
 
@@ -77,8 +77,11 @@ def split_tensors(
 
 
 def _kinds_at(
-    name: str, model: nn.Module, words: Mapping[str, str], kinds_of: Callable[[nn.Module], Kinds]
-) -> Kinds:
+    name: str,
+    model: nn.Module,
+    words: Mapping[str, str],
+    kinds_of: Callable[[nn.Module], ParallelStyles],
+) -> ParallelStyles:
     """The column of a module: a layer's own; what is gathered, that of all layers which take it."""
     takers = [name]
     if words[name] == "gather_sequence":
@@ -89,7 +92,7 @@ def _kinds_at(
 
 
 def _styles(
-    tp: DeviceMesh, head_width: int, loss_parallel: bool, kinds: Kinds
+    tp: DeviceMesh, head_width: int, loss_parallel: bool, kinds: ParallelStyles
 ) -> dict[str, ParallelStyle]:
     sequence, whole = Shard(SEQUENCE), Replicate()
     return {
@@ -173,7 +176,7 @@ class _VocabularyOut(ParallelStyle):
 
     def __init__(self, loss_parallel: bool):
         super().__init__()
-        self.kind = _SharedVocabulary if loss_parallel else _GatheredVocabulary
+        self.kind = _ShardedVocabulary if loss_parallel else _GatheredVocabulary
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         module.vocabulary = self.kind(device_mesh, module.out_features)
@@ -192,7 +195,7 @@ class _VocabularyOut(ParallelStyle):
         return output.full_tensor() if isinstance(output, DTensor) else output  # logits, or a loss
 
 
-class _SharedVocabulary(Vocabulary):
+class _ShardedVocabulary(Vocabulary):
     """Each rank of a mesh has the logits of its part of the ids, and never the others'."""
 
     def __init__(self, tp: DeviceMesh, size: int):
@@ -204,13 +207,13 @@ class _SharedVocabulary(Vocabulary):
         return x.to_local(grad_placements=[Partial()]), weight.to_local()
 
     def largest(self, own: Tensor) -> Tensor:
-        return max_over(self.tp, own)
+        return all_reduce_max(self.tp, own)
 
     def sum(self, own: Tensor) -> Tensor:
-        return sum_over(self.tp, own)
+        return all_reduce_sum(self.tp, own)
 
 
-class _GatheredVocabulary(_SharedVocabulary):
+class _GatheredVocabulary(_ShardedVocabulary):
     """The same logits, which every rank then sees whole."""
 
     def normalise(self, logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -233,21 +236,23 @@ def part_of(
     return (rows, columns // ranks) if word == "rowwise" else (rows, columns)
 
 
-def split_problems(degrees: Degrees, shape, seq_len: int, key: str) -> Iterator[ConfigError]:
+def tensor_parallel_problems(
+    degrees: Degrees, sizes, seq_len: int, key: str
+) -> Iterator[ConfigError]:
     """What of a model's sizes, and of the sequence set by `key`, tensor parallel cannot split."""
     tensor = degrees.tensor
     if tensor == 1:
         return
     degree, name = f"parallelism.tensor_parallel_degree = {tensor}", "tensor_parallel_degree"
     for size in ("n_heads", "hidden_dim"):
-        count = getattr(shape, size)
+        count = getattr(sizes, size)
         if count % tensor:
             yield ConfigError(
                 f"{degree}: cannot split model.{size} = {count} evenly.",
                 fix=f"Use a divisor of {count}.",
                 keys=(f"parallelism.{name}", f"model.{size}"),
             )
-    kv = shape.n_kv_heads
+    kv = sizes.n_kv_heads
     if kv % tensor and tensor % kv:
         yield ConfigError(
             f"{degree}: neither divides model.n_kv_heads = {kv} nor is a multiple of it.",

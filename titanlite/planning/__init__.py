@@ -4,4 +4,6 @@ from __future__ import annotations
 
 from titanlite.planning.memory import explain_out_of_memory
 
-__all__ = ["explain_out_of_memory"]
+__all__ = [
+    "explain_out_of_memory",
+]

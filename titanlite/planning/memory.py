@@ -10,19 +10,19 @@ from typing import Any
 
 import torch
 
-from titanlite.distributed.mesh import degrees_of
+from titanlite.distributed.mesh import resolve_degrees
 from titanlite.errors import UserError
 from titanlite.job import Job, JobConfig, problems_of
-from titanlite.observe.memory import Held, wanted_memory
 from titanlite.optim import moment_bytes
 from titanlite.parallelize import DTYPES
+from titanlite.runtime.out_of_memory import MemoryUsage, find_memory_request
 
 GIB = 2**30
 SHOWN = 6  # ways out, the best first
 
 
 @dataclass(frozen=True)
-class Holdings:
+class MemoryEstimate:
     """About how many bytes a rank holds at its fullest; counted from sizes, not measured."""
 
     weights: float  # its shards
@@ -37,16 +37,16 @@ class Holdings:
         return sum(dataclasses.astuple(self))
 
 
-def holdings_of(job: Job) -> Holdings:
+def estimate_memory(job: Job) -> MemoryEstimate:
     """What the fullest kind of rank holds, on the device it computes on."""
-    config, degrees, shape = job.config, job.degrees, job.shape
+    config, degrees, sizes = job.config, job.degrees, job.sizes
     parallelism, training = config.parallelism, config.training
-    whole = job.family.count_parameters(shape) / degrees.tensor / degrees.pipeline
+    whole = job.spec.count_parameters(sizes) / degrees.tensor / degrees.pipeline
     shards = degrees.shard * degrees.context
-    blocks = shape.n_layers / degrees.pipeline
-    block = job.family.count_block_parameters(shape) / degrees.tensor
-    keep, compute = DTYPES[training.dtype].itemsize, job.passes.compute.itemsize
-    reduce = job.passes.reduce.itemsize
+    blocks = sizes.n_layers / degrees.pipeline
+    block = job.spec.count_block_parameters(sizes) / degrees.tensor
+    keep, compute = DTYPES[training.dtype].itemsize, job.transforms.compute.itemsize
+    reduce = job.transforms.reduce.itemsize
     ends = (whole - block * blocks) / 2  # what is before the blocks or after them
 
     elements = whole / shards
@@ -74,15 +74,15 @@ def holdings_of(job: Job) -> Holdings:
         all_first = job.pipeline.schedule in ("GPipe", "LoopedBFS")
         in_flight = most if all_first else min(most, degrees.pipeline)
         ends_in_flight = most if all_first else 1
-    vocabulary = shape.vocab_size
+    vocabulary = sizes.vocab_size
     if not parallelism.disable_loss_parallel:
         vocabulary /= degrees.tensor
     chunk = min(tokens, config.loss.chunk_tokens or tokens)
     # logits in fp32 and as they come; of each micro-batch, the gradient of the weights that made them
     loss = chunk * (4 + (compute if compute < 4 else 0))
-    in_fp32 = chunk < tokens or job.passes.compute == torch.float16
-    loss += ends_in_flight * shape.dim * (4 if in_fp32 else compute)
-    return Holdings(
+    in_fp32 = chunk < tokens or job.transforms.compute == torch.float16
+    loss += ends_in_flight * sizes.dim * (4 if in_fp32 else compute)
+    return MemoryEstimate(
         weights,
         gradients,
         moments,
@@ -105,9 +105,9 @@ def _bytes_a_moment(config: JobConfig) -> float:
 
 def _kept(job: Job, blocks: float) -> float:
     """Numbers a token that `blocks` blocks hold when backward begins."""
-    recompute, whole = job.config.activation_checkpoint, job.family.kept_by_block(job.shape)
+    recompute, whole = job.config.activation_checkpoint, job.spec.kept_by_block(job.sizes)
     if recompute.offload:  # two blocks' are here, and one is computed again
-        return 2 * job.shape.dim + whole if recompute.mode == "full" else 2 * whole
+        return 2 * job.sizes.dim + whole if recompute.mode == "full" else 2 * whole
     if recompute.mode == "none":
         return blocks * whole
     if recompute.mode == "memory_budget":
@@ -116,14 +116,14 @@ def _kept(job: Job, blocks: float) -> float:
         return blocks * whole * 0.4  # 34 of 87 MB were measured
     every = 1 if recompute.mode == "full" else int(recompute.selective_ac_option)
     again = blocks / every
-    return again * job.shape.dim + (blocks - again) * whole + whole  # one is computed again
+    return again * job.sizes.dim + (blocks - again) * whole + whole  # one is computed again
 
 
 # --- what would help -----------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class Saving:
+class MemorySaving:
     """One way out."""
 
     words: str  # what to write
@@ -134,16 +134,16 @@ class Saving:
         return f"{self.bytes / GIB:9.3g} GiB  {self.words}  ({self.cost})"
 
 
-def savings(job: Job, on_gpu: bool) -> list[Saving]:
+def memory_savings(job: Job, on_gpu: bool) -> list[MemorySaving]:
     """Each change to a job that it may make, alone, and what that saves; the largest first."""
-    before, found = holdings_of(job).total, []
+    before, found = estimate_memory(job).total, []
     for keys, times, cost in _changes(job, on_gpu):
         changed = _changed(job, keys, times)
-        saved = before - holdings_of(changed).total if changed else 0.0
+        saved = before - estimate_memory(changed).total if changed else 0.0
         if saved > before / 1000:
             said = [f"{key} = {_toml(value)}" for key, value in keys.items()]
             said += ["twice as many ranks"] if times > 1 else []
-            found.append(Saving(", ".join(said), saved, cost))
+            found.append(MemorySaving(", ".join(said), saved, cost))
     return sorted(found, key=lambda saving: -saving.bytes)
 
 
@@ -192,7 +192,9 @@ def _changed(job: Job, keys: dict, times: int) -> Job | None:
         config = dataclasses.replace(config, **{section: part})
     if any(True for _ in problems_of(config, ranks)):
         return None
-    return dataclasses.replace(job, config=config, degrees=degrees_of(config.parallelism, ranks))
+    return dataclasses.replace(
+        job, config=config, degrees=resolve_degrees(config.parallelism, ranks)
+    )
 
 
 def _toml(value) -> str:
@@ -205,27 +207,27 @@ def _toml(value) -> str:
 @contextmanager
 def explain_out_of_memory(
     job: Job, device: torch.device, place: Callable[[], str]
-) -> Iterator[Held]:
+) -> Iterator[MemoryUsage]:
     """Turn running out of memory into what the user can do about it.
 
     Yields a record that is told of the model and optimizer once they are there; `place` says
     what is being done.
     """
-    held = Held(device)
+    held = MemoryUsage(device)
     try:
         yield held
     except (MemoryError, RuntimeError) as error:
-        wanted = wanted_memory(error)
+        wanted = find_memory_request(error)
         if wanted is None:
             raise
         raise UserError(_advice(job, held, place(), wanted)) from error
 
 
-def _advice(job: Job, held: Held, place: str, wanted: str) -> str:
+def _advice(job: Job, held: MemoryUsage, place: str, wanted: str) -> str:
     counted, peak = held.bytes(), held.peak()
     parts = ", ".join(f"{name} {size / GIB:.3g}" for name, size in counted.items())
-    about = holdings_of(job)
-    ways = savings(job, held.device.type == "cuda")
+    about = estimate_memory(job)
+    ways = memory_savings(job, held.device.type == "cuda")
     lines = [
         f"out of memory in {place}: {wanted}; {peak / GIB:.3g} GiB{held.limit()} was held at most.",
         f"  counted, in GiB: {parts}; about, at the fullest: activations"

@@ -6,7 +6,7 @@ from titanlite.training.engine import Engine, build_engine
 from titanlite.training.loop import Between, TrainingConfig, run
 from titanlite.training.state import TrainState
 from titanlite.training.step import StepResult, take_step
-from titanlite.training.validate import ValidationConfig, samples_to_validate, validate
+from titanlite.training.validation import ValidationConfig, samples_to_validate, validate
 
 __all__ = [
     "Between",

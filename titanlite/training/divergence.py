@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from titanlite.distributed.stop import Council
-from titanlite.errors import Diverged
+from titanlite.distributed.collectives import AsyncMax
+from titanlite.errors import TrainingDiverged
 from titanlite.optim import shard_norms
 from titanlite.training.step import StepResult
 
@@ -31,17 +31,17 @@ class NonFinite:
     rank: int | None = None  # the first that holds such a value; None: only loss or norm are such
     parameter: str = ""  # the first of that rank that is not finite
 
-    def error(self) -> Diverged:
+    def error(self) -> TrainingDiverged:
         """What ends the run, the same on every rank."""
         where = f" Not finite: the {self.kind} of {self.parameter} on rank {self.rank}."
-        return Diverged(
+        return TrainingDiverged(
             f"training diverged at step {self.step}: loss {self.loss:g}, gradient norm"
             f" {self.grad_norm:g}.{where if self.parameter else ''}",
             fix="No state was saved since that step. The same command resumes from the newest"
             " checkpoint, or starts from step 0 if there is none. If it diverges again: use a lower"
             " optimizer.lr, more lr_scheduler.warmup_steps, bfloat16 instead of float16, or look at"
             " the samples of that step.",
-        ).known_to_all()
+        ).on_every_rank()
 
 
 class FiniteCheck:
@@ -50,7 +50,7 @@ class FiniteCheck:
     The record of a step replaces that of the step before, unless that one was not finite: then it
     stays. The host reads a copy that arrives whenever the device gets there, so that a step does
     not wait, and learns of a bad step one or a few steps later. Before anything is saved, `wait`
-    waits for the device. Ranks decide together, by a `Council`.
+    waits for the device. Ranks decide together, by a `AsyncMax`.
     """
 
     def __init__(self, model: nn.Module, device: torch.device):
@@ -96,7 +96,7 @@ class FiniteCheck:
                 self._record[STEP], self._record[SHARDS:] = step, norms
         return self._found
 
-    def tell_all(self, council: Council) -> NonFinite:
+    def tell_all(self, council: AsyncMax) -> NonFinite:
         """What was found, by all ranks; each calls it at the same point, once any has found it."""
         rank, ranks = dist.get_rank(), dist.get_world_size()
         own = self._own_finding(rank)

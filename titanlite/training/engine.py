@@ -12,16 +12,17 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from titanlite.distributed.mesh import Mesh, ParallelismConfig
-from titanlite.models import IGNORED, document_positions
-from titanlite.parallelize import SpreadModel
-from titanlite.parallelize.context import SequenceShare, share_of
-from titanlite.parallelize.pipeline import ForwardStage, PipelinePlan, Stage, build_schedule
-from titanlite.parallelize.shard import reduce_gradients
+from titanlite.kernels.documents import document_positions
+from titanlite.labels import IGNORE_INDEX
+from titanlite.parallelize import ShardedModel
+from titanlite.parallelize.context import SequenceShard, build_sequence_shard
+from titanlite.parallelize.fsdp import reduce_gradients
+from titanlite.parallelize.pipeline import EvalStage, PipelinePlan, TrainStage, build_schedule
 
-Now = Callable[[str], None]
+SetPhase = Callable[[str], None]
 
 
-def silent(phase: str) -> None:
+def ignore_phase(phase: str) -> None:
     """For who does not follow the phases."""
 
 
@@ -33,7 +34,7 @@ class Engine(Protocol):
     """
 
     def forward_backward(
-        self, inputs: Tensor, labels: Tensor, valid: Tensor, now: Now = silent
+        self, inputs: Tensor, labels: Tensor, valid: Tensor, now: SetPhase = ignore_phase
     ) -> Tensor:
         """Add the gradients of (summed loss / valid).
 
@@ -46,7 +47,7 @@ class Engine(Protocol):
 
 
 def build_engine(
-    spread: SpreadModel,
+    sharded: ShardedModel,
     mesh: Mesh,
     section: ParallelismConfig,
     plan: PipelinePlan,
@@ -60,17 +61,17 @@ def build_engine(
     `end` is the last id of every document, where positions count from the start of each.
     """
     every = section.fsdp_gradient_reduction == "every_microbatch"
-    share = Share(share_of(mesh.cp, section), end)
+    share = RankSlice(build_sequence_shard(mesh.cp, section), end)
     if mesh.pp.size() == 1:
-        return Spmd(spread, share, local_batch, every)
-    return Pipelined(spread, share, plan, mesh, device, every)
+        return SpmdEngine(sharded, share, local_batch, every)
+    return PipelineEngine(sharded, share, plan, mesh, device, every)
 
 
 @dataclass(frozen=True)
-class Share:
+class RankSlice:
     """Which of the tokens of a batch are this rank's, and where they are."""
 
-    sequence: SequenceShare
+    sequence: SequenceShard
     end: int | None = None
 
     def of(self, batch: Tensor) -> Tensor:
@@ -84,22 +85,22 @@ class Share:
         return self.sequence.of(document_positions(inputs, self.end))
 
 
-class Spmd:
+class SpmdEngine:
     """Every rank runs the whole model on its rows, one micro-batch after the other."""
 
     def __init__(
         self,
-        spread: SpreadModel,
-        share: Share,
+        sharded: ShardedModel,
+        share: RankSlice,
         microbatch: int,
         reduce_every_microbatch: bool = True,
     ):
-        self.model, self.output, self.share = spread.model, spread.output, share
+        self.model, self.output, self.share = sharded.model, sharded.output, share
         self.microbatch, self.reduce_every = microbatch, reduce_every_microbatch
-        self.rescale = spread.rescale
+        self.rescale = sharded.rescale
 
     def forward_backward(
-        self, inputs: Tensor, labels: Tensor, valid: Tensor, now: Now = silent
+        self, inputs: Tensor, labels: Tensor, valid: Tensor, now: SetPhase = ignore_phase
     ) -> Tensor:
         """`valid` 0-d: the valid labels of the whole global batch."""
         self.rescale()
@@ -125,56 +126,58 @@ class Spmd:
         return loss
 
 
-class Pipelined:
+class PipelineEngine:
     """Every rank runs its stages, on micro-batches that travel through all of them."""
 
     def __init__(
         self,
-        spread: SpreadModel,
-        share: Share,
+        sharded: ShardedModel,
+        share: RankSlice,
         plan: PipelinePlan,
         mesh: Mesh,
         device: torch.device,
         reduce_every_run: bool = True,
     ):
-        self.spread, self.share = spread, share
+        self.sharded, self.share = sharded, share
         self.plan, self.mesh, self.device = plan, mesh, device
         self.reduce_every = reduce_every_run
-        self.first, self.last = 0 in spread.parts, len(plan.stages) - 1 in spread.parts
-        self._schedules: dict[tuple[type[Stage], int, int], tuple] = {}  # by kind, rows, tokens
+        self.first, self.last = 0 in sharded.parts, len(plan.stages) - 1 in sharded.parts
+        self._schedules: dict[
+            tuple[type[TrainStage], int, int], tuple
+        ] = {}  # by kind, rows, tokens
         self._valid: Tensor | float = 1.0
         self._losses: list[Tensor] = []  # of the micro-batches of a run, each in parts
 
     def forward_backward(
-        self, inputs: Tensor, labels: Tensor, valid: Tensor, now: Now = silent
+        self, inputs: Tensor, labels: Tensor, valid: Tensor, now: SetPhase = ignore_phase
     ) -> Tensor:
         """`valid` 0-d: the valid labels of the whole global batch."""
-        self.spread.rescale()
+        self.sharded.rescale()
         self._valid = valid
         now("forward/backward")  # of different micro-batches, as the schedule has it
         total, rows = torch.zeros(2, device=self.device), self.plan.rows
         for start in range(0, len(inputs), rows):
             part = slice(start, start + rows)
             last = start + rows >= len(inputs)
-            total += self._run(Stage, self.plan, inputs[part], labels[part], last)
+            total += self._run(TrainStage, self.plan, inputs[part], labels[part], last)
         return total
 
     @torch.no_grad()
     def evaluate(self, inputs: Tensor, labels: Tensor) -> Tensor:
-        self.spread.rescale()
+        self.sharded.rescale()
         self._valid = 1.0
         plan = self.plan.fitting(len(inputs))
         missing = (0, 0, 0, -len(inputs) % plan.rows)  # a schedule runs what it was made for
-        inputs, labels = F.pad(inputs, missing), F.pad(labels, missing, value=IGNORED)
+        inputs, labels = F.pad(inputs, missing), F.pad(labels, missing, value=IGNORE_INDEX)
         total = torch.zeros((), device=self.device)
         for part in zip(inputs.split(plan.rows), labels.split(plan.rows), strict=True):
-            total += self._run(ForwardStage, plan, *part).sum()
-        _free_gathered(self.spread.parts.values())
+            total += self._run(EvalStage, plan, *part).sum()
+        _free_gathered(self.sharded.parts.values())
         return total
 
     def _run(
         self,
-        kind: type[Stage],
+        kind: type[TrainStage],
         plan: PipelinePlan,
         inputs: Tensor,
         labels: Tensor,
@@ -189,10 +192,10 @@ class Pipelined:
         if self.last:
             labels = self.share.of(labels)
             wanted = {"labels": labels, "target": labels}
-        if kind is Stage:
+        if kind is TrainStage:
             for stage in stages:
                 stage.reduces = self.reduce_every or last_run
-        run = schedule.step if kind is Stage else schedule.eval
+        run = schedule.step if kind is TrainStage else schedule.eval
         run(
             *given,
             positions=positions.expand(len(inputs), -1),  # torch cuts it up with the rows
@@ -204,22 +207,22 @@ class Pipelined:
     def _loss(self, loss: Tensor, _: Tensor) -> Tensor:
         """Called by torch after each forward of the last stage, which had the labels already."""
         loss = loss / self._valid
-        self._losses.append(_in_parts(loss, self.spread.output.z_loss / self._valid))
+        self._losses.append(_in_parts(loss, self.sharded.output.z_loss / self._valid))
         return loss
 
-    def _schedule(self, kind: type[Stage], plan: PipelinePlan, length: int):
+    def _schedule(self, kind: type[TrainStage], plan: PipelinePlan, length: int):
         """The schedule for `plan.rows` sequences of `length` tokens, made when they first come."""
         key = (kind, plan.rows, length)
         if key not in self._schedules:
             tokens = length // self.mesh.cp.size() // self.mesh.tp.size()
             self._schedules[key] = build_schedule(
                 kind,
-                self.spread.parts,
+                self.sharded.parts,
                 plan,
                 self.mesh.pp,
                 self.device,
-                (plan.microbatch, tokens, self.spread.width),
-                self.spread.dtype,
+                (plan.microbatch, tokens, self.sharded.width),
+                self.sharded.dtype,
                 self._loss,
             )
         return self._schedules[key]

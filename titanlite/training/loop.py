@@ -15,16 +15,16 @@ from typing import Annotated, Any, Literal, NoReturn, Protocol
 import torch
 from torch import Tensor
 
-from titanlite.checkpoint import Checkpointer, Saved
-from titanlite.distributed.collectives import agree
+from titanlite.checkpoint import Checkpointer, SaveResult
+from titanlite.distributed.collectives import AsyncMax, raise_on_all_ranks
 from titanlite.distributed.mesh import Mesh
-from titanlite.distributed.session import tighten_timeouts
-from titanlite.distributed.stop import Council, StopRequest
+from titanlite.distributed.process_group import set_collective_timeouts
 from titanlite.errors import CheckpointError, UserError
 from titanlite.log import logger
-from titanlite.optim import EarlySteps
+from titanlite.optim import OptimizerInBackward
 from titanlite.parallelize.compile import compiled_so_far
-from titanlite.settings import Built, Positive, Range
+from titanlite.runtime.stop import StopRequest
+from titanlite.settings import Positive, Range, Supported
 from titanlite.training.divergence import FiniteCheck, NonFinite
 from titanlite.training.engine import Engine
 from titanlite.training.state import TrainState
@@ -50,11 +50,11 @@ class TrainingConfig:
     # type that weights are cast to for computing, in every layout; float16 scales the loss
     mixed_precision_reduce: Literal["float32"] = "float32"  # type gradients are summed in
     gc_freq: Positive = 50  # steps between two garbage collections, on all ranks together
-    gc_debug: Annotated[bool, Built((False,), "Debugging garbage")] = False
+    gc_debug: Annotated[bool, Supported((False,), "Debugging garbage")] = False
     # collect at every step, and tell of cycles that hold tensors
 
 
-class Meter(Protocol):
+class ThroughputMeter(Protocol):
     """What the loop needs of a clock."""
 
     def waiting(self) -> AbstractContextManager: ...
@@ -63,14 +63,14 @@ class Meter(Protocol):
     def read(self) -> dict[str, Any]: ...
 
 
-class Watch(Protocol):
+class HeartbeatWatchdog(Protocol):
     """Who is told how far this rank is."""
 
     def now(self, step: int, phase: str) -> None: ...
     def tighten(self, seconds: float) -> None: ...
 
 
-class Sinks(Protocol):
+class MetricSinks(Protocol):
     """Where the loop tells what happened."""
 
     def step(self, record: dict[str, Any]) -> None: ...
@@ -102,19 +102,19 @@ def run(
     between: Between,
     checkpointer: Checkpointer,
     stop: StopRequest,
-    watch: Watch,
+    watch: HeartbeatWatchdog,
     train_timeout_seconds: int,
-    meter: Meter,
-    sinks: Sinks,
+    meter: ThroughputMeter,
+    sinks: MetricSinks,
     profiler: Any,
-    early: EarlySteps | None = None,
+    early: OptimizerInBackward | None = None,
 ) -> int:
     """Train from where `state` is to `config.steps`; returns why it stopped before, or 0.
 
     Raises CheckpointError when the checkpoint it ends with could not be written, and Diverged when
     a loss, gradient or weight is inf or NaN, before that state is saved.
     """
-    council, first_step = Council(), state.step
+    council, first_step = AsyncMax(), state.step
     finite = FiniteCheck(state.model, device)
     reason = _asked_before_starting(council, stop)
     gc.collect()
@@ -152,7 +152,7 @@ def run(
                 finite.note(state.step, result)
             reason, writing, troubled, diverged = council.answer()
             if troubled:
-                agree(UserError(trouble) if trouble else None)
+                raise_on_all_ranks(UserError(trouble) if trouble else None)
             last = state.step == config.steps
             due = checkpointer.due(state.step, last or bool(reason))
             validates = _validation_due(state.step, between.validate_freq, last) and not reason
@@ -179,7 +179,7 @@ def run(
                 if state.step == first_step + 1:  # it took longer: kernels, buffers, plans
                     if between.compiled:
                         logger.info("%s", compiled_so_far())
-                    tighten_timeouts(train_timeout_seconds, besides=checkpointer.group)
+                    set_collective_timeouts(train_timeout_seconds, besides=checkpointer.group)
                     watch.tighten(train_timeout_seconds)
                 profiler.step()  # writing a trace takes a while
     finally:
@@ -187,7 +187,7 @@ def run(
     return 0 if state.step == config.steps else reason
 
 
-def _asked_before_starting(council: Council, stop: StopRequest) -> int:
+def _asked_before_starting(council: AsyncMax, stop: StopRequest) -> int:
     council.ask(stop.reason(0.0))
     return council.answer()[0]
 
@@ -196,13 +196,13 @@ def _validation_due(step: int, freq: int, last: bool) -> bool:
     return freq > 0 and (last or step % freq == 0)
 
 
-def _tell_losses(step: int, losses: dict[str, float], sinks: Sinks) -> None:
+def _tell_losses(step: int, losses: dict[str, float], sinks: MetricSinks) -> None:
     for name, loss in losses.items():
         perplexity = float(torch.tensor(loss, dtype=torch.float64).exp())  # inf, not an error
         sinks.event(step, "validation", name=name, loss=loss, perplexity=perplexity)
 
 
-def _end_diverged(found: NonFinite, checkpointer: Checkpointer, sinks: Sinks) -> NoReturn:
+def _end_diverged(found: NonFinite, checkpointer: Checkpointer, sinks: MetricSinks) -> NoReturn:
     """Finish the save in flight, which is of a state from before, and raise Diverged."""
     _tell_saved(checkpointer.wait(), checkpointer, sinks)
     fields = dataclasses.asdict(found)
@@ -217,7 +217,7 @@ def _keep(
     due: bool,
     last: bool,
     stopping: bool,
-    sinks: Sinks,
+    sinks: MetricSinks,
 ) -> None:
     """Save if it is due, and tell what became of the save before; the same on every rank."""
     if due or not writing:  # at most one in flight
@@ -236,16 +236,16 @@ def _keep(
         saved = checkpointer.wait()
         _tell_saved(saved, checkpointer, sinks)
         if (last or stopping) and saved and saved.problem:
-            raise CheckpointError(saved.problem).known_to_all()
+            raise CheckpointError(saved.problem).on_every_rank()
 
 
-def _tell_skipped(state: TrainState, sinks: Sinks) -> None:
+def _tell_skipped(state: TrainState, sinks: MetricSinks) -> None:
     assert state.loss_scale is not None
     fields = {"reason": "gradients overflow float16", "loss_scale": state.loss_scale.value}
     sinks.event(state.step, "step_skipped", **fields)
 
 
-def _tell_saved(saved: Saved | None, checkpointer: Checkpointer, sinks: Sinks) -> None:
+def _tell_saved(saved: SaveResult | None, checkpointer: Checkpointer, sinks: MetricSinks) -> None:
     if saved is None:
         return
     fields = {"path": str(saved.place), "seconds": saved.seconds}

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from titanlite.distributed.collectives import sum_over
+from titanlite.distributed.collectives import all_reduce_sum
 from titanlite.distributed.mesh import Mesh
 from titanlite.models import valid_tokens
-from titanlite.optim import EarlySteps, clip_gradients, set_lr
-from titanlite.training.engine import Engine, Now, silent
+from titanlite.optim import OptimizerInBackward, clip_gradients, set_lr
+from titanlite.training.engine import Engine, SetPhase, ignore_phase
 from titanlite.training.state import TrainState
 
 
@@ -35,8 +35,8 @@ def take_step(
     global_batch: int,
     lr: float,
     max_norm: float,
-    early: EarlySteps | None = None,
-    now: Now = silent,
+    early: OptimizerInBackward | None = None,
+    now: SetPhase = ignore_phase,
 ) -> StepResult:
     """Learn from this rank's rows [rows, T] of one global batch of `global_batch` samples.
 
@@ -45,11 +45,11 @@ def take_step(
     """
     now("forward")  # already, because the first collective is this one
     # Ranks that share these rows have them whole, so each label is counted once.
-    valid = sum_over(mesh.batch, valid_tokens(labels)).clamp(min=1)
+    valid = all_reduce_sum(mesh.batch, valid_tokens(labels)).clamp(min=1)
     scale = 1.0 if state.loss_scale is None else state.loss_scale.value
     set_lr(state.optimizer, lr)  # before backward, where the step may be taken
     parts = engine.forward_backward(inputs, labels, valid / scale, now)
-    loss, z_loss = sum_over(mesh.loss, parts) / scale
+    loss, z_loss = all_reduce_sum(mesh.loss, parts) / scale
     now("step")
     if early:
         grad_norm, own_norms = early.norms(mesh)

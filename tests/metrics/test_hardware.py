@@ -1,0 +1,86 @@
+"""What a share of the peak is a share of."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from titanlite.metrics import hardware, measure_matmul_flops, peak_flops, peak_memory_bytes
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "tera"),
+    [
+        ("NVIDIA A100-SXM4-80GB", torch.bfloat16, 312),
+        ("NVIDIA A100 80GB PCIe", torch.float32, 19.5),
+        ("NVIDIA H100 80GB HBM3", torch.bfloat16, 989.5),
+        ("NVIDIA H100 PCIe", torch.bfloat16, 756.5),
+        ("NVIDIA H200", torch.float8_e4m3fn, 1979),
+        ("NVIDIA L40S", torch.bfloat16, 362),
+        ("NVIDIA L4", torch.bfloat16, 121),
+        ("NVIDIA A10G", torch.bfloat16, 70),
+        ("NVIDIA GeForce RTX 4090", torch.bfloat16, 165.2),
+        ("Tesla V100-SXM2-16GB", torch.float16, 125),
+        ("AMD Instinct MI300X", torch.bfloat16, 1307.4),
+    ],
+)
+def test_the_peak_is_the_published_one_of_this_part_and_precision(name, dtype, tera):
+    assert peak_flops(name, dtype) == pytest.approx(tera * 1e12)
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", torch.bfloat16),  # a seventh of one
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", torch.bfloat16),
+        ("NVIDIA H100", torch.bfloat16),  # which of the three?
+        ("NVIDIA Z9000", torch.bfloat16),
+        ("", torch.bfloat16),
+        ("Tesla V100-SXM2-16GB", torch.bfloat16),  # has no such unit
+        ("NVIDIA A100-SXM4-80GB", torch.float8_e4m3fn),
+        ("NVIDIA A100-SXM4-80GB", torch.float64),  # not in the table
+    ],
+)
+def test_a_peak_that_is_not_known_is_never_that_of_something_similar(name, dtype):
+    assert peak_flops(name, dtype) is None
+
+
+def test_a_measured_peak_is_reached_by_a_matrix_product_and_not_far_above_it():
+    import time
+
+    peak = measure_matmul_flops(torch.float32, CPU, seconds=0.2)
+    matrix, best = torch.randn(1024, 1024), float("inf")
+    for _ in range(10):
+        start = time.perf_counter()
+        matrix @ matrix
+        best = min(best, time.perf_counter() - start)
+    assert peak / 4 < 2 * 1024**3 / best < peak * 4  # wide: the machine is shared
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_a_peak_is_measured_in_the_fastest_layout_of_a_matmul(dtype, monkeypatch):
+    """Each layout has a kernel of its own; those of float16 on a CPU are 7 times apart."""
+    asked = []
+    times = iter([9.0, 2.0, 3.0, 0.5])
+    monkeypatch.setattr(
+        hardware, "_seconds_of_matmul", lambda a, b: asked.append((a, b)) or next(times)
+    )
+    peak = measure_matmul_flops(dtype, CPU, seconds=0.0)
+    transposed = {(a.is_contiguous(), b.is_contiguous()) for a, b in asked[1:4]}
+    assert transposed == {(True, False), (True, True), (False, True)}
+    assert peak == 2 * 1024**3 / 0.5
+
+
+def test_measuring_leaves_the_random_numbers_of_the_run_alone():
+    before = torch.get_rng_state()
+    measure_matmul_flops(torch.float32, torch.device("cpu"), seconds=0.0)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_the_peak_of_memory_sees_memory_that_was_given_back():
+    before = peak_memory_bytes(CPU)
+    block = torch.ones(before + 100 * 2**20, dtype=torch.uint8)  # larger than all so far
+    del block
+    assert peak_memory_bytes(CPU) >= before + 90 * 2**20

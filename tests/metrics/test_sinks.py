@@ -1,0 +1,372 @@
+"""What is told of a run arrives, once, and stays readable."""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+import os
+import re
+import resource
+import signal
+import subprocess
+import sys
+import threading
+import types
+from pathlib import Path
+
+import pytest
+
+from titanlite.errors import ConfigError
+from titanlite.log import logger
+from titanlite.metrics import (
+    MetricsConfig,
+    metrics_folder,
+    metrics_problems,
+    no_sinks,
+    open_sinks,
+)
+from titanlite.metrics.sinks import REPLACED_FILE
+
+ROOT = str(Path(__file__).parents[2])
+STEP = {
+    "step": 1,
+    "loss": 4.2113,
+    "z_loss": 0.0071,
+    "grad_norm": 0.814,
+    "lr": 3e-4,
+    "tokens": 4096,
+    "samples": 8,
+    "loss_scale": 1024.0,
+    "tokens_per_second": 5912.4,
+    "tokens_per_second_per_device": 2956.2,
+    "tflops_per_device": 0.1,
+    "mfu": 0.312,
+    "step_seconds": 0.5,
+    "data_seconds": 0.01,
+    "peak_memory_gib": 1.5,
+}
+
+
+def told(folder) -> list[dict]:
+    def refuse(word):
+        raise AssertionError(f"{word} is not JSON")
+
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    return [json.loads(line, parse_constant=refuse) for line in lines]
+
+
+def open_in(folder, first_step=0, progress=False, **config):
+    return open_sinks(
+        MetricsConfig(**config),
+        folder,
+        total_steps=400,
+        first_step=first_step,
+        job={"training": {"steps": 400}},
+        progress=progress,
+    )
+
+
+@pytest.fixture
+def said():
+    """What the logger says, as a list of lines."""
+    stream = io.StringIO()
+    handler, level = logging.StreamHandler(stream), logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    yield lambda: stream.getvalue().splitlines()
+    logger.removeHandler(handler)
+    logger.setLevel(level)
+
+
+def test_a_step_line_has_the_promised_keys_in_their_order(tmp_path):
+    with open_in(tmp_path) as sinks:
+        sinks.step(dict(reversed(STEP.items())))
+    (line,) = told(tmp_path)
+    assert list(line) == [*STEP, "time"]
+    assert line["time"] > 1.6e9 and {**STEP, "time": line["time"]} == line
+
+
+def test_a_step_line_with_other_keys_is_refused(tmp_path):
+    with open_in(tmp_path) as sinks, pytest.raises(ValueError, match="surprise"):
+        sinks.step({**STEP, "surprise": 1})
+
+
+KILLED = """
+import os, pathlib, signal
+from titanlite.metrics import MetricsConfig, open_sinks
+config, folder = MetricsConfig(enable_tensorboard=True), pathlib.Path({folder!r})
+sinks = open_sinks(config, folder, total_steps=400, first_step=0, job={{}}, progress=False)
+sinks.step({step!r})
+sinks.event(1, "validation", name="code", loss=4.0, perplexity=54.6)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_kill_takes_nothing_that_was_told(tmp_path):
+    script = KILLED.format(folder=str(tmp_path), step=STEP)
+    run = subprocess.run([sys.executable, "-c", script], env={**os.environ, "PYTHONPATH": ROOT})
+    assert run.returncode == -signal.SIGKILL
+    step, event = told(tmp_path)
+    assert step["loss"] == STEP["loss"]
+    assert list(event) == ["event", "step", "name", "loss", "perplexity", "time"]
+    assert read_tensorboard(tmp_path / "tb")["validation/code/loss"] == [(1, 4.0)]
+
+
+def test_after_a_resume_no_step_and_no_event_stands_twice(tmp_path, said):
+    with open_in(tmp_path) as sinks:
+        for step in (1, 10, 20, 30):
+            sinks.step({**STEP, "step": step})
+            sinks.event(step, "validation", name="code", loss=4.0, perplexity=54.6)
+    with open_in(tmp_path, first_step=20) as sinks:
+        sinks.event(20, "resumed", path="step-20")
+        sinks.step({**STEP, "step": 30, "loss": 1.0})
+    steps = [line["step"] for line in told(tmp_path) if "event" not in line]
+    assert steps == [1, 10, 20, 30]
+    assert told(tmp_path)[-1]["loss"] == 1.0
+    assert [line["event"] for line in told(tmp_path) if "event" in line] == [
+        *["validation"] * 3,
+        "resumed",
+    ]
+    assert any("2 lines after step 20 moved to" in line for line in said())
+    replaced = [json.loads(line) for line in (tmp_path / REPLACED_FILE).open()]
+    assert [line["step"] for line in replaced] == [30, 30]  # moved, not lost
+    assert {place.name for place in tmp_path.iterdir()} == {"metrics.jsonl", REPLACED_FILE}
+
+
+def test_a_run_without_checkpoints_leaves_the_records_of_a_run_with_some_alone(tmp_path):
+    assert metrics_folder(tmp_path, saves=False) == tmp_path  # there are none
+    with open_in(tmp_path) as sinks:
+        sinks.step(STEP)
+    assert metrics_folder(tmp_path, saves=False) == tmp_path
+    with open_in(tmp_path, first_step=1) as sinks:
+        sinks.event(1, "checkpoint_saved", path="step-1")
+    assert metrics_folder(tmp_path, saves=True) == tmp_path
+    before = (tmp_path / "metrics.jsonl").read_bytes()
+    with open_in(metrics_folder(tmp_path, saves=False)) as sinks:
+        sinks.step(STEP)
+    assert (tmp_path / "metrics.jsonl").read_bytes() == before
+    assert [line["step"] for line in told(tmp_path / "unsaved")] == [1]
+
+
+def test_records_are_on_the_disk_when_they_are_synced(tmp_path, monkeypatch):
+    synced, sync = [], os.fsync
+    monkeypatch.setattr(os, "fsync", lambda fd: (synced.append(os.fstat(fd).st_ino), sync(fd)))
+    with open_in(tmp_path) as sinks:
+        sinks.step(STEP)
+        sinks.sync()
+    assert synced == [os.stat(tmp_path / "metrics.jsonl").st_ino]
+
+
+@pytest.mark.parametrize("torn", ['{"step": 2, "lo', '{"step": 1}', "\0\0\0\n", "[]\n"])
+def test_a_line_torn_by_a_kill_does_not_spoil_the_file(tmp_path, torn):
+    with open_in(tmp_path) as sinks:
+        sinks.step(STEP)
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write(torn)
+    with open_in(tmp_path, first_step=1) as sinks:
+        sinks.step({**STEP, "step": 2})
+    assert [line["step"] for line in told(tmp_path)] == [1, 2]
+
+
+def test_a_full_disk_costs_lines_but_neither_the_run_nor_the_file(tmp_path, said):
+    unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with open_in(tmp_path) as sinks:
+        sinks.step(STEP)
+        whole = os.path.getsize(tmp_path / "metrics.jsonl")
+        resource.setrlimit(resource.RLIMIT_FSIZE, (whole + 20, unlimited[1]))
+        try:
+            sinks.step({**STEP, "step": 2})
+            sinks.step({**STEP, "step": 3})
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
+        sinks.step({**STEP, "step": 4})
+    assert [line["step"] for line in told(tmp_path)] == [1, 4]
+    words = " ".join(said())
+    assert words.count("records are being dropped") == 1 and words.count("writing again") == 1
+
+
+def test_a_loss_that_is_not_a_number_leaves_the_file_readable(tmp_path):
+    with open_in(tmp_path) as sinks:
+        sinks.step({**STEP, "loss": float("nan"), "grad_norm": float("inf")})
+        sinks.event(1, "validation", name="code", loss=800.0, perplexity=float("inf"))
+    step, event = told(tmp_path)
+    assert step["loss"] is step["grad_norm"] is event["perplexity"] is None
+    assert event["loss"] == 800.0
+
+
+def test_in_a_pipe_every_record_is_one_readable_line(tmp_path, said):
+    with open_in(tmp_path) as sinks:
+        sinks.step({**STEP, "step": 120})
+        sinks.step({**STEP, "step": 130, "mfu": None})
+        sinks.event(130, "validation", name="code", loss=4.0, perplexity=54.6)
+        sinks.event(130, "checkpoint_saved", path="outputs/checkpoint/step-130")
+    assert said() == [
+        "step 120/400  loss 4.2113  z_loss 0.0071  grad_norm 0.81  lr 3.0e-04  5,912 tok/s  mfu 31.2%  eta 2:23",
+        "step 130/400  loss 4.2113  z_loss 0.0071  grad_norm 0.81  lr 3.0e-04  5,912 tok/s  eta 0:00",
+        "step 130/400  validation  code  loss 4.0000  perplexity 54.6000",
+        "step 130/400  checkpoint saved  outputs/checkpoint/step-130",
+    ]
+
+
+def test_on_a_terminal_log_lines_stand_above_the_bar_and_the_cursor_comes_back(
+    tmp_path, monkeypatch
+):
+    pty = pytest.importorskip("pty")
+    ours, theirs = pty.openpty()
+    shown, reader = [], threading.Thread(target=lambda: read_all(ours, shown))
+    reader.start()
+    with os.fdopen(theirs, "w") as terminal:
+        monkeypatch.setattr(sys, "stderr", terminal)
+        monkeypatch.setenv("TERM", "xterm")
+        handler = logging.StreamHandler(terminal)
+        logger.addHandler(handler)
+        try:
+            with open_in(tmp_path, progress=None) as sinks:
+                sinks.step({**STEP, "step": 120})
+                logger.warning("the loss jumped")
+            assert handler.stream is terminal
+        finally:
+            logger.removeHandler(handler)
+        print("\nend of the run", file=terminal, flush=True)
+    reader.join(timeout=10)
+    text = b"".join(shown).decode()
+    assert re.search(r"\x1b\[2K[^\r\n━]*the loss jumped", text)  # on a line of its own
+    assert "120/400" in text and "eta" in text and "━" in text
+    assert text.rindex("\x1b[?25h") < text.index("end of the run")
+
+
+def test_a_sink_that_does_not_close_is_left_and_the_others_are_closed(
+    tmp_path, monkeypatch, caplog
+):
+    """As a W&B run whose service does not answer."""
+    monkeypatch.setattr("titanlite.metrics.sinks.CLOSE_SECONDS", 0.1)
+    sinks = open_in(tmp_path)
+
+    class Endless:
+        def close(self):
+            threading.Event().wait()
+
+    sinks.places.append(Endless())
+    journal = sinks.places[0]
+    monkeypatch.setattr(logger, "propagate", True)
+    sinks.close()
+    assert "Endless: closing takes longer than 0.1 s" in caplog.text
+    assert journal.file.closed and not sinks.places
+
+
+def read_all(descriptor: int, chunks: list[bytes]) -> None:
+    try:
+        while chunk := os.read(descriptor, 4096):
+            chunks.append(chunk)
+    except OSError:  # Linux says EIO where the other end is closed
+        pass
+
+
+def read_tensorboard(folder) -> dict[str, list[tuple[int, float]]]:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(folder), size_guidance={"scalars": 0})
+    events.Reload()
+    names = events.Tags()["scalars"]
+    return {name: [(e.step, e.value) for e in events.Scalars(name)] for name in names}
+
+
+def test_tensorboard_shows_what_was_told_and_no_step_twice_after_a_resume(tmp_path):
+    sinks = open_in(tmp_path, enable_tensorboard=True)
+    for step in (10, 20, 30):
+        sinks.step({**STEP, "step": step})
+        sinks.event(step, "validation", name="code", loss=4.0, perplexity=54.6)
+    sinks.close()
+    shown = read_tensorboard(tmp_path / "tb")
+    assert set(shown) == {*STEP, "validation/code/loss"} - {"step"}
+    assert shown["loss"] == [(step, pytest.approx(4.2113)) for step in (10, 20, 30)]
+
+    with open_in(tmp_path, first_step=20, enable_tensorboard=True) as sinks:
+        sinks.step({**STEP, "step": 30, "loss": 1.0})
+    assert read_tensorboard(tmp_path / "tb")["loss"] == [
+        (10, pytest.approx(4.2113)),
+        (20, pytest.approx(4.2113)),
+        (30, pytest.approx(1.0)),
+    ]
+    assert read_tensorboard(tmp_path / "tb")["validation/code/loss"] == [(10, 4.0), (20, 4.0)]
+
+
+def test_without_wandb_the_user_is_told_how_to_get_it(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    (problem,) = metrics_problems(MetricsConfig(enable_wandb=True))
+    with pytest.raises(ConfigError) as refused:
+        open_in(tmp_path, enable_wandb=True)
+    assert (
+        str(refused.value)
+        == str(problem)
+        == (
+            "metrics.enable_wandb = true, but wandb is not installed. pip install 'titanlite[wandb]'"
+        )
+    )
+
+
+def test_a_folder_called_wandb_is_not_taken_for_the_package(tmp_path, monkeypatch):
+    (tmp_path / "wandb").mkdir()
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    monkeypatch.delitem(sys.modules, "wandb", raising=False)
+    assert list(metrics_problems(MetricsConfig(enable_wandb=True)))
+    with pytest.raises(ConfigError):
+        open_in(tmp_path, enable_wandb=True)
+
+
+def test_wandb_is_sent_the_settings_and_every_record(tmp_path, monkeypatch):
+    sent, started = [], {}
+
+    class Run:
+        def log(self, values, step):
+            sent.append((step, values))
+
+        def finish(self):
+            sent.append("finished")
+
+    def init(**settings):
+        started.update(settings)
+        return Run()
+
+    guest = types.ModuleType("wandb")
+    guest.init = init
+    monkeypatch.setitem(sys.modules, "wandb", guest)
+    with open_in(tmp_path, enable_wandb=True) as sinks:
+        sinks.step(STEP)
+        sinks.event(1, "validation", name="code", loss=4.0, perplexity=54.6)
+        sinks.event(1, "checkpoint_saved", path="step-1")
+    assert started["config"] == {"training": {"steps": 400}}
+    assert sent[0] == (1, {key: value for key, value in STEP.items() if key != "step"})
+    assert sent[1:] == [(1, {"validation/code/loss": 4.0}), "finished"]
+
+
+@pytest.mark.parametrize("fails_in", ["init", "log", "finish"])
+def test_a_service_that_fails_in_any_way_costs_its_records_and_nothing_else(
+    tmp_path, monkeypatch, said, fails_in
+):
+    class CommError(Exception):  # as wandb's errors, which are no OSErrors
+        pass
+
+    def fail_in(name):
+        if name == fails_in:
+            raise CommError("the service is away")
+
+    run = types.SimpleNamespace(
+        log=lambda values, step: fail_in("log"), finish=lambda: fail_in("finish")
+    )
+    service = types.ModuleType("wandb")
+    service.init = lambda **settings: (fail_in("init"), run)[1]
+    monkeypatch.setitem(sys.modules, "wandb", service)
+    with open_in(tmp_path, enable_wandb=True) as sinks:
+        sinks.step(STEP)
+        sinks.step({**STEP, "step": 2})
+    assert [line["step"] for line in told(tmp_path)] == [1, 2]
+    assert sum("the service is away" in line for line in said()) == 1
+
+
+def test_the_other_ranks_say_and_write_nothing(said):
+    with no_sinks() as sinks:
+        sinks.step(STEP)
+        sinks.event(1, "resumed", path="step-1")
+    assert said() == []

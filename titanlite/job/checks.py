@@ -1,0 +1,384 @@
+"""Every rule that needs more than one section, or the world outside."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from titanlite.checkpoint import checkpoint_problems
+from titanlite.data import Tokenizer, check_bos
+from titanlite.distributed.mesh import Degrees, resolve_degrees
+from titanlite.distributed.process_group import choose_device
+from titanlite.errors import CheckpointError, ConfigError, UserError, UserErrors
+from titanlite.job.config import FACTS, JobConfig
+from titanlite.job.inputs import open_job_stream, open_job_tokenizer, open_job_validation
+from titanlite.kernels.backend import ON_CPU, attention_problems
+from titanlite.metrics import metrics_problems, profiling_problems
+from titanlite.models import FAMILIES, ModelSpec, first_match
+from titanlite.optim import LossScaleConfig, moment_format, optimizer_problems, schedule_problems
+from titanlite.parallelize.activation_checkpoint import activation_problems
+from titanlite.parallelize.compile import compile_problems, compiler_problems
+from titanlite.parallelize.context import context_problems
+from titanlite.parallelize.float8 import float8_device_problems, float8_problems
+from titanlite.parallelize.pipeline import PipelinePlan, plan_pipeline
+from titanlite.parallelize.tensor import part_of, tensor_parallel_problems
+from titanlite.training import TrainingConfig
+
+
+def problems_of(config: JobConfig, ranks: int) -> Iterator[UserError]:
+    """Everything that more than one key has to say."""
+    yield from activation_problems(config.activation_checkpoint, config.compile.compiles("model"))
+    yield from compile_problems(config.compile, config.parallelism)
+    yield from checkpoint_problems(config.checkpoint)
+    for name in set(config.checkpoint.allow_changes) - set(FACTS):
+        yield ConfigError(
+            f'checkpoint.allow_changes: "{name}" is nothing that a checkpoint holds a job to.',
+            fix=f"Use {', '.join(FACTS)}.",
+            keys=("checkpoint.allow_changes",),
+        )
+    if config.job.time_limit_minutes and not config.checkpoint.enable:
+        yield ConfigError(
+            f"job.time_limit_minutes = {config.job.time_limit_minutes:g}: but checkpoint.enable ="
+            " false, so that all would be lost when the time is up.",
+            fix="Set checkpoint.enable = true, or leave it out.",
+            keys=("job.time_limit_minutes",),
+        )
+    yield from metrics_problems(config.metrics)
+    yield from profiling_problems(config.profiling)
+    yield from optimizer_problems(config.optimizer, config.training.dtype)
+    yield from schedule_problems(config.lr_scheduler, config.training.steps)
+    yield from _precision_problems(config)
+    sizes = degrees = None
+    try:
+        spec = FAMILIES[config.model.name]
+        sizes = spec.sizes_of(config.model)
+        yield from _shape_problems(sizes)
+        if config.checkpoint.last_save_in_hf:
+            yield from _export_problems(spec, sizes)
+        plan, problems = plan_job_pipeline(config, spec, sizes)
+        yield from problems
+        if plan is not None and plan.splits_backward:
+            yield from _halves_problems(config)
+    except ConfigError as error:
+        yield error
+    try:
+        degrees = resolve_degrees(config.parallelism, ranks)
+        yield from _batch_problems(config.training, degrees)
+        yield from attention_problems(config.attention, degrees.context, config.data.tokenizer)
+        yield from _stepping_problems(config, degrees)
+    except ConfigError as error:
+        yield error
+    if sizes and degrees:
+        lengths = {"training.seq_len": config.training.seq_len}
+        if config.validation.enable:
+            lengths["validation.seq_len"] = config.validation.seq_len
+        found = {}
+        for key, seq_len in lengths.items():
+            about = [*tensor_parallel_problems(degrees, sizes, seq_len, key)]
+            about += context_problems(degrees, config.parallelism, seq_len, key)
+            found.update({str(problem): problem for problem in about})
+        yield from found.values()
+        yield from _float8_problems(config, sizes, degrees)
+        kept = config.optimizer.state_dtype
+        yield from _block_problems(FAMILIES[config.model.name], sizes, degrees.tensor, kept)
+
+
+def _halves_problems(config: JobConfig) -> Iterator[ConfigError]:
+    """What cannot be computed again for each half of a backward."""
+    recompute = config.activation_checkpoint
+    if recompute.per_operation and not config.compile.compiles("model"):
+        option, schedule = "selective_ac_option", config.parallelism.pipeline_parallel_schedule
+        yield ConfigError(
+            f'activation_checkpoint.{option} = "op": torch keeps what it saves for one backward, and'
+            f' parallelism.pipeline_parallel_schedule = "{schedule}" runs each in two halves.',
+            fix="Set compile.enable = true, or use another option or schedule.",
+            keys=(f"activation_checkpoint.{option}", "parallelism.pipeline_parallel_schedule"),
+        )
+
+
+def _float8_problems(config: JobConfig, sizes, degrees: Degrees) -> Iterator[ConfigError]:
+    training, rows = config.training, config.training.local_batch_size
+    if degrees.pipeline > 1:
+        rows = config.parallelism.pipeline_parallel_microbatch_size
+    tokens = rows * training.seq_len // degrees.context
+    yield from float8_problems(config.float8, FAMILIES[config.model.name], sizes, degrees, tokens)
+
+
+def outside_problems(config: JobConfig) -> Iterator[UserError]:
+    """Everything that the world outside has to say: the device, the files."""
+    try:
+        sizes = FAMILIES[config.model.name].sizes_of(config.model)
+    except ConfigError:  # said already
+        sizes = None
+    yield from _device_problems(config)
+    yield from compiler_problems(config.compile, config.compiles, _device_type(config))
+    yield from _data_problems(config, sizes)
+
+
+def _block_problems(spec: ModelSpec, sizes, tensor: int, kind: str) -> Iterator[ConfigError]:
+    """Rows that `tensor` ranks cut amid the blocks whose moments have one scale."""
+    if tensor == 1 or kind in ("float32", "bfloat16"):  # nothing is cut, or there are no blocks
+        return
+    with torch.device("meta"):
+        model = spec.build(sizes)
+    for name, layer in model.named_modules():
+        if not isinstance(layer, torch.nn.Linear):
+            continue
+        matrix_size = (layer.out_features, layer.in_features)
+        _, width = part_of(first_match(spec.split, name), *matrix_size, tensor, sizes.head_width)
+        block = moment_format(matrix_size, kind).block
+        if block and width % block:
+            yield ConfigError(
+                f'optimizer.state_dtype = "{kind}": {tensor} tensor-parallel ranks split the rows of'
+                f" {name}, of {layer.in_features}, into {width}, which cuts blocks of {block}.",
+                fix='Use fewer ranks, or state_dtype = "bfloat16".',
+                keys=("optimizer.state_dtype", "parallelism.tensor_parallel_degree"),
+            )
+            return
+
+
+def _export_problems(spec: ModelSpec, sizes) -> Iterator[ConfigError]:
+    """Said before the run, not at its end."""
+    try:
+        spec.hugging_face.config_of(sizes, 0)
+    except CheckpointError as error:
+        yield ConfigError(
+            f"checkpoint.last_save_in_hf = true: {error.message}",
+            keys=("checkpoint.last_save_in_hf",),
+        )
+
+
+def _shape_problems(sizes) -> Iterator[ConfigError]:
+    if sizes.n_heads % sizes.n_kv_heads:
+        yield ConfigError(
+            f"model.n_kv_heads = {sizes.n_kv_heads}: does not divide model.n_heads ="
+            f" {sizes.n_heads}; each key-value head serves the same number of query heads.",
+            fix=f"Use a divisor of {sizes.n_heads}.",
+            keys=("model.n_kv_heads", "model.n_heads"),
+        )
+    if not sizes.head_dim and sizes.dim % sizes.n_heads:
+        yield ConfigError(
+            f"model.dim = {sizes.dim}: is not a multiple of model.n_heads = {sizes.n_heads}.",
+            fix="Change one of them, or set model.head_dim.",
+            keys=("model.dim", "model.n_heads"),
+        )
+    elif sizes.head_width % 2:
+        yield ConfigError(
+            f"model.head_dim = {sizes.head_width}: rotary embedding turns pairs, so it must be"
+            " even.",
+            keys=("model.head_dim", "model.dim", "model.n_heads"),
+        )
+
+
+def _precision_problems(config: JobConfig) -> Iterator[ConfigError]:
+    compute, keep = "training.mixed_precision_param", "training.dtype"
+    half = config.training.mixed_precision_param == "float16"
+    if half and config.training.dtype != "float32":
+        yield ConfigError(
+            f'{keep} = "{config.training.dtype}" with {compute} = "float16": what float16 computes'
+            " is kept in float32.",
+            fix=f'Set {keep} = "float32", or {compute} = "bfloat16".',
+            keys=(keep, compute),
+        )
+    if not half and config.loss_scale != LossScaleConfig():
+        yield ConfigError(
+            f'[loss_scale] is set, but {compute} = "{config.training.mixed_precision_param}" scales'
+            " no loss.",
+            fix=f'Leave it out, or set {compute} = "float16".',
+            keys=("loss_scale",),
+        )
+
+
+def _batch_problems(training: TrainingConfig, degrees: Degrees) -> Iterator[ConfigError]:
+    wanted, local, data = training.global_batch_size, training.local_batch_size, degrees.data
+    once = local * data
+    if wanted != -1 and wanted % once:
+        near = " or ".join(str(n) for n in (wanted - wanted % once, wanted + -wanted % once) if n)
+        yield ConfigError(
+            f"training.global_batch_size = {wanted}: is not a multiple of local_batch_size {local}"
+            f" x {data} data-parallel ranks = {once}.",
+            fix=f"Use {near}, or another local_batch_size.",
+            keys=("training.global_batch_size", "training.local_batch_size"),
+        )
+
+
+def _stepping_problems(config: JobConfig, degrees: Degrees) -> Iterator[ConfigError]:
+    """When and where an update can be made."""
+    training, early = config.training, "optimizer.early_step_in_backward"
+    if config.optimizer.offload and training.enable_cpu_offload:
+        yield ConfigError(
+            "optimizer.offload = true: training.enable_cpu_offload = true keeps weights, gradients"
+            " and moments in host memory already.",
+            fix="Leave one of them out.",
+            keys=("optimizer.offload", "training.enable_cpu_offload"),
+        )
+    if not config.optimizer.early_step_in_backward:
+        return
+    if training.max_norm:
+        yield ConfigError(
+            f"{early} = true: training.max_norm = {training.max_norm:g} scales by the norm of the"
+            " whole gradient, which is not known before backward is over.",
+            fix="Set training.max_norm = 0.",
+            keys=(early, "training.max_norm"),
+        )
+    if degrees.pipeline > 1:
+        yield ConfigError(
+            f"{early} = true: pipeline_parallel_degree = {degrees.pipeline} computes with a weight"
+            " until its last micro-batch is back.",
+            fix="Set one of them off.",
+            keys=(early, "parallelism.pipeline_parallel_degree"),
+        )
+    if training.mixed_precision_param == "float16":
+        yield ConfigError(
+            f'{early} = true: training.mixed_precision_param = "float16" skips steps whose gradient'
+            " overflows, which is not known before backward is over.",
+            fix='Use mixed_precision_param = "bfloat16".',
+            keys=(early, "training.mixed_precision_param"),
+        )
+    if training.enable_cpu_offload:
+        yield ConfigError(
+            f"{early} = true: training.enable_cpu_offload = true keeps gradients in host memory,"
+            " where there is nothing to save.",
+            fix="Set one of them off.",
+            keys=(early, "training.enable_cpu_offload"),
+        )
+    times = resolve_global_batch(config, degrees) // degrees.data // training.local_batch_size
+    if times > 1 and config.parallelism.fsdp_gradient_reduction == "every_microbatch":
+        yield ConfigError(
+            f"{early} = true: a step adds up {times} micro-batches, and each would step by itself.",
+            fix='Set parallelism.fsdp_gradient_reduction = "last_microbatch", or use a larger'
+            " local_batch_size.",
+            keys=(early, "parallelism.fsdp_gradient_reduction"),
+        )
+
+
+def _device_problems(config: JobConfig) -> Iterator[UserError]:
+    if config.job.check_ranks is None:  # else it is checked for another machine
+        try:
+            device = choose_device(config.job.device)
+            yield from float8_device_problems(config.float8, device)
+        except ConfigError as error:
+            yield error
+            return
+        if device.type == "cpu":
+            yield from _host_problems(config)
+
+
+def _host_problems(config: JobConfig) -> Iterator[ConfigError]:
+    """What means nothing on a CPU."""
+    if config.parallelism.enable_async_tensor_parallel:
+        yield ConfigError(
+            "parallelism.enable_async_tensor_parallel = true: is for GPUs that can write to each"
+            " other's memory, and this job runs on CPUs.",
+            fix="Leave it out.",
+            keys=("parallelism.enable_async_tensor_parallel",),
+        )
+    if config.attention.backend not in ("auto", *ON_CPU):
+        yield ConfigError(
+            f'attention.backend = "{config.attention.backend}": is for GPUs, and this job runs on'
+            " the CPU.",
+            fix=f'Use "auto", or {", ".join(ON_CPU)}.',
+            keys=("attention.backend",),
+        )
+    if config.optimizer.offload:
+        yield ConfigError(
+            "optimizer.offload = true: this job runs on CPUs, whose memory is host memory already.",
+            fix='Leave it out, or use job.device = "cuda".',
+            keys=("optimizer.offload",),
+        )
+    if config.profiling.enable_memory_snapshot:
+        yield ConfigError(
+            "profiling.enable_memory_snapshot = true: torch records the allocations of GPUs only,"
+            " and this job runs on CPUs.",
+            fix="Leave it out; peak_memory_gib in metrics.jsonl is what the whole process held.",
+            keys=("profiling.enable_memory_snapshot",),
+        )
+
+
+def _device_type(config: JobConfig) -> str:
+    cuda = config.job.device != "cpu" and torch.cuda.is_available()
+    return "cuda" if cuda else "cpu"
+
+
+def _data_problems(config: JobConfig, sizes) -> Iterator[UserError]:
+    if not config.data.sources:
+        yield ConfigError(
+            "data.sources: is empty, so there is nothing to train on.",
+            fix='Write sources = [{ name = "text", path = "corpus/train" }] in [data];'
+            " scripts/prepare_data.py makes such a folder.",
+            keys=("data.sources",),
+        )
+    if config.validation.enable and not config.data.validation:
+        yield ConfigError(
+            "validation.enable = true: but data.validation is empty.",
+            fix='Write validation = [{ name = "text", path = "corpus/validation" }] in [data].',
+            keys=("validation.enable", "data.validation"),
+        )
+    tokenizer, vocab_size = None, sizes.vocab_size if sizes else 2**31
+    try:
+        tokenizer = open_job_tokenizer(config)
+    except UserError as error:
+        yield from _about("data.tokenizer", error)
+    if tokenizer and tokenizer.vocab_size > vocab_size:
+        yield ConfigError(
+            f"model.vocab_size = {vocab_size}: is less than the {tokenizer.vocab_size} ids of"
+            " data.tokenizer.",
+            fix=f"Set model.vocab_size = {tokenizer.vocab_size} or more.",
+            keys=("model.vocab_size", "data.tokenizer"),
+        )
+        vocab_size = tokenizer.vocab_size  # so that each corpus does not say it again
+    bos: dict[str, bool] = {}
+    for key, opener in (
+        ("data.sources", open_job_stream),
+        ("data.validation", open_job_validation),
+    ):
+        try:
+            opened = opener(config, vocab_size, tokenizer)
+        except UserError as error:
+            yield from _about(key, error)
+        else:
+            texts = opened if isinstance(opened, list) else [opened] if opened else []
+            bos |= {f"{key} {getattr(text, 'name', '')}".strip(): text.bos for text in texts}
+            if tokenizer and config.attention.mask == "document":
+                yield from _end_problems(key, texts, tokenizer)
+    try:
+        check_bos(bos)
+    except UserError as error:
+        yield ConfigError(error.message, fix=error.fix, keys=("data.sources", "data.validation"))
+
+
+def _end_problems(key: str, texts, tokenizer: Tokenizer) -> Iterator[ConfigError]:
+    """Corpora made elsewhere whose documents do not end as those of `tokenizer` do."""
+    for text in texts:
+        for name in text.without_end(tokenizer.eos_id):
+            yield ConfigError(
+                f'attention.mask = "document": the last id of "{name}" is not the end of a document'
+                f" ({tokenizer.eos_id}), so where its documents end cannot be seen.",
+                fix="Prepare it with an end after every document (Megatron-LM: --append-eod), or"
+                ' use "causal".',
+                keys=("attention.mask", key),
+            )
+
+
+def plan_job_pipeline(
+    config: JobConfig, spec: ModelSpec, sizes
+) -> tuple[PipelinePlan | None, list]:
+    """Who runs which part of the model, or else what stands against it."""
+    training = config.training
+    return plan_pipeline(
+        config.parallelism, spec, sizes, training.seq_len, training.local_batch_size
+    )
+
+
+def resolve_global_batch(config: JobConfig, degrees: Degrees) -> int:
+    """Samples of a step, over all ranks."""
+    training = config.training
+    if training.global_batch_size == -1:
+        return training.local_batch_size * degrees.data
+    return training.global_batch_size
+
+
+def _about(key: str, error: UserError) -> Iterator[ConfigError]:
+    for one in error.problems if isinstance(error, UserErrors) else [error]:
+        yield ConfigError(f"{key}: {one.message}", fix=one.fix, keys=(key,))

@@ -1,0 +1,1 @@
+"""Attention kernels: the choice of backend, variable-length documents, partial attention."""

@@ -1,0 +1,32 @@
+"""Metrics of a run: sinks, throughput, hardware peaks, the profiler and memory snapshots."""
+
+from __future__ import annotations
+
+from titanlite.metrics.config import (
+    MetricsConfig,
+    ProfilingConfig,
+    metrics_problems,
+    profiling_problems,
+)
+from titanlite.metrics.hardware import measure_matmul_flops, peak_flops, peak_memory_bytes
+from titanlite.metrics.profiler import open_profiler
+from titanlite.metrics.sinks import METRICS_FILE, MetricSinks, metrics_folder, no_sinks, open_sinks
+from titanlite.metrics.throughput import ThroughputMeter, build_meter
+
+__all__ = [
+    "METRICS_FILE",
+    "MetricSinks",
+    "MetricsConfig",
+    "ProfilingConfig",
+    "ThroughputMeter",
+    "build_meter",
+    "measure_matmul_flops",
+    "metrics_folder",
+    "metrics_problems",
+    "no_sinks",
+    "open_profiler",
+    "open_sinks",
+    "peak_flops",
+    "peak_memory_bytes",
+    "profiling_problems",
+]

@@ -1,0 +1,1 @@
+"""Llama 3: the module, its spec and its Hugging Face mapping."""

@@ -1,0 +1,1 @@
+"""Pictures of finished runs and of layouts, drawn with matplotlib."""
