@@ -174,7 +174,7 @@ def train(
     transforms = dataclasses.replace(job.transforms, kernel=kernel)
     sharded = build_sharded_model(
         job.spec,
-        job.shape,
+        job.sizes,
         mesh,
         config.parallelism,
         job.pipeline,
@@ -210,7 +210,7 @@ def train(
         watch.now(state.step, "start")
 
     meter = build_meter(
-        flops_per_token=job.spec.flops_per_token(job.shape, training.seq_len),
+        flops_per_token=job.spec.flops_per_token(job.sizes, training.seq_len),
         dtype=transforms.compute,
         devices=session.ranks,
         device=device,

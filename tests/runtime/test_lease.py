@@ -24,13 +24,13 @@ QUICK = {"heartbeat_seconds": 0.05, "stale_seconds": 0.5}
 STILL = 0.2  # what to wait for a heartbeat that nobody makes
 
 # One process of a job, told what to do line by line. The lease is loaded as a file of its own, or
-# titanlite.checkpoint would load torch for seconds.
+# titanlite.runtime would load torch for seconds.
 JOB = """
 import fcntl, pathlib, runpy, sys, time
 
 sys.path.insert(0, {root!r})
 from titanlite.errors import ConfigError
-take_lease = runpy.run_path({root!r} + "/titanlite/checkpoint/lease.py")["take_lease"]
+take_lease = runpy.run_path({root!r} + "/titanlite/runtime/lease.py")["take_lease"]
 
 def no_locks(*_):
     raise OSError(37, "No locks available")

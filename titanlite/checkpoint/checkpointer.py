@@ -333,7 +333,7 @@ class Checkpointer:
     ) -> None:
         folder, problem = capture_user_error(lambda: open_hugging_face(place))
         raise_on_all_ranks(problem)
-        own = {"model": dataclasses.asdict(folder.shape)}
+        own = {"model": dataclasses.asdict(folder.sizes)}
         _check_facts(place, own, facts, True, self.config.allow_changes)
         read_tensors(place, model_and_optimizer_state(model), self.group, reader=folder.reader())
 
