@@ -97,7 +97,7 @@ def test_an_fsync_that_hangs_on_one_rank_ends_all_by_name_and_the_run_goes_on(
     assert [process.returncode for process in ranks] == [1, 1], said
     hangs = "Rank 1: the save of step 4 has taken"
     assert f"warning: {hangs}" in said[1] and f"titanlite: {hangs}" in said[1], said[1]
-    assert "(checkpoint/place.py, line " in said[1]
+    assert "(titanlite/storage.py, line " in said[1]
     assert f"checkpoint.timeout_seconds = {LIMIT}" in said[1]
     assert "the save of step 4" not in said[0], said[0]  # it waited for the other
     assert "os.fsync" in (out / "stacks" / "rank_1.txt").read_text()
