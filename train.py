@@ -24,7 +24,7 @@ from titanlite.distributed.process_group import (
     RankContext,
     choose_device,
     enable_expandable_segments,
-    join,
+    join_process_group,
     launched_rank_and_world_size,
     report_user_error,
 )
@@ -95,18 +95,18 @@ def main(argv: list[str]) -> int:
         device, comm = choose_device(section.device), job.config.comm
         patience = comm.init_timeout_seconds
         with (
-            join(device, comm, job.config.debug, job.folder) as session,
+            join_process_group(device, comm, job.config.debug, job.folder) as session,
             HeartbeatWatchdog(
                 session.rank,
-                session.ranks,
+                session.world_size,
                 patience,
                 job.folder,
-                session.start,
+                session.start_id,
                 job.config.checkpoint.timeout_seconds,
             ) as watch,
             lock_run_folders(job.folder, job.other_folders) as hold,
             watch.attributing_errors(),  # before the end of the run is written down, which says who was lost
-            explain_out_of_memory(job, device, lambda: watch.place) as held,
+            explain_out_of_memory(job, device, lambda: watch.position) as held,
         ):
             if hold.stopped_in_this_launch():
                 logger.info("stopped before in this launch; the same command resumes")
@@ -138,7 +138,8 @@ def train(
     stop = StopRequest(began + 60 * limit if limit else None)
     if config.checkpoint.enable and not config.checkpoint.load_only:
         leave = partial(hold.end, EXIT_INTERRUPTED, "Ctrl-C, twice")
-        stop.listen(leave, session.rank)  # else a signal ends the run: there is nothing to save
+        # Without saving, a signal just ends the run.
+        stop.install_handlers(leave, session.rank)
     data, problem = capture_user_error(lambda: open_data(job))
     raise_on_all_ranks(
         problem
@@ -154,12 +155,12 @@ def train(
         files=stream.tokenizer.files if stream.tokenizer else {},
         fence=hold.check,
     )
-    watch.follow(lambda: checkpointer.limit)
-    watch.now(0, "load")
+    watch.watch_limit(lambda: checkpointer.limit)
+    watch.set_phase(0, "load")
     found = checkpointer.find()
-    watch.now(0, "build")
+    watch.set_phase(0, "build")
     patience = config.job.max_crashes if checkpointer.saves else 0  # else nothing could come of it
-    hold.begin(session.ranks, found.step if found else 0, patience)
+    hold.begin(session.world_size, found.step if found else 0, patience)
 
     if config.compiles:
         prepare_compiler(device)
@@ -200,19 +201,19 @@ def train(
     early = OptimizerInBackward(model, state.optimizer) if in_backward else None
     hold.step = lambda: state.step
     if found:
-        watch.now(0, "load")
+        watch.set_phase(0, "load")
         progress = checkpointer.load(
             found, model, state.optimizer, job.facts_to_hold(stream), finished_at=training.steps
         )
         if progress:
             state.restore(progress)
             checkpointer.set_aside_later_steps(state.step)
-        watch.now(state.step, "start")
+        watch.set_phase(state.step, "start")
 
     meter = build_meter(
         flops_per_token=job.spec.flops_per_token(job.sizes, training.seq_len),
         dtype=transforms.compute,
-        devices=session.ranks,
+        devices=session.world_size,
         device=device,
     )
     logger.info("%s", job.summary(device, meter.peak_flops))
@@ -229,7 +230,12 @@ def train(
 
     def losses() -> dict[str, float]:
         counts = {t: samples_to_validate(config.validation, t, job.global_batch) for t in texts}
-        options = (config.validation.local_batch_size, mesh, device, partial(watch.now, state.step))
+        options = (
+            config.validation.local_batch_size,
+            mesh,
+            device,
+            partial(watch.set_phase, state.step),
+        )
         return {t.name: validate(engine, t, n, *options) for t, n in counts.items()}
 
     slices = rank_slices(state.position, job.global_batch, mesh.batch_rank, mesh.batch.size())

@@ -21,14 +21,14 @@ from titanlite.checkpoint import (
     read_tensors,
 )
 from titanlite.distributed.collectives import broadcast_from_rank_0
-from titanlite.distributed.process_group import CommConfig, DebugConfig, join
+from titanlite.distributed.process_group import CommConfig, DebugConfig, join_process_group
 from titanlite.storage import StorageFolder
 
 MODES = ("disabled", "async", "async_with_pinned_mem")
 
 
 def saving() -> None:
-    with join(torch.device("cpu"), CommConfig(), DebugConfig(), Path()) as session:
+    with join_process_group(torch.device("cpu"), CommConfig(), DebugConfig(), Path()) as session:
         model = torch.nn.Sequential(*(torch.nn.Linear(1024, 1024, bias=False) for _ in range(40)))
         fully_shard(model)
         optimizer = torch.optim.AdamW(model.parameters(), fused=True)

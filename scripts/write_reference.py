@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from titanlite.config_reference import reference
+from titanlite.config_reference import reference_page
 from titanlite.job import JobConfig
 
 PAGE = Path(__file__).parents[1] / "docs" / "configuration.md"
@@ -14,7 +14,7 @@ PAGE = Path(__file__).parents[1] / "docs" / "configuration.md"
 def main() -> None:
     argparse.ArgumentParser(description=__doc__).parse_args()
     PAGE.parent.mkdir(exist_ok=True)
-    PAGE.write_text(reference(JobConfig), encoding="utf-8")
+    PAGE.write_text(reference_page(JobConfig), encoding="utf-8")
     print(f"wrote {PAGE}")
 
 

@@ -8,10 +8,10 @@ import pytest
 
 from titanlite.data import ShardWriter, open_tokenizer
 from titanlite.data.manifest import write_corpus_manifest
-from titanlite.distributed.rendezvous import keep_to_loopback
+from titanlite.distributed.rendezvous import bind_gloo_to_loopback
 
 ROOT = Path(__file__).parents[1]
-keep_to_loopback(1)  # all ranks of tests are here, and inherit it
+bind_gloo_to_loopback(1)  # all ranks of tests are here, and inherit it
 
 
 def pytest_addoption(parser) -> None:

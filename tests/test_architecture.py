@@ -92,8 +92,8 @@ def test_the_readme_map_names_the_files_that_exist():
 
 
 def test_the_configuration_reference_is_the_schema():
-    from titanlite.config_reference import reference
+    from titanlite.config_reference import reference_page
     from titanlite.job import JobConfig
 
     text = (ROOT / "docs" / "configuration.md").read_text(encoding="utf-8")
-    assert text == reference(JobConfig), "run python scripts/write_reference.py"
+    assert text == reference_page(JobConfig), "run python scripts/write_reference.py"

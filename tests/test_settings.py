@@ -10,16 +10,16 @@ from typing import Annotated, Literal
 import pytest
 
 from titanlite import settings
-from titanlite.config_reference import help_text, sections
+from titanlite.config_reference import help_text, list_sections
 from titanlite.errors import ConfigError, UserErrors
 from titanlite.settings import (
     Positive,
     Range,
     Supported,
     all_keys,
-    build,
-    load,
-    merge,
+    build_dataclass,
+    load_config,
+    merge_tables,
     raise_together,
     read_toml,
     to_toml,
@@ -66,7 +66,7 @@ class Schema:
 
 
 def problems_of(**train) -> list[str]:
-    return [str(problem) for problem in build(Schema, {"train": train})[1]]
+    return [str(problem) for problem in build_dataclass(Schema, {"train": train})[1]]
 
 
 @pytest.mark.parametrize(
@@ -106,7 +106,7 @@ def test_a_value_that_does_not_fit_is_refused_with_what_is_allowed(key, value, s
 
 @pytest.mark.parametrize("value", [-1, 1, 0.25])
 def test_an_integer_is_fine_for_a_number(value):
-    schema, problems = build(Schema, {"train": {"rate": value}})
+    schema, problems = build_dataclass(Schema, {"train": {"rate": value}})
     assert not problems and schema.train.rate == value and type(schema.train.rate) is float
 
 
@@ -116,7 +116,7 @@ def test_all_problems_are_told_together_and_the_rest_is_kept():
         "trian": {},
         "deep": {"train": {"o": 1}},
     }
-    job, problems = build(Schema, table)
+    job, problems = build_dataclass(Schema, table)
     assert len(problems) == 4 and job.train.limit == 3 and job.train.steps == 10
     with pytest.raises(UserErrors) as raised:
         raise_together(problems)
@@ -126,7 +126,7 @@ def test_all_problems_are_told_together_and_the_rest_is_kept():
 
 def test_a_key_that_moved_says_where_it_went():
     moved = {"train.speed": "is now train.rate.", "old": "is gone."}
-    _, problems = build(Schema, {"train": {"speed": 1}, "old": {"a": 1}}, moved)
+    _, problems = build_dataclass(Schema, {"train": {"speed": 1}, "old": {"a": 1}}, moved)
     assert [str(p) for p in problems] == ["train.speed = 1: is now train.rate.", "[old]: is gone."]
 
 
@@ -135,7 +135,7 @@ def test_the_command_line_overrides_the_file(tmp_path):
     path.write_text('[train]\nsteps = 3\nmode = "fast"\n')
     argv = ["--job.config_file", str(path), "--train.steps=5", "--train.on", "true"]
     argv += ["--train.names", "a,b", "--train.limit", "none", "--deep.train.rate", "-1"]
-    job, problems = load(Schema, argv)
+    job, problems = load_config(Schema, argv)
     assert not problems
     assert (job.train.steps, job.train.mode, job.train.on) == (5, "fast", True)
     assert job.train.names == ["a", "b"] and job.train.limit is None and job.deep.train.rate == -1
@@ -156,11 +156,11 @@ def test_the_command_line_overrides_the_file(tmp_path):
     ],
 )
 def test_a_mistake_on_the_command_line_is_told(argv, said):
-    assert any(said in str(problem) for problem in load(Schema, argv)[1])
+    assert any(said in str(problem) for problem in load_config(Schema, argv)[1])
 
 
 def test_a_list_of_tables_on_the_command_line():
-    job, problems = load(Schema, ["--train.sources", '[{ name = "a", weight = 2 }]'])
+    job, problems = load_config(Schema, ["--train.sources", '[{ name = "a", weight = 2 }]'])
     assert not problems and job.train.sources == [Source("a", 2.0)]
 
 
@@ -222,15 +222,15 @@ def test_broken_toml_names_file_and_line(tmp_path):
 
 def test_the_effective_job_reads_back_as_the_same_job(tmp_path):
     train = {"names": ["é", 'quo"te'], "rate": 1, "sources": [{"name": "a"}], "text": "a\nb\\c"}
-    job, problems = build(Schema, {"train": train})
+    job, problems = build_dataclass(Schema, {"train": train})
     assert not problems
     path = tmp_path / "again.toml"
     path.write_text(to_toml(job), encoding="utf-8")
-    assert build(Schema, read_toml(path)) == (job, [])
+    assert build_dataclass(Schema, read_toml(path)) == (job, [])
 
 
 def test_lists_are_replaced_and_tables_joined():
-    assert merge({"a": {"b": 1, "c": [1]}}, {"a": {"c": [2]}}) == {"a": {"b": 1, "c": [2]}}
+    assert merge_tables({"a": {"b": 1, "c": [1]}}, {"a": {"c": [2]}}) == {"a": {"b": 1, "c": [2]}}
 
 
 def test_help_has_every_key_with_its_comment():
@@ -238,5 +238,5 @@ def test_help_has_every_key_with_its_comment():
     assert all(f"--{key} " in text for key in all_keys(Schema))
     assert "an integer; so far only 1" in text  # of what is not built yet
     assert "how many updates are made" in text and '"fast" | "exact"' in text
-    (_, about), keys = sections(Schema)[1]
+    (_, about), keys = list_sections(Schema)[1]
     assert about == "[train] How it learns." and keys[1].meaning == ""

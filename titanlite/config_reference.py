@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 
-from titanlite.settings import Supported, describe, show, type_hints
+from titanlite.settings import Supported, describe_type, format_value, type_hints
 
 
 @dataclass(frozen=True)
@@ -24,14 +24,14 @@ class Key:
 
 
 @cache
-def sections(schema: type, name: str = "") -> list[tuple[tuple[str, str], list[Key]]]:
+def list_sections(schema: type, name: str = "") -> list[tuple[tuple[str, str], list[Key]]]:
     """[((section, its meaning), its keys)], in the order they stand in the schema."""
     here, below = [], []
     meanings = _comments(schema)
     for field in dataclasses.fields(schema):
         hint, key = type_hints(schema)[field.name], f"{name}.{field.name}".lstrip(".")
         if dataclasses.is_dataclass(hint):
-            below += sections(hint, key)
+            below += list_sections(hint, key)
         else:
             here.append(Key(key, _kind(hint), _default(field), meanings.get(field.name, "")))
     about = (inspect.getdoc(schema) or "").partition("\n")[0]
@@ -40,14 +40,14 @@ def sections(schema: type, name: str = "") -> list[tuple[tuple[str, str], list[K
 
 def _kind(hint) -> str:
     rules = [rule for rule in getattr(hint, "__metadata__", ()) if isinstance(rule, Supported)]
-    only = "".join(f"; so far only {' or '.join(map(show, rule.values))}" for rule in rules)
-    return describe(hint) + only
+    only = "".join(f"; so far only {' or '.join(map(format_value, rule.values))}" for rule in rules)
+    return describe_type(hint) + only
 
 
 def _default(field: dataclasses.Field) -> str:
     if field.default_factory is not dataclasses.MISSING:
-        return show(field.default_factory())
-    return "(required)" if field.default is dataclasses.MISSING else show(field.default)
+        return format_value(field.default_factory())
+    return "(required)" if field.default is dataclasses.MISSING else format_value(field.default)
 
 
 @cache
@@ -70,10 +70,10 @@ def _comments(schema: type) -> dict[str, str]:
     return found
 
 
-def reference(schema: type) -> str:
+def reference_page(schema: type) -> str:
     """Every key as a Markdown page."""
     lines = ["# Configuration", "", "Every key of a job; made by `scripts/write_reference.py`."]
-    for (name, about), keys in sections(schema):
+    for (name, about), keys in list_sections(schema):
         lines += ["", f"## `[{name}]`", "", about.removeprefix(f"[{name}] "), ""]
         lines += ["| key | type | default | meaning |", "| --- | --- | --- | --- |"]
         for key in keys:
@@ -84,7 +84,7 @@ def reference(schema: type) -> str:
 
 def help_text(schema: type) -> Iterator[str]:
     """Every key, its type, default and meaning, section by section."""
-    for (name, about), keys in sections(schema):
+    for (name, about), keys in list_sections(schema):
         yield f"\n[{name}]  {about.removeprefix(f'[{name}] ')}"
         for key in keys:
             yield f"  --{key.name}  ({key.kind}; default {key.default})"

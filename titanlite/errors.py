@@ -25,15 +25,15 @@ class UserError(Exception):
         self.keys = (
             keys  # the settings it is about: a rule stays silent about a key already refused
         )
-        self.shared = False  # every rank has it, so one of them is enough to print it
-        self.told = False  # it is printed
+        self.on_all_ranks = False  # every rank has it, so one of them is enough to print it
+        self.printed = False  # it is printed
 
     def __str__(self) -> str:
         return f"{self.message} {self.fix}".strip()
 
-    def on_every_rank(self) -> UserError:
+    def mark_on_all_ranks(self) -> UserError:
         """This error, marked as raised on every rank."""
-        self.shared = True
+        self.on_all_ranks = True
         return self
 
 
@@ -67,22 +67,22 @@ class UserErrors(UserError):
         super().__init__("\n".join(str(p) for p in self.problems))
 
 
-def error_as_data(error: UserError) -> dict[str, Any]:
+def error_to_dict(error: UserError) -> dict[str, Any]:
     """An error as JSON has it, to be sent to other ranks."""
     data: dict[str, Any] = {"kind": type(error).__name__, "message": error.message}
     data |= {"fix": error.fix, "keys": list(error.keys)}
     if isinstance(error, UserErrors):
-        data["problems"] = [error_as_data(problem) for problem in error.problems]
+        data["problems"] = [error_to_dict(problem) for problem in error.problems]
     return data
 
 
-def error_from_data(data: dict[str, Any]) -> UserError:
-    """The error that `error_as_data` described; of a kind that is known here, else a UserError."""
+def error_from_dict(data: dict[str, Any]) -> UserError:
+    """The error that `error_to_dict` described; of a kind that is known here, else a UserError."""
     kind = {kind.__name__: kind for kind in _kinds(UserError)}.get(data["kind"], UserError)
     error = kind.__new__(kind)
     UserError.__init__(error, data["message"], data["fix"], tuple(data["keys"]))
     if isinstance(error, UserErrors):
-        error.problems = [error_from_data(problem) for problem in data["problems"]]
+        error.problems = [error_from_dict(problem) for problem in data["problems"]]
     return error
 
 

@@ -91,7 +91,7 @@ class _TomlFiles:
             raise ConfigError(f"include goes in a circle: {chain}.", fix="Remove one of them.")
         if place not in self._tables:
             table = self._parse(path, including)
-            self._tables[place] = merge(self._below(path, table, (*including, place)), table)
+            self._tables[place] = merge_tables(self._below(path, table, (*including, place)), table)
         return self._tables[place]
 
     def _below(
@@ -101,7 +101,7 @@ class _TomlFiles:
         names = table.pop("include", [])
         paths = isinstance(names, list) and all(isinstance(name, str) for name in names)
         if not paths or any("\0" in name for name in names):
-            raise ConfigError(f"include = {show(names)} ({path}): must be a list of paths.")
+            raise ConfigError(f"include = {format_value(names)} ({path}): must be a list of paths.")
         self._includes += len(names)
         if self._includes > MOST_INCLUDES:
             raise ConfigError(
@@ -110,7 +110,7 @@ class _TomlFiles:
             )
         below: dict[str, Any] = {}
         for name in names:
-            below = merge(below, self.read(path.parent / name, including))
+            below = merge_tables(below, self.read(path.parent / name, including))
         return below
 
     def _parse(self, path: Path, including: tuple[Path, ...]) -> dict[str, Any]:
@@ -131,16 +131,16 @@ class _TomlFiles:
             raise ConfigError(f'{CONFIG_FILE} = "{path}": not valid TOML: {error}.') from None
 
 
-def merge(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
+def merge_tables(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
     """Both tables in one; where they disagree, `above` wins. Lists are replaced, not joined."""
     out = dict(below)
     for key, value in above.items():
         both = isinstance(value, dict) and isinstance(out.get(key), dict)
-        out[key] = merge(out[key], value) if both else value
+        out[key] = merge_tables(out[key], value) if both else value
     return out
 
 
-def read_overrides(argv: Sequence[str]) -> tuple[dict[str, Any], list[ConfigError]]:
+def parse_overrides(argv: Sequence[str]) -> tuple[dict[str, Any], list[ConfigError]]:
     """`--section.key value` and `--section.key=value` as a nested table, and what was not that."""
     table: dict[str, Any] = {}
     problems: list[ConfigError] = []
@@ -180,7 +180,7 @@ def read_overrides(argv: Sequence[str]) -> tuple[dict[str, Any], list[ConfigErro
 # --- from a table to a dataclass -----------------------------------------------------------------
 
 
-def build(
+def build_dataclass(
     schema: type, table: dict[str, Any], moved: dict[str, str] | None = None
 ) -> tuple[Any, list[ConfigError]]:
     """The dataclass a table describes, and every problem of the table.
@@ -207,13 +207,13 @@ def _build(schema, table, prefix, problems, moved, every_key):
                 values[name] = _build(hint, given, f"{key}.", problems, moved, every_key)
             else:
                 problems.append(
-                    ConfigError(f"{key} = {show(given)}: must be a table.", keys=(key,))
+                    ConfigError(f"{key} = {format_value(given)}: must be a table.", keys=(key,))
                 )
             continue
         try:
             values[name] = _fit(given, hint)
         except _Refused as refusal:
-            problems.append(ConfigError(f"{key} = {show(given)}: {refusal}", keys=(key,)))
+            problems.append(ConfigError(f"{key} = {format_value(given)}: {refusal}", keys=(key,)))
     for field in dataclasses.fields(schema):
         required = field.default is field.default_factory is dataclasses.MISSING
         if required and field.name not in table:
@@ -227,7 +227,7 @@ def _build(schema, table, prefix, problems, moved, every_key):
 def _unknown(key, given, prefix, hints, moved, every_key) -> ConfigError:
     for place in (key, key.partition(".")[0]):
         if place in moved:
-            said = f"{key} = {show(given)}" if not isinstance(given, dict) else f"[{key}]"
+            said = f"{key} = {format_value(given)}" if not isinstance(given, dict) else f"[{key}]"
             return ConfigError(f"{said}: {moved[place]}", keys=(key,))
     name = key[len(prefix) :]
     near = [prefix + n for n in difflib.get_close_matches(name, hints, 1, 0.6)]
@@ -239,7 +239,7 @@ def _unknown(key, given, prefix, hints, moved, every_key) -> ConfigError:
         said = f"[{key}]: unknown section."
         allowed = f"Known sections: {', '.join(sections)}."
     else:
-        said, allowed = f"{key} = {show(given)}: unknown key.", "See --help for every key."
+        said, allowed = f"{key} = {format_value(given)}: unknown key.", "See --help for every key."
     return ConfigError(said, fix=f"Did you mean {near[0]}?" if near else allowed, keys=(key,))
 
 
@@ -262,7 +262,7 @@ def _fit(given: Any, hint: Any, stated: Any = None) -> Any:
             by_lower = {str(a).lower(): a for a in arguments}
             close = difflib.get_close_matches(str(value).lower(), by_lower, 1)
             hint_at = f' Did you mean "{by_lower[close[0]]}"?' if close else ""
-            raise _Refused(f"must be {describe(hint)}.{hint_at}")
+            raise _Refused(f"must be {describe_type(hint)}.{hint_at}")
         return value
     if origin is list:
         return _fit_list(given, hint, arguments[0])
@@ -274,7 +274,7 @@ def _fit(given: Any, hint: Any, stated: Any = None) -> Any:
     if hint is float and type(value) is int:  # an int is fine for a float; a bool is not an int
         value = float(value)
     if type(value) is not hint or (hint is float and not math.isfinite(value)):
-        raise _Refused(f"must be {describe(stated)}.")
+        raise _Refused(f"must be {describe_type(stated)}.")
     return value
 
 
@@ -289,7 +289,7 @@ def _fit_union(given, arms, stated):
                 return _fit(given, arm, stated)
             except _Refused as refusal:
                 refusals.append(refusal)
-    raise refusals[0] if len(refusals) == 1 else _Refused(f"must be {describe(stated)}.")
+    raise refusals[0] if len(refusals) == 1 else _Refused(f"must be {describe_type(stated)}.")
 
 
 def _fit_list(given, hint, item):
@@ -299,24 +299,24 @@ def _fit_list(given, hint, item):
             try:
                 given = parse_toml(f"value = {text}")["value"]
             except ValueError:
-                raise _Refused(f"must be {describe(hint)}, written as in TOML.") from None
+                raise _Refused(f"must be {describe_type(hint)}, written as in TOML.") from None
         else:
             given = [_Typed(part.strip()) for part in text.split(",") if part.strip()]
     if not isinstance(given, list):
-        raise _Refused(f"must be {describe(hint)}.")
+        raise _Refused(f"must be {describe_type(hint)}.")
     values = []
     for number, entry in enumerate(given):
         try:
             values.append(_fit(entry, item))
         except _Refused as refusal:
-            raise _Refused(f"entry {number} ({show(entry)}): {refusal}") from None
+            raise _Refused(f"entry {number} ({format_value(entry)}): {refusal}") from None
     return values
 
 
 def _fit_table(given, hint):
     if not isinstance(given, dict):
         raise _Refused(f"must be a table with {', '.join(type_hints(hint))}.")
-    value, problems = build(hint, given)
+    value, problems = build_dataclass(hint, given)
     if problems:
         raise _Refused(" ".join(str(p) for p in problems))
     return value
@@ -337,7 +337,7 @@ def _obey(value: Any, rule: Any) -> None:
     if isinstance(rule, Range) and not rule.holds(value):
         raise _Refused(f"must be {rule}.")
     if isinstance(rule, Supported) and value not in rule.values:
-        only = " or ".join(show(v) for v in rule.values)
+        only = " or ".join(format_value(v) for v in rule.values)
         raise _Refused(f"{rule.feature} is not available in this version. Use {only}.")
 
 
@@ -357,18 +357,18 @@ def all_keys(schema: type, prefix: str = "") -> list[str]:
     return keys
 
 
-def describe(hint: Any) -> str:
+def describe_type(hint: Any) -> str:
     """A type in words a user reads: "an integer of at least 1"."""
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin is Annotated:
         bounds = [str(rule) for rule in arguments[1:] if isinstance(rule, Range)]
-        return describe(arguments[0]) + "".join(f" of {b}" for b in bounds)
+        return describe_type(arguments[0]) + "".join(f" of {b}" for b in bounds)
     if origin in (Union, types.UnionType):
-        return " or ".join("none" if a is type(None) else describe(a) for a in arguments)
+        return " or ".join("none" if a is type(None) else describe_type(a) for a in arguments)
     if origin is Literal:
         return " | ".join(json.dumps(a) for a in arguments)
     if origin is list:
-        return f"a list of {describe(arguments[0]).removeprefix('a ').removeprefix('an ')}"
+        return f"a list of {describe_type(arguments[0]).removeprefix('a ').removeprefix('an ')}"
     if dataclasses.is_dataclass(hint):
         return "{" + ", ".join(type_hints(hint)) + "}"
     words = {int: "an integer", float: "a number", bool: "true or false", str: "a string"}
@@ -378,11 +378,11 @@ def describe(hint: Any) -> str:
 # --- the whole way, and back ---------------------------------------------------------------------
 
 
-def load(
+def load_config(
     schema: type, argv: Sequence[str], moved: dict[str, str] | None = None
 ) -> tuple[Any, list[ConfigError]]:
     """The job that argv asks for (its TOML, then its overrides), and every problem found."""
-    overrides, problems = read_overrides(argv)
+    overrides, problems = parse_overrides(argv)
     named = overrides.get("job", {})
     path = named.get("config_file") if isinstance(named, dict) else None
     table: dict[str, Any] = {}
@@ -391,7 +391,7 @@ def load(
             table = read_toml(path.text)
         except ConfigError as error:
             problems.append(error)
-    value, more = build(schema, merge(table, overrides), moved)
+    value, more = build_dataclass(schema, merge_tables(table, overrides), moved)
     return value, problems + more
 
 
@@ -437,7 +437,7 @@ def _toml(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False, default=str)
 
 
-def show(value: Any) -> str:
+def format_value(value: Any) -> str:
     if isinstance(value, _Typed):
         return value.text
     text = _toml(value) if value is not None else "none"

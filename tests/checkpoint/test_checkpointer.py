@@ -21,7 +21,7 @@ from titanlite.checkpoint import list_steps, read_checkpoint_manifest
 from titanlite.checkpoint.manifest import FORMAT, _hash
 from titanlite.checkpoint.tensor_io import _make_room
 from titanlite.errors import CheckpointError
-from titanlite.runtime.lease import LEASE_FILE, take_lease
+from titanlite.runtime.lease import LEASE_FILE, acquire_lease
 from titanlite.storage import StorageFolder
 
 
@@ -129,7 +129,7 @@ def lose_the_lease(folder, mode, when) -> list:
     step is saved, and the rest of the folder must still be there."""
     state, checks = trained(Layout(shard=2)), []
     # No heartbeat comes in time: only what reads the lease itself can know.
-    lease = take_lease(Path(folder), heartbeat_seconds=1000) if dist.get_rank() == 0 else None
+    lease = acquire_lease(Path(folder), heartbeat_seconds=1000) if dist.get_rank() == 0 else None
 
     def fence() -> int:
         checks.append(1)

@@ -20,7 +20,7 @@ from tests.faults.launch import Launched, events_of
 from titanlite.checkpoint import list_steps, read_checkpoint_manifest
 from titanlite.distributed.process_group import set_collective_timeouts
 from titanlite.errors import CheckpointError, ConfigError
-from titanlite.runtime.remote_lease import lease_numbers, take_remote_lease
+from titanlite.runtime.remote_lease import acquire_remote_lease, lease_numbers
 from titanlite.storage import StorageFolder
 
 pytestmark = needs_s3
@@ -119,7 +119,7 @@ def live(store, url) -> dict:
 def look_slowly(store, url) -> str:
     """Look for a checkpoint where that takes longer than training has patience."""
     checkpointer = open_checkpointer(url)
-    set_collective_timeouts(1, besides=checkpointer.group)
+    set_collective_timeouts(1, excluded=checkpointer.group)
     if dist.get_rank() == 0:
         store.rule("GET", "prefix=slow%2F", "delay", 1, 3.0)
     found = checkpointer.find()
@@ -240,7 +240,7 @@ def race(store, url, rounds) -> list[int]:
         folder = StorageFolder(f"{url}/{number}")
         dist.barrier()
         try:
-            lease = take_remote_lease(folder, "checkpoint.folder", **QUICK)
+            lease = acquire_remote_lease(folder, "checkpoint.folder", **QUICK)
             numbers.append(lease.number)
         except ConfigError as error:
             assert "checkpoint.folder = s3://" in str(error) and "another job" in str(error)
@@ -254,7 +254,7 @@ def race(store, url, rounds) -> list[int]:
         if lease:
             numbers.append(0)
         else:
-            lease = take_remote_lease(folder, "checkpoint.folder", **QUICK)
+            lease = acquire_remote_lease(folder, "checkpoint.folder", **QUICK)
             numbers.append(lease.number)
             lease.close()
     return numbers
@@ -272,9 +272,9 @@ def content_of(folder: StorageFolder) -> dict:
 
 def test_a_dead_jobs_lease_in_a_store_is_taken_over(here):
     folder = StorageFolder("s3://bucket/dead")
-    ours = take_remote_lease(folder, "checkpoint.folder", **QUICK)
+    ours = acquire_remote_lease(folder, "checkpoint.folder", **QUICK)
     with pytest.raises(ConfigError, match=f"process {os.getpid()} on"):
-        take_remote_lease(folder, "checkpoint.folder", **QUICK)
+        acquire_remote_lease(folder, "checkpoint.folder", **QUICK)
     before = content_of(folder)["beats"]
     deadline = time.monotonic() + 30
     while content_of(folder)["beats"] == before:
@@ -283,14 +283,14 @@ def test_a_dead_jobs_lease_in_a_store_is_taken_over(here):
     ours.close()
     state["holder"]["host"] = "elsewhere"  # of which only the heartbeat tells
     folder.write_at_once("lease-000001.json", json.dumps(state).encode())
-    taken = take_remote_lease(folder, "checkpoint.folder", **QUICK)
+    taken = acquire_remote_lease(folder, "checkpoint.folder", **QUICK)
     assert taken.number == 2 and lease_numbers(folder) == [2]
     taken.close()
 
 
 def test_a_job_elsewhere_that_beats_keeps_its_lease_in_a_store(here):
     folder = StorageFolder("s3://bucket/beats")
-    take_remote_lease(folder, "checkpoint.folder", **QUICK).close()
+    acquire_remote_lease(folder, "checkpoint.folder", **QUICK).close()
     state, stop = content_of(folder), threading.Event()
     state["holder"]["host"], state["released"] = "elsewhere", False
 
@@ -303,7 +303,7 @@ def test_a_job_elsewhere_that_beats_keeps_its_lease_in_a_store(here):
     thread.start()
     try:
         with pytest.raises(ConfigError, match="on elsewhere"):
-            take_remote_lease(folder, "checkpoint.folder", stale_seconds=60)
+            acquire_remote_lease(folder, "checkpoint.folder", stale_seconds=60)
     finally:
         stop.set()
         thread.join()
@@ -311,7 +311,7 @@ def test_a_job_elsewhere_that_beats_keeps_its_lease_in_a_store(here):
 
 def test_a_lost_answer_does_not_make_a_job_refuse_itself(here):
     here.rule("PUT", "lease-000001.json", "lose", 1)
-    lease = take_remote_lease(StorageFolder("s3://bucket/lost"), "checkpoint.folder", **QUICK)
+    lease = acquire_remote_lease(StorageFolder("s3://bucket/lost"), "checkpoint.folder", **QUICK)
     lease.check()
     lease.close()
 
@@ -319,7 +319,7 @@ def test_a_lost_answer_does_not_make_a_job_refuse_itself(here):
 @pytest.mark.parametrize("where", ["s3://bucket/check", "memory://check"])
 def test_a_check_reads_the_store_itself_and_does_not_wait_for_a_heartbeat(where, here):
     folder = StorageFolder(where)
-    lease = take_remote_lease(folder, "checkpoint.folder", heartbeat_seconds=1000)
+    lease = acquire_remote_lease(folder, "checkpoint.folder", heartbeat_seconds=1000)
     lease.check()
     here.rule("GET", "check", "refuse")
     if where.startswith("s3"):

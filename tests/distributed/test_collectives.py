@@ -65,7 +65,7 @@ def say_all_kinds() -> list:
         run_on_rank_0(refuse)
     except UserError as error:
         kinds = [type(problem).__name__ for problem in error.problems]
-        heard.append([type(error).__name__, kinds, format_error(error), error.shared])
+        heard.append([type(error).__name__, kinds, format_error(error), error.on_all_ranks])
         heard.append([list(problem.keys) for problem in error.problems])
     return heard
 

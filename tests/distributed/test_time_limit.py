@@ -17,7 +17,7 @@ import torch.distributed as dist
 from tests.conftest import ROOT
 from tests.distributed.ranks import _forkserver
 from tests.faults.launch import open_store
-from titanlite.distributed.process_group import CommConfig, DebugConfig, join
+from titanlite.distributed.process_group import CommConfig, DebugConfig, join_process_group
 from titanlite.distributed.time_limit import TimeLimit
 from titanlite.errors import EXIT_RANK_LOST
 
@@ -52,7 +52,9 @@ def meet_nobody(port: int, log: str) -> None:
         MASTER_PORT=str(port),
         TORCHELASTIC_USE_AGENT_STORE="True",
     )
-    with join(torch.device("cpu"), CommConfig(init_timeout_seconds=4), DebugConfig(), Path()):
+    with join_process_group(
+        torch.device("cpu"), CommConfig(init_timeout_seconds=4), DebugConfig(), Path()
+    ):
         pass
 
 

@@ -15,7 +15,7 @@ from titanlite.distributed.process_group import set_collective_timeouts
 def late_by_two_seconds() -> tuple[bool, bool]:
     """Whether rank 0 waits for rank 1 in the group that is spared, and in the other one."""
     patient = dist.new_group(backend="gloo", timeout=timedelta(seconds=60))
-    set_collective_timeouts(1, besides=patient)
+    set_collective_timeouts(1, excluded=patient)
     waited = []
     for group in (patient, None):
         if dist.get_rank():

@@ -17,20 +17,20 @@ from pathlib import Path
 import pytest
 
 from titanlite.errors import CheckpointError, ConfigError
-from titanlite.runtime.lease import COUNT_FILE, LEASE_FILE, _look, _rename_away, take_lease
+from titanlite.runtime.lease import COUNT_FILE, LEASE_FILE, _look, _rename_away, acquire_lease
 
 ROOT = Path(__file__).parents[2]
 QUICK = {"heartbeat_seconds": 0.05, "stale_seconds": 0.5}
 STILL = 0.2  # what to wait for a heartbeat that nobody makes
 
 # One process of a job, told what to do line by line. The lease is loaded as a file of its own, or
-# titanlite.runtime would load torch for seconds.
+# titanlite.checkpoint would load torch for seconds.
 JOB = """
 import fcntl, pathlib, runpy, sys, time
 
 sys.path.insert(0, {root!r})
 from titanlite.errors import ConfigError
-take_lease = runpy.run_path({root!r} + "/titanlite/runtime/lease.py")["take_lease"]
+acquire_lease = runpy.run_path({root!r} + "/titanlite/runtime/lease.py")["acquire_lease"]
 
 def no_locks(*_):
     raise OSError(37, "No locks available")
@@ -47,7 +47,7 @@ for line in sys.stdin:
         while time.monotonic() < float(at):
             pass
         try:
-            lease = take_lease(
+            lease = acquire_lease(
                 pathlib.Path(folder), heartbeat_seconds={heartbeat}, stale_seconds={stale}
             )
             print("taken", flush=True)
@@ -112,7 +112,7 @@ def start_job():
 
 @contextmanager
 def taken(folder: Path, **other):
-    with take_lease(folder, **{**QUICK, **other}) as lease:
+    with acquire_lease(folder, **{**QUICK, **other}) as lease:
         yield lease
 
 
@@ -182,10 +182,10 @@ def test_the_second_job_on_a_folder_is_refused_and_told_by_whom(tmp_path, start_
 
 
 def test_the_refusal_says_how_old_the_heartbeat_is(tmp_path):
-    with take_lease(tmp_path):
+    with acquire_lease(tmp_path):
         os.utime(tmp_path / LEASE_FILE, (0, time.time() - 100))
         with pytest.raises(ConfigError, match="heartbeat was 100 s ago"):
-            take_lease(tmp_path)
+            acquire_lease(tmp_path)
 
 
 def test_a_lease_is_given_back(tmp_path, start_job):
@@ -207,7 +207,7 @@ def test_a_job_killed_on_this_host_is_not_waited_for(tmp_path, start_job, said):
     first.kill()
     assert (tmp_path / LEASE_FILE).exists()
     began = time.monotonic()
-    with take_lease(tmp_path):  # with the true 30 s
+    with acquire_lease(tmp_path):  # with the true 30 s
         assert time.monotonic() - began < 2
         assert json.loads((tmp_path / LEASE_FILE).read_text())["pid"] == os.getpid()
     assert f"taken over from process {first.process.pid} on" in said()
@@ -236,7 +236,7 @@ def test_a_stopped_job_still_holds_its_folder(tmp_path, start_job):
 def test_a_reused_process_number_is_not_believed(tmp_path):
     with taken(tmp_path):
         rewrite(tmp_path, process_started=1)  # so our pid is some earlier process's
-        with take_lease(tmp_path) as lease:
+        with acquire_lease(tmp_path) as lease:
             assert not lease.lost
 
 
@@ -274,7 +274,7 @@ def elsewhere(tmp_path) -> Path:
 
 def test_a_job_elsewhere_that_beats_is_not_robbed(elsewhere):
     with heart(elsewhere), pytest.raises(ConfigError, match="on elsewhere"):
-        take_lease(elsewhere.parent)  # with the true 30 s
+        acquire_lease(elsewhere.parent)  # with the true 30 s
     assert json.loads(elsewhere.read_text())["host"] == "elsewhere"
 
 
@@ -374,7 +374,7 @@ def test_a_lease_that_was_removed_is_noticed(tmp_path):
 
 def test_a_lease_that_is_away_for_a_moment_is_not_lost(tmp_path):
     """While another job puts it back that had taken it for an older one."""
-    with take_lease(tmp_path, heartbeat_seconds=0.3) as lease:
+    with acquire_lease(tmp_path, heartbeat_seconds=0.3) as lease:
         for _ in range(2):
             before = lease.path.stat().st_mtime_ns
             assert eventually(lambda before=before: lease.path.stat().st_mtime_ns > before)
@@ -416,12 +416,12 @@ def test_every_taking_of_a_lease_gets_a_larger_number(tmp_path, start_job):
 
 
 def test_a_check_reads_the_lease_itself_and_does_not_wait_for_a_heartbeat(tmp_path):
-    with take_lease(tmp_path, heartbeat_seconds=1000) as lease:
+    with acquire_lease(tmp_path, heartbeat_seconds=1000) as lease:
         lease.check()
         rewrite(tmp_path, host="elsewhere")
         with pytest.raises(CheckpointError, match="on elsewhere .* has taken it from this job"):
             lease.check()
-    with take_lease(tmp_path / "2", heartbeat_seconds=1000) as lease:
+    with acquire_lease(tmp_path / "2", heartbeat_seconds=1000) as lease:
         lease.path.unlink()
         with pytest.raises(CheckpointError, match="was removed"):
             lease.check()
@@ -430,7 +430,7 @@ def test_a_check_reads_the_lease_itself_and_does_not_wait_for_a_heartbeat(tmp_pa
 def test_a_folder_that_cannot_be_written_to_is_the_users_to_mend(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match=r"job.dump_folder = .*file/out: .*Not a directory"):
-        take_lease(tmp_path / "file" / "out")
+        acquire_lease(tmp_path / "file" / "out")
 
 
 @pytest.mark.parametrize(
@@ -441,4 +441,4 @@ def test_a_folder_that_cannot_be_written_to_is_the_users_to_mend(tmp_path):
 def test_a_lease_that_is_no_file_is_refused_and_not_waited_for(tmp_path, make):
     make(tmp_path / LEASE_FILE)
     with pytest.raises(ConfigError, match=r"lease.json: is not a regular file"):
-        take_lease(tmp_path)
+        acquire_lease(tmp_path)

@@ -25,9 +25,9 @@ from titanlite.runtime.start_log import (
 def live(folder, from_step, code=None, step=None, reason="", ranks=8) -> None:
     """One start of a run, and its end unless it is killed."""
     ledger = StartLog(folder)
-    ledger.start(ranks, from_step)
+    ledger.record_start(ranks, from_step)
     if code is not None:
-        ledger.end(code, step, reason)
+        ledger.record_end(code, step, reason)
 
 
 def live_until_killed(folder, from_step) -> int:
@@ -36,7 +36,7 @@ def live_until_killed(folder, from_step) -> int:
     child = os.fork()
     if child == 0:
         try:
-            StartLog(folder).start(8, from_step)
+            StartLog(folder).record_start(8, from_step)
             os.write(there, b".")
             time.sleep(60)
         finally:
@@ -52,13 +52,13 @@ def live_until_killed(folder, from_step) -> int:
 
 def refusal(folder, from_step, limit) -> str:
     with pytest.raises(CheckpointError) as refused:
-        StartLog(folder).check(from_step, limit)
+        StartLog(folder).check_crash_loop(from_step, limit)
     return str(refused.value)
 
 
 def test_a_run_killed_again_and_again_is_refused(tmp_path):
     for death in range(3):
-        StartLog(tmp_path).check(100, limit=3)
+        StartLog(tmp_path).check_crash_loop(100, limit=3)
         pid = live_until_killed(tmp_path, 100)
         last = json.loads((tmp_path / STARTS_FILE).read_text().splitlines()[-1])
         assert last["event"] == "start" and last["pid"] == pid, death
@@ -94,18 +94,18 @@ def test_a_journal_that_tells_of_nothing_new_is_no_evidence(tmp_path):
 def test_a_limit_of_zero_refuses_nothing(tmp_path):
     for _ in range(9):
         live(tmp_path, 0)
-    StartLog(tmp_path).check(0, limit=0)
+    StartLog(tmp_path).check_crash_loop(0, limit=0)
 
 
 def test_a_new_folder_is_not_refused(tmp_path):
-    StartLog(tmp_path).check(0, limit=1)
+    StartLog(tmp_path).check_crash_loop(0, limit=1)
 
 
 def test_a_run_that_gets_further_each_time_is_never_refused(tmp_path):
     for step in range(0, 100, 10):
-        StartLog(tmp_path).check(step, limit=2)
+        StartLog(tmp_path).check_crash_loop(step, limit=2)
         live(tmp_path, step)
-        StartLog(tmp_path).check(step, limit=2)
+        StartLog(tmp_path).check_crash_loop(step, limit=2)
         live(tmp_path, step)
 
 
@@ -113,7 +113,7 @@ def test_a_run_that_gets_further_each_time_is_never_refused(tmp_path):
 def test_an_end_in_order_is_no_death(tmp_path, code):
     for _ in range(5):
         live(tmp_path, 100, code, step=100)
-        StartLog(tmp_path).check(100, limit=1)
+        StartLog(tmp_path).check_crash_loop(100, limit=1)
 
 
 @pytest.mark.parametrize("code", [1, 3, -9, 134, 137])
@@ -125,15 +125,15 @@ def test_every_other_end_is_a_death(tmp_path, code):
 def test_a_refusal_is_not_the_end_of_the_run_before(tmp_path):
     live(tmp_path, 100)
     ledger = StartLog(tmp_path)
-    ledger.end(2, 100, "refused")  # as a caller does that tells of every end
+    ledger.record_end(2, 100, "refused")  # as a caller does that tells of every end
     refusal(tmp_path, 100, limit=1)
 
 
 def test_only_the_first_end_counts(tmp_path):
     ledger = StartLog(tmp_path)
-    ledger.start(8, 100)
-    ledger.end(1, 120, "RuntimeError: out of memory")
-    ledger.end(0, 120)
+    ledger.record_start(8, 100)
+    ledger.record_end(1, 120, "RuntimeError: out of memory")
+    ledger.record_end(0, 120)
     assert "out of memory" in refusal(tmp_path, 100, limit=1)
 
 
@@ -161,12 +161,12 @@ def test_a_line_that_is_no_entry_hides_no_other(tmp_path, junk):
 
 def test_a_full_disk_does_not_hide_why_a_run_ends(tmp_path):
     ledger = StartLog(tmp_path)
-    ledger.start(8, 0)
+    ledger.record_start(8, 0)
     (tmp_path / STARTS_FILE).unlink()
     (tmp_path / STARTS_FILE).symlink_to("/dev/full")
-    ledger.end(1, 7, "the true reason")
+    ledger.record_end(1, 7, "the true reason")
     with pytest.raises(CheckpointError, match="No space left"):
-        StartLog(tmp_path).start(8, 0)
+        StartLog(tmp_path).record_start(8, 0)
 
 
 # --- pure ----------------------------------------------------------------------------------------

@@ -101,7 +101,7 @@ def train(rank: int, folder: Path, trouble, port: int, restart: int) -> None:
     meeting, minute = dist.FileStore(f"{folder}/meeting", RANKS), timedelta(seconds=60)
     dist.init_process_group("gloo", store=meeting, rank=rank, world_size=RANKS, timeout=minute)
     try:
-        with HeartbeatWatchdog(rank, RANKS, TIMEOUT, folder, start=str(restart)) as watch:
+        with HeartbeatWatchdog(rank, RANKS, TIMEOUT, folder, start_id=str(restart)) as watch:
             take_steps(rank, watch, trouble, folder)
     except UserError:
         sys.exit(EXIT_USER_ERROR)
@@ -114,7 +114,7 @@ def train(rank: int, folder: Path, trouble, port: int, restart: int) -> None:
 def take_steps(rank: int, watch: HeartbeatWatchdog, trouble, folder: Path) -> None:
     for step in range(1, 6):
         for phase in ("data", "forward", "backward", "save"):
-            watch.now(step, phase)
+            watch.set_phase(step, phase)
             if step == THIRD_STEP and phase == trouble.phase:
                 time.sleep(0.5)  # the phases of real steps are longer than a pulse
                 if rank == 2:
@@ -414,7 +414,7 @@ def train_alone(folder: Path) -> None:
     os.dup2(os.open(folder / "said", os.O_CREAT | os.O_WRONLY), 2)
     with HeartbeatWatchdog(0, 1, TIMEOUT / 20, folder) as watch:
         for step in (1, 2):
-            watch.now(step, "data")
+            watch.set_phase(step, "data")
             time.sleep(TIMEOUT / 10)  # slower than the timeout, at which nobody waits
         read_what_never_comes()
 
@@ -434,12 +434,12 @@ def test_a_rank_that_is_alone_and_hangs_says_where_and_ends(tmp_path):
 WORKER = """
 import os, sys, time, torch
 from pathlib import Path
-from titanlite.distributed.process_group import CommConfig, DebugConfig, join
+from titanlite.distributed.process_group import CommConfig, DebugConfig, join_process_group
 from titanlite.runtime.watchdog import HeartbeatWatchdog, exit_with_launcher
 exit_with_launcher()
 folder = Path(sys.argv[1])
-with join(torch.device("cpu"), CommConfig(), DebugConfig(), folder) as session:
-    with HeartbeatWatchdog(session.rank, session.ranks, 60, folder, session.start):
+with join_process_group(torch.device("cpu"), CommConfig(), DebugConfig(), folder) as session:
+    with HeartbeatWatchdog(session.rank, session.world_size, 60, folder, session.start_id):
         (folder / f"pid_{session.rank}").write_text(str(os.getpid()))
         time.sleep(60)
 """

@@ -248,7 +248,7 @@ class Checkpointer:
                 f"checkpoint.load_step = {load_step}: {self.folder} has no checkpoint of"
                 f" that step. Those there: {there}.",
                 fix="Use one of them, or -1 for the newest.",
-            ).on_every_rank()
+            ).mark_on_all_ranks()
         refused: list[str] = []
         for step in listing.steps[::-1] if load_step == -1 else [load_step]:
             place = self.folder / f"step-{step}"
@@ -262,14 +262,14 @@ class Checkpointer:
                 f"{self.folder}: none of the checkpoints asked for is whole and true:"
                 f" {' '.join(refused)}",
                 fix="Restore one of them, or start from nothing in another job.dump_folder.",
-            ).on_every_rank()
+            ).mark_on_all_ranks()
         self._on_rank_0(lambda: self._clean(listing.unfinished))
         if config.initial_load_path is None:
             return None
         place = StorageFolder(config.initial_load_path)
         manifest, problem = (None, "") if config.initial_load_in_hf else self._verified(place)
         if problem:
-            raise CheckpointError(f"checkpoint.initial_load_path: {problem}").on_every_rank()
+            raise CheckpointError(f"checkpoint.initial_load_path: {problem}").mark_on_all_ranks()
         return FoundCheckpoint(place, manifest, [], initial=True)
 
     def load(
@@ -300,7 +300,7 @@ class Checkpointer:
                 " (checkpoint.last_save_model_only), so this run cannot go on from it.",
                 fix="Use an earlier one (checkpoint.load_step), or start its moments anew:"
                 ' checkpoint.exclude_from_loading = ["optimizer"].',
-            ).on_every_rank()
+            ).mark_on_all_ranks()
         read_tensors(
             place, model_and_optimizer_state(model, None if skip else optimizer), self.group
         )
@@ -355,7 +355,7 @@ class Checkpointer:
         if problems:
             silent = str(problem) if isinstance(problem, StorageUnreachable) else ""
             if unreachable := gather_problems(silent, self.group):  # it may well be valid
-                raise CheckpointError(" ".join(unreachable)).on_every_rank()
+                raise CheckpointError(" ".join(unreachable)).mark_on_all_ranks()
         return manifest, " ".join(problems)
 
     def _on_rank_0(self, act: Callable[[], T]) -> T:
@@ -503,7 +503,7 @@ def _check_facts(
             fix="Set them as they were saved; or allow it: checkpoint.allow_changes ="
             f" [{quoted}]; or start in another job.dump_folder, where"
             " checkpoint.initial_load_path takes the weights alone.",
-        ).on_every_rank()
+        ).mark_on_all_ranks()
 
 
 def _without(parts: list[str], progress: dict[str, Any]) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from titanlite.data import Tokenizer, open_tokenizer
 from titanlite.data.tokenizer import BYTES, FILES, MOST_BYTES, tokenizer_of
 from titanlite.errors import CheckpointError, ConfigError
 from titanlite.models import FAMILIES, ModelConfig, ModelSpec
-from titanlite.settings import build, describe
+from titanlite.settings import build_dataclass, describe_type
 from titanlite.storage import StorageFolder
 
 T = TypeVar("T")
@@ -75,7 +75,7 @@ def describe_saved_model(
     Raises CheckpointError before anything is built where the model is not that of its tensors.
     """
     table = manifest.job.get("model")
-    model, problems = build(ModelConfig, table if isinstance(table, dict) else {})
+    model, problems = build_dataclass(ModelConfig, table if isinstance(table, dict) else {})
     if problems or not isinstance(table, dict):
         why = "; ".join(problem.message for problem in problems) or "it names no model"
         raise CheckpointError(f"{checkpoint}: its job is not valid: {why}")
@@ -106,7 +106,7 @@ def job_value(
     value = table.get(key) if isinstance(table, dict) else table
     if value is not None and type(value) is not kind:
         raise CheckpointError(
-            f"{checkpoint}: its job is not valid: {section}.{key} is not {describe(kind)}."
+            f"{checkpoint}: its job is not valid: {section}.{key} is not {describe_type(kind)}."
         )
     return value
 

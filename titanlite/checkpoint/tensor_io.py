@@ -424,7 +424,7 @@ def _named(place: StorageFolder, act: str) -> Iterator[None]:
     except CheckpointException as failure:  # a BaseException; DCP raises it on every rank
         rank, (error, _) = min(failure.failures.items())
         if isinstance(error, UserError):
-            raise error.on_every_rank() from failure
+            raise error.mark_on_all_ranks() from failure
         raise CheckpointError(
             f"{place}: could not be {act}: rank {rank}: {type(error).__name__}: {error}"
-        ).on_every_rank() from failure
+        ).mark_on_all_ranks() from failure

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from titanlite.errors import UserError, UserErrors, error_as_data, error_from_data
+from titanlite.errors import UserError, UserErrors, error_from_dict, error_to_dict
 
 T = TypeVar("T")
 
@@ -42,7 +42,7 @@ _gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tenso
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-def gather(group: dist.ProcessGroup, own: Tensor) -> Tensor:
+def all_gather_tensor(group: dist.ProcessGroup, own: Tensor) -> Tensor:
     """What every rank of a group has, [ranks, *own.shape], in the order of the ranks."""
     every = own.new_empty(group.size() * own.numel())
     _gather(every, own.reshape(-1), group=group)
@@ -134,7 +134,7 @@ def raise_on_all_ranks(problem: UserError | None) -> None:
     Every rank must call it at the same point.
     """
     if problems := gather_problems("" if problem is None else str(problem)):
-        raise UserErrors(UserError(text) for text in problems).on_every_rank()
+        raise UserErrors(UserError(text) for text in problems).mark_on_all_ranks()
 
 
 def capture_user_error(act: Callable[[], T]) -> tuple[T | None, UserError | None]:
@@ -152,10 +152,10 @@ def run_on_rank_0(act: Callable[[], T], group: dist.ProcessGroup | None = None) 
     """
     result, problem = capture_user_error(act) if dist.get_rank() == 0 else (None, None)
     result, failure = broadcast_from_rank_0(
-        (result, error_as_data(problem) if problem else None), group
+        (result, error_to_dict(problem) if problem else None), group
     )
     if failure is not None:
-        raise error_from_data(failure).on_every_rank()
+        raise error_from_dict(failure).mark_on_all_ranks()
     return result
 
 
@@ -169,14 +169,14 @@ class AsyncMax:
     def __init__(self):
         self.group = dist.new_group(backend="gloo")
 
-    def ask(self, *own: int) -> None:
+    def start(self, *own: int) -> None:
         """Every rank calls it at the same point, with as many numbers."""
         self._numbers = torch.tensor(own)
         self._work = dist.all_reduce(
             self._numbers, dist.ReduceOp.MAX, group=self.group, async_op=True
         )
 
-    def answer(self) -> list[int]:
+    def wait(self) -> list[int]:
         """The largest of each number of any rank."""
         self._work.wait()
         return self._numbers.tolist()

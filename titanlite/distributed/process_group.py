@@ -20,9 +20,9 @@ import torch.distributed as dist
 
 from titanlite.distributed.rendezvous import (
     agree_on_start_id,
+    bind_gloo_to_loopback,
     connect_to_store,
-    keep_to_loopback,
-    launcher_keeps_store,
+    launcher_hosts_store,
     open_store,
 )
 from titanlite.distributed.time_limit import LEAVE_SECONDS, exit_after
@@ -62,9 +62,9 @@ class RankContext:
     """Who this process is among the ranks."""
 
     rank: int
-    ranks: int
+    world_size: int
     device: torch.device
-    start: str = ""  # what the ranks of this start share, and those of others in one store do not
+    start_id: str = ""  # the same on all ranks of this start; no other start in the store has it
 
 
 def launched_rank_and_world_size() -> tuple[int, int]:
@@ -90,7 +90,7 @@ def choose_device(wish: str) -> torch.device:
 
 
 @contextmanager
-def join(
+def join_process_group(
     device: torch.device, comm: CommConfig, debug: DebugConfig, folder: Path
 ) -> Iterator[RankContext]:
     """Join the ranks, with the same seeds on all; leave them at the end, also after an error."""
@@ -100,12 +100,12 @@ def join(
         _record_flights(comm, folder)
     else:
         disable_malloc_trim()
-    keep_to_loopback(ranks)
+    bind_gloo_to_loopback(ranks)
     timeout, start = comm.init_timeout_seconds, ""
     # A store on a frozen host ignores timeouts; one for the last rank to come, one for connecting.
     with exit_after(2 * timeout, f"rank {rank}: meeting the other ranks"):
         store: dist.Store = dist.HashStore()
-        if ranks > 1 and launcher_keeps_store():
+        if ranks > 1 and launcher_hosts_store():
             store = connect_to_store(timeout)
             start = agree_on_start_id(store, rank, ranks, timeout)
             store = dist.PrefixStore(start, store)
@@ -127,9 +127,10 @@ def join(
             torch.backends.cudnn.benchmark = False
         yield RankContext(rank, ranks, device, start)
     except UserError as error:
-        if not error.shared and ranks > 1:  # said before leaving: the others end because we left
+        # Before leaving: the other ranks end because this one left.
+        if not error.on_all_ranks and ranks > 1:
             print(f"rank {rank}: {format_error(error)}", file=sys.stderr, flush=True)
-            error.shared = error.told = True
+            error.on_all_ranks = error.printed = True
         raise
     finally:
         with exit_after(LEAVE_SECONDS, f"rank {rank}: leaving the other ranks"):
@@ -169,12 +170,12 @@ def enable_expandable_segments() -> None:
         os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
 
 
-def set_collective_timeouts(seconds: int, besides: dist.ProcessGroup | None) -> None:
-    """Give up on a silent rank after `seconds` from now on, but in the group `besides`."""
+def set_collective_timeouts(seconds: int, excluded: dist.ProcessGroup | None) -> None:
+    """Give up on a silent rank after `seconds` from now on, but in the group `excluded`."""
     # No public call changes the timeout of a group that exists (torch 2.11 to 2.15).
     from torch.distributed.distributed_c10d import _set_pg_timeout, _world
 
-    for group in set(_world.pg_map) - {besides}:
+    for group in set(_world.pg_map) - {excluded}:
         _set_pg_timeout(timedelta(seconds=seconds), group)
 
 
@@ -194,13 +195,13 @@ def report_user_error(error: UserError) -> int:
     the first exit it sees is the one it acts on. Before they have joined, ranks cannot know what
     the others found: one that is still there after a while found it alone, and prints it.
     """
-    if error.told:
+    if error.printed:
         return error.code
     rank, _ = launched_rank_and_world_size()
     if rank:
         time.sleep(SILENT_SECONDS)
     if rank == 0:
         print(format_error(error), file=sys.stderr, flush=True)
-    elif not error.shared:
+    elif not error.on_all_ranks:
         print(f"rank {rank}: {format_error(error)}", file=sys.stderr, flush=True)
     return error.code

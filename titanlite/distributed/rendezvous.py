@@ -24,7 +24,7 @@ import torch.distributed as dist
 PAUSE_SECONDS = 0.05  # between two looks
 
 
-def launcher_keeps_store() -> bool:
+def launcher_hosts_store() -> bool:
     """Whether the store outlives the ranks."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
@@ -59,7 +59,7 @@ def is_loopback(address: str) -> bool:
         return False
 
 
-def keep_to_loopback(ranks: int) -> None:
+def bind_gloo_to_loopback(ranks: int) -> None:
     """Let gloo listen on the loopback interface where all ranks are on one machine.
 
     What the user has set stays. NCCL is left as it is: NCCL_SOCKET_IFNAME=lo does the same there.

@@ -25,7 +25,7 @@ from titanlite.models import FAMILIES, ModelSpec
 from titanlite.optim import LossScale, schedule_warning
 from titanlite.parallelize import DTYPES, ModelTransforms
 from titanlite.parallelize.pipeline import PipelinePlan
-from titanlite.settings import load, raise_together, to_toml
+from titanlite.settings import load_config, raise_together, to_toml
 from titanlite.storage import StorageFolder
 
 __all__ = [
@@ -213,7 +213,7 @@ def read_job(argv: Sequence[str], ranks: int, *, with_data: bool = True) -> Job:
 
     `with_data` false: what it reads need not be there yet, nor the device; it cannot be run then.
     """
-    config, problems = load(JobConfig, argv, MOVED)
+    config, problems = load_config(JobConfig, argv, MOVED)
     refused = {key for problem in problems for key in problem.keys}
     ranks = config.job.check_ranks or ranks
     found = [*problems_of(config, ranks), *(outside_problems(config) if with_data else ())]

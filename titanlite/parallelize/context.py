@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from titanlite.distributed.collectives import gather, reduce_scatter_sum
+from titanlite.distributed.collectives import all_gather_tensor, reduce_scatter_sum
 from titanlite.distributed.mesh import Degrees, ParallelismConfig
 from titanlite.errors import ConfigError
 from titanlite.kernels.flash import flash_kernel_for
@@ -326,7 +326,7 @@ class _KVAllGather(_KVExchange):
     """All at once: one collective, and memory for the keys and values of a whole sequence."""
 
     def around(self, own: Tensor) -> Iterator[tuple[int, Tensor]]:
-        every = gather(self.group, own)
+        every = all_gather_tensor(self.group, own)
         for source in self.sources():
             yield source, every[source]
 

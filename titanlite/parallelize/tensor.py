@@ -27,7 +27,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from titanlite.distributed.collectives import all_reduce_max, all_reduce_sum, gather
+from titanlite.distributed.collectives import all_gather_tensor, all_reduce_max, all_reduce_sum
 from titanlite.distributed.mesh import Degrees
 from titanlite.errors import ConfigError
 from titanlite.models import Vocabulary
@@ -218,7 +218,7 @@ class _GatheredVocabulary(_ShardedVocabulary):
 
     def normalise(self, logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         padded = F.pad(logits, (0, self.most - logits.shape[-1]), value=-torch.inf)
-        whole = gather(self.tp.get_group(), padded).transpose(0, 1).flatten(1)
+        whole = all_gather_tensor(self.tp.get_group(), padded).transpose(0, 1).flatten(1)
         largest = whole.amax(-1)
         total, at = self.exponentials(whole, largest, labels)
         logits.sub_(largest.unsqueeze(-1)).exp_()

@@ -9,8 +9,8 @@ from pathlib import Path
 
 from titanlite.distributed.collectives import run_on_rank_0
 from titanlite.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_RANK_LOST, CheckpointError, UserError
-from titanlite.runtime.lease import Lease, take_lease
-from titanlite.runtime.remote_lease import RemoteLease, take_remote_lease
+from titanlite.runtime.lease import Lease, acquire_lease
+from titanlite.runtime.remote_lease import RemoteLease, acquire_remote_lease
 from titanlite.runtime.start_log import StartLog
 from titanlite.storage import StorageFolder
 
@@ -47,9 +47,9 @@ class RunFolderLock:
 
         def write() -> None:
             ledger = StartLog(self.folder)
-            ledger.check(from_step, max_crashes)
+            ledger.check_crash_loop(from_step, max_crashes)
             self.check()
-            ledger.start(ranks, from_step)
+            ledger.record_start(ranks, from_step)
             self._ledger = ledger
 
         run_on_rank_0(write)
@@ -61,7 +61,7 @@ class RunFolderLock:
     def end(self, code: int, reason: str = "") -> None:
         """Give the folders back, having written down how the run ended."""
         if self._ledger and self._still_holds():  # else it would be the end of another job's start
-            self._ledger.end(code, self.step(), reason)
+            self._ledger.record_end(code, self.step(), reason)
         for lease in self.leases:
             lease.close()
 
@@ -120,5 +120,5 @@ def _locate(folder: Path | StorageFolder) -> Path | str:
 
 def _take(folder: Path | str, key: str) -> Lease | RemoteLease:
     if isinstance(folder, Path):
-        return take_lease(folder, key)
-    return take_remote_lease(StorageFolder(folder), key)
+        return acquire_lease(folder, key)
+    return acquire_remote_lease(StorageFolder(folder), key)

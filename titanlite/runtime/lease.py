@@ -35,7 +35,7 @@ STALE_SECONDS = 30.0  # a network file system may show a heartbeat some seconds 
 MISSING_SECONDS = 1.0  # a lease that another job puts back is away for milliseconds
 
 
-def take_lease(
+def acquire_lease(
     folder: Path,
     key: str = "job.dump_folder",
     *,

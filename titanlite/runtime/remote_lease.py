@@ -36,7 +36,7 @@ HEARTBEAT_SECONDS = 10.0  # each is a request that is paid for
 STALE_SECONDS = 60.0
 
 
-def take_remote_lease(
+def acquire_remote_lease(
     folder: StorageFolder,
     key: str,
     *,

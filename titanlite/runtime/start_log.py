@@ -65,7 +65,7 @@ class StartLog:
         self.path = folder / STARTS_FILE
         self._running = False
 
-    def check(self, from_step: int, limit: int) -> None:
+    def check_crash_loop(self, from_step: int, limit: int) -> None:
         """Raise CheckpointError if the last `limit` starts from there died; 0 is no limit."""
         deaths = consecutive_crashes(read_starts(_read(self.path)), from_step)
         if not limit or len(deaths) < limit:
@@ -90,7 +90,7 @@ class StartLog:
             return False
         return lives[-1].code == EXIT_STOPPED and lives[-1].launch == _this_launch()
 
-    def start(self, ranks: int, from_step: int) -> None:
+    def record_start(self, ranks: int, from_step: int) -> None:
         """Write down that the run starts; it counts as a death until `end` says otherwise."""
         host, pid = socket.gethostname(), os.getpid()
         try:
@@ -100,7 +100,7 @@ class StartLog:
             raise CheckpointError(f"{self.path}: {error.strerror or error}.") from error
         self._running = True
 
-    def end(self, code: int, step: int, reason: str = "") -> None:
+    def record_end(self, code: int, step: int, reason: str = "") -> None:
         """Write down how the run ends, if it started; only its first end counts."""
         if not self._running:  # a refused start must not look like the end of the one before
             return

@@ -25,7 +25,7 @@ class StopRequest:
     deadline: float | None = None  # by time.monotonic()
     received: int = field(default=0, init=False)  # the signal that came
 
-    def listen(self, leave: Callable[[], None], rank: int = 0) -> None:
+    def install_handlers(self, leave: Callable[[], None], rank: int = 0) -> None:
         """From now on a signal is a request to save and leave, no longer the end.
 
         A second Ctrl-C calls `leave` and ends the process. Signals are handled in a thread, so that

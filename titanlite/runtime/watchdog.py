@@ -62,23 +62,24 @@ class Heartbeat(NamedTuple):
 
 
 class HeartbeatWatchdog:
-    """Ends this rank, and says why, when another one keeps it waiting for `seconds`, or it hangs.
+    """Ends this rank, and says why, when another one keeps it waiting for `timeout_seconds`, or it hangs.
 
-    The main thread says where it is by `now`; it may load and save for `disk_seconds`. A store
-    that outlives the ranks needs a word for this `start` of them.
+    The main thread says where it is by `set_phase`; it may load and save for `disk_timeout_seconds`. A
+    store that outlives the ranks needs a `start_id` of this start of them.
     """
 
     def __init__(
         self,
         rank: int,
-        ranks: int,
-        seconds: float,
+        world_size: int,
+        timeout_seconds: float,
         folder: Path,
-        start: str = "",
-        disk_seconds: float = DISK_SECONDS,
+        start_id: str = "",
+        disk_timeout_seconds: float = DISK_SECONDS,
     ):
-        self.rank, self.ranks, self.seconds, self.folder = rank, ranks, seconds, folder
-        self.start, self.disk_seconds = start, disk_seconds
+        self.rank, self.world_size, self.folder = rank, world_size, folder
+        self.timeout_seconds, self.disk_timeout_seconds = timeout_seconds, disk_timeout_seconds
+        self.start_id = start_id
         self._key = "comm.init_timeout_seconds"
         self._limit_aside: Callable[[], TimeLimit | None] = lambda: None
         self._main_thread = threading.get_ident()
@@ -89,11 +90,13 @@ class HeartbeatWatchdog:
         self._line: _Line | None = None
 
     def __enter__(self) -> HeartbeatWatchdog:
-        if self.ranks > 1:
-            store = connect_to_store(min(self.seconds, 30))
-            store = dist.PrefixStore(f"watch/{self.start}", store)
-            store = SignedStore(store, self.start, share_secret())
-            self._line = _Line(store, self.rank, self.ranks, self._pulse, self.pulse_seconds)
+        if self.world_size > 1:
+            store = connect_to_store(min(self.timeout_seconds, 30))
+            store = dist.PrefixStore(f"watch/{self.start_id}", store)
+            store = SignedStore(store, self.start_id, share_secret())
+            self._line = _Line(
+                store, self.rank, self.world_size, self._pulse, self.heartbeat_seconds
+            )
         self._thread = threading.Thread(target=self._watch, name="watch", daemon=True)
         self._thread.start()
         return self
@@ -114,28 +117,28 @@ class HeartbeatWatchdog:
                 raise RankLostError(lost) from error
             raise
 
-    def now(self, step: int, phase: str) -> None:
+    def set_phase(self, step: int, phase: str) -> None:
         """The main thread begins a phase; to begin the same one again is progress too."""
         before, moves, _ = self._place
         self._place = (step, moves + 1 if step == before else 0, phase)
 
     @property
-    def place(self) -> str:
+    def position(self) -> str:
         """Where the main thread is, in words."""
         step, _, phase = self._place
         return f"step {step}, {phase}"
 
-    def tighten(self, seconds: float) -> None:
+    def set_timeout(self, seconds: float) -> None:
         """Be patient for `seconds` from now on: the first step is behind us."""
-        self.seconds, self._key = seconds, "comm.train_timeout_seconds"
+        self.timeout_seconds, self._key = seconds, "comm.train_timeout_seconds"
 
-    def follow(self, limit: Callable[[], TimeLimit | None]) -> None:
+    def watch_limit(self, limit: Callable[[], TimeLimit | None]) -> None:
         """Check a limit too, while there is one: on work that the main thread may wait for."""
         self._limit_aside = limit
 
-    def pulse_seconds(self) -> float:
+    def heartbeat_seconds(self) -> float:
         """How often a rank says where it is."""
-        return min(max(1.0, self.ranks / RANKS_A_SECOND), self.seconds / 20)
+        return min(max(1.0, self.world_size / RANKS_A_SECOND), self.timeout_seconds / 20)
 
     def leave(self, reason: str = "done") -> None:
         """Say that this rank ends in order, and why, so that nobody takes it for dead."""
@@ -152,7 +155,7 @@ class HeartbeatWatchdog:
         Takes some pulses, because only one that stays away tells; one rank prints what is found.
         This rank has then left, and is ended should it still be here `LEAVE_SECONDS` later.
         """
-        line, pulse = self._line, self.pulse_seconds()
+        line, pulse = self._line, self.heartbeat_seconds()
         if line is None or self._over.is_set() or not comes_from_others(error):
             return ""
         self._lost = line.wide = True
@@ -177,15 +180,15 @@ class HeartbeatWatchdog:
 
     def _watch(self) -> None:
         line, place, rounds, before = self._line, None, 0, time.monotonic()
-        while not self._over.wait(self.pulse_seconds()):
-            passed, before = _awake(before, self.pulse_seconds())
+        while not self._over.wait(self.heartbeat_seconds()):
+            passed, before = _awake(before, self.heartbeat_seconds())
             if self._place is not place:
                 place, self._stuck = self._place, 0.0
                 limit = self._limit_of(*place)
             else:
                 self._stuck += passed
             # From C, since who reads a mapped file on a disk that hangs holds Python's lock.
-            faulthandler.dump_traceback_later(SILENT * self.seconds, file=2)
+            faulthandler.dump_traceback_later(SILENT * self.timeout_seconds, file=2)
             hangs = self._check(limit, passed)
             if line is None:
                 if hangs:
@@ -198,16 +201,16 @@ class HeartbeatWatchdog:
             if line.verdict:
                 self._end(*line.verdict)
             line.tell(line.finding or hangs or self._finding())
-            if line.finding and self._mute > 3 * self.pulse_seconds():  # and nobody hears it
+            if line.finding and self._mute > 3 * self.heartbeat_seconds():  # and nobody hears it
                 self._end(self.rank, line.finding)
 
     def _limit_of(self, step: int, moves: int, phase: str) -> TimeLimit | None:
         """The limit on what the main thread does, where it does not follow from the other ranks."""
         what, thread = f"Rank {self.rank}: {phase} of step {step}", self._main_thread
         if phase in UNHURRIED:
-            return TimeLimit(what, self.disk_seconds, "checkpoint.timeout_seconds", thread)
-        if self.ranks == 1:
-            return TimeLimit(what, ALONE * self.seconds, f"{ALONE} * {self._key}", thread)
+            return TimeLimit(what, self.disk_timeout_seconds, "checkpoint.timeout_seconds", thread)
+        if self.world_size == 1:
+            return TimeLimit(what, ALONE * self.timeout_seconds, f"{ALONE} * {self._key}", thread)
         return None
 
     def _check(self, limit: TimeLimit | None, passed: float) -> str:
@@ -222,16 +225,16 @@ class HeartbeatWatchdog:
         """What is wrong, in words; nothing while all is well."""
         line, other = self._line, self._line.next
         silence = line.silent.get(other, 0.0)
-        if silence > SILENT * self.seconds:
+        if silence > SILENT * self.timeout_seconds:
             return f"{line.name(other)} was not heard of for {silence:.0f} s; {self._last(other)}"
-        if silence > 3 * self.pulse_seconds() and _ended(line.heard.get(other)):
+        if silence > 3 * self.heartbeat_seconds() and _ended(line.heard.get(other)):
             return f"{line.name(other)} is gone; {self._last(other)}"
         # One after the other, because a thousand ranks that each listen to a thousand are a load.
-        patience = (STUCK + 0.1 * self.rank / self.ranks) * self.seconds
+        patience = (STUCK + 0.1 * self.rank / self.world_size) * self.timeout_seconds
         line.wide = self._stuck > patience and self._place[2] not in UNHURRIED
-        if line.wide and self._mute > SILENT * self.seconds:
+        if line.wide and self._mute > SILENT * self.timeout_seconds:
             return self._no_store()
-        return self._who_is_behind() if line.wide and len(line.silent) == self.ranks else ""
+        return self._who_is_behind() if line.wide and len(line.silent) == self.world_size else ""
 
     def _who_is_behind(self) -> str:
         """Whom all wait for: one that left, or that is behind the others and stands there."""
@@ -242,7 +245,9 @@ class HeartbeatWatchdog:
         last = min((pulse.step, pulse.moves) for pulse in here.values())
         behind = {rank: p for rank, p in here.items() if (p.step, p.moves) == last}
         seconds = min(pulse.seconds for pulse in behind.values())
-        if seconds < SILENT * self.seconds or any(p.phase in UNHURRIED for p in behind.values()):
+        if seconds < SILENT * self.timeout_seconds or any(
+            p.phase in UNHURRIED for p in behind.values()
+        ):
             return ""
         stands = f"been in {next(iter(behind.values()))} for {seconds:.0f} s"
         waiting = Counter(str(pulse) for rank, pulse in here.items() if rank not in behind)
@@ -253,7 +258,7 @@ class HeartbeatWatchdog:
 
     def _who_is_gone(self) -> str:
         """Who died, else who left; known only after listening to all for some pulses."""
-        line, long = self._line, 2 * self.pulse_seconds()
+        line, long = self._line, 2 * self.heartbeat_seconds()
         silent = [rank for rank, seconds in line.silent.items() if seconds > long]
         silent = [rank for rank in silent if rank not in line.heard or not line.heard[rank].left]
         gone = [rank for rank in silent if _ended(line.heard.get(rank))] or silent
@@ -305,10 +310,15 @@ class _Line:
         rank: int,
         ranks: int,
         pulse: Callable[[int, str], Heartbeat],
-        pulse_seconds: Callable[[], float],
+        heartbeat_seconds: Callable[[], float],
     ):
         self.store = store
-        self.rank, self.ranks, self.pulse, self.pulse_seconds = rank, ranks, pulse, pulse_seconds
+        self.rank, self.world_size, self.pulse, self.heartbeat_seconds = (
+            rank,
+            ranks,
+            pulse,
+            heartbeat_seconds,
+        )
         self.next = (rank + 1) % ranks  # whom we listen to
         self.wide = False  # to everyone, for the moment
         self.heard: dict[int, Heartbeat] = {}  # the last of each rank
@@ -346,19 +356,19 @@ class _Line:
         try:
             while not reason:
                 reason = self._reason
-                passed, before = _awake(before, self.pulse_seconds())
+                passed, before = _awake(before, self.heartbeat_seconds())
                 self.store.set(str(self.rank), json.dumps(self.pulse(self.rounds, reason)))
                 self._listen(passed)
                 self._agree()
                 self.rounds += 1
                 if not reason:
-                    self._wake.wait(self.pulse_seconds())
+                    self._wake.wait(self.heartbeat_seconds())
                     self._wake.clear()
         except RuntimeError:
             pass  # a connection that broke stays broken; that no more rounds are made says so
 
     def _listen(self, passed: float) -> None:
-        ranks, silent = (list(range(self.ranks)) if self.wide else [self.next]), {}
+        ranks, silent = (list(range(self.world_size)) if self.wide else [self.next]), {}
         for rank, text in zip(ranks, self.store.read([str(rank) for rank in ranks]), strict=True):
             pulse, known = Heartbeat(*json.loads(text)) if text else None, self.heard.get(rank)
             if known and (pulse is None or pulse.beat < known.beat):
@@ -368,7 +378,7 @@ class _Line:
             if pulse:
                 self.heard[rank] = pulse
                 if pulse.left and rank == self.next:
-                    self.next = (rank + 1) % self.ranks
+                    self.next = (rank + 1) % self.world_size
         self.silent = silent
 
     def _agree(self) -> None:
@@ -399,13 +409,13 @@ def exit_with_launcher() -> None:
         os.kill(os.getpid(), signal.SIGTERM)
 
 
-def _awake(before: float, pulse_seconds: float) -> tuple[float, float]:
+def _awake(before: float, heartbeat_seconds: float) -> tuple[float, float]:
     """Seconds since `before`, less those in which we were stopped ourselves; and the time now.
 
     A job that is stopped as a whole, and later woken, has lost nobody.
     """
     now = time.monotonic()
-    return min(now - before, 2 * pulse_seconds), now
+    return min(now - before, 2 * heartbeat_seconds), now
 
 
 def _home() -> str:

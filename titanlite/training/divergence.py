@@ -41,7 +41,7 @@ class NonFinite:
             " checkpoint, or starts from step 0 if there is none. If it diverges again: use a lower"
             " optimizer.lr, more lr_scheduler.warmup_steps, bfloat16 instead of float16, or look at"
             " the samples of that step.",
-        ).on_every_rank()
+        ).mark_on_all_ranks()
 
 
 class FiniteCheck:
@@ -100,11 +100,11 @@ class FiniteCheck:
         """What was found, by all ranks; each calls it at the same point, once any has found it."""
         rank, ranks = dist.get_rank(), dist.get_world_size()
         own = self._own_finding(rank)
-        council.ask(-own.rank if own.parameter else -ranks)
-        first = -council.answer()[0] % ranks  # rank 0 where nobody has such a parameter
+        council.start(-own.rank if own.parameter else -ranks)
+        first = -council.wait()[0] % ranks  # rank 0 where nobody has such a parameter
         text = json.dumps(dataclasses.asdict(own)) if rank == first else ""
-        council.ask(*text.encode().ljust(TEXT_BYTES, b"\0"))
-        return NonFinite(**json.loads(bytes(council.answer()).rstrip(b"\0")))
+        council.start(*text.encode().ljust(TEXT_BYTES, b"\0"))
+        return NonFinite(**json.loads(bytes(council.wait()).rstrip(b"\0")))
 
     def _own_finding(self, rank: int) -> NonFinite:
         record = self._record.tolist()

@@ -66,8 +66,8 @@ class ThroughputMeter(Protocol):
 class HeartbeatWatchdog(Protocol):
     """Who is told how far this rank is."""
 
-    def now(self, step: int, phase: str) -> None: ...
-    def tighten(self, seconds: float) -> None: ...
+    def set_phase(self, step: int, phase: str) -> None: ...
+    def set_timeout(self, seconds: float) -> None: ...
 
 
 class MetricSinks(Protocol):
@@ -122,14 +122,14 @@ def run(
     began, longest = time.monotonic(), 0.0  # seconds of a turn of the loop
     try:
         while not reason and state.step < config.steps:
-            watch.now(state.step + 1, "data")
+            watch.set_phase(state.step + 1, "data")
             turn, began = time.monotonic() - began, time.monotonic()
             if state.step > first_step + 1:
                 longest = max(longest, turn)  # perhaps one that validates
             # What is decided now holds after this turn; after the next one it may be too late.
             needed = checkpointer.save_seconds + longest + turn
             trouble = between.trouble()
-            council.ask(stop.reason(needed), checkpointer.writing, bool(trouble), finite.poll())
+            council.start(stop.reason(needed), checkpointer.writing, bool(trouble), finite.poll())
             with meter.waiting():
                 inputs, labels = next(batches)
             inputs = inputs.to(device, non_blocking=True)
@@ -145,12 +145,12 @@ def run(
                 lr=lr,
                 max_norm=config.max_norm,
                 early=early,
-                now=partial(watch.now, state.step + 1),
+                now=partial(watch.set_phase, state.step + 1),
             )
             meter.step_done(global_batch * inputs.shape[1])
             if not result.skipped:
                 finite.note(state.step, result)
-            reason, writing, troubled, diverged = council.answer()
+            reason, writing, troubled, diverged = council.wait()
             if troubled:
                 raise_on_all_ranks(UserError(trouble) if trouble else None)
             last = state.step == config.steps
@@ -158,10 +158,10 @@ def run(
             validates = _validation_due(state.step, between.validate_freq, last) and not reason
             with meter.paused():
                 if due or validates or last or reason:  # else later: to know it now is to wait
-                    council.ask(finite.wait(state.step, weights=due))
-                    diverged = council.answer()[0] or diverged
+                    council.start(finite.wait(state.step, weights=due))
+                    diverged = council.wait()[0] or diverged
                 if diverged:
-                    watch.now(state.step, "save")
+                    watch.set_phase(state.step, "save")
                     _end_diverged(finite.tell_all(council), checkpointer, sinks)
                 if result.skipped:
                     _tell_skipped(state, sinks)
@@ -172,15 +172,15 @@ def run(
                         sinks.step(record)
                 if validates:
                     _tell_losses(state.step, between.validate(), sinks)
-                watch.now(state.step, "save")
+                watch.set_phase(state.step, "save")
                 _keep(state, checkpointer, bool(writing), due, last, bool(reason), sinks)
                 if state.step % config.gc_freq == 0:
                     gc.collect(1)
                 if state.step == first_step + 1:  # it took longer: kernels, buffers, plans
                     if between.compiled:
                         logger.info("%s", compiled_so_far())
-                    set_collective_timeouts(train_timeout_seconds, besides=checkpointer.group)
-                    watch.tighten(train_timeout_seconds)
+                    set_collective_timeouts(train_timeout_seconds, excluded=checkpointer.group)
+                    watch.set_timeout(train_timeout_seconds)
                 profiler.step()  # writing a trace takes a while
     finally:
         gc.enable()
@@ -188,8 +188,8 @@ def run(
 
 
 def _asked_before_starting(council: AsyncMax, stop: StopRequest) -> int:
-    council.ask(stop.reason(0.0))
-    return council.answer()[0]
+    council.start(stop.reason(0.0))
+    return council.wait()[0]
 
 
 def _validation_due(step: int, freq: int, last: bool) -> bool:
@@ -236,7 +236,7 @@ def _keep(
         saved = checkpointer.wait()
         _tell_saved(saved, checkpointer, sinks)
         if (last or stopping) and saved and saved.problem:
-            raise CheckpointError(saved.problem).on_every_rank()
+            raise CheckpointError(saved.problem).mark_on_all_ranks()
 
 
 def _tell_skipped(state: TrainState, sinks: MetricSinks) -> None:
