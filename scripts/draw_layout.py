@@ -43,7 +43,7 @@ def main(argv: list[str]) -> int:
         if asked.ranks < 1:
             raise UserError(f"--ranks {asked.ranks}: must be at least 1.")
         words = ["--job.config_file", asked.config, *overrides, f"--job.check_ranks={asked.ranks}"]
-        job = read_job(words, asked.ranks, with_data=False)
+        job = read_job(words, asked.ranks, check_environment=False)
         timelines = [_computed(job)] if job.degrees.pipeline > 1 else []
         if asked.trace is not None:
             timelines.append(_measured(job, asked.trace))

@@ -1,4 +1,4 @@
-"""A job is whole, or everything that is wrong with it is said before anything starts."""
+"""A job passes every check, or all its errors are reported together before anything starts."""
 
 from __future__ import annotations
 
@@ -12,19 +12,25 @@ import torch
 from tests.conftest import ROOT
 from titanlite.data import ShardWriter
 from titanlite.errors import UserError, UserErrors, format_error
-from titanlite.job import FACTS, MOVED, JobConfig, open_data, read_job
+from titanlite.job import FACTS, MOVED, JobConfig, read_job
+from titanlite.job.data import open_job_stream, open_job_tokenizer
 from titanlite.parallelize.float8 import torchao
 from titanlite.settings import all_keys, read_toml
 
 
-def said(run_toml, *argv, ranks=1) -> str:
-    """What is said to a job that is not accepted."""
+def refusal(run_toml, *argv, ranks=1) -> str:
+    """The error text for a job that is refused."""
     with pytest.raises(UserError) as raised:
         read_job(["--job.config_file", str(run_toml), *argv], ranks)
     return format_error(raised.value)
 
 
-def accepted(run_toml, *argv, ranks=1):
+def stream_of(job):
+    tokenizer = open_job_tokenizer(job.config)
+    return open_job_stream(job.config, job.sizes.vocab_size, tokenizer)
+
+
+def accept(run_toml, *argv, ranks=1):
     return read_job(["--job.config_file", str(run_toml), *argv], ranks)
 
 
@@ -52,13 +58,13 @@ EARLY = ["--optimizer.early_step_in_backward", "true", "--training.max_norm", "0
          1, 'or training.dtype = "float32"'),
         (["--training.steps", "150", "--lr_scheduler.total_steps", "100"], 1,
          "the last 50 steps would learn nothing"),
-        (["--optimizer.offload", "true"], 1, "is host memory already"),
-        (["--optimizer.offload", "true", "--training.enable_cpu_offload", "true"], 1, "Leave one of"),
-        (EARLY[:-2], 1, "training.max_norm = 1 scales"),
-        ([*EARLY, *PIPELINE], 2, "last micro-batch is back"),
-        ([*EARLY, "--training.enable_cpu_offload", "true"], 1, "nothing to save"),
+        (["--optimizer.offload", "true"], 1, "so its state is in host memory already"),
+        (["--optimizer.offload", "true", "--training.enable_cpu_offload", "true"], 1, "Disable one of the two"),
+        (EARLY[:-2], 1, "training.max_norm = 1 clips"),
+        ([*EARLY, *PIPELINE], 2, "reuse each weight for later micro-batches"),
+        ([*EARLY, "--training.enable_cpu_offload", "true"], 1, "would save no device memory"),
         ([*EARLY, "--training.mixed_precision_param", "float16"], 1, "gradient overflows"),
-        ([*EARLY], 2, "adds up 2 micro-batches"),
+        ([*EARLY], 2, "accumulate over 2 micro-batches"),
         (["--profiling.enable_memory_snapshot", "true"], 1, "of GPUs only"),
         (["--training.global_batch_size", "9"], 2, "Use 8 or 12"),
         (["--training.local_batch_size", "3"], 1, "Use 6 or 9"),
@@ -80,7 +86,7 @@ EARLY = ["--optimizer.early_step_in_backward", "true", "--training.max_norm", "0
         (["--checkpoint.export_dtype", "bfloat16"], 1, "for a last save of the model"),
         (["--checkpoint.initial_load_in_hf", "true"], 1, "initial_load_path is not set"),
         (["--checkpoint.last_save_in_hf", "true", "--model.qk_norm", "true"], 1, "has no such norm"),
-        (["--checkpoint.enable", "false", "--job.time_limit_minutes", "9"], 1, "would be lost"),
+        (["--checkpoint.enable", "false", "--job.time_limit_minutes", "9"], 1, "nothing would be saved"),
         (["--activation_checkpoint.mode", "selective",
           "--activation_checkpoint.selective_ac_option", "ops"], 1, 'such as "2", or "op"'),
         (["--activation_checkpoint.mode", "memory_budget"], 1, "blocks are not compiled"),
@@ -94,13 +100,13 @@ EARLY = ["--optimizer.early_step_in_backward", "true", "--training.max_norm", "0
         ([*PIPELINE, "--model.n_layers", "4", "--training.local_batch_size", "4",
           "--parallelism.pipeline_parallel_schedule", "ZBVZeroBubble",
           "--activation_checkpoint.mode", "selective",
-          "--activation_checkpoint.selective_ac_option", "op"], 2, "runs each in two halves"),
+          "--activation_checkpoint.selective_ac_option", "op"], 2, "backward in two parts"),
         (["--optimizer.state_dtype", "8bit", "--model.hidden_dim", "96",
-          "--parallelism.tensor_parallel_degree", "2"], 2, "which cuts blocks of 32"),
+          "--parallelism.tensor_parallel_degree", "2"], 2, "which splits quantisation blocks of 32"),
         (["--compile.components", "modell"], 1, "components"),
         (["--training.dtype", "bfloat16", "--training.mixed_precision_param", "float16"], 1,
-         "is kept in float32"),
-        (["--loss_scale.initial", "1024"], 1, "scales no loss"),
+         "requires float32 parameters"),
+        (["--loss_scale.initial", "1024"], 1, "does not scale the loss"),
         (["--profiling.profile_freq", "2"], 1, "at least 4"),
         (["--parallelism.context_parallel_degree", "3", "--training.seq_len", "52"], 3, "multiple of 6"),
         (["--parallelism.context_parallel_degree", "2", "--validation.seq_len", "50"], 2,
@@ -125,7 +131,7 @@ EARLY = ["--optimizer.early_step_in_backward", "true", "--training.max_norm", "0
           "--parallelism.pipeline_parallel_layers_per_stage", "1"], 2, "would be ignored"),
         ([*PIPELINE, "--parallelism.module_fqns_per_model_part", '[["layers.0"], ["output"]]'], 2,
          "no stage has tok_embeddings, layers.1, norm"),
-        (["--attention.backend", "cudnn"], 1, "is for GPUs, and this job runs on the CPU"),
+        (["--attention.backend", "cudnn"], 1, "requires a GPU, and this job runs on CPUs"),
         (["--attention.backend", "math", "--attention.mask", "document"], 1,
          "it sees one document a sequence. Use \"auto\", or flash, fa3, fa4"),
         (["--attention.backend", "math", "--parallelism.context_parallel_degree", "2"], 2,
@@ -161,34 +167,34 @@ EARLY = ["--optimizer.early_step_in_backward", "true", "--training.max_norm", "0
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,
 )  # fmt: skip
-def test_what_cannot_be_is_refused_with_the_reason(run_toml, argv, ranks, words):
+def test_an_impossible_setting_is_refused_with_the_reason(run_toml, argv, ranks, words):
     if argv[:1] == ["--job.device"]:
         if torch.cuda.is_available():
             pytest.skip("this machine can")
-    assert words in said(run_toml, *argv, ranks=ranks)
+    assert words in refusal(run_toml, *argv, ranks=ranks)
 
 
-def test_a_validation_text_without_the_bos_of_the_sources_is_refused(run_toml, tmp_path):
+def test_a_validation_set_without_the_bos_of_the_sources_is_refused(run_toml, tmp_path):
     with ShardWriter(tmp_path / "bos" / "0", 258) as writer:
         writer.add([256, *[5] * 400, 257])
         writer.close()
     sources = ("--data.sources", f'[{{ name = "bos", path = "{tmp_path}/bos" }}]')
-    text = said(run_toml, *sources)
+    text = refusal(run_toml, *sources)
     assert "documents begin with BOS in data.sources, and not in data.validation code." in text
 
 
-def test_a_corpus_without_ends_cannot_be_read_as_documents(run_toml, tmp_path):
-    """As Megatron-LM writes it where it is not told to append them."""
+def test_a_corpus_without_end_of_document_ids_refuses_document_masks(run_toml, tmp_path):
+    """As Megatron-LM writes it without --append-eod."""
     with ShardWriter(tmp_path / "bare", 258) as writer:
         writer.add(list(b"no end to be seen" * 40))
         writer.close()
     sources = ("--data.sources", f'[{{ name = "bare", path = "{tmp_path}/bare" }}]')
-    text = said(run_toml, *sources, "--attention.mask", "document")
-    assert 'the last id of "bare" is not the end of a document' in text
-    assert text.count("attention.mask") == 1  # the validation text has them
-    accepted(run_toml, *sources)
-    job = accepted(run_toml, "--attention.mask", "document")
-    assert job.transforms.documents and open_data(job)[0].end == 257
+    text = refusal(run_toml, *sources, "--attention.mask", "document")
+    assert 'the last id of "bare" is not the end-of-document id' in text
+    assert text.count("attention.mask") == 1  # the validation set has them
+    accept(run_toml, *sources)
+    job = accept(run_toml, "--attention.mask", "document")
+    assert job.transforms.documents and stream_of(job).end == 257
 
 
 TEN = """
@@ -234,7 +240,7 @@ def worker(command, toml) -> subprocess.CompletedProcess:
     )
 
 
-def test_ten_mistakes_are_ten_lines_and_exit_2_under_python(run_toml, tmp_path):
+def test_ten_errors_are_ten_lines_and_exit_2_under_python(run_toml, tmp_path):
     toml = tmp_path / "ten.toml"
     toml.write_text(f'include = ["{run_toml.name}"]\n{TEN}')
     os.environ["WORLD_SIZE"] = "2"  # as if for two ranks
@@ -244,16 +250,16 @@ def test_ten_mistakes_are_ten_lines_and_exit_2_under_python(run_toml, tmp_path):
         del os.environ["WORLD_SIZE"]
     lines = [line for line in done.stderr.splitlines() if line.startswith("  ")]
     assert done.returncode == 2 and len(lines) == len(EXPECTED) == 10, done.stderr
-    for (fact, way_out), line in zip(EXPECTED, sorted(lines, key=_place), strict=True):
-        assert fact in line and way_out in line, line
+    for (fact, fix), line in zip(EXPECTED, sorted(lines, key=_index_of), strict=True):
+        assert fact in line and fix in line, line
     assert "Traceback" not in done.stderr
 
 
-def _place(line: str) -> int:
+def _index_of(line: str) -> int:
     return next(n for n, (fact, _) in enumerate(EXPECTED) if fact in line)
 
 
-def test_mistakes_are_told_once_under_torchrun(run_toml, tmp_path):
+def test_config_errors_are_printed_once_under_torchrun(run_toml, tmp_path):
     toml = tmp_path / "ten.toml"
     toml.write_text(f'include = ["{run_toml.name}"]\n{TEN}')
     done = worker(["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"], toml)
@@ -261,94 +267,94 @@ def test_mistakes_are_told_once_under_torchrun(run_toml, tmp_path):
     assert "exitcode  : 2" in done.stderr.replace("exitcode : 2", "exitcode  : 2")
 
 
-def test_a_problem_does_not_hide_behind_another(run_toml):
-    text = said(
+def test_independent_errors_are_all_reported(run_toml):
+    text = refusal(
         run_toml, "--training.steps", "0", "--data.sources", "[]", "--model.n_kv_heads", "3"
     )
     assert text.startswith("titanlite: 3 problems")
 
 
-def test_the_effective_job_is_the_same_job_again(run_toml, tmp_path):
-    job = accepted(run_toml, "--optimizer.lr", "1e-3")
-    again = tmp_path / "again.toml"
-    again.write_text(job.as_toml())
-    assert accepted(again).as_toml() == job.as_toml()
+def test_the_effective_configuration_loads_as_the_same_job(run_toml, tmp_path):
+    job = accept(run_toml, "--optimizer.lr", "1e-3")
+    written = tmp_path / "written.toml"
+    written.write_text(job.as_toml())
+    assert accept(written).as_toml() == job.as_toml()
 
 
-def test_global_batch_size_minus_1_follows_the_layout_and_says_so_to_checkpoints(run_toml):
-    following = accepted(run_toml, "--training.global_batch_size", "-1", ranks=2)
+def test_global_batch_size_minus_1_follows_the_layout_and_is_checked_on_resume(run_toml):
+    following = accept(run_toml, "--training.global_batch_size", "-1", ranks=2)
     assert following.global_batch == 4
-    stream, _ = open_data(following)
-    assert following.facts_to_hold(stream)["training.global_batch_size"] == 4
+    stream = stream_of(following)
+    assert following.facts_to_check(stream)["training.global_batch_size"] == 4
     assert set(following.facts(stream)) == set(FACTS)
-    written = accepted(run_toml, ranks=2)
+    written = accept(run_toml, ranks=2)
     assert written.global_batch == 8
-    assert "training.global_batch_size" not in written.facts_to_hold(stream)
+    assert "training.global_batch_size" not in written.facts_to_check(stream)
 
 
-def test_moved_keys_are_not_keys():
+def test_no_moved_key_is_a_current_key():
     assert not set(MOVED) & set(all_keys(JobConfig))
 
 
 @pytest.mark.parametrize(
     "path", sorted((ROOT / "train_configs").glob("*.toml")), ids=lambda path: path.stem
 )
-def test_every_shipped_toml_passes_its_checks(path, corpus):
+def test_every_shipped_toml_passes_all_checks(path, corpus):
     ranks = {"llama3_8b": 8, "llama3_70b": 64, "llama3_405b": 1024}.get(path.stem, 2)
     argv = ["--job.config_file", str(path), "--job.check_ranks", str(ranks)]
     argv += ["--data.tokenizer", "bytes"]
     for side, key in (("train", "sources"), ("validation", "validation")):
         argv += [f"--data.{key}", f'[{{ name = "text", path = "{corpus}/{side}" }}]']
     assert read_job(argv, 1).degrees.ranks == ranks
-    assert read_toml(path)  # and holds something of its own
+    assert read_toml(path)  # not empty
 
 
-def test_several_problems_of_one_file_are_several_lines(run_toml, tmp_path):
+def test_each_missing_source_is_its_own_error(run_toml, tmp_path):
     sources = ", ".join(f'{{ name = "{n}", path = "{tmp_path}/{n}" }}' for n in "ab")
     with pytest.raises(UserErrors) as raised:
-        accepted(run_toml, "--data.sources", f"[{sources}]")
+        accept(run_toml, "--data.sources", f"[{sources}]")
     assert len(raised.value.problems) == 2
 
 
-def test_float8_can_be_asked_for_as_torchtitan_does(run_toml):
+def test_float8_can_be_enabled_by_torchtitan_s_converters(run_toml):
     asked = ["--model.converters", "quantize.linear.float8", f"{FLOAT8}emulate", "true"]
-    job = accepted(run_toml, *asked, f"{FLOAT8}filter_fqns", "output")
+    job = accept(run_toml, *asked, f"{FLOAT8}filter_fqns", "output")
     assert (job.transforms.float8.recipe_name, job.transforms.float8.emulate) == (
         "tensorwise",
         True,
     )
-    assert "float8  tensorwise, emulated" in job.summary(torch.device("cpu"), None)
-    rowwise = accepted(run_toml, *asked, f"{FLOAT8}recipe_name", "rowwise")
+    assert "float8     tensorwise, emulated" in job.summary(torch.device("cpu"), None)
+    rowwise = accept(run_toml, *asked, f"{FLOAT8}recipe_name", "rowwise")
     assert rowwise.transforms.float8.recipe_name == "rowwise"
-    without = accepted(run_toml, f"{FLOAT8}filter_fqns", "output")  # as torchtitan's own TOMLs say
+    without = accept(run_toml, f"{FLOAT8}filter_fqns", "output")  # as in torchtitan's own TOMLs
     assert without.transforms.float8.recipe_name is None
     assert "  float8  " not in without.summary(torch.device("cpu"), None)
 
 
-def test_float8_is_checked_for_another_machine(run_toml):
-    """Sizes that emulation does not mind are still those of the units it stands for."""
+def test_float8_is_checked_for_the_target_machine(run_toml):
+    """The size rules of real Float8 GEMMs apply, although this CPU could emulate other sizes."""
     argv = [*TENSORWISE, "--job.check_ranks", "2", "--parallelism.tensor_parallel_degree", "2"]
-    assert "does not compute" not in (text := said(run_toml, *argv)) and "8 x 32" in text
+    assert "does not compute" not in (text := refusal(run_toml, *argv)) and "8 x 32" in text
     fits = [*argv, f"{FLOAT8}filter_fqns", "attention"]
-    assert accepted(run_toml, *fits).transforms.float8.filter_fqns == ["attention"]
-    assert accepted(run_toml, *argv, f"{FLOAT8}emulate", "true").degrees.tensor == 2
+    assert accept(run_toml, *fits).transforms.float8.filter_fqns == ["attention"]
+    assert accept(run_toml, *argv, f"{FLOAT8}emulate", "true").degrees.tensor == 2
 
 
-def test_a_missing_torchao_is_said(run_toml, monkeypatch):
+def test_a_missing_torchao_is_reported(run_toml, monkeypatch):
     torchao.cache_clear()
-    monkeypatch.setitem(sys.modules, "torchao.float8", None)  # what Python does where there is none
-    assert 'Install it with "pip install torchao"' in said(run_toml, *TENSORWISE)
-    assert accepted(run_toml).transforms.float8.recipe_name is None
+    monkeypatch.setitem(sys.modules, "torchao.float8", None)  # as if it were not installed
+    assert 'Install it with "pip install torchao"' in refusal(run_toml, *TENSORWISE)
+    assert accept(run_toml).transforms.float8.recipe_name is None
     monkeypatch.undo()
     torchao.cache_clear()
 
 
-def test_a_schedule_from_a_file_must_be_for_this_job(run_toml, tmp_path):
+def test_a_schedule_csv_must_fit_the_job(run_toml, tmp_path):
     file = tmp_path / "schedule.csv"
     file.write_text("0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n")
     argv = [*PIPELINE, "--parallelism.pipeline_parallel_schedule_csv", str(file)]
-    assert accepted(run_toml, *argv, ranks=2).pipeline.microbatches == 2
+    assert accept(run_toml, *argv, ranks=2).pipeline.microbatches == 2
     more = [*argv, "--training.local_batch_size", "4"]
-    assert "wants 2 micro-batches on 2 ranks" in said(run_toml, *more, ranks=2)
+    assert "wants 2 micro-batches on 2 ranks" in refusal(run_toml, *more, ranks=2)
     argv[1] = "4"
-    assert "is for 2 ranks and 2 stages; the job has 4 ranks" in said(run_toml, *argv, ranks=4)
+    assert "is for 2 ranks and 2 stages; the job has 4 ranks" in refusal(run_toml, *argv, ranks=4)

@@ -39,7 +39,7 @@ from titanlite.models import Llama3Sizes, valid_tokens
 from titanlite.optim import LossScale, OptimizerInBackward
 from titanlite.parallelize.float8 import Float8Config
 from titanlite.parallelize.weight_init import init_weights
-from titanlite.training import take_step
+from titanlite.training import StepSettings, take_step
 
 # 32 numbers in every vector: errors of fewer are too much a matter of chance.
 SHAPE = Llama3Sizes(
@@ -179,8 +179,8 @@ def _measure(case: Case, weights: Weights) -> Seen:
     with _noted_gradients(state) as noted:
         for number in range(case.batches):
             inputs, labels = (part[mine] for part in read_batch(number, case.recipe))
-            step = {"global_batch": case.recipe.batch, "lr": 0.0, "max_norm": 0.0, "early": early}
-            result = take_step(state, engine, inputs, labels, mesh=mesh, **step)
+            settings = StepSettings(mesh, case.recipe.batch, 0.0, early)
+            result = take_step(state, engine, inputs, labels, lr=0.0, settings=settings)
             seen.losses.append(result.loss.item())
             seen.gradients.append(dict(noted))
             noted.clear()

@@ -23,7 +23,7 @@ from titanlite.parallelize.compile import CompileConfig
 from titanlite.parallelize.pipeline import plan_pipeline
 from titanlite.parallelize.stage_partition import balance_stages
 from titanlite.parallelize.weight_init import init_weights
-from titanlite.training import Engine, TrainState, build_engine, take_step, validate
+from titanlite.training import Engine, StepSettings, TrainState, build_engine, take_step, validate
 
 FAMILY = FAMILIES["llama3"]
 SEED, STEPS = 7, 3
@@ -318,11 +318,8 @@ def go_on(
             engine,
             inputs,
             labels,
-            mesh=mesh,
-            global_batch=recipe.batch_of(state.step),
             lr=recipe.lr,
-            max_norm=recipe.max_norm,
-            early=early,
+            settings=StepSettings(mesh, recipe.batch_of(state.step), recipe.max_norm, early),
         )
         if named:
             record.gradients.append(dict(there))

@@ -41,7 +41,7 @@ from titanlite.models import Llama3Sizes, valid_tokens
 from titanlite.optim import build_optimizer
 from titanlite.parallelize.float8 import Float8Config, torchao
 from titanlite.parallelize.weight_init import init_weights
-from titanlite.training import take_step, validate
+from titanlite.training import StepSettings, take_step, validate
 
 SHAPE = Llama3Sizes(
     dim=64, n_layers=2, n_heads=4, n_kv_heads=2, hidden_dim=96, vocab_size=509, rope_theta=1e4
@@ -358,9 +358,12 @@ def learn(float8: Float8Config, shape: Llama3Sizes, steps: int, rows: int, seq_l
         generator = torch.Generator().manual_seed(step)
         starts = torch.randint(0, len(ids) - seq_len, (rows, 1), generator=generator)
         sample = ids[starts + torch.arange(seq_len + 1)]
-        options = {"global_batch": rows, "lr": 1e-3 * min(1.0, (step + 1) / 10), "max_norm": 1.0}
+        options = {
+            "lr": 1e-3 * min(1.0, (step + 1) / 10),
+            "settings": StepSettings(mesh, rows, 1.0),
+        }
         inputs, labels = sample[:, :-1], sample[:, 1:]
-        losses.append(take_step(state, engine, inputs, labels, mesh=mesh, **options).loss.item())
+        losses.append(take_step(state, engine, inputs, labels, **options).loss.item())
     return losses
 
 

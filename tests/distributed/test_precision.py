@@ -28,7 +28,7 @@ from tests.distributed.ranks import run_on_ranks
 from titanlite.distributed.tensors import local_shard
 from titanlite.models import valid_tokens
 from titanlite.optim import LossScale, OptimizerConfig, build_optimizer
-from titanlite.training import take_step
+from titanlite.training import StepSettings, take_step
 
 PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.bmm.default)
 
@@ -205,8 +205,8 @@ def steps_with_an_overflow(layout) -> list[dict]:
         rows = ADAMW.batch // mesh.degrees.data
         mine = slice(mesh.batch_rank * rows, (mesh.batch_rank + 1) * rows)
         inputs, labels = (part[: ADAMW.batch][mine] for part in batch_at(step, ADAMW))
-        options = {"mesh": mesh, "global_batch": ADAMW.batch, "lr": ADAMW.lr, "max_norm": 0.1}
-        result = take_step(state, engine, inputs, labels, **options)
+        settings = StepSettings(mesh, ADAMW.batch, max_norm=0.1)
+        result = take_step(state, engine, inputs, labels, lr=ADAMW.lr, settings=settings)
         moments = [v for s in state.optimizer.state.values() for v in s.values()]
         tensors = [t.detach() for t in (*state.model.parameters(), *moments)]
         local = [t.to_local() if isinstance(t, DTensor) else t for t in tensors]

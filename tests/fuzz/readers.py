@@ -91,7 +91,8 @@ READERS = {
     "tokenizer.json": Reader("tokenizer.json", read_tokenizer),
     "ranks": Reader("tokenizer.model", read_tokenizer),
     "TOML": Reader(
-        "run.toml", lambda path: read_job(["--job.config_file", str(path)], 1, with_data=False)
+        "run.toml",
+        lambda path: read_job(["--job.config_file", str(path)], 1, check_environment=False),
     ),
     "Parquet": Reader("text.parquet", read_text),
     "JSONL": Reader("text.jsonl", read_text),

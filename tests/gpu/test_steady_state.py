@@ -15,7 +15,7 @@ from titanlite.parallelize import ModelTransforms, build_sharded_model
 from titanlite.parallelize.activation_checkpoint import ActivationCheckpointConfig
 from titanlite.parallelize.compile import CompileConfig
 from titanlite.parallelize.pipeline import plan_pipeline
-from titanlite.training import TrainState, build_engine, take_step
+from titanlite.training import StepSettings, TrainState, build_engine, take_step
 from titanlite.training.divergence import FiniteCheck
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
@@ -44,15 +44,14 @@ def trained(device, transforms: ModelTransforms, steps: int):
     state = TrainState(spread.model, build_optimizer(spread.model, OptimizerConfig()))
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(0, SHAPE.vocab_size, (ROWS, LENGTH + 1), generator=generator).to(device)
+    settings = StepSettings(mesh, ROWS, max_norm=1.0)
     losses, finite = [], FiniteCheck(spread.model, device)
 
     def go_on() -> None:
         for _ in range(steps):
-            result = take_step(
-                state, engine, ids[:, :-1], ids[:, 1:], mesh=mesh, global_batch=ROWS, lr=1e-3,
-                max_norm=1.0,
-            )  # fmt: skip
-            finite.note(state.step, result)
+            inputs, labels = ids[:, :-1], ids[:, 1:]
+            result = take_step(state, engine, inputs, labels, lr=1e-3, settings=settings)
+            finite.record(state.step, result)
             assert not finite.poll()
             losses.append(result.loss)
 

@@ -1,4 +1,4 @@
-"""Every rule that needs more than one section, or the world outside."""
+"""Checks that need more than one section, or the data and the device."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ from titanlite.distributed.mesh import Degrees, resolve_degrees
 from titanlite.distributed.process_group import choose_device
 from titanlite.errors import CheckpointError, ConfigError, UserError, UserErrors
 from titanlite.job.config import FACTS, JobConfig
-from titanlite.job.inputs import open_job_stream, open_job_tokenizer, open_job_validation
+from titanlite.job.data import open_job_stream, open_job_tokenizer, open_job_validation
 from titanlite.kernels.backend import ON_CPU, attention_problems
 from titanlite.metrics import metrics_problems, profiling_problems
 from titanlite.models import FAMILIES, ModelSpec, first_match
 from titanlite.optim import LossScaleConfig, moment_format, optimizer_problems, schedule_problems
+from titanlite.optim.adam import StateDtype
 from titanlite.parallelize.activation_checkpoint import activation_problems
 from titanlite.parallelize.compile import compile_problems, compiler_problems
 from titanlite.parallelize.context import context_problems
@@ -27,20 +28,21 @@ from titanlite.training import TrainingConfig
 
 
 def problems_of(config: JobConfig, ranks: int) -> Iterator[UserError]:
-    """Everything that more than one key has to say."""
+    """Problems of the configuration alone, on `ranks` ranks; each section checks itself first."""
     yield from activation_problems(config.activation_checkpoint, config.compile.compiles("model"))
     yield from compile_problems(config.compile, config.parallelism)
     yield from checkpoint_problems(config.checkpoint)
     for name in set(config.checkpoint.allow_changes) - set(FACTS):
         yield ConfigError(
-            f'checkpoint.allow_changes: "{name}" is nothing that a checkpoint holds a job to.',
+            f'checkpoint.allow_changes: "{name}" is not a property that checkpoints are checked'
+            " against.",
             fix=f"Use {', '.join(FACTS)}.",
             keys=("checkpoint.allow_changes",),
         )
     if config.job.time_limit_minutes and not config.checkpoint.enable:
         yield ConfigError(
             f"job.time_limit_minutes = {config.job.time_limit_minutes:g}: but checkpoint.enable ="
-            " false, so that all would be lost when the time is up.",
+            " false, so nothing would be saved when the time limit is reached.",
             fix="Set checkpoint.enable = true, or leave it out.",
             keys=("job.time_limit_minutes",),
         )
@@ -53,13 +55,13 @@ def problems_of(config: JobConfig, ranks: int) -> Iterator[UserError]:
     try:
         spec = FAMILIES[config.model.name]
         sizes = spec.sizes_of(config.model)
-        yield from _shape_problems(sizes)
+        yield from _size_problems(sizes)
         if config.checkpoint.last_save_in_hf:
             yield from _export_problems(spec, sizes)
         plan, problems = plan_job_pipeline(config, spec, sizes)
         yield from problems
         if plan is not None and plan.splits_backward:
-            yield from _halves_problems(config)
+            yield from _split_backward_problems(config)
     except ConfigError as error:
         yield error
     try:
@@ -80,18 +82,20 @@ def problems_of(config: JobConfig, ranks: int) -> Iterator[UserError]:
             found.update({str(problem): problem for problem in about})
         yield from found.values()
         yield from _float8_problems(config, sizes, degrees)
-        kept = config.optimizer.state_dtype
-        yield from _block_problems(FAMILIES[config.model.name], sizes, degrees.tensor, kept)
+        state_dtype = config.optimizer.state_dtype
+        spec = FAMILIES[config.model.name]
+        yield from _quantisation_block_problems(spec, sizes, degrees.tensor, state_dtype)
 
 
-def _halves_problems(config: JobConfig) -> Iterator[ConfigError]:
-    """What cannot be computed again for each half of a backward."""
+def _split_backward_problems(config: JobConfig) -> Iterator[ConfigError]:
+    """Recomputation that a backward in two halves (input and weight gradients) cannot use."""
     recompute = config.activation_checkpoint
     if recompute.per_operation and not config.compile.compiles("model"):
         option, schedule = "selective_ac_option", config.parallelism.pipeline_parallel_schedule
         yield ConfigError(
-            f'activation_checkpoint.{option} = "op": torch keeps what it saves for one backward, and'
-            f' parallelism.pipeline_parallel_schedule = "{schedule}" runs each in two halves.',
+            f'activation_checkpoint.{option} = "op": torch frees the saved outputs after one'
+            f' backward, and parallelism.pipeline_parallel_schedule = "{schedule}" runs each'
+            " backward in two parts.",
             fix="Set compile.enable = true, or use another option or schedule.",
             keys=(f"activation_checkpoint.{option}", "parallelism.pipeline_parallel_schedule"),
         )
@@ -105,20 +109,22 @@ def _float8_problems(config: JobConfig, sizes, degrees: Degrees) -> Iterator[Con
     yield from float8_problems(config.float8, FAMILIES[config.model.name], sizes, degrees, tokens)
 
 
-def outside_problems(config: JobConfig) -> Iterator[UserError]:
-    """Everything that the world outside has to say: the device, the files."""
+def environment_problems(config: JobConfig) -> Iterator[UserError]:
+    """Problems of what the configuration refers to: the device, the compiler, the files."""
     try:
         sizes = FAMILIES[config.model.name].sizes_of(config.model)
-    except ConfigError:  # said already
+    except ConfigError:  # reported by problems_of
         sizes = None
     yield from _device_problems(config)
     yield from compiler_problems(config.compile, config.compiles, _device_type(config))
     yield from _data_problems(config, sizes)
 
 
-def _block_problems(spec: ModelSpec, sizes, tensor: int, kind: str) -> Iterator[ConfigError]:
-    """Rows that `tensor` ranks cut amid the blocks whose moments have one scale."""
-    if tensor == 1 or kind in ("float32", "bfloat16"):  # nothing is cut, or there are no blocks
+def _quantisation_block_problems(
+    spec: ModelSpec, sizes, tensor: int, state_dtype: StateDtype
+) -> Iterator[ConfigError]:
+    """Reject tensor-parallel degrees that split a quantisation block of the optimizer state."""
+    if tensor == 1 or state_dtype in ("float32", "bfloat16"):  # no shards, or no blocks
         return
     with torch.device("meta"):
         model = spec.build(sizes)
@@ -127,11 +133,12 @@ def _block_problems(spec: ModelSpec, sizes, tensor: int, kind: str) -> Iterator[
             continue
         matrix_size = (layer.out_features, layer.in_features)
         _, width = part_of(first_match(spec.split, name), *matrix_size, tensor, sizes.head_width)
-        block = moment_format(matrix_size, kind).block
+        block = moment_format(matrix_size, state_dtype).block
         if block and width % block:
             yield ConfigError(
-                f'optimizer.state_dtype = "{kind}": {tensor} tensor-parallel ranks split the rows of'
-                f" {name}, of {layer.in_features}, into {width}, which cuts blocks of {block}.",
+                f'optimizer.state_dtype = "{state_dtype}": {tensor} tensor-parallel ranks shard the'
+                f" rows of {name} ({layer.in_features} columns) into {width} columns, which splits"
+                f" quantisation blocks of {block}.",
                 fix='Use fewer ranks, or state_dtype = "bfloat16".',
                 keys=("optimizer.state_dtype", "parallelism.tensor_parallel_degree"),
             )
@@ -139,7 +146,7 @@ def _block_problems(spec: ModelSpec, sizes, tensor: int, kind: str) -> Iterator[
 
 
 def _export_problems(spec: ModelSpec, sizes) -> Iterator[ConfigError]:
-    """Said before the run, not at its end."""
+    """A model that cannot be exported is refused before the run, not at its end."""
     try:
         spec.hugging_face.config_of(sizes, 0)
     except CheckpointError as error:
@@ -149,7 +156,7 @@ def _export_problems(spec: ModelSpec, sizes) -> Iterator[ConfigError]:
         )
 
 
-def _shape_problems(sizes) -> Iterator[ConfigError]:
+def _size_problems(sizes) -> Iterator[ConfigError]:
     if sizes.n_heads % sizes.n_kv_heads:
         yield ConfigError(
             f"model.n_kv_heads = {sizes.n_kv_heads}: does not divide model.n_heads ="
@@ -165,7 +172,7 @@ def _shape_problems(sizes) -> Iterator[ConfigError]:
         )
     elif sizes.head_width % 2:
         yield ConfigError(
-            f"model.head_dim = {sizes.head_width}: rotary embedding turns pairs, so it must be"
+            f"model.head_dim = {sizes.head_width}: RoPE rotates pairs of channels, so it must be"
             " even.",
             keys=("model.head_dim", "model.dim", "model.n_heads"),
         )
@@ -176,15 +183,15 @@ def _precision_problems(config: JobConfig) -> Iterator[ConfigError]:
     half = config.training.mixed_precision_param == "float16"
     if half and config.training.dtype != "float32":
         yield ConfigError(
-            f'{keep} = "{config.training.dtype}" with {compute} = "float16": what float16 computes'
-            " is kept in float32.",
+            f'{keep} = "{config.training.dtype}" with {compute} = "float16": float16 compute'
+            " requires float32 parameters.",
             fix=f'Set {keep} = "float32", or {compute} = "bfloat16".',
             keys=(keep, compute),
         )
     if not half and config.loss_scale != LossScaleConfig():
         yield ConfigError(
-            f'[loss_scale] is set, but {compute} = "{config.training.mixed_precision_param}" scales'
-            " no loss.",
+            f'[loss_scale] is set, but {compute} = "{config.training.mixed_precision_param}" does'
+            " not scale the loss.",
             fix=f'Leave it out, or set {compute} = "float16".',
             keys=("loss_scale",),
         )
@@ -192,61 +199,63 @@ def _precision_problems(config: JobConfig) -> Iterator[ConfigError]:
 
 def _batch_problems(training: TrainingConfig, degrees: Degrees) -> Iterator[ConfigError]:
     wanted, local, data = training.global_batch_size, training.local_batch_size, degrees.data
-    once = local * data
-    if wanted != -1 and wanted % once:
-        near = " or ".join(str(n) for n in (wanted - wanted % once, wanted + -wanted % once) if n)
+    unit = local * data
+    if wanted != -1 and wanted % unit:
+        near = " or ".join(str(n) for n in (wanted - wanted % unit, wanted + -wanted % unit) if n)
         yield ConfigError(
             f"training.global_batch_size = {wanted}: is not a multiple of local_batch_size {local}"
-            f" x {data} data-parallel ranks = {once}.",
+            f" x {data} data-parallel ranks = {unit}.",
             fix=f"Use {near}, or another local_batch_size.",
             keys=("training.global_batch_size", "training.local_batch_size"),
         )
 
 
 def _stepping_problems(config: JobConfig, degrees: Degrees) -> Iterator[ConfigError]:
-    """When and where an update can be made."""
+    """Combinations of options that decide when and where parameters are updated."""
     training, early = config.training, "optimizer.early_step_in_backward"
     if config.optimizer.offload and training.enable_cpu_offload:
         yield ConfigError(
-            "optimizer.offload = true: training.enable_cpu_offload = true keeps weights, gradients"
-            " and moments in host memory already.",
-            fix="Leave one of them out.",
+            "optimizer.offload = true: training.enable_cpu_offload = true already stores the"
+            " optimizer state in host memory, with the parameters and gradients.",
+            fix="Disable one of the two.",
             keys=("optimizer.offload", "training.enable_cpu_offload"),
         )
     if not config.optimizer.early_step_in_backward:
         return
     if training.max_norm:
         yield ConfigError(
-            f"{early} = true: training.max_norm = {training.max_norm:g} scales by the norm of the"
-            " whole gradient, which is not known before backward is over.",
+            f"{early} = true: training.max_norm = {training.max_norm:g} clips by the norm of the"
+            " whole gradient, which is known only after backward.",
             fix="Set training.max_norm = 0.",
             keys=(early, "training.max_norm"),
         )
     if degrees.pipeline > 1:
         yield ConfigError(
-            f"{early} = true: pipeline_parallel_degree = {degrees.pipeline} computes with a weight"
-            " until its last micro-batch is back.",
-            fix="Set one of them off.",
+            f"{early} = true: pipeline_parallel_degree = {degrees.pipeline}: pipeline stages"
+            " reuse each weight for later micro-batches.",
+            fix="Disable one of the two.",
             keys=(early, "parallelism.pipeline_parallel_degree"),
         )
     if training.mixed_precision_param == "float16":
         yield ConfigError(
             f'{early} = true: training.mixed_precision_param = "float16" skips steps whose gradient'
-            " overflows, which is not known before backward is over.",
+            " overflows, which is known only after backward.",
             fix='Use mixed_precision_param = "bfloat16".',
             keys=(early, "training.mixed_precision_param"),
         )
     if training.enable_cpu_offload:
         yield ConfigError(
-            f"{early} = true: training.enable_cpu_offload = true keeps gradients in host memory,"
-            " where there is nothing to save.",
-            fix="Set one of them off.",
+            f"{early} = true: training.enable_cpu_offload = true stores gradients in host memory,"
+            " so it would save no device memory.",
+            fix="Disable one of the two.",
             keys=(early, "training.enable_cpu_offload"),
         )
-    times = resolve_global_batch(config, degrees) // degrees.data // training.local_batch_size
-    if times > 1 and config.parallelism.fsdp_gradient_reduction == "every_microbatch":
+    rank_batch = resolve_global_batch(config, degrees) // degrees.data
+    microbatches = rank_batch // training.local_batch_size
+    if microbatches > 1 and config.parallelism.fsdp_gradient_reduction == "every_microbatch":
         yield ConfigError(
-            f"{early} = true: a step adds up {times} micro-batches, and each would step by itself.",
+            f"{early} = true: gradients accumulate over {microbatches} micro-batches, but this"
+            " would update the parameters after each of them.",
             fix='Set parallelism.fsdp_gradient_reduction = "last_microbatch", or use a larger'
             " local_batch_size.",
             keys=(early, "parallelism.fsdp_gradient_reduction"),
@@ -266,24 +275,25 @@ def _device_problems(config: JobConfig) -> Iterator[UserError]:
 
 
 def _host_problems(config: JobConfig) -> Iterator[ConfigError]:
-    """What means nothing on a CPU."""
+    """Options that only GPUs have."""
     if config.parallelism.enable_async_tensor_parallel:
         yield ConfigError(
-            "parallelism.enable_async_tensor_parallel = true: is for GPUs that can write to each"
-            " other's memory, and this job runs on CPUs.",
+            "parallelism.enable_async_tensor_parallel = true: requires GPUs with peer-to-peer"
+            " memory access, and this job runs on CPUs.",
             fix="Leave it out.",
             keys=("parallelism.enable_async_tensor_parallel",),
         )
     if config.attention.backend not in ("auto", *ON_CPU):
         yield ConfigError(
-            f'attention.backend = "{config.attention.backend}": is for GPUs, and this job runs on'
-            " the CPU.",
+            f'attention.backend = "{config.attention.backend}": requires a GPU, and this job runs'
+            " on CPUs.",
             fix=f'Use "auto", or {", ".join(ON_CPU)}.',
             keys=("attention.backend",),
         )
     if config.optimizer.offload:
         yield ConfigError(
-            "optimizer.offload = true: this job runs on CPUs, whose memory is host memory already.",
+            "optimizer.offload = true: this job runs on CPUs, so its state is in host memory"
+            " already.",
             fix='Leave it out, or use job.device = "cuda".',
             keys=("optimizer.offload",),
         )
@@ -291,7 +301,7 @@ def _host_problems(config: JobConfig) -> Iterator[ConfigError]:
         yield ConfigError(
             "profiling.enable_memory_snapshot = true: torch records the allocations of GPUs only,"
             " and this job runs on CPUs.",
-            fix="Leave it out; peak_memory_gib in metrics.jsonl is what the whole process held.",
+            fix="Leave it out; peak_memory_gib in metrics.jsonl is the peak of the whole process.",
             keys=("profiling.enable_memory_snapshot",),
         )
 
@@ -304,7 +314,7 @@ def _device_type(config: JobConfig) -> str:
 def _data_problems(config: JobConfig, sizes) -> Iterator[UserError]:
     if not config.data.sources:
         yield ConfigError(
-            "data.sources: is empty, so there is nothing to train on.",
+            "data.sources: is empty: there is nothing to train on.",
             fix='Write sources = [{ name = "text", path = "corpus/train" }] in [data];'
             " scripts/prepare_data.py makes such a folder.",
             keys=("data.sources",),
@@ -319,7 +329,7 @@ def _data_problems(config: JobConfig, sizes) -> Iterator[UserError]:
     try:
         tokenizer = open_job_tokenizer(config)
     except UserError as error:
-        yield from _about("data.tokenizer", error)
+        yield from _with_key("data.tokenizer", error)
     if tokenizer and tokenizer.vocab_size > vocab_size:
         yield ConfigError(
             f"model.vocab_size = {vocab_size}: is less than the {tokenizer.vocab_size} ids of"
@@ -327,7 +337,7 @@ def _data_problems(config: JobConfig, sizes) -> Iterator[UserError]:
             fix=f"Set model.vocab_size = {tokenizer.vocab_size} or more.",
             keys=("model.vocab_size", "data.tokenizer"),
         )
-        vocab_size = tokenizer.vocab_size  # so that each corpus does not say it again
+        vocab_size = tokenizer.vocab_size  # so that the corpora do not report it again
     bos: dict[str, bool] = {}
     for key, opener in (
         ("data.sources", open_job_stream),
@@ -336,25 +346,25 @@ def _data_problems(config: JobConfig, sizes) -> Iterator[UserError]:
         try:
             opened = opener(config, vocab_size, tokenizer)
         except UserError as error:
-            yield from _about(key, error)
+            yield from _with_key(key, error)
         else:
-            texts = opened if isinstance(opened, list) else [opened] if opened else []
-            bos |= {f"{key} {getattr(text, 'name', '')}".strip(): text.bos for text in texts}
+            corpora = opened if isinstance(opened, list) else [opened] if opened else []
+            bos |= {f"{key} {getattr(c, 'name', '')}".strip(): c.bos for c in corpora}
             if tokenizer and config.attention.mask == "document":
-                yield from _end_problems(key, texts, tokenizer)
+                yield from _document_end_problems(key, corpora, tokenizer)
     try:
         check_bos(bos)
     except UserError as error:
         yield ConfigError(error.message, fix=error.fix, keys=("data.sources", "data.validation"))
 
 
-def _end_problems(key: str, texts, tokenizer: Tokenizer) -> Iterator[ConfigError]:
-    """Corpora made elsewhere whose documents do not end as those of `tokenizer` do."""
-    for text in texts:
-        for name in text.without_end(tokenizer.eos_id):
+def _document_end_problems(key: str, corpora, tokenizer: Tokenizer) -> Iterator[ConfigError]:
+    """Corpora whose last document does not end with the tokenizer's end-of-document id."""
+    for corpus in corpora:
+        for name in corpus.without_end(tokenizer.eos_id):
             yield ConfigError(
-                f'attention.mask = "document": the last id of "{name}" is not the end of a document'
-                f" ({tokenizer.eos_id}), so where its documents end cannot be seen.",
+                f'attention.mask = "document": the last id of "{name}" is not the end-of-document'
+                f" id {tokenizer.eos_id}, so its document boundaries are unknown.",
                 fix="Prepare it with an end after every document (Megatron-LM: --append-eod), or"
                 ' use "causal".',
                 keys=("attention.mask", key),
@@ -364,7 +374,7 @@ def _end_problems(key: str, texts, tokenizer: Tokenizer) -> Iterator[ConfigError
 def plan_job_pipeline(
     config: JobConfig, spec: ModelSpec, sizes
 ) -> tuple[PipelinePlan | None, list]:
-    """Who runs which part of the model, or else what stands against it."""
+    """The pipeline stages and their ranks, or None and the problems."""
     training = config.training
     return plan_pipeline(
         config.parallelism, spec, sizes, training.seq_len, training.local_batch_size
@@ -379,6 +389,6 @@ def resolve_global_batch(config: JobConfig, degrees: Degrees) -> int:
     return training.global_batch_size
 
 
-def _about(key: str, error: UserError) -> Iterator[ConfigError]:
+def _with_key(key: str, error: UserError) -> Iterator[ConfigError]:
     for one in error.problems if isinstance(error, UserErrors) else [error]:
         yield ConfigError(f"{key}: {one.message}", fix=one.fix, keys=(key,))

@@ -1,4 +1,4 @@
-"""The sections of a job composed, and where keys of torchtitan went."""
+"""The composed configuration, and replacements for keys of torchtitan that moved."""
 
 from __future__ import annotations
 
@@ -24,22 +24,23 @@ from titanlite.training import TrainingConfig, ValidationConfig
 class JobSection:
     """[job] The run as a whole."""
 
-    config_file: str | None = None  # the TOML to read; what follows it overrides it
-    dump_folder: str = "./outputs"  # everything the run writes is under it
-    description: str = "default job"  # a line for whoever looks at it later
-    print_config: bool = False  # print the effective job, then go on
-    device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: CUDA where there is one
-    check: bool = False  # stop after all checks, having built nothing
-    check_ranks: Positive | None = None  # check for this many ranks; those launched if unset
+    config_file: str | None = None  # the TOML to read; other arguments override its keys
+    dump_folder: str = "./outputs"  # folder for everything that the run writes
+    description: str = "default job"  # one line, shown in the log
+    print_config: bool = False  # print the effective configuration, then start
+    device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: CUDA if available
+    check: bool = False  # run all checks, then exit without building anything
+    check_ranks: Positive | None = None
+    # number of ranks to check for, without needing them; default: the launched ranks
     time_limit_minutes: Annotated[float, Range(0)] = 0.0
-    # save and leave before this has passed since the start; 0: no limit
+    # save a checkpoint and exit before this many minutes have passed; 0: no limit
     max_crashes: NotNegative = 5
-    # refuse to start after so many deaths in a row without a newer checkpoint; 0: never refuse
+    # stop restarting after this many consecutive crashes without a new checkpoint; 0: never stop
 
 
 @dataclass(frozen=True)
 class JobConfig:
-    """Everything a TOML can say."""
+    """All sections of a TOML."""
 
     job: JobSection = field(default_factory=JobSection)
     model: ModelConfig = field(default_factory=ModelConfig)
@@ -65,7 +66,7 @@ class JobConfig:
 
     @property
     def compiles(self) -> bool:
-        """Whether anything is compiled: the model, the loss, or kernels of an optimizer of ours."""
+        """Whether torch.compile is used: by the model, the loss, or a low-memory optimizer."""
         lean = self.optimizer.lean and self.optimizer.implementation == "fused"
         return self.compile.enable or lean
 
@@ -75,10 +76,10 @@ class JobConfig:
 
 
 _IN_DATA = "is now in [data]: tokenizer, sources = [{ name, path, weight }], validation = […]."
-_PREFETCHED = "is gone: the stream reads ahead by itself, and its state is one integer."
-_CUSTOM = "is gone: a job runs the code of this repository and no other."
+_PREFETCHED = "is gone: data is prefetched always, and its state is one integer."
+_CUSTOM = "is gone: a job runs the code of this repository only."
 
-MOVED = {  # keys of torchtitan up to v0.2.2 that are elsewhere, or nowhere, here
+MOVED = {  # keys of torchtitan up to v0.2.2 that have another name here, or do not exist
     "model.tokenizer_path": _IN_DATA,
     "model.hf_assets_path": _IN_DATA,
     "training.dataset": _IN_DATA,
@@ -96,14 +97,14 @@ MOVED = {  # keys of torchtitan up to v0.2.2 that are elsewhere, or nowhere, her
     "validation.dataloader": _PREFETCHED,
     "lr_scheduler.lr_min": "is now lr_scheduler.min_lr_factor.",
     "checkpoint.enable_checkpoint": "is now checkpoint.enable.",
-    "checkpoint.create_seed_checkpoint": "is gone: every layout starts from the same weights.",
+    "checkpoint.create_seed_checkpoint": "is gone: every layout has the same initial weights.",
     "checkpoint.enable_ft_dataloader_checkpoints": _PREFETCHED,
     "parallelism.pipeline_parallel_split_points": (
         "is now parallelism.module_fqns_per_model_part."
     ),
-    "parallelism.enable_compiled_autograd": "is gone: blocks are compiled one by one.",
+    "parallelism.enable_compiled_autograd": "is gone: each block is compiled separately.",
     "parallelism.pipeline_parallel_expert_parallel_overlap": "is not available in this version.",
-    "job.save_config_file": "is gone: the effective job is always in dump_folder/config.toml.",
+    "job.save_config_file": "is gone: dump_folder/config.toml always has the configuration.",
     "job.custom_config_module": _CUSTOM,
     "job.print_args": "is now job.print_config.",
     "experimental": _CUSTOM,
@@ -115,7 +116,7 @@ MOVED = {  # keys of torchtitan up to v0.2.2 that are elsewhere, or nowhere, her
 }
 
 
-FACTS = (  # what a checkpoint says of its job, by the names that allow it to change
+FACTS = (  # job properties that a checkpoint is checked against: names for allow_changes
     "model",
     "optimizer.name",
     "optimizer.state_dtype",

@@ -1,9 +1,7 @@
-"""What follows from a job before, or without, running it."""
+"""What a job will need, computed before it runs."""
 
 from __future__ import annotations
 
-from titanlite.planning.memory import explain_out_of_memory
+from titanlite.planning.memory import advise_on_memory
 
-__all__ = [
-    "explain_out_of_memory",
-]
+__all__ = ["advise_on_memory"]

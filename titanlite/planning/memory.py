@@ -1,36 +1,33 @@
-"""What a rank holds, and what would make it less: said to whoever has run out of memory."""
+"""Estimate the memory of a rank, and find settings that would lower it."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from titanlite.distributed.mesh import resolve_degrees
-from titanlite.errors import UserError
 from titanlite.job import Job, JobConfig, problems_of
 from titanlite.optim import moment_bytes
 from titanlite.parallelize import DTYPES
-from titanlite.runtime.out_of_memory import MemoryUsage, find_memory_request
+from titanlite.runtime.out_of_memory import GIB
 
-GIB = 2**30
-SHOWN = 6  # ways out, the best first
+MAX_ADVICE = 6  # settings shown, the largest saving first
 
 
 @dataclass(frozen=True)
 class MemoryEstimate:
-    """About how many bytes a rank holds at its fullest; counted from sizes, not measured."""
+    """Estimated bytes on a rank's device at the peak, computed from sizes."""
 
-    weights: float  # its shards
+    parameters: float  # this rank's shards
     gradients: float
-    moments: float
-    gathered: float  # weights and gradients that are whole for a while
+    optimizer_state: float
+    gathered: float  # unsharded parameters and gradients of the modules that FSDP has gathered
     activations: float
-    logits: float  # with the loss
+    logits: float  # with what the loss allocates
 
     @property
     def total(self) -> float:
@@ -38,158 +35,213 @@ class MemoryEstimate:
 
 
 def estimate_memory(job: Job) -> MemoryEstimate:
-    """What the fullest kind of rank holds, on the device it computes on."""
+    """The peak of the rank that needs most memory, in bytes."""
     config, degrees, sizes = job.config, job.degrees, job.sizes
-    parallelism, training = config.parallelism, config.training
-    whole = job.spec.count_parameters(sizes) / degrees.tensor / degrees.pipeline
-    shards = degrees.shard * degrees.context
+    training, transforms = config.training, job.transforms
+    stage_parameters = job.spec.count_parameters(sizes) / degrees.tensor / degrees.pipeline
     blocks = sizes.n_layers / degrees.pipeline
     block = job.spec.count_block_parameters(sizes) / degrees.tensor
-    keep, compute = DTYPES[training.dtype].itemsize, job.transforms.compute.itemsize
-    reduce = job.transforms.reduce.itemsize
-    ends = (whole - block * blocks) / 2  # what is before the blocks or after them
+    param_bytes = transforms.keep.itemsize
+    ends = (stage_parameters - block * blocks) / 2  # the embedding or the output layer
 
-    elements = whole / shards
-    weights, gradients = elements * keep, elements * keep
-    moments = 0.0 if config.optimizer.offload else elements * _bytes_a_moment(config)
+    shard = stage_parameters / (degrees.shard * degrees.context)
+    parameters, gradients = shard * param_bytes, shard * param_bytes
+    moments = 0.0 if config.optimizer.offload else shard * _optimizer_bytes(config)
     if training.enable_cpu_offload:
-        weights = gradients = moments = 0.0
+        parameters = gradients = moments = 0.0
     if config.optimizer.early_step_in_backward:
-        gradients = block / shards * keep
+        gradients = block / (degrees.shard * degrees.context) * param_bytes
 
-    pipelined = degrees.pipeline > 1
-    stay = parallelism.fsdp_reshard_after_forward == "never" or (
-        pipelined and parallelism.fsdp_reshard_after_forward == "default"
-    )
-    gathered = (whole if stay else 2 * block + ends) * compute + max(block, ends) * reduce
-    times = job.rows // training.local_batch_size
-    if times > 1 and parallelism.fsdp_gradient_reduction == "last_microbatch":
-        gathered += whole * reduce  # they add up whole
-
-    at_once = job.pipeline.microbatch if pipelined else training.local_batch_size
-    tokens = at_once * training.seq_len / degrees.context
-    in_flight = ends_in_flight = 1  # micro-batches, in the first and in the last stage
-    if pipelined:
-        most = job.pipeline.microbatches
-        all_first = job.pipeline.schedule in ("GPipe", "LoopedBFS")
-        in_flight = most if all_first else min(most, degrees.pipeline)
-        ends_in_flight = most if all_first else 1
-    vocabulary = sizes.vocab_size
-    if not parallelism.disable_loss_parallel:
-        vocabulary /= degrees.tensor
-    chunk = min(tokens, config.loss.chunk_tokens or tokens)
-    # logits in fp32 and as they come; of each micro-batch, the gradient of the weights that made them
-    loss = chunk * (4 + (compute if compute < 4 else 0))
-    in_fp32 = chunk < tokens or job.transforms.compute == torch.float16
-    loss += ends_in_flight * sizes.dim * (4 if in_fp32 else compute)
+    compute_bytes, reduce_bytes = transforms.compute.itemsize, transforms.reduce.itemsize
+    unsharded = stage_parameters if _stays_gathered(job) else 2 * block + ends
+    gathered = unsharded * compute_bytes + max(block, ends) * reduce_bytes
+    accumulates = job.rows > training.local_batch_size
+    reduction = config.parallelism.fsdp_gradient_reduction
+    if accumulates and reduction == "last_microbatch":
+        gathered += stage_parameters * reduce_bytes  # gradients accumulate unsharded
     return MemoryEstimate(
-        weights,
+        parameters,
         gradients,
         moments,
         gathered,
-        activations=in_flight * tokens / degrees.tensor * _kept(job, blocks) * compute,
-        logits=vocabulary * loss,
+        activations=_activation_bytes(job, blocks),
+        logits=_logits_bytes(job),
     )
 
 
-def _bytes_a_moment(config: JobConfig) -> float:
-    """Bytes of the moments of one element of a large matrix."""
+def _stays_gathered(job: Job) -> bool:
+    """Whether parameters stay unsharded from forward to backward."""
+    reshard = job.config.parallelism.fsdp_reshard_after_forward
+    return reshard == "never" or (reshard == "default" and job.degrees.pipeline > 1)
+
+
+def _microbatch_tokens(job: Job) -> float:
+    """Tokens of one forward pass on one rank."""
+    pipelined, training = job.degrees.pipeline > 1, job.config.training
+    rows = job.pipeline.microbatch if pipelined else training.local_batch_size
+    return rows * training.seq_len / job.degrees.context
+
+
+def _microbatches_in_flight(job: Job) -> tuple[int, int]:
+    """Micro-batches whose activations are alive in the first stage, and in the last."""
+    if job.degrees.pipeline == 1:
+        return 1, 1
+    microbatches = job.pipeline.microbatches
+    if job.pipeline.schedule in ("GPipe", "LoopedBFS"):  # all forwards come first
+        return microbatches, microbatches
+    return min(microbatches, job.degrees.pipeline), 1
+
+
+def _activation_bytes(job: Job, blocks: float) -> float:
+    in_flight, _ = _microbatches_in_flight(job)
+    tokens = in_flight * _microbatch_tokens(job) / job.degrees.tensor
+    return tokens * _saved_per_token(job, blocks) * job.transforms.compute.itemsize
+
+
+def _logits_bytes(job: Job) -> float:
+    """Logits and loss, with the gradients of the output layer's weight and input."""
+    config, compute = job.config, job.transforms.compute
+    vocabulary = job.sizes.vocab_size
+    if not config.parallelism.disable_loss_parallel:
+        vocabulary /= job.degrees.tensor
+    tokens = _microbatch_tokens(job)
+    chunk = min(tokens, config.loss.chunk_tokens or tokens)
+    # The logits in fp32 and in the compute dtype; per micro-batch, the gradient of the weight.
+    bytes_per_id = chunk * (4 + (compute.itemsize if compute.itemsize < 4 else 0))
+    in_fp32 = chunk < tokens or compute == torch.float16
+    _, in_flight = _microbatches_in_flight(job)
+    bytes_per_id += in_flight * job.sizes.dim * (4 if in_fp32 else compute.itemsize)
+    return vocabulary * bytes_per_id
+
+
+def _optimizer_bytes(config: JobConfig) -> float:
+    """Bytes of optimizer state per element of a large matrix."""
     optimizer = config.optimizer
-    keep = DTYPES[config.training.dtype].itemsize
+    param_bytes = DTYPES[config.training.dtype].itemsize
     if optimizer.name == "SGD":
-        return keep if optimizer.momentum else 0.0
+        return param_bytes if optimizer.momentum else 0.0
     if optimizer.state_dtype == "float32":
-        return 2 * keep
+        return 2 * param_bytes
     return moment_bytes((1, 1024), optimizer.state_dtype) / 1024
 
 
-def _kept(job: Job, blocks: float) -> float:
-    """Numbers a token that `blocks` blocks hold when backward begins."""
-    recompute, whole = job.config.activation_checkpoint, job.spec.kept_by_block(job.sizes)
-    if recompute.offload:  # two blocks' are here, and one is computed again
-        return 2 * job.sizes.dim + whole if recompute.mode == "full" else 2 * whole
+def _saved_per_token(job: Job, blocks: float) -> float:
+    """Activation elements per token that `blocks` blocks hold when backward begins."""
+    recompute = job.config.activation_checkpoint
+    block, dim = job.spec.kept_by_block(job.sizes), job.sizes.dim
+    if recompute.offload:  # only two blocks' activations are on the device
+        return 2 * dim + block if recompute.mode == "full" else 2 * block
     if recompute.mode == "none":
-        return blocks * whole
+        return blocks * block
     if recompute.mode == "memory_budget":
-        return blocks * whole * recompute.memory_budget
+        return blocks * block * recompute.memory_budget
     if recompute.per_operation:
-        return blocks * whole * 0.4  # 34 of 87 MB were measured
+        return blocks * block * 0.4  # measured: 34 of 87 MB
     every = 1 if recompute.mode == "full" else int(recompute.selective_ac_option)
-    again = blocks / every
-    return again * job.sizes.dim + (blocks - again) * whole + whole  # one is computed again
+    recomputed = blocks / every
+    return recomputed * dim + (blocks - recomputed) * block + block  # one is being recomputed
 
 
-# --- what would help -----------------------------------------------------------------------------
+# --- advice --------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class MemorySaving:
-    """One way out."""
+    """A change of settings that lowers the peak."""
 
-    words: str  # what to write
-    bytes: float  # fewer on this rank, about
-    cost: str  # what it takes instead
+    settings: str  # as written in the TOML
+    bytes: float  # estimated saving on this rank
+    cost: str  # the price: time, precision, machines
 
     def __str__(self) -> str:
-        return f"{self.bytes / GIB:9.3g} GiB  {self.words}  ({self.cost})"
+        return f"{self.bytes / GIB:9.3g} GiB  {self.settings}  ({self.cost})"
 
 
 def memory_savings(job: Job, on_gpu: bool) -> list[MemorySaving]:
-    """Each change to a job that it may make, alone, and what that saves; the largest first."""
-    before, found = estimate_memory(job).total, []
-    for keys, times, cost in _changes(job, on_gpu):
-        changed = _changed(job, keys, times)
+    """Valid changes of settings, each alone, with their estimated savings; the largest first."""
+    before, savings = estimate_memory(job).total, []
+    for settings, cost, ranks_factor in _candidate_changes(job, on_gpu):
+        changed = _apply_change(job, settings, ranks_factor)
         saved = before - estimate_memory(changed).total if changed else 0.0
         if saved > before / 1000:
-            said = [f"{key} = {_toml(value)}" for key, value in keys.items()]
-            said += ["twice as many ranks"] if times > 1 else []
-            found.append(MemorySaving(", ".join(said), saved, cost))
-    return sorted(found, key=lambda saving: -saving.bytes)
+            texts = [f"{key} = {_as_toml(value)}" for key, value in settings.items()]
+            texts += ["twice as many ranks"] if ranks_factor > 1 else []
+            savings.append(MemorySaving(", ".join(texts), saved, cost))
+    return sorted(savings, key=lambda saving: -saving.bytes)
 
 
-def _changes(job: Job, on_gpu: bool) -> Iterator[tuple[dict[str, Any], int, str]]:
-    """Settings that make room, on how many times as many ranks, and what they cost."""
-    config, degrees = job.config, job.degrees
+class _Change(NamedTuple):
+    """A candidate: other settings, on `ranks_factor` times as many ranks."""
+
+    settings: dict[str, Any]
+    cost: str
+    ranks_factor: int = 1
+
+
+def _candidate_changes(job: Job, on_gpu: bool) -> Iterator[_Change]:
+    """Changes that lower the peak; a candidate may be invalid for this job."""
+    config = job.config
     training, parallelism, optimizer = config.training, config.parallelism, config.optimizer
     if training.local_batch_size > 1:
-        half = {"training.local_batch_size": training.local_batch_size // 2}
-        half["training.global_batch_size"] = job.global_batch
-        yield half, 1, "more micro-batches a step, the same mathematics"
+        half_batch = {
+            "training.local_batch_size": training.local_batch_size // 2,
+            "training.global_batch_size": job.global_batch,
+        }
+        yield _Change(half_batch, "more accumulation steps, the same result")
     if config.activation_checkpoint.mode != "full":
-        yield {"activation_checkpoint.mode": "full"}, 1, "a third more computing"
-    yield {"loss.chunk_tokens": 1024}, 1, "smaller matrix products"
-    if training.mixed_precision_param == "float32":
-        yield {"training.mixed_precision_param": "bfloat16"}, 1, "computes with fewer digits"
-    if training.dtype == "float32":
-        yield {"training.dtype": "bfloat16"}, 1, "learns with fewer digits, begun anew"
-    if optimizer.name != "SGD" and optimizer.state_dtype in ("float32", "bfloat16"):
-        yield {"optimizer.state_dtype": "8bit"}, 1, "moments of fewer digits, begun anew"
+        full = {"activation_checkpoint.mode": "full"}
+        yield _Change(full, "recomputes every block: about a third more compute")
+    yield _Change({"loss.chunk_tokens": 1024}, "smaller matmuls")
     if parallelism.fsdp_reshard_after_forward == "never":
-        yield {"parallelism.fsdp_reshard_after_forward": "default"}, 1, "weights are gathered twice"
+        reshard = {"parallelism.fsdp_reshard_after_forward": "default"}
+        yield _Change(reshard, "parameters are gathered twice per step")
     if parallelism.fsdp_gradient_reduction == "last_microbatch":
         every = {"parallelism.fsdp_gradient_reduction": "every_microbatch"}
-        yield every, 1, "gradients are reduced more often"
+        yield _Change(every, "gradients are reduced after every micro-batch")
     if not optimizer.early_step_in_backward:
         early = {"optimizer.early_step_in_backward": True, "training.max_norm": 0.0}
-        yield early, 1, "gradients are not clipped"
+        yield _Change(early, "gradients are not clipped")
+    yield from _lower_precisions(job)
     if on_gpu:
-        yield {"activation_checkpoint.offload": True}, 1, "activations travel to the host and back"
-        yield {"optimizer.offload": True}, 1, "moments travel at each step"
-        yield {"training.enable_cpu_offload": True}, 1, "weights and gradients travel, too"
+        yield from _offloads()
     shards = parallelism.data_parallel_shard_degree
     more = {} if shards == -1 else {"parallelism.data_parallel_shard_degree": 2 * shards}
-    yield more, 2, "more processes"
-    split = {"parallelism.tensor_parallel_degree": 2 * degrees.tensor}
-    yield split, 2, "more processes, which talk within each block"
+    yield _Change(more, "more processes", 2)
+    tensor = {"parallelism.tensor_parallel_degree": 2 * job.degrees.tensor}
+    yield _Change(tensor, "more processes, which communicate within each block", 2)
 
 
-def _changed(job: Job, keys: dict, times: int) -> Job | None:
-    """The job with other settings on `times` as many ranks; None where it may not be so."""
-    config, ranks = job.config, job.degrees.ranks * times
-    for key, value in keys.items():
-        section, name = key.split(".")
-        part = dataclasses.replace(getattr(config, section), **{name: value})
-        config = dataclasses.replace(config, **{section: part})
+def _lower_precisions(job: Job) -> Iterator[_Change]:
+    training, optimizer = job.config.training, job.config.optimizer
+    restart = "the run must restart from scratch"
+    if training.mixed_precision_param == "float32":
+        compute = {"training.mixed_precision_param": "bfloat16"}
+        yield _Change(compute, "lower compute precision")
+    if training.dtype == "float32":
+        params = {"training.dtype": "bfloat16"}
+        yield _Change(params, f"lower parameter precision; {restart}")
+    if optimizer.name != "SGD" and optimizer.state_dtype in ("float32", "bfloat16"):
+        state = {"optimizer.state_dtype": "8bit"}
+        yield _Change(state, f"lower optimizer-state precision; {restart}")
+
+
+def _offloads() -> Iterator[_Change]:
+    every_step = "copied to the GPU and back every step"
+    activations = {"activation_checkpoint.offload": True}
+    yield _Change(activations, "activations are copied to the host and back")
+    yield _Change({"optimizer.offload": True}, f"optimizer state is {every_step}")
+    yield _Change(
+        {"training.enable_cpu_offload": True}, f"parameters and gradients, too, are {every_step}"
+    )
+
+
+def _apply_change(job: Job, settings: dict[str, Any], ranks_factor: int) -> Job | None:
+    """The job with other settings and `ranks_factor` times the ranks; None where it is invalid."""
+    config, ranks = job.config, job.degrees.ranks * ranks_factor
+    for key, value in settings.items():
+        name, field = key.split(".")
+        section = dataclasses.replace(getattr(config, name), **{field: value})
+        config = dataclasses.replace(config, **{name: section})
     if any(True for _ in problems_of(config, ranks)):
         return None
     return dataclasses.replace(
@@ -197,43 +249,18 @@ def _changed(job: Job, keys: dict, times: int) -> Job | None:
     )
 
 
-def _toml(value) -> str:
+def _as_toml(value: Any) -> str:
     return f'"{value}"' if isinstance(value, str) else str(value).lower()
 
 
-# --- saying it -----------------------------------------------------------------------------------
-
-
-@contextmanager
-def explain_out_of_memory(
-    job: Job, device: torch.device, place: Callable[[], str]
-) -> Iterator[MemoryUsage]:
-    """Turn running out of memory into what the user can do about it.
-
-    Yields a record that is told of the model and optimizer once they are there; `place` says
-    what is being done.
-    """
-    held = MemoryUsage(device)
-    try:
-        yield held
-    except (MemoryError, RuntimeError) as error:
-        wanted = find_memory_request(error)
-        if wanted is None:
-            raise
-        raise UserError(_advice(job, held, place(), wanted)) from error
-
-
-def _advice(job: Job, held: MemoryUsage, place: str, wanted: str) -> str:
-    counted, peak = held.bytes(), held.peak()
-    parts = ", ".join(f"{name} {size / GIB:.3g}" for name, size in counted.items())
-    about = estimate_memory(job)
-    ways = memory_savings(job, held.device.type == "cuda")
+def advise_on_memory(job: Job, on_gpu: bool) -> list[str]:
+    """Lines for an out-of-memory error: the estimated peak, and settings that would lower it."""
+    estimate, savings = estimate_memory(job), memory_savings(job, on_gpu)
     lines = [
-        f"out of memory in {place}: {wanted}; {peak / GIB:.3g} GiB{held.limit()} was held at most.",
-        f"  counted, in GiB: {parts}; about, at the fullest: activations"
-        f" {about.activations / GIB:.3g}, logits and loss {about.logits / GIB:.3g}, gathered for"
-        f" computing {about.gathered / GIB:.3g}",
-        "  what would make room on this rank, each alone, about:",
-        *(f"  {way}" for way in ways[:SHOWN]),
+        f"  estimated at the peak, in GiB: activations {estimate.activations / GIB:.3g}, logits and"
+        f" loss {estimate.logits / GIB:.3g}, parameters gathered by FSDP"
+        f" {estimate.gathered / GIB:.3g}",
+        "  settings that would free memory on this rank (estimates, each alone):",
+        *(f"  {saving}" for saving in savings[:MAX_ADVICE]),
     ]
-    return "\n".join(lines if ways else lines[:-1])
+    return lines if savings else lines[:1]

@@ -1,16 +1,19 @@
-"""What owns a run's folders and processes: lock, lease, start log, watchdog, stop signals."""
+"""What owns a run's folders and processes: lock, start log, watchdog, stop signals, memory."""
 
 from __future__ import annotations
 
 from titanlite.runtime.folder_lock import RunFolderLock, lock_run_folders
+from titanlite.runtime.out_of_memory import MemoryUsage, explain_out_of_memory
 from titanlite.runtime.stop import StopRequest, stop_reason_name
 from titanlite.runtime.watchdog import HeartbeatWatchdog, exit_with_launcher
 
 __all__ = [
     "HeartbeatWatchdog",
+    "MemoryUsage",
     "RunFolderLock",
     "StopRequest",
     "exit_with_launcher",
+    "explain_out_of_memory",
     "lock_run_folders",
     "stop_reason_name",
 ]

@@ -1,4 +1,4 @@
-"""Holding the folders of a run: nobody else writes there, and its starts are written down."""
+"""Exclusive use of the folders that a run writes to, and the log of the run's starts."""
 
 from __future__ import annotations
 
@@ -16,56 +16,60 @@ from titanlite.storage import StorageFolder
 
 
 class RunFolderLock:
-    """One rank's part in holding the folders; rank 0 does it for all."""
+    """Leases on the folders of a run, and its entry in the start log.
 
-    def __init__(self, folder: Path):
-        self.folder, self.code = folder, EXIT_DONE
-        self.leases: list[Lease | RemoteLease] = []
-        self._ledger: StartLog | None = None
-        self.step: Callable[[], int] = lambda: 0  # how far the run is
+    Rank 0 holds the leases and writes the log; on the other ranks `leases` is empty.
+    """
+
+    def __init__(
+        self, folder: Path, leases: list[Lease | RemoteLease], current_step: Callable[[], int]
+    ):
+        self.folder, self.leases, self._current_step = folder, leases, current_step
+        self._start_log: StartLog | None = None  # once a start is recorded
 
     @property
     def lost(self) -> str:
-        """How a folder was lost to another job, if one was; only rank 0 knows."""
+        """How a folder was lost to another job, or ""; known to rank 0 only."""
         return next((lease.lost for lease in self.leases if lease.lost), "")
 
     def check(self) -> int:
-        """Read the leases again, on rank 0; returns the number of the last one.
+        """Read the leases again, on rank 0; returns the fencing number of the last one.
 
-        Raises CheckpointError where a folder is another job's by now. To be called immediately
-        before whatever must not reach a folder that another job holds.
+        Raises CheckpointError where another job holds a folder by now. Call it immediately before
+        a write that must not reach a folder of another job.
         """
         for lease in self.leases:
             lease.check()
         return self.leases[-1].number if self.leases else 0
 
-    def begin(self, ranks: int, from_step: int, max_crashes: int) -> None:
-        """Write the start down, or raise CheckpointError on every rank if it only ever died.
+    def record_start(self, world_size: int, from_step: int, max_crashes: int) -> None:
+        """Record a start from `from_step`; raises CheckpointError on every rank in a crash loop.
 
-        As early as it is known from where the run goes on: what comes next may be what kills it.
+        Call it as soon as `from_step` is known: whatever follows may be what crashes.
         """
 
         def write() -> None:
-            ledger = StartLog(self.folder)
-            ledger.check_crash_loop(from_step, max_crashes)
+            log = StartLog(self.folder)
+            log.check_crash_loop(from_step, max_crashes)
             self.check()
-            ledger.record_start(ranks, from_step)
-            self._ledger = ledger
+            log.record_start(world_size, from_step)
+            self._start_log = log
 
         run_on_rank_0(write)
 
     def stopped_in_this_launch(self) -> bool:
-        """Whether this is torchrun's restart of a run that was asked to stop, and did."""
+        """Whether torchrun restarts a run that was asked to stop, and did."""
         return run_on_rank_0(lambda: StartLog(self.folder).stopped_in_this_launch())
 
-    def end(self, code: int, reason: str = "") -> None:
-        """Give the folders back, having written down how the run ended."""
-        if self._ledger and self._still_holds():  # else it would be the end of another job's start
-            self._ledger.record_end(code, self.step(), reason)
+    def release(self, code: int, reason: str = "") -> None:
+        """Record how the run ended, and give the leases back; a second call does nothing."""
+        if self._start_log and self._holds_all():  # else the entry would end another job's start
+            self._start_log.record_end(code, self._current_step(), reason)
         for lease in self.leases:
             lease.close()
+        self.leases, self._start_log = [], None
 
-    def _still_holds(self) -> bool:
+    def _holds_all(self) -> bool:
         try:
             self.check()
         except CheckpointError:
@@ -74,51 +78,55 @@ class RunFolderLock:
 
 
 @contextmanager
-def lock_run_folders(folder: Path, others: Mapping[str, StorageFolder]) -> Iterator[RunFolderLock]:
-    """Hold a run's folder and the `others` it writes to, by the keys that name them, for one job.
+def lock_run_folders(
+    folder: Path, others: Mapping[str, StorageFolder], current_step: Callable[[], int]
+) -> Iterator[RunFolderLock]:
+    """Lock a run's `folder` and the `others` it writes to, by the keys that name them.
 
-    Raises ConfigError on every rank where another job has one. The block sets `code` where it ends
-    otherwise than done.
+    `current_step` returns the steps taken so far, for the start log. Raises ConfigError on every
+    rank where another job holds one of the folders. An error that leaves the block is recorded; a
+    block that ends otherwise than with EXIT_DONE calls `release(code)` itself.
     """
-    hold = RunFolderLock(folder)
-
-    def take() -> None:
-        hold.leases = _take_all({"job.dump_folder": folder, **others})
-
-    run_on_rank_0(take)
+    folders: dict[str, Path | StorageFolder] = {"job.dump_folder": folder, **others}
+    leases: list[Lease | RemoteLease] = []
+    run_on_rank_0(lambda: leases.extend(_acquire_all(folders)))
+    lock = RunFolderLock(folder, leases, current_step)
     try:
-        yield hold
+        yield lock
     except BaseException as error:
-        known = {KeyboardInterrupt: EXIT_INTERRUPTED}.get(type(error), EXIT_RANK_LOST)
-        hold.end(error.code if isinstance(error, UserError) else known, repr(error))
+        code = EXIT_INTERRUPTED if isinstance(error, KeyboardInterrupt) else EXIT_RANK_LOST
+        lock.release(error.code if isinstance(error, UserError) else code, repr(error))
         raise
-    hold.end(hold.code)
+    lock.release(EXIT_DONE)
 
 
-def _take_all(folders: Mapping[str, Path | StorageFolder]) -> list[Lease | RemoteLease]:
-    """A lease on each, or on none; together, because each may watch a heartbeat for a while."""
+def _acquire_all(folders: Mapping[str, Path | StorageFolder]) -> list[Lease | RemoteLease]:
+    """A lease on every folder, or on none.
+
+    In parallel, because each may have to watch the heartbeat of a stale lease for a while.
+    """
     key_by_folder: dict[Path | str, str] = {}
     for key, folder in folders.items():
-        key_by_folder.setdefault(_locate(folder), key)  # two keys may name one folder
+        key_by_folder.setdefault(_identify(folder), key)  # two keys may name one folder
     with ThreadPoolExecutor(len(key_by_folder)) as pool:
-        taking = [pool.submit(_take, *entry) for entry in key_by_folder.items()]
-    errors = [error for one in taking if (error := one.exception())]
+        futures = [pool.submit(_acquire, *entry) for entry in key_by_folder.items()]
+    errors = [error for future in futures if (error := future.exception())]
     if errors:
-        for one in taking:
-            if not one.exception():
-                one.result().close()
+        for future in futures:
+            if not future.exception():
+                future.result().close()
         raise errors[0]
-    return [one.result() for one in taking]
+    return [future.result() for future in futures]
 
 
-def _locate(folder: Path | StorageFolder) -> Path | str:
-    """The one local path of a folder, or its URL."""
+def _identify(folder: Path | StorageFolder) -> Path | str:
+    """The real local path of a folder, or its URL."""
     if isinstance(folder, StorageFolder) and not folder.local:
         return folder.said
     return Path(folder if isinstance(folder, Path) else folder.path).resolve()
 
 
-def _take(folder: Path | str, key: str) -> Lease | RemoteLease:
+def _acquire(folder: Path | str, key: str) -> Lease | RemoteLease:
     if isinstance(folder, Path):
         return acquire_lease(folder, key)
     return acquire_remote_lease(StorageFolder(folder), key)

@@ -1,72 +1,104 @@
-"""What is held in memory, counted from the tensors themselves."""
+"""Report an out-of-memory error with the memory in use and advice, instead of a traceback."""
 
 from __future__ import annotations
 
 import re
 import resource
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from titanlite.metrics.hardware import peak_memory_bytes
+from titanlite.errors import UserError
+from titanlite.metrics import peak_memory_bytes
 
-_SIGNS = ("out of memory", "can't allocate memory", "CUBLAS_STATUS_ALLOC_FAILED")
+GIB = 2**30
+_MESSAGES = ("out of memory", "can't allocate memory", "CUBLAS_STATUS_ALLOC_FAILED")
+
+
+class MemoryUsage:
+    """Device memory of a rank's parameters, gradients and optimizer state."""
+
+    def __init__(
+        self,
+        device: torch.device,
+        model: nn.Module | None = None,
+        optimizer: torch.optim.Optimizer | None = None,
+    ):
+        self.device, self._model, self._optimizer = device, model, optimizer
+
+    def by_kind(self) -> dict[str, int]:
+        """Bytes of this rank's shards on the device; 0 for what is not built yet or offloaded."""
+        parameters = list(self._model.parameters()) if self._model else []
+        states = self._optimizer.state.values() if self._optimizer else []
+        moments = [value for state in states for value in state.values()]
+        return {
+            "parameters": self._local_bytes(parameters),
+            "gradients": self._local_bytes(p.grad for p in parameters if p.grad is not None),
+            "optimizer state": self._local_bytes(m for m in moments if isinstance(m, Tensor)),
+        }
+
+    def peak_bytes(self) -> int:
+        """The most memory that was allocated so far."""
+        return peak_memory_bytes(self.device)
+
+    def limit_bytes(self) -> int | None:
+        """Memory of the GPU, or the address-space limit of a CPU process; None: no limit."""
+        if self.device.type == "cuda":
+            return torch.cuda.get_device_properties(self.device).total_memory
+        limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+        return None if limit == resource.RLIM_INFINITY else limit
+
+    def _local_bytes(self, tensors: Iterable[Tensor]) -> int:
+        local = [t.to_local() if isinstance(t, DTensor) else t for t in tensors]
+        return sum(t.nbytes for t in local if t.device.type == self.device.type)
+
+
+@contextmanager
+def explain_out_of_memory(
+    usage: MemoryUsage, position: Callable[[], str], advise: Callable[[], list[str]]
+) -> Iterator[None]:
+    """Raise a UserError with figures and advice in place of an out-of-memory error.
+
+    `position` says what the run is doing ("step 3, forward"); `advise` returns lines of advice.
+    """
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        request = find_memory_request(error)
+        if request is None:
+            raise
+        limit = usage.limit_bytes()
+        of_limit = f" of {limit / GIB:.3g} GiB" if limit else ""
+        allocated = ", ".join(f"{k} {size / GIB:.3g}" for k, size in usage.by_kind().items())
+        lines = [
+            f"out of memory at {position()}: {request}; peak {usage.peak_bytes() / GIB:.3g} GiB"
+            f"{of_limit}.",
+            f"  allocated, in GiB: {allocated}",
+            *advise(),
+        ]
+        raise UserError("\n".join(lines)) from error
 
 
 def find_memory_request(error: BaseException | None) -> str | None:
-    """What was asked for when memory ran out, in words; None where an error is about other things.
+    """What an out-of-memory error asked for; None where the error is about something else.
 
-    A GPU's allocator says it by torch.OutOfMemoryError; a CPU's, and CUDA's libraries, by a
-    RuntimeError that only its words tell apart (torch 2.11 to 2.15); Python by MemoryError.
+    The allocator of a GPU raises torch.OutOfMemoryError; that of a CPU, and CUDA's libraries, a
+    RuntimeError that only its message identifies (torch 2.11 to 2.15); Python a MemoryError.
     """
     while error is not None:
-        words = str(error)
+        message = str(error)
         if isinstance(error, (MemoryError, torch.OutOfMemoryError)) or any(
-            sign in words for sign in _SIGNS
+            part in message for part in _MESSAGES
         ):
-            asked = re.search(r"tried to allocate ([\d.]+ \w+)", words, re.IGNORECASE)
-            return f"{_shown(asked[1])} more was asked for" if asked else "more was asked for"
+            size = re.search(r"tried to allocate ([\d.]+ \w+)", message, re.IGNORECASE)
+            return f"cannot allocate {_in_gib(size[1])}" if size else "cannot allocate more"
         error = error.__cause__ or error.__context__
     return None
 
 
-def _shown(asked: str) -> str:
-    number, unit = asked.split()
-    return f"{int(number) / 2**30:.3g} GiB" if unit == "bytes" else asked
-
-
-class MemoryUsage:
-    """What a rank holds on its device; empty until it is told of a model and an optimizer."""
-
-    def __init__(self, device: torch.device):
-        self.device = device
-        self.model: nn.Module | None = None
-        self.optimizer: torch.optim.Optimizer | None = None
-
-    def bytes(self) -> dict[str, int]:
-        """Of weights, gradients and moments: this rank's shards, where they are on the device."""
-        weights = list(self.model.parameters()) if self.model else []
-        states = self.optimizer.state.values() if self.optimizer else []
-        moments = [value for state in states for value in state.values()]
-        return {
-            "weights": self._sum(weights),
-            "gradients": self._sum(w.grad for w in weights if w.grad is not None),
-            "moments": self._sum(value for value in moments if isinstance(value, Tensor)),
-        }
-
-    def _sum(self, tensors) -> int:
-        local = [t.to_local() if isinstance(t, DTensor) else t for t in tensors]
-        return sum(t.nbytes for t in local if t.device.type == self.device.type)
-
-    def peak(self) -> int:
-        return peak_memory_bytes(self.device)
-
-    def limit(self) -> str:
-        """Of how much, in words."""
-        if self.device.type == "cuda":
-            return f" of {torch.cuda.get_device_properties(self.device).total_memory / 2**30:.3g}"
-        most, _ = resource.getrlimit(resource.RLIMIT_AS)
-        if most == resource.RLIM_INFINITY:
-            return ""
-        return f" of {most / 2**30:.3g} that may be addressed"
+def _in_gib(size: str) -> str:
+    number, unit = size.split()
+    return f"{int(number) / GIB:.3g} GiB" if unit == "bytes" else size

@@ -1,23 +1,30 @@
-"""The loop, and what one turn of it is."""
+"""The training loop and what one turn of it consists of."""
 
 from __future__ import annotations
 
+from titanlite.training.config import TrainingConfig
 from titanlite.training.engine import Engine, build_engine
-from titanlite.training.loop import Between, TrainingConfig, run
-from titanlite.training.state import TrainState
-from titanlite.training.step import StepResult, take_step
-from titanlite.training.validation import ValidationConfig, samples_to_validate, validate
+from titanlite.training.loop import train
+from titanlite.training.periodic import PeriodicAction, StepInfo
+from titanlite.training.run import Run
+from titanlite.training.state import Counters, TrainState
+from titanlite.training.step import StepResult, StepSettings, take_step
+from titanlite.training.validation import ValidationConfig, validate, validation_samples
 
 __all__ = [
-    "Between",
+    "Counters",
     "Engine",
+    "PeriodicAction",
+    "Run",
+    "StepInfo",
     "StepResult",
+    "StepSettings",
     "TrainState",
     "TrainingConfig",
     "ValidationConfig",
     "build_engine",
-    "run",
-    "samples_to_validate",
     "take_step",
+    "train",
     "validate",
+    "validation_samples",
 ]

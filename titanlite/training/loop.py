@@ -1,273 +1,156 @@
-"""The loop: one step after the other, and what is due between them."""
+"""The training loop: take a step, run the periodic actions that are due, repeat."""
 
 from __future__ import annotations
 
 import dataclasses
 import gc
-import math
 import time
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
-from typing import Annotated, Any, Literal, NoReturn, Protocol
+from typing import NoReturn
 
-import torch
-from torch import Tensor
-
-from titanlite.checkpoint import Checkpointer, SaveResult
 from titanlite.distributed.collectives import AsyncMax, raise_on_all_ranks
-from titanlite.distributed.mesh import Mesh
-from titanlite.distributed.process_group import set_collective_timeouts
-from titanlite.errors import CheckpointError, UserError
-from titanlite.log import logger
-from titanlite.optim import OptimizerInBackward
-from titanlite.parallelize.compile import compiled_so_far
-from titanlite.runtime.stop import StopRequest
-from titanlite.settings import Positive, Range, Supported
-from titanlite.training.divergence import FiniteCheck, NonFinite
-from titanlite.training.engine import Engine
-from titanlite.training.state import TrainState
+from titanlite.errors import UserError
+from titanlite.runtime import stop_reason_name
+from titanlite.training.divergence import FiniteCheck
+from titanlite.training.periodic import PeriodicAction, StepInfo, report_save
+from titanlite.training.run import Run
 from titanlite.training.step import StepResult, take_step
 
 
-@dataclass(frozen=True)
-class TrainingConfig:
-    """[training] How much is learned, in which batches and precision."""
+def train(run: Run) -> int:
+    """Train up to step `training.steps`; return why the run stopped before it, or 0.
 
-    local_batch_size: Positive = 8
-    # sequences a rank runs at once; under pipeline parallel, in one run of the schedule
-    global_batch_size: Annotated[int, Range(1, also=(-1,))] = -1
-    # sequences of a step, over all ranks; what local batches do not cover is accumulated;
-    # -1: local_batch_size times the data-parallel ranks, so it follows the layout
-    seq_len: Positive = 2048  # tokens of a sequence
-    max_norm: Annotated[float, Range(0)] = 1.0  # gradients are clipped to this norm; 0: never
-    steps: Positive = 10_000  # steps to take, counted from the start of the run
-    enable_cpu_offload: bool = False  # keep weights, gradients and moments in host memory
-    dtype: Literal["bfloat16", "float32"] = "float32"
-    # type of the weights, gradients and moments that are kept; vectors are updated in float32
-    mixed_precision_param: Literal["bfloat16", "float16", "float32"] = "bfloat16"
-    # type that weights are cast to for computing, in every layout; float16 scales the loss
-    mixed_precision_reduce: Literal["float32"] = "float32"  # type gradients are summed in
-    gc_freq: Positive = 50  # steps between two garbage collections, on all ranks together
-    gc_debug: Annotated[bool, Supported((False,), "Debugging garbage")] = False
-    # collect at every step, and tell of cycles that hold tensors
-
-
-class ThroughputMeter(Protocol):
-    """What the loop needs of a clock."""
-
-    def waiting(self) -> AbstractContextManager: ...
-    def paused(self) -> AbstractContextManager: ...
-    def step_done(self, tokens: int) -> None: ...
-    def read(self) -> dict[str, Any]: ...
-
-
-class HeartbeatWatchdog(Protocol):
-    """Who is told how far this rank is."""
-
-    def set_phase(self, step: int, phase: str) -> None: ...
-    def set_timeout(self, seconds: float) -> None: ...
-
-
-class MetricSinks(Protocol):
-    """Where the loop tells what happened."""
-
-    def step(self, record: dict[str, Any]) -> None: ...
-    def event(self, step: int, name: str, **fields: Any) -> None: ...
-    def sync(self) -> None: ...
-
-
-@dataclass(frozen=True)
-class Between:
-    """What is due between two steps."""
-
-    log_freq: int
-    validate_freq: int  # 0: never
-    validate: Callable[[], dict[str, float]]  # loss by name of the text
-    compiled: bool  # what is compiled was so in the first step
-    trouble: Callable[[], str]  # why this rank cannot go on, or nothing
-
-
-def run(
-    state: TrainState,
-    engine: Engine,
-    batches: Iterator[tuple[Tensor, Tensor]],
-    *,
-    config: TrainingConfig,
-    global_batch: int,
-    lr_at: Callable[[int], float],
-    mesh: Mesh,
-    device: torch.device,
-    between: Between,
-    checkpointer: Checkpointer,
-    stop: StopRequest,
-    watch: HeartbeatWatchdog,
-    train_timeout_seconds: int,
-    meter: ThroughputMeter,
-    sinks: MetricSinks,
-    profiler: Any,
-    early: OptimizerInBackward | None = None,
-) -> int:
-    """Train from where `state` is to `config.steps`; returns why it stopped before, or 0.
-
-    Raises CheckpointError when the checkpoint it ends with could not be written, and Diverged when
-    a loss, gradient or weight is inf or NaN, before that state is saved.
+    Raises CheckpointError when the last checkpoint could not be written, and TrainingDiverged when
+    a loss, gradient or parameter is inf or NaN, before that state is saved.
     """
-    council, first_step = AsyncMax(), state.step
-    finite = FiniteCheck(state.model, device)
-    reason = _asked_before_starting(council, stop)
+    loop = _Loop(run)
+    with _manual_garbage_collection():
+        while not loop.stop_reason and run.state.step < run.config.steps:
+            loop.take_turn()
+    if run.state.step == run.config.steps or not loop.stop_reason:
+        return 0
+    reason = stop_reason_name(loop.stop_reason)
+    run.sinks.event(run.state.step, "stopped", reason=reason)
+    return loop.stop_reason
+
+
+class _Loop:
+    """One turn of the loop is one step with the periodic actions that follow it."""
+
+    def __init__(self, run: Run):
+        self.run, self.first_step = run, run.state.step + 1
+        # What ranks must agree on is exchanged while they compute, so agreeing costs no wait.
+        self.max_over_ranks = AsyncMax()
+        self.finite = FiniteCheck(run.state.model, run.device)
+        self.timer = _TurnTimer()
+        self.max_over_ranks.start(run.stop_request.reason(0.0))
+        (self.stop_reason,) = self.max_over_ranks.wait()
+
+    def take_turn(self) -> None:
+        run, state = self.run, self.run.state
+        run.watchdog.set_phase(state.step + 1, "data")
+        lost_folder = run.lost_folder()
+        self._start_agreement(bool(lost_folder))
+        with run.meter.waiting():
+            inputs, labels = next(run.batches)
+        lr = run.lr_at(state.step)
+        result = take_step(
+            state,
+            run.engine,
+            inputs.to(run.device, non_blocking=True),
+            labels.to(run.device, non_blocking=True),
+            lr=lr,
+            settings=run.step_settings,
+            set_phase=partial(run.watchdog.set_phase, state.step + 1),
+        )
+        run.meter.step_done(run.step_settings.global_batch * inputs.shape[1])
+        if not result.skipped:
+            self.finite.record(state.step, result)
+        self.stop_reason, is_saving, folder_lost, diverged = self.max_over_ranks.wait()
+        if folder_lost:
+            raise_on_all_ranks(UserError(lost_folder) if lost_folder else None)
+        with run.meter.paused():
+            self._run_actions(self._describe_step(lr, result, bool(is_saving)), bool(diverged))
+
+    def _start_agreement(self, folder_lost: bool) -> None:
+        """Exchange what holds after this turn; the answer arrives while the step is computed."""
+        run = self.run
+        needed = self.timer.next_turn() + run.checkpointer.save_seconds
+        reason, saving = run.stop_request.reason(needed), run.checkpointer.writing
+        self.max_over_ranks.start(reason, saving, folder_lost, self.finite.poll())
+
+    def _describe_step(self, lr: float, result: StepResult, is_saving: bool) -> StepInfo:
+        step = self.run.state.step
+        return StepInfo(
+            step=step,
+            lr=lr,
+            result=result,
+            is_first=step == self.first_step,
+            is_last=step == self.run.config.steps,
+            stop_reason=self.stop_reason,
+            is_saving=is_saving,
+        )
+
+    def _run_actions(self, info: StepInfo, diverged: bool) -> None:
+        due = [action for action in self.run.actions if action.is_due(info)]
+        if diverged or self._is_diverged(info, due):
+            self._end_diverged(info.step)
+        for action in due:
+            self.run.watchdog.set_phase(info.step, action.name)
+            action.run(info)
+
+    def _is_diverged(self, info: StepInfo, due: list[PeriodicAction]) -> bool:
+        """Whether any rank has an inf or NaN, where an action or the end of the run must know now.
+
+        At other steps the run learns of it one or a few steps later, without waiting.
+        """
+        needs_finite = any(action.needs_finite for action in due)
+        if not needs_finite and not info.ends_run:
+            return False
+        self.max_over_ranks.start(self.finite.wait(info.step, check_weights=needs_finite))
+        return bool(self.max_over_ranks.wait()[0])
+
+    def _end_diverged(self, step: int) -> NoReturn:
+        """Finish the save in flight, which is of an earlier step, and raise TrainingDiverged."""
+        run = self.run
+        run.watchdog.set_phase(step, "save")
+        finding = self.finite.share_finding(self.max_over_ranks)
+        report_save(run.checkpointer.wait(), run.checkpointer, run.sinks)
+        fields = dataclasses.asdict(finding)
+        run.sinks.event(fields.pop("step"), "diverged", **fields)
+        raise finding.error()
+
+
+class _TurnTimer:
+    """Durations of turns: a run with a time limit must stop while a save still fits into it."""
+
+    def __init__(self) -> None:
+        self._began, self._turns, self._longest = time.monotonic(), 0, 0.0
+
+    def next_turn(self) -> float:
+        """Begin a turn; returns the seconds to reserve for it and the one after it.
+
+        A decision to stop is made during a turn and applies after it, so the latest turn and the
+        longest one (it may have validated) are reserved. The first turn compiles: not counted as
+        the longest.
+        """
+        now = time.monotonic()
+        latest, self._began = now - self._began, now
+        if self._turns > 1:
+            self._longest = max(self._longest, latest)
+        self._turns += 1
+        return latest + self._longest
+
+
+@contextmanager
+def _manual_garbage_collection() -> Iterator[None]:
+    """Disable automatic garbage collection: ranks that collect at different times stall each
+    other's collectives."""
     gc.collect()
-    gc.disable()  # ranks collecting at different moments stall each other's collectives
-    began, longest = time.monotonic(), 0.0  # seconds of a turn of the loop
+    gc.disable()
     try:
-        while not reason and state.step < config.steps:
-            watch.set_phase(state.step + 1, "data")
-            turn, began = time.monotonic() - began, time.monotonic()
-            if state.step > first_step + 1:
-                longest = max(longest, turn)  # perhaps one that validates
-            # What is decided now holds after this turn; after the next one it may be too late.
-            needed = checkpointer.save_seconds + longest + turn
-            trouble = between.trouble()
-            council.start(stop.reason(needed), checkpointer.writing, bool(trouble), finite.poll())
-            with meter.waiting():
-                inputs, labels = next(batches)
-            inputs = inputs.to(device, non_blocking=True)
-            labels = labels.to(device, non_blocking=True)
-            lr = lr_at(state.step)
-            result = take_step(
-                state,
-                engine,
-                inputs,
-                labels,
-                mesh=mesh,
-                global_batch=global_batch,
-                lr=lr,
-                max_norm=config.max_norm,
-                early=early,
-                now=partial(watch.set_phase, state.step + 1),
-            )
-            meter.step_done(global_batch * inputs.shape[1])
-            if not result.skipped:
-                finite.note(state.step, result)
-            reason, writing, troubled, diverged = council.wait()
-            if troubled:
-                raise_on_all_ranks(UserError(trouble) if trouble else None)
-            last = state.step == config.steps
-            due = checkpointer.due(state.step, last or bool(reason))
-            validates = _validation_due(state.step, between.validate_freq, last) and not reason
-            with meter.paused():
-                if due or validates or last or reason:  # else later: to know it now is to wait
-                    council.start(finite.wait(state.step, weights=due))
-                    diverged = council.wait()[0] or diverged
-                if diverged:
-                    watch.set_phase(state.step, "save")
-                    _end_diverged(finite.tell_all(council), checkpointer, sinks)
-                if result.skipped:
-                    _tell_skipped(state, sinks)
-                if state.step == 1 or state.step % between.log_freq == 0 or last or reason:
-                    record = _record(state, lr, result, meter.read())
-                    measured = (record["loss"], record["grad_norm"])
-                    if result.skipped or all(map(math.isfinite, measured)):  # else it ends
-                        sinks.step(record)
-                if validates:
-                    _tell_losses(state.step, between.validate(), sinks)
-                watch.set_phase(state.step, "save")
-                _keep(state, checkpointer, bool(writing), due, last, bool(reason), sinks)
-                if state.step % config.gc_freq == 0:
-                    gc.collect(1)
-                if state.step == first_step + 1:  # it took longer: kernels, buffers, plans
-                    if between.compiled:
-                        logger.info("%s", compiled_so_far())
-                    set_collective_timeouts(train_timeout_seconds, excluded=checkpointer.group)
-                    watch.set_timeout(train_timeout_seconds)
-                profiler.step()  # writing a trace takes a while
+        yield
     finally:
         gc.enable()
-    return 0 if state.step == config.steps else reason
-
-
-def _asked_before_starting(council: AsyncMax, stop: StopRequest) -> int:
-    council.start(stop.reason(0.0))
-    return council.wait()[0]
-
-
-def _validation_due(step: int, freq: int, last: bool) -> bool:
-    return freq > 0 and (last or step % freq == 0)
-
-
-def _tell_losses(step: int, losses: dict[str, float], sinks: MetricSinks) -> None:
-    for name, loss in losses.items():
-        perplexity = float(torch.tensor(loss, dtype=torch.float64).exp())  # inf, not an error
-        sinks.event(step, "validation", name=name, loss=loss, perplexity=perplexity)
-
-
-def _end_diverged(found: NonFinite, checkpointer: Checkpointer, sinks: MetricSinks) -> NoReturn:
-    """Finish the save in flight, which is of a state from before, and raise Diverged."""
-    _tell_saved(checkpointer.wait(), checkpointer, sinks)
-    fields = dataclasses.asdict(found)
-    sinks.event(fields.pop("step"), "diverged", **fields)
-    raise found.error()
-
-
-def _keep(
-    state: TrainState,
-    checkpointer: Checkpointer,
-    writing: bool,
-    due: bool,
-    last: bool,
-    stopping: bool,
-    sinks: MetricSinks,
-) -> None:
-    """Save if it is due, and tell what became of the save before; the same on every rank."""
-    if due or not writing:  # at most one in flight
-        _tell_saved(checkpointer.wait(), checkpointer, sinks)
-    if not due:
-        return
-    checkpointer.save(
-        state.step,
-        state.model,
-        state.optimizer,
-        progress=state.progress(),
-        final=last,
-        before_commit=sinks.sync,  # a checkpoint must not survive a power cut that its metrics do not
-    )
-    if last or stopping or checkpointer.blocking:
-        saved = checkpointer.wait()
-        _tell_saved(saved, checkpointer, sinks)
-        if (last or stopping) and saved and saved.problem:
-            raise CheckpointError(saved.problem).mark_on_all_ranks()
-
-
-def _tell_skipped(state: TrainState, sinks: MetricSinks) -> None:
-    assert state.loss_scale is not None
-    fields = {"reason": "gradients overflow float16", "loss_scale": state.loss_scale.value}
-    sinks.event(state.step, "step_skipped", **fields)
-
-
-def _tell_saved(saved: SaveResult | None, checkpointer: Checkpointer, sinks: MetricSinks) -> None:
-    if saved is None:
-        return
-    fields = {"path": str(saved.place), "seconds": saved.seconds}
-    fields["blocked_seconds"] = saved.blocked_seconds
-    if not saved.problem:
-        sinks.event(saved.step, "checkpoint_saved", **fields)
-        return
-    fields |= {"problem": saved.problem, "failures": checkpointer.failures}
-    sinks.event(saved.step, "checkpoint_failed", **fields)
-
-
-def _record(
-    state: TrainState, lr: float, result: StepResult, measured: dict[str, Any]
-) -> dict[str, Any]:
-    return {
-        "step": state.step,
-        "loss": result.loss.item(),
-        "z_loss": result.z_loss.item() or None,  # none at all where loss.z_loss = 0
-        "grad_norm": result.grad_norm.item(),
-        "lr": lr,
-        "tokens": state.tokens,
-        "samples": state.position,
-        "loss_scale": None if state.loss_scale is None else state.loss_scale.value,
-        **measured,
-    }

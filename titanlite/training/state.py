@@ -1,8 +1,8 @@
-"""What a run is at one moment; all of it is saved, and nothing else is needed to go on."""
+"""The mutable training state: exactly what a checkpoint contains."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -12,34 +12,60 @@ from titanlite.optim import LossScale
 
 
 @dataclass
+class Counters:
+    """How far a run is, over all ranks together."""
+
+    step: int = 0  # optimizer steps taken
+    position: int = 0  # samples consumed
+    tokens: int = 0  # tokens consumed
+
+    def advance(self, samples: int, tokens: int) -> None:
+        """Count one optimizer step."""
+        self.step += 1
+        self.position += samples
+        self.tokens += tokens
+
+    def restore(self, step: int, position: int, tokens: int) -> None:
+        """Continue from the counters of a checkpoint."""
+        self.step, self.position, self.tokens = step, position, tokens
+
+
+@dataclass(frozen=True)
 class TrainState:
     """Everything that changes while training."""
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
-    loss_scale: LossScale | None = None  # of float16
-    step: int = 0  # optimizer steps taken
-    position: int = 0  # samples consumed, by all ranks together
-    tokens: int = 0  # tokens consumed, by all ranks together
+    loss_scale: LossScale | None = None  # with float16 compute only
+    counters: Counters = field(default_factory=Counters)
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps taken."""
+        return self.counters.step
+
+    @property
+    def position(self) -> int:
+        """Samples consumed by all ranks together."""
+        return self.counters.position
 
     def progress(self) -> dict[str, Any]:
-        """What is not a tensor of the model or optimizer, as JSON."""
+        """The part that is not a tensor of the model or the optimizer, as JSON values."""
         generators = {"cpu": torch.get_rng_state()}
         if torch.cuda.is_initialized():
             generators["cuda"] = torch.cuda.get_rng_state()
         scale = {} if self.loss_scale is None else {"loss_scale": self.loss_scale.state()}
         return {
             **scale,
-            "step": self.step,
-            "position": self.position,
-            "tokens": self.tokens,
+            "step": self.counters.step,
+            "position": self.counters.position,
+            "tokens": self.counters.tokens,
             "generators": {name: bytes(s.tolist()).hex() for name, s in generators.items()},
         }
 
     def restore(self, progress: dict[str, Any]) -> None:
-        """Go back to where `progress` was taken."""
-        self.step, self.position = progress["step"], progress["position"]
-        self.tokens = progress["tokens"]
+        """Restore what `progress` returned when the checkpoint was saved."""
+        self.counters.restore(progress["step"], progress["position"], progress["tokens"])
         if self.loss_scale is not None and "loss_scale" in progress:
             self.loss_scale.restore(progress["loss_scale"])
         for name, state in progress["generators"].items():

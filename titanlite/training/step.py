@@ -15,14 +15,24 @@ from titanlite.training.state import TrainState
 
 
 @dataclass(frozen=True)
-class StepResult:
-    """What a step showed, still on the device: reading it waits for the device."""
+class StepSettings:
+    """What is the same in every optimizer step of a run."""
 
-    loss: Tensor  # cross-entropy, mean over the valid tokens of the global batch, before the update
-    z_loss: Tensor  # what is learned from beside it, likewise
-    grad_norm: Tensor  # of the whole gradient, before clipping
-    own_norms: Tensor  # [parameters of this rank], of this rank's shards of their gradients
-    skipped: bool = False  # gradients overflowed float16; the next loss scale is smaller
+    mesh: Mesh
+    global_batch: int  # samples of one step, over all ranks
+    max_norm: float  # clip the gradient to this 2-norm; 0: do not clip
+    optimizer_in_backward: OptimizerInBackward | None = None  # updates parameters during backward
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """Measurements of one step; on the device, so that reading one waits for the device."""
+
+    loss: Tensor  # 0-d: mean cross-entropy of the global batch's valid tokens, before the update
+    z_loss: Tensor  # 0-d: mean of the auxiliary z-loss, which is not part of `loss`
+    grad_norm: Tensor  # 0-d: 2-norm of the whole gradient, before clipping
+    own_norms: Tensor  # [parameters of this rank]: 2-norms of this rank's gradient shards
+    skipped: bool = False  # float16 gradients overflowed: no update, the loss scale shrinks
 
 
 def take_step(
@@ -31,40 +41,36 @@ def take_step(
     inputs: Tensor,
     labels: Tensor,
     *,
-    mesh: Mesh,
-    global_batch: int,
     lr: float,
-    max_norm: float,
-    early: OptimizerInBackward | None = None,
-    now: SetPhase = ignore_phase,
+    settings: StepSettings,
+    set_phase: SetPhase = ignore_phase,
 ) -> StepResult:
-    """Learn from this rank's rows [rows, T] of one global batch of `global_batch` samples.
+    """Train on one global batch, of which this rank has `inputs` and `labels` [rows, T].
 
-    `early` takes the step in backward. `now` is told each phase as it begins: forward, backward,
-    step.
+    Calls `set_phase` when a phase begins: forward, backward, step.
     """
-    now("forward")  # already, because the first collective is this one
-    # Ranks that share these rows have them whole, so each label is counted once.
+    mesh, in_backward = settings.mesh, settings.optimizer_in_backward
+    set_phase("forward")  # before the all-reduce: it is the first point at which a rank can hang
+    # Over the batch dimension only: context- and tensor-parallel ranks have the same labels.
     valid = all_reduce_sum(mesh.batch, valid_tokens(labels)).clamp(min=1)
     scale = 1.0 if state.loss_scale is None else state.loss_scale.value
-    set_lr(state.optimizer, lr)  # before backward, where the step may be taken
-    parts = engine.forward_backward(inputs, labels, valid / scale, now)
-    loss, z_loss = all_reduce_sum(mesh.loss, parts) / scale
-    now("step")
-    if early:
-        grad_norm, own_norms = early.norms(mesh)
+    set_lr(state.optimizer, lr)  # before backward, which may already update parameters
+    losses = engine.forward_backward(inputs, labels, valid / scale, set_phase)
+    loss, z_loss = all_reduce_sum(mesh.loss, losses) / scale
+    set_phase("step")
+    if in_backward:
+        grad_norm, own_norms = in_backward.norms(mesh)
     else:
         parameters = state.model.parameters()
-        grad_norm, own_norms = clip_gradients(parameters, max_norm, mesh, scale)
-    # Under float16 this waits for the device. The norm is that of all ranks, so all decide alike.
+        grad_norm, own_norms = clip_gradients(parameters, settings.max_norm, mesh, scale)
+    # With float16 this waits for the device. All ranks have the same norm, so all decide alike.
     finite = state.loss_scale is None or bool(grad_norm.isfinite())
-    if finite and not early:
+    if finite and not in_backward:
         state.optimizer.step()
     state.optimizer.zero_grad()
+    skipped = False
     if state.loss_scale is not None:
         state.loss_scale.update(finite)
-    state.step += 1
-    state.position += global_batch
-    state.tokens += global_batch * inputs.shape[1]
-    skipped = not finite and not state.loss_scale.exhausted
+        skipped = not finite and not state.loss_scale.exhausted
+    state.counters.advance(settings.global_batch, settings.global_batch * inputs.shape[1])
     return StepResult(loss, z_loss, grad_norm, own_norms, skipped)

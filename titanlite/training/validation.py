@@ -1,4 +1,4 @@
-"""Validation loss: every token of the held-out text once, weighed alike, under every layout."""
+"""Validation loss: the mean over every token of a validation set, the same under every layout."""
 
 from __future__ import annotations
 
@@ -18,54 +18,57 @@ from titanlite.training.engine import Engine, SetPhase, ignore_phase
 
 @dataclass(frozen=True)
 class ValidationConfig:
-    """[validation] How often, and on how much of [data] validation."""
+    """[validation] When to validate, and on how much of the sets in [data] validation."""
 
-    enable: bool = False  # measure the loss on held-out text while training
-    local_batch_size: Positive = 8  # sequences a rank runs at once
+    enable: bool = False  # measure the validation loss while training
+    local_batch_size: Positive = 8  # sequences of one forward pass of a rank
     seq_len: Positive = 2048  # tokens of a sequence
-    freq: Positive = 10  # steps between two validations; the last step is always one
+    freq: Positive = 10  # steps between two validations; also after the last step
     steps: Annotated[int, Range(1, also=(-1,))] = -1
-    # at most this many times training.global_batch_size sequences; -1: all there are
+    # maximum validation batches, each of training.global_batch_size sequences; -1: the whole set
 
 
 class ValidationData(Protocol):
-    """Held-out text as a finite list of samples."""
+    """A validation set: a finite list of samples."""
 
     name: str
     samples: int
 
     def read(self, start: int, rows: int) -> tuple[Tensor, Tensor]:
-        """Inputs and labels [rows, T]; past the end, labels that are not learned from."""
+        """Inputs and labels [rows, T]; past the end, labels are IGNORE_INDEX."""
+        ...
 
 
 def validate(
     engine: Engine,
-    text: ValidationData,
+    data: ValidationData,
     samples: int,
     rows: int,
     mesh: Mesh,
     device: torch.device,
-    now: SetPhase = ignore_phase,
+    set_phase: SetPhase = ignore_phase,
 ) -> float:
-    """Mean loss in nats over the labels of the first `samples` samples, `rows` a rank at once.
+    """Mean loss, in nats, over the valid tokens of the first `samples` samples.
 
-    `now` is told with each batch that it goes on.
+    Each forward pass of a rank has `rows` sequences. Calls `set_phase` before each of them.
     """
     loss = torch.zeros((), dtype=torch.float64, device=device)
     count = torch.zeros_like(loss)
-    for start in range(0, samples, rows * mesh.batch.size()):  # as many forwards on every rank
-        now("validate")
+    batch = rows * mesh.batch.size()
+    for start in range(0, samples, batch):  # the same number of forward passes on every rank
+        set_phase("validate")
         first = start + mesh.batch_rank * rows
-        inputs, labels = text.read(first, rows)
-        labels[max(0, samples - first) :] = IGNORE_INDEX  # past what was asked for
+        inputs, labels = data.read(first, rows)
+        labels[max(0, samples - first) :] = IGNORE_INDEX  # past the requested samples
         inputs, labels = inputs.to(device), labels.to(device)
         loss += engine.evaluate(inputs, labels)
         count += valid_tokens(labels)
-    # Ranks that share these rows each have a part of the loss, but all of the labels.
-    summed, counted = all_reduce_sum(mesh.loss, loss), all_reduce_sum(mesh.batch, count)
-    return (summed / counted.clamp(min=1)).item()
+    # Context-, tensor- and pipeline-parallel ranks have parts of one loss, but the same labels.
+    total_loss = all_reduce_sum(mesh.loss, loss)
+    total_count = all_reduce_sum(mesh.batch, count)
+    return (total_loss / total_count.clamp(min=1)).item()
 
 
-def samples_to_validate(config: ValidationConfig, text: ValidationData, global_batch: int) -> int:
-    """How much of a text `config.steps` means, whatever the layout."""
-    return text.samples if config.steps == -1 else min(text.samples, config.steps * global_batch)
+def validation_samples(config: ValidationConfig, data: ValidationData, global_batch: int) -> int:
+    """Number of samples of a set to validate on; does not depend on the layout."""
+    return data.samples if config.steps == -1 else min(data.samples, config.steps * global_batch)

@@ -1,0 +1,394 @@
+"""Build the components of a run from a job; each builder can be used alone.
+
+`open_run` calls them in order: where a run resumes from is found before anything expensive is
+built, so that a crash loop is detected as early as possible.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+
+from torch import nn
+from torch.optim import Optimizer
+
+from titanlite.checkpoint import Checkpointer, FoundCheckpoint
+from titanlite.data import SampleStream, ValidationSet, rank_slices
+from titanlite.distributed.collectives import (
+    capture_user_error,
+    raise_on_all_ranks,
+    run_on_rank_0,
+)
+from titanlite.distributed.mesh import Mesh, build_mesh
+from titanlite.distributed.process_group import (
+    RankContext,
+    choose_device,
+    join_process_group,
+    set_collective_timeouts,
+)
+from titanlite.errors import EXIT_INTERRUPTED, ConfigError
+from titanlite.files import write_whole_file
+from titanlite.job.data import open_job_stream, open_job_tokenizer, open_job_validation
+from titanlite.job.job import Job
+from titanlite.kernels.backend import activate_flash_package, choose_kernel
+from titanlite.log import logger
+from titanlite.metrics import (
+    MetricSinks,
+    build_meter,
+    metrics_folder,
+    no_sinks,
+    open_profiler,
+    open_sinks,
+)
+from titanlite.optim import OptimizerInBackward, build_optimizer, lr_factor
+from titanlite.parallelize import ShardedModel, build_sharded_model
+from titanlite.parallelize.activation_checkpoint import plot_memory_budgets
+from titanlite.parallelize.compile import compiled_so_far, prepare_compiler
+from titanlite.runtime import (
+    HeartbeatWatchdog,
+    MemoryUsage,
+    RunFolderLock,
+    StopRequest,
+    explain_out_of_memory,
+    lock_run_folders,
+)
+from titanlite.training import (
+    Counters,
+    Engine,
+    PeriodicAction,
+    Run,
+    StepSettings,
+    TrainState,
+    build_engine,
+    periodic,
+    validate,
+    validation_samples,
+)
+
+
+@dataclass(frozen=True)
+class RunServices:
+    """What exists before the components of a run, and outlives them."""
+
+    rank: RankContext
+    watchdog: HeartbeatWatchdog
+    folder_lock: RunFolderLock
+    counters: Counters  # which the run will advance
+    deadline: float | None  # by time.monotonic(): stop before it; None: no time limit
+    advise: Callable[[bool], list[str]]  # (is_cuda) -> lines for an out-of-memory error
+
+    def explain_out_of_memory(
+        self, model: nn.Module | None = None, optimizer: Optimizer | None = None
+    ) -> AbstractContextManager[None]:
+        """Turn an out-of-memory error of the block into a UserError with advice."""
+        device = self.rank.device
+        usage = MemoryUsage(device, model, optimizer)
+        advise = partial(self.advise, device.type == "cuda")
+        return explain_out_of_memory(usage, lambda: self.watchdog.position, advise)
+
+
+@contextmanager
+def open_services(
+    job: Job, began: float, advise: Callable[[bool], list[str]]
+) -> Iterator[RunServices]:
+    """Join the process group, start the watchdog and lock the run's folders, until the end."""
+    device, comm = choose_device(job.config.job.device), job.config.comm
+    counters, limit = Counters(), job.config.job.time_limit_minutes
+    deadline = began + 60 * limit if limit else None
+    with (
+        join_process_group(device, comm, job.config.debug, job.folder) as rank,
+        HeartbeatWatchdog(
+            rank.rank,
+            rank.world_size,
+            comm.init_timeout_seconds,
+            job.folder,
+            rank.start_id,
+            job.config.checkpoint.timeout_seconds,
+        ) as watchdog,
+        lock_run_folders(job.folder, job.other_folders, lambda: counters.step) as lock,
+        watchdog.attributing_errors(),  # inside the lock, whose log says which rank was lost
+    ):
+        yield RunServices(rank, watchdog, lock, counters, deadline, advise)
+
+
+@contextmanager
+def open_run(job: Job, services: RunServices) -> Iterator[Run]:
+    """All components of a run, at the step that it starts or resumes from."""
+    with (
+        services.explain_out_of_memory(),
+        _open_run(job, services) as run,
+        services.explain_out_of_memory(run.state.model, run.state.optimizer),
+    ):
+        yield run
+
+
+@contextmanager
+def _open_run(job: Job, services: RunServices) -> Iterator[Run]:
+    rank, watchdog, lock = services.rank, services.watchdog, services.folder_lock
+    stop_request = build_stop_request(job, services)
+    stream, validation_sets = build_data(job, rank)
+    checkpointer = build_checkpointer(job, stream, lock)
+    watchdog.watch_limit(lambda: checkpointer.limit)
+    watchdog.set_phase(0, "load")
+    found = checkpointer.find()
+    watchdog.set_phase(0, "build")
+    # A run that never saves would start from the same step for ever: no crash loop to detect.
+    max_crashes = job.config.job.max_crashes if checkpointer.saves else 0
+    lock.record_start(rank.world_size, found.step if found else 0, max_crashes)
+
+    mesh = build_mesh(job.degrees, rank.device.type)
+    model = build_model(job, mesh, rank)
+    engine = build_run_engine(job, model, mesh, stream, rank)
+    state, in_backward = build_state(job, model, services.counters)
+    if found:
+        watchdog.set_phase(0, "load")
+        restore(job, checkpointer, found, state, stream)
+        watchdog.set_phase(state.step, "start")
+
+    meter = build_meter(
+        flops_per_token=job.flops_per_token,
+        dtype=job.transforms.compute,
+        devices=rank.world_size,
+        device=rank.device,
+    )
+    logger.info("%s", job.summary(rank.device, meter.peak_flops))
+    with ExitStack() as stack:
+        sinks = stack.enter_context(build_sinks(job, rank, state.step, checkpointer.saves))
+        report_start(job, state, found, sinks)
+        profiler = stack.enter_context(
+            open_profiler(job.config.profiling, job.folder, rank.rank, state.step)
+        )
+        slices = rank_slices(state.position, job.global_batch, mesh.batch_rank, mesh.batch.size())
+        run = Run(
+            config=job.config.training,
+            device=rank.device,
+            state=state,
+            engine=engine,
+            batches=stream.prefetch(
+                slices,
+                pin=rank.device.type == "cuda",
+                timeout_seconds=job.config.data.read_timeout_seconds,
+            ),
+            lr_at=partial(learning_rate_at, job),
+            step_settings=StepSettings(
+                mesh, job.global_batch, job.config.training.max_norm, in_backward
+            ),
+            actions=(),
+            checkpointer=checkpointer,
+            meter=meter,
+            sinks=sinks,
+            watchdog=watchdog,
+            stop_request=stop_request,
+            lost_folder=lambda: lock.lost,
+        )
+        yield dataclasses.replace(
+            run, actions=build_periodic_actions(job, run, validation_sets, profiler)
+        )
+
+
+def build_stop_request(job: Job, services: RunServices) -> StopRequest:
+    """The request to stop; signals set it where the run saves checkpoints."""
+    stop_request, checkpoint = StopRequest(services.deadline), job.config.checkpoint
+    if checkpoint.enable and not checkpoint.load_only:  # else a signal ends the process at once
+        release = partial(services.folder_lock.release, EXIT_INTERRUPTED, "Ctrl-C, twice")
+        stop_request.install_handlers(release, services.rank.rank)
+    return stop_request
+
+
+def build_data(job: Job, rank: RankContext) -> tuple[SampleStream, list[ValidationSet]]:
+    """The training data and the validation sets; a rank's DataError is raised on every rank."""
+
+    def open_all() -> tuple[SampleStream, list[ValidationSet]]:
+        tokenizer, vocab_size = open_job_tokenizer(job.config), job.sizes.vocab_size
+        part = (rank.rank, rank.world_size)
+        stream = open_job_stream(job.config, vocab_size, tokenizer, part)
+        assert stream is not None, "checked: data.sources is not empty"
+        return stream, open_job_validation(job.config, vocab_size, tokenizer, part)
+
+    opened, problem = capture_user_error(open_all)
+    raise_on_all_ranks(problem)
+    assert opened is not None
+    return opened
+
+
+def build_checkpointer(job: Job, stream: SampleStream, lock: RunFolderLock) -> Checkpointer:
+    """The checkpoints of the run's folder."""
+    return Checkpointer(
+        job.checkpoint_folder,
+        job.config.checkpoint,
+        facts=job.facts(stream),
+        job=dataclasses.asdict(job.config),
+        layout=str(job.degrees),
+        files=stream.tokenizer.files if stream.tokenizer else {},
+        fence=lock.check,
+    )
+
+
+def build_model(job: Job, mesh: Mesh, rank: RankContext) -> ShardedModel:
+    """The parallelized model with its initial weights."""
+    config, device = job.config, rank.device
+    if config.compiles:
+        prepare_compiler(device)
+    if config.activation_checkpoint.visualize_memory_budget_pareto:
+        plot_memory_budgets(job.folder / "memory_budget_pareto")
+    kernel = run_on_rank_0(
+        lambda: choose_kernel(
+            config.attention,
+            job.attention_shape,
+            job.transforms.compute,
+            device,
+            in_parts=mesh.cp.size() > 1,
+        )
+    )
+    activate_flash_package(kernel)
+    model = build_sharded_model(
+        job.spec,
+        job.sizes,
+        mesh,
+        config.parallelism,
+        job.pipeline,
+        dataclasses.replace(job.transforms, kernel=kernel),
+        device,
+        seed=config.debug.seed,
+    )
+    if config.model.print_after_conversion:
+        logger.info("%s", model.model)
+    return model
+
+
+def build_run_engine(
+    job: Job, model: ShardedModel, mesh: Mesh, stream: SampleStream, rank: RankContext
+) -> Engine:
+    """The engine that runs forward and backward of the model."""
+    return build_engine(
+        model,
+        mesh,
+        job.config.parallelism,
+        job.pipeline,
+        rank.device,
+        local_batch=job.config.training.local_batch_size,
+        end=stream.end if job.transforms.documents else None,
+    )
+
+
+def build_state(
+    job: Job, model: ShardedModel, counters: Counters
+) -> tuple[TrainState, OptimizerInBackward | None]:
+    """The training state at step 0, and the hooks that update in backward, where that is set."""
+    optimizer = build_optimizer(model.model, job.config.optimizer)
+    state = TrainState(model.model, optimizer, job.loss_scale, counters)
+    if not job.config.optimizer.early_step_in_backward:
+        return state, None
+    return state, OptimizerInBackward(model.model, optimizer)
+
+
+def restore(
+    job: Job,
+    checkpointer: Checkpointer,
+    found: FoundCheckpoint,
+    state: TrainState,
+    stream: SampleStream,
+) -> None:
+    """Load a checkpoint into the training state, and set later checkpoints of the run aside."""
+    progress = checkpointer.load(
+        found,
+        state.model,
+        state.optimizer,
+        job.facts_to_check(stream),
+        finished_at=job.config.training.steps,
+    )
+    if progress:  # None where only the weights of another run were loaded
+        state.restore(progress)
+        checkpointer.set_aside_later_steps(state.step)
+
+
+def build_sinks(job: Job, rank: RankContext, first_step: int, saves: bool) -> MetricSinks:
+    """The metric sinks of rank 0, and config.toml; an error is raised on every rank."""
+
+    def open_all() -> MetricSinks:
+        config = job.config
+        try:
+            folder = metrics_folder(job.folder, saves)
+            sinks = open_sinks(
+                config.metrics,
+                folder,
+                total_steps=config.training.steps,
+                first_step=first_step,
+                job=dataclasses.asdict(config),
+            )
+            write_whole_file(folder / "config.toml", job.as_toml().encode())
+        except OSError as error:
+            raise ConfigError(
+                f"job.dump_folder = {job.folder}: cannot write {error.filename or 'to it'}:"
+                f" {error.strerror or error}.",
+                fix="Free space there or allow writing, or use another job.dump_folder.",
+                keys=("job.dump_folder",),
+            ) from error
+        return sinks
+
+    sinks, problem = capture_user_error(no_sinks if rank.rank else open_all)
+    raise_on_all_ranks(problem)
+    assert sinks is not None
+    return sinks
+
+
+def report_start(
+    job: Job, state: TrainState, found: FoundCheckpoint | None, sinks: MetricSinks
+) -> None:
+    """Write events for the checkpoint that the run resumes from and those that were refused."""
+    if found:
+        for reason in found.refused:
+            sinks.event(state.step, "checkpoint_refused", reason=reason)
+        sinks.event(state.step, "resumed", path=str(found.place), position=state.position)
+    steps = job.config.training.steps
+    if state.step >= steps:
+        logger.info("all %d steps are done; set a larger training.steps to continue", steps)
+
+
+def learning_rate_at(job: Job, step: int) -> float:
+    """Learning rate of the step that follows `step` taken ones."""
+    return job.config.optimizer.lr * lr_factor(step, job.schedule_steps, job.config.lr_scheduler)
+
+
+def build_periodic_actions(
+    job: Job, run: Run, validation_sets: list[ValidationSet], profiler: periodic.Steppable
+) -> tuple[PeriodicAction, ...]:
+    """What happens after a step, in this order. Add a periodic action here."""
+    config, state, sinks = job.config, run.state, run.sinks
+
+    def validate_all(step: int) -> dict[str, float]:
+        losses = {}
+        for data in validation_sets:
+            losses[data.name] = validate(
+                run.engine,
+                data,
+                validation_samples(config.validation, data, job.global_batch),
+                config.validation.local_batch_size,
+                run.step_settings.mesh,
+                run.device,
+                partial(run.watchdog.set_phase, step),
+            )
+        return losses
+
+    def finish_start() -> None:
+        """The first step compiles and allocates; later ones get shorter timeouts."""
+        if config.compiles:
+            logger.info("%s", compiled_so_far())
+        timeout = config.comm.train_timeout_seconds
+        set_collective_timeouts(timeout, excluded=run.checkpointer.group)
+        run.watchdog.set_timeout(timeout)
+
+    validation = periodic.run_validation(validate_all, sinks, config.validation.freq)
+    return (
+        periodic.log_skipped_steps(state, sinks),
+        periodic.log_metrics(state, run.meter, sinks, config.metrics.log_freq),
+        *([validation] if validation_sets else []),
+        periodic.report_finished_save(run.checkpointer, sinks),
+        periodic.save_checkpoints(state, run.checkpointer, sinks),
+        periodic.collect_garbage(config.training.gc_freq),
+        periodic.after_first_step(finish_start),
+        periodic.step_profiler(profiler),
+    )

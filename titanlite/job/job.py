@@ -1,0 +1,222 @@
+"""A checked job: its configuration, and what follows from it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from titanlite.checkpoint import checkpoint_folder
+from titanlite.data import SampleStream
+from titanlite.distributed.mesh import Degrees, resolve_degrees
+from titanlite.job.checks import (
+    environment_problems,
+    plan_job_pipeline,
+    problems_of,
+    resolve_global_batch,
+)
+from titanlite.job.config import MOVED, JobConfig
+from titanlite.kernels.backend import AttentionShape
+from titanlite.log import logger
+from titanlite.models import FAMILIES, ModelSpec
+from titanlite.optim import LossScale, schedule_warning
+from titanlite.parallelize import DTYPES, ModelTransforms
+from titanlite.parallelize.pipeline import PipelinePlan
+from titanlite.settings import load_config, raise_together, to_toml
+from titanlite.storage import StorageFolder
+
+SHORT_DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
+
+
+@dataclass(frozen=True)
+class Job:
+    """A job that passed every check."""
+
+    config: JobConfig
+    spec: ModelSpec
+    sizes: Any  # of the model
+    degrees: Degrees
+    pipeline: PipelinePlan  # which rank runs which stage
+    global_batch: int  # samples of one optimizer step, over all ranks
+
+    @property
+    def folder(self) -> Path:
+        """The run's folder, job.dump_folder."""
+        return Path(self.config.job.dump_folder)
+
+    @property
+    def rows(self) -> int:
+        """Samples of one optimizer step that one rank reads."""
+        return self.global_batch // self.degrees.data
+
+    @property
+    def transforms(self) -> ModelTransforms:
+        """What is applied to the model besides parallelism."""
+        config, training = self.config, self.config.training
+        return ModelTransforms(
+            recompute=config.activation_checkpoint,
+            loss=config.loss,
+            compile=config.compile,
+            float8=config.float8,
+            keep=DTYPES[training.dtype],
+            compute=DTYPES[training.mixed_precision_param],
+            reduce=DTYPES[training.mixed_precision_reduce],
+            offload=training.enable_cpu_offload,
+            documents=config.attention.mask == "document",
+        )
+
+    @property
+    def attention_shape(self) -> AttentionShape:
+        """The attention that one rank computes in one call, before context parallel shards it."""
+        sizes, tensor = self.sizes, self.degrees.tensor
+        return AttentionShape(
+            rows=self.pipeline.microbatch,
+            heads=sizes.n_heads // tensor,
+            key_heads=max(1, sizes.n_kv_heads // tensor),
+            tokens=self.config.training.seq_len,
+            width=sizes.head_width,
+        )
+
+    @property
+    def loss_scale(self) -> LossScale | None:
+        """The initial loss scale; None unless the compute dtype is float16."""
+        if self.config.training.mixed_precision_param != "float16":
+            return None
+        return LossScale(self.config.loss_scale.initial, self.config.loss_scale.growth_steps)
+
+    @property
+    def flops_per_token(self) -> float:
+        """Forward and backward FLOPs per token, recomputation not counted."""
+        return self.spec.flops_per_token(self.sizes, self.config.training.seq_len)
+
+    @property
+    def schedule_steps(self) -> int:
+        """Steps over which the learning-rate schedule is defined."""
+        return self.config.lr_scheduler.total_steps or self.config.training.steps
+
+    @property
+    def warning(self) -> str:
+        """What of the configuration cannot be followed exactly, or ""."""
+        return schedule_warning(self.config.lr_scheduler, self.config.training.steps)
+
+    def facts(self, stream: SampleStream) -> dict[str, Any]:
+        """Properties that a checkpoint records of its job, beyond its tensors."""
+        return {
+            "model": dataclasses.asdict(self.sizes),
+            "optimizer.name": self.config.optimizer.name,
+            "optimizer.state_dtype": self.config.optimizer.state_dtype,
+            "training.dtype": self.config.training.dtype,
+            "training.global_batch_size": self.global_batch,
+            "attention.mask": self.config.attention.mask,  # decides what positions count
+            **stream.facts,  # decide which samples a position means
+        }
+
+    def facts_to_check(self, stream: SampleStream) -> dict[str, Any]:
+        """Properties that must equal those of a checkpoint for this run to resume from it."""
+        facts = self.facts(stream)
+        if self.config.training.global_batch_size != -1:  # set explicitly, so changed on purpose
+            del facts["training.global_batch_size"]
+        return facts
+
+    @property
+    def checkpoint_folder(self) -> StorageFolder:
+        """Folder of this run's checkpoints."""
+        return checkpoint_folder(self.folder, self.config.checkpoint)
+
+    @property
+    def other_folders(self) -> dict[str, StorageFolder]:
+        """Folders outside job.dump_folder that this run writes to, by their keys.
+
+        The checkpoint folder is always among them: an absolute path may lead to another job's.
+        """
+        config = self.config
+        is_written = {
+            "metrics.save_tb_folder": config.metrics.enable_tensorboard,
+            "profiling.save_traces_folder": config.profiling.enable_profiling,
+            "profiling.save_memory_snapshot_folder": config.profiling.enable_memory_snapshot,
+            "comm.save_traces_folder": config.comm.trace_buf_size > 0,
+        }
+        folders = {}
+        for key in (key for key, written in is_written.items() if written):
+            section, name = key.split(".")
+            folder = self.folder / getattr(getattr(config, section), name)
+            if not folder.resolve().is_relative_to(self.folder.resolve()):
+                folders[key] = StorageFolder(folder)
+        if config.checkpoint.enable and not config.checkpoint.load_only:
+            folders["checkpoint.folder"] = self.checkpoint_folder
+        return folders
+
+    def summary(self, device: torch.device, peak_flops: float | None) -> str:
+        """The job in a few lines, logged when it starts."""
+        config, training, sizes = self.config, self.config.training, self.sizes
+        compute = SHORT_DTYPES[training.mixed_precision_param]
+        measured = "measured " if device.type == "cpu" else ""
+        peak = (
+            f"{measured}peak {peak_flops / 1e12:.3g} TFLOP/s each" if peak_flops else "peak unknown"
+        )
+        tokens = self.global_batch * training.seq_len
+        lines = {
+            "model": f"{self.spec.name} {config.model.flavor}:"
+            f" {self.spec.count_parameters(sizes):,} parameters, {sizes.n_layers} blocks, dim"
+            f" {sizes.dim}",
+            "layout": f"{self.degrees} on {self.degrees.ranks} x {device.type.upper()}"
+            f" ({peak} in {compute})",
+            "stages": str(self.pipeline) if self.degrees.pipeline > 1 else "",
+            "batch": f"{self.global_batch} sequences x {training.seq_len} tokens = {tokens:,}"
+            f" tokens/step: micro-batch {training.local_batch_size} x"
+            f" {_count(self.rows // training.local_batch_size, 'accumulation step')} x"
+            f" {_count(self.degrees.data, 'data-parallel rank')}",
+            "precision": f"compute {compute},"
+            f" reduce {SHORT_DTYPES[training.mixed_precision_reduce]},"
+            f" params {SHORT_DTYPES[training.dtype]}",
+            "float8": str(config.float8) if config.float8.recipe_name else "",
+            "compile": str(config.compile) if config.compile.enable else "",
+            "recompute": str(config.activation_checkpoint),
+            "output": str(self.folder),
+        }
+        shown = [f"  {name:<11}{text}" for name, text in lines.items() if text]
+        return "\n".join([config.job.description, *shown])
+
+    def log_start(self, rank: int) -> None:
+        """Print and log what [job] asks for before anything is built."""
+        if self.config.job.print_config and rank == 0:
+            print(self.as_toml())
+        if self.warning:
+            logger.warning("%s", self.warning)
+        if self.config.job.check:
+            logger.info("every check passed for %s", self.degrees)
+
+    def as_toml(self) -> str:
+        """The effective configuration, which can be loaded again."""
+        section = dataclasses.replace(
+            self.config.job, config_file=None, print_config=False, check=False, check_ranks=None
+        )
+        return to_toml(dataclasses.replace(self.config, job=section))
+
+
+def read_job(argv: Sequence[str], world_size: int, *, check_environment: bool = True) -> Job:
+    """The job that `argv` describes, on `world_size` ranks; raises all its problems together.
+
+    Without `check_environment`, the data and the device need not exist; the job cannot run then.
+    """
+    config, problems = load_config(JobConfig, argv, MOVED)
+    refused = {key for problem in problems for key in problem.keys}
+    world_size = config.job.check_ranks or world_size
+    found = list(problems_of(config, world_size))
+    if check_environment:
+        found += environment_problems(config)
+    problems += [problem for problem in found if not refused.intersection(problem.keys)]
+    raise_together(problems)
+    spec = FAMILIES[config.model.name]
+    sizes, degrees = spec.sizes_of(config.model), resolve_degrees(config.parallelism, world_size)
+    plan, _ = plan_job_pipeline(config, spec, sizes)
+    assert plan is not None, "checked: the pipeline has no problems"
+    return Job(config, spec, sizes, degrees, plan, resolve_global_batch(config, degrees))
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" + ("" if number == 1 else "s")

@@ -1,0 +1,186 @@
+"""Periodic actions: what a run does between two steps, each of them every N steps."""
+
+from __future__ import annotations
+
+import gc
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from titanlite.checkpoint import Checkpointer, SaveResult
+from titanlite.errors import CheckpointError
+from titanlite.metrics import MetricSinks, ThroughputMeter
+from titanlite.training.state import TrainState
+from titanlite.training.step import StepResult
+
+
+@dataclass(frozen=True)
+class StepInfo:
+    """The step that was just taken, as periodic actions see it. The same on every rank, but for
+    `result`, whose `own_norms` are this rank's."""
+
+    step: int  # counted from 1
+    lr: float
+    result: StepResult
+    is_first: bool  # of this process
+    is_last: bool  # training.steps is reached
+    stop_reason: int  # nonzero: the run stops after this step
+    is_saving: bool  # some rank still writes the last checkpoint
+
+    @property
+    def ends_run(self) -> bool:
+        """Whether no step follows."""
+        return self.is_last or bool(self.stop_reason)
+
+
+@dataclass(frozen=True)
+class PeriodicAction:
+    """Something to do after a step, if it is due.
+
+    Actions may call collectives, so `is_due` must return the same on every rank. Before an action
+    with `needs_finite` runs, the loop waits for the device, and ends the run if the loss, a
+    gradient or a parameter is inf or NaN.
+    """
+
+    name: str  # the phase that the watchdog reports while the action runs
+    is_due: Callable[[StepInfo], bool]
+    run: Callable[[StepInfo], None]
+    needs_finite: bool = False
+
+
+class Steppable(Protocol):
+    """A profiler: counts steps by itself and decides what to do at each."""
+
+    def step(self) -> None: ...
+
+
+def log_metrics(
+    state: TrainState, meter: ThroughputMeter, sinks: MetricSinks, freq: int
+) -> PeriodicAction:
+    """Write a step line every `freq` steps, after step 1 and after the last step."""
+
+    def write(info: StepInfo) -> None:
+        line = _step_line(state, info, meter.read())
+        measured = (line["loss"], line["grad_norm"])
+        if info.result.skipped or all(map(math.isfinite, measured)):  # else the run is ending
+            sinks.step(line)
+
+    def is_due(info: StepInfo) -> bool:
+        return info.step == 1 or info.step % freq == 0 or info.ends_run
+
+    return PeriodicAction("log", is_due, write)
+
+
+def log_skipped_steps(state: TrainState, sinks: MetricSinks) -> PeriodicAction:
+    """Write an event for each step that float16 skipped."""
+
+    def write(info: StepInfo) -> None:
+        assert state.loss_scale is not None
+        fields = {"reason": "gradients overflow float16", "loss_scale": state.loss_scale.value}
+        sinks.event(info.step, "step_skipped", **fields)
+
+    return PeriodicAction("log", lambda info: info.result.skipped, write)
+
+
+def run_validation(
+    validate_all: Callable[[int], dict[str, float]], sinks: MetricSinks, freq: int
+) -> PeriodicAction:
+    """Validate every `freq` steps and after the last one; not where the run stops before it.
+
+    `validate_all(step)` returns the loss of each validation set by its name.
+    """
+
+    def write(info: StepInfo) -> None:
+        for name, loss in validate_all(info.step).items():
+            perplexity = float(torch.tensor(loss, dtype=torch.float64).exp())  # may be inf
+            sinks.event(info.step, "validation", name=name, loss=loss, perplexity=perplexity)
+
+    def is_due(info: StepInfo) -> bool:
+        return not info.stop_reason and (info.is_last or info.step % freq == 0)
+
+    return PeriodicAction("validate", is_due, write, needs_finite=True)
+
+
+def report_finished_save(checkpointer: Checkpointer, sinks: MetricSinks) -> PeriodicAction:
+    """Log what became of an asynchronous save, as soon as every rank has written its part."""
+    return PeriodicAction(
+        "save",
+        lambda info: not info.is_saving,
+        lambda info: report_save(checkpointer.wait(), checkpointer, sinks),
+    )
+
+
+def save_checkpoints(
+    state: TrainState, checkpointer: Checkpointer, sinks: MetricSinks
+) -> PeriodicAction:
+    """Save when the checkpointer says so, and before the run ends."""
+
+    def save(info: StepInfo) -> None:
+        report_save(checkpointer.wait(), checkpointer, sinks)  # at most one save is in flight
+        checkpointer.save(
+            info.step,
+            state.model,
+            state.optimizer,
+            progress=state.progress(),
+            final=info.is_last,
+            before_commit=sinks.sync,  # after a power cut, metrics must reach the checkpoint's step
+        )
+        if info.ends_run or checkpointer.blocking:
+            result = checkpointer.wait()
+            report_save(result, checkpointer, sinks)
+            if info.ends_run and result and result.problem:
+                raise CheckpointError(result.problem).mark_on_all_ranks()
+
+    def is_due(info: StepInfo) -> bool:
+        return checkpointer.due(info.step, info.ends_run)
+
+    return PeriodicAction("save", is_due, save, needs_finite=True)
+
+
+def collect_garbage(freq: int) -> PeriodicAction:
+    """Collect every `freq` steps: ranks that collect at different times stall each other."""
+    return PeriodicAction("gc", lambda info: info.step % freq == 0, lambda info: _collect_young())
+
+
+def after_first_step(run: Callable[[], None]) -> PeriodicAction:
+    """Run once after the first step of this process, which compiles and allocates."""
+    return PeriodicAction("log", lambda info: info.is_first, lambda info: run())
+
+
+def step_profiler(profiler: Steppable) -> PeriodicAction:
+    """Let a profiler count the step; it writes a trace or a snapshot when its own time comes."""
+    return PeriodicAction("profile", lambda info: True, lambda info: profiler.step())
+
+
+def report_save(result: SaveResult | None, checkpointer: Checkpointer, sinks: MetricSinks) -> None:
+    """Write an event for a finished save; does nothing where none was in flight."""
+    if result is None:
+        return
+    fields: dict[str, Any] = {"path": str(result.place), "seconds": result.seconds}
+    fields["blocked_seconds"] = result.blocked_seconds
+    if not result.problem:
+        sinks.event(result.step, "checkpoint_saved", **fields)
+        return
+    fields |= {"problem": result.problem, "failures": checkpointer.failures}
+    sinks.event(result.step, "checkpoint_failed", **fields)
+
+
+def _collect_young() -> None:
+    gc.collect(1)  # a full collection takes longer, and older objects seldom become garbage
+
+
+def _step_line(state: TrainState, info: StepInfo, measured: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "step": info.step,
+        "loss": info.result.loss.item(),
+        "z_loss": info.result.z_loss.item() or None,  # null where loss.z_loss = 0
+        "grad_norm": info.result.grad_norm.item(),
+        "lr": info.lr,
+        "tokens": state.counters.tokens,
+        "samples": state.position,
+        "loss_scale": None if state.loss_scale is None else state.loss_scale.value,
+        **measured,
+    }

@@ -1,0 +1,38 @@
+"""The components of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from titanlite.checkpoint import Checkpointer
+from titanlite.metrics import MetricSinks, ThroughputMeter
+from titanlite.runtime import HeartbeatWatchdog, StopRequest
+from titanlite.training.config import TrainingConfig
+from titanlite.training.engine import Engine
+from titanlite.training.periodic import PeriodicAction
+from titanlite.training.state import TrainState
+from titanlite.training.step import StepSettings
+
+
+@dataclass(frozen=True)
+class Run:
+    """Everything that the training loop uses; `titanlite.job.build` makes one of a job."""
+
+    config: TrainingConfig
+    device: torch.device
+    state: TrainState
+    engine: Engine
+    batches: Iterator[tuple[Tensor, Tensor]]  # this rank's inputs and labels [rows, T], per step
+    lr_at: Callable[[int], float]  # learning rate by the number of steps taken
+    step_settings: StepSettings
+    actions: tuple[PeriodicAction, ...]  # in the order in which they run after a step
+    checkpointer: Checkpointer
+    meter: ThroughputMeter
+    sinks: MetricSinks
+    watchdog: HeartbeatWatchdog
+    stop_request: StopRequest
+    lost_folder: Callable[[], str]  # why this rank may no longer write to the run's folders, or ""
