@@ -157,4 +157,4 @@ def test_a_rank_that_is_lost_is_named_and_the_others_end_in_time(number, words, 
         assert run.said.count("titanlite: ") == 1 and "Traceback" not in run.said, run.said
         assert "Rank 1 (" in run.said and words in run.said, run.said
     stacks = (out / "stacks" / "rank_0.txt").read_text()
-    assert "take_step" in stacks or "council" in stacks, stacks
+    assert "in take_turn" in stacks, stacks
