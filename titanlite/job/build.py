@@ -12,6 +12,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
@@ -37,7 +38,9 @@ from titanlite.kernels.backend import activate_flash_package, choose_kernel
 from titanlite.log import logger
 from titanlite.metrics import (
     MetricSinks,
+    ThroughputMeter,
     build_meter,
+    measure_matmul_flops,
     metrics_folder,
     no_sinks,
     open_profiler,
@@ -155,6 +158,8 @@ def _open_run(job: Job, services: RunServices) -> Iterator[Run]:
         device=rank.device,
     )
     logger.info("%s", job.summary(rank.device, meter.peak_flops))
+    if rank.device.type == "cpu":
+        warn_if_dtype_is_slow(job, meter, rank)
     with ExitStack() as stack:
         sinks = stack.enter_context(build_sinks(job, rank, state.step, checkpointer.saves))
         report_start(job, state, found, sinks)
@@ -346,6 +351,26 @@ def report_start(
     steps = job.config.training.steps
     if state.step >= steps:
         logger.info("all %d steps are done; set a larger training.steps to continue", steps)
+
+
+def warn_if_dtype_is_slow(job: Job, meter: ThroughputMeter, rank: RankContext) -> None:
+    """Log a warning where this CPU computes faster in float32 than in the compute dtype.
+
+    To be called on all ranks together, which share the CPU while they measure.
+    """
+    dtype = job.config.training.mixed_precision_param
+    if dtype == "float32" or meter.peak_flops is None:
+        return
+    fp32 = measure_matmul_flops(torch.float32, rank.device)
+    if fp32 > meter.peak_flops:
+        logger.warning(
+            'training.mixed_precision_param = "%s" is slower than "float32" on this CPU: %.3g'
+            " against %.3g TFLOP/s in a matmul. To compute in float32:"
+            " --training.mixed_precision_param float32",
+            dtype,
+            meter.peak_flops / 1e12,
+            fp32 / 1e12,
+        )
 
 
 def learning_rate_at(job: Job, step: int) -> float:

@@ -8,7 +8,12 @@ from titanlite.metrics.config import (
     metrics_problems,
     profiling_problems,
 )
-from titanlite.metrics.hardware import measure_matmul_flops, peak_flops, peak_memory_bytes
+from titanlite.metrics.hardware import (
+    measure_compute_dtypes,
+    measure_matmul_flops,
+    peak_flops,
+    peak_memory_bytes,
+)
 from titanlite.metrics.profiler import open_profiler
 from titanlite.metrics.sinks import METRICS_FILE, MetricSinks, metrics_folder, no_sinks, open_sinks
 from titanlite.metrics.throughput import ThroughputMeter, build_meter
@@ -20,6 +25,7 @@ __all__ = [
     "ProfilingConfig",
     "ThroughputMeter",
     "build_meter",
+    "measure_compute_dtypes",
     "measure_matmul_flops",
     "metrics_folder",
     "metrics_problems",

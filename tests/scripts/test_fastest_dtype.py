@@ -1,0 +1,45 @@
+"""On a CPU that emulates bfloat16, quickstart picks float32, and train.py warns about bfloat16."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+import sys
+
+import pytest
+
+from tests.conftest import ROOT
+
+pytestmark = pytest.mark.skipif(
+    platform.machine() != "x86_64", reason="ONEDNN_MAX_CPU_ISA masks units of x86 CPUs"
+)
+
+
+def run_without_bf16_units(*command: str) -> subprocess.CompletedProcess[str]:
+    masked = {"ONEDNN_MAX_CPU_ISA": "AVX2", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    return subprocess.run(
+        [sys.executable, *command],
+        cwd=ROOT,
+        env={**os.environ, **masked},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+def test_quickstart_picks_float32_on_a_cpu_without_bf16_units():
+    done = run_without_bf16_units("scripts/fastest_dtype.py")
+    assert done.stdout == "float32\n", done.stderr
+    assert "computing in float32" in done.stderr and "bfloat16 0.0" in done.stderr
+
+
+def test_train_warns_where_bf16_is_the_slower_dtype(run_toml, tmp_path):
+    arguments = ["--job.config_file", str(run_toml), "--training.steps", "1"]
+    arguments += ["--job.dump_folder", str(tmp_path / "bf16")]
+    slow = run_without_bf16_units(
+        "train.py", *arguments, "--training.mixed_precision_param", "bfloat16"
+    )
+    assert slow.returncode == 0, slow.stderr
+    assert 'mixed_precision_param = "bfloat16" is slower than "float32" on this CPU' in slow.stderr
+    assert "--training.mixed_precision_param float32" in slow.stderr
