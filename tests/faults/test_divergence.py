@@ -33,9 +33,9 @@ CASES = {
 
 def plant(name: str, kind: str) -> None:
     """Put an inf into the last row of one tensor, on rank 1 alone, in step `BAD`."""
-    import train
+    from titanlite.job import build as builders
 
-    build, calls = train.build_sharded_model, [0]
+    build, calls = builders.build_sharded_model, [0]
 
     def spoil(parameter) -> None:
         calls[0] += 1  # once a step: one micro-batch
@@ -48,7 +48,7 @@ def plant(name: str, kind: str) -> None:
         dict(spread.model.named_parameters())[name].register_post_accumulate_grad_hook(spoil)
         return spread
 
-    train.build_sharded_model = build_and_spoil
+    builders.build_sharded_model = build_and_spoil
 
 
 @pytest.mark.parametrize("case", CASES)
