@@ -132,7 +132,7 @@ def _quantisation_block_problems(
         if not isinstance(layer, torch.nn.Linear):
             continue
         matrix_size = (layer.out_features, layer.in_features)
-        _, width = part_of(first_match(spec.split, name), *matrix_size, tensor, sizes.head_width)
+        _, width = part_of(first_match(spec.tp_plan, name), *matrix_size, tensor, sizes.head_width)
         block = moment_format(matrix_size, state_dtype).block
         if block and width % block:
             yield ConfigError(

@@ -65,7 +65,7 @@ class ModelSpec:
     name: str
     flavors: Mapping[str, Any]  # flavor -> shape
     build: Callable[[Any], nn.Module]
-    split: Mapping[str, str]  # module pattern -> how tensor parallelism splits it, in words
+    tp_plan: Mapping[str, str]  # module pattern -> how tensor parallelism splits it, in words
     start: Mapping[str, str]  # parameter pattern -> how it starts, in words; the first match holds
     block_path: str  # the ModuleDict that holds the repeated blocks
     attention: str  # pattern of the modules that take q, k, v [B, H, T, K] to causal attention

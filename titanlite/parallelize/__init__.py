@@ -86,7 +86,7 @@ def parallelize(
         part, transforms.float8
     )  # before the split, which has styles of their own for them
     shared_loss, column = not section.disable_loss_parallel, float8_column(transforms.float8)
-    apply_tensor_parallel(part, spec.split, mesh.tp, sizes.head_width, shared_loss, column)
+    apply_tensor_parallel(part, spec.tp_plan, mesh.tp, sizes.head_width, shared_loss, column)
     tie_parameters(part, spec.tied(sizes))  # the split makes a parameter of each
     set_attention_kernel(part, spec.attention, transforms.kernel, transforms.documents)
     apply_context_parallel(part, spec.attention, mesh.cp, section)  # it has kernels of its own

@@ -257,7 +257,7 @@ def float8_problems(
         return
     with torch.device("meta"):
         model = spec.build(sizes)
-    yield from _layer_problems(config, model, spec.split, sizes.head_width, degrees)
+    yield from _layer_problems(config, model, spec.tp_plan, sizes.head_width, degrees)
     if not config.emulate and recipe != "rowwise_with_gw_hp" and tokens % MULTIPLE:
         yield _problem(
             f"{SECTION}.recipe_name: a rank runs {tokens} tokens at once (sequences of a"
