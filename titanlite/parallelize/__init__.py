@@ -156,7 +156,7 @@ def build_sharded_model(
         device="cpu" if transforms.offload else device
     )  # memory for the shards, nothing more
     tie_parameters(model, spec.tied(sizes))  # as does this, where FSDP does not mend it by itself
-    init_weights(model, spec.start, sizes.n_layers, seed)
+    init_weights(model, spec.init_roles, sizes.n_layers, seed)
     rescale = build_float8_scale_update(model, transforms.float8, mesh.tp)
     output = getattr(model, spec.output)
     return ShardedModel(model, parts, output, sizes.dim, transforms.compute, rescale)
