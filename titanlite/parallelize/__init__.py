@@ -79,7 +79,7 @@ def parallelize(
     transforms: ModelTransforms,
 ) -> None:
     """Spread a plain model on meta, or a stage of one, over its mesh, in place."""
-    blocks, sizes = part.get_submodule(spec.block_path), part.sizes
+    blocks, sizes = part.get_submodule(spec.blocks_path), part.sizes
     if (output := getattr(part, spec.output)) is not None:
         output.loss = transforms.loss
     convert_to_float8(
@@ -129,7 +129,7 @@ def _ends(part: nn.Module, spec: ModelSpec) -> tuple[list[nn.Module], list[nn.Mo
     if spec.tied(part.sizes):
         return [], []
     names = list(dict(part.named_children()))
-    blocks = names.index(spec.block_path)
+    blocks = names.index(spec.blocks_path)
     before, after = names[:blocks], names[blocks + 1 :]
     return [part.get_submodule(name) for name in before], [
         part.get_submodule(name) for name in after

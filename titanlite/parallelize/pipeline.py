@@ -118,7 +118,7 @@ def plan_pipeline(
     try:
         style, count, rank_of = _stages(section, sizes)
         problems += _schedule_problems(section, style, rank_of, local_batch)
-        stages = partition_model(section, costs, spec.block_path, count)
+        stages = partition_model(section, costs, spec.blocks_path, count)
     except ConfigError as error:
         problems.append(error)
     if problems:
@@ -233,10 +233,10 @@ def build_stage_modules(
             return held, {0: held}
         parts = {number: spec.build(sizes) for number in plan.stages_of(rank)}
     for number, part in parts.items():
-        _keep(part, plan.stages[number], spec.block_path)
+        _keep(part, plan.stages[number], spec.blocks_path)
         if number < len(plan.stages) - 1:
             part.register_forward_hook(_plain)
-    _keep(held, [name for number in parts for name in plan.stages[number]], spec.block_path)
+    _keep(held, [name for number in parts for name in plan.stages[number]], spec.blocks_path)
     for number, part in parts.items():
         for name in plan.stages[number]:
             held.set_submodule(name, part.get_submodule(name))
