@@ -45,7 +45,7 @@ class Operations(TorchDispatchMode):
 def model_by(kernel: str | None):
     torch.manual_seed(0)
     model = FAMILY.build(SHAPE)
-    set_attention_kernel(model, FAMILY.attention, kernel, documents=False)
+    set_attention_kernel(model, FAMILY.attention_pattern, kernel, documents=False)
     return model
 
 

@@ -22,7 +22,7 @@ SHAPE = Llama3Sizes(dim=32, n_layers=2, n_heads=4, n_kv_heads=2, hidden_dim=48, 
 def built(documents: bool = True):
     torch.manual_seed(0)
     model = FAMILY.build(SHAPE)
-    set_attention_kernel(model, FAMILY.attention, "flash", documents)
+    set_attention_kernel(model, FAMILY.attention_pattern, "flash", documents)
     return model
 
 

@@ -68,7 +68,7 @@ class ModelSpec:
     tp_plan: Mapping[str, str]  # module pattern -> how tensor parallelism splits it, in words
     init_roles: Mapping[str, str]  # parameter pattern -> how it starts, in words; the first match holds
     blocks_path: str  # the ModuleDict that holds the repeated blocks
-    attention: str  # pattern of the modules that take q, k, v [B, H, T, K] to causal attention
+    attention_pattern: str  # pattern of the modules that take q, k, v [B, H, T, K] to causal attention
     output: str  # the module that is the output layer and the loss, a models.loss.Output
     count_parameters: Callable[[Any], int]
     count_block_parameters: Callable[[Any], int]

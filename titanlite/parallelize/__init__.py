@@ -88,8 +88,8 @@ def parallelize(
     shared_loss, column = not section.disable_loss_parallel, float8_column(transforms.float8)
     apply_tensor_parallel(part, spec.tp_plan, mesh.tp, sizes.head_width, shared_loss, column)
     tie_parameters(part, spec.tied(sizes))  # the split makes a parameter of each
-    set_attention_kernel(part, spec.attention, transforms.kernel, transforms.documents)
-    apply_context_parallel(part, spec.attention, mesh.cp, section)  # it has kernels of its own
+    set_attention_kernel(part, spec.attention_pattern, transforms.kernel, transforms.documents)
+    apply_context_parallel(part, spec.attention_pattern, mesh.cp, section)  # it has kernels of its own
     # Inside of the compiled code, because the compiler must see what is kept. After the split, here
     # and below, so that its gathers are computed again too; names stay as they were.
     checkpoint_operations(blocks, transforms.recompute)
