@@ -69,7 +69,7 @@ class ModelSpec:
     init_roles: Mapping[str, str]  # parameter pattern -> how it starts, in words; the first match holds
     blocks_path: str  # the ModuleDict that holds the repeated blocks
     attention_pattern: str  # pattern of the modules that take q, k, v [B, H, T, K] to causal attention
-    output: str  # the module that is the output layer and the loss, a models.loss.Output
+    output_path: str  # the module that is the output layer and the loss, a models.loss.Output
     count_parameters: Callable[[Any], int]
     count_block_parameters: Callable[[Any], int]
     kept_by_block: Callable[[Any], int]

@@ -80,7 +80,7 @@ def parallelize(
 ) -> None:
     """Spread a plain model on meta, or a stage of one, over its mesh, in place."""
     blocks, sizes = part.get_submodule(spec.blocks_path), part.sizes
-    if (output := getattr(part, spec.output)) is not None:
+    if (output := getattr(part, spec.output_path)) is not None:
         output.loss = transforms.loss
     convert_to_float8(
         part, transforms.float8
@@ -158,5 +158,5 @@ def build_sharded_model(
     tie_parameters(model, spec.tied(sizes))  # as does this, where FSDP does not mend it by itself
     init_weights(model, spec.init_roles, sizes.n_layers, seed)
     rescale = build_float8_scale_update(model, transforms.float8, mesh.tp)
-    output = getattr(model, spec.output)
+    output = getattr(model, spec.output_path)
     return ShardedModel(model, parts, output, sizes.dim, transforms.compute, rescale)
