@@ -72,7 +72,7 @@ class ModelSpec:
     output_path: str  # the module that is the output layer and the loss, a models.loss.Output
     count_parameters: Callable[[Any], int]
     count_block_parameters: Callable[[Any], int]
-    kept_by_block: Callable[[Any], int]
+    activations_per_block: Callable[[Any], int]
     # numbers a token that a block keeps for backward, where nothing is computed again
     flops_per_token: Callable[..., float]  # (shape, seq_len, full_attention=False)
     costs: Callable[[Any, int], dict[str, float]]
