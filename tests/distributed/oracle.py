@@ -73,7 +73,7 @@ class Layout:
         return max(1, recipe.batch // self.degrees.data // self.accumulate)
 
     def section(self, recipe: Recipe) -> ParallelismConfig:
-        costs = FAMILY.costs(recipe.shape, recipe.seq_len)
+        costs = FAMILY.module_flops(recipe.shape, recipe.seq_len)
         first, last = self.less or (None, None)
         return ParallelismConfig(
             enable_async_tensor_parallel=self.overlap,

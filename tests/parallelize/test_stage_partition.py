@@ -13,7 +13,7 @@ from titanlite.models import FAMILIES
 from titanlite.parallelize.stage_partition import balance_stages, partition_model, requested_stages
 
 FAMILY = FAMILIES["llama3"]
-COSTS = FAMILY.costs(FAMILY.flavors["8B"], 8192)
+COSTS = FAMILY.module_flops(FAMILY.flavors["8B"], 8192)
 
 
 def cut_by(costs=COSTS, otherwise=4, **keys) -> list[list[str]]:

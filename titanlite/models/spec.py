@@ -75,7 +75,7 @@ class ModelSpec:
     activations_per_block: Callable[[Any], int]
     # numbers a token that a block keeps for backward, where nothing is computed again
     flops_per_token: Callable[..., float]  # (shape, seq_len, full_attention=False)
-    costs: Callable[[Any, int], dict[str, float]]
+    module_flops: Callable[[Any, int], dict[str, float]]
     # (shape, seq_len) -> FLOPs a token of each module, in the order in which they run
     tied: Callable[[Any], list[tuple[str, str]]]  # (parameter, the one it is the same as)
     hugging_face: HuggingFaceMapping

@@ -107,7 +107,7 @@ def plan_pipeline(
     section: ParallelismConfig, spec: ModelSpec, sizes, seq_len: int, local_batch: int
 ) -> tuple[PipelinePlan | None, list[ConfigError]]:
     """The plan that a section means, or else everything that stands against it."""
-    costs = spec.costs(sizes, seq_len)
+    costs = spec.module_flops(sizes, seq_len)
     ranks = section.pipeline_parallel_degree
     if ranks == 1:  # one stage, which holds everything
         everything = [sum(costs.values())]
