@@ -121,13 +121,13 @@ def open_hugging_face(place: StorageFolder) -> HuggingFaceFolder:
     check_size(place, spec, sizes, len(held))
     tensor_sizes = parameters_of(spec, sizes)
     names = {name: spec.hugging_face.name_of(name) for name in tensor_sizes}
-    for name, other in spec.tied(sizes):
+    for name, other in spec.tied_parameters(sizes):
         if names[name] not in held:
             names[name] = names[other]
     _check_fit(place, spec, held, {names[name]: size for name, size in tensor_sizes.items()})
     tensors = {name: held[theirs] for name, theirs in names.items()}
     folder = HuggingFaceFolder(place, spec, sizes, tensors, TOKENIZER in place.sizes())
-    for name, other in spec.tied(sizes):
+    for name, other in spec.tied_parameters(sizes):
         twice = tensors[name] != tensors[other]
         if twice and not torch.equal(folder.read(name).float(), folder.read(other).float()):
             raise CheckpointError(

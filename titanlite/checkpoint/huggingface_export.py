@@ -54,7 +54,7 @@ def write_hugging_face(
         raise CheckpointError(
             f"{place}: is there and not empty.", fix="Remove it, or give another folder."
         )
-    tied = dict(spec.tied(sizes))
+    tied = dict(spec.tied_parameters(sizes))
     tensor_sizes = {n: size for n, size in parameters_of(spec, sizes).items() if n not in tied}
     files = _cut(tensor_sizes, dtype.itemsize, max_shard_bytes)
     try:

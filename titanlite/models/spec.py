@@ -77,7 +77,7 @@ class ModelSpec:
     flops_per_token: Callable[..., float]  # (shape, seq_len, full_attention=False)
     module_flops: Callable[[Any, int], dict[str, float]]
     # (shape, seq_len) -> FLOPs a token of each module, in the order in which they run
-    tied: Callable[[Any], list[tuple[str, str]]]  # (parameter, the one it is the same as)
+    tied_parameters: Callable[[Any], list[tuple[str, str]]]  # (parameter, the one it is the same as)
     hugging_face: HuggingFaceMapping
 
     def sizes_of(self, section: ModelConfig) -> Any:

@@ -87,7 +87,7 @@ def parallelize(
     )  # before the split, which has styles of their own for them
     shared_loss, column = not section.disable_loss_parallel, float8_column(transforms.float8)
     apply_tensor_parallel(part, spec.tp_plan, mesh.tp, sizes.head_width, shared_loss, column)
-    tie_parameters(part, spec.tied(sizes))  # the split makes a parameter of each
+    tie_parameters(part, spec.tied_parameters(sizes))  # the split makes a parameter of each
     set_attention_kernel(part, spec.attention_pattern, transforms.kernel, transforms.documents)
     apply_context_parallel(part, spec.attention_pattern, mesh.cp, section)  # it has kernels of its own
     # Inside of the compiled code, because the compiler must see what is kept. After the split, here
@@ -126,7 +126,7 @@ def _reshard(section: ParallelismConfig) -> str:
 
 def _ends(part: nn.Module, spec: ModelSpec) -> tuple[list[nn.Module], list[nn.Module]]:
     """What is before the blocks and what is after them; ends that are tied are nobody's."""
-    if spec.tied(part.sizes):
+    if spec.tied_parameters(part.sizes):
         return [], []
     names = list(dict(part.named_children()))
     blocks = names.index(spec.blocks_path)
@@ -155,7 +155,7 @@ def build_sharded_model(
     model.to_empty(
         device="cpu" if transforms.offload else device
     )  # memory for the shards, nothing more
-    tie_parameters(model, spec.tied(sizes))  # as does this, where FSDP does not mend it by itself
+    tie_parameters(model, spec.tied_parameters(sizes))  # as does this, where FSDP does not mend it by itself
     init_weights(model, spec.init_roles, sizes.n_layers, seed)
     rescale = build_float8_scale_update(model, transforms.float8, mesh.tp)
     output = getattr(model, spec.output_path)

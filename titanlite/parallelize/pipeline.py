@@ -143,7 +143,7 @@ def _name(section: ParallelismConfig) -> str:
 def _plain_problems(
     section: ParallelismConfig, spec: ModelSpec, sizes, local_batch: int
 ) -> Iterator[ConfigError]:
-    if spec.tied(sizes):
+    if spec.tied_parameters(sizes):
         yield ConfigError(
             f"{DEGREE} = {section.pipeline_parallel_degree}: the embedding and the output layer are"
             " the same weights (model.tied_embeddings), but belong to the first and last stage.",
