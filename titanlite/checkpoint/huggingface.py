@@ -149,7 +149,7 @@ def _described(place: StorageFolder) -> tuple[ModelSpec, Any]:
         )
     spec = families[found[0]]
     try:
-        return spec, spec.hugging_face.sizes_of(config)
+        return spec, spec.hugging_face.from_config(config)
     except CheckpointError as error:
         raise CheckpointError(f"{place}: {error.message}", error.fix) from None
 

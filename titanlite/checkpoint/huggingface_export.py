@@ -75,7 +75,7 @@ def write_hugging_face(
 
 def _config(spec: ModelSpec, sizes: Any, dtype: torch.dtype, context: int) -> dict[str, Any]:
     return {
-        **spec.hugging_face.config_of(sizes, context),
+        **spec.hugging_face.to_config(sizes, context),
         "torch_dtype": str(dtype).removeprefix("torch."),
     }
 

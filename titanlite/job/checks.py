@@ -148,7 +148,7 @@ def _quantisation_block_problems(
 def _export_problems(spec: ModelSpec, sizes) -> Iterator[ConfigError]:
     """A model that cannot be exported is refused before the run, not at its end."""
     try:
-        spec.hugging_face.config_of(sizes, 0)
+        spec.hugging_face.to_config(sizes, 0)
     except CheckpointError as error:
         yield ConfigError(
             f"checkpoint.last_save_in_hf = true: {error.message}",

@@ -48,9 +48,9 @@ class HuggingFaceMapping:
     architecture: str  # what config.json calls it
     names: Mapping[str, str]  # our parameter -> theirs; `*` is the same number in both
     derived: str  # pattern of what old folders hold beside parameters, and config.json tells too
-    config_of: Callable[[Any, int], dict[str, Any]]
+    to_config: Callable[[Any, int], dict[str, Any]]
     # (shape, tokens it was trained on at once) -> config.json; raises CheckpointError
-    sizes_of: Callable[[Mapping[str, Any]], Any]  # and back; raises CheckpointError
+    from_config: Callable[[Mapping[str, Any]], Any]  # and back; raises CheckpointError
 
     def name_of(self, name: str) -> str:
         """Their name of a parameter of ours."""

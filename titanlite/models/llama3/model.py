@@ -382,7 +382,7 @@ LLAMA = ModelSpec(
         architecture="LlamaForCausalLM",
         names=_THEIR_NAMES,
         derived="*.rotary_emb.inv_freq",
-        config_of=_config_of,
-        sizes_of=_shape_of,
+        to_config=_config_of,
+        from_config=_shape_of,
     ),
 )
