@@ -155,7 +155,8 @@ def build_sharded_model(
     model.to_empty(
         device="cpu" if transforms.offload else device
     )  # memory for the shards, nothing more
-    tie_parameters(model, spec.tied_parameters(sizes))  # as does this, where FSDP does not mend it by itself
+    # `to_empty` unties parameters, and FSDP does not always tie them again itself.
+    tie_parameters(model, spec.tied_parameters(sizes))
     init_weights(model, spec.init_roles, sizes.n_layers, seed)
     rescale = build_float8_scale_update(model, transforms.float8, mesh.tp)
     output = getattr(model, spec.output_path)
