@@ -13,10 +13,10 @@ from titanlite.distributed.process_group import choose_device
 from titanlite.errors import CheckpointError, ConfigError, UserError, UserErrors
 from titanlite.job.config import FACTS, JobConfig
 from titanlite.job.data import open_job_stream, open_job_tokenizer, open_job_validation
-from titanlite.kernels.backend import ON_CPU, attention_problems
-from titanlite.metrics import metrics_problems, profiling_problems
+from titanlite.kernels.backend import ON_CPU, check_attention_config
+from titanlite.metrics import check_metrics_config, check_profiling_config
 from titanlite.models import FAMILIES, ModelSpec, first_match
-from titanlite.optim import LossScaleConfig, moment_format, optimizer_problems, schedule_problems
+from titanlite.optim import LossScaleConfig, moment_format, check_optimizer_config, check_lr_scheduler_config
 from titanlite.optim.adam import StateDtype
 from titanlite.parallelize.activation_checkpoint import activation_problems
 from titanlite.parallelize.compile import compile_problems, compiler_problems
@@ -46,10 +46,10 @@ def problems_of(config: JobConfig, ranks: int) -> Iterator[UserError]:
             fix="Set checkpoint.enable = true, or leave it out.",
             keys=("job.time_limit_minutes",),
         )
-    yield from metrics_problems(config.metrics)
-    yield from profiling_problems(config.profiling)
-    yield from optimizer_problems(config.optimizer, config.training.dtype)
-    yield from schedule_problems(config.lr_scheduler, config.training.steps)
+    yield from check_metrics_config(config.metrics)
+    yield from check_profiling_config(config.profiling)
+    yield from check_optimizer_config(config.optimizer, config.training.dtype)
+    yield from check_lr_scheduler_config(config.lr_scheduler, config.training.steps)
     yield from _precision_problems(config)
     sizes = degrees = None
     try:
@@ -67,7 +67,7 @@ def problems_of(config: JobConfig, ranks: int) -> Iterator[UserError]:
     try:
         degrees = resolve_degrees(config.parallelism, ranks)
         yield from _batch_problems(config.training, degrees)
-        yield from attention_problems(config.attention, degrees.context, config.data.tokenizer)
+        yield from check_attention_config(config.attention, degrees.context, config.data.tokenizer)
         yield from _stepping_problems(config, degrees)
     except ConfigError as error:
         yield error

@@ -209,7 +209,7 @@ def deactivate_flash_package() -> None:
         restore_flash_attention_impl()
 
 
-def attention_problems(
+def check_attention_config(
     config: AttentionConfig, context_degree: int, tokenizer: str | None
 ) -> Iterator[ConfigError]:
     """Kernels that cannot do what is asked, and documents whose ends are not known."""
