@@ -89,7 +89,8 @@ def parallelize(
     apply_tensor_parallel(part, spec.tp_plan, mesh.tp, sizes.head_width, shared_loss, column)
     tie_parameters(part, spec.tied_parameters(sizes))  # the split makes a parameter of each
     set_attention_kernel(part, spec.attention_pattern, transforms.kernel, transforms.documents)
-    apply_context_parallel(part, spec.attention_pattern, mesh.cp, section)  # it has kernels of its own
+    # after the kernel is set, because context parallel uses its own
+    apply_context_parallel(part, spec.attention_pattern, mesh.cp, section)
     # Inside of the compiled code, because the compiler must see what is kept. After the split, here
     # and below, so that its gathers are computed again too; names stay as they were.
     checkpoint_operations(blocks, transforms.recompute)
