@@ -13,10 +13,15 @@ from titanlite.distributed.process_group import choose_device
 from titanlite.errors import CheckpointError, ConfigError, UserError, UserErrors
 from titanlite.job.config import FACTS, JobConfig
 from titanlite.job.data import open_job_stream, open_job_tokenizer, open_job_validation
-from titanlite.kernels.backend import ON_CPU, check_attention_config
+from titanlite.kernels.backend import CPU_KERNELS, check_attention_config
 from titanlite.metrics import check_metrics_config, check_profiling_config
 from titanlite.models import FAMILIES, ModelSpec, first_match
-from titanlite.optim import LossScaleConfig, moment_format, check_optimizer_config, check_lr_scheduler_config
+from titanlite.optim import (
+    LossScaleConfig,
+    check_lr_scheduler_config,
+    check_optimizer_config,
+    moment_format,
+)
 from titanlite.optim.adam import StateDtype
 from titanlite.parallelize.activation_checkpoint import activation_problems
 from titanlite.parallelize.compile import compile_problems, compiler_problems
@@ -283,11 +288,11 @@ def _host_problems(config: JobConfig) -> Iterator[ConfigError]:
             fix="Leave it out.",
             keys=("parallelism.enable_async_tensor_parallel",),
         )
-    if config.attention.backend not in ("auto", *ON_CPU):
+    if config.attention.backend not in ("auto", *CPU_KERNELS):
         yield ConfigError(
             f'attention.backend = "{config.attention.backend}": requires a GPU, and this job runs'
             " on CPUs.",
-            fix=f'Use "auto", or {", ".join(ON_CPU)}.',
+            fix=f'Use "auto", or {", ".join(CPU_KERNELS)}.',
             keys=("attention.backend",),
         )
     if config.optimizer.offload:

@@ -74,11 +74,11 @@ class Job:
         """The attention that one rank computes in one call, before context parallel shards it."""
         sizes, tensor = self.sizes, self.degrees.tensor
         return AttentionShape(
-            rows=self.pipeline.microbatch,
-            heads=sizes.n_heads // tensor,
-            key_heads=max(1, sizes.n_kv_heads // tensor),
-            tokens=self.config.training.seq_len,
-            width=sizes.head_width,
+            batch=self.pipeline.microbatch,
+            n_heads=sizes.n_heads // tensor,
+            n_kv_heads=max(1, sizes.n_kv_heads // tensor),
+            seq_len=self.config.training.seq_len,
+            head_dim=sizes.head_width,
         )
 
     @property

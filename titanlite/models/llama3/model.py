@@ -119,14 +119,17 @@ class Llama(nn.Module):
     def __init__(self, sizes: Llama3Sizes):
         super().__init__()
         self.sizes = sizes
-        self.documents_of: Callable[[Tensor], Tensor] | None = None
-        # positions [B, T] -> what attention is told of documents; None: a sequence is one
+        self.index_documents: Callable[[Tensor], Tensor] | None = None
         self.tok_embeddings = TokenEmbedding(sizes.vocab_size, sizes.dim)
         self.layers = nn.ModuleDict({str(i): Block(sizes) for i in range(sizes.n_layers)})
         self.norm = nn.RMSNorm(sizes.dim, eps=sizes.norm_eps)
         self.output = OutputLayer(sizes.dim, sizes.vocab_size)
         if sizes.tied_embeddings:
             self.output.weight = self.tok_embeddings.weight
+
+    def use_document_mask(self, index_documents: Callable[[Tensor], Tensor]) -> None:
+        """Attend within documents only, see `SupportsDocuments`."""
+        self.index_documents = index_documents
 
     def forward(
         self,
@@ -142,8 +145,8 @@ class Llama(nn.Module):
             positions = torch.arange(tokens.shape[1], device=tokens.device)
         rope = rope_cos_sin(positions, sizes.head_width, sizes.rope_theta, sizes.rope_scaling)
         documents = None  # found once for all blocks
-        if self.documents_of is not None:
-            documents = self.documents_of(positions.expand(len(tokens), -1))
+        if self.index_documents is not None:
+            documents = self.index_documents(positions.expand(len(tokens), -1))
         x = tokens if self.tok_embeddings is None else self.tok_embeddings(tokens)
         for name, block in self.layers.items():
             x = block(x, rope, documents, None if caches is None else caches[name])
