@@ -60,7 +60,7 @@ def problems_of(config: JobConfig, ranks: int) -> Iterator[UserError]:
     try:
         spec = FAMILIES[config.model.name]
         sizes = spec.sizes_of(config.model)
-        yield from _size_problems(sizes)
+        yield from spec.check_sizes(sizes)
         if config.checkpoint.last_save_in_hf:
             yield from _export_problems(spec, sizes)
         plan, problems = plan_job_pipeline(config, spec, sizes)
@@ -158,28 +158,6 @@ def _export_problems(spec: ModelSpec, sizes) -> Iterator[ConfigError]:
         yield ConfigError(
             f"checkpoint.last_save_in_hf = true: {error.message}",
             keys=("checkpoint.last_save_in_hf",),
-        )
-
-
-def _size_problems(sizes) -> Iterator[ConfigError]:
-    if sizes.n_heads % sizes.n_kv_heads:
-        yield ConfigError(
-            f"model.n_kv_heads = {sizes.n_kv_heads}: does not divide model.n_heads ="
-            f" {sizes.n_heads}; each key-value head serves the same number of query heads.",
-            fix=f"Use a divisor of {sizes.n_heads}.",
-            keys=("model.n_kv_heads", "model.n_heads"),
-        )
-    if not sizes.head_dim and sizes.dim % sizes.n_heads:
-        yield ConfigError(
-            f"model.dim = {sizes.dim}: is not a multiple of model.n_heads = {sizes.n_heads}.",
-            fix="Change one of them, or set model.head_dim.",
-            keys=("model.dim", "model.n_heads"),
-        )
-    elif sizes.head_width % 2:
-        yield ConfigError(
-            f"model.head_dim = {sizes.head_width}: RoPE rotates pairs of channels, so it must be"
-            " even.",
-            keys=("model.head_dim", "model.dim", "model.n_heads"),
         )
 
 
