@@ -15,7 +15,7 @@ from titanlite.job.config import FACTS, JobConfig
 from titanlite.job.data import open_job_stream, open_job_tokenizer, open_job_validation
 from titanlite.kernels.backend import CPU_KERNELS, check_attention_config
 from titanlite.metrics import check_metrics_config, check_profiling_config
-from titanlite.models import FAMILIES, ModelSpec, first_match
+from titanlite.models import FAMILIES, ModelSizes, ModelSpec, first_match
 from titanlite.optim import (
     LossScaleConfig,
     check_lr_scheduler_config,
@@ -106,7 +106,9 @@ def _split_backward_problems(config: JobConfig) -> Iterator[ConfigError]:
         )
 
 
-def _float8_problems(config: JobConfig, sizes, degrees: Degrees) -> Iterator[ConfigError]:
+def _float8_problems(
+    config: JobConfig, sizes: ModelSizes, degrees: Degrees
+) -> Iterator[ConfigError]:
     training, rows = config.training, config.training.local_batch_size
     if degrees.pipeline > 1:
         rows = config.parallelism.pipeline_parallel_microbatch_size
@@ -126,7 +128,7 @@ def environment_problems(config: JobConfig) -> Iterator[UserError]:
 
 
 def _quantisation_block_problems(
-    spec: ModelSpec, sizes, tensor: int, state_dtype: StateDtype
+    spec: ModelSpec, sizes: ModelSizes, tensor: int, state_dtype: StateDtype
 ) -> Iterator[ConfigError]:
     """Reject tensor-parallel degrees that split a quantisation block of the optimizer state."""
     if tensor == 1 or state_dtype in ("float32", "bfloat16"):  # no shards, or no blocks
@@ -150,7 +152,7 @@ def _quantisation_block_problems(
             return
 
 
-def _export_problems(spec: ModelSpec, sizes) -> Iterator[ConfigError]:
+def _export_problems(spec: ModelSpec, sizes: ModelSizes) -> Iterator[ConfigError]:
     """A model that cannot be exported is refused before the run, not at its end."""
     try:
         spec.hugging_face.to_config(sizes, 0)
@@ -294,7 +296,7 @@ def _device_type(config: JobConfig) -> str:
     return "cuda" if cuda else "cpu"
 
 
-def _data_problems(config: JobConfig, sizes) -> Iterator[UserError]:
+def _data_problems(config: JobConfig, sizes: ModelSizes | None) -> Iterator[UserError]:
     if not config.data.sources:
         yield ConfigError(
             "data.sources: is empty: there is nothing to train on.",
@@ -355,7 +357,7 @@ def _document_end_problems(key: str, corpora, tokenizer: Tokenizer) -> Iterator[
 
 
 def plan_job_pipeline(
-    config: JobConfig, spec: ModelSpec, sizes
+    config: JobConfig, spec: ModelSpec, sizes: ModelSizes
 ) -> tuple[PipelinePlan | None, list]:
     """The pipeline stages and their ranks, or None and the problems."""
     training = config.training

@@ -22,7 +22,7 @@ from titanlite.job.checks import (
 from titanlite.job.config import MOVED, JobConfig
 from titanlite.kernels.backend import AttentionShape
 from titanlite.log import logger
-from titanlite.models import FAMILIES, ModelSpec
+from titanlite.models import FAMILIES, ModelSizes, ModelSpec
 from titanlite.optim import LossScale, schedule_warning
 from titanlite.parallelize import DTYPES, ModelTransforms
 from titanlite.parallelize.pipeline import PipelinePlan
@@ -38,7 +38,7 @@ class Job:
 
     config: JobConfig
     spec: ModelSpec
-    sizes: Any  # of the model
+    sizes: ModelSizes  # of the model
     degrees: Degrees
     pipeline: PipelinePlan  # which rank runs which stage
     global_batch: int  # samples of one optimizer step, over all ranks

@@ -10,7 +10,7 @@ from torch import nn
 
 from titanlite.distributed.mesh import Mesh, ParallelismConfig
 from titanlite.kernels.backend import set_attention_kernel
-from titanlite.models import LossConfig, ModelSpec, OutputLayer
+from titanlite.models import LossConfig, ModelSizes, ModelSpec, OutputLayer
 from titanlite.parallelize.activation_checkpoint import (
     ActivationCheckpointConfig,
     checkpoint_blocks,
@@ -139,7 +139,7 @@ def _ends(part: nn.Module, spec: ModelSpec) -> tuple[list[nn.Module], list[nn.Mo
 
 def build_sharded_model(
     spec: ModelSpec,
-    sizes,
+    sizes: ModelSizes,
     mesh: Mesh,
     section: ParallelismConfig,
     plan: PipelinePlan,

@@ -22,7 +22,7 @@ from torch.profiler import record_function
 
 from titanlite.distributed.mesh import ParallelismConfig
 from titanlite.errors import ConfigError
-from titanlite.models import ModelSpec
+from titanlite.models import ModelSizes, ModelSpec
 from titanlite.parallelize.fsdp import accumulate_gradients
 from titanlite.parallelize.schedule import (
     CSV_KEY,
@@ -104,7 +104,7 @@ class PipelinePlan:
 
 
 def plan_pipeline(
-    section: ParallelismConfig, spec: ModelSpec, sizes, seq_len: int, local_batch: int
+    section: ParallelismConfig, spec: ModelSpec, sizes: ModelSizes, seq_len: int, local_batch: int
 ) -> tuple[PipelinePlan | None, list[ConfigError]]:
     """The plan that a section means, or else everything that stands against it."""
     costs = spec.module_flops(sizes, seq_len)
@@ -141,7 +141,7 @@ def _name(section: ParallelismConfig) -> str:
 
 
 def _plain_problems(
-    section: ParallelismConfig, spec: ModelSpec, sizes, local_batch: int
+    section: ParallelismConfig, spec: ModelSpec, sizes: ModelSizes, local_batch: int
 ) -> Iterator[ConfigError]:
     if spec.tied_parameters(sizes):
         yield ConfigError(
@@ -159,7 +159,7 @@ def _plain_problems(
         )
 
 
-def _stages(section: ParallelismConfig, sizes) -> tuple[ScheduleSpec, int, list[int]]:
+def _stages(section: ParallelismConfig, sizes: ModelSizes) -> tuple[ScheduleSpec, int, list[int]]:
     """(style, stages, the rank of each) of the schedule of a section; raises ConfigError."""
     ranks, file = section.pipeline_parallel_degree, _csv(section)
     if file is not None:
@@ -221,7 +221,7 @@ def _schedule_problems(
 
 
 def build_stage_modules(
-    spec: ModelSpec, sizes, plan: PipelinePlan, rank: int
+    spec: ModelSpec, sizes: ModelSizes, plan: PipelinePlan, rank: int
 ) -> tuple[nn.Module, dict[int, nn.Module]]:
     """(all that a pipeline rank holds, as one module; its stages by number, made of the same).
 

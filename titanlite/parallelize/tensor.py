@@ -30,7 +30,7 @@ from torch.distributed.tensor.parallel import (
 from titanlite.distributed.collectives import all_gather_tensor, all_reduce_max, all_reduce_sum
 from titanlite.distributed.mesh import Degrees
 from titanlite.errors import ConfigError
-from titanlite.models import Vocabulary
+from titanlite.models import ModelSizes, Vocabulary
 
 SEQUENCE = 1  # the dimension of [B, T, …] that is split between the matrices
 _TAKE_GATHERED = ("colwise", "colwise_kv")  # words of what is fed by a "gather_sequence" above it
@@ -237,7 +237,7 @@ def part_of(
 
 
 def tensor_parallel_problems(
-    degrees: Degrees, sizes, seq_len: int, key: str
+    degrees: Degrees, sizes: ModelSizes, seq_len: int, key: str
 ) -> Iterator[ConfigError]:
     """What of a model's sizes, and of the sequence set by `key`, tensor parallel cannot split."""
     tensor = degrees.tensor
