@@ -51,7 +51,7 @@ def trainer_loop(task: Task, corpus: Path) -> list[float]:
     spec, moments = FAMILIES["llama3"], []
     sizes = spec.flavors[task.flavor]
     set_seed(0)
-    config = LlamaConfig(**spec.hugging_face.config_of(sizes, task.seq_len), use_cache=False)
+    config = LlamaConfig(**spec.hugging_face.to_config(sizes, task.seq_len), use_cache=False)
     model = LlamaForCausalLM(config)
     assert model.num_parameters() == spec.count_parameters(sizes), "not the same model"
 

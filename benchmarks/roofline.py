@@ -13,7 +13,7 @@ import torch
 
 from benchmarks.table_rows import grid, number
 from titanlite.metrics.hardware import peak_flops
-from titanlite.models import FAMILIES
+from titanlite.models import FAMILIES, Llama3Sizes
 
 FAMILY = FAMILIES["llama3"]
 GPU = "NVIDIA H200"
@@ -92,7 +92,7 @@ class Plan:
         }
 
 
-def kept_bytes_a_token(sizes, share: float = 0.0) -> float:
+def kept_bytes_a_token(sizes: Llama3Sizes, share: float = 0.0) -> float:
     """Activations in bf16 that a token leaves for backward, without the loss.
 
     Of a block: what went into both norms and came out, q, k, v, attention's result, and the four
@@ -103,7 +103,7 @@ def kept_bytes_a_token(sizes, share: float = 0.0) -> float:
     return 2 * sizes.n_layers * ((1 - share) * block + share * sizes.dim)
 
 
-def held_bytes(sizes, seq_len: int, plan: Plan) -> float:
+def held_bytes(sizes: Llama3Sizes, seq_len: int, plan: Plan) -> float:
     """The most that a step holds on one GPU, with the logits of LOGITS_AT_ONCE tokens at a time.
 
     Activations go as gradients come, so the larger of the two counts. One block more is there
@@ -134,7 +134,9 @@ def largest(fits: Callable[[int], bool], most: int) -> int:
     return low
 
 
-def plans(sizes, seq_len: int, capacity: float, states: Sequence[State] = STATES) -> Iterator[Plan]:
+def plans(
+    sizes: Llama3Sizes, seq_len: int, capacity: float, states: Sequence[State] = STATES
+) -> Iterator[Plan]:
     """What is worth trying on a GPU of `capacity` bytes, best first."""
     most, least = MOST_TOKENS // seq_len, max(1, LEAST_TOKENS // seq_len)
     for recompute in RECOMPUTE:
@@ -151,7 +153,12 @@ def plans(sizes, seq_len: int, capacity: float, states: Sequence[State] = STATES
 
 
 def share_of_peak(
-    speed: float, sizes, seq_len: int, peak: float | None, *, full_attention: bool = False
+    speed: float,
+    sizes: Llama3Sizes,
+    seq_len: int,
+    peak: float | None,
+    *,
+    full_attention: bool = False,
 ) -> float | None:
     """Of `peak` FLOP/s, what the model's own FLOPs make use of at `speed` tokens a second.
 
@@ -162,14 +169,16 @@ def share_of_peak(
     return speed * flops / peak if peak else None
 
 
-def step_flops(sizes, seq_len: int, tokens: int, share: float, full_attention: bool) -> float:
+def step_flops(
+    sizes: Llama3Sizes, seq_len: int, tokens: int, share: float, full_attention: bool
+) -> float:
     """FLOPs of a step that computes `share` of the blocks' forward again."""
     head = 6 * sizes.vocab_size * sizes.dim
     once = FAMILY.flops_per_token(sizes, seq_len, full_attention=full_attention)
     return tokens * (once + share * (once - head) / 3)
 
 
-def step_bytes(sizes, tokens: int, state: State, share: float) -> float:
+def step_bytes(sizes: Llama3Sizes, tokens: int, state: State, share: float) -> float:
     """Bytes that a step must move between memory and chip, however its kernels are written.
 
     Weights, cast where they are kept in fp32, are read in forward and twice in backward, their

@@ -303,12 +303,12 @@ EARLY = ["--optimizer.early_step_in_backward", "true", "--training.max_norm", "0
         (
             ["--attention.backend", "math", "--attention.mask", "document"],
             1,
-            'it sees one document a sequence. Use "auto", or flash, fa3, fa4',
+            'it has no variable-length support. Use "auto", or flash, fa3, fa4',
         ),
         (
             ["--attention.backend", "math", "--parallelism.context_parallel_degree", "2"],
             2,
-            "cannot be used under context parallel",
+            "cannot be used with context parallel",
         ),
         (["--attention.mask", "document", "--data.tokenizer", "none.model"], 1, "data.tokenizer"),
         (["--attention.mask", "documents"], 1, 'Did you mean "document"'),

@@ -83,7 +83,7 @@ def load_generator(
     with torch.device("meta"):
         model = saved.spec.build(saved.sizes)
     model.to_empty(device=device)
-    tie_parameters(model, saved.spec.tied(saved.sizes))
+    tie_parameters(model, saved.spec.tied_parameters(saved.sizes))
     read_tensors(checkpoint, model_and_optimizer_state(model))
     return TextGenerator(model.eval(), saved.tokenizer, saved.bos, saved.documents_apart)
 

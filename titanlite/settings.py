@@ -13,7 +13,7 @@ import math
 import os
 import types
 import typing
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -51,6 +51,16 @@ class Supported:
 
     values: tuple
     feature: str
+
+
+@dataclass(frozen=True)
+class OneOf:
+    """The names that a string may have, such as the keys of an extension point's dictionary.
+
+    `names` is called when a value is checked, so the dictionary may be defined after the section.
+    """
+
+    names: Callable[[], Iterable[str]]
 
 
 Positive = Annotated[int, Range(1)]
@@ -248,6 +258,7 @@ def _fit(given: Any, hint: Any, stated: Any = None) -> Any:
 
     `stated` is the type as the field states it, with its bounds and its `None`.
     """
+    hint = _as_literal(hint)
     origin, arguments, stated = typing.get_origin(hint), typing.get_args(hint), stated or hint
     if origin is Annotated:
         value = _fit(given, arguments[0], stated)
@@ -276,6 +287,14 @@ def _fit(given: Any, hint: Any, stated: Any = None) -> Any:
     if type(value) is not hint or (hint is float and not math.isfinite(value)):
         raise _Refused(f"must be {describe_type(stated)}.")
     return value
+
+
+def _as_literal(hint: Any) -> Any:
+    """A type with a OneOf rule as the Literal of its names; any other type unchanged."""
+    for rule in getattr(hint, "__metadata__", ()):
+        if isinstance(rule, OneOf):
+            return Literal[tuple(rule.names())]
+    return hint
 
 
 def _fit_union(given, arms, stated):
@@ -359,6 +378,7 @@ def all_keys(schema: type, prefix: str = "") -> list[str]:
 
 def describe_type(hint: Any) -> str:
     """A type in words a user reads: "an integer of at least 1"."""
+    hint = _as_literal(hint)
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin is Annotated:
         bounds = [str(rule) for rule in arguments[1:] if isinstance(rule, Range)]

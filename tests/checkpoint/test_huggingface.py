@@ -177,8 +177,8 @@ def test_what_was_written_is_read_bit_for_bit_whole_and_in_parts(tmp_path, shape
 
 def test_every_flavor_is_itself_again_from_its_config():
     for name, shape in FAMILY.flavors.items():
-        config = json.loads(json.dumps(FAMILY.hugging_face.config_of(shape, 8192)))
-        assert FAMILY.hugging_face.sizes_of(config) == shape, name
+        config = json.loads(json.dumps(FAMILY.hugging_face.to_config(shape, 8192)))
+        assert FAMILY.hugging_face.from_config(config) == shape, name
 
 
 def test_only_one_shard_is_in_memory_while_writing(tmp_path):

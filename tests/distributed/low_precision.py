@@ -125,7 +125,7 @@ def read_batch(number: int, recipe: Recipe) -> tuple[Tensor, Tensor]:
 def trained(shape: Llama3Sizes) -> Weights:
     """Weights of a model that has learned something, trained in fp32 in one process."""
     model, recipe = FAMILY.build(shape), replace(RECIPE, shape=shape)
-    init_weights(model, FAMILY.start, shape.n_layers, SEED)
+    init_weights(model, FAMILY.init_roles, shape.n_layers, SEED)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.0)
     for step in range(TRAINING_STEPS):
         inputs, labels = read_batch(FIRST_TO_LEARN + step, recipe)

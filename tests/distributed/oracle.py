@@ -73,7 +73,7 @@ class Layout:
         return max(1, recipe.batch // self.degrees.data // self.accumulate)
 
     def section(self, recipe: Recipe) -> ParallelismConfig:
-        costs = FAMILY.costs(recipe.shape, recipe.seq_len)
+        costs = FAMILY.module_flops(recipe.shape, recipe.seq_len)
         first, last = self.less or (None, None)
         return ParallelismConfig(
             enable_async_tensor_parallel=self.overlap,
@@ -204,7 +204,7 @@ VALIDATED_AFTER = (2, STEPS)  # steps: in the middle too, so that what follows i
 def one_process(recipe: Recipe) -> Record:
     """The reference: a plain module, a plain loss, a plain loop; no code of the house but those."""
     model = FAMILY.build(recipe.shape)
-    init_weights(model, FAMILY.start, recipe.shape.n_layers, SEED)
+    init_weights(model, FAMILY.init_roles, recipe.shape.n_layers, SEED)
     optimizer = build_optimizer(model, recipe.section)
     record = Record()
     for step in range(recipe.steps):

@@ -91,7 +91,7 @@ def run(layout: Layout, recipe: Recipe, float8: Float8Config):
 def one_process(recipe: Recipe, float8: Float8Config, at_once: int) -> Record:
     """The reference: a plain module in torchao's hands, a plain loop over `at_once` rows."""
     model = FAMILY.build(recipe.shape)
-    init_weights(model, FAMILY.start, recipe.shape.n_layers, SEED)
+    init_weights(model, FAMILY.init_roles, recipe.shape.n_layers, SEED)
     if float8.recipe_name:
         config = torchao().Float8LinearConfig.from_recipe_name(float8.recipe_name)
         torchao().convert_to_float8_training(

@@ -42,7 +42,7 @@ def fingerprint(parameter) -> str:
 @cache
 def plain_fingerprints(shape) -> dict[str, str]:
     model = FAMILY.build(shape)
-    init_weights(model, FAMILY.start, shape.n_layers, SEED)
+    init_weights(model, FAMILY.init_roles, shape.n_layers, SEED)
     return {name: fingerprint(p) for name, p in model.named_parameters()}
 
 
@@ -80,11 +80,11 @@ def test_tied_weights_start_as_one_parameter():
 
 def test_weights_depend_on_seed_and_name_and_have_the_promised_spread():
     model = FAMILY.build(SHAPE)
-    init_weights(model, FAMILY.start, SHAPE.n_layers, seed=1)
+    init_weights(model, FAMILY.init_roles, SHAPE.n_layers, seed=1)
     first, second = model.layers["0"].attention, model.layers["1"].attention
     assert not torch.equal(first.wq.weight, second.wq.weight)
     before = first.wq.weight.clone()
-    init_weights(model, FAMILY.start, SHAPE.n_layers, seed=2)
+    init_weights(model, FAMILY.init_roles, SHAPE.n_layers, seed=2)
     assert not torch.equal(before, first.wq.weight)
     assert 0.018 < model.output.weight.std() < 0.022
     assert model.layers["0"].feed_forward.w2.weight.std() < 0.012

@@ -52,7 +52,7 @@ def test_validation_leaves_weights_sharded_for_what_comes_next(layout, corpus):
 def validation_of_one_process(path, count) -> float:
     """Mean over tokens, one sample after the other, by a plain loop."""
     model, text = FAMILY.build(SHAPE), text_of(path)
-    init_weights(model, FAMILY.start, SHAPE.n_layers, SEED)
+    init_weights(model, FAMILY.init_roles, SHAPE.n_layers, SEED)
     total = tokens = 0.0
     with torch.no_grad():
         for sample in range(count):

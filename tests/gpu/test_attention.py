@@ -1,6 +1,8 @@
-"""Every kernel of a GPU computes what plain matrix products do, and one of them is chosen."""
+"""Every GPU kernel matches attention by matmuls, and one of them is chosen."""
 
 from __future__ import annotations
+
+from itertools import pairwise
 
 import pytest
 import torch
@@ -8,7 +10,7 @@ from torch.nn.attention import SDPBackend
 
 from titanlite.kernels.attention import CausalAttention
 from titanlite.kernels.backend import (
-    ADDED,
+    FLASH_PACKAGES,
     KERNELS,
     AttentionConfig,
     AttentionShape,
@@ -21,51 +23,51 @@ from titanlite.kernels.flash import CudaFlash, flash_kernel_for
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 
-SIZES = AttentionShape(rows=2, heads=8, key_heads=2, tokens=512, width=64)
+ATTENTION = AttentionShape(batch=2, n_heads=8, n_kv_heads=2, seq_len=512, head_dim=64)
 DEVICE = torch.device("cuda")
 
 
-def drawn(dtype: torch.dtype = torch.bfloat16) -> list[torch.Tensor]:
+def random_qkv(dtype: torch.dtype = torch.bfloat16) -> list[torch.Tensor]:
     torch.manual_seed(0)
     shapes = [(2, 512, heads, 64) for heads in (8, 2, 2)]
-    parts = [torch.randn(shape, dtype=dtype, device=DEVICE).transpose(1, 2) for shape in shapes]
-    return [part.requires_grad_() for part in parts]
+    tensors = [torch.randn(shape, dtype=dtype, device=DEVICE).transpose(1, 2) for shape in shapes]
+    return [tensor.requires_grad_() for tensor in tensors]
 
 
-def results(attend, inputs) -> list[torch.Tensor]:
-    """What it gives, and its gradients."""
+def output_and_grads(attend, inputs) -> list[torch.Tensor]:
+    """The output and the gradients of the inputs."""
     out = attend(*inputs)
     torch.manual_seed(1)
     return [out, *torch.autograd.grad(out, inputs, torch.randn_like(out))]
 
 
-def exact(documents: torch.Tensor | None = None) -> list[torch.Tensor]:
-    """By matrix products in fp32, document by document."""
-    inputs = [part.detach().float().requires_grad_() for part in drawn()]
+def reference(documents: torch.Tensor | None = None) -> list[torch.Tensor]:
+    """Attention by matmuls in fp32, one document at a time."""
+    inputs = [part.detach().float().requires_grad_() for part in random_qkv()]
     plain = CausalAttention(SDPBackend.MATH)
     if documents is None:
-        return results(plain, inputs)
-    bounds = documents.tolist()
+        return output_and_grads(plain, inputs)
+    boundaries = documents.tolist()
 
     def one_by_one(q, k, v):
         rows = []
         for row in range(2):
-            ends = [e - row * 512 for e in bounds if row * 512 <= e <= (row + 1) * 512]
-            places = [slice(a, b) for a, b in zip(ends, ends[1:], strict=False)]
-            parts = [[x[row : row + 1, :, at] for x in (q, k, v)] for at in places]
+            ends = [e - row * 512 for e in boundaries if row * 512 <= e <= (row + 1) * 512]
+            slices = [slice(a, b) for a, b in pairwise(ends)]
+            parts = [[x[row : row + 1, :, index] for x in (q, k, v)] for index in slices]
             rows.append(torch.cat([plain(*part) for part in parts], dim=2))
         return torch.cat(rows)
 
-    return results(one_by_one, inputs)
+    return output_and_grads(one_by_one, inputs)
 
 
-def near(found: list[torch.Tensor], right: list[torch.Tensor]) -> None:
-    for a, b in zip(found, right, strict=True):
+def assert_close(actual: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
+    for a, b in zip(actual, expected, strict=True):
         assert a.shape == b.shape and (a - b).abs().max() < 3e-2 * b.abs().max()
 
 
-def some_documents() -> torch.Tensor:
-    """One of a token, one as long as a sequence, and some between."""
+def mixed_documents() -> torch.Tensor:
+    """One document of one token, one as long as a sequence, and some in between."""
     positions = torch.arange(512, device=DEVICE).repeat(2, 1)
     for begin in (1, 130, 131, 400):
         positions[0, begin:] = torch.arange(512 - begin, device=DEVICE)
@@ -73,66 +75,73 @@ def some_documents() -> torch.Tensor:
 
 
 @pytest.mark.parametrize("name", KERNELS)
-def test_a_kernel_computes_what_matrix_products_do(name):
+def test_every_kernel_matches_matmuls(name):
     if name != "math":
         config = AttentionConfig(backend=name)
         try:
-            choose_kernel(config, SIZES, torch.bfloat16, DEVICE)
+            choose_kernel(config, ATTENTION, torch.bfloat16, DEVICE)
         except Exception as reason:
             pytest.skip(str(reason))
     try:
         activate_flash_package(name)
-        near(results(CausalAttention(KERNELS[name]), drawn()), exact())
+        assert_close(output_and_grads(CausalAttention(KERNELS[name]), random_qkv()), reference())
     finally:
         deactivate_flash_package()
 
 
-@pytest.mark.parametrize("name", ["flash", *ADDED])
-def test_documents_compute_what_each_does_alone(name):
-    documents = some_documents()
+@pytest.mark.parametrize("name", ["flash", *FLASH_PACKAGES])
+def test_packed_documents_match_separate_ones(name):
+    documents = mixed_documents()
     config = AttentionConfig(backend=name, mask="document")
     try:
-        choose_kernel(config, SIZES, torch.bfloat16, DEVICE)
+        choose_kernel(config, ATTENTION, torch.bfloat16, DEVICE)
     except Exception as reason:
         pytest.skip(str(reason))
-    inputs = drawn()
+    inputs = random_qkv()
     assert isinstance(flash_kernel_for(inputs[0]), CudaFlash)
     try:
         activate_flash_package(name)
-        near(results(lambda *x: document_attention(*x, documents), inputs), exact(documents))
+        assert_close(
+            output_and_grads(lambda *x: document_attention(*x, documents), inputs),
+            reference(documents),
+        )
     finally:
         deactivate_flash_package()
 
 
-def test_documents_in_fp32_have_a_way_too():
-    documents = some_documents()
-    found = results(lambda *x: document_attention(*x, documents), drawn(torch.float32))
-    inputs = drawn(torch.float32)
-    right = results(lambda *x: document_attention(*(y.cpu() for y in x), documents.cpu()), inputs)
-    for a, b in zip(found[:1], right[:1], strict=True):
+def test_documents_in_fp32_are_supported_on_a_gpu():
+    documents = mixed_documents()
+    actual = output_and_grads(
+        lambda *x: document_attention(*x, documents), random_qkv(torch.float32)
+    )
+    inputs = random_qkv(torch.float32)
+    expected = output_and_grads(
+        lambda *x: document_attention(*(y.cpu() for y in x), documents.cpu()), inputs
+    )
+    for a, b in zip(actual[:1], expected[:1], strict=True):
         assert (a.cpu() - b).abs().max() < 1e-4
 
 
 @pytest.mark.parametrize("mask", ["causal", "document"])
-def test_a_kernel_is_chosen_by_its_time_or_where_that_may_not_be_by_order(mask, caplog):
+def test_the_fastest_kernel_is_chosen_or_the_first_in_a_deterministic_run(mask, caplog):
     config = AttentionConfig(mask=mask)
     with caplog.at_level("INFO"):
-        assert choose_kernel(config, SIZES, torch.bfloat16, DEVICE) in KERNELS
+        assert choose_kernel(config, ATTENTION, torch.bfloat16, DEVICE) in KERNELS
     assert "ms forward and backward" in caplog.text
     torch.use_deterministic_algorithms(True)
     try:
-        assert choose_kernel(config, SIZES, torch.bfloat16, DEVICE) == "flash"
+        assert choose_kernel(config, ATTENTION, torch.bfloat16, DEVICE) == "flash"
     finally:
         torch.use_deterministic_algorithms(False)
 
 
-def test_a_block_with_documents_is_one_graph_on_a_gpu_too():
-    attend, documents = CausalAttention(), some_documents()
+def test_document_attention_compiles_to_one_graph():
+    attend, documents = CausalAttention(), mixed_documents()
     compiled = torch.compile(attend, fullgraph=True, backend="aot_eager")
-    inputs = drawn()
+    inputs = random_qkv()
     for a, b in zip(
-        results(lambda *x: compiled(*x, documents), inputs),
-        results(lambda *x: attend(*x, documents), inputs),
+        output_and_grads(lambda *x: compiled(*x, documents), inputs),
+        output_and_grads(lambda *x: attend(*x, documents), inputs),
         strict=True,
     ):
         assert (a - b).abs().max() <= 1e-2 * b.abs().max()

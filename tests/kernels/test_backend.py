@@ -1,4 +1,4 @@
-"""The kernel that is asked for is the one that runs, and all compute the same."""
+"""The configured attention kernel is the one that runs, and all kernels agree."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from titanlite.errors import ConfigError
 from titanlite.kernels.backend import (
+    CPU_KERNELS,
     KERNELS,
-    ON_CPU,
     AttentionConfig,
     AttentionShape,
     activate_flash_package,
     choose_kernel,
     set_attention_kernel,
 )
-from titanlite.kernels.backend import _Trial as Trial
+from titanlite.kernels.backend import _KernelTrial as KernelTrial
 from titanlite.models import FAMILIES, Llama3Sizes
 
 FAMILY, CPU = FAMILIES["llama3"], torch.device("cpu")
-SHAPE = Llama3Sizes(dim=32, n_layers=2, n_heads=4, n_kv_heads=2, hidden_dim=48, vocab_size=61)
-SIZES = AttentionShape(rows=2, heads=4, key_heads=2, tokens=16, width=8)
+SIZES = Llama3Sizes(dim=32, n_layers=2, n_heads=4, n_kv_heads=2, hidden_dim=48, vocab_size=61)
+ATTENTION = AttentionShape(batch=2, n_heads=4, n_kv_heads=2, seq_len=16, head_dim=8)
 FLASH, SOFTMAX = "_scaled_dot_product_flash_attention_for_cpu", "_softmax"
-SEEN = {"flash": {FLASH}, "math": {SOFTMAX}}
+EXPECTED_OPS = {"flash": {FLASH}, "math": {SOFTMAX}}
 
 
-class Operations(TorchDispatchMode):
-    """Which of attention's operations run."""
+class AttentionOps(TorchDispatchMode):
+    """Records which attention operators run."""
 
     def __init__(self):
         super().__init__()
@@ -42,36 +42,36 @@ class Operations(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-def model_by(kernel: str | None):
+def build_model(kernel: str | None):
     torch.manual_seed(0)
-    model = FAMILY.build(SHAPE)
-    set_attention_kernel(model, FAMILY.attention, kernel, documents=False)
+    model = FAMILY.build(SIZES)
+    set_attention_kernel(model, FAMILY.attention_pattern, kernel, documents=False)
     return model
 
 
-def learned(kernel: str | None) -> list[torch.Tensor]:
-    model = model_by(kernel)
+def gradients(kernel: str | None) -> list[torch.Tensor]:
+    model = build_model(kernel)
     model(torch.arange(48).view(2, 24)).square().sum().backward()
     return [parameter.grad for parameter in model.parameters()]
 
 
-@pytest.mark.parametrize("kernel", ON_CPU)
-def test_the_kernel_that_is_asked_for_is_the_one_that_runs(kernel):
-    with Operations() as seen:
-        learned(kernel)
-    assert seen.names == SEEN[kernel]
+@pytest.mark.parametrize("kernel", CPU_KERNELS)
+def test_the_configured_kernel_runs(kernel):
+    with AttentionOps() as ops:
+        gradients(kernel)
+    assert ops.names == EXPECTED_OPS[kernel]
 
 
-def test_every_kernel_computes_the_same():
-    for kernel in ON_CPU:
-        for found, right in zip(learned(kernel), learned(None), strict=True):
-            assert (found - right).abs().max() < 1e-5 * right.abs().max()
+def test_all_kernels_give_the_same_gradients():
+    for kernel in CPU_KERNELS:
+        for actual, expected in zip(gradients(kernel), gradients(None), strict=True):
+            assert (actual - expected).abs().max() < 1e-5 * expected.abs().max()
 
 
-@pytest.mark.parametrize("kernel", ON_CPU)
-def test_a_compiled_block_runs_the_kernel_that_is_asked_for(kernel):
-    """As one graph; what is outside of it keeps its own choice."""
-    model = model_by(kernel)
+@pytest.mark.parametrize("kernel", CPU_KERNELS)
+def test_a_compiled_block_runs_the_configured_kernel(kernel):
+    """The block is one graph, and code outside it still uses the default kernel."""
+    model = build_model(kernel)
     for block in model.layers.values():
         block.compile(fullgraph=True, backend="aot_eager")
     run = partial(model, torch.arange(48).view(2, 24))
@@ -79,45 +79,59 @@ def test_a_compiled_block_runs_the_kernel_that_is_asked_for(kernel):
     with profile(activities=[ProfilerActivity.CPU]) as trace:
         run()
     names = {event.key.removeprefix("aten::") for event in trace.key_averages()}
-    assert names & {FLASH, SOFTMAX} == SEEN[kernel]
-    with Operations() as seen:
-        learned(None)
-    assert seen.names == SEEN["flash"]
+    assert names & {FLASH, SOFTMAX} == EXPECTED_OPS[kernel]
+    with AttentionOps() as ops:
+        gradients(None)
+    assert ops.names == EXPECTED_OPS["flash"]
 
 
-def chosen(dtype: torch.dtype = torch.float32, in_parts: bool = False, **section) -> str | None:
-    return choose_kernel(AttentionConfig(**section), SIZES, dtype, CPU, in_parts=in_parts)
+def choose_on_cpu(dtype=torch.float32, context_parallel=False, **section) -> str | None:
+    config = AttentionConfig(**section)
+    return choose_kernel(config, ATTENTION, dtype, CPU, context_parallel=context_parallel)
 
 
-def test_on_a_cpu_nothing_is_measured():
-    """So that a run that is started again computes the same bits, by the kernel that SDPA takes."""
-    assert chosen() is chosen(torch.bfloat16) is chosen(in_parts=True) is chosen(mask="document")
-    assert chosen() is None
+def test_on_a_cpu_sdpa_chooses_the_kernel_and_nothing_is_measured():
+    """A choice by measured times could change the bits of a restarted run."""
+    assert choose_on_cpu() is None
+    assert choose_on_cpu(torch.bfloat16) is None
+    assert choose_on_cpu(context_parallel=True) is None
+    assert choose_on_cpu(mask="document") is None
 
 
-def test_a_kernel_that_can_run_is_taken_at_its_word():
-    assert [chosen(backend=name) for name in ON_CPU] == list(ON_CPU)
+def test_a_configured_kernel_that_can_run_is_choose_on_cpu():
+    assert [choose_on_cpu(backend=name) for name in CPU_KERNELS] == list(CPU_KERNELS)
 
 
-@pytest.mark.parametrize("name", sorted(KERNELS.keys() - set(ON_CPU)))
-def test_a_kernel_that_cannot_run_here_is_refused_with_the_reason(name):
+@pytest.mark.parametrize("name", sorted(KERNELS.keys() - set(CPU_KERNELS)))
+def test_a_kernel_that_cannot_run_is_refused_with_the_reason(name):
     with pytest.raises(ConfigError) as refused:
-        chosen(backend=name)
-    said = str(refused.value)
-    assert f'attention.backend = "{name}": cannot run on cpu in torch.float32 with 4 heads' in said
+        choose_on_cpu(backend=name)
+    message = str(refused.value)
+    assert (
+        f'attention.backend = "{name}": cannot run on cpu in torch.float32 with 4 heads' in message
+    )
     reason = {"fa3": "flash_attn_interface", "fa4": "flash_attn"}.get(name, "No viable backend")
-    assert reason in said
-    assert chosen() is None  # a refused one leaves nothing behind
+    assert reason in message
+    assert choose_on_cpu() is None  # the refused kernel is not still active
 
 
-def test_what_can_run_is_measured_and_what_cannot_is_passed_over():
-    """Among all kernels, as on a GPU, that a CPU knows of."""
-    trial = Trial(SIZES, torch.float32, CPU, documents=False)
-    measured = trial.measure(list(KERNELS), first=False)
-    assert measured.keys() == set(ON_CPU) and min(measured.values()) > 0
-    assert trial.measure(["cudnn", "math", "flash"], first=True) == {"math": 0.0}
+def test_only_kernels_that_can_run_are_measured():
+    """Tries all kernels, as on a GPU; a CPU supports two of them."""
+    trial = KernelTrial(ATTENTION, torch.float32, CPU, documents=False)
+    milliseconds = trial.measure(list(KERNELS))
+    assert milliseconds.keys() == set(CPU_KERNELS) and min(milliseconds.values()) > 0
+    assert trial.measure(["cudnn", "math", "flash"], measure=False) == {"math": 0.0}
 
 
-def test_activating_what_comes_with_torch_does_nothing():
+def test_activating_a_kernel_that_comes_with_torch_does_nothing():
     for name in ("flash", "math", None):
         activate_flash_package(name)
+
+
+class WithoutDocuments(torch.nn.Module):
+    """A model of a family that does not support document masks."""
+
+
+def test_a_document_mask_is_refused_by_a_model_that_does_not_support_it():
+    with pytest.raises(ConfigError, match="WithoutDocuments does not support it"):
+        set_attention_kernel(WithoutDocuments(), "attend", None, documents=True)

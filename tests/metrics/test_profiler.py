@@ -7,7 +7,7 @@ import json
 import pytest
 import torch
 
-from titanlite.metrics import ProfilingConfig, open_profiler, profiling_problems
+from titanlite.metrics import ProfilingConfig, check_profiling_config, open_profiler
 
 
 def traced(folder, steps: int, first_step: int = 0, **config) -> dict[int, dict]:
@@ -53,7 +53,7 @@ def test_profiling_that_is_off_writes_nothing(tmp_path):
 @pytest.mark.parametrize(("warmup", "active", "fits"), [(3, 1, True), (3, 2, False), (4, 1, False)])
 def test_a_cycle_too_short_for_its_trace_is_refused_before_training(warmup, active, fits):
     config = ProfilingConfig(profile_freq=4, profiler_warmup=warmup, profiler_active=active)
-    assert [problem.message for problem in profiling_problems(config)] == (
+    assert [problem.message for problem in check_profiling_config(config)] == (
         []
         if fits
         else [

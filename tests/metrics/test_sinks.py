@@ -21,8 +21,8 @@ from titanlite.errors import ConfigError
 from titanlite.log import logger
 from titanlite.metrics import (
     MetricsConfig,
+    check_metrics_config,
     metrics_folder,
-    metrics_problems,
     no_sinks,
     open_sinks,
 )
@@ -294,7 +294,7 @@ def test_tensorboard_shows_what_was_told_and_no_step_twice_after_a_resume(tmp_pa
 
 def test_without_wandb_the_user_is_told_how_to_get_it(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)
-    (problem,) = metrics_problems(MetricsConfig(enable_wandb=True))
+    (problem,) = check_metrics_config(MetricsConfig(enable_wandb=True))
     with pytest.raises(ConfigError) as refused:
         open_in(tmp_path, enable_wandb=True)
     assert (
@@ -310,7 +310,7 @@ def test_a_folder_called_wandb_is_not_taken_for_the_package(tmp_path, monkeypatc
     (tmp_path / "wandb").mkdir()
     monkeypatch.setattr(sys, "path", [str(tmp_path)])
     monkeypatch.delitem(sys.modules, "wandb", raising=False)
-    assert list(metrics_problems(MetricsConfig(enable_wandb=True)))
+    assert list(check_metrics_config(MetricsConfig(enable_wandb=True)))
     with pytest.raises(ConfigError):
         open_in(tmp_path, enable_wandb=True)
 

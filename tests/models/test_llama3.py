@@ -111,8 +111,8 @@ def test_every_parameter_has_a_word_for_its_start_and_every_module_one_for_its_s
     from fnmatch import fnmatchcase
 
     model = built(replace(SMALL, qk_norm=True))
-    for pattern in FAMILY.split:
+    for pattern in FAMILY.tp_plan:
         assert any(fnmatchcase(name, pattern) for name, _ in model.named_modules()), pattern
     leaves = {name.rpartition(".")[0] for name, _ in model.named_parameters()}
     for leaf in leaves:
-        assert any(fnmatchcase(leaf, pattern) for pattern in FAMILY.split), leaf
+        assert any(fnmatchcase(leaf, pattern) for pattern in FAMILY.tp_plan), leaf

@@ -26,7 +26,7 @@ STEPS = 20
 def losses(**section) -> list[float]:
     """Of a small Llama that learns four batches by heart."""
     model = FAMILY.build(SHAPE)
-    init_weights(model, FAMILY.start, SHAPE.n_layers, seed=7)
+    init_weights(model, FAMILY.init_roles, SHAPE.n_layers, seed=7)
     config = OptimizerConfig(lr=1e-3, **{"implementation": "for-loop", **section})
     optimizer = build_optimizer(model, config)
     batches = torch.randint(0, 300, (4, 16, 33), generator=torch.Generator().manual_seed(0))

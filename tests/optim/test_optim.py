@@ -13,9 +13,9 @@ from titanlite.optim import (
     LRSchedulerConfig,
     OptimizerConfig,
     build_optimizer,
+    check_lr_scheduler_config,
     clip_gradients,
     lr_factor,
-    schedule_problems,
     schedule_warning,
 )
 
@@ -63,7 +63,9 @@ def test_a_warmup_longer_than_the_run_still_ends_at_the_peak():
 
 def test_steps_after_the_schedule_are_refused_only_where_they_learn_nothing():
     def refused(**section):
-        return [*schedule_problems(LRSchedulerConfig(warmup_steps=10, **section), steps=150)]
+        return [
+            *check_lr_scheduler_config(LRSchedulerConfig(warmup_steps=10, **section), steps=150)
+        ]
 
     assert refused(total_steps=100) and not refused() and not refused(total_steps=200)
     assert not refused(total_steps=100, min_lr_factor=0.1)

@@ -13,7 +13,7 @@ from titanlite.models import FAMILIES
 from titanlite.parallelize.stage_partition import balance_stages, partition_model, requested_stages
 
 FAMILY = FAMILIES["llama3"]
-COSTS = FAMILY.costs(FAMILY.flavors["8B"], 8192)
+COSTS = FAMILY.module_flops(FAMILY.flavors["8B"], 8192)
 
 
 def cut_by(costs=COSTS, otherwise=4, **keys) -> list[list[str]]:
@@ -21,7 +21,7 @@ def cut_by(costs=COSTS, otherwise=4, **keys) -> list[list[str]]:
         pipeline_parallel_degree=4, **{f"pipeline_parallel_{k}": v for k, v in keys.items()}
     )
     stages, _ = requested_stages(section, FAMILY.flavors["8B"].n_layers, otherwise)
-    return partition_model(section, costs, FAMILY.block_path, stages)
+    return partition_model(section, costs, FAMILY.blocks_path, stages)
 
 
 def blocks_of(stages) -> list[int]:
@@ -91,7 +91,7 @@ def test_modules_named_wrongly_are_refused(change, words):
     change(parts)
     section = ParallelismConfig(pipeline_parallel_degree=2, module_fqns_per_model_part=parts)
     with pytest.raises(ConfigError, match=words):
-        partition_model(section, COSTS, FAMILY.block_path, len(parts))
+        partition_model(section, COSTS, FAMILY.blocks_path, len(parts))
 
 
 def test_stages_that_nothing_would_be_left_for_are_refused():

@@ -25,7 +25,7 @@ from torch.futures import Future
 
 from titanlite.errors import CheckpointError
 from titanlite.files import parse_json
-from titanlite.models import FAMILIES, ModelSpec
+from titanlite.models import FAMILIES, ModelSizes, ModelSpec
 from titanlite.storage import StorageFolder
 
 CONFIG, TOKENIZER = "config.json", "tokenizer.json"
@@ -45,7 +45,7 @@ MOST_LAYERS = 10_000  # each takes memory before any of its weights is read
 MOST_PARAMETERS = 1 << 50
 
 
-def check_size(place: StorageFolder, spec: ModelSpec, sizes: Any, tensors: int) -> None:
+def check_size(place: StorageFolder, spec: ModelSpec, sizes: ModelSizes, tensors: int) -> None:
     """Raise CheckpointError where a model cannot be that of a folder with so many tensors.
 
     To be asked before the model is built, which takes memory and time for each layer.
@@ -66,7 +66,7 @@ def _rounded(number: float) -> str:
     return f"{number:,}" if number < 1e9 else f"{number:.1e}" if number < 1e300 else "over 1e300"
 
 
-def parameters_of(spec: ModelSpec, sizes: Any) -> dict[str, torch.Size]:
+def parameters_of(spec: ModelSpec, sizes: ModelSizes) -> dict[str, torch.Size]:
     """Name and shape of every parameter; of a tied model, both names."""
     with torch.device("meta"):
         return {name: tensor.shape for name, tensor in spec.build(sizes).state_dict().items()}
@@ -88,7 +88,7 @@ class HuggingFaceFolder:
 
     place: StorageFolder
     spec: ModelSpec
-    sizes: Any  # the family's own
+    sizes: ModelSizes  # the family's own
     tensors: dict[str, TensorLocation]  # by our names
     has_tokenizer: bool  # a tokenizer.json
 
@@ -121,13 +121,13 @@ def open_hugging_face(place: StorageFolder) -> HuggingFaceFolder:
     check_size(place, spec, sizes, len(held))
     tensor_sizes = parameters_of(spec, sizes)
     names = {name: spec.hugging_face.name_of(name) for name in tensor_sizes}
-    for name, other in spec.tied(sizes):
+    for name, other in spec.tied_parameters(sizes):
         if names[name] not in held:
             names[name] = names[other]
     _check_fit(place, spec, held, {names[name]: size for name, size in tensor_sizes.items()})
     tensors = {name: held[theirs] for name, theirs in names.items()}
     folder = HuggingFaceFolder(place, spec, sizes, tensors, TOKENIZER in place.sizes())
-    for name, other in spec.tied(sizes):
+    for name, other in spec.tied_parameters(sizes):
         twice = tensors[name] != tensors[other]
         if twice and not torch.equal(folder.read(name).float(), folder.read(other).float()):
             raise CheckpointError(
@@ -137,7 +137,7 @@ def open_hugging_face(place: StorageFolder) -> HuggingFaceFolder:
     return folder
 
 
-def _described(place: StorageFolder) -> tuple[ModelSpec, Any]:
+def _described(place: StorageFolder) -> tuple[ModelSpec, ModelSizes]:
     """What its config.json says it is."""
     config = _read_json(place, CONFIG)
     families = {spec.hugging_face.architecture: spec for spec in FAMILIES.values()}
@@ -149,7 +149,7 @@ def _described(place: StorageFolder) -> tuple[ModelSpec, Any]:
         )
     spec = families[found[0]]
     try:
-        return spec, spec.hugging_face.sizes_of(config)
+        return spec, spec.hugging_face.from_config(config)
     except CheckpointError as error:
         raise CheckpointError(f"{place}: {error.message}", error.fix) from None
 

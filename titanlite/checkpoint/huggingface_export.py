@@ -14,7 +14,7 @@ from titanlite.checkpoint.huggingface import CONFIG, DTYPES, INDEX, SINGLE, TOKE
 from titanlite.data import Tokenizer
 from titanlite.data.tokenizer_json import to_tokenizer_json
 from titanlite.errors import CheckpointError
-from titanlite.models import ModelSpec
+from titanlite.models import ModelSizes, ModelSpec
 from titanlite.storage import StorageFolder
 
 SHARD_BYTES = 5_000_000_000
@@ -27,7 +27,7 @@ Load = Callable[[Sequence[str]], Mapping[str, Tensor]]  # our names -> whole ten
 def write_hugging_face(
     place: StorageFolder,
     spec: ModelSpec,
-    sizes: Any,
+    sizes: ModelSizes,
     load: Load,
     *,
     dtype: torch.dtype = torch.float32,
@@ -54,7 +54,7 @@ def write_hugging_face(
         raise CheckpointError(
             f"{place}: is there and not empty.", fix="Remove it, or give another folder."
         )
-    tied = dict(spec.tied(sizes))
+    tied = dict(spec.tied_parameters(sizes))
     tensor_sizes = {n: size for n, size in parameters_of(spec, sizes).items() if n not in tied}
     files = _cut(tensor_sizes, dtype.itemsize, max_shard_bytes)
     try:
@@ -73,9 +73,9 @@ def write_hugging_face(
     return note
 
 
-def _config(spec: ModelSpec, sizes: Any, dtype: torch.dtype, context: int) -> dict[str, Any]:
+def _config(spec: ModelSpec, sizes: ModelSizes, dtype: torch.dtype, context: int) -> dict[str, Any]:
     return {
-        **spec.hugging_face.config_of(sizes, context),
+        **spec.hugging_face.to_config(sizes, context),
         "torch_dtype": str(dtype).removeprefix("torch."),
     }
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from titanlite.checkpoint.huggingface import check_size, parameters_of
 from titanlite.checkpoint.manifest import (
@@ -16,7 +16,7 @@ from titanlite.checkpoint.manifest import (
 from titanlite.data import Tokenizer, open_tokenizer
 from titanlite.data.tokenizer import BYTES, FILES, MOST_BYTES, tokenizer_of
 from titanlite.errors import CheckpointError, ConfigError
-from titanlite.models import FAMILIES, ModelConfig, ModelSpec
+from titanlite.models import FAMILIES, ModelConfig, ModelSizes, ModelSpec
 from titanlite.settings import build_dataclass, describe_type
 from titanlite.storage import StorageFolder
 
@@ -30,7 +30,7 @@ class SavedModel:
     place: StorageFolder
     manifest: CheckpointManifest
     spec: ModelSpec
-    sizes: Any  # the family's own
+    sizes: ModelSizes  # the family's own
     tokenizer: Tokenizer | None  # None: it was trained on ids alone
     bos: bool  # every document it was trained on began with BOS
     documents_apart: bool  # attention.mask = "document"
@@ -69,7 +69,7 @@ def write_files(place: StorageFolder, contents: Mapping[str, bytes]) -> dict[str
 
 def describe_saved_model(
     checkpoint: StorageFolder, manifest: CheckpointManifest
-) -> tuple[ModelSpec, Any]:
+) -> tuple[ModelSpec, ModelSizes]:
     """The family and shape of a checkpoint's model, whose weights it holds.
 
     Raises CheckpointError before anything is built where the model is not that of its tensors.

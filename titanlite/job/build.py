@@ -245,7 +245,7 @@ def build_model(job: Job, mesh: Mesh, rank: RankContext) -> ShardedModel:
             job.attention_shape,
             job.transforms.compute,
             device,
-            in_parts=mesh.cp.size() > 1,
+            context_parallel=mesh.cp.size() > 1,
         )
     )
     activate_flash_package(kernel)

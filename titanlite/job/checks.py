@@ -13,10 +13,15 @@ from titanlite.distributed.process_group import choose_device
 from titanlite.errors import CheckpointError, ConfigError, UserError, UserErrors
 from titanlite.job.config import FACTS, JobConfig
 from titanlite.job.data import open_job_stream, open_job_tokenizer, open_job_validation
-from titanlite.kernels.backend import ON_CPU, attention_problems
-from titanlite.metrics import metrics_problems, profiling_problems
-from titanlite.models import FAMILIES, ModelSpec, first_match
-from titanlite.optim import LossScaleConfig, moment_format, optimizer_problems, schedule_problems
+from titanlite.kernels.backend import CPU_KERNELS, check_attention_config
+from titanlite.metrics import check_metrics_config, check_profiling_config
+from titanlite.models import FAMILIES, ModelSizes, ModelSpec, first_match
+from titanlite.optim import (
+    LossScaleConfig,
+    check_lr_scheduler_config,
+    check_optimizer_config,
+    moment_format,
+)
 from titanlite.optim.adam import StateDtype
 from titanlite.parallelize.activation_checkpoint import activation_problems
 from titanlite.parallelize.compile import compile_problems, compiler_problems
@@ -46,16 +51,16 @@ def problems_of(config: JobConfig, ranks: int) -> Iterator[UserError]:
             fix="Set checkpoint.enable = true, or leave it out.",
             keys=("job.time_limit_minutes",),
         )
-    yield from metrics_problems(config.metrics)
-    yield from profiling_problems(config.profiling)
-    yield from optimizer_problems(config.optimizer, config.training.dtype)
-    yield from schedule_problems(config.lr_scheduler, config.training.steps)
+    yield from check_metrics_config(config.metrics)
+    yield from check_profiling_config(config.profiling)
+    yield from check_optimizer_config(config.optimizer, config.training.dtype)
+    yield from check_lr_scheduler_config(config.lr_scheduler, config.training.steps)
     yield from _precision_problems(config)
     sizes = degrees = None
     try:
         spec = FAMILIES[config.model.name]
         sizes = spec.sizes_of(config.model)
-        yield from _size_problems(sizes)
+        yield from spec.check_sizes(sizes)
         if config.checkpoint.last_save_in_hf:
             yield from _export_problems(spec, sizes)
         plan, problems = plan_job_pipeline(config, spec, sizes)
@@ -67,7 +72,7 @@ def problems_of(config: JobConfig, ranks: int) -> Iterator[UserError]:
     try:
         degrees = resolve_degrees(config.parallelism, ranks)
         yield from _batch_problems(config.training, degrees)
-        yield from attention_problems(config.attention, degrees.context, config.data.tokenizer)
+        yield from check_attention_config(config.attention, degrees.context, config.data.tokenizer)
         yield from _stepping_problems(config, degrees)
     except ConfigError as error:
         yield error
@@ -101,7 +106,9 @@ def _split_backward_problems(config: JobConfig) -> Iterator[ConfigError]:
         )
 
 
-def _float8_problems(config: JobConfig, sizes, degrees: Degrees) -> Iterator[ConfigError]:
+def _float8_problems(
+    config: JobConfig, sizes: ModelSizes, degrees: Degrees
+) -> Iterator[ConfigError]:
     training, rows = config.training, config.training.local_batch_size
     if degrees.pipeline > 1:
         rows = config.parallelism.pipeline_parallel_microbatch_size
@@ -121,7 +128,7 @@ def environment_problems(config: JobConfig) -> Iterator[UserError]:
 
 
 def _quantisation_block_problems(
-    spec: ModelSpec, sizes, tensor: int, state_dtype: StateDtype
+    spec: ModelSpec, sizes: ModelSizes, tensor: int, state_dtype: StateDtype
 ) -> Iterator[ConfigError]:
     """Reject tensor-parallel degrees that split a quantisation block of the optimizer state."""
     if tensor == 1 or state_dtype in ("float32", "bfloat16"):  # no shards, or no blocks
@@ -132,7 +139,7 @@ def _quantisation_block_problems(
         if not isinstance(layer, torch.nn.Linear):
             continue
         matrix_size = (layer.out_features, layer.in_features)
-        _, width = part_of(first_match(spec.split, name), *matrix_size, tensor, sizes.head_width)
+        _, width = part_of(first_match(spec.tp_plan, name), *matrix_size, tensor, sizes.head_width)
         block = moment_format(matrix_size, state_dtype).block
         if block and width % block:
             yield ConfigError(
@@ -145,36 +152,14 @@ def _quantisation_block_problems(
             return
 
 
-def _export_problems(spec: ModelSpec, sizes) -> Iterator[ConfigError]:
+def _export_problems(spec: ModelSpec, sizes: ModelSizes) -> Iterator[ConfigError]:
     """A model that cannot be exported is refused before the run, not at its end."""
     try:
-        spec.hugging_face.config_of(sizes, 0)
+        spec.hugging_face.to_config(sizes, 0)
     except CheckpointError as error:
         yield ConfigError(
             f"checkpoint.last_save_in_hf = true: {error.message}",
             keys=("checkpoint.last_save_in_hf",),
-        )
-
-
-def _size_problems(sizes) -> Iterator[ConfigError]:
-    if sizes.n_heads % sizes.n_kv_heads:
-        yield ConfigError(
-            f"model.n_kv_heads = {sizes.n_kv_heads}: does not divide model.n_heads ="
-            f" {sizes.n_heads}; each key-value head serves the same number of query heads.",
-            fix=f"Use a divisor of {sizes.n_heads}.",
-            keys=("model.n_kv_heads", "model.n_heads"),
-        )
-    if not sizes.head_dim and sizes.dim % sizes.n_heads:
-        yield ConfigError(
-            f"model.dim = {sizes.dim}: is not a multiple of model.n_heads = {sizes.n_heads}.",
-            fix="Change one of them, or set model.head_dim.",
-            keys=("model.dim", "model.n_heads"),
-        )
-    elif sizes.head_width % 2:
-        yield ConfigError(
-            f"model.head_dim = {sizes.head_width}: RoPE rotates pairs of channels, so it must be"
-            " even.",
-            keys=("model.head_dim", "model.dim", "model.n_heads"),
         )
 
 
@@ -283,11 +268,11 @@ def _host_problems(config: JobConfig) -> Iterator[ConfigError]:
             fix="Leave it out.",
             keys=("parallelism.enable_async_tensor_parallel",),
         )
-    if config.attention.backend not in ("auto", *ON_CPU):
+    if config.attention.backend not in ("auto", *CPU_KERNELS):
         yield ConfigError(
             f'attention.backend = "{config.attention.backend}": requires a GPU, and this job runs'
             " on CPUs.",
-            fix=f'Use "auto", or {", ".join(ON_CPU)}.',
+            fix=f'Use "auto", or {", ".join(CPU_KERNELS)}.',
             keys=("attention.backend",),
         )
     if config.optimizer.offload:
@@ -311,7 +296,7 @@ def _device_type(config: JobConfig) -> str:
     return "cuda" if cuda else "cpu"
 
 
-def _data_problems(config: JobConfig, sizes) -> Iterator[UserError]:
+def _data_problems(config: JobConfig, sizes: ModelSizes | None) -> Iterator[UserError]:
     if not config.data.sources:
         yield ConfigError(
             "data.sources: is empty: there is nothing to train on.",
@@ -372,7 +357,7 @@ def _document_end_problems(key: str, corpora, tokenizer: Tokenizer) -> Iterator[
 
 
 def plan_job_pipeline(
-    config: JobConfig, spec: ModelSpec, sizes
+    config: JobConfig, spec: ModelSpec, sizes: ModelSizes
 ) -> tuple[PipelinePlan | None, list]:
     """The pipeline stages and their ranks, or None and the problems."""
     training = config.training

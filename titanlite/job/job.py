@@ -22,7 +22,7 @@ from titanlite.job.checks import (
 from titanlite.job.config import MOVED, JobConfig
 from titanlite.kernels.backend import AttentionShape
 from titanlite.log import logger
-from titanlite.models import FAMILIES, ModelSpec
+from titanlite.models import FAMILIES, ModelSizes, ModelSpec
 from titanlite.optim import LossScale, schedule_warning
 from titanlite.parallelize import DTYPES, ModelTransforms
 from titanlite.parallelize.pipeline import PipelinePlan
@@ -38,7 +38,7 @@ class Job:
 
     config: JobConfig
     spec: ModelSpec
-    sizes: Any  # of the model
+    sizes: ModelSizes  # of the model
     degrees: Degrees
     pipeline: PipelinePlan  # which rank runs which stage
     global_batch: int  # samples of one optimizer step, over all ranks
@@ -74,11 +74,11 @@ class Job:
         """The attention that one rank computes in one call, before context parallel shards it."""
         sizes, tensor = self.sizes, self.degrees.tensor
         return AttentionShape(
-            rows=self.pipeline.microbatch,
-            heads=sizes.n_heads // tensor,
-            key_heads=max(1, sizes.n_kv_heads // tensor),
-            tokens=self.config.training.seq_len,
-            width=sizes.head_width,
+            batch=self.pipeline.microbatch,
+            n_heads=sizes.n_heads // tensor,
+            n_kv_heads=max(1, sizes.n_kv_heads // tensor),
+            seq_len=self.config.training.seq_len,
+            head_dim=sizes.head_width,
         )
 
     @property

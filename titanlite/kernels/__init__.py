@@ -1,1 +1,1 @@
-"""Attention kernels: the choice of backend, variable-length documents, partial attention."""
+"""Attention kernels: choice of the backend, variable-length documents, partial attention."""

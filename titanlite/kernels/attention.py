@@ -1,4 +1,4 @@
-"""Attention by SDPA, and the keys and values that generation keeps."""
+"""Causal attention by SDPA, and the key-value cache of generation."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from titanlite.kernels.flash import repeat_kv_heads
 
 
 class KeyValueCache:
-    """The keys and values of one layer so far; what lets generation read each token once."""
+    """The keys and values of one layer so far, so that generation computes each token once."""
 
     def __init__(self, capacity: int):
         self.capacity, self.length = capacity, 0
@@ -20,10 +20,10 @@ class KeyValueCache:
         self.values: Tensor | None = None
 
     def extend(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """All keys and values [B, H, S, K] once those of the new tokens [B, H, T, K] are added."""
-        if self.keys is None:
-            batch, heads, _, width = keys.shape
-            self.keys = keys.new_empty(batch, heads, self.capacity, width)
+        """Append those of the new tokens [B, H, T, K]; return all of them [B, H, S, K]."""
+        if self.keys is None or self.values is None:
+            batch, heads, _, head_dim = keys.shape
+            self.keys = keys.new_empty(batch, heads, self.capacity, head_dim)
             self.values = torch.empty_like(self.keys)
         start, self.length = self.length, self.length + keys.shape[2]
         self.keys[:, :, start : self.length] = keys
@@ -32,16 +32,20 @@ class KeyValueCache:
 
 
 class CausalAttention(nn.Module):
-    """Causal attention without weights; a module, so that another way to run it can take its place.
+    """Causal attention without parameters; a module, so that parallelism can replace its forward.
 
-    `backend` is the kernel; None leaves it to SDPA. It is chosen around the call and nowhere else:
-    whoever runs a block, be it to compute its activations again, runs the same kernel, and so does
-    a compiled block. Torch's flags for the whole process would do for that, but (torch 2.13) the
-    cache of compiled graphs is not asked by them: it would give back another kernel.
+    `backend` is the kernel; None lets SDPA choose. It is set around each call and nowhere else, so
+    that recomputation in backward and compiled blocks run the same kernel. The process-wide flags
+    of torch.backends.cuda would not do: the cache of compiled graphs ignores them (torch 2.13) and
+    would return a graph with another kernel.
     """
 
     def __init__(self, backend: SDPBackend | None = None):
         super().__init__()
+        self.backend = backend
+
+    def use_backend(self, backend: SDPBackend | None) -> None:
+        """Use another kernel from now on; None lets SDPA choose."""
         self.backend = backend
 
     def forward(
@@ -52,21 +56,20 @@ class CausalAttention(nn.Module):
         documents: Tensor | None = None,
         cache: KeyValueCache | None = None,
     ) -> Tensor:
-        """q [B, H, T, K] over k, v [B, Hkv, T, K] to [B, H, T, K]; H is a multiple of Hkv.
+        """q [B, H, T, K] attends to k, v [B, Hkv, T, K]; returns [B, H, T, K].
 
-        `documents`, where a sequence holds several, is what `document_boundaries` says of them.
+        H is a multiple of Hkv. `documents`: the result of `document_boundaries`, where a sequence
+        holds several documents.
         """
         if documents is not None:
-            assert cache is None, "generation writes one document"
+            assert cache is None, "generation produces a single document"
             return document_attention(q, k, v, documents)
-        causal = q.shape[2] > 1  # one new token sees everything there is
+        causal = q.shape[2] > 1  # a single new token attends to everything in the cache
         if cache is not None:
-            assert cache.length == 0 or not causal, (
-                "several tokens at once only into an empty cache"
-            )
+            assert cache.length == 0 or not causal, "only an empty cache takes several tokens"
             k, v = cache.extend(k, v)
         grouped = q.shape[1] != k.shape[1]
-        if grouped and self.backend == SDPBackend.EFFICIENT_ATTENTION:  # wants one for each query
+        if grouped and self.backend == SDPBackend.EFFICIENT_ATTENTION:  # does not support GQA
             k, v = repeat_kv_heads(k, q), repeat_kv_heads(v, q)
             grouped = False
         if self.backend is None:

@@ -1,7 +1,7 @@
-"""By which kernel queries meet keys, and over which tokens.
+"""[attention]: the kernel that computes attention, and the mask.
 
-All kernels compute attention exactly; they differ in speed and in rounding. Which is fastest
-depends on the device, the type and the sizes, so the job's own are tried when it starts.
+All kernels compute exact attention; they differ in speed and in rounding. The fastest depends on
+the device, the dtype and the sizes, so a job measures its own attention at startup.
 """
 
 from __future__ import annotations
@@ -24,167 +24,190 @@ from torch.nn.attention import (
 
 from titanlite.errors import ConfigError
 from titanlite.kernels.attention import CausalAttention
-from titanlite.kernels.documents import document_boundaries
+from titanlite.kernels.documents import SupportsDocuments, document_boundaries
 from titanlite.kernels.flash import EagerAttention, flash_kernel_for
 from titanlite.log import logger
 
-KERNELS = {  # the best guess first: where all must be deterministic, nothing is measured
+KERNELS = {  # the likely fastest first: deterministic runs take the first that works, unmeasured
     "flash": SDPBackend.FLASH_ATTENTION,
     "cudnn": SDPBackend.CUDNN_ATTENTION,
     "efficient": SDPBackend.EFFICIENT_ATTENTION,
-    "fa3": SDPBackend.FLASH_ATTENTION,  # which these take the place of
+    "fa3": SDPBackend.FLASH_ATTENTION,  # FlashAttention 3 and 4 replace torch's own
     "fa4": SDPBackend.FLASH_ATTENTION,
     "math": SDPBackend.MATH,
 }
-ADDED = ("fa3", "fa4")  # by packages of their own
-ON_CPU = ("flash", "math")
-FOR_DOCUMENTS = ("flash", *ADDED)  # which know of several in one sequence
-FOR_PARTS = ("flash",)  # which tell what context parallel needs to merge the parts of a sequence
+FLASH_PACKAGES = ("fa3", "fa4")  # installed as packages of their own
+CPU_KERNELS = ("flash", "math")
+DOCUMENT_KERNELS = ("flash", *FLASH_PACKAGES)  # support variable-length sequences
+CONTEXT_PARALLEL_KERNELS = ("flash",)  # return the log-sum-exp that merging partial results needs
 
 
 @dataclass(frozen=True)
 class AttentionConfig:
-    """[attention] By which kernel, and over which tokens."""
+    """[attention] The attention kernel and the attention mask."""
 
     backend: Literal["auto", "cudnn", "flash", "efficient", "math", "fa3", "fa4"] = "auto"
-    # all are exact; auto: the fastest of those that the device can run, measured at start
+    # kernel, all are exact; auto: the fastest that the device can run, measured at startup
     mask: Literal["causal", "document"] = "causal"
-    # what a token sees: its sequence up to itself, or only its document, with positions from 0
+    # causal: a token attends to its sequence up to itself; document: only within its document,
+    # whose positions start at 0
 
 
 @dataclass(frozen=True)
 class AttentionShape:
-    """What one rank computes at once."""
+    """Sizes of the attention that one rank computes in one call."""
 
-    rows: int  # sequences
-    heads: int
-    key_heads: int
-    tokens: int
-    width: int  # of a head
+    batch: int  # sequences
+    n_heads: int
+    n_kv_heads: int
+    seq_len: int
+    head_dim: int
 
     def __str__(self) -> str:
-        return f"{self.heads} heads and {self.key_heads} key-value heads of {self.width}"
+        return f"{self.n_heads} heads and {self.n_kv_heads} key-value heads of {self.head_dim}"
 
 
 def set_attention_kernel(
     model: nn.Module, pattern: str, kernel: str | None, documents: bool
 ) -> None:
-    """Let every module of `pattern` use a kernel, and see documents or whole sequences."""
+    """Set the kernel of every CausalAttention that matches `pattern`, and the document mask.
+
+    `kernel` None lets SDPA choose. Raises ConfigError where the model does not support the mask.
+    """
     for name, module in model.named_modules():
         if fnmatchcase(name, pattern):
-            module.backend = KERNELS[kernel] if kernel else None
-    if documents:
-        model.documents_of = document_boundaries
+            assert isinstance(module, CausalAttention), f"{name} is not a CausalAttention"
+            module.use_backend(KERNELS[kernel] if kernel else None)
+    if not documents:
+        return
+    if not isinstance(model, SupportsDocuments):
+        raise ConfigError(
+            f'attention.mask = "document": {type(model).__name__} does not support it.',
+            fix='Use "causal".',
+            keys=("attention.mask",),
+        )
+    model.use_document_mask(document_boundaries)
 
 
 def choose_kernel(
     config: AttentionConfig,
-    sizes: AttentionShape,
+    shape: AttentionShape,
     dtype: torch.dtype,
     device: torch.device,
     *,
-    in_parts: bool = False,
+    context_parallel: bool = False,
 ) -> str | None:
-    """The kernel of a job; None leaves it to the attention that is used. Raises ConfigError.
+    """The kernel of a job; None: let SDPA, document attention or context parallel choose.
 
-    All ranks must use the same one, so one rank chooses for all. `in_parts`: context parallel.
+    All ranks must use the same kernel, so one rank chooses for all. Raises ConfigError.
     """
     documents = config.mask == "document"
-    trial = _Trial(sizes, dtype, device, documents)
+    trial = _KernelTrial(shape, dtype, device, documents)
     if config.backend != "auto":
-        if problem := trial.problem(config.backend, fused=documents or in_parts):
+        if reason := trial.failure(config.backend, needs_lse=documents or context_parallel):
             raise ConfigError(
                 f'attention.backend = "{config.backend}": cannot run on {device.type} in {dtype}'
-                f" with {sizes}: {problem}",
+                f" with {shape}: {reason}",
                 fix='Use "auto", or another.',
                 keys=("attention.backend",),
             )
         return config.backend
-    if in_parts or (documents and trial.plain):
+    if context_parallel or (documents and trial.is_eager):
         return None
-    if device.type == "cpu":  # which has one that SDPA takes by itself; unasked, because a compiled
-        return None  # block that names its kernel is not found in the cache (torch 2.13)
-    able = FOR_DOCUMENTS if documents else tuple(KERNELS)
-    # Where runs must repeat to the bit, no clock may decide between several.
-    first = torch.are_deterministic_algorithms_enabled()
-    measured = trial.measure([name for name in able if name != "math"], first)
-    # Scores of whole sequences in memory, and slow: only where there is nothing else.
-    chosen = min(measured, key=measured.get, default="math")
-    times = ", ".join(f"{name} {ms:.2f}" for name, ms in measured.items() if ms)
-    said = f" (ms forward and backward: {times})" if times else ""
-    logger.info("attention by %s%s", chosen, said)
+    if device.type == "cpu":
+        # SDPA chooses the flash kernel itself. It is not named here because the cache does not
+        # find a compiled block that names its kernel (torch 2.13).
+        return None
+    candidates = DOCUMENT_KERNELS if documents else tuple(KERNELS)
+    # Measured times vary between runs, so a deterministic run must not choose by them.
+    measure = not torch.are_deterministic_algorithms_enabled()
+    milliseconds = trial.measure([name for name in candidates if name != "math"], measure)
+    # "math" is slow and stores the scores of whole sequences: only where nothing else works.
+    chosen = min(milliseconds, key=lambda name: milliseconds[name], default="math")
+    times = ", ".join(f"{name} {ms:.2f}" for name, ms in milliseconds.items() if ms)
+    logger.info(
+        "attention kernel: %s%s", chosen, f" (ms forward and backward: {times})" if times else ""
+    )
     return chosen
 
 
-class _Trial:
-    """Attention of the sizes of a job, on random numbers, in documents of a quarter sequence."""
+class _KernelTrial:
+    """Runs a job's attention on random inputs; documents are a quarter of a sequence."""
 
     def __init__(
-        self, sizes: AttentionShape, dtype: torch.dtype, device: torch.device, documents: bool
+        self, shape: AttentionShape, dtype: torch.dtype, device: torch.device, documents: bool
     ):
-        self.sizes, self.dtype, self.device, self.documents = sizes, dtype, device, documents
+        self.shape, self.dtype, self.device, self.documents = shape, dtype, device, documents
 
     @property
-    def plain(self) -> bool:
-        """Whether there is no kernel that merges parts, or knows documents, for this type."""
-        one = torch.empty(1, 1, 1, self.sizes.width, dtype=self.dtype, device=self.device)
-        return isinstance(flash_kernel_for(one), EagerAttention)
+    def is_eager(self) -> bool:
+        """Whether no kernel for this dtype and device returns the log-sum-exp."""
+        q = torch.empty(1, 1, 1, self.shape.head_dim, dtype=self.dtype, device=self.device)
+        return isinstance(flash_kernel_for(q), EagerAttention)
 
-    def problem(self, name: str, fused: bool) -> str:
-        """Why a kernel cannot run, or nothing."""
-        if fused and self.plain:
+    def failure(self, name: str, needs_lse: bool) -> str:
+        """Why a kernel cannot run; an empty string if it can."""
+        if needs_lse and self.is_eager:
             return "FlashAttention computes in 16 bits, on GPUs since Ampere."
-        with warnings.catch_warnings(record=True) as said:  # where torch says why
+        with warnings.catch_warnings(record=True) as caught:  # torch's reasons are warnings
             warnings.simplefilter("always")
             try:
                 activate_flash_package(name)
-                self._run(name)()
-            except Exception as error:  # of packages that are missing or not for this device, too
-                reasons = [str(warning.message).partition(" (Triggered")[0] for warning in said]
+                self._runner(name)()
+            except Exception as error:  # any: the package is missing, the device is not supported
+                reasons = [str(warning.message).partition(" (Triggered")[0] for warning in caught]
                 return " ".join(dict.fromkeys([str(error), *reasons]))
             finally:
                 deactivate_flash_package()
         return ""
 
-    def measure(self, names: list[str], first: bool) -> dict[str, float]:
-        """Milliseconds of each that can run, or just the `first` of them, not measured."""
-        measured = {}
+    def measure(self, names: list[str], measure: bool = True) -> dict[str, float]:
+        """Milliseconds of each kernel that can run; not `measure`: only the first, with 0."""
+        milliseconds: dict[str, float] = {}
         for name in names:
-            if self.problem(name, fused=False):
+            if self.failure(name, needs_lse=False):
                 continue
-            if first:
+            if not measure:
                 return {name: 0.0}
             activate_flash_package(name)
             try:
-                run = self._run(name)
-                run()  # loads what it needs
-                measured[name] = 1e3 * min(self._seconds(run) for _ in range(3))
+                run = self._runner(name)
+                run()  # warm up: loads the kernel
+                milliseconds[name] = 1e3 * min(self._seconds(run) for _ in range(3))
             finally:
                 deactivate_flash_package()
-        return measured
+        return milliseconds
 
-    def _run(self, name: str) -> Callable[[], None]:
-        """One forward and backward by a kernel."""
-        s, attend = self.sizes, CausalAttention(KERNELS[name])
-        draw = torch.Generator(self.device).manual_seed(0)  # the common one stays the same on all
-        options = {"dtype": self.dtype, "device": self.device, "generator": draw}
-        q, k, v = (
-            torch.randn(s.rows, s.tokens, heads, s.width, **options).transpose(1, 2)
-            for heads in (s.heads, s.key_heads, s.key_heads)
-        )
-        gradient, inputs = q.clone(), [part.requires_grad_() for part in (q, k, v)]
-        documents = self._documents() if self.documents else None
+    def _runner(self, name: str) -> Callable[[], None]:
+        """A function that runs one forward and backward of a kernel."""
+        shape, attend = self.shape, CausalAttention(KERNELS[name])
+        # a generator of its own: the default one must stay in the same state on all ranks
+        generator = torch.Generator(self.device).manual_seed(0)
+        inputs = [
+            torch.randn(
+                (shape.batch, shape.seq_len, heads, shape.head_dim),
+                dtype=self.dtype,
+                device=self.device,
+                generator=generator,
+            ).transpose(1, 2)
+            for heads in (shape.n_heads, shape.n_kv_heads, shape.n_kv_heads)
+        ]
+        grad = inputs[0].clone()
+        for tensor in inputs:
+            tensor.requires_grad_()
+        boundaries = self._boundaries() if self.documents else None
 
         def run() -> None:
-            torch.autograd.grad(attend(*inputs, documents), inputs, gradient)
+            torch.autograd.grad(attend(*inputs, boundaries), inputs, grad)
             if self.device.type == "cuda":
                 torch.cuda.synchronize(self.device)
 
         return run
 
-    def _documents(self) -> Tensor:
-        positions = torch.arange(self.sizes.tokens, device=self.device) % -(-self.sizes.tokens // 4)
-        return document_boundaries(positions.expand(self.sizes.rows, -1))
+    def _boundaries(self) -> Tensor:
+        quarter = -(-self.shape.seq_len // 4)
+        positions = torch.arange(self.shape.seq_len, device=self.device) % quarter
+        return document_boundaries(positions.expand(self.shape.batch, -1))
 
     @staticmethod
     def _seconds(run: Callable[[], None]) -> float:
@@ -193,42 +216,47 @@ class _Trial:
         return time.perf_counter() - start
 
 
-# FlashAttention 3 and 4 take the place of torch's own in the whole process.
+# FlashAttention 3 and 4 replace torch's own FlashAttention in the whole process.
 
 
 def activate_flash_package(kernel: str | None) -> None:
-    """Put FlashAttention 3 or 4 in its place, on every rank; raises ImportError, RuntimeError."""
-    if kernel not in ADDED:
+    """Activate FlashAttention 3 or 4 in this process; raises ImportError, RuntimeError.
+
+    Does nothing for the kernels that come with torch.
+    """
+    if kernel not in FLASH_PACKAGES:
         return
     activate_flash_attention_impl(kernel.upper())
 
 
 def deactivate_flash_package() -> None:
-    """Leave FlashAttention to torch."""
+    """Restore torch's own FlashAttention."""
     if current_flash_attention_impl() is not None:
         restore_flash_attention_impl()
 
 
-def attention_problems(
+def check_attention_config(
     config: AttentionConfig, context_degree: int, tokenizer: str | None
 ) -> Iterator[ConfigError]:
-    """Kernels that cannot do what is asked, and documents whose ends are not known."""
-    able, why = tuple(KERNELS), ""
+    """Reject a kernel that does not support the mask or context parallel, and a document mask
+    without a tokenizer."""
+    supported, feature, reason = tuple(KERNELS), "", ""
     if config.mask == "document":
-        able, why = FOR_DOCUMENTS, 'attention.mask = "document": it sees one document a sequence'
+        supported, feature = DOCUMENT_KERNELS, 'attention.mask = "document"'
+        reason = "it has no variable-length support"
     if context_degree > 1:
-        able = FOR_PARTS
-        why = "context parallel: it hides the sums of scores by which parts of sequences are merged"
-    if config.backend not in ("auto", *able):
+        supported, feature = CONTEXT_PARALLEL_KERNELS, "context parallel"
+        reason = "it does not return the log-sum-exp that merges partial results"
+    if config.backend not in ("auto", *supported):
         yield ConfigError(
-            f'attention.backend = "{config.backend}": cannot be used under {why}.',
-            fix=f'Use "auto", or {", ".join(able)}.',
+            f'attention.backend = "{config.backend}": cannot be used with {feature}: {reason}.',
+            fix=f'Use "auto", or {", ".join(supported)}.',
             keys=("attention.backend",),
         )
     if config.mask == "document" and tokenizer is None:
         yield ConfigError(
             'attention.mask = "document": documents end with the end id of data.tokenizer, which is'
             " not set.",
-            fix="Name the tokenizer that made the shards.",
+            fix="Set data.tokenizer to the tokenizer that encoded the data.",
             keys=("attention.mask", "data.tokenizer"),
         )

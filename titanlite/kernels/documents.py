@@ -1,14 +1,16 @@
-"""Documents that share a sequence: each attends to itself alone, and counts its positions from 0.
+"""Attention within documents that are packed into one sequence.
 
-Where they begin is said by the positions, so whoever knows those knows all; a sequence that starts
-amid a document starts one.
+Each token attends only to its own document, whose positions count from 0. The positions alone mark
+where documents begin. A sequence that begins in the middle of a document treats the rest of it as a
+document.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import pairwise
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -16,108 +18,126 @@ from torch import Tensor
 from titanlite.kernels.flash import CudaFlash, flash_kernel_for, repeat_kv_heads
 
 
+@runtime_checkable
+class SupportsDocuments(Protocol):
+    """A model that can mask documents: it calls `index_documents` once per forward, and passes the
+    result to the attention of every block."""
+
+    index_documents: Callable[[Tensor], Tensor] | None
+    # positions [B, T] -> the `documents` argument of CausalAttention; None: causal mask only
+
+    def use_document_mask(self, index_documents: Callable[[Tensor], Tensor]) -> None: ...
+
+
 def document_positions(inputs: Tensor, end: int) -> Tensor:
-    """Where each token [B, T] is in its document, 0, 1, 2, …; one ends with the id `end`."""
-    steps = torch.arange(inputs.shape[1], device=inputs.device).expand_as(inputs)
-    first = torch.zeros_like(steps)
-    first[:, 1:] = torch.where(inputs[:, :-1] == end, steps[:, 1:], 0)
-    return steps - first.cummax(dim=1).values
+    """Position of each token [B, T] in its document (0, 1, 2, …), which ends with the id `end`."""
+    index = torch.arange(inputs.shape[1], device=inputs.device).expand_as(inputs)
+    first = torch.zeros_like(index)
+    first[:, 1:] = torch.where(inputs[:, :-1] == end, index[:, 1:], 0)
+    return index - first.cummax(dim=1).values
 
 
 def document_boundaries(positions: Tensor) -> Tensor:
-    """Where documents begin and the last ends, [N + 1] in int32, in `positions` [B, T] laid end to
-    end. How many there are, the host must learn: once in a forward it waits for a GPU."""
+    """The start of each document and the end of the last, int32 [N + 1], as offsets into B*T.
+
+    From `positions` [B, T]. The host must know N, so it waits for a GPU once per forward.
+    """
     starts = (positions.flatten() == 0).nonzero().flatten()
-    ends = torch.cat([starts, starts.new_tensor([positions.numel()])]).to(torch.int32)
-    torch._dynamo.maybe_mark_dynamic(ends, 0)  # else every new N would be compiled for
-    return ends
+    boundaries = torch.cat([starts, starts.new_tensor([positions.numel()])]).to(torch.int32)
+    torch._dynamo.maybe_mark_dynamic(boundaries, 0)  # else every new N would be compiled for
+    return boundaries
 
 
-def document_attention(q: Tensor, k: Tensor, v: Tensor, ends: Tensor) -> Tensor:
-    """Causal attention within each document: q [B, H, T, K] over k, v [B, Hkv, T, K]."""
+def document_attention(q: Tensor, k: Tensor, v: Tensor, boundaries: Tensor) -> Tensor:
+    """Causal attention within each document: q [B, H, T, K] attends to k, v [B, Hkv, T, K]."""
     if isinstance(flash_kernel_for(q), CudaFlash):
-        return _attend_at_once(q, k, v, ends)
-    k, v = (repeat_kv_heads(part, q) for part in (k, v))  # here once, instead of for each document
-    out, _ = _attend_one_by_one(q, k, v, ends)
+        return _varlen_attention(q, k, v, boundaries)
+    k, v = (repeat_kv_heads(tensor, q) for tensor in (k, v))  # once, not for each document
+    out, _ = _document_forward(q, k, v, boundaries)
     return out
 
 
-# --- all in one call: a GPU ----------------------------------------------------------------------
+# --- one call for all documents: a GPU -----------------------------------------------------------
 
 
-def _attend_at_once(q: Tensor, k: Tensor, v: Tensor, ends: Tensor) -> Tensor:
-    # No document is longer than a sequence. A nearer bound would spare the kernel blocks that
-    # find nothing to do, but is another number for the host to wait for, and to compile for.
-    rows, _, longest, _ = q.shape
-    packed = (part.transpose(1, 2).flatten(0, 1) for part in (q, k, v))  # [B*T, H, K]
-    causal = {"window_size": (-1, 0)}
-    # Imported here: it brings the compiler along, which takes half a second.
+def _varlen_attention(q: Tensor, k: Tensor, v: Tensor, boundaries: Tensor) -> Tensor:
+    # No document is longer than a sequence. A tighter bound would save the kernel some empty
+    # blocks, but the host would have to wait for it, and every new value would be compiled for.
+    batch, _, longest, _ = q.shape
+    q, k, v = (tensor.transpose(1, 2).flatten(0, 1) for tensor in (q, k, v))  # [B*T, H, K]
+    # Imported here: it imports the compiler, which takes half a second.
     from torch.nn.attention.varlen import varlen_attn
 
-    # Torch 2.11 has no such word; its kernel serves grouped heads unasked, as others do when asked.
-    grouped = "enable_gqa" in inspect.signature(varlen_attn).parameters
-    options = {"enable_gqa": True} if grouped else {}
-    out = varlen_attn(*packed, ends, ends, longest, longest, **causal, **options)
-    return out.unflatten(0, (rows, longest)).transpose(1, 2)
+    options: dict[str, Any] = {"window_size": (-1, 0)}  # causal
+    # Torch 2.11 has no `enable_gqa`; its kernel supports grouped heads without being asked.
+    if "enable_gqa" in inspect.signature(varlen_attn).parameters:
+        options["enable_gqa"] = True
+    out = varlen_attn(q, k, v, boundaries, boundaries, longest, longest, **options)
+    assert isinstance(out, Tensor), "a tuple only with return_aux"
+    return out.unflatten(0, (batch, longest)).transpose(1, 2)
 
 
-# --- one by one: a CPU, and fp32 on a GPU ---------------------------------------------------------
-# An operation of its own, so that a compiled graph holds one node however many documents there are.
+# --- one call per document: a CPU, and fp32 on a GPU ----------------------------------------------
+# A custom operator, so that a compiled graph has one node, however many documents there are.
 
 
 @torch.library.custom_op("titanlite::attend_in_documents", mutates_args=())
-def _attend_one_by_one(q: Tensor, k: Tensor, v: Tensor, ends: Tensor) -> tuple[Tensor, Tensor]:
-    """(out [B, H, T, K], the logarithm of the sum of scores [B, H, T])."""
-    flash, (out, lse) = flash_kernel_for(q), _room_for_forward(q, k, v, ends)
-    for at in _documents(ends, q.shape[2]):
-        out[at], lse[at] = flash.forward(q[at], k[at], v[at], True)
+def _document_forward(q: Tensor, k: Tensor, v: Tensor, boundaries: Tensor) -> tuple[Tensor, Tensor]:
+    """(out [B, H, T, K], log-sum-exp of the scores [B, H, T] in fp32)."""
+    kernel, (out, lse) = flash_kernel_for(q), _empty_document_forward(q, k, v, boundaries)
+    for index in _document_slices(boundaries, q.shape[2]):
+        out[index], lse[index] = kernel.forward(q[index], k[index], v[index], True)
     return out, lse
 
 
 @torch.library.custom_op("titanlite::attend_in_documents_backward", mutates_args=())
-def _backward_one_by_one(
-    gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, ends: Tensor
+def _document_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, boundaries: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    flash, into = flash_kernel_for(q), _room_for_backward(gradient, q, k, v, out, lse, ends)
-    for at in _documents(ends, q.shape[2]):
-        parts = (part[at] for part in (gradient, q, k, v, out))
-        gradients = flash.backward(*parts, lse[at].contiguous(), True)
-        for whole, part in zip(into, gradients, strict=True):
-            whole[at] = part
-    return into
+    """Gradients of q, k, v from `grad`, the gradient of `out`."""
+    kernel = flash_kernel_for(q)
+    totals = _empty_document_backward(grad, q, k, v, out, lse, boundaries)
+    for index in _document_slices(boundaries, q.shape[2]):
+        partial_grads = kernel.backward(
+            grad[index], q[index], k[index], v[index], out[index], lse[index].contiguous(), True
+        )
+        for total, partial_grad in zip(totals, partial_grads, strict=True):
+            total[index] = partial_grad
+    return totals
 
 
-def _documents(ends: Tensor, length: int) -> Iterator[tuple[slice, slice, slice]]:
-    """Where in [B, H, T, …] each document is."""
-    starts = ends.tolist()
-    for start, end in pairwise(starts):
-        row, first = divmod(start, length)
+def _document_slices(boundaries: Tensor, seq_len: int) -> Iterator[tuple[slice, slice, slice]]:
+    """The index of each document in [B, H, T, …]."""
+    for start, end in pairwise(boundaries.tolist()):
+        row, first = divmod(start, seq_len)
         yield slice(row, row + 1), slice(None), slice(first, first + end - start)
 
 
-@_attend_one_by_one.register_fake
-def _room_for_forward(q: Tensor, k: Tensor, v: Tensor, ends: Tensor) -> tuple[Tensor, Tensor]:
-    return _room_for(q), q.new_empty(q.shape[:3], dtype=torch.float32)
+@_document_forward.register_fake
+def _empty_document_forward(
+    q: Tensor, k: Tensor, v: Tensor, boundaries: Tensor
+) -> tuple[Tensor, Tensor]:
+    return _empty_like_heads(q), q.new_empty(q.shape[:3], dtype=torch.float32)
 
 
-@_backward_one_by_one.register_fake
-def _room_for_backward(gradient, q, k, v, out, lse, ends) -> tuple[Tensor, Tensor, Tensor]:
-    return _room_for(q), _room_for(k), _room_for(v)
+@_document_backward.register_fake
+def _empty_document_backward(grad, q, k, v, out, lse, boundaries) -> tuple[Tensor, Tensor, Tensor]:
+    return _empty_like_heads(q), _empty_like_heads(k), _empty_like_heads(v)
 
 
-def _room_for(part: Tensor) -> Tensor:
-    """Memory like that of [B, H, T, K], in which the heads of a token lie together."""
-    rows, heads, tokens, width = part.shape
-    return part.new_empty(rows, tokens, heads, width).transpose(1, 2)
+def _empty_like_heads(tensor: Tensor) -> Tensor:
+    """An empty tensor of the same shape [B, H, T, K], stored as [B, T, H, K]."""
+    batch, heads, tokens, head_dim = tensor.shape
+    return tensor.new_empty(batch, tokens, heads, head_dim).transpose(1, 2)
 
 
-def _keep(ctx, inputs, output) -> None:
-    q, k, v, ends = inputs
-    ctx.save_for_backward(q, k, v, *output, ends)
+def _save_for_document_backward(ctx, inputs, output) -> None:
+    q, k, v, boundaries = inputs
+    ctx.save_for_backward(q, k, v, *output, boundaries)
 
 
-def _backward(ctx, gradient: Tensor, _):
-    return *_backward_one_by_one(gradient, *ctx.saved_tensors), None
+def _document_autograd(ctx, grad: Tensor, _):
+    return *_document_backward(grad, *ctx.saved_tensors), None
 
 
-_attend_one_by_one.register_autograd(_backward, setup_context=_keep)
+_document_forward.register_autograd(_document_autograd, setup_context=_save_for_document_backward)

@@ -1,8 +1,7 @@
-"""Attention over a part of the keys, with what is needed to merge parts: the sum of the scores.
+"""Attention over a subset of the keys, with the log-sum-exp (lse) that merging subsets needs.
 
-SDPA hides that sum (`lse`, the logarithm of it), so its kernels are called by the names they have
-below SDPA. They are not part of torch's documented interface; the signatures are the same in torch
-2.11 to 2.15.
+SDPA does not return the lse, so its kernels are called through the ATen operators below it. They
+are not part of torch's documented interface; their signatures are the same in torch 2.11 to 2.15.
 """
 
 from __future__ import annotations
@@ -17,14 +16,17 @@ aten = torch.ops.aten
 
 
 class FlashKernel(Protocol):
-    """q [B, H, T, K] over k, v [B, Hkv, S, K], H a multiple of Hkv; `causal` needs T = S."""
+    """q [B, H, T, K] attends to k, v [B, Hkv, S, K].
+
+    H is a multiple of Hkv; `causal` needs T = S.
+    """
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
         """(out [B, H, T, K], lse [B, H, T] in fp32)."""
 
     def backward(
         self,
-        gradient: Tensor,
+        grad: Tensor,
         q: Tensor,
         k: Tensor,
         v: Tensor,
@@ -32,64 +34,67 @@ class FlashKernel(Protocol):
         lse: Tensor,
         causal: bool,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Gradients of q, k, v where `out` and `lse` may be those over more keys than these."""
+        """Gradients of q, k, v; `out` and `lse` may cover more keys than `k` and `v`."""
 
 
 def flash_kernel_for(q: Tensor) -> FlashKernel:
-    """The fastest kernel that this device has for this type."""
+    """The fastest kernel for the device and dtype of `q`."""
     if q.device.type == "cpu":
         return CpuFlash()
-    half, width = q.dtype in (torch.float16, torch.bfloat16), q.shape[-1]
-    recent = torch.cuda.get_device_capability(q.device) >= (8, 0)  # Ampere
-    return CudaFlash() if half and recent and width % 8 == 0 and width <= 256 else EagerAttention()
+    is_half, head_dim = q.dtype in (torch.float16, torch.bfloat16), q.shape[-1]
+    is_ampere = torch.cuda.get_device_capability(q.device) >= (8, 0)  # or newer
+    supported = is_half and is_ampere and head_dim % 8 == 0 and head_dim <= 256
+    return CudaFlash() if supported else EagerAttention()
 
 
 class CudaFlash:
-    """FlashAttention; it serves grouped queries by itself."""
+    """FlashAttention on a GPU; supports grouped queries itself."""
 
     def forward(self, q, k, v, causal):
         out, lse, *_ = aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal)
         return out, lse
 
-    def backward(self, gradient, q, k, v, out, lse, causal):
+    def backward(self, grad, q, k, v, out, lse, causal):
         lengths = (None, None, q.shape[2], k.shape[2])  # no packed sequences
         unused = torch.empty((), dtype=torch.int64, device=q.device)  # dropout's generator
         return aten._scaled_dot_product_flash_attention_backward(
-            gradient, q, k, v, out, lse, *lengths, 0.0, causal, unused, unused
+            grad, q, k, v, out, lse, *lengths, 0.0, causal, unused, unused
         )
 
 
 class CpuFlash:
-    """The blocked kernel of SDPA on a CPU; its backward wants as many key heads as query heads."""
+    """SDPA's blocked CPU kernel; its backward needs as many key heads as query heads."""
 
     def forward(self, q, k, v, causal):
-        k, v = (repeat_kv_heads(part, q) for part in (k, v))
+        k, v = (repeat_kv_heads(tensor, q) for tensor in (k, v))
         return aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal)
 
-    def backward(self, gradient, q, k, v, out, lse, causal):
-        every_k, every_v = (repeat_kv_heads(part, q) for part in (k, v))
+    def backward(self, grad, q, k, v, out, lse, causal):
+        repeated_k, repeated_v = (repeat_kv_heads(tensor, q) for tensor in (k, v))
         dq, dk, dv = aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            gradient, q, every_k, every_v, out, lse, 0.0, causal
+            grad, q, repeated_k, repeated_v, out, lse, 0.0, causal
         )
-        return dq, _summed(dk, k), _summed(dv, v)
+        return dq, _sum_repeated_heads(dk, k), _sum_repeated_heads(dv, v)
 
 
 class EagerAttention:
-    """Matrix products and a softmax, for what no kernel takes (fp32 on CUDA)."""
+    """Matmuls and a softmax in fp32, where no kernel supports the dtype (fp32 on CUDA)."""
 
     def forward(self, q, k, v, causal):
         scores = self._scores(q, repeat_kv_heads(k, q), causal)
         lse = scores.logsumexp(-1)
-        return ((scores - lse.unsqueeze(-1)).exp() @ repeat_kv_heads(v, q).float()).to(q.dtype), lse
+        probabilities = (scores - lse.unsqueeze(-1)).exp()
+        return (probabilities @ repeat_kv_heads(v, q).float()).to(q.dtype), lse
 
-    def backward(self, gradient, q, k, v, out, lse, causal):
-        every_k, every_v = (repeat_kv_heads(part, q).float() for part in (k, v))
-        g = gradient.float()
-        share = (self._scores(q, every_k, causal) - lse.unsqueeze(-1)).exp()
-        inner = (g * out).sum(-1, keepdim=True)
-        ds = share * (g @ every_v.mT - inner) / math.sqrt(q.shape[-1])
-        dk, dv = ds.mT @ q.float(), share.mT @ g
-        return ((ds @ every_k).to(q.dtype), _summed(dk, k).to(k.dtype), _summed(dv, v).to(v.dtype))
+    def backward(self, grad, q, k, v, out, lse, causal):
+        repeated_k, repeated_v = (repeat_kv_heads(tensor, q).float() for tensor in (k, v))
+        grad = grad.float()
+        probabilities = (self._scores(q, repeated_k, causal) - lse.unsqueeze(-1)).exp()
+        delta = (grad * out).sum(-1, keepdim=True)
+        d_scores = probabilities * (grad @ repeated_v.mT - delta) / math.sqrt(q.shape[-1])
+        dq = (d_scores @ repeated_k).to(q.dtype)
+        dk, dv = d_scores.mT @ q.float(), probabilities.mT @ grad
+        return dq, _sum_repeated_heads(dk, k).to(k.dtype), _sum_repeated_heads(dv, v).to(v.dtype)
 
     def _scores(self, q: Tensor, k: Tensor, causal: bool) -> Tensor:
         scores = q.float() @ k.float().mT / math.sqrt(q.shape[-1])
@@ -99,14 +104,14 @@ class EagerAttention:
         return scores
 
 
-def repeat_kv_heads(part: Tensor, q: Tensor) -> Tensor:
-    """Keys or values [B, Hkv, S, K], each head as often as query heads share it: [B, H, S, K]."""
-    times = q.shape[1] // part.shape[1]
-    return part if times == 1 else part.repeat_interleave(times, dim=1)
+def repeat_kv_heads(kv: Tensor, q: Tensor) -> Tensor:
+    """Repeat each head of kv [B, Hkv, S, K] for its query heads: [B, H, S, K]."""
+    repeats = q.shape[1] // kv.shape[1]
+    return kv if repeats == 1 else kv.repeat_interleave(repeats, dim=1)
 
 
-def _summed(gradient: Tensor, part: Tensor) -> Tensor:
-    """The gradient [B, H, S, K] of repeated heads, back at those of `part`."""
-    if gradient.shape[1] == part.shape[1]:
-        return gradient
-    return gradient.unflatten(1, (part.shape[1], -1)).sum(2)
+def _sum_repeated_heads(grad: Tensor, kv: Tensor) -> Tensor:
+    """The gradient of `kv` from the gradient [B, H, S, K] of its repeated heads."""
+    if grad.shape[1] == kv.shape[1]:
+        return grad
+    return grad.unflatten(1, (kv.shape[1], -1)).sum(2)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from titanlite.metrics.config import (
     MetricsConfig,
     ProfilingConfig,
-    metrics_problems,
-    profiling_problems,
+    check_metrics_config,
+    check_profiling_config,
 )
 from titanlite.metrics.hardware import (
     measure_compute_dtypes,
@@ -28,11 +28,11 @@ __all__ = [
     "measure_compute_dtypes",
     "measure_matmul_flops",
     "metrics_folder",
-    "metrics_problems",
+    "check_metrics_config",
     "no_sinks",
     "open_profiler",
     "open_sinks",
     "peak_flops",
     "peak_memory_bytes",
-    "profiling_problems",
+    "check_profiling_config",
 ]

@@ -41,7 +41,7 @@ class ProfilingConfig:
     save_memory_snapshot_folder: str = "memory_snapshot"  # their folder, under job.dump_folder
 
 
-def metrics_problems(config: MetricsConfig) -> Iterator[ConfigError]:
+def check_metrics_config(config: MetricsConfig) -> Iterator[ConfigError]:
     """Guests that are asked for but not installed; asked on every rank, before any is started."""
     if config.enable_tensorboard and not _installed("tensorboard"):
         yield missing("metrics.enable_tensorboard", "tensorboard", "pip install tensorboard")
@@ -49,7 +49,7 @@ def metrics_problems(config: MetricsConfig) -> Iterator[ConfigError]:
         yield missing("metrics.enable_wandb", "wandb", "pip install 'titanlite[wandb]'")
 
 
-def profiling_problems(config: ProfilingConfig) -> Iterator[ConfigError]:
+def check_profiling_config(config: ProfilingConfig) -> Iterator[ConfigError]:
     """A cycle of steps must hold its warmup and its trace."""
     needed = config.profiler_warmup + config.profiler_active
     if needed > config.profile_freq:

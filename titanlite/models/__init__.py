@@ -1,21 +1,34 @@
-"""Plain single-device models and the facts about them; nothing here knows of other processes."""
+"""Single-device models and the facts about them, independent of distributed training."""
 
 from __future__ import annotations
 
-from titanlite.models.embedding import TokenEmbedding
-from titanlite.models.llama3.model import LLAMA, Llama, Llama3Sizes
-from titanlite.models.loss import LossConfig, OutputLayer, Vocabulary, valid_tokens
-from titanlite.models.spec import ModelConfig, ModelSpec, first_match
+from typing import Any
 
-FAMILIES = {spec.name: spec for spec in (LLAMA,)}
+from titanlite.models.embedding import TokenEmbedding
+from titanlite.models.llama3.model import Llama, Llama3Sizes
+from titanlite.models.llama3.spec import LLAMA3
+from titanlite.models.loss import LossConfig, OutputLayer, Vocabulary, valid_tokens
+from titanlite.models.spec import (
+    HuggingFaceMapping,
+    ModelConfig,
+    ModelSizes,
+    ModelSpec,
+    first_match,
+)
+
+FAMILIES: dict[str, ModelSpec[Any]] = {  # values of model.name; a new family is one line here
+    LLAMA3.name: LLAMA3,
+}
 
 __all__ = [
     "FAMILIES",
-    "LLAMA",
+    "LLAMA3",
+    "HuggingFaceMapping",
     "Llama",
     "Llama3Sizes",
     "LossConfig",
     "ModelConfig",
+    "ModelSizes",
     "ModelSpec",
     "OutputLayer",
     "TokenEmbedding",

@@ -1,4 +1,4 @@
-"""An embedding whose gradient is summed over tokens in fp32."""
+"""A token embedding whose gradient is summed over tokens in fp32."""
 
 from __future__ import annotations
 
@@ -8,33 +8,33 @@ from torch import Tensor, nn
 
 
 class TokenEmbedding(nn.Embedding):
-    """Tokens [B, T] to rows [B, T, D] of the weights."""
+    """Token ids [B, T] to embeddings [B, T, D]."""
 
     def forward(self, tokens: Tensor) -> Tensor:
         if self.weight.is_cuda or self.weight.dtype == torch.float32:
             return super().forward(tokens)
-        return _Lookup.apply(tokens, self.weight)
+        return _LowPrecisionLookup.apply(tokens, self.weight)
 
 
-class _Lookup(torch.autograd.Function):
-    """F.embedding of low precision on a CPU, with a backward that does not round each addition.
+class _LowPrecisionLookup(torch.autograd.Function):
+    """F.embedding in bf16 or fp16 on a CPU, with a backward that rounds only the final sum.
 
-    Torch's adds the gradients of a token one by one in the type of the weights: 2,000 times the
-    same token were off by 6 to 48 % in bfloat16, 16,384 times by 93 %. Its CUDA kernels sum in
-    fp32 by themselves; the one for at most 3,072 tokens rounds after every 32 of them, which makes
-    errors of about 1 %.
+    Torch's backward adds the gradients of a token one by one in the dtype of the weights: for 2,000
+    occurrences of one token the result was off by 6 to 48 % in bfloat16, for 16,384 by 93 %. Its
+    CUDA kernels already sum in fp32; the one for at most 3,072 tokens rounds after every 32 of
+    them, which causes errors of about 1 %.
     """
 
     @staticmethod
     def forward(ctx, tokens: Tensor, weight: Tensor) -> Tensor:
         ctx.save_for_backward(tokens)
-        ctx.rows = weight.shape[0]
+        ctx.vocab_size = weight.shape[0]
         return F.embedding(tokens, weight)
 
     @staticmethod
-    def backward(ctx, gradient: Tensor) -> tuple[None, Tensor]:
+    def backward(ctx, grad: Tensor) -> tuple[None, Tensor]:
         (tokens,) = ctx.saved_tensors
-        # an operation that tensor parallel knows how to split, as it does F.embedding
-        backward = torch.ops.aten.embedding_dense_backward
-        summed = backward(gradient.float(), tokens, ctx.rows, -1, False)
-        return None, summed.to(gradient.dtype)
+        # This operator has a DTensor sharding rule, as F.embedding has.
+        embedding_backward = torch.ops.aten.embedding_dense_backward
+        weight_grad = embedding_backward(grad.float(), tokens, ctx.vocab_size, -1, False)
+        return None, weight_grad.to(grad.dtype)

@@ -1,16 +1,16 @@
-"""The output layer and its cross-entropy in one: logits are held for a few tokens at a time.
+"""The output layer fused with its cross-entropy, which computes the logits of one chunk at a time.
 
-A vocabulary is large, so whole logits are often the largest tensor of a step. Their gradient needs
-nothing but themselves and the label, so both are computed chunk by chunk in the forward pass, and
-what is kept for backward is as large as the hidden states and the weights. No product is computed
-twice.
+The vocabulary is large, so the logits of a whole micro-batch are often the largest tensor of a
+step. Their gradient depends only on the logits and the label, so the forward pass computes both,
+chunk by chunk, and saves for backward the gradients of the hidden states and of the weights. No
+matmul is computed twice.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 import torch.nn.functional as F
@@ -22,59 +22,76 @@ from titanlite.settings import NotNegative, Range
 
 @dataclass(frozen=True)
 class LossConfig:
-    """[loss] Cross-entropy, a sum over tokens divided by those of the whole global batch."""
+    """[loss] Cross-entropy: summed over tokens, divided by the valid tokens of the global batch."""
 
-    chunk_tokens: NotNegative = 4096  # tokens whose logits are held at once; 0: a micro-batch's
+    chunk_tokens: NotNegative = 4096  # tokens per chunk of logits; 0: a whole micro-batch
     z_loss: Annotated[float, Range(0)] = 0.0
-    # weight of the squared logarithm of the softmax's sum, which keeps logits small; 1e-4 is usual;
-    # reported by itself, as z_loss beside loss
+    # weight of the squared log-sum-exp of the logits, which keeps logits small; 1e-4 is usual;
+    # logged as z_loss, not included in loss
 
 
 class Vocabulary:
-    """Which logits this process has; here all of them, and nobody else to ask."""
+    """The logits that this process computes; this class is the unsharded case, with all of them.
 
-    first = 0  # the id that its first logit is of
+    Tensor parallel replaces it by subclasses that reduce over the ranks.
+    """
 
-    def __init__(self):
-        self.exponentials = exponentials  # or a compiled one
+    first_id = 0  # token id of the first local logit
 
-    def own(self, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-        """The plain tensors of this process behind hidden states and output weights."""
+    def __init__(self) -> None:
+        self.softmax_terms: Callable[..., Tensor] = softmax_terms  # or its compiled version
+
+    def compile(self, **options: Any) -> None:
+        """Compile the element-wise part of the softmax; `options` are torch.compile's."""
+        self.softmax_terms = torch.compile(self.softmax_terms, **options)
+
+    def local_tensors(self, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        """The local tensors of the hidden states and the output weights."""
         return x, weight
 
-    def normalise(self, logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """(largest logit, log of the sum of exp over all logits, logit of the label), [N] each.
+    def log_sum_exp(self, logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """(largest logit, log-sum-exp of all logits, logit of the label), each [N].
 
-        From this process's logits [N, V'] in fp32, of which exp(logit - largest) is left. What it
-        gives for IGNORED is not looked at.
+        Overwrites the local fp32 logits [N, V'] with exp(logit - largest). The last result is
+        undefined where the label is IGNORE_INDEX.
         """
-        largest = self.largest(logits.amax(-1))
-        total, at = self.sum(self.exponentials(logits, largest, labels - self.first))
-        return largest, largest + total.log(), at
+        max_logit = self.reduce_max(logits.amax(-1))
+        terms = self.softmax_terms(logits, max_logit, labels - self.first_id)
+        exp_sum, label_logit = self.reduce_sum(terms)
+        return max_logit, max_logit + exp_sum.log(), label_logit
 
-    def largest(self, own: Tensor) -> Tensor:
-        """The largest of all, of what each process has."""
-        return own
+    def reduce_max(self, local: Tensor) -> Tensor:
+        """The element-wise maximum over the ranks that share the vocabulary."""
+        return local
 
-    def sum(self, own: Tensor) -> Tensor:
-        """The sum of what each process has."""
-        return own
+    def reduce_sum(self, local: Tensor) -> Tensor:
+        """The sum over the ranks that share the vocabulary."""
+        return local
 
 
 class OutputLayer(nn.Linear):
-    """Hidden states [B, T, D] to logits [B, T, V], or with labels to their loss."""
+    """Hidden states [B, T, D] to logits [B, T, V], or, with labels, to their summed loss."""
 
     def __init__(self, dim: int, vocab_size: int):
         super().__init__(dim, vocab_size, bias=False)
         self.loss, self.vocabulary = LossConfig(), Vocabulary()
-        self.slope: Callable[..., Tensor] = slope  # or a compiled one
-        self.z_loss: Tensor | None = None  # how much of the last loss was z-loss, 0-d in fp32
+        self.logits_grad: Callable[..., Tensor] = logits_grad  # or its compiled version
+        self.z_loss: Tensor | None = None  # z-loss part of the last loss, 0-d in fp32
+
+    def compile_loss(self, **options: Any) -> None:
+        """Compile the element-wise parts of the loss, which then read and write the logits fewer
+        times; `options` are torch.compile's."""
+        self.logits_grad = torch.compile(self.logits_grad, **options)
+        self.vocabulary.compile(**options)
 
     def forward(self, x: Tensor, labels: Tensor | None = None) -> Tensor:
-        """With `labels` [B, T]: the summed loss in nats, 0-d in fp32; z-loss only while learning."""
+        """With `labels` [B, T]: the loss summed over tokens, in nats, 0-d in fp32.
+
+        z-loss is included only where gradients are enabled, so a validation loss has none.
+        """
         if labels is None:
             return super().forward(x)
-        x, weight = self.vocabulary.own(x, self.weight)
+        x, weight = self.vocabulary.local_tensors(x, self.weight)
         loss, self.z_loss = _OutputLoss.apply(
             x.flatten(0, 1), weight, labels.flatten(), self, torch.is_grad_enabled()
         )
@@ -82,101 +99,115 @@ class OutputLayer(nn.Linear):
 
 
 class _OutputLoss(torch.autograd.Function):
-    """(summed loss, what of it is z-loss) of hidden states [N, D] by weights [V', D] at labels [N]."""
+    """(summed loss, its z-loss part) of hidden states [N, D], weights [V', D] and labels [N]."""
 
     @staticmethod
     def forward(
-        ctx, x: Tensor, weight: Tensor, labels: Tensor, output: OutputLayer, learn: bool
+        ctx, x: Tensor, weight: Tensor, labels: Tensor, output: OutputLayer, with_grad: bool
     ) -> tuple[Tensor, Tensor]:
-        z_loss = output.loss.z_loss if learn else 0.0
-        size = output.loss.chunk_tokens or max(1, len(x))
+        z_weight = output.loss.z_loss if with_grad else 0.0
+        chunk = output.loss.chunk_tokens or max(1, len(x))
         total, z_total = (torch.zeros((), device=x.device) for _ in range(2))
-        dx = torch.empty_like(x) if learn else None
-        dw: Tensor | None = None
-        for rows in (slice(start, start + size) for start in range(0, len(x), size)):
-            loss, z, dz = _of_chunk(x[rows], weight, labels[rows], output, z_loss, learn)
-            total, z_total = total + loss + z, z_total + z
-            if not learn:
+        x_grad = torch.empty_like(x) if with_grad else None
+        weight_grad: Tensor | None = None
+        for rows in (slice(start, start + chunk) for start in range(0, len(x), chunk)):
+            loss, z_loss, grad = _chunk_loss(
+                x[rows], weight, labels[rows], output, z_weight, with_grad
+            )
+            total, z_total = total + loss + z_loss, z_total + z_loss
+            if x_grad is None or grad is None:
                 continue
-            torch.mm(dz, weight, out=dx[rows])
-            if size >= len(x):
-                dw = _sum_of_products(dz, x)
-            else:  # in fp32: rounding between chunks would be an error of its own
-                dw = torch.zeros_like(weight, dtype=torch.float32) if dw is None else dw
-                dw += _sum_of_products(dz, x[rows])
-            del dz  # before the next logits come
-        if learn:
-            ctx.save_for_backward(dx, dw)
+            torch.mm(grad, weight, out=x_grad[rows])
+            if chunk >= len(x):
+                weight_grad = _weight_grad(grad, x)
+            else:  # accumulate in fp32: rounding after every chunk would add an error
+                if weight_grad is None:
+                    weight_grad = torch.zeros_like(weight, dtype=torch.float32)
+                weight_grad += _weight_grad(grad, x[rows])
+            del grad  # free it before the next chunk's logits are allocated
+        if with_grad:
+            ctx.save_for_backward(x_grad, weight_grad)
             ctx.dtype = weight.dtype
         ctx.mark_non_differentiable(z_total)
         return total, z_total
 
     @staticmethod
-    def backward(ctx, gradient: Tensor, _):
-        dx, dw = (_scaled(kept, gradient, ctx.dtype) for kept in ctx.saved_tensors)
-        return dx, dw, None, None, None
+    def backward(ctx, grad: Tensor, _):
+        x_grad, weight_grad = (_scaled(saved, grad, ctx.dtype) for saved in ctx.saved_tensors)
+        return x_grad, weight_grad, None, None, None
 
 
-def _scaled(kept: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
-    # Not 0-d, or the factor would be rounded to the type of `kept`; not in place, because a
-    # backward that is split in two comes by twice.
-    return torch.mul(kept, factor.view(1, 1), out=torch.empty_like(kept, dtype=dtype))
+def _scaled(saved: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
+    # `factor` must not be 0-d, or it would be rounded to the dtype of `saved`. Not in place: a
+    # backward that is split into two halves calls this twice.
+    return torch.mul(saved, factor.view(1, 1), out=torch.empty_like(saved, dtype=dtype))
 
 
-def _sum_of_products(dz: Tensor, x: Tensor) -> Tensor:
-    """dz^T x, the gradient [V', D] of the weights; of float16 in fp32.
+def _weight_grad(grad: Tensor, x: Tensor) -> Tensor:
+    """grad^T x, the gradient [V', D] of the weights; computed in fp32 for float16 inputs.
 
-    It is a sum over tokens that neither the number of tokens nor a loss scale has divided yet: in
-    float16, 32,768 tokens with a channel of 4 would overflow, whatever the scale.
+    The sum over tokens is not yet divided by the number of tokens, and the loss scale is not
+    applied: in float16, 32,768 tokens with one channel of value 4 would overflow at any loss scale.
     """
-    if dz.dtype != torch.float16:
-        return dz.mT @ x
-    if dz.is_cuda:
-        return torch.mm(dz.mT, x, out_dtype=torch.float32)
-    return dz.mT.float() @ x.float()  # on a CPU products of float16 are the slower ones
+    if grad.dtype != torch.float16:
+        return grad.mT @ x
+    if grad.is_cuda:
+        return torch.mm(grad.mT, x, out_dtype=torch.float32)
+    return grad.mT.float() @ x.float()  # on a CPU, float16 matmuls are slower than float32 ones
 
 
-def _of_chunk(
-    x: Tensor, weight: Tensor, labels: Tensor, output: OutputLayer, z_loss: float, learn: bool
+def _chunk_loss(
+    x: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    output: OutputLayer,
+    z_weight: float,
+    with_grad: bool,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Cross-entropy and z-loss of a few tokens, and the gradient of their sum by the logits.
+    """(cross-entropy, z-loss, gradient of their sum with respect to the logits) of one chunk.
 
-    All logits are in one buffer in fp32.
+    One fp32 buffer holds the logits, then their exponentials, then their gradient.
     """
     vocabulary, logits = output.vocabulary, F.linear(x, weight).float()
-    largest, lse, at = vocabulary.normalise(logits, labels)
+    max_logit, lse, label_logit = vocabulary.log_sum_exp(logits, labels)
     valid = labels != IGNORE_INDEX
-    loss = torch.where(valid, lse - at, 0.0).sum()
-    z = torch.where(valid, z_loss * lse.square(), 0.0).sum()
-    if not learn:
-        return loss, z, None
-    factor = torch.where(valid, (largest - lse).exp() * (1 + 2 * z_loss * lse), 0.0)
-    return loss, z, output.slope(logits, factor, labels - vocabulary.first).to(weight.dtype)
+    loss = torch.where(valid, lse - label_logit, 0.0).sum()
+    z_loss = torch.where(valid, z_weight * lse.square(), 0.0).sum()
+    if not with_grad:
+        return loss, z_loss, None
+    factor = torch.where(valid, (max_logit - lse).exp() * (1 + 2 * z_weight * lse), 0.0)
+    grad = output.logits_grad(logits, factor, labels - vocabulary.first_id)
+    return loss, z_loss, grad.to(weight.dtype)
 
 
-def exponentials(logits: Tensor, largest: Tensor, place: Tensor) -> Tensor:
-    """[2, N]: the sum of exp(logit - largest), which is left of logits [N, V], and the logit at
-    `place`, or 0 where that is not among them."""
-    here, index = _within(place, logits)
-    at = torch.where(here, logits.gather(-1, index).squeeze(-1), 0.0)
-    logits.sub_(largest.unsqueeze(-1)).exp_()
-    return torch.stack((logits.sum(-1), at))
+def softmax_terms(logits: Tensor, max_logit: Tensor, label: Tensor) -> Tensor:
+    """[2, N]: the sum of exp(logit - max_logit), and the logit at index `label`.
+
+    Overwrites logits [N, V] with the exponentials. The logit is 0 where `label` is not a local id.
+    """
+    is_local, index = _local_index(label, logits)
+    label_logit = torch.where(is_local, logits.gather(-1, index).squeeze(-1), 0.0)
+    logits.sub_(max_logit.unsqueeze(-1)).exp_()
+    return torch.stack((logits.sum(-1), label_logit))
 
 
-def slope(shares: Tensor, factor: Tensor, place: Tensor) -> Tensor:
-    """The gradient by the logits of the summed loss, in place: shares [N, V] times `factor` [N] are
-    those of a softmax, all zero where nothing is learned."""
-    here, index = _within(place, shares)
-    shares.mul_(factor.unsqueeze(-1))
-    return shares.scatter_add_(-1, index, -here.to(shares.dtype).unsqueeze(-1))
+def logits_grad(exponentials: Tensor, factor: Tensor, label: Tensor) -> Tensor:
+    """The gradient of the summed loss with respect to the logits, computed in place.
+
+    exponentials [N, V] times `factor` [N] are the softmax (with the z-loss term); `factor` is 0 for
+    ignored labels, which are not local ids, so their rows are all 0.
+    """
+    is_local, index = _local_index(label, exponentials)
+    exponentials.mul_(factor.unsqueeze(-1))
+    return exponentials.scatter_add_(-1, index, -is_local.to(exponentials.dtype).unsqueeze(-1))
 
 
-def _within(place: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
-    """Whether each place [N] is one of the logits [N, V], and an index [N, 1] that always is."""
-    here = (place >= 0) & (place < logits.shape[-1])
-    return here, place.clamp(0, logits.shape[-1] - 1).unsqueeze(-1)
+def _local_index(label: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
+    """Whether each label [N] is an index into logits [N, V], and an always valid index [N, 1]."""
+    is_local = (label >= 0) & (label < logits.shape[-1])
+    return is_local, label.clamp(0, logits.shape[-1] - 1).unsqueeze(-1)
 
 
 def valid_tokens(labels: Tensor) -> Tensor:
-    """How many labels are learned from, as a 0-d integer tensor: no host synchronisation."""
+    """Number of labels that are not IGNORE_INDEX, 0-d integer; does not synchronise the host."""
     return (labels != IGNORE_INDEX).sum()

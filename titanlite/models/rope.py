@@ -1,4 +1,4 @@
-"""Rotary position embedding (https://arxiv.org/abs/2104.09864), with Llama 3.1's frequency scaling."""
+"""Rotary position embedding (https://arxiv.org/abs/2104.09864) with Llama 3.1's scaling."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """How Llama 3.1 stretches a trained context: long wavelengths by `factor`, short ones not."""
+    """Llama 3.1's extension of a trained context: divides low frequencies by `factor`."""
 
     factor: float = 8.0
     low_frequency_factor: float = 1.0
@@ -21,20 +21,22 @@ class RopeScaling:
 
 
 def rope_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None) -> Tensor:
-    """Radians a position, [K/2], fp32 on the CPU: a constant of the architecture."""
+    """Radians per position, [K/2], fp32 on the CPU."""
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float32, device="cpu") / head_dim
-    plain = theta**-exponents
+    unscaled = theta**-exponents
     if scaling is None:
-        return plain
-    turns = scaling.original_context * plain / (2 * math.pi)  # in the context it was trained on
+        return unscaled
+    turns = scaling.original_context * unscaled / (2 * math.pi)  # over the original context
     low, high = scaling.low_frequency_factor, scaling.high_frequency_factor
-    kept = ((turns - low) / (high - low)).clamp(0, 1)  # 0: stretched, 1: as it was
-    return plain * (kept + (1 - kept) / scaling.factor)
+    blend = ((turns - low) / (high - low)).clamp(0, 1)  # 0: divided by `factor`, 1: unchanged
+    return unscaled * (blend + (1 - blend) / scaling.factor)
 
 
-@cache  # a GPU waits for what comes from pageable memory, and this is needed in every forward
-def _frequencies_on(device: torch.device, *architecture) -> Tensor:
-    return rope_frequencies(*architecture).to(device)
+@cache  # every forward needs it, and a copy from pageable host memory blocks a GPU
+def _cached_frequencies(
+    device: torch.device, head_dim: int, theta: float, scaling: RopeScaling | None
+) -> Tensor:
+    return rope_frequencies(head_dim, theta, scaling).to(device)
 
 
 def rope_cos_sin(
@@ -42,18 +44,18 @@ def rope_cos_sin(
 ) -> tuple[Tensor, Tensor]:
     """Cosine and sine at `positions` [T] or [B, T], each [..., T, 1, K] in fp32.
 
-    Computed anew in every forward: it costs less than a thousandth of one, and there is no table
-    to slice wrongly under sequence, context or pipeline parallelism.
+    Computed in every forward, which takes less than a thousandth of its time. A precomputed table
+    would have to be sliced for sequence, context and pipeline parallelism.
     """
-    steps = _frequencies_on(positions.device, head_dim, theta, scaling)
-    angles = positions.unsqueeze(-1).float() * steps
+    frequencies = _cached_frequencies(positions.device, head_dim, theta, scaling)
+    angles = positions.unsqueeze(-1).float() * frequencies
     angles = torch.cat([angles, angles], dim=-1).unsqueeze(-2)
     return angles.cos(), angles.sin()
 
 
 def apply_rope(x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
-    """Turn x [B, T, H, K] by its positions; pairs are (i, i + K/2), as Hugging Face stores them."""
+    """Rotate x [B, T, H, K] by its positions; pairs are (i, i + K/2), as in Hugging Face."""
     cosine, sine = rope
-    left, right = x.float().chunk(2, dim=-1)
-    x_turned = torch.cat([-right, left], dim=-1)
-    return (x * cosine + x_turned * sine).to(x.dtype)
+    first, second = x.float().chunk(2, dim=-1)
+    rotated = torch.cat([-second, first], dim=-1)
+    return (x * cosine + rotated * sine).to(x.dtype)

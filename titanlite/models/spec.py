@@ -1,102 +1,171 @@
-"""What the rest of the house may ask of a model family: facts as data, and a plain module."""
+"""What other packages need to know about a model family: a plain module, and facts as data."""
 
 from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Generic, Protocol, TypeVar
 
 from torch import nn
 
 from titanlite.errors import ConfigError
-from titanlite.settings import Positive, Range, Supported
+from titanlite.settings import OneOf, Positive, Range, Supported, format_value
+
+
+def _family_names() -> Iterable[str]:
+    from titanlite.models import FAMILIES  # which imports this module
+
+    return FAMILIES
 
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """[model] Which architecture to train; a field set here overrides the flavor's."""
+    """[model] The architecture to train; a size that is set here overrides the flavor's.
 
-    name: Literal["llama3"] = "llama3"  # the model family
-    flavor: str = "debugmodel"  # a size of that family
+    A size is a field whose default is None. Each family has some of them, under the same name in
+    its dataclass of sizes, and refuses the others. A family that needs a size of its own adds a
+    field here.
+    """
+
+    name: Annotated[str, OneOf(_family_names)] = "llama3"  # model family
+    flavor: str = "debugmodel"  # named set of sizes of that family
     converters: Annotated[
         list[str], Supported(([], ["quantize.linear.float8"]), "Any other converter")
     ] = dataclasses.field(default_factory=list)
-    # torchtitan's switch of Float8, here another way to say recipe_name = "tensorwise"
-    print_after_conversion: bool = False  # log the module tree once it is parallelized
+    # torchtitan's switch for Float8, here the same as float8.recipe_name = "tensorwise"
+    print_after_conversion: bool = False  # log the module tree after parallelization
     dim: Positive | None = None  # width of the residual stream
-    n_layers: Positive | None = None  # blocks
-    n_heads: Positive | None = None  # query heads a block
-    n_kv_heads: Positive | None = None  # key-value heads a block; divides n_heads
-    head_dim: Positive | None = None  # width of a head; dim / n_heads where unset
-    hidden_dim: Positive | None = None  # width of the feed-forward
-    vocab_size: Positive | None = None  # token ids the model knows
-    norm_eps: Annotated[float, Range(0)] | None = None  # added under the root of RMSNorm
-    rope_theta: Annotated[float, Range(1)] | None = None  # base wavelength of RoPE
+    n_layers: Positive | None = None  # transformer blocks
+    n_heads: Positive | None = None  # query heads per block
+    n_kv_heads: Positive | None = None  # key-value heads per block; must divide n_heads
+    head_dim: Positive | None = None  # elements per head; default dim / n_heads
+    hidden_dim: Positive | None = None  # width of the feed-forward layer
+    vocab_size: Positive | None = None  # token ids that the model has embeddings for
+    norm_eps: Annotated[float, Range(0)] | None = None  # epsilon of RMSNorm
+    rope_theta: Annotated[float, Range(1)] | None = None  # base of the RoPE frequencies
     rope_scaling_factor: Annotated[float, Range(1)] | None = None
-    # Llama 3.1's stretch of long wavelengths; 1 turns it off
+    # RoPE frequency scaling factor (Llama 3.1); 1 disables it
     qk_norm: bool | None = None  # RMSNorm on every query and key head
-    tied_embeddings: bool | None = None  # the output layer is the embedding
+    tied_embeddings: bool | None = None  # the output layer shares its weights with the embedding
+
+
+class ModelSizes(Protocol):
+    """The sizes of one model that other packages read; each family has a frozen dataclass."""
+
+    __dataclass_fields__: ClassVar[dict[str, dataclasses.Field[Any]]]
+
+    @property
+    def dim(self) -> int:
+        """Width of the residual stream."""
+
+    @property
+    def n_layers(self) -> int:
+        """Transformer blocks."""
+
+    @property
+    def n_heads(self) -> int:
+        """Query heads per block."""
+
+    @property
+    def n_kv_heads(self) -> int:
+        """Key-value heads per block."""
+
+    @property
+    def head_width(self) -> int:
+        """Elements per head."""
+
+    @property
+    def hidden_dim(self) -> int:
+        """Width of the feed-forward layer."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Token ids that the model has embeddings for."""
+
+
+SizesT = TypeVar("SizesT", bound=ModelSizes)
 
 
 @dataclass(frozen=True)
-class HuggingFaceMapping:
-    """The same architecture in Hugging Face's words."""
+class HuggingFaceMapping(Generic[SizesT]):
+    """The same architecture in Hugging Face's format."""
 
-    architecture: str  # what config.json calls it
-    names: Mapping[str, str]  # our parameter -> theirs; `*` is the same number in both
-    derived: str  # pattern of what old folders hold beside parameters, and config.json tells too
-    config_of: Callable[[Any, int], dict[str, Any]]
-    # (shape, tokens it was trained on at once) -> config.json; raises CheckpointError
-    sizes_of: Callable[[Mapping[str, Any]], Any]  # and back; raises CheckpointError
+    architecture: str  # in config.json's `architectures`
+    names: Mapping[str, str]  # our parameter name -> theirs; `*` is the layer index in both
+    derived: str  # pattern of tensors in old folders that are computed from config.json
+    to_config: Callable[[SizesT, int], dict[str, Any]]
+    # (sizes, tokens per training sequence) -> config.json; raises CheckpointError
+    from_config: Callable[[Mapping[str, Any]], SizesT]  # inverse; raises CheckpointError
 
     def name_of(self, name: str) -> str:
-        """Their name of a parameter of ours."""
-        number = "".join(part for part in name.split(".") if part.isdigit())
-        return self.names[re.sub(r"\.\d+\.", ".*.", name)].replace("*", number)
+        """Hugging Face's name of one of our parameters."""
+        index = "".join(part for part in name.split(".") if part.isdigit())
+        return self.names[re.sub(r"\.\d+\.", ".*.", name)].replace("*", index)
 
 
 @dataclass(frozen=True)
-class ModelSpec:
-    """One model family. `shape` below is the family's own frozen dataclass of sizes."""
+class ModelSpec(Generic[SizesT]):
+    """One model family: how to build its module, and facts about it.
+
+    The module maps tokens [B, T] to logits [B, T, V], or, called with `labels`, to their summed
+    loss; `forward` takes what `Llama.forward` takes, and it has its sizes as `.sizes`. A pipeline
+    stage replaces the modules that it does not own with None, and removes blocks.
+    """
 
     name: str
-    flavors: Mapping[str, Any]  # flavor -> shape
-    build: Callable[[Any], nn.Module]
-    split: Mapping[str, str]  # module pattern -> how tensor parallelism splits it, in words
-    start: Mapping[str, str]  # parameter pattern -> how it starts, in words; the first match holds
-    block_path: str  # the ModuleDict that holds the repeated blocks
-    attention: str  # pattern of the modules that take q, k, v [B, H, T, K] to causal attention
-    output: str  # the module that is the output layer and the loss, a models.loss.Output
-    count_parameters: Callable[[Any], int]
-    count_block_parameters: Callable[[Any], int]
-    kept_by_block: Callable[[Any], int]
-    # numbers a token that a block keeps for backward, where nothing is computed again
-    flops_per_token: Callable[..., float]  # (shape, seq_len, full_attention=False)
-    costs: Callable[[Any, int], dict[str, float]]
-    # (shape, seq_len) -> FLOPs a token of each module, in the order in which they run
-    tied: Callable[[Any], list[tuple[str, str]]]  # (parameter, the one it is the same as)
-    hugging_face: HuggingFaceMapping
+    flavors: Mapping[str, SizesT]
+    build: Callable[[SizesT], nn.Module]
+    tp_plan: Mapping[str, str]  # module name pattern -> role, a row of parallelize/tensor.py
+    init_roles: Mapping[str, str]
+    # parameter name pattern -> role in parallelize/weight_init.py; the first match applies
+    blocks_path: str  # the nn.ModuleDict of transformer blocks, keyed by index
+    attention_pattern: str  # name pattern of the CausalAttention modules
+    output_path: str  # the OutputLayer
+    count_parameters: Callable[[SizesT], int]
+    count_block_parameters: Callable[[SizesT], int]
+    activations_per_block: Callable[[SizesT], int]
+    # elements per token that autograd saves for one block, without activation checkpointing
+    flops_per_token: Callable[..., float]
+    # (sizes, seq_len, full_attention=False) -> forward and backward FLOPs of the whole model
+    module_flops: Callable[[SizesT, int], dict[str, float]]
+    # (sizes, seq_len) -> forward and backward FLOPs per token of each module, in execution order
+    tied_parameters: Callable[[SizesT], list[tuple[str, str]]]
+    # pairs of parameter names; the first is the same parameter as the second
+    hugging_face: HuggingFaceMapping[SizesT]
+    check_sizes: Callable[[SizesT], Iterator[ConfigError]] = lambda sizes: iter(())
+    # reject sizes that do not fit together
 
-    def sizes_of(self, section: ModelConfig) -> Any:
-        """The sizes a [model] section asks for; raises ConfigError."""
-        if section.flavor not in self.flavors:
+    def sizes_of(self, config: ModelConfig) -> SizesT:
+        """The flavor's sizes with the overrides of a [model] section.
+
+        Raises ConfigError for an unknown flavor, and for a size that this family does not have.
+        """
+        if config.flavor not in self.flavors:
             raise ConfigError(
-                f'model.flavor = "{section.flavor}": must be one of {", ".join(self.flavors)}.',
+                f'model.flavor = "{config.flavor}": must be one of {", ".join(self.flavors)}.',
                 keys=("model.flavor",),
             )
-        sizes = self.flavors[section.flavor]
-        names = {field.name for field in dataclasses.fields(sizes)}
-        given = {
+        sizes = self.flavors[config.flavor]
+        overrides = {
             field.name: value
-            for field in dataclasses.fields(section)
-            if field.name in names and (value := getattr(section, field.name)) is not None
+            for field in dataclasses.fields(config)
+            if field.default is None and (value := getattr(config, field.name)) is not None
         }
-        return dataclasses.replace(sizes, **given)
+        known = {field.name for field in dataclasses.fields(sizes)}
+        if unknown := [name for name in overrides if name not in known]:
+            shown = ", ".join(f"model.{name} = {format_value(overrides[name])}" for name in unknown)
+            allowed = [f.name for f in dataclasses.fields(config) if f.name in known]
+            raise ConfigError(
+                f'{shown}: not a size of model.name = "{self.name}".',
+                fix=f"Remove it; this family has {', '.join(allowed)}.",
+                keys=tuple(f"model.{name}" for name in unknown),
+            )
+        return dataclasses.replace(sizes, **overrides)
 
 
-def first_match(facts: Mapping[str, str], name: str) -> str | None:
-    """The word of the first pattern that fits a name; `*` stands for anything."""
-    return next((word for pattern, word in facts.items() if fnmatchcase(name, pattern)), None)
+def first_match(roles: Mapping[str, str], name: str) -> str | None:
+    """The role of the first pattern that matches a name; `*` matches any text."""
+    return next((role for pattern, role in roles.items() if fnmatchcase(name, pattern)), None)

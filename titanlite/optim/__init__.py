@@ -6,7 +6,7 @@ from titanlite.optim.adam import moment_bytes, moment_format
 from titanlite.optim.build import (
     OptimizerConfig,
     build_optimizer,
-    optimizer_problems,
+    check_optimizer_config,
     set_lr,
 )
 from titanlite.optim.clip import clip_gradients, shard_norms
@@ -14,8 +14,8 @@ from titanlite.optim.in_backward import OptimizerInBackward
 from titanlite.optim.loss_scale import LossScale, LossScaleConfig
 from titanlite.optim.lr_schedule import (
     LRSchedulerConfig,
+    check_lr_scheduler_config,
     lr_factor,
-    schedule_problems,
     schedule_warning,
 )
 
@@ -26,12 +26,12 @@ __all__ = [
     "OptimizerConfig",
     "OptimizerInBackward",
     "build_optimizer",
+    "check_lr_scheduler_config",
+    "check_optimizer_config",
     "clip_gradients",
     "lr_factor",
     "moment_bytes",
     "moment_format",
-    "optimizer_problems",
-    "schedule_problems",
     "schedule_warning",
     "set_lr",
     "shard_norms",

@@ -75,7 +75,7 @@ def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
         group["lr"] = lr
 
 
-def optimizer_problems(config: OptimizerConfig, keep: str) -> Iterator[ConfigError]:
+def check_optimizer_config(config: OptimizerConfig, keep: str) -> Iterator[ConfigError]:
     """Moments that the optimizer has not, or that would not move; `keep`: training.dtype."""
     yield from _frozen_moments(config, keep)
     if not config.lean:

@@ -46,7 +46,7 @@ def lr_factor(step: int, total_steps: int, config: LRSchedulerConfig) -> float:
     return config.min_lr_factor + (1.0 - config.min_lr_factor) * left
 
 
-def schedule_problems(config: LRSchedulerConfig, steps: int) -> Iterator[ConfigError]:
+def check_lr_scheduler_config(config: LRSchedulerConfig, steps: int) -> Iterator[ConfigError]:
     """Steps of a run of `steps` that nothing would be learned from."""
     total_steps = config.total_steps or steps
     if lr_factor(steps - 1, total_steps, config) == 0:

@@ -10,7 +10,7 @@ from torch import nn
 
 from titanlite.distributed.mesh import Mesh, ParallelismConfig
 from titanlite.kernels.backend import set_attention_kernel
-from titanlite.models import LossConfig, ModelSpec, OutputLayer
+from titanlite.models import LossConfig, ModelSizes, ModelSpec, OutputLayer
 from titanlite.parallelize.activation_checkpoint import (
     ActivationCheckpointConfig,
     checkpoint_blocks,
@@ -79,17 +79,18 @@ def parallelize(
     transforms: ModelTransforms,
 ) -> None:
     """Spread a plain model on meta, or a stage of one, over its mesh, in place."""
-    blocks, sizes = part.get_submodule(spec.block_path), part.sizes
-    if (output := getattr(part, spec.output)) is not None:
+    blocks, sizes = part.get_submodule(spec.blocks_path), part.sizes
+    if (output := getattr(part, spec.output_path)) is not None:
         output.loss = transforms.loss
     convert_to_float8(
         part, transforms.float8
     )  # before the split, which has styles of their own for them
     shared_loss, column = not section.disable_loss_parallel, float8_column(transforms.float8)
-    apply_tensor_parallel(part, spec.split, mesh.tp, sizes.head_width, shared_loss, column)
-    tie_parameters(part, spec.tied(sizes))  # the split makes a parameter of each
-    set_attention_kernel(part, spec.attention, transforms.kernel, transforms.documents)
-    apply_context_parallel(part, spec.attention, mesh.cp, section)  # it has kernels of its own
+    apply_tensor_parallel(part, spec.tp_plan, mesh.tp, sizes.head_width, shared_loss, column)
+    tie_parameters(part, spec.tied_parameters(sizes))  # the split makes a parameter of each
+    set_attention_kernel(part, spec.attention_pattern, transforms.kernel, transforms.documents)
+    # after the kernel is set, because context parallel uses its own
+    apply_context_parallel(part, spec.attention_pattern, mesh.cp, section)
     # Inside of the compiled code, because the compiler must see what is kept. After the split, here
     # and below, so that its gathers are computed again too; names stay as they were.
     checkpoint_operations(blocks, transforms.recompute)
@@ -126,10 +127,10 @@ def _reshard(section: ParallelismConfig) -> str:
 
 def _ends(part: nn.Module, spec: ModelSpec) -> tuple[list[nn.Module], list[nn.Module]]:
     """What is before the blocks and what is after them; ends that are tied are nobody's."""
-    if spec.tied(part.sizes):
+    if spec.tied_parameters(part.sizes):
         return [], []
     names = list(dict(part.named_children()))
-    blocks = names.index(spec.block_path)
+    blocks = names.index(spec.blocks_path)
     before, after = names[:blocks], names[blocks + 1 :]
     return [part.get_submodule(name) for name in before], [
         part.get_submodule(name) for name in after
@@ -138,7 +139,7 @@ def _ends(part: nn.Module, spec: ModelSpec) -> tuple[list[nn.Module], list[nn.Mo
 
 def build_sharded_model(
     spec: ModelSpec,
-    sizes,
+    sizes: ModelSizes,
     mesh: Mesh,
     section: ParallelismConfig,
     plan: PipelinePlan,
@@ -155,8 +156,9 @@ def build_sharded_model(
     model.to_empty(
         device="cpu" if transforms.offload else device
     )  # memory for the shards, nothing more
-    tie_parameters(model, spec.tied(sizes))  # as does this, where FSDP does not mend it by itself
-    init_weights(model, spec.start, sizes.n_layers, seed)
+    # `to_empty` unties parameters, and FSDP does not always tie them again itself.
+    tie_parameters(model, spec.tied_parameters(sizes))
+    init_weights(model, spec.init_roles, sizes.n_layers, seed)
     rescale = build_float8_scale_update(model, transforms.float8, mesh.tp)
-    output = getattr(model, spec.output)
+    output = getattr(model, spec.output_path)
     return ShardedModel(model, parts, output, sizes.dim, transforms.compute, rescale)

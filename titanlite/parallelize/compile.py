@@ -58,10 +58,7 @@ def compile_blocks(blocks: nn.ModuleDict, config: CompileConfig) -> None:
 def compile_loss(output: OutputLayer | None, config: CompileConfig) -> None:
     """Compile what is between the products of the loss: passes over the logits become fewer."""
     if output is not None and config.compiles("loss"):
-        how = {"backend": config.backend, "fullgraph": True, "dynamic": False}
-        output.slope = torch.compile(output.slope, **how)
-        vocabulary = output.vocabulary
-        vocabulary.exponentials = torch.compile(vocabulary.exponentials, **how)
+        output.compile_loss(backend=config.backend, fullgraph=True, dynamic=False)
 
 
 def enable_async_tensor_parallel_fusion(tp: DeviceMesh) -> None:

@@ -24,6 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from titanlite.distributed.collectives import all_gather_tensor, reduce_scatter_sum
 from titanlite.distributed.mesh import Degrees, ParallelismConfig
 from titanlite.errors import ConfigError
+from titanlite.kernels.documents import SupportsDocuments
 from titanlite.kernels.flash import flash_kernel_for
 
 WHOLE = slice(None)
@@ -83,8 +84,8 @@ def apply_context_parallel(
     if cp.size() == 1:
         return
     share = build_sequence_shard(cp, section)
-    if model.documents_of is not None:
-        model.documents_of = partial(document_tiles, share)
+    if isinstance(model, SupportsDocuments) and model.index_documents is not None:
+        model.use_document_mask(partial(document_tiles, share))
     travel = section.context_parallel_rotate_method
     for name, module in model.named_modules():
         if fnmatchcase(name, pattern):

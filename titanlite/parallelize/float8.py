@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from titanlite.distributed.mesh import Degrees
 from titanlite.errors import ConfigError
 from titanlite.log import logger
-from titanlite.models import ModelSpec, OutputLayer, first_match
+from titanlite.models import ModelSizes, ModelSpec, OutputLayer, first_match
 from titanlite.parallelize.tensor import PLAIN, ParallelStyles, part_of
 
 SECTION = "quantize.linear.float8"
@@ -207,7 +207,7 @@ def build_float8_scale_update(
 
 
 def float8_problems(
-    config: Float8Config, spec: ModelSpec, sizes, degrees: Degrees, tokens: int
+    config: Float8Config, spec: ModelSpec, sizes: ModelSizes, degrees: Degrees, tokens: int
 ) -> Iterator[ConfigError]:
     """Keys that ask for what the recipe has not, and layers that cannot be split as asked.
 
@@ -257,7 +257,7 @@ def float8_problems(
         return
     with torch.device("meta"):
         model = spec.build(sizes)
-    yield from _layer_problems(config, model, spec.split, sizes.head_width, degrees)
+    yield from _layer_problems(config, model, spec.tp_plan, sizes.head_width, degrees)
     if not config.emulate and recipe != "rowwise_with_gw_hp" and tokens % MULTIPLE:
         yield _problem(
             f"{SECTION}.recipe_name: a rank runs {tokens} tokens at once (sequences of a"

@@ -22,7 +22,7 @@ from torch.profiler import record_function
 
 from titanlite.distributed.mesh import ParallelismConfig
 from titanlite.errors import ConfigError
-from titanlite.models import ModelSpec
+from titanlite.models import ModelSizes, ModelSpec
 from titanlite.parallelize.fsdp import accumulate_gradients
 from titanlite.parallelize.schedule import (
     CSV_KEY,
@@ -104,10 +104,10 @@ class PipelinePlan:
 
 
 def plan_pipeline(
-    section: ParallelismConfig, spec: ModelSpec, sizes, seq_len: int, local_batch: int
+    section: ParallelismConfig, spec: ModelSpec, sizes: ModelSizes, seq_len: int, local_batch: int
 ) -> tuple[PipelinePlan | None, list[ConfigError]]:
     """The plan that a section means, or else everything that stands against it."""
-    costs = spec.costs(sizes, seq_len)
+    costs = spec.module_flops(sizes, seq_len)
     ranks = section.pipeline_parallel_degree
     if ranks == 1:  # one stage, which holds everything
         everything = [sum(costs.values())]
@@ -118,7 +118,7 @@ def plan_pipeline(
     try:
         style, count, rank_of = _stages(section, sizes)
         problems += _schedule_problems(section, style, rank_of, local_batch)
-        stages = partition_model(section, costs, spec.block_path, count)
+        stages = partition_model(section, costs, spec.blocks_path, count)
     except ConfigError as error:
         problems.append(error)
     if problems:
@@ -141,9 +141,9 @@ def _name(section: ParallelismConfig) -> str:
 
 
 def _plain_problems(
-    section: ParallelismConfig, spec: ModelSpec, sizes, local_batch: int
+    section: ParallelismConfig, spec: ModelSpec, sizes: ModelSizes, local_batch: int
 ) -> Iterator[ConfigError]:
-    if spec.tied(sizes):
+    if spec.tied_parameters(sizes):
         yield ConfigError(
             f"{DEGREE} = {section.pipeline_parallel_degree}: the embedding and the output layer are"
             " the same weights (model.tied_embeddings), but belong to the first and last stage.",
@@ -159,7 +159,7 @@ def _plain_problems(
         )
 
 
-def _stages(section: ParallelismConfig, sizes) -> tuple[ScheduleSpec, int, list[int]]:
+def _stages(section: ParallelismConfig, sizes: ModelSizes) -> tuple[ScheduleSpec, int, list[int]]:
     """(style, stages, the rank of each) of the schedule of a section; raises ConfigError."""
     ranks, file = section.pipeline_parallel_degree, _csv(section)
     if file is not None:
@@ -221,7 +221,7 @@ def _schedule_problems(
 
 
 def build_stage_modules(
-    spec: ModelSpec, sizes, plan: PipelinePlan, rank: int
+    spec: ModelSpec, sizes: ModelSizes, plan: PipelinePlan, rank: int
 ) -> tuple[nn.Module, dict[int, nn.Module]]:
     """(all that a pipeline rank holds, as one module; its stages by number, made of the same).
 
@@ -233,10 +233,10 @@ def build_stage_modules(
             return held, {0: held}
         parts = {number: spec.build(sizes) for number in plan.stages_of(rank)}
     for number, part in parts.items():
-        _keep(part, plan.stages[number], spec.block_path)
+        _keep(part, plan.stages[number], spec.blocks_path)
         if number < len(plan.stages) - 1:
             part.register_forward_hook(_plain)
-    _keep(held, [name for number in parts for name in plan.stages[number]], spec.block_path)
+    _keep(held, [name for number in parts for name in plan.stages[number]], spec.blocks_path)
     for number, part in parts.items():
         for name in plan.stages[number]:
             held.set_submodule(name, part.get_submodule(name))

@@ -30,7 +30,7 @@ from torch.distributed.tensor.parallel import (
 from titanlite.distributed.collectives import all_gather_tensor, all_reduce_max, all_reduce_sum
 from titanlite.distributed.mesh import Degrees
 from titanlite.errors import ConfigError
-from titanlite.models import Vocabulary
+from titanlite.models import ModelSizes, Vocabulary
 
 SEQUENCE = 1  # the dimension of [B, T, …] that is split between the matrices
 _TAKE_GATHERED = ("colwise", "colwise_kv")  # words of what is fed by a "gather_sequence" above it
@@ -201,26 +201,26 @@ class _ShardedVocabulary(Vocabulary):
     def __init__(self, tp: DeviceMesh, size: int):
         super().__init__()
         self.tp, self.most = tp, -(-size // tp.size())  # ids of a rank; the last may have fewer
-        self.first = tp.get_local_rank() * self.most
+        self.first_id = tp.get_local_rank() * self.most
 
-    def own(self, x: DTensor, weight: DTensor) -> tuple[Tensor, Tensor]:
+    def local_tensors(self, x: DTensor, weight: DTensor) -> tuple[Tensor, Tensor]:
         return x.to_local(grad_placements=[Partial()]), weight.to_local()
 
-    def largest(self, own: Tensor) -> Tensor:
-        return all_reduce_max(self.tp, own)
+    def reduce_max(self, local: Tensor) -> Tensor:
+        return all_reduce_max(self.tp, local)
 
-    def sum(self, own: Tensor) -> Tensor:
-        return all_reduce_sum(self.tp, own)
+    def reduce_sum(self, local: Tensor) -> Tensor:
+        return all_reduce_sum(self.tp, local)
 
 
 class _GatheredVocabulary(_ShardedVocabulary):
     """The same logits, which every rank then sees whole."""
 
-    def normalise(self, logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def log_sum_exp(self, logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         padded = F.pad(logits, (0, self.most - logits.shape[-1]), value=-torch.inf)
         whole = all_gather_tensor(self.tp.get_group(), padded).transpose(0, 1).flatten(1)
         largest = whole.amax(-1)
-        total, at = self.exponentials(whole, largest, labels)
+        total, at = self.softmax_terms(whole, largest, labels)
         logits.sub_(largest.unsqueeze(-1)).exp_()
         return largest, largest + total.log(), at
 
@@ -237,7 +237,7 @@ def part_of(
 
 
 def tensor_parallel_problems(
-    degrees: Degrees, sizes, seq_len: int, key: str
+    degrees: Degrees, sizes: ModelSizes, seq_len: int, key: str
 ) -> Iterator[ConfigError]:
     """What of a model's sizes, and of the sequence set by `key`, tensor parallel cannot split."""
     tensor = degrees.tensor

@@ -128,7 +128,7 @@ def _optimizer_bytes(config: JobConfig) -> float:
 def _saved_per_token(job: Job, blocks: float) -> float:
     """Activation elements per token that `blocks` blocks hold when backward begins."""
     recompute = job.config.activation_checkpoint
-    block, dim = job.spec.kept_by_block(job.sizes), job.sizes.dim
+    block, dim = job.spec.activations_per_block(job.sizes), job.sizes.dim
     if recompute.offload:  # only two blocks' activations are on the device
         return 2 * dim + block if recompute.mode == "full" else 2 * block
     if recompute.mode == "none":

@@ -1,1 +1,1 @@
-"""Llama 3: the module, its spec and its Hugging Face mapping."""
+"""The Llama 3 family: the module, its spec and its Hugging Face mapping."""

@@ -1,0 +1,104 @@
+"""A second model family is one spec and one line; what it does not have is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+
+from titanlite.errors import ConfigError, UserError, format_error
+from titanlite.job import read_job
+from titanlite.models import FAMILIES, LLAMA3, Llama, Llama3Sizes, ModelConfig
+from titanlite.settings import build_dataclass
+
+
+@dataclass(frozen=True)
+class TinySizes:
+    """Fewer sizes than Llama 3: no head_dim, no qk_norm, nothing about RoPE."""
+
+    dim: int
+    n_layers: int
+    n_heads: int
+    n_kv_heads: int
+    hidden_dim: int
+    vocab_size: int
+
+    @property
+    def head_width(self) -> int:
+        return self.dim // self.n_heads
+
+    def as_llama(self) -> Llama3Sizes:
+        return Llama3Sizes(
+            self.dim, self.n_layers, self.n_heads, self.n_kv_heads, self.hidden_dim, self.vocab_size
+        )
+
+
+def check_tiny_sizes(sizes: TinySizes) -> Iterator[ConfigError]:
+    if sizes.n_layers > 3:
+        yield ConfigError(f"model.n_layers = {sizes.n_layers}: tiny has at most 3.")
+
+
+TINY = replace(
+    LLAMA3,
+    name="tiny",
+    flavors={"mini": TinySizes(32, 2, 4, 2, 48, 61)},
+    build=lambda sizes: Llama(sizes.as_llama()),
+    check_sizes=check_tiny_sizes,
+    count_parameters=lambda sizes: LLAMA3.count_parameters(sizes.as_llama()),
+    count_block_parameters=lambda sizes: LLAMA3.count_block_parameters(sizes.as_llama()),
+    activations_per_block=lambda sizes: LLAMA3.activations_per_block(sizes.as_llama()),
+    flops_per_token=lambda sizes, *args: LLAMA3.flops_per_token(sizes.as_llama(), *args),
+    module_flops=lambda sizes, seq_len: LLAMA3.module_flops(sizes.as_llama(), seq_len),
+    tied_parameters=lambda sizes: [],
+)
+
+
+@pytest.fixture
+def tiny(monkeypatch):
+    """The family in FAMILIES, as one more line would add it."""
+    monkeypatch.setitem(FAMILIES, "tiny", TINY)
+
+
+def read_tiny(run_toml, *argv: str):
+    words = ["--model.name", "tiny", "--model.flavor", "mini", *argv]
+    return read_job(["--job.config_file", str(run_toml), *words], 1)
+
+
+def refusal(run_toml, *argv: str) -> str:
+    with pytest.raises(UserError) as raised:
+        read_tiny(run_toml, *argv)
+    return format_error(raised.value)
+
+
+def test_a_family_in_the_dictionary_can_be_configured(run_toml, tiny):
+    job = read_tiny(run_toml)
+    assert job.spec is TINY
+    assert job.sizes == TinySizes(32, 2, 4, 2, 64, 258)  # the flavor's, and the file's overrides
+    assert job.spec.build(job.sizes)(torch.zeros(1, 3, dtype=torch.int64)).shape == (1, 3, 258)
+
+
+def test_an_unknown_family_is_refused_with_the_known_ones(tiny):
+    _, (error,) = build_dataclass(ModelConfig, {"name": "tinny"})
+    assert str(error) == 'name = "tinny": must be "llama3" | "tiny". Did you mean "tiny"?'
+
+
+def test_without_the_line_the_family_is_refused(run_toml):
+    assert 'model.name = tiny: must be "llama3".' in refusal(run_toml)
+
+
+def test_a_size_that_the_family_does_not_have_is_refused(run_toml, tiny):
+    """It was ignored, so the model was not the one that the configuration describes."""
+    message = refusal(run_toml, "--model.head_dim", "16", "--model.qk_norm", "true")
+    assert (
+        'model.head_dim = 16, model.qk_norm = true: not a size of model.name = "tiny". Remove it;'
+        " this family has dim, n_layers, n_heads, n_kv_heads, hidden_dim, vocab_size." in message
+    )
+    with pytest.raises(ConfigError) as raised:
+        TINY.sizes_of(ModelConfig(name="tiny", flavor="mini", norm_eps=1e-6))
+    assert raised.value.keys == ("model.norm_eps",)
+
+
+def test_a_family_checks_its_own_sizes(run_toml, tiny):
+    assert "tiny has at most 3" in refusal(run_toml, "--model.n_layers", "4")
