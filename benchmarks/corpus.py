@@ -1,4 +1,4 @@
-"""Random ids to train on: what they are does not change how fast they are."""
+"""A corpus of random ids: speed does not depend on their values."""
 
 from __future__ import annotations
 
@@ -19,10 +19,12 @@ def write_corpus(folder: Path, vocab_size: int, documents: int = 800) -> Path:
             writer.add(document)
         record = writer.close()
     write_corpus_manifest(folder / "train", "random", vocab_size, [record])
-    np.save(folder / "ids.npy", ids.astype(np.uint32).ravel())  # for those that know no shards
+    np.save(
+        folder / "ids.npy", ids.astype(np.uint32).ravel()
+    )  # for programs that do not read shards
     return folder
 
 
 def open_ids(folder: Path) -> np.ndarray:
-    """The same ids, memory-mapped and plain [N]."""
+    """The same ids, memory-mapped: [N]."""
     return np.load(folder / "ids.npy", mmap_mode="r")

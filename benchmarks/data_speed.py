@@ -1,6 +1,6 @@
-"""One measurement of the data's side, on one core: python -m benchmarks.data_speed WHAT CORPUS
+"""Measure one part of the data pipeline on one core: python -m benchmarks.data_speed PART CORPUS
 
-`stream`, `order` or `tokenizer`; prints the figures by name.
+PART is `stream`, `order` or `tokenizer`. Prints the figures by name, as JSON.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from titanlite.data.bpe import train_bpe
 
 
 def stream(corpus: Path) -> dict[str, float]:
-    """Million tokens a second of the stream alone, and of torchdata's loader over its samples."""
+    """Million tokens/s of the sample stream, and of torchdata's loader over the same samples."""
     torch.set_num_threads(1)
     rows, seconds = 32, 1.5
     source = [SourceConfig("text", str(corpus / "train"))]
@@ -66,7 +66,7 @@ def stream(corpus: Path) -> dict[str, float]:
 
 
 def order(corpus: Path) -> dict[str, float]:
-    """Nanoseconds a sample to learn where it comes from."""
+    """Nanoseconds per sample to compute which source it comes from."""
     found, positions = {}, np.arange(65_536)
     for samples in (10**3, 10**9):
         places, times = SampleOrder(0, [("a", 0.7, samples), ("b", 0.3, samples)]), []
@@ -79,7 +79,7 @@ def order(corpus: Path) -> dict[str, float]:
 
 
 def tokenizer(corpus: Path) -> dict[str, float]:
-    """Megabytes a second of Python's own standard library."""
+    """Tokenizer MB/s on Python's standard library."""
     folder = Path(sysconfig.get_path("stdlib"))
     texts = [path.read_text("utf-8", errors="replace") for path in sorted(folder.glob("*.py"))]
     if not (corpus / "tokenizer.model").exists():

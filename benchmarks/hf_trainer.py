@@ -1,6 +1,6 @@
-"""The same work under transformers: LlamaForCausalLM, plain Trainer, nothing logged or saved.
+"""The same work with transformers: LlamaForCausalLM and Trainer, without logging and saving.
 
-python -m benchmarks.hf_trainer TASK CORPUS   prints the moments at which its steps ended
+python -m benchmarks.hf_trainer TASK CORPUS   prints the times at which steps ended
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from titanlite.models import FAMILIES
 
 
 class Windows(Dataset):
-    """Random windows of a corpus, as the bare loop takes them."""
+    """Random windows of a corpus, the same as those of the baseline loop."""
 
     def __init__(self, task: Task, corpus: Path):
         self.tokens, self.length = open_ids(corpus), task.seq_len
-        chance, count = np.random.default_rng(0), task.steps * task.batch
-        self.starts = chance.integers(0, len(self.tokens) - self.length, count)
+        random, count = np.random.default_rng(0), task.steps * task.batch
+        self.starts = random.integers(0, len(self.tokens) - self.length, count)
 
     def __len__(self) -> int:
         return len(self.starts)
@@ -38,7 +38,7 @@ class Windows(Dataset):
 
 
 def trainer_loop(task: Task, corpus: Path) -> list[float]:
-    """transformers' Trainer with fused AdamW and its defaults for what a task does not say."""
+    """Run transformers' Trainer with fused AdamW; returns the times at which steps ended."""
     from transformers import (
         LlamaConfig,
         LlamaForCausalLM,
@@ -48,7 +48,7 @@ def trainer_loop(task: Task, corpus: Path) -> list[float]:
         set_seed,
     )
 
-    spec, moments = FAMILIES["llama3"], []
+    spec, ends = FAMILIES["llama3"], []
     sizes = spec.flavors[task.flavor]
     set_seed(0)
     config = LlamaConfig(**spec.hugging_face.to_config(sizes, task.seq_len), use_cache=False)
@@ -59,7 +59,7 @@ def trainer_loop(task: Task, corpus: Path) -> list[float]:
         def on_step_end(self, *args, **kwargs):
             if task.device == "cuda":
                 torch.cuda.synchronize()
-            moments.append(time.perf_counter())
+            ends.append(time.perf_counter())
 
     with tempfile.TemporaryDirectory() as folder:
         arguments = TrainingArguments(
@@ -80,9 +80,9 @@ def trainer_loop(task: Task, corpus: Path) -> list[float]:
         )
         data = Windows(task, corpus)
         Trainer(model=model, args=arguments, train_dataset=data, callbacks=[Clock()]).train()
-    return moments
+    return ends
 
 
 if __name__ == "__main__":
-    found = trainer_loop(Task(**json.loads(sys.argv[1])), Path(sys.argv[2]))
-    print(json.dumps(found))
+    ends = trainer_loop(Task(**json.loads(sys.argv[1])), Path(sys.argv[2]))
+    print(json.dumps(ends))

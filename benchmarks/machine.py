@@ -1,4 +1,4 @@
-"""Where it was measured, and with what."""
+"""The machine and the versions that a measurement was made with."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ import torch
 from benchmarks.processes import CORES
 
 
-def describe(words: Sequence[str]) -> dict[str, str]:
-    """What stands above every table; `words` are the command line's."""
+def describe(arguments: Sequence[str]) -> dict[str, str]:
+    """The entries above every table; `arguments` are those of the command line."""
     about = {
-        "command": f"python scripts/benchmark.py {' '.join(words)}".strip(),
+        "command": f"python scripts/benchmark.py {' '.join(arguments)}".strip(),
         "date": time.strftime("%Y-%m-%d"),
         "machine": f"{CORES} cores, {_processor()}",
         "python": platform.python_version(),
@@ -42,8 +42,8 @@ def _driver() -> str:
     if not shutil.which("nvidia-smi"):
         return "unknown"
     query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    said = subprocess.run(query, capture_output=True, text=True).stdout.split()
-    return said[0] if said else "unknown"
+    output = subprocess.run(query, capture_output=True, text=True).stdout.split()
+    return output[0] if output else "unknown"
 
 
 def _processor() -> str:

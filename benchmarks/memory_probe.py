@@ -1,7 +1,7 @@
-"""What a step holds at most beyond what stays: python -m benchmarks.memory_probe --KEY VALUE …
+"""Peak memory of a step beyond parameters and optimizer state.
 
-Runs train.py under torch's profiler, which sees every block the CPU allocator gives and takes
-back, those of compiled kernels too, and prints the bytes.
+python -m benchmarks.memory_probe --KEY VALUE …   runs train.py under torch's profiler, which
+records every allocation of the CPU allocator, compiled kernels included, and prints the bytes
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from torch.profiler import ProfilerActivity, profile
 import train
 
 
-def comes_and_goes(events: list[dict]) -> int:
-    """Bytes between the least and the most that is held from one optimizer step to the next.
+def transient_bytes(events: list[dict]) -> int:
+    """Maximum minus minimum of the allocated bytes between two optimizer steps.
 
-    `events` are a trace's; the least is what stays (weights, moments), the most is when the
-    activations, or the last gradients, are all there.
+    `events` are those of a trace. The minimum is what persists (parameters, optimizer state); at
+    the maximum all activations, or all gradients, are allocated.
     """
     steps = [e for e in events if str(e.get("name", "")).startswith("Optimizer.step#")]
     steps = sorted((e for e in steps if e.get("ph") == "X"), key=lambda event: event["ts"])
@@ -50,7 +50,7 @@ def main(argv: list[str]) -> None:
     profiler.export_chrome_trace(place)
     events = json.loads(Path(place).read_text(encoding="utf-8"))["traceEvents"]
     os.unlink(place)
-    print(comes_and_goes(events))
+    print(transient_bytes(events))
 
 
 if __name__ == "__main__":

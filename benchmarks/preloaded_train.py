@@ -1,6 +1,7 @@
-"""train.py with its imports done: it starts when a line on stdin says with which settings.
+"""train.py with its imports done; it starts when a line of stdin, JSON, has its arguments.
 
-One stands by while another is measured, so that nobody waits for imports; it touches no GPU before.
+One process waits like this while another is measured, so that imports take no time of the budget.
+It does not use the GPU before it starts.
 """
 
 from __future__ import annotations

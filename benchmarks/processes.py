@@ -1,4 +1,4 @@
-"""Everything measured runs in a process of its own, and what is compared takes turns."""
+"""Run each measurement in its own process, and alternate between what is compared."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TypeVar
 
-from benchmarks.table_rows import Missed
+from benchmarks.table_rows import NotMeasured
 
 ROOT = Path(__file__).resolve().parents[1]
 CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -25,28 +25,28 @@ Answer = TypeVar("Answer")
 
 @dataclass(frozen=True)
 class Task:
-    """What all that are compared are given to do."""
+    """The work that all compared programs do."""
 
     flavor: str = "quickstart"
     seq_len: int = 256
     batch: int = 16
-    dtype: str = "bfloat16"  # to compute in; weights and moments are fp32
+    dtype: str = "bfloat16"  # compute dtype; parameters and optimizer state are fp32
     device: str = "cpu"
     steps: int = 14
-    skipped: int = 4  # the first steps, which warm caches and are not counted
+    skipped: int = 4  # first steps, which warm up caches and are not counted
 
-    def speed(self, moments: Sequence[float]) -> float:
-        """Tokens a second by the median step, from the moments in seconds at which steps ended.
+    def speed(self, ends: Sequence[float]) -> float:
+        """Tokens/s of the median step, from the times in seconds at which steps ended.
 
-        The time from one end to the next has all in it: waiting for data, logging, collecting
-        garbage. The median, because a neighbour's burst of work is no property of ours.
+        The time between two ends includes waiting for data, logging and garbage collection. The
+        median, so that a short burst of other work on the machine does not count.
         """
-        steps = [after - before for before, after in pairwise(moments[self.skipped - 1 :])]
+        steps = [after - before for before, after in pairwise(ends[self.skipped - 1 :])]
         return self.batch * self.seq_len / statistics.median(steps)
 
 
-def take_turns(rounds: int, **contenders: Callable[[], Answer]) -> dict[str, list[Answer]]:
-    """What each answers in each round; every other round in reverse, because machines drift."""
+def alternate(rounds: int, **contenders: Callable[[], Answer]) -> dict[str, list[Answer]]:
+    """Results per contender and round; every second round in reverse order, because of drift."""
     answers: dict[str, list[Answer]] = {name: [] for name in contenders}
     for number in range(rounds):
         for name in list(contenders)[:: -1 if number % 2 else 1]:
@@ -55,19 +55,19 @@ def take_turns(rounds: int, **contenders: Callable[[], Answer]) -> dict[str, lis
 
 
 def run(command: Sequence[str], *, threads: int = CORES, **variables: str) -> str:
-    """What a command prints; raises Missed with its last words when it fails."""
+    """What a Python command prints; raises NotMeasured with the reason when it fails."""
     done = _start(command, threads, variables)
     if done.returncode:
-        raise Missed(last_words(done.stderr) or f"it ended with {done.returncode}")
+        raise NotMeasured(failure_reason(done.stderr) or f"exit code {done.returncode}")
     return done.stdout
 
 
-def last_words(stderr: str) -> str:
-    """Why it failed, on one line: what a user must change, or else the end of a traceback."""
+def failure_reason(stderr: str) -> str:
+    """The reason of a failure in one line: titanlite's errors, or the last line of a traceback."""
     lines = [line.strip() for line in stderr.splitlines() if line.strip()]
-    told = [line.removeprefix("titanlite: ") for line in lines if line.startswith("titanlite: ")]
-    told += [line for line in lines if re.match(r"\d+\. ", line)] if told else []
-    return " ".join(told or lines[-1:]).replace("|", "/")[:200]
+    errors = [line.removeprefix("titanlite: ") for line in lines if line.startswith("titanlite: ")]
+    errors += [line for line in lines if re.match(r"\d+\. ", line)] if errors else []
+    return " ".join(errors or lines[-1:]).replace("|", "/")[:200]
 
 
 def _start(command, threads: int, variables: Mapping[str, str]) -> subprocess.CompletedProcess:
@@ -82,8 +82,8 @@ def _start(command, threads: int, variables: Mapping[str, str]) -> subprocess.Co
 
 
 @dataclass(frozen=True)
-class Trained:
-    """What train.py told of a run."""
+class TrainResult:
+    """The metrics of one run of train.py."""
 
     task: Task
     launched: float  # seconds since 1970
@@ -92,7 +92,7 @@ class Trained:
 
     @property
     def speed(self) -> float:
-        """Tokens a second."""
+        """Tokens/s."""
         return self.task.speed([step["time"] for step in self.steps])
 
     @property
@@ -101,17 +101,17 @@ class Trained:
 
     @property
     def data_share(self) -> float:
-        """Of the steps' time, what they stood still for their batches."""
+        """Share of the step time spent waiting for data."""
         counted = self.steps[self.task.skipped :]
         waited = sum(step["data_seconds"] for step in counted)
         return waited / (waited + sum(step["step_seconds"] for step in counted))
 
     @property
     def peak_flops(self) -> float:
-        """FLOP/s of the device that train.py knows, or measured; raises Missed."""
+        """Published or measured peak FLOP/s of the device; raises NotMeasured."""
         step = self.steps[-1]
         if not step["mfu"]:
-            raise Missed("the peak of this GPU is not known")
+            raise NotMeasured("the peak of this GPU is unknown")
         return step["tflops_per_device"] * 1e12 / step["mfu"]
 
     @property
@@ -120,7 +120,7 @@ class Trained:
 
 
 def settings_of(task: Task, corpus: Path, folder: str) -> dict[str, object]:
-    """The keys that make train.py do a task, with nothing beside it."""
+    """Settings with which train.py does a task, and nothing else."""
     return {
         "job.dump_folder": folder,
         "job.device": task.device,
@@ -135,21 +135,21 @@ def settings_of(task: Task, corpus: Path, folder: str) -> dict[str, object]:
     }
 
 
-def words_of(settings: Mapping[str, object]) -> list[str]:
-    """Settings as train.py's command line has them."""
-    return [word for key, value in settings.items() for word in (f"--{key}", str(value))]
+def as_arguments(settings: Mapping[str, object]) -> list[str]:
+    """Settings as command-line arguments of train.py."""
+    return [part for key, value in settings.items() for part in (f"--{key}", str(value))]
 
 
 def step_lines(folder: str | Path) -> list[dict]:
-    """The steps of a run's metrics.jsonl, without its events."""
+    """The step lines of a run's metrics.jsonl."""
     text = (Path(folder) / "metrics.jsonl").read_text(encoding="utf-8")
     return [line for line in map(json.loads, text.splitlines()) if "event" not in line]
 
 
 def train(
     task: Task, corpus: Path, *, processes: int = 1, cache: str = "", **settings: object
-) -> Trained:
-    """train.py as a user runs it; `settings` have `__` for the dot, `cache` is the compiler's."""
+) -> TrainResult:
+    """Run train.py as a user does; in `settings`, `__` is the dot; `cache` is Inductor's folder."""
     with tempfile.TemporaryDirectory() as folder:
         keys = settings_of(task, corpus, folder)
         keys |= {
@@ -158,13 +158,15 @@ def train(
         }
         keys |= {key.replace("__", "."): value for key, value in settings.items()}
         launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
-        command = [*(launch if processes > 1 else []), str(ROOT / "train.py"), *words_of(keys)]
+        command = [*(launch if processes > 1 else []), str(ROOT / "train.py"), *as_arguments(keys)]
         variables = {"TORCH_LOGS": "recompiles"} | (
             {"TORCHINDUCTOR_CACHE_DIR": cache} if cache else {}
         )
         launched = time.time()
         done = _start(command, CORES // processes, variables)
         if done.returncode:
-            raise Missed(last_words(done.stderr) or f"train.py ended with {done.returncode}")
+            raise NotMeasured(
+                failure_reason(done.stderr) or f"train.py ended with {done.returncode}"
+            )
         recompiled = done.stderr.count("Recompiling function")
-        return Trained(task, launched, step_lines(folder), recompiled)
+        return TrainResult(task, launched, step_lines(folder), recompiled)

@@ -1,4 +1,4 @@
-"""One rank of two: 504 MB of weights and moments, saved in every mode, and loaded again.
+"""Save and load 504 MB of parameters and optimizer state on two ranks, in every mode.
 
 torchrun --nproc_per_node 2 -m benchmarks.saving   prints the seconds of each
 """
@@ -9,6 +9,7 @@ import json
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -27,46 +28,44 @@ from titanlite.storage import StorageFolder
 MODES = ("disabled", "async", "async_with_pinned_mem")
 
 
-def saving() -> None:
-    with join_process_group(torch.device("cpu"), CommConfig(), DebugConfig(), Path()) as session:
+def measure_saving() -> None:
+    with join_process_group(torch.device("cpu"), CommConfig(), DebugConfig(), Path()) as rank:
         model = torch.nn.Sequential(*(torch.nn.Linear(1024, 1024, bias=False) for _ in range(40)))
         fully_shard(model)
         optimizer = torch.optim.AdamW(model.parameters(), fused=True)
         model(torch.ones(1, 1024)).sum().backward()
         optimizer.step()
-        found: dict[str, list[float]] = {}
-        with tempfile.TemporaryDirectory() as own:
-            folder = broadcast_from_rank_0(own)
+        seconds: dict[str, list[float]] = {}
+        with tempfile.TemporaryDirectory() as folder_of_rank:
+            folder = broadcast_from_rank_0(folder_of_rank)
             about = {"facts": {}, "job": {}, "layout": ""}
             for mode in MODES:
                 config = CheckpointConfig(enable=True, async_mode=mode, keep_latest_k=2)
                 checkpointer = Checkpointer(StorageFolder(f"{folder}/{mode}"), config, **about)
                 for step in range(1, 8):
                     progress = {"step": step, "position": step, "tokens": step}
-                    blocked = _seconds(
-                        lambda: checkpointer.save(
-                            step,
-                            model,
-                            optimizer,
-                            progress=progress,
-                        )
-                    )
+                    save = partial(checkpointer.save, step, model, optimizer, progress=progress)
+                    blocked = _seconds(save)
                     saved = checkpointer.wait()
                     assert saved and not saved.problem, saved
-                    found.setdefault(f"{mode}, blocked", []).append(blocked)
-                    found.setdefault(f"{mode}, written", []).append(saved.seconds)
-            state, place = (
-                model_and_optimizer_state(model, optimizer),
-                StorageFolder(f"{folder}/disabled"),
-            )
+                    seconds.setdefault(f"{mode}, blocked", []).append(blocked)
+                    seconds.setdefault(f"{mode}, written", []).append(saved.seconds)
+            state = model_and_optimizer_state(model, optimizer)
+            place = StorageFolder(f"{folder}/disabled")
             for verify in ("off", "full") * 5:
                 config = CheckpointConfig(enable=True, verify=verify)
                 checkpointer = Checkpointer(place, config, **about)
-                taken = _seconds(lambda: read_tensors(checkpointer.find().place, state))
-                found.setdefault(f"load, verify {verify}", []).append(taken)
+                taken = _seconds(partial(_load, checkpointer, state))
+                seconds.setdefault(f"load, verify {verify}", []).append(taken)
             torch.distributed.barrier()
-        if session.rank == 0:
-            print(json.dumps(found))
+        if rank.rank == 0:
+            print(json.dumps(seconds))
+
+
+def _load(checkpointer: Checkpointer, state: dict) -> None:
+    found = checkpointer.find()
+    assert found is not None
+    read_tensors(found.place, state)
 
 
 def _seconds(act: Callable[[], object]) -> float:
@@ -77,4 +76,4 @@ def _seconds(act: Callable[[], object]) -> float:
 
 
 if __name__ == "__main__":
-    saving()
+    measure_saving()

@@ -1,4 +1,4 @@
-"""What was measured, and the tables it is shown in."""
+"""Measured figures, and the Markdown tables that show them."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from dataclasses import dataclass
 from pathlib import Path
 
 
-class Missed(Exception):
-    """What cannot be measured here, and why."""
+class NotMeasured(Exception):
+    """A figure that cannot be measured here; the message says why."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """One figure: the median of `each`, which holds one for every round."""
+    """One figure, measured once per round; its value is the median."""
 
     what: str
     unit: str
     each: tuple[float, ...] = ()
     target: str = ""
-    missed: str = ""  # why there is none
+    missed: str = ""  # why there is no figure
 
     @property
     def median(self) -> float | None:
@@ -30,19 +30,19 @@ class Row:
 
 
 def row(what: str, unit: str, each: Iterable[float], target: str = "") -> Row:
-    """A row of the rounds' figures, in their order."""
+    """A row of figures, one per round, in order."""
     return Row(what, unit, tuple(each), target)
 
 
 def number(value: float | None) -> str:
-    """Three digits, or all before the point; a figure that is not there is never made up."""
+    """Three significant digits, or all digits before the point; "not measured" for None."""
     if value is None:
         return "not measured"
     return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
 
 
 def table(rows: Sequence[Row]) -> str:
-    """Markdown, one line a row: the median, the rounds' extremes, and what is wanted."""
+    """A Markdown table: per row the median, the range over rounds and the target."""
     lines = []
     for each in rows:
         ends = f"{number(min(each.each))} to {number(max(each.each))}" if each.each else each.missed
@@ -51,18 +51,18 @@ def table(rows: Sequence[Row]) -> str:
 
 
 def grid(heads: Sequence[str], lines: Iterable[Sequence[str]], sides: str) -> str:
-    """A Markdown table; `sides` says l or r for each column."""
+    """A Markdown table; `sides` has l or r per column."""
     marks = ["---:" if side == "r" else "---" for side in sides]
     return "\n".join("| " + " | ".join(line) + " |" for line in (heads, marks, *lines)) + "\n"
 
 
 def facts(about: Mapping[str, str]) -> str:
-    """Where and how it was measured, above a table."""
+    """The list above a table: machine, versions, command."""
     return "".join(f"- {name}: {value}\n" for name, value in about.items()) + "\n"
 
 
 def write(out: Path, about: Mapping[str, str], markdown: str, rows: Sequence[object]) -> None:
-    """The table as Markdown, and every round of every row as JSON beside it."""
+    """Write the table as Markdown, and all rounds of all rows as JSON beside it."""
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(facts(about) + markdown, encoding="utf-8")
     record = {**about, "rows": [dataclasses.asdict(each) for each in rows]}

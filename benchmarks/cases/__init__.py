@@ -1,17 +1,17 @@
-"""Every case by its name: what `--case` knows."""
+"""All benchmark cases by name, for `--case`."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from benchmarks.cases.case_context import Given
+from benchmarks.cases.case_context import CaseContext
 from benchmarks.cases.data import case_order, case_stream, case_tokenizer
 from benchmarks.cases.memory import case_memory
 from benchmarks.cases.saving import case_checkpoint
 from benchmarks.cases.speed import case_compile, case_fsdp, case_trainer, case_trainer_gpu
 from benchmarks.table_rows import Row
 
-CPU_CASES: dict[str, Callable[[Given], Iterator[Row]]] = {
+CPU_CASES: dict[str, Callable[[CaseContext], Iterator[Row]]] = {
     "trainer": case_trainer,
     "fsdp": case_fsdp,
     "compile": case_compile,
@@ -21,4 +21,4 @@ CPU_CASES: dict[str, Callable[[Given], Iterator[Row]]] = {
     "order": case_order,
     "tokenizer": case_tokenizer,
 }
-CASES = CPU_CASES | {"trainer-gpu": case_trainer_gpu}  # those with rows like these
+CASES = CPU_CASES | {"trainer-gpu": case_trainer_gpu}  # cases whose rows go into one table

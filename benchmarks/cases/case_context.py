@@ -1,4 +1,4 @@
-"""What every case is given."""
+"""The arguments of a benchmark case."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ from pathlib import Path
 
 
 @dataclass(frozen=True)
-class Given:
-    corpus: Path  # random ids of quickstart's vocabulary, and room for a case's own files
-    rounds: int  # how often each is measured
-    peer: bool = False  # against other trainers too
+class CaseContext:
+    """The arguments of a benchmark case."""
+
+    corpus: Path  # folder with random ids of quickstart's vocabulary; a case may write files there
+    rounds: int  # number of measurements
+    peer: bool = False  # also compare with other trainers

@@ -1,10 +1,10 @@
 """One GPU: 1B, 3B and 8B, eager, compiled and in Float8, in less than eight minutes.
 
-Where the seconds go, as planned before any was measured: of each of 5 shapes, 4 runs. Each has its
-CUDA context and its weights (5 s), its compilation with an empty cache (bf16 10 s, Float8 15 s),
-3 equal readings of which the first is not counted (9 s): 14 + 24 + 29 + 29 s a shape, 480 s in all
-with the imports hidden behind the run before. So the most important come first, and what is not
-begun when the time is over is written down as not measured.
+Time budget, estimated: 4 runs for each of 5 model and sequence sizes. A run takes 5 s for the CUDA
+context and the parameters, 10 s (bf16) or 15 s (Float8) to compile with an empty cache, and 9 s
+for 3 equal measurements, of which the first is not counted: 14 + 24 + 29 + 29 s per size, 480 s in
+all. Imports overlap with the run before. The most important runs come first; runs that do not fit
+into the budget are reported as not measured.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from pathlib import Path
 import torch
 
 from benchmarks.corpus import write_corpus
-from benchmarks.processes import ROOT, last_words, step_lines, words_of
+from benchmarks.processes import ROOT, as_arguments, failure_reason, step_lines
 from benchmarks.roofline import (
     FAMILY,
-    LOGITS_AT_ONCE,
+    LOSS_CHUNK_TOKENS,
     SHAPES,
     STATES,
     Plan,
@@ -33,12 +33,12 @@ from benchmarks.roofline import (
     share_of_peak,
     step_flops,
 )
-from benchmarks.table_rows import Missed, grid, number
+from benchmarks.table_rows import NotMeasured, grid, number
 from titanlite.metrics.hardware import measure_matmul_flops, peak_flops
 
-BUDGET_SECONDS = 470  # a run is begun only when it would end before
-RUN_SECONDS, HUNG_SECONDS = 35, 120  # how long a run takes about, and at most
-READING_SECONDS = 2.5  # of steps, between two lines of metrics.jsonl
+BUDGET_SECONDS = 470  # a run starts only if it would end within them
+RUN_SECONDS, MAX_RUN_SECONDS = 35, 120  # usual and maximum duration of a run
+READING_SECONDS = 2.5  # of steps between two lines of metrics.jsonl
 FLOAT8 = {
     "model.converters": '["quantize.linear.float8"]',
     "compile.enable": "true",
@@ -57,7 +57,7 @@ TARGETS = {  # on one H200
     ("1B", 8192, "bf16 compiled"): ">= 42,000 tokens/s",
     ("3B", 2048, "bf16 compiled"): ">= 33,000 tokens/s",
 }
-PEERS = {  # as published, a GPU; nobody measured them here
+PEERS = {  # published figures per GPU; not measured here
     ("8B", 8192, "bf16 eager"): "5,762 tokens/s, 33.7 % [1]",
     ("8B", 8192, "bf16 compiled"): "6,667 tokens/s, 39.0 % [1]; 7B at 2,048: 10,643, 46.4 % [2]",
     ("8B", 8192, "Float8 tensorwise compiled"): "8,532 tokens/s [1]",
@@ -67,13 +67,12 @@ PEERS = {  # as published, a GPU; nobody measured them here
     ("3B", 8192, "bf16 compiled"): "16,578 tokens/s [2]",
 }
 NOTES = f"""
-MFU counts the model's own FLOPs, not those computed again, against the published dense bf16 peak,
-in Float8 rows too: "causal" counts the half of attention that is seen, "full" all of it, as both
-peers do. The share of the measured peak is causal, against the best of many bf16 products of
-8,192 x 8,192 in the same run. Every run is train.py with `loss.chunk_tokens = {LOGITS_AT_ONCE}`;
-its tokens/s count all between the end of one step and that of another. Compiling is how much later
-than the eager run the first step ended, with an empty cache. The peers' models are not quite the
-same:
+MFU counts the model's FLOPs without recomputation, against the published dense bf16 peak, in Float8
+rows too: "causal" counts half of the attention, "full" all of it, as both peers do. The share of
+the measured peak is causal; that peak is the best of many bf16 matmuls of 8,192 x 8,192 in the same
+run. Every run is train.py with `loss.chunk_tokens = {LOSS_CHUNK_TOKENS}`; tokens/s include
+everything between the ends of two steps. "compile s" is how much later than in the eager run the
+first step ended, with an empty cache. The peers' models differ slightly:
 
 - [1] torchtitan, Llama 3.1 8B at 8,192 on 8 H100 (96 GB HBM2e, 500 W), selective recomputation:
   <https://github.com/pytorch/torchtitan/blob/main/benchmarks/llama3_h100_202412_torchtitan.md>;
@@ -85,12 +84,12 @@ same:
 
 @dataclass(frozen=True)
 class GpuRow:
-    """One run of one shape; a figure that was not measured is None, and `missed` says why."""
+    """One run; figures that were not measured are None, and `missed` says why."""
 
     flavor: str
     seq_len: int
     mode: str
-    kept: str = ""
+    plan: str = ""  # state precision and recomputation
     micro_batch: int | None = None
     tokens_per_second: float | None = None
     mfu_causal: float | None = None
@@ -98,7 +97,7 @@ class GpuRow:
     share_of_measured_peak: float | None = None
     times_bf16_compiled: float | None = None
     peak_memory_gib: float | None = None
-    first_step_seconds: float | None = None  # from the settings to its end, imports left out
+    first_step_seconds: float | None = None  # from the start to its end, without imports
     compile_seconds: float | None = None
     data_share: float | None = None
     missed: str = ""
@@ -109,11 +108,11 @@ class GpuRow:
 
 
 def measure_gpu(cases: Sequence[str]) -> list[GpuRow]:
-    """A row for every mode of every case; where there is no GPU they say so."""
+    """A row for every mode of every case; without a GPU, rows that say so."""
     shapes = [GPU_CASES[name] for name in cases]
     empty = [GpuRow(flavor, length, mode) for flavor, length in shapes for mode in MODES]
     if not torch.cuda.is_available():
-        return [replace(each, missed="no CUDA device here") for each in empty]
+        return [replace(each, missed="no CUDA device") for each in empty]
     end, rows = time.monotonic() + BUDGET_SECONDS, []
     device = torch.device("cuda")
     measured_peak = measure_matmul_flops(torch.bfloat16, device, seconds=1.0)
@@ -123,38 +122,38 @@ def measure_gpu(cases: Sequence[str]) -> list[GpuRow]:
         try:
             for blank in empty:
                 if time.monotonic() + RUN_SECONDS > end:
-                    rows.append(replace(blank, missed=f"the {BUDGET_SECONDS} s were over"))
+                    rows.append(replace(blank, missed=f"beyond the budget of {BUDGET_SECONDS} s"))
                     continue
                 row = _measure(bench, blank, measured_peak, end)
                 print(f"{row.key}: {row.missed or number(row.tokens_per_second)}", file=sys.stderr)
                 rows.append(row)
         finally:
             bench.close()
-    return compared(rows)
+    return add_ratios(rows)
 
 
 def _measure(bench: _Bench, blank: GpuRow, measured_peak: float, end: float) -> GpuRow:
-    """The best plan that runs; one that does not fit after all makes room for the next."""
+    """Measure the best plan that fits; one that runs out of memory is followed by the next."""
     sizes, length = FAMILY.flavors[blank.flavor], blank.seq_len
     card = torch.cuda.get_device_properties(0)
     published = peak_flops(card.name, torch.bfloat16)
     missed = "no plan fits this GPU"
     for plan in plans(sizes, length, card.total_memory, STATES):
         if time.monotonic() + RUN_SECONDS > end:
-            return replace(blank, missed=f"the {BUDGET_SECONDS} s were over")
-        kept = f"{plan.state.words}; {plan.recompute.words} again"
+            return replace(blank, missed=f"beyond the budget of {BUDGET_SECONDS} s")
+        description = f"{plan.state.name}; {plan.recompute.name}"
         try:
             launched, steps = bench.run(blank, plan, published or measured_peak)
         except _OutOfMemory:
             missed = "no plan fits this GPU"
             continue
-        except Missed as why:
-            return replace(blank, kept=kept, micro_batch=plan.micro_batch, missed=str(why))
+        except NotMeasured as why:
+            return replace(blank, plan=description, micro_batch=plan.micro_batch, missed=str(why))
         speed, counted = speed_of(steps), steps[2:]
         waited = sum(step["data_seconds"] for step in counted)
         return replace(
             blank,
-            kept=kept,
+            plan=description,
             micro_batch=plan.micro_batch,
             tokens_per_second=speed,
             mfu_causal=share_of_peak(speed, sizes, length, published),
@@ -168,44 +167,44 @@ def _measure(bench: _Bench, blank: GpuRow, measured_peak: float, end: float) -> 
 
 
 def speed_of(steps: Sequence[dict]) -> float:
-    """Tokens a second from the second line, which ends the warm-up, to the last."""
+    """Tokens/s from the second line, which ends the warm-up, to the last."""
     first, last = steps[1], steps[-1]
     return (last["tokens"] - first["tokens"]) / (last["time"] - first["time"])
 
 
-def compared(rows: Sequence[GpuRow]) -> list[GpuRow]:
-    """The same rows, with what they are beside others of their shape in the same run."""
+def add_ratios(rows: Sequence[GpuRow]) -> list[GpuRow]:
+    """The rows with their ratios to other rows of the same size."""
     by_key = {row.key: row for row in rows}
 
-    def beside(row: GpuRow) -> GpuRow:
+    def with_ratios(row: GpuRow) -> GpuRow:
         eager = by_key.get((row.flavor, row.seq_len, "bf16 eager"))
         compiled = by_key.get((row.flavor, row.seq_len, "bf16 compiled"))
         if row.tokens_per_second is None:
             return row
         if compiled and compiled.tokens_per_second:
-            times = row.tokens_per_second / compiled.tokens_per_second
-            row = replace(row, times_bf16_compiled=times)
+            ratio = row.tokens_per_second / compiled.tokens_per_second
+            row = replace(row, times_bf16_compiled=ratio)
         if "compiled" in row.mode and eager and eager.first_step_seconds:
             later = row.first_step_seconds - eager.first_step_seconds
             row = replace(row, compile_seconds=later)
         return row
 
-    return [beside(row) for row in rows]
+    return [with_ratios(row) for row in rows]
 
 
 def settings_of_run(
-    blank: GpuRow, plan: Plan, out: Path, corpus: Path, between: int
+    blank: GpuRow, plan: Plan, out: Path, corpus: Path, log_freq: int
 ) -> dict[str, object]:
-    """The keys of one run, with `between` steps from one line of metrics.jsonl to the next."""
+    """Settings of one run that writes a line of metrics.jsonl every `log_freq` steps."""
     return {
         "job.dump_folder": out,
         "job.device": "cuda",
         "model.flavor": blank.flavor,
         "data.sources": f'[{{ name = "text", path = "{corpus}/train" }}]',
         "training.seq_len": blank.seq_len,
-        "training.steps": 3 * between,
-        "metrics.log_freq": between,
-        "loss.chunk_tokens": LOGITS_AT_ONCE,
+        "training.steps": 3 * log_freq,
+        "metrics.log_freq": log_freq,
+        "loss.chunk_tokens": LOSS_CHUNK_TOKENS,
         **plan.settings,
         **MODES[blank.mode],
     }
@@ -215,23 +214,23 @@ def settings_of_run(
 
 
 class _OutOfMemory(Exception):
-    """A run asked for more than the GPU has."""
+    """A run needs more memory than the GPU has."""
 
 
 class _Bench:
-    """Runs train.py, one process a run, and has the next one standing by."""
+    """Runs train.py, one process per run; the next process is already importing."""
 
     def __init__(self, folder: Path):
         self.folder, self.count = folder, 0
-        vocabulary = FAMILY.flavors["8B"].vocab_size  # the same in all three
+        vocabulary = FAMILY.flavors["8B"].vocab_size  # the same in all three flavors
         self.corpus = write_corpus(folder / "corpus", vocabulary)
-        self._stand_by()
+        self._start_next()
 
-    def _stand_by(self) -> None:
+    def _start_next(self) -> None:
         self.count += 1
         self.errors = self.folder / f"{self.count}.err"
         path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
-        cache = str(self.folder / "compiled")  # empty: what it saves is not ours to count
+        cache = str(self.folder / "compiled")  # empty, so that compilation is measured
         with open(self.errors, "w", encoding="utf-8") as errors:
             self.waiting = subprocess.Popen(
                 [sys.executable, "-m", "benchmarks.preloaded_train"],
@@ -243,26 +242,26 @@ class _Bench:
             )
 
     def run(self, blank: GpuRow, plan: Plan, peak: float) -> tuple[float, list[dict]]:
-        """When it was told what to do, in seconds since 1970, and its step lines."""
+        """Run one plan; returns its start, in seconds since 1970, and its step lines."""
         out, sizes = self.folder / f"run-{self.count}", FAMILY.flavors[blank.flavor]
         tokens = plan.micro_batch * blank.seq_len
         flops = step_flops(sizes, blank.seq_len, tokens, plan.recompute.share, False)
-        between = min(20, max(2, round(READING_SECONDS / (2 * flops / peak))))  # at half the peak
-        settings = settings_of_run(blank, plan, out, self.corpus, between)
+        log_freq = min(20, max(2, round(READING_SECONDS / (2 * flops / peak))))  # at half the peak
+        settings = settings_of_run(blank, plan, out, self.corpus, log_freq)
         process, errors = self.waiting, self.errors
-        self._stand_by()
+        self._start_next()
         launched = time.time()
         try:
-            process.communicate(json.dumps(words_of(settings)) + "\n", timeout=HUNG_SECONDS)
+            process.communicate(json.dumps(as_arguments(settings)) + "\n", timeout=MAX_RUN_SECONDS)
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
-            raise Missed(f"not done after {HUNG_SECONDS} s") from None
-        said = errors.read_text(encoding="utf-8", errors="replace")
+            raise NotMeasured(f"not finished after {MAX_RUN_SECONDS} s") from None
+        output = errors.read_text(encoding="utf-8", errors="replace")
         if process.returncode:
-            if "out of memory" in said.lower():
+            if "out of memory" in output.lower():
                 raise _OutOfMemory
-            raise Missed(last_words(said) or f"it ended with {process.returncode}")
+            raise NotMeasured(failure_reason(output) or f"exit code {process.returncode}")
         return launched, step_lines(out)
 
     def close(self) -> None:
@@ -274,21 +273,21 @@ class _Bench:
 
 
 def gpu_table(rows: Sequence[GpuRow]) -> str:
-    """Markdown, one line a run, with what is wanted and what others published."""
+    """A Markdown table: one line per run, with targets and published figures."""
     heads = (
         "model",
         "tokens",
         "run",
-        "kept",
-        "at once",
+        "state and recomputation",
+        "micro-batch",
         "tokens/s",
         "MFU, causal",
         "MFU, full",
         "of measured peak",
         "x bf16 compiled",
-        "GiB at most",
+        "peak GiB",
         "first step s",
-        "compiling s",
+        "compile s",
         "waiting for data",
         "target",
         "peers",
@@ -298,7 +297,7 @@ def gpu_table(rows: Sequence[GpuRow]) -> str:
             row.flavor,
             f"{row.seq_len:,}",
             row.mode,
-            row.missed or row.kept,
+            row.missed or row.plan,
             number(row.micro_batch),
             number(row.tokens_per_second),
             _percent(row.mfu_causal),
@@ -321,9 +320,6 @@ def _percent(share: float | None) -> str:
     return number(share) if share is None else f"{share:.1%}"
 
 
-def replaceable(out: Path, rows: Sequence[GpuRow]) -> bool:
-    """Whether a file that nobody named may be written: figures do not make way for none."""
-    if any(row.tokens_per_second for row in rows) or not out.with_suffix(".json").exists():
-        return True
-    known = json.loads(out.with_suffix(".json").read_text(encoding="utf-8"))["rows"]
-    return not any(row.get("tokens_per_second") for row in known)
+def has_figures(rows: Sequence[GpuRow]) -> bool:
+    """Whether anything was measured; a table without figures is printed and never written."""
+    return any(row.tokens_per_second for row in rows)

@@ -1,4 +1,4 @@
-"""What checkpoints cost the loop."""
+"""Time that checkpoints take from the training loop."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ import json
 from collections.abc import Iterator
 from statistics import median
 
-from benchmarks.cases.case_context import Given
+from benchmarks.cases.case_context import CaseContext
 from benchmarks.processes import run
 from benchmarks.table_rows import Row, row
 
 
-def case_checkpoint(given: Given) -> Iterator[Row]:
-    """How long a save of 504 MB by two ranks stops the loop, and what verifying costs."""
+def case_checkpoint(context: CaseContext) -> Iterator[Row]:
+    """Time that a 504 MB save by two ranks blocks the loop, and the cost of verification."""
     launch = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
     runs = [
         json.loads(run([*launch, "-m", "benchmarks.saving"], threads=1).splitlines()[-1])
-        for _ in range(given.rounds)
+        for _ in range(context.rounds)
     ]
 
     def typical(what: str) -> list[float]:

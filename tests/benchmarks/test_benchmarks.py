@@ -1,4 +1,4 @@
-"""Figures are only worth what the instrument is: its arithmetic, its tables, and one whole run."""
+"""Benchmarks: their computations, their tables, and one complete run."""
 
 from __future__ import annotations
 
@@ -13,48 +13,48 @@ import torch
 
 from benchmarks import roofline
 from benchmarks.cases import gpu
-from benchmarks.memory_probe import comes_and_goes
-from benchmarks.processes import Task, last_words, step_lines, take_turns
-from benchmarks.roofline import FAMILY, STATES, Plan, largest, plans, share_of_peak, step_flops
+from benchmarks.memory_probe import transient_bytes
+from benchmarks.processes import Task, alternate, failure_reason, step_lines
+from benchmarks.roofline import FAMILY, STATES, Plan, find_largest, plans, share_of_peak, step_flops
 from benchmarks.table_rows import Row, number, row, table, write
 
 ROOT = Path(__file__).parents[2]
 SMALL = FAMILY.flavors["1B"]
 
 
-# --- how it is measured --------------------------------------------------------------------------
+# --- measuring -----------------------------------------------------------------------------------
 
 
-def test_a_burst_of_a_neighbour_does_not_change_a_speed():
+def test_a_burst_of_other_load_does_not_change_a_speed():
     task = Task(seq_len=10, batch=1, steps=6, skipped=2)
     calm, disturbed = [9.0, 18.0, 19.0, 20.0, 21.0, 22.0], [9.0, 18.0, 19.0, 20.0, 27.0, 28.0]
     assert task.speed(calm) == task.speed(disturbed) == 10.0
 
 
-def test_what_is_compared_takes_turns_and_goes_first_in_turn():
+def test_compared_programs_alternate_and_each_goes_first_in_turn():
     order = []
-    answers = take_turns(
+    answers = alternate(
         3, a=lambda: order.append("a") or len(order), b=lambda: order.append("b") or len(order)
     )
     assert order == ["a", "b", "b", "a", "a", "b"]
     assert answers == {"a": [1, 4, 5], "b": [2, 3, 6]}
 
 
-def test_a_refused_run_is_told_in_the_words_of_what_must_change():
+def test_a_refused_run_is_reported_with_its_error():
     log = "07:54 starting\ntitanlite: compile.enable = true: no such thing | here. Use false.\n"
-    assert last_words(log) == "compile.enable = true: no such thing / here. Use false."
+    assert failure_reason(log) == "compile.enable = true: no such thing / here. Use false."
     several = "titanlite: 2 problems\n  1. a = 1: no.\n  2. b = 2: no.\nnoise of a library\n"
-    assert last_words(several) == "2 problems 1. a = 1: no. 2. b = 2: no."
-    assert last_words("Traceback:\n  x\nValueError: no\n\n") == "ValueError: no"
+    assert failure_reason(several) == "2 problems 1. a = 1: no. 2. b = 2: no."
+    assert failure_reason("Traceback:\n  x\nValueError: no\n\n") == "ValueError: no"
 
 
-def test_steps_are_read_and_events_are_not(tmp_path):
+def test_events_are_not_read_as_steps(tmp_path):
     lines = [{"step": 1}, {"event": "validation", "step": 1}, {"step": 2}]
     (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)))
     assert [line["step"] for line in step_lines(tmp_path)] == [1, 2]
 
 
-def test_memory_is_that_between_two_optimizer_steps():
+def test_transient_memory_is_measured_between_two_optimizer_steps():
     def held(at: int, total: int) -> dict:
         return {"name": "[memory]", "ts": at, "args": {"Total Allocated": total}}
 
@@ -63,42 +63,49 @@ def test_memory_is_that_between_two_optimizer_steps():
     ]
     events = [held(5, 900), held(11, 800), held(13, 100), held(15, 350), held(19, 120)]
     events.append(held(21, 999))
-    assert comes_and_goes(events + steps) == 250
+    assert transient_bytes(events + steps) == 250
 
 
-# --- its arithmetic ------------------------------------------------------------------------------
+# --- computing -----------------------------------------------------------------------------------
 
 
-def test_mfu_is_named_by_how_attention_is_counted():
+def test_causal_and_full_mfu_differ_by_half_of_attention():
     eight = FAMILY.flavors["8B"]
     full = share_of_peak(6_667, eight, 8192, 989.5e12, full_attention=True)
     causal = share_of_peak(6_667, eight, 8192, 989.5e12)
-    assert full == pytest.approx(0.390, abs=0.001)  # what torchtitan's figure comes to
+    assert full == pytest.approx(0.390, abs=0.001)  # torchtitan's published MFU
     attention = 12 * 32 * 4096 * 8192 * 6_667 / 989.5e12
     assert full - causal == pytest.approx(attention / 2)
     assert share_of_peak(6_667, eight, 8192, None) is None
 
 
-@pytest.mark.parametrize("most", [1, 2, 7, 8, 100])
-def test_the_largest_micro_batch_that_fits_is_found_by_few_questions(most):
-    for limit in range(most + 3):
-        asked = []
-        assert largest(lambda n: asked.append(n) or n <= limit, most) == min(limit, most)
-        assert len(asked) <= 2 * most.bit_length() + 1 and max(asked) <= max(1, most)
+@pytest.mark.parametrize("limit", [1, 2, 7, 8, 100])
+def test_the_largest_micro_batch_that_fits_is_found_by_bisection(limit):
+    for capacity in range(limit + 3):
+        tried = []
+
+        def fits(count: int, capacity=capacity, tried=tried) -> bool:
+            tried.append(count)
+            return count <= capacity
+
+        assert find_largest(fits, limit) == min(capacity, limit)
+        assert len(tried) <= 2 * limit.bit_length() + 1 and max(tried) <= max(1, limit)
 
 
-def test_a_plan_fits_and_a_larger_one_would_not():
+def test_a_plan_fits_and_a_larger_micro_batch_would_not():
     for flavor, seq_len in roofline.SHAPES:
         shape = FAMILY.flavors[flavor]
         for capacity in (85e9, roofline.GPU_BYTES):
             plan = next(plans(shape, seq_len, capacity))
             more = dataclasses.replace(plan, micro_batch=plan.micro_batch + 1)
-            assert roofline.held_bytes(shape, seq_len, plan) <= roofline.ROOM * capacity
-            full = more.micro_batch * seq_len > roofline.MOST_TOKENS
-            assert full or roofline.held_bytes(shape, seq_len, more) > roofline.ROOM * capacity
+            assert roofline.peak_bytes(shape, seq_len, plan) <= roofline.USABLE_SHARE * capacity
+            full = more.micro_batch * seq_len > roofline.MAX_TOKENS
+            assert (
+                full or roofline.peak_bytes(shape, seq_len, more) > roofline.USABLE_SHARE * capacity
+            )
 
 
-def test_precision_is_given_up_only_where_it_does_not_fit():
+def test_precision_is_lowered_only_where_it_does_not_fit():
     assert next(plans(SMALL, 2048, roofline.GPU_BYTES)).state is STATES[0]
     assert next(plans(FAMILY.flavors["8B"], 8192, roofline.GPU_BYTES)).state is STATES[1]
     without = [STATES[0], STATES[2]]
@@ -108,17 +115,17 @@ def test_precision_is_given_up_only_where_it_does_not_fit():
     assert not list(plans(FAMILY.flavors["8B"], 8192, 10e9))
 
 
-def test_what_is_computed_again_costs_a_third_of_the_blocks_more():
+def test_full_recomputation_costs_a_third_of_the_blocks_more():
     once = step_flops(SMALL, 2048, 1, 0.0, False)
-    again = step_flops(SMALL, 2048, 1, 1.0, False)
+    recomputed = step_flops(SMALL, 2048, 1, 1.0, False)
     head = 6 * SMALL.vocab_size * SMALL.dim
-    assert again - once == pytest.approx((once - head) / 3)
+    assert recomputed - once == pytest.approx((once - head) / 3)
 
 
-def test_the_activations_of_the_arithmetic_are_those_that_autograd_keeps():
-    """Counted in fp32 on a CPU, whose numbers take 4 bytes instead of 2.
+def test_computed_activations_equal_what_autograd_saves():
+    """Measured in fp32 on a CPU, so elements take 4 bytes instead of 2.
 
-    A CPU keeps more: both norms leave what is not yet scaled, and k and v are repeated for q.
+    A CPU saves more: both norms save the unscaled output, and k and v are repeated for each q head.
     """
     shape = dataclasses.replace(FAMILY.flavors["quickstart"], n_layers=3, vocab_size=16)
     model, held = FAMILY.build(shape), {}
@@ -135,13 +142,13 @@ def test_the_activations_of_the_arithmetic_are_those_that_autograd_keeps():
     found = sum(size for size, _ in held.values()) / 2 / (4 * 64)
     repeated = 2 * (shape.n_heads - shape.n_kv_heads) * shape.head_width
     more = 2 * shape.n_layers * (2 * shape.dim + repeated)
-    assert found == pytest.approx(roofline.kept_bytes_a_token(shape) + more, rel=0.01)
+    assert found == pytest.approx(roofline.saved_bytes_per_token(shape) + more, rel=0.01)
 
 
-# --- its tables ----------------------------------------------------------------------------------
+# --- tables --------------------------------------------------------------------------------------
 
 
-def test_a_figure_that_is_not_there_is_never_made_up():
+def test_a_missing_figure_is_shown_as_not_measured():
     rows = [row("fast", "s", [3.0, 1.0, 2.0], "< 4"), Row("slow", "s", missed="no such machine")]
     lines = table(rows).splitlines()
     assert lines[2] == "| fast | 2 | 1 to 3 | s | < 4 |"
@@ -149,18 +156,18 @@ def test_a_figure_that_is_not_there_is_never_made_up():
     assert (number(1234.5), number(0.12345), number(None)) == ("1,234", "0.123", "not measured")
 
 
-def test_every_round_is_kept_beside_the_table(tmp_path):
+def test_every_round_is_written_beside_the_table(tmp_path):
     write(tmp_path / "b" / "t.md", {"date": "today"}, table([]), [row("fast", "s", [3.0, 1.0])])
     assert (tmp_path / "b" / "t.md").read_text().startswith("- date: today\n\n| what |")
-    kept = json.loads((tmp_path / "b" / "t.json").read_text())
-    assert kept["date"] == "today" and kept["rows"][0]["each"] == [3.0, 1.0]
+    record = json.loads((tmp_path / "b" / "t.json").read_text())
+    assert record["date"] == "today" and record["rows"][0]["each"] == [3.0, 1.0]
 
 
-def test_runs_of_a_gpu_are_set_beside_those_of_their_shape():
+def test_gpu_runs_are_compared_with_those_of_their_size():
     def ran(mode: str, speed: float | None, first: float) -> gpu.GpuRow:
         return gpu.GpuRow("8B", 8192, mode, tokens_per_second=speed, first_step_seconds=first)
 
-    eager, compiled, float8 = gpu.compared(
+    eager, compiled, float8 = gpu.add_ratios(
         [
             ran("bf16 eager", 100.0, 4.0),
             ran("bf16 compiled", 120.0, 16.0),
@@ -169,25 +176,20 @@ def test_runs_of_a_gpu_are_set_beside_those_of_their_shape():
     )
     assert (float8.times_bf16_compiled, float8.compile_seconds) == (1.5, 16.0)
     assert (eager.compile_seconds, compiled.times_bf16_compiled) == (None, 1.0)
-    assert gpu.compared([ran("bf16 compiled", None, 0.0)])[0].times_bf16_compiled is None
+    assert gpu.add_ratios([ran("bf16 compiled", None, 0.0)])[0].times_bf16_compiled is None
     steps = [{"tokens": n, "time": t} for n, t in ((1, 0.0), (100, 50.0), (200, 60.0), (300, 70.0))]
     assert gpu.speed_of(steps) == 10.0
 
 
-def test_a_machine_without_a_gpu_leaves_the_figures_of_one_that_has_it(tmp_path):
-    blank = gpu.GpuRow("1B", 2048, "bf16 eager", missed="no CUDA device here")
-    filled = dataclasses.replace(blank, tokens_per_second=1.0, missed="")
-    out = tmp_path / "gpu.md"
-    assert gpu.replaceable(out, [blank])
-    write(out, {}, gpu.gpu_table([blank]), [blank])
-    assert "1B | 2,048 | bf16 eager | no CUDA device here | not measured |" in out.read_text()
-    assert gpu.replaceable(out, [blank])
-    write(out, {}, gpu.gpu_table([filled]), [filled])
-    assert gpu.replaceable(out, [filled]) and not gpu.replaceable(out, [blank])
+def test_a_table_of_a_gpu_without_figures_is_never_published():
+    blank = gpu.GpuRow("1B", 2048, "bf16 eager", missed="no CUDA device")
+    measured = dataclasses.replace(blank, tokens_per_second=1.0, missed="")
+    assert "1B | 2,048 | bf16 eager | no CUDA device | not measured |" in gpu.gpu_table([blank])
+    assert not gpu.has_figures([blank]) and gpu.has_figures([blank, measured])
 
 
-def test_every_gpu_mode_of_every_shape_is_a_job_without_mistakes(corpus, monkeypatch):
-    """All but what this version may not have built yet: its keys must at least be known."""
+def test_every_gpu_mode_is_a_valid_job(corpus, monkeypatch):
+    """A CPU refuses some values; every key must be known."""
     from titanlite.errors import UserError
     from titanlite.job import read_job
 
@@ -195,25 +197,26 @@ def test_every_gpu_mode_of_every_shape_is_a_job_without_mistakes(corpus, monkeyp
     for mode in gpu.MODES:
         blank = gpu.GpuRow("8B", 8192, mode)
         plan = Plan(STATES[0], roofline.RECOMPUTE[1], 1)
-        words = gpu.words_of(gpu.settings_of_run(blank, plan, "out", corpus, 3))
+        arguments = gpu.as_arguments(gpu.settings_of_run(blank, plan, "out", corpus, 3))
         try:
-            read_job([*words, "--job.device", "cpu"], 1)
+            read_job([*arguments, "--job.device", "cpu"], 1)
         except UserError as error:
             for problem in getattr(error, "problems", [error]):
                 assert "unknown" not in str(problem), problem
 
 
-# --- one whole run -------------------------------------------------------------------------------
+# --- a complete run ------------------------------------------------------------------------------
 
 
-def test_a_case_runs_from_the_door_to_the_table(tmp_path, monkeypatch, capsys):
+def test_the_script_measures_a_case_and_writes_its_table(tmp_path, monkeypatch, capsys):
     out = tmp_path / "order.md"
-    words = ["--case", "order", "--rounds", "1", "--out", str(out)]
-    monkeypatch.setattr(sys, "argv", ["benchmark.py", *words])
+    arguments = ["--case", "order", "--rounds", "1", "--out", str(out)]
+    monkeypatch.setattr(sys, "argv", ["benchmark.py", *arguments])
     runpy.run_path(str(ROOT / "scripts" / "benchmark.py"), run_name="__main__")
     record = json.loads(out.with_suffix(".json").read_text())
-    assert record["command"] == f"python scripts/benchmark.py {' '.join(words)}"
-    assert record["torch"] == torch.__version__
+    assert record["command"] == f"python scripts/benchmark.py {' '.join(arguments)}"
+    # The installed version may lack the local part: "2.14.1" for a torch "2.14.1+cu130".
+    assert record["torch"].split("+")[0] == torch.__version__.split("+")[0]
     figures = [row for row in record["rows"] if row["unit"] == "ns/sample"]
     assert len(figures) == 2 and all(row["each"][0] > 0 for row in figures)
     assert out.read_text() in capsys.readouterr().out
