@@ -29,7 +29,7 @@ from titanlite.distributed.time_limit import LEAVE_SECONDS, exit_after
 from titanlite.errors import ConfigError, UserError, format_error
 from titanlite.settings import NotNegative, Positive, Supported
 
-SILENT_SECONDS = 5  # longer than torchrun takes to notice that rank 0 has left
+SILENT_SECONDS = 30  # longer than torchrun takes to end this rank after rank 0, also on a busy machine
 
 
 @dataclass(frozen=True)
