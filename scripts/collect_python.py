@@ -1,7 +1,7 @@
-"""Text that every machine has: python scripts/collect_python.py --out python.jsonl
+"""Collect a corpus that every machine has: python scripts/collect_python.py --out python.jsonl
 
-The running Python's own library, one document a file, without its tests and without what was
-installed beside it.
+Writes the source files of Python's standard library, one JSON line per file, without tests and
+installed packages.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import sys
 import sysconfig
 from collections.abc import Iterator
@@ -17,12 +18,15 @@ from pathlib import Path
 from titanlite.data.manifest import write_whole
 from titanlite.errors import EXIT_DONE, EXIT_USER_ERROR, DataError, UserError, format_error
 
-LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
+EXCLUDED = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", required=True, metavar="FILE.jsonl")
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` must not end in a traceback
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--out", required=True, metavar="FILE.jsonl", help="file to write")
     args = parser.parse_args()
     try:
         documents, size = collect(Path(sysconfig.get_paths()["stdlib"]), Path(args.out))
@@ -34,26 +38,26 @@ def main() -> int:
 
 
 def collect(library: Path, out: Path) -> tuple[int, int]:
-    """Write every source file under `library` as a line of JSON; how many, and their bytes."""
+    """Write every source file under `library` as a JSON line; returns (documents, bytes)."""
     lines, size = [], 0
     for path in sorted(source_files(library)):
         content = path.read_bytes()
         try:
             document = {"path": path.relative_to(library).as_posix(), "text": content.decode()}
         except UnicodeDecodeError:
-            continue  # a few say their own encoding
+            continue  # a few files are not UTF-8
         lines.append(json.dumps(document, ensure_ascii=False) + "\n")
         size += len(content)
     if not lines:
-        raise DataError(f"{library}: this Python has no library in source.")
+        raise DataError(f"{library}: this Python has no standard library as source files.")
     write_whole(out, "".join(lines).encode())
     return len(lines), size
 
 
 def source_files(library: Path) -> Iterator[Path]:
-    """The .py files under a folder, but for those of tests and of installed packages."""
+    """The .py files under a folder, without tests and installed packages."""
     for folder, below, names in os.walk(library):
-        below[:] = [name for name in below if name not in LEFT_OUT]
+        below[:] = [name for name in below if name not in EXCLUDED]
         yield from (Path(folder, name) for name in names if name.endswith(".py"))
 
 
