@@ -18,7 +18,7 @@ import pyarrow.parquet
 import pytest
 import torch
 
-from tests.data.test_tokenizer import hugging_face
+from tests.data.test_tokenizer import write_tokenizer_json
 from titanlite.data import open_corpus, open_tokenizer, verify_corpus
 from titanlite.data.prepare import prepare_corpus
 from titanlite.data.text import _refuse_expansion, find_files, list_file_ranges, read_documents
@@ -286,7 +286,7 @@ def test_with_bos_every_document_begins_with_it_and_is_one_to_a_document_mask(in
         assert corpus.manifest.bos and not open_corpus(plain / side).manifest.bos
     with pytest.raises(DataError, match="made of other inputs"):
         prepare_corpus([inputs], BYTES, out, 0.2, **options)
-    without = open_tokenizer(hugging_face(tmp_path))  # its only special token is the end
+    without = open_tokenizer(write_tokenizer_json(tmp_path))  # its only special token is the end
     with pytest.raises(DataError, match="has no BOS of its own"):
         prepare_corpus([inputs], without, tmp_path / "other", bos=True)
 
