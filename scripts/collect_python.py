@@ -14,8 +14,8 @@ import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
 
-from titanlite.data.manifest import write_whole
 from titanlite.errors import EXIT_DONE, EXIT_USER_ERROR, DataError, UserError, format_error
+from titanlite.files import write_whole_file
 
 LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 
@@ -46,7 +46,8 @@ def collect(library: Path, out: Path) -> tuple[int, int]:
         size += len(content)
     if not lines:
         raise DataError(f"{library}: this Python has no library in source.")
-    write_whole(out, "".join(lines).encode())
+    out.parent.mkdir(parents=True, exist_ok=True)
+    write_whole_file(out, "".join(lines).encode())
     return len(lines), size
 
 
