@@ -15,8 +15,8 @@ import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
 
-from titanlite.data.manifest import write_whole
 from titanlite.errors import EXIT_DONE, EXIT_USER_ERROR, DataError, UserError, format_error
+from titanlite.files import write_whole_file
 
 EXCLUDED = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 
@@ -50,7 +50,8 @@ def collect(library: Path, out: Path) -> tuple[int, int]:
         size += len(content)
     if not lines:
         raise DataError(f"{library}: this Python has no standard library as source files.")
-    write_whole(out, "".join(lines).encode())
+    out.parent.mkdir(parents=True, exist_ok=True)
+    write_whole_file(out, "".join(lines).encode())
     return len(lines), size
 
 

@@ -1,41 +1,77 @@
-"""Let a checkpoint write: python scripts/generate.py --checkpoint outputs/checkpoint/step-100"""
+"""Generate text: python scripts/generate.py --checkpoint outputs/checkpoint/step-100"""
 
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
 
 from titanlite.checkpoint import find_newest_checkpoint
 from titanlite.distributed.process_group import choose_device
-from titanlite.errors import UserError, format_error
+from titanlite.errors import EXIT_DONE, EXIT_USER_ERROR, UserError, format_error
 from titanlite.generate import Sampling, load_generator
 from titanlite.storage import StorageFolder
 
 
-def main() -> int:
+def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument(
-        "--checkpoint", required=True, help="a step-N folder, or a run: its newest valid one"
+        "--checkpoint",
+        required=True,
+        metavar="FOLDER",
+        help="a step-N folder, or the folder of a run, whose newest valid checkpoint is used",
     )
-    parser.add_argument("--prompt", default="", help="text to go on from; empty: a new document")
-    parser.add_argument("--max-new-tokens", type=int, default=200)
-    parser.add_argument("--temperature", type=float, default=0.8, help="0: always the likeliest")
-    parser.add_argument("--top-k", type=int, default=0, help="among the k likeliest; 0: all")
-    parser.add_argument("--top-p", type=float, default=1.0, help="among the likeliest of this mass")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--tokenizer", help="its file, where the checkpoint has no copy")
-    parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
-    args = parser.parse_args()
+    parser.add_argument(
+        "--prompt", default="", help="text to continue (default: empty, which begins a document)"
+    )
+    parser.add_argument("--max-new-tokens", type=int, default=200, metavar="N", help="default: 200")
+    parser.add_argument(
+        "--temperature",
+        type=float,
+        default=0.8,
+        help="default: 0.8; 0: always the most likely token",
+    )
+    parser.add_argument(
+        "--top-k",
+        type=int,
+        default=0,
+        metavar="K",
+        help="sample from the K most likely tokens (default: 0, all)",
+    )
+    parser.add_argument(
+        "--top-p",
+        type=float,
+        default=1.0,
+        metavar="P",
+        help="sample from the most likely tokens with total probability P (default: 1.0)",
+    )
+    parser.add_argument("--seed", type=int, default=0, help="of the sampling (default: 0)")
+    parser.add_argument(
+        "--tokenizer", metavar="FILE", help="needed if the checkpoint has no copy of its tokenizer"
+    )
+    parser.add_argument(
+        "--device",
+        choices=["auto", "cpu", "cuda"],
+        default="auto",
+        help="default: auto, which is cuda if there is a GPU",
+    )
+    return parser.parse_args()
+
+
+def main() -> int:
+    args = parse_arguments()
     try:
         sampling = Sampling(args.temperature, args.top_k, args.top_p, args.seed)
-        step = find_newest_checkpoint(StorageFolder(args.checkpoint))
-        writer = load_generator(step, choose_device(args.device), args.tokenizer)
-        text = writer.write(args.prompt, args.max_new_tokens, sampling)
+        checkpoint = find_newest_checkpoint(StorageFolder(args.checkpoint))
+        generator = load_generator(checkpoint, choose_device(args.device), args.tokenizer)
+        text = generator.complete(args.prompt, args.max_new_tokens, sampling)
     except UserError as error:
         print(format_error(error), file=sys.stderr)
-        return 2
+        return EXIT_USER_ERROR
+    # end quietly if `| head` closes stdout; not earlier, because libraries rely on ignoring SIGPIPE
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     print(args.prompt + text)
-    return 0
+    return EXIT_DONE
 
 
 if __name__ == "__main__":

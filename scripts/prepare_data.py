@@ -1,14 +1,16 @@
-"""Turn text into shards: python scripts/prepare_data.py TEXT --tokenizer t.model --out corpus
+"""Turn text into shards of token ids.
 
-Run it again after an interruption: it goes on where it stopped. --verify FOLDER reads every byte of
-what was prepared, and compares it with what was written.
+python scripts/prepare_data.py TEXT --tokenizer tokenizer.model --out corpus
+
+After an interruption, run the same command again: it continues where it stopped.
+`--verify FOLDER` compares every byte of a prepared corpus with the recorded hashes.
 """
 
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 from rich.console import Console
@@ -27,30 +29,58 @@ from titanlite.data.prepare import (
     TRAIN,
     VALIDATION,
     PreparedCorpus,
+    PrepareSettings,
     prepare_corpus,
 )
-from titanlite.data.text import DOCUMENT_BYTES, INPUT_KINDS
+from titanlite.data.text import INPUT_KINDS, MAX_DOCUMENT_BYTES
 from titanlite.errors import EXIT_DONE, EXIT_USER_ERROR, UserError, format_error
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("inputs", nargs="*", metavar="INPUT", help=INPUT_KINDS)
-    parser.add_argument("--tokenizer", help='ranks, tokenizer.json, or "bytes"')
-    parser.add_argument("--out", metavar="DIR", help="gets train/ and validation/")
-    parser.add_argument("--validation-share", type=float, default=0.01, help="documents; 0.01")
-    parser.add_argument("--bos", action="store_true", help="BOS before each document, as Llama has")
-    parser.add_argument("--workers", type=int, help="processes; all cores if not given")
-    parser.add_argument(
-        "--document-mib", type=int, default=DOCUMENT_BYTES >> 20, help="longest document; 128"
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument(
-        "--follow-symlinks", action="store_true", help="also out of the folders given"
+    add = parser.add_argument
+    add("inputs", nargs="*", metavar="INPUT", help=INPUT_KINDS)
+    add(
+        "--tokenizer",
+        metavar="FILE",
+        help='a file of tiktoken ranks, a tokenizer.json, or "bytes"',
     )
-    parser.add_argument(
-        "--stall-seconds", type=float, default=STALL_SECONDS, help="end workers that wait so long"
+    add("--out", metavar="FOLDER", help="where train/ and validation/ are written")
+    add(
+        "--validation-share",
+        type=float,
+        default=0.01,
+        metavar="FRACTION",
+        help="fraction of the documents that goes to validation/ (default: 0.01)",
     )
-    parser.add_argument("--verify", metavar="FOLDER", help="compare all of a corpus; no INPUT")
+    add("--bos", action="store_true", help="begin each document with BOS, as Llama does")
+    add("--workers", type=int, metavar="N", help="number of processes (default: all cores)")
+    add(
+        "--document-mib",
+        type=int,
+        default=MAX_DOCUMENT_BYTES >> 20,
+        metavar="MIB",
+        help="refuse documents larger than this (default: 128)",
+    )
+    add(
+        "--follow-symlinks",
+        action="store_true",
+        help="allow symbolic links to lead out of the folders given",
+    )
+    add(
+        "--stall-seconds",
+        type=float,
+        default=STALL_SECONDS,
+        metavar="SECONDS",
+        help="stop if no worker reads a document for so long (default: 600)",
+    )
+    add(
+        "--verify",
+        metavar="FOLDER",
+        help="verify a prepared corpus instead; takes no INPUT",
+    )
     args = parser.parse_args()
     if args.verify is None and not (args.inputs and args.tokenizer and args.out):
         parser.error("INPUT, --tokenizer and --out are required, or --verify FOLDER alone")
@@ -58,68 +88,78 @@ def main() -> int:
         parser.error("--verify FOLDER takes no INPUT")
     if args.document_mib < 1 or args.stall_seconds <= 0:
         parser.error("--document-mib and --stall-seconds must be above 0")
-    bar = Progress(
-        TextColumn("reading"),
-        BarColumn(),
-        DownloadColumn(),
-        TransferSpeedColumn(),
-        TimeRemainingColumn(),
-        console=Console(stderr=True),
-    )
+    return args
 
-    def show(done: int, of: int) -> None:
-        task = bar.tasks[0].id if bar.tasks else bar.add_task("reading")
-        bar.update(task, completed=done, total=of)
 
+class ReadingBar(Progress):
+    """Progress bar of the bytes read, on stderr."""
+
+    def __init__(self):
+        columns = (BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+        super().__init__(TextColumn("reading"), *columns, console=Console(stderr=True))
+
+    def show(self, done: int, total: int) -> None:
+        task = self.tasks[0].id if self.tasks else self.add_task("reading")
+        self.update(task, completed=done, total=total)
+
+
+def main() -> int:
+    args = parse_arguments()
     try:
-        if args.verify is not None:
-            with bar:
-                print(verified(Path(args.verify), show))
-            return EXIT_DONE
-        tokenizer = open_tokenizer(args.tokenizer)
-        with bar:
-            made = prepare_corpus(
-                args.inputs,
-                tokenizer,
-                args.out,
-                args.validation_share,
-                bos=args.bos,
-                workers=args.workers,
-                follow_symlinks=args.follow_symlinks,
-                document_bytes=args.document_mib << 20,
-                stall_seconds=args.stall_seconds,
-                progress=show,
-            )
+        result = prepare(args) if args.verify is None else verify(Path(args.verify))
     except UserError as error:
         print(format_error(error), file=sys.stderr)
         return EXIT_USER_ERROR
-    print(f"{args.out}: {summary(made)}")
+    # end quietly if `| head` closes stdout; not earlier, because libraries rely on ignoring SIGPIPE
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+    print(result)
     return EXIT_DONE
 
 
-def verified(folder: Path, show: Callable[[int, int], None]) -> str:
+def prepare(args: argparse.Namespace) -> str:
+    """Prepare a corpus and summarise the result; raises DataError."""
+    settings = PrepareSettings(
+        args.validation_share,
+        bos=args.bos,
+        workers=args.workers,
+        follow_symlinks=args.follow_symlinks,
+        document_bytes=args.document_mib << 20,
+        stall_seconds=args.stall_seconds,
+    )
+    tokenizer = open_tokenizer(args.tokenizer)
+    with ReadingBar() as bar:
+        prepared = prepare_corpus(args.inputs, tokenizer, args.out, settings, progress=bar.show)
+    return f"{args.out}: {summarise(prepared)}"
+
+
+def summarise(prepared: PreparedCorpus) -> str:
+    """Counts of tokens and documents, the speed, and the pieces that were reused."""
+    lines = [
+        f"train {prepared.tokens:,} tokens in {prepared.documents:,} documents",
+        f"validation {prepared.validation_tokens:,} tokens in"
+        f" {prepared.validation_documents:,} documents",
+    ]
+    if prepared.encoded_bytes:
+        megabytes = prepared.encoded_bytes / 1e6
+        speed = megabytes / prepared.seconds
+        lines.append(f"{megabytes:.1f} MB in {prepared.seconds:.1f} s, {speed:.1f} MB/s")
+    if prepared.reused_pieces:
+        lines.append(
+            f"reused {prepared.reused_pieces} of {prepared.pieces} pieces of an earlier run"
+        )
+    return "\n  ".join(lines)
+
+
+def verify(folder: Path) -> str:
     """Verify a folder of shards, or train/ and validation/ in it; raises DataError."""
     sides = [folder / side for side in (TRAIN, VALIDATION) if (folder / side).is_dir()]
     lines = []
-    for side in sides or [folder]:
-        manifest = verify_corpus(side, progress=show)
-        lines.append(f"{side}: {manifest.tokens:,} tokens in {len(manifest.shards)} shards, intact")
+    with ReadingBar() as bar:
+        for side in sides or [folder]:
+            manifest = verify_corpus(side, progress=bar.show)
+            shards = len(manifest.shards)
+            lines.append(f"{side}: {manifest.tokens:,} tokens in {shards} shards, intact")
     return "\n".join(lines)
-
-
-def summary(made: PreparedCorpus) -> str:
-    """What came of it, in one line for each question."""
-    megabytes = made.encoded_bytes / 1e6
-    lines = [
-        f"train {made.tokens:,} tokens in {made.documents:,} documents",
-        f"validation {made.validation_tokens:,} tokens in {made.validation_documents:,} documents",
-    ]
-    if made.encoded_bytes:
-        rate = megabytes / made.seconds
-        lines.append(f"{megabytes:.1f} MB in {made.seconds:.1f} s, {rate:.1f} MB/s")
-    if made.reused_pieces:
-        lines.append(f"{made.reused_pieces} of {made.pieces} pieces were there from an earlier run")
-    return "\n  ".join(lines)
 
 
 if __name__ == "__main__":

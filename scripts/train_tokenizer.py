@@ -6,6 +6,7 @@ python scripts/train_tokenizer.py TEXT --vocab-size 4096 --out corpus/tokenizer.
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
 
 from titanlite.data.bpe import train_bpe
@@ -13,18 +14,34 @@ from titanlite.data.text import INPUT_KINDS, find_files, list_file_ranges, read_
 from titanlite.errors import EXIT_DONE, EXIT_USER_ERROR, UserError, format_error
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("inputs", nargs="+", metavar="INPUT", help=INPUT_KINDS)
-    parser.add_argument("--vocab-size", type=int, required=True, help="ids, 2 specials included")
-    parser.add_argument("--out", required=True, metavar="FILE.model", help="tiktoken ranks")
-    args = parser.parse_args()
+    parser.add_argument(
+        "--vocab-size",
+        type=int,
+        required=True,
+        metavar="N",
+        help="number of token ids, including 256 bytes and 2 special tokens",
+    )
+    parser.add_argument(
+        "--out", required=True, metavar="FILE.model", help="file of tiktoken ranks to write"
+    )
+    return parser.parse_args()
+
+
+def main() -> int:
+    args = parse_arguments()
     try:
         texts = read_documents(list_file_ranges(find_files(args.inputs)))
         size = train_bpe(texts, args.vocab_size, args.out)
     except UserError as error:
         print(format_error(error), file=sys.stderr)
         return EXIT_USER_ERROR
+    # end quietly if `| head` closes stdout; not earlier, because libraries rely on ignoring SIGPIPE
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     print(f"{args.out}: {size} ids")
     if size < args.vocab_size:
         print(f"the text has no more pairs to merge: set model.vocab_size = {size} or more")

@@ -1,4 +1,4 @@
-"""Text from a checkpoint of any layout, on one process."""
+"""Generate text with a checkpoint that was saved under any layout, on one process."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from titanlite.storage import StorageFolder
 
 @dataclass(frozen=True)
 class Sampling:
-    """How the next token is chosen."""
+    """How the next token is sampled."""
 
-    temperature: float = 0.8  # 0: always the likeliest
-    top_k: int = 0  # only among the k likeliest; 0: all
-    top_p: float = 1.0  # only among the likeliest that together have this probability
+    temperature: float = 0.8  # 0: always the most likely token
+    top_k: int = 0  # sample from the k most likely tokens; 0: from all
+    top_p: float = 1.0  # sample from the most likely tokens with this total probability
     seed: int = 0
 
     def __post_init__(self):
@@ -31,9 +31,9 @@ class Sampling:
             "top_k": (self.top_k >= 0, "at least 0"),
             "top_p": (0 < self.top_p <= 1, "above 0 and at most 1"),
         }
-        for name, (fine, words) in allowed.items():
-            if not fine:
-                raise ConfigError(f"{name} = {getattr(self, name)}: must be {words}.")
+        for name, (is_valid, requirement) in allowed.items():
+            if not is_valid:
+                raise ConfigError(f"{name} = {getattr(self, name)}: must be {requirement}.")
 
 
 @dataclass(frozen=True)
@@ -42,11 +42,11 @@ class TextGenerator:
 
     model: nn.Module
     tokenizer: Tokenizer
-    bos: bool = False  # every document it was trained on began with BOS
-    documents_apart: bool = False  # attention.mask = "document": none saw the end of the one before
+    bos: bool = False  # in training, every document began with BOS
+    document_mask: bool = False  # in training, a document did not attend to the one before it
 
     def prompt_ids(self, prompt: str) -> list[int]:
-        """The ids of a prompt, behind what stood before a document's text in training.
+        """The ids of a prompt, after the token that preceded a document's text in training.
 
         That is BOS, or else the end id of the document before. Without it, the first tokens are
         predicted worse (quickstart, tokens 2 to 9: a loss of 5.29 instead of 5.04).
@@ -54,31 +54,36 @@ class TextGenerator:
         ids, tokenizer = self.tokenizer.encode(prompt), self.tokenizer
         if self.bos:
             return [tokenizer.bos_id, *ids]
-        if self.documents_apart and ids:
+        if self.document_mask and ids:
             return ids
-        return [tokenizer.eos_id, *ids]  # of an empty prompt, something must come first
+        return [tokenizer.eos_id, *ids]  # also because the model needs at least one id
 
-    def write(self, prompt: str, count: int, sampling: Sampling) -> str:
-        """What follows a prompt; an empty one starts a document."""
-        end, known = self.tokenizer.eos_id, self.tokenizer.vocab_size
-        ids = self.prompt_ids(prompt)
-        written = generate(self.model, ids, count, sampling, end=end, known=known)
-        return self.tokenizer.decode(list(written))
+    def complete(self, prompt: str, max_new_tokens: int, sampling: Sampling) -> str:
+        """The text that follows a prompt; after an empty prompt, a new document."""
+        ids = generate(
+            self.model,
+            self.prompt_ids(prompt),
+            max_new_tokens,
+            sampling,
+            end=self.tokenizer.eos_id,
+            vocab_size=self.tokenizer.vocab_size,
+        )
+        return self.tokenizer.decode(list(ids))
 
 
 def load_generator(
     checkpoint: StorageFolder, device: torch.device, tokenizer: str | None = None
 ) -> TextGenerator:
-    """The model and tokenizer of a `step-N` folder, by the copies in it.
+    """Load the model and the tokenizer of a `step-N` folder.
 
-    `tokenizer`: the path of its file, where the checkpoint has no copy. Raises CheckpointError,
-    or DataError.
+    `tokenizer`: path of its file, for a checkpoint without a copy of it. Raises CheckpointError or
+    DataError.
     """
     saved = read_saved_model(checkpoint, tokenizer)
     if saved.tokenizer is None:
         raise CheckpointError(
-            f"{checkpoint}: was trained on ids alone, without data.tokenizer.",
-            fix="Name the tokenizer that made them: --tokenizer PATH.",
+            f"{checkpoint}: was trained on token ids without data.tokenizer.",
+            fix="Name the tokenizer that made the ids: --tokenizer PATH.",
         )
     with torch.device("meta"):
         model = saved.spec.build(saved.sizes)
@@ -91,44 +96,47 @@ def load_generator(
 def generate(
     model: nn.Module,
     prompt: list[int],
-    count: int,
+    max_new_tokens: int,
     sampling: Sampling,
     *,
     end: int | None = None,
-    known: int | None = None,
+    vocab_size: int | None = None,
 ) -> Iterator[int]:
-    """Up to `count` ids that go on from `prompt`, one by one; stops before the id `end`.
+    """Yield the ids that follow `prompt`, at most `max_new_tokens`; stop before the id `end`.
 
-    Only the first `known` ids are written: a model may have room for more than its tokenizer has.
+    Only ids below `vocab_size` are sampled: a model's vocabulary may be larger than its
+    tokenizer's.
     """
+    layers = model.layers
+    assert isinstance(layers, nn.ModuleDict)
     device = next(model.parameters()).device
     generator = torch.Generator(device).manual_seed(sampling.seed)
-    capacity = len(prompt) + count
-    caches = {name: KeyValueCache(capacity) for name in model.layers}
-    tokens, start = torch.tensor([prompt], device=device), 0
-    for _ in range(count):
+    capacity = len(prompt) + max_new_tokens
+    caches = {name: KeyValueCache(capacity) for name in layers}
+    tokens, start = torch.tensor([prompt], device=device), 0  # what the cache does not contain yet
+    for _ in range(max_new_tokens):
         positions = torch.arange(start, start + tokens.shape[1], device=device)
         with torch.inference_mode():
-            logits = model(tokens, positions, caches)[0, -1, :known]
-            chosen = sample_token(logits, sampling, generator)
+            logits = model(tokens, positions, caches)[0, -1, :vocab_size]
+            sampled = sample_token(logits, sampling, generator)
         start += tokens.shape[1]
-        token = int(chosen)
+        token = int(sampled)
         if token == end:
             return
         yield token
-        tokens = chosen.view(1, 1)
+        tokens = sampled.view(1, 1)
 
 
 def sample_token(logits: Tensor, sampling: Sampling, generator: torch.Generator) -> Tensor:
-    """One id, 0-d, drawn from logits [V]."""
+    """Sample one id (0-d) from logits [V]."""
     if sampling.temperature == 0:
         return logits.argmax()
     logits = logits.float() / sampling.temperature
     if 0 < sampling.top_k < logits.numel():
-        least = logits.topk(sampling.top_k).values[-1]
-        logits = logits.masked_fill(logits < least, -torch.inf)
+        threshold = logits.topk(sampling.top_k).values[-1]
+        logits = logits.masked_fill(logits < threshold, -torch.inf)
     if sampling.top_p < 1:
-        ordered, ids = logits.softmax(-1).sort(descending=True)
-        before = ordered.cumsum(-1) - ordered  # the probability of those likelier: the first stays
+        probabilities, ids = logits.softmax(-1).sort(descending=True)
+        before = probabilities.cumsum(-1) - probabilities  # 0 for the first, which always stays
         logits = logits.index_fill(0, ids[before >= sampling.top_p], -torch.inf)
     return torch.multinomial(logits.softmax(-1), 1, generator=generator)[0]

@@ -11,7 +11,7 @@ import torch.distributed.checkpoint as dcp
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from tests.data.test_tokenizer import ODD_TEXTS, hugging_face
+from tests.data.test_tokenizer import ODD_TEXTS, write_tokenizer_json
 from tests.distributed.oracle import ADAMW, SHAPE, Layout, deepened, start, whole
 from tests.distributed.ranks import run_on_ranks
 from titanlite.checkpoint import model_and_optimizer_state
@@ -132,7 +132,7 @@ def tokenizers(tmp_path_factory) -> dict[str, str]:
     (folder / "llama.json").write_bytes(to_tokenizer_json(plain, bos=True))
     return {
         "ranks": str(folder / "t.model"),
-        "tokenizer.json": hugging_face(folder),
+        "tokenizer.json": write_tokenizer_json(folder),
         "bytes": "bytes",
         "Llama's tokenizer.json": str(folder / "llama.json"),
     }

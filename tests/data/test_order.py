@@ -1,9 +1,10 @@
-"""The order of a run: nothing twice, nothing missed, and the same however it is asked for."""
+"""Sample order: no sample is lost or repeated, whatever slices are read."""
 
 from __future__ import annotations
 
 import math
 import tracemalloc
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from titanlite.errors import DataError
 
 MIXTURE = [("code", 0.7, 1000), ("prose", 0.25, 333), ("mathematics", 0.05, 7)]
 HALVES = [("code", 0.5, 5000), ("prose", 0.375, 4096), ("mathematics", 0.125, 70_000)]
-KNOWN_ORDERS = [  # sources, first position, version of the order, (source, epoch, sample) of 8
+KNOWN_ORDERS = [  # sources, first position, order version, then (source, epoch, sample) of 8
     (
         MIXTURE,
         2 * BLOCK - 4,
@@ -52,56 +53,57 @@ def sample_at(order: SampleOrder, start: int, stop: int):
 
 
 @pytest.mark.parametrize("size", [*range(1, 70), 255, 256, 257, 4095, 4097, 65_537, 300_007])
-def test_no_sample_of_a_corpus_of_any_size_is_lost_or_doubled(size):
+def test_permute_is_a_permutation_at_every_size(size):
     for key in (0, 12_345_678_901_234_567_890):
         keys = np.full(size, key, dtype=np.uint64)
         assert np.array_equal(np.sort(permute(np.arange(size), size, keys)), np.arange(size))
 
 
-def test_the_order_looks_shuffled():
+def test_permuted_positions_are_not_correlated():
     size = 1 << 16
-    places, index = permute(np.arange(size), size, np.full(size, 3, np.uint64)), np.arange(size)
+    index = np.arange(size)
+    images = permute(index, size, np.full(size, 3, np.uint64))
     noise = 5 / math.sqrt(size)
-    assert abs(np.corrcoef(index, places)[0, 1]) < noise
+    assert abs(np.corrcoef(index, images)[0, 1]) < noise
     for step in (1, 2, 256, 257):
-        assert abs(np.corrcoef(places[:-step], places[step:])[0, 1]) < noise
-    assert abs(np.mean(np.diff(places) > 0) - 0.5) < noise
+        assert abs(np.corrcoef(images[:-step], images[step:])[0, 1]) < noise
+    assert abs(np.mean(np.diff(images) > 0) - 0.5) < noise
 
 
-def test_every_epoch_has_every_sample_once_and_in_another_order():
+def test_every_epoch_has_every_sample_once_in_its_own_order():
     for samples in (1, 10, 4096, 5000):
-        source, epoch, sample = sample_at(SampleOrder(5, [("a", 1.0, samples)]), 0, 3 * samples)
+        _, epoch, sample = sample_at(SampleOrder(5, [("a", 1.0, samples)]), 0, 3 * samples)
         assert np.array_equal(epoch, np.repeat([0, 1, 2], samples))
         epochs = sample.reshape(3, samples)
         assert np.array_equal(np.sort(epochs), np.tile(np.arange(samples), (3, 1)))
         assert samples < 10 or not np.array_equal(epochs[0], epochs[1])
 
 
-def test_epochs_of_a_mixture_come_one_after_the_other():
+def test_a_source_of_a_mixture_finishes_an_epoch_before_the_next():
     source, epoch, sample = sample_at(SampleOrder(5, MIXTURE), 0, 3 * BLOCK + 100)
     for number, (_, _, samples) in enumerate(MIXTURE):
-        mine = source == number
-        draws = np.arange(mine.sum())
-        assert np.array_equal(epoch[mine], draws // samples)  # in order of position
-        whole = len(draws) // samples * samples
-        epochs = sample[mine][:whole].reshape(-1, samples)
+        chosen = source == number
+        draws = np.arange(chosen.sum())
+        assert np.array_equal(epoch[chosen], draws // samples)  # in order of position
+        complete = len(draws) // samples * samples
+        epochs = sample[chosen][:complete].reshape(-1, samples)
         assert np.array_equal(np.sort(epochs), np.tile(np.arange(samples), (len(epochs), 1)))
 
 
-def test_every_block_has_the_share_that_is_counted_for_it():
+def test_every_block_contains_the_quota_of_each_source():
     order = SampleOrder(1, MIXTURE)
     for block in (0, 1, 77, 10**9):
         source, _, _ = sample_at(order, block * BLOCK, (block + 1) * BLOCK)
         counts = np.bincount(source, minlength=3)
-        first, after = (order.shares.drawn_before(b) for b in (block, block + 1))
-        assert counts.tolist() == [b - a for a, b in zip(first, after)]
+        first, after = (order.quotas.drawn_before(b) for b in (block, block + 1))
+        assert counts.tolist() == [b - a for a, b in zip(first, after, strict=True)]
         assert np.abs(counts - BLOCK * np.array([0.7, 0.25, 0.05])).max() < 2
 
 
 @pytest.mark.parametrize(
     "weights",
     [
-        [0.0004, 0.9996],  # a whole 4096th would be 22 % too much
+        [0.0004, 0.9996],  # rounded to 1/4096 it would be 22 % too much
         [0.0001831, 0.9998169],
         [0.67, 0.15, 0.045, 0.045, 0.045, 0.025, 0.02],
         [1.0, 1e-5, 1e-5, 1e-5, 0.0, 3.0],  # less than one sample in many blocks
@@ -109,20 +111,20 @@ def test_every_block_has_the_share_that_is_counted_for_it():
     ],
     ids=str,
 )
-def test_shares_are_exact_over_a_run_however_small_the_weight(weights):
-    shares = MixtureQuotas([str(i) for i in range(len(weights))], weights)
+def test_quotas_are_exact_over_a_run_however_small_the_weight(weights):
+    quotas = MixtureQuotas([str(i) for i in range(len(weights))], weights)
     exact = np.array(weights) / sum(weights)
-    before = shares.drawn_before(0)
+    before = quotas.drawn_before(0)
     for block in [*range(1, 300), 10**6, 10**9, 2**51]:
-        drawn = shares.drawn_before(block)
+        drawn = quotas.drawn_before(block)
         assert sum(drawn) == block * BLOCK
-        assert all(late >= early for late, early in zip(drawn, before))  # nothing is drawn back
-        rounding = block * BLOCK * 1e-15  # of this line's own floats
+        assert all(late >= early for late, early in zip(drawn, before, strict=True))
+        rounding = block * BLOCK * 1e-15  # of the expected value, computed in floats
         assert np.abs(np.array(drawn) - block * BLOCK * exact).max() < 2 + rounding
         before = drawn
 
 
-def test_a_source_of_a_tiny_weight_is_drawn_sample_after_sample():
+def test_a_source_with_a_tiny_weight_still_completes_its_epochs():
     order = SampleOrder(3, [("rare", 1e-5, 10), ("common", 1.0, 10**6)])
     source, epoch, sample = sample_at(order, 0, 500 * BLOCK)
     rare = source == 0
@@ -132,7 +134,7 @@ def test_a_source_of_a_tiny_weight_is_drawn_sample_after_sample():
 
 
 def frequencies(size: int, permutations: int) -> np.ndarray:
-    """How often each permutation of a source of `size` samples is an epoch of it."""
+    """How often each permutation of `size` samples occurs as an epoch."""
     _, _, sample = sample_at(SampleOrder(11, [("a", 1.0, size)]), 0, size * permutations)
     codes = sample.reshape(-1, size) @ (size ** np.arange(size))
     return np.unique(codes, return_counts=True)[1]
@@ -141,15 +143,15 @@ def frequencies(size: int, permutations: int) -> np.ndarray:
 @pytest.mark.parametrize("size", [2, 3, 4, 5])
 def test_the_order_of_a_small_source_is_uniform_over_all_permutations(size):
     kinds, permutations = math.factorial(size), 24_000
-    found = frequencies(size, permutations)
+    observed = frequencies(size, permutations)
     expected = permutations / kinds
-    assert len(found) == kinds
-    chi_squared = ((found - expected) ** 2 / expected).sum()
+    assert len(observed) == kinds
+    chi_squared = ((observed - expected) ** 2 / expected).sum()
     assert abs(chi_squared - (kinds - 1)) < 5 * math.sqrt(2 * (kinds - 1))
 
 
 @pytest.mark.parametrize("size", [16, 100, 1000])
-def test_a_small_source_has_no_more_neighbours_than_chance_gives(size):
+def test_a_small_source_has_no_more_adjacent_pairs_than_chance(size):
     epochs = 800_000 // size
     _, _, sample = sample_at(SampleOrder(5, [("a", 1.0, size)]), 0, size * epochs)
     pairs = (np.diff(sample.reshape(epochs, size), axis=1) == 1).sum()
@@ -157,7 +159,7 @@ def test_a_small_source_has_no_more_neighbours_than_chance_gives(size):
     assert abs(pairs - expected) < 4 * math.sqrt(expected)
 
 
-def test_every_batch_has_nearly_its_share_of_every_source():
+def test_every_batch_has_nearly_its_quota_of_every_source():
     source, _, _ = sample_at(SampleOrder(1, MIXTURE), 0, 8 * BLOCK)
     for number, (_, weight, _) in enumerate(MIXTURE):
         in_batches = (source == number).reshape(-1, 64).sum(1)
@@ -165,25 +167,25 @@ def test_every_batch_has_nearly_its_share_of_every_source():
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_asking_in_other_slices_gives_the_same_samples(seed):
+def test_other_slices_give_the_same_samples(seed):
     order, generator = SampleOrder(seed, MIXTURE), np.random.default_rng(seed)
     start, stop = 10**12, 10**12 + 3 * BLOCK
-    whole = np.stack(sample_at(order, start, stop))
-    cuts = [start, *np.sort(generator.integers(start, stop, 50)), stop]
-    parts = [np.stack(sample_at(order, a, b)) for a, b in zip(cuts, cuts[1:])]
-    assert np.array_equal(np.concatenate(parts, axis=1), whole)
+    expected = np.stack(sample_at(order, start, stop))
+    bounds = [start, *np.sort(generator.integers(start, stop, 50)), stop]
+    parts = [np.stack(sample_at(order, a, b)) for a, b in pairwise(bounds)]
+    assert np.array_equal(np.concatenate(parts, axis=1), expected)
     shuffled = generator.permutation(stop - start)
-    assert np.array_equal(np.stack(order.sample_at(start + shuffled)), whole[:, shuffled])
+    assert np.array_equal(np.stack(order.sample_at(start + shuffled)), expected[:, shuffled])
 
 
 @pytest.mark.parametrize("sources, first, version, expected", KNOWN_ORDERS)
-def test_the_order_does_not_change_with_the_version(sources, first, version, expected):
+def test_the_order_is_the_same_as_in_earlier_versions(sources, first, version, expected):
     order = SampleOrder(42, sources)
-    assert [found.tolist() for found in sample_at(order, first, first + 8)] == expected
+    assert [values.tolist() for values in sample_at(order, first, first + 8)] == expected
     assert [order.version(number) for number in range(len(sources))] == [version] * len(sources)
 
 
-def test_another_source_does_not_reorder_the_samples_of_the_others():
+def test_adding_a_source_does_not_reorder_the_others():
     def draws(order: SampleOrder, number: int) -> list[int]:
         source, _, sample = sample_at(order, 0, 4 * BLOCK)
         return sample[source == number][:1500].tolist()
@@ -195,7 +197,7 @@ def test_another_source_does_not_reorder_the_samples_of_the_others():
     )
 
 
-def test_a_billion_samples_cost_the_memory_of_a_thousand():
+def test_a_billion_samples_need_no_more_memory_than_a_thousand():
     def peak_bytes(samples: int) -> int:
         tracemalloc.start()
         try:
@@ -205,12 +207,12 @@ def test_a_billion_samples_cost_the_memory_of_a_thousand():
         finally:
             tracemalloc.stop()
 
-    peak_bytes(10)  # what is only imported or cached once
+    peak_bytes(10)  # so that one-time imports and caches do not count
     few, many = peak_bytes(1000), peak_bytes(10**9)
     assert many < 1.2 * few < 10_000_000
 
 
-def test_weights_that_give_no_share_are_refused():
+def test_invalid_weights_are_refused():
     assert MixtureQuotas(["a", "b"], [1.0, 0.0]).drawn_before(3) == [3 * BLOCK, 0]
     for weights in ([0.0, 0.0], [1.0, -1.0], [1.0, math.inf], [1.0, math.nan]):
         with pytest.raises(DataError, match="weight"):

@@ -1,4 +1,4 @@
-"""Every document is prepared once, on one side, whatever was interrupted, whoever worked."""
+"""Preparing text: every document is in train or validation once, also after interruptions."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -18,9 +19,9 @@ import pyarrow.parquet
 import pytest
 import torch
 
-from tests.data.test_tokenizer import hugging_face
+from tests.data.test_tokenizer import write_tokenizer_json
 from titanlite.data import open_corpus, open_tokenizer, verify_corpus
-from titanlite.data.prepare import prepare_corpus
+from titanlite.data.prepare import PreparedCorpus, PrepareSettings, prepare_corpus
 from titanlite.data.text import _refuse_expansion, find_files, list_file_ranges, read_documents
 from titanlite.errors import DataError
 from titanlite.kernels.documents import document_positions
@@ -28,6 +29,10 @@ from titanlite.kernels.documents import document_positions
 ROOT = Path(__file__).parents[2]
 BYTES = open_tokenizer("bytes")
 PIECE_BYTES = 4000
+
+
+def prepare(inputs, out: Path, validation_share: float = 0.01, **settings) -> PreparedCorpus:
+    return prepare_corpus(inputs, BYTES, out, PrepareSettings(validation_share, **settings))
 
 
 def texts(count: int, seed: int = 0) -> list[str]:
@@ -49,7 +54,7 @@ def write_jsonl(path: Path, documents: list[str]) -> None:
 
 @pytest.fixture
 def inputs(tmp_path) -> Path:
-    """A folder of every kind of input: 260 documents in all."""
+    """A folder with every kind of input: 260 documents in total."""
     folder = tmp_path / "inputs"
     (folder / "below").mkdir(parents=True)
     write_jsonl(folder / "many.jsonl", texts(200))
@@ -57,7 +62,7 @@ def inputs(tmp_path) -> Path:
     pyarrow.parquet.write_table(table, folder / "rows.parquet", row_group_size=7)
     for i, text in enumerate(texts(20, 2)):
         (folder / "below" / f"{i:02}.txt").write_bytes(text.encode())
-    (folder / "README.md").write_text("not text to learn from")
+    (folder / "README.md").write_text("not training text")
     return folder
 
 
@@ -74,170 +79,165 @@ def content_of(folder: Path) -> dict[str, bytes]:
     return {str(p.relative_to(folder)): p.read_bytes() for p in files}
 
 
-def test_every_document_of_every_kind_of_file_is_there_once(inputs, tmp_path):
-    made = prepare_corpus(
-        [inputs], BYTES, tmp_path / "out", 0.2, piece_bytes=PIECE_BYTES, workers=1
-    )
+def test_every_document_of_every_kind_of_file_is_prepared_once(inputs, tmp_path):
+    prepared = prepare([inputs], tmp_path / "out", 0.2, piece_bytes=PIECE_BYTES, workers=1)
     train, held_out = (documents_in(tmp_path / "out" / side) for side in ("train", "validation"))
     assert sorted(train + held_out) == sorted(texts(200) + texts(40, 1) + texts(20, 2))
-    assert (made.documents, made.validation_documents) == (len(train), len(held_out))
+    assert (prepared.documents, prepared.validation_documents) == (len(train), len(held_out))
     assert 20 < len(held_out) < 90
-    assert verify_corpus(tmp_path / "out/train").tokens == made.tokens
+    assert verify_corpus(tmp_path / "out/train").tokens == prepared.tokens
     assert not (tmp_path / "out/.unfinished").exists()
 
 
-def test_a_document_that_occurs_twice_does_not_leak_into_validation(tmp_path):
+def test_copies_of_a_document_are_never_in_both_train_and_validation(tmp_path):
     write_jsonl(tmp_path / "a.jsonl", texts(100))
     write_jsonl(tmp_path / "b.jsonl", texts(100)[::-1] + texts(50, 1))
-    prepare_corpus(
-        [tmp_path / "a.jsonl", tmp_path / "b.jsonl"], BYTES, tmp_path / "out", 0.3, workers=1
-    )
+    prepare([tmp_path / "a.jsonl", tmp_path / "b.jsonl"], tmp_path / "out", 0.3, workers=1)
     train, held_out = (documents_in(tmp_path / "out" / side) for side in ("train", "validation"))
     assert len(train) + len(held_out) == 250
     assert not set(train) & set(held_out)
 
 
-def test_the_number_of_workers_does_not_change_a_byte(inputs, tmp_path):
+def test_the_number_of_workers_does_not_change_the_bytes(inputs, tmp_path):
     for workers in (1, 2):
         out = tmp_path / f"out{workers}"
-        made = prepare_corpus([inputs], BYTES, out, 0.2, workers=workers, piece_bytes=PIECE_BYTES)
-        assert made.pieces > 4
+        prepared = prepare([inputs], out, 0.2, workers=workers, piece_bytes=PIECE_BYTES)
+        assert prepared.pieces > 4
     assert content_of(tmp_path / "out1") == content_of(tmp_path / "out2")
 
 
-def test_pieces_of_any_size_hold_the_same_documents(inputs, tmp_path):
-    found = []
+def test_the_piece_size_does_not_change_the_documents(inputs, tmp_path):
+    results = []
     for piece_bytes in (1500, 5001, 10**9):
         out = tmp_path / f"out{piece_bytes}"
-        prepare_corpus([inputs], BYTES, out, 0.2, workers=1, piece_bytes=piece_bytes)
-        found.append((documents_in(out / "train"), documents_in(out / "validation")))
-    assert found[0] == found[1] == found[2]
+        prepare([inputs], out, 0.2, workers=1, piece_bytes=piece_bytes)
+        results.append((documents_in(out / "train"), documents_in(out / "validation")))
+    assert results[0] == results[1] == results[2]
 
 
 @pytest.mark.parametrize("limit", [1, 7, 100, 1001])
-def test_a_file_cut_anywhere_gives_each_document_once(inputs, limit):
+def test_a_file_split_anywhere_gives_each_document_once(inputs, limit):
     for name in ("many.jsonl", "rows.parquet"):
-        (whole,) = list_file_ranges([inputs / name])
-        parts = whole.split(limit)
-        assert len(parts) > 1 and sum(part.bytes for part in parts) == whole.bytes
-        assert list(read_documents(parts)) == list(read_documents([whole]))
+        (file,) = list_file_ranges([inputs / name])
+        parts = file.split(limit)
+        assert len(parts) > 1 and sum(part.bytes for part in parts) == file.bytes
+        assert list(read_documents(parts)) == list(read_documents([file]))
 
 
-SLOWLY = """
+PREPARE_SLOWLY = """
 import sys, time
 from titanlite.data import open_tokenizer
-from titanlite.data.prepare import prepare_corpus
-from titanlite.data.text import list_file_ranges, read_documents
+from titanlite.data.prepare import PrepareSettings, prepare_corpus
 
 if __name__ == "__main__":
     inputs, out, workers = sys.argv[1:]
-    prepare_corpus([inputs], open_tokenizer("bytes"), out, 0.2, workers=int(workers), piece_bytes=4000,
-            progress=lambda done, of: time.sleep(0.3 if done else 0))
+    settings = PrepareSettings(0.2, workers=int(workers), piece_bytes=4000)
+    prepare_corpus([inputs], open_tokenizer("bytes"), out, settings,
+                   progress=lambda done, total: time.sleep(0.3 if done else 0))
 """
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-def test_after_a_kill_the_same_command_ends_with_the_same_bytes(inputs, tmp_path, workers):
-    (tmp_path / "slowly.py").write_text(SLOWLY)
-    out, whole = tmp_path / "out", tmp_path / "whole"
+def test_after_a_kill_the_same_command_gives_the_same_bytes(inputs, tmp_path, workers):
+    (tmp_path / "slowly.py").write_text(PREPARE_SLOWLY)
+    out, undisturbed = tmp_path / "out", tmp_path / "undisturbed"
     command = [sys.executable, str(tmp_path / "slowly.py"), str(inputs), str(out), str(workers)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     killed = subprocess.Popen(command, env=environment, start_new_session=True)
-    until(lambda: len(list(out.glob(".unfinished/*.json"))) >= 2)
+    wait_until(lambda: len(list(out.glob(".unfinished/*.json"))) >= 2)
     killed.send_signal(signal.SIGKILL)
     killed.wait()
-    until(lambda: not group_lives(killed.pid))  # workers end with their parent
+    wait_until(lambda: not group_exists(killed.pid))  # its workers end too
     with pytest.raises(DataError):
         open_corpus(out / "train")
     (out / ".unfinished/train/000001.bin.77.tmp").write_bytes(b"half a shard")
     damaged = out / ".unfinished/train/000000.bin"  # as after a power cut
     damaged.write_bytes(bytes(damaged.stat().st_size))
 
-    again = prepare_corpus([inputs], BYTES, out, 0.2, workers=1, piece_bytes=PIECE_BYTES)
-    fresh = prepare_corpus([inputs], BYTES, whole, 0.2, workers=1, piece_bytes=PIECE_BYTES)
-    assert 1 <= again.reused_pieces < again.pieces and fresh.reused_pieces == 0
-    assert content_of(out) == content_of(whole)
+    resumed = prepare([inputs], out, 0.2, workers=1, piece_bytes=PIECE_BYTES)
+    fresh = prepare([inputs], undisturbed, 0.2, workers=1, piece_bytes=PIECE_BYTES)
+    assert 1 <= resumed.reused_pieces < resumed.pieces and fresh.reused_pieces == 0
+    assert content_of(out) == content_of(undisturbed)
 
 
-def test_a_piece_of_an_older_version_of_the_input_is_not_used_again(tmp_path):
+def test_the_piece_of_a_changed_input_is_not_reused(tmp_path):
     for name, content in (("a", "old a"), ("b", "old b"), ("c", "\udcff")):
         (tmp_path / f"{name}.txt").write_text(content, errors="surrogateescape")
     inputs = [tmp_path / f"{name}.txt" for name in "abc"]
     with pytest.raises(DataError, match="c.txt, line 1"):  # with two pieces finished
-        prepare_corpus(inputs, BYTES, tmp_path / "out", 0.0, workers=1, piece_bytes=1)
+        prepare(inputs, tmp_path / "out", 0.0, workers=1, piece_bytes=1)
     (tmp_path / "a.txt").write_text("new a")
-    (tmp_path / "c.txt").write_text("mended")
-    made = prepare_corpus(inputs, BYTES, tmp_path / "out", 0.0, workers=1, piece_bytes=1)
-    assert documents_in(tmp_path / "out/train") == ["new a", "old b", "mended"]
-    assert made.reused_pieces == 1
+    (tmp_path / "c.txt").write_text("fixed")
+    prepared = prepare(inputs, tmp_path / "out", 0.0, workers=1, piece_bytes=1)
+    assert documents_in(tmp_path / "out/train") == ["new a", "old b", "fixed"]
+    assert prepared.reused_pieces == 1
 
 
-WAITING = """
+PREPARE_A_PIPE = """
 import os, sys
 from titanlite.data import open_tokenizer
-from titanlite.data.prepare import prepare_corpus
+from titanlite.data.prepare import PrepareSettings, prepare_corpus
 from titanlite.errors import UserError, format_error
 
-def replace_last_input(done, of):
+def replace_last_input(done, total):
     if done == 0:  # after the inputs were listed, before any worker opens one
         os.unlink(inputs + "/d.jsonl")
         os.mkfifo(inputs + "/d.jsonl")
 
 if __name__ == "__main__":
     inputs, out, seconds = sys.argv[1:]
+    settings = PrepareSettings(0.2, workers=2, piece_bytes=4000, stall_seconds=float(seconds))
     try:
-        prepare_corpus([inputs], open_tokenizer("bytes"), out, 0.2, workers=2, piece_bytes=4000,
-                stall_seconds=float(seconds), progress=replace_last_input)
+        prepare_corpus([inputs], open_tokenizer("bytes"), out, settings, replace_last_input)
     except UserError as error:
         sys.exit(format_error(error))
 """
 
 
 def children_of(pid: int) -> list[int]:
-    """The processes that a process has started."""
+    """Process ids of the children of a process."""
     parents = {}
     for path in Path("/proc").glob("[0-9]*/stat"):
-        try:
+        with suppress(OSError):  # the process has ended
             parents[int(path.parent.name)] = int(path.read_text().rpartition(")")[2].split()[1])
-        except OSError:  # it has ended
-            pass
     return [child for child, parent in parents.items() if parent == pid]
 
 
-@pytest.mark.parametrize("what", ["hangs", "dies"])
-def test_a_worker_that_hangs_or_dies_ends_the_command(tmp_path, what):
-    """It waits for an input that never comes: a pipe, as a file on a dead disk would be."""
+@pytest.mark.parametrize("failure", ["hang", "death"])
+def test_a_worker_that_hangs_or_dies_ends_the_command(tmp_path, failure):
+    """One input is a pipe without a writer: reading it blocks, as on a dead disk."""
     for name in "abcd":
         write_jsonl(tmp_path / f"{name}.jsonl", texts(60))
-    (tmp_path / "waiting.py").write_text(WAITING)
-    command = [sys.executable, str(tmp_path / "waiting.py"), str(tmp_path), str(tmp_path / "out")]
-    command.append("3" if what == "hangs" else "600")
+    (tmp_path / "prepare_a_pipe.py").write_text(PREPARE_A_PIPE)
+    command = [sys.executable, str(tmp_path / "prepare_a_pipe.py"), str(tmp_path)]
+    command += [str(tmp_path / "out"), "3" if failure == "hang" else "600"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     options = {"env": environment, "stderr": subprocess.PIPE, "text": True}
     with subprocess.Popen(command, start_new_session=True, **options) as child:
-        if what == "dies":
-            workers: list[int] = []  # of the server that forks them
-            until(
-                lambda: (
-                    workers.extend(w for c in children_of(child.pid) for w in children_of(c))
-                    or workers
-                )
-            )
+        if failure == "death":
+            workers: list[int] = []  # children of the fork server
+
+            def has_workers() -> bool:
+                workers.extend(w for c in children_of(child.pid) for w in children_of(c))
+                return bool(workers)
+
+            wait_until(has_workers)
             os.kill(workers[0], signal.SIGKILL)
-        _, said = child.communicate(timeout=120)
-    until(lambda: not group_lives(child.pid))
-    expected = "no worker has read anything for 3 s" if what == "hangs" else "a worker was killed"
-    assert child.returncode == 1 and expected in said and "Traceback" not in said, said
+        _, stderr = child.communicate(timeout=120)
+    wait_until(lambda: not group_exists(child.pid))
+    killed = "a worker was killed"
+    expected = "no worker has read anything for 3 s" if failure == "hang" else killed
+    assert child.returncode == 1 and expected in stderr and "Traceback" not in stderr, stderr
 
 
-def until(true, seconds: float = 30) -> None:
+def wait_until(condition, seconds: float = 30) -> None:
     end = time.monotonic() + seconds
-    while not true():
+    while not condition():
         assert time.monotonic() < end, "waited too long"
         time.sleep(0.01)
 
 
-def group_lives(group: int) -> bool:
+def group_exists(group: int) -> bool:
     try:
         os.killpg(group, 0)
     except ProcessLookupError:
@@ -246,37 +246,37 @@ def group_lives(group: int) -> bool:
 
 
 @pytest.mark.parametrize("renames", [1, 2])
-def test_a_kill_between_the_last_renames_is_finished_by_the_next_run(inputs, tmp_path, renames):
-    out, whole = tmp_path / "out", tmp_path / "whole"
-    prepare_corpus([inputs], BYTES, whole, 0.2, workers=1)
-    prepare_corpus([inputs], BYTES, out, 0.2, workers=1)
-    (out / ".unfinished").mkdir()  # back to where the killed run had come
+def test_a_kill_between_the_last_renames_is_completed_by_the_next_run(inputs, tmp_path, renames):
+    out, undisturbed = tmp_path / "out", tmp_path / "undisturbed"
+    prepare([inputs], undisturbed, 0.2, workers=1)
+    prepare([inputs], out, 0.2, workers=1)
+    (out / ".unfinished").mkdir()  # the state that the killed run left
     for name in ("train", "prepared.json")[renames - 1 :]:
         os.rename(out / name, out / ".unfinished" / name)
-    made = prepare_corpus([inputs], BYTES, out, 0.2, workers=1)
-    assert made.reused_pieces == made.pieces
-    assert content_of(out) == content_of(whole)
+    completed = prepare([inputs], out, 0.2, workers=1)
+    assert completed.reused_pieces == completed.pieces
+    assert content_of(out) == content_of(undisturbed)
 
 
-def test_a_second_run_does_nothing_and_another_job_does_not_overwrite(inputs, tmp_path):
+def test_a_second_run_changes_nothing_and_other_settings_do_not_overwrite(inputs, tmp_path):
     out = tmp_path / "out"
-    prepare_corpus([inputs], BYTES, out, 0.2, workers=1)
+    prepare([inputs], out, 0.2, workers=1)
     before = content_of(out)
-    again = prepare_corpus([inputs], BYTES, out, 0.2, workers=1)
+    again = prepare([inputs], out, 0.2, workers=1)
     assert again.encoded_bytes == 0 and again.reused_pieces == again.pieces
-    with pytest.raises(DataError, match="there already"):
-        prepare_corpus([inputs], BYTES, out, 0.3, workers=1)
+    with pytest.raises(DataError, match="already exists"):
+        prepare([inputs], out, 0.3, workers=1)
     (inputs / "more.txt").write_text("one more")
-    with pytest.raises(DataError, match="there already"):
-        prepare_corpus([inputs], BYTES, out, 0.2, workers=1)
+    with pytest.raises(DataError, match="already exists"):
+        prepare([inputs], out, 0.2, workers=1)
     assert content_of(out) == before
 
 
-def test_with_bos_every_document_begins_with_it_and_is_one_to_a_document_mask(inputs, tmp_path):
+def test_with_bos_every_document_begins_with_it_and_is_one_document_to_the_mask(inputs, tmp_path):
     out, plain = tmp_path / "out", tmp_path / "plain"
     options = {"piece_bytes": PIECE_BYTES, "workers": 1}
-    prepare_corpus([inputs], BYTES, out, 0.2, bos=True, **options)
-    prepare_corpus([inputs], BYTES, plain, 0.2, **options)
+    prepare([inputs], out, 0.2, bos=True, **options)
+    prepare([inputs], plain, 0.2, **options)
     for side in ("train", "validation"):
         assert documents_in(out / side) == documents_in(plain / side)
         corpus = open_corpus(out / side)
@@ -284,15 +284,15 @@ def test_with_bos_every_document_begins_with_it_and_is_one_to_a_document_mask(in
         first = document_positions(ids[None], BYTES.eos_id)[0] == 0
         assert torch.equal(first, ids == BYTES.bos_id) and first.sum() == corpus.documents
         assert corpus.manifest.bos and not open_corpus(plain / side).manifest.bos
-    with pytest.raises(DataError, match="made of other inputs"):
-        prepare_corpus([inputs], BYTES, out, 0.2, **options)
-    without = open_tokenizer(hugging_face(tmp_path))  # its only special token is the end
+    with pytest.raises(DataError, match="made from other inputs"):
+        prepare([inputs], out, 0.2, **options)
+    without = open_tokenizer(write_tokenizer_json(tmp_path))  # its only special token is the end
     with pytest.raises(DataError, match="has no BOS of its own"):
-        prepare_corpus([inputs], without, tmp_path / "other", bos=True)
+        prepare_corpus([inputs], without, tmp_path / "other", PrepareSettings(bos=True))
 
 
 @pytest.mark.parametrize(
-    "name, content, said",
+    "name, content, message",
     [
         ("a.jsonl", b'{"text": "a"}\n\n{"text": \n', "a.jsonl, line 3.*not JSON"),
         ("a.jsonl", b'{"text": ' + b"[" * 2000, "a.jsonl, line 1: nested too deeply"),
@@ -301,29 +301,27 @@ def test_with_bos_every_document_begins_with_it_and_is_one_to_a_document_mask(in
         ("a.jsonl", b'{"text": "a"}\n{"text": "\xff"}', "a.jsonl, line 2: the byte 0xff"),
         ("a.txt", b"one\ntwo\nthr\xe9e\n", "a.txt, line 3: the byte 0xe9 is not UTF-8"),
         ("a.jsonl", b'{"text": "a"}\n{"text": ' + b"[" * 200_000, "line 2: nested too deeply"),
-        ("a.parquet", b"PAR1 no", "a.parquet: is not a .parquet"),
-        ("a.txt", b"", "hold no text"),
-        ("a.md", b"text", "no files of text"),
+        ("a.parquet", b"PAR1 no", "a.parquet: is not a readable .parquet"),
+        ("a.txt", b"", "contain no text"),
+        ("a.md", b"text", "contains no text files"),
     ],
 )
-def test_a_corrupt_input_is_named_with_its_line(tmp_path, name, content, said):
+def test_a_corrupt_input_is_named_with_its_line(tmp_path, name, content, message):
     folder = tmp_path / "in"
     folder.mkdir()
     (folder / name).write_bytes(content)
     for piece_bytes in (3, 10**6):  # lines are counted from the top of the file in any piece
-        with pytest.raises(DataError, match=said):
-            prepare_corpus(
-                [folder], BYTES, tmp_path / "out", 0.0, workers=1, piece_bytes=piece_bytes
-            )
+        with pytest.raises(DataError, match=message):
+            prepare([folder], tmp_path / "out", 0.0, workers=1, piece_bytes=piece_bytes)
     assert not (tmp_path / "out/train").exists()
 
 
-def test_an_error_in_a_worker_reaches_the_user_as_it_is(tmp_path):
+def test_an_error_in_a_worker_is_reported_unchanged(tmp_path):
     write_jsonl(tmp_path / "a.jsonl", texts(50))
     with open(tmp_path / "a.jsonl", "ab") as file:
         file.write(b"\n{broken")
     with pytest.raises(DataError, match="a.jsonl, line 51") as refusal:
-        prepare_corpus([tmp_path / "a.jsonl"], BYTES, tmp_path / "out", workers=2, piece_bytes=1000)
+        prepare([tmp_path / "a.jsonl"], tmp_path / "out", workers=2, piece_bytes=1000)
     assert refusal.value.fix
 
 
@@ -347,14 +345,14 @@ print(documents, characters)
 
 
 def read_in_little_memory(path: Path) -> subprocess.CompletedProcess:
-    """Read all documents with 1 GiB of memory beyond what the imports take."""
+    """Read all documents with 1 GiB of memory in addition to that of the imports."""
     command, environment = [sys.executable, "-c", MEMORY, str(path)], dict(os.environ)
     environment |= {"ARROW_DEFAULT_MEMORY_POOL": "system", "OMP_NUM_THREADS": "1"}
     return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
 
 
 def write_shared_text(path: Path, rows: int, size: int) -> None:
-    """One text of `size` characters that all rows share: a few hundred bytes."""
+    """All rows share one text of `size` characters, so the file has a few hundred bytes."""
     one = pyarrow.DictionaryArray.from_arrays(
         pyarrow.array([0] * rows, pyarrow.int32()), pyarrow.array(["a" * size])
     )
@@ -364,7 +362,7 @@ def write_shared_text(path: Path, rows: int, size: int) -> None:
     )
 
 
-def test_a_parquet_of_a_few_bytes_does_not_fill_the_memory(tmp_path):
+def test_a_parquet_of_a_few_bytes_cannot_fill_the_memory(tmp_path):
     bomb, fine = tmp_path / "bomb.parquet", tmp_path / "fine.parquet"
     write_shared_text(bomb, rows=2000, size=1_000_000)  # 2 GB of text
     assert bomb.stat().st_size < 1000
@@ -372,16 +370,16 @@ def test_a_parquet_of_a_few_bytes_does_not_fill_the_memory(tmp_path):
     assert refused.returncode == 1 and "Traceback" not in refused.stderr, refused.stderr
     assert "bytes expand to more than" in refused.stderr and "row group 0" in refused.stderr
 
-    write_shared_text(fine, rows=200, size=1_000_000)  # decoded at once, it would be too much
+    write_shared_text(fine, rows=200, size=1_000_000)  # decoded in one call, it would be too much
     read = read_in_little_memory(fine)
     assert read.stdout.split() == ["200", "200000000"], read.stderr
 
 
 @pytest.mark.parametrize("rows, size", [(1 << 31, 9), (9, 1 << 31)], ids=["rows", "bytes"])
-def test_a_row_group_that_announces_too_much_is_refused_before_it_is_decoded(rows, size):
-    announced = SimpleNamespace(num_values=rows, total_uncompressed_size=size)  # of a footer
+def test_a_row_group_with_implausible_metadata_is_refused_before_decoding(rows, size):
+    column = SimpleNamespace(num_values=rows, total_uncompressed_size=size)
     with pytest.raises(DataError, match="289 bytes expand to 2,147,483,648"):
-        _refuse_expansion("a.parquet", announced, 289)
+        _refuse_expansion("a.parquet", column, 289)
 
 
 @pytest.mark.parametrize(
@@ -396,28 +394,28 @@ def test_a_row_group_that_announces_too_much_is_refused_before_it_is_decoded(row
     ids=["plain", "version 2", "delta", "delta length", "mixed"],
 )
 @pytest.mark.parametrize("kind", [pyarrow.string(), pyarrow.large_string()], ids=str)
-def test_a_parquet_is_read_however_it_was_encoded(tmp_path, options, kind):
+def test_a_parquet_of_any_encoding_is_read(tmp_path, options, kind):
     documents = [*texts(60), None, "", *texts(60)]
     table = pyarrow.table({"text": pyarrow.array(documents, kind)})
     pyarrow.parquet.write_table(table, tmp_path / "a.parquet", row_group_size=50, **options)
-    found = list(read_documents(list_file_ranges([tmp_path / "a.parquet"])))
-    assert found == [text for text in documents if text]
+    read = list(read_documents(list_file_ranges([tmp_path / "a.parquet"])))
+    assert read == [text for text in documents if text]
 
 
-def test_a_document_that_is_too_long_is_refused_in_every_kind_of_file(tmp_path):
+def test_a_document_above_the_limit_is_refused_in_every_kind_of_file(tmp_path):
     limit, long = 1 << 20, "a" * (1 << 20)
     (tmp_path / "a.txt").write_text(long + "a")
-    (tmp_path / "a.jsonl").write_text('{"text": "b"}\n{"text": "' + long)  # and no end of the line
+    (tmp_path / "a.jsonl").write_text('{"text": "b"}\n{"text": "' + long)  # a line without an end
     pyarrow.parquet.write_table(pyarrow.table({"text": [long + "a"]}), tmp_path / "a.parquet")
     for name in ("a.txt", "a.jsonl, line 2", "a.parquet, row group 0"):
         parts = list_file_ranges([tmp_path / name.split(",")[0]])
-        with pytest.raises(DataError, match=f"{name}: holds a document of more than 1 MiB"):
+        with pytest.raises(DataError, match=f"{name}: contains a document of more than 1 MiB"):
             list(read_documents(parts, limit))
     (tmp_path / "a.txt").write_text(long)
     assert list(read_documents(list_file_ranges([tmp_path / "a.txt"]), limit)) == [long]
 
 
-def test_a_link_out_of_the_inputs_is_refused_until_it_is_allowed(tmp_path):
+def test_a_symlink_out_of_the_inputs_is_refused_until_allowed(tmp_path):
     (tmp_path / "secret").mkdir()
     (tmp_path / "secret/a.txt").write_text("not for you")
     folder, cases = tmp_path / "in", {}
@@ -425,61 +423,62 @@ def test_a_link_out_of_the_inputs_is_refused_until_it_is_allowed(tmp_path):
         (folder / case).mkdir(parents=True)
         (folder / case / "own.txt").write_text("own")
         (folder / case / name).symlink_to(tmp_path / target)
-        (folder / case / "again").symlink_to(folder / case)  # a circle, but not outwards
+        (folder / case / "again").symlink_to(folder / case)  # a cycle, but inside the folder
         cases[case] = [folder / case, str(folder / case / "**/*.txt")]
     for given in (given for inputs in cases.values() for given in inputs):
         with pytest.raises(DataError, match="leads through a symbolic link to .*secret") as refusal:
             find_files([given])
         assert "--follow-symlinks" in refusal.value.fix
-        found = find_files([given], follow_symlinks=True)
-        assert sorted(file.name for file in found) == ["a.txt", "own.txt"]
+        files = find_files([given], follow_symlinks=True)
+        assert sorted(file.name for file in files) == ["a.txt", "own.txt"]
     (tmp_path / "link").symlink_to(folder / "file/own.txt")
-    assert find_files([tmp_path / "link"]) == [tmp_path / "link"]  # it was named
+    assert find_files([tmp_path / "link"]) == [tmp_path / "link"]  # given by its own name
 
 
-def test_a_parquet_without_text_says_what_it_has(tmp_path):
+def test_a_parquet_without_text_is_refused_with_its_columns(tmp_path):
     pyarrow.parquet.write_table(pyarrow.table({"body": ["a"], "n": [1]}), tmp_path / "a.parquet")
     with pytest.raises(DataError, match='no column "text", only body, n'):
-        prepare_corpus([tmp_path], BYTES, tmp_path / "out")
+        prepare([tmp_path], tmp_path / "out")
     for ids in ([1], [b"a"]):
         pyarrow.parquet.write_table(pyarrow.table({"text": ids}), tmp_path / "a.parquet")
-        with pytest.raises(DataError, match='"text" holds (int64|binary), not text'):
-            prepare_corpus([tmp_path], BYTES, tmp_path / "out")
+        with pytest.raises(DataError, match='"text" contains (int64|binary), not text'):
+            prepare([tmp_path], tmp_path / "out")
     broken = pyarrow.array([b"fine", b"\xff"]).view(pyarrow.string())
     pyarrow.parquet.write_table(pyarrow.table({"text": broken}), tmp_path / "a.parquet")
     with pytest.raises(DataError, match="row group 0: the byte 0xff is not UTF-8"):
-        prepare_corpus([tmp_path], BYTES, tmp_path / "out", 0.0)
+        prepare([tmp_path], tmp_path / "out", 0.0)
 
 
-def test_a_share_that_leaves_a_side_empty_is_refused(tmp_path):
+def test_a_validation_share_that_leaves_one_side_empty_is_refused(tmp_path):
     (tmp_path / "a.txt").write_text("one document")
     with pytest.raises(DataError, match="leaves none for validation"):
-        prepare_corpus([tmp_path], BYTES, tmp_path / "out", 0.01)
+        prepare([tmp_path], tmp_path / "out", 0.01)
     assert not (tmp_path / "out/train").exists()
-    prepare_corpus([tmp_path], BYTES, tmp_path / "out", 0.0)
+    prepare([tmp_path], tmp_path / "out", 0.0)
     assert documents_in(tmp_path / "out/train") == ["one document"]
     assert not (tmp_path / "out/validation").exists()
 
 
-def test_a_named_file_and_a_pattern_take_any_suffix_each_file_once(tmp_path):
+def test_named_files_and_patterns_accept_any_suffix_and_each_file_once(tmp_path):
     for name in ("a.md", "b.rst", "c.txt"):
         (tmp_path / name).write_text(name)
     inputs = [tmp_path / "b.rst", str(tmp_path / "*.*"), tmp_path]
-    prepare_corpus(inputs, BYTES, tmp_path / "out", 0.0)
+    prepare(inputs, tmp_path / "out", 0.0)
     assert documents_in(tmp_path / "out/train") == ["b.rst", "a.md", "c.txt"]
     with pytest.raises(DataError, match="matches none"):
-        prepare_corpus([tmp_path / "*.xyz"], BYTES, tmp_path / "other")
+        prepare([tmp_path / "*.xyz"], tmp_path / "other")
 
 
-def run(*arguments: str | Path) -> subprocess.CompletedProcess:
+def run_script(*arguments: str | Path) -> subprocess.CompletedProcess:
     command = [sys.executable, *map(str, arguments)]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
 
 
-def test_the_scripts_make_a_corpus_of_this_python(tmp_path):
-    collected = run("scripts/collect_python.py", "--out", tmp_path / "python.jsonl")
+def test_the_scripts_make_a_corpus_of_this_pythons_library(tmp_path):
+    collected = run_script("scripts/collect_python.py", "--out", tmp_path / "python.jsonl")
     assert collected.returncode == 0, collected.stderr
-    documents = [json.loads(line) for line in open(tmp_path / "python.jsonl", encoding="utf-8")]
+    lines = (tmp_path / "python.jsonl").read_bytes().splitlines()
+    documents = [json.loads(line) for line in lines]
     paths = [document["path"] for document in documents]
     assert "json/decoder.py" in paths and paths == sorted(paths, key=Path)
     assert not any({"test", "tests", "site-packages"} & set(Path(path).parts) for path in paths)
@@ -488,16 +487,31 @@ def test_the_scripts_make_a_corpus_of_this_python(tmp_path):
     write_jsonl(tmp_path / "some.jsonl", [document["text"] for document in documents[:60]])
     command = ["scripts/prepare_data.py", tmp_path / "some.jsonl", "--tokenizer", "bytes"]
     command += ["--out", tmp_path / "out", "--validation-share", "0.3"]
-    first, second = run(*command), run(*command)
+    first, second = run_script(*command), run_script(*command)
     assert first.returncode == second.returncode == 0, first.stderr
-    assert "MB/s" in first.stdout and "from an earlier run" in second.stdout
-    intact = run("scripts/prepare_data.py", "--verify", tmp_path / "out")
+    assert "MB/s" in first.stdout and "of an earlier run" in second.stdout
+    intact = run_script("scripts/prepare_data.py", "--verify", tmp_path / "out")
     assert intact.returncode == 0 and intact.stdout.count("intact") == 2, intact.stderr
     shard = tmp_path / "out/validation/000000.bin"
     content = bytearray(shard.read_bytes())
     content[len(content) // 3] ^= 1
     shard.write_bytes(content)
-    damaged = run("scripts/prepare_data.py", "--verify", tmp_path / "out")
-    assert damaged.returncode == 2 and "validation/000000: its bytes are not" in damaged.stderr
-    bad = run("scripts/prepare_data.py", tmp_path / "nothing", *command[2:])
-    assert bad.returncode == 2 and "no such file" in bad.stderr and "Traceback" not in bad.stderr
+    damaged = run_script("scripts/prepare_data.py", "--verify", tmp_path / "out")
+    assert damaged.returncode == 2 and "validation/000000: its bytes differ" in damaged.stderr
+    assert "prepare the text again" in damaged.stderr and "--verify" not in damaged.stderr
+    missing = run_script("scripts/prepare_data.py", tmp_path / "missing", *command[2:])
+    assert missing.returncode == 2 and "no such file" in missing.stderr
+    assert "Traceback" not in missing.stderr
+
+
+def test_closing_stdout_ends_a_script_without_a_traceback(tmp_path):
+    """As `… | head` does, when it has read enough."""
+    write_jsonl(tmp_path / "some.jsonl", texts(50))
+    prepare([tmp_path / "some.jsonl"], tmp_path / "out", 0.3, workers=1)
+    read_end, write_end = os.pipe()
+    os.close(read_end)
+    command = [sys.executable, "scripts/prepare_data.py", "--verify", str(tmp_path / "out")]
+    done = subprocess.run(command, cwd=ROOT, stdout=write_end, stderr=subprocess.PIPE, text=True)
+    os.close(write_end)
+    assert done.returncode == -signal.SIGPIPE
+    assert "Traceback" not in done.stderr and "BrokenPipe" not in done.stderr

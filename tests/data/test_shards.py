@@ -1,4 +1,4 @@
-"""What was written is what is read, and what is not whole is refused."""
+"""Shards: what is written is read back, and incomplete or damaged shards are refused."""
 
 from __future__ import annotations
 
@@ -21,7 +21,9 @@ FLAT = np.concatenate([np.array(d, dtype=np.int64) for d in DOCUMENTS])
 INTEGERS = {1: "u1", 2: "i1", 3: "i2", 4: "i4", 5: "i8", 8: "u2"}
 
 
-def write(folder: Path, shards=(DOCUMENTS,), vocab_size: int = 65_536, manifest: bool = True):
+def write_shards(
+    folder: Path, shards=(DOCUMENTS,), vocab_size: int = 65_536, manifest: bool = True
+):
     records = []
     for number, documents in enumerate(shards):
         with ShardWriter(folder / f"{number:03}", vocab_size) as writer:
@@ -34,7 +36,7 @@ def write(folder: Path, shards=(DOCUMENTS,), vocab_size: int = 65_536, manifest:
 
 
 def write_by_hand(prefix: Path, documents, code: int, starts, modes: bytes = b"") -> None:
-    """A pair as Megatron's description has it, independent of our writer."""
+    """Write a shard as Megatron documents it, without ShardWriter."""
     ids = [np.array(d, dtype="<" + INTEGERS[code]) for d in documents]
     lengths = [len(d) for d in documents]
     offsets = [sum(lengths[:i]) * ids[0].itemsize for i in range(len(ids))]
@@ -46,24 +48,26 @@ def write_by_hand(prefix: Path, documents, code: int, starts, modes: bytes = b""
 
 
 @pytest.mark.parametrize("vocab_size, id_bytes", [(65_536, 2), (65_537, 4), (200_000, 4)])
-def test_documents_come_back_as_they_were_written(tmp_path, vocab_size, id_bytes):
-    corpus = open_corpus(write(tmp_path, vocab_size=vocab_size))
+def test_documents_are_read_back_unchanged(tmp_path, vocab_size, id_bytes):
+    corpus = open_corpus(write_shards(tmp_path, vocab_size=vocab_size))
     assert (corpus.tokens, corpus.documents) == (FLAT.size, len(DOCUMENTS))
     assert np.array_equal(corpus.read(0, corpus.tokens), FLAT)
     assert (tmp_path / "000.bin").stat().st_size == id_bytes * FLAT.size
     assert verify_corpus(tmp_path).max_id == 65_535
 
 
-def test_our_shards_are_what_other_readers_of_the_format_expect(tmp_path):
-    write(tmp_path)
-    write_by_hand(tmp_path / "theirs", DOCUMENTS, 8, range(len(DOCUMENTS) + 1))
-    assert (tmp_path / "000.idx").read_bytes() == (tmp_path / "theirs.idx").read_bytes()
-    assert (tmp_path / "000.bin").read_bytes() == (tmp_path / "theirs.bin").read_bytes()
+def test_shards_have_the_bytes_that_megatron_readers_expect(tmp_path):
+    write_shards(tmp_path)
+    write_by_hand(tmp_path / "expected", DOCUMENTS, 8, range(len(DOCUMENTS) + 1))
+    assert (tmp_path / "000.idx").read_bytes() == (tmp_path / "expected.idx").read_bytes()
+    assert (tmp_path / "000.bin").read_bytes() == (tmp_path / "expected.bin").read_bytes()
 
 
 @pytest.mark.parametrize("code", INTEGERS)
-def test_a_pair_of_any_integer_type_opens_by_prefix_or_file(tmp_path, code):
-    last = -1 if INTEGERS[code].startswith("i") else 5  # some readers' padding; to be seen as it is
+def test_a_shard_of_any_integer_type_opens_by_prefix_or_file(tmp_path, code):
+    last = (
+        -1 if INTEGERS[code].startswith("i") else 5
+    )  # -1: some writers' padding, which is not changed here
     documents = [[1, 2, 3], [100], [5] * 8 + [last]]
     write_by_hand(tmp_path / "a", documents, code, range(4))
     for name in ("a", "a.bin", "a.idx", ""):
@@ -77,17 +81,17 @@ def test_a_pair_of_any_integer_type_opens_by_prefix_or_file(tmp_path, code):
     [((0, 1, 3), b"", 2), ((), b"", 3), ((0, 1, 2), b"", 3), ((0, 1, 2, 3), b"\0\1\0", 3)],
     ids=["two sequences in one document", "empty", "without its end", "with modes"],
 )
-def test_a_strange_list_of_documents_does_not_lose_tokens(tmp_path, starts, modes, count):
+def test_an_invalid_list_of_documents_does_not_lose_tokens(tmp_path, starts, modes, count):
     write_by_hand(tmp_path / "a", [[1, 2], [3], [4, 5, 6]], 4, starts, modes)
     corpus = open_corpus(tmp_path)
     assert corpus.read(0, corpus.tokens).tolist() == [1, 2, 3, 4, 5, 6]
     assert corpus.documents == count
 
 
-def test_reading_over_the_edges_of_shards_misses_nothing(tmp_path):
+def test_reads_across_shard_boundaries_lose_no_tokens(tmp_path):
     generator = np.random.default_rng(0)
     shards = [[generator.integers(0, 999, n).tolist()] for n in (5, 1, 40, 0, 3, 17)]
-    corpus = open_corpus(write(tmp_path, shards))
+    corpus = open_corpus(write_shards(tmp_path, shards))
     flat = np.concatenate([np.array(s[0], dtype=np.int64) for s in shards])
     assert corpus.tokens == 66
     starts = generator.permutation(np.arange(66 - 12))
@@ -95,7 +99,7 @@ def test_reading_over_the_edges_of_shards_misses_nothing(tmp_path):
     assert all(np.array_equal(corpus.read(s, 66 - s), flat[s:]) for s in range(66))
 
 
-def cut(name: str, by: int = 1):
+def truncate(name: str, by: int = 1):
     def damage(folder: Path) -> None:
         path = folder / name
         path.write_bytes(path.read_bytes()[:-by])
@@ -113,55 +117,55 @@ def overwrite(folder: Path) -> None:
 
 
 DAMAGES = {
-    "cut bin": (cut("000.bin"), "cut short"),
-    "cut idx": (cut("001.idx"), "cut short"),
-    "only a header": (cut("000.idx", 90), "index|cut short"),
+    "truncated bin": (truncate("000.bin"), "is truncated"),
+    "truncated idx": (truncate("001.idx"), "is truncated"),
+    "only a header": (truncate("000.idx", 90), "index|is truncated"),
     "longer bin": (lengthen, "too long"),
-    "foreign idx": (overwrite, "not a Megatron index|cut short|too long"),
+    "foreign idx": (overwrite, "not a Megatron index|is truncated|too long"),
     "no idx": (lambda folder: (folder / "001.idx").unlink(), "missing: 001.idx"),
     "no bin": (lambda folder: (folder / "000.bin").unlink(), "missing: 000.bin"),
 }
 
 
-@pytest.mark.parametrize("manifest", [True, False], ids=["ours", "foreign"])
+@pytest.mark.parametrize("manifest", [True, False], ids=["with manifest", "without"])
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_a_damaged_shard_is_refused_and_named(tmp_path, damage, manifest):
-    act, said = DAMAGES[damage]
-    act(write(tmp_path, [DOCUMENTS, DOCUMENTS], manifest=manifest))
-    with pytest.raises(DataError, match=said) as refusal:
+    apply, message = DAMAGES[damage]
+    apply(write_shards(tmp_path, [DOCUMENTS, DOCUMENTS], manifest=manifest))
+    with pytest.raises(DataError, match=message) as refusal:
         open_corpus(tmp_path)
     assert refusal.value.fix and str(tmp_path) in refusal.value.message
 
 
-def test_a_lost_shard_is_missed(tmp_path):
-    write(tmp_path, [DOCUMENTS, DOCUMENTS])
+def test_a_missing_shard_is_refused_and_named(tmp_path):
+    write_shards(tmp_path, [DOCUMENTS, DOCUMENTS])
     for end in ("bin", "idx"):
         (tmp_path / f"001.{end}").unlink()
     with pytest.raises(DataError, match="missing: 001.bin, 001.idx"):
         open_corpus(tmp_path)
 
 
-def test_a_shard_that_came_from_elsewhere_is_not_trained_on(tmp_path):
-    write(tmp_path)
+def test_a_shard_that_is_not_in_the_manifest_is_refused(tmp_path):
+    write_shards(tmp_path)
     write_by_hand(tmp_path / "zzz", [[1]], 8, (0, 1))
     with pytest.raises(DataError, match="zzz.bin, zzz.idx are not in its manifest"):
         open_corpus(tmp_path)
 
 
 def test_a_shard_overwritten_at_its_size_is_refused_when_it_is_opened(tmp_path):
-    write(tmp_path, [DOCUMENTS, [list(range(40_000))]])
+    write_shards(tmp_path, [DOCUMENTS, [list(range(40_000))]])
     ids = np.fromfile(tmp_path / "001.bin", "<u2")
     ids[::-1].tofile(tmp_path / "001.bin")
-    with pytest.raises(DataError, match="001.bin: its bytes are not those that were written"):
+    with pytest.raises(DataError, match="001.bin: its bytes differ from those that were written"):
         open_corpus(tmp_path)
     open_corpus(tmp_path, CorpusChecks(verify="off"))
 
 
 def test_full_verification_finds_one_flipped_bit_and_is_divided_among_ranks(tmp_path):
-    write(tmp_path, [[list(range(60_000))] for _ in range(3)])
+    write_shards(tmp_path, [[list(range(60_000))] for _ in range(3)])
     ids = np.fromfile(tmp_path / "001.bin", "<u2")
     changed = 0
-    while True:  # a place that is not sampled
+    while True:  # search a byte that is not sampled
         ids[changed] ^= 1
         ids.tofile(tmp_path / "001.bin")
         try:
@@ -173,9 +177,9 @@ def test_full_verification_finds_one_flipped_bit_and_is_divided_among_ranks(tmp_
     refused = []
     for rank in range(3):
         try:
-            open_corpus(tmp_path, CorpusChecks(verify="full", part=(rank, 3)))
+            open_corpus(tmp_path, CorpusChecks(verify="full", verify_slice=(rank, 3)))
         except DataError as error:
-            assert "001: its bytes are not those" in error.message
+            assert "001: its bytes differ" in error.message
             refused.append(rank)
     assert refused == [1]
     (tmp_path / "manifest.json").unlink()
@@ -183,9 +187,9 @@ def test_full_verification_finds_one_flipped_bit_and_is_divided_among_ranks(tmp_
         open_corpus(tmp_path, CorpusChecks(verify="full"))
 
 
-def test_a_shard_that_changes_while_it_is_read_is_an_error_and_no_signal(tmp_path):
+def test_a_shard_truncated_during_a_run_is_an_error_not_a_sigbus(tmp_path):
     for number in range(2):
-        write(tmp_path / f"{number}", [[list(range(5000))]])
+        write_shards(tmp_path / f"{number}", [[list(range(5000))]])
     opened, later = (open_corpus(tmp_path / f"{number}") for number in range(2))
     assert opened.read(4000, 1).tolist() == [4000]
     for folder in (tmp_path / "0", tmp_path / "1"):
@@ -209,29 +213,31 @@ starts = np.random.default_rng(0).permutation(corpus.tokens - 3)
 expected = np.arange(corpus.tokens)
 for _ in range(2):
     assert np.array_equal(corpus.gather(starts, 3), expected[starts[:, None] + np.arange(3)])
-print(len([fd for fd in os.listdir("/proc/self/fd")]), resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+print(len(os.listdir("/proc/self/fd")), resource.getrlimit(resource.RLIMIT_NOFILE)[0])
 """
 
 
 @pytest.mark.parametrize("soft, hard", [(64, 64), (64, 1000)], ids=["hard", "soft"])
-def test_more_shards_than_a_process_may_have_open_are_read(tmp_path, soft, hard):
-    write(tmp_path, [[range(5 * n, 5 * n + 5)] for n in range(150)], manifest=False)
+def test_a_corpus_with_more_shards_than_file_descriptors_is_read(tmp_path, soft, hard):
+    write_shards(tmp_path, [[range(5 * n, 5 * n + 5)] for n in range(150)], manifest=False)
     command = [sys.executable, "-c", MANY_SHARDS, str(soft), str(hard), str(tmp_path)]
     child = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert child.returncode == 0, child.stderr
     used, limit = map(int, child.stdout.split())
     if hard == 64:
-        assert used <= 45 and limit == 64  # half of them, and what Python itself has open
+        assert (
+            used <= 45 and limit == 64
+        )  # half of them, plus the files that Python itself has open
     else:
         assert used >= 150 and limit == 300  # raised, so that every shard stays open
 
 
-def test_a_link_out_of_the_folder_is_refused_until_it_is_allowed(tmp_path):
+def test_a_symlink_out_of_the_corpus_is_refused_until_allowed(tmp_path):
     for name in ("a", "b"):
-        write(tmp_path / name, manifest=False)
+        write_shards(tmp_path / name, manifest=False)
     (tmp_path / "a/001.bin").symlink_to(tmp_path / "b/000.bin")
     (tmp_path / "a/001.idx").symlink_to(tmp_path / "b/000.idx")
-    (tmp_path / "link").symlink_to(tmp_path / "a")  # one that is named is no way out
+    (tmp_path / "link").symlink_to(tmp_path / "a")  # the folder itself may be a link
     for folder in ("a", "link"):
         with pytest.raises(DataError, match="001.bin: leads through a symbolic link") as refusal:
             open_corpus(tmp_path / folder)
@@ -248,62 +254,62 @@ def test_a_link_out_of_the_folder_is_refused_until_it_is_allowed(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["000.bin", "000.idx"])
-def test_a_flipped_bit_is_found_by_verify(tmp_path, name):
-    path = write(tmp_path) / name
+def test_verify_detects_a_flipped_bit(tmp_path, name):
+    path = write_shards(tmp_path) / name
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 1
     path.write_bytes(content)
-    with pytest.raises(DataError, match="not those that were written"):
+    with pytest.raises(DataError, match="differ from those that were written"):
         verify_corpus(tmp_path)
 
 
-def test_nothing_is_there_of_a_shard_that_was_not_finished(tmp_path):
-    with pytest.raises(DataError, match="id 100, outside 0…99"):
-        with ShardWriter(tmp_path / "a", 100) as writer:
-            writer.add([99])
-            writer.add([1, 100])
+def test_an_unfinished_shard_leaves_no_files(tmp_path):
+    refused = pytest.raises(DataError, match="id 100, outside 0…99")
+    with refused, ShardWriter(tmp_path / "a", 100) as writer:
+        writer.add([99])
+        writer.add([1, 100])
     assert list(tmp_path.iterdir()) == []
 
 
-def test_no_text_at_all_is_refused(tmp_path):
+def test_a_corpus_without_tokens_is_refused(tmp_path):
     for shards in ([], [[[]]]):
-        with pytest.raises(DataError, match="has no .bin|holds no tokens"):
-            open_corpus(write(tmp_path, shards))
+        with pytest.raises(DataError, match="has no .bin|contains no tokens"):
+            open_corpus(write_shards(tmp_path, shards))
     with pytest.raises(DataError, match="no such folder"):
         open_corpus(tmp_path / "nowhere")
-    write(tmp_path / "corpus" / "train")
+    write_shards(tmp_path / "corpus" / "train")
     with pytest.raises(DataError, match="Did you mean .*train"):
         open_corpus(tmp_path / "corpus")
 
 
-def test_the_fingerprint_is_of_the_tokens_and_not_of_the_place(tmp_path):
+def test_the_fingerprint_depends_on_the_tokens_but_not_on_the_folder(tmp_path):
     for manifest in (True, False):
-        prints = []
+        fingerprints = []
         for name, last in (("a", DOCUMENTS[-1]), ("b", DOCUMENTS[-1]), ("c", [1] * 50)):
             folder = tmp_path / f"{name}{manifest}"
-            write(folder, [[*DOCUMENTS[:-1], last]], manifest=manifest)
-            prints.append(open_corpus(folder).fingerprint)
-        assert prints[0] == prints[1] != prints[2]
+            write_shards(folder, [[*DOCUMENTS[:-1], last]], manifest=manifest)
+            fingerprints.append(open_corpus(folder).fingerprint)
+        assert fingerprints[0] == fingerprints[1] != fingerprints[2]
 
 
 @pytest.mark.parametrize("value", (None, "", 1.5, True, [], {}))
-def test_a_manifest_of_other_types_is_refused(tmp_path, value):
-    path = write(tmp_path) / "manifest.json"
-    whole = json.loads(path.read_bytes())
-    for table in (whole, whole["shards"][0]):
+def test_a_manifest_with_wrong_types_is_refused(tmp_path, value):
+    path = write_shards(tmp_path) / "manifest.json"
+    manifest = json.loads(path.read_bytes())
+    for table in (manifest, manifest["shards"][0]):
         for key, old in table.items():
             if type(old) is not type(value):
                 table[key] = value
-                path.write_text(json.dumps(whole))
-                with pytest.raises(DataError, match="cannot be understood"):
+                path.write_text(json.dumps(manifest))
+                with pytest.raises(DataError, match="is not a valid manifest"):
                     open_corpus(tmp_path)
                 table[key] = old
 
 
-def test_a_torn_manifest_is_not_taken_for_none(tmp_path):
-    path = write(tmp_path) / "manifest.json"
-    whole = path.read_bytes()
-    for content in (whole[:100], b'{"shards": ' + b"[" * 200_000):
+def test_a_truncated_manifest_is_refused_not_treated_as_missing(tmp_path):
+    path = write_shards(tmp_path) / "manifest.json"
+    intact = path.read_bytes()
+    for content in (intact[:100], b'{"shards": ' + b"[" * 200_000):
         path.write_bytes(content)
-        with pytest.raises(DataError, match="cannot be understood"):
+        with pytest.raises(DataError, match="is not a valid manifest"):
             open_corpus(tmp_path)

@@ -1,4 +1,4 @@
-"""A batch is what its position says: the right tokens, shifted by one, or an error."""
+"""Batches: each position gives its tokens, with labels shifted by one, or an error."""
 
 from __future__ import annotations
 
@@ -32,62 +32,62 @@ BYTES = open_tokenizer("bytes")
 
 
 def write_corpus(folder: Path, tokens: int, seed: int = 0, shards: int = 3, fingerprint=None):
-    """A folder of random ids, and those ids."""
-    flat = np.random.default_rng(seed).integers(0, VOCAB_SIZE, tokens)
+    """Write random ids as a folder of shards; returns the ids."""
+    ids = np.random.default_rng(seed).integers(0, VOCAB_SIZE, tokens)
     records = []
-    for number, part in enumerate(np.array_split(flat, shards)):
+    for number, part in enumerate(np.array_split(ids, shards)):
         with ShardWriter(folder / f"{number}", VOCAB_SIZE) as writer:
             writer.add(part)
             records.append(writer.close())
     write_corpus_manifest(folder, fingerprint or BYTES.fingerprint, VOCAB_SIZE, records)
-    return flat
+    return ids
 
 
 @pytest.fixture
 def mixture(tmp_path):
     sizes = {"a": (700, 0.6), "b": (333, 0.3), "c": (18, 0.1)}
-    flats = {n: write_corpus(tmp_path / n, t, i) for i, (n, (t, _)) in enumerate(sizes.items())}
+    ids = {n: write_corpus(tmp_path / n, t, i) for i, (n, (t, _)) in enumerate(sizes.items())}
     sources = [SourceConfig(n, str(tmp_path / n), weight) for n, (_, weight) in sizes.items()]
-    return sources, flats
+    return sources, ids
 
 
 def open_mixture(sources, seed: int = 1, vocab_size: int = VOCAB_SIZE, **others):
     return open_sample_stream(sources, seq_len=SEQ_LEN, seed=seed, vocab_size=vocab_size, **others)
 
 
-def test_a_batch_is_what_slicing_the_corpora_gives(mixture):
-    sources, flats = mixture
-    samples = [(len(flats[s.name]) - 1) // SEQ_LEN for s in sources]
-    order = SampleOrder(1, [(s.name, s.weight, n) for s, n in zip(sources, samples)])
+def test_a_batch_equals_slices_of_the_sources(mixture):
+    sources, ids_of = mixture
+    samples = [(len(ids_of[s.name]) - 1) // SEQ_LEN for s in sources]
+    order = SampleOrder(1, [(s.name, s.weight, n) for s, n in zip(sources, samples, strict=True)])
     inputs, labels = open_mixture(sources).read(5000, 300)
-    for row, (source, _, sample) in enumerate(zip(*order.sample_at(np.arange(5000, 5300)))):
-        ids = flats[sources[source].name][sample * SEQ_LEN :][: SEQ_LEN + 1]
+    for row, (source, _, sample) in enumerate(np.stack(order.sample_at(np.arange(5000, 5300)), 1)):
+        ids = ids_of[sources[source].name][sample * SEQ_LEN :][: SEQ_LEN + 1]
         assert inputs[row].tolist() == ids[:-1].tolist()
         assert labels[row].tolist() == ids[1:].tolist()
     assert inputs.dtype == labels.dtype == torch.int64
 
 
-def test_an_epoch_has_every_token_as_a_label_once_but_the_first_and_the_tail(mixture):
-    sources, flats = mixture
+def test_an_epoch_has_every_token_as_a_label_once_except_the_first_and_the_tail(mixture):
+    sources, ids_of = mixture
     stream = open_mixture(sources[:1])
-    samples = (len(flats["a"]) - 1) // SEQ_LEN
-    assert (len(flats["a"]) - 1) % SEQ_LEN == 11  # the tail, which is never a label
+    samples = (len(ids_of["a"]) - 1) // SEQ_LEN
+    assert (len(ids_of["a"]) - 1) % SEQ_LEN == 11  # the tail, which is never a label
     labels = torch.cat([stream.read(i, 1)[1] for i in range(samples)]).flatten()
-    assert sorted(labels.tolist()) == sorted(flats["a"][1 : samples * SEQ_LEN + 1].tolist())
+    assert sorted(labels.tolist()) == sorted(ids_of["a"][1 : samples * SEQ_LEN + 1].tolist())
 
 
-def test_ranks_that_share_a_batch_read_what_one_process_reads(mixture):
+def test_the_slices_of_all_ranks_are_the_batch_of_one_process(mixture):
     stream = open_mixture(mixture[0])
-    whole = stream.read(4090, 24)
+    expected = stream.read(4090, 24)
     for ranks in (2, 3, 24):
         rows = 24 // ranks
         parts = [stream.read(4090 + rank * rows, rows) for rank in range(ranks)]
         for number in (0, 1):
-            assert torch.equal(torch.cat([part[number] for part in parts]), whole[number])
+            assert torch.equal(torch.cat([part[number] for part in parts]), expected[number])
 
 
 @pytest.mark.parametrize("rows", [1, 2])
-def test_changing_the_labels_leaves_the_inputs_alone(mixture, rows):
+def test_inputs_and_labels_share_no_memory(mixture, rows):
     for reader in (
         open_mixture(mixture[0]),
         open_validation(mixture[0][0], seq_len=SEQ_LEN, vocab_size=VOCAB_SIZE),
@@ -98,35 +98,34 @@ def test_changing_the_labels_leaves_the_inputs_alone(mixture, rows):
         assert torch.equal(inputs, before)
 
 
-def test_prefetched_batches_are_those_that_were_asked_for_in_order(mixture):
+def test_prefetch_returns_the_requested_batches_in_order(mixture):
     stream = open_mixture(mixture[0])
     slices = [(position, 3) for position in range(0, 60, 7)]
     for ahead in (1, 2, 50):
-        got = list(stream.prefetch(iter(slices), ahead))
-        assert len(got) == len(slices)
-        for (inputs, labels), place in zip(got, slices):
-            assert torch.equal(inputs, stream.read(*place)[0])
-            assert torch.equal(labels, stream.read(*place)[1])
+        batches = list(stream.prefetch(iter(slices), ahead))
+        for (inputs, labels), (position, rows) in zip(batches, slices, strict=True):
+            assert torch.equal(inputs, stream.read(position, rows)[0])
+            assert torch.equal(labels, stream.read(position, rows)[1])
 
 
-def prefetching() -> list[threading.Thread]:
+def prefetch_threads() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name.startswith("prefetch")]
 
 
-def test_no_thread_is_left_however_prefetching_ends(mixture):
+def test_prefetch_leaves_no_thread_however_it_ends(mixture):
     stream = open_mixture(mixture[0])
     endless = ((position, 2) for position in range(0, 10**9, 2))
     batches = stream.prefetch(endless)
     next(batches)
-    assert len(prefetching()) == 1
+    assert len(prefetch_threads()) == 1
     batches.close()
-    assert prefetching() == []
+    assert prefetch_threads() == []
     list(stream.prefetch([(0, 1)]))
-    assert prefetching() == []
+    assert prefetch_threads() == []
     with pytest.raises(ZeroDivisionError):
         for _ in stream.prefetch((1 // (3 - i), 1) for i in range(9)):
             pass
-    assert prefetching() == []
+    assert prefetch_threads() == []
 
 
 HANGING = """
@@ -135,106 +134,106 @@ from pathlib import Path
 from titanlite.data import SourceConfig, open_sample_stream, open_validation
 from titanlite.errors import UserError, format_error
 
-source, what = SourceConfig("a", sys.argv[1]), sys.argv[2]
+source, use = SourceConfig("a", sys.argv[1]), sys.argv[2]
 options = dict(seq_len=16, vocab_size=258)
-stream, text = open_sample_stream([source], seed=0, **options), None
-text = open_validation(source, timeout_seconds=1, **options)
+stream = open_sample_stream([source], seed=0, **options)
+held_out = open_validation(source, timeout_seconds=1, **options)
 for file in Path(sys.argv[1]).glob("*.bin"):  # from here on, opening it never returns
     file.unlink()
     os.mkfifo(file)
 try:
-    if what == "train":
+    if use == "train":
         next(stream.prefetch([(0, 2)], timeout_seconds=1))
     else:
-        text.read(0, 2)
+        held_out.read(0, 2)
 except UserError as error:
     sys.exit(format_error(error))
 """
 
 
-@pytest.mark.parametrize("what", ["train", "validation"])
-def test_a_disk_that_never_answers_ends_the_run_with_an_error(tmp_path, what):
-    """The process must end, too, while its thread still hangs."""
+@pytest.mark.parametrize("use", ["train", "validation"])
+def test_a_disk_that_never_responds_ends_the_run_with_an_error(tmp_path, use):
+    """The process must exit although its thread still hangs."""
     write_corpus(tmp_path, 500)
-    command = [sys.executable, "-c", HANGING, str(tmp_path), what]
+    command = [sys.executable, "-c", HANGING, str(tmp_path), use]
     child = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert child.returncode == 1 and "Traceback" not in child.stderr
     assert f"samples 0…1 of {tmp_path}: could not be read within 1 s" in child.stderr
-    assert "not read for 0 s; the run ends after 1 s" in child.stderr  # warned before
+    assert "not read after 0 s; the run ends after 1 s" in child.stderr  # the warning
 
 
 def write_bad_id(folder: Path) -> None:
-    """Overwrite token 500 by an id that no byte has."""
+    """Overwrite token 500 with an id outside the vocabulary."""
     ids = np.memmap(folder / "2.bin", "<u2", mode="r+")
     ids[500 - 467] = 40_000
     ids.flush()
 
 
-def test_an_id_out_of_range_is_named_and_reaches_the_consumer(mixture):
-    sources, flats = mixture
-    assert sum(len(part) for part in np.array_split(flats["a"], 3)[:2]) == 467
+def test_an_id_outside_the_vocabulary_is_an_error_that_names_the_token(mixture):
+    sources, ids_of = mixture
+    assert sum(len(part) for part in np.array_split(ids_of["a"], 3)[:2]) == 467
     write_bad_id(Path(sources[0].path))
     stream = open_mixture(sources[:1], checks=CorpusChecks(verify="off"))
-    good = 0
-    with pytest.raises(DataError, match='"a".*token 500 is the id 40000, outside 0…257'):
+    good_batches = 0
+    with pytest.raises(DataError, match='"a".*token 500 has the id 40000, outside 0…257'):
         for _ in stream.prefetch((position, 1) for position in range(10**6)):
-            good += 1
-    assert 0 < good < 43 and prefetching() == []
+            good_batches += 1
+    assert 0 < good_batches < 43 and prefetch_threads() == []
 
 
 @pytest.mark.parametrize("tokens", [2, 16, 17, 18, 33, 100])
 @pytest.mark.parametrize("rows", [1, 3, 8])
-def test_validation_has_every_token_but_the_first_as_a_label_once(tmp_path, tokens, rows):
-    flat = write_corpus(tmp_path, tokens, shards=2)
+def test_validation_has_every_token_except_the_first_as_a_label_once(tmp_path, tokens, rows):
+    ids = write_corpus(tmp_path, tokens, shards=2)
     source = SourceConfig("held out", str(tmp_path))
-    text = open_validation(source, seq_len=SEQ_LEN, vocab_size=VOCAB_SIZE)
-    assert text.name == "held out" and text.samples == -(-(tokens - 1) // SEQ_LEN)
-    parts = [text.read(start, rows) for start in range(0, text.samples + 2 * rows, rows)]
-    inputs, labels = (torch.cat(part).flatten() for part in zip(*parts))
-    real = labels != IGNORE_INDEX
-    assert labels[real].tolist() == flat[1:].tolist()
-    assert inputs[real].tolist() == flat[:-1].tolist()
-    assert real[: tokens - 1].all() and 0 <= inputs.min() and inputs.max() < VOCAB_SIZE
+    held_out = open_validation(source, seq_len=SEQ_LEN, vocab_size=VOCAB_SIZE)
+    assert held_out.name == "held out" and held_out.samples == -(-(tokens - 1) // SEQ_LEN)
+    parts = [held_out.read(start, rows) for start in range(0, held_out.samples + 2 * rows, rows)]
+    inputs, labels = (torch.cat(part).flatten() for part in zip(*parts, strict=True))
+    has_label = labels != IGNORE_INDEX
+    assert labels[has_label].tolist() == ids[1:].tolist()
+    assert inputs[has_label].tolist() == ids[:-1].tolist()
+    assert has_label[: tokens - 1].all() and inputs.min() >= 0 and inputs.max() < VOCAB_SIZE
 
 
 def test_shards_of_another_tokenizer_are_refused(tmp_path):
     write_corpus(tmp_path, 100, fingerprint="0123456789abcdef")
     source = SourceConfig("a", str(tmp_path))
-    for opened in (
+    for open_source in (
         lambda: open_mixture([source], tokenizer=BYTES),
         lambda: open_validation(source, seq_len=8, vocab_size=VOCAB_SIZE, tokenizer=BYTES),
     ):
         with pytest.raises(DataError, match="made by the tokenizer 0123456789ab"):
-            opened()
+            open_source()
     open_mixture([source])
 
 
-def test_a_vocabulary_too_small_for_the_shards_is_refused_when_opening(mixture):
+def test_a_vocabulary_too_small_for_the_shards_is_refused_before_reading(mixture):
     largest = max(mixture[1]["a"])
     with pytest.raises(DataError, match=f"ids up to {largest}, outside 0…{largest - 1}"):
         open_mixture(mixture[0][:1], vocab_size=largest)
     open_mixture(mixture[0][:1], vocab_size=largest + 1)
 
 
-def test_every_source_that_cannot_be_read_is_told_at_once(mixture, tmp_path):
+def test_all_unreadable_sources_are_reported_together(mixture, tmp_path):
     missing = [SourceConfig("x", str(tmp_path / "x")), SourceConfig("y", str(tmp_path / "y"))]
     with pytest.raises(UserErrors) as refusal:
         open_mixture([*missing, mixture[0][0]])
     assert len(refusal.value.problems) == 2
-    with pytest.raises(DataError, match="its own name"):
+    with pytest.raises(DataError, match="needs its own name"):
         open_mixture([mixture[0][0], mixture[0][0]])
 
 
-def test_a_corpus_shorter_than_one_sequence_is_refused(tmp_path):
+def test_a_source_shorter_than_one_sequence_is_refused(tmp_path):
     write_corpus(tmp_path / "a", SEQ_LEN)
-    with pytest.raises(DataError, match="holds 16 tokens, and one sample needs 17"):
+    with pytest.raises(DataError, match="has 16 tokens, but one sample needs 17"):
         open_mixture([SourceConfig("a", str(tmp_path / "a"))])
     write_corpus(tmp_path / "b", 1, shards=1)
-    with pytest.raises(DataError, match="holds 1 tokens"):
+    with pytest.raises(DataError, match="has 1 tokens"):
         open_validation(SourceConfig("b", str(tmp_path / "b")), seq_len=8, vocab_size=VOCAB_SIZE)
 
 
-def test_the_facts_tell_another_order_from_the_same_at_another_place(mixture, tmp_path):
+def test_facts_change_with_the_order_but_not_with_the_folder(mixture, tmp_path):
     sources, _ = mixture
     (tmp_path / "a").rename(tmp_path / "moved")
     moved = [SourceConfig("a", str(tmp_path / "moved"), 0.6), *sources[1:]]
@@ -245,8 +244,8 @@ def test_the_facts_tell_another_order_from_the_same_at_another_place(mixture, tm
     assert open_mixture(sources[:2]).facts != same
 
 
-def test_the_facts_tell_other_content_of_the_same_size(tmp_path):
-    """Also of corpora that recorded nothing to compare with: foreign ones, and our older ones."""
+def test_facts_change_with_content_of_the_same_size(tmp_path):
+    """Also without recorded samples: in foreign corpora, and in those of older versions."""
     source, facts = SourceConfig("a", str(tmp_path / "a")), []
     write_corpus(tmp_path / "a", 150_000, shards=1)
     manifest, ids = tmp_path / "a/manifest.json", tmp_path / "a/0.bin"
@@ -266,7 +265,7 @@ def test_the_facts_tell_other_content_of_the_same_size(tmp_path):
     assert "data.content" not in unchecked  # so a checkpoint is not refused for it
 
 
-def test_the_facts_name_an_order_that_older_versions_did_not_have(tmp_path):
+def test_facts_include_the_order_version_if_the_order_has_changed(tmp_path):
     for name, samples in (("small", 100), ("large", 4096)):
         write_corpus(tmp_path / name, samples * SEQ_LEN + 1)
 
@@ -275,13 +274,13 @@ def test_the_facts_name_an_order_that_older_versions_did_not_have(tmp_path):
         facts = open_mixture(sources).facts["data.sources"]
         return ["order version 2" in facts[source.name] for source in sources]
 
-    assert versions(large=1) == [False]  # a checkpoint of an older version is resumed
-    assert versions(small=1) == [True]  # shuffled by another rule
+    assert versions(large=1) == [False]  # so a checkpoint of an older version can be resumed
+    assert versions(small=1) == [True]  # older versions shuffled it in another way
     assert versions(large=0.75, small=0.25) == [False, True]
-    assert versions(large=0.7, small=0.3) == [True, True]  # shares were rounded
+    assert versions(large=0.7, small=0.3) == [True, True]  # older versions rounded the quotas
 
 
-def test_the_facts_tell_weights_apart_that_deal_other_samples(tmp_path):
+def test_facts_distinguish_weights_that_give_another_order(tmp_path):
     write_corpus(tmp_path / "a", 100 * SEQ_LEN + 1)
 
     def weights(first: float, second: float) -> list[str]:
@@ -292,10 +291,10 @@ def test_the_facts_tell_weights_apart_that_deal_other_samples(tmp_path):
 
     assert weights(1 / 3, 1) == ["0.3333333333333333", "1"]
     assert weights(0.333333, 1) == ["0.333333", "1"]
-    assert weights(1 / 3, 1 / 3) == ["0.333333", "0.333333"]  # whole shares, as they were written
+    assert weights(1 / 3, 1 / 3) == ["0.333333", "0.333333"]  # whole quotas: six digits, as before
 
 
-def test_whether_documents_begin_with_bos_is_known_and_the_same_in_all_sources(tmp_path):
+def test_bos_is_detected_and_must_be_the_same_in_all_sources(tmp_path):
     sources = []
     for name, bos in (("with", True), ("without", False)):
         with ShardWriter(tmp_path / name / "0", VOCAB_SIZE) as writer:
@@ -303,7 +302,7 @@ def test_whether_documents_begin_with_bos_is_known_and_the_same_in_all_sources(t
                 writer.add([BYTES.bos_id] * bos + [5] * 40 + [BYTES.eos_id])
             record = writer.close()
         sources.append(SourceConfig(name, str(tmp_path / name)))
-        for manifest in (False, True):  # a corpus made elsewhere has none
+        for manifest in (False, True):  # without one, the first id decides
             if manifest:
                 made_by = (BYTES.fingerprint, VOCAB_SIZE)
                 write_corpus_manifest(tmp_path / name, *made_by, [record], bos=bos)

@@ -1,4 +1,4 @@
-"""Ids must be those of the file that was named, whatever the text looks like."""
+"""Tokenizers: the ids are those of the given file, for any text."""
 
 from __future__ import annotations
 
@@ -33,22 +33,22 @@ ODD_TEXTS = [
 ]
 
 
-def learned_text() -> list[str]:
+def training_texts() -> list[str]:
     return [path.read_text() for path in sorted((ROOT / "titanlite").glob("*.py"))] + ODD_TEXTS[1:4]
 
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory) -> str:
     path = tmp_path_factory.mktemp("ranks") / "t.model"
-    assert train_bpe(learned_text(), VOCAB_SIZE, path) == VOCAB_SIZE
+    assert train_bpe(training_texts(), VOCAB_SIZE, path) == VOCAB_SIZE
     return str(path)
 
 
-def run(command: list[str]) -> subprocess.CompletedProcess:
+def run_command(command: list[str]) -> subprocess.CompletedProcess:
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
 
 
-def hugging_face(folder: Path, end: str = "<|endoftext|>") -> str:
+def write_tokenizer_json(folder: Path, end: str = "<|endoftext|>") -> str:
     tokenizer = Tokenizer(models.BPE(vocab={"a": 0, "b": 1, "ab": 2}, merges=[("a", "b")]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.add_special_tokens([AddedToken(end, special=True)])
@@ -58,65 +58,65 @@ def hugging_face(folder: Path, end: str = "<|endoftext|>") -> str:
     return str(folder / "tokenizer.json")
 
 
-def test_a_trained_tokenizer_has_the_size_asked_for_with_its_specials_last(ranks):
+def test_a_trained_tokenizer_has_the_requested_size_with_special_tokens_last(ranks):
     tokenizer = open_tokenizer(ranks)
     assert tokenizer.vocab_size == VOCAB_SIZE
     assert (tokenizer.bos_id, tokenizer.eos_id) == (VOCAB_SIZE - 2, VOCAB_SIZE - 1)
     assert tokenizer.decode([tokenizer.eos_id]) == "<|end_of_text|>"
 
 
-def test_tiktoken_gives_the_ids_that_were_learned(ranks):
-    trained, written = train_merges(learned_text(), VOCAB_SIZE - 2), open_tokenizer(ranks)
+def test_tiktoken_gives_the_ids_of_the_trained_tokenizer(ranks):
+    trained, opened = train_merges(training_texts(), VOCAB_SIZE - 2), open_tokenizer(ranks)
     held_out = [path.read_text() for path in sorted((ROOT / "titanlite").glob("*/*.py"))]
     for text in held_out + ODD_TEXTS:
-        assert written.encode(text) == trained.encode(text).ids
+        assert opened.encode(text) == trained.encode(text).ids
 
 
 @pytest.mark.parametrize("text", ODD_TEXTS)
-def test_odd_text_comes_back_as_it_was(ranks, text):
+def test_decoding_the_ids_of_unusual_text_gives_it_back(ranks, text):
     for path in (ranks, "bytes"):
         tokenizer = open_tokenizer(path)
         assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
-def test_text_that_looks_special_cannot_end_a_document(ranks, tmp_path):
-    for path in (ranks, "bytes", hugging_face(tmp_path)):
+def test_text_that_looks_like_a_special_token_cannot_end_a_document(ranks, tmp_path):
+    for path in (ranks, "bytes", write_tokenizer_json(tmp_path)):
         tokenizer = pickle.loads(pickle.dumps(open_tokenizer(path)))
         ids = tokenizer.encode("ab<|endoftext|>ab<|end_of_text|><|begin_of_text|>ab")
         assert not {tokenizer.bos_id, tokenizer.eos_id} & set(ids)
 
 
-def test_a_tokenizer_json_that_truncates_does_not_cut_documents(tmp_path):
-    tokenizer = open_tokenizer(hugging_face(tmp_path))
+def test_truncation_in_a_tokenizer_json_does_not_shorten_documents(tmp_path):
+    tokenizer = open_tokenizer(write_tokenizer_json(tmp_path))
     assert tokenizer.encode("ab" * 5) == [2] * 5
     assert (tokenizer.vocab_size, tokenizer.bos_id, tokenizer.eos_id) == (4, 3, 3)
 
 
-def test_the_fingerprint_knows_the_tokenizer_and_not_its_place(ranks, tmp_path):
+def test_the_fingerprint_depends_on_the_tokenizer_but_not_on_its_path(ranks, tmp_path):
     copy, other = tmp_path / "copy.model", tmp_path / "other.model"
     copy.write_bytes(Path(ranks).read_bytes())
-    train_bpe(learned_text(), VOCAB_SIZE - 1, other)
+    train_bpe(training_texts(), VOCAB_SIZE - 1, other)
     same, different = open_tokenizer(str(copy)), open_tokenizer(str(other))
     assert same.fingerprint == open_tokenizer(ranks).fingerprint != different.fingerprint
 
 
-def test_a_retrained_file_is_read_anew_and_not_from_a_cache(ranks, tmp_path):
+def test_a_retrained_file_is_not_read_from_a_cache(ranks, tmp_path):
     path = tmp_path / "t.model"
     path.write_bytes(Path(ranks).read_bytes())
     assert open_tokenizer(str(path)).vocab_size == VOCAB_SIZE
-    train_bpe(learned_text(), 300, path)
+    train_bpe(training_texts(), 300, path)
     assert open_tokenizer(str(path)).vocab_size == 300
 
 
-def test_a_worker_process_gets_the_same_tokenizer(ranks, tmp_path):
-    for path in (ranks, "bytes", hugging_face(tmp_path)):
+def test_a_worker_process_receives_an_equal_tokenizer(ranks, tmp_path):
+    for path in (ranks, "bytes", write_tokenizer_json(tmp_path)):
         tokenizer = open_tokenizer(path)
         sent = pickle.loads(pickle.dumps(tokenizer))
         assert sent.encode("abab") == tokenizer.encode("abab")
         assert (sent.fingerprint, sent.vocab_size) == (tokenizer.fingerprint, tokenizer.vocab_size)
 
 
-def test_a_file_of_llama_3_has_its_256_special_tokens(tmp_path):
+def test_llama_3_ranks_have_its_256_special_tokens(tmp_path):
     tokens = [bytes([i]) for i in range(256)]
     tokens += [b"~" + i.to_bytes(3, "big") for i in range(128_000 - 256)]
     lines = [b"%s %d" % (base64.b64encode(token), rank) for rank, token in enumerate(tokens)]
@@ -128,20 +128,20 @@ def test_a_file_of_llama_3_has_its_256_special_tokens(tmp_path):
     assert {id: tokenizer.decode([id]) for id in names} == names
 
 
-def test_a_million_blanks_do_not_crash_the_encoder(ranks):
+def test_a_million_spaces_do_not_crash_the_encoder(ranks):
     tokenizer = open_tokenizer(ranks)
     for text in (" " * 1_200_000 + "x", "x" + "\t" * 250_000 + "y" + " " * 100_000):
         assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
-def test_half_a_surrogate_pair_is_the_same_for_all_tokenizers(ranks):
+def test_half_a_surrogate_pair_is_replaced_by_all_tokenizers(ranks):
     for path in (ranks, "bytes"):
         tokenizer = open_tokenizer(path)
         assert tokenizer.decode(tokenizer.encode("a\ud83db")) == "a\ufffdb"
 
 
 @pytest.mark.parametrize(
-    "content, said",
+    "content, message",
     [
         (b"YQ== zero\n", "line 1"),
         (b"YQ== 0\nYg== 2\n", "0, 1, 2"),
@@ -154,42 +154,43 @@ def test_half_a_surrogate_pair_is_the_same_for_all_tokenizers(ranks):
         (None, "cannot be read"),
     ],
 )
-def test_a_foreign_tokenizer_is_refused_with_a_way_out(tmp_path, content, said):
+def test_an_invalid_tokenizer_is_refused_with_a_fix(tmp_path, content, message):
     path = tmp_path / "t.model"
     if content is not None:
         path.write_bytes(content)
-    with pytest.raises(DataError, match=said) as refusal:
+    with pytest.raises(DataError, match=message) as refusal:
         open_tokenizer(str(path))
-    assert str(path) in str(refusal.value) and (refusal.value.fix or said == "0, 1, 2")
+    assert str(path) in str(refusal.value) and (refusal.value.fix or message == "0, 1, 2")
 
 
-def test_the_name_of_a_special_token_is_by_the_id_that_texts_get(tmp_path):
-    """Not by the list of added tokens, whose ids the library may change."""
-    path = hugging_face(tmp_path)
+def test_the_name_of_a_special_token_is_looked_up_by_its_real_id(tmp_path):
+    """Not by its id in the list of added tokens, which the library may change."""
+    path = write_tokenizer_json(tmp_path)
     table = json.loads(Path(path).read_text())
     table["added_tokens"][0]["id"] = 9
     Path(path).write_text(json.dumps(table))
     for name in (path, "bytes"):
         tokenizer = open_tokenizer(name)
         token = "<|end_of_text|>" if name == "bytes" else "<|endoftext|>"
-        assert tokenizer.token_of(tokenizer.eos_id) == token
+        assert tokenizer.special_token_name(tokenizer.eos_id) == token
         assert token in to_tokenizer_json(tokenizer).decode()
 
 
-def test_a_tokenizer_without_an_end_is_refused(tmp_path):
-    with pytest.raises(DataError, match="no known end"):
-        open_tokenizer(hugging_face(tmp_path, end="<|nothing known|>"))
+def test_a_tokenizer_without_a_known_eos_is_refused(tmp_path):
+    with pytest.raises(DataError, match="no known EOS"):
+        open_tokenizer(write_tokenizer_json(tmp_path, end="<|nothing known|>"))
 
 
-def test_the_script_trains_on_jsonl_and_refuses_without_a_traceback(tmp_path):
+def test_the_script_trains_on_jsonl_and_reports_errors_without_a_traceback(tmp_path):
     source, out = tmp_path / "t.jsonl", tmp_path / "t.model"
     source.write_text(json.dumps({"text": "to be or not to be, that is the question"}) + "\n")
     command = [sys.executable, "scripts/train_tokenizer.py", str(source), "--out", str(out)]
-    done = run([*command, "--vocab-size", "261"])
+    done = run_command([*command, "--vocab-size", "261"])
     assert done.returncode == 0, done.stderr
     assert open_tokenizer(str(out)).vocab_size == 261
-    bad = run([*command, "--vocab-size", "200"])
-    assert bad.returncode == 2 and "at least 258" in bad.stderr and "Traceback" not in bad.stderr
+    refused = run_command([*command, "--vocab-size", "200"])
+    assert refused.returncode == 2 and "at least 258" in refused.stderr
+    assert "Traceback" not in refused.stderr
 
 
 SPECIAL = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
@@ -198,7 +199,7 @@ PLAIN = {
     "added_tokens": [{"id": 0, "content": "</s>", "special": True, **SPECIAL}],
     "model": {"type": "BPE", "vocab": {"</s>": 0, "a": 1, "b": 2}, "merges": []},
 }
-GROW = {"type": "Replace", "pattern": {"String": "a"}, "content": "a" * 1000}
+LENGTHEN = {"type": "Replace", "pattern": {"String": "a"}, "content": "a" * 1000}
 
 
 def split(regex: str) -> dict:
@@ -215,13 +216,13 @@ def model(**changes) -> dict:
     return {"model": {**PLAIN["model"], **changes}}
 
 
-HOSTILE = {  # what is changed in a harmless file -> what is said of it
+HOSTILE = {  # name -> (changes to a harmless file, the message that refuses it)
     "chained replacements": (
-        {"normalizer": {"type": "Sequence", "normalizers": [GROW] * 3}},
+        {"normalizer": {"type": "Sequence", "normalizers": [LENGTHEN] * 3}},
         "1,000,000,000 times as long",
     ),
     "chained replacements in the decoder": (
-        {"decoder": {"type": "Sequence", "decoders": [GROW] * 3}},
+        {"decoder": {"type": "Sequence", "decoders": [LENGTHEN] * 3}},
         "1,000,000,000 times as long",
     ),
     "too many parts": (
@@ -236,20 +237,20 @@ HOSTILE = {  # what is changed in a harmless file -> what is said of it
         {"normalizer": {"type": "Precompiled", "precompiled_charsmap": "CAAAAP////////8AYQA="}},
         "index out of bounds",
     ),
-    "a regex that backtracks for ever": (split("(a+)+$"), "cannot encode a text"),
+    "a regex that backtracks endlessly": (split("(a+)+$"), "cannot encode a text"),
     "a regex that is too long": (split("a" * 5000), "more than 4096 characters"),
-    "parts of no characters": (
+    "parts without characters": (
         {"pre_tokenizer": {"type": "FixedLength", "length": 0}},
         "cannot encode a text",
     ),
-    "a decoder that cuts too much": (
+    "a decoder that strips too much": (
         {"decoder": {"type": "Strip", "content": "a", "start": 2**40, "stop": 2**40}},
         "cannot decode",
     ),
     "an empty vocabulary": (model(vocab={}), "vocabulary is empty"),
     "no special tokens either": ({**model(vocab={}), "added_tokens": []}, "vocabulary is empty"),
-    "ids beyond any shard": (model(vocab={"</s>": 0, "a": 2**32 - 1}), "outside 0…2147483647"),
-    "ids drawn at random": (model(dropout=0.5), "ids of a text are random"),
+    "ids too large for a shard": (model(vocab={"</s>": 0, "a": 2**32 - 1}), "outside 0…2147483647"),
+    "random ids": (model(dropout=0.5), "makes the ids of a text random"),
     "depth": ({"x": json.loads("[" * 200 + "]" * 200)}, "nested too deeply"),
 }
 OPEN_ALL = """
@@ -267,24 +268,26 @@ for path in sys.argv[1:]:
 """
 
 
-def test_a_hostile_tokenizer_is_refused_and_ends_no_process(tmp_path):
-    """In a child process, because these would abort it, block it or take its memory."""
-    files = {"harmless": PLAIN} | {name: {**PLAIN, **about} for name, (about, _) in HOSTILE.items()}
+def test_a_hostile_tokenizer_is_refused_and_crashes_no_process(tmp_path):
+    """In a child process, which these would otherwise abort, block or fill."""
+    files = {"harmless": PLAIN} | {
+        name: {**PLAIN, **changes} for name, (changes, _) in HOSTILE.items()
+    }
     for name, table in files.items():
         (tmp_path / name).write_text(json.dumps(table))
     (tmp_path / "very deep").write_text('{"model": ' + "[" * 200_000)
     (tmp_path / "too large").open("wb").truncate(65 << 20)
     os.mkfifo(tmp_path / "fifo")
-    said = {name: words for name, (_, words) in HOSTILE.items()} | {
+    messages = {name: message for name, (_, message) in HOSTILE.items()} | {
         "harmless": "accepted, 123 characters",
         "very deep": "nested too deeply",
         "too large": "more than 67,108,864 bytes",
         "fifo": "not a regular file",
         "/dev/zero": "not a regular file",
     }
-    command = [sys.executable, "-c", OPEN_ALL, *(str(tmp_path / name) for name in said)]
-    done = run(command)
+    command = [sys.executable, "-c", OPEN_ALL, *(str(tmp_path / name) for name in messages)]
+    done = run_command(command)
     assert done.returncode == 0, done.stderr[-2000:]
     lines = [json.loads(line) for line in done.stdout.splitlines()]
-    for (name, words), line in zip(said.items(), lines, strict=True):
-        assert re.search(words, line), f"{name}: {line}"
+    for (name, message), line in zip(messages.items(), lines, strict=True):
+        assert re.search(message, line), f"{name}: {line}"

@@ -170,8 +170,8 @@ def _write_tokenizer(place: StorageFolder, tokenizer: Tokenizer | None, bos: boo
         stream.write(content)
     about = {
         "tokenizer_class": "PreTrainedTokenizerFast",
-        "bos_token": tokenizer.token_of(ids["bos_token_id"]),
-        "eos_token": tokenizer.token_of(ids["eos_token_id"]),
+        "bos_token": tokenizer.special_token_name(ids["bos_token_id"]),
+        "eos_token": tokenizer.special_token_name(ids["eos_token_id"]),
         "clean_up_tokenization_spaces": False,
     }
     _write_json(place, "tokenizer_config.json", about)

@@ -14,7 +14,12 @@ from titanlite.checkpoint.manifest import (
     read_checkpoint_manifest,
 )
 from titanlite.data import Tokenizer, open_tokenizer
-from titanlite.data.tokenizer import BYTES, FILES, MOST_BYTES, tokenizer_of
+from titanlite.data.tokenizer import (
+    BYTES,
+    MAX_TOKENIZER_BYTES,
+    TOKENIZER_FILES,
+    tokenizer_from_bytes,
+)
 from titanlite.errors import CheckpointError, ConfigError
 from titanlite.models import FAMILIES, ModelConfig, ModelSizes, ModelSpec
 from titanlite.settings import build_dataclass, describe_type
@@ -121,11 +126,13 @@ def _open_tokenizer(
     """
     trained_with = manifest.facts.get("data.tokenizer")
     recorded = job_value(place, manifest, "data", "tokenizer", str)
-    copies = [name for name in FILES if name in manifest.files]
+    copies = [name for name in TOKENIZER_FILES if name in manifest.files]
     if path is not None:
         opened = open_tokenizer(path)
     elif copies:
-        opened = tokenizer_of(_read_copy(place, manifest, copies[0]), f"{place}/{copies[0]}")
+        opened = tokenizer_from_bytes(
+            _read_copy(place, manifest, copies[0]), f"{place}/{copies[0]}"
+        )
     elif recorded == BYTES:
         opened = open_tokenizer(BYTES)
     elif recorded is None and trained_with is None:
@@ -146,7 +153,7 @@ def _open_tokenizer(
 
 
 def _read_copy(place: StorageFolder, manifest: CheckpointManifest, name: str) -> bytes:
-    if manifest.files[name].bytes > MOST_BYTES:
-        raise CheckpointError(f"{place}: {name} has more than {MOST_BYTES:,} bytes.")
+    if manifest.files[name].bytes > MAX_TOKENIZER_BYTES:
+        raise CheckpointError(f"{place}: {name} has more than {MAX_TOKENIZER_BYTES:,} bytes.")
     check_hashes(place, manifest, [name])
     return place.read(name)

@@ -1,15 +1,15 @@
-"""Text to batches: tokenizers, shards of ids, and the order in which a run reads them.
+"""Tokenizers, shards of token ids, and the order in which a run reads them.
 
-`prepare_corpus` and `bpe`, which make shards and tokenizers, are imported by name where they are used:
-they need packages that a training machine does not.
+`titanlite.data.prepare` and `titanlite.data.bpe`, which make shards and tokenizers, are not
+imported here: they need packages that a training machine does not.
 """
 
 from __future__ import annotations
 
+from titanlite.data.formats import FORMATS, open_token_source
 from titanlite.data.order import MixtureQuotas, SampleOrder, rank_slices
 from titanlite.data.shards import (
     Corpus,
-    CorpusChecks,
     CorpusManifest,
     ShardWriter,
     open_corpus,
@@ -24,9 +24,11 @@ from titanlite.data.stream import (
     open_sample_stream,
     open_validation,
 )
+from titanlite.data.token_source import CorpusChecks, SourceOpener, SourceRecord, TokenSource
 from titanlite.data.tokenizer import Tokenizer, open_tokenizer
 
 __all__ = [
+    "FORMATS",
     "Corpus",
     "CorpusChecks",
     "CorpusManifest",
@@ -36,11 +38,15 @@ __all__ = [
     "SampleStream",
     "ShardWriter",
     "SourceConfig",
+    "SourceOpener",
+    "SourceRecord",
+    "TokenSource",
     "Tokenizer",
     "ValidationSet",
     "check_bos",
     "open_corpus",
     "open_sample_stream",
+    "open_token_source",
     "open_tokenizer",
     "open_validation",
     "rank_slices",

@@ -1,4 +1,4 @@
-"""Reading in the background, with a limit on how long anyone waits for it."""
+"""Read batches in a background thread, with a time limit on waiting for each."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from typing import Any
 from titanlite.errors import DataError
 from titanlite.log import logger
 
-_WARN_AFTER = 0.1  # of the limit
-_JOIN_SECONDS = 5  # a thread that a dead disk holds cannot be ended, only left behind
+_WARN_AFTER = 0.1  # fraction of the time limit
+_JOIN_SECONDS = 5  # a thread that is blocked in a read of a dead disk can only be abandoned
 
 
 class BackgroundReader:
-    """Reads (position, rows) after (position, rows) in one thread.
+    """Calls `read(position, rows)` for one request after the other, in one thread.
 
-    The thread is a daemon, and not one of an executor, which Python would wait for at its exit:
-    a read that never returns must not keep the process alive.
+    It is a daemon thread, not an executor: Python waits for an executor's threads at exit, and a
+    read that never returns must not keep the process alive.
     """
 
     def __init__(self, read: Callable[[int, int], Any], name: str, timeout_seconds: float | None):
@@ -30,40 +30,43 @@ class BackgroundReader:
         self._thread.start()
 
     def submit(self, position: int, rows: int) -> Future:
-        """Ask for a batch; `wait` gets it."""
+        """Request a batch; pass the result to `wait`."""
         future: Future = Future()
         self._requests.put((position, rows, future))
         return future
 
-    def wait(self, future: Future, what: str) -> Any:
-        """The batch, or the error of reading it; raises DataError after the time limit.
+    def wait(self, future: Future, description: str) -> Any:
+        """Return the batch, or raise the error of reading it; DataError after the time limit.
 
-        `what` is read, for the warning and the error.
+        `description` says which data is read, for the warning and the error.
         """
         if self._timeout is None:
             return future.result()
-        early = self._timeout * _WARN_AFTER
+        warn_after = self._timeout * _WARN_AFTER
         try:
-            return future.result(early)
+            return future.result(warn_after)
         except TimeoutError:
-            if future.done():  # an error of the read itself
+            if future.done():  # the read itself raised a TimeoutError
                 raise
         logger.warning(
-            "%s: not read for %.0f s; the run ends after %.0f s", what, early, self._timeout
+            "%s: not read after %.0f s; the run ends after %.0f s",
+            description,
+            warn_after,
+            self._timeout,
         )
         try:
-            return future.result(self._timeout - early)
+            return future.result(self._timeout - warn_after)
         except TimeoutError:
             if future.done():
                 raise
         raise DataError(
-            f"{what}: could not be read within {self._timeout:g} s; the disk or file server does"
-            " not answer.",
+            f"{description}: could not be read within {self._timeout:g} s; the disk or file server"
+            " does not respond.",
             fix="Check it; data.read_timeout_seconds allows more time.",
         )
 
     def close(self) -> None:
-        """End the thread; wait for it only a few seconds."""
+        """Drop waiting requests and end the thread, waiting at most a few seconds for it."""
         while not self._requests.empty():
             self._requests.get()
         self._requests.put(None)
@@ -74,6 +77,6 @@ class BackgroundReader:
             position, rows, future = request
             try:
                 future.set_result(self._read(position, rows))
-            except BaseException as error:  # it is raised where the batch is waited for
+            except BaseException as error:  # raised again in `wait`
                 future.set_exception(error)
-            del request, future  # a batch must not stay alive until the next one
+            del request, future  # so that a batch is freed before the next one is read

@@ -1,4 +1,4 @@
-"""Train a byte-level BPE tokenizer on one's own text, as a file of tiktoken ranks."""
+"""Train a byte-level BPE tokenizer on your own text, written as a file of tiktoken ranks."""
 
 from __future__ import annotations
 
@@ -7,48 +7,49 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from titanlite.data.manifest import write_whole
 from titanlite.data.tokenizer import SPLIT_PATTERN, well_formed
 from titanlite.errors import DataError
+from titanlite.files import write_whole_file
 
-SPECIALS = 2  # what open_tokenizer appends to a ranks file: the beginning and the end of a text
-SMALLEST = 256 + SPECIALS  # a rank for every byte
+SPECIALS = 2  # tokens that open_tokenizer appends to the ranks: begin and end of text
+MIN_VOCAB_SIZE = 256 + SPECIALS  # one rank for every byte
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int, out: str | Path) -> int:
-    """Write ranks so that `open_tokenizer(out).vocab_size` is `vocab_size`; returns that size.
+    """Train a tokenizer and write its ranks to `out`; returns its vocabulary size.
 
-    Fewer ids are made where the text is too poor for as many merges; then the size is smaller.
-    Raises DataError.
+    That is `vocab_size`, special tokens included, or less if the text has too few different pairs
+    to merge. Raises DataError.
     """
-    if vocab_size < SMALLEST:
+    if vocab_size < MIN_VOCAB_SIZE:
         raise DataError(
             f"vocab_size = {vocab_size}: is too small.",
-            fix=f"Give at least {SMALLEST}: 256 bytes and {SPECIALS} special tokens.",
+            fix=f"Give at least {MIN_VOCAB_SIZE}: 256 bytes and {SPECIALS} special tokens.",
         )
     ranks = ranks_of(train_merges(texts, vocab_size - SPECIALS))
     lines = (b"%s %d\n" % (base64.b64encode(token), rank) for token, rank in ranks.items())
-    write_whole(Path(out), b"".join(lines))
+    Path(out).parent.mkdir(parents=True, exist_ok=True)
+    write_whole_file(Path(out), b"".join(lines))
     return len(ranks) + SPECIALS
 
 
 def train_merges(texts: Iterable[str], ranks: int) -> Any:
-    """A `tokenizers.Tokenizer` of `ranks` ids: the 256 bytes, then the merges learnt from texts."""
+    """A `tokenizers.Tokenizer` with `ranks` ids: the 256 bytes, then merges learned from texts."""
     try:
         from tokenizers import Regex, Tokenizer, models, pre_tokenizers, trainers
     except ImportError as missing:
         raise DataError(
-            "training a tokenizer needs tokenizers, which is not installed.",
+            "training a tokenizer needs the package tokenizers, which is not installed.",
             fix="pip install tokenizers",
         ) from missing
     split = pre_tokenizers.Split(Regex(SPLIT_PATTERN), behavior="isolated")
-    as_letters = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, as_letters])
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, byte_level])
     trainer = trainers.BpeTrainer(
         vocab_size=ranks,
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        special_tokens=[],  # they would take the first ids and shift every rank
+        special_tokens=[],  # they would get the first ids and shift every rank
         show_progress=False,
     )
     tokenizer.train_from_iterator(map(well_formed, texts), trainer)
@@ -56,19 +57,19 @@ def train_merges(texts: Iterable[str], ranks: int) -> Any:
 
 
 def ranks_of(tokenizer: Any) -> dict[bytes, int]:
-    """The ids of a byte-level tokenizer as tiktoken's ranks, in order."""
-    byte_of = _bytes_by_letter()
+    """The vocabulary of a byte-level tokenizer as tiktoken ranks (token -> rank), in order."""
+    byte_of = _byte_of_character()
     vocabulary = sorted(tokenizer.get_vocab().items(), key=lambda entry: entry[1])
-    return {bytes(byte_of[letter] for letter in token): rank for token, rank in vocabulary}
+    return {bytes(byte_of[character] for character in token): rank for token, rank in vocabulary}
 
 
-def _bytes_by_letter() -> dict[str, int]:
-    """Which byte each letter of the byte-level alphabet stands for.
+def _byte_of_character() -> dict[str, int]:
+    """The byte that each character of the byte-level alphabet represents.
 
-    The alphabet is GPT-2's: a printable Latin-1 character is itself, and the other bytes are, in
-    order, the characters from U+0100 on.
+    The alphabet is GPT-2's: a printable Latin-1 character represents its own byte; the characters
+    from U+0100 on represent the other bytes, in order.
     """
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
-    letters = {chr(byte): byte for byte in printable}
-    return letters | {chr(0x100 + number): byte for number, byte in enumerate(others)}
+    characters = {chr(byte): byte for byte in printable}
+    return characters | {chr(0x100 + number): byte for number, byte in enumerate(others)}

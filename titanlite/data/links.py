@@ -1,4 +1,4 @@
-"""Symbolic links that lead out of a folder the user named."""
+"""Refuse symbolic links that lead out of the folder the user named."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from titanlite.errors import DataError
 
 
 def refuse_outward_links(files: Iterable[Path], folder: Path, allow: str) -> None:
-    """Raise DataError for the first file in `folder` that is really outside of it.
+    """Raise DataError for the first of `files` whose real path is outside `folder`.
 
-    `allow`: what the user sets to read it all the same. The folder itself may be a link.
+    The folder itself may be a link. `allow` is the setting or option that permits outward links,
+    for the error message.
     """
     root = os.path.realpath(folder)
     inside = os.path.join(root, "")
@@ -21,5 +22,5 @@ def refuse_outward_links(files: Iterable[Path], folder: Path, allow: str) -> Non
         if not real.startswith(inside) and real != root:
             raise DataError(
                 f"{file}: leads through a symbolic link to {real}, outside {folder}.",
-                fix=f"Give the file or folder that it leads to, or allow such links: {allow}.",
+                fix=f"Give the path that the link points to, or allow such links: {allow}.",
             )

@@ -1,4 +1,7 @@
-"""What a folder of shards must hold: written last, and compared whenever the folder is read."""
+"""The manifest of a folder of shards: its files with sizes and hashes, compared on every read.
+
+It is written last, so a folder with a manifest is complete.
+"""
 
 from __future__ import annotations
 
@@ -12,32 +15,32 @@ from typing import IO
 import xxhash
 
 from titanlite.errors import DataError
-from titanlite.files import parse_json, read_regular_file
+from titanlite.files import parse_json, read_regular_file, write_whole_file
 
 MANIFEST = "manifest.json"
 
 _CHUNK_BYTES = 1 << 24
-_SAMPLE_BLOCKS, _SAMPLE_BYTES = 8, 4096  # of each file: few enough for a slow shared disk
+_SAMPLED_BLOCKS, _BLOCK_BYTES = 8, 4096  # of each file: few enough for a slow shared disk
 
 
 @dataclass(frozen=True)
 class ShardRecord:
-    """What a manifest says of a shard."""
+    """The entry of one shard in a manifest."""
 
     name: str
     documents: int
     tokens: int
-    max_id: int  # -1 where there are no tokens
+    max_id: int  # -1 if the shard has no tokens
     bin_bytes: int
     idx_bytes: int
     bin_hash: str  # xxh3_128
     idx_hash: str
-    bin_sample: str = ""  # sample_of() the .bin; "" in manifests of older versions
+    bin_sample: str = ""  # hash_sampled_blocks() of the .bin; "" in manifests of older versions
 
 
 @dataclass(frozen=True)
 class CorpusManifest:
-    """What a folder of shards holds, and the proof that it is whole."""
+    """The content of a manifest: how the shards were made, and what each file must be."""
 
     tokenizer: str  # its fingerprint
     vocab_size: int
@@ -57,7 +60,7 @@ def write_corpus_manifest(
     *,
     bos: bool = False,
 ) -> CorpusManifest:
-    """Declare a folder of shards whole; to be called last."""
+    """Write the manifest of a folder whose shards are all complete."""
     manifest = CorpusManifest(
         tokenizer,
         vocab_size,
@@ -68,84 +71,91 @@ def write_corpus_manifest(
         bos=bos,
     )
     text = json.dumps(asdict(manifest), indent=1) + "\n"
-    write_whole(Path(folder) / MANIFEST, text.encode())
+    write_whole_file(Path(folder) / MANIFEST, text.encode())
     return manifest
 
 
 def read_corpus_manifest(path: Path) -> CorpusManifest | None:
-    """The manifest there, or None where there is none; raises DataError."""
+    """Read a manifest; None if the file does not exist. Raises DataError if it is not valid."""
     try:
         table = parse_json(read_regular_file(path))
-        listed = table.pop("shards")
-        if type(listed) is not list:
-            raise TypeError(f"shards is {listed!r:.40}")
-        shards = [ShardRecord(**record) for record in listed]
+        entries = table.pop("shards")
+        if type(entries) is not list:
+            raise TypeError(f"shards is {entries!r:.40}")
+        shards = [ShardRecord(**entry) for entry in entries]
         manifest = CorpusManifest(**table, shards=shards)
-        for record in (manifest, *shards):
-            _check_types(record)
+        _check_field_types(manifest)
+        for shard in shards:
+            _check_field_types(shard)
     except FileNotFoundError:
         return None
     except (ValueError, TypeError, KeyError, AttributeError, OSError) as error:
         raise DataError(
-            f"{path}: cannot be understood ({error}).", fix="Prepare the text again."
+            f"{path}: is not a valid manifest ({error}).", fix="Prepare the text again."
         ) from None
     if manifest.format != CorpusManifest.format:
-        raise DataError(f"{path}: is of format {manifest.format}; only 1 is known here.")
+        raise DataError(f"{path}: has format {manifest.format}; only format 1 is supported.")
     return manifest
 
 
-def _check_types(record: CorpusManifest | ShardRecord) -> None:
-    """Raise TypeError unless the numbers are numbers and the texts are texts: it may be foreign."""
+def _check_field_types(record: CorpusManifest | ShardRecord) -> None:
+    """Raise TypeError where JSON gave a field another type; the file may be foreign."""
     for field in fields(record):
         value = getattr(record, field.name)
         if field.name != "shards" and type(value).__name__ != field.type:
             raise TypeError(f"{field.name} is {value!r:.40}")
 
 
-def compare(folder: Path, pairs: Iterable[tuple[Path, Path]], manifest: CorpusManifest) -> None:
-    """Refuse a folder that has not just the files of its manifest, each with its size."""
-    there = {file.name: file.stat().st_size for pair in pairs for file in pair}
-    said = {f"{shard.name}.bin": shard.bin_bytes for shard in manifest.shards}
-    said |= {f"{shard.name}.idx": shard.idx_bytes for shard in manifest.shards}
-    if missing := sorted(said.keys() - there.keys()):
+def check_listed_files(
+    folder: Path, pairs: Iterable[tuple[Path, Path]], manifest: CorpusManifest
+) -> None:
+    """Raise DataError unless `pairs` are exactly the files of the manifest, with their sizes."""
+    present = {file.name: file.stat().st_size for pair in pairs for file in pair}
+    listed = {f"{shard.name}.bin": shard.bin_bytes for shard in manifest.shards}
+    listed |= {f"{shard.name}.idx": shard.idx_bytes for shard in manifest.shards}
+    if missing := sorted(listed.keys() - present.keys()):
         raise DataError(
-            f"{folder}: {len(missing)} of {len(said)} files are missing: {', '.join(missing[:4])}.",
-            fix="Copy the whole folder.",
+            f"{folder}: {len(missing)} of {len(listed)} files are missing:"
+            f" {', '.join(missing[:4])}.",
+            fix="Copy the complete folder.",
         )
-    if strange := sorted(there.keys() - said.keys()):
+    if unlisted := sorted(present.keys() - listed.keys()):
         raise DataError(
-            f"{folder}: {', '.join(strange[:4])} are not in its {MANIFEST}.",
-            fix=f"Move them to another folder, or remove {MANIFEST} to read all that is there.",
+            f"{folder}: {', '.join(unlisted[:4])} are not in its {MANIFEST}.",
+            fix=f"Move them to another folder, or remove {MANIFEST} to read all files.",
         )
-    for name, size in said.items():
-        if there[name] != size:
-            raise size_differs(folder / name, there[name], size, MANIFEST)
+    for name, size in listed.items():
+        if present[name] != size:
+            raise wrong_size_error(folder / name, present[name], size, MANIFEST)
 
 
-def size_differs(file: Path, size: int, whole: int, by: str) -> DataError:
-    """The error for a file of another size than `by` says."""
-    how = "is cut short" if size < whole else "is too long"
+def wrong_size_error(file: Path, size: int, expected: int, according_to: str) -> DataError:
+    """The error for a file that has not the size that its index or manifest gives."""
+    how = "is truncated" if size < expected else "is too long"
     return DataError(
-        f"{file}: {how}: {size} bytes, {whole} by {by}.",
+        f"{file}: {how}: {size} bytes, but {expected} according to {according_to}.",
         fix="Copy it again, or prepare the text again.",
     )
 
 
-def is_intact(folder: Path, shard: ShardRecord) -> bool:
-    """Whether both files of a shard are there and are what the record says."""
+def is_shard_intact(folder: Path, shard: ShardRecord) -> bool:
+    """Whether both files of a shard exist and have the recorded hashes; reads every byte."""
     hashes = (shard.bin_hash, shard.idx_hash)
     try:
-        return all(_hash_of(f) == said for f, said in zip(pair_of(folder / shard.name), hashes))
+        return all(
+            _hash_file(file) == recorded
+            for file, recorded in zip(shard_paths(folder / shard.name), hashes, strict=True)
+        )
     except OSError:
         return False
 
 
-def sample_of(path: Path) -> str:
-    """A hash of the size of a file and of eight blocks of it; raises OSError.
+def hash_sampled_blocks(path: Path) -> str:
+    """Hash of a file's size and of eight of its blocks; raises OSError.
 
-    The blocks are spread over the file at places that depend on its size only. Other content of
-    the same size differs in nearly every block, so it is found; a few changed bytes are found by
-    `is_intact` only.
+    The positions of the blocks depend on the size only, and are distributed over the file. Another
+    content of the same size differs in nearly every block, so it is detected; a few changed bytes
+    are detected by `is_shard_intact` only.
     """
     size = path.stat().st_size
     digest = xxhash.xxh3_128(str(size).encode())
@@ -156,17 +166,17 @@ def sample_of(path: Path) -> str:
 
 
 def _sampled_blocks(size: int) -> Iterator[tuple[int, int]]:
-    """(offset, bytes) of what is sampled of a file; all of a small one."""
-    if size <= _SAMPLE_BLOCKS * _SAMPLE_BYTES:
+    """(offset, bytes) of each block that is sampled; a small file is one block."""
+    if size <= _SAMPLED_BLOCKS * _BLOCK_BYTES:
         yield 0, size
         return
-    for number in range(_SAMPLE_BLOCKS):
-        first, end = (size * n // _SAMPLE_BLOCKS for n in (number, number + 1))
-        places = end - first - _SAMPLE_BYTES + 1
-        yield first + xxhash.xxh3_64_intdigest(f"{size} {number}".encode()) % places, _SAMPLE_BYTES
+    for number in range(_SAMPLED_BLOCKS):
+        first, end = (size * n // _SAMPLED_BLOCKS for n in (number, number + 1))
+        offsets = end - first - _BLOCK_BYTES + 1
+        yield first + xxhash.xxh3_64_intdigest(f"{size} {number}".encode()) % offsets, _BLOCK_BYTES
 
 
-def _hash_of(path: Path) -> str:
+def _hash_file(path: Path) -> str:
     digest = xxhash.xxh3_128()
     with open(path, "rb") as file:
         while chunk := file.read(_CHUNK_BYTES):
@@ -174,31 +184,17 @@ def _hash_of(path: Path) -> str:
     return digest.hexdigest()
 
 
-def pair_of(prefix: Path) -> tuple[Path, Path]:
-    """The two files of a shard."""
+def shard_paths(prefix: Path) -> tuple[Path, Path]:
+    """The .bin and the .idx of a shard."""
     return prefix.with_name(prefix.name + ".bin"), prefix.with_name(prefix.name + ".idx")
 
 
-def write_whole(path: str | Path, content: bytes) -> None:
-    """All of the content at `path`, or nothing."""
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    draft = draft_of(path)
-    try:
-        with open(draft, "wb") as file:
-            file.write(content)
-            to_disk(file)
-        os.replace(draft, path)
-    finally:
-        draft.unlink(missing_ok=True)
-
-
-def draft_of(path: Path) -> Path:
-    """Where this process writes what will be renamed to `path`."""
+def temporary_path(path: Path) -> Path:
+    """Where this process writes a file before it is renamed to `path`."""
     return path.with_name(f"{path.name}.{os.getpid()}.tmp")
 
 
-def to_disk(file: IO[bytes]) -> None:
-    """Let the disk have it before anyone is told that it is there."""
+def flush_to_disk(file: IO[bytes]) -> None:
+    """Write buffered bytes to the disk, so that a later rename cannot be durable before them."""
     file.flush()
     os.fsync(file.fileno())

@@ -1,4 +1,4 @@
-"""Files of shards, opened when they are read, and never more than the process may have open."""
+"""Pool of open shard files, read by position, within the process's limit of file descriptors."""
 
 from __future__ import annotations
 
@@ -9,31 +9,33 @@ from functools import lru_cache
 
 from titanlite.errors import DataError
 
-LEAST_OPEN = 8  # even where fewer descriptors are left: without them nothing could be read
+MIN_OPEN_FILES = 8  # even where fewer descriptors are left: without them nothing could be read
 
 
 class OpenFiles:
-    """Open files by path; the least recently used are closed when there are too many.
+    """Open files by path; the least recently used ones are closed when there are too many.
 
     A process may have few descriptors (`ulimit -n`, often 1,024) and a corpus many shards. Files
-    are read by position and not mapped: a file that is cut short or a disk that fails while it is
-    read is an error with its name, where a mapping would end the process with SIGBUS.
+    are read by position and not memory-mapped: if a file is truncated or its disk fails during a
+    read, the error names the file, where a mapping would end the process with SIGBUS.
     """
 
-    def __init__(self, most: int | None = None):
-        """`most`: the number of files to keep open; half of the descriptors if not given."""
-        self._most, self._expected = most, 0
-        self._open = lru_cache(most or LEAST_OPEN)(_OpenFile)  # closed with the last reference
+    def __init__(self, max_open: int | None = None):
+        """`max_open`: files to keep open; None: half of the process's descriptors."""
+        self._max_open, self._expected = max_open, 0
+        # an evicted file is closed when its last reference is gone
+        self._open = lru_cache(max_open or MIN_OPEN_FILES)(_OpenFile)
 
     def expect(self, files: int) -> None:
-        """Make room for so many files more."""
+        """Announce that `files` more files will be read, so that the pool may grow."""
         self._expected += files
-        if self._most is None:
-            room = _descriptors(2 * self._expected) // 2
-            self._open = lru_cache(max(LEAST_OPEN, min(self._expected, room)))(_OpenFile)
+        if self._max_open is None:
+            allowed = _raise_descriptor_limit(2 * self._expected) // 2
+            size = max(MIN_OPEN_FILES, min(self._expected, allowed))
+            self._open = lru_cache(size)(_OpenFile)
 
     def read(self, path: str, size: int, offset: int, out: memoryview) -> None:
-        """Fill the bytes `out` from byte `offset` of a file of `size` bytes; raises DataError."""
+        """Fill `out` from byte `offset` of a file of `size` bytes; raises DataError."""
         try:
             file = self._open(path, size)
             count = os.preadv(file.descriptor, [out], offset)
@@ -42,7 +44,7 @@ class OpenFiles:
                 if more == 0:
                     raise DataError(
                         f"{path}: became shorter while it was read.",
-                        fix="Restore the file; do not change a corpus that a run reads.",
+                        fix="Restore the file; do not change a corpus during a run.",
                     )
                 count += more
         except OSError as error:
@@ -50,7 +52,7 @@ class OpenFiles:
 
 
 class _OpenFile:
-    """A descriptor that is closed with its last reference."""
+    """A file descriptor that is closed when the last reference to it is gone."""
 
     descriptor = -1
 
@@ -60,7 +62,7 @@ class _OpenFile:
         if not stat.S_ISREG(status.st_mode) or status.st_size != size:
             raise DataError(
                 f"{path}: has {status.st_size} bytes, and had {size} when this run started.",
-                fix="Restore the file; do not change a corpus that a run reads.",
+                fix="Restore the file; do not change a corpus during a run.",
             )
 
     def __del__(self):
@@ -68,8 +70,8 @@ class _OpenFile:
             os.close(self.descriptor)
 
 
-def _descriptors(wanted: int) -> int:
-    """How many descriptors this process may have, after raising its soft limit where it can."""
+def _raise_descriptor_limit(wanted: int) -> int:
+    """Raise the soft limit of descriptors to `wanted` if possible; returns the limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     infinite = resource.RLIM_INFINITY
     if soft == infinite:

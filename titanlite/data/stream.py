@@ -1,8 +1,8 @@
-"""(position, rows) -> a batch: training samples in the order of the run, validation in its own.
+"""Batches by position: training samples in the order of the run, validation samples in file order.
 
-A sample of T tokens needs T + 1 ids, of which the last is only a label; the next sample begins
-with it. An epoch has every id as a label exactly once, but for the first id of the corpus and the
-last (N - 1) % T of its N ids, which fill no sample. Validation has those last ids too.
+A sample of T tokens needs T + 1 ids, the last of which is only a label; the next sample begins
+with it. In an epoch every id is a label exactly once, except the first id of the source and the
+last (N - 1) % T of its N ids, which do not fill a sample. Validation includes those last ids.
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ import torch
 from torch import Tensor
 
 from titanlite.data.background import BackgroundReader
-from titanlite.data.open_files import LEAST_OPEN, OpenFiles
+from titanlite.data.formats import open_token_source
+from titanlite.data.open_files import MIN_OPEN_FILES, OpenFiles
 from titanlite.data.order import SampleOrder
-from titanlite.data.shards import Corpus, CorpusChecks, open_corpus
+from titanlite.data.token_source import CorpusChecks, SourceRecord, TokenSource
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.errors import DataError, UserErrors
 from titanlite.labels import IGNORE_INDEX
@@ -29,39 +30,48 @@ from titanlite.settings import Positive, Range
 
 @dataclass(frozen=True)
 class SourceConfig:
-    """One corpus among those of a run."""
+    """One source of token ids in [data]."""
 
-    name: str  # its own; the order of its samples depends on it, and metrics show it
-    path: str  # a folder of shards, or one shard
-    weight: Annotated[float, Range(0)] = 1.0  # its share of the samples, beside the other weights
+    name: str  # unique name; seeds the sample order and labels metrics
+    path: str  # of the files; for "megatron" a folder of shards, or one shard
+    weight: Annotated[float, Range(0)] = 1.0  # share of the samples, relative to the other weights
+    format: str = "megatron"  # data format of the files: a name in titanlite/data/formats.py
 
 
 @dataclass(frozen=True)
 class DataConfig:
-    """[data] What to read."""
+    """[data] The tokenizer, the training data and the validation data."""
 
-    tokenizer: str | None = None  # tiktoken ranks, a tokenizer.json, or "bytes"
-    sources: list[SourceConfig] = field(default_factory=list)  # what is learned from
-    validation: list[SourceConfig] = field(default_factory=list)  # what is only measured
+    tokenizer: str | None = None  # file of tiktoken ranks, a tokenizer.json, or "bytes"
+    sources: list[SourceConfig] = field(default_factory=list)  # training data, mixed by weight
+    validation: list[SourceConfig] = field(default_factory=list)  # validation sets, each on its own
     verify: Literal["sample", "full", "off"] = "sample"
     # content compared when a corpus is opened: some blocks of each shard; every byte, the shards
-    # divided among the ranks, within comm.init_timeout_seconds; nothing
-    follow_symlinks: bool = False  # read shards that symbolic links lead to outside their folder
+    # divided among the ranks, within comm.init_timeout_seconds; or no content
+    follow_symlinks: bool = False  # allow symbolic links in a corpus to lead outside its folder
     read_timeout_seconds: Positive = 300
-    # longest wait for one batch; then the run ends with 2, for a disk that does not answer
+    # longest wait for one batch; after it the run ends with exit code 2, because the disk does not
+    # respond
 
-    def checks(self, part: tuple[int, int] | None = None) -> CorpusChecks:
-        """What to check when a corpus is opened; `part` of a full verification, if any."""
-        verify = "sample" if self.verify == "full" and part is None else self.verify
-        return CorpusChecks(verify, self.follow_symlinks, part or (0, 1))
+    def checks(self, verify_slice: tuple[int, int] | None = None) -> CorpusChecks:
+        """What to verify when a source is opened.
+
+        `verify_slice` = (rank, ranks) divides a full verification among the ranks; without it,
+        "full" verifies samples only.
+        """
+        verify = "sample" if self.verify == "full" and verify_slice is None else self.verify
+        return CorpusChecks(verify, self.follow_symlinks, verify_slice or (0, 1))
 
 
 class SampleStream:
-    """The samples of a run, at any position of it."""
+    """The training samples of a run, read at any position.
+
+    `facts` identify what a position means (settings and data); checkpoints store and compare them.
+    """
 
     def __init__(
         self,
-        sources: Sequence[_Source],
+        sources: Sequence[_CheckedSource],
         seq_len: int,
         seed: int,
         tokenizer: Tokenizer | None = None,
@@ -69,45 +79,43 @@ class SampleStream:
         self.seq_len, self._sources = seq_len, sources
         self.tokenizer = tokenizer
         self.bos = sources[0].bos  # each document begins with BOS; the same in all sources
-        self.end = tokenizer.eos_id if tokenizer else None  # the last id of every document
+        self.end = tokenizer.eos_id if tokenizer else None  # last id of every document
         self._order = SampleOrder(seed, [(s.name, s.weight, s.samples(seq_len)) for s in sources])
-        whole = self._order.shares.whole
-        self.facts: dict[str, Any] = {  # by the settings they come from: what a position means
+        self.facts: dict[str, Any] = {
             "debug.seed": seed,
             "training.seq_len": seq_len,
             "data.tokenizer": tokenizer and tokenizer.fingerprint,
             "data.bos": self.bos,
-            "data.sources": {
-                source.name: f"number {number}, {source.fact(whole)}{self._version(number)}"
-                for number, source in enumerate(sources)
-            },
+            "data.sources": {s.name: self._describe(number, s) for number, s in enumerate(sources)},
         }
-        samples = {source.name: source.corpus.sample for source in sources}
-        if None not in samples.values():  # else nothing was sampled, so there is nothing to compare
+        samples = {s.name: s.content_sample for s in sources if s.content_sample is not None}
+        if samples:
             self.facts["data.content"] = samples
 
-    def _version(self, number: int) -> str:
-        """Of the order of a source, unless it is the first, which older checkpoints do not name."""
+    def _describe(self, number: int, source: _CheckedSource) -> str:
+        """A source as `facts` record it: what it contains and its order, not where it lies."""
+        weight = source.weight_text(six_digits_suffice=self._order.quotas.same_in_every_block)
         version = self._order.version(number)
-        return "" if version == 1 else f", order version {version}"
+        suffix = "" if version == 1 else f", order version {version}"  # 0.1 did not write one
+        return f"number {number}, weight {weight}, content {source.fingerprint}{suffix}"
 
     def read(self, position: int, rows: int) -> tuple[Tensor, Tensor]:
         """Inputs and labels of `rows` positions: int64 [rows, T] each; raises DataError."""
         positions = np.arange(position, position + rows, dtype=np.int64)
-        which, _, samples = self._order.sample_at(positions)
-        starts, ids = samples * self.seq_len, None
+        source_at, _, samples = self._order.sample_at(positions)
+        starts = samples * self.seq_len
+        ids = np.empty((rows, self.seq_len + 1), dtype=np.int64)
         for number, source in enumerate(self._sources):
-            mine = which == number
-            if mine.all():
+            chosen = source_at == number
+            if chosen.all():  # without a copy
                 ids = source.gather(starts, self.seq_len + 1)
                 break
-            ids = np.empty((rows, self.seq_len + 1), dtype=np.int64) if ids is None else ids
-            if mine.any():
-                ids[mine] = source.gather(starts[mine], self.seq_len + 1)
+            if chosen.any():
+                ids[chosen] = source.gather(starts[chosen], self.seq_len + 1)
         return _inputs_and_labels(ids)
 
     def without_end(self, end: int) -> list[str]:
-        """The sources that do not end with the id `end`, as a document does."""
+        """Names of the sources whose last id is not `end`, the end of a document."""
         return [source.name for source in self._sources if source.last_id != end]
 
     def _read_pinned(self, position: int, rows: int) -> tuple[Tensor, Tensor]:
@@ -121,65 +129,66 @@ class SampleStream:
         pin: bool = False,
         timeout_seconds: float | None = None,
     ) -> Iterator[tuple[Tensor, Tensor]]:
-        """`read(*slice)` of each slice, up to `ahead` of them read in the background.
+        """Yield `read(*slice)` for each slice, reading up to `ahead` batches in the background.
 
-        `pin`: into memory that a GPU copies from by itself, so that nobody waits for it.
-        An error of the background is raised here, at the batch it belongs to, and DataError where
-        that batch takes more than `timeout_seconds`; however the iterator ends, so does its thread.
+        `pin`: into pinned memory, from which copies to a GPU are asynchronous. An error in the
+        background is raised at the batch it belongs to; DataError if a batch takes more than
+        `timeout_seconds`. The thread ends with the iterator, however that ends.
         """
         slices = iter(slices)
         read = self._read_pinned if pin else self.read
         reader = BackgroundReader(read, "prefetch", timeout_seconds)
-        places = ", ".join(source.corpus.path for source in self._sources)
+        paths = ", ".join(source.path for source in self._sources)
         try:
-            waiting = deque((s, reader.submit(*s)) for s in islice(slices, max(1, ahead)))
-            while waiting:
-                (position, rows), future = waiting.popleft()
-                what = f"training samples {position}…{position + rows - 1} of {places}"
-                batch = reader.wait(future, what)
+            pending = deque((s, reader.submit(*s)) for s in islice(slices, max(1, ahead)))
+            while pending:
+                (position, rows), future = pending.popleft()
+                description = f"training samples {position}…{position + rows - 1} of {paths}"
+                batch = reader.wait(future, description)
                 del future
-                waiting.extend((s, reader.submit(*s)) for s in islice(slices, 1))
+                pending.extend((s, reader.submit(*s)) for s in islice(slices, 1))
                 yield batch
         finally:
             reader.close()
 
 
 class ValidationSet:
-    """Held-out text in order, as `samples` samples of which the last may be short."""
+    """The samples of a validation source in file order; the last of `samples` may be shorter."""
 
-    def __init__(self, source: _Source, seq_len: int, timeout_seconds: float | None = None):
+    def __init__(self, source: _CheckedSource, seq_len: int, timeout_seconds: float | None = None):
         self.name, self.seq_len, self._source = source.name, seq_len, source
         self.bos = source.bos
-        self.samples = -(-(source.corpus.tokens - 1) // seq_len)
-        self._timeout, self._reader = timeout_seconds, None
+        self.samples = -(-(source.tokens - 1) // seq_len)
+        self._timeout = timeout_seconds
+        self._reader: BackgroundReader | None = None
 
     def read(self, start: int, rows: int) -> tuple[Tensor, Tensor]:
         """Inputs and labels of samples [start, start + rows): int64 [rows, T] each.
 
-        Where the text has ended, also in rows past the last sample, labels are IGNORE_INDEX.
-        Raises DataError, also where reading takes more than the time limit.
+        Past the end of the source, also in rows past the last sample, labels are IGNORE_INDEX.
+        Raises DataError, also if reading takes longer than the time limit.
         """
         if self._timeout is None:
-            return self._read(start, rows)
-        if self._reader is None:  # a thread only for those that are read
-            self._reader = BackgroundReader(self._read, "validation", self._timeout)
-        what = f"validation samples {start}…{start + rows - 1} of {self._source.corpus.path}"
-        return self._reader.wait(self._reader.submit(start, rows), what)
+            return self._read_now(start, rows)
+        if self._reader is None:  # a set that is never read needs no thread
+            self._reader = BackgroundReader(self._read_now, "validation", self._timeout)
+        description = f"validation samples {start}…{start + rows - 1} of {self._source.path}"
+        return self._reader.wait(self._reader.submit(start, rows), description)
 
-    def _read(self, start: int, rows: int) -> tuple[Tensor, Tensor]:
-        length, tokens = self.seq_len, self._source.corpus.tokens
+    def _read_now(self, start: int, rows: int) -> tuple[Tensor, Tensor]:
+        length, tokens = self.seq_len, self._source.tokens
         first = start * length
         ids = np.full((rows, length + 1), IGNORE_INDEX, dtype=np.int64)
-        whole = max(0, min(rows, (tokens - 1 - first) // length))
-        ids[:whole] = self._source.gather(first + np.arange(whole) * length, length + 1)
-        rest = tokens - first - whole * length
-        if whole < rows and rest > 1:
-            ids[whole, :rest] = self._source.gather(np.array([tokens - rest]), rest)
+        full_rows = max(0, min(rows, (tokens - 1 - first) // length))
+        ids[:full_rows] = self._source.gather(first + np.arange(full_rows) * length, length + 1)
+        rest = tokens - first - full_rows * length
+        if full_rows < rows and rest > 1:
+            ids[full_rows, :rest] = self._source.gather(np.array([tokens - rest]), rest)
         inputs, labels = _inputs_and_labels(ids)
-        return inputs.clamp_(min=0), labels  # a model must be able to look every input up
+        return inputs.clamp_(min=0), labels  # the embedding needs a valid id for every input
 
     def without_end(self, end: int) -> list[str]:
-        """Its name, if it does not end with the id `end`, as a document does."""
+        """The set's name, if its last id is not `end`, the end of a document."""
         return [self.name] if self._source.last_id != end else []
 
 
@@ -192,36 +201,43 @@ def open_sample_stream(
     tokenizer: Tokenizer | None = None,
     checks: CorpusChecks | None = None,
 ) -> SampleStream:
-    """The samples of these sources in the order of `seed`; raises DataError, or Problems."""
-    opened, problems, files = [], [], OpenFiles()
+    """Open the training samples of `sources` in the order of `seed`.
+
+    Raises DataError, or UserErrors if several sources cannot be used.
+    """
+    opened: list[_CheckedSource] = []
+    problems: list[DataError] = []
+    files = OpenFiles()
     for config in sources:
         try:
-            corpus = open_corpus(config.path, checks, files)
-            opened.append(_source_of(config, corpus, seq_len + 1, vocab_size, tokenizer))
+            source = open_token_source(config.format, config.path, checks, files)
+            opened.append(_check_source(config, source, seq_len + 1, vocab_size, tokenizer))
         except DataError as error:
             problems.append(error)
     if problems:
         raise problems[0] if len(problems) == 1 else UserErrors(problems)
     names = [config.name for config in sources]
     if not names or len(set(names)) < len(names):
-        raise DataError(f"sources: {names}: there must be at least one, each with its own name.")
+        raise DataError(
+            f"sources: {names}: there must be at least one source, and each needs its own name."
+        )
     check_bos({source.name: source.bos for source in opened})
     return SampleStream(opened, seq_len, seed, tokenizer)
 
 
 def check_bos(sources: Mapping[str, bool]) -> None:
-    """Raise DataError where documents begin with BOS in some of the sources and not in others."""
-    having = [name for name, bos in sources.items() if bos]
-    if 0 < len(having) < len(sources):
-        others = [name for name in sources if name not in having]
+    """Raise DataError if documents begin with BOS in some sources but not in others."""
+    with_bos = [name for name, bos in sources.items() if bos]
+    if 0 < len(with_bos) < len(sources):
+        without = [name for name in sources if name not in with_bos]
         raise DataError(
-            f"documents begin with BOS in {', '.join(having)}, and not in {', '.join(others)}.",
+            f"documents begin with BOS in {', '.join(with_bos)}, and not in {', '.join(without)}.",
             fix="Prepare all of them with or all without --bos (scripts/prepare_data.py).",
         )
 
 
 def open_validation(
-    source: SourceConfig,
+    config: SourceConfig,
     *,
     seq_len: int,
     vocab_size: int,
@@ -229,83 +245,119 @@ def open_validation(
     checks: CorpusChecks | None = None,
     timeout_seconds: float | None = None,
 ) -> ValidationSet:
-    """The whole of a source, in order; raises DataError. `timeout_seconds`: for one read of it."""
-    corpus = open_corpus(source.path, checks, OpenFiles(LEAST_OPEN))  # one is read after the other
-    fitting = _source_of(source, corpus, 2, vocab_size, tokenizer)
-    return ValidationSet(fitting, seq_len, timeout_seconds)
+    """Open all of a source as a validation set; raises DataError.
+
+    `timeout_seconds`: limit for one read.
+    """
+    files = OpenFiles(MIN_OPEN_FILES)  # its shards are read one after the other
+    source = open_token_source(config.format, config.path, checks, files)
+    checked = _check_source(config, source, 2, vocab_size, tokenizer)
+    return ValidationSet(checked, seq_len, timeout_seconds)
 
 
 @dataclass(frozen=True)
-class _Source:
+class _CheckedSource:
+    """A source that passed the checks of this run."""
+
     name: str
+    path: str
     weight: float
-    corpus: Corpus
-    vocab_size: int
+    source: TokenSource
+    vocab_size: int  # of the model
     bos: bool  # every document begins with BOS
 
-    def samples(self, seq_len: int) -> int:
-        return (self.corpus.tokens - 1) // seq_len
+    @property
+    def tokens(self) -> int:
+        return self.source.tokens
+
+    @property
+    def fingerprint(self) -> str:
+        return self.source.fingerprint
+
+    @property
+    def content_sample(self) -> str | None:
+        return self.source.content_sample
 
     @property
     def last_id(self) -> int:
-        return int(self.corpus.read(self.corpus.tokens - 1, 1)[0])
+        return _id_at(self.source, self.tokens - 1)
 
-    def fact(self, whole_shares: bool) -> str:
-        """What the samples are, without where they lie.
+    def samples(self, seq_len: int) -> int:
+        return (self.tokens - 1) // seq_len
 
-        Six digits of a weight tell whole 4096ths apart; any other share needs all of them.
+    def weight_text(self, six_digits_suffice: bool) -> str:
+        """The weight as checkpoints record it.
+
+        Six digits are enough to distinguish quotas of whole samples per block; otherwise all
+        digits are needed.
         """
         short = f"{self.weight:g}"
-        weight = short if whole_shares or float(short) == self.weight else repr(self.weight)
-        return f"weight {weight}, content {self.corpus.fingerprint}"
+        return short if six_digits_suffice or float(short) == self.weight else repr(self.weight)
 
     def gather(self, starts: np.ndarray, count: int) -> np.ndarray:
-        """Ids [start, start + count) of each start: int64 [starts, count]; raises DataError."""
-        ids = self.corpus.gather(starts, count)
+        """Ids [start, start + count) of each start: int64 [len(starts), count].
+
+        Raises DataError, also for ids outside the vocabulary.
+        """
+        ids = np.ascontiguousarray(self.source.gather(starts, count), dtype=np.int64)
+        assert ids.shape == (len(starts), count), (ids.shape, type(self.source))
         if ids.size and int(ids.view(np.uint64).max()) >= self.vocab_size:  # negatives are huge
             row, column = np.argwhere((ids < 0) | (ids >= self.vocab_size))[0]
             raise DataError(
-                f'source "{self.name}" ({self.corpus.path}): token {starts[row] + column} is the id'
+                f'source "{self.name}" ({self.path}): token {starts[row] + column} has the id'
                 f" {ids[row, column]}, outside 0…{self.vocab_size - 1}.",
-                fix="Use the tokenizer that made the shards, or a model.vocab_size that holds it.",
+                fix="Use the tokenizer that made the source, or a larger model.vocab_size.",
             )
         return ids
 
 
-def _source_of(
+def _check_source(
     config: SourceConfig,
-    corpus: Corpus,
-    least_tokens: int,
+    source: TokenSource,
+    min_tokens: int,
     vocab_size: int,
     tokenizer: Tokenizer | None,
-) -> _Source:
-    """A corpus that fits the job; raises DataError where it does not."""
-    about, manifest = f'source "{config.name}" ({config.path})', corpus.manifest
-    if corpus.tokens < least_tokens:
+) -> _CheckedSource:
+    """Check that an opened source fits the model and the tokenizer; raises DataError."""
+    label = f'source "{config.name}" ({config.path})'
+    if source.tokens < min_tokens:
         raise DataError(
-            f"{about}: holds {corpus.tokens} tokens, and one sample needs {least_tokens}.",
-            fix="Give more text, or a smaller seq_len.",
+            f"{label}: has {source.tokens} tokens, but one sample needs {min_tokens}.",
+            fix="Add text, or use a smaller seq_len.",
         )
-    if manifest and tokenizer and manifest.tokenizer != tokenizer.fingerprint:
+    if source.record:
+        _check_record(label, source.record, vocab_size, tokenizer)
+        bos = source.record.bos
+    else:  # the first document stands for all of them
+        bos = bool(tokenizer and tokenizer.has_bos and _id_at(source, 0) == tokenizer.bos_id)
+    return _CheckedSource(config.name, config.path, config.weight, source, vocab_size, bos)
+
+
+def _check_record(
+    label: str, record: SourceRecord, vocab_size: int, tokenizer: Tokenizer | None
+) -> None:
+    """Compare what a source records with the tokenizer and the model; raises DataError."""
+    if tokenizer and record.tokenizer != tokenizer.fingerprint:
         raise DataError(
-            f"{about}: was made by the tokenizer {manifest.tokenizer[:12]} of"
-            f" {manifest.vocab_size} ids; data.tokenizer is {tokenizer.fingerprint[:12]} of"
+            f"{label}: was made by the tokenizer {record.tokenizer[:12]} with"
+            f" {record.vocab_size} ids; data.tokenizer is {tokenizer.fingerprint[:12]} with"
             f" {tokenizer.vocab_size}.",
-            fix="Name the tokenizer that made the shards, or prepare the text again.",
+            fix="Set data.tokenizer to the tokenizer that made the shards, or prepare the text"
+            " again.",
         )
-    if manifest and manifest.max_id >= vocab_size:
+    if record.max_id >= vocab_size:
         raise DataError(
-            f"{about}: has ids up to {manifest.max_id}, outside 0…{vocab_size - 1}.",
-            fix=f"Set model.vocab_size = {manifest.vocab_size} or more.",
+            f"{label}: has ids up to {record.max_id}, outside 0…{vocab_size - 1}.",
+            fix=f"Set model.vocab_size = {record.vocab_size} or more.",
         )
-    if manifest:
-        bos = manifest.bos is True
-    else:  # of a corpus made elsewhere, by the first of its documents
-        bos = bool(tokenizer and tokenizer.has_bos and corpus.read(0, 1)[0] == tokenizer.bos_id)
-    return _Source(config.name, config.weight, corpus, vocab_size, bos)
+
+
+def _id_at(source: TokenSource, position: int) -> int:
+    return int(source.gather(np.array([position]), 1)[0, 0])
 
 
 def _inputs_and_labels(ids: np.ndarray) -> tuple[Tensor, Tensor]:
     """Ids [rows, T + 1] as two tensors [rows, T] that share no memory."""
     both = torch.from_numpy(ids)
-    return both[:, :-1].clone(), both[:, 1:].clone()  # contiguous() would share where rows = 1
+    # clone: contiguous() would return a view where rows = 1
+    return both[:, :-1].clone(), both[:, 1:].clone()

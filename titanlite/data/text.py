@@ -1,6 +1,6 @@
-"""The documents in files of text: .txt (one each), .jsonl (one a line), .parquet (one a row).
+"""Documents in text files: a .txt is one, a .jsonl has one per line, a .parquet one per row.
 
-Text is taken as it is: no newline is translated, and bytes that are not UTF-8 are refused.
+Text is not changed: newlines are not translated, and bytes that are not UTF-8 are refused.
 """
 
 from __future__ import annotations
@@ -11,234 +11,246 @@ import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 from titanlite.data.links import refuse_outward_links
 from titanlite.errors import DataError
 from titanlite.files import parse_json
 
 SUFFIXES = (".txt", ".jsonl", ".parquet")
-INPUT_KINDS = "a .txt, .jsonl or .parquet; a folder of them; a pattern like 'books/*.txt'"
-FIELD = "text"  # of a line of .jsonl; the column of a .parquet
-DOCUMENT_BYTES = 128 << 20  # at most of a .txt, of a line, of a row: a document is held in memory
+INPUT_KINDS = "a .txt, .jsonl or .parquet file; a folder of them; a pattern like 'books/*.txt'"
+TEXT_FIELD = "text"  # key of each line of a .jsonl; column of a .parquet
+MAX_DOCUMENT_BYTES = 128 << 20  # of a .txt, a line or a row: a document is read into memory
 
-_FOLLOW = "scripts/prepare_data.py --follow-symlinks"
-_EXPANSION = 1000  # at most as many bytes of text as bytes of a .parquet: no text compresses so far
-_LEAST_EXPANDED = 256 << 20  # bytes of text that any row group may expand to
-_LEAST_ROWS = 1 << 20  # rows that any row group may have
+_ALLOW_LINKS = "scripts/prepare_data.py --follow-symlinks"
+# Limits of a .parquet, which a few bytes could make fill the memory
+_MAX_EXPANSION = 1000  # bytes of text per byte of the file: no text compresses better
+_ALWAYS_ALLOWED_BYTES = 256 << 20  # of text in a row group, whatever its compressed size
+_ALWAYS_ALLOWED_ROWS = 1 << 20  # in a row group, whatever its compressed size
 _BATCH_ROWS = 1024
 
 
 @dataclass(frozen=True)
 class FileRange:
-    """A file, or a stretch of one: bytes [start, end), or row groups of a .parquet."""
+    """A file, or a range of one: bytes [start, end), or row groups [start, end) of a .parquet.
+
+    `prepare` hashes the fields with their names, so renaming one would prepare all text again.
+    """
 
     path: str
     file_bytes: int
-    modified_ns: int  # with the size, what tells that a file has changed
+    modified_ns: int  # together with the size, detects a changed file
     start: int
     end: int
     bytes: int
 
     def split(self, limit: int) -> list[FileRange]:
-        """Parts of about `limit` bytes, where documents can be told apart without reading all."""
+        """Ranges of about `limit` bytes; a file that is one document is not split."""
         if not self.path.endswith((".jsonl", ".parquet")) or self.bytes <= limit:
             return [self]
         units = self.end - self.start
         step = max(1, units * limit // self.bytes)
-        cuts = [*range(self.start, self.end, step), self.end]
-        sizes = [self.bytes * (cut - self.start) // units for cut in cuts]
+        bounds = [*range(self.start, self.end, step), self.end]
+        offsets = [self.bytes * (bound - self.start) // units for bound in bounds]  # in bytes
         return [
-            replace(self, start=start, end=end, bytes=above - below)
-            for start, end, below, above in zip(cuts, cuts[1:], sizes, sizes[1:])
+            replace(self, start=start, end=end, bytes=last - first)
+            for (start, end), (first, last) in zip(pairwise(bounds), pairwise(offsets), strict=True)
         ]
 
 
 def find_files(inputs: Sequence[str | Path], follow_symlinks: bool = False) -> list[Path]:
-    """The files that are meant, each once, in a fixed order; raises DataError.
+    """List the files that `inputs` name, each once, in a fixed order; raises DataError.
 
     Links that lead out of a folder, or out of the fixed part of a pattern, are refused unless
-    `follow_symlinks`. What is given by its own name may be a link.
+    `follow_symlinks`. A file that is given by its own name may be a link.
     """
-    files: dict[Path, Path] = {}  # by what it really is, as it was named
+    files: dict[Path, Path] = {}  # real path -> path as it was given
     for given in inputs:
-        named = Path(given).exists()
-        matches = [str(given)] if named else glob.glob(str(given), recursive=True)
+        exists = Path(given).exists()
+        matches = [str(given)] if exists else glob.glob(str(given), recursive=True)
         if not matches:
-            raise DataError(f"{given}: there is no such file or folder, and it matches none.")
-        if not named and not follow_symlinks:
-            refuse_outward_links(map(Path, matches), _fixed_part(str(given)), _FOLLOW)
-        found = [f for match in sorted(matches) for f in _files_of(Path(match), follow_symlinks)]
-        if not found:
+            raise DataError(f"{given}: no such file or folder, and as a pattern it matches none.")
+        if not exists and not follow_symlinks:
+            refuse_outward_links(map(Path, matches), _fixed_part(str(given)), _ALLOW_LINKS)
+        texts = [f for match in sorted(matches) for f in _text_files(Path(match), follow_symlinks)]
+        if not texts:
             raise DataError(
-                f"{given}: has no files of text.",
-                fix=f"A folder is searched for {' '.join(SUFFIXES)}.",
+                f"{given}: contains no text files.",
+                fix=f"In a folder, files that end with {' '.join(SUFFIXES)} are read.",
             )
-        for file in found:
+        for file in texts:
             files.setdefault(file.resolve(), file)
     return list(files.values())
 
 
 def _fixed_part(pattern: str) -> Path:
-    """The folder of a pattern before its first part with a *, ? or [."""
+    """The folders of a pattern before the first component with a *, ? or [."""
     parts = Path(pattern).parts
     first = next(i for i, part in enumerate(parts) if re.search(r"[*?[]", part))
     return Path(*parts[:first])
 
 
-def _files_of(path: Path, follow_symlinks: bool) -> list[Path]:
+def _text_files(path: Path, follow_symlinks: bool) -> list[Path]:
+    """The file itself, whatever its suffix, or the text files in a folder, in sorted order."""
     if path.is_file():
-        return [path]  # named, so of any suffix
-    found, links, seen = [], [], set()
-    for folder, folders, files in os.walk(path, followlinks=follow_symlinks):
-        if (real := os.path.realpath(folder)) in seen:  # a link to a folder above
-            folders.clear()
+        return [path]
+    texts: list[Path] = []
+    links: list[Path] = []
+    visited: set[str] = set()
+    for folder, subfolders, files in os.walk(path, followlinks=follow_symlinks):
+        if (real := os.path.realpath(folder)) in visited:  # by a link to a parent folder
+            subfolders.clear()
             continue
-        seen.add(real)
-        links += [Path(folder, name) for name in folders if os.path.islink(Path(folder, name))]
-        found += [Path(folder, name) for name in files if Path(name).suffix in SUFFIXES]
+        visited.add(real)
+        links += [Path(folder, name) for name in subfolders if os.path.islink(Path(folder, name))]
+        texts += [Path(folder, name) for name in files if Path(name).suffix in SUFFIXES]
     if not follow_symlinks:
-        refuse_outward_links(
-            [*links, *(file for file in found if file.is_symlink())], path, _FOLLOW
-        )
-    return sorted(file for file in found if file.is_file())
+        links += [file for file in texts if file.is_symlink()]
+        refuse_outward_links(links, path, _ALLOW_LINKS)
+    return sorted(file for file in texts if file.is_file())
 
 
 def list_file_ranges(files: Iterable[Path]) -> list[FileRange]:
-    """Each file as one part."""
-    parts = []
+    """Each file as one range."""
+    ranges = []
     for file in files:
         status = file.stat()
-        end = _parquet(str(file)).num_row_groups if file.suffix == ".parquet" else status.st_size
         size = status.st_size
-        parts.append(FileRange(str(file), size, status.st_mtime_ns, 0, end, size))
-    return parts
+        end = _open_parquet(str(file)).num_row_groups if file.suffix == ".parquet" else size
+        ranges.append(FileRange(str(file), size, status.st_mtime_ns, 0, end, size))
+    return ranges
 
 
-def read_documents(parts: Iterable[FileRange], limit: int = DOCUMENT_BYTES) -> Iterator[str]:
-    """The text of each document that has any; raises DataError naming the file and line.
+def read_documents(
+    ranges: Iterable[FileRange], max_bytes: int = MAX_DOCUMENT_BYTES
+) -> Iterator[str]:
+    """Yield the text of each document that is not empty; errors name the file and line.
 
-    A document of more than `limit` bytes is refused before it is read.
+    Raises DataError, also for a document of more than `max_bytes`, before it is read.
     """
     readers = {".jsonl": _read_lines, ".parquet": _read_rows}
-    for part in parts:
-        read = readers.get(Path(part.path).suffix, _read_whole)
+    for part in ranges:
+        read = readers.get(Path(part.path).suffix, _read_text_file)
         try:
-            yield from filter(None, read(part, limit))
+            yield from filter(None, read(part, max_bytes))
         except OSError as error:
             reason = error.strerror or error
             raise DataError(f"{part.path}: cannot be read ({reason}).") from None
 
 
-def _too_long(where: str, limit: int) -> DataError:
+def _too_long_error(location: str, max_bytes: int) -> DataError:
     return DataError(
-        f"{where}: holds a document of more than {limit >> 20} MiB.",
-        fix="Split it into several documents, or allow more by scripts/prepare_data.py"
-        " --document-mib N; a worker needs about 50 times that of memory.",
+        f"{location}: contains a document of more than {max_bytes >> 20} MiB.",
+        fix="Split it into several documents, or raise the limit: scripts/prepare_data.py"
+        " --document-mib N. A worker needs about 50 times the limit in memory.",
     )
 
 
-def _read_whole(part: FileRange, limit: int) -> Iterator[str]:
+def _read_text_file(part: FileRange, max_bytes: int) -> Iterator[str]:
     with open(part.path, "rb") as file:
-        content = file.read(limit + 1)
-    if len(content) > limit:
-        raise _too_long(part.path, limit)
+        content = file.read(max_bytes + 1)
+    if len(content) > max_bytes:
+        raise _too_long_error(part.path, max_bytes)
     try:
         yield content.decode()
     except UnicodeDecodeError as error:
-        raise _not_utf8(part.path, content[: error.start].count(b"\n") + 1, error) from None
+        line = content[: error.start].count(b"\n") + 1
+        raise _not_utf8_error(part.path, line, error) from None
 
 
-def _read_lines(part: FileRange, limit: int) -> Iterator[str]:
-    """The lines that begin in [start, end)."""
+def _read_lines(part: FileRange, max_bytes: int) -> Iterator[str]:
+    """The documents of the lines that begin in [start, end)."""
     with open(part.path, "rb") as file:
         if part.start:
             file.seek(part.start - 1)
-            while (rest := file.readline(limit)) and not rest.endswith(b"\n"):
-                pass  # the part before ours reads it
-        here = file.tell()
-        while here < part.end:
-            line = file.readline(limit + 1)
+            while (rest := file.readline(max_bytes)) and not rest.endswith(b"\n"):
+                pass  # this line began in the range before, which reads it
+        position = file.tell()
+        while position < part.end:
+            line = file.readline(max_bytes + 1)
             if not line:
                 raise DataError(f"{part.path}: became shorter while it was read.")
-            if len(line) > limit:
-                raise _too_long(f"{part.path}, line {_line_number(part.path, here)}", limit)
-            if not line.strip():
-                pass
-            elif isinstance(text := _text_of(line), str):
-                yield text
-            else:
-                raise _bad_line(part.path, here, line, text)
-            here += len(line)
+            if len(line) > max_bytes:
+                number = _line_number(part.path, position)
+                raise _too_long_error(f"{part.path}, line {number}", max_bytes)
+            if line.strip():
+                yield _parse_line(part.path, position, line)
+            position += len(line)
 
 
-def _text_of(line: bytes) -> str | Exception:
+def _parse_line(path: str, position: int, line: bytes) -> str:
+    """The text of a line of .jsonl that begins at byte `position`; raises DataError."""
     try:
         document = parse_json(line.decode())
-        if isinstance(document, dict) and isinstance(document.get(FIELD), str):
-            return document[FIELD]
+    except UnicodeDecodeError as error:
+        raise _not_utf8_error(path, _line_number(path, position), error) from None
+    except json.JSONDecodeError as error:
+        reason = f"is not JSON ({error.msg} at column {error.colno})"
     except ValueError as error:
-        return error
-    return TypeError(f'has no "{FIELD}" that is a string')
+        reason = str(error)
+    else:
+        if isinstance(document, dict) and isinstance(document.get(TEXT_FIELD), str):
+            return document[TEXT_FIELD]
+        reason = f'has no "{TEXT_FIELD}" that is a string'
+    shown = line[:60].decode(errors="replace").strip()
+    raise DataError(
+        f"{path}, line {_line_number(path, position)}: {reason}: {shown}",
+        fix=f'Every line must be an object with a "{TEXT_FIELD}"; fix or remove this one.',
+    )
 
 
-def _line_number(path: str, start: int) -> int:
-    """The number of the line that begins at byte `start`."""
+def _line_number(path: str, position: int) -> int:
+    """The number of the line that begins at byte `position`."""
     number = 1
     with open(path, "rb") as file:
-        while start > 0 and (chunk := file.read(min(start, 1 << 24))):
-            number, start = number + chunk.count(b"\n"), start - len(chunk)
+        while position > 0 and (chunk := file.read(min(position, 1 << 24))):
+            number, position = number + chunk.count(b"\n"), position - len(chunk)
     return number
 
 
-def _bad_line(path: str, start: int, line: bytes, error: Exception) -> DataError:
-    number = _line_number(path, start)
-    if isinstance(error, UnicodeDecodeError):
-        return _not_utf8(path, number, error)
-    if isinstance(error, json.JSONDecodeError):
-        error = ValueError(f"is not JSON ({error.msg} at column {error.colno})")
-    shown = line[:60].decode(errors="replace").strip()
-    return DataError(
-        f"{path}, line {number}: {error}: {shown}",
-        fix=f'Every line must be an object with a "{FIELD}"; mend or remove this one.',
-    )
-
-
-def _not_utf8(path: str, line: int, error: UnicodeDecodeError) -> DataError:
+def _not_utf8_error(path: str, line: int, error: UnicodeDecodeError) -> DataError:
     byte = error.object[error.start]
     return DataError(
         f"{path}, line {line}: the byte 0x{byte:02x} is not UTF-8.",
-        fix="Convert the file to UTF-8, for example by iconv, or leave it out.",
+        fix="Convert the file to UTF-8, for example with iconv, or leave it out.",
     )
 
 
-def _read_rows(part: FileRange, limit: int) -> Iterator[str]:
-    import pyarrow
+def _read_rows(part: FileRange, max_bytes: int) -> Iterator[str]:
+    """The documents of the row groups [start, end) of a .parquet."""
+    import pyarrow  # type: ignore[import-untyped]  # pyarrow has no stubs
 
-    as_dictionary, plain = _parquet(part.path, read_dictionary=[FIELD]), _parquet(part.path)
+    as_dictionary = _open_parquet(part.path, read_dictionary=[TEXT_FIELD])
+    as_values = _open_parquet(part.path)
     for group in range(part.start, part.end):
-        where = f"{part.path}, row group {group}"
+        location = f"{part.path}, row group {group}"
         try:
-            about = plain.metadata.row_group(group)
-            columns = map(about.column, range(about.num_columns))
-            column = next((c for c in columns if c.path_in_schema == FIELD), None)
+            metadata = as_values.metadata.row_group(group)
+            columns = map(metadata.column, range(metadata.num_columns))
+            column = next((c for c in columns if c.path_in_schema == TEXT_FIELD), None)
             if column is None:
-                raise DataError(f'{where}: has no column "{FIELD}", which the file says it has.')
+                raise DataError(
+                    f'{location}: has no column "{TEXT_FIELD}", although the file lists it.'
+                )
             compressed = min(column.total_compressed_size, part.file_bytes)
-            _refuse_expansion(where, column, compressed)
-            shared, rows = _way_to_read(column.encodings)
-            file = as_dictionary if shared else plain
-            options = {"row_groups": [group], "columns": [FIELD], "use_threads": False}
-            yield from _text_of_rows(where, file.iter_batches(rows, **options), compressed, limit)
+            _refuse_expansion(location, column, compressed)
+            use_dictionary, rows = _choose_decoding(column.encodings)
+            file = as_dictionary if use_dictionary else as_values
+            batches = file.iter_batches(
+                rows, row_groups=[group], columns=[TEXT_FIELD], use_threads=False
+            )
+            yield from _decode_rows(location, batches, compressed, max_bytes)
         except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
-            raise DataError(f"{where}: cannot be read ({error}).") from None
+            raise DataError(f"{location}: cannot be read ({error}).") from None
 
 
-def _way_to_read(encodings: Sequence[str]) -> tuple[bool, int]:
-    """Whether to read a column as a dictionary, and rows at once, so that memory stays bounded.
+def _choose_decoding(encodings: Sequence[str]) -> tuple[bool, int]:
+    """(read the column as a dictionary, rows per batch), so that memory stays bounded.
 
-    As a dictionary, a value that many rows share stays one value. Arrow cannot do that where delta
-    encodings occur; those that repeat parts of earlier rows are then decoded row by row.
+    As a dictionary, a value that many rows share is stored once. Arrow does not support that for
+    delta encodings; those that repeat parts of earlier rows are then decoded row by row.
     """
     dictionary = any("DICTIONARY" in encoding for encoding in encodings)
     delta = any(encoding.startswith("DELTA_") for encoding in encodings)
@@ -247,76 +259,78 @@ def _way_to_read(encodings: Sequence[str]) -> tuple[bool, int]:
     return (False, 1) if delta else (True, _BATCH_ROWS)
 
 
-def _refuse_expansion(where: str, column, compressed: int) -> None:
-    """Raise DataError where a row group says that it expands to more than any text does."""
+def _refuse_expansion(location: str, column: Any, compressed: int) -> None:
+    """Raise DataError if a row group's metadata announces more than any text expands to."""
     rows, size = column.num_values, column.total_uncompressed_size
-    if rows > max(_LEAST_ROWS, _EXPANSION * compressed):
-        raise _expands(where, f"{rows:,} rows", compressed)
-    if size > max(_LEAST_EXPANDED, _EXPANSION * compressed):
-        raise _expands(where, f"{size:,} bytes", compressed)
+    if rows > max(_ALWAYS_ALLOWED_ROWS, _MAX_EXPANSION * compressed):
+        raise _expansion_error(location, f"{rows:,} rows", compressed)
+    if size > max(_ALWAYS_ALLOWED_BYTES, _MAX_EXPANSION * compressed):
+        raise _expansion_error(location, f"{size:,} bytes", compressed)
 
 
-def _text_of_rows(where: str, batches: Iterable, compressed: int, limit: int) -> Iterator[str]:
+def _decode_rows(
+    location: str, batches: Iterable[Any], compressed: int, max_bytes: int
+) -> Iterator[str]:
     """The text of each row, decoded one row at a time."""
-    allowed = max(_LEAST_EXPANDED, _EXPANSION * compressed)
+    allowed = max(_ALWAYS_ALLOWED_BYTES, _MAX_EXPANSION * compressed)
     total = 0
     for batch in batches:
         for value in batch.column(0):
-            text = _text_of_row(where, value, limit)
+            text = _decode_row(location, value, max_bytes)
             total += len(text)
             if total > allowed:
-                raise _expands(where, f"more than {allowed:,} characters", compressed)
+                raise _expansion_error(location, f"more than {allowed:,} characters", compressed)
             yield text
 
 
-def _text_of_row(where: str, value, limit: int) -> str:
-    """The text of one pyarrow scalar."""
+def _decode_row(location: str, value: Any, max_bytes: int) -> str:
+    """The text of one pyarrow scalar; "" for null."""
     if not value.is_valid:
         return ""
-    content = getattr(value, "value", value)  # of an entry of a dictionary
-    if len(content.as_buffer()) > limit:
-        raise _too_long(where, limit)
+    content = getattr(value, "value", value)  # of a dictionary's entry
+    if len(content.as_buffer()) > max_bytes:
+        raise _too_long_error(location, max_bytes)
     try:
         return content.as_py()
     except UnicodeDecodeError as error:
         byte = error.object[error.start]
         raise DataError(
-            f"{where}: the byte 0x{byte:02x} is not UTF-8.",
-            fix="Write the file again with text that is, or leave it out.",
+            f"{location}: the byte 0x{byte:02x} is not UTF-8.",
+            fix="Write the file again with valid UTF-8, or leave it out.",
         ) from None
 
 
-def _expands(where: str, to: str, compressed: int) -> DataError:
+def _expansion_error(location: str, expanded: str, compressed: int) -> DataError:
     return DataError(
-        f"{where}: {compressed:,} bytes expand to {to}; text does not compress so far.",
-        fix="Leave the file out. If it is meant, write it again as .jsonl.",
+        f"{location}: {compressed:,} bytes expand to {expanded}; no text compresses that well.",
+        fix="Leave the file out. If its content is correct, write it as .jsonl.",
     )
 
 
-def _parquet(path: str, read_dictionary: list[str] | None = None):
-    """An open .parquet that has our column, of text."""
+def _open_parquet(path: str, read_dictionary: list[str] | None = None) -> Any:
+    """Open a .parquet that has a text column; raises DataError."""
     try:
         import pyarrow
-        import pyarrow.parquet
+        import pyarrow.parquet  # type: ignore[import-untyped]  # pyarrow has no stubs
     except ImportError as missing:
         raise DataError(
             f"{path}: needs pyarrow, which is not installed.", fix="pip install pyarrow"
         ) from missing
     try:
-        # A footer says how long its lists are: none can be longer than the file.
+        # The footer gives the lengths of its lists: none can be longer than the file.
         limits = {"thrift_container_size_limit": min(1_000_000, max(1, os.path.getsize(path)))}
         file = pyarrow.parquet.ParquetFile(
             path, read_dictionary=read_dictionary, pre_buffer=False, **limits
         )
     except (pyarrow.ArrowException, OSError) as error:
-        raise DataError(f"{path}: is not a .parquet that can be read ({error}).") from None
-    if FIELD not in (names := file.schema_arrow.names):
-        raise DataError(f'{path}: has no column "{FIELD}", only {", ".join(names)}.')
-    kind = file.schema_arrow.field(FIELD).type
-    if pyarrow.types.is_dictionary(kind):
-        kind = kind.value_type
-    text = (pyarrow.types.is_string, pyarrow.types.is_large_string, pyarrow.types.is_null)
-    views = getattr(pyarrow.types, "is_string_view", pyarrow.types.is_string)  # since pyarrow 16
-    if not any(is_kind(kind) for is_kind in (*text, views)):
-        raise DataError(f'{path}: its column "{FIELD}" holds {kind}, not text.')
+        raise DataError(f"{path}: is not a readable .parquet ({error}).") from None
+    if TEXT_FIELD not in (names := file.schema_arrow.names):
+        raise DataError(f'{path}: has no column "{TEXT_FIELD}", only {", ".join(names)}.')
+    column_type = file.schema_arrow.field(TEXT_FIELD).type
+    if pyarrow.types.is_dictionary(column_type):
+        column_type = column_type.value_type
+    is_text = (pyarrow.types.is_string, pyarrow.types.is_large_string, pyarrow.types.is_null)
+    is_view = getattr(pyarrow.types, "is_string_view", pyarrow.types.is_string)  # pyarrow >= 16
+    if not any(is_type(column_type) for is_type in (*is_text, is_view)):
+        raise DataError(f'{path}: its column "{TEXT_FIELD}" contains {column_type}, not text.')
     return file

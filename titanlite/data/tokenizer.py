@@ -1,6 +1,6 @@
-"""One interface over three kinds of tokenizer: tiktoken ranks, a tokenizer.json, raw bytes.
+"""One interface for three kinds of tokenizer: tiktoken ranks, a tokenizer.json, raw bytes.
 
-Text that looks like a special token stays text: only this room's callers put special ids in.
+Text that looks like a special token is encoded as ordinary text; only callers add special ids.
 """
 
 from __future__ import annotations
@@ -21,10 +21,11 @@ from titanlite.errors import DataError
 from titanlite.files import parse_json, read_regular_file
 
 BYTES = "bytes"  # the name of the tokenizer that needs no file
-MOST_BYTES = 64 << 20  # of a file; the largest in use (Gemma's tokenizer.json) has 34 MB
+MAX_TOKENIZER_BYTES = 64 << 20  # of a file; the largest in use (Gemma's tokenizer.json) has 34 MB
 BEGIN, END = "<|begin_of_text|>", "<|end_of_text|>"
 
-# How Llama 3 cuts text before merging bytes; the ranks of a file mean little without it.
+# How Llama 3 splits text before merging bytes. A ranks file does not contain its pattern, and with
+# another one the same ranks give other ids.
 SPLIT_PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -35,45 +36,46 @@ _ALLOWED = (
     'Give a tiktoken ranks file (lines of "base64 rank"), a Hugging Face tokenizer.json,'
     f' or "{BYTES}".'
 )
-FILES = ("tokenizer.json", "tokenizer.model")  # what their files are called
-_BEGINS = (BEGIN, "<s>", "<bos>", "<|startoftext|>", "[BOS]", "<｜begin▁of▁sentence｜>")
-_ENDS = (END, "</s>", "<eos>", "<|endoftext|>", "[EOS]", "<｜end▁of▁sentence｜>")
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model")  # file names in checkpoints
+_BOS_NAMES = (BEGIN, "<s>", "<bos>", "<|startoftext|>", "[BOS]", "<｜begin▁of▁sentence｜>")
+_EOS_NAMES = (END, "</s>", "<eos>", "<|endoftext|>", "[EOS]", "<｜end▁of▁sentence｜>")
 
-# tiktoken's regular expression overflows its stack on about a million blanks in a row
-_MOST_BLANKS = 100_000
-_BLANKS = re.compile(rf"(?<!\s)\s{{{_MOST_BLANKS},}}")
+# tiktoken's regular expression overflows its stack at about a million spaces in a row
+_MAX_SPACES = 100_000
+_LONG_SPACES = re.compile(rf"(?<!\s)\s{{{_MAX_SPACES},}}")
 
 
 class Tokenizer(ABC):
-    """Text to ids and back; may be sent to another process."""
+    """Converts text to ids and back; can be pickled for another process."""
 
-    name: str  # where it came from, for messages
-    vocab_size: int  # one more than the largest id, specials included
-    bos_id: int  # eos_id where it has none of its own
+    name: str  # path or "bytes", for messages
+    vocab_size: int  # largest id + 1, special tokens included
+    bos_id: int  # eos_id if it has no BOS of its own
     eos_id: int
-    fingerprint: str  # equal for equal ids, wherever the file lies
-    adds_bos = False  # whether its file says that a text begins with BOS
-    files: dict[str, bytes] = {}  # what `tokenizer_of` makes the same one from; "bytes" needs none
+    fingerprint: str  # equal for tokenizers that give equal ids, wherever the file is
+    adds_bos = False  # its file says that BOS is added before a text
+    files: dict[str, bytes]
+    # file name -> content from which `tokenizer_from_bytes` makes an equal one; empty for "bytes"
 
     @property
     def has_bos(self) -> bool:
-        """Whether it has a BOS that is not its end id too."""
+        """Whether its BOS is a token other than its EOS."""
         return self.bos_id != self.eos_id
 
     def encode(self, text: str) -> list[int]:
-        """The ids of a text, without a beginning or an end; never a special one.
+        """The ids of a text, without BOS and EOS and never a special id.
 
-        Raises DataError where a foreign file cannot do it.
+        Raises DataError if a foreign tokenizer.json fails on this text.
         """
         return self._encode(well_formed(text))
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of some ids; bytes that are not UTF-8 show as U+FFFD."""
-        # a model may be wider than its tokenizer, and those ids have no text
+        """The text of some ids; bytes that are not UTF-8 become U+FFFD."""
+        # a model's vocabulary may be larger than its tokenizer's; the extra ids have no text
         return self._decode([int(i) for i in ids if 0 <= i < self.vocab_size])
 
-    def token_of(self, id: int) -> str:
-        """What a special token is called."""
+    def special_token_name(self, id: int) -> str:
+        """The name of a special token, such as "<|end_of_text|>"."""
         return self._decode([id])
 
     @abstractmethod
@@ -84,7 +86,7 @@ class Tokenizer(ABC):
 
 
 def well_formed(text: str) -> str:
-    """The text with U+FFFD for halves of surrogate pairs, which JSON can hold and UTF-8 cannot."""
+    """Replace halves of surrogate pairs, which JSON may contain and UTF-8 may not, by U+FFFD."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -93,32 +95,31 @@ def well_formed(text: str) -> str:
 
 
 def open_tokenizer(path: str) -> Tokenizer:
-    """The tokenizer of a file, or raw bytes for "bytes"; raises DataError."""
-    return _Bytes() if path == BYTES else tokenizer_of(_read(Path(path)), path)
+    """Open a tokenizer file, or the raw bytes for "bytes"; raises DataError."""
+    return ByteTokenizer() if path == BYTES else tokenizer_from_bytes(_read_file(Path(path)), path)
 
 
-def tokenizer_of(content: bytes, name: str) -> Tokenizer:
-    """The tokenizer of a file's content; `name` is for messages. Raises DataError."""
-    kind = _HuggingFace if content.lstrip()[:1] == b"{" else _Ranks
-    return kind(content, name)
+def tokenizer_from_bytes(content: bytes, name: str) -> Tokenizer:
+    """Make a tokenizer from the content of its file; `name` is for messages. Raises DataError."""
+    is_json = content.lstrip()[:1] == b"{"
+    return HuggingFaceTokenizer(content, name) if is_json else RanksTokenizer(content, name)
 
 
-def _read(path: Path) -> bytes:
+def _read_file(path: Path) -> bytes:
     if path.is_dir():
-        inside = [path / name for name in FILES]
-        there = [str(file) for file in inside if file.exists()]
-        fix = f"Give the file: {there[0]}" if there else _ALLOWED
+        inside = [str(path / name) for name in TOKENIZER_FILES if (path / name).exists()]
+        fix = f"Give the file: {inside[0]}" if inside else _ALLOWED
         raise DataError(f'tokenizer "{path}": is a folder.', fix=fix)
     try:
-        return read_regular_file(path, MOST_BYTES)
+        return read_regular_file(path, MAX_TOKENIZER_BYTES)
     except OSError as error:
-        refused = error.errno in (errno.EINVAL, errno.EFBIG)
-        reason = error.strerror or error
-        why = f"{reason}" if refused else f"cannot be read ({reason})"
-        raise DataError(f'tokenizer "{path}": {why}.', fix=_ALLOWED) from None
+        reason = str(error.strerror or error)
+        if error.errno not in (errno.EINVAL, errno.EFBIG):  # those two are full sentences
+            reason = f"cannot be read ({reason})"
+        raise DataError(f'tokenizer "{path}": {reason}.', fix=_ALLOWED) from None
 
 
-def _read_json(path: str, content: bytes) -> dict:
+def _parse_tokenizer_json(path: str, content: bytes) -> dict:
     try:
         table = parse_json(content)
     except ValueError as error:
@@ -132,9 +133,10 @@ def _read_json(path: str, content: bytes) -> dict:
     return table
 
 
-def read_ranks(path: str, content: bytes) -> dict[bytes, int]:
-    # not by tiktoken's own reader: it keeps a copy under /tmp by path, and shows that copy again
-    # after the file has changed
+def parse_ranks(path: str, content: bytes) -> dict[bytes, int]:
+    """token -> rank from the lines of a ranks file; `path` is for messages. Raises DataError."""
+    # tiktoken's own reader caches a copy under /tmp by path, and returns it even after the file
+    # has changed
     ranks: dict[bytes, int] = {}
     for number, line in enumerate(content.splitlines(), 1):
         try:
@@ -145,27 +147,27 @@ def read_ranks(path: str, content: bytes) -> dict[bytes, int]:
                 f'tokenizer "{path}": line {number} is not "base64 rank".', fix=_ALLOWED
             ) from None
     if sorted(ranks.values()) != list(range(len(ranks))):
-        raise DataError(f'tokenizer "{path}": the ranks are not 0, 1, 2 … each once.')
+        raise DataError(f'tokenizer "{path}": the ranks are not 0, 1, 2 …, each exactly once.')
     missing = [byte for byte in range(256) if bytes([byte]) not in ranks]
     if missing:
         raise DataError(
             f'tokenizer "{path}": {len(missing)} of the 256 single bytes have no rank,'
-            f" 0x{missing[0]:02x} first; some text would have no ids.",
+            f" 0x{missing[0]:02x} first; some text could not be encoded.",
             fix=_ALLOWED,
         )
     return ranks
 
 
-class _Ranks(Tokenizer):
-    """Byte pairs merged in the order of their rank, by tiktoken; the specials follow the ranks."""
+class RanksTokenizer(Tokenizer):
+    """tiktoken ranks: byte pairs are merged in rank order; special tokens follow the ranks."""
 
     def __init__(self, content: bytes, name: str):
         try:
             import tiktoken
         except ImportError as missing:
-            raise _not_installed(name, "tiktoken") from missing
+            raise _not_installed_error(name, "tiktoken") from missing
         self.name, self.files = name, {"tokenizer.model": content}
-        ranks = read_ranks(name, content)
+        ranks = parse_ranks(name, content)
         names = _llama3_specials() if len(ranks) == _LLAMA3_RANKS else [BEGIN, END]
         specials = {name: len(ranks) + number for number, name in enumerate(names)}
         self._encoding = tiktoken.Encoding(
@@ -173,27 +175,28 @@ class _Ranks(Tokenizer):
         )
         self.vocab_size = len(ranks) + len(specials)
         self.bos_id, self.eos_id = specials[BEGIN], specials[END]
-        in_order = b"\n".join(base64.b64encode(token) for token in sorted(ranks, key=ranks.get))
+        tokens = sorted(ranks, key=ranks.__getitem__)
+        in_order = b"\n".join(base64.b64encode(token) for token in tokens)
         self.fingerprint = _fingerprint("ranks", SPLIT_PATTERN, " ".join(names), in_order)
 
     def _encode(self, text: str) -> list[int]:
-        if len(text) < _MOST_BLANKS:
-            return self._encoding.encode_ordinary(text)
         encode = self._encoding.encode_ordinary
-        return [id for part in _short_of_blanks(text) for id in encode(part)]
+        if len(text) < _MAX_SPACES:
+            return encode(text)
+        return [id for part in _split_long_spaces(text) for id in encode(part)]
 
     def _decode(self, ids: list[int]) -> str:
         return self._encoding.decode(ids)
 
 
-def _short_of_blanks(text: str) -> Iterator[str]:
-    """The text in parts, none of them with more blanks in a row than tiktoken can take."""
-    done = 0
-    for run in _BLANKS.finditer(text):
-        for cut in range(run.start() + _MOST_BLANKS, run.end() + 1, _MOST_BLANKS):
-            yield text[done:cut]
-            done = cut
-    yield text[done:]
+def _split_long_spaces(text: str) -> Iterator[str]:
+    """The text in parts, none with more whitespace in a row than tiktoken can process."""
+    start = 0
+    for spaces in _LONG_SPACES.finditer(text):
+        for end in range(spaces.start() + _MAX_SPACES, spaces.end() + 1, _MAX_SPACES):
+            yield text[start:end]
+            start = end
+    yield text[start:]
 
 
 def _llama3_specials() -> list[str]:
@@ -203,68 +206,71 @@ def _llama3_specials() -> list[str]:
     return [*names, "<|eot_id|>", *reserved[5:]]
 
 
-class _HuggingFace(Tokenizer):
-    """A tokenizer.json, by the tokenizers library."""
+class HuggingFaceTokenizer(Tokenizer):
+    """A tokenizer.json, read by the tokenizers library."""
 
     def __init__(self, content: bytes, name: str):
         try:
             import tokenizers
         except ImportError as missing:
-            raise _not_installed(name, "tokenizers") from missing
+            raise _not_installed_error(name, "tokenizers") from missing
         self.name, self.files = name, {"tokenizer.json": content}
-        table = {**_read_json(name, content), "truncation": None, "padding": None}
-        # those two are habits of whoever saved the file; they would cut or fill our documents
+        table = {**_parse_tokenizer_json(name, content), "truncation": None, "padding": None}
+        # None: the file may contain them, and they would truncate or pad documents
         definition = json.dumps(table, sort_keys=True)
-        with _as_data_error(name, "the tokenizers library cannot read it"):
+        with _library_errors(name, "the tokenizers library cannot read it"):
             self._tokenizer = tokenizers.Tokenizer.from_str(definition)
-            self._tokenizer.encode_special_tokens = True  # special-looking text stays text
+            self._tokenizer.encode_special_tokens = True  # special-looking text is ordinary text
             ids = self._tokenizer.get_vocab(with_added_tokens=True).values()
             added = {t.content: i for i, t in self._tokenizer.get_added_tokens_decoder().items()}
         self.vocab_size = 1 + max(ids)
-        self.eos_id = _first_of(_ENDS, added)
-        if self.eos_id is None:
+        eos_id, bos_id = _first_id(_EOS_NAMES, added), _first_id(_BOS_NAMES, added)
+        if eos_id is None:
             raise DataError(
-                f'tokenizer "{name}": no known end of text among its {len(added)} added tokens.',
-                fix=f"Add one of {' '.join(_ENDS)} to it.",
+                f'tokenizer "{name}": no known EOS among its {len(added)} added tokens.',
+                fix=f"Add one of {' '.join(_EOS_NAMES)} to it.",
             )
-        begin = _first_of(_BEGINS, added)
-        self.bos_id = self.eos_id if begin is None else begin  # as GPT-2 does
+        self.eos_id = eos_id
+        self.bos_id = eos_id if bos_id is None else bos_id  # GPT-2 uses its EOS as BOS
         first = next(iter(added_around_text(table)), None)
-        self.adds_bos = self.has_bos and added.get(first) == self.bos_id
+        self.adds_bos = self.has_bos and first is not None and added.get(first) == self.bos_id
         self.fingerprint = _fingerprint("tokenizer.json", definition)
 
-    def __reduce__(self):  # the library's own forgets encode_special_tokens
-        return tokenizer_of, (self.files["tokenizer.json"], self.name)
+    def __reduce__(self):  # the library's own pickling loses encode_special_tokens
+        return tokenizer_from_bytes, (self.files["tokenizer.json"], self.name)
 
-    def token_of(self, id: int) -> str:
-        return self._tokenizer.id_to_token(id)  # a decoder may strip, or join with spaces
+    def special_token_name(self, id: int) -> str:
+        name = self._tokenizer.id_to_token(id)  # not decode(): a decoder may strip or add spaces
+        assert name is not None, f"no token has the id {id}"
+        return name
 
     def _encode(self, text: str) -> list[int]:
-        with _as_data_error(self.name, f"cannot encode a text of {len(text):,} characters"):
+        with _library_errors(self.name, f"cannot encode a text of {len(text):,} characters"):
             return self._tokenizer.encode(text, add_special_tokens=False).ids
 
     def _decode(self, ids: list[int]) -> str:
-        with _as_data_error(self.name, f"cannot decode {len(ids):,} ids"):
+        with _library_errors(self.name, f"cannot decode {len(ids):,} ids"):
             return self._tokenizer.decode(ids, skip_special_tokens=False)
 
 
 @contextmanager
-def _as_data_error(name: str, what: str) -> Iterator[None]:
-    """Whatever the tokenizers library raises, panics of Rust included, as a DataError."""
+def _library_errors(name: str, failure: str) -> Iterator[None]:
+    """Raise whatever the tokenizers library raises, Rust panics included, as a DataError."""
     try:
         yield
-    except BaseException as error:  # the library has no narrower class; a panic is no Exception
+    except BaseException as error:  # no narrower class; a panic is not an Exception
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
-        raise DataError(f'tokenizer "{name}": {what} ({error}).', fix=_ALLOWED) from None
+        raise DataError(f'tokenizer "{name}": {failure} ({error}).', fix=_ALLOWED) from None
 
 
-class _Bytes(Tokenizer):
-    """The 256 bytes of UTF-8, a beginning and an end."""
+class ByteTokenizer(Tokenizer):
+    """The 256 bytes of UTF-8, then BOS and EOS."""
 
     name, vocab_size, bos_id, eos_id = BYTES, 258, 256, 257
 
     def __init__(self):
+        self.files = {}
         self.fingerprint = _fingerprint(BYTES, BEGIN, END)
 
     def _encode(self, text: str) -> list[int]:
@@ -275,7 +281,7 @@ class _Bytes(Tokenizer):
         return b"".join(specials.get(i) or bytes([i]) for i in ids).decode("utf-8", "replace")
 
 
-def _first_of(names: Sequence[str], ids: dict[str, int]) -> int | None:
+def _first_id(names: Sequence[str], ids: dict[str, int]) -> int | None:
     return next((ids[name] for name in names if name in ids), None)
 
 
@@ -287,8 +293,8 @@ def _fingerprint(*parts: str | bytes) -> str:
     return digest.hexdigest()
 
 
-def _not_installed(path: str, package: str) -> DataError:
+def _not_installed_error(path: str, package: str) -> DataError:
     return DataError(
-        f'tokenizer "{path}": needs {package}, which is not installed.',
+        f'tokenizer "{path}": needs the package {package}, which is not installed.',
         fix=f"pip install {package}",
     )

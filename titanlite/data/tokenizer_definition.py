@@ -1,7 +1,7 @@
-"""What a foreign tokenizer.json says, checked before the tokenizers library (Rust) reads it.
+"""Check a foreign tokenizer.json before the tokenizers library (Rust) reads it.
 
-What is refused here would end the process there (an allocation that fails aborts, which Python
-cannot catch), or take all memory at the first text. A Rust panic is caught where it happens.
+What is refused here would abort the process there (a failed allocation, which Python cannot
+catch), or use all memory at the first text. A Rust panic can be caught, by the caller.
 """
 
 from __future__ import annotations
@@ -13,21 +13,21 @@ from typing import Any
 
 from titanlite.files import MOST_LEVELS
 
-MOST_ID = 2**31 - 1  # shards hold int32
-MOST_PARTS = 64  # normalizers, pre-tokenizers, decoders, post-processors of one kind
-MOST_CHARACTERS = 4096  # of a regex, a replacement, an affix
-MOST_GROWTH = 100  # of a text's length, by all its normalizers; NFKC of SentencePiece has 18
+MAX_ID = 2**31 - 1  # shards store int32
+MAX_PARTS = 64  # of one component: normalizers, pre-tokenizers, decoders or post-processors
+MAX_CHARACTERS = 4096  # of a regex, a replacement or an affix
+MAX_GROWTH = 100  # of a text's length by all parts together; SentencePiece's NFKC has 18
 
 _COMPONENTS = ("normalizer", "pre_tokenizer", "post_processor", "decoder")
 _CHARSMAP = "precompiled_charsmap"
 
 
 def check_definition(table: Mapping[str, Any]) -> None:
-    """Raise ValueError with the reason why a tokenizer.json cannot be used safely."""
+    """Raise ValueError, with the reason, if a tokenizer.json cannot be used safely."""
     _check_model(table.get("model"))
     for token in _list_of(table, "added_tokens"):
         if not isinstance(token, dict):
-            raise ValueError("added_tokens holds what is not an object")
+            raise ValueError("added_tokens has an entry that is not an object")
         _check_id(token.get("id"), "added_tokens")
         _check_strings(token, "added_tokens")
     for name in _COMPONENTS:
@@ -36,21 +36,22 @@ def check_definition(table: Mapping[str, Any]) -> None:
 
 
 def added_around_text(table: Mapping[str, Any]) -> list[str | None]:
-    """The special tokens that its post-processor puts around a text, which itself is None.
+    """The special tokens that the post-processor adds around a text; None is the text itself.
 
-    ["<s>", None] is BOS and the text. Empty where it cannot be told. The library has read `table`,
-    so that its parts have the right types.
+    ["<s>", None] means BOS before the text; an empty list, that it is unknown. The library must
+    have read `table` before: then its parts have the right types.
     """
-    given = table.get("post_processor")
-    parts = [given]
-    if isinstance(given, dict) and given.get("type") == "Sequence":
-        parts = given.get("processors") or []
+    processor = table.get("post_processor")
+    parts: list[Any] = [processor]
+    if isinstance(processor, dict) and processor.get("type") == "Sequence":
+        parts = processor.get("processors") or []
     parts = [p for p in parts if isinstance(p, dict) and p.get("type") != "ByteLevel"]
-    if not parts:  # the byte level moves offsets and adds nothing
+    if not parts:  # ByteLevel changes offsets only
         return [None]
-    if len(parts) > 1 or not isinstance(parts[0].get("single"), list):
+    template = parts[0]
+    if len(parts) > 1 or not isinstance(template.get("single"), list):
         return []
-    specials = [piece.get("SpecialToken") for piece in parts[0]["single"]]
+    specials = [piece.get("SpecialToken") for piece in template["single"]]
     return [special.get("id") if special else None for special in specials]
 
 
@@ -64,53 +65,51 @@ def _check_model(model: Any) -> None:
         for id in vocabulary.values():
             _check_id(id, "model.vocab")
     if model.get("dropout"):
-        raise ValueError(
-            f"model.dropout = {model['dropout']!r:.40}, so that the ids of a text are random"
-        )
+        raise ValueError(f"model.dropout = {model['dropout']!r:.40} makes the ids of a text random")
     rest = {key: value for key, value in model.items() if key not in ("vocab", "merges")}
     _check_strings(rest, "model")
 
 
 def _check_id(id: Any, where: str) -> None:
-    if type(id) is not int or not 0 <= id <= MOST_ID:
-        raise ValueError(f"{where} has the id {id!r:.40}, outside 0…{MOST_ID}")
+    if type(id) is not int or not 0 <= id <= MAX_ID:
+        raise ValueError(f"{where} has the id {id!r:.40}, outside 0…{MAX_ID}")
 
 
 def _check_component(name: str, component: Any) -> None:
     nodes = list(_nodes(component))
     parts = [node for node in nodes if "type" in node]
-    if len(parts) > MOST_PARTS:
-        raise ValueError(f"its {name} has {len(parts)} parts, more than {MOST_PARTS}")
+    if len(parts) > MAX_PARTS:
+        raise ValueError(f"its {name} has {len(parts)} parts, more than {MAX_PARTS}")
     growth = 1.0
     for node in nodes:
         _check_strings(node, name)
         growth *= _growth(node)
-    if growth > MOST_GROWTH:
+    if growth > MAX_GROWTH:
         raise ValueError(
-            f"its {name} can make a text {growth:,.0f} times as long, more than {MOST_GROWTH}"
+            f"its {name} can make a text {growth:,.0f} times as long, more than {MAX_GROWTH}"
         )
 
 
 def _growth(node: Mapping[str, Any]) -> float:
-    """By which factor one part can lengthen a text."""
+    """The largest factor by which one part can lengthen a text."""
     kind = node.get("type")
     if kind == "Prepend":
         return 1.0 + len(_string(node, "prepend"))
     if kind == "Replace":
         pattern = node.get("pattern")
         literal = pattern.get("String") if isinstance(pattern, dict) else pattern
-        least = len(literal) if isinstance(literal, str) else 1
-        return max(1.0, len(_string(node, "content")) / max(1, least))
+        shortest = len(literal) if isinstance(literal, str) else 1
+        return max(1.0, len(_string(node, "content")) / max(1, shortest))
     if _CHARSMAP in node:
-        return float(_longest_of_charsmap(_string(node, _CHARSMAP)))
+        return float(_longest_replacement(_string(node, _CHARSMAP)))
     return 1.0
 
 
-def _longest_of_charsmap(text: str) -> int:
-    """The most characters that SentencePiece's table writes for one.
+def _longest_replacement(text: str) -> int:
+    """The most characters by which SentencePiece's table replaces one character.
 
-    It is the size of a trie, the trie, and what is written, each ended by a zero. A wrong size
-    makes the library allocate it.
+    The table is the size of a trie, the trie, and the replacements, each followed by a zero byte.
+    The library allocates whatever size is given.
     """
     try:
         content = base64.b64decode(text, validate=True)
@@ -119,19 +118,19 @@ def _longest_of_charsmap(text: str) -> int:
     size = int.from_bytes(content[:4], "little")
     if len(content) < 8 or size % 4 or not 4 <= size <= len(content) - 4:
         raise ValueError(f"its {_CHARSMAP} is damaged")
-    written = content[4 + size :].split(b"\0")
-    return max(1, *(len(part.decode(errors="replace")) for part in written))
+    replacements = content[4 + size :].split(b"\0")
+    return max(1, *(len(part.decode(errors="replace")) for part in replacements))
 
 
 def _check_strings(node: Mapping[str, Any], where: str) -> None:
     for key, value in node.items():
-        long = isinstance(value, str) and len(value) > MOST_CHARACTERS and key != _CHARSMAP
-        if long or len(key) > MOST_CHARACTERS:
-            raise ValueError(f"its {where} has a text of more than {MOST_CHARACTERS} characters")
+        too_long = isinstance(value, str) and len(value) > MAX_CHARACTERS and key != _CHARSMAP
+        if too_long or len(key) > MAX_CHARACTERS:
+            raise ValueError(f"its {where} has a string of more than {MAX_CHARACTERS} characters")
 
 
 def _nodes(component: Any) -> Iterator[dict[str, Any]]:
-    """Every object in a component, itself included."""
+    """Every JSON object in a component, itself included."""
     level = [component]
     for _ in range(MOST_LEVELS):
         for node in level:

@@ -1,4 +1,4 @@
-"""Any tokenizer as a Hugging Face tokenizer.json that gives the same ids."""
+"""Convert any tokenizer to a Hugging Face tokenizer.json that gives the same ids."""
 
 from __future__ import annotations
 
@@ -8,26 +8,26 @@ from itertools import pairwise
 from typing import Any
 
 from titanlite.data.bpe import ranks_of
-from titanlite.data.tokenizer import BYTES, SPLIT_PATTERN, Tokenizer, read_ranks
+from titanlite.data.tokenizer import BYTES, SPLIT_PATTERN, Tokenizer, parse_ranks
 from titanlite.data.tokenizer_definition import added_around_text
 from titanlite.errors import DataError
 
-# Finding the pair that makes a token takes about the cube of its bytes; so many take half a minute.
-# Published tokenizers, with tokens of up to 128 bytes, have a tenth.
-MOST_STEPS = 20_000_000_000
+# Finding the pair of a token takes about (its bytes)^3 steps; this many take half a minute.
+# Published tokenizers, with tokens of up to 128 bytes, need a tenth.
+MAX_STEPS = 20_000_000_000
 
 
 def to_tokenizer_json(tokenizer: Tokenizer, *, bos: bool = False) -> bytes:
     """The content of a tokenizer.json that gives the ids which a model was trained on.
 
-    `bos`: each document began with BOS, so that it adds one before a text; else it adds nothing.
-    A file that is one already, and says so, is taken as it is; but truncation and padding, which
-    are habits of whoever saved it, are dropped. The ids are the same but for runs of 100,000
-    blanks, which are cut here and not there. Raises DataError.
+    `bos`: each training document began with BOS, so the file adds one before a text; otherwise it
+    adds nothing. A tokenizer.json that already does so is returned unchanged, except that
+    truncation and padding are removed. The ids are equal except for 100,000 spaces in a row, which
+    only titanlite splits (tiktoken would crash at a million). Raises DataError.
     """
     content = tokenizer.files.get("tokenizer.json")
     if content is None:
-        content = _of_ranks(_ranks_of(tokenizer), tokenizer)
+        content = _ranks_to_json(_read_tokenizer_ranks(tokenizer), tokenizer)
     table = json.loads(content)
     wanted = {
         "truncation": None,
@@ -40,81 +40,83 @@ def to_tokenizer_json(tokenizer: Tokenizer, *, bos: bool = False) -> bytes:
 
 
 def _post_processor(table: dict[str, Any], tokenizer: Tokenizer, bos: bool) -> Any:
-    """What adds BOS to the ids of a text, or nothing; the given one where it does just that."""
-    begin = tokenizer.token_of(tokenizer.bos_id)
+    """The post-processor that adds BOS or nothing; the existing one if it does exactly that."""
+    begin = tokenizer.special_token_name(tokenizer.bos_id)
     if added_around_text(table) == ([begin, None] if bos else [None]):
         return table.get("post_processor")
     if not bos:
         return None
     return {
         "type": "TemplateProcessing",
-        "single": [_piece("SpecialToken", begin, 0), _piece("Sequence", "A", 0)],
+        "single": [_template_piece("SpecialToken", begin, 0), _template_piece("Sequence", "A", 0)],
         "pair": [
-            *(_piece("SpecialToken", begin, 0), _piece("Sequence", "A", 0)),
-            *(_piece("SpecialToken", begin, 1), _piece("Sequence", "B", 1)),
+            *(_template_piece("SpecialToken", begin, 0), _template_piece("Sequence", "A", 0)),
+            *(_template_piece("SpecialToken", begin, 1), _template_piece("Sequence", "B", 1)),
         ],
         "special_tokens": {begin: {"id": begin, "ids": [tokenizer.bos_id], "tokens": [begin]}},
     }
 
 
-def _piece(kind: str, id: str, type_id: int) -> dict[str, Any]:
+def _template_piece(kind: str, id: str, type_id: int) -> dict[str, Any]:
     return {kind: {"id": id, "type_id": type_id}}
 
 
-def _ranks_of(tokenizer: Tokenizer) -> dict[bytes, int]:
+def _read_tokenizer_ranks(tokenizer: Tokenizer) -> dict[bytes, int]:
     if tokenizer.name == BYTES:
         return {bytes([byte]): byte for byte in range(256)}
-    return read_ranks(tokenizer.name, tokenizer.files["tokenizer.model"])
+    return parse_ranks(tokenizer.name, tokenizer.files["tokenizer.model"])
 
 
-def _of_ranks(ranks: dict[bytes, int], tokenizer: Tokenizer) -> bytes:
-    """tiktoken merges, again and again, the pair of neighbours that makes the token of least rank.
+def _ranks_to_json(ranks: dict[bytes, int], tokenizer: Tokenizer) -> bytes:
+    """A tokenizer.json with the merges that give the same ids as tiktoken's ranks.
 
-    Wherever a token is made in a text, the merges inside it are those of its own bytes alone. So
-    one pair makes it everywhere, and a list of these pairs in the order of rank says the same.
+    tiktoken repeatedly merges the adjacent pair that makes the token of lowest rank. Wherever a
+    token is made in a text, the merges inside it depend on its own bytes only. So every token has
+    one pair, and the list of these pairs in rank order gives the same merges.
     """
     try:
         from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers
-        from tokenizers import Tokenizer as Library
+        from tokenizers import Tokenizer as LibraryTokenizer
     except ImportError as missing:
         raise DataError(
-            "a tokenizer.json needs tokenizers, which is not installed.",
+            "writing a tokenizer.json needs the package tokenizers, which is not installed.",
             fix="pip install tokenizers",
         ) from missing
 
-    if sum(len(token) ** 3 for token in ranks) > MOST_STEPS:
+    if sum(len(token) ** 3 for token in ranks) > MAX_STEPS:
         raise DataError(
             f'tokenizer "{tokenizer.name}": has too many long tokens to be written as'
             f" tokenizer.json; the longest has {max(map(len, ranks)):,} bytes."
         )
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    plain = Library(models.BPE({letter: number for number, letter in enumerate(alphabet)}, []))
-    letters = {byte[0]: letter for byte, letter in zip(ranks_of(plain), alphabet, strict=True)}
+    plain = LibraryTokenizer(models.BPE({char: number for number, char in enumerate(alphabet)}, []))
+    characters = {byte[0]: char for byte, char in zip(ranks_of(plain), alphabet, strict=True)}
 
-    def spelled(token: bytes) -> str:
-        return "".join(letters[byte] for byte in token)
+    def spell(token: bytes) -> str:
+        return "".join(characters[byte] for byte in token)
 
-    pairs = [pair for token in sorted(ranks, key=ranks.get) if (pair := _made_of(token, ranks))]
-    merges = [(spelled(left), spelled(right)) for left, right in pairs]
-    ids = {spelled(token): rank for token, rank in ranks.items()}
-    # a word that is a token is that token, as in tiktoken, even where no merges lead to it
-    made = Library(models.BPE(ids, merges, ignore_merges=True))
+    in_order = sorted(ranks, key=ranks.__getitem__)
+    pairs = [pair for token in in_order if (pair := _last_merge(token, ranks))]
+    merges = [(spell(left), spell(right)) for left, right in pairs]
+    ids = {spell(token): rank for token, rank in ranks.items()}
+    # ignore_merges: as in tiktoken, a word that is a token gets its id even if no merges make it
+    converted = LibraryTokenizer(models.BPE(ids, merges, ignore_merges=True))
     split = pre_tokenizers.Split(Regex(SPLIT_PATTERN), behavior="isolated")
-    as_letters = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    made.pre_tokenizer = pre_tokenizers.Sequence([split, as_letters])
-    made.decoder = decoders.ByteLevel()
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    converted.pre_tokenizer = pre_tokenizers.Sequence([split, byte_level])
+    converted.decoder = decoders.ByteLevel()
     names = [tokenizer.decode([id]) for id in range(len(ranks), tokenizer.vocab_size)]
-    made.add_special_tokens([AddedToken(name, special=True) for name in names])
-    return made.to_str().encode()
+    converted.add_special_tokens([AddedToken(name, special=True) for name in names])
+    return converted.to_str().encode()
 
 
-def _made_of(token: bytes, ranks: Mapping[bytes, int]) -> tuple[bytes, bytes] | None:
-    """The pair whose merge makes a token; None for a byte, and where no merges lead to it."""
-    parts = [token[at : at + 1] for at in range(len(token))]
+def _last_merge(token: bytes, ranks: Mapping[bytes, int]) -> tuple[bytes, bytes] | None:
+    """The pair whose merge makes a token; None for a single byte, and if no merges make it."""
+    parts = [token[i : i + 1] for i in range(len(token))]
     while len(parts) > 2:
-        made = [ranks.get(left + right, len(ranks)) for left, right in pairwise(parts)]
-        first = made.index(min(made))
-        if made[first] == len(ranks):
+        pair_ranks = [ranks.get(left + right, len(ranks)) for left, right in pairwise(parts)]
+        first = pair_ranks.index(min(pair_ranks))
+        if pair_ranks[first] == len(ranks):
             return None
         parts[first : first + 2] = [parts[first] + parts[first + 1]]
     return (parts[0], parts[1]) if len(parts) == 2 else None

@@ -1,0 +1,31 @@
+"""The data formats that a source can have, by name."""
+
+from __future__ import annotations
+
+from titanlite.data.open_files import OpenFiles
+from titanlite.data.shards import open_corpus
+from titanlite.data.token_source import CorpusChecks, SourceOpener, TokenSource
+from titanlite.errors import DataError
+
+FORMATS: dict[str, SourceOpener] = {
+    "megatron": open_corpus,  # .bin/.idx shards, as scripts/prepare_data.py writes them
+}
+
+
+def open_token_source(
+    format: str, path: str, checks: CorpusChecks | None = None, files: OpenFiles | None = None
+) -> TokenSource:
+    """Open the files at `path` as a source of the given format; raises DataError."""
+    if format not in FORMATS:
+        raise DataError(
+            f'{path}: format = "{format}" is not a known data format.',
+            fix=f"Use {' or '.join(FORMATS)}.",
+        )
+    try:
+        source = FORMATS[format](path, checks or CorpusChecks(), files or OpenFiles())
+    except OSError as error:
+        reason = error.strerror or error
+        raise DataError(f"{error.filename or path}: cannot be read ({reason}).") from None
+    if source.tokens < 1:
+        raise DataError(f"{path}: contains no tokens.")
+    return source

@@ -1,0 +1,66 @@
+"""TokenSource: the interface between a data format and the stream of samples."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+import numpy as np
+
+from titanlite.data.open_files import OpenFiles
+
+
+@dataclass(frozen=True)
+class SourceRecord:
+    """What the files of a source record about how its token ids were made."""
+
+    tokenizer: str  # fingerprint of the tokenizer
+    vocab_size: int  # of that tokenizer
+    max_id: int  # largest token id in the files
+    bos: bool  # every document begins with the tokenizer's BOS
+
+
+class TokenSource(Protocol):
+    """A sequence of `tokens` token ids on disk that can be read at any position.
+
+    To add a data format, subclass it: set `tokens` and `fingerprint`, and implement `gather`. A
+    source has no state: a position always gives the same id. The caller shuffles, mixes, repeats
+    epochs, and checks that ids are inside the vocabulary. Each document ends with the EOS id of
+    the tokenizer.
+    """
+
+    tokens: int  # number of ids; at least one
+    fingerprint: str
+    # Hash of the ids, independent of where the files are. Checkpoints store it, and a run resumes
+    # only if it is unchanged. If hashing all ids takes too long, hash what the files record about
+    # themselves, and set `content_sample` to detect replaced files.
+    content_sample: str | None = None
+    # Hash of some blocks of the files as they are now, which checkpoints store too; None: no sample
+    record: SourceRecord | None = None  # None: the files record nothing
+
+    @abstractmethod
+    def gather(self, starts: np.ndarray, count: int) -> np.ndarray:
+        """Ids [start, start + count) of each start: int64 [len(starts), count].
+
+        All positions are inside [0, tokens). May be called from a background thread. Raises
+        DataError if the files cannot be read.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class CorpusChecks:
+    """What to verify when a source is opened, beyond names and sizes."""
+
+    verify: Literal["sample", "full", "off"] = "sample"
+    # "sample": some blocks of every shard; "full": every byte, which needs a manifest
+    follow_symlinks: bool = False  # allow links that lead to files outside the folder
+    verify_slice: tuple[int, int] = (0, 1)
+    # (rank, ranks): "full" reads every byte of the shards [rank::ranks] only
+
+
+# (path, checks, files) -> the opened source; raises DataError or OSError. `files` is the pool of all
+# sources of a run, which limits how many files are open; a format with few files need not use it.
+SourceOpener = Callable[[str, CorpusChecks, OpenFiles], TokenSource]
