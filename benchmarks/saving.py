@@ -62,7 +62,7 @@ def saving() -> None:
             for verify in ("off", "full") * 5:
                 config = CheckpointConfig(enable=True, verify=verify)
                 checkpointer = Checkpointer(place, config, **about)
-                taken = _seconds(lambda: read_tensors(checkpointer.find().place, state))
+                taken = _seconds(lambda: read_tensors(checkpointer.find().folder, state))
                 found.setdefault(f"load, verify {verify}", []).append(taken)
             torch.distributed.barrier()
         if session.rank == 0:

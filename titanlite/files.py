@@ -16,7 +16,7 @@ except ModuleNotFoundError:  # Python 3.10
     import tomli as tomllib
 
 
-MOST_LEVELS = 100  # of tables and lists within each other; what people write has fewer than ten
+MAX_NESTING_LEVELS = 100  # of tables and lists; hand-written files have fewer than ten
 
 _TOML_TOKEN = re.compile(
     r"""(?P<key>[\w-]+|"[^"\n]*"|'[^'\n]*')|(?P<dot>\.)|[ \t]+|(?P<other>.|\n)"""
@@ -47,7 +47,7 @@ def parse_toml(text: str) -> dict[str, Any]:
 def _check_depth(value: Any) -> None:
     """Whoever walks a value by recursion may rely on this bound."""
     level = [value] if type(value) in (dict, list) else []
-    for _ in range(MOST_LEVELS):
+    for _ in range(MAX_NESTING_LEVELS):
         if not level:
             return
         level = [
@@ -57,7 +57,7 @@ def _check_depth(value: Any) -> None:
             if type(child) in (dict, list)
         ]
     if level:
-        raise ValueError(f"nested too deeply: more than {MOST_LEVELS} levels")
+        raise ValueError(f"nested too deeply: more than {MAX_NESTING_LEVELS} levels")
 
 
 def _check_dotted_keys(text: str) -> None:
@@ -73,8 +73,8 @@ def _check_dotted_keys(text: str) -> None:
             after_dot = True
         elif token["other"]:
             parts, after_dot = 0, True
-        if parts > MOST_LEVELS:
-            raise ValueError(f"a key of more than {MOST_LEVELS} parts")
+        if parts > MAX_NESTING_LEVELS:
+            raise ValueError(f"a key of more than {MAX_NESTING_LEVELS} parts")
 
 
 def read_regular_file(path: str | Path, most_bytes: int | None = None) -> bytes:
@@ -97,7 +97,7 @@ def _check_regular(status: os.stat_result, path: str | Path) -> None:
         raise OSError(errno.EINVAL, "is not a regular file", str(path))
 
 
-def write_whole_file(path: Path, content: bytes) -> None:
+def write_file_atomically(path: Path, content: bytes) -> None:
     """Replace `path` by `content` in one step: after a crash, the old or the new content is there.
 
     Raises OSError, and leaves the old content, where the disk is full or cannot be written.

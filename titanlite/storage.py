@@ -159,7 +159,7 @@ class StorageFolder:
                 os.fsync(raw.fileno())
 
     @_named_errors
-    def write_at_once(self, name: str, content: bytes) -> None:
+    def write_atomically(self, name: str, content: bytes) -> None:
         """All of the content under its name, or nothing: an object store's put, or a rename."""
         if not self.local:
             self.fs.pipe_file(self.file(name), content)
@@ -263,7 +263,7 @@ class StorageFolder:
             os.rename(self.path, gone)
             shutil.rmtree(gone)
             return
-        self.write_at_once(UNFINISHED, b"")
+        self.write_atomically(UNFINISHED, b"")
         names = set(self._files_below())
         if first in names:
             self.delete(first)

@@ -10,11 +10,11 @@ from titanlite.checkpoint import CheckpointConfig, Checkpointer, SaveResult
 from titanlite.storage import StorageFolder
 
 
-def open_checkpointer(folder, *, facts=None, layout="", fence=None, **config) -> Checkpointer:
+def open_checkpointer(folder, *, facts=None, layout="", check_lease=None, **config) -> Checkpointer:
     """Of a job of which nothing is known but what the test cares about."""
     about = {"facts": facts or {}, "job": {}, "layout": layout}
-    if fence:
-        about["fence"] = fence
+    if check_lease:
+        about["check_lease"] = check_lease
     return Checkpointer(StorageFolder(folder), CheckpointConfig(enable=True, **config), **about)
 
 
@@ -52,4 +52,4 @@ def load(checkpointer: Checkpointer, state, facts: dict | None = None) -> str:
     found = checkpointer.find()
     state.restore(checkpointer.load(found, state.model, state.optimizer, facts or {}))
     checkpointer.set_aside_later_steps(state.step)
-    return found.place.name
+    return found.folder.name

@@ -102,7 +102,7 @@ def full_disk(folder, mode, ranks_that_fail) -> list:
         resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
         dist.barrier()
         there = sorted(os.listdir(folder))  # what was written is gone, to make room
-        assert checkpointer.find().place.name == "step-1"
+        assert checkpointer.find().folder.name == "step-1"
     failures, state.step = checkpointer.failures, 4
     save_whole(checkpointer, state)
     return [problems, failures, there, checkpointer.steps()]
@@ -131,14 +131,16 @@ def lose_the_lease(folder, mode, when) -> list:
     # No heartbeat comes in time: only what reads the lease itself can know.
     lease = acquire_lease(Path(folder), heartbeat_seconds=1000) if dist.get_rank() == 0 else None
 
-    def fence() -> int:
+    def check_lease() -> int:
         checks.append(1)
         if len(checks) == when:
             Path(folder, LEASE_FILE).write_text("{}")
         lease.check()
         return lease.number
 
-    checkpointer = open_checkpointer(folder, async_mode=mode, keep_latest_k=1, fence=fence)
+    checkpointer = open_checkpointer(
+        folder, async_mode=mode, keep_latest_k=1, check_lease=check_lease
+    )
     for state.step in (1, 2):
         save(checkpointer, state)
         problem = checkpointer.wait().problem
@@ -297,7 +299,7 @@ def test_a_step_that_is_saved_again_is_not_mixed_with_what_was_there(tmp_path):
 
 def find_in(folder, config) -> str:
     found = open_checkpointer(folder, **config).find()
-    return "nothing" if found is None else found.place.name
+    return "nothing" if found is None else found.folder.name
 
 
 def test_a_first_save_that_was_cut_short_is_no_reason_to_stop(tmp_path):
@@ -415,7 +417,7 @@ def somewhere_else(url) -> list:
         save_whole(checkpointer, state)
     before, place = bits(state), StorageFolder(url) / "step-3"
     shard = next(name for name in place.sizes() if name.endswith(".distcp"))
-    place.write_at_once(shard, one_bit(place.read(shard)))
+    place.write_atomically(shard, one_bit(place.read(shard)))
     spoil(state)
     steps = checkpointer.steps()
     found, names = load(checkpointer, state), StorageFolder(url).folders()

@@ -93,7 +93,7 @@ def live(store, url) -> dict:
 
     rule(store, ("GET", "step-3/manifest.json", "refuse"))
     try:
-        said["silent"] = f"went on from {open_checkpointer(url).find().place}"
+        said["silent"] = f"went on from {open_checkpointer(url).find().folder}"
     except CheckpointError as error:
         said["silent"] = str(error)
 
@@ -112,7 +112,7 @@ def live(store, url) -> dict:
     listing = list_steps(StorageFolder(url))
     said["cut short"] = listing.steps, listing.unfinished
     rule(store)
-    said["cleaned"] = open_checkpointer(url).find().place.name, StorageFolder(url).folders()
+    said["cleaned"] = open_checkpointer(url).find().folder.name, StorageFolder(url).folders()
     return said
 
 
@@ -219,7 +219,7 @@ def test_characters_of_patterns_in_a_path_are_plain(where, here, tmp_path):
     for place in places.values():
         place.make()
         for name in ("manifest.json", "__0_0.distcp"):
-            place.write_at_once(name, b"{}")
+            place.write_atomically(name, b"{}")
     for run in ("lr[12]", "lr*", "lr?"):
         places[run].rename_file("__0_0.distcp", "__1_0.distcp")
         assert set(places[run].sizes()) == {"manifest.json", "__1_0.distcp"}
@@ -282,7 +282,7 @@ def test_a_dead_jobs_lease_in_a_store_is_taken_over(here):
     state = content_of(folder)
     ours.close()
     state["holder"]["host"] = "elsewhere"  # of which only the heartbeat tells
-    folder.write_at_once("lease-000001.json", json.dumps(state).encode())
+    folder.write_atomically("lease-000001.json", json.dumps(state).encode())
     taken = acquire_remote_lease(folder, "checkpoint.folder", **QUICK)
     assert taken.number == 2 and lease_numbers(folder) == [2]
     taken.close()
@@ -297,7 +297,7 @@ def test_a_job_elsewhere_that_beats_keeps_its_lease_in_a_store(here):
     def beat() -> None:
         while not stop.is_set():
             state["beats"] += 1
-            folder.write_at_once("lease-000001.json", json.dumps(state).encode())
+            folder.write_atomically("lease-000001.json", json.dumps(state).encode())
 
     thread = threading.Thread(target=beat)
     thread.start()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from titanlite.checkpoint.checkpointer import Checkpointer, FoundCheckpoint, SaveResult
-from titanlite.checkpoint.config import CheckpointConfig, checkpoint_folder, checkpoint_problems
+from titanlite.checkpoint.config import CheckpointConfig, checkpoint_folder, check_checkpoint_config
 from titanlite.checkpoint.convert import from_hugging_face, to_hugging_face
 from titanlite.checkpoint.listing import list_steps, step_and_number
 from titanlite.checkpoint.manifest import CheckpointManifest, check_hashes, read_checkpoint_manifest

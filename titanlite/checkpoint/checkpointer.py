@@ -60,7 +60,7 @@ class SaveResult:
     """What became of one save."""
 
     step: int
-    place: StorageFolder
+    folder: StorageFolder
     seconds: float  # from the call to the commit
     blocked_seconds: float  # in which the caller did nothing else, in `save` and in `wait`
     problem: str = ""  # why there is no checkpoint; empty: there is one
@@ -70,7 +70,7 @@ class SaveResult:
 class FoundCheckpoint:
     """A checkpoint to start from, and the newer ones that were refused for it."""
 
-    place: StorageFolder
+    folder: StorageFolder
     manifest: CheckpointManifest | None  # None: it is a Hugging Face folder
     refused: list[str]
     initial: bool = False  # of another run
@@ -96,14 +96,14 @@ class Checkpointer:
         job: dict[str, Any],
         layout: str,
         files: Mapping[str, bytes] | None = None,  # small ones that every checkpoint holds too
-        fence: Callable[[], int] = lambda: 0,
+        check_lease: Callable[[], int] = lambda: 0,
     ):
-        """`fence` is called on rank 0 before anything in the folder is committed or removed.
+        """`check_lease` is called on rank 0 before anything in the folder is committed or removed.
 
         It returns the number of the lease that this job holds, and raises CheckpointError where
         another job holds it by now.
         """
-        self.folder, self.config, self.fence = folder, config, fence
+        self.folder, self.config, self.check_lease = folder, config, check_lease
         self.about = {"facts": facts, "job": job, "layout": layout}  # what a manifest says of us
         self.files = dict(files or {})
         self.failures = 0
@@ -160,7 +160,7 @@ class Checkpointer:
             files |= write_files(place, self.files)
             written = {"files": files, "tensors": tensors, "versions": versions()}
             before_commit()
-            seconds, lease = time.monotonic() - began, self.fence()  # immediately before it
+            seconds, lease = time.monotonic() - began, self.check_lease()  # immediately before it
             about = {**self.about, **written}
             write_checkpoint_manifest(
                 place, CheckpointManifest(step, progress, seconds=seconds, lease=lease, **about)
@@ -174,13 +174,15 @@ class Checkpointer:
 
         if config.async_mode == "disabled":
             self._write = _Write(step, place, began, config.timeout_seconds)
-            self._write.run(lambda: write_tensors(place, state, self.group, commit, self.fence))
+            self._write.run(
+                lambda: write_tensors(place, state, self.group, commit, self.check_lease)
+            )
         else:
             copy, ready = self.stage.copy(state), self.stage.ready()
 
             def write() -> None:
                 ready()
-                write_tensors(place, copy, self.group, commit, self.fence)
+                write_tensors(place, copy, self.group, commit, self.check_lease)
 
             self._write = _Write(step, place, began, config.timeout_seconds)
             self._write.run_aside(write)
@@ -208,17 +210,17 @@ class Checkpointer:
             return None
         began = time.monotonic()
         if not write.done.wait(PATIENCE * self.config.timeout_seconds):
-            raise CheckpointError(f"{write.place}: writing it hangs.")
+            raise CheckpointError(f"{write.folder}: writing it hangs.")
         self._write = None
         blocked = write.blocked_seconds + time.monotonic() - began
         problem = " ".join(gather_problems(write.problem, self.group))
         if problem:
             self.failures += 1
             # Makes room on a disk that is full. The others wait, in the group with patience.
-            self._on_rank_0(lambda: self._remove(write.place, unless=manifests.NAME))
+            self._on_rank_0(lambda: self._remove(write.folder, unless=manifests.NAME))
         else:
             self.save_seconds = write.seconds
-        return SaveResult(write.step, write.place, write.seconds, blocked, problem)
+        return SaveResult(write.step, write.folder, write.seconds, blocked, problem)
 
     # --- loading -------------------------------------------------------------------------------
 
@@ -286,7 +288,7 @@ class Checkpointer:
         None where only weights were taken. `facts` are those of this job. A run that has taken
         its `finished_at` steps needs no optimizer.
         """
-        config, place, manifest = self.config, found.place, found.manifest
+        config, place, manifest = self.config, found.folder, found.manifest
         if manifest is None:
             return self._load_hugging_face(place, model, facts)
         model_only = found.initial and config.initial_load_model_only
@@ -321,7 +323,7 @@ class Checkpointer:
 
     def _export(self, place: StorageFolder) -> None:
         """Write a checkpoint for Hugging Face too, beside it."""
-        self.fence()
+        self.check_lease()
         out = self.folder / f"{place.name}-hf"
         if out.exists():  # of a run that ended here before, or was cut short
             out.remove(first=CONFIG)
@@ -381,7 +383,7 @@ class Checkpointer:
         try:
             applied = parse_json(self.folder.read(LOAD_STEP_FILE))["load_step"]
             if self.saves and self.config.load_step == -1:  # a change, so that it may be set again
-                self.fence()
+                self.check_lease()
                 self.folder.delete(LOAD_STEP_FILE)
         except (FileNotFoundError, NotADirectoryError):
             pass
@@ -396,7 +398,7 @@ class Checkpointer:
             self._remove(self.folder / name)
 
     def _turn_back(self, step: int) -> None:
-        self.fence()
+        self.check_lease()
         for later in list_steps(self.folder).steps:
             if later > step:
                 place = self.folder / f"step-{later}"
@@ -404,7 +406,7 @@ class Checkpointer:
                 logger.warning("%s: set aside as %s: the run goes on from before it", place, name)
         if self.config.load_step != -1:  # last: a start that dies before this goes back again
             applied = {"load_step": self.config.load_step}
-            self.folder.write_at_once(LOAD_STEP_FILE, json.dumps(applied).encode())
+            self.folder.write_atomically(LOAD_STEP_FILE, json.dumps(applied).encode())
 
     def _is_whole(self, step: int) -> bool:
         try:
@@ -426,7 +428,7 @@ class Checkpointer:
         A folder that has the file `unless` is left alone, as is every one of another job.
         """
         try:
-            self.fence()
+            self.check_lease()
             if place.exists() and unless not in place.sizes():
                 place.remove(first=manifests.NAME)
         except (OSError, CheckpointError) as error:
@@ -437,7 +439,7 @@ class _Write:
     """One save on its way, here or in a thread of its own."""
 
     def __init__(self, step: int, place: StorageFolder, began: float, timeout_seconds: float):
-        self.step, self.place, self.began = step, place, began
+        self.step, self.folder, self.began = step, place, began
         what = f"Rank {dist.get_rank()}: the save of step {step}"
         self.limit = TimeLimit(what, timeout_seconds, "checkpoint.timeout_seconds")
         self.seconds = self.blocked_seconds = 0.0

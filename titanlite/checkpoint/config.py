@@ -64,7 +64,7 @@ def checkpoint_folder(run: Path, config: CheckpointConfig) -> StorageFolder:
     return StorageFolder(config.folder if is_url(config.folder) else run / config.folder)
 
 
-def checkpoint_problems(config: CheckpointConfig) -> Iterator[ConfigError]:
+def check_checkpoint_config(config: CheckpointConfig) -> Iterator[ConfigError]:
     """Wishes that would be ignored, and a start that is not there."""
     for key in ("initial_load_path", "load_only"):
         if getattr(config, key) and not config.enable:

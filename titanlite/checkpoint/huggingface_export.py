@@ -67,7 +67,7 @@ def write_hugging_face(
         if SINGLE not in files:
             _write_json(place, INDEX, _index(spec, files, tensor_sizes, dtype))
         note = _write_tokenizer(place, tokenizer, bos)
-        place.write_at_once(CONFIG, json.dumps(config, indent=2).encode())
+        place.write_atomically(CONFIG, json.dumps(config, indent=2).encode())
     except OSError as error:
         raise CheckpointError(f"{place}: could not be written: {error}.") from error
     return note

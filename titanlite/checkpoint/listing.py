@@ -55,7 +55,7 @@ def set_aside(step: StorageFolder) -> str:
     marked instead, and stays only until its step is saved again.
     """
     if not step.local:
-        step.write_at_once(ASIDE, _RETURN)
+        step.write_atomically(ASIDE, _RETURN)
         return step.name
     taken, number = set(step.parent.folders()), 1
     while (name := f"{step.name}.aside-{number}") in taken:

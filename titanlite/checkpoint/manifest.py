@@ -75,7 +75,7 @@ def write_checkpoint_manifest(place: StorageFolder, manifest: CheckpointManifest
     """Make a folder whose files are all on the disk a checkpoint, at once."""
     body = asdict(manifest)
     text = json.dumps({**body, "hash": _hash(body)}, indent=1)
-    place.write_at_once(NAME, text.encode())
+    place.write_atomically(NAME, text.encode())
 
 
 def read_checkpoint_manifest(place: StorageFolder, sizes: bool = True) -> CheckpointManifest:

@@ -11,7 +11,7 @@ import binascii
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from titanlite.files import MOST_LEVELS
+from titanlite.files import MAX_NESTING_LEVELS
 
 MOST_ID = 2**31 - 1  # shards hold int32
 MOST_PARTS = 64  # normalizers, pre-tokenizers, decoders, post-processors of one kind
@@ -133,7 +133,7 @@ def _check_strings(node: Mapping[str, Any], where: str) -> None:
 def _nodes(component: Any) -> Iterator[dict[str, Any]]:
     """Every object in a component, itself included."""
     level = [component]
-    for _ in range(MOST_LEVELS):
+    for _ in range(MAX_NESTING_LEVELS):
         for node in level:
             if isinstance(node, dict):
                 yield node
