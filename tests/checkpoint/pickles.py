@@ -20,7 +20,7 @@ import torch
 from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 
-from titanlite.checkpoint.chunks import _checked, _rows_of_pickle
+from titanlite.checkpoint.chunks import _check_chunks, _rows_of_pickle
 from titanlite.checkpoint.manifest import CheckpointManifest, FileRecord, TensorRecord
 
 MEMORY_BYTES = 1 << 28  # above what the process has at its start
@@ -113,7 +113,7 @@ def read(content: bytes) -> bool:
     """Whether a pickle is accepted."""
     try:
         for name, rows in _rows_of_pickle(content, list(SHAPES)):
-            _checked(name, TENSORS[name], rows, MANIFEST)
+            _check_chunks(name, TENSORS[name], rows, MANIFEST)
     except ValueError:
         return False
     return True

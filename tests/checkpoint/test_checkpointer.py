@@ -18,8 +18,8 @@ from tests.checkpoint.saving import bits, load, open_checkpointer, save, save_wh
 from tests.distributed.oracle import ADAMW, Layout, Record, go_on, start, whole
 from tests.distributed.ranks import run_on_ranks
 from titanlite.checkpoint import list_steps, read_checkpoint_manifest
-from titanlite.checkpoint.manifest import FORMAT, _hash
-from titanlite.checkpoint.tensor_io import _make_room
+from titanlite.checkpoint.manifest import FORMAT, manifest_hash
+from titanlite.checkpoint.tensor_writer import _prepare_folder
 from titanlite.errors import CheckpointError
 from titanlite.runtime.lease import LEASE_FILE, acquire_lease
 from titanlite.storage import StorageFolder
@@ -121,7 +121,7 @@ def test_a_disk_that_is_full_costs_a_checkpoint_and_not_the_run(mode, failing, t
 
 def test_a_save_that_cannot_fit_is_not_begun(tmp_path):
     with pytest.raises(CheckpointError, match="MB are free"):
-        _make_room(StorageFolder(tmp_path / "step-1"), 1 << 60)
+        _prepare_folder(StorageFolder(tmp_path / "step-1"), 1 << 60)
 
 
 def lose_the_lease(folder, mode, when) -> list:
@@ -191,7 +191,7 @@ def one_bit(part: bytes) -> bytes:
 def empty_manifest(step: Path) -> None:
     """One that is signed, and says nothing."""
     body = {"format": FORMAT}
-    (step / "manifest.json").write_text(json.dumps({**body, "hash": _hash(body)}))
+    (step / "manifest.json").write_text(json.dumps({**body, "hash": manifest_hash(body)}))
 
 
 def edit_manifest(step: Path) -> None:
@@ -259,7 +259,7 @@ def test_every_damage_is_named_and_the_checkpoint_before_is_used(tmp_path):
             assert (used, position) == ("step-1", 100), damage
             assert len(refused) == 1 and "step-2: " in refused[0], damage
             assert names == ["step-1", "step-2.aside-1"], f"{damage}: nothing may be lost"
-            assert "none of the checkpoints" in alone and "step-2: " in alone, damage
+            assert "no valid checkpoint found" in alone and "step-2: " in alone, damage
 
 
 def verify_less(folder) -> list[str]:
@@ -359,7 +359,7 @@ def test_a_last_save_of_the_model_alone_says_that_it_cannot_be_gone_on_from(dtyp
     assert {record.dtype for record in tensors.values()} == {dtype}
     assert set(tensors) == {f"model.{name}" for name in saved}
     refusal, without, finished = run_on_ranks(load_parts, 1, str(tmp_path))[0]
-    assert "holds the model alone" in refusal and "exclude_from_loading" in refusal
+    assert "has only weights" in refusal and "exclude_from_loading" in refusal
     for step, weights, moments in (without, finished):
         assert step == 2 and moments == 0
         assert all(torch.equal(weights[name], saved[name].float()) for name in saved)

@@ -34,7 +34,7 @@ def test_weights_travel_to_hugging_face_and_back_in_the_course_of_runs(run_toml,
     for file in ("model.safetensors", "config.json", "tokenizer.json"):
         assert (exported / file).read_bytes() == (step.with_name("step-3-hf") / file).read_bytes()
     assert convert_checkpoint.main(["to-hf", str(step), str(exported)]) == 2
-    assert "is there and not empty" in capsys.readouterr().err
+    assert "already exists and is not empty" in capsys.readouterr().err
 
     right = load_generator(StorageFolder(step), torch.device("cpu"))
     back = load_generator(StorageFolder(again), torch.device("cpu"))

@@ -15,8 +15,9 @@ from tests.data.test_tokenizer import ODD_TEXTS, hugging_face
 from tests.distributed.oracle import ADAMW, SHAPE, Layout, deepened, start, whole
 from tests.distributed.ranks import run_on_ranks
 from titanlite.checkpoint import model_and_optimizer_state
-from titanlite.checkpoint.huggingface import HuggingFaceFolder, open_hugging_face, parameters_of
-from titanlite.checkpoint.huggingface_export import write_hugging_face
+from titanlite.checkpoint.huggingface import HuggingFaceFolder, open_hugging_face
+from titanlite.checkpoint.huggingface_export import ModelToExport, write_hugging_face
+from titanlite.checkpoint.model_size import parameter_shapes
 from titanlite.data import open_tokenizer
 from titanlite.data.bpe import train_bpe
 from titanlite.data.tokenizer_json import to_tokenizer_json
@@ -41,9 +42,10 @@ def built(shape, seed: int = 0):
 
 def write(folder, model, **changes) -> StorageFolder:
     place, state = StorageFolder(folder), model.state_dict()
-    settings = {"context": 48, "tokenizer": None, **changes}
-    load = settings.pop("load", lambda names: {name: state[name] for name in names})
-    write_hugging_face(place, FAMILY, model.sizes, load, **settings)
+    fields = {"load": lambda names: {name: state[name] for name in names}}
+    fields |= {"seq_len": 48, "tokenizer": None}
+    fields |= {key: changes.pop(key) for key in ("load", "tokenizer", "bos") if key in changes}
+    write_hugging_face(place, ModelToExport(FAMILY, model.sizes, **fields), **changes)
     return place
 
 
@@ -65,7 +67,7 @@ def edit(place: StorageFolder, name: str, **changes) -> None:
     """Set keys of a JSON file; None removes one."""
     content = json.loads(place.read(name)) | changes
     content = {key: value for key, value in content.items() if value is not None}
-    with place.writing(name) as stream:
+    with place.open_for_writing(name) as stream:
         stream.write(json.dumps(content).encode())
 
 
@@ -166,7 +168,9 @@ def test_what_was_written_is_read_bit_for_bit_whole_and_in_parts(tmp_path, shape
     model = built(shape)
     folder = open_hugging_face(write(tmp_path, model, max_shard_bytes=most))
     assert folder.sizes == shape
-    assert folder.tensors.keys() == model.state_dict().keys() == parameters_of(FAMILY, shape).keys()
+    assert (
+        folder.tensors.keys() == model.state_dict().keys() == parameter_shapes(FAMILY, shape).keys()
+    )
     for name, right in model.state_dict().items():
         assert torch.equal(folder.read(name), right)
     part = folder.read("layers.1.feed_forward.w2.weight", (5, 30), (7, 41))
@@ -201,7 +205,7 @@ def test_only_one_shard_is_in_memory_while_writing(tmp_path):
     index = json.loads(place.read("model.safetensors.index.json"))
     assert index["metadata"]["total_size"] == sum(sizes)
     for file in files:
-        with safe_open(place.file(file), "pt") as opened:
+        with safe_open(place.path_of(file), "pt") as opened:
             assert opened.metadata() == {"format": "pt"}
             assert set(opened.keys()) == {n for n, f in index["weight_map"].items() if f == file}
 
@@ -220,7 +224,7 @@ def read_under(layout, recipe, folders) -> int:
     for path in folders:
         folder = open_hugging_face(StorageFolder(path))
         HuggingFaceFolder.read = counted
-        dcp.load(model_and_optimizer_state(state.model), storage_reader=folder.reader())
+        dcp.load(model_and_optimizer_state(state.model), storage_reader=folder.storage_reader())
         HuggingFaceFolder.read = plain
         for name, parameter in state.model.named_parameters():
             assert torch.equal(whole(parameter), folder.read(name).float()), name
@@ -333,9 +337,9 @@ def test_a_config_that_is_not_understood_is_refused_with_all_that_is_wrong(tmp_p
 
 
 def change_tensors(place: StorageFolder, change, file: str = "model.safetensors") -> None:
-    tensors = {name: tensor.clone() for name, tensor in load_file(place.file(file)).items()}
+    tensors = {name: tensor.clone() for name, tensor in load_file(place.path_of(file)).items()}
     change(tensors)
-    save_file(tensors, place.file(file))
+    save_file(tensors, place.path_of(file))
 
 
 def test_all_that_is_wrong_with_the_tensors_is_said_at_once(tmp_path):
@@ -352,11 +356,11 @@ def test_all_that_is_wrong_with_the_tensors_is_said_at_once(tmp_path):
     with pytest.raises(CheckpointError) as refused:
         open_hugging_face(place)
     assert str(refused.value) == (
-        f"{tmp_path}: does not hold the weights that its config.json describes:"
+        f"{tmp_path}: the tensors are not those of the model in config.json:"
         " 2 tensors are missing: lm_head.weight, model.norm.weight;"
-        " 1 tensors have no place in it: model.layers.0.self_attn.q_proj.bias;"
+        " 1 tensors are not part of the model: model.layers.0.self_attn.q_proj.bias;"
         " 1 tensors have another shape: model.layers.1.mlp.up_proj.weight [88, 31], not [88, 32];"
-        " 1 tensors have a type that weights do not have: model.layers.1.mlp.down_proj.weight I8."
+        " 1 tensors have an unsupported dtype: model.layers.1.mlp.down_proj.weight I8."
     )
 
 
@@ -364,7 +368,7 @@ def test_all_that_is_wrong_with_the_files_is_said_at_once(tmp_path):
     place = write(tmp_path, built(SHAPE), max_shard_bytes=30_000)
     files = sorted(name for name in place.sizes() if name.endswith(".safetensors"))
     place.delete(files[0])
-    with open(place.file(files[1]), "r+b") as cut:
+    with open(place.path_of(files[1]), "r+b") as cut:
         cut.truncate(place.sizes()[files[1]] - 1)
     weights = json.loads(place.read("model.safetensors.index.json"))["weight_map"]
     moved, gone = [name for name, file in weights.items() if file == files[2]][:2]
@@ -374,10 +378,10 @@ def test_all_that_is_wrong_with_the_files_is_said_at_once(tmp_path):
     with pytest.raises(CheckpointError) as refused:
         open_hugging_face(place)
     for words in (
-        f"{files[1]} is damaged or cut short",
-        f"2 files that its index names are not there: ../{files[3]}, {files[0]}",
-        "1 tensors are not in the file that its index says: promised",
-        "2 tensors are not in its index: ",
+        f"{files[1]} is damaged or truncated",
+        f"2 files in the index are missing: ../{files[3]}, {files[0]}",
+        "1 tensors are not in the file that the index gives: promised",
+        "2 tensors are not in the index: ",
         gone,
     ):
         assert words in str(refused.value)
@@ -395,14 +399,16 @@ def test_an_output_that_is_said_to_be_tied_must_be(tmp_path, equal):
     if equal:
         assert read(place).sizes == TIED
     else:
-        with pytest.raises(CheckpointError, match=r"lm_head.weight is not model.embed_tokens"):
+        with pytest.raises(
+            CheckpointError, match=r"lm_head.weight differs from model.embed_tokens"
+        ):
             open_hugging_face(place)
 
 
 def test_what_is_no_hugging_face_folder_is_refused_for_its_reason(tmp_path):
-    with pytest.raises(CheckpointError, match="no Hugging Face folder"):
+    with pytest.raises(CheckpointError, match="not a complete Hugging Face folder"):
         open_hugging_face(StorageFolder(tmp_path / "nowhere"))
-    with pytest.raises(CheckpointError, match="from this machine"):
+    with pytest.raises(CheckpointError, match="from local disks"):
         open_hugging_face(StorageFolder("memory://somewhere"))
     place = write(tmp_path, built(SHAPE))
     place.delete("model.safetensors")
@@ -426,7 +432,7 @@ def test_an_export_that_was_cut_short_does_not_load_and_is_not_written_over(tmp_
         write(tmp_path, model, max_shard_bytes=20_000, load=load)
     place, left = StorageFolder(tmp_path), StorageFolder(tmp_path).sizes()
     assert left and "config.json" not in left
-    with pytest.raises(CheckpointError, match="no Hugging Face folder"):
+    with pytest.raises(CheckpointError, match="not a complete Hugging Face folder"):
         open_hugging_face(place)
     with pytest.raises(CheckpointError, match="not empty"):
         write(tmp_path, model)
@@ -448,6 +454,6 @@ def test_what_their_architecture_or_number_type_cannot_say_is_not_exported(tmp_p
     model = built(SHAPE)
     model.norm.weight.data[3] = 1e5
     with pytest.raises(
-        CheckpointError, match=r"norm.weight: holds 1e\+05, which torch.float16 cannot"
+        CheckpointError, match=r"norm.weight: has the value 1e\+05, which overflows torch.float16"
     ):
         write(tmp_path, model, dtype=torch.float16)

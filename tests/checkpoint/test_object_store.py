@@ -151,7 +151,7 @@ def test_a_run_lives_in_an_object_store_that_is_slow_and_fails(lived):
         assert said["kept"] == [2, 3] and said["names"] == ["step-2", "step-3"]
         assert said["resumed"] == ("step-3", True)
         assert "AccessDenied" in said["problem"] and said["after"] == ["step-2", "step-3"]
-        assert "the store failed" in said["silent"], "no older one is used because it is silent"
+        assert "the storage failed" in said["silent"], "no older one is used because it is silent"
         assert said["back"] == "step-2" and said["listed"] == ([2], ["step-3"])
         assert said["copied"] == [], "setting aside costs no copy"
         assert said["again"] == ([2, 3], [])
@@ -217,13 +217,13 @@ def test_characters_of_patterns_in_a_path_are_plain(where, here, tmp_path):
         for run in ("lr1", "lr2", "lr[12]", "lr*", "lr?")
     }
     for place in places.values():
-        place.make()
+        place.create_folder()
         for name in ("manifest.json", "__0_0.distcp"):
             place.write_atomically(name, b"{}")
     for run in ("lr[12]", "lr*", "lr?"):
         places[run].rename_file("__0_0.distcp", "__1_0.distcp")
         assert set(places[run].sizes()) == {"manifest.json", "__1_0.distcp"}
-        places[run].remove(first="manifest.json")
+        places[run].remove(delete_first="manifest.json")
         assert not places[run].exists()
     for run in ("lr1", "lr2"):
         assert set(places[run].sizes()) == {"manifest.json", "__0_0.distcp"}, run
@@ -323,7 +323,7 @@ def test_a_check_reads_the_store_itself_and_does_not_wait_for_a_heartbeat(where,
     lease.check()
     here.rule("GET", "check", "refuse")
     if where.startswith("s3"):
-        with pytest.raises(CheckpointError, match="the store failed"):
+        with pytest.raises(CheckpointError, match="the storage failed"):
             lease.check()
         assert not lease.lost, "a store that is silent says nothing of who holds it"
     here.forget()

@@ -32,11 +32,11 @@ from titanlite.checkpoint import (
     model_and_optimizer_state,
     read_checkpoint_manifest,
     read_tensors,
-    records,
+    shard_files,
 )
 from titanlite.checkpoint.chunks import Chunk, read_chunks
 from titanlite.checkpoint.huggingface import open_hugging_face
-from titanlite.checkpoint.manifest import FileRecord, _hash
+from titanlite.checkpoint.manifest import FileRecord, manifest_hash
 from titanlite.errors import CheckpointError
 from titanlite.runtime.lease import parse_holder
 from titanlite.runtime.start_log import last_step, read_starts
@@ -63,7 +63,7 @@ def sign_again(step: Path, /, **changes) -> None:
         body["files"] = {
             path.name: asdict(FileRecord(path.stat().st_size, hashes[path.name])) for path in there
         }
-    (step / "manifest.json").write_text(json.dumps({**body, "hash": _hash(body)}))
+    (step / "manifest.json").write_text(json.dumps({**body, "hash": manifest_hash(body)}))
 
 
 def make_old(step: Path) -> None:
@@ -208,8 +208,8 @@ REFUSED = {
     old_bad_kind: "BytesStorageMetadata instead of a TensorStorageMetadata",
     old_patched_classes: ".metadata is not valid",
     old_memo: "memo has gaps",
-    bad_shards: "does not hold its",
-    compressed: "and uncompressed",
+    bad_shards: "not exactly one uncompressed entry",
+    compressed: "not exactly one uncompressed entry",
     deep_manifest: "nested too deeply",
     deep_chunks: "more lists than tensors",
     large_tensor: "its tensors have 4,398,",
@@ -232,7 +232,9 @@ def load_each(folders) -> list[str]:
         place = StorageFolder(folder) / "step-2"
         try:
             read_checkpoint_manifest(place)
-            read_tensors(place, model_and_optimizer_state(state.model, state.optimizer), alone=True)
+            read_tensors(
+                place, model_and_optimizer_state(state.model, state.optimizer), no_dist=True
+            )
             said.append("loaded")
         except CheckpointError as error:
             said.append(str(error))
@@ -300,7 +302,7 @@ PARTS = [  # shape, offsets, lengths
 @pytest.mark.parametrize("saved_as, wanted", [("float32", "float32"), ("bfloat16", "float32")])
 @pytest.mark.parametrize("shape, offsets, lengths", PARTS)
 def test_any_part_of_a_chunk_is_read(shape, offsets, lengths, saved_as, wanted, monkeypatch):
-    monkeypatch.setattr(records, "BLOCK_BYTES", 64)
+    monkeypatch.setattr(shard_files, "BUFFER_BYTES", 64)
     whole = torch.randn(shape).to(getattr(torch, saved_as))
     content = io.BytesIO(b"before")
     content.seek(6)
@@ -310,7 +312,7 @@ def test_any_part_of_a_chunk_is_read(shape, offsets, lengths, saved_as, wanted, 
     columns = tuple(slice(o, o + n) for o, n in zip(offsets, lengths, strict=True))
     for target in (torch.empty(lengths), torch.empty((*lengths, 2))[..., 0]):
         target = target.to(getattr(torch, wanted))
-        records.read_part(content, chunk, whole.dtype, offsets, target)
+        shard_files.read_part_of_chunk(content, chunk, whole.dtype, offsets, target)
         assert torch.equal(target, whole[columns].to(target.dtype))
 
 
@@ -323,7 +325,7 @@ def test_an_archive_above_four_gib_is_read(monkeypatch):
             elements.write(whole.numpy().tobytes())
     target = torch.empty(90)
     chunk = Chunk((90,), "", 0, len(content.getvalue()))
-    records.read_part(content, chunk, torch.float32, (0,), target)
+    shard_files.read_part_of_chunk(content, chunk, torch.float32, (0,), target)
     assert torch.equal(target, whole)
 
 
@@ -342,9 +344,9 @@ WRONG_CHUNKS = {
     "negative": (lambda flat: [*flat[:3], -1, *flat[4:]], "in a tensor of [32]"),
     "twice": (lambda flat: flat[:5] * 2, "twice"),
     "half": (lambda flat: flat[:5], "32 elements, its chunks 16"),
-    "a fraction": (lambda flat: [*flat[:1], 0.5, *flat[2:]], "not whole numbers"),
-    "a truth": (lambda flat: [True, *flat[1:]], "not whole numbers"),
-    "too few numbers": (lambda flat: flat[:-1], "not whole numbers"),
+    "a fraction": (lambda flat: [*flat[:1], 0.5, *flat[2:]], "not rows of 5 integers"),
+    "a truth": (lambda flat: [True, *flat[1:]], "not rows of 5 integers"),
+    "too few numbers": (lambda flat: flat[:-1], "not rows of 5 integers"),
     "no list": (lambda flat: "0", "a str instead of a list"),
     "no tensor": (lambda flat: None, "a NoneType instead of a list"),
 }
@@ -368,7 +370,7 @@ def test_a_changed_chunks_json_is_found_without_full_verification(saved, tmp_pat
     content = (step / "chunks.json").read_bytes()
     (step / "chunks.json").write_bytes(content[:-3] + b"9" + content[-2:])
     with pytest.raises(CheckpointError, match="its hash differs"):
-        read_tensors(StorageFolder(step), {"model": {"norm.weight": torch.empty(32)}}, alone=True)
+        read_tensors(StorageFolder(step), {"model": {"norm.weight": torch.empty(32)}}, no_dist=True)
 
 
 # --- manifests and configs -----------------------------------------------------------------------
@@ -401,11 +403,11 @@ def test_a_manifest_of_other_types_is_refused(saved, tmp_path, key):
 @pytest.mark.parametrize(
     "model, words",
     [
-        (None, "it names no model"),
+        (None, "it has no model section"),
         ({"name": "nobody"}, "model"),
         ({"dim": "32"}, "dim"),
         ({"n_layers": 10**9}, "1.0e+09 layers"),
-        ({"n_layers": 999}, "999 layers, and holds"),
+        ({"n_layers": 999}, "999 layers, but contains"),
         ({"dim": 10**30}, "at most 64 bits"),
         ({"dim": 10**17}, "parameters"),
         ({"vocab_size": 7}, "have another shape"),
@@ -431,7 +433,7 @@ LLAMA = {
 DEEP = "[" * 200_000
 HUGGING_FACE = {  # file -> content, and what is said
     "a thousand million layers": ("config.json", LLAMA | {"num_hidden_layers": 10**9}, "1.0e+09"),
-    "more layers than tensors": ("config.json", LLAMA | {"num_hidden_layers": 99}, "holds 1 tens"),
+    "more layers than tensors": ("config.json", LLAMA | {"num_hidden_layers": 99}, "only 1 tens"),
     "a width of 10^30": ("config.json", LLAMA | {"hidden_size": 10**30}, "hidden_size = 1000000"),
     "a width of 1e30": ("config.json", LLAMA | {"hidden_size": 1e30}, "hidden_size = 1e+30"),
     "a width of 400 digits": ("config.json", LLAMA | {"hidden_size": 10**400}, "hidden_size"),
@@ -465,7 +467,7 @@ HUGGING_FACE = {  # file -> content, and what is said
     "an index that leads outside": (
         "model.safetensors.index.json",
         {"weight_map": {"a": "../other.safetensors", "b": "/etc/passwd"}},
-        "are not there: ../other.safetensors, /etc/passwd",
+        "are missing: ../other.safetensors, /etc/passwd",
     ),
 }
 

@@ -36,7 +36,7 @@ from tests.distributed.oracle import (
     worst_error,
 )
 from tests.distributed.ranks import run_on_ranks
-from titanlite.checkpoint.tensor_io import model_and_optimizer_state
+from titanlite.checkpoint import model_and_optimizer_state
 from titanlite.models import Llama3Sizes, valid_tokens
 from titanlite.optim import build_optimizer
 from titanlite.parallelize.float8 import Float8Config, torchao

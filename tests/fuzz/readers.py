@@ -11,7 +11,7 @@ import torch
 import xxhash
 
 from titanlite.checkpoint.convert import from_hugging_face
-from titanlite.checkpoint.manifest import NAME, _hash
+from titanlite.checkpoint.manifest import MANIFEST_FILE, manifest_hash
 from titanlite.data import open_corpus, open_tokenizer
 from titanlite.data.text import find_files, list_file_ranges, read_documents
 from titanlite.generate import load_generator
@@ -55,14 +55,14 @@ def read_weights(path: Path) -> None:
 
 def seal(folder: Path, name: str, content: bytes) -> None:
     """Write hashes into a checkpoint's manifest that are true of the changed file."""
-    path = folder / NAME
+    path = folder / MANIFEST_FILE
     try:
         body = json.loads(path.read_bytes())
         body.pop("hash", None)
-        if name != NAME:
+        if name != MANIFEST_FILE:
             hash = xxhash.xxh3_128(content).hexdigest()
             body["files"][name] |= {"bytes": len(content), "hash": hash}
-        path.write_text(json.dumps({**body, "hash": _hash(body)}))
+        path.write_text(json.dumps({**body, "hash": manifest_hash(body)}))
     except (ValueError, AttributeError, TypeError, KeyError, RecursionError):
         pass  # it is not JSON any more, or not an object
 
