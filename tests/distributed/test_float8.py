@@ -18,7 +18,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.checkpoint.saving import load, open_checkpointer, save_whole
+from tests.checkpoint.saving import load, open_checkpointer, save_and_wait
 from tests.conftest import ROOT
 from tests.distributed.oracle import (
     CPU,
@@ -322,7 +322,7 @@ def go_on_from(folders, layout, float8, until, before=0):
     loaded, record = saved_bits(state), Record()
     go_on(state, engine, mesh, ADAMW, record, until)
     if target:
-        save_whole(open_checkpointer(target), state)
+        save_and_wait(open_checkpointer(target), state)
     return loaded, record.losses, saved_bits(state)
 
 
