@@ -65,7 +65,7 @@ def measure_saving() -> None:
 def _load(checkpointer: Checkpointer, state: dict) -> None:
     found = checkpointer.find()
     assert found is not None
-    read_tensors(found.place, state)
+    read_tensors(found.folder, state)
 
 
 def _seconds(act: Callable[[], object]) -> float:

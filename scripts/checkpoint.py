@@ -1,121 +1,185 @@
-"""Look into the checkpoints of a run: python scripts/checkpoint.py ls outputs/checkpoint
+"""Inspect the checkpoints of a run: python scripts/checkpoint.py ls outputs/my_run
 
-ls      every step, whole or not, and those set aside, with their size and how they were saved
-verify  read every byte and compare it with what was written; exit 2 if any is not
-show    what one checkpoint holds
-newest  print the path of the newest valid checkpoint
-rm      remove one checkpoint
+commands:
+  ls      list all checkpoints, including unfinished ones and those set aside
+  verify  compare all bytes with the hashes in the manifests; exit code 2 if any differs
+  show    print the manifest of one checkpoint: job properties, files and tensors
+  newest  print the path of the newest valid checkpoint
+  rm      remove one checkpoint
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import signal
 import sys
+from collections.abc import Iterable
+from typing import Any
 
 from titanlite.checkpoint import (
+    CheckpointManifest,
     check_hashes,
     find_newest_checkpoint,
     list_steps,
     read_checkpoint_manifest,
-    step_and_number,
+    step_sort_key,
 )
 from titanlite.errors import EXIT_DONE, EXIT_USER_ERROR, CheckpointError, UserError, format_error
-from titanlite.storage import StorageFolder
+from titanlite.storage import StorageFolder, is_url
 
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("act", choices=["ls", "verify", "show", "newest", "rm"])
-    parser.add_argument("place", help="a run, its checkpoint folder, or one step-N")
+    commands = {
+        "ls": list_checkpoints,
+        "verify": verify_checkpoints,
+        "show": show_checkpoint,
+        "newest": print_newest,
+        "rm": remove_checkpoint,
+    }
+    parser.add_argument("command", choices=commands)
+    parser.add_argument(
+        "folder",
+        help="a run (its job.dump_folder), its checkpoint folder, or a step-N folder (show and rm:"
+        " only a step-N folder); or a URL of one",
+    )
     args = parser.parse_args(argv)
-    acts = {"ls": show_all, "verify": verify, "show": show, "newest": newest, "rm": remove}
     try:
-        return acts[args.act](StorageFolder(args.place))
+        return commands[args.command](StorageFolder(args.folder))
     except UserError as error:
         print(format_error(error), file=sys.stderr)
         return EXIT_USER_ERROR
 
 
-def show_all(place: StorageFolder) -> int:
-    for step, aside in steps_of(place):
-        note = "set aside  " if aside else ""
+def list_checkpoints(folder: StorageFolder) -> int:
+    for step_folder, is_aside in find_step_folders(folder):
+        note = "set aside  " if is_aside else ""
         try:
-            manifest = read_checkpoint_manifest(step)
+            manifest = read_checkpoint_manifest(step_folder)
         except CheckpointError as error:
-            print(f"{step.name:<18} {note}not whole: {error.message.removeprefix(f'{step}: ')}")
+            reason = error.message.removeprefix(f"{step_folder}: ")
+            print(f"{step_folder.name:<18} {note}not valid: {reason}")
             continue
-        parts = "weights, moments" if manifest.has("optimizer") else "weights alone"
+        parts = "weights, optimizer" if manifest.has("optimizer") else "weights only"
         print(
-            f"{step.name:<18} {manifest.bytes / 1e6:>10,.1f} MB  {len(manifest.files):>5} files"
-            f"  {note}{parts}  position {manifest.progress.get('position')}  {manifest.layout}"
+            f"{step_folder.name:<18} {manifest.bytes / 1e6:>10,.1f} MB  {len(manifest.files):>5}"
+            f" files  {note}{parts}  position {manifest.progress.get('position')}"
+            f"  {manifest.layout}"
         )
     return EXIT_DONE
 
 
-def verify(place: StorageFolder) -> int:
-    bad = 0
-    for step, aside in steps_of(place):
-        if aside:  # this was found wanting, or left behind
+def verify_checkpoints(folder: StorageFolder) -> int:
+    """Check all files of all checkpoints but those set aside, which no run would load."""
+    invalid = 0
+    for step_folder, is_aside in find_step_folders(folder):
+        if is_aside:
             continue
         try:
-            manifest = read_checkpoint_manifest(step)
-            check_hashes(step, manifest, manifest.files)
-            print(f"{step}: {len(manifest.files)} files, {manifest.bytes:,} bytes, all true")
+            manifest = read_checkpoint_manifest(step_folder)
+            check_hashes(step_folder, manifest, manifest.files)
         except CheckpointError as error:
-            bad += 1
+            invalid += 1
             print(error)
-    return EXIT_USER_ERROR if bad else EXIT_DONE
+        else:
+            files = f"{len(manifest.files)} files, {manifest.bytes:,} bytes"
+            print(f"{step_folder}: {files}, all hashes match")
+    return EXIT_USER_ERROR if invalid else EXIT_DONE
 
 
-def show(place: StorageFolder) -> int:
-    manifest = read_checkpoint_manifest(place)
-    position, tokens = (manifest.progress.get(key) for key in ("position", "tokens"))
-    print(f"{place}: step {manifest.step}, position {position}, {tokens} tokens")
-    print(f"  saved under {manifest.layout}, in {manifest.seconds:.1f} s, by {manifest.versions}")
-    if manifest.lease:
-        print(f"  under lease number {manifest.lease} of its folder")
-    print(f"  facts {json.dumps(manifest.facts, ensure_ascii=False)}")
+def show_checkpoint(folder: StorageFolder) -> int:
+    manifest = read_checkpoint_manifest(folder)
+    print(folder)
+    print_table(summary_rows(manifest))
+    print("\njob properties (compared on resume: see checkpoint.allow_changes)")
+    print_table(property_rows(manifest.facts))
+    print("\nfiles: bytes, xxh3_128, name")
     for name, file in manifest.files.items():
-        print(f"  {file.bytes:>14,} bytes  {file.hash}  {name}")
+        print(f"  {file.bytes:>14,}  {file.hash}  {name}")
+    print("\ntensors: dtype, sum of xxh3_64, name [shape]")
     for name, tensor in manifest.tensors.items():
-        shape = " x ".join(map(str, tensor.shape)) or "one number"
+        shape = " x ".join(map(str, tensor.shape)) or "scalar"
         print(f"  {tensor.dtype:>9}  {tensor.hash}  {name} [{shape}]")
     return EXIT_DONE
 
 
-def newest(place: StorageFolder) -> int:
-    print(find_newest_checkpoint(place))
+def summary_rows(manifest: CheckpointManifest) -> list[tuple[str, str]]:
+    position, tokens = (manifest.progress.get(key) for key in ("position", "tokens"))
+    versions = ", ".join(f"{name} {version}" for name, version in manifest.versions.items())
+    rows = [
+        ("step", f"{manifest.step:,}"),
+        ("position", "none: weights only" if position is None else f"{position:,} samples"),
+        ("tokens", "none: weights only" if tokens is None else f"{tokens:,}"),
+        ("layout", manifest.layout),
+        ("size", f"{manifest.bytes / 1e6:,.1f} MB, saved in {manifest.seconds:.1f} s"),
+        ("versions", versions),
+    ]
+    if manifest.lease:
+        rows.append(("lease number", str(manifest.lease)))
+    return rows
+
+
+def property_rows(properties: dict[str, Any]) -> list[tuple[str, str]]:
+    """One row a property; of a table of values, one row an entry."""
+    rows = []
+    for name, value in properties.items():
+        table = value if isinstance(value, dict) else {}
+        rows += [(f"{name}: {key}", json.dumps(entry)) for key, entry in table.items()]
+        if not table:
+            rows.append((name, json.dumps(value)))
+    return rows
+
+
+def print_table(rows: Iterable[tuple[str, str]]) -> None:
+    """Print two aligned columns; a checkpoint from a stranger may have control characters."""
+    rows = [(printable(name), printable(value)) for name, value in rows]
+    width = max((len(name) for name, _ in rows), default=0)
+    for name, value in rows:
+        print(f"  {name:<{width}}  {value}")
+
+
+def printable(text: str) -> str:
+    return text if text.isprintable() else ascii(text)
+
+
+def print_newest(folder: StorageFolder) -> int:
+    print(find_newest_checkpoint(folder))
     return EXIT_DONE
 
 
-def remove(place: StorageFolder) -> int:
-    if not place.name.startswith("step-"):
-        raise CheckpointError(f"{place}: is not one checkpoint.", fix="Name a step-N folder.")
-    if not place.exists():
-        raise CheckpointError(f"{place}: there is no such folder.")
-    place.remove(first="manifest.json")
-    print(f"{place}: removed")
+def remove_checkpoint(folder: StorageFolder) -> int:
+    if not folder.name.startswith("step-"):
+        raise CheckpointError(f"{folder}: is not one checkpoint.", fix="Give a step-N folder.")
+    if not folder.exists():
+        raise CheckpointError(f"{folder}: does not exist.")
+    folder.remove(delete_first="manifest.json")
+    print(f"{folder}: removed")
     return EXIT_DONE
 
 
-def steps_of(place: StorageFolder) -> list[tuple[StorageFolder, bool]]:
-    """The step itself, or those of a checkpoint folder, or of the run it is in.
+def find_step_folders(folder: StorageFolder) -> list[tuple[StorageFolder, bool]]:
+    """The step folders of a run or checkpoint folder, each with whether it is set aside.
 
-    With each, whether it is set aside; one that is named itself is taken as it is.
+    A step folder itself is returned as it is. Raises CheckpointError if there is none.
     """
-    if place.name.startswith("step-"):
-        return [(place, False)]
-    for folder in (place, place / "checkpoint"):
-        found = list_steps(folder)
-        steps = [f"step-{step}" for step in found.steps]
-        removed = [name for name in found.unfinished if not name.endswith(".removed")]
-        if names := sorted([*steps, *found.aside, *removed], key=step_and_number):
-            return [(folder / name, name in found.aside) for name in names]
-    raise CheckpointError(f"{place}: holds no checkpoints.", fix="Name a run, or a step-N folder.")
+    if folder.name.startswith("step-"):
+        return [(folder, False)]
+    for parent in (folder, folder / "checkpoint"):
+        listing = list_steps(parent)
+        names = [f"step-{step}" for step in listing.steps] + listing.aside
+        names += [name for name in listing.unfinished if not name.endswith(".removed")]
+        if names:
+            names.sort(key=step_sort_key)
+            return [(parent / name, name in listing.aside) for name in names]
+    raise CheckpointError(
+        f"{folder}: contains no checkpoints.", fix="Give a run, or a step-N folder."
+    )
 
 
 if __name__ == "__main__":
+    if not any(map(is_url, sys.argv)):  # SIGPIPE would also end it when a remote store disconnects
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `... | head` is not an error
     sys.exit(main())

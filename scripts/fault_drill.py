@@ -28,7 +28,7 @@ from pathlib import Path
 
 from titanlite.checkpoint import read_checkpoint_manifest
 from titanlite.errors import EXIT_DONE, EXIT_USER_ERROR, CheckpointError, UserError, format_error
-from titanlite.files import write_whole_file
+from titanlite.files import write_file_atomically
 from titanlite.metrics import METRICS_FILE
 from titanlite.runtime.lease import LEASE_FILE
 from titanlite.storage import StorageFolder
@@ -149,7 +149,7 @@ def lose_the_lease(drill: Drill) -> str:
     except (OSError, ValueError):
         raise _ended_before(drill) from None
     number = holder["number"] + 1
-    write_whole_file(
+    write_file_atomically(
         lease, json.dumps({**holder, "token": "another job", "number": number}).encode()
     )
     drill.wait(run)

@@ -222,7 +222,7 @@ def test_the_path_that_a_checkpoint_records_is_never_opened(trained, tmp_path):
     cpu = torch.device("cpu")
     for number, path in enumerate((tmp_path / "fifo", trained.permuted, trained.tokenizer)):
         place = without_tokenizer(trained, tmp_path / f"step-{number}", str(path))
-        with pytest.raises(CheckpointError, match="holds no copy of its tokenizer.*--tokenizer"):
+        with pytest.raises(CheckpointError, match="has no copy of its tokenizer.*--tokenizer"):
             load_generator(place, cpu)
     ids = load_generator(place, cpu, str(trained.tokenizer)).prompt_ids("def ")
     assert ids == load_generator(StorageFolder(trained.step), cpu).prompt_ids("def ")

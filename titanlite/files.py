@@ -1,4 +1,4 @@
-"""Reading text that may be hostile, and writing files that are never half written."""
+"""Read untrusted JSON, TOML and files within limits, and write files atomically."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ import json
 import os
 import re
 import stat
+import sys
 from pathlib import Path
 from typing import Any
 
-try:
+if sys.version_info >= (3, 11):
     import tomllib
-except ModuleNotFoundError:  # Python 3.10
+else:
     import tomli as tomllib
 
-
-MOST_LEVELS = 100  # of tables and lists within each other; what people write has fewer than ten
+MAX_NESTING_LEVELS = 100  # of tables and lists; hand-written files have fewer than ten
 
 _TOML_TOKEN = re.compile(
     r"""(?P<key>[\w-]+|"[^"\n]*"|'[^'\n]*')|(?P<dot>\.)|[ \t]+|(?P<other>.|\n)"""
@@ -24,7 +24,7 @@ _TOML_TOKEN = re.compile(
 
 
 def parse_json(content: str | bytes) -> Any:
-    """The value of a JSON text; ValueError where it is not valid, or nested too deeply."""
+    """Parse JSON; raises ValueError if it is invalid or nested deeper than MAX_NESTING_LEVELS."""
     try:
         value = json.loads(content)
     except RecursionError:
@@ -34,7 +34,7 @@ def parse_json(content: str | bytes) -> Any:
 
 
 def parse_toml(text: str) -> dict[str, Any]:
-    """The table of a TOML text; ValueError where it is not valid, or nested too deeply."""
+    """Parse TOML; raises ValueError if it is invalid or nested deeper than MAX_NESTING_LEVELS."""
     _check_dotted_keys(text)
     try:
         table = tomllib.loads(text)
@@ -45,9 +45,9 @@ def parse_toml(text: str) -> dict[str, Any]:
 
 
 def _check_depth(value: Any) -> None:
-    """Whoever walks a value by recursion may rely on this bound."""
+    """Raise ValueError if lists and tables nest so deeply that recursive code could overflow."""
     level = [value] if type(value) in (dict, list) else []
-    for _ in range(MOST_LEVELS):
+    for _ in range(MAX_NESTING_LEVELS):
         if not level:
             return
         level = [
@@ -57,13 +57,13 @@ def _check_depth(value: Any) -> None:
             if type(child) in (dict, list)
         ]
     if level:
-        raise ValueError(f"nested too deeply: more than {MOST_LEVELS} levels")
+        raise ValueError(f"nested too deeply: more than {MAX_NESTING_LEVELS} levels")
 
 
 def _check_dotted_keys(text: str) -> None:
-    """Refuse `a.a.a… = 1` before it is parsed: tomllib's memory is quadratic in the parts of a key.
+    """Raise ValueError for a long dotted key, `a.a.a… = 1`, before tomllib parses it.
 
-    6,000 parts, 12 KB of text, took 150 MB.
+    tomllib's memory is quadratic in the parts of a key: 6,000 parts, 12 KB of text, took 150 MB.
     """
     parts, after_dot = 0, True
     for token in _TOML_TOKEN.finditer(text):
@@ -73,20 +73,22 @@ def _check_dotted_keys(text: str) -> None:
             after_dot = True
         elif token["other"]:
             parts, after_dot = 0, True
-        if parts > MOST_LEVELS:
-            raise ValueError(f"a key of more than {MOST_LEVELS} parts")
+        if parts > MAX_NESTING_LEVELS:
+            raise ValueError(f"a dotted key has more than {MAX_NESTING_LEVELS} parts")
 
 
-def read_regular_file(path: str | Path, most_bytes: int | None = None) -> bytes:
-    """The content of a file; OSError for a FIFO or a device, which would block, and for a file of
-    more than `most_bytes`."""
-    _check_regular(os.stat(path), path)  # before it is opened: that alone moves some devices
+def read_regular_file(path: str | Path, max_bytes: int | None = None) -> bytes:
+    """Read a file.
+
+    Raises OSError for a FIFO or a device, which could block, and for a file above `max_bytes`.
+    """
+    _check_regular(os.stat(path), path)  # before open(), which has effects on some devices
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     with open(descriptor, "rb") as file:
         _check_regular(os.fstat(descriptor), path)
-        content = file.read() if most_bytes is None else file.read(most_bytes + 1)
-    if most_bytes is not None and len(content) > most_bytes:
-        raise OSError(errno.EFBIG, f"has more than {most_bytes:,} bytes", str(path))
+        content = file.read() if max_bytes is None else file.read(max_bytes + 1)
+    if max_bytes is not None and len(content) > max_bytes:
+        raise OSError(errno.EFBIG, f"has more than {max_bytes:,} bytes", str(path))
     return content
 
 
@@ -97,10 +99,10 @@ def _check_regular(status: os.stat_result, path: str | Path) -> None:
         raise OSError(errno.EINVAL, "is not a regular file", str(path))
 
 
-def write_whole_file(path: Path, content: bytes) -> None:
-    """Replace `path` by `content` in one step: after a crash, the old or the new content is there.
+def write_file_atomically(path: Path, content: bytes) -> None:
+    """Replace the content of `path` in one step: a crash leaves the old or the new content.
 
-    Raises OSError, and leaves the old content, where the disk is full or cannot be written.
+    Raises OSError, and leaves the old content, if the disk is full or cannot be written.
     """
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     try:
@@ -112,11 +114,11 @@ def write_whole_file(path: Path, content: bytes) -> None:
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
-    sync_folder(path.parent)
+    _fsync_folder(path.parent)
 
 
-def sync_folder(folder: Path) -> None:
-    """Write a folder's list of names to the disk, so that a rename in it survives a power cut."""
+def _fsync_folder(folder: Path) -> None:
+    """Flush a folder's list of names to the disk, so that a rename survives a power failure."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -90,7 +90,7 @@ def load_generator(
     model.to_empty(device=device)
     tie_parameters(model, saved.spec.tied_parameters(saved.sizes))
     read_tensors(checkpoint, model_and_optimizer_state(model))
-    return TextGenerator(model.eval(), saved.tokenizer, saved.bos, saved.documents_apart)
+    return TextGenerator(model.eval(), saved.tokenizer, saved.bos, saved.document_mask)
 
 
 def generate(

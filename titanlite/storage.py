@@ -1,7 +1,7 @@
-"""A folder on this machine, or by URL (`s3://…`, `memory://…`) wherever fsspec reaches.
+"""A folder on this machine, or by URL (`s3://…`, `memory://…`) on any file system of fsspec.
 
-Every path is literal. Calls of fsspec that expand `*`, `?` and `[` (`rm`, `mv`, `copy`, `get`) are
-not used: removing `lr[12]/step-4` by `rm` removes the steps of `lr1` and `lr2`.
+Every path is literal. fsspec calls that expand `*`, `?` and `[` (`rm`, `mv`, `copy`, `get`) are not
+used: removing `lr[12]/step-4` by `rm` removes the steps of `lr1` and `lr2`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from functools import wraps
 from pathlib import Path
-from typing import IO, TypeVar
+from typing import IO, Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 import xxhash
 from fsspec.core import url_to_fs
@@ -22,66 +22,79 @@ from fsspec.implementations.local import LocalFileSystem
 
 from titanlite.errors import CheckpointError, UserError
 
-CHUNK_BYTES = 1 << 23
-UNFINISHED = "unfinished"  # the file that marks a folder as being written, or being removed
-DELETIONS_AT_ONCE = 16  # requests in flight; an object store answers each after tens of ms
+READ_BYTES = 1 << 23  # of one request to a remote file system
+UNFINISHED = "unfinished"  # marker file of a folder that is being written or removed
+PARALLEL_DELETIONS = 16  # requests in flight; an object store answers each after tens of ms
 
-Method = TypeVar("Method", bound=Callable)
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class BinaryReader(Protocol):
+    """A binary file that is open for reading, of any file system."""
+
+    def read(self, size: int = -1, /) -> bytes: ...
+
+    def readinto(self, buffer: memoryview, /) -> int: ...
+
+    def seek(self, position: int, /) -> int: ...
 
 
 class StorageUnreachable(CheckpointError):
-    """A remote file system that did not do what it was asked; nothing is known of what it holds."""
+    """A failed call of a remote file system; it says nothing about what is stored there."""
 
 
-def _named_errors(method: Method) -> Method:
-    """Let a method of `StorageFolder` raise StoreUnreachable where a remote file system fails.
+def _raise_storage_unreachable(
+    method: Callable[Concatenate[StorageFolder, P], R],
+) -> Callable[Concatenate[StorageFolder, P], R]:
+    """Let a method of `StorageFolder` raise StorageUnreachable when a remote file system fails.
 
-    Each has errors of its own (botocore's are no OSErrors). That a file is missing, or exists, is
-    an answer and no failure.
+    Each file system has errors of its own (botocore's are no OSErrors). A file that is missing, or
+    that exists already, is a valid answer and not a failure.
     """
 
     @wraps(method)
-    def call(place: StorageFolder, *args, **kwargs):
+    def call(folder: StorageFolder, *args: P.args, **kwargs: P.kwargs) -> R:
         try:
-            return method(place, *args, **kwargs)
+            return method(folder, *args, **kwargs)
         except (FileNotFoundError, FileExistsError, NotADirectoryError, UserError):
             raise
         except Exception as error:
-            if place.local:
+            if folder.local:
                 raise
             raise StorageUnreachable(
-                f"{place}: the store failed: {type(error).__name__}: {error}.",
-                fix="Check the store and the credentials for it, then run the same command again.",
+                f"{folder}: the storage failed: {type(error).__name__}: {error}.",
+                fix="Check the storage and its credentials, then run the same command again.",
             ) from error
 
     return call
 
 
 def is_url(text: str) -> bool:
-    """Whether a setting names another file system than this machine's."""
+    """Whether a path is a URL of another file system than this machine's."""
     return "://" in text and not text.startswith("file://")
 
 
 class StorageFolder:
-    """One folder; it need not be there yet. What is written is on the disk when a call returns.
+    """One folder, which need not exist yet. Data is on the disk when a write returns.
 
-    Raises CheckpointError for a URL that nothing here understands.
+    Raises CheckpointError for a URL whose scheme is unknown or needs a missing package.
     """
 
     def __init__(self, path: str | Path):
-        self.said = str(path)  # as the user wrote it, for messages
+        self._path_as_given = str(path)  # for messages
         try:
-            self.fs, whole = url_to_fs(self.said)
-        except (ImportError, ValueError) as error:  # a package that is missing, or no such scheme
-            raise CheckpointError(f"{self.said}: cannot be reached: {error}.") from None
-        self.path = whole.rstrip("/")
+            self.fs, full_path = url_to_fs(self._path_as_given)
+        except (ImportError, ValueError) as error:  # a missing package, or an unknown scheme
+            raise CheckpointError(f"{path}: cannot be opened: {error}.") from None
+        self.path = full_path.rstrip("/")
         self.local = isinstance(self.fs, LocalFileSystem)
 
     def __str__(self) -> str:
-        return self.said
+        return self._path_as_given
 
     def __truediv__(self, name: str) -> StorageFolder:
-        return StorageFolder(f"{self.said.rstrip('/')}/{name}")
+        return StorageFolder(f"{self._path_as_given.rstrip('/')}/{name}")
 
     @property
     def name(self) -> str:
@@ -89,96 +102,99 @@ class StorageFolder:
 
     @property
     def parent(self) -> StorageFolder:
-        return StorageFolder(self.said.rstrip("/").rpartition("/")[0] or ".")
+        return StorageFolder(self._path_as_given.rstrip("/").rpartition("/")[0] or ".")
 
-    @_named_errors
+    @_raise_storage_unreachable
     def exists(self) -> bool:
         self.fs.invalidate_cache()
         return self.fs.exists(self.path)
 
     def sizes(self) -> dict[str, int]:
-        """Name and bytes of every file directly in it; none where it is not there."""
+        """Name and bytes of every file directly in the folder; empty if it does not exist."""
         return {name: entry["size"] for name, entry in self._entries("file").items()}
 
     def folders(self) -> list[str]:
-        """Names of the folders directly in it; a local link to a folder, on another disk, is one."""
-        found = set(self._entries("directory"))
+        """Names of the folders directly in it; a local link to a folder (another disk) counts."""
+        names = set(self._entries("directory"))
         if self.local:
-            found |= {name for name in self._entries("link") if os.path.isdir(self.file(name))}
-        return sorted(found)
+            names |= {name for name in self._entries("link") if os.path.isdir(self.path_of(name))}
+        return sorted(names)
 
-    @_named_errors
-    def _entries(self, kind: str) -> dict[str, dict]:
+    @_raise_storage_unreachable
+    def _entries(self, kind: str) -> dict[str, dict[str, Any]]:
         self.fs.invalidate_cache()  # another process may have written since
         try:
             listed = self.fs.ls(self.path, detail=True)
         except (FileNotFoundError, NotADirectoryError):
             return {}
-        named = {entry["name"].rstrip("/").rpartition("/")[2]: entry for entry in listed}
-        kinds = {name: "link" if e.get("islink") else e["type"] for name, e in named.items()}
-        return {name: entry for name, entry in named.items() if kinds[name] == kind}
+        entries = {entry["name"].rstrip("/").rpartition("/")[2]: entry for entry in listed}
+        kinds = {name: "link" if e.get("islink") else e["type"] for name, e in entries.items()}
+        return {name: entry for name, entry in entries.items() if kinds[name] == kind}
 
-    @_named_errors
-    def make(self) -> None:
+    @_raise_storage_unreachable
+    def create_folder(self) -> None:
         self.fs.makedirs(self.path, exist_ok=True)
 
-    def check_room(self, needed: int, fix: str) -> None:
-        """Raise CheckpointError where so many bytes, and what goes with them, cannot fit."""
+    def check_free_space(self, needed_bytes: int, fix: str) -> None:
+        """Raise CheckpointError if `needed_bytes` and their overhead do not fit on the disk."""
         free = shutil.disk_usage(self.path).free if self.local else None
-        if free is not None and free < needed * 1.01 + (1 << 20):  # names, headers, a manifest
+        overhead = 0.01 * needed_bytes + (1 << 20)  # names, headers, a manifest
+        if free is not None and free < needed_bytes + overhead:
             raise CheckpointError(
-                f"{self}: needs {needed / 1e6:,.1f} MB, and {free / 1e6:,.1f} MB are free there.",
+                f"{self}: needs {needed_bytes / 1e6:,.1f} MB, but only {free / 1e6:,.1f} MB are"
+                " free there.",
                 fix=fix,
             )
 
     # --- files ---------------------------------------------------------------------------------
 
-    def file(self, name: str) -> str:
+    def path_of(self, name: str) -> str:
+        """The path of a file in the folder."""
         return f"{self.path}/{name}"
 
-    @_named_errors
+    @_raise_storage_unreachable
     def read(self, name: str) -> bytes:
-        return self.fs.cat_file(self.file(name))
+        return self.fs.cat_file(self.path_of(name))
 
     @contextmanager
-    def reading(self, name: str) -> Iterator[IO[bytes]]:
-        with self.fs.open(self.file(name), "rb") as stream:
+    def open_for_reading(self, name: str) -> Iterator[BinaryReader]:
+        with self.fs.open(self.path_of(name), "rb") as stream:
             yield stream
 
     @contextmanager
-    def writing(self, name: str) -> Iterator[HashingStream]:
-        """A stream that is on the disk, under its name, when the block has ended well."""
-        with self.fs.open(self.file(name), "wb") as raw:
+    def open_for_writing(self, name: str) -> Iterator[HashingStream]:
+        """A stream whose file is on the disk when the block ends without an error."""
+        with self.fs.open(self.path_of(name), "wb") as raw:
             stream = HashingStream(raw)
             try:
                 yield stream
-            except RuntimeError as error:  # torch.save's, in place of what went wrong
+            except RuntimeError as error:  # torch.save raises it in place of the write error
                 raise (stream.error or error) from None
             raw.flush()
             if self.local:
                 os.fsync(raw.fileno())
 
-    @_named_errors
-    def write_at_once(self, name: str, content: bytes) -> None:
-        """All of the content under its name, or nothing: an object store's put, or a rename."""
+    @_raise_storage_unreachable
+    def write_atomically(self, name: str, content: bytes) -> None:
+        """Write a file in full or not at all: an object store's put, or a local rename."""
         if not self.local:
-            self.fs.pipe_file(self.file(name), content)
+            self.fs.pipe_file(self.path_of(name), content)
             return
-        with self.writing(f"{name}.tmp") as stream:
+        with self.open_for_writing(f"{name}.tmp") as stream:
             stream.write(content)
-        self.settle()  # the names of the other files, before the one that vouches for them
-        os.replace(self.file(f"{name}.tmp"), self.file(name))
-        self.settle()
-        self.parent.settle()
+        self.fsync_folder()  # names of the other files, before the name of the file that lists them
+        os.replace(self.path_of(f"{name}.tmp"), self.path_of(name))
+        self.fsync_folder()
+        self.parent.fsync_folder()
 
-    @_named_errors
+    @_raise_storage_unreachable
     def create(self, name: str, content: bytes) -> bool:
-        """Write a file that must not be there yet; whether it was so.
+        """Write a file unless it exists; returns whether it was written.
 
-        Of several processes that try, one succeeds where the store knows conditional puts (S3,
-        Google Cloud Storage). Elsewhere it is a look and then a write, which two may do at once.
+        If several processes try, one succeeds where the store has conditional puts (S3, Google
+        Cloud Storage). Elsewhere two processes can succeed: the check and the write are two calls.
         """
-        path = self.file(name)
+        path = self.path_of(name)
         try:
             self.fs.pipe_file(path, content, mode="create")
             return True
@@ -187,49 +203,49 @@ class StorageFolder:
         except (TypeError, NotImplementedError):  # a file system without a conditional put
             pass
         except OSError as error:
-            if error.errno != errno.ENOSYS:  # not "NotImplemented", a store without one
-                if self._has(name):
+            if error.errno != errno.ENOSYS:  # ENOSYS: "NotImplemented", a store without one
+                if self._has_file(name):
                     return False
                 raise
-        if self._has(name):
+        if self._has_file(name):
             return False
         self.fs.pipe_file(path, content)
         return True
 
-    def _has(self, name: str) -> bool:
+    def _has_file(self, name: str) -> bool:
         self.fs.invalidate_cache()
-        return self.fs.exists(self.file(name))
+        return self.fs.exists(self.path_of(name))
 
-    @_named_errors
+    @_raise_storage_unreachable
     def delete(self, name: str) -> None:
-        self.fs.rm_file(self.file(name))
+        self.fs.rm_file(self.path_of(name))
 
-    @_named_errors
-    def rename_file(self, name: str, other: str) -> None:
-        """Give a file another name, in place of what has that name; a copy in an object store."""
+    @_raise_storage_unreachable
+    def rename_file(self, name: str, new_name: str) -> None:
+        """Rename a file and replace any file of the new name; a copy in an object store."""
         if self.local:
-            os.replace(self.file(name), self.file(other))
+            os.replace(self.path_of(name), self.path_of(new_name))
         else:
-            self.fs.cp_file(self.file(name), self.file(other))
-            self.fs.rm_file(self.file(name))
+            self.fs.cp_file(self.path_of(name), self.path_of(new_name))
+            self.fs.rm_file(self.path_of(name))
 
-    @_named_errors
+    @_raise_storage_unreachable
     def hash_of(self, name: str) -> str:
         """xxh3_128 of a file's content."""
         digest = xxhash.xxh3_128()
         if not self.local:
-            with self.reading(name) as stream:
-                while chunk := stream.read(CHUNK_BYTES):
-                    digest.update(chunk)
+            with self.open_for_reading(name) as stream:
+                while content := stream.read(READ_BYTES):
+                    digest.update(content)
             return digest.hexdigest()
-        part = memoryview(bytearray(1 << 20))  # one for all: fresh memory costs more than hashing
-        with open(self.file(name), "rb", buffering=0) as raw:
-            while count := raw.readinto(part):
-                digest.update(part[:count])
+        buffer = memoryview(bytearray(1 << 20))  # reused: fresh memory costs more than hashing
+        with open(self.path_of(name), "rb", buffering=0) as raw:
+            while count := raw.readinto(buffer):
+                digest.update(buffer[:count])
         return digest.hexdigest()
 
-    def settle(self) -> None:
-        """Let the disk have the folder's list of names."""
+    def fsync_folder(self) -> None:
+        """Flush the folder's list of names to a local disk."""
         if self.local:
             descriptor = os.open(self.path, os.O_RDONLY)
             try:
@@ -237,53 +253,53 @@ class StorageFolder:
             finally:
                 os.close(descriptor)
 
-    # --- whole folders -------------------------------------------------------------------------
+    # --- the folder itself ---------------------------------------------------------------------
 
     def rename(self, name: str) -> StorageFolder:
-        """Give a local folder another name beside where it is. No store renames a folder cheaply."""
-        assert self.local, f"{self}: would be copied"
+        """Rename a local folder within its parent. No object store renames a folder cheaply."""
+        assert self.local, f"{self}: an object store would copy every file"
         target = self.parent / name
         os.rename(self.path, target.path)
-        self.parent.settle()
+        self.parent.fsync_folder()
         return target
 
-    def remove(self, first: str) -> None:
-        """Delete the folder and what is in it.
+    def remove(self, delete_first: str) -> None:
+        """Delete the folder with all files and folders in it. Of a link, delete the link only.
 
-        Cut short anywhere, it leaves the folder whole or known as one to remove: a local one under
-        another name; elsewhere without the file `first`, which makes it valid, and with the marker
-        `unfinished`, which is deleted last. Of a link, the link is deleted alone.
+        An interrupted removal leaves the folder either complete or recognisable as unfinished: a
+        local folder is renamed first. In an object store the marker `unfinished` is written, then
+        `delete_first`, the file that makes the folder valid, is deleted; the marker goes last.
         """
         if self.local and os.path.islink(self.path):
             os.unlink(self.path)
             return
         if self.local:
-            gone = f"{self.path}.removed"
-            shutil.rmtree(gone, ignore_errors=True)
-            os.rename(self.path, gone)
-            shutil.rmtree(gone)
+            renamed = f"{self.path}.removed"
+            shutil.rmtree(renamed, ignore_errors=True)
+            os.rename(self.path, renamed)
+            shutil.rmtree(renamed)
             return
-        self.write_at_once(UNFINISHED, b"")
+        self.write_atomically(UNFINISHED, b"")
         names = set(self._files_below())
-        if first in names:
-            self.delete(first)
-        # Some file systems of fsspec are not safe to use from several threads; these are.
-        with ThreadPoolExecutor(DELETIONS_AT_ONCE if self.fs.async_impl else 1) as pool:
-            list(pool.map(self.delete, names - {first, UNFINISHED}))
+        if delete_first in names:
+            self.delete(delete_first)
+        # Only fsspec's asynchronous file systems are all safe to use from several threads.
+        with ThreadPoolExecutor(PARALLEL_DELETIONS if self.fs.async_impl else 1) as pool:
+            list(pool.map(self.delete, names - {delete_first, UNFINISHED}))
         self.delete(UNFINISHED)
         with suppress(Exception):  # an object store has no folders
             for folder in (*self._folders_below(), ""):
-                self.fs.rmdir(self.file(folder).rstrip("/"))
+                self.fs.rmdir(self.path_of(folder).rstrip("/"))
 
     def _files_below(self) -> list[str]:
-        """Names of the files in it and in its folders."""
+        """Relative paths of all files in the folder and its subfolders."""
         names = list(self.sizes())
         for folder in self.folders():
             names += [f"{folder}/{name}" for name in (self / folder)._files_below()]
         return names
 
     def _folders_below(self) -> list[str]:
-        """Names of the folders in it and in those, the innermost first."""
+        """Relative paths of all subfolders, the innermost first."""
         names = []
         for folder in self.folders():
             names += [f"{folder}/{name}" for name in (self / folder)._folders_below()] + [folder]
@@ -291,7 +307,7 @@ class StorageFolder:
 
 
 class HashingStream:
-    """A file to write to, once through, that knows the hash of what it was given."""
+    """A write-only stream that counts and hashes (xxh3_128) the bytes written to it."""
 
     def __init__(self, raw: IO[bytes]):
         self.raw, self.bytes, self.digest = raw, 0, xxhash.xxh3_128()
@@ -301,7 +317,7 @@ class HashingStream:
         self.digest.update(data)
         try:
             written = self.raw.write(data)
-        except Exception as error:  # a store has errors of its own kinds
+        except Exception as error:  # each store has its own error classes
             self.error = error
             raise
         self.bytes += memoryview(data).nbytes
@@ -313,7 +329,7 @@ class HashingStream:
     def flush(self) -> None:
         self.raw.flush()
 
-    def close(self) -> None:  # closed by the block that opened it
+    def close(self) -> None:  # no-op: open_for_writing closes the file
         pass
 
     @property

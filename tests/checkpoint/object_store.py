@@ -1,6 +1,6 @@
-"""An S3 server in a process of its own, slow and faulty on demand: moto's, over HTTP on 127.0.0.1.
+"""An S3 server (moto) on 127.0.0.1 in a process of its own, which is slow and fails on demand.
 
-As a script it serves; `open_store` starts it. Rules are put by HTTP, so that any rank can.
+`open_store` runs this file as a script, which serves. Rules are set over HTTP, from any rank.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ LATENCY_SECONDS = 0.005
 
 
 class Store:
-    """The server, as a client sees it; made of its address alone, so that it goes to any rank."""
+    """A client of the server; only an address, so that it can be sent to any rank."""
 
     def __init__(self, address: str):
         self.address = address
 
     @property
     def environ(self) -> dict[str, str]:
-        """What lets s3fs of a process find the server, and not repeat a request for long."""
+        """Environment variables for s3fs: the server's address, and few retries."""
         return {
             "AWS_ENDPOINT_URL": self.address,
             "AWS_ACCESS_KEY_ID": "test",
@@ -42,35 +42,37 @@ class Store:
             "AWS_MAX_ATTEMPTS": "1",
         }
 
-    def enter(self) -> None:
+    def set_environment(self) -> None:
         """Let s3fs of this process find the server."""
         os.environ.update(self.environ)
 
-    def rule(self, method: str, part: str, act: str, times: int = -1, seconds: float = 0) -> None:
-        """From now on `act` on `times` requests whose path has `part`; -1: on all.
+    def add_rule(
+        self, method: str, part: str, action: str, times: int = -1, seconds: float = 0
+    ) -> None:
+        """Apply `action` to the next `times` requests whose path contains `part`; -1: to all.
 
-        refuse: answer 403, which is not repeated. busy: 503, which is. lose: do it, and answer 503.
-        delay: answer after `seconds`.
+        refuse: answer 403, which s3fs does not retry. busy: answer 503, which it does.
+        lose: execute the request, but answer 503. delay: answer after `seconds`.
         """
-        self._ask(
+        self._post(
             "/rules",
-            {"method": method, "part": part, "act": act, "times": times, "seconds": seconds},
+            {"method": method, "part": part, "action": action, "times": times, "seconds": seconds},
         )
 
-    def forget(self) -> None:
-        """Drop every rule, and the log."""
-        self._ask("/rules", None)
+    def reset(self) -> None:
+        """Remove all rules, and clear the log of requests."""
+        self._post("/rules", None)
 
     def requests(self) -> list[str]:
-        """Method and path of every request since `forget`; COPY for a put that copies."""
-        return self._ask("/log", None)
+        """Method and path of every request since `reset`; COPY for a put that copies."""
+        return self._post("/log", None)
 
-    def _ask(self, path: str, body) -> list:
+    def _post(self, path: str, body) -> list:
         request = urllib.request.Request(
             f"{self.address}/__test__{path}", json.dumps(body).encode(), method="POST"
         )
-        with urllib.request.urlopen(request, timeout=30) as answer:
-            return json.loads(answer.read())
+        with urllib.request.urlopen(request, timeout=30) as response:
+            return json.loads(response.read())
 
 
 @contextmanager
@@ -89,42 +91,42 @@ def open_store() -> Iterator[Store]:
 
 
 class FaultyApplication:
-    """A WSGI application in front of moto's, which follows the rules it was given."""
+    """A WSGI application that applies rules to requests before it calls moto's."""
 
     def __init__(self, inner):
         self.inner, self.rules, self.log, self.lock = inner, [], [], threading.Lock()
 
-    def __call__(self, environ, answer):
+    def __call__(self, environ, start_response):
         path = environ["PATH_INFO"]
         if path.startswith("/__test__"):
-            return self._obey(path, environ, answer)
+            return self._control(path, environ, start_response)
         method = "COPY" if "HTTP_X_AMZ_COPY_SOURCE" in environ else environ["REQUEST_METHOD"]
-        asked = f"{path}?{environ.get('QUERY_STRING', '')}"
+        target = f"{path}?{environ.get('QUERY_STRING', '')}"
         with self.lock:
             self.log.append(f"{method} {path}")
-            rule = next((r for r in self.rules if self._applies(r, method, asked)), None)
+            rule = next((r for r in self.rules if self._applies(r, method, target)), None)
             if rule:
                 rule["times"] -= 1
         time.sleep(rule["seconds"] if rule else LATENCY_SECONDS)
-        if rule is None or rule["act"] == "delay":
-            return self.inner(environ, answer)
-        if rule["act"] == "lose":
+        if rule is None or rule["action"] == "delay":
+            return self.inner(environ, start_response)
+        if rule["action"] == "lose":
             b"".join(self.inner(environ, lambda *_: None))
         else:
             environ["wsgi.input"].read(int(environ.get("CONTENT_LENGTH") or 0))
         code, name = {"refuse": ("403 Forbidden", "AccessDenied")}.get(
-            rule["act"], ("503 Slow Down", "SlowDown")
+            rule["action"], ("503 Slow Down", "SlowDown")
         )
-        answer(code, [("Content-Type", "application/xml")])
+        start_response(code, [("Content-Type", "application/xml")])
         return [
             f"<Error><Code>{name}</Code><Message>{name}, by the test</Message></Error>".encode()
         ]
 
     @staticmethod
-    def _applies(rule, method: str, asked: str) -> bool:
-        return rule["times"] != 0 and rule["method"] == method and rule["part"] in asked
+    def _applies(rule, method: str, target: str) -> bool:
+        return rule["times"] != 0 and rule["method"] == method and rule["part"] in target
 
-    def _obey(self, path, environ, answer):
+    def _control(self, path, environ, start_response):
         body = json.loads(environ["wsgi.input"].read(int(environ["CONTENT_LENGTH"])))
         with self.lock:
             if path.endswith("/rules") and body is None:
@@ -132,7 +134,7 @@ class FaultyApplication:
             elif path.endswith("/rules"):
                 self.rules.append(body)
             log = list(self.log)
-        answer("200 OK", [("Content-Type", "application/json")])
+        start_response("200 OK", [("Content-Type", "application/json")])
         return [json.dumps(log).encode()]
 
 

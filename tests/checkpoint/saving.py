@@ -1,4 +1,4 @@
-"""What tests of checkpoints share."""
+"""Helpers of the checkpoint tests."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from titanlite.checkpoint import CheckpointConfig, Checkpointer, SaveResult
 from titanlite.storage import StorageFolder
 
 
-def open_checkpointer(folder, *, facts=None, layout="", fence=None, **config) -> Checkpointer:
-    """Of a job of which nothing is known but what the test cares about."""
-    about = {"facts": facts or {}, "job": {}, "layout": layout}
-    if fence:
-        about["fence"] = fence
-    return Checkpointer(StorageFolder(folder), CheckpointConfig(enable=True, **config), **about)
+def open_checkpointer(folder, *, facts=None, layout="", check_lease=None, **config) -> Checkpointer:
+    """A checkpointer of a job without properties, unless they are given."""
+    options = {"facts": facts or {}, "job": {}, "layout": layout}
+    if check_lease:
+        options["check_lease"] = check_lease
+    return Checkpointer(StorageFolder(folder), CheckpointConfig(enable=True, **config), **options)
 
 
 def save(checkpointer: Checkpointer, state, final: bool = False) -> None:
-    """Begin to save a state."""
+    """Start to save a state."""
     checkpointer.save(
         state.step, state.model, state.optimizer, progress=state.progress(), final=final
     )
 
 
-def save_whole(checkpointer: Checkpointer, state, final: bool = False) -> SaveResult:
-    """Save a state, and see that it was."""
+def save_and_wait(checkpointer: Checkpointer, state, final: bool = False) -> SaveResult:
+    """Save a state; fails if the save does."""
     save(checkpointer, state, final)
     saved = checkpointer.wait()
     assert not saved.problem, saved.problem
@@ -34,22 +34,22 @@ def save_whole(checkpointer: Checkpointer, state, final: bool = False) -> SaveRe
 
 
 def bits(state) -> dict[str, bytes]:
-    """Every weight and moment of this rank's stages as bytes, whole."""
-    found = {}
+    """Every unsharded weight and optimizer state of this rank's pipeline stages, as bytes."""
+    result = {}
     for name, parameter in state.model.named_parameters():
-        found[name] = _bytes(whole(parameter))
+        result[name] = _bytes(whole(parameter))
         for key, value in state.optimizer.state[parameter].items():
-            found[f"{name}.{key}"] = _bytes(whole(value))
-    return found
+            result[f"{name}.{key}"] = _bytes(whole(value))
+    return result
 
 
 def _bytes(tensor: Tensor) -> bytes:
-    return tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes()  # of any type
+    return tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes()  # of any dtype
 
 
 def load(checkpointer: Checkpointer, state, facts: dict | None = None) -> str:
-    """Go on from what is found; returns its name."""
+    """Resume from the checkpoint that is found; returns its name."""
     found = checkpointer.find()
     state.restore(checkpointer.load(found, state.model, state.optimizer, facts or {}))
     checkpointer.set_aside_later_steps(state.step)
-    return found.place.name
+    return found.folder.name

@@ -1,4 +1,4 @@
-"""What is saved is what is loaded, or it is refused by name and the one before is used."""
+"""A checkpoint loads exactly what was saved, or is refused, and the previous one is used."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.checkpoint.saving import bits, load, open_checkpointer, save, save_whole
+from tests.checkpoint.saving import bits, load, open_checkpointer, save, save_and_wait
 from tests.distributed.oracle import ADAMW, Layout, Record, go_on, start, whole
 from tests.distributed.ranks import run_on_ranks
 from titanlite.checkpoint import list_steps, read_checkpoint_manifest
-from titanlite.checkpoint.manifest import FORMAT, _hash
-from titanlite.checkpoint.tensor_io import _make_room
+from titanlite.checkpoint.manifest import FORMAT, manifest_hash
+from titanlite.checkpoint.tensor_writer import _prepare_folder
 from titanlite.errors import CheckpointError
 from titanlite.runtime.lease import LEASE_FILE, acquire_lease
 from titanlite.storage import StorageFolder
 
 
 def trained(layout: Layout, steps: int = 1):
-    """A state that has moments."""
+    """A state after training, so that it has optimizer state."""
     state, engine, mesh = start(layout, ADAMW)
     go_on(state, engine, mesh, ADAMW, Record(), steps)
     return state
 
 
 @torch.no_grad()
-def spoil(state) -> None:
+def modify(state) -> None:
     """Change every tensor of a state in place."""
     for parameter in state.model.parameters():
         parameter.add_(1.0)
@@ -41,104 +41,115 @@ def spoil(state) -> None:
             value.add_(1.0)
 
 
-def order_of_commit(folder, mode) -> list[bool]:
-    """Whether there was a manifest each time `before_commit` was called, and at the end."""
-    state, seen = trained(Layout()), []
+def manifest_exists_at_commit(folder, mode) -> list[bool]:
+    """Whether the manifest existed at each call of `before_commit`, and at the end."""
+    state, existed = trained(Layout()), []
     checkpointer, manifest = (
         open_checkpointer(folder, async_mode=mode),
         folder / "step-1/manifest.json",
     )
-    look = {"before_commit": lambda: seen.append(manifest.exists())}
-    checkpointer.save(1, state.model, state.optimizer, progress=state.progress(), **look)
+    checkpointer.save(
+        1,
+        state.model,
+        state.optimizer,
+        progress=state.progress(),
+        before_commit=lambda: existed.append(manifest.exists()),
+    )
     assert not checkpointer.wait().problem
-    return [*seen, manifest.exists()]
+    return [*existed, manifest.exists()]
 
 
 @pytest.mark.parametrize("mode", ["disabled", "async"])
-def test_what_must_not_be_older_than_a_checkpoint_is_written_before_its_manifest(tmp_path, mode):
-    assert run_on_ranks(order_of_commit, 1, tmp_path, mode) == [[False, True]]
+def test_before_commit_is_called_before_the_manifest_is_written(tmp_path, mode):
+    assert run_on_ranks(manifest_exists_at_commit, 1, tmp_path, mode) == [[False, True]]
 
 
 # --- asynchronous --------------------------------------------------------------------------------
 
 
-def save_then_spoil(folder, mode) -> list[tuple[bool, bool]]:
-    """For three saves into the same staging memory: whether the old bytes came back, and whether
-    `save` returned before they were written."""
-    state, answers = trained(Layout(shard=2)), []
+def modify_after_save(folder, mode) -> list[tuple[bool, bool]]:
+    """Save three times through the same staging memory, and modify the state after each save.
+
+    Returns for each whether a load restores the saved bytes, and whether `save` was asynchronous.
+    """
+    state, results = trained(Layout(shard=2)), []
     checkpointer = open_checkpointer(folder, async_mode=mode)
     for state.step in (1, 2, 3):
         before = bits(state)
         save(checkpointer, state)
-        aside = checkpointer.writing
-        spoil(state)
-        after, saved = bits(state), checkpointer.wait()
-        assert not saved.problem, saved.problem
+        asynchronous = checkpointer.writing
+        modify(state)
+        after, result = bits(state), checkpointer.wait()
+        assert not result.problem, result.problem
         load(open_checkpointer(folder), state)
         assert before != after
-        answers.append((bits(state) == before, aside))
-        spoil(state)
-    return answers
+        results.append((bits(state) == before, asynchronous))
+        modify(state)
+    return results
 
 
 @pytest.mark.parametrize("mode", ["disabled", "async", "async_with_pinned_mem"])
-def test_what_changes_after_save_returned_does_not_reach_the_disk(mode, tmp_path):
-    for answers in run_on_ranks(save_then_spoil, 2, str(tmp_path), mode):
-        assert [right for right, _ in answers] == [True] * 3
-        assert [aside for _, aside in answers] == [mode != "disabled"] * 3
+def test_changes_after_save_returns_are_not_saved(mode, tmp_path):
+    for results in run_on_ranks(modify_after_save, 2, str(tmp_path), mode):
+        assert [restored for restored, _ in results] == [True] * 3
+        assert [asynchronous for _, asynchronous in results] == [mode != "disabled"] * 3
 
 
-def full_disk(folder, mode, ranks_that_fail) -> list:
-    """Two saves that do not fit on a disk (a quota), then one that does."""
+def save_on_a_full_disk(folder, mode, failing_ranks) -> list:
+    """Two saves that exceed a limit on file sizes, then one without the limit."""
     state = trained(Layout(shard=2))
     checkpointer = open_checkpointer(folder, async_mode=mode)
-    save_whole(checkpointer, state)
+    save_and_wait(checkpointer, state)
     problems, unlimited = [], resource.getrlimit(resource.RLIMIT_FSIZE)
     for state.step in (2, 3):
-        if dist.get_rank() in ranks_that_fail:
+        if dist.get_rank() in failing_ranks:
             resource.setrlimit(resource.RLIMIT_FSIZE, (5000, unlimited[1]))
         save(checkpointer, state)
         problems.append(checkpointer.wait().problem)
         resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
         dist.barrier()
-        there = sorted(os.listdir(folder))  # what was written is gone, to make room
-        assert checkpointer.find().place.name == "step-1"
+        names = sorted(os.listdir(folder))  # the failed save is removed
+        assert checkpointer.find().folder.name == "step-1"
     failures, state.step = checkpointer.failures, 4
-    save_whole(checkpointer, state)
-    return [problems, failures, there, checkpointer.steps()]
+    save_and_wait(checkpointer, state)
+    return [problems, failures, names, checkpointer.steps()]
 
 
 @pytest.mark.parametrize(
     "mode, failing", [("disabled", (0, 1)), ("async", (0, 1)), ("async", (1,))]
 )
-def test_a_disk_that_is_full_costs_a_checkpoint_and_not_the_run(mode, failing, tmp_path):
-    for problems, failures, there, steps in run_on_ranks(
-        full_disk, 2, str(tmp_path), mode, failing
+def test_a_full_disk_fails_a_save_but_not_the_run(mode, failing, tmp_path):
+    for problems, failures, names, steps in run_on_ranks(
+        save_on_a_full_disk, 2, str(tmp_path), mode, failing
     ):
         assert all(f"rank {failing[0]}" in text and "too large" in text for text in problems)
-        assert failures == 2 and there == ["step-1"] and steps == [1, 4]
+        assert failures == 2 and names == ["step-1"] and steps == [1, 4]
 
 
-def test_a_save_that_cannot_fit_is_not_begun(tmp_path):
+def test_a_save_larger_than_the_free_disk_space_is_refused(tmp_path):
     with pytest.raises(CheckpointError, match="MB are free"):
-        _make_room(StorageFolder(tmp_path / "step-1"), 1 << 60)
+        _prepare_folder(StorageFolder(tmp_path / "step-1"), 1 << 60)
 
 
 def lose_the_lease(folder, mode, when) -> list:
-    """Save with a lease that another job takes at the `when`th check of a save; then that one's
-    step is saved, and the rest of the folder must still be there."""
+    """Save steps 1 and 2, keeping one; another job takes the lease at check number `when`.
+
+    Returns the problem of the last save, the step folders, and how the lease was lost.
+    """
     state, checks = trained(Layout(shard=2)), []
-    # No heartbeat comes in time: only what reads the lease itself can know.
+    # No heartbeat within the test: the loss is detected only by reading the lease.
     lease = acquire_lease(Path(folder), heartbeat_seconds=1000) if dist.get_rank() == 0 else None
 
-    def fence() -> int:
+    def check_lease() -> int:
         checks.append(1)
         if len(checks) == when:
             Path(folder, LEASE_FILE).write_text("{}")
         lease.check()
         return lease.number
 
-    checkpointer = open_checkpointer(folder, async_mode=mode, keep_latest_k=1, fence=fence)
+    checkpointer = open_checkpointer(
+        folder, async_mode=mode, keep_latest_k=1, check_lease=check_lease
+    )
     for state.step in (1, 2):
         save(checkpointer, state)
         problem = checkpointer.wait().problem
@@ -149,18 +160,20 @@ def lose_the_lease(folder, mode, when) -> list:
     ]
 
 
-# Each save is checked before its folder is touched, before its commit, and before each removal:
-# two checks of step 1, then those of step 2, which is to replace it.
+# A save checks the lease before it touches its folder, before its commit and before each removal:
+# checks 1 and 2 are of step 1, checks 3 to 5 of step 2, which replaces it.
 @pytest.mark.parametrize("mode", ["disabled", "async"])
 @pytest.mark.parametrize(
-    "when, left, committed",
+    "when, remaining, committed",
     [(3, ["step-1"], False), (4, ["step-1", "step-2"], False), (5, ["step-1", "step-2"], True)],
 )
-def test_who_lost_the_lease_neither_commits_nor_removes(mode, when, left, committed, tmp_path):
+def test_a_job_that_lost_its_lease_neither_commits_nor_removes(
+    mode, when, remaining, committed, tmp_path
+):
     first, second = run_on_ranks(lose_the_lease, 2, str(tmp_path), mode, when)
     assert first[:2] == second[:2] and "has taken it from this job" in first[2]
     problem, names, _ = first
-    assert names == left and (tmp_path / "step-2" / "manifest.json").exists() == committed
+    assert names == remaining and (tmp_path / "step-2" / "manifest.json").exists() == committed
     assert bool(problem) != committed and (committed or "has taken it from this job" in problem)
     assert read_checkpoint_manifest(StorageFolder(tmp_path / "step-1")).lease == 1
 
@@ -168,28 +181,28 @@ def test_who_lost_the_lease_neither_commits_nor_removes(mode, when, left, commit
 # --- damage --------------------------------------------------------------------------------------
 
 
-def largest(step: Path) -> Path:
+def largest_shard(step: Path) -> Path:
     return max(step.glob("*.distcp"), key=lambda file: file.stat().st_size)
 
 
 def change(file: Path, replace) -> None:
-    """Replace a page in the middle of the largest tensor."""
+    """Replace 4096 bytes in the middle of the largest tensor of a shard file."""
     metadata = pickle.loads(file.with_name(".metadata").read_bytes())
-    own = [i for i in metadata.storage_data.values() if i.relative_path == file.name]
-    tensor = max(own, key=lambda info: info.length)
+    infos = [i for i in metadata.storage_data.values() if i.relative_path == file.name]
+    tensor = max(infos, key=lambda info: info.length)
     start, content = tensor.offset + tensor.length // 2, bytearray(file.read_bytes())
     content[start : start + 4096] = replace(content[start : start + 4096])
     file.write_bytes(content)
 
 
-def one_bit(part: bytes) -> bytes:
+def flip_one_bit(part: bytes) -> bytes:
     return bytes([part[0] ^ 4]) + part[1:]
 
 
 def empty_manifest(step: Path) -> None:
-    """One that is signed, and says nothing."""
+    """Write a manifest with a correct hash but without any other key."""
     body = {"format": FORMAT}
-    (step / "manifest.json").write_text(json.dumps({**body, "hash": _hash(body)}))
+    (step / "manifest.json").write_text(json.dumps({**body, "hash": manifest_hash(body)}))
 
 
 def edit_manifest(step: Path) -> None:
@@ -200,11 +213,11 @@ def edit_manifest(step: Path) -> None:
 
 
 DAMAGE = {
-    "a truncated shard": lambda step: os.truncate(largest(step), 1000),
-    "an empty shard": lambda step: os.truncate(largest(step), 0),
-    "a missing shard": lambda step: largest(step).unlink(),
-    "a flipped bit": lambda step: change(largest(step), one_bit),
-    "a zeroed page": lambda step: change(largest(step), lambda part: bytes(len(part))),
+    "a truncated shard": lambda step: os.truncate(largest_shard(step), 1000),
+    "an empty shard": lambda step: os.truncate(largest_shard(step), 0),
+    "a missing shard": lambda step: largest_shard(step).unlink(),
+    "a flipped bit": lambda step: change(largest_shard(step), flip_one_bit),
+    "a zeroed page": lambda step: change(largest_shard(step), lambda part: bytes(len(part))),
     "a missing manifest": lambda step: (step / "manifest.json").unlink(),
     "a torn manifest": lambda step: os.truncate(step / "manifest.json", 700),
     "an edited manifest": edit_manifest,
@@ -214,18 +227,22 @@ DAMAGE = {
 }
 
 
-def save_two(folder) -> None:
+def save_two_steps(folder) -> None:
     state = trained(Layout(shard=2))
-    checkpointer = open_checkpointer(folder)
+    facts = {"debug.seed": 7, "data.sources": {"code": "weight 1"}}
+    checkpointer = open_checkpointer(folder, facts=facts, layout="shard 2")
     for state.step in (1, 2):
         state.position = state.step * 100
-        save_whole(checkpointer, state)
+        save_and_wait(checkpointer, state)
 
 
-def what_is_found(folders) -> list[tuple]:
-    """Of each folder with a damaged newest checkpoint: what is used, what is said; then with no
-    other one left: what is said."""
-    answers = []
+def load_damaged(folders) -> list[tuple]:
+    """Resume from folders whose newest checkpoint is damaged.
+
+    Returns the checkpoint that is used, its position, why the other is refused, the names in the
+    folder, and the error if the damaged checkpoint is the only one.
+    """
+    results = []
     state, _, _ = start(Layout(shard=2), ADAMW)
     for folder in folders:
         checkpointer = open_checkpointer(folder)
@@ -238,58 +255,61 @@ def what_is_found(folders) -> list[tuple]:
             Path(folder, "step-2.aside-1").rename(Path(folder, "step-2"))
         dist.barrier()
         try:
-            alone = f"started anew: {open_checkpointer(folder).find()}"
+            error_if_only_one = f"no error: {open_checkpointer(folder).find()}"
         except CheckpointError as error:
-            alone = str(error)
-        answers.append((used, state.position, found.refused, names, alone))
-    return answers
+            error_if_only_one = str(error)
+        results.append((used, state.position, found.refused, names, error_if_only_one))
+    return results
 
 
-def test_every_damage_is_named_and_the_checkpoint_before_is_used(tmp_path):
-    run_on_ranks(save_two, 2, str(tmp_path / "whole"))
+def test_every_damage_is_reported_and_the_previous_checkpoint_is_used(tmp_path):
+    run_on_ranks(save_two_steps, 2, str(tmp_path / "whole"))
     folders = {}
-    for damage, act in DAMAGE.items():
+    for damage, apply_damage in DAMAGE.items():
         folders[damage] = tmp_path / damage
         shutil.copytree(tmp_path / "whole", folders[damage])
-        act(folders[damage] / "step-2")
-    for answers in run_on_ranks(what_is_found, 2, [str(folder) for folder in folders.values()]):
-        for damage, (used, position, refused, names, alone) in zip(folders, answers, strict=True):
+        apply_damage(folders[damage] / "step-2")
+    for results in run_on_ranks(load_damaged, 2, [str(folder) for folder in folders.values()]):
+        for damage, result in zip(folders, results, strict=True):
+            used, position, refused, names, error_if_only_one = result
             assert (used, position) == ("step-1", 100), damage
             assert len(refused) == 1 and "step-2: " in refused[0], damage
-            assert names == ["step-1", "step-2.aside-1"], f"{damage}: nothing may be lost"
-            assert "none of the checkpoints" in alone and "step-2: " in alone, damage
+            assert names == ["step-1", "step-2.aside-1"], f"{damage}: the damaged one is kept"
+            assert "no valid checkpoint found" in error_if_only_one, damage
+            assert "step-2: " in error_if_only_one, damage
 
 
-def verify_less(folder) -> list[str]:
+def load_with_each_verify(folder) -> list[str]:
     state, _, _ = start(Layout(), ADAMW)
     return [load(open_checkpointer(folder, verify=how), state) for how in ("off", "sizes", "full")]
 
 
-def test_how_much_is_verified_is_what_was_asked_for(tmp_path):
-    run_on_ranks(save_two, 2, str(tmp_path / "flipped"))
+def test_each_verify_setting_detects_the_damage_it_checks_for(tmp_path):
+    run_on_ranks(save_two_steps, 2, str(tmp_path / "flipped"))
     shutil.copytree(tmp_path / "flipped", tmp_path / "longer")
     DAMAGE["a flipped bit"](tmp_path / "flipped" / "step-2")
-    with largest(tmp_path / "longer" / "step-2").open("ab") as shard:
+    with largest_shard(tmp_path / "longer" / "step-2").open("ab") as shard:
         shard.write(b"more")
-    answers = [
-        run_on_ranks(verify_less, 1, str(tmp_path / how))[0] for how in ("flipped", "longer")
+    used = [
+        run_on_ranks(load_with_each_verify, 1, str(tmp_path / damage))[0]
+        for damage in ("flipped", "longer")
     ]
-    assert answers == [["step-2", "step-2", "step-1"], ["step-2", "step-1", "step-1"]]
+    assert used == [["step-2", "step-2", "step-1"], ["step-2", "step-1", "step-1"]]
 
 
-# --- what is found -------------------------------------------------------------------------------
+# --- finding -------------------------------------------------------------------------------------
 
 
 def save_over(folder) -> str:
-    """Save step 1 into a folder that holds a checkpoint of it, and a shard of a larger layout."""
+    """Save step 1 twice; before the second save, add a shard file of a layout with more ranks."""
     state = trained(Layout())
-    save_whole(open_checkpointer(folder), state)
+    save_and_wait(open_checkpointer(folder), state)
     Path(folder, "step-1", "__7_0.distcp").write_bytes(b"of before")
-    save_whole(open_checkpointer(folder), state)
+    save_and_wait(open_checkpointer(folder), state)
     return load(open_checkpointer(folder), state)
 
 
-def test_a_step_that_is_saved_again_is_not_mixed_with_what_was_there(tmp_path):
+def test_saving_a_step_again_removes_all_files_of_the_previous_save(tmp_path):
     assert run_on_ranks(save_over, 1, str(tmp_path)) == ["step-1"]
     names = {path.name for path in (tmp_path / "step-1").iterdir()}
     assert names == {".metadata", "__0_0.distcp", "chunks.json", "manifest.json"}
@@ -297,10 +317,10 @@ def test_a_step_that_is_saved_again_is_not_mixed_with_what_was_there(tmp_path):
 
 def find_in(folder, config) -> str:
     found = open_checkpointer(folder, **config).find()
-    return "nothing" if found is None else found.place.name
+    return "nothing" if found is None else found.folder.name
 
 
-def test_a_first_save_that_was_cut_short_is_no_reason_to_stop(tmp_path):
+def test_an_interrupted_first_save_is_removed_and_the_run_starts(tmp_path):
     (tmp_path / "step-3").mkdir()
     (tmp_path / "step-3" / "unfinished").touch()
     (tmp_path / "step-2.removed").mkdir()
@@ -308,14 +328,14 @@ def test_a_first_save_that_was_cut_short_is_no_reason_to_stop(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_folder_that_is_there_but_empty_does_not_hide_the_initial_checkpoint(tmp_path):
-    run_on_ranks(save_two, 2, str(tmp_path / "other"))
+def test_an_empty_checkpoint_folder_does_not_hide_the_initial_checkpoint(tmp_path):
+    run_on_ranks(save_two_steps, 2, str(tmp_path / "other"))
     (tmp_path / "own").mkdir()
     config = {"initial_load_path": str(tmp_path / "other" / "step-2")}
     assert run_on_ranks(find_in, 1, str(tmp_path / "own"), config) == ["step-2"]
 
 
-def test_who_only_loads_changes_nothing(tmp_path):
+def test_load_only_changes_nothing_in_the_folder(tmp_path):
     (tmp_path / "step-3").mkdir()
     (tmp_path / "step-3" / "unfinished").touch()
     assert run_on_ranks(find_in, 1, str(tmp_path), {"load_only": True}) == ["nothing"]
@@ -325,17 +345,21 @@ def test_who_only_loads_changes_nothing(tmp_path):
 # --- parts ---------------------------------------------------------------------------------------
 
 
-def save_last(folder, dtype) -> tuple[dict, int]:
+def save_model_only(folder, dtype) -> tuple[dict, int]:
     state = trained(Layout(shard=2), 2)
     config = {"last_save_model_only": True, "export_dtype": dtype}
     checkpointer = open_checkpointer(folder, **config)
-    save_whole(checkpointer, state, final=True)
+    save_and_wait(checkpointer, state, final=True)
     return {name: whole(p).to(getattr(torch, dtype)) for name, p in state.model.named_parameters()}
 
 
 def load_parts(folder) -> list:
-    """(what is said to going on, weights and moments after leaving the moments out, or finished)"""
-    answers = []
+    """Resume from a model-only checkpoint: as it is, without optimizer state, and a finished run.
+
+    Returns for each the step, the weights and the number of parameters with optimizer state; or the
+    error.
+    """
+    results = []
     for config, steps in (({}, None), ({"exclude_from_loading": ["optimizer"]}, None), ({}, 2)):
         state, _, _ = start(Layout(), ADAMW)
         checkpointer = open_checkpointer(folder, **config)
@@ -344,94 +368,100 @@ def load_parts(folder) -> list:
                 checkpointer.find(), state.model, state.optimizer, {}, finished_at=steps
             )
             weights = {name: whole(p) for name, p in state.model.named_parameters()}
-            answers.append((progress["step"], weights, len(state.optimizer.state)))
+            results.append((progress["step"], weights, len(state.optimizer.state)))
         except CheckpointError as error:
-            answers.append(str(error))
-    return answers
+            results.append(str(error))
+    return results
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_last_save_of_the_model_alone_says_that_it_cannot_be_gone_on_from(dtype, tmp_path):
-    saved = run_on_ranks(save_last, 2, str(tmp_path), dtype)[0]
+def test_resuming_from_a_model_only_save_is_refused_with_the_alternatives(dtype, tmp_path):
+    saved = run_on_ranks(save_model_only, 2, str(tmp_path), dtype)[0]
     tensors = read_checkpoint_manifest(StorageFolder(tmp_path / "step-2")).tensors
     assert {record.dtype for record in tensors.values()} == {dtype}
     assert set(tensors) == {f"model.{name}" for name in saved}
     refusal, without, finished = run_on_ranks(load_parts, 1, str(tmp_path))[0]
-    assert "holds the model alone" in refusal and "exclude_from_loading" in refusal
-    for step, weights, moments in (without, finished):
-        assert step == 2 and moments == 0
+    assert "has only weights" in refusal and "exclude_from_loading" in refusal
+    for step, weights, states in (without, finished):
+        assert step == 2 and states == 0
         assert all(torch.equal(weights[name], saved[name].float()) for name in saved)
 
 
-def start_parts_anew(folder) -> list[tuple]:
-    answers = []
+def load_without_each_part(folder) -> list[tuple]:
+    results = []
     for parts in (["dataloader"], ["train_state"], ["optimizer"]):
         state, _, _ = start(Layout(), ADAMW)
         load(open_checkpointer(folder, load_only=True, exclude_from_loading=parts), state)
-        answers.append((state.step, state.position, len(state.optimizer.state) > 0))
-    return answers
+        results.append((state.step, state.position, len(state.optimizer.state) > 0))
+    return results
 
 
-def test_only_the_parts_named_start_anew(tmp_path):
-    run_on_ranks(save_two, 2, str(tmp_path))
-    answers = run_on_ranks(start_parts_anew, 1, str(tmp_path))[0]
-    assert answers == [(2, 0, True), (0, 200, True), (2, 200, False)]
+def test_exclude_from_loading_resets_only_the_parts_it_names(tmp_path):
+    run_on_ranks(save_two_steps, 2, str(tmp_path))
+    results = run_on_ranks(load_without_each_part, 1, str(tmp_path))[0]
+    assert results == [(2, 0, True), (0, 200, True), (2, 200, False)]
 
 
-def other_facts(folder, allowed) -> list[str]:
-    facts, said = {"data.sources": {"code": "weight 2"}, "model": {"dim": 32}, "debug.seed": 1}, []
+def load_with_other_properties(folder, allowed) -> list[str]:
+    """The checkpoint that is loaded, or the error, for each value of allow_changes."""
+    facts = {"data.sources": {"code": "weight 2"}, "model": {"dim": 32}, "debug.seed": 1}
+    results = []
     for allow_changes in allowed:
         state, _, _ = start(Layout(), ADAMW)
         try:
-            said.append(load(open_checkpointer(folder, allow_changes=allow_changes), state, facts))
+            checkpointer = open_checkpointer(folder, allow_changes=allow_changes)
+            results.append(load(checkpointer, state, facts))
         except CheckpointError as error:
-            said.append(str(error))
-    return said
+            results.append(str(error))
+    return results
 
 
-def save_facts(folder) -> None:
+def save_with_properties(folder) -> None:
     facts = {"data.sources": {"code": "weight 1"}, "model": {"dim": 32}, "debug.seed": 0}
-    save_whole(open_checkpointer(folder, facts=facts), trained(Layout()))
+    save_and_wait(open_checkpointer(folder, facts=facts), trained(Layout()))
 
 
-def test_a_changed_fact_is_refused_with_what_differs_unless_it_is_allowed_by_name(tmp_path):
-    run_on_ranks(save_facts, 1, str(tmp_path))
+def test_a_changed_job_property_is_refused_unless_it_is_allowed_by_name(tmp_path):
+    run_on_ranks(save_with_properties, 1, str(tmp_path))
     allowed = [[], ["debug.seed"], ["debug.seed", "data.sources"]]
-    nothing, one, both = run_on_ranks(other_facts, 1, str(tmp_path), allowed)[0]
-    assert "data.sources (code: weight 1 saved, weight 2 now)" in nothing
-    assert "debug.seed (0 saved, 1 now)" in nothing and "model (" not in nothing
-    assert 'allow_changes = ["data.sources", "debug.seed"]' in nothing
-    assert "debug.seed (" not in one and "data.sources (" in one and both == "step-1"
+    none_allowed, one_allowed, both_allowed = run_on_ranks(
+        load_with_other_properties, 1, str(tmp_path), allowed
+    )[0]
+    assert "data.sources (code: weight 1 saved, weight 2 now)" in none_allowed
+    assert "debug.seed (0 saved, 1 now)" in none_allowed and "model (" not in none_allowed
+    assert 'allow_changes = ["data.sources", "debug.seed"]' in none_allowed
+    assert "debug.seed (" not in one_allowed and "data.sources (" in one_allowed
+    assert both_allowed == "step-1"
 
 
-# --- elsewhere -----------------------------------------------------------------------------------
+# --- other file systems --------------------------------------------------------------------------
 
 
-def somewhere_else(url) -> list:
-    """Save three, keeping two; damage the newest; go on."""
+def save_damage_resume(url) -> list:
+    """Save three steps, keeping two; damage the newest; resume."""
     state = trained(Layout())
     checkpointer = open_checkpointer(url, async_mode="async", keep_latest_k=2)
     for state.step in (1, 2, 3):
-        save_whole(checkpointer, state)
-    before, place = bits(state), StorageFolder(url) / "step-3"
-    shard = next(name for name in place.sizes() if name.endswith(".distcp"))
-    place.write_at_once(shard, one_bit(place.read(shard)))
-    spoil(state)
+        save_and_wait(checkpointer, state)
+    before, folder = bits(state), StorageFolder(url) / "step-3"
+    shard = next(name for name in folder.sizes() if name.endswith(".distcp"))
+    folder.write_atomically(shard, flip_one_bit(folder.read(shard)))
+    modify(state)
     steps = checkpointer.steps()
-    found, names = load(checkpointer, state), StorageFolder(url).folders()
-    return [steps, found, bits(state) == before, names, list_steps(StorageFolder(url)).aside]
+    used, names = load(checkpointer, state), StorageFolder(url).folders()
+    return [steps, used, bits(state) == before, names, list_steps(StorageFolder(url)).aside]
 
 
 @pytest.mark.parametrize(
     "url, aside", [("memory://bucket/run/checkpoint", ""), ("file://{}/checkpoint", ".aside-1")]
 )
-def test_checkpoints_may_be_wherever_a_url_leads(url, aside, tmp_path):
-    answer = run_on_ranks(somewhere_else, 1, url.format(tmp_path))[0]
-    assert answer == [[2, 3], "step-2", True, ["step-2", f"step-3{aside}"], [f"step-3{aside}"]]
+def test_checkpoints_can_be_saved_to_any_url_of_fsspec(url, aside, tmp_path):
+    result = run_on_ranks(save_damage_resume, 1, url.format(tmp_path))[0]
+    assert result == [[2, 3], "step-2", True, ["step-2", f"step-3{aside}"], [f"step-3{aside}"]]
 
 
-def test_a_manifest_lists_every_tensor_with_a_hash_that_follows_its_content(tmp_path):
-    run_on_ranks(save_two, 2, str(tmp_path))
+def test_a_manifest_lists_every_tensor_with_the_hash_of_its_content(tmp_path):
+    run_on_ranks(save_two_steps, 2, str(tmp_path))
     first, second = (
         read_checkpoint_manifest(StorageFolder(tmp_path / f"step-{n}")) for n in (1, 2)
     )
@@ -443,23 +473,25 @@ def test_a_manifest_lists_every_tensor_with_a_hash_that_follows_its_content(tmp_
 
 
 def resume_linked(folder, elsewhere) -> tuple:
-    """What is found where two checkpoints were moved to another disk and linked, then a third is
-    saved with two kept."""
+    """Save two steps, move them to another disk and link them; resume; save a third, keeping two.
+
+    Returns the checkpoint that was used, and the names in the folder.
+    """
     state = trained(Layout())
     checkpointer = open_checkpointer(folder, keep_latest_k=2)
     for state.step in (1, 2):
-        save_whole(checkpointer, state)
+        save_and_wait(checkpointer, state)
         (folder / f"step-{state.step}").rename(elsewhere / f"step-{state.step}")
         (folder / f"step-{state.step}").symlink_to(elsewhere / f"step-{state.step}")
-    found = load(checkpointer, state)
+    used = load(checkpointer, state)
     state.step = 3
-    save_whole(checkpointer, state)
-    return found, sorted(path.name for path in folder.glob("step-*"))
+    save_and_wait(checkpointer, state)
+    return used, sorted(path.name for path in folder.glob("step-*"))
 
 
-def test_a_checkpoint_that_is_linked_from_another_disk_is_used_and_never_deleted(tmp_path):
+def test_a_checkpoint_linked_from_another_disk_is_used_and_only_the_link_is_deleted(tmp_path):
     folder, elsewhere = tmp_path / "checkpoint", tmp_path / "elsewhere"
     elsewhere.mkdir()
-    [(found, left)] = run_on_ranks(resume_linked, 1, folder, elsewhere)
-    assert (found, left) == ("step-2", ["step-2", "step-3"])
-    assert (elsewhere / "step-1" / "manifest.json").exists()  # the link alone was removed
+    [(used, names)] = run_on_ranks(resume_linked, 1, folder, elsewhere)
+    assert (used, names) == ("step-2", ["step-2", "step-3"])
+    assert (elsewhere / "step-1" / "manifest.json").exists()  # only the link was removed

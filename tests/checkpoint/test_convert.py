@@ -1,4 +1,4 @@
-"""A checkpoint goes to Hugging Face and comes back, by hand and in the course of a run."""
+"""Convert checkpoints to Hugging Face and back, with the script and at the end of a run."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from titanlite.storage import StorageFolder
 
 
 def train(run_toml, out, ranks: int, *argv) -> str:
-    words = ("--job.config_file", str(run_toml), "--job.dump_folder", str(out), *argv)
-    with Launched(ranks, out, *words) as run:
+    arguments = ("--job.config_file", str(run_toml), "--job.dump_folder", str(out), *argv)
+    with Launched(ranks, out, *arguments) as run:
         assert run.wait() == [0] * ranks, run.said
         return run.said
 
@@ -22,34 +22,38 @@ def first_loss(out) -> float:
     return next(line["loss"] for line in lines_of(out) if "loss" in line)
 
 
-def test_weights_travel_to_hugging_face_and_back_in_the_course_of_runs(run_toml, tmp_path, capsys):
+def test_weights_are_equal_after_an_export_to_hugging_face_and_back(run_toml, tmp_path, capsys):
     first, step = tmp_path / "first", tmp_path / "first" / "checkpoint" / "step-3"
-    said = train(
-        run_toml, first, 2, "--training.steps", "3", "--checkpoint.last_save_in_hf", "true"
-    )
-    assert "tokenizer.json gives the same ids as bytes" in said
-    exported, again = tmp_path / "exported", tmp_path / "again"
-    assert convert_checkpoint.main(["to-hf", str(step), str(exported)]) == 0
-    assert convert_checkpoint.main(["from-hf", str(exported), str(again)]) == 0
+    log = train(run_toml, first, 2, "--training.steps", "3", "--checkpoint.last_save_in_hf", "true")
+    assert "tokenizer.json gives the same ids as bytes" in log
+    exported, imported = tmp_path / "exported", tmp_path / "imported"
+    assert convert_checkpoint.main(["to-hf", str(first), str(exported)]) == 0  # the run
+    assert f"exported from {step}" in capsys.readouterr().out
+    assert convert_checkpoint.main(["from-hf", str(exported), str(imported)]) == 0
     for file in ("model.safetensors", "config.json", "tokenizer.json"):
         assert (exported / file).read_bytes() == (step.with_name("step-3-hf") / file).read_bytes()
     assert convert_checkpoint.main(["to-hf", str(step), str(exported)]) == 2
-    assert "is there and not empty" in capsys.readouterr().err
+    assert "already exists and is not empty" in capsys.readouterr().err
 
-    right = load_generator(StorageFolder(step), torch.device("cpu"))
-    back = load_generator(StorageFolder(again), torch.device("cpu"))
-    for name, weight in right.model.state_dict().items():
-        assert torch.equal(back.model.state_dict()[name], weight), name
-    assert right.prompt_ids("def f(x):") == back.prompt_ids("def f(x):")
+    original = load_generator(StorageFolder(step), torch.device("cpu"))
+    converted = load_generator(StorageFolder(imported), torch.device("cpu"))
+    for name, weight in original.model.state_dict().items():
+        assert torch.equal(converted.model.state_dict()[name], weight), name
+    assert original.prompt_ids("def f(x):") == converted.prompt_ids("def f(x):")
 
-    # All three are the same start of another run, whatever its layout.
-    split = ("--parallelism.tensor_parallel_degree", "2", "--training.local_batch_size", "4")
-    stages = ("--parallelism.pipeline_parallel_degree", "2", "--training.local_batch_size", "4")
+    # Another run starts equally from all three, under any layout.
+    tensor_parallel = (
+        "--parallelism.tensor_parallel_degree",
+        "2",
+        "--training.local_batch_size",
+        "4",
+    )
+    pipeline = ("--parallelism.pipeline_parallel_degree", "2", "--training.local_batch_size", "4")
     losses = []
     for path, hf, layout in (
         (step, "false", ()),
-        (again, "false", split),
-        (exported, "true", stages),
+        (imported, "false", tensor_parallel),
+        (exported, "true", pipeline),
     ):
         out = tmp_path / f"from {path.name}"
         initial = ("--checkpoint.initial_load_path", str(path))
@@ -60,22 +64,24 @@ def test_weights_travel_to_hugging_face_and_back_in_the_course_of_runs(run_toml,
     assert losses[0] < first_loss(first) - 0.01
 
 
-def test_the_last_save_may_be_smaller(run_toml, tmp_path):
-    small = ("--checkpoint.last_save_in_hf", "true", "--checkpoint.export_dtype", "bfloat16")
-    train(run_toml, tmp_path / "out", 1, "--training.steps", "2", *small)
+def test_an_export_in_bfloat16_does_not_prevent_resuming(run_toml, tmp_path):
+    export = ("--checkpoint.last_save_in_hf", "true", "--checkpoint.export_dtype", "bfloat16")
+    train(run_toml, tmp_path / "out", 1, "--training.steps", "2", *export)
     out = tmp_path / "out" / "checkpoint"
     weights = (out / "step-2-hf" / "model.safetensors").stat().st_size
-    assert weights < 35_104 * 2 + 6000  # parameters, and the names
-    train(run_toml, tmp_path / "out", 1, "--training.steps", "3", *small)  # it can still go on
+    assert weights < 35_104 * 2 + 6000  # parameters and headers
+    train(
+        run_toml, tmp_path / "out", 1, "--training.steps", "3", *export
+    )  # resumes from the full checkpoint
     assert (out / "step-3-hf" / "config.json").exists()
 
 
-def test_a_folder_of_another_shape_is_refused(run_toml, tmp_path):
+def test_a_hugging_face_folder_with_other_model_sizes_is_refused(run_toml, tmp_path):
     out = tmp_path / "out"
     train(run_toml, out, 1, "--training.steps", "1", "--checkpoint.last_save_in_hf", "true")
-    words = ("--job.config_file", str(run_toml), "--job.dump_folder", str(tmp_path / "other"))
+    arguments = ("--job.config_file", str(run_toml), "--job.dump_folder", str(tmp_path / "other"))
     initial = ("--checkpoint.initial_load_path", str(out / "checkpoint" / "step-1-hf"))
     initial += ("--checkpoint.initial_load_in_hf", "true", "--model.hidden_dim", "96")
-    with Launched(1, tmp_path / "other", *words, *initial) as run:
+    with Launched(1, tmp_path / "other", *arguments, *initial) as run:
         assert run.wait() == [2], run.said
         assert "hidden_dim: 64 saved, 96 now" in run.said

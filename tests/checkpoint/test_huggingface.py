@@ -1,4 +1,4 @@
-"""A model is the same model in a Hugging Face folder, whichever side wrote it."""
+"""Hugging Face folders: models of transformers load here, and exported models load there."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ from tests.data.test_tokenizer import ODD_TEXTS, write_tokenizer_json
 from tests.distributed.oracle import ADAMW, SHAPE, Layout, deepened, start, whole
 from tests.distributed.ranks import run_on_ranks
 from titanlite.checkpoint import model_and_optimizer_state
-from titanlite.checkpoint.huggingface import HuggingFaceFolder, open_hugging_face, parameters_of
-from titanlite.checkpoint.huggingface_export import write_hugging_face
+from titanlite.checkpoint.huggingface import HuggingFaceFolder, open_hugging_face
+from titanlite.checkpoint.huggingface_export import ModelToExport, write_hugging_face
+from titanlite.checkpoint.model_size import parameter_shapes
 from titanlite.data import open_tokenizer
 from titanlite.data.bpe import train_bpe
 from titanlite.data.tokenizer_json import to_tokenizer_json
@@ -30,8 +31,8 @@ TIED = replace(SHAPE, rope_theta=10_000.0, tied_embeddings=True, head_dim=16)
 TOKENS = torch.arange(2 * 96).view(2, 96) * 37 % SHAPE.vocab_size
 
 
-def built(shape, seed: int = 0):
-    """A model whose logits depend on everything in it."""
+def random_model(shape, seed: int = 0):
+    """A model whose logits depend on all parameters."""
     torch.manual_seed(seed)
     model = FAMILY.build(shape).eval()
     for parameter in model.parameters():
@@ -39,41 +40,43 @@ def built(shape, seed: int = 0):
     return model
 
 
-def write(folder, model, **changes) -> StorageFolder:
-    place, state = StorageFolder(folder), model.state_dict()
-    settings = {"context": 48, "tokenizer": None, **changes}
-    load = settings.pop("load", lambda names: {name: state[name] for name in names})
-    write_hugging_face(place, FAMILY, model.sizes, load, **settings)
-    return place
+def export(folder, model, **changes) -> StorageFolder:
+    """Write a model; `changes` are fields of ModelToExport or options of write_hugging_face."""
+    target, state = StorageFolder(folder), model.state_dict()
+    fields = {"load": lambda names: {name: state[name] for name in names}}
+    fields |= {"seq_len": 48, "tokenizer": None}
+    fields |= {key: changes.pop(key) for key in ("load", "tokenizer", "bos") if key in changes}
+    write_hugging_face(target, ModelToExport(FAMILY, model.sizes, **fields), **changes)
+    return target
 
 
-def read(place: StorageFolder):
-    """The plain module of a folder."""
-    folder = open_hugging_face(place)
-    model = FAMILY.build(folder.sizes).eval()
-    model.load_state_dict({name: folder.read(name) for name in folder.tensors})
+def load_model(folder: StorageFolder):
+    """The plain module of a Hugging Face folder."""
+    source = open_hugging_face(folder)
+    model = FAMILY.build(source.sizes).eval()
+    model.load_state_dict({name: source.read(name) for name in source.tensors})
     return model
 
 
 @torch.no_grad()
 def logits(model):
-    found = model(TOKENS)
-    return found if isinstance(found, torch.Tensor) else found.logits
+    output = model(TOKENS)
+    return output if isinstance(output, torch.Tensor) else output.logits
 
 
-def edit(place: StorageFolder, name: str, **changes) -> None:
+def edit_json(folder: StorageFolder, name: str, **changes) -> None:
     """Set keys of a JSON file; None removes one."""
-    content = json.loads(place.read(name)) | changes
+    content = json.loads(folder.read(name)) | changes
     content = {key: value for key, value in content.items() if value is not None}
-    with place.writing(name) as stream:
+    with folder.open_for_writing(name) as stream:
         stream.write(json.dumps(content).encode())
 
 
-# --- transformers is the judge -------------------------------------------------------------------
+# --- compared with transformers -------------------------------------------------------------------
 
 
-def theirs(folder, shape, dtype, most: str):
-    """A model of transformers, described in its own words and saved by it."""
+def transformers_model(folder, shape, dtype, max_shard_size: str):
+    """A model configured and saved by transformers."""
     transformers = pytest.importorskip("transformers")
     scaling = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
     scaling |= {"rope_type": "llama3", "original_max_position_embeddings": 8192}
@@ -95,33 +98,43 @@ def theirs(folder, shape, dtype, most: str):
     model = transformers.LlamaForCausalLM(config)
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, parameter.dim() == 1, 0.2)
-    model.to(dtype).save_pretrained(folder, max_shard_size=most)
+    model.to(dtype).save_pretrained(folder, max_shard_size=max_shard_size)
     return transformers.LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
 
 
-@pytest.mark.parametrize("most", ["5GB", "40KB"], ids=["one file", "shards"])
+@pytest.mark.parametrize("max_shard_size", ["5GB", "40KB"], ids=["one file", "shards"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("shape", [UNTIED, TIED], ids=["untied", "tied"])
-def test_a_model_of_theirs_computes_the_same_here(tmp_path, shape, dtype, most):
-    right = theirs(tmp_path, shape, dtype, most)
-    model = read(StorageFolder(tmp_path))
+def test_a_model_of_transformers_gives_the_same_logits_here(tmp_path, shape, dtype, max_shard_size):
+    expected = transformers_model(tmp_path, shape, dtype, max_shard_size)
+    model = load_model(StorageFolder(tmp_path))
     assert model.sizes == shape
-    assert ("model.safetensors.index.json" in StorageFolder(tmp_path).sizes()) == (most == "40KB")
-    assert torch.allclose(logits(model), logits(right), rtol=0, atol=1e-5)
+    assert ("model.safetensors.index.json" in StorageFolder(tmp_path).sizes()) == (
+        max_shard_size == "40KB"
+    )
+    assert torch.allclose(logits(model), logits(expected), rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("most", [5_000_000_000, 40_000], ids=["one file", "shards"])
+@pytest.mark.parametrize("max_shard_bytes", [5_000_000_000, 40_000], ids=["one file", "shards"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("shape", [UNTIED, TIED], ids=["untied", "tied"])
-def test_a_model_of_ours_computes_the_same_there(tmp_path, shape, dtype, most):
+def test_an_exported_model_gives_the_same_logits_in_transformers(
+    tmp_path, shape, dtype, max_shard_bytes
+):
     transformers = pytest.importorskip("transformers")
-    model = built(shape).to(dtype).float()  # what dtype can say
-    write(tmp_path, model, dtype=dtype, max_shard_bytes=most, tokenizer=open_tokenizer("bytes"))
-    found = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype="auto")
-    assert found.dtype == transformers.AutoConfig.from_pretrained(tmp_path).dtype == dtype
-    assert found.generation_config.eos_token_id == open_tokenizer("bytes").eos_id
-    found = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
-    assert torch.allclose(logits(found.eval()), logits(model), rtol=0, atol=1e-5)
+    model = random_model(shape).to(dtype).float()  # rounded to dtype
+    export(
+        tmp_path,
+        model,
+        dtype=dtype,
+        max_shard_bytes=max_shard_bytes,
+        tokenizer=open_tokenizer("bytes"),
+    )
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype="auto")
+    assert loaded.dtype == transformers.AutoConfig.from_pretrained(tmp_path).dtype == dtype
+    assert loaded.generation_config.eos_token_id == open_tokenizer("bytes").eos_id
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    assert torch.allclose(logits(loaded.eval()), logits(model), rtol=0, atol=1e-5)
 
 
 @pytest.fixture(scope="module")
@@ -140,94 +153,103 @@ def tokenizers(tmp_path_factory) -> dict[str, str]:
 
 @pytest.mark.parametrize("bos", [False, True], ids=["no BOS", "BOS"])
 @pytest.mark.parametrize("kind", ["ranks", "tokenizer.json", "bytes", "Llama's tokenizer.json"])
-def test_their_tokenizer_gives_the_ids_it_was_trained_on(tmp_path, tokenizers, kind, bos):
+def test_an_exported_tokenizer_gives_the_ids_of_training_in_transformers(
+    tmp_path, tokenizers, kind, bos
+):
     transformers = pytest.importorskip("transformers")
     ours = open_tokenizer(tokenizers[kind])
-    begin = ours.bos_id if bos else ours.eos_id  # what stood before a document in training
+    begin = ours.bos_id if bos else ours.eos_id  # the token before a document in training
     assert ours.adds_bos == kind.startswith("Llama")
-    write(tmp_path, built(SHAPE), tokenizer=ours, bos=bos)
-    there = transformers.AutoTokenizer.from_pretrained(tmp_path)
-    assert (there.bos_token_id, there.eos_token_id) == (begin, ours.eos_id)
+    export(tmp_path, random_model(SHAPE), tokenizer=ours, bos=bos)
+    exported = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    assert (exported.bos_token_id, exported.eos_token_id) == (begin, ours.eos_id)
     assert transformers.AutoConfig.from_pretrained(tmp_path).bos_token_id == begin
     assert open_tokenizer(str(tmp_path / "tokenizer.json")).adds_bos == (bos and ours.has_bos)
-    assert len(there) == ours.vocab_size
-    for text in ODD_TEXTS[:-1]:  # in the last, some look special: text here, tokens over there
+    assert len(exported) == ours.vocab_size
+    for text in ODD_TEXTS[:-1]:  # the last has texts that transformers parses as special tokens
         ids = ours.encode(text)
-        assert there(text).input_ids == [begin] * bos + ids
-        assert there.decode(ids) == ours.decode(ids)
+        assert exported(text).input_ids == [begin] * bos + ids
+        assert exported.decode(ids) == ours.decode(ids)
 
 
-# --- without it ----------------------------------------------------------------------------------
+# --- without transformers -------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("shape", [UNTIED, TIED], ids=["untied", "tied"])
-@pytest.mark.parametrize("most", [10**9, 40_000], ids=["one file", "shards"])
-def test_what_was_written_is_read_bit_for_bit_whole_and_in_parts(tmp_path, shape, most):
-    model = built(shape)
-    folder = open_hugging_face(write(tmp_path, model, max_shard_bytes=most))
+@pytest.mark.parametrize("max_shard_bytes", [10**9, 40_000], ids=["one file", "shards"])
+def test_exported_tensors_are_read_bit_equal_in_full_and_in_parts(tmp_path, shape, max_shard_bytes):
+    model = random_model(shape)
+    folder = open_hugging_face(export(tmp_path, model, max_shard_bytes=max_shard_bytes))
     assert folder.sizes == shape
-    assert folder.tensors.keys() == model.state_dict().keys() == parameters_of(FAMILY, shape).keys()
-    for name, right in model.state_dict().items():
-        assert torch.equal(folder.read(name), right)
+    assert (
+        folder.tensors.keys() == model.state_dict().keys() == parameter_shapes(FAMILY, shape).keys()
+    )
+    for name, expected in model.state_dict().items():
+        assert torch.equal(folder.read(name), expected)
     part = folder.read("layers.1.feed_forward.w2.weight", (5, 30), (7, 41))
-    right = model.state_dict()["layers.1.feed_forward.w2.weight"][5:12, 30:71]
-    assert torch.equal(part, right)
-    assert part.untyped_storage().nbytes() == part.nbytes  # the rest of the file is let go
+    expected = model.state_dict()["layers.1.feed_forward.w2.weight"][5:12, 30:71]
+    assert torch.equal(part, expected)
+    assert part.untyped_storage().nbytes() == part.nbytes  # not a view of the mapped file
 
 
-def test_every_flavor_is_itself_again_from_its_config():
+def test_every_flavor_is_restored_from_its_config_json():
     for name, shape in FAMILY.flavors.items():
         config = json.loads(json.dumps(FAMILY.hugging_face.to_config(shape, 8192)))
         assert FAMILY.hugging_face.from_config(config) == shape, name
 
 
 def test_only_one_shard_is_in_memory_while_writing(tmp_path):
-    model, most, asked = built(TIED), 40_000, []
+    model, max_shard_bytes, requested = random_model(TIED), 40_000, []
     state = model.state_dict()
 
     def load(names):
-        asked.append(list(names))
+        requested.append(list(names))
         return {name: state[name] for name in names}
 
-    place = write(tmp_path, model, max_shard_bytes=most, load=load)
-    sizes = [sum(state[name].nbytes for name in names) for names in asked]
-    assert len(asked) > 4 and all(
-        s <= most or len(n) == 1 for s, n in zip(sizes, asked, strict=True)
+    folder = export(tmp_path, model, max_shard_bytes=max_shard_bytes, load=load)
+    sizes = [sum(state[name].nbytes for name in names) for names in requested]
+    assert len(requested) > 4
+    assert all(
+        size <= max_shard_bytes or len(names) == 1
+        for size, names in zip(sizes, requested, strict=True)
     )
-    named = [name for names in asked for name in names]
-    assert sorted(named) == sorted({*state} - {"output.weight"})
-    files = [file for file in place.sizes() if file.endswith(".safetensors")]
-    assert min(files) == f"model-00001-of-{len(asked):05}.safetensors"
-    index = json.loads(place.read("model.safetensors.index.json"))
+    requested_names = [name for names in requested for name in names]
+    assert sorted(requested_names) == sorted({*state} - {"output.weight"})
+    files = [file for file in folder.sizes() if file.endswith(".safetensors")]
+    assert min(files) == f"model-00001-of-{len(requested):05}.safetensors"
+    index = json.loads(folder.read("model.safetensors.index.json"))
     assert index["metadata"]["total_size"] == sum(sizes)
     for file in files:
-        with safe_open(place.file(file), "pt") as opened:
+        with safe_open(folder.path_of(file), "pt") as opened:
             assert opened.metadata() == {"format": "pt"}
             assert set(opened.keys()) == {n for n, f in index["weight_map"].items() if f == file}
 
 
-def read_under(layout, recipe, folders) -> int:
-    """Load each folder into a layout, compare what is there with a plain read; bytes read by DCP."""
-    state, _, _ = start(layout, recipe)
-    plain, read = HuggingFaceFolder.read, 0
+def load_into_layout(layout, recipe, folders) -> int:
+    """Load each folder into a layout, and compare with an unsharded read.
 
-    def counted(*args):
-        nonlocal read
-        part = plain(*args)
-        read += part.numel()
+    Returns the number of elements on this rank, which bounds how many DCP may read.
+    """
+    state, _, _ = start(layout, recipe)
+    original_read, elements_read = HuggingFaceFolder.read, 0
+
+    def counting_read(*args):
+        nonlocal elements_read
+        part = original_read(*args)
+        elements_read += part.numel()
         return part
 
     for path in folders:
         folder = open_hugging_face(StorageFolder(path))
-        HuggingFaceFolder.read = counted
-        dcp.load(model_and_optimizer_state(state.model), storage_reader=folder.reader())
-        HuggingFaceFolder.read = plain
+        HuggingFaceFolder.read = counting_read
+        dcp.load(model_and_optimizer_state(state.model), storage_reader=folder.storage_reader())
+        HuggingFaceFolder.read = original_read
         for name, parameter in state.model.named_parameters():
             assert torch.equal(whole(parameter), folder.read(name).float()), name
-    held = sum(getattr(p, "_local_tensor", p).numel() for p in state.model.parameters())
+    local = sum(getattr(p, "_local_tensor", p).numel() for p in state.model.parameters())
     # a tied parameter has two names and is read for each
-    assert read <= len(folders) * (held + recipe.shape.tied_embeddings * held)
-    return held
+    assert elements_read <= len(folders) * (local + recipe.shape.tied_embeddings * local)
+    return local
 
 
 @pytest.mark.parametrize(
@@ -239,21 +261,22 @@ def read_under(layout, recipe, folders) -> int:
     ],
     ids=str,
 )
-def test_every_layout_reads_the_bits_of_a_plain_read(tmp_path, layout, tied):
+def test_every_layout_loads_the_same_bits_as_one_process(tmp_path, layout, tied):
     recipe = deepened(replace(ADAMW, batch=12, seq_len=24), layout)
     shape = replace(recipe.shape, tied_embeddings=tied)
     folders = []
     for number, dtype in enumerate([torch.float32, torch.bfloat16]):
         folders.append(str(tmp_path / str(dtype)))
-        write(folders[-1], built(shape, number), dtype=dtype, max_shard_bytes=40_000)
+        export(folders[-1], random_model(shape, number), dtype=dtype, max_shard_bytes=40_000)
     ranks = layout.degrees.data * layout.tensor * layout.pipeline
-    held = run_on_ranks(read_under, ranks, layout, replace(recipe, shape=shape), folders)
-    assert max(held) < FAMILY.count_parameters(shape)
+    recipe = replace(recipe, shape=shape)
+    local = run_on_ranks(load_into_layout, ranks, layout, recipe, folders)
+    assert max(local) < FAMILY.count_parameters(shape)
 
 
-# --- what is refused -----------------------------------------------------------------------------
+# --- invalid folders -----------------------------------------------------------------------------
 
-FIVE = {  # what transformers 5 writes
+TRANSFORMERS_5 = {  # how transformers 5 writes RoPE settings
     "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0},
     "rope_theta": None,
     "rope_scaling": None,
@@ -264,23 +287,23 @@ FIVE = {  # what transformers 5 writes
     "changes, shape",
     [
         ({}, SHAPE),
-        (FIVE, SHAPE),
+        (TRANSFORMERS_5, SHAPE),
         ({"head_dim": None, "num_key_value_heads": 2}, SHAPE),
         ({"rope_theta": None, "rms_norm_eps": None}, replace(SHAPE, norm_eps=1e-6)),
         ({"rope_scaling": {"type": "default"}, "some_later_key": 3}, SHAPE),
     ],
 )
-def test_what_a_config_leaves_out_is_as_transformers_has_it(tmp_path, changes, shape):
-    place = write(tmp_path, built(SHAPE))
-    edit(place, "config.json", **changes)
-    assert open_hugging_face(place).sizes == shape
+def test_missing_keys_of_config_json_have_the_defaults_of_transformers(tmp_path, changes, shape):
+    folder = export(tmp_path, random_model(SHAPE))
+    edit_json(folder, "config.json", **changes)
+    assert open_hugging_face(folder).sizes == shape
 
 
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 
 
 @pytest.mark.parametrize(
-    "changes, said",
+    "changes, reported",
     [
         ({"architectures": ["MistralForCausalLM"]}, ["MistralForCausalLM", "LlamaForCausalLM"]),
         ({"architectures": None}, ["architectures = null"]),
@@ -322,100 +345,102 @@ LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_fr
     ],
     ids=lambda value: ",".join(value)[:40],
 )
-def test_a_config_that_is_not_understood_is_refused_with_all_that_is_wrong(tmp_path, changes, said):
-    place = write(tmp_path, built(SHAPE))
-    edit(place, "config.json", **changes)
+def test_an_unsupported_config_json_is_refused_with_all_problems(tmp_path, changes, reported):
+    folder = export(tmp_path, random_model(SHAPE))
+    edit_json(folder, "config.json", **changes)
     with pytest.raises(CheckpointError) as refused:
-        open_hugging_face(place)
+        open_hugging_face(folder)
     assert str(refused.value).startswith(f"{tmp_path}: ")
-    for words in said:
-        assert words in str(refused.value)
+    for text in reported:
+        assert text in str(refused.value)
 
 
-def change_tensors(place: StorageFolder, change, file: str = "model.safetensors") -> None:
-    tensors = {name: tensor.clone() for name, tensor in load_file(place.file(file)).items()}
+def change_tensors(folder: StorageFolder, change, file: str = "model.safetensors") -> None:
+    tensors = {name: tensor.clone() for name, tensor in load_file(folder.path_of(file)).items()}
     change(tensors)
-    save_file(tensors, place.file(file))
+    save_file(tensors, folder.path_of(file))
 
 
-def test_all_that_is_wrong_with_the_tensors_is_said_at_once(tmp_path):
-    place = write(tmp_path, built(SHAPE))
+def test_all_problems_of_the_tensors_are_reported_together(tmp_path):
+    folder = export(tmp_path, random_model(SHAPE))
 
     def break_them(tensors):
         del tensors["model.norm.weight"], tensors["lm_head.weight"]
         tensors["model.layers.0.self_attn.q_proj.bias"] = torch.zeros(32)
         tensors["model.layers.1.mlp.up_proj.weight"] = torch.zeros(88, 31)
         tensors["model.layers.1.mlp.down_proj.weight"] = torch.zeros(32, 88, dtype=torch.int8)
-        tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.zeros(4)  # no harm
+        tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.zeros(4)  # ignored
 
-    change_tensors(place, break_them)
+    change_tensors(folder, break_them)
     with pytest.raises(CheckpointError) as refused:
-        open_hugging_face(place)
+        open_hugging_face(folder)
     assert str(refused.value) == (
-        f"{tmp_path}: does not hold the weights that its config.json describes:"
+        f"{tmp_path}: the tensors are not those of the model in config.json:"
         " 2 tensors are missing: lm_head.weight, model.norm.weight;"
-        " 1 tensors have no place in it: model.layers.0.self_attn.q_proj.bias;"
+        " 1 tensors are not part of the model: model.layers.0.self_attn.q_proj.bias;"
         " 1 tensors have another shape: model.layers.1.mlp.up_proj.weight [88, 31], not [88, 32];"
-        " 1 tensors have a type that weights do not have: model.layers.1.mlp.down_proj.weight I8."
+        " 1 tensors have an unsupported dtype: model.layers.1.mlp.down_proj.weight I8."
     )
 
 
-def test_all_that_is_wrong_with_the_files_is_said_at_once(tmp_path):
-    place = write(tmp_path, built(SHAPE), max_shard_bytes=30_000)
-    files = sorted(name for name in place.sizes() if name.endswith(".safetensors"))
-    place.delete(files[0])
-    with open(place.file(files[1]), "r+b") as cut:
-        cut.truncate(place.sizes()[files[1]] - 1)
-    weights = json.loads(place.read("model.safetensors.index.json"))["weight_map"]
-    moved, gone = [name for name, file in weights.items() if file == files[2]][:2]
+def test_all_problems_of_the_files_are_reported_together(tmp_path):
+    folder = export(tmp_path, random_model(SHAPE), max_shard_bytes=30_000)
+    files = sorted(name for name in folder.sizes() if name.endswith(".safetensors"))
+    folder.delete(files[0])
+    with open(folder.path_of(files[1]), "r+b") as file:
+        file.truncate(folder.sizes()[files[1]] - 1)
+    weights = json.loads(folder.read("model.safetensors.index.json"))["weight_map"]
+    moved, removed = [name for name, file in weights.items() if file == files[2]][:2]
     weights |= {moved: "../" + files[3], "promised": files[2]}
-    del weights[gone]
-    edit(place, "model.safetensors.index.json", weight_map=weights)
+    del weights[removed]
+    edit_json(folder, "model.safetensors.index.json", weight_map=weights)
     with pytest.raises(CheckpointError) as refused:
-        open_hugging_face(place)
-    for words in (
-        f"{files[1]} is damaged or cut short",
-        f"2 files that its index names are not there: ../{files[3]}, {files[0]}",
-        "1 tensors are not in the file that its index says: promised",
-        "2 tensors are not in its index: ",
-        gone,
+        open_hugging_face(folder)
+    for text in (
+        f"{files[1]} is damaged or truncated",
+        f"2 files in the index are missing: ../{files[3]}, {files[0]}",
+        "1 tensors are not in the file that the index gives: promised",
+        "2 tensors are not in the index: ",
+        removed,
     ):
-        assert words in str(refused.value)
+        assert text in str(refused.value)
 
 
 @pytest.mark.parametrize("equal", [True, False])
-def test_an_output_that_is_said_to_be_tied_must_be(tmp_path, equal):
-    place = write(tmp_path, built(TIED))
+def test_tied_embeddings_with_different_output_weights_are_refused(tmp_path, equal):
+    folder = export(tmp_path, random_model(TIED))
 
     def untie(tensors):
         tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
         tensors["lm_head.weight"][3, 4] += 0 if equal else 1e-3
 
-    change_tensors(place, untie)
+    change_tensors(folder, untie)
     if equal:
-        assert read(place).sizes == TIED
+        assert load_model(folder).sizes == TIED
     else:
-        with pytest.raises(CheckpointError, match=r"lm_head.weight is not model.embed_tokens"):
-            open_hugging_face(place)
+        with pytest.raises(
+            CheckpointError, match=r"lm_head.weight differs from model.embed_tokens"
+        ):
+            open_hugging_face(folder)
 
 
-def test_what_is_no_hugging_face_folder_is_refused_for_its_reason(tmp_path):
-    with pytest.raises(CheckpointError, match="no Hugging Face folder"):
+def test_a_folder_that_is_not_a_hugging_face_export_is_refused_with_the_reason(tmp_path):
+    with pytest.raises(CheckpointError, match="not a complete Hugging Face folder"):
         open_hugging_face(StorageFolder(tmp_path / "nowhere"))
-    with pytest.raises(CheckpointError, match="from this machine"):
+    with pytest.raises(CheckpointError, match="from local disks"):
         open_hugging_face(StorageFolder("memory://somewhere"))
-    place = write(tmp_path, built(SHAPE))
-    place.delete("model.safetensors")
+    folder = export(tmp_path, random_model(SHAPE))
+    folder.delete("model.safetensors")
     (tmp_path / "pytorch_model.bin").touch()
     with pytest.raises(CheckpointError, match=r"pytorch_model.bin is a pickle"):
-        open_hugging_face(place)
+        open_hugging_face(folder)
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(CheckpointError, match=r"config.json cannot be read"):
-        open_hugging_face(place)
+        open_hugging_face(folder)
 
 
-def test_an_export_that_was_cut_short_does_not_load_and_is_not_written_over(tmp_path):
-    model = built(SHAPE)
+def test_an_interrupted_export_does_not_load_and_is_not_overwritten(tmp_path):
+    model = random_model(SHAPE)
     calls = iter([None, None])
 
     def load(names):
@@ -423,31 +448,33 @@ def test_an_export_that_was_cut_short_does_not_load_and_is_not_written_over(tmp_
         return {name: model.state_dict()[name] for name in names}
 
     with pytest.raises(StopIteration):
-        write(tmp_path, model, max_shard_bytes=20_000, load=load)
-    place, left = StorageFolder(tmp_path), StorageFolder(tmp_path).sizes()
-    assert left and "config.json" not in left
-    with pytest.raises(CheckpointError, match="no Hugging Face folder"):
-        open_hugging_face(place)
+        export(tmp_path, model, max_shard_bytes=20_000, load=load)
+    folder, files = StorageFolder(tmp_path), StorageFolder(tmp_path).sizes()
+    assert files and "config.json" not in files
+    with pytest.raises(CheckpointError, match="not a complete Hugging Face folder"):
+        open_hugging_face(folder)
     with pytest.raises(CheckpointError, match="not empty"):
-        write(tmp_path, model)
-    assert place.sizes() == left
+        export(tmp_path, model)
+    assert folder.sizes() == files
 
 
-def test_an_export_goes_wherever_a_checkpoint_goes(tmp_path):
-    place = write("memory://exported", built(SHAPE), tokenizer=open_tokenizer("bytes"))
+def test_an_export_can_be_written_to_a_url(tmp_path):
+    folder = export("memory://exported", random_model(SHAPE), tokenizer=open_tokenizer("bytes"))
     (tmp_path / "here").mkdir()
-    for name in place.sizes():
-        (tmp_path / "here" / name).write_bytes(place.read(name))
-    assert torch.equal(logits(read(StorageFolder(tmp_path / "here"))), logits(built(SHAPE)))
+    for name in folder.sizes():
+        (tmp_path / "here" / name).write_bytes(folder.read(name))
+    assert torch.equal(
+        logits(load_model(StorageFolder(tmp_path / "here"))), logits(random_model(SHAPE))
+    )
 
 
-def test_what_their_architecture_or_number_type_cannot_say_is_not_exported(tmp_path):
+def test_a_model_that_the_architecture_or_dtype_cannot_represent_is_not_exported(tmp_path):
     with pytest.raises(CheckpointError, match="qk_norm"):
-        write(tmp_path, built(replace(SHAPE, qk_norm=True)))
+        export(tmp_path, random_model(replace(SHAPE, qk_norm=True)))
     assert not StorageFolder(tmp_path).sizes()
-    model = built(SHAPE)
+    model = random_model(SHAPE)
     model.norm.weight.data[3] = 1e5
     with pytest.raises(
-        CheckpointError, match=r"norm.weight: holds 1e\+05, which torch.float16 cannot"
+        CheckpointError, match=r"norm.weight: has the value 1e\+05, which overflows torch.float16"
     ):
-        write(tmp_path, model, dtype=torch.float16)
+        export(tmp_path, model, dtype=torch.float16)

@@ -1,4 +1,4 @@
-"""Checkpoints in a real object store, which is slow and fails, between two real ranks."""
+"""Checkpoints of two ranks in an S3 server that is slow and fails."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import pytest
 import torch.distributed as dist
 
 from tests.checkpoint.object_store import Store, needs_s3, open_store
-from tests.checkpoint.saving import bits, load, open_checkpointer, save, save_whole
-from tests.checkpoint.test_checkpointer import spoil, trained
+from tests.checkpoint.saving import bits, load, open_checkpointer, save, save_and_wait
+from tests.checkpoint.test_checkpointer import modify, trained
 from tests.distributed.oracle import Layout
 from tests.distributed.ranks import run_on_ranks
 from tests.faults.launch import Launched, events_of
@@ -34,90 +34,94 @@ def store():
 
 
 @pytest.fixture
-def here(store, monkeypatch):
-    """The store, for this process too."""
+def local_store(store, monkeypatch):
+    """The store, with the environment variables for this process."""
     for name, value in store.environ.items():
         monkeypatch.setenv(name, value)
     yield store
-    store.forget()
+    store.reset()
 
 
-def rule(store: Store, *rules: tuple) -> None:
-    """Forget the rules before, and follow these; called by every rank."""
+def set_rules(store: Store, *rules: tuple) -> None:
+    """Replace the rules of the store; called by every rank."""
     dist.barrier()
     if dist.get_rank() == 0:
-        store.forget()
-        for one in rules:
-            store.rule(*one)
+        store.reset()
+        for rule in rules:
+            store.add_rule(*rule)
     dist.barrier()
 
 
-def asked(store: Store) -> list[str]:
+def requests_of_all_ranks(store: Store) -> list[str]:
     dist.barrier()
     return store.requests()
 
 
-# --- a run ---------------------------------------------------------------------------------------
+# --- checkpointer --------------------------------------------------------------------------------
 
 
-def first_save_fails(store, url) -> dict:
-    """A first save whose commit fails, and whose shards cannot be removed; then a start."""
+def fail_first_save(store, url) -> dict:
+    """Save once; the commit fails, and a shard file cannot be removed. Then start again."""
     state, checkpointer = trained(Layout(shard=2)), open_checkpointer(url, async_mode="async")
-    rule(store, ("PUT", "manifest.json", "refuse"), ("DELETE", "__1_0", "refuse"))
+    set_rules(store, ("PUT", "manifest.json", "refuse"), ("DELETE", "__1_0", "refuse"))
     save(checkpointer, state)
-    said = {"problem": checkpointer.wait().problem}
-    said["left"] = sorted((StorageFolder(url) / "step-1").sizes())
-    rule(store)
-    said["found"] = open_checkpointer(url).find()
-    said["names"] = StorageFolder(url).folders()
-    return said
+    seen = {"problem": checkpointer.wait().problem}
+    seen["remaining"] = sorted((StorageFolder(url) / "step-1").sizes())
+    set_rules(store)
+    seen["found"] = open_checkpointer(url).find()
+    seen["names"] = StorageFolder(url).folders()
+    return seen
 
 
-def live(store, url) -> dict:
-    """Save, resume, keep two, fail to commit, go back: everything a run does there."""
-    state, said = trained(Layout(shard=2)), {}
+def save_and_resume(store, url) -> dict:
+    """Save, resume, remove old checkpoints, fail to commit, and roll back."""
+    state, seen = trained(Layout(shard=2)), {}
     checkpointer = open_checkpointer(url, async_mode="async", keep_latest_k=2)
-    rule(store, ("PUT", "__0_0", "busy", 1), ("PUT", ".metadata", "lose", 1))  # these are repeated
+    set_rules(
+        store, ("PUT", "__0_0", "busy", 1), ("PUT", ".metadata", "lose", 1)
+    )  # s3fs retries both
     for state.step in (1, 2, 3):
-        save_whole(checkpointer, state)
-    said["kept"], said["names"] = checkpointer.steps(), StorageFolder(url).folders()
+        save_and_wait(checkpointer, state)
+    seen["kept"], seen["names"] = checkpointer.steps(), StorageFolder(url).folders()
 
     before = bits(state)
-    spoil(state)
-    said["resumed"] = load(open_checkpointer(url), state), bits(state) == before
+    modify(state)
+    seen["resumed"] = load(open_checkpointer(url), state), bits(state) == before
 
-    rule(store, ("PUT", "step-4/manifest.json", "refuse"))
+    set_rules(store, ("PUT", "step-4/manifest.json", "refuse"))
     state.step = 4
     save(checkpointer, state)
-    said["problem"], said["after"] = checkpointer.wait().problem, StorageFolder(url).folders()
+    seen["problem"], seen["after"] = checkpointer.wait().problem, StorageFolder(url).folders()
 
-    rule(store, ("GET", "step-3/manifest.json", "refuse"))
+    set_rules(store, ("GET", "step-3/manifest.json", "refuse"))
     try:
-        said["silent"] = f"went on from {open_checkpointer(url).find().place}"
+        seen["unreachable"] = f"resumed from {open_checkpointer(url).find().folder}"
     except CheckpointError as error:
-        said["silent"] = str(error)
+        seen["unreachable"] = str(error)
 
-    rule(store)
-    said["back"] = load(open_checkpointer(url, load_step=2), state)
+    set_rules(store)
+    seen["rolled_back"] = load(open_checkpointer(url, load_step=2), state)
     listing = list_steps(StorageFolder(url))
-    said["listed"] = listing.steps, listing.aside
-    said["copied"] = [line for line in asked(store) if line.startswith("COPY") and "step" in line]
+    seen["listed"] = listing.steps, listing.aside
+    seen["copied"] = [
+        line for line in requests_of_all_ranks(store) if line.startswith("COPY") and "step" in line
+    ]
     state.step = 3
-    save_whole(checkpointer, state)
-    said["again"] = checkpointer.steps(), list_steps(StorageFolder(url)).aside
+    save_and_wait(checkpointer, state)
+    seen["saved_again"] = checkpointer.steps(), list_steps(StorageFolder(url)).aside
 
-    rule(store, ("DELETE", "step-2/__1_0", "refuse"))
+    set_rules(store, ("DELETE", "step-2/__1_0", "refuse"))
     state.step = 5
-    save_whole(checkpointer, state)
+    save_and_wait(checkpointer, state)
     listing = list_steps(StorageFolder(url))
-    said["cut short"] = listing.steps, listing.unfinished
-    rule(store)
-    said["cleaned"] = open_checkpointer(url).find().place.name, StorageFolder(url).folders()
-    return said
+    seen["interrupted"] = listing.steps, listing.unfinished
+    set_rules(store)
+    seen["cleaned"] = open_checkpointer(url).find().folder.name, StorageFolder(url).folders()
+    return seen
 
 
-def look_slowly(store, url) -> str:
-    """Look for a checkpoint where that takes longer than training has patience."""
+def find_slowly(store, url) -> str:
+    """Find a checkpoint while listing takes longer than the timeout of training's collectives."""
     checkpointer = open_checkpointer(url)
     set_collective_timeouts(1, excluded=checkpointer.group)
     if dist.get_rank() == 0:
@@ -127,40 +131,42 @@ def look_slowly(store, url) -> str:
     return str(found)
 
 
-def everything(store) -> dict:
-    store.enter()
-    acts = {"first": first_save_fails, "live": live, "slow": look_slowly}
-    return {name: act(store, f"s3://bucket/{name}") for name, act in acts.items()}
+def run_all_cases(store) -> dict:
+    store.set_environment()
+    cases = {"first": fail_first_save, "resume": save_and_resume, "slow": find_slowly}
+    return {name: case(store, f"s3://bucket/{name}") for name, case in cases.items()}
 
 
 @pytest.fixture(scope="module")
-def lived(store) -> list[dict]:
-    """What two ranks saw, one after the other in the same processes, which are slow to start."""
-    return run_on_ranks(everything, 2, store)
+def results(store) -> list[dict]:
+    """What two ranks saw in all cases. One pair of processes for all: they are slow to start."""
+    return run_on_ranks(run_all_cases, 2, store)
 
 
-def test_a_first_save_that_failed_is_no_reason_to_refuse_every_start(lived):
-    for said in (of_rank["first"] for of_rank in lived):
-        assert "AccessDenied" in said["problem"]
-        assert said["left"] == ["__1_0.distcp", "unfinished"], "the marker is deleted last"
-        assert said["found"] is None and said["names"] == []
+def test_a_run_starts_after_its_first_save_has_failed(results):
+    for seen in (of_rank["first"] for of_rank in results):
+        assert "AccessDenied" in seen["problem"]
+        assert seen["remaining"] == ["__1_0.distcp", "unfinished"], "the marker is deleted last"
+        assert seen["found"] is None and seen["names"] == []
 
 
-def test_a_run_lives_in_an_object_store_that_is_slow_and_fails(lived):
-    for said in (of_rank["live"] for of_rank in lived):
-        assert said["kept"] == [2, 3] and said["names"] == ["step-2", "step-3"]
-        assert said["resumed"] == ("step-3", True)
-        assert "AccessDenied" in said["problem"] and said["after"] == ["step-2", "step-3"]
-        assert "the store failed" in said["silent"], "no older one is used because it is silent"
-        assert said["back"] == "step-2" and said["listed"] == ([2], ["step-3"])
-        assert said["copied"] == [], "setting aside costs no copy"
-        assert said["again"] == ([2, 3], [])
-        assert said["cut short"] == ([3, 5], ["step-2"])
-        assert said["cleaned"] == ("step-5", ["step-3", "step-5"])
+def test_a_run_saves_and_resumes_in_an_object_store_that_is_slow_and_fails(results):
+    for seen in (of_rank["resume"] for of_rank in results):
+        assert seen["kept"] == [2, 3] and seen["names"] == ["step-2", "step-3"]
+        assert seen["resumed"] == ("step-3", True)
+        assert "AccessDenied" in seen["problem"] and seen["after"] == ["step-2", "step-3"]
+        assert "the storage failed" in seen["unreachable"], (
+            "an older checkpoint must not be used instead"
+        )
+        assert seen["rolled_back"] == "step-2" and seen["listed"] == ([2], ["step-3"])
+        assert seen["copied"] == [], "setting aside must not copy files"
+        assert seen["saved_again"] == ([2, 3], [])
+        assert seen["interrupted"] == ([3, 5], ["step-2"])
+        assert seen["cleaned"] == ("step-5", ["step-3", "step-5"])
 
 
-def test_ranks_wait_for_a_store_longer_than_for_each_other(lived):
-    assert [of_rank["slow"] for of_rank in lived] == ["None", "None"]
+def test_a_store_slower_than_the_training_timeout_does_not_end_the_run(results):
+    assert [of_rank["slow"] for of_rank in results] == ["None", "None"]
 
 
 # --- a whole run ---------------------------------------------------------------------------------
@@ -169,7 +175,7 @@ STEPS = 8
 
 
 def argv_of(run_toml, out, *argv) -> tuple[str, ...]:
-    given = {
+    settings = {
         "training.steps": STEPS,
         "validation.enable": "false",
         "job.dump_folder": out,
@@ -177,64 +183,64 @@ def argv_of(run_toml, out, *argv) -> tuple[str, ...]:
         "checkpoint.async_mode": "async",
         "comm.train_timeout_seconds": 10,
     }
-    words = [word for key, value in given.items() for word in (f"--{key}", str(value))]
-    return ("--job.config_file", str(run_toml), *words, *argv)
+    options = [text for key, value in settings.items() for text in (f"--{key}", str(value))]
+    return ("--job.config_file", str(run_toml), *options, *argv)
 
 
-def test_a_run_killed_beside_its_store_ends_in_the_bits_of_the_undisturbed_one(
-    here, run_toml, tmp_path
+def test_a_run_killed_while_saving_to_a_store_ends_bit_equal_to_an_undisturbed_run(
+    local_store, run_toml, tmp_path
 ):
-    with Launched(2, tmp_path / "right", *argv_of(run_toml, tmp_path / "right")) as run:
+    with Launched(2, tmp_path / "expected", *argv_of(run_toml, tmp_path / "expected")) as run:
         assert run.wait() == [0, 0], run.said
-    right = read_checkpoint_manifest(
-        StorageFolder(tmp_path / "right" / "checkpoint" / f"step-{STEPS}")
+    expected = read_checkpoint_manifest(
+        StorageFolder(tmp_path / "expected" / "checkpoint" / f"step-{STEPS}")
     )
 
     out, url = tmp_path / "killed", "s3://bucket/killed"
     argv = argv_of(run_toml, out, "--checkpoint.folder", url)
-    with Launched(2, out, *argv, prepare=here.enter) as run:
+    with Launched(2, out, *argv, prepare=local_store.set_environment) as run:
         run.wait_for(lambda: events_of(out, "checkpoint_saved"))
-        run.signal(0, signal.SIGKILL)  # who holds the leases
+        run.signal(0, signal.SIGKILL)  # rank 0 owns the leases
         run.wait()
-    with Launched(2, out, *argv, prepare=here.enter) as run:
+    with Launched(2, out, *argv, prepare=local_store.set_environment) as run:
         run.wait_for(lambda: "lease.json: taken over from process" in run.said)
         run.wait_for(lambda: f"{url}: taken over from process" in run.said)
         assert run.wait() == [0, 0], run.said
     assert events_of(out, "resumed")
-    found = read_checkpoint_manifest(StorageFolder(f"{url}/step-{STEPS}"))
-    assert (found.tensors, found.progress) == (right.tensors, right.progress)
-    assert found.lease == 2 and right.lease == 1
+    resumed = read_checkpoint_manifest(StorageFolder(f"{url}/step-{STEPS}"))
+    assert (resumed.tensors, resumed.progress) == (expected.tensors, expected.progress)
+    assert resumed.lease == 2 and expected.lease == 1
 
 
 # --- paths ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("where", ["s3://bucket", "memory://bucket", ""])
-def test_characters_of_patterns_in_a_path_are_plain(where, here, tmp_path):
+def test_glob_characters_in_a_path_are_literal(where, local_store, tmp_path):
     where = where or str(tmp_path)
-    places = {
+    folders = {
         run: StorageFolder(f"{where}/{run}/step-4")
         for run in ("lr1", "lr2", "lr[12]", "lr*", "lr?")
     }
-    for place in places.values():
-        place.make()
+    for folder in folders.values():
+        folder.create_folder()
         for name in ("manifest.json", "__0_0.distcp"):
-            place.write_at_once(name, b"{}")
+            folder.write_atomically(name, b"{}")
     for run in ("lr[12]", "lr*", "lr?"):
-        places[run].rename_file("__0_0.distcp", "__1_0.distcp")
-        assert set(places[run].sizes()) == {"manifest.json", "__1_0.distcp"}
-        places[run].remove(first="manifest.json")
-        assert not places[run].exists()
+        folders[run].rename_file("__0_0.distcp", "__1_0.distcp")
+        assert set(folders[run].sizes()) == {"manifest.json", "__1_0.distcp"}
+        folders[run].remove(delete_first="manifest.json")
+        assert not folders[run].exists()
     for run in ("lr1", "lr2"):
-        assert set(places[run].sizes()) == {"manifest.json", "__0_0.distcp"}, run
+        assert set(folders[run].sizes()) == {"manifest.json", "__0_0.distcp"}, run
 
 
 # --- the lease -----------------------------------------------------------------------------------
 
 
-def race(store, url, rounds) -> list[int]:
-    """Of each round, the number of the lease that this process got in the race, and after it; 0: none."""
-    store.enter()
+def race_for_lease(store, url, rounds) -> list[int]:
+    """Each round, the numbers of the leases acquired in the race and after it; 0: none."""
+    store.set_environment()
     numbers = []
     for number in range(rounds):
         folder = StorageFolder(f"{url}/{number}")
@@ -260,17 +266,17 @@ def race(store, url, rounds) -> list[int]:
     return numbers
 
 
-def test_of_two_jobs_that_start_at_once_in_a_store_one_gets_the_lease(store):
-    first, second = run_on_ranks(race, 2, store, "s3://bucket/race", 5)
+def test_of_two_jobs_that_start_simultaneously_one_acquires_the_lease(store):
+    first, second = run_on_ranks(race_for_lease, 2, store, "s3://bucket/race", 5)
     for number, pair in enumerate(zip(first, second, strict=True)):
-        assert sorted(pair) == [0, 1 + number % 2], "each taking gets the next number"
+        assert sorted(pair) == [0, 1 + number % 2], "each lease has the next number"
 
 
 def content_of(folder: StorageFolder) -> dict:
     return json.loads(folder.read(f"lease-{lease_numbers(folder)[-1]:06}.json"))
 
 
-def test_a_dead_jobs_lease_in_a_store_is_taken_over(here):
+def test_the_lease_of_a_dead_job_is_taken_over(local_store):
     folder = StorageFolder("s3://bucket/dead")
     ours = acquire_remote_lease(folder, "checkpoint.folder", **QUICK)
     with pytest.raises(ConfigError, match=f"process {os.getpid()} on"):
@@ -281,14 +287,14 @@ def test_a_dead_jobs_lease_in_a_store_is_taken_over(here):
         assert time.monotonic() < deadline, "no heartbeat"
     state = content_of(folder)
     ours.close()
-    state["holder"]["host"] = "elsewhere"  # of which only the heartbeat tells
-    folder.write_at_once("lease-000001.json", json.dumps(state).encode())
+    state["holder"]["host"] = "elsewhere"  # only the heartbeat can tell
+    folder.write_atomically("lease-000001.json", json.dumps(state).encode())
     taken = acquire_remote_lease(folder, "checkpoint.folder", **QUICK)
     assert taken.number == 2 and lease_numbers(folder) == [2]
     taken.close()
 
 
-def test_a_job_elsewhere_that_beats_keeps_its_lease_in_a_store(here):
+def test_the_lease_of_a_living_job_on_another_machine_is_not_taken_over(local_store):
     folder = StorageFolder("s3://bucket/beats")
     acquire_remote_lease(folder, "checkpoint.folder", **QUICK).close()
     state, stop = content_of(folder), threading.Event()
@@ -297,7 +303,7 @@ def test_a_job_elsewhere_that_beats_keeps_its_lease_in_a_store(here):
     def beat() -> None:
         while not stop.is_set():
             state["beats"] += 1
-            folder.write_at_once("lease-000001.json", json.dumps(state).encode())
+            folder.write_atomically("lease-000001.json", json.dumps(state).encode())
 
     thread = threading.Thread(target=beat)
     thread.start()
@@ -309,28 +315,30 @@ def test_a_job_elsewhere_that_beats_keeps_its_lease_in_a_store(here):
         thread.join()
 
 
-def test_a_lost_answer_does_not_make_a_job_refuse_itself(here):
-    here.rule("PUT", "lease-000001.json", "lose", 1)
+def test_a_lost_response_does_not_make_a_job_refuse_its_own_lease(local_store):
+    local_store.add_rule("PUT", "lease-000001.json", "lose", 1)
     lease = acquire_remote_lease(StorageFolder("s3://bucket/lost"), "checkpoint.folder", **QUICK)
     lease.check()
     lease.close()
 
 
 @pytest.mark.parametrize("where", ["s3://bucket/check", "memory://check"])
-def test_a_check_reads_the_store_itself_and_does_not_wait_for_a_heartbeat(where, here):
+def test_check_reads_the_lease_from_the_store(where, local_store):
     folder = StorageFolder(where)
     lease = acquire_remote_lease(folder, "checkpoint.folder", heartbeat_seconds=1000)
     lease.check()
-    here.rule("GET", "check", "refuse")
+    local_store.add_rule("GET", "check", "refuse")
     if where.startswith("s3"):
-        with pytest.raises(CheckpointError, match="the store failed"):
+        with pytest.raises(CheckpointError, match="the storage failed"):
             lease.check()
-        assert not lease.lost, "a store that is silent says nothing of who holds it"
-    here.forget()
+        assert not lease.lost, "an unreachable store does not mean that the lease is lost"
+    local_store.reset()
     state = content_of(folder)
     state["holder"] |= {"host": "elsewhere", "number": 2}
     assert folder.create("lease-000002.json", json.dumps(state).encode())
     with pytest.raises(CheckpointError, match="on elsewhere .* has taken it from this job"):
         lease.check()
     lease.close()
-    assert content_of(folder)["holder"]["host"] == "elsewhere", "and it is left to it"
+    assert content_of(folder)["holder"]["host"] == "elsewhere", (
+        "the other job's lease must not be changed"
+    )

@@ -1,62 +1,90 @@
-"""Looking into the checkpoints of a run by hand."""
+"""scripts/checkpoint.py: list, verify, show and remove checkpoints by hand."""
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
 
 import pytest
 
 from scripts import checkpoint
-from tests.checkpoint.test_checkpointer import DAMAGE, save_two
+from tests.checkpoint.test_checkpointer import DAMAGE, save_two_steps
 from tests.conftest import ROOT
 from tests.distributed.ranks import run_on_ranks
 
 
+@pytest.fixture(scope="module")
+def run_folder(tmp_path_factory):
+    """A run with the checkpoints step-1 and step-2."""
+    folder = tmp_path_factory.mktemp("run")
+    run_on_ranks(save_two_steps, 2, str(folder / "checkpoint"))
+    return folder
+
+
 @pytest.fixture
 def script(capsys):
-    """Runs the script here; (exit code, what it wrote, what it complained of)."""
+    """Runs the script in this process; returns its exit code, stdout and stderr."""
 
     def call(*argv) -> tuple[int, str, str]:
-        code = checkpoint.main([str(word) for word in argv])
+        code = checkpoint.main([str(argument) for argument in argv])
         return code, *capsys.readouterr()
 
     return call
 
 
-def test_the_script_starts():
-    command = [sys.executable, str(ROOT / "scripts" / "checkpoint.py"), "--help"]
-    assert "verify" in subprocess.run(command, capture_output=True, text=True).stdout
+def test_show_prints_tables_that_a_person_can_read(run_folder, script):
+    code, shown, _ = script("show", run_folder / "checkpoint" / "step-1")
+    lines = [line.split(maxsplit=1) for line in shown.splitlines()]
+    assert code == 0 and ["position", "100 samples"] in lines and ["layout", "shard 2"] in lines
+    assert ["debug.seed", "7"] in lines and ["data.sources:", 'code  "weight 1"'] in lines
+    assert "model.tok_embeddings.weight [509 x 32]" in shown
+    assert "{" not in shown, "a raw dictionary"
 
 
-def test_a_person_sees_what_is_there_and_what_is_wrong_with_it(tmp_path, script):
-    run_on_ranks(save_two, 2, str(tmp_path / "checkpoint"))
-    DAMAGE["a flipped bit"](tmp_path / "checkpoint" / "step-2")
-    code, listed, _ = script("ls", tmp_path)
+def test_ls_and_verify_report_what_is_damaged_or_set_aside(run_folder, tmp_path, script):
+    run = tmp_path / "run"
+    subprocess.run(["cp", "-r", str(run_folder), str(run)], check=True)
+    DAMAGE["a flipped bit"](run / "checkpoint" / "step-2")
+    code, listed, _ = script("ls", run)
     first, second = listed.splitlines()
     assert code == 0 and first.startswith("step-1") and second.startswith("step-2")
-    assert "position 100" in first and "weights, moments" in first and "position 200" in second
+    assert "position 100" in first and "weights, optimizer" in first and "position 200" in second
 
-    code, verified, _ = script("verify", tmp_path)
-    assert code == 2 and verified.count("all true") == 1
+    code, verified, _ = script("verify", run)
+    assert code == 2 and verified.count("all hashes match") == 1
     assert "step-2: is damaged: " in verified and "its hash differs" in verified
 
-    code, shown, _ = script("show", tmp_path / "checkpoint" / "step-1")
-    assert code == 0 and "model.tok_embeddings.weight [509 x 32]" in shown
+    (run / "checkpoint" / "step-2").rename(run / "checkpoint" / "step-2.aside-1")
+    (run / "checkpoint" / "step-1-hf").mkdir()  # an export is not a checkpoint
+    assert "step-2.aside-1" in script("ls", run)[1]
+    code, verified, _ = script("verify", run)
+    assert code == 0 and verified.count("\n") == 1, "what is set aside is not verified"
+    assert script("rm", run / "checkpoint" / "step-2.aside-1")[0] == 0
+    assert script("ls", run)[1].splitlines() == [first]
 
-    (tmp_path / "checkpoint" / "step-2").rename(tmp_path / "checkpoint" / "step-2.aside-1")
-    (tmp_path / "checkpoint" / "step-1-hf").mkdir()  # an export is no checkpoint
-    assert "step-2.aside-1" in script("ls", tmp_path)[1]
-    code, verified, _ = script("verify", tmp_path)
-    assert code == 0 and verified.count("\n") == 1, "only what a run would go on from"
-    assert script("rm", tmp_path / "checkpoint" / "step-2.aside-1")[0] == 0
-    assert script("ls", tmp_path)[1].splitlines() == [first]
-    for wrong in (
-        ("rm", tmp_path),
-        ("ls", tmp_path / "nowhere"),
-        ("show", tmp_path),
-        ("ls", "nosuch://bucket"),
-    ):
-        code, _, complaint = script(*wrong)
-        assert code == 2 and complaint.startswith("titanlite: "), wrong
-    assert (tmp_path / "checkpoint" / "step-1" / "manifest.json").exists()
+
+@pytest.mark.parametrize(
+    "argv", [("rm", "."), ("ls", "missing"), ("show", "."), ("ls", "nosuch://bucket")], ids=" ".join
+)
+def test_a_folder_without_a_checkpoint_is_a_user_error(run_folder, argv, script):
+    command, folder = argv
+    code, _, stderr = script(command, folder if "://" in folder else run_folder / folder)
+    assert code == 2 and stderr.startswith("titanlite: ")
+    assert (run_folder / "checkpoint" / "step-1" / "manifest.json").exists()
+
+
+@pytest.mark.parametrize(
+    "argv", [("checkpoint.py", "show"), ("convert_checkpoint.py", "--help")], ids=" ".join
+)
+def test_a_pipe_to_head_ends_without_a_traceback(run_folder, argv):
+    script, *arguments = argv
+    if arguments == ["show"]:
+        arguments.append(str(run_folder / "checkpoint" / "step-1"))
+    read_end, write_end = os.pipe()
+    os.close(read_end)  # `head` has printed its lines and exited
+    command = [sys.executable, str(ROOT / "scripts" / script), *arguments]
+    run = subprocess.run(command, stdout=write_end, stderr=subprocess.PIPE, text=True)
+    os.close(write_end)
+    assert run.stderr == "" and run.returncode == -signal.SIGPIPE

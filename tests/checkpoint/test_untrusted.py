@@ -1,5 +1,5 @@
-"""A checkpoint or Hugging Face folder from somebody else: it runs nothing, reads nothing outside
-of its folder, and takes no more memory than its files have bytes."""
+"""A checkpoint or Hugging Face folder from a stranger runs no code, reads no file outside its
+folder, and takes little more memory than its files have bytes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from torch.distributed.checkpoint import metadata as dcp_metadata
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 
 from tests.checkpoint.saving import bits, load, open_checkpointer
-from tests.checkpoint.test_checkpointer import save_two, spoil
+from tests.checkpoint.test_checkpointer import modify, save_two_steps
 from tests.distributed.oracle import ADAMW, Layout, start
 from tests.distributed.ranks import run_on_ranks
 from titanlite.checkpoint import (
@@ -32,11 +32,11 @@ from titanlite.checkpoint import (
     model_and_optimizer_state,
     read_checkpoint_manifest,
     read_tensors,
-    records,
+    shard_files,
 )
 from titanlite.checkpoint.chunks import Chunk, read_chunks
 from titanlite.checkpoint.huggingface import open_hugging_face
-from titanlite.checkpoint.manifest import FileRecord, _hash
+from titanlite.checkpoint.manifest import FileRecord, manifest_hash
 from titanlite.errors import CheckpointError
 from titanlite.runtime.lease import parse_holder
 from titanlite.runtime.start_log import last_step, read_starts
@@ -49,34 +49,34 @@ ROOT = Path(__file__).parents[2]
 def saved(tmp_path_factory) -> Path:
     """A run's folder with steps 1 and 2, written by two ranks."""
     folder = tmp_path_factory.mktemp("saved")
-    run_on_ranks(save_two, 2, str(folder))
+    run_on_ranks(save_two_steps, 2, str(folder))
     return folder
 
 
-def sign_again(step: Path, /, **changes) -> None:
-    """Make the manifest true of files that were changed."""
+def update_manifest(step: Path, /, **changes) -> None:
+    """Change keys of the manifest, and update all hashes to those of the present files."""
     body = json.loads((step / "manifest.json").read_text()) | changes
     body.pop("hash", None)
     if "files" not in changes:
-        there = [path for path in step.iterdir() if path.name != "manifest.json"]
-        hashes = {path.name: StorageFolder(step).hash_of(path.name) for path in there}
+        paths = [path for path in step.iterdir() if path.name != "manifest.json"]
+        hashes = {path.name: StorageFolder(step).hash_of(path.name) for path in paths}
         body["files"] = {
-            path.name: asdict(FileRecord(path.stat().st_size, hashes[path.name])) for path in there
+            path.name: asdict(FileRecord(path.stat().st_size, hashes[path.name])) for path in paths
         }
-    (step / "manifest.json").write_text(json.dumps({**body, "hash": _hash(body)}))
+    (step / "manifest.json").write_text(json.dumps({**body, "hash": manifest_hash(body)}))
 
 
-def make_old(step: Path) -> None:
-    """As titanlite wrote it before chunks.json."""
+def convert_to_format_2(step: Path) -> None:
+    """Change a checkpoint to the format without chunks.json."""
     (step / "chunks.json").unlink()
-    sign_again(step, format=2)
+    update_manifest(step, format=2)
 
 
-# --- no code -------------------------------------------------------------------------------------
+# --- code execution ------------------------------------------------------------------------------
 
 
-class Malice:
-    """Executes a command when it is unpickled."""
+class MaliciousObject:
+    """Creates the file `proof` when it is unpickled."""
 
     def __init__(self, proof: Path):
         self.proof = proof
@@ -85,14 +85,14 @@ class Malice:
         return Path.touch, (self.proof,)
 
 
-def archive_of(proof: Path) -> bytes:
+def malicious_archive(proof: Path) -> bytes:
     payload = io.BytesIO()
-    torch.save(Malice(proof), payload)
+    torch.save(MaliciousObject(proof), payload)
     return payload.getvalue()
 
 
 def replace_shards(step: Path, archive: bytes) -> None:
-    """Let every chunk be in an archive at the beginning of a file of the same size."""
+    """Write an archive to the beginning of every shard file, and point every chunk to it."""
     for shard in step.glob("*.distcp"):
         shard.write_bytes(archive + bytes(max(0, shard.stat().st_size - len(archive))))
     table = json.loads((step / "chunks.json").read_text())
@@ -102,28 +102,28 @@ def replace_shards(step: Path, archive: bytes) -> None:
         for at in range(0, len(flat), stride):
             flat[at + 1 : at + 3] = [0, len(archive)]
     (step / "chunks.json").write_text(json.dumps(table))
-    sign_again(step)
+    update_manifest(step)
 
 
-def old_bad_metadata(step: Path, proof: Path) -> None:
-    (step / ".metadata").write_bytes(pickle.dumps(Malice(proof)))
-    make_old(step)
+def format_2_malicious_metadata(step: Path, proof: Path) -> None:
+    (step / ".metadata").write_bytes(pickle.dumps(MaliciousObject(proof)))
+    convert_to_format_2(step)
 
 
-def old_bad_kind(step: Path, proof: Path) -> None:
-    """Tensors that say they are plain bytes, which DCP unpickles without a question."""
+def format_2_bytes_entries(step: Path, proof: Path) -> None:
+    """Entries of type bytes instead of tensor, which DCP unpickles."""
     metadata = pickle.loads((step / ".metadata").read_bytes())
     for name in metadata.state_dict_metadata:
         metadata.state_dict_metadata[name] = dcp_metadata.BytesStorageMetadata()
     (step / ".metadata").write_bytes(pickle.dumps(metadata))
-    make_old(step)
+    convert_to_format_2(step)
 
 
-def old_patched_classes(step: Path, proof: Path) -> None:
-    """Every class is one that DCP's metadata needs; BUILD on the classes themselves makes
-    `isinstance` say tensor and bytes of one entry, which DCP then unpickles."""
+def format_2_patched_classes(step: Path, proof: Path) -> None:
+    """BUILD opcodes patch classes that DCP's metadata needs, so that an entry passes `isinstance` for
+    both tensor and bytes; DCP would then unpickle it."""
     metadata = pickle.loads((step / ".metadata").read_bytes())
-    payload = archive_of(proof)
+    payload = malicious_archive(proof)
     replace_shards(step, payload)
     names = list(metadata.state_dict_metadata)
     sizes = {tuple(about.size) for about in metadata.state_dict_metadata.values()}
@@ -134,31 +134,31 @@ def old_patched_classes(step: Path, proof: Path) -> None:
     table = {"__class__": dcp_metadata.BytesStorageMetadata, "size": never}
     table |= {torch.Size(size): False for size in sizes}
 
-    def part(value) -> bytes:
+    def dump_part(value) -> bytes:
         return pickle.dumps(value, 2)[2:-1]
 
-    def named(kind: type) -> bytes:
+    def class_opcode(kind: type) -> bytes:
         return f"c{kind.__module__}\n{kind.__qualname__}\n".encode()
 
     def patch(kind: type, key: str, value: bytes) -> bytes:
-        return named(kind) + b"N}" + part(key) + value + b"s\x86b0"
+        return class_opcode(kind) + b"N}" + dump_part(key) + value + b"s\x86b0"
 
     encoding, tensor = dcp_metadata._MEM_FORMAT_ENCODING, dcp_metadata.TensorStorageMetadata
-    content = b"\x80\x02" + part(dcp_metadata.Metadata(blank, storage_data=index))
-    content += patch(encoding, "_value2member_map_", part(table))
-    content += patch(dcp_metadata.StorageMeta, "__ne__", named(encoding))
-    content += patch(tensor, "__getattribute__", named(encoding)) + b"."
+    content = b"\x80\x02" + dump_part(dcp_metadata.Metadata(blank, storage_data=index))
+    content += patch(encoding, "_value2member_map_", dump_part(table))
+    content += patch(dcp_metadata.StorageMeta, "__ne__", class_opcode(encoding))
+    content += patch(tensor, "__getattribute__", class_opcode(encoding)) + b"."
     (step / ".metadata").write_bytes(content)
-    make_old(step)
+    convert_to_format_2(step)
 
 
-def bad_shards(step: Path, proof: Path) -> None:
-    """Each chunk's place holds a pickle that torch.load would run, if it were let to."""
-    replace_shards(step, archive_of(proof))
+def malicious_shards(step: Path, proof: Path) -> None:
+    """Chunks are archives with a pickle that torch.load(weights_only=False) would execute."""
+    replace_shards(step, malicious_archive(proof))
 
 
-def compressed(step: Path, proof: Path) -> None:
-    """A shard of 1 MB whose elements would take 0.3 GiB."""
+def compressed_shards(step: Path, proof: Path) -> None:
+    """A shard of 1 MB that decompresses to 0.3 GiB."""
     content = io.BytesIO()
     with zipfile.ZipFile(content, "w", zipfile.ZIP_DEFLATED, compresslevel=1) as archive:
         with archive.open("archive/data/0", "w", force_zip64=True) as elements:
@@ -172,29 +172,29 @@ def compressed(step: Path, proof: Path) -> None:
     replace_shards(step, raw)
 
 
-def old_memo(step: Path, proof: Path) -> None:
-    """Nine bytes that make Python's unpickler allocate 2 GiB."""
+def format_2_large_memo(step: Path, proof: Path) -> None:
+    """A pickle of nine bytes for which Python's unpickler allocates 2 GiB."""
     (step / ".metadata").write_bytes(b"\x80\x02Nr" + struct.pack("<I", 1 << 27) + b".")
-    make_old(step)
+    convert_to_format_2(step)
 
 
-def deep_manifest(step: Path, proof: Path) -> None:
+def deeply_nested_manifest(step: Path, proof: Path) -> None:
     (step / "manifest.json").write_text("[" * 200_000)
 
 
-def deep_chunks(step: Path, proof: Path) -> None:
+def deeply_nested_chunks(step: Path, proof: Path) -> None:
     (step / "chunks.json").write_text("[" * 200_000)
-    sign_again(step)
+    update_manifest(step)
 
 
-def large_tensor(step: Path, proof: Path) -> None:
+def huge_tensor(step: Path, proof: Path) -> None:
     tensors = json.loads((step / "manifest.json").read_text())["tensors"]
     tensors["model.norm.weight"]["shape"] = [1 << 40]
-    sign_again(step, tensors=tensors)
+    update_manifest(step, tensors=tensors)
 
 
 def file_outside(step: Path, proof: Path) -> None:
-    sign_again(step, files={"../../secret": {"bytes": 3, "hash": "0"}})
+    update_manifest(step, files={"../../secret": {"bytes": 3, "hash": "0"}})
 
 
 def linked_shard(step: Path, proof: Path) -> None:
@@ -203,87 +203,88 @@ def linked_shard(step: Path, proof: Path) -> None:
     shard.symlink_to(step.parent / "outside")
 
 
-REFUSED = {
-    old_bad_metadata: "a pathlib.Path.touch",
-    old_bad_kind: "BytesStorageMetadata instead of a TensorStorageMetadata",
-    old_patched_classes: ".metadata is not valid",
-    old_memo: "memo has gaps",
-    bad_shards: "does not hold its",
-    compressed: "and uncompressed",
-    deep_manifest: "nested too deeply",
-    deep_chunks: "more lists than tensors",
-    large_tensor: "its tensors have 4,398,",
+ATTACKS = {  # attack -> part of the error
+    format_2_malicious_metadata: "a pathlib.Path.touch",
+    format_2_bytes_entries: "BytesStorageMetadata instead of a TensorStorageMetadata",
+    format_2_patched_classes: ".metadata is not valid",
+    format_2_large_memo: "memo has gaps",
+    malicious_shards: "not exactly one uncompressed entry",
+    compressed_shards: "not exactly one uncompressed entry",
+    deeply_nested_manifest: "nested too deeply",
+    deeply_nested_chunks: "more lists than tensors",
+    huge_tensor: "its tensors have 4,398,",
     file_outside: "'../../secret' is not a name of a file in its folder",
     linked_shard: "__1_0.distcp is missing",
 }
 
 
-def limit_memory(more: int) -> None:
-    """No more than it has by now, and `more` bytes."""
+def limit_memory(extra_bytes: int) -> None:
+    """Limit this process to its present memory and `extra_bytes`."""
     used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-    resource.setrlimit(resource.RLIMIT_AS, (used + more, used + more))
+    resource.setrlimit(resource.RLIMIT_AS, (used + extra_bytes, used + extra_bytes))
 
 
 def load_each(folders) -> list[str]:
-    said = []
+    results = []
     state, _, _ = start(Layout(), ADAMW)
     limit_memory(1 << 28)
     for folder in folders:
-        place = StorageFolder(folder) / "step-2"
+        step_folder = StorageFolder(folder) / "step-2"
         try:
-            read_checkpoint_manifest(place)
-            read_tensors(place, model_and_optimizer_state(state.model, state.optimizer), alone=True)
-            said.append("loaded")
+            read_checkpoint_manifest(step_folder)
+            tensors = model_and_optimizer_state(state.model, state.optimizer)
+            read_tensors(step_folder, tensors, no_dist=True)
+            results.append("loaded")
         except CheckpointError as error:
-            said.append(str(error))
-    return said
+            results.append(str(error))
+    return results
 
 
-def test_a_hostile_checkpoint_runs_nothing_and_is_refused_in_little_memory(saved, tmp_path):
+def test_a_malicious_checkpoint_runs_no_code_and_is_refused_in_little_memory(saved, tmp_path):
     folders, proof = [], tmp_path / "executed"
-    for malice in REFUSED:
-        folders.append(str(tmp_path / malice.__name__))
-        (tmp_path / malice.__name__).mkdir()
-        step = shutil.copytree(saved / "step-2", tmp_path / malice.__name__ / "step-2")
-        malice(Path(step), proof)
-    said = run_on_ranks(load_each, 1, folders)[0]
+    for attack in ATTACKS:
+        folders.append(str(tmp_path / attack.__name__))
+        (tmp_path / attack.__name__).mkdir()
+        step = shutil.copytree(saved / "step-2", tmp_path / attack.__name__ / "step-2")
+        attack(Path(step), proof)
+    errors = run_on_ranks(load_each, 1, folders)[0]
     assert not proof.exists()
-    for words, found in zip(REFUSED.values(), said, strict=True):
-        assert words in found and "step-2: is damaged" in found, found
+    for expected, error in zip(ATTACKS.values(), errors, strict=True):
+        assert expected in error and "step-2: is damaged" in error, error
 
 
-def test_no_pickle_has_an_effect(request):
+def test_reading_a_malicious_pickle_has_no_effect(request):
     count = request.config.getoption("--pickles")
-    words = [sys.executable, "-m", "tests.checkpoint.pickles", str(count), "1"]
-    run = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
+    command = [sys.executable, "-m", "tests.checkpoint.pickles", str(count), "1"]
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert run.returncode == 0 and "refused" in run.stdout, run.stderr
 
 
-# --- what is true is read ------------------------------------------------------------------------
+# --- valid checkpoints ---------------------------------------------------------------------------
 
 
 def load_old_and_new(folders) -> list[bool]:
-    """Whether each folder, and what DCP reads of the first, has the bits of the first."""
+    """Whether loads of each folder, and a load of the first one by DCP itself, give equal bits."""
     state, _, _ = start(Layout(), ADAMW)
-    found = []
+    states = []
     for folder in folders:
         load(open_checkpointer(folder), state)
-        found.append(bits(state))
-        spoil(state)
+        states.append(bits(state))
+        modify(state)
     dcp.load(
         model_and_optimizer_state(state.model, state.optimizer),
         checkpoint_id=f"{folders[0]}/step-2",
     )
-    found.append(bits(state))
-    return [one == found[0] for one in found]
+    states.append(bits(state))
+    return [loaded == states[0] for loaded in states]
 
 
-def test_a_checkpoint_of_before_chunks_json_loads_and_dcp_reads_ours(saved, tmp_path):
+def test_a_checkpoint_of_format_2_loads_and_dcp_reads_the_present_format(saved, tmp_path):
     shutil.copytree(saved, tmp_path / "old")
     for step in ("step-1", "step-2"):
-        make_old(tmp_path / "old" / step)
-    answers = run_on_ranks(load_old_and_new, 1, [str(saved), str(tmp_path / "old")])[0]
-    assert answers == [True] * 3
+        convert_to_format_2(tmp_path / "old" / step)
+    equal = run_on_ranks(load_old_and_new, 1, [str(saved), str(tmp_path / "old")])[0]
+    assert equal == [True] * 3
 
 
 PARTS = [  # shape, offsets, lengths
@@ -299,32 +300,32 @@ PARTS = [  # shape, offsets, lengths
 
 @pytest.mark.parametrize("saved_as, wanted", [("float32", "float32"), ("bfloat16", "float32")])
 @pytest.mark.parametrize("shape, offsets, lengths", PARTS)
-def test_any_part_of_a_chunk_is_read(shape, offsets, lengths, saved_as, wanted, monkeypatch):
-    monkeypatch.setattr(records, "BLOCK_BYTES", 64)
-    whole = torch.randn(shape).to(getattr(torch, saved_as))
+def test_any_part_of_a_chunk_can_be_read(shape, offsets, lengths, saved_as, wanted, monkeypatch):
+    monkeypatch.setattr(shard_files, "BUFFER_BYTES", 64)
+    tensor = torch.randn(shape).to(getattr(torch, saved_as))
     content = io.BytesIO(b"before")
     content.seek(6)
-    torch.save(whole, content)
+    torch.save(tensor, content)
     chunk = Chunk(shape, "", 6, content.tell() - 6)
     content.write(b"behind")
     columns = tuple(slice(o, o + n) for o, n in zip(offsets, lengths, strict=True))
     for target in (torch.empty(lengths), torch.empty((*lengths, 2))[..., 0]):
         target = target.to(getattr(torch, wanted))
-        records.read_part(content, chunk, whole.dtype, offsets, target)
-        assert torch.equal(target, whole[columns].to(target.dtype))
+        shard_files.read_part_of_chunk(content, chunk, tensor.dtype, offsets, target)
+        assert torch.equal(target, tensor[columns].to(target.dtype))
 
 
-def test_an_archive_above_four_gib_is_read(monkeypatch):
-    monkeypatch.setattr(zipfile, "ZIP64_LIMIT", 100)  # as if it were: numbers go to zip64's fields
-    whole, content = torch.arange(90.0), io.BytesIO()
+def test_an_archive_above_four_gib_can_be_read(monkeypatch):
+    monkeypatch.setattr(zipfile, "ZIP64_LIMIT", 100)  # write zip64 fields as if it were larger
+    tensor, content = torch.arange(90.0), io.BytesIO()
     with zipfile.ZipFile(content, "w") as archive:
         archive.writestr("archive/byteorder", "little")
         with archive.open("archive/data/0", "w", force_zip64=True) as elements:
-            elements.write(whole.numpy().tobytes())
+            elements.write(tensor.numpy().tobytes())
     target = torch.empty(90)
     chunk = Chunk((90,), "", 0, len(content.getvalue()))
-    records.read_part(content, chunk, torch.float32, (0,), target)
-    assert torch.equal(target, whole)
+    shard_files.read_part_of_chunk(content, chunk, torch.float32, (0,), target)
+    assert torch.equal(target, tensor)
 
 
 # --- chunks.json ---------------------------------------------------------------------------------
@@ -342,33 +343,33 @@ WRONG_CHUNKS = {
     "negative": (lambda flat: [*flat[:3], -1, *flat[4:]], "in a tensor of [32]"),
     "twice": (lambda flat: flat[:5] * 2, "twice"),
     "half": (lambda flat: flat[:5], "32 elements, its chunks 16"),
-    "a fraction": (lambda flat: [*flat[:1], 0.5, *flat[2:]], "not whole numbers"),
-    "a truth": (lambda flat: [True, *flat[1:]], "not whole numbers"),
-    "too few numbers": (lambda flat: flat[:-1], "not whole numbers"),
+    "a fraction": (lambda flat: [*flat[:1], 0.5, *flat[2:]], "not rows of 5 integers"),
+    "a boolean": (lambda flat: [True, *flat[1:]], "not rows of 5 integers"),
+    "too few numbers": (lambda flat: flat[:-1], "not rows of 5 integers"),
     "no list": (lambda flat: "0", "a str instead of a list"),
     "no tensor": (lambda flat: None, "a NoneType instead of a list"),
 }
 
 
-@pytest.mark.parametrize("change, words", WRONG_CHUNKS.values(), ids=WRONG_CHUNKS)
-def test_chunks_that_cannot_be_are_refused(saved, tmp_path, change, words):
+@pytest.mark.parametrize("change, expected", WRONG_CHUNKS.values(), ids=WRONG_CHUNKS)
+def test_invalid_chunks_are_refused(saved, tmp_path, change, expected):
     step = Path(shutil.copytree(saved / "step-1", tmp_path / "step-1"))
     table = json.loads((step / "chunks.json").read_text())
     table["chunks"][NAME] = change(table["chunks"][NAME])
     (step / "chunks.json").write_text(json.dumps(table))
-    sign_again(step)
-    place = StorageFolder(step)
+    update_manifest(step)
+    folder = StorageFolder(step)
     with pytest.raises(CheckpointError, match="chunks.json is not valid") as refused:
-        read_chunks(place, read_checkpoint_manifest(place), [NAME])
-    assert words in str(refused.value)
+        read_chunks(folder, read_checkpoint_manifest(folder), [NAME])
+    assert expected in str(refused.value)
 
 
-def test_a_changed_chunks_json_is_found_without_full_verification(saved, tmp_path):
+def test_a_modified_chunks_json_is_detected_even_without_full_verification(saved, tmp_path):
     step = Path(shutil.copytree(saved / "step-1", tmp_path / "step-1"))
     content = (step / "chunks.json").read_bytes()
     (step / "chunks.json").write_bytes(content[:-3] + b"9" + content[-2:])
     with pytest.raises(CheckpointError, match="its hash differs"):
-        read_tensors(StorageFolder(step), {"model": {"norm.weight": torch.empty(32)}}, alone=True)
+        read_tensors(StorageFolder(step), {"model": {"norm.weight": torch.empty(32)}}, no_dist=True)
 
 
 # --- manifests and configs -----------------------------------------------------------------------
@@ -389,9 +390,9 @@ WRONG_MANIFESTS = {
 
 
 @pytest.mark.parametrize("key", WRONG_MANIFESTS)
-def test_a_manifest_of_other_types_is_refused(saved, tmp_path, key):
+def test_a_manifest_with_wrong_types_is_refused(saved, tmp_path, key):
     step = Path(shutil.copytree(saved / "step-1", tmp_path / "step-1"))
-    sign_again(step, **{key.strip(): WRONG_MANIFESTS[key]})
+    update_manifest(step, **{key.strip(): WRONG_MANIFESTS[key]})
     began = time.process_time()
     with pytest.raises(CheckpointError):
         read_checkpoint_manifest(StorageFolder(step))
@@ -399,24 +400,24 @@ def test_a_manifest_of_other_types_is_refused(saved, tmp_path, key):
 
 
 @pytest.mark.parametrize(
-    "model, words",
+    "model, expected",
     [
-        (None, "it names no model"),
+        (None, "it has no model section"),
         ({"name": "nobody"}, "model"),
         ({"dim": "32"}, "dim"),
         ({"n_layers": 10**9}, "1.0e+09 layers"),
-        ({"n_layers": 999}, "999 layers, and holds"),
+        ({"n_layers": 999}, "999 layers, but contains"),
         ({"dim": 10**30}, "at most 64 bits"),
         ({"dim": 10**17}, "parameters"),
         ({"vocab_size": 7}, "have another shape"),
     ],
 )
-def test_a_model_that_the_tensors_are_not_of_is_not_built(saved, tmp_path, model, words):
+def test_a_model_that_does_not_match_its_tensors_is_not_built(saved, tmp_path, model, expected):
     step = Path(shutil.copytree(saved / "step-1", tmp_path / "step-1"))
-    sign_again(step, job={"model": model})
+    update_manifest(step, job={"model": model})
     with pytest.raises(CheckpointError) as refused:
         describe_saved_model(StorageFolder(step), read_checkpoint_manifest(StorageFolder(step)))
-    assert words in str(refused.value)
+    assert expected in str(refused.value)
 
 
 LLAMA = {
@@ -429,9 +430,9 @@ LLAMA = {
     "vocab_size": 256,
 }
 DEEP = "[" * 200_000
-HUGGING_FACE = {  # file -> content, and what is said
+HUGGING_FACE = {  # name -> file, its content, part of the error
     "a thousand million layers": ("config.json", LLAMA | {"num_hidden_layers": 10**9}, "1.0e+09"),
-    "more layers than tensors": ("config.json", LLAMA | {"num_hidden_layers": 99}, "holds 1 tens"),
+    "more layers than tensors": ("config.json", LLAMA | {"num_hidden_layers": 99}, "only 1 tens"),
     "a width of 10^30": ("config.json", LLAMA | {"hidden_size": 10**30}, "hidden_size = 1000000"),
     "a width of 1e30": ("config.json", LLAMA | {"hidden_size": 1e30}, "hidden_size = 1e+30"),
     "a width of 400 digits": ("config.json", LLAMA | {"hidden_size": 10**400}, "hidden_size"),
@@ -462,27 +463,27 @@ HUGGING_FACE = {  # file -> content, and what is said
         {"a": {"dtype": "F32", "shape": [1], "data_offsets": [0, 2]}},
         "damaged",
     ),
-    "an index that leads outside": (
+    "an index of files outside the folder": (
         "model.safetensors.index.json",
         {"weight_map": {"a": "../other.safetensors", "b": "/etc/passwd"}},
-        "are not there: ../other.safetensors, /etc/passwd",
+        "are missing: ../other.safetensors, /etc/passwd",
     ),
 }
 
 
 def open_each(folders) -> list[str]:
-    said = []
+    results = []
     limit_memory(1 << 28)
     for folder in folders:
         try:
             open_hugging_face(StorageFolder(folder))
-            said.append("opened")
+            results.append("opened")
         except CheckpointError as error:
-            said.append(str(error))
-    return said
+            results.append(str(error))
+    return results
 
 
-def test_a_hostile_hugging_face_folder_is_refused_in_little_memory(tmp_path):
+def test_a_malicious_hugging_face_folder_is_refused_in_little_memory(tmp_path):
     folders = []
     for name, (file, content, _) in HUGGING_FACE.items():
         folder = tmp_path / name
@@ -496,13 +497,12 @@ def test_a_hostile_hugging_face_folder_is_refused_in_little_memory(tmp_path):
             size = content if isinstance(content, int) else len(raw)
             raw = struct.pack("<Q", size) + raw + bytes(4)
         (folder / file).write_bytes(raw)
-    for found, (_, _, words) in zip(
-        run_on_ranks(open_each, 1, folders)[0], HUGGING_FACE.values(), strict=True
-    ):
-        assert words in found and len(found) < 1000, found
+    errors = run_on_ranks(open_each, 1, folders)[0]
+    for error, (_, _, expected) in zip(errors, HUGGING_FACE.values(), strict=True):
+        assert expected in error and len(error) < 1000, error
 
 
-def test_a_hugging_face_folder_of_links_is_refused_with_the_way_out(tmp_path):
+def test_a_hugging_face_folder_of_links_is_refused_with_the_fix(tmp_path):
     (tmp_path / "blob").write_text(json.dumps(LLAMA))
     (tmp_path / "snapshot").mkdir()
     (tmp_path / "snapshot" / "config.json").symlink_to("../blob")
@@ -510,6 +510,6 @@ def test_a_hugging_face_folder_of_links_is_refused_with_the_way_out(tmp_path):
         open_hugging_face(StorageFolder(tmp_path / "snapshot"))
 
 
-def test_deep_json_in_the_small_files_of_a_run_is_passed_over():
+def test_deeply_nested_json_in_the_start_log_and_lease_is_ignored():
     deep = DEEP.encode()
     assert read_starts(deep) == [] and last_step(deep) == 0 and parse_holder(deep) is None

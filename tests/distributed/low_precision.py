@@ -32,7 +32,7 @@ from tests.distributed.oracle import (
     start,
 )
 from tests.distributed.ranks import run_on_ranks
-from titanlite.checkpoint.tensor_io import model_and_optimizer_state
+from titanlite.checkpoint import model_and_optimizer_state
 from titanlite.distributed.collectives import all_reduce_sum
 from titanlite.labels import IGNORE_INDEX
 from titanlite.models import Llama3Sizes, valid_tokens

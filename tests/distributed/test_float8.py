@@ -18,7 +18,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.checkpoint.saving import load, open_checkpointer, save_whole
+from tests.checkpoint.saving import load, open_checkpointer, save_and_wait
 from tests.conftest import ROOT
 from tests.distributed.oracle import (
     CPU,
@@ -36,7 +36,7 @@ from tests.distributed.oracle import (
     worst_error,
 )
 from tests.distributed.ranks import run_on_ranks
-from titanlite.checkpoint.tensor_io import model_and_optimizer_state
+from titanlite.checkpoint import model_and_optimizer_state
 from titanlite.models import Llama3Sizes, valid_tokens
 from titanlite.optim import build_optimizer
 from titanlite.parallelize.float8 import Float8Config, torchao
@@ -322,7 +322,7 @@ def go_on_from(folders, layout, float8, until, before=0):
     loaded, record = saved_bits(state), Record()
     go_on(state, engine, mesh, ADAMW, record, until)
     if target:
-        save_whole(open_checkpointer(target), state)
+        save_and_wait(open_checkpointer(target), state)
     return loaded, record.losses, saved_bits(state)
 
 

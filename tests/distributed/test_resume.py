@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.checkpoint.saving import bits, load, open_checkpointer, save_whole
+from tests.checkpoint.saving import bits, load, open_checkpointer, save_and_wait
 from tests.distributed.oracle import (
     ADAMW,
     SGD,
@@ -39,7 +39,7 @@ def stop_under(layout, recipe, folder, dtype=torch.float32) -> dict[str, bytes]:
     state, engine, mesh = start(layout, recipe, dtype=dtype, keep=dtype)
     go_on(state, engine, mesh, recipe, Record(), STOP)
     about = {"facts": {"model": {"dim": 32}}, "layout": str(layout)}
-    save_whole(open_checkpointer(folder, **about), state)
+    save_and_wait(open_checkpointer(folder, **about), state)
     return bits(state)
 
 
@@ -141,7 +141,7 @@ def refusals(folder) -> dict[str, str]:
 def test_what_cannot_be_loaded_is_refused_and_never_started_anew(tmp_path):
     run_on_ranks(stop_under, 1, Layout(), ADAMW, str(tmp_path))
     said = run_on_ranks(refusals, 1, str(tmp_path))[0]
-    assert "load_step = 7" in said["no such step"] and f"there: {STOP}" in said["no such step"]
+    assert "load_step = 7" in said["no such step"] and f"Existing steps: {STOP}" in said["no such step"]
     assert "model (dim: 32 saved, 64 now)" in said["another model"]
     assert "bytes, not" in said["named but damaged"]
 
@@ -151,7 +151,7 @@ def crash_between(folder, recipe) -> list[list[int]]:
     state, engine, mesh = start(Layout(shard=2), recipe)
     checkpointer = open_checkpointer(folder, keep_latest_k=2)
     for state.step in (1, 2, 3):
-        save_whole(checkpointer, state)
+        save_and_wait(checkpointer, state)
     if torch.distributed.get_rank() == 0:
         for step in (4, 5, 6, 7, 8):  # what a crash before the commit leaves behind
             litter = Path(folder, f"step-{step}")
@@ -162,7 +162,7 @@ def crash_between(folder, recipe) -> list[list[int]]:
     before, went_on_from = checkpointer.steps(), load(checkpointer, state)
     assert went_on_from == "step-3"
     state.step = 4
-    save_whole(checkpointer, state)
+    save_and_wait(checkpointer, state)
     return [before, checkpointer.steps()]
 
 
@@ -170,11 +170,11 @@ def set_aside_later_steps(folder, recipe) -> tuple[list[int], list[str]]:
     """Save three steps, go back to the first, and save one more, keeping two."""
     state, _, _ = start(Layout(), recipe)
     for state.step in (1, 2, 3):
-        save_whole(open_checkpointer(folder), state)
+        save_and_wait(open_checkpointer(folder), state)
     checkpointer = open_checkpointer(folder, keep_latest_k=2, load_step=1)
     assert load(checkpointer, state) == "step-1"
     state.step = 2
-    save_whole(checkpointer, state)
+    save_and_wait(checkpointer, state)
     return checkpointer.steps(), names_in(folder)
 
 
@@ -193,7 +193,7 @@ def restart(folder, recipe, wishes) -> list[list[str]]:
     each that saves takes two steps and saves after both."""
     state, _, _ = start(Layout(), recipe)
     for state.step in (1, 2, 3):
-        save_whole(open_checkpointer(folder), state)
+        save_and_wait(open_checkpointer(folder), state)
     starts = []
     for wish in wishes:
         options = {"load_only": True, "load_step": 4} if wish is None else {"load_step": wish}
@@ -201,7 +201,7 @@ def restart(folder, recipe, wishes) -> list[list[str]]:
         starts.append(load(checkpointer, state))
         if wish is not None:
             for state.step in (state.step + 1, state.step + 2):
-                save_whole(checkpointer, state)
+                save_and_wait(checkpointer, state)
     return [starts, names_in(folder)]
 
 

@@ -1,4 +1,4 @@
-"""A disk that fills up while a run is saving costs checkpoints, never the run."""
+"""A full disk fails saves, but not the run, and damages no existing file."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ ASYNC = ("--checkpoint.async_mode", "async", "--checkpoint.interval", "4")
 LONG = ("--training.steps", "30000", "--validation.enable", "false")
 
 
-def limit(run: Launched, most: int) -> None:
-    """From now on the ranks write no file longer than `most` bytes, as on a disk that is full."""
+def limit_file_size(run: Launched, max_bytes: int) -> None:
+    """Let writes beyond `max_bytes` of a file fail from now on, as on a full disk."""
     for process in run.processes:
         hard = resource.prlimit(process.pid, resource.RLIMIT_FSIZE)[1]
-        resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (most, hard))
+        resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (max_bytes, hard))
 
 
-def test_training_goes_on_and_the_old_checkpoint_stays_true(run_toml, tmp_path):
+def test_training_continues_on_a_full_disk_and_old_checkpoints_stay_valid(run_toml, tmp_path):
     out = tmp_path / "out"
     with Launched(2, out, "--job.config_file", str(run_toml), *ASYNC, *LONG) as run:
         run.wait_for(lambda: events_of(out, "checkpoint_saved"))
-        limit(run, 60_000)  # a shard has more, metrics.jsonl less
+        limit_file_size(run, 60_000)  # shards are larger, metrics.jsonl is smaller
         run.wait_for(lambda: len(events_of(out, "checkpoint_failed")) > 2)
         failed = events_of(out, "checkpoint_failed")
         saved = [StorageFolder(event["path"]) for event in events_of(out, "checkpoint_saved")]
         manifest = read_checkpoint_manifest(saved[-1])
         check_hashes(saved[-1], manifest, manifest.files)
-        limit(run, resource.RLIM_INFINITY)
+        limit_file_size(run, resource.RLIM_INFINITY)
         run.wait_for(lambda: len(events_of(out, "checkpoint_saved")) > len(saved))
         run.signal(0, signal.SIGTERM)
         assert run.wait() == [75, 75], run.said
@@ -42,23 +42,25 @@ def test_training_goes_on_and_the_old_checkpoint_stays_true(run_toml, tmp_path):
     assert steps_of(out) == list(range(1, len(steps_of(out)) + 1))
 
 
-def test_a_run_that_cannot_save_its_end_does_not_say_that_it_did(run_toml, tmp_path):
+def test_a_run_that_cannot_write_its_last_checkpoint_exits_with_an_error(run_toml, tmp_path):
     out = tmp_path / "out"
     with Launched(1, out, "--job.config_file", str(run_toml), *LONG) as run:
         run.wait_for(lambda: events_of(out, "checkpoint_saved"))
-        limit(run, 60_000)
+        limit_file_size(run, 60_000)
         run.signal(0, signal.SIGTERM)
         assert run.wait() == [2], run.said
     assert "titanlite: " in run.said and "too large" in run.said and not events_of(out, "stopped")
 
 
-def test_a_full_disk_refuses_a_resume_and_leaves_the_files_of_the_run_whole(run_toml, tmp_path):
+def test_a_resume_on_a_full_disk_fails_and_leaves_the_files_of_the_run_unchanged(
+    run_toml, tmp_path
+):
     out = tmp_path / "out"
     argv = ("--job.config_file", str(run_toml), "--checkpoint.interval", "2")
     with Launched(2, out, *argv) as run:
         assert run.wait() == [0, 0], run.said
     with (out / "metrics.jsonl").open("a") as file:
-        file.write('{"step": 7, "lo')  # so that the resume has to write the file anew
+        file.write('{"step": 7, "lo')  # a torn line, so that the resume rewrites the file
     before = {name: (out / name).read_bytes() for name in ("config.toml", "metrics.jsonl")}
     with Launched(2, out, *argv, "--training.steps", "8", longest_file=3000) as run:
         assert run.wait() == [2, 2], run.said
@@ -67,7 +69,9 @@ def test_a_full_disk_refuses_a_resume_and_leaves_the_files_of_the_run_whole(run_
 
 
 @pytest.mark.parametrize("keys", [("checkpoint.enable", "false"), ("checkpoint.load_only", "true")])
-def test_a_run_that_does_not_save_leaves_the_records_of_one_that_does(run_toml, tmp_path, keys):
+def test_a_run_without_checkpoints_does_not_overwrite_the_records_of_one_with_them(
+    run_toml, tmp_path, keys
+):
     out, argv = tmp_path / "out", ("--job.config_file", str(run_toml))
     records = ("config.toml", "metrics.jsonl")
     with Launched(1, out, *argv) as run:

@@ -1,10 +1,11 @@
-"""Killed at any moment and started again by the same command, a run ends where it would have."""
+"""A run that is killed at any moment and resumed ends in the state of an undisturbed run."""
 
 from __future__ import annotations
 
 import random
 import signal
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -22,28 +23,28 @@ ASYNC = (
     "--job.max_crashes",
     "0",
     "--comm.train_timeout_seconds",
-    "10",  # the shorter, the sooner a rank that died is missed
+    "10",  # short, so that a dead rank is detected soon
 )
 
 
 def argv_of(run_toml, out: Path, *argv) -> tuple[str, ...]:
-    given = {"training.steps": STEPS, "validation.enable": "false", "job.dump_folder": out}
-    words = [word for key, value in given.items() for word in (f"--{key}", str(value))]
-    return ("--job.config_file", str(run_toml), *words, *ASYNC, *argv)
+    settings = {"training.steps": STEPS, "validation.enable": "false", "job.dump_folder": out}
+    options = [text for key, value in settings.items() for text in (f"--{key}", str(value))]
+    return ("--job.config_file", str(run_toml), *options, *ASYNC, *argv)
 
 
-def undisturbed(run_toml, out: Path) -> Path:
+def run_undisturbed(run_toml, out: Path) -> Path:
     with Launched(2, out, *argv_of(run_toml, out)) as run:
         assert run.wait() == [0, 0], run.said
     return out
 
 
 def kill_until_done(run_toml, out: Path, kills: int, seed: int, layouts: list[tuple]) -> int:
-    """Kill a random rank at a random moment so many times; returns how often it was started.
+    """Kill a random rank at a random moment, `kills` times; returns the number of starts.
 
-    The ranks of all starts meet in one store, as under torchrun --max-restarts.
+    All starts use one rendezvous store, as under torchrun --max-restarts.
     """
-    chance, starts, store = random.Random(seed), 0, open_store()
+    random_source, starts, store = random.Random(seed), 0, open_store()
     while True:
         ranks, *argv = layouts[starts % len(layouts)]
         starts += 1
@@ -51,45 +52,48 @@ def kill_until_done(run_toml, out: Path, kills: int, seed: int, layouts: list[tu
             if starts > kills:
                 assert run.wait() == [0] * ranks, run.said
                 return starts
-            before = len(lines_of(out))
-            run.wait_for(lambda: len(lines_of(out)) > before or steps_of(out)[-1:] == [STEPS])
-            time.sleep(chance.uniform(0, 0.4))
-            run.signal(chance.randrange(ranks), signal.SIGKILL)
+            run.wait_for(partial(has_more_lines_or_ended, out, len(lines_of(out))))
+            time.sleep(random_source.uniform(0, 0.4))
+            run.signal(random_source.randrange(ranks), signal.SIGKILL)
             codes = run.wait()
             assert all(code in (-9, 1, 0) for code in codes), f"{codes}\n{run.said}"
 
 
-def end_of(out: Path) -> tuple:
-    """Hashes of every weight and moment, and where in the data it is."""
+def has_more_lines_or_ended(out: Path, lines: int) -> bool:
+    return len(lines_of(out)) > lines or steps_of(out)[-1:] == [STEPS]
+
+
+def final_state(out: Path) -> tuple:
+    """Hashes of all weights and optimizer state, and the progress, of the last checkpoint."""
     manifest = read_checkpoint_manifest(StorageFolder(out / "checkpoint" / f"step-{STEPS}"))
     return manifest.tensors, manifest.progress
 
 
-def test_a_run_killed_again_and_again_ends_in_the_bits_of_the_undisturbed_one(run_toml, tmp_path):
-    right = undisturbed(run_toml, tmp_path / "right")
+def test_a_run_killed_repeatedly_ends_bit_equal_to_an_undisturbed_run(run_toml, tmp_path):
+    expected = run_undisturbed(run_toml, tmp_path / "expected")
     kill_until_done(run_toml, tmp_path / "killed", 2, 1, [(2,)])
-    assert end_of(tmp_path / "killed") == end_of(right)
+    assert final_state(tmp_path / "killed") == final_state(expected)
     assert steps_of(tmp_path / "killed") == list(range(1, STEPS + 1))
 
 
-def test_a_run_killed_and_restarted_under_other_layouts_learns_the_same(run_toml, tmp_path):
+def test_a_run_killed_and_resumed_under_other_layouts_has_the_same_losses(run_toml, tmp_path):
     layouts = [
         (2,),
         (2, "--parallelism.tensor_parallel_degree", "2"),
         (2, "--parallelism.pipeline_parallel_degree", "2", "--training.local_batch_size", "4"),
     ]
-    right = undisturbed(run_toml, tmp_path / "right")
+    expected = run_undisturbed(run_toml, tmp_path / "expected")
     kill_until_done(run_toml, tmp_path / "moved", 2, 2, layouts)
     curves = [
         {line["step"]: line["loss"] for line in lines_of(out) if "event" not in line}
-        for out in (right, tmp_path / "moved")
+        for out in (expected, tmp_path / "moved")
     ]
     assert curves[1] == pytest.approx(curves[0], rel=1e-5)
     lines = [line for line in lines_of(tmp_path / "moved") if "event" not in line]
     assert [line["samples"] for line in lines] == [8 * step for step in range(1, STEPS + 1)]
 
 
-def test_a_job_that_only_dies_is_stopped_and_shown_what_it_died_of(run_toml, tmp_path):
+def test_a_job_that_keeps_crashing_is_stopped_with_the_reasons_of_the_crashes(run_toml, tmp_path):
     out, argv = tmp_path / "out", ("--checkpoint.interval", "1000", "--job.max_crashes", "2")
     for _ in range(2):
         with Launched(1, out, *argv_of(run_toml, out, *argv)) as run:
@@ -102,7 +106,7 @@ def test_a_job_that_only_dies_is_stopped_and_shown_what_it_died_of(run_toml, tmp
         assert "Traceback" not in run.said and "--job.max_crashes 0" in run.said
 
 
-def test_a_second_job_on_the_same_folder_is_refused_and_the_first_goes_on(run_toml, tmp_path):
+def test_a_second_job_on_the_same_folder_is_refused_and_the_first_continues(run_toml, tmp_path):
     out = tmp_path / "out"
     with Launched(1, out, *argv_of(run_toml, out, "--training.steps", "3000")) as first:
         first.wait_for(lambda: steps_of(out))
@@ -114,23 +118,25 @@ def test_a_second_job_on_the_same_folder_is_refused_and_the_first_goes_on(run_to
         assert events_of(out, "resumed") == []
 
 
-def test_two_jobs_do_not_share_a_checkpoint_folder(run_toml, tmp_path):
-    """Else the retention of each would remove what the other saves."""
+def test_a_second_job_on_the_same_checkpoint_folder_is_refused(run_toml, tmp_path):
+    """Otherwise the retention of each job would remove checkpoints of the other."""
     outs, shared = (tmp_path / "one", tmp_path / "two"), str(tmp_path / "checkpoints")
     argv = ("--training.steps", "3000", "--checkpoint.folder", shared)
     with Launched(1, outs[0], *argv_of(run_toml, outs[0], *argv)) as first:
         first.wait_for(lambda: steps_of(outs[0]))
         with Launched(1, outs[1], *argv_of(run_toml, outs[1], *argv)) as second:
             assert second.wait() == [2], second.said
-            said = f"checkpoint.folder = {shared}: another job is writing there: process"
-            assert said in second.said and "Traceback" not in second.said
-            assert not (outs[1] / "lease.json").exists(), "it holds none of its folders"
+            message = f"checkpoint.folder = {shared}: another job is writing there: process"
+            assert message in second.said and "Traceback" not in second.said
+            assert not (outs[1] / "lease.json").exists(), (
+                "it must not keep the lease on its own folder"
+            )
         only = ("--checkpoint.load_only", "true", "--training.steps", "1")
         with Launched(1, outs[1], *argv_of(run_toml, outs[1], *argv, *only)) as reader:
-            assert reader.wait() == [0], reader.said  # it writes nothing there
+            assert reader.wait() == [0], reader.said  # load_only writes nothing there
 
 
-def test_a_lease_that_is_lost_ends_the_run_before_it_writes_more(run_toml, tmp_path):
+def test_a_job_that_lost_its_lease_exits_and_writes_nothing_more(run_toml, tmp_path):
     out = tmp_path / "out"
     with Launched(2, out, *argv_of(run_toml, out, "--training.steps", "30000")) as run:
         run.wait_for(lambda: steps_of(out))
@@ -138,11 +144,17 @@ def test_a_lease_that_is_lost_ends_the_run_before_it_writes_more(run_toml, tmp_p
         assert run.wait() == [2, 2], run.said
         assert "has taken it from this job" in run.said
     starts = (out / "starts.jsonl").read_text().splitlines()
-    assert len(starts) == 1 and '"start"' in starts[0], "its end would be that of the other's start"
+    assert len(starts) == 1 and '"start"' in starts[0], (
+        "it must not record an end in the log of the other job"
+    )
 
 
-@pytest.mark.parametrize("number, words", [(signal.SIGSTOP, "heard of"), (signal.SIGKILL, "gone")])
-def test_a_rank_that_is_lost_is_named_and_the_others_end_in_time(number, words, run_toml, tmp_path):
+@pytest.mark.parametrize(
+    "number, reported", [(signal.SIGSTOP, "heard of"), (signal.SIGKILL, "gone")]
+)
+def test_a_frozen_or_killed_rank_is_named_and_the_others_exit_in_time(
+    number, reported, run_toml, tmp_path
+):
     out, timeout = tmp_path / "out", 6
     argv = ("--training.steps", "30000", "--comm.train_timeout_seconds", str(timeout))
     with Launched(
@@ -152,9 +164,9 @@ def test_a_rank_that_is_lost_is_named_and_the_others_end_in_time(number, words, 
         began = time.monotonic()
         run.signal(1, number)
         codes = run.wait(timeout + 5, besides=(1,))
-        assert time.monotonic() - began < timeout + 2, "not in time"
+        assert time.monotonic() - began < timeout + 2, "exited too late"
         assert [codes[0], codes[2]] == [1, 1], run.said
         assert run.said.count("titanlite: ") == 1 and "Traceback" not in run.said, run.said
-        assert "Rank 1 (" in run.said and words in run.said, run.said
+        assert "Rank 1 (" in run.said and reported in run.said, run.said
     stacks = (out / "stacks" / "rank_0.txt").read_text()
     assert "in take_turn" in stacks, stacks

@@ -1,4 +1,4 @@
-"""Changes to the content of a file, drawn from a generator: bytes anywhere, values in JSON."""
+"""Random mutations of a file: of any bytes, or of values in JSON."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ EDGES = (
     2**63,
     2**64 - 1,
 )
-TOKENS = (  # that some format gives a meaning
+TOKENS = (  # that have a meaning in some file format
     *(
         b"[" * 3000,
         b'{"a":' * 3000,
@@ -86,22 +86,22 @@ NUMBERS = (
 
 
 def mutate(content: bytes, random: Random, is_json: bool) -> bytes:
-    """A changed copy of `content`; JSON stays valid about half of the time."""
+    """A mutated copy of `content`; about half of the JSON files stay valid JSON."""
     if is_json and random.random() < 0.6:
         value = json.loads(content)
         try:
             for _ in range(random.choice((1, 1, 1, 2, 4))):
-                value = change_value(value, random)
+                value = mutate_value(value, random)
             return json.dumps(value).encode()
-        except (RecursionError, MemoryError):  # more than Python's own writer can, or may
+        except (RecursionError, MemoryError):  # in json.dumps
             return b"[" * 100_000 + b"]" * 100_000
     for _ in range(random.choice((1, 1, 2, 4, 16))):
-        content = change_bytes(content, random)
+        content = mutate_bytes(content, random)
     return content
 
 
-def change_bytes(content: bytes, random: Random) -> bytes:
-    """`content` with one change: bytes flipped, removed, repeated, moved, or others put in."""
+def mutate_bytes(content: bytes, random: Random) -> bytes:
+    """`content` with some bytes flipped, removed, repeated, randomised, replaced or added."""
     begin = random.randrange(len(content) + 1)
     end = min(len(content), begin + random.choice((1, 1, 2, 4, 8, 64, 4096)))
     head, part, tail = content[:begin], content[begin:end], content[end:]
@@ -118,17 +118,17 @@ def change_bytes(content: bytes, random: Random) -> bytes:
             part = random.choice(TOKENS)
         case 5:
             part += random.choice(TOKENS)
-        case 6:  # an integer as formats write it
+        case 6:  # a binary integer
             width, order = random.choice((1, 2, 4, 8)), random.choice(("little", "big"))
             edge = random.choice(EDGES) % 256**width
             part, tail = edge.to_bytes(width, order), content[begin + width :]
         case 7:
-            tail = tail if random.random() < 0.5 else b""  # cut off
+            tail = tail if random.random() < 0.5 else b""  # truncated
     return head + part + tail
 
 
-def change_value(value: Any, random: Random) -> Any:
-    """A JSON value with one of its entries, at any depth, replaced, removed, repeated or nested."""
+def mutate_value(value: Any, random: Random) -> Any:
+    """A JSON value with one entry, at any depth, replaced, removed, repeated or nested."""
     if isinstance(value, (dict, list)) and value and random.random() < 0.9:
         key = (
             random.choice(list(value)) if isinstance(value, dict) else random.randrange(len(value))
@@ -142,7 +142,7 @@ def change_value(value: Any, random: Random) -> Any:
             case 1:
                 copy += [copy[key]] * random.choice((1, 1000))
             case _:
-                copy[key] = change_value(copy[key], random)
+                copy[key] = mutate_value(copy[key], random)
         return copy
     match random.randrange(6):
         case 0 | 1:

@@ -1,4 +1,4 @@
-"""Every reader of files that may come from somebody else: what it is given, and how it reads."""
+"""Every reader of files that may come from a stranger, and the valid file to mutate for it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 import xxhash
 
 from titanlite.checkpoint.convert import from_hugging_face
-from titanlite.checkpoint.manifest import NAME, _hash
+from titanlite.checkpoint.manifest import MANIFEST_FILE, manifest_hash
 from titanlite.data import open_corpus, open_tokenizer
 from titanlite.data.text import find_files, list_file_ranges, read_documents
 from titanlite.generate import load_generator
@@ -25,12 +25,12 @@ TEXT = "def f(x):\n    return 'é' * 3  # <|endoftext|> \0 日本\n"
 
 @dataclass(frozen=True)
 class Reader:
-    """How one kind of file is read, as a command of the user would."""
+    """Reads one kind of file as a user's command does."""
 
-    seed: str  # a file or folder among the seeds
+    seed: str  # a file or folder in the folder of seeds
     read: Callable[[Path], object]
-    file: str = ""  # glob of the file in the folder that is changed; empty: the seed is a file
-    seal: Callable[[Path, str, bytes], None] | None = None  # make hashes fit, as an attacker can
+    file: str = ""  # glob of the file to mutate in the folder; empty: the seed is a file
+    fix_hashes: Callable[[Path, str, bytes], None] | None = None  # as an attacker can
 
 
 def read_corpus(path: Path) -> None:
@@ -49,42 +49,42 @@ def read_text(path: Path) -> None:
         pass
 
 
-def read_weights(path: Path) -> None:
+def convert_hugging_face(path: Path) -> None:
     from_hugging_face(StorageFolder(path), StorageFolder(path.with_name("converted")))
 
 
-def seal(folder: Path, name: str, content: bytes) -> None:
-    """Write hashes into a checkpoint's manifest that are true of the changed file."""
-    path = folder / NAME
+def fix_hashes(folder: Path, name: str, content: bytes) -> None:
+    """Update the hashes in a checkpoint's manifest to those of a mutated file."""
+    path = folder / MANIFEST_FILE
     try:
         body = json.loads(path.read_bytes())
         body.pop("hash", None)
-        if name != NAME:
-            hash = xxhash.xxh3_128(content).hexdigest()
-            body["files"][name] |= {"bytes": len(content), "hash": hash}
-        path.write_text(json.dumps({**body, "hash": _hash(body)}))
+        if name != MANIFEST_FILE:
+            record = {"bytes": len(content), "hash": xxhash.xxh3_128(content).hexdigest()}
+            body["files"][name] |= record
+        path.write_text(json.dumps({**body, "hash": manifest_hash(body)}))
     except (ValueError, AttributeError, TypeError, KeyError, RecursionError):
-        pass  # it is not JSON any more, or not an object
+        pass  # the manifest is no longer a JSON object
 
 
-def open_checkpoint(path: Path) -> None:
+def load_checkpoint(path: Path) -> None:
     load_generator(StorageFolder(path), torch.device("cpu"))
 
 
-def read_records(path: Path) -> None:
+def read_jsonl_files(path: Path) -> None:
     read_metrics(path)
     read_starts(path.read_bytes())
     last_step(path.read_bytes())
 
 
 READERS = {
-    "manifest": Reader("step", open_checkpoint, "manifest.json", seal),
-    "chunks": Reader("step", open_checkpoint, "chunks.json", seal),
-    "metadata": Reader("old", open_checkpoint, ".metadata", seal),
-    "shards": Reader("step", open_checkpoint, "*.distcp", seal),
-    "safetensors": Reader("hf", read_weights, "*.safetensors"),
-    "config.json": Reader("hf", read_weights, "config.json"),
-    "Hugging Face index": Reader("sharded", read_weights, "*.index.json"),
+    "manifest": Reader("step", load_checkpoint, "manifest.json", fix_hashes),
+    "chunks": Reader("step", load_checkpoint, "chunks.json", fix_hashes),
+    "metadata": Reader("old", load_checkpoint, ".metadata", fix_hashes),
+    "shards": Reader("step", load_checkpoint, "*.distcp", fix_hashes),
+    "safetensors": Reader("hf", convert_hugging_face, "*.safetensors"),
+    "config.json": Reader("hf", convert_hugging_face, "config.json"),
+    "Hugging Face index": Reader("sharded", convert_hugging_face, "*.index.json"),
     "idx": Reader("corpus", read_corpus, "*.idx"),
     "foreign idx": Reader("foreign", read_corpus, "*.idx"),
     "corpus manifest": Reader("corpus", read_corpus, "manifest.json"),
@@ -96,5 +96,5 @@ READERS = {
     ),
     "Parquet": Reader("text.parquet", read_text),
     "JSONL": Reader("text.jsonl", read_text),
-    "metrics": Reader("metrics.jsonl", read_records),
+    "metrics": Reader("metrics.jsonl", read_jsonl_files),
 }

@@ -1,6 +1,6 @@
-"""No file, however it is changed, makes a reader crash, hang, exhaust memory or act outside.
+"""Mutated files must not make a reader crash, hang, exhaust memory, run code or touch other files.
 
-`scripts/test.sh --fuzz MINUTES` spends so long on all readers; the suite reads a few files with each.
+`scripts/test.sh --fuzz MINUTES` fuzzes all readers for so long; the suite reads a few files each.
 """
 
 from __future__ import annotations
@@ -15,25 +15,23 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from tests.checkpoint.test_untrusted import make_old
+from tests.checkpoint.test_untrusted import convert_to_format_2
 from tests.conftest import ROOT
 from tests.distributed.ranks import _forkserver
 from tests.faults.launch import Launched
-from tests.fuzz.child import NUMBER, fuzz, prepare_case
+from tests.fuzz.child import CASE_NUMBER, CaseRange, prepare_case, read_cases
 from tests.fuzz.readers import READERS, TEXT
 from titanlite.checkpoint.convert import to_hugging_face
 from titanlite.data.bpe import train_bpe
 from titanlite.storage import StorageFolder
 
 CASES = 40  # of each reader in the suite
-SILENT_SECONDS = (
-    300  # in which a child must reach its next file; CPU_SECONDS ends one that computes
-)
+STALL_SECONDS = 300  # limit for one file; CPU_SECONDS ends a child that computes
 
 
 @pytest.fixture(scope="session")
 def seeds(corpus, tmp_path_factory) -> Path:
-    """A valid file or folder for each reader, made by the programs that make them for users."""
+    """A valid file or folder for each reader, written by the programs that users run."""
     folder = tmp_path_factory.mktemp("seeds")
     run = folder / "run.toml"
     run.write_text(RUN.format(folder=folder, corpus=corpus))
@@ -41,7 +39,7 @@ def seeds(corpus, tmp_path_factory) -> Path:
         assert launched.wait() == [0], launched.said
     shutil.copytree(folder / "out" / "checkpoint" / "step-1", folder / "step")
     shutil.copytree(folder / "step", folder / "old")
-    make_old(folder / "old")
+    convert_to_format_2(folder / "old")
     shutil.copytree(folder / "out" / "checkpoint" / "step-1-hf", folder / "hf")
     shutil.copy(folder / "out" / "metrics.jsonl", folder)
     to_hugging_face(
@@ -87,7 +85,7 @@ last_save_in_hf = true
 
 
 @pytest.mark.parametrize("name", READERS)
-def test_no_changed_file_crashes_hangs_or_acts_outside(name, seeds, tmp_path, request):
+def test_no_mutated_file_crashes_a_reader_or_makes_it_act(name, seeds, tmp_path, request):
     minutes = request.config.getoption("--fuzz")
     last = CASES if not minutes else 2**62
     until = time.time() + (60 * minutes / len(READERS) if minutes else 3600)
@@ -95,7 +93,7 @@ def test_no_changed_file_crashes_hangs_or_acts_outside(name, seeds, tmp_path, re
     print(f"{name}: {read} files, {len(failures)} failures")
     for case, text in failures[:20]:
         print(f"--- {name}, case {case}: {text}\n")
-        keep_case(name, seeds, case)
+        store_failed_case(name, seeds, case)
     assert not failures, (
         f"{len(failures)} of {read} files: first case {failures[0][0]}: {failures[0][1]}"
     )
@@ -103,46 +101,46 @@ def test_no_changed_file_crashes_hangs_or_acts_outside(name, seeds, tmp_path, re
 
 
 def run_cases(name, seeds, folder, last, until) -> tuple[int, list[tuple[int, str]]]:
-    """Files read, and (case, what went wrong); a child that ends is followed by another."""
+    """Number of files read, and failures: (case, text). After a child ends, the next continues."""
     context, progress, first, failures = _forkserver(), folder / "progress", 0, []
+    work = folder / "work"
     while first < last and time.time() < until and len(failures) < 200:
-        progress.write_bytes(NUMBER.pack(first))
-        here, there = context.Pipe()
-        work = folder / "work"
+        progress.write_bytes(CASE_NUMBER.pack(first))
+        ours, theirs = context.Pipe()
         work.mkdir(exist_ok=True)
-        given = (there, sys.path, name, str(seeds), str(work), first, last, until, str(progress))
-        child = context.Process(target=fuzz, args=given, daemon=True)
+        cases = CaseRange(name, seeds, work, progress, first, last, until)
+        child = context.Process(target=read_cases, args=(theirs, sys.path, cases), daemon=True)
         child.start()
-        there.close()
-        answer = wait_for(child, here, progress)
-        if isinstance(answer, tuple):
-            return first + answer[0], failures + answer[1]
-        case = NUMBER.unpack(progress.read_bytes())[0]
-        failures.append((case, answer))
+        theirs.close()
+        result = wait_for_result(child, ours, progress)
+        if isinstance(result, tuple):
+            return first + result[0], failures + result[1]
+        case = CASE_NUMBER.unpack(progress.read_bytes())[0]
+        failures.append((case, result))
         first = case + 1
     return first, failures
 
 
-def wait_for(child, connection, progress) -> tuple | str:
-    """What a child sends, or how it ended without a word."""
-    before, changed = b"", time.time()
+def wait_for_result(child, connection, progress) -> tuple | str:
+    """What a child sends, or how it ended without sending anything."""
+    content, changed = b"", time.time()
     while not connection.poll(1):
         now = progress.read_bytes()
-        if now != before:
-            before, changed = now, time.time()
-        elif time.time() - changed > SILENT_SECONDS:
+        if now != content:
+            content, changed = now, time.time()
+        elif time.time() - changed > STALL_SECONDS:
             child.kill()
             child.join()
-            return f"no progress in {SILENT_SECONDS} s"
+            return f"no progress in {STALL_SECONDS} s"
     try:
         return connection.recv()
     except EOFError:
         child.join()
-        return f"the process ended with {child.exitcode} (-27: it computed for too long)"
+        return f"the process ended with {child.exitcode} (-27: it exceeded its CPU time)"
 
 
-def keep_case(name, seeds, case) -> None:
-    """Leave the file of a failure where a person can look at it."""
+def store_failed_case(name, seeds, case) -> None:
+    """Write the mutated file of a failure into build/fuzz, for debugging."""
     folder = Path("build/fuzz") / f"{name}-{case}"
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)

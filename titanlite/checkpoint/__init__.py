@@ -1,15 +1,21 @@
-"""What is kept of a run: whole checkpoints that any layout can go on from."""
+"""Checkpoints that exist completely or not at all, and load under any layout."""
 
 from __future__ import annotations
 
-from titanlite.checkpoint.checkpointer import Checkpointer, FoundCheckpoint, SaveResult
-from titanlite.checkpoint.config import CheckpointConfig, checkpoint_folder, checkpoint_problems
+from titanlite.checkpoint.checkpointer import Checkpointer, SaveResult
+from titanlite.checkpoint.config import (
+    CheckpointConfig,
+    check_checkpoint_config,
+    checkpoint_folder,
+)
 from titanlite.checkpoint.convert import from_hugging_face, to_hugging_face
-from titanlite.checkpoint.listing import list_steps, step_and_number
+from titanlite.checkpoint.finding import FoundCheckpoint
+from titanlite.checkpoint.listing import list_steps, step_sort_key
 from titanlite.checkpoint.manifest import CheckpointManifest, check_hashes, read_checkpoint_manifest
+from titanlite.checkpoint.model_state import model_and_optimizer_state
 from titanlite.checkpoint.newest import find_newest_checkpoint
 from titanlite.checkpoint.saved_model import SavedModel, describe_saved_model, read_saved_model
-from titanlite.checkpoint.tensor_io import model_and_optimizer_state, read_tensors
+from titanlite.checkpoint.tensor_reader import read_tensors
 
 __all__ = [
     "CheckpointConfig",
@@ -18,9 +24,9 @@ __all__ = [
     "FoundCheckpoint",
     "SaveResult",
     "SavedModel",
+    "check_checkpoint_config",
     "check_hashes",
     "checkpoint_folder",
-    "checkpoint_problems",
     "describe_saved_model",
     "find_newest_checkpoint",
     "from_hugging_face",
@@ -29,6 +35,6 @@ __all__ = [
     "read_checkpoint_manifest",
     "read_saved_model",
     "read_tensors",
-    "step_and_number",
+    "step_sort_key",
     "to_hugging_face",
 ]

@@ -1,8 +1,9 @@
-"""Where each chunk of each tensor lies in the files of a checkpoint, as JSON.
+"""The locations of each tensor's chunks in the files of a checkpoint, as JSON.
 
-DCP keeps this in `.metadata`, a pickle, which we write for its own tools and do not read. A chunk
-is the part of a tensor that one rank has written. `chunks.json` is a file of its own, because the
-manifest is read at every save, and thousands of ranks have millions of chunks.
+A chunk is the part of a tensor that one rank has written. DCP records the locations in `.metadata`,
+a pickle, which is written for DCP's own tools and never unpickled here. `chunks.json` is separate
+from the manifest, because the manifest is read at every save, and thousands of ranks have millions
+of chunks.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 import xxhash
 from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
     ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
@@ -22,193 +24,224 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from titanlite.checkpoint.inert_pickle import Record, read_inert_pickle
-from titanlite.checkpoint.manifest import DTYPES, CheckpointManifest, TensorRecord
-from titanlite.errors import CheckpointError
+from titanlite.checkpoint.inert_pickle import InertObject, read_inert_pickle
+from titanlite.checkpoint.manifest import (
+    DTYPE_OF_NAME,
+    CheckpointManifest,
+    TensorRecord,
+    damaged_checkpoint,
+    wrong_hash,
+)
 from titanlite.files import parse_json
 from titanlite.storage import StorageFolder
 
-NAME = "chunks.json"
-DCP_NAME = ".metadata"
-MOST_BYTES = 1 << 30  # 1,000 ranks with 4,500 tensors: 0.2 GiB
-MOST_PICKLE_BYTES = 1 << 28  # about 1.5 million chunks; only format 2 is read from it
+CHUNKS_FILE = "chunks.json"
+DCP_METADATA_FILE = ".metadata"
+MAX_CHUNKS_BYTES = 1 << 30  # 1,000 ranks with 4,500 tensors: 0.2 GiB
+MAX_DCP_METADATA_BYTES = 1 << 28  # about 1.5 million chunks; read for format 2 only
 
 Offsets = tuple[int, ...]
 
 
 class Chunk(NamedTuple):
-    """A part of a tensor, and where DCP's record of it lies."""
+    """A chunk's sizes, and the byte range of a file in which DCP stored it."""
 
     sizes: tuple[int, ...]
     file: str
-    start: int  # in that file
+    start: int
     length: int
 
 
-Chunks = dict[Offsets, Chunk]  # of one tensor; those without elements are left out
+Chunks = dict[Offsets, Chunk]  # of one tensor; empty chunks are left out
+
+# (offsets, sizes, file, start, length) of one chunk, as stored and not checked yet
+ChunkRow = tuple[Any, Any, Any, Any, Any]
 
 
-def list_chunks(metadata: Metadata) -> bytes:
-    """What DCP's writer has learned of the chunks, as the content of chunks.json.
+def dump_chunks(metadata: Metadata) -> bytes:
+    """The content of chunks.json, from the metadata that DCP's writer has collected.
 
-    A tensor is one flat list: for each chunk its file's number, start and length, then its offsets
-    and sizes.
+    A tensor is one flat list: for each chunk the number of its file, start and length, then its
+    offsets and sizes.
     """
     files: dict[str, int] = {}
     chunks: dict[str, list[int]] = {}
-    for name, tensor in metadata.state_dict_metadata.items():
-        chunks[name] = flat = []
+    for name, tensor in tensors_of(metadata).items():
+        flat: list[int] = []
         for chunk in tensor.chunks:
             if chunk.sizes.numel():
                 info = metadata.storage_data[MetadataIndex(name, chunk.offsets)]
                 file = files.setdefault(info.relative_path, len(files))
                 flat += (file, info.offset, info.length, *chunk.offsets, *chunk.sizes)
+        chunks[name] = flat
     return json.dumps({"files": list(files), "chunks": chunks}, separators=(",", ":")).encode()
 
 
-def read_chunks(
-    place: StorageFolder, manifest: CheckpointManifest, names: Iterable[str]
-) -> dict[str, Chunks]:
-    """The chunks of these tensors of a checkpoint, which lie within its files and fill the tensors.
+def tensors_of(metadata: Metadata) -> dict[str, TensorStorageMetadata]:
+    """The entries of DCP's metadata, which are all tensors because nothing else is saved."""
+    tensors = {}
+    for name, entry in metadata.state_dict_metadata.items():
+        assert isinstance(entry, TensorStorageMetadata), f"{name}: only tensors are saved"
+        tensors[name] = entry
+    return tensors
 
-    Raises CheckpointError.
+
+def read_chunks(
+    folder: StorageFolder, manifest: CheckpointManifest, names: Iterable[str]
+) -> dict[str, Chunks]:
+    """Read the chunks of these tensors; raises CheckpointError.
+
+    The chunks are checked: they lie inside their files, do not repeat, and fill the tensors.
     """
     old = manifest.format == 2
-    file = DCP_NAME if old else NAME
-    content = _read(place, manifest, file)
+    file = DCP_METADATA_FILE if old else CHUNKS_FILE
+    content = _read_chunk_list(folder, manifest, file)
     try:
         rows = _rows_of_pickle(content, names) if old else _rows_of_json(content, manifest, names)
-        return {name: _checked(name, manifest.tensors[name], own, manifest) for name, own in rows}
+        return {
+            name: _check_chunks(name, manifest.tensors[name], tensor_rows, manifest)
+            for name, tensor_rows in rows
+        }
     except ValueError as error:
-        why = f"{file} is not valid: {error!s:.200}"
-        raise CheckpointError(f"{place}: is damaged: {why}.") from None
+        raise damaged_checkpoint(folder, f"{file} is not valid: {error!s:.200}") from None
 
 
-def dcp_metadata(manifest: CheckpointManifest, chunks: dict[str, Chunks]) -> Metadata:
-    """What DCP plans its reads by."""
-    tensors = {}
-    for name, own in chunks.items():
+def to_dcp_metadata(manifest: CheckpointManifest, chunks: dict[str, Chunks]) -> Metadata:
+    """The metadata from which DCP plans its reads."""
+    tensors: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
+    for name, tensor_chunks in chunks.items():
         record = manifest.tensors[name]
         tensors[name] = TensorStorageMetadata(
-            TensorProperties(DTYPES[record.dtype]),
+            TensorProperties(DTYPE_OF_NAME[record.dtype]),
             torch.Size(record.shape),
-            [ChunkStorageMetadata(torch.Size(at), torch.Size(c.sizes)) for at, c in own.items()],
+            [
+                ChunkStorageMetadata(torch.Size(offsets), torch.Size(chunk.sizes))
+                for offsets, chunk in tensor_chunks.items()
+            ],
         )
     return Metadata(tensors)
 
 
-def _read(place: StorageFolder, manifest: CheckpointManifest, name: str) -> bytes:
-    """The content of a file of a checkpoint that is what was written."""
+def _read_chunk_list(folder: StorageFolder, manifest: CheckpointManifest, name: str) -> bytes:
+    """Read chunks.json or .metadata, and compare the content with its hash in the manifest."""
     record = manifest.files.get(name)
-    most = MOST_PICKLE_BYTES if name == DCP_NAME else MOST_BYTES
-    if record is None or record.bytes > most:
-        what = "is not in the manifest" if record is None else f"has {record.bytes:,} bytes"
-        raise CheckpointError(f"{place}: is damaged: {name} {what} (at most {most:,} are read).")
+    limit = MAX_DCP_METADATA_BYTES if name == DCP_METADATA_FILE else MAX_CHUNKS_BYTES
+    if record is None:
+        raise damaged_checkpoint(folder, f"{name} is not in the manifest")
+    if record.bytes > limit:
+        raise damaged_checkpoint(
+            folder, f"{name} has {record.bytes:,} bytes (the limit is {limit:,})"
+        )
     try:
-        with place.reading(name) as stream:
+        with folder.open_for_reading(name) as stream:
             content = stream.read(record.bytes + 1)
     except OSError as error:
-        raise CheckpointError(f"{place}: is damaged: {name} cannot be read ({error}).") from None
+        raise damaged_checkpoint(folder, f"{name} cannot be read ({error})") from None
     if xxhash.xxh3_128_hexdigest(content) != record.hash:
-        raise CheckpointError(
-            f"{place}: is damaged: {name} does not hold what was written (its hash differs)."
-        )
+        raise wrong_hash(folder, name)
     return content
-
-
-# --- rows: (offsets, sizes, file, start, length) of one tensor's chunks --------------------------
-
-Row = tuple[tuple, tuple, Any, Any, Any]
 
 
 def _rows_of_json(
     content: bytes, manifest: CheckpointManifest, names: Iterable[str]
-) -> Iterator[tuple[str, Iterator[Row]]]:
+) -> Iterator[tuple[str, Iterator[ChunkRow]]]:
     # Nested lists take thirty times their bytes in memory; flat ones do not.
     if content.count(b"[") + content.count(b"{") > len(manifest.tensors) + 3:
         raise ValueError("more lists than tensors")
     table = parse_json(content)
-    files, chunks = (_of(table, dict).get(key) for key in ("files", "chunks"))
+    files, chunks = (_expect_type(table, dict).get(key) for key in ("files", "chunks"))
     for name in names:
-        flat = _of(_of(chunks, dict).get(name), list)
-        yield name, _cut(flat, len(manifest.tensors[name].shape), _of(files, list))
+        flat = _expect_type(_expect_type(chunks, dict).get(name), list)
+        dims = len(manifest.tensors[name].shape)
+        yield name, _split_flat_list(flat, dims, _expect_type(files, list))
 
 
-def _cut(flat: list, dims: int, files: list) -> Iterator[Row]:
-    if set(map(type, flat)) - {int} or len(flat) % (3 + 2 * dims):
-        raise ValueError("a tensor's list is not whole numbers, as many as its chunks need")
-    for at in range(0, len(flat), 3 + 2 * dims):
-        file, start, length, *rest = flat[at : at + 3 + 2 * dims]
+def _split_flat_list(flat: list, dims: int, files: list) -> Iterator[ChunkRow]:
+    """Split the flat list of a tensor of `dims` dimensions into one row a chunk."""
+    row_length = 3 + 2 * dims
+    if set(map(type, flat)) - {int} or len(flat) % row_length:
+        raise ValueError(f"the list of a tensor is not rows of {row_length} integers")
+    for index in range(0, len(flat), row_length):
+        file, start, length, *rest = flat[index : index + row_length]
         if not 0 <= file < len(files):
             raise ValueError(f"file number {file} of {len(files)}")
         yield tuple(rest[:dims]), tuple(rest[dims:]), files[file], start, length
 
 
-def _rows_of_pickle(content: bytes, names: Iterable[str]) -> Iterator[tuple[str, Iterator[Row]]]:
-    metadata = _fields(read_inert_pickle(content), "Metadata")
-    places: dict[tuple, Row] = {}
-    for index, info in _of(metadata.get("storage_data"), dict).items():
-        at, where = _fields(index, "MetadataIndex"), _fields(info, "_StorageInfo")
-        if where.get("transform_descriptors"):
-            raise ValueError("chunks that are transformed")
-        key = (_of(at.get("fqn"), str), _size(at.get("offset")))
-        places[key] = tuple(where.get(key) for key in ("relative_path", "offset", "length"))
-    tensors, left = _of(metadata.get("state_dict_metadata"), dict), len(content)
+def _rows_of_pickle(
+    content: bytes, names: Iterable[str]
+) -> Iterator[tuple[str, Iterator[ChunkRow]]]:
+    metadata = _fields_of(read_inert_pickle(content), "Metadata")
+    locations: dict[tuple, tuple[Any, Any, Any]] = {}
+    for index_object, info_object in _expect_type(metadata.get("storage_data"), dict).items():
+        index = _fields_of(index_object, "MetadataIndex")
+        info = _fields_of(info_object, "_StorageInfo")
+        if info.get("transform_descriptors"):
+            raise ValueError("transformed chunks are not supported")
+        key = (_expect_type(index.get("fqn"), str), _numbers_of_size(index.get("offset")))
+        locations[key] = (info.get("relative_path"), info.get("offset"), info.get("length"))
+    tensors = _expect_type(metadata.get("state_dict_metadata"), dict)
+    chunks_left = len(content)
     for name in names:
-        chunks = _of(_fields(tensors.get(name), "TensorStorageMetadata").get("chunks"), list)
-        left -= len(chunks)
-        if left < 0:  # each has bytes of its own, unless lists are shared
-            raise ValueError("more chunks than it has room for")
-        yield name, _located(name, chunks, places)
+        tensor = _fields_of(tensors.get(name), "TensorStorageMetadata")
+        chunks = _expect_type(tensor.get("chunks"), list)
+        # Each chunk takes bytes of its own, unless the pickle uses one list for several tensors.
+        chunks_left -= len(chunks)
+        if chunks_left < 0:
+            raise ValueError("more chunks than bytes")
+        yield name, _rows_of_tensor(name, chunks, locations)
 
 
-def _located(name: str, chunks: list, places: dict[tuple, Row]) -> Iterator[Row]:
+def _rows_of_tensor(
+    name: str, chunks: list, locations: dict[tuple, tuple[Any, Any, Any]]
+) -> Iterator[ChunkRow]:
     for chunk in chunks:
-        fields = _fields(chunk, "ChunkStorageMetadata")
-        offsets, sizes = _size(fields.get("offsets")), _size(fields.get("sizes"))
-        yield offsets, sizes, *places.get((name, offsets), (None, None, None))
+        fields = _fields_of(chunk, "ChunkStorageMetadata")
+        offsets, sizes = (_numbers_of_size(fields.get(key)) for key in ("offsets", "sizes"))
+        yield offsets, sizes, *locations.get((name, offsets), (None, None, None))
 
 
-def _fields(value: Any, kind: str) -> dict:
-    """What a record of DCP's class `kind` holds."""
-    if type(value) is not Record or value.kind.rpartition(".")[2] != kind:
-        found = value.kind if type(value) is Record else type(value).__name__
-        raise ValueError(f"a {found:.80} instead of a {kind}")
-    return _of(value.state, dict)
+def _fields_of(value: Any, class_name: str) -> dict:
+    """The attributes of an object of DCP's class `class_name`."""
+    if type(value) is not InertObject or value.class_name.rpartition(".")[2] != class_name:
+        actual = value.class_name if type(value) is InertObject else type(value).__name__
+        raise ValueError(f"a {actual:.80} instead of a {class_name}")
+    return _expect_type(value.state, dict)
 
 
-def _size(value: Any) -> tuple:
+def _numbers_of_size(value: Any) -> tuple[int, ...]:
     """The numbers of a torch.Size."""
-    if type(value) is not Record or value.kind != "torch.Size" or len(value.arguments) != 1:
-        raise ValueError("what is not a torch.Size")
-    numbers = _of(value.arguments[0], tuple)
+    is_size = type(value) is InertObject and value.class_name == "torch.Size"
+    if not is_size or len(value.arguments) != 1:
+        raise ValueError("a value is not a torch.Size")
+    numbers = _expect_type(value.arguments[0], tuple)
     if len(numbers) > 64 or set(map(type, numbers)) - {int}:
-        raise ValueError("a torch.Size that is not whole numbers")
+        raise ValueError("a torch.Size is not at most 64 integers")
     return numbers
 
 
-def _of(value: Any, kind: type) -> Any:
+def _expect_type(value: Any, kind: type) -> Any:
     if type(value) is not kind:
         raise ValueError(f"a {type(value).__name__} instead of a {kind.__name__}")
     return value
 
 
-def _checked(
-    name: str, tensor: TensorRecord, rows: Iterator[Row], manifest: CheckpointManifest
+def _check_chunks(
+    name: str, tensor: TensorRecord, rows: Iterator[ChunkRow], manifest: CheckpointManifest
 ) -> Chunks:
-    """The chunks of a tensor, inside it and inside their files; ValueError where they are not."""
+    """The chunks of a tensor; raises ValueError unless they fill it and lie inside their files."""
     chunks: Chunks = {}
     filled = 0
     for offsets, sizes, file, start, length in rows:
         if not math.prod(sizes):
             continue
         inside = len(offsets) == len(sizes) == len(tensor.shape) and all(
-            at >= 0 and size > 0 and at + size <= whole
-            for at, size, whole in zip(offsets, sizes, tensor.shape, strict=True)
+            offset >= 0 and size > 0 and offset + size <= whole
+            for offset, size, whole in zip(offsets, sizes, tensor.shape, strict=True)
         )
         if not inside or offsets in chunks:
-            where = "twice" if inside else f"in a tensor of {tensor.shape}"
-            raise ValueError(f"{name} has a chunk of {list(sizes)} at {list(offsets)} {where}")
+            problem = "twice" if inside else f"in a tensor of {tensor.shape}"
+            raise ValueError(f"{name} has a chunk of {list(sizes)} at {list(offsets)} {problem}")
         record = manifest.files.get(file) if type(file) is str else None
         numbers = type(start) is type(length) is int
         if record is None or not numbers or start < 0 or not 0 < length <= record.bytes - start:

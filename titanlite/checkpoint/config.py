@@ -1,4 +1,4 @@
-"""[checkpoint], and the wishes in it that cannot be."""
+"""[checkpoint]: its settings and their validation."""
 
 from __future__ import annotations
 
@@ -12,110 +12,115 @@ from titanlite.errors import CheckpointError, ConfigError
 from titanlite.settings import NotNegative, Positive, Range, Supported
 from titanlite.storage import StorageFolder, is_url
 
-EXCLUDABLE = {  # part that need not be loaded -> what then happens
-    "optimizer": "its moments start anew",
-    "dataloader": "the data starts anew, at position 0",
-    "train_state": "steps and tokens are counted anew",
-}
+EXCLUDABLE_PARTS = ("optimizer", "dataloader", "train_state")  # of exclude_from_loading
 
 
 @dataclass(frozen=True)
 class CheckpointConfig:
-    """[checkpoint] What is kept of a run, and where it starts from."""
+    """[checkpoint] Saving checkpoints, and the checkpoint that a run starts from."""
 
-    enable: bool = False  # save checkpoints, and go on from the newest one that is there
+    enable: bool = False  # save checkpoints, and resume from the newest valid one
     folder: str = "checkpoint"
-    # where they are, under job.dump_folder; or a URL (s3://…, gs://…) that fsspec understands
-    interval: Positive = 500  # steps between two
+    # checkpoint folder, relative to job.dump_folder; or a URL (s3://…, gs://…) for fsspec
+    interval: Positive = 500  # steps between two checkpoints
     initial_load_path: str | None = None  # step-N folder of another run to start from
-    initial_load_model_only: bool = True  # take only its weights, and start at position 0
-    initial_load_in_hf: bool = False  # it is a Hugging Face folder of safetensors
+    initial_load_model_only: bool = True  # load only its weights, and start at position 0
+    initial_load_in_hf: bool = False  # initial_load_path is a Hugging Face folder of safetensors
     initial_load_in_hf_quantized: Annotated[bool, Supported((False,), "Quantised loading")] = False
-    # and its weights are quantised
+    # the weights of that folder are quantised
     last_save_model_only: bool = False
-    # leave the optimizer out of the last one; the run can then not be extended
+    # save the last checkpoint without optimizer state; the run can then not be extended
     last_save_in_hf: bool = False
-    # write the last one as Hugging Face safetensors too, in step-N-hf
+    # also write the last checkpoint as Hugging Face safetensors, in step-N-hf
     export_dtype: Literal["float16", "bfloat16", "float32"] = "float32"
-    # precision of a model-only or Hugging Face last save
+    # dtype of a model-only or Hugging Face last save
     async_mode: Literal["disabled", "async", "async_with_pinned_mem"] = "disabled"
-    # train on while a checkpoint is written, from a copy in host memory; pinned: copied faster
+    # write from a copy in host memory while training continues; pinned: faster copies
     timeout_seconds: Positive = 1800
-    # limit for one save or one load; beyond it, as on a dead disk, the run ends with exit code 1
-    keep_latest_k: NotNegative = 10  # whole checkpoints kept; 0: all
-    keep_every: NotNegative = 0  # and those of every so many steps, for ever; 0: none
+    # limit for one save or one load; when it is exceeded, the run ends with exit code 1
+    keep_latest_k: NotNegative = 10  # newest valid checkpoints to keep; 0: all
+    keep_every: NotNegative = 0  # also keep checkpoints of multiples of this step; 0: none
     keep_aside_k: NotNegative = 4
-    # checkpoints kept of those set aside (damaged, or later than load_step); 0: all
+    # checkpoints to keep that were set aside: damaged, or later than load_step; 0: all
     verify: Literal["full", "sizes", "off"] = "full"
-    # what must be true of a checkpoint before it is loaded: contents, sizes, or only its manifest
+    # checks before loading: hashes of all files, file sizes, or only the manifest
     load_step: Annotated[int, Range(-1)] = -1
     # step to resume from; -1: the newest valid one. Applied once per new value: a restart resumes
     # from the newest. With load_only: applied at every start
     exclude_from_loading: list[str] = field(default_factory=list)
-    # parts that start anew, at every start: optimizer, dataloader, train_state
+    # parts to start from scratch, at every start: optimizer (its state), dataloader (position 0),
+    # train_state (step and token counts)
     allow_changes: list[str] = field(default_factory=list)
-    # facts that may differ from those a checkpoint was saved with, by the names it is refused with
-    enable_first_step_checkpoint: bool = False  # save after step 1 too, to see that it works
+    # job properties that may differ from the checkpoint's, by the names that the error gives
+    enable_first_step_checkpoint: bool = False  # also save after step 1, to test that saving works
     load_only: bool = False  # load, but never save
+
+    @property
+    def saves(self) -> bool:
+        """Whether the run saves checkpoints."""
+        return self.enable and not self.load_only
 
 
 def checkpoint_folder(run: Path, config: CheckpointConfig) -> StorageFolder:
-    """Where the checkpoints of the run in the folder `run` are."""
+    """The folder with the checkpoints of the run in the folder `run`."""
     return StorageFolder(config.folder if is_url(config.folder) else run / config.folder)
 
 
-def checkpoint_problems(config: CheckpointConfig) -> Iterator[ConfigError]:
-    """Wishes that would be ignored, and a start that is not there."""
+def check_checkpoint_config(config: CheckpointConfig) -> Iterator[ConfigError]:
+    """Settings that would have no effect, and initial checkpoints that cannot be loaded."""
     for key in ("initial_load_path", "load_only"):
         if getattr(config, key) and not config.enable:
-            yield _wrong(
-                f"checkpoint.{key}: is set, but checkpoint.enable = false, so nothing is loaded.",
-                "Set checkpoint.enable = true, or leave it out.",
-                f"checkpoint.{key}",
+            yield _checkpoint_config_error(
+                key,
+                "is set, but checkpoint.enable = false, so nothing is loaded.",
+                "Set checkpoint.enable = true, or remove it.",
             )
     for part in config.exclude_from_loading:
-        if part not in EXCLUDABLE:
-            why = " (the rate is a function of the step)" if part == "lr_scheduler" else ""
-            yield _wrong(
-                f'checkpoint.exclude_from_loading: "{part}" is no part that can be left out{why}.',
-                f"Use {', '.join(EXCLUDABLE)}.",
-                "checkpoint.exclude_from_loading",
+        if part not in EXCLUDABLE_PARTS:
+            reason = (
+                " (the learning rate is a function of the step)" if part == "lr_scheduler" else ""
             )
-    narrow = config.export_dtype != "float32"
-    if narrow and not (config.last_save_model_only or config.last_save_in_hf):
-        yield _wrong(
-            f'checkpoint.export_dtype = "{config.export_dtype}": is for a last save of the model'
-            " alone; a run can go on only from the precision it has.",
-            "Set checkpoint.last_save_model_only or last_save_in_hf = true, or leave it out.",
-            "checkpoint.export_dtype",
-        )
-    if config.initial_load_in_hf and config.initial_load_path is None:
-        yield _wrong(
-            "checkpoint.initial_load_in_hf = true: but checkpoint.initial_load_path is not set.",
-            "Set it to a folder with config.json and safetensors.",
-            "checkpoint.initial_load_in_hf",
-        )
-    if config.initial_load_in_hf and not config.initial_load_model_only:
-        yield _wrong(
-            "checkpoint.initial_load_in_hf = true: such a folder holds the model alone.",
-            "Leave checkpoint.initial_load_model_only at true.",
-            "checkpoint.initial_load_model_only",
+            yield _checkpoint_config_error(
+                "exclude_from_loading",
+                f'"{part}" is not a part that can be excluded{reason}.',
+                f"Use {', '.join(EXCLUDABLE_PARTS)}.",
+            )
+    exports = config.last_save_model_only or config.last_save_in_hf
+    if config.export_dtype != "float32" and not exports:
+        yield ConfigError(
+            f'checkpoint.export_dtype = "{config.export_dtype}": applies only to a model-only or'
+            " Hugging Face last save; full checkpoints keep the dtype of training.",
+            fix="Set checkpoint.last_save_model_only or last_save_in_hf = true, or remove it.",
+            keys=("checkpoint.export_dtype",),
         )
     if is_url(config.folder):
         try:
             StorageFolder(config.folder)
         except CheckpointError as error:
-            yield _wrong(f"checkpoint.folder: {error.message}", error.fix, "checkpoint.folder")
+            yield _checkpoint_config_error("folder", error.message, error.fix)
+    yield from _check_initial_load(config)
+
+
+def _check_initial_load(config: CheckpointConfig) -> Iterator[ConfigError]:
+    if config.initial_load_in_hf and config.initial_load_path is None:
+        yield _checkpoint_config_error(
+            "initial_load_in_hf",
+            "is true, but checkpoint.initial_load_path is not set.",
+            "Set it to a folder with config.json and safetensors.",
+        )
+    if config.initial_load_in_hf and not config.initial_load_model_only:
+        yield _checkpoint_config_error(
+            "initial_load_model_only",
+            "is false, but a Hugging Face folder has only weights.",
+            "Leave checkpoint.initial_load_model_only at true.",
+        )
     if config.initial_load_path is not None and not config.initial_load_in_hf:
         try:
             read_checkpoint_manifest(StorageFolder(config.initial_load_path))
         except CheckpointError as error:
-            yield _wrong(
-                f"checkpoint.initial_load_path: {error.message}",
-                error.fix,
-                "checkpoint.initial_load_path",
-            )
+            yield _checkpoint_config_error("initial_load_path", error.message, error.fix)
 
 
-def _wrong(message: str, fix: str, key: str) -> ConfigError:
-    return ConfigError(message, fix=fix, keys=(key,))
+def _checkpoint_config_error(key: str, problem: str, fix: str) -> ConfigError:
+    key = f"checkpoint.{key}"
+    return ConfigError(f"{key}: {problem}", fix=fix, keys=(key,))

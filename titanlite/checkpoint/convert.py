@@ -1,4 +1,4 @@
-"""Checkpoints to and from Hugging Face folders, in one process, a shard at a time."""
+"""Convert checkpoints to and from Hugging Face folders, in one process, one shard at a time."""
 
 from __future__ import annotations
 
@@ -10,16 +10,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from titanlite.checkpoint.huggingface import TOKENIZER, open_hugging_face, parameters_of
-from titanlite.checkpoint.huggingface_export import SHARD_BYTES, write_hugging_face
+from titanlite.checkpoint.huggingface import TOKENIZER_FILE, HuggingFaceFolder, open_hugging_face
+from titanlite.checkpoint.huggingface_export import (
+    SHARD_BYTES,
+    ModelToExport,
+    write_hugging_face,
+)
 from titanlite.checkpoint.manifest import (
-    DTYPES,
+    DTYPE_OF_NAME,
     CheckpointManifest,
-    versions,
+    software_versions,
     write_checkpoint_manifest,
 )
-from titanlite.checkpoint.saved_model import read_saved_model, write_files
-from titanlite.checkpoint.tensor_io import read_tensors, write_one_by_one
+from titanlite.checkpoint.model_size import parameter_shapes
+from titanlite.checkpoint.saved_model import read_saved_model
+from titanlite.checkpoint.tensor_reader import read_tensors
+from titanlite.checkpoint.tensor_writer import write_small_files, write_tensors_one_by_one
 from titanlite.data import Tokenizer, open_tokenizer
 from titanlite.errors import CheckpointError, DataError
 from titanlite.log import logger
@@ -35,82 +41,92 @@ def to_hugging_face(
     tokenizer: str | None = None,
     max_shard_bytes: int = SHARD_BYTES,
 ) -> str:
-    """Write a checkpoint as a Hugging Face folder; returns what became of the tokenizer.
+    """Write a checkpoint as a Hugging Face folder; returns a sentence about its tokenizer.
 
-    `dtype` unset: as it was saved, the widest; `tokenizer`: the path of its file, where the checkpoint has no
-    copy. Raises CheckpointError, or DataError.
+    `dtype`: by default the widest in which a tensor was saved. `tokenizer`: path of a tokenizer
+    file, for a checkpoint without a copy of its own. Raises CheckpointError or DataError.
     """
     saved = read_saved_model(checkpoint, tokenizer)
     records = saved.manifest.tensors
 
     def load(names: Sequence[str]) -> dict[str, Tensor]:
-        own = {
-            name: torch.empty(record.shape, dtype=DTYPES[record.dtype])
-            for name in names
-            if (record := records[f"model.{name}"])
-        }
-        read_tensors(checkpoint, {"model": own}, alone=True)
-        return own
+        tensors = {}
+        for name in names:
+            record = records[f"model.{name}"]
+            tensors[name] = torch.empty(record.shape, dtype=DTYPE_OF_NAME[record.dtype])
+        read_tensors(checkpoint, {"model": tensors}, no_dist=True)
+        return tensors
 
-    dtypes = {
-        DTYPES[records[f"model.{name}"].dtype] for name in parameters_of(saved.spec, saved.sizes)
+    saved_dtypes = {
+        DTYPE_OF_NAME[records[f"model.{name}"].dtype]
+        for name in parameter_shapes(saved.spec, saved.sizes)
     }
+    model = ModelToExport(saved.spec, saved.sizes, load, saved.seq_len, saved.tokenizer, saved.bos)
     return write_hugging_face(
         out,
-        saved.spec,
-        saved.sizes,
-        load,
-        dtype=dtype or max(dtypes, key=lambda kind: kind.itemsize),
-        context=saved.seq_len,
-        tokenizer=saved.tokenizer,
-        bos=saved.bos,
+        model,
+        dtype=dtype or max(saved_dtypes, key=lambda saved_dtype: saved_dtype.itemsize),
         max_shard_bytes=max_shard_bytes,
     )
 
 
 def from_hugging_face(folder: StorageFolder, out: StorageFolder) -> CheckpointManifest:
-    """Write the weights of a Hugging Face folder as a checkpoint of the model alone, in fp32.
+    """Write the weights of a Hugging Face folder as a model-only checkpoint in fp32.
 
-    It is for `checkpoint.initial_load_path` and for generating; a tokenizer.json goes along. Raises
-    CheckpointError.
+    It is for `checkpoint.initial_load_path` and for generating text; a tokenizer.json is copied.
+    Raises CheckpointError.
     """
     if out.sizes() or out.folders():
-        raise CheckpointError(f"{out}: is there and not empty.", fix="Name a new folder.")
-    source, began = open_hugging_face(folder), time.monotonic()
-    fields = dataclasses.asdict(source.sizes)
-    tokenizer = _tokenizer_of(folder) if source.has_tokenizer else None
-    said = {key: value for key, value in fields.items() if value is False or value != 0}
-    job = {  # as a TOML would say it, where what is 0 is not set
-        "model": dataclasses.asdict(ModelConfig(name=source.spec.name, **said)),
-        "data": {"tokenizer": tokenizer and tokenizer.name},
-    }
-    facts: dict[str, Any] = {"model": fields}
+        raise CheckpointError(
+            f"{out}: already exists and is not empty.", fix="Remove it, or give another folder."
+        )
+    source, started = open_hugging_face(folder), time.monotonic()
+    tokenizer = _open_tokenizer_if_valid(folder) if source.has_tokenizer else None
+    properties: dict[str, Any] = {"model": dataclasses.asdict(source.sizes)}
     if tokenizer:
-        facts |= {"data.tokenizer": tokenizer.fingerprint, "data.bos": tokenizer.adds_bos}
-    about = {"facts": facts, "job": job, "layout": "one process"}
-    made: list[CheckpointManifest] = []
+        properties |= {"data.tokenizer": tokenizer.fingerprint, "data.bos": tokenizer.adds_bos}
+    manifests: list[CheckpointManifest] = []
 
     def commit(files, tensors) -> None:
-        files |= write_files(out, tokenizer.files if tokenizer else {})
-        written = {"files": files, "tensors": tensors, "versions": versions()}
-        seconds = time.monotonic() - began
-        made.append(CheckpointManifest(0, {}, seconds=seconds, **about, **written))
-        write_checkpoint_manifest(out, made[0])
+        manifest = CheckpointManifest(
+            step=0,
+            progress={},
+            facts=properties,
+            job=_job_of(source, tokenizer),
+            layout="one process",
+            files=files | write_small_files(out, tokenizer.files if tokenizer else {}),
+            tensors=tensors,
+            versions=software_versions(),
+            seconds=time.monotonic() - started,
+        )
+        manifests.append(manifest)
+        write_checkpoint_manifest(out, manifest)
 
     shapes = {
-        f"model.{name}": torch.empty(held.shape, dtype=torch.float32, device="meta")
-        for name, held in source.tensors.items()
+        f"model.{name}": torch.empty(location.shape, dtype=torch.float32, device="meta")
+        for name, location in source.tensors.items()
     }
-    write_one_by_one(
+    write_tensors_one_by_one(
         out, shapes, lambda name: source.read(name.removeprefix("model.")).float(), commit
     )
-    return made[0]
+    return manifests[0]
 
 
-def _tokenizer_of(folder: StorageFolder) -> Tokenizer | None:
-    """The tokenizer.json of a folder on this machine; None, and a warning, if it cannot be used."""
+def _job_of(source: HuggingFaceFolder, tokenizer: Tokenizer | None) -> dict[str, Any]:
+    """The sections of a job that describe the model; sizes of 0 are not set, as in a TOML."""
+    sizes = dataclasses.asdict(source.sizes)
+    settings: dict[str, Any] = {"name": source.spec.name}
+    settings |= {key: value for key, value in sizes.items() if value is False or value != 0}
+    return {
+        "model": dataclasses.asdict(ModelConfig(**settings)),
+        "data": {"tokenizer": tokenizer and tokenizer.name},
+    }
+
+
+def _open_tokenizer_if_valid(folder: StorageFolder) -> Tokenizer | None:
+    """The tokenizer.json of a local folder; None, with a warning, if it cannot be used."""
     try:
-        return open_tokenizer(folder.file(TOKENIZER))
+        return open_tokenizer(folder.path_of(TOKENIZER_FILE))
     except DataError as error:
-        logger.warning("%s: left out: %s", folder, error)
+        logger.warning("%s: its tokenizer is not copied: %s", folder, error)
         return None

@@ -1,4 +1,4 @@
-"""Hugging Face folders of safetensors, read a part at a time, under our names, by any layout."""
+"""Read Hugging Face folders of safetensors, by our parameter names, into any layout."""
 
 from __future__ import annotations
 
@@ -23,265 +23,265 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.futures import Future
 
+from titanlite.checkpoint.dcp import BaseStorageReader, completed_future
+from titanlite.checkpoint.model_size import check_model_size, parameter_shapes
 from titanlite.errors import CheckpointError
 from titanlite.files import parse_json
 from titanlite.models import FAMILIES, ModelSizes, ModelSpec
 from titanlite.storage import StorageFolder
 
-CONFIG, TOKENIZER = "config.json", "tokenizer.json"
-SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+CONFIG_FILE, TOKENIZER_FILE = "config.json", "tokenizer.json"
+SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
 
-# Weights as numbers, in safetensors' words; quantised ones mean nothing without their scales.
-DTYPES = {
+# safetensors' dtype codes that are supported; quantised ones would also need their scales.
+DTYPE_OF_CODE = {
     "F64": torch.float64,
     "F32": torch.float32,
     "F16": torch.float16,
     "BF16": torch.bfloat16,
 }
 
-
-MOST_JSON_BYTES = 1 << 27  # an index of a million tensors
-MOST_LAYERS = 10_000  # each takes memory before any of its weights is read
-MOST_PARAMETERS = 1 << 50
-
-
-def check_size(place: StorageFolder, spec: ModelSpec, sizes: ModelSizes, tensors: int) -> None:
-    """Raise CheckpointError where a model cannot be that of a folder with so many tensors.
-
-    To be asked before the model is built, which takes memory and time for each layer.
-    """
-    layers, parameters = sizes.n_layers, spec.count_parameters(sizes)
-    if layers > MOST_LAYERS or parameters > MOST_PARAMETERS:
-        raise CheckpointError(
-            f"{place}: describes a model of {_rounded(layers)} layers and {_rounded(parameters)}"
-            f" parameters; at most {MOST_LAYERS:,} and {float(MOST_PARAMETERS):.1e} are read."
-        )
-    if layers > tensors:
-        raise CheckpointError(
-            f"{place}: describes a model of {layers:,} layers, and holds {tensors:,} tensors."
-        )
-
-
-def _rounded(number: float) -> str:
-    return f"{number:,}" if number < 1e9 else f"{number:.1e}" if number < 1e300 else "over 1e300"
-
-
-def parameters_of(spec: ModelSpec, sizes: ModelSizes) -> dict[str, torch.Size]:
-    """Name and shape of every parameter; of a tied model, both names."""
-    with torch.device("meta"):
-        return {name: tensor.shape for name, tensor in spec.build(sizes).state_dict().items()}
+MAX_JSON_BYTES = 1 << 27  # an index of a million tensors
+MAX_LISTED_NAMES = 8  # in an error
 
 
 @dataclass(frozen=True)
 class TensorLocation:
-    """One tensor of a folder, and where it is."""
+    """Where one tensor of a folder is stored."""
 
     file: str
     name: str  # in that file
     shape: torch.Size
-    code: str  # its dtype, in safetensors' words
+    code: str  # safetensors' dtype code
 
 
 @dataclass(frozen=True)
 class HuggingFaceFolder:
-    """A folder that holds what a model of `shape` needs; nothing of it is in memory."""
+    """A checked folder with all tensors of a model; none of them is loaded."""
 
-    place: StorageFolder
+    folder: StorageFolder
     spec: ModelSpec
-    sizes: ModelSizes  # the family's own
-    tensors: dict[str, TensorLocation]  # by our names
+    sizes: ModelSizes  # the dataclass of the model family
+    tensors: dict[str, TensorLocation]  # by our parameter names
     has_tokenizer: bool  # a tokenizer.json
 
     def read(
         self,
         name: str,
         offsets: Sequence[int] | None = None,
-        tensor_sizes: Sequence[int] | None = None,
+        lengths: Sequence[int] | None = None,
     ) -> Tensor:
-        """A tensor, or its part of `tensor_sizes` from `offsets` on, as it is in the file."""
-        held = self.tensors[name]
-        tensor_sizes, offsets = tensor_sizes or held.shape, offsets or (0,) * len(held.shape)
-        with _opened(self.place, held.file) as file:
-            cut = tuple(slice(o, o + n) for o, n in zip(offsets, tensor_sizes, strict=True))
-            return file.get_slice(held.name)[cut].clone()  # what it was is a view of the file
+        """A tensor, or its part of `lengths` from `offsets` on, in the dtype of the file."""
+        location = self.tensors[name]
+        lengths, offsets = lengths or location.shape, offsets or (0,) * len(location.shape)
+        with _open_safetensors(self.folder, location.file) as file:
+            part = tuple(slice(o, o + n) for o, n in zip(offsets, lengths, strict=True))
+            return file.get_slice(location.name)[part].clone()  # the slice maps the whole file
 
-    def reader(self) -> StorageReader:
-        """For dcp.load({"model": …}): each rank reads its parts, and converts them to its dtype."""
-        return _Reader(self)
+    def storage_reader(self) -> StorageReader:
+        """For dcp.load({"model": …}): each rank reads its shards, and converts their dtype."""
+        return _HuggingFaceReader(self)
 
 
-def open_hugging_face(place: StorageFolder) -> HuggingFaceFolder:
-    """A folder with config.json and safetensors; raises CheckpointError with all that is wrong."""
-    if not place.local:
+def open_hugging_face(folder: StorageFolder) -> HuggingFaceFolder:
+    """Check a folder of config.json and safetensors; raises CheckpointError with all problems."""
+    if not folder.local:
         raise CheckpointError(
-            f"{place}: Hugging Face folders are read from this machine.", fix="Copy it here."
+            f"{folder}: Hugging Face folders are read from local disks only.",
+            fix="Copy it to a local disk.",
         )
-    spec, sizes = _described(place)
-    held = _held(place)
-    check_size(place, spec, sizes, len(held))
-    tensor_sizes = parameters_of(spec, sizes)
-    names = {name: spec.hugging_face.name_of(name) for name in tensor_sizes}
-    for name, other in spec.tied_parameters(sizes):
-        if names[name] not in held:
-            names[name] = names[other]
-    _check_fit(place, spec, held, {names[name]: size for name, size in tensor_sizes.items()})
-    tensors = {name: held[theirs] for name, theirs in names.items()}
-    folder = HuggingFaceFolder(place, spec, sizes, tensors, TOKENIZER in place.sizes())
-    for name, other in spec.tied_parameters(sizes):
-        twice = tensors[name] != tensors[other]
-        if twice and not torch.equal(folder.read(name).float(), folder.read(other).float()):
+    spec, sizes = _read_model_config(folder)
+    locations = _locate_tensors(folder)
+    check_model_size(folder, spec, sizes, len(locations))
+    shapes = parameter_shapes(spec, sizes)
+    names = {name: spec.hugging_face.name_of(name) for name in shapes}
+    for name, original in spec.tied_parameters(sizes):
+        if names[name] not in locations:
+            names[name] = names[original]
+    _check_tensors_match(
+        folder, spec, locations, {names[name]: shape for name, shape in shapes.items()}
+    )
+    tensors = {name: locations[stored_name] for name, stored_name in names.items()}
+    source = HuggingFaceFolder(folder, spec, sizes, tensors, TOKENIZER_FILE in folder.sizes())
+    for name, original in spec.tied_parameters(sizes):
+        both_stored = tensors[name] != tensors[original]
+        if both_stored and not torch.equal(
+            source.read(name).float(), source.read(original).float()
+        ):
             raise CheckpointError(
-                f"{place}: {names[name]} is not {names[other]}, and {CONFIG} says that it is.",
-                fix=f"If both were learned, set tie_word_embeddings = false in {CONFIG}.",
+                f"{folder}: {names[name]} differs from {names[original]}, but {CONFIG_FILE} ties"
+                " them.",
+                fix=f"If both were trained, set tie_word_embeddings = false in {CONFIG_FILE}.",
             )
-    return folder
+    return source
 
 
-def _described(place: StorageFolder) -> tuple[ModelSpec, ModelSizes]:
-    """What its config.json says it is."""
-    config = _read_json(place, CONFIG)
+def _read_model_config(folder: StorageFolder) -> tuple[ModelSpec, ModelSizes]:
+    """The model family and sizes that config.json describes."""
+    config = _read_json_table(folder, CONFIG_FILE)
     families = {spec.hugging_face.architecture: spec for spec in FAMILIES.values()}
-    found = config.get("architectures")
-    if not isinstance(found, list) or len(found) != 1 or str(found[0]) not in families:
+    architectures = config.get("architectures")
+    if (
+        not isinstance(architectures, list)
+        or len(architectures) != 1
+        or str(architectures[0]) not in families
+    ):
         raise CheckpointError(
-            f"{place}: {CONFIG} has architectures = {json.dumps(found):.80}; known are"
-            f" {', '.join(families)}."
+            f"{folder}: {CONFIG_FILE} has architectures = {json.dumps(architectures):.80};"
+            f" supported: {', '.join(families)}."
         )
-    spec = families[found[0]]
+    spec = families[architectures[0]]
     try:
         return spec, spec.hugging_face.from_config(config)
     except CheckpointError as error:
-        raise CheckpointError(f"{place}: {error.message}", error.fix) from None
+        raise CheckpointError(f"{folder}: {error.message}", error.fix) from None
 
 
-def _held(place: StorageFolder) -> dict[str, TensorLocation]:
-    """Every tensor of its files, by their names."""
-    there = place.sizes()
-    if SINGLE in there:  # before an index, as transformers does
-        return _header(place, SINGLE)
-    if INDEX not in there:
-        pickles = [name for name in there if name.endswith((".bin", ".pt", ".pth"))]
+def _locate_tensors(folder: StorageFolder) -> dict[str, TensorLocation]:
+    """The location of every tensor in the folder's safetensors files, by Hugging Face name."""
+    file_sizes = folder.sizes()
+    if SINGLE_FILE in file_sizes:  # preferred to an index, as in transformers
+        return _read_header(folder, SINGLE_FILE)
+    if INDEX_FILE not in file_sizes:
+        pickles = [name for name in file_sizes if name.endswith((".bin", ".pt", ".pth"))]
         hint = f" {pickles[0]} is a pickle, which could execute code." if pickles else ""
-        raise CheckpointError(f"{place}: has neither {SINGLE} nor {INDEX}.{hint}")
-    index = _read_json(place, INDEX).get("weight_map")
+        raise CheckpointError(f"{folder}: has neither {SINGLE_FILE} nor {INDEX_FILE}.{hint}")
+    index = _read_json_table(folder, INDEX_FILE).get("weight_map")
     if not isinstance(index, dict) or not all(isinstance(f, str) for f in index.values()):
-        raise CheckpointError(f"{place}: {INDEX} has no weight_map of names to files.")
-    headers, bad = {}, []
+        raise CheckpointError(f"{folder}: {INDEX_FILE} has no weight_map of names to files.")
+    headers, problems = {}, []
     for file in sorted(set(index.values())):
         try:
-            headers[file] = _header(place, file) if file in there else {}
+            headers[file] = _read_header(folder, file) if file in file_sizes else {}
         except CheckpointError as error:
-            bad.append(error.message.removeprefix(f"{place}: ").rstrip("."))
-    absent = [file for file in headers if file not in there]
-    bad += _listed("files that its index names are not there", absent)
-    found = {(file, name) for file, names in headers.items() for name in names}
-    said = {(file, name) for name, file in index.items() if headers.get(file)}
-    bad += _listed("tensors are not in the file that its index says", [n for _, n in said - found])
-    bad += _listed("tensors are not in its index", [n for _, n in found - said])
-    if bad:
-        raise CheckpointError(f"{place}: {'; '.join(bad)}.", fix="Fetch it again.")
+            problems.append(error.message.removeprefix(f"{folder}: ").rstrip("."))
+    missing = [file for file in headers if file not in file_sizes]
+    problems += _format_names("files in the index are missing", missing)
+    stored = {(file, name) for file, names in headers.items() for name in names}
+    indexed = {(file, name) for name, file in index.items() if headers.get(file)}
+    problems += _format_names(
+        "tensors are not in the file that the index gives", [n for _, n in indexed - stored]
+    )
+    problems += _format_names("tensors are not in the index", [n for _, n in stored - indexed])
+    if problems:
+        raise CheckpointError(f"{folder}: {'; '.join(problems)}.", fix="Download it again.")
     return {name: headers[file][name] for name, file in index.items()}
 
 
-def _header(place: StorageFolder, name: str) -> dict[str, TensorLocation]:
-    with _opened(place, name) as file:
-        parts = {key: file.get_slice(key) for key in file.keys()}
+def _read_header(folder: StorageFolder, file_name: str) -> dict[str, TensorLocation]:
+    """The tensors in one safetensors file."""
+    with _open_safetensors(folder, file_name) as file:
+        names = file.keys()
+        slices = {name: file.get_slice(name) for name in names}
         return {
-            key: TensorLocation(name, key, torch.Size(part.get_shape()), part.get_dtype())
-            for key, part in parts.items()
+            name: TensorLocation(file_name, name, torch.Size(part.get_shape()), part.get_dtype())
+            for name, part in slices.items()
         }
 
 
-def _check_fit(
-    place: StorageFolder,
+def _check_tensors_match(
+    folder: StorageFolder,
     spec: ModelSpec,
-    held: Mapping[str, TensorLocation],
-    wanted: Mapping[str, torch.Size],
+    locations: Mapping[str, TensorLocation],
+    expected: Mapping[str, torch.Size],
 ) -> None:
-    """Raise CheckpointError with everything in which the tensors are not those wanted."""
-    both = {name: (held[name], size) for name, size in wanted.items() if name in held}
-    derived = spec.hugging_face.derived
-    extra = [n for n in held if n not in wanted and not fnmatchcase(n, derived)]
-    shapes = [
-        f"{name} {list(h.shape)!s:.80}, not {list(size)}"
-        for name, (h, size) in both.items()
-        if h.shape != size
+    """Raise CheckpointError with every difference between stored and expected tensors."""
+    both = {name: (locations[name], shape) for name, shape in expected.items() if name in locations}
+    missing = [name for name in expected if name not in locations]
+    # `derived` are buffers of old folders that config.json determines as well.
+    unexpected = [
+        name
+        for name in locations
+        if name not in expected and not fnmatchcase(name, spec.hugging_face.derived)
     ]
-    types = [f"{name} {h.code}" for name, (h, _) in both.items() if h.code not in DTYPES]
-    bad = [
-        *_listed("tensors are missing", [name for name in wanted if name not in held]),
-        *_listed("tensors have no place in it", extra),
-        *_listed("tensors have another shape", shapes),
-        *_listed("tensors have a type that weights do not have", types),
+    wrong_shapes = [
+        f"{name} {list(location.shape)!s:.80}, not {list(shape)}"
+        for name, (location, shape) in both.items()
+        if location.shape != shape
     ]
-    if bad:
+    wrong_dtypes = [
+        f"{name} {location.code}"
+        for name, (location, _) in both.items()
+        if location.code not in DTYPE_OF_CODE
+    ]
+    problems = [
+        *_format_names("tensors are missing", missing),
+        *_format_names("tensors are not part of the model", unexpected),
+        *_format_names("tensors have another shape", wrong_shapes),
+        *_format_names("tensors have an unsupported dtype", wrong_dtypes),
+    ]
+    if problems:
         raise CheckpointError(
-            f"{place}: does not hold the weights that its {CONFIG} describes: {'; '.join(bad)}."
+            f"{folder}: the tensors are not those of the model in {CONFIG_FILE}:"
+            f" {'; '.join(problems)}."
         )
 
 
-def _listed(what: str, names: list[str]) -> list[str]:
-    """Names in one line, as a list of it; nothing of none."""
-    rest = f" and {len(names) - 8} more" if len(names) > 8 else ""
-    some = [name[:200] if name.isprintable() else ascii(name[:200]) for name in sorted(names)[:8]]
-    return [f"{len(names)} {what}: {', '.join(some)}{rest}"] if names else []
+def _format_names(problem: str, names: list[str]) -> list[str]:
+    """A list with one line about these names; an empty list if there are none."""
+    left = len(names) - MAX_LISTED_NAMES
+    rest = f" and {left} more" if left > 0 else ""
+    listed = [
+        name[:200] if name.isprintable() else ascii(name[:200])
+        for name in sorted(names)[:MAX_LISTED_NAMES]
+    ]
+    return [f"{len(names)} {problem}: {', '.join(listed)}{rest}"] if names else []
 
 
-def _read_json(place: StorageFolder, name: str) -> dict[str, Any]:
-    bytes_there = place.sizes().get(name)
-    if bytes_there is None:
-        if Path(place.file(name)).is_symlink():  # as in Hugging Face's own cache
+def _read_json_table(folder: StorageFolder, name: str) -> dict[str, Any]:
+    size = folder.sizes().get(name)
+    if size is None:
+        if Path(folder.path_of(name)).is_symlink():  # as in Hugging Face's own cache
             raise CheckpointError(
-                f"{place}: {name} is a link, which is not followed.",
-                fix=f"Copy what the links lead to: cp -rL {place} FOLDER.",
+                f"{folder}: {name} is a link; links are not followed.",
+                fix=f"Copy the files they point to: cp -rL {folder} FOLDER.",
             )
         raise CheckpointError(
-            f"{place}: is no Hugging Face folder: it has no {name}, the last file to be written."
+            f"{folder}: is not a complete Hugging Face folder: it has no {name}, the last file that"
+            " an export writes."
         )
     try:
-        if bytes_there > MOST_JSON_BYTES:
-            raise ValueError(f"it has {bytes_there:,} bytes, of at most {MOST_JSON_BYTES:,}")
-        content = parse_json(place.read(name))
+        if size > MAX_JSON_BYTES:
+            raise ValueError(f"it has {size:,} bytes; the limit is {MAX_JSON_BYTES:,}")
+        content = parse_json(folder.read(name))
     except (OSError, ValueError) as error:
-        raise CheckpointError(f"{place}: {name} cannot be read: {error}.") from None
+        raise CheckpointError(f"{folder}: {name} cannot be read: {error}.") from None
     if not isinstance(content, dict):
-        raise CheckpointError(f"{place}: {name} holds no table.")
+        raise CheckpointError(f"{folder}: {name} is not a JSON object.")
     return content
 
 
 @contextmanager
-def _opened(place: StorageFolder, name: str) -> Iterator[Any]:
+def _open_safetensors(folder: StorageFolder, name: str) -> Iterator[Any]:
+    """Open a safetensors file by mapping it, so no tensor is read yet."""
     try:
-        with safe_open(place.file(name), framework="pt") as file:  # maps it: nothing is read yet
+        with safe_open(folder.path_of(name), framework="pt") as file:
             yield file
     except (SafetensorError, OSError) as error:
         raise CheckpointError(
-            f"{place}: {name} is damaged or cut short: {error}.", fix="Fetch it again."
+            f"{folder}: {name} is damaged or truncated: {error}.", fix="Download it again."
         ) from None
 
 
-# --- reading by all ranks together ---------------------------------------------------------------
+class _HuggingFaceReader(BaseStorageReader):
+    """A folder as a DCP checkpoint in which every tensor is one chunk.
 
-
-class _Reader(StorageReader):
-    """A folder as DCP sees a checkpoint: every tensor one chunk.
-
-    DCP's own Hugging Face reader knows no other names, takes every safetensors file in the folder,
+    DCP's own Hugging Face reader cannot map names, reads every safetensors file in the folder,
     listed or not, and cannot fill two names from one tensor, as tied models need.
     """
 
-    def __init__(self, folder: HuggingFaceFolder):
-        self.folder = folder
+    def __init__(self, source: HuggingFaceFolder):
+        self.source = source
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         return Metadata(
             {
                 f"model.{name}": TensorStorageMetadata(
-                    TensorProperties(DTYPES[held.code]),
-                    held.shape,
-                    [ChunkStorageMetadata(torch.Size([0] * len(held.shape)), held.shape)],
+                    TensorProperties(DTYPE_OF_CODE[location.code]),
+                    location.shape,
+                    [ChunkStorageMetadata(torch.Size([0] * len(location.shape)), location.shape)],
                 )
-                for name, held in self.folder.tensors.items()
+                for name, location in self.source.tensors.items()
             }
         )
 
@@ -289,24 +289,6 @@ class _Reader(StorageReader):
         for item in plan.items:
             name = item.storage_index.fqn.removeprefix("model.")
             target = planner.resolve_tensor(item).detach()
-            target.copy_(self.folder.read(name, item.storage_offsets, item.lengths))
+            target.copy_(self.source.read(name, item.storage_offsets, item.lengths))
             planner.commit_tensor(item, target)
-        done: Future[None] = Future()
-        done.set_result(None)
-        return done
-
-    def reset(self, checkpoint_id: Any = None) -> None:
-        pass
-
-    def set_up_storage_reader(self, *args: Any, **kwargs: Any) -> None:
-        pass
-
-    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        return plan
-
-    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        return plans
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
-        return True
+        return completed_future(None)

@@ -1,16 +1,24 @@
-"""Hugging Face folders of safetensors, written a shard at a time, from tensors under our names."""
+"""Write a model as a Hugging Face folder of safetensors, one shard in memory at a time."""
 
 from __future__ import annotations
 
 import json
 import struct
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from titanlite.checkpoint.huggingface import CONFIG, DTYPES, INDEX, SINGLE, TOKENIZER, parameters_of
+from titanlite.checkpoint.huggingface import (
+    CONFIG_FILE,
+    DTYPE_OF_CODE,
+    INDEX_FILE,
+    SINGLE_FILE,
+    TOKENIZER_FILE,
+)
+from titanlite.checkpoint.model_size import parameter_shapes
 from titanlite.data import Tokenizer
 from titanlite.data.tokenizer_json import to_tokenizer_json
 from titanlite.errors import CheckpointError
@@ -18,164 +26,164 @@ from titanlite.models import ModelSizes, ModelSpec
 from titanlite.storage import StorageFolder
 
 SHARD_BYTES = 5_000_000_000
+CODE_OF_DTYPE = {dtype: code for code, dtype in DTYPE_OF_CODE.items()}
 
-_CODES = {dtype: code for code, dtype in DTYPES.items()}
 
-Load = Callable[[Sequence[str]], Mapping[str, Tensor]]  # our names -> whole tensors
+@dataclass(frozen=True)
+class ModelToExport:
+    """A model with its weights and tokenizer, to be written as a Hugging Face folder."""
+
+    spec: ModelSpec
+    sizes: ModelSizes  # the dataclass of the model family
+    load: Callable[[Sequence[str]], Mapping[str, Tensor]]  # our names -> unsharded tensors
+    seq_len: int  # tokens in a training sequence; 0: not known
+    tokenizer: Tokenizer | None  # None: the model was trained on token ids only
+    bos: bool = False  # every training document began with the tokenizer's BOS
 
 
 def write_hugging_face(
-    place: StorageFolder,
-    spec: ModelSpec,
-    sizes: ModelSizes,
-    load: Load,
+    folder: StorageFolder,
+    model: ModelToExport,
     *,
     dtype: torch.dtype = torch.float32,
-    context: int,
-    tokenizer: Tokenizer | None,
-    bos: bool = False,
     max_shard_bytes: int = SHARD_BYTES,
 ) -> str:
-    """Write a fresh folder from one process; returns what became of the tokenizer, in words.
+    """Write a new folder from one process; returns a sentence about its tokenizer.
 
-    `load` is asked for the tensors of one shard at a time, and each is let go once it is on the
-    disk. `context` is how many tokens the model was trained on at once. `bos`: every document began
-    with the tokenizer's BOS.
-    config.json comes last: without it, nothing loads the folder. Raises CheckpointError, before
-    anything is written where the folder or the architecture is the reason.
+    `model.load` is called with the names of one shard at a time. config.json is written last:
+    nothing loads the folder without it. Raises CheckpointError; if the folder or the architecture
+    is the reason, before anything is written.
     """
-    if dtype not in _CODES:
+    if dtype not in CODE_OF_DTYPE:
         raise CheckpointError(
-            f"{place}: weights of {dtype} cannot be written.", fix="Give another --dtype."
+            f"{folder}: weights of {dtype} cannot be written.", fix="Give another --dtype."
         )
-    config = _config(spec, sizes, dtype, context)
-    config |= _begin_and_end(tokenizer, bos)
-    if place.sizes() or place.folders():
+    spec, sizes, tokenizer = model.spec, model.sizes, model.tokenizer
+    config = spec.hugging_face.to_config(sizes, model.seq_len)
+    config |= {"torch_dtype": str(dtype).removeprefix("torch.")}
+    config |= _special_token_ids(tokenizer, model.bos)
+    if folder.sizes() or folder.folders():
         raise CheckpointError(
-            f"{place}: is there and not empty.", fix="Remove it, or give another folder."
+            f"{folder}: already exists and is not empty.", fix="Remove it, or give another folder."
         )
     tied = dict(spec.tied_parameters(sizes))
-    tensor_sizes = {n: size for n, size in parameters_of(spec, sizes).items() if n not in tied}
-    files = _cut(tensor_sizes, dtype.itemsize, max_shard_bytes)
+    shapes = {n: shape for n, shape in parameter_shapes(spec, sizes).items() if n not in tied}
+    shards = _assign_to_shards(shapes, dtype.itemsize, max_shard_bytes)
+    total_bytes = dtype.itemsize * sum(shape.numel() for shape in shapes.values())
     try:
-        place.make()
-        needed = dtype.itemsize * sum(size.numel() for size in tensor_sizes.values())
-        place.check_room(needed, fix="Make room, or give another folder.")
-        for file, names in files.items():
-            wanted = {name: tensor_sizes[name] for name in names}
-            _write_shard(place, file, spec, wanted, dict(load(names)), dtype)
-        if SINGLE not in files:
-            _write_json(place, INDEX, _index(spec, files, tensor_sizes, dtype))
-        note = _write_tokenizer(place, tokenizer, bos)
-        place.write_at_once(CONFIG, json.dumps(config, indent=2).encode())
+        folder.create_folder()
+        folder.check_free_space(total_bytes, fix="Free disk space, or give another folder.")
+        for file, names in shards.items():
+            tensors = dict(model.load(names))
+            _write_shard(folder, file, spec, {name: shapes[name] for name in names}, tensors, dtype)
+        if SINGLE_FILE not in shards:
+            name_of = spec.hugging_face.name_of
+            weight_map = {name_of(name): file for file, names in shards.items() for name in names}
+            index = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
+            _write_json(folder, INDEX_FILE, index)
+        note = _write_tokenizer(folder, tokenizer, model.bos)
+        folder.write_atomically(CONFIG_FILE, json.dumps(config, indent=2).encode())
     except OSError as error:
-        raise CheckpointError(f"{place}: could not be written: {error}.") from error
+        raise CheckpointError(f"{folder}: could not be written: {error}.") from error
     return note
 
 
-def _config(spec: ModelSpec, sizes: ModelSizes, dtype: torch.dtype, context: int) -> dict[str, Any]:
-    return {
-        **spec.hugging_face.to_config(sizes, context),
-        "torch_dtype": str(dtype).removeprefix("torch."),
-    }
+def _special_token_ids(tokenizer: Tokenizer | None, bos: bool) -> dict[str, int | None]:
+    """config.json's begin and end of a text, as in training; transformers defaults to 1 and 2.
+
+    Without BOS, a document began after the EOS of the document before it.
+    """
+    if tokenizer is None:
+        return {"bos_token_id": None, "eos_token_id": None}
+    begin = tokenizer.bos_id if bos else tokenizer.eos_id
+    return {"bos_token_id": begin, "eos_token_id": tokenizer.eos_id}
 
 
-def _begin_and_end(tokenizer: Tokenizer | None, bos: bool) -> dict[str, int | None]:
-    """What stood before a document in training (BOS, or the end of the one before), and its end."""
-    begin = tokenizer and (tokenizer.bos_id if bos else tokenizer.eos_id)
-    # left out, transformers would have 1 and 2
-    return {"bos_token_id": begin, "eos_token_id": tokenizer and tokenizer.eos_id}
-
-
-def _cut(tensor_sizes: Mapping[str, torch.Size], itemsize: int, most: int) -> dict[str, list[str]]:
-    """The names of each file of at most `most` bytes, in order; a larger tensor has its own."""
+def _assign_to_shards(
+    shapes: Mapping[str, torch.Size], itemsize: int, max_bytes: int
+) -> dict[str, list[str]]:
+    """File name -> names of its tensors, in order; a tensor above `max_bytes` has its own file."""
     shards: list[list[str]] = [[]]
     filled = 0
-    for name, size in tensor_sizes.items():
-        needed = size.numel() * itemsize
-        if shards[-1] and filled + needed > most:
+    for name, shape in shapes.items():
+        needed = shape.numel() * itemsize
+        if shards[-1] and filled + needed > max_bytes:
             shards.append([])
             filled = 0
         shards[-1].append(name)
         filled += needed
     if len(shards) == 1:
-        return {SINGLE: shards[0]}
-    named = "model-{:05}-of-{:05}.safetensors"
-    return {named.format(number, len(shards)): shard for number, shard in enumerate(shards, 1)}
-
-
-def _index(
-    spec: ModelSpec,
-    files: Mapping[str, list[str]],
-    tensor_sizes: Mapping[str, torch.Size],
-    dtype: torch.dtype,
-) -> dict[str, Any]:
-    total = dtype.itemsize * sum(size.numel() for size in tensor_sizes.values())
-    name_of = spec.hugging_face.name_of
-    where = {name_of(name): file for file, names in files.items() for name in names}
-    return {"metadata": {"total_size": total}, "weight_map": where}
+        return {SINGLE_FILE: shards[0]}
+    file_name = "model-{:05}-of-{:05}.safetensors"
+    return {file_name.format(number, len(shards)): shard for number, shard in enumerate(shards, 1)}
 
 
 def _write_shard(
-    place: StorageFolder,
+    folder: StorageFolder,
     file: str,
     spec: ModelSpec,
-    tensor_sizes: Mapping[str, torch.Size],
+    shapes: Mapping[str, torch.Size],
     tensors: dict[str, Tensor],
     dtype: torch.dtype,
 ) -> None:
-    """One safetensors file, tensor after tensor (https://github.com/huggingface/safetensors).
+    """Write one safetensors file (https://github.com/huggingface/safetensors), freeing `tensors`.
 
-    Not by the library, which writes to local paths alone, and a `StorageFolder` may be a URL.
+    The safetensors library writes to local paths only; a `StorageFolder` may be a URL.
     """
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # transformers insists on it
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # required by transformers
     end = 0
-    for name, size in tensor_sizes.items():
-        begin, end = end, end + size.numel() * dtype.itemsize
-        about = {"dtype": _CODES[dtype], "shape": list(size), "data_offsets": [begin, end]}
-        header[spec.hugging_face.name_of(name)] = about
+    for name, shape in shapes.items():
+        begin, end = end, end + shape.numel() * dtype.itemsize
+        header[spec.hugging_face.name_of(name)] = {
+            "dtype": CODE_OF_DTYPE[dtype],
+            "shape": list(shape),
+            "data_offsets": [begin, end],
+        }
     text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)  # aligns the numbers
-    with place.writing(file) as stream:
+    text += b" " * (-len(text) % 8)  # aligns the elements
+    with folder.open_for_writing(file) as stream:
         stream.write(struct.pack("<Q", len(text)) + text)
-        for name, size in tensor_sizes.items():
-            raw = _converted(name, tensors.pop(name), size, dtype)
-            stream.write(raw.contiguous().reshape(-1).view(torch.uint8).numpy())
+        for name, shape in shapes.items():
+            tensor = _convert_for_export(name, tensors.pop(name), shape, dtype)
+            stream.write(tensor.contiguous().reshape(-1).view(torch.uint8).numpy())
 
 
-def _converted(name: str, tensor: Tensor, size: torch.Size, dtype: torch.dtype) -> Tensor:
-    if tensor.shape != size:
-        raise CheckpointError(f"{name}: has shape {list(tensor.shape)}, not {list(size)}.")
+def _convert_for_export(name: str, tensor: Tensor, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+    """A CPU tensor of `dtype`; raises CheckpointError if its values overflow."""
+    if tensor.shape != shape:
+        raise CheckpointError(f"{name}: has shape {list(tensor.shape)}, not {list(shape)}.")
     tensor = tensor.detach().cpu()
     if dtype.itemsize < tensor.dtype.itemsize:
-        largest = max(-tensor.min().item(), tensor.max().item())  # without a copy, as abs() makes
+        largest = max(-tensor.min().item(), tensor.max().item())  # abs() would make a copy
         if largest > torch.finfo(dtype).max:
             raise CheckpointError(
-                f"{name}: holds {largest:.3g}, which {dtype} cannot.", fix="Use bfloat16."
+                f"{name}: has the value {largest:.3g}, which overflows {dtype}.",
+                fix="Use bfloat16.",
             )
     return tensor.to(dtype)
 
 
-def _write_json(place: StorageFolder, name: str, content: dict[str, Any]) -> None:
-    with place.writing(name) as stream:
+def _write_json(folder: StorageFolder, name: str, content: dict[str, Any]) -> None:
+    with folder.open_for_writing(name) as stream:
         stream.write(json.dumps(content, indent=2).encode())
 
 
-def _write_tokenizer(place: StorageFolder, tokenizer: Tokenizer | None, bos: bool) -> str:
-    """Write what transformers' AutoTokenizer opens, and say what it is."""
+def _write_tokenizer(folder: StorageFolder, tokenizer: Tokenizer | None, bos: bool) -> str:
+    """Write the files of transformers' AutoTokenizer; returns a sentence about them."""
     if tokenizer is None:
-        return "No tokenizer: the model was trained on ids alone."
-    content, ids = to_tokenizer_json(tokenizer, bos=bos), _begin_and_end(tokenizer, bos)
-    with place.writing(TOKENIZER) as stream:
+        return "No tokenizer: the model was trained on token ids only."
+    content = to_tokenizer_json(tokenizer, bos=bos)
+    with folder.open_for_writing(TOKENIZER_FILE) as stream:
         stream.write(content)
-    about = {
+    begin = tokenizer.special_token_name(tokenizer.bos_id if bos else tokenizer.eos_id)
+    settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
-        "bos_token": tokenizer.special_token_name(ids["bos_token_id"]),
-        "eos_token": tokenizer.special_token_name(ids["eos_token_id"]),
+        "bos_token": begin,
+        "eos_token": tokenizer.special_token_name(tokenizer.eos_id),
         "clean_up_tokenization_spaces": False,
     }
-    _write_json(place, "tokenizer_config.json", about)
-    if tokenizer.files.get(TOKENIZER) == content:
-        return f"{TOKENIZER} is {tokenizer.name}."
-    adds = f" It adds {about['bos_token']} before a text." if bos else ""
-    return f"{TOKENIZER} gives the same ids as {tokenizer.name}.{adds}"
+    _write_json(folder, "tokenizer_config.json", settings)
+    if tokenizer.files.get(TOKENIZER_FILE) == content:
+        return f"{TOKENIZER_FILE} is a copy of {tokenizer.name}."
+    adds = f" It adds {begin} before a text." if bos else ""
+    return f"{TOKENIZER_FILE} gives the same ids as {tokenizer.name}.{adds}"

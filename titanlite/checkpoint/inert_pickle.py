@@ -1,8 +1,8 @@
-"""A pickle as plain data, without unpickling it: nothing in it is imported, called or looked up.
+"""Read a pickle as plain data: nothing in it is imported, called or looked up.
 
-Only older checkpoints need it, whose chunks are listed nowhere but in DCP's `.metadata`. Every
-class becomes a `Record` that holds what the pickle says of it. Opcodes that DCP does not need are
-refused, and no opcode costs more memory than its own bytes, times a constant.
+Only checkpoints of format 2 need it: their chunks are listed only in DCP's `.metadata`. Every
+object becomes an `InertObject` with the data that the pickle records. Opcodes that DCP does not
+need are refused, and each opcode costs memory proportional to its own bytes.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-_NAMES = {ord(opcode.code): opcode.name for opcode in pickletools.opcodes}
-_NUMBERS = {  # opcodes whose argument is a number
+_OPCODE_NAMES = {ord(opcode.code): opcode.name for opcode in pickletools.opcodes}
+_NUMBER_ARGUMENTS = {  # opcodes whose argument is a number
     name: struct.Struct(form)
     for form, names in {
         "<B": ("PROTO", "BININT1", "BINGET", "BINPUT"),
@@ -25,7 +25,7 @@ _NUMBERS = {  # opcodes whose argument is a number
     }.items()
     for name in names
 }
-_SIZED = {  # and those whose argument begins with its length
+_SIZED_ARGUMENTS = {  # opcodes whose argument begins with its length
     name: struct.Struct(form)
     for name, form in {"LONG1": "<B", "SHORT_BINUNICODE": "<B", "BINUNICODE": "<I"}.items()
 }
@@ -36,12 +36,16 @@ _TUPLES = {"TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3}
 
 
 @dataclass(eq=False, slots=True)
-class Record:
-    """An object that a pickle describes: its class, by name alone, and its content."""
+class InertObject:
+    """An object described by a pickle: the name of its class, and its content."""
 
-    kind: str  # module.name
-    arguments: Any = ()  # what its class would be called with
+    class_name: str  # module.name
+    arguments: Any = ()  # of the call that would construct it
     state: Any = None
+
+    def set_state(self, state: Any) -> None:
+        """Store what the BUILD opcode would pass to `__setstate__`."""
+        self.state = state
 
 
 @dataclass(eq=False, slots=True)
@@ -50,113 +54,118 @@ class _ClassName:
 
 
 def read_inert_pickle(content: bytes) -> Any:
-    """The value of a pickle; raises ValueError where it holds more than DCP's metadata needs.
+    """The value of a pickle; raises ValueError if it needs more than DCP's metadata does.
 
-    Lists, tuples and dicts may share parts, or contain themselves: a caller who walks through
-    them counts his steps, and neither compares, hashes nor prints them.
+    Lists, tuples and dicts may be referenced twice, or contain themselves: a caller must bound its
+    traversal, and must not compare, hash or print them.
     """
-    reader = _Reader()
+    machine = _PickleMachine()
     try:
-        for name, argument in _opcodes(content):
-            reader.execute(name, argument)
-        (value,) = reader.stack
+        for opcode, argument in _opcodes(content):
+            machine.execute(opcode, argument)
+        (value,) = machine.stack
     except (IndexError, struct.error):
-        raise ValueError("a pickle that takes more than it has") from None
+        raise ValueError(
+            "a pickle that ends early or takes more values than its stack has"
+        ) from None
     return value
 
 
 def _opcodes(content: bytes) -> Iterator[tuple[str, Any]]:
-    """Name and argument of every opcode, up to STOP; no argument of an unknown one is looked at."""
-    at = 0
-    while (name := _NAMES.get(content[at])) != "STOP":
-        at, argument = at + 1, None
-        if name in _NUMBERS:
-            (argument,) = _NUMBERS[name].unpack_from(content, at)
-            at += _NUMBERS[name].size
-        elif name in _SIZED:
-            (size,) = _SIZED[name].unpack_from(content, at)
-            at += _SIZED[name].size
-            raw, at = content[at : at + size], at + size
-            long = name == "LONG1"
-            argument = int.from_bytes(raw, "little", signed=True) if long else raw.decode()
+    """Name and argument of every opcode up to STOP; arguments of unknown opcodes are not parsed."""
+    position = 0
+    while (name := _OPCODE_NAMES.get(content[position])) != "STOP":
+        position, argument = position + 1, None
+        if name in _NUMBER_ARGUMENTS:
+            (argument,) = _NUMBER_ARGUMENTS[name].unpack_from(content, position)
+            position += _NUMBER_ARGUMENTS[name].size
+        elif name in _SIZED_ARGUMENTS:
+            (size,) = _SIZED_ARGUMENTS[name].unpack_from(content, position)
+            position += _SIZED_ARGUMENTS[name].size
+            raw, position = content[position : position + size], position + size
+            is_integer = name == "LONG1"
+            argument = int.from_bytes(raw, "little", signed=True) if is_integer else raw.decode()
         elif name == "GLOBAL":
-            end = content.index(b"\n", content.index(b"\n", at) + 1)
-            argument, at = content[at:end].decode().replace("\n", "."), end + 1
+            end = content.index(b"\n", content.index(b"\n", position) + 1)
+            argument, position = content[position:end].decode().replace("\n", "."), end + 1
         yield str(name), argument
 
 
-class _Reader:
-    def __init__(self):
+class _PickleMachine:
+    """The stack machine of pickle, without the opcodes that have effects."""
+
+    def __init__(self) -> None:
         self.stack: list[Any] = []
         self.marks: list[int] = []
         self.memo: list[Any] = []
 
-    def execute(self, name: str, argument: Any) -> None:
+    def execute(self, opcode: str, argument: Any) -> None:
         stack = self.stack
-        if name in _VALUES:
+        if opcode in _VALUES:
             stack.append(argument)
-        elif name in ("BINGET", "LONG_BINGET"):
+        elif opcode in ("BINGET", "LONG_BINGET"):
             stack.append(self.memo[argument])
-        elif name in ("MEMOIZE", "BINPUT", "LONG_BINPUT"):
-            if argument not in (None, len(self.memo)):  # else 5 bytes could ask for 2^32 entries
+        elif opcode in ("MEMOIZE", "BINPUT", "LONG_BINPUT"):
+            if argument not in (None, len(self.memo)):  # 5 bytes could ask for 2^32 entries
                 raise ValueError("a pickle whose memo has gaps")
             self.memo.append(stack[-1])
-        elif name in _CONSTANTS:
-            stack.append(_CONSTANTS[name])
-        elif name == "MARK":
+        elif opcode in _CONSTANTS:
+            stack.append(_CONSTANTS[opcode])
+        elif opcode == "MARK":
             self.marks.append(len(stack))
-        elif name in _TUPLES:
-            stack.append(self._take(len(stack) - _TUPLES[name]))
-        elif name == "TUPLE":
-            stack.append(self._take(self.marks.pop()))
-        elif name == "EMPTY_LIST":
+        elif opcode in _TUPLES:
+            stack.append(self._pop_from(len(stack) - _TUPLES[opcode]))
+        elif opcode == "TUPLE":
+            stack.append(self._pop_from(self.marks.pop()))
+        elif opcode == "EMPTY_LIST":
             stack.append([])
-        elif name == "EMPTY_DICT":
+        elif opcode == "EMPTY_DICT":
             stack.append({})
-        elif name in ("APPEND", "APPENDS"):
-            start = len(stack) - 1 if name == "APPEND" else self.marks.pop()
-            items = self._take(start)
-            _must_be(stack[-1], list).extend(items)
-        elif name in ("SETITEM", "SETITEMS"):
-            start = len(stack) - 2 if name == "SETITEM" else self.marks.pop()
-            self._set_items(self._take(start))
-        elif name not in _IGNORED:
-            self._describe(name, argument)
+        elif opcode in ("APPEND", "APPENDS"):
+            start = len(stack) - 1 if opcode == "APPEND" else self.marks.pop()
+            items = self._pop_from(start)
+            _expect_kind(stack[-1], list).extend(items)
+        elif opcode in ("SETITEM", "SETITEMS"):
+            start = len(stack) - 2 if opcode == "SETITEM" else self.marks.pop()
+            self._set_items(self._pop_from(start))
+        elif opcode not in _IGNORED:
+            self._execute_as_data(opcode, argument)
 
-    def _describe(self, name: str, argument: Any) -> None:
-        """The opcodes that would import, call or change an object, were they executed."""
+    def _execute_as_data(self, opcode: str, argument: Any) -> None:
+        """Record what an unpickler would import, call or modify."""
         stack = self.stack
-        if name == "GLOBAL":
+        if opcode == "GLOBAL":
             stack.append(_ClassName(argument))
-        elif name == "STACK_GLOBAL":
-            parts = self._take(len(stack) - 2)
-            stack.append(_ClassName(".".join(_must_be(part, str) for part in parts)))
-        elif name in ("NEWOBJ", "REDUCE"):
-            kind, arguments = self._take(len(stack) - 2)
-            stack.append(Record(_must_be(kind, _ClassName).name, _must_be(arguments, tuple)))
-        elif name == "BUILD":
-            (state,) = self._take(len(stack) - 1)
-            _must_be(stack[-1], Record).state = state
+        elif opcode == "STACK_GLOBAL":
+            parts = self._pop_from(len(stack) - 2)
+            stack.append(_ClassName(".".join(_expect_kind(part, str) for part in parts)))
+        elif opcode in ("NEWOBJ", "REDUCE"):
+            kind, arguments = self._pop_from(len(stack) - 2)
+            class_name = _expect_kind(kind, _ClassName).name
+            stack.append(InertObject(class_name, _expect_kind(arguments, tuple)))
+        elif opcode == "BUILD":
+            (state,) = self._pop_from(len(stack) - 1)
+            _expect_kind(stack[-1], InertObject).set_state(state)
         else:
-            raise ValueError(f"a pickle with {name}, which has no place in it")
+            raise ValueError(f"a pickle with the opcode {opcode}, which DCP's metadata never has")
 
-    def _take(self, start: int) -> tuple[Any, ...]:
-        """What is on the stack from `start` on, which then is no longer there."""
+    def _pop_from(self, start: int) -> tuple[Any, ...]:
+        """Remove the values from `start` on from the stack, and return them."""
         if start < 0:
             raise IndexError
-        taken = tuple(self.stack[start:])
+        values = tuple(self.stack[start:])
         del self.stack[start:]
-        return taken
+        return values
 
     def _set_items(self, items: tuple[Any, ...]) -> None:
-        table = _must_be(self.stack[-1], dict)
+        table = _expect_kind(self.stack[-1], dict)
         for key, value in zip(items[::2], items[1::2], strict=True):
-            if not isinstance(key, (str, Record)):  # hashing nested tuples could take for ever
+            if not isinstance(key, (str, InertObject)):  # hashing nested tuples could never end
                 raise ValueError(f"a pickle with a {type(key).__name__} as a key")
             table[key] = value
 
 
-def _must_be(value: Any, kind: type) -> Any:
+def _expect_kind(value: Any, kind: type) -> Any:
     if type(value) is not kind:
         raise ValueError(f"a pickle with a {type(value).__name__} instead of a {kind.__name__}")
     return value

@@ -1,28 +1,28 @@
-"""The step folders of a checkpoint folder, by their names and marker files; none is opened."""
+"""List the step folders of a checkpoint folder by their names and marker files; opens no file."""
 
 from __future__ import annotations
 
 import re
 from dataclasses import dataclass
 
-from titanlite.checkpoint import manifest
+from titanlite.checkpoint.manifest import MANIFEST_FILE
 from titanlite.storage import UNFINISHED, StorageFolder
 
 ASIDE = "aside"  # marker file of a step that is set aside, where folders cannot be renamed
-_RETURN = b"Delete this file, and the checkpoint in this folder is used again.\n"
+_ASIDE_CONTENT = b"Delete this file, and the checkpoint in this folder is used again.\n"
 
 
 @dataclass(frozen=True)
 class CheckpointListing:
-    """What is in a checkpoint folder. Numbers and names only, so that ranks can exchange it."""
+    """The step folders of a checkpoint folder. Lists of JSON types, which ranks can exchange."""
 
-    steps: list[int]  # of the folders that say they are checkpoints, oldest first
-    aside: list[str]  # names of those set aside: damaged, or turned back from; oldest first
-    unfinished: list[str]  # names of those that were being written, or removed
+    steps: list[int]  # all others, not validated yet; oldest first
+    aside: list[str]  # names of those set aside: damaged, or later than load_step; oldest first
+    unfinished: list[str]  # names of those whose save or removal was interrupted
 
 
 def list_steps(folder: StorageFolder) -> CheckpointListing:
-    """Sort the step folders by what they are."""
+    """List the step folders of a checkpoint folder by their state."""
     steps, aside, unfinished = [], [], []
     for name in folder.folders():
         match = re.fullmatch(r"step-(\d+)(\.removed|\.aside-\d+)?", name)
@@ -35,29 +35,29 @@ def list_steps(folder: StorageFolder) -> CheckpointListing:
             aside.append(name)
         else:
             steps.append(int(match[1]))
-    return CheckpointListing(sorted(steps), sorted(aside, key=step_and_number), unfinished)
+    return CheckpointListing(sorted(steps), sorted(aside, key=step_sort_key), unfinished)
 
 
 def _is_unfinished(files: dict[str, int]) -> bool:
-    return not files or (UNFINISHED in files and manifest.NAME not in files)
+    return not files or (UNFINISHED in files and MANIFEST_FILE not in files)
 
 
-def step_and_number(name: str) -> tuple[int, int]:
-    """What a step folder is sorted by: its step, then how often that step was set aside before."""
+def step_sort_key(name: str) -> tuple[int, int]:
+    """Sort key of a step folder's name: its step, then the number of its `.aside-N`."""
     step, _, number = name.removeprefix("step-").partition(".aside-")
     return int(step), int(number or 0)
 
 
-def set_aside(step: StorageFolder) -> str:
-    """Let no run use a checkpoint, and keep it; returns its new name.
+def set_aside(step_folder: StorageFolder) -> str:
+    """Exclude a checkpoint from every later start without deleting it; returns its new name.
 
-    A local folder is renamed. In an object store a rename is a copy of every byte, so the folder is
-    marked instead, and stays only until its step is saved again.
+    A local folder is renamed. In an object store a rename would copy every byte, so the folder is
+    marked instead, and is overwritten when its step is saved again.
     """
-    if not step.local:
-        step.write_at_once(ASIDE, _RETURN)
-        return step.name
-    taken, number = set(step.parent.folders()), 1
-    while (name := f"{step.name}.aside-{number}") in taken:
+    if not step_folder.local:
+        step_folder.write_atomically(ASIDE, _ASIDE_CONTENT)
+        return step_folder.name
+    taken, number = set(step_folder.parent.folders()), 1
+    while (name := f"{step_folder.name}.aside-{number}") in taken:
         number += 1
-    return step.rename(name).name
+    return step_folder.rename(name).name

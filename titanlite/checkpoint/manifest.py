@@ -1,4 +1,4 @@
-"""The manifest makes a folder a checkpoint: written last, at once, and true."""
+"""The manifest of a checkpoint: written last and atomically, it makes a folder a checkpoint."""
 
 from __future__ import annotations
 
@@ -17,17 +17,21 @@ from titanlite.errors import CheckpointError
 from titanlite.files import parse_json
 from titanlite.storage import UNFINISHED, StorageFolder
 
-NAME = "manifest.json"
-FORMAT = 3  # goes up when another titanlite could misread a checkpoint
-READABLE = (2, 3)  # 2 has no chunks.json: see chunks.py
-MOST_BYTES = 1 << 26  # 405B parameters: 1 MB
-MOST_DIMS = 64  # of a tensor, as in PyTorch; a product of a million numbers takes an hour
-DTYPES = {str(v).removeprefix("torch."): v for v in vars(torch).values() if type(v) is torch.dtype}
+MANIFEST_FILE = "manifest.json"
+FORMAT = 3  # incremented when another version of titanlite could misread a checkpoint
+READABLE_FORMATS = (2, 3)  # format 2 has no chunks.json: see chunks.py
+MAX_MANIFEST_BYTES = 1 << 26  # of 405B parameters: 1 MB
+MAX_DIMS = 64  # of a tensor, as in PyTorch; multiplying a million sizes takes an hour
+DTYPE_OF_NAME = {
+    str(value).removeprefix("torch."): value
+    for value in vars(torch).values()
+    if type(value) is torch.dtype
+}
 
 
 @dataclass(frozen=True)
 class FileRecord:
-    """One file of a checkpoint."""
+    """Size and hash of one file of a checkpoint."""
 
     bytes: int
     hash: str  # xxh3_128 of its content
@@ -35,31 +39,34 @@ class FileRecord:
 
 @dataclass(frozen=True)
 class TensorRecord:
-    """One tensor of a checkpoint, whole."""
+    """Global shape, dtype and hash of one tensor of a checkpoint."""
 
     shape: list[int]
     dtype: str
-    hash: str  # sum of the xxh3_64 of its pieces' bytes, modulo 2^64
+    hash: str  # sum of the xxh3_64 of the bytes of its chunks, modulo 2^64
 
 
 @dataclass(frozen=True)
 class CheckpointManifest:
-    """What a checkpoint holds, in words and numbers."""
+    """Everything about a checkpoint except its tensors.
+
+    `facts` are the job properties: see job_properties.py.
+    """
 
     step: int
-    progress: dict[str, Any]  # position, tokens, generators: what goes on from here
-    facts: dict[str, Any]  # what must be equal, or allowed to change by name, to go on from here
-    job: dict[str, Any]  # the effective job it was saved by
+    progress: dict[str, Any]  # training state to resume from: position, tokens, random generators
+    facts: dict[str, Any]
+    job: dict[str, Any]  # effective configuration of the job that saved it
     layout: str
     versions: dict[str, str]
-    seconds: float  # from the start of writing to this manifest
+    seconds: float  # from the start of the save to this manifest
     files: dict[str, FileRecord]
     tensors: dict[str, TensorRecord]
-    lease: int = 0  # number of the lease that it was written under; 0: none
+    lease: int = 0  # number of the lease under which it was written; 0: none
     format: int = FORMAT
 
     def has(self, part: str) -> bool:
-        """Whether it holds `model`, or `optimizer`."""
+        """Whether it contains tensors of `model` or `optimizer`."""
         return any(name.startswith(f"{part}.") for name in self.tensors)
 
     @property
@@ -68,58 +75,68 @@ class CheckpointManifest:
 
     @property
     def tensor_bytes(self) -> int:
-        return sum(DTYPES[t.dtype].itemsize * math.prod(t.shape) for t in self.tensors.values())
+        return sum(
+            DTYPE_OF_NAME[tensor.dtype].itemsize * math.prod(tensor.shape)
+            for tensor in self.tensors.values()
+        )
 
 
-def write_checkpoint_manifest(place: StorageFolder, manifest: CheckpointManifest) -> None:
-    """Make a folder whose files are all on the disk a checkpoint, at once."""
+def write_checkpoint_manifest(folder: StorageFolder, manifest: CheckpointManifest) -> None:
+    """Commit a checkpoint: all other files must be on the disk already."""
     body = asdict(manifest)
-    text = json.dumps({**body, "hash": _hash(body)}, indent=1)
-    place.write_at_once(NAME, text.encode())
+    text = json.dumps({**body, "hash": manifest_hash(body)}, indent=1)
+    folder.write_atomically(MANIFEST_FILE, text.encode())
 
 
-def read_checkpoint_manifest(place: StorageFolder, sizes: bool = True) -> CheckpointManifest:
-    """The manifest of a checkpoint, or CheckpointError; its files have the `sizes` it states.
+def read_checkpoint_manifest(folder: StorageFolder, sizes: bool = True) -> CheckpointManifest:
+    """Read and check the manifest of a checkpoint; with `sizes`, also compare all file sizes.
 
-    Every name, number and type in it is checked: it may come from somebody else.
+    Every name, number and type is checked, because a checkpoint may come from a stranger. Raises
+    CheckpointError.
     """
     try:
-        there = place.sizes()
-        if NAME not in there:
+        file_sizes = folder.sizes()
+        if MANIFEST_FILE not in file_sizes:
             raise FileNotFoundError
-        if there[NAME] > MOST_BYTES:
-            raise ValueError(f"{there[NAME]:,} bytes, of at most {MOST_BYTES:,}")
-        body = parse_json(place.read(NAME))
+        if file_sizes[MANIFEST_FILE] > MAX_MANIFEST_BYTES:
+            raise ValueError(
+                f"{file_sizes[MANIFEST_FILE]:,} bytes; the limit is {MAX_MANIFEST_BYTES:,}"
+            )
+        body = parse_json(folder.read(MANIFEST_FILE))
     except FileNotFoundError:
-        raise _missing(place) from None
+        raise _no_checkpoint_error(folder) from None
     except (OSError, ValueError) as error:
-        raise _damaged(place, f"{NAME} cannot be read ({error})") from None
-    if not isinstance(body, dict) or body.get("format") not in READABLE:
-        found = body.get("format") if isinstance(body, dict) else None
+        raise damaged_checkpoint(folder, f"{MANIFEST_FILE} cannot be read ({error})") from None
+    if not isinstance(body, dict) or body.get("format") not in READABLE_FORMATS:
+        saved_format = body.get("format") if isinstance(body, dict) else None
         raise CheckpointError(
-            f"{place}: {NAME} has format {found!s:.80}; this titanlite reads"
-            f" {' and '.join(map(str, READABLE))}.",
-            fix="Use the titanlite that wrote it.",
+            f"{folder}: {MANIFEST_FILE} has format {saved_format!s:.80}; this titanlite reads"
+            f" {' and '.join(map(str, READABLE_FORMATS))}.",
+            fix="Use the version of titanlite that wrote it.",
         )
-    if body.pop("hash", None) != _hash(body):
-        raise _damaged(place, f"{NAME} was changed after it was written")
-    manifest = _checked(place, body)
+    if body.pop("hash", None) != manifest_hash(body):
+        raise damaged_checkpoint(folder, f"{MANIFEST_FILE} was changed after it was written")
+    manifest = _parse_manifest(folder, body)
     for name, record in manifest.files.items():
-        found = there.get(name)
-        if found is None:
-            raise _damaged(place, f"{name} is missing (links are not followed)")
-        if sizes and found != record.bytes:
-            raise _damaged(place, f"{name} has {found} bytes, not {record.bytes}")
+        size = file_sizes.get(name)
+        if size is None:
+            raise damaged_checkpoint(folder, f"{name} is missing (links are not followed)")
+        if sizes and size != record.bytes:
+            raise damaged_checkpoint(folder, f"{name} has {size} bytes, not {record.bytes}")
     return manifest
 
 
-def _checked(place: StorageFolder, body: dict[str, Any]) -> CheckpointManifest:
-    """The manifest that a table describes; CheckpointError where it describes none."""
-    kinds = {"step": int, "layout": str, "seconds": (int, float), "format": int}
-    tables = ("progress", "facts", "job", "versions", "files", "tensors")
+def _parse_manifest(folder: StorageFolder, body: dict[str, Any]) -> CheckpointManifest:
+    """Build a manifest from its JSON table; raises CheckpointError for any wrong key or type."""
     try:
-        wrong = [key for key in tables if type(body[key]) is not dict]
-        wrong += [key for key, kind in kinds.items() if not isinstance(body[key], kind)]
+        wrong = [
+            key
+            for key in ("progress", "facts", "job", "versions", "files", "tensors")
+            if type(body[key]) is not dict
+        ]
+        wrong += [key for key in ("step", "format") if not isinstance(body[key], int)]
+        wrong += [] if isinstance(body["layout"], str) else ["layout"]
+        wrong += [] if isinstance(body["seconds"], (int, float)) else ["seconds"]
         wrong += [] if isinstance(body.get("lease", 0), int) else ["lease"]
         if wrong or body["step"] < 0:
             raise ValueError(f"{wrong[0] if wrong else 'step'} has the wrong type or value")
@@ -127,61 +144,66 @@ def _checked(place: StorageFolder, body: dict[str, Any]) -> CheckpointManifest:
         body["tensors"] = {name: TensorRecord(**record) for name, record in body["tensors"].items()}
         manifest = CheckpointManifest(**body)
         _check_progress(manifest)
-        _check_records(manifest)
+        _check_files(manifest)
+        _check_tensors(manifest)
     except (KeyError, TypeError, ValueError) as error:
-        raise _damaged(place, f"{NAME} is not a manifest ({error!s:.200})") from None
+        reason = f"{MANIFEST_FILE} is not valid ({error!s:.200})"
+        raise damaged_checkpoint(folder, reason) from None
     return manifest
 
 
 def _check_progress(manifest: CheckpointManifest) -> None:
-    """Raise ValueError unless a run can go on from it; one without progress has weights alone."""
+    """Raise ValueError unless a run can resume from it; empty progress means weights only."""
     if not 0 <= manifest.seconds < 1e9:
         raise ValueError("seconds is out of range")
     progress = manifest.progress
     for key in ("step", "position", "tokens") if progress else ():
         if type(progress[key]) is not int or not 0 <= progress[key] < 1 << 63:
-            raise ValueError(f"progress.{key} is not a whole number")
+            raise ValueError(f"progress.{key} is not a non-negative integer")
 
 
-def _check_records(manifest: CheckpointManifest) -> None:
-    """Raise ValueError unless the files are in the folder and large enough for the tensors.
-
-    The second bounds the memory that the tensors can take by what is really on the disk.
-    """
+def _check_files(manifest: CheckpointManifest) -> None:
+    """Raise ValueError unless every file name stays inside the checkpoint's folder."""
     for name, file in manifest.files.items():
         if not re.fullmatch(r"[\w.-]{1,255}", name, re.ASCII) or name in (".", ".."):
             raise ValueError(f"{name[:80]!r} is not a name of a file in its folder")
         if type(file.bytes) is not int or file.bytes < 0 or type(file.hash) is not str:
-            raise ValueError(f"{name} has no bytes and hash")
+            raise ValueError(f"{name} has no valid bytes and hash")
+
+
+def _check_tensors(manifest: CheckpointManifest) -> None:
+    """Raise ValueError unless the tensors are described correctly and fit into the files.
+
+    The second check bounds the memory that loading them can take by the bytes on the disk.
+    """
     for name, tensor in manifest.tensors.items():
-        sizes = tensor.shape
         if not name.isprintable() or len(name) > 1000:
             raise ValueError(f"{name[:80]!r} is not a name of a tensor")
-        if tensor.dtype not in DTYPES or type(tensor.hash) is not str:
+        if tensor.dtype not in DTYPE_OF_NAME or type(tensor.hash) is not str:
             raise ValueError(f"{name} has an unknown dtype, or no hash")
-        if type(sizes) is not list or len(sizes) > MOST_DIMS:
-            raise ValueError(f"{name} has a shape that is no list of at most {MOST_DIMS} sizes")
-        if not all(type(n) is int and 0 <= n < 1 << 63 for n in sizes):
-            raise ValueError(f"{name} has a shape that is not whole numbers")
+        if type(tensor.shape) is not list or len(tensor.shape) > MAX_DIMS:
+            raise ValueError(f"{name} has a shape that is not a list of at most {MAX_DIMS} sizes")
+        if not all(type(size) is int and 0 <= size < 1 << 63 for size in tensor.shape):
+            raise ValueError(f"{name} has a shape with sizes that are not non-negative integers")
     if manifest.tensor_bytes > manifest.bytes:
         raise ValueError(
             f"its tensors have {manifest.tensor_bytes:,} bytes, its files {manifest.bytes:,}"
         )
 
 
-def check_hashes(place: StorageFolder, manifest: CheckpointManifest, names: Iterable[str]) -> None:
-    """Raise CheckpointError where the content of one of these files is not what was written."""
+def check_hashes(folder: StorageFolder, manifest: CheckpointManifest, names: Iterable[str]) -> None:
+    """Raise CheckpointError if the content of one of these files differs from its hash."""
     for name in names:
         try:
-            found = place.hash_of(name)
+            actual = folder.hash_of(name)
         except OSError as error:
-            raise _damaged(place, f"{name} cannot be read ({error})") from None
-        if found != manifest.files[name].hash:
-            raise _damaged(place, f"{name} does not hold what was written (its hash differs)")
+            raise damaged_checkpoint(folder, f"{name} cannot be read ({error})") from None
+        if actual != manifest.files[name].hash:
+            raise wrong_hash(folder, name)
 
 
-def versions() -> dict[str, str]:
-    """What a checkpoint is written by."""
+def software_versions() -> dict[str, str]:
+    """Versions of titanlite and torch, for the manifest."""
     try:
         own = version("titanlite")
     except PackageNotFoundError:  # run from a checkout
@@ -189,23 +211,30 @@ def versions() -> dict[str, str]:
     return {"titanlite": own, "torch": torch.__version__}
 
 
-def _missing(place: StorageFolder) -> CheckpointError:
-    if UNFINISHED in place.sizes():
-        return CheckpointError(f"{place}: is not a checkpoint: writing it was cut short.")
-    if place.folders() or place.sizes():
-        return CheckpointError(
-            f"{place}: is not a checkpoint: it has no {NAME}, which is the last file of one.",
-            fix="Give the folder of one step, such as outputs/checkpoint/step-100.",
-        )
+def _no_checkpoint_error(folder: StorageFolder) -> CheckpointError:
+    """The error for a folder without a manifest; the message depends on what it contains."""
+    if UNFINISHED in folder.sizes():
+        return CheckpointError(f"{folder}: is not a checkpoint: its save was interrupted.")
+    if folder.folders() or folder.sizes():
+        reason = f"it has no {MANIFEST_FILE}, the last file that a save writes"
+    else:
+        reason = "the folder does not exist or is empty"
     return CheckpointError(
-        f"{place}: is not a checkpoint: there is no such folder, or nothing in it.",
+        f"{folder}: is not a checkpoint: {reason}.",
         fix="Give the folder of one step, such as outputs/checkpoint/step-100.",
     )
 
 
-def _damaged(place: StorageFolder, what: str) -> CheckpointError:
-    return CheckpointError(f"{place}: is damaged: {what}.")
+def damaged_checkpoint(folder: StorageFolder, reason: str) -> CheckpointError:
+    """The error for a checkpoint whose files are not as they were written."""
+    return CheckpointError(f"{folder}: is damaged: {reason}.")
 
 
-def _hash(body: dict[str, Any]) -> str:
+def wrong_hash(folder: StorageFolder, name: str) -> CheckpointError:
+    """The error for a file whose content is not what its manifest records."""
+    return damaged_checkpoint(folder, f"{name} is not what was written (its hash differs)")
+
+
+def manifest_hash(body: dict[str, Any]) -> str:
+    """xxh3_128 of a manifest's JSON table without its `hash` key."""
     return xxhash.xxh3_128(json.dumps(body, sort_keys=True).encode()).hexdigest()

@@ -1,31 +1,31 @@
-"""The newest valid checkpoint of a run, for whoever names only the run."""
+"""Find the newest valid checkpoint of a run, for scripts that accept a run or a checkpoint."""
 
 from __future__ import annotations
 
 from titanlite.checkpoint.listing import list_steps
-from titanlite.checkpoint.manifest import NAME, read_checkpoint_manifest
+from titanlite.checkpoint.manifest import MANIFEST_FILE, read_checkpoint_manifest
 from titanlite.errors import CheckpointError
 from titanlite.log import logger
 from titanlite.storage import StorageFolder
 
 
-def find_newest_checkpoint(place: StorageFolder) -> StorageFolder:
-    """The checkpoint at `place`, or the newest valid one of the run or checkpoint folder there.
+def find_newest_checkpoint(folder: StorageFolder) -> StorageFolder:
+    """The checkpoint `folder` itself, or the newest valid one of the run or checkpoint folder.
 
-    Those that are cut short or damaged are passed over with a warning. Raises CheckpointError.
+    Unfinished or damaged ones are skipped with a warning. Raises CheckpointError if none is valid.
     """
-    if place.name.startswith("step-") or NAME in place.sizes():
-        return place
-    for folder in (place, place / "checkpoint"):
-        for step in reversed(list_steps(folder).steps):
+    if folder.name.startswith("step-") or MANIFEST_FILE in folder.sizes():
+        return folder
+    for parent in (folder, folder / "checkpoint"):
+        for step in reversed(list_steps(parent).steps):
             try:
-                read_checkpoint_manifest(folder / f"step-{step}")
+                read_checkpoint_manifest(parent / f"step-{step}")
             except CheckpointError as error:
-                logger.warning("passed over: %s", error)
+                logger.warning("skipped: %s", error)
             else:
-                return folder / f"step-{step}"
+                return parent / f"step-{step}"
     raise CheckpointError(
-        f"{place}: is not a checkpoint, and no valid one is in it.",
+        f"{folder}: is not a checkpoint, and contains no valid one.",
         fix="Give a run (its job.dump_folder), or the folder of one step, such as"
         " outputs/checkpoint/step-100.",
     )

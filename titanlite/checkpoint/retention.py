@@ -1,4 +1,4 @@
-"""Which checkpoints may go. Pure: it is given the whole ones; crash litter is not among them."""
+"""Which checkpoints to remove: a pure function of the steps of the valid ones."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ T = TypeVar("T")
 
 
 def steps_to_remove(steps: Iterable[int], keep_latest: int, keep_every: int = 0) -> list[int]:
-    """The steps of whole checkpoints that are too many, oldest first.
+    """The steps of valid checkpoints to remove, oldest first.
 
-    The latest `keep_latest` stay (0: all), and those of every `keep_every`-th step (0: none).
+    The latest `keep_latest` are kept (0: all), and those of every `keep_every`-th step (0: none).
     """
     surplus = all_but_last(sorted(steps), keep_latest)
     return [step for step in surplus if not keep_every or step % keep_every]
 
 
 def all_but_last(ordered: list[T], keep: int) -> list[T]:
-    """The entries before the last `keep`; none where `keep` is 0, which keeps all."""
+    """The entries before the last `keep`; empty if `keep` is 0, which keeps all."""
     return ordered[:-keep] if keep > 0 else []

@@ -11,7 +11,7 @@ import binascii
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from titanlite.files import MOST_LEVELS
+from titanlite.files import MAX_NESTING_LEVELS
 
 MAX_ID = 2**31 - 1  # shards store int32
 MAX_PARTS = 64  # of one component: normalizers, pre-tokenizers, decoders or post-processors
@@ -132,7 +132,7 @@ def _check_strings(node: Mapping[str, Any], where: str) -> None:
 def _nodes(component: Any) -> Iterator[dict[str, Any]]:
     """Every JSON object in a component, itself included."""
     level = [component]
-    for _ in range(MOST_LEVELS):
+    for _ in range(MAX_NESTING_LEVELS):
         for node in level:
             if isinstance(node, dict):
                 yield node

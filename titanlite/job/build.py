@@ -31,7 +31,7 @@ from titanlite.distributed.process_group import (
     set_collective_timeouts,
 )
 from titanlite.errors import EXIT_INTERRUPTED, ConfigError
-from titanlite.files import write_whole_file
+from titanlite.files import write_file_atomically
 from titanlite.job.data import open_job_stream, open_job_tokenizer, open_job_validation
 from titanlite.job.job import Job
 from titanlite.kernels.backend import activate_flash_package, choose_kernel
@@ -228,7 +228,7 @@ def build_checkpointer(job: Job, stream: SampleStream, lock: RunFolderLock) -> C
         job=dataclasses.asdict(job.config),
         layout=str(job.degrees),
         files=stream.tokenizer.files if stream.tokenizer else {},
-        fence=lock.check,
+        check_lease=lock.check,
     )
 
 
@@ -324,7 +324,7 @@ def build_sinks(job: Job, rank: RankContext, first_step: int, saves: bool) -> Me
                 first_step=first_step,
                 job=dataclasses.asdict(config),
             )
-            write_whole_file(folder / "config.toml", job.as_toml().encode())
+            write_file_atomically(folder / "config.toml", job.as_toml().encode())
         except OSError as error:
             raise ConfigError(
                 f"job.dump_folder = {job.folder}: cannot write {error.filename or 'to it'}:"
@@ -347,7 +347,7 @@ def report_start(
     if found:
         for reason in found.refused:
             sinks.event(state.step, "checkpoint_refused", reason=reason)
-        sinks.event(state.step, "resumed", path=str(found.place), position=state.position)
+        sinks.event(state.step, "resumed", path=str(found.folder), position=state.position)
     steps = job.config.training.steps
     if state.step >= steps:
         logger.info("all %d steps are done; set a larger training.steps to continue", steps)

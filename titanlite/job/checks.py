@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import torch
 
-from titanlite.checkpoint import checkpoint_problems
+from titanlite.checkpoint import check_checkpoint_config
 from titanlite.data import Tokenizer, check_bos
 from titanlite.distributed.mesh import Degrees, resolve_degrees
 from titanlite.distributed.process_group import choose_device
@@ -36,7 +36,7 @@ def problems_of(config: JobConfig, ranks: int) -> Iterator[UserError]:
     """Problems of the configuration alone, on `ranks` ranks; each section checks itself first."""
     yield from activation_problems(config.activation_checkpoint, config.compile.compiles("model"))
     yield from compile_problems(config.compile, config.parallelism)
-    yield from checkpoint_problems(config.checkpoint)
+    yield from check_checkpoint_config(config.checkpoint)
     for name in set(config.checkpoint.allow_changes) - set(FACTS):
         yield ConfigError(
             f'checkpoint.allow_changes: "{name}" is not a property that checkpoints are checked'

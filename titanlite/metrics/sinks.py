@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from titanlite.errors import ConfigError
-from titanlite.files import parse_json, write_whole_file
+from titanlite.files import parse_json, write_file_atomically
 from titanlite.log import logger
 from titanlite.metrics.config import MetricsConfig, missing
 from titanlite.metrics.console import open_console
@@ -232,7 +232,7 @@ def drop_later_records(path: Path, step: int) -> None:
         file.writelines(line.rstrip(b"\n") + b"\n" for line in lines if not _is_up_to(line, step))
         file.flush()
         os.fsync(file.fileno())
-    write_whole_file(path, b"".join(kept))
+    write_file_atomically(path, b"".join(kept))
     moved = len(lines) - len(kept)
     logger.info("%s: %d lines after step %d moved to %s", path, moved, step, replaced)
 

@@ -122,7 +122,7 @@ def _acquire_all(folders: Mapping[str, Path | StorageFolder]) -> list[Lease | Re
 def _identify(folder: Path | StorageFolder) -> Path | str:
     """The real local path of a folder, or its URL."""
     if isinstance(folder, StorageFolder) and not folder.local:
-        return folder.said
+        return str(folder)
     return Path(folder if isinstance(folder, Path) else folder.path).resolve()
 
 

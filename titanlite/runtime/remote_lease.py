@@ -111,14 +111,14 @@ class RemoteLease:
         self._thread.join(self._heartbeat_seconds)
         with suppress(CheckpointError):  # what stays is a dead process's lease
             self.check()
-            self.folder.write_at_once(_name(self.number), self._content(released=True))
+            self.folder.write_atomically(_name(self.number), self._content(released=True))
 
     def _keep(self) -> None:
         while not self.lost and not self._closed.wait(self._heartbeat_seconds):
             with suppress(CheckpointError):  # a store that fails is asked again
                 self.check()
                 self._beats += 1
-                self.folder.write_at_once(_name(self.number), self._content())
+                self.folder.write_atomically(_name(self.number), self._content())
 
     def _content(self, released: bool = False) -> bytes:
         state = {"holder": asdict(self._holder), "beats": self._beats, "released": released}

@@ -159,7 +159,7 @@ def report_save(result: SaveResult | None, checkpointer: Checkpointer, sinks: Me
     """Write an event for a finished save; does nothing where none was in flight."""
     if result is None:
         return
-    fields: dict[str, Any] = {"path": str(result.place), "seconds": result.seconds}
+    fields: dict[str, Any] = {"path": str(result.folder), "seconds": result.seconds}
     fields["blocked_seconds"] = result.blocked_seconds
     if not result.problem:
         sinks.event(result.step, "checkpoint_saved", **fields)

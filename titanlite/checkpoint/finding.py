@@ -1,0 +1,129 @@
+"""Find the checkpoint to start from, and verify it on all ranks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch.distributed as dist
+
+from titanlite.checkpoint.config import CheckpointConfig
+from titanlite.checkpoint.listing import CheckpointListing
+from titanlite.checkpoint.manifest import (
+    CheckpointManifest,
+    check_hashes,
+    read_checkpoint_manifest,
+)
+from titanlite.checkpoint.step_folders import LOAD_STEP_FILE, StepFolders
+from titanlite.distributed.collectives import capture_user_error, gather_problems
+from titanlite.errors import CheckpointError
+from titanlite.log import logger
+from titanlite.storage import StorageFolder, StorageUnreachable
+
+
+@dataclass(frozen=True)
+class FoundCheckpoint:
+    """A checkpoint to start from, and why newer ones were refused."""
+
+    folder: StorageFolder
+    manifest: CheckpointManifest | None  # None: a Hugging Face folder
+    refused: list[str]
+    initial: bool = False  # from another run: checkpoint.initial_load_path
+
+    @property
+    def step(self) -> int:
+        """The step of this run at which it was saved."""
+        return 0 if self.initial or self.manifest is None else self.manifest.step
+
+
+def find_checkpoint(
+    step_folders: StepFolders, config: CheckpointConfig, group: dist.ProcessGroup | None
+) -> FoundCheckpoint | None:
+    """The newest valid checkpoint of this run; else the initial one; else None. Collective.
+
+    Raises CheckpointError if there are checkpoints but none is valid: a run never silently starts
+    from scratch.
+    """
+    listing, applied_load_step = step_folders.list_with_load_step()
+    refused: list[str] = []
+    for step in _steps_to_try(step_folders.folder, config, listing, applied_load_step):
+        folder = step_folders.of_step(step)
+        manifest, problem = verify_on_all_ranks(folder, config.verify, group)
+        if not problem:
+            step_folders.remove_unfinished(listing.unfinished)
+            return FoundCheckpoint(folder, manifest, refused)
+        refused.append(problem)
+    if refused:
+        raise CheckpointError(
+            f"{step_folders.folder}: no valid checkpoint found: {' '.join(refused)}",
+            fix="Restore one of them, or start from scratch in another job.dump_folder.",
+        ).mark_on_all_ranks()
+    step_folders.remove_unfinished(listing.unfinished)
+    if config.initial_load_path is None:
+        return None
+    folder = StorageFolder(config.initial_load_path)
+    if config.initial_load_in_hf:
+        return FoundCheckpoint(folder, None, [], initial=True)
+    manifest, problem = verify_on_all_ranks(folder, config.verify, group)
+    if problem:
+        raise CheckpointError(f"checkpoint.initial_load_path: {problem}").mark_on_all_ranks()
+    return FoundCheckpoint(folder, manifest, [], initial=True)
+
+
+def _steps_to_try(
+    folder: StorageFolder,
+    config: CheckpointConfig,
+    listing: CheckpointListing,
+    applied_load_step: int,
+) -> list[int]:
+    """The steps to verify, in order: only checkpoint.load_step if it applies, else newest first."""
+    load_step = config.load_step
+    if config.saves and listing.steps and load_step == applied_load_step != -1:
+        logger.info(
+            "checkpoint.load_step = %d was applied by an earlier start: resuming from the"
+            " newest checkpoint. To roll back again, delete %s/%s.",
+            load_step,
+            folder,
+            LOAD_STEP_FILE,
+        )
+        load_step = -1
+    if load_step == -1:
+        return listing.steps[::-1]
+    if load_step not in listing.steps:
+        existing = ", ".join(map(str, listing.steps)) or "none"
+        raise CheckpointError(
+            f"checkpoint.load_step = {load_step}: {folder} has no checkpoint of that step."
+            f" Existing steps: {existing}.",
+            fix="Use one of them, or -1 for the newest.",
+        ).mark_on_all_ranks()
+    return [load_step]
+
+
+def verify_on_all_ranks(
+    folder: StorageFolder, verify: str, group: dist.ProcessGroup | None
+) -> tuple[CheckpointManifest | None, str]:
+    """A checkpoint's manifest, and what is wrong with it on any rank; empty if it is valid.
+
+    Each rank reads the manifest, which detects a folder that is not shared between machines. The
+    other files are divided among the ranks. Raises CheckpointError if the storage is unreachable:
+    the checkpoint may well be valid.
+    """
+
+    def check() -> CheckpointManifest:
+        manifest = read_checkpoint_manifest(folder, sizes=verify != "off")
+        if verify == "full":
+            check_hashes(folder, manifest, _files_of_this_rank(manifest))
+        return manifest
+
+    manifest, error = capture_user_error(check)
+    problems = gather_problems("" if error is None else str(error), group)
+    if problems:
+        unreachable = str(error) if isinstance(error, StorageUnreachable) else ""
+        if storage_problems := gather_problems(unreachable, group):
+            raise CheckpointError(" ".join(storage_problems)).mark_on_all_ranks()
+    return manifest, " ".join(problems)
+
+
+def _files_of_this_rank(manifest: CheckpointManifest) -> list[str]:
+    """The files that this rank hashes when all ranks verify a checkpoint."""
+    by_size = sorted(manifest.files, key=lambda name: manifest.files[name].bytes)
+    return by_size[dist.get_rank() :: dist.get_world_size()]

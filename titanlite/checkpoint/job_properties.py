@@ -1,0 +1,61 @@
+"""Job properties: what must not change by accident between a checkpoint and a job that loads it.
+
+They are a table of names and values, such as `model` (its sizes), `data.sources` or `debug.seed`.
+The manifest stores those of the job that saved it under the key `facts`. A job that loads the
+checkpoint must have equal values, except for names listed in `checkpoint.allow_changes`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from titanlite.errors import CheckpointError
+from titanlite.storage import StorageFolder
+
+
+def check_job_properties(
+    folder: StorageFolder,
+    saved: dict[str, Any],
+    current: dict[str, Any],
+    *,
+    model_only: bool,
+    allowed: Iterable[str],
+) -> None:
+    """Raise CheckpointError with every property that differs; names in `allowed` may differ.
+
+    `model_only`: only the property `model` matters. Properties that an older checkpoint does not
+    store are not compared.
+    """
+    names = {"model"} if model_only else current.keys() & saved.keys()
+    differences = {
+        name: f"{name} ({difference})"
+        for name in sorted(names - set(allowed))
+        if (difference := _describe_difference(saved.get(name), current.get(name)))
+    }
+    if not differences:
+        return
+    if "order version" in differences.get("data.sources", ""):
+        differences["data.sources"] += (
+            " (this version of titanlite orders the samples of such sources differently. If this is"
+            " allowed, the run resumes at its position in the new order: some samples are repeated,"
+            " others are skipped)"
+        )
+    quoted = ", ".join(f'"{name}"' for name in differences)
+    raise CheckpointError(
+        f"{folder}: was saved by a job with other properties: {', '.join(differences.values())}.",
+        fix="Set them as they were saved; or allow the change: checkpoint.allow_changes ="
+        f" [{quoted}]; or start in another job.dump_folder with checkpoint.initial_load_path, which"
+        " loads only the weights.",
+    ).mark_on_all_ranks()
+
+
+def _describe_difference(saved: Any, current: Any) -> str:
+    """The values that differ; empty if none does. Tables are compared key by key."""
+    if isinstance(saved, dict) and isinstance(current, dict):
+        return "; ".join(
+            f"{key}: {saved.get(key)} saved, {current.get(key)} now"
+            for key in sorted({*saved, *current})
+            if saved.get(key) != current.get(key)
+        )
+    return f"{saved} saved, {current} now" if saved != current else ""

@@ -1,0 +1,49 @@
+"""One save that runs in the calling thread or in a thread of its own."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+import torch.distributed as dist
+
+from titanlite.distributed.time_limit import TimeLimit
+from titanlite.errors import UserError
+from titanlite.storage import StorageFolder
+
+
+class SaveInProgress:
+    """A save with its time limit; after `done` is set, `seconds` and `problem` are its result."""
+
+    def __init__(self, step: int, folder: StorageFolder, started: float, timeout_seconds: float):
+        self.step, self.folder, self.started = step, folder, started
+        self.limit: TimeLimit | None = None  # from when the writing thread runs
+        self.seconds = self.blocked_seconds = 0.0
+        self.problem = ""  # why it failed
+        self.done = threading.Event()
+        self._name = f"Rank {dist.get_rank()}: the save of step {step}"
+        self._timeout_seconds = timeout_seconds
+
+    def run(self, write: Callable[[], None]) -> None:
+        """Call `write` in this thread."""
+        self._run(write)
+        self.blocked_seconds = self.seconds
+
+    def run_in_thread(self, write: Callable[[], None]) -> None:
+        """Call `write` in another thread."""
+        # A daemon: a rank that fails must exit even if its save waits for other ranks.
+        threading.Thread(target=self._run, args=(write,), name="save", daemon=True).start()
+        self.blocked_seconds = time.monotonic() - self.started
+
+    def _run(self, write: Callable[[], None]) -> None:
+        self.limit = TimeLimit(self._name, self._timeout_seconds, "checkpoint.timeout_seconds")
+        try:
+            write()
+        except BaseException as error:
+            self.problem = str(error) if isinstance(error, UserError) else repr(error)
+            if not isinstance(error, Exception):  # Ctrl-C ends the run; a failed save does not
+                raise
+        finally:
+            self.seconds = time.monotonic() - self.started
+            self.done.set()

@@ -1,0 +1,148 @@
+"""The step folders of one run: rank 0 lists, sets aside and removes them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+from titanlite.checkpoint.config import CheckpointConfig
+from titanlite.checkpoint.listing import CheckpointListing, list_steps, set_aside
+from titanlite.checkpoint.manifest import MANIFEST_FILE, read_checkpoint_manifest
+from titanlite.checkpoint.retention import all_but_last, steps_to_remove
+from titanlite.distributed.collectives import run_on_rank_0
+from titanlite.errors import CheckpointError
+from titanlite.files import parse_json
+from titanlite.log import logger
+from titanlite.storage import StorageFolder
+
+T = TypeVar("T")
+
+# The checkpoint.load_step that was applied last, so that a restart does not roll back again.
+LOAD_STEP_FILE = "load_step.json"
+
+
+class StepFolders:
+    """The folders `step-N` of one run.
+
+    Collective methods act on rank 0, while the other ranks wait for its result or error in `group`,
+    whose timeout is long: in an object store, listing or removing many checkpoints can take longer
+    than the timeout of training's collectives.
+    """
+
+    def __init__(
+        self,
+        folder: StorageFolder,
+        config: CheckpointConfig,
+        check_lease: Callable[[], int],
+        group: dist.ProcessGroup | None,
+    ):
+        """`check_lease` raises CheckpointError if another job owns the folder; called on rank 0."""
+        self.folder, self.config = folder, config
+        self.check_lease, self.group = check_lease, group
+
+    def of_step(self, step: int) -> StorageFolder:
+        return self.folder / f"step-{step}"
+
+    # --- collective ----------------------------------------------------------------------------
+
+    def list_with_load_step(self) -> tuple[CheckpointListing, int]:
+        """The step folders, and the checkpoint.load_step that an earlier start applied, or -1."""
+
+        def list_on_rank_0() -> dict[str, Any]:
+            applied = self._read_applied_load_step()
+            return {"listing": asdict(list_steps(self.folder)), "applied": applied}
+
+        result = self._on_rank_0(list_on_rank_0)
+        return CheckpointListing(**result["listing"]), result["applied"]
+
+    def remove_unfinished(self, names: list[str]) -> None:
+        """Remove what a crash left; the lease ensures that no other job is writing there."""
+        if self.config.saves:
+            self._on_rank_0(lambda: self._remove_unfinished(names))
+
+    def set_aside_later(self, step: int) -> None:
+        """Set aside the checkpoints of later steps, so that the next start does not use them.
+
+        Then record that checkpoint.load_step was applied.
+        """
+        self._on_rank_0(lambda: self._set_aside_later(step))
+
+    def remove_failed_save(self, step_folder: StorageFolder) -> None:
+        """Free the disk space of a save that failed, unless it was committed."""
+        self._on_rank_0(lambda: self._remove(step_folder, unless=MANIFEST_FILE))
+
+    def _on_rank_0(self, action: Callable[[], T]) -> T:
+        def act() -> T:
+            try:
+                return action()
+            except OSError as error:
+                raise CheckpointError(
+                    f"{error.filename or self.folder}: {error.strerror or error}."
+                ) from error
+
+        return run_on_rank_0(act, self.group)
+
+    # --- on one rank ---------------------------------------------------------------------------
+
+    def valid_steps(self) -> list[int]:
+        """Steps of the checkpoints with a valid manifest and right file sizes, oldest first."""
+        return [step for step in list_steps(self.folder).steps if self._is_valid(step)]
+
+    def remove_surplus(self) -> None:
+        """Remove the checkpoints that the retention settings do not keep."""
+        config = self.config
+        names = all_but_last(list_steps(self.folder).aside, config.keep_aside_k)
+        steps = steps_to_remove(self.valid_steps(), config.keep_latest_k, config.keep_every)
+        for name in (*names, *(f"step-{step}" for step in steps)):
+            self._remove(self.folder / name)
+
+    def _is_valid(self, step: int) -> bool:
+        try:
+            read_checkpoint_manifest(self.of_step(step))
+        except CheckpointError:
+            return False
+        return True
+
+    def _read_applied_load_step(self) -> int:
+        """The content of load_step.json, or -1; deletes it if checkpoint.load_step was unset."""
+        applied = -1
+        try:
+            applied = parse_json(self.folder.read(LOAD_STEP_FILE))["load_step"]
+            if self.config.saves and self.config.load_step == -1:  # it may be set again later
+                self.check_lease()
+                self.folder.delete(LOAD_STEP_FILE)
+        except (FileNotFoundError, NotADirectoryError):
+            pass
+        except (ValueError, TypeError, KeyError):
+            logger.warning("%s/%s: is damaged and ignored", self.folder, LOAD_STEP_FILE)
+        return applied
+
+    def _remove_unfinished(self, names: list[str]) -> None:
+        for name in names:
+            folder = self.folder / name
+            logger.warning("%s: removed, because its save or removal was interrupted", folder)
+            self._remove(folder)
+
+    def _set_aside_later(self, step: int) -> None:
+        self.check_lease()
+        for later in list_steps(self.folder).steps:
+            if later > step:
+                folder = self.of_step(later)
+                name = set_aside(folder)
+                logger.warning("%s: set aside as %s: the run resumes before it", folder, name)
+        if self.config.load_step != -1:  # last: if a start crashes before this, it is applied again
+            applied = {"load_step": self.config.load_step}
+            self.folder.write_atomically(LOAD_STEP_FILE, json.dumps(applied).encode())
+
+    def _remove(self, folder: StorageFolder, unless: str = "") -> None:
+        """Remove a folder unless it has the file `unless`; a failure is only a warning."""
+        try:
+            self.check_lease()
+            if folder.exists() and unless not in folder.sizes():
+                folder.remove(delete_first=MANIFEST_FILE)
+        except (OSError, CheckpointError) as error:
+            logger.warning("%s: could not be removed: %s", folder, error)
