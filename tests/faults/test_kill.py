@@ -141,7 +141,9 @@ def test_a_lease_that_is_lost_ends_the_run_before_it_writes_more(run_toml, tmp_p
     assert len(starts) == 1 and '"start"' in starts[0], "its end would be that of the other's start"
 
 
-@pytest.mark.parametrize("number, words", [(signal.SIGSTOP, "heard of"), (signal.SIGKILL, "gone")])
+@pytest.mark.parametrize(
+    "number, words", [(signal.SIGSTOP, "no heartbeat for"), (signal.SIGKILL, "has died")]
+)
 def test_a_rank_that_is_lost_is_named_and_the_others_end_in_time(number, words, run_toml, tmp_path):
     out, timeout = tmp_path / "out", 6
     argv = ("--training.steps", "30000", "--comm.train_timeout_seconds", str(timeout))
