@@ -98,7 +98,7 @@ def test_a_job_that_only_dies_is_stopped_and_shown_what_it_died_of(run_toml, tmp
             run.wait()
     with Launched(1, out, *argv_of(run_toml, out, *argv)) as run:
         assert run.wait() == [2], run.said
-        assert "the last 2 starts died" in run.said and "was killed" in run.said
+        assert "the last 2 starts crashed" in run.said and "was killed" in run.said
         assert "Traceback" not in run.said and "--job.max_crashes 0" in run.said
 
 
