@@ -11,20 +11,22 @@ from titanlite.data.manifest import write_corpus_manifest
 from titanlite.distributed.rendezvous import bind_gloo_to_loopback
 
 ROOT = Path(__file__).parents[1]
-bind_gloo_to_loopback(1)  # all ranks of tests are here, and inherit it
+bind_gloo_to_loopback(1)  # all ranks of tests run on this machine, and inherit it
 
 
 def pytest_addoption(parser) -> None:
-    parser.addoption("--layouts", type=int, default=1, help="random layouts of each kind")
-    parser.addoption("--layout-seed", type=int, default=1, help="what they are drawn from")
-    parser.addoption("--pickles", type=int, default=300, help="mutated .metadata files to read")
+    parser.addoption("--layouts", type=int, default=1, help="number of random layouts per kind")
+    parser.addoption("--layout-seed", type=int, default=1, help="seed of the random layouts")
     parser.addoption(
-        "--fuzz", type=float, default=0, help="minutes of fuzzing all readers, and no other test"
+        "--pickles", type=int, default=300, help="number of mutated .metadata files to read"
+    )
+    parser.addoption(
+        "--fuzz", type=float, default=0, help="minutes of fuzzing all readers; runs no other test"
     )
 
 
 def pytest_configure(config) -> None:
-    if config.getoption("--fuzz"):  # and nothing else
+    if config.getoption("--fuzz"):  # instead of all other tests
         config.args = [str(ROOT / "tests" / "fuzz")]
 
 
@@ -33,9 +35,9 @@ def corpus(tmp_path_factory) -> Path:
     """A folder with `train` and `validation`, of different files."""
     folder, tokenizer = tmp_path_factory.mktemp("corpus"), open_tokenizer("bytes")
     files = sorted((ROOT / "titanlite").rglob("*.py"))
-    held_out = [path for path in files if path.parent.name == "optim"]
-    learned = [path for path in files if path not in held_out]
-    for side, texts in (("train", learned), ("validation", held_out)):
+    validation = [path for path in files if path.parent.name == "optim"]
+    training = [path for path in files if path not in validation]
+    for side, texts in (("train", training), ("validation", validation)):
         (folder / side).mkdir()
         with ShardWriter(folder / side / "shard", tokenizer.vocab_size) as writer:
             for path in texts:
@@ -47,7 +49,7 @@ def corpus(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def run_toml(corpus, tmp_path) -> Path:
-    """A job that is tiny and whole; what a test wants otherwise, it says on the command line."""
+    """A complete tiny job; tests override settings on the command line."""
     path = tmp_path / "run.toml"
     path.write_text(
         f"""

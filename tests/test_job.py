@@ -371,7 +371,7 @@ EARLY = ["--optimizer.early_step_in_backward", "true", "--training.max_norm", "0
             "3 ranks cannot share the rows of layers.*.attention.wq (32), layers.*.attention.wk (16)",
         ),
         (["--training.compile", "true"], 1, "is now compile.enable"),
-        (["--job.device", "cuda"], 1, "sees no CUDA device"),
+        (["--job.device", "cuda"], 1, "finds no CUDA device"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,
 )

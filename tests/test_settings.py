@@ -1,4 +1,4 @@
-"""What is not understood is refused, all of it at once, with the way out."""
+"""Invalid settings are refused, all together, each with a fix."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from typing import Annotated, Literal
 
 import pytest
 
-from titanlite import settings
 from titanlite.config_reference import help_text, list_sections
 from titanlite.errors import ConfigError, UserErrors
 from titanlite.settings import (
@@ -22,6 +21,7 @@ from titanlite.settings import (
     merge_tables,
     raise_together,
     read_toml,
+    sources,
     to_toml,
 )
 
@@ -33,13 +33,13 @@ class Source:
 
 
 @dataclass(frozen=True)
-class Inner:
-    """[train] How it learns."""
+class TrainSection:
+    """[train] Optimisation."""
 
-    steps: Positive = 10  # how many
-    # updates are made
+    steps: Positive = 10  # number of
+    # updates
     rate: Annotated[float, Range(0, 1, also=(-1,))] = 0.5
-    mode: Literal["fast", "exact"] = "exact"  # which one
+    mode: Literal["fast", "exact"] = "exact"  # kind of computation
     limit: int | None = None
     names: list[str] = field(default_factory=list)
     sources: list[Source] = field(default_factory=list)
@@ -49,20 +49,25 @@ class Inner:
 
 
 @dataclass(frozen=True)
-class JobPart:
+class JobSection:
     config_file: str | None = None
 
 
 @dataclass(frozen=True)
-class Deep:
-    train: Inner = field(default_factory=Inner)
+class NestedSection:
+    train: TrainSection = field(default_factory=TrainSection)
 
 
 @dataclass(frozen=True)
 class Schema:
-    job: JobPart = field(default_factory=JobPart)
-    train: Inner = field(default_factory=Inner)
-    deep: Deep = field(default_factory=Deep)
+    job: JobSection = field(default_factory=JobSection)
+    train: TrainSection = field(default_factory=TrainSection)
+    nested: NestedSection = field(default_factory=NestedSection)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RequiredKey(Schema):
+    needed: int
 
 
 def problems_of(**train) -> list[str]:
@@ -70,7 +75,7 @@ def problems_of(**train) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    "key, value, said",
+    "key, value, message",
     [
         ("steps", "10", "must be an integer of at least 1"),
         ("steps", True, "must be an integer"),
@@ -91,7 +96,7 @@ def problems_of(**train) -> list[str]:
         ("names", "a", "must be a list"),
         ("names", ["a", 1], "entry 1 (1)"),
         ("sources", [{"name": "a", "weigth": 1}], "Did you mean weight"),
-        ("sources", [{"weight": 1}], "name: missing"),
+        ("sources", [{"weight": 1}], "name: is missing"),
         ("sources", [{"name": "a", "weight": -1}], "at least 0"),
         ("degree", 2, "Splitting is not available in this version. Use 1"),
         ("on", 1, "must be true or false"),
@@ -99,22 +104,22 @@ def problems_of(**train) -> list[str]:
         ("stepz", 3, "Did you mean train.steps"),
     ],
 )
-def test_a_value_that_does_not_fit_is_refused_with_what_is_allowed(key, value, said):
+def test_an_invalid_value_is_refused_with_the_allowed_values(key, value, message):
     (problem,) = problems_of(**{key: value})
-    assert said in problem and f"train.{key}" in problem
+    assert message in problem and f"train.{key}" in problem
 
 
 @pytest.mark.parametrize("value", [-1, 1, 0.25])
-def test_an_integer_is_fine_for_a_number(value):
+def test_an_integer_is_accepted_for_a_float(value):
     schema, problems = build_dataclass(Schema, {"train": {"rate": value}})
     assert not problems and schema.train.rate == value and type(schema.train.rate) is float
 
 
-def test_all_problems_are_told_together_and_the_rest_is_kept():
+def test_all_problems_are_reported_together_and_valid_keys_are_used():
     table = {
         "train": {"steps": 0, "mode": "x", "limit": 3},
         "trian": {},
-        "deep": {"train": {"o": 1}},
+        "nested": {"train": {"o": 1}},
     }
     job, problems = build_dataclass(Schema, table)
     assert len(problems) == 4 and job.train.limit == 3 and job.train.steps == 10
@@ -124,47 +129,70 @@ def test_all_problems_are_told_together_and_the_rest_is_kept():
     assert any("[trian]" in str(p) and "Did you mean train" in str(p) for p in problems)
 
 
-def test_a_key_that_moved_says_where_it_went():
-    moved = {"train.speed": "is now train.rate.", "old": "is gone."}
+def test_a_key_that_moved_is_refused_with_its_replacement():
+    moved = {"train.speed": "is now train.rate.", "old": "was removed."}
     _, problems = build_dataclass(Schema, {"train": {"speed": 1}, "old": {"a": 1}}, moved)
-    assert [str(p) for p in problems] == ["train.speed = 1: is now train.rate.", "[old]: is gone."]
+    assert [str(p) for p in problems] == [
+        "train.speed = 1: is now train.rate.",
+        "[old]: was removed.",
+    ]
 
 
 def test_the_command_line_overrides_the_file(tmp_path):
     path = tmp_path / "run.toml"
     path.write_text('[train]\nsteps = 3\nmode = "fast"\n')
     argv = ["--job.config_file", str(path), "--train.steps=5", "--train.on", "true"]
-    argv += ["--train.names", "a,b", "--train.limit", "none", "--deep.train.rate", "-1"]
+    argv += ["--train.names", "a,b", "--train.limit", "none", "--nested.train.rate", "-1"]
     job, problems = load_config(Schema, argv)
     assert not problems
     assert (job.train.steps, job.train.mode, job.train.on) == (5, "fast", True)
-    assert job.train.names == ["a", "b"] and job.train.limit is None and job.deep.train.rate == -1
+    assert job.train.names == ["a", "b"] and job.train.limit is None and job.nested.train.rate == -1
 
 
 @pytest.mark.parametrize(
-    "argv, said",
+    "argv, message",
     [
         (["train.steps", "3"], "expected --section.key"),
-        (["run.toml"], "Did you mean --job.config_file run.toml"),
+        (["run.toml"], "Use --job.config_file run.toml"),
         (["--train.on"], "has no value"),
         (["--train.on", "yes"], "must be true or false"),
         (["--train.names", "[1"], "written as in TOML"),
         (["--train.names", "[" * 100_000], "written as in TOML"),
         (["--train.steps", "three"], "must be an integer"),
         (["--nonsense", "1"], "unknown key"),
-        (["--job.config_file", "nowhere.toml"], "cannot be read"),
     ],
 )
-def test_a_mistake_on_the_command_line_is_told(argv, said):
-    assert any(said in str(problem) for problem in load_config(Schema, argv)[1])
+def test_a_mistake_on_the_command_line_is_reported(argv, message):
+    assert any(message in problem for problem in load_problems(argv))
 
 
-def test_a_list_of_tables_on_the_command_line():
+def load_problems(argv: list[str]) -> list[str]:
+    try:
+        return [str(problem) for problem in load_config(RequiredKey, argv)[1]]
+    except ConfigError as error:
+        return [str(error)]
+    except UserErrors as errors:
+        return [str(problem) for problem in errors.problems]
+
+
+def test_a_config_file_that_cannot_be_read_is_the_only_problem_reported(tmp_path):
+    """Else every setting without a default would be reported as missing too."""
+    assert any("needed: is missing" in problem for problem in load_problems([]))
+    (problem,) = load_problems(["--job.config_file", "nowhere.toml", "--train.stepz", "1"])
+    assert "nowhere.toml" in problem and "cannot be read (No such file" in problem
+    (problem,) = load_problems(["nowhere.toml"])
+    assert "Use --job.config_file nowhere.toml" in problem
+    (tmp_path / "run.toml").write_text("a =")
+    (problem,) = load_problems(["--job.config_file", str(tmp_path / "run.toml")])
+    assert "not valid TOML" in problem
+
+
+def test_a_list_of_tables_can_be_given_on_the_command_line():
     job, problems = load_config(Schema, ["--train.sources", '[{ name = "a", weight = 2 }]'])
     assert not problems and job.train.sources == [Source("a", 2.0)]
 
 
-def test_includes_lie_beneath_and_circles_are_refused(tmp_path):
+def test_a_file_overrides_what_it_includes_and_circular_includes_are_refused(tmp_path):
     (tmp_path / "sub").mkdir()
     (tmp_path / "base.toml").write_text("[train]\nsteps = 1\nrate = 0.1\n")
     (tmp_path / "sub" / "more.toml").write_text('include = ["../base.toml"]\n[train]\nsteps = 2\n')
@@ -172,33 +200,35 @@ def test_includes_lie_beneath_and_circles_are_refused(tmp_path):
     top.write_text('include = ["base.toml", "sub/more.toml"]\n[train]\ntext = "x"\n')
     assert read_toml(top) == {"train": {"steps": 2, "rate": 0.1, "text": "x"}}
     (tmp_path / "base.toml").write_text('include = ["top.toml"]\n')
-    with pytest.raises(ConfigError, match="circle: top.toml -> base.toml -> top.toml"):
+    with pytest.raises(ConfigError, match="circular include: top.toml -> base.toml -> top.toml"):
         read_toml(top)
 
 
-def test_a_file_that_is_included_often_is_read_once(tmp_path, monkeypatch):
-    """Files that each include the next one twice: the work doubled with every file."""
+def test_a_file_that_is_included_repeatedly_is_read_once(tmp_path, monkeypatch):
+    """When each file includes the next one twice, the work must not double with every file."""
     for number in range(40):
         text = f'include = ["{number + 1}.toml", "{number + 1}.toml"]\n'
         (tmp_path / f"{number}.toml").write_text(text)
     (tmp_path / "40.toml").write_text("[train]\nsteps = 7\n")
-    read: list[str] = []
-    parse = settings.parse_toml
-    monkeypatch.setattr(settings, "parse_toml", lambda text: read.append(text) or parse(text))
+    parsed: list[str] = []
+    parse = sources.parse_toml
+    monkeypatch.setattr(sources, "parse_toml", lambda text: parsed.append(text) or parse(text))
     assert read_toml(tmp_path / "0.toml") == {"train": {"steps": 7}}
-    assert len(read) == 41
+    assert len(parsed) == 41
     (tmp_path / "41.toml").write_text(f"include = {['40.toml'] * 101}\n")
     with pytest.raises(ConfigError, match="more than 100 includes"):
         read_toml(tmp_path / "41.toml")
 
 
 @pytest.mark.parametrize(
-    "content, said",
+    "content, message",
     [
         pytest.param("a = " + "[" * 100_000, "nested too deeply", id="100,000 levels"),
         ("a" + ".a" * 90 + " = 1" + "\n[" + "b." * 101 + "b]", "more than 100 parts"),
         pytest.param(
-            ".".join(["'a b'"] * 6000) + " = 1", "more than 100 parts", id="a key that took 150 MB"
+            ".".join(["'a b'"] * 6000) + " = 1",
+            "more than 100 parts",
+            id="a key that needed 150 MB",
         ),
         ("a = " + "[" * 101 + "]" * 101, "nested too deeply"),
         ('include = ["a\\u0000b"]', "must be a list of paths"),
@@ -206,37 +236,37 @@ def test_a_file_that_is_included_often_is_read_once(tmp_path, monkeypatch):
         pytest.param("#" * (5 << 20), "more than 4,194,304 bytes", id="5 MiB"),
     ],
 )
-def test_a_toml_that_would_block_or_end_the_reader_is_refused(tmp_path, content, said):
+def test_a_toml_that_would_block_or_exhaust_the_reader_is_refused(tmp_path, content, message):
     path = tmp_path / "run.toml"
     os.mkfifo(path) if content is None else path.write_text(content)
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=message):
         read_toml(path)
 
 
-def test_broken_toml_names_file_and_line(tmp_path):
+def test_invalid_toml_is_reported_with_file_and_line(tmp_path):
     path = tmp_path / "run.toml"
     path.write_text("[train]\nsteps = \n")
     with pytest.raises(ConfigError, match="run.toml.*line 2"):
         read_toml(path)
 
 
-def test_the_effective_job_reads_back_as_the_same_job(tmp_path):
+def test_the_written_config_reads_back_as_the_same_job(tmp_path):
     train = {"names": ["é", 'quo"te'], "rate": 1, "sources": [{"name": "a"}], "text": "a\nb\\c"}
     job, problems = build_dataclass(Schema, {"train": train})
     assert not problems
-    path = tmp_path / "again.toml"
+    path = tmp_path / "written.toml"
     path.write_text(to_toml(job), encoding="utf-8")
     assert build_dataclass(Schema, read_toml(path)) == (job, [])
 
 
-def test_lists_are_replaced_and_tables_joined():
+def test_merging_replaces_lists_and_merges_tables():
     assert merge_tables({"a": {"b": 1, "c": [1]}}, {"a": {"c": [2]}}) == {"a": {"b": 1, "c": [2]}}
 
 
-def test_help_has_every_key_with_its_comment():
+def test_help_lists_every_key_with_its_comment():
     text = "\n".join(help_text(Schema))
     assert all(f"--{key} " in text for key in all_keys(Schema))
-    assert "an integer; so far only 1" in text  # of what is not built yet
-    assert "how many updates are made" in text and '"fast" | "exact"' in text
-    (_, about), keys = list_sections(Schema)[1]
-    assert about == "[train] How it learns." and keys[1].meaning == ""
+    assert "an integer; only 1 is supported" in text
+    assert "number of updates" in text and '"fast" | "exact"' in text
+    section = list_sections(Schema)[1]
+    assert section.summary == "Optimisation." and section.keys[1].meaning == ""

@@ -1,20 +1,20 @@
-"""What a person must change, said so that they can: what happened, the values, the way out."""
+"""Exit codes, and errors that the user can fix: the fact, the values, and the fix."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-EXIT_DONE = 0
-EXIT_RANK_LOST = 1  # another rank ended first, and says why
-EXIT_DIVERGED = 3  # a loss, gradient or weight was inf or NaN; nothing of it was saved
-EXIT_STOPPED = 75  # asked to stop, with a checkpoint written: the same command goes on
-EXIT_INTERRUPTED = 130  # Ctrl-C without saving, as shells count it
-EXIT_USER_ERROR = 2  # config, data or checkpoint: the user must change something
+EXIT_DONE = 0  # training is complete
+EXIT_RANK_LOST = 1  # another rank died, exited or hung; its name is logged
+EXIT_USER_ERROR = 2  # the user must change the config, the data or a checkpoint
+EXIT_DIVERGED = 3  # a loss, gradient or weight was inf or NaN; that state was not saved
+EXIT_STOPPED = 75  # stopped by a signal or time limit, checkpoint written: rerun to resume
+EXIT_INTERRUPTED = 130  # Ctrl-C without a checkpoint; the code that shells use for SIGINT
 
 
 class UserError(Exception):
-    """Something the user can mend; printed as one line, never as a traceback."""
+    """An error the user can fix; printed as one line, never as a traceback."""
 
     code = EXIT_USER_ERROR
 
@@ -22,27 +22,29 @@ class UserError(Exception):
         super().__init__(message)
         self.message = message
         self.fix = fix
-        self.keys = (
-            keys  # the settings it is about: a rule stays silent about a key already refused
-        )
-        self.on_all_ranks = False  # every rank has it, so one of them is enough to print it
-        self.printed = False  # it is printed
+        self.keys = keys  # settings that the error is about; checks skip keys already refused
+        self.on_all_ranks = False  # raised on every rank, so one of them prints it
+        self.printed = False
 
     def __str__(self) -> str:
         return f"{self.message} {self.fix}".strip()
 
     def mark_on_all_ranks(self) -> UserError:
-        """This error, marked as raised on every rank."""
+        """Record that every rank raises this error; returns the error."""
         self.on_all_ranks = True
         return self
 
+    def mark_printed(self) -> None:
+        """Record that the error is on stderr, so that no rank prints it again."""
+        self.on_all_ranks = self.printed = True
+
 
 class ConfigError(UserError):
-    """A setting, or a combination of settings, that cannot be."""
+    """A setting, or a combination of settings, that is not valid."""
 
 
 class DataError(UserError):
-    """A tokenizer, corpus or shard that is missing, foreign or damaged."""
+    """A tokenizer, corpus or shard that is missing, damaged or of an unknown format."""
 
 
 class CheckpointError(UserError):
@@ -50,25 +52,25 @@ class CheckpointError(UserError):
 
 
 class TrainingDiverged(UserError):
-    """Training that went to inf or NaN."""
+    """A loss, gradient or weight became inf or NaN."""
 
     code = EXIT_DIVERGED
 
 
-class RankLostError(Exception):
-    """Another rank died, left or hangs, and it has been said which."""
-
-
 class UserErrors(UserError):
-    """Everything that is wrong, at once."""
+    """Several errors, reported together."""
 
     def __init__(self, problems: Iterable[UserError]):
         self.problems = list(problems)
-        super().__init__("\n".join(str(p) for p in self.problems))
+        super().__init__("\n".join(str(problem) for problem in self.problems))
+
+
+class RankLostError(Exception):
+    """Another rank died, exited or hangs; the watchdog has already reported which one."""
 
 
 def error_to_dict(error: UserError) -> dict[str, Any]:
-    """An error as JSON has it, to be sent to other ranks."""
+    """An error as a JSON object, to be sent to other ranks."""
     data: dict[str, Any] = {"kind": type(error).__name__, "message": error.message}
     data |= {"fix": error.fix, "keys": list(error.keys)}
     if isinstance(error, UserErrors):
@@ -77,23 +79,24 @@ def error_to_dict(error: UserError) -> dict[str, Any]:
 
 
 def error_from_dict(data: dict[str, Any]) -> UserError:
-    """The error that `error_to_dict` described; of a kind that is known here, else a UserError."""
-    kind = {kind.__name__: kind for kind in _kinds(UserError)}.get(data["kind"], UserError)
-    error = kind.__new__(kind)
+    """The error that `error_to_dict` wrote; a UserError where its class is unknown here."""
+    if "problems" in data:
+        return UserErrors(error_from_dict(problem) for problem in data["problems"])
+    classes = {known.__name__: known for known in _with_subclasses(UserError)}
+    error_class = classes.get(data["kind"], UserError)
+    error = error_class.__new__(error_class)  # a subclass may have a constructor of its own
     UserError.__init__(error, data["message"], data["fix"], tuple(data["keys"]))
-    if isinstance(error, UserErrors):
-        error.problems = [error_from_dict(problem) for problem in data["problems"]]
     return error
 
 
-def _kinds(kind: type[UserError]) -> Iterator[type[UserError]]:
-    yield kind
-    for narrower in kind.__subclasses__():
-        yield from _kinds(narrower)
+def _with_subclasses(error_class: type[UserError]) -> Iterator[type[UserError]]:
+    yield error_class
+    for subclass in error_class.__subclasses__():
+        yield from _with_subclasses(subclass)
 
 
 def format_error(error: UserError) -> str:
-    """The text for stderr: one line a problem, under a count where there are several."""
+    """The text for stderr: one line per problem, under their number where there are several."""
     problems = error.problems if isinstance(error, UserErrors) else [error]
     if len(problems) == 1:
         return f"titanlite: {problems[0]}"

@@ -1,4 +1,4 @@
-"""What ranks tell each other is data: it arrives whole, and nothing in it is executed."""
+"""Values exchanged between ranks arrive unchanged, and nothing in them is executed."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ class TouchesWhenUnpickled:
 
 
 def receive_a_pickle(path: str) -> str:
-    """Rank 0 sends what torch's `broadcast_object_list` sends; rank 1 takes it for a value."""
+    """Rank 0 sends a pickle by `broadcast_object_list`; rank 1 reads it as a value."""
     if dist.get_rank() == 0:
         dist.broadcast_object_list([TouchesWhenUnpickled(path)], src=0)
         return ""
     try:
         return repr(broadcast_from_rank_0(None))
-    except ValueError as refused:
-        return f"refused: {type(refused).__name__}"
+    except ValueError as error:
+        return f"refused: {type(error).__name__}"
 
 
 def test_a_pickle_that_another_rank_sends_is_not_executed(tmp_path):
@@ -45,40 +45,40 @@ def test_a_pickle_that_another_rank_sends_is_not_executed(tmp_path):
     assert not path.exists()
 
 
-def test_no_collective_of_ours_pickles():
+def test_the_package_uses_no_collective_that_pickles():
     for file in (ROOT / "titanlite").rglob("*.py"):
         assert not re.search(r"(gather|scatter|broadcast|send|recv)_object", file.read_text()), file
 
 
-def say_all_kinds() -> list:
+def exchange_all_kinds() -> list:
     rank = dist.get_rank()
-    heard = [
+    received = [
         broadcast_from_rank_0({"steps": [4, 8], "of": rank}),
         gather_from_all_ranks([rank] * (1 + 100 * rank)),
     ]
-    heard += [
+    received += [
         gather_from_all_ranks(None),
         gather_problems(""),
         gather_problems("full" if rank else ""),
     ]
     try:
-        run_on_rank_0(refuse)
+        run_on_rank_0(raise_errors)
     except UserError as error:
         kinds = [type(problem).__name__ for problem in error.problems]
-        heard.append([type(error).__name__, kinds, format_error(error), error.on_all_ranks])
-        heard.append([list(problem.keys) for problem in error.problems])
-    return heard
+        received.append([type(error).__name__, kinds, format_error(error), error.on_all_ranks])
+        received.append([list(problem.keys) for problem in error.problems])
+    return received
 
 
-def refuse() -> None:
+def raise_errors() -> None:
     raise UserErrors([ConfigError("a = 1.", fix="Use 2.", keys=("a",)), DataError("b é\n.")])
 
 
 def test_values_problems_and_errors_are_the_same_on_every_rank():
-    heard = run_on_ranks(say_all_kinds, 2)
+    received = run_on_ranks(exchange_all_kinds, 2)
     assert (
-        heard[0]
-        == heard[1]
+        received[0]
+        == received[1]
         == [
             {"steps": [4, 8], "of": 0},
             [[0], [1] * 101],
@@ -99,10 +99,10 @@ def test_values_problems_and_errors_are_the_same_on_every_rank():
 @pytest.mark.parametrize(
     "error", [ConfigError("a", fix="b", keys=("c",)), UserErrors([DataError("d", fix="e")])]
 )
-def test_an_error_of_a_worker_process_keeps_its_words(error):
-    """Workers of `prepare_data.py` and torch's checkpoints do send errors as pickles."""
-    again = pickle.loads(pickle.dumps(error))
-    assert (type(again), format_error(again), again.keys) == (
+def test_an_error_of_a_worker_process_is_unchanged_by_pickling(error):
+    """Workers of `prepare_data.py` and torch's checkpoints send errors as pickles."""
+    copy = pickle.loads(pickle.dumps(error))
+    assert (type(copy), format_error(copy), copy.keys) == (
         type(error),
         format_error(error),
         error.keys,

@@ -1,4 +1,4 @@
-"""What has no timeout of its own ends all the same."""
+"""Limits on work that has no timeout of its own."""
 
 from __future__ import annotations
 
@@ -22,27 +22,27 @@ from titanlite.distributed.time_limit import TimeLimit
 from titanlite.errors import EXIT_RANK_LOST
 
 
-def test_a_limit_warns_from_a_tenth_on_in_ever_longer_intervals_and_names_what_hangs(caplog):
+def test_a_time_limit_warns_at_doubling_intervals_and_reports_the_place_that_hangs(caplog):
     hangs = threading.Event()
     thread = threading.Thread(target=hangs.wait, daemon=True)
     thread.start()
     limit = TimeLimit("the save", 30, "a.key", thread.ident)
-    found = [limit.check(1.0) for _ in range(31)]
-    assert found[:30] == [""] * 30
-    assert "the save has taken 31 s, and is in wait (" in found[30]
-    assert "The limit is a.key = 30. Raise it if" in found[30]
+    reports = [limit.check(1.0) for _ in range(31)]
+    assert reports[:30] == [""] * 30
+    assert "the save has taken 31 s, and is in wait (" in reports[30]
+    assert "The limit is a.key = 30. Raise it if" in reports[30]
     warned = [record.getMessage().split(",")[0] for record in caplog.records]
     assert warned == [f"the save has taken {seconds} s" for seconds in (3, 6, 12, 24)]
     hangs.set()
 
 
-def keep_store(connection) -> None:
+def host_store(connection) -> None:
     store = open_store()
     connection.send(store.port)
     threading.Event().wait()
 
 
-def meet_nobody(port: int, log: str) -> None:
+def join_without_rank_1(port: int, log: str) -> None:
     os.dup2(os.open(log, os.O_CREAT | os.O_WRONLY), 2)
     os.environ.update(
         RANK="0",
@@ -58,34 +58,34 @@ def meet_nobody(port: int, log: str) -> None:
         pass
 
 
-def test_a_store_that_freezes_while_ranks_meet_does_not_keep_them(tmp_path):
-    context, (here, there), said = _forkserver(), Pipe(), tmp_path / "said"
-    keeper = context.Process(target=keep_store, args=(there,), daemon=True)
-    keeper.start()
+def test_a_store_that_freezes_during_rendezvous_does_not_block_ranks_forever(tmp_path):
+    context, (here, there), log = _forkserver(), Pipe(), tmp_path / "log"
+    host = context.Process(target=host_store, args=(there,), daemon=True)
+    host.start()
     port = here.recv()
     store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
     store.set("hello/1", "x")
-    rank = context.Process(target=meet_nobody, args=(port, str(said)), daemon=True)
+    rank = context.Process(target=join_without_rank_1, args=(port, str(log)), daemon=True)
     rank.start()
     try:
-        store.wait(["start/x"], timedelta(seconds=60))  # it meets; rank 1 never comes
-        os.kill(keeper.pid, signal.SIGSTOP)
+        store.wait(["start/x"], timedelta(seconds=60))  # rank 0 answers; rank 1 never joins
+        os.kill(host.pid, signal.SIGSTOP)
         rank.join(60)
         assert rank.exitcode == EXIT_RANK_LOST
-        assert "rank 0: meeting the other ranks has taken 8 s, and is in" in said.read_text()
+        assert "rank 0: joining the process group has taken 8 s, and is in" in log.read_text()
     finally:
-        keeper.kill()
+        host.kill()
         rank.kill()
 
 
 STUCK = """
 import threading
 from titanlite.distributed.time_limit import exit_process
-threading.Thread(target=threading.Event().wait).start()  # Python would wait for it at the end
+threading.Thread(target=threading.Event().wait).start()  # Python would wait for it at exit
 exit_process(75, seconds=0.5)
 """
 
 
-def test_a_thread_that_hangs_does_not_keep_a_process_that_is_done():
+def test_a_thread_that_hangs_does_not_block_the_exit_of_a_process():
     done = subprocess.run([sys.executable, "-c", STUCK], cwd=ROOT, timeout=60)
     assert done.returncode == 75

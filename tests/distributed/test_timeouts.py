@@ -1,4 +1,4 @@
-"""Who waits how long for whom."""
+"""Timeouts of collectives."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from tests.distributed.ranks import run_on_ranks
 from titanlite.distributed.process_group import set_collective_timeouts
 
 
-def late_by_two_seconds() -> tuple[bool, bool]:
-    """Whether rank 0 waits for rank 1 in the group that is spared, and in the other one."""
-    patient = dist.new_group(backend="gloo", timeout=timedelta(seconds=60))
-    set_collective_timeouts(1, excluded=patient)
+def wait_two_seconds() -> tuple[bool, ...]:
+    """Whether rank 0 waits for rank 1 in the excluded group, and in the default group."""
+    excluded = dist.new_group(backend="gloo", timeout=timedelta(seconds=60))
+    set_collective_timeouts(1, excluded=excluded)
     waited = []
-    for group in (patient, None):
+    for group in (excluded, None):
         if dist.get_rank():
             time.sleep(2)
         try:
@@ -28,5 +28,5 @@ def late_by_two_seconds() -> tuple[bool, bool]:
     return tuple(waited)
 
 
-def test_after_the_first_step_only_the_writing_of_checkpoints_may_take_long():
-    assert run_on_ranks(late_by_two_seconds, 2)[0] == (True, False)
+def test_train_timeout_applies_to_all_groups_but_the_checkpoint_group():
+    assert run_on_ranks(wait_two_seconds, 2)[0] == (True, False)

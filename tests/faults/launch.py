@@ -1,7 +1,7 @@
 """Starts train.py on several ranks as torchrun does, in a tenth of its time.
 
-The ranks are forked from the warm server of `tests/distributed/ranks.py`. The store they meet at is
-kept here, as torchrun's agent keeps it, so that it outlives any of them.
+The ranks are forked from the server of `tests/distributed/ranks.py`, which has torch imported. As
+with torchrun, the store of the ranks is in the parent process, and outlives all of them.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from tests.distributed.ranks import _forkserver
 
 
 def open_store() -> dist.TCPStore:
-    """On loopback only, where torch's own listens on every interface."""
+    """Open a store that listens on loopback only; torch itself would listen on every interface."""
     listener = socket.create_server(("127.0.0.1", 0), backlog=1024)
     port, options = listener.getsockname()[1], {"master_listen_fd": listener.detach()}
     return dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, **options)
 
 
 class Launched:
-    """Some ranks of one run."""
+    """The processes of one run, one per rank."""
 
     def __init__(
         self,
@@ -37,9 +37,10 @@ class Launched:
         folder: Path,
         *argv: str,
         store: dist.TCPStore | None = None,
-        room: dict[int, int] | None = None,  # bytes by rank that it may still address
-        longest_file: int = resource.RLIM_INFINITY,  # bytes; longer ones fail, as on a full disk
-        prepare: Callable[[], None] | None = None,  # called in each rank first
+        extra_bytes: dict[int, int]
+        | None = None,  # by rank: address space beyond that at its start
+        max_file_bytes: int = resource.RLIM_INFINITY,  # writing more fails, as on a full disk
+        prepare: Callable[[], None] | None = None,  # called in each rank before train.main
     ):
         self.store = store or open_store()
         self.folder, self.log = folder, folder.with_name(f"{folder.name}.{time.monotonic_ns()}.log")
@@ -54,8 +55,8 @@ class Launched:
                     sys.path,
                     str(self.log),
                     argv,
-                    (room or {}).get(rank),
-                    longest_file,
+                    (extra_bytes or {}).get(rank),
+                    max_file_bytes,
                     prepare,
                 ),
             )
@@ -68,24 +69,26 @@ class Launched:
         os.kill(self.processes[rank].pid, number)
 
     def wait(self, seconds: float = 60, besides: tuple[int, ...] = ()) -> list[int | None]:
-        """Exit codes, once all have ended but those `besides`; fails when they do not."""
-        end = time.monotonic() + seconds
-        others = [p for rank, p in enumerate(self.processes) if rank not in besides]
-        for process in others:
-            process.join(max(0.0, end - time.monotonic()))
-        alive = [p.pid for p in others if p.is_alive()]
+        """Wait for all ranks but `besides` to end; returns the exit codes. Fails after `seconds`."""
+        deadline = time.monotonic() + seconds
+        waited = [p for rank, p in enumerate(self.processes) if rank not in besides]
+        for process in waited:
+            process.join(max(0.0, deadline - time.monotonic()))
+        alive = [p.pid for p in waited if p.is_alive()]
         codes = [process.exitcode for process in self.processes]
         if alive:
             self.end()
-            raise AssertionError(f"{alive} have not ended in {seconds} s; {codes}\n{self.said}")
+            raise AssertionError(
+                f"processes {alive} still run after {seconds} s; exit codes {codes}\n{self.said}"
+            )
         return codes
 
-    def wait_for(self, seen, seconds: float = 60) -> None:
-        """Until `seen()`; fails when it does not come, or the run ends before."""
-        end = time.monotonic() + seconds
-        while not seen():
+    def wait_for(self, condition, seconds: float = 60) -> None:
+        """Wait until `condition()`; fails after `seconds`, or if the run ends before."""
+        deadline = time.monotonic() + seconds
+        while not condition():
             assert any(p.is_alive() for p in self.processes), f"ended before:\n{self.said}"
-            assert time.monotonic() < end, f"did not come:\n{self.said}"
+            assert time.monotonic() < deadline, f"timed out:\n{self.said}"
             time.sleep(0.01)
 
     def end(self) -> None:
@@ -105,7 +108,7 @@ class Launched:
         self.end()
 
 
-def _train(rank, ranks, port, path, log, argv, room, longest_file, prepare) -> None:
+def _train(rank, ranks, port, path, log, argv, extra_bytes, max_file_bytes, prepare) -> None:
     sys.path[:] = path
     descriptor = os.open(log, os.O_CREAT | os.O_WRONLY | os.O_APPEND)
     os.dup2(descriptor, 1)
@@ -127,19 +130,19 @@ def _train(rank, ranks, port, path, log, argv, room, longest_file, prepare) -> N
     torch.set_num_threads(1)
     if prepare:
         prepare()
-    if room is not None:
+    if extra_bytes is not None:
         pages = int(Path("/proc/self/statm").read_text().split()[0])
-        most = pages * resource.getpagesize() + room
-        resource.setrlimit(resource.RLIMIT_AS, (most, most))
+        limit = pages * resource.getpagesize() + extra_bytes
+        resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
-    resource.setrlimit(resource.RLIMIT_FSIZE, (longest_file, hard))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (max_file_bytes, hard))
     code = train.main(list(argv))
     sys.stderr.flush()
     os._exit(code)
 
 
 def lines_of(folder: Path) -> list[dict]:
-    """metrics.jsonl of a run, without a line that is being written."""
+    """Lines of metrics.jsonl, without one that is still being written."""
     file = folder / "metrics.jsonl"
     lines = file.read_text().splitlines(keepends=True) if file.exists() else []
     return [json.loads(line) for line in lines if line.endswith("\n")]

@@ -62,7 +62,7 @@ def test_a_resume_on_a_full_disk_fails_and_leaves_the_files_of_the_run_unchanged
     with (out / "metrics.jsonl").open("a") as file:
         file.write('{"step": 7, "lo')  # a torn line, so that the resume rewrites the file
     before = {name: (out / name).read_bytes() for name in ("config.toml", "metrics.jsonl")}
-    with Launched(2, out, *argv, "--training.steps", "8", longest_file=3000) as run:
+    with Launched(2, out, *argv, "--training.steps", "8", max_file_bytes=3000) as run:
         assert run.wait() == [2, 2], run.said
     assert "cannot write" in run.said and "too large" in run.said and "Traceback" not in run.said
     assert {name: (out / name).read_bytes() for name in before} == before

@@ -1,4 +1,4 @@
-"""A disk that no longer answers: the run warns, names the rank and the place, ends, and goes on."""
+"""A disk that no longer answers: the run warns, reports rank and place, ends, and can resume."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from tests.faults.launch import Launched, open_store, steps_of
 from titanlite.checkpoint import read_checkpoint_manifest
 from titanlite.storage import StorageFolder
 
-LIMIT = 3  # seconds; a save of this model takes milliseconds
+LIMIT_SECONDS = 3  # a save of this model takes milliseconds
 
-# Hangs as a dead NFS server does: in the kernel, with Python's lock released.
+# Hangs as with a dead NFS server: in the kernel, with the GIL released.
 SHIM = r"""
 #define _GNU_SOURCE
 #include <dlfcn.h>
@@ -55,9 +55,9 @@ def shim(tmp_path_factory):
 
 
 def argv_of(toml, out, *argv) -> list[str]:
-    limits = ("--checkpoint.timeout_seconds", str(LIMIT), "--checkpoint.interval", "2")
+    limit = ("--checkpoint.timeout_seconds", str(LIMIT_SECONDS), "--checkpoint.interval", "2")
     quick = ("--validation.enable", "false", "--job.dump_folder", str(out))
-    return ["--job.config_file", str(toml), *quick, *limits, *argv]
+    return ["--job.config_file", str(toml), *quick, *limit, *argv]
 
 
 def start(argv: list[str], **environment) -> subprocess.Popen:
@@ -70,54 +70,54 @@ def start(argv: list[str], **environment) -> subprocess.Popen:
     )
 
 
-def test_an_fsync_that_hangs_on_one_rank_ends_all_by_name_and_the_run_goes_on(
+def test_an_fsync_that_hangs_on_one_rank_is_reported_ends_all_and_the_run_resumes(
     run_toml, tmp_path, shim
 ):
     out = tmp_path / "out"
     argv = argv_of(run_toml, out, "--checkpoint.async_mode", "async")
     store = open_store()
 
-    shared = {
+    common = {
         "WORLD_SIZE": 2,
         "LOCAL_WORLD_SIZE": 2,
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": store.port,
         "TORCHELASTIC_USE_AGENT_STORE": "True",
     }
-    dead = {"LD_PRELOAD": shim, "HANG_IN_FSYNC": "/step-4/"}
+    hanging = {"LD_PRELOAD": shim, "HANG_IN_FSYNC": "/step-4/"}
     ranks = [
-        start(argv, RANK=0, LOCAL_RANK=0, **shared),
-        start(argv, RANK=1, LOCAL_RANK=1, **shared, **dead),
+        start(argv, RANK=0, LOCAL_RANK=0, **common),
+        start(argv, RANK=1, LOCAL_RANK=1, **common, **hanging),
     ]
     try:
-        said = [process.communicate(timeout=120)[1] for process in ranks]
+        outputs = [process.communicate(timeout=120)[1] for process in ranks]
     finally:
         for process in ranks:
             process.kill()
-    assert [process.returncode for process in ranks] == [1, 1], said
-    hangs = "Rank 1: the save of step 4 has taken"
-    assert f"warning: {hangs}" in said[1] and f"titanlite: {hangs}" in said[1], said[1]
-    assert "(titanlite/storage.py, line " in said[1]
-    assert f"checkpoint.timeout_seconds = {LIMIT}" in said[1]
-    assert "the save of step 4" not in said[0], said[0]  # it waited for the other
+    assert [process.returncode for process in ranks] == [1, 1], outputs
+    report = "Rank 1: the save of step 4 has taken"
+    assert f"warning: {report}" in outputs[1] and f"titanlite: {report}" in outputs[1], outputs[1]
+    assert "(storage.py, line " in outputs[1]
+    assert f"checkpoint.timeout_seconds = {LIMIT_SECONDS}" in outputs[1]
+    assert "the save of step 4" not in outputs[0], outputs[0]  # it waited for rank 1
     assert "os.fsync" in (out / "stacks" / "rank_1.txt").read_text()
 
     read_checkpoint_manifest(StorageFolder(out / "checkpoint" / "step-2"))
-    with Launched(2, out, *argv, store=store) as again:
-        assert again.wait() == [0, 0], again.said
+    with Launched(2, out, *argv, store=store) as resumed:
+        assert resumed.wait() == [0, 0], resumed.said
     assert steps_of(out)[-1] == 6
 
 
-def test_a_read_that_hangs_in_a_load_ends_a_run_of_one_rank(run_toml, tmp_path, shim):
+def test_a_read_that_hangs_in_a_load_ends_a_single_rank_run(run_toml, tmp_path, shim):
     out = tmp_path / "out"
     with Launched(1, out, *argv_of(run_toml, out, "--training.steps", "2")) as run:
         assert run.wait() == [0], run.said
     argv = argv_of(run_toml, out, "--training.steps", "4")
     process = start(argv, LD_PRELOAD=shim, HANG_IN_READ="/step-2/__0_0")
     try:
-        said = process.communicate(timeout=120)[1]
+        output = process.communicate(timeout=120)[1]
     finally:
         process.kill()
-    assert process.returncode == 1, said
-    assert "titanlite: Rank 0: load of step 0 has taken" in said
-    assert f"checkpoint.timeout_seconds = {LIMIT}" in said
+    assert process.returncode == 1, output
+    assert "titanlite: Rank 0: load of step 0 has taken" in output
+    assert f"checkpoint.timeout_seconds = {LIMIT_SECONDS}" in output

@@ -102,7 +102,7 @@ def test_a_job_that_keeps_crashing_is_stopped_with_the_reasons_of_the_crashes(ru
             run.wait()
     with Launched(1, out, *argv_of(run_toml, out, *argv)) as run:
         assert run.wait() == [2], run.said
-        assert "the last 2 starts died" in run.said and "was killed" in run.said
+        assert "the last 2 starts crashed" in run.said and "was killed" in run.said
         assert "Traceback" not in run.said and "--job.max_crashes 0" in run.said
 
 
@@ -150,7 +150,7 @@ def test_a_job_that_lost_its_lease_exits_and_writes_nothing_more(run_toml, tmp_p
 
 
 @pytest.mark.parametrize(
-    "number, reported", [(signal.SIGSTOP, "heard of"), (signal.SIGKILL, "gone")]
+    "number, reported", [(signal.SIGSTOP, "no heartbeat for"), (signal.SIGKILL, "has died")]
 )
 def test_a_frozen_or_killed_rank_is_named_and_the_others_exit_in_time(
     number, reported, run_toml, tmp_path

@@ -1,4 +1,4 @@
-"""A run that is out of memory reports figures and advice, and ends on every rank."""
+"""A run that runs out of memory reports the settings that need less, and all ranks end."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ import pytest
 
 from tests.faults.launch import Launched
 
-ROOM = 1 << 30  # bytes that rank 1 may address beside what it does when it begins
+EXTRA_BYTES = 1 << 30  # that rank 1 may allocate
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="limits of a process are Linux's")
-def test_an_out_of_memory_rank_reports_advice_and_ends_the_others(run_toml, tmp_path):
-    words = ("--job.config_file", str(run_toml), "--model.vocab_size", "100000")
-    words += ("--loss.chunk_tokens", "0")
-    words += ("--training.local_batch_size", "32", "--training.global_batch_size", "64")
-    with Launched(2, tmp_path / "out", *words, room={1: ROOM}) as run:
+@pytest.mark.skipif(sys.platform != "linux", reason="sets Linux process limits")
+def test_out_of_memory_on_one_rank_names_settings_that_help_and_ends_the_others(run_toml, tmp_path):
+    argv = ("--job.config_file", str(run_toml), "--model.vocab_size", "100000")
+    argv += ("--loss.chunk_tokens", "0")
+    argv += ("--training.local_batch_size", "32", "--training.global_batch_size", "64")
+    with Launched(2, tmp_path / "out", *argv, extra_bytes={1: EXTRA_BYTES}) as run:
         codes = run.wait(90)
     assert codes[1] == 2 and codes[0] in (1, 2), run.said
     assert "rank 1: titanlite: out of memory at step 1, " in run.said, run.said

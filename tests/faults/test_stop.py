@@ -1,4 +1,4 @@
-"""A run that is asked to stop saves and leaves, and the same command goes on from there."""
+"""A run that is asked to stop saves and exits, and the same command resumes it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 
 from tests.conftest import ROOT
 from tests.faults.launch import Launched, events_of, steps_of
-from titanlite.runtime.stop import AGAIN_SECONDS
+from titanlite.runtime.stop import SECOND_CTRL_C_SECONDS
 
 LONG = ("--training.steps", "2000", "--checkpoint.interval", "1000", "--validation.enable", "false")
 
@@ -26,7 +26,7 @@ def argv_of(run_toml, *argv) -> tuple[str, ...]:
 @pytest.mark.parametrize(
     "number, rank, ranks", [(signal.SIGTERM, 2, 4), (signal.SIGUSR1, 1, 2), (signal.SIGUSR2, 0, 1)]
 )
-def test_a_signal_to_any_one_rank_saves_the_run_and_ends_all_of_it(
+def test_a_signal_to_any_one_rank_saves_the_run_and_ends_all_ranks(
     number, rank, ranks, run_toml, tmp_path
 ):
     out = tmp_path / "out"
@@ -36,7 +36,7 @@ def test_a_signal_to_any_one_rank_saves_the_run_and_ends_all_of_it(
         run.signal(rank, number)
         assert run.wait() == [75] * ranks, run.said
     last = max(steps_of(out))
-    # the step that runs when the signal comes, and one more that may have begun to ask
+    # the step in which the signal arrives, and one whose all-reduce may have started
     assert last - seen <= 4
     assert [e["step"] for e in events_of(out, "checkpoint_saved")] == [last]
     assert [(e["step"], e["reason"]) for e in events_of(out, "stopped")] == [(last, number.name)]
@@ -50,7 +50,7 @@ def test_a_signal_to_any_one_rank_saves_the_run_and_ends_all_of_it(
         assert [e["step"] for e in events_of(out, "resumed")] == [last]
 
 
-def test_a_run_leaves_before_its_time_is_up(run_toml, tmp_path):
+def test_a_run_saves_and_ends_before_its_time_limit(run_toml, tmp_path):
     out, began = tmp_path / "out", time.monotonic()
     with Launched(2, out, *argv_of(run_toml, *LONG, "--job.time_limit_minutes", "0.08")) as run:
         assert run.wait() == [75] * 2, run.said
@@ -60,16 +60,16 @@ def test_a_run_leaves_before_its_time_is_up(run_toml, tmp_path):
     assert events_of(out, "stopped")[0]["reason"] == "time_limit"
 
 
-def stop_in_save(fifo: str) -> None:
-    """Let the save of step 3 wait, in a system call, for whoever writes to a FIFO."""
+def block_save(fifo: str) -> None:
+    """Make the save of step 3 wait in a system call until the FIFO is written to."""
     from titanlite.storage import StorageFolder
 
-    settle, began = StorageFolder.settle, []
+    settle, blocked = StorageFolder.settle, []
 
     def wait_and_settle(self) -> None:
-        if self.name == "step-3" and not began:
-            began.append(True)
-            print("a disk that is slow", flush=True)
+        if self.name == "step-3" and not blocked:
+            blocked.append(True)
+            print("slow disk", flush=True)
             with open(fifo, "rb") as stream:
                 stream.read()
         settle(self)
@@ -77,32 +77,32 @@ def stop_in_save(fifo: str) -> None:
     StorageFolder.settle = wait_and_settle
 
 
-@pytest.mark.parametrize("again", [None, signal.SIGINT, signal.SIGTERM], ids=str)
-def test_ctrl_c_in_a_save_finishes_it_and_a_second_one_ends_at_once(again, run_toml, tmp_path):
+@pytest.mark.parametrize("second", [None, signal.SIGINT, signal.SIGTERM], ids=str)
+def test_ctrl_c_in_a_save_finishes_it_and_a_second_one_ends_immediately(second, run_toml, tmp_path):
     out, fifo = tmp_path / "out", tmp_path / "fifo"
     os.mkfifo(fifo)
     argv = argv_of(run_toml, "--training.steps", "5", "--validation.enable", "false")
-    with Launched(1, out, *argv, prepare=partial(stop_in_save, str(fifo))) as run:
-        run.wait_for(lambda: "a disk that is slow" in run.said)
+    with Launched(1, out, *argv, prepare=partial(block_save, str(fifo))) as run:
+        run.wait_for(lambda: "slow disk" in run.said)
         run.signal(0, signal.SIGINT)
         run.wait_for(lambda: "a second Ctrl-C ends" in run.said)
-        if again:
-            time.sleep(AGAIN_SECONDS)
-            run.signal(0, again)  # as torchrun passes it on, SIGTERM
+        if second:
+            time.sleep(SECOND_CTRL_C_SECONDS)
+            run.signal(0, second)  # torchrun forwards it as SIGTERM
         else:
             fifo.write_bytes(b"")
-        assert run.wait() == [130 if again else 75], run.said
+        assert run.wait() == [130 if second else 75], run.said
         assert "Traceback" not in run.said and "checkpoint failed" not in run.said
     end = json.loads((out / "starts.jsonl").read_text().splitlines()[-1])
-    assert (end["event"], end["code"]) == ("end", 130 if again else 75)
+    assert (end["event"], end["code"]) == ("end", 130 if second else 75)
     with Launched(1, out, *argv) as run:
         assert run.wait() == [0], run.said
-    # without `again`: the save of step 3, one more step that had begun to ask, and its save
-    assert [e["step"] for e in events_of(out, "resumed")] == ([] if again else [4])
+    # without a second Ctrl-C: the save of step 3, one more step that had started, and its save
+    assert [e["step"] for e in events_of(out, "resumed")] == ([] if second else [4])
     assert steps_of(out) == [1, 2, 3, 4, 5]
 
 
-def test_ctrl_c_where_nothing_is_saved_ends_at_once_and_in_silence(run_toml, tmp_path):
+def test_ctrl_c_without_checkpoints_ends_immediately_without_traceback(run_toml, tmp_path):
     out, argv = tmp_path / "out", argv_of(run_toml, *LONG, "--checkpoint.enable", "false")
     with Launched(1, out, *argv) as run:
         run.wait_for(lambda: len(steps_of(out)) > 1)
@@ -112,7 +112,7 @@ def test_ctrl_c_where_nothing_is_saved_ends_at_once_and_in_silence(run_toml, tmp
 
 
 def start_under_launcher(command: list, tmp_path, **more: str) -> subprocess.Popen:
-    """A command that uses torchrun, in a process group of its own, as a shell starts it."""
+    """Start a command that uses torchrun in its own process group, as a shell does."""
     path = f"{tmp_path}:{os.path.dirname(sys.executable)}:{os.environ['PATH']}"
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "PATH": path}
     with (tmp_path / "log").open("w") as log:
@@ -126,15 +126,17 @@ def start_under_launcher(command: list, tmp_path, **more: str) -> subprocess.Pop
         )
 
 
-def wait_for(process: subprocess.Popen, seen, tmp_path) -> None:
-    end = time.monotonic() + 120
-    while not seen():
-        assert process.poll() is None and time.monotonic() < end, (tmp_path / "log").read_text()
+def wait_for(process: subprocess.Popen, condition, tmp_path) -> None:
+    deadline = time.monotonic() + 120
+    while not condition():
+        assert process.poll() is None and time.monotonic() < deadline, (
+            tmp_path / "log"
+        ).read_text()
         time.sleep(0.05)
 
 
 SRUN = """#!/usr/bin/env bash
-# What SLURM does with one node: the task is in a process group of its own, and signals go to it.
+# As SLURM does on one node: the task is in its own process group, which receives the signals.
 shift
 setsid "$@" &
 trap 'kill -USR1 -- -$!' USR1
@@ -146,7 +148,7 @@ if [ $1 = show ]; then echo 127.0.0.1; else echo "$@" > "$(dirname "$0")/requeue
 """
 
 
-def test_slurm_stops_the_ranks_once_torchrun_restarts_none_and_the_job_is_requeued(
+def test_slurm_time_limit_saves_once_without_torchrun_restarts_and_requeues_the_job(
     run_toml, tmp_path
 ):
     out = tmp_path / "out"
@@ -159,8 +161,8 @@ def test_slurm_stops_the_ranks_once_torchrun_restarts_none_and_the_job_is_requeu
     process = start_under_launcher(batch, tmp_path, **slurm, **limits)
     wait_for(process, lambda: len(steps_of(out)) > 3, tmp_path)
     process.send_signal(signal.SIGUSR1)  # as `--signal=B:USR1@300` does, to the batch shell alone
-    code, said = process.wait(120), (tmp_path / "log").read_text()
-    assert code and "stopped before in this launch" in said and "exitcode  : 75" in said, said
+    code, log = process.wait(120), (tmp_path / "log").read_text()
+    assert code and "stopped before in this launch" in log and "exitcode  : 75" in log, log
     assert [e["reason"] for e in events_of(out, "stopped")] == ["SIGUSR1"]
     starts = [json.loads(line) for line in (out / "starts.jsonl").read_text().splitlines()]
     assert [(line["event"], line.get("code")) for line in starts] == [("start", None), ("end", 75)]
@@ -178,7 +180,7 @@ def test_ctrl_c_at_torchrun_saves_the_run(run_toml, tmp_path):
     wait_for(process, lambda: len(steps_of(out)) > 1, tmp_path)
     os.killpg(process.pid, signal.SIGINT)  # as a terminal does
     process.wait(120)
-    said = (tmp_path / "log").read_text()
-    assert json.loads((out / "starts.jsonl").read_text().splitlines()[-1])["code"] == 75, said
+    log = (tmp_path / "log").read_text()
+    assert json.loads((out / "starts.jsonl").read_text().splitlines()[-1])["code"] == 75, log
     assert [e["step"] for e in events_of(out, "checkpoint_saved")] == [max(steps_of(out))]
-    assert said.count("a second Ctrl-C ends") == 1
+    assert log.count("a second Ctrl-C ends") == 1

@@ -1,4 +1,4 @@
-"""A rank that dies or hangs: the others end in time, and say which one and where it stood."""
+"""When a rank dies or hangs, the others end in time, and report which one and its last position."""
 
 from __future__ import annotations
 
@@ -31,29 +31,32 @@ from titanlite.errors import (
     RankLostError,
     UserError,
 )
-from titanlite.runtime.watchdog import Heartbeat, HeartbeatWatchdog, _Line
+from titanlite.runtime.heartbeat import Heartbeat, HeartbeatExchange, RankProgress
+from titanlite.runtime.watchdog import HeartbeatWatchdog
 
 RANKS = 3
 TIMEOUT = 4.0
-IN_TIME = TIMEOUT + 0.5  # machines that test are busy
-EXIT_OTHER = 9  # an error that is nobody else's
-THIRD_STEP = 3  # when the trouble comes, on rank 2
+MAX_SECONDS = TIMEOUT + 0.5  # test machines are busy
+EXIT_OWN_ERROR = 9  # an error that no other rank caused
+FAULT_STEP = 3  # when the fault happens, on rank 2
 
 
 class Job:
-    """Three ranks that take steps together, in processes of their own, and what became of them."""
+    """Three processes, one per rank, that take steps together; records when each one ended."""
 
-    def __init__(self, folder: Path, trouble, port: int, restart: int = 0):
+    def __init__(self, folder: Path, fault, port: int, restart: int = 0):
         self.folder, self.ended = folder, {}
         folder.mkdir()
-        process, rest = forkserver().Process, (folder, trouble, port, restart)
-        self.ranks = [process(target=train, args=(r, *rest), daemon=True) for r in range(RANKS)]
+        context = forkserver()
+        self.ranks = [
+            context.Process(target=train, args=(rank, folder, fault, port, restart), daemon=True)
+            for rank in range(RANKS)
+        ]
         for process in self.ranks:
             process.start()
-        self.clock = threading.Thread(target=self._note_ends, daemon=True)
-        self.clock.start()
+        threading.Thread(target=self._record_ends, daemon=True).start()
 
-    def _note_ends(self) -> None:
+    def _record_ends(self) -> None:
         running = {process.sentinel: rank for rank, process in enumerate(self.ranks)}
         while running:
             for sentinel in wait(list(running)):
@@ -67,18 +70,18 @@ class Job:
         return [process.exitcode for process in self.ranks]
 
     def seconds(self, *ranks: int) -> float:
-        """From the trouble until the last of these ranks had ended."""
-        time.sleep(0.1)  # for the clock, which may see an end a little later than `codes`
+        """Seconds from the fault until the last of these ranks had ended."""
+        time.sleep(0.1)  # `_record_ends` may see an end a little later than `codes`
         ends = [self.ended[rank] for rank in ranks or range(RANKS)]
-        return max(ends) - (self.folder / "trouble").stat().st_mtime
+        return max(ends) - (self.folder / "fault").stat().st_mtime
 
     def kill(self) -> None:
         for process in self.ranks:
             process.kill()
             process.join()
 
-    def said(self) -> str:
-        return "".join((self.folder / f"said_{rank}").read_text() for rank in range(RANKS))
+    def output(self) -> str:
+        return "".join((self.folder / f"output_{rank}").read_text() for rank in range(RANKS))
 
     def stacks(self, rank: int) -> str:
         return (self.folder / "stacks" / f"rank_{rank}.txt").read_text()
@@ -91,55 +94,57 @@ def forkserver():
     return context
 
 
-def train(rank: int, folder: Path, trouble, port: int, restart: int) -> None:
-    """A trainer in small: the phases of its steps, a collective in some, and what may go wrong."""
-    said = os.open(folder / f"said_{rank}", os.O_CREAT | os.O_WRONLY | os.O_APPEND)
-    os.dup2(said, 1)
-    os.dup2(said, 2)
+def train(rank: int, folder: Path, fault, port: int, restart: int) -> None:
+    """A minimal trainer: steps with phases, collectives in two of them, and one fault."""
+    output = os.open(folder / f"output_{rank}", os.O_CREAT | os.O_WRONLY | os.O_APPEND)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
     torch.set_num_threads(1)
     os.environ.update(MASTER_ADDR="localhost", MASTER_PORT=str(port), START=str(restart))
-    meeting, minute = dist.FileStore(f"{folder}/meeting", RANKS), timedelta(seconds=60)
-    dist.init_process_group("gloo", store=meeting, rank=rank, world_size=RANKS, timeout=minute)
+    store = dist.FileStore(f"{folder}/store", RANKS)
+    dist.init_process_group(
+        "gloo", store=store, rank=rank, world_size=RANKS, timeout=timedelta(seconds=60)
+    )
     try:
         with HeartbeatWatchdog(rank, RANKS, TIMEOUT, folder, start_id=str(restart)) as watch:
-            take_steps(rank, watch, trouble, folder)
+            take_steps(rank, watch, fault, folder)
     except UserError:
         sys.exit(EXIT_USER_ERROR)
     except RankLostError:
         sys.exit(EXIT_RANK_LOST)
     except RuntimeError:
-        sys.exit(EXIT_OTHER)
+        sys.exit(EXIT_OWN_ERROR)
 
 
-def take_steps(rank: int, watch: HeartbeatWatchdog, trouble, folder: Path) -> None:
+def take_steps(rank: int, watch: HeartbeatWatchdog, fault, folder: Path) -> None:
     for step in range(1, 6):
         for phase in ("data", "forward", "backward", "save"):
             watch.set_phase(step, phase)
-            if step == THIRD_STEP and phase == trouble.phase:
-                time.sleep(0.5)  # the phases of real steps are longer than a pulse
+            if step == FAULT_STEP and phase == fault.phase:
+                time.sleep(0.5)  # phases of real steps are longer than a heartbeat interval
                 if rank == 2:
-                    (folder / "trouble").touch()
-                trouble(rank)
+                    (folder / "fault").touch()
+                fault(rank)
             if phase in ("forward", "backward"):
                 dist.all_reduce(torch.ones(1))
 
 
-TROUBLES = []
+FAULTS = []
 
 
 def in_phase(phase: str):
-    """Trouble that comes in this phase."""
+    """Register a fault that happens in this phase."""
 
-    def mark(trouble):
-        trouble.phase = phase
-        TROUBLES.append(trouble)
-        return trouble
+    def register(fault):
+        fault.phase = phase
+        FAULTS.append(fault)
+        return fault
 
-    return mark
+    return register
 
 
 @in_phase("data")
-def nothing(rank):
+def no_fault(rank):
     pass
 
 
@@ -164,7 +169,7 @@ def killed(rank):
 
 @in_phase("backward")
 def killed_unnoticed(rank):
-    """As under NCCL, whose collectives wait on for who is gone."""
+    """As under NCCL, whose collectives go on waiting for a dead rank."""
     if rank == 2:
         os.kill(os.getpid(), signal.SIGKILL)
     time.sleep(60)
@@ -173,17 +178,17 @@ def killed_unnoticed(rank):
 @in_phase("data")
 def endless_data(rank):
     if rank == 2:
-        read_what_never_comes()
+        read_forever()
 
 
-def read_what_never_comes():
+def read_forever():
     while True:
         time.sleep(0.1)
 
 
 @in_phase("data")
 def hung_disk(rank):
-    """As for a page of a mapped file: Python's lock is held, so that no thread runs."""
+    """As when a page of a mapped file is read: the GIL is held, so no thread runs."""
     if rank == 2:
         ctypes.PyDLL(None).sleep(60)
 
@@ -196,11 +201,11 @@ def deadlock(rank):
 @in_phase("data")
 def user_error(rank):
     if rank == 2:
-        raise ConfigError("a setting that cannot be")
+        raise ConfigError("an invalid setting")
 
 
 @in_phase("forward")
-def own_mistake(rank):
+def own_error(rank):
     raise RuntimeError("gloo/allreduce.cc: shapes differ")
 
 
@@ -212,21 +217,21 @@ def slow_save(rank):
 
 @in_phase("data")
 def outsider(rank):
-    """Somebody who reaches the store, but is no rank, writes what ranks would."""
+    """A process that is not a rank, but reaches the store, writes the keys of ranks."""
     if rank == 2:
         store = open_as_outsider()
         old = store.get("0")
         for _ in range(8):
-            store.set("verdict", '[0, "an outsider says so"]')
+            store.set("verdict", '[0, "an outsider wrote this"]')
             store.set("1", json.dumps([99, 9, 0, "data", 0.0, 1, "host", "home", "ConfigError"]))
             store.set("0", old)
-            time.sleep(0.2)  # a pulse
+            time.sleep(0.2)  # a heartbeat interval
 
 
 @in_phase("backward")
 def killed_after_a_forged_verdict(rank):
     if rank == 2:
-        open_as_outsider().set("verdict", b"\xff an outsider says so")
+        open_as_outsider().set("verdict", b"\xff an outsider wrote this")
         os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -238,126 +243,126 @@ def open_as_outsider() -> dist.Store:
 
 @in_phase("forward")
 def frozen_store(rank):
-    """The host of the launcher freezes, while nobody gets on."""
+    """The host of the launcher freezes while all ranks wait."""
     time.sleep(60)
 
 
 @pytest.fixture(scope="module")
 def jobs(tmp_path_factory):
-    """A job for each trouble; all at once, since they mostly wait."""
-    folder, store = tmp_path_factory.mktemp("watch"), serve()
-    troubles = [trouble for trouble in TROUBLES if trouble not in (nothing, frozen_store)]
+    """A job for each fault; they run simultaneously, since they mostly wait."""
+    folder, store = tmp_path_factory.mktemp("watch"), open_store()
+    faults = [fault for fault in FAULTS if fault not in (no_fault, frozen_store)]
     started = {
-        trouble: Job(folder / trouble.__name__, trouble, store.port, restart)
-        for restart, trouble in enumerate(troubles)
+        fault: Job(folder / fault.__name__, fault, store.port, restart)
+        for restart, fault in enumerate(faults)
     }
     yield started
     for job in started.values():
         job.kill()
 
 
-def serve() -> dist.TCPStore:
+def open_store() -> dist.TCPStore:
     return dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
 
 
-def serve_elsewhere(connection) -> None:
-    store = serve()
+def serve_in_process(connection) -> None:
+    store = open_store()
     connection.send(store.port)
     time.sleep(60)
 
 
-def test_the_others_say_where_a_frozen_rank_stood_and_end_in_time(jobs):
+def test_a_frozen_rank_is_reported_with_its_last_position_and_the_others_end_in_time(jobs):
     job = jobs[frozen]
     assert job.codes(0, 1) == [EXIT_RANK_LOST, EXIT_RANK_LOST, None]
-    assert job.seconds(0, 1) < IN_TIME
-    said = job.said()
-    assert said.count("Rank 2 (") == said.count("was not heard of for") == 1, said
-    assert said.count("the last it said was step 3, backward") == 1, said
+    assert job.seconds(0, 1) < MAX_SECONDS
+    output = job.output()
+    assert output.count("Rank 2 (") == output.count("has sent no heartbeat for") == 1, output
+    assert output.count("Last heartbeat of rank 2: step 3, backward") == 1, output
     for rank in (0, 1):
         assert "in take_steps" in job.stacks(rank) and "all_reduce" in job.stacks(rank)
         assert f"rank {rank} in step 3, backward" in job.stacks(rank)
 
 
-def test_a_job_that_was_frozen_as_a_whole_goes_on(jobs):
+def test_a_job_whose_ranks_were_all_suspended_resumes(jobs):
     job = jobs[all_frozen]
-    wait_for(job.folder / "trouble")
-    while time.time() < (job.folder / "trouble").stat().st_mtime + 1.5 * TIMEOUT:
+    wait_for(job.folder / "fault")
+    while time.time() < (job.folder / "fault").stat().st_mtime + 1.5 * TIMEOUT:
         time.sleep(0.1)
     for process in job.ranks:
         os.kill(process.pid, signal.SIGCONT)
-        time.sleep(0.5)  # hosts wake one after the other
-    assert job.codes() == [EXIT_DONE] * RANKS, job.said()
+        time.sleep(0.5)  # hosts resume one after the other
+    assert job.codes() == [EXIT_DONE] * RANKS, job.output()
 
 
-@pytest.mark.parametrize("trouble", [killed, killed_unnoticed])
-def test_a_killed_rank_is_named_soon(jobs, trouble):
-    job = jobs[trouble]
+@pytest.mark.parametrize("fault", [killed, killed_unnoticed])
+def test_a_killed_rank_is_reported_within_half_the_timeout(jobs, fault):
+    job = jobs[fault]
     assert job.codes() == [EXIT_RANK_LOST, EXIT_RANK_LOST, -signal.SIGKILL]
-    assert job.seconds() < IN_TIME / 2
-    said = job.said()
-    assert said.count("Rank 2 (") == said.count("titanlite:") == 1, said
-    assert "is gone; the last it said was step 3, backward" in said
+    assert job.seconds() < MAX_SECONDS / 2
+    output = job.output()
+    assert output.count("Rank 2 (") == output.count("titanlite:") == 1, output
+    assert "has died. Last heartbeat of rank 2: step 3, backward" in output
     assert "in take_steps" in job.stacks(0) and "in take_steps" in job.stacks(1)
 
 
-def test_a_rank_that_stays_behind_is_named_though_it_lives(jobs):
+def test_a_straggler_that_still_sends_heartbeats_is_reported(jobs):
     job = jobs[endless_data]
     assert job.codes() == [EXIT_RANK_LOST] * RANKS
-    assert job.seconds() < IN_TIME
-    said = job.said()
-    assert said.count("Rank 2 (") == said.count("has been in step 3, data for") == 1, said
-    assert "waiting for it: 2 in step 3, forward" in said
-    assert "in read_what_never_comes" in job.stacks(2)
+    assert job.seconds() < MAX_SECONDS
+    output = job.output()
+    assert output.count("Rank 2 (") == output.count("has been in step 3, data for") == 1, output
+    assert "Ranks that wait for it: 2 in step 3, forward" in output
+    assert "in read_forever" in job.stacks(2)
 
 
-def test_a_rank_whose_disk_hangs_shows_where(jobs):
+def test_a_rank_that_hangs_while_it_holds_the_gil_prints_its_stack(jobs):
     job = jobs[hung_disk]
     assert job.codes(0, 1) == [EXIT_RANK_LOST, EXIT_RANK_LOST, None]
-    assert job.seconds(0, 1) < IN_TIME
-    assert "the last it said was step 3, data" in job.said()
-    assert "in hung_disk" in job.said()
+    assert job.seconds(0, 1) < MAX_SECONDS
+    assert "Last heartbeat of rank 2: step 3, data" in job.output()
+    assert "in hung_disk" in job.output()
 
 
-def test_ranks_that_wait_for_each_other_hear_so(jobs):
+def test_a_deadlock_of_all_ranks_is_reported_as_one(jobs):
     job = jobs[deadlock]
     assert job.codes() == [EXIT_RANK_LOST] * RANKS
-    assert job.seconds() < IN_TIME
-    assert job.said().count("All 3 ranks have been in step 3, forward for") == 1, job.said()
+    assert job.seconds() < MAX_SECONDS
+    assert job.output().count("All 3 ranks have been in step 3, forward for") == 1, job.output()
     assert "in deadlock" in job.stacks(1)
 
 
-def test_a_rank_that_left_for_a_reason_is_not_taken_for_dead(jobs):
+def test_a_rank_that_exits_with_an_error_is_reported_with_it_and_not_as_dead(jobs):
     job = jobs[user_error]
     assert job.codes() == [EXIT_RANK_LOST, EXIT_RANK_LOST, EXIT_USER_ERROR]
-    said = job.said()
-    assert said.count("left at step 3, data (ConfigError: a setting that cannot be)") == 1, said
-    assert "gone" not in said
+    output = job.output()
+    assert output.count("has left at step 3, data (ConfigError: an invalid setting)") == 1, output
+    assert "died" not in output
 
 
-def test_nobody_is_blamed_for_a_mistake_of_our_own(jobs):
-    job = jobs[own_mistake]
-    assert EXIT_OTHER in job.codes()  # the others may see the first one leave with it
-    assert "gone" not in job.said()
+def test_an_error_of_this_rank_is_not_blamed_on_another(jobs):
+    job = jobs[own_error]
+    assert EXIT_OWN_ERROR in job.codes()  # the others may see that the first one left with it
+    assert "died" not in job.output()
 
 
 def test_a_save_may_take_longer_than_the_timeout(jobs):
     job = jobs[slow_save]
-    assert job.codes() == [EXIT_DONE] * RANKS, job.said()
+    assert job.codes() == [EXIT_DONE] * RANKS, job.output()
     assert job.seconds() > 1.3 * TIMEOUT
 
 
-def test_who_reaches_the_store_cannot_end_a_job_nor_hide_that_a_rank_died(jobs):
+def test_forged_store_keys_can_neither_end_a_job_nor_hide_a_dead_rank(jobs):
     job = jobs[outsider]
-    assert job.codes() == [EXIT_DONE] * RANKS, job.said()
+    assert job.codes() == [EXIT_DONE] * RANKS, job.output()
     for rank in range(RANKS):
-        reported = (job.folder / f"said_{rank}").read_text().count("that no rank has written")
-        assert reported == 1, job.said()
+        reported = (job.folder / f"output_{rank}").read_text().count("that no rank signed")
+        assert reported == 1, job.output()
     job = jobs[killed_after_a_forged_verdict]
     assert job.codes() == [EXIT_RANK_LOST, EXIT_RANK_LOST, -signal.SIGKILL]
-    assert "Rank 2 (" in job.said() and "outsider" not in job.said()
+    assert "Rank 2 (" in job.output() and "outsider" not in job.output()
 
 
-def test_a_signed_value_holds_for_its_key_its_start_and_its_text_only():
+def test_a_signature_is_valid_only_for_its_key_start_and_text():
     store, secret = dist.HashStore(), bytes(32)
     ours = SignedStore(store, "a", secret)
     ours.set("1", "text")
@@ -371,64 +376,64 @@ def test_a_signed_value_holds_for_its_key_its_start_and_its_text_only():
     assert ours.set_first("1", "mine") == ours.set_first("1", "late") == "mine"
 
 
-def test_an_old_pulse_that_is_written_again_is_no_sign_of_life(tmp_path):
+def test_an_old_heartbeat_that_is_written_again_does_not_hide_silence(tmp_path):
     store = SignedStore(dist.HashStore(), "", bytes(32))
-    pulses = [Heartbeat(beat, 1, 0, "data", 0.0, 1, "host", "home") for beat in range(3)]
-    line = _Line(store, 0, 2, lambda beat, left: pulses[0], lambda: 60.0)
-    line.hang_up("done")
+    beats = [Heartbeat(beat, 1, 0, "data", 0.0, 1, "host", "home") for beat in range(3)]
+    exchange = HeartbeatExchange(store, RankProgress(0, 2, timeout_seconds=60))
+    exchange.close("done")
     for beat, silent in ((1, 0.0), (2, 0.0), (1, 5.0), (0, 10.0), (2, 15.0)):
-        store.set("1", json.dumps(pulses[beat]))
-        line._listen(5.0)
-        assert line.silent[1] == silent
-        assert line.heard[1].beat == min(2, beat if not silent else 2)
+        store.set("1", json.dumps(beats[beat]))
+        exchange._read_heartbeats(5.0)
+        assert exchange.silent_seconds[1] == silent
+        assert exchange.heartbeats[1].beat == min(2, beat if not silent else 2)
 
 
-def test_a_healthy_job_is_left_alone_also_when_the_store_knows_a_job_that_was_not(tmp_path):
-    """As after a restart by torchrun, whose store has the pulses and the verdict of before."""
-    store = serve()
+def test_a_restarted_job_ignores_the_heartbeats_and_verdict_of_the_start_before(tmp_path):
+    """torchrun keeps its store when it restarts the ranks."""
+    store = open_store()
     before = Job(tmp_path / "before", killed, store.port)
     assert EXIT_RANK_LOST in before.codes()
-    again = Job(tmp_path / "again", nothing, store.port, restart=1)
-    assert again.codes() == [EXIT_DONE] * RANKS, again.said()
-    assert again.said() == ""
+    again = Job(tmp_path / "again", no_fault, store.port, restart=1)
+    assert again.codes() == [EXIT_DONE] * RANKS, again.output()
+    assert again.output() == ""
 
 
-def test_without_an_answer_from_the_store_a_rank_ends_by_itself(tmp_path):
+def test_ranks_end_when_the_store_does_not_answer(tmp_path):
     here, there = multiprocessing.Pipe()
-    store = forkserver().Process(target=serve_elsewhere, args=(there,), daemon=True)
+    store = forkserver().Process(target=serve_in_process, args=(there,), daemon=True)
     store.start()
     job = Job(tmp_path / "job", frozen_store, here.recv())
     try:
-        wait_for(job.folder / "trouble")
+        wait_for(job.folder / "fault")
         os.kill(store.pid, signal.SIGSTOP)
         assert job.codes() == [EXIT_RANK_LOST] * RANKS
-        assert job.seconds() < IN_TIME
-        assert "does not answer: the launcher, or rank 0, is gone" in job.said()
+        assert job.seconds() < MAX_SECONDS
+        assert "does not answer: the launcher, or rank 0, is gone" in job.output()
         assert "in frozen_store" in job.stacks(1)
     finally:
         store.kill()
         job.kill()
 
 
-def train_alone(folder: Path) -> None:
-    os.dup2(os.open(folder / "said", os.O_CREAT | os.O_WRONLY), 2)
+def train_on_one_rank(folder: Path) -> None:
+    os.dup2(os.open(folder / "output", os.O_CREAT | os.O_WRONLY), 2)
     with HeartbeatWatchdog(0, 1, TIMEOUT / 20, folder) as watch:
         for step in (1, 2):
             watch.set_phase(step, "data")
-            time.sleep(TIMEOUT / 10)  # slower than the timeout, at which nobody waits
-        read_what_never_comes()
+            time.sleep(TIMEOUT / 10)  # longer than the timeout, which is for waiting ranks
+        read_forever()
 
 
-def test_a_rank_that_is_alone_and_hangs_says_where_and_ends(tmp_path):
-    process = forkserver().Process(target=train_alone, args=(tmp_path,), daemon=True)
+def test_a_single_rank_that_hangs_is_reported_and_ends(tmp_path):
+    process = forkserver().Process(target=train_on_one_rank, args=(tmp_path,), daemon=True)
     process.start()
     process.join(4 * TIMEOUT)
-    said = (tmp_path / "said").read_text()
-    assert process.exitcode == EXIT_RANK_LOST, said
-    hangs = "Rank 0: data of step 2 has taken 2 s, and is in read_what_never_comes"
-    assert f"titanlite: {hangs}" in said
-    assert "The limit is 10 * comm.init_timeout_seconds = 2." in said
-    assert "in read_what_never_comes" in (tmp_path / "stacks" / "rank_0.txt").read_text()
+    output = (tmp_path / "output").read_text()
+    assert process.exitcode == EXIT_RANK_LOST, output
+    hangs = "Rank 0: data of step 2 has taken 2 s, and is in read_forever"
+    assert f"titanlite: {hangs}" in output
+    assert "The limit is 10 * comm.init_timeout_seconds = 2." in output
+    assert "in read_forever" in (tmp_path / "stacks" / "rank_0.txt").read_text()
 
 
 WORKER = """
@@ -445,8 +450,8 @@ with join_process_group(torch.device("cpu"), CommConfig(), DebugConfig(), folder
 """
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells of a parent's end")
-def test_a_launched_job_listens_on_loopback_only_and_does_not_outlive_its_launcher(tmp_path):
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux signals that a parent ended")
+def test_a_launched_job_listens_on_loopback_only_and_ends_with_its_launcher(tmp_path):
     script = tmp_path / "worker.py"
     script.write_text(WORKER)
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"  # where torchrun is
@@ -454,39 +459,39 @@ def test_a_launched_job_listens_on_loopback_only_and_does_not_outlive_its_launch
     command = ["bash", str(ROOT / "scripts/launch.sh"), "2", str(script), str(tmp_path)]
     torchrun = subprocess.Popen(command, env=environment)
     pids = [int(wait_for(tmp_path / f"pid_{rank}")) for rank in range(2)]
-    time.sleep(0.5)  # nor does one end before its launcher
-    assert all(map(runs, pids))
-    listening = addresses_of([torchrun.pid, *pids])
+    time.sleep(0.5)  # ranks must not end before the launcher either
+    assert all(map(is_running, pids))
+    listening = listening_addresses([torchrun.pid, *pids])
     assert len(listening) >= 3  # the store, and gloo in both ranks
     assert all(address.is_loopback for address in listening), listening
     torchrun.kill()
     torchrun.wait()
     deadline = time.monotonic() + 5
-    while any(map(runs, pids)) and time.monotonic() < deadline:
+    while any(map(is_running, pids)) and time.monotonic() < deadline:
         time.sleep(0.05)
-    assert not any(map(runs, pids))
+    assert not any(map(is_running, pids))
 
 
-def addresses_of(pids: list[int]) -> list[ipaddress.IPv4Address | ipaddress.IPv6Address]:
-    """Where these processes listen, from /proc."""
-    own = {
+def listening_addresses(pids: list[int]) -> list[ipaddress.IPv4Address | ipaddress.IPv6Address]:
+    """Addresses that these processes listen on, from /proc."""
+    sockets = {
         os.readlink(entry)
         for pid in pids
         for entry in Path(f"/proc/{pid}/fd").iterdir()
         if entry.is_symlink()
     }
-    found = []
+    addresses = []
     for table in ("tcp", "tcp6"):
         for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
             _, local, _, state, *_, inode = line.split()[:10]
-            if state == "0A" and f"socket:[{inode}]" in own:  # LISTEN
+            if state == "0A" and f"socket:[{inode}]" in sockets:  # LISTEN
                 words = bytes.fromhex(local.partition(":")[0])  # of 32 bits, little-endian
-                raw = b"".join(words[at : at + 4][::-1] for at in range(0, len(words), 4))
-                found.append(ipaddress.ip_address(raw))
-    return found
+                raw = b"".join(words[i : i + 4][::-1] for i in range(0, len(words), 4))
+                addresses.append(ipaddress.ip_address(raw))
+    return addresses
 
 
-def runs(pid: int) -> bool:
+def is_running(pid: int) -> bool:
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:
@@ -494,9 +499,9 @@ def runs(pid: int) -> bool:
 
 
 def wait_for(path: Path) -> str:
-    """What a file says, once it is there."""
+    """The text of a file, once it exists."""
     deadline = time.monotonic() + 30
     while not path.exists() and time.monotonic() < deadline:
         time.sleep(0.02)
-    time.sleep(0.1)  # it may be there before its content
+    time.sleep(0.1)  # it may exist before its content
     return path.read_text()

@@ -1,4 +1,4 @@
-"""Joining the other ranks, and leaving them: device, backend, seeds, timeouts."""
+"""The process group of a run: device, backend, seeds, timeouts, and the errors of ranks."""
 
 from __future__ import annotations
 
@@ -29,61 +29,66 @@ from titanlite.distributed.time_limit import LEAVE_SECONDS, exit_after
 from titanlite.errors import ConfigError, UserError, format_error
 from titanlite.settings import NotNegative, Positive, Supported
 
-SILENT_SECONDS = 30  # longer than torchrun takes to end this rank after rank 0, also on a busy machine
+RANK_0_SECONDS = 30  # longer than torchrun takes to end a rank after rank 0, also when busy
 
 
 @dataclass(frozen=True)
 class CommConfig:
-    """[comm] How ranks talk, and how long they wait for each other."""
+    """[comm] Communication between ranks, and its timeouts."""
 
-    init_timeout_seconds: Positive = 300  # for starting up and the first step
-    train_timeout_seconds: Positive = 100  # for everything after the first step
-    trace_buf_size: NotNegative = 20_000  # collectives the flight recorder remembers; 0: off
-    save_traces_folder: str = "comm_traces"  # where it writes them, under job.dump_folder
-    save_traces_file_prefix: str = "rank_"  # how its files begin
+    init_timeout_seconds: Positive = 300  # timeout until the first step is done
+    train_timeout_seconds: Positive = 100  # timeout after the first step
+    trace_buf_size: NotNegative = 20_000  # collectives that NCCL's flight recorder stores; 0: off
+    save_traces_folder: str = "comm_traces"  # where the flight recorder writes, in job.dump_folder
+    save_traces_file_prefix: str = "rank_"  # prefix of its file names
     mode: Annotated[
         Literal["default", "fake_backend", "local_tensor"], Supported(("default",), "A dry run")
-    ] = "default"  # real communication, or a pretence
+    ] = "default"  # communication backend: real or fake
 
 
 @dataclass(frozen=True)
 class DebugConfig:
     """[debug] Seeds and determinism."""
 
-    seed: NotNegative = 0  # where weights and sample order come from
-    deterministic: bool = False  # only deterministic kernels; may be slower
-    deterministic_warn_only: bool = False  # warn where there is none, instead of failing
+    seed: NotNegative = 0  # seed of the initial weights and the sample order
+    deterministic: bool = False  # use deterministic kernels only; may be slower
+    deterministic_warn_only: bool = (
+        False  # warn where no deterministic kernel exists, instead of failing
+    )
     moe_force_load_balance: Annotated[bool, Supported((False,), "Expert parallel")] = False
-    # every expert the same number of tokens
+    # send every expert the same number of tokens
 
 
 @dataclass(frozen=True)
 class RankContext:
-    """Who this process is among the ranks."""
+    """This process among the ranks of the run."""
 
     rank: int
     world_size: int
     device: torch.device
-    start_id: str = ""  # the same on all ranks of this start; no other start in the store has it
+    start_id: str = ""  # identifies this start in the store; the same on all its ranks
 
 
 def launched_rank_and_world_size() -> tuple[int, int]:
-    """(rank, ranks) as torchrun says; (0, 1) under plain python."""
+    """(rank, world size) set by torchrun; (0, 1) under plain python."""
     return int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
 
 
-def choose_device(wish: str) -> torch.device:
-    """This rank's device for `job.device`: auto takes CUDA where there is one."""
-    if wish == "cpu" or (wish == "auto" and not torch.cuda.is_available()):
+def choose_device(setting: str) -> torch.device:
+    """This rank's device for `job.device`: "cpu", "cuda", or "auto" for CUDA if available.
+
+    Raises ConfigError if there is no such device for this rank.
+    """
+    if setting == "cpu" or (setting == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     if not torch.cuda.is_available():
         raise ConfigError(
-            'job.device = "cuda": this torch sees no CUDA device.', fix='Use "cpu" or "auto".'
+            'job.device = "cuda": torch finds no CUDA device.', fix='Use "cpu" or "auto".'
         )
     local, devices = int(os.environ.get("LOCAL_RANK", 0)), torch.cuda.device_count()
     if local >= devices:
         raise ConfigError(
-            f"rank {local} of this machine has no GPU: there are {devices}.",
+            f"local rank {local} has no GPU: this machine has {devices}.",
             fix=f"Use --nproc_per_node {devices} or fewer.",
         )
     return torch.device("cuda", local)
@@ -93,77 +98,88 @@ def choose_device(wish: str) -> torch.device:
 def join_process_group(
     device: torch.device, comm: CommConfig, debug: DebugConfig, folder: Path
 ) -> Iterator[RankContext]:
-    """Join the ranks, with the same seeds on all; leave them at the end, also after an error."""
-    rank, ranks = launched_rank_and_world_size()
+    """Join the process group and seed the generators; leave at the end, also after an error.
+
+    A UserError of one rank is printed before that rank leaves.
+    """
+    rank, world_size = launched_rank_and_world_size()
     if device.type == "cuda":
         torch.cuda.set_device(device)
-        _record_flights(comm, folder)
+        _enable_flight_recorder(comm, folder)
     else:
         disable_malloc_trim()
-    bind_gloo_to_loopback(ranks)
-    timeout, start = comm.init_timeout_seconds, ""
+    bind_gloo_to_loopback(world_size)
+    timeout = comm.init_timeout_seconds
     # A store on a frozen host ignores timeouts; one for the last rank to come, one for connecting.
-    with exit_after(2 * timeout, f"rank {rank}: meeting the other ranks"):
-        store: dist.Store = dist.HashStore()
-        if ranks > 1 and launcher_hosts_store():
-            store = connect_to_store(timeout)
-            start = agree_on_start_id(store, rank, ranks, timeout)
-            store = dist.PrefixStore(start, store)
-        elif ranks > 1:
-            store = open_store(rank, timeout)
+    with exit_after(2 * timeout, f"rank {rank}: joining the process group"):
+        store, start_id = _open_rank_store(rank, world_size, timeout)
         dist.init_process_group(
-            # gloo beside nccl: checkpoints and agreements are about objects in host memory
+            # gloo beside NCCL: checkpoints and small values are exchanged in host memory
             backend="gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl",
             timeout=timedelta(seconds=timeout),
             store=store,
             rank=rank,
-            world_size=ranks,
+            world_size=world_size,
         )
     try:
         seed_everything(debug.seed)
         if debug.deterministic:
-            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-            torch.use_deterministic_algorithms(True, warn_only=debug.deterministic_warn_only)
-            torch.backends.cudnn.benchmark = False
-        yield RankContext(rank, ranks, device, start)
+            _enable_determinism(debug.deterministic_warn_only)
+        yield RankContext(rank, world_size, device, start_id)
     except UserError as error:
-        # Before leaving: the other ranks end because this one left.
-        if not error.on_all_ranks and ranks > 1:
+        # Printed before leaving, because the other ranks end when this one leaves.
+        if not error.on_all_ranks and world_size > 1:
             print(f"rank {rank}: {format_error(error)}", file=sys.stderr, flush=True)
-            error.on_all_ranks = error.printed = True
+            error.mark_printed()
         raise
     finally:
-        with exit_after(LEAVE_SECONDS, f"rank {rank}: leaving the other ranks"):
+        with exit_after(LEAVE_SECONDS, f"rank {rank}: leaving the process group"):
             dist.destroy_process_group()
 
 
+def _open_rank_store(rank: int, world_size: int, timeout: float) -> tuple[dist.Store, str]:
+    """The store for `init_process_group`, and the id of this start ("" in a store of its own)."""
+    if world_size == 1:
+        return dist.HashStore(), ""
+    if not launcher_hosts_store():
+        return open_store(rank, timeout), ""
+    store = connect_to_store(timeout)
+    start_id = agree_on_start_id(store, rank, world_size, timeout)
+    return dist.PrefixStore(start_id, store), start_id
+
+
+def _enable_determinism(warn_only: bool) -> None:
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True, warn_only=warn_only)
+    torch.backends.cudnn.benchmark = False
+
+
 def seed_everything(seed: int) -> None:
-    """The same generators on every rank; weights and sample order do not draw from them."""
+    """Seed the global generators alike on all ranks; weights and sample order do not use them."""
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
 
 
 def disable_malloc_trim() -> None:
-    """Let the C library keep what tensors free, for the next step to use again.
+    """Make the C library reuse freed memory for later tensors.
 
-    glibc gives every large block back to the kernel at once, which then clears it page by page for
-    the next tensor; `benchmark.py --case trainer` shows what that costs.
+    By default glibc returns every large block to the kernel, which then clears it page by page for
+    the next tensor; `benchmark.py --case trainer` shows the cost.
     """
     try:
         libc = ctypes.CDLL("libc.so.6")
-    except OSError:  # another C library; it has its own ways
+    except OSError:  # another C library
         return
     trim_threshold, mmap_max = -1, -4  # malloc.h's M_TRIM_THRESHOLD and M_MMAP_MAX
     libc.mallopt(trim_threshold, -1)  # never trim
-    libc.mallopt(mmap_max, 0)  # nor take blocks that would be unmapped when freed
+    libc.mallopt(mmap_max, 0)  # never use mmap, whose blocks are unmapped when freed
 
 
 def enable_expandable_segments() -> None:
-    """Let the CUDA allocator extend its blocks, so that memory is not lost between them.
+    """Let the CUDA allocator extend its segments, which reduces fragmentation.
 
-    Read when CUDA is first used. What the user has said, by its name of today or the older one,
-    stays.
+    Takes effect if CUDA is not in use yet. A setting of the user, by any of its names, stays.
     """
     names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
     if not any(name in os.environ for name in names):
@@ -171,7 +187,7 @@ def enable_expandable_segments() -> None:
 
 
 def set_collective_timeouts(seconds: int, excluded: dist.ProcessGroup | None) -> None:
-    """Give up on a silent rank after `seconds` from now on, but in the group `excluded`."""
+    """Set the timeout of all process groups that exist, except `excluded`."""
     # No public call changes the timeout of a group that exists (torch 2.11 to 2.15).
     from torch.distributed.distributed_c10d import _set_pg_timeout, _world
 
@@ -179,7 +195,8 @@ def set_collective_timeouts(seconds: int, excluded: dist.ProcessGroup | None) ->
         _set_pg_timeout(timedelta(seconds=seconds), group)
 
 
-def _record_flights(comm: CommConfig, folder: Path) -> None:
+def _enable_flight_recorder(comm: CommConfig, folder: Path) -> None:
+    """Have NCCL write its last collectives to files in the folder when one times out."""
     if comm.trace_buf_size > 0:
         traces = folder / comm.save_traces_folder
         traces.mkdir(parents=True, exist_ok=True)
@@ -189,17 +206,18 @@ def _record_flights(comm: CommConfig, folder: Path) -> None:
 
 
 def report_user_error(error: UserError) -> int:
-    """Print what the user must change, once for all ranks, and return the exit code.
+    """Print an error once for all ranks, and return the exit code.
 
-    What every rank found, rank 0 prints; the others wait for the launcher to end them, because
-    the first exit it sees is the one it acts on. Before they have joined, ranks cannot know what
-    the others found: one that is still there after a while found it alone, and prints it.
+    If all ranks have the error, rank 0 prints it. The other ranks wait for the launcher to end
+    them, because it acts on the first exit it sees. Before ranks have joined, none knows whether
+    the others have the error too: one that still runs after `RANK_0_SECONDS` was the only one, and
+    prints it.
     """
     if error.printed:
         return error.code
     rank, _ = launched_rank_and_world_size()
     if rank:
-        time.sleep(SILENT_SECONDS)
+        time.sleep(RANK_0_SECONDS)
     if rank == 0:
         print(format_error(error), file=sys.stderr, flush=True)
     elif not error.on_all_ranks:

@@ -1,13 +1,13 @@
-"""Meeting the other ranks in the launcher's store, which may remember those of earlier starts.
+"""Rendezvous through the launcher's store, which may still have the keys of earlier starts.
 
-torchrun keeps one store for all its restarts, and torch 2.11 to 2.15 look up each other's addresses
-there under the same names every time: those of dead ranks are found
-(https://github.com/pytorch/pytorch/issues/135712). The launcher's count of restarts is each
-machine's own, so that the ranks have to find a name for their start by themselves.
+torchrun uses one store for all its restarts, and torch 2.11 to 2.15 exchange addresses there under
+the same keys every time, so ranks find the addresses of dead ones
+(https://github.com/pytorch/pytorch/issues/135712). The launcher counts restarts per machine, so
+that count cannot identify a start: the ranks agree on an id themselves.
 
-The store has no authentication. Whoever reaches its port can end a run: by a false name or address
-the ranks miss each other, and give up after `comm.init_timeout_seconds`. Nothing that is read here
-is executed. On one machine nothing has to listen on other interfaces than loopback.
+The store has no authentication. A process that reaches its port can end a run: with a forged id or
+address the ranks do not find each other, and give up after `comm.init_timeout_seconds`. Nothing
+that is read here is executed. On one machine, ranks listen on the loopback interface only.
 """
 
 from __future__ import annotations
@@ -21,77 +21,85 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-PAUSE_SECONDS = 0.05  # between two looks
+POLL_SECONDS = 0.05
 
 
 def launcher_hosts_store() -> bool:
-    """Whether the store outlives the ranks."""
+    """Whether the launcher hosts the store, so that it outlives the ranks."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def connect_to_store(seconds: float) -> dist.Store:
-    """A connection of our own to the store that the ranks meet at."""
+    """Open a new connection to the store of the ranks."""
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     timeout = timedelta(seconds=seconds)
     return dist.TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=timeout)
 
 
 def open_store(rank: int, seconds: float) -> dist.Store:
-    """The store of ranks whose launcher keeps none: rank 0 opens it, the others connect.
+    """Open a store on rank 0 and connect the other ranks, if the launcher hosts none.
 
-    At a loopback address it listens there only; torch itself listens on every interface.
+    At a loopback address it listens there only; torch itself would listen on every interface.
     """
     if rank:
         return connect_to_store(seconds)
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    options = {"is_master": True, "wait_for_workers": False, "timeout": timedelta(seconds=seconds)}
+    listen_fd = None
     if is_loopback(address):
-        listener = socket.create_server(("127.0.0.1", port), backlog=1024)
-        options["master_listen_fd"] = listener.detach()
-    return dist.TCPStore(address, port, **options)
+        listen_fd = socket.create_server(("127.0.0.1", port), backlog=1024).detach()
+    return dist.TCPStore(
+        address,
+        port,
+        is_master=True,
+        wait_for_workers=False,
+        timeout=timedelta(seconds=seconds),
+        master_listen_fd=listen_fd,
+    )
 
 
 def is_loopback(address: str) -> bool:
-    """Whether an address, by name or number, is of this machine alone."""
+    """Whether a host name or IP address is a loopback address."""
     try:
         return ipaddress.ip_address(socket.gethostbyname(address)).is_loopback
     except (OSError, ValueError):
         return False
 
 
-def bind_gloo_to_loopback(ranks: int) -> None:
-    """Let gloo listen on the loopback interface where all ranks are on one machine.
+def bind_gloo_to_loopback(world_size: int) -> None:
+    """Make gloo listen on the loopback interface if all ranks are on one machine.
 
-    What the user has set stays. NCCL is left as it is: NCCL_SOCKET_IFNAME=lo does the same there.
+    A GLOO_SOCKET_IFNAME that the user has set stays. For NCCL, NCCL_SOCKET_IFNAME=lo does
+    the same there.
     """
-    if ranks > int(os.environ.get("LOCAL_WORLD_SIZE", 1)):
+    if world_size > int(os.environ.get("LOCAL_WORLD_SIZE", 1)):
         return
     names = {name for _, name in socket.if_nameindex()} & {"lo", "lo0"}
     if names:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", names.pop())
 
 
-def agree_on_start_id(store: dist.Store, rank: int, ranks: int, seconds: float) -> str:
-    """A word for this start, the same on all of its ranks and never used before.
+def agree_on_start_id(store: dist.Store, rank: int, world_size: int, seconds: float) -> str:
+    """Return an id of this start that is the same on all ranks and was never used before.
 
-    Each rank says hello by a word of its own, and rank 0 answers whatever hello it finds, a dead
-    rank's too, until every rank has taken up its answer. Raises TimeoutError.
+    Each rank writes a random greeting. Rank 0 answers every greeting it finds, a dead rank's too,
+    with the start id, until every rank has confirmed that id. Raises TimeoutError.
     """
     if rank:
-        hello = uuid.uuid4().hex
-        store.set(f"hello/{rank}", hello)
-        store.wait([f"start/{hello}"], timedelta(seconds=seconds))
-        start = store.get(f"start/{hello}").decode()
-        store.set(f"{start}/{rank}", "")
-        return start
-    start, missing, end = uuid.uuid4().hex, set(range(1, ranks)), time.monotonic() + seconds
+        greeting = uuid.uuid4().hex
+        store.set(f"hello/{rank}", greeting)
+        store.wait([f"start/{greeting}"], timedelta(seconds=seconds))
+        start_id = store.get(f"start/{greeting}").decode()
+        store.set(f"{start_id}/{rank}", "")
+        return start_id
+    start_id, missing = uuid.uuid4().hex, set(range(1, world_size))
+    deadline = time.monotonic() + seconds
     while missing:
         for other in sorted(missing):
-            if store.check([f"{start}/{other}"]):
+            if store.check([f"{start_id}/{other}"]):
                 missing.remove(other)
             elif store.check([f"hello/{other}"]):
-                store.set(f"start/{store.get(f'hello/{other}').decode()}", start)
-        if time.monotonic() > end:
-            raise TimeoutError(f"ranks {sorted(missing)} have not come in {seconds:g} s")
-        time.sleep(PAUSE_SECONDS if missing else 0)
-    return start
+                store.set(f"start/{store.get(f'hello/{other}').decode()}", start_id)
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"ranks {sorted(missing)} did not join within {seconds:g} s")
+        time.sleep(POLL_SECONDS if missing else 0)
+    return start_id

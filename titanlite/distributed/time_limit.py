@@ -1,7 +1,7 @@
-"""Time limits on work that may hang, as on a disk that no longer answers.
+"""Time limits on work that may hang, for example on a disk that no longer answers.
 
-What a thread waits for in the kernel cannot be interrupted. So a limit warns long before, with the
-place in the code; once it has passed, whoever checks it ends the process, and a restart goes on.
+A thread that waits in the kernel cannot be interrupted. So a limit warns early, with the place in
+the code; when it is exceeded, the thread that checks it ends the process, and a restart resumes.
 """
 
 from __future__ import annotations
@@ -20,71 +20,77 @@ from typing import NoReturn
 from titanlite.errors import EXIT_RANK_LOST
 from titanlite.log import logger
 
-OURS = f"{Path(__file__).parents[1]}{os.sep}"
-WARN_SECONDS = 60.0  # after which a limit warns, or after a tenth of it where that is less
+PACKAGE_PREFIX = f"{Path(__file__).parents[1]}{os.sep}"
+WARN_SECONDS = 60.0  # until a limit warns; or a tenth of the limit, where that is less
 LEAVE_SECONDS = 60.0  # for closing connections and threads at the end of a process
-WAITS = 1.2  # of a limit: who waits for other ranks lets the one they wait for speak first
+WAITING_FACTOR = (
+    1.2  # on the limit of a rank that waits for others: the one that hangs reports first
+)
 
 
 @dataclass
 class TimeLimit:
-    """How long one piece of work, of one thread, may take."""
+    """How long one piece of work of one thread may take."""
 
-    what: str
+    work: str
     seconds: float
     key: str  # the setting to raise
     thread: int = field(default_factory=threading.get_ident)
-    passed: float = 0.0  # seconds in which this process was not stopped itself
+    elapsed_seconds: float = 0.0  # without the time in which this process was suspended
     began: float = field(default_factory=time.monotonic)
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         self._warn_at = min(WARN_SECONDS, self.seconds / 10)
 
+    def watch_this_thread(self) -> None:
+        """Report the stack of the calling thread, which now does the work."""
+        self.thread = threading.get_ident()
+
     def check(self, passed: float) -> str:
-        """Count `passed` more seconds; returns what hangs, in words, once the limit has passed."""
-        self.passed += passed
-        if self.passed < min(self._warn_at, self.seconds):
+        """Count `passed` more seconds; returns what hangs once the limit is exceeded, else ""."""
+        self.elapsed_seconds += passed
+        if self.elapsed_seconds < min(self._warn_at, self.seconds):
             return ""
-        place, waits = stack_location(self.thread)
-        words = f"{self.what} has taken {self.passed:.0f} s, and is in {place}"
-        if self.passed > self.seconds * (WAITS if waits else 1):
+        location, waits = locate_thread(self.thread)
+        state = f"{self.work} has taken {self.elapsed_seconds:.0f} s, and is in {location}"
+        if self.elapsed_seconds > self.seconds * (WAITING_FACTOR if waits else 1):
             return (
-                f"{words}. The limit is {self.key} = {self.seconds:g}. Raise it if this only needs"
+                f"{state}. The limit is {self.key} = {self.seconds:g}. Raise it if this work needs"
                 " longer; the same command resumes from the newest checkpoint."
             )
-        if self.passed >= self._warn_at and not waits:
-            self._warn_at = 2 * self.passed
-            logger.warning("%s; the run ends after %g s (%s)", words, self.seconds, self.key)
+        if self.elapsed_seconds >= self._warn_at and not waits:
+            self._warn_at = 2 * self.elapsed_seconds
+            logger.warning("%s; the run ends after %g s (%s)", state, self.seconds, self.key)
         return ""
 
 
-def stack_location(thread: int) -> tuple[str, bool]:
-    """Where in our code a thread is, and whether it waits there for other ranks.
+def locate_thread(thread: int) -> tuple[str, bool]:
+    """Innermost titanlite function of a thread, and whether it waits there for other ranks.
 
     No source is read: it may be on the disk that hangs.
     """
-    frames = list(_outwards(sys._current_frames().get(thread)))
+    frames = list(_frames_outwards(sys._current_frames().get(thread)))
     waits = any(frame.f_code.co_filename.endswith("distributed_c10d.py") for frame in frames)
-    ours = [frame for frame in frames if frame.f_code.co_filename.startswith(OURS)] or frames
+    ours = [f for f in frames if f.f_code.co_filename.startswith(PACKAGE_PREFIX)] or frames
     if not ours:
         return "a thread that has ended", waits
-    file = ours[0].f_code.co_filename.removeprefix(OURS)
+    file = ours[0].f_code.co_filename.removeprefix(PACKAGE_PREFIX)
     return f"{ours[0].f_code.co_name} ({file}, line {ours[0].f_lineno})", waits
 
 
-def _outwards(frame: FrameType | None) -> Iterator[FrameType]:
+def _frames_outwards(frame: FrameType | None) -> Iterator[FrameType]:
     while frame is not None:
         yield frame
         frame = frame.f_back
 
 
 @contextmanager
-def exit_after(seconds: float, what: str) -> Iterator[None]:
-    """End the process when the block takes longer, whatever it waits for.
+def exit_after(seconds: float, work: str) -> Iterator[None]:
+    """End the process if the block takes longer, even if it waits in the kernel.
 
-    For what comes before and after the watchdog, and may ignore its own timeout.
+    For what runs before and after the watchdog, and may ignore its own timeout.
     """
-    timer = _end_later(seconds, what, EXIT_RANK_LOST)
+    timer = ExitTimer(seconds, work, EXIT_RANK_LOST)
     try:
         yield
     finally:
@@ -92,20 +98,28 @@ def exit_after(seconds: float, what: str) -> Iterator[None]:
 
 
 def exit_process(code: int, seconds: float = LEAVE_SECONDS) -> NoReturn:
-    """Exit with a code, after `seconds` also from a thread that Python would wait for."""
-    _end_later(seconds, "ending", code)
+    """Exit with `code`; after `seconds` even if threads or exit handlers are still running."""
+    ExitTimer(seconds, "ending", code)
     sys.exit(code)
 
 
-def _end_later(seconds: float, what: str, code: int) -> threading.Timer:
-    caller = threading.get_ident()
+class ExitTimer:
+    """A thread that ends the process with `code` after `seconds`, unless it is cancelled."""
 
-    def end() -> None:
-        words = f"titanlite: {what} has taken {seconds:g} s, and is in {stack_location(caller)[0]}."
-        print(words, file=sys.stderr, flush=True)
-        os._exit(code)
+    def __init__(self, seconds: float, work: str, code: int):
+        self._seconds, self._work, self._code = seconds, work, code
+        self._caller = threading.get_ident()
+        self._cancelled = threading.Event()
+        threading.Thread(target=self._run, name="exit timer", daemon=True).start()
 
-    timer = threading.Timer(seconds, end)
-    timer.daemon = True
-    timer.start()
-    return timer
+    def cancel(self) -> None:
+        """Let the process run on."""
+        self._cancelled.set()
+
+    def _run(self) -> None:
+        if self._cancelled.wait(self._seconds):
+            return
+        location, _ = locate_thread(self._caller)
+        text = f"titanlite: {self._work} has taken {self._seconds:g} s, and is in {location}."
+        print(text, file=sys.stderr, flush=True)
+        os._exit(self._code)

@@ -1,9 +1,10 @@
-"""The lease on a local folder: one job at a time writes there, and a dead one is not waited for.
+"""The lease on a local folder: one job at a time writes there, and a dead job is replaced.
 
-`lease.json` says who holds the folder; its modification time is the heartbeat. A holder on this
-host is alive while its process is. Of one elsewhere only the heartbeat tells: it is dead when its
-time was seen to stand still for long enough, on our clock, whatever the clocks of others say.
-Each taking gets a larger number than those before, a fencing number, counted in `lease.count`.
+`lease.json` names the process that holds the folder; its modification time is the heartbeat. A
+holder on this host is alive while its process is. A holder on another host is judged by its
+heartbeat alone: it is dead if the time did not change for `STALE_SECONDS` on our clock, whatever
+other clocks show. Each lease gets a larger number than those before, for fencing; `lease.count`
+counts them.
 """
 
 from __future__ import annotations
@@ -29,10 +30,10 @@ from titanlite.files import parse_json
 from titanlite.log import logger
 
 LEASE_FILE = "lease.json"
-COUNT_FILE = "lease.count"  # a byte for each taking of the lease; only ever appended to
+COUNT_FILE = "lease.count"  # one byte for each lease ever taken; only appended to
 HEARTBEAT_SECONDS = 5.0
 STALE_SECONDS = 30.0  # a network file system may show a heartbeat some seconds late
-MISSING_SECONDS = 1.0  # a lease that another job puts back is away for milliseconds
+MISSING_SECONDS = 1.0  # while another job moves a lease and puts it back: milliseconds in fact
 
 
 def acquire_lease(
@@ -42,119 +43,123 @@ def acquire_lease(
     heartbeat_seconds: float = HEARTBEAT_SECONDS,
     stale_seconds: float = STALE_SECONDS,
 ) -> Lease:
-    """Hold the folder that the setting `key` names; only one rank of a job asks for it.
+    """Acquire the folder that the setting `key` names; only one rank of a job calls it.
 
-    A lease whose holder died is taken over, at once where that can be seen, else after watching its
-    heartbeat for `stale_seconds`. Raises ConfigError where another job holds the folder.
+    Takes over the lease of a dead job: immediately if its process is known to be gone, otherwise
+    after `stale_seconds` without a heartbeat. Raises ConfigError if another job holds the folder.
     """
     path = folder / LEASE_FILE
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        while (created := _create(path)) is None:
-            _clear_the_way(path, key, stale_seconds)
+        while (created := _create_lease_file(path)) is None:
+            _remove_dead_lease(path, key, stale_seconds)
     except OSError as error:
         raise ConfigError(
             f"{key} = {folder}: {error.filename or path}: {error.strerror or error}.",
-            fix=f"Use a folder that can be written, or another {key}.",
+            fix=f"Use a writable folder, or another {key}.",
             keys=(key,),
         ) from error
     return Lease(path, *created, heartbeat_seconds)
 
 
 class Lease:
-    """A folder that this process holds; `lost` says how it lost it, where it did."""
+    """A folder that this process holds. `lost` says why it no longer does; else it is empty."""
 
     def __init__(self, path: Path, number: int, content: bytes, heartbeat_seconds: float):
         self.path, self.number, self.lost = path, number, ""
         self._content, self._heartbeat_seconds = content, heartbeat_seconds
         self._closed = threading.Event()
-        self._thread = threading.Thread(target=self._keep, name="lease", daemon=True)
+        self._thread = threading.Thread(target=self._send_heartbeats, name="lease", daemon=True)
         self._thread.start()
 
     def __enter__(self) -> Lease:
         return self
 
-    def __exit__(self, *raised) -> None:
+    def __exit__(self, *raised: object) -> None:
         self.close()
 
     def close(self) -> None:
-        """Give the folder back, unless somebody else holds it by now."""
+        """Release the folder, unless another job has taken it over."""
         self._closed.set()
         self._thread.join(self._heartbeat_seconds)  # not longer: its file system may hang
-        with suppress(OSError):  # what stays is a dead process's lease
+        with suppress(OSError):  # a lease that remains is one of a dead process
             if self.path.read_bytes() == self._content:
                 self.path.unlink()
 
     def check(self) -> None:
-        """Raise CheckpointError unless the file says, now, that this process holds the folder."""
+        """Read the file, and raise CheckpointError unless this process still holds the folder."""
         try:
-            seen = _look(self.path)
-            if seen is None:  # for a moment, while who judged an older lease puts ours back
+            seen = _read_lease_file(self.path)
+            if seen is None:  # perhaps another job is putting it back, see _rename_away
                 time.sleep(MISSING_SECONDS)
-                seen = _look(self.path)
+                seen = _read_lease_file(self.path)
         except OSError as error:
             raise CheckpointError(
                 f"{self.path}: cannot be read, so another job may have taken it:"
                 f" {error.strerror or error}."
             ) from error
-        self._judge(seen.content if seen else None)
+        self._set_lost(seen.content if seen else None)
         if self.lost:
             raise CheckpointError(self.lost)
 
-    def _judge(self, found: bytes | None) -> None:
-        if found is None:
+    def _set_lost(self, content: bytes | None) -> None:
+        """Set `lost` if the lease file has other content, or is missing (None)."""
+        if content is None:
             self.lost = f"{self.path}: was removed, so another job may write there now."
-        elif found != self._content:
-            self.lost = f"{self.path}: {describe(parse_holder(found))} has taken it from this job."
+        elif content != self._content:
+            holder = describe_holder(parse_holder(content))
+            self.lost = f"{self.path}: {holder} has taken it from this job."
 
-    def _keep(self) -> None:
-        looks_without = 0
+    def _send_heartbeats(self) -> None:
+        times_missing = 0
         while not self.lost and not self._closed.wait(self._heartbeat_seconds):
             try:
-                found = self._beat()
+                content = self._touch()
             except FileNotFoundError:
-                # Once is not enough: who judged an older lease may be putting ours back.
-                looks_without += 1
-                if looks_without == 2:
-                    self._judge(None)
+                # Once is not enough: another job may be putting it back, see _rename_away.
+                times_missing += 1
+                if times_missing == 2:
+                    self._set_lost(None)
             except OSError:  # a file system that hangs or is away; others see no heartbeat either
                 continue
             else:
-                looks_without = 0
-                self._judge(found)
+                times_missing = 0
+                self._set_lost(content)
 
-    def _beat(self) -> bytes:
-        """Touch the file if it is ours; returns what it holds."""
+    def _touch(self) -> bytes:
+        """Update the file's time if it is this job's; returns its content."""
         with self.path.open("r+b") as file:
-            found = file.read()
-            if found == self._content:
-                os.utime(file.fileno())  # by descriptor: the name may be another's by now
-            return found
+            content = file.read()
+            if content == self._content:
+                os.utime(file.fileno())  # by descriptor: the path may be another job's by now
+            return content
 
 
-# --- taking it -----------------------------------------------------------------------------------
+# --- acquiring it --------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class _Seen:
-    """What one look at a lease showed; `mtime` only ever tells whether it changed."""
+class LeaseSnapshot:
+    """A lease file at one moment; `mtime` is only compared for equality."""
 
     content: bytes
-    mtime: int
+    mtime: int  # ns, by the file system's clock
 
 
-def _create(path: Path) -> tuple[int, bytes] | None:
-    """Write the lease where there is none; returns its number and content, or None."""
+def _create_lease_file(path: Path) -> tuple[int, bytes] | None:
+    """Write the lease if there is none; returns its number and content, or None."""
     try:
         descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644)
     except FileExistsError:
-        with suppress(FileNotFoundError):  # given back in between
-            if not stat.S_ISREG(os.lstat(path).st_mode):  # a link to nothing or a FIFO has no end
+        with suppress(FileNotFoundError):  # released in the meantime
+            # A dangling link or a FIFO would be waited for forever.
+            if not stat.S_ISREG(os.lstat(path).st_mode):
                 raise OSError(errno.EINVAL, "is not a regular file", str(path)) from None
         return None
     try:
-        number = _count(path.with_name(COUNT_FILE))  # after creating: only one job at a time counts
-        content = json.dumps(asdict(replace(this_process(), number=number)), indent=1).encode()
+        number = _next_number(path.with_name(COUNT_FILE))  # only the job that created the file
+        holder = replace(current_process(), number=number)
+        content = json.dumps(asdict(holder), indent=1).encode()
         if os.write(descriptor, content) < len(content):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         os.fsync(descriptor)
@@ -166,145 +171,148 @@ def _create(path: Path) -> tuple[int, bytes] | None:
     return number, content
 
 
-def _count(path: Path) -> int:
-    """Count one more taking of the lease, and return how many there were."""
+def _next_number(path: Path) -> int:
+    """Append a byte to the count file; returns its size."""
     with path.open("ab", buffering=0) as file:
         file.write(b".")
         os.fsync(file.fileno())
         return os.fstat(file.fileno()).st_size
 
 
-def _clear_the_way(path: Path, key: str, stale_seconds: float) -> None:
-    """Take a dead job's lease away, or refuse; on return it is worth trying to create one."""
-    seen = _look(path)
+def _remove_dead_lease(path: Path, key: str, stale_seconds: float) -> None:
+    """Remove the lease of a dead job; raise ConfigError if the job is alive.
+
+    On return the lease may be gone, so the caller tries to create one again.
+    """
+    seen = _read_lease_file(path)
     if seen is None:
         return
     holder = parse_holder(seen.content)
-    who, alive, why = describe(holder), is_alive(holder), "that process is gone"
+    who, alive, reason = describe_holder(holder), is_holder_alive(holder), "that process is gone"
     if alive is None:
         logger.info(
             "%s: held by %s; watching its heartbeat for up to %g s", path, who, stale_seconds
         )
-        now = _watch(path, seen, stale_seconds)
-        if now is None or now.content != seen.content:  # given back, or another's: judge anew
+        now = _watch_lease_file(path, seen, stale_seconds)
+        if now is None or now.content != seen.content:  # released, or another job's by now
             return
-        alive, why = now != seen, f"its heartbeat stood still for {stale_seconds:g} s"
+        alive, reason = now != seen, f"no heartbeat for {stale_seconds:g} s"
     if alive:
-        raise _refusal(path, key, who)
-    if _take_away(path, seen):
-        logger.warning("%s: taken over from %s: %s", path, who, why)
+        raise lease_conflict_error(key, path.parent, f"{who}; {_describe_heartbeat_age(path)}")
+    if _remove_if_unchanged(path, seen):
+        logger.warning("%s: taken over from %s: %s", path, who, reason)
 
 
-def _look(path: Path) -> _Seen | None:
-    """What is there; opened each time, which is when NFS asks its server for the news."""
+def _read_lease_file(path: Path) -> LeaseSnapshot | None:
+    """The lease file now; opened each time, because NFS asks its server on open."""
     try:
         with path.open("rb") as file:
             mtime = os.fstat(file.fileno()).st_mtime_ns
-            return _Seen(file.read(), mtime)
+            return LeaseSnapshot(file.read(), mtime)
     except FileNotFoundError:
         return None
 
 
-def _watch(path: Path, seen: _Seen, seconds: float) -> _Seen | None:
-    """What is there once it is not as `seen`; that itself when so many seconds have passed."""
-    end = time.monotonic() + seconds
-    while (now := _look(path)) == seen and time.monotonic() < end:
+def _watch_lease_file(path: Path, seen: LeaseSnapshot, seconds: float) -> LeaseSnapshot | None:
+    """Wait up to `seconds` for the lease file to differ from `seen`; returns its last state."""
+    deadline = time.monotonic() + seconds
+    while (now := _read_lease_file(path)) == seen and time.monotonic() < deadline:
         time.sleep(min(1.0, seconds / 20))
     return now
 
 
-def _take_away(path: Path, judged: _Seen) -> bool:
-    """Remove a lease if it still is the one that was judged; of many who try, one does."""
-    with _one_at_a_time(path.parent):
-        return _look(path) == judged and _rename_away(path, judged)
+def _remove_if_unchanged(path: Path, judged: LeaseSnapshot) -> bool:
+    """Remove a lease if it still is the one that was judged; one of several callers succeeds."""
+    with _folder_lock_on_this_host(path.parent):
+        return _read_lease_file(path) == judged and _rename_away(path, judged)
 
 
-def _rename_away(path: Path, judged: _Seen) -> bool:
-    """The same where another host may come in between.
+def _rename_away(path: Path, judged: LeaseSnapshot) -> bool:
+    """Remove the judged lease even if jobs on other hosts try the same.
 
-    Nothing removes a file on condition of what it holds. So it is renamed, which one alone can do,
-    looked at again, and put back if it had changed hands.
+    No system call removes a file only if it has a given content. So the file is renamed, which one
+    job alone can do, read again, and put back if it is another job's lease by now.
     """
     aside = path.with_name(f"{path.name}.{uuid.uuid4().hex}")
     try:
         path.rename(aside)
     except FileNotFoundError:
         return False
-    is_it = _look(aside) == judged
-    if not is_it:
-        with suppress(FileExistsError):  # a third was quicker, and the one put back will see it
+    unchanged = _read_lease_file(aside) == judged
+    if not unchanged:
+        with suppress(FileExistsError):  # a third job was faster; the owner will notice
             os.link(aside, path)
     aside.unlink()
-    return is_it
+    return unchanged
 
 
 @contextmanager
-def _one_at_a_time(folder: Path) -> Iterator[None]:
-    """Only one process of this host goes in; across hosts the renaming has to do."""
+def _folder_lock_on_this_host(folder: Path) -> Iterator[None]:
+    """Exclude other processes of this host; between hosts, the renaming has to be enough."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
-        with suppress(OSError):  # NFS locks no folders
+        with suppress(OSError):  # NFS cannot lock folders
             fcntl.flock(descriptor, fcntl.LOCK_EX)
         yield
     finally:
         os.close(descriptor)
 
 
-def _refusal(path: Path, key: str, who: str) -> ConfigError:
-    seen = _look(path)
+def _describe_heartbeat_age(path: Path) -> str:
+    seen = _read_lease_file(path)
     with tempfile.TemporaryFile(dir=path.parent) as probe:  # the file system's clock, not ours
         now = os.fstat(probe.fileno()).st_mtime_ns
     age = max(0, now - seen.mtime) / 1e9 if seen else 0.0
-    return refusal(key, path.parent, f"{who}; its last heartbeat was {age:.0f} s ago")
+    return f"its last heartbeat was {age:.0f} s ago"
 
 
-def refusal(key: str, folder: object, who: str) -> ConfigError:
+def lease_conflict_error(key: str, folder: object, holder: str) -> ConfigError:
     """The error for a folder that another job holds."""
     return ConfigError(
-        f"{key} = {folder}: another job is writing there: {who}.",
+        f"{key} = {folder}: another job is writing there: {holder}.",
         fix=f"Use another {key}, or end that process first.",
         keys=(key,),
     )
 
 
-# --- who holds it --------------------------------------------------------------------------------
+# --- its holder ----------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Holder:
-    """What a lease says of the process that took it."""
+    """The process that a lease names; these are the keys of `lease.json`."""
 
     host: str
-    boot: str  # of that host: containers on one host may share a name, and hosts an image
-    processes: int | None  # the namespace that `pid` is a number in; None: /proc does not say
+    boot: str  # boot id of the host: containers may share a host name, and hosts an image
+    processes: int | None  # the pid namespace of `pid`; None: /proc does not show it
     pid: int
-    process_started: int | None  # in ticks since boot, so that a pid used again is another process
-    started: float  # by that host's clock, for people only
-    token: str  # of this one taking
-    number: int = 0  # larger than that of every taking before
+    process_started: int | None  # ticks since boot: tells apart two processes with the same pid
+    started: float  # by the host's clock, for display only
+    token: str  # unique for each lease
+    number: int = 0  # larger than that of every lease before
 
 
 def parse_holder(content: bytes) -> Holder | None:
-    """Whom a lease names; None where it cannot be read, as after a crash while it was written."""
+    """The holder that a lease names; None if it cannot be read, as after a crash while writing."""
     try:
         holder = Holder(**parse_json(content))
-        sane = holder.pid in range(1, 1 << 31) and isinstance(holder.number, int)
-        return holder if sane and describe(holder) else None
+        valid = holder.pid in range(1, 1 << 31) and isinstance(holder.number, int)
+        return holder if valid and describe_holder(holder) else None
     except (ValueError, TypeError, OverflowError, OSError):
         return None
 
 
-def describe(holder: Holder | None) -> str:
-    """A holder in words, for log lines and errors."""
+def describe_holder(holder: Holder | None) -> str:
+    """A holder as text, for log lines and errors."""
     if holder is None:
-        return "a process that it does not name"
+        return "an unknown process (the lease cannot be read)"
     since = datetime.fromtimestamp(holder.started).astimezone()
     return f"process {holder.pid} on {holder.host} (since {since:%Y-%m-%d %H:%M:%S %z})"
 
 
-def is_alive(holder: Holder | None) -> bool | None:
-    """Whether that process is there; None where only its heartbeat can tell."""
-    here = this_process()
+def is_holder_alive(holder: Holder | None) -> bool | None:
+    """Whether the process is alive; None if only its heartbeat can show it."""
+    here = current_process()
     if holder is None or here.processes is None or here.process_started is None:
         return None
     if any(getattr(holder, key) != getattr(here, key) for key in ("host", "boot", "processes")):
@@ -313,31 +321,31 @@ def is_alive(holder: Holder | None) -> bool | None:
         os.kill(holder.pid, 0)
     except ProcessLookupError:
         return False
-    except PermissionError:  # another user's, whose /proc may be hidden from us
+    except PermissionError:  # another user's process, perhaps hidden in /proc
         pass
-    state, started = _process(holder.pid)
+    state, started = _read_process_state(holder.pid)
     if started is None:
         return None
     return started == holder.process_started and state not in "ZX"  # a zombie writes nothing
 
 
-def this_process() -> Holder:
+def current_process() -> Holder:
     """This process as the holder of a new lease."""
     boot, processes = "", None
     with suppress(OSError):
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        if os.readlink("/proc/self") == str(os.getpid()):  # else /proc counts in another namespace
+        if os.readlink("/proc/self") == str(os.getpid()):  # else /proc is of another namespace
             processes = os.stat("/proc/self/ns/pid").st_ino
-    started = _process("self")[1]
+    _, started = _read_process_state("self")
     host, token = socket.gethostname(), uuid.uuid4().hex
     return Holder(host, boot, processes, os.getpid(), started, time.time(), token)
 
 
-def _process(pid: int | str) -> tuple[str, int | None]:
-    """A process's state letter and when it started, in ticks since boot."""
+def _read_process_state(pid: int | str) -> tuple[str, int | None]:
+    """A process's state letter, and when it started in ticks since boot."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
         return "", None
-    fields = text.rpartition(")")[2].split()  # the name before it may hold spaces and brackets
+    fields = text.rpartition(")")[2].split()  # the process name before it may contain ") "
     return fields[0], int(fields[19])

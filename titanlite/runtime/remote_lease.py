@@ -1,13 +1,13 @@
-"""The lease on a folder that a URL names, where nothing but whole files can be put.
+"""The lease on a folder in an object store, which can only write whole objects.
 
-The object `lease-N.json` is the Nth taking of the lease, and the highest number holds the folder.
-A job takes it by creating the next number, which one of several can do where the store knows
-conditional puts (S3, Google Cloud Storage). Only its holder rewrites an object: to count a
-heartbeat up, and to say that it is released. So no late heartbeat can undo what another job did.
+The object `lease-N.json` is lease number N, and the highest number holds the folder. A job acquires
+the folder by creating the next number; of several jobs one succeeds, if the store supports
+conditional puts (S3, Google Cloud Storage). Only the holder rewrites its object, to count up the
+heartbeat and to release it. So no late heartbeat can undo what another job did.
 
-Where a store does not know conditional puts, two jobs that start at the same moment can both
-believe that they hold the folder. The later put wins, and the other job finds out at its next
-heartbeat, and before each commit and each deletion.
+Without conditional puts, two jobs that start simultaneously can both believe that they hold the
+folder. The later put wins, and the other job notices at its next heartbeat, and before each commit
+and each deletion.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from titanlite.files import parse_json
 from titanlite.log import logger
 from titanlite.runtime.lease import (
     Holder,
-    describe,
-    is_alive,
+    current_process,
+    describe_holder,
+    is_holder_alive,
+    lease_conflict_error,
     parse_holder,
-    refusal,
-    this_process,
 )
 from titanlite.storage import StorageFolder, StorageUnreachable
 
-HEARTBEAT_SECONDS = 10.0  # each is a request that is paid for
+HEARTBEAT_SECONDS = 10.0  # each one is a request that costs money
 STALE_SECONDS = 60.0
 
 
@@ -43,133 +43,140 @@ def acquire_remote_lease(
     heartbeat_seconds: float = HEARTBEAT_SECONDS,
     stale_seconds: float = STALE_SECONDS,
 ) -> RemoteLease:
-    """Hold the folder that the setting `key` names; only one rank of a job asks for it.
+    """Acquire the folder that the setting `key` names; only one rank of a job calls it.
 
-    Raises ConfigError where another job holds it, CheckpointError where the store fails.
+    Raises ConfigError if another job holds it, CheckpointError if the store fails.
     """
-    holder = this_process()
+    holder = current_process()
     while True:
         numbers = lease_numbers(folder)
         if numbers:
-            _wait_for_end(folder, numbers[-1], key, stale_seconds)
+            _wait_until_free(folder, numbers[-1], key, stale_seconds)
         number = max(numbers, default=0) + 1
         lease = RemoteLease(folder, replace(holder, number=number), heartbeat_seconds)
         if lease.create():
             break
     for older in numbers:
-        with suppress(FileNotFoundError, StorageUnreachable):  # whoever is next deletes it
-            folder.delete(_name(older))
+        with suppress(FileNotFoundError, StorageUnreachable):  # the next job deletes it
+            folder.delete(_lease_object_name(older))
     lease.start()
     return lease
 
 
 def lease_numbers(folder: StorageFolder) -> list[int]:
-    """The numbers of the leases that are there, the holder's last."""
-    found = (re.fullmatch(r"lease-(\d{1,18})\.json", name) for name in folder.sizes())
-    return sorted(int(match[1]) for match in found if match)
+    """The numbers of the leases in a folder, ascending; the last one holds it."""
+    matches = (re.fullmatch(r"lease-(\d{1,18})\.json", name) for name in folder.sizes())
+    return sorted(int(match[1]) for match in matches if match)
 
 
 class RemoteLease:
-    """A folder that this process holds; `lost` says how it lost it, where it did."""
+    """A folder that this process holds. `lost` says why it no longer does; else it is empty."""
 
     def __init__(self, folder: StorageFolder, holder: Holder, heartbeat_seconds: float):
         self.folder, self.number, self.lost = folder, holder.number, ""
         self._holder, self._heartbeat_seconds = holder, heartbeat_seconds
         self._beats = 0
         self._closed = threading.Event()
-        self._thread = threading.Thread(target=self._keep, name="lease", daemon=True)
+        self._thread = threading.Thread(target=self._send_heartbeats, name="lease", daemon=True)
 
     def create(self) -> bool:
-        """Put the lease where there is none; whether it is ours now."""
-        if self.folder.create(_name(self.number), self._content()):
+        """Create the lease object if there is none; returns whether this job created it."""
+        if self.folder.create(_lease_object_name(self.number), self._content()):
             return True
-        # The answer to a put that succeeded may be lost, and the repeated put is refused.
+        # If the answer to a successful put was lost, the repeated put is refused.
         with suppress(FileNotFoundError):
-            return _read(self.folder, self.number).holder == self._holder
+            return _read_lease_object(self.folder, self.number).holder == self._holder
         return False
 
     def start(self) -> None:
-        """Begin to count heartbeats."""
+        """Start the heartbeat."""
         self._thread.start()
 
     def check(self) -> None:
-        """Raise CheckpointError unless the store says, now, that this process holds the folder."""
+        """Read the store, and raise CheckpointError unless this process still holds the folder."""
         last = max(lease_numbers(self.folder), default=0)
         try:
-            holder = _read(self.folder, last).holder
+            holder = _read_lease_object(self.folder, last).holder
         except FileNotFoundError:
             self.lost = f"{self.folder}: the lease of this job was removed."
         else:
             if holder != self._holder:
-                self.lost = f"{self.folder}: {describe(holder)} has taken it from this job."
+                self.lost = f"{self.folder}: {describe_holder(holder)} has taken it from this job."
         if self.lost:
             raise CheckpointError(self.lost)
 
     def close(self) -> None:
-        """Give the folder back, unless somebody else holds it by now."""
+        """Release the folder, unless another job has taken it over."""
         self._closed.set()
         self._thread.join(self._heartbeat_seconds)
-        with suppress(CheckpointError):  # what stays is a dead process's lease
+        with suppress(CheckpointError):  # a lease that remains is one of a dead process
             self.check()
-            self.folder.write_atomically(_name(self.number), self._content(released=True))
+            content = self._content(released=True)
+            self.folder.write_atomically(_lease_object_name(self.number), content)
 
-    def _keep(self) -> None:
+    def _send_heartbeats(self) -> None:
         while not self.lost and not self._closed.wait(self._heartbeat_seconds):
-            with suppress(CheckpointError):  # a store that fails is asked again
+            with suppress(CheckpointError):  # a store that fails is tried again
                 self.check()
                 self._beats += 1
-                self.folder.write_atomically(_name(self.number), self._content())
+                self.folder.write_atomically(_lease_object_name(self.number), self._content())
 
     def _content(self, released: bool = False) -> bytes:
         state = {"holder": asdict(self._holder), "beats": self._beats, "released": released}
         return json.dumps(state, indent=1).encode()
 
 
-def _name(number: int) -> str:
+def _lease_object_name(number: int) -> str:
     return f"lease-{number:06}.json"
 
 
 @dataclass(frozen=True)
-class _State:
-    """What a lease says; `content` only ever tells whether it changed."""
+class RemoteLeaseState:
+    """A lease object at one moment; `content` is only compared for equality."""
 
     holder: Holder | None  # None: it cannot be read
     released: bool
     content: bytes
 
 
-def _read(folder: StorageFolder, number: int) -> _State:
-    content = folder.read(_name(number))
+def _read_lease_object(folder: StorageFolder, number: int) -> RemoteLeaseState:
+    content = folder.read(_lease_object_name(number))
     with suppress(ValueError, TypeError, KeyError):
         state = parse_json(content)
         holder = parse_holder(json.dumps(state["holder"]).encode())
-        return _State(holder, state["released"] is True, content)
-    return _State(None, False, content)
+        return RemoteLeaseState(holder, state["released"] is True, content)
+    return RemoteLeaseState(None, False, content)
 
 
-def _wait_for_end(folder: StorageFolder, number: int, key: str, stale_seconds: float) -> None:
-    """Return when the lease is released, gone or its holder is dead; else refuse."""
-    with suppress(FileNotFoundError):  # gone
-        state = _read(folder, number)
+def _wait_until_free(folder: StorageFolder, number: int, key: str, stale_seconds: float) -> None:
+    """Return when a lease is released or removed, or its holder is dead.
+
+    Raises ConfigError if the holder is alive.
+    """
+    with suppress(FileNotFoundError):  # removed
+        state = _read_lease_object(folder, number)
         if state.released:
             return
-        who, alive, why = describe(state.holder), is_alive(state.holder), "that process is gone"
+        who, alive = describe_holder(state.holder), is_holder_alive(state.holder)
+        reason = "that process is gone"
         if alive is None:
             logger.info(
                 "%s: held by %s; watching its heartbeat for up to %g s", folder, who, stale_seconds
             )
-            now = _watch(folder, number, state, stale_seconds)
+            now = _watch_lease_object(folder, number, state, stale_seconds)
             if now.released:
                 return
-            alive, why = now != state, f"its heartbeat stood still for {stale_seconds:g} s"
+            alive, reason = now != state, f"no heartbeat for {stale_seconds:g} s"
         if alive:
-            raise refusal(key, folder, who)
-        logger.warning("%s: taken over from %s: %s", folder, who, why)
+            raise lease_conflict_error(key, folder, who)
+        logger.warning("%s: taken over from %s: %s", folder, who, reason)
 
 
-def _watch(folder: StorageFolder, number: int, state: _State, seconds: float) -> _State:
-    """What is there once it is not `state`; that itself when so many seconds have passed."""
-    end = time.monotonic() + seconds
-    while (now := _read(folder, number)) == state and time.monotonic() < end:
+def _watch_lease_object(
+    folder: StorageFolder, number: int, state: RemoteLeaseState, seconds: float
+) -> RemoteLeaseState:
+    """Wait up to `seconds` for a lease to differ from `state`; returns its last state."""
+    deadline = time.monotonic() + seconds
+    while (now := _read_lease_object(folder, number)) == state and time.monotonic() < deadline:
         time.sleep(min(1.0, seconds / 20))
     return now

@@ -1,7 +1,7 @@
-"""The ledger of a run's starts: a job that only dies is stopped, and told what it died of.
+"""Start log: detects crash loops and reports previous failures.
 
-`starts.jsonl` has a line for each start and one for each end that was in order; a process that was
-killed leaves none. Only one rank writes it, and only while it holds the lease of the folder.
+`starts.jsonl` has a line for each start of a run, and one for each end that could be recorded; a
+process that was killed leaves none. One rank writes it, while it holds the lease of the folder.
 """
 
 from __future__ import annotations
@@ -28,32 +28,33 @@ from titanlite.log import logger
 from titanlite.metrics import METRICS_FILE
 
 STARTS_FILE = "starts.jsonl"
-NOT_DEATHS = (EXIT_DONE, EXIT_USER_ERROR, EXIT_STOPPED, EXIT_INTERRUPTED)
+ORDERLY_EXIT_CODES = (EXIT_DONE, EXIT_USER_ERROR, EXIT_STOPPED, EXIT_INTERRUPTED)
+MAX_REASON_CHARACTERS = 500
 
 
 @dataclass(frozen=True)
 class StartRecord:
-    """One start of a run, and how it ended as far as anybody could write it down."""
+    """One start of a run, and how it ended if that was recorded; the keys of `starts.jsonl`."""
 
     time: float
     host: str
     pid: int
     ranks: int
-    from_step: int  # of the checkpoint it went on from; 0: none
-    code: int | None = None  # None: it did not get to say
-    step: int | None = None
+    from_step: int  # of the checkpoint that was loaded; 0: none
+    code: int | None = None  # exit code; None: no end was recorded
+    step: int | None = None  # at the end
     reason: str = ""
-    launch: str = ""  # what torchrun's restarts of one launch share
+    launch: str = ""  # the same for all restarts of one torchrun
 
     @property
-    def died(self) -> bool:
-        return self.code not in NOT_DEATHS
+    def crashed(self) -> bool:
+        return self.code not in ORDERLY_EXIT_CODES
 
     def __str__(self) -> str:
         when = f"{datetime.fromtimestamp(self.time).astimezone():%Y-%m-%d %H:%M:%S %z}"
         start = f"{when} on {self.host}, {self.ranks} ranks, from step {self.from_step}"
         if self.code is None:
-            return f"{start}: was killed, or its machine went away"
+            return f"{start}: was killed, or its machine failed"
         step = "" if self.step is None else f" at step {self.step}"
         return f"{start}: exit code {self.code}{step}" + (self.reason and f": {self.reason}")
 
@@ -66,67 +67,71 @@ class StartLog:
         self._running = False
 
     def check_crash_loop(self, from_step: int, limit: int) -> None:
-        """Raise CheckpointError if the last `limit` starts from there died; 0 is no limit."""
-        deaths = consecutive_crashes(read_starts(_read(self.path)), from_step)
-        if not limit or len(deaths) < limit:
+        """Raise CheckpointError if the last `limit` starts from this step crashed; 0: no limit."""
+        crashes = consecutive_crashes(read_starts(_read_if_exists(self.path)), from_step)
+        if not limit or len(crashes) < limit:
             return
-        evidence = [str(death) for death in deaths[-limit:]]
-        reached = last_step(_read(self.path.with_name(METRICS_FILE)))
+        evidence = [str(crash) for crash in crashes[-limit:]]
+        reached = last_step(_read_if_exists(self.path.with_name(METRICS_FILE)))
         if reached > from_step:
-            evidence.append(f"{METRICS_FILE} tells of steps up to {reached}")
+            evidence.append(f"the last step in {METRICS_FILE} is {reached}")
         raise CheckpointError(
-            f"{self.path}: the last {len(deaths)} starts died without a checkpoint newer than"
+            f"{self.path}: the last {len(crashes)} starts crashed without a checkpoint newer than"
             f" step {from_step}:\n    " + "\n    ".join(evidence) + "\n ",
-            fix="Mend the cause, then start once with --job.max_crashes 0, or delete this file.",
+            fix="Fix the cause, then start once with --job.max_crashes 0, or delete this file.",
         )
 
     def stopped_in_this_launch(self) -> bool:
-        """Whether torchrun restarts a run that was asked to stop, and did: it cannot tell."""
-        lives, restarts = (
-            read_starts(_read(self.path)),
-            os.environ.get("TORCHELASTIC_RESTART_COUNT"),
-        )
-        if not lives or not int(restarts or 0):
+        """Whether this start is a restart by torchrun, though the run was asked to stop and did.
+
+        torchrun restarts ranks after every exit code but 0.
+        """
+        starts = read_starts(_read_if_exists(self.path))
+        if not starts or not int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0) or 0):
             return False
-        return lives[-1].code == EXIT_STOPPED and lives[-1].launch == _this_launch()
+        return starts[-1].code == EXIT_STOPPED and starts[-1].launch == _launch_id()
 
     def record_start(self, ranks: int, from_step: int) -> None:
-        """Write down that the run starts; it counts as a death until `end` says otherwise."""
-        host, pid = socket.gethostname(), os.getpid()
+        """Append a start; it counts as a crash until `record_end` is called.
+
+        Raises CheckpointError if the file cannot be written.
+        """
+        fields = {"ranks": ranks, "from_step": from_step, "launch": _launch_id()}
         try:
-            about = {"ranks": ranks, "from_step": from_step, "launch": _this_launch()}
-            self._append("start", host=host, pid=pid, **about)
+            self._append("start", host=socket.gethostname(), pid=os.getpid(), **fields)
         except OSError as error:
             raise CheckpointError(f"{self.path}: {error.strerror or error}.") from error
         self._running = True
 
     def record_end(self, code: int, step: int, reason: str = "") -> None:
-        """Write down how the run ends, if it started; only its first end counts."""
-        if not self._running:  # a refused start must not look like the end of the one before
+        """Append the end of the start that was recorded; only its first end counts."""
+        if not self._running:  # a refused start is not the end of the one before
             return
         self._running = False
+        reason = " ".join(reason.split())[:MAX_REASON_CHARACTERS]
         try:
-            self._append("end", code=code, step=step, reason=" ".join(reason.split())[:500])
-        except OSError as error:  # it must not hide why the run ends
+            self._append("end", code=code, step=step, reason=reason)
+        except OSError as error:  # must not hide why the run ends
             logger.warning("%s: %s", self.path, error.strerror or error)
 
     def _append(self, event: str, **fields: Any) -> None:
         line = json.dumps({"event": event, "time": time.time(), **fields}).encode() + b"\n"
         with self.path.open("a+b") as file:
             if file.tell() and os.pread(file.fileno(), 1, file.tell() - 1) != b"\n":
-                line = b"\n" + line  # below what a crash has left half-written
+                line = b"\n" + line  # after a line that a crash cut off
             file.write(line)
             file.flush()
             os.fsync(file.fileno())
 
 
-def _this_launch() -> str:
-    """What torchrun and its restarts share, and two torchruns do not; empty under plain python."""
+def _launch_id() -> str:
+    """Identifies one torchrun, with all its restarts; empty under plain python."""
     run_id = os.environ.get("TORCHELASTIC_RUN_ID")
     return f"{run_id} by process {os.getppid()} of {socket.gethostname()}" if run_id else ""
 
 
-def _read(path: Path) -> bytes:
+def _read_if_exists(path: Path) -> bytes:
+    """The content of a file; b"" if there is none. Raises CheckpointError if it is unreadable."""
     try:
         return path.read_bytes()
     except FileNotFoundError:
@@ -135,43 +140,40 @@ def _read(path: Path) -> bytes:
         raise CheckpointError(f"{path}: {error.strerror or error}.") from error
 
 
-# --- pure ----------------------------------------------------------------------------------------
+# --- pure functions ------------------------------------------------------------------------------
 
 
-def read_starts(text: bytes) -> list[StartRecord]:
-    """The lives that a ledger tells of, oldest first; lines torn by a crash are passed over."""
-    lives: list[StartRecord] = []
-    for line in text.split(b"\n"):
+def read_starts(content: bytes) -> list[StartRecord]:
+    """The starts in a start log, oldest first; skips lines that a crash cut off."""
+    starts: list[StartRecord] = []
+    for line in content.split(b"\n"):
         try:
             entry = parse_json(line)
             event = entry.pop("event")
             if event == "start":
-                lives.append(StartRecord(**entry))
-            elif event == "end" and lives:
+                starts.append(StartRecord(**entry))
+            elif event == "end" and starts:
                 del entry["time"]
-                lives[-1] = replace(lives[-1], **entry)
+                starts[-1] = replace(starts[-1], **entry)
         except (ValueError, TypeError, KeyError, AttributeError):
             continue
-    return lives
+    return starts
 
 
-def consecutive_crashes(lives: Iterable[StartRecord], from_step: int) -> list[StartRecord]:
-    """The deaths since anything else happened, oldest first, if all started from `from_step`.
-
-    A start from another step and an end in order break the row.
-    """
-    row: list[StartRecord] = []
-    for life in lives:
-        if not life.died or life.from_step != from_step:
-            row = []
+def consecutive_crashes(starts: Iterable[StartRecord], from_step: int) -> list[StartRecord]:
+    """The crashes since the last orderly end or start from another step, oldest first."""
+    crashes: list[StartRecord] = []
+    for start in starts:
+        if not start.crashed or start.from_step != from_step:
+            crashes = []
         else:
-            row.append(life)
-    return row
+            crashes.append(start)
+    return crashes
 
 
-def last_step(journal: bytes) -> int:
-    """The last step that a metrics.jsonl tells of; 0 where it tells of none."""
-    for line in reversed(journal.splitlines()):
+def last_step(metrics: bytes) -> int:
+    """The last step in the content of a metrics.jsonl; 0 if there is none."""
+    for line in reversed(metrics.splitlines()):
         try:
             entry = parse_json(line)
             if "event" not in entry:

@@ -1,4 +1,4 @@
-"""Being asked to stop: by a signal to any one rank, or by the clock."""
+"""Stop requests: a signal to any one rank, or the time limit of the job."""
 
 from __future__ import annotations
 
@@ -13,66 +13,71 @@ from dataclasses import dataclass, field
 from titanlite.errors import EXIT_INTERRUPTED
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
-TIME_IS_UP = 1 << 10  # beside the numbers of signals
-AGAIN_SECONDS = 1.0  # sooner, a second Ctrl-C is the first one, passed on by a launcher as well
-LEAVE_SECONDS = 2.0  # for writing down how the run ends, to a disk that may be what hangs
+TIME_LIMIT_REASON = 1 << 10  # larger than any signal number
+SECOND_CTRL_C_SECONDS = 1.0  # sooner, it is the first Ctrl-C again, forwarded by the launcher
+ABORT_SECONDS = 2.0  # for recording how the run ends, on a disk that may be what hangs
+CTRL_C_MESSAGE = "titanlite: Ctrl-C: saving after this step; a second Ctrl-C ends without saving"
 
 
 @dataclass
 class StopRequest:
-    """Whether this rank was asked to stop; what a run does about it is decided by all together."""
+    """Whether this rank was asked to stop; all ranks decide together when to do so."""
 
     deadline: float | None = None  # by time.monotonic()
-    received: int = field(default=0, init=False)  # the signal that came
+    received: int = field(default=0, init=False)  # the number of the signal
 
-    def install_handlers(self, leave: Callable[[], None], rank: int = 0) -> None:
-        """From now on a signal is a request to save and leave, no longer the end.
+    def install_handlers(self, on_abort: Callable[[], None], rank: int = 0) -> None:
+        """Treat signals as requests to save and stop; without this call they end the process.
 
-        A second Ctrl-C calls `leave` and ends the process. Signals are handled in a thread, so that
-        this is done at once, whatever the main thread is waiting for.
+        A second Ctrl-C calls `on_abort` and ends the process. A thread handles the signals, so that
+        it does so immediately, whatever the main thread is waiting for.
         """
-        here, there = os.pipe()
-        os.set_blocking(there, False)
-        signal.set_wakeup_fd(there, warn_on_full_buffer=False)  # gets the number of each signal
-        os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))  # theirs are not ours
+        read_end, write_end = os.pipe()
+        os.set_blocking(write_end, False)
+        signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)  # gets each signal's number
+        # Signals of forked children must not be written into this pipe.
+        os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))
         for number in SIGNALS:
             signal.signal(number, lambda number, frame: None)
-        arguments = (here, leave, rank)
-        threading.Thread(target=self._take, args=arguments, name="signals", daemon=True).start()
+        threading.Thread(
+            target=self._read_signals, args=(read_end, on_abort, rank), name="signals", daemon=True
+        ).start()
 
     def reason(self, seconds_needed: float) -> int:
-        """Nonzero if it is time to stop, where leaving in order takes so many seconds."""
+        """Why to stop now, if stopping in order takes `seconds_needed`; 0 if there is no reason.
+
+        A signal number or TIME_LIMIT_REASON.
+        """
         if self.deadline is not None and time.monotonic() + seconds_needed >= self.deadline:
-            return TIME_IS_UP
+            return TIME_LIMIT_REASON
         return self.received
 
-    def _take(self, pipe: int, leave: Callable[[], None], rank: int) -> None:
-        interrupted: float | None = None  # when the first Ctrl-C came, by time.monotonic()
+    def _read_signals(self, read_end: int, on_abort: Callable[[], None], rank: int) -> None:
+        first_ctrl_c: float | None = None  # by time.monotonic()
         while True:
-            (number,) = os.read(pipe, 1)
-            if interrupted is None:
+            (number,) = os.read(read_end, 1)
+            if first_ctrl_c is None:
                 self.received = number if number in SIGNALS else self.received
                 if number == signal.SIGINT:
-                    interrupted = time.monotonic()
+                    first_ctrl_c = time.monotonic()
                     if rank == 0:
-                        print(INTERRUPTED, file=sys.stderr, flush=True)
-            # torchrun passes a second Ctrl-C on as SIGTERM (2.13).
-            elif number in (signal.SIGINT, signal.SIGTERM):
-                if time.monotonic() - interrupted >= AGAIN_SECONDS:
-                    _end(leave)
+                        print(CTRL_C_MESSAGE, file=sys.stderr, flush=True)
+            elif (
+                # torchrun forwards a second Ctrl-C as SIGTERM (torch 2.13).
+                number in (signal.SIGINT, signal.SIGTERM)
+                and time.monotonic() - first_ctrl_c >= SECOND_CTRL_C_SECONDS
+            ):
+                _abort(on_abort)
 
 
-INTERRUPTED = "titanlite: Ctrl-C: saving after this step; a second Ctrl-C ends without saving"
-
-
-def _end(leave: Callable[[], None]) -> None:
+def _abort(on_abort: Callable[[], None]) -> None:
     """End this process, whatever its main thread is doing."""
-    last = threading.Thread(target=leave, daemon=True)
-    last.start()
-    last.join(LEAVE_SECONDS)
+    recording = threading.Thread(target=on_abort, daemon=True)
+    recording.start()
+    recording.join(ABORT_SECONDS)
     os._exit(EXIT_INTERRUPTED)
 
 
 def stop_reason_name(reason: int) -> str:
-    """Why a run stopped, for people."""
-    return "time_limit" if reason == TIME_IS_UP else signal.Signals(reason).name
+    """The name of a stop reason in log lines and events: "SIGTERM", "time_limit"."""
+    return "time_limit" if reason == TIME_LIMIT_REASON else signal.Signals(reason).name

@@ -1,0 +1,126 @@
+"""Diagnosis of a run whose ranks wait: which one is dead, has left, or is the straggler."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+
+from titanlite.runtime.heartbeat import HeartbeatExchange, RankProgress, has_ended
+
+SILENT_FRACTION = 0.8  # of the timeout without a heartbeat, before a rank is declared dead
+STUCK_FRACTION = 0.85  # of the timeout in one phase, before a rank looks for the straggler
+DISK_PHASES = ("load", "save")  # as slow as the disk; they have a limit of their own
+LOST_ANOTHER = "lost another"  # the reason of ranks that leave because another one was lost
+MAX_NAMED_RANKS = 8
+
+
+class PeerDiagnosis:
+    """The findings of one rank about the others; each is a sentence, or "" while all is well."""
+
+    def __init__(self, exchange: HeartbeatExchange, progress: RankProgress):
+        self.store_silent_seconds = 0.0  # since the store last answered
+        self._exchange, self._progress = exchange, progress
+        self._rounds = 0
+
+    def update_store_silence(self, passed: float) -> None:
+        """Count the seconds in which the store did not answer."""
+        rounds = self._exchange.rounds
+        answered = rounds != self._rounds
+        self.store_silent_seconds = 0.0 if answered else self.store_silent_seconds + passed
+        self._rounds = rounds
+
+    def find_problem(self) -> str:
+        """A next rank that is silent or dead; else, once this rank is stuck, the straggler."""
+        exchange, progress = self._exchange, self._progress
+        peer, timeout = exchange.next_rank, progress.timeout_seconds
+        silent_seconds = exchange.silent_seconds.get(peer, 0.0)
+        if silent_seconds > SILENT_FRACTION * timeout:
+            return (
+                f"{self._name(peer)} has sent no heartbeat for {silent_seconds:.0f} s."
+                f" {self._positions(peer)}"
+            )
+        if silent_seconds > 3 * progress.heartbeat_seconds and has_ended(
+            exchange.heartbeats.get(peer)
+        ):
+            return f"{self._name(peer)} has died. {self._positions(peer)}"
+        # Staggered by rank: a thousand ranks that each read a thousand heartbeats load the store.
+        patience = (STUCK_FRACTION + 0.1 * progress.rank / progress.world_size) * timeout
+        stuck = progress.stuck_seconds > patience and progress.position.phase not in DISK_PHASES
+        exchange.read_all_ranks(stuck)
+        if stuck and self.store_silent_seconds > SILENT_FRACTION * timeout:
+            return self.describe_silent_store()
+        return self._find_straggler() if stuck and exchange.complete else ""
+
+    def find_lost_rank(self) -> str:
+        """Ranks that died, else ranks that left; needs some rounds of reading all heartbeats."""
+        exchange, limit = self._exchange, 2 * self._progress.heartbeat_seconds
+        silent = [
+            rank
+            for rank, seconds in exchange.silent_seconds.items()
+            if seconds > limit and not (rank in exchange.heartbeats and self._has_left(rank))
+        ]
+        if dead := [rank for rank in silent if has_ended(exchange.heartbeats.get(rank))]:
+            return f"{self._name(*dead)} has died. {self._positions(dead[0])}"
+        if silent:
+            return f"{self._name(*silent)} no longer sends heartbeats. {self._positions(silent[0])}"
+        return self._find_rank_that_left()
+
+    def describe_silent_store(self) -> str:
+        address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+        return f"The store at {address} does not answer: the launcher, or rank 0, is gone."
+
+    def _has_left(self, rank: int) -> bool:
+        return bool(self._exchange.heartbeats[rank].left)
+
+    def _find_straggler(self) -> str:
+        """The rank that all others wait for: it has left, or is stuck in the earliest phase."""
+        if left := self._find_rank_that_left():
+            progress = self._progress
+            return f"{left} Rank {progress.rank} has waited for {progress.stuck_seconds:.0f} s."
+        running = {rank: beat for rank, beat in self._exchange.heartbeats.items() if not beat.left}
+        earliest = min((beat.step, beat.phases_begun) for beat in running.values())
+        behind = {
+            rank: beat
+            for rank, beat in running.items()
+            if (beat.step, beat.phases_begun) == earliest
+        }
+        seconds = min(beat.seconds for beat in behind.values())
+        in_disk_phase = any(beat.phase in DISK_PHASES for beat in behind.values())
+        if seconds < SILENT_FRACTION * self._progress.timeout_seconds or in_disk_phase:
+            return ""
+        stuck = f"been in {next(iter(behind.values())).position} for {seconds:.0f} s"
+        waiting = Counter(
+            str(beat.position) for rank, beat in running.items() if rank not in behind
+        )
+        if not waiting:
+            return f"All {len(running)} ranks have {stuck}: they wait for each other."
+        positions = "; ".join(f"{count} in {where}" for where, count in waiting.most_common(5))
+        return f"{self._name(*behind)} has {stuck}. Ranks that wait for it: {positions}."
+
+    def _find_rank_that_left(self) -> str:
+        """Ranks that left with an error, else ranks that were done."""
+        heartbeats = self._exchange.heartbeats
+        left = {
+            rank: beat for rank, beat in heartbeats.items() if beat.left not in ("", LOST_ANOTHER)
+        }
+        ranks = [rank for rank, beat in left.items() if beat.left != "done"] or list(left)
+        if not ranks:
+            return ""
+        first = left[ranks[0]]
+        return f"{self._name(*ranks)} has left at {first.position} ({first.left})."
+
+    def _name(self, *ranks: int) -> str:
+        """Rank 2 (its host and process); of several ranks, the first few numbers."""
+        if len(ranks) > 1:
+            more = len(ranks) - MAX_NAMED_RANKS
+            listed = ", ".join(map(str, ranks[:MAX_NAMED_RANKS]))
+            return f"Each of ranks {listed}{f' and {more} more' if more > 0 else ''}"
+        heartbeat = self._exchange.heartbeats.get(ranks[0])
+        process = f" ({heartbeat.host}, process {heartbeat.pid})" if heartbeat else ""
+        return f"Rank {ranks[0]}{process}"
+
+    def _positions(self, rank: int) -> str:
+        """The last known position of a rank, which may have moved since, and that of this rank."""
+        heartbeat, own = self._exchange.heartbeats.get(rank), self._progress
+        last = heartbeat.position if heartbeat else "none"
+        return f"Last heartbeat of rank {rank}: {last}; rank {own.rank} is in {own.position}."

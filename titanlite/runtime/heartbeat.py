@@ -1,0 +1,219 @@
+"""Heartbeats of ranks, and their exchange through the launcher's store."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import threading
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+from titanlite.distributed.signed_store import SignedStore
+
+RANKS_PER_SECOND = 1000  # heartbeats per second that do not load a store; more ranks: slower ones
+CLOSE_SECONDS = 5.0  # for the last heartbeat, to a store that may not answer
+
+
+class Position(NamedTuple):
+    """Where the main thread of a rank is."""
+
+    step: int
+    phases_begun: int  # in this step: tells which of two ranks is ahead, since phases alternate
+    phase: str
+
+    def __str__(self) -> str:
+        return f"step {self.step}, {self.phase}"
+
+
+class Heartbeat(NamedTuple):
+    """What a rank reports about itself; sent as a JSON list in this order."""
+
+    beat: int  # counts up
+    step: int
+    phases_begun: int
+    phase: str
+    seconds: float  # in this phase
+    pid: int
+    host: str
+    pid_namespace: str  # where `pid` means the same process; empty if unknown
+    left: str = ""  # why the rank exited; empty while it runs
+
+    @property
+    def position(self) -> Position:
+        return Position(self.step, self.phases_begun, self.phase)
+
+
+class Verdict(NamedTuple):
+    """The problem that ends all ranks, and the rank that found it first."""
+
+    finder: int
+    problem: str
+
+
+class RankProgress:
+    """What a rank knows of itself: where its main thread is, and how long it may stay there.
+
+    The main thread writes the position; the watchdog's threads read it.
+    """
+
+    def __init__(self, rank: int, world_size: int, timeout_seconds: float):
+        self.rank, self.world_size = rank, world_size
+        self.timeout_seconds, self.timeout_key = timeout_seconds, "comm.init_timeout_seconds"
+        self.position = Position(0, 0, "start")  # replaced as one object: never read half-changed
+        self.stuck_seconds = 0.0  # since the position last changed
+        self._seen: Position | None = None
+
+    @property
+    def heartbeat_seconds(self) -> float:
+        """Interval between two heartbeats of a rank."""
+        return min(max(1.0, self.world_size / RANKS_PER_SECOND), self.timeout_seconds / 20)
+
+    def set_phase(self, step: int, phase: str) -> None:
+        """Begin a phase; beginning the same one again is progress too."""
+        before = self.position
+        phases_begun = before.phases_begun + 1 if step == before.step else 0
+        self.position = Position(step, phases_begun, phase)
+
+    def set_timeout(self, seconds: float) -> None:
+        """Use `comm.train_timeout_seconds` from now on, because the first step is done."""
+        self.timeout_seconds, self.timeout_key = seconds, "comm.train_timeout_seconds"
+
+    def update_stuck_seconds(self, passed: float) -> Position | None:
+        """Count the seconds without a new position, or return the new one."""
+        position = self.position
+        if position is self._seen:
+            self.stuck_seconds += passed
+            return None
+        self._seen, self.stuck_seconds = position, 0.0
+        return position
+
+    def heartbeat(self, beat: int, left: str = "") -> Heartbeat:
+        """The heartbeat to send now."""
+        seconds = round(self.stuck_seconds, 1)
+        process = os.getpid(), socket.gethostname(), PID_NAMESPACE
+        return Heartbeat(beat, *self.position, seconds, *process, left)
+
+
+class SuspendAwareTimer:
+    """Time between two laps, without the time in which this process itself was suspended.
+
+    So a job that is suspended and resumed as a whole does not report a lost rank.
+    """
+
+    def __init__(self) -> None:
+        self._last_lap = time.monotonic()
+
+    def lap(self, interval_seconds: float) -> float:
+        """Seconds since the last lap, at most twice the interval at which it is called."""
+        before, self._last_lap = self._last_lap, time.monotonic()
+        return min(self._last_lap - before, 2 * interval_seconds)
+
+
+class HeartbeatExchange:
+    """Writes this rank's heartbeat into the store and reads those of others.
+
+    Calls to a store can block forever, so they run in a thread of their own.
+    """
+
+    def __init__(self, store: SignedStore, progress: RankProgress):
+        self.heartbeats: dict[int, Heartbeat] = {}  # the newest of each rank
+        self.silent_seconds: dict[int, float] = {}  # since then, of the ranks that are read now
+        self.next_rank = (progress.rank + 1) % progress.world_size  # the rank that is always read
+        self.rounds = 0  # that the store has answered
+        self.finding = ""  # the problem that this rank found
+        self.verdict: Verdict | None = None  # the problem that any rank found first
+        self._store, self._progress = store, progress
+        self._reads_all = False
+        self._leave_reason = ""
+        self._wake = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="heartbeats", daemon=True)
+        self._thread.start()
+
+    @property
+    def complete(self) -> bool:
+        """Whether the last round read the heartbeats of all ranks."""
+        return len(self.silent_seconds) == self._progress.world_size
+
+    def read_all_ranks(self, enable: bool) -> None:
+        """Read the heartbeats of all ranks from the next round on, not only of the next rank."""
+        self._reads_all = enable
+
+    def report(self, finding: str) -> None:
+        """Send a problem to all ranks, unless another rank has already sent one; "" is none."""
+        self.finding = finding
+        if finding:
+            self._wake.set()
+
+    def close(self, reason: str) -> None:
+        """Send a last heartbeat with the reason for leaving, if the store answers."""
+        self._leave_reason = reason
+        self._wake.set()
+        self._thread.join(CLOSE_SECONDS)
+
+    def _run(self) -> None:
+        timer, reason = SuspendAwareTimer(), ""
+        try:
+            while not reason:
+                reason = self._leave_reason
+                passed = timer.lap(self._progress.heartbeat_seconds)
+                heartbeat = self._progress.heartbeat(self.rounds, reason)
+                self._store.set(str(self._progress.rank), json.dumps(heartbeat))
+                self._read_heartbeats(passed)
+                self._read_verdict()
+                self.rounds += 1
+                if not reason:
+                    self._wake.wait(self._progress.heartbeat_seconds)
+                    self._wake.clear()
+        except RuntimeError:
+            pass  # a broken connection stays broken; `rounds` no longer grows, which shows it
+
+    def _read_heartbeats(self, passed: float) -> None:
+        every_rank = list(range(self._progress.world_size))
+        ranks = every_rank if self._reads_all else [self.next_rank]
+        silent_seconds: dict[int, float] = {}
+        for rank, text in zip(ranks, self._store.read([str(rank) for rank in ranks]), strict=True):
+            known = self.heartbeats.get(rank)
+            heartbeat = Heartbeat(*json.loads(text)) if text else None
+            if known and (heartbeat is None or heartbeat.beat < known.beat):
+                heartbeat = known  # forged, or an old one that was written again: not a new one
+            same = heartbeat == known and rank in self.silent_seconds
+            silent_seconds[rank] = self.silent_seconds[rank] + passed if same else 0.0
+            if heartbeat:
+                self.heartbeats[rank] = heartbeat
+                if heartbeat.left and rank == self.next_rank:
+                    self.next_rank = (rank + 1) % self._progress.world_size
+        self.silent_seconds = silent_seconds
+
+    def _read_verdict(self) -> None:
+        """Read the problem that was found first, after offering the one that this rank found."""
+        if self.finding:
+            own = json.dumps([self._progress.rank, self.finding])
+            text = self._store.set_first("verdict", own)
+        else:
+            text = self._store.read(["verdict"])[0]
+        self.verdict = Verdict(*json.loads(text)) if text else None
+
+
+def _pid_namespace() -> str:
+    """This boot of this kernel and its namespace of process numbers; empty if not on Linux."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
+        return f"{boot} {os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        return ""
+
+
+PID_NAMESPACE = _pid_namespace()
+
+
+def has_ended(heartbeat: Heartbeat | None) -> bool:
+    """Whether a rank's process is known to have ended; False where it cannot be seen from here."""
+    if heartbeat is None or not PID_NAMESPACE or heartbeat.pid_namespace != PID_NAMESPACE:
+        return False
+    try:
+        text = Path(f"/proc/{heartbeat.pid}/stat").read_text(encoding="utf-8", errors="replace")
+    except OSError as error:
+        return isinstance(error, (FileNotFoundError, ProcessLookupError))
+    return text.rpartition(")")[2].split()[0] in "ZX"  # a zombie, or dead

@@ -1,0 +1,64 @@
+"""Settings as text: TOML that reads back as the same values, and values in messages."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from dataclasses import dataclass
+from typing import Any
+
+MAX_CHARACTERS = 80  # of a value in a message
+MAX_DECIMAL_BITS = 10_000  # Python refuses to write longer integers in decimal
+
+
+@dataclass(frozen=True)
+class CommandLineText:
+    """A value from the command line, to be converted to the type of its key."""
+
+    text: str
+
+
+def to_toml(section: Any) -> str:
+    """A job as TOML that reads back as the same job; keys that are None are omitted."""
+    lines: list[str] = []
+    _write_table(section, "", lines)
+    return "\n".join(lines).lstrip("\n") + "\n"
+
+
+def _write_table(section: Any, name: str, lines: list[str]) -> None:
+    fields = [(f.name, getattr(section, f.name)) for f in dataclasses.fields(section)]
+    values = [(k, v) for k, v in fields if v is not None and not dataclasses.is_dataclass(v)]
+    if name and values:
+        lines.append(f"\n[{name}]")
+    lines += [f"{key} = {_toml_value(value)}" for key, value in values]
+    for key, value in fields:
+        if dataclasses.is_dataclass(value):
+            _write_table(value, f"{name}.{key}".lstrip("."), lines)
+
+
+def _toml_value(value: Any) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, float):
+        return "inf" if value == math.inf else "-inf" if value == -math.inf else repr(value)
+    if isinstance(value, (list, tuple)):
+        return "[" + ", ".join(_toml_value(item) for item in value) + "]"
+    if dataclasses.is_dataclass(value):
+        value = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+    if isinstance(value, dict):
+        pairs = (f"{key} = {_toml_value(v)}" for key, v in value.items() if v is not None)
+        return "{ " + ", ".join(pairs) + " }"
+    if isinstance(value, int) and value.bit_length() > MAX_DECIMAL_BITS:
+        return hex(value)
+    # Strings and integers are the same in JSON and TOML. TOML dates are not used as values, but
+    # appear in messages.
+    return json.dumps(value, ensure_ascii=False, default=str)
+
+
+def format_value(value: Any) -> str:
+    """A value in a message: as typed on the command line, or as in TOML, cut if it is long."""
+    if isinstance(value, CommandLineText):
+        return value.text
+    text = _toml_value(value) if value is not None else "none"
+    return text if len(text) <= MAX_CHARACTERS else text[: MAX_CHARACTERS - 3] + "..."

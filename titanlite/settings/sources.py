@@ -1,0 +1,132 @@
+"""Sources of settings: TOML files with their includes, and command-line overrides."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from titanlite.errors import ConfigError
+from titanlite.files import parse_toml, read_regular_file
+from titanlite.settings.output import CommandLineText, format_value
+
+CONFIG_FILE_KEY = "job.config_file"
+MAX_INCLUDES = 100  # in all files of a job together
+MAX_TOML_BYTES = 4 << 20  # of all files of a job together
+
+
+def read_toml(path: str | Path) -> dict[str, Any]:
+    """Read a TOML file merged with the files it includes; raises ConfigError."""
+    return TomlFiles().read(Path(path), ())
+
+
+class TomlFiles:
+    """The TOML files of one job; each is read once, however often it is included."""
+
+    def __init__(self) -> None:
+        self._tables: dict[Path, dict[str, Any]] = {}  # merged with what they include
+        self._includes, self._bytes = 0, 0
+
+    def read(self, path: Path, including: tuple[Path, ...]) -> dict[str, Any]:
+        """Read a file that the files `including` include, the first one being the outermost."""
+        real_path = Path(os.path.realpath(path))  # Path.resolve raises on circular links
+        if real_path in including:
+            chain = " -> ".join(file.name for file in (*including, path))
+            raise ConfigError(f"circular include: {chain}.", fix="Remove one of these includes.")
+        if real_path not in self._tables:
+            table = self._parse(path, including)
+            included = self._read_includes(path, table, (*including, real_path))
+            self._tables[real_path] = merge_tables(included, table)
+        return self._tables[real_path]
+
+    def _read_includes(
+        self, path: Path, table: dict[str, Any], including: tuple[Path, ...]
+    ) -> dict[str, Any]:
+        """Merge the files that `table` includes, and remove `include` from it."""
+        names = table.pop("include", [])
+        are_strings = isinstance(names, list) and all(isinstance(name, str) for name in names)
+        if not are_strings or any("\0" in name for name in names):
+            raise ConfigError(
+                f"include = {format_value(names)} ({path}): must be a list of paths.",
+                fix='Write include = ["base.toml"].',
+            )
+        self._includes += len(names)
+        if self._includes > MAX_INCLUDES:
+            raise ConfigError(
+                f"include ({path}): the files of this job have more than {MAX_INCLUDES} includes.",
+                fix="Merge some of these files.",
+            )
+        merged: dict[str, Any] = {}
+        for name in names:
+            merged = merge_tables(merged, self.read(path.parent / name, including))
+        return merged
+
+    def _parse(self, path: Path, including: tuple[Path, ...]) -> dict[str, Any]:
+        try:
+            content = read_regular_file(path, MAX_TOML_BYTES - self._bytes)
+        except OSError as error:
+            included_by = f", included by {including[-1]}" if including else ""
+            raise ConfigError(
+                f'{CONFIG_FILE_KEY} = "{path}"{included_by}: cannot be read'
+                f" ({error.strerror or error}).",
+                fix="Give the path of a TOML file, relative to the working directory"
+                " (for an include: relative to the including file).",
+            ) from None
+        self._bytes += len(content)
+        try:
+            return parse_toml(content.decode())
+        except ValueError as error:
+            raise ConfigError(f'{CONFIG_FILE_KEY} = "{path}": not valid TOML: {error}.') from None
+
+
+def merge_tables(base: dict[str, Any], override: dict[str, Any]) -> dict[str, Any]:
+    """Merge nested tables; `override` wins. Lists are replaced, not concatenated."""
+    merged = dict(base)
+    for key, value in override.items():
+        are_tables = isinstance(value, dict) and isinstance(merged.get(key), dict)
+        merged[key] = merge_tables(merged[key], value) if are_tables else value
+    return merged
+
+
+def parse_overrides(argv: Sequence[str]) -> tuple[dict[str, Any], list[ConfigError]]:
+    """Parse `--section.key value` and `--section.key=value`; returns a nested table and errors."""
+    table: dict[str, Any] = {}
+    problems: list[ConfigError] = []
+    arguments = list(argv)
+    while arguments:
+        argument = arguments.pop(0)
+        if not argument.startswith("--"):
+            fix = f"Use --{CONFIG_FILE_KEY} {argument}." if argument.endswith(".toml") else ""
+            problems.append(
+                ConfigError(
+                    f"command line: {argument!r}: expected --section.key value.",
+                    fix=fix or "See --help for every key.",
+                )
+            )
+            continue
+        key, equals, text = argument[2:].partition("=")
+        if not equals:
+            if not arguments or arguments[0].startswith("--"):
+                fix = f"Write --{key} VALUE (true or false for a boolean)."
+                problems.append(ConfigError(f"command line: --{key} has no value.", fix=fix))
+                continue
+            text = arguments.pop(0)
+        if not _insert_override(table, key, text):
+            problems.append(
+                ConfigError(
+                    f"command line: --{key} is both a section and a key.", fix="Remove one of them."
+                )
+            )
+    return table, problems
+
+
+def _insert_override(table: dict[str, Any], key: str, text: str) -> bool:
+    """Insert a value under a dotted key; False if a part of the key already has a value."""
+    *sections, name = key.split(".")
+    for section in sections:
+        table = table.setdefault(section, {})
+        if not isinstance(table, dict):  # --a 1 --a.b 2
+            return False
+    table[name] = CommandLineText(text)
+    return True

@@ -1,0 +1,214 @@
+"""A nested table becomes a frozen dataclass; types are checked at every depth.
+
+Each `_convert_…` returns the value in the type of its key, or raises `ValueRefused`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import math
+import types
+import typing
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, Union
+
+from titanlite.errors import ConfigError
+from titanlite.files import parse_toml
+from titanlite.settings.output import CommandLineText, format_value
+from titanlite.settings.schema import Range, Supported, all_keys, describe_type, resolve_names, type_hints
+
+MIN_INT, MAX_INT = -(2**63), 2**63 - 1  # the integers of TOML
+
+
+class ValueRefused(Exception):
+    """A value does not fit its type; the text says what is allowed."""
+
+
+def build_dataclass(
+    schema: type, table: dict[str, Any], moved: Mapping[str, str] | None = None
+) -> tuple[Any, list[ConfigError]]:
+    """Build the dataclass that a table describes; returns it with every problem of the table.
+
+    A key with a problem gets its default, so that rules about other keys can still be checked.
+    `moved` maps the name of a key or section of another version ("training.seed", "old_section") to
+    a sentence that names its replacement.
+    """
+    builder = DataclassBuilder(schema, moved or {})
+    return builder.build(schema, table), builder.problems
+
+
+class DataclassBuilder:
+    """Builds the sections of one schema and collects the problems."""
+
+    def __init__(self, schema: type, moved: Mapping[str, str]):
+        self.problems: list[ConfigError] = []
+        self._moved, self._known_keys = moved, all_keys(schema)
+
+    def build(self, schema: type, table: dict[str, Any], prefix: str = "") -> Any:
+        """Build one section; `prefix` is its name with a dot, or ""."""
+        hints, values = type_hints(schema), {}
+        for name, given in table.items():
+            key = f"{prefix}{name}"
+            if name not in hints:
+                self.problems.append(self._unknown_key(key, given, prefix, hints))
+                continue
+            hint = hints[name]
+            if dataclasses.is_dataclass(hint):
+                if isinstance(given, dict):
+                    values[name] = self.build(typing.cast(type, hint), given, f"{key}.")
+                else:
+                    self._refuse(key, given, "must be a table.")
+                continue
+            try:
+                values[name] = convert(given, hint)
+            except ValueRefused as refusal:
+                self._refuse(key, given, str(refusal))
+        for field in dataclasses.fields(schema):
+            required = field.default is field.default_factory is dataclasses.MISSING
+            if required and field.name not in table:
+                key = f"{prefix}{field.name}"
+                text = f"{key}: is missing, and has no default."
+                self.problems.append(ConfigError(text, keys=(key,)))
+            if required and field.name not in values:
+                values[field.name] = None
+        return schema(**values)
+
+    def _refuse(self, key: str, given: Any, reason: str) -> None:
+        self.problems.append(ConfigError(f"{key} = {format_value(given)}: {reason}", keys=(key,)))
+
+    def _unknown_key(
+        self, key: str, given: Any, prefix: str, hints: Mapping[str, Any]
+    ) -> ConfigError:
+        is_section = isinstance(given, dict)
+        for old_name in (key, key.partition(".")[0]):
+            if old_name in self._moved:
+                written = f"[{key}]" if is_section else f"{key} = {format_value(given)}"
+                return ConfigError(f"{written}: {self._moved[old_name]}", keys=(key,))
+        name, known = key[len(prefix) :], self._known_keys
+        similar = [prefix + match for match in difflib.get_close_matches(name, hints, 1, 0.6)]
+        similar = similar or difflib.get_close_matches(key, known, 1, 0.6)
+        similar = similar or [k for k in known if k.rpartition(".")[2] == name][:1]
+        if is_section:
+            sections = sorted({known_key.partition(".")[0] for known_key in known})
+            similar = difflib.get_close_matches(name, sections, 1, 0.6) or similar
+            problem = f"[{key}]: unknown section."
+            otherwise = f"Known sections: {', '.join(sections)}."
+        else:
+            problem = f"{key} = {format_value(given)}: unknown key."
+            otherwise = "See --help for every key."
+        fix = f"Did you mean {similar[0]}?" if similar else otherwise
+        return ConfigError(problem, fix=fix, keys=(key,))
+
+
+def convert(given: Any, hint: Any, declared: Any = None) -> Any:
+    """Convert `given` to the type `hint`; raises ValueRefused.
+
+    `declared` is the type of the whole field, with its bounds and its None, for the error.
+    """
+    hint = resolve_names(hint)
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    declared = declared or hint
+    if origin is Annotated:
+        value = convert(given, arguments[0], declared)
+        for rule in arguments[1:]:
+            _check_rule(value, rule)
+        return value
+    if origin in (Union, types.UnionType):
+        return _convert_union(given, arguments, declared)
+    if origin is Literal:
+        return _convert_literal(given, arguments, hint)
+    if origin is list:
+        return _convert_list(given, hint, arguments[0])
+    if dataclasses.is_dataclass(hint):
+        return _convert_table(given, typing.cast(type, hint))
+    return _convert_scalar(given, hint, declared)
+
+
+def _convert_scalar(given: Any, hint: type, declared: Any) -> Any:
+    value = _parse_text(given.text, hint) if isinstance(given, CommandLineText) else given
+    if type(value) is int and not MIN_INT <= value <= MAX_INT:
+        raise ValueRefused("must be a number of at most 64 bits.")
+    if hint is float and type(value) is int:  # an int is a valid float; a bool is not an int
+        value = float(value)
+    if type(value) is not hint or (type(value) is float and not math.isfinite(value)):
+        raise ValueRefused(f"must be {describe_type(declared)}.")
+    return value
+
+
+def _parse_text(text: str, hint: type) -> Any:
+    if hint is str:
+        return text
+    if hint is bool:
+        return {"true": True, "false": False}.get(text.lower(), text)
+    try:
+        return hint(text.replace("_", ""))
+    except (TypeError, ValueError):
+        return text  # has the wrong type, so it is refused
+
+
+def _convert_union(given: Any, members: tuple[Any, ...], declared: Any) -> Any:
+    is_none = given is None or (isinstance(given, CommandLineText) and given.text.lower() == "none")
+    if is_none and type(None) in members:
+        return None
+    refusals = []
+    for member in members:
+        if member is not type(None):
+            try:
+                return convert(given, member, declared)
+            except ValueRefused as refusal:
+                refusals.append(refusal)
+    if len(refusals) == 1:
+        raise refusals[0]
+    raise ValueRefused(f"must be {describe_type(declared)}.")
+
+
+def _convert_literal(given: Any, allowed: tuple[Any, ...], hint: Any) -> Any:
+    value = given.text if isinstance(given, CommandLineText) else given
+    if value in allowed and not isinstance(value, bool):
+        return value
+    by_lower_case = {str(choice).lower(): choice for choice in allowed}
+    similar = difflib.get_close_matches(str(value).lower(), by_lower_case, 1)
+    suggestion = f' Did you mean "{by_lower_case[similar[0]]}"?' if similar else ""
+    raise ValueRefused(f"must be {describe_type(hint)}.{suggestion}")
+
+
+def _convert_list(given: Any, hint: Any, item_hint: Any) -> list[Any]:
+    if isinstance(given, CommandLineText):
+        given = _parse_list(given.text.strip(), hint)
+    if not isinstance(given, list):
+        raise ValueRefused(f"must be {describe_type(hint)}.")
+    values = []
+    for index, item in enumerate(given):
+        try:
+            values.append(convert(item, item_hint))
+        except ValueRefused as refusal:
+            raise ValueRefused(f"entry {index} ({format_value(item)}): {refusal}") from None
+    return values
+
+
+def _parse_list(text: str, hint: Any) -> Any:
+    """A list from the command line: TOML in brackets, or separated by commas."""
+    if not text.startswith("["):
+        return [CommandLineText(item.strip()) for item in text.split(",") if item.strip()]
+    try:
+        return parse_toml(f"value = {text}")["value"]
+    except ValueError:
+        raise ValueRefused(f"must be {describe_type(hint)}, written as in TOML.") from None
+
+
+def _convert_table(given: Any, schema: type) -> Any:
+    if not isinstance(given, dict):
+        raise ValueRefused(f"must be a table with {', '.join(type_hints(schema))}.")
+    value, problems = build_dataclass(schema, given)
+    if problems:
+        raise ValueRefused(" ".join(str(problem) for problem in problems))
+    return value
+
+
+def _check_rule(value: Any, rule: Any) -> None:
+    if isinstance(rule, Range) and not rule.contains(value):
+        raise ValueRefused(f"must be {rule}.")
+    if isinstance(rule, Supported) and value not in rule.values:
+        supported = " or ".join(format_value(choice) for choice in rule.values)
+        raise ValueRefused(f"{rule.feature} is not available in this version. Use {supported}.")
