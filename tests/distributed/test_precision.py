@@ -123,7 +123,7 @@ LAYOUTS = [
     Layout(context=2),
     Layout(pipeline=2, microbatch=9, less=(0, 0)),
 ]
-OTHERS = [
+MORE_LAYOUTS = [
     Layout(accumulate=3, reduction="last_microbatch"),
     Layout(tensor=4),  # more ranks than key-value heads
     Layout(pipeline=2, microbatch=3, schedule="InterleavedZeroBubble"),
@@ -144,7 +144,7 @@ def dtypes_of_each_precision(layout) -> list[dict]:
     return [dtypes_of_a_step(layout, *dtypes) for dtypes in PRECISIONS]
 
 
-@pytest.mark.parametrize("layout", [*LAYOUTS, *OTHERS], ids=str)
+@pytest.mark.parametrize("layout", [*LAYOUTS, *MORE_LAYOUTS], ids=str)
 def test_every_layout_uses_the_configured_dtypes(layout):
     for rank in run_on_ranks(dtypes_of_each_precision, layout.degrees.ranks, layout):
         for dtypes, (compute, param) in zip(rank, PRECISIONS, strict=True):
@@ -152,10 +152,9 @@ def test_every_layout_uses_the_configured_dtypes(layout):
             assert dtypes["activations"] == {compute}
             assert dtypes["gradients"] == dtypes["weights"] == {param}
             assert dtypes["optimizer states"] == {param}
-            assert dtypes["optimizer states of vectors"] == {torch.float32}  # see optim/vectors.py
-            assert dtypes["rotary tables"] == {
-                torch.float32
-            }  # bf16 cannot represent positions above 256
+            assert dtypes["optimizer states of vectors"] == {torch.float32}  # optim/fp32_vectors.py
+            # bf16 cannot represent all integers above 256, hence not the positions.
+            assert dtypes["rotary tables"] == {torch.float32}
             assert dtypes["loss"] == torch.float32
             assert dtypes["gradient reductions"].keys() <= {torch.float32}
             assert dtypes["sums of gradients"] <= {torch.float32}
