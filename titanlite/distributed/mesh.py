@@ -22,8 +22,8 @@ class ParallelismConfig:
     # FSDP ranks that each replica is sharded over; -1: all remaining ranks
     fsdp_reshard_after_forward: Literal["default", "always", "never"] = "default"
     # free all-gathered weights after forward: less memory, one more all-gather;
-    # default: all but the last FSDP group; with pipeline parallel none,
-    # where torch holds the gathered weights of at most three stages a rank
+    # default: all but the last FSDP group, or none with pipeline parallel, for which torch keeps
+    # at most three stages of a rank gathered
     fsdp_gradient_reduction: Literal["every_microbatch", "last_microbatch"] = "every_microbatch"
     # reduce accumulated gradients after every micro-batch (least memory) or only after the last
     # (least traffic); with pipeline parallel, one run of the schedule counts as a micro-batch

@@ -8,7 +8,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 
 def local_shard(tensor: Tensor) -> Tensor:
-    """This rank's shard as a plain tensor that aliases its memory, without any wrapper subclass."""
+    """This rank's shard as a plain tensor on the same memory, without DTensor or other wrappers."""
     local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     if hasattr(local, "wait"):  # an AsyncCollectiveTensor whose collective is still running
         return local.wait()

@@ -30,7 +30,7 @@ INIT_ROLES = (*NORMAL_ROLES, "ones")
 
 
 def tie_parameters(model: nn.Module, pairs: Sequence[tuple[str, str]]) -> None:
-    """Make each (name, other) one parameter again, after a transform replaced both."""
+    """Make each pair (name, other) the same parameter; a transform may have replaced both."""
     for name, other in pairs:
         path, _, attribute = name.rpartition(".")
         setattr(model.get_submodule(path), attribute, model.get_parameter(other))
