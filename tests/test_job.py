@@ -49,7 +49,7 @@ EARLY = ["--optimizer.early_step_in_backward", "true", "--training.max_norm", "0
             "does not divide the number of ranks, 4",
         ),
         (["--parallelism.data_parallel_shard_degree", "3"], 4, "is 3, not the number of ranks, 4"),
-        (["--parallelism.tensor_parallel_degree", "8"], 8, "cannot split model.n_heads = 4"),
+        (["--parallelism.tensor_parallel_degree", "8"], 8, "does not divide model.n_heads = 4"),
         (
             ["--parallelism.tensor_parallel_degree", "3", "--model.n_heads", "6"],
             3,
@@ -163,13 +163,13 @@ EARLY = ["--optimizer.early_step_in_backward", "true", "--training.max_norm", "0
             "where it cannot be taken from",
         ),
         (["--activation_checkpoint.visualize_memory_budget_pareto", "true"], 1, "nothing to draw"),
-        (["--compile.enable", "true", "--compile.backend", "inducter"], 1, "no such compiler"),
+        (["--compile.enable", "true", "--compile.backend", "inducter"], 1, "unknown to this torch"),
         (
             ["--parallelism.enable_async_tensor_parallel", "true"],
             1,
             "tensor_parallel_degree = 1 and blocks are not compiled",
         ),
-        (["--compile.enable", "true", "--compile.components", "[]"], 1, "nothing would be"),
+        (["--compile.enable", "true", "--compile.components", "[]"], 1, "no effect"),
         (
             [
                 *PIPELINE,
@@ -215,7 +215,7 @@ EARLY = ["--optimizer.early_step_in_backward", "true", "--training.max_norm", "0
         (
             ["--parallelism.context_parallel_degree", "2", "--validation.seq_len", "50"],
             2,
-            "cannot split validation.seq_len = 50 evenly: 2 ranks share each sequence, an early and",
+            "cannot shard validation.seq_len = 50 evenly over 2 context-parallel ranks with 2 chunks",
         ),
         (
             [
@@ -227,7 +227,7 @@ EARLY = ["--optimizer.early_step_in_backward", "true", "--training.max_norm", "0
                 "12",
             ],
             8,
-            "4 tensor-parallel ranks split each share. Use a multiple of 8",
+            "each shard over 4 tensor-parallel ranks. Use a multiple of 8",
         ),
         (["--parallelism.context_parallel_load_balancer", "ptrr"], 1, "is not available"),
         (
@@ -316,12 +316,20 @@ EARLY = ["--optimizer.early_step_in_backward", "true", "--training.max_norm", "0
         (
             ["--model.converters", "quantize.linear.float8"],
             1,
-            "(a CPU) does not compute in Float8; a GPU of capability 8.9",
+            "(a CPU) has no Float8 matmuls; a GPU of compute capability 8.9",
         ),
         (TENSORWISE, 1, "Set quantize.linear.float8.emulate = true"),
-        ([f"{FLOAT8}emulate", "true"], 1, "emulate = true: but no recipe is set"),
-        ([f"{FLOAT8}enable_fsdp_float8_all_gather", "true"], 1, "but no recipe is set"),
-        ([f"{FLOAT8}precompute_float8_dynamic_scale_for_fsdp", "true"], 1, "but no recipe is set"),
+        ([f"{FLOAT8}emulate", "true"], 1, "emulate = true: has no effect without recipe_name"),
+        (
+            [f"{FLOAT8}enable_fsdp_float8_all_gather", "true"],
+            1,
+            "has no effect without recipe_name",
+        ),
+        (
+            [f"{FLOAT8}precompute_float8_dynamic_scale_for_fsdp", "true"],
+            1,
+            "has no effect without recipe_name",
+        ),
         (
             [f"{FLOAT8}recipe_name", "rowwise", f"{FLOAT8}enable_fsdp_float8_all_gather", "true"],
             1,
@@ -330,7 +338,7 @@ EARLY = ["--optimizer.early_step_in_backward", "true", "--training.max_norm", "0
         (
             [*TENSORWISE, f"{FLOAT8}precompute_float8_dynamic_scale_for_fsdp", "true"],
             1,
-            "and enable_fsdp_float8_all_gather = false",
+            "no effect with enable_fsdp_float8_all_gather = false",
         ),
         (
             [
@@ -340,14 +348,18 @@ EARLY = ["--optimizer.early_step_in_backward", "true", "--training.max_norm", "0
                 "auto_filter_small_kn",
             ],
             1,
-            "goes by figures that torchao has not",
+            "torchao has no measurements for",
         ),
         (
             [*TENSORWISE, f"{FLOAT8}filter_fqns", "output,outptu"],
             1,
-            '"outptu" is in the name of no linear layer. Take it out; there are layers.*.attention',
+            '"outptu" matches no linear layer. Remove it; the linear layers are layers.*.attention',
         ),
-        ([*TENSORWISE, f"{FLOAT8}filter_fqns", "auto_filter_small_kn"], 1, "too small to gain"),
+        (
+            [*TENSORWISE, f"{FLOAT8}filter_fqns", "auto_filter_small_kn"],
+            1,
+            "too small to be faster",
+        ),
         (
             [*TENSORWISE, f"{FLOAT8}filter_fqns", "attention,feed_forward"],
             1,
@@ -356,9 +368,9 @@ EARLY = ["--optimizer.early_step_in_backward", "true", "--training.max_norm", "0
         (
             [*TENSORWISE, "--parallelism.tensor_parallel_degree", "2"],
             2,
-            "leaves each rank of layers.*.attention.wk 8 x 32, layers.*.attention.wv 8 x 32;",
+            "shards of layers.*.attention.wk 8x32, layers.*.attention.wv 8x32;",
         ),
-        ([*TENSORWISE, "--training.seq_len", "20"], 1, "a rank runs 40 tokens at once"),
+        ([*TENSORWISE, "--training.seq_len", "20"], 1, "a micro-batch of 40 tokens a rank"),
         (
             [
                 *TENSORWISE,
@@ -368,7 +380,7 @@ EARLY = ["--optimizer.early_step_in_backward", "true", "--training.max_norm", "0
                 "12",
             ],
             3,
-            "3 ranks cannot share the rows of layers.*.attention.wq (32), layers.*.attention.wk (16)",
+            "3 ranks do not divide the rows of layers.*.attention.wq (32), layers.*.attention.wk (16)",
         ),
         (["--training.compile", "true"], 1, "is now compile.enable"),
         (["--job.device", "cuda"], 1, "finds no CUDA device"),
@@ -541,7 +553,7 @@ def test_float8_can_be_enabled_by_torchtitan_s_converters(run_toml):
 def test_float8_is_checked_for_the_target_machine(run_toml):
     """The size rules of real Float8 GEMMs apply, although this CPU could emulate other sizes."""
     argv = [*TENSORWISE, "--job.check_ranks", "2", "--parallelism.tensor_parallel_degree", "2"]
-    assert "does not compute" not in (text := refusal(run_toml, *argv)) and "8 x 32" in text
+    assert "no Float8 matmuls" not in (text := refusal(run_toml, *argv)) and "8x32" in text
     fits = [*argv, f"{FLOAT8}filter_fqns", "attention"]
     assert accept(run_toml, *fits).transforms.float8.filter_fqns == ["attention"]
     assert accept(run_toml, *argv, f"{FLOAT8}emulate", "true").degrees.tensor == 2

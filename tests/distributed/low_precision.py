@@ -1,8 +1,8 @@
-"""The oracle in low precision: how far each gradient is from that of fp32, on trained weights.
+"""The oracle in low precision: the error of each gradient against fp32, on trained weights.
 
-Rounding is no mistake, so the measure is what rounding costs one process in the same precision.
-Weights are trained, because at initial weights queries and keys have almost no gradient, and its
-error says nothing.
+Rounding is not a bug, so the reference is the error of one process in the same precision. Weights
+are trained, because at initial weights the gradients of queries and keys are almost zero, and their
+errors mean nothing.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from titanlite.parallelize.float8 import Float8Config
 from titanlite.parallelize.weight_init import init_weights
 from titanlite.training import StepSettings, take_step
 
-# 32 numbers in every vector: errors of fewer are too much a matter of chance.
+# At least 32 values in every vector: the error of fewer varies too much by chance.
 SHAPE = Llama3Sizes(
     dim=32,
     n_layers=2,
@@ -54,28 +54,28 @@ SHAPE = Llama3Sizes(
     qk_norm=True,
 )
 RECIPE = replace(SGD, shape=SHAPE, batch=12)
-LOWER = (torch.bfloat16, torch.float16)
-FIRST_TO_LEARN = 100  # number of the first batch that is trained on
+LOW_PRECISION_DTYPES = (torch.bfloat16, torch.float16)
+FIRST_TRAINING_BATCH = 100  # batches before it are for measuring
 TRAINING_STEPS = 150
-PERIOD = 16  # tokens after which a sequence repeats itself, which only attention can know
-LIMIT = 1.5  # times the error of one process
+PERIOD = 16  # tokens after which a sequence repeats, which only attention can predict
+MAX_ERROR_RATIO = 1.5  # of a layout's error to that of one process
 
 Weights = dict[str, numpy.ndarray]
 
 
 @dataclass(frozen=True)
-class Case:
-    """One layout, in one precision."""
+class PrecisionCase:
+    """One layout in one precision."""
 
     layout: Layout
     recipe: Recipe = RECIPE
     compute: torch.dtype = torch.bfloat16
     float8: str = ""  # recipe
-    batches: int = 3  # the median of their errors counts
+    batches: int = 3  # whose median error is compared
 
     @property
-    def alone(self) -> Case:
-        """The same precision in one process, with no options."""
+    def on_one_process(self) -> PrecisionCase:
+        """The same precision on one process, with no options."""
         return replace(self, layout=Layout())
 
     @property
@@ -95,24 +95,24 @@ class Case:
 
 
 @dataclass
-class Seen:
-    """What one rank saw."""
+class RankResult:
+    """Losses and gradients of one rank."""
 
     losses: list[float]  # of each batch
-    gradients: list[dict[str, tuple]]  # its parts of those of each batch
-    evaluated: float  # loss of the last batch, by evaluation
+    gradients: list[dict[str, tuple]]  # its shards, of each batch
+    evaluation_loss: float  # of the last batch, without gradients
 
 
 def read_batch(number: int, recipe: Recipe) -> tuple[Tensor, Tensor]:
-    """A global batch [rows, T] of learnable text; ignored labels are spread unevenly over rows."""
+    """A global batch [B, T] of learnable tokens; sequences ignore different numbers of labels."""
     size, generator = recipe.shape.vocab_size, torch.Generator().manual_seed(SEED)
-    followers = torch.randint(1, size, (size, 4), generator=generator)  # of each id; none is END
+    followers = torch.randint(1, size, (size, 4), generator=generator)  # per id; none is END
     generator.manual_seed(1000 + number)
     ids = torch.randint(1, size, (recipe.batch, recipe.seq_len + 1), generator=generator)
-    which = torch.randint(0, 4, ids.shape, generator=generator)
+    choices = torch.randint(0, 4, ids.shape, generator=generator)
     for n in range(1, recipe.seq_len + 1):
-        drawn = followers[ids[:, n - 1], which[:, n]]
-        ids[:, n] = drawn if n < PERIOD else ids[:, n - PERIOD]
+        sampled = followers[ids[:, n - 1], choices[:, n]]
+        ids[:, n] = sampled if n < PERIOD else ids[:, n - PERIOD]
     if recipe.documents:
         ids[torch.rand(ids.shape, generator=generator) < 1 / PERIOD] = END
     inputs, labels = ids[:, :-1].clone(), ids[:, 1:].clone()
@@ -122,13 +122,13 @@ def read_batch(number: int, recipe: Recipe) -> tuple[Tensor, Tensor]:
 
 
 @cache
-def trained(shape: Llama3Sizes) -> Weights:
-    """Weights of a model that has learned something, trained in fp32 in one process."""
+def train_weights(shape: Llama3Sizes) -> Weights:
+    """Weights of a model trained in fp32 on one process."""
     model, recipe = FAMILY.build(shape), replace(RECIPE, shape=shape)
     init_weights(model, FAMILY.init_roles, shape.n_layers, SEED)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.0)
     for step in range(TRAINING_STEPS):
-        inputs, labels = read_batch(FIRST_TO_LEARN + step, recipe)
+        inputs, labels = read_batch(FIRST_TRAINING_BATCH + step, recipe)
         loss = F.cross_entropy(
             model(inputs).flatten(0, 1), labels.flatten(), ignore_index=IGNORE_INDEX
         )
@@ -140,53 +140,56 @@ def trained(shape: Llama3Sizes) -> Weights:
 
 
 @cache
-def in_fp32(recipe: Recipe, batches: int) -> tuple[list[float], list[dict[str, Tensor]]]:
-    """(the losses, the gradients) of each batch, of a plain model."""
+def compute_in_fp32(recipe: Recipe, batches: int) -> tuple[list[float], list[dict[str, Tensor]]]:
+    """(losses, gradients) of each batch, by an unparallelized model."""
     model, losses, gradients = FAMILY.build(recipe.shape), [], []
-    weights = trained(recipe.shape).items()
+    weights = train_weights(recipe.shape).items()
     model.load_state_dict({n: torch.from_numpy(w) for n, w in weights})
     for number in range(batches):
         inputs, labels = read_batch(number, recipe)
         logits = plain_logits(model, inputs, recipe)
         loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORE_INDEX)
-        losses.append(loss.item())  # what is reported, without the z-loss
+        losses.append(loss.item())  # the reported loss excludes the z-loss
         loss = loss + recipe.z_loss * logits.logsumexp(-1)[labels != IGNORE_INDEX].square().mean()
         loss.backward()
         gradients.append({name: p.grad for name, p in model.named_parameters()})
-        model.zero_grad()  # which forgets them, and does not change them
+        model.zero_grad()  # drops the references; the stored gradients stay
     return losses, gradients
 
 
-def measure(cases: Sequence[Case]) -> list[list[Seen]]:
-    """What each rank saw of each of several cases on as many ranks."""
-    weights = {case.recipe.shape: trained(case.recipe.shape) for case in cases}
-    return run_on_ranks(_measure_each, cases[0].layout.degrees.ranks, cases, weights)
+def run_cases(cases: Sequence[PrecisionCase]) -> list[list[RankResult]]:
+    """Run cases with equal numbers of ranks; the results [rank][case]."""
+    weights = {case.recipe.shape: train_weights(case.recipe.shape) for case in cases}
+    return run_on_ranks(_run_cases_on_rank, cases[0].layout.degrees.ranks, cases, weights)
 
 
-def _measure_each(cases: Sequence[Case], weights: dict[Llama3Sizes, Weights]) -> list[Seen]:
-    return [_measure(case, weights[case.recipe.shape]) for case in cases]
+def _run_cases_on_rank(
+    cases: Sequence[PrecisionCase], weights: dict[Llama3Sizes, Weights]
+) -> list[RankResult]:
+    return [_run_case(case, weights[case.recipe.shape]) for case in cases]
 
 
-def _measure(case: Case, weights: Weights) -> Seen:
+def _run_case(case: PrecisionCase, weights: Weights) -> RankResult:
     scale = LossScale(4096.0, growth_steps=100) if case.compute == torch.float16 else None
     options = {"dtype": case.compute, "float8": case.float8_config}
     state, engine, mesh = start(case.layout, case.recipe, scale, **options)
     _load_trained(state.model, weights)
-    early = OptimizerInBackward(state.model, state.optimizer) if case.layout.early else None
-    seen = Seen([], [], 0.0)
+    in_backward = OptimizerInBackward(state.model, state.optimizer) if case.layout.early else None
+    result = RankResult([], [], 0.0)
     rows = case.recipe.batch // mesh.degrees.data
-    mine = slice(mesh.batch_rank * rows, (mesh.batch_rank + 1) * rows)
-    with _noted_gradients(state) as noted:
+    own_rows = slice(mesh.batch_rank * rows, (mesh.batch_rank + 1) * rows)
+    with _recorded_gradients(state) as gradients:
         for number in range(case.batches):
-            inputs, labels = (part[mine] for part in read_batch(number, case.recipe))
-            settings = StepSettings(mesh, case.recipe.batch, 0.0, early)
-            result = take_step(state, engine, inputs, labels, lr=0.0, settings=settings)
-            seen.losses.append(result.loss.item())
-            seen.gradients.append(dict(noted))
-            noted.clear()
+            inputs, labels = (tensor[own_rows] for tensor in read_batch(number, case.recipe))
+            settings = StepSettings(mesh, case.recipe.batch, 0.0, in_backward)
+            step = take_step(state, engine, inputs, labels, lr=0.0, settings=settings)
+            result.losses.append(step.loss.item())
+            result.gradients.append(dict(gradients))
+            gradients.clear()
     count = all_reduce_sum(mesh.batch, valid_tokens(labels))
-    seen.evaluated = (all_reduce_sum(mesh.loss, engine.evaluate(inputs, labels)) / count).item()
-    return seen
+    evaluation_loss = all_reduce_sum(mesh.loss, engine.evaluate(inputs, labels)) / count
+    result.evaluation_loss = evaluation_loss.item()
+    return result
 
 
 @torch.no_grad()
@@ -195,79 +198,88 @@ def _load_trained(model, weights: Weights) -> None:
         shape, offset, _ = part_of(tensor)
         assert shape == weights[name].shape
         local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-        place = tuple(slice(o, o + n) for o, n in zip(offset, local.shape, strict=True))
-        local.copy_(torch.from_numpy(weights[name][place]))
+        index = tuple(slice(o, o + n) for o, n in zip(offset, local.shape, strict=True))
+        local.copy_(torch.from_numpy(weights[name][index]))
 
 
 @contextmanager
-def _noted_gradients(state):
-    """A dict that every step of the optimizer writes this rank's gradients to."""
-    noted: dict[str, tuple] = {}
+def _recorded_gradients(state):
+    """A dict to which every optimizer step adds this rank's shards of the gradients."""
+    recorded: dict[str, tuple] = {}
     named = list(state.model.named_parameters())
 
-    def note(*_) -> None:
-        found = {name: part_of(p.grad) for name, p in named if p.grad is not None}
-        assert all(local.dtype == torch.float32 for *_, local in found.values())
-        noted.update(found)
+    def record(*_) -> None:
+        gradients = {name: part_of(p.grad) for name, p in named if p.grad is not None}
+        assert all(local.dtype == torch.float32 for *_, local in gradients.values())
+        recorded.update(gradients)
 
-    hook = state.optimizer.register_step_pre_hook(note)
-    yield noted
+    hook = state.optimizer.register_step_pre_hook(record)
+    yield recorded
     hook.remove()
 
 
-def errors_of(case: Case, ranks: Sequence[Seen]) -> list[dict[str, float]]:
-    """How far each tensor's gradient is from fp32, of each batch: relative, in the 2-norm."""
-    _, right = in_fp32(case.recipe, case.batches)
+def gradient_errors(case: PrecisionCase, ranks: Sequence[RankResult]) -> list[dict[str, float]]:
+    """Relative error in the 2-norm of each tensor's gradient against fp32, for each batch."""
+    _, expected = compute_in_fp32(case.recipe, case.batches)
     return [
-        {name: ((found[name] - r).norm() / r.norm()).item() for name, r in exact.items()}
-        for found, exact in zip(joined_gradients(ranks), right, strict=True)
+        {name: ((actual[name] - e).norm() / e.norm()).item() for name, e in exact.items()}
+        for actual, exact in zip(joined_gradients(ranks), expected, strict=True)
     ]
 
 
-def joined_gradients(ranks: Sequence[Seen]) -> list[dict[str, Tensor]]:
-    """Of each batch, from the parts of all ranks; what several hold must be the same on each."""
+def joined_gradients(ranks: Sequence[RankResult]) -> list[dict[str, Tensor]]:
+    """Full gradients of each batch, from the shards of all ranks; replicas must be equal."""
     return [join_parts(parts) for parts in zip(*(rank.gradients for rank in ranks), strict=True)]
 
 
 @cache
-def errors_of_one_process(case: Case) -> list[dict[str, float]]:
-    [(seen,)] = measure([case])
-    return errors_of(case, [seen])
+def errors_of_one_process(case: PrecisionCase) -> list[dict[str, float]]:
+    [(result,)] = run_cases([case])
+    return gradient_errors(case, [result])
 
 
-def check_cases(cases: Sequence[Case], limit: float = LIMIT) -> None:
-    """Run cases on one number of ranks; each gradient's error may be `limit` times that of one
-    process, and losses are as in fp32."""
-    for case, *ranks in zip(cases, *measure(cases), strict=True):
-        ratios = _ratios(errors_of(case, ranks), errors_of_one_process(case.alone))
+def check_cases(cases: Sequence[PrecisionCase], limit: float = MAX_ERROR_RATIO) -> None:
+    """Run cases with equal numbers of ranks, and check gradients and losses.
+
+    A gradient's error may be `limit` times that of one process; losses are compared with fp32.
+    """
+    for case, *ranks in zip(cases, *run_cases(cases), strict=True):
+        ratios = _error_ratios(
+            gradient_errors(case, ranks), errors_of_one_process(case.on_one_process)
+        )
         worst = max(ratios, key=ratios.get)
         print(f"{case}: {worst} {ratios[worst]:.2f} times the error of one process")  # pytest -rP
-        too_far = {name: round(ratio, 2) for name, ratio in ratios.items() if not ratio <= limit}
-        assert not too_far, (str(case), too_far)
+        too_large = {name: round(ratio, 2) for name, ratio in ratios.items() if not ratio <= limit}
+        assert not too_large, (str(case), too_large)
         _check_losses(case, ranks)
 
 
-def _ratios(found: list[dict[str, float]], right: list[dict[str, float]]) -> dict[str, float]:
-    """How many times the error of one process each tensor's is, in the median batch.
+def _error_ratios(
+    actual: list[dict[str, float]], expected: list[dict[str, float]]
+) -> dict[str, float]:
+    """Ratio of each tensor's error to that of one process, median over batches.
 
-    Not in the mean: a deep model amplifies rounding, in a batch in a dozen to 40 times the usual
-    error, of which either side has more by chance.
+    Not the mean: a deep model amplifies rounding errors, in about one batch of twelve to 40 times
+    the usual error, and by chance one side has more such batches.
     """
-    least = [median(errors.values()) / 2 for errors in right]  # who is lucky sets no standard
+    # A tensor whose error on one process happens to be small is not a reference.
+    floors = [median(errors.values()) / 2 for errors in expected]
     return {
         name: median(
-            f[name] / max(r[name], floor) for f, r, floor in zip(found, right, least, strict=True)
+            a[name] / max(e[name], floor)
+            for a, e, floor in zip(actual, expected, floors, strict=True)
         )
-        for name in right[0]
+        for name in expected[0]
     }
 
 
-def _check_losses(case: Case, ranks: list[Seen]) -> None:
-    first, (losses, _) = ranks[0], in_fp32(case.recipe, case.batches)
-    assert all((r.losses, r.evaluated) == (first.losses, first.evaluated) for r in ranks)
-    far = [abs(a / b - 1) for a, b in zip(first.losses, losses, strict=True)]
-    far.append(abs(first.evaluated / losses[-1] - 1))
+def _check_losses(case: PrecisionCase, ranks: list[RankResult]) -> None:
+    first, (expected, _) = ranks[0], compute_in_fp32(case.recipe, case.batches)
+    for rank in ranks:
+        assert rank.losses == first.losses and rank.evaluation_loss == first.evaluation_loss
+    errors = [abs(a / b - 1) for a, b in zip(first.losses, expected, strict=True)]
+    errors.append(abs(first.evaluation_loss / expected[-1] - 1))
     limit = 3e-4 if case.compute == torch.float16 else 2e-3
     limit = 5e-2 if case.float8 else limit
-    print(f"    losses {max(far):.1e} from those of fp32")
-    assert max(far) <= limit, (str(case), far)
+    print(f"    relative error of the losses: {max(errors):.1e}")
+    assert max(errors) <= limit, (str(case), errors)

@@ -280,7 +280,7 @@ def spread_run(layout: Layout, recipe: Recipe) -> Record:
     go_on(state, engine, mesh, recipe, record, recipe.steps, early)
     samples = sum(map(recipe.batch_of, range(recipe.steps)))
     assert (state.step, state.position) == (recipe.steps, samples)
-    assert state.tokens == samples * recipe.seq_len
+    assert state.counters.tokens == samples * recipe.seq_len
     return record
 
 

@@ -1,4 +1,4 @@
-"""A run starts from the same weights under every layout, bit for bit."""
+"""Initial weights are bit-equal under every layout."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from tests.distributed.oracle import FAMILY, SEED, SGD, SHAPE, Layout, sharded, 
 from tests.distributed.ranks import run_on_ranks
 from titanlite.parallelize.weight_init import BLOCK_VALUES, init_weights
 
-BLOCKS = replace(SHAPE, dim=64, vocab_size=5003)  # matrices of several blocks of rows, all uneven
+# Matrices of several blocks of rows, with sizes that no number of ranks divides.
+SEVERAL_BLOCKS = replace(SHAPE, dim=64, vocab_size=5003)
 LAYOUTS = [
     Layout(),
     Layout(shard=3),
@@ -30,55 +31,55 @@ LAYOUTS = [
 ]
 
 
-def fingerprints(layout, shape) -> dict[str, str]:
+def hash_weights(layout, shape) -> dict[str, str]:
     model, _, _ = sharded(layout, replace(SGD, shape=shape))
-    return {name: fingerprint(p) for name, p in model.named_parameters()}
+    return {name: hash_weight(p) for name, p in model.named_parameters()}
 
 
-def fingerprint(parameter) -> str:
+def hash_weight(parameter) -> str:
     return xxhash.xxh3_128_hexdigest(whole(parameter).numpy().tobytes())
 
 
 @cache
-def plain_fingerprints(shape) -> dict[str, str]:
+def expected_hashes(shape) -> dict[str, str]:
     model = FAMILY.build(shape)
     init_weights(model, FAMILY.init_roles, shape.n_layers, SEED)
-    return {name: fingerprint(p) for name, p in model.named_parameters()}
+    return {name: hash_weight(p) for name, p in model.named_parameters()}
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-def test_every_layout_starts_from_the_same_bits(layout):
-    right = plain_fingerprints(BLOCKS)
-    assert BLOCKS.vocab_size * BLOCKS.dim > 4 * BLOCK_VALUES
-    ranks = run_on_ranks(fingerprints, layout.degrees.ranks, layout, BLOCKS)
-    for found in ranks:
-        assert found == {name: right[name] for name in found}
-    assert {name for found in ranks for name in found} == set(right)
+def test_initial_weights_are_bit_equal_under_every_layout(layout):
+    expected = expected_hashes(SEVERAL_BLOCKS)
+    assert SEVERAL_BLOCKS.vocab_size * SEVERAL_BLOCKS.dim > 4 * BLOCK_VALUES
+    ranks = run_on_ranks(hash_weights, layout.degrees.ranks, layout, SEVERAL_BLOCKS)
+    for hashes in ranks:
+        assert hashes == {name: expected[name] for name in hashes}
+    assert {name for hashes in ranks for name in hashes} == set(expected)
     if layout.pipeline == 1:
-        assert all(found.keys() == right.keys() for found in ranks)
+        assert all(hashes.keys() == expected.keys() for hashes in ranks)
 
 
-def bytes_held(layout, shape) -> int:
+def bytes_of_weights(layout, shape) -> int:
     model, _, _ = sharded(layout, replace(SGD, shape=shape))
     return sum(p.to_local().untyped_storage().nbytes() for p in model.parameters())
 
 
-def test_a_rank_holds_its_stages_and_nothing_else():
+def test_a_pipeline_rank_allocates_only_its_own_stages():
     layout = Layout(pipeline=2, less=(0, 0))
-    shape = replace(BLOCKS, n_layers=4)
-    whole_model = 4 * FAMILY.count_parameters(shape)
-    first, last = run_on_ranks(bytes_held, 2, layout, shape)
-    assert first + last == whole_model  # and each an end and half of the blocks
-    assert abs(last - first) == 4 * shape.dim  # the last norm
+    shape = replace(SEVERAL_BLOCKS, n_layers=4)
+    full_model = 4 * FAMILY.count_parameters(shape)
+    first, last = run_on_ranks(bytes_of_weights, 2, layout, shape)
+    assert first + last == full_model  # each has the embedding or the output, and half the blocks
+    assert abs(last - first) == 4 * shape.dim  # the final norm
 
 
-def test_tied_weights_start_as_one_parameter():
+def test_tied_weights_are_initialised_as_one_parameter():
     shape = tied(SGD).shape
-    found = run_on_ranks(fingerprints, 2, Layout(shard=2), shape)[0]
-    assert found == plain_fingerprints(shape) and "output.weight" not in found
+    hashes = run_on_ranks(hash_weights, 2, Layout(shard=2), shape)[0]
+    assert hashes == expected_hashes(shape) and "output.weight" not in hashes
 
 
-def test_weights_depend_on_seed_and_name_and_have_the_promised_spread():
+def test_weights_depend_on_seed_and_name_and_have_the_documented_deviation():
     model = FAMILY.build(SHAPE)
     init_weights(model, FAMILY.init_roles, SHAPE.n_layers, seed=1)
     first, second = model.layers["0"].attention, model.layers["1"].attention
@@ -91,29 +92,29 @@ def test_weights_depend_on_seed_and_name_and_have_the_promised_spread():
     assert torch.all(model.norm.weight == 1)
 
 
-def memory_beside_the_shards(layout, shape) -> tuple[int, int]:
-    """(most bytes alive at once in one tensor while the model is made, bytes of the shards)."""
+def largest_allocation(layout, shape) -> tuple[int, int]:
+    """(bytes of the largest tensor while the model is built, bytes of the largest shard)."""
     from torch.utils._python_dispatch import TorchDispatchMode
 
     largest = 0
 
-    class HeartbeatWatchdog(TorchDispatchMode):
+    class LargestTensor(TorchDispatchMode):
         def __torch_dispatch__(self, function, types, args=(), kwargs=None):
             nonlocal largest
             out = function(*args, **(kwargs or {}))
-            if isinstance(out, torch.Tensor) and not isinstance(out, DTensor):
-                if out.device.type != "meta":
-                    largest = max(largest, out.untyped_storage().nbytes())
+            is_local = isinstance(out, torch.Tensor) and not isinstance(out, DTensor)
+            if is_local and out.device.type != "meta":
+                largest = max(largest, out.untyped_storage().nbytes())
             return out
 
-    with HeartbeatWatchdog():
+    with LargestTensor():
         model, _, _ = sharded(layout, replace(SGD, shape=shape))
     shards = [p.to_local().untyped_storage().nbytes() for p in model.parameters()]
     return largest, max(shards)
 
 
-def test_no_rank_holds_a_whole_matrix_while_the_model_is_made():
+def test_no_rank_allocates_a_full_matrix_while_the_model_is_built():
     layout, shape = Layout(shard=4), FAMILY.flavors["debugmodel"]
-    whole_matrix = shape.vocab_size * shape.dim * 4
-    for largest, shard in run_on_ranks(memory_beside_the_shards, 4, layout, shape):
-        assert shard < whole_matrix / 2 and largest < whole_matrix / 2, (largest, shard)
+    full_matrix = shape.vocab_size * shape.dim * 4
+    for largest, shard in run_on_ranks(largest_allocation, 4, layout, shape):
+        assert shard < full_matrix / 2 and largest < full_matrix / 2, (largest, shard)

@@ -1,4 +1,4 @@
-"""In bf16 and fp16, every layout's gradients are as good as those of one process."""
+"""In bf16 and fp16, the gradients of every layout are as accurate as those of one process."""
 
 from __future__ import annotations
 
@@ -8,7 +8,13 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.distributed.low_precision import LOWER, RECIPE, SHAPE, Case, check_cases
+from tests.distributed.low_precision import (
+    LOW_PRECISION_DTYPES,
+    RECIPE,
+    SHAPE,
+    PrecisionCase,
+    check_cases,
+)
 from tests.distributed.oracle import Layout, Recipe, deepened
 
 # Each in bf16 and in fp16.
@@ -26,7 +32,7 @@ LAYOUTS = [
     ],
     [Layout(tensor=4)],  # more ranks than key-value heads
 ]
-# Each in one of the two, in turn: they compute as the layouts above do.
+# Alternately in bf16 and in fp16: options of the layouts above.
 OPTIONS = [
     [
         Layout(recompute="full"),
@@ -81,50 +87,59 @@ DOCUMENTED = [
 ]
 
 
-def case_of(layout: Layout, recipe: Recipe, compute: torch.dtype) -> Case:
-    return Case(layout, deepened(recipe, layout) if layout.pipeline > 1 else recipe, compute)
+def build_case(layout: Layout, recipe: Recipe, compute: torch.dtype) -> PrecisionCase:
+    return PrecisionCase(
+        layout, deepened(recipe, layout) if layout.pipeline > 1 else recipe, compute
+    )
 
 
-def in_both(layouts: Sequence[Layout], recipe: Recipe = RECIPE) -> list[Case]:
-    return [case_of(layout, recipe, dtype) for layout in layouts for dtype in LOWER]
+def in_both_dtypes(layouts: Sequence[Layout], recipe: Recipe = RECIPE) -> list[PrecisionCase]:
+    return [
+        build_case(layout, recipe, dtype) for layout in layouts for dtype in LOW_PRECISION_DTYPES
+    ]
 
 
-def in_turn(layouts: Sequence[Layout], recipe: Recipe = RECIPE) -> list[Case]:
-    """Cases in bf16 and fp16 by turns."""
-    return [case_of(layout, recipe, LOWER[n % 2]) for n, layout in enumerate(layouts)]
+def in_alternating_dtypes(
+    layouts: Sequence[Layout], recipe: Recipe = RECIPE
+) -> list[PrecisionCase]:
+    return [
+        build_case(layout, recipe, LOW_PRECISION_DTYPES[n % 2]) for n, layout in enumerate(layouts)
+    ]
 
 
-def by_ranks(groups: Sequence[Sequence[Layout]]):
+def parametrize_groups(groups: Sequence[Sequence[Layout]]):
     names = [f"{group[0].degrees.ranks} ranks, {number}" for number, group in enumerate(groups)]
     return pytest.mark.parametrize("layouts", groups, ids=names)
 
 
-@by_ranks(LAYOUTS)
-def test_every_gradient_of_a_layout_is_as_good_as_that_of_one_process(layouts):
-    check_cases(in_both(layouts))
+@parametrize_groups(LAYOUTS)
+def test_gradients_of_every_layout_are_as_accurate_as_on_one_process(layouts):
+    check_cases(in_both_dtypes(layouts))
 
 
-@by_ranks(OPTIONS)
-def test_no_option_costs_a_gradient_precision(layouts):
-    check_cases(in_turn(layouts))
+@parametrize_groups(OPTIONS)
+def test_options_do_not_make_gradients_less_accurate(layouts):
+    check_cases(in_alternating_dtypes(layouts))
 
 
-@by_ranks(DOCUMENTED)
-def test_documents_cost_no_gradient_precision(layouts):
-    check_cases(in_turn(layouts, replace(RECIPE, documents=True)))
+@parametrize_groups(DOCUMENTED)
+def test_document_masks_do_not_make_gradients_less_accurate(layouts):
+    check_cases(in_alternating_dtypes(layouts, replace(RECIPE, documents=True)))
 
 
-def test_z_loss_costs_no_gradient_precision():
+def test_z_loss_does_not_make_gradients_less_accurate():
     layouts = [Layout(tensor=2, chunk=100), Layout(tensor=2, loss_parallel=False)]
-    check_cases(in_turn(layouts, replace(RECIPE, z_loss=0.01)))
+    check_cases(in_alternating_dtypes(layouts, replace(RECIPE, z_loss=0.01)))
 
 
-def test_tied_embeddings_cost_no_gradient_precision():
-    """Their gradient is the sum of two."""
+def test_tied_embeddings_do_not_make_gradients_less_accurate():
+    """Their gradient is the sum of that of the embedding and that of the output layer."""
     shape = replace(SHAPE, tied_embeddings=True, qk_norm=False)
-    check_cases(in_turn([Layout(tensor=2), Layout(context=2)], replace(RECIPE, shape=shape)))
+    check_cases(
+        in_alternating_dtypes([Layout(tensor=2), Layout(context=2)], replace(RECIPE, shape=shape))
+    )
 
 
-def test_float8_is_as_good_under_every_layout():
+def test_float8_is_as_accurate_under_every_layout_as_on_one_process():
     layouts = (Layout(shard=2), Layout(tensor=2), Layout(context=2))
-    check_cases([Case(layout, float8="tensorwise") for layout in layouts])
+    check_cases([PrecisionCase(layout, float8="tensorwise") for layout in layouts])

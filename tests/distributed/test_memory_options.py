@@ -1,4 +1,4 @@
-"""Moments in less memory are the same under every layout, and so is what a checkpoint holds."""
+"""Low-memory optimizer states are the same under every layout, and so are their checkpoints."""
 
 from __future__ import annotations
 
@@ -10,31 +10,31 @@ from tests.distributed.oracle import ADAMW, Layout, one_process, spread_runs
 from tests.distributed.ranks import run_on_ranks
 from tests.distributed.test_resume import STOP, go_on_under, of_all, stop_under
 
-# Two tensor-parallel ranks cut some rows in two, each of two blocks; 509 rows divide nothing.
+# Each of 2 tensor-parallel ranks has two quantisation blocks per row; 509 rows is a prime number.
 SHAPE = replace(ADAMW.shape, head_dim=64, hidden_dim=256)
 RECIPE = replace(ADAMW, shape=SHAPE, batch=12, seq_len=12)
 PIPELINE = Layout(pipeline=2, shard=2, microbatch=3)
 
 
-def test_every_layout_learns_with_lean_moments_what_one_process_learns():
-    """Clipped, too. A moment that rounding tips over is a code off, so the norm is as it may be."""
+def test_every_layout_trains_like_one_process_with_quantised_optimizer_states():
+    """With clipping. A value that rounds to a neighbouring code changes the norm, hence 1e-3."""
     recipes = [replace(RECIPE, state_dtype=kind) for kind in ("bfloat16", "8bit", "4bit", "float8")]
     cases = [(Layout(shard=2, tensor=2), recipe) for recipe in recipes]
     for recipe, record in zip(recipes, run_on_ranks(spread_runs, 4, cases)[0], strict=True):
-        right = one_process(recipe)
-        assert record.losses == pytest.approx(right.losses, rel=1e-5), recipe.state_dtype
-        assert record.norms == pytest.approx(right.norms, rel=1e-3), recipe.state_dtype
+        expected = one_process(recipe)
+        assert record.losses == pytest.approx(expected.losses, rel=1e-5), recipe.state_dtype
+        assert record.norms == pytest.approx(expected.norms, rel=1e-3), recipe.state_dtype
 
 
 @pytest.mark.parametrize(
     "kind, layouts", [("8bit", [PIPELINE]), ("4bit", [Layout(), Layout(shard=3)])]
 )
-def test_lean_moments_go_on_under_any_layout_bit_for_bit(kind, layouts, tmp_path):
+def test_quantised_optimizer_states_resume_bit_equal_under_any_layout(kind, layouts, tmp_path):
     recipe, folder = replace(RECIPE, state_dtype=kind), str(tmp_path)
     saved = of_all(run_on_ranks(stop_under, 4, Layout(shard=2, tensor=2), recipe, folder))
     assert any(f"exp_avg_root_{kind}_scale" in name for name in saved)
-    right = one_process(recipe).losses[STOP:]
+    expected_losses = one_process(recipe).losses[STOP:]
     for layout in layouts:
-        answers = run_on_ranks(go_on_under, layout.degrees.ranks, layout, recipe, [folder])
-        assert of_all([loaded for ((loaded, _),) in answers]) == saved, str(layout)
-        assert answers[0][0][1] == pytest.approx(right, rel=1e-5)
+        results = run_on_ranks(go_on_under, layout.degrees.ranks, layout, recipe, [folder])
+        assert of_all([loaded for ((loaded, _),) in results]) == saved, str(layout)
+        assert results[0][0][1] == pytest.approx(expected_losses, rel=1e-5)

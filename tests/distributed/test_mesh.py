@@ -1,35 +1,40 @@
-"""Who is whose neighbour, said without the others, is who it is among them."""
+"""Each rank's coordinates, computed without processes, are those of the real DeviceMesh."""
 
 from __future__ import annotations
 
 from tests.distributed.ranks import run_on_ranks
-from titanlite.distributed.mesh import ORDER, Degrees, build_mesh, coordinates_of
+from titanlite.distributed.mesh import DIMENSIONS, Degrees, build_mesh, coordinates_of
 
 DEGREES = Degrees(replicate=2, context=2, pipeline=2)
 
 
-def coordinates() -> tuple[list[int], dict[str, list[int]]]:
-    """(where this rank is in four views, its neighbours in every view)."""
+def local_coordinates() -> tuple[list[int], dict[str, list[int]]]:
+    """(this rank's coordinate in four sub-meshes, the ranks of every sub-mesh it is in)."""
     mesh = build_mesh(DEGREES, "cpu")
-    views = {name: getattr(mesh, name) for name in ("batch", "loss", "cp", "tp", "pp")}
-    here = [view.get_local_rank() for view in (mesh.pp, mesh.batch, mesh.cp, mesh.tp)]
-    return here, {name: view.mesh.tolist() for name, view in views.items()}
+    submeshes = {name: getattr(mesh, name) for name in ("batch", "loss", "cp", "tp", "pp")}
+    own = [submesh.get_local_rank() for submesh in (mesh.pp, mesh.batch, mesh.cp, mesh.tp)]
+    return own, {name: submesh.mesh.tolist() for name, submesh in submeshes.items()}
 
 
-def test_a_rank_is_where_the_picture_draws_it_and_its_views_are_its_neighbours():
-    answers = run_on_ranks(coordinates, DEGREES.ranks)
-    places = [coordinates_of(rank, DEGREES) for rank in range(DEGREES.ranks)]
-    drawn = [[p["pipeline"], p["replicate"], p["context"], p["tensor"]] for p in places]
-    assert [here for here, _ in answers] == drawn
-    varying = {
+def test_computed_coordinates_match_the_device_mesh():
+    results = run_on_ranks(local_coordinates, DEGREES.ranks)
+    computed = [coordinates_of(rank, DEGREES) for rank in range(DEGREES.ranks)]
+    expected = [[c["pipeline"], c["replicate"], c["context"], c["tensor"]] for c in computed]
+    assert [own for own, _ in results] == expected
+    dimensions_of = {
         "batch": ("replicate", "shard"),
         "loss": ("pipeline", "replicate", "shard", "context"),
         "cp": ("context",),
         "tp": ("tensor",),
         "pp": ("pipeline",),
     }
-    for mine, (_, views) in zip(places, answers, strict=True):
-        for name, directions in varying.items():
-            fixed = [d for d in ORDER if d not in directions]
-            same = [r for r, p in enumerate(places) if all(p[d] == mine[d] for d in fixed)]
-            assert views[name] == same, name
+    for own, (_, ranks_of) in zip(computed, results, strict=True):
+        for submesh, dimensions in dimensions_of.items():
+            fixed = [d.name for d in DIMENSIONS if d.name not in dimensions]
+            neighbours = [r for r, c in enumerate(computed) if all(c[d] == own[d] for d in fixed)]
+            assert ranks_of[submesh] == neighbours, submesh
+
+
+def test_degrees_are_shown_in_mesh_order():
+    assert str(Degrees(shard=4, tensor=2, pipeline=2)) == "PP 2 x FSDP 4 x TP 2"
+    assert str(Degrees()) == "one process"

@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import ROOT
-from tests.distributed.low_precision import LOWER, Case, check_cases
+from tests.distributed.low_precision import LOW_PRECISION_DTYPES, PrecisionCase, check_cases
 from tests.distributed.oracle import ADAMW, SGD, SHAPE, Layout, Recipe
 from tests.distributed.test_oracle import learn_the_same
 from titanlite.errors import UserError
@@ -141,7 +141,10 @@ def test_legal_layouts_drawn_at_random_are_as_precise_as_one_process(wanted, run
         # Vectors of 32 numbers: errors of fewer are too much a matter of chance.
         recipe = replace(drawn.recipe, shape=replace(drawn.recipe.shape, head_dim=32), **changes)
         # Deeper models amplify what is chance: 1.53 was seen where the median was 1.02.
-        check_cases([Case(drawn.layout, recipe, dice.choice(LOWER), batches=7)], limit=2.0)
+        check_cases(
+            [PrecisionCase(drawn.layout, recipe, dice.choice(LOW_PRECISION_DTYPES), batches=7)],
+            limit=2.0,
+        )
 
 
 def test_illegal_layouts_drawn_at_random_are_refused_with_a_reason(wanted, run_toml):

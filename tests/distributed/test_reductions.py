@@ -1,4 +1,4 @@
-"""How often gradients are reduced is what the user chose, and weighs memory against traffic."""
+"""parallelism.fsdp_gradient_reduction: gradients are reduced as often as the user chose."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.distributed.oracle import SGD, Layout, batch_at, sharded
 from tests.distributed.ranks import run_on_ranks
 
 
-class Reductions(TorchDispatchMode):
+class ReduceScatterCounter(TorchDispatchMode):
     def __init__(self):
         super().__init__()
         self.count = 0
@@ -25,25 +25,25 @@ class Reductions(TorchDispatchMode):
 RECIPE = replace(SGD, batch=12, seq_len=12)
 
 
-def reductions(layout) -> int:
+def count_reductions(layout) -> int:
     _, mesh, engine = sharded(layout, RECIPE)
     rows = RECIPE.batch // layout.degrees.data
-    mine = slice(mesh.batch_rank * rows, (mesh.batch_rank + 1) * rows)
-    inputs, labels = (part[mine] for part in batch_at(0, RECIPE))
-    with Reductions() as seen:
+    own_rows = slice(mesh.batch_rank * rows, (mesh.batch_rank + 1) * rows)
+    inputs, labels = (tensor[own_rows] for tensor in batch_at(0, RECIPE))
+    with ReduceScatterCounter() as counter:
         engine.forward_backward(inputs, labels, torch.tensor(1.0))
-    return seen.count
+    return counter.count
 
 
 @pytest.mark.parametrize(
     "layout", [Layout(shard=2), Layout(shard=2, pipeline=2, microbatch=1)], ids=str
 )
-def test_gradients_are_reduced_with_each_micro_batch_or_once(layout):
-    def counted(**changes) -> list[int]:
+def test_gradients_are_reduced_after_each_micro_batch_or_once_per_step(layout):
+    def counts(**changes) -> list[int]:
         ranks = layout.degrees.ranks
-        return run_on_ranks(reductions, ranks, replace(layout, **changes))
+        return run_on_ranks(count_reductions, ranks, replace(layout, **changes))
 
-    once = counted()
-    assert min(once) > 0
-    assert counted(accumulate=3) == [3 * count for count in once]
-    assert counted(accumulate=3, reduction="last_microbatch") == once
+    one_microbatch = counts()
+    assert min(one_microbatch) > 0
+    assert counts(accumulate=3) == [3 * count for count in one_microbatch]
+    assert counts(accumulate=3, reduction="last_microbatch") == one_microbatch

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tests.parallelize.memory import taken
+from tests.parallelize.memory import measure_allocations
 from titanlite.labels import IGNORE_INDEX
 from titanlite.models import LossConfig, OutputLayer
 
@@ -82,7 +82,7 @@ def test_no_more_logits_are_held_than_those_of_a_chunk(dtype, copies):
     most = {}
     for size in (0, chunk):
         output.loss = LossConfig(chunk_tokens=size)
-        most[size], _ = taken(lambda: output(x, labels=labels))
+        most[size], _ = measure_allocations(lambda: output(x, labels=labels))
     print({size: f"{peak / 2**20:.2f} MiB" for size, peak in most.items()})  # pytest -rP
     # once in fp32, and, as they come and as their gradient goes, in the type of the weights
     assert most[0] <= copies * tokens * ids * 4

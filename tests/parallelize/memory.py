@@ -1,4 +1,4 @@
-"""Bytes that an act takes from the allocator of the CPU: at most at once, and still at its end."""
+"""Measure what a function allocates on the CPU."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ from itertools import accumulate
 from torch.profiler import ProfilerActivity, profile
 
 
-def taken(act: Callable[[], object]) -> tuple[int, int]:
-    """(most bytes at once, bytes still there at the end), of what `act` itself takes."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
-        kept = act()
-    changes = [e.nbytes() for e in seen.profiler.kineto_results.events() if e.name() == "[memory]"]
-    held = list(accumulate(changes, initial=0))
-    del kept
-    return max(held), held[-1]
+def measure_allocations(function: Callable[[], object]) -> tuple[int, int]:
+    """(peak bytes, bytes still allocated when it returns) of a call of `function`."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        result = function()
+    events = profiler.profiler.kineto_results.events()
+    changes = [event.nbytes() for event in events if event.name() == "[memory]"]
+    allocated = list(accumulate(changes, initial=0))
+    del result  # after the profile: what it refers to counts as still allocated
+    return max(allocated), allocated[-1]

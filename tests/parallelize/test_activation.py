@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.parallelize.memory import taken
+from tests.parallelize.memory import measure_allocations
 from titanlite.models import FAMILIES, Llama3Sizes
 from titanlite.parallelize import activation_offload
 from titanlite.parallelize.activation_checkpoint import (
@@ -100,7 +100,7 @@ def bytes_held(**config) -> int:
     shape = Llama3Sizes(64, 4, 4, 4, 256, vocab_size=31)
     model = built(ActivationCheckpointConfig(**config), shape)
     tokens = torch.zeros(2, 128, dtype=torch.int64)
-    _, held = taken(lambda: model(tokens, labels=tokens))
+    _, held = measure_allocations(lambda: model(tokens, labels=tokens))
     return held
 
 

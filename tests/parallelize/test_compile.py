@@ -1,10 +1,11 @@
-"""Compiled blocks are compiled once, whole, and stay what they were."""
+"""torch.compile of blocks: one graph for all blocks, no recompilation, no renamed parameters."""
 
 from __future__ import annotations
 
 import os
 import subprocess
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from torch._inductor.runtime.cache_dir_utils import cache_dir
 
 from tests.distributed.oracle import SGD, Layout, batch_at, deepened, sharded
 from tests.distributed.ranks import run_on_ranks
-from tests.parallelize.memory import taken
+from tests.parallelize.memory import measure_allocations
 from titanlite.models import FAMILIES, Llama3Sizes, valid_tokens
 from titanlite.parallelize.activation_checkpoint import (
     ActivationCheckpointConfig,
@@ -24,37 +25,36 @@ from titanlite.parallelize.activation_checkpoint import (
 from titanlite.parallelize.compile import (
     CompileConfig,
     compile_blocks,
-    compiled_so_far,
+    describe_compilation,
     prepare_compiler,
 )
 
-BLOCKS = 4
 
-
-def each_that_compiles(layouts) -> list[tuple[int, int, str, bool]]:
-    found = []
+def compile_each_layout(layouts) -> list[tuple[int, int, str, bool]]:
+    results = []
     for layout in layouts:
         torch._dynamo.reset()
         counters.clear()
-        found.append(steps_that_compile(replace(layout, compile="aot_eager")))
-    return found
+        results.append(run_compiled_steps(replace(layout, compile="aot_eager")))
+    return results
 
 
-def steps_that_compile(layout) -> tuple[int, int, str, bool]:
-    """(graphs after two steps, after four, what is said of them, whether names are plain)."""
+def run_compiled_steps(layout) -> tuple[int, int, str, bool]:
+    """(graphs after two steps, after four, the log line, whether parameter names are unchanged)."""
     recipe = deepened(SGD, layout)
     model, mesh, engine = sharded(layout, recipe)
     rows = recipe.batch // mesh.degrees.data
-    mine = slice(mesh.batch_rank * rows, (mesh.batch_rank + 1) * rows)
+    own_rows = slice(mesh.batch_rank * rows, (mesh.batch_rank + 1) * rows)
     graphs = []
     for stance in ("default", "fail_on_recompile"):
         with torch.compiler.set_stance(stance):
             for step in (0, 1):
-                inputs, labels = (part[mine] for part in batch_at(step, recipe))
+                inputs, labels = (tensor[own_rows] for tensor in batch_at(step, recipe))
                 engine.forward_backward(inputs, labels, valid_tokens(labels))
         graphs.append(counters["stats"]["unique_graphs"])
-    plain = {name for name, _ in FAMILIES["llama3"].build(recipe.shape).named_parameters()}
-    return *graphs, compiled_so_far(), {name for name, _ in model.named_parameters()} <= plain
+    original = {name for name, _ in FAMILIES["llama3"].build(recipe.shape).named_parameters()}
+    unchanged = {name for name, _ in model.named_parameters()} <= original
+    return *graphs, describe_compilation(), unchanged
 
 
 @pytest.mark.parametrize(
@@ -69,16 +69,17 @@ def steps_that_compile(layout) -> tuple[int, int, str, bool]:
     ],
     ids=["one", "two"],
 )
-def test_one_graph_serves_all_blocks_and_nothing_is_compiled_after_the_second_step(layouts):
-    for of_rank in run_on_ranks(each_that_compiles, layouts[0].degrees.ranks, layouts):
-        for graphs, later, said, plain in of_rank:
-            assert later == graphs <= 3  # a block, and the two of the loss
-            assert said.startswith(f"compiled {graphs} graphs in ")
-            assert plain
+def test_all_blocks_share_a_graph_and_nothing_recompiles_after_the_second_step(layouts):
+    for rank_results in run_on_ranks(compile_each_layout, layouts[0].degrees.ranks, layouts):
+        for graphs, later_graphs, log_line, names_unchanged in rank_results:
+            assert later_graphs == graphs <= 3  # one of the block, two of the loss
+            assert log_line.startswith(f"compiled {graphs} graphs in ")
+            assert names_unchanged
 
 
-def test_a_budget_of_the_compiler_is_kept_to():
-    held = {}
+def test_a_smaller_memory_budget_saves_fewer_activations():
+    saved_bytes = {}
+    tokens = torch.zeros(2, 128, dtype=torch.int64)
     shape = Llama3Sizes(64, 2, 4, 4, 256, vocab_size=31)
     for budget in (1.0, 0.5, 0.0):
         torch._dynamo.reset()
@@ -88,19 +89,19 @@ def test_a_budget_of_the_compiler_is_kept_to():
         compile_blocks(
             model.layers, CompileConfig(enable=True, backend="aot_eager_decomp_partition")
         )
-        tokens = torch.zeros(2, 128, dtype=torch.int64)
-        model(tokens, labels=tokens)
-        _, held[budget] = taken(lambda: model(tokens, labels=tokens))
+        compute_loss = partial(model, tokens, labels=tokens)
+        compute_loss()  # compiles
+        _, saved_bytes[budget] = measure_allocations(compute_loss)
     set_memory_budget(ActivationCheckpointConfig(mode="none"))
-    print({budget: f"{size / 2**20:.2f} MiB" for budget, size in held.items()})  # pytest -rP
-    assert held[0.0] < held[0.5] < held[1.0]
+    print({budget: f"{size / 2**20:.2f} MiB" for budget, size in saved_bytes.items()})  # pytest -rP
+    assert saved_bytes[0.0] < saved_bytes[0.5] < saved_bytes[1.0]
 
 
-def test_compiled_code_is_kept_among_the_users_caches_unless_they_said_where(monkeypatch):
+def test_compiled_code_is_cached_in_the_user_cache_unless_the_user_set_a_folder(monkeypatch):
     key, device = "TORCHINDUCTOR_CACHE_DIR", torch.device("cpu")
     monkeypatch.setenv("XDG_CACHE_HOME", "/somewhere")
     monkeypatch.delenv(key, raising=False)
-    cache_dir()  # as torch does while its pipelines are imported
+    cache_dir()  # as torch does when its pipelining package is imported
     assert Path(os.environ[key]).name.startswith("torchinductor_")
     prepare_compiler(device)
     assert os.environ[key] == "/somewhere/titanlite/inductor"
@@ -109,14 +110,14 @@ def test_compiled_code_is_kept_among_the_users_caches_unless_they_said_where(mon
     assert os.environ[key] == "/elsewhere"
 
 
-def test_what_vectors_there_are_is_asked_without_a_process_each(tmp_path, monkeypatch):
+def test_cpu_vector_isas_are_probed_without_subprocesses(tmp_path, monkeypatch):
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     prepare_compiler(torch.device("cpu"))
     started = []
-    monkeypatch.setattr(subprocess, "run", lambda *words, **_: started.append(words))
+    monkeypatch.setattr(subprocess, "run", lambda *command, **_: started.append(command))
     isa = cpu_vec_isa.VecAVX2()
     extension = next(Path(torch.__file__).parent.glob("_C.*"))
     assert isa._probe_load(str(extension))
-    (tmp_path / "torn.so").write_bytes(extension.read_bytes()[:100])
-    assert not isa._probe_load(str(tmp_path / "torn.so"))
+    (tmp_path / "truncated.so").write_bytes(extension.read_bytes()[:100])
+    assert not isa._probe_load(str(tmp_path / "truncated.so"))
     assert not started

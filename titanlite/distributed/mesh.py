@@ -1,11 +1,11 @@
-"""Degrees become a DeviceMesh, and the mesh becomes views named by what they are for."""
+"""The parallel dimensions: their settings, their degrees, and the DeviceMesh built from them."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, Literal, NamedTuple
 
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -15,31 +15,32 @@ from titanlite.settings import NotNegative, Positive, Range, Supported
 
 @dataclass(frozen=True)
 class ParallelismConfig:
-    """[parallelism] How the ranks share the work."""
+    """[parallelism] Parallel degrees, and options of each kind of parallelism."""
 
-    data_parallel_replicate_degree: Positive = 1  # copies of the weights
+    data_parallel_replicate_degree: Positive = 1  # replicas of the weights
     data_parallel_shard_degree: Annotated[int, Range(1, also=(-1,))] = -1
-    # ranks that the weights of one copy are sharded over; -1: all ranks that are left
+    # FSDP ranks that each replica is sharded over; -1: all remaining ranks
     fsdp_reshard_after_forward: Literal["default", "always", "never"] = "default"
-    # free gathered weights between forward and backward: less memory, one more gather;
-    # default: every block but the last group; none under pipeline parallel,
-    # where torch keeps three of a rank's stages gathered at most
+    # free all-gathered weights after forward: less memory, one more all-gather;
+    # default: all but the last FSDP group, or none with pipeline parallel, for which torch keeps
+    # at most three stages of a rank gathered
     fsdp_gradient_reduction: Literal["every_microbatch", "last_microbatch"] = "every_microbatch"
-    # when accumulated gradients are reduced: each time (least memory) or once (least traffic);
-    # under pipeline parallel, a run of the schedule is what counts as a micro-batch here
-    tensor_parallel_degree: Positive = 1  # ranks that share each matrix, and the sequence between
-    disable_loss_parallel: bool = False  # gather the logits instead of sharding the loss with them
+    # reduce accumulated gradients after every micro-batch (least memory) or only after the last
+    # (least traffic); with pipeline parallel, one run of the schedule counts as a micro-batch
+    tensor_parallel_degree: Positive = 1
+    # ranks that each weight matrix is sharded over, and the sequence outside the matmuls
+    disable_loss_parallel: bool = False  # all-gather the logits instead of computing a sharded loss
     enable_async_tensor_parallel: bool = False
-    # overlap tensor-parallel communication with its matrix products; CUDA, compiled blocks
-    pipeline_parallel_degree: Positive = 1  # ranks that the blocks are spread over
+    # overlap tensor-parallel communication with its matmuls; CUDA, compiled blocks
+    pipeline_parallel_degree: Positive = 1  # ranks that the blocks are partitioned over
     module_fqns_per_model_part: list[list[str]] | None = None
-    # modules of each pipeline stage; unset: cut by what the other keys say
+    # modules of each pipeline stage; unset: computed from the other keys
     pipeline_parallel_first_stage_less_layers: NotNegative | None = None
-    # blocks fewer in the first stage, for the embedding; both unset: cut by cost
+    # blocks fewer in the first stage, which has the embedding; both unset: balanced by cost
     pipeline_parallel_last_stage_less_layers: NotNegative | None = None
-    # blocks fewer in the last stage, for the output layer and the loss
+    # blocks fewer in the last stage, which has the output layer and the loss
     pipeline_parallel_layers_per_stage: Positive | None = None
-    # blocks of a stage, and so the number of stages; unset: one stage a rank, or two if looped
+    # blocks per stage, which sets the number of stages; unset: one stage a rank, two if looped
     pipeline_parallel_schedule: Literal[
         "GPipe",
         "1F1B",
@@ -48,30 +49,49 @@ class ParallelismConfig:
         "InterleavedZeroBubble",
         "ZBVZeroBubble",
         "DualPipeV",
-    ] = "1F1B"  # order of forwards and backwards
+    ] = "1F1B"  # order of the forward and backward passes
     pipeline_parallel_schedule_csv: str = ""
-    # a file with that order instead, a line a rank, such as 0F0,0F1,0B0,0B1
+    # CSV file with the schedule instead: one line a rank, such as 0F0,0F1,0B0,0B1
     pipeline_parallel_microbatch_size: Positive = 1
-    # sequences of one pipeline micro-batch; divides training.local_batch_size
-    context_parallel_degree: Positive = 1  # ranks that share each sequence
+    # sequences in one pipeline micro-batch; divides training.local_batch_size
+    context_parallel_degree: Positive = 1  # ranks that each sequence is sharded over
     context_parallel_load_balancer: Annotated[
         Literal["headtail", "ptrr", "none"],
         Supported(("headtail", "none"), "Balancing for document masks"),
-    ] = "headtail"  # which parts of a sequence a rank takes: an early and a late one, or one
+    ] = "headtail"  # chunks of a sequence for a rank: an early and a late one, or one (none)
     context_parallel_rotate_method: Literal["allgather", "alltoall"] = "allgather"
-    # how keys and values travel: all at once, or around a ring (less memory)
+    # exchange of keys and values: one all-gather, or around a ring (less memory)
     expert_parallel_degree: Annotated[int, Range(1), Supported((1,), "Expert parallel")] = 1
-    # ranks that share the experts
+    # ranks that the experts are partitioned over
     expert_tensor_parallel_degree: Annotated[int, Supported((1,), "Expert parallel")] = 1
-    # ranks that share one expert
+    # ranks that each expert is sharded over
     expert_parallel_comm_backend: Annotated[
         Literal["standard", "deepep"], Supported(("standard",), "Expert parallel")
-    ] = "standard"  # how tokens travel to experts
+    ] = "standard"  # implementation of the token exchange between experts
+
+
+class ParallelDimension(NamedTuple):
+    """One dimension of the DeviceMesh."""
+
+    name: str  # field of `Degrees`, and dimension name in the DeviceMesh
+    key: str  # key of its degree in [parallelism]
+    label: str  # in logs
+
+
+# From the outermost to the innermost dimension: the ranks of the last one are adjacent, because
+# tensor parallel communicates most, and pipeline stages, which communicate least, are far apart.
+DIMENSIONS = (
+    ParallelDimension("pipeline", "pipeline_parallel_degree", "PP"),
+    ParallelDimension("replicate", "data_parallel_replicate_degree", "replicate"),
+    ParallelDimension("shard", "data_parallel_shard_degree", "FSDP"),
+    ParallelDimension("context", "context_parallel_degree", "CP"),
+    ParallelDimension("tensor", "tensor_parallel_degree", "TP"),
+)
 
 
 @dataclass(frozen=True)
 class Degrees:
-    """Every degree as a number; their product is the number of ranks."""
+    """Resolved size of each parallel dimension; their product is the number of ranks."""
 
     replicate: int = 1
     shard: int = 1
@@ -81,7 +101,7 @@ class Degrees:
 
     @property
     def data(self) -> int:
-        """Ranks that read different samples."""
+        """Data-parallel ranks: those that read different samples."""
         return self.replicate * self.shard
 
     @property
@@ -89,88 +109,81 @@ class Degrees:
         return math.prod(dataclasses.astuple(self))
 
     def __str__(self) -> str:
-        named = (f"{name} {n}" for name, n in vars(self).items() if n > 1)
-        return " x ".join(named) or "one process"
-
-
-_KEYS = {  # the key of each degree
-    "replicate": "data_parallel_replicate_degree",
-    "shard": "data_parallel_shard_degree",
-    "context": "context_parallel_degree",
-    "tensor": "tensor_parallel_degree",
-    "pipeline": "pipeline_parallel_degree",
-}
+        sizes = ((dimension.label, getattr(self, dimension.name)) for dimension in DIMENSIONS)
+        return " x ".join(f"{label} {size}" for label, size in sizes if size > 1) or "one process"
 
 
 def resolve_degrees(section: ParallelismConfig, ranks: int) -> Degrees:
-    """The degrees that a section means on `ranks` ranks; raises ConfigError."""
-    wanted = {name: getattr(section, key) for name, key in _KEYS.items()}
-    others = math.prod(n for name, n in wanted.items() if name != "shard")
-    rest, exactly = divmod(ranks, others)
-    if wanted["shard"] == -1 and rest and not exactly:
-        wanted["shard"] = rest
-    degrees = Degrees(**wanted)
+    """Degrees of a [parallelism] section on `ranks` ranks; raises ConfigError on a mismatch."""
+    configured = {d.name: getattr(section, d.key) for d in DIMENSIONS}
+    others = math.prod(size for name, size in configured.items() if name != "shard")
+    remaining, remainder = divmod(ranks, others)
+    if configured["shard"] == -1 and remaining and not remainder:
+        configured["shard"] = remaining
+    degrees = Degrees(**configured)
     if degrees.shard > 0 and degrees.ranks == ranks:
         return degrees
-    shown = {n: d for n, d in wanted.items() if d > 1 or (n == "shard" and d > 0)}
-    written = " x ".join(f"{_KEYS[name]} {degree}" for name, degree in shown.items())
-    verb = "does not divide" if degrees.shard == -1 else f"is {degrees.ranks}, not"
+    shown = " x ".join(
+        f"{d.key} {size}"
+        for d in DIMENSIONS
+        if (size := configured[d.name]) > 1 or (d.name == "shard" and size > 0)
+    )
+    mismatch = "does not divide" if degrees.shard == -1 else f"is {degrees.ranks}, not"
     raise ConfigError(
-        f"parallelism: {written} {verb} the number of ranks, {ranks}.",
-        fix="Change a degree (data_parallel_shard_degree = -1 takes what is left)"
+        f"parallelism: {shown} {mismatch} the number of ranks, {ranks}.",
+        fix="Change a degree (data_parallel_shard_degree = -1 takes all remaining ranks)"
         " or --nproc_per_node.",
-        keys=tuple(f"parallelism.{key}" for key in _KEYS.values()),
+        keys=tuple(f"parallelism.{d.key}" for d in DIMENSIONS),
     )
 
 
 @dataclass(frozen=True)
 class Mesh:
-    """The one authority on who is whose neighbour. Every view exists, at size 1 too."""
+    """Sub-meshes by purpose, the only source of process groups. All exist, also with one rank."""
 
     degrees: Degrees
     batch: DeviceMesh  # ranks that read different samples
-    loss: DeviceMesh  # ranks whose loss sums add up to the whole batch's
-    fsdp: DeviceMesh  # what weights are sharded over; [replicate, shard] where also replicated
-    cp: DeviceMesh  # ranks that share each sequence
-    tp: DeviceMesh  # ranks that share each matrix
-    pp: DeviceMesh  # ranks that the blocks are spread over
+    loss: DeviceMesh  # ranks whose losses add up to the loss of the global batch
+    fsdp: DeviceMesh  # ranks that weights are sharded over; [replicate, shard] with replicas
+    cp: DeviceMesh  # ranks that each sequence is sharded over
+    tp: DeviceMesh  # ranks that each matrix is sharded over
+    pp: DeviceMesh  # ranks that the blocks are partitioned over
 
     @property
     def batch_rank(self) -> int:
         return self.batch.get_local_rank()
 
 
-ORDER = ("pipeline", "replicate", "shard", "context", "tensor")  # the last are adjacent ranks
-
-
 def coordinates_of(rank: int, degrees: Degrees) -> dict[str, int]:
-    """Where a rank is in the mesh, in each direction, from 0."""
-    found = {}
-    for name in reversed(ORDER):
-        rank, found[name] = divmod(rank, getattr(degrees, name))
-    return found
+    """Coordinate of a rank in each dimension of the mesh, from 0."""
+    coordinates = {}
+    for dimension in reversed(DIMENSIONS):
+        rank, coordinates[dimension.name] = divmod(rank, getattr(degrees, dimension.name))
+    return coordinates
 
 
 def build_mesh(degrees: Degrees, device_type: str) -> Mesh:
-    """The mesh of all ranks: neighbours that talk the most are adjacent, stages are far apart."""
-    shape = tuple(getattr(degrees, name) for name in ORDER)
-    world = init_device_mesh(device_type, shape, mesh_dim_names=ORDER)
-    # Ranks that share a sequence hold different tokens, so weights are sharded over them too.
-    # `_flatten` is the only way to one dimension made of several (torch 2.11 to 2.15).
+    """Build the DeviceMesh of all ranks and its sub-meshes."""
+    names = tuple(dimension.name for dimension in DIMENSIONS)
+    shape = tuple(getattr(degrees, name) for name in names)
+    world = init_device_mesh(device_type, shape, mesh_dim_names=names)
+    # Context-parallel ranks see different tokens of one sequence, so FSDP shards over them too.
+    # `_flatten` is the only way to merge dimensions into one (torch 2.11 to 2.15).
     sharded = world["shard", "context"]._flatten("sharded")
     return Mesh(
         degrees,
         batch=world["replicate", "shard"]._flatten("batch"),
-        # Every stage has a part of the loss: all but the last have none of it.
+        # With pipeline stages: all but the last stage contribute a loss of 0.
         loss=world["pipeline", "replicate", "shard", "context"]._flatten("loss"),
-        fsdp=_replicated(world, sharded) if degrees.replicate > 1 else sharded,
+        fsdp=_add_replicas(world, sharded) if degrees.replicate > 1 else sharded,
         cp=world["context"],
         tp=world["tensor"],
         pp=world["pipeline"],
     )
 
 
-def _replicated(world: DeviceMesh, sharded: DeviceMesh) -> DeviceMesh:
-    if hasattr(DeviceMesh, "_concatenate"):  # 2.13 and later, where the other way is deprecated
+def _add_replicas(world: DeviceMesh, sharded: DeviceMesh) -> DeviceMesh:
+    """The mesh [replicate, sharded] of hybrid-sharded data parallel."""
+    if hasattr(DeviceMesh, "_concatenate"):  # torch 2.13 and later, which deprecate slicing by both
         return DeviceMesh._concatenate([world["replicate"], sharded])
-    return world["replicate", sharded.mesh_dim_names[0]]
+    return world["replicate", "sharded"]

@@ -1,4 +1,4 @@
-"""What of a spread tensor is on this rank."""
+"""Access to the local shard of a distributed tensor."""
 
 from __future__ import annotations
 
@@ -8,12 +8,11 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 
 def local_shard(tensor: Tensor) -> Tensor:
-    """The plain tensor of this rank, in the same memory: not spread, and not wrapped to travel."""
+    """This rank's shard as a plain tensor on the same memory, without DTensor or other wrappers."""
     local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    if hasattr(local, "wait"):  # it is still on its way
+    if hasattr(local, "wait"):  # an AsyncCollectiveTensor whose collective is still running
         return local.wait()
-    while is_traceable_wrapper_subclass(
-        local
-    ):  # Float8's; torch's own question, if not a public one
+    # torchao's Float8 weights; the check is torch's own, but not public.
+    while is_traceable_wrapper_subclass(local):
         local = getattr(local, local.__tensor_flatten__()[0][0])
     return local

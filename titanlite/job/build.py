@@ -49,7 +49,7 @@ from titanlite.metrics import (
 from titanlite.optim import OptimizerInBackward, build_optimizer, lr_factor
 from titanlite.parallelize import ShardedModel, build_sharded_model
 from titanlite.parallelize.activation_checkpoint import plot_memory_budgets
-from titanlite.parallelize.compile import compiled_so_far, prepare_compiler
+from titanlite.parallelize.compile import describe_compilation, prepare_compiler
 from titanlite.runtime import (
     HeartbeatWatchdog,
     MemoryUsage,
@@ -401,7 +401,7 @@ def build_periodic_actions(
     def finish_start() -> None:
         """The first step compiles and allocates; later ones get shorter timeouts."""
         if config.compiles:
-            logger.info("%s", compiled_so_far())
+            logger.info("%s", describe_compilation())
         timeout = config.comm.train_timeout_seconds
         set_collective_timeouts(timeout, excluded=run.checkpointer.group)
         run.watchdog.set_timeout(timeout)

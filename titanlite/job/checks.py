@@ -24,18 +24,18 @@ from titanlite.optim import (
 )
 from titanlite.optim.adam import StateDtype
 from titanlite.parallelize.activation_checkpoint import activation_problems
-from titanlite.parallelize.compile import compile_problems, compiler_problems
-from titanlite.parallelize.context import context_problems
-from titanlite.parallelize.float8 import float8_device_problems, float8_problems
+from titanlite.parallelize.compile import check_compile_config, check_compiler
+from titanlite.parallelize.context import check_context_parallel
+from titanlite.parallelize.float8 import check_float8, check_float8_device
 from titanlite.parallelize.pipeline import PipelinePlan, plan_pipeline
-from titanlite.parallelize.tensor import part_of, tensor_parallel_problems
+from titanlite.parallelize.tensor import check_tensor_parallel, weight_shard_size
 from titanlite.training import TrainingConfig
 
 
 def problems_of(config: JobConfig, ranks: int) -> Iterator[UserError]:
     """Problems of the configuration alone, on `ranks` ranks; each section checks itself first."""
     yield from activation_problems(config.activation_checkpoint, config.compile.compiles("model"))
-    yield from compile_problems(config.compile, config.parallelism)
+    yield from check_compile_config(config.compile, config.parallelism)
     yield from check_checkpoint_config(config.checkpoint)
     for name in set(config.checkpoint.allow_changes) - set(FACTS):
         yield ConfigError(
@@ -82,8 +82,8 @@ def problems_of(config: JobConfig, ranks: int) -> Iterator[UserError]:
             lengths["validation.seq_len"] = config.validation.seq_len
         found = {}
         for key, seq_len in lengths.items():
-            about = [*tensor_parallel_problems(degrees, sizes, seq_len, key)]
-            about += context_problems(degrees, config.parallelism, seq_len, key)
+            about = [*check_tensor_parallel(degrees, sizes, seq_len, key)]
+            about += check_context_parallel(degrees, config.parallelism, seq_len, key)
             found.update({str(problem): problem for problem in about})
         yield from found.values()
         yield from _float8_problems(config, sizes, degrees)
@@ -113,7 +113,7 @@ def _float8_problems(
     if degrees.pipeline > 1:
         rows = config.parallelism.pipeline_parallel_microbatch_size
     tokens = rows * training.seq_len // degrees.context
-    yield from float8_problems(config.float8, FAMILIES[config.model.name], sizes, degrees, tokens)
+    yield from check_float8(config.float8, FAMILIES[config.model.name], sizes, degrees, tokens)
 
 
 def environment_problems(config: JobConfig) -> Iterator[UserError]:
@@ -123,7 +123,7 @@ def environment_problems(config: JobConfig) -> Iterator[UserError]:
     except ConfigError:  # reported by problems_of
         sizes = None
     yield from _device_problems(config)
-    yield from compiler_problems(config.compile, config.compiles, _device_type(config))
+    yield from check_compiler(config.compile, config.compiles, _device_type(config))
     yield from _data_problems(config, sizes)
 
 
@@ -139,7 +139,9 @@ def _quantisation_block_problems(
         if not isinstance(layer, torch.nn.Linear):
             continue
         matrix_size = (layer.out_features, layer.in_features)
-        _, width = part_of(first_match(spec.tp_plan, name), *matrix_size, tensor, sizes.head_width)
+        _, width = weight_shard_size(
+            first_match(spec.tp_plan, name), *matrix_size, tensor, sizes.head_width
+        )
         block = moment_format(matrix_size, state_dtype).block
         if block and width % block:
             yield ConfigError(
@@ -251,7 +253,7 @@ def _device_problems(config: JobConfig) -> Iterator[UserError]:
     if config.job.check_ranks is None:  # else it is checked for another machine
         try:
             device = choose_device(config.job.device)
-            yield from float8_device_problems(config.float8, device)
+            yield from check_float8_device(config.float8, device)
         except ConfigError as error:
             yield error
             return

@@ -29,9 +29,9 @@ from titanlite.parallelize.float8 import (
     Float8Config,
     build_float8_scale_update,
     convert_to_float8,
-    float8_column,
+    select_linear_styles,
 )
-from titanlite.parallelize.fsdp import apply_fsdp
+from titanlite.parallelize.fsdp import FSDPPolicy, ReshardAfterForward, apply_fsdp
 from titanlite.parallelize.pipeline import PipelinePlan, build_stage_modules
 from titanlite.parallelize.tensor import apply_tensor_parallel
 from titanlite.parallelize.weight_init import init_weights, tie_parameters
@@ -85,7 +85,7 @@ def parallelize(
     convert_to_float8(
         part, transforms.float8
     )  # before the split, which has styles of their own for them
-    shared_loss, column = not section.disable_loss_parallel, float8_column(transforms.float8)
+    shared_loss, column = not section.disable_loss_parallel, select_linear_styles(transforms.float8)
     apply_tensor_parallel(part, spec.tp_plan, mesh.tp, sizes.head_width, shared_loss, column)
     tie_parameters(part, spec.tied_parameters(sizes))  # the split makes a parameter of each
     set_attention_kernel(part, spec.attention_pattern, transforms.kernel, transforms.documents)
@@ -112,14 +112,11 @@ def parallelize(
         blocks.values(),
         after,
         mesh.fsdp,
-        compute=transforms.compute,
-        reduce=transforms.reduce,
-        reshard=_reshard(section),
-        offload=transforms.offload,
+        FSDPPolicy(transforms.compute, transforms.reduce, _reshard(section), transforms.offload),
     )
 
 
-def _reshard(section: ParallelismConfig) -> str:
+def _reshard(section: ParallelismConfig) -> ReshardAfterForward:
     """A stage runs many micro-batches in a row: to gather its weights for each would not pay."""
     wish, pipelined = section.fsdp_reshard_after_forward, section.pipeline_parallel_degree > 1
     return "never" if wish == "default" and pipelined else wish

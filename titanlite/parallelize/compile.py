@@ -1,4 +1,4 @@
-"""torch.compile, block by block: one graph serves all blocks, and names stay as they were."""
+"""torch.compile, block by block: all blocks share one graph, and parameter names do not change."""
 
 from __future__ import annotations
 
@@ -26,45 +26,45 @@ from titanlite.models import OutputLayer
 class CompileConfig:
     """[compile] torch.compile, block by block."""
 
-    enable: bool = False  # compile what `components` names
+    enable: bool = False  # compile the components
     components: list[Literal["model", "loss"]] = field(default_factory=lambda: ["model", "loss"])
-    # what is compiled: the blocks, and what is between the products of the loss
-    backend: str = "inductor"  # by which compiler
+    # model: the transformer blocks; loss: the elementwise operations of the loss
+    backend: str = "inductor"  # torch.compile backend
 
     def __str__(self) -> str:
-        return f"{' and '.join(self.components)}, by {self.backend}"
+        return f"{' and '.join(self.components)}, backend {self.backend}"
 
     def compiles(self, component: str) -> bool:
         return self.enable and component in self.components
 
 
 def compile_blocks(blocks: nn.ModuleDict, config: CompileConfig) -> None:
-    """Compile the forward of every block, whole: hooks of FSDP stay outside, so nothing breaks it.
+    """Compile the forward of every block as one graph; FSDP's hooks stay outside of it.
 
-    Shapes are taken as they are, because those of a run do not change from step to step.
+    Shapes are static, because those of a run do not change from step to step.
     """
     if not config.compiles("model"):
         return
-    # A graph is bound to a block's sizes and not to its weights; those of a pipeline stage, of
-    # training and of validation are different ones, each with a variant for its own blocks.
+    # A graph depends on a block's shapes, not on its weights. Pipeline stages, training and
+    # validation differ in shapes, and each of them needs graphs for its kinds of blocks.
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 64)
     for block in blocks.values():
         compiled = torch.compile(
             block.forward, backend=config.backend, fullgraph=True, dynamic=False
         )
-        block.forward = partial(_arrived, compiled)
+        block.forward = partial(_call_with_plain_tensor, compiled)
 
 
 def compile_loss(output: OutputLayer | None, config: CompileConfig) -> None:
-    """Compile what is between the products of the loss: passes over the logits become fewer."""
+    """Compile the elementwise operations of the loss, so that they read the logits fewer times."""
     if output is not None and config.compiles("loss"):
         output.compile_loss(backend=config.backend, fullgraph=True, dynamic=False)
 
 
 def enable_async_tensor_parallel_fusion(tp: DeviceMesh) -> None:
-    """Let the compiler cut gathers and scatters into pieces that travel beside their products."""
-    # Both private, and the only way. Torch 2.13 warns that the second is needless, but its compiler
-    # still asks which groups it was called for; one that needs it no more may have it no more.
+    """Let inductor fuse all-gathers and reduce-scatters with their matmuls, to overlap the two."""
+    # Both settings are private, and the only way. Torch 2.13 warns that the second is not needed,
+    # but its compiler still checks for which groups it was called; later versions may remove it.
     torch._inductor.config._micro_pipeline_tp = True
     if enable := getattr(_symmetric_memory, "enable_symm_mem_for_group", None):
         with warnings.catch_warnings():
@@ -72,30 +72,34 @@ def enable_async_tensor_parallel_fusion(tp: DeviceMesh) -> None:
             enable(tp.get_group().group_name)
 
 
-def _arrived(forward: Callable[..., Tensor], x: Tensor, *others) -> Tensor:
-    """Under tensor parallel an embedding's output is still on its way, and a kind of tensor that
-    code compiled for a plain one would give no gradient to."""
+def _call_with_plain_tensor(forward: Callable[..., Tensor], x: Tensor, *others) -> Tensor:
+    """Call a compiled block with a plain tensor as first input.
+
+    Under tensor parallel, the embedding returns an AsyncCollectiveTensor. Code that is compiled for
+    a plain tensor returns no gradient for it.
+    """
     return forward(x if type(x) is Tensor else x.clone(), *others)
 
 
 def prepare_compiler(device: torch.device) -> None:
-    """Keep compiled code among the user's caches, unless they said where, so that it is found."""
-    # Private, as all that tells of it (torch 2.11 to 2.15). That a folder is in the environment
-    # does not mean that somebody named it: torch names its own once its pipelines are imported.
+    """Set a persistent inductor cache unless the user did; probe CPU vector ISAs in-process."""
+    # All of this is private (torch 2.11 to 2.15). That the variable is set does not mean that the
+    # user set it: torch sets its own default when its pipelining package is imported.
     from torch._inductor import cpu_vec_isa
     from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
-    key = "TORCHINDUCTOR_CACHE_DIR"
-    if os.environ.get(key) in (None, default_cache_dir()):
-        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-        os.environ[key] = str(cache / "titanlite" / "inductor")
+    variable = "TORCHINDUCTOR_CACHE_DIR"
+    if os.environ.get(variable) in (None, default_cache_dir()):
+        user_cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+        os.environ[variable] = str(user_cache / "titanlite" / "inductor")
     if device.type == "cpu":
-        cpu_vec_isa.VecISA._probe_load = _loads
+        # torch has no setting for it.
+        cpu_vec_isa.VecISA._probe_load = _can_load_library  # type: ignore[method-assign, assignment]
 
 
-def _loads(isa, library: str) -> bool:
-    """Whether a library can be loaded: torch asks six, at each start, what vectors there are, and
-    for each starts a Python. Kernels are loaded into this process too, and with less care."""
+def _can_load_library(isa, library: str) -> bool:
+    """Whether a shared library loads; replaces torch's check, which starts a Python for each of six
+    vector ISAs at every start. Compiled kernels are loaded into this process anyway."""
     try:
         ctypes.CDLL(library)
     except OSError:
@@ -103,26 +107,28 @@ def _loads(isa, library: str) -> bool:
     return True
 
 
-def compiled_so_far() -> str:
-    """How long compiling took in this process, and how much of it was there from a start before."""
-    # Nothing public tells (torch 2.11 to 2.15); what is not counted under these names is left out.
+def describe_compilation() -> str:
+    """Number of graphs compiled in this process, seconds that took, and hits of the cache."""
+    # No public API (torch 2.11 to 2.15); a counter that does not exist under its name counts 0.
     from torch._dynamo.utils import counters, cumulative_time_spent_ns
 
-    graphs, cache = counters["stats"]["unique_graphs"], counters["inductor"]
+    graphs, inductor = counters["stats"]["unique_graphs"], counters["inductor"]
     phases = ("entire_frame_compile", "entire_backward_compile")
     seconds = sum(cumulative_time_spent_ns[phase] for phase in phases) / 1e9
-    found, made = cache["fxgraph_cache_hit"], cache["fxgraph_cache_miss"]
+    hits, misses = inductor["fxgraph_cache_hit"], inductor["fxgraph_cache_miss"]
     return (
-        f"compiled {graphs} graphs in {seconds:.1f} s, {'cold' if made else 'warm'}:"
-        f" {found} of {found + made} were in the cache"
+        f"compiled {graphs} graphs in {seconds:.1f} s"
+        f" ({'cold' if misses else 'warm'} cache: {hits} of {hits + misses} found)"
     )
 
 
-def compile_problems(config: CompileConfig, section: ParallelismConfig) -> Iterator[ConfigError]:
-    """Nothing to compile, or what is compiled for in vain."""
+def check_compile_config(
+    config: CompileConfig, section: ParallelismConfig
+) -> Iterator[ConfigError]:
+    """Reject compile settings that would have no effect."""
     if config.enable and not config.components:
         yield ConfigError(
-            "compile.enable = true: but compile.components is empty, so nothing would be.",
+            "compile.enable = true: has no effect with an empty compile.components.",
             fix='Use components = ["model", "loss"], or one of them.',
             keys=("compile.components",),
         )
@@ -132,33 +138,33 @@ def compile_problems(config: CompileConfig, section: ParallelismConfig) -> Itera
         missing += [] if config.compiles("model") else ["blocks are not compiled"]
         if missing:
             yield ConfigError(
-                f"{key} = true: the compiler overlaps what tensor parallel sends with its products;"
+                f"{key} = true: the compiler overlaps tensor-parallel communication with matmuls,"
                 f" but {' and '.join(missing)}.",
-                fix="Set compile.enable = true and a degree above 1, or leave it out.",
+                fix="Set compile.enable = true and a degree above 1, or remove it.",
                 keys=(key,),
             )
 
 
-def compiler_problems(
+def check_compiler(
     config: CompileConfig, compiles: bool, device_type: str
 ) -> Iterator[ConfigError]:
-    """A compiler that there is not, where anything at all is compiled."""
-    # The usual one is there; to ask for the others imports them all.
-    asked = config.enable and config.backend != "inductor"
-    if asked and config.backend not in torch._dynamo.list_backends(exclude_tags=()):
+    """Reject an unknown backend, and a missing C++ compiler where a CPU needs one."""
+    # inductor always exists; listing the backends imports them all.
+    is_other_backend = config.enable and config.backend != "inductor"
+    if is_other_backend and config.backend not in torch._dynamo.list_backends(exclude_tags=()):
         known = ", ".join(torch.compiler.list_backends())
         yield ConfigError(
-            f'compile.backend = "{config.backend}": this torch has no such compiler. It has'
-            f" {known}, and aot_eager and eager to look for mistakes with.",
+            f'compile.backend = "{config.backend}": unknown to this torch, which has {known}, and'
+            " aot_eager and eager for debugging.",
             keys=("compile.backend",),
         )
     compiler = os.environ.get("CXX", "g++")
     by_inductor = compiles and (config.backend == "inductor" or not config.enable)
     if by_inductor and device_type == "cpu" and shutil.which(compiler) is None:
         yield ConfigError(
-            f"there is no {compiler} here: on a CPU, torch.compile (compile.enable, or"
-            " optimizer.state_dtype) writes C++.",
-            fix="Install g++, name a compiler in CXX, or set compile.enable = false and"
+            f"{compiler} not found: on a CPU, torch.compile (used for compile.enable and"
+            " optimizer.state_dtype) needs a C++ compiler.",
+            fix="Install g++, set CXX to a compiler, or set compile.enable = false and"
             ' optimizer.implementation = "for-loop".',
             keys=("compile.enable",),
         )

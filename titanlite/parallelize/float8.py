@@ -1,8 +1,7 @@
-"""Matrix products in 8 bits, by torchao (https://github.com/pytorch/ao/tree/main/torchao/float8).
+"""Float8 matmuls of linear layers, by torchao (https://github.com/pytorch/ao/tree/main/torchao/float8).
 
-Weights are kept, updated and saved as without it. What a product is given is scaled into the range
-of 8 bits and rounded as the product begins; what it gives is in the type that the model computes
-in, float32 included, where nothing but the products is then rounded.
+Weights are stored, updated and saved in the param dtype. The operands of each matmul are scaled
+and cast to Float8 just before it; its output has the compute dtype, which may be float32.
 """
 
 from __future__ import annotations
@@ -23,37 +22,38 @@ from titanlite.distributed.mesh import Degrees
 from titanlite.errors import ConfigError
 from titanlite.log import logger
 from titanlite.models import ModelSizes, ModelSpec, OutputLayer, first_match
-from titanlite.parallelize.tensor import PLAIN, ParallelStyles, part_of
+from titanlite.parallelize.tensor import weight_shard_size
+from titanlite.parallelize.tensor_styles import DEFAULT_STYLES, LinearStyles
 
 SECTION = "quantize.linear.float8"
-AUTO = "auto_filter_small_kn"  # torchtitan's word in filter_fqns
-MULTIPLE = 16  # of the sizes that the units for 8 bits take
+AUTO_FILTER = "auto_filter_small_kn"  # special value in filter_fqns, as in torchtitan
+ALIGNMENT = 16  # Float8 tensor cores need sizes that are multiples of it
 
 
 @dataclass(frozen=True)
 class Float8Config:
-    """[quantize.linear.float8] Matrix products in 8 bits."""
+    """[quantize.linear.float8] Float8 matmuls in linear layers, by torchao."""
 
     enable_fsdp_float8_all_gather: bool = False
-    # gather weights in 8 bits, half of the traffic; tensorwise only
+    # all-gather weights in Float8: half of bf16's traffic; recipe tensorwise only
     precompute_float8_dynamic_scale_for_fsdp: bool = False
-    # the scales of all weights so gathered by one reduction a step, instead of one each
+    # compute the scales of all those weights with one all-reduce a step instead of one per weight
     recipe_name: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"] | None = None
-    # what shares a scale: a tensor, or a row (gw_hp: gradients of weights in high precision);
-    # unset: no Float8
+    # granularity of the scales: one per tensor or per row (gw_hp: weight gradients in high
+    # precision); unset: no Float8
     filter_fqns: list[str] = field(default_factory=list)
-    # parts of the names of linear layers left in high precision, as the output layer always is;
-    # "auto_filter_small_kn": also those that torchao found too small to gain, on an H100;
-    # sizes that are not multiples of 16 always are
-    emulate: bool = False  # round to 8 bits, but compute in float32: for hardware without Float8
+    # parts of names of linear layers that stay in high precision, as the output layer and sizes
+    # that are not multiples of 16 always do; "auto_filter_small_kn": also those that are too small
+    # to be faster, as torchao measured on an H100
+    emulate: bool = False  # cast to Float8 but compute in float32: for hardware without Float8
 
     def __str__(self) -> str:
-        named = {
-            "weights gathered in 8 bits": self.enable_fsdp_float8_all_gather,
-            "scaled at once": self.precompute_float8_dynamic_scale_for_fsdp,
+        options = {
+            "Float8 all-gather": self.enable_fsdp_float8_all_gather,
+            "precomputed scales": self.precompute_float8_dynamic_scale_for_fsdp,
             "emulated": self.emulate,
         }
-        return ", ".join([str(self.recipe_name), *(name for name, on in named.items() if on)])
+        return ", ".join([str(self.recipe_name), *(name for name, on in options.items() if on)])
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class QuantizeConfig:
 
 
 def resolve_float8(config: Float8Config, converters: list[str]) -> Float8Config:
-    """The section as torchtitan means it: its switch alone asks for the recipe "tensorwise"."""
+    """Apply torchtitan's switch: the converter without a recipe means the recipe "tensorwise"."""
     if SECTION in converters and config.recipe_name is None:
         return replace(config, recipe_name="tensorwise")
     return config
@@ -75,178 +75,174 @@ def resolve_float8(config: Float8Config, converters: list[str]) -> Float8Config:
 
 @cache
 def torchao() -> ModuleType:
-    """torchao.float8, imported without its noise; raises ConfigError where it is missing."""
-    # It warns of kernels built for other machines, and makes torch warn of how it registers types.
-    noisy = [logging.getLogger(name) for name in ("torchao", "torch.utils._pytree")]
-    levels = [one.level for one in noisy]
+    """Import torchao.float8 without its warnings; raises ConfigError if it is not installed."""
+    # It warns of extensions built for other hardware, and makes torch warn about pytree types.
+    loggers = [logging.getLogger(name) for name in ("torchao", "torch.utils._pytree")]
+    levels = [noisy.level for noisy in loggers]
     try:
-        for one in noisy:
-            one.setLevel(logging.ERROR)
-        import torchao.float8 as float8
+        for noisy in loggers:
+            noisy.setLevel(logging.ERROR)
+        # torchao has no py.typed marker, here and below.
+        import torchao.float8 as float8  # type: ignore[import-untyped]
         from torchao.float8 import float8_ops
     except ImportError as missing:
         raise ConfigError(
-            f"{SECTION}.recipe_name: Float8 is computed by torchao, which cannot be imported"
-            f" ({missing}).",
+            f"{SECTION}.recipe_name: Float8 needs torchao, which cannot be imported ({missing}).",
             fix='Install it with "pip install torchao" (tested: 0.18.0).',
             keys=(f"{SECTION}.recipe_name",),
         ) from missing
     finally:
-        for one, level in zip(noisy, levels, strict=True):
-            one.setLevel(level)
-    _gather_bytes(float8_ops.FLOAT8_OPS_TABLE)
+        for noisy, level in zip(loggers, levels, strict=True):
+            noisy.setLevel(level)
+    _all_gather_as_bytes(float8_ops.FLOAT8_OPS_TABLE)
     return float8
 
 
-def _gather_bytes(table: dict) -> None:
-    """Let torchao gather 8-bit numbers of a CPU as bytes: gloo has no type for them (2.13).
+def _all_gather_as_bytes(handlers: dict) -> None:
+    """Make torchao all-gather Float8 tensors on a CPU as uint8: gloo has no Float8 type (2.13).
 
-    Its table of operations is private, but the only place where it says how they travel.
+    torchao's table of op handlers is private, but the only place to change this.
     """
-    for operation in [op for op in table if "all_gather_into_tensor" in str(op)]:
-        table[operation] = partial(_gathered, table[operation])
+    for op in [op for op in handlers if "all_gather_into_tensor" in str(op)]:
+        handlers[op] = partial(_all_gather_float8, handlers[op])
 
 
-def _gathered(theirs: Callable, operation, args: tuple, kwargs: dict | None = None):
+def _all_gather_float8(
+    torchao_handler: Callable, op: Callable, args: tuple, kwargs: dict | None = None
+):
     if args[0].device.type != "cpu":
-        return theirs(operation, args, kwargs)
+        return torchao_handler(op, args, kwargs)
 
-    def of_bytes(data: torch.Tensor, *rest, **options) -> torch.Tensor:
-        return operation(data.view(torch.uint8), *rest, **options).view(data.dtype)
+    def all_gather_bytes(data: torch.Tensor, *rest, **options) -> torch.Tensor:
+        return op(data.view(torch.uint8), *rest, **options).view(data.dtype)
 
-    return theirs(of_bytes, args, kwargs or {})
+    return torchao_handler(all_gather_bytes, args, kwargs or {})
 
 
 def convert_to_float8(part: nn.Module, config: Float8Config) -> None:
-    """Put a Float8 layer with the same weight and name where each chosen linear layer was."""
+    """Replace each selected linear layer by a Float8 layer with the same weight and name."""
     if config.recipe_name is None:
         return
     ao = torchao()
-    chosen, left = float8_layers(part, config)
+    selected, excluded = select_float8_layers(part, config)
     recipe = replace(
         ao.Float8LinearConfig.from_recipe_name(config.recipe_name),
         enable_fsdp_float8_all_gather=config.enable_fsdp_float8_all_gather,
         emulate=config.emulate,
     )
     if config.recipe_name != "tensorwise":
-        # Compiled, a norm in backward would else be computed with other roundings than in forward,
-        # and the loss end in NaN (https://github.com/pytorch/pytorch/issues/150859).
+        # Otherwise a compiled norm rounds differently when backward recomputes it, and the loss
+        # becomes NaN (https://github.com/pytorch/pytorch/issues/150859).
         torch._inductor.config.emulate_precision_casts = True
-    names = set(chosen)
+    names = set(selected)
     ao.convert_to_float8_training(part, config=recipe, module_filter_fn=lambda _, n: n in names)
-    spared = {re.sub(r"\.\d+\.", ".*.", name): why for name, why in left.items()}
-    reasons = "".join(f"; {name} is not ({why})" for name, why in spared.items())
-    logger.info("%d linear layers are Float8, %s%s", len(chosen), config.recipe_name, reasons)
+    reasons = dict(zip(_block_patterns(list(excluded)), excluded.values(), strict=True))
+    shown = ", ".join(f"{name} ({reason})" for name, reason in reasons.items())
+    in_high_precision = f"; in high precision: {shown}" if shown else ""
+    logger.info(
+        "float8 %s in %d linear layers%s", config.recipe_name, len(selected), in_high_precision
+    )
 
 
-def float8_layers(model: nn.Module, config: Float8Config) -> tuple[list[str], dict[str, str]]:
-    """(names of the linear layers that become Float8, and why each other one does not).
+def select_float8_layers(
+    model: nn.Module, config: Float8Config
+) -> tuple[list[str], dict[str, str]]:
+    """(names of the linear layers that become Float8, reason for each that does not).
 
-    Which do not pay is torchao's to say: by its tables, tensorwise needs more than 1,024 outputs
-    or 4,096 inputs, rowwise more than 2,048 outputs and 1,024 inputs, and more than 4,096 or 2,048.
+    "auto_filter_small_kn" uses torchao's measurements: tensorwise needs more than 1,024 outputs or
+    4,096 inputs; rowwise more than 2,048 outputs and 1,024 inputs, and more than 4,096 outputs or
+    2,048 inputs.
     """
-    chosen, left = [], {}
-    words = [word for word in config.filter_fqns if word != AUTO]
-    pays = None
-    if AUTO in config.filter_fqns:  # experimental by its name, but what torchao exports
-        pays = torchao()._auto_filter_for_recipe(config.recipe_name, filter_fqns=[])
+    selected, excluded = [], {}
+    filters = [name for name in config.filter_fqns if name != AUTO_FILTER]
+    is_large_enough = None
+    if AUTO_FILTER in config.filter_fqns:  # underscored and experimental, but torchao exports it
+        is_large_enough = torchao()._auto_filter_for_recipe(config.recipe_name, filter_fqns=[])
     for name, layer in model.named_modules():
         if not isinstance(layer, nn.Linear):
             continue
         if isinstance(layer, OutputLayer):
-            left[name] = "one with the loss"
+            excluded[name] = "fused with the loss"
             continue
-        sizes = f"{layer.out_features} x {layer.in_features}"
-        if spared := next((word for word in words if word in name), None):
-            left[name] = f'"{spared}" in filter_fqns'
-        elif layer.out_features % MULTIPLE or layer.in_features % MULTIPLE:
-            left[name] = f"{sizes}, no multiples of {MULTIPLE}"
-        elif pays and not pays(layer, name):
-            left[name] = f"{sizes}, too small to gain"
+        size = f"{layer.out_features}x{layer.in_features}"
+        if match := next((part for part in filters if part in name), None):
+            excluded[name] = f'"{match}" in filter_fqns'
+        elif layer.out_features % ALIGNMENT or layer.in_features % ALIGNMENT:
+            excluded[name] = f"{size} is not a multiple of {ALIGNMENT}"
+        elif is_large_enough and not is_large_enough(layer, name):
+            excluded[name] = f"{size} is too small to be faster"
         else:
-            chosen.append(name)
-    return chosen, left
+            selected.append(name)
+    return selected, excluded
 
 
-def float8_column(config: Float8Config) -> Callable[[nn.Module], ParallelStyles]:
-    """Which column of the table of styles a linear layer is split by.
+def select_linear_styles(config: Float8Config) -> Callable[[nn.Module], LinearStyles]:
+    """Return a function from a linear layer to its tensor-parallel styles.
 
-    Those of Float8 gather activations in 8 bits, already scaled, which needs one scale a tensor.
+    Those of torchao all-gather activations that are already cast to Float8, which needs one scale
+    per tensor.
     """
     if config.recipe_name != "tensorwise":
-        return lambda layer: PLAIN
+        return lambda layer: DEFAULT_STYLES
     torchao()
-    # Not in its public module (0.18), but its types nevertheless.
-    from torchao.float8.float8_linear import Float8Linear
-    from torchao.float8.float8_tensor_parallel import (
+    # Not exported by torchao.float8 (0.18), but documented.
+    from torchao.float8.float8_linear import Float8Linear  # type: ignore[import-untyped]
+    from torchao.float8.float8_tensor_parallel import (  # type: ignore[import-untyped]
         Float8ColwiseParallel,
         Float8RowwiseParallel,
         PrepareFloat8ModuleInput,
     )
 
-    float8 = ParallelStyles(Float8ColwiseParallel, Float8RowwiseParallel, PrepareFloat8ModuleInput)
-    return lambda layer: float8 if isinstance(layer, Float8Linear) else PLAIN
+    float8 = LinearStyles(Float8ColwiseParallel, Float8RowwiseParallel, PrepareFloat8ModuleInput)
+    return lambda layer: float8 if isinstance(layer, Float8Linear) else DEFAULT_STYLES
 
 
 def build_float8_scale_update(
     model: nn.Module, config: Float8Config, tp: DeviceMesh
 ) -> Callable[[], None]:
-    """What finds the scales of all weights of `model` gathered in 8 bits, by one reduction.
+    """Return a function that computes the scales of all weights to all-gather in Float8.
 
-    It must run whenever weights may have changed. Where it does nothing, each weight finds its own
-    as it is gathered; but over the ranks of FSDP only, so that each tensor-parallel part would have
-    a scale of its own, and the layout a say in what is learned.
+    It uses one all-reduce, and must run after every change of the weights. Where it is a no-op,
+    each weight computes its scale when it is gathered, but over FSDP ranks only: under tensor
+    parallel each shard would have a scale of its own, and the result would depend on the layout.
+    So with tensor parallel it always runs.
     """
-    gathered, split = config.enable_fsdp_float8_all_gather, tp.size() > 1
-    if not gathered or not (config.precompute_float8_dynamic_scale_for_fsdp or split):
+    precompute = config.precompute_float8_dynamic_scale_for_fsdp or tp.size() > 1
+    if not config.enable_fsdp_float8_all_gather or not precompute:
         return lambda: None
     return partial(torchao().precompute_float8_dynamic_scale_for_fsdp, model)
 
 
-# --- what cannot be ------------------------------------------------------------------------------
+# --- checks ---------------------------------------------------------------------------------------
 
 
-def float8_problems(
+def check_float8(
     config: Float8Config, spec: ModelSpec, sizes: ModelSizes, degrees: Degrees, tokens: int
 ) -> Iterator[ConfigError]:
-    """Keys that ask for what the recipe has not, and layers that cannot be split as asked.
+    """Reject keys that the recipe does not support, and layers whose shards it does not support.
 
-    `tokens` are those that a rank runs at once.
+    `tokens`: those of a micro-batch on one rank.
     """
-    recipe, gather = config.recipe_name, config.enable_fsdp_float8_all_gather
-    if recipe is None:
-        # A filter alone is kept: what it names is in high precision, as is everything.
+    if config.recipe_name is None:
+        # filter_fqns alone is allowed: torchtitan's own TOMLs set it without a recipe.
         for name in (
             "enable_fsdp_float8_all_gather",
             "precompute_float8_dynamic_scale_for_fsdp",
             "emulate",
         ):
             if getattr(config, name):
-                yield _problem(
-                    f"{SECTION}.{name} = true: but no recipe is set, so nothing is Float8.",
-                    f'Set {SECTION}.recipe_name = "tensorwise", or leave it out.',
+                yield _float8_error(
+                    f"{SECTION}.{name} = true: has no effect without recipe_name.",
+                    f'Set {SECTION}.recipe_name = "tensorwise", or remove it.',
                     name,
                 )
         return
-    if gather and recipe != "tensorwise":
-        yield _problem(
-            f'{SECTION}.enable_fsdp_float8_all_gather = true: needs recipe_name = "tensorwise", not'
-            f' "{recipe}"; a shard cannot know the scales of whole rows or columns.',
-            'Use recipe_name = "tensorwise", or leave it out.',
-            "enable_fsdp_float8_all_gather",
-        )
-    if config.precompute_float8_dynamic_scale_for_fsdp and not gather:
-        yield _problem(
-            f"{SECTION}.precompute_float8_dynamic_scale_for_fsdp = true: it is for weights that are"
-            " gathered in 8 bits, and enable_fsdp_float8_all_gather = false.",
-            "Set that to true, or leave this out.",
-            "precompute_float8_dynamic_scale_for_fsdp",
-        )
-    if AUTO in config.filter_fqns and recipe == "rowwise_with_gw_hp":
-        yield _problem(
-            f'{SECTION}.filter_fqns: "{AUTO}" goes by figures that torchao has not for'
-            f' recipe_name = "{recipe}".',
-            "Name the layers, or use another recipe.",
+    yield from _check_recipe(config)
+    if AUTO_FILTER in config.filter_fqns and config.recipe_name == "rowwise_with_gw_hp":
+        yield _float8_error(
+            f'{SECTION}.filter_fqns: torchao has no measurements for "{AUTO_FILTER}" with'
+            f' recipe_name = "{config.recipe_name}".',
+            "List the layers by name, or use another recipe.",
             "filter_fqns",
         )
         return
@@ -257,91 +253,122 @@ def float8_problems(
         return
     with torch.device("meta"):
         model = spec.build(sizes)
-    yield from _layer_problems(config, model, spec.tp_plan, sizes.head_width, degrees)
-    if not config.emulate and recipe != "rowwise_with_gw_hp" and tokens % MULTIPLE:
-        yield _problem(
-            f"{SECTION}.recipe_name: a rank runs {tokens} tokens at once (sequences of a"
-            " micro-batch x training.seq_len / context-parallel ranks); Float8 units take"
-            f" multiples of {MULTIPLE}.",
-            f"Change one of them, or use {SECTION}.emulate = true.",
+    yield from _check_filters(config, model)
+    yield from _check_shards(config, model, spec.tp_plan, sizes.head_width, degrees)
+    needs_alignment = not config.emulate and config.recipe_name != "rowwise_with_gw_hp"
+    if needs_alignment and tokens % ALIGNMENT:
+        yield _float8_error(
+            f"{SECTION}.recipe_name: a micro-batch of {tokens} tokens a rank (sequences x"
+            " training.seq_len / context-parallel ranks) is not a multiple of"
+            f" {ALIGNMENT}, as Float8 hardware needs.",
+            f"Change one of them, or set {SECTION}.emulate = true.",
             "recipe_name",
         )
 
 
-def _layer_problems(
+def _check_recipe(config: Float8Config) -> Iterator[ConfigError]:
+    """Reject a Float8 all-gather with a recipe other than tensorwise, and scales without it."""
+    recipe, all_gather = config.recipe_name, config.enable_fsdp_float8_all_gather
+    if all_gather and recipe != "tensorwise":
+        yield _float8_error(
+            f'{SECTION}.enable_fsdp_float8_all_gather = true: needs recipe_name = "tensorwise", not'
+            f' "{recipe}"; a shard does not contain the whole rows or columns that share a scale.',
+            'Use recipe_name = "tensorwise", or remove it.',
+            "enable_fsdp_float8_all_gather",
+        )
+    if config.precompute_float8_dynamic_scale_for_fsdp and not all_gather:
+        yield _float8_error(
+            f"{SECTION}.precompute_float8_dynamic_scale_for_fsdp = true: has no effect with"
+            " enable_fsdp_float8_all_gather = false.",
+            "Set that to true, or remove this key.",
+            "precompute_float8_dynamic_scale_for_fsdp",
+        )
+
+
+def _check_filters(config: Float8Config, model: nn.Module) -> Iterator[ConfigError]:
+    """Reject filters that match no layer, and filters and sizes that leave no Float8 layer."""
+    selected, excluded = select_float8_layers(model, config)
+    names = [*selected, *excluded]
+    for part in config.filter_fqns:
+        if part != AUTO_FILTER and not any(part in name for name in names):
+            known = ", ".join(dict.fromkeys(_block_patterns(names)))
+            yield _float8_error(
+                f'{SECTION}.filter_fqns: "{part}" matches no linear layer.',
+                f"Remove it; the linear layers are {known}.",
+                "filter_fqns",
+            )
+    if not selected:
+        shown = "; ".join(f"{name}: {reason}" for name, reason in list(excluded.items())[:3])
+        yield _float8_error(
+            f'{SECTION}.recipe_name = "{config.recipe_name}": no linear layer would be Float8'
+            f" ({shown}; ...).",
+            "Change filter_fqns or the sizes of the model, or remove the recipe.",
+            "recipe_name",
+        )
+
+
+def _check_shards(
     config: Float8Config,
     model: nn.Module,
-    split: Mapping[str, str],
+    tp_plan: Mapping[str, str],
     head_width: int,
     degrees: Degrees,
 ) -> Iterator[ConfigError]:
-    chosen, left = float8_layers(model, config)
-    linear = [*chosen, *left]
-    for word in config.filter_fqns:
-        if word != AUTO and not any(word in name for name in linear):
-            yield _problem(
-                f'{SECTION}.filter_fqns: "{word}" is in the name of no linear layer.',
-                f"Take it out; there are {', '.join(_patterns(linear))}.",
-                "filter_fqns",
-            )
-    if not chosen:
-        why = "; ".join(f"{name}: {left[name]}" for name in list(left)[:3])
-        yield _problem(
-            f'{SECTION}.recipe_name = "{config.recipe_name}": no linear layer would be Float8'
-            f" ({why}…).",
-            "Change filter_fqns or the sizes of the model, or leave the recipe out.",
-            "recipe_name",
-        )
-    narrow, uneven, ranks = {}, {}, degrees.shard * degrees.context
-    for name, pattern in zip(chosen, _patterns(chosen, unique=False), strict=True):
+    """Reject shards that Float8 hardware or torchao's all-gather does not support."""
+    selected, _ = select_float8_layers(model, config)
+    unaligned, uneven = {}, {}
+    fsdp_ranks = degrees.shard * degrees.context
+    for name, pattern in zip(selected, _block_patterns(selected), strict=True):
         layer = model.get_submodule(name)
-        sizes = (layer.out_features, layer.in_features)
-        rows, columns = part_of(first_match(split, name), *sizes, degrees.tensor, head_width)
-        if rows % MULTIPLE or columns % MULTIPLE:
-            narrow[pattern] = f"{rows} x {columns}"
-        if rows % ranks:
+        assert isinstance(layer, nn.Linear)
+        size = (layer.out_features, layer.in_features)
+        role = first_match(tp_plan, name)
+        rows, columns = weight_shard_size(role, *size, degrees.tensor, head_width)
+        if rows % ALIGNMENT or columns % ALIGNMENT:
+            unaligned[pattern] = f"{rows}x{columns}"
+        if rows % fsdp_ranks:
             uneven[pattern] = f"{rows}"
-    if narrow and not config.emulate:
-        shown = ", ".join(f"{name} {sizes}" for name, sizes in narrow.items())
-        yield _problem(
-            f"parallelism.tensor_parallel_degree = {degrees.tensor}: leaves each rank of {shown};"
-            f" Float8 units take multiples of {MULTIPLE}.",
-            f"Use fewer ranks, or name them in {SECTION}.filter_fqns.",
+    if unaligned and not config.emulate:
+        shown = ", ".join(f"{name} {size}" for name, size in unaligned.items())
+        yield _float8_error(
+            f"parallelism.tensor_parallel_degree = {degrees.tensor}: shards of {shown}; Float8"
+            f" hardware needs multiples of {ALIGNMENT}.",
+            f"Use fewer ranks, or add them to {SECTION}.filter_fqns.",
             "filter_fqns",
         )
     if uneven and config.enable_fsdp_float8_all_gather:
         shown = ", ".join(f"{name} ({rows})" for name, rows in uneven.items())
-        yield _problem(
-            f"{SECTION}.enable_fsdp_float8_all_gather = true: {ranks} ranks cannot share the rows"
-            f" of {shown} evenly, and torchao gathers equal shares only.",
-            f"Name them in {SECTION}.filter_fqns, use other degrees, or leave it out.",
+        yield _float8_error(
+            f"{SECTION}.enable_fsdp_float8_all_gather = true: {fsdp_ranks} ranks do not divide the"
+            f" rows of {shown}, and torchao all-gathers even shards only.",
+            f"Add them to {SECTION}.filter_fqns, use other degrees, or remove this key.",
             "enable_fsdp_float8_all_gather",
         )
 
 
-def float8_device_problems(config: Float8Config, device: torch.device) -> Iterator[ConfigError]:
-    """A device that has no units for 8 bits."""
+def check_float8_device(config: Float8Config, device: torch.device) -> Iterator[ConfigError]:
+    """Reject a device without Float8 hardware, unless emulated."""
     if config.recipe_name is None or config.emulate:
         return
-    has = "a CPU"
+    shown = "a CPU"
     if device.type == "cuda":
         capability = torch.cuda.get_device_capability(device)
         if capability >= (8, 9):  # Ada; Hopper is 9.0
             return
-        shown = ".".join(map(str, capability))
-        has = f"{torch.cuda.get_device_name(device)}, of capability {shown}"
-    yield _problem(
-        f'{SECTION}.recipe_name = "{config.recipe_name}": this device ({has}) does not compute in'
-        " Float8; a GPU of capability 8.9 or later does.",
-        f"Set {SECTION}.emulate = true to try it out here, slowly.",
+        version = ".".join(map(str, capability))
+        shown = f"{torch.cuda.get_device_name(device)}, of compute capability {version}"
+    yield _float8_error(
+        f'{SECTION}.recipe_name = "{config.recipe_name}": this device ({shown}) has no Float8'
+        " matmuls; a GPU of compute capability 8.9 or later has.",
+        f"Set {SECTION}.emulate = true to try it here, slowly.",
         "emulate",
     )
 
 
-def _patterns(names: list[str], unique: bool = True) -> list[str]:
-    found = [re.sub(r"\.\d+\.", ".*.", name) for name in names]
-    return list(dict.fromkeys(found)) if unique else found
+def _block_patterns(names: list[str]) -> list[str]:
+    """Each name with its block number replaced by `*`, because blocks are alike."""
+    return [re.sub(r"\.\d+\.", ".*.", name) for name in names]
 
 
-def _problem(message: str, fix: str, key: str) -> ConfigError:
+def _float8_error(message: str, fix: str, key: str) -> ConfigError:
     return ConfigError(message, fix=fix, keys=(f"{SECTION}.{key}",))

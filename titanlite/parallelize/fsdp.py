@@ -1,10 +1,16 @@
-"""FSDP2 in every layout, one process included: it is also what makes mixed precision mean the
-same everywhere, with parameters computed in one type and kept and reduced in another."""
+"""FSDP2, applied in every layout and on one process too, where it provides mixed precision alone.
+
+So mixed precision means the same everywhere: weights are stored in the param dtype, computed with
+in the compute dtype, and their gradients are reduced in the reduce dtype.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
+from typing import Literal
 
 import torch
 from torch import nn
@@ -17,77 +23,94 @@ from torch.distributed.fsdp import (
     fully_shard,
 )
 
+ReshardAfterForward = Literal["default", "always", "never"]
+
+
+@dataclass(frozen=True)
+class FSDPPolicy:
+    """Precision and memory options of `apply_fsdp`."""
+
+    compute_dtype: torch.dtype  # of all-gathered weights
+    reduce_dtype: torch.dtype  # of gradients while they are reduced
+    reshard_after_forward: ReshardAfterForward = "default"
+    # free gathered weights after forward; default: except the last group's, which backward
+    # needs first
+    offload: bool = False  # keep shards of weights, gradients and optimizer state in host memory
+
 
 def apply_fsdp(
     model: nn.Module,
-    before: list[nn.Module],
+    before: Sequence[nn.Module],
     blocks: Iterable[nn.Module],
-    after: list[nn.Module],
+    after: Sequence[nn.Module],
     mesh: DeviceMesh,
-    *,
-    compute: torch.dtype,
-    reduce: torch.dtype,
-    reshard: str,
-    offload: bool,
+    policy: FSDPPolicy,
 ) -> None:
-    """Shard what is before the blocks together, each block, what is after them, then what is left.
+    """Shard `before` as one group, each block, `after` as one group, then all remaining parameters.
 
-    `mesh` [shard] or [replicate, shard]. `reshard` is always, never or default: free a group's
-    gathered weights after forward, but not the last one's, which backward needs at once.
+    `mesh` is [shard] or [replicate, shard].
     """
-    options = {
-        "mesh": mesh,
-        # The rotary table is fp32 on purpose, and everything else is already in `compute`.
-        "mp_policy": MixedPrecisionPolicy(compute, reduce, cast_forward_inputs=False),
-        "offload_policy": _offload_policy(offload, mesh.device_type),
-    }
-    groups = [group for group in (before, *([block] for block in blocks), after) if group]
+    shard = partial(
+        fully_shard,
+        mesh=mesh,
+        # The RoPE table stays fp32 on purpose; other inputs already have the compute dtype.
+        mp_policy=MixedPrecisionPolicy(
+            policy.compute_dtype, policy.reduce_dtype, cast_forward_inputs=False
+        ),
+        offload_policy=_offload_policy(policy.offload, mesh.device_type),
+    )
+    reshard = policy.reshard_after_forward
+    groups = [list(group) for group in (before, *([block] for block in blocks)) if group]
     for group in groups:
-        keep = reshard == "never" or (reshard == "default" and group is after)
-        fully_shard(group, reshard_after_forward=not keep, **options)
-    fully_shard(model, reshard_after_forward=reshard == "always", **options)
-    _sum_gradients(model)
-    _gather_ahead([group[0] for group in groups])
+        shard(group, reshard_after_forward=reshard != "never")
+    if after:
+        groups.append(list(after))
+        shard(groups[-1], reshard_after_forward=reshard == "always")
+    shard(model, reshard_after_forward=reshard == "always")
+    _disable_gradient_averaging(model)
+    _prefetch_next_group([group[0] for group in groups])
 
 
-def _gather_ahead(modules: list[FSDPModule]) -> None:
-    """Begin to gather the weights of a group when the one before it begins to compute.
+def _prefetch_next_group(modules: Sequence[nn.Module]) -> None:
+    """Start the all-gather of each group when the group before it starts to compute.
 
-    In forward torch would do so only when it is done, and so wait for the host between the two.
+    In forward, FSDP2 would start it only when that group is done, so the GPU would wait for the
+    host between the two.
     """
-    for before, after in pairwise(modules):
-        before.set_modules_to_forward_prefetch([after])
-        after.set_modules_to_backward_prefetch([before])
+    for module, next_module in pairwise(modules):
+        assert isinstance(module, FSDPModule) and isinstance(next_module, FSDPModule)
+        module.set_modules_to_forward_prefetch([next_module])
+        next_module.set_modules_to_backward_prefetch([module])
 
 
-def _sum_gradients(model: nn.Module) -> None:
-    # The loss is divided by the tokens of the whole batch, so gradients add up; nothing averages.
+def _disable_gradient_averaging(model: nn.Module) -> None:
+    """Sum gradients over ranks: the loss is already divided by the tokens of the global batch."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
-            module.set_force_sum_reduction_for_comms(True)  # gloo cannot multiply while it sums
+            module.set_force_sum_reduction_for_comms(True)  # gloo has no reduction that also scales
 
 
 def _offload_policy(offload: bool, device_type: str) -> OffloadPolicy:
     return CPUOffloadPolicy(pin_memory=device_type == "cuda") if offload else OffloadPolicy()
 
 
-def reduce_gradients(model: FSDPModule, now: bool) -> None:
-    """Whether the next backward reduces its gradients, or lets them add up whole on each rank."""
-    model.set_requires_gradient_sync(now)
+def set_gradient_reduction(model: nn.Module, enabled: bool) -> None:
+    """Set whether the next backward reduces gradients, or accumulates them unsharded."""
+    assert isinstance(model, FSDPModule)
+    model.set_requires_gradient_sync(enabled)
 
 
 def accumulate_gradients(model: nn.Module) -> None:
-    """Add the gradients that are still in the compute dtype to their sums in the reduce dtype.
+    """Add gradients that are still in the compute dtype to their sums in the reduce dtype.
 
-    FSDP does so where the backward of a module ends, and the second half of a backward that is
-    split in two does not always pass there: the gradients of the next micro-batch would be added
-    to them in the compute dtype.
+    FSDP2 does so in its post-backward hook, which the second half of a split backward does not
+    always reach: the gradients of the next micro-batch would be added in the compute dtype.
     """
     for module in model.modules():
         if not isinstance(module, FSDPModule):
             continue
-        # Private, but what torch's own pipeline stage reduces by; a list since torch 2.13.
+        # Private, but what torch's own pipeline stage uses to reduce; a list since torch 2.13.
         state = module._get_fsdp_state()
         groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
         for parameter in (p for group in groups if group for p in group.fsdp_params):

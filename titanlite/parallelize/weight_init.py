@@ -1,7 +1,7 @@
-"""Starting weights that do not know how the model is spread.
+"""Weight initialisation that does not depend on the layout.
 
-Each parameter's values are a function of (seed, name, shape). A matrix is drawn in blocks of rows,
-each from a generator of its own, so that a rank draws only the blocks that its shard touches, and
+The values of each parameter are a function of (seed, name, shape). A matrix is drawn in blocks of
+rows, each from its own generator, so that a rank draws only the blocks that its shard touches, and
 every layout on one kind of device starts from the same bits.
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -18,63 +18,76 @@ from torch.distributed.tensor import DTensor
 from titanlite.errors import ConfigError
 from titanlite.models import first_match
 
-STANDARD_DEVIATION = 0.02  # as GPT-2 and most since; cut off at three of them
-BLOCK_VALUES = 1 << 16  # values in one block of rows; part of what a seed means
+INIT_STD = 0.02  # as GPT-2 and most models since; truncated at three standard deviations
+BLOCK_VALUES = 1 << 16  # values in one block of rows; changing it changes what a seed means
+
+# Initialisation role -> standard deviation of a normal distribution, by the model's depth.
+NORMAL_ROLES: dict[str, Callable[[int], float]] = {
+    "normal": lambda depth: INIT_STD,
+    "residual": lambda depth: INIT_STD / math.sqrt(2 * depth),  # layers that write to the residual
+}
+INIT_ROLES = (*NORMAL_ROLES, "ones")
 
 
 def tie_parameters(model: nn.Module, pairs: Sequence[tuple[str, str]]) -> None:
-    """Make each (name, other) one parameter again, after something made a new one in each module."""
+    """Make each pair (name, other) the same parameter; a transform may have replaced both."""
     for name, other in pairs:
-        path, _, leaf = name.rpartition(".")
-        setattr(model.get_submodule(path), leaf, model.get_parameter(other))
+        path, _, attribute = name.rpartition(".")
+        setattr(model.get_submodule(path), attribute, model.get_parameter(other))
 
 
 @torch.no_grad()
-def init_weights(model: nn.Module, start: Mapping[str, str], depth: int, seed: int) -> None:
-    """Fill every parameter by the word that `start` has for its name."""
-    spread = {"normal": STANDARD_DEVIATION, "residual": STANDARD_DEVIATION / math.sqrt(2 * depth)}
+def init_weights(model: nn.Module, init_roles: Mapping[str, str], depth: int, seed: int) -> None:
+    """Fill every parameter by the role of the first pattern in `init_roles` that matches its name.
+
+    Raises ConfigError for a parameter whose role is missing or unknown.
+    """
     for name, parameter in model.named_parameters():
-        word = first_match(start, name)
-        if word == "ones":
+        role = first_match(init_roles, name)
+        if role == "ones":
             parameter.fill_(1.0)
-        elif word in spread:
-            _draw(parameter, name, seed, spread[word])
+        elif role in NORMAL_ROLES:
+            _fill_normal(parameter, name, seed, NORMAL_ROLES[role](depth))
         else:
-            raise ConfigError(f"parameter {name}: the family does not say how it starts ({word}).")
+            shown = "no initialisation role" if role is None else f'the unknown role "{role}"'
+            raise ConfigError(
+                f"parameter {name}: the model family gives it {shown}.",
+                fix=f"Use one of {', '.join(INIT_ROLES)}.",
+            )
 
 
-def _draw(parameter: Tensor, name: str, seed: int, deviation: float) -> None:
-    """Fill the local part of a parameter from the generators of the row blocks it touches."""
-    local, (first_row, *offsets) = _local_part(parameter)
+def _fill_normal(parameter: Tensor, name: str, seed: int, std: float) -> None:
+    """Fill the local shard of a parameter from the generators of the row blocks it touches."""
+    local, (first_row, *offsets) = _local_shard_and_offset(parameter)
     if local.numel() == 0:
         return
-    rows, *rest = parameter.shape
-    block_rows = max(1, BLOCK_VALUES // math.prod(rest))
-    cut = tuple(slice(o, o + n) for o, n in zip(offsets, local.shape[1:], strict=True))
+    rows, *row_shape = parameter.shape
+    block_rows = max(1, BLOCK_VALUES // math.prod(row_shape))
+    columns = [slice(o, o + n) for o, n in zip(offsets, local.shape[1:], strict=True)]
     end_row = first_row + local.shape[0]
     for block in range(first_row // block_rows, (end_row - 1) // block_rows + 1):
         top, bottom = block * block_rows, min((block + 1) * block_rows, rows)
-        generator = torch.Generator(local.device).manual_seed(seed_of(seed, name, block))
-        values = torch.empty((bottom - top, *rest), device=local.device)
-        values.normal_(0.0, deviation, generator=generator)
-        values.clamp_(-3 * deviation, 3 * deviation)
-        mine = slice(max(top, first_row), min(bottom, end_row))
-        local[mine.start - first_row : mine.stop - first_row] = values[
-            (slice(mine.start - top, mine.stop - top), *cut)
-        ]
+        generator = torch.Generator(local.device).manual_seed(_block_seed(seed, name, block))
+        values = torch.empty((bottom - top, *row_shape), device=local.device)
+        values.normal_(0.0, std, generator=generator)
+        values.clamp_(-3 * std, 3 * std)
+        start, stop = max(top, first_row), min(bottom, end_row)  # rows of this block in the shard
+        shard_in_block = (slice(start - top, stop - top), *columns)
+        local[start - first_row : stop - first_row] = values[shard_in_block]
 
 
-def seed_of(seed: int, name: str, block: int) -> int:
-    """63 bits that depend on all three and look unrelated for any two of them."""
+def _block_seed(seed: int, name: str, block: int) -> int:
+    """63-bit hash of the seed, the parameter's name and the block's number."""
     digest = hashlib.blake2b(f"{seed}/{name}/{block}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 
 
-def _local_part(parameter: Tensor) -> tuple[Tensor, tuple[int, ...]]:
-    """The part of a parameter that this rank holds, and where it begins in the whole."""
+def _local_shard_and_offset(parameter: Tensor) -> tuple[Tensor, tuple[int, ...]]:
+    """(this rank's shard, index of its first element in the full tensor)."""
     if not isinstance(parameter, DTensor):
         return parameter, (0,) * parameter.dim()
-    # Private, but the only function that knows where uneven and strided shards lie (2.11 to 2.15).
+    # Private, but the only function that knows the offsets of uneven and strided shards
+    # (torch 2.11 to 2.15).
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
     _, offset = compute_local_shape_and_global_offset(

@@ -15,8 +15,9 @@ from titanlite.distributed.mesh import Mesh, ParallelismConfig
 from titanlite.kernels.documents import document_positions
 from titanlite.labels import IGNORE_INDEX
 from titanlite.parallelize import ShardedModel
-from titanlite.parallelize.context import SequenceShard, build_sequence_shard
-from titanlite.parallelize.fsdp import reduce_gradients
+from titanlite.parallelize.context import build_sequence_shard
+from titanlite.parallelize.context_tiles import SequenceShard
+from titanlite.parallelize.fsdp import set_gradient_reduction
 from titanlite.parallelize.pipeline import EvalStage, PipelinePlan, TrainStage, build_schedule
 
 SetPhase = Callable[[str], None]
@@ -76,13 +77,13 @@ class RankSlice:
 
     def of(self, batch: Tensor) -> Tensor:
         """The part of `batch` [rows, T] that this rank holds."""
-        return self.sequence.of(batch)
+        return self.sequence.select(batch)
 
     def positions(self, inputs: Tensor) -> Tensor:
         """The positions of this rank's part of whole sequences [rows, T]; [T] where rows agree."""
         if self.end is None:
             return self.sequence.positions(inputs.shape[1], inputs.device)
-        return self.sequence.of(document_positions(inputs, self.end))
+        return self.sequence.select(document_positions(inputs, self.end))
 
 
 class SpmdEngine:
@@ -107,7 +108,7 @@ class SpmdEngine:
         total = torch.zeros(2, device=inputs.device)
         parts = list(zip(inputs.split(self.microbatch), labels.split(self.microbatch), strict=True))
         for number, (x, y) in enumerate(parts):
-            reduce_gradients(self.model, self.reduce_every or number == len(parts) - 1)
+            set_gradient_reduction(self.model, self.reduce_every or number == len(parts) - 1)
             now("forward")
             # Divided here, by the tokens of all ranks, and nowhere else: gradients only add up.
             positions = self.share.positions(x)

@@ -1,0 +1,48 @@
+"""The table of tensor-parallel roles, without processes."""
+
+from __future__ import annotations
+
+import pytest
+from torch import nn
+
+from tests.distributed.oracle import FAMILY, SGD, SHAPE, Layout, sharded
+from tests.distributed.ranks import run_on_ranks
+from titanlite.distributed.mesh import Degrees, build_mesh
+from titanlite.errors import ConfigError
+from titanlite.models import first_match
+from titanlite.parallelize.tensor import (
+    TENSOR_PARALLEL_ROLES,
+    apply_tensor_parallel,
+    weight_shard_size,
+)
+
+
+def error_of_plan(plan: dict[str, str]) -> str:
+    mesh = build_mesh(Degrees(), "cpu")
+    with pytest.raises(ConfigError) as raised:
+        apply_tensor_parallel(nn.Linear(4, 4), plan, mesh.tp, head_width=2, loss_parallel=True)
+    return str(raised.value)
+
+
+def test_an_unknown_role_in_a_plan_is_refused_and_the_known_ones_are_listed():
+    (message,) = run_on_ranks(error_of_plan, 1, {"layers.*.wq": "colwize"})
+    assert '"layers.*.wq" has the unknown role "colwize"' in message
+    assert all(role in message for role in TENSOR_PARALLEL_ROLES)
+
+
+def compare_weight_shards(layout) -> None:
+    model, _, _ = sharded(layout, SGD)
+    full = FAMILY.build(SHAPE)
+    for name, layer in full.named_modules():
+        if isinstance(layer, nn.Linear):
+            shard = model.get_submodule(name).weight.to_local()
+            role = first_match(FAMILY.tp_plan, name)
+            size = (layer.out_features, layer.in_features)
+            computed = weight_shard_size(role, *size, layout.tensor, SHAPE.head_width)
+            # 509 token ids: the last rank has fewer rows of the output layer.
+            assert computed == tuple(shard.shape) or name == "output", name
+
+
+@pytest.mark.parametrize("ranks", [2, 4])  # 4: more ranks than key-value heads
+def test_computed_shard_sizes_are_those_of_the_model(ranks):
+    run_on_ranks(compare_weight_shards, ranks, Layout(tensor=ranks))

@@ -1,0 +1,154 @@
+"""Context parallel, the computation: attention of local queries over the keys of all ranks.
+
+The forward and backward are custom ops, so that the compiler sees one node and not the
+communication inside. Signatures of custom ops are flat lists of tensors, strings and numbers
+(torch.library), hence their many parameters.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from titanlite.kernels.flash import flash_kernel_for
+from titanlite.parallelize.context_tiles import (
+    ALL,
+    AttentionTiles,
+    CausalTiles,
+    DocumentTiles,
+    SequenceShard,
+)
+from titanlite.parallelize.kv_exchange import KV_EXCHANGES, KVExchange
+
+TOKEN_DIM = 2  # of [B, H, T, K]
+
+
+@torch.library.custom_op("titanlite::attend_over_ranks", mutates_args=())
+def context_parallel_forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    documents: Tensor | None,
+    group_name: str,
+    balanced: bool,
+    rotate_method: str,
+) -> tuple[Tensor, Tensor]:
+    """Causal attention of this rank's queries over the keys and values of all ranks of a group.
+
+    q [B, H, T, K], k and v [B, Hkv, T, K], where T counts this rank's tokens. `documents`: a table
+    of `encode_document_tiles`, or None. Returns the output [B, H, T, K] and the log-sum-exp of the
+    scores [B, H, T] in fp32.
+    """
+    flash = flash_kernel_for(q)
+    exchange, tiles = _plan_attention(q, documents, group_name, balanced, rotate_method)
+    out = torch.empty_like(q, dtype=torch.float32)
+    lse = q.new_empty(q.shape[:-1], dtype=torch.float32)
+    for source, (keys, values) in exchange.iterate_shards(torch.stack((k, v))):
+        for tile in tiles.with_keys_of(source):
+            q_index = (tile.sequences, ALL, tile.queries)
+            k_index = (tile.sequences, ALL, tile.keys)
+            tile_out, tile_lse = flash.forward(
+                q[q_index], keys[k_index], values[k_index], tile.causal
+            )
+            if tile.causal:  # the first tile of these queries
+                out[q_index], lse[q_index] = tile_out, tile_lse
+            else:
+                _merge_tile(out[q_index], lse[q_index], tile_out, tile_lse)
+    return out.to(q.dtype), lse
+
+
+def _merge_tile(out: Tensor, lse: Tensor, tile_out: Tensor, tile_lse: Tensor) -> None:
+    """Add the keys of another tile to an output and its log-sum-exp, in place."""
+    total = torch.logaddexp(lse, tile_lse)
+    out.mul_((lse - total).exp().unsqueeze(-1))
+    out.add_(tile_out * (tile_lse - total).exp().unsqueeze(-1))
+    lse.copy_(total)
+
+
+@torch.library.custom_op("titanlite::attend_over_ranks_backward", mutates_args=())
+def context_parallel_backward(
+    grad_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    documents: Tensor | None,
+    group_name: str,
+    balanced: bool,
+    rotate_method: str,
+) -> tuple[Tensor, Tensor]:
+    """Gradients of q [B, H, T, K], and of k and v in one tensor [2, B, Hkv, T, K]."""
+    flash = flash_kernel_for(q)
+    exchange, tiles = _plan_attention(q, documents, group_name, balanced, rotate_method)
+    dq = torch.zeros_like(q, dtype=torch.float32)
+
+    def compute_shard_gradient(source: int, keys_values: Tensor) -> Tensor | None:
+        """Gradient of one rank's keys and values from this rank's queries; adds to `dq`."""
+        source_tiles = tiles.with_keys_of(source)
+        if not source_tiles:
+            return None
+        dkv = torch.zeros_like(keys_values, dtype=torch.float32)
+        for tile in source_tiles:
+            q_index = (tile.sequences, ALL, tile.queries)
+            kv_index = (ALL, tile.sequences, ALL, tile.keys)
+            keys, values = keys_values[kv_index]
+            # `lse` is that of all keys, so the gradients of the tiles add up.
+            tile_dq, tile_dk, tile_dv = flash.backward(
+                grad_out[q_index],
+                q[q_index],
+                keys,
+                values,
+                out[q_index],
+                lse[q_index].contiguous(),
+                tile.causal,
+            )
+            dq[q_index] += tile_dq
+            dk, dv = dkv[kv_index]
+            dk += tile_dk
+            dv += tile_dv
+        return dkv
+
+    # Before dq is cast, because this call fills it. In fp32 the wrong order would not show: there
+    # `.to` does not copy.
+    dkv = exchange.sum_gradients(torch.stack((k, v)), compute_shard_gradient)
+    return dq.to(q.dtype), dkv.to(k.dtype)
+
+
+def _plan_attention(
+    q: Tensor, documents: Tensor | None, group_name: str, balanced: bool, rotate_method: str
+) -> tuple[KVExchange, AttentionTiles]:
+    # Private, but how torch's own ops find a group by its name (2.11 to 2.15).
+    resolve = dist.distributed_c10d._resolve_process_group
+    group = resolve(group_name)  # type: ignore[arg-type]  # GroupName is a private subtype of str
+    exchange = KV_EXCHANGES[rotate_method](group)
+    if documents is not None:
+        return exchange, DocumentTiles(documents)
+    shard = SequenceShard(group.rank(), group.size(), balanced)
+    return exchange, CausalTiles(shard, q.shape[TOKEN_DIM])
+
+
+@context_parallel_forward.register_fake
+def _allocate_context_parallel_forward(q, *_):
+    return torch.empty_like(q), q.new_empty(q.shape[:-1], dtype=torch.float32)
+
+
+@context_parallel_backward.register_fake
+def _allocate_context_parallel_backward(grad_out, q, k, *_):
+    return torch.empty_like(q), k.new_empty((2, *k.shape))
+
+
+def _save_context_parallel_inputs(ctx, inputs, output) -> None:
+    q, k, v, documents, *ctx.options = inputs
+    ctx.save_for_backward(q, k, v, *output, documents)
+
+
+def _backward_of_context_parallel(ctx, grad_out: Tensor, _grad_lse):
+    dq, (dk, dv) = context_parallel_backward(grad_out, *ctx.saved_tensors, *ctx.options)
+    return dq, dk, dv, None, None, None, None
+
+
+context_parallel_forward.register_autograd(
+    _backward_of_context_parallel, setup_context=_save_context_parallel_inputs
+)

@@ -1,0 +1,143 @@
+"""Context parallel, the plan: the tokens of each rank, and the tiles of attention it computes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+ALL = slice(None)
+
+
+@dataclass(frozen=True)
+class SequenceShard:
+    """The tokens of every sequence that a rank has: one chunk, or two if balanced.
+
+    A causal query near the end of a sequence attends to more keys than one near its start. With the
+    i-th chunk from the front and the i-th from the back, every rank has the same work.
+    """
+
+    rank: int
+    ranks: int
+    balanced: bool
+
+    def positions(self, length: int, device: torch.device | None = None) -> Tensor:
+        """Positions [length / ranks] of this rank's tokens in sequences of `length` tokens."""
+        if self.ranks == 1:
+            return torch.arange(length, device=device)
+        chunks = self._chunks_of_sequence(length)
+        return torch.cat([torch.arange(c.start, c.stop, device=device) for c in chunks])
+
+    def select(self, batch: Tensor) -> Tensor:
+        """This rank's tokens [B, T / ranks] of a batch of full sequences [B, T]."""
+        if self.ranks == 1:
+            return batch
+        chunks = self._chunks_of_sequence(batch.shape[1])
+        return torch.cat([batch[:, chunk] for chunk in chunks], dim=1)
+
+    def chunks(self, tokens: int) -> list[tuple[int, slice]]:
+        """(position in the sequence, indices in this rank's `tokens`) of each chunk."""
+        chunks = self._chunks_of_sequence(tokens * self.ranks)
+        size = tokens // len(chunks)
+        return [(c.start, slice(n * size, (n + 1) * size)) for n, c in enumerate(chunks)]
+
+    def _chunks_of_sequence(self, length: int) -> list[slice]:
+        count = self.ranks * (2 if self.balanced else 1)
+        size = length // count
+        assert size * count == length, f"{length} tokens do not divide into {count} chunks"
+        numbers = [self.rank, count - 1 - self.rank] if self.balanced else [self.rank]
+        return [slice(n * size, (n + 1) * size) for n in numbers]
+
+
+class AttentionTile(NamedTuple):
+    """Queries of this rank that all attend to the same keys of one rank."""
+
+    sequences: slice  # of the batch
+    queries: slice
+    keys: slice
+    causal: bool  # queries and keys are the same tokens; each attends to those up to itself
+
+
+class AttentionTiles(Protocol):
+    """All tiles of one attention call.
+
+    Every query is in exactly one causal tile. It has keys of this rank, and comes before other
+    tiles of these queries.
+    """
+
+    def with_keys_of(self, source: int) -> Sequence[AttentionTile]:
+        """Tiles of this rank's queries with the keys of rank `source`."""
+
+
+@dataclass(frozen=True)
+class CausalTiles:
+    """Tiles of a causal mask."""
+
+    shard: SequenceShard
+    tokens: int  # of this rank, in each sequence
+
+    def with_keys_of(self, source: int) -> Sequence[AttentionTile]:
+        rank, half = self.shard.rank, self.tokens // 2
+        if source == rank:
+            return [AttentionTile(ALL, ALL, ALL, causal=True)]
+        if not self.shard.balanced:
+            return [AttentionTile(ALL, ALL, ALL, causal=False)] if source < rank else []
+        if source < rank:  # its first chunk precedes both chunks of this rank; its second, neither
+            return [AttentionTile(ALL, ALL, slice(0, half), causal=False)]
+        # Both of its chunks precede the second chunk of this rank, and follow the first one.
+        return [AttentionTile(ALL, slice(half, self.tokens), ALL, causal=False)]
+
+
+class DocumentTiles:
+    """Tiles of a causal mask within each document, from a table of `encode_document_tiles`."""
+
+    def __init__(self, table: Tensor):
+        self.by_source: dict[int, list[AttentionTile]] = {}
+        for source, causal, *bounds in table.tolist():
+            sequences, queries, keys = (slice(*bounds[n : n + 2]) for n in (0, 2, 4))
+            tile = AttentionTile(sequences, queries, keys, bool(causal))
+            self.by_source.setdefault(source, []).append(tile)
+
+    def with_keys_of(self, source: int) -> Sequence[AttentionTile]:
+        return self.by_source.get(source, [])
+
+
+def encode_document_tiles(shard: SequenceShard, positions: Tensor) -> Tensor:
+    """Table [N, 8] of the tiles of all documents: a CPU tensor, so that it can enter a graph.
+
+    Columns: source rank, causal, then start and stop of the sequences, of the queries and of the
+    keys. `positions` [B, T] are those of this rank's tokens in their documents.
+
+    The tokens of a document within one chunk form a causal tile. If the document began before the
+    chunk, they also attend to its tokens in earlier chunks, on any rank. On a GPU, the host waits
+    for `positions` once per forward.
+    """
+    tokens, table = positions.shape[1], []
+    chunks_of_all_ranks = [
+        (rank, start, chunk)
+        for rank in range(shard.ranks)
+        for start, chunk in replace(shard, rank=rank).chunks(tokens)
+    ]
+    for row, row_positions in enumerate(positions.cpu()):
+        earlier_tiles = []
+        for start, chunk in shard.chunks(tokens):
+            begins = (row_positions[chunk] == 0).nonzero().flatten().add(chunk.start).tolist()
+            bounds = [*dict.fromkeys([chunk.start, *begins]), chunk.stop]  # of documents
+            table += [(shard.rank, 1, row, row + 1, *own, *own) for own in pairwise(bounds)]
+            # Position in the sequence where the first document of this chunk begins.
+            document_start = start - row_positions[chunk.start].item()
+            for rank, other_start, other in chunks_of_all_ranks:
+                first = max(document_start, other_start)
+                stop = min(start, other_start + other.stop - other.start)
+                if first < stop:
+                    offset = other.start - other_start
+                    keys = (first + offset, stop + offset)
+                    earlier_tiles.append((rank, 0, row, row + 1, *bounds[:2], *keys))
+        table += earlier_tiles
+    tiles = torch.tensor(table, dtype=torch.int64)
+    torch._dynamo.maybe_mark_dynamic(tiles, 0)  # otherwise every new N causes a recompilation
+    return tiles

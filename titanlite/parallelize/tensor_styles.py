@@ -1,0 +1,190 @@
+"""ParallelStyles of our own, beside those of torch and torchao."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import (
+    DTensor,
+    Partial,
+    Replicate,
+    Shard,
+    distribute_module,
+    distribute_tensor,
+)
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    PrepareModuleInput,
+    RowwiseParallel,
+)
+
+from titanlite.distributed.collectives import all_gather_tensor, all_reduce_max, all_reduce_sum
+from titanlite.models import OutputLayer, Vocabulary
+
+SEQUENCE_DIM = 1  # of [B, T, ...]: sharded between the matmuls
+
+
+class LinearStyles(NamedTuple):
+    """The styles for one kind of linear layer (torch's or torchao's), and to gather its inputs."""
+
+    colwise: type[ColwiseParallel]
+    rowwise: type[RowwiseParallel]
+    gather: type[PrepareModuleInput]
+
+
+DEFAULT_STYLES = LinearStyles(ColwiseParallel, RowwiseParallel, PrepareModuleInput)
+
+
+class ReplicatedNorm(ParallelStyle):
+    """RMSNorm of sharded activations, [B, T/tp, D] or [B, T, H/tp, K], with a replicated weight.
+
+    Each rank computes a partial gradient of the weight. They are summed in fp32, as FSDP sums
+    gradients; torch's SequenceParallel sums them in the compute dtype.
+    """
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        norm = module
+        assert isinstance(norm, nn.RMSNorm), "other norms may have a bias"
+        weight = distribute_tensor(norm.weight, device_mesh, [Replicate()], src_data_rank=None)
+        norm.register_parameter("weight", nn.Parameter(weight))
+        module.forward = partial(_replicated_norm_forward, norm)
+        return module
+
+
+def _replicated_norm_forward(norm: nn.RMSNorm, x: Tensor) -> Tensor:
+    """Normalise a plain tensor with the local tensor of a replicated weight."""
+    assert isinstance(norm.weight, DTensor)
+    # No communication in forward, the weight is replicated already: this sets the backward dtype.
+    weight = norm.weight.redistribute(placements=[Replicate()], backward_dtype=torch.float32)
+    local = weight.to_local(grad_placements=[Partial()])
+    return F.rms_norm(x, norm.normalized_shape, local, norm.eps)
+
+
+def gather_sequence(input_style: type[PrepareModuleInput]) -> PrepareModuleInput:
+    """All-gather the first input of a module over the sequence; pass other inputs unchanged."""
+
+    class GatherSequence(input_style):  # type: ignore[valid-type, misc]  # the base is a parameter
+        def _prepare_input_fn(self, inputs, device_mesh):
+            first, *others = inputs
+            return (*super()._prepare_input_fn((first,), device_mesh), *others)
+
+    return GatherSequence(
+        input_layouts=(Shard(SEQUENCE_DIM),), desired_input_layouts=(Replicate(),)
+    )
+
+
+class KeyValueColwise(ParallelStyle):
+    """Column-parallel projection to keys or values.
+
+    With fewer heads than ranks, the weight is replicated, and each rank takes the one head that
+    its query heads need.
+    """
+
+    def __init__(self, head_width: int, ranks: int, colwise: type[ColwiseParallel]):
+        super().__init__()
+        self.head_width, self.ranks, self.colwise = head_width, ranks, colwise
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        assert isinstance(module, nn.Linear)
+        heads = module.out_features // self.head_width
+        if heads % self.ranks == 0:
+            return self.colwise()._apply(module, device_mesh)
+        return distribute_module(
+            module,
+            device_mesh,
+            self._replicate_parameters,
+            self._replicate_input,  # type: ignore[arg-type]  # torch uses what hooks return
+            self._select_head,
+        )
+
+    def _replicate_parameters(self, name: str, module: nn.Module, device_mesh: DeviceMesh) -> None:
+        for leaf, parameter in module.named_parameters(recurse=False):
+            dtensor = distribute_tensor(parameter, device_mesh, [Replicate()], src_data_rank=None)
+            module.register_parameter(leaf, nn.Parameter(dtensor))
+
+    def _replicate_input(self, module: nn.Module, inputs: tuple, device_mesh: DeviceMesh) -> tuple:
+        (x,) = inputs
+        return (x if isinstance(x, DTensor) else DTensor.from_local(x, device_mesh, [Replicate()]),)
+
+    def _select_head(self, module: nn.Module, output: DTensor, device_mesh: DeviceMesh):
+        heads = output.unflatten(-1, (-1, self.head_width)).unsqueeze(3)  # [B, T, Hkv, 1, K]
+        copies = heads.expand(-1, -1, -1, self.ranks // heads.shape[2], -1).flatten(2, 4)
+        # In backward, this adds up the gradients of the copies.
+        return copies.redistribute(placements=[Shard(2)]).to_local()
+
+
+class OutputLayerColwise(ParallelStyle):
+    """Column-parallel output layer with a sequence-parallel input.
+
+    With loss parallel, the loss is computed from sharded logits; without, logits are gathered.
+    """
+
+    def __init__(self, loss_parallel: bool):
+        super().__init__()
+        self.vocabulary = ShardedVocabulary if loss_parallel else GatheredVocabulary
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        assert isinstance(module, OutputLayer)
+        module.vocabulary = self.vocabulary(device_mesh, module.out_features)
+        return distribute_module(
+            module,
+            device_mesh,
+            self._shard_weight,
+            self._gather_input,  # type: ignore[arg-type]  # torch uses what hooks return
+            self._to_plain_tensor,  # type: ignore[arg-type]
+        )
+
+    def _shard_weight(self, name: str, module: nn.Module, device_mesh: DeviceMesh) -> None:
+        assert isinstance(module, OutputLayer)
+        weight = distribute_tensor(module.weight, device_mesh, [Shard(0)], src_data_rank=None)
+        module.register_parameter("weight", nn.Parameter(weight))
+
+    def _gather_input(self, module: nn.Module, inputs: tuple, device_mesh: DeviceMesh) -> tuple:
+        (x,) = inputs
+        if not isinstance(x, DTensor):
+            x = DTensor.from_local(x, device_mesh, [Shard(SEQUENCE_DIM)])
+        return (x.redistribute(placements=[Replicate()]),)
+
+    def _to_plain_tensor(
+        self, module: nn.Module, output: Tensor, device_mesh: DeviceMesh
+    ) -> Tensor:
+        return output.full_tensor() if isinstance(output, DTensor) else output  # logits, or a loss
+
+
+class ShardedVocabulary(Vocabulary):
+    """The loss from sharded logits: each rank computes those of its shard of the token ids."""
+
+    def __init__(self, tp: DeviceMesh, size: int):
+        super().__init__()
+        self.tp = tp
+        self.shard_size = -(-size // tp.size())  # token ids of a rank; the last may have fewer
+        self.first_id = tp.get_local_rank() * self.shard_size
+
+    def local_tensors(self, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        assert isinstance(x, DTensor) and isinstance(weight, DTensor)
+        return x.to_local(grad_placements=[Partial()]), weight.to_local()
+
+    def reduce_max(self, local: Tensor) -> Tensor:
+        return all_reduce_max(self.tp, local)
+
+    def reduce_sum(self, local: Tensor) -> Tensor:
+        return all_reduce_sum(self.tp, local)
+
+
+class GatheredVocabulary(ShardedVocabulary):
+    """The loss from gathered logits: every rank computes the softmax over all token ids."""
+
+    def log_sum_exp(self, logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        padding = (0, self.shard_size - logits.shape[-1])
+        padded = F.pad(logits, padding, value=-torch.inf)
+        all_logits = all_gather_tensor(self.tp.get_group(), padded).transpose(0, 1).flatten(1)
+        max_logit = all_logits.amax(-1)
+        exp_sum, label_logit = self.softmax_terms(all_logits, max_logit, labels)
+        logits.sub_(max_logit.unsqueeze(-1)).exp_()
+        return max_logit, max_logit + exp_sum.log(), label_logit
