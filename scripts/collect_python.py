@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from titanlite.errors import EXIT_DONE, EXIT_USER_ERROR, DataError, UserError, format_error
-from titanlite.files import write_whole_file
+from titanlite.files import write_file_atomically
 
 EXCLUDED = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 
@@ -51,7 +51,7 @@ def collect(library: Path, out: Path) -> tuple[int, int]:
     if not lines:
         raise DataError(f"{library}: this Python has no standard library as source files.")
     out.parent.mkdir(parents=True, exist_ok=True)
-    write_whole_file(out, "".join(lines).encode())
+    write_file_atomically(out, "".join(lines).encode())
     return len(lines), size
 
 

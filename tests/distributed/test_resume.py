@@ -141,7 +141,10 @@ def refusals(folder) -> dict[str, str]:
 def test_what_cannot_be_loaded_is_refused_and_never_started_anew(tmp_path):
     run_on_ranks(stop_under, 1, Layout(), ADAMW, str(tmp_path))
     said = run_on_ranks(refusals, 1, str(tmp_path))[0]
-    assert "load_step = 7" in said["no such step"] and f"Existing steps: {STOP}" in said["no such step"]
+    assert (
+        "load_step = 7" in said["no such step"]
+        and f"Existing steps: {STOP}" in said["no such step"]
+    )
     assert "model (dim: 32 saved, 64 now)" in said["another model"]
     assert "bytes, not" in said["named but damaged"]
 

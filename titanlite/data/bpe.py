@@ -9,7 +9,7 @@ from typing import Any
 
 from titanlite.data.tokenizer import SPLIT_PATTERN, well_formed
 from titanlite.errors import DataError
-from titanlite.files import write_whole_file
+from titanlite.files import write_file_atomically
 
 SPECIALS = 2  # tokens that open_tokenizer appends to the ranks: begin and end of text
 MIN_VOCAB_SIZE = 256 + SPECIALS  # one rank for every byte
@@ -29,7 +29,7 @@ def train_bpe(texts: Iterable[str], vocab_size: int, out: str | Path) -> int:
     ranks = ranks_of(train_merges(texts, vocab_size - SPECIALS))
     lines = (b"%s %d\n" % (base64.b64encode(token), rank) for token, rank in ranks.items())
     Path(out).parent.mkdir(parents=True, exist_ok=True)
-    write_whole_file(Path(out), b"".join(lines))
+    write_file_atomically(Path(out), b"".join(lines))
     return len(ranks) + SPECIALS
 
 

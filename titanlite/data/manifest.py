@@ -15,7 +15,7 @@ from typing import IO
 import xxhash
 
 from titanlite.errors import DataError
-from titanlite.files import parse_json, read_regular_file, write_whole_file
+from titanlite.files import parse_json, read_regular_file, write_file_atomically
 
 MANIFEST = "manifest.json"
 
@@ -71,7 +71,7 @@ def write_corpus_manifest(
         bos=bos,
     )
     text = json.dumps(asdict(manifest), indent=1) + "\n"
-    write_whole_file(Path(folder) / MANIFEST, text.encode())
+    write_file_atomically(Path(folder) / MANIFEST, text.encode())
     return manifest
 
 

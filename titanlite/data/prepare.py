@@ -36,7 +36,7 @@ from titanlite.data.text import (
 )
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.errors import DataError
-from titanlite.files import parse_json, write_whole_file
+from titanlite.files import parse_json, write_file_atomically
 from titanlite.log import logger
 
 TRAIN, VALIDATION = "train", "validation"
@@ -216,7 +216,7 @@ def _write_piece(piece: _Piece, task: _Task, on_document: Callable[[], None]) ->
             on_document()
         shards = {TRAIN: asdict(train.close()), VALIDATION: asdict(validation.close())}
     record = {"key": piece.key, "shards": shards}
-    write_whole_file(folder / f"{piece.name}.json", json.dumps(record).encode())
+    write_file_atomically(folder / f"{piece.name}.json", json.dumps(record).encode())
     return record
 
 
@@ -374,7 +374,7 @@ def _commit(task: _Task, plan: str, records: Sequence[dict[str, Any]]) -> None:
     if settings.validation_share == 0:
         shutil.rmtree(folder / VALIDATION)
     done = {"plan": plan, "counts": counts}
-    write_whole_file(folder / _DONE, (json.dumps(done) + "\n").encode())
+    write_file_atomically(folder / _DONE, (json.dumps(done) + "\n").encode())
     _publish(task.out)
 
 

@@ -39,7 +39,7 @@ from titanlite.data.manifest import (
 from titanlite.data.open_files import OpenFiles
 from titanlite.data.token_source import CorpusChecks, SourceRecord, TokenSource
 from titanlite.errors import DataError
-from titanlite.files import write_whole_file
+from titanlite.files import write_file_atomically
 
 _MAGIC = b"MMIDIDX\0\0"
 _HEADER = struct.Struct("<9sQBQQ")
@@ -106,7 +106,7 @@ class ShardWriter:
         flush_to_disk(self._file)
         self._file.close()
         index = self._build_index()
-        write_whole_file(self.idx, index)
+        write_file_atomically(self.idx, index)
         os.replace(temporary_path(self.bin), self.bin)
         return ShardRecord(
             self.bin.stem,

@@ -168,8 +168,8 @@ class Job:
             "stages": str(self.pipeline) if self.degrees.pipeline > 1 else "",
             "batch": f"{self.global_batch} sequences x {training.seq_len} tokens = {tokens:,}"
             f" tokens/step: micro-batch {training.local_batch_size} x"
-            f" {_count(self.rows // training.local_batch_size, 'accumulation step')} x"
-            f" {_count(self.degrees.data, 'data-parallel rank')}",
+            f" {_pluralize(self.rows // training.local_batch_size, 'accumulation step')} x"
+            f" {_pluralize(self.degrees.data, 'data-parallel rank')}",
             "precision": f"compute {compute},"
             f" reduce {SHORT_DTYPES[training.mixed_precision_reduce]},"
             f" params {SHORT_DTYPES[training.dtype]}",
@@ -218,5 +218,5 @@ def read_job(argv: Sequence[str], world_size: int, *, check_environment: bool = 
     return Job(config, spec, sizes, degrees, plan, resolve_global_batch(config, degrees))
 
 
-def _count(number: int, noun: str) -> str:
+def _pluralize(number: int, noun: str) -> str:
     return f"{number} {noun}" + ("" if number == 1 else "s")

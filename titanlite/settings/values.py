@@ -16,7 +16,14 @@ from typing import Annotated, Any, Literal, Union
 from titanlite.errors import ConfigError
 from titanlite.files import parse_toml
 from titanlite.settings.output import CommandLineText, format_value
-from titanlite.settings.schema import Range, Supported, all_keys, describe_type, resolve_names, type_hints
+from titanlite.settings.schema import (
+    Range,
+    Supported,
+    all_keys,
+    describe_type,
+    resolve_names,
+    type_hints,
+)
 
 MIN_INT, MAX_INT = -(2**63), 2**63 - 1  # the integers of TOML
 
