@@ -43,9 +43,9 @@ def replace_between(marker: str, text: str, new: str) -> str:
 
 
 def list_files(root: Path) -> str:
-    """A Markdown table for each package: its files, and the first line of their docstrings."""
-    package = root / "titanlite"
-    folders = {path.parent for path in package.rglob("*.py")}
+    """A Markdown table for each folder: its files, and the first paragraph of their docstrings."""
+    packages = (root / "titanlite", root / "benchmarks")
+    folders = {path.parent for package in packages for path in package.rglob("*.py")}
     tables = []
     for folder in sorted(folders):
         rows = [
@@ -53,7 +53,8 @@ def list_files(root: Path) -> str:
             for path in sorted(folder.glob("*.py"))
             if path.name != "__init__.py"
         ]
-        about = _summary(folder / "__init__.py")
+        init = folder / "__init__.py"
+        about = _summary(init) if init.exists() else ""
         title = f"### `{folder.relative_to(root)}/`\n\n{about}".rstrip()
         tables.append("\n".join([title, "", "| file | |", "| --- | --- |", *rows, ""]))
     return "\n".join(tables)

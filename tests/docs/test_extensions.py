@@ -121,7 +121,12 @@ def test_the_extensions_learn_the_same_on_one_process_and_under_fsdp_and_tp(runs
 
 def test_the_job_uses_what_the_guides_add(extended, runs):
     config = (extended / "one" / "config.toml").read_text("utf-8")
-    for setting in ('name = "relu2"', 'format = "numpy"', 'name = "Lion"', 'decay_type = "quadratic"'):
+    for setting in (
+        'name = "relu2"',
+        'format = "numpy"',
+        'name = "Lion"',
+        'decay_type = "quadratic"',
+    ):
         assert setting in config, setting
 
 
