@@ -45,7 +45,7 @@ def draw_memory(configs: Path, path: Path) -> None:
     for label, overrides in OPTIONS.items():
         argv = ["--job.config_file", str(configs / "llama3_8b.toml"), f"--job.check_ranks={RANKS}"]
         argv += ["--training.global_batch_size", "-1"]  # no accumulation
-        job = read_job([*argv, *overrides], RANKS, with_data=False)
+        job = read_job([*argv, *overrides], RANKS, check_environment=False)
         rows[label] = dataclasses.asdict(estimate_memory(job))
     figure = Figure(figsize=(10, 4.9), dpi=130, facecolor="white")
     FigureCanvasAgg(figure)

@@ -1,4 +1,4 @@
-"""The documentation agrees with the code: links, names of keys, files and tests, generated parts."""
+"""The pages agree with the code: links, names of keys, files and tests, and generated parts."""
 
 from __future__ import annotations
 
