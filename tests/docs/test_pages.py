@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import re
 import runpy
@@ -144,3 +145,15 @@ def test_the_picture_of_the_losses_shows_what_it_claims():
     reference, *others = measured.values()
     assert len(others) == 7 and len(reference) >= 30
     assert all(curve == pytest.approx(reference, rel=1e-5) for curve in others)
+
+
+def test_the_picture_of_the_layers_describes_every_package():
+    """Redraw it with `python scripts/draw_docs.py layers` when a package is added."""
+    tree = ast.parse((ROOT / "scripts" / "doc_pictures" / "diagrams.py").read_text("utf-8"))
+    purpose = next(
+        node.value
+        for node in tree.body
+        if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "PURPOSE"
+    )
+    packages = {path.stem for path in (ROOT / "titanlite").glob("[a-z]*") if path.stem != "py"}
+    assert packages <= ast.literal_eval(purpose).keys()
