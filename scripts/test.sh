@@ -1,7 +1,25 @@
 #!/usr/bin/env bash
-# Runs the tests in an environment of their own: scripts/test.sh [what pytest takes]
+# Run the tests: scripts/test.sh [--quick] [arguments of pytest]
+#   --quick  the fast unit tests and a few distributed ones, in less than 3 minutes on 2 cores
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
-. scripts/environment.sh
-# one thread a process: the tests run several ranks, and threads fighting for cores are slower
+source scripts/environment.sh
+
+QUICK=(
+  tests/test_architecture.py tests/test_settings.py tests/test_job.py tests/docs/test_pages.py
+  tests/models tests/kernels tests/optim tests/planning tests/metrics
+  tests/plots --ignore tests/plots/test_compare.py
+  tests/data --ignore tests/data/test_prepare.py
+  tests/parallelize --ignore tests/parallelize/test_compile.py
+  tests/runtime/test_start_log.py
+  tests/checkpoint/test_retention.py tests/checkpoint/test_untrusted.py
+  tests/checkpoint/test_huggingface.py
+  tests/distributed/test_mesh.py tests/distributed/test_collectives.py
+  tests/distributed/test_initial_weights.py tests/distributed/test_reductions.py
+)
+for argument in "$@"; do
+  shift
+  if [ "$argument" = --quick ]; then set -- "$@" "${QUICK[@]}"; else set -- "$@" "$argument"; fi
+done
+# One thread a process: the tests start several ranks, and more threads than cores are slower.
 OMP_NUM_THREADS=1 exec python -m pytest "$@"

@@ -1,0 +1,307 @@
+"""Diagrams: the layers of packages, one training step, a checkpoint's states, the watchdog."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from pathlib import Path
+
+from doc_pictures.canvas import (
+    AMBER,
+    BLUE,
+    FAINT,
+    GREEN,
+    GREY,
+    INK,
+    LINE,
+    RED,
+    Box,
+    draw_arrow,
+    draw_box,
+    new_canvas,
+    save_png,
+    write,
+)
+from titanlite.runtime.watchdog import END_SECONDS, LEAVE_SECONDS, SILENT, STUCK
+
+PURPOSE = {  # of each package, in two short lines at most
+    "train.py": "one run",
+    "scripts": "one command each",
+    "generate": "text from a\ncheckpoint",
+    "planning": "memory\nestimates",
+    "plots": "figures of\nruns, layouts",
+    "job": "the checked configuration,\nthe builders of a run",
+    "training": "engine, step, loop,\nperiodic actions",
+    "parallelize": "TP, CP, PP, FSDP,\ncompile, Float8",
+    "optim": "optimizers, LR,\nclipping",
+    "checkpoint": "save, verify,\nload, convert",
+    "runtime": "watchdog, lease,\nstop signals",
+    "models": "plain single-device modules and their specs",
+    "data": "tokens, shards,\nsample order",
+    "distributed": "mesh,\ncollectives",
+    "kernels": "attention\nbackends",
+    "metrics": "throughput,\nsinks",
+    "storage": "folders,\nlocal or URL",
+    "settings": "TOML to\ndataclasses",
+    "config_reference": "--help and\nreference",
+    "errors": "user errors,\nexit codes",
+    "files": "untrusted\nJSON, TOML",
+    "labels": "IGNORE_INDEX",
+    "log": "one logger",
+}
+
+
+def draw_layers(layers: Sequence[set[str]], path: Path) -> None:
+    """The packages by layer, from `layers` (lowest first), which the architecture test enforces."""
+    rows = [["train.py", "scripts"], *(sorted(layer) for layer in reversed(layers))]
+    width, row_height, gap = 10.0, 0.78, 0.16
+    height = len(rows) * (row_height + gap) + 0.62
+    figure, axes = new_canvas(width, height)
+    write(axes, 0.2, height - 0.28, "Imports go down only", size=12, align="left", weight="bold")
+    write(
+        axes,
+        2.45,
+        height - 0.28,
+        "never up, and never between two packages of one row (the lowest row excepted)",
+        size=9,
+        colour=FAINT,
+        align="left",
+    )
+    colours = [GREY, AMBER, AMBER, BLUE, BLUE, GREEN, GREEN, GREY]
+    for number, names in enumerate(rows):
+        y = height - 0.55 - (number + 1) * (row_height + gap) + gap
+        each = (width - 0.4 - 0.12 * (len(names) - 1)) / len(names)
+        for place, name in enumerate(names):
+            purpose = PURPOSE[name].split("\n")
+            if each > 2.4:
+                purpose = [" ".join(purpose)]
+            x = 0.2 + place * (each + 0.12)
+            colour = colours[min(number, len(colours) - 1)]
+            title = name if each > 1.55 else name.replace("config_", "config_\n").split("\n")[-1]
+            title = "config_ref." if name == "config_reference" else title
+            draw_box(axes, Box(x, y, each, row_height, title, purpose, colour))
+        if number:
+            draw_arrow(axes, (width / 2, y + row_height + gap), (width / 2, y + row_height))
+    save_png(figure, path)
+
+
+def draw_step(path: Path) -> None:
+    """The data flow of one optimizer step on one rank, with its collectives."""
+    figure, axes = new_canvas(10.0, 5.45)
+    write(axes, 0.2, 5.2, "One optimizer step", size=12, align="left", weight="bold")
+    write(axes, 2.2, 5.2, "amber: communication between ranks", size=9, colour=FAINT, align="left")
+    wide, high, top, middle, low = 1.72, 0.95, 3.9, 2.35, 0.8
+    columns = [0.2 + n * (wide + 0.25) for n in range(5)]
+    read = [
+        Box(columns[0], top, wide, high, "position", ["one integer", "(seed, position)"], GREY),
+        Box(columns[1], top, wide, high, "order", ["source, epoch, sample", "data/order.py"]),
+        Box(
+            columns[2],
+            top,
+            wide,
+            high,
+            "tokens [B, T+1]",
+            ["memory-mapped shards", "a thread reads ahead"],
+        ),
+        Box(
+            columns[3], top, wide, high, "rank's slice", ["by dp rank, then by cp", "micro-batches"]
+        ),
+        Box(
+            columns[4],
+            top,
+            wide,
+            high,
+            "valid tokens",
+            ["all-reduce, once a step", "over dp ranks"],
+            AMBER,
+        ),
+    ]
+    compute = [
+        Box(
+            columns[4],
+            middle,
+            wide,
+            high,
+            "forward",
+            ["blocks; FSDP all-gather,", "TP, CP, PP sends"],
+            AMBER,
+        ),
+        Box(columns[3], middle, wide, high, "loss", ["sum / valid tokens", "the only division"]),
+        Box(
+            columns[2],
+            middle,
+            wide,
+            high,
+            "backward",
+            ["recompute activations", "every micro-batch"],
+        ),
+        Box(
+            columns[1],
+            middle,
+            wide,
+            high,
+            "reduce",
+            ["gradients summed in fp32", "FSDP reduce-scatter"],
+            AMBER,
+        ),
+        Box(
+            columns[0],
+            middle,
+            wide,
+            high,
+            "clip",
+            ["norm over all shards", "one all-reduce"],
+            AMBER,
+        ),
+    ]
+    update = [
+        Box(
+            columns[0], low, wide, high, "optimizer step", ["on this rank's shards", "lr = f(step)"]
+        ),
+        Box(columns[1], low, wide, high, "advance", ["step + 1", "position + global batch"], GREY),
+        Box(
+            columns[2],
+            low,
+            wide,
+            high,
+            "agree",
+            ["stop? NaN? save failed?", "async all-reduce(MAX)"],
+            AMBER,
+        ),
+        Box(
+            columns[3],
+            low,
+            2 * wide + 0.25,
+            high,
+            "periodic actions",
+            ["log, validate, checkpoint,", "collect garbage, profile: each when due"],
+            GREEN,
+        ),
+    ]
+    for boxes in (read, compute, update):
+        for box in boxes:
+            draw_box(axes, box)
+    for first, second in pairwise(read):
+        draw_arrow(axes, first.right, second.left)
+    for first, second in pairwise(compute):
+        draw_arrow(axes, first.left, second.right)
+    for first, second in pairwise(update):
+        draw_arrow(axes, first.right, second.left)
+    draw_arrow(axes, read[-1].bottom, compute[0].top)
+    draw_arrow(axes, compute[-1].bottom, update[0].top)
+    axes.plot([7.97, 7.97, 0.07, 0.07, 0.2], [0.8, 0.4, 0.4, 4.37, 4.37], color=FAINT, lw=1.1)
+    draw_arrow(axes, (0.1, 4.37), (0.22, 4.37))
+    write(axes, 4.0, 0.25, "next step", size=8.5, colour=FAINT)
+    save_png(figure, path)
+
+
+def draw_commit(path: Path) -> None:
+    """The states of a checkpoint folder `step-N`, from the first byte to its removal."""
+    figure, axes = new_canvas(10.0, 4.6)
+    write(axes, 0.2, 4.33, "States of a folder step-N", size=12, align="left", weight="bold")
+    write(axes, 2.75, 4.33, "only the green one is ever loaded", size=9, colour=FAINT, align="left")
+    wide, high = 1.85, 0.9
+    writing = Box(0.3, 2.9, wide, high, "writing", ["every rank its shards,", "hashed on the way"])
+    synced = Box(3.0, 2.9, wide, high, "synced", ["all files and names", "on disk (fsync)"])
+    valid = Box(
+        7.4,
+        2.9,
+        2.2,
+        high,
+        "valid checkpoint",
+        ["manifest.json is there,", "written last, atomically"],
+        GREEN,
+    )
+    failed = Box(0.3, 0.75, wide, high, "unfinished", ["no manifest:", "not a checkpoint"], GREY)
+    damaged = Box(4.9, 0.75, wide, high, "set aside", ["step-N.aside-1", "kept: the last 4"], RED)
+    removed = Box(7.75, 0.75, wide, high, "removed", ["manifest first,", "then the files"], GREY)
+    for box in (writing, synced, valid, failed, damaged, removed):
+        draw_box(axes, box)
+    draw_arrow(axes, writing.right, synced.left)
+    draw_arrow(axes, synced.right, valid.left)
+    write(axes, 6.12, 3.75, "lease checked again,", size=8, colour=FAINT)
+    write(axes, 6.12, 3.58, "metrics synced", size=8, colour=FAINT)
+    write(axes, 6.12, 3.1, "commit", size=9, weight="bold")
+    draw_arrow(axes, writing.bottom, failed.top)
+    draw_arrow(
+        axes, (synced.x + 0.4, synced.y), (failed.x + wide - 0.1, failed.y + high), dashed=True
+    )
+    write(axes, 1.1, 2.3, "killed, disk full,", size=8, colour=FAINT, align="right")
+    write(axes, 1.1, 2.13, "lease lost", size=8, colour=FAINT, align="right")
+    draw_arrow(axes, (valid.x + 0.5, valid.y), (damaged.x + wide - 0.1, damaged.y + high))
+    write(axes, 4.75, 2.3, "a hash differs when it is read,", size=8, colour=FAINT, align="left")
+    write(axes, 4.75, 2.13, "or load_step went back before it", size=8, colour=FAINT, align="left")
+    draw_arrow(axes, (removed.top[0], valid.y), removed.top)
+    write(axes, 8.8, 2.3, "retention:", size=8, colour=FAINT, align="left")
+    write(axes, 8.8, 2.13, "keep_latest_k", size=8, colour=FAINT, align="left")
+    draw_arrow(axes, failed.right, (4.0, 1.2), dashed=True)
+    write(axes, 3.1, 1.42, "cleared by the", size=8, colour=FAINT)
+    write(axes, 3.1, 1.0, "next start", size=8, colour=FAINT)
+    draw_arrow(axes, damaged.right, removed.left, dashed=True)
+    write(axes, 7.25, 1.4, "keep_aside_k", size=8, colour=FAINT)
+    write(
+        axes,
+        0.3,
+        0.3,
+        "Restart: the newest valid checkpoint is used; newer ones that fail are reported.",
+        size=9,
+        align="left",
+    )
+    save_png(figure, path)
+
+
+def draw_watchdog(path: Path) -> None:
+    """What happens after a rank dies, freezes or hangs, on a time axis in seconds."""
+    timeout = 100
+    figure, axes = new_canvas(10.0, 4.5)
+    write(axes, 0.2, 4.25, "A rank is lost", size=12, align="left", weight="bold")
+    write(
+        axes,
+        1.75,
+        4.25,
+        f"comm.train_timeout_seconds = {timeout}; every rank sends a heartbeat each second",
+        size=9,
+        colour=FAINT,
+        align="left",
+    )
+    left, right, first_row = 2.1, 9.6, 3.3
+    scale = (right - left) / 105
+
+    def x(seconds: float) -> float:
+        return left + scale * seconds
+
+    cases: Mapping[str, tuple[str, float]] = {
+        "rank dies": ("its connections close, so the others' collectives fail", 3),
+        "rank freezes": (f"no heartbeat for {SILENT:g} of the timeout", SILENT * timeout),
+        "rank hangs": (
+            f"heartbeats, but no progress for {STUCK:g} of the timeout",
+            STUCK * timeout,
+        ),
+    }
+    for number, (name, (reason, found)) in enumerate(cases.items()):
+        y = first_row - 0.85 * number
+        write(axes, 0.2, y, name, size=9.5, align="left", weight="bold")
+        bars = [(0.0, found, BLUE), (found, END_SECONDS, AMBER)]
+        if number == 0:  # the main threads are free, and close what is open
+            bars.append((found + END_SECONDS, LEAVE_SECONDS, RED))
+        for start, length, colour in bars:
+            axes.barh(y, scale * length, 0.3, x(start), color=colour, edgecolor=LINE, linewidth=0.8)
+        axes.plot([x(found)] * 2, [y - 0.22, y + 0.22], color=INK, lw=1.6)
+        write(axes, x(0), y - 0.32, reason, size=8, colour=FAINT, align="left")
+    axis = first_row - 0.85 * len(cases) + 0.2
+    for second in range(0, 101, 20):
+        axes.plot(
+            [x(second)] * 2, [axis - 0.05, first_row + 0.35], color="#e2e5e9", lw=0.8, zorder=0
+        )
+        write(axes, x(second), axis - 0.17, f"{second} s", size=8, colour=FAINT)
+    key = [
+        (BLUE, "the others wait in a collective"),
+        (AMBER, f"reported, stacks/ written, exit code 1 (at most {END_SECONDS} s)"),
+        (RED, f"files closed first (at most {LEAVE_SECONDS} s)"),
+    ]
+    place = 0.2
+    for colour, text in key:
+        axes.barh(0.25, 0.22, 0.18, place, color=colour, edgecolor=LINE, linewidth=0.8)
+        write(axes, place + 0.3, 0.25, text, size=8.5, align="left")
+        place += 0.72 + 0.067 * len(text)
+    save_png(figure, path)

@@ -1,0 +1,94 @@
+"""Draw the pictures of the documentation: python scripts/draw_docs.py [NAME …]
+
+layers, step, commit and watchdog are diagrams; memory is estimated; layout is drawn by
+scripts/draw_layout.py. `losses` trains eight small jobs on the CPU first (some minutes), and stores
+what it measured beside the picture.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+from PIL import Image
+
+from doc_pictures.canvas import PALETTE_COLOURS
+from doc_pictures.diagrams import draw_commit, draw_layers, draw_step, draw_watchdog
+from doc_pictures.losses import draw_losses, train_all
+from doc_pictures.memory import draw_memory
+
+ROOT = Path(__file__).parents[1]
+OUT = ROOT / "docs" / "pictures"
+LAYOUT = (
+    "train_configs/llama3_8b.toml", "--ranks", "16", "--training.local_batch_size", "8",
+    "--parallelism.tensor_parallel_degree", "2", "--parallelism.pipeline_parallel_degree", "4",
+    "--parallelism.pipeline_parallel_schedule", "InterleavedZeroBubble",
+)  # fmt: skip
+
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(PICTURES)}")
+    names = parser.parse_args(argv).names or list(PICTURES)
+    if unknown := set(names) - set(PICTURES):
+        parser.error(f"no picture is named {', '.join(sorted(unknown))}")
+    for name in names:
+        path = OUT / f"{name}.png"
+        PICTURES[name](path)
+        print(f"{path.relative_to(ROOT)}: {path.stat().st_size / 1000:.0f} kB")
+    return 0
+
+
+def _layers(path: Path) -> None:
+    draw_layers(read_layers(ROOT / "tests" / "test_architecture.py"), path)
+
+
+def read_layers(test: Path) -> list[set[str]]:
+    """LAYERS of the architecture test, lowest first, without importing the test."""
+    for node in ast.parse(test.read_text("utf-8")).body:
+        if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "LAYERS":
+            return ast.literal_eval(node.value)
+    raise SystemExit(f"{test}: LAYERS is not there")
+
+
+def _memory(path: Path) -> None:
+    draw_memory(ROOT / "train_configs", path)
+
+
+def _losses(path: Path) -> None:
+    with tempfile.TemporaryDirectory() as work:
+        losses = train_all(ROOT, Path(work))
+    path.with_suffix(".json").write_text(json.dumps(losses, indent=1) + "\n", encoding="utf-8")
+    draw_losses(losses, path)
+
+
+def _layout(path: Path) -> None:
+    with tempfile.TemporaryDirectory() as work:
+        out = Path(work) / "layout"
+        command = [sys.executable, "scripts/draw_layout.py", *LAYOUT, "--out", str(out)]
+        subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
+        image = Image.open(out.with_suffix(".png")).convert("RGB")
+        image.thumbnail((1600, 1600))
+        image.quantize(PALETTE_COLOURS, dither=Image.Dither.NONE).save(path, optimize=True)
+
+
+PICTURES: dict[str, Callable[[Path], None]] = {
+    "layers": _layers,
+    "step": draw_step,
+    "commit": draw_commit,
+    "watchdog": draw_watchdog,
+    "memory": _memory,
+    "layout": _layout,
+    "losses": _losses,
+}
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

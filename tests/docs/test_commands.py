@@ -1,0 +1,94 @@
+"""The commands of the README and the tutorials run as they are written, on the CPU and small.
+
+A copy of the repository is the working directory of all pages, so that one page continues where the
+one before it ended. `<!-- test: add ARGUMENTS -->` above a block makes it smaller;
+`<!-- test: skip, REASON -->` leaves it out.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import ROOT
+from tests.docs.pages import code_blocks
+
+PAGES = (  # in the order in which a newcomer reads them
+    "README.md",
+    "docs/tutorial/quickstart.md",
+    "docs/tutorial/your-own-text.md",
+    "docs/tutorial/stop-and-resume.md",
+    "docs/tutorial/eight-gpus.md",
+)
+TIMEOUT_SECONDS = 600
+
+
+def copy_repository(folder: Path) -> Path:
+    """The files that git tracks, and those it would track; with an environment that is ready."""
+    listing = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "-z"]
+    names = subprocess.run(listing, cwd=ROOT, capture_output=True, check=True, text=True).stdout
+    for name in filter(None, names.split("\0")):
+        if (ROOT / name).is_file():  # git also lists what was deleted and not yet committed
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / name, folder / name)
+    _pretend_environment(folder)
+    return folder
+
+
+def _pretend_environment(folder: Path) -> None:
+    """A .venv that is this Python: scripts/environment.sh takes its stamp as up to date."""
+    activate = folder / ".venv" / "bin" / "activate"
+    activate.parent.mkdir(parents=True)
+    activate.write_text(f'export PATH="{Path(sys.executable).parent}:$PATH"\n')
+    stamp = 'root=$PWD; echo "$(cat pyproject.toml constraints.txt | cksum) $root" > .venv/stamp'
+    subprocess.run(["bash", "-c", stamp], cwd=folder, check=True)
+
+
+def environment_for(folder: Path) -> dict[str, str]:
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    hidden = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    return {**os.environ, **hidden, "PATH": path, "PYTHONPATH": str(folder)}
+
+
+@pytest.fixture(scope="module")
+def repository(tmp_path_factory) -> Path:
+    return copy_repository(tmp_path_factory.mktemp("repository"))
+
+
+@pytest.fixture(scope="module")
+def done() -> set[str]:
+    """Commands that another page has run."""
+    return set()
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_the_commands_of_the_page_run(page, repository, done):
+    for block in code_blocks(ROOT / page):
+        if block.file:
+            (repository / block.file).parent.mkdir(parents=True, exist_ok=True)
+            (repository / block.file).write_text(block.text)
+        if block.language != "bash" or block.skip or block.commands in done:
+            continue
+        done.add(block.commands)
+        result = subprocess.run(
+            ["bash", "-euo", "pipefail", "-c", block.commands],
+            cwd=repository,
+            env=environment_for(repository),
+            capture_output=True,
+            text=True,
+            timeout=TIMEOUT_SECONDS,
+        )
+        output = f"{result.stdout[-3000:]}\n{result.stderr[-3000:]}"
+        assert result.returncode == 0, f"{block.commands}\n{output}"
+
+
+def test_every_block_that_is_not_run_says_why():
+    for page in PAGES:
+        for block in code_blocks(ROOT / page):
+            assert "test: skip -->" not in block.text
+            assert block.language in ("", "bash", "toml"), (page, block.language)

@@ -1,0 +1,159 @@
+"""The pages agree with the code: links, names of keys, files and tests, and generated parts."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+import runpy
+
+import pytest
+
+from tests.conftest import ROOT
+from tests.docs.pages import anchors, code_blocks, links, list_pages, prose
+from titanlite.config_reference import list_sections, reference_page
+from titanlite.job import JobConfig
+
+PAGES = list_pages()
+README = ROOT / "README.md"
+NAME_TESTS = ("SECURITY.md", "docs/reference/faults.md")  # pages whose rows name their tests
+KEYS = {key.name for _, keys in list_sections(JobConfig) for key in keys}
+PLACEHOLDERS = {"section.key", "data.bos", "data.content"}  # the last two are facts of checkpoints
+SECTIONS = {name for (name, _), _ in list_sections(JobConfig)}
+OF_TORCHTITAN = ROOT / "docs" / "reference" / "torchtitan.md"  # lists keys that are not ours
+
+
+def name_of(page) -> str:
+    return str(page.relative_to(ROOT))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_every_link_and_anchor_leads_somewhere(page):
+    for link in links(page):
+        if link.startswith(("http://", "https://", "mailto:")):
+            continue
+        path, _, anchor = link.partition("#")
+        target = (page.parent / path).resolve() if path else page
+        assert target.exists(), f"{link}: no such file"
+        if anchor:
+            assert anchor in anchors(target), f"{link}: no such heading"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_every_key_on_a_page_exists(page):
+    """As --section.key in commands, and as `section.key` in text."""
+    if page == OF_TORCHTITAN:
+        return
+    text = page.read_text("utf-8")
+    named = set(re.findall(r"--(\w+\.[\w.]*\w)", text))
+    for code in re.findall(r"`([^`\n]+)`", prose(page)):
+        match = re.match(r"([a-z0-9_]+(?:\.[a-z0-9_]+)+)(?= = |=|$)", code)
+        if match and match[1].rpartition(".")[0] in SECTIONS:
+            named.add(match[1])
+    of_code = {name for name in named if name.endswith((".py", ".toml", ".json", ".jsonl", ".md"))}
+    unknown = named - of_code - KEYS - PLACEHOLDERS
+    assert not unknown, sorted(unknown)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_every_file_on_a_page_exists(page):
+    """`folder/file.py` is under titanlite/ or the root, and commands run scripts that exist."""
+    text = page.read_text("utf-8")
+    new = {block.file for block in code_blocks(page)}
+    for path in re.findall(r"`([\w./-]+\.(?:py|sh))`", prose(page)):
+        places = (ROOT, ROOT / "titanlite", ROOT / "scripts", ROOT / "titanlite/models/llama3")
+        known = any((place / path).exists() for place in places) or "/" not in path
+        assert known or path in new or f"titanlite/{path}" in new, f"{path}: no such file"
+    for path in re.findall(r"\b((?:scripts|train_configs)/[\w.]+\.(?:py|sh|toml))\b", text):
+        assert (ROOT / path).exists(), f"{path}: no such file"
+
+
+@pytest.mark.parametrize("page", NAME_TESTS)
+def test_every_test_that_a_page_names_exists(page):
+    named = re.findall(r"(tests/[\w/]+\.py)::(\w+)", (ROOT / page).read_text("utf-8"))
+    assert named
+    missing = [
+        f"{file}::{test}"
+        for file, test in named
+        if not (ROOT / file).exists() or f"def {test}(" not in (ROOT / file).read_text("utf-8")
+    ]
+    assert not missing, f"{page} names tests that do not exist: {missing}"
+
+
+def test_every_row_of_the_fault_table_names_a_test():
+    lines = (ROOT / "docs" / "reference" / "faults.md").read_text("utf-8").splitlines()
+    rows = [line for line in lines if line.startswith("| ")]
+    rows = [row for row in rows if not row.startswith(("| fault", "| ---"))]
+    assert rows and all("::test_" in row for row in rows), [r for r in rows if "::test_" not in r]
+
+
+def test_the_configuration_reference_is_generated_from_the_schema():
+    text = (ROOT / "docs" / "reference" / "configuration.md").read_text("utf-8")
+    assert text == reference_page(JobConfig), "run python scripts/write_reference.py"
+
+
+def test_every_key_of_the_configuration_has_a_meaning():
+    missing = [key.name for _, keys in list_sections(JobConfig) for key in keys if not key.meaning]
+    assert not missing, "write a comment beside the field"
+
+
+def test_the_list_of_files_is_generated_from_the_code():
+    script = runpy.run_path(str(ROOT / "scripts" / "write_reference.py"))
+    page = ROOT / "docs" / "explanation" / "architecture.md"
+    _, listed, _ = page.read_text("utf-8").split(script["FILES"])
+    assert listed.strip() == script["list_files"](ROOT).strip(), (
+        "run python scripts/write_reference.py"
+    )
+
+
+def test_the_readme_counts_the_lines_of_every_package_within_10_percent():
+    script = runpy.run_path(str(ROOT / "scripts" / "write_reference.py"))
+    _, table, _ = README.read_text("utf-8").split(script["PACKAGES"])
+    counts = {}
+    for row in table.splitlines():
+        if path := script["linked_path"](row):
+            counts[path] = int(row.split("|")[-2].replace(",", ""))
+    packages = {f"titanlite/{p.parent.name}" for p in (ROOT / "titanlite").glob("*/__init__.py")}
+    assert counts.keys() == packages | {"train.py"}
+    for path, lines in counts.items():
+        real = script["count_lines"](ROOT / path)
+        assert abs(lines - real) <= 0.1 * real, f"{path}: {lines} in the README, {real} in truth"
+
+
+def test_the_readme_has_at_most_150_lines():
+    assert len(README.read_text("utf-8").splitlines()) <= 150
+
+
+def test_every_page_is_in_the_index():
+    index = ROOT / "docs" / "README.md"
+    listed = {(index.parent / link.partition("#")[0]).resolve() for link in links(index)}
+    pages = {page for page in PAGES if page.is_relative_to(index.parent) and page != index}
+    assert pages <= listed, sorted(map(name_of, pages - listed))
+
+
+def test_every_picture_is_small_and_drawn_by_a_script():
+    pictures = {path.stem: path for path in (ROOT / "docs" / "pictures").glob("*.png")}
+    known = set(re.findall(r'"(\w+)": ', (ROOT / "scripts" / "draw_docs.py").read_text("utf-8")))
+    assert pictures.keys() - known == {"quickstart"}  # drawn by quickstart.sh
+    for path in pictures.values():
+        assert path.stat().st_size <= 150_000, path
+
+
+def test_the_picture_of_the_losses_shows_what_it_claims():
+    """Redraw it with `python scripts/draw_docs.py losses` when numerics change."""
+    measured = json.loads((ROOT / "docs" / "pictures" / "losses.json").read_text("utf-8"))
+    reference, *others = measured.values()
+    assert len(others) == 7 and len(reference) >= 30
+    assert all(curve == pytest.approx(reference, rel=1e-5) for curve in others)
+
+
+def test_the_picture_of_the_layers_describes_every_package():
+    """Redraw it with `python scripts/draw_docs.py layers` when a package is added."""
+    tree = ast.parse((ROOT / "scripts" / "doc_pictures" / "diagrams.py").read_text("utf-8"))
+    purpose = next(
+        node.value
+        for node in tree.body
+        if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "PURPOSE"
+    )
+    packages = {path.stem for path in (ROOT / "titanlite").glob("[a-z]*") if path.stem != "py"}
+    assert packages <= ast.literal_eval(purpose).keys()
