@@ -17,9 +17,9 @@ from titanlite.job import JobConfig
 PAGES = list_pages()
 README = ROOT / "README.md"
 NAME_TESTS = ("SECURITY.md", "docs/reference/faults.md")  # pages whose rows name their tests
-KEYS = {key.name for _, keys in list_sections(JobConfig) for key in keys}
+KEYS = {key.name for section in list_sections(JobConfig) for key in section.keys}
 PLACEHOLDERS = {"section.key", "data.bos", "data.content"}  # the last two are facts of checkpoints
-SECTIONS = {name for (name, _), _ in list_sections(JobConfig)}
+SECTIONS = {section.name for section in list_sections(JobConfig)}
 OF_TORCHTITAN = ROOT / "docs" / "reference" / "torchtitan.md"  # lists keys that are not ours
 
 
@@ -93,7 +93,8 @@ def test_the_configuration_reference_is_generated_from_the_schema():
 
 
 def test_every_key_of_the_configuration_has_a_meaning():
-    missing = [key.name for _, keys in list_sections(JobConfig) for key in keys if not key.meaning]
+    keys = [key for section in list_sections(JobConfig) for key in section.keys]
+    missing = [key.name for key in keys if not key.meaning]
     assert not missing, "write a comment beside the field"
 
 
