@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from titanlite.checkpoint import Checkpointer, FoundCheckpoint
@@ -166,17 +166,12 @@ def _open_run(job: Job, services: RunServices) -> Iterator[Run]:
         profiler = stack.enter_context(
             open_profiler(job.config.profiling, job.folder, rank.rank, state.step)
         )
-        slices = rank_slices(state.position, job.global_batch, mesh.batch_rank, mesh.batch.size())
         run = Run(
             config=job.config.training,
             device=rank.device,
             state=state,
             engine=engine,
-            batches=stream.prefetch(
-                slices,
-                pin=rank.device.type == "cuda",
-                timeout_seconds=job.config.data.read_timeout_seconds,
-            ),
+            batches=build_batches(job, stream, state, mesh),
             lr_at=partial(learning_rate_at, job),
             step_settings=StepSettings(
                 mesh, job.global_batch, job.config.training.max_norm, in_backward
@@ -371,6 +366,16 @@ def warn_if_dtype_is_slow(job: Job, meter: ThroughputMeter, rank: RankContext) -
             meter.peak_flops / 1e12,
             fp32 / 1e12,
         )
+
+
+def build_batches(
+    job: Job, stream: SampleStream, state: TrainState, mesh: Mesh
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """This rank's inputs and labels [rows, T] of every step from now on, read ahead."""
+    slices = rank_slices(state.position, job.global_batch, mesh.batch_rank, mesh.batch.size())
+    timeout = job.config.data.read_timeout_seconds
+    pin = mesh.batch.device_type == "cuda"
+    return stream.prefetch(slices, pin=pin, timeout_seconds=timeout)
 
 
 def learning_rate_at(job: Job, step: int) -> float:
