@@ -203,14 +203,14 @@ def read_job(argv: Sequence[str], world_size: int, *, check_environment: bool = 
 
     Without `check_environment`, the data and the device need not exist; the job cannot run then.
     """
-    config, problems = load_config(JobConfig, argv, MOVED)
-    refused = {key for problem in problems for key in problem.keys}
+    config, refused = load_config(JobConfig, argv, MOVED)
+    refused_keys = {key for problem in refused for key in problem.keys}
     world_size = config.job.check_ranks or world_size
-    found = list(problems_of(config, world_size))
+    problems = list(problems_of(config, world_size))
     if check_environment:
-        found += environment_problems(config)
-    problems += [problem for problem in found if not refused.intersection(problem.keys)]
-    raise_together(problems)
+        problems += environment_problems(config)
+    # A key that was refused has its default now: problems with that value are not the user's.
+    raise_together([*refused, *(p for p in problems if not refused_keys.intersection(p.keys))])
     spec = FAMILIES[config.model.name]
     sizes, degrees = spec.sizes_of(config.model), resolve_degrees(config.parallelism, world_size)
     plan, _ = plan_job_pipeline(config, spec, sizes)
