@@ -120,8 +120,8 @@ def format_2_bytes_entries(step: Path, proof: Path) -> None:
 
 
 def format_2_patched_classes(step: Path, proof: Path) -> None:
-    """BUILD opcodes patch classes that DCP's metadata needs, so that an entry passes `isinstance` for
-    both tensor and bytes; DCP would then unpickle it."""
+    """BUILD opcodes patch classes that DCP's metadata needs, so that an entry passes `isinstance`
+    for both tensor and bytes; DCP would then unpickle it."""
     metadata = pickle.loads((step / ".metadata").read_bytes())
     payload = malicious_archive(proof)
     replace_shards(step, payload)
