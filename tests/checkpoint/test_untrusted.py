@@ -506,7 +506,7 @@ def test_a_hugging_face_folder_of_links_is_refused_with_the_fix(tmp_path):
     (tmp_path / "blob").write_text(json.dumps(LLAMA))
     (tmp_path / "snapshot").mkdir()
     (tmp_path / "snapshot" / "config.json").symlink_to("../blob")
-    with pytest.raises(CheckpointError, match="config.json is a link, .* cp -rL"):
+    with pytest.raises(CheckpointError, match="config.json is a link; .* cp -rL"):
         open_hugging_face(StorageFolder(tmp_path / "snapshot"))
 
 
