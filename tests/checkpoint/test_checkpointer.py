@@ -74,7 +74,7 @@ def modify_after_save(folder, mode) -> list[tuple[bool, bool]]:
     """
     state, results = trained(Layout(shard=2)), []
     checkpointer = open_checkpointer(folder, async_mode=mode)
-    for state.step in (1, 2, 3):
+    for state.counters.step in (1, 2, 3):
         before = bits(state)
         save(checkpointer, state)
         asynchronous = checkpointer.writing
@@ -101,7 +101,7 @@ def save_on_a_full_disk(folder, mode, failing_ranks) -> list:
     checkpointer = open_checkpointer(folder, async_mode=mode)
     save_and_wait(checkpointer, state)
     problems, unlimited = [], resource.getrlimit(resource.RLIMIT_FSIZE)
-    for state.step in (2, 3):
+    for state.counters.step in (2, 3):
         if dist.get_rank() in failing_ranks:
             resource.setrlimit(resource.RLIMIT_FSIZE, (5000, unlimited[1]))
         save(checkpointer, state)
@@ -110,7 +110,7 @@ def save_on_a_full_disk(folder, mode, failing_ranks) -> list:
         dist.barrier()
         names = sorted(os.listdir(folder))  # the failed save is removed
         assert checkpointer.find().folder.name == "step-1"
-    failures, state.step = checkpointer.failures, 4
+    failures, state.counters.step = checkpointer.failures, 4
     save_and_wait(checkpointer, state)
     return [problems, failures, names, checkpointer.steps()]
 
@@ -150,7 +150,7 @@ def lose_the_lease(folder, mode, when) -> list:
     checkpointer = open_checkpointer(
         folder, async_mode=mode, keep_latest_k=1, check_lease=check_lease
     )
-    for state.step in (1, 2):
+    for state.counters.step in (1, 2):
         save(checkpointer, state)
         problem = checkpointer.wait().problem
     return [
@@ -231,8 +231,8 @@ def save_two_steps(folder) -> None:
     state = trained(Layout(shard=2))
     facts = {"debug.seed": 7, "data.sources": {"code": "weight 1"}}
     checkpointer = open_checkpointer(folder, facts=facts, layout="shard 2")
-    for state.step in (1, 2):
-        state.position = state.step * 100
+    for state.counters.step in (1, 2):
+        state.counters.position = state.step * 100
         save_and_wait(checkpointer, state)
 
 
@@ -441,7 +441,7 @@ def save_damage_resume(url) -> list:
     """Save three steps, keeping two; damage the newest; resume."""
     state = trained(Layout())
     checkpointer = open_checkpointer(url, async_mode="async", keep_latest_k=2)
-    for state.step in (1, 2, 3):
+    for state.counters.step in (1, 2, 3):
         save_and_wait(checkpointer, state)
     before, folder = bits(state), StorageFolder(url) / "step-3"
     shard = next(name for name in folder.sizes() if name.endswith(".distcp"))
@@ -479,12 +479,12 @@ def resume_linked(folder, elsewhere) -> tuple:
     """
     state = trained(Layout())
     checkpointer = open_checkpointer(folder, keep_latest_k=2)
-    for state.step in (1, 2):
+    for state.counters.step in (1, 2):
         save_and_wait(checkpointer, state)
         (folder / f"step-{state.step}").rename(elsewhere / f"step-{state.step}")
         (folder / f"step-{state.step}").symlink_to(elsewhere / f"step-{state.step}")
     used = load(checkpointer, state)
-    state.step = 3
+    state.counters.step = 3
     save_and_wait(checkpointer, state)
     return used, sorted(path.name for path in folder.glob("step-*"))
 

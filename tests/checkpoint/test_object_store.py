@@ -80,7 +80,7 @@ def save_and_resume(store, url) -> dict:
     set_rules(
         store, ("PUT", "__0_0", "busy", 1), ("PUT", ".metadata", "lose", 1)
     )  # s3fs retries both
-    for state.step in (1, 2, 3):
+    for state.counters.step in (1, 2, 3):
         save_and_wait(checkpointer, state)
     seen["kept"], seen["names"] = checkpointer.steps(), StorageFolder(url).folders()
 
@@ -89,7 +89,7 @@ def save_and_resume(store, url) -> dict:
     seen["resumed"] = load(open_checkpointer(url), state), bits(state) == before
 
     set_rules(store, ("PUT", "step-4/manifest.json", "refuse"))
-    state.step = 4
+    state.counters.step = 4
     save(checkpointer, state)
     seen["problem"], seen["after"] = checkpointer.wait().problem, StorageFolder(url).folders()
 
@@ -106,12 +106,12 @@ def save_and_resume(store, url) -> dict:
     seen["copied"] = [
         line for line in requests_of_all_ranks(store) if line.startswith("COPY") and "step" in line
     ]
-    state.step = 3
+    state.counters.step = 3
     save_and_wait(checkpointer, state)
     seen["saved_again"] = checkpointer.steps(), list_steps(StorageFolder(url)).aside
 
     set_rules(store, ("DELETE", "step-2/__1_0", "refuse"))
-    state.step = 5
+    state.counters.step = 5
     save_and_wait(checkpointer, state)
     listing = list_steps(StorageFolder(url))
     seen["interrupted"] = listing.steps, listing.unfinished
@@ -125,7 +125,7 @@ def find_slowly(store, url) -> str:
     checkpointer = open_checkpointer(url)
     set_collective_timeouts(1, excluded=checkpointer.group)
     if dist.get_rank() == 0:
-        store.rule("GET", "prefix=slow%2F", "delay", 1, 3.0)
+        store.add_rule("GET", "prefix=slow%2F", "delay", 1, 3.0)
     found = checkpointer.find()
     checkpointer.set_aside_later_steps(0)
     return str(found)

@@ -120,8 +120,8 @@ def format_2_bytes_entries(step: Path, proof: Path) -> None:
 
 
 def format_2_patched_classes(step: Path, proof: Path) -> None:
-    """BUILD opcodes patch classes that DCP's metadata needs, so that an entry passes `isinstance` for
-    both tensor and bytes; DCP would then unpickle it."""
+    """BUILD opcodes patch classes that DCP's metadata needs, so that an entry passes `isinstance`
+    for both tensor and bytes; DCP would then unpickle it."""
     metadata = pickle.loads((step / ".metadata").read_bytes())
     payload = malicious_archive(proof)
     replace_shards(step, payload)
@@ -506,7 +506,7 @@ def test_a_hugging_face_folder_of_links_is_refused_with_the_fix(tmp_path):
     (tmp_path / "blob").write_text(json.dumps(LLAMA))
     (tmp_path / "snapshot").mkdir()
     (tmp_path / "snapshot" / "config.json").symlink_to("../blob")
-    with pytest.raises(CheckpointError, match="config.json is a link, .* cp -rL"):
+    with pytest.raises(CheckpointError, match="config.json is a link; .* cp -rL"):
         open_hugging_face(StorageFolder(tmp_path / "snapshot"))
 
 

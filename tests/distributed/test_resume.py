@@ -151,9 +151,9 @@ def test_what_cannot_be_loaded_is_refused_and_never_started_anew(tmp_path):
 
 def crash_between(folder, recipe) -> list[list[int]]:
     """Save three, then crash five times before the commit, then save one more."""
-    state, engine, mesh = start(Layout(shard=2), recipe)
+    state, _, _ = start(Layout(shard=2), recipe)
     checkpointer = open_checkpointer(folder, keep_latest_k=2)
-    for state.step in (1, 2, 3):
+    for state.counters.step in (1, 2, 3):
         save_and_wait(checkpointer, state)
     if torch.distributed.get_rank() == 0:
         for step in (4, 5, 6, 7, 8):  # what a crash before the commit leaves behind
@@ -164,7 +164,7 @@ def crash_between(folder, recipe) -> list[list[int]]:
     torch.distributed.barrier()
     before, went_on_from = checkpointer.steps(), load(checkpointer, state)
     assert went_on_from == "step-3"
-    state.step = 4
+    state.counters.step = 4
     save_and_wait(checkpointer, state)
     return [before, checkpointer.steps()]
 
@@ -172,11 +172,11 @@ def crash_between(folder, recipe) -> list[list[int]]:
 def set_aside_later_steps(folder, recipe) -> tuple[list[int], list[str]]:
     """Save three steps, go back to the first, and save one more, keeping two."""
     state, _, _ = start(Layout(), recipe)
-    for state.step in (1, 2, 3):
+    for state.counters.step in (1, 2, 3):
         save_and_wait(open_checkpointer(folder), state)
     checkpointer = open_checkpointer(folder, keep_latest_k=2, load_step=1)
     assert load(checkpointer, state) == "step-1"
-    state.step = 2
+    state.counters.step = 2
     save_and_wait(checkpointer, state)
     return checkpointer.steps(), names_in(folder)
 
@@ -195,7 +195,7 @@ def restart(folder, recipe, wishes) -> list[list[str]]:
     """From where each of some starts goes on that wishes for a step, or None where it only loads;
     each that saves takes two steps and saves after both."""
     state, _, _ = start(Layout(), recipe)
-    for state.step in (1, 2, 3):
+    for state.counters.step in (1, 2, 3):
         save_and_wait(open_checkpointer(folder), state)
     starts = []
     for wish in wishes:
@@ -203,7 +203,8 @@ def restart(folder, recipe, wishes) -> list[list[str]]:
         checkpointer = open_checkpointer(folder, keep_latest_k=3, keep_aside_k=2, **options)
         starts.append(load(checkpointer, state))
         if wish is not None:
-            for state.step in (state.step + 1, state.step + 2):
+            first = state.step + 1
+            for state.counters.step in (first, first + 1):
                 save_and_wait(checkpointer, state)
     return [starts, names_in(folder)]
 
