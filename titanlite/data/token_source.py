@@ -61,6 +61,6 @@ class CorpusChecks:
     # (rank, ranks): "full" reads every byte of the shards [rank::ranks] only
 
 
-# (path, checks, files) -> the opened source; raises DataError or OSError. `files` is the pool of all
-# sources of a run, which limits how many files are open; a format with few files need not use it.
+# (path, checks, files) -> the opened source; raises DataError or OSError. All sources of a run
+# share the pool `files`, which limits how many files are open; a format with few need not use it.
 SourceOpener = Callable[[str, CorpusChecks, OpenFiles], TokenSource]
