@@ -68,10 +68,10 @@ class Launched:
     def signal(self, rank: int, number: int) -> None:
         os.kill(self.processes[rank].pid, number)
 
-    def wait(self, seconds: float = 60, besides: tuple[int, ...] = ()) -> list[int | None]:
-        """Wait for all ranks but `besides` to end; returns the exit codes. Fails after `seconds`."""
+    def wait(self, seconds: float = 60, excluded: tuple[int, ...] = ()) -> list[int | None]:
+        """Wait until all ranks but `excluded` have ended; returns the exit codes of all."""
         deadline = time.monotonic() + seconds
-        waited = [p for rank, p in enumerate(self.processes) if rank not in besides]
+        waited = [p for rank, p in enumerate(self.processes) if rank not in excluded]
         for process in waited:
             process.join(max(0.0, deadline - time.monotonic()))
         alive = [p.pid for p in waited if p.is_alive()]
