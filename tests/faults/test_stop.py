@@ -64,17 +64,17 @@ def block_save(fifo: str) -> None:
     """Make the save of step 3 wait in a system call until the FIFO is written to."""
     from titanlite.storage import StorageFolder
 
-    settle, blocked = StorageFolder.settle, []
+    fsync_folder, blocked = StorageFolder.fsync_folder, []
 
-    def wait_and_settle(self) -> None:
+    def wait_and_fsync(self) -> None:
         if self.name == "step-3" and not blocked:
             blocked.append(True)
             print("slow disk", flush=True)
             with open(fifo, "rb") as stream:
                 stream.read()
-        settle(self)
+        fsync_folder(self)
 
-    StorageFolder.settle = wait_and_settle
+    StorageFolder.fsync_folder = wait_and_fsync
 
 
 @pytest.mark.parametrize("second", [None, signal.SIGINT, signal.SIGTERM], ids=str)
