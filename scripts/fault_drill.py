@@ -1,12 +1,12 @@
-"""Break a run on purpose and see that it ends as if nothing had happened.
+"""Inject faults into a run and check that it ends as a run without faults does.
 
-python scripts/fault_drill.py --faults 20 --seed 1 --ranks 2 --out drill -- --job.config_file run.toml
+python scripts/fault_drill.py --faults 20 --ranks 2 --out drill -- --job.config_file run.toml
 
-Trains once undisturbed, in OUT/undisturbed, and once in OUT/disturbed, where faults drawn by the
-seed befall it: each time it is started again by the same torchrun command. Both must end at the
-same step with the same bits: every weight, every moment, the position, the learning curve. With
---layout (several times) each start uses the next of them, as overrides of the job, and the curves
-must agree to 1e-5 instead. Exit code 0 if so, 2 if not.
+Trains once without faults in OUT/undisturbed, and once in OUT/disturbed with random faults; after
+each fault the same torchrun command is started again. Both runs must end at the same step with
+bit-equal weights, optimizer state, data position and losses. With --layout (repeatable), each start
+uses the next layout, given as overrides of the job, and losses must agree to 1e-5 instead.
+Exit code 0 if they are equal, 2 if not.
 """
 
 from __future__ import annotations
@@ -22,8 +22,10 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from titanlite.checkpoint import read_checkpoint_manifest
@@ -34,19 +36,21 @@ from titanlite.runtime.lease import LEASE_FILE
 from titanlite.storage import StorageFolder
 
 TRAIN = Path(__file__).parents[1] / "train.py"
-TOLERANCE = 1e-5  # between curves of different layouts, relative
+TOLERANCE = 1e-5  # relative, between losses of different layouts
+MAX_SHOWN_DIFFERENCES = 20
+MAX_RUN_SECONDS = 24 * 3600
 
 
 @dataclass
 class Drill:
-    """One run, and what befalls it."""
+    """A run that is started repeatedly by the same command."""
 
     out: Path
     argv: list[str]
     ranks: int
     layouts: list[list[str]]
-    chance: random.Random
-    longest: float  # seconds until a fault strikes
+    random: random.Random
+    max_delay: float  # seconds of training before a fault
     starts: int = 0
 
     @property
@@ -54,9 +58,9 @@ class Drill:
         return self.out / "checkpoint"
 
     def start(self, file_limit: int | None = None, **environment: str) -> subprocess.Popen:
-        """The command, always the same one; files of at most `file_limit` bytes can be written.
+        """Start torchrun; writing more than `file_limit` bytes to a file fails in it.
 
-        `environment` is added to that of this process.
+        `environment` is added to the environment of this process.
         """
         layout = self.layouts[self.starts % len(self.layouts)]
         self.starts += 1
@@ -64,54 +68,67 @@ class Drill:
         command += [f"--nproc_per_node={self.ranks}", str(TRAIN), *self.argv]
         command += [f"--job.dump_folder={self.out}", "--job.max_crashes=0", *layout]
 
-        def limit() -> None:
+        def limit_file_size() -> None:
             if file_limit is not None:
                 hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
                 resource.setrlimit(resource.RLIMIT_FSIZE, (file_limit, hard))
 
         self.log = self.out.with_name(f"{self.out.name}.{self.starts}.log").open("wb")
-        # In a session of its own, as under a scheduler: Ctrl-C here ends the drill, not this run.
+        # In its own session, as under a scheduler: Ctrl-C here ends the drill, not this run.
         return subprocess.Popen(
             command,
             stdout=self.log,
             stderr=self.log,
-            preexec_fn=limit,
+            preexec_fn=limit_file_size,
             env={**os.environ, **environment},
             start_new_session=True,
         )
 
     def wait(self, run: subprocess.Popen, seconds: float = 600) -> int:
-        """The exit code of torchrun; raises if it, or a rank, is still there afterwards."""
-        ranks = ranks_of(run.pid)
+        """Wait for torchrun and its ranks to end; returns the exit code of torchrun."""
+        pids = find_rank_pids(run.pid).values()
         code = run.wait(seconds)
         for _ in range(100):
-            left = [pid for pid in ranks.values() if alive(pid)]
-            if not left:
+            running = [pid for pid in pids if is_running(pid)]
+            if not running:
                 return code
             time.sleep(0.5)
-        raise CheckpointError(f"ranks {left} outlived their launcher; see {self.log.name}.")
+        raise self.failure(f"ranks with pids {running} still run after their launcher ended")
 
-    def whole(self) -> list[Path]:
-        """The checkpoints that are there, oldest first."""
-        found = [
-            path for path in self.checkpoints.glob("step-*") if (path / "manifest.json").exists()
-        ]
-        return sorted((p for p in found if "." not in p.name), key=lambda p: int(p.name[5:]))
+    def failure(self, problem: str, fix: str = "") -> CheckpointError:
+        """An error that names the log of the last start."""
+        return CheckpointError(f"{problem}; see {self.log.name}.", fix=fix)
+
+    def ended_early(self) -> CheckpointError:
+        return self.failure(
+            "the run ended before a fault could be injected",
+            fix="If it was complete, use more steps, fewer --faults, or a smaller --longest.",
+        )
+
+    def complete_checkpoints(self) -> list[Path]:
+        """The checkpoints with a manifest, oldest first."""
+        paths = [path for path in self.checkpoints.glob("step-*") if "." not in path.name]
+        complete = [path for path in paths if (path / "manifest.json").exists()]
+        return sorted(complete, key=lambda path: int(path.name.removeprefix("step-")))
 
     def unfinished(self) -> set[tuple[str, int]]:
-        """Which steps are being written, or were when something ended it, and since when."""
-        found = set()
+        """Checkpoints that are being written, or whose writer ended: (name, time in ns)."""
+        unfinished = set()
         for marker in self.checkpoints.glob("step-*/unfinished"):
-            with suppress(OSError):  # finished just now
-                found.add((marker.parent.name, marker.stat().st_mtime_ns))
-        return found
+            with suppress(OSError):  # finished in the meantime
+                unfinished.add((marker.parent.name, marker.stat().st_mtime_ns))
+        return unfinished
 
-    def learns(self) -> bool:
-        """Whether the run that was started last has told of a step."""
-        return b"  loss " in Path(self.log.name).read_bytes()
+    def log_text(self) -> str:
+        """The output of the last start."""
+        return Path(self.log.name).read_text(errors="replace")
+
+    def has_trained(self) -> bool:
+        """Whether the last start has logged a step."""
+        return "  loss " in self.log_text()
 
 
-# --- faults: each gets a run under way, and leaves it ended ----------------------------------------
+# --- faults: each starts the run, injects a fault, and waits until the run has ended -------------
 
 
 def kill_a_rank(drill: Drill) -> str:
@@ -126,45 +143,43 @@ def kill_a_writer(drill: Drill) -> str:
     run = _saving(drill)
     rank = _signal_a_rank(drill, run, signal.SIGKILL)
     drill.wait(run)
-    left = [name for name, _ in drill.unfinished()]
-    return f"rank {rank} killed while saving; unfinished: {', '.join(left) or 'none'}"
+    names = ", ".join(name for name, _ in drill.unfinished()) or "none"
+    return f"rank {rank} killed while saving; unfinished: {names}"
 
 
 def interrupt_a_save(drill: Drill) -> str:
-    """Ctrl-C at torchrun while a checkpoint is being written: it is finished, the run ends."""
+    """Ctrl-C at torchrun while a checkpoint is being written: the save must be completed."""
     run = _saving(drill)
     _signal_the_launcher(drill, run, signal.SIGINT)
     drill.wait(run)
-    if left := drill.unfinished():
-        raise CheckpointError(f"Ctrl-C left {sorted(left)} unfinished; see {drill.log.name}.")
-    return "Ctrl-C while saving; the save was finished"
+    if unfinished := drill.unfinished():
+        raise drill.failure(f"Ctrl-C left {sorted(unfinished)} unfinished")
+    return "Ctrl-C while saving; the save was completed"
 
 
 def lose_the_lease(drill: Drill) -> str:
-    """Another job takes the folder while a checkpoint is being written: nothing more is committed."""
+    """Another job takes over the lease during a save: nothing more may be committed."""
     run = _saving(drill)
-    lease, before = drill.out / LEASE_FILE, {path.name for path in drill.whole()}
+    lease = drill.out / LEASE_FILE
+    before = {path.name for path in drill.complete_checkpoints()}
     try:
         holder = json.loads(lease.read_bytes())
     except (OSError, ValueError):
-        raise _ended_before(drill) from None
+        raise drill.ended_early() from None
     number = holder["number"] + 1
-    write_file_atomically(
-        lease, json.dumps({**holder, "token": "another job", "number": number}).encode()
-    )
+    other = {**holder, "token": "another job", "number": number}
+    write_file_atomically(lease, json.dumps(other).encode())
     drill.wait(run)
-    later = {path.name for path in drill.whole()} - before
-    if any(
-        read_checkpoint_manifest(StorageFolder(drill.checkpoints / name)).lease >= number
-        for name in later
-    ):
-        raise CheckpointError(f"{later} was committed by a lost lease; see {drill.log.name}.")
-    lease.unlink(missing_ok=True)  # the other job is done
+    later = {path.name for path in drill.complete_checkpoints()} - before
+    manifests = (read_checkpoint_manifest(StorageFolder(drill.checkpoints / n)) for n in later)
+    if any(manifest.lease >= number for manifest in manifests):
+        raise drill.failure(f"{sorted(later)} was committed after the lease was lost")
+    lease.unlink(missing_ok=True)  # as if the other job had ended
     return "lease lost while saving; the run ended"
 
 
 def share_the_checkpoint_folder(drill: Drill) -> str:
-    """A second job with the same checkpoint.folder: it is refused, and the first goes on."""
+    """A second job with the same checkpoint.folder must be refused; the first one continues."""
     run = _under_way(drill)
     other = drill.out.with_name("other job")
     command = [sys.executable, str(TRAIN), *drill.argv, f"--job.dump_folder={other}"]
@@ -183,7 +198,7 @@ def share_the_checkpoint_folder(drill: Drill) -> str:
 
 
 def hang_an_fsync(drill: Drill) -> str:
-    """The disk stops answering while a checkpoint is being written: the run ends by itself."""
+    """The disk stops answering during a save: the run must end and report it."""
     hanging, shim = drill.out.with_name("hang"), drill.out.with_name("hang.so")
     if not shim.exists():
         compiler = shutil.which("cc") or shutil.which("gcc")
@@ -199,13 +214,12 @@ def hang_an_fsync(drill: Drill) -> str:
     finally:
         hanging.unlink(missing_ok=True)
         drill.argv.pop()
-    said = Path(drill.log.name).read_text(errors="replace")
-    if run.returncode and "the save of step" not in said:
-        raise CheckpointError(f"a save hung, and nobody said so; see {drill.log.name}.")
-    return "an fsync hung; the run ended, and named it"
+    if run.returncode and "the save of step" not in drill.log_text():
+        raise drill.failure("a save hung and was not reported")
+    return "an fsync hung; the run reported it and ended"
 
 
-# Hangs as a dead file server does: in the kernel, with Python's lock released.
+# Hangs as with a dead file server: in the kernel, with the GIL released.
 HANGING_FSYNC = r"""
 #define _GNU_SOURCE
 #include <dlfcn.h>
@@ -226,131 +240,129 @@ int fsync(int descriptor) {
 
 def kill_the_launcher(drill: Drill) -> str:
     run = _under_way(drill)
-    ranks = ranks_of(run.pid)
+    pids = find_rank_pids(run.pid)
     run.kill()
     run.wait()
-    end = time.monotonic() + 60
-    while any(alive(pid) for pid in ranks.values()):
-        if time.monotonic() > end:
-            raise CheckpointError(f"ranks {ranks} outlived torchrun by 60 s; see {drill.log.name}.")
+    deadline = time.monotonic() + 60
+    while any(is_running(pid) for pid in pids.values()):
+        if time.monotonic() > deadline:
+            raise drill.failure(f"ranks {pids} still run 60 s after torchrun was killed")
         time.sleep(0.1)
-    return "torchrun killed; no rank outlived it"
+    return "torchrun killed; all ranks ended"
 
 
 def freeze_a_rank(drill: Drill) -> str:
     run = _under_way(drill)
     rank = _signal_a_rank(drill, run, signal.SIGSTOP)
     drill.wait(run)
-    said = Path(drill.log.name).read_text(errors="replace")
-    if run.returncode and f"Rank {rank} (" not in said:
-        raise CheckpointError(f"rank {rank} was frozen, and nobody said so; see {drill.log.name}.")
-    return f"rank {rank} frozen; the others named it"
+    if run.returncode and f"Rank {rank} (" not in drill.log_text():
+        raise drill.failure(f"rank {rank} was frozen and not reported")
+    return f"rank {rank} frozen; the others reported it"
 
 
 def ask_to_stop(drill: Drill) -> str:
     run = _under_way(drill)
-    number = drill.chance.choice([signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2])
+    number = drill.random.choice([signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2])
     rank = _signal_a_rank(drill, run, number)
     drill.wait(run)
     return f"{number.name} to rank {rank}"
 
 
 def fill_the_disk(drill: Drill) -> str:
-    """A quota that no shard fits into; training must go on, and the next start be unharmed."""
-    shards = [p.stat().st_size for p in drill.checkpoints.glob("step-*/*.distcp")]
+    """A quota too small for a shard: training must continue, and the next start must succeed."""
+    sizes = [path.stat().st_size for path in drill.checkpoints.glob("step-*/*.distcp")]
     metrics = drill.out / METRICS_FILE
-    if not shards or metrics.stat().st_size > max(shards) // 4:
+    if not sizes or metrics.stat().st_size > max(sizes) // 4:
         return kill_a_rank(drill)
-    before = [path.name for path in drill.whole()]
-    run = _under_way(drill, file_limit=max(shards) // 2)
+    before = drill.complete_checkpoints()
+    run = _under_way(drill, file_limit=max(sizes) // 2)
     _signal_a_rank(drill, run, signal.SIGTERM)
     drill.wait(run)
-    if [path.name for path in drill.whole()] != before:
-        raise CheckpointError(f"a disk that is full changed what is kept; see {drill.log.name}.")
+    if drill.complete_checkpoints() != before:
+        raise drill.failure("a full disk changed the set of complete checkpoints")
     return "disk full"
 
 
 def resume_on_a_full_disk(drill: Drill) -> str:
-    """A start for whose files there is no room: it is refused, and no file of the run changes."""
-    if not drill.whole():
+    """A start that cannot write its files must be refused, and change no file of the run."""
+    if not drill.complete_checkpoints():
         return kill_a_rank(drill)
     names = ("config.toml", METRICS_FILE)
     before = [(drill.out / name).read_bytes() for name in names]
     run = drill.start(file_limit=64)
     drill.wait(run)
     if not run.returncode or [(drill.out / name).read_bytes() for name in names] != before:
-        raise CheckpointError(f"a resume on a full disk changed {names}; see {drill.log.name}.")
-    return "no room at a resume; refused, nothing changed"
+        raise drill.failure(f"a resume on a full disk was not refused, or changed {names}")
+    return "disk full at a resume; refused, nothing changed"
 
 
-def _damage(name: str, act) -> object:
-    def fault(drill: Drill) -> str:
-        steps = drill.whole()
-        if len(steps) < 2:
-            return kill_a_rank(drill)
-        act(drill, steps[-1])
-        return f"{steps[-1].name}: {name}"
-
-    fault.__name__ = name
-    return fault
+def damage(name: str, change: Callable[[Drill, Path], None], drill: Drill) -> str:
+    """Damage the newest of several checkpoints: the next start must use the one before it."""
+    checkpoints = drill.complete_checkpoints()
+    if len(checkpoints) < 2:
+        return kill_a_rank(drill)
+    change(drill, checkpoints[-1])
+    return f"{checkpoints[-1].name}: {name}"
 
 
-def _some_shard(drill: Drill, step: Path) -> Path:
-    return drill.chance.choice(sorted(step.glob("*.distcp")))
+def _choose_shard(drill: Drill, checkpoint: Path) -> Path:
+    return drill.random.choice(sorted(checkpoint.glob("*.distcp")))
 
 
-def _flip(drill: Drill, step: Path) -> None:
-    shard = _some_shard(drill, step)
+def _flip_bit(drill: Drill, checkpoint: Path) -> None:
+    shard = _choose_shard(drill, checkpoint)
     with shard.open("r+b") as file:
-        place = drill.chance.randrange(shard.stat().st_size)
-        file.seek(place)
+        offset = drill.random.randrange(shard.stat().st_size)
+        file.seek(offset)
         byte = file.read(1)[0]
-        file.seek(place)
-        file.write(bytes([byte ^ 1 << drill.chance.randrange(8)]))
+        file.seek(offset)
+        file.write(bytes([byte ^ 1 << drill.random.randrange(8)]))
 
 
-def _truncate(drill: Drill, step: Path) -> None:
-    shard = _some_shard(drill, step)
-    os.truncate(shard, drill.chance.randrange(shard.stat().st_size))
+def _truncate_shard(drill: Drill, checkpoint: Path) -> None:
+    shard = _choose_shard(drill, checkpoint)
+    os.truncate(shard, drill.random.randrange(shard.stat().st_size))
 
 
-FAULTS = {
-    fault.__name__: fault
-    for fault in (
-        kill_a_rank,
-        kill_a_writer,
-        kill_the_launcher,
-        freeze_a_rank,
-        ask_to_stop,
-        interrupt_a_save,
-        lose_the_lease,
-        share_the_checkpoint_folder,
-        hang_an_fsync,
-        fill_the_disk,
-        resume_on_a_full_disk,
-        _damage("flip_a_bit", _flip),
-        _damage("truncate_a_shard", _truncate),
-        _damage("remove_the_manifest", lambda drill, step: (step / "manifest.json").unlink()),
-    )
+def _remove_manifest(drill: Drill, checkpoint: Path) -> None:
+    (checkpoint / "manifest.json").unlink()
+
+
+# The names are values of --kinds; each fault returns a line for the report.
+FAULTS: dict[str, Callable[[Drill], str]] = {
+    "kill_a_rank": kill_a_rank,
+    "kill_a_writer": kill_a_writer,
+    "kill_the_launcher": kill_the_launcher,
+    "freeze_a_rank": freeze_a_rank,
+    "ask_to_stop": ask_to_stop,
+    "interrupt_a_save": interrupt_a_save,
+    "lose_the_lease": lose_the_lease,
+    "share_the_checkpoint_folder": share_the_checkpoint_folder,
+    "hang_an_fsync": hang_an_fsync,
+    "fill_the_disk": fill_the_disk,
+    "resume_on_a_full_disk": resume_on_a_full_disk,
+    "flip_a_bit": partial(damage, "flip_a_bit", _flip_bit),
+    "truncate_a_shard": partial(damage, "truncate_a_shard", _truncate_shard),
+    "remove_the_manifest": partial(damage, "remove_the_manifest", _remove_manifest),
 }
 
 
 def _under_way(drill: Drill, file_limit: int | None = None, **environment: str) -> subprocess.Popen:
-    """A run that has told of a step, and some random moment later."""
-    run, end = drill.start(file_limit, **environment), time.monotonic() + 600
-    while run.poll() is None and time.monotonic() < end and not drill.learns():
+    """Start the run, and return at a random time after its first step."""
+    run, deadline = drill.start(file_limit, **environment), time.monotonic() + 600
+    while run.poll() is None and time.monotonic() < deadline and not drill.has_trained():
         time.sleep(0.02)
-    time.sleep(drill.chance.uniform(0, drill.longest))
+    time.sleep(drill.random.uniform(0, drill.max_delay))
     return run
 
 
 def _saving(drill: Drill) -> subprocess.Popen:
-    """A run that is writing a checkpoint, unless it has ended before."""
-    before, end = drill.unfinished(), time.monotonic() + 300
+    """Start the run, and return while it writes a checkpoint, or when it has ended."""
+    before, deadline = drill.unfinished(), time.monotonic() + 300
     run = drill.start()
-    while time.monotonic() < end and run.poll() is None:
+    while time.monotonic() < deadline and run.poll() is None:
         if drill.unfinished() - before:
-            time.sleep(drill.chance.uniform(0, 0.05))
+            time.sleep(drill.random.uniform(0, 0.05))
             break
         time.sleep(0.0005)
     return run
@@ -358,33 +370,26 @@ def _saving(drill: Drill) -> subprocess.Popen:
 
 def _signal_the_launcher(drill: Drill, run: subprocess.Popen, number: int) -> None:
     if run.poll() is not None:
-        raise _ended_before(drill)
+        raise drill.ended_early()
     run.send_signal(number)
 
 
 def _signal_a_rank(drill: Drill, run: subprocess.Popen, number: int) -> int:
-    ranks = ranks_of(run.pid)
-    rank = drill.chance.randrange(drill.ranks)
+    pids = find_rank_pids(run.pid)
+    rank = drill.random.randrange(drill.ranks)
     try:
-        os.kill(ranks[rank], number)
+        os.kill(pids[rank], number)
     except (KeyError, ProcessLookupError):
-        raise _ended_before(drill) from None
+        raise drill.ended_early() from None
     return rank
-
-
-def _ended_before(drill: Drill) -> CheckpointError:
-    return CheckpointError(
-        f"the run had ended before a fault could strike; see {drill.log.name}.",
-        fix="If it was done, give it more steps, or fewer --faults, or a shorter --longest.",
-    )
 
 
 # --- processes -----------------------------------------------------------------------------------
 
 
-def ranks_of(launcher: int) -> dict[int, int]:
-    """Rank -> process of the workers that a torchrun has started."""
-    found = {}
+def find_rank_pids(launcher: int) -> dict[int, int]:
+    """The pid of each rank that a torchrun has started."""
+    pids = {}
     for folder in Path("/proc").iterdir():
         try:
             fields = (folder / "stat").read_text().rpartition(")")[2].split()
@@ -392,97 +397,130 @@ def ranks_of(launcher: int) -> dict[int, int]:
                 continue
             entries = (folder / "environ").read_bytes().split(b"\0")
             environment = dict(entry.split(b"=", 1) for entry in entries if b"=" in entry)
-            found[int(environment[b"RANK"])] = int(folder.name)
+            pids[int(environment[b"RANK"])] = int(folder.name)
         except (OSError, KeyError, ValueError, IndexError):
             continue
-    return found
+    return pids
 
 
-def alive(pid: int) -> bool:
+def is_running(pid: int) -> bool:
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
     except OSError:
         return False
 
 
-# --- the verdict ---------------------------------------------------------------------------------
+# --- comparison ----------------------------------------------------------------------------------
 
 
-def curve(out: Path) -> dict[int, float]:
+def read_losses(out: Path) -> dict[int, float]:
+    """The loss of each step in a metrics.jsonl."""
     lines = [json.loads(line) for line in (out / METRICS_FILE).read_text().splitlines()]
     return {line["step"]: line["loss"] for line in lines if "event" not in line}
 
 
-def differences(right: Drill, found: Drill, same_bits: bool) -> list[str]:
-    """What the disturbed run did not do as the undisturbed one did."""
-    wrong = []
-    last = right.whole()[-1].name
-    if not (found.checkpoints / last).exists():
+def find_differences(undisturbed: Drill, disturbed: Drill, bit_equal: bool) -> list[str]:
+    """What differs between the last checkpoints and the losses of two runs."""
+    last = undisturbed.complete_checkpoints()[-1].name
+    if not (disturbed.checkpoints / last).exists():
         return [f"the disturbed run has no {last}"]
-    ours, theirs = (
+    expected, actual = (
         read_checkpoint_manifest(StorageFolder(drill.checkpoints / last))
-        for drill in (found, right)
+        for drill in (undisturbed, disturbed)
     )
-    if same_bits:
-        wrong += [n for n, tensor in theirs.tensors.items() if ours.tensors.get(n) != tensor]
-        wrong += [key for key in theirs.progress if ours.progress[key] != theirs.progress[key]]
-    elif ours.progress["position"] != theirs.progress["position"]:
-        wrong.append("position")
-    for step, loss in curve(right.out).items():
-        other = curve(found.out).get(step)
-        if other is None or abs(other - loss) > (0 if same_bits else TOLERANCE * abs(loss)):
-            wrong.append(f"loss of step {step}: {other} instead of {loss}")
-    return wrong
+    differences = []
+    if bit_equal:
+        hashes, progress = actual.tensors, actual.progress
+        differences += [
+            name for name, tensor in expected.tensors.items() if hashes.get(name) != tensor
+        ]
+        differences += [key for key, value in expected.progress.items() if progress[key] != value]
+    elif actual.progress["position"] != expected.progress["position"]:
+        differences.append("position")
+    losses = read_losses(disturbed.out)
+    for step, loss in read_losses(undisturbed.out).items():
+        other = losses.get(step)
+        if other is None or abs(other - loss) > (0 if bit_equal else TOLERANCE * abs(loss)):
+            differences.append(f"loss of step {step}: {other}, expected {loss}")
+    return differences
 
 
-def main() -> int:
+def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--faults", type=int, default=10, help="how many befall the run")
-    parser.add_argument("--seed", type=int, default=0, help="what, when and whom")
+    parser.add_argument("--faults", type=int, default=10, help="number of faults")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the kinds, times and ranks")
     parser.add_argument("--ranks", type=int, default=2, help="processes on this machine")
-    parser.add_argument("--kinds", nargs="+", choices=FAULTS, default=list(FAULTS))
-    parser.add_argument("--longest", type=float, default=3.0, help="seconds until one strikes")
-    parser.add_argument("--layout", action="append", default=[], help="overrides of one start")
+    parser.add_argument(
+        "--kinds",
+        nargs="+",
+        choices=FAULTS,
+        default=list(FAULTS),
+        metavar="KIND",
+        help=f"kinds of faults to choose from; default: all ({', '.join(FAULTS)})",
+    )
+    parser.add_argument(
+        "--longest", type=float, default=3.0, help="maximum seconds of training before a fault"
+    )
+    parser.add_argument(
+        "--layout",
+        action="append",
+        default=[],
+        help='overrides for one start, as "--parallelism.tensor_parallel_degree 2"; repeatable',
+    )
     parser.add_argument("--out", type=Path, required=True, help="a new folder")
-    parser.add_argument("job", nargs="+", help="after --: what train.py takes, deterministic")
-    args = parser.parse_args()
-    if args.out.exists():
-        print(f"titanlite: {args.out} is there already; name a new folder.", file=sys.stderr)
-        return EXIT_USER_ERROR
-    args.out.mkdir(parents=True)
+    parser.add_argument(
+        "job", nargs="+", help="after --: arguments of train.py; the job must be deterministic"
+    )
+    return parser.parse_args()
+
+
+def run_drill(args: argparse.Namespace) -> int:
+    """Train without and with faults, and compare; raises CheckpointError if a run fails."""
     layouts = [shlex.split(text) for text in args.layout] or [[]]
     argv = [*args.job, "--checkpoint.enable=true"]
 
-    def drill(name: str, layouts: list[list[str]]) -> Drill:
-        chance = random.Random(args.seed)
-        return Drill(args.out / name, argv, args.ranks, layouts, chance, args.longest)
+    def build_drill(name: str, layouts: list[list[str]]) -> Drill:
+        generator = random.Random(args.seed)
+        return Drill(args.out / name, argv, args.ranks, layouts, generator, args.longest)
 
+    undisturbed, disturbed = (
+        build_drill("undisturbed", layouts[:1]),
+        build_drill("disturbed", layouts),
+    )
+    if undisturbed.wait(undisturbed.start(), MAX_RUN_SECONDS):
+        raise undisturbed.failure("the run without faults failed")
+    print("run without faults: done", flush=True)
+    for number in range(1, args.faults + 1):
+        kind = disturbed.random.choice(args.kinds)
+        report = FAULTS[kind](disturbed)
+        names = [path.name for path in disturbed.complete_checkpoints()[-2:]]
+        print(f"{number:3}. {report}; newest checkpoints: {', '.join(names) or 'none'}", flush=True)
+    if disturbed.wait(disturbed.start(), MAX_RUN_SECONDS):
+        raise disturbed.failure("the last start failed")
+    differences = find_differences(undisturbed, disturbed, bit_equal=len(layouts) == 1)
+    for difference in differences[:MAX_SHOWN_DIFFERENCES]:
+        print(f"differs: {difference}")
+    equal = "bit-equal" if len(layouts) == 1 else f"equal to {TOLERANCE:g}"
+    verdict = "DIFFERENT" if differences else equal
+    print(f"{disturbed.starts} starts, {args.faults} faults: {verdict}")
+    return EXIT_USER_ERROR if differences else EXIT_DONE
+
+
+def main() -> int:
+    args = parse_arguments()
+    if args.out.exists():
+        print(f"titanlite: {args.out} already exists; name a new folder.", file=sys.stderr)
+        return EXIT_USER_ERROR
+    args.out.mkdir(parents=True)
     try:
-        right, found = drill("undisturbed", layouts[:1]), drill("disturbed", layouts)
-        if right.wait(right.start(), 24 * 3600):
-            raise CheckpointError(f"the undisturbed run failed; see {right.log.name}.")
-        print("undisturbed run: done", flush=True)
-        for number in range(1, args.faults + 1):
-            kind = found.chance.choice(args.kinds)
-            words = FAULTS[kind](found)
-            steps = [path.name for path in found.whole()]
-            print(f"{number:3}. {words}; kept: {', '.join(steps[-2:]) or 'nothing'}", flush=True)
-        if found.wait(found.start(), 24 * 3600):
-            raise CheckpointError(f"the last start did not end well; see {found.log.name}.")
-        wrong = differences(right, found, same_bits=len(layouts) == 1)
+        return run_drill(args)
     except UserError as error:
         print(format_error(error), file=sys.stderr)
         return EXIT_USER_ERROR
-    for text in wrong[:20]:
-        print(f"differs: {text}")
-    like = "to the bit" if len(layouts) == 1 else f"to {TOLERANCE:g}"
-    print(
-        f"{found.starts} starts, {args.faults} faults: " + ("DIFFERS" if wrong else f"equal {like}")
-    )
-    return EXIT_USER_ERROR if wrong else EXIT_DONE
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends the script without a traceback
     sys.exit(main())

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from tests.conftest import ROOT
-from tests.faults.launch import Launched
+from tests.faults.launch import LaunchedRun
 from titanlite.checkpoint import (
     find_newest_checkpoint,
     from_hugging_face,
@@ -160,8 +160,8 @@ def trained(tmp_path_factory) -> Trained:
     argv += ["--training.mixed_precision_param", "float32", "--checkpoint.enable", "true"]
     argv += ["--checkpoint.interval", "1", "--lr_scheduler.warmup_steps", "1"]
     out = folder / "my-run"  # a dash once broke the sorting of steps
-    with Launched(1, out, *argv, "--job.dump_folder", str(out)) as launched:
-        assert launched.wait() == [0], launched.said
+    with LaunchedRun(1, out, *argv, "--job.dump_folder", str(out)) as launched:
+        assert launched.wait() == [0], launched.output
     lines = recorded.read_bytes().splitlines()
     tokens = [line.split()[0] for line in lines]
     permuted.write_bytes(b"".join(b"%s %d\n" % (t, n) for n, t in enumerate(reversed(tokens))))

@@ -6,16 +6,16 @@ import pytest
 import torch
 
 from scripts import convert_checkpoint
-from tests.faults.launch import Launched, lines_of
+from tests.faults.launch import LaunchedRun, lines_of
 from titanlite.generate import load_generator
 from titanlite.storage import StorageFolder
 
 
 def train(run_toml, out, ranks: int, *argv) -> str:
     arguments = ("--job.config_file", str(run_toml), "--job.dump_folder", str(out), *argv)
-    with Launched(ranks, out, *arguments) as run:
-        assert run.wait() == [0] * ranks, run.said
-        return run.said
+    with LaunchedRun(ranks, out, *arguments) as run:
+        assert run.wait() == [0] * ranks, run.output
+        return run.output
 
 
 def first_loss(out) -> float:
@@ -82,6 +82,6 @@ def test_a_hugging_face_folder_with_other_model_sizes_is_refused(run_toml, tmp_p
     arguments = ("--job.config_file", str(run_toml), "--job.dump_folder", str(tmp_path / "other"))
     initial = ("--checkpoint.initial_load_path", str(out / "checkpoint" / "step-1-hf"))
     initial += ("--checkpoint.initial_load_in_hf", "true", "--model.hidden_dim", "96")
-    with Launched(1, tmp_path / "other", *arguments, *initial) as run:
-        assert run.wait() == [2], run.said
-        assert "hidden_dim: 64 saved, 96 now" in run.said
+    with LaunchedRun(1, tmp_path / "other", *arguments, *initial) as run:
+        assert run.wait() == [2], run.output
+        assert "hidden_dim: 64 saved, 96 now" in run.output

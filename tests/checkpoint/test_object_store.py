@@ -16,7 +16,7 @@ from tests.checkpoint.saving import bits, load, open_checkpointer, save, save_an
 from tests.checkpoint.test_checkpointer import modify, trained
 from tests.distributed.oracle import Layout
 from tests.distributed.ranks import run_on_ranks
-from tests.faults.launch import Launched, events_of
+from tests.faults.launch import LaunchedRun, events_of
 from titanlite.checkpoint import list_steps, read_checkpoint_manifest
 from titanlite.distributed.process_group import set_collective_timeouts
 from titanlite.errors import CheckpointError, ConfigError
@@ -190,22 +190,22 @@ def argv_of(run_toml, out, *argv) -> tuple[str, ...]:
 def test_a_run_killed_while_saving_to_a_store_ends_bit_equal_to_an_undisturbed_run(
     local_store, run_toml, tmp_path
 ):
-    with Launched(2, tmp_path / "expected", *argv_of(run_toml, tmp_path / "expected")) as run:
-        assert run.wait() == [0, 0], run.said
+    with LaunchedRun(2, tmp_path / "expected", *argv_of(run_toml, tmp_path / "expected")) as run:
+        assert run.wait() == [0, 0], run.output
     expected = read_checkpoint_manifest(
         StorageFolder(tmp_path / "expected" / "checkpoint" / f"step-{STEPS}")
     )
 
     out, url = tmp_path / "killed", "s3://bucket/killed"
     argv = argv_of(run_toml, out, "--checkpoint.folder", url)
-    with Launched(2, out, *argv, prepare=local_store.set_environment) as run:
+    with LaunchedRun(2, out, *argv, prepare=local_store.set_environment) as run:
         run.wait_for(lambda: events_of(out, "checkpoint_saved"))
         run.signal(0, signal.SIGKILL)  # rank 0 owns the leases
         run.wait()
-    with Launched(2, out, *argv, prepare=local_store.set_environment) as run:
-        run.wait_for(lambda: "lease.json: taken over from process" in run.said)
-        run.wait_for(lambda: f"{url}: taken over from process" in run.said)
-        assert run.wait() == [0, 0], run.said
+    with LaunchedRun(2, out, *argv, prepare=local_store.set_environment) as run:
+        run.wait_for(lambda: "lease.json: taken over from process" in run.output)
+        run.wait_for(lambda: f"{url}: taken over from process" in run.output)
+        assert run.wait() == [0, 0], run.output
     assert events_of(out, "resumed")
     resumed = read_checkpoint_manifest(StorageFolder(f"{url}/step-{STEPS}"))
     assert (resumed.tensors, resumed.progress) == (expected.tensors, expected.progress)

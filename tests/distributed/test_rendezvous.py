@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from contextlib import suppress
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -16,10 +17,8 @@ def agree(store: dist.TCPStore, ranks: int, alive: int) -> list[str | None]:
 
     def join(rank: int) -> None:
         own = dist.TCPStore("localhost", store.port, is_master=False, wait_for_workers=False)
-        try:
+        with suppress(TimeoutError, dist.DistError):
             start_ids[rank] = agree_on_start_id(own, rank, ranks, 5.0 if alive == ranks else 0.5)
-        except (TimeoutError, dist.DistError):
-            pass
 
     threads = [threading.Thread(target=join, args=(rank,)) for rank in range(alive)]
     for thread in threads:

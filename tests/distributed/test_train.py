@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import ROOT
-from tests.faults.launch import Launched, lines_of
+from tests.faults.launch import LaunchedRun, lines_of
 
 
 def torchrun(ranks: int, toml, *argv) -> subprocess.CompletedProcess:
@@ -28,8 +28,8 @@ def torchrun(ranks: int, toml, *argv) -> subprocess.CompletedProcess:
 
 
 def launched(ranks: int, folder, toml, *argv) -> None:
-    with Launched(ranks, folder, "--job.config_file", str(toml), *argv) as run:
-        assert run.wait() == [0] * ranks, run.said
+    with LaunchedRun(ranks, folder, "--job.config_file", str(toml), *argv) as run:
+        assert run.wait() == [0] * ranks, run.output
 
 
 def curve(folder) -> dict[int, float]:

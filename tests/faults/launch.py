@@ -28,7 +28,7 @@ def open_store() -> dist.TCPStore:
     return dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, **options)
 
 
-class Launched:
+class LaunchedRun:
     """The processes of one run, one per rank."""
 
     def __init__(
@@ -68,10 +68,10 @@ class Launched:
     def signal(self, rank: int, number: int) -> None:
         os.kill(self.processes[rank].pid, number)
 
-    def wait(self, seconds: float = 60, besides: tuple[int, ...] = ()) -> list[int | None]:
-        """Wait for all ranks but `besides` to end; returns the exit codes. Fails after `seconds`."""
+    def wait(self, seconds: float = 60, excluded: tuple[int, ...] = ()) -> list[int | None]:
+        """Wait until all ranks but `excluded` have ended; returns the exit codes of all."""
         deadline = time.monotonic() + seconds
-        waited = [p for rank, p in enumerate(self.processes) if rank not in besides]
+        waited = [p for rank, p in enumerate(self.processes) if rank not in excluded]
         for process in waited:
             process.join(max(0.0, deadline - time.monotonic()))
         alive = [p.pid for p in waited if p.is_alive()]
@@ -79,7 +79,7 @@ class Launched:
         if alive:
             self.end()
             raise AssertionError(
-                f"processes {alive} still run after {seconds} s; exit codes {codes}\n{self.said}"
+                f"processes {alive} still run after {seconds} s; exit codes {codes}\n{self.output}"
             )
         return codes
 
@@ -87,8 +87,8 @@ class Launched:
         """Wait until `condition()`; fails after `seconds`, or if the run ends before."""
         deadline = time.monotonic() + seconds
         while not condition():
-            assert any(p.is_alive() for p in self.processes), f"ended before:\n{self.said}"
-            assert time.monotonic() < deadline, f"timed out:\n{self.said}"
+            assert any(p.is_alive() for p in self.processes), f"ended before:\n{self.output}"
+            assert time.monotonic() < deadline, f"timed out:\n{self.output}"
             time.sleep(0.01)
 
     def end(self) -> None:
@@ -98,10 +98,10 @@ class Launched:
             process.join()
 
     @property
-    def said(self) -> str:
+    def output(self) -> str:
         return self.log.read_text(errors="replace") if self.log.exists() else ""
 
-    def __enter__(self) -> Launched:
+    def __enter__(self) -> LaunchedRun:
         return self
 
     def __exit__(self, *raised) -> None:

@@ -7,7 +7,7 @@ import signal
 
 import pytest
 
-from tests.faults.launch import Launched, events_of, steps_of
+from tests.faults.launch import LaunchedRun, events_of, steps_of
 from titanlite.checkpoint import check_hashes, read_checkpoint_manifest
 from titanlite.storage import StorageFolder
 
@@ -15,7 +15,7 @@ ASYNC = ("--checkpoint.async_mode", "async", "--checkpoint.interval", "4")
 LONG = ("--training.steps", "30000", "--validation.enable", "false")
 
 
-def limit_file_size(run: Launched, max_bytes: int) -> None:
+def limit_file_size(run: LaunchedRun, max_bytes: int) -> None:
     """Let writes beyond `max_bytes` of a file fail from now on, as on a full disk."""
     for process in run.processes:
         hard = resource.prlimit(process.pid, resource.RLIMIT_FSIZE)[1]
@@ -24,7 +24,7 @@ def limit_file_size(run: Launched, max_bytes: int) -> None:
 
 def test_training_continues_on_a_full_disk_and_old_checkpoints_stay_valid(run_toml, tmp_path):
     out = tmp_path / "out"
-    with Launched(2, out, "--job.config_file", str(run_toml), *ASYNC, *LONG) as run:
+    with LaunchedRun(2, out, "--job.config_file", str(run_toml), *ASYNC, *LONG) as run:
         run.wait_for(lambda: events_of(out, "checkpoint_saved"))
         limit_file_size(run, 60_000)  # shards are larger, metrics.jsonl is smaller
         run.wait_for(lambda: len(events_of(out, "checkpoint_failed")) > 2)
@@ -35,21 +35,23 @@ def test_training_continues_on_a_full_disk_and_old_checkpoints_stay_valid(run_to
         limit_file_size(run, resource.RLIM_INFINITY)
         run.wait_for(lambda: len(events_of(out, "checkpoint_saved")) > len(saved))
         run.signal(0, signal.SIGTERM)
-        assert run.wait() == [75, 75], run.said
+        assert run.wait() == [75, 75], run.output
     assert [event["failures"] for event in failed[:3]] == [1, 2, 3]
     assert "too large" in failed[0]["problem"]
-    assert run.said.count("checkpoint failed") == len(events_of(out, "checkpoint_failed"))
+    assert run.output.count("checkpoint failed") == len(events_of(out, "checkpoint_failed"))
     assert steps_of(out) == list(range(1, len(steps_of(out)) + 1))
 
 
 def test_a_run_that_cannot_write_its_last_checkpoint_exits_with_an_error(run_toml, tmp_path):
     out = tmp_path / "out"
-    with Launched(1, out, "--job.config_file", str(run_toml), *LONG) as run:
+    with LaunchedRun(1, out, "--job.config_file", str(run_toml), *LONG) as run:
         run.wait_for(lambda: events_of(out, "checkpoint_saved"))
         limit_file_size(run, 60_000)
         run.signal(0, signal.SIGTERM)
-        assert run.wait() == [2], run.said
-    assert "titanlite: " in run.said and "too large" in run.said and not events_of(out, "stopped")
+        assert run.wait() == [2], run.output
+    assert (
+        "titanlite: " in run.output and "too large" in run.output and not events_of(out, "stopped")
+    )
 
 
 def test_a_resume_on_a_full_disk_fails_and_leaves_the_files_of_the_run_unchanged(
@@ -57,14 +59,16 @@ def test_a_resume_on_a_full_disk_fails_and_leaves_the_files_of_the_run_unchanged
 ):
     out = tmp_path / "out"
     argv = ("--job.config_file", str(run_toml), "--checkpoint.interval", "2")
-    with Launched(2, out, *argv) as run:
-        assert run.wait() == [0, 0], run.said
+    with LaunchedRun(2, out, *argv) as run:
+        assert run.wait() == [0, 0], run.output
     with (out / "metrics.jsonl").open("a") as file:
         file.write('{"step": 7, "lo')  # a torn line, so that the resume rewrites the file
     before = {name: (out / name).read_bytes() for name in ("config.toml", "metrics.jsonl")}
-    with Launched(2, out, *argv, "--training.steps", "8", max_file_bytes=3000) as run:
-        assert run.wait() == [2, 2], run.said
-    assert "cannot write" in run.said and "too large" in run.said and "Traceback" not in run.said
+    with LaunchedRun(2, out, *argv, "--training.steps", "8", max_file_bytes=3000) as run:
+        assert run.wait() == [2, 2], run.output
+    assert (
+        "cannot write" in run.output and "too large" in run.output and "Traceback" not in run.output
+    )
     assert {name: (out / name).read_bytes() for name in before} == before
 
 
@@ -74,10 +78,10 @@ def test_a_run_without_checkpoints_does_not_overwrite_the_records_of_one_with_th
 ):
     out, argv = tmp_path / "out", ("--job.config_file", str(run_toml))
     records = ("config.toml", "metrics.jsonl")
-    with Launched(1, out, *argv) as run:
-        assert run.wait() == [0], run.said
+    with LaunchedRun(1, out, *argv) as run:
+        assert run.wait() == [0], run.output
     before = {name: (out / name).read_bytes() for name in records}
-    with Launched(1, out, *argv, f"--{keys[0]}", keys[1], "--training.steps", "7") as run:
-        assert run.wait() == [0], run.said
+    with LaunchedRun(1, out, *argv, f"--{keys[0]}", keys[1], "--training.steps", "7") as run:
+        assert run.wait() == [0], run.output
     assert {name: (out / name).read_bytes() for name in records} == before
     assert steps_of(out / "unsaved")[-1] == 7 and (out / "unsaved" / "config.toml").exists()

@@ -9,7 +9,7 @@ from functools import partial
 
 import pytest
 
-from tests.faults.launch import Launched, events_of, steps_of
+from tests.faults.launch import LaunchedRun, events_of, steps_of
 from titanlite.checkpoint import read_checkpoint_manifest
 from titanlite.storage import StorageFolder
 
@@ -61,21 +61,21 @@ def test_an_inf_on_one_rank_ends_the_run_and_is_never_saved(case, run_toml, tmp_
         "--checkpoint.interval", "2", "--checkpoint.keep_latest_k", "2",
         "--checkpoint.async_mode", "async", *argv,
     )  # fmt: skip
-    with Launched(2, out, *argv, prepare=partial(inject_inf, name, kind)) as run:
-        assert run.wait() == [3, 3], run.said
+    with LaunchedRun(2, out, *argv, prepare=partial(inject_inf, name, kind)) as run:
+        assert run.wait() == [3, 3], run.output
     step = BAD_STEP if kind == "gradient" else BAD_STEP + 1  # weights are checked before a save
     (event,) = events_of(out, "diverged")
     reported = (event["step"], event["rank"], event["parameter"], event["kind"])
-    assert reported == (step, 1, name, kind), run.said
-    assert run.said.count("titanlite: training diverged") == 1 and "Traceback" not in run.said
-    assert f"at step {step}:" in run.said and f"{kind} of {name} on rank 1" in run.said
+    assert reported == (step, 1, name, kind), run.output
+    assert run.output.count("titanlite: training diverged") == 1 and "Traceback" not in run.output
+    assert f"at step {step}:" in run.output and f"{kind} of {name} on rank 1" in run.output
     saved = [folder.name for folder in (out / "checkpoint").glob("step-*")]
     assert sorted(saved) == ["step-2", "step-4"]
     assert json.loads((out / "starts.jsonl").read_text().splitlines()[-1])["code"] == 3
     assert BAD_STEP not in steps_of(out) and all(line < 8 for line in steps_of(out))
     if case != next(iter(CASES)):
         return
-    with Launched(2, out, *argv) as resumed:  # the same command, without the inf
-        assert resumed.wait() == [0, 0], resumed.said
+    with LaunchedRun(2, out, *argv) as resumed:  # the same command, without the inf
+        assert resumed.wait() == [0, 0], resumed.output
     assert [e["step"] for e in events_of(out, "resumed")] == [4]
     assert read_checkpoint_manifest(StorageFolder(out / "checkpoint" / "step-8")).step == 8

@@ -10,7 +10,7 @@ import sys
 import pytest
 
 from tests.conftest import ROOT
-from tests.faults.launch import Launched, open_store, steps_of
+from tests.faults.launch import LaunchedRun, open_store, steps_of
 from titanlite.checkpoint import read_checkpoint_manifest
 from titanlite.storage import StorageFolder
 
@@ -103,15 +103,15 @@ def test_an_fsync_that_hangs_on_one_rank_is_reported_ends_all_and_the_run_resume
     assert "os.fsync" in (out / "stacks" / "rank_1.txt").read_text()
 
     read_checkpoint_manifest(StorageFolder(out / "checkpoint" / "step-2"))
-    with Launched(2, out, *argv, store=store) as resumed:
-        assert resumed.wait() == [0, 0], resumed.said
+    with LaunchedRun(2, out, *argv, store=store) as resumed:
+        assert resumed.wait() == [0, 0], resumed.output
     assert steps_of(out)[-1] == 6
 
 
 def test_a_read_that_hangs_in_a_load_ends_a_single_rank_run(run_toml, tmp_path, shim):
     out = tmp_path / "out"
-    with Launched(1, out, *argv_of(run_toml, out, "--training.steps", "2")) as run:
-        assert run.wait() == [0], run.said
+    with LaunchedRun(1, out, *argv_of(run_toml, out, "--training.steps", "2")) as run:
+        assert run.wait() == [0], run.output
     argv = argv_of(run_toml, out, "--training.steps", "4")
     process = start(argv, LD_PRELOAD=shim, HANG_IN_READ="/step-2/__0_0")
     try:

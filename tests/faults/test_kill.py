@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.launch import Launched, events_of, lines_of, open_store, steps_of
+from tests.faults.launch import LaunchedRun, events_of, lines_of, open_store, steps_of
 from titanlite.checkpoint import read_checkpoint_manifest
 from titanlite.storage import StorageFolder
 
@@ -34,8 +34,8 @@ def argv_of(run_toml, out: Path, *argv) -> tuple[str, ...]:
 
 
 def run_undisturbed(run_toml, out: Path) -> Path:
-    with Launched(2, out, *argv_of(run_toml, out)) as run:
-        assert run.wait() == [0, 0], run.said
+    with LaunchedRun(2, out, *argv_of(run_toml, out)) as run:
+        assert run.wait() == [0, 0], run.output
     return out
 
 
@@ -48,15 +48,15 @@ def kill_until_done(run_toml, out: Path, kills: int, seed: int, layouts: list[tu
     while True:
         ranks, *argv = layouts[starts % len(layouts)]
         starts += 1
-        with Launched(ranks, out, *argv_of(run_toml, out, *argv), store=store) as run:
+        with LaunchedRun(ranks, out, *argv_of(run_toml, out, *argv), store=store) as run:
             if starts > kills:
-                assert run.wait() == [0] * ranks, run.said
+                assert run.wait() == [0] * ranks, run.output
                 return starts
             run.wait_for(partial(has_more_lines_or_ended, out, len(lines_of(out))))
             time.sleep(random_source.uniform(0, 0.4))
             run.signal(random_source.randrange(ranks), signal.SIGKILL)
             codes = run.wait()
-            assert all(code in (-9, 1, 0) for code in codes), f"{codes}\n{run.said}"
+            assert all(code in (-9, 1, 0) for code in codes), f"{codes}\n{run.output}"
 
 
 def has_more_lines_or_ended(out: Path, lines: int) -> bool:
@@ -96,23 +96,23 @@ def test_a_run_killed_and_resumed_under_other_layouts_has_the_same_losses(run_to
 def test_a_job_that_keeps_crashing_is_stopped_with_the_reasons_of_the_crashes(run_toml, tmp_path):
     out, argv = tmp_path / "out", ("--checkpoint.interval", "1000", "--job.max_crashes", "2")
     for _ in range(2):
-        with Launched(1, out, *argv_of(run_toml, out, *argv)) as run:
-            run.wait_for(lambda: "step  1/24" in run.said)
+        with LaunchedRun(1, out, *argv_of(run_toml, out, *argv)) as run:
+            run.wait_for(lambda: "step  1/24" in run.output)
             run.signal(0, signal.SIGKILL)
             run.wait()
-    with Launched(1, out, *argv_of(run_toml, out, *argv)) as run:
-        assert run.wait() == [2], run.said
-        assert "the last 2 starts crashed" in run.said and "was killed" in run.said
-        assert "Traceback" not in run.said and "--job.max_crashes 0" in run.said
+    with LaunchedRun(1, out, *argv_of(run_toml, out, *argv)) as run:
+        assert run.wait() == [2], run.output
+        assert "the last 2 starts crashed" in run.output and "was killed" in run.output
+        assert "Traceback" not in run.output and "--job.max_crashes 0" in run.output
 
 
 def test_a_second_job_on_the_same_folder_is_refused_and_the_first_continues(run_toml, tmp_path):
     out = tmp_path / "out"
-    with Launched(1, out, *argv_of(run_toml, out, "--training.steps", "3000")) as first:
+    with LaunchedRun(1, out, *argv_of(run_toml, out, "--training.steps", "3000")) as first:
         first.wait_for(lambda: steps_of(out))
-        with Launched(1, out, *argv_of(run_toml, out)) as second:
-            assert second.wait() == [2], second.said
-            assert "another job is writing there: process" in second.said
+        with LaunchedRun(1, out, *argv_of(run_toml, out)) as second:
+            assert second.wait() == [2], second.output
+            assert "another job is writing there: process" in second.output
         seen = max(steps_of(out))
         first.wait_for(lambda: max(steps_of(out)) > seen)
         assert events_of(out, "resumed") == []
@@ -122,27 +122,27 @@ def test_a_second_job_on_the_same_checkpoint_folder_is_refused(run_toml, tmp_pat
     """Otherwise the retention of each job would remove checkpoints of the other."""
     outs, shared = (tmp_path / "one", tmp_path / "two"), str(tmp_path / "checkpoints")
     argv = ("--training.steps", "3000", "--checkpoint.folder", shared)
-    with Launched(1, outs[0], *argv_of(run_toml, outs[0], *argv)) as first:
+    with LaunchedRun(1, outs[0], *argv_of(run_toml, outs[0], *argv)) as first:
         first.wait_for(lambda: steps_of(outs[0]))
-        with Launched(1, outs[1], *argv_of(run_toml, outs[1], *argv)) as second:
-            assert second.wait() == [2], second.said
+        with LaunchedRun(1, outs[1], *argv_of(run_toml, outs[1], *argv)) as second:
+            assert second.wait() == [2], second.output
             message = f"checkpoint.folder = {shared}: another job is writing there: process"
-            assert message in second.said and "Traceback" not in second.said
+            assert message in second.output and "Traceback" not in second.output
             assert not (outs[1] / "lease.json").exists(), (
                 "it must not keep the lease on its own folder"
             )
         only = ("--checkpoint.load_only", "true", "--training.steps", "1")
-        with Launched(1, outs[1], *argv_of(run_toml, outs[1], *argv, *only)) as reader:
-            assert reader.wait() == [0], reader.said  # load_only writes nothing there
+        with LaunchedRun(1, outs[1], *argv_of(run_toml, outs[1], *argv, *only)) as reader:
+            assert reader.wait() == [0], reader.output  # load_only writes nothing there
 
 
 def test_a_job_that_lost_its_lease_exits_and_writes_nothing_more(run_toml, tmp_path):
     out = tmp_path / "out"
-    with Launched(2, out, *argv_of(run_toml, out, "--training.steps", "30000")) as run:
+    with LaunchedRun(2, out, *argv_of(run_toml, out, "--training.steps", "30000")) as run:
         run.wait_for(lambda: steps_of(out))
         (out / "lease.json").write_text("{}")
-        assert run.wait() == [2, 2], run.said
-        assert "has taken it from this job" in run.said
+        assert run.wait() == [2, 2], run.output
+        assert "has taken it from this job" in run.output
     starts = (out / "starts.jsonl").read_text().splitlines()
     assert len(starts) == 1 and '"start"' in starts[0], (
         "it must not record an end in the log of the other job"
@@ -157,16 +157,16 @@ def test_a_frozen_or_killed_rank_is_named_and_the_others_exit_in_time(
 ):
     out, timeout = tmp_path / "out", 6
     argv = ("--training.steps", "30000", "--comm.train_timeout_seconds", str(timeout))
-    with Launched(
+    with LaunchedRun(
         3, out, *argv_of(run_toml, out, "--training.global_batch_size", "6", *argv)
     ) as run:
         run.wait_for(lambda: steps_of(out)[-1:] > [2])
         began = time.monotonic()
         run.signal(1, number)
-        codes = run.wait(timeout + 5, besides=(1,))
+        codes = run.wait(timeout + 5, excluded=(1,))
         assert time.monotonic() - began < timeout + 2, "exited too late"
-        assert [codes[0], codes[2]] == [1, 1], run.said
-        assert run.said.count("titanlite: ") == 1 and "Traceback" not in run.said, run.said
-        assert "Rank 1 (" in run.said and reported in run.said, run.said
+        assert [codes[0], codes[2]] == [1, 1], run.output
+        assert run.output.count("titanlite: ") == 1 and "Traceback" not in run.output, run.output
+        assert "Rank 1 (" in run.output and reported in run.output, run.output
     stacks = (out / "stacks" / "rank_0.txt").read_text()
     assert "in take_turn" in stacks, stacks

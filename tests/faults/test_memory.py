@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from tests.faults.launch import Launched
+from tests.faults.launch import LaunchedRun
 
 EXTRA_BYTES = 1 << 30  # that rank 1 may allocate
 
@@ -16,10 +16,10 @@ def test_out_of_memory_on_one_rank_names_settings_that_help_and_ends_the_others(
     argv = ("--job.config_file", str(run_toml), "--model.vocab_size", "100000")
     argv += ("--loss.chunk_tokens", "0")
     argv += ("--training.local_batch_size", "32", "--training.global_batch_size", "64")
-    with Launched(2, tmp_path / "out", *argv, extra_bytes={1: EXTRA_BYTES}) as run:
+    with LaunchedRun(2, tmp_path / "out", *argv, extra_bytes={1: EXTRA_BYTES}) as run:
         codes = run.wait(90)
-    assert codes[1] == 2 and codes[0] in (1, 2), run.said
-    assert "rank 1: titanlite: out of memory at step 1, " in run.said, run.said
-    assert "training.local_batch_size = 16" in run.said
-    assert "loss.chunk_tokens = 1024" in run.said
-    assert "parameters" in run.said and "Traceback" not in run.said, run.said
+    assert codes[1] == 2 and codes[0] in (1, 2), run.output
+    assert "rank 1: titanlite: out of memory at step 1, " in run.output, run.output
+    assert "training.local_batch_size = 16" in run.output
+    assert "loss.chunk_tokens = 1024" in run.output
+    assert "parameters" in run.output and "Traceback" not in run.output, run.output

@@ -13,7 +13,7 @@ from functools import partial
 import pytest
 
 from tests.conftest import ROOT
-from tests.faults.launch import Launched, events_of, steps_of
+from tests.faults.launch import LaunchedRun, events_of, steps_of
 from titanlite.runtime.stop import SECOND_CTRL_C_SECONDS
 
 LONG = ("--training.steps", "2000", "--checkpoint.interval", "1000", "--validation.enable", "false")
@@ -30,11 +30,11 @@ def test_a_signal_to_any_one_rank_saves_the_run_and_ends_all_ranks(
     number, rank, ranks, run_toml, tmp_path
 ):
     out = tmp_path / "out"
-    with Launched(ranks, out, *argv_of(run_toml, *LONG)) as run:
+    with LaunchedRun(ranks, out, *argv_of(run_toml, *LONG)) as run:
         run.wait_for(lambda: len(steps_of(out)) > 3)
         seen = max(steps_of(out))
         run.signal(rank, number)
-        assert run.wait() == [75] * ranks, run.said
+        assert run.wait() == [75] * ranks, run.output
     last = max(steps_of(out))
     # the step in which the signal arrives, and one whose all-reduce may have started
     assert last - seen <= 4
@@ -42,18 +42,18 @@ def test_a_signal_to_any_one_rank_saves_the_run_and_ends_all_ranks(
     assert [(e["step"], e["reason"]) for e in events_of(out, "stopped")] == [(last, number.name)]
     if number == signal.SIGTERM:
         steps = ("--training.steps", str(last + 2))
-        with Launched(
+        with LaunchedRun(
             2, out, *argv_of(run_toml, *steps, "--lr_scheduler.total_steps", "2000")
         ) as run:
-            assert run.wait() == [0, 0], run.said
+            assert run.wait() == [0, 0], run.output
         assert steps_of(out) == list(range(1, last + 3))
         assert [e["step"] for e in events_of(out, "resumed")] == [last]
 
 
 def test_a_run_saves_and_ends_before_its_time_limit(run_toml, tmp_path):
     out, began = tmp_path / "out", time.monotonic()
-    with Launched(2, out, *argv_of(run_toml, *LONG, "--job.time_limit_minutes", "0.08")) as run:
-        assert run.wait() == [75] * 2, run.said
+    with LaunchedRun(2, out, *argv_of(run_toml, *LONG, "--job.time_limit_minutes", "0.08")) as run:
+        assert run.wait() == [75] * 2, run.output
     assert time.monotonic() - began < 8
     last = max(steps_of(out))
     assert [e["step"] for e in events_of(out, "checkpoint_saved")] == [last]
@@ -64,17 +64,17 @@ def block_save(fifo: str) -> None:
     """Make the save of step 3 wait in a system call until the FIFO is written to."""
     from titanlite.storage import StorageFolder
 
-    settle, blocked = StorageFolder.settle, []
+    fsync_folder, blocked = StorageFolder.fsync_folder, []
 
-    def wait_and_settle(self) -> None:
+    def wait_and_fsync(self) -> None:
         if self.name == "step-3" and not blocked:
             blocked.append(True)
             print("slow disk", flush=True)
             with open(fifo, "rb") as stream:
                 stream.read()
-        settle(self)
+        fsync_folder(self)
 
-    StorageFolder.settle = wait_and_settle
+    StorageFolder.fsync_folder = wait_and_fsync
 
 
 @pytest.mark.parametrize("second", [None, signal.SIGINT, signal.SIGTERM], ids=str)
@@ -82,21 +82,21 @@ def test_ctrl_c_in_a_save_finishes_it_and_a_second_one_ends_immediately(second, 
     out, fifo = tmp_path / "out", tmp_path / "fifo"
     os.mkfifo(fifo)
     argv = argv_of(run_toml, "--training.steps", "5", "--validation.enable", "false")
-    with Launched(1, out, *argv, prepare=partial(block_save, str(fifo))) as run:
-        run.wait_for(lambda: "slow disk" in run.said)
+    with LaunchedRun(1, out, *argv, prepare=partial(block_save, str(fifo))) as run:
+        run.wait_for(lambda: "slow disk" in run.output)
         run.signal(0, signal.SIGINT)
-        run.wait_for(lambda: "a second Ctrl-C ends" in run.said)
+        run.wait_for(lambda: "a second Ctrl-C ends" in run.output)
         if second:
             time.sleep(SECOND_CTRL_C_SECONDS)
             run.signal(0, second)  # torchrun forwards it as SIGTERM
         else:
             fifo.write_bytes(b"")
-        assert run.wait() == [130 if second else 75], run.said
-        assert "Traceback" not in run.said and "checkpoint failed" not in run.said
+        assert run.wait() == [130 if second else 75], run.output
+        assert "Traceback" not in run.output and "checkpoint failed" not in run.output
     end = json.loads((out / "starts.jsonl").read_text().splitlines()[-1])
     assert (end["event"], end["code"]) == ("end", 130 if second else 75)
-    with Launched(1, out, *argv) as run:
-        assert run.wait() == [0], run.said
+    with LaunchedRun(1, out, *argv) as run:
+        assert run.wait() == [0], run.output
     # without a second Ctrl-C: the save of step 3, one more step that had started, and its save
     assert [e["step"] for e in events_of(out, "resumed")] == ([] if second else [4])
     assert steps_of(out) == [1, 2, 3, 4, 5]
@@ -104,11 +104,11 @@ def test_ctrl_c_in_a_save_finishes_it_and_a_second_one_ends_immediately(second, 
 
 def test_ctrl_c_without_checkpoints_ends_immediately_without_traceback(run_toml, tmp_path):
     out, argv = tmp_path / "out", argv_of(run_toml, *LONG, "--checkpoint.enable", "false")
-    with Launched(1, out, *argv) as run:
+    with LaunchedRun(1, out, *argv) as run:
         run.wait_for(lambda: len(steps_of(out)) > 1)
         run.signal(0, signal.SIGINT)
-        assert run.wait() == [130], run.said
-        assert "Traceback" not in run.said and "KeyboardInterrupt" not in run.said
+        assert run.wait() == [130], run.output
+        assert "Traceback" not in run.output and "KeyboardInterrupt" not in run.output
 
 
 def start_under_launcher(command: list, tmp_path, **more: str) -> subprocess.Popen:
@@ -168,8 +168,8 @@ def test_slurm_time_limit_saves_once_without_torchrun_restarts_and_requeues_the_
     assert [(line["event"], line.get("code")) for line in starts] == [("start", None), ("end", 75)]
     assert (tmp_path / "requeued").read_text() == "requeue 7\n"
     last, total = max(steps_of(out)), ("--lr_scheduler.total_steps", "2000")
-    with Launched(2, out, *argv_of(run_toml, "--training.steps", str(last + 1), *total)) as run:
-        assert run.wait() == [0, 0], run.said  # the next launch resumes
+    with LaunchedRun(2, out, *argv_of(run_toml, "--training.steps", str(last + 1), *total)) as run:
+        assert run.wait() == [0, 0], run.output  # the next launch resumes
     assert [e["step"] for e in events_of(out, "resumed")] == [last]
 
 

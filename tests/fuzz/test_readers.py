@@ -18,7 +18,7 @@ import pytest
 from tests.checkpoint.test_untrusted import convert_to_format_2
 from tests.conftest import ROOT
 from tests.distributed.ranks import _forkserver
-from tests.faults.launch import Launched
+from tests.faults.launch import LaunchedRun
 from tests.fuzz.child import CASE_NUMBER, CaseRange, prepare_case, read_cases
 from tests.fuzz.readers import READERS, TEXT
 from titanlite.checkpoint.convert import to_hugging_face
@@ -35,8 +35,8 @@ def seeds(corpus, tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("seeds")
     run = folder / "run.toml"
     run.write_text(RUN.format(folder=folder, corpus=corpus))
-    with Launched(1, folder / "out", "--job.config_file", str(run)) as launched:
-        assert launched.wait() == [0], launched.said
+    with LaunchedRun(1, folder / "out", "--job.config_file", str(run)) as launched:
+        assert launched.wait() == [0], launched.output
     shutil.copytree(folder / "out" / "checkpoint" / "step-1", folder / "step")
     shutil.copytree(folder / "step", folder / "old")
     convert_to_format_2(folder / "old")

@@ -1,1 +1,1 @@
-"""Who am I among the ranks, and what do we tell each other."""
+"""Process group, device mesh, collectives and timeouts of the ranks."""

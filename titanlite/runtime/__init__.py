@@ -1,4 +1,4 @@
-"""What owns a run's folders and processes: lock, start log, watchdog, stop signals, memory."""
+"""Folders and processes of a run: lock, lease, start log, watchdog, stop signals, memory advice."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ class Position(NamedTuple):
     """Where the main thread of a rank is."""
 
     step: int
-    phases_begun: int  # in this step: tells which of two ranks is ahead, since phases alternate
+    phases_begun: int  # in this step: shows which of two ranks is ahead, since phases repeat
     phase: str
 
     def __str__(self) -> str:

@@ -286,7 +286,7 @@ class Holder:
     boot: str  # boot id of the host: containers may share a host name, and hosts an image
     processes: int | None  # the pid namespace of `pid`; None: /proc does not show it
     pid: int
-    process_started: int | None  # ticks since boot: tells apart two processes with the same pid
+    process_started: int | None  # ticks since boot: identifies a process whose pid is reused
     started: float  # by the host's clock, for display only
     token: str  # unique for each lease
     number: int = 0  # larger than that of every lease before

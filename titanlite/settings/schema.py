@@ -90,8 +90,9 @@ def describe_type(hint: Any) -> str:
     if origin is Literal:
         return " | ".join(json.dumps(value) for value in arguments)
     if origin is list:
-        item = describe_type(arguments[0]).removeprefix("a ").removeprefix("an ")
-        return f"a list of {item}"
+        item = describe_type(arguments[0])
+        plural = {"an integer": "integers", "a number": "numbers", "a string": "strings"}
+        return f"a list of {plural.get(item, item)}"
     if dataclasses.is_dataclass(hint):
         return "{" + ", ".join(type_hints(typing.cast(type, hint))) + "}"
     names = {int: "an integer", float: "a number", bool: "true or false", str: "a string"}
