@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-
 import numpy as np
 import xxhash
 
@@ -16,7 +14,6 @@ class NpySource(TokenSource):
     """Token ids in a .npy file [N], memory-mapped."""
 
     def __init__(self, path: str):
-        os.stat(path)  # numpy's error for a missing file does not name it
         try:
             self._ids = np.load(path, mmap_mode="r")
         except ValueError as error:
