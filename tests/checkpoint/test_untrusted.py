@@ -204,7 +204,7 @@ def linked_shard(step: Path, proof: Path) -> None:
 
 
 ATTACKS = {  # attack -> part of the error
-    format_2_malicious_metadata: "a pathlib.Path.touch",
+    format_2_malicious_metadata: f"a {Path.touch.__module__}.Path.touch",
     format_2_bytes_entries: "BytesStorageMetadata instead of a TensorStorageMetadata",
     format_2_patched_classes: ".metadata is not valid",
     format_2_large_memo: "memo has gaps",

@@ -295,7 +295,11 @@ def test_with_bos_every_document_begins_with_it_and_is_one_document_to_the_mask(
     "name, content, message",
     [
         ("a.jsonl", b'{"text": "a"}\n\n{"text": \n', "a.jsonl, line 3.*not JSON"),
-        ("a.jsonl", b'{"text": ' + b"[" * 2000, "a.jsonl, line 1: nested too deeply"),
+        (
+            "a.jsonl",
+            b'{"text": ' + b"[" * 2000 + b"]" * 2000 + b"}",
+            "a.jsonl, line 1: nested too deeply",
+        ),
         ("a.jsonl", b'{"text": "a"}\n{"text": 7}\n', 'a.jsonl, line 2.*no "text" that is a string'),
         ("a.jsonl", b'{"text": "a"}\n["text"]\n', "a.jsonl, line 2"),
         ("a.jsonl", b'{"text": "a"}\n{"text": "\xff"}', "a.jsonl, line 2: the byte 0xff"),

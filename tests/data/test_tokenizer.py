@@ -255,7 +255,7 @@ HOSTILE = {  # name -> (changes to a harmless file, the message that refuses it)
 }
 OPEN_ALL = """
 import json, resource, sys
-resource.setrlimit(resource.RLIMIT_AS, (3 << 30, 3 << 30))
+resource.setrlimit(resource.RLIMIT_DATA, (3 << 30, 3 << 30))
 from titanlite.data import open_tokenizer
 from titanlite.errors import UserError
 for path in sys.argv[1:]:

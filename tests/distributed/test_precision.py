@@ -69,7 +69,8 @@ class DtypeRecorder(TorchDispatchMode):
 
 def _dtypes_in(value):
     if isinstance(value, torch.Tensor):
-        yield value.dtype
+        if value.is_floating_point():  # torch 2.15's pipeline also reduces an integer
+            yield value.dtype
     elif isinstance(value, (list, tuple)):
         for item in value:
             yield from _dtypes_in(item)

@@ -163,7 +163,10 @@ class _HashingWriter(dcp.FileSystemWriter):
         """Write the lists of chunks and commit; runs on the first rank."""
         flat = [result for rank_results in results for result in rank_results]
         hashes = [result for result in flat if isinstance(result, _RankHashes)]
-        super().finish(metadata, [[r for r in flat if not isinstance(r, _RankHashes)]])
+        written = [result for result in flat if not isinstance(result, _RankHashes)]
+        # DCP's `finish` does this too, but to a copy of the metadata in torch 2.11.
+        metadata.storage_data = {result.index: result.storage_data for result in written}
+        super().finish(metadata, [written])
         with self.files.create_stream(self.folder.path_of(CHUNKS_FILE), "wb") as stream:
             stream.write(dump_chunks(metadata))
         files = {name: record for rank in hashes for name, record in rank.files.items()}

@@ -39,7 +39,9 @@ class Vocabulary:
     first_id = 0  # token id of the first local logit
 
     def __init__(self) -> None:
-        self.softmax_terms: Callable[..., Tensor] = softmax_terms  # or its compiled version
+        self.softmax_terms: Callable[..., tuple[Tensor, Tensor]] = (
+            softmax_terms  # or its compiled version
+        )
 
     def compile(self, **options: Any) -> None:
         """Compile the element-wise part of the softmax; `options` are torch.compile's."""
@@ -56,7 +58,9 @@ class Vocabulary:
         undefined where the label is IGNORE_INDEX.
         """
         max_logit = self.reduce_max(logits.amax(-1))
-        terms = self.softmax_terms(logits, max_logit, labels - self.first_id)
+        # Stacked outside of the compiled function: inside of it, torch 2.11's compiler reads the
+        # label's logit after the in-place exp_ and reports a wrong loss.
+        terms = torch.stack(self.softmax_terms(logits, max_logit, labels - self.first_id))
         exp_sum, label_logit = self.reduce_sum(terms)
         return max_logit, max_logit + exp_sum.log(), label_logit
 
@@ -180,15 +184,15 @@ def _chunk_loss(
     return loss, z_loss, grad.to(weight.dtype)
 
 
-def softmax_terms(logits: Tensor, max_logit: Tensor, label: Tensor) -> Tensor:
-    """[2, N]: the sum of exp(logit - max_logit), and the logit at index `label`.
+def softmax_terms(logits: Tensor, max_logit: Tensor, label: Tensor) -> tuple[Tensor, Tensor]:
+    """The sum of exp(logit - max_logit), and the logit at index `label`; [N] each.
 
     Overwrites logits [N, V] with the exponentials. The logit is 0 where `label` is not a local id.
     """
     is_local, index = _local_index(label, logits)
     label_logit = torch.where(is_local, logits.gather(-1, index).squeeze(-1), 0.0)
     logits.sub_(max_logit.unsqueeze(-1)).exp_()
-    return torch.stack((logits.sum(-1), label_logit))
+    return logits.sum(-1), label_logit
 
 
 def logits_grad(exponentials: Tensor, factor: Tensor, label: Tensor) -> Tensor:

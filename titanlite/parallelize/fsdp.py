@@ -105,7 +105,8 @@ def accumulate_gradients(model: nn.Module) -> None:
     """Add gradients that are still in the compute dtype to their sums in the reduce dtype.
 
     FSDP2 does so in its post-backward hook, which the second half of a split backward does not
-    always reach: the gradients of the next micro-batch would be added in the compute dtype.
+    always reach: the gradients of the next micro-batch would be added in the compute dtype. Since
+    torch 2.15 autograd itself accumulates in the reduce dtype (`grad_dtype`).
     """
     for module in model.modules():
         if not isinstance(module, FSDPModule):
@@ -114,5 +115,7 @@ def accumulate_gradients(model: nn.Module) -> None:
         state = module._get_fsdp_state()
         groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
         for parameter in (p for group in groups if group for p in group.fsdp_params):
+            if hasattr(parameter, "unsharded_grad_dtype"):  # torch 2.15
+                continue
             parameter.accumulate_unsharded_grad_if_needed()
             parameter.to_accumulated_grad_if_needed()
