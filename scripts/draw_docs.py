@@ -37,13 +37,15 @@ def main(argv: list[str]) -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(PICTURES)}")
-    names = parser.parse_args(argv).names or list(PICTURES)
+    parser.add_argument("--out", type=Path, default=OUT, help="folder of the pictures")
+    asked = parser.parse_args(argv)
+    names = asked.names or list(PICTURES)
     if unknown := set(names) - set(PICTURES):
         parser.error(f"no picture is named {', '.join(sorted(unknown))}")
     for name in names:
-        path = OUT / f"{name}.png"
+        path = asked.out / f"{name}.png"
         PICTURES[name](path)
-        print(f"{path.relative_to(ROOT)}: {path.stat().st_size / 1000:.0f} kB")
+        print(f"{path}: {path.stat().st_size / 1000:.0f} kB")
     return 0
 
 

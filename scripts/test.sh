@@ -5,6 +5,7 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source scripts/environment.sh
 
+ORACLE=tests/distributed/test_oracle.py::test_every_layout_learns_what_one_process_learns
 QUICK=(
   tests/test_architecture.py tests/test_settings.py tests/test_job.py tests/docs/test_pages.py
   tests/models tests/kernels tests/optim tests/planning tests/metrics
@@ -16,6 +17,8 @@ QUICK=(
   tests/checkpoint/test_huggingface.py
   tests/distributed/test_mesh.py tests/distributed/test_collectives.py
   tests/distributed/test_initial_weights.py tests/distributed/test_reductions.py
+  "$ORACLE[shard=2]" "$ORACLE[tensor=2]" "$ORACLE[shard=2,tensor=2]" "$ORACLE[context=2]"
+  "$ORACLE[pipeline=2,microbatch=9]"
 )
 for argument in "$@"; do
   shift

@@ -22,7 +22,8 @@ from doc_pictures.canvas import (
     save_png,
     write,
 )
-from titanlite.runtime.watchdog import END_SECONDS, LEAVE_SECONDS, SILENT, STUCK
+from titanlite.runtime.diagnosis import SILENT_FRACTION, STUCK_FRACTION
+from titanlite.runtime.watchdog import CLEANUP_SECONDS, STACKS_SECONDS
 
 PURPOSE = {  # of each package, in two short lines at most
     "train.py": "one run",
@@ -272,18 +273,21 @@ def draw_watchdog(path: Path) -> None:
 
     cases: Mapping[str, tuple[str, float]] = {
         "rank dies": ("its connections close, so the others' collectives fail", 3),
-        "rank freezes": (f"no heartbeat for {SILENT:g} of the timeout", SILENT * timeout),
+        "rank freezes": (
+            f"no heartbeat for {SILENT_FRACTION:g} of the timeout",
+            SILENT_FRACTION * timeout,
+        ),
         "rank hangs": (
-            f"heartbeats, but no progress for {STUCK:g} of the timeout",
-            STUCK * timeout,
+            f"heartbeats, but no progress for {STUCK_FRACTION:g} of the timeout",
+            STUCK_FRACTION * timeout,
         ),
     }
     for number, (name, (reason, found)) in enumerate(cases.items()):
         y = first_row - 0.85 * number
         write(axes, 0.2, y, name, size=9.5, align="left", weight="bold")
-        bars = [(0.0, found, BLUE), (found, END_SECONDS, AMBER)]
+        bars = [(0.0, found, BLUE), (found, STACKS_SECONDS, AMBER)]
         if number == 0:  # the main threads are free, and close what is open
-            bars.append((found + END_SECONDS, LEAVE_SECONDS, RED))
+            bars.append((found + STACKS_SECONDS, CLEANUP_SECONDS, RED))
         for start, length, colour in bars:
             axes.barh(y, scale * length, 0.3, x(start), color=colour, edgecolor=LINE, linewidth=0.8)
         axes.plot([x(found)] * 2, [y - 0.22, y + 0.22], color=INK, lw=1.6)
@@ -296,8 +300,8 @@ def draw_watchdog(path: Path) -> None:
         write(axes, x(second), axis - 0.17, f"{second} s", size=8, colour=FAINT)
     key = [
         (BLUE, "the others wait in a collective"),
-        (AMBER, f"reported, stacks/ written, exit code 1 (at most {END_SECONDS} s)"),
-        (RED, f"files closed first (at most {LEAVE_SECONDS} s)"),
+        (AMBER, f"reported, stacks/ written, exit code 1 (at most {STACKS_SECONDS} s)"),
+        (RED, f"files closed first (at most {CLEANUP_SECONDS} s)"),
     ]
     place = 0.2
     for colour, text in key:

@@ -54,7 +54,7 @@ def draw_memory(configs: Path, path: Path) -> None:
     starts = [0.0] * len(labels)
     for part, colour in zip(next(iter(rows.values())), COLOURS, strict=True):
         sizes = [rows[label][part] / GIB for label in labels]
-        axes.barh(labels, sizes, 0.62, starts, color=colour, label=part)
+        axes.barh(labels, sizes, 0.62, starts, color=colour, label=part.replace("_", " "))
         starts = [start + size for start, size in zip(starts, sizes, strict=True)]
     for place, total in enumerate(starts):
         axes.text(total + 0.6, place, f"{total:.0f}", va="center", fontsize=8.5, color=INK)
