@@ -1,4 +1,4 @@
-"""Memory savers whose point is a GPU: moments in host memory, snapshots, growing segments."""
+"""Memory features that need a GPU: offloaded moments, snapshots, expandable segments."""
 
 from __future__ import annotations
 
@@ -18,66 +18,74 @@ from titanlite.optim import OptimizerConfig, OptimizerInBackward, build_optimize
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 
 
-def run(config: OptimizerConfig, early: bool = False, steps: int = 5):
+def train(config: OptimizerConfig, in_backward: bool = False, steps: int = 5):
     """(weights, optimizer) after some steps on a GPU."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(256, 512), nn.Tanh(), nn.Linear(512, 256)).cuda()
     optimizer = build_optimizer(model, config)
-    in_backward = OptimizerInBackward(model, optimizer) if early else None
+    if in_backward:
+        OptimizerInBackward(model, optimizer)
     for _ in range(steps):
         model(torch.randn(64, 256, device="cuda")).square().sum().backward()
-        if in_backward is None:
+        if not in_backward:
             optimizer.step()
             optimizer.zero_grad()
     return [parameter.detach().clone() for parameter in model.parameters()], optimizer
 
 
-@pytest.mark.parametrize("early", [False, True])
-@pytest.mark.parametrize("kind", ["float32", "bfloat16", "8bit", "4bit", "float8"])
-def test_moments_in_host_memory_learn_what_those_on_the_device_learn(kind, early):
-    config = OptimizerConfig(lr=1e-2, state_dtype=kind)
-    (right, plain), (found, optimizer) = run(config), run(replace(config, offload=True), early)
-    for ours, theirs in zip(found, right, strict=True):
-        assert torch.allclose(ours, theirs, rtol=1e-4, atol=1e-5)
-    saved, expected = optimizer.state_dict(), plain.state_dict()  # waits for what still travels
+@pytest.mark.parametrize("in_backward", [False, True])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "8bit", "4bit", "float8"])
+def test_offloaded_moments_train_like_those_on_the_device(dtype, in_backward):
+    config = OptimizerConfig(lr=1e-2, state_dtype=dtype)
+    expected, on_device = train(config)
+    actual, offloaded = train(replace(config, offload=True), in_backward)
+    for a, b in zip(actual, expected, strict=True):
+        assert torch.allclose(a, b, rtol=1e-4, atol=1e-5)
+    # state_dict waits for the copies to the host
+    saved, saved_on_device = offloaded.state_dict(), on_device.state_dict()
     for number, moments in saved["state"].items():
         for name, moment in moments.items():
             assert moment.device.type == "cpu" and (name == "step" or moment.is_pinned())
-            same = expected["state"][number][name].cpu()
+            same = saved_on_device["state"][number][name].cpu()
             if moment.is_floating_point():
                 assert torch.allclose(moment, same, rtol=1e-3, atol=1e-6)
-            else:  # a code may be tipped over by rounding
+            else:  # rounding may change a code
                 assert (moment != same).float().mean() < 0.01
 
 
-@pytest.mark.parametrize("kind", ["8bit", "4bit", "float8"])
-def test_the_compiled_kernel_is_the_operations_one_by_one(kind):
-    config = OptimizerConfig(lr=1e-2, state_dtype=kind)
-    (fused, _), (eager, _) = run(config), run(replace(config, implementation="for-loop"))
-    for ours, theirs in zip(fused, eager, strict=True):
-        assert torch.allclose(ours, theirs, rtol=1e-3, atol=1e-4)
+@pytest.mark.parametrize("dtype", ["8bit", "4bit", "float8"])
+def test_the_compiled_update_matches_the_eager_update(dtype):
+    config = OptimizerConfig(lr=1e-2, state_dtype=dtype)
+    (fused, _), (eager, _) = train(config), train(replace(config, implementation="for-loop"))
+    for a, b in zip(fused, eager, strict=True):
+        assert torch.allclose(a, b, rtol=1e-3, atol=1e-4)
 
 
-def test_a_snapshot_holds_what_is_alive(tmp_path):
+def test_a_snapshot_contains_the_allocated_blocks(tmp_path):
     with MemorySnapshots(CudaAllocationRecorder(), tmp_path, 0, first_step=0, every=1) as snapshots:
-        held = torch.ones(1 << 20, device="cuda")
+        tensor = torch.ones(1 << 20, device="cuda")
         snapshots.step()
-    place = tmp_path / "iteration_1" / "rank0_memory_snapshot.pickle"
-    with place.open("rb") as file:
+    path = tmp_path / "iteration_1" / "rank0_memory_snapshot.pickle"
+    with path.open("rb") as file:
         blocks = [b for segment in pickle.load(file)["segments"] for b in segment["blocks"]]
-    alive = [b["size"] for b in blocks if b["state"] == "active_allocated"]
-    assert held.nbytes in alive
+    allocated = [b["size"] for b in blocks if b["state"] == "active_allocated"]
+    assert tensor.nbytes in allocated
     torch.cuda.memory._record_memory_history(enabled=None)
 
 
-@pytest.mark.parametrize("said, grows", [({}, True), ({"PYTORCH_CUDA_ALLOC_CONF": ""}, False)])
-def test_segments_grow_unless_the_user_has_said_how(said, grows):
-    program = (
-        "import torch\nfrom titanlite.distributed.process_group import enable_expandable_segments\n"
-        "torch.cuda.is_available()\ngrow_segments()\nheld = torch.ones(1 << 20, device='cuda')\n"
-        "print(any(s['is_expandable'] for s in torch.cuda.memory_snapshot()))"
-    )
-    unsaid = {n: v for n, v in os.environ.items() if not n.endswith("_ALLOC_CONF")}
+@pytest.mark.parametrize(
+    "setting, expandable", [({}, True), ({"PYTORCH_CUDA_ALLOC_CONF": ""}, False)]
+)
+def test_segments_are_expandable_unless_the_user_has_set_it(setting, expandable):
+    program = """
+import torch
+from titanlite.distributed.process_group import enable_expandable_segments
+torch.cuda.is_available()
+enable_expandable_segments()
+tensor = torch.ones(1 << 20, device="cuda")
+print(any(s["is_expandable"] for s in torch.cuda.memory_snapshot()))
+"""
+    environment = {n: v for n, v in os.environ.items() if not n.endswith("_ALLOC_CONF")}
     command = [sys.executable, "-c", program]
-    answer = subprocess.run(command, env={**unsaid, **said}, capture_output=True, text=True)
-    assert answer.stdout.strip() == str(grows), answer.stderr
+    result = subprocess.run(command, env={**environment, **setting}, capture_output=True, text=True)
+    assert result.stdout.strip() == str(expandable), result.stderr

@@ -1,4 +1,4 @@
-"""In the steady state the host runs ahead of the device, and nothing is compiled again."""
+"""In the steady state the host runs ahead of the device, and nothing is recompiled."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from titanlite.training.divergence import FiniteCheck
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 FAMILY = FAMILIES["llama3"]
-SHAPE = Llama3Sizes(dim=256, n_layers=8, n_heads=4, n_kv_heads=2, hidden_dim=512, vocab_size=1024)
-ROWS, LENGTH = 4, 512
+SIZES = Llama3Sizes(dim=256, n_layers=8, n_heads=4, n_kv_heads=2, hidden_dim=512, vocab_size=1024)
+BATCH, LENGTH = 4, 512
 
 
 @pytest.fixture
@@ -34,20 +34,20 @@ def one_rank():
     dist.destroy_process_group()
 
 
-def trained(device, transforms: ModelTransforms, steps: int):
-    """A function that takes `steps` steps of a small job, and the losses it has seen."""
+def build_training(device, transforms: ModelTransforms, steps: int):
+    """(a function that takes `steps` steps of a small job, the list of its losses)."""
     section = ParallelismConfig(data_parallel_shard_degree=1)
     mesh = build_mesh(Degrees(), "cuda")
-    plan, _ = plan_pipeline(section, FAMILY, SHAPE, LENGTH, ROWS)
-    spread = build_sharded_model(FAMILY, SHAPE, mesh, section, plan, transforms, device, seed=0)
-    engine = build_engine(spread, mesh, section, plan, device, local_batch=ROWS // 2)
-    state = TrainState(spread.model, build_optimizer(spread.model, OptimizerConfig()))
+    plan, _ = plan_pipeline(section, FAMILY, SIZES, LENGTH, BATCH)
+    sharded = build_sharded_model(FAMILY, SIZES, mesh, section, plan, transforms, device, seed=0)
+    engine = build_engine(sharded, mesh, section, plan, device, local_batch=BATCH // 2)
+    state = TrainState(sharded.model, build_optimizer(sharded.model, OptimizerConfig()))
     generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(0, SHAPE.vocab_size, (ROWS, LENGTH + 1), generator=generator).to(device)
-    settings = StepSettings(mesh, ROWS, max_norm=1.0)
-    losses, finite = [], FiniteCheck(spread.model, device)
+    ids = torch.randint(0, SIZES.vocab_size, (BATCH, LENGTH + 1), generator=generator).to(device)
+    settings = StepSettings(mesh, BATCH, max_norm=1.0)
+    losses, finite = [], FiniteCheck(sharded.model, device)
 
-    def go_on() -> None:
+    def train() -> None:
         for _ in range(steps):
             inputs, labels = ids[:, :-1], ids[:, 1:]
             result = take_step(state, engine, inputs, labels, lr=1e-3, settings=settings)
@@ -55,10 +55,10 @@ def trained(device, transforms: ModelTransforms, steps: int):
             assert not finite.poll()
             losses.append(result.loss)
 
-    return go_on, losses
+    return train, losses
 
 
-def passes_of(name: str) -> ModelTransforms:
+def transforms_of(name: str) -> ModelTransforms:
     recompute = ActivationCheckpointConfig(mode="none")
     if name == "offload":
         recompute = ActivationCheckpointConfig(mode="full", offload=True)
@@ -71,48 +71,48 @@ def passes_of(name: str) -> ModelTransforms:
 
 @pytest.mark.parametrize("name", ["eager", "compile", "op", "offload"])
 def test_no_step_waits_for_the_device(one_rank, name):
-    go_on, _ = trained(one_rank, passes_of(name), steps=3)
-    go_on()  # kernels, buffers, plans
+    train, _ = build_training(one_rank, transforms_of(name), steps=3)
+    train()  # loads kernels, allocates buffers, plans
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("warn")
     try:
-        with warnings.catch_warnings(record=True) as seen:
+        with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            go_on()
+            train()
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    waits = [str(warning.message) for warning in seen if "synchroniz" in str(warning.message)]
+    waits = [str(warning.message) for warning in caught if "synchroniz" in str(warning.message)]
     assert not waits, waits
 
 
-def test_nothing_is_compiled_again(one_rank):
-    go_on, _ = trained(one_rank, passes_of("compile"), steps=2)
-    go_on()
+def test_later_steps_do_not_recompile(one_rank):
+    train, _ = build_training(one_rank, transforms_of("compile"), steps=2)
+    train()
     with torch.compiler.set_stance("fail_on_recompile"):
-        go_on()
+        train()
 
 
 @pytest.mark.parametrize("name", ["compile", "op", "offload"])
-def test_every_pass_learns_what_the_plain_model_learns(one_rank, name):
+def test_every_transform_trains_like_the_plain_model(one_rank, name):
     curves = []
     for each in ("eager", name):
-        go_on, losses = trained(one_rank, passes_of(each), steps=5)
-        go_on()
+        train, losses = build_training(one_rank, transforms_of(each), steps=5)
+        train()
         curves.append(torch.stack(losses).tolist())
     assert curves[1] == pytest.approx(curves[0], rel=2e-3)
 
 
 def test_offloaded_activations_are_not_on_the_device(one_rank):
-    def held(offload: bool) -> int:
+    def activation_bytes(offload: bool) -> int:
         section = ParallelismConfig(data_parallel_shard_degree=1)
         mesh = build_mesh(Degrees(), "cuda")
-        plan, _ = plan_pipeline(section, FAMILY, SHAPE, LENGTH, ROWS)
+        plan, _ = plan_pipeline(section, FAMILY, SIZES, LENGTH, BATCH)
         recompute = ActivationCheckpointConfig(mode="none", offload=offload)
         transforms = ModelTransforms(recompute=recompute, compute=torch.bfloat16)
         model = build_sharded_model(
-            FAMILY, SHAPE, mesh, section, plan, transforms, one_rank, seed=0
+            FAMILY, SIZES, mesh, section, plan, transforms, one_rank, seed=0
         ).model
-        ids = torch.zeros(ROWS, LENGTH, dtype=torch.int64, device=one_rank)
+        ids = torch.zeros(BATCH, LENGTH, dtype=torch.int64, device=one_rank)
         before = torch.cuda.memory_allocated()
         loss = model(ids, labels=ids)
         torch.cuda.synchronize()
@@ -120,4 +120,6 @@ def test_offloaded_activations_are_not_on_the_device(one_rank):
         loss.backward()
         return after - before
 
-    assert held(offload=True) < 0.7 * held(offload=False)  # two of eight blocks, and small tensors
+    assert activation_bytes(offload=True) < 0.7 * activation_bytes(
+        offload=False
+    )  # two of eight blocks, and small tensors

@@ -1,4 +1,4 @@
-"""Traces are where they were asked for, and of the steps they say."""
+"""A trace is of the step in its name, and is written when profiling is enabled."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ import torch
 from titanlite.metrics import ProfilingConfig, check_profiling_config, open_profiler
 
 
-def traced(folder, steps: int, first_step: int = 0, **config) -> dict[int, dict]:
-    """The traces that `steps` steps leave, by the number in their path."""
+def write_traces(folder, steps: int, first_step: int = 0, **config) -> dict[int, dict]:
+    """The traces of `steps` steps, by the step in their path."""
     config = ProfilingConfig(profile_freq=4, profiler_warmup=1, **config)
     with open_profiler(config, folder, rank=3, first_step=first_step) as profiler:
         for step in range(first_step + 1, first_step + steps + 1):
             with torch.profiler.record_function(f"learning step {step}"):
                 torch.ones(8) + 1
             profiler.step()
-    places = folder.glob("profile_traces/iteration_*/rank3_trace.json")
-    return {int(p.parent.name.split("_")[1]): json.loads(p.read_text()) for p in places}
+    paths = folder.glob("profile_traces/iteration_*/rank3_trace.json")
+    return {int(p.parent.name.split("_")[1]): json.loads(p.read_text()) for p in paths}
 
 
 def steps_in(trace: dict) -> set[str]:
@@ -27,17 +27,17 @@ def steps_in(trace: dict) -> set[str]:
     return {name for name in names if name.startswith("learning step")}
 
 
-def test_a_trace_holds_the_step_of_its_name(tmp_path):
-    traces = traced(tmp_path, 9, enable_profiling=True)
+def test_a_trace_contains_the_step_in_its_name(tmp_path):
+    traces = write_traces(tmp_path, 9, enable_profiling=True)
     assert {number: steps_in(trace) for number, trace in traces.items()} == {
         4: {"learning step 4"},
         8: {"learning step 8"},
     }
 
 
-def test_a_resumed_run_does_not_write_over_the_traces_before_it(tmp_path):
-    traced(tmp_path, 6, enable_profiling=True)
-    traces = traced(tmp_path, 7, first_step=6, enable_profiling=True)
+def test_a_resumed_run_does_not_overwrite_earlier_traces(tmp_path):
+    write_traces(tmp_path, 6, enable_profiling=True)
+    traces = write_traces(tmp_path, 7, first_step=6, enable_profiling=True)
     assert {number: steps_in(trace) for number, trace in traces.items()} == {
         4: {"learning step 4"},
         8: {"learning step 8"},
@@ -45,13 +45,13 @@ def test_a_resumed_run_does_not_write_over_the_traces_before_it(tmp_path):
     }
 
 
-def test_profiling_that_is_off_writes_nothing(tmp_path):
-    assert traced(tmp_path, 9) == {}
+def test_disabled_profiling_writes_nothing(tmp_path):
+    assert write_traces(tmp_path, 9) == {}
     assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(("warmup", "active", "fits"), [(3, 1, True), (3, 2, False), (4, 1, False)])
-def test_a_cycle_too_short_for_its_trace_is_refused_before_training(warmup, active, fits):
+def test_a_cycle_shorter_than_its_trace_is_refused(warmup, active, fits):
     config = ProfilingConfig(profile_freq=4, profiler_warmup=warmup, profiler_active=active)
     assert [problem.message for problem in check_profiling_config(config)] == (
         []

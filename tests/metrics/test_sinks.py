@@ -1,4 +1,4 @@
-"""What is told of a run arrives, once, and stays readable."""
+"""Records reach every sink once, and the files stay readable."""
 
 from __future__ import annotations
 
@@ -20,13 +20,14 @@ import pytest
 from titanlite.errors import ConfigError
 from titanlite.log import logger
 from titanlite.metrics import (
+    SINKS,
     MetricsConfig,
     check_metrics_config,
     metrics_folder,
     no_sinks,
     open_sinks,
 )
-from titanlite.metrics.sinks import REPLACED_FILE
+from titanlite.metrics.jsonl import REPLACED_FILE
 
 ROOT = str(Path(__file__).parents[2])
 STEP = {
@@ -48,9 +49,9 @@ STEP = {
 }
 
 
-def told(folder) -> list[dict]:
-    def refuse(word):
-        raise AssertionError(f"{word} is not JSON")
+def read_records(folder) -> list[dict]:
+    def refuse(constant):
+        raise AssertionError(f"{constant} is not JSON")
 
     lines = (folder / "metrics.jsonl").read_text().splitlines()
     return [json.loads(line, parse_constant=refuse) for line in lines]
@@ -68,8 +69,8 @@ def open_in(folder, first_step=0, progress=False, **config):
 
 
 @pytest.fixture
-def said():
-    """What the logger says, as a list of lines."""
+def logged():
+    """A function that returns the logged lines."""
     stream = io.StringIO()
     handler, level = logging.StreamHandler(stream), logger.level
     logger.addHandler(handler)
@@ -82,7 +83,7 @@ def said():
 def test_a_step_line_has_the_promised_keys_in_their_order(tmp_path):
     with open_in(tmp_path) as sinks:
         sinks.step(dict(reversed(STEP.items())))
-    (line,) = told(tmp_path)
+    (line,) = read_records(tmp_path)
     assert list(line) == [*STEP, "time"]
     assert line["time"] > 1.6e9 and {**STEP, "time": line["time"]} == line
 
@@ -103,17 +104,17 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
-def test_a_kill_takes_nothing_that_was_told(tmp_path):
+def test_a_kill_loses_no_record(tmp_path):
     script = KILLED.format(folder=str(tmp_path), step=STEP)
     run = subprocess.run([sys.executable, "-c", script], env={**os.environ, "PYTHONPATH": ROOT})
     assert run.returncode == -signal.SIGKILL
-    step, event = told(tmp_path)
+    step, event = read_records(tmp_path)
     assert step["loss"] == STEP["loss"]
     assert list(event) == ["event", "step", "name", "loss", "perplexity", "time"]
     assert read_tensorboard(tmp_path / "tb")["validation/code/loss"] == [(1, 4.0)]
 
 
-def test_after_a_resume_no_step_and_no_event_stands_twice(tmp_path, said):
+def test_after_a_resume_no_step_or_event_is_recorded_twice(tmp_path, logged):
     with open_in(tmp_path) as sinks:
         for step in (1, 10, 20, 30):
             sinks.step({**STEP, "step": step})
@@ -121,20 +122,20 @@ def test_after_a_resume_no_step_and_no_event_stands_twice(tmp_path, said):
     with open_in(tmp_path, first_step=20) as sinks:
         sinks.event(20, "resumed", path="step-20")
         sinks.step({**STEP, "step": 30, "loss": 1.0})
-    steps = [line["step"] for line in told(tmp_path) if "event" not in line]
+    steps = [line["step"] for line in read_records(tmp_path) if "event" not in line]
     assert steps == [1, 10, 20, 30]
-    assert told(tmp_path)[-1]["loss"] == 1.0
-    assert [line["event"] for line in told(tmp_path) if "event" in line] == [
+    assert read_records(tmp_path)[-1]["loss"] == 1.0
+    assert [line["event"] for line in read_records(tmp_path) if "event" in line] == [
         *["validation"] * 3,
         "resumed",
     ]
-    assert any("2 lines after step 20 moved to" in line for line in said())
+    assert any("2 lines after step 20 moved to" in line for line in logged())
     replaced = [json.loads(line) for line in (tmp_path / REPLACED_FILE).open()]
     assert [line["step"] for line in replaced] == [30, 30]  # moved, not lost
     assert {place.name for place in tmp_path.iterdir()} == {"metrics.jsonl", REPLACED_FILE}
 
 
-def test_a_run_without_checkpoints_leaves_the_records_of_a_run_with_some_alone(tmp_path):
+def test_a_run_without_checkpoints_does_not_replace_the_records_of_a_run_with_them(tmp_path):
     assert metrics_folder(tmp_path, saves=False) == tmp_path  # there are none
     with open_in(tmp_path) as sinks:
         sinks.step(STEP)
@@ -146,10 +147,10 @@ def test_a_run_without_checkpoints_leaves_the_records_of_a_run_with_some_alone(t
     with open_in(metrics_folder(tmp_path, saves=False)) as sinks:
         sinks.step(STEP)
     assert (tmp_path / "metrics.jsonl").read_bytes() == before
-    assert [line["step"] for line in told(tmp_path / "unsaved")] == [1]
+    assert [line["step"] for line in read_records(tmp_path / "unsaved")] == [1]
 
 
-def test_records_are_on_the_disk_when_they_are_synced(tmp_path, monkeypatch):
+def test_sync_flushes_the_records_to_the_disk(tmp_path, monkeypatch):
     synced, sync = [], os.fsync
     monkeypatch.setattr(os, "fsync", lambda fd: (synced.append(os.fstat(fd).st_ino), sync(fd)))
     with open_in(tmp_path) as sinks:
@@ -158,58 +159,59 @@ def test_records_are_on_the_disk_when_they_are_synced(tmp_path, monkeypatch):
     assert synced == [os.stat(tmp_path / "metrics.jsonl").st_ino]
 
 
-@pytest.mark.parametrize("torn", ['{"step": 2, "lo', '{"step": 1}', "\0\0\0\n", "[]\n"])
-def test_a_line_torn_by_a_kill_does_not_spoil_the_file(tmp_path, torn):
+@pytest.mark.parametrize("incomplete", ['{"step": 2, "lo', '{"step": 1}', "\0\0\0\n", "[]\n"])
+def test_an_incomplete_line_after_a_kill_does_not_corrupt_the_file(tmp_path, incomplete):
     with open_in(tmp_path) as sinks:
         sinks.step(STEP)
     with (tmp_path / "metrics.jsonl").open("a") as file:
-        file.write(torn)
+        file.write(incomplete)
     with open_in(tmp_path, first_step=1) as sinks:
         sinks.step({**STEP, "step": 2})
-    assert [line["step"] for line in told(tmp_path)] == [1, 2]
+    assert [line["step"] for line in read_records(tmp_path)] == [1, 2]
 
 
-def test_a_full_disk_costs_lines_but_neither_the_run_nor_the_file(tmp_path, said):
+def test_a_full_disk_loses_records_but_not_the_run_or_the_file(tmp_path, logged):
     unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)
     with open_in(tmp_path) as sinks:
         sinks.step(STEP)
-        whole = os.path.getsize(tmp_path / "metrics.jsonl")
-        resource.setrlimit(resource.RLIMIT_FSIZE, (whole + 20, unlimited[1]))
+        size = os.path.getsize(tmp_path / "metrics.jsonl")
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size + 20, unlimited[1]))
         try:
             sinks.step({**STEP, "step": 2})
             sinks.step({**STEP, "step": 3})
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
         sinks.step({**STEP, "step": 4})
-    assert [line["step"] for line in told(tmp_path)] == [1, 4]
-    words = " ".join(said())
-    assert words.count("records are being dropped") == 1 and words.count("writing again") == 1
+    assert [line["step"] for line in read_records(tmp_path)] == [1, 4]
+    text = " ".join(logged())
+    assert text.count("records are being dropped") == 1 and text.count("writing again") == 1
 
 
-def test_a_loss_that_is_not_a_number_leaves_the_file_readable(tmp_path):
+def test_inf_and_nan_are_written_as_null(tmp_path):
     with open_in(tmp_path) as sinks:
         sinks.step({**STEP, "loss": float("nan"), "grad_norm": float("inf")})
         sinks.event(1, "validation", name="code", loss=800.0, perplexity=float("inf"))
-    step, event = told(tmp_path)
+    step, event = read_records(tmp_path)
     assert step["loss"] is step["grad_norm"] is event["perplexity"] is None
     assert event["loss"] == 800.0
 
 
-def test_in_a_pipe_every_record_is_one_readable_line(tmp_path, said):
+def test_without_a_terminal_every_record_is_one_log_line(tmp_path, logged):
     with open_in(tmp_path) as sinks:
         sinks.step({**STEP, "step": 120})
         sinks.step({**STEP, "step": 130, "mfu": None})
         sinks.event(130, "validation", name="code", loss=4.0, perplexity=54.6)
         sinks.event(130, "checkpoint_saved", path="outputs/checkpoint/step-130")
-    assert said() == [
-        "step 120/400  loss 4.2113  z_loss 0.0071  grad_norm 0.81  lr 3.0e-04  5,912 tok/s  mfu 31.2%  eta 2:23",
-        "step 130/400  loss 4.2113  z_loss 0.0071  grad_norm 0.81  lr 3.0e-04  5,912 tok/s  eta 0:00",
+    learned = "loss 4.2113  z_loss 0.0071  grad_norm 0.81  lr 3.0e-04"
+    assert logged() == [
+        f"step 120/400  {learned}  5,912 tok/s  mfu 31.2%  eta 2:23",
+        f"step 130/400  {learned}  5,912 tok/s  eta 0:00",
         "step 130/400  validation  code  loss 4.0000  perplexity 54.6000",
         "step 130/400  checkpoint saved  outputs/checkpoint/step-130",
     ]
 
 
-def test_on_a_terminal_log_lines_stand_above_the_bar_and_the_cursor_comes_back(
+def test_on_a_terminal_log_lines_are_above_the_bar_and_the_cursor_is_restored(
     tmp_path, monkeypatch
 ):
     pty = pytest.importorskip("pty")
@@ -231,15 +233,15 @@ def test_on_a_terminal_log_lines_stand_above_the_bar_and_the_cursor_comes_back(
         print("\nend of the run", file=terminal, flush=True)
     reader.join(timeout=10)
     text = b"".join(shown).decode()
-    assert re.search(r"\x1b\[2K[^\r\n━]*the loss jumped", text)  # on a line of its own
+    assert re.search(r"\x1b\[2K[^\r\n━]*the loss jumped", text)  # on its own line
     assert "120/400" in text and "eta" in text and "━" in text
     assert text.rindex("\x1b[?25h") < text.index("end of the run")
 
 
-def test_a_sink_that_does_not_close_is_left_and_the_others_are_closed(
+def test_a_sink_that_does_not_close_is_abandoned_and_the_others_are_closed(
     tmp_path, monkeypatch, caplog
 ):
-    """As a W&B run whose service does not answer."""
+    """For example a W&B run whose service does not answer."""
     monkeypatch.setattr("titanlite.metrics.sinks.CLOSE_SECONDS", 0.1)
     sinks = open_in(tmp_path)
 
@@ -247,19 +249,19 @@ def test_a_sink_that_does_not_close_is_left_and_the_others_are_closed(
         def close(self):
             threading.Event().wait()
 
-    sinks.places.append(Endless())
-    journal = sinks.places[0]
+    sinks.sinks.append(Endless())
+    jsonl = sinks.sinks[0]
     monkeypatch.setattr(logger, "propagate", True)
     sinks.close()
-    assert "Endless: closing takes longer than 0.1 s" in caplog.text
-    assert journal.file.closed and not sinks.places
+    assert "Endless: not closed after 0.1 s" in caplog.text
+    assert jsonl.file.closed and not sinks.sinks
 
 
 def read_all(descriptor: int, chunks: list[bytes]) -> None:
     try:
         while chunk := os.read(descriptor, 4096):
             chunks.append(chunk)
-    except OSError:  # Linux says EIO where the other end is closed
+    except OSError:  # Linux raises EIO where the other end is closed
         pass
 
 
@@ -272,7 +274,7 @@ def read_tensorboard(folder) -> dict[str, list[tuple[int, float]]]:
     return {name: [(e.step, e.value) for e in events.Scalars(name)] for name in names}
 
 
-def test_tensorboard_shows_what_was_told_and_no_step_twice_after_a_resume(tmp_path):
+def test_tensorboard_shows_every_record_and_no_step_twice_after_a_resume(tmp_path):
     sinks = open_in(tmp_path, enable_tensorboard=True)
     for step in (10, 20, 30):
         sinks.step({**STEP, "step": step})
@@ -292,21 +294,16 @@ def test_tensorboard_shows_what_was_told_and_no_step_twice_after_a_resume(tmp_pa
     assert read_tensorboard(tmp_path / "tb")["validation/code/loss"] == [(10, 4.0), (20, 4.0)]
 
 
-def test_without_wandb_the_user_is_told_how_to_get_it(tmp_path, monkeypatch):
+def test_a_missing_wandb_is_refused_with_the_install_command(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)
     (problem,) = check_metrics_config(MetricsConfig(enable_wandb=True))
     with pytest.raises(ConfigError) as refused:
         open_in(tmp_path, enable_wandb=True)
-    assert (
-        str(refused.value)
-        == str(problem)
-        == (
-            "metrics.enable_wandb = true, but wandb is not installed. pip install 'titanlite[wandb]'"
-        )
-    )
+    message = "metrics.enable_wandb = true, but wandb is not installed."
+    assert str(refused.value) == str(problem) == f"{message} pip install 'titanlite[wandb]'"
 
 
-def test_a_folder_called_wandb_is_not_taken_for_the_package(tmp_path, monkeypatch):
+def test_a_folder_called_wandb_is_not_mistaken_for_the_package(tmp_path, monkeypatch):
     (tmp_path / "wandb").mkdir()
     monkeypatch.setattr(sys, "path", [str(tmp_path)])
     monkeypatch.delitem(sys.modules, "wandb", raising=False)
@@ -315,7 +312,7 @@ def test_a_folder_called_wandb_is_not_taken_for_the_package(tmp_path, monkeypatc
         open_in(tmp_path, enable_wandb=True)
 
 
-def test_wandb_is_sent_the_settings_and_every_record(tmp_path, monkeypatch):
+def test_wandb_receives_the_settings_and_every_record(tmp_path, monkeypatch):
     sent, started = [], {}
 
     class Run:
@@ -329,9 +326,9 @@ def test_wandb_is_sent_the_settings_and_every_record(tmp_path, monkeypatch):
         started.update(settings)
         return Run()
 
-    guest = types.ModuleType("wandb")
-    guest.init = init
-    monkeypatch.setitem(sys.modules, "wandb", guest)
+    package = types.ModuleType("wandb")
+    package.init = init
+    monkeypatch.setitem(sys.modules, "wandb", package)
     with open_in(tmp_path, enable_wandb=True) as sinks:
         sinks.step(STEP)
         sinks.event(1, "validation", name="code", loss=4.0, perplexity=54.6)
@@ -342,15 +339,13 @@ def test_wandb_is_sent_the_settings_and_every_record(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("fails_in", ["init", "log", "finish"])
-def test_a_service_that_fails_in_any_way_costs_its_records_and_nothing_else(
-    tmp_path, monkeypatch, said, fails_in
-):
-    class CommError(Exception):  # as wandb's errors, which are no OSErrors
+def test_a_failing_service_loses_only_its_own_records(tmp_path, monkeypatch, logged, fails_in):
+    class CommError(Exception):  # like wandb's errors, not an OSError
         pass
 
     def fail_in(name):
         if name == fails_in:
-            raise CommError("the service is away")
+            raise CommError("the service is down")
 
     run = types.SimpleNamespace(
         log=lambda values, step: fail_in("log"), finish=lambda: fail_in("finish")
@@ -361,12 +356,42 @@ def test_a_service_that_fails_in_any_way_costs_its_records_and_nothing_else(
     with open_in(tmp_path, enable_wandb=True) as sinks:
         sinks.step(STEP)
         sinks.step({**STEP, "step": 2})
-    assert [line["step"] for line in told(tmp_path)] == [1, 2]
-    assert sum("the service is away" in line for line in said()) == 1
+    assert [line["step"] for line in read_records(tmp_path)] == [1, 2]
+    assert sum("the service is down" in line for line in logged()) == 1
 
 
-def test_the_other_ranks_say_and_write_nothing(said):
+def test_other_ranks_log_and_write_nothing(logged):
     with no_sinks() as sinks:
         sinks.step(STEP)
         sinks.event(1, "resumed", path="step-1")
-    assert said() == []
+    assert logged() == []
+
+
+class CountingSink:
+    """A sink that counts its records."""
+
+    def __init__(self, first_step: int):
+        self.first_step, self.records = first_step, 0
+
+    def step(self, record) -> None:
+        self.records += 1
+
+    event = step
+
+    def close(self) -> None:
+        pass
+
+
+def test_a_new_sink_is_one_class_and_one_line(tmp_path, monkeypatch):
+    built: list[CountingSink] = []
+
+    def build(run) -> CountingSink:
+        built.append(CountingSink(run.first_step))
+        return built[0]
+
+    monkeypatch.setitem(SINKS, "counting", build)
+    monkeypatch.setitem(SINKS, "disabled", lambda run: None)
+    with open_in(tmp_path, first_step=3) as sinks:
+        sinks.step(STEP)
+        sinks.event(4, "checkpoint_saved", path="step-4")
+    assert (built[0].first_step, built[0].records) == (3, 2)

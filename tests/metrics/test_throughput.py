@@ -1,4 +1,4 @@
-"""Speeds and times that a user compares runs by."""
+"""Throughput and step times, by which a user compares runs."""
 
 from __future__ import annotations
 
@@ -7,50 +7,52 @@ import time
 import pytest
 import torch
 
-from titanlite.metrics import ThroughputMeter, build_meter
+from titanlite.metrics import ThroughputMeter, build_meter, throughput
 from titanlite.metrics.throughput import _HostClock
 
 CPU = torch.device("cpu")
 
 
-def meter_with(peak_flops: float | None = 1e12, devices: int = 1) -> ThroughputMeter:
+def build_test_meter(peak_flops: float | None = 1e12, devices: int = 1) -> ThroughputMeter:
     return ThroughputMeter(flops_per_token=6e6, peak_flops=peak_flops, devices=devices, device=CPU)
 
 
 @pytest.fixture
 def clock(monkeypatch):
-    """A clock that a test turns by hand: clock[0] is the time."""
-    hand = [100.0]
-    monkeypatch.setattr(_HostClock, "now", lambda self: hand[0])
-    return hand
+    """A clock that the test sets: clock[0] is the time."""
+    current = [100.0]
+    monkeypatch.setattr(_HostClock, "now", lambda self: current[0])
+    return current
 
 
-def test_a_slow_source_is_seen_in_data_seconds_and_nowhere_else():
-    meter = meter_with()
+def test_waiting_for_data_counts_as_data_seconds_only(clock):
+    meter = build_test_meter()
     with meter.waiting():
-        time.sleep(0.05)
+        clock[0] += 0.5
     meter.step_done(1000)
     with meter.paused():
         read = meter.read()
-    assert read["data_seconds"] >= 0.045
-    assert read["step_seconds"] < 0.02
+    assert read["data_seconds"] == pytest.approx(0.5)
+    assert read["step_seconds"] == 0
 
 
-def test_a_validation_is_not_in_the_time_of_any_step():
-    meter = meter_with()
-    for _ in range(2):  # the pause reaches over the first reading
+def test_validation_time_belongs_to_no_step(clock):
+    meter = build_test_meter()
+    for _ in range(2):  # the first pause continues after the reading
         with meter.waiting():
-            pass
+            clock[0] += 1
+        clock[0] += 1
         meter.step_done(1000)
         with meter.paused():
             read = meter.read()
-            time.sleep(0.05)
-        assert read["step_seconds"] < 0.02 and read["data_seconds"] < 0.02
-    assert read["tokens_per_second"] > 1000 / 0.04
+            clock[0] += 50
+        assert read["step_seconds"] == pytest.approx(1)
+        assert read["data_seconds"] == pytest.approx(1)
+    assert read["tokens_per_second"] == pytest.approx(500)
 
 
-def test_speeds_and_times_are_those_of_the_steps_since_the_last_reading(clock):
-    meter = meter_with(devices=4)
+def test_figures_cover_the_steps_since_the_last_reading(clock):
+    meter = build_test_meter(devices=4)
     clock[0] += 60  # building the model
     for step_seconds, tokens in ((1.0, 1000), (3.0, 3000)):
         for _ in range(2):
@@ -74,16 +76,16 @@ def test_speeds_and_times_are_those_of_the_steps_since_the_last_reading(clock):
     assert read["peak_memory_gib"] > 0.01
 
 
-def test_an_unknown_device_has_no_mfu_rather_than_a_wrong_one():
-    meter = meter_with(peak_flops=None)
+def test_an_unknown_device_has_no_mfu():
+    meter = build_test_meter(peak_flops=None)
     with meter.waiting():
         pass
     meter.step_done(1000)
     assert meter.read()["mfu"] is None
 
 
-def test_a_pause_that_ends_in_an_error_is_over(clock):
-    meter = meter_with()
+def test_a_pause_ends_when_its_work_raises(clock):
+    meter = build_test_meter()
     with meter.waiting():
         pass
     with pytest.raises(RuntimeError), meter.paused():
@@ -93,13 +95,16 @@ def test_a_pause_that_ends_in_an_error_is_over(clock):
     assert meter.read()["step_seconds"] == pytest.approx(2)
 
 
-def test_the_peak_of_a_cpu_is_measured():
-    meter = build_meter(flops_per_token=6e6, dtype=torch.float32, devices=1, device=CPU)
-    assert 1e8 < meter.peak_flops < 1e14
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_on_a_cpu_mfu_refers_to_the_measured_peak_in_the_compute_dtype(dtype, monkeypatch):
+    measured = {torch.float32: 5e12, torch.bfloat16: 1e12}
+    monkeypatch.setattr(throughput, "measure_matmul_flops", lambda dtype, device: measured[dtype])
+    meter = build_meter(flops_per_token=6e6, dtype=dtype, devices=1, device=CPU)
+    assert meter.peak_flops == measured[dtype]
 
 
 def cycles_of(seconds: float) -> int:
-    """How many cycles keep the device busy for so long."""
+    """GPU cycles that keep the device busy for `seconds`."""
     for _ in range(2):  # the first one wakes the device up
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
@@ -110,20 +115,20 @@ def cycles_of(seconds: float) -> int:
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_on_a_gpu_the_times_are_the_devices_although_the_host_runs_ahead():
+def test_on_a_gpu_times_are_measured_on_the_device_not_the_host():
     device = torch.device("cuda")
-    fifth = cycles_of(0.2)
+    cycles = cycles_of(0.2)
     meter = ThroughputMeter(flops_per_token=6e6, peak_flops=None, devices=1, device=device)
     with meter.waiting():
         time.sleep(0.05)
-    torch.cuda._sleep(fifth)
+    torch.cuda._sleep(cycles)
     meter.step_done(1000)
     with meter.paused():
-        torch.cuda._sleep(fifth)
+        torch.cuda._sleep(cycles)
         torch.cuda.synchronize()
     with meter.waiting():
         pass
-    torch.cuda._sleep(fifth)
+    torch.cuda._sleep(cycles)
     with meter.waiting():
         time.sleep(0.05)  # while the device is busy: costs nothing
     meter.step_done(1000)

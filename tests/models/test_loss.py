@@ -1,4 +1,4 @@
-"""The loss is the plain cross-entropy of whole logits, which are never there."""
+"""The fused loss equals cross-entropy of all logits, without storing them at once."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ ROWS, LENGTH, WIDTH, IDS = 3, 20, 16, 61
 TOKENS = ROWS * LENGTH
 
 
-def drawn(dtype=torch.float32, **config):
-    """(output layer, hidden states, labels of which the first rows are ignored)."""
+def random_inputs(dtype=torch.float32, **config):
+    """(output layer, hidden states, labels of which some are ignored)."""
     torch.manual_seed(0)
     output = OutputLayer(WIDTH, IDS).to(dtype)
     output.loss = LossConfig(**config)
@@ -25,14 +25,14 @@ def drawn(dtype=torch.float32, **config):
     return output, x, labels
 
 
-def plain(output: OutputLayer, x, labels, z_loss=0.0):
+def reference_loss(output: OutputLayer, x, labels, z_loss=0.0):
     logits = F.linear(x, output.weight).flatten(0, 1).float()
     loss = F.cross_entropy(logits, labels.flatten(), ignore_index=IGNORE_INDEX, reduction="sum")
     squares = logits.logsumexp(-1).square() * (labels.flatten() != IGNORE_INDEX)
     return loss + z_loss * squares.sum()
 
 
-def learned(output, x, loss) -> tuple[float, torch.Tensor, torch.Tensor]:
+def loss_and_grads(output, x, loss) -> tuple[float, torch.Tensor, torch.Tensor]:
     x.grad = output.weight.grad = None
     (loss / 60).backward()
     return loss.item(), x.grad, output.weight.grad
@@ -40,74 +40,78 @@ def learned(output, x, loss) -> tuple[float, torch.Tensor, torch.Tensor]:
 
 @pytest.mark.parametrize("z_loss", [0.0, 0.3])
 @pytest.mark.parametrize("chunk", [0, 1, 7, LENGTH, TOKENS, 1000])
-def test_every_chunk_gives_the_loss_and_the_gradients_of_whole_logits(chunk, z_loss):
-    output, x, labels = drawn(chunk_tokens=chunk, z_loss=z_loss)
-    right = learned(output, x, plain(output, x, labels, z_loss))
-    found = learned(output, x, output(x, labels=labels))
-    assert found[0] == pytest.approx(right[0], rel=1e-6)
-    for mine, theirs in zip(found[1:], right[1:], strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-8)
-    of_z = right[0] - plain(output, x, labels).item()
-    assert output.z_loss.item() == pytest.approx(of_z, rel=1e-5, abs=1e-5)
+def test_every_chunk_size_gives_the_loss_and_gradients_of_all_logits(chunk, z_loss):
+    output, x, labels = random_inputs(chunk_tokens=chunk, z_loss=z_loss)
+    expected = loss_and_grads(output, x, reference_loss(output, x, labels, z_loss))
+    actual = loss_and_grads(output, x, output(x, labels=labels))
+    assert actual[0] == pytest.approx(expected[0], rel=1e-6)
+    for a, b in zip(actual[1:], expected[1:], strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-8)
+    z_part = expected[0] - reference_loss(output, x, labels).item()
+    assert output.z_loss.item() == pytest.approx(z_part, rel=1e-5, abs=1e-5)
 
 
-def test_the_loss_of_a_validation_has_no_z_loss_in_it():
-    output, x, labels = drawn(z_loss=0.3)
+def test_a_validation_loss_does_not_include_z_loss():
+    output, x, labels = random_inputs(z_loss=0.3)
     with torch.no_grad():
-        assert output(x, labels=labels).item() == pytest.approx(plain(output, x, labels).item())
+        assert output(x, labels=labels).item() == pytest.approx(
+            reference_loss(output, x, labels).item()
+        )
     assert output.z_loss == 0
 
 
-def test_labels_that_do_not_count_teach_nothing():
-    output, x, labels = drawn(chunk_tokens=7)
-    loss, dx, dw = learned(output, x, output(x, labels=torch.full_like(labels, IGNORE_INDEX)))
+def test_ignored_labels_have_zero_loss_and_gradient():
+    output, x, labels = random_inputs(chunk_tokens=7)
+    loss, dx, dw = loss_and_grads(
+        output, x, output(x, labels=torch.full_like(labels, IGNORE_INDEX))
+    )
     assert loss == 0 and not dx.any() and not dw.any()
 
 
-def test_gradients_in_bf16_are_rounded_once():
-    """A factor that was rounded to bf16 first would be off by up to 0.4 % everywhere."""
-    output, x, labels = drawn(torch.bfloat16, chunk_tokens=TOKENS)
-    _, dx, dw = learned(output, x, output(x, labels=labels))
+def test_bf16_gradients_are_rounded_once():
+    """If the factor 1/60 were rounded to bf16, all gradients would be off by up to 0.4 %."""
+    output, x, labels = random_inputs(torch.bfloat16, chunk_tokens=TOKENS)
+    _, dx, dw = loss_and_grads(output, x, output(x, labels=labels))
     assert dx.dtype == dw.dtype == torch.bfloat16
-    (whole,) = torch.autograd.grad(output(x, labels=labels), x)
-    share = dx.double().abs().sum() / whole.double().abs().sum()
-    assert share.item() == pytest.approx(1 / 60, rel=1.5e-3)
+    (unscaled,) = torch.autograd.grad(output(x, labels=labels), x)
+    ratio = dx.double().abs().sum() / unscaled.double().abs().sum()
+    assert ratio.item() == pytest.approx(1 / 60, rel=1.5e-3)
 
 
 @pytest.mark.parametrize("dtype, copies", [(torch.float32, 1.05), (torch.bfloat16, 1.55)], ids=str)
-def test_no_more_logits_are_held_than_those_of_a_chunk(dtype, copies):
+def test_memory_holds_the_logits_of_one_chunk_only(dtype, copies):
     tokens, ids, chunk = 512, 4096, 64
     output, x = OutputLayer(8, ids).to(dtype), torch.randn(1, tokens, 8).to(dtype).requires_grad_()
     labels = torch.randint(0, ids, (1, tokens))
-    most = {}
+    peaks = {}
     for size in (0, chunk):
         output.loss = LossConfig(chunk_tokens=size)
-        most[size], _ = measure_allocations(lambda: output(x, labels=labels))
-    print({size: f"{peak / 2**20:.2f} MiB" for size, peak in most.items()})  # pytest -rP
-    # once in fp32, and, as they come and as their gradient goes, in the type of the weights
-    assert most[0] <= copies * tokens * ids * 4
-    assert most[chunk] <= copies * chunk * ids * 4 + 2.1 * output.weight.numel() * 4
+        peaks[size], _ = measure_allocations(lambda: output(x, labels=labels))
+    print({size: f"{peak / 2**20:.2f} MiB" for size, peak in peaks.items()})  # pytest -rP
+    # one copy in fp32, and one in the weights' dtype for the matmul result and the gradient
+    assert peaks[0] <= copies * tokens * ids * 4
+    assert peaks[chunk] <= copies * chunk * ids * 4 + 2.1 * output.weight.numel() * 4
 
 
 @pytest.mark.parametrize("tokens, chunk, channel", [(2**15, 0, 4.0), (4096, 4096, 17.0)])
-def test_in_fp16_a_sum_over_tokens_overflows_only_where_their_mean_does(tokens, chunk, channel):
-    """The weights' gradient, summed before it is divided, reaches 131,072 and 69,632 here; that of
-    the mean loss, which any loss scale may begin from, 4 and 17."""
+def test_fp16_weight_gradients_overflow_only_if_the_mean_overflows(tokens, chunk, channel):
+    """Before the division by the tokens, the weight gradient reaches 131,072 and 69,632 here, above
+    float16's maximum; after it, 4 and 17."""
     torch.manual_seed(0)
     output, x = OutputLayer(8, 64), torch.randn(1, tokens, 8) * 0.1
     output.loss, x[..., 0] = LossConfig(chunk_tokens=chunk), channel
     labels = torch.zeros(1, tokens, dtype=torch.int64)
 
-    def gradient(dtype):
+    def weight_grad(dtype):
         output.to(dtype).weight.grad = None
         (output(x.to(dtype), labels=labels) / tokens).backward()
-        return output.weight.grad.float().clone()  # a change of type changes it in place
+        return output.weight.grad.float().clone()  # output.to changes it in place
 
-    right, found = gradient(torch.float32), gradient(torch.float16)
-    assert right.abs().max() > channel / 2
-    torch.testing.assert_close(found, right, rtol=5e-3, atol=1e-3 * channel)
+    expected, actual = weight_grad(torch.float32), weight_grad(torch.float16)
+    assert expected.abs().max() > channel / 2
+    torch.testing.assert_close(actual, expected, rtol=5e-3, atol=1e-3 * channel)
 
 
-def test_without_labels_it_is_the_plain_layer():
-    output, x, _ = drawn()
+def test_without_labels_it_returns_logits():
+    output, x, _ = random_inputs()
     assert torch.equal(output(x), F.linear(x, output.weight))

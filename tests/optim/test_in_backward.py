@@ -1,4 +1,4 @@
-"""A step taken in backward is the step that would have been taken after it."""
+"""An optimizer step in backward equals the step after backward."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from titanlite.optim import (
 )
 
 
-def run(early: bool, **section):
-    """(model, its optimizer, the norms) after a few steps at falling rates."""
+def train(in_backward: bool, **section):
+    """(model, optimizer, gradient norms) after three steps with a decreasing learning rate."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 3))
     optimizer = build_optimizer(model, OptimizerConfig(**section))
-    steps, norms = OptimizerInBackward(model, optimizer) if early else None, []
+    early, norms = OptimizerInBackward(model, optimizer) if in_backward else None, []
     for step in range(3):
         set_lr(optimizer, 0.1 / (step + 1))
         model(torch.randn(8, 64)).square().sum().backward()
-        if steps:
+        if early:
             assert all(parameter.grad is None for parameter in model.parameters())
-            norms.append(steps.norms().total)
+            norms.append(early.norms().total)
         else:
             norms.append(clip_gradients(model.parameters(), 0.0).total)
             optimizer.step()
@@ -43,13 +43,14 @@ def run(early: bool, **section):
     ],
     ids=lambda section: section["name"],
 )
-def test_steps_in_backward_end_where_steps_after_it_do(section):
-    (model, optimizer, norms), (early, its, seen) = run(False, **section), run(True, **section)
-    assert torch.stack(seen) == pytest.approx(torch.stack(norms), rel=1e-6)
-    for ours, right in zip(early.parameters(), model.parameters(), strict=True):
-        assert torch.equal(ours, right)
-    # and so a checkpoint of one is one of the other
-    saved, expected = its.state_dict(), optimizer.state_dict()
+def test_steps_in_backward_give_the_same_weights_and_state(section):
+    model, optimizer, norms = train(False, **section)
+    early_model, early_optimizer, early_norms = train(True, **section)
+    assert torch.stack(early_norms) == pytest.approx(torch.stack(norms), rel=1e-6)
+    for actual, right in zip(early_model.parameters(), model.parameters(), strict=True):
+        assert torch.equal(actual, right)
+    # so a checkpoint of one can be loaded by the other
+    saved, expected = early_optimizer.state_dict(), optimizer.state_dict()
     assert saved["param_groups"] == expected["param_groups"]
     for number, moments in expected["state"].items():
         for name, moment in moments.items():

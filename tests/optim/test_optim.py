@@ -1,4 +1,4 @@
-"""Rates, decay and clipping do what the section says."""
+"""Learning-rate schedule, weight decay, optimizers and clipping follow the configuration."""
 
 from __future__ import annotations
 
@@ -10,77 +10,82 @@ from torch import nn
 
 from titanlite.models import FAMILIES
 from titanlite.optim import (
+    LR_DECAYS,
+    OPTIMIZERS,
     LRSchedulerConfig,
     OptimizerConfig,
+    OptimizerRecipe,
     build_optimizer,
     check_lr_scheduler_config,
+    check_optimizer_config,
     clip_gradients,
     lr_factor,
     schedule_warning,
 )
+from titanlite.settings import build_dataclass
 
 
-def shares(steps=100, **section):
+def lr_factors(steps=100, **section):
     config = LRSchedulerConfig(**section)
     return [lr_factor(step, steps, config) for step in range(steps)]
 
 
 def test_warmup_rises_to_the_peak_and_never_starts_at_zero():
-    rates = shares(warmup_steps=10)
-    assert rates[0] == pytest.approx(0.1) and rates[9] == 1.0
-    assert rates[:10] == sorted(rates[:10])
+    factors = lr_factors(warmup_steps=10)
+    assert factors[0] == pytest.approx(0.1) and factors[9] == 1.0
+    assert factors[:10] == sorted(factors[:10])
 
 
-def test_stable_then_decay_over_the_last_share_of_the_steps():
-    rates = shares(warmup_steps=10, decay_ratio=0.2)
-    assert all(rate == 1.0 for rate in rates[10:81]) and rates[81] < 1.0
-    assert 0 < rates[-1] < 0.1
+def test_the_decay_takes_the_last_decay_ratio_of_the_steps():
+    factors = lr_factors(warmup_steps=10, decay_ratio=0.2)
+    assert all(factor == 1.0 for factor in factors[10:81]) and factors[81] < 1.0
+    assert 0 < factors[-1] < 0.1
 
 
-def test_without_a_ratio_decay_begins_after_the_warmup():
-    rates = shares(warmup_steps=10)
-    assert rates[10] == 1.0 and rates[11] < 1.0
+def test_without_a_ratio_the_decay_begins_after_the_warmup():
+    factors = lr_factors(warmup_steps=10)
+    assert factors[10] == 1.0 and factors[11] < 1.0
 
 
 @pytest.mark.parametrize(
     "kind, half", [("linear", 0.5), ("cosine", 0.5), ("sqrt", 1 - math.sqrt(0.5))]
 )
-def test_each_decay_has_its_shape_and_ends_at_the_least_rate(kind, half):
+def test_each_decay_has_its_shape_and_ends_at_the_minimum(kind, half):
     config = {"warmup_steps": 0, "decay_type": kind}
     assert lr_factor(50, 100, LRSchedulerConfig(**config)) == pytest.approx(half)
     low = LRSchedulerConfig(**config, min_lr_factor=0.1)
     assert lr_factor(100, 100, low) == pytest.approx(0.1)
-    assert lr_factor(500, 100, low) == pytest.approx(0.1)  # past the end it stays there
+    assert lr_factor(500, 100, low) == pytest.approx(0.1)  # constant after the schedule
 
 
 def test_a_warmup_longer_than_the_run_still_ends_at_the_peak():
-    """As torchtitan caps it; uncapped, a run of 100 steps ended at half of the rate asked for."""
-    rates = shares(steps=100, warmup_steps=200)
-    assert rates[0] == pytest.approx(0.01) and rates[-1] == 1.0
+    """torchtitan limits it too; without the limit, 100 steps ended at half of the peak."""
+    factors = lr_factors(steps=100, warmup_steps=200)
+    assert factors[0] == pytest.approx(0.01) and factors[-1] == 1.0
     assert "warmup_steps = 200 is more than all 100" in schedule_warning(LRSchedulerConfig(), 100)
     assert not schedule_warning(LRSchedulerConfig(), 200)
 
 
-def test_steps_after_the_schedule_are_refused_only_where_they_learn_nothing():
-    def refused(**section):
+def test_a_run_longer_than_the_schedule_is_refused_only_if_its_learning_rate_is_0():
+    def problems(**section):
         return [
             *check_lr_scheduler_config(LRSchedulerConfig(warmup_steps=10, **section), steps=150)
         ]
 
-    assert refused(total_steps=100) and not refused() and not refused(total_steps=200)
-    assert not refused(total_steps=100, min_lr_factor=0.1)
-    assert not refused(total_steps=100, decay_ratio=0.0)  # the rate stays where it is
+    assert problems(total_steps=100) and not problems() and not problems(total_steps=200)
+    assert not problems(total_steps=100, min_lr_factor=0.1)
+    assert not problems(total_steps=100, decay_ratio=0.0)  # the learning rate is constant
     assert lr_factor(149, 100, LRSchedulerConfig(warmup_steps=10, decay_ratio=0.0)) == 1.0
 
 
-def test_norms_and_biases_are_not_decayed():
+def test_norms_and_biases_have_no_weight_decay():
     model = FAMILIES["llama3"].build(FAMILIES["llama3"].flavors["debugmodel"])
     optimizer = build_optimizer(model, OptimizerConfig(weight_decay=0.3))
-    decayed, spared = optimizer.param_groups
-    assert decayed["weight_decay"] == 0.3 and spared["weight_decay"] == 0
-    assert all(p.dim() == 1 for p in spared["params"])
+    decayed, undecayed = optimizer.param_groups
+    assert decayed["weight_decay"] == 0.3 and undecayed["weight_decay"] == 0
+    assert all(p.dim() == 1 for p in undecayed["params"])
     assert all(p.dim() == 2 for p in decayed["params"])
-    assert len(decayed["params"]) + len(spared["params"]) == len(list(model.parameters()))
+    assert len(decayed["params"]) + len(undecayed["params"]) == len(list(model.parameters()))
 
 
 @pytest.mark.parametrize("name", ["AdamW", "Adam", "SGD"])
@@ -105,8 +110,55 @@ def test_every_implementation_makes_the_same_update(name, implementation):
 def test_clipping_scales_all_gradients_by_their_joint_norm():
     parameters = [nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(1))]
     parameters[0].grad, parameters[1].grad = torch.tensor([3.0, 0.0]), torch.tensor([4.0])
-    assert clip_gradients(parameters, 0.0).total == 5 and parameters[1].grad == 4  # 0: left alone
+    assert clip_gradients(parameters, 0.0).total == 5 and parameters[1].grad == 4  # 0: no clipping
     assert clip_gradients(parameters, 1.0).total == 5
     joint = math.hypot(*parameters[0].grad.tolist(), *parameters[1].grad.tolist())
     assert joint == pytest.approx(1.0, rel=1e-5)
-    assert clip_gradients(parameters, 10.0).total == pytest.approx(1.0, rel=1e-5)  # short ones stay
+    assert clip_gradients(parameters, 10.0).total == pytest.approx(
+        1.0, rel=1e-5
+    )  # a shorter one is not scaled
+
+
+def test_a_new_optimizer_is_one_function_and_one_line(monkeypatch):
+    monkeypatch.setitem(
+        OPTIMIZERS,
+        "Rprop",
+        lambda config: OptimizerRecipe(torch.optim.Rprop, {"lr": config.lr}),
+    )
+    config, errors = build_dataclass(OptimizerConfig, {"name": "Rprop", "weight_decay": 0.0})
+    assert not errors
+    model = nn.RMSNorm(4, dtype=torch.bfloat16)  # with a float32 copy, as every optimizer
+    optimizer = build_optimizer(model, config)
+    assert isinstance(optimizer, torch.optim.Rprop)
+    model(torch.arange(4.0, dtype=torch.bfloat16)).sum().backward()
+    optimizer.step()
+    assert optimizer.state[model.weight]["float32"].dtype == torch.float32
+
+
+def test_a_new_optimizer_refuses_the_settings_of_adams_moments(monkeypatch):
+    monkeypatch.setitem(OPTIMIZERS, "Rprop", lambda config: OptimizerRecipe(torch.optim.Rprop, {}))
+    config = OptimizerConfig(name="Rprop", state_dtype="8bit", offload=True)
+    (error,) = check_optimizer_config(config, "float32")
+    assert str(error) == (
+        'optimizer.state_dtype = "8bit" and offload = true: applies to AdamW and Adam only;'
+        " optimizer.name is Rprop. Leave it out, or use AdamW."
+    )
+
+
+def test_a_new_lr_decay_is_one_line(monkeypatch):
+    monkeypatch.setitem(LR_DECAYS, "square", lambda progress: (1.0 - progress) ** 2)
+    config, errors = build_dataclass(LRSchedulerConfig, {"warmup_steps": 0, "decay_type": "square"})
+    assert not errors
+    assert lr_factor(50, 100, config) == pytest.approx(0.25)
+
+
+@pytest.mark.parametrize(
+    ("schema", "key", "allowed"),
+    [
+        (OptimizerConfig, "name", '"AdamW" | "Adam" | "SGD". Did you mean "SGD"?'),
+        (LRSchedulerConfig, "decay_type", '"linear" | "sqrt" | "cosine".'),
+    ],
+)
+def test_an_unknown_name_is_refused_with_the_known_ones(schema, key, allowed):
+    _, (error,) = build_dataclass(schema, {key: "SGDM"})
+    assert str(error) == f'{key} = "SGDM": must be {allowed}'

@@ -67,8 +67,8 @@ class JobConfig:
     @property
     def compiles(self) -> bool:
         """Whether torch.compile is used: by the model, the loss, or a low-memory optimizer."""
-        lean = self.optimizer.lean and self.optimizer.implementation == "fused"
-        return self.compile.enable or lean
+        low_memory = self.optimizer.low_memory and self.optimizer.implementation == "fused"
+        return self.compile.enable or low_memory
 
     @property
     def float8(self) -> Float8Config:

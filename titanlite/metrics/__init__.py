@@ -14,25 +14,28 @@ from titanlite.metrics.hardware import (
     peak_flops,
     peak_memory_bytes,
 )
+from titanlite.metrics.jsonl import METRICS_FILE, metrics_folder
 from titanlite.metrics.profiler import open_profiler
-from titanlite.metrics.sinks import METRICS_FILE, MetricSinks, metrics_folder, no_sinks, open_sinks
+from titanlite.metrics.sinks import SINKS, MetricSinks, SinkContext, no_sinks, open_sinks
 from titanlite.metrics.throughput import ThroughputMeter, build_meter
 
 __all__ = [
     "METRICS_FILE",
+    "SINKS",
     "MetricSinks",
     "MetricsConfig",
     "ProfilingConfig",
+    "SinkContext",
     "ThroughputMeter",
     "build_meter",
+    "check_metrics_config",
+    "check_profiling_config",
     "measure_compute_dtypes",
     "measure_matmul_flops",
     "metrics_folder",
-    "check_metrics_config",
     "no_sinks",
     "open_profiler",
     "open_sinks",
     "peak_flops",
     "peak_memory_bytes",
-    "check_profiling_config",
 ]

@@ -1,4 +1,4 @@
-"""The console: a line a record, and on a terminal a bar that stays below them."""
+"""The console sink: one line per record, and a progress bar on a terminal."""
 
 from __future__ import annotations
 
@@ -10,19 +10,20 @@ from typing import Any
 
 from titanlite.log import logger
 
-_TROUBLE = ("checkpoint_failed", "checkpoint_refused")  # events that somebody should look at
-_DIM, _PLAIN = "\033[2m", "\033[0m"
+_ERROR_EVENTS = ("checkpoint_failed", "checkpoint_refused")  # logged as errors
+_UNNAMED_FIELDS = ("name", "path", "problem", "reason")  # event fields shown by value alone
+_DIM, _RESET = "\033[2m", "\033[0m"
 
 
 def open_console(total_steps: int, first_step: int, colour: bool, progress: bool | None) -> Console:
-    """Lines where the output goes to a file or pipe, a bar under them where a person looks on."""
+    """Lines only, or lines above a progress bar; `progress` None: a bar on a terminal."""
     if sys.stderr.isatty() if progress is None else progress:
         return LiveConsole(total_steps, first_step, colour)
     return Console(total_steps, colour=False)
 
 
 class Console:
-    """One readable log line a record."""
+    """One log line per record."""
 
     def __init__(self, total_steps: int, colour: bool):
         self.total_steps = total_steps
@@ -30,69 +31,64 @@ class Console:
         self._first: tuple[int, float] | None = None  # the first record's step and time
 
     def step(self, record: dict[str, Any]) -> None:
-        logger.info("%s", "  ".join([self._place(record["step"]), *self._facts(record)]))
+        logger.info("%s", "  ".join([self._position(record["step"]), *self._fields(record)]))
 
     def event(self, record: dict[str, Any]) -> None:
-        words = [self._place(record["step"]), record["event"].replace("_", " ")]
+        fields = [self._position(record["step"]), record["event"].replace("_", " ")]
         for key, value in record.items():
             if key not in ("event", "step", "time"):
-                bare = key in (
-                    "name",
-                    "path",
-                    "problem",
-                    "reason",
-                )  # they say themselves what they are
-                words.append(_shown(value) if bare else self._fact(key, _shown(value)))
-        level = logging.ERROR if record["event"] in _TROUBLE else logging.INFO
-        logger.log(level, "%s", "  ".join(words))
+                text = f"{value:.4f}" if isinstance(value, float) else str(value)
+                fields.append(text if key in _UNNAMED_FIELDS else self._field(key, text))
+        level = logging.ERROR if record["event"] in _ERROR_EVENTS else logging.INFO
+        logger.log(level, "%s", "  ".join(fields))
 
     def close(self) -> None:
         pass
 
-    def _place(self, step: int) -> str:
+    def _position(self, step: int) -> str:
         width = len(str(self.total_steps))
         return f"{self._dim('step')} {step:{width}}{self._dim(f'/{self.total_steps}')}"
 
-    def _facts(self, record: dict[str, Any]) -> list[str]:
-        return [*self._learned(record), *self._how_fast(record)]
+    def _fields(self, record: dict[str, Any]) -> list[str]:
+        return [*self._loss_fields(record), *self._speed_fields(record)]
 
-    def _learned(self, record: dict[str, Any]) -> list[str]:
+    def _loss_fields(self, record: dict[str, Any]) -> list[str]:
         z_loss = record["z_loss"]
         return [
-            self._fact("loss", f"{record['loss']:.4f}"),
-            *([] if z_loss is None else [self._fact("z_loss", f"{z_loss:.4f}")]),
-            self._fact("grad_norm", f"{record['grad_norm']:.2f}"),
-            self._fact("lr", f"{record['lr']:.1e}"),
+            self._field("loss", f"{record['loss']:.4f}"),
+            *([] if z_loss is None else [self._field("z_loss", f"{z_loss:.4f}")]),
+            self._field("grad_norm", f"{record['grad_norm']:.2f}"),
+            self._field("lr", f"{record['lr']:.1e}"),
         ]
 
-    def _how_fast(self, record: dict[str, Any]) -> list[str]:
-        facts = [f"{record['tokens_per_second']:,.0f} {self._dim('tok/s')}"]
+    def _speed_fields(self, record: dict[str, Any]) -> list[str]:
+        fields = [f"{record['tokens_per_second']:,.0f} {self._dim('tok/s')}"]
         if record["mfu"] is not None:
-            facts.append(self._fact("mfu", f"{record['mfu']:.1%}"))
-        return [*facts, self._fact("eta", clock(self.seconds_left(record)))]
+            fields.append(self._field("mfu", f"{record['mfu']:.1%}"))
+        return [*fields, self._field("eta", format_clock(self.seconds_left(record)))]
 
     def seconds_left(self, record: dict[str, Any]) -> float:
-        """Until the last step, at the pace since the first record: validation and saving too."""
+        """Time left, at the average since the first record, which includes validation and saves."""
         step = record["step"]
-        pace = record["step_seconds"] + record["data_seconds"]
+        seconds_per_step = record["step_seconds"] + record["data_seconds"]
         if self._first is None:
             self._first = (step, record["time"])
         elif step > self._first[0]:
-            pace = (record["time"] - self._first[1]) / (step - self._first[0])
-        return pace * (self.total_steps - step)
+            seconds_per_step = (record["time"] - self._first[1]) / (step - self._first[0])
+        return seconds_per_step * (self.total_steps - step)
 
-    def _fact(self, name: str, value: str) -> str:
+    def _field(self, name: str, value: str) -> str:
         return f"{self._dim(name)} {value}"
 
     def _dim(self, text: str) -> str:
-        return f"{_DIM}{text}{_PLAIN}" if self.colour else text
+        return f"{_DIM}{text}{_RESET}" if self.colour else text
 
 
 class LiveConsole(Console):
-    """The lines, above a bar that shows how far it is.
+    """Log lines above a progress bar.
 
-    The bar is redrawn in place, so nothing else may write to the terminal on its own: while it is
-    shown, sys.stdout, sys.stderr and the logger print through it.
+    The bar is redrawn in place, so other output must not go to the terminal directly: while the bar
+    is shown, sys.stdout, sys.stderr and the logger print through it.
     """
 
     def __init__(self, total_steps: int, first_step: int, colour: bool):
@@ -106,26 +102,29 @@ class LiveConsole(Console):
             BarColumn(bar_width=None),
             TextColumn("{task.percentage:>3.0f}%"),
             TimeElapsedColumn(),
-            TextColumn("{task.fields[facts]}"),
+            TextColumn("{task.fields[status]}"),
             console=Terminal(file=sys.stderr, no_color=not colour, highlight=False),
             expand=True,
-            refresh_per_second=2,  # drawing takes time from training where both run on the CPU
+            refresh_per_second=2,  # drawing slows down training on the CPU
         )
-        self._task = self._progress.add_task("", total=total_steps, completed=first_step, facts="")
+        self._task = self._progress.add_task("", total=total_steps, completed=first_step, status="")
         self._progress.start()
-        self._streams = [(handler, handler.stream) for handler in logger.handlers]
+        handlers = [h for h in logger.handlers if isinstance(h, logging.StreamHandler)]
+        self._streams = [(handler, handler.stream) for handler in handlers]
         for handler, _ in self._streams:
-            handler.setStream(sys.stderr)  # which is now the one that prints above the bar
-        atexit.register(self.close)  # or a run that fails leaves the terminal without a cursor
+            handler.setStream(sys.stderr)  # now prints above the bar
+        atexit.register(self.close)  # else a failed run would leave the terminal without a cursor
 
     def step(self, record: dict[str, Any]) -> None:
-        facts = [f"loss {record['loss']:.2f}", *self._how_fast(record)]
-        plain = re.sub("\033.*?m", "", "  ".join(facts))
-        self._progress.update(self._task, completed=record["step"], facts=plain)
+        fields = [f"loss {record['loss']:.2f}", *self._speed_fields(record)]
+        uncolored = re.sub("\033.*?m", "", "  ".join(fields))
+        self._progress.update(self._task, completed=record["step"], status=uncolored)
         super().step(record)
 
-    def _facts(self, record: dict[str, Any]) -> list[str]:
-        return self._learned(record)  # how fast it goes is in the bar, and the line fits 80 columns
+    def _fields(self, record: dict[str, Any]) -> list[str]:
+        return self._loss_fields(
+            record
+        )  # the bar shows the speed, so the line fits into 80 columns
 
     def close(self) -> None:
         self._progress.stop()
@@ -134,14 +133,10 @@ class LiveConsole(Console):
         atexit.unregister(self.close)
 
 
-def clock(seconds: float) -> str:
-    """A duration as a clock shows it: 2:10, 1:02:10, 3 d 4 h."""
+def format_clock(seconds: float) -> str:
+    """A duration as 2:10, 1:02:10 or 3 d 4 h."""
     minutes, rest = divmod(round(max(0.0, seconds)), 60)
     hours, minutes = divmod(minutes, 60)
     if hours >= 48:
         return f"{hours // 24} d {hours % 24} h"
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
-
-
-def _shown(value: Any) -> str:
-    return f"{value:.4f}" if isinstance(value, float) else str(value)

@@ -1,4 +1,4 @@
-"""What a device could do at most: published peaks, a measured one, and memory at its highest."""
+"""Peak FLOP/s of a device, published or measured, and its peak memory."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ import torch
 
 @dataclass(frozen=True)
 class Peaks:
-    """Dense TFLOP/s of a device, as its maker publishes them; None where it has no such unit."""
+    """Published dense TFLOP/s of a device; None where it has no units for the dtype."""
 
-    name: str  # a pattern for the whole device name: a MIG slice or laptop part must not match
-    fp32: float  # without TF32, which torch leaves off
+    name: str  # regular expression for the full name; a MIG slice or laptop part must not match
+    fp32: float  # without TF32, which torch disables by default
     fp16: float
     bf16: float | None
     fp8: float | None
     source: str
 
 
-# Makers of sparse units publish twice the dense figure under a footnote; here it is always halved.
-# GeForce parts multiply at half rate when they sum in fp32, as training does; theirs are those.
+# For devices with sparse units the published figure is twice the dense one; it is halved here.
+# GeForce parts run at half rate with fp32 accumulation, which training uses; theirs are at it.
 PEAKS = [
     Peaks(r"Tesla V100-SXM2-\d+GB", 15.7, 125, None, None, "NVIDIA V100 data sheet"),
     Peaks(r"Tesla V100-PCIE-\d+GB", 14, 112, None, None, "NVIDIA V100 data sheet"),
@@ -56,7 +56,7 @@ PEAKS = [
     Peaks(r"AMD Instinct MI325X", 163.4, 1307.4, 1307.4, 2614.9, "AMD MI325X data sheet"),
 ]  # fmt: skip
 
-_UNIT = {
+_PEAKS_FIELD = {
     torch.float32: "fp32",
     torch.float16: "fp16",
     torch.bfloat16: "bf16",
@@ -68,32 +68,32 @@ _UNIT = {
 
 
 def peak_flops(device_name: str, dtype: torch.dtype) -> float | None:
-    """Published dense FLOP/s of a device in a precision; None where it is not known."""
+    """Published dense FLOP/s of a device for a dtype; None where it is unknown."""
     name = device_name.strip().removeprefix("NVIDIA ")
     for peaks in PEAKS:
         if re.fullmatch(peaks.name, name) or re.fullmatch(peaks.name, device_name.strip()):
-            tera = getattr(peaks, _UNIT.get(dtype, ""), None)
+            tera = getattr(peaks, _PEAKS_FIELD.get(dtype, ""), None)
             return tera and tera * 1e12
     return None
 
 
 @torch.no_grad()
 def measure_matmul_flops(dtype: torch.dtype, device: torch.device, seconds: float = 0.25) -> float:
-    """FLOP/s of the best of the large matmuls that fit into `seconds`, three at least.
+    """FLOP/s of the fastest of the large matmuls that fit into `seconds`; at least three run.
 
-    A peak is that of the fastest kernel. Training multiplies in three layouts (x W^T in forward,
-    dy W and dy^T x in backward), whose kernels may differ: in float16 a CPU runs the first at 7
-    times the speed of the second, so that what is measured in the second alone is no peak.
+    Training uses three layouts (x W^T in forward, dy W and dy^T x in backward), whose kernels may
+    differ: in float16 a CPU runs the first 7 times as fast as the second. The peak is that of the
+    fastest layout.
     """
     size = 8192 if device.type == "cuda" else 1024
-    own = torch.Generator(device).manual_seed(0)  # who looks on draws nothing from the run's
-    left, right = torch.randn(2, size, size, device=device, generator=own).to(dtype)
+    generator = torch.Generator(device).manual_seed(0)  # leaves the run's random state alone
+    left, right = torch.randn(2, size, size, device=device, generator=generator).to(dtype)
     layouts = ((left, right.mT), (left, right), (left.mT, right))
     for layout in layouts if device.type == "cuda" else layouts[:1]:
-        _seconds_of_matmul(*layout)  # loads its kernel; on a CPU all three use the same library
+        _seconds_of_matmul(*layout)  # loads the kernel; on a CPU all three come from one library
     end = time.perf_counter() + seconds
-    once = [_seconds_of_matmul(*layout) for layout in layouts]
-    best, fastest = min(once), layouts[once.index(min(once))]
+    times = [_seconds_of_matmul(*layout) for layout in layouts]
+    best, fastest = min(times), layouts[times.index(min(times))]
     while time.perf_counter() < end:
         best = min(best, _seconds_of_matmul(*fastest))
     return 2 * size**3 / best
@@ -117,7 +117,7 @@ def _seconds_of_matmul(left: torch.Tensor, right: torch.Tensor) -> float:
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """The most memory held at once so far: tensors on a GPU, the whole process on a CPU."""
+    """Peak memory so far: of the tensors on a GPU, of the whole process on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     unit = 1 if sys.platform == "darwin" else 1024  # getrusage(2): bytes there, KiB on Linux

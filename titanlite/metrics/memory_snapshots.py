@@ -1,4 +1,4 @@
-"""Which allocations of a GPU are alive, and since when, for https://pytorch.org/memory_viz."""
+"""Snapshots of a GPU's allocation history, for https://pytorch.org/memory_viz."""
 
 from __future__ import annotations
 
@@ -10,43 +10,43 @@ import torch
 from titanlite.log import logger
 from titanlite.metrics.config import ProfilingConfig
 
-EVENTS = 100_000  # allocations remembered, as torchtitan has it
+REQUEST_FILE = "dump_now"  # touch it to request a snapshot
+MAX_ENTRIES = 100_000  # recorded allocations and frees, as in torchtitan
 
 
 class AllocationRecorder(Protocol):
-    """Remembers allocations, and writes them down."""
+    """Records allocations and writes them to a file."""
 
     def start(self) -> None: ...
-    def write(self, place: Path) -> None: ...
+    def write(self, path: Path) -> None: ...
 
 
 class CudaAllocationRecorder:
-    """torch's own. What it needs has no public name yet (torch 2.11 to 2.15), though its
-    documentation tells everyone to use it."""
+    """torch's recorder; its functions are documented, but private (torch 2.11 to 2.15)."""
 
     def start(self) -> None:
-        torch.cuda.memory._record_memory_history(max_entries=EVENTS)
+        torch.cuda.memory._record_memory_history(max_entries=MAX_ENTRIES)
 
-    def write(self, place: Path) -> None:
-        torch.cuda.memory._dump_snapshot(str(place))
+    def write(self, path: Path) -> None:
+        torch.cuda.memory._dump_snapshot(str(path))
 
 
 class MemorySnapshots:
     """Writes FOLDER/iteration_N/rankR_memory_snapshot.pickle every `every` steps.
 
-    So it does when memory runs out, into iteration_N_exit, and after a step before which the file
-    FOLDER/please was touched: each rank looks by itself, so that nobody need agree.
+    Also on running out of memory, to iteration_N_exit, and after a step when the file
+    FOLDER/dump_now was touched. Each rank checks the file itself, without communication.
     """
 
     def __init__(
         self, recorder: AllocationRecorder, folder: Path, rank: int, first_step: int, every: int
     ):
         self.recorder, self.folder, self.rank, self.every = recorder, folder, rank, every
-        self.steps = first_step  # taken
-        self.asked = self._asked()
+        self.steps = first_step  # completed
+        self.requested_at = self._request_time()
 
     def __enter__(self) -> MemorySnapshots:
-        self.folder.mkdir(parents=True, exist_ok=True)  # for who wants to ask
+        self.folder.mkdir(parents=True, exist_ok=True)  # so that dump_now can be touched
         self.recorder.start()
         return self
 
@@ -55,33 +55,33 @@ class MemorySnapshots:
             self._write(f"iteration_{self.steps + 1}_exit")
 
     def step(self) -> None:
-        """A step is done."""
+        """Count a completed step, and write a snapshot if one is due or requested."""
         self.steps += 1
-        asked, before = self._asked(), self.asked
-        self.asked = asked
-        if self.steps % self.every == 0 or asked != before:
+        previous, self.requested_at = self.requested_at, self._request_time()
+        if self.steps % self.every == 0 or self.requested_at != previous:
             self._write(f"iteration_{self.steps}")
 
-    def _asked(self) -> float:
+    def _request_time(self) -> float:
+        """Modification time of the request file; 0 without one."""
         try:
-            return (self.folder / "please").stat().st_mtime
+            return (self.folder / REQUEST_FILE).stat().st_mtime
         except OSError:
             return 0.0
 
     def _write(self, name: str) -> None:
-        place = self.folder / name / f"rank{self.rank}_memory_snapshot.pickle"
+        path = self.folder / name / f"rank{self.rank}_memory_snapshot.pickle"
         try:
-            place.parent.mkdir(parents=True, exist_ok=True)
-            self.recorder.write(place)
-        except OSError as problem:  # a full disk is no reason to stop, nor to hide why memory ended
-            logger.warning("no memory snapshot: %s", problem)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self.recorder.write(path)
+        except OSError as error:  # a full disk must not end the run, or hide the original error
+            logger.warning("memory snapshot not written: %s", error)
         else:
-            logger.info("memory snapshot written: %s", place)
+            logger.info("memory snapshot written: %s", path)
 
 
 def build_memory_snapshots(
     config: ProfilingConfig, folder: Path, rank: int, first_step: int
 ) -> MemorySnapshots:
-    """Those that [profiling] asks for, on a CUDA device."""
-    place = folder / config.save_memory_snapshot_folder
-    return MemorySnapshots(CudaAllocationRecorder(), place, rank, first_step, config.profile_freq)
+    """The snapshots that [profiling] enables, of a CUDA device."""
+    folder = folder / config.save_memory_snapshot_folder
+    return MemorySnapshots(CudaAllocationRecorder(), folder, rank, first_step, config.profile_freq)

@@ -1,4 +1,4 @@
-"""Traces of a few steps, for chrome://tracing or https://ui.perfetto.dev."""
+"""Profiler traces of a few steps, for chrome://tracing or https://ui.perfetto.dev."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from titanlite.metrics.memory_snapshots import build_memory_snapshots
 
 
 class Profiler(Protocol):
-    """A context manager that is told of every step."""
+    """A context manager whose `step` is called after every optimizer step."""
 
     def __enter__(self) -> Profiler: ...
     def __exit__(self, *raised) -> None: ...
@@ -26,31 +26,31 @@ class Profiler(Protocol):
 def open_profiler(
     config: ProfilingConfig, folder: Path, rank: int, first_step: int = 0
 ) -> Profiler:
-    """What [profiling] asks for: traces, memory snapshots, both or nothing.
+    """The traces and memory snapshots that [profiling] enables, as one profiler.
 
-    `first_step` is the step that the run goes on from, so that files are named by the run's count.
+    `first_step` is the step that the run continues from; files are named by the run's step.
     """
-    asked: list[Profiler] = []
+    profilers: list[Profiler] = []
     if config.enable_memory_snapshot:
-        asked.append(build_memory_snapshots(config, folder, rank, first_step))
+        profilers.append(build_memory_snapshots(config, folder, rank, first_step))
     if config.enable_profiling:
-        asked.append(_traces(config, folder, rank, first_step))
-    return _All(asked)
+        profilers.append(_trace_profiler(config, folder, rank, first_step))
+    return _CombinedProfiler(profilers)
 
 
-def _traces(config: ProfilingConfig, folder: Path, rank: int, first_step: int) -> Profiler:
+def _trace_profiler(config: ProfilingConfig, folder: Path, rank: int, first_step: int) -> Profiler:
     """Writes folder/save_traces_folder/iteration_N/rankR_trace.json every `profile_freq` steps."""
     traces = folder / config.save_traces_folder
     warmup, active = config.profiler_warmup, config.profiler_active
     cycle = schedule(wait=config.profile_freq - warmup - active, warmup=warmup, active=active)
 
     def write(profiler: profile) -> None:
-        place = traces / f"iteration_{first_step + profiler.step_num}" / f"rank{rank}_trace.json"
-        place.parent.mkdir(parents=True, exist_ok=True)
-        profiler.export_chrome_trace(str(place))
-        logger.info("trace written: %s", place)
+        path = traces / f"iteration_{first_step + profiler.step_num}" / f"rank{rank}_trace.json"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        profiler.export_chrome_trace(str(path))
+        logger.info("trace written: %s", path)
 
-    # torch warns that a trace holds one cycle only, which is what it is for
+    # torch warns that each trace has only the events of one cycle, which is intended
     warnings.filterwarnings("ignore", message=".*clears events at the end of each cycle")
     activities = [ProfilerActivity.CPU]
     if torch.cuda.is_available():
@@ -63,19 +63,19 @@ def _traces(config: ProfilingConfig, folder: Path, rank: int, first_step: int) -
     )
 
 
-class _All:
-    """Several profilers as one, or none."""
+class _CombinedProfiler:
+    """Zero or more profilers as one."""
 
     def __init__(self, profilers: list[Profiler]):
-        self.profilers, self.opened = profilers, ExitStack()
+        self.profilers, self.stack = profilers, ExitStack()
 
     def __enter__(self) -> Profiler:
         for profiler in self.profilers:
-            self.opened.enter_context(profiler)
+            self.stack.enter_context(profiler)
         return self
 
     def __exit__(self, *raised) -> None:
-        self.opened.__exit__(*raised)
+        self.stack.__exit__(*raised)
 
     def step(self) -> None:
         for profiler in self.profilers:

@@ -1,4 +1,4 @@
-"""How fast it goes: where the time between two readings went, and what was done in it."""
+"""Throughput: time per step, tokens and FLOPs per second, model FLOPs utilization (MFU)."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ import torch
 
 from titanlite.metrics.hardware import measure_matmul_flops, peak_flops, peak_memory_bytes
 
-Doing = Literal["step", "data", "pause"]
+Phase = Literal["step", "data", "pause"]
 
 
 class ThroughputMeter:
-    """Times of the steps since the last reading; validation and saving left out.
+    """Measures the steps since the last reading, without validation and saving.
 
-    Every moment belongs to one of three: computing a step, standing still for its batch, or a
-    pause. On a GPU the moments are the device's, marked by events in its stream: the host, which
-    runs ahead, never waits for them but in `read`, and a batch that arrives while the device is
-    still busy costs nothing.
+    All time belongs to one of three phases: computing a step, waiting for its batch, or a pause. On
+    a GPU the phases are those of the device, marked by events in its stream. The host runs ahead
+    and waits for the events only in `read`; a batch that arrives while the device is still busy
+    costs no time.
     """
 
     def __init__(
         self,
         *,
         flops_per_token: float,  # forward and backward
-        peak_flops: float | None,  # FLOP/s of one device
+        peak_flops: float | None,  # FLOP/s of one device in the compute dtype; None: unknown
         devices: int,
         device: torch.device,
     ):
@@ -37,61 +37,62 @@ class ThroughputMeter:
         self.devices = devices
         self.device = device
         self._clock: _Clock = _StreamClock() if device.type == "cuda" else _HostClock()
-        self._start_anew("pause")  # until the first batch is asked for
+        self._reset("pause")  # until the first batch is requested
 
-    def _start_anew(self, doing: Doing) -> None:
-        self._marks = [(doing, self._clock.now())]
+    def _reset(self, phase: Phase) -> None:
+        self._marks = [(phase, self._clock.now())]
         self._steps = self._tokens = 0
 
-    def _turn_to(self, doing: Doing) -> None:
-        self._marks.append((doing, self._clock.now()))
+    def _begin(self, phase: Phase) -> None:
+        self._marks.append((phase, self._clock.now()))
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """Around waiting for the next batch; a step begins when it is there."""
-        self._turn_to("data")
+        """Around waiting for the next batch; the step begins when it ends."""
+        self._begin("data")
         try:
             yield
         finally:
-            self._turn_to("step")
+            self._begin("step")
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Around what is no part of a step: validation, saving, logging."""
+        """Around work that is not part of a step: validation, saving, logging."""
         before = self._marks[-1][0]
-        self._turn_to("pause")
+        self._begin("pause")
         try:
             yield
         finally:
-            self._turn_to(before)
+            self._begin(before)
 
     def step_done(self, tokens: int) -> None:
-        """A step is done that learned from `tokens` tokens, counted over all devices."""
+        """Count a completed step of `tokens` tokens, summed over all devices."""
         self._steps += 1
         self._tokens += tokens
 
     def read(self) -> dict[str, Any]:
-        """Speeds and mean times a step since the last reading; then starts anew.
+        """Throughput and mean times per step since the last reading; resets the meter.
 
-        A step takes `step_seconds + data_seconds`, and the speeds count both. `mfu` is the share of
-        the peak that the model's own FLOPs make use of (https://arxiv.org/abs/2204.02311, app. B).
+        A step takes `step_seconds + data_seconds`, and the throughput includes both. `mfu` is the
+        model's FLOP/s as a fraction of the peak in the compute dtype
+        (https://arxiv.org/abs/2204.02311, appendix B).
         """
-        self._turn_to(self._marks[-1][0])
-        spent = dict.fromkeys(("step", "data", "pause"), 0.0)
-        for (doing, start), (_, end) in pairwise(self._marks):
-            spent[doing] += self._clock.seconds(start, end)
+        self._begin(self._marks[-1][0])
+        seconds = dict.fromkeys(("step", "data", "pause"), 0.0)
+        for (phase, start), (_, end) in pairwise(self._marks):
+            seconds[phase] += self._clock.seconds(start, end)
         steps, tokens = max(1, self._steps), self._tokens
-        self._start_anew(self._marks[-1][0])
+        self._reset(self._marks[-1][0])
 
-        speed = tokens / max(1e-9, spent["step"] + spent["data"])
-        flops = speed / self.devices * self.flops_per_token
+        tokens_per_second = tokens / max(1e-9, seconds["step"] + seconds["data"])
+        flops = tokens_per_second / self.devices * self.flops_per_token
         return {
-            "tokens_per_second": speed,
-            "tokens_per_second_per_device": speed / self.devices,
+            "tokens_per_second": tokens_per_second,
+            "tokens_per_second_per_device": tokens_per_second / self.devices,
             "tflops_per_device": flops / 1e12,
             "mfu": flops / self.peak_flops if self.peak_flops else None,
-            "step_seconds": spent["step"] / steps,
-            "data_seconds": spent["data"] / steps,
+            "step_seconds": seconds["step"] / steps,
+            "data_seconds": seconds["data"] / steps,
             "peak_memory_gib": peak_memory_bytes(self.device) / 2**30,
         }
 
@@ -99,9 +100,10 @@ class ThroughputMeter:
 def build_meter(
     *, flops_per_token: float, dtype: torch.dtype, devices: int, device: torch.device
 ) -> ThroughputMeter:
-    """A meter that knows its device's peak: published for a GPU, measured now for a CPU.
+    """A meter with the device's peak in the compute dtype: published for a GPU, measured for a CPU.
 
-    To be called on all ranks together: those that share a CPU then measure their share of it.
+    `dtype` is the compute dtype. To be called on all ranks at the same time, so that ranks on one
+    CPU each measure the share of it that they have during training.
     """
     if device.type == "cuda":
         peak = peak_flops(torch.cuda.get_device_name(device), dtype)
@@ -113,7 +115,7 @@ def build_meter(
 
 
 class _Clock(Protocol):
-    """Marks moments, and tells the seconds between two of them."""
+    """Takes timestamps, and computes the seconds between two of them."""
 
     def now(self) -> Any: ...
     def seconds(self, start: Any, end: Any) -> float: ...
@@ -128,7 +130,7 @@ class _HostClock:
 
 
 class _StreamClock:
-    """The moments at which the device gets to them, not those at which the host says so."""
+    """Timestamps taken by the device when its stream reaches them, not by the host."""
 
     def now(self) -> torch.cuda.Event:
         event = torch.cuda.Event(enable_timing=True)

@@ -1,10 +1,12 @@
-"""How gradients become updates."""
+"""Optimizers, learning-rate schedule, gradient clipping and loss scale."""
 
 from __future__ import annotations
 
 from titanlite.optim.adam import moment_bytes, moment_format
 from titanlite.optim.build import (
+    OPTIMIZERS,
     OptimizerConfig,
+    OptimizerRecipe,
     build_optimizer,
     check_optimizer_config,
     set_lr,
@@ -13,6 +15,7 @@ from titanlite.optim.clip import clip_gradients, shard_norms
 from titanlite.optim.in_backward import OptimizerInBackward
 from titanlite.optim.loss_scale import LossScale, LossScaleConfig
 from titanlite.optim.lr_schedule import (
+    LR_DECAYS,
     LRSchedulerConfig,
     check_lr_scheduler_config,
     lr_factor,
@@ -20,11 +23,14 @@ from titanlite.optim.lr_schedule import (
 )
 
 __all__ = [
+    "LR_DECAYS",
+    "OPTIMIZERS",
     "LRSchedulerConfig",
     "LossScale",
     "LossScaleConfig",
     "OptimizerConfig",
     "OptimizerInBackward",
+    "OptimizerRecipe",
     "build_optimizer",
     "check_lr_scheduler_config",
     "check_optimizer_config",

@@ -1,17 +1,17 @@
-"""Adam and AdamW whose moments take less memory: fewer bits each, or host memory.
+"""Adam and AdamW with low-memory moments: fewer bits per element, or stored in host memory.
 
-A moment of 8 or 4 bits is a code for each element and a scale for each block of a row. Blocks are
-cut by the whole shape and never by a shard, so that every layout computes the same numbers, and a
-checkpoint, which holds plain tensors of codes and scales, is read under any of them, bit for bit.
+A moment in 8 or 4 bits is a code per element and a scale per block of a row. Blocks are defined on
+the global shape, never on a shard, so every layout computes the same numbers. A checkpoint stores
+codes and scales as plain tensors, so any layout reads them back bit for bit.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from math import gcd
-from typing import Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -22,154 +22,167 @@ from titanlite.optim.fp32_vectors import is_low_vector
 
 StateDtype = Literal["float32", "bfloat16", "8bit", "4bit", "float8"]
 
-BLOCK, LEAST_BLOCK = 128, 32  # elements under one scale, at most and at least
+MAX_BLOCK, MIN_BLOCK = 128, 32  # elements that share one scale
 CODE_BITS = {"8bit": 8, "4bit": 4, "float8": 8}
-PLAIN = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+UNQUANTIZED = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 @dataclass(frozen=True)
 class MomentFormat:
-    """How a parameter's moments are kept."""
+    """Storage format of the moments of one parameter."""
 
-    kind: StateDtype
-    block: int = 0  # elements under one scale; 0: there are no codes
+    dtype: StateDtype
+    block: int = 0  # elements that share one scale; 0: not quantized
 
     @property
     def names(self) -> list[str]:
-        """What an optimizer's state calls them: codes have a name of their own, so that a
-        checkpoint of one kind is never read as another."""
+        """Names in the optimizer's state. Each quantized format has its own, so that a checkpoint
+        of one format is never read as another."""
         if not self.block:
             return ["exp_avg", "exp_avg_sq"]
-        kind = self.kind
-        moments = (f"exp_avg_{kind}", f"exp_avg_root_{kind}")
+        moments = (f"exp_avg_{self.dtype}", f"exp_avg_root_{self.dtype}")
         return [name for moment in moments for name in (moment, f"{moment}_scale")]
 
 
-def moment_format(shape: Iterable[int], kind: StateDtype) -> MomentFormat:
-    """How the moments of a parameter of this whole shape are kept; vectors have no codes."""
-    if kind in PLAIN:
-        return MomentFormat(kind)
+def moment_format(shape: Iterable[int], dtype: StateDtype) -> MomentFormat:
+    """The moment format of a parameter of this global shape; vectors are not quantized."""
+    if dtype in UNQUANTIZED:
+        return MomentFormat(dtype)
     *rows, width = shape
-    block = gcd(width, BLOCK)
-    return MomentFormat(kind, block) if rows and block >= LEAST_BLOCK else MomentFormat("float32")
+    block = gcd(width, MAX_BLOCK)
+    return MomentFormat(dtype, block) if rows and block >= MIN_BLOCK else MomentFormat("float32")
 
 
-def moment_bytes(shape: Iterable[int], kind: StateDtype) -> int:
+def moment_bytes(shape: Iterable[int], dtype: StateDtype) -> int:
     """Bytes of both moments of a parameter of this shape."""
     shape = tuple(shape)
-    storage, elements = moment_format(shape, kind), torch.Size(shape).numel()
+    storage, elements = moment_format(shape, dtype), torch.Size(shape).numel()
     if not storage.block:
-        return 2 * elements * PLAIN[storage.kind].itemsize
-    return 2 * (elements * CODE_BITS[kind] // 8 + elements // storage.block * 4)
+        return 2 * elements * UNQUANTIZED[storage.dtype].itemsize
+    return 2 * (elements * CODE_BITS[dtype] // 8 + elements // storage.block * 4)
+
+
+@dataclass(frozen=True)
+class MomentOptions:
+    """How LowMemoryAdam stores and updates its moments."""
+
+    dtype: StateDtype = "float32"
+    offload: bool = False  # in host memory, copied to the device one parameter at a time
+    compiled: bool = True
+    # one kernel per update; otherwise one per operation, with memory for the intermediate results
 
 
 class LowMemoryAdam(torch.optim.Optimizer):
-    """Adam or AdamW (https://arxiv.org/abs/1711.05101), with moments kept as `kind` says.
-
-    `host`: they stay in host memory and visit the device one parameter at a time. `compiled`: each
-    update is one kernel; else it is one an operation, and needs memory for what is between them.
-    """
+    """Adam or AdamW (https://arxiv.org/abs/1711.05101), with moments stored as `moments` says."""
 
     def __init__(
         self,
-        groups: Iterable[dict],
+        groups: Iterable[dict[str, Any]],
         *,
         lr: float,
         betas: tuple[float, float],
         eps: float,
         decoupled: bool,  # weight decay: AdamW's, not Adam's
-        kind: StateDtype = "float32",
-        host: bool = False,
-        compiled: bool = True,
+        moments: MomentOptions | None = None,
     ):
         super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": 0.0})
-        self.kind, self.host, self.decoupled = kind, host, decoupled
-        self._update = _compiled() if compiled else _update
+        self.moments, self.decoupled = moments or MomentOptions(), decoupled
+        self._update = _compiled_update() if self.moments.compiled else _update
         for group in self.param_groups:
             for parameter in group["params"]:
-                self.state[parameter] = self._moments(parameter)
-        if host:  # moments may still be on their way back when somebody asks for them
-            self.register_state_dict_pre_hook(lambda _: _wait_for_device())
+                self.state[parameter] = self._initial_state(parameter)
+        if self.moments.offload:  # copies back to the host may be under way when state is read
+            self.register_state_dict_pre_hook(lambda _: _synchronize_device())
 
-    def _moments(self, parameter: nn.Parameter) -> dict[str, Tensor]:
-        storage = moment_format(parameter.shape, self.kind)
-        width = parameter.shape[-1]
+    def _initial_state(self, parameter: nn.Parameter) -> dict[str, Tensor]:
+        dtype = self.moments.dtype
+        storage, width = moment_format(parameter.shape, dtype), parameter.shape[-1]
         if not storage.block:
-            same = self.kind == "float32" and not is_low_vector(parameter)
-            # as torch's own optimizers have it: of the weights' type
-            kinds = [(width, parameter.dtype if same else PLAIN[storage.kind])] * 2
+            # float32 means the dtype of the weights, as in torch's own optimizers
+            as_weights = dtype == "float32" and not is_low_vector(parameter)
+            moment = (width, parameter.dtype if as_weights else UNQUANTIZED[storage.dtype])
+            tensors = [moment, moment]
         else:
-            codes = (width * CODE_BITS[self.kind] // 8, torch.uint8)
-            kinds = [codes, (width // storage.block, torch.float32)] * 2
-            assert local_shard(parameter).shape[-1] % storage.block == 0, (
-                "a job is checked for this"
-            )
-        moments = [_zeros(parameter, *kind, self.host) for kind in kinds]
-        return {"step": torch.tensor(0.0), **dict(zip(storage.names, moments, strict=True))}
+            codes = (width * CODE_BITS[dtype] // 8, torch.uint8)
+            tensors = [codes, (width // storage.block, torch.float32)] * 2
+            assert local_shard(parameter).shape[-1] % storage.block == 0, "checked at startup"
+        zeros = [_sharded_zeros(parameter, *tensor, self.moments.offload) for tensor in tensors]
+        return {"step": torch.tensor(0.0), **dict(zip(storage.names, zeros, strict=True))}
 
     @torch.no_grad()
-    def step(self, closure: None = None) -> None:
+    def step(self, closure: None = None) -> None:  # type: ignore[override]  # no closures
         """Update every parameter that has a gradient."""
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
-                    self._step(parameter, group)
+                    self._step_parameter(parameter, parameter.grad, group)
 
-    def _step(self, parameter: nn.Parameter, group: dict) -> None:
+    def _step_parameter(self, parameter: nn.Parameter, grad: Tensor, group: dict) -> None:
         state, (beta1, beta2) = self.state[parameter], group["betas"]
-        state["step"] += 1  # in host memory, so that nobody waits for it
-        steps, storage = state["step"].item(), moment_format(parameter.shape, self.kind)
-        weight, gradient = local_shard(parameter), local_shard(parameter.grad)
-        if not weight.numel():  # another rank has all of it
+        state["step"] += 1  # in host memory, so reading it does not wait for the device
+        step, storage = state["step"].item(), moment_format(parameter.shape, self.moments.dtype)
+        weight, local_grad = local_shard(parameter), local_shard(grad)
+        if not weight.numel():  # other ranks have all of it
             return
-        kept = [local_shard(state[name]) for name in storage.names]
-        here = [moment.to(weight.device, non_blocking=True) for moment in kept]
-        # Tensors, not numbers: what changes from step to step must not be compiled anew.
-        rate, decay, unbias1, unbias2 = map(
-            torch.tensor,
-            (
-                float(group["lr"]),
-                float(group["weight_decay"]),
-                1 / (1 - beta1**steps),
-                (1 - beta2**steps) ** -0.5,
-            ),
+        stored = [local_shard(state[name]) for name in storage.names]
+        on_device = [moment.to(weight.device, non_blocking=True) for moment in stored]
+        # Tensors, not floats: a float that changes every step would be compiled for every step.
+        scalars = _StepScalars(
+            torch.tensor(float(group["lr"])),
+            torch.tensor(float(group["weight_decay"])),
+            torch.tensor(1 / (1 - beta1**step)),
+            torch.tensor((1 - beta2**step) ** -0.5),
         )
         blocks = weight.numel() // storage.block if storage.block else 1
         self._update(
-            storage.kind,
+            storage.dtype,
             weight.view(blocks, -1),
-            gradient.reshape(blocks, -1),
-            [moment.view(blocks, -1) for moment in here],
-            _levels_on(storage.kind, weight.device),
-            (rate, decay, unbias1, unbias2),
-            (beta1, beta2),
-            group["eps"],
-            self.decoupled,
+            local_grad.reshape(blocks, -1),
+            [moment.view(blocks, -1) for moment in on_device],
+            _code_values(storage.dtype, weight.device),
+            scalars,
+            _AdamRule((beta1, beta2), group["eps"], self.decoupled),
         )
-        for old, new in zip(kept, here, strict=True):
+        for old, new in zip(stored, on_device, strict=True):
             if new is not old:
                 old.copy_(new, non_blocking=True)
 
 
+class _StepScalars(NamedTuple):
+    """0-d tensors that change from step to step."""
+
+    lr: Tensor
+    weight_decay: Tensor
+    correction1: Tensor  # bias correction that the first moment is multiplied by
+    correction2: Tensor  # and the root of the second moment
+
+
+class _AdamRule(NamedTuple):
+    """Hyperparameters that are constants of the compiled update."""
+
+    betas: tuple[float, float]
+    eps: float
+    decoupled: bool
+
+
 def _update(
-    kind: StateDtype,
-    weight: Tensor,  # [blocks, elements], as are the others
-    gradient: Tensor,
+    dtype: StateDtype,
+    weight: Tensor,  # [blocks, elements], as are the gradient and the moments
+    grad: Tensor,
     moments: list[Tensor],
-    levels: tuple[Tensor, ...],  # the values of the codes of either moment
-    changing: tuple[Tensor, ...],
-    betas: tuple[float, float],
-    eps: float,
-    decoupled: bool,
+    levels: tuple[Tensor, ...],  # the values of the codes, for each of the two moments
+    scalars: _StepScalars,
+    rule: _AdamRule,
 ) -> None:
     """One step of Adam in fp32, in place."""
-    rate, decay, unbias1, unbias2 = changing
-    w, g = weight.float(), gradient.float()
+    lr, weight_decay, correction1, correction2 = scalars
+    betas, eps, decoupled = rule
+    w, g = weight.float(), grad.float()
     if decoupled:
-        w = w - rate * decay * w
+        w = w - lr * weight_decay * w
     else:
-        g = g + decay * w
-    if kind in PLAIN:
+        g = g + weight_decay * w
+    if dtype in UNQUANTIZED:
         first, second = moments
         m = torch.lerp(first.float(), g, 1 - betas[0])
         v = torch.lerp(second.float(), g.square(), 1 - betas[1])
@@ -177,73 +190,76 @@ def _update(
         second.copy_(v)
         root = v.sqrt()
     else:
-        # The root is kept, not the square: it spans no more decades than the first moment, so that
-        # no element with a first moment has a second one that is rounded to nothing.
-        first, second = moments[:2], moments[2:]
-        m = torch.lerp(_decode(kind, first, levels[:1]), g, 1 - betas[0])
-        square = _decode_root(kind, second, levels[1:]).square()
+        # The root of the second moment is stored, not its square: it spans no more decades than the
+        # first moment, so no element with a non-zero first moment has a second one rounded to 0.
+        first_codes, second_codes = moments[:2], moments[2:]
+        m = torch.lerp(_decode(dtype, first_codes, levels[:1]), g, 1 - betas[0])
+        square = _decode_root(dtype, second_codes, levels[1:]).square()
         root = torch.lerp(square, g.square(), 1 - betas[1]).sqrt()
-        _encode(kind, m, first, levels[:1])
-        _encode(kind, root, second, levels[1:])
-    weight.copy_(w - rate * (m * unbias1) / (root * unbias2 + eps))
+        _encode(dtype, m, first_codes, levels[:1])
+        _encode(dtype, root, second_codes, levels[1:])
+    weight.copy_(w - lr * (m * correction1) / (root * correction2 + eps))
 
 
 @cache
-def _compiled():
-    """One graph for all sizes, so that a model costs a few compilations, not one a shape."""
+def _compiled_update() -> Callable[..., None]:
+    """One graph for all sizes: a few compilations per model, not one per shape."""
     return torch.compile(_update, fullgraph=True, dynamic=True)
 
 
 # --- codes ---------------------------------------------------------------------------------------
 
 
-def _encode(kind: StateDtype, values: Tensor, into: list[Tensor], levels: tuple) -> None:
-    """Write blocks of values as codes and the largest absolute value of each block."""
-    codes, scale = into
+def _encode(
+    dtype: StateDtype, values: Tensor, stored: Sequence[Tensor], levels: tuple[Tensor, ...]
+) -> None:
+    """Quantize blocks of values: codes, and the largest absolute value of each block."""
+    codes, scale = stored
     largest = values.abs().amax(-1, keepdim=True)
     scale.copy_(largest)
-    shares = values / largest.clamp(min=1e-30)  # in [-1, 1]; of a block of zeros, zero
-    if kind == "float8":
-        found = (shares * FLOAT8_MAX).to(torch.float8_e4m3fn).view(torch.uint8)
+    normalized = values / largest.clamp(min=1e-30)  # in [-1, 1]; a block of zeros stays zero
+    if dtype == "float8":
+        new_codes = (normalized * FLOAT8_MAX).to(torch.float8_e4m3fn).view(torch.uint8)
     else:
         (level,) = levels
-        found = torch.bucketize(shares, (level[1:] + level[:-1]) / 2)  # to the nearest
-        if kind == "4bit":
-            found = found[:, ::2] * 16 + found[:, 1::2]
-    codes.copy_(found)
+        new_codes = torch.bucketize(normalized, (level[1:] + level[:-1]) / 2)  # the nearest
+        if dtype == "4bit":
+            new_codes = new_codes[:, ::2] * 16 + new_codes[:, 1::2]
+    codes.copy_(new_codes)
 
 
-def _decode(kind: StateDtype, stored: list[Tensor], levels: tuple) -> Tensor:
+def _decode(dtype: StateDtype, stored: Sequence[Tensor], levels: tuple[Tensor, ...]) -> Tensor:
     codes, scale = stored
-    if kind == "float8":
+    if dtype == "float8":
         return codes.view(torch.float8_e4m3fn).float() * (scale / FLOAT8_MAX)
     (level,) = levels
-    if kind == "4bit":
+    if dtype == "4bit":
         codes = torch.stack([codes // 16, codes % 16], -1).flatten(-2)
     return level[codes.int()] * scale
 
 
-def _decode_root(kind: StateDtype, stored: list[Tensor], levels: tuple) -> Tensor:
-    """The root of the second moment, which updates are divided by: 0 only in a block of zeros.
+def _decode_root(dtype: StateDtype, stored: Sequence[Tensor], levels: tuple[Tensor, ...]) -> Tensor:
+    """The root of the second moment, which is a divisor: 0 only in a block of zeros.
 
-    Beside a large element of its block a small one gets the lowest code, in the root sooner than in
-    the first moment. Read as 0, it would divide that moment by eps; read as the smallest value
-    above 0, the root is too large rather than too small, and the update too short.
+    Next to a large element of its block, a small one gets the lowest code, in the root earlier than
+    in the first moment. If that code meant 0, the first moment would be divided by eps. It means
+    the smallest positive value, so the root is too large rather than too small, and the update too
+    short rather than too long.
     """
-    root = _decode(kind, stored, levels)
-    return root.clamp(min=stored[1] * FLOAT8_LEAST) if kind == "float8" else root
+    root = _decode(dtype, stored, levels)
+    return root.clamp(min=stored[1] * FLOAT8_MIN) if dtype == "float8" else root
 
 
 FLOAT8_MAX = torch.finfo(torch.float8_e4m3fn).max
-FLOAT8_LEAST = 2.0**-9 / FLOAT8_MAX  # smallest value above 0, as a share of the largest
+FLOAT8_MIN = 2.0**-9 / FLOAT8_MAX  # smallest positive value, relative to the largest
 
 
 @cache
-def _levels_on(kind: StateDtype, device: torch.device) -> tuple[Tensor, ...]:
-    """What the codes of the first moment mean, and those of the second."""
-    if kind == "8bit":
+def _code_values(dtype: StateDtype, device: torch.device) -> tuple[Tensor, ...]:
+    """The values of the codes of the first moment and of the second; empty without a table."""
+    if dtype == "8bit":
         levels = (dynamic_levels(8, signed=True), dynamic_levels(8, signed=False))
-    elif kind == "4bit":
+    elif dtype == "4bit":
         levels = (dynamic_levels(4, signed=True), [n / 16 for n in range(1, 17)])
     else:
         return ()
@@ -251,31 +267,33 @@ def _levels_on(kind: StateDtype, device: torch.device) -> tuple[Tensor, ...]:
 
 
 def dynamic_levels(bits: int, signed: bool) -> list[float]:
-    """The 2^bits values of dynamic tree quantization, ascending, 1 the largest.
+    """The 2^bits values of dynamic tree quantization, ascending; the largest is 1.
 
-    0 is among the signed ones. The unsigned ones are of a root, which is divided by: in the place
-    of 0 they have the lower end of the lowest decade (compare https://arxiv.org/abs/2309.01507).
-    Each decade is cut evenly, into twice as many parts as the one below it, the values being their
-    middles (https://arxiv.org/abs/2110.02861, section 1.3).
+    Each decade is divided evenly, into twice as many intervals as the decade below it; the values
+    are the middles of the intervals (https://arxiv.org/abs/2110.02861, section 1.3). Signed values
+    include 0. Unsigned ones are of a root, which is a divisor: instead of 0 they include the lower
+    end of the lowest decade (compare https://arxiv.org/abs/2309.01507).
     """
     decades = bits - 1
     levels = [0.0 if signed else 10.0**-decades, 1.0]
     for decade in range(decades):
-        parts = 2 ** (decade if signed else decade + 1)
+        intervals = 2 ** (decade if signed else decade + 1)
         top = 10.0 ** (decade - decades + 1)
-        middles = [top * (0.1 + 0.9 * (part + 0.5) / parts) for part in range(parts)]
+        middles = [top * (0.1 + 0.9 * (i + 0.5) / intervals) for i in range(intervals)]
         levels += [sign * middle for sign in ((1, -1) if signed else (1,)) for middle in middles]
     return sorted(levels)
 
 
-# --- where moments are ---------------------------------------------------------------------------
+# --- allocation ----------------------------------------------------------------------------------
 
 
-def _zeros(parameter: nn.Parameter, width: int, dtype: torch.dtype, host: bool) -> Tensor:
-    """Zeros spread as the parameter is, with rows of another width."""
+def _sharded_zeros(
+    parameter: nn.Parameter, width: int, dtype: torch.dtype, offload: bool
+) -> Tensor:
+    """Zeros sharded like the parameter, with rows of another width."""
     local = local_shard(parameter)
-    own_width = local.shape[-1] * width // parameter.shape[-1]
-    zeros = torch.zeros((*local.shape[:-1], own_width), dtype=dtype, device=local.device)
+    local_width = local.shape[-1] * width // parameter.shape[-1]
+    zeros = torch.zeros((*local.shape[:-1], local_width), dtype=dtype, device=local.device)
     if isinstance(parameter, DTensor):
         shape = torch.Size((*parameter.shape[:-1], width))
         zeros = DTensor.from_local(
@@ -286,18 +304,19 @@ def _zeros(parameter: nn.Parameter, width: int, dtype: torch.dtype, host: bool) 
             shape=shape,
             stride=torch.empty(shape, device="meta").stride(),
         )
-    zeros = zeros.to("cpu" if host else local.device)  # a mesh of GPUs moves what it is given
-    if host and local.is_cuda:
-        _pin(local_shard(zeros))
+    # After from_local, which moves a tensor to the mesh's device.
+    zeros = zeros.to("cpu" if offload else local.device)
+    if offload and local.is_cuda:
+        _pin_memory(local_shard(zeros))
     return zeros
 
 
-def _pin(tensor: Tensor) -> None:
-    """Lock the pages of a tensor where it is, so that the device copies it by itself."""
+def _pin_memory(tensor: Tensor) -> None:
+    """Page-lock a host tensor in place, so that copies to the device are asynchronous."""
     if tensor.numel():
         torch.cuda.cudart().cudaHostRegister(tensor.data_ptr(), tensor.nbytes, 0)
 
 
-def _wait_for_device() -> None:
+def _synchronize_device() -> None:
     if torch.cuda.is_initialized():
         torch.cuda.synchronize()

@@ -1,118 +1,151 @@
-"""The optimizer a section asks for."""
+"""[optimizer]: the optimizer, its hyperparameters and the storage of its state."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 import torch
 from torch import nn
 
 from titanlite.errors import ConfigError
-from titanlite.optim.adam import LowMemoryAdam, StateDtype
+from titanlite.optim.adam import LowMemoryAdam, MomentOptions, StateDtype
 from titanlite.optim.fp32_vectors import is_low_vector, updating_vectors_in_float32
 from titanlite.optim.groups import parameter_groups
-from titanlite.settings import Fraction, Range
+from titanlite.settings import Fraction, OneOf, Range
 
 
 @dataclass(frozen=True)
 class OptimizerConfig:
-    """[optimizer] How gradients become updates."""
+    """[optimizer] The optimizer, its hyperparameters and the storage of its state."""
 
-    name: Literal["AdamW", "Adam", "SGD"] = "AdamW"  # the algorithm; Adam adds decay to gradients
+    name: Annotated[str, OneOf(OPTIMIZERS.keys)] = "AdamW"
+    # algorithm; Adam adds weight decay to the gradients, AdamW applies it to the weights
     lr: Annotated[float, Range(0)] = 8e-4  # peak learning rate
-    beta1: Fraction = 0.9  # decay of the first moment
-    beta2: Fraction = 0.95  # decay of the second moment
-    eps: Annotated[float, Range(0)] = 1e-8  # added to the root of the second moment
-    weight_decay: Annotated[float, Range(0)] = 0.1  # pull towards zero, a share of the rate
+    beta1: Fraction = 0.9  # decay rate of Adam's first moment
+    beta2: Fraction = 0.95  # decay rate of Adam's second moment
+    eps: Annotated[float, Range(0)] = 1e-8  # added to the root of Adam's second moment
+    weight_decay: Annotated[float, Range(0)] = 0.1  # multiplied by the learning rate in AdamW
     momentum: Fraction = 0.0  # of SGD
     no_decay: list[str] = field(default_factory=lambda: ["*norm.weight", "*bias"])
-    # patterns of parameter names that weight decay leaves alone
+    # name patterns of parameters without weight decay
     implementation: Literal["for-loop", "foreach", "fused"] = "fused"
-    # kernels: one a parameter and operation, one an operation, one in all (SGD has the first two)
+    # for-loop: one kernel per operation per parameter; foreach: one per operation; fused: one for
+    # everything (SGD has no fused kernel)
     early_step_in_backward: bool = False
-    # update each parameter as soon as its gradient is there, and forget the gradient
+    # update each parameter in backward, as soon as its gradient is complete, and free the gradient
     state_dtype: StateDtype = "float32"
-    # type of the moments; float32: training.dtype; in 8 or 4 bits each block of 128 in a row has a
-    # scale, and vectors stay float32
-    offload: bool = False  # keep the moments in host memory; updates wait for them to travel
+    # dtype of Adam's moments; float32: as training.dtype; 8bit, 4bit and float8: one scale per
+    # block of 128 elements of a row, vectors stay float32
+    offload: bool = False
+    # store Adam's moments in host memory; every step copies them to the GPU and back
 
     @property
-    def lean(self) -> bool:
-        """Whether the moments are kept in less memory than torch's own optimizers keep them in."""
+    def low_memory(self) -> bool:
+        """Whether Adam's moments take less GPU memory than in torch's own optimizers."""
         return self.state_dtype != "float32" or self.offload
 
 
-def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Optimizer:
-    """An optimizer over the shards of a model."""
-    groups = parameter_groups(model.named_parameters(), config.weight_decay, config.no_decay)
-    low = any(is_low_vector(parameter) for parameter in model.parameters())
-    kind = LowMemoryAdam if config.lean else getattr(torch.optim, config.name)
-    kind = updating_vectors_in_float32(kind) if low else kind
+class OptimizerRecipe(NamedTuple):
+    """An optimizer class and its arguments other than the parameter groups."""
+
+    optimizer_class: type[torch.optim.Optimizer]
+    options: dict[str, Any]
+
+
+def _sgd(config: OptimizerConfig) -> OptimizerRecipe:
+    # Not fused: that kernel does not support sharded tensors (torch 2.13). With three mesh
+    # dimensions DTensor takes seconds to plan a foreach at the first step.
+    foreach = config.implementation == "foreach"
+    options = {"lr": config.lr, "momentum": config.momentum, "foreach": foreach}
+    return OptimizerRecipe(torch.optim.SGD, options)
+
+
+def _adam(config: OptimizerConfig) -> OptimizerRecipe:
+    options: dict[str, Any] = {
+        "lr": config.lr,
+        "betas": (config.beta1, config.beta2),
+        "eps": config.eps,
+    }
     foreach, fused = config.implementation == "foreach", config.implementation == "fused"
-    if config.name == "SGD":  # its fused kernel does not know sharded tensors (torch 2.13), and
-        # planning a foreach over three mesh dimensions takes DTensor seconds at the first step
-        return kind(groups, lr=config.lr, momentum=config.momentum, foreach=foreach)
-    betas = (config.beta1, config.beta2)
-    if config.lean:
-        return kind(
-            groups,
-            lr=config.lr,
-            betas=betas,
-            eps=config.eps,
-            decoupled=config.name == "AdamW",
-            kind=config.state_dtype,
-            host=config.offload,
-            compiled=fused,
-        )
-    return kind(groups, lr=config.lr, betas=betas, eps=config.eps, foreach=foreach, fused=fused)
+    if config.low_memory:
+        moments = MomentOptions(config.state_dtype, config.offload, compiled=fused)
+        options |= {"decoupled": config.name == "AdamW", "moments": moments}
+        return OptimizerRecipe(LowMemoryAdam, options)
+    options |= {"foreach": foreach, "fused": fused}
+    return OptimizerRecipe(
+        torch.optim.AdamW if config.name == "AdamW" else torch.optim.Adam, options
+    )
+
+
+OPTIMIZERS: dict[str, Callable[[OptimizerConfig], OptimizerRecipe]] = {
+    # values of optimizer.name; a new optimizer is one line here
+    "AdamW": _adam,
+    "Adam": _adam,
+    "SGD": _sgd,
+}
+ADAM_NAMES = ("AdamW", "Adam")  # those with the settings of Adam's moments
+
+
+def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Optimizer:
+    """An optimizer over the shards of a model's parameters."""
+    groups = parameter_groups(model.named_parameters(), config.weight_decay, config.no_decay)
+    optimizer_class, options = OPTIMIZERS[config.name](config)
+    if any(is_low_vector(parameter) for parameter in model.parameters()):
+        optimizer_class = updating_vectors_in_float32(optimizer_class)
+    return optimizer_class(groups, **options)
 
 
 def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
-    """The rate of the next step."""
+    """Set the learning rate of the next step."""
     for group in optimizer.param_groups:
         group["lr"] = lr
 
 
-def check_optimizer_config(config: OptimizerConfig, keep: str) -> Iterator[ConfigError]:
-    """Moments that the optimizer has not, or that would not move; `keep`: training.dtype."""
-    yield from _frozen_moments(config, keep)
-    if not config.lean:
+def check_optimizer_config(config: OptimizerConfig, param_dtype: str) -> Iterator[ConfigError]:
+    """Reject optimizer-state settings that this optimizer lacks, or that round updates to zero.
+
+    `param_dtype`: training.dtype.
+    """
+    yield from _check_bfloat16_moments(config, param_dtype)
+    if not config.low_memory:
         return
-    asked = [f'state_dtype = "{config.state_dtype}"'] if config.state_dtype != "float32" else []
-    asked += ["offload = true"] if config.offload else []
-    keys = tuple(f"optimizer.{words.split()[0]}" for words in asked)
-    wish = f"optimizer.{' and '.join(asked)}"
-    if config.name == "SGD":
+    settings = {"state_dtype": f'"{config.state_dtype}"'} if config.state_dtype != "float32" else {}
+    settings |= {"offload": "true"} if config.offload else {}
+    stated = f"optimizer.{' and '.join(f'{key} = {value}' for key, value in settings.items())}"
+    keys = tuple(f"optimizer.{key}" for key in settings)
+    if config.name not in ADAM_NAMES:
         yield ConfigError(
-            f"{wish}: is about the moments of AdamW and Adam, and optimizer.name is SGD.",
+            f"{stated}: applies to {' and '.join(ADAM_NAMES)} only; optimizer.name is"
+            f" {config.name}.",
             fix="Leave it out, or use AdamW.",
             keys=(*keys, "optimizer.name"),
         )
     if config.implementation == "foreach":
         yield ConfigError(
-            f'{wish}: is built one parameter at a time, and optimizer.implementation = "foreach".',
-            fix='Use "fused" (a compiled kernel a parameter), or "for-loop".',
+            f"{stated}: updates one parameter at a time, which optimizer.implementation ="
+            ' "foreach" does not.',
+            fix='Use "fused" (one compiled kernel per parameter), or "for-loop".',
             keys=(*keys, "optimizer.implementation"),
         )
 
 
-def _frozen_moments(config: OptimizerConfig, keep: str) -> Iterator[ConfigError]:
-    """Moments in bfloat16 whose change in a step is less than half of their last digit."""
-    by_weights = config.state_dtype == "float32" and keep == "bfloat16"  # of the weights' type
-    if not by_weights and config.state_dtype != "bfloat16":
+def _check_bfloat16_moments(config: OptimizerConfig, param_dtype: str) -> Iterator[ConfigError]:
+    """Reject decay rates whose change per step is less than half of bfloat16's last digit."""
+    follows_params = config.state_dtype == "float32" and param_dtype == "bfloat16"
+    if not follows_params and config.state_dtype != "bfloat16":
         return
-    source = "training.dtype" if by_weights else "optimizer.state_dtype"
-    fix = 'optimizer.state_dtype = "8bit", whose scales are float32.'
-    if config.name == "SGD":
-        fix = 'training.dtype = "float32".'
-    most = 1 - torch.finfo(torch.bfloat16).eps / 2
-    for key in ("momentum",) if config.name == "SGD" else ("beta1", "beta2"):
-        if (beta := getattr(config, key)) > most:
+    source = "training.dtype" if follows_params else "optimizer.state_dtype"
+    alternative = 'optimizer.state_dtype = "8bit", whose scales are float32.'
+    if config.name not in ADAM_NAMES:
+        alternative = 'training.dtype = "float32".'
+    highest = 1 - torch.finfo(torch.bfloat16).eps / 2
+    for key in ("beta1", "beta2") if config.name in ADAM_NAMES else ("momentum",):
+        if (rate := getattr(config, key)) > highest:
             yield ConfigError(
-                f'optimizer.{key} = {beta:g}: with {source} = "bfloat16" moments are bfloat16, which'
-                f" cannot move by so little as {1 - beta:g} of itself.",
-                fix=f"Use at most {most:g}, or {fix}",
+                f'optimizer.{key} = {rate:g}: with {source} = "bfloat16" moments are bfloat16,'
+                f" which rounds away a change of {1 - rate:g} of their value per step.",
+                fix=f"Use at most {highest:g}, or {alternative}",
                 keys=(f"optimizer.{key}", source),
             )

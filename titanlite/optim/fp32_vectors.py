@@ -1,7 +1,7 @@
-"""Vectors that are kept in low precision are updated in float32.
+"""Updates low-precision vectors through float32 copies.
 
-The gain of a norm is near 1, where two neighbors in bfloat16 are 0.004 to 0.008 apart: an update of
-a usual learning rate is less than half of that, so rounding would undo every one of them.
+The gain of a norm is near 1, where neighbouring bfloat16 numbers are 0.004 to 0.008 apart. An
+update at a usual learning rate is less than half of that, so rounding would undo every update.
 """
 
 from __future__ import annotations
@@ -11,34 +11,36 @@ from torch import Tensor, nn
 
 from titanlite.distributed.tensors import local_shard
 
-MASTER = "float32"  # a vector in full precision, beside its moments in the optimizer's state
+MASTER = "float32"  # key of the float32 copy in the optimizer's state, next to the moments
 
 
 def is_low_vector(parameter: Tensor) -> bool:
-    """Whether a parameter is a vector with fewer digits than its updates need."""
+    """Whether a parameter is a vector whose dtype would round its updates away."""
     return parameter.dim() < 2 and parameter.dtype in (torch.bfloat16, torch.float16)
 
 
-def updating_vectors_in_float32(kind: type[torch.optim.Optimizer]) -> type[torch.optim.Optimizer]:
-    """The same optimizer, which updates low-precision vectors by float32 copies in its state."""
-    return type(kind.__name__, (_Float32Vectors, kind), {})
+def updating_vectors_in_float32(
+    optimizer_class: type[torch.optim.Optimizer],
+) -> type[torch.optim.Optimizer]:
+    """A subclass that updates low-precision vectors through float32 copies in its state."""
+    return type(optimizer_class.__name__, (_Float32Vectors, optimizer_class), {})
 
 
 class _Float32Vectors(torch.optim.Optimizer):
-    """A step with the float32 copy of each low-precision vector in the vector's place.
+    """Replaces each low-precision vector by its float32 copy during a step.
 
-    So it is made by the optimizer's own kernels, with moments in float32. The copy is sharded and
-    saved as the moments are.
+    The optimizer's own kernels then update the copy, with moments in float32. The copy is sharded
+    and saved like the moments.
     """
 
     def __init__(self, *args, **options):
         super().__init__(*args, **options)
-        for parameter, state in self.state.items():  # where it is there before the first step
+        for parameter, state in self.state.items():  # of optimizers that allocate it at once
             if is_low_vector(parameter):
                 state[MASTER] = parameter.detach().float()
 
     @torch.no_grad()
-    def step(self, closure: None = None) -> None:
+    def step(self, closure: None = None) -> None:  # type: ignore[override]  # no closures
         """Update every parameter that has a gradient."""
         groups, copies = self.param_groups, self._copies()
         self.param_groups = [
@@ -61,7 +63,7 @@ class _Float32Vectors(torch.optim.Optimizer):
                 if parameter.grad is None:
                     continue
                 state = self.state.pop(parameter, {})
-                copy = nn.Parameter(_in_float32(parameter, state.pop(MASTER, None)))
+                copy = nn.Parameter(_float32_values(parameter, state.pop(MASTER, None)))
                 copy.grad = parameter.grad.float()
                 if state:
                     self.state[copy] = state
@@ -69,13 +71,13 @@ class _Float32Vectors(torch.optim.Optimizer):
         return copies
 
 
-def _in_float32(parameter: nn.Parameter, copy: Tensor | None) -> Tensor:
-    """The float32 values of a vector: those of `copy` that round to it, and else its own.
+def _float32_values(parameter: nn.Parameter, copy: Tensor | None) -> Tensor:
+    """The float32 values of a vector: those of `copy` where they round to it, else its own.
 
-    Others are of weights that were replaced since, as by loading those of another run.
+    They differ where the weights were replaced, for example by loading another run's.
     """
     if copy is None:
         return parameter.detach().float()
-    low, own = local_shard(parameter.detach()), local_shard(copy)
-    own.copy_(torch.where(own.to(low.dtype) == low, own, low.float()))
+    low, high = local_shard(parameter.detach()), local_shard(copy)
+    high.copy_(torch.where(high.to(low.dtype) == low, high, low.float()))
     return copy

@@ -1,24 +1,38 @@
-"""Which parameters are decayed, by the pattern of their names."""
+"""Parameter groups: which parameters have weight decay, by name pattern."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from fnmatch import fnmatchcase
+from typing import Any
 
+import torch
 from torch import nn
 
 
 def parameter_groups(
     named: Iterable[tuple[str, nn.Parameter]], weight_decay: float, no_decay: Sequence[str]
-) -> list[dict]:
-    """Two groups for a torch optimizer: those decayed, and those whose name fits `no_decay`."""
+) -> list[dict[str, Any]]:
+    """Groups for a torch optimizer: parameters with decay, and those that match `no_decay`."""
     decayed: list[nn.Parameter] = []
-    kept: list[nn.Parameter] = []
+    undecayed: list[nn.Parameter] = []
     for name, parameter in named:
-        spared = any(fnmatchcase(name, pattern) for pattern in no_decay)
-        (kept if spared else decayed).append(parameter)
+        excluded = any(fnmatchcase(name, pattern) for pattern in no_decay)
+        (undecayed if excluded else decayed).append(parameter)
     groups = [
         {"params": decayed, "weight_decay": weight_decay},
-        {"params": kept, "weight_decay": 0.0},
+        {"params": undecayed, "weight_decay": 0.0},
     ]
     return [group for group in groups if group["params"]]
+
+
+@contextmanager
+def only_group(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> Iterator[None]:
+    """Let the optimizer have this one group for a while."""
+    groups = list(optimizer.param_groups)
+    optimizer.param_groups[:] = [group]
+    try:
+        yield
+    finally:
+        optimizer.param_groups[:] = groups

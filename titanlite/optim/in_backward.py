@@ -1,6 +1,6 @@
-"""Stepping in backward: a parameter is updated as soon as its gradient is there.
+"""Optimizer in backward: updates each parameter as soon as its gradient is complete.
 
-The gradient is then forgotten, so that no more than one group of FSDP's has gradients at a time.
+The gradient is then freed, so only one FSDP group has gradients at a time.
 """
 
 from __future__ import annotations
@@ -10,13 +10,14 @@ from torch import Tensor, nn
 
 from titanlite.distributed.mesh import Mesh
 from titanlite.optim.clip import GradNorms, combine_norms, shard_norms
+from titanlite.optim.groups import only_group
 
 
 class OptimizerInBackward:
-    """Takes an optimizer's steps in the backward passes of a model, which must not be clipped.
+    """Runs an optimizer's updates in the backward pass of a model; gradients cannot be clipped.
 
-    Each gradient must come once a step, and the rate be set before backward. The optimizer stays
-    the one it was: its state is saved and loaded as ever.
+    Each gradient must be produced once per step, and the learning rate set before backward. The
+    optimizer's state is saved and loaded as usual.
     """
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer):
@@ -25,24 +26,21 @@ class OptimizerInBackward:
         self._group_of = {p: group for group in optimizer.param_groups for p in group["params"]}
         self._parameters = list(model.parameters())
         for parameter in self._parameters:
-            # FSDP2 calls these hooks too, when it has reduced the gradient of a shard.
+            # FSDP2 calls these hooks too, after it has reduced the gradient of a shard.
             parameter.register_post_accumulate_grad_hook(self._step)
 
     def _step(self, parameter: nn.Parameter) -> None:
-        gradient = parameter.grad
-        if gradient is None:
+        grad = parameter.grad
+        if grad is None:
             return
-        (self._norms[parameter],) = shard_norms([gradient])
-        groups = self.optimizer.param_groups
-        # Only this parameter, rather than a look at each: they would be as many looks as squares.
-        self.optimizer.param_groups = [{**self._group_of[parameter], "params": [parameter]}]
-        try:
+        (self._norms[parameter],) = shard_norms([grad])
+        # A group of this parameter alone: a step that checks all of them would make the cost of
+        # backward quadratic in the number of parameters.
+        with only_group(self.optimizer, {**self._group_of[parameter], "params": [parameter]}):
             self.optimizer.step()
-        finally:
-            self.optimizer.param_groups = groups
         parameter.grad = None
 
     def norms(self, mesh: Mesh | None = None) -> GradNorms:
-        """The norms of the gradient of the step that was taken."""
+        """The gradient norms of the step that this backward has taken."""
         norms, self._norms = self._norms, {}
         return combine_norms(self._parameters, [norms.get(p) for p in self._parameters], mesh)

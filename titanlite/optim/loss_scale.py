@@ -1,6 +1,6 @@
-"""The loss scale of float16, whose gradients are too small for it unless they are made larger.
+"""Dynamic loss scaling for float16, in which unscaled gradients would underflow.
 
-https://arxiv.org/abs/1710.03740: as large as it may be, halved by every step that overflows.
+https://arxiv.org/abs/1710.03740: the scale grows periodically and is halved by every overflow.
 """
 
 from __future__ import annotations
@@ -13,31 +13,31 @@ from titanlite.settings import Positive, Range
 
 @dataclass(frozen=True)
 class LossScaleConfig:
-    """[loss_scale] What the loss is multiplied by in float16, before backward."""
+    """[loss_scale] The factor that multiplies a float16 loss before backward."""
 
-    initial: Annotated[float, Range(1)] = 65_536.0  # at the first step
-    growth_steps: Positive = 2000  # doubled after so many steps in a row without an overflow
+    initial: Annotated[float, Range(1)] = 65_536.0  # loss scale at the first step
+    growth_steps: Positive = 2000  # consecutive steps without overflow after which it doubles
 
 
 @dataclass
 class LossScale:
-    """The scale now, and how long it has held."""
+    """The current loss scale, and how many steps it has lasted without an overflow."""
 
     value: float
     growth_steps: int
     held_steps: int = 0
 
     def update(self, finite: bool) -> None:
-        """Follow one step."""
+        """Adapt the scale after a step whose gradients were finite or not."""
         self.held_steps = self.held_steps + 1 if finite else 0
         if not finite:
             self.value /= 2
-        elif self.held_steps >= self.growth_steps:  # more, where a resumed run wants fewer
+        elif self.held_steps >= self.growth_steps:  # greater where a resumed run lowers the limit
             self.value, self.held_steps = self.value * 2, 0
 
     @property
     def exhausted(self) -> bool:
-        """Whether gradients overflowed though the loss was not scaled up any more."""
+        """Whether gradients overflowed even at loss scale 1."""
         return self.value < 1
 
     def state(self) -> dict[str, Any]:

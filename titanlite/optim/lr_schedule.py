@@ -1,14 +1,22 @@
-"""The learning rate as a pure function of the step: resuming needs nothing but the step."""
+"""The learning rate as a pure function of the step, so that resuming needs no scheduler state."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated
 
 from titanlite.errors import ConfigError
-from titanlite.settings import Fraction, NotNegative, Positive
+from titanlite.settings import Fraction, NotNegative, OneOf, Positive
+
+LR_DECAYS: dict[str, Callable[[float], float]] = {
+    # values of lr_scheduler.decay_type: fraction of the decay phase that has passed -> fraction of
+    # the peak learning rate, from 1 at 0 to 0 at 1; a new decay is one line here
+    "linear": lambda progress: 1.0 - progress,
+    "sqrt": lambda progress: 1.0 - math.sqrt(progress),
+    "cosine": lambda progress: (1.0 + math.cos(math.pi * progress)) / 2,
+}
 
 
 @dataclass(frozen=True)
@@ -16,38 +24,33 @@ class LRSchedulerConfig:
     """[lr_scheduler] Warmup, stable, decay (https://arxiv.org/abs/2404.06395)."""
 
     warmup_steps: NotNegative = 200
-    # steps from 0 to the peak learning rate; at most the steps of the schedule
+    # steps of the linear warmup from 0 to the peak learning rate; limited to the schedule's steps
     total_steps: Positive | None = None
-    # steps the schedule is drawn over, after which the rate stays; training.steps if unset
-    decay_ratio: Fraction | None = (
-        None  # share of the steps that decay; unset: all after the warmup
-    )
-    decay_type: Literal["linear", "sqrt", "cosine"] = "linear"  # shape of the decay
-    min_lr_factor: Fraction = 0.0  # share of the peak rate that the decay ends at
+    # length of the schedule, after which the learning rate is constant; default training.steps
+    decay_ratio: Fraction | None = None
+    # fraction of the schedule's steps that decay; default: all steps after the warmup
+    decay_type: Annotated[str, OneOf(LR_DECAYS.keys)] = "linear"  # shape of the decay
+    min_lr_factor: Fraction = 0.0  # fraction of the peak learning rate that the decay ends at
 
 
 def lr_factor(step: int, total_steps: int, config: LRSchedulerConfig) -> float:
-    """Share of the peak rate that step `step` (from 0) is taken with."""
+    """Fraction of the peak learning rate at step `step`, counted from 0."""
     warmup_steps = min(config.warmup_steps, total_steps)
     if step < warmup_steps:
         return (step + 1) / warmup_steps
     decay_steps = total_steps - warmup_steps
     if config.decay_ratio is not None:
         decay_steps = min(decay_steps, round(total_steps * config.decay_ratio))
-    start = total_steps - decay_steps
-    if step < start or decay_steps == 0:
+    first_decay_step = total_steps - decay_steps
+    if step < first_decay_step or decay_steps == 0:
         return 1.0
-    progress = min(1.0, (step - start) / decay_steps)
-    left = {
-        "linear": 1.0 - progress,
-        "sqrt": 1.0 - math.sqrt(progress),
-        "cosine": (1.0 + math.cos(math.pi * progress)) / 2,
-    }[config.decay_type]
-    return config.min_lr_factor + (1.0 - config.min_lr_factor) * left
+    progress = min(1.0, (step - first_decay_step) / decay_steps)
+    decayed = LR_DECAYS[config.decay_type](progress)
+    return config.min_lr_factor + (1.0 - config.min_lr_factor) * decayed
 
 
 def check_lr_scheduler_config(config: LRSchedulerConfig, steps: int) -> Iterator[ConfigError]:
-    """Steps of a run of `steps` that nothing would be learned from."""
+    """Reject a run of `steps` whose last steps have learning rate 0."""
     total_steps = config.total_steps or steps
     if lr_factor(steps - 1, total_steps, config) == 0:
         yield ConfigError(
@@ -60,7 +63,7 @@ def check_lr_scheduler_config(config: LRSchedulerConfig, steps: int) -> Iterator
 
 
 def schedule_warning(config: LRSchedulerConfig, steps: int) -> str:
-    """What of the section is not followed to the letter in a run of `steps`, or nothing."""
+    """A warning where the warmup is longer than the schedule; otherwise an empty string."""
     total_steps = config.total_steps or steps
     if config.warmup_steps <= total_steps:
         return ""

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from titanlite.errors import ConfigError, DataError
-from titanlite.metrics.sinks import METRICS_FILE
+from titanlite.metrics import METRICS_FILE
 from titanlite.plots.figure import FAINT, INK, new_figure
 from titanlite.plots.loss_curve import BLUE, RED, quieten, read_metrics
 

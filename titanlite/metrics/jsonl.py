@@ -1,0 +1,105 @@
+"""The metrics.jsonl sink, and the folder that it writes to."""
+
+from __future__ import annotations
+
+import errno
+import json
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+from titanlite.files import parse_json, write_file_atomically
+from titanlite.log import logger
+
+METRICS_FILE = "metrics.jsonl"
+REPLACED_FILE = "metrics.replaced.jsonl"  # records of steps that were repeated after a resume
+UNSAVED_FOLDER = "unsaved"  # records of runs without checkpoints, next to those of one with them
+
+
+class JsonlSink:
+    """One JSON object per line, written to the operating system at once."""
+
+    def __init__(self, path: Path, first_step: int):
+        drop_later_records(path, first_step)
+        self.file = path.open("ab", buffering=0)
+
+    def step(self, record: dict[str, Any]) -> None:
+        text = json.dumps(_finite_or_null(record), allow_nan=False, ensure_ascii=False) + "\n"
+        line, size = text.encode(), self.file.seek(0, os.SEEK_END)
+        if self.file.write(line) < len(line):  # the disk is full: remove the incomplete line
+            self.file.truncate(size)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), self.file.name)
+
+    event = step
+
+    def sync(self) -> None:
+        os.fsync(self.file.fileno())
+
+    def close(self) -> None:
+        self.file.close()
+
+
+def metrics_folder(folder: Path, saves: bool) -> Path:
+    """The folder for the records of a run: `folder`, its job.dump_folder, or `unsaved` in it.
+
+    A run that saves no checkpoints must not replace the records of one that does: where `folder`
+    has such records, it writes to the subfolder.
+    """
+    if saves or not _has_saved_checkpoints(folder / METRICS_FILE):
+        return folder
+    logger.warning(
+        "%s has the records of a run with checkpoints, and this run saves none: its records are"
+        " written to %s",
+        folder,
+        folder / UNSAVED_FOLDER,
+    )
+    return folder / UNSAVED_FOLDER
+
+
+def drop_later_records(path: Path, step: int) -> None:
+    """Move records of steps after `step`, and incomplete lines, to `metrics.replaced.jsonl`.
+
+    The run repeats these steps, and would write a second record of each.
+    """
+    if not path.exists():
+        return
+    lines = path.read_bytes().splitlines(keepends=True)
+    kept = [line for line in lines if _is_complete_up_to(line, step)]
+    if kept == lines:
+        return
+    replaced = path.with_name(REPLACED_FILE)
+    # Appended first: after a crash in between, a line is in both files, and none is lost.
+    with replaced.open("ab") as file:
+        moved = [line for line in lines if not _is_complete_up_to(line, step)]
+        file.writelines(line.rstrip(b"\n") + b"\n" for line in moved)
+        file.flush()
+        os.fsync(file.fileno())
+    write_file_atomically(path, b"".join(kept))
+    logger.info("%s: %d lines after step %d moved to %s", path, len(moved), step, replaced)
+
+
+def _is_complete_up_to(line: bytes, step: int) -> bool:
+    """Whether it is a complete record of a step not after `step`."""
+    try:
+        return line.endswith(b"\n") and parse_json(line)["step"] <= step
+    except (ValueError, KeyError, TypeError):
+        return False
+
+
+def _has_saved_checkpoints(path: Path) -> bool:
+    """Whether a metrics.jsonl belongs to a run that has saved a checkpoint."""
+    try:
+        with path.open("rb") as lines:
+            return any(b'"checkpoint_saved"' in line for line in lines)
+    except FileNotFoundError:
+        return False
+
+
+def _finite_or_null(value: Any) -> Any:
+    """The same value with None for NaN and infinity, which JSON cannot represent."""
+    if isinstance(value, dict):
+        return {key: _finite_or_null(entry) for key, entry in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite_or_null(entry) for entry in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

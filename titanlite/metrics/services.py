@@ -1,0 +1,92 @@
+"""The TensorBoard and Weights & Biases sinks; their packages are imported where they are used."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from titanlite.errors import ConfigError
+from titanlite.log import logger
+from titanlite.metrics.config import missing_package
+
+
+class TensorBoardSink:
+    """Scalars with the names of metrics.jsonl, and validation/NAME/loss."""
+
+    def __init__(self, folder: Path, first_step: int):
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError as error:
+            raise missing_package(
+                "metrics.enable_tensorboard", "tensorboard", "pip install tensorboard"
+            ) from error
+        # TensorBoard hides what an earlier run wrote from that step on
+        self.writer = SummaryWriter(str(folder), purge_step=first_step + 1)
+
+    def step(self, record: dict[str, Any]) -> None:
+        self._write(record["step"], _scalars(record))
+
+    def event(self, record: dict[str, Any]) -> None:
+        self._write(record["step"], _event_scalars(record))
+
+    def _write(self, step: int, scalars: Iterator[tuple[str, float]]) -> None:
+        for name, value in scalars:
+            self.writer.add_scalar(name, value, step)
+        self.writer.flush()  # else a kill would lose the last ten
+
+    def close(self) -> None:
+        self.writer.close()
+
+
+class WandbSink:
+    """The same scalars, sent to W&B; WANDB_PROJECT, WANDB_RUN_ID, WANDB_MODE … apply."""
+
+    def __init__(self, folder: Path, job: dict[str, Any]):
+        try:
+            # The name is imported because a folder called wandb would import as a module, too.
+            from wandb import init  # type: ignore[import-not-found]  # an optional package
+        except ImportError as error:
+            raise missing_package(
+                "metrics.enable_wandb", "wandb", "pip install 'titanlite[wandb]'"
+            ) from error
+        self.run = init(
+            project=os.environ.get("WANDB_PROJECT", "titanlite"),
+            name=os.environ.get("WANDB_NAME", folder.resolve().name),
+            dir=str(folder),
+            config=job,
+            resume="allow",  # continues WANDB_RUN_ID, where the launcher sets it
+        )
+
+    def step(self, record: dict[str, Any]) -> None:
+        self.run.log(dict(_scalars(record)), step=record["step"])
+
+    def event(self, record: dict[str, Any]) -> None:
+        if scalars := dict(_event_scalars(record)):
+            self.run.log(scalars, step=record["step"])
+
+    def close(self) -> None:
+        self.run.finish()
+
+
+def start_wandb(folder: Path, job: dict[str, Any]) -> WandbSink | None:
+    """A W&B run; None, and a logged error, where the service refuses or cannot be reached."""
+    try:
+        return WandbSink(folder, job)
+    except ConfigError:  # the package is not installed
+        raise
+    except Exception as error:
+        logger.error("Weights & Biases could not be started and gets no records: %r", error)
+        return None
+
+
+def _scalars(record: dict[str, Any]) -> Iterator[tuple[str, float]]:
+    for name, value in record.items():
+        if name not in ("step", "time") and value is not None:
+            yield name, value
+
+
+def _event_scalars(record: dict[str, Any]) -> Iterator[tuple[str, float]]:
+    if record["event"] == "validation":
+        yield f"validation/{record['name']}/loss", record["loss"]
