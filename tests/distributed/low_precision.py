@@ -20,16 +20,16 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from tests.distributed.oracle import (
-    END,
+    DOCUMENT_END,
     FAMILY,
     SEED,
     SGD,
     Layout,
     Recipe,
-    join_parts,
-    part_of,
-    plain_logits,
-    start,
+    local_part,
+    merge_parts,
+    reference_logits,
+    start_run,
 )
 from tests.distributed.ranks import run_on_ranks
 from titanlite.checkpoint import model_and_optimizer_state
@@ -106,7 +106,9 @@ class RankResult:
 def read_batch(number: int, recipe: Recipe) -> tuple[Tensor, Tensor]:
     """A global batch [B, T] of learnable tokens; sequences ignore different numbers of labels."""
     size, generator = recipe.shape.vocab_size, torch.Generator().manual_seed(SEED)
-    followers = torch.randint(1, size, (size, 4), generator=generator)  # per id; none is END
+    followers = torch.randint(
+        1, size, (size, 4), generator=generator
+    )  # per id; none is DOCUMENT_END
     generator.manual_seed(1000 + number)
     ids = torch.randint(1, size, (recipe.batch, recipe.seq_len + 1), generator=generator)
     choices = torch.randint(0, 4, ids.shape, generator=generator)
@@ -114,7 +116,7 @@ def read_batch(number: int, recipe: Recipe) -> tuple[Tensor, Tensor]:
         sampled = followers[ids[:, n - 1], choices[:, n]]
         ids[:, n] = sampled if n < PERIOD else ids[:, n - PERIOD]
     if recipe.documents:
-        ids[torch.rand(ids.shape, generator=generator) < 1 / PERIOD] = END
+        ids[torch.rand(ids.shape, generator=generator) < 1 / PERIOD] = DOCUMENT_END
     inputs, labels = ids[:, :-1].clone(), ids[:, 1:].clone()
     for row in range(len(labels)):
         labels[row, : row * 7 % (recipe.seq_len + 1)] = IGNORE_INDEX
@@ -147,7 +149,7 @@ def compute_in_fp32(recipe: Recipe, batches: int) -> tuple[list[float], list[dic
     model.load_state_dict({n: torch.from_numpy(w) for n, w in weights})
     for number in range(batches):
         inputs, labels = read_batch(number, recipe)
-        logits = plain_logits(model, inputs, recipe)
+        logits = reference_logits(model, inputs, recipe)
         loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORE_INDEX)
         losses.append(loss.item())  # the reported loss excludes the z-loss
         loss = loss + recipe.z_loss * logits.logsumexp(-1)[labels != IGNORE_INDEX].square().mean()
@@ -172,7 +174,7 @@ def _run_cases_on_rank(
 def _run_case(case: PrecisionCase, weights: Weights) -> RankResult:
     scale = LossScale(4096.0, growth_steps=100) if case.compute == torch.float16 else None
     options = {"dtype": case.compute, "float8": case.float8_config}
-    state, engine, mesh = start(case.layout, case.recipe, scale, **options)
+    state, engine, mesh = start_run(case.layout, case.recipe, scale, **options)
     _load_trained(state.model, weights)
     in_backward = OptimizerInBackward(state.model, state.optimizer) if case.layout.early else None
     result = RankResult([], [], 0.0)
@@ -195,7 +197,7 @@ def _run_case(case: PrecisionCase, weights: Weights) -> RankResult:
 @torch.no_grad()
 def _load_trained(model, weights: Weights) -> None:
     for name, tensor in model_and_optimizer_state(model)["model"].items():
-        shape, offset, _ = part_of(tensor)
+        shape, offset, _ = local_part(tensor)
         assert shape == weights[name].shape
         local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
         index = tuple(slice(o, o + n) for o, n in zip(offset, local.shape, strict=True))
@@ -209,7 +211,7 @@ def _recorded_gradients(state):
     named = list(state.model.named_parameters())
 
     def record(*_) -> None:
-        gradients = {name: part_of(p.grad) for name, p in named if p.grad is not None}
+        gradients = {name: local_part(p.grad) for name, p in named if p.grad is not None}
         assert all(local.dtype == torch.float32 for *_, local in gradients.values())
         recorded.update(gradients)
 
@@ -229,7 +231,7 @@ def gradient_errors(case: PrecisionCase, ranks: Sequence[RankResult]) -> list[di
 
 def joined_gradients(ranks: Sequence[RankResult]) -> list[dict[str, Tensor]]:
     """Full gradients of each batch, from the shards of all ranks; replicas must be equal."""
-    return [join_parts(parts) for parts in zip(*(rank.gradients for rank in ranks), strict=True)]
+    return [merge_parts(parts) for parts in zip(*(rank.gradients for rank in ranks), strict=True)]
 
 
 @cache

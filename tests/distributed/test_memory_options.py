@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from tests.distributed.oracle import ADAMW, Layout, one_process, spread_runs
+from tests.distributed.oracle import ADAMW, Layout, one_process, run_layouts
 from tests.distributed.ranks import run_on_ranks
-from tests.distributed.test_resume import STOP, go_on_under, of_all, stop_under
+from tests.distributed.test_resume import STOP, merge_bits, resume, train_and_save
 
 # Each of 2 tensor-parallel ranks has two quantisation blocks per row; 509 rows is a prime number.
 SHAPE = replace(ADAMW.shape, head_dim=64, hidden_dim=256)
@@ -20,7 +20,7 @@ def test_every_layout_trains_like_one_process_with_quantised_optimizer_states():
     """With clipping. A value that rounds to a neighbouring code changes the norm, hence 1e-3."""
     recipes = [replace(RECIPE, state_dtype=kind) for kind in ("bfloat16", "8bit", "4bit", "float8")]
     cases = [(Layout(shard=2, tensor=2), recipe) for recipe in recipes]
-    for recipe, record in zip(recipes, run_on_ranks(spread_runs, 4, cases)[0], strict=True):
+    for recipe, record in zip(recipes, run_on_ranks(run_layouts, 4, cases)[0], strict=True):
         expected = one_process(recipe)
         assert record.losses == pytest.approx(expected.losses, rel=1e-5), recipe.state_dtype
         assert record.norms == pytest.approx(expected.norms, rel=1e-3), recipe.state_dtype
@@ -31,10 +31,10 @@ def test_every_layout_trains_like_one_process_with_quantised_optimizer_states():
 )
 def test_quantised_optimizer_states_resume_bit_equal_under_any_layout(kind, layouts, tmp_path):
     recipe, folder = replace(RECIPE, state_dtype=kind), str(tmp_path)
-    saved = of_all(run_on_ranks(stop_under, 4, Layout(shard=2, tensor=2), recipe, folder))
+    saved = merge_bits(run_on_ranks(train_and_save, 4, Layout(shard=2, tensor=2), recipe, folder))
     assert any(f"exp_avg_root_{kind}_scale" in name for name in saved)
     expected_losses = one_process(recipe).losses[STOP:]
     for layout in layouts:
-        results = run_on_ranks(go_on_under, layout.degrees.ranks, layout, recipe, [folder])
-        assert of_all([loaded for ((loaded, _),) in results]) == saved, str(layout)
+        results = run_on_ranks(resume, layout.degrees.ranks, layout, recipe, [folder])
+        assert merge_bits([loaded for ((loaded, _),) in results]) == saved, str(layout)
         assert results[0][0][1] == pytest.approx(expected_losses, rel=1e-5)

@@ -58,15 +58,15 @@ class Job:
         """What is applied to the model besides parallelism."""
         config, training = self.config, self.config.training
         return ModelTransforms(
-            recompute=config.activation_checkpoint,
+            activation_checkpoint=config.activation_checkpoint,
             loss=config.loss,
             compile=config.compile,
             float8=config.float8,
-            keep=DTYPES[training.dtype],
-            compute=DTYPES[training.mixed_precision_param],
-            reduce=DTYPES[training.mixed_precision_reduce],
-            offload=training.enable_cpu_offload,
-            documents=config.attention.mask == "document",
+            param_dtype=DTYPES[training.dtype],
+            compute_dtype=DTYPES[training.mixed_precision_param],
+            reduce_dtype=DTYPES[training.mixed_precision_reduce],
+            cpu_offload=training.enable_cpu_offload,
+            document_mask=config.attention.mask == "document",
         )
 
     @property
@@ -74,7 +74,7 @@ class Job:
         """The attention that one rank computes in one call, before context parallel shards it."""
         sizes, tensor = self.sizes, self.degrees.tensor
         return AttentionShape(
-            batch=self.pipeline.microbatch,
+            batch=self.pipeline.microbatch_size,
             n_heads=sizes.n_heads // tensor,
             n_kv_heads=max(1, sizes.n_kv_heads // tensor),
             seq_len=self.config.training.seq_len,

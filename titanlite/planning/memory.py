@@ -41,7 +41,7 @@ def estimate_memory(job: Job) -> MemoryEstimate:
     stage_parameters = job.spec.count_parameters(sizes) / degrees.tensor / degrees.pipeline
     blocks = sizes.n_layers / degrees.pipeline
     block = job.spec.count_block_parameters(sizes) / degrees.tensor
-    param_bytes = transforms.keep.itemsize
+    param_bytes = transforms.param_dtype.itemsize
     ends = (stage_parameters - block * blocks) / 2  # the embedding or the output layer
 
     shard = stage_parameters / (degrees.shard * degrees.context)
@@ -52,7 +52,10 @@ def estimate_memory(job: Job) -> MemoryEstimate:
     if config.optimizer.early_step_in_backward:
         gradients = block / (degrees.shard * degrees.context) * param_bytes
 
-    compute_bytes, reduce_bytes = transforms.compute.itemsize, transforms.reduce.itemsize
+    compute_bytes, reduce_bytes = (
+        transforms.compute_dtype.itemsize,
+        transforms.reduce_dtype.itemsize,
+    )
     unsharded = stage_parameters if _stays_gathered(job) else 2 * block + ends
     gathered = unsharded * compute_bytes + max(block, ends) * reduce_bytes
     accumulates = job.rows > training.local_batch_size
@@ -78,7 +81,7 @@ def _stays_gathered(job: Job) -> bool:
 def _microbatch_tokens(job: Job) -> float:
     """Tokens of one forward pass on one rank."""
     pipelined, training = job.degrees.pipeline > 1, job.config.training
-    rows = job.pipeline.microbatch if pipelined else training.local_batch_size
+    rows = job.pipeline.microbatch_size if pipelined else training.local_batch_size
     return rows * training.seq_len / job.degrees.context
 
 
@@ -86,7 +89,7 @@ def _microbatches_in_flight(job: Job) -> tuple[int, int]:
     """Micro-batches whose activations are alive in the first stage, and in the last."""
     if job.degrees.pipeline == 1:
         return 1, 1
-    microbatches = job.pipeline.microbatches
+    microbatches = job.pipeline.n_microbatches
     if job.pipeline.schedule in ("GPipe", "LoopedBFS"):  # all forwards come first
         return microbatches, microbatches
     return min(microbatches, job.degrees.pipeline), 1
@@ -95,12 +98,12 @@ def _microbatches_in_flight(job: Job) -> tuple[int, int]:
 def _activation_bytes(job: Job, blocks: float) -> float:
     in_flight, _ = _microbatches_in_flight(job)
     tokens = in_flight * _microbatch_tokens(job) / job.degrees.tensor
-    return tokens * _saved_per_token(job, blocks) * job.transforms.compute.itemsize
+    return tokens * _saved_per_token(job, blocks) * job.transforms.compute_dtype.itemsize
 
 
 def _logits_bytes(job: Job) -> float:
     """Logits and loss, with the gradients of the output layer's weight and input."""
-    config, compute = job.config, job.transforms.compute
+    config, compute = job.config, job.transforms.compute_dtype
     vocabulary = job.sizes.vocab_size
     if not config.parallelism.disable_loss_parallel:
         vocabulary /= job.degrees.tensor
