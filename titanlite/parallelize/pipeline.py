@@ -47,6 +47,8 @@ from titanlite.parallelize.stage_partition import (
 DEGREE_KEY = "parallelism.pipeline_parallel_degree"
 SCHEDULE_KEY = "parallelism.pipeline_parallel_schedule"
 MICROBATCH_KEY = "parallelism.pipeline_parallel_microbatch_size"
+# torch 2.11 frees what the weight gradients need with the input gradients; 2.12 was not tried.
+SPLIT_BACKWARD_SINCE = "2.13"
 
 
 @dataclass(frozen=True)
@@ -237,6 +239,13 @@ def _check_schedule(
             fix=f"Change training.local_batch_size or {MICROBATCH_KEY}.",
             keys=(SCHEDULE_KEY, CSV_KEY, MICROBATCH_KEY, "training.local_batch_size"),
         )
+    if assignment.schedule.splits_backward and torch.__version__ < SPLIT_BACKWARD_SINCE:
+        yield ConfigError(
+            f"{_schedule_setting(config)}: splits the backward, which needs torch 2.13 or newer;"
+            f" this is {torch.__version__}.",
+            fix="Install a newer torch, or use GPipe, 1F1B, Interleaved1F1B or LoopedBFS.",
+            keys=(SCHEDULE_KEY, CSV_KEY),
+        )
     if assignment.schedule.splits_backward and config.fsdp_reshard_after_forward == "always":
         yield ConfigError(
             'parallelism.fsdp_reshard_after_forward = "always": torch would compute wrong'
@@ -335,6 +344,16 @@ class TrainStage(PipelineStage):
         if self._reduces_gradients:
             super().perform_reduce_grad(grad_scale_factor)
 
+    # torch 2.15 splits perform_reduce_grad into the next two, which 2.13 does not have.
+
+    def start_gradient_reduction(self):
+        if self._reduces_gradients:
+            super().start_gradient_reduction()  # type: ignore[misc]
+
+    def wait_for_gradient_reduction(self, grad_scale_factor):
+        if self._reduces_gradients:
+            super().wait_for_gradient_reduction(grad_scale_factor)  # type: ignore[misc]
+
     def _profiler_range(self, kind: str, microbatch: int) -> record_function:
         name = format_trace_name(self.activity, kind, self.stage_index, microbatch)
         return record_function(name)
@@ -401,6 +420,8 @@ def build_rank_schedule(
     buffers of an old shape for a new one.
     """
     tokens = torch.empty(hidden.shape[:2], dtype=torch.int64, device="meta")
+    loss = torch.empty((), dtype=torch.float32, device="meta")
+    last = len(plan.stages) - 1
     stages = [
         stage_class(
             stage_module,
@@ -408,7 +429,7 @@ def build_rank_schedule(
             len(plan.stages),
             device,
             input_args=hidden if stage else tokens,
-            output_args=hidden,  # unused for the last stage, which sends nothing
+            output_args=loss if stage == last else hidden,  # torch 2.11 checks both
             group=pp.get_group(),
         )
         for stage, stage_module in stage_modules.items()

@@ -104,7 +104,7 @@ def _activation_bytes(job: Job, blocks: float) -> float:
 def _logits_bytes(job: Job) -> float:
     """Logits and loss, with the gradients of the output layer's weight and input."""
     config, compute = job.config, job.transforms.compute_dtype
-    vocabulary = job.sizes.vocab_size
+    vocabulary = float(job.sizes.vocab_size)
     if not config.parallelism.disable_loss_parallel:
         vocabulary /= job.degrees.tensor
     tokens = _microbatch_tokens(job)
