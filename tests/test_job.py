@@ -65,7 +65,11 @@ EARLY = ["--optimizer.early_step_in_backward", "true", "--training.max_norm", "0
             4,
             "seq_len = 46",
         ),
-        (["--optimizer.state_dtype", "8bit", "--optimizer.name", "SGD"], 1, "moments of AdamW"),
+        (
+            ["--optimizer.state_dtype", "8bit", "--optimizer.name", "SGD"],
+            1,
+            "applies to AdamW and Adam",
+        ),
         (
             ["--optimizer.state_dtype", "4bit", "--optimizer.implementation", "foreach"],
             1,
