@@ -1,7 +1,8 @@
-# Sourced, from any directory: makes .venv in the repository's root once, and activates it.
+# To be sourced, from any directory: create .venv in the repository's root if needed, activate it.
 #
-# What is installed is remembered in a stamp, written last: without one, an install was interrupted
-# and begins anew; with another one, pyproject.toml or constraints.txt changed and pip catches up.
+# .venv/stamp identifies what is installed and is written last. If it is missing, an installation
+# was interrupted and starts from scratch; if it differs, pyproject.toml or constraints.txt has
+# changed and pip updates the installation.
 
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 venv="$root/.venv"
@@ -11,19 +12,19 @@ if [ "$(cat "$venv/stamp" 2>/dev/null)" != "$wanted" ]; then
     python="${PYTHON:-python3}"
     if ! "$python" -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null; then
         echo "titanlite: $python is missing or older than Python 3.10." \
-            "Install a newer one, or name it: PYTHON=python3.12." >&2
+            "Install a newer one, or select one: PYTHON=python3.12." >&2
         exit 2
     fi
     echo "titanlite: installing into $venv (minutes the first time, seconds later)" >&2
     clear=""; [ -e "$venv/stamp" ] || clear="--clear"
     if ! "$python" -m venv $clear "$venv"; then
-        echo "titanlite: $python cannot make $venv. On Debian: apt install python3-venv." >&2
+        echo "titanlite: $python cannot create $venv. On Debian: apt install python3-venv." >&2
         exit 2
     fi
-    # -qq: errors only; the constraints go into every call, or pip takes the newest torch
+    # -qq: errors only; without the constraints pip would install the newest torch
     if ! "$venv/bin/python" -m pip install -qq --disable-pip-version-check \
         -c "$root/constraints.txt" -e "$root[dev]"; then
-        echo "titanlite: pip could not install; what it said stands above." >&2
+        echo "titanlite: pip could not install the packages; its messages are above." >&2
         exit 2
     fi
     echo "$wanted" > "$venv/stamp"
