@@ -1,6 +1,6 @@
-"""The baseline: a plain training loop for one process, and nothing else.
+"""A minimal training loop for one process, to compare train.py with.
 
-python -m benchmarks.baseline_loop TASK CORPUS trim|no-trim   prints the times at which steps ended
+python -m benchmarks.baseline_loop TASK CORPUS trim|no-trim   prints the end times of the steps
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from titanlite.models import FAMILIES
 
 
 def baseline_loop(task: Task, corpus: Path, trim: bool) -> list[float]:
-    """The model, optimizer, precision and batch of train.py; returns the end times of its steps.
+    """Train as train.py does (model, optimizer, precision, batch); returns the steps' end times.
 
-    Without `trim`, malloc keeps freed memory in the process, as train.py does on a CPU.
+    Without `trim`, malloc does not return freed memory to the system; train.py on a CPU runs so.
     """
     if not trim:
         disable_malloc_trim()
@@ -38,12 +38,12 @@ def baseline_loop(task: Task, corpus: Path, trim: bool) -> list[float]:
     undecayed = [p for p in model.parameters() if p.dim() == 1]
     groups = [{"params": decayed}, {"params": undecayed, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
-    tokens, random, ends = open_ids(corpus), np.random.default_rng(0), []
+    tokens, generator, end_times = open_ids(corpus), np.random.default_rng(0), []
     autocast = torch.autocast(device.type, torch.bfloat16, enabled=task.dtype == "bfloat16")
     for _ in range(task.steps):
-        starts = random.integers(0, len(tokens) - task.seq_len - 1, task.batch)
-        rows = np.stack([tokens[s : s + task.seq_len + 1] for s in starts]).astype(np.int64)
-        ids = torch.from_numpy(rows).to(device)
+        starts = generator.integers(0, len(tokens) - task.seq_len - 1, task.batch)
+        samples = np.stack([tokens[s : s + task.seq_len + 1] for s in starts]).astype(np.int64)
+        ids = torch.from_numpy(samples).to(device)
         with autocast:
             logits = model(ids[:, :-1])
         loss = F.cross_entropy(logits.flatten(0, 1).float(), ids[:, 1:].flatten())
@@ -52,11 +52,11 @@ def baseline_loop(task: Task, corpus: Path, trim: bool) -> list[float]:
         optimizer.step()
         optimizer.zero_grad()
         loss.item()
-        ends.append(time.perf_counter())
-    return ends
+        end_times.append(time.perf_counter())
+    return end_times
 
 
 if __name__ == "__main__":
     task, corpus, malloc = sys.argv[1:]
-    ends = baseline_loop(Task(**json.loads(task)), Path(corpus), malloc == "trim")
-    print(json.dumps(ends))
+    end_times = baseline_loop(Task(**json.loads(task)), Path(corpus), malloc == "trim")
+    print(json.dumps(end_times))

@@ -1,4 +1,4 @@
-"""A corpus of random ids: speed does not depend on their values."""
+"""A corpus of random ids; speed does not depend on their values."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from titanlite.data.manifest import write_corpus_manifest
 
 
 def write_corpus(folder: Path, vocab_size: int, documents: int = 800) -> Path:
-    """Documents of 10,000 ids each in folder/train; returns the folder."""
+    """Write documents of 10,000 ids each to folder/train; returns the folder."""
     (folder / "train").mkdir(parents=True)
     ids = np.random.default_rng(0).integers(0, vocab_size, (documents, 10_000))
     with ShardWriter(folder / "train" / "shard", vocab_size) as writer:
@@ -19,12 +19,11 @@ def write_corpus(folder: Path, vocab_size: int, documents: int = 800) -> Path:
             writer.add(document)
         record = writer.close()
     write_corpus_manifest(folder / "train", "random", vocab_size, [record])
-    np.save(
-        folder / "ids.npy", ids.astype(np.uint32).ravel()
-    )  # for programs that do not read shards
+    flat = ids.astype(np.uint32).ravel()
+    np.save(folder / "ids.npy", flat)  # for programs that do not read shards
     return folder
 
 
 def open_ids(folder: Path) -> np.ndarray:
-    """The same ids, memory-mapped: [N]."""
+    """The ids of `write_corpus` as one memory-mapped array [N]."""
     return np.load(folder / "ids.npy", mmap_mode="r")

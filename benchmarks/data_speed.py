@@ -1,6 +1,6 @@
 """Measure one part of the data pipeline on one core: python -m benchmarks.data_speed PART CORPUS
 
-PART is `stream`, `order` or `tokenizer`. Prints the figures by name, as JSON.
+PART is `stream`, `order` or `tokenizer`. Prints a JSON object of figures by name.
 """
 
 from __future__ import annotations
@@ -27,72 +27,72 @@ from titanlite.data import (
 from titanlite.data.bpe import train_bpe
 
 
-def stream(corpus: Path) -> dict[str, float]:
+def measure_stream(corpus: Path) -> dict[str, float]:
     """Million tokens/s of the sample stream, and of torchdata's loader over the same samples."""
     torch.set_num_threads(1)
-    rows, seconds = 32, 1.5
-    source = [SourceConfig("text", str(corpus / "train"))]
-    opened = open_sample_stream(source, seq_len=2048, seed=0, vocab_size=2**31)
+    batch, seconds = 32, 1.5
+    sources = [SourceConfig("text", str(corpus / "train"))]
+    stream = open_sample_stream(sources, seq_len=2048, seed=0, vocab_size=2**31)
 
     class Samples(torch.utils.data.Dataset):
         def __len__(self):
             return 10**9
 
         def __getitem__(self, position):
-            inputs, labels = opened.read(position, 1)
+            inputs, labels = stream.read(position, 1)
             return inputs[0], labels[0]
 
     loaders: dict[str, Callable[[], Iterator]] = {
-        "read": lambda: (opened.read(p, rows) for p in range(0, 10**9, rows)),
-        "prefetch thread": lambda: opened.prefetch(rank_slices(0, rows, 0, 1)),
+        "read": lambda: (stream.read(p, batch) for p in range(0, 10**9, batch)),
+        "prefetch thread": lambda: stream.prefetch(rank_slices(0, batch, 0, 1)),
     }
     if importlib.util.find_spec("torchdata"):
         from torchdata.stateful_dataloader import StatefulDataLoader
 
         for workers in (0, 2):
             loaders[f"StatefulDataLoader, {workers} workers"] = lambda workers=workers: iter(
-                StatefulDataLoader(Samples(), rows, num_workers=workers)
+                StatefulDataLoader(Samples(), batch, num_workers=workers)
             )
     speeds = {}
     for name, open_loader in loaders.items():
         batches = open_loader()
         next(batches)
-        done, start = 0, time.perf_counter()
+        tokens, start = 0, time.perf_counter()
         while time.perf_counter() - start < seconds:
-            done += next(batches)[0].numel()
-        speeds[f"stream, {name}"] = done / (time.perf_counter() - start) / 1e6
+            tokens += next(batches)[0].numel()
+        speeds[f"stream, {name}"] = tokens / (time.perf_counter() - start) / 1e6
         del batches
     return speeds
 
 
-def order(corpus: Path) -> dict[str, float]:
+def measure_order(corpus: Path) -> dict[str, float]:
     """Nanoseconds per sample to compute which source it comes from."""
-    found, positions = {}, np.arange(65_536)
+    figures, positions = {}, np.arange(65_536)
     for samples in (10**3, 10**9):
-        places, times = SampleOrder(0, [("a", 0.7, samples), ("b", 0.3, samples)]), []
+        order, times = SampleOrder(0, [("a", 0.7, samples), ("b", 0.3, samples)]), []
         for _ in range(5):
             start = time.perf_counter()
-            places.sample_at(positions)
+            order.sample_at(positions)
             times.append((time.perf_counter() - start) / len(positions) * 1e9)
-        found[f"order of {samples:.0e} samples, 2 sources"] = median(times)
-    return found
+        figures[f"order of {samples:.0e} samples, 2 sources"] = median(times)
+    return figures
 
 
-def tokenizer(corpus: Path) -> dict[str, float]:
-    """Tokenizer MB/s on Python's standard library."""
+def measure_tokenizer(corpus: Path) -> dict[str, float]:
+    """MB/s of a tokenizer with 4,096 ids on the source files of Python's standard library."""
     folder = Path(sysconfig.get_path("stdlib"))
     texts = [path.read_text("utf-8", errors="replace") for path in sorted(folder.glob("*.py"))]
     if not (corpus / "tokenizer.model").exists():
         train_bpe(texts, 4096, corpus / "tokenizer.model")
-    opened = open_tokenizer(str(corpus / "tokenizer.model"))
+    tokenizer = open_tokenizer(str(corpus / "tokenizer.model"))
     start = time.perf_counter()
     for text in texts:
-        opened.encode(text)
+        tokenizer.encode(text)
     megabytes = sum(len(text.encode()) for text in texts) / 1e6
     speed = megabytes / (time.perf_counter() - start)
     return {"tokenizing with 4,096 ids, one core": speed}
 
 
 if __name__ == "__main__":
-    what = {"stream": stream, "order": order, "tokenizer": tokenizer}[sys.argv[1]]
-    print(json.dumps(what(Path(sys.argv[2]))))
+    parts = {"stream": measure_stream, "order": measure_order, "tokenizer": measure_tokenizer}
+    print(json.dumps(parts[sys.argv[1]](Path(sys.argv[2]))))

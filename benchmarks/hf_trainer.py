@@ -1,6 +1,6 @@
-"""The same work with transformers: LlamaForCausalLM and Trainer, without logging and saving.
+"""The same training with LlamaForCausalLM and Trainer of transformers, without logging and saving.
 
-python -m benchmarks.hf_trainer TASK CORPUS   prints the times at which steps ended
+python -m benchmarks.hf_trainer TASK CORPUS   prints the end times of the steps
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from benchmarks.processes import Task
 from titanlite.models import FAMILIES
 
 
-class Windows(Dataset):
-    """Random windows of a corpus, the same as those of the baseline loop."""
+class RandomSamples(Dataset):
+    """Samples at random positions of a corpus, the same as those of the baseline loop."""
 
     def __init__(self, task: Task, corpus: Path):
         self.tokens, self.length = open_ids(corpus), task.seq_len
-        random, count = np.random.default_rng(0), task.steps * task.batch
-        self.starts = random.integers(0, len(self.tokens) - self.length, count)
+        generator, count = np.random.default_rng(0), task.steps * task.batch
+        self.starts = generator.integers(0, len(self.tokens) - self.length, count)
 
     def __len__(self) -> int:
         return len(self.starts)
@@ -38,7 +38,7 @@ class Windows(Dataset):
 
 
 def trainer_loop(task: Task, corpus: Path) -> list[float]:
-    """Run transformers' Trainer with fused AdamW; returns the times at which steps ended."""
+    """Run transformers' Trainer with fused AdamW; returns the end times of its steps."""
     from transformers import (
         LlamaConfig,
         LlamaForCausalLM,
@@ -48,18 +48,18 @@ def trainer_loop(task: Task, corpus: Path) -> list[float]:
         set_seed,
     )
 
-    spec, ends = FAMILIES["llama3"], []
+    spec, end_times = FAMILIES["llama3"], []
     sizes = spec.flavors[task.flavor]
     set_seed(0)
     config = LlamaConfig(**spec.hugging_face.to_config(sizes, task.seq_len), use_cache=False)
     model = LlamaForCausalLM(config)
     assert model.num_parameters() == spec.count_parameters(sizes), "not the same model"
 
-    class Clock(TrainerCallback):
+    class StepClock(TrainerCallback):
         def on_step_end(self, *args, **kwargs):
             if task.device == "cuda":
                 torch.cuda.synchronize()
-            ends.append(time.perf_counter())
+            end_times.append(time.perf_counter())
 
     with tempfile.TemporaryDirectory() as folder:
         arguments = TrainingArguments(
@@ -78,11 +78,11 @@ def trainer_loop(task: Task, corpus: Path) -> list[float]:
             report_to="none",
             disable_tqdm=True,
         )
-        data = Windows(task, corpus)
-        Trainer(model=model, args=arguments, train_dataset=data, callbacks=[Clock()]).train()
-    return ends
+        data = RandomSamples(task, corpus)
+        Trainer(model=model, args=arguments, train_dataset=data, callbacks=[StepClock()]).train()
+    return end_times
 
 
 if __name__ == "__main__":
-    ends = trainer_loop(Task(**json.loads(sys.argv[1])), Path(sys.argv[2]))
-    print(json.dumps(ends))
+    end_times = trainer_loop(Task(**json.loads(sys.argv[1])), Path(sys.argv[2]))
+    print(json.dumps(end_times))

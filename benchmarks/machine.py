@@ -1,4 +1,4 @@
-"""The machine and the versions that a measurement was made with."""
+"""The machine and the package versions of a measurement."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from benchmarks.processes import CORES
 
 
 def describe(arguments: Sequence[str]) -> dict[str, str]:
-    """The entries above every table; `arguments` are those of the command line."""
-    about = {
+    """The list above every table, as names and values; `arguments` is the command line."""
+    entries = {
         "command": f"python scripts/benchmark.py {' '.join(arguments)}".strip(),
         "date": time.strftime("%Y-%m-%d"),
         "machine": f"{CORES} cores, {_processor()}",
         "python": platform.python_version(),
     }
     for package in ("torch", "torchao", "transformers", "accelerate"):
-        about[package] = _version(package)
+        entries[package] = _version(package)
     if torch.cuda.is_available():
-        about["gpu"] = f"{torch.cuda.device_count()} x {torch.cuda.get_device_name(0)}"
-        about["cuda"], about["driver"] = str(torch.version.cuda), _driver()
-    return about
+        entries["gpu"] = f"{torch.cuda.device_count()} x {torch.cuda.get_device_name(0)}"
+        entries["cuda"], entries["driver"] = str(torch.version.cuda), _driver()
+    return entries
 
 
 def _version(package: str) -> str:

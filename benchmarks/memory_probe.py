@@ -1,7 +1,7 @@
 """Peak memory of a step beyond parameters and optimizer state.
 
 python -m benchmarks.memory_probe --KEY VALUE …   runs train.py under torch's profiler, which
-records every allocation of the CPU allocator, compiled kernels included, and prints the bytes
+records every allocation of the CPU allocator (also in compiled kernels), and prints the bytes
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ import train
 def transient_bytes(events: list[dict]) -> int:
     """Maximum minus minimum of the allocated bytes between two optimizer steps.
 
-    `events` are those of a trace. The minimum is what persists (parameters, optimizer state); at
-    the maximum all activations, or all gradients, are allocated.
+    `events` are the events of a trace. At the minimum only parameters and optimizer state are
+    allocated; at the maximum also all activations, or all gradients.
     """
     steps = [e for e in events if str(e.get("name", "")).startswith("Optimizer.step#")]
     steps = sorted((e for e in steps if e.get("ph") == "X"), key=lambda event: event["ts"])
     before, last = steps[-2:]
     start, end = before["ts"] + before["dur"], last["ts"]
-    held = [
+    allocated = [
         event["args"]["Total Allocated"]
         for event in events
         if event.get("name") == "[memory]" and start <= event["ts"] <= end
     ]
-    return max(held) - min(held)
+    return max(allocated) - min(allocated)
 
 
 def main(argv: list[str]) -> None:
@@ -45,11 +45,11 @@ def main(argv: list[str]) -> None:
         code = train.main([*argv, "--job.dump_folder", folder])
     if code:
         sys.exit(code)
-    handle, place = tempfile.mkstemp(suffix=".json")
+    handle, trace = tempfile.mkstemp(suffix=".json")
     os.close(handle)
-    profiler.export_chrome_trace(place)
-    events = json.loads(Path(place).read_text(encoding="utf-8"))["traceEvents"]
-    os.unlink(place)
+    profiler.export_chrome_trace(trace)
+    events = json.loads(Path(trace).read_text(encoding="utf-8"))["traceEvents"]
+    os.unlink(trace)
     print(transient_bytes(events))
 
 

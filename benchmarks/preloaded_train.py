@@ -1,7 +1,7 @@
-"""train.py with its imports done; it starts when a line of stdin, JSON, has its arguments.
+"""Import train.py, wait for one line of JSON arguments on stdin, then run it.
 
-One process waits like this while another is measured, so that imports take no time of the budget.
-It does not use the GPU before it starts.
+One process waits while another is measured, so that imports take no time of the budget. It does
+not use the GPU before it runs.
 """
 
 from __future__ import annotations

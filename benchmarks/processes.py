@@ -1,4 +1,4 @@
-"""Run each measurement in its own process, and alternate between what is compared."""
+"""Run each measurement in its own process, and alternate between compared programs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from benchmarks.table_rows import NotMeasured
 
 ROOT = Path(__file__).resolve().parents[1]
 CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-Answer = TypeVar("Answer")
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
@@ -35,31 +35,32 @@ class Task:
     steps: int = 14
     skipped: int = 4  # first steps, which warm up caches and are not counted
 
-    def speed(self, ends: Sequence[float]) -> float:
-        """Tokens/s of the median step, from the times in seconds at which steps ended.
+    def speed(self, end_times: Sequence[float]) -> float:
+        """Tokens/s of the median step, from the end times of the steps in seconds.
 
-        The time between two ends includes waiting for data, logging and garbage collection. The
-        median, so that a short burst of other work on the machine does not count.
+        The time between two step ends includes waiting for data, logging and garbage collection.
+        The median ignores a short burst of other load on the machine.
         """
-        steps = [after - before for before, after in pairwise(ends[self.skipped - 1 :])]
-        return self.batch * self.seq_len / statistics.median(steps)
+        counted = end_times[self.skipped - 1 :]
+        durations = [after - before for before, after in pairwise(counted)]
+        return self.batch * self.seq_len / statistics.median(durations)
 
 
-def alternate(rounds: int, **contenders: Callable[[], Answer]) -> dict[str, list[Answer]]:
-    """Results per contender and round; every second round in reverse order, because of drift."""
-    answers: dict[str, list[Answer]] = {name: [] for name in contenders}
+def alternate(rounds: int, **contenders: Callable[[], Result]) -> dict[str, list[Result]]:
+    """Results per contender and round; every second round in reverse order, against drift."""
+    results: dict[str, list[Result]] = {name: [] for name in contenders}
     for number in range(rounds):
         for name in list(contenders)[:: -1 if number % 2 else 1]:
-            answers[name].append(contenders[name]())
-    return answers
+            results[name].append(contenders[name]())
+    return results
 
 
 def run(command: Sequence[str], *, threads: int = CORES, **variables: str) -> str:
-    """What a Python command prints; raises NotMeasured with the reason when it fails."""
-    done = _start(command, threads, variables)
-    if done.returncode:
-        raise NotMeasured(failure_reason(done.stderr) or f"exit code {done.returncode}")
-    return done.stdout
+    """The stdout of a Python command; raises NotMeasured with the reason if it fails."""
+    process = _run_python(command, threads, variables)
+    if process.returncode:
+        raise NotMeasured(failure_reason(process.stderr) or f"exit code {process.returncode}")
+    return process.stdout
 
 
 def failure_reason(stderr: str) -> str:
@@ -70,7 +71,7 @@ def failure_reason(stderr: str) -> str:
     return " ".join(errors or lines[-1:]).replace("|", "/")[:200]
 
 
-def _start(command, threads: int, variables: Mapping[str, str]) -> subprocess.CompletedProcess:
+def _run_python(command, threads: int, variables: Mapping[str, str]) -> subprocess.CompletedProcess:
     path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
     environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": str(max(1, threads))}
     return subprocess.run(
@@ -87,7 +88,7 @@ class TrainResult:
 
     task: Task
     launched: float  # seconds since 1970
-    steps: list[dict]  # its step lines
+    steps: list[dict]  # its step lines in metrics.jsonl
     recompilations: int
 
     @property
@@ -120,7 +121,7 @@ class TrainResult:
 
 
 def settings_of(task: Task, corpus: Path, folder: str) -> dict[str, object]:
-    """Settings with which train.py does a task, and nothing else."""
+    """The settings of train.py for a task."""
     return {
         "job.dump_folder": folder,
         "job.device": task.device,
@@ -149,7 +150,10 @@ def step_lines(folder: str | Path) -> list[dict]:
 def train(
     task: Task, corpus: Path, *, processes: int = 1, cache: str = "", **settings: object
 ) -> TrainResult:
-    """Run train.py as a user does; in `settings`, `__` is the dot; `cache` is Inductor's folder."""
+    """Run train.py as a user does.
+
+    `cache` is the folder of Inductor's cache; in the names of `settings`, `__` stands for a dot.
+    """
     with tempfile.TemporaryDirectory() as folder:
         keys = settings_of(task, corpus, folder)
         keys |= {
@@ -163,10 +167,9 @@ def train(
             {"TORCHINDUCTOR_CACHE_DIR": cache} if cache else {}
         )
         launched = time.time()
-        done = _start(command, CORES // processes, variables)
-        if done.returncode:
-            raise NotMeasured(
-                failure_reason(done.stderr) or f"train.py ended with {done.returncode}"
-            )
-        recompiled = done.stderr.count("Recompiling function")
-        return TrainResult(task, launched, step_lines(folder), recompiled)
+        process = _run_python(command, CORES // processes, variables)
+        if process.returncode:
+            reason = failure_reason(process.stderr)
+            raise NotMeasured(reason or f"train.py: exit code {process.returncode}")
+        recompilations = process.stderr.count("Recompiling function")
+        return TrainResult(task, launched, step_lines(folder), recompilations)

@@ -1,6 +1,6 @@
-"""Roofline time and memory of the GPU cases: python -m benchmarks.roofline
+"""Compute roofline time and memory of the GPU cases: python -m benchmarks.roofline
 
-Computed only; nothing here is measured.
+Nothing here is measured.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ GPU_BYTES = 150.1e9  # torch.cuda.get_device_properties().total_memory
 GPU_BANDWIDTH = 4.8e12  # NVIDIA H200 data sheet
 SHAPES = (("8B", 8192), ("1B", 2048), ("1B", 8192), ("3B", 2048), ("3B", 8192))
 LOSS_CHUNK_TOKENS = 4096  # loss.chunk_tokens of the GPU cases
+# Tokens of a micro-batch. With fewer, matmuls are too small; more do not raise tokens/s, because
+# the optimizer takes only a fiftieth of a step already.
 MIN_TOKENS, MAX_TOKENS = 8192, 32_768
-# of a micro-batch: with fewer, matmuls are too small; more do not raise tokens/s, because the
-# optimizer takes only a fiftieth of a step already
-USABLE_SHARE = 0.85  # of the memory; the rest: CUDA context, cuBLAS, NCCL, fragmentation
+USABLE_SHARE = 0.85  # of GPU memory; the rest: CUDA context, cuBLAS, NCCL, fragmentation
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class State:
     settings: dict[str, Any] = field(default_factory=dict)
 
 
-STATES = (  # the most precise one that fits is used
+STATES = (  # in order of precision; the first that fits is used
     State("fp32 parameters and moments", 4, 4, 8),
     State("fp32 parameters, 8-bit moments", 4, 4, 2.0625, {"optimizer.state_dtype": "8bit"}),
     State("bf16 parameters and moments", 2, 2, 4, {"training.dtype": "bfloat16"}),
@@ -61,7 +61,7 @@ class Recompute:
     settings: dict[str, Any]
 
 
-RECOMPUTE = (  # costs more time than a lower precision does, so it is tried after it
+RECOMPUTE = (  # costs more time than lower precision, so every precision is tried before the next
     Recompute("no recomputation", 0.0, {"activation_checkpoint.mode": "none"}),
     Recompute(
         "every 2nd block recomputed",
@@ -77,7 +77,7 @@ RECOMPUTE = (  # costs more time than a lower precision does, so it is tried aft
 
 @dataclass(frozen=True)
 class Plan:
-    """How a case is run."""
+    """Settings with which a GPU case is tried."""
 
     state: State
     recompute: Recompute
@@ -95,8 +95,8 @@ class Plan:
 def saved_bytes_per_token(sizes: Llama3Sizes, share: float = 0.0) -> float:
     """Bytes of bf16 activations saved for backward per token, without the loss.
 
-    Per block: inputs and outputs of both norms, q, k, v, the attention output, and four of SwiGLU
-    (the outputs of w1 and w3, the gate, the input of w2). Per recomputed block: its input.
+    Per block: inputs and outputs of both norms, q, k, v, the attention output, and four tensors of
+    SwiGLU (the outputs of w1 and w3, the gate, the input of w2). Per recomputed block: its input.
     """
     queries, keys = sizes.n_heads * sizes.head_width, sizes.n_kv_heads * sizes.head_width
     block = 4 * sizes.dim + 2 * queries + 2 * keys + 4 * sizes.hidden_dim
@@ -107,8 +107,8 @@ def peak_bytes(sizes: Llama3Sizes, seq_len: int, plan: Plan) -> float:
     """Peak bytes of a step on one GPU, with a loss chunk of LOSS_CHUNK_TOKENS tokens.
 
     Activations are freed as gradients are allocated, so the larger of the two counts. One more
-    block is alive while it is recomputed. Parameters are gathered in bf16: two blocks, the
-    embedding and the output layer at a time.
+    block is alive while it is recomputed. Parameters of two blocks, the embedding and the output
+    layer are gathered in bf16 at the same time.
     """
     parameters, tokens = FAMILY.count_parameters(sizes), plan.micro_batch * seq_len
     saved = tokens * saved_bytes_per_token(sizes, plan.recompute.share)
@@ -124,7 +124,7 @@ def peak_bytes(sizes: Llama3Sizes, seq_len: int, plan: Plan) -> float:
 
 
 def find_largest(fits: Callable[[int], bool], limit: int) -> int:
-    """The largest number up to `limit` that fits, by bisection; 0 if none does."""
+    """The largest number up to `limit` for which `fits` is true, by bisection; 0 if none."""
     if not fits(1):
         return 0
     low, high = 1, 2  # low fits
@@ -146,10 +146,8 @@ def plans(
         for state in states:
 
             def fits(count: int, state=state, recompute=recompute) -> bool:
-                return (
-                    peak_bytes(sizes, seq_len, Plan(state, recompute, count))
-                    <= USABLE_SHARE * capacity
-                )
+                plan = Plan(state, recompute, count)
+                return peak_bytes(sizes, seq_len, plan) <= USABLE_SHARE * capacity
 
             count = find_largest(fits, largest)
             while count >= smallest:
@@ -165,10 +163,10 @@ def share_of_peak(
     *,
     full_attention: bool = False,
 ) -> float | None:
-    """Share of `peak` FLOP/s that the model's FLOPs use at `speed` tokens/s.
+    """Share of `peak` FLOP/s that the model's FLOPs need at `speed` tokens/s.
 
-    With a published peak this is the MFU (https://arxiv.org/abs/2204.02311, appendix B), for causal
-    attention or for full attention. None where the peak is unknown.
+    With a published peak this is the MFU (https://arxiv.org/abs/2204.02311, appendix B), counting
+    causal or full attention. None where the peak is unknown.
     """
     flops = FAMILY.flops_per_token(sizes, seq_len, full_attention=full_attention)
     return speed * flops / peak if peak else None
@@ -186,10 +184,10 @@ def step_flops(
 def step_bytes(sizes: Llama3Sizes, tokens: int, state: State, share: float) -> float:
     """Bytes that a step must move between GPU memory and the chip, with ideal kernels.
 
-    Parameters are cast to bf16 if they are stored in fp32, read in forward and twice in backward;
-    gradients are written and accumulated in the stored dtype; the optimizer reads and writes its
-    state; activations are written and read once; logits and their gradients, in bf16, are written
-    once and read twice.
+    Parameters are cast to bf16 if they are stored in fp32, and read once in forward and twice in
+    backward. Gradients are written and accumulated in the stored dtype. The optimizer reads and
+    writes its state. Activations are written and read once; logits and their gradients, in bf16,
+    are written once and read twice.
     """
     parameters = FAMILY.count_parameters(sizes)
     cast = 2 * (state.parameters + 2) if state.parameters > 2 else 0
@@ -224,7 +222,7 @@ def main() -> None:
                 number(tokens / (compute + memory)),
             )
         )
-    heads = (
+    header = (
         "case",
         "state and recomputation",
         "tokens/step",
@@ -235,7 +233,7 @@ def main() -> None:
         "tokens/s if they overlap",
         "tokens/s if they do not",
     )
-    print(grid(heads, lines, "lllrrrrrr"), end="")
+    print(grid(header, lines, "lllrrrrrr"), end="")
 
 
 if __name__ == "__main__":

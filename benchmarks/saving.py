@@ -1,6 +1,6 @@
 """Save and load 504 MB of parameters and optimizer state on two ranks, in every mode.
 
-torchrun --nproc_per_node 2 -m benchmarks.saving   prints the seconds of each
+torchrun --nproc_per_node 2 -m benchmarks.saving   prints the seconds of each save and load
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ MODES = ("disabled", "async", "async_with_pinned_mem")
 
 
 def measure_saving() -> None:
+    """Save and load in every mode; rank 0 prints the seconds by name, as JSON."""
     with join_process_group(torch.device("cpu"), CommConfig(), DebugConfig(), Path()) as rank:
         model = torch.nn.Sequential(*(torch.nn.Linear(1024, 1024, bias=False) for _ in range(40)))
         fully_shard(model)
@@ -38,25 +39,25 @@ def measure_saving() -> None:
         seconds: dict[str, list[float]] = {}
         with tempfile.TemporaryDirectory() as folder_of_rank:
             folder = broadcast_from_rank_0(folder_of_rank)
-            about = {"facts": {}, "job": {}, "layout": ""}
+            no_job = {"facts": {}, "job": {}, "layout": ""}
             for mode in MODES:
                 config = CheckpointConfig(enable=True, async_mode=mode, keep_latest_k=2)
-                checkpointer = Checkpointer(StorageFolder(f"{folder}/{mode}"), config, **about)
+                checkpointer = Checkpointer(StorageFolder(f"{folder}/{mode}"), config, **no_job)
                 for step in range(1, 8):
                     progress = {"step": step, "position": step, "tokens": step}
                     save = partial(checkpointer.save, step, model, optimizer, progress=progress)
-                    blocked = _seconds(save)
+                    blocked = _time_call(save)
                     saved = checkpointer.wait()
                     assert saved and not saved.problem, saved
                     seconds.setdefault(f"{mode}, blocked", []).append(blocked)
                     seconds.setdefault(f"{mode}, written", []).append(saved.seconds)
             state = model_and_optimizer_state(model, optimizer)
-            place = StorageFolder(f"{folder}/disabled")
+            storage = StorageFolder(f"{folder}/disabled")
             for verify in ("off", "full") * 5:
                 config = CheckpointConfig(enable=True, verify=verify)
-                checkpointer = Checkpointer(place, config, **about)
-                taken = _seconds(partial(_load, checkpointer, state))
-                seconds.setdefault(f"load, verify {verify}", []).append(taken)
+                checkpointer = Checkpointer(storage, config, **no_job)
+                load_seconds = _time_call(partial(_load, checkpointer, state))
+                seconds.setdefault(f"load, verify {verify}", []).append(load_seconds)
             torch.distributed.barrier()
         if rank.rank == 0:
             print(json.dumps(seconds))
@@ -68,10 +69,10 @@ def _load(checkpointer: Checkpointer, state: dict) -> None:
     read_tensors(found.folder, state)
 
 
-def _seconds(act: Callable[[], object]) -> float:
+def _time_call(function: Callable[[], object]) -> float:
     torch.distributed.barrier()
     start = time.perf_counter()
-    act()
+    function()
     return time.perf_counter() - start
 
 

@@ -1,4 +1,4 @@
-"""Measured figures, and the Markdown tables that show them."""
+"""Measured figures and their Markdown tables."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from pathlib import Path
 
 
 class NotMeasured(Exception):
-    """A figure that cannot be measured here; the message says why."""
+    """A figure cannot be measured on this machine; the message is the reason."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """One figure, measured once per round; its value is the median."""
+    """One figure of a table, measured once per round."""
 
     what: str
     unit: str
@@ -30,7 +30,7 @@ class Row:
 
 
 def row(what: str, unit: str, each: Iterable[float], target: str = "") -> Row:
-    """A row of figures, one per round, in order."""
+    """A row with one figure per round, in order."""
     return Row(what, unit, tuple(each), target)
 
 
@@ -44,26 +44,28 @@ def number(value: float | None) -> str:
 def table(rows: Sequence[Row]) -> str:
     """A Markdown table: per row the median, the range over rounds and the target."""
     lines = []
-    for each in rows:
-        ends = f"{number(min(each.each))} to {number(max(each.each))}" if each.each else each.missed
-        lines.append((each.what, number(each.median), ends, each.unit, each.target))
-    return grid(("what", "median", "rounds", "unit", "target"), lines, "lrrll")
+    for row in rows:
+        rounds = f"{number(min(row.each))} to {number(max(row.each))}" if row.each else row.missed
+        lines.append((row.what, number(row.median), rounds, row.unit, row.target))
+    return grid(("measurement", "median", "rounds", "unit", "target"), lines, "lrrll")
 
 
-def grid(heads: Sequence[str], lines: Iterable[Sequence[str]], sides: str) -> str:
-    """A Markdown table; `sides` has l or r per column."""
-    marks = ["---:" if side == "r" else "---" for side in sides]
-    return "\n".join("| " + " | ".join(line) + " |" for line in (heads, marks, *lines)) + "\n"
+def grid(header: Sequence[str], lines: Iterable[Sequence[str]], alignments: str) -> str:
+    """A Markdown table; `alignments` has "l" or "r" for each column."""
+    rule = ["---:" if alignment == "r" else "---" for alignment in alignments]
+    return "\n".join("| " + " | ".join(line) + " |" for line in (header, rule, *lines)) + "\n"
 
 
-def facts(about: Mapping[str, str]) -> str:
-    """The list above a table: machine, versions, command."""
-    return "".join(f"- {name}: {value}\n" for name, value in about.items()) + "\n"
+def list_entries(entries: Mapping[str, str]) -> str:
+    """A Markdown list of names and values: the command, the machine, the versions."""
+    return "".join(f"- {name}: {value}\n" for name, value in entries.items()) + "\n"
 
 
-def write(out: Path, about: Mapping[str, str], markdown: str, rows: Sequence[object]) -> None:
-    """Write the table as Markdown, and all rounds of all rows as JSON beside it."""
+def write_table(
+    out: Path, entries: Mapping[str, str], markdown: str, rows: Sequence[object]
+) -> None:
+    """Write entries and table to `out`, and the rounds of all rows to a .json file beside it."""
     out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(facts(about) + markdown, encoding="utf-8")
-    record = {**about, "rows": [dataclasses.asdict(each) for each in rows]}
+    out.write_text(list_entries(entries) + markdown, encoding="utf-8")
+    record = {**entries, "rows": [dataclasses.asdict(row) for row in rows]}
     out.with_suffix(".json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")

@@ -1,7 +1,7 @@
-"""Collect a corpus that every machine has: python scripts/collect_python.py --out python.jsonl
+"""Collect Python's standard library as text: python scripts/collect_python.py --out python.jsonl
 
-Writes the source files of Python's standard library, one JSON line per file, without tests and
-installed packages.
+Every machine has this corpus. Writes one JSON line per source file, without tests and installed
+packages.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def collect(library: Path, out: Path) -> tuple[int, int]:
         lines.append(json.dumps(document, ensure_ascii=False) + "\n")
         size += len(content)
     if not lines:
-        raise DataError(f"{library}: this Python has no standard library as source files.")
+        raise DataError(f"{library}: this Python has no source files of its standard library.")
     out.parent.mkdir(parents=True, exist_ok=True)
     write_file_atomically(out, "".join(lines).encode())
     return len(lines), size

@@ -1,8 +1,8 @@
-"""Print the compute dtype that is faster here: bfloat16 or float32.
+"""Print the faster compute dtype of this machine: bfloat16 or float32.
 
 A CPU without bfloat16 units emulates bfloat16 and is 3 to 4 times slower with it than with float32.
-Both are measured by a matmul, half a second each; the figures go to stderr. On a GPU the answer is
-bfloat16.
+Each is measured with a matmul for half a second; the figures go to stderr. With a GPU the answer is
+always bfloat16.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
-# Runs torchrun on one machine without any port that other machines can reach:
+# Run torchrun on one machine, without a port that other machines can reach:
 #   bash scripts/launch.sh PROCESSES train.py --job.config_file run.toml …
-# By default torchrun's stores listen on every interface, and execute pickles that are written into
-# them. Here the rendezvous uses a private file, and rank 0 hosts the store of the ranks on loopback.
+# By default torchrun's stores listen on every network interface, and their clients unpickle what is
+# written into them. Here the rendezvous uses a private file, and the store of the ranks listens on
+# the loopback interface only.
 set -euo pipefail
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
 exec torchrun --nproc_per_node "$1" --rdzv-backend c10d --rdzv-conf store_type=file \

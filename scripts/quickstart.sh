@@ -7,7 +7,7 @@ for argument in "$@"; do
     -h | --help)
       echo "usage: bash scripts/quickstart.sh [--section.key value ...]"
       echo "Collects Python's standard library as text, trains a tokenizer, prepares the corpus, trains a"
-      echo "small Llama on it, and writes text with it. Finished parts are reused. Arguments go to train.py;"
+      echo "small Llama on it, and generates text with it. Finished steps are reused. Arguments go to train.py;"
       echo "python train.py --help lists them. Results are under outputs/quickstart (--job.dump_folder)."
       exit 0 ;;
   esac
@@ -15,12 +15,12 @@ done
 source scripts/environment.sh
 
 run=outputs/quickstart corpus=outputs/quickstart/corpus
-take=""
-for argument in "$@"; do  # this script needs the run's folder, too
-  case "$take$argument" in
-    --job.dump_folder) take=run= ;;
+prefix=""
+for argument in "$@"; do  # this script, too, needs the value of --job.dump_folder
+  case "$prefix$argument" in
+    --job.dump_folder) prefix=run= ;;
     --job.dump_folder=*) run=${argument#*=} ;;
-    run=*) run=${argument} take="" ;;
+    run=*) run=$argument prefix="" ;;
   esac
 done
 announce() { printf '\n== %s\n' "$*"; }

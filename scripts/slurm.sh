@@ -1,23 +1,23 @@
 #!/usr/bin/env bash
 #SBATCH --ntasks-per-node=1 --signal=B:USR1@300 --requeue --open-mode=append
 # Train under SLURM: sbatch --nodes 2 --gpus-per-node 8 scripts/slurm.sh --job.config_file run.toml …
-# 300 seconds before the time limit all ranks save and end, and the job is requeued.
-# Environment: RANKS_PER_NODE (default: the GPUs of a node), MAX_RESTARTS (default: 3).
+# 300 seconds before the time limit, all ranks save a checkpoint and exit, and the job is requeued.
+# Environment variables: RANKS_PER_NODE (default: GPUs of the node), MAX_RESTARTS (default: 3).
 set -u
 
-wait_for() {  # wait_for PID: return its exit code; `wait` alone also returns after a trap
+wait_for() {  # wait_for PID: return its exit code; a loop, because a trap interrupts `wait`
   local code=0
   while kill -0 "$1" 2>/dev/null; do wait "$1" && code=0 || code=$?; done
   return "$code"
 }
 
-run_node() {  # on each node: run torchrun, which must ignore SIGUSR1, because it would end it
-  local launcher stopping=
+run_node() {  # run torchrun on a node; it ignores SIGUSR1, which would end it
+  local launcher asked=
   (trap '' USR1; exec torchrun "$@") &
   launcher=$!
-  # Repeated, because a rank that is still starting ignores the signal.
-  stop_ranks() { while pkill -USR1 -P "$launcher"; do sleep 5; done; }
-  trap '[ "$stopping" ] || { stopping=1; stop_ranks & }' USR1
+  # Repeat the signal, because a rank that is still starting ignores it.
+  ask_ranks() { while pkill -USR1 -P "$launcher"; do sleep 5; done; }
+  trap '[ "$asked" ] || { asked=1; ask_ranks & }' USR1
   wait_for "$launcher"
 }
 export -f wait_for run_node
@@ -28,9 +28,9 @@ srun --kill-on-bad-exit=0 bash -c 'run_node "$@"' run_node \
   --max-restarts "${MAX_RESTARTS:-3}" --rdzv_backend c10d \
   --rdzv_id "$SLURM_JOB_ID.${SLURM_RESTART_COUNT:-0}" \
   --rdzv_endpoint "$head_node:$((20000 + SLURM_JOB_ID % 10000))" train.py "$@" &
-srun_pid=$! stopping=
-trap 'stopping=1; kill -USR1 "$srun_pid"' USR1  # srun forwards it to every node
-wait_for "$srun_pid"
+step=$! asked=
+trap 'asked=1; kill -USR1 "$step"' USR1  # srun forwards it to every node
+wait_for "$step"
 code=$?
-[ "$stopping" ] && [ "$code" -ne 0 ] && scontrol requeue "$SLURM_JOB_ID"
+[ "$asked" ] && [ "$code" -ne 0 ] && scontrol requeue "$SLURM_JOB_ID"
 exit "$code"

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Run the tests: scripts/test.sh [--quick] [arguments of pytest]
-#   --quick  the fast unit tests and a few distributed ones, in less than 3 minutes on 2 cores
+#   --quick  the fast unit tests and a few distributed tests: less than 3 minutes on 2 cores
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source scripts/environment.sh
@@ -24,5 +24,5 @@ for argument in "$@"; do
   shift
   if [ "$argument" = --quick ]; then set -- "$@" "${QUICK[@]}"; else set -- "$@" "$argument"; fi
 done
-# One thread a process: the tests start several ranks, and more threads than cores are slower.
+# One thread per process: the tests start several ranks, and more threads than cores are slower.
 OMP_NUM_THREADS=1 exec python -m pytest "$@"

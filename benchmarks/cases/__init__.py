@@ -21,4 +21,6 @@ CPU_CASES: dict[str, Callable[[CaseContext], Iterator[Row]]] = {
     "order": case_order,
     "tokenizer": case_tokenizer,
 }
-CASES = CPU_CASES | {"trainer-gpu": case_trainer_gpu}  # cases whose rows go into one table
+CASES = CPU_CASES | {
+    "trainer-gpu": case_trainer_gpu
+}  # all cases that yield a `Row`; gpu.py has its own rows

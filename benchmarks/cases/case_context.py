@@ -1,4 +1,4 @@
-"""The arguments of a benchmark case."""
+"""The context that every benchmark case runs in."""
 
 from __future__ import annotations
 
@@ -12,4 +12,4 @@ class CaseContext:
 
     corpus: Path  # folder with random ids of quickstart's vocabulary; a case may write files there
     rounds: int  # number of measurements
-    peer: bool = False  # also compare with other trainers
+    peer: bool = False  # also compare with transformers' Trainer

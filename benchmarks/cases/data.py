@@ -12,21 +12,21 @@ from benchmarks.table_rows import Row, row
 
 def case_stream(context: CaseContext) -> Iterator[Row]:
     """The sample stream on one core, and torchdata's loader over the same samples."""
-    yield from _measured("stream", "million tokens/s", context)
+    yield from _measure("stream", "million tokens/s", context)
 
 
 def case_order(context: CaseContext) -> Iterator[Row]:
-    """Time to compute which source a sample comes from; it does not depend on the size."""
-    yield from _measured("order", "ns/sample", context)
+    """Time to compute which source a sample comes from; independent of the corpus size."""
+    yield from _measure("order", "ns/sample", context)
 
 
 def case_tokenizer(context: CaseContext) -> Iterator[Row]:
     """Tokenization on one core."""
-    yield from _measured("tokenizer", "MB/s", context)
+    yield from _measure("tokenizer", "MB/s", context)
 
 
-def _measured(what: str, unit: str, context: CaseContext) -> Iterator[Row]:
-    command = ["-m", "benchmarks.data_speed", what, str(context.corpus)]
+def _measure(part: str, unit: str, context: CaseContext) -> Iterator[Row]:
+    command = ["-m", "benchmarks.data_speed", part, str(context.corpus)]
     runs = [json.loads(run(command, threads=1)) for _ in range(context.rounds)]
     for name in runs[0]:
-        yield row(name, unit, [found[name] for found in runs])
+        yield row(name, unit, [figures[name] for figures in runs])

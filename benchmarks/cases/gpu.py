@@ -1,10 +1,10 @@
 """One GPU: 1B, 3B and 8B, eager, compiled and in Float8, in less than eight minutes.
 
-Time budget, estimated: 4 runs for each of 5 model and sequence sizes. A run takes 5 s for the CUDA
-context and the parameters, 10 s (bf16) or 15 s (Float8) to compile with an empty cache, and 9 s
-for 3 equal measurements, of which the first is not counted: 14 + 24 + 29 + 29 s per size, 480 s in
-all. Imports overlap with the run before. The most important runs come first; runs that do not fit
-into the budget are reported as not measured.
+Estimated time: 4 runs for each of 5 combinations of model and sequence length. A run takes 5 s for
+the CUDA context and the parameters, 10 s (bf16) or 15 s (Float8) to compile with an empty cache,
+and 9 s for 3 equal measurements, of which the first is not counted: 14 + 24 + 29 + 29 s per
+combination, 480 s in total. Imports overlap with the previous run. The most important runs come
+first; runs that do not fit into the budget are reported as not measured.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ from benchmarks.roofline import (
 from benchmarks.table_rows import NotMeasured, grid, number
 from titanlite.metrics.hardware import measure_matmul_flops, peak_flops
 
-BUDGET_SECONDS = 470  # a run starts only if it would end within them
+BUDGET_SECONDS = 470  # a run starts only if it is expected to end within this time
 RUN_SECONDS, MAX_RUN_SECONDS = 35, 120  # usual and maximum duration of a run
-READING_SECONDS = 2.5  # of steps between two lines of metrics.jsonl
+READING_SECONDS = 2.5  # time between two lines of metrics.jsonl
 FLOAT8 = {
     "model.converters": '["quantize.linear.float8"]',
     "compile.enable": "true",
@@ -72,7 +72,7 @@ rows too: "causal" counts half of the attention, "full" all of it, as both peers
 the measured peak is causal; that peak is the best of many bf16 matmuls of 8,192 x 8,192 in the same
 run. Every run is train.py with `loss.chunk_tokens = {LOSS_CHUNK_TOKENS}`; tokens/s include
 everything between the ends of two steps. "compile s" is how much later than in the eager run the
-first step ended, with an empty cache. The peers' models differ slightly:
+first step ended, with an empty cache. The models of the peers differ slightly:
 
 - [1] torchtitan, Llama 3.1 8B at 8,192 on 8 H100 (96 GB HBM2e, 500 W), selective recomputation:
   <https://github.com/pytorch/torchtitan/blob/main/benchmarks/llama3_h100_202412_torchtitan.md>;
@@ -97,7 +97,7 @@ class GpuRow:
     share_of_measured_peak: float | None = None
     times_bf16_compiled: float | None = None
     peak_memory_gib: float | None = None
-    first_step_seconds: float | None = None  # from the start to its end, without imports
+    first_step_seconds: float | None = None  # from the start of the run, after imports
     compile_seconds: float | None = None
     data_share: float | None = None
     missed: str = ""
@@ -108,47 +108,46 @@ class GpuRow:
 
 
 def measure_gpu(cases: Sequence[str]) -> list[GpuRow]:
-    """A row for every mode of every case; without a GPU, rows that say so."""
+    """A row for every mode of every case; without a GPU, every row is not measured."""
     shapes = [GPU_CASES[name] for name in cases]
     empty = [GpuRow(flavor, length, mode) for flavor, length in shapes for mode in MODES]
     if not torch.cuda.is_available():
-        return [replace(each, missed="no CUDA device") for each in empty]
+        return [replace(blank, missed="no CUDA device") for blank in empty]
     end, rows = time.monotonic() + BUDGET_SECONDS, []
     device = torch.device("cuda")
     measured_peak = measure_matmul_flops(torch.bfloat16, device, seconds=1.0)
     torch.cuda.empty_cache()
     with tempfile.TemporaryDirectory() as folder:
-        bench = _Bench(Path(folder))
+        runner = _Runner(Path(folder))
         try:
             for blank in empty:
                 if time.monotonic() + RUN_SECONDS > end:
                     rows.append(replace(blank, missed=f"beyond the budget of {BUDGET_SECONDS} s"))
                     continue
-                row = _measure(bench, blank, measured_peak, end)
+                row = _measure(runner, blank, measured_peak, end)
                 print(f"{row.key}: {row.missed or number(row.tokens_per_second)}", file=sys.stderr)
                 rows.append(row)
         finally:
-            bench.close()
+            runner.close()
     return add_ratios(rows)
 
 
-def _measure(bench: _Bench, blank: GpuRow, measured_peak: float, end: float) -> GpuRow:
-    """Measure the best plan that fits; one that runs out of memory is followed by the next."""
+def _measure(runner: _Runner, blank: GpuRow, measured_peak: float, end: float) -> GpuRow:
+    """Measure the first plan that does not run out of memory; the plans are the best first."""
     sizes, length = FAMILY.flavors[blank.flavor], blank.seq_len
-    card = torch.cuda.get_device_properties(0)
-    published = peak_flops(card.name, torch.bfloat16)
-    missed = "no plan fits this GPU"
-    for plan in plans(sizes, length, card.total_memory, STATES):
+    properties = torch.cuda.get_device_properties(0)
+    published = peak_flops(properties.name, torch.bfloat16)
+    for plan in plans(sizes, length, properties.total_memory, STATES):
         if time.monotonic() + RUN_SECONDS > end:
             return replace(blank, missed=f"beyond the budget of {BUDGET_SECONDS} s")
         description = f"{plan.state.name}; {plan.recompute.name}"
         try:
-            launched, steps = bench.run(blank, plan, published or measured_peak)
+            launched, steps = runner.run(blank, plan, published or measured_peak)
         except _OutOfMemory:
-            missed = "no plan fits this GPU"
             continue
-        except NotMeasured as why:
-            return replace(blank, plan=description, micro_batch=plan.micro_batch, missed=str(why))
+        except NotMeasured as reason:
+            missed = str(reason)
+            return replace(blank, plan=description, micro_batch=plan.micro_batch, missed=missed)
         speed, counted = speed_of(steps), steps[2:]
         waited = sum(step["data_seconds"] for step in counted)
         return replace(
@@ -163,17 +162,17 @@ def _measure(bench: _Bench, blank: GpuRow, measured_peak: float, end: float) -> 
             first_step_seconds=steps[0]["time"] - launched,
             data_share=waited / (waited + sum(step["step_seconds"] for step in counted)),
         )
-    return replace(blank, missed=missed)
+    return replace(blank, missed="no plan fits this GPU")
 
 
 def speed_of(steps: Sequence[dict]) -> float:
-    """Tokens/s from the second line, which ends the warm-up, to the last."""
+    """Tokens/s from the second line, at which the warmup ends, to the last line."""
     first, last = steps[1], steps[-1]
     return (last["tokens"] - first["tokens"]) / (last["time"] - first["time"])
 
 
 def add_ratios(rows: Sequence[GpuRow]) -> list[GpuRow]:
-    """The rows with their ratios to other rows of the same size."""
+    """The rows with their ratios to other rows of the same model and sequence length."""
     by_key = {row.key: row for row in rows}
 
     def with_ratios(row: GpuRow) -> GpuRow:
@@ -185,8 +184,8 @@ def add_ratios(rows: Sequence[GpuRow]) -> list[GpuRow]:
             ratio = row.tokens_per_second / compiled.tokens_per_second
             row = replace(row, times_bf16_compiled=ratio)
         if "compiled" in row.mode and eager and eager.first_step_seconds:
-            later = row.first_step_seconds - eager.first_step_seconds
-            row = replace(row, compile_seconds=later)
+            delay = row.first_step_seconds - eager.first_step_seconds
+            row = replace(row, compile_seconds=delay)
         return row
 
     return [with_ratios(row) for row in rows]
@@ -217,8 +216,8 @@ class _OutOfMemory(Exception):
     """A run needs more memory than the GPU has."""
 
 
-class _Bench:
-    """Runs train.py, one process per run; the next process is already importing."""
+class _Runner:
+    """Runs train.py in one process per run; the next process imports meanwhile."""
 
     def __init__(self, folder: Path):
         self.folder, self.count = folder, 0
@@ -274,7 +273,7 @@ class _Bench:
 
 def gpu_table(rows: Sequence[GpuRow]) -> str:
     """A Markdown table: one line per run, with targets and published figures."""
-    heads = (
+    header = (
         "model",
         "tokens",
         "run",
@@ -313,7 +312,7 @@ def gpu_table(rows: Sequence[GpuRow]) -> str:
         )
         for row in rows
     ]
-    return grid(heads, lines, "lrllrrrrrrrrrrll") + NOTES
+    return grid(header, lines, "lrllrrrrrrrrrrll") + NOTES
 
 
 def _percent(share: float | None) -> str:
@@ -321,5 +320,5 @@ def _percent(share: float | None) -> str:
 
 
 def has_figures(rows: Sequence[GpuRow]) -> bool:
-    """Whether anything was measured; a table without figures is printed and never written."""
+    """Whether anything was measured."""
     return any(row.tokens_per_second for row in rows)

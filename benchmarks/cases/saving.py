@@ -19,20 +19,21 @@ def case_checkpoint(context: CaseContext) -> Iterator[Row]:
         for _ in range(context.rounds)
     ]
 
-    def typical(what: str) -> list[float]:
-        return [median(found[what][2:]) for found in runs]
+    def medians(measurement: str) -> list[float]:
+        """The median of each run; the first two values warm up."""
+        return [median(seconds[measurement][2:]) for seconds in runs]
 
-    sync = typical("disabled, blocked")
+    sync = medians("disabled, blocked")
     yield row("saving 504 MB on 2 ranks, disabled: loop blocked", "s", sync)
     for mode in ("async", "async_with_pinned_mem"):
-        blocked = typical(f"{mode}, blocked")
+        blocked = medians(f"{mode}, blocked")
         yield row(f"saving, {mode}: loop blocked", "s", blocked)
-        first = [found[f"{mode}, blocked"][0] for found in runs]
+        first = [seconds[f"{mode}, blocked"][0] for seconds in runs]
         yield row(f"saving, {mode}: loop blocked by the first save", "s", first)
-        yield row(f"saving, {mode}: written after", "s", typical(f"{mode}, written"))
+        yield row(f"saving, {mode}: complete after", "s", medians(f"{mode}, written"))
         ratios = [a / b for a, b in zip(blocked, sync, strict=True)]
         yield row(f"loop blocked, {mode} / disabled", "ratio", ratios)
-    off, full = typical("load, verify off"), typical("load, verify full")
+    off, full = medians("load, verify off"), medians("load, verify full")
     yield row("loading 504 MB, verify off", "s", off)
     ratios = [a / b for a, b in zip(full, off, strict=True)]
     yield row("loading, verify full / off", "ratio", ratios)

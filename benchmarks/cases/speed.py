@@ -7,6 +7,7 @@ import importlib.util
 import json
 import tempfile
 from collections.abc import Iterator
+from functools import partial
 from statistics import median
 
 import torch
@@ -20,7 +21,7 @@ TASK = Task()
 
 
 def case_trainer(context: CaseContext) -> Iterator[Row]:
-    """train.py, a bare loop and (--peer) transformers' Trainer, one process, all cores."""
+    """train.py, a bare loop and (with --peer) transformers' Trainer: one process, all cores."""
     for dtype in ("float32", "bfloat16"):
         yield from _compare_loops(context, dataclasses.replace(TASK, dtype=dtype))
 
@@ -34,68 +35,69 @@ def case_trainer_gpu(context: CaseContext) -> Iterator[Row]:
 
 
 def _compare_loops(context: CaseContext, task: Task) -> Iterator[Row]:
-    words = (json.dumps(dataclasses.asdict(task)), str(context.corpus))
+    arguments = (json.dumps(dataclasses.asdict(task)), str(context.corpus))
 
     def loop(module: str, *options: str) -> float:
-        return task.speed(json.loads(run(["-m", module, *words, *options]).splitlines()[-1]))
+        return task.speed(json.loads(run(["-m", module, *arguments, *options]).splitlines()[-1]))
 
     contenders = {
         "ours": lambda: train(task, context.corpus),
         "bare": lambda: loop("benchmarks.baseline_loop", "trim"),
-        "kept": lambda: loop("benchmarks.baseline_loop", "no-trim"),
+        "no_trim": lambda: loop("benchmarks.baseline_loop", "no-trim"),
     }
-    missing = [name for name in ("transformers", "accelerate") if not _installed(name)]
+    missing = [name for name in ("transformers", "accelerate") if not _is_installed(name)]
     if context.peer and not missing:
         contenders["peer"] = lambda: loop("benchmarks.hf_trainer")
-    found = alternate(context.rounds, **contenders)
-    ours, bare, kept = found["ours"], found["bare"], found["kept"]
+    results = alternate(context.rounds, **contenders)
+    ours, bare, no_trim = results["ours"], results["bare"], results["no_trim"]
     speeds = [run.speed for run in ours]
 
     dtype, cast = task.dtype, " by autocast" if task.dtype == "bfloat16" else ""
     yield row(f"train.py, {dtype}", "tokens/s", speeds)
     yield row(f"bare loop, {dtype}{cast}", "tokens/s", bare)
     yield row(f"train.py / bare loop, {dtype}", "ratio", _ratios(speeds, bare), ">= 0.97")
-    keeping = f"train.py / bare loop without malloc trimming, {dtype}"
-    yield row(keeping, "ratio", _ratios(speeds, kept), ">= 0.97")
-    yield row(f"bare loop, malloc trimming off / on, {dtype}", "ratio", _ratios(kept, bare))
-    yield from _peer(context, speeds, found.get("peer"), missing, dtype)
-    yield from _shares(task, ours)
+    name = f"train.py / bare loop without malloc trimming, {dtype}"
+    yield row(name, "ratio", _ratios(speeds, no_trim), ">= 0.97")
+    yield row(f"bare loop, malloc trimming off / on, {dtype}", "ratio", _ratios(no_trim, bare))
+    yield from _peer_rows(context, speeds, results.get("peer"), missing, dtype)
+    yield from _train_rows(task, ours)
 
 
-def _peer(context, speeds, peer, missing, dtype) -> Iterator[Row]:
+def _peer_rows(context, speeds, peer, missing, dtype) -> Iterator[Row]:
+    """Rows for transformers' Trainer, where it was asked for."""
     ratio = f"train.py / transformers' Trainer, {dtype}"
     if peer:
         yield row(f"transformers' Trainer, {dtype}", "tokens/s", peer)
         yield row(ratio, "ratio", _ratios(speeds, peer), ">= 1.1")
     elif context.peer:
-        why = f"{' and '.join(missing)} not installed: pip install -e '.[hf]'"
-        yield Row(ratio, "ratio", target=">= 1.1", missed=why)
+        reason = f"{' and '.join(missing)} not installed: pip install -e '.[hf]'"
+        yield Row(ratio, "ratio", target=">= 1.1", missed=reason)
 
 
-def _shares(task: Task, ours: list[TrainResult]) -> Iterator[Row]:
-    """Share of the device's peak that train.py reaches, and where its time goes."""
+def _train_rows(task: Task, ours: list[TrainResult]) -> Iterator[Row]:
+    """Further rows for train.py: its share of the device's peak, data waits and peak memory."""
     sizes, dtype = FAMILY.flavors[task.flavor], task.dtype
     peaks = [run.peak_flops for run in ours]
     name = f"matmul peak (measured on a CPU, published for a GPU), {dtype}"
     yield row(name, "TFLOP/s", [peak / 1e12 for peak in peaks])
-    for words in ("causal", "full"):
-        full = {"full_attention": words == "full"}
+    for attention in ("causal", "full"):
+        full = {"full_attention": attention == "full"}
         shares = [share_of_peak(r.speed, sizes, task.seq_len, r.peak_flops, **full) for r in ours]
-        yield row(f"share of that peak, {words} attention, {dtype}", "share", shares)
+        yield row(f"share of that peak, {attention} attention, {dtype}", "share", shares)
     yield row(f"waiting for data, {dtype}", "share", [run.data_share for run in ours], "< 0.01")
     yield row(f"peak memory, {dtype}", "GiB", [run.peak_memory_gib for run in ours])
 
 
 def case_fsdp(context: CaseContext) -> Iterator[Row]:
     """FSDP over 2 processes against one process, with the same total number of threads."""
-    found = alternate(
+    results = alternate(
         context.rounds,
         two=lambda: train(TASK, context.corpus, processes=2).speed,
         one=lambda: train(TASK, context.corpus).speed,
     )
-    yield row("FSDP 2, bfloat16", "tokens/s", found["two"])
-    yield row("one process, bfloat16", "tokens/s", found["one"])
-    yield row("FSDP 2 / one process", "ratio", _ratios(found["two"], found["one"]))
+    yield row("FSDP 2, bfloat16", "tokens/s", results["two"])
+    yield row("one process, bfloat16", "tokens/s", results["one"])
+    yield row("FSDP 2 / one process", "ratio", _ratios(results["two"], results["one"]))
 
 
 def case_compile(context: CaseContext) -> Iterator[Row]:
@@ -106,26 +108,28 @@ def case_compile(context: CaseContext) -> Iterator[Row]:
             options = {"cache": cache, "compile__enable": "true"}
             return train(TASK, context.corpus, **options), train(TASK, context.corpus, **options)
 
-    found = alternate(context.rounds, eager=lambda: train(TASK, context.corpus), compiled=compiled)
-    eager = found["eager"]
-    cold, warm = zip(*found["compiled"], strict=True)
-    fast = [median([a.speed, b.speed]) for a, b in found["compiled"]]
-    yield row("compiled, bfloat16", "tokens/s", fast)
+    eager_run = partial(train, TASK, context.corpus)
+    results = alternate(context.rounds, eager=eager_run, compiled=compiled)
+    eager = results["eager"]
+    cold, warm = zip(*results["compiled"], strict=True)
+    speeds = [median([a.speed, b.speed]) for a, b in results["compiled"]]
+    yield row("compiled, bfloat16", "tokens/s", speeds)
     yield row("eager, bfloat16", "tokens/s", [run.speed for run in eager])
-    yield row("compiled / eager", "ratio", _ratios(fast, [run.speed for run in eager]))
+    yield row("compiled / eager", "ratio", _ratios(speeds, [run.speed for run in eager]))
     yield row("recompilations", "per run", [run.recompilations for run in cold], "0")
-    for words, runs in (("eager", eager), ("compiled, cold", cold), ("compiled, warm", warm)):
-        yield row(f"to the first step, {words}", "s", [run.first_step_seconds for run in runs])
-    for words, runs in (("an empty", cold), ("a warm", warm)):
+    for name, runs in (("eager", eager), ("compiled, cold", cold), ("compiled, warm", warm)):
+        seconds = [run.first_step_seconds for run in runs]
+        yield row(f"time to the first step, {name}", "s", seconds)
+    for cache, runs in (("an empty", cold), ("a warm", warm)):
         pairs = zip(runs, eager, strict=True)
-        more = [one.first_step_seconds - other.first_step_seconds for one, other in pairs]
-        yield row(f"compiling, with {words} cache: first step later by", "s", more)
+        delays = [one.first_step_seconds - other.first_step_seconds for one, other in pairs]
+        yield row(f"compilation with {cache} cache: delay of the first step", "s", delays)
 
 
-def _ratios(above: list[float], below: list[float]) -> list[float]:
+def _ratios(numerators: list[float], denominators: list[float]) -> list[float]:
     """Ratios per round, so that slow drift of the machine cancels."""
-    return [a / b for a, b in zip(above, below, strict=True)]
+    return [a / b for a, b in zip(numerators, denominators, strict=True)]
 
 
-def _installed(name: str) -> bool:
+def _is_installed(name: str) -> bool:
     return importlib.util.find_spec(name) is not None

@@ -16,7 +16,7 @@ from benchmarks.cases import gpu
 from benchmarks.memory_probe import transient_bytes
 from benchmarks.processes import Task, alternate, failure_reason, step_lines
 from benchmarks.roofline import FAMILY, STATES, Plan, find_largest, plans, share_of_peak, step_flops
-from benchmarks.table_rows import Row, number, row, table, write
+from benchmarks.table_rows import Row, number, row, table, write_table
 
 ROOT = Path(__file__).parents[2]
 SMALL = FAMILY.flavors["1B"]
@@ -27,20 +27,20 @@ SMALL = FAMILY.flavors["1B"]
 
 def test_a_burst_of_other_load_does_not_change_a_speed():
     task = Task(seq_len=10, batch=1, steps=6, skipped=2)
-    calm, disturbed = [9.0, 18.0, 19.0, 20.0, 21.0, 22.0], [9.0, 18.0, 19.0, 20.0, 27.0, 28.0]
-    assert task.speed(calm) == task.speed(disturbed) == 10.0
+    idle, disturbed = [9.0, 18.0, 19.0, 20.0, 21.0, 22.0], [9.0, 18.0, 19.0, 20.0, 27.0, 28.0]
+    assert task.speed(idle) == task.speed(disturbed) == 10.0
 
 
-def test_compared_programs_alternate_and_each_goes_first_in_turn():
+def test_compared_programs_alternate_so_that_each_runs_first_sometimes():
     order = []
-    answers = alternate(
+    results = alternate(
         3, a=lambda: order.append("a") or len(order), b=lambda: order.append("b") or len(order)
     )
     assert order == ["a", "b", "b", "a", "a", "b"]
-    assert answers == {"a": [1, 4, 5], "b": [2, 3, 6]}
+    assert results == {"a": [1, 4, 5], "b": [2, 3, 6]}
 
 
-def test_a_refused_run_is_reported_with_its_error():
+def test_a_failed_run_is_reported_with_its_error():
     log = "07:54 starting\ntitanlite: compile.enable = true: no such thing | here. Use false.\n"
     assert failure_reason(log) == "compile.enable = true: no such thing / here. Use false."
     several = "titanlite: 2 problems\n  1. a = 1: no.\n  2. b = 2: no.\nnoise of a library\n"
@@ -55,28 +55,28 @@ def test_events_are_not_read_as_steps(tmp_path):
 
 
 def test_transient_memory_is_measured_between_two_optimizer_steps():
-    def held(at: int, total: int) -> dict:
-        return {"name": "[memory]", "ts": at, "args": {"Total Allocated": total}}
+    def allocated(time: int, total: int) -> dict:
+        return {"name": "[memory]", "ts": time, "args": {"Total Allocated": total}}
 
     steps = [
         {"name": "Optimizer.step#AdamW.step", "ph": "X", "ts": ts, "dur": 2} for ts in (10, 0, 20)
     ]
-    events = [held(5, 900), held(11, 800), held(13, 100), held(15, 350), held(19, 120)]
-    events.append(held(21, 999))
-    assert transient_bytes(events + steps) == 250
+    totals = {5: 900, 11: 800, 13: 100, 15: 350, 19: 120, 21: 999}  # by time
+    events = [allocated(time, total) for time, total in totals.items()]
+    assert transient_bytes(events + steps) == 350 - 100
 
 
 # --- computing -----------------------------------------------------------------------------------
 
 
 def test_causal_and_full_mfu_differ_by_half_of_attention():
-    eight = FAMILY.flavors["8B"]
-    full = share_of_peak(6_667, eight, 8192, 989.5e12, full_attention=True)
-    causal = share_of_peak(6_667, eight, 8192, 989.5e12)
+    sizes = FAMILY.flavors["8B"]
+    full = share_of_peak(6_667, sizes, 8192, 989.5e12, full_attention=True)
+    causal = share_of_peak(6_667, sizes, 8192, 989.5e12)
     assert full == pytest.approx(0.390, abs=0.001)  # torchtitan's published MFU
     attention = 12 * 32 * 4096 * 8192 * 6_667 / 989.5e12
     assert full - causal == pytest.approx(attention / 2)
-    assert share_of_peak(6_667, eight, 8192, None) is None
+    assert share_of_peak(6_667, sizes, 8192, None) is None
 
 
 @pytest.mark.parametrize("limit", [1, 2, 7, 8, 100])
@@ -94,32 +94,31 @@ def test_the_largest_micro_batch_that_fits_is_found_by_bisection(limit):
 
 def test_a_plan_fits_and_a_larger_micro_batch_would_not():
     for flavor, seq_len in roofline.SHAPES:
-        shape = FAMILY.flavors[flavor]
+        sizes = FAMILY.flavors[flavor]
         for capacity in (85e9, roofline.GPU_BYTES):
-            plan = next(plans(shape, seq_len, capacity))
-            more = dataclasses.replace(plan, micro_batch=plan.micro_batch + 1)
-            assert roofline.peak_bytes(shape, seq_len, plan) <= roofline.USABLE_SHARE * capacity
-            full = more.micro_batch * seq_len > roofline.MAX_TOKENS
-            assert (
-                full or roofline.peak_bytes(shape, seq_len, more) > roofline.USABLE_SHARE * capacity
-            )
+            usable = roofline.USABLE_SHARE * capacity
+            plan = next(plans(sizes, seq_len, capacity))
+            larger = dataclasses.replace(plan, micro_batch=plan.micro_batch + 1)
+            assert roofline.peak_bytes(sizes, seq_len, plan) <= usable
+            if larger.micro_batch * seq_len <= roofline.MAX_TOKENS:
+                assert roofline.peak_bytes(sizes, seq_len, larger) > usable
 
 
-def test_precision_is_lowered_only_where_it_does_not_fit():
+def test_precision_is_lowered_only_if_the_state_does_not_fit():
     assert next(plans(SMALL, 2048, roofline.GPU_BYTES)).state is STATES[0]
     assert next(plans(FAMILY.flavors["8B"], 8192, roofline.GPU_BYTES)).state is STATES[1]
-    without = [STATES[0], STATES[2]]
-    assert next(plans(FAMILY.flavors["8B"], 8192, roofline.GPU_BYTES, without)).state is STATES[2]
-    each = list(plans(SMALL, 2048, roofline.GPU_BYTES))
-    assert each[1].state is each[0].state and each[1].micro_batch < each[0].micro_batch
+    no_8bit = [STATES[0], STATES[2]]
+    assert next(plans(FAMILY.flavors["8B"], 8192, roofline.GPU_BYTES, no_8bit)).state is STATES[2]
+    first, second, *_ = plans(SMALL, 2048, roofline.GPU_BYTES)
+    assert second.state is first.state and second.micro_batch < first.micro_batch
     assert not list(plans(FAMILY.flavors["8B"], 8192, 10e9))
 
 
-def test_full_recomputation_costs_a_third_of_the_blocks_more():
-    once = step_flops(SMALL, 2048, 1, 0.0, False)
+def test_full_recomputation_adds_a_third_of_the_blocks_flops():
+    plain = step_flops(SMALL, 2048, 1, 0.0, False)
     recomputed = step_flops(SMALL, 2048, 1, 1.0, False)
     head = 6 * SMALL.vocab_size * SMALL.dim
-    assert recomputed - once == pytest.approx((once - head) / 3)
+    assert recomputed - plain == pytest.approx((plain - head) / 3)
 
 
 def test_computed_activations_equal_what_autograd_saves():
@@ -127,22 +126,22 @@ def test_computed_activations_equal_what_autograd_saves():
 
     A CPU saves more: both norms save the unscaled output, and k and v are repeated for each q head.
     """
-    shape = dataclasses.replace(FAMILY.flavors["quickstart"], n_layers=3, vocab_size=16)
-    model, held = FAMILY.build(shape), {}
+    sizes = dataclasses.replace(FAMILY.flavors["quickstart"], n_layers=3, vocab_size=16)
+    model, saved = FAMILY.build(sizes), {}
     weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
 
-    def keep(tensor):
+    def record(tensor):
         storage = tensor.untyped_storage()
-        if storage.data_ptr() not in weights and tensor.numel() > 64 * shape.head_width:
-            held[storage.data_ptr()] = (storage.nbytes(), tensor)
+        if storage.data_ptr() not in weights and tensor.numel() > 64 * sizes.head_width:
+            saved[storage.data_ptr()] = (storage.nbytes(), tensor)
         return tensor
 
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+    with torch.autograd.graph.saved_tensors_hooks(record, lambda tensor: tensor):
         model(torch.zeros(4, 64, dtype=torch.long))
-    found = sum(size for size, _ in held.values()) / 2 / (4 * 64)
-    repeated = 2 * (shape.n_heads - shape.n_kv_heads) * shape.head_width
-    more = 2 * shape.n_layers * (2 * shape.dim + repeated)
-    assert found == pytest.approx(roofline.saved_bytes_per_token(shape) + more, rel=0.01)
+    measured = sum(size for size, _ in saved.values()) / 2 / (4 * 64)
+    repeated = 2 * (sizes.n_heads - sizes.n_kv_heads) * sizes.head_width
+    only_cpu = 2 * sizes.n_layers * (2 * sizes.dim + repeated)
+    assert measured == pytest.approx(roofline.saved_bytes_per_token(sizes) + only_cpu, rel=0.01)
 
 
 # --- tables --------------------------------------------------------------------------------------
@@ -157,31 +156,33 @@ def test_a_missing_figure_is_shown_as_not_measured():
 
 
 def test_every_round_is_written_beside_the_table(tmp_path):
-    write(tmp_path / "b" / "t.md", {"date": "today"}, table([]), [row("fast", "s", [3.0, 1.0])])
-    assert (tmp_path / "b" / "t.md").read_text().startswith("- date: today\n\n| what |")
+    write_table(
+        tmp_path / "b" / "t.md", {"date": "today"}, table([]), [row("fast", "s", [3.0, 1.0])]
+    )
+    assert (tmp_path / "b" / "t.md").read_text().startswith("- date: today\n\n| measurement |")
     record = json.loads((tmp_path / "b" / "t.json").read_text())
     assert record["date"] == "today" and record["rows"][0]["each"] == [3.0, 1.0]
 
 
-def test_gpu_runs_are_compared_with_those_of_their_size():
-    def ran(mode: str, speed: float | None, first: float) -> gpu.GpuRow:
+def test_gpu_runs_are_compared_with_runs_of_the_same_size():
+    def result(mode: str, speed: float | None, first: float) -> gpu.GpuRow:
         return gpu.GpuRow("8B", 8192, mode, tokens_per_second=speed, first_step_seconds=first)
 
     eager, compiled, float8 = gpu.add_ratios(
         [
-            ran("bf16 eager", 100.0, 4.0),
-            ran("bf16 compiled", 120.0, 16.0),
-            ran("Float8 rowwise compiled", 180.0, 20.0),
+            result("bf16 eager", 100.0, 4.0),
+            result("bf16 compiled", 120.0, 16.0),
+            result("Float8 rowwise compiled", 180.0, 20.0),
         ]
     )
     assert (float8.times_bf16_compiled, float8.compile_seconds) == (1.5, 16.0)
     assert (eager.compile_seconds, compiled.times_bf16_compiled) == (None, 1.0)
-    assert gpu.add_ratios([ran("bf16 compiled", None, 0.0)])[0].times_bf16_compiled is None
+    assert gpu.add_ratios([result("bf16 compiled", None, 0.0)])[0].times_bf16_compiled is None
     steps = [{"tokens": n, "time": t} for n, t in ((1, 0.0), (100, 50.0), (200, 60.0), (300, 70.0))]
     assert gpu.speed_of(steps) == 10.0
 
 
-def test_a_table_of_a_gpu_without_figures_is_never_published():
+def test_a_gpu_table_without_figures_is_not_published():
     blank = gpu.GpuRow("1B", 2048, "bf16 eager", missed="no CUDA device")
     measured = dataclasses.replace(blank, tokens_per_second=1.0, missed="")
     assert "1B | 2,048 | bf16 eager | no CUDA device | not measured |" in gpu.gpu_table([blank])
@@ -189,7 +190,7 @@ def test_a_table_of_a_gpu_without_figures_is_never_published():
 
 
 def test_every_gpu_mode_is_a_valid_job(corpus, monkeypatch):
-    """A CPU refuses some values; every key must be known."""
+    """A CPU job may refuse some values, but no key may be unknown."""
     from titanlite.errors import UserError
     from titanlite.job import read_job
 
