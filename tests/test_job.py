@@ -219,7 +219,7 @@ EARLY = ["--optimizer.early_step_in_backward", "true", "--training.max_norm", "0
         (
             ["--parallelism.context_parallel_degree", "2", "--validation.seq_len", "50"],
             2,
-            "cannot shard validation.seq_len = 50 evenly over 2 context-parallel ranks with 2 chunks",
+            "cannot shard validation.seq_len = 50 evenly over 2 context-parallel ranks",
         ),
         (
             [
@@ -384,7 +384,7 @@ EARLY = ["--optimizer.early_step_in_backward", "true", "--training.max_norm", "0
                 "12",
             ],
             3,
-            "3 ranks do not divide the rows of layers.*.attention.wq (32), layers.*.attention.wk (16)",
+            "3 ranks do not divide the rows of layers.*.attention.wq (32), layers.*.attention.wk",
         ),
         (["--training.compile", "true"], 1, "is now compile.enable"),
         (["--job.device", "cuda"], 1, "finds no CUDA device"),

@@ -86,108 +86,53 @@ def draw_layers(layers: Sequence[set[str]], path: Path) -> None:
     save_png(figure, path)
 
 
+# The boxes of a step in the order of the data flow: (column, title, lines, colour).
+READ = [
+    (0, "position", ["one integer", "(seed, position)"], GREY),
+    (1, "order", ["source, epoch, sample", "data/order.py"], BLUE),
+    (2, "tokens [B, T+1]", ["memory-mapped shards", "a thread reads ahead"], BLUE),
+    (3, "rank's slice", ["by dp rank, then by cp", "micro-batches"], BLUE),
+    (4, "valid tokens", ["all-reduce, once a step", "over dp ranks"], AMBER),
+]
+COMPUTE = [
+    (4, "forward", ["blocks; FSDP all-gather,", "TP, CP, PP sends"], AMBER),
+    (3, "loss", ["sum / valid tokens", "the only division"], BLUE),
+    (2, "backward", ["recompute activations", "every micro-batch"], BLUE),
+    (1, "reduce", ["gradients summed in fp32", "FSDP reduce-scatter"], AMBER),
+    (0, "clip", ["norm over all shards", "one all-reduce"], AMBER),
+]
+UPDATE = [
+    (0, "optimizer step", ["on this rank's shards", "lr = f(step)"], BLUE),
+    (1, "advance", ["step + 1", "position + global batch"], GREY),
+    (2, "agree", ["stop? NaN? save failed?", "async all-reduce(MAX)"], AMBER),
+    (
+        3,
+        "periodic actions",
+        ["log, validate, checkpoint,", "collect garbage, profile: each when due"],
+        GREEN,
+    ),
+]
+
+
 def draw_step(path: Path) -> None:
     """The data flow of one optimizer step on one rank, with its collectives."""
     figure, axes = new_canvas(10.0, 5.45)
     write(axes, 0.2, 5.2, "One optimizer step", size=12, align="left", weight="bold")
     write(axes, 2.2, 5.2, "amber: communication between ranks", size=9, colour=FAINT, align="left")
-    wide, high, top, middle, low = 1.72, 0.95, 3.9, 2.35, 0.8
-    columns = [0.2 + n * (wide + 0.25) for n in range(5)]
-    read = [
-        Box(columns[0], top, wide, high, "position", ["one integer", "(seed, position)"], GREY),
-        Box(columns[1], top, wide, high, "order", ["source, epoch, sample", "data/order.py"]),
-        Box(
-            columns[2],
-            top,
-            wide,
-            high,
-            "tokens [B, T+1]",
-            ["memory-mapped shards", "a thread reads ahead"],
-        ),
-        Box(
-            columns[3], top, wide, high, "rank's slice", ["by dp rank, then by cp", "micro-batches"]
-        ),
-        Box(
-            columns[4],
-            top,
-            wide,
-            high,
-            "valid tokens",
-            ["all-reduce, once a step", "over dp ranks"],
-            AMBER,
-        ),
-    ]
-    compute = [
-        Box(
-            columns[4],
-            middle,
-            wide,
-            high,
-            "forward",
-            ["blocks; FSDP all-gather,", "TP, CP, PP sends"],
-            AMBER,
-        ),
-        Box(columns[3], middle, wide, high, "loss", ["sum / valid tokens", "the only division"]),
-        Box(
-            columns[2],
-            middle,
-            wide,
-            high,
-            "backward",
-            ["recompute activations", "every micro-batch"],
-        ),
-        Box(
-            columns[1],
-            middle,
-            wide,
-            high,
-            "reduce",
-            ["gradients summed in fp32", "FSDP reduce-scatter"],
-            AMBER,
-        ),
-        Box(
-            columns[0],
-            middle,
-            wide,
-            high,
-            "clip",
-            ["norm over all shards", "one all-reduce"],
-            AMBER,
-        ),
-    ]
-    update = [
-        Box(
-            columns[0], low, wide, high, "optimizer step", ["on this rank's shards", "lr = f(step)"]
-        ),
-        Box(columns[1], low, wide, high, "advance", ["step + 1", "position + global batch"], GREY),
-        Box(
-            columns[2],
-            low,
-            wide,
-            high,
-            "agree",
-            ["stop? NaN? save failed?", "async all-reduce(MAX)"],
-            AMBER,
-        ),
-        Box(
-            columns[3],
-            low,
-            2 * wide + 0.25,
-            high,
-            "periodic actions",
-            ["log, validate, checkpoint,", "collect garbage, profile: each when due"],
-            GREEN,
-        ),
-    ]
-    for boxes in (read, compute, update):
-        for box in boxes:
-            draw_box(axes, box)
-    for first, second in pairwise(read):
+    wide, high, gap = 1.72, 0.95, 0.25
+    rows = []
+    for y, boxes in ((3.9, READ), (2.35, COMPUTE), (0.8, UPDATE)):
+        row = []
+        for column, title, lines, colour in boxes:
+            width = 2 * wide + gap if title == "periodic actions" else wide
+            row.append(Box(0.2 + column * (wide + gap), y, width, high, title, lines, colour))
+            draw_box(axes, row[-1])
+        rows.append(row)
+    read, compute, update = rows
+    for first, second in [*pairwise(read), *pairwise(update)]:
         draw_arrow(axes, first.right, second.left)
     for first, second in pairwise(compute):
         draw_arrow(axes, first.left, second.right)
-    for first, second in pairwise(update):
-        draw_arrow(axes, first.right, second.left)
     draw_arrow(axes, read[-1].bottom, compute[0].top)
     draw_arrow(axes, compute[-1].bottom, update[0].top)
     axes.plot([7.97, 7.97, 0.07, 0.07, 0.2], [0.8, 0.4, 0.4, 4.37, 4.37], color=FAINT, lw=1.1)

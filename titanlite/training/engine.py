@@ -98,7 +98,7 @@ class RankTokens:
 
 
 class SpmdEngine:
-    """Engine without pipeline parallelism: every rank runs all layers, one micro-batch at a time."""
+    """Engine without pipeline parallelism: a rank runs all layers, one micro-batch at a time."""
 
     def __init__(
         self,
