@@ -11,6 +11,7 @@ QUICK=(
   tests/models tests/kernels tests/optim tests/planning tests/metrics
   tests/plots --ignore tests/plots/test_compare.py
   tests/data --ignore tests/data/test_prepare.py
+  --deselect tests/data/test_formats.py::test_a_run_on_another_format_resumes_exactly
   tests/parallelize --ignore tests/parallelize/test_compile.py
   tests/runtime/test_start_log.py
   tests/checkpoint/test_retention.py tests/checkpoint/test_untrusted.py
