@@ -5,7 +5,7 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source scripts/environment.sh
 
-ORACLE=tests/distributed/test_oracle.py::test_every_layout_learns_what_one_process_learns
+ORACLE=tests/distributed/test_oracle.py::test_every_layout_matches_one_process
 QUICK=(
   tests/test_architecture.py tests/test_settings.py tests/test_job.py tests/docs/test_pages.py
   tests/models tests/kernels tests/optim tests/planning tests/metrics
