@@ -37,9 +37,6 @@ LONG_FUNCTIONS = {
     "titanlite/parallelize/context_attention.py: context_parallel_backward": (
         "a torch.library custom op: its schema needs one parameter per tensor and number"
     ),
-    "titanlite/optim/adam.py: LowMemoryAdam.__init__": (
-        "the constructor of a torch.optim.Optimizer takes each hyperparameter by name"
-    ),
     "scripts/doc_pictures/diagrams.py: draw_step": "places the elements of a diagram one by one",
 }
 SHARED_NAMES: dict[str, str] = {}  # name -> why two modules may both define it
