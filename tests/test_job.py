@@ -413,7 +413,7 @@ def test_a_corpus_without_end_of_document_ids_refuses_document_masks(run_toml, t
     assert text.count("attention.mask") == 1  # the validation set has them
     accept(run_toml, *sources)
     job = accept(run_toml, "--attention.mask", "document")
-    assert job.transforms.documents and stream_of(job).end == 257
+    assert job.transforms.document_mask and stream_of(job).end == 257
 
 
 TEN = """

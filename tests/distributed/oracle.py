@@ -17,7 +17,12 @@ from titanlite.distributed.mesh import Degrees, Mesh, ParallelismConfig, build_m
 from titanlite.labels import IGNORE_INDEX
 from titanlite.models import FAMILIES, Llama3Sizes, LossConfig
 from titanlite.optim import LossScale, OptimizerConfig, OptimizerInBackward, build_optimizer
-from titanlite.parallelize import ModelTransforms, activation_offload, build_sharded_model
+from titanlite.parallelize import (
+    ModelTransforms,
+    ParallelLayout,
+    activation_offload,
+    build_sharded_model,
+)
 from titanlite.parallelize.activation_checkpoint import ActivationCheckpointConfig
 from titanlite.parallelize.compile import CompileConfig
 from titanlite.parallelize.pipeline import plan_pipeline
@@ -98,16 +103,16 @@ class Layout:
 
     def transforms(self, recipe: Recipe, dtype: torch.dtype) -> ModelTransforms:
         return ModelTransforms(
-            recompute=ActivationCheckpointConfig(
+            activation_checkpoint=ActivationCheckpointConfig(
                 mode="selective" if self.recompute == "op" else self.recompute,
                 selective_ac_option="op" if self.recompute == "op" else "2",
                 offload=self.offload_activations,
             ),
             compile=CompileConfig(self.compile != "", backend=self.compile or "eager"),
             loss=LossConfig(chunk_tokens=self.chunk, z_loss=recipe.z_loss),
-            compute=dtype,
-            offload=self.offload,
-            documents=recipe.documents,
+            compute_dtype=dtype,
+            cpu_offload=self.offload,
+            document_mask=recipe.documents,
         )
 
     def __str__(self) -> str:
@@ -252,18 +257,17 @@ def sharded(layout: Layout, recipe: Recipe, dtype: torch.dtype = torch.float32, 
     shape, local_batch = recipe.shape, layout.local_batch(recipe)
     plan, problems = plan_pipeline(section, FAMILY, shape, recipe.seq_len, local_batch)
     assert plan is not None, problems
+    parallel_layout = ParallelLayout(mesh, section, plan)
     held = build_sharded_model(
         FAMILY,
         shape,
-        mesh,
-        section,
-        plan,
+        parallel_layout,
         replace(layout.transforms(recipe, dtype), **transforms),
         CPU,
         seed=SEED,
     )
-    options = {"local_batch": local_batch, "end": END if recipe.documents else None}
-    engine = build_engine(held, mesh, section, plan, CPU, **options)
+    options = {"local_batch": local_batch, "document_end_id": END if recipe.documents else None}
+    engine = build_engine(held, parallel_layout, CPU, **options)
     return held.model, mesh, engine
 
 

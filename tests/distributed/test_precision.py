@@ -77,7 +77,7 @@ def _dtypes_in(value):
 
 def dtypes_of_a_step(layout, compute_dtype, param_dtype) -> dict:
     recipe = deepened(RECIPE, layout) if layout.pipeline > 1 else RECIPE
-    model, mesh, engine = sharded(layout, recipe, dtype=compute_dtype, keep=param_dtype)
+    model, mesh, engine = sharded(layout, recipe, dtype=compute_dtype, param_dtype=param_dtype)
     shapes = {part.shape for p in model.parameters() for part in (p, local_shard(p))}
     optimizer = build_optimizer(model, OptimizerConfig())
     rows = recipe.batch // layout.degrees.data

@@ -36,7 +36,7 @@ STOP = 2  # of RECIPE.steps
 
 
 def stop_under(layout, recipe, folder, dtype=torch.float32) -> dict[str, bytes]:
-    state, engine, mesh = start(layout, recipe, dtype=dtype, keep=dtype)
+    state, engine, mesh = start(layout, recipe, dtype=dtype, param_dtype=dtype)
     go_on(state, engine, mesh, recipe, Record(), STOP)
     about = {"facts": {"model": {"dim": 32}}, "layout": str(layout)}
     save_and_wait(open_checkpointer(folder, **about), state)
@@ -49,7 +49,7 @@ def go_on_under(
     """For each checkpoint: the state right after loading, and the losses from there on. The first
     is loaded into a fresh run, the others over what the one before has left."""
     answers = []
-    state, engine, mesh = start(layout, recipe, dtype=dtype, keep=dtype)
+    state, engine, mesh = start(layout, recipe, dtype=dtype, param_dtype=dtype)
     for folder in folders:
         load(open_checkpointer(folder), state)
         loaded, record = bits(state), Record()

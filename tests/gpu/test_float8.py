@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from titanlite.distributed.mesh import Degrees, ParallelismConfig, build_mesh
 from titanlite.models import FAMILIES, Llama3Sizes
-from titanlite.parallelize import ModelTransforms, build_sharded_model
+from titanlite.parallelize import ModelTransforms, ParallelLayout, build_sharded_model
 from titanlite.parallelize.float8 import Float8Config, check_float8_device
 from titanlite.parallelize.pipeline import plan_pipeline
 
@@ -50,9 +50,10 @@ def run_step(float8: Float8Config) -> tuple[float, dict[str, torch.Tensor]]:
     spec, section, mesh = FAMILIES["llama3"], ParallelismConfig(), build_mesh(Degrees(), "cuda")
     plan, problems = plan_pipeline(section, spec, SHAPE, 128, 4)
     assert plan is not None, problems
-    transforms = ModelTransforms(float8=float8, compute=torch.bfloat16)
-    sharded = build_sharded_model(spec, SHAPE, mesh, section, plan, transforms, CUDA, seed=0)
-    sharded.rescale()
+    transforms = ModelTransforms(float8=float8, compute_dtype=torch.bfloat16)
+    layout = ParallelLayout(mesh, section, plan)
+    sharded = build_sharded_model(spec, SHAPE, layout, transforms, CUDA, seed=0)
+    sharded.update_float8_scales()
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(0, SHAPE.vocab_size, (4, 129), generator=generator).to(CUDA)
     loss = sharded.model(ids[:, :-1], labels=ids[:, 1:]) / ids[:, 1:].numel()

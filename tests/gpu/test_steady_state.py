@@ -11,7 +11,7 @@ import torch.distributed as dist
 from titanlite.distributed.mesh import Degrees, ParallelismConfig, build_mesh
 from titanlite.models import FAMILIES, Llama3Sizes
 from titanlite.optim import OptimizerConfig, build_optimizer
-from titanlite.parallelize import ModelTransforms, build_sharded_model
+from titanlite.parallelize import ModelTransforms, ParallelLayout, build_sharded_model
 from titanlite.parallelize.activation_checkpoint import ActivationCheckpointConfig
 from titanlite.parallelize.compile import CompileConfig
 from titanlite.parallelize.pipeline import plan_pipeline
@@ -39,8 +39,9 @@ def trained(device, transforms: ModelTransforms, steps: int):
     section = ParallelismConfig(data_parallel_shard_degree=1)
     mesh = build_mesh(Degrees(), "cuda")
     plan, _ = plan_pipeline(section, FAMILY, SHAPE, LENGTH, ROWS)
-    spread = build_sharded_model(FAMILY, SHAPE, mesh, section, plan, transforms, device, seed=0)
-    engine = build_engine(spread, mesh, section, plan, device, local_batch=ROWS // 2)
+    layout = ParallelLayout(mesh, section, plan)
+    spread = build_sharded_model(FAMILY, SHAPE, layout, transforms, device, seed=0)
+    engine = build_engine(spread, layout, device, local_batch=ROWS // 2)
     state = TrainState(spread.model, build_optimizer(spread.model, OptimizerConfig()))
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(0, SHAPE.vocab_size, (ROWS, LENGTH + 1), generator=generator).to(device)
@@ -65,7 +66,9 @@ def passes_of(name: str) -> ModelTransforms:
     if name == "op":
         recompute = ActivationCheckpointConfig(selective_ac_option="op")
     return ModelTransforms(
-        recompute=recompute, compile=CompileConfig(name == "compile"), compute=torch.bfloat16
+        activation_checkpoint=recompute,
+        compile=CompileConfig(name == "compile"),
+        compute_dtype=torch.bfloat16,
     )
 
 
@@ -108,9 +111,9 @@ def test_offloaded_activations_are_not_on_the_device(one_rank):
         mesh = build_mesh(Degrees(), "cuda")
         plan, _ = plan_pipeline(section, FAMILY, SHAPE, LENGTH, ROWS)
         recompute = ActivationCheckpointConfig(mode="none", offload=offload)
-        transforms = ModelTransforms(recompute=recompute, compute=torch.bfloat16)
+        transforms = ModelTransforms(activation_checkpoint=recompute, compute_dtype=torch.bfloat16)
         model = build_sharded_model(
-            FAMILY, SHAPE, mesh, section, plan, transforms, one_rank, seed=0
+            FAMILY, SHAPE, ParallelLayout(mesh, section, plan), transforms, one_rank, seed=0
         ).model
         ids = torch.zeros(ROWS, LENGTH, dtype=torch.int64, device=one_rank)
         before = torch.cuda.memory_allocated()

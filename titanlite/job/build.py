@@ -47,7 +47,7 @@ from titanlite.metrics import (
     open_sinks,
 )
 from titanlite.optim import OptimizerInBackward, build_optimizer, lr_factor
-from titanlite.parallelize import ShardedModel, build_sharded_model
+from titanlite.parallelize import ParallelLayout, ShardedModel, build_sharded_model
 from titanlite.parallelize.activation_checkpoint import plot_memory_budgets
 from titanlite.parallelize.compile import describe_compilation, prepare_compiler
 from titanlite.runtime import (
@@ -153,7 +153,7 @@ def _open_run(job: Job, services: RunServices) -> Iterator[Run]:
 
     meter = build_meter(
         flops_per_token=job.flops_per_token,
-        dtype=job.transforms.compute,
+        dtype=job.transforms.compute_dtype,
         devices=rank.world_size,
         device=rank.device,
     )
@@ -238,7 +238,7 @@ def build_model(job: Job, mesh: Mesh, rank: RankContext) -> ShardedModel:
         lambda: choose_kernel(
             config.attention,
             job.attention_shape,
-            job.transforms.compute,
+            job.transforms.compute_dtype,
             device,
             context_parallel=mesh.cp.size() > 1,
         )
@@ -247,10 +247,8 @@ def build_model(job: Job, mesh: Mesh, rank: RankContext) -> ShardedModel:
     model = build_sharded_model(
         job.spec,
         job.sizes,
-        mesh,
-        config.parallelism,
-        job.pipeline,
-        dataclasses.replace(job.transforms, kernel=kernel),
+        ParallelLayout(mesh, config.parallelism, job.pipeline),
+        dataclasses.replace(job.transforms, attention_kernel=kernel),
         device,
         seed=config.debug.seed,
     )
@@ -265,12 +263,10 @@ def build_run_engine(
     """The engine that runs forward and backward of the model."""
     return build_engine(
         model,
-        mesh,
-        job.config.parallelism,
-        job.pipeline,
+        ParallelLayout(mesh, job.config.parallelism, job.pipeline),
         rank.device,
         local_batch=job.config.training.local_batch_size,
-        end=stream.end if job.transforms.documents else None,
+        document_end_id=stream.end if job.transforms.document_mask else None,
     )
 
 

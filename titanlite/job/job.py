@@ -58,15 +58,15 @@ class Job:
         """What is applied to the model besides parallelism."""
         config, training = self.config, self.config.training
         return ModelTransforms(
-            recompute=config.activation_checkpoint,
+            activation_checkpoint=config.activation_checkpoint,
             loss=config.loss,
             compile=config.compile,
             float8=config.float8,
-            keep=DTYPES[training.dtype],
-            compute=DTYPES[training.mixed_precision_param],
-            reduce=DTYPES[training.mixed_precision_reduce],
-            offload=training.enable_cpu_offload,
-            documents=config.attention.mask == "document",
+            param_dtype=DTYPES[training.dtype],
+            compute_dtype=DTYPES[training.mixed_precision_param],
+            reduce_dtype=DTYPES[training.mixed_precision_reduce],
+            cpu_offload=training.enable_cpu_offload,
+            document_mask=config.attention.mask == "document",
         )
 
     @property

@@ -43,18 +43,27 @@ DTYPES = {name: getattr(torch, name) for name in ("float32", "bfloat16", "float1
 class ModelTransforms:
     """What is done to a model beside spreading it."""
 
-    recompute: ActivationCheckpointConfig = field(
+    activation_checkpoint: ActivationCheckpointConfig = field(
         default_factory=lambda: ActivationCheckpointConfig(mode="none")
     )
     loss: LossConfig = field(default_factory=LossConfig)
     compile: CompileConfig = field(default_factory=CompileConfig)
     float8: Float8Config = field(default_factory=Float8Config)
-    keep: torch.dtype = torch.float32  # of weights, gradients and moments between steps
-    compute: torch.dtype = torch.float32  # what weights are cast to for computing
-    reduce: torch.dtype = torch.float32  # what gradients are summed in
-    offload: bool = False  # weights, gradients and moments stay in host memory
-    kernel: str | None = None  # of attention; None: torch's choice
-    documents: bool = False  # each attends to itself alone
+    param_dtype: torch.dtype = torch.float32  # of weights, gradients and moments between steps
+    compute_dtype: torch.dtype = torch.float32  # what weights are cast to for computing
+    reduce_dtype: torch.dtype = torch.float32  # what gradients are summed in
+    cpu_offload: bool = False  # weights, gradients and moments stay in host memory
+    attention_kernel: str | None = None  # of attention; None: torch's choice
+    document_mask: bool = False  # each attends to itself alone
+
+
+@dataclass(frozen=True)
+class ParallelLayout:
+    """How one run is parallelized: the device mesh, its settings and the pipeline stages."""
+
+    mesh: Mesh
+    config: ParallelismConfig
+    plan: PipelinePlan
 
 
 @dataclass(frozen=True)
@@ -62,13 +71,15 @@ class ShardedModel:
     """What this rank holds of a model."""
 
     model: nn.Module  # all of it, under the names of the whole model: what is trained and saved
-    parts: dict[int, nn.Module]  # its pipeline stages, made of the same modules
+    stage_modules: dict[int, nn.Module]  # its pipeline stages, made of the same modules
     output: (
         OutputLayer | None
     )  # the last of these modules, where the loss is; other stages have none
-    width: int  # of the activations between blocks
-    dtype: torch.dtype  # and their type
-    rescale: Callable[[], None] = lambda: None  # to be called when weights may have changed
+    dim: int  # of the activations between blocks
+    compute_dtype: torch.dtype  # and their type
+    update_float8_scales: Callable[[], None] = lambda: (
+        None
+    )  # to be called when weights may have changed
 
 
 def parallelize(
@@ -88,21 +99,25 @@ def parallelize(
     shared_loss, column = not section.disable_loss_parallel, select_linear_styles(transforms.float8)
     apply_tensor_parallel(part, spec.tp_plan, mesh.tp, sizes.head_width, shared_loss, column)
     tie_parameters(part, spec.tied_parameters(sizes))  # the split makes a parameter of each
-    set_attention_kernel(part, spec.attention_pattern, transforms.kernel, transforms.documents)
+    set_attention_kernel(
+        part, spec.attention_pattern, transforms.attention_kernel, transforms.document_mask
+    )
     # after the kernel is set, because context parallel uses its own
     apply_context_parallel(part, spec.attention_pattern, mesh.cp, section)
     # Inside of the compiled code, because the compiler must see what is kept. After the split, here
     # and below, so that its gathers are computed again too; names stay as they were.
-    checkpoint_operations(blocks, transforms.recompute)
+    checkpoint_operations(blocks, transforms.activation_checkpoint)
     if section.enable_async_tensor_parallel:
         enable_async_tensor_parallel_fusion(mesh.tp)  # by the compiler, which must know of it
-    set_memory_budget(transforms.recompute)
+    set_memory_budget(transforms.activation_checkpoint)
     compile_blocks(blocks, transforms.compile)
     compile_loss(output, transforms.compile)
     checkpoint_blocks(
-        blocks, transforms.recompute
+        blocks, transforms.activation_checkpoint
     )  # around it: a whole block is run again as it is
-    if transforms.recompute.offload:  # around that, to see what it saves: the inputs of blocks
+    if (
+        transforms.activation_checkpoint.offload
+    ):  # around that, to see what it saves: the inputs of blocks
         offload_activations(blocks, mesh.fsdp.device_type)
     # last: shards whatever the others left whole, and casts whatever they compute with
     before, after = _ends(part, spec)
@@ -112,7 +127,12 @@ def parallelize(
         blocks.values(),
         after,
         mesh.fsdp,
-        FSDPPolicy(transforms.compute, transforms.reduce, _reshard(section), transforms.offload),
+        FSDPPolicy(
+            transforms.compute_dtype,
+            transforms.reduce_dtype,
+            _reshard(section),
+            transforms.cpu_offload,
+        ),
     )
 
 
@@ -137,25 +157,23 @@ def _ends(part: nn.Module, spec: ModelSpec) -> tuple[list[nn.Module], list[nn.Mo
 def build_sharded_model(
     spec: ModelSpec,
     sizes: ModelSizes,
-    mesh: Mesh,
-    section: ParallelismConfig,
-    plan: PipelinePlan,
+    layout: ParallelLayout,
     transforms: ModelTransforms,
     device: torch.device,
     *,
     seed: int,
 ) -> ShardedModel:
     """A model on its mesh with its starting weights; no rank ever holds more than its shards."""
-    model, parts = build_stage_modules(spec, sizes, plan, mesh.pp.get_local_rank())
+    model, parts = build_stage_modules(spec, sizes, layout.plan, layout.mesh.pp.get_local_rank())
     for part in parts.values():
-        part.to(transforms.keep)
-        parallelize(part, spec, mesh, section, transforms)
+        part.to(transforms.param_dtype)
+        parallelize(part, spec, layout.mesh, layout.config, transforms)
     model.to_empty(
-        device="cpu" if transforms.offload else device
+        device="cpu" if transforms.cpu_offload else device
     )  # memory for the shards, nothing more
     # `to_empty` unties parameters, and FSDP does not always tie them again itself.
     tie_parameters(model, spec.tied_parameters(sizes))
     init_weights(model, spec.init_roles, sizes.n_layers, seed)
-    rescale = build_float8_scale_update(model, transforms.float8, mesh.tp)
+    rescale = build_float8_scale_update(model, transforms.float8, layout.mesh.tp)
     output = getattr(model, spec.output_path)
-    return ShardedModel(model, parts, output, sizes.dim, transforms.compute, rescale)
+    return ShardedModel(model, parts, output, sizes.dim, transforms.compute_dtype, rescale)

@@ -41,7 +41,7 @@ def estimate_memory(job: Job) -> MemoryEstimate:
     stage_parameters = job.spec.count_parameters(sizes) / degrees.tensor / degrees.pipeline
     blocks = sizes.n_layers / degrees.pipeline
     block = job.spec.count_block_parameters(sizes) / degrees.tensor
-    param_bytes = transforms.keep.itemsize
+    param_bytes = transforms.param_dtype.itemsize
     ends = (stage_parameters - block * blocks) / 2  # the embedding or the output layer
 
     shard = stage_parameters / (degrees.shard * degrees.context)
@@ -52,7 +52,10 @@ def estimate_memory(job: Job) -> MemoryEstimate:
     if config.optimizer.early_step_in_backward:
         gradients = block / (degrees.shard * degrees.context) * param_bytes
 
-    compute_bytes, reduce_bytes = transforms.compute.itemsize, transforms.reduce.itemsize
+    compute_bytes, reduce_bytes = (
+        transforms.compute_dtype.itemsize,
+        transforms.reduce_dtype.itemsize,
+    )
     unsharded = stage_parameters if _stays_gathered(job) else 2 * block + ends
     gathered = unsharded * compute_bytes + max(block, ends) * reduce_bytes
     accumulates = job.rows > training.local_batch_size
@@ -95,12 +98,12 @@ def _microbatches_in_flight(job: Job) -> tuple[int, int]:
 def _activation_bytes(job: Job, blocks: float) -> float:
     in_flight, _ = _microbatches_in_flight(job)
     tokens = in_flight * _microbatch_tokens(job) / job.degrees.tensor
-    return tokens * _saved_per_token(job, blocks) * job.transforms.compute.itemsize
+    return tokens * _saved_per_token(job, blocks) * job.transforms.compute_dtype.itemsize
 
 
 def _logits_bytes(job: Job) -> float:
     """Logits and loss, with the gradients of the output layer's weight and input."""
-    config, compute = job.config, job.transforms.compute
+    config, compute = job.config, job.transforms.compute_dtype
     vocabulary = job.sizes.vocab_size
     if not config.parallelism.disable_loss_parallel:
         vocabulary /= job.degrees.tensor

@@ -11,10 +11,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from titanlite.distributed.mesh import Mesh, ParallelismConfig
+from titanlite.distributed.mesh import Mesh
 from titanlite.kernels.documents import document_positions
 from titanlite.labels import IGNORE_INDEX
-from titanlite.parallelize import ShardedModel
+from titanlite.parallelize import ParallelLayout, ShardedModel
 from titanlite.parallelize.context import build_sequence_shard
 from titanlite.parallelize.context_tiles import SequenceShard
 from titanlite.parallelize.fsdp import set_gradient_reduction
@@ -49,20 +49,19 @@ class Engine(Protocol):
 
 def build_engine(
     sharded: ShardedModel,
-    mesh: Mesh,
-    section: ParallelismConfig,
-    plan: PipelinePlan,
+    layout: ParallelLayout,
     device: torch.device,
     *,
     local_batch: int,
-    end: int | None = None,
+    document_end_id: int | None = None,
 ) -> Engine:
     """The engine for a model as it is spread; `local_batch` sequences are run at once.
 
-    `end` is the last id of every document, where positions count from the start of each.
+    `document_end_id` is the last id of every document, where positions count from the start of each.
     """
+    mesh, section, plan = layout.mesh, layout.config, layout.plan
     every = section.fsdp_gradient_reduction == "every_microbatch"
-    share = RankSlice(build_sequence_shard(mesh.cp, section), end)
+    share = RankSlice(build_sequence_shard(mesh.cp, section), document_end_id)
     if mesh.pp.size() == 1:
         return SpmdEngine(sharded, share, local_batch, every)
     return PipelineEngine(sharded, share, plan, mesh, device, every)
@@ -98,13 +97,13 @@ class SpmdEngine:
     ):
         self.model, self.output, self.share = sharded.model, sharded.output, share
         self.microbatch, self.reduce_every = microbatch, reduce_every_microbatch
-        self.rescale = sharded.rescale
+        self.update_float8_scales = sharded.update_float8_scales
 
     def forward_backward(
         self, inputs: Tensor, labels: Tensor, valid: Tensor, now: SetPhase = ignore_phase
     ) -> Tensor:
         """`valid` 0-d: the valid labels of the whole global batch."""
-        self.rescale()
+        self.update_float8_scales()
         total = torch.zeros(2, device=inputs.device)
         parts = list(zip(inputs.split(self.microbatch), labels.split(self.microbatch), strict=True))
         for number, (x, y) in enumerate(parts):
@@ -120,7 +119,7 @@ class SpmdEngine:
 
     @torch.no_grad()
     def evaluate(self, inputs: Tensor, labels: Tensor) -> Tensor:
-        self.rescale()
+        self.update_float8_scales()
         labels = self.share.of(labels)
         loss = self.model(self.share.of(inputs), self.share.positions(inputs), labels=labels)
         _free_gathered([self.model])
@@ -142,7 +141,10 @@ class PipelineEngine:
         self.sharded, self.share = sharded, share
         self.plan, self.mesh, self.device = plan, mesh, device
         self.reduce_every = reduce_every_run
-        self.first, self.last = 0 in sharded.parts, len(plan.stages) - 1 in sharded.parts
+        self.first, self.last = (
+            0 in sharded.stage_modules,
+            len(plan.stages) - 1 in sharded.stage_modules,
+        )
         self._schedules: dict[
             tuple[type[TrainStage], int, int], tuple
         ] = {}  # by kind, rows, tokens
@@ -153,7 +155,7 @@ class PipelineEngine:
         self, inputs: Tensor, labels: Tensor, valid: Tensor, now: SetPhase = ignore_phase
     ) -> Tensor:
         """`valid` 0-d: the valid labels of the whole global batch."""
-        self.sharded.rescale()
+        self.sharded.update_float8_scales()
         self._valid = valid
         now("forward/backward")  # of different micro-batches, as the schedule has it
         total, rows = torch.zeros(2, device=self.device), self.plan.rows
@@ -165,7 +167,7 @@ class PipelineEngine:
 
     @torch.no_grad()
     def evaluate(self, inputs: Tensor, labels: Tensor) -> Tensor:
-        self.sharded.rescale()
+        self.sharded.update_float8_scales()
         self._valid = 1.0
         plan = self.plan.fitting(len(inputs))
         missing = (0, 0, 0, -len(inputs) % plan.rows)  # a schedule runs what it was made for
@@ -173,7 +175,7 @@ class PipelineEngine:
         total = torch.zeros((), device=self.device)
         for part in zip(inputs.split(plan.rows), labels.split(plan.rows), strict=True):
             total += self._run(EvalStage, plan, *part).sum()
-        _free_gathered(self.sharded.parts.values())
+        _free_gathered(self.sharded.stage_modules.values())
         return total
 
     def _run(
@@ -218,12 +220,12 @@ class PipelineEngine:
             tokens = length // self.mesh.cp.size() // self.mesh.tp.size()
             self._schedules[key] = build_schedule(
                 kind,
-                self.sharded.parts,
+                self.sharded.stage_modules,
                 plan,
                 self.mesh.pp,
                 self.device,
-                (plan.microbatch, tokens, self.sharded.width),
-                self.sharded.dtype,
+                (plan.microbatch, tokens, self.sharded.dim),
+                self.sharded.compute_dtype,
                 self._loss,
             )
         return self._schedules[key]
