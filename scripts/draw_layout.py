@@ -66,7 +66,7 @@ def _title(job: Job) -> str:
 def _stages(job: Job) -> list[StageCost]:
     plan = job.pipeline
     return [
-        StageCost(number, plan.rank_of[number], plan.held_by(number), cost / sum(plan.costs))
+        StageCost(number, plan.rank_of[number], plan.describe_stage(number), cost / sum(plan.costs))
         for number, cost in enumerate(plan.costs)
     ]
 

@@ -8,7 +8,7 @@ import subprocess
 import sys
 
 from tests.conftest import ROOT
-from titanlite.parallelize.schedule import action_name
+from titanlite.parallelize.schedule import format_trace_name
 
 SCRIPT = ROOT / "scripts" / "draw_layout.py"
 PIPELINE = ["--parallelism.pipeline_parallel_degree", "2", "--training.local_batch_size", "2"]
@@ -25,7 +25,7 @@ def trace(path, actions) -> None:
         {
             "ph": "X",
             "cat": "user_annotation",
-            "name": action_name("pipeline", kind, stage, microbatch),
+            "name": format_trace_name("pipeline", kind, stage, microbatch),
             "ts": 1000 * start,
             "dur": 1000 * (end - start),
         }

@@ -160,9 +160,9 @@ EARLY = ["--optimizer.early_step_in_backward", "true", "--training.max_norm", "0
                 "op",
             ],
             1,
-            "where it cannot be taken from",
+            "cannot be offloaded",
         ),
-        (["--activation_checkpoint.visualize_memory_budget_pareto", "true"], 1, "nothing to draw"),
+        (["--activation_checkpoint.visualize_memory_budget_pareto", "true"], 1, "nothing to plot"),
         (["--compile.enable", "true", "--compile.backend", "inducter"], 1, "unknown to this torch"),
         (
             ["--parallelism.enable_async_tensor_parallel", "true"],
@@ -235,7 +235,7 @@ EARLY = ["--optimizer.early_step_in_backward", "true", "--training.max_norm", "0
             2,
             "Use a divisor of 2",
         ),
-        ([*PIPELINE, "--training.local_batch_size", "1"], 2, "wants 2 or more micro-batches"),
+        ([*PIPELINE, "--training.local_batch_size", "1"], 2, "requires 2 or more micro-batches"),
         (
             [
                 *PIPELINE,
@@ -245,7 +245,7 @@ EARLY = ["--optimizer.early_step_in_backward", "true", "--training.max_norm", "0
                 "4",
             ],
             2,
-            "wants 4 or more micro-batches on 2 ranks; training.local_batch_size = 2 in",
+            "requires 4 or more micro-batches on 2 ranks; training.local_batch_size = 2 in",
         ),
         (
             [*PIPELINE, "--parallelism.pipeline_parallel_schedule", "Interleaved1F1B"],
@@ -262,9 +262,9 @@ EARLY = ["--optimizer.early_step_in_backward", "true", "--training.max_norm", "0
                 "3",
             ],
             2,
-            "wants 1 stages on each rank, of 2 ranks; parallelism.pipeline_parallel_layers_per_stage",
+            "requires 1 stage per rank; parallelism.pipeline_parallel_layers_per_stage",
         ),
-        ([*PIPELINE, "--model.tied_embeddings", "true"], 2, "are the same weights"),
+        ([*PIPELINE, "--model.tied_embeddings", "true"], 2, "share one weight"),
         (
             [
                 *PIPELINE,
@@ -572,8 +572,8 @@ def test_a_schedule_csv_must_fit_the_job(run_toml, tmp_path):
     file = tmp_path / "schedule.csv"
     file.write_text("0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n")
     argv = [*PIPELINE, "--parallelism.pipeline_parallel_schedule_csv", str(file)]
-    assert accept(run_toml, *argv, ranks=2).pipeline.microbatches == 2
+    assert accept(run_toml, *argv, ranks=2).pipeline.n_microbatches == 2
     more = [*argv, "--training.local_batch_size", "4"]
-    assert "wants 2 micro-batches on 2 ranks" in refusal(run_toml, *more, ranks=2)
+    assert "requires 2 micro-batches on 2 ranks" in refusal(run_toml, *more, ranks=2)
     argv[1] = "4"
     assert "is for 2 ranks and 2 stages; the job has 4 ranks" in refusal(run_toml, *argv, ranks=4)

@@ -253,7 +253,7 @@ def _plain_validation(model, text: ValidationData, recipe: Recipe) -> float:
 def sharded(layout: Layout, recipe: Recipe, dtype: torch.dtype = torch.float32, **transforms):
     """(what this rank holds, mesh, engine) of a layout on the ranks that run this."""
     section, mesh = layout.section(recipe), build_mesh(layout.degrees, "cpu")
-    activation_offload.LEAST_BYTES = 1  # everything here is small
+    activation_offload.MIN_BYTES = 1  # all tensors of these models are small
     shape, local_batch = recipe.shape, layout.local_batch(recipe)
     plan, problems = plan_pipeline(section, FAMILY, shape, recipe.seq_len, local_batch)
     assert plan is not None, problems

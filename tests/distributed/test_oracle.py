@@ -45,8 +45,8 @@ PIPELINES = [
     *(Layout(pipeline=2, microbatch=9, schedule=schedule) for schedule in SCHEDULES),
     *(
         Layout(pipeline=2, microbatch=9, schedule=schedule, stages=6)
-        for schedule, style in SCHEDULES.items()
-        if style.stages_a_rank is None
+        for schedule, spec in SCHEDULES.items()
+        if spec.stages_per_rank is None
     ),
     Layout(pipeline=4, microbatch=9),
     Layout(pipeline=4, microbatch=9, schedule="InterleavedZeroBubble"),

@@ -102,7 +102,7 @@ def draw(seed: int) -> Drawn:
     local_batch = layout.local_batch(recipe)
     layout = replace(layout, microbatch=-(-local_batch // dice.choice([2, 3, 4, 4, 6, 8, 12])))
     if dice.random() < 0.15:  # a cut by name, which may leave a stage only an end of the model
-        each = SCHEDULES[schedule].stages_a_rank or dice.choice([2, 3])
+        each = SCHEDULES[schedule].stages_per_rank or dice.choice([2, 3])
         stages = min(each * degrees["pipeline"], shape.n_layers + 3)
         layout = replace(layout, stages=stages)
     return Drawn(seed, layout, recipe)

@@ -1,4 +1,4 @@
-"""Activation checkpointing is live: what is forgotten is computed again, and nothing else."""
+"""Activation checkpointing recomputes the selected blocks and operations; offload prefetches."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from titanlite.parallelize.activation_checkpoint import (
 )
 
 SHAPE = Llama3Sizes(dim=16, n_layers=4, n_heads=2, n_kv_heads=2, hidden_dim=32, vocab_size=31)
-PRODUCTS, ATTENTION = 7, "_scaled_dot_product_flash_attention_for_cpu"  # of a block
+ATTENTION = "_scaled_dot_product_flash_attention_for_cpu"
 
 
-def built(config: ActivationCheckpointConfig, shape=SHAPE):
+def build_model(config: ActivationCheckpointConfig, shape=SHAPE):
     torch.manual_seed(0)
     model = FAMILIES["llama3"].build(shape)
     checkpoint_operations(model.layers, config)
@@ -31,7 +31,8 @@ def built(config: ActivationCheckpointConfig, shape=SHAPE):
     return model
 
 
-def learn(model):
+def backward(model):
+    """Run one forward and backward; return the gradients."""
     torch.manual_seed(1)
     tokens = torch.randint(0, SHAPE.vocab_size, (2, 8))
     model(tokens, labels=tokens).backward()
@@ -39,7 +40,7 @@ def learn(model):
 
 
 @pytest.mark.parametrize(
-    "mode, option, times",
+    "mode, option, forwards",
     [
         ("none", "2", [1, 1, 1, 1]),
         ("full", "2", [2, 2, 2, 2]),
@@ -49,9 +50,9 @@ def learn(model):
         ("selective", "op", [2, 2, 2, 2]),
     ],
 )
-def test_the_blocks_that_are_asked_for_are_computed_twice(mode, option, times):
+def test_exactly_the_selected_blocks_are_recomputed(mode, option, forwards):
     plain = FAMILIES["llama3"].build(SHAPE)
-    model = built(ActivationCheckpointConfig(mode=mode, selective_ac_option=option))
+    model = build_model(ActivationCheckpointConfig(mode=mode, selective_ac_option=option))
     counts = [0] * SHAPE.n_layers
     for name, block in model.layers.items():
 
@@ -59,108 +60,131 @@ def test_the_blocks_that_are_asked_for_are_computed_twice(mode, option, times):
             counts[number] += 1
 
         block.attention.register_forward_hook(count)
-    learn(model)
-    assert counts == times
+    backward(model)
+    assert counts == forwards
     assert dict(model.named_parameters()).keys() == dict(plain.named_parameters()).keys()
 
 
-class Counted(TorchDispatchMode):
+class OperationCounter(TorchDispatchMode):
     """How often each operation runs."""
 
     def __init__(self):
         super().__init__()
-        self.times: Counter[str] = Counter()
+        self.counts: Counter[str] = Counter()
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        self.times[function.name().removeprefix("aten::").partition(".")[0]] += 1
+        self.counts[function.name().removeprefix("aten::").partition(".")[0]] += 1
         return function(*args, **(kwargs or {}))
 
 
-def times_of_a_step(config) -> Counter[str]:
-    model = built(config)
-    with Counted() as seen:
-        learn(model)
-    return seen.times
+def count_operations(config) -> Counter[str]:
+    """Operations of one forward and backward."""
+    model = build_model(config)
+    with OperationCounter() as counter:
+        backward(model)
+    return counter.counts
 
 
-@pytest.mark.parametrize("named, again", [([], 3), (["w1"], 4), (["attention.w"], 5)])
-def test_per_operation_every_second_product_is_computed_again_and_attention_is_not(named, again):
-    plain = times_of_a_step(ActivationCheckpointConfig(mode="none"))
-    chosen = ActivationCheckpointConfig(
-        selective_ac_option="op", per_op_sac_force_recompute_mm_shapes_by_fqns=named
+@pytest.mark.parametrize("names, recomputed_matmuls", [([], 3), (["w1"], 4), (["attention.w"], 5)])
+def test_per_operation_recomputes_every_second_matmul_and_not_attention(names, recomputed_matmuls):
+    without = count_operations(ActivationCheckpointConfig(mode="none"))
+    config = ActivationCheckpointConfig(
+        selective_ac_option="op", per_op_sac_force_recompute_mm_shapes_by_fqns=names
     )
-    per_operation = times_of_a_step(chosen)
-    assert per_operation["mm"] - plain["mm"] == again * SHAPE.n_layers
-    assert per_operation[ATTENTION] == plain[ATTENTION] == SHAPE.n_layers
-    assert per_operation["silu"] - plain["silu"] == SHAPE.n_layers
+    per_operation = count_operations(config)
+    assert per_operation["mm"] - without["mm"] == recomputed_matmuls * SHAPE.n_layers
+    assert per_operation[ATTENTION] == without[ATTENTION] == SHAPE.n_layers
+    assert per_operation["silu"] - without["silu"] == SHAPE.n_layers
 
 
-def bytes_held(**config) -> int:
-    """What is there after a forward, beside the model, the tokens and the loss."""
+def bytes_saved(**config) -> int:
+    """Bytes allocated by a forward and not freed at its end."""
     shape = Llama3Sizes(64, 4, 4, 4, 256, vocab_size=31)
-    model = built(ActivationCheckpointConfig(**config), shape)
+    model = build_model(ActivationCheckpointConfig(**config), shape)
     tokens = torch.zeros(2, 128, dtype=torch.int64)
-    _, held = measure_allocations(lambda: model(tokens, labels=tokens))
-    return held
+    _, saved = measure_allocations(lambda: model(tokens, labels=tokens))
+    return saved
 
 
-def test_each_mode_holds_less_than_the_one_before():
-    held = {
-        "full": bytes_held(mode="full"),
-        "op": bytes_held(selective_ac_option="op"),
-        "every second": bytes_held(selective_ac_option="2"),
-        "none": bytes_held(mode="none"),
+def test_each_mode_saves_less_than_the_next_weaker_one():
+    saved = {
+        "full": bytes_saved(mode="full"),
+        "op": bytes_saved(selective_ac_option="op"),
+        "every second": bytes_saved(selective_ac_option="2"),
+        "none": bytes_saved(mode="none"),
     }
-    print({mode: f"{held[mode] / 2**20:.2f} MiB" for mode in held})  # pytest -rP
-    assert list(held.values()) == sorted(set(held.values())), held
+    print({mode: f"{saved[mode] / 2**20:.2f} MiB" for mode in saved})  # pytest -rP
+    assert list(saved.values()) == sorted(set(saved.values())), saved
 
 
-class Journey(activation_offload._OnHost):
-    """Who left and who came back, in order."""
+class TransferLog(activation_offload._HostTransfers):
+    """Records every copy and every wait, in order."""
 
     def __init__(self):
-        self.log: list[tuple[str, int]] = []
+        self.entries: list[tuple[str, int]] = []
 
-    def out(self, tensor):
-        host = super().out(tensor)
-        self.log.append(("out", id(host)))
+    def to_host(self, tensor):
+        host = super().to_host(tensor)
+        self.entries.append(("to host", id(host)))
         return host
 
-    def come(self, away, device):
-        super().come(away, device)
-        self.log.append(("come", id(away.host)))
-
-    def arrived(self, away):
-        self.log.append(("used", id(away.host)))
-        return super().arrived(away)
+    def to_device(self, host, device):
+        self.entries.append(("to device", id(host)))
+        return super().to_device(host, device)
 
 
 @pytest.mark.parametrize("mode", ["none", "full"])
-def test_what_blocks_save_leaves_once_and_is_on_its_way_before_it_is_used(mode, monkeypatch):
-    monkeypatch.setattr(activation_offload, "LEAST_BYTES", 1)
-    journey = Journey()
-    monkeypatch.setattr(activation_offload, "_OnHost", lambda: journey)
-    right = learn(built(ActivationCheckpointConfig(mode="none")))
-    found = learn(built(ActivationCheckpointConfig(mode=mode, offload=True)))
-    for name, gradient in right.items():
-        torch.testing.assert_close(found[name], gradient)
+def test_saved_activations_are_offloaded_once_and_prefetched_before_use(mode, monkeypatch):
+    monkeypatch.setattr(activation_offload, "MIN_BYTES", 1)
+    transfers = TransferLog()
+    monkeypatch.setattr(activation_offload, "_HostTransfers", lambda: transfers)
+    wait = activation_offload._OffloadedTensor.wait
 
-    left = [who for what, who in journey.log if what == "out"]
-    came = [who for what, who in journey.log if what == "come"]
-    each, rest = divmod(len(left), SHAPE.n_layers)
-    assert rest == 0 and each >= 1 and len(set(left)) == len(left)
-    groups = [
-        set(left[n * each : (n + 1) * each])
-        for n in range(SHAPE.n_layers - activation_offload.STAY)
+    def logged_wait(tensor):
+        transfers.entries.append(("use", id(tensor._host)))
+        return wait(tensor)
+
+    monkeypatch.setattr(activation_offload._OffloadedTensor, "wait", logged_wait)
+    expected = backward(build_model(ActivationCheckpointConfig(mode="none")))
+    gradients = backward(build_model(ActivationCheckpointConfig(mode=mode, offload=True)))
+    for name, gradient in expected.items():
+        torch.testing.assert_close(gradients[name], gradient)
+
+    sent = [tensor for entry, tensor in transfers.entries if entry == "to host"]
+    fetched = [tensor for entry, tensor in transfers.entries if entry == "to device"]
+    per_block, remainder = divmod(len(sent), SHAPE.n_layers)
+    assert remainder == 0 and per_block >= 1 and len(set(sent)) == len(sent)
+    blocks = [
+        set(sent[number * per_block : (number + 1) * per_block])
+        for number in range(SHAPE.n_layers - activation_offload.BLOCKS_ON_DEVICE)
     ]
-    assert sorted(came) == sorted(set().union(*groups))  # the last blocks' are still there
-    for block, group in enumerate(groups):
+    assert sorted(fetched) == sorted(set().union(*blocks))  # the last blocks never left the device
+    for number, block in enumerate(blocks):
         first_use = next(
-            n for n, (w, who) in enumerate(journey.log) if w == "used" and who in group
+            index
+            for index, (entry, tensor) in enumerate(transfers.entries)
+            if entry == "use" and tensor in block
         )
-        on_the_way = {who for what, who in journey.log[:first_use] if what == "come"}
-        assert group <= on_the_way
-        if block:  # and those of the block that comes next
-            assert groups[block - 1] <= on_the_way | {
-                who for what, who in journey.log[first_use - each : first_use + 1] if what == "come"
-            }
+        fetched_before = {t for entry, t in transfers.entries[:first_use] if entry == "to device"}
+        assert block <= fetched_before
+        if number:  # the block whose backward runs next is prefetched too
+            assert blocks[number - 1] <= fetched_before
+
+
+@pytest.mark.parametrize(
+    "settings, text",
+    [
+        ({"mode": "none"}, "off"),
+        ({"mode": "full"}, "full"),
+        ({"selective_ac_option": "1"}, "selective, every block"),
+        ({"selective_ac_option": "2"}, "selective, every 2nd block"),
+        ({"selective_ac_option": "4"}, "selective, every 4th block"),
+        ({"mode": "memory_budget"}, "compiler-selected, memory budget 0.5"),
+        (
+            {"mode": "full", "offload": True},
+            "full; saved activations offloaded to host memory",
+        ),
+    ],
+)
+def test_the_start_up_summary_names_what_is_recomputed(settings, text):
+    assert str(ActivationCheckpointConfig(**settings)) == text

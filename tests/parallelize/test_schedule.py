@@ -1,4 +1,4 @@
-"""Schedules: what they need is said before torch would say it, and how long they idle is right."""
+"""Pipeline schedules: requirements are checked before torch runs, and the simulation is right."""
 
 from __future__ import annotations
 
@@ -9,63 +9,62 @@ from titanlite.errors import ConfigError
 from titanlite.parallelize.schedule import (
     SCHEDULES,
     PipelineAction,
+    assign_stages,
     build_schedule_order,
+    check_csv_order,
     format_action,
-    ranks_in_order,
-    ranks_of_stages,
     read_schedule_csv,
     required_microbatches,
     simulate_schedule,
 )
 
-A_RANK = {name: style.stages_a_rank or 2 for name, style in SCHEDULES.items()}
+STAGES_PER_RANK = {name: schedule.stages_per_rank or 2 for name, schedule in SCHEDULES.items()}
 
 
-def idle(name: str, ranks: int, microbatches: int) -> float:
-    """Share of the time in which a rank of equal stages does nothing."""
-    stages = ranks * A_RANK[name]
-    times = simulate_schedule(
-        build_schedule_order(name, ranks, stages, microbatches), [1 / A_RANK[name]] * stages
-    )
-    span = max(timed.end for row in times for timed in row)
-    return 1 - sum(t.end - t.start for row in times for t in row) / (ranks * span)
+def bubble_fraction(name: str, ranks: int, microbatches: int) -> float:
+    """Fraction of the time in which a rank is idle, if all stages cost the same."""
+    stages = ranks * STAGES_PER_RANK[name]
+    order = build_schedule_order(name, ranks, stages, microbatches)
+    rows = simulate_schedule(order, [1 / STAGES_PER_RANK[name]] * stages)
+    span = max(timed.end for row in rows for timed in row)
+    return 1 - sum(timed.end - timed.start for row in rows for timed in row) / (ranks * span)
 
 
 @pytest.mark.parametrize("ranks, microbatches", [(2, 4), (4, 4), (4, 8), (8, 32)])
-def test_gpipe_and_1f1b_idle_as_the_formula_says(ranks, microbatches):
+def test_gpipe_and_1f1b_bubbles_match_the_formula(ranks, microbatches):
     """(p - 1) / (m + p - 1): https://arxiv.org/abs/1811.06965."""
     formula = (ranks - 1) / (microbatches + ranks - 1)
-    assert idle("GPipe", ranks, microbatches) == pytest.approx(formula)
-    assert idle("1F1B", ranks, microbatches) == pytest.approx(formula)
+    assert bubble_fraction("GPipe", ranks, microbatches) == pytest.approx(formula)
+    assert bubble_fraction("1F1B", ranks, microbatches) == pytest.approx(formula)
 
 
-def test_interleaving_and_splitting_the_backward_idle_less():
-    plain = idle("1F1B", 4, 8)
-    assert idle("Interleaved1F1B", 4, 8) < 0.7 * plain
-    assert idle("InterleavedZeroBubble", 4, 8) < idle("Interleaved1F1B", 4, 8)
-    assert idle("ZBVZeroBubble", 4, 8) < 0.5 * plain
+def test_interleaving_and_splitting_the_backward_reduce_the_bubble():
+    one_f_one_b = bubble_fraction("1F1B", 4, 8)
+    assert bubble_fraction("Interleaved1F1B", 4, 8) < 0.7 * one_f_one_b
+    assert bubble_fraction("InterleavedZeroBubble", 4, 8) < bubble_fraction("Interleaved1F1B", 4, 8)
+    assert bubble_fraction("ZBVZeroBubble", 4, 8) < 0.5 * one_f_one_b
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
 @pytest.mark.parametrize("ranks", [2, 3, 4])
-def test_microbatches_are_refused_exactly_where_torch_refuses_them(name, ranks):
-    stages = ranks * A_RANK[name]
+def test_microbatch_counts_are_rejected_exactly_where_torch_rejects_them(name, ranks):
+    stages = ranks * STAGES_PER_RANK[name]
     for microbatches in range(1, 14):
         try:
-            get_schedule_ops(name, ranks, microbatches, A_RANK[name])
-            refused = False
+            get_schedule_ops(name, ranks, microbatches, STAGES_PER_RANK[name])
+            rejected = False
         except ValueError:
-            refused = True
-        wanted = required_microbatches(name, ranks, stages, microbatches)
-        assert (wanted is not None) == refused, microbatches
+            rejected = True
+        required = required_microbatches(name, ranks, stages, microbatches)
+        assert (required is not None) == rejected, microbatches
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_every_schedule_runs_everything_once_on_the_rank_that_holds_it(name, tmp_path):
+def test_every_schedule_runs_each_action_once_on_the_rank_of_its_stage(name, tmp_path):
     ranks, microbatches = 4, 8
-    order = build_schedule_order(name, ranks, ranks * A_RANK[name], microbatches)
-    found, counted = ranks_in_order(tmp_path, order)  # which raises where anything is missing
-    assert found == ranks_of_stages(SCHEDULES[name], ranks, ranks * A_RANK[name])
+    order = build_schedule_order(name, ranks, ranks * STAGES_PER_RANK[name], microbatches)
+    rank_of, counted = check_csv_order(tmp_path, order)  # raises if an action is missing
+    assert rank_of == assign_stages(SCHEDULES[name], ranks, ranks * STAGES_PER_RANK[name])
     assert counted == microbatches
 
 
@@ -74,43 +73,43 @@ def as_csv(order) -> str:
 
 
 @pytest.mark.parametrize("name", ["1F1B", "ZBVZeroBubble"])
-def test_a_schedule_from_a_file_is_the_one_that_was_written(name, tmp_path):
+def test_a_schedule_survives_a_round_trip_through_csv(name, tmp_path):
     file = tmp_path / "schedule.csv"
-    order = build_schedule_order(name, 2, 2 * A_RANK[name], 4)
+    order = build_schedule_order(name, 2, 2 * STAGES_PER_RANK[name], 4)
     file.write_text(as_csv(order))
     assert read_schedule_csv(file) == order
 
 
 @pytest.mark.parametrize(
-    "text, words",
+    "text, message",
     [
         ("0F0,0B0\n1F0", "stage 1, micro-batch 0 has forward"),
-        ("0F0,0B0\n1F0,1B0,1B0", "1B0 is there twice"),
+        ("0F0,0B0\n1F0,1B0,1B0", "1B0 is listed twice"),
         ("0F0,0B0\n1F0,1B0,0F1", "stage 0 is on lines 1 and 2"),
-        ("0F0,0B0\n1B0,1F0", "would wait for ever: 0B0 and 1B0 wait"),
+        ("0F0,0B0\n1B0,1F0", "would deadlock: 0B0 and 1B0 wait"),
         ("0F0,0B0\n1F0,1I0", "stage 1, micro-batch 0 has forward, input"),
-        ("0F0,zero\n1F0,1B0", 'line 1: "zero" is no action'),
+        ("0F0,zero\n1F0,1B0", 'line 1: "zero" is not an action'),
         ("\n", "it is empty"),
-        ("0F,0B0\n1F0,1B0", 'line 1: "0F" is no action'),
-        ("0F0x9,0B0\n1F0,1B0", "is no action"),
-        ("0F0,1F0,1B0,0B0\n,,", "line 2: has no stage"),
+        ("0F,0B0\n1F0,1B0", 'line 1: "0F" is not an action'),
+        ("0F0x9,0B0\n1F0,1B0", "is not an action"),
+        ("0F0,1F0,1B0,0B0\n,,", "line 2: has no action"),
     ],
 )
-def test_a_file_that_would_hang_or_skip_is_refused(text, words, tmp_path):
+def test_a_csv_schedule_that_would_hang_or_skip_work_is_rejected(text, message, tmp_path):
     file = tmp_path / "schedule.csv"
     file.write_text(text)
-    with pytest.raises(ConfigError) as refused:
-        ranks_in_order(file, read_schedule_csv(file))
-    assert words in str(refused.value)
+    with pytest.raises(ConfigError) as raised:
+        check_csv_order(file, read_schedule_csv(file))
+    assert message in str(raised.value)
 
 
-def test_a_file_that_is_not_there_is_refused(tmp_path):
+def test_a_missing_csv_schedule_is_rejected(tmp_path):
     with pytest.raises(ConfigError, match="cannot be read"):
         read_schedule_csv(tmp_path / "nowhere.csv")
 
 
-def test_the_first_stage_does_its_whole_backward_in_the_weight_half():
-    """As torch runs it; a picture that said otherwise would not be what happens."""
+def test_the_first_stage_computes_its_entire_backward_in_the_weight_half():
+    """As torch does; otherwise the drawn timeline would be wrong."""
     order = [
         [
             PipelineAction("forward", 0, 0),
@@ -123,6 +122,6 @@ def test_the_first_stage_does_its_whole_backward_in_the_weight_half():
             PipelineAction("weight", 1, 0),
         ],
     ]
-    (_, half, whole), (_, other, _) = simulate_schedule(order, [1.0, 1.0])
-    assert half.end - half.start == 0 and whole.end - whole.start == 2
-    assert half.start == other.end == 3
+    (_, input_half, weight_half), (_, next_stage, _) = simulate_schedule(order, [1.0, 1.0])
+    assert input_half.end - input_half.start == 0 and weight_half.end - weight_half.start == 2
+    assert input_half.start == next_stage.end == 3

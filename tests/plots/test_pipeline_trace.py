@@ -7,7 +7,7 @@ import json
 import pytest
 
 from titanlite.errors import DataError
-from titanlite.parallelize.schedule import action_name
+from titanlite.parallelize.schedule import format_trace_name
 from titanlite.plots.pipeline_trace import read_actions
 
 
@@ -21,12 +21,12 @@ def read(tmp_path, events):
     return read_actions(path)
 
 
-FORWARD, BACKWARD = (action_name("pipeline", kind, 3, 1) for kind in ("forward", "backward"))
+FORWARD, BACKWARD = (format_trace_name("pipeline", kind, 3, 1) for kind in ("forward", "backward"))
 
 
 def test_of_a_step_that_accumulates_the_last_run_is_read_and_evaluation_is_not(tmp_path):
     events = [event(BACKWARD, 10), event(FORWARD, 0), event(FORWARD, 20), event(BACKWARD, 30)]
-    noise = [event(action_name("evaluation", "forward", 3, 1), 40), event("aten::mm", 21)]
+    noise = [event(format_trace_name("evaluation", "forward", 3, 1), 40), event("aten::mm", 21)]
     first, second = read(tmp_path, events + noise)
     assert (first.kind, first.stage, first.microbatch) == ("forward", 3, 1)
     assert first.start == pytest.approx(2 + 20e-6, abs=1e-9)

@@ -23,7 +23,7 @@ from titanlite.optim import (
     moment_format,
 )
 from titanlite.optim.adam import StateDtype
-from titanlite.parallelize.activation_checkpoint import activation_problems
+from titanlite.parallelize.activation_checkpoint import check_activation_checkpoint
 from titanlite.parallelize.compile import check_compile_config, check_compiler
 from titanlite.parallelize.context import check_context_parallel
 from titanlite.parallelize.float8 import check_float8, check_float8_device
@@ -34,7 +34,9 @@ from titanlite.training import TrainingConfig
 
 def problems_of(config: JobConfig, ranks: int) -> Iterator[UserError]:
     """Problems of the configuration alone, on `ranks` ranks; each section checks itself first."""
-    yield from activation_problems(config.activation_checkpoint, config.compile.compiles("model"))
+    yield from check_activation_checkpoint(
+        config.activation_checkpoint, config.compile.compiles("model")
+    )
     yield from check_compile_config(config.compile, config.parallelism)
     yield from check_checkpoint_config(config.checkpoint)
     for name in set(config.checkpoint.allow_changes) - set(FACTS):

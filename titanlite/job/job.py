@@ -74,7 +74,7 @@ class Job:
         """The attention that one rank computes in one call, before context parallel shards it."""
         sizes, tensor = self.sizes, self.degrees.tensor
         return AttentionShape(
-            batch=self.pipeline.microbatch,
+            batch=self.pipeline.microbatch_size,
             n_heads=sizes.n_heads // tensor,
             n_kv_heads=max(1, sizes.n_kv_heads // tensor),
             seq_len=self.config.training.seq_len,

@@ -1,4 +1,4 @@
-"""How a model runs is decided here, in one order, on one screen; never what it computes."""
+"""Parallelize a plain single-device model; `parallelize` fixes the order of all transformations."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ DTYPES = {name: getattr(torch, name) for name in ("float32", "bfloat16", "float1
 
 @dataclass(frozen=True)
 class ModelTransforms:
-    """What is done to a model beside spreading it."""
+    """Model transformations other than parallelism."""
 
     activation_checkpoint: ActivationCheckpointConfig = field(
         default_factory=lambda: ActivationCheckpointConfig(mode="none")
@@ -49,12 +49,12 @@ class ModelTransforms:
     loss: LossConfig = field(default_factory=LossConfig)
     compile: CompileConfig = field(default_factory=CompileConfig)
     float8: Float8Config = field(default_factory=Float8Config)
-    param_dtype: torch.dtype = torch.float32  # of weights, gradients and moments between steps
-    compute_dtype: torch.dtype = torch.float32  # what weights are cast to for computing
-    reduce_dtype: torch.dtype = torch.float32  # what gradients are summed in
-    cpu_offload: bool = False  # weights, gradients and moments stay in host memory
-    attention_kernel: str | None = None  # of attention; None: torch's choice
-    document_mask: bool = False  # each attends to itself alone
+    param_dtype: torch.dtype = torch.float32  # weights, gradients and optimizer state
+    compute_dtype: torch.dtype = torch.float32  # weights and activations in forward and backward
+    reduce_dtype: torch.dtype = torch.float32  # gradient reduction across ranks
+    cpu_offload: bool = False  # store weights, gradients and optimizer state in host memory
+    attention_kernel: str | None = None  # None: torch selects one
+    document_mask: bool = False  # attention does not cross document boundaries
 
 
 @dataclass(frozen=True)
@@ -68,90 +68,88 @@ class ParallelLayout:
 
 @dataclass(frozen=True)
 class ShardedModel:
-    """What this rank holds of a model."""
+    """This rank's shard of the model."""
 
-    model: nn.Module  # all of it, under the names of the whole model: what is trained and saved
-    stage_modules: dict[int, nn.Module]  # its pipeline stages, made of the same modules
-    output: (
-        OutputLayer | None
-    )  # the last of these modules, where the loss is; other stages have none
-    dim: int  # of the activations between blocks
-    compute_dtype: torch.dtype  # and their type
-    update_float8_scales: Callable[[], None] = lambda: (
-        None
-    )  # to be called when weights may have changed
+    model: nn.Module  # all modules of this rank, under their names in the full model
+    stage_modules: dict[int, nn.Module]  # pipeline stage -> the same modules, one model per stage
+    output: OutputLayer | None  # output layer and loss; None if another pipeline rank has it
+    dim: int  # width of the residual stream
+    compute_dtype: torch.dtype
+    update_float8_scales: Callable[[], None] = lambda: None  # call after each weight update
 
 
 def parallelize(
-    part: nn.Module,
+    model: nn.Module,
     spec: ModelSpec,
+    sizes: ModelSizes,
     mesh: Mesh,
-    section: ParallelismConfig,
+    config: ParallelismConfig,
     transforms: ModelTransforms,
 ) -> None:
-    """Spread a plain model on meta, or a stage of one, over its mesh, in place."""
-    blocks, sizes = part.get_submodule(spec.blocks_path), part.sizes
-    if (output := getattr(part, spec.output_path)) is not None:
+    """Parallelize a plain model on the meta device, or one pipeline stage of it, in place."""
+    blocks = model.get_submodule(spec.blocks_path)
+    assert isinstance(blocks, nn.ModuleDict)
+    activation_checkpoint = transforms.activation_checkpoint
+    output = getattr(model, spec.output_path)
+    if output is not None:
         output.loss = transforms.loss
-    convert_to_float8(
-        part, transforms.float8
-    )  # before the split, which has styles of their own for them
-    shared_loss, column = not section.disable_loss_parallel, select_linear_styles(transforms.float8)
-    apply_tensor_parallel(part, spec.tp_plan, mesh.tp, sizes.head_width, shared_loss, column)
-    tie_parameters(part, spec.tied_parameters(sizes))  # the split makes a parameter of each
-    set_attention_kernel(
-        part, spec.attention_pattern, transforms.attention_kernel, transforms.document_mask
+    convert_to_float8(model, transforms.float8)  # before TP, which has styles for Float8 linears
+    loss_parallel, styles = (
+        not config.disable_loss_parallel,
+        select_linear_styles(transforms.float8),
     )
-    # after the kernel is set, because context parallel uses its own
-    apply_context_parallel(part, spec.attention_pattern, mesh.cp, section)
-    # Inside of the compiled code, because the compiler must see what is kept. After the split, here
-    # and below, so that its gathers are computed again too; names stay as they were.
-    checkpoint_operations(blocks, transforms.activation_checkpoint)
-    if section.enable_async_tensor_parallel:
-        enable_async_tensor_parallel_fusion(mesh.tp)  # by the compiler, which must know of it
-    set_memory_budget(transforms.activation_checkpoint)
+    apply_tensor_parallel(model, spec.tp_plan, mesh.tp, sizes.head_width, loss_parallel, styles)
+    tie_parameters(model, spec.tied_parameters(sizes))  # TP replaced both parameters of a tied pair
+    set_attention_kernel(
+        model, spec.attention_pattern, transforms.attention_kernel, transforms.document_mask
+    )
+    apply_context_parallel(
+        model, spec.attention_pattern, mesh.cp, config
+    )  # overrides the kernel set above
+    # Checkpointing comes after TP, so that the TP all-gathers are recomputed too. Per-operation
+    # checkpointing comes before compile, which must see which outputs are saved.
+    checkpoint_operations(blocks, activation_checkpoint)
+    if config.enable_async_tensor_parallel:
+        enable_async_tensor_parallel_fusion(mesh.tp)  # a compiler setting: before compile
+    set_memory_budget(activation_checkpoint)  # likewise
     compile_blocks(blocks, transforms.compile)
     compile_loss(output, transforms.compile)
-    checkpoint_blocks(
-        blocks, transforms.activation_checkpoint
-    )  # around it: a whole block is run again as it is
-    if (
-        transforms.activation_checkpoint.offload
-    ):  # around that, to see what it saves: the inputs of blocks
+    checkpoint_blocks(blocks, activation_checkpoint)  # after compile: recomputes a compiled block
+    if activation_checkpoint.offload:  # after that, to offload what it saves: the block inputs
         offload_activations(blocks, mesh.fsdp.device_type)
-    # last: shards whatever the others left whole, and casts whatever they compute with
-    before, after = _ends(part, spec)
-    apply_fsdp(
-        part,
-        before,
-        blocks.values(),
-        after,
-        mesh.fsdp,
-        FSDPPolicy(
-            transforms.compute_dtype,
-            transforms.reduce_dtype,
-            _reshard(section),
-            transforms.cpu_offload,
-        ),
+    before, after = _modules_around_blocks(model, spec, sizes)
+    fsdp_policy = FSDPPolicy(
+        transforms.compute_dtype,
+        transforms.reduce_dtype,
+        _reshard_after_forward(config),
+        transforms.cpu_offload,
     )
+    # last: shards and casts what is still replicated
+    apply_fsdp(model, before, blocks.values(), after, mesh.fsdp, fsdp_policy)
 
 
-def _reshard(section: ParallelismConfig) -> ReshardAfterForward:
-    """A stage runs many micro-batches in a row: to gather its weights for each would not pay."""
-    wish, pipelined = section.fsdp_reshard_after_forward, section.pipeline_parallel_degree > 1
-    return "never" if wish == "default" and pipelined else wish
+def _reshard_after_forward(config: ParallelismConfig) -> ReshardAfterForward:
+    """The setting; with pipeline parallelism, "default" is "never".
+
+    A stage runs several micro-batches in a row: one weight all-gather for each would be too slow.
+    """
+    setting, pipelined = config.fsdp_reshard_after_forward, config.pipeline_parallel_degree > 1
+    return "never" if setting == "default" and pipelined else setting
 
 
-def _ends(part: nn.Module, spec: ModelSpec) -> tuple[list[nn.Module], list[nn.Module]]:
-    """What is before the blocks and what is after them; ends that are tied are nobody's."""
-    if spec.tied_parameters(part.sizes):
+def _modules_around_blocks(
+    model: nn.Module, spec: ModelSpec, sizes: ModelSizes
+) -> tuple[list[nn.Module], list[nn.Module]]:
+    """(modules before the blocks, modules after them).
+
+    Both are empty with tied embeddings: the shared weight must not be in two FSDP groups.
+    """
+    if spec.tied_parameters(sizes):
         return [], []
-    names = list(dict(part.named_children()))
-    blocks = names.index(spec.blocks_path)
-    before, after = names[:blocks], names[blocks + 1 :]
-    return [part.get_submodule(name) for name in before], [
-        part.get_submodule(name) for name in after
-    ]
+    children = dict(model.named_children())
+    position = list(children).index(spec.blocks_path)
+    modules = list(children.values())
+    return modules[:position], modules[position + 1 :]
 
 
 def build_sharded_model(
@@ -163,17 +161,24 @@ def build_sharded_model(
     *,
     seed: int,
 ) -> ShardedModel:
-    """A model on its mesh with its starting weights; no rank ever holds more than its shards."""
-    model, parts = build_stage_modules(spec, sizes, layout.plan, layout.mesh.pp.get_local_rank())
-    for part in parts.values():
-        part.to(transforms.param_dtype)
-        parallelize(part, spec, layout.mesh, layout.config, transforms)
-    model.to_empty(
-        device="cpu" if transforms.cpu_offload else device
-    )  # memory for the shards, nothing more
-    # `to_empty` unties parameters, and FSDP does not always tie them again itself.
+    """Build a model, parallelize it and initialize its weights.
+
+    `sizes` are those of the model family. Each rank only ever allocates its own shards.
+    """
+    pp_rank = layout.mesh.pp.get_local_rank()
+    model, stage_modules = build_stage_modules(spec, sizes, layout.plan, pp_rank)
+    for stage_module in stage_modules.values():
+        stage_module.to(transforms.param_dtype)
+        parallelize(stage_module, spec, sizes, layout.mesh, layout.config, transforms)
+    model.to_empty(device="cpu" if transforms.cpu_offload else device)
+    # to_empty() replaces both parameters of a tied pair too, where FSDP does not tie them again.
     tie_parameters(model, spec.tied_parameters(sizes))
     init_weights(model, spec.init_roles, sizes.n_layers, seed)
-    rescale = build_float8_scale_update(model, transforms.float8, layout.mesh.tp)
-    output = getattr(model, spec.output_path)
-    return ShardedModel(model, parts, output, sizes.dim, transforms.compute_dtype, rescale)
+    return ShardedModel(
+        model,
+        stage_modules,
+        output=getattr(model, spec.output_path),
+        dim=sizes.dim,
+        compute_dtype=transforms.compute_dtype,
+        update_float8_scales=build_float8_scale_update(model, transforms.float8, layout.mesh.tp),
+    )

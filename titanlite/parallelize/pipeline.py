@@ -1,11 +1,12 @@
-"""Pipeline parallel: the plan, the parts of the model that a rank holds, and torch's schedule."""
+"""Pipeline parallelism: the plan, this rank's stage modules, and torch's schedule over them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +15,7 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import (
     PipelineScheduleMulti,
     PipelineScheduleSingle,
-    _Action,  # private, as the next, which alone runs a schedule from a file (2.11 to 2.15)
+    _Action,  # private, as is the next: the only class that runs a schedule from a file (2.11-2.15)
     _PipelineScheduleRuntime,
     get_schedule_class,
 )
@@ -29,229 +30,260 @@ from titanlite.parallelize.schedule import (
     SCHEDULES,
     PipelineAction,
     ScheduleSpec,
-    action_name,
+    assign_stages,
     build_schedule_order,
+    check_csv_order,
     format_action,
-    ranks_in_order,
-    ranks_of_stages,
+    format_trace_name,
     read_schedule_csv,
     required_microbatches,
 )
 from titanlite.parallelize.stage_partition import (
+    check_stage_keys,
     partition_model,
     requested_stages,
-    stage_contradictions,
 )
 
-DEGREE = "parallelism.pipeline_parallel_degree"
-SCHEDULE = "parallelism.pipeline_parallel_schedule"
-MICROBATCH = "parallelism.pipeline_parallel_microbatch_size"
+DEGREE_KEY = "parallelism.pipeline_parallel_degree"
+SCHEDULE_KEY = "parallelism.pipeline_parallel_schedule"
+MICROBATCH_KEY = "parallelism.pipeline_parallel_microbatch_size"
 
 
 @dataclass(frozen=True)
 class PipelinePlan:
-    """Who runs which part of the model, in which order, on how much at once."""
+    """Which pipeline rank runs which modules, in which order, on micro-batches of which size."""
 
-    schedule: str
-    csv: Path | None  # a file that says the order instead
-    stages: list[list[str]]  # the modules of each stage
-    costs: list[float]  # of each stage, FLOPs a token
-    rank_of: list[int]  # the pipeline rank that holds each stage
-    microbatch: int  # sequences
-    microbatches: int  # of one run of the schedule
-    splits_backward: bool = False  # in halves, of which the second comes later
+    schedule: str  # the name of one of torch's schedules
+    csv: Path | None  # a file that lists the actions; replaces `schedule`
+    stages: list[list[str]]  # module names of each stage
+    costs: list[float]  # of each stage, FLOPs per token
+    rank_of: list[int]  # pipeline rank of each stage
+    microbatch_size: int  # sequences
+    n_microbatches: int  # in one run of the schedule
+    splits_backward: bool = False  # into input gradients, and weight gradients at a later time
 
     @property
     def ranks(self) -> int:
+        """Number of pipeline ranks."""
         return max(self.rank_of) + 1
 
     @property
-    def rows(self) -> int:
-        """Sequences of one run of the schedule."""
-        return self.microbatch * self.microbatches
+    def sequences(self) -> int:
+        """Sequences in one run of the schedule."""
+        return self.microbatch_size * self.n_microbatches
 
-    def fitting(self, rows: int) -> PipelinePlan:
-        """The same for `rows` sequences in one run, or as few more as the schedule takes."""
-        microbatches, stages = -(-rows // self.microbatch), len(self.stages)
-        if self.csv is not None:  # which has its number
+    def for_sequences(self, sequences: int) -> PipelinePlan:
+        """This plan with the fewest micro-batches that hold `sequences` and suit the schedule."""
+        if self.csv is not None:  # the file fixes the number of micro-batches
             return self
-        while required_microbatches(self.schedule, self.ranks, stages, microbatches):
-            microbatches += 1
-        return replace(self, microbatches=microbatches)
+        count = -(-sequences // self.microbatch_size)
+        while required_microbatches(self.schedule, self.ranks, len(self.stages), count):
+            count += 1
+        return replace(self, n_microbatches=count)
 
     def stages_of(self, rank: int) -> list[int]:
-        """The stages that a pipeline rank holds, in order."""
-        return [stage for stage, holder in enumerate(self.rank_of) if holder == rank]
+        """Stages of a pipeline rank, in model order."""
+        return [stage for stage, owner in enumerate(self.rank_of) if owner == rank]
 
-    def held_by(self, stage: int) -> str:
-        """What a stage holds, in words: "tok_embeddings, layers 0-3"."""
-        said: list[str] = []
-        for path, run in groupby(self.stages[stage], lambda name: name.rpartition(".")[0]):
-            names = [name.rpartition(".")[2] for name in run]
-            ends = dict.fromkeys((names[0], names[-1]))
-            said += [f"{path} {'-'.join(ends)}"] if path else names
-        return ", ".join(said)
+    def describe_stage(self, stage: int) -> str:
+        """Modules of a stage as text, such as "tok_embeddings, layers 0-3"."""
+        parts: list[str] = []
+        for path, group in groupby(self.stages[stage], lambda name: name.rpartition(".")[0]):
+            names = [name.rpartition(".")[2] for name in group]
+            first_and_last = dict.fromkeys((names[0], names[-1]))
+            parts += [f"{path} {'-'.join(first_and_last)}"] if path else names
+        return ", ".join(parts)
 
     def order(self) -> list[list[PipelineAction]]:
-        """What each pipeline rank does, in order."""
+        """Actions of each pipeline rank, in execution order."""
         if self.csv is not None:
             return read_schedule_csv(self.csv)
-        return build_schedule_order(self.schedule, self.ranks, len(self.stages), self.microbatches)
+        n_stages = len(self.stages)
+        return build_schedule_order(self.schedule, self.ranks, n_stages, self.n_microbatches)
 
     def __str__(self) -> str:
-        name, size = self.csv or self.schedule, self.microbatch
-        return f"{name}, {len(self.stages)} stages, {self.microbatches} micro-batches of {size}"
+        name, count, size = self.csv or self.schedule, self.n_microbatches, self.microbatch_size
+        return f"{name}, {len(self.stages)} stages, {count} micro-batches of {size}"
 
 
 def plan_pipeline(
-    section: ParallelismConfig, spec: ModelSpec, sizes: ModelSizes, seq_len: int, local_batch: int
+    config: ParallelismConfig, spec: ModelSpec, sizes: ModelSizes, seq_len: int, local_batch: int
 ) -> tuple[PipelinePlan | None, list[ConfigError]]:
-    """The plan that a section means, or else everything that stands against it."""
+    """(the plan, []) or (None, every reason why these settings are invalid)."""
     costs = spec.module_flops(sizes, seq_len)
-    ranks = section.pipeline_parallel_degree
-    if ranks == 1:  # one stage, which holds everything
-        everything = [sum(costs.values())]
-        return PipelinePlan("1F1B", None, [list(costs)], everything, [0], local_batch, 1), []
-    problems = list(_plain_problems(section, spec, sizes, local_batch))
-    size, stages, rank_of = section.pipeline_parallel_microbatch_size, [], []
-    problems += stage_contradictions(section)
+    if config.pipeline_parallel_degree == 1:  # one stage with all modules
+        plan = PipelinePlan("1F1B", None, [list(costs)], [sum(costs.values())], [0], local_batch, 1)
+        return plan, []
+    errors = [*_check_batch_and_tying(config, spec, sizes, local_batch), *check_stage_keys(config)]
     try:
-        style, count, rank_of = _stages(section, sizes)
-        problems += _schedule_problems(section, style, rank_of, local_batch)
-        stages = partition_model(section, costs, spec.blocks_path, count)
+        assignment = _assign_stages_to_ranks(config, sizes)
+        errors += _check_schedule(config, assignment, local_batch)
+        stages = partition_model(config, costs, spec.blocks_path, len(assignment.rank_of))
     except ConfigError as error:
-        problems.append(error)
-    if problems:
-        return None, problems
-    spent = [sum(costs[name] for name in names) for names in stages]
-    schedule, file = section.pipeline_parallel_schedule, _csv(section)
-    runs = (size, local_batch // size, style.splits_backward)
-    return PipelinePlan(schedule, file, stages, spent, rank_of, *runs), []
+        errors.append(error)
+    if errors:
+        return None, errors
+    size = config.pipeline_parallel_microbatch_size
+    plan = PipelinePlan(
+        schedule=config.pipeline_parallel_schedule,
+        csv=_csv_path(config),
+        stages=stages,
+        costs=[sum(costs[name] for name in names) for names in stages],
+        rank_of=assignment.rank_of,
+        microbatch_size=size,
+        n_microbatches=local_batch // size,
+        splits_backward=assignment.schedule.splits_backward,
+    )
+    return plan, []
 
 
-def _csv(section: ParallelismConfig) -> Path | None:
-    file = section.pipeline_parallel_schedule_csv
+def _csv_path(config: ParallelismConfig) -> Path | None:
+    file = config.pipeline_parallel_schedule_csv
     return Path(file) if file else None
 
 
-def _name(section: ParallelismConfig) -> str:
-    if section.pipeline_parallel_schedule_csv:
-        return f'{CSV_KEY} = "{section.pipeline_parallel_schedule_csv}"'
-    return f'{SCHEDULE} = "{section.pipeline_parallel_schedule}"'
+def _schedule_setting(config: ParallelismConfig) -> str:
+    """The key that selects the schedule, with its value, for error messages."""
+    if config.pipeline_parallel_schedule_csv:
+        return f'{CSV_KEY} = "{config.pipeline_parallel_schedule_csv}"'
+    return f'{SCHEDULE_KEY} = "{config.pipeline_parallel_schedule}"'
 
 
-def _plain_problems(
-    section: ParallelismConfig, spec: ModelSpec, sizes: ModelSizes, local_batch: int
+def _check_batch_and_tying(
+    config: ParallelismConfig, spec: ModelSpec, sizes: ModelSizes, local_batch: int
 ) -> Iterator[ConfigError]:
+    """Reject tied embeddings, and a micro-batch size that does not divide the local batch."""
     if spec.tied_parameters(sizes):
         yield ConfigError(
-            f"{DEGREE} = {section.pipeline_parallel_degree}: the embedding and the output layer are"
-            " the same weights (model.tied_embeddings), but belong to the first and last stage.",
+            f"{DEGREE_KEY} = {config.pipeline_parallel_degree}: the embedding and the output layer"
+            " share one weight (model.tied_embeddings), but are in the first and last stage.",
             fix="Use other degrees, or model.tied_embeddings = false.",
-            keys=(DEGREE, "model.tied_embeddings"),
+            keys=(DEGREE_KEY, "model.tied_embeddings"),
         )
-    size = section.pipeline_parallel_microbatch_size
+    size = config.pipeline_parallel_microbatch_size
     if local_batch % size:
         yield ConfigError(
-            f"{MICROBATCH} = {size}: does not divide training.local_batch_size = {local_batch}.",
+            f"{MICROBATCH_KEY} = {size}: does not divide"
+            f" training.local_batch_size = {local_batch}.",
             fix=f"Use a divisor of {local_batch}.",
-            keys=(MICROBATCH, "training.local_batch_size"),
+            keys=(MICROBATCH_KEY, "training.local_batch_size"),
         )
 
 
-def _stages(section: ParallelismConfig, sizes: ModelSizes) -> tuple[ScheduleSpec, int, list[int]]:
-    """(style, stages, the rank of each) of the schedule of a section; raises ConfigError."""
-    ranks, file = section.pipeline_parallel_degree, _csv(section)
+class _StageAssignment(NamedTuple):
+    """The schedule's properties, and the pipeline rank of each stage."""
+
+    schedule: ScheduleSpec
+    rank_of: list[int]
+
+
+def _assign_stages_to_ranks(config: ParallelismConfig, sizes: ModelSizes) -> _StageAssignment:
+    """Number of stages and their ranks, from the schedule; raises ConfigError."""
+    file = _csv_path(config)
     if file is not None:
-        order = read_schedule_csv(file)
-        rank_of, _ = ranks_in_order(file, order)
-        halves = any(action.kind == "weight" for actions in order for action in actions)
-        stages, key = requested_stages(section, sizes.n_layers, len(rank_of))
-        if len(order) != ranks or stages != len(rank_of):
-            raise ConfigError(
-                f"{_name(section)}: is for {len(order)} ranks and {len(rank_of)} stages;"
-                f" the job has {ranks} ranks and {stages} stages.",
-                fix=f"Change the file, {DEGREE}, or parallelism.{key}.",
-                keys=(CSV_KEY, DEGREE, f"parallelism.{key}"),
-            )
-        return ScheduleSpec(splits_backward=halves), stages, rank_of
-    style = SCHEDULES[section.pipeline_parallel_schedule]
-    each = style.stages_a_rank or 2
-    stages, key = requested_stages(section, sizes.n_layers, each * ranks)
-    a_rank, rest = divmod(stages, ranks)
-    if rest or a_rank < each or (style.stages_a_rank and a_rank > each):
-        more = "" if style.stages_a_rank else " or more"
-        wants = f"{each}{more} stages on each rank"
+        return _assign_stages_by_csv(config, sizes, file)
+    ranks, schedule = config.pipeline_parallel_degree, SCHEDULES[config.pipeline_parallel_schedule]
+    per_rank = schedule.stages_per_rank or 2
+    stages, key = requested_stages(config, sizes.n_layers, default=per_rank * ranks)
+    actual, remainder = divmod(stages, ranks)
+    exact = schedule.stages_per_rank is not None
+    if remainder or actual < per_rank or (exact and actual > per_rank):
+        required = f"{per_rank} stage{'s' * (per_rank > 1)}{'' if exact else ' or more'} per rank"
         raise ConfigError(
-            f"{_name(section)}: wants {wants}, of {ranks} ranks; parallelism.{key} makes {stages}.",
-            fix=f"Make {each * ranks} stages"
-            + ("." if style.stages_a_rank else ", or a multiple."),
-            keys=(SCHEDULE, DEGREE, f"parallelism.{key}"),
+            f"{_schedule_setting(config)}: requires {required};"
+            f" parallelism.{key} makes {stages} stages for {ranks} ranks.",
+            fix=f"Make {per_rank * ranks} stages{'.' if exact else ', or a multiple.'}",
+            keys=(SCHEDULE_KEY, DEGREE_KEY, f"parallelism.{key}"),
         )
-    return style, stages, ranks_of_stages(style, ranks, stages)
+    return _StageAssignment(schedule, assign_stages(schedule, ranks, stages))
 
 
-def _schedule_problems(
-    section: ParallelismConfig, style: ScheduleSpec, rank_of: list[int], local_batch: int
+def _assign_stages_by_csv(
+    config: ParallelismConfig, sizes: ModelSizes, file: Path
+) -> _StageAssignment:
+    ranks, order = config.pipeline_parallel_degree, read_schedule_csv(file)
+    rank_of, _ = check_csv_order(file, order)
+    stages, key = requested_stages(config, sizes.n_layers, default=len(rank_of))
+    if len(order) != ranks or stages != len(rank_of):
+        raise ConfigError(
+            f"{_schedule_setting(config)}: is for {len(order)} ranks and {len(rank_of)} stages;"
+            f" the job has {ranks} ranks and {stages} stages.",
+            fix=f"Change the file, {DEGREE_KEY}, or parallelism.{key}.",
+            keys=(CSV_KEY, DEGREE_KEY, f"parallelism.{key}"),
+        )
+    splits_backward = any(action.kind == "weight" for actions in order for action in actions)
+    return _StageAssignment(ScheduleSpec(splits_backward=splits_backward), rank_of)
+
+
+def _check_schedule(
+    config: ParallelismConfig, assignment: _StageAssignment, local_batch: int
 ) -> Iterator[ConfigError]:
-    ranks, file = section.pipeline_parallel_degree, _csv(section)
-    size = section.pipeline_parallel_microbatch_size
-    microbatches, rest = divmod(local_batch, size)
+    """Reject a number of micro-batches, or an FSDP setting, that the schedule does not support."""
+    ranks, file = config.pipeline_parallel_degree, _csv_path(config)
+    size = config.pipeline_parallel_microbatch_size
+    microbatches, remainder = divmod(local_batch, size)
+    required: str | None
     if file is None:
-        name = section.pipeline_parallel_schedule
-        wanted = required_microbatches(name, ranks, len(rank_of), microbatches)
+        name, stages = config.pipeline_parallel_schedule, len(assignment.rank_of)
+        required = required_microbatches(name, ranks, stages, microbatches)
     else:
-        _, in_file = ranks_in_order(file, read_schedule_csv(file))
-        wanted = str(in_file) if in_file != microbatches else None
-    if wanted and not rest:
+        _, in_file = check_csv_order(file, read_schedule_csv(file))
+        required = str(in_file) if in_file != microbatches else None
+    if required and not remainder:
         yield ConfigError(
-            f"{_name(section)}: wants {wanted} micro-batches on {ranks} ranks;"
+            f"{_schedule_setting(config)}: requires {required} micro-batches on {ranks} ranks;"
             f" training.local_batch_size = {local_batch} in micro-batches of {size} makes"
             f" {microbatches}.",
-            fix="Change training.local_batch_size or the size of a micro-batch.",
-            keys=(SCHEDULE, CSV_KEY, MICROBATCH, "training.local_batch_size"),
+            fix=f"Change training.local_batch_size or {MICROBATCH_KEY}.",
+            keys=(SCHEDULE_KEY, CSV_KEY, MICROBATCH_KEY, "training.local_batch_size"),
         )
-    if style.splits_backward and section.fsdp_reshard_after_forward == "always":
+    if assignment.schedule.splits_backward and config.fsdp_reshard_after_forward == "always":
         yield ConfigError(
-            f'parallelism.fsdp_reshard_after_forward = "always": under {_name(section)},'
-            " which splits the backward, torch would compute wrong gradients.",
+            'parallelism.fsdp_reshard_after_forward = "always": torch would compute wrong'
+            f" gradients under {_schedule_setting(config)}, which splits the backward.",
             fix='Use "default" or "never".',
-            keys=("parallelism.fsdp_reshard_after_forward", SCHEDULE),
+            keys=("parallelism.fsdp_reshard_after_forward", SCHEDULE_KEY),
         )
 
 
 def build_stage_modules(
     spec: ModelSpec, sizes: ModelSizes, plan: PipelinePlan, rank: int
 ) -> tuple[nn.Module, dict[int, nn.Module]]:
-    """(all that a pipeline rank holds, as one module; its stages by number, made of the same).
+    """(one module with all layers of a pipeline rank, {stage: its model}), on the meta device.
 
-    Names are those of the whole model, so a checkpoint does not know of stages. On meta.
+    Both contain the same submodules. Names are those of the full model, so checkpoints do not
+    depend on the stages.
     """
     with torch.device("meta"):
-        held = spec.build(sizes)
+        model = spec.build(sizes)
         if len(plan.stages) == 1:
-            return held, {0: held}
-        parts = {number: spec.build(sizes) for number in plan.stages_of(rank)}
-    for number, part in parts.items():
-        _keep(part, plan.stages[number], spec.blocks_path)
-        if number < len(plan.stages) - 1:
-            part.register_forward_hook(_plain)
-    _keep(held, [name for number in parts for name in plan.stages[number]], spec.blocks_path)
-    for number, part in parts.items():
-        for name in plan.stages[number]:
-            held.set_submodule(name, part.get_submodule(name))
-    return held, parts
+            return model, {0: model}
+        stage_modules = {stage: spec.build(sizes) for stage in plan.stages_of(rank)}
+    for stage, stage_module in stage_modules.items():
+        _remove_other_modules(stage_module, plan.stages[stage], spec.blocks_path)
+        if stage < len(plan.stages) - 1:
+            stage_module.register_forward_hook(_make_sendable)
+    names = [name for stage in stage_modules for name in plan.stages[stage]]
+    _remove_other_modules(model, names, spec.blocks_path)
+    for stage, stage_module in stage_modules.items():
+        for name in plan.stages[stage]:
+            model.set_submodule(name, stage_module.get_submodule(name))
+    return model, stage_modules
 
 
-def _plain(part: nn.Module, inputs: tuple, output: Tensor) -> Tensor:
-    """What can be sent: tensor parallel may end in a view, which torch's stage cannot detach in
-    place, or in a tensor that is still on its way."""
+def _make_sendable(stage_module: nn.Module, inputs: tuple, output: Tensor) -> Tensor:
+    """Forward hook: return a plain tensor that is not a view.
+
+    Tensor parallelism may end in a view, which torch's stage cannot detach in place, or in an
+    asynchronous collective tensor that is not complete yet.
+    """
     return output.clone() if output._is_view() or type(output) is not Tensor else output
 
 
-def _keep(model: nn.Module, names: list[str], block_path: str) -> None:
-    """Let go of every block and end of a model that is not named."""
+def _remove_other_modules(model: nn.Module, names: list[str], block_path: str) -> None:
+    """Remove the blocks that are not in `names`; set the other modules that are not to None."""
     blocks = model.get_submodule(block_path)
+    assert isinstance(blocks, nn.ModuleDict)
     for key in [key for key in blocks if f"{block_path}.{key}" not in names]:
         del blocks[key]
     for name in [name for name, _ in model.named_children() if name != block_path]:
@@ -259,7 +291,7 @@ def _keep(model: nn.Module, names: list[str], block_path: str) -> None:
             setattr(model, name, None)
 
 
-_HOOKS = (  # undocumented, so a torch that renames one (other than 2.13) must not go unnoticed
+_OVERRIDDEN = (  # undocumented in torch: fail at import if a version other than 2.13 renames one
     "forward_one_chunk",
     "backward_one_chunk",
     "backward_weight_one_chunk",
@@ -267,42 +299,56 @@ _HOOKS = (  # undocumented, so a torch that renames one (other than 2.13) must n
     "get_local_bwd_output",
     "set_local_bwd_input",
 )
-assert all(hasattr(PipelineStage, name) for name in _HOOKS), "this torch has other stages"
+_missing = [name for name in _OVERRIDDEN if not hasattr(PipelineStage, name)]
+assert not _missing, f"torch {torch.__version__}: PipelineStage has no {', '.join(_missing)}"
 
 
 class TrainStage(PipelineStage):
-    """Torch's stage, which also tells a profiler what it runs, without its waiting, and adds up
-    the gradients of micro-batches in the reduce dtype under every schedule."""
+    """Torch's pipeline stage, with profiler ranges and gradients summed in the reduce dtype.
 
-    activity = "pipeline"
-    reduces = True  # this run of the schedule is the last before the optimizer's step
+    A range covers the computation of one action, without waiting for other ranks.
+    """
+
+    activity = "pipeline"  # first word of the profiler ranges
+    _reduces_gradients = True
+
+    def enable_gradient_reduction(self, enabled: bool) -> None:
+        """Whether the next run reduces gradients across ranks, or only accumulates them."""
+        self._reduces_gradients = enabled
 
     def forward_one_chunk(self, fwd_chunk_id, *args, **kwargs):
-        with record_function(action_name(self.activity, "forward", self.stage_index, fwd_chunk_id)):
+        with self._profiler_range("forward", fwd_chunk_id):
             return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
 
-    def backward_one_chunk(self, bwd_chunk_id, loss=None, full_backward=True, **kwargs):
+    def backward_one_chunk(self, bwd_chunk_id, loss=None, full_backward=True, last_backward=False):
         kind = "backward" if full_backward else "input"
-        with record_function(action_name(self.activity, kind, self.stage_index, bwd_chunk_id)):
-            super().backward_one_chunk(bwd_chunk_id, loss, full_backward, **kwargs)
+        with self._profiler_range(kind, bwd_chunk_id):
+            super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
         accumulate_gradients(self.submod)
 
-    def backward_weight_one_chunk(self, bwd_chunk_id, **kwargs):
-        with record_function(action_name(self.activity, "weight", self.stage_index, bwd_chunk_id)):
-            super().backward_weight_one_chunk(bwd_chunk_id, **kwargs)
+    def backward_weight_one_chunk(self, bwd_chunk_id, last_backward=False):
+        with self._profiler_range("weight", bwd_chunk_id):
+            super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
         accumulate_gradients(self.submod)
 
     def perform_reduce_grad(self, grad_scale_factor):
-        if self.reduces:
+        if self._reduces_gradients:
             super().perform_reduce_grad(grad_scale_factor)
+
+    def _profiler_range(self, kind: str, microbatch: int) -> record_function:
+        name = format_trace_name(self.activity, kind, self.stage_index, microbatch)
+        return record_function(name)
 
 
 class EvalStage(TrainStage):
-    """A stage that is only evaluated: there are no gradients to hand to a stage beside it, which
-    torch's schedules that fold (2.13) would ask for all the same, nor any to reduce."""
+    """A stage that only runs forward.
+
+    Torch's V-shaped schedules (2.13) also pass gradients between the two stages of a rank when
+    they evaluate; the overrides make that a no-op.
+    """
 
     activity = "evaluation"
-    reduces = False
+    _reduces_gradients = False
 
     def get_local_bwd_output(self, mb_index):
         return (None,)
@@ -311,44 +357,69 @@ class EvalStage(TrainStage):
         pass
 
 
-def build_schedule(
-    kind: type[TrainStage],
-    parts: Mapping[int, nn.Module],
+@dataclass(frozen=True)
+class RankSchedule:
+    """Torch's schedule over the stages of this rank."""
+
+    schedule: PipelineScheduleSingle | PipelineScheduleMulti
+    stages: Sequence[TrainStage]
+
+    def enable_gradient_reduction(self, enabled: bool) -> None:
+        """Whether the next run reduces gradients across ranks, or only accumulates them."""
+        for stage in self.stages:
+            stage.enable_gradient_reduction(enabled)
+
+
+class _CsvSchedule(_PipelineScheduleRuntime):
+    """Torch's schedule runtime with the actions of `order`, in place of those of a class.
+
+    Torch's own CSV reader is not used: it counts an empty line as a rank.
+    """
+
+    def __init__(self, stages: list, order: Sequence[Sequence[PipelineAction]], **options):
+        super().__init__(stages, **options)
+        self.pipeline_order = {
+            rank: [_Action.from_str(format_action(action)) for action in actions]
+            for rank, actions in enumerate(order)
+        }
+        self._prepare_schedule_with_comms(self.pipeline_order)
+
+
+def build_rank_schedule(
+    stage_class: type[TrainStage],
+    stage_modules: Mapping[int, nn.Module],
     plan: PipelinePlan,
     pp: DeviceMesh,
     device: torch.device,
-    hidden: tuple[int, ...],
-    dtype: torch.dtype,
-    loss: Callable[[Tensor, Tensor], Tensor],
-) -> tuple[PipelineScheduleSingle | PipelineScheduleMulti, list[TrainStage]]:
-    """(torch's schedule, its stages) over this rank's parts, for micro-batches whose
-    stages hand on activations of the shape `hidden`.
+    hidden: Tensor,
+    loss_function: Callable[[Tensor, Tensor], Tensor],
+) -> RankSchedule:
+    """Build torch's schedule over this rank's stages.
 
-    The shapes are stated: to find them out, torch would run the model once more (2.13), and reuse
-    the buffers of an old shape for a new one.
+    `hidden` [micro-batch, tokens, dim] on meta is what a stage sends to the next one. Shapes are
+    given explicitly: to infer them, torch would run the model once more (2.13), and would reuse the
+    buffers of an old shape for a new one.
     """
-    between = torch.empty(hidden, dtype=dtype, device="meta", requires_grad=True)
-    tokens = torch.empty(hidden[:2], dtype=torch.int64, device="meta")
+    tokens = torch.empty(hidden.shape[:2], dtype=torch.int64, device="meta")
     stages = [
-        kind(
-            part,
-            number,
+        stage_class(
+            stage_module,
+            stage,
             len(plan.stages),
             device,
-            input_args=between if number else tokens,
-            output_args=between,  # the last one's is not sent to anyone
+            input_args=hidden if stage else tokens,
+            output_args=hidden,  # unused for the last stage, which sends nothing
             group=pp.get_group(),
         )
-        for number, part in parts.items()
+        for stage, stage_module in stage_modules.items()
     ]
-    options = {"n_microbatches": plan.microbatches, "loss_fn": loss, "scale_grads": False}
+    options: dict[str, Any] = {
+        "n_microbatches": plan.n_microbatches,
+        "loss_fn": loss_function,
+        "scale_grads": False,
+    }
     if plan.csv is not None:
-        schedule = _PipelineScheduleRuntime(stages, **options)
-        # What was checked, not what torch would read: it takes blank lines for ranks.
-        rows = [[_Action.from_str(format_action(action)) for action in row] for row in plan.order()]
-        schedule.pipeline_order = dict(enumerate(rows))
-        schedule._prepare_schedule_with_comms(schedule.pipeline_order)
-        return schedule, stages
-    scheduled = get_schedule_class(plan.schedule)
-    alone = issubclass(scheduled, PipelineScheduleSingle)
-    return scheduled(stages[0] if alone else stages, **options), stages
+        return RankSchedule(_CsvSchedule(stages, plan.order(), **options), stages)
+    schedule_class: Any = get_schedule_class(plan.schedule)
+    single = issubclass(schedule_class, PipelineScheduleSingle)
+    return RankSchedule(schedule_class(stages[0] if single else stages, **options), stages)

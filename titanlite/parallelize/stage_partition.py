@@ -1,158 +1,169 @@
-"""Where a model is cut into pipeline stages. Pure: names and costs in, names of each stage out."""
+"""Partition a model into pipeline stages: module names and costs in, module names per stage out."""
 
 from __future__ import annotations
 
 import difflib
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 from titanlite.distributed.mesh import ParallelismConfig
 from titanlite.errors import ConfigError
 
-_FIRST = "pipeline_parallel_first_stage_less_layers"
-_LAST = "pipeline_parallel_last_stage_less_layers"
-_EACH = "pipeline_parallel_layers_per_stage"
-_NAMES = "module_fqns_per_model_part"
+_FIRST_KEY = "pipeline_parallel_first_stage_less_layers"
+_LAST_KEY = "pipeline_parallel_last_stage_less_layers"
+_PER_STAGE_KEY = "pipeline_parallel_layers_per_stage"
+_NAMES_KEY = "module_fqns_per_model_part"
+_COUNT_KEYS = (_FIRST_KEY, _LAST_KEY, _PER_STAGE_KEY)
 
 
-def requested_stages(section: ParallelismConfig, blocks: int, otherwise: int) -> tuple[int, str]:
-    """(how many stages the keys ask for, the key that says so); `otherwise`: none of them does."""
-    if section.module_fqns_per_model_part:
-        return len(section.module_fqns_per_model_part), _NAMES
-    if section.pipeline_parallel_layers_per_stage is not None:
-        first, last = _fewer(section)
-        return -(-(blocks + first + last) // section.pipeline_parallel_layers_per_stage), _EACH
-    return otherwise, "pipeline_parallel_degree"
+def requested_stages(config: ParallelismConfig, blocks: int, default: int) -> tuple[int, str]:
+    """(number of stages, the key that determines it); `default` if no key does."""
+    if config.module_fqns_per_model_part:
+        return len(config.module_fqns_per_model_part), _NAMES_KEY
+    if config.pipeline_parallel_layers_per_stage is not None:
+        virtual_blocks = blocks + sum(_less_layers(config))
+        return -(-virtual_blocks // config.pipeline_parallel_layers_per_stage), _PER_STAGE_KEY
+    return default, "pipeline_parallel_degree"
 
 
-def stage_contradictions(section: ParallelismConfig) -> Iterator[ConfigError]:
-    """Modules named one by one, and blocks counted too."""
-    counted = [key for key in (_FIRST, _LAST, _EACH) if getattr(section, key) is not None]
-    if section.module_fqns_per_model_part and counted:
-        said = " and ".join(f"parallelism.{key}" for key in counted)
+def check_stage_keys(config: ParallelismConfig) -> Iterator[ConfigError]:
+    """Reject keys that count layers when the modules of each stage are listed by name."""
+    counting = [key for key in _COUNT_KEYS if getattr(config, key) is not None]
+    if config.module_fqns_per_model_part and counting:
+        ignored = " and ".join(f"parallelism.{key}" for key in counting)
         yield ConfigError(
-            f"parallelism.{_NAMES}: names the modules of each stage, so {said} would be ignored.",
-            fix="Leave one of them out.",
-            keys=(f"parallelism.{_NAMES}", *(f"parallelism.{key}" for key in counted)),
+            f"parallelism.{_NAMES_KEY}: lists the modules of each stage, so {ignored}"
+            " would be ignored.",
+            fix="Remove one of them.",
+            keys=(f"parallelism.{_NAMES_KEY}", *(f"parallelism.{key}" for key in counting)),
         )
 
 
 def partition_model(
-    section: ParallelismConfig, costs: Mapping[str, float], block_path: str, stages: int
+    config: ParallelismConfig, costs: Mapping[str, float], block_path: str, stages: int
 ) -> list[list[str]]:
-    """The modules of each of `stages` stages, in order; raises ConfigError.
+    """Module names of each of `stages` stages, in model order; raises ConfigError.
 
-    `costs` has every module of the model in the order in which they run, with what it costs.
+    `costs` maps every module of the model, in execution order, to its cost.
     """
-    if section.module_fqns_per_model_part:
-        problem = next(_wrong_names(section.module_fqns_per_model_part, list(costs)), None)
+    if config.module_fqns_per_model_part:
+        problem = next(_check_names(config.module_fqns_per_model_part, list(costs)), None)
         if problem is not None:
             raise problem
-        return section.module_fqns_per_model_part
+        return config.module_fqns_per_model_part
     blocks = [name for name in costs if name.startswith(f"{block_path}.")]
     if stages > len(blocks):
+        degree = "parallelism.pipeline_parallel_degree"
         raise ConfigError(
-            f"parallelism.pipeline_parallel_degree = {section.pipeline_parallel_degree}: makes"
-            f" {stages} stages of {len(blocks)} blocks (model.n_layers).",
-            fix=f"Use {len(blocks)} stages or fewer, or name the modules of each in {_NAMES}.",
-            keys=("parallelism.pipeline_parallel_degree", "model.n_layers", f"parallelism.{_EACH}"),
+            f"{degree} = {config.pipeline_parallel_degree}: makes {stages} stages of"
+            f" {len(blocks)} blocks (model.n_layers).",
+            fix=f"Use {len(blocks)} stages or fewer, or list the modules of each in {_NAMES_KEY}.",
+            keys=(degree, "model.n_layers", f"parallelism.{_PER_STAGE_KEY}"),
         )
-    counted = (_FIRST, _LAST, _EACH)
-    if all(getattr(section, key) is None for key in counted):
+    if all(getattr(config, key) is None for key in _COUNT_KEYS):
         return balance_stages(costs, stages)
-    return _by_number(section, list(costs), blocks, stages)
+    return _partition_by_count(config, list(costs), blocks, stages)
 
 
 def balance_stages(costs: Mapping[str, float], stages: int) -> list[list[str]]:
-    """Contiguous stages, none empty, of which the dearest is as cheap as can be, the rest even."""
-    names, sums = list(costs), [0.0, *accumulate(costs.values())]
-    limit = _cheapest_dearest(sums, stages)
+    """Partition modules into contiguous, non-empty stages of balanced cost.
+
+    Minimize the cost of the most expensive stage; among those partitions, minimize the sum of
+    squared stage costs.
+    """
+    names, prefix_sums = list(costs), [0.0, *accumulate(costs.values())]
+    limit = _min_max_stage_cost(prefix_sums, stages)
 
     @cache
-    def best(start: int, left: int) -> tuple[float, tuple[int, ...]]:
-        """(sum of squared costs, ends) of the best cut of what is from `start` on."""
-        if left == 1:
-            last = sums[-1] - sums[start]
-            return (last**2 if last <= limit else float("inf")), (len(names),)
-        found = (float("inf"), ())
-        for end in range(start + 1, len(names) - left + 2):
-            mine = sums[end] - sums[start]
-            if mine > limit:
+    def best_partition(start: int, stages_left: int) -> tuple[float, tuple[int, ...]]:
+        """(sum of squared costs, end of each stage) of the best partition from `start` on."""
+        if stages_left == 1:
+            cost = prefix_sums[-1] - prefix_sums[start]
+            return (cost**2 if cost <= limit else float("inf")), (len(names),)
+        best: tuple[float, tuple[int, ...]] = (float("inf"), ())
+        for end in range(start + 1, len(names) - stages_left + 2):
+            cost = prefix_sums[end] - prefix_sums[start]
+            if cost > limit:
                 break
-            rest, ends = best(end, left - 1)
-            found = min(found, (mine**2 + rest, (end, *ends)))
-        return found
+            rest, ends = best_partition(end, stages_left - 1)
+            best = min(best, (cost**2 + rest, (end, *ends)))
+        return best
 
-    ends = best(0, stages)[1]
-    return [names[a:b] for a, b in zip((0, *ends), ends)]
+    ends = best_partition(0, stages)[1]
+    return [names[start:end] for start, end in zip((0, *ends), ends, strict=False)]
 
 
-def _cheapest_dearest(sums: Sequence[float], stages: int) -> float:
-    """The least that the dearest of `stages` contiguous, non-empty stages can cost."""
-    count = len(sums) - 1
-    worst = [sums[-1] - sums[start] for start in range(count)]  # with one stage from `start` on
-    for left in range(2, stages + 1):
-        worst = [
+def _min_max_stage_cost(prefix_sums: Sequence[float], stages: int) -> float:
+    """Minimum over all partitions into `stages` stages of the cost of the most expensive stage."""
+    count = len(prefix_sums) - 1
+    # minimum[start]: of the modules from `start` on, here with one stage
+    minimum = [prefix_sums[-1] - prefix_sums[start] for start in range(count)]
+    for stages_left in range(2, stages + 1):
+        minimum = [
             min(
                 (
-                    max(sums[end] - sums[start], worst[end])
-                    for end in range(start + 1, count - left + 2)
+                    max(prefix_sums[end] - prefix_sums[start], minimum[end])
+                    for end in range(start + 1, count - stages_left + 2)
                 ),
                 default=float("inf"),
             )
             for start in range(count)
         ]
-    return worst[0]
+    return minimum[0]
 
 
-def _by_number(
-    section: ParallelismConfig, names: list[str], blocks: list[str], stages: int
+def _partition_by_count(
+    config: ParallelismConfig, names: list[str], blocks: list[str], stages: int
 ) -> list[list[str]]:
-    """Blocks shared out by number, with those at the ends counting as some blocks themselves."""
-    first, last = _fewer(section)
-    share, rest = divmod(len(blocks) + first + last, stages)
-    if section.pipeline_parallel_layers_per_stage is not None:
-        share, rest = section.pipeline_parallel_layers_per_stage, 0
-    counts = [share + (number < rest) for number in range(stages)]
+    """Partition by number of blocks; `less_layers` keys shrink the first and last stage."""
+    first, last = _less_layers(config)
+    per_stage, remainder = divmod(len(blocks) + first + last, stages)
+    if config.pipeline_parallel_layers_per_stage is not None:
+        per_stage, remainder = config.pipeline_parallel_layers_per_stage, 0
+    counts = [per_stage + (stage < remainder) for stage in range(stages)]
     counts[0] -= first
     counts[-1] = len(blocks) - sum(counts[:-1])
     if min(counts) < 0:
         raise ConfigError(
-            f"parallelism.{_FIRST} = {first} and {_LAST} = {last}: leave {counts[0]} blocks for"
-            f" the first and {counts[-1]} for the last of {stages} stages.",
-            fix="Use smaller numbers, or leave both out to cut by cost.",
-            keys=(f"parallelism.{_FIRST}", f"parallelism.{_LAST}"),
+            f"parallelism.{_FIRST_KEY} = {first} and {_LAST_KEY} = {last}: leave {counts[0]} blocks"
+            f" for the first and {counts[-1]} for the last of {stages} stages.",
+            fix="Use smaller numbers, or remove both keys to balance stages by cost.",
+            keys=(f"parallelism.{_FIRST_KEY}", f"parallelism.{_LAST_KEY}"),
         )
-    begins, ends = names.index(blocks[0]), names.index(blocks[-1]) + 1
+    first_block, end_block = names.index(blocks[0]), names.index(blocks[-1]) + 1
     edges = [0, *accumulate(counts)]
-    cuts = [blocks[a:b] for a, b in zip(edges, edges[1:])]
-    cuts[0] = names[:begins] + cuts[0]
-    cuts[-1] = cuts[-1] + names[ends:]
-    return cuts
+    partition = [blocks[a:b] for a, b in pairwise(edges)]
+    partition[0] = names[:first_block] + partition[0]
+    partition[-1] = partition[-1] + names[end_block:]
+    return partition
 
 
-def _fewer(section: ParallelismConfig) -> tuple[int, int]:
-    return getattr(section, _FIRST) or 0, getattr(section, _LAST) or 0
+def _less_layers(config: ParallelismConfig) -> tuple[int, int]:
+    """By how many blocks the first and the last stage are smaller."""
+    return getattr(config, _FIRST_KEY) or 0, getattr(config, _LAST_KEY) or 0
 
 
-def _wrong_names(parts: list[list[str]], names: list[str]) -> Iterator[ConfigError]:
-    def wrong(what: str, fix: str) -> ConfigError:
-        return ConfigError(f"parallelism.{_NAMES}: {what}", fix, keys=(f"parallelism.{_NAMES}",))
+def _check_names(stages: list[list[str]], names: list[str]) -> Iterator[ConfigError]:
+    """Reject stages that do not list every module of `names` once, in order."""
 
-    given = [name for part in parts for name in part]
-    for name in dict.fromkeys(given):
+    def error(problem: str, fix: str) -> ConfigError:
+        key = f"parallelism.{_NAMES_KEY}"
+        return ConfigError(f"{key}: {problem}", fix, keys=(key,))
+
+    listed = [name for stage in stages for name in stage]
+    for name in dict.fromkeys(listed):
         if name not in names:
-            near = difflib.get_close_matches(name, names, 1)
-            hint = f'Did you mean "{near[0]}"?' if near else f"They are {', '.join(names)}."
-            yield wrong(f'"{name}" is no module of the model.', hint)
-    missing = [name for name in names if name not in given]
+            close = difflib.get_close_matches(name, names, 1)
+            hint = f'Did you mean "{close[0]}"?' if close else f"Modules: {', '.join(names)}."
+            yield error(f'"{name}" is not a module of the model.', hint)
+    missing = [name for name in names if name not in listed]
     if missing:
-        yield wrong(f"no stage has {', '.join(missing)}.", "Name every module once.")
-    if not all(parts):
-        yield wrong("a stage is empty.", "Give each stage a module, or remove it.")
-    if given != names:
-        yield wrong(
-            "modules are named twice, or not in the order in which they run.",
+        yield error(f"no stage has {', '.join(missing)}.", "List every module once.")
+    if not all(stages):
+        yield error("a stage is empty.", "Give each stage a module, or remove it.")
+    if listed != names:
+        yield error(
+            "modules are listed twice, or not in execution order.",
             f"The order is {', '.join(names)}.",
         )

@@ -81,7 +81,7 @@ def _stays_gathered(job: Job) -> bool:
 def _microbatch_tokens(job: Job) -> float:
     """Tokens of one forward pass on one rank."""
     pipelined, training = job.degrees.pipeline > 1, job.config.training
-    rows = job.pipeline.microbatch if pipelined else training.local_batch_size
+    rows = job.pipeline.microbatch_size if pipelined else training.local_batch_size
     return rows * training.seq_len / job.degrees.context
 
 
@@ -89,7 +89,7 @@ def _microbatches_in_flight(job: Job) -> tuple[int, int]:
     """Micro-batches whose activations are alive in the first stage, and in the last."""
     if job.degrees.pipeline == 1:
         return 1, 1
-    microbatches = job.pipeline.microbatches
+    microbatches = job.pipeline.n_microbatches
     if job.pipeline.schedule in ("GPipe", "LoopedBFS"):  # all forwards come first
         return microbatches, microbatches
     return min(microbatches, job.degrees.pipeline), 1

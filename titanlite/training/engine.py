@@ -1,10 +1,10 @@
-"""Forward and backward over one batch. An engine is chosen once; nobody else asks which it is."""
+"""Forward and backward of one batch. Only `build_engine` branches on pipeline parallelism."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -14,37 +14,45 @@ from torch.distributed.fsdp import FSDPModule
 from titanlite.distributed.mesh import Mesh
 from titanlite.kernels.documents import document_positions
 from titanlite.labels import IGNORE_INDEX
+from titanlite.models import OutputLayer
 from titanlite.parallelize import ParallelLayout, ShardedModel
 from titanlite.parallelize.context import build_sequence_shard
 from titanlite.parallelize.context_tiles import SequenceShard
 from titanlite.parallelize.fsdp import set_gradient_reduction
-from titanlite.parallelize.pipeline import EvalStage, PipelinePlan, TrainStage, build_schedule
+from titanlite.parallelize.pipeline import (
+    EvalStage,
+    PipelinePlan,
+    RankSchedule,
+    TrainStage,
+    build_rank_schedule,
+)
 
 SetPhase = Callable[[str], None]
 
 
 def ignore_phase(phase: str) -> None:
-    """For who does not follow the phases."""
+    """Default phase callback; does nothing."""
 
 
 class Engine(Protocol):
-    """What a step needs of whatever runs the model.
+    """Run the model's forward and backward for one optimizer step.
 
-    Inputs and labels are whole sequences [rows, T], the same on all ranks that share them; an
-    engine takes its part.
+    Inputs and labels are full sequences [B, T], the same on all ranks that split these sequences;
+    an engine selects this rank's tokens.
     """
 
     def forward_backward(
-        self, inputs: Tensor, labels: Tensor, valid: Tensor, now: SetPhase = ignore_phase
+        self, inputs: Tensor, labels: Tensor, valid: Tensor, set_phase: SetPhase = ignore_phase
     ) -> Tensor:
-        """Add the gradients of (summed loss / valid).
+        """Add the gradients of summed loss / `valid`; return this rank's share of that loss.
 
-        Returns this rank's part of that loss as [2]: cross-entropy and z-loss, whose sum it is.
-        `now` is told each phase as it begins.
+        `valid` [] is the number of valid labels in the global batch. The result [2] is the
+        cross-entropy and the z-loss; the training loss is their sum. `set_phase` is called with
+        the name of each phase when it begins.
         """
 
     def evaluate(self, inputs: Tensor, labels: Tensor) -> Tensor:
-        """This rank's part of the summed loss, without gradients."""
+        """This rank's share of the summed loss, without gradients."""
 
 
 def build_engine(
@@ -55,189 +63,210 @@ def build_engine(
     local_batch: int,
     document_end_id: int | None = None,
 ) -> Engine:
-    """The engine for a model as it is spread; `local_batch` sequences are run at once.
+    """Build the engine for a parallelized model; a micro-batch has `local_batch` sequences.
 
-    `document_end_id` is the last id of every document, where positions count from the start of each.
+    `document_end_id` is the last token of every document: positions restart after it. None:
+    positions count from the start of the sequence.
     """
-    mesh, section, plan = layout.mesh, layout.config, layout.plan
-    every = section.fsdp_gradient_reduction == "every_microbatch"
-    share = RankSlice(build_sequence_shard(mesh.cp, section), document_end_id)
+    mesh, config = layout.mesh, layout.config
+    every_microbatch = config.fsdp_gradient_reduction == "every_microbatch"
+    tokens = RankTokens(build_sequence_shard(mesh.cp, config), document_end_id)
     if mesh.pp.size() == 1:
-        return SpmdEngine(sharded, share, local_batch, every)
-    return PipelineEngine(sharded, share, plan, mesh, device, every)
+        return SpmdEngine(sharded, tokens, local_batch, every_microbatch)
+    return PipelineEngine(sharded, tokens, layout.plan, mesh, device, every_microbatch)
 
 
 @dataclass(frozen=True)
-class RankSlice:
-    """Which of the tokens of a batch are this rank's, and where they are."""
+class RankTokens:
+    """Which tokens of a batch this rank computes, and their positions."""
 
     sequence: SequenceShard
-    end: int | None = None
+    document_end_id: int | None = None
 
-    def of(self, batch: Tensor) -> Tensor:
-        """The part of `batch` [rows, T] that this rank holds."""
+    def select(self, batch: Tensor) -> Tensor:
+        """This rank's tokens of `batch`: [B, T] -> [B, T / cp]."""
         return self.sequence.select(batch)
 
     def positions(self, inputs: Tensor) -> Tensor:
-        """The positions of this rank's part of whole sequences [rows, T]; [T] where rows agree."""
-        if self.end is None:
+        """Positions of this rank's tokens of `inputs` [B, T].
+
+        [T / cp] if all sequences have the same positions, else [B, T / cp].
+        """
+        if self.document_end_id is None:
             return self.sequence.positions(inputs.shape[1], inputs.device)
-        return self.sequence.select(document_positions(inputs, self.end))
+        return self.sequence.select(document_positions(inputs, self.document_end_id))
 
 
 class SpmdEngine:
-    """Every rank runs the whole model on its rows, one micro-batch after the other."""
+    """Engine without pipeline parallelism: every rank runs all layers, one micro-batch at a time."""
 
     def __init__(
         self,
         sharded: ShardedModel,
-        share: RankSlice,
-        microbatch: int,
+        tokens: RankTokens,
+        microbatch_size: int,
         reduce_every_microbatch: bool = True,
     ):
-        self.model, self.output, self.share = sharded.model, sharded.output, share
-        self.microbatch, self.reduce_every = microbatch, reduce_every_microbatch
-        self.update_float8_scales = sharded.update_float8_scales
+        assert isinstance(sharded.model, FSDPModule)  # FSDP2 in every layout, one rank included
+        self._model, self._tokens = sharded.model, tokens
+        self._microbatch_size, self._reduce_every = microbatch_size, reduce_every_microbatch
+        self._output, self._update_float8_scales = sharded.output, sharded.update_float8_scales
 
     def forward_backward(
-        self, inputs: Tensor, labels: Tensor, valid: Tensor, now: SetPhase = ignore_phase
+        self, inputs: Tensor, labels: Tensor, valid: Tensor, set_phase: SetPhase = ignore_phase
     ) -> Tensor:
-        """`valid` 0-d: the valid labels of the whole global batch."""
-        self.update_float8_scales()
+        """See `Engine.forward_backward`."""
+        self._update_float8_scales()
         total = torch.zeros(2, device=inputs.device)
-        parts = list(zip(inputs.split(self.microbatch), labels.split(self.microbatch), strict=True))
-        for number, (x, y) in enumerate(parts):
-            set_gradient_reduction(self.model, self.reduce_every or number == len(parts) - 1)
-            now("forward")
-            # Divided here, by the tokens of all ranks, and nowhere else: gradients only add up.
-            positions = self.share.positions(x)
-            loss = self.model(self.share.of(x), positions, labels=self.share.of(y)) / valid
-            now("backward")
+        size = self._microbatch_size
+        microbatches = list(zip(inputs.split(size), labels.split(size), strict=True))
+        for number, (x, y) in enumerate(microbatches):
+            last = number == len(microbatches) - 1
+            set_gradient_reduction(self._model, self._reduce_every or last)
+            set_phase("forward")
+            positions = self._tokens.positions(x)
+            loss = self._model(self._tokens.select(x), positions, labels=self._tokens.select(y))
+            # The only division, by the valid labels of the global batch: gradients just add up.
+            loss = loss / valid
+            set_phase("backward")
             loss.backward()
-            total += _in_parts(loss, self.output.z_loss / valid)
+            total += _loss_terms(loss, _z_loss(self._output) / valid)
         return total
 
     @torch.no_grad()
     def evaluate(self, inputs: Tensor, labels: Tensor) -> Tensor:
-        self.update_float8_scales()
-        labels = self.share.of(labels)
-        loss = self.model(self.share.of(inputs), self.share.positions(inputs), labels=labels)
-        _free_gathered([self.model])
+        """See `Engine.evaluate`."""
+        self._update_float8_scales()
+        select, positions = self._tokens.select, self._tokens.positions(inputs)
+        loss = self._model(select(inputs), positions, labels=select(labels))
+        _reshard([self._model])
         return loss
 
 
 class PipelineEngine:
-    """Every rank runs its stages, on micro-batches that travel through all of them."""
+    """Engine with pipeline parallelism: every rank runs its stages under torch's schedule."""
 
     def __init__(
         self,
         sharded: ShardedModel,
-        share: RankSlice,
+        tokens: RankTokens,
         plan: PipelinePlan,
         mesh: Mesh,
         device: torch.device,
         reduce_every_run: bool = True,
     ):
-        self.sharded, self.share = sharded, share
-        self.plan, self.mesh, self.device = plan, mesh, device
-        self.reduce_every = reduce_every_run
-        self.first, self.last = (
-            0 in sharded.stage_modules,
-            len(plan.stages) - 1 in sharded.stage_modules,
-        )
-        self._schedules: dict[
-            tuple[type[TrainStage], int, int], tuple
-        ] = {}  # by kind, rows, tokens
-        self._valid: Tensor | float = 1.0
-        self._losses: list[Tensor] = []  # of the micro-batches of a run, each in parts
+        self._sharded, self._tokens = sharded, tokens
+        self._plan, self._mesh, self._device = plan, mesh, device
+        self._reduce_every_run = reduce_every_run
+        self._has_first_stage = 0 in sharded.stage_modules
+        self._has_last_stage = len(plan.stages) - 1 in sharded.stage_modules
+        # (stage class, sequences, tokens of a sequence) -> schedule: torch fixes these at build
+        self._schedules: dict[tuple[type[TrainStage], int, int], RankSchedule] = {}
+        self._valid: Tensor | float = 1.0  # divisor of the loss in the current run
+        self._losses: list[Tensor] = []  # [2] of each micro-batch of the current run
 
     def forward_backward(
-        self, inputs: Tensor, labels: Tensor, valid: Tensor, now: SetPhase = ignore_phase
+        self, inputs: Tensor, labels: Tensor, valid: Tensor, set_phase: SetPhase = ignore_phase
     ) -> Tensor:
-        """`valid` 0-d: the valid labels of the whole global batch."""
-        self.sharded.update_float8_scales()
+        """See `Engine.forward_backward`."""
+        self._sharded.update_float8_scales()
         self._valid = valid
-        now("forward/backward")  # of different micro-batches, as the schedule has it
-        total, rows = torch.zeros(2, device=self.device), self.plan.rows
-        for start in range(0, len(inputs), rows):
-            part = slice(start, start + rows)
-            last = start + rows >= len(inputs)
-            total += self._run(TrainStage, self.plan, inputs[part], labels[part], last)
+        set_phase("forward/backward")  # interleaved by the schedule
+        total, size = torch.zeros(2, device=self._device), self._plan.sequences
+        for start in range(0, len(inputs), size):
+            rows = slice(start, start + size)
+            reduce = self._reduce_every_run or start + size >= len(inputs)
+            total += self._run(TrainStage, self._plan, inputs[rows], labels[rows], reduce)
         return total
 
     @torch.no_grad()
     def evaluate(self, inputs: Tensor, labels: Tensor) -> Tensor:
-        self.sharded.update_float8_scales()
+        """See `Engine.evaluate`."""
+        self._sharded.update_float8_scales()
         self._valid = 1.0
-        plan = self.plan.fitting(len(inputs))
-        missing = (0, 0, 0, -len(inputs) % plan.rows)  # a schedule runs what it was made for
-        inputs, labels = F.pad(inputs, missing), F.pad(labels, missing, value=IGNORE_INDEX)
-        total = torch.zeros((), device=self.device)
-        for part in zip(inputs.split(plan.rows), labels.split(plan.rows), strict=True):
-            total += self._run(EvalStage, plan, *part).sum()
-        _free_gathered(self.sharded.stage_modules.values())
+        plan = self._plan.for_sequences(len(inputs))
+        padding = (0, 0, 0, -len(inputs) % plan.sequences)  # torch fixes the micro-batch count
+        inputs, labels = F.pad(inputs, padding), F.pad(labels, padding, value=IGNORE_INDEX)
+        total = torch.zeros((), device=self._device)
+        for x, y in zip(inputs.split(plan.sequences), labels.split(plan.sequences), strict=True):
+            total += self._run(EvalStage, plan, x, y, reduce=False).sum()
+        _reshard(self._sharded.stage_modules.values())
         return total
 
     def _run(
         self,
-        kind: type[TrainStage],
+        stage_class: type[TrainStage],
         plan: PipelinePlan,
         inputs: Tensor,
         labels: Tensor,
-        last_run: bool = False,
+        reduce: bool,
     ) -> Tensor:
-        """One run of the schedule: the loss in parts where the last stage is, zeros elsewhere."""
-        schedule, stages = self._schedule(kind, plan, inputs.shape[1])
-        positions = self.share.positions(inputs)
-        given = [self.share.of(inputs)] if self.first else []
+        """Run the schedule once; return [2] loss terms on the last stage, zeros elsewhere."""
+        rank_schedule = self._schedule_for(stage_class, plan, inputs.shape[1])
+        rank_schedule.enable_gradient_reduction(reduce)
+        positions = self._tokens.positions(inputs)
         self._losses = []
-        wanted = {}
-        if self.last:
-            labels = self.share.of(labels)
-            wanted = {"labels": labels, "target": labels}
-        if kind is TrainStage:
-            for stage in stages:
-                stage.reduces = self.reduce_every or last_run
-        run = schedule.step if kind is TrainStage else schedule.eval
+        arguments: list[Tensor] = []
+        targets: dict[str, Any] = {}
+        if self._has_first_stage:
+            arguments = [self._tokens.select(inputs)]
+        if self._has_last_stage:
+            labels = self._tokens.select(labels)
+            targets = {"labels": labels, "target": labels}
+        schedule = rank_schedule.schedule
+        run = schedule.step if stage_class is TrainStage else schedule.eval
         run(
-            *given,
-            positions=positions.expand(len(inputs), -1),  # torch cuts it up with the rows
+            *arguments,
+            positions=positions.expand(len(inputs), -1),  # torch splits it with the batch
             return_outputs=False,
-            **wanted,
+            **targets,
         )
-        return sum(self._losses, torch.zeros(2, device=self.device))
+        return sum(self._losses, torch.zeros(2, device=self._device))
 
-    def _loss(self, loss: Tensor, _: Tensor) -> Tensor:
-        """Called by torch after each forward of the last stage, which had the labels already."""
+    def _record_loss(self, loss: Tensor, _: Tensor) -> Tensor:
+        """Torch's loss function: the last stage already computed the summed loss in its forward."""
         loss = loss / self._valid
-        self._losses.append(_in_parts(loss, self.sharded.output.z_loss / self._valid))
+        self._losses.append(_loss_terms(loss, _z_loss(self._sharded.output) / self._valid))
         return loss
 
-    def _schedule(self, kind: type[TrainStage], plan: PipelinePlan, length: int):
-        """The schedule for `plan.rows` sequences of `length` tokens, made when they first come."""
-        key = (kind, plan.rows, length)
+    def _schedule_for(
+        self, stage_class: type[TrainStage], plan: PipelinePlan, length: int
+    ) -> RankSchedule:
+        """The schedule for `plan.sequences` sequences of `length` tokens; built on first use."""
+        key = (stage_class, plan.sequences, length)
         if key not in self._schedules:
-            tokens = length // self.mesh.cp.size() // self.mesh.tp.size()
-            self._schedules[key] = build_schedule(
-                kind,
-                self.sharded.stage_modules,
+            tokens = length // self._mesh.cp.size() // self._mesh.tp.size()
+            hidden = torch.empty(
+                (plan.microbatch_size, tokens, self._sharded.dim),
+                dtype=self._sharded.compute_dtype,
+                device="meta",
+                requires_grad=True,
+            )
+            self._schedules[key] = build_rank_schedule(
+                stage_class,
+                self._sharded.stage_modules,
                 plan,
-                self.mesh.pp,
-                self.device,
-                (plan.microbatch, tokens, self.sharded.dim),
-                self.sharded.compute_dtype,
-                self._loss,
+                self._mesh.pp,
+                self._device,
+                hidden,
+                self._record_loss,
             )
         return self._schedules[key]
 
 
-def _in_parts(loss: Tensor, z_loss: Tensor) -> Tensor:
-    """[cross-entropy, z-loss] of their sum."""
+def _z_loss(output: OutputLayer | None) -> Tensor:
+    """Z-loss of the last forward, a part of its loss."""
+    assert output is not None and output.z_loss is not None
+    return output.z_loss
+
+
+def _loss_terms(loss: Tensor, z_loss: Tensor) -> Tensor:
+    """[cross-entropy, z-loss] of their sum `loss`."""
     return torch.stack((loss.detach() - z_loss, z_loss))
 
 
-def _free_gathered(models: Iterable[nn.Module]) -> None:
-    """Free the whole weights that a backward would have freed; the next step changes them."""
+def _reshard(models: Iterable[nn.Module]) -> None:
+    """Free the weights that FSDP gathered in forward; without a backward, nothing else does."""
     for model in models:
         for module in model.modules():
             if isinstance(module, FSDPModule):
