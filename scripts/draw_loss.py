@@ -1,8 +1,9 @@
-"""Draw the loss of a run: python scripts/draw_loss.py RUN_FOLDER [--out FILE.png]"""
+"""Plot the losses and learning rate of a run: python scripts/draw_loss.py RUN_FOLDER"""
 
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
 from pathlib import Path
 
@@ -14,17 +15,18 @@ from titanlite.plots.loss_curve import draw_loss
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("run", type=Path, help="a job.dump_folder, with its metrics.jsonl")
-    parser.add_argument("--out", type=Path, help="the picture; RUN_FOLDER/loss.png if not given")
-    asked = parser.parse_args(argv)
-    png = asked.out or asked.run / "loss.png"
+    parser.add_argument("--out", type=Path, help="the plot (default: RUN_FOLDER/loss.png)")
+    arguments = parser.parse_args(argv)
+    out = arguments.out or arguments.run / "loss.png"
     try:
-        draw_loss(asked.run / METRICS_FILE, png)
+        draw_loss(arguments.run / METRICS_FILE, out)
     except UserError as error:
         print(format_error(error), file=sys.stderr)
         return EXIT_USER_ERROR
-    print(png)
+    print(out)
     return EXIT_DONE
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends the script without a traceback
     sys.exit(main(sys.argv[1:]))

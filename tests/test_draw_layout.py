@@ -1,4 +1,4 @@
-"""From a TOML to the picture, as a user types it; the data need not be there."""
+"""scripts/draw_layout.py plots a TOML whose data need not exist, and a trace of the job."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ def draw(*argv) -> subprocess.CompletedProcess:
     return subprocess.run(command, capture_output=True, text=True, timeout=120)
 
 
-def trace(path, actions) -> None:
-    """A rank's trace of (kind, stage, micro-batch, start, end) in milliseconds."""
+def write_trace(path, actions) -> None:
+    """Write the trace of a rank: (kind, stage, micro-batch, start, end), in milliseconds."""
     events = [
         {
             "ph": "X",
@@ -34,17 +34,15 @@ def trace(path, actions) -> None:
     path.write_text(json.dumps({"traceEvents": events, "baseTimeNanoseconds": 10**18}))
 
 
-def test_a_layout_is_drawn_from_its_toml_before_there_is_data_and_with_what_was_measured(
-    run_toml, tmp_path
-):
+def test_a_layout_is_drawn_without_data_and_with_measured_times(run_toml, tmp_path):
     toml = tmp_path / "without_data.toml"
     toml.write_text(run_toml.read_text().replace('path = "', 'path = "nowhere'))
-    one = [("forward", 0, 0, 0, 10), ("forward", 0, 1, 10, 20)]
-    one += [("backward", 0, 0, 50, 70), ("backward", 0, 1, 80, 100)]
-    two = [("forward", 1, 0, 20, 30), ("backward", 1, 0, 30, 50)]
-    two += [("forward", 1, 1, 50, 60), ("backward", 1, 1, 60, 80)]
-    for rank, actions in ((0, one), (2, two)):  # of 4 ranks, 2 share each stage
-        trace(tmp_path / f"rank{rank}_trace.json", actions)
+    stage_0 = [("forward", 0, 0, 0, 10), ("forward", 0, 1, 10, 20)]
+    stage_0 += [("backward", 0, 0, 50, 70), ("backward", 0, 1, 80, 100)]
+    stage_1 = [("forward", 1, 0, 20, 30), ("backward", 1, 0, 30, 50)]
+    stage_1 += [("forward", 1, 1, 50, 60), ("backward", 1, 1, 60, 80)]
+    for rank, actions in ((0, stage_0), (2, stage_1)):  # 4 ranks, 2 per stage
+        write_trace(tmp_path / f"rank{rank}_trace.json", actions)
     out = tmp_path / "drawn" / "four"
     done = draw(toml, "--ranks", 4, "--trace", tmp_path, "--out", out, *PIPELINE)
     assert done.returncode == 0, done.stderr
@@ -54,17 +52,17 @@ def test_a_layout_is_drawn_from_its_toml_before_there_is_data_and_with_what_was_
     assert files == [f"{out}.png", f"{out}.svg"] and out.with_name("four.svg").stat().st_size > 0
 
 
-def test_mistakes_are_told_without_a_traceback(run_toml, tmp_path, capsys):
+def test_user_errors_have_no_traceback(run_toml, tmp_path, capsys):
     main = runpy.run_path(str(SCRIPT))["main"]
-    for argv, words in (
+    for argv, message in (
         (["nowhere.toml", "--ranks", 2], "cannot be read"),
         ([run_toml, "--ranks", 0], "--ranks 0: must be at least 1"),
         ([run_toml, "--ranks", 3, "--parallelism.tensor_parallel_degree", 2], "ranks, 3"),
         ([run_toml, "--ranks", 2, "--trace", tmp_path], "has no pipeline to measure"),
-        ([run_toml, "--ranks", 2, "--trace", tmp_path, *PIPELINE], "is no trace that can be read"),
+        ([run_toml, "--ranks", 2, "--trace", tmp_path, *PIPELINE], "is not a readable trace"),
         ([run_toml, "--ranks", 2, "--out", "/proc/nowhere/x"], "cannot be written"),
         ([run_toml, "--ranks", 2, "--paralelism.tensor_parallel_degree", 2], "paralelism"),
     ):
-        assert main([str(word) for word in argv]) == 2
-        said = capsys.readouterr().err
-        assert said.startswith("titanlite: ") and words in said
+        assert main([str(argument) for argument in argv]) == 2
+        error = capsys.readouterr().err
+        assert error.startswith("titanlite: ") and message in error

@@ -15,7 +15,7 @@ from tests.distributed.oracle import FAMILY, SGD, Layout, batch_at, deepened, sh
 from tests.distributed.ranks import run_on_ranks
 from titanlite.parallelize.pipeline import plan_pipeline
 from titanlite.parallelize.schedule import simulate_schedule
-from titanlite.plots.layout import DrawnAction, DrawnTimeline
+from titanlite.plots.gantt import PipelineTimeline
 from titanlite.plots.pipeline_trace import read_actions
 
 RANKS, BLOCK_SECONDS = 4, 0.02

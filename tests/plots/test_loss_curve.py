@@ -1,4 +1,4 @@
-"""The picture of a run shows the run."""
+"""The loss plot shows all curves of a run, and rejects files that no run wrote."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from titanlite.plots.loss_curve import draw_loss, read_metrics, smooth
 ROOT = Path(__file__).parents[2]
 
 
-def write_run(folder: Path, torn: str = "") -> Path:
+def write_run(folder: Path, last_line: str = "") -> Path:
     """A metrics.jsonl with a NaN among its losses, validations and events."""
     lines = []
     for step in range(1, 101):
@@ -27,22 +27,22 @@ def write_run(folder: Path, torn: str = "") -> Path:
                 lines.append({"event": "validation", "step": step, "name": name, "loss": loss})
             lines.append({"event": "checkpoint_saved", "step": step, "path": "x"})
     path = folder / "metrics.jsonl"
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines) + torn)
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines) + last_line)
     return path
 
 
-def test_a_run_with_a_nan_and_a_line_being_written_is_drawn(tmp_path):
+def test_a_run_with_a_nan_and_a_partial_last_line_is_drawn(tmp_path):
     image = pytest.importorskip("matplotlib.image")
-    draw_loss(write_run(tmp_path, torn='{"step": 101, "lo'), tmp_path / "pictures" / "loss.png")
-    picture = image.imread(tmp_path / "pictures" / "loss.png")[..., :3]
+    draw_loss(write_run(tmp_path, last_line='{"step": 101, "lo'), tmp_path / "plots" / "loss.png")
+    picture = image.imread(tmp_path / "plots" / "loss.png")[..., :3]
     blue = np.abs(picture - np.array([0x2F, 0x6F, 0xB2]) / 255).max(axis=-1) < 0.02
     red = np.abs(picture - np.array([0xD1, 0x49, 0x5B]) / 255).max(axis=-1) < 0.02
-    assert blue.sum() > 500 and red.sum() > 100  # the two kinds of loss are there
+    assert blue.sum() > 500 and red.sum() > 100  # training and validation loss
     columns = np.flatnonzero(blue.any(axis=0))
     assert columns.max() - columns.min() > 0.8 * picture.shape[1]  # from the first step to the last
 
 
-def test_a_damaged_line_is_named_and_not_passed_over(tmp_path):
+def test_a_damaged_line_is_reported_and_not_skipped(tmp_path):
     path = write_run(tmp_path)
     lines = path.read_text().splitlines(keepends=True)
     path.write_text("".join([*lines[:3], "\0\0\0\n", *lines[3:]]))
@@ -53,7 +53,7 @@ def test_a_damaged_line_is_named_and_not_passed_over(tmp_path):
 @pytest.mark.parametrize(
     "line", [pytest.param("[" * 100_000, id="deep"), '"an event"', '{"step": 1}', '{"step": [[1]]}']
 )
-def test_metrics_that_no_run_wrote_are_refused(tmp_path, line):
+def test_metrics_that_no_run_wrote_are_rejected(tmp_path, line):
     path = write_run(tmp_path)
     path.write_text(f"{line}\n" + path.read_text())
     with pytest.raises(
@@ -62,15 +62,15 @@ def test_metrics_that_no_run_wrote_are_refused(tmp_path, line):
         draw_loss(path, tmp_path / "loss.png")
 
 
-def test_smoothing_keeps_a_straight_line_straight_and_bridges_a_gap():
+def test_smoothing_does_not_bend_a_line_and_skips_nan():
     line = np.linspace(5.0, 1.0, 200)
-    assert smooth(line, 0.1) == pytest.approx(line)  # at the ends too, where lag would show
+    assert smooth(line, 0.1) == pytest.approx(line)  # without lag at the ends
     flat = np.full(200, 2.0)
     flat[[0, 100]] = np.nan
     assert smooth(flat, 0.1)[1:] == pytest.approx(2.0)
 
 
-def test_the_script_answers_a_wrong_folder_with_a_sentence_and_exit_code_2(tmp_path):
+def test_a_wrong_folder_is_one_error_line_and_exit_code_2(tmp_path):
     script = [sys.executable, str(ROOT / "scripts" / "draw_loss.py")]
     run = subprocess.run(
         [*script, str(tmp_path / "nowhere")],

@@ -1,1 +1,1 @@
-"""Pictures of finished runs and of layouts, drawn with matplotlib."""
+"""Plots of runs and of parallel layouts, drawn with matplotlib."""

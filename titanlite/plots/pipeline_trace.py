@@ -1,4 +1,4 @@
-"""What a profiler's trace says of the pipeline: which action ran when."""
+"""Read from a profiler trace which pipeline action ran when."""
 
 from __future__ import annotations
 
@@ -8,50 +8,51 @@ from typing import Any
 
 from titanlite.errors import DataError
 from titanlite.files import parse_json, read_regular_file
-from titanlite.plots.gantt import DrawnAction
+from titanlite.parallelize.schedule import ACTION_KINDS, ActionKind, PipelineAction, TimedAction
 
-_NAME = re.compile(r"pipeline (forward|backward|input|weight) (\d+) (\d+)")
+_NAME = re.compile(rf"pipeline ({'|'.join(ACTION_KINDS)}) (\d+) (\d+)")
+_KINDS: dict[str, ActionKind] = {kind: kind for kind in ACTION_KINDS}
 
 
-def read_actions(trace: Path) -> list[DrawnAction]:
-    """The actions of the last run of the schedule in a rank's trace, in seconds since 1970.
+def read_actions(trace: Path) -> list[TimedAction]:
+    """Actions of the last run of the schedule in a rank's trace, in seconds since 1970.
 
     Raises DataError.
     """
     try:
-        found = _actions_in(parse_json(read_regular_file(trace)))
+        actions = _parse_trace(parse_json(read_regular_file(trace)))
     except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
-        why = getattr(error, "strerror", None) or error
-        raise DataError(f"{trace}: is no trace that can be read ({why}).") from None
-    if not found:
+        reason = getattr(error, "strerror", None) or error
+        raise DataError(f"{trace}: is not a readable trace ({reason}).") from None
+    if not actions:
         raise DataError(
-            f"{trace}: has no action of a pipeline.",
+            f"{trace}: has no pipeline action.",
             fix="Trace a run with pipeline_parallel_degree > 1 and profiling.enable_profiling.",
         )
-    found.sort(key=lambda action: action.start)
-    runs: list[list[DrawnAction]] = [[]]
-    seen: set[tuple] = set()
-    for action in found:  # a step that accumulates runs the schedule several times
-        what = (action.kind, action.stage, action.microbatch)
-        if what in seen:
-            runs.append([])
-            seen.clear()
-        seen.add(what)
-        runs[-1].append(action)
-    return runs[-1]
+    actions.sort(key=lambda timed: timed.start)
+    last_run: list[TimedAction] = []
+    seen: set[PipelineAction] = set()
+    for timed in actions:
+        if timed.action in seen:  # gradient accumulation runs the schedule several times in a step
+            last_run, seen = [], set()
+        seen.add(timed.action)
+        last_run.append(timed)
+    return last_run
 
 
-def _actions_in(said: Any) -> list[DrawnAction]:
-    """The actions in a trace's JSON; raises what Python raises where it is something else."""
-    events = [event for event in said["traceEvents"] if {"ts", "dur", "cat"} <= event.keys()]
-    begin = said.get("baseTimeNanoseconds", 0) / 1e9  # ranks begin to trace at other moments
-    # A GPU works later than it is told to: where it was traced, its own times count.
+def _parse_trace(trace: Any) -> list[TimedAction]:
+    """Pipeline actions in a trace's JSON; raises Python's errors if it has another structure."""
+    events = [event for event in trace["traceEvents"] if {"ts", "dur", "cat"} <= event.keys()]
+    base = trace.get("baseTimeNanoseconds", 0) / 1e9  # each rank's times are relative to its own
+    # The CPU only launches kernels: if the GPU was traced, take the times on the GPU.
     on_gpu = any(event.get("cat") == "gpu_user_annotation" for event in events)
-    category, found = "gpu_user_annotation" if on_gpu else "user_annotation", []
+    category = "gpu_user_annotation" if on_gpu else "user_annotation"
+    actions = []
     for event in events:
-        named = _NAME.fullmatch(event.get("name", ""))
-        if named and event.get("ph") == "X" and event.get("cat") == category:
-            start = begin + event["ts"] / 1e6
-            end = start + event["dur"] / 1e6
-            found.append(DrawnAction(named[1], int(named[2]), int(named[3]), start, end))
-    return found
+        match = _NAME.fullmatch(event.get("name", ""))
+        if match and event.get("ph") == "X" and event.get("cat") == category:
+            kind, stage, microbatch = match.groups()
+            start = base + event["ts"] / 1e6
+            action = PipelineAction(_KINDS[kind], int(stage), int(microbatch))
+            actions.append(TimedAction(action, start, start + event["dur"] / 1e6))
+    return actions
