@@ -1,0 +1,40 @@
+"""Each pipeline rank runs the actions of its schedule in the planned order."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from tests.distributed.oracle import FAMILY, SGD, Layout, batch_at, deepened, sharded
+from tests.distributed.ranks import run_on_ranks
+from titanlite.parallelize.pipeline import plan_pipeline
+from titanlite.plots.pipeline_trace import read_actions
+
+RANKS = 4
+RECIPE = replace(SGD, batch=8, seq_len=24)
+
+
+def trace_step(layout: Layout, folder: str) -> None:
+    """Write this rank's trace of one training step and one evaluation."""
+    _, _, engine = sharded(layout, deepened(RECIPE, layout))
+    inputs, labels = batch_at(0, RECIPE)
+    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        engine.forward_backward(inputs, labels, torch.tensor(1.0))
+        engine.evaluate(inputs[:1], labels[:1])  # must not be read as part of the step
+    profiler.export_chrome_trace(str(Path(folder) / f"{torch.distributed.get_rank()}.json"))
+
+
+@pytest.mark.parametrize("schedule", ["GPipe", "1F1B", "Interleaved1F1B", "ZBVZeroBubble"])
+def test_every_rank_runs_its_actions_in_the_planned_order(schedule, tmp_path):
+    layout = Layout(pipeline=RANKS, schedule=schedule, microbatch=1, less=(0, 0))
+    recipe = deepened(RECIPE, layout)
+    config = layout.section(recipe)
+    plan, _ = plan_pipeline(config, FAMILY, recipe.shape, recipe.seq_len, recipe.batch)
+    assert plan is not None
+    run_on_ranks(trace_step, RANKS, layout, str(tmp_path))
+    traced = [read_actions(tmp_path / f"{rank}.json") for rank in range(RANKS)]
+    assert [[timed.action for timed in actions] for actions in traced] == plan.order()
