@@ -1,15 +1,21 @@
-"""The architecture: imports only go down, and models are plain."""
+"""The architecture: imports go down the layers, functions are short, names are unique.
+
+The allowlists below need a reason for each entry; an entry that nothing uses any more fails.
+"""
 
 from __future__ import annotations
 
 import ast
 import sys
+from collections import defaultdict
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "titanlite"
+# from the lowest; a package imports only from lower layers and from itself
 LAYERS = [
     {"settings", "config_reference", "errors", "files", "labels", "log"},
     {"data", "distributed", "kernels", "metrics", "storage"},
@@ -23,25 +29,84 @@ LAYER_OF = {package: number for number, layer in enumerate(LAYERS) for package i
 FILES = sorted(PACKAGE.rglob("*.py"))
 
 
-def imported(path: Path) -> set[str]:
-    """Every module a file imports, lazy imports and those only for types included."""
-    found = set()
+SOURCES = [ROOT / "train.py", *FILES, *sorted((ROOT / "scripts").rglob("*.py"))]
+
+MAX_LINES, MAX_PARAMETERS = 60, 7  # of a function; self and cls are not counted
+MAX_ENTRY_LINES = 80  # of train.py
+LONG_FUNCTIONS = {
+    "titanlite/parallelize/context_attention.py: context_parallel_backward": (
+        "a torch.library custom op: its schema needs one parameter per tensor and number"
+    ),
+    "titanlite/optim/adam.py: LowMemoryAdam.__init__": (
+        "the constructor of a torch.optim.Optimizer takes each hyperparameter by name"
+    ),
+    "scripts/doc_pictures/diagrams.py: draw_step": "places the elements of a diagram one by one",
+}
+SHARED_NAMES: dict[str, str] = {}  # name -> why two modules may both define it
+OUTSIDE_ASSIGNMENTS = {
+    # settings and objects of other libraries that have no setter
+    "titanlite/data/bpe.py: tokenizer.pre_tokenizer": "API of Hugging Face tokenizers",
+    "titanlite/data/tokenizer.py: self._tokenizer.encode_special_tokens": (
+        "API of Hugging Face tokenizers"
+    ),
+    "titanlite/data/tokenizer_json.py: converted.pre_tokenizer": "API of Hugging Face tokenizers",
+    "titanlite/data/tokenizer_json.py: converted.decoder": "API of Hugging Face tokenizers",
+    "titanlite/distributed/process_group.py: torch.backends.cudnn.benchmark": "torch setting",
+    "titanlite/log.py: logger.propagate": "API of the logging module",
+    "titanlite/parallelize/activation_checkpoint.py: "
+    "torch._functorch.config.activation_memory_budget": "torch setting",
+    "titanlite/parallelize/activation_checkpoint.py: "
+    "torch._functorch.config.visualize_memory_budget_pareto": "torch setting",
+    "titanlite/parallelize/activation_checkpoint.py: "
+    "torch._functorch.config.memory_budget_pareto_dir": "torch setting",
+    "titanlite/parallelize/compile.py: torch._dynamo.config.recompile_limit": "torch setting",
+    "titanlite/parallelize/compile.py: torch._inductor.config._micro_pipeline_tp": "torch setting",
+    "titanlite/parallelize/compile.py: cpu_vec_isa.VecISA._probe_load": (
+        "replaces torch's probe, which starts a process for each instruction set"
+    ),
+    "titanlite/parallelize/float8.py: torch._inductor.config.emulate_precision_casts": (
+        "torch setting"
+    ),
+    # torch.autograd.Function saves non-tensors as attributes of its context
+    "titanlite/models/embedding.py: ctx.vocab_size": "autograd context",
+    "titanlite/models/loss.py: ctx.dtype": "autograd context",
+    "titanlite/parallelize/context_attention.py: ctx.options": "autograd context",
+    # gradients and parameter groups are public attributes of torch tensors and optimizers
+    "titanlite/optim/fp32_vectors.py: copy.grad": "gradient of a parameter",
+    "titanlite/optim/in_backward.py: parameter.grad": "gradient of a parameter",
+    "titanlite/optim/in_backward.py: self.optimizer.param_groups": "one step of one group",
+    # module transformations: replace the forward or a part of a model that knows nothing of them
+    "titanlite/models/llama3/model.py: self.output.weight": "ties the output to the embedding",
+    "titanlite/parallelize/__init__.py: output.loss": "module transformation",
+    "titanlite/parallelize/activation_checkpoint.py: block.forward": "module transformation",
+    "titanlite/parallelize/activation_offload.py: block.forward": "module transformation",
+    "titanlite/parallelize/compile.py: block.forward": "module transformation",
+    "titanlite/parallelize/context.py: module.forward": "module transformation",
+    "titanlite/parallelize/tensor_styles.py: module.forward": "module transformation",
+    "titanlite/parallelize/tensor_styles.py: module.vocabulary": "module transformation",
+    "scripts/fault_drill.py: fault.__name__": "name of a generated function, for the report",
+}
+
+
+def imported_modules(path: Path) -> set[str]:
+    """Every module that a file imports, including lazy imports and imports for types only."""
+    modules = set()
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
-            found.update(alias.name for alias in node.names)
+            modules.update(alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}: relative import"
-            found.add(node.module or "")
+            modules.add(node.module or "")
             if node.module == "titanlite":
-                found.update(f"titanlite.{alias.name}" for alias in node.names)
-    return found
+                modules.update(f"titanlite.{alias.name}" for alias in node.names)
+    return modules
 
 
 def package_of(path: Path) -> str:
     return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
 
 
-def below(other: str, package: str) -> bool:
+def may_import(package: str, other: str) -> bool:
     return (
         LAYER_OF[other] < LAYER_OF[package]
         or other == package
@@ -53,23 +118,98 @@ def below(other: str, package: str) -> bool:
 def test_imports_only_go_down(path):
     package = package_of(path)
     if package == "__init__":
-        assert not any(name.startswith("titanlite") for name in imported(path))
+        assert not any(name.startswith("titanlite") for name in imported_modules(path))
         return
-    assert package in LAYER_OF, (
-        f"{package} is a new package: give it a layer here and in the README"
-    )
-    for name in imported(path):
+    assert package in LAYER_OF, f"{package} is a new package: add it to a layer in LAYERS"
+    for name in imported_modules(path):
         if name.startswith("titanlite."):
-            assert below(name.split(".")[1], package), f"{path.name} of {package} imports {name}"
+            assert may_import(package, name.split(".")[1]), (
+                f"{path.name} of {package} imports {name}"
+            )
 
 
-def test_the_ground_layer_needs_only_the_standard_library():
+def test_the_lowest_layer_needs_only_the_standard_library():
     for path in FILES:
         if LAYER_OF.get(package_of(path)) == 0:
-            tops = {name.split(".")[0] for name in imported(path)}
-            assert tops <= sys.stdlib_module_names | {"titanlite", "tomli", "tomllib"}, path
+            packages = {name.split(".")[0] for name in imported_modules(path)}
+            assert packages <= sys.stdlib_module_names | {"titanlite", "tomli", "tomllib"}, path
 
 
-def test_models_are_plain():
+def test_models_import_nothing_of_torch_distributed():
     for path in (PACKAGE / "models").rglob("*.py"):
-        assert not any(name.startswith("torch.distributed") for name in imported(path)), path
+        assert not any(name.startswith("torch.distributed") for name in imported_modules(path)), (
+            path
+        )
+
+
+def parse(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+def test_train_py_is_short():
+    lines = (ROOT / "train.py").read_text(encoding="utf-8").count("\n")
+    assert lines <= MAX_ENTRY_LINES, f"train.py has {lines} lines"
+
+
+def test_no_two_module_level_names_are_equal():
+    """One name, one class or function: a reader who searches for it finds one definition."""
+    files_of: dict[str, set[str]] = defaultdict(set)
+    for path in FILES:
+        for node in parse(path).body:
+            if isinstance(node, (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
+                files_of[node.name].add(str(path.relative_to(ROOT)))
+    shared = {name: sorted(files) for name, files in files_of.items() if len(files) > 1}
+    unlisted = {name: files for name, files in shared.items() if name not in SHARED_NAMES}
+    assert not unlisted, "give each a specific name"
+    assert not SHARED_NAMES.keys() - shared.keys(), "remove these from the allowlist"
+
+
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+def functions_in(node: ast.AST, prefix: str = "") -> Iterator[tuple[str, Function]]:
+    """(qualified name, function) of every function and method below `node`."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, Function):
+            yield f"{prefix}{child.name}", child
+        named = isinstance(child, (ast.ClassDef, Function))
+        yield from functions_in(child, f"{prefix}{child.name}." if named else prefix)
+
+
+def size_of(function: Function) -> tuple[int, int]:
+    """(lines, parameters without self and cls)."""
+    parameters = function.args.posonlyargs + function.args.args + function.args.kwonlyargs
+    counted = [parameter for parameter in parameters if parameter.arg not in ("self", "cls")]
+    return function.end_lineno - function.lineno + 1, len(counted)
+
+
+def test_functions_are_short():
+    too_long = {}
+    for path in SOURCES:
+        for name, function in functions_in(parse(path)):
+            lines, parameters = size_of(function)
+            if lines > MAX_LINES or parameters > MAX_PARAMETERS:
+                where = f"{path.relative_to(ROOT)}: {name}"
+                too_long[where] = f"{lines} lines, {parameters} parameters"
+    unlisted = {name: size for name, size in too_long.items() if name not in LONG_FUNCTIONS}
+    assert not unlisted, "shorten these, or group their parameters"
+    assert not LONG_FUNCTIONS.keys() - too_long.keys(), "remove these from the allowlist"
+
+
+def assigned_attributes(tree: ast.Module) -> Iterator[ast.Attribute]:
+    """Targets of assignments, unpacked tuples, `for` and `with` included."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            yield node
+
+
+def test_attributes_are_assigned_inside_their_class():
+    outside = set()
+    for path in SOURCES:
+        for target in assigned_attributes(parse(path)):
+            owner = target.value
+            if not (isinstance(owner, ast.Name) and owner.id in ("self", "cls")):
+                outside.add(f"{path.relative_to(ROOT)}: {ast.unparse(target)}")
+    unlisted = sorted(outside - OUTSIDE_ASSIGNMENTS.keys())
+    assert not unlisted, "add a method or an argument instead"
+    assert not OUTSIDE_ASSIGNMENTS.keys() - outside, "remove these from the allowlist"
