@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tests.distributed.oracle import whole
+from tests.distributed.oracle import full_value
 from titanlite.checkpoint import CheckpointConfig, Checkpointer, SaveResult
 from titanlite.storage import StorageFolder
 
@@ -37,9 +37,9 @@ def bits(state) -> dict[str, bytes]:
     """Every unsharded weight and optimizer state of this rank's pipeline stages, as bytes."""
     result = {}
     for name, parameter in state.model.named_parameters():
-        result[name] = _bytes(whole(parameter))
+        result[name] = _bytes(full_value(parameter))
         for key, value in state.optimizer.state[parameter].items():
-            result[f"{name}.{key}"] = _bytes(whole(value))
+            result[f"{name}.{key}"] = _bytes(full_value(value))
     return result
 
 

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from tests.checkpoint.saving import bits, load, open_checkpointer, save, save_and_wait
-from tests.distributed.oracle import ADAMW, Layout, Record, go_on, start, whole
+from tests.distributed.oracle import ADAMW, Layout, Record, full_value, run_until, start_run
 from tests.distributed.ranks import run_on_ranks
 from titanlite.checkpoint import list_steps, read_checkpoint_manifest
 from titanlite.checkpoint.manifest import FORMAT, manifest_hash
@@ -27,8 +27,8 @@ from titanlite.storage import StorageFolder
 
 def trained(layout: Layout, steps: int = 1):
     """A state after training, so that it has optimizer state."""
-    state, engine, mesh = start(layout, ADAMW)
-    go_on(state, engine, mesh, ADAMW, Record(), steps)
+    state, engine, mesh = start_run(layout, ADAMW)
+    run_until(state, engine, mesh, ADAMW, Record(), steps)
     return state
 
 
@@ -243,7 +243,7 @@ def load_damaged(folders) -> list[tuple]:
     folder, and the error if the damaged checkpoint is the only one.
     """
     results = []
-    state, _, _ = start(Layout(shard=2), ADAMW)
+    state, _, _ = start_run(Layout(shard=2), ADAMW)
     for folder in folders:
         checkpointer = open_checkpointer(folder)
         found = checkpointer.find()
@@ -280,7 +280,7 @@ def test_every_damage_is_reported_and_the_previous_checkpoint_is_used(tmp_path):
 
 
 def load_with_each_verify(folder) -> list[str]:
-    state, _, _ = start(Layout(), ADAMW)
+    state, _, _ = start_run(Layout(), ADAMW)
     return [load(open_checkpointer(folder, verify=how), state) for how in ("off", "sizes", "full")]
 
 
@@ -350,7 +350,9 @@ def save_model_only(folder, dtype) -> tuple[dict, int]:
     config = {"last_save_model_only": True, "export_dtype": dtype}
     checkpointer = open_checkpointer(folder, **config)
     save_and_wait(checkpointer, state, final=True)
-    return {name: whole(p).to(getattr(torch, dtype)) for name, p in state.model.named_parameters()}
+    return {
+        name: full_value(p).to(getattr(torch, dtype)) for name, p in state.model.named_parameters()
+    }
 
 
 def load_parts(folder) -> list:
@@ -361,13 +363,13 @@ def load_parts(folder) -> list:
     """
     results = []
     for config, steps in (({}, None), ({"exclude_from_loading": ["optimizer"]}, None), ({}, 2)):
-        state, _, _ = start(Layout(), ADAMW)
+        state, _, _ = start_run(Layout(), ADAMW)
         checkpointer = open_checkpointer(folder, **config)
         try:
             progress = checkpointer.load(
                 checkpointer.find(), state.model, state.optimizer, {}, finished_at=steps
             )
-            weights = {name: whole(p) for name, p in state.model.named_parameters()}
+            weights = {name: full_value(p) for name, p in state.model.named_parameters()}
             results.append((progress["step"], weights, len(state.optimizer.state)))
         except CheckpointError as error:
             results.append(str(error))
@@ -390,7 +392,7 @@ def test_resuming_from_a_model_only_save_is_refused_with_the_alternatives(dtype,
 def load_without_each_part(folder) -> list[tuple]:
     results = []
     for parts in (["dataloader"], ["train_state"], ["optimizer"]):
-        state, _, _ = start(Layout(), ADAMW)
+        state, _, _ = start_run(Layout(), ADAMW)
         load(open_checkpointer(folder, load_only=True, exclude_from_loading=parts), state)
         results.append((state.step, state.position, len(state.optimizer.state) > 0))
     return results
@@ -407,7 +409,7 @@ def load_with_other_properties(folder, allowed) -> list[str]:
     facts = {"data.sources": {"code": "weight 2"}, "model": {"dim": 32}, "debug.seed": 1}
     results = []
     for allow_changes in allowed:
-        state, _, _ = start(Layout(), ADAMW)
+        state, _, _ = start_run(Layout(), ADAMW)
         try:
             checkpointer = open_checkpointer(folder, allow_changes=allow_changes)
             results.append(load(checkpointer, state, facts))

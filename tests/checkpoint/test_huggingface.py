@@ -12,7 +12,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from tests.data.test_tokenizer import ODD_TEXTS, write_tokenizer_json
-from tests.distributed.oracle import ADAMW, SHAPE, Layout, deepened, start, whole
+from tests.distributed.oracle import ADAMW, SHAPE, Layout, full_value, start_run, with_enough_blocks
 from tests.distributed.ranks import run_on_ranks
 from titanlite.checkpoint import model_and_optimizer_state
 from titanlite.checkpoint.huggingface import HuggingFaceFolder, open_hugging_face
@@ -230,7 +230,7 @@ def load_into_layout(layout, recipe, folders) -> int:
 
     Returns the number of elements on this rank, which bounds how many DCP may read.
     """
-    state, _, _ = start(layout, recipe)
+    state, _, _ = start_run(layout, recipe)
     original_read, elements_read = HuggingFaceFolder.read, 0
 
     def counting_read(*args):
@@ -245,7 +245,7 @@ def load_into_layout(layout, recipe, folders) -> int:
         dcp.load(model_and_optimizer_state(state.model), storage_reader=folder.storage_reader())
         HuggingFaceFolder.read = original_read
         for name, parameter in state.model.named_parameters():
-            assert torch.equal(whole(parameter), folder.read(name).float()), name
+            assert torch.equal(full_value(parameter), folder.read(name).float()), name
     local = sum(getattr(p, "_local_tensor", p).numel() for p in state.model.parameters())
     # a tied parameter has two names and is read for each
     assert elements_read <= len(folders) * (local + recipe.shape.tied_embeddings * local)
@@ -262,7 +262,7 @@ def load_into_layout(layout, recipe, folders) -> int:
     ids=str,
 )
 def test_every_layout_loads_the_same_bits_as_one_process(tmp_path, layout, tied):
-    recipe = deepened(replace(ADAMW, batch=12, seq_len=24), layout)
+    recipe = with_enough_blocks(replace(ADAMW, batch=12, seq_len=24), layout)
     shape = replace(recipe.shape, tied_embeddings=tied)
     folders = []
     for number, dtype in enumerate([torch.float32, torch.bfloat16]):

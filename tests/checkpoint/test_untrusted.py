@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 
 from tests.checkpoint.saving import bits, load, open_checkpointer
 from tests.checkpoint.test_checkpointer import modify, save_two_steps
-from tests.distributed.oracle import ADAMW, Layout, start
+from tests.distributed.oracle import ADAMW, Layout, start_run
 from tests.distributed.ranks import run_on_ranks
 from titanlite.checkpoint import (
     describe_saved_model,
@@ -226,7 +226,7 @@ def limit_memory(extra_bytes: int) -> None:
 
 def load_each(folders) -> list[str]:
     results = []
-    state, _, _ = start(Layout(), ADAMW)
+    state, _, _ = start_run(Layout(), ADAMW)
     limit_memory(1 << 28)
     for folder in folders:
         step_folder = StorageFolder(folder) / "step-2"
@@ -265,7 +265,7 @@ def test_reading_a_malicious_pickle_has_no_effect(request):
 
 def load_old_and_new(folders) -> list[bool]:
     """Whether loads of each folder, and a load of the first one by DCP itself, give equal bits."""
-    state, _, _ = start(Layout(), ADAMW)
+    state, _, _ = start_run(Layout(), ADAMW)
     states = []
     for folder in folders:
         load(open_checkpointer(folder), state)

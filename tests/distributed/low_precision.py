@@ -26,10 +26,10 @@ from tests.distributed.oracle import (
     SGD,
     Layout,
     Recipe,
-    join_parts,
-    part_of,
+    local_part,
+    merge_parts,
     plain_logits,
-    start,
+    start_run,
 )
 from tests.distributed.ranks import run_on_ranks
 from titanlite.checkpoint import model_and_optimizer_state
@@ -172,7 +172,7 @@ def _run_cases_on_rank(
 def _run_case(case: PrecisionCase, weights: Weights) -> RankResult:
     scale = LossScale(4096.0, growth_steps=100) if case.compute == torch.float16 else None
     options = {"dtype": case.compute, "float8": case.float8_config}
-    state, engine, mesh = start(case.layout, case.recipe, scale, **options)
+    state, engine, mesh = start_run(case.layout, case.recipe, scale, **options)
     _load_trained(state.model, weights)
     in_backward = OptimizerInBackward(state.model, state.optimizer) if case.layout.early else None
     result = RankResult([], [], 0.0)
@@ -195,7 +195,7 @@ def _run_case(case: PrecisionCase, weights: Weights) -> RankResult:
 @torch.no_grad()
 def _load_trained(model, weights: Weights) -> None:
     for name, tensor in model_and_optimizer_state(model)["model"].items():
-        shape, offset, _ = part_of(tensor)
+        shape, offset, _ = local_part(tensor)
         assert shape == weights[name].shape
         local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
         index = tuple(slice(o, o + n) for o, n in zip(offset, local.shape, strict=True))
@@ -209,7 +209,7 @@ def _recorded_gradients(state):
     named = list(state.model.named_parameters())
 
     def record(*_) -> None:
-        gradients = {name: part_of(p.grad) for name, p in named if p.grad is not None}
+        gradients = {name: local_part(p.grad) for name, p in named if p.grad is not None}
         assert all(local.dtype == torch.float32 for *_, local in gradients.values())
         recorded.update(gradients)
 
@@ -229,7 +229,7 @@ def gradient_errors(case: PrecisionCase, ranks: Sequence[RankResult]) -> list[di
 
 def joined_gradients(ranks: Sequence[RankResult]) -> list[dict[str, Tensor]]:
     """Full gradients of each batch, from the shards of all ranks; replicas must be equal."""
-    return [join_parts(parts) for parts in zip(*(rank.gradients for rank in ranks), strict=True)]
+    return [merge_parts(parts) for parts in zip(*(rank.gradients for rank in ranks), strict=True)]
 
 
 @cache

@@ -250,7 +250,7 @@ def _plain_validation(model, text: ValidationData, recipe: Recipe) -> float:
     return F.cross_entropy(logits, text.labels.flatten(), ignore_index=IGNORE_INDEX).item()
 
 
-def sharded(layout: Layout, recipe: Recipe, dtype: torch.dtype = torch.float32, **transforms):
+def build_sharded(layout: Layout, recipe: Recipe, dtype: torch.dtype = torch.float32, **transforms):
     """(what this rank holds, mesh, engine) of a layout on the ranks that run this."""
     section, mesh = layout.section(recipe), build_mesh(layout.degrees, "cpu")
     activation_offload.MIN_BYTES = 1  # all tensors of these models are small
@@ -271,32 +271,32 @@ def sharded(layout: Layout, recipe: Recipe, dtype: torch.dtype = torch.float32, 
     return held.model, mesh, engine
 
 
-def spread_runs(cases: list[tuple[Layout, Recipe]]) -> list[Record]:
+def run_layouts(cases: list[tuple[Layout, Recipe]]) -> list[Record]:
     """Several runs one after the other, in processes that are warm after the first."""
-    return [spread_run(layout, recipe) for layout, recipe in cases]
+    return [run_layout(layout, recipe) for layout, recipe in cases]
 
 
-def spread_run(layout: Layout, recipe: Recipe) -> Record:
+def run_layout(layout: Layout, recipe: Recipe) -> Record:
     """The same run under a layout, by the house's own engine and step, as this rank sees it."""
-    state, engine, mesh = start(layout, recipe)
+    state, engine, mesh = start_run(layout, recipe)
     record = Record()
     early = OptimizerInBackward(state.model, state.optimizer) if layout.early else None
-    go_on(state, engine, mesh, recipe, record, recipe.steps, early)
+    run_until(state, engine, mesh, recipe, record, recipe.steps, early)
     samples = sum(map(recipe.batch_of, range(recipe.steps)))
     assert (state.step, state.position) == (recipe.steps, samples)
     assert state.counters.tokens == samples * recipe.seq_len
     return record
 
 
-def start(
+def start_run(
     layout: Layout, recipe: Recipe, scale: LossScale | None = None, **options
 ) -> tuple[TrainState, Engine, Mesh]:
     """A run under a layout, before its first step."""
-    model, mesh, engine = sharded(layout, recipe, **options)
+    model, mesh, engine = build_sharded(layout, recipe, **options)
     return TrainState(model, build_optimizer(model, recipe.section), scale), engine, mesh
 
 
-def go_on(
+def run_until(
     state: TrainState,
     engine: Engine,
     mesh: Mesh,
@@ -309,7 +309,7 @@ def go_on(
     named = list(state.model.named_parameters()) if recipe.optimizer == "SGD" else []
     there: dict[str, Any] = {}  # gradients of this step; of early steps, one after the other
     hook = state.optimizer.register_step_pre_hook(
-        lambda *_: there.update({n: part_of(p.grad) for n, p in named if p.grad is not None})
+        lambda *_: there.update({n: local_part(p.grad) for n, p in named if p.grad is not None})
     )
     while state.step < until:
         rows = recipe.batch_of(state.step) // mesh.degrees.data
@@ -335,10 +335,10 @@ def go_on(
             text = ValidationData(recipe)
             record.validations.append(validate(engine, text, text.samples, 4, mesh, CPU))
     hook.remove()
-    record.weights = {name: part_of(p) for name, p in named}
+    record.weights = {name: local_part(p) for name, p in named}
 
 
-def part_of(tensor: Tensor) -> tuple[tuple[int, ...], tuple[int, ...], Tensor]:
+def local_part(tensor: Tensor) -> tuple[tuple[int, ...], tuple[int, ...], Tensor]:
     """(shape of the whole, where this rank's part begins, that part); costs no collective."""
     if not isinstance(tensor, DTensor):
         return tuple(tensor.shape), (0,) * tensor.dim(), tensor.detach().clone()
@@ -347,18 +347,18 @@ def part_of(tensor: Tensor) -> tuple[tuple[int, ...], tuple[int, ...], Tensor]:
     return tuple(shape), tuple(offset), tensor.to_local().detach().clone()
 
 
-def joined(records: list[Record]) -> Record:
+def merge_ranks(records: list[Record]) -> Record:
     """What all ranks saw, put together; what several ranks hold must be the same on each."""
     first = records[0]
     for r in records:
         same = (r.losses, r.z_losses, r.norms, r.validations)
         assert same == (first.losses, first.z_losses, first.norms, first.validations)
-    gradients = [join_parts(step) for step in zip(*(r.gradients for r in records), strict=True)]
-    weights = join_parts([r.weights for r in records])
+    gradients = [merge_parts(step) for step in zip(*(r.gradients for r in records), strict=True)]
+    weights = merge_parts([r.weights for r in records])
     return replace(first, gradients=gradients, weights=weights)
 
 
-def join_parts(parts: Sequence[dict[str, tuple]]) -> dict[str, Tensor]:
+def merge_parts(parts: Sequence[dict[str, tuple]]) -> dict[str, Tensor]:
     tensors = {}
     shapes = {name: shape for rank in parts for name, (shape, _, _) in rank.items()}
     for name, shape in shapes.items():
@@ -372,7 +372,7 @@ def join_parts(parts: Sequence[dict[str, tuple]]) -> dict[str, Tensor]:
     return tensors
 
 
-def whole(tensor: Tensor) -> Tensor:
+def full_value(tensor: Tensor) -> Tensor:
     tensor = tensor.detach()
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).clone()
 
@@ -403,11 +403,11 @@ def _worst(pairs) -> float:
     return max((abs(a - b) / abs(b) if b else abs(a) for a, b in pairs), default=0.0)
 
 
-def deepened(recipe: Recipe, layout: Layout) -> Recipe:
+def with_enough_blocks(recipe: Recipe, layout: Layout) -> Recipe:
     """The recipe with blocks enough for the stages of a layout."""
     blocks = max(4, 2 * layout.pipeline, layout.stages - 2)
     return replace(recipe, shape=replace(recipe.shape, n_layers=blocks))
 
 
-def tied(recipe: Recipe) -> Recipe:
+def with_tied_embeddings(recipe: Recipe) -> Recipe:
     return replace(recipe, shape=replace(recipe.shape, tied_embeddings=True, qk_norm=True))

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import _symmetric_memory as symmetric
 
-from tests.distributed.oracle import SGD, Layout, joined, one_process, spread_run, worst_error
+from tests.distributed.oracle import SGD, Layout, merge_ranks, one_process, run_layout, worst_error
 from tests.distributed.ranks import run_on_ranks
 
 RECIPE = replace(SGD, steps=1)
@@ -34,7 +34,7 @@ def run_and_count_fusions(layout):
         fusions.update(name[1] for name in names if name[0] == "symm_mem")
 
     torch._inductor.config.post_grad_custom_post_pass = count
-    return spread_run(layout, RECIPE), fusions
+    return run_layout(layout, RECIPE), fusions
 
 
 @pytest.mark.skipif(
@@ -44,7 +44,7 @@ def run_and_count_fusions(layout):
 def test_all_gathers_and_reduce_scatters_are_fused_with_matmuls_and_results_match():
     layout = Layout(tensor=2, compile="inductor", overlap=True)
     records, fusions = zip(*run_on_ranks(run_and_count_fusions, 2, layout), strict=True)
-    errors = worst_error(joined(list(records)), one_process(RECIPE), tensors=True)
+    errors = worst_error(merge_ranks(list(records)), one_process(RECIPE), tensors=True)
     assert max(errors.values()) <= 1e-5, errors
     # Two all-gathers and two reduce-scatters in the forward of a block; backward mirrors them.
     assert min(f["fused_all_gather_matmul"] for f in fusions) >= 2, fusions

@@ -29,10 +29,10 @@ from tests.distributed.oracle import (
     Record,
     ValidationData,
     batch_at,
-    go_on,
-    joined,
-    part_of,
-    start,
+    local_part,
+    merge_ranks,
+    run_until,
+    start_run,
     worst_error,
 )
 from tests.distributed.ranks import run_on_ranks
@@ -78,11 +78,11 @@ class AllGatherBytes(TorchDispatchMode):
 
 def run(layout: Layout, recipe: Recipe, float8: Float8Config):
     """(record of this rank, class name of each linear layer)."""
-    state, engine, mesh = start(layout, recipe, float8=float8)
+    state, engine, mesh = start_run(layout, recipe, float8=float8)
     record = Record()
-    go_on(state, engine, mesh, recipe, record, recipe.steps)
+    run_until(state, engine, mesh, recipe, record, recipe.steps)
     record.weights = {
-        n: part_of(w) for n, w in model_and_optimizer_state(state.model)["model"].items()
+        n: local_part(w) for n, w in model_and_optimizer_state(state.model)["model"].items()
     }
     layers = {n: m for n, m in state.model.named_modules() if isinstance(m, torch.nn.Linear)}
     return record, {name: type(layer).__name__ for name, layer in layers.items()}
@@ -163,7 +163,7 @@ def test_data_and_pipeline_parallel_train_like_one_process(layout, float8, shape
     except for the sum of the losses."""
     recipe = replace(RECIPE, shape=shape)
     ranks = run_on_ranks(run, layout.degrees.ranks, layout, recipe, float8)
-    record = replace(joined([record for record, _ in ranks]), validations=[0.0])
+    record = replace(merge_ranks([record for record, _ in ranks]), validations=[0.0])
     expected = replace(one_process(recipe, float8, microbatch), validations=[1.0])
     errors = worst_error(record, expected, tensors=True)
     del errors["validation"]
@@ -188,7 +188,7 @@ def test_tensor_and_context_parallel_train_like_one_process(layout, float8, shap
     happened. With the scales of other shards it would be 7e-2."""
     recipe = replace(RECIPE, shape=shape, steps=1)
     ranks = run_on_ranks(run, layout.degrees.ranks, layout, recipe, float8)
-    record = joined([record for record, _ in ranks])
+    record = merge_ranks([record for record, _ in ranks])
     expected = one_process(recipe, float8, microbatch)
     assert record.losses == pytest.approx(expected.losses, rel=1e-5)
     assert record.norms == pytest.approx(expected.norms, rel=1e-4)
@@ -200,7 +200,7 @@ def test_tensorwise_context_parallel_trains_nearly_like_one_process():
     """Each rank has one scale for its shard of the sequences, so it rounds differently. Measured
     errors: loss 5e-5, norm 3e-4, gradients 1e-1, as much as Float8 differs from no Float8."""
     ranks = run_on_ranks(run, 2, Layout(context=2), RECIPE, SCALED)
-    record, expected = joined([record for record, _ in ranks]), one_process(RECIPE, SCALED, 8)
+    record, expected = merge_ranks([record for record, _ in ranks]), one_process(RECIPE, SCALED, 8)
     assert record.losses == pytest.approx(expected.losses, rel=3e-4)
     assert record.norms == pytest.approx(expected.norms, rel=1e-2)
     assert max(gradient_errors(record, expected)) <= 0.3
@@ -230,7 +230,7 @@ def test_the_reference_differs_with_float8():
 
 def run_forward(layout: Layout, float8: Float8Config) -> tuple[float, Counter]:
     """(loss, bytes of its all-gathers) of one forward in bfloat16."""
-    _, engine, mesh = start(layout, RECIPE, float8=float8, dtype=torch.bfloat16)
+    _, engine, mesh = start_run(layout, RECIPE, float8=float8, dtype=torch.bfloat16)
     rows = RECIPE.batch // layout.degrees.data
     own_rows = slice(mesh.batch_rank * rows, (mesh.batch_rank + 1) * rows)
     inputs, labels = (tensor[own_rows] for tensor in batch_at(0, RECIPE))
@@ -276,7 +276,7 @@ def losses_after_changes(layout: Layout, float8: Float8Config) -> list[float]:
     """Validation losses after a step and after a change of all weights in place, then losses and
     gradient norms of a step before and one after another change."""
     data, record = ValidationData(RECIPE), Record()
-    state, engine, mesh = start(layout, RECIPE, float8=float8)
+    state, engine, mesh = start_run(layout, RECIPE, float8=float8)
 
     def validation_loss() -> float:
         return validate(engine, data, data.samples, 4, mesh, CPU)
@@ -286,12 +286,12 @@ def losses_after_changes(layout: Layout, float8: Float8Config) -> list[float]:
             for weight in model_and_optimizer_state(state.model)["model"].values():
                 weight.to_local().mul_(factor)
 
-    go_on(state, engine, mesh, RECIPE, record, 1)
+    run_until(state, engine, mesh, RECIPE, record, 1)
     losses = [validation_loss()]
     scale_weights(8.0)
     losses.append(validation_loss())
     scale_weights(4.0)
-    go_on(state, engine, mesh, RECIPE, record, 2)
+    run_until(state, engine, mesh, RECIPE, record, 2)
     return [*losses, *record.losses, *record.norms]
 
 
@@ -323,13 +323,13 @@ def load_train_save(folders, layout, float8, until, before=0):
 
     Returns (bits after loading, losses after loading, bits at the end).
     """
-    state, engine, mesh = start(layout, ADAMW, float8=float8)
-    go_on(state, engine, mesh, ADAMW, Record(), before)  # loading replaces weights and scales
+    state, engine, mesh = start_run(layout, ADAMW, float8=float8)
+    run_until(state, engine, mesh, ADAMW, Record(), before)  # loading replaces weights and scales
     source, target = folders
     if source:
         load(open_checkpointer(source), state)
     loaded, record = saved_bits(state), Record()
-    go_on(state, engine, mesh, ADAMW, record, until)
+    run_until(state, engine, mesh, ADAMW, record, until)
     if target:
         save_and_wait(open_checkpointer(target), state)
     return loaded, record.losses, saved_bits(state)
@@ -365,7 +365,7 @@ def train_on_files(
     text = b"".join(path.read_bytes() for path in sorted(Path(folder).glob("*.py")))
     ids = torch.frombuffer(bytearray(text), dtype=torch.uint8).long()
     recipe = Recipe("AdamW", shape=shape, batch=rows, seq_len=seq_len)
-    state, engine, mesh = start(Layout(), recipe, float8=float8, dtype=torch.bfloat16)
+    state, engine, mesh = start_run(Layout(), recipe, float8=float8, dtype=torch.bfloat16)
     losses = []
     for step in range(steps):
         generator = torch.Generator().manual_seed(step)

@@ -10,7 +10,16 @@ import torch
 import xxhash
 from torch.distributed.tensor import DTensor
 
-from tests.distributed.oracle import FAMILY, SEED, SGD, SHAPE, Layout, sharded, tied, whole
+from tests.distributed.oracle import (
+    FAMILY,
+    SEED,
+    SGD,
+    SHAPE,
+    Layout,
+    build_sharded,
+    full_value,
+    with_tied_embeddings,
+)
 from tests.distributed.ranks import run_on_ranks
 from titanlite.parallelize.weight_init import BLOCK_VALUES, init_weights
 
@@ -32,12 +41,12 @@ LAYOUTS = [
 
 
 def hash_weights(layout, shape) -> dict[str, str]:
-    model, _, _ = sharded(layout, replace(SGD, shape=shape))
+    model, _, _ = build_sharded(layout, replace(SGD, shape=shape))
     return {name: hash_weight(p) for name, p in model.named_parameters()}
 
 
 def hash_weight(parameter) -> str:
-    return xxhash.xxh3_128_hexdigest(whole(parameter).numpy().tobytes())
+    return xxhash.xxh3_128_hexdigest(full_value(parameter).numpy().tobytes())
 
 
 @cache
@@ -60,7 +69,7 @@ def test_initial_weights_are_bit_equal_under_every_layout(layout):
 
 
 def bytes_of_weights(layout, shape) -> int:
-    model, _, _ = sharded(layout, replace(SGD, shape=shape))
+    model, _, _ = build_sharded(layout, replace(SGD, shape=shape))
     return sum(p.to_local().untyped_storage().nbytes() for p in model.parameters())
 
 
@@ -74,7 +83,7 @@ def test_a_pipeline_rank_allocates_only_its_own_stages():
 
 
 def test_tied_weights_are_initialised_as_one_parameter():
-    shape = tied(SGD).shape
+    shape = with_tied_embeddings(SGD).shape
     hashes = run_on_ranks(hash_weights, 2, Layout(shard=2), shape)[0]
     assert hashes == expected_hashes(shape) and "output.weight" not in hashes
 
@@ -108,7 +117,7 @@ def largest_allocation(layout, shape) -> tuple[int, int]:
             return out
 
     with LargestTensor():
-        model, _, _ = sharded(layout, replace(SGD, shape=shape))
+        model, _, _ = build_sharded(layout, replace(SGD, shape=shape))
     shards = [p.to_local().untyped_storage().nbytes() for p in model.parameters()]
     return largest, max(shards)
 

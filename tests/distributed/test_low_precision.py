@@ -15,7 +15,7 @@ from tests.distributed.low_precision import (
     PrecisionCase,
     check_cases,
 )
-from tests.distributed.oracle import Layout, Recipe, deepened
+from tests.distributed.oracle import Layout, Recipe, with_enough_blocks
 
 # Each in bf16 and in fp16.
 LAYOUTS = [
@@ -89,7 +89,7 @@ DOCUMENTED = [
 
 def build_case(layout: Layout, recipe: Recipe, compute: torch.dtype) -> PrecisionCase:
     return PrecisionCase(
-        layout, deepened(recipe, layout) if layout.pipeline > 1 else recipe, compute
+        layout, with_enough_blocks(recipe, layout) if layout.pipeline > 1 else recipe, compute
     )
 
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from tests.distributed.oracle import ADAMW, Layout, one_process, spread_runs
+from tests.distributed.oracle import ADAMW, Layout, one_process, run_layouts
 from tests.distributed.ranks import run_on_ranks
 from tests.distributed.test_resume import STOP, go_on_under, of_all, stop_under
 
@@ -20,7 +20,7 @@ def test_every_layout_trains_like_one_process_with_quantised_optimizer_states():
     """With clipping. A value that rounds to a neighbouring code changes the norm, hence 1e-3."""
     recipes = [replace(RECIPE, state_dtype=kind) for kind in ("bfloat16", "8bit", "4bit", "float8")]
     cases = [(Layout(shard=2, tensor=2), recipe) for recipe in recipes]
-    for recipe, record in zip(recipes, run_on_ranks(spread_runs, 4, cases)[0], strict=True):
+    for recipe, record in zip(recipes, run_on_ranks(run_layouts, 4, cases)[0], strict=True):
         expected = one_process(recipe)
         assert record.losses == pytest.approx(expected.losses, rel=1e-5), recipe.state_dtype
         assert record.norms == pytest.approx(expected.norms, rel=1e-3), recipe.state_dtype

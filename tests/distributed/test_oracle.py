@@ -11,11 +11,11 @@ from tests.distributed.oracle import (
     SGD,
     SHAPE,
     Layout,
-    deepened,
-    joined,
+    merge_ranks,
     one_process,
-    spread_runs,
-    tied,
+    run_layouts,
+    with_enough_blocks,
+    with_tied_embeddings,
     worst_error,
 )
 from tests.distributed.ranks import run_on_ranks
@@ -164,12 +164,12 @@ TIED = [Layout(shard=3), Layout(tensor=4), Layout(shard=2, tensor=2)]
 SHORT = replace(SGD, steps=2)  # the second starts where the first led
 
 
-def learn_the_same(cases) -> None:
+def assert_matches_one_process(cases) -> None:
     """SGD: loss, norm, every gradient and weight. AdamW: loss and norm, because it turns the
     rounding of a gradient near zero into a whole step."""
-    by_rank = run_on_ranks(spread_runs, cases[0][0].degrees.ranks, cases)
+    by_rank = run_on_ranks(run_layouts, cases[0][0].degrees.ranks, cases)
     for (layout, recipe), *records in zip(cases, *by_rank, strict=True):
-        record = joined(records)
+        record = merge_ranks(records)
         errors = worst_error(record, one_process(recipe), tensors=recipe.optimizer == "SGD")
         print(f"{layout} {recipe.optimizer}: at most {max(errors.values()):.1e}")  # pytest -rP
         assert max(errors.values()) <= 1e-5, (str(layout), recipe.optimizer, errors)
@@ -180,14 +180,16 @@ def test_every_layout_learns_what_one_process_learns(layout):
     again, recipes = replace(layout, accumulate=3), (SGD, ADAMW)
     if layout.pipeline > 1:
         again = replace(again, microbatch=layout.microbatch // 3)
-        recipes = tuple(deepened(recipe, layout) for recipe in recipes)
+        recipes = tuple(with_enough_blocks(recipe, layout) for recipe in recipes)
     sgd, adamw = recipes
-    learn_the_same([(again, sgd), *([(layout, adamw)] if layout in CLIPPED else [])])
+    assert_matches_one_process([(again, sgd), *([(layout, adamw)] if layout in CLIPPED else [])])
 
 
 @pytest.mark.parametrize("layout", EIGHTS, ids=str)
 def test_three_dimensions_learn_what_one_process_learns(layout):
-    learn_the_same([(layout, deepened(SHORT, layout) if layout.pipeline > 1 else SHORT)])
+    assert_matches_one_process(
+        [(layout, with_enough_blocks(SHORT, layout) if layout.pipeline > 1 else SHORT)]
+    )
 
 
 def names(layouts) -> str:
@@ -196,12 +198,12 @@ def names(layouts) -> str:
 
 @pytest.mark.parametrize("layouts", OPTIONS, ids=names)
 def test_no_option_of_a_layout_changes_what_is_learned(layouts):
-    learn_the_same([(layout, SHORT) for layout in layouts])
+    assert_matches_one_process([(layout, SHORT) for layout in layouts])
 
 
 @pytest.mark.parametrize("layouts", PIPELINE_OPTIONS, ids=names)
 def test_no_option_of_a_pipeline_changes_what_is_learned(layouts):
-    learn_the_same([(layout, deepened(SHORT, layout)) for layout in layouts])
+    assert_matches_one_process([(layout, with_enough_blocks(SHORT, layout)) for layout in layouts])
 
 
 def test_a_schedule_from_a_file_learns_what_one_process_learns(tmp_path):
@@ -210,18 +212,20 @@ def test_a_schedule_from_a_file_learns_what_one_process_learns(tmp_path):
         "\n" + as_csv(build_schedule_order("ZBVZeroBubble", ranks=2, stages=4, microbatches=4))
     )
     layout = Layout(pipeline=2, csv=str(file), microbatch=9)
-    learn_the_same([(layout, deepened(SGD, layout))])
+    assert_matches_one_process([(layout, with_enough_blocks(SGD, layout))])
 
 
 @pytest.mark.parametrize("layouts", DOCUMENTED, ids=names)
 def test_documents_learn_what_one_process_learns_of_each_alone(layouts):
     recipe = replace(SGD, documents=True, batch=12, steps=3)
-    learn_the_same([(x, deepened(recipe, x) if x.pipeline > 1 else recipe) for x in layouts])
+    assert_matches_one_process(
+        [(x, with_enough_blocks(recipe, x) if x.pipeline > 1 else recipe) for x in layouts]
+    )
 
 
 @pytest.mark.parametrize("layout", TIED, ids=str)
 def test_tied_embeddings_and_qk_norm_are_the_same_under_every_layout(layout):
-    learn_the_same([(layout, tied(SGD))])
+    assert_matches_one_process([(layout, with_tied_embeddings(SGD))])
 
 
 def test_z_loss_is_the_same_and_reported_by_itself_under_every_layout():
@@ -232,7 +236,9 @@ def test_z_loss_is_the_same_and_reported_by_itself_under_every_layout():
         Layout(pipeline=2, microbatch=3),
     ]
     recipe = replace(SHORT, z_loss=0.01)
-    learn_the_same([(x, deepened(recipe, x) if x.pipeline > 1 else recipe) for x in layouts])
+    assert_matches_one_process(
+        [(x, with_enough_blocks(recipe, x) if x.pipeline > 1 else recipe) for x in layouts]
+    )
 
 
 def test_what_is_clipped_is_among_what_is_run():

@@ -8,7 +8,7 @@ from itertools import pairwise
 import pytest
 from torch.profiler import ProfilerActivity, profile
 
-from tests.distributed.oracle import SGD, Layout, batch_at, deepened, sharded
+from tests.distributed.oracle import SGD, Layout, batch_at, build_sharded, with_enough_blocks
 from tests.distributed.ranks import run_on_ranks
 from titanlite.models import valid_tokens
 
@@ -17,7 +17,7 @@ BLOCKS = 4
 
 def order_of_events(layout) -> list[tuple[str, str]]:
     """(FSDP event, its parameter group) in the order in which they start in the second step."""
-    _, _, engine = sharded(layout, deepened(SGD, layout))
+    _, _, engine = build_sharded(layout, with_enough_blocks(SGD, layout))
     rows = layout.local_batch(SGD)
     inputs, labels = (part[:rows] for part in batch_at(0, SGD))
     engine.forward_backward(inputs, labels, valid_tokens(labels))

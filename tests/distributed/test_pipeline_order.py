@@ -9,7 +9,14 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from tests.distributed.oracle import FAMILY, SGD, Layout, batch_at, deepened, sharded
+from tests.distributed.oracle import (
+    FAMILY,
+    SGD,
+    Layout,
+    batch_at,
+    build_sharded,
+    with_enough_blocks,
+)
 from tests.distributed.ranks import run_on_ranks
 from titanlite.parallelize.pipeline import plan_pipeline
 from titanlite.plots.pipeline_trace import read_actions
@@ -20,7 +27,7 @@ RECIPE = replace(SGD, batch=8, seq_len=24)
 
 def trace_step(layout: Layout, folder: str) -> None:
     """Write this rank's trace of one training step and one evaluation."""
-    _, _, engine = sharded(layout, deepened(RECIPE, layout))
+    _, _, engine = build_sharded(layout, with_enough_blocks(RECIPE, layout))
     inputs, labels = batch_at(0, RECIPE)
     with profile(activities=[ProfilerActivity.CPU]) as profiler:
         engine.forward_backward(inputs, labels, torch.tensor(1.0))
@@ -31,7 +38,7 @@ def trace_step(layout: Layout, folder: str) -> None:
 @pytest.mark.parametrize("schedule", ["GPipe", "1F1B", "Interleaved1F1B", "ZBVZeroBubble"])
 def test_every_rank_runs_its_actions_in_the_planned_order(schedule, tmp_path):
     layout = Layout(pipeline=RANKS, schedule=schedule, microbatch=1, less=(0, 0))
-    recipe = deepened(RECIPE, layout)
+    recipe = with_enough_blocks(RECIPE, layout)
     config = layout.section(recipe)
     plan, _ = plan_pipeline(config, FAMILY, recipe.shape, recipe.seq_len, recipe.batch)
     assert plan is not None

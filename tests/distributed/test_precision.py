@@ -17,12 +17,12 @@ from tests.distributed.oracle import (
     SHAPE,
     Layout,
     batch_at,
-    deepened,
+    build_sharded,
+    full_value,
     one_process,
-    sharded,
-    start,
+    start_run,
     tokens,
-    whole,
+    with_enough_blocks,
 )
 from tests.distributed.ranks import run_on_ranks
 from titanlite.distributed.tensors import local_shard
@@ -76,8 +76,10 @@ def _dtypes_in(value):
 
 
 def dtypes_of_a_step(layout, compute_dtype, param_dtype) -> dict:
-    recipe = deepened(RECIPE, layout) if layout.pipeline > 1 else RECIPE
-    model, mesh, engine = sharded(layout, recipe, dtype=compute_dtype, param_dtype=param_dtype)
+    recipe = with_enough_blocks(RECIPE, layout) if layout.pipeline > 1 else RECIPE
+    model, mesh, engine = build_sharded(
+        layout, recipe, dtype=compute_dtype, param_dtype=param_dtype
+    )
     shapes = {part.shape for p in model.parameters() for part in (p, local_shard(p))}
     optimizer = build_optimizer(model, OptimizerConfig())
     rows = recipe.batch // layout.degrees.data
@@ -171,14 +173,14 @@ FREQUENT = 3  # id of nine tokens in ten
 
 def gradient_of_a_frequent_token(layout) -> torch.Tensor:
     recipe = replace(SGD, batch=8, seq_len=512)
-    model, mesh, engine = sharded(layout, recipe, dtype=torch.bfloat16)
+    model, mesh, engine = build_sharded(layout, recipe, dtype=torch.bfloat16)
     inputs, labels = tokens(1, recipe.batch, recipe.seq_len, recipe)
     is_frequent = torch.rand(inputs.shape, generator=torch.Generator().manual_seed(0)) < 0.9
     inputs[is_frequent] = FREQUENT
     rows = recipe.batch // mesh.degrees.data
     own_rows = slice(mesh.batch_rank * rows, (mesh.batch_rank + 1) * rows)
     engine.forward_backward(inputs[own_rows], labels[own_rows], valid_tokens(labels))
-    return whole(model.tok_embeddings.weight.grad)[FREQUENT]
+    return full_value(model.tok_embeddings.weight.grad)[FREQUENT]
 
 
 def test_the_gradient_of_a_frequent_token_does_not_depend_on_the_layout():
@@ -195,7 +197,7 @@ OVERFLOWING = 2  # the step whose gradients overflow, on the last rank only
 
 def steps_with_an_overflow(layout) -> list[dict]:
     """State of this rank after each of four steps in float16."""
-    state, engine, mesh = start(
+    state, engine, mesh = start_run(
         layout, ADAMW, LossScale(1024.0, growth_steps=3), dtype=torch.float16
     )
     forward_backward = engine.forward_backward

@@ -21,7 +21,7 @@ import pytest
 from tests.conftest import ROOT
 from tests.distributed.low_precision import LOW_PRECISION_DTYPES, PrecisionCase, check_cases
 from tests.distributed.oracle import ADAMW, SGD, SHAPE, Layout, Recipe
-from tests.distributed.test_oracle import learn_the_same
+from tests.distributed.test_oracle import assert_matches_one_process
 from titanlite.errors import UserError
 from titanlite.job import read_job
 from titanlite.parallelize.schedule import SCHEDULES
@@ -131,7 +131,7 @@ def wanted(request) -> tuple[int, int]:
 def test_legal_layouts_drawn_at_random_learn_what_one_process_learns(wanted, run_toml):
     for number, drawn in enumerate(some(True, *wanted, run_toml)):
         print(f"{number} of {wanted[0]}: {drawn}", flush=True)
-        learn_the_same([(drawn.layout, drawn.recipe)])
+        assert_matches_one_process([(drawn.layout, drawn.recipe)])
 
 
 def test_legal_layouts_drawn_at_random_are_as_precise_as_one_process(wanted, run_toml):

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.distributed.oracle import SGD, Layout, batch_at, sharded
+from tests.distributed.oracle import SGD, Layout, batch_at, build_sharded
 from tests.distributed.ranks import run_on_ranks
 
 
@@ -26,7 +26,7 @@ RECIPE = replace(SGD, batch=12, seq_len=12)
 
 
 def count_reductions(layout) -> int:
-    _, mesh, engine = sharded(layout, RECIPE)
+    _, mesh, engine = build_sharded(layout, RECIPE)
     rows = RECIPE.batch // layout.degrees.data
     own_rows = slice(mesh.batch_rank * rows, (mesh.batch_rank + 1) * rows)
     inputs, labels = (tensor[own_rows] for tensor in batch_at(0, RECIPE))

@@ -14,11 +14,11 @@ from tests.distributed.oracle import (
     SGD,
     Layout,
     Record,
-    deepened,
-    go_on,
     one_process,
-    start,
-    tied,
+    run_until,
+    start_run,
+    with_enough_blocks,
+    with_tied_embeddings,
 )
 from tests.distributed.ranks import run_on_ranks
 from titanlite.errors import CheckpointError
@@ -31,13 +31,13 @@ LAYOUTS = {
     "pipeline2shard2": Layout(pipeline=2, shard=2, microbatch=3, schedule="ZBVZeroBubble"),
     "pipeline2context2": Layout(pipeline=2, context=2, microbatch=3),
 }
-RECIPE = deepened(replace(ADAMW, batch=12, seq_len=24), Layout(pipeline=2))
+RECIPE = with_enough_blocks(replace(ADAMW, batch=12, seq_len=24), Layout(pipeline=2))
 STOP = 2  # of RECIPE.steps
 
 
 def stop_under(layout, recipe, folder, dtype=torch.float32) -> dict[str, bytes]:
-    state, engine, mesh = start(layout, recipe, dtype=dtype, param_dtype=dtype)
-    go_on(state, engine, mesh, recipe, Record(), STOP)
+    state, engine, mesh = start_run(layout, recipe, dtype=dtype, param_dtype=dtype)
+    run_until(state, engine, mesh, recipe, Record(), STOP)
     about = {"facts": {"model": {"dim": 32}}, "layout": str(layout)}
     save_and_wait(open_checkpointer(folder, **about), state)
     return bits(state)
@@ -49,12 +49,12 @@ def go_on_under(
     """For each checkpoint: the state right after loading, and the losses from there on. The first
     is loaded into a fresh run, the others over what the one before has left."""
     answers = []
-    state, engine, mesh = start(layout, recipe, dtype=dtype, param_dtype=dtype)
+    state, engine, mesh = start_run(layout, recipe, dtype=dtype, param_dtype=dtype)
     for folder in folders:
         load(open_checkpointer(folder), state)
         loaded, record = bits(state), Record()
         assert state.step == STOP
-        go_on(state, engine, mesh, recipe, record, recipe.steps)
+        run_until(state, engine, mesh, recipe, record, recipe.steps)
         answers.append((loaded, record.losses))
     return answers
 
@@ -90,7 +90,7 @@ def test_every_layout_goes_on_from_every_other(after, stopped):
 
 
 def test_tied_weights_go_on_as_one(tmp_path):
-    recipe, folder = tied(ADAMW), str(tmp_path)
+    recipe, folder = with_tied_embeddings(ADAMW), str(tmp_path)
     saved = run_on_ranks(stop_under, 2, Layout(tensor=2), recipe, folder)[0]
     (loaded, losses) = run_on_ranks(go_on_under, 2, Layout(shard=2), recipe, [folder])[0][0]
     assert loaded == saved and losses == pytest.approx(one_process(recipe).losses[STOP:], rel=1e-5)
@@ -108,7 +108,7 @@ def test_in_bf16_too_each_vector_goes_on_in_all_its_digits(recipe, tmp_path):
 
 
 def change_of_rates(folder) -> tuple[float, float]:
-    state, _, _ = start(Layout(), ADAMW)
+    state, _, _ = start_run(Layout(), ADAMW)
     state.optimizer.param_groups[0]["weight_decay"] = 0.5  # the job now says so
     load(open_checkpointer(folder), state)
     return state.optimizer.param_groups[0]["weight_decay"], state.optimizer.param_groups[0]["lr"]
@@ -124,7 +124,7 @@ def refusals(folder) -> dict[str, str]:
     said = {}
 
     def note(name, config, facts=None):
-        state, _, _ = start(Layout(), ADAMW)
+        state, _, _ = start_run(Layout(), ADAMW)
         try:
             load(open_checkpointer(folder, **config), state, facts)
         except CheckpointError as error:
@@ -151,7 +151,7 @@ def test_what_cannot_be_loaded_is_refused_and_never_started_anew(tmp_path):
 
 def crash_between(folder, recipe) -> list[list[int]]:
     """Save three, then crash five times before the commit, then save one more."""
-    state, _, _ = start(Layout(shard=2), recipe)
+    state, _, _ = start_run(Layout(shard=2), recipe)
     checkpointer = open_checkpointer(folder, keep_latest_k=2)
     for state.counters.step in (1, 2, 3):
         save_and_wait(checkpointer, state)
@@ -171,7 +171,7 @@ def crash_between(folder, recipe) -> list[list[int]]:
 
 def set_aside_later_steps(folder, recipe) -> tuple[list[int], list[str]]:
     """Save three steps, go back to the first, and save one more, keeping two."""
-    state, _, _ = start(Layout(), recipe)
+    state, _, _ = start_run(Layout(), recipe)
     for state.counters.step in (1, 2, 3):
         save_and_wait(open_checkpointer(folder), state)
     checkpointer = open_checkpointer(folder, keep_latest_k=2, load_step=1)
@@ -194,7 +194,7 @@ def test_a_run_that_turns_back_neither_loses_its_future_nor_is_overtaken_by_it(t
 def restart(folder, recipe, wishes) -> list[list[str]]:
     """From where each of some starts goes on that wishes for a step, or None where it only loads;
     each that saves takes two steps and saves after both."""
-    state, _, _ = start(Layout(), recipe)
+    state, _, _ = start_run(Layout(), recipe)
     for state.counters.step in (1, 2, 3):
         save_and_wait(open_checkpointer(folder), state)
     starts = []

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch.distributed.tensor import DTensor
 
-from tests.distributed.oracle import FAMILY, SEED, SGD, SHAPE, Layout, sharded
+from tests.distributed.oracle import FAMILY, SEED, SGD, SHAPE, Layout, build_sharded
 from tests.distributed.ranks import run_on_ranks
 from titanlite.data import SourceConfig, open_sample_stream, open_validation, rank_slices
 from titanlite.data.shards import open_corpus
@@ -29,13 +29,13 @@ def text_of(path):
 
 
 def validation_under(layout, path, counts) -> list[float]:
-    _, mesh, engine = sharded(layout, SGD)
+    _, mesh, engine = build_sharded(layout, SGD)
     text, cpu = text_of(path), torch.device("cpu")
     return [validate(engine, text, count, 3, mesh, cpu) for count in counts]
 
 
 def kinds_of_weights_after_validation(layout, path) -> set[bool]:
-    model, mesh, engine = sharded(layout, SGD)
+    model, mesh, engine = build_sharded(layout, SGD)
     validate(engine, text_of(path), 4, 2, mesh, torch.device("cpu"))
     return {isinstance(parameter, DTensor) for parameter in model.parameters()}
 

@@ -14,7 +14,7 @@ from torch._dynamo.utils import counters
 from torch._inductor import cpu_vec_isa
 from torch._inductor.runtime.cache_dir_utils import cache_dir
 
-from tests.distributed.oracle import SGD, Layout, batch_at, deepened, sharded
+from tests.distributed.oracle import SGD, Layout, batch_at, build_sharded, with_enough_blocks
 from tests.distributed.ranks import run_on_ranks
 from tests.parallelize.memory import measure_allocations
 from titanlite.models import FAMILIES, Llama3Sizes, valid_tokens
@@ -41,8 +41,8 @@ def compile_each_layout(layouts) -> list[tuple[int, int, str, bool]]:
 
 def run_compiled_steps(layout) -> tuple[int, int, str, bool]:
     """(graphs after two steps, after four, the log line, whether parameter names are unchanged)."""
-    recipe = deepened(SGD, layout)
-    model, mesh, engine = sharded(layout, recipe)
+    recipe = with_enough_blocks(SGD, layout)
+    model, mesh, engine = build_sharded(layout, recipe)
     rows = recipe.batch // mesh.degrees.data
     own_rows = slice(mesh.batch_rank * rows, (mesh.batch_rank + 1) * rows)
     graphs = []

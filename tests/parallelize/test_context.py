@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from tests.distributed.oracle import SGD, Layout, batch_at, sharded
+from tests.distributed.oracle import SGD, Layout, batch_at, build_sharded
 from tests.distributed.ranks import run_on_ranks
 from tests.parallelize.memory import measure_allocations
 from titanlite.kernels.flash import CpuFlash, EagerAttention
@@ -61,7 +61,7 @@ def test_flash_kernels_match_sdpa_with_grouped_heads_and_return_lse(flash, causa
 
 def count_sent_values(layout) -> dict[str, list[int]]:
     """Input size of every call of each collective in one forward of attention."""
-    model, _, _ = sharded(layout, SGD)
+    model, _, _ = build_sharded(layout, SGD)
     attention = model.layers["0"].attention.attend
     tokens = LENGTH // layout.context
     q, k, v = (torch.randn(3, heads, tokens, 8) for heads in (4, 2, 2))
@@ -97,7 +97,7 @@ def test_grouped_key_value_heads_are_sent_once_not_per_query_head(rotate):
 
 
 def peak_bytes_of_a_step(layout, recipe) -> int:
-    _, _, engine = sharded(layout, recipe)
+    _, _, engine = build_sharded(layout, recipe)
     inputs, labels = batch_at(0, recipe)
 
     def run_step():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from torch import nn
 
-from tests.distributed.oracle import FAMILY, SGD, SHAPE, Layout, sharded
+from tests.distributed.oracle import FAMILY, SGD, SHAPE, Layout, build_sharded
 from tests.distributed.ranks import run_on_ranks
 from titanlite.distributed.mesh import Degrees, build_mesh
 from titanlite.errors import ConfigError
@@ -31,7 +31,7 @@ def test_an_unknown_role_in_a_plan_is_refused_and_the_known_ones_are_listed():
 
 
 def compare_weight_shards(layout) -> None:
-    model, _, _ = sharded(layout, SGD)
+    model, _, _ = build_sharded(layout, SGD)
     full = FAMILY.build(SHAPE)
     for name, layer in full.named_modules():
         if isinstance(layer, nn.Linear):
