@@ -1,4 +1,4 @@
-"""The oracle: what one plain process computes, and what a layout computes instead."""
+"""The oracle: train in one plain process and under a layout, and compare the results."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ from titanlite.training import Engine, StepSettings, TrainState, build_engine, t
 FAMILY = FAMILIES["llama3"]
 SEED, STEPS = 7, 3
 CPU = torch.device("cpu")
-END = 0  # of a document
+DOCUMENT_END = 0  # token id
 
-# Odd where it may be: 509 tokens, and a feed-forward that 3 ranks cannot shard evenly.
+# Uneven sizes where possible: 509 token ids, and a feed-forward that 3 ranks cannot shard evenly.
 SHAPE = Llama3Sizes(
     dim=32, n_layers=2, n_heads=4, n_kv_heads=2, hidden_dim=88, vocab_size=509, rope_theta=1e4
 )
@@ -43,7 +43,7 @@ SHAPE = Llama3Sizes(
 
 @dataclass(frozen=True)
 class Layout:
-    """How a case is spread; everything here must leave the numbers as they are."""
+    """How a model is parallelized; nothing here may change the results."""
 
     replicate: int = 1
     shard: int = 1
@@ -54,21 +54,21 @@ class Layout:
     loss_parallel: bool = True
     reduction: str = "every_microbatch"
     reshard: str = "default"
-    offload: bool = False
-    recompute: str = "none"
+    offload: bool = False  # CPU offload
+    recompute: str = "none"  # activation checkpointing: a mode, or "op"
     offload_activations: bool = False
-    compile: str = ""  # the backend
-    overlap: bool = False  # asynchronous tensor parallel
-    chunk: int = 0  # tokens whose logits are held at once
+    compile: str = ""  # backend; empty: not compiled
+    overlap: bool = False  # asynchronous tensor parallelism
+    chunk: int = 0  # tokens per logits chunk; 0: all in one
     schedule: str = "1F1B"
-    csv: str = ""  # a file with the schedule
-    microbatch: int = 1  # of the pipeline
-    stages: int = 0  # of the pipeline, cut by cost; 0: as the schedule likes
-    layers_per_stage: int = 0  # 0: as many as that makes
-    less: tuple[int, int] | None = None  # blocks fewer in the first and last stage
+    csv: str = ""  # schedule file
+    microbatch: int = 1  # sequences per pipeline micro-batch
+    stages: int = 0  # pipeline stages, balanced by cost; 0: the schedule's default
+    layers_per_stage: int = 0  # 0: follows from the number of stages
+    less: tuple[int, int] | None = None  # fewer blocks in the first and last stage
     rotate: str = "allgather"
     balancer: str = "headtail"
-    early: bool = False  # steps in backward
+    early: bool = False  # optimizer step in backward
 
     @property
     def degrees(self) -> Degrees:
@@ -116,33 +116,31 @@ class Layout:
         )
 
     def __str__(self) -> str:
-        plain = Layout()
-        changed = (
-            f"{name}={value}" for name, value in vars(self).items() if value != getattr(plain, name)
-        )
+        default = vars(Layout())
+        changed = (f"{k}={value}" for k, value in vars(self).items() if value != default[k])
         return ",".join(changed) or "one"
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """What is learned, and how; changing it changes the numbers."""
+    """Model, data and optimizer of a run; changing them changes the results."""
 
     optimizer: str = "SGD"
     max_norm: float = 0.0
     shape: Llama3Sizes = SHAPE
     steps: int = STEPS
     lr: float = 0.5
-    batch: int = 36  # sequences of a step; of one step, twice as many, and the ranks must follow
+    batch: int = 36  # sequences per step; twice as many in step 2
     seq_len: int = 48
     z_loss: float = 0.0
-    documents: bool = False  # several a sequence, each of which attends to itself alone
-    state_dtype: str = "float32"  # of the moments
+    documents: bool = False  # several per sequence, with a document mask
+    state_dtype: str = "float32"  # of the optimizer
 
     @property
     def section(self) -> OptimizerConfig:
-        eager = {"implementation": "for-loop"} if self.state_dtype != "float32" else {}
+        options = {"implementation": "for-loop"} if self.state_dtype != "float32" else {}
         return OptimizerConfig(
-            name=self.optimizer, lr=self.lr, state_dtype=self.state_dtype, **eager
+            name=self.optimizer, lr=self.lr, state_dtype=self.state_dtype, **options
         )
 
     def batch_of(self, step: int) -> int:
@@ -155,66 +153,65 @@ ADAMW = Recipe("AdamW", max_norm=0.1, lr=1e-3)
 
 @dataclass
 class Record:
-    """What a run showed."""
+    """Measurements of a run."""
 
     losses: list[float] = field(default_factory=list)
     z_losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
     validations: list[float] = field(default_factory=list)
+    # Gradients of each step and weights after the last one: tensors, or `local_part`s of them.
     gradients: list[dict[str, Any]] = field(default_factory=list)
-    # of each step: tensors, or one rank's parts of them
-    weights: dict[str, Any] = field(default_factory=dict)  # after the last step, likewise
+    weights: dict[str, Any] = field(default_factory=dict)
 
 
 def batch_at(step: int, recipe: Recipe) -> tuple[Tensor, Tensor]:
-    """A global batch [rows, T] whose ignored labels are spread unevenly over its rows."""
+    """A global batch [B, T] with different numbers of ignored labels per sequence."""
     inputs, labels = tokens(1000 + step, recipe.batch_of(step), recipe.seq_len, recipe)
     for row in range(len(labels)):
         labels[row, : (row * 7 + step) % (recipe.seq_len + 1)] = IGNORE_INDEX
-    labels[recipe.batch // 2 : recipe.batch // 2 + 3] = (
-        IGNORE_INDEX  # micro-batches of some layouts
-    )
+    # Some layouts get micro-batches without any valid label.
+    labels[recipe.batch // 2 : recipe.batch // 2 + 3] = IGNORE_INDEX
     return inputs, labels
 
 
 def tokens(seed: int, rows: int, length: int, recipe: Recipe) -> tuple[Tensor, Tensor]:
+    """Random inputs and labels [rows, length]."""
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(0, recipe.shape.vocab_size, (rows, length + 1), generator=generator)
-    if recipe.documents:  # of 8 tokens in the mean, so that some cross every border between ranks
-        ids[torch.rand(ids.shape, generator=generator) < 1 / 8] = END
+    if recipe.documents:  # of 8 tokens on average: some cross every shard boundary
+        ids[torch.rand(ids.shape, generator=generator) < 1 / 8] = DOCUMENT_END
     return ids[:, :-1].clone(), ids[:, 1:].clone()
 
 
 class ValidationData:
-    """Held-out text: longer sequences than those learned from, a number of them that nothing
-    divides, the last cut short."""
+    """A validation set: longer sequences than in training, a prime number, the last one partial."""
 
-    name, samples = "held out", 7
+    name, samples = "validation", 7
 
     def __init__(self, recipe: Recipe):
         self.inputs, self.labels = tokens(5, self.samples, 2 * recipe.seq_len, recipe)
         self.labels[-1, recipe.seq_len // 3 :] = IGNORE_INDEX
 
     def read(self, start: int, rows: int) -> tuple[Tensor, Tensor]:
-        there = slice(start, start + rows)
-        missing = (0, 0, 0, rows - len(self.inputs[there]))
-        labels = F.pad(self.labels[there], missing, value=IGNORE_INDEX)
-        return F.pad(self.inputs[there], missing), labels
+        selected = slice(start, start + rows)
+        padding = (0, 0, 0, rows - len(self.inputs[selected]))
+        labels = F.pad(self.labels[selected], padding, value=IGNORE_INDEX)
+        return F.pad(self.inputs[selected], padding), labels
 
 
-VALIDATED_AFTER = (2, STEPS)  # steps: in the middle too, so that what follows it is seen
+VALIDATION_STEPS = (2, STEPS)  # also before the last step, to see effects on later steps
 
 
 @cache
 def one_process(recipe: Recipe) -> Record:
-    """The reference: a plain module, a plain loss, a plain loop; no code of the house but those."""
+    """The reference run: no titanlite code but the model, its initialization and the optimizer."""
     model = FAMILY.build(recipe.shape)
     init_weights(model, FAMILY.init_roles, recipe.shape.n_layers, SEED)
     optimizer = build_optimizer(model, recipe.section)
     record = Record()
     for step in range(recipe.steps):
         inputs, labels = batch_at(step, recipe)
-        logits = plain_logits(model, inputs, recipe)
+        logits = reference_logits(model, inputs, recipe)
         loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORE_INDEX)
         z_loss = recipe.z_loss * logits.logsumexp(-1)[labels != IGNORE_INDEX].square().mean()
         (loss + z_loss).backward()
@@ -226,39 +223,39 @@ def one_process(recipe: Recipe) -> Record:
         record.gradients.append({n: p.grad.clone() for n, p in model.named_parameters()})
         optimizer.step()
         optimizer.zero_grad()
-        if step + 1 in VALIDATED_AFTER:
-            record.validations.append(_plain_validation(model, ValidationData(recipe), recipe))
+        if step + 1 in VALIDATION_STEPS:
+            record.validations.append(_reference_validation(model, ValidationData(recipe), recipe))
     record.weights = {n: p.detach().clone() for n, p in model.named_parameters()}
     return record
 
 
-def plain_logits(model, inputs: Tensor, recipe: Recipe) -> Tensor:
-    """Documents one by one, each a sequence of its own to a model that knows of none."""
+def reference_logits(model, inputs: Tensor, recipe: Recipe) -> Tensor:
+    """Logits [B, T, V]; each document is a separate sequence of a model without document mask."""
     if not recipe.documents:
         return model(inputs)
     rows = []
     for row in inputs:
-        ends = (row == END).nonzero().flatten() + 1
-        parts = row.tensor_split(ends)
-        rows.append(torch.cat([model(part[None])[0] for part in parts if len(part)]))
+        ends = (row == DOCUMENT_END).nonzero().flatten() + 1
+        documents = row.tensor_split(ends)
+        rows.append(torch.cat([model(tokens[None])[0] for tokens in documents if len(tokens)]))
     return torch.stack(rows)
 
 
 @torch.no_grad()
-def _plain_validation(model, text: ValidationData, recipe: Recipe) -> float:
-    logits = plain_logits(model, text.inputs, recipe).flatten(0, 1)
+def _reference_validation(model, text: ValidationData, recipe: Recipe) -> float:
+    logits = reference_logits(model, text.inputs, recipe).flatten(0, 1)
     return F.cross_entropy(logits, text.labels.flatten(), ignore_index=IGNORE_INDEX).item()
 
 
 def build_sharded(layout: Layout, recipe: Recipe, dtype: torch.dtype = torch.float32, **transforms):
-    """(what this rank holds, mesh, engine) of a layout on the ranks that run this."""
+    """(model shard of this rank, mesh, engine) under a layout."""
     section, mesh = layout.section(recipe), build_mesh(layout.degrees, "cpu")
     activation_offload.MIN_BYTES = 1  # all tensors of these models are small
     shape, local_batch = recipe.shape, layout.local_batch(recipe)
     plan, problems = plan_pipeline(section, FAMILY, shape, recipe.seq_len, local_batch)
     assert plan is not None, problems
     parallel_layout = ParallelLayout(mesh, section, plan)
-    held = build_sharded_model(
+    sharded = build_sharded_model(
         FAMILY,
         shape,
         parallel_layout,
@@ -266,18 +263,21 @@ def build_sharded(layout: Layout, recipe: Recipe, dtype: torch.dtype = torch.flo
         CPU,
         seed=SEED,
     )
-    options = {"local_batch": local_batch, "document_end_id": END if recipe.documents else None}
-    engine = build_engine(held, parallel_layout, CPU, **options)
-    return held.model, mesh, engine
+    options = {
+        "local_batch": local_batch,
+        "document_end_id": DOCUMENT_END if recipe.documents else None,
+    }
+    engine = build_engine(sharded, parallel_layout, CPU, **options)
+    return sharded.model, mesh, engine
 
 
 def run_layouts(cases: list[tuple[Layout, Recipe]]) -> list[Record]:
-    """Several runs one after the other, in processes that are warm after the first."""
+    """Several runs one after the other in the same processes."""
     return [run_layout(layout, recipe) for layout, recipe in cases]
 
 
 def run_layout(layout: Layout, recipe: Recipe) -> Record:
-    """The same run under a layout, by the house's own engine and step, as this rank sees it."""
+    """This rank's record of the run of `one_process`, with the engine and step of titanlite."""
     state, engine, mesh = start_run(layout, recipe)
     record = Record()
     early = OptimizerInBackward(state.model, state.optimizer) if layout.early else None
@@ -291,7 +291,7 @@ def run_layout(layout: Layout, recipe: Recipe) -> Record:
 def start_run(
     layout: Layout, recipe: Recipe, scale: LossScale | None = None, **options
 ) -> tuple[TrainState, Engine, Mesh]:
-    """A run under a layout, before its first step."""
+    """Build a run under a layout; no step is taken."""
     model, mesh, engine = build_sharded(layout, recipe, **options)
     return TrainState(model, build_optimizer(model, recipe.section), scale), engine, mesh
 
@@ -305,18 +305,18 @@ def run_until(
     until: int,
     early: OptimizerInBackward | None = None,
 ) -> None:
-    """Take the steps up to `until`, noting what they show; under SGD, every tensor too."""
+    """Take steps up to `until` and record them; under SGD, with all gradients and weights."""
     named = list(state.model.named_parameters()) if recipe.optimizer == "SGD" else []
-    there: dict[str, Any] = {}  # gradients of this step; of early steps, one after the other
+    gradients: dict[str, Any] = {}  # of this step; in backward, added one by one
     hook = state.optimizer.register_step_pre_hook(
-        lambda *_: there.update({n: local_part(p.grad) for n, p in named if p.grad is not None})
+        lambda *_: gradients.update({n: local_part(p.grad) for n, p in named if p.grad is not None})
     )
     while state.step < until:
         rows = recipe.batch_of(state.step) // mesh.degrees.data
         mine = slice(mesh.batch_rank * rows, (mesh.batch_rank + 1) * rows)
         inputs, labels = (part[mine] for part in batch_at(state.step, recipe))
         for group in state.optimizer.param_groups:
-            group["lr"] = 0.0  # whoever steps before the rate is set learns nothing
+            group["lr"] = 0.0  # a step before the learning rate is set would have no effect
         result = take_step(
             state,
             engine,
@@ -326,12 +326,12 @@ def run_until(
             settings=StepSettings(mesh, recipe.batch_of(state.step), recipe.max_norm, early),
         )
         if named:
-            record.gradients.append(dict(there))
-            there.clear()
+            record.gradients.append(dict(gradients))
+            gradients.clear()
         record.losses.append(result.loss.item())
         record.z_losses.append(result.z_loss.item())
         record.norms.append(result.grad_norm.item())
-        if state.step in VALIDATED_AFTER:
+        if state.step in VALIDATION_STEPS:
             text = ValidationData(recipe)
             record.validations.append(validate(engine, text, text.samples, 4, mesh, CPU))
     hook.remove()
@@ -339,7 +339,7 @@ def run_until(
 
 
 def local_part(tensor: Tensor) -> tuple[tuple[int, ...], tuple[int, ...], Tensor]:
-    """(shape of the whole, where this rank's part begins, that part); costs no collective."""
+    """(global shape, offset, local shard) of a tensor; without communication."""
     if not isinstance(tensor, DTensor):
         return tuple(tensor.shape), (0,) * tensor.dim(), tensor.detach().clone()
     shape, mesh, placements = tensor.shape, tensor.device_mesh, tensor.placements
@@ -348,7 +348,7 @@ def local_part(tensor: Tensor) -> tuple[tuple[int, ...], tuple[int, ...], Tensor
 
 
 def merge_ranks(records: list[Record]) -> Record:
-    """What all ranks saw, put together; what several ranks hold must be the same on each."""
+    """Merge the records of all ranks; what several ranks have must be equal on all of them."""
     first = records[0]
     for r in records:
         same = (r.losses, r.z_losses, r.norms, r.validations)
@@ -359,42 +359,48 @@ def merge_ranks(records: list[Record]) -> Record:
 
 
 def merge_parts(parts: Sequence[dict[str, tuple]]) -> dict[str, Tensor]:
+    """Global tensors from the `local_part`s of all ranks."""
     tensors = {}
     shapes = {name: shape for rank in parts for name, (shape, _, _) in rank.items()}
     for name, shape in shapes.items():
         tensor = torch.full(shape, torch.nan)
         for _, offset, local in (rank[name] for rank in parts if name in rank):
-            place = tensor[tuple(slice(o, o + n) for o, n in zip(offset, local.shape, strict=True))]
-            assert place.isnan().all() or torch.equal(place, local), f"{name} differs between ranks"
-            place.copy_(local)
-        assert not tensor.isnan().any(), f"no rank holds a part of {name}"
+            region = tensor[
+                tuple(slice(o, o + n) for o, n in zip(offset, local.shape, strict=True))
+            ]
+            assert region.isnan().all() or torch.equal(region, local), (
+                f"{name} differs between ranks"
+            )
+            region.copy_(local)
+        assert not tensor.isnan().any(), f"no rank has a part of {name}"
         tensors[name] = tensor
     return tensors
 
 
 def full_value(tensor: Tensor) -> Tensor:
+    """A copy of the unsharded tensor; a collective for DTensors."""
     tensor = tensor.detach()
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).clone()
 
 
-def relative_error(found: Tensor, right: Tensor) -> float:
-    return ((found - right).abs().max() / right.abs().max().clamp(min=1e-12)).item()
+def relative_error(actual: Tensor, expected: Tensor) -> float:
+    return ((actual - expected).abs().max() / expected.abs().max().clamp(min=1e-12)).item()
 
 
-def worst_error(found: Record, right: Record, tensors: bool) -> dict[str, float]:
-    """The largest relative error of each kind."""
+def worst_error(actual: Record, expected: Record, tensors: bool) -> dict[str, float]:
+    """The largest relative error of each measurement; of tensors too if `tensors`."""
     errors = {
-        "loss": _worst(zip(found.losses, right.losses, strict=True)),
-        "z-loss": _worst(zip(found.z_losses, right.z_losses, strict=True)),
-        "norm": _worst(zip(found.norms, right.norms, strict=True)),
-        "validation": _worst(zip(found.validations, right.validations, strict=True)),
+        "loss": _worst(zip(actual.losses, expected.losses, strict=True)),
+        "z-loss": _worst(zip(actual.z_losses, expected.z_losses, strict=True)),
+        "norm": _worst(zip(actual.norms, expected.norms, strict=True)),
+        "validation": _worst(zip(actual.validations, expected.validations, strict=True)),
     }
     if tensors:
-        for step, (a, b) in enumerate(zip(found.gradients, right.gradients, strict=True)):
+        for step, (a, b) in enumerate(zip(actual.gradients, expected.gradients, strict=True)):
             assert a.keys() == b.keys()
             errors[f"gradients of step {step}"] = max(relative_error(a[n], b[n]) for n in a)
         errors["weights"] = max(
-            relative_error(found.weights[n], right.weights[n]) for n in right.weights
+            relative_error(actual.weights[n], expected.weights[n]) for n in expected.weights
         )
     return errors
 
@@ -404,10 +410,11 @@ def _worst(pairs) -> float:
 
 
 def with_enough_blocks(recipe: Recipe, layout: Layout) -> Recipe:
-    """The recipe with blocks enough for the stages of a layout."""
+    """The recipe with as many blocks as the pipeline stages of a layout need."""
     blocks = max(4, 2 * layout.pipeline, layout.stages - 2)
     return replace(recipe, shape=replace(recipe.shape, n_layers=blocks))
 
 
 def with_tied_embeddings(recipe: Recipe) -> Recipe:
+    """The recipe with tied embeddings and QK norm."""
     return replace(recipe, shape=replace(recipe.shape, tied_embeddings=True, qk_norm=True))

@@ -1,7 +1,7 @@
-"""Runs a function on several ranks: real processes, real gloo, forked from one warm server.
+"""Run a function on several ranks: real processes with gloo, forked from one preloaded server.
 
-The server imports torch once for the whole suite; every test then gets fresh processes in a tenth
-of a second, so that nothing a test leaves behind (meshes, caches, groups) reaches the next one.
+The server imports torch once for all tests. Every test then gets new processes in 0.1 s, so that
+its meshes, caches and groups do not affect the next one.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pathlib import Path
 PRELOAD = [
     "numpy.random",
     "pytest",
-    "torch._dynamo",  # which FSDP imports in its first forward: half a second a rank
+    "torch._dynamo",  # FSDP imports it in its first forward: 0.5 s per rank
     "torch.distributed.checkpoint.state_dict",
     "torch.distributed.fsdp",
     "torch.distributed.tensor.parallel",
@@ -30,22 +30,22 @@ PRELOAD = [
     "titanlite.training",
     "titanlite.checkpoint",
 ]
-GRACE_SECONDS = 2  # after the first failure, so that its consequences do not hide it
+GRACE_SECONDS = 2  # wait after the first failure, to report the cause and not a consequence
 
 
 def run_on_ranks(function, ranks: int, *args, timeout: float = 120) -> list:
-    """What the module-level `function(*args)` returns on each rank; fails with the first error."""
+    """Results of the module-level `function(*args)` on each rank; raises the first error."""
     context = _forkserver()
     with tempfile.TemporaryDirectory() as folder:
         connections, processes = [], []
         for rank in range(ranks):
-            here, there = context.Pipe()
-            arguments = (there, rank, ranks, str(Path(folder) / "store"), sys.path, timeout)
+            parent_end, child_end = context.Pipe()
+            arguments = (child_end, rank, ranks, str(Path(folder) / "store"), sys.path, timeout)
             named = (function.__module__, function.__qualname__, args)
-            process = context.Process(target=_rank, args=(*arguments, *named), daemon=True)
+            process = context.Process(target=_run_rank, args=(*arguments, *named), daemon=True)
             process.start()
-            there.close()
-            connections.append(here)
+            child_end.close()
+            connections.append(parent_end)
             processes.append(process)
         try:
             return _collect(connections, timeout)
@@ -56,7 +56,7 @@ def run_on_ranks(function, ranks: int, *args, timeout: float = 120) -> list:
 
 
 def _forkserver():
-    os.environ["OMP_NUM_THREADS"] = "1"  # inherited by the server and what it forks
+    os.environ["OMP_NUM_THREADS"] = "1"  # inherited by the server and its forks
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOAD)
     return context
@@ -70,10 +70,10 @@ def _collect(connections: list[Connection], timeout: float) -> list:
             rank = connections.index(connection)
             pending.discard(rank)
             try:
-                well, results[rank] = connection.recv()
+                succeeded, results[rank] = connection.recv()
             except EOFError:
-                well, results[rank] = False, "the process died"
-            if not well:
+                succeeded, results[rank] = False, "the process died"
+            if not succeeded:
                 failures[rank] = results[rank]
                 deadline = min(deadline, time.time() + GRACE_SECONDS)
     if failures:
@@ -84,13 +84,13 @@ def _collect(connections: list[Connection], timeout: float) -> list:
     return results
 
 
-def _rank(connection, rank, ranks, store, path, timeout, module, name, args):
+def _run_rank(connection, rank, ranks, store, path, timeout, module, name, args):
     sys.path[:] = path
-    gc.freeze()  # or looking through all that the server imported copies it into each rank
+    gc.freeze()  # else gc would touch, and so copy, the pages that ranks share with the server
     import torch
     import torch.distributed as dist
 
-    log = tempfile.TemporaryFile("w+")
+    log = tempfile.TemporaryFile("w+")  # noqa: SIM115, open until the process is killed
     os.dup2(log.fileno(), 1)
     os.dup2(log.fileno(), 2)
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_RANK=str(rank))
@@ -103,10 +103,10 @@ def _rank(connection, rank, ranks, store, path, timeout, module, name, args):
             world_size=ranks,
             timeout=timedelta(seconds=timeout),
         )
-        answer = (True, getattr(importlib.import_module(module), name)(*args))
+        result = (True, getattr(importlib.import_module(module), name)(*args))
     except BaseException as error:
         log.seek(0)
-        said = "".join(traceback.format_exception(error))
-        answer = (False, f"{said}\n--- what it printed ---\n{log.read()[-3000:]}")
-    connection.send(answer)
-    time.sleep(timeout)  # stay until all have answered: leaving would look like another failure
+        error_text = "".join(traceback.format_exception(error))
+        result = (False, f"{error_text}\n--- output of this rank ---\n{log.read()[-3000:]}")
+    connection.send(result)
+    time.sleep(timeout)  # until the parent kills it: an exit would make the other ranks fail

@@ -1,4 +1,4 @@
-"""Every layout computes what one process computes, or it is wrong, whatever it gains."""
+"""Every layout computes the same losses, gradients and weights as one process."""
 
 from __future__ import annotations
 
@@ -22,8 +22,9 @@ from tests.distributed.ranks import run_on_ranks
 from tests.parallelize.test_schedule import as_csv
 from titanlite.parallelize.schedule import SCHEDULES, build_schedule_order
 
-# Each is run accumulating by SGD, which hides nothing; those of CLIPPED by AdamW with clipping too.
-SPREADS = [
+# Each is run with SGD and gradient accumulation: Adam and clipping would hide gradients that are
+# wrong by a factor. Those in CLIPPED are run with AdamW and clipping too.
+LAYOUTS = [
     Layout(),
     Layout(shard=2),
     Layout(shard=3),
@@ -40,7 +41,7 @@ SPREADS = [
     Layout(context=2, shard=2, rotate="alltoall"),
     Layout(context=2, tensor=2, balancer="none"),
 ]
-# Likewise, on a model deep enough for its stages.
+# The same, on a model with enough blocks for the stages.
 PIPELINES = [
     *(Layout(pipeline=2, microbatch=9, schedule=schedule) for schedule in SCHEDULES),
     *(
@@ -63,14 +64,14 @@ CLIPPED = [
     Layout(pipeline=2, microbatch=9, schedule="1F1B"),
     Layout(pipeline=2, tensor=2, microbatch=18),
 ]
-# On 8 ranks DTensor's planning of three dimensions takes longest: each is run once, by SGD.
-EIGHTS = [
+# On 8 ranks, where DTensor is slowest with three mesh dimensions: each is run once, with SGD.
+EIGHT_RANKS = [
     Layout(replicate=2, shard=2, tensor=2),
     Layout(pipeline=2, shard=2, tensor=2, microbatch=3, schedule="DualPipeV"),
     Layout(pipeline=2, replicate=2, shard=2, microbatch=1, accumulate=3),
     Layout(pipeline=2, context=2, tensor=2, microbatch=6, rotate="alltoall", accumulate=3),
 ]
-# Each is run by SGD.
+# Each is run with SGD.
 OPTIONS = [
     [
         Layout(tensor=2, loss_parallel=False),
@@ -118,7 +119,7 @@ OPTIONS = [
     [Layout(context=2, rotate="alltoall", recompute="full"), Layout(context=2, offload=True)],
     [Layout(context=4, rotate="alltoall", balancer="none"), Layout(context=4, balancer="none")],
 ]
-# Likewise, on a model deep enough.
+# The same, on a model with enough blocks.
 PIPELINE_OPTIONS = [
     [
         Layout(pipeline=2, microbatch=9, reshard="always"),
@@ -128,7 +129,9 @@ PIPELINE_OPTIONS = [
         Layout(pipeline=2, microbatch=9, recompute="op"),
         Layout(pipeline=2, microbatch=9, schedule="ZBVZeroBubble", offload_activations=True),
         Layout(pipeline=2, microbatch=9, schedule="Interleaved1F1B", compile="aot_eager"),
-        Layout(pipeline=2, microbatch=9, schedule="Interleaved1F1B", stages=10),  # ends alone
+        Layout(
+            pipeline=2, microbatch=9, schedule="Interleaved1F1B", stages=10
+        ),  # embedding and output layer have stages of their own
     ],
     [
         Layout(pipeline=2, tensor=2, microbatch=9, loss_parallel=False),
@@ -147,8 +150,8 @@ PIPELINE_OPTIONS = [
         ),
     ],
 ]
-# Documents cross every border between ranks; each is run once, by SGD.
-DOCUMENTED = [
+# Documents cross every shard boundary; each is run once, with SGD.
+DOCUMENT_LAYOUTS = [
     [Layout(), Layout(accumulate=3, recompute="full")],
     [Layout(shard=2, accumulate=3), Layout(tensor=2, recompute="full"), Layout(context=2)],
     [
@@ -158,15 +161,17 @@ DOCUMENTED = [
     [Layout(shard=2, tensor=2), Layout(context=4, rotate="alltoall")],
     [Layout(pipeline=2, context=2, microbatch=6)],
 ]
-TIED = [Layout(shard=3), Layout(tensor=4), Layout(shard=2, tensor=2)]
+TIED_LAYOUTS = [Layout(shard=3), Layout(tensor=4), Layout(shard=2, tensor=2)]
 
 
-SHORT = replace(SGD, steps=2)  # the second starts where the first led
+SHORT = replace(SGD, steps=2)  # the second step depends on the update of the first
 
 
 def assert_matches_one_process(cases) -> None:
-    """SGD: loss, norm, every gradient and weight. AdamW: loss and norm, because it turns the
-    rounding of a gradient near zero into a whole step."""
+    """Compare loss and norm; under SGD every gradient and weight too.
+
+    AdamW would amplify the rounding of a gradient near zero to a full update.
+    """
     by_rank = run_on_ranks(run_layouts, cases[0][0].degrees.ranks, cases)
     for (layout, recipe), *records in zip(cases, *by_rank, strict=True):
         record = merge_ranks(records)
@@ -175,38 +180,40 @@ def assert_matches_one_process(cases) -> None:
         assert max(errors.values()) <= 1e-5, (str(layout), recipe.optimizer, errors)
 
 
-@pytest.mark.parametrize("layout", [*SPREADS, *PIPELINES], ids=str)
-def test_every_layout_learns_what_one_process_learns(layout):
-    again, recipes = replace(layout, accumulate=3), (SGD, ADAMW)
+@pytest.mark.parametrize("layout", [*LAYOUTS, *PIPELINES], ids=str)
+def test_every_layout_matches_one_process(layout):
+    accumulating, recipes = replace(layout, accumulate=3), (SGD, ADAMW)
     if layout.pipeline > 1:
-        again = replace(again, microbatch=layout.microbatch // 3)
+        accumulating = replace(accumulating, microbatch=layout.microbatch // 3)
         recipes = tuple(with_enough_blocks(recipe, layout) for recipe in recipes)
     sgd, adamw = recipes
-    assert_matches_one_process([(again, sgd), *([(layout, adamw)] if layout in CLIPPED else [])])
+    assert_matches_one_process(
+        [(accumulating, sgd), *([(layout, adamw)] if layout in CLIPPED else [])]
+    )
 
 
-@pytest.mark.parametrize("layout", EIGHTS, ids=str)
-def test_three_dimensions_learn_what_one_process_learns(layout):
+@pytest.mark.parametrize("layout", EIGHT_RANKS, ids=str)
+def test_three_mesh_dimensions_match_one_process(layout):
     assert_matches_one_process(
         [(layout, with_enough_blocks(SHORT, layout) if layout.pipeline > 1 else SHORT)]
     )
 
 
-def names(layouts) -> str:
+def join_names(layouts) -> str:
     return ";".join(map(str, layouts))
 
 
-@pytest.mark.parametrize("layouts", OPTIONS, ids=names)
-def test_no_option_of_a_layout_changes_what_is_learned(layouts):
+@pytest.mark.parametrize("layouts", OPTIONS, ids=join_names)
+def test_no_option_of_a_layout_changes_the_results(layouts):
     assert_matches_one_process([(layout, SHORT) for layout in layouts])
 
 
-@pytest.mark.parametrize("layouts", PIPELINE_OPTIONS, ids=names)
-def test_no_option_of_a_pipeline_changes_what_is_learned(layouts):
+@pytest.mark.parametrize("layouts", PIPELINE_OPTIONS, ids=join_names)
+def test_no_option_of_a_pipeline_changes_the_results(layouts):
     assert_matches_one_process([(layout, with_enough_blocks(SHORT, layout)) for layout in layouts])
 
 
-def test_a_schedule_from_a_file_learns_what_one_process_learns(tmp_path):
+def test_a_schedule_from_a_file_matches_one_process(tmp_path):
     file = tmp_path / "schedule.csv"
     file.write_text(
         "\n" + as_csv(build_schedule_order("ZBVZeroBubble", ranks=2, stages=4, microbatches=4))
@@ -215,20 +222,20 @@ def test_a_schedule_from_a_file_learns_what_one_process_learns(tmp_path):
     assert_matches_one_process([(layout, with_enough_blocks(SGD, layout))])
 
 
-@pytest.mark.parametrize("layouts", DOCUMENTED, ids=names)
-def test_documents_learn_what_one_process_learns_of_each_alone(layouts):
+@pytest.mark.parametrize("layouts", DOCUMENT_LAYOUTS, ids=join_names)
+def test_masked_documents_match_separate_sequences_in_one_process(layouts):
     recipe = replace(SGD, documents=True, batch=12, steps=3)
     assert_matches_one_process(
         [(x, with_enough_blocks(recipe, x) if x.pipeline > 1 else recipe) for x in layouts]
     )
 
 
-@pytest.mark.parametrize("layout", TIED, ids=str)
-def test_tied_embeddings_and_qk_norm_are_the_same_under_every_layout(layout):
+@pytest.mark.parametrize("layout", TIED_LAYOUTS, ids=str)
+def test_tied_embeddings_and_qk_norm_match_one_process(layout):
     assert_matches_one_process([(layout, with_tied_embeddings(SGD))])
 
 
-def test_z_loss_is_the_same_and_reported_by_itself_under_every_layout():
+def test_z_loss_matches_one_process_and_is_reported_separately():
     layouts = [
         Layout(tensor=2, chunk=100),
         Layout(tensor=2, loss_parallel=False),
@@ -241,21 +248,21 @@ def test_z_loss_is_the_same_and_reported_by_itself_under_every_layout():
     )
 
 
-def test_what_is_clipped_is_among_what_is_run():
-    assert all(layout in [*SPREADS, *PIPELINES] for layout in CLIPPED)
+def test_every_clipped_layout_is_also_run_with_sgd():
+    assert all(layout in [*LAYOUTS, *PIPELINES] for layout in CLIPPED)
 
 
-def test_clipping_did_clip():
-    """Else the oracle with clipping would say nothing about it."""
+def test_the_runs_with_clipping_are_clipped():
+    """Otherwise the oracle would not test clipping."""
     norms = one_process(ADAMW).norms
     assert min(norms) > ADAMW.max_norm
 
 
-def test_the_oracle_sees_a_gradient_that_is_wrong_by_a_factor():
-    record, doubled = one_process(SGD), one_process(replace(SGD, lr=SGD.lr * 1.001))
-    assert max(worst_error(doubled, record, tensors=True).values()) > 1e-5
+def test_the_oracle_detects_an_update_that_is_wrong_by_a_factor():
+    record, scaled = one_process(SGD), one_process(replace(SGD, lr=SGD.lr * 1.001))
+    assert max(worst_error(scaled, record, tensors=True).values()) > 1e-5
 
 
-def test_the_sizes_are_odd():
-    """Nothing here may divide by luck what a user's sizes do not."""
+def test_the_model_sizes_do_not_divide_evenly():
+    """Otherwise a bug in uneven sharding would not be detected."""
     assert SHAPE.vocab_size % 2 and SHAPE.hidden_dim % 3

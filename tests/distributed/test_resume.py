@@ -1,4 +1,4 @@
-"""A run that stopped under one layout goes on under any other as if nothing had happened."""
+"""A run stopped under one layout resumes under any other, bit for bit; load_step and retention."""
 
 from __future__ import annotations
 
@@ -35,189 +35,196 @@ RECIPE = with_enough_blocks(replace(ADAMW, batch=12, seq_len=24), Layout(pipelin
 STOP = 2  # of RECIPE.steps
 
 
-def stop_under(layout, recipe, folder, dtype=torch.float32) -> dict[str, bytes]:
+def train_and_save(layout, recipe, folder, dtype=torch.float32) -> dict[str, bytes]:
+    """Train to step STOP and save; returns the saved bits of this rank."""
     state, engine, mesh = start_run(layout, recipe, dtype=dtype, param_dtype=dtype)
     run_until(state, engine, mesh, recipe, Record(), STOP)
-    about = {"facts": {"model": {"dim": 32}}, "layout": str(layout)}
-    save_and_wait(open_checkpointer(folder, **about), state)
+    options = {"facts": {"model": {"dim": 32}}, "layout": str(layout)}
+    save_and_wait(open_checkpointer(folder, **options), state)
     return bits(state)
 
 
-def go_on_under(
+def resume(
     layout, recipe, folders, dtype=torch.float32
 ) -> list[tuple[dict[str, bytes], list[float]]]:
-    """For each checkpoint: the state right after loading, and the losses from there on. The first
-    is loaded into a fresh run, the others over what the one before has left."""
-    answers = []
+    """For each checkpoint: (state after loading, losses of the steps after it).
+
+    The first is loaded into a new run, the others over the state that the previous one left.
+    """
+    results = []
     state, engine, mesh = start_run(layout, recipe, dtype=dtype, param_dtype=dtype)
     for folder in folders:
         load(open_checkpointer(folder), state)
         loaded, record = bits(state), Record()
         assert state.step == STOP
         run_until(state, engine, mesh, recipe, record, recipe.steps)
-        answers.append((loaded, record.losses))
-    return answers
+        results.append((loaded, record.losses))
+    return results
 
 
-def of_all(parts) -> dict[str, bytes]:
-    """What the ranks hold, together; where several hold the same, it is the same."""
-    whole_of = {name: value for part in parts for name, value in part.items()}
-    assert all(whole_of[name] == value for part in parts for name, value in part.items())
-    return whole_of
+def merge_bits(parts) -> dict[str, bytes]:
+    """The bits of all ranks; what several ranks have must be equal on all of them."""
+    merged = {name: value for part in parts for name, value in part.items()}
+    assert all(merged[name] == value for part in parts for name, value in part.items())
+    return merged
 
 
 @pytest.fixture(scope="module")
-def stopped(tmp_path_factory) -> dict[str, tuple[str, dict[str, bytes]]]:
-    """A checkpoint under every layout: its folder, and the bits that went into it."""
-    made = {}
+def checkpoints(tmp_path_factory) -> dict[str, tuple[str, dict[str, bytes]]]:
+    """A checkpoint under every layout: (folder, saved bits)."""
+    saved_by = {}
     for name, layout in LAYOUTS.items():
         folder = str(tmp_path_factory.mktemp(name))
-        saved = run_on_ranks(stop_under, layout.degrees.ranks, layout, RECIPE, folder)
-        made[name] = (folder, of_all(saved))
-    return made
+        saved = run_on_ranks(train_and_save, layout.degrees.ranks, layout, RECIPE, folder)
+        saved_by[name] = (folder, merge_bits(saved))
+    return saved_by
 
 
 @pytest.mark.parametrize("after", LAYOUTS)
-def test_every_layout_goes_on_from_every_other(after, stopped):
-    layout, right = LAYOUTS[after], one_process(RECIPE).losses
-    folders = [folder for folder, _ in stopped.values()]
-    by_rank = run_on_ranks(go_on_under, layout.degrees.ranks, layout, RECIPE, folders)
-    for (before, (_, saved)), *answers in zip(stopped.items(), *by_rank, strict=True):
-        loaded = of_all([bits for bits, _ in answers])
-        assert loaded == saved, f"{before} -> {after}: other bits than were saved"
-        for _, losses in answers:
-            assert losses == pytest.approx(right[STOP:], rel=1e-5), f"{before} -> {after}"
+def test_every_layout_resumes_from_every_other(after, checkpoints):
+    layout, expected = LAYOUTS[after], one_process(RECIPE).losses
+    folders = [folder for folder, _ in checkpoints.values()]
+    by_rank = run_on_ranks(resume, layout.degrees.ranks, layout, RECIPE, folders)
+    for (before, (_, saved)), *results in zip(checkpoints.items(), *by_rank, strict=True):
+        loaded = merge_bits([bits for bits, _ in results])
+        assert loaded == saved, f"{before} -> {after}: loaded bits differ from saved bits"
+        for _, losses in results:
+            assert losses == pytest.approx(expected[STOP:], rel=1e-5), f"{before} -> {after}"
 
 
-def test_tied_weights_go_on_as_one(tmp_path):
+def test_tied_weights_resume_under_another_layout(tmp_path):
     recipe, folder = with_tied_embeddings(ADAMW), str(tmp_path)
-    saved = run_on_ranks(stop_under, 2, Layout(tensor=2), recipe, folder)[0]
-    (loaded, losses) = run_on_ranks(go_on_under, 2, Layout(shard=2), recipe, [folder])[0][0]
+    saved = run_on_ranks(train_and_save, 2, Layout(tensor=2), recipe, folder)[0]
+    (loaded, losses) = run_on_ranks(resume, 2, Layout(shard=2), recipe, [folder])[0][0]
     assert loaded == saved and losses == pytest.approx(one_process(recipe).losses[STOP:], rel=1e-5)
 
 
 @pytest.mark.parametrize(
     "recipe", [ADAMW, SGD, replace(ADAMW, state_dtype="bfloat16")], ids=["AdamW", "SGD", "lean"]
 )
-def test_in_bf16_too_each_vector_goes_on_in_all_its_digits(recipe, tmp_path):
-    recipe, folder, low = replace(recipe, batch=4, seq_len=8), str(tmp_path), torch.bfloat16
-    saved = of_all(run_on_ranks(stop_under, 2, Layout(shard=2), recipe, folder, low))
+def test_bf16_runs_resume_with_the_fp32_copies_of_vectors(recipe, tmp_path):
+    recipe, folder, bf16 = replace(recipe, batch=4, seq_len=8), str(tmp_path), torch.bfloat16
+    saved = merge_bits(run_on_ranks(train_and_save, 2, Layout(shard=2), recipe, folder, bf16))
     assert len(saved[f"norm.weight.{MASTER}"]) == 2 * len(saved["norm.weight"])
-    answers = run_on_ranks(go_on_under, 2, Layout(tensor=2), recipe, [folder], low)
-    assert of_all([loaded for ((loaded, _),) in answers]) == saved
+    results = run_on_ranks(resume, 2, Layout(tensor=2), recipe, [folder], bf16)
+    assert merge_bits([loaded for ((loaded, _),) in results]) == saved
 
 
-def change_of_rates(folder) -> tuple[float, float]:
+def resume_with_other_weight_decay(folder) -> tuple[float, float]:
     state, _, _ = start_run(Layout(), ADAMW)
-    state.optimizer.param_groups[0]["weight_decay"] = 0.5  # the job now says so
+    state.optimizer.param_groups[0]["weight_decay"] = 0.5  # as a changed TOML sets it
     load(open_checkpointer(folder), state)
     return state.optimizer.param_groups[0]["weight_decay"], state.optimizer.param_groups[0]["lr"]
 
 
-def test_the_job_decides_rates_and_decay_not_the_checkpoint(tmp_path):
-    run_on_ranks(stop_under, 1, Layout(), ADAMW, str(tmp_path))
-    assert run_on_ranks(change_of_rates, 1, str(tmp_path))[0] == (0.5, ADAMW.lr)
+def test_lr_and_weight_decay_come_from_the_job_and_not_the_checkpoint(tmp_path):
+    run_on_ranks(train_and_save, 1, Layout(), ADAMW, str(tmp_path))
+    assert run_on_ranks(resume_with_other_weight_decay, 1, str(tmp_path))[0] == (0.5, ADAMW.lr)
 
 
-def refusals(folder) -> dict[str, str]:
-    """What is said to each wish that cannot be met."""
-    said = {}
+def collect_load_errors(folder) -> dict[str, str]:
+    """The error message of each load that must fail."""
+    errors = {}
 
-    def note(name, config, facts=None):
+    def try_load(name, config, facts=None):
         state, _, _ = start_run(Layout(), ADAMW)
         try:
             load(open_checkpointer(folder, **config), state, facts)
         except CheckpointError as error:
-            said[name] = str(error)
+            errors[name] = str(error)
 
-    note("no such step", {"load_step": 7})
-    note("another model", {}, {"model": {"dim": 64}})
+    try_load("no such step", {"load_step": 7})
+    try_load("another model", {}, {"model": {"dim": 64}})
     shard = next(Path(folder, f"step-{STOP}").glob("*.distcp"))
     shard.write_bytes(shard.read_bytes()[:-1])
-    note("named but damaged", {"load_step": STOP})
-    return said
+    try_load("named but damaged", {"load_step": STOP})
+    return errors
 
 
-def test_what_cannot_be_loaded_is_refused_and_never_started_anew(tmp_path):
-    run_on_ranks(stop_under, 1, Layout(), ADAMW, str(tmp_path))
-    said = run_on_ranks(refusals, 1, str(tmp_path))[0]
+def test_a_checkpoint_that_cannot_be_loaded_is_an_error_and_no_new_start(tmp_path):
+    run_on_ranks(train_and_save, 1, Layout(), ADAMW, str(tmp_path))
+    errors = run_on_ranks(collect_load_errors, 1, str(tmp_path))[0]
     assert (
-        "load_step = 7" in said["no such step"]
-        and f"Existing steps: {STOP}" in said["no such step"]
+        "load_step = 7" in errors["no such step"]
+        and f"Existing steps: {STOP}" in errors["no such step"]
     )
-    assert "model (dim: 32 saved, 64 now)" in said["another model"]
-    assert "bytes, not" in said["named but damaged"]
+    assert "model (dim: 32 saved, 64 now)" in errors["another model"]
+    assert "bytes, not" in errors["named but damaged"]
 
 
-def crash_between(folder, recipe) -> list[list[int]]:
+def save_steps(checkpointer, state, *steps: int) -> None:
+    """Save checkpoints of several steps without training."""
+    for step in steps:
+        state.counters.step = step
+        save_and_wait(checkpointer, state)
+
+
+def save_after_crashes(folder, recipe) -> list[list[int]]:
     """Save three, then crash five times before the commit, then save one more."""
     state, _, _ = start_run(Layout(shard=2), recipe)
     checkpointer = open_checkpointer(folder, keep_latest_k=2)
-    for state.counters.step in (1, 2, 3):
-        save_and_wait(checkpointer, state)
+    save_steps(checkpointer, state, 1, 2, 3)
     if torch.distributed.get_rank() == 0:
-        for step in (4, 5, 6, 7, 8):  # what a crash before the commit leaves behind
-            litter = Path(folder, f"step-{step}")
-            litter.mkdir()
-            (litter / "unfinished").touch()
-            (litter / "__0_0.distcp").write_bytes(b"half")
+        for step in (4, 5, 6, 7, 8):  # as left by a crash before the commit
+            partial = Path(folder, f"step-{step}")
+            partial.mkdir()
+            (partial / "unfinished").touch()
+            (partial / "__0_0.distcp").write_bytes(b"half")
     torch.distributed.barrier()
-    before, went_on_from = checkpointer.steps(), load(checkpointer, state)
-    assert went_on_from == "step-3"
-    state.counters.step = 4
-    save_and_wait(checkpointer, state)
+    before, resumed_from = checkpointer.steps(), load(checkpointer, state)
+    assert resumed_from == "step-3"
+    save_steps(checkpointer, state, 4)
     return [before, checkpointer.steps()]
 
 
-def set_aside_later_steps(folder, recipe) -> tuple[list[int], list[str]]:
-    """Save three steps, go back to the first, and save one more, keeping two."""
+def roll_back_and_save(folder, recipe) -> tuple[list[int], list[str]]:
+    """Save three steps, roll back to the first, and save one more; keep_latest_k is 2."""
     state, _, _ = start_run(Layout(), recipe)
-    for state.counters.step in (1, 2, 3):
-        save_and_wait(open_checkpointer(folder), state)
+    save_steps(open_checkpointer(folder), state, 1, 2, 3)
     checkpointer = open_checkpointer(folder, keep_latest_k=2, load_step=1)
     assert load(checkpointer, state) == "step-1"
-    state.counters.step = 2
-    save_and_wait(checkpointer, state)
-    return checkpointer.steps(), names_in(folder)
+    save_steps(checkpointer, state, 2)
+    return checkpointer.steps(), checkpoint_names(folder)
 
 
-def names_in(folder) -> list[str]:
+def checkpoint_names(folder) -> list[str]:
     return sorted(path.name for path in Path(folder).glob("step-*"))
 
 
-def test_a_run_that_turns_back_neither_loses_its_future_nor_is_overtaken_by_it(tmp_path):
-    steps, names = run_on_ranks(set_aside_later_steps, 1, str(tmp_path), ADAMW)[0]
+def test_a_roll_back_sets_later_checkpoints_aside_and_does_not_resume_from_them(tmp_path):
+    steps, names = run_on_ranks(roll_back_and_save, 1, str(tmp_path), ADAMW)[0]
     assert steps == [1, 2]
     assert names == ["step-1", "step-2", "step-2.aside-1", "step-3.aside-1"]
 
 
-def restart(folder, recipe, wishes) -> list[list[str]]:
-    """From where each of some starts goes on that wishes for a step, or None where it only loads;
-    each that saves takes two steps and saves after both."""
+def start_repeatedly(folder, recipe, load_steps) -> list[list[str]]:
+    """Start with each `load_step` and, unless None (load_only), save the next two steps.
+
+    Returns the checkpoint that each start resumed from, and the names of all at the end.
+    """
     state, _, _ = start_run(Layout(), recipe)
-    for state.counters.step in (1, 2, 3):
-        save_and_wait(open_checkpointer(folder), state)
+    save_steps(open_checkpointer(folder), state, 1, 2, 3)
     starts = []
-    for wish in wishes:
-        options = {"load_only": True, "load_step": 4} if wish is None else {"load_step": wish}
+    for load_step in load_steps:
+        options = (
+            {"load_only": True, "load_step": 4} if load_step is None else {"load_step": load_step}
+        )
         checkpointer = open_checkpointer(folder, keep_latest_k=3, keep_aside_k=2, **options)
         starts.append(load(checkpointer, state))
-        if wish is not None:
-            first = state.step + 1
-            for state.counters.step in (first, first + 1):
-                save_and_wait(checkpointer, state)
-    return [starts, names_in(folder)]
+        if load_step is not None:
+            save_steps(checkpointer, state, state.step + 1, state.step + 2)
+    return [starts, checkpoint_names(folder)]
 
 
-def test_a_step_to_go_back_to_is_gone_back_to_once(tmp_path):
-    """The same command three times must not throw away three times what was trained."""
-    wishes = [1, 1, None, 1, -1, 7]
-    starts, names = run_on_ranks(restart, 1, str(tmp_path), ADAMW, wishes)[0]
+def test_the_same_load_step_rolls_back_only_once(tmp_path):
+    """Repeating the command must not discard the steps trained since the first roll-back."""
+    load_steps = [1, 1, None, 1, -1, 7]
+    starts, names = run_on_ranks(start_repeatedly, 1, str(tmp_path), ADAMW, load_steps)[0]
     assert starts == ["step-1", "step-3", "step-4", "step-5", "step-7", "step-7"]
     kept, aside = ["step-7", "step-8", "step-9"], ["step-8.aside-1", "step-9.aside-1"]
     assert sorted(names) == sorted(kept + aside), "no more than keep_aside_k aside"
 
 
-def test_retention_counts_only_whole_checkpoints(tmp_path):
-    before, after = run_on_ranks(crash_between, 2, str(tmp_path), ADAMW)[0]
+def test_retention_counts_only_valid_checkpoints(tmp_path):
+    before, after = run_on_ranks(save_after_crashes, 2, str(tmp_path), ADAMW)[0]
     assert before == [2, 3] and after == [3, 4]

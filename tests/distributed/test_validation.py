@@ -1,4 +1,4 @@
-"""Validation says the same under every layout, and every layout reads the same samples."""
+"""Validation loss and sample order are the same under every layout."""
 
 from __future__ import annotations
 
@@ -20,43 +20,43 @@ from titanlite.labels import IGNORE_INDEX
 from titanlite.parallelize.weight_init import init_weights
 from titanlite.training import validate
 
-SEQ_LEN = 52  # of validation; not that of the corpus, and no divisor of it
-ASKED = 37  # samples: no multiple of any layout's ranks times rows
+SEQ_LEN = 52  # of validation; unrelated to the length of the corpus
+SAMPLES = 37  # not a multiple of any layout's ranks times batch size
 
 
-def text_of(path):
+def open_set(path):
     return open_validation(SourceConfig("code", path), seq_len=SEQ_LEN, vocab_size=258)
 
 
-def validation_under(layout, path, counts) -> list[float]:
+def validate_under(layout, path, counts) -> list[float]:
     _, mesh, engine = build_sharded(layout, SGD)
-    text, cpu = text_of(path), torch.device("cpu")
-    return [validate(engine, text, count, 3, mesh, cpu) for count in counts]
+    validation_set, cpu = open_set(path), torch.device("cpu")
+    return [validate(engine, validation_set, count, 3, mesh, cpu) for count in counts]
 
 
-def kinds_of_weights_after_validation(layout, path) -> set[bool]:
+def are_weights_sharded_after_validation(layout, path) -> bool:
     model, mesh, engine = build_sharded(layout, SGD)
-    validate(engine, text_of(path), 4, 2, mesh, torch.device("cpu"))
-    return {isinstance(parameter, DTensor) for parameter in model.parameters()}
+    validate(engine, open_set(path), 4, 2, mesh, torch.device("cpu"))
+    return all(isinstance(parameter, DTensor) for parameter in model.parameters())
 
 
 @pytest.mark.parametrize("layout", [Layout(shard=2), Layout(shard=2, pipeline=2)], ids=str)
-def test_validation_leaves_weights_sharded_for_what_comes_next(layout, corpus):
-    """Saving, most of all: the gathered ones are whole, plain, and about to be out of date."""
+def test_validation_leaves_the_weights_sharded(layout, corpus):
+    """A checkpoint would otherwise save gathered weights, which the next step makes stale."""
     path = str(corpus / "validation")
-    kinds = run_on_ranks(kinds_of_weights_after_validation, layout.degrees.ranks, layout, path)
-    assert all(kind == {True} for kind in kinds)
+    sharded = run_on_ranks(are_weights_sharded_after_validation, layout.degrees.ranks, layout, path)
+    assert all(sharded)
 
 
 @cache
-def validation_of_one_process(path, count) -> float:
-    """Mean over tokens, one sample after the other, by a plain loop."""
-    model, text = FAMILY.build(SHAPE), text_of(path)
+def validate_in_one_process(path, count) -> float:
+    """Mean loss over tokens, one sample at a time, without an engine."""
+    model, validation_set = FAMILY.build(SHAPE), open_set(path)
     init_weights(model, FAMILY.init_roles, SHAPE.n_layers, SEED)
     total = tokens = 0.0
     with torch.no_grad():
         for sample in range(count):
-            inputs, labels = text.read(sample, 1)
+            inputs, labels = validation_set.read(sample, 1)
             loss = F.cross_entropy(
                 model(inputs)[0], labels[0], reduction="sum", ignore_index=IGNORE_INDEX
             )
@@ -77,30 +77,30 @@ def validation_of_one_process(path, count) -> float:
 )
 def test_validation_counts_every_token_once_under_every_layout(layout, corpus):
     path = str(corpus / "validation")
-    counts = [ASKED, text_of(path).samples]  # the last sample of all is a short one
-    assert counts[1] > ASKED + 12
-    found = run_on_ranks(validation_under, layout.degrees.ranks, layout, path, counts)
-    for losses in found:
+    counts = [SAMPLES, open_set(path).samples]  # the last sample of the set is partial
+    assert counts[1] > SAMPLES + 12
+    by_rank = run_on_ranks(validate_under, layout.degrees.ranks, layout, path, counts)
+    for losses in by_rank:
         for loss, count in zip(losses, counts, strict=True):
-            assert loss == pytest.approx(validation_of_one_process(path, count), rel=2e-6)
+            assert loss == pytest.approx(validate_in_one_process(path, count), rel=2e-6)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 6])
-def test_a_global_batch_is_the_same_samples_in_the_same_order_for_any_ranks(ranks, corpus):
+def test_a_global_batch_has_the_same_samples_in_the_same_order_on_any_ranks(ranks, corpus):
     source = [SourceConfig("code", str(corpus / "train"))]
     stream = open_sample_stream(source, seq_len=64, seed=3, vocab_size=258)
     steps, batch, position = 5, 12, 7
-    plain = [stream.read(position + step * batch, batch)[0] for step in range(steps)]
-    parts = [
+    expected = [stream.read(position + step * batch, batch)[0] for step in range(steps)]
+    by_rank = [
         islice(stream.prefetch(rank_slices(position, batch, rank, ranks)), steps)
         for rank in range(ranks)
     ]
-    for whole, pieces in zip(plain, zip(*parts, strict=True), strict=True):
-        assert torch.equal(torch.cat([inputs for inputs, _ in pieces]), whole)
+    for batch_inputs, slices in zip(expected, zip(*by_rank, strict=True), strict=True):
+        assert torch.equal(torch.cat([inputs for inputs, _ in slices]), batch_inputs)
 
 
-def test_positions_show_each_sample_once_whatever_the_layouts_of_a_run(corpus):
-    """Stopped and resumed with other ranks and another batch, an epoch is still each sample once."""
+def test_an_epoch_has_each_sample_once_under_changing_layouts(corpus):
+    """A run is resumed with other numbers of ranks and batch sizes."""
     stream = open_sample_stream(
         [SourceConfig("code", str(corpus / "train"))], seq_len=64, seed=3, vocab_size=258
     )
@@ -109,8 +109,8 @@ def test_positions_show_each_sample_once_whatever_the_layouts_of_a_run(corpus):
     for ranks, batch, steps in ((1, 8, 3), (4, 16, 2), (3, 9, 4), (2, 2, samples)):
         slices = [rank_slices(position, batch, rank, ranks) for rank in range(ranks)]
         for _ in range(steps):
-            for part in slices:
-                start, rows = next(part)
+            for rank_slice in slices:
+                start, rows = next(rank_slice)
                 seen += range(start, start + rows)
             position += batch
     assert sorted(seen[:samples]) == list(range(samples))
@@ -118,11 +118,6 @@ def test_positions_show_each_sample_once_whatever_the_layouts_of_a_run(corpus):
     assert set(epochs) == {0} and sorted(order) == list(range(samples))
 
 
-def test_data_and_models_ignore_the_same_label():
-    """Neighbours, who cannot ask each other."""
-    assert IGNORE_INDEX == IGNORE_INDEX
-
-
-def test_ln_of_the_vocabulary_is_where_an_untrained_model_stands(corpus):
-    loss = validation_of_one_process(str(corpus / "validation"), 4)
+def test_an_untrained_model_has_the_loss_of_a_uniform_distribution(corpus):
+    loss = validate_in_one_process(str(corpus / "validation"), 4)
     assert loss == pytest.approx(math.log(SHAPE.vocab_size), abs=0.1)
