@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from titanlite.checkpoint.model_state import State
-from titanlite.distributed.tensors import local_shard
+from titanlite.distributed.tensors import local_shard, pin_in_place
 
 
 class HostStaging:
@@ -44,13 +44,7 @@ class HostStaging:
         if copy is None or copy.shape != value.shape or copy.dtype != value.dtype:
             copy = self.copies[name] = value.to("cpu", copy=True)
             if self.pinned and torch.cuda.is_initialized():
-                _register_as_pinned(local_shard(copy))
+                pin_in_place(local_shard(copy))
         else:
             local_shard(copy).copy_(local_shard(value), non_blocking=self.pinned)
         return copy
-
-
-def _register_as_pinned(tensor: Tensor) -> None:
-    """Pin the memory of a tensor in place; `pin_memory` would make a copy."""
-    if tensor.numel():
-        torch.cuda.cudart().cudaHostRegister(tensor.data_ptr(), tensor.nbytes, 0)

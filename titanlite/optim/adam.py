@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from titanlite.distributed.tensors import local_shard
+from titanlite.distributed.tensors import local_shard, pin_in_place
 from titanlite.optim.fp32_vectors import is_low_vector
 
 StateDtype = Literal["float32", "bfloat16", "8bit", "4bit", "float8"]
@@ -307,14 +307,8 @@ def _sharded_zeros(
     # After from_local, which moves a tensor to the mesh's device.
     zeros = zeros.to("cpu" if offload else local.device)
     if offload and local.is_cuda:
-        _pin_memory(local_shard(zeros))
+        pin_in_place(local_shard(zeros))
     return zeros
-
-
-def _pin_memory(tensor: Tensor) -> None:
-    """Page-lock a host tensor in place, so that copies to the device are asynchronous."""
-    if tensor.numel():
-        torch.cuda.cudart().cudaHostRegister(tensor.data_ptr(), tensor.nbytes, 0)
 
 
 def _synchronize_device() -> None:
