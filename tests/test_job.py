@@ -131,7 +131,7 @@ EARLY = ["--optimizer.early_step_in_backward", "true", "--training.max_norm", "0
         (["--checkpoint.folder", "nosuch://bucket/run"], 1, "checkpoint.folder: nosuch://bucket"),
         (["--checkpoint.allow_changes", "debug.sed"], 1, "Use model, optimizer.name"),
         (["--checkpoint.exclude_from_loading", "lr_scheduler"], 1, "is a function of the step"),
-        (["--checkpoint.export_dtype", "bfloat16"], 1, "for a last save of the model"),
+        (["--checkpoint.export_dtype", "bfloat16"], 1, "applies only to a model-only or"),
         (["--checkpoint.initial_load_in_hf", "true"], 1, "initial_load_path is not set"),
         (
             ["--checkpoint.last_save_in_hf", "true", "--model.qk_norm", "true"],
@@ -387,6 +387,7 @@ EARLY = ["--optimizer.early_step_in_backward", "true", "--training.max_norm", "0
             "3 ranks do not divide the rows of layers.*.attention.wq (32), layers.*.attention.wk",
         ),
         (["--training.compile", "true"], 1, "is now compile.enable"),
+        (["--model.converters", "float8"], 1, '"quantize.linear.float8" (formerly "float8")'),
         (["--job.device", "cuda"], 1, "finds no CUDA device"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,

@@ -33,7 +33,11 @@ class ModelConfig:
     name: Annotated[str, OneOf(_family_names)] = "llama3"  # model family
     flavor: str = "debugmodel"  # named set of sizes of that family
     converters: Annotated[
-        list[str], Supported(([], ["quantize.linear.float8"]), "Any other converter")
+        list[str],
+        Supported(
+            ([], ["quantize.linear.float8"]),
+            'a converter other than "quantize.linear.float8" (formerly "float8")',
+        ),
     ] = dataclasses.field(default_factory=list)
     # torchtitan's switch for Float8, here the same as float8.recipe_name = "tensorwise"
     print_after_conversion: bool = False  # log the module tree after parallelization
