@@ -27,7 +27,7 @@ from titanlite.training import train
 
 
 def main(argv: list[str]) -> int:
-    """Run the command line `argv`; returns the exit code."""
+    """Run train.py with the arguments `argv`; returns the exit code."""
     if "--help" in argv or "-h" in argv:
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # so that `--help | head` ends quietly
         print(__doc__, *help_text(JobConfig), sep="\n")
@@ -53,10 +53,10 @@ def main(argv: list[str]) -> int:
 
 
 def run_job(job: Job, began: float) -> int:
-    """Train as `job` says; `began` is when the process started, by time.monotonic()."""
+    """Train; returns the exit code. `began` is the time.monotonic() of the start of the process."""
     with open_services(job, began, advise=partial(advise_on_memory, job)) as services:
         if services.folder_lock.stopped_in_this_launch():
-            logger.info("stopped before in this launch; the same command resumes")
+            logger.info("already stopped in this launch; start the same command again to resume")
             return EXIT_STOPPED
         with open_run(job, services) as run:
             code = EXIT_STOPPED if train(run) else EXIT_DONE

@@ -1,4 +1,4 @@
-"""A job passes every check, or all its errors are reported together before anything starts."""
+"""Checks of a job: all errors of a configuration are reported together, before anything starts."""
 
 from __future__ import annotations
 
@@ -18,30 +18,32 @@ from titanlite.parallelize.float8 import torchao
 from titanlite.settings import all_keys, read_toml
 
 
-def refusal(run_toml, *argv, ranks=1) -> str:
-    """The error text for a job that is refused."""
+def error_text(run_toml, *argv, ranks=1) -> str:
+    """The error message of an invalid job."""
     with pytest.raises(UserError) as raised:
         read_job(["--job.config_file", str(run_toml), *argv], ranks)
     return format_error(raised.value)
 
 
-def stream_of(job):
+def open_stream(job):
+    """The training data of a job."""
     tokenizer = open_job_tokenizer(job.config)
     return open_job_stream(job.config, job.sizes.vocab_size, tokenizer)
 
 
-def accept(run_toml, *argv, ranks=1):
+def read_valid(run_toml, *argv, ranks=1):
+    """The job of a valid configuration."""
     return read_job(["--job.config_file", str(run_toml), *argv], ranks)
 
 
 FLOAT8 = "--quantize.linear.float8."
 TENSORWISE = [f"{FLOAT8}recipe_name", "tensorwise"]
 PIPELINE = ["--parallelism.pipeline_parallel_degree", "2"]
-EARLY = ["--optimizer.early_step_in_backward", "true", "--training.max_norm", "0"]
+IN_BACKWARD = ["--optimizer.early_step_in_backward", "true", "--training.max_norm", "0"]
 
 
 @pytest.mark.parametrize(
-    "argv, ranks, words",
+    "argv, ranks, message",
     [
         (
             ["--parallelism.tensor_parallel_degree", "3"],
@@ -104,11 +106,11 @@ EARLY = ["--optimizer.early_step_in_backward", "true", "--training.max_norm", "0
             1,
             "Disable one of the two",
         ),
-        (EARLY[:-2], 1, "training.max_norm = 1 clips"),
-        ([*EARLY, *PIPELINE], 2, "reuse each weight for later micro-batches"),
-        ([*EARLY, "--training.enable_cpu_offload", "true"], 1, "would save no device memory"),
-        ([*EARLY, "--training.mixed_precision_param", "float16"], 1, "gradient overflows"),
-        ([*EARLY], 2, "accumulate over 2 micro-batches"),
+        (IN_BACKWARD[:-2], 1, "training.max_norm = 1 clips"),
+        ([*IN_BACKWARD, *PIPELINE], 2, "reuse each weight for later micro-batches"),
+        ([*IN_BACKWARD, "--training.enable_cpu_offload", "true"], 1, "would save no device memory"),
+        ([*IN_BACKWARD, "--training.mixed_precision_param", "float16"], 1, "gradient overflows"),
+        ([*IN_BACKWARD], 2, "accumulate over 2 micro-batches"),
         (["--profiling.enable_memory_snapshot", "true"], 1, "of GPUs only"),
         (["--training.global_batch_size", "9"], 2, "Use 8 or 12"),
         (["--training.local_batch_size", "3"], 1, "Use 6 or 9"),
@@ -131,7 +133,7 @@ EARLY = ["--optimizer.early_step_in_backward", "true", "--training.max_norm", "0
         (["--checkpoint.folder", "nosuch://bucket/run"], 1, "checkpoint.folder: nosuch://bucket"),
         (["--checkpoint.allow_changes", "debug.sed"], 1, "Use model, optimizer.name"),
         (["--checkpoint.exclude_from_loading", "lr_scheduler"], 1, "is a function of the step"),
-        (["--checkpoint.export_dtype", "bfloat16"], 1, "applies only to a model-only or"),
+        (["--checkpoint.export_dtype", "bfloat16"], 1, "a model-only or Hugging Face last save"),
         (["--checkpoint.initial_load_in_hf", "true"], 1, "initial_load_path is not set"),
         (
             ["--checkpoint.last_save_in_hf", "true", "--model.qk_norm", "true"],
@@ -392,10 +394,10 @@ EARLY = ["--optimizer.early_step_in_backward", "true", "--training.max_norm", "0
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,
 )
-def test_an_impossible_setting_is_refused_with_the_reason(run_toml, argv, ranks, words):
+def test_an_invalid_setting_is_refused_with_the_reason(run_toml, argv, ranks, message):
     if argv[:1] == ["--job.device"] and torch.cuda.is_available():
         pytest.skip("this machine has a CUDA device")
-    assert words in refusal(run_toml, *argv, ranks=ranks)
+    assert message in error_text(run_toml, *argv, ranks=ranks)
 
 
 def test_a_validation_set_without_the_bos_of_the_sources_is_refused(run_toml, tmp_path):
@@ -403,25 +405,25 @@ def test_a_validation_set_without_the_bos_of_the_sources_is_refused(run_toml, tm
         writer.add([256, *[5] * 400, 257])
         writer.close()
     sources = ("--data.sources", f'[{{ name = "bos", path = "{tmp_path}/bos" }}]')
-    text = refusal(run_toml, *sources)
+    text = error_text(run_toml, *sources)
     assert "documents begin with BOS in data.sources, and not in data.validation code." in text
 
 
 def test_a_corpus_without_end_of_document_ids_refuses_document_masks(run_toml, tmp_path):
-    """As Megatron-LM writes it without --append-eod."""
+    """Megatron-LM writes such a corpus without --append-eod."""
     with ShardWriter(tmp_path / "bare", 258) as writer:
-        writer.add(list(b"no end to be seen" * 40))
+        writer.add(list(b"no end-of-document" * 40))
         writer.close()
     sources = ("--data.sources", f'[{{ name = "bare", path = "{tmp_path}/bare" }}]')
-    text = refusal(run_toml, *sources, "--attention.mask", "document")
+    text = error_text(run_toml, *sources, "--attention.mask", "document")
     assert 'the last id of "bare" is not the end-of-document id' in text
-    assert text.count("attention.mask") == 1  # the validation set has them
-    accept(run_toml, *sources)
-    job = accept(run_toml, "--attention.mask", "document")
-    assert job.transforms.document_mask and stream_of(job).end == 257
+    assert text.count("attention.mask") == 1  # the validation set has end-of-document ids
+    read_valid(run_toml, *sources)
+    job = read_valid(run_toml, "--attention.mask", "document")
+    assert job.transforms.document_mask and open_stream(job).end == 257
 
 
-TEN = """
+TEN_ERRORS = """
 [training]
 stepz = 100
 seq_len = "long"
@@ -439,7 +441,7 @@ dim = 3
 [checkpoint]
 enable_checkpoint = true
 """
-EXPECTED = [
+EXPECTED_LINES = [
     ("training.stepz = 100", "training.steps"),
     ('training.seq_len = "long"', "integer of at least 1"),
     ("training.local_batch_size = 0", "at least 1"),
@@ -453,7 +455,7 @@ EXPECTED = [
 ]
 
 
-def worker(command, toml) -> subprocess.CompletedProcess:
+def run_train(command, toml) -> subprocess.CompletedProcess:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     return subprocess.run(
         [sys.executable, *command, str(ROOT / "train.py"), "--job.config_file", str(toml)],
@@ -466,54 +468,56 @@ def worker(command, toml) -> subprocess.CompletedProcess:
 
 def test_ten_errors_are_ten_lines_and_exit_2_under_python(run_toml, tmp_path):
     toml = tmp_path / "ten.toml"
-    toml.write_text(f'include = ["{run_toml.name}"]\n{TEN}')
-    os.environ["WORLD_SIZE"] = "2"  # as if for two ranks
+    toml.write_text(f'include = ["{run_toml.name}"]\n{TEN_ERRORS}')
+    os.environ["WORLD_SIZE"] = "2"  # so that the job is checked for two ranks
     try:
-        done = worker([], toml)
+        process = run_train([], toml)
     finally:
         del os.environ["WORLD_SIZE"]
-    lines = [line for line in done.stderr.splitlines() if line.startswith("  ")]
-    assert done.returncode == 2 and len(lines) == len(EXPECTED) == 10, done.stderr
-    for (fact, fix), line in zip(EXPECTED, sorted(lines, key=_index_of), strict=True):
+    lines = [line for line in process.stderr.splitlines() if line.startswith("  ")]
+    assert process.returncode == 2 and len(lines) == len(EXPECTED_LINES) == 10, process.stderr
+    for (fact, fix), line in zip(EXPECTED_LINES, sorted(lines, key=_index_of), strict=True):
         assert fact in line and fix in line, line
-    assert "Traceback" not in done.stderr
+    assert "Traceback" not in process.stderr
 
 
 def _index_of(line: str) -> int:
-    return next(n for n, (fact, _) in enumerate(EXPECTED) if fact in line)
+    return next(n for n, (fact, _) in enumerate(EXPECTED_LINES) if fact in line)
 
 
 def test_config_errors_are_printed_once_under_torchrun(run_toml, tmp_path):
     toml = tmp_path / "ten.toml"
-    toml.write_text(f'include = ["{run_toml.name}"]\n{TEN}')
-    done = worker(["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"], toml)
-    assert done.stderr.count("training.stepz") == 1 and done.stderr.count("10 problems") == 1
-    assert "exitcode  : 2" in done.stderr.replace("exitcode : 2", "exitcode  : 2")
+    toml.write_text(f'include = ["{run_toml.name}"]\n{TEN_ERRORS}')
+    process = run_train(
+        ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"], toml
+    )
+    assert process.stderr.count("training.stepz") == 1 and process.stderr.count("10 problems") == 1
+    assert "exitcode  : 2" in process.stderr.replace("exitcode : 2", "exitcode  : 2")
 
 
 def test_independent_errors_are_all_reported(run_toml):
-    text = refusal(
+    text = error_text(
         run_toml, "--training.steps", "0", "--data.sources", "[]", "--model.n_kv_heads", "3"
     )
     assert text.startswith("titanlite: 3 problems")
 
 
 def test_the_effective_configuration_loads_as_the_same_job(run_toml, tmp_path):
-    job = accept(run_toml, "--optimizer.lr", "1e-3")
+    job = read_valid(run_toml, "--optimizer.lr", "1e-3")
     written = tmp_path / "written.toml"
     written.write_text(job.as_toml())
-    assert accept(written).as_toml() == job.as_toml()
+    assert read_valid(written).as_toml() == job.as_toml()
 
 
 def test_global_batch_size_minus_1_follows_the_layout_and_is_checked_on_resume(run_toml):
-    following = accept(run_toml, "--training.global_batch_size", "-1", ranks=2)
-    assert following.global_batch == 4
-    stream = stream_of(following)
-    assert following.facts_to_check(stream)["training.global_batch_size"] == 4
-    assert set(following.facts(stream)) == set(FACTS)
-    written = accept(run_toml, ranks=2)
-    assert written.global_batch == 8
-    assert "training.global_batch_size" not in written.facts_to_check(stream)
+    derived = read_valid(run_toml, "--training.global_batch_size", "-1", ranks=2)
+    assert derived.global_batch == 4
+    stream = open_stream(derived)
+    assert derived.facts_to_check(stream)["training.global_batch_size"] == 4
+    assert set(derived.facts(stream)) == set(FACTS)
+    explicit = read_valid(run_toml, ranks=2)
+    assert explicit.global_batch == 8
+    assert "training.global_batch_size" not in explicit.facts_to_check(stream)
 
 
 def test_no_moved_key_is_a_current_key():
@@ -536,21 +540,23 @@ def test_every_shipped_toml_passes_all_checks(path, corpus):
 def test_each_missing_source_is_its_own_error(run_toml, tmp_path):
     sources = ", ".join(f'{{ name = "{n}", path = "{tmp_path}/{n}" }}' for n in "ab")
     with pytest.raises(UserErrors) as raised:
-        accept(run_toml, "--data.sources", f"[{sources}]")
+        read_valid(run_toml, "--data.sources", f"[{sources}]")
     assert len(raised.value.problems) == 2
 
 
-def test_float8_can_be_enabled_by_torchtitan_s_converters(run_toml):
-    asked = ["--model.converters", "quantize.linear.float8", f"{FLOAT8}emulate", "true"]
-    job = accept(run_toml, *asked, f"{FLOAT8}filter_fqns", "output")
+def test_float8_can_be_enabled_with_the_converters_key_of_torchtitan(run_toml):
+    converters = ["--model.converters", "quantize.linear.float8", f"{FLOAT8}emulate", "true"]
+    job = read_valid(run_toml, *converters, f"{FLOAT8}filter_fqns", "output")
     assert (job.transforms.float8.recipe_name, job.transforms.float8.emulate) == (
         "tensorwise",
         True,
     )
     assert "float8     tensorwise, emulated" in job.summary(torch.device("cpu"), None)
-    rowwise = accept(run_toml, *asked, f"{FLOAT8}recipe_name", "rowwise")
+    rowwise = read_valid(run_toml, *converters, f"{FLOAT8}recipe_name", "rowwise")
     assert rowwise.transforms.float8.recipe_name == "rowwise"
-    without = accept(run_toml, f"{FLOAT8}filter_fqns", "output")  # as in torchtitan's own TOMLs
+    without = read_valid(
+        run_toml, f"{FLOAT8}filter_fqns", "output"
+    )  # as in the TOMLs of torchtitan
     assert without.transforms.float8.recipe_name is None
     assert "  float8  " not in without.summary(torch.device("cpu"), None)
 
@@ -558,17 +564,18 @@ def test_float8_can_be_enabled_by_torchtitan_s_converters(run_toml):
 def test_float8_is_checked_for_the_target_machine(run_toml):
     """The size rules of real Float8 GEMMs apply, although this CPU could emulate other sizes."""
     argv = [*TENSORWISE, "--job.check_ranks", "2", "--parallelism.tensor_parallel_degree", "2"]
-    assert "no Float8 matmuls" not in (text := refusal(run_toml, *argv)) and "8x32" in text
-    fits = [*argv, f"{FLOAT8}filter_fqns", "attention"]
-    assert accept(run_toml, *fits).transforms.float8.filter_fqns == ["attention"]
-    assert accept(run_toml, *argv, f"{FLOAT8}emulate", "true").degrees.tensor == 2
+    text = error_text(run_toml, *argv)
+    assert "no Float8 matmuls" not in text and "8x32" in text
+    filtered = [*argv, f"{FLOAT8}filter_fqns", "attention"]
+    assert read_valid(run_toml, *filtered).transforms.float8.filter_fqns == ["attention"]
+    assert read_valid(run_toml, *argv, f"{FLOAT8}emulate", "true").degrees.tensor == 2
 
 
 def test_a_missing_torchao_is_reported(run_toml, monkeypatch):
     torchao.cache_clear()
-    monkeypatch.setitem(sys.modules, "torchao.float8", None)  # as if it were not installed
-    assert 'Install it with "pip install torchao"' in refusal(run_toml, *TENSORWISE)
-    assert accept(run_toml).transforms.float8.recipe_name is None
+    monkeypatch.setitem(sys.modules, "torchao.float8", None)  # imports of it fail
+    assert 'Install it with "pip install torchao"' in error_text(run_toml, *TENSORWISE)
+    assert read_valid(run_toml).transforms.float8.recipe_name is None
     monkeypatch.undo()
     torchao.cache_clear()
 
@@ -577,8 +584,10 @@ def test_a_schedule_csv_must_fit_the_job(run_toml, tmp_path):
     file = tmp_path / "schedule.csv"
     file.write_text("0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n")
     argv = [*PIPELINE, "--parallelism.pipeline_parallel_schedule_csv", str(file)]
-    assert accept(run_toml, *argv, ranks=2).pipeline.n_microbatches == 2
-    more = [*argv, "--training.local_batch_size", "4"]
-    assert "requires 2 micro-batches on 2 ranks" in refusal(run_toml, *more, ranks=2)
-    argv[1] = "4"
-    assert "is for 2 ranks and 2 stages; the job has 4 ranks" in refusal(run_toml, *argv, ranks=4)
+    assert read_valid(run_toml, *argv, ranks=2).pipeline.n_microbatches == 2
+    larger_batch = [*argv, "--training.local_batch_size", "4"]
+    text = error_text(run_toml, *larger_batch, ranks=2)
+    assert "requires 2 micro-batches on 2 ranks" in text
+    argv[1] = "4"  # pipeline_parallel_degree
+    text = error_text(run_toml, *argv, ranks=4)
+    assert "is for 2 ranks and 2 stages; the job has 4 ranks" in text

@@ -162,7 +162,7 @@ def test_slurm_time_limit_saves_once_without_torchrun_restarts_and_requeues_the_
     wait_for(process, lambda: len(steps_of(out)) > 3, tmp_path)
     process.send_signal(signal.SIGUSR1)  # as `--signal=B:USR1@300` does, to the batch shell alone
     code, log = process.wait(120), (tmp_path / "log").read_text()
-    assert code and "stopped before in this launch" in log and "exitcode  : 75" in log, log
+    assert code and "already stopped in this launch" in log and "exitcode  : 75" in log, log
     assert [e["reason"] for e in events_of(out, "stopped")] == ["SIGUSR1"]
     starts = [json.loads(line) for line in (out / "starts.jsonl").read_text().splitlines()]
     assert [(line["event"], line.get("code")) for line in starts] == [("start", None), ("end", 75)]

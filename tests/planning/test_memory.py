@@ -20,20 +20,20 @@ def job_of(run_toml, *argv, ranks=1):
 def saved_bytes(spec, sizes, rows: int, length: int) -> int:
     """Bytes that autograd saves between forward and backward, parameters not counted."""
     model = spec.build(sizes)
-    own = {p.untyped_storage().data_ptr() for p in model.parameters()}
-    seen, alive = {}, []
+    parameters = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    sizes_by_address, alive = {}, []
 
-    def see(tensor):
+    def record(tensor):
         storage = tensor.untyped_storage()
         alive.append(tensor)  # so that its address is not reused
-        if storage.data_ptr() not in own:
-            seen[storage.data_ptr()] = storage.nbytes()
+        if storage.data_ptr() not in parameters:
+            sizes_by_address[storage.data_ptr()] = storage.nbytes()
         return tensor
 
     ids = torch.randint(0, sizes.vocab_size, (rows, length))
-    with torch.autograd.graph.saved_tensors_hooks(see, lambda tensor: tensor):
+    with torch.autograd.graph.saved_tensors_hooks(record, lambda tensor: tensor):
         model(ids).sum()
-    return sum(seen.values())
+    return sum(sizes_by_address.values())
 
 
 @pytest.mark.parametrize("qk_norm", ["false", "true"])
@@ -41,17 +41,17 @@ def test_estimated_activations_equal_what_autograd_saves(qk_norm, run_toml):
     job = job_of(run_toml, "--model.qk_norm", qk_norm, "--model.hidden_dim", "96")
     deeper = dataclasses.replace(job.sizes, n_layers=2 * job.sizes.n_layers)
     size = (job.config.training.local_batch_size, job.config.training.seq_len)
-    found = saved_bytes(job.spec, deeper, *size) - saved_bytes(job.spec, job.sizes, *size)
-    assert estimate_memory(job).activations == pytest.approx(found, rel=0.05)
+    measured = saved_bytes(job.spec, deeper, *size) - saved_bytes(job.spec, job.sizes, *size)
+    assert estimate_memory(job).activations == pytest.approx(measured, rel=0.05)
 
 
-@pytest.mark.parametrize("kind", ["float32", "bfloat16", "8bit", "4bit"])
-def test_measured_memory_equals_the_estimate(kind, run_toml):
-    sizes = ["--model.dim", "128", "--model.hidden_dim", "256", "--optimizer.state_dtype", kind]
-    job = job_of(run_toml, *sizes)
+@pytest.mark.parametrize("state_dtype", ["float32", "bfloat16", "8bit", "4bit"])
+def test_measured_memory_equals_the_estimate(state_dtype, run_toml):
+    sizes = ["--model.dim", "128", "--model.hidden_dim", "256"]
+    job = job_of(run_toml, *sizes, "--optimizer.state_dtype", state_dtype)
     cpu = torch.device("cpu")
-    nothing = {"parameters": 0, "gradients": 0, "optimizer state": 0}
-    assert MemoryUsage(cpu).by_kind() == nothing
+    unused = {"parameters": 0, "gradients": 0, "optimizer state": 0}
+    assert MemoryUsage(cpu).by_kind() == unused
     model = job.spec.build(job.sizes)
     section = dataclasses.replace(job.config.optimizer, implementation="for-loop")
     optimizer = build_optimizer(model, section)
@@ -64,50 +64,52 @@ def test_measured_memory_equals_the_estimate(kind, run_toml):
     assert measured["optimizer state"] == pytest.approx(estimate.optimizer_state, rel=0.03)
 
 
-def test_sharding_halves_the_state_and_pipelines_hold_micro_batches_in_flight(run_toml):
+def test_estimates_count_shards_and_pipeline_micro_batches_in_flight(run_toml):
     one, two = estimate_memory(job_of(run_toml)), estimate_memory(job_of(run_toml, ranks=2))
     assert two.parameters == one.parameters / 2
     assert two.optimizer_state == one.optimizer_state / 2
     pipeline = ["--parallelism.pipeline_parallel_degree", "2", "--training.local_batch_size", "8"]
-    early = estimate_memory(job_of(run_toml, *pipeline, ranks=2))
-    gpipe = ["--parallelism.pipeline_parallel_schedule", "GPipe"]
-    late = estimate_memory(job_of(run_toml, *pipeline, *gpipe, ranks=2))
-    assert late.activations == 4 * early.activations  # 8 micro-batches in flight, not 2
+    one_f_one_b = estimate_memory(job_of(run_toml, *pipeline, ranks=2))
+    schedule = ["--parallelism.pipeline_parallel_schedule", "GPipe"]
+    gpipe = estimate_memory(job_of(run_toml, *pipeline, *schedule, ranks=2))
+    assert gpipe.activations == 4 * one_f_one_b.activations  # 8 micro-batches in flight, not 2
 
 
-def advice(run_toml, *argv, ranks=1, on_gpu=True) -> dict[str, float]:
+def savings_of(run_toml, *argv, ranks=1, on_gpu=True) -> dict[str, float]:
+    """Estimated savings in bytes by the settings that give them."""
     job = job_of(run_toml, *argv, ranks=ranks)
     return {saving.settings: saving.bytes for saving in memory_savings(job, on_gpu)}
 
 
 def test_the_largest_saving_is_advised_first(run_toml):
-    full, lean = 'activation_checkpoint.mode = "full"', 'optimizer.state_dtype = "8bit"'
-    long = advice(run_toml, "--training.seq_len", "4096", "--model.n_layers", "16")
+    full, eight_bit = 'activation_checkpoint.mode = "full"', 'optimizer.state_dtype = "8bit"'
+    long = savings_of(run_toml, "--training.seq_len", "4096", "--model.n_layers", "16")
     assert list(long.values()) == sorted(long.values(), reverse=True)
-    assert long[full] > long[lean]  # of a small model that reads much
-    wide = advice(run_toml, "--model.vocab_size", "50000")
-    assert full not in wide or wide[lean] > wide[full]  # of a large one that reads little
+    assert long[full] > long[eight_bit]  # small model, long sequences
+    large = savings_of(run_toml, "--model.vocab_size", "50000")
+    assert full not in large or large[eight_bit] > large[full]  # large model, short sequences
     assert "training.local_batch_size = 1, training.global_batch_size = 8" in long
 
 
 def test_advice_is_always_a_valid_configuration(run_toml):
-    plain = advice(run_toml, "--optimizer.name", "SGD")
-    assert not any("optimizer.state_dtype" in way for way in plain)
-    assert not any("offload" in way for way in advice(run_toml, on_gpu=False))
-    many = advice(run_toml, "--parallelism.tensor_parallel_degree", "4", ranks=4)
-    assert not any("tensor_parallel_degree = 8" in way for way in many)  # of 4 heads
-    accumulating = advice(run_toml, "--training.global_batch_size", "8")
-    assert not any("early_step" in way for way in accumulating)
-    assert any("early_step" in way for way in advice(run_toml, "--training.global_batch_size", "2"))
+    def is_advised(part_of_setting: str, *argv, **where) -> bool:
+        return any(part_of_setting in text for text in savings_of(run_toml, *argv, **where))
+
+    assert not is_advised("optimizer.state_dtype", "--optimizer.name", "SGD")
+    assert not is_advised("offload", on_gpu=False)
+    all_heads = ["--parallelism.tensor_parallel_degree", "4"]  # the model has 4 heads
+    assert not is_advised("tensor_parallel_degree = 8", *all_heads, ranks=4)
+    assert not is_advised("early_step", "--training.global_batch_size", "8")  # accumulates
+    assert is_advised("early_step", "--training.global_batch_size", "2")
 
 
 def test_each_saving_equals_the_difference_of_two_estimates(run_toml):
     sizes = ["--model.dim", "128", "--model.hidden_dim", "256"]
-    ways = advice(run_toml, *sizes)
+    savings = savings_of(run_toml, *sizes)
     before = estimate_memory(job_of(run_toml, *sizes))
     after = estimate_memory(job_of(run_toml, *sizes, "--optimizer.state_dtype", "8bit"))
-    assert ways['optimizer.state_dtype = "8bit"'] == before.total - after.total > 0
-    assert ways["optimizer.offload = true"] == before.optimizer_state
+    assert savings['optimizer.state_dtype = "8bit"'] == before.total - after.total > 0
+    assert savings["optimizer.offload = true"] == before.optimizer_state
 
 
 def test_out_of_memory_errors_are_recognised_by_their_message():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from titanlite.job.build import RunServices, open_run, open_services
-from titanlite.job.checks import problems_of
+from titanlite.job.checks import check_config
 from titanlite.job.config import FACTS, MOVED, JobConfig
 from titanlite.job.job import Job, read_job
 
@@ -13,8 +13,8 @@ __all__ = [
     "Job",
     "JobConfig",
     "RunServices",
+    "check_config",
     "open_run",
     "open_services",
-    "problems_of",
     "read_job",
 ]

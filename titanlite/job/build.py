@@ -1,7 +1,7 @@
 """Build the components of a run from a job; each builder can be used alone.
 
-`open_run` calls them in order: where a run resumes from is found before anything expensive is
-built, so that a crash loop is detected as early as possible.
+`open_run` calls them in order. It finds the checkpoint to resume from before it builds anything
+expensive, so that a crash loop is detected as early as possible.
 """
 
 from __future__ import annotations
@@ -74,19 +74,19 @@ from titanlite.training import (
 
 @dataclass(frozen=True)
 class RunServices:
-    """What exists before the components of a run, and outlives them."""
+    """Services that exist before the components of a run are built and after they are closed."""
 
     rank: RankContext
     watchdog: HeartbeatWatchdog
     folder_lock: RunFolderLock
-    counters: Counters  # which the run will advance
-    deadline: float | None  # by time.monotonic(): stop before it; None: no time limit
+    counters: Counters  # of the run; they advance with every step
+    deadline: float | None  # stop before this time.monotonic(); None: no time limit
     advise: Callable[[bool], list[str]]  # (is_cuda) -> lines for an out-of-memory error
 
     def explain_out_of_memory(
         self, model: nn.Module | None = None, optimizer: Optimizer | None = None
     ) -> AbstractContextManager[None]:
-        """Turn an out-of-memory error of the block into a UserError with advice."""
+        """Replace an out-of-memory error of the block by a UserError with advice."""
         device = self.rank.device
         usage = MemoryUsage(device, model, optimizer)
         advise = partial(self.advise, device.type == "cuda")
@@ -97,7 +97,7 @@ class RunServices:
 def open_services(
     job: Job, began: float, advise: Callable[[bool], list[str]]
 ) -> Iterator[RunServices]:
-    """Join the process group, start the watchdog and lock the run's folders, until the end."""
+    """Join the process group, start the watchdog and lock the run's folders for the block."""
     device, comm = choose_device(job.config.job.device), job.config.comm
     counters, limit = Counters(), job.config.job.time_limit_minutes
     deadline = began + 60 * limit if limit else None
@@ -112,14 +112,14 @@ def open_services(
             job.config.checkpoint.timeout_seconds,
         ) as watchdog,
         lock_run_folders(job.folder, job.other_folders, lambda: counters.step) as lock,
-        watchdog.attributing_errors(),  # inside the lock, whose log says which rank was lost
+        watchdog.attributing_errors(),  # inside the lock, which logs the rank that was lost
     ):
         yield RunServices(rank, watchdog, lock, counters, deadline, advise)
 
 
 @contextmanager
 def open_run(job: Job, services: RunServices) -> Iterator[Run]:
-    """All components of a run, at the step that it starts or resumes from."""
+    """Build all components of a run, at the step that it starts or resumes from."""
     with (
         services.explain_out_of_memory(),
         _open_run(job, services) as run,
@@ -138,7 +138,7 @@ def _open_run(job: Job, services: RunServices) -> Iterator[Run]:
     watchdog.set_phase(0, "load")
     found = checkpointer.find()
     watchdog.set_phase(0, "build")
-    # A run that never saves would start from the same step for ever: no crash loop to detect.
+    # A run that never saves always starts from the same step, which does not show a crash loop.
     max_crashes = job.config.job.max_crashes if checkpointer.saves else 0
     lock.record_start(rank.world_size, found.step if found else 0, max_crashes)
 
@@ -190,23 +190,25 @@ def _open_run(job: Job, services: RunServices) -> Iterator[Run]:
 
 
 def build_stop_request(job: Job, services: RunServices) -> StopRequest:
-    """The request to stop; signals set it where the run saves checkpoints."""
+    """The request to stop. Signals set it only if the run saves checkpoints."""
     stop_request, checkpoint = StopRequest(services.deadline), job.config.checkpoint
-    if checkpoint.enable and not checkpoint.load_only:  # else a signal ends the process at once
+    if (
+        checkpoint.enable and not checkpoint.load_only
+    ):  # otherwise a signal ends the process immediately
         release = partial(services.folder_lock.release, EXIT_INTERRUPTED, "Ctrl-C, twice")
         stop_request.install_handlers(release, services.rank.rank)
     return stop_request
 
 
 def build_data(job: Job, rank: RankContext) -> tuple[SampleStream, list[ValidationSet]]:
-    """The training data and the validation sets; a rank's DataError is raised on every rank."""
+    """The training data and the validation sets; a DataError of one rank is raised on all ranks."""
 
     def open_all() -> tuple[SampleStream, list[ValidationSet]]:
         tokenizer, vocab_size = open_job_tokenizer(job.config), job.sizes.vocab_size
-        part = (rank.rank, rank.world_size)
-        stream = open_job_stream(job.config, vocab_size, tokenizer, part)
+        verify_slice = (rank.rank, rank.world_size)
+        stream = open_job_stream(job.config, vocab_size, tokenizer, verify_slice)
         assert stream is not None, "checked: data.sources is not empty"
-        return stream, open_job_validation(job.config, vocab_size, tokenizer, part)
+        return stream, open_job_validation(job.config, vocab_size, tokenizer, verify_slice)
 
     opened, problem = capture_user_error(open_all)
     raise_on_all_ranks(problem)
@@ -215,7 +217,7 @@ def build_data(job: Job, rank: RankContext) -> tuple[SampleStream, list[Validati
 
 
 def build_checkpointer(job: Job, stream: SampleStream, lock: RunFolderLock) -> Checkpointer:
-    """The checkpoints of the run's folder."""
+    """The checkpointer of the run's checkpoint folder."""
     return Checkpointer(
         job.checkpoint_folder,
         job.config.checkpoint,
@@ -273,7 +275,7 @@ def build_run_engine(
 def build_state(
     job: Job, model: ShardedModel, counters: Counters
 ) -> tuple[TrainState, OptimizerInBackward | None]:
-    """The training state at step 0, and the hooks that update in backward, where that is set."""
+    """The training state at step 0; with early_step_in_backward, also the hooks that update."""
     optimizer = build_optimizer(model.model, job.config.optimizer)
     state = TrainState(model.model, optimizer, job.loss_scale, counters)
     if not job.config.optimizer.early_step_in_backward:
@@ -288,7 +290,7 @@ def restore(
     state: TrainState,
     stream: SampleStream,
 ) -> None:
-    """Load a checkpoint into the training state, and set later checkpoints of the run aside."""
+    """Load a checkpoint into the training state, and set aside later checkpoints of the run."""
     progress = checkpointer.load(
         found,
         state.model,
@@ -296,13 +298,13 @@ def restore(
         job.facts_to_check(stream),
         finished_at=job.config.training.steps,
     )
-    if progress:  # None where only the weights of another run were loaded
+    if progress:  # None if only the weights of another run were loaded
         state.restore(progress)
         checkpointer.set_aside_later_steps(state.step)
 
 
 def build_sinks(job: Job, rank: RankContext, first_step: int, saves: bool) -> MetricSinks:
-    """The metric sinks of rank 0, and config.toml; an error is raised on every rank."""
+    """Open rank 0's metric sinks and write config.toml; an error is raised on all ranks."""
 
     def open_all() -> MetricSinks:
         config = job.config
@@ -345,9 +347,9 @@ def report_start(
 
 
 def warn_if_dtype_is_slow(job: Job, meter: ThroughputMeter, rank: RankContext) -> None:
-    """Log a warning where this CPU computes faster in float32 than in the compute dtype.
+    """Log a warning if this CPU computes faster in float32 than in the compute dtype.
 
-    To be called on all ranks together, which share the CPU while they measure.
+    Call it on all ranks at the same time, because they use the same CPU while training, too.
     """
     dtype = job.config.training.mixed_precision_param
     if dtype == "float32" or meter.peak_flops is None:
@@ -367,7 +369,7 @@ def warn_if_dtype_is_slow(job: Job, meter: ThroughputMeter, rank: RankContext) -
 def build_batches(
     job: Job, stream: SampleStream, state: TrainState, mesh: Mesh
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """This rank's inputs and labels [rows, T] of every step from now on, read ahead."""
+    """Prefetch this rank's inputs and labels [rows, T] for every step from `state.position` on."""
     slices = rank_slices(state.position, job.global_batch, mesh.batch_rank, mesh.batch.size())
     timeout = job.config.data.read_timeout_seconds
     pin = mesh.batch.device_type == "cuda"
@@ -375,14 +377,14 @@ def build_batches(
 
 
 def learning_rate_at(job: Job, step: int) -> float:
-    """Learning rate of the step that follows `step` taken ones."""
+    """Learning rate of the next step after `step` completed steps."""
     return job.config.optimizer.lr * lr_factor(step, job.schedule_steps, job.config.lr_scheduler)
 
 
 def build_periodic_actions(
     job: Job, run: Run, validation_sets: list[ValidationSet], profiler: periodic.Steppable
 ) -> tuple[PeriodicAction, ...]:
-    """What happens after a step, in this order. Add a periodic action here."""
+    """The actions after a step, in this order. Add a periodic action here."""
     config, state, sinks = job.config, run.state, run.sinks
 
     def validate_all(step: int) -> dict[str, float]:
@@ -400,7 +402,7 @@ def build_periodic_actions(
         return losses
 
     def finish_start() -> None:
-        """The first step compiles and allocates; later ones get shorter timeouts."""
+        """Shorten the timeouts after the first step, which compiles and allocates."""
         if config.compiles:
             logger.info("%s", describe_compilation())
         timeout = config.comm.train_timeout_seconds

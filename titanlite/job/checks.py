@@ -1,4 +1,4 @@
-"""Checks that need more than one section, or the data and the device."""
+"""Checks of a whole configuration, and of the data and the device that it names."""
 
 from __future__ import annotations
 
@@ -32,8 +32,39 @@ from titanlite.parallelize.tensor import check_tensor_parallel, weight_shard_siz
 from titanlite.training import TrainingConfig
 
 
-def problems_of(config: JobConfig, ranks: int) -> Iterator[UserError]:
-    """Problems of the configuration alone, on `ranks` ranks; each section checks itself first."""
+def check_config(config: JobConfig, ranks: int) -> Iterator[UserError]:
+    """Yield the problems of the configuration on `ranks` ranks, without its data and device."""
+    yield from _check_sections(config)
+    sizes = degrees = None
+    try:
+        spec = FAMILIES[config.model.name]
+        sizes = spec.sizes_of(config.model)
+        yield from spec.check_sizes(sizes)
+        if config.checkpoint.last_save_in_hf:
+            yield from _check_export(spec, sizes)
+        plan, problems = plan_job_pipeline(config, spec, sizes)
+        yield from problems
+        if plan is not None and plan.splits_backward:
+            yield from _check_split_backward(config)
+    except ConfigError as error:
+        yield error
+    try:
+        degrees = resolve_degrees(config.parallelism, ranks)
+        yield from _check_batch_size(config.training, degrees)
+        yield from check_attention_config(config.attention, degrees.context, config.data.tokenizer)
+        yield from _check_update_options(config, degrees)
+    except ConfigError as error:
+        yield error
+    if sizes and degrees:
+        yield from _check_sequence_lengths(config, sizes, degrees)
+        yield from _check_float8_sizes(config, sizes, degrees)
+        state_dtype = config.optimizer.state_dtype
+        spec = FAMILIES[config.model.name]
+        yield from _check_quantisation_blocks(spec, sizes, degrees.tensor, state_dtype)
+
+
+def _check_sections(config: JobConfig) -> Iterator[UserError]:
+    """Yield the problems that depend neither on the model nor on the number of ranks."""
     yield from check_activation_checkpoint(
         config.activation_checkpoint, config.compile.compiles("model")
     )
@@ -57,45 +88,26 @@ def problems_of(config: JobConfig, ranks: int) -> Iterator[UserError]:
     yield from check_profiling_config(config.profiling)
     yield from check_optimizer_config(config.optimizer, config.training.dtype)
     yield from check_lr_scheduler_config(config.lr_scheduler, config.training.steps)
-    yield from _precision_problems(config)
-    sizes = degrees = None
-    try:
-        spec = FAMILIES[config.model.name]
-        sizes = spec.sizes_of(config.model)
-        yield from spec.check_sizes(sizes)
-        if config.checkpoint.last_save_in_hf:
-            yield from _export_problems(spec, sizes)
-        plan, problems = plan_job_pipeline(config, spec, sizes)
-        yield from problems
-        if plan is not None and plan.splits_backward:
-            yield from _split_backward_problems(config)
-    except ConfigError as error:
-        yield error
-    try:
-        degrees = resolve_degrees(config.parallelism, ranks)
-        yield from _batch_problems(config.training, degrees)
-        yield from check_attention_config(config.attention, degrees.context, config.data.tokenizer)
-        yield from _stepping_problems(config, degrees)
-    except ConfigError as error:
-        yield error
-    if sizes and degrees:
-        lengths = {"training.seq_len": config.training.seq_len}
-        if config.validation.enable:
-            lengths["validation.seq_len"] = config.validation.seq_len
-        found = {}
-        for key, seq_len in lengths.items():
-            about = [*check_tensor_parallel(degrees, sizes, seq_len, key)]
-            about += check_context_parallel(degrees, config.parallelism, seq_len, key)
-            found.update({str(problem): problem for problem in about})
-        yield from found.values()
-        yield from _float8_problems(config, sizes, degrees)
-        state_dtype = config.optimizer.state_dtype
-        spec = FAMILIES[config.model.name]
-        yield from _quantisation_block_problems(spec, sizes, degrees.tensor, state_dtype)
+    yield from _check_precision(config)
 
 
-def _split_backward_problems(config: JobConfig) -> Iterator[ConfigError]:
-    """Recomputation that a backward in two halves (input and weight gradients) cannot use."""
+def _check_sequence_lengths(
+    config: JobConfig, sizes: ModelSizes, degrees: Degrees
+) -> Iterator[UserError]:
+    """Yield the sequence lengths that the layout cannot shard."""
+    lengths = {"training.seq_len": config.training.seq_len}
+    if config.validation.enable:
+        lengths["validation.seq_len"] = config.validation.seq_len
+    unique = {}  # by message: some problems do not depend on the length
+    for key, seq_len in lengths.items():
+        problems = [*check_tensor_parallel(degrees, sizes, seq_len, key)]
+        problems += check_context_parallel(degrees, config.parallelism, seq_len, key)
+        unique.update({str(problem): problem for problem in problems})
+    yield from unique.values()
+
+
+def _check_split_backward(config: JobConfig) -> Iterator[ConfigError]:
+    """Reject recomputation that fails if input and weight gradients are computed separately."""
     recompute = config.activation_checkpoint
     if recompute.per_operation and not config.compile.compiles("model"):
         option, schedule = "selective_ac_option", config.parallelism.pipeline_parallel_schedule
@@ -108,7 +120,7 @@ def _split_backward_problems(config: JobConfig) -> Iterator[ConfigError]:
         )
 
 
-def _float8_problems(
+def _check_float8_sizes(
     config: JobConfig, sizes: ModelSizes, degrees: Degrees
 ) -> Iterator[ConfigError]:
     training, rows = config.training, config.training.local_batch_size
@@ -118,18 +130,18 @@ def _float8_problems(
     yield from check_float8(config.float8, FAMILIES[config.model.name], sizes, degrees, tokens)
 
 
-def environment_problems(config: JobConfig) -> Iterator[UserError]:
-    """Problems of what the configuration refers to: the device, the compiler, the files."""
+def check_environment(config: JobConfig) -> Iterator[UserError]:
+    """Yield the problems of the device, the compiler and the files that the configuration names."""
     try:
         sizes = FAMILIES[config.model.name].sizes_of(config.model)
-    except ConfigError:  # reported by problems_of
+    except ConfigError:  # reported by check_config
         sizes = None
-    yield from _device_problems(config)
+    yield from _check_device(config)
     yield from check_compiler(config.compile, config.compiles, _device_type(config))
-    yield from _data_problems(config, sizes)
+    yield from _check_data(config, sizes)
 
 
-def _quantisation_block_problems(
+def _check_quantisation_blocks(
     spec: ModelSpec, sizes: ModelSizes, tensor: int, state_dtype: StateDtype
 ) -> Iterator[ConfigError]:
     """Reject tensor-parallel degrees that split a quantisation block of the optimizer state."""
@@ -156,8 +168,8 @@ def _quantisation_block_problems(
             return
 
 
-def _export_problems(spec: ModelSpec, sizes: ModelSizes) -> Iterator[ConfigError]:
-    """A model that cannot be exported is refused before the run, not at its end."""
+def _check_export(spec: ModelSpec, sizes: ModelSizes) -> Iterator[ConfigError]:
+    """Reject a model that could not be exported at the end of the run."""
     try:
         spec.hugging_face.to_config(sizes, 0)
     except CheckpointError as error:
@@ -167,17 +179,18 @@ def _export_problems(spec: ModelSpec, sizes: ModelSizes) -> Iterator[ConfigError
         )
 
 
-def _precision_problems(config: JobConfig) -> Iterator[ConfigError]:
-    compute, keep = "training.mixed_precision_param", "training.dtype"
-    half = config.training.mixed_precision_param == "float16"
-    if half and config.training.dtype != "float32":
+def _check_precision(config: JobConfig) -> Iterator[ConfigError]:
+    """Reject dtypes of computation, parameters and loss scale that do not fit together."""
+    compute, params = "training.mixed_precision_param", "training.dtype"
+    is_float16 = config.training.mixed_precision_param == "float16"
+    if is_float16 and config.training.dtype != "float32":
         yield ConfigError(
-            f'{keep} = "{config.training.dtype}" with {compute} = "float16": float16 compute'
+            f'{params} = "{config.training.dtype}" with {compute} = "float16": float16 compute'
             " requires float32 parameters.",
-            fix=f'Set {keep} = "float32", or {compute} = "bfloat16".',
-            keys=(keep, compute),
+            fix=f'Set {params} = "float32", or {compute} = "bfloat16".',
+            keys=(params, compute),
         )
-    if not half and config.loss_scale != LossScaleConfig():
+    if not is_float16 and config.loss_scale != LossScaleConfig():
         yield ConfigError(
             f'[loss_scale] is set, but {compute} = "{config.training.mixed_precision_param}" does'
             " not scale the loss.",
@@ -186,22 +199,23 @@ def _precision_problems(config: JobConfig) -> Iterator[ConfigError]:
         )
 
 
-def _batch_problems(training: TrainingConfig, degrees: Degrees) -> Iterator[ConfigError]:
-    wanted, local, data = training.global_batch_size, training.local_batch_size, degrees.data
+def _check_batch_size(training: TrainingConfig, degrees: Degrees) -> Iterator[ConfigError]:
+    """Reject a global batch that the data-parallel ranks cannot divide into local batches."""
+    size, local, data = training.global_batch_size, training.local_batch_size, degrees.data
     unit = local * data
-    if wanted != -1 and wanted % unit:
-        near = " or ".join(str(n) for n in (wanted - wanted % unit, wanted + -wanted % unit) if n)
+    if size != -1 and size % unit:
+        nearest = " or ".join(str(n) for n in (size - size % unit, size + -size % unit) if n)
         yield ConfigError(
-            f"training.global_batch_size = {wanted}: is not a multiple of local_batch_size {local}"
+            f"training.global_batch_size = {size}: is not a multiple of local_batch_size {local}"
             f" x {data} data-parallel ranks = {unit}.",
-            fix=f"Use {near}, or another local_batch_size.",
+            fix=f"Use {nearest}, or another local_batch_size.",
             keys=("training.global_batch_size", "training.local_batch_size"),
         )
 
 
-def _stepping_problems(config: JobConfig, degrees: Degrees) -> Iterator[ConfigError]:
-    """Combinations of options that decide when and where parameters are updated."""
-    training, early = config.training, "optimizer.early_step_in_backward"
+def _check_update_options(config: JobConfig, degrees: Degrees) -> Iterator[ConfigError]:
+    """Reject combinations of the options for when and where parameters are updated."""
+    training, in_backward = config.training, "optimizer.early_step_in_backward"
     if config.optimizer.offload and training.enable_cpu_offload:
         yield ConfigError(
             "optimizer.offload = true: training.enable_cpu_offload = true already stores the"
@@ -213,46 +227,47 @@ def _stepping_problems(config: JobConfig, degrees: Degrees) -> Iterator[ConfigEr
         return
     if training.max_norm:
         yield ConfigError(
-            f"{early} = true: training.max_norm = {training.max_norm:g} clips by the norm of the"
-            " whole gradient, which is known only after backward.",
+            f"{in_backward} = true: training.max_norm = {training.max_norm:g} clips by the norm of"
+            " the whole gradient, which is known only after backward.",
             fix="Set training.max_norm = 0.",
-            keys=(early, "training.max_norm"),
+            keys=(in_backward, "training.max_norm"),
         )
     if degrees.pipeline > 1:
         yield ConfigError(
-            f"{early} = true: pipeline_parallel_degree = {degrees.pipeline}: pipeline stages"
+            f"{in_backward} = true: pipeline_parallel_degree = {degrees.pipeline}: pipeline stages"
             " reuse each weight for later micro-batches.",
             fix="Disable one of the two.",
-            keys=(early, "parallelism.pipeline_parallel_degree"),
+            keys=(in_backward, "parallelism.pipeline_parallel_degree"),
         )
     if training.mixed_precision_param == "float16":
         yield ConfigError(
-            f'{early} = true: training.mixed_precision_param = "float16" skips steps whose gradient'
-            " overflows, which is known only after backward.",
+            f'{in_backward} = true: training.mixed_precision_param = "float16" skips steps whose'
+            " gradient overflows, which is known only after backward.",
             fix='Use mixed_precision_param = "bfloat16".',
-            keys=(early, "training.mixed_precision_param"),
+            keys=(in_backward, "training.mixed_precision_param"),
         )
     if training.enable_cpu_offload:
         yield ConfigError(
-            f"{early} = true: training.enable_cpu_offload = true stores gradients in host memory,"
-            " so it would save no device memory.",
+            f"{in_backward} = true: training.enable_cpu_offload = true stores gradients in host"
+            " memory, so it would save no device memory.",
             fix="Disable one of the two.",
-            keys=(early, "training.enable_cpu_offload"),
+            keys=(in_backward, "training.enable_cpu_offload"),
         )
     rank_batch = resolve_global_batch(config, degrees) // degrees.data
     microbatches = rank_batch // training.local_batch_size
     if microbatches > 1 and config.parallelism.fsdp_gradient_reduction == "every_microbatch":
         yield ConfigError(
-            f"{early} = true: gradients accumulate over {microbatches} micro-batches, but this"
-            " would update the parameters after each of them.",
+            f"{in_backward} = true: gradients accumulate over {microbatches} micro-batches, but"
+            " this would update the parameters after each of them.",
             fix='Set parallelism.fsdp_gradient_reduction = "last_microbatch", or use a larger'
             " local_batch_size.",
-            keys=(early, "parallelism.fsdp_gradient_reduction"),
+            keys=(in_backward, "parallelism.fsdp_gradient_reduction"),
         )
 
 
-def _device_problems(config: JobConfig) -> Iterator[UserError]:
-    if config.job.check_ranks is None:  # else it is checked for another machine
+def _check_device(config: JobConfig) -> Iterator[UserError]:
+    """Reject a device that is missing, and options that it does not support."""
+    if config.job.check_ranks is None:  # otherwise the job is for another machine
         try:
             device = choose_device(config.job.device)
             yield from check_float8_device(config.float8, device)
@@ -260,11 +275,11 @@ def _device_problems(config: JobConfig) -> Iterator[UserError]:
             yield error
             return
         if device.type == "cpu":
-            yield from _host_problems(config)
+            yield from _check_cpu_options(config)
 
 
-def _host_problems(config: JobConfig) -> Iterator[ConfigError]:
-    """Options that only GPUs have."""
+def _check_cpu_options(config: JobConfig) -> Iterator[ConfigError]:
+    """Reject options that need a GPU."""
     if config.parallelism.enable_async_tensor_parallel:
         yield ConfigError(
             "parallelism.enable_async_tensor_parallel = true: requires GPUs with peer-to-peer"
@@ -296,11 +311,13 @@ def _host_problems(config: JobConfig) -> Iterator[ConfigError]:
 
 
 def _device_type(config: JobConfig) -> str:
+    """ "cuda" or "cpu"; does not fail where the device is missing."""
     cuda = config.job.device != "cpu" and torch.cuda.is_available()
     return "cuda" if cuda else "cpu"
 
 
-def _data_problems(config: JobConfig, sizes: ModelSizes | None) -> Iterator[UserError]:
+def _check_data(config: JobConfig, sizes: ModelSizes | None) -> Iterator[UserError]:
+    """Open the tokenizer and every corpus, and yield the problems."""
     if not config.data.sources:
         yield ConfigError(
             "data.sources: is empty: there is nothing to train on.",
@@ -327,7 +344,7 @@ def _data_problems(config: JobConfig, sizes: ModelSizes | None) -> Iterator[User
             keys=("model.vocab_size", "data.tokenizer"),
         )
         vocab_size = tokenizer.vocab_size  # so that the corpora do not report it again
-    bos: dict[str, bool] = {}
+    bos: dict[str, bool] = {}  # whether documents begin with BOS, by the name of the corpus
     for key, opener in (
         ("data.sources", open_job_stream),
         ("data.validation", open_job_validation),
@@ -338,17 +355,18 @@ def _data_problems(config: JobConfig, sizes: ModelSizes | None) -> Iterator[User
             yield from _with_key(key, error)
         else:
             corpora = opened if isinstance(opened, list) else [opened] if opened else []
-            bos |= {f"{key} {getattr(c, 'name', '')}".strip(): c.bos for c in corpora}
+            for corpus in corpora:
+                bos[f"{key} {getattr(corpus, 'name', '')}".strip()] = corpus.bos
             if tokenizer and config.attention.mask == "document":
-                yield from _document_end_problems(key, corpora, tokenizer)
+                yield from _check_document_ends(key, corpora, tokenizer)
     try:
         check_bos(bos)
     except UserError as error:
         yield ConfigError(error.message, fix=error.fix, keys=("data.sources", "data.validation"))
 
 
-def _document_end_problems(key: str, corpora, tokenizer: Tokenizer) -> Iterator[ConfigError]:
-    """Corpora whose last document does not end with the tokenizer's end-of-document id."""
+def _check_document_ends(key: str, corpora, tokenizer: Tokenizer) -> Iterator[ConfigError]:
+    """Reject corpora whose last document does not end with the tokenizer's end-of-document id."""
     for corpus in corpora:
         for name in corpus.without_end(tokenizer.eos_id):
             yield ConfigError(
@@ -363,7 +381,7 @@ def _document_end_problems(key: str, corpora, tokenizer: Tokenizer) -> Iterator[
 def plan_job_pipeline(
     config: JobConfig, spec: ModelSpec, sizes: ModelSizes
 ) -> tuple[PipelinePlan | None, list]:
-    """The pipeline stages and their ranks, or None and the problems."""
+    """The pipeline stages and their ranks, with their problems; a plan of None has problems."""
     training = config.training
     return plan_pipeline(
         config.parallelism, spec, sizes, training.seq_len, training.local_batch_size
@@ -371,7 +389,7 @@ def plan_job_pipeline(
 
 
 def resolve_global_batch(config: JobConfig, degrees: Degrees) -> int:
-    """Samples of a step, over all ranks."""
+    """Samples of one optimizer step, over all ranks."""
     training = config.training
     if training.global_batch_size == -1:
         return training.local_batch_size * degrees.data
@@ -379,5 +397,6 @@ def resolve_global_batch(config: JobConfig, degrees: Degrees) -> int:
 
 
 def _with_key(key: str, error: UserError) -> Iterator[ConfigError]:
-    for one in error.problems if isinstance(error, UserErrors) else [error]:
-        yield ConfigError(f"{key}: {one.message}", fix=one.fix, keys=(key,))
+    """The problems of an error, each preceded by the key that it belongs to."""
+    for problem in error.problems if isinstance(error, UserErrors) else [error]:
+        yield ConfigError(f"{key}: {problem.message}", fix=problem.fix, keys=(key,))

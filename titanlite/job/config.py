@@ -1,4 +1,4 @@
-"""The composed configuration, and replacements for keys of torchtitan that moved."""
+"""The composed configuration, and the replacements of torchtitan keys that moved."""
 
 from __future__ import annotations
 
@@ -67,8 +67,8 @@ class JobConfig:
     @property
     def compiles(self) -> bool:
         """Whether torch.compile is used: by the model, the loss, or a low-memory optimizer."""
-        low_memory = self.optimizer.low_memory and self.optimizer.implementation == "fused"
-        return self.compile.enable or low_memory
+        compiles_optimizer = self.optimizer.low_memory and self.optimizer.implementation == "fused"
+        return self.compile.enable or compiles_optimizer
 
     @property
     def float8(self) -> Float8Config:
@@ -79,7 +79,7 @@ _IN_DATA = "is now in [data]: tokenizer, sources = [{ name, path, weight }], val
 _PREFETCHED = "is gone: data is prefetched always, and its state is one integer."
 _CUSTOM = "is gone: a job runs the code of this repository only."
 
-MOVED = {  # keys of torchtitan up to v0.2.2 that have another name here, or do not exist
+MOVED = {  # keys of torchtitan up to v0.2.2 that have another name here or do not exist
     "model.tokenizer_path": _IN_DATA,
     "model.hf_assets_path": _IN_DATA,
     "training.dataset": _IN_DATA,

@@ -1,4 +1,4 @@
-"""Open what a job reads: the tokenizer, the training data, the validation sets."""
+"""Open the inputs of a job: the tokenizer, the training data and the validation sets."""
 
 from __future__ import annotations
 
@@ -14,18 +14,21 @@ from titanlite.errors import UserError
 from titanlite.job.config import JobConfig
 from titanlite.settings import raise_together
 
-Part = tuple[int, int]  # (n, of): of a full verification, which the ranks divide among them
+VerifySlice = tuple[int, int]  # (rank, ranks): the ranks divide a full verification among them
 
 
 def open_job_tokenizer(config: JobConfig) -> Tokenizer | None:
-    """The tokenizer of [data]; None where the shards come without one."""
+    """The tokenizer of [data]; None if data.tokenizer is not set."""
     return open_tokenizer(config.data.tokenizer) if config.data.tokenizer else None
 
 
 def open_job_stream(
-    config: JobConfig, vocab_size: int, tokenizer: Tokenizer | None, part: Part | None = None
+    config: JobConfig,
+    vocab_size: int,
+    tokenizer: Tokenizer | None,
+    verify_slice: VerifySlice | None = None,
 ) -> SampleStream | None:
-    """The training data; None where data.sources is empty. Raises DataError."""
+    """The training data; None if data.sources is empty. Raises DataError."""
     if not config.data.sources:
         return None
     return open_sample_stream(
@@ -34,14 +37,17 @@ def open_job_stream(
         seed=config.debug.seed,
         vocab_size=vocab_size,
         tokenizer=tokenizer,
-        checks=config.data.checks(part),
+        checks=config.data.checks(verify_slice),
     )
 
 
 def open_job_validation(
-    config: JobConfig, vocab_size: int, tokenizer: Tokenizer | None, part: Part | None = None
+    config: JobConfig,
+    vocab_size: int,
+    tokenizer: Tokenizer | None,
+    verify_slice: VerifySlice | None = None,
 ) -> list[ValidationSet]:
-    """The validation sets; empty where validation is off. Raises all their errors together."""
+    """The validation sets; empty if validation is off. Raises all their errors together."""
     opened: list[ValidationSet] = []
     problems: list[UserError] = []
     for source in config.data.validation if config.validation.enable else ():
@@ -49,7 +55,7 @@ def open_job_validation(
             validation_set = open_validation(
                 source,
                 tokenizer=tokenizer,
-                checks=config.data.checks(part),
+                checks=config.data.checks(verify_slice),
                 seq_len=config.validation.seq_len,
                 vocab_size=vocab_size,
                 timeout_seconds=config.data.read_timeout_seconds,

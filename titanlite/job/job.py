@@ -1,4 +1,4 @@
-"""A checked job: its configuration, and what follows from it."""
+"""A checked job: its configuration, and the values derived from it."""
 
 from __future__ import annotations
 
@@ -13,12 +13,8 @@ import torch
 from titanlite.checkpoint import checkpoint_folder
 from titanlite.data import SampleStream
 from titanlite.distributed.mesh import Degrees, resolve_degrees
-from titanlite.job.checks import (
-    environment_problems,
-    plan_job_pipeline,
-    problems_of,
-    resolve_global_batch,
-)
+from titanlite.job import checks
+from titanlite.job.checks import plan_job_pipeline, resolve_global_batch
 from titanlite.job.config import MOVED, JobConfig
 from titanlite.kernels.backend import AttentionShape
 from titanlite.log import logger
@@ -49,13 +45,13 @@ class Job:
         return Path(self.config.job.dump_folder)
 
     @property
-    def rows(self) -> int:
-        """Samples of one optimizer step that one rank reads."""
+    def rank_batch(self) -> int:
+        """Samples of one optimizer step on one data-parallel rank."""
         return self.global_batch // self.degrees.data
 
     @property
     def transforms(self) -> ModelTransforms:
-        """What is applied to the model besides parallelism."""
+        """The transformations of the model other than parallelism."""
         config, training = self.config, self.config.training
         return ModelTransforms(
             activation_checkpoint=config.activation_checkpoint,
@@ -71,7 +67,7 @@ class Job:
 
     @property
     def attention_shape(self) -> AttentionShape:
-        """The attention that one rank computes in one call, before context parallel shards it."""
+        """Size of one attention call on a rank, before context parallel shards the sequence."""
         sizes, tensor = self.sizes, self.degrees.tensor
         return AttentionShape(
             batch=self.pipeline.microbatch_size,
@@ -90,7 +86,7 @@ class Job:
 
     @property
     def flops_per_token(self) -> float:
-        """Forward and backward FLOPs per token, recomputation not counted."""
+        """Forward and backward FLOPs per token, without recomputation."""
         return self.spec.flops_per_token(self.sizes, self.config.training.seq_len)
 
     @property
@@ -100,25 +96,25 @@ class Job:
 
     @property
     def warning(self) -> str:
-        """What of the configuration cannot be followed exactly, or ""."""
+        """A warning about settings that can only be followed approximately, or ""."""
         return schedule_warning(self.config.lr_scheduler, self.config.training.steps)
 
     def facts(self, stream: SampleStream) -> dict[str, Any]:
-        """Properties that a checkpoint records of its job, beyond its tensors."""
+        """Properties of the job that its checkpoints record."""
         return {
             "model": dataclasses.asdict(self.sizes),
             "optimizer.name": self.config.optimizer.name,
             "optimizer.state_dtype": self.config.optimizer.state_dtype,
             "training.dtype": self.config.training.dtype,
             "training.global_batch_size": self.global_batch,
-            "attention.mask": self.config.attention.mask,  # decides what positions count
-            **stream.facts,  # decide which samples a position means
+            "attention.mask": self.config.attention.mask,  # decides the meaning of a position
+            **stream.facts,  # decide which samples a position stands for
         }
 
     def facts_to_check(self, stream: SampleStream) -> dict[str, Any]:
         """Properties that must equal those of a checkpoint for this run to resume from it."""
         facts = self.facts(stream)
-        if self.config.training.global_batch_size != -1:  # set explicitly, so changed on purpose
+        if self.config.training.global_batch_size != -1:  # set explicitly, so a change is intended
             del facts["training.global_batch_size"]
         return facts
 
@@ -131,7 +127,7 @@ class Job:
     def other_folders(self) -> dict[str, StorageFolder]:
         """Folders outside job.dump_folder that this run writes to, by their keys.
 
-        The checkpoint folder is always among them: an absolute path may lead to another job's.
+        The checkpoint folder is always included: checkpoint.folder may be that of another job.
         """
         config = self.config
         is_written = {
@@ -168,7 +164,7 @@ class Job:
             "stages": str(self.pipeline) if self.degrees.pipeline > 1 else "",
             "batch": f"{self.global_batch} sequences x {training.seq_len} tokens = {tokens:,}"
             f" tokens/step: micro-batch {training.local_batch_size} x"
-            f" {_pluralize(self.rows // training.local_batch_size, 'accumulation step')} x"
+            f" {_pluralize(self.rank_batch // training.local_batch_size, 'accumulation step')} x"
             f" {_pluralize(self.degrees.data, 'data-parallel rank')}",
             "precision": f"compute {compute},"
             f" reduce {SHORT_DTYPES[training.mixed_precision_reduce]},"
@@ -182,7 +178,7 @@ class Job:
         return "\n".join([config.job.description, *shown])
 
     def log_start(self, rank: int) -> None:
-        """Print and log what [job] asks for before anything is built."""
+        """Print and log the configuration, warnings and the result of a check, as set in [job]."""
         if self.config.job.print_config and rank == 0:
             print(self.as_toml())
         if self.warning:
@@ -191,7 +187,7 @@ class Job:
             logger.info("every check passed for %s", self.degrees)
 
     def as_toml(self) -> str:
-        """The effective configuration, which can be loaded again."""
+        """The effective configuration as a TOML that `read_job` accepts."""
         section = dataclasses.replace(
             self.config.job, config_file=None, print_config=False, check=False, check_ranks=None
         )
@@ -199,17 +195,17 @@ class Job:
 
 
 def read_job(argv: Sequence[str], world_size: int, *, check_environment: bool = True) -> Job:
-    """The job that `argv` describes, on `world_size` ranks; raises all its problems together.
+    """Read the job of a command line and check it for `world_size` ranks; raises all problems.
 
-    Without `check_environment`, the data and the device need not exist; the job cannot run then.
+    Without `check_environment`, the data and the device need not exist; such a job cannot be run.
     """
     config, refused = load_config(JobConfig, argv, MOVED)
     refused_keys = {key for problem in refused for key in problem.keys}
     world_size = config.job.check_ranks or world_size
-    problems = list(problems_of(config, world_size))
+    problems = list(checks.check_config(config, world_size))
     if check_environment:
-        problems += environment_problems(config)
-    # A key that was refused has its default now: problems with that value are not the user's.
+        problems += checks.check_environment(config)
+    # A refused key has its default value now, so further problems of that key mean nothing.
     raise_together([*refused, *(p for p in problems if not refused_keys.intersection(p.keys))])
     spec = FAMILIES[config.model.name]
     sizes, degrees = spec.sizes_of(config.model), resolve_degrees(config.parallelism, world_size)

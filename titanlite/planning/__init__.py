@@ -1,4 +1,4 @@
-"""What a job will need, computed before it runs."""
+"""Estimates of the memory that a job needs, and settings that lower it."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from titanlite.distributed.mesh import resolve_degrees
-from titanlite.job import Job, JobConfig, problems_of
+from titanlite.job import Job, JobConfig, check_config
 from titanlite.optim import moment_bytes
 from titanlite.parallelize import DTYPES
 from titanlite.runtime.out_of_memory import GIB
@@ -20,14 +20,14 @@ MAX_ADVICE = 6  # settings shown, the largest saving first
 
 @dataclass(frozen=True)
 class MemoryEstimate:
-    """Estimated bytes on a rank's device at the peak, computed from sizes."""
+    """Estimated bytes on a rank's device at the peak of a step."""
 
     parameters: float  # this rank's shards
     gradients: float
     optimizer_state: float
     gathered: float  # unsharded parameters and gradients of the modules that FSDP has gathered
     activations: float
-    logits: float  # with what the loss allocates
+    logits: float  # and the other tensors of the loss
 
     @property
     def total(self) -> float:
@@ -35,14 +35,14 @@ class MemoryEstimate:
 
 
 def estimate_memory(job: Job) -> MemoryEstimate:
-    """The peak of the rank that needs most memory, in bytes."""
+    """The estimate for the rank that needs most memory."""
     config, degrees, sizes = job.config, job.degrees, job.sizes
     training, transforms = config.training, job.transforms
     stage_parameters = job.spec.count_parameters(sizes) / degrees.tensor / degrees.pipeline
     blocks = sizes.n_layers / degrees.pipeline
     block = job.spec.count_block_parameters(sizes) / degrees.tensor
     param_bytes = transforms.param_dtype.itemsize
-    ends = (stage_parameters - block * blocks) / 2  # the embedding or the output layer
+    ends = (stage_parameters - block * blocks) / 2  # parameters of the embedding or output layer
 
     shard = stage_parameters / (degrees.shard * degrees.context)
     parameters, gradients = shard * param_bytes, shard * param_bytes
@@ -58,7 +58,7 @@ def estimate_memory(job: Job) -> MemoryEstimate:
     )
     unsharded = stage_parameters if _stays_gathered(job) else 2 * block + ends
     gathered = unsharded * compute_bytes + max(block, ends) * reduce_bytes
-    accumulates = job.rows > training.local_batch_size
+    accumulates = job.rank_batch > training.local_batch_size
     reduction = config.parallelism.fsdp_gradient_reduction
     if accumulates and reduction == "last_microbatch":
         gathered += stage_parameters * reduce_bytes  # gradients accumulate unsharded
@@ -96,20 +96,22 @@ def _microbatches_in_flight(job: Job) -> tuple[int, int]:
 
 
 def _activation_bytes(job: Job, blocks: float) -> float:
+    """Bytes of the activations of `blocks` blocks, for all micro-batches in flight."""
     in_flight, _ = _microbatches_in_flight(job)
     tokens = in_flight * _microbatch_tokens(job) / job.degrees.tensor
-    return tokens * _saved_per_token(job, blocks) * job.transforms.compute_dtype.itemsize
+    return tokens * _saved_elements_per_token(job, blocks) * job.transforms.compute_dtype.itemsize
 
 
 def _logits_bytes(job: Job) -> float:
-    """Logits and loss, with the gradients of the output layer's weight and input."""
+    """Bytes of the logits, the loss, and the gradients of the output layer's weight and input."""
     config, compute = job.config, job.transforms.compute_dtype
-    vocabulary = float(job.sizes.vocab_size)
+    vocabulary = float(job.sizes.vocab_size)  # of the logits on this rank
     if not config.parallelism.disable_loss_parallel:
         vocabulary /= job.degrees.tensor
     tokens = _microbatch_tokens(job)
     chunk = min(tokens, config.loss.chunk_tokens or tokens)
-    # The logits in fp32 and in the compute dtype; per micro-batch, the gradient of the weight.
+    # The logits in fp32 and in the compute dtype; for each micro-batch in flight, the gradient of
+    # the output layer's weight.
     bytes_per_id = chunk * (4 + (compute.itemsize if compute.itemsize < 4 else 0))
     in_fp32 = chunk < tokens or compute == torch.float16
     _, in_flight = _microbatches_in_flight(job)
@@ -128,8 +130,8 @@ def _optimizer_bytes(config: JobConfig) -> float:
     return moment_bytes((1, 1024), optimizer.state_dtype) / 1024
 
 
-def _saved_per_token(job: Job, blocks: float) -> float:
-    """Activation elements per token that `blocks` blocks hold when backward begins."""
+def _saved_elements_per_token(job: Job, blocks: float) -> float:
+    """Activation elements per token that are alive for `blocks` blocks when backward begins."""
     recompute = job.config.activation_checkpoint
     block, dim = job.spec.activations_per_block(job.sizes), job.sizes.dim
     if recompute.offload:  # only two blocks' activations are on the device
@@ -139,10 +141,12 @@ def _saved_per_token(job: Job, blocks: float) -> float:
     if recompute.mode == "memory_budget":
         return blocks * block * recompute.memory_budget
     if recompute.per_operation:
-        return blocks * block * 0.4  # measured: 34 of 87 MB
+        return blocks * block * 0.4  # measured: 34 MB instead of 87 MB
     every = 1 if recompute.mode == "full" else int(recompute.selective_ac_option)
     recomputed = blocks / every
-    return recomputed * dim + (blocks - recomputed) * block + block  # one is being recomputed
+    return (
+        recomputed * dim + (blocks - recomputed) * block + block
+    )  # of one that is being recomputed
 
 
 # --- advice --------------------------------------------------------------------------------------
@@ -154,14 +158,14 @@ class MemorySaving:
 
     settings: str  # as written in the TOML
     bytes: float  # estimated saving on this rank
-    cost: str  # the price: time, precision, machines
+    cost: str  # in time, precision or machines
 
     def __str__(self) -> str:
         return f"{self.bytes / GIB:9.3g} GiB  {self.settings}  ({self.cost})"
 
 
 def memory_savings(job: Job, on_gpu: bool) -> list[MemorySaving]:
-    """Valid changes of settings, each alone, with their estimated savings; the largest first."""
+    """Valid changes of settings, each alone, with their estimated savings; largest first."""
     before, savings = estimate_memory(job).total, []
     for settings, cost, ranks_factor in _candidate_changes(job, on_gpu):
         changed = _apply_change(job, settings, ranks_factor)
@@ -174,7 +178,7 @@ def memory_savings(job: Job, on_gpu: bool) -> list[MemorySaving]:
 
 
 class _Change(NamedTuple):
-    """A candidate: other settings, on `ranks_factor` times as many ranks."""
+    """A candidate: changed settings, on `ranks_factor` times as many ranks."""
 
     settings: dict[str, Any]
     cost: str
@@ -239,13 +243,13 @@ def _offloads() -> Iterator[_Change]:
 
 
 def _apply_change(job: Job, settings: dict[str, Any], ranks_factor: int) -> Job | None:
-    """The job with other settings and `ranks_factor` times the ranks; None where it is invalid."""
+    """The job with changed settings and `ranks_factor` times the ranks; None if it is invalid."""
     config, ranks = job.config, job.degrees.ranks * ranks_factor
     for key, value in settings.items():
         name, field = key.split(".")
         section = dataclasses.replace(getattr(config, name), **{field: value})
         config = dataclasses.replace(config, **{name: section})
-    if any(True for _ in problems_of(config, ranks)):
+    if any(True for _ in check_config(config, ranks)):
         return None
     return dataclasses.replace(
         job, config=config, degrees=resolve_degrees(config.parallelism, ranks)

@@ -29,14 +29,14 @@ class RunFolderLock:
 
     @property
     def lost(self) -> str:
-        """How a folder was lost to another job, or ""; known to rank 0 only."""
+        """How a folder was lost to another job, or ""; always "" on ranks other than 0."""
         return next((lease.lost for lease in self.leases if lease.lost), "")
 
     def check(self) -> int:
-        """Read the leases again, on rank 0; returns the fencing number of the last one.
+        """Read the lease files again, on rank 0; returns the fencing number of the last lease.
 
-        Raises CheckpointError where another job holds a folder by now. Call it immediately before
-        a write that must not reach a folder of another job.
+        Raises CheckpointError if another job has taken a folder. Call it immediately before a write
+        that must not reach a folder of another job.
         """
         for lease in self.leases:
             lease.check()
@@ -45,7 +45,7 @@ class RunFolderLock:
     def record_start(self, world_size: int, from_step: int, max_crashes: int) -> None:
         """Record a start from `from_step`; raises CheckpointError on every rank in a crash loop.
 
-        Call it as soon as `from_step` is known: whatever follows may be what crashes.
+        Call it as soon as `from_step` is known, because anything after it may crash.
         """
 
         def write() -> None:
@@ -58,18 +58,18 @@ class RunFolderLock:
         run_on_rank_0(write)
 
     def stopped_in_this_launch(self) -> bool:
-        """Whether torchrun restarts a run that was asked to stop, and did."""
+        """Whether this is a restart by torchrun of a run that stopped on request."""
         return run_on_rank_0(lambda: StartLog(self.folder).stopped_in_this_launch())
 
     def release(self, code: int, reason: str = "") -> None:
-        """Record how the run ended, and give the leases back; a second call does nothing."""
-        if self._start_log and self._holds_all():  # else the entry would end another job's start
+        """Record how the run ended and release the leases; a second call does nothing."""
+        if self._start_log and self._holds_all_leases():  # else it is another job's log by now
             self._start_log.record_end(code, self._current_step(), reason)
         for lease in self.leases:
             lease.close()
         self.leases, self._start_log = [], None
 
-    def _holds_all(self) -> bool:
+    def _holds_all_leases(self) -> bool:
         try:
             self.check()
         except CheckpointError:
@@ -81,11 +81,11 @@ class RunFolderLock:
 def lock_run_folders(
     folder: Path, others: Mapping[str, StorageFolder], current_step: Callable[[], int]
 ) -> Iterator[RunFolderLock]:
-    """Lock a run's `folder` and the `others` it writes to, by the keys that name them.
+    """Lock a run's `folder` and the `others` that it writes to, named by their configuration keys.
 
     `current_step` returns the steps taken so far, for the start log. Raises ConfigError on every
-    rank where another job holds one of the folders. An error that leaves the block is recorded; a
-    block that ends otherwise than with EXIT_DONE calls `release(code)` itself.
+    rank if another job has locked one of the folders. An exception in the block is recorded. A
+    block that ends without one, but not with EXIT_DONE, must call `release(code)` itself.
     """
     folders: dict[str, Path | StorageFolder] = {"job.dump_folder": folder, **others}
     leases: list[Lease | RemoteLease] = []
@@ -101,13 +101,13 @@ def lock_run_folders(
 
 
 def _acquire_all(folders: Mapping[str, Path | StorageFolder]) -> list[Lease | RemoteLease]:
-    """A lease on every folder, or on none.
+    """Acquire a lease on every folder, or on none.
 
-    In parallel, because each may have to watch the heartbeat of a stale lease for a while.
+    In parallel, because each may have to observe the heartbeat of an old lease for a while.
     """
     key_by_folder: dict[Path | str, str] = {}
     for key, folder in folders.items():
-        key_by_folder.setdefault(_identify(folder), key)  # two keys may name one folder
+        key_by_folder.setdefault(_identify(folder), key)  # two keys may name the same folder
     with ThreadPoolExecutor(len(key_by_folder)) as pool:
         futures = [pool.submit(_acquire, *entry) for entry in key_by_folder.items()]
     errors = [error for future in futures if (error := future.exception())]

@@ -30,7 +30,7 @@ class MemoryUsage:
         self.device, self._model, self._optimizer = device, model, optimizer
 
     def by_kind(self) -> dict[str, int]:
-        """Bytes of this rank's shards on the device; 0 for what is not built yet or offloaded."""
+        """Bytes of this rank's shards on the device; 0 if not built yet, or offloaded."""
         parameters = list(self._model.parameters()) if self._model else []
         states = self._optimizer.state.values() if self._optimizer else []
         moments = [value for state in states for value in state.values()]
@@ -41,11 +41,11 @@ class MemoryUsage:
         }
 
     def peak_bytes(self) -> int:
-        """The most memory that was allocated so far."""
+        """Peak of the allocated memory so far."""
         return peak_memory_bytes(self.device)
 
     def limit_bytes(self) -> int | None:
-        """Memory of the GPU, or the address-space limit of a CPU process; None: no limit."""
+        """Memory of the GPU, or on a CPU the process's address-space limit; None: no limit."""
         if self.device.type == "cuda":
             return torch.cuda.get_device_properties(self.device).total_memory
         limit, _ = resource.getrlimit(resource.RLIMIT_AS)
@@ -60,9 +60,9 @@ class MemoryUsage:
 def explain_out_of_memory(
     usage: MemoryUsage, position: Callable[[], str], advise: Callable[[], list[str]]
 ) -> Iterator[None]:
-    """Raise a UserError with figures and advice in place of an out-of-memory error.
+    """Replace an out-of-memory error by a UserError with the memory in use and advice.
 
-    `position` says what the run is doing ("step 3, forward"); `advise` returns lines of advice.
+    `position` returns the step and phase ("step 3, forward"); `advise` returns lines of advice.
     """
     try:
         yield
@@ -83,15 +83,15 @@ def explain_out_of_memory(
 
 
 def find_memory_request(error: BaseException | None) -> str | None:
-    """What an out-of-memory error asked for; None where the error is about something else.
+    """Describe the failed allocation; None if `error` is not an out-of-memory error.
 
-    The allocator of a GPU raises torch.OutOfMemoryError; that of a CPU, and CUDA's libraries, a
-    RuntimeError that only its message identifies (torch 2.11 to 2.15); Python a MemoryError.
+    The GPU allocator raises torch.OutOfMemoryError. The CPU allocator and CUDA's libraries raise a
+    RuntimeError that only its message identifies (torch 2.11 to 2.15). Python raises MemoryError.
     """
     while error is not None:
         message = str(error)
         if isinstance(error, (MemoryError, torch.OutOfMemoryError)) or any(
-            part in message for part in _MESSAGES
+            text in message for text in _MESSAGES
         ):
             size = re.search(r"tried to allocate ([\d.]+ \w+)", message, re.IGNORECASE)
             return f"cannot allocate {_in_gib(size[1])}" if size else "cannot allocate more"

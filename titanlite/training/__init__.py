@@ -1,4 +1,4 @@
-"""The training loop and what one turn of it consists of."""
+"""The training loop and the parts of one iteration."""
 
 from __future__ import annotations
 

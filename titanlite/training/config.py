@@ -15,8 +15,8 @@ class TrainingConfig:
     local_batch_size: Positive = 8
     # sequences of one forward pass of a rank; under pipeline parallel, of one run of the schedule
     global_batch_size: Annotated[int, Range(1, also=(-1,))] = -1
-    # sequences of one optimizer step, over all ranks; gradients accumulate over as many local
-    # batches as that takes; -1: local_batch_size x data-parallel ranks, so it follows the layout
+    # sequences of one optimizer step, over all ranks, accumulated over local batches if necessary;
+    # -1: local_batch_size x data-parallel ranks, which depends on the layout
     seq_len: Positive = 2048  # tokens of a sequence
     max_norm: Annotated[float, Range(0)] = 1.0  # clip gradients to this 2-norm; 0: do not clip
     steps: Positive = 10_000  # optimizer steps, counted from the start of the run
@@ -28,6 +28,8 @@ class TrainingConfig:
     mixed_precision_param: Literal["bfloat16", "float16", "float32"] = "bfloat16"
     # compute dtype: parameters are cast to it, in every layout; float16 scales the loss
     mixed_precision_reduce: Literal["float32"] = "float32"  # dtype of the gradient reduction
-    gc_freq: Positive = 50  # steps between two garbage collections, on all ranks at the same step
-    gc_debug: Annotated[bool, Supported((False,), "Debugging garbage")] = False
+    gc_freq: Positive = (
+        50  # steps between two garbage collections; all ranks collect at the same step
+    )
+    gc_debug: Annotated[bool, Supported((False,), "Garbage-collection debugging")] = False
     # run the collector every step and report reference cycles that hold tensors

@@ -16,9 +16,9 @@ from titanlite.errors import TrainingDiverged, UserError
 from titanlite.optim import shard_norms
 from titanlite.training.step import StepResult
 
-MESSAGE_BYTES = 1024  # of the report that one rank sends to all
-MAX_NAME_LENGTH = 400  # of a parameter name in it
-STEP, LOSS, GRAD_NORM, SHARDS = 0, 1, 2, 3  # indices of a record; SHARDS: first of the shard norms
+MESSAGE_BYTES = 1024  # size of the finding that one rank sends to all
+MAX_NAME_LENGTH = 400  # of the parameter name in this message
+STEP, LOSS, GRAD_NORM, SHARDS = 0, 1, 2, 3  # indices in a record; SHARDS: the first shard norm
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class NonFinite:
     loss: float
     grad_norm: float
     kind: str = "gradient"  # or "weight"
-    rank: int | None = None  # first rank with such a value; None: only the loss or the norm has one
+    rank: int | None = None  # lowest rank with such a value in a shard; None: none has one
     parameter: str = ""  # first parameter of that rank with such a value
 
     def error(self) -> UserError:
@@ -46,11 +46,11 @@ class NonFinite:
 
 
 class FiniteCheck:
-    """Records on the device the first step whose loss or gradient was inf or NaN.
+    """Records on the device the first step whose loss or gradient is inf or NaN.
 
-    Each step overwrites the record, until one was not finite: that record stays. The host reads a
-    flag that is copied without waiting, so it learns of a bad step one or a few steps later.
-    Before a save, `wait` does wait for the device. Ranks agree through an `AsyncMax`.
+    Each step overwrites the record, unless the record already has an inf or NaN. The host reads a
+    flag that is copied asynchronously, so it detects such a step one or a few steps later. Before a
+    save, `wait` waits for the device. Ranks agree through an `AsyncMax`.
     """
 
     def __init__(self, model: nn.Module, device: torch.device):
@@ -80,32 +80,32 @@ class FiniteCheck:
             self._flag_copied.record()
 
     def poll(self) -> bool:
-        """Whether a value is known to be inf or NaN; does not wait for the device."""
+        """Whether an inf or NaN is known so far; does not wait for the device."""
         if self._flag is not None and self._flag_copied is not None and self._flag_copied.query():
             self._found |= not self._flag
             self._flag_copied = None
         return self._found
 
     def wait(self, step: int, check_weights: bool) -> bool:
-        """Whether a value was inf or NaN in any step so far, or is now in a parameter."""
+        """Whether any step so far had an inf or NaN, or, if checked, a parameter has one now."""
         self._found = not _is_record_finite(self._record)
         if check_weights and not self._found:
             norms = torch.stack(shard_norms(self.parameters)).to(self._record.device)
             self._found = not norms.isfinite().all()
-            if self._found:  # an update can overflow although its gradient is finite
+            if self._found:  # an update can overflow even if its gradient is finite
                 self._kind = "weight"
                 self._record[STEP], self._record[SHARDS:] = step, norms
         return self._found
 
-    def share_finding(self, max_over_ranks: AsyncMax) -> NonFinite:
-        """The finding of the lowest rank that has one, on every rank.
+    def broadcast_finding(self, max_over_ranks: AsyncMax) -> NonFinite:
+        """Return the finding of the lowest rank that has one, on every rank.
 
-        A collective: every rank calls it at the same point, after any of them has found a value.
+        A collective: every rank calls it at the same point, after any rank has found an inf or NaN.
         """
         rank, world_size = dist.get_rank(), dist.get_world_size()
         own = self._own_finding(rank)
         max_over_ranks.start(-rank if own.parameter else -world_size)
-        first = -max_over_ranks.wait()[0] % world_size  # rank 0 where no rank names a parameter
+        first = -max_over_ranks.wait()[0] % world_size  # rank 0 if no rank names a parameter
         message = json.dumps(dataclasses.asdict(own)) if rank == first else ""
         max_over_ranks.start(*message.encode().ljust(MESSAGE_BYTES, b"\0"))
         return NonFinite(**json.loads(bytes(max_over_ranks.wait()).rstrip(b"\0")))

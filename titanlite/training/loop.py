@@ -20,15 +20,15 @@ from titanlite.training.step import StepResult, take_step
 
 
 def train(run: Run) -> int:
-    """Train up to step `training.steps`; return why the run stopped before it, or 0.
+    """Train up to step `training.steps`; return the reason for an earlier stop, or 0.
 
-    Raises CheckpointError when the last checkpoint could not be written, and TrainingDiverged when
-    a loss, gradient or parameter is inf or NaN, before that state is saved.
+    Raises CheckpointError if the last checkpoint could not be written, and TrainingDiverged if a
+    loss, gradient or parameter is inf or NaN, before that state is saved.
     """
     loop = _Loop(run)
     with _manual_garbage_collection():
         while not loop.stop_reason and run.state.step < run.config.steps:
-            loop.take_turn()
+            loop.run_iteration()
     if run.state.step == run.config.steps or not loop.stop_reason:
         return 0
     reason = stop_reason_name(loop.stop_reason)
@@ -37,22 +37,22 @@ def train(run: Run) -> int:
 
 
 class _Loop:
-    """One turn of the loop is one step with the periodic actions that follow it."""
+    """The state of the training loop. One iteration is a step and the periodic actions after it."""
 
     def __init__(self, run: Run):
         self.run, self.first_step = run, run.state.step + 1
-        # What ranks must agree on is exchanged while they compute, so agreeing costs no wait.
+        # Ranks exchange what they must agree on while they compute, so no rank waits for it.
         self.max_over_ranks = AsyncMax()
         self.finite = FiniteCheck(run.state.model, run.device)
-        self.timer = _TurnTimer()
+        self.timer = _IterationTimer()
         self.max_over_ranks.start(run.stop_request.reason(0.0))
         (self.stop_reason,) = self.max_over_ranks.wait()
 
-    def take_turn(self) -> None:
+    def run_iteration(self) -> None:
         run, state = self.run, self.run.state
         run.watchdog.set_phase(state.step + 1, "data")
         lost_folder = run.lost_folder()
-        self._start_agreement(bool(lost_folder))
+        self._start_exchange(bool(lost_folder))
         with run.meter.waiting():
             inputs, labels = next(run.batches)
         lr = run.lr_at(state.step)
@@ -74,11 +74,11 @@ class _Loop:
         with run.meter.paused():
             self._run_actions(self._describe_step(lr, result, bool(is_saving)), bool(diverged))
 
-    def _start_agreement(self, folder_lost: bool) -> None:
-        """Exchange what holds after this turn; the answer arrives while the step is computed."""
+    def _start_exchange(self, folder_lost: bool) -> None:
+        """Start to exchange the stop reason and other flags, while the step is computed."""
         run = self.run
-        needed = self.timer.next_turn() + run.checkpointer.save_seconds
-        reason, saving = run.stop_request.reason(needed), run.checkpointer.writing
+        needed_seconds = self.timer.start_iteration() + run.checkpointer.save_seconds
+        reason, saving = run.stop_request.reason(needed_seconds), run.checkpointer.writing
         self.max_over_ranks.start(reason, saving, folder_lost, self.finite.poll())
 
     def _describe_step(self, lr: float, result: StepResult, is_saving: bool) -> StepInfo:
@@ -102,9 +102,10 @@ class _Loop:
             action.run(info)
 
     def _is_diverged(self, info: StepInfo, due: list[PeriodicAction]) -> bool:
-        """Whether any rank has an inf or NaN, where an action or the end of the run must know now.
+        """Whether any rank has an inf or NaN; waits for the device if an action needs to know now.
 
-        At other steps the run learns of it one or a few steps later, without waiting.
+        Returns False without such an action, unless the run ends: `FiniteCheck.poll` detects the
+        value one or a few steps later, without waiting.
         """
         needs_finite = any(action.needs_finite for action in due)
         if not needs_finite and not info.ends_run:
@@ -116,38 +117,40 @@ class _Loop:
         """Finish the save in flight, which is of an earlier step, and raise TrainingDiverged."""
         run = self.run
         run.watchdog.set_phase(step, "save")
-        finding = self.finite.share_finding(self.max_over_ranks)
+        finding = self.finite.broadcast_finding(self.max_over_ranks)
         report_save(run.checkpointer.wait(), run.checkpointer, run.sinks)
         fields = dataclasses.asdict(finding)
         run.sinks.event(fields.pop("step"), "diverged", **fields)
         raise finding.error()
 
 
-class _TurnTimer:
-    """Durations of turns: a run with a time limit must stop while a save still fits into it."""
+class _IterationTimer:
+    """Estimates the time that the next iterations take, so that a run stops before its deadline."""
 
     def __init__(self) -> None:
-        self._began, self._turns, self._longest = time.monotonic(), 0, 0.0
+        self._started, self._iterations, self._longest = time.monotonic(), 0, 0.0
 
-    def next_turn(self) -> float:
-        """Begin a turn; returns the seconds to reserve for it and the one after it.
+    def start_iteration(self) -> float:
+        """Start an iteration; returns the seconds to reserve for it and the next one.
 
-        A decision to stop is made during a turn and applies after it, so the latest turn and the
-        longest one (it may have validated) are reserved. The first turn compiles: not counted as
-        the longest.
+        A decision to stop takes effect at the end of the iteration in which it is made. So the
+        duration of the latest iteration is reserved, plus that of the longest one, which may
+        include a validation. The first iteration compiles and does not count as the longest.
         """
         now = time.monotonic()
-        latest, self._began = now - self._began, now
-        if self._turns > 1:
+        latest, self._started = now - self._started, now
+        if self._iterations > 1:
             self._longest = max(self._longest, latest)
-        self._turns += 1
+        self._iterations += 1
         return latest + self._longest
 
 
 @contextmanager
 def _manual_garbage_collection() -> Iterator[None]:
-    """Disable automatic garbage collection: ranks that collect at different times stall each
-    other's collectives."""
+    """Disable automatic garbage collection in the block.
+
+    Ranks that collect at different times stall each other's collectives.
+    """
     gc.collect()
     gc.disable()
     try:

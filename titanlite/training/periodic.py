@@ -1,4 +1,4 @@
-"""Periodic actions: what a run does between two steps, each of them every N steps."""
+"""Periodic actions: logging, validation, saving and others that run between two steps."""
 
 from __future__ import annotations
 
@@ -19,8 +19,10 @@ from titanlite.training.step import StepResult
 
 @dataclass(frozen=True)
 class StepInfo:
-    """The step that was just taken, as periodic actions see it. The same on every rank, but for
-    `result`, whose `own_norms` are this rank's."""
+    """The step that was just taken, for periodic actions.
+
+    The same on every rank, except `result.own_norms`, which are this rank's.
+    """
 
     step: int  # counted from 1
     lr: float
@@ -28,20 +30,20 @@ class StepInfo:
     is_first: bool  # of this process
     is_last: bool  # training.steps is reached
     stop_reason: int  # nonzero: the run stops after this step
-    is_saving: bool  # some rank still writes the last checkpoint
+    is_saving: bool  # some rank is still writing the last checkpoint
 
     @property
     def ends_run(self) -> bool:
-        """Whether no step follows."""
+        """Whether this is the last step of this process."""
         return self.is_last or bool(self.stop_reason)
 
 
 @dataclass(frozen=True)
 class PeriodicAction:
-    """Something to do after a step, if it is due.
+    """An action that runs after a step if it is due.
 
     Actions may call collectives, so `is_due` must return the same on every rank. Before an action
-    with `needs_finite` runs, the loop waits for the device, and ends the run if the loss, a
+    with `needs_finite` runs, the loop waits for the device and ends the run if the loss, a
     gradient or a parameter is inf or NaN.
     """
 
@@ -52,7 +54,7 @@ class PeriodicAction:
 
 
 class Steppable(Protocol):
-    """A profiler: counts steps by itself and decides what to do at each."""
+    """A profiler: counts the calls of `step` and decides when to record or write."""
 
     def step(self) -> None: ...
 
@@ -65,7 +67,9 @@ def log_metrics(
     def write(info: StepInfo) -> None:
         line = _step_line(state, info, meter.read())
         measured = (line["loss"], line["grad_norm"])
-        if info.result.skipped or all(map(math.isfinite, measured)):  # else the run is ending
+        if info.result.skipped or all(
+            map(math.isfinite, measured)
+        ):  # otherwise the run ends at this step
             sinks.step(line)
 
     def is_due(info: StepInfo) -> bool:
@@ -75,7 +79,7 @@ def log_metrics(
 
 
 def log_skipped_steps(state: TrainState, sinks: MetricSinks) -> PeriodicAction:
-    """Write an event for each step that float16 skipped."""
+    """Write an event for each step that was skipped because float16 gradients overflowed."""
 
     def write(info: StepInfo) -> None:
         assert state.loss_scale is not None
@@ -88,7 +92,7 @@ def log_skipped_steps(state: TrainState, sinks: MetricSinks) -> PeriodicAction:
 def run_validation(
     validate_all: Callable[[int], dict[str, float]], sinks: MetricSinks, freq: int
 ) -> PeriodicAction:
-    """Validate every `freq` steps and after the last one; not where the run stops before it.
+    """Validate every `freq` steps and after the last step, but not when the run stops early.
 
     `validate_all(step)` returns the loss of each validation set by its name.
     """
@@ -105,7 +109,7 @@ def run_validation(
 
 
 def report_finished_save(checkpointer: Checkpointer, sinks: MetricSinks) -> PeriodicAction:
-    """Log what became of an asynchronous save, as soon as every rank has written its part."""
+    """Log the result of an asynchronous save as soon as every rank has written its part."""
     return PeriodicAction(
         "save",
         lambda info: not info.is_saving,
@@ -116,7 +120,7 @@ def report_finished_save(checkpointer: Checkpointer, sinks: MetricSinks) -> Peri
 def save_checkpoints(
     state: TrainState, checkpointer: Checkpointer, sinks: MetricSinks
 ) -> PeriodicAction:
-    """Save when the checkpointer says so, and before the run ends."""
+    """Save when the checkpointer is due, and before the run ends."""
 
     def save(info: StepInfo) -> None:
         report_save(checkpointer.wait(), checkpointer, sinks)  # at most one save is in flight
@@ -126,7 +130,7 @@ def save_checkpoints(
             state.optimizer,
             progress=state.progress(),
             final=info.is_last,
-            before_commit=sinks.sync,  # after a power cut, metrics must reach the checkpoint's step
+            before_commit=sinks.sync,  # metrics up to this step reach the disk before it
         )
         if info.ends_run or checkpointer.blocking:
             result = checkpointer.wait()
@@ -141,22 +145,24 @@ def save_checkpoints(
 
 
 def collect_garbage(freq: int) -> PeriodicAction:
-    """Collect every `freq` steps: ranks that collect at different times stall each other."""
-    return PeriodicAction("gc", lambda info: info.step % freq == 0, lambda info: _collect_young())
+    """Collect garbage on all ranks every `freq` steps; otherwise ranks would stall each other."""
+    return PeriodicAction(
+        "gc", lambda info: info.step % freq == 0, lambda info: _collect_young_objects()
+    )
 
 
 def after_first_step(run: Callable[[], None]) -> PeriodicAction:
-    """Run once after the first step of this process, which compiles and allocates."""
+    """Call `run` once, after the first step of this process, which compiles and allocates."""
     return PeriodicAction("log", lambda info: info.is_first, lambda info: run())
 
 
 def step_profiler(profiler: Steppable) -> PeriodicAction:
-    """Let a profiler count the step; it writes a trace or a snapshot when its own time comes."""
+    """Let a profiler count the step; it decides when to write a trace or a snapshot."""
     return PeriodicAction("profile", lambda info: True, lambda info: profiler.step())
 
 
 def report_save(result: SaveResult | None, checkpointer: Checkpointer, sinks: MetricSinks) -> None:
-    """Write an event for a finished save; does nothing where none was in flight."""
+    """Write an event for a finished save; does nothing if no save was in flight."""
     if result is None:
         return
     fields: dict[str, Any] = {"path": str(result.folder), "seconds": result.seconds}
@@ -168,15 +174,15 @@ def report_save(result: SaveResult | None, checkpointer: Checkpointer, sinks: Me
     sinks.event(result.step, "checkpoint_failed", **fields)
 
 
-def _collect_young() -> None:
-    gc.collect(1)  # a full collection takes longer, and older objects seldom become garbage
+def _collect_young_objects() -> None:
+    gc.collect(1)  # a full collection takes longer, and old objects rarely become garbage
 
 
 def _step_line(state: TrainState, info: StepInfo, measured: dict[str, Any]) -> dict[str, Any]:
     return {
         "step": info.step,
         "loss": info.result.loss.item(),
-        "z_loss": info.result.z_loss.item() or None,  # null where loss.z_loss = 0
+        "z_loss": info.result.z_loss.item() or None,  # null if loss.z_loss = 0
         "grad_norm": info.result.grad_norm.item(),
         "lr": info.lr,
         "tokens": state.counters.tokens,

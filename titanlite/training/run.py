@@ -20,14 +20,14 @@ from titanlite.training.step import StepSettings
 
 @dataclass(frozen=True)
 class Run:
-    """Everything that the training loop uses; `titanlite.job.build` makes one of a job."""
+    """Everything that the training loop uses; `titanlite.job.build` builds it from a job."""
 
     config: TrainingConfig
     device: torch.device
     state: TrainState
     engine: Engine
     batches: Iterator[tuple[Tensor, Tensor]]  # this rank's inputs and labels [rows, T], per step
-    lr_at: Callable[[int], float]  # learning rate by the number of steps taken
+    lr_at: Callable[[int], float]  # completed steps -> learning rate
     step_settings: StepSettings
     actions: tuple[PeriodicAction, ...]  # in the order in which they run after a step
     checkpointer: Checkpointer

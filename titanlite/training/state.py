@@ -13,7 +13,7 @@ from titanlite.optim import LossScale
 
 @dataclass
 class Counters:
-    """How far a run is, over all ranks together."""
+    """The progress of a run, summed over all ranks."""
 
     step: int = 0  # optimizer steps taken
     position: int = 0  # samples consumed
@@ -26,13 +26,13 @@ class Counters:
         self.tokens += tokens
 
     def restore(self, step: int, position: int, tokens: int) -> None:
-        """Continue from the counters of a checkpoint."""
+        """Set the counters to those of a checkpoint."""
         self.step, self.position, self.tokens = step, position, tokens
 
 
 @dataclass(frozen=True)
 class TrainState:
-    """Everything that changes while training."""
+    """Everything that changes during training."""
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
@@ -46,11 +46,11 @@ class TrainState:
 
     @property
     def position(self) -> int:
-        """Samples consumed by all ranks together."""
+        """Samples consumed, over all ranks."""
         return self.counters.position
 
     def progress(self) -> dict[str, Any]:
-        """The part that is not a tensor of the model or the optimizer, as JSON values."""
+        """All state except the tensors of the model and the optimizer, as JSON values."""
         generators = {"cpu": torch.get_rng_state()}
         if torch.cuda.is_initialized():
             generators["cuda"] = torch.cuda.get_rng_state()
@@ -64,7 +64,7 @@ class TrainState:
         }
 
     def restore(self, progress: dict[str, Any]) -> None:
-        """Restore what `progress` returned when the checkpoint was saved."""
+        """Restore the state that `progress` returned when the checkpoint was saved."""
         self.counters.restore(progress["step"], progress["position"], progress["tokens"])
         if self.loss_scale is not None and "loss_scale" in progress:
             self.loss_scale.restore(progress["loss_scale"])

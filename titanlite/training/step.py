@@ -16,7 +16,7 @@ from titanlite.training.state import TrainState
 
 @dataclass(frozen=True)
 class StepSettings:
-    """What is the same in every optimizer step of a run."""
+    """Settings that are the same in every optimizer step of a run."""
 
     mesh: Mesh
     global_batch: int  # samples of one step, over all ranks
@@ -26,7 +26,7 @@ class StepSettings:
 
 @dataclass(frozen=True)
 class StepResult:
-    """Measurements of one step; on the device, so that reading one waits for the device."""
+    """Measurements of one step. The tensors are on the device: reading a value waits for it."""
 
     loss: Tensor  # 0-d: mean cross-entropy of the global batch's valid tokens, before the update
     z_loss: Tensor  # 0-d: mean of the auxiliary z-loss, which is not part of `loss`
@@ -45,12 +45,12 @@ def take_step(
     settings: StepSettings,
     set_phase: SetPhase = ignore_phase,
 ) -> StepResult:
-    """Train on one global batch, of which this rank has `inputs` and `labels` [rows, T].
+    """Take one optimizer step; `inputs` and `labels` [rows, T] are this rank's part of the batch.
 
-    Calls `set_phase` when a phase begins: forward, backward, step.
+    Calls `set_phase` at the start of each phase: forward, backward, step.
     """
     mesh, in_backward = settings.mesh, settings.optimizer_in_backward
-    set_phase("forward")  # before the all-reduce: it is the first point at which a rank can hang
+    set_phase("forward")  # before the all-reduce, the first call that can hang
     # Over the batch dimension only: context- and tensor-parallel ranks have the same labels.
     valid = all_reduce_sum(mesh.batch, valid_tokens(labels)).clamp(min=1)
     scale = 1.0 if state.loss_scale is None else state.loss_scale.value
@@ -63,7 +63,7 @@ def take_step(
     else:
         parameters = state.model.parameters()
         grad_norm, own_norms = clip_gradients(parameters, settings.max_norm, mesh, scale)
-    # With float16 this waits for the device. All ranks have the same norm, so all decide alike.
+    # With float16 this waits for the device. All ranks have the same norm, so all decide the same.
     finite = state.loss_scale is None or bool(grad_norm.isfinite())
     if finite and not in_backward:
         state.optimizer.step()

@@ -1,4 +1,4 @@
-"""Validation loss: the mean over every token of a validation set, the same under every layout."""
+"""Validation loss: the mean over the tokens of a validation set, the same in every layout."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from titanlite.training.engine import Engine, SetPhase, ignore_phase
 
 @dataclass(frozen=True)
 class ValidationConfig:
-    """[validation] When to validate, and on how much of the sets in [data] validation."""
+    """[validation] When to validate, and on how many samples of the sets in [data] validation."""
 
     enable: bool = False  # measure the validation loss while training
     local_batch_size: Positive = 8  # sequences of one forward pass of a rank
@@ -50,7 +50,7 @@ def validate(
 ) -> float:
     """Mean loss, in nats, over the valid tokens of the first `samples` samples.
 
-    Each forward pass of a rank has `rows` sequences. Calls `set_phase` before each of them.
+    Each forward pass of a rank has `rows` sequences. Calls `set_phase` before each forward pass.
     """
     loss = torch.zeros((), dtype=torch.float64, device=device)
     count = torch.zeros_like(loss)
@@ -59,11 +59,11 @@ def validate(
         set_phase("validate")
         first = start + mesh.batch_rank * rows
         inputs, labels = data.read(first, rows)
-        labels[max(0, samples - first) :] = IGNORE_INDEX  # past the requested samples
+        labels[max(0, samples - first) :] = IGNORE_INDEX  # samples past the requested number
         inputs, labels = inputs.to(device), labels.to(device)
         loss += engine.evaluate(inputs, labels)
         count += valid_tokens(labels)
-    # Context-, tensor- and pipeline-parallel ranks have parts of one loss, but the same labels.
+    # Context-, tensor- and pipeline-parallel ranks have partial sums of the loss, but equal labels.
     total_loss = all_reduce_sum(mesh.loss, loss)
     total_count = all_reduce_sum(mesh.batch, count)
     return (total_loss / total_count.clamp(min=1)).item()
