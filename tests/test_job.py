@@ -318,7 +318,6 @@ IN_BACKWARD = ["--optimizer.early_step_in_backward", "true", "--training.max_nor
         ),
         (["--attention.mask", "document", "--data.tokenizer", "none.model"], 1, "data.tokenizer"),
         (["--attention.mask", "documents"], 1, 'Did you mean "document"'),
-        (["--model.converters", "float8"], 1, "Any other converter is not available"),
         (
             ["--model.converters", "quantize.linear.float8"],
             1,
