@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import json
+from contextlib import ExitStack
 
 import pytest
 import torch
 
-from titanlite.metrics import ProfilingConfig, check_profiling_config, open_profiler
+from titanlite.metrics import ProfilingConfig, build_profilers, check_profiling_config
 
 
 def write_traces(folder, steps: int, first_step: int = 0, **config) -> dict[int, dict]:
     """The traces of `steps` steps, by the step in their path."""
     config = ProfilingConfig(profile_freq=4, profiler_warmup=1, **config)
-    with open_profiler(config, folder, rank=3, first_step=first_step) as profiler:
+    with ExitStack() as stack:
+        profilers = build_profilers(config, folder, rank=3, first_step=first_step).values()
+        for profiler in profilers:
+            stack.enter_context(profiler)
         for step in range(first_step + 1, first_step + steps + 1):
             with torch.profiler.record_function(f"learning step {step}"):
                 torch.ones(8) + 1
-            profiler.step()
+            for profiler in profilers:
+                profiler.step()
     paths = folder.glob("profile_traces/iteration_*/rank3_trace.json")
     return {int(p.parent.name.split("_")[1]): json.loads(p.read_text()) for p in paths}
 

@@ -7,7 +7,7 @@ expensive, so that a crash loop is detected as early as possible.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -38,12 +38,13 @@ from titanlite.kernels.backend import activate_flash_package, choose_kernel
 from titanlite.log import logger
 from titanlite.metrics import (
     MetricSinks,
+    Profiler,
     ThroughputMeter,
     build_meter,
+    build_profilers,
     measure_matmul_flops,
     metrics_folder,
     no_sinks,
-    open_profiler,
     open_sinks,
 )
 from titanlite.optim import OptimizerInBackward, build_optimizer, lr_factor
@@ -163,9 +164,9 @@ def _open_run(job: Job, services: RunServices) -> Iterator[Run]:
     with ExitStack() as stack:
         sinks = stack.enter_context(build_sinks(job, rank, state.step, checkpointer.saves))
         report_start(job, state, found, sinks)
-        profiler = stack.enter_context(
-            open_profiler(job.config.profiling, job.folder, rank.rank, state.step)
-        )
+        profilers = build_profilers(job.config.profiling, job.folder, rank.rank, state.step)
+        for profiler in profilers.values():
+            stack.enter_context(profiler)
         run = Run(
             config=job.config.training,
             device=rank.device,
@@ -185,7 +186,7 @@ def _open_run(job: Job, services: RunServices) -> Iterator[Run]:
             lost_folder=lambda: lock.lost,
         )
         yield dataclasses.replace(
-            run, actions=build_periodic_actions(job, run, validation_sets, profiler)
+            run, actions=build_periodic_actions(job, run, validation_sets, profilers)
         )
 
 
@@ -382,7 +383,7 @@ def learning_rate_at(job: Job, step: int) -> float:
 
 
 def build_periodic_actions(
-    job: Job, run: Run, validation_sets: list[ValidationSet], profiler: periodic.Steppable
+    job: Job, run: Run, validation_sets: list[ValidationSet], profilers: Mapping[str, Profiler]
 ) -> tuple[PeriodicAction, ...]:
     """The actions after a step, in this order. Add a periodic action here."""
     config, state, sinks = job.config, run.state, run.sinks
@@ -418,5 +419,5 @@ def build_periodic_actions(
         periodic.save_checkpoints(state, run.checkpointer, sinks),
         periodic.collect_garbage(config.training.gc_freq),
         periodic.after_first_step(finish_start),
-        periodic.step_profiler(profiler),
+        *(periodic.step_profiler(name, profiler) for name, profiler in profilers.items()),
     )

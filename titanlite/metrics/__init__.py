@@ -15,7 +15,7 @@ from titanlite.metrics.hardware import (
     peak_memory_bytes,
 )
 from titanlite.metrics.jsonl import METRICS_FILE, metrics_folder
-from titanlite.metrics.profiler import open_profiler
+from titanlite.metrics.profiler import Profiler, build_profilers
 from titanlite.metrics.sinks import SINKS, MetricSinks, SinkContext, no_sinks, open_sinks
 from titanlite.metrics.throughput import ThroughputMeter, build_meter
 
@@ -24,17 +24,18 @@ __all__ = [
     "SINKS",
     "MetricSinks",
     "MetricsConfig",
+    "Profiler",
     "ProfilingConfig",
     "SinkContext",
     "ThroughputMeter",
     "build_meter",
+    "build_profilers",
     "check_metrics_config",
     "check_profiling_config",
     "measure_compute_dtypes",
     "measure_matmul_flops",
     "metrics_folder",
     "no_sinks",
-    "open_profiler",
     "open_sinks",
     "peak_flops",
     "peak_memory_bytes",

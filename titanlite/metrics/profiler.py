@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Protocol
 
@@ -23,19 +22,19 @@ class Profiler(Protocol):
     def step(self) -> None: ...
 
 
-def open_profiler(
+def build_profilers(
     config: ProfilingConfig, folder: Path, rank: int, first_step: int = 0
-) -> Profiler:
-    """The traces and memory snapshots that [profiling] enables, as one profiler.
+) -> dict[str, Profiler]:
+    """The profilers that [profiling] enables, by what they write; each must be entered.
 
     `first_step` is the step that the run continues from; files are named by the run's step.
     """
-    profilers: list[Profiler] = []
+    profilers: dict[str, Profiler] = {}
     if config.enable_memory_snapshot:
-        profilers.append(build_memory_snapshots(config, folder, rank, first_step))
+        profilers["memory snapshot"] = build_memory_snapshots(config, folder, rank, first_step)
     if config.enable_profiling:
-        profilers.append(_trace_profiler(config, folder, rank, first_step))
-    return _CombinedProfiler(profilers)
+        profilers["trace"] = _trace_profiler(config, folder, rank, first_step)
+    return profilers
 
 
 def _trace_profiler(config: ProfilingConfig, folder: Path, rank: int, first_step: int) -> Profiler:
@@ -61,22 +60,3 @@ def _trace_profiler(config: ProfilingConfig, folder: Path, rank: int, first_step
         on_trace_ready=write,
         record_shapes=True,
     )
-
-
-class _CombinedProfiler:
-    """Zero or more profilers as one."""
-
-    def __init__(self, profilers: list[Profiler]):
-        self.profilers, self.stack = profilers, ExitStack()
-
-    def __enter__(self) -> Profiler:
-        for profiler in self.profilers:
-            self.stack.enter_context(profiler)
-        return self
-
-    def __exit__(self, *raised) -> None:
-        self.stack.__exit__(*raised)
-
-    def step(self) -> None:
-        for profiler in self.profilers:
-            profiler.step()

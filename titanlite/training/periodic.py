@@ -6,13 +6,13 @@ import gc
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from titanlite.checkpoint import Checkpointer, SaveResult
 from titanlite.errors import CheckpointError
-from titanlite.metrics import MetricSinks, ThroughputMeter
+from titanlite.metrics import MetricSinks, Profiler, ThroughputMeter
 from titanlite.training.state import TrainState
 from titanlite.training.step import StepResult
 
@@ -51,12 +51,6 @@ class PeriodicAction:
     is_due: Callable[[StepInfo], bool]
     run: Callable[[StepInfo], None]
     needs_finite: bool = False
-
-
-class Steppable(Protocol):
-    """A profiler: counts the calls of `step` and decides when to record or write."""
-
-    def step(self) -> None: ...
 
 
 def log_metrics(
@@ -156,9 +150,9 @@ def after_first_step(run: Callable[[], None]) -> PeriodicAction:
     return PeriodicAction("log", lambda info: info.is_first, lambda info: run())
 
 
-def step_profiler(profiler: Steppable) -> PeriodicAction:
+def step_profiler(name: str, profiler: Profiler) -> PeriodicAction:
     """Let a profiler count the step; it decides when to write a trace or a snapshot."""
-    return PeriodicAction("profile", lambda info: True, lambda info: profiler.step())
+    return PeriodicAction(name, lambda info: True, lambda info: profiler.step())
 
 
 def report_save(result: SaveResult | None, checkpointer: Checkpointer, sinks: MetricSinks) -> None:
