@@ -94,18 +94,13 @@ def parallelize(
     if output is not None:
         output.loss = transforms.loss
     convert_to_float8(model, transforms.float8)  # before TP, which has styles for Float8 linears
-    loss_parallel, styles = (
-        not config.disable_loss_parallel,
-        select_linear_styles(transforms.float8),
-    )
+    styles = select_linear_styles(transforms.float8)
+    loss_parallel = not config.disable_loss_parallel
     apply_tensor_parallel(model, spec.tp_plan, mesh.tp, sizes.head_width, loss_parallel, styles)
     tie_parameters(model, spec.tied_parameters(sizes))  # TP replaced both parameters of a tied pair
-    set_attention_kernel(
-        model, spec.attention_pattern, transforms.attention_kernel, transforms.document_mask
-    )
-    apply_context_parallel(
-        model, spec.attention_pattern, mesh.cp, config
-    )  # overrides the kernel set above
+    pattern = spec.attention_pattern
+    set_attention_kernel(model, pattern, transforms.attention_kernel, transforms.document_mask)
+    apply_context_parallel(model, pattern, mesh.cp, config)  # after it: overrides the kernel
     # Checkpointing comes after TP, so that the TP all-gathers are recomputed too. Per-operation
     # checkpointing comes before compile, which must see which outputs are saved.
     checkpoint_operations(blocks, activation_checkpoint)
