@@ -38,12 +38,12 @@ def main(argv: list[str]) -> int:
     )
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(PICTURES)}")
     parser.add_argument("--out", type=Path, default=OUT, help="folder of the pictures")
-    asked = parser.parse_args(argv)
-    names = asked.names or list(PICTURES)
+    args = parser.parse_args(argv)
+    names = args.names or list(PICTURES)
     if unknown := set(names) - set(PICTURES):
         parser.error(f"no picture is named {', '.join(sorted(unknown))}")
     for name in names:
-        path = asked.out / f"{name}.png"
+        path = args.out / f"{name}.png"
         PICTURES[name](path)
         print(f"{path}: {path.stat().st_size / 1000:.0f} kB")
     return 0

@@ -12,12 +12,12 @@ wait_for() {  # wait_for PID: return its exit code; a loop, because a trap inter
 }
 
 run_node() {  # run torchrun on a node; it ignores SIGUSR1, which would end it
-  local launcher asked=
+  local launcher signalled=
   (trap '' USR1; exec torchrun "$@") &
   launcher=$!
   # Repeat the signal, because a rank that is still starting ignores it.
-  ask_ranks() { while pkill -USR1 -P "$launcher"; do sleep 5; done; }
-  trap '[ "$asked" ] || { asked=1; ask_ranks & }' USR1
+  signal_ranks() { while pkill -USR1 -P "$launcher"; do sleep 5; done; }
+  trap '[ "$signalled" ] || { signalled=1; signal_ranks & }' USR1
   wait_for "$launcher"
 }
 export -f wait_for run_node
@@ -28,9 +28,9 @@ srun --kill-on-bad-exit=0 bash -c 'run_node "$@"' run_node \
   --max-restarts "${MAX_RESTARTS:-3}" --rdzv_backend c10d \
   --rdzv_id "$SLURM_JOB_ID.${SLURM_RESTART_COUNT:-0}" \
   --rdzv_endpoint "$head_node:$((20000 + SLURM_JOB_ID % 10000))" train.py "$@" &
-step=$! asked=
-trap 'asked=1; kill -USR1 "$step"' USR1  # srun forwards it to every node
+step=$! signalled=
+trap 'signalled=1; kill -USR1 "$step"' USR1  # srun forwards it to every node
 wait_for "$step"
 code=$?
-[ "$asked" ] && [ "$code" -ne 0 ] && scontrol requeue "$SLURM_JOB_ID"
+[ "$signalled" ] && [ "$code" -ne 0 ] && scontrol requeue "$SLURM_JOB_ID"
 exit "$code"

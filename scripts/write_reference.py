@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[1]
 CONFIGURATION = ROOT / "docs" / "reference" / "configuration.md"
 ARCHITECTURE = ROOT / "docs" / "explanation" / "architecture.md"
 README = ROOT / "README.md"
-FILES, PACKAGES = "<!-- files -->", "<!-- packages -->"  # each stands before and after its text
+FILES, PACKAGES = "<!-- files -->", "<!-- packages -->"  # each is before and after its text
 
 
 def main() -> None:

@@ -41,7 +41,7 @@ class BinaryReader(Protocol):
 
 
 class StorageUnreachable(CheckpointError):
-    """A failed call of a remote file system; it says nothing about what is stored there."""
+    """A failed call of a remote file system; what is stored there remains unknown."""
 
 
 def _raise_storage_unreachable(

@@ -57,7 +57,7 @@ TARGETS = {  # on one H200
     ("1B", 8192, "bf16 compiled"): ">= 42,000 tokens/s",
     ("3B", 2048, "bf16 compiled"): ">= 33,000 tokens/s",
 }
-PEERS = {  # published figures per GPU; not measured here
+PUBLISHED = {  # published figures per GPU; not measured here
     ("8B", 8192, "bf16 eager"): "5,762 tokens/s, 33.7 % [1]",
     ("8B", 8192, "bf16 compiled"): "6,667 tokens/s, 39.0 % [1]; 7B at 2,048: 10,643, 46.4 % [2]",
     ("8B", 8192, "Float8 tensorwise compiled"): "8,532 tokens/s [1]",
@@ -68,11 +68,11 @@ PEERS = {  # published figures per GPU; not measured here
 }
 NOTES = f"""
 MFU counts the model's FLOPs without recomputation, against the published dense bf16 peak, in Float8
-rows too: "causal" counts half of the attention, "full" all of it, as both peers do. The share of
+rows too: "causal" counts half of the attention, "full" all of it, as [1] and [2] do. The share of
 the measured peak is causal; that peak is the best of many bf16 matmuls of 8,192 x 8,192 in the same
 run. Every run is train.py with `loss.chunk_tokens = {LOSS_CHUNK_TOKENS}`; tokens/s include
 everything between the ends of two steps. "compile s" is how much later than in the eager run the
-first step ended, with an empty cache. The models of the peers differ slightly:
+first step ended, with an empty cache. The models of the published figures differ slightly:
 
 - [1] torchtitan, Llama 3.1 8B at 8,192 on 8 H100 (96 GB HBM2e, 500 W), selective recomputation:
   <https://github.com/pytorch/torchtitan/blob/main/benchmarks/llama3_h100_202412_torchtitan.md>;
@@ -289,7 +289,7 @@ def gpu_table(rows: Sequence[GpuRow]) -> str:
         "compile s",
         "waiting for data",
         "target",
-        "peers",
+        "published",
     )
     lines = [
         (
@@ -308,7 +308,7 @@ def gpu_table(rows: Sequence[GpuRow]) -> str:
             number(row.compile_seconds) if "compiled" in row.mode else "",
             _percent(row.data_share),
             TARGETS.get(row.key, ""),
-            PEERS.get(row.key, ""),
+            PUBLISHED.get(row.key, ""),
         )
         for row in rows
     ]

@@ -41,7 +41,7 @@ def _compare_loops(context: CaseContext, task: Task) -> Iterator[Row]:
         return task.speed(json.loads(run(["-m", module, *arguments, *options]).splitlines()[-1]))
 
     contenders = {
-        "ours": lambda: train(task, context.corpus),
+        "train": lambda: train(task, context.corpus),
         "bare": lambda: loop("benchmarks.baseline_loop", "trim"),
         "no_trim": lambda: loop("benchmarks.baseline_loop", "no-trim"),
     }
@@ -49,8 +49,8 @@ def _compare_loops(context: CaseContext, task: Task) -> Iterator[Row]:
     if context.peer and not missing:
         contenders["peer"] = lambda: loop("benchmarks.hf_trainer")
     results = alternate(context.rounds, **contenders)
-    ours, bare, no_trim = results["ours"], results["bare"], results["no_trim"]
-    speeds = [run.speed for run in ours]
+    train_results, bare, no_trim = results["train"], results["bare"], results["no_trim"]
+    speeds = [run.speed for run in train_results]
 
     dtype, cast = task.dtype, " by autocast" if task.dtype == "bfloat16" else ""
     yield row(f"train.py, {dtype}", "tokens/s", speeds)
@@ -60,11 +60,11 @@ def _compare_loops(context: CaseContext, task: Task) -> Iterator[Row]:
     yield row(name, "ratio", _ratios(speeds, no_trim), ">= 0.97")
     yield row(f"bare loop, malloc trimming off / on, {dtype}", "ratio", _ratios(no_trim, bare))
     yield from _peer_rows(context, speeds, results.get("peer"), missing, dtype)
-    yield from _train_rows(task, ours)
+    yield from _train_rows(task, train_results)
 
 
 def _peer_rows(context, speeds, peer, missing, dtype) -> Iterator[Row]:
-    """Rows for transformers' Trainer, where it was asked for."""
+    """Rows for transformers' Trainer, if it was requested."""
     ratio = f"train.py / transformers' Trainer, {dtype}"
     if peer:
         yield row(f"transformers' Trainer, {dtype}", "tokens/s", peer)
@@ -74,18 +74,20 @@ def _peer_rows(context, speeds, peer, missing, dtype) -> Iterator[Row]:
         yield Row(ratio, "ratio", target=">= 1.1", missed=reason)
 
 
-def _train_rows(task: Task, ours: list[TrainResult]) -> Iterator[Row]:
+def _train_rows(task: Task, results: list[TrainResult]) -> Iterator[Row]:
     """Further rows for train.py: its share of the device's peak, data waits and peak memory."""
     sizes, dtype = FAMILY.flavors[task.flavor], task.dtype
-    peaks = [run.peak_flops for run in ours]
+    peaks = [run.peak_flops for run in results]
     name = f"matmul peak (measured on a CPU, published for a GPU), {dtype}"
     yield row(name, "TFLOP/s", [peak / 1e12 for peak in peaks])
     for attention in ("causal", "full"):
         full = {"full_attention": attention == "full"}
-        shares = [share_of_peak(r.speed, sizes, task.seq_len, r.peak_flops, **full) for r in ours]
+        shares = [
+            share_of_peak(r.speed, sizes, task.seq_len, r.peak_flops, **full) for r in results
+        ]
         yield row(f"share of that peak, {attention} attention, {dtype}", "share", shares)
-    yield row(f"waiting for data, {dtype}", "share", [run.data_share for run in ours], "< 0.01")
-    yield row(f"peak memory, {dtype}", "GiB", [run.peak_memory_gib for run in ours])
+    yield row(f"waiting for data, {dtype}", "share", [run.data_share for run in results], "< 0.01")
+    yield row(f"peak memory, {dtype}", "GiB", [run.peak_memory_gib for run in results])
 
 
 def case_fsdp(context: CaseContext) -> Iterator[Row]:

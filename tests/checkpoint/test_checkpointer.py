@@ -474,7 +474,7 @@ def test_a_manifest_lists_every_tensor_with_the_hash_of_its_content(tmp_path):
     assert asdict(first)["files"].keys() >= {".metadata", "__0_0.distcp", "__1_0.distcp"}
 
 
-def resume_linked(folder, elsewhere) -> tuple:
+def resume_linked(folder, outside) -> tuple:
     """Save two steps, move them to another disk and link them; resume; save a third, keeping two.
 
     Returns the checkpoint that was used, and the names in the folder.
@@ -483,8 +483,8 @@ def resume_linked(folder, elsewhere) -> tuple:
     checkpointer = open_checkpointer(folder, keep_latest_k=2)
     for state.counters.step in (1, 2):
         save_and_wait(checkpointer, state)
-        (folder / f"step-{state.step}").rename(elsewhere / f"step-{state.step}")
-        (folder / f"step-{state.step}").symlink_to(elsewhere / f"step-{state.step}")
+        (folder / f"step-{state.step}").rename(outside / f"step-{state.step}")
+        (folder / f"step-{state.step}").symlink_to(outside / f"step-{state.step}")
     used = load(checkpointer, state)
     state.counters.step = 3
     save_and_wait(checkpointer, state)
@@ -492,8 +492,8 @@ def resume_linked(folder, elsewhere) -> tuple:
 
 
 def test_a_checkpoint_linked_from_another_disk_is_used_and_only_the_link_is_deleted(tmp_path):
-    folder, elsewhere = tmp_path / "checkpoint", tmp_path / "elsewhere"
-    elsewhere.mkdir()
-    [(used, names)] = run_on_ranks(resume_linked, 1, folder, elsewhere)
+    folder, outside = tmp_path / "checkpoint", tmp_path / "outside"
+    outside.mkdir()
+    [(used, names)] = run_on_ranks(resume_linked, 1, folder, outside)
     assert (used, names) == ("step-2", ["step-2", "step-3"])
-    assert (elsewhere / "step-1" / "manifest.json").exists()  # only the link was removed
+    assert (outside / "step-1" / "manifest.json").exists()  # only the link was removed

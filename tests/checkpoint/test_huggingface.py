@@ -12,7 +12,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from tests.data.test_tokenizer import ODD_TEXTS, write_tokenizer_json
-from tests.distributed.oracle import ADAMW, SHAPE, Layout, full_value, start_run, with_enough_blocks
+from tests.distributed.oracle import ADAMW, SIZES, Layout, full_value, start_run, with_enough_blocks
 from tests.distributed.ranks import run_on_ranks
 from titanlite.checkpoint import model_and_optimizer_state
 from titanlite.checkpoint.huggingface import HuggingFaceFolder, open_hugging_face
@@ -26,15 +26,15 @@ from titanlite.models import FAMILIES
 from titanlite.storage import StorageFolder
 
 FAMILY = FAMILIES["llama3"]
-UNTIED = replace(SHAPE, rope_theta=500_000.0, rope_scaling_factor=8.0)
-TIED = replace(SHAPE, rope_theta=10_000.0, tied_embeddings=True, head_dim=16)
-TOKENS = torch.arange(2 * 96).view(2, 96) * 37 % SHAPE.vocab_size
+UNTIED = replace(SIZES, rope_theta=500_000.0, rope_scaling_factor=8.0)
+TIED = replace(SIZES, rope_theta=10_000.0, tied_embeddings=True, head_dim=16)
+TOKENS = torch.arange(2 * 96).view(2, 96) * 37 % SIZES.vocab_size
 
 
-def random_model(shape, seed: int = 0):
+def random_model(sizes, seed: int = 0):
     """A model whose logits depend on all parameters."""
     torch.manual_seed(seed)
-    model = FAMILY.build(shape).eval()
+    model = FAMILY.build(sizes).eval()
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, parameter.dim() == 1, 0.2)
     return model
@@ -75,24 +75,24 @@ def edit_json(folder: StorageFolder, name: str, **changes) -> None:
 # --- compared with transformers -------------------------------------------------------------------
 
 
-def transformers_model(folder, shape, dtype, max_shard_size: str):
+def transformers_model(folder, sizes, dtype, max_shard_size: str):
     """A model configured and saved by transformers."""
     transformers = pytest.importorskip("transformers")
     scaling = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
     scaling |= {"rope_type": "llama3", "original_max_position_embeddings": 8192}
     config = transformers.LlamaConfig(
-        vocab_size=shape.vocab_size,
-        hidden_size=shape.dim,
-        intermediate_size=shape.hidden_dim,
-        num_hidden_layers=shape.n_layers,
+        vocab_size=sizes.vocab_size,
+        hidden_size=sizes.dim,
+        intermediate_size=sizes.hidden_dim,
+        num_hidden_layers=sizes.n_layers,
         num_attention_heads=4,
         num_key_value_heads=2,
-        head_dim=16 if shape.head_dim else None,
+        head_dim=16 if sizes.head_dim else None,
         rms_norm_eps=1e-5,
-        rope_theta=shape.rope_theta,
-        rope_scaling=scaling if shape.rope_scaling_factor == 8 else None,
+        rope_theta=sizes.rope_theta,
+        rope_scaling=scaling if sizes.rope_scaling_factor == 8 else None,
         max_position_embeddings=65_536,
-        tie_word_embeddings=shape.tied_embeddings,
+        tie_word_embeddings=sizes.tied_embeddings,
     )
     torch.manual_seed(0)
     model = transformers.LlamaForCausalLM(config)
@@ -104,11 +104,11 @@ def transformers_model(folder, shape, dtype, max_shard_size: str):
 
 @pytest.mark.parametrize("max_shard_size", ["5GB", "40KB"], ids=["one file", "shards"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("shape", [UNTIED, TIED], ids=["untied", "tied"])
-def test_a_model_of_transformers_gives_the_same_logits_here(tmp_path, shape, dtype, max_shard_size):
-    expected = transformers_model(tmp_path, shape, dtype, max_shard_size)
+@pytest.mark.parametrize("sizes", [UNTIED, TIED], ids=["untied", "tied"])
+def test_a_model_of_transformers_gives_the_same_logits_here(tmp_path, sizes, dtype, max_shard_size):
+    expected = transformers_model(tmp_path, sizes, dtype, max_shard_size)
     model = load_model(StorageFolder(tmp_path))
-    assert model.sizes == shape
+    assert model.sizes == sizes
     assert ("model.safetensors.index.json" in StorageFolder(tmp_path).sizes()) == (
         max_shard_size == "40KB"
     )
@@ -117,12 +117,12 @@ def test_a_model_of_transformers_gives_the_same_logits_here(tmp_path, shape, dty
 
 @pytest.mark.parametrize("max_shard_bytes", [5_000_000_000, 40_000], ids=["one file", "shards"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("shape", [UNTIED, TIED], ids=["untied", "tied"])
+@pytest.mark.parametrize("sizes", [UNTIED, TIED], ids=["untied", "tied"])
 def test_an_exported_model_gives_the_same_logits_in_transformers(
-    tmp_path, shape, dtype, max_shard_bytes
+    tmp_path, sizes, dtype, max_shard_bytes
 ):
     transformers = pytest.importorskip("transformers")
-    model = random_model(shape).to(dtype).float()  # rounded to dtype
+    model = random_model(sizes).to(dtype).float()  # rounded to dtype
     export(
         tmp_path,
         model,
@@ -157,32 +157,32 @@ def test_an_exported_tokenizer_gives_the_ids_of_training_in_transformers(
     tmp_path, tokenizers, kind, bos
 ):
     transformers = pytest.importorskip("transformers")
-    ours = open_tokenizer(tokenizers[kind])
-    begin = ours.bos_id if bos else ours.eos_id  # the token before a document in training
-    assert ours.adds_bos == kind.startswith("Llama")
-    export(tmp_path, random_model(SHAPE), tokenizer=ours, bos=bos)
+    tokenizer = open_tokenizer(tokenizers[kind])
+    begin = tokenizer.bos_id if bos else tokenizer.eos_id  # the token before a document in training
+    assert tokenizer.adds_bos == kind.startswith("Llama")
+    export(tmp_path, random_model(SIZES), tokenizer=tokenizer, bos=bos)
     exported = transformers.AutoTokenizer.from_pretrained(tmp_path)
-    assert (exported.bos_token_id, exported.eos_token_id) == (begin, ours.eos_id)
+    assert (exported.bos_token_id, exported.eos_token_id) == (begin, tokenizer.eos_id)
     assert transformers.AutoConfig.from_pretrained(tmp_path).bos_token_id == begin
-    assert open_tokenizer(str(tmp_path / "tokenizer.json")).adds_bos == (bos and ours.has_bos)
-    assert len(exported) == ours.vocab_size
+    assert open_tokenizer(str(tmp_path / "tokenizer.json")).adds_bos == (bos and tokenizer.has_bos)
+    assert len(exported) == tokenizer.vocab_size
     for text in ODD_TEXTS[:-1]:  # the last has texts that transformers parses as special tokens
-        ids = ours.encode(text)
+        ids = tokenizer.encode(text)
         assert exported(text).input_ids == [begin] * bos + ids
-        assert exported.decode(ids) == ours.decode(ids)
+        assert exported.decode(ids) == tokenizer.decode(ids)
 
 
 # --- without transformers -------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("shape", [UNTIED, TIED], ids=["untied", "tied"])
+@pytest.mark.parametrize("sizes", [UNTIED, TIED], ids=["untied", "tied"])
 @pytest.mark.parametrize("max_shard_bytes", [10**9, 40_000], ids=["one file", "shards"])
-def test_exported_tensors_are_read_bit_equal_in_full_and_in_parts(tmp_path, shape, max_shard_bytes):
-    model = random_model(shape)
+def test_exported_tensors_are_read_bit_equal_in_full_and_in_parts(tmp_path, sizes, max_shard_bytes):
+    model = random_model(sizes)
     folder = open_hugging_face(export(tmp_path, model, max_shard_bytes=max_shard_bytes))
-    assert folder.sizes == shape
+    assert folder.sizes == sizes
     assert (
-        folder.tensors.keys() == model.state_dict().keys() == parameter_shapes(FAMILY, shape).keys()
+        folder.tensors.keys() == model.state_dict().keys() == parameter_shapes(FAMILY, sizes).keys()
     )
     for name, expected in model.state_dict().items():
         assert torch.equal(folder.read(name), expected)
@@ -193,9 +193,9 @@ def test_exported_tensors_are_read_bit_equal_in_full_and_in_parts(tmp_path, shap
 
 
 def test_every_flavor_is_restored_from_its_config_json():
-    for name, shape in FAMILY.flavors.items():
-        config = json.loads(json.dumps(FAMILY.hugging_face.to_config(shape, 8192)))
-        assert FAMILY.hugging_face.from_config(config) == shape, name
+    for name, sizes in FAMILY.flavors.items():
+        config = json.loads(json.dumps(FAMILY.hugging_face.to_config(sizes, 8192)))
+        assert FAMILY.hugging_face.from_config(config) == sizes, name
 
 
 def test_only_one_shard_is_in_memory_while_writing(tmp_path):
@@ -248,7 +248,7 @@ def load_into_layout(layout, recipe, folders) -> int:
             assert torch.equal(full_value(parameter), folder.read(name).float()), name
     local = sum(getattr(p, "_local_tensor", p).numel() for p in state.model.parameters())
     # a tied parameter has two names and is read for each
-    assert elements_read <= len(folders) * (local + recipe.shape.tied_embeddings * local)
+    assert elements_read <= len(folders) * (local + recipe.sizes.tied_embeddings * local)
     return local
 
 
@@ -263,15 +263,15 @@ def load_into_layout(layout, recipe, folders) -> int:
 )
 def test_every_layout_loads_the_same_bits_as_one_process(tmp_path, layout, tied):
     recipe = with_enough_blocks(replace(ADAMW, batch=12, seq_len=24), layout)
-    shape = replace(recipe.shape, tied_embeddings=tied)
+    sizes = replace(recipe.sizes, tied_embeddings=tied)
     folders = []
     for number, dtype in enumerate([torch.float32, torch.bfloat16]):
         folders.append(str(tmp_path / str(dtype)))
-        export(folders[-1], random_model(shape, number), dtype=dtype, max_shard_bytes=40_000)
+        export(folders[-1], random_model(sizes, number), dtype=dtype, max_shard_bytes=40_000)
     ranks = layout.degrees.data * layout.tensor * layout.pipeline
-    recipe = replace(recipe, shape=shape)
+    recipe = replace(recipe, sizes=sizes)
     local = run_on_ranks(load_into_layout, ranks, layout, recipe, folders)
-    assert max(local) < FAMILY.count_parameters(shape)
+    assert max(local) < FAMILY.count_parameters(sizes)
 
 
 # --- invalid folders -----------------------------------------------------------------------------
@@ -284,19 +284,19 @@ TRANSFORMERS_5 = {  # how transformers 5 writes RoPE settings
 
 
 @pytest.mark.parametrize(
-    "changes, shape",
+    "changes, sizes",
     [
-        ({}, SHAPE),
-        (TRANSFORMERS_5, SHAPE),
-        ({"head_dim": None, "num_key_value_heads": 2}, SHAPE),
-        ({"rope_theta": None, "rms_norm_eps": None}, replace(SHAPE, norm_eps=1e-6)),
-        ({"rope_scaling": {"type": "default"}, "some_later_key": 3}, SHAPE),
+        ({}, SIZES),
+        (TRANSFORMERS_5, SIZES),
+        ({"head_dim": None, "num_key_value_heads": 2}, SIZES),
+        ({"rope_theta": None, "rms_norm_eps": None}, replace(SIZES, norm_eps=1e-6)),
+        ({"rope_scaling": {"type": "default"}, "some_later_key": 3}, SIZES),
     ],
 )
-def test_missing_keys_of_config_json_have_the_defaults_of_transformers(tmp_path, changes, shape):
-    folder = export(tmp_path, random_model(SHAPE))
+def test_missing_keys_of_config_json_have_the_defaults_of_transformers(tmp_path, changes, sizes):
+    folder = export(tmp_path, random_model(SIZES))
     edit_json(folder, "config.json", **changes)
-    assert open_hugging_face(folder).sizes == shape
+    assert open_hugging_face(folder).sizes == sizes
 
 
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
@@ -346,7 +346,7 @@ LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_fr
     ids=lambda value: ",".join(value)[:40],
 )
 def test_an_unsupported_config_json_is_refused_with_all_problems(tmp_path, changes, reported):
-    folder = export(tmp_path, random_model(SHAPE))
+    folder = export(tmp_path, random_model(SIZES))
     edit_json(folder, "config.json", **changes)
     with pytest.raises(CheckpointError) as refused:
         open_hugging_face(folder)
@@ -362,7 +362,7 @@ def change_tensors(folder: StorageFolder, change, file: str = "model.safetensors
 
 
 def test_all_problems_of_the_tensors_are_reported_together(tmp_path):
-    folder = export(tmp_path, random_model(SHAPE))
+    folder = export(tmp_path, random_model(SIZES))
 
     def break_them(tensors):
         del tensors["model.norm.weight"], tensors["lm_head.weight"]
@@ -384,7 +384,7 @@ def test_all_problems_of_the_tensors_are_reported_together(tmp_path):
 
 
 def test_all_problems_of_the_files_are_reported_together(tmp_path):
-    folder = export(tmp_path, random_model(SHAPE), max_shard_bytes=30_000)
+    folder = export(tmp_path, random_model(SIZES), max_shard_bytes=30_000)
     files = sorted(name for name in folder.sizes() if name.endswith(".safetensors"))
     folder.delete(files[0])
     with open(folder.path_of(files[1]), "r+b") as file:
@@ -429,7 +429,7 @@ def test_a_folder_that_is_not_a_hugging_face_export_is_refused_with_the_reason(t
         open_hugging_face(StorageFolder(tmp_path / "nowhere"))
     with pytest.raises(CheckpointError, match="from local disks"):
         open_hugging_face(StorageFolder("memory://somewhere"))
-    folder = export(tmp_path, random_model(SHAPE))
+    folder = export(tmp_path, random_model(SIZES))
     folder.delete("model.safetensors")
     (tmp_path / "pytorch_model.bin").touch()
     with pytest.raises(CheckpointError, match=r"pytorch_model.bin is a pickle"):
@@ -440,7 +440,7 @@ def test_a_folder_that_is_not_a_hugging_face_export_is_refused_with_the_reason(t
 
 
 def test_an_interrupted_export_does_not_load_and_is_not_overwritten(tmp_path):
-    model = random_model(SHAPE)
+    model = random_model(SIZES)
     calls = iter([None, None])
 
     def load(names):
@@ -459,20 +459,20 @@ def test_an_interrupted_export_does_not_load_and_is_not_overwritten(tmp_path):
 
 
 def test_an_export_can_be_written_to_a_url(tmp_path):
-    folder = export("memory://exported", random_model(SHAPE), tokenizer=open_tokenizer("bytes"))
+    folder = export("memory://exported", random_model(SIZES), tokenizer=open_tokenizer("bytes"))
     (tmp_path / "here").mkdir()
     for name in folder.sizes():
         (tmp_path / "here" / name).write_bytes(folder.read(name))
     assert torch.equal(
-        logits(load_model(StorageFolder(tmp_path / "here"))), logits(random_model(SHAPE))
+        logits(load_model(StorageFolder(tmp_path / "here"))), logits(random_model(SIZES))
     )
 
 
 def test_a_model_that_the_architecture_or_dtype_cannot_represent_is_not_exported(tmp_path):
     with pytest.raises(CheckpointError, match="qk_norm"):
-        export(tmp_path, random_model(replace(SHAPE, qk_norm=True)))
+        export(tmp_path, random_model(replace(SIZES, qk_norm=True)))
     assert not StorageFolder(tmp_path).sizes()
-    model = random_model(SHAPE)
+    model = random_model(SIZES)
     model.norm.weight.data[3] = 1e5
     with pytest.raises(
         CheckpointError, match=r"norm.weight: has the value 1e\+05, which overflows torch.float16"

@@ -289,7 +289,7 @@ def test_the_lease_of_a_dead_job_is_taken_over(local_store):
         assert time.monotonic() < deadline, "no heartbeat"
     state = content_of(folder)
     ours.close()
-    state["holder"]["host"] = "elsewhere"  # only the heartbeat can tell
+    state["holder"]["host"] = "other-host"  # only the heartbeat shows whether it is alive
     folder.write_atomically("lease-000001.json", json.dumps(state).encode())
     taken = acquire_remote_lease(folder, "checkpoint.folder", **QUICK)
     assert taken.number == 2 and lease_numbers(folder) == [2]
@@ -300,7 +300,7 @@ def test_the_lease_of_a_living_job_on_another_machine_is_not_taken_over(local_st
     folder = StorageFolder("s3://bucket/beats")
     acquire_remote_lease(folder, "checkpoint.folder", **QUICK).close()
     state, stop = content_of(folder), threading.Event()
-    state["holder"]["host"], state["released"] = "elsewhere", False
+    state["holder"]["host"], state["released"] = "other-host", False
 
     def beat() -> None:
         while not stop.is_set():
@@ -310,7 +310,7 @@ def test_the_lease_of_a_living_job_on_another_machine_is_not_taken_over(local_st
     thread = threading.Thread(target=beat)
     thread.start()
     try:
-        with pytest.raises(ConfigError, match="on elsewhere"):
+        with pytest.raises(ConfigError, match="on other-host"):
             acquire_remote_lease(folder, "checkpoint.folder", stale_seconds=60)
     finally:
         stop.set()
@@ -336,11 +336,11 @@ def test_check_reads_the_lease_from_the_store(where, local_store):
         assert not lease.lost, "an unreachable store does not mean that the lease is lost"
     local_store.reset()
     state = content_of(folder)
-    state["holder"] |= {"host": "elsewhere", "number": 2}
+    state["holder"] |= {"host": "other-host", "number": 2}
     assert folder.create("lease-000002.json", json.dumps(state).encode())
-    with pytest.raises(CheckpointError, match="on elsewhere .* has taken it from this job"):
+    with pytest.raises(CheckpointError, match="on other-host .* has taken it from this job"):
         lease.check()
     lease.close()
-    assert content_of(folder)["holder"]["host"] == "elsewhere", (
+    assert content_of(folder)["holder"]["host"] == "other-host", (
         "the other job's lease must not be changed"
     )

@@ -403,7 +403,7 @@ def test_a_manifest_with_wrong_types_is_refused(saved, tmp_path, key):
     "model, expected",
     [
         (None, "it has no model section"),
-        ({"name": "nobody"}, "model"),
+        ({"name": "unknown"}, "model"),
         ({"dim": "32"}, "dim"),
         ({"n_layers": 10**9}, "1.0e+09 layers"),
         ({"n_layers": 999}, "999 layers, but contains"),

@@ -21,7 +21,7 @@ class NpySource(TokenSource):
         if self._ids.ndim != 1 or self._ids.dtype.kind not in "iu":
             raise DataError(
                 f"{path}: has the shape {self._ids.shape} and the type {self._ids.dtype}.",
-                fix="Save one row of integers.",
+                fix="Save a one-dimensional array of integers.",
             )
         self.tokens = self._ids.size
         self.fingerprint = xxhash.xxh3_128_hexdigest(self._ids)

@@ -262,8 +262,8 @@ def test_a_second_run_changes_nothing_and_other_settings_do_not_overwrite(inputs
     out = tmp_path / "out"
     prepare([inputs], out, 0.2, workers=1)
     before = content_of(out)
-    again = prepare([inputs], out, 0.2, workers=1)
-    assert again.encoded_bytes == 0 and again.reused_pieces == again.pieces
+    second = prepare([inputs], out, 0.2, workers=1)
+    assert second.encoded_bytes == 0 and second.reused_pieces == second.pieces
     with pytest.raises(DataError, match="already exists"):
         prepare([inputs], out, 0.3, workers=1)
     (inputs / "more.txt").write_text("one more")

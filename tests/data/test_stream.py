@@ -80,19 +80,19 @@ def test_the_slices_of_all_ranks_are_the_batch_of_one_process(mixture):
     stream = open_mixture(mixture[0])
     expected = stream.read(4090, 24)
     for ranks in (2, 3, 24):
-        rows = 24 // ranks
-        parts = [stream.read(4090 + rank * rows, rows) for rank in range(ranks)]
+        sequences = 24 // ranks
+        parts = [stream.read(4090 + rank * sequences, sequences) for rank in range(ranks)]
         for number in (0, 1):
             assert torch.equal(torch.cat([part[number] for part in parts]), expected[number])
 
 
-@pytest.mark.parametrize("rows", [1, 2])
-def test_inputs_and_labels_share_no_memory(mixture, rows):
+@pytest.mark.parametrize("sequences", [1, 2])
+def test_inputs_and_labels_share_no_memory(mixture, sequences):
     for reader in (
         open_mixture(mixture[0]),
         open_validation(mixture[0][0], seq_len=SEQ_LEN, vocab_size=VOCAB_SIZE),
     ):
-        inputs, labels = reader.read(0, rows)
+        inputs, labels = reader.read(0, sequences)
         before = inputs.clone()
         labels.fill_(IGNORE_INDEX)
         assert torch.equal(inputs, before)
@@ -103,9 +103,9 @@ def test_prefetch_returns_the_requested_batches_in_order(mixture):
     slices = [(position, 3) for position in range(0, 60, 7)]
     for ahead in (1, 2, 50):
         batches = list(stream.prefetch(iter(slices), ahead))
-        for (inputs, labels), (position, rows) in zip(batches, slices, strict=True):
-            assert torch.equal(inputs, stream.read(position, rows)[0])
-            assert torch.equal(labels, stream.read(position, rows)[1])
+        for (inputs, labels), (position, sequences) in zip(batches, slices, strict=True):
+            assert torch.equal(inputs, stream.read(position, sequences)[0])
+            assert torch.equal(labels, stream.read(position, sequences)[1])
 
 
 def prefetch_threads() -> list[threading.Thread]:
@@ -182,13 +182,16 @@ def test_an_id_outside_the_vocabulary_is_an_error_that_names_the_token(mixture):
 
 
 @pytest.mark.parametrize("tokens", [2, 16, 17, 18, 33, 100])
-@pytest.mark.parametrize("rows", [1, 3, 8])
-def test_validation_has_every_token_except_the_first_as_a_label_once(tmp_path, tokens, rows):
+@pytest.mark.parametrize("sequences", [1, 3, 8])
+def test_validation_has_every_token_except_the_first_as_a_label_once(tmp_path, tokens, sequences):
     ids = write_corpus(tmp_path, tokens, shards=2)
     source = SourceConfig("held out", str(tmp_path))
     held_out = open_validation(source, seq_len=SEQ_LEN, vocab_size=VOCAB_SIZE)
     assert held_out.name == "held out" and held_out.samples == -(-(tokens - 1) // SEQ_LEN)
-    parts = [held_out.read(start, rows) for start in range(0, held_out.samples + 2 * rows, rows)]
+    parts = [
+        held_out.read(start, sequences)
+        for start in range(0, held_out.samples + 2 * sequences, sequences)
+    ]
     inputs, labels = (torch.cat(part).flatten() for part in zip(*parts, strict=True))
     has_label = labels != IGNORE_INDEX
     assert labels[has_label].tolist() == ids[1:].tolist()

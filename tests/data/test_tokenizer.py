@@ -194,7 +194,7 @@ def test_the_script_trains_on_jsonl_and_reports_errors_without_a_traceback(tmp_p
 
 
 SPECIAL = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
-PLAIN = {
+MINIMAL = {
     "version": "1.0",
     "added_tokens": [{"id": 0, "content": "</s>", "special": True, **SPECIAL}],
     "model": {"type": "BPE", "vocab": {"</s>": 0, "a": 1, "b": 2}, "merges": []},
@@ -213,7 +213,7 @@ def split(regex: str) -> dict:
 
 
 def model(**changes) -> dict:
-    return {"model": {**PLAIN["model"], **changes}}
+    return {"model": {**MINIMAL["model"], **changes}}
 
 
 HOSTILE = {  # name -> (changes to a harmless file, the message that refuses it)
@@ -270,8 +270,8 @@ for path in sys.argv[1:]:
 
 def test_a_hostile_tokenizer_is_refused_and_crashes_no_process(tmp_path):
     """In a child process, which these would otherwise abort, block or fill."""
-    files = {"harmless": PLAIN} | {
-        name: {**PLAIN, **changes} for name, (changes, _) in HOSTILE.items()
+    files = {"harmless": MINIMAL} | {
+        name: {**MINIMAL, **changes} for name, (changes, _) in HOSTILE.items()
     }
     for name, table in files.items():
         (tmp_path / name).write_text(json.dumps(table))

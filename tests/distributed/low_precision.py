@@ -26,9 +26,9 @@ from tests.distributed.oracle import (
     SGD,
     Layout,
     Recipe,
-    local_part,
     merge_parts,
     reference_logits,
+    shard_and_offset,
     start_run,
 )
 from tests.distributed.ranks import run_on_ranks
@@ -42,7 +42,7 @@ from titanlite.parallelize.weight_init import init_weights
 from titanlite.training import StepSettings, take_step
 
 # At least 32 values in every vector: the error of fewer varies too much by chance.
-SHAPE = Llama3Sizes(
+SIZES = Llama3Sizes(
     dim=32,
     n_layers=2,
     n_heads=4,
@@ -53,7 +53,7 @@ SHAPE = Llama3Sizes(
     rope_theta=1e4,
     qk_norm=True,
 )
-RECIPE = replace(SGD, shape=SHAPE, batch=12)
+RECIPE = replace(SGD, sizes=SIZES, batch=12)
 LOW_PRECISION_DTYPES = (torch.bfloat16, torch.float16)
 FIRST_TRAINING_BATCH = 100  # batches before it are for measuring
 TRAINING_STEPS = 150
@@ -105,7 +105,7 @@ class RankResult:
 
 def read_batch(number: int, recipe: Recipe) -> tuple[Tensor, Tensor]:
     """A global batch [B, T] of learnable tokens; sequences ignore different numbers of labels."""
-    size, generator = recipe.shape.vocab_size, torch.Generator().manual_seed(SEED)
+    size, generator = recipe.sizes.vocab_size, torch.Generator().manual_seed(SEED)
     followers = torch.randint(
         1, size, (size, 4), generator=generator
     )  # per id; none is DOCUMENT_END
@@ -124,10 +124,10 @@ def read_batch(number: int, recipe: Recipe) -> tuple[Tensor, Tensor]:
 
 
 @cache
-def train_weights(shape: Llama3Sizes) -> Weights:
+def train_weights(sizes: Llama3Sizes) -> Weights:
     """Weights of a model trained in fp32 on one process."""
-    model, recipe = FAMILY.build(shape), replace(RECIPE, shape=shape)
-    init_weights(model, FAMILY.init_roles, shape.n_layers, SEED)
+    model, recipe = FAMILY.build(sizes), replace(RECIPE, sizes=sizes)
+    init_weights(model, FAMILY.init_roles, sizes.n_layers, SEED)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.0)
     for step in range(TRAINING_STEPS):
         inputs, labels = read_batch(FIRST_TRAINING_BATCH + step, recipe)
@@ -144,8 +144,8 @@ def train_weights(shape: Llama3Sizes) -> Weights:
 @cache
 def compute_in_fp32(recipe: Recipe, batches: int) -> tuple[list[float], list[dict[str, Tensor]]]:
     """(losses, gradients) of each batch, by an unparallelized model."""
-    model, losses, gradients = FAMILY.build(recipe.shape), [], []
-    weights = train_weights(recipe.shape).items()
+    model, losses, gradients = FAMILY.build(recipe.sizes), [], []
+    weights = train_weights(recipe.sizes).items()
     model.load_state_dict({n: torch.from_numpy(w) for n, w in weights})
     for number in range(batches):
         inputs, labels = read_batch(number, recipe)
@@ -161,14 +161,14 @@ def compute_in_fp32(recipe: Recipe, batches: int) -> tuple[list[float], list[dic
 
 def run_cases(cases: Sequence[PrecisionCase]) -> list[list[RankResult]]:
     """Run cases with equal numbers of ranks; the results [rank][case]."""
-    weights = {case.recipe.shape: train_weights(case.recipe.shape) for case in cases}
+    weights = {case.recipe.sizes: train_weights(case.recipe.sizes) for case in cases}
     return run_on_ranks(_run_cases_on_rank, cases[0].layout.degrees.ranks, cases, weights)
 
 
 def _run_cases_on_rank(
     cases: Sequence[PrecisionCase], weights: dict[Llama3Sizes, Weights]
 ) -> list[RankResult]:
-    return [_run_case(case, weights[case.recipe.shape]) for case in cases]
+    return [_run_case(case, weights[case.recipe.sizes]) for case in cases]
 
 
 def _run_case(case: PrecisionCase, weights: Weights) -> RankResult:
@@ -178,11 +178,11 @@ def _run_case(case: PrecisionCase, weights: Weights) -> RankResult:
     _load_trained(state.model, weights)
     in_backward = OptimizerInBackward(state.model, state.optimizer) if case.layout.early else None
     result = RankResult([], [], 0.0)
-    rows = case.recipe.batch // mesh.degrees.data
-    own_rows = slice(mesh.batch_rank * rows, (mesh.batch_rank + 1) * rows)
+    sequences = case.recipe.batch // mesh.degrees.data
+    own_slice = slice(mesh.batch_rank * sequences, (mesh.batch_rank + 1) * sequences)
     with _recorded_gradients(state) as gradients:
         for number in range(case.batches):
-            inputs, labels = (tensor[own_rows] for tensor in read_batch(number, case.recipe))
+            inputs, labels = (tensor[own_slice] for tensor in read_batch(number, case.recipe))
             settings = StepSettings(mesh, case.recipe.batch, 0.0, in_backward)
             step = take_step(state, engine, inputs, labels, lr=0.0, settings=settings)
             result.losses.append(step.loss.item())
@@ -197,7 +197,7 @@ def _run_case(case: PrecisionCase, weights: Weights) -> RankResult:
 @torch.no_grad()
 def _load_trained(model, weights: Weights) -> None:
     for name, tensor in model_and_optimizer_state(model)["model"].items():
-        shape, offset, _ = local_part(tensor)
+        shape, offset, _ = shard_and_offset(tensor)
         assert shape == weights[name].shape
         local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
         index = tuple(slice(o, o + n) for o, n in zip(offset, local.shape, strict=True))
@@ -211,7 +211,7 @@ def _recorded_gradients(state):
     named = list(state.model.named_parameters())
 
     def record(*_) -> None:
-        gradients = {name: local_part(p.grad) for name, p in named if p.grad is not None}
+        gradients = {name: shard_and_offset(p.grad) for name, p in named if p.grad is not None}
         assert all(local.dtype == torch.float32 for *_, local in gradients.values())
         recorded.update(gradients)
 

@@ -36,7 +36,7 @@ CPU = torch.device("cpu")
 DOCUMENT_END = 0  # token id
 
 # Uneven sizes where possible: 509 token ids, and a feed-forward that 3 ranks cannot shard evenly.
-SHAPE = Llama3Sizes(
+SIZES = Llama3Sizes(
     dim=32, n_layers=2, n_heads=4, n_kv_heads=2, hidden_dim=88, vocab_size=509, rope_theta=1e4
 )
 
@@ -78,7 +78,7 @@ class Layout:
         return max(1, recipe.batch // self.degrees.data // self.accumulate)
 
     def section(self, recipe: Recipe) -> ParallelismConfig:
-        costs = FAMILY.module_flops(recipe.shape, recipe.seq_len)
+        costs = FAMILY.module_flops(recipe.sizes, recipe.seq_len)
         first, last = self.less or (None, None)
         return ParallelismConfig(
             enable_async_tensor_parallel=self.overlap,
@@ -127,7 +127,7 @@ class Recipe:
 
     optimizer: str = "SGD"
     max_norm: float = 0.0
-    shape: Llama3Sizes = SHAPE
+    sizes: Llama3Sizes = SIZES
     steps: int = STEPS
     lr: float = 0.5
     batch: int = 36  # sequences per step; twice as many in step 2
@@ -159,7 +159,7 @@ class Record:
     z_losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
     validations: list[float] = field(default_factory=list)
-    # Gradients of each step and weights after the last one: tensors, or `local_part`s of them.
+    # Gradients of each step and weights after the last one: tensors, or their `shard_and_offset`.
     gradients: list[dict[str, Any]] = field(default_factory=list)
     weights: dict[str, Any] = field(default_factory=dict)
 
@@ -174,10 +174,10 @@ def batch_at(step: int, recipe: Recipe) -> tuple[Tensor, Tensor]:
     return inputs, labels
 
 
-def tokens(seed: int, rows: int, length: int, recipe: Recipe) -> tuple[Tensor, Tensor]:
-    """Random inputs and labels [rows, length]."""
+def tokens(seed: int, sequences: int, length: int, recipe: Recipe) -> tuple[Tensor, Tensor]:
+    """Random inputs and labels [sequences, length]."""
     generator = torch.Generator().manual_seed(seed)
-    ids = torch.randint(0, recipe.shape.vocab_size, (rows, length + 1), generator=generator)
+    ids = torch.randint(0, recipe.sizes.vocab_size, (sequences, length + 1), generator=generator)
     if recipe.documents:  # of 8 tokens on average: some cross every shard boundary
         ids[torch.rand(ids.shape, generator=generator) < 1 / 8] = DOCUMENT_END
     return ids[:, :-1].clone(), ids[:, 1:].clone()
@@ -192,9 +192,9 @@ class ValidationData:
         self.inputs, self.labels = tokens(5, self.samples, 2 * recipe.seq_len, recipe)
         self.labels[-1, recipe.seq_len // 3 :] = IGNORE_INDEX
 
-    def read(self, start: int, rows: int) -> tuple[Tensor, Tensor]:
-        selected = slice(start, start + rows)
-        padding = (0, 0, 0, rows - len(self.inputs[selected]))
+    def read(self, start: int, sequences: int) -> tuple[Tensor, Tensor]:
+        selected = slice(start, start + sequences)
+        padding = (0, 0, 0, sequences - len(self.inputs[selected]))
         labels = F.pad(self.labels[selected], padding, value=IGNORE_INDEX)
         return F.pad(self.inputs[selected], padding), labels
 
@@ -205,8 +205,8 @@ VALIDATION_STEPS = (2, STEPS)  # also before the last step, to see effects on la
 @cache
 def one_process(recipe: Recipe) -> Record:
     """The reference run: no titanlite code but the model, its initialization and the optimizer."""
-    model = FAMILY.build(recipe.shape)
-    init_weights(model, FAMILY.init_roles, recipe.shape.n_layers, SEED)
+    model = FAMILY.build(recipe.sizes)
+    init_weights(model, FAMILY.init_roles, recipe.sizes.n_layers, SEED)
     optimizer = build_optimizer(model, recipe.section)
     record = Record()
     for step in range(recipe.steps):
@@ -251,13 +251,13 @@ def build_sharded(layout: Layout, recipe: Recipe, dtype: torch.dtype = torch.flo
     """(model shard of this rank, mesh, engine) under a layout."""
     section, mesh = layout.section(recipe), build_mesh(layout.degrees, "cpu")
     activation_offload.MIN_BYTES = 1  # all tensors of these models are small
-    shape, local_batch = recipe.shape, layout.local_batch(recipe)
-    plan, problems = plan_pipeline(section, FAMILY, shape, recipe.seq_len, local_batch)
+    sizes, local_batch = recipe.sizes, layout.local_batch(recipe)
+    plan, problems = plan_pipeline(section, FAMILY, sizes, recipe.seq_len, local_batch)
     assert plan is not None, problems
     parallel_layout = ParallelLayout(mesh, section, plan)
     sharded = build_sharded_model(
         FAMILY,
-        shape,
+        sizes,
         parallel_layout,
         replace(layout.transforms(recipe, dtype), **transforms),
         CPU,
@@ -309,12 +309,14 @@ def run_until(
     named = list(state.model.named_parameters()) if recipe.optimizer == "SGD" else []
     gradients: dict[str, Any] = {}  # of this step; in backward, added one by one
     hook = state.optimizer.register_step_pre_hook(
-        lambda *_: gradients.update({n: local_part(p.grad) for n, p in named if p.grad is not None})
+        lambda *_: gradients.update(
+            {n: shard_and_offset(p.grad) for n, p in named if p.grad is not None}
+        )
     )
     while state.step < until:
-        rows = recipe.batch_of(state.step) // mesh.degrees.data
-        mine = slice(mesh.batch_rank * rows, (mesh.batch_rank + 1) * rows)
-        inputs, labels = (part[mine] for part in batch_at(state.step, recipe))
+        sequences = recipe.batch_of(state.step) // mesh.degrees.data
+        own_slice = slice(mesh.batch_rank * sequences, (mesh.batch_rank + 1) * sequences)
+        inputs, labels = (part[own_slice] for part in batch_at(state.step, recipe))
         for group in state.optimizer.param_groups:
             group["lr"] = 0.0  # a step before the learning rate is set would have no effect
         result = take_step(
@@ -335,10 +337,10 @@ def run_until(
             text = ValidationData(recipe)
             record.validations.append(validate(engine, text, text.samples, 4, mesh, CPU))
     hook.remove()
-    record.weights = {name: local_part(p) for name, p in named}
+    record.weights = {name: shard_and_offset(p) for name, p in named}
 
 
-def local_part(tensor: Tensor) -> tuple[tuple[int, ...], tuple[int, ...], Tensor]:
+def shard_and_offset(tensor: Tensor) -> tuple[tuple[int, ...], tuple[int, ...], Tensor]:
     """(global shape, offset, local shard) of a tensor; without communication."""
     if not isinstance(tensor, DTensor):
         return tuple(tensor.shape), (0,) * tensor.dim(), tensor.detach().clone()
@@ -359,7 +361,7 @@ def merge_ranks(records: list[Record]) -> Record:
 
 
 def merge_parts(parts: Sequence[dict[str, tuple]]) -> dict[str, Tensor]:
-    """Global tensors from the `local_part`s of all ranks."""
+    """Global tensors from the `shard_and_offset`s of all ranks."""
     tensors = {}
     shapes = {name: shape for rank in parts for name, (shape, _, _) in rank.items()}
     for name, shape in shapes.items():
@@ -412,9 +414,9 @@ def _worst(pairs) -> float:
 def with_enough_blocks(recipe: Recipe, layout: Layout) -> Recipe:
     """The recipe with as many blocks as the pipeline stages of a layout need."""
     blocks = max(4, 2 * layout.pipeline, layout.stages - 2)
-    return replace(recipe, shape=replace(recipe.shape, n_layers=blocks))
+    return replace(recipe, sizes=replace(recipe.sizes, n_layers=blocks))
 
 
 def with_tied_embeddings(recipe: Recipe) -> Recipe:
     """The recipe with tied embeddings and QK norm."""
-    return replace(recipe, shape=replace(recipe.shape, tied_embeddings=True, qk_norm=True))
+    return replace(recipe, sizes=replace(recipe.sizes, tied_embeddings=True, qk_norm=True))

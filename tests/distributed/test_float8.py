@@ -29,9 +29,9 @@ from tests.distributed.oracle import (
     Record,
     ValidationData,
     batch_at,
-    local_part,
     merge_ranks,
     run_until,
+    shard_and_offset,
     start_run,
     worst_error,
 )
@@ -43,10 +43,10 @@ from titanlite.parallelize.float8 import Float8Config, torchao
 from titanlite.parallelize.weight_init import init_weights
 from titanlite.training import StepSettings, take_step, validate
 
-SHAPE = Llama3Sizes(
+SIZES = Llama3Sizes(
     dim=64, n_layers=2, n_heads=4, n_kv_heads=2, hidden_dim=96, vocab_size=509, rope_theta=1e4
 )
-RECIPE = Recipe(shape=SHAPE, batch=8, seq_len=32, steps=2)
+RECIPE = Recipe(sizes=SIZES, batch=8, seq_len=32, steps=2)
 NO_FLOAT8 = Float8Config()
 TENSORWISE = Float8Config(recipe_name="tensorwise", emulate=True)
 GATHERED = replace(TENSORWISE, enable_fsdp_float8_all_gather=True)
@@ -82,7 +82,7 @@ def run(layout: Layout, recipe: Recipe, float8: Float8Config):
     record = Record()
     run_until(state, engine, mesh, recipe, record, recipe.steps)
     record.weights = {
-        n: local_part(w) for n, w in model_and_optimizer_state(state.model)["model"].items()
+        n: shard_and_offset(w) for n, w in model_and_optimizer_state(state.model)["model"].items()
     }
     layers = {n: m for n, m in state.model.named_modules() if isinstance(m, torch.nn.Linear)}
     return record, {name: type(layer).__name__ for name, layer in layers.items()}
@@ -90,8 +90,8 @@ def run(layout: Layout, recipe: Recipe, float8: Float8Config):
 
 def one_process(recipe: Recipe, float8: Float8Config, microbatch: int) -> Record:
     """The reference: an unparallelized model converted by torchao, in a plain training loop."""
-    model = FAMILY.build(recipe.shape)
-    init_weights(model, FAMILY.init_roles, recipe.shape.n_layers, SEED)
+    model = FAMILY.build(recipe.sizes)
+    init_weights(model, FAMILY.init_roles, recipe.sizes.n_layers, SEED)
     if float8.recipe_name:
         config = torchao().Float8LinearConfig.from_recipe_name(float8.recipe_name)
         torchao().convert_to_float8_training(
@@ -121,9 +121,9 @@ def one_process(recipe: Recipe, float8: Float8Config, microbatch: int) -> Record
     return record
 
 
-def linear_layers(shape: Llama3Sizes) -> set[str]:
+def linear_layers(sizes: Llama3Sizes) -> set[str]:
     with torch.device("meta"):
-        model = FAMILY.build(shape)
+        model = FAMILY.build(sizes)
     return {n for n, m in model.named_modules() if isinstance(m, torch.nn.Linear)}
 
 
@@ -133,13 +133,13 @@ def gradient_errors(record: Record, expected: Record) -> list[float]:
     return [((a[n] - b[n]).norm() / b[n].norm()).item() for n in b]
 
 
-TIED = replace(SHAPE, vocab_size=512, tied_embeddings=True)
-ONE_HEAD = replace(SHAPE, n_kv_heads=1)  # replicated over two tensor-parallel ranks
+TIED = replace(SIZES, vocab_size=512, tied_embeddings=True)
+ONE_HEAD = replace(SIZES, n_kv_heads=1)  # replicated over two tensor-parallel ranks
 
 
 def case_name(value) -> str:
     if isinstance(value, Llama3Sizes):
-        return {SHAPE: "shape", TIED: "tied", ONE_HEAD: "one head"}[value]
+        return {SIZES: "untied", TIED: "tied", ONE_HEAD: "one head"}[value]
     return str(value)
 
 
@@ -147,53 +147,53 @@ def case_name(value) -> str:
 
 
 @pytest.mark.parametrize(
-    "layout, float8, shape, microbatch",
+    "layout, float8, sizes, microbatch",
     [
-        (Layout(), TENSORWISE, SHAPE, 8),
-        (Layout(shard=2, recompute="full"), SCALED, SHAPE, 4),
+        (Layout(), TENSORWISE, SIZES, 8),
+        (Layout(shard=2, recompute="full"), SCALED, SIZES, 4),
         (Layout(shard=2, offload=True), GATHERED, TIED, 4),
-        (Layout(replicate=2, shard=2), SCALED, SHAPE, 2),
-        (Layout(pipeline=2, microbatch=4), SCALED, SHAPE, 4),
-        (Layout(shard=2), ROWWISE, SHAPE, 4),
+        (Layout(replicate=2, shard=2), SCALED, SIZES, 2),
+        (Layout(pipeline=2, microbatch=4), SCALED, SIZES, 4),
+        (Layout(shard=2), ROWWISE, SIZES, 4),
     ],
     ids=case_name,
 )
-def test_data_and_pipeline_parallel_train_like_one_process(layout, float8, shape, microbatch):
+def test_data_and_pipeline_parallel_train_like_one_process(layout, float8, sizes, microbatch):
     """They round the same numbers, so the tolerance is that without Float8. Measured: bit-equal,
     except for the sum of the losses."""
-    recipe = replace(RECIPE, shape=shape)
+    recipe = replace(RECIPE, sizes=sizes)
     ranks = run_on_ranks(run, layout.degrees.ranks, layout, recipe, float8)
     record = replace(merge_ranks([record for record, _ in ranks]), validations=[0.0])
     expected = replace(one_process(recipe, float8, microbatch), validations=[1.0])
     errors = worst_error(record, expected, tensors=True)
     del errors["validation"]
     assert max(errors.values()) <= 1e-5, errors
-    assert_float8(ranks, shape, float8)
+    assert_float8(ranks, sizes, float8)
 
 
 @pytest.mark.parametrize(
-    "layout, float8, shape, microbatch",
+    "layout, float8, sizes, microbatch",
     [
-        (Layout(tensor=2), MIXED, SHAPE, 8),
+        (Layout(tensor=2), MIXED, SIZES, 8),
         (Layout(tensor=2, recompute="selective"), GATHERED, ONE_HEAD, 8),
-        (Layout(tensor=2), GW_HP, SHAPE, 8),
-        (Layout(shard=2, tensor=2), SCALED, SHAPE, 4),
-        (Layout(context=2), ROWWISE, SHAPE, 8),
+        (Layout(tensor=2), GW_HP, SIZES, 8),
+        (Layout(shard=2, tensor=2), SCALED, SIZES, 4),
+        (Layout(context=2), ROWWISE, SIZES, 8),
     ],
     ids=case_name,
 )
-def test_tensor_and_context_parallel_train_like_one_process(layout, float8, shape, microbatch):
+def test_tensor_and_context_parallel_train_like_one_process(layout, float8, sizes, microbatch):
     """They add in another order, so a few values round to the neighbouring Float8 value, 6 to 25 %
     away. Measured error of the median weight's gradient: below 3e-7, and up to 6e-3 where that
     happened. With the scales of other shards it would be 7e-2."""
-    recipe = replace(RECIPE, shape=shape, steps=1)
+    recipe = replace(RECIPE, sizes=sizes, steps=1)
     ranks = run_on_ranks(run, layout.degrees.ranks, layout, recipe, float8)
     record = merge_ranks([record for record, _ in ranks])
     expected = one_process(recipe, float8, microbatch)
     assert record.losses == pytest.approx(expected.losses, rel=1e-5)
     assert record.norms == pytest.approx(expected.norms, rel=1e-4)
     assert median(gradient_errors(record, expected)) <= 2e-2
-    assert_float8(ranks, shape, float8)
+    assert_float8(ranks, sizes, float8)
 
 
 def test_tensorwise_context_parallel_trains_nearly_like_one_process():
@@ -204,13 +204,13 @@ def test_tensorwise_context_parallel_trains_nearly_like_one_process():
     assert record.losses == pytest.approx(expected.losses, rel=3e-4)
     assert record.norms == pytest.approx(expected.norms, rel=1e-2)
     assert max(gradient_errors(record, expected)) <= 0.3
-    assert_float8(ranks, SHAPE, SCALED)
+    assert_float8(ranks, SIZES, SCALED)
 
 
-def assert_float8(ranks, shape: Llama3Sizes, float8: Float8Config) -> None:
+def assert_float8(ranks, sizes: Llama3Sizes, float8: Float8Config) -> None:
     """Exactly the layers that the filters select are Float8, on all ranks and stages."""
     classes = {name: kind for _, layers in ranks for name, kind in layers.items()}
-    names = linear_layers(shape)
+    names = linear_layers(sizes)
     assert set(classes) == names  # conversion renames nothing
     excluded = {n for n in names if any(part in n for part in float8.filter_fqns)}
     excluded |= {"output"}  # fused with the loss
@@ -231,9 +231,9 @@ def test_the_reference_differs_with_float8():
 def run_forward(layout: Layout, float8: Float8Config) -> tuple[float, Counter]:
     """(loss, bytes of its all-gathers) of one forward in bfloat16."""
     _, engine, mesh = start_run(layout, RECIPE, float8=float8, dtype=torch.bfloat16)
-    rows = RECIPE.batch // layout.degrees.data
-    own_rows = slice(mesh.batch_rank * rows, (mesh.batch_rank + 1) * rows)
-    inputs, labels = (tensor[own_rows] for tensor in batch_at(0, RECIPE))
+    sequences = RECIPE.batch // layout.degrees.data
+    own_slice = slice(mesh.batch_rank * sequences, (mesh.batch_rank + 1) * sequences)
+    inputs, labels = (tensor[own_slice] for tensor in batch_at(0, RECIPE))
     with AllGatherBytes() as traffic:
         loss = engine.evaluate(inputs, labels).item()
     return loss / valid_tokens(labels).item(), traffic.bytes
@@ -246,9 +246,9 @@ def run_forward_without_and_with(layout: Layout, float8: Float8Config) -> list:
 @pytest.mark.parametrize("float8", [GATHERED, SCALED], ids=str)
 def test_fsdp_all_gathers_weights_in_float8(float8):
     with torch.device("meta"):
-        model = FAMILY.build(SHAPE)
+        model = FAMILY.build(SIZES)
     shards = {n: -(-len(p) // 2) * p[0].numel() for n, p in model.named_parameters()}
-    in_float8 = {f"{name}.weight" for name in linear_layers(SHAPE) - {"output"}}
+    in_float8 = {f"{name}.weight" for name in linear_layers(SIZES) - {"output"}}
     ranks = run_on_ranks(run_forward_without_and_with, 2, Layout(shard=2), float8)
     for (bf16_loss, bf16_bytes), (loss, sent_bytes) in ranks:
         assert sum(bf16_bytes.values()) == sum(2 * size for size in shards.values())
@@ -260,7 +260,7 @@ def test_fsdp_all_gathers_weights_in_float8(float8):
 
 def test_tensor_parallel_all_gathers_activations_in_float8():
     """Once per module, for all of its layers."""
-    size = RECIPE.batch * RECIPE.seq_len // 2 * SHAPE.dim  # values of a rank in one all-gather
+    size = RECIPE.batch * RECIPE.seq_len // 2 * SIZES.dim  # values of a rank in one all-gather
     ranks = run_on_ranks(run_forward_without_and_with, 2, Layout(tensor=2), TENSORWISE)
     (bf16_loss, bf16_bytes), (loss, sent_bytes) = ranks[0]
     # Two all-gathers in each of two blocks, and one for the output layer, which stays bf16.
@@ -359,21 +359,21 @@ def test_checkpoints_with_and_without_float8_are_interchangeable(tmp_path):
 
 
 def train_on_files(
-    float8: Float8Config, shape: Llama3Sizes, steps: int, rows: int, seq_len: int, folder
+    float8: Float8Config, sizes: Llama3Sizes, steps: int, sequences: int, seq_len: int, folder
 ):
     """Losses in bfloat16 on the bytes of a folder's Python files."""
     text = b"".join(path.read_bytes() for path in sorted(Path(folder).glob("*.py")))
     ids = torch.frombuffer(bytearray(text), dtype=torch.uint8).long()
-    recipe = Recipe("AdamW", shape=shape, batch=rows, seq_len=seq_len)
+    recipe = Recipe("AdamW", sizes=sizes, batch=sequences, seq_len=seq_len)
     state, engine, mesh = start_run(Layout(), recipe, float8=float8, dtype=torch.bfloat16)
     losses = []
     for step in range(steps):
         generator = torch.Generator().manual_seed(step)
-        starts = torch.randint(0, len(ids) - seq_len, (rows, 1), generator=generator)
+        starts = torch.randint(0, len(ids) - seq_len, (sequences, 1), generator=generator)
         sample = ids[starts + torch.arange(seq_len + 1)]
         options = {
             "lr": 1e-3 * min(1.0, (step + 1) / 10),
-            "settings": StepSettings(mesh, rows, 1.0),
+            "settings": StepSettings(mesh, sequences, 1.0),
         }
         inputs, labels = sample[:, :-1], sample[:, 1:]
         losses.append(take_step(state, engine, inputs, labels, **options).loss.item())
@@ -387,7 +387,7 @@ def train_with_each(float8s, *options) -> list[list[float]]:
 def test_float8_converges_like_bf16():
     float8s = (NO_FLOAT8, TENSORWISE, ROWWISE, GW_HP)
     bf16, *others = run_on_ranks(
-        train_with_each, 1, float8s, SHAPE, 30, 8, 48, str(ROOT / "titanlite")
+        train_with_each, 1, float8s, SIZES, 30, 8, 48, str(ROOT / "titanlite")
     )[0]
     assert sum(bf16[-3:]) < 0.8 * sum(bf16[:3])  # the loss decreases
     for losses in others:

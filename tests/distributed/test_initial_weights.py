@@ -14,7 +14,7 @@ from tests.distributed.oracle import (
     FAMILY,
     SEED,
     SGD,
-    SHAPE,
+    SIZES,
     Layout,
     build_sharded,
     full_value,
@@ -24,7 +24,7 @@ from tests.distributed.ranks import run_on_ranks
 from titanlite.parallelize.weight_init import BLOCK_VALUES, init_weights
 
 # Matrices of several blocks of rows, with sizes that no number of ranks divides.
-SEVERAL_BLOCKS = replace(SHAPE, dim=64, vocab_size=5003)
+SEVERAL_BLOCKS = replace(SIZES, dim=64, vocab_size=5003)
 LAYOUTS = [
     Layout(),
     Layout(shard=3),
@@ -40,8 +40,8 @@ LAYOUTS = [
 ]
 
 
-def hash_weights(layout, shape) -> dict[str, str]:
-    model, _, _ = build_sharded(layout, replace(SGD, shape=shape))
+def hash_weights(layout, sizes) -> dict[str, str]:
+    model, _, _ = build_sharded(layout, replace(SGD, sizes=sizes))
     return {name: hash_weight(p) for name, p in model.named_parameters()}
 
 
@@ -50,9 +50,9 @@ def hash_weight(parameter) -> str:
 
 
 @cache
-def expected_hashes(shape) -> dict[str, str]:
-    model = FAMILY.build(shape)
-    init_weights(model, FAMILY.init_roles, shape.n_layers, SEED)
+def expected_hashes(sizes) -> dict[str, str]:
+    model = FAMILY.build(sizes)
+    init_weights(model, FAMILY.init_roles, sizes.n_layers, SEED)
     return {name: hash_weight(p) for name, p in model.named_parameters()}
 
 
@@ -68,40 +68,40 @@ def test_initial_weights_are_bit_equal_under_every_layout(layout):
         assert all(hashes.keys() == expected.keys() for hashes in ranks)
 
 
-def bytes_of_weights(layout, shape) -> int:
-    model, _, _ = build_sharded(layout, replace(SGD, shape=shape))
+def bytes_of_weights(layout, sizes) -> int:
+    model, _, _ = build_sharded(layout, replace(SGD, sizes=sizes))
     return sum(p.to_local().untyped_storage().nbytes() for p in model.parameters())
 
 
 def test_a_pipeline_rank_allocates_only_its_own_stages():
     layout = Layout(pipeline=2, less=(0, 0))
-    shape = replace(SEVERAL_BLOCKS, n_layers=4)
-    full_model = 4 * FAMILY.count_parameters(shape)
-    first, last = run_on_ranks(bytes_of_weights, 2, layout, shape)
+    sizes = replace(SEVERAL_BLOCKS, n_layers=4)
+    full_model = 4 * FAMILY.count_parameters(sizes)
+    first, last = run_on_ranks(bytes_of_weights, 2, layout, sizes)
     assert first + last == full_model  # each has the embedding or the output, and half the blocks
-    assert abs(last - first) == 4 * shape.dim  # the final norm
+    assert abs(last - first) == 4 * sizes.dim  # the final norm
 
 
 def test_tied_weights_are_initialised_as_one_parameter():
-    shape = with_tied_embeddings(SGD).shape
-    hashes = run_on_ranks(hash_weights, 2, Layout(shard=2), shape)[0]
-    assert hashes == expected_hashes(shape) and "output.weight" not in hashes
+    sizes = with_tied_embeddings(SGD).sizes
+    hashes = run_on_ranks(hash_weights, 2, Layout(shard=2), sizes)[0]
+    assert hashes == expected_hashes(sizes) and "output.weight" not in hashes
 
 
 def test_weights_depend_on_seed_and_name_and_have_the_documented_deviation():
-    model = FAMILY.build(SHAPE)
-    init_weights(model, FAMILY.init_roles, SHAPE.n_layers, seed=1)
+    model = FAMILY.build(SIZES)
+    init_weights(model, FAMILY.init_roles, SIZES.n_layers, seed=1)
     first, second = model.layers["0"].attention, model.layers["1"].attention
     assert not torch.equal(first.wq.weight, second.wq.weight)
     before = first.wq.weight.clone()
-    init_weights(model, FAMILY.init_roles, SHAPE.n_layers, seed=2)
+    init_weights(model, FAMILY.init_roles, SIZES.n_layers, seed=2)
     assert not torch.equal(before, first.wq.weight)
     assert 0.018 < model.output.weight.std() < 0.022
     assert model.layers["0"].feed_forward.w2.weight.std() < 0.012
     assert torch.all(model.norm.weight == 1)
 
 
-def largest_allocation(layout, shape) -> tuple[int, int]:
+def largest_allocation(layout, sizes) -> tuple[int, int]:
     """(bytes of the largest tensor while the model is built, bytes of the largest shard)."""
     from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -117,13 +117,13 @@ def largest_allocation(layout, shape) -> tuple[int, int]:
             return out
 
     with LargestTensor():
-        model, _, _ = build_sharded(layout, replace(SGD, shape=shape))
+        model, _, _ = build_sharded(layout, replace(SGD, sizes=sizes))
     shards = [p.to_local().untyped_storage().nbytes() for p in model.parameters()]
     return largest, max(shards)
 
 
 def test_no_rank_allocates_a_full_matrix_while_the_model_is_built():
-    layout, shape = Layout(shard=4), FAMILY.flavors["debugmodel"]
-    full_matrix = shape.vocab_size * shape.dim * 4
-    for largest, shard in run_on_ranks(largest_allocation, 4, layout, shape):
+    layout, sizes = Layout(shard=4), FAMILY.flavors["debugmodel"]
+    full_matrix = sizes.vocab_size * sizes.dim * 4
+    for largest, shard in run_on_ranks(largest_allocation, 4, layout, sizes):
         assert shard < full_matrix / 2 and largest < full_matrix / 2, (largest, shard)

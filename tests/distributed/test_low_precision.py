@@ -11,7 +11,7 @@ import torch
 from tests.distributed.low_precision import (
     LOW_PRECISION_DTYPES,
     RECIPE,
-    SHAPE,
+    SIZES,
     PrecisionCase,
     check_cases,
 )
@@ -134,9 +134,9 @@ def test_z_loss_does_not_make_gradients_less_accurate():
 
 def test_tied_embeddings_do_not_make_gradients_less_accurate():
     """Their gradient is the sum of that of the embedding and that of the output layer."""
-    shape = replace(SHAPE, tied_embeddings=True, qk_norm=False)
+    sizes = replace(SIZES, tied_embeddings=True, qk_norm=False)
     check_cases(
-        in_alternating_dtypes([Layout(tensor=2), Layout(context=2)], replace(RECIPE, shape=shape))
+        in_alternating_dtypes([Layout(tensor=2), Layout(context=2)], replace(RECIPE, sizes=sizes))
     )
 
 

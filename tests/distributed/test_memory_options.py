@@ -11,8 +11,8 @@ from tests.distributed.ranks import run_on_ranks
 from tests.distributed.test_resume import STOP, merge_bits, resume, train_and_save
 
 # Each of 2 tensor-parallel ranks has two quantisation blocks per row; 509 rows is a prime number.
-SHAPE = replace(ADAMW.shape, head_dim=64, hidden_dim=256)
-RECIPE = replace(ADAMW, shape=SHAPE, batch=12, seq_len=12)
+SIZES = replace(ADAMW.sizes, head_dim=64, hidden_dim=256)
+RECIPE = replace(ADAMW, sizes=SIZES, batch=12, seq_len=12)
 PIPELINE = Layout(pipeline=2, shard=2, microbatch=3)
 
 

@@ -9,7 +9,7 @@ import pytest
 from tests.distributed.oracle import (
     ADAMW,
     SGD,
-    SHAPE,
+    SIZES,
     Layout,
     merge_ranks,
     one_process,
@@ -265,4 +265,4 @@ def test_the_oracle_detects_an_update_that_is_wrong_by_a_factor():
 
 def test_the_model_sizes_do_not_divide_evenly():
     """Otherwise a bug in uneven sharding would not be detected."""
-    assert SHAPE.vocab_size % 2 and SHAPE.hidden_dim % 3
+    assert SIZES.vocab_size % 2 and SIZES.hidden_dim % 3

@@ -18,8 +18,8 @@ BLOCKS = 4
 def order_of_events(layout) -> list[tuple[str, str]]:
     """(FSDP event, its parameter group) in the order in which they start in the second step."""
     _, _, engine = build_sharded(layout, with_enough_blocks(SGD, layout))
-    rows = layout.local_batch(SGD)
-    inputs, labels = (part[:rows] for part in batch_at(0, SGD))
+    sequences = layout.local_batch(SGD)
+    inputs, labels = (part[:sequences] for part in batch_at(0, SGD))
     engine.forward_backward(inputs, labels, valid_tokens(labels))
     with profile(activities=[ProfilerActivity.CPU]) as profiler:
         engine.forward_backward(inputs, labels, valid_tokens(labels))

@@ -40,7 +40,7 @@ def test_every_rank_runs_its_actions_in_the_planned_order(schedule, tmp_path):
     layout = Layout(pipeline=RANKS, schedule=schedule, microbatch=1, less=(0, 0))
     recipe = with_enough_blocks(RECIPE, layout)
     config = layout.section(recipe)
-    plan, _ = plan_pipeline(config, FAMILY, recipe.shape, recipe.seq_len, recipe.batch)
+    plan, _ = plan_pipeline(config, FAMILY, recipe.sizes, recipe.seq_len, recipe.batch)
     assert plan is not None
     run_on_ranks(trace_step, RANKS, layout, str(tmp_path))
     traced = [read_actions(tmp_path / f"{rank}.json") for rank in range(RANKS)]

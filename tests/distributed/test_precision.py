@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.distributed.oracle import (
     ADAMW,
     SGD,
-    SHAPE,
+    SIZES,
     Layout,
     batch_at,
     build_sharded,
@@ -63,7 +63,7 @@ class DtypeRecorder(TorchDispatchMode):
         """The only fp16 matmul that is computed in fp32; models/loss.py explains why."""
         in_fp32 = left.dtype == right.dtype == torch.float32
         return (
-            in_fp32 and left.shape[0] in self.logits_per_token and right.shape[1] == SGD.shape.dim
+            in_fp32 and left.shape[0] in self.logits_per_token and right.shape[1] == SGD.sizes.dim
         )
 
 
@@ -83,16 +83,16 @@ def dtypes_of_a_step(layout, compute_dtype, param_dtype) -> dict:
     )
     shapes = {part.shape for p in model.parameters() for part in (p, local_shard(p))}
     optimizer = build_optimizer(model, OptimizerConfig())
-    rows = recipe.batch // layout.degrees.data
-    own_rows = slice(mesh.batch_rank * rows, mesh.batch_rank * rows + rows)
-    inputs, labels = (tensor[own_rows] for tensor in batch_at(0, recipe))
+    sequences = recipe.batch // layout.degrees.data
+    own_slice = slice(mesh.batch_rank * sequences, mesh.batch_rank * sequences + sequences)
+    inputs, labels = (tensor[own_slice] for tensor in batch_at(0, recipe))
     activations, rotary = set(), set()
     for block in model.layers.values():
         block.register_forward_hook(lambda module, args, out: activations.add(out.dtype))
         block.attention.register_forward_pre_hook(
             lambda module, args: rotary.update(table.dtype for table in args[1])
         )
-    ids = torch.arange(SGD.shape.vocab_size)
+    ids = torch.arange(SGD.sizes.vocab_size)
     logits_per_token = {len(chunk) for chunk in ids.chunk(layout.tensor)}
     with DtypeRecorder(shapes, logits_per_token) as recorder:
         loss = engine.forward_backward(inputs, labels, valid_tokens(labels))
@@ -135,7 +135,7 @@ MORE_LAYOUTS = [
 ]
 
 
-RECIPE = replace(SGD, shape=replace(SHAPE, qk_norm=True))
+RECIPE = replace(SGD, sizes=replace(SIZES, qk_norm=True))
 PRECISIONS = [  # (compute dtype, param dtype)
     (torch.bfloat16, torch.float32),
     (torch.float16, torch.float32),
@@ -178,9 +178,9 @@ def gradient_of_a_frequent_token(layout) -> torch.Tensor:
     inputs, labels = tokens(1, recipe.batch, recipe.seq_len, recipe)
     is_frequent = torch.rand(inputs.shape, generator=torch.Generator().manual_seed(0)) < 0.9
     inputs[is_frequent] = FREQUENT
-    rows = recipe.batch // mesh.degrees.data
-    own_rows = slice(mesh.batch_rank * rows, (mesh.batch_rank + 1) * rows)
-    engine.forward_backward(inputs[own_rows], labels[own_rows], valid_tokens(labels))
+    sequences = recipe.batch // mesh.degrees.data
+    own_slice = slice(mesh.batch_rank * sequences, (mesh.batch_rank + 1) * sequences)
+    engine.forward_backward(inputs[own_slice], labels[own_slice], valid_tokens(labels))
     return full_value(model.tok_embeddings.weight.grad)[FREQUENT]
 
 
@@ -211,9 +211,9 @@ def steps_with_an_overflow(layout) -> list[dict]:
     engine.forward_backward = forward_backward_with_overflow
     steps = []
     for step in range(4):
-        rows = ADAMW.batch // mesh.degrees.data
-        own_rows = slice(mesh.batch_rank * rows, (mesh.batch_rank + 1) * rows)
-        inputs, labels = (tensor[: ADAMW.batch][own_rows] for tensor in batch_at(step, ADAMW))
+        sequences = ADAMW.batch // mesh.degrees.data
+        own_slice = slice(mesh.batch_rank * sequences, (mesh.batch_rank + 1) * sequences)
+        inputs, labels = (tensor[: ADAMW.batch][own_slice] for tensor in batch_at(step, ADAMW))
         settings = StepSettings(mesh, ADAMW.batch, max_norm=0.1)
         result = take_step(state, engine, inputs, labels, lr=ADAMW.lr, settings=settings)
         states = [v for s in state.optimizer.state.values() for v in s.values()]

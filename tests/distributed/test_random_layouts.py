@@ -19,7 +19,7 @@ import pytest
 
 from tests.conftest import ROOT
 from tests.distributed.low_precision import LOW_PRECISION_DTYPES, PrecisionCase, check_cases
-from tests.distributed.oracle import ADAMW, SGD, SHAPE, Layout, Recipe
+from tests.distributed.oracle import ADAMW, SGD, SIZES, Layout, Recipe
 from tests.distributed.test_oracle import assert_matches_one_process
 from titanlite.errors import UserError
 from titanlite.job import read_job
@@ -38,7 +38,7 @@ class RandomJob:
 
     def argv(self, toml: Path) -> list[str]:
         """The command line of the job."""
-        keys = {f"model.{name}": value for name, value in vars(self.recipe.shape).items()}
+        keys = {f"model.{name}": value for name, value in vars(self.recipe.sizes).items()}
         keys |= {f"parallelism.{k}": v for k, v in vars(self.layout.section(self.recipe)).items()}
         keys["data.tokenizer"] = keys["model.head_dim"] = None  # from the TOML; dim / n_heads
         keys["training.local_batch_size"] = self.layout.local_batch(self.recipe)
@@ -67,8 +67,8 @@ def draw_job(seed: int) -> RandomJob:
         available = MAX_RANKS // math.prod(degrees.values())
         degrees[name] = rng.choice([n for n in (1, 2, 2, 2, 3, 4) if n <= available])
     schedule = rng.choice(list(SCHEDULES))
-    shape = replace(
-        SHAPE,
+    sizes = replace(
+        SIZES,
         n_layers=rng.choice([1, 2, 4, 6, 8, 8]),
         n_kv_heads=rng.choice([1, 2, 4]),
         hidden_dim=rng.choice([88, 72, 60]),
@@ -78,7 +78,7 @@ def draw_job(seed: int) -> RandomJob:
     )
     recipe = replace(
         rng.choice([SGD, SGD, ADAMW]),
-        shape=shape,
+        sizes=sizes,
         steps=3,
         batch=rng.choice([24, 24, 36, 48, 40]),
         seq_len=rng.choice([24, 32, 48, 50]),
@@ -102,7 +102,7 @@ def draw_job(seed: int) -> RandomJob:
     layout = replace(layout, microbatch=-(-local_batch // rng.choice([2, 3, 4, 4, 6, 8, 12])))
     if rng.random() < 0.15:  # stages listed by name; one may have no block
         per_rank = SCHEDULES[schedule].stages_per_rank or rng.choice([2, 3])
-        stages = min(per_rank * degrees["pipeline"], shape.n_layers + 3)
+        stages = min(per_rank * degrees["pipeline"], sizes.n_layers + 3)
         layout = replace(layout, stages=stages)
     return RandomJob(seed, layout, recipe)
 
@@ -139,7 +139,7 @@ def test_valid_random_layouts_are_as_precise_as_one_process(count_and_seed, run_
         print(f"{number} of {count_and_seed[0]}: {job}", flush=True)
         rng, changes = random.Random(job.seed), {"optimizer": "SGD", "max_norm": 0.0}
         # 32 numbers per head: rounding errors of shorter vectors vary too much.
-        recipe = replace(job.recipe, shape=replace(job.recipe.shape, head_dim=32), **changes)
+        recipe = replace(job.recipe, sizes=replace(job.recipe.sizes, head_dim=32), **changes)
         # Deeper models amplify random errors: 1.53 was measured where the median was 1.02.
         check_cases(
             [PrecisionCase(job.layout, recipe, rng.choice(LOW_PRECISION_DTYPES), batches=7)],

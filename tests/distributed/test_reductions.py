@@ -27,9 +27,9 @@ RECIPE = replace(SGD, batch=12, seq_len=12)
 
 def count_reductions(layout) -> int:
     _, mesh, engine = build_sharded(layout, RECIPE)
-    rows = RECIPE.batch // layout.degrees.data
-    own_rows = slice(mesh.batch_rank * rows, (mesh.batch_rank + 1) * rows)
-    inputs, labels = (tensor[own_rows] for tensor in batch_at(0, RECIPE))
+    sequences = RECIPE.batch // layout.degrees.data
+    own_slice = slice(mesh.batch_rank * sequences, (mesh.batch_rank + 1) * sequences)
+    inputs, labels = (tensor[own_slice] for tensor in batch_at(0, RECIPE))
     with ReduceScatterCounter() as counter:
         engine.forward_backward(inputs, labels, torch.tensor(1.0))
     return counter.count

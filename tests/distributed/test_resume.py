@@ -100,7 +100,9 @@ def test_tied_weights_resume_under_another_layout(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "recipe", [ADAMW, SGD, replace(ADAMW, state_dtype="bfloat16")], ids=["AdamW", "SGD", "lean"]
+    "recipe",
+    [ADAMW, SGD, replace(ADAMW, state_dtype="bfloat16")],
+    ids=["AdamW", "SGD", "AdamW bf16 states"],
 )
 def test_bf16_runs_resume_with_the_fp32_copies_of_vectors(recipe, tmp_path):
     recipe, folder, bf16 = replace(recipe, batch=4, seq_len=8), str(tmp_path), torch.bfloat16

@@ -86,4 +86,4 @@ def test_an_incompatible_checkpoint_is_one_error_and_exit_code_2(run_toml, tmp_p
     assert result.stderr.count("model (dim: 32 saved, 64 now)") == 1, result.stderr
     assert result.stderr.count("optimizer.name (AdamW saved, SGD now)") == 1
     assert "exitcode  : 2" in result.stderr
-    assert 'train.py", line' not in result.stderr  # torchrun's own traceback is not ours
+    assert 'train.py", line' not in result.stderr  # torchrun prints a traceback of its own

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch.distributed.tensor import DTensor
 
-from tests.distributed.oracle import FAMILY, SEED, SGD, SHAPE, Layout, build_sharded
+from tests.distributed.oracle import FAMILY, SEED, SGD, SIZES, Layout, build_sharded
 from tests.distributed.ranks import run_on_ranks
 from titanlite.data import SourceConfig, open_sample_stream, open_validation, rank_slices
 from titanlite.data.shards import open_corpus
@@ -51,8 +51,8 @@ def test_validation_leaves_the_weights_sharded(layout, corpus):
 @cache
 def validate_in_one_process(path, count) -> float:
     """Mean loss over tokens, one sample at a time, without an engine."""
-    model, validation_set = FAMILY.build(SHAPE), open_set(path)
-    init_weights(model, FAMILY.init_roles, SHAPE.n_layers, SEED)
+    model, validation_set = FAMILY.build(SIZES), open_set(path)
+    init_weights(model, FAMILY.init_roles, SIZES.n_layers, SEED)
     total = tokens = 0.0
     with torch.no_grad():
         for sample in range(count):
@@ -110,8 +110,8 @@ def test_an_epoch_has_each_sample_once_under_changing_layouts(corpus):
         slices = [rank_slices(position, batch, rank, ranks) for rank in range(ranks)]
         for _ in range(steps):
             for rank_slice in slices:
-                start, rows = next(rank_slice)
-                seen += range(start, start + rows)
+                start, sequences = next(rank_slice)
+                seen += range(start, start + sequences)
             position += batch
     assert sorted(seen[:samples]) == list(range(samples))
     _, epochs, order = stream._order.sample_at(np.array(seen[:samples]))
@@ -120,4 +120,4 @@ def test_an_epoch_has_each_sample_once_under_changing_layouts(corpus):
 
 def test_an_untrained_model_has_the_loss_of_a_uniform_distribution(corpus):
     loss = validate_in_one_process(str(corpus / "validation"), 4)
-    assert loss == pytest.approx(math.log(SHAPE.vocab_size), abs=0.1)
+    assert loss == pytest.approx(math.log(SIZES.vocab_size), abs=0.1)

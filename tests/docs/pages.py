@@ -14,7 +14,7 @@ FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.M | re.S)
 
 @dataclass(frozen=True)
 class CodeBlock:
-    """A fenced block of a page, and what the HTML comment on the line above asks of the tests."""
+    """A fenced block of a page, and the directive for tests in the HTML comment above it."""
 
     language: str
     text: str

@@ -87,7 +87,7 @@ def test_the_commands_of_the_page_run(page, repository, done):
         assert result.returncode == 0, f"{block.commands}\n{output}"
 
 
-def test_every_block_that_is_not_run_says_why():
+def test_every_block_that_is_not_run_states_the_reason():
     for page in PAGES:
         for block in code_blocks(ROOT / page):
             assert "test: skip -->" not in block.text

@@ -20,7 +20,9 @@ NAME_TESTS = ("SECURITY.md", "docs/reference/faults.md")  # pages whose rows nam
 KEYS = {key.name for section in list_sections(JobConfig) for key in section.keys}
 PLACEHOLDERS = {"section.key", "data.bos", "data.content"}  # the last two are facts of checkpoints
 SECTIONS = {section.name for section in list_sections(JobConfig)}
-OF_TORCHTITAN = ROOT / "docs" / "reference" / "torchtitan.md"  # lists keys that are not ours
+OF_TORCHTITAN = (
+    ROOT / "docs" / "reference" / "torchtitan.md"
+)  # lists keys that titanlite does not have
 
 
 def name_of(page) -> str:

@@ -106,13 +106,13 @@ def run_cases(name, seeds, folder, last, until) -> tuple[int, list[tuple[int, st
     work = folder / "work"
     while first < last and time.time() < until and len(failures) < 200:
         progress.write_bytes(CASE_NUMBER.pack(first))
-        ours, theirs = context.Pipe()
+        parent_end, child_end = context.Pipe()
         work.mkdir(exist_ok=True)
         cases = CaseRange(name, seeds, work, progress, first, last, until)
-        child = context.Process(target=read_cases, args=(theirs, sys.path, cases), daemon=True)
+        child = context.Process(target=read_cases, args=(child_end, sys.path, cases), daemon=True)
         child.start()
-        theirs.close()
-        result = wait_for_result(child, ours, progress)
+        child_end.close()
+        result = wait_for_result(child, parent_end, progress)
         if isinstance(result, tuple):
             return first + result[0], failures + result[1]
         case = CASE_NUMBER.unpack(progress.read_bytes())[0]

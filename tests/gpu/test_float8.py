@@ -16,7 +16,7 @@ from titanlite.parallelize.pipeline import plan_pipeline
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 CUDA = torch.device("cuda", 0)
-SHAPE = Llama3Sizes(dim=256, n_layers=2, n_heads=4, n_kv_heads=2, hidden_dim=512, vocab_size=1024)
+SIZES = Llama3Sizes(dim=256, n_layers=2, n_heads=4, n_kv_heads=2, hidden_dim=512, vocab_size=1024)
 TENSORWISE = Float8Config(recipe_name="tensorwise")
 GATHERED = replace(
     TENSORWISE,
@@ -48,14 +48,14 @@ def single_process_group():
 def run_step(float8: Float8Config) -> tuple[float, dict[str, torch.Tensor]]:
     """(loss, gradients) of one batch in bfloat16."""
     spec, section, mesh = FAMILIES["llama3"], ParallelismConfig(), build_mesh(Degrees(), "cuda")
-    plan, problems = plan_pipeline(section, spec, SHAPE, 128, 4)
+    plan, problems = plan_pipeline(section, spec, SIZES, 128, 4)
     assert plan is not None, problems
     transforms = ModelTransforms(float8=float8, compute_dtype=torch.bfloat16)
     layout = ParallelLayout(mesh, section, plan)
-    sharded = build_sharded_model(spec, SHAPE, layout, transforms, CUDA, seed=0)
+    sharded = build_sharded_model(spec, SIZES, layout, transforms, CUDA, seed=0)
     sharded.update_float8_scales()
     generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(0, SHAPE.vocab_size, (4, 129), generator=generator).to(CUDA)
+    ids = torch.randint(0, SIZES.vocab_size, (4, 129), generator=generator).to(CUDA)
     loss = sharded.model(ids[:, :-1], labels=ids[:, 1:]) / ids[:, 1:].numel()
     loss.backward()
     gradients = {n: p.grad.full_tensor().float() for n, p in sharded.model.named_parameters()}

@@ -202,10 +202,10 @@ def test_without_a_terminal_every_record_is_one_log_line(tmp_path, logged):
         sinks.step({**STEP, "step": 130, "mfu": None})
         sinks.event(130, "validation", name="code", loss=4.0, perplexity=54.6)
         sinks.event(130, "checkpoint_saved", path="outputs/checkpoint/step-130")
-    learned = "loss 4.2113  z_loss 0.0071  grad_norm 0.81  lr 3.0e-04"
+    values = "loss 4.2113  z_loss 0.0071  grad_norm 0.81  lr 3.0e-04"
     assert logged() == [
-        f"step 120/400  {learned}  5,912 tok/s  mfu 31.2%  eta 2:23",
-        f"step 130/400  {learned}  5,912 tok/s  eta 0:00",
+        f"step 120/400  {values}  5,912 tok/s  mfu 31.2%  eta 2:23",
+        f"step 130/400  {values}  5,912 tok/s  eta 0:00",
         "step 130/400  validation  code  loss 4.0000  perplexity 54.6000",
         "step 130/400  checkpoint saved  outputs/checkpoint/step-130",
     ]
@@ -215,10 +215,10 @@ def test_on_a_terminal_log_lines_are_above_the_bar_and_the_cursor_is_restored(
     tmp_path, monkeypatch
 ):
     pty = pytest.importorskip("pty")
-    ours, theirs = pty.openpty()
-    shown, reader = [], threading.Thread(target=lambda: read_all(ours, shown))
+    controller, terminal_end = pty.openpty()
+    shown, reader = [], threading.Thread(target=lambda: read_all(controller, shown))
     reader.start()
-    with os.fdopen(theirs, "w") as terminal:
+    with os.fdopen(terminal_end, "w") as terminal:
         monkeypatch.setattr(sys, "stderr", terminal)
         monkeypatch.setenv("TERM", "xterm")
         handler = logging.StreamHandler(terminal)

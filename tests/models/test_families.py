@@ -62,8 +62,8 @@ def tiny(monkeypatch):
 
 
 def read_tiny(run_toml, *argv: str):
-    words = ["--model.name", "tiny", "--model.flavor", "mini", *argv]
-    return read_job(["--job.config_file", str(run_toml), *words], 1)
+    arguments = ["--model.name", "tiny", "--model.flavor", "mini", *argv]
+    return read_job(["--job.config_file", str(run_toml), *arguments], 1)
 
 
 def refusal(run_toml, *argv: str) -> str:

@@ -1,4 +1,4 @@
-"""The fused loss equals cross-entropy of all logits, without storing them at once."""
+"""The fused loss equals cross-entropy of all logits, without storing all of them."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from tests.parallelize.memory import measure_allocations
 from titanlite.labels import IGNORE_INDEX
 from titanlite.models import LossConfig, OutputLayer
 
-ROWS, LENGTH, WIDTH, IDS = 3, 20, 16, 61
-TOKENS = ROWS * LENGTH
+SEQUENCES, LENGTH, WIDTH, IDS = 3, 20, 16, 61
+TOKENS = SEQUENCES * LENGTH
 
 
 def random_inputs(dtype=torch.float32, **config):
@@ -19,8 +19,8 @@ def random_inputs(dtype=torch.float32, **config):
     torch.manual_seed(0)
     output = OutputLayer(WIDTH, IDS).to(dtype)
     output.loss = LossConfig(**config)
-    x = torch.randn(ROWS, LENGTH, WIDTH).to(dtype).requires_grad_()
-    labels = torch.randint(0, IDS, (ROWS, LENGTH))
+    x = torch.randn(SEQUENCES, LENGTH, WIDTH).to(dtype).requires_grad_()
+    labels = torch.randint(0, IDS, (SEQUENCES, LENGTH))
     labels[0, :7] = labels[2] = IGNORE_INDEX
     return output, x, labels
 

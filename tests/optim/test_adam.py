@@ -65,7 +65,7 @@ BITS = {"float32": 64, "bfloat16": 32, "8bit": 16.5, "4bit": 8.5, "float8": 16.5
 
 
 @pytest.mark.parametrize("dtype, bits", BITS.items())
-def test_moments_take_as_many_bytes_as_moment_bytes_says(dtype, bits):
+def test_moments_take_as_many_bytes_as_moment_bytes_returns(dtype, bits):
     model = nn.Linear(256, 64, bias=False)
     optimizer = build_optimizer(model, OptimizerConfig(state_dtype=dtype, offload=True))
     state = optimizer.state[model.weight]

@@ -17,13 +17,13 @@ from titanlite.parallelize.activation_checkpoint import (
     checkpoint_operations,
 )
 
-SHAPE = Llama3Sizes(dim=16, n_layers=4, n_heads=2, n_kv_heads=2, hidden_dim=32, vocab_size=31)
+SIZES = Llama3Sizes(dim=16, n_layers=4, n_heads=2, n_kv_heads=2, hidden_dim=32, vocab_size=31)
 ATTENTION = "_scaled_dot_product_flash_attention_for_cpu"
 
 
-def build_model(config: ActivationCheckpointConfig, shape=SHAPE):
+def build_model(config: ActivationCheckpointConfig, sizes=SIZES):
     torch.manual_seed(0)
-    model = FAMILIES["llama3"].build(shape)
+    model = FAMILIES["llama3"].build(sizes)
     checkpoint_operations(model.layers, config)
     checkpoint_blocks(model.layers, config)
     if config.offload:
@@ -34,7 +34,7 @@ def build_model(config: ActivationCheckpointConfig, shape=SHAPE):
 def backward(model):
     """Run one forward and backward; return the gradients."""
     torch.manual_seed(1)
-    tokens = torch.randint(0, SHAPE.vocab_size, (2, 8))
+    tokens = torch.randint(0, SIZES.vocab_size, (2, 8))
     model(tokens, labels=tokens).backward()
     return {name: p.grad for name, p in model.named_parameters()}
 
@@ -51,9 +51,9 @@ def backward(model):
     ],
 )
 def test_exactly_the_selected_blocks_are_recomputed(mode, option, forwards):
-    plain = FAMILIES["llama3"].build(SHAPE)
+    plain = FAMILIES["llama3"].build(SIZES)
     model = build_model(ActivationCheckpointConfig(mode=mode, selective_ac_option=option))
-    counts = [0] * SHAPE.n_layers
+    counts = [0] * SIZES.n_layers
     for name, block in model.layers.items():
 
         def count(*_, number=int(name)):
@@ -92,15 +92,15 @@ def test_per_operation_recomputes_every_second_matmul_and_not_attention(names, r
         selective_ac_option="op", per_op_sac_force_recompute_mm_shapes_by_fqns=names
     )
     per_operation = count_operations(config)
-    assert per_operation["mm"] - without["mm"] == recomputed_matmuls * SHAPE.n_layers
-    assert per_operation[ATTENTION] == without[ATTENTION] == SHAPE.n_layers
-    assert per_operation["silu"] - without["silu"] == SHAPE.n_layers
+    assert per_operation["mm"] - without["mm"] == recomputed_matmuls * SIZES.n_layers
+    assert per_operation[ATTENTION] == without[ATTENTION] == SIZES.n_layers
+    assert per_operation["silu"] - without["silu"] == SIZES.n_layers
 
 
 def bytes_saved(**config) -> int:
     """Bytes allocated by a forward and not freed at its end."""
-    shape = Llama3Sizes(64, 4, 4, 4, 256, vocab_size=31)
-    model = build_model(ActivationCheckpointConfig(**config), shape)
+    sizes = Llama3Sizes(64, 4, 4, 4, 256, vocab_size=31)
+    model = build_model(ActivationCheckpointConfig(**config), sizes)
     tokens = torch.zeros(2, 128, dtype=torch.int64)
     _, saved = measure_allocations(lambda: model(tokens, labels=tokens))
     return saved
@@ -152,11 +152,11 @@ def test_saved_activations_are_offloaded_once_and_prefetched_before_use(mode, mo
 
     sent = [tensor for entry, tensor in transfers.entries if entry == "to host"]
     fetched = [tensor for entry, tensor in transfers.entries if entry == "to device"]
-    per_block, remainder = divmod(len(sent), SHAPE.n_layers)
+    per_block, remainder = divmod(len(sent), SIZES.n_layers)
     assert remainder == 0 and per_block >= 1 and len(set(sent)) == len(sent)
     blocks = [
         set(sent[number * per_block : (number + 1) * per_block])
-        for number in range(SHAPE.n_layers - activation_offload.BLOCKS_ON_DEVICE)
+        for number in range(SIZES.n_layers - activation_offload.BLOCKS_ON_DEVICE)
     ]
     assert sorted(fetched) == sorted(set().union(*blocks))  # the last blocks never left the device
     for number, block in enumerate(blocks):

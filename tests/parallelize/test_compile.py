@@ -43,16 +43,16 @@ def run_compiled_steps(layout) -> tuple[int, int, str, bool]:
     """(graphs after two steps, after four, the log line, whether parameter names are unchanged)."""
     recipe = with_enough_blocks(SGD, layout)
     model, mesh, engine = build_sharded(layout, recipe)
-    rows = recipe.batch // mesh.degrees.data
-    own_rows = slice(mesh.batch_rank * rows, (mesh.batch_rank + 1) * rows)
+    sequences = recipe.batch // mesh.degrees.data
+    own_slice = slice(mesh.batch_rank * sequences, (mesh.batch_rank + 1) * sequences)
     graphs = []
     for stance in ("default", "fail_on_recompile"):
         with torch.compiler.set_stance(stance):
             for step in (0, 1):
-                inputs, labels = (tensor[own_rows] for tensor in batch_at(step, recipe))
+                inputs, labels = (tensor[own_slice] for tensor in batch_at(step, recipe))
                 engine.forward_backward(inputs, labels, valid_tokens(labels))
         graphs.append(counters["stats"]["unique_graphs"])
-    original = {name for name, _ in FAMILIES["llama3"].build(recipe.shape).named_parameters()}
+    original = {name for name, _ in FAMILIES["llama3"].build(recipe.sizes).named_parameters()}
     unchanged = {name for name, _ in model.named_parameters()} <= original
     return *graphs, describe_compilation(), unchanged
 
@@ -80,11 +80,11 @@ def test_all_blocks_share_a_graph_and_nothing_recompiles_after_the_second_step(l
 def test_a_smaller_memory_budget_saves_fewer_activations():
     saved_bytes = {}
     tokens = torch.zeros(2, 128, dtype=torch.int64)
-    shape = Llama3Sizes(64, 2, 4, 4, 256, vocab_size=31)
+    sizes = Llama3Sizes(64, 2, 4, 4, 256, vocab_size=31)
     for budget in (1.0, 0.5, 0.0):
         torch._dynamo.reset()
         config = ActivationCheckpointConfig(mode="memory_budget", memory_budget=budget)
-        model = FAMILIES["llama3"].build(shape)
+        model = FAMILIES["llama3"].build(sizes)
         set_memory_budget(config)
         compile_blocks(
             model.layers, CompileConfig(enable=True, backend="aot_eager_decomp_partition")

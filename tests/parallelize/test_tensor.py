@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from torch import nn
 
-from tests.distributed.oracle import FAMILY, SGD, SHAPE, Layout, build_sharded
+from tests.distributed.oracle import FAMILY, SGD, SIZES, Layout, build_sharded
 from tests.distributed.ranks import run_on_ranks
 from titanlite.distributed.mesh import Degrees, build_mesh
 from titanlite.errors import ConfigError
@@ -32,13 +32,13 @@ def test_an_unknown_role_in_a_plan_is_refused_and_the_known_ones_are_listed():
 
 def compare_weight_shards(layout) -> None:
     model, _, _ = build_sharded(layout, SGD)
-    full = FAMILY.build(SHAPE)
+    full = FAMILY.build(SIZES)
     for name, layer in full.named_modules():
         if isinstance(layer, nn.Linear):
             shard = model.get_submodule(name).weight.to_local()
             role = first_match(FAMILY.tp_plan, name)
             size = (layer.out_features, layer.in_features)
-            computed = weight_shard_size(role, *size, layout.tensor, SHAPE.head_width)
+            computed = weight_shard_size(role, *size, layout.tensor, SIZES.head_width)
             # 509 token ids: the last rank has fewer rows of the output layer.
             assert computed == tuple(shard.shape) or name == "output", name
 

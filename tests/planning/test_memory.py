@@ -17,7 +17,7 @@ def job_of(run_toml, *argv, ranks=1):
     return read_job(["--job.config_file", str(run_toml), *argv], ranks)
 
 
-def saved_bytes(spec, sizes, rows: int, length: int) -> int:
+def saved_bytes(spec, sizes, sequences: int, length: int) -> int:
     """Bytes that autograd saves between forward and backward, parameters not counted."""
     model = spec.build(sizes)
     parameters = {p.untyped_storage().data_ptr() for p in model.parameters()}
@@ -30,7 +30,7 @@ def saved_bytes(spec, sizes, rows: int, length: int) -> int:
             sizes_by_address[storage.data_ptr()] = storage.nbytes()
         return tensor
 
-    ids = torch.randint(0, sizes.vocab_size, (rows, length))
+    ids = torch.randint(0, sizes.vocab_size, (sequences, length))
     with torch.autograd.graph.saved_tensors_hooks(record, lambda tensor: tensor):
         model(ids).sum()
     return sum(sizes_by_address.values())

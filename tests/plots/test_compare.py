@@ -229,7 +229,7 @@ def run_script(*arguments) -> subprocess.CompletedProcess:
     )
 
 
-def test_the_exit_code_tells_a_script_whether_the_runs_agree(tmp_path):
+def test_the_exit_code_states_whether_the_runs_agree(tmp_path):
     a = write_run(tmp_path / "a", [step_line(n) for n in STEPS])
     b = write_run(tmp_path / "b", with_differences("loss", {5: 1e-3}))
     differing = run_script(a, b)

@@ -90,12 +90,12 @@ class Job:
     def receive(self) -> str:
         return self.process.stdout.readline().strip()
 
-    def ask(self, line: str) -> str:
+    def request(self, line: str) -> str:
         self.send(line)
         return self.receive()
 
     def acquire(self, folder: Path) -> str:
-        return self.ask(f"acquire 0 {folder}")
+        return self.request(f"acquire 0 {folder}")
 
     def kill(self) -> None:
         self.process.kill()
@@ -183,7 +183,7 @@ def test_the_second_job_on_a_folder_is_refused_with_the_name_of_the_holder(tmp_p
     assert f"process {first.process.pid} on {holder['host']}" in text
     assert f"since {time.strftime('%Y-%m-%d %H:')}" in text and "heartbeat was 0 s ago" in text
     assert "Use another job.dump_folder, or end that process" in text
-    assert first.ask("lost") == ""
+    assert first.request("lost") == ""
     assert is_held(tmp_path / "out")
 
 
@@ -217,7 +217,7 @@ def test_a_job_killed_on_this_host_is_replaced_without_waiting(tmp_path, start_j
         assert time.monotonic() - began < 2
         assert json.loads((tmp_path / LEASE_FILE).read_text())["pid"] == os.getpid()
     assert f"taken over from process {first.process.pid} on" in log_text()
-    assert "that process is gone" in log_text()
+    assert "that process has ended" in log_text()
 
 
 def test_a_zombie_process_counts_as_dead(tmp_path, start_job):
@@ -252,10 +252,10 @@ UNUSED_PID = 2**22 - 1
 @pytest.mark.parametrize(
     "change",
     [
-        {"host": "elsewhere"},
+        {"host": "other-host"},
         {"boot": "another"},
         {"processes": 7, "process_started": 1},
-        {"host": "elsewhere", "pid": UNUSED_PID},
+        {"host": "other-host", "pid": UNUSED_PID},
         {"processes": 7, "pid": UNUSED_PID},
     ],
     ids=str,
@@ -271,24 +271,24 @@ def test_a_pid_of_another_host_or_namespace_is_judged_by_its_heartbeat(tmp_path,
 
 
 @pytest.fixture
-def elsewhere(tmp_path) -> Path:
+def other_host_lease(tmp_path) -> Path:
     """The lease of a job on another host."""
     with leased(tmp_path) as lease:
-        rewrite(tmp_path, host="elsewhere")
+        rewrite(tmp_path, host="other-host")
     return lease.path
 
 
-def test_a_job_on_another_host_with_a_heartbeat_keeps_its_folder(elsewhere):
-    with remote_heartbeat(elsewhere), pytest.raises(ConfigError, match="on elsewhere"):
-        acquire_lease(elsewhere.parent)  # with the default of 30 s
-    assert json.loads(elsewhere.read_text())["host"] == "elsewhere"
+def test_a_job_on_another_host_with_a_heartbeat_keeps_its_folder(other_host_lease):
+    with remote_heartbeat(other_host_lease), pytest.raises(ConfigError, match="on other-host"):
+        acquire_lease(other_host_lease.parent)  # with the default of 30 s
+    assert json.loads(other_host_lease.read_text())["host"] == "other-host"
 
 
 @pytest.mark.parametrize("skew", [-1e6, 1e6])
-def test_wrong_clocks_do_not_decide_whether_a_job_is_dead(elsewhere, skew):
-    os.utime(elsewhere, (0, time.time() + skew))
+def test_wrong_clocks_do_not_decide_whether_a_job_is_dead(other_host_lease, skew):
+    os.utime(other_host_lease, (0, time.time() + skew))
     began = time.monotonic()
-    with leased(elsewhere.parent, stale_seconds=STALE):
+    with leased(other_host_lease.parent, stale_seconds=STALE):
         assert time.monotonic() - began >= STALE
 
 
@@ -303,7 +303,7 @@ def test_containers_with_one_host_name_do_not_take_each_others_folder(tmp_path, 
     assert second.acquire(tmp_path).startswith("refused")  # it is process 1 too
     with pytest.raises(ConfigError), leased(tmp_path):
         pass
-    assert first.ask("lost") == ""
+    assert first.request("lost") == ""
     first.kill()
     assert second.acquire(tmp_path) == "acquired"
 
@@ -335,7 +335,7 @@ def test_when_jobs_race_for_a_dead_jobs_folder_exactly_one_acquires_it(tmp_path,
     dead.kill()
     content = (tmp_path / LEASE_FILE).read_bytes()
     jobs = [start_job() for _ in range(3 if locks else 2)]  # with few cores, two race harder
-    assert locks or all(job.ask("nolocks") == "ok" for job in jobs)
+    assert locks or all(job.request("nolocks") == "ok" for job in jobs)
     winners = set()
     for number in range(150):
         folder = tmp_path / str(number)
@@ -346,15 +346,15 @@ def test_when_jobs_race_for_a_dead_jobs_folder_exactly_one_acquires_it(tmp_path,
         for index, job in enumerate(jobs):
             offset = index * (number % 5) * 5e-5  # so that they meet at every stage
             job.send(f"acquire {simultaneously + offset} {folder}")
-        answers = [job.receive().partition(" ")[0] for job in jobs]
-        assert sorted(answers) == ["acquired"] + ["refused"] * (len(jobs) - 1), f"round {number}"
-        winner = jobs[answers.index("acquired")]
+        replies = [job.receive().partition(" ")[0] for job in jobs]
+        assert sorted(replies) == ["acquired"] + ["refused"] * (len(jobs) - 1), f"round {number}"
+        winner = jobs[replies.index("acquired")]
         winners.add(winner.process.pid)
         assert is_held(folder)
         holder = json.loads((folder / LEASE_FILE).read_text())
-        assert holder["pid"] == winner.process.pid and winner.ask("lost") == ""
+        assert holder["pid"] == winner.process.pid and winner.request("lost") == ""
         assert holder["number"] == 2, "the dead job's was 1"
-        assert all(job.ask("close") == "closed" for job in jobs)
+        assert all(job.request("close") == "closed" for job in jobs)
         assert is_released(folder)
     assert len(winners) > 1, "it was no race"
 
@@ -424,8 +424,8 @@ def test_every_new_lease_gets_a_larger_number(tmp_path, start_job):
 def test_a_check_reads_the_lease_file_without_waiting_for_a_heartbeat(tmp_path):
     with acquire_lease(tmp_path, heartbeat_seconds=1000) as lease:
         lease.check()
-        rewrite(tmp_path, host="elsewhere")
-        with pytest.raises(CheckpointError, match="on elsewhere .* has taken it from this job"):
+        rewrite(tmp_path, host="other-host")
+        with pytest.raises(CheckpointError, match="on other-host .* has taken it from this job"):
             lease.check()
     with acquire_lease(tmp_path / "2", heartbeat_seconds=1000) as lease:
         lease.path.unlink()

@@ -106,8 +106,8 @@ def train(rank: int, folder: Path, fault, port: int, restart: int) -> None:
         "gloo", store=store, rank=rank, world_size=RANKS, timeout=timedelta(seconds=60)
     )
     try:
-        with HeartbeatWatchdog(rank, RANKS, TIMEOUT, folder, start_id=str(restart)) as watch:
-            take_steps(rank, watch, fault, folder)
+        with HeartbeatWatchdog(rank, RANKS, TIMEOUT, folder, start_id=str(restart)) as watchdog:
+            take_steps(rank, watchdog, fault, folder)
     except UserError:
         sys.exit(EXIT_USER_ERROR)
     except RankLostError:
@@ -116,10 +116,10 @@ def train(rank: int, folder: Path, fault, port: int, restart: int) -> None:
         sys.exit(EXIT_OWN_ERROR)
 
 
-def take_steps(rank: int, watch: HeartbeatWatchdog, fault, folder: Path) -> None:
+def take_steps(rank: int, watchdog: HeartbeatWatchdog, fault, folder: Path) -> None:
     for step in range(1, 6):
         for phase in ("data", "forward", "backward", "save"):
-            watch.set_phase(step, phase)
+            watchdog.set_phase(step, phase)
             if step == FAULT_STEP and phase == fault.phase:
                 time.sleep(0.5)  # phases of real steps are longer than a heartbeat interval
                 if rank == 2:
@@ -169,7 +169,7 @@ def killed(rank):
 
 @in_phase("backward")
 def killed_unnoticed(rank):
-    """As under NCCL, whose collectives go on waiting for a dead rank."""
+    """As under NCCL, whose collectives keep waiting for a dead rank."""
     if rank == 2:
         os.kill(os.getpid(), signal.SIGKILL)
     time.sleep(60)
@@ -364,16 +364,16 @@ def test_forged_store_keys_can_neither_end_a_job_nor_hide_a_dead_rank(jobs):
 
 def test_a_signature_is_valid_only_for_its_key_start_and_text():
     store, secret = dist.HashStore(), bytes(32)
-    ours = SignedStore(store, "a", secret)
-    ours.set("1", "text")
+    signed = SignedStore(store, "a", secret)
+    signed.set("1", "text")
     signed = store.get("1")
-    assert ours.read(["1", "2"]) == ["text", ""]
+    assert signed.read(["1", "2"]) == ["text", ""]
     assert SignedStore(store, "b", secret).read(["1"]) == [""]
     assert SignedStore(store, "a", bytes(31) + b"1").read(["1"]) == [""]
     for key, value in (("2", signed), ("1", signed + b"s"), ("1", b""), ("1", b"\xff")):
         store.set(key, value)
-        assert ours.read([key]) == [""]
-    assert ours.set_first("1", "mine") == ours.set_first("1", "late") == "mine"
+        assert signed.read([key]) == [""]
+    assert signed.set_first("1", "first") == signed.set_first("1", "late") == "first"
 
 
 def test_an_old_heartbeat_that_is_written_again_does_not_hide_silence(tmp_path):
@@ -393,9 +393,9 @@ def test_a_restarted_job_ignores_the_heartbeats_and_verdict_of_the_start_before(
     store = open_store()
     before = Job(tmp_path / "before", killed, store.port)
     assert EXIT_RANK_LOST in before.codes()
-    again = Job(tmp_path / "again", no_fault, store.port, restart=1)
-    assert again.codes() == [EXIT_DONE] * RANKS, again.output()
-    assert again.output() == ""
+    restarted = Job(tmp_path / "again", no_fault, store.port, restart=1)
+    assert restarted.codes() == [EXIT_DONE] * RANKS, restarted.output()
+    assert restarted.output() == ""
 
 
 def test_ranks_end_when_the_store_does_not_answer(tmp_path):
@@ -417,9 +417,9 @@ def test_ranks_end_when_the_store_does_not_answer(tmp_path):
 
 def train_on_one_rank(folder: Path) -> None:
     os.dup2(os.open(folder / "output", os.O_CREAT | os.O_WRONLY), 2)
-    with HeartbeatWatchdog(0, 1, TIMEOUT / 20, folder) as watch:
+    with HeartbeatWatchdog(0, 1, TIMEOUT / 20, folder) as watchdog:
         for step in (1, 2):
-            watch.set_phase(step, "data")
+            watchdog.set_phase(step, "data")
             time.sleep(TIMEOUT / 10)  # longer than the timeout, which is for waiting ranks
         read_forever()
 

@@ -16,7 +16,7 @@ _JOIN_SECONDS = 5  # a thread that is blocked in a read of a dead disk can only 
 
 
 class BackgroundReader:
-    """Calls `read(position, rows)` for one request after the other, in one thread.
+    """Calls `read(position, sequences)` for one request after the other, in one thread.
 
     It is a daemon thread, not an executor: Python waits for an executor's threads at exit, and a
     read that never returns must not keep the process alive.
@@ -29,16 +29,16 @@ class BackgroundReader:
         self._thread = Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
-    def submit(self, position: int, rows: int) -> Future:
+    def submit(self, position: int, sequences: int) -> Future:
         """Request a batch; pass the result to `wait`."""
         future: Future = Future()
-        self._requests.put((position, rows, future))
+        self._requests.put((position, sequences, future))
         return future
 
     def wait(self, future: Future, description: str) -> Any:
         """Return the batch, or raise the error of reading it; DataError after the time limit.
 
-        `description` says which data is read, for the warning and the error.
+        `description` names the data that is read, for the warning and the error.
         """
         if self._timeout is None:
             return future.result()
@@ -74,9 +74,9 @@ class BackgroundReader:
 
     def _run(self) -> None:
         while request := self._requests.get():
-            position, rows, future = request
+            position, sequences, future = request
             try:
-                future.set_result(self._read(position, rows))
+                future.set_result(self._read(position, sequences))
             except BaseException as error:  # raised again in `wait`
                 future.set_exception(error)
             del request, future  # so that a batch is freed before the next one is read

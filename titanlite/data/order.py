@@ -205,11 +205,11 @@ def _hash_key(text: str) -> np.ndarray:
 def rank_slices(
     position: int, global_batch: int, rank: int, ranks: int
 ) -> Iterator[tuple[int, int]]:
-    """(position, rows) that one of `ranks` ranks reads of each global batch, from `position` on.
+    """(position, sequences) that one of `ranks` ranks reads of each global batch, from `position`.
 
     The ranks read consecutive slices, so a global batch has the same samples for any `ranks`.
     """
-    rows = global_batch // ranks
+    sequences = global_batch // ranks
     while True:
-        yield position + rank * rows, rows
+        yield position + rank * sequences, sequences
         position += global_batch

@@ -309,7 +309,7 @@ def _start_worker(task: _Task, counts: Any) -> None:
 
     def exit_with_parent() -> None:
         wait([parent.sentinel])
-        os._exit(1)  # after a kill -9 of the parent, the pool's own pipes would block for ever
+        os._exit(1)  # after a kill -9 of the parent, the pool's own pipes would block forever
 
     threading.Thread(target=exit_with_parent, daemon=True).start()
 

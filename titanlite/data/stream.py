@@ -93,18 +93,18 @@ class SampleStream:
             self.facts["data.content"] = samples
 
     def _describe(self, number: int, source: _CheckedSource) -> str:
-        """A source as `facts` record it: what it contains and its order, not where it lies."""
+        """A source as `facts` record it: what it contains and its order, not its path."""
         weight = source.weight_text(six_digits_suffice=self._order.quotas.same_in_every_block)
         version = self._order.version(number)
         suffix = "" if version == 1 else f", order version {version}"  # 0.1 did not write one
         return f"number {number}, weight {weight}, content {source.fingerprint}{suffix}"
 
-    def read(self, position: int, rows: int) -> tuple[Tensor, Tensor]:
-        """Inputs and labels of `rows` positions: int64 [rows, T] each; raises DataError."""
-        positions = np.arange(position, position + rows, dtype=np.int64)
+    def read(self, position: int, sequences: int) -> tuple[Tensor, Tensor]:
+        """Inputs and labels of `sequences` positions: int64 [B, T] each; raises DataError."""
+        positions = np.arange(position, position + sequences, dtype=np.int64)
         source_at, _, samples = self._order.sample_at(positions)
         starts = samples * self.seq_len
-        ids = np.empty((rows, self.seq_len + 1), dtype=np.int64)
+        ids = np.empty((sequences, self.seq_len + 1), dtype=np.int64)
         for number, source in enumerate(self._sources):
             chosen = source_at == number
             if chosen.all():  # without a copy
@@ -118,8 +118,8 @@ class SampleStream:
         """Names of the sources whose last id is not `end`, the end of a document."""
         return [source.name for source in self._sources if source.last_id != end]
 
-    def _read_pinned(self, position: int, rows: int) -> tuple[Tensor, Tensor]:
-        inputs, labels = self.read(position, rows)
+    def _read_pinned(self, position: int, sequences: int) -> tuple[Tensor, Tensor]:
+        inputs, labels = self.read(position, sequences)
         return inputs.pin_memory(), labels.pin_memory()
 
     def prefetch(
@@ -142,8 +142,8 @@ class SampleStream:
         try:
             pending = deque((s, reader.submit(*s)) for s in islice(slices, max(1, ahead)))
             while pending:
-                (position, rows), future = pending.popleft()
-                description = f"training samples {position}…{position + rows - 1} of {paths}"
+                (position, sequences), future = pending.popleft()
+                description = f"training samples {position}…{position + sequences - 1} of {paths}"
                 batch = reader.wait(future, description)
                 del future
                 pending.extend((s, reader.submit(*s)) for s in islice(slices, 1))
@@ -162,28 +162,30 @@ class ValidationSet:
         self._timeout = timeout_seconds
         self._reader: BackgroundReader | None = None
 
-    def read(self, start: int, rows: int) -> tuple[Tensor, Tensor]:
-        """Inputs and labels of samples [start, start + rows): int64 [rows, T] each.
+    def read(self, start: int, sequences: int) -> tuple[Tensor, Tensor]:
+        """Inputs and labels of samples [start, start + sequences): int64 [B, T] each.
 
-        Past the end of the source, also in rows past the last sample, labels are IGNORE_INDEX.
+        Past the end of the source, also in sequences past the last sample, labels are IGNORE_INDEX.
         Raises DataError, also if reading takes longer than the time limit.
         """
         if self._timeout is None:
-            return self._read_now(start, rows)
+            return self._read_now(start, sequences)
         if self._reader is None:  # a set that is never read needs no thread
             self._reader = BackgroundReader(self._read_now, "validation", self._timeout)
-        description = f"validation samples {start}…{start + rows - 1} of {self._source.path}"
-        return self._reader.wait(self._reader.submit(start, rows), description)
+        description = f"validation samples {start}…{start + sequences - 1} of {self._source.path}"
+        return self._reader.wait(self._reader.submit(start, sequences), description)
 
-    def _read_now(self, start: int, rows: int) -> tuple[Tensor, Tensor]:
+    def _read_now(self, start: int, sequences: int) -> tuple[Tensor, Tensor]:
         length, tokens = self.seq_len, self._source.tokens
         first = start * length
-        ids = np.full((rows, length + 1), IGNORE_INDEX, dtype=np.int64)
-        full_rows = max(0, min(rows, (tokens - 1 - first) // length))
-        ids[:full_rows] = self._source.gather(first + np.arange(full_rows) * length, length + 1)
-        rest = tokens - first - full_rows * length
-        if full_rows < rows and rest > 1:
-            ids[full_rows, :rest] = self._source.gather(np.array([tokens - rest]), rest)
+        ids = np.full((sequences, length + 1), IGNORE_INDEX, dtype=np.int64)
+        full_sequences = max(0, min(sequences, (tokens - 1 - first) // length))
+        ids[:full_sequences] = self._source.gather(
+            first + np.arange(full_sequences) * length, length + 1
+        )
+        rest = tokens - first - full_sequences * length
+        if full_sequences < sequences and rest > 1:
+            ids[full_sequences, :rest] = self._source.gather(np.array([tokens - rest]), rest)
         inputs, labels = _inputs_and_labels(ids)
         return inputs.clamp_(min=0), labels  # the embedding needs a valid id for every input
 
@@ -357,7 +359,7 @@ def _id_at(source: TokenSource, position: int) -> int:
 
 
 def _inputs_and_labels(ids: np.ndarray) -> tuple[Tensor, Tensor]:
-    """Ids [rows, T + 1] as two tensors [rows, T] that share no memory."""
+    """Ids [B, T + 1] as two tensors [B, T] that share no memory."""
     both = torch.from_numpy(ids)
-    # clone: contiguous() would return a view where rows = 1
+    # clone: contiguous() would return a view where B = 1
     return both[:, :-1].clone(), both[:, 1:].clone()

@@ -53,7 +53,7 @@ class Tokenizer(ABC):
     bos_id: int  # eos_id if it has no BOS of its own
     eos_id: int
     fingerprint: str  # equal for tokenizers that give equal ids, wherever the file is
-    adds_bos = False  # its file says that BOS is added before a text
+    adds_bos = False  # its file specifies that BOS is added before a text
     files: dict[str, bytes]
     # file name -> content from which `tokenizer_from_bytes` makes an equal one; empty for "bytes"
 

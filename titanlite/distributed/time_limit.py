@@ -71,11 +71,13 @@ def locate_thread(thread: int) -> tuple[str, bool]:
     """
     frames = list(_frames_outwards(sys._current_frames().get(thread)))
     waits = any(frame.f_code.co_filename.endswith("distributed_c10d.py") for frame in frames)
-    ours = [f for f in frames if f.f_code.co_filename.startswith(PACKAGE_PREFIX)] or frames
-    if not ours:
+    package_frames = [
+        f for f in frames if f.f_code.co_filename.startswith(PACKAGE_PREFIX)
+    ] or frames
+    if not package_frames:
         return "a thread that has ended", waits
-    file = ours[0].f_code.co_filename.removeprefix(PACKAGE_PREFIX)
-    return f"{ours[0].f_code.co_name} ({file}, line {ours[0].f_lineno})", waits
+    file = package_frames[0].f_code.co_filename.removeprefix(PACKAGE_PREFIX)
+    return f"{package_frames[0].f_code.co_name} ({file}, line {package_frames[0].f_lineno})", waits
 
 
 def _frames_outwards(frame: FrameType | None) -> Iterator[FrameType]:

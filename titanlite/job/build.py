@@ -370,7 +370,7 @@ def warn_if_dtype_is_slow(job: Job, meter: ThroughputMeter, rank: RankContext) -
 def build_batches(
     job: Job, stream: SampleStream, state: TrainState, mesh: Mesh
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Prefetch this rank's inputs and labels [rows, T] for every step from `state.position` on."""
+    """Prefetch this rank's inputs and labels [B, T] for every step from `state.position` on."""
     slices = rank_slices(state.position, job.global_batch, mesh.batch_rank, mesh.batch.size())
     timeout = job.config.data.read_timeout_seconds
     pin = mesh.batch.device_type == "cuda"

@@ -123,10 +123,10 @@ def _check_split_backward(config: JobConfig) -> Iterator[ConfigError]:
 def _check_float8_sizes(
     config: JobConfig, sizes: ModelSizes, degrees: Degrees
 ) -> Iterator[ConfigError]:
-    training, rows = config.training, config.training.local_batch_size
+    training, sequences = config.training, config.training.local_batch_size
     if degrees.pipeline > 1:
-        rows = config.parallelism.pipeline_parallel_microbatch_size
-    tokens = rows * training.seq_len // degrees.context
+        sequences = config.parallelism.pipeline_parallel_microbatch_size
+    tokens = sequences * training.seq_len // degrees.context
     yield from check_float8(config.float8, FAMILIES[config.model.name], sizes, degrees, tokens)
 
 

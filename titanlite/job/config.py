@@ -76,8 +76,8 @@ class JobConfig:
 
 
 _IN_DATA = "is now in [data]: tokenizer, sources = [{ name, path, weight }], validation = […]."
-_PREFETCHED = "is gone: data is prefetched always, and its state is one integer."
-_CUSTOM = "is gone: a job runs the code of this repository only."
+_PREFETCHED = "does not exist here: data is always prefetched, and its state is one integer."
+_CUSTOM = "does not exist here: a job runs the code of this repository only."
 
 MOVED = {  # keys of torchtitan up to v0.2.2 that have another name here or do not exist
     "model.tokenizer_path": _IN_DATA,
@@ -97,14 +97,20 @@ MOVED = {  # keys of torchtitan up to v0.2.2 that have another name here or do n
     "validation.dataloader": _PREFETCHED,
     "lr_scheduler.lr_min": "is now lr_scheduler.min_lr_factor.",
     "checkpoint.enable_checkpoint": "is now checkpoint.enable.",
-    "checkpoint.create_seed_checkpoint": "is gone: every layout has the same initial weights.",
+    "checkpoint.create_seed_checkpoint": (
+        "does not exist here: every layout has the same initial weights."
+    ),
     "checkpoint.enable_ft_dataloader_checkpoints": _PREFETCHED,
     "parallelism.pipeline_parallel_split_points": (
         "is now parallelism.module_fqns_per_model_part."
     ),
-    "parallelism.enable_compiled_autograd": "is gone: each block is compiled separately.",
+    "parallelism.enable_compiled_autograd": (
+        "does not exist here: each block is compiled separately."
+    ),
     "parallelism.pipeline_parallel_expert_parallel_overlap": "is not available in this version.",
-    "job.save_config_file": "is gone: dump_folder/config.toml always has the configuration.",
+    "job.save_config_file": (
+        "does not exist here: dump_folder/config.toml always has the configuration."
+    ),
     "job.custom_config_module": _CUSTOM,
     "job.print_args": "is now job.print_config.",
     "experimental": _CUSTOM,

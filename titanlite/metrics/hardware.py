@@ -24,7 +24,7 @@ class Peaks:
 
 
 # For devices with sparse units the published figure is twice the dense one; it is halved here.
-# GeForce parts run at half rate with fp32 accumulation, which training uses; theirs are at it.
+# GeForce GPUs run at half rate with fp32 accumulation, which training uses: that rate is listed.
 PEAKS = [
     Peaks(r"Tesla V100-SXM2-\d+GB", 15.7, 125, None, None, "NVIDIA V100 data sheet"),
     Peaks(r"Tesla V100-PCIE-\d+GB", 14, 112, None, None, "NVIDIA V100 data sheet"),

@@ -18,7 +18,7 @@ UNSAVED_FOLDER = "unsaved"  # records of runs without checkpoints, next to those
 
 
 class JsonlSink:
-    """One JSON object per line, written to the operating system at once."""
+    """One JSON object per line, written to the operating system immediately."""
 
     def __init__(self, path: Path, first_step: int):
         drop_later_records(path, first_step)

@@ -98,7 +98,7 @@ class HuggingFaceMapping(Generic[SizesT]):
     """The same architecture in Hugging Face's format."""
 
     architecture: str  # in config.json's `architectures`
-    names: Mapping[str, str]  # our parameter name -> theirs; `*` is the layer index in both
+    names: Mapping[str, str]  # titanlite's parameter name -> Hugging Face's; `*`: layer index
     derived: str  # pattern of tensors in old folders that are computed from config.json
     to_config: Callable[[SizesT, int], dict[str, Any]]
     # (sizes, tokens per training sequence) -> config.json; raises CheckpointError

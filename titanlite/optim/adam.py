@@ -73,7 +73,7 @@ class MomentOptions:
 
 
 class LowMemoryAdam(torch.optim.Optimizer):
-    """Adam or AdamW (https://arxiv.org/abs/1711.05101), with moments stored as `moments` says."""
+    """Adam or AdamW (https://arxiv.org/abs/1711.05101), with moments in the format `moments`."""
 
     def __init__(
         self,

@@ -35,7 +35,7 @@ class _Float32Vectors(torch.optim.Optimizer):
 
     def __init__(self, *args, **options):
         super().__init__(*args, **options)
-        for parameter, state in self.state.items():  # of optimizers that allocate it at once
+        for parameter, state in self.state.items():  # if the constructor allocates it
             if is_low_vector(parameter):
                 state[MASTER] = parameter.detach().float()
 

@@ -318,7 +318,7 @@ class TrainStage(PipelineStage):
     A range covers the computation of one action, without waiting for other ranks.
     """
 
-    activity = "pipeline"  # first word of the profiler ranges
+    activity = "pipeline"  # prefix of the names of profiler ranges
     _reduces_gradients = True
 
     def enable_gradient_reduction(self, enabled: bool) -> None:

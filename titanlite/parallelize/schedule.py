@@ -135,7 +135,7 @@ def _parse_csv_row(path: Path, number: int, row: list[str]) -> list[PipelineActi
 
 
 def _from_torch_action(cell) -> list[PipelineAction]:
-    """Torch's action as ours: two if it overlaps two, none if it is idle or communication."""
+    """A torch action as `PipelineAction`s: two if it overlaps two, none if idle or a transfer."""
     if cell is None:
         return []
     if getattr(cell, "sub_actions", None):

@@ -81,8 +81,8 @@ def _stays_gathered(job: Job) -> bool:
 def _microbatch_tokens(job: Job) -> float:
     """Tokens of one forward pass on one rank."""
     pipelined, training = job.degrees.pipeline > 1, job.config.training
-    rows = job.pipeline.microbatch_size if pipelined else training.local_batch_size
-    return rows * training.seq_len / job.degrees.context
+    sequences = job.pipeline.microbatch_size if pipelined else training.local_batch_size
+    return sequences * training.seq_len / job.degrees.context
 
 
 def _microbatches_in_flight(job: Job) -> tuple[int, int]:

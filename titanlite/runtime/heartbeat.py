@@ -53,7 +53,7 @@ class Verdict(NamedTuple):
 
 
 class RankProgress:
-    """What a rank knows of itself: where its main thread is, and how long it may stay there.
+    """The state of a rank: the phase of its main thread, and how long that phase may last.
 
     The main thread writes the position; the watchdog's threads read it.
     """

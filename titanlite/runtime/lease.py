@@ -63,7 +63,7 @@ def acquire_lease(
 
 
 class Lease:
-    """A folder that this process holds. `lost` says why it no longer does; else it is empty."""
+    """A folder that this process holds. `lost`: why it no longer does; else empty."""
 
     def __init__(self, path: Path, number: int, content: bytes, heartbeat_seconds: float):
         self.path, self.number, self.lost = path, number, ""
@@ -188,19 +188,20 @@ def _remove_dead_lease(path: Path, key: str, stale_seconds: float) -> None:
     if seen is None:
         return
     holder = parse_holder(seen.content)
-    who, alive, reason = describe_holder(holder), is_holder_alive(holder), "that process is gone"
+    name, alive = describe_holder(holder), is_holder_alive(holder)
+    reason = "that process has ended"
     if alive is None:
         logger.info(
-            "%s: held by %s; watching its heartbeat for up to %g s", path, who, stale_seconds
+            "%s: held by %s; watching its heartbeat for up to %g s", path, name, stale_seconds
         )
         now = _watch_lease_file(path, seen, stale_seconds)
         if now is None or now.content != seen.content:  # released, or another job's by now
             return
         alive, reason = now != seen, f"no heartbeat for {stale_seconds:g} s"
     if alive:
-        raise lease_conflict_error(key, path.parent, f"{who}; {_describe_heartbeat_age(path)}")
+        raise lease_conflict_error(key, path.parent, f"{name}; {_describe_heartbeat_age(path)}")
     if _remove_if_unchanged(path, seen):
-        logger.warning("%s: taken over from %s: %s", path, who, reason)
+        logger.warning("%s: taken over from %s: %s", path, name, reason)
 
 
 def _read_lease_file(path: Path) -> LeaseSnapshot | None:

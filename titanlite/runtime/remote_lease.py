@@ -70,7 +70,7 @@ def lease_numbers(folder: StorageFolder) -> list[int]:
 
 
 class RemoteLease:
-    """A folder that this process holds. `lost` says why it no longer does; else it is empty."""
+    """A folder that this process holds. `lost`: why it no longer does; else empty."""
 
     def __init__(self, folder: StorageFolder, holder: Holder, heartbeat_seconds: float):
         self.folder, self.number, self.lost = folder, holder.number, ""
@@ -157,19 +157,19 @@ def _wait_until_free(folder: StorageFolder, number: int, key: str, stale_seconds
         state = _read_lease_object(folder, number)
         if state.released:
             return
-        who, alive = describe_holder(state.holder), is_holder_alive(state.holder)
-        reason = "that process is gone"
+        name, alive = describe_holder(state.holder), is_holder_alive(state.holder)
+        reason = "that process has ended"
         if alive is None:
             logger.info(
-                "%s: held by %s; watching its heartbeat for up to %g s", folder, who, stale_seconds
+                "%s: held by %s; watching its heartbeat for up to %g s", folder, name, stale_seconds
             )
             now = _watch_lease_object(folder, number, state, stale_seconds)
             if now.released:
                 return
             alive, reason = now != state, f"no heartbeat for {stale_seconds:g} s"
         if alive:
-            raise lease_conflict_error(key, folder, who)
-        logger.warning("%s: taken over from %s: %s", folder, who, reason)
+            raise lease_conflict_error(key, folder, name)
+        logger.warning("%s: taken over from %s: %s", folder, name, reason)
 
 
 def _watch_lease_object(

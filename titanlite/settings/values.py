@@ -29,7 +29,7 @@ MIN_INT, MAX_INT = -(2**63), 2**63 - 1  # the integers of TOML
 
 
 class ValueRefused(Exception):
-    """A value does not fit its type; the text says what is allowed."""
+    """A value does not fit its type; the text states what is allowed."""
 
 
 def build_dataclass(

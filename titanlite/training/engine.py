@@ -174,9 +174,9 @@ class PipelineEngine:
         set_phase("forward/backward")  # interleaved by the schedule
         total, size = torch.zeros(2, device=self._device), self._plan.sequences
         for start in range(0, len(inputs), size):
-            rows = slice(start, start + size)
+            run = slice(start, start + size)
             reduce = self._reduce_every_run or start + size >= len(inputs)
-            total += self._run(TrainStage, self._plan, inputs[rows], labels[rows], reduce)
+            total += self._run(TrainStage, self._plan, inputs[run], labels[run], reduce)
         return total
 
     @torch.no_grad()

@@ -26,7 +26,7 @@ class Run:
     device: torch.device
     state: TrainState
     engine: Engine
-    batches: Iterator[tuple[Tensor, Tensor]]  # this rank's inputs and labels [rows, T], per step
+    batches: Iterator[tuple[Tensor, Tensor]]  # this rank's inputs and labels [B, T], per step
     lr_at: Callable[[int], float]  # completed steps -> learning rate
     step_settings: StepSettings
     actions: tuple[PeriodicAction, ...]  # in the order in which they run after a step

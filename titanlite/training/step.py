@@ -45,7 +45,7 @@ def take_step(
     settings: StepSettings,
     set_phase: SetPhase = ignore_phase,
 ) -> StepResult:
-    """Take one optimizer step; `inputs` and `labels` [rows, T] are this rank's part of the batch.
+    """Take one optimizer step; `inputs` and `labels` [B, T] are this rank's part of the batch.
 
     Calls `set_phase` at the start of each phase: forward, backward, step.
     """

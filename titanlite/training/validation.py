@@ -34,8 +34,8 @@ class ValidationData(Protocol):
     name: str
     samples: int
 
-    def read(self, start: int, rows: int) -> tuple[Tensor, Tensor]:
-        """Inputs and labels [rows, T]; past the end, labels are IGNORE_INDEX."""
+    def read(self, start: int, sequences: int) -> tuple[Tensor, Tensor]:
+        """Inputs and labels [B, T]; past the end, labels are IGNORE_INDEX."""
         ...
 
 
@@ -43,22 +43,22 @@ def validate(
     engine: Engine,
     data: ValidationData,
     samples: int,
-    rows: int,
+    sequences: int,
     mesh: Mesh,
     device: torch.device,
     set_phase: SetPhase = ignore_phase,
 ) -> float:
     """Mean loss, in nats, over the valid tokens of the first `samples` samples.
 
-    Each forward pass of a rank has `rows` sequences. Calls `set_phase` before each forward pass.
+    `sequences`: per rank and forward pass. Calls `set_phase` before each forward pass.
     """
     loss = torch.zeros((), dtype=torch.float64, device=device)
     count = torch.zeros_like(loss)
-    batch = rows * mesh.batch.size()
+    batch = sequences * mesh.batch.size()
     for start in range(0, samples, batch):  # the same number of forward passes on every rank
         set_phase("validate")
-        first = start + mesh.batch_rank * rows
-        inputs, labels = data.read(first, rows)
+        first = start + mesh.batch_rank * sequences
+        inputs, labels = data.read(first, sequences)
         labels[max(0, samples - first) :] = IGNORE_INDEX  # samples past the requested number
         inputs, labels = inputs.to(device), labels.to(device)
         loss += engine.evaluate(inputs, labels)
