@@ -1,4 +1,4 @@
-"""The reference of all settings: `--help` and a Markdown page, from the dataclasses themselves."""
+"""Generate the reference of all settings from their dataclasses: `--help` and a Markdown page."""
 
 from __future__ import annotations
 

@@ -342,7 +342,7 @@ WRONG_CHUNKS = {
     "outside the tensor": (lambda flat: [*flat[:3], 30, *flat[4:]], "in a tensor of [32]"),
     "negative": (lambda flat: [*flat[:3], -1, *flat[4:]], "in a tensor of [32]"),
     "twice": (lambda flat: flat[:5] * 2, "twice"),
-    "half": (lambda flat: flat[:5], "32 elements, its chunks 16"),
+    "half": (lambda flat: flat[:5], "32 elements, but its chunks 16"),
     "a fraction": (lambda flat: [*flat[:1], 0.5, *flat[2:]], "not rows of 5 integers"),
     "a boolean": (lambda flat: [True, *flat[1:]], "not rows of 5 integers"),
     "too few numbers": (lambda flat: flat[:-1], "not rows of 5 integers"),

@@ -93,11 +93,14 @@ def read_chunks(
 
     The chunks are checked: they lie inside their files, do not repeat, and fill the tensors.
     """
-    old = manifest.format == 2
-    file = DCP_METADATA_FILE if old else CHUNKS_FILE
+    is_pickle = manifest.format == 2
+    file = DCP_METADATA_FILE if is_pickle else CHUNKS_FILE
     content = _read_chunk_list(folder, manifest, file)
     try:
-        rows = _rows_of_pickle(content, names) if old else _rows_of_json(content, manifest, names)
+        if is_pickle:
+            rows = _rows_of_pickle(content, names)
+        else:
+            rows = _rows_of_json(content, manifest, names)
         return {
             name: _check_chunks(name, manifest.tensors[name], tensor_rows, manifest)
             for name, tensor_rows in rows
@@ -185,7 +188,7 @@ def _rows_of_pickle(
     for name in names:
         tensor = _fields_of(tensors.get(name), "TensorStorageMetadata")
         chunks = _expect_type(tensor.get("chunks"), list)
-        # Each chunk takes bytes of its own, unless the pickle uses one list for several tensors.
+        # A malicious pickle may use one list for many tensors, and so have more chunks than bytes.
         chunks_left -= len(chunks)
         if chunks_left < 0:
             raise ValueError("more chunks than bytes")
@@ -249,5 +252,5 @@ def _check_chunks(
         chunks[offsets] = Chunk(sizes, file, start, length)
         filled += math.prod(sizes)
     if filled != math.prod(tensor.shape):
-        raise ValueError(f"{name} has {math.prod(tensor.shape)} elements, its chunks {filled}")
+        raise ValueError(f"{name} has {math.prod(tensor.shape)} elements, but its chunks {filled}")
     return chunks

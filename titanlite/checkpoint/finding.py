@@ -31,7 +31,7 @@ class FoundCheckpoint:
 
     @property
     def step(self) -> int:
-        """The step of this run at which it was saved."""
+        """The step of this run to continue from; 0 for a checkpoint of another run."""
         return 0 if self.initial or self.manifest is None else self.manifest.step
 
 
@@ -104,8 +104,8 @@ def verify_on_all_ranks(
     """A checkpoint's manifest, and what is wrong with it on any rank; empty if it is valid.
 
     Each rank reads the manifest, which detects a folder that is not shared between machines. The
-    other files are divided among the ranks. Raises CheckpointError if the storage is unreachable:
-    the checkpoint may well be valid.
+    other files are divided among the ranks. Raises CheckpointError if the storage is unreachable,
+    because the checkpoint may be valid.
     """
 
     def check() -> CheckpointManifest:

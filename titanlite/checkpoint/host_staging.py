@@ -14,7 +14,7 @@ from titanlite.distributed.tensors import local_shard, pin_in_place
 class HostStaging:
     """Copies a state into the same host memory every time.
 
-    Fresh memory costs more than copying into it, because the kernel clears it page by page. With
+    Allocating memory takes longer than the copy, because the kernel clears it page by page. With
     `pinned`, a CUDA device copies asynchronously, in the order of its stream: before any kernel
     that is enqueued later.
     """

@@ -1,4 +1,4 @@
-"""Read Hugging Face folders of safetensors, by our parameter names, into any layout."""
+"""Read Hugging Face folders of safetensors, by titanlite's parameter names, into any layout."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class HuggingFaceFolder:
     folder: StorageFolder
     spec: ModelSpec
     sizes: ModelSizes  # the dataclass of the model family
-    tensors: dict[str, TensorLocation]  # by our parameter names
+    tensors: dict[str, TensorLocation]  # by titanlite's parameter names
     has_tokenizer: bool  # a tokenizer.json
 
     def read(
@@ -76,7 +76,7 @@ class HuggingFaceFolder:
         lengths, offsets = lengths or location.shape, offsets or (0,) * len(location.shape)
         with _open_safetensors(self.folder, location.file) as file:
             part = tuple(slice(o, o + n) for o, n in zip(offsets, lengths, strict=True))
-            return file.get_slice(location.name)[part].clone()  # the slice maps the whole file
+            return file.get_slice(location.name)[part].clone()  # the slice keeps the file mapped
 
     def storage_reader(self) -> StorageReader:
         """For dcp.load({"model": …}): each rank reads its shards, and converts their dtype."""
@@ -188,7 +188,7 @@ def _check_tensors_match(
     """Raise CheckpointError with every difference between stored and expected tensors."""
     both = {name: (locations[name], shape) for name, shape in expected.items() if name in locations}
     missing = [name for name in expected if name not in locations]
-    # `derived` are buffers of old folders that config.json determines as well.
+    # `derived` matches buffers in old folders whose values follow from config.json.
     unexpected = [
         name
         for name in locations

@@ -35,7 +35,7 @@ class ModelToExport:
 
     spec: ModelSpec
     sizes: ModelSizes  # the dataclass of the model family
-    load: Callable[[Sequence[str]], Mapping[str, Tensor]]  # our names -> unsharded tensors
+    load: Callable[[Sequence[str]], Mapping[str, Tensor]]  # titanlite's names -> unsharded tensors
     seq_len: int  # tokens in a training sequence; 0: not known
     tokenizer: Tokenizer | None  # None: the model was trained on token ids only
     bos: bool = False  # every training document began with the tokenizer's BOS
@@ -51,8 +51,8 @@ def write_hugging_face(
     """Write a new folder from one process; returns a sentence about its tokenizer.
 
     `model.load` is called with the names of one shard at a time. config.json is written last:
-    nothing loads the folder without it. Raises CheckpointError; if the folder or the architecture
-    is the reason, before anything is written.
+    nothing loads the folder without it. Raises CheckpointError; errors about the folder or the
+    architecture are raised before anything is written.
     """
     if dtype not in CODE_OF_DTYPE:
         raise CheckpointError(
@@ -89,9 +89,9 @@ def write_hugging_face(
 
 
 def _special_token_ids(tokenizer: Tokenizer | None, bos: bool) -> dict[str, int | None]:
-    """config.json's begin and end of a text, as in training; transformers defaults to 1 and 2.
+    """The special token ids for config.json, as in training; transformers defaults to 1 and 2.
 
-    Without BOS, a document began after the EOS of the document before it.
+    If training used no BOS, each document followed the EOS of the one before, so EOS is the BOS.
     """
     if tokenizer is None:
         return {"bos_token_id": None, "eos_token_id": None}

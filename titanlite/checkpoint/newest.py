@@ -10,7 +10,9 @@ from titanlite.storage import StorageFolder
 
 
 def find_newest_checkpoint(folder: StorageFolder) -> StorageFolder:
-    """The checkpoint `folder` itself, or the newest valid one of the run or checkpoint folder.
+    """`folder` itself if it is a checkpoint; else the newest valid checkpoint of that run.
+
+    A run is given as its job.dump_folder or its checkpoint folder.
 
     Unfinished or damaged ones are skipped with a warning. Raises CheckpointError if none is valid.
     """

@@ -11,7 +11,7 @@ T = TypeVar("T")
 def steps_to_remove(steps: Iterable[int], keep_latest: int, keep_every: int = 0) -> list[int]:
     """The steps of valid checkpoints to remove, oldest first.
 
-    The latest `keep_latest` are kept (0: all), and those of every `keep_every`-th step (0: none).
+    Kept are the latest `keep_latest` (0: all), and multiples of `keep_every` (0: none).
     """
     surplus = all_but_last(sorted(steps), keep_latest)
     return [step for step in surplus if not keep_every or step % keep_every]

@@ -28,6 +28,8 @@ LOAD_STEP_FILE = "load_step.json"
 class StepFolders:
     """The folders `step-N` of one run.
 
+    To set aside a checkpoint is to keep its files, but to exclude it from every later start.
+
     Collective methods act on rank 0, while the other ranks wait for its result or error in `group`,
     whose timeout is long: in an object store, listing or removing many checkpoints can take longer
     than the timeout of training's collectives.
@@ -60,7 +62,10 @@ class StepFolders:
         return CheckpointListing(**result["listing"]), result["applied"]
 
     def remove_unfinished(self, names: list[str]) -> None:
-        """Remove what a crash left; the lease ensures that no other job is writing there."""
+        """Remove the folders `names`, whose save or removal was interrupted by a crash.
+
+        The lease ensures that no other job is writing there.
+        """
         if self.config.saves:
             self._on_rank_0(lambda: self._remove_unfinished(names))
 
@@ -108,17 +113,18 @@ class StepFolders:
         return True
 
     def _read_applied_load_step(self) -> int:
-        """The content of load_step.json, or -1; deletes it if checkpoint.load_step was unset."""
+        """The step in load_step.json, or -1; deletes the file if checkpoint.load_step = -1."""
         applied = -1
         try:
             applied = parse_json(self.folder.read(LOAD_STEP_FILE))["load_step"]
-            if self.config.saves and self.config.load_step == -1:  # it may be set again later
+            if self.config.saves and self.config.load_step == -1:
+                # A later start may set the same load_step again, and then it must be applied.
                 self.check_lease()
                 self.folder.delete(LOAD_STEP_FILE)
         except (FileNotFoundError, NotADirectoryError):
             pass
         except (ValueError, TypeError, KeyError):
-            logger.warning("%s/%s: is damaged and ignored", self.folder, LOAD_STEP_FILE)
+            logger.warning("%s/%s: is damaged, and is ignored", self.folder, LOAD_STEP_FILE)
         return applied
 
     def _remove_unfinished(self, names: list[str]) -> None:
@@ -133,13 +139,18 @@ class StepFolders:
             if later > step:
                 folder = self.of_step(later)
                 name = set_aside(folder)
-                logger.warning("%s: set aside as %s: the run resumes before it", folder, name)
-        if self.config.load_step != -1:  # last: if a start crashes before this, it is applied again
+                logger.warning(
+                    "%s: set aside as %s, because the run resumes from an earlier step",
+                    folder,
+                    name,
+                )
+        if self.config.load_step != -1:
+            # Written last: after a crash before this line, the next start applies load_step again.
             applied = {"load_step": self.config.load_step}
             self.folder.write_atomically(LOAD_STEP_FILE, json.dumps(applied).encode())
 
     def _remove(self, folder: StorageFolder, unless: str = "") -> None:
-        """Remove a folder unless it has the file `unless`; a failure is only a warning."""
+        """Remove a folder unless it has the file `unless`; log a warning if that fails."""
         try:
             self.check_lease()
             if folder.exists() and unless not in folder.sizes():

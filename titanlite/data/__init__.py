@@ -1,7 +1,7 @@
 """Tokenizers, shards of token ids, and the order in which a run reads them.
 
 `titanlite.data.prepare` and `titanlite.data.bpe`, which make shards and tokenizers, are not
-imported here: they need packages that a training machine does not.
+imported here: they need packages that training does not need.
 """
 
 from __future__ import annotations

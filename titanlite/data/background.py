@@ -16,7 +16,7 @@ _JOIN_SECONDS = 5  # a thread that is blocked in a read of a dead disk can only 
 
 
 class BackgroundReader:
-    """Calls `read(position, sequences)` for one request after the other, in one thread.
+    """Calls `read(position, sequences)` for one request at a time, in one thread.
 
     It is a daemon thread, not an executor: Python waits for an executor's threads at exit, and a
     read that never returns must not keep the process alive.
@@ -62,7 +62,7 @@ class BackgroundReader:
         raise DataError(
             f"{description}: could not be read within {self._timeout:g} s; the disk or file server"
             " does not respond.",
-            fix="Check it; data.read_timeout_seconds allows more time.",
+            fix="Check the disk or file server, or increase data.read_timeout_seconds.",
         )
 
     def close(self) -> None:

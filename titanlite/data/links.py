@@ -1,4 +1,4 @@
-"""Refuse symbolic links that lead out of the folder the user named."""
+"""Reject symbolic links that lead out of the folder that the user gave."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ def refuse_outward_links(files: Iterable[Path], folder: Path, allow: str) -> Non
     for the error message.
     """
     root = os.path.realpath(folder)
-    inside = os.path.join(root, "")
+    root_prefix = os.path.join(root, "")
     for file in files:
         real = os.path.realpath(file)
-        if not real.startswith(inside) and real != root:
+        if not real.startswith(root_prefix) and real != root:
             raise DataError(
                 f"{file}: leads through a symbolic link to {real}, outside {folder}.",
                 fix=f"Give the path that the link points to, or allow such links: {allow}.",

@@ -17,11 +17,11 @@ class OpenFiles:
 
     A process may have few descriptors (`ulimit -n`, often 1,024) and a corpus many shards. Files
     are read by position and not memory-mapped: if a file is truncated or its disk fails during a
-    read, the error names the file, where a mapping would end the process with SIGBUS.
+    read, the error names the file; with a memory mapping, SIGBUS would end the process.
     """
 
     def __init__(self, max_open: int | None = None):
-        """`max_open`: files to keep open; None: half of the process's descriptors."""
+        """`max_open`: files to keep open; None: at most half of the process's descriptors."""
         self._max_open, self._expected = max_open, 0
         # an evicted file is closed when its last reference is gone
         self._open = lru_cache(max_open or MIN_OPEN_FILES)(_OpenFile)

@@ -14,7 +14,7 @@ from titanlite.data.open_files import OpenFiles
 
 @dataclass(frozen=True)
 class SourceRecord:
-    """What the files of a source record about how its token ids were made."""
+    """What the files of a source record about its tokenization."""
 
     tokenizer: str  # fingerprint of the tokenizer
     vocab_size: int  # of that tokenizer
@@ -37,7 +37,8 @@ class TokenSource(Protocol):
     # only if it is unchanged. If hashing all ids takes too long, hash what the files record about
     # themselves, and set `content_sample` to detect replaced files.
     content_sample: str | None = None
-    # Hash of some blocks of the files as they are now, which checkpoints store too; None: no sample
+    # Hash of a sample of the files' blocks, read when the source is opened. Checkpoints store it
+    # too. None: not computed
     record: SourceRecord | None = None  # None: the files record nothing
 
     @abstractmethod
@@ -62,5 +63,6 @@ class CorpusChecks:
 
 
 # (path, checks, files) -> the opened source; raises DataError or OSError. All sources of a run
-# share the pool `files`, which limits how many files are open; a format with few need not use it.
+# share the pool `files`, which limits how many files are open; a format with few files need not use
+# it.
 SourceOpener = Callable[[str, CorpusChecks, OpenFiles], TokenSource]

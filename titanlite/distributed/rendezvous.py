@@ -1,7 +1,7 @@
 """Rendezvous through the launcher's store, which may still have the keys of earlier starts.
 
 torchrun uses one store for all its restarts, and torch 2.11 to 2.15 exchange addresses there under
-the same keys every time, so ranks find the addresses of dead ones
+the same keys every time, so ranks find the addresses of dead ranks
 (https://github.com/pytorch/pytorch/issues/135712). The launcher counts restarts per machine, so
 that count cannot identify a start: the ranks agree on an id themselves.
 
@@ -37,9 +37,10 @@ def connect_to_store(seconds: float) -> dist.Store:
 
 
 def open_store(rank: int, seconds: float) -> dist.Store:
-    """Open a store on rank 0 and connect the other ranks, if the launcher hosts none.
+    """Host a store on rank 0 and connect the other ranks; for launchers that host none.
 
-    At a loopback address it listens there only; torch itself would listen on every interface.
+    If its address is a loopback address, the store listens only there; torch itself would listen on
+    every interface.
     """
     if rank:
         return connect_to_store(seconds)
@@ -68,8 +69,8 @@ def is_loopback(address: str) -> bool:
 def bind_gloo_to_loopback(world_size: int) -> None:
     """Make gloo listen on the loopback interface if all ranks are on one machine.
 
-    A GLOO_SOCKET_IFNAME that the user has set stays. For NCCL, NCCL_SOCKET_IFNAME=lo does
-    the same there.
+    A GLOO_SOCKET_IFNAME that the user has set is kept. NCCL is not changed here; the user can set
+    NCCL_SOCKET_IFNAME=lo.
     """
     if world_size > int(os.environ.get("LOCAL_WORLD_SIZE", 1)):
         return
@@ -81,14 +82,14 @@ def bind_gloo_to_loopback(world_size: int) -> None:
 def agree_on_start_id(store: dist.Store, rank: int, world_size: int, seconds: float) -> str:
     """Return an id of this start that is the same on all ranks and was never used before.
 
-    Each rank writes a random greeting. Rank 0 answers every greeting it finds, a dead rank's too,
-    with the start id, until every rank has confirmed that id. Raises TimeoutError.
+    Each other rank writes a random nonce. Rank 0 answers every nonce it finds, even one of a dead
+    rank, with the start id, until every rank has confirmed that id. Raises TimeoutError.
     """
     if rank:
-        greeting = uuid.uuid4().hex
-        store.set(f"hello/{rank}", greeting)
-        store.wait([f"start/{greeting}"], timedelta(seconds=seconds))
-        start_id = store.get(f"start/{greeting}").decode()
+        nonce = uuid.uuid4().hex
+        store.set(f"hello/{rank}", nonce)
+        store.wait([f"start/{nonce}"], timedelta(seconds=seconds))
+        start_id = store.get(f"start/{nonce}").decode()
         store.set(f"{start_id}/{rank}", "")
         return start_id
     start_id, missing = uuid.uuid4().hex, set(range(1, world_size))

@@ -9,11 +9,11 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 
 def local_shard(tensor: Tensor) -> Tensor:
-    """This rank's shard as a plain tensor on the same memory, without DTensor or other wrappers."""
+    """This rank's shard as a plain tensor that shares its memory, unwrapped from any subclass."""
     local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     if hasattr(local, "wait"):  # an AsyncCollectiveTensor whose collective is still running
         return local.wait()
-    # torchao's Float8 weights; the check is torch's own, but not public.
+    # Unwrap torchao's Float8 weights. is_traceable_wrapper_subclass is a private API of torch.
     while is_traceable_wrapper_subclass(local):
         local = getattr(local, local.__tensor_flatten__()[0][0])
     return local

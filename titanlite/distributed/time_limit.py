@@ -21,11 +21,11 @@ from titanlite.errors import EXIT_RANK_LOST
 from titanlite.log import logger
 
 PACKAGE_PREFIX = f"{Path(__file__).parents[1]}{os.sep}"
-WARN_SECONDS = 60.0  # until a limit warns; or a tenth of the limit, where that is less
+WARN_SECONDS = 60.0  # first warning; a tenth of the limit if that is earlier
 LEAVE_SECONDS = 60.0  # for closing connections and threads at the end of a process
-WAITING_FACTOR = (
-    1.2  # on the limit of a rank that waits for others: the one that hangs reports first
-)
+# A rank that waits for other ranks gets this much more time, so that the rank that hangs reports
+# first.
+WAITING_FACTOR = 1.2
 
 
 @dataclass
@@ -36,18 +36,17 @@ class TimeLimit:
     seconds: float
     key: str  # the setting to raise
     thread: int = field(default_factory=threading.get_ident)
-    elapsed_seconds: float = 0.0  # without the time in which this process was suspended
+    elapsed_seconds: float = 0.0  # excludes time in which this process was suspended
     began: float = field(default_factory=time.monotonic)
 
     def __post_init__(self) -> None:
         self._warn_at = min(WARN_SECONDS, self.seconds / 10)
 
-    def watch_this_thread(self) -> None:
-        """Report the stack of the calling thread, which now does the work."""
-        self.thread = threading.get_ident()
-
     def check(self, passed: float) -> str:
-        """Count `passed` more seconds; returns what hangs once the limit is exceeded, else ""."""
+        """Add `passed` seconds; return an error text if the limit is exceeded, else "".
+
+        Logs a warning earlier, and again each time that the elapsed time has doubled.
+        """
         self.elapsed_seconds += passed
         if self.elapsed_seconds < min(self._warn_at, self.seconds):
             return ""
@@ -67,17 +66,16 @@ class TimeLimit:
 def locate_thread(thread: int) -> tuple[str, bool]:
     """Innermost titanlite function of a thread, and whether it waits there for other ranks.
 
-    No source is read: it may be on the disk that hangs.
+    Reads no source file, because it may be on the disk that hangs.
     """
     frames = list(_frames_outwards(sys._current_frames().get(thread)))
     waits = any(frame.f_code.co_filename.endswith("distributed_c10d.py") for frame in frames)
-    package_frames = [
-        f for f in frames if f.f_code.co_filename.startswith(PACKAGE_PREFIX)
-    ] or frames
-    if not package_frames:
+    frames_here = [f for f in frames if f.f_code.co_filename.startswith(PACKAGE_PREFIX)]
+    frame = next(iter(frames_here or frames), None)
+    if frame is None:
         return "a thread that has ended", waits
-    file = package_frames[0].f_code.co_filename.removeprefix(PACKAGE_PREFIX)
-    return f"{package_frames[0].f_code.co_name} ({file}, line {package_frames[0].f_lineno})", waits
+    file = frame.f_code.co_filename.removeprefix(PACKAGE_PREFIX)
+    return f"{frame.f_code.co_name} ({file}, line {frame.f_lineno})", waits
 
 
 def _frames_outwards(frame: FrameType | None) -> Iterator[FrameType]:
@@ -90,7 +88,7 @@ def _frames_outwards(frame: FrameType | None) -> Iterator[FrameType]:
 def exit_after(seconds: float, work: str) -> Iterator[None]:
     """End the process if the block takes longer, even if it waits in the kernel.
 
-    For what runs before and after the watchdog, and may ignore its own timeout.
+    For work while the watchdog does not run, whose own timeout may not take effect.
     """
     timer = ExitTimer(seconds, work, EXIT_RANK_LOST)
     try:
@@ -101,7 +99,7 @@ def exit_after(seconds: float, work: str) -> Iterator[None]:
 
 def exit_process(code: int, seconds: float = LEAVE_SECONDS) -> NoReturn:
     """Exit with `code`; after `seconds` even if threads or exit handlers are still running."""
-    ExitTimer(seconds, "ending", code)
+    ExitTimer(seconds, "process exit", code)
     sys.exit(code)
 
 
@@ -115,7 +113,7 @@ class ExitTimer:
         threading.Thread(target=self._run, name="exit timer", daemon=True).start()
 
     def cancel(self) -> None:
-        """Let the process run on."""
+        """Stop the timer; the process continues."""
         self._cancelled.set()
 
     def _run(self) -> None:

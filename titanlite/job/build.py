@@ -75,12 +75,12 @@ from titanlite.training import (
 
 @dataclass(frozen=True)
 class RunServices:
-    """Services that exist before the components of a run are built and after they are closed."""
+    """Services that start before the components of a run and stop after them."""
 
     rank: RankContext
     watchdog: HeartbeatWatchdog
     folder_lock: RunFolderLock
-    counters: Counters  # of the run; they advance with every step
+    counters: Counters  # steps, samples and tokens of the run so far
     deadline: float | None  # stop before this time.monotonic(); None: no time limit
     advise: Callable[[bool], list[str]]  # (is_cuda) -> lines for an out-of-memory error
 
@@ -113,7 +113,7 @@ def open_services(
             job.config.checkpoint.timeout_seconds,
         ) as watchdog,
         lock_run_folders(job.folder, job.other_folders, lambda: counters.step) as lock,
-        watchdog.attributing_errors(),  # inside the lock, which logs the rank that was lost
+        watchdog.attributing_errors(),  # inside the lock, so that the start log names the lost rank
     ):
         yield RunServices(rank, watchdog, lock, counters, deadline, advise)
 
@@ -139,7 +139,8 @@ def _open_run(job: Job, services: RunServices) -> Iterator[Run]:
     watchdog.set_phase(0, "load")
     found = checkpointer.find()
     watchdog.set_phase(0, "build")
-    # A run that never saves always starts from the same step, which does not show a crash loop.
+    # A run that never saves always starts from the same step, so repeated starts from one step do
+    # not mean that it is in a crash loop.
     max_crashes = job.config.job.max_crashes if checkpointer.saves else 0
     lock.record_start(rank.world_size, found.step if found else 0, max_crashes)
 
@@ -191,11 +192,12 @@ def _open_run(job: Job, services: RunServices) -> Iterator[Run]:
 
 
 def build_stop_request(job: Job, services: RunServices) -> StopRequest:
-    """The request to stop. Signals set it only if the run saves checkpoints."""
-    stop_request, checkpoint = StopRequest(services.deadline), job.config.checkpoint
-    if (
-        checkpoint.enable and not checkpoint.load_only
-    ):  # otherwise a signal ends the process immediately
+    """The request to stop, set by signals and by the deadline.
+
+    If the run saves no checkpoints, signals do not set it but end the process immediately.
+    """
+    stop_request = StopRequest(services.deadline)
+    if job.config.checkpoint.saves:
         release = partial(services.folder_lock.release, EXIT_INTERRUPTED, "Ctrl-C, twice")
         stop_request.install_handlers(release, services.rank.rank)
     return stop_request
@@ -208,7 +210,7 @@ def build_data(job: Job, rank: RankContext) -> tuple[SampleStream, list[Validati
         tokenizer, vocab_size = open_job_tokenizer(job.config), job.sizes.vocab_size
         verify_slice = (rank.rank, rank.world_size)
         stream = open_job_stream(job.config, vocab_size, tokenizer, verify_slice)
-        assert stream is not None, "checked: data.sources is not empty"
+        assert stream is not None, "the config check rejects empty data.sources"
         return stream, open_job_validation(job.config, vocab_size, tokenizer, verify_slice)
 
     opened, problem = capture_user_error(open_all)
@@ -276,7 +278,7 @@ def build_run_engine(
 def build_state(
     job: Job, model: ShardedModel, counters: Counters
 ) -> tuple[TrainState, OptimizerInBackward | None]:
-    """The training state at step 0; with early_step_in_backward, also the hooks that update."""
+    """The training state at step 0, and with early_step_in_backward the hooks that update it."""
     optimizer = build_optimizer(model.model, job.config.optimizer)
     state = TrainState(model.model, optimizer, job.loss_scale, counters)
     if not job.config.optimizer.early_step_in_backward:
@@ -350,7 +352,7 @@ def report_start(
 def warn_if_dtype_is_slow(job: Job, meter: ThroughputMeter, rank: RankContext) -> None:
     """Log a warning if this CPU computes faster in float32 than in the compute dtype.
 
-    Call it on all ranks at the same time, because they use the same CPU while training, too.
+    Call it on all ranks at the same time, because they share the CPU during training, too.
     """
     dtype = job.config.training.mixed_precision_param
     if dtype == "float32" or meter.peak_flops is None:

@@ -79,9 +79,9 @@ def _check_sections(config: JobConfig) -> Iterator[UserError]:
         )
     if config.job.time_limit_minutes and not config.checkpoint.enable:
         yield ConfigError(
-            f"job.time_limit_minutes = {config.job.time_limit_minutes:g}: but checkpoint.enable ="
+            f"job.time_limit_minutes = {config.job.time_limit_minutes:g}: checkpoint.enable ="
             " false, so nothing would be saved when the time limit is reached.",
-            fix="Set checkpoint.enable = true, or leave it out.",
+            fix="Set checkpoint.enable = true, or remove job.time_limit_minutes.",
             keys=("job.time_limit_minutes",),
         )
     yield from check_metrics_config(config.metrics)
@@ -162,7 +162,7 @@ def _check_quantisation_blocks(
                 f'optimizer.state_dtype = "{state_dtype}": {tensor} tensor-parallel ranks shard the'
                 f" rows of {name} ({layer.in_features} columns) into {width} columns, which splits"
                 f" quantisation blocks of {block}.",
-                fix='Use fewer ranks, or state_dtype = "bfloat16".',
+                fix='Use fewer tensor-parallel ranks, or state_dtype = "bfloat16".',
                 keys=("optimizer.state_dtype", "parallelism.tensor_parallel_degree"),
             )
             return
@@ -180,7 +180,7 @@ def _check_export(spec: ModelSpec, sizes: ModelSizes) -> Iterator[ConfigError]:
 
 
 def _check_precision(config: JobConfig) -> Iterator[ConfigError]:
-    """Reject dtypes of computation, parameters and loss scale that do not fit together."""
+    """Reject a param dtype or a loss scale that the compute dtype does not allow."""
     compute, params = "training.mixed_precision_param", "training.dtype"
     is_float16 = config.training.mixed_precision_param == "float16"
     if is_float16 and config.training.dtype != "float32":
@@ -194,7 +194,7 @@ def _check_precision(config: JobConfig) -> Iterator[ConfigError]:
         yield ConfigError(
             f'[loss_scale] is set, but {compute} = "{config.training.mixed_precision_param}" does'
             " not scale the loss.",
-            fix=f'Leave it out, or set {compute} = "float16".',
+            fix=f'Remove [loss_scale], or set {compute} = "float16".',
             keys=("loss_scale",),
         )
 
@@ -327,7 +327,7 @@ def _check_data(config: JobConfig, sizes: ModelSizes | None) -> Iterator[UserErr
         )
     if config.validation.enable and not config.data.validation:
         yield ConfigError(
-            "validation.enable = true: but data.validation is empty.",
+            "validation.enable = true: data.validation is empty.",
             fix='Write validation = [{ name = "text", path = "corpus/validation" }] in [data].',
             keys=("validation.enable", "data.validation"),
         )
@@ -381,7 +381,7 @@ def _check_document_ends(key: str, corpora, tokenizer: Tokenizer) -> Iterator[Co
 def plan_job_pipeline(
     config: JobConfig, spec: ModelSpec, sizes: ModelSizes
 ) -> tuple[PipelinePlan | None, list]:
-    """The pipeline stages and their ranks, with their problems; a plan of None has problems."""
+    """(plan of the pipeline stages and their ranks, problems); None if there is no valid plan."""
     training = config.training
     return plan_pipeline(
         config.parallelism, spec, sizes, training.seq_len, training.local_batch_size

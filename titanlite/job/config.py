@@ -31,7 +31,7 @@ class JobSection:
     device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: CUDA if available
     check: bool = False  # run all checks, then exit without building anything
     check_ranks: Positive | None = None
-    # number of ranks to check for, without needing them; default: the launched ranks
+    # under check: number of ranks to assume, which need not exist; default: the launched ranks
     time_limit_minutes: Annotated[float, Range(0)] = 0.0
     # save a checkpoint and exit before this many minutes have passed; 0: no limit
     max_crashes: NotNegative = 5
@@ -76,8 +76,8 @@ class JobConfig:
 
 
 _IN_DATA = "is now in [data]: tokenizer, sources = [{ name, path, weight }], validation = […]."
-_PREFETCHED = "does not exist here: data is always prefetched, and its state is one integer."
-_CUSTOM = "does not exist here: a job runs the code of this repository only."
+_PREFETCHED = "is not needed: data is always prefetched, and its state is one integer."
+_CUSTOM = "is not supported: a job runs only the code of this repository."
 
 MOVED = {  # keys of torchtitan up to v0.2.2 that have another name here or do not exist
     "model.tokenizer_path": _IN_DATA,
@@ -97,20 +97,14 @@ MOVED = {  # keys of torchtitan up to v0.2.2 that have another name here or do n
     "validation.dataloader": _PREFETCHED,
     "lr_scheduler.lr_min": "is now lr_scheduler.min_lr_factor.",
     "checkpoint.enable_checkpoint": "is now checkpoint.enable.",
-    "checkpoint.create_seed_checkpoint": (
-        "does not exist here: every layout has the same initial weights."
-    ),
+    "checkpoint.create_seed_checkpoint": "is not needed: layouts have equal initial weights.",
     "checkpoint.enable_ft_dataloader_checkpoints": _PREFETCHED,
     "parallelism.pipeline_parallel_split_points": (
         "is now parallelism.module_fqns_per_model_part."
     ),
-    "parallelism.enable_compiled_autograd": (
-        "does not exist here: each block is compiled separately."
-    ),
+    "parallelism.enable_compiled_autograd": "is not supported: each block is compiled separately.",
     "parallelism.pipeline_parallel_expert_parallel_overlap": "is not available in this version.",
-    "job.save_config_file": (
-        "does not exist here: dump_folder/config.toml always has the configuration."
-    ),
+    "job.save_config_file": "is not needed: it is always saved, in dump_folder/config.toml.",
     "job.custom_config_module": _CUSTOM,
     "job.print_args": "is now job.print_config.",
     "experimental": _CUSTOM,
@@ -122,7 +116,9 @@ MOVED = {  # keys of torchtitan up to v0.2.2 that have another name here or do n
 }
 
 
-FACTS = (  # job properties that a checkpoint is checked against: names for allow_changes
+# Job properties that must be the same in the job and in the checkpoint that it resumes from, unless
+# checkpoint.allow_changes names them.
+FACTS = (
     "model",
     "optimizer.name",
     "optimizer.state_dtype",

@@ -36,8 +36,8 @@ class CausalAttention(nn.Module):
 
     `backend` is the kernel; None lets SDPA choose. It is set around each call and nowhere else, so
     that recomputation in backward and compiled blocks run the same kernel. The process-wide flags
-    of torch.backends.cuda would not do: the cache of compiled graphs ignores them (torch 2.13) and
-    would return a graph with another kernel.
+    of torch.backends.cuda cannot be used: the cache of compiled graphs ignores them (torch 2.13)
+    and would return a graph with another kernel.
     """
 
     def __init__(self, backend: SDPBackend | None = None):

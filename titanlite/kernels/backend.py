@@ -28,7 +28,7 @@ from titanlite.kernels.documents import SupportsDocuments, document_boundaries
 from titanlite.kernels.flash import EagerAttention, flash_kernel_for
 from titanlite.log import logger
 
-KERNELS = {  # the likely fastest first: deterministic runs take the first that works, unmeasured
+KERNELS = {  # the likely fastest first: deterministic runs use the first that works
     "flash": SDPBackend.FLASH_ATTENTION,
     "cudnn": SDPBackend.CUDNN_ATTENTION,
     "efficient": SDPBackend.EFFICIENT_ATTENTION,
@@ -108,7 +108,7 @@ def choose_kernel(
             raise ConfigError(
                 f'attention.backend = "{config.backend}": cannot run on {device.type} in {dtype}'
                 f" with {shape}: {reason}",
-                fix='Use "auto", or another.',
+                fix='Use "auto", or another kernel.',
                 keys=("attention.backend",),
             )
         return config.backend
@@ -148,7 +148,7 @@ class _KernelTrial:
     def failure(self, name: str, needs_lse: bool) -> str:
         """Why a kernel cannot run; an empty string if it can."""
         if needs_lse and self.is_eager:
-            return "FlashAttention computes in 16 bits, on GPUs since Ampere."
+            return "FlashAttention requires a 16-bit dtype and a GPU of Ampere or later."
         with warnings.catch_warnings(record=True) as caught:  # torch's reasons are warnings
             warnings.simplefilter("always")
             try:
@@ -162,7 +162,7 @@ class _KernelTrial:
         return ""
 
     def measure(self, names: list[str], measure: bool = True) -> dict[str, float]:
-        """Milliseconds of each kernel that can run; not `measure`: only the first, with 0."""
+        """Milliseconds of each kernel that can run; without `measure`: {first one: 0.0}."""
         milliseconds: dict[str, float] = {}
         for name in names:
             if self.failure(name, needs_lse=False):

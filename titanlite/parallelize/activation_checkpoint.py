@@ -41,7 +41,7 @@ class ActivationCheckpointConfig:
     visualize_memory_budget_pareto: bool = False
     # under memory_budget: plot memory against time, in memory_budget_pareto/ of job.dump_folder
     offload: bool = False  # store saved activations in host memory, prefetch them in backward
-    preserve_rng_state: bool = False  # reuse the random numbers of forward; no operation draws any
+    preserve_rng_state: bool = False  # restore the RNG state of forward; the models use no RNG
     determinism_check: Literal["default", "none"] = "default"  # compare shapes of both computations
     debug: bool = False  # record traces of both computations for the error message
 
@@ -141,7 +141,7 @@ def _weight_shapes(block: nn.Module, name_parts: Sequence[str]) -> set[tuple[int
 
 def _save_contexts(recomputed_shapes: set[tuple[int, ...]]):
     """Contexts of the forward and of its recomputation; both select the same outputs to save."""
-    matmuls: Counter[bool] = Counter()  # so far, by whether this is the recomputation
+    matmuls: Counter[bool] = Counter()  # number so far in forward (False), recomputation (True)
 
     def policy(context: Any, operation: Any, *inputs: Any, **options: Any) -> CheckpointPolicy:
         save = operation.name().partition(".")[0] in SAVED_OPS

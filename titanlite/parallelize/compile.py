@@ -46,7 +46,7 @@ def compile_blocks(blocks: nn.ModuleDict, config: CompileConfig) -> None:
     if not config.compiles("model"):
         return
     # A graph depends on a block's shapes, not on its weights. Pipeline stages, training and
-    # validation differ in shapes, and each of them needs graphs for its kinds of blocks.
+    # validation differ in shapes, and each of them needs one graph per kind of block.
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 64)
     for block in blocks.values():
         compiled = torch.compile(
@@ -63,8 +63,9 @@ def compile_loss(output: OutputLayer | None, config: CompileConfig) -> None:
 
 def enable_async_tensor_parallel_fusion(tp: DeviceMesh) -> None:
     """Let inductor fuse all-gathers and reduce-scatters with their matmuls, to overlap the two."""
-    # Both settings are private, and the only way. Torch 2.13 warns that the second is not needed,
-    # but its compiler still checks for which groups it was called; later versions may remove it.
+    # Both settings are private; there is no public one. Torch 2.13 warns that the second is not
+    # needed, but its compiler still checks for which groups it was called; later versions may
+    # remove it.
     torch._inductor.config._micro_pipeline_tp = True
     if enable := getattr(_symmetric_memory, "enable_symm_mem_for_group", None):
         with warnings.catch_warnings():
@@ -93,7 +94,7 @@ def prepare_compiler(device: torch.device) -> None:
         user_cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
         os.environ[variable] = str(user_cache / "titanlite" / "inductor")
     if device.type == "cpu":
-        # torch has no setting for it.
+        # There is no setting for this check.
         cpu_vec_isa.VecISA._probe_load = _can_load_library  # type: ignore[method-assign, assignment]
 
 
@@ -108,7 +109,7 @@ def _can_load_library(isa, library: str) -> bool:
 
 
 def describe_compilation() -> str:
-    """Number of graphs compiled in this process, seconds that took, and hits of the cache."""
+    """Number of graphs compiled in this process, the time that it took, and cache hits."""
     # No public API (torch 2.11 to 2.15); a counter that does not exist under its name counts 0.
     from torch._dynamo.utils import counters, cumulative_time_spent_ns
 

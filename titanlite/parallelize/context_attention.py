@@ -36,9 +36,9 @@ def context_parallel_forward(
 ) -> tuple[Tensor, Tensor]:
     """Causal attention of this rank's queries over the keys and values of all ranks of a group.
 
-    q [B, H, T, K], k and v [B, Hkv, T, K], where T counts this rank's tokens. `documents`: a table
-    of `encode_document_tiles`, or None. Returns the output [B, H, T, K] and the log-sum-exp of the
-    scores [B, H, T] in fp32.
+    q [B, H, T, K], k and v [B, Hkv, T, K], where T counts this rank's tokens. `documents`: the
+    result of `encode_document_tiles`, or None. Returns the output [B, H, T, K] and the log-sum-exp
+    of the scores [B, H, T] in fp32.
     """
     flash = flash_kernel_for(q)
     exchange, tiles = _plan_attention(q, documents, group_name, balanced, rotate_method)
@@ -110,8 +110,8 @@ def context_parallel_backward(
             dv += tile_dv
         return dkv
 
-    # Before dq is cast, because this call fills it. In fp32 the wrong order would not show: there
-    # `.to` does not copy.
+    # Called before dq is cast, because it fills dq. A test in fp32 would not detect the wrong
+    # order, because there `.to` does not copy.
     dkv = exchange.sum_gradients(torch.stack((k, v)), compute_shard_gradient)
     return dq.to(q.dtype), dkv.to(k.dtype)
 

@@ -1,4 +1,4 @@
-"""Tensor and sequence parallel: the only table from the roles of a model family to ParallelStyles.
+"""Tensor and sequence parallel: the table from the roles in a model's plan to ParallelStyles.
 
 To add a parallel style: write the class in a file of its own (see `tensor_styles.py`), and add one
 line to `TENSOR_PARALLEL_ROLES`. A model family can then use the role in its plan.
@@ -33,7 +33,7 @@ from titanlite.parallelize.tensor_styles import (
 class StyleOptions:
     """Everything that the ParallelStyle of a role may depend on."""
 
-    ranks: int  # of tensor parallel
+    ranks: int  # number of tensor-parallel ranks
     head_width: int  # features per attention head
     loss_parallel: bool  # compute the loss from sharded logits
     linear: LinearStyles = DEFAULT_STYLES  # torch's styles for linear layers, or those for Float8
@@ -46,7 +46,7 @@ class TensorParallelRole:
     style: Callable[[StyleOptions], ParallelStyle]
     sharded_dim: int | None = None  # of the weight [out, in]; None: replicated, or no weight
     whole_heads: bool = False  # replicated unless the ranks divide the number of heads
-    gathered_input: bool = False  # its input is all-gathered by the "gather_sequence" module above
+    gathered_input: bool = False  # its input is all-gathered by the "gather_sequence" parent
 
 
 # Between modules, activations are plain local tensors: [B, T/tp, D] on the residual stream, and
@@ -122,7 +122,11 @@ def _select_linear_styles(
     roles: Mapping[str, str],
     linear_styles_of: Callable[[nn.Module], LinearStyles],
 ) -> LinearStyles:
-    """Styles of a linear layer; of a module that gathers inputs, those its layers agree on."""
+    """The styles for the module `name`.
+
+    A "gather_sequence" module has the styles of the layers whose input it gathers, or the default
+    styles if those layers differ.
+    """
     names = [name]
     if roles[name] == "gather_sequence":
         names = [

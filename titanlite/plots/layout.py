@@ -176,7 +176,7 @@ class _Grid(NamedTuple):
 
 
 def _arrange(degrees: dict[str, int], headings: list[list[str]], max_height: float = 6.5) -> _Grid:
-    """The arrangement with the largest cells that fits the page; `_preference` decides ties."""
+    """The arrangement that fits the page and has the highest `_preference`."""
     parts = len(headings[0])
     columns = (_column_counts(degrees[name]) for name in ("shard", "replicate", "pipeline"))
     candidates = []

@@ -12,8 +12,8 @@ from typing import NamedTuple
 
 from titanlite.distributed.signed_store import SignedStore
 
-RANKS_PER_SECOND = 1000  # heartbeats per second that do not load a store; more ranks: slower ones
-CLOSE_SECONDS = 5.0  # for the last heartbeat, to a store that may not answer
+RANKS_PER_SECOND = 1000  # load limit of the store; with more ranks, each sends less often
+CLOSE_SECONDS = 5.0  # for sending the last heartbeat; the store may not answer
 
 
 class Position(NamedTuple):
@@ -119,9 +119,9 @@ class HeartbeatExchange:
 
     def __init__(self, store: SignedStore, progress: RankProgress):
         self.heartbeats: dict[int, Heartbeat] = {}  # the newest of each rank
-        self.silent_seconds: dict[int, float] = {}  # since then, of the ranks that are read now
+        self.silent_seconds: dict[int, float] = {}  # since that heartbeat, of the ranks read last
         self.next_rank = (progress.rank + 1) % progress.world_size  # the rank that is always read
-        self.rounds = 0  # that the store has answered
+        self.rounds = 0  # number of exchanges that the store has answered
         self.finding = ""  # the problem that this rank found
         self.verdict: Verdict | None = None  # the problem that any rank found first
         self._store, self._progress = store, progress
@@ -141,7 +141,7 @@ class HeartbeatExchange:
         self._reads_all = enable
 
     def report(self, finding: str) -> None:
-        """Send a problem to all ranks, unless another rank has already sent one; "" is none."""
+        """Send a problem to all ranks, unless another rank has already sent one; "": no problem."""
         self.finding = finding
         if finding:
             self._wake.set()
@@ -167,7 +167,7 @@ class HeartbeatExchange:
                     self._wake.wait(self._progress.heartbeat_seconds)
                     self._wake.clear()
         except RuntimeError:
-            pass  # a broken connection stays broken; `rounds` no longer grows, which shows it
+            pass  # a broken connection stays broken; the watchdog sees that `rounds` stops
 
     def _read_heartbeats(self, passed: float) -> None:
         every_rank = list(range(self._progress.world_size))
@@ -177,7 +177,7 @@ class HeartbeatExchange:
             known = self.heartbeats.get(rank)
             heartbeat = Heartbeat(*json.loads(text)) if text else None
             if known and (heartbeat is None or heartbeat.beat < known.beat):
-                heartbeat = known  # forged, or an old one that was written again: not a new one
+                heartbeat = known  # the text was forged or replayed
             same = heartbeat == known and rank in self.silent_seconds
             silent_seconds[rank] = self.silent_seconds[rank] + passed if same else 0.0
             if heartbeat:
@@ -197,7 +197,7 @@ class HeartbeatExchange:
 
 
 def _pid_namespace() -> str:
-    """This boot of this kernel and its namespace of process numbers; empty if not on Linux."""
+    """Id of this boot and of the PID namespace; empty if not on Linux."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
         return f"{boot} {os.readlink('/proc/self/ns/pid')}"
@@ -209,7 +209,7 @@ PID_NAMESPACE = _pid_namespace()
 
 
 def has_ended(heartbeat: Heartbeat | None) -> bool:
-    """Whether a rank's process is known to have ended; False where it cannot be seen from here."""
+    """Whether a rank's process is known to have ended; False if that cannot be known from here."""
     if heartbeat is None or not PID_NAMESPACE or heartbeat.pid_namespace != PID_NAMESPACE:
         return False
     try:

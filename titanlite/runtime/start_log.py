@@ -105,7 +105,7 @@ class StartLog:
 
     def record_end(self, code: int, step: int, reason: str = "") -> None:
         """Append the end of the start that was recorded; only its first end counts."""
-        if not self._running:  # a refused start is not the end of the one before
+        if not self._running:  # this start was refused: do not record an end of the previous one
             return
         self._running = False
         reason = " ".join(reason.split())[:MAX_REASON_CHARACTERS]

@@ -42,9 +42,9 @@ from titanlite.runtime.heartbeat import (
     Verdict,
 )
 
-SINGLE_RANK_FACTOR = 10  # on the timeout: no other rank waits for a single one, so it may be slow
+SINGLE_RANK_FACTOR = 10  # times the timeout: no other rank waits, so a slow phase is acceptable
 DISK_TIMEOUT_SECONDS = 1800.0  # limit on the phases that are as slow as the disk
-STACKS_SECONDS = 5  # for writing stacks, to a disk that may be what hangs
+STACKS_SECONDS = 5  # for writing stacks; the disk may be what hangs
 CLEANUP_SECONDS = 30  # for closing files after another rank is lost; as long as torchrun waits
 
 
@@ -71,7 +71,7 @@ class HeartbeatWatchdog:
         self._background_limit: Callable[[], TimeLimit | None] = lambda: None
         self._phase_limit: TimeLimit | None = None
         self._main_thread = threading.get_ident()
-        self._exiting_in_order = False  # the main thread knows of the lost rank, and exits itself
+        self._main_thread_exits = False  # the main thread knows of the lost rank, and exits itself
         self._closed = threading.Event()
         self._exchange: HeartbeatExchange | None = None
 
@@ -130,7 +130,7 @@ class HeartbeatWatchdog:
         self._background_limit = limit
 
     def leave(self, reason: str = "done") -> None:
-        """Report that this rank exits in order, and why, so that it is not declared dead."""
+        """Report that this rank exits by itself, and why, so that it is not declared dead."""
         if not self._closed.is_set():
             self._closed.set()
             self._thread.join(STACKS_SECONDS)
@@ -141,9 +141,9 @@ class HeartbeatWatchdog:
     def find_lost_rank(self, error: BaseException | None) -> str:
         """Find the rank whose death or exit caused `error`, a failed collective; "" if none did.
 
-        Takes some heartbeats, because only missing ones show that a rank is dead. One rank prints
-        the result. Afterwards this rank has left, and is ended if it still runs `CLEANUP_SECONDS`
-        later.
+        Takes several heartbeat intervals, because only missing heartbeats show that a rank is dead.
+        One rank prints the result. If a lost rank is found, this rank leaves, and its process is
+        ended if it still runs `CLEANUP_SECONDS` later.
         """
         if self._exchange is None or self._closed.is_set() or not is_communication_error(error):
             return ""
@@ -157,7 +157,7 @@ class HeartbeatWatchdog:
 
     def _await_verdict(self, exchange: HeartbeatExchange) -> Verdict | None:
         """Read all heartbeats for five rounds, and agree with the other ranks on who is lost."""
-        self._exiting_in_order = True
+        self._main_thread_exits = True
         exchange.read_all_ranks(True)
         interval = self._progress.heartbeat_seconds
         first_round, deadline = exchange.rounds, time.monotonic() + 10 * interval
@@ -174,7 +174,7 @@ class HeartbeatWatchdog:
             time.sleep(interval / 4)
         own_verdict = Verdict(self._progress.rank, finding) if finding else None
         verdict = exchange.verdict or own_verdict
-        self._exiting_in_order = verdict is not None
+        self._main_thread_exits = verdict is not None
         exchange.read_all_ranks(verdict is not None)
         return verdict
 
@@ -185,7 +185,8 @@ class HeartbeatWatchdog:
             passed = timer.lap(self._progress.heartbeat_seconds)
             if position := self._progress.update_stuck_seconds(passed):
                 self._phase_limit = self._limit_phase(position.step, position.phase)
-            # From C, since a thread that reads a mapped file on a disk that hangs holds the GIL.
+            # faulthandler dumps from C, which needs no GIL: a thread that reads a mapped file on a
+            # disk that hangs holds the GIL.
             dump_seconds = SILENT_FRACTION * self._progress.timeout_seconds
             faulthandler.dump_traceback_later(dump_seconds, file=2)
             yield passed
@@ -202,13 +203,13 @@ class HeartbeatWatchdog:
         for passed in self._intervals():
             own_problem = self._check_limits(passed)
             diagnosis.update_store_silence(passed)
-            if self._exiting_in_order:
+            if self._main_thread_exits:
                 continue
             if exchange.verdict:
                 self._end(exchange.verdict)
             exchange.report(exchange.finding or own_problem or diagnosis.find_problem())
-            unheard = diagnosis.store_silent_seconds > 3 * progress.heartbeat_seconds
-            if exchange.finding and unheard:  # the store passes it on to no other rank
+            store_is_silent = diagnosis.store_silent_seconds > 3 * progress.heartbeat_seconds
+            if exchange.finding and store_is_silent:  # no other rank can receive the finding
                 self._end(Verdict(progress.rank, exchange.finding))
 
     def _limit_phase(self, step: int, phase: str) -> TimeLimit | None:
@@ -235,7 +236,7 @@ class HeartbeatWatchdog:
 
     def _end(self, verdict: Verdict) -> None:
         """End this process, whatever its main thread is doing."""
-        # If writing the report hangs: exits by code 1, which is EXIT_RANK_LOST.
+        # If writing the report hangs, faulthandler exits with code 1, which is EXIT_RANK_LOST.
         faulthandler.dump_traceback_later(STACKS_SECONDS, exit=True, file=2)
         self._report(verdict, format_all_stacks())
         os._exit(EXIT_RANK_LOST)
@@ -270,7 +271,7 @@ def exit_with_launcher() -> None:
         return
     launcher, parent_death_signal = os.getppid(), 1  # prctl.h's PR_SET_PDEATHSIG
     ctypes.CDLL(None).prctl(parent_death_signal, signal.SIGTERM)
-    if os.getppid() != launcher:  # it ended before the call
+    if os.getppid() != launcher:  # the launcher ended before the call
         os.kill(os.getpid(), signal.SIGTERM)
 
 

@@ -1,4 +1,4 @@
-"""What a section may declare about its keys: bounds, supported values, and their description."""
+"""Types that declare which values a key may have, and their description for users."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal, Union
 
 @dataclass(frozen=True)
 class Range:
-    """The bounds of a number, both inclusive; `also` are values allowed outside of them."""
+    """The bounds of a number, both inclusive; `also` lists allowed values outside the bounds."""
 
     low: float = -math.inf
     high: float = math.inf
@@ -32,15 +32,18 @@ class Range:
 
 @dataclass(frozen=True)
 class Supported:
-    """The implemented values of a key; others of torchtitan are known only to be refused."""
+    """The implemented values of a key. The type of the key also has torchtitan's other values.
+
+    Those are rejected with an error that names the missing `feature`.
+    """
 
     values: tuple[Hashable, ...]
-    feature: str  # that the other values need, for the error
+    feature: str  # what the other values need
 
 
 @dataclass(frozen=True)
 class OneOf:
-    """The names that a string may have, such as the keys of an extension point's dictionary.
+    """The allowed values of a string, such as the keys of an extension point's dictionary.
 
     `names` is called when a value is checked, so the dictionary may be defined after the section.
     """
@@ -55,7 +58,7 @@ Fraction = Annotated[float, Range(0, 1)]
 
 @cache
 def type_hints(schema: type) -> dict[str, Any]:
-    """The type of each field, with its `Range` and `Supported`."""
+    """The type of each field, including its `Range`, `Supported` or `OneOf`."""
     return typing.get_type_hints(schema, include_extras=True)
 
 

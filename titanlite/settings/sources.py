@@ -29,7 +29,7 @@ class TomlFiles:
         self._includes, self._bytes = 0, 0
 
     def read(self, path: Path, including: tuple[Path, ...]) -> dict[str, Any]:
-        """Read a file that the files `including` include, the first one being the outermost."""
+        """Read a file; `including` is the chain of files that include it, the outermost first."""
         real_path = Path(os.path.realpath(path))  # Path.resolve raises on circular links
         if real_path in including:
             chain = " -> ".join(file.name for file in (*including, path))
