@@ -70,8 +70,8 @@ def locate_thread(thread: int) -> tuple[str, bool]:
     """
     frames = list(_frames_outwards(sys._current_frames().get(thread)))
     waits = any(frame.f_code.co_filename.endswith("distributed_c10d.py") for frame in frames)
-    frames_here = [f for f in frames if f.f_code.co_filename.startswith(PACKAGE_PREFIX)]
-    frame = next(iter(frames_here or frames), None)
+    package_frames = [f for f in frames if f.f_code.co_filename.startswith(PACKAGE_PREFIX)]
+    frame = next(iter(package_frames or frames), None)
     if frame is None:
         return "a thread that has ended", waits
     file = frame.f_code.co_filename.removeprefix(PACKAGE_PREFIX)
