@@ -238,7 +238,8 @@ def _read_json_table(folder: StorageFolder, name: str) -> dict[str, Any]:
             )
         raise CheckpointError(
             f"{folder}: is not a complete Hugging Face folder: it has no {name}, the last file that"
-            " an export writes."
+            " an export writes.",
+            fix="Give the folder of a complete download or export: config.json, *.safetensors.",
         )
     try:
         if size > MAX_JSON_BYTES:

@@ -29,5 +29,6 @@ def find_newest_checkpoint(folder: StorageFolder) -> StorageFolder:
     raise CheckpointError(
         f"{folder}: is not a checkpoint, and contains no valid one.",
         fix="Give a run (its job.dump_folder), or the folder of one step, such as"
-        " outputs/checkpoint/step-100.",
+        " outputs/checkpoint/step-100. Convert a Hugging Face folder first:"
+        " scripts/convert_checkpoint.py from-hf.",
     )
