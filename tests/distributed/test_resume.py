@@ -128,8 +128,8 @@ def collect_load_errors(folder) -> dict[str, str]:
     """The error message of each load that must fail."""
     errors = {}
 
-    def try_load(name, config, facts=None):
-        state, _, _ = start_run(Layout(), ADAMW)
+    def try_load(name, config, facts=None, recipe=ADAMW):
+        state, _, _ = start_run(Layout(), recipe)
         try:
             load(open_checkpointer(folder, **config), state, facts)
         except CheckpointError as error:
@@ -137,6 +137,9 @@ def collect_load_errors(folder) -> dict[str, str]:
 
     try_load("no such step", {"load_step": 7})
     try_load("another model", {}, {"model": {"dim": 64}})
+    smaller = replace(ADAMW, sizes=replace(ADAMW.sizes, n_layers=ADAMW.sizes.n_layers - 1))
+    allowed = {"allow_changes": ["model"]}
+    try_load("fewer layers", allowed, {"model": {"n_layers": 1}}, smaller)
     shard = next(Path(folder, f"step-{STOP}").glob("*.distcp"))
     shard.write_bytes(shard.read_bytes()[:-1])
     try_load("named but damaged", {"load_step": STOP})
@@ -151,6 +154,7 @@ def test_a_checkpoint_that_cannot_be_loaded_is_an_error_and_no_new_start(tmp_pat
         and f"Existing steps: {STOP}" in errors["no such step"]
     )
     assert "model (dim: 32 saved, 64 now)" in errors["another model"]
+    assert "weights are not in the model of this job: model.layers." in errors["fewer layers"]
     assert "bytes, not" in errors["named but damaged"]
 
 

@@ -366,11 +366,11 @@ def test_a_signature_is_valid_only_for_its_key_start_and_text():
     store, secret = dist.HashStore(), bytes(32)
     signed = SignedStore(store, "a", secret)
     signed.set("1", "text")
-    signed = store.get("1")
+    stored = store.get("1")
     assert signed.read(["1", "2"]) == ["text", ""]
     assert SignedStore(store, "b", secret).read(["1"]) == [""]
     assert SignedStore(store, "a", bytes(31) + b"1").read(["1"]) == [""]
-    for key, value in (("2", signed), ("1", signed + b"s"), ("1", b""), ("1", b"\xff")):
+    for key, value in (("2", stored), ("1", stored + b"s"), ("1", b""), ("1", b"\xff")):
         store.set(key, value)
         assert signed.read([key]) == [""]
     assert signed.set_first("1", "first") == signed.set_first("1", "late") == "first"

@@ -33,6 +33,7 @@ from titanlite.checkpoint.tensor_reader import read_tensors
 from titanlite.checkpoint.tensor_writer import write_small_files, write_tensors
 from titanlite.distributed.collectives import (
     capture_user_error,
+    gather_from_all_ranks,
     gather_problems,
     raise_on_all_ranks,
 )
@@ -272,10 +273,30 @@ class Checkpointer:
                 ' from scratch: checkpoint.exclude_from_loading = ["optimizer"].',
             ).mark_on_all_ranks()
         state = model_and_optimizer_state(model, None if skip_optimizer else optimizer)
+        if facts.get("model") != manifest.facts.get("model"):  # allowed to differ
+            self._check_all_weights_are_used(found, state["model"])
         read_tensors(folder, state, self.group)
         if model_only:
             return None
         return _without_excluded(manifest.progress, config.exclude_from_loading)
+
+    def _check_all_weights_are_used(
+        self, found: FoundCheckpoint, weights: Mapping[str, Any]
+    ) -> None:
+        """Raise CheckpointError if the checkpoint has weights that the model of this job lacks.
+
+        They would be lost in the next checkpoint. Missing weights are an error of `read_tensors`.
+        """
+        assert found.manifest is not None
+        names_by_rank = gather_from_all_ranks([f"model.{name}" for name in weights], self.group)
+        used = {name for names in names_by_rank for name in names}
+        saved = {name for name in found.manifest.tensors if name.startswith("model.")}
+        if unused := sorted(saved - used):
+            raise CheckpointError(
+                f"{found.folder}: {len(unused)} of its weights are not in the model of this job:"
+                f" {', '.join(unused[:4])}{', ...' if len(unused) > 4 else ''}",
+                fix="Set [model] as it was saved: checkpoint.allow_changes cannot drop weights.",
+            ).mark_on_all_ranks()
 
     def steps(self) -> list[int]:
         """Steps of the checkpoints with a valid manifest and right file sizes. Not collective."""

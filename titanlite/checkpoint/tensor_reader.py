@@ -81,8 +81,12 @@ class _CheckpointReader(BaseStorageReader):
             manifest = read_checkpoint_manifest(self.folder, sizes=False)
             missing = [name for name in self.names if name not in manifest.tensors]
             if missing:
-                listed = ", ".join(missing[:4]) + ", ..." * (len(missing) > 4)
-                raise CheckpointError(f"{self.folder}: does not contain {listed}.")
+                more = f" and {len(missing) - 4} more" if len(missing) > 4 else ""
+                listed = ", ".join(missing[:4]) + more
+                raise CheckpointError(
+                    f"{self.folder}: does not contain {listed}, which the model of this job has.",
+                    fix="Set [model] as it was saved.",
+                )
             self.chunks = read_chunks(self.folder, manifest, self.names)
         except CheckpointError as error:
             self.problem = error  # raised here, DCP would log a traceback and raise another error
