@@ -102,6 +102,7 @@ def problems_of(**train) -> list[str]:
         ("on", 1, "must be true or false"),
         ("text", 3, "must be a string"),
         ("stepz", 3, "Did you mean train.steps"),
+        ("config_file", "a", "Did you mean job.config_file"),  # the same name in another section
     ],
 )
 def test_an_invalid_value_is_refused_with_the_allowed_values(key, value, message):

@@ -93,9 +93,9 @@ class DataclassBuilder:
                 written = f"[{key}]" if is_section else f"{key} = {format_value(given)}"
                 return ConfigError(f"{written}: {self._moved[old_name]}", keys=(key,))
         name, known = key[len(prefix) :], self._known_keys
-        similar = [prefix + match for match in difflib.get_close_matches(name, hints, 1, 0.6)]
+        similar = [k for k in known if k.rpartition(".")[2] == name][:1]  # in another section
+        similar = similar or [prefix + m for m in difflib.get_close_matches(name, hints, 1, 0.6)]
         similar = similar or difflib.get_close_matches(key, known, 1, 0.6)
-        similar = similar or [k for k in known if k.rpartition(".")[2] == name][:1]
         if is_section:
             sections = sorted({known_key.partition(".")[0] for known_key in known})
             similar = difflib.get_close_matches(name, sections, 1, 0.6) or similar
