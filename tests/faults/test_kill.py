@@ -163,7 +163,7 @@ def test_a_frozen_or_killed_rank_is_named_and_the_others_exit_in_time(
         run.wait_for(lambda: steps_of(out)[-1:] > [2])
         began = time.monotonic()
         run.signal(1, number)
-        codes = run.wait(timeout + 5, excluded=(1,))
+        codes = run.wait(timeout + 60, excluded=(1,))
         assert time.monotonic() - began < timeout + 60, "exited too late"
         assert [codes[0], codes[2]] == [1, 1], run.output
         assert run.output.count("titanlite: ") == 1 and "Traceback" not in run.output, run.output
