@@ -17,6 +17,7 @@ import torch.distributed as dist
 from tests.conftest import ROOT
 from tests.distributed.ranks import _forkserver
 from tests.faults.launch import open_store
+from titanlite.distributed import time_limit
 from titanlite.distributed.process_group import CommConfig, DebugConfig, join_process_group
 from titanlite.distributed.time_limit import TimeLimit
 from titanlite.errors import EXIT_RANK_LOST
@@ -34,6 +35,14 @@ def test_a_time_limit_warns_at_doubling_intervals_and_reports_the_place_that_han
     warned = [record.getMessage().split(",")[0] for record in caplog.records]
     assert warned == [f"the save has taken {seconds} s" for seconds in (3, 6, 12, 24)]
     hangs.set()
+
+
+def test_a_rank_that_waits_for_others_reports_later_than_the_rank_that_hangs(monkeypatch):
+    """Also for a limit of a few watchdog checks; else the wrong rank is named."""
+    waits = TimeLimit("the save", 3, "a.key")
+    monkeypatch.setattr(time_limit, "locate_thread", lambda thread: ("gather", True))
+    assert [waits.check(1.0) for _ in range(6)] == [""] * 6
+    assert "the save has taken 7 s" in waits.check(1.0)
 
 
 def host_store(connection) -> None:

@@ -96,7 +96,7 @@ def test_an_fsync_that_hangs_on_one_rank_is_reported_ends_all_and_the_run_resume
             process.kill()
     assert [process.returncode for process in ranks] == [1, 1], outputs
     report = "Rank 1: the save of step 4 has taken"
-    assert f"warning: {report}" in outputs[1] and f"titanlite: {report}" in outputs[1], outputs[1]
+    assert f"warning: {report}" in outputs[1] and f"titanlite: {report}" in outputs[1], outputs
     assert "(storage.py, line " in outputs[1]
     assert f"checkpoint.timeout_seconds = {LIMIT_SECONDS}" in outputs[1]
     assert "the save of step 4" not in outputs[0], outputs[0]  # it waited for rank 1

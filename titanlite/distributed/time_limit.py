@@ -23,9 +23,9 @@ from titanlite.log import logger
 PACKAGE_PREFIX = f"{Path(__file__).parents[1]}{os.sep}"
 WARN_SECONDS = 60.0  # first warning; a tenth of the limit if that is earlier
 LEAVE_SECONDS = 60.0  # for closing connections and threads at the end of a process
-# A rank that waits for other ranks gets this much more time, so that the rank that hangs reports
-# first.
-WAITING_FACTOR = 1.2
+# A rank that waits for other ranks gets more time, so that the rank that hangs reports first: this
+# fraction of the limit, and at least the seconds, because a watchdog checks once a second.
+WAITING_FRACTION, MIN_WAITING_SECONDS = 0.2, 3.0
 
 
 @dataclass
@@ -52,7 +52,8 @@ class TimeLimit:
             return ""
         location, waits = locate_thread(self.thread)
         state = f"{self.work} has taken {self.elapsed_seconds:.0f} s, and is in {location}"
-        if self.elapsed_seconds > self.seconds * (WAITING_FACTOR if waits else 1):
+        extra = max(WAITING_FRACTION * self.seconds, MIN_WAITING_SECONDS) if waits else 0.0
+        if self.elapsed_seconds > self.seconds + extra:
             return (
                 f"{state}. The limit is {self.key} = {self.seconds:g}. Raise it if this work needs"
                 " longer; the same command resumes from the newest checkpoint."
