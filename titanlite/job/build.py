@@ -121,11 +121,7 @@ def open_services(
 @contextmanager
 def open_run(job: Job, services: RunServices) -> Iterator[Run]:
     """Build all components of a run, at the step that it starts or resumes from."""
-    with (
-        services.explain_out_of_memory(),
-        _open_run(job, services) as run,
-        services.explain_out_of_memory(run.state.model, run.state.optimizer),
-    ):
+    with services.explain_out_of_memory(), _open_run(job, services) as run:
         yield run
 
 
@@ -153,16 +149,10 @@ def _open_run(job: Job, services: RunServices) -> Iterator[Run]:
         restore(job, checkpointer, found, state, stream)
         watchdog.set_phase(state.step, "start")
 
-    meter = build_meter(
-        flops_per_token=job.flops_per_token,
-        dtype=job.transforms.compute_dtype,
-        devices=rank.world_size,
-        device=rank.device,
-    )
-    logger.info("%s", job.summary(rank.device, meter.peak_flops))
-    if rank.device.type == "cpu":
-        warn_if_dtype_is_slow(job, meter, rank)
+    meter = build_run_meter(job, rank)
     with ExitStack() as stack:
+        # First, so that the profilers still see the out-of-memory error, and write a snapshot.
+        stack.enter_context(services.explain_out_of_memory(state.model, state.optimizer))
         sinks = stack.enter_context(build_sinks(job, rank, state.step, checkpointer.saves))
         report_start(job, state, found, sinks)
         profilers = build_profilers(job.config.profiling, job.folder, rank.rank, state.step)
@@ -304,6 +294,20 @@ def restore(
     if progress:  # None if only the weights of another run were loaded
         state.restore(progress)
         checkpointer.set_aside_later_steps(state.step)
+
+
+def build_run_meter(job: Job, rank: RankContext) -> ThroughputMeter:
+    """The throughput meter; logs the job's summary, which shows the peak that it found."""
+    meter = build_meter(
+        flops_per_token=job.flops_per_token,
+        dtype=job.transforms.compute_dtype,
+        devices=rank.world_size,
+        device=rank.device,
+    )
+    logger.info("%s", job.summary(rank.device, meter.peak_flops))
+    if rank.device.type == "cpu":
+        warn_if_dtype_is_slow(job, meter, rank)
+    return meter
 
 
 def build_sinks(job: Job, rank: RankContext, first_step: int, saves: bool) -> MetricSinks:
