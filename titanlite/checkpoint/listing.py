@@ -14,11 +14,11 @@ _ASIDE_CONTENT = b"Delete this file, and the checkpoint in this folder is used a
 
 @dataclass(frozen=True)
 class CheckpointListing:
-    """The step folders of a checkpoint folder. Lists of JSON types, which ranks can exchange."""
+    """The step folders of a checkpoint folder, as JSON types, which ranks can exchange."""
 
-    steps: list[int]  # all others, not validated yet; oldest first
-    aside: list[str]  # names of those set aside: damaged, or later than load_step; oldest first
-    unfinished: list[str]  # names of those whose save or removal was interrupted
+    steps: list[int]  # neither aside nor unfinished, but not validated yet; oldest first
+    aside: list[str]  # names of folders set aside: damaged, or later than load_step; oldest first
+    unfinished: list[str]  # names of folders whose save or removal was interrupted
 
 
 def list_steps(folder: StorageFolder) -> CheckpointListing:

@@ -78,7 +78,7 @@ class CpuFlash:
 
 
 class EagerAttention:
-    """Matmuls and a softmax in fp32, where no kernel supports the dtype (fp32 on CUDA)."""
+    """Matmuls and a softmax in fp32, where no kernel supports the dtype, head size or GPU."""
 
     def forward(self, q, k, v, causal):
         scores = self._scores(q, repeat_kv_heads(k, q), causal)

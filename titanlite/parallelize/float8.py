@@ -42,9 +42,9 @@ class Float8Config:
     # granularity of the scales: one per tensor or per row (gw_hp: weight gradients in high
     # precision); unset: no Float8
     filter_fqns: list[str] = field(default_factory=list)
-    # parts of names of linear layers that stay in high precision, as the output layer and sizes
-    # that are not multiples of 16 always do; "auto_filter_small_kn": also those that are too small
-    # to be faster, as torchao measured on an H100
+    # linear layers whose name contains one of these stay in high precision; the output layer and
+    # layers with a size that is not a multiple of 16 always do; "auto_filter_small_kn": so do
+    # layers that are too small to be faster, as torchao measured on an H100
     emulate: bool = False  # cast to Float8 but compute in float32: for hardware without Float8
 
     def __str__(self) -> str:
@@ -131,7 +131,7 @@ def convert_to_float8(part: nn.Module, config: Float8Config) -> None:
         emulate=config.emulate,
     )
     if config.recipe_name != "tensorwise":
-        # Otherwise a compiled norm rounds differently when backward recomputes it, and the loss
+        # Without this, a compiled norm rounds differently when backward recomputes it, and the loss
         # becomes NaN (https://github.com/pytorch/pytorch/issues/150859).
         torch._inductor.config.emulate_precision_casts = True
     names = set(selected)
@@ -179,7 +179,7 @@ def select_float8_layers(
 def select_linear_styles(config: Float8Config) -> Callable[[nn.Module], LinearStyles]:
     """Return a function from a linear layer to its tensor-parallel styles.
 
-    Those of torchao all-gather activations that are already cast to Float8, which needs one scale
+    torchao's styles cast activations to Float8 before they all-gather them, which needs one scale
     per tensor.
     """
     if config.recipe_name != "tensorwise":
@@ -202,10 +202,10 @@ def build_float8_scale_update(
 ) -> Callable[[], None]:
     """Return a function that computes the scales of all weights to all-gather in Float8.
 
-    It uses one all-reduce, and must run after every change of the weights. Where it is a no-op,
-    each weight computes its scale when it is gathered, but over FSDP ranks only: under tensor
-    parallel each shard would have a scale of its own, and the result would depend on the layout.
-    So with tensor parallel it always runs.
+    It uses one all-reduce, and must run after every change of the weights. Without it, each weight
+    computes its scale when it is gathered, but over the FSDP ranks only: under tensor parallel each
+    shard would have its own scale, and the result would depend on the layout. So under tensor
+    parallel it runs even if precomputing is not configured.
     """
     precompute = config.precompute_float8_dynamic_scale_for_fsdp or tp.size() > 1
     if not config.enable_fsdp_float8_all_gather or not precompute:
@@ -333,15 +333,15 @@ def _check_shards(
         yield _float8_error(
             f"parallelism.tensor_parallel_degree = {degrees.tensor}: shards of {shown}; Float8"
             f" hardware needs multiples of {ALIGNMENT}.",
-            f"Use fewer ranks, or add them to {SECTION}.filter_fqns.",
+            f"Use fewer ranks, or add these layers to {SECTION}.filter_fqns.",
             "filter_fqns",
         )
     if uneven and config.enable_fsdp_float8_all_gather:
         shown = ", ".join(f"{name} ({rows})" for name, rows in uneven.items())
         yield _float8_error(
             f"{SECTION}.enable_fsdp_float8_all_gather = true: {fsdp_ranks} ranks do not divide the"
-            f" rows of {shown}, and torchao all-gathers even shards only.",
-            f"Add them to {SECTION}.filter_fqns, use other degrees, or remove this key.",
+            f" rows of {shown}, and torchao all-gathers only shards of equal size.",
+            f"Add these layers to {SECTION}.filter_fqns, use other degrees, or remove this key.",
             "enable_fsdp_float8_all_gather",
         )
 
