@@ -20,7 +20,7 @@ from titanlite.storage import UNFINISHED, StorageFolder
 MANIFEST_FILE = "manifest.json"
 FORMAT = 3  # incremented when another version of titanlite could misread a checkpoint
 READABLE_FORMATS = (2, 3)  # format 2 has no chunks.json: see chunks.py
-MAX_MANIFEST_BYTES = 1 << 26  # of 405B parameters: 1 MB
+MAX_MANIFEST_BYTES = 1 << 26  # the manifest of 405B parameters has 1 MB
 MAX_DIMS = 64  # of a tensor, as in PyTorch; multiplying a million sizes takes an hour
 DTYPE_OF_NAME = {
     str(value).removeprefix("torch."): value

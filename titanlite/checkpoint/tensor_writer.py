@@ -179,7 +179,7 @@ class _HashingWriter(dcp.FileSystemWriter):
             for name, tensor in tensors_of(metadata).items()
         }
         self.commit(files | self.files.written, tensors)
-        with suppress(OSError, StorageUnreachable):  # beside a manifest it has no effect
+        with suppress(OSError, StorageUnreachable):  # beside a manifest, the marker has no effect
             self.folder.delete(UNFINISHED)
 
 

@@ -34,8 +34,8 @@ class OptimizerInBackward:
         if grad is None:
             return
         (self._norms[parameter],) = shard_norms([grad])
-        # A group of this parameter alone: a step that checks all of them would make the cost of
-        # backward quadratic in the number of parameters.
+        # A group of this parameter alone: if each update iterated over all parameters, the cost of
+        # backward would be quadratic in their number.
         with only_group(self.optimizer, {**self._group_of[parameter], "params": [parameter]}):
             self.optimizer.step()
         parameter.grad = None
