@@ -145,7 +145,7 @@ class Corpus(TokenSource):
         files.expect(len(self._shards))
         self.fingerprint = self._hash_content(shards)
         samples = [shard.sample for shard in shards if shard.sample is not None]
-        # without the manifest: the same for shards of titanlite and of Megatron
+        # excludes the manifest: shards have the same sample with (titanlite) and without (Megatron)
         self.content_sample = (
             xxhash.xxh3_128_hexdigest(" ".join(samples).encode())
             if len(samples) == len(shards)

@@ -186,9 +186,9 @@ def _count_steps(count: int) -> str:
 
 
 def _format_steps(steps: Iterable[int], all_steps: Iterable[int] = ()) -> str:
-    """Steps as ranges, such as "1 to 9, 11"; of more than four ranges, the outer ones.
+    """Steps as ranges, such as "1 to 9, 11"; of more than four, the first two and the last.
 
-    A range has no gap among `all_steps`, if given.
+    With `all_steps`, numbers that are not among them do not interrupt a range.
     """
     steps = sorted(steps)
     position = {step: number for number, step in enumerate(sorted(all_steps) or steps)}

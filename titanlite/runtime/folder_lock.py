@@ -85,7 +85,7 @@ def lock_run_folders(
 
     `current_step` returns the steps taken so far, for the start log. Raises ConfigError on every
     rank if another job has locked one of the folders. An exception in the block is recorded. A
-    block that ends without one, but not with EXIT_DONE, must call `release(code)` itself.
+    block that ends with another code than EXIT_DONE, but no exception, must call `release(code)`.
     """
     folders: dict[str, Path | StorageFolder] = {"job.dump_folder": folder, **others}
     leases: list[Lease | RemoteLease] = []
