@@ -18,7 +18,7 @@ class SaveInProgress:
 
     def __init__(self, step: int, folder: StorageFolder, started: float, timeout_seconds: float):
         self.step, self.folder, self.started = step, folder, started
-        self.limit: TimeLimit | None = None  # from when the writing thread runs
+        self.limit: TimeLimit | None = None  # None until the writing thread runs
         self.seconds = self.blocked_seconds = 0.0
         self.problem = ""  # why it failed
         self.done = threading.Event()

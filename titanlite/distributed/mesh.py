@@ -22,8 +22,8 @@ class ParallelismConfig:
     # FSDP ranks that each replica is sharded over; -1: all remaining ranks
     fsdp_reshard_after_forward: Literal["default", "always", "never"] = "default"
     # free all-gathered weights after forward: less memory, one more all-gather;
-    # default: all but the last FSDP group, or none with pipeline parallel, for which torch keeps
-    # at most three stages of a rank gathered
+    # default: all but the last FSDP group; with pipeline parallel none, but torch keeps at most
+    # three stages of a rank gathered
     fsdp_gradient_reduction: Literal["every_microbatch", "last_microbatch"] = "every_microbatch"
     # reduce accumulated gradients after every micro-batch (least memory) or only after the last
     # (least traffic); with pipeline parallel, one run of the schedule counts as a micro-batch
@@ -36,9 +36,10 @@ class ParallelismConfig:
     module_fqns_per_model_part: list[list[str]] | None = None
     # modules of each pipeline stage; unset: computed from the other keys
     pipeline_parallel_first_stage_less_layers: NotNegative | None = None
-    # blocks fewer in the first stage, which has the embedding; both unset: balanced by cost
+    # how many fewer blocks the first stage has than others, because it has the embedding; if this
+    # and the next key are unset: balanced by cost
     pipeline_parallel_last_stage_less_layers: NotNegative | None = None
-    # blocks fewer in the last stage, which has the output layer and the loss
+    # the same for the last stage, because it has the output layer and the loss
     pipeline_parallel_layers_per_stage: Positive | None = None
     # blocks per stage, which sets the number of stages; unset: one stage a rank, two if looped
     pipeline_parallel_schedule: Literal[
@@ -58,7 +59,9 @@ class ParallelismConfig:
     context_parallel_load_balancer: Annotated[
         Literal["headtail", "ptrr", "none"],
         Supported(("headtail", "none"), "Balancing for document masks"),
-    ] = "headtail"  # chunks of a sequence for a rank: an early and a late one, or one (none)
+    ] = "headtail"
+    # headtail: each rank has an early and a late chunk of a sequence, as causal attention to late
+    # tokens is more expensive; none: one chunk
     context_parallel_rotate_method: Literal["allgather", "alltoall"] = "allgather"
     # exchange of keys and values: one all-gather, or around a ring (less memory)
     expert_parallel_degree: Annotated[int, Range(1), Supported((1,), "Expert parallel")] = 1

@@ -1,9 +1,9 @@
 """The output layer fused with its cross-entropy, which computes the logits of one chunk at a time.
 
 The vocabulary is large, so the logits of a whole micro-batch are often the largest tensor of a
-step. Their gradient depends only on the logits and the label, so the forward pass computes both,
-chunk by chunk, and saves for backward the gradients of the hidden states and of the weights. No
-matmul is computed twice.
+step. Their gradient depends only on themselves and the labels, so the forward pass computes it,
+too, chunk by chunk, and saves for backward the gradients of the hidden states and of the weights.
+No matmul is computed twice.
 """
 
 from __future__ import annotations

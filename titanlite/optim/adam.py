@@ -241,10 +241,10 @@ def _decode(dtype: StateDtype, stored: Sequence[Tensor], levels: tuple[Tensor, .
 def _decode_root(dtype: StateDtype, stored: Sequence[Tensor], levels: tuple[Tensor, ...]) -> Tensor:
     """The root of the second moment, which is a divisor: 0 only in a block of zeros.
 
-    Next to a large element of its block, a small one gets the lowest code, in the root earlier than
-    in the first moment. If that code meant 0, the first moment would be divided by eps. It means
-    the smallest positive value, so the root is too large rather than too small, and the update too
-    short rather than too long.
+    An element that is small beside the largest of its block gets the lowest code, even while its
+    first moment is not rounded to 0. If that code meant 0, the first moment would be divided by
+    eps. It means the smallest positive value, so the root is rather too large than too small, and
+    the update rather too short than too long.
     """
     root = _decode(dtype, stored, levels)
     return root.clamp(min=stored[1] * FLOAT8_MIN) if dtype == "float8" else root

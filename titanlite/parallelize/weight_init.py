@@ -18,8 +18,8 @@ from torch.distributed.tensor import DTensor
 from titanlite.errors import ConfigError
 from titanlite.models import first_match
 
-INIT_STD = 0.02  # as GPT-2 and most models since; truncated at three standard deviations
-BLOCK_VALUES = 1 << 16  # values in one block of rows; changing it changes what a seed means
+INIT_STD = 0.02  # as GPT-2 and most models since; clamped to three standard deviations
+BLOCK_VALUES = 1 << 16  # values in one block of rows; changing it changes the weights of every seed
 
 # Initialisation role -> standard deviation of a normal distribution, by the model's depth.
 NORMAL_ROLES: dict[str, Callable[[int], float]] = {

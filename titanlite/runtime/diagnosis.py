@@ -30,7 +30,7 @@ class PeerDiagnosis:
         self._rounds = rounds
 
     def find_problem(self) -> str:
-        """A next rank that is silent or dead; else, once this rank is stuck, the straggler."""
+        """The next rank if it is silent or dead; else, once this rank is stuck, the straggler."""
         exchange, progress = self._exchange, self._progress
         peer, timeout = exchange.next_rank, progress.timeout_seconds
         silent_seconds = exchange.silent_seconds.get(peer, 0.0)
