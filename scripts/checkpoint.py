@@ -180,6 +180,6 @@ def find_step_folders(folder: StorageFolder) -> list[tuple[StorageFolder, bool]]
 
 
 if __name__ == "__main__":
-    if not any(map(is_url, sys.argv)):  # SIGPIPE would also end it when a remote store disconnects
+    if not any(map(is_url, sys.argv)):  # a remote store that disconnects sends SIGPIPE, too
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `... | head` is not an error
     sys.exit(main())

@@ -103,8 +103,8 @@ class SampleOrder:
         """`_source_at` for offsets [N] inside one block.
 
         One source after the other is assigned to evenly spaced offsets among those that are still
-        free. So the number of earlier draws is a division, where shuffling a block would need a
-        table; and every range of positions, so every batch, has nearly its quota of each source.
+        free. So one division gives the number of earlier draws (shuffling a block would need a
+        table), and each range of positions, such as a batch, has nearly its quota of each source.
         """
         drawn, after = self._drawn_before(block), self._drawn_before(block + 1)
         key = mix(self._block_key + np.array([block], dtype=np.uint64) * _GOLDEN)

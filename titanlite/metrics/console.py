@@ -68,7 +68,7 @@ class Console:
         return [*fields, self._field("eta", format_clock(self.seconds_left(record)))]
 
     def seconds_left(self, record: dict[str, Any]) -> float:
-        """Time left, at the average since the first record, which includes validation and saves."""
+        """Time left at the average speed since the first record, validation and saves included."""
         step = record["step"]
         seconds_per_step = record["step_seconds"] + record["data_seconds"]
         if self._first is None:
@@ -122,9 +122,8 @@ class LiveConsole(Console):
         super().step(record)
 
     def _fields(self, record: dict[str, Any]) -> list[str]:
-        return self._loss_fields(
-            record
-        )  # the bar shows the speed, so the line fits into 80 columns
+        # the bar shows the speed, so the line fits into 80 columns
+        return self._loss_fields(record)
 
     def close(self) -> None:
         self._progress.stop()

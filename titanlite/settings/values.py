@@ -111,7 +111,7 @@ class DataclassBuilder:
 def convert(given: Any, hint: Any, declared: Any = None) -> Any:
     """Convert `given` to the type `hint`; raises ValueRefused.
 
-    `declared` is the type of the whole field, with its bounds and its None, for the error.
+    `declared` is the type of the whole field, with its bounds and `| None`, for the error.
     """
     hint = resolve_names(hint)
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
