@@ -72,9 +72,9 @@ class _Float32Vectors(torch.optim.Optimizer):
 
 
 def _float32_values(parameter: nn.Parameter, copy: Tensor | None) -> Tensor:
-    """The float32 values of a vector: those of `copy` where they round to it, else its own.
+    """`copy`, with the vector's value wherever its own does not round to that; if None, a new copy.
 
-    They differ where the weights were replaced, for example by loading another run's.
+    The values differ where weights were replaced, for example by loading another run's.
     """
     if copy is None:
         return parameter.detach().float()

@@ -185,7 +185,7 @@ def _draw_time_axis(
 
 
 def _shade(kind: ActionKind, number: int, count: int) -> str:
-    """Colour of an action on stage `number` of a rank's `count`: lighter before the last one."""
+    """Colour of an action on stage `number` of the `count` of a rank; the last is the darkest."""
     from matplotlib.colors import to_hex, to_rgb
 
     white = 0.45 * (1 - number / (count - 1)) if count > 1 else 0.0
