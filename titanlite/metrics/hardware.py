@@ -82,7 +82,7 @@ def measure_matmul_flops(dtype: torch.dtype, device: torch.device, seconds: floa
     """FLOP/s of the fastest of the large matmuls that fit into `seconds`; at least three run.
 
     Training uses three layouts (x W^T in forward, dy W and dy^T x in backward), whose kernels may
-    differ: in float16 a CPU runs the first 7 times as fast as the second. The peak is that of the
+    differ: in float16 on a CPU, the first is 7 times as fast as the second. The peak is that of the
     fastest layout.
     """
     size = 8192 if device.type == "cuda" else 1024

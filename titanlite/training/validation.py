@@ -63,7 +63,7 @@ def validate(
         inputs, labels = inputs.to(device), labels.to(device)
         loss += engine.evaluate(inputs, labels)
         count += valid_tokens(labels)
-    # Context-, tensor- and pipeline-parallel ranks have partial sums of the loss, but equal labels.
+    # Context- and pipeline-parallel ranks have partial sums of the loss, but all labels.
     total_loss = all_reduce_sum(mesh.loss, loss)
     total_count = all_reduce_sum(mesh.batch, count)
     return (total_loss / total_count.clamp(min=1)).item()
