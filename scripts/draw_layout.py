@@ -84,7 +84,7 @@ def _simulate(job: Job) -> PipelineTimeline:
 
 
 def _read_trace(job: Job, folder: Path) -> PipelineTimeline:
-    """The schedule as measured on the first rank of each pipeline rank."""
+    """The schedule as measured by the first of the ranks that share a pipeline rank."""
     if job.degrees.pipeline == 1:
         raise UserError("--trace: the job has no pipeline to measure.")
     ranks_per_stage = job.degrees.ranks // job.degrees.pipeline

@@ -115,8 +115,8 @@ def choose_kernel(
     if context_parallel or (documents and trial.is_eager):
         return None
     if device.type == "cpu":
-        # SDPA chooses the flash kernel itself. It is not named here because the cache does not
-        # find a compiled block that names its kernel (torch 2.13).
+        # SDPA chooses the flash kernel itself. It is not named here, because a compiled block that
+        # names its kernel is not found in the compiler's cache (torch 2.13).
         return None
     candidates = DOCUMENT_KERNELS if documents else tuple(KERNELS)
     # Measured times vary between runs, so a deterministic run must not choose by them.
@@ -148,7 +148,10 @@ class _KernelTrial:
     def failure(self, name: str, needs_lse: bool) -> str:
         """Why a kernel cannot run; an empty string if it can."""
         if needs_lse and self.is_eager:
-            return "FlashAttention requires a 16-bit dtype and a GPU of Ampere or later."
+            return (
+                "FlashAttention requires a 16-bit dtype, a GPU of Ampere or later, and heads of at"
+                " most 256 elements, a multiple of 8."
+            )
         with warnings.catch_warnings(record=True) as caught:  # torch's reasons are warnings
             warnings.simplefilter("always")
             try:
