@@ -50,7 +50,8 @@ class ParallelismConfig:
         "InterleavedZeroBubble",
         "ZBVZeroBubble",
         "DualPipeV",
-    ] = "1F1B"  # order of the forward and backward passes
+    ] = "1F1B"
+    # order of the forward and backward passes; the last three need torch 2.13 or later
     pipeline_parallel_schedule_csv: str = ""
     # CSV file with the schedule instead: one line a rank, such as 0F0,0F1,0B0,0B1
     pipeline_parallel_microbatch_size: Positive = 1
