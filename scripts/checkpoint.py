@@ -26,6 +26,7 @@ from titanlite.checkpoint import (
     step_sort_key,
 )
 from titanlite.errors import EXIT_DONE, EXIT_USER_ERROR, CheckpointError, UserError, format_error
+from titanlite.log import pluralize
 from titanlite.storage import StorageFolder, is_url
 
 
@@ -85,7 +86,7 @@ def verify_checkpoints(folder: StorageFolder) -> int:
             invalid += 1
             print(error)
         else:
-            files = f"{len(manifest.files)} files, {manifest.bytes:,} bytes"
+            files = f"{pluralize(len(manifest.files), 'file')}, {manifest.bytes:,} bytes"
             print(f"{step_folder}: {files}, all hashes match")
     return EXIT_USER_ERROR if invalid else EXIT_DONE
 

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from titanlite.errors import EXIT_DONE, EXIT_USER_ERROR, DataError, UserError, format_error
 from titanlite.files import write_file_atomically
+from titanlite.log import pluralize
 
 EXCLUDED = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 
@@ -33,7 +34,7 @@ def main() -> int:
     except UserError as error:
         print(format_error(error), file=sys.stderr)
         return EXIT_USER_ERROR
-    print(f"{args.out}: {documents} documents, {size / 1e6:.1f} MB of text")
+    print(f"{args.out}: {pluralize(documents, 'document')}, {size / 1e6:.1f} MB of text")
     return EXIT_DONE
 
 

@@ -18,6 +18,7 @@ import torch
 
 from titanlite.checkpoint import find_newest_checkpoint, from_hugging_face, to_hugging_face
 from titanlite.errors import EXIT_DONE, EXIT_USER_ERROR, UserError, format_error
+from titanlite.log import pluralize
 from titanlite.storage import StorageFolder, is_url
 
 
@@ -49,7 +50,7 @@ def main(argv: list[str] | None = None) -> int:
             export_checkpoint(args)
         else:
             manifest = from_hugging_face(StorageFolder(args.folder), StorageFolder(args.out))
-            size = f"{len(manifest.tensors)} tensors, {manifest.bytes / 1e6:,.1f} MB"
+            size = f"{pluralize(len(manifest.tensors), 'tensor')}, {manifest.bytes / 1e6:,.1f} MB"
             print(f"{args.out}: {size}")
     except UserError as error:
         print(format_error(error), file=sys.stderr)

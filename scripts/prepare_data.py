@@ -34,6 +34,7 @@ from titanlite.data.prepare import (
 )
 from titanlite.data.text import INPUT_KINDS, MAX_DOCUMENT_BYTES
 from titanlite.errors import EXIT_DONE, EXIT_USER_ERROR, UserError, format_error
+from titanlite.log import pluralize
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -135,9 +136,9 @@ def prepare(args: argparse.Namespace) -> str:
 def summarise(prepared: PreparedCorpus) -> str:
     """Counts of tokens and documents, the speed, and the pieces that were reused."""
     lines = [
-        f"train {prepared.tokens:,} tokens in {prepared.documents:,} documents",
-        f"validation {prepared.validation_tokens:,} tokens in"
-        f" {prepared.validation_documents:,} documents",
+        f"train {_tokens_in(prepared.documents, 'document', prepared.tokens)}",
+        "validation "
+        + _tokens_in(prepared.validation_documents, "document", prepared.validation_tokens),
     ]
     if prepared.encoded_bytes:
         megabytes = prepared.encoded_bytes / 1e6
@@ -145,7 +146,8 @@ def summarise(prepared: PreparedCorpus) -> str:
         lines.append(f"{megabytes:.1f} MB in {prepared.seconds:.1f} s, {speed:.1f} MB/s")
     if prepared.reused_pieces:
         lines.append(
-            f"reused {prepared.reused_pieces} of {prepared.pieces} pieces of an earlier run"
+            f"reused {prepared.reused_pieces} of {pluralize(prepared.pieces, 'piece')} of an"
+            " earlier run"
         )
     return "\n  ".join(lines)
 
@@ -157,9 +159,13 @@ def verify(folder: Path) -> str:
     with ReadingBar() as bar:
         for side in sides or [folder]:
             manifest = verify_corpus(side, progress=bar.show)
-            shards = len(manifest.shards)
-            lines.append(f"{side}: {manifest.tokens:,} tokens in {shards} shards, intact")
+            content = _tokens_in(len(manifest.shards), "shard", manifest.tokens)
+            lines.append(f"{side}: {content}, intact")
     return "\n".join(lines)
+
+
+def _tokens_in(count: int, noun: str, tokens: int) -> str:
+    return f"{pluralize(tokens, 'token')} in {pluralize(count, noun)}"
 
 
 if __name__ == "__main__":

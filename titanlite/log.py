@@ -1,4 +1,4 @@
-"""The logger; configured with the rank and whether to use colour."""
+"""The logger, configured with the rank and whether to use colour; plurals for messages."""
 
 from __future__ import annotations
 
@@ -25,6 +25,11 @@ class RankFormatter(logging.Formatter):
             return f"{head}{level}{text}"
         colour = _RED if record.levelno >= logging.ERROR else _YELLOW if level else ""
         return f"{_GREY}{head}{_RESET}{colour}{level}{text}{_RESET if colour else ''}"
+
+
+def pluralize(count: int, noun: str) -> str:
+    """A count and its noun, for messages: "1 shard", "2,000 shards"."""
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 
 def configure_log(rank: int = 0, colour: bool | None = None) -> None:

@@ -37,7 +37,7 @@ from titanlite.data.text import (
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.errors import DataError
 from titanlite.files import parse_json, write_file_atomically
-from titanlite.log import logger
+from titanlite.log import logger, pluralize
 
 TRAIN, VALIDATION = "train", "validation"
 STALL_SECONDS = 600.0
@@ -392,8 +392,8 @@ def _refuse_empty(counts: dict[str, int], validation_share: float) -> None:
     if train == 0 or (held_out == 0 and validation_share > 0):
         side = TRAIN if train == 0 else VALIDATION
         raise DataError(
-            f"validation_share = {validation_share} of {train + held_out} documents leaves none"
-            f" for {side}.",
+            f"validation_share = {validation_share} of {pluralize(train + held_out, 'document')}"
+            f" leaves none for {side}.",
             fix="Use another share (0: no validation), or text in more documents"
             " (a .txt is one; a .jsonl has one per line).",
         )

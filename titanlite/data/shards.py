@@ -40,6 +40,7 @@ from titanlite.data.open_files import OpenFiles
 from titanlite.data.token_source import CorpusChecks, SourceRecord, TokenSource
 from titanlite.errors import DataError
 from titanlite.files import write_file_atomically
+from titanlite.log import pluralize
 
 _MAGIC = b"MMIDIDX\0\0"
 _HEADER = struct.Struct("<9sQBQQ")
@@ -370,7 +371,7 @@ def _open_shard(bin: Path, idx: Path, begin: int, sample: str | None) -> _Shard:
         expected = _HEADER.size + 12 * sequences + 8 * entries
         # Megatron's multimodal indexes have one more byte for each sequence, its mode
         if size not in (expected, expected + sequences):
-            raise wrong_size_error(idx, size, expected, f"its {sequences} sequences")
+            raise wrong_size_error(idx, size, expected, f"its {pluralize(sequences, 'sequence')}")
         ids_type = _TYPES[code]
         end = _end_of_last_sequence(file, sequences, ids_type.itemsize)
         documents = _count_documents(file, sequences, entries)

@@ -17,7 +17,7 @@ from titanlite.job import checks
 from titanlite.job.checks import plan_job_pipeline, resolve_global_batch
 from titanlite.job.config import MOVED, JobConfig
 from titanlite.kernels.backend import AttentionShape
-from titanlite.log import logger
+from titanlite.log import logger, pluralize
 from titanlite.models import FAMILIES, ModelSizes, ModelSpec
 from titanlite.optim import LossScale, schedule_warning
 from titanlite.parallelize import DTYPES, ModelTransforms
@@ -164,8 +164,8 @@ class Job:
             "stages": str(self.pipeline) if self.degrees.pipeline > 1 else "",
             "batch": f"{self.global_batch} sequences x {training.seq_len} tokens = {tokens:,}"
             f" tokens/step: micro-batch {training.local_batch_size} x"
-            f" {_pluralize(self.rank_batch // training.local_batch_size, 'accumulation step')} x"
-            f" {_pluralize(self.degrees.data, 'data-parallel rank')}",
+            f" {pluralize(self.rank_batch // training.local_batch_size, 'accumulation step')} x"
+            f" {pluralize(self.degrees.data, 'data-parallel rank')}",
             "precision": f"compute {compute},"
             f" reduce {SHORT_DTYPES[training.mixed_precision_reduce]},"
             f" params {SHORT_DTYPES[training.dtype]}",
@@ -212,7 +212,3 @@ def read_job(argv: Sequence[str], world_size: int, *, check_environment: bool = 
     plan, _ = plan_job_pipeline(config, spec, sizes)
     assert plan is not None, "checked: the pipeline has no problems"
     return Job(config, spec, sizes, degrees, plan, resolve_global_batch(config, degrees))
-
-
-def _pluralize(number: int, noun: str) -> str:
-    return f"{number} {noun}" + ("" if number == 1 else "s")

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from titanlite.errors import ConfigError, DataError
+from titanlite.log import pluralize
 from titanlite.metrics.sinks import METRICS_FILE
 from titanlite.plots.figure import FAINT, INK, new_figure, save_figure
 from titanlite.plots.loss_curve import BLUE, RED, read_metrics, style_panel
@@ -139,7 +140,8 @@ def format_comparison(comparison: RunComparison) -> str:
     for label, steps in step_sets.items():
         if steps:
             all_steps = steps_a | steps_b
-            facts.append((label, f"{_count_steps(len(steps))}: {_format_steps(steps, all_steps)}"))
+            count = pluralize(len(steps), "step")
+            facts.append((label, f"{count}: {_format_steps(steps, all_steps)}"))
     header = ["relative difference", "largest", "at step"]
     if comparison.different:
         header += ["first at", "A", "B", "always from"]
@@ -151,7 +153,7 @@ def verdict(comparison: RunComparison) -> str:
     """One line: the runs agree, or the first step where they differ and in which metrics."""
     tolerance = f"{comparison.tolerance:g}"
     if not comparison.different:
-        compared = _count_steps(len(comparison.metrics[0].steps))
+        compared = pluralize(len(comparison.metrics[0].steps), "step")
         return (
             f"The runs agree at {compared}: tokens and samples exactly, all else within"
             f" {tolerance}."
@@ -179,10 +181,6 @@ def _table_row(metric: MetricComparison, columns: int) -> list[str]:
 
 def _format_difference(difference: float) -> str:
     return "NaN" if difference == np.inf else f"{difference:.1e}" if difference else "0"
-
-
-def _count_steps(count: int) -> str:
-    return f"{count:,} step{'s' * (count != 1)}"
 
 
 def _format_steps(steps: Iterable[int], all_steps: Iterable[int] = ()) -> str:
