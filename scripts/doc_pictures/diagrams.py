@@ -78,9 +78,7 @@ def draw_layers(layers: Sequence[set[str]], path: Path) -> None:
                 purpose = [" ".join(purpose)]
             x = 0.2 + place * (each + 0.12)
             colour = colours[min(number, len(colours) - 1)]
-            title = name if each > 1.55 else name.replace("config_", "config_\n").split("\n")[-1]
-            title = "config_ref." if name == "config_reference" else title
-            draw_box(axes, Box(x, y, each, row_height, title, purpose, colour))
+            draw_box(axes, Box(x, y, each, row_height, name, purpose, colour))
         if number:
             draw_arrow(axes, (width / 2, y + row_height + gap), (width / 2, y + row_height))
     save_png(figure, path)
@@ -180,15 +178,22 @@ def draw_commit(path: Path) -> None:
     draw_arrow(axes, (removed.top[0], valid.y), removed.top)
     write(axes, 8.8, 2.3, "retention:", size=8, colour=FAINT, align="left")
     write(axes, 8.8, 2.13, "keep_latest_k", size=8, colour=FAINT, align="left")
-    draw_arrow(axes, failed.right, (4.0, 1.2), dashed=True)
-    write(axes, 3.1, 1.42, "cleared by the", size=8, colour=FAINT)
-    write(axes, 3.1, 1.0, "next start", size=8, colour=FAINT)
+    # Below the box between the two.
+    axes.plot(
+        [failed.bottom[0], failed.bottom[0], removed.bottom[0], removed.bottom[0]],
+        [failed.y, 0.5, 0.5, 0.6],
+        color=FAINT,
+        lw=1.1,
+        ls="--",
+    )
+    draw_arrow(axes, (removed.bottom[0], 0.55), removed.bottom)
+    write(axes, 3.5, 0.62, "removed by the next start", size=8, colour=FAINT)
     draw_arrow(axes, damaged.right, removed.left, dashed=True)
     write(axes, 7.25, 1.4, "keep_aside_k", size=8, colour=FAINT)
     write(
         axes,
         0.3,
-        0.3,
+        0.22,
         "Restart: the newest valid checkpoint is used; newer ones that fail are reported.",
         size=9,
         align="left",
@@ -199,18 +204,18 @@ def draw_commit(path: Path) -> None:
 def draw_watchdog(path: Path) -> None:
     """What happens after a rank dies, freezes or hangs, on a time axis in seconds."""
     timeout = 100
-    figure, axes = new_canvas(10.0, 4.5)
-    write(axes, 0.2, 4.25, "A rank is lost", size=12, align="left", weight="bold")
+    figure, axes = new_canvas(10.0, 4.8)
+    write(axes, 0.2, 4.55, "A rank is lost", size=12, align="left", weight="bold")
     write(
         axes,
         1.75,
-        4.25,
+        4.55,
         f"comm.train_timeout_seconds = {timeout}; every rank sends a heartbeat each second",
         size=9,
         colour=FAINT,
         align="left",
     )
-    left, right, first_row = 2.1, 9.6, 3.3
+    left, right, first_row = 2.1, 9.6, 3.6
     scale = (right - left) / 105
 
     def x(seconds: float) -> float:
@@ -244,13 +249,13 @@ def draw_watchdog(path: Path) -> None:
         )
         write(axes, x(second), axis - 0.17, f"{second} s", size=8, colour=FAINT)
     key = [
-        (BLUE, "the others wait in a collective"),
-        (AMBER, f"reported, stacks/ written, exit code 1 (at most {STACKS_SECONDS} s)"),
-        (RED, f"files closed first (at most {CLEANUP_SECONDS} s)"),
+        (0.2, 0.55, BLUE, "the others wait in a collective"),
+        (0.2, 0.25, AMBER, f"reported, stacks/ written, exit code 1 (at most {STACKS_SECONDS} s)"),
+        (5.2, 0.25, RED, f"files closed first (at most {CLEANUP_SECONDS} s)"),
     ]
-    place = 0.2
-    for colour, text in key:
-        axes.barh(0.25, 0.22, 0.18, place, color=colour, edgecolor=LINE, linewidth=0.8)
-        write(axes, place + 0.3, 0.25, text, size=8.5, align="left")
-        place += 0.72 + 0.067 * len(text)
+    for place, y, colour, text in key:
+        axes.barh(y, 0.22, 0.18, place, color=colour, edgecolor=LINE, linewidth=0.8)
+        write(axes, place + 0.3, y, text, size=8.5, align="left")
+    axes.plot([5.31] * 2, [0.45, 0.65], color=INK, lw=1.6)
+    write(axes, 5.5, 0.55, "the others notice it", size=8.5, align="left")
     save_png(figure, path)

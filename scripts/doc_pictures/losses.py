@@ -90,25 +90,16 @@ def draw_losses(losses: dict[str, list[float]], path: Path) -> None:
     FigureCanvasAgg(figure)
     upper = figure.add_axes((0.075, 0.42, 0.9, 0.46))
     lower = figure.add_axes((0.075, 0.11, 0.9, 0.25), sharex=upper)
-    colours = (
-        "#1d2733",
-        "#3f6ea8",
-        "#5da271",
-        "#e2a94f",
-        "#c96f62",
-        "#8a63b0",
-        "#4ba3a8",
-        "#b0876a",
-    )
     reference = next(iter(losses.values()))
     steps = range(1, len(reference) + 1)
     for number, (label, curve) in enumerate(losses.items()):
         width = 1.2 + 1.3 * (len(losses) - 1 - number)  # nested, so that all of them are visible
-        upper.plot(steps, curve, color=colours[number], linewidth=width, label=label)
+        name = label if number else f"{label} (reference)"
+        upper.plot(steps, curve, color=COLOURS[number], linewidth=width, label=name)
         if number:
             difference = [abs(b / a - 1) for a, b in zip(reference, curve, strict=True)]
             floor = [max(value, 1e-8) for value in difference]
-            lower.semilogy(steps, floor, color=colours[number], linewidth=1.2)
+            lower.semilogy(steps, floor, color=COLOURS[number], linewidth=1.2)
     worst = largest_difference(losses)
     figure.text(
         0.015, 0.935, "Eight layouts, one loss curve", fontsize=12, weight="bold", color=INK
@@ -124,7 +115,7 @@ def draw_losses(losses: dict[str, list[float]], path: Path) -> None:
     legend = upper.legend(ncols=4, frameon=False, fontsize=9, loc="upper right")
     for handle in legend.get_lines():
         handle.set_linewidth(3)
-    lower.set_ylabel("relative\ndifference", fontsize=9, color=FAINT)
+    lower.set_ylabel("relative difference\nfrom one process", fontsize=9, color=FAINT)
     lower.set_ylim(1e-8, 1e-3)
     lower.axhline(1e-5, color=FAINT, linewidth=0.8, linestyle="--")
     lower.text(1, 1.6e-5, "limit of the tests", fontsize=8, color=FAINT)

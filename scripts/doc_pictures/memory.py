@@ -20,7 +20,7 @@ OPTIONS = {  # label -> overrides of train_configs/llama3_8b.toml
     "no activation checkpointing": NONE,
     'selective "2" (the default)': (),
     'selective "op"': ("--activation_checkpoint.selective_ac_option", "op"),
-    "full": FULL,
+    "full activation checkpointing": FULL,
     "activations offloaded": (*NONE, "--activation_checkpoint.offload", "true"),
     "full + logits in chunks of 1,024": (*FULL, "--loss.chunk_tokens", "1024"),
     "full + 8-bit optimizer state": (*FULL, "--optimizer.state_dtype", "8bit"),
