@@ -96,7 +96,7 @@ def _with_subclasses(error_class: type[UserError]) -> Iterator[type[UserError]]:
 
 
 def format_error(error: UserError) -> str:
-    """The text for stderr: one line per problem, under their number where there are several."""
+    """The text for stderr: one line per problem, numbered if there are several."""
     problems = error.problems if isinstance(error, UserErrors) else [error]
     if len(problems) == 1:
         return f"titanlite: {problems[0]}"

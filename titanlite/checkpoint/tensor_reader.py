@@ -43,7 +43,7 @@ def read_tensors(
     reader: StorageReader | None = None,
     no_dist: bool = False,
 ) -> None:
-    """Read into the tensors of a state, in place, whatever layout wrote them.
+    """Read a checkpoint into the tensors of `state`, in place, whatever layout saved it.
 
     Collective over `group`, unless `no_dist` is set or there is no process group. `reader` is for
     folders that are not checkpoints of titanlite. Raises CheckpointError.
@@ -61,7 +61,7 @@ def read_tensors(
 
 
 class _TensorPlanner(DefaultLoadPlanner):
-    """DCP's planner, which would unpickle any entry that is not a tensor."""
+    """DCP's planner, but an entry that is not a tensor is an error; DCP would unpickle it."""
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         raise CheckpointError(f"{read_item.dest_index.fqn}: is not a tensor.")

@@ -25,7 +25,7 @@ TEXT_FIELD = "text"  # key of each line of a .jsonl; column of a .parquet
 MAX_DOCUMENT_BYTES = 128 << 20  # of a .txt, a line or a row: a document is read into memory
 
 _ALLOW_LINKS = "scripts/prepare_data.py --follow-symlinks"
-# Limits of a .parquet, which a few bytes could make fill the memory
+# Limits for a .parquet, where a few bytes could expand until they fill the memory
 _MAX_EXPANSION = 1000  # bytes of text per byte of the file: no text compresses better
 _ALWAYS_ALLOWED_BYTES = 256 << 20  # of text in a row group, whatever its compressed size
 _ALWAYS_ALLOWED_ROWS = 1 << 20  # in a row group, whatever its compressed size
@@ -247,10 +247,10 @@ def _read_rows(part: FileRange, max_bytes: int) -> Iterator[str]:
 
 
 def _choose_decoding(encodings: Sequence[str]) -> tuple[bool, int]:
-    """(read the column as a dictionary, rows per batch), so that memory stays bounded.
+    """(whether to read the column as a dictionary, rows per batch); both keep memory bounded.
 
-    As a dictionary, a value that many rows share is stored once. Arrow does not support that for
-    delta encodings; those that repeat parts of earlier rows are then decoded row by row.
+    A dictionary stores a value once that many rows share. Arrow cannot read a delta-encoded column
+    as a dictionary; one whose rows may share text is decoded row by row instead.
     """
     dictionary = any("DICTIONARY" in encoding for encoding in encodings)
     delta = any(encoding.startswith("DELTA_") for encoding in encodings)

@@ -114,7 +114,7 @@ def _read_file(path: Path) -> bytes:
         return read_regular_file(path, MAX_TOKENIZER_BYTES)
     except OSError as error:
         reason = str(error.strerror or error)
-        if error.errno not in (errno.EINVAL, errno.EFBIG):  # those two are full sentences
+        if error.errno not in (errno.EINVAL, errno.EFBIG):  # the messages of these two are complete
             reason = f"cannot be read ({reason})"
         raise DataError(f'tokenizer "{path}": {reason}.', fix=_ALLOWED) from None
 
