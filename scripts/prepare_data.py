@@ -111,7 +111,7 @@ def main() -> int:
     except UserError as error:
         print(format_error(error), file=sys.stderr)
         return EXIT_USER_ERROR
-    # end quietly if `| head` closes stdout; not earlier, because libraries rely on ignoring SIGPIPE
+    # End quietly if `| head` closes stdout. Set only now: libraries rely on SIGPIPE being ignored.
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     print(result)
     return EXIT_DONE
@@ -146,7 +146,7 @@ def summarise(prepared: PreparedCorpus) -> str:
         lines.append(f"{megabytes:.1f} MB in {prepared.seconds:.1f} s, {speed:.1f} MB/s")
     if prepared.reused_pieces:
         lines.append(
-            f"reused {prepared.reused_pieces} of {pluralize(prepared.pieces, 'piece')} of an"
+            f"reused {prepared.reused_pieces} of {pluralize(prepared.pieces, 'piece')} from an"
             " earlier run"
         )
     return "\n  ".join(lines)

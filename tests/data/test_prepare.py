@@ -493,7 +493,7 @@ def test_the_scripts_make_a_corpus_of_this_pythons_library(tmp_path):
     command += ["--out", tmp_path / "out", "--validation-share", "0.3"]
     first, second = run_script(*command), run_script(*command)
     assert first.returncode == second.returncode == 0, first.stderr
-    assert "MB/s" in first.stdout and "of an earlier run" in second.stdout
+    assert "MB/s" in first.stdout and "from an earlier run" in second.stdout
     intact = run_script("scripts/prepare_data.py", "--verify", tmp_path / "out")
     assert intact.returncode == 0 and intact.stdout.count("intact") == 2, intact.stderr
     shard = tmp_path / "out/validation/000000.bin"

@@ -14,7 +14,7 @@ from titanlite.log import logger
 
 METRICS_FILE = "metrics.jsonl"
 REPLACED_FILE = "metrics.replaced.jsonl"  # records of steps that were repeated after a resume
-UNSAVED_FOLDER = "unsaved"  # records of runs without checkpoints, next to those of one with them
+UNSAVED_FOLDER = "unsaved"  # subfolder for a run without checkpoints, see metrics_folder
 
 
 class JsonlSink:
@@ -41,7 +41,7 @@ class JsonlSink:
 
 
 def metrics_folder(folder: Path, saves: bool) -> Path:
-    """The folder for the records of a run: `folder`, its job.dump_folder, or `unsaved` in it.
+    """The folder for the records of a run: `folder` (job.dump_folder) or its subfolder `unsaved`.
 
     A run that saves no checkpoints must not replace the records of one that does: where `folder`
     has such records, it writes to the subfolder.
@@ -49,8 +49,8 @@ def metrics_folder(folder: Path, saves: bool) -> Path:
     if saves or not _has_saved_checkpoints(folder / METRICS_FILE):
         return folder
     logger.warning(
-        "%s has the records of a run with checkpoints, and this run saves none: its records are"
-        " written to %s",
+        "%s has the records of a run with checkpoints; this run saves no checkpoints, so its"
+        " records are written to %s",
         folder,
         folder / UNSAVED_FOLDER,
     )

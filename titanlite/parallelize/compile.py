@@ -77,7 +77,7 @@ def _call_with_plain_tensor(forward: Callable[..., Tensor], x: Tensor, *others) 
     """Call a compiled block with a plain tensor as first input.
 
     Under tensor parallel, the embedding returns an AsyncCollectiveTensor. Code that is compiled for
-    a plain tensor returns no gradient for it.
+    a plain tensor returns no gradient for such an input.
     """
     return forward(x if type(x) is Tensor else x.clone(), *others)
 
@@ -110,7 +110,7 @@ def _can_load_library(isa, library: str) -> bool:
 
 def describe_compilation() -> str:
     """Number of graphs compiled in this process, the time that it took, and cache hits."""
-    # No public API (torch 2.11 to 2.15); a counter that does not exist under its name counts 0.
+    # No public API (torch 2.11 to 2.15); a counter that torch has renamed reads as 0.
     from torch._dynamo.utils import counters, cumulative_time_spent_ns
 
     graphs, inductor = counters["stats"]["unique_graphs"], counters["inductor"]
@@ -141,7 +141,7 @@ def check_compile_config(
             yield ConfigError(
                 f"{key} = true: the compiler overlaps tensor-parallel communication with matmuls,"
                 f" but {' and '.join(missing)}.",
-                fix="Set compile.enable = true and a degree above 1, or remove it.",
+                fix=f"Set compile.enable = true and a degree above 1, or remove {key}.",
                 keys=(key,),
             )
 

@@ -31,7 +31,7 @@ SEQUENCE_DIM = 1  # of [B, T, ...]: sharded between the matmuls
 
 
 class LinearStyles(NamedTuple):
-    """The styles for one kind of linear layer (torch's or torchao's), and to gather its inputs."""
+    """The styles for one kind of linear layer (torch's or torchao's) and for its input gather."""
 
     colwise: type[ColwiseParallel]
     rowwise: type[RowwiseParallel]
