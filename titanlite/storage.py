@@ -182,7 +182,7 @@ class StorageFolder:
             return
         with self.open_for_writing(f"{name}.tmp") as stream:
             stream.write(content)
-        self.fsync_folder()  # names of the other files, before the name of the file that lists them
+        self.fsync_folder()  # other files must survive a crash if the file that lists them does
         os.replace(self.path_of(f"{name}.tmp"), self.path_of(name))
         self.fsync_folder()
         self.parent.fsync_folder()
@@ -283,7 +283,7 @@ class StorageFolder:
         names = set(self._files_below())
         if delete_first in names:
             self.delete(delete_first)
-        # Only fsspec's asynchronous file systems are all safe to use from several threads.
+        # Of fsspec's file systems, only the asynchronous ones are always safe with several threads.
         with ThreadPoolExecutor(PARALLEL_DELETIONS if self.fs.async_impl else 1) as pool:
             list(pool.map(self.delete, names - {delete_first, UNFINISHED}))
         self.delete(UNFINISHED)

@@ -20,7 +20,7 @@ class KeyValueCache:
         self.values: Tensor | None = None
 
     def extend(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Append those of the new tokens [B, H, T, K]; return all of them [B, H, S, K]."""
+        """Append keys and values of the new tokens [B, H, T, K]; return all [B, H, S, K]."""
         if self.keys is None or self.values is None:
             batch, heads, _, head_dim = keys.shape
             self.keys = keys.new_empty(batch, heads, self.capacity, head_dim)

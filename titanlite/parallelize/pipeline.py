@@ -47,7 +47,7 @@ from titanlite.parallelize.stage_partition import (
 DEGREE_KEY = "parallelism.pipeline_parallel_degree"
 SCHEDULE_KEY = "parallelism.pipeline_parallel_schedule"
 MICROBATCH_KEY = "parallelism.pipeline_parallel_microbatch_size"
-# torch 2.11 frees what the weight gradients need with the input gradients; 2.12 was not tried.
+# After the input gradients, torch 2.11 frees what the weight gradients need; 2.12 was not tried.
 SPLIT_BACKWARD_SINCE = "2.13"
 
 
@@ -290,7 +290,7 @@ def _make_sendable(stage_module: nn.Module, inputs: tuple, output: Tensor) -> Te
 
 
 def _remove_other_modules(model: nn.Module, names: list[str], block_path: str) -> None:
-    """Remove the blocks that are not in `names`; set the other modules that are not to None."""
+    """Remove the blocks that are not in `names`; set other modules not in `names` to None."""
     blocks = model.get_submodule(block_path)
     assert isinstance(blocks, nn.ModuleDict)
     for key in [key for key in blocks if f"{block_path}.{key}" not in names]:

@@ -33,7 +33,7 @@ LEASE_FILE = "lease.json"
 COUNT_FILE = "lease.count"  # one byte for each lease ever taken; only appended to
 HEARTBEAT_SECONDS = 5.0
 STALE_SECONDS = 30.0  # a network file system may show a heartbeat some seconds late
-MISSING_SECONDS = 1.0  # while another job moves a lease and puts it back: milliseconds in fact
+MISSING_SECONDS = 1.0  # another job may move a lease and put it back, which takes milliseconds
 
 
 def acquire_lease(
@@ -63,7 +63,7 @@ def acquire_lease(
 
 
 class Lease:
-    """A folder that this process holds. `lost`: why it no longer does; else empty."""
+    """A folder that this process holds. `lost`: the reason why it lost the folder, else empty."""
 
     def __init__(self, path: Path, number: int, content: bytes, heartbeat_seconds: float):
         self.path, self.number, self.lost = path, number, ""
@@ -157,7 +157,7 @@ def _create_lease_file(path: Path) -> tuple[int, bytes] | None:
                 raise OSError(errno.EINVAL, "is not a regular file", str(path)) from None
         return None
     try:
-        number = _next_number(path.with_name(COUNT_FILE))  # only the job that created the file
+        number = _next_number(path.with_name(COUNT_FILE))  # only by the job that created `path`
         holder = replace(current_process(), number=number)
         content = json.dumps(asdict(holder), indent=1).encode()
         if os.write(descriptor, content) < len(content):
@@ -284,7 +284,7 @@ class Holder:
     """The process that a lease names; these are the keys of `lease.json`."""
 
     host: str
-    boot: str  # boot id of the host: containers may share a host name, and hosts an image
+    boot: str  # boot id of the host: two hosts may have one name (containers, cloned images)
     processes: int | None  # the pid namespace of `pid`; None: /proc does not show it
     pid: int
     process_started: int | None  # ticks since boot: identifies a process whose pid is reused
