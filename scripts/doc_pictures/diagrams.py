@@ -178,7 +178,7 @@ def draw_commit(path: Path) -> None:
     draw_arrow(axes, (removed.top[0], valid.y), removed.top)
     write(axes, 8.8, 2.3, "retention:", size=8, colour=FAINT, align="left")
     write(axes, 8.8, 2.13, "keep_latest_k", size=8, colour=FAINT, align="left")
-    # Below the box between the two.
+    # The arrow from `failed` to `removed` passes below the box between them.
     axes.plot(
         [failed.bottom[0], failed.bottom[0], removed.bottom[0], removed.bottom[0]],
         [failed.y, 0.5, 0.5, 0.6],

@@ -249,7 +249,7 @@ def _check_update_options(config: JobConfig, degrees: Degrees) -> Iterator[Confi
     if training.enable_cpu_offload:
         yield ConfigError(
             f"{in_backward} = true: training.enable_cpu_offload = true stores gradients in host"
-            " memory, so it would save no device memory.",
+            " memory, so an early step would save no device memory.",
             fix="Disable one of the two.",
             keys=(in_backward, "training.enable_cpu_offload"),
         )

@@ -65,8 +65,8 @@ class AttentionTile(NamedTuple):
 class AttentionTiles(Protocol):
     """All tiles of one attention call.
 
-    Every query is in exactly one causal tile. It has keys of this rank, and comes before other
-    tiles of these queries.
+    Every query is in exactly one causal tile. That tile has keys of this rank, and comes before the
+    other tiles of its queries.
     """
 
     def with_keys_of(self, source: int) -> Sequence[AttentionTile]:
@@ -107,7 +107,7 @@ class DocumentTiles:
 
 
 def encode_document_tiles(shard: SequenceShard, positions: Tensor) -> Tensor:
-    """Table [N, 8] of the tiles of all documents: a CPU tensor, so that it can enter a graph.
+    """Table [N, 8] of the tiles of all documents, on the CPU; as a tensor it can enter a graph.
 
     Columns: source rank, causal, then start and stop of the sequences, of the queries and of the
     keys. `positions` [B, T] are those of this rank's tokens in their documents.

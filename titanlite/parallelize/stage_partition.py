@@ -97,7 +97,7 @@ def balance_stages(costs: Mapping[str, float], stages: int) -> list[list[str]]:
 def _min_max_stage_cost(prefix_sums: Sequence[float], stages: int) -> float:
     """Minimum over all partitions into `stages` stages of the cost of the most expensive stage."""
     count = len(prefix_sums) - 1
-    # minimum[start]: of the modules from `start` on, here with one stage
+    # minimum[start]: for the modules from `start` on; begins with one stage, then adds stages
     minimum = [prefix_sums[-1] - prefix_sums[start] for start in range(count)]
     for stages_left in range(2, stages + 1):
         minimum = [
