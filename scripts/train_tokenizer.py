@@ -40,7 +40,7 @@ def main() -> int:
     except UserError as error:
         print(format_error(error), file=sys.stderr)
         return EXIT_USER_ERROR
-    # end quietly if `| head` closes stdout; not earlier, because libraries rely on ignoring SIGPIPE
+    # End quietly if `| head` closes stdout. Set only now: libraries rely on SIGPIPE being ignored.
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     print(f"{args.out}: {size} ids")
     if size < args.vocab_size:

@@ -48,8 +48,9 @@ class TextGenerator:
     def prompt_ids(self, prompt: str) -> list[int]:
         """The ids of a prompt, after the token that preceded a document's text in training.
 
-        That is BOS, or else the end id of the document before. Without it, the first tokens are
-        predicted worse (quickstart, tokens 2 to 9: a loss of 5.29 instead of 5.04).
+        That is BOS, or the end id of the document before, or nothing if training used a document
+        mask without BOS. Without it, the first tokens are predicted worse (quickstart, tokens 2 to
+        9: a loss of 5.29 instead of 5.04).
         """
         ids, tokenizer = self.tokenizer.encode(prompt), self.tokenizer
         if self.bos:

@@ -45,7 +45,7 @@ STALL_SECONDS = 600.0
 _UNFINISHED, _DONE = ".unfinished", "prepared.json"
 _FORMAT = 1  # part of every key; increase it when the shards of a piece change
 _MIN_PIECE_BYTES = 8 << 20
-_MAX_PIECES = 256  # every rank opens every shard; still more than most machines have cores
+_MAX_PIECES = 256  # few, as every rank opens every shard, but enough for most machines' cores
 
 
 @dataclass(frozen=True)
@@ -379,7 +379,7 @@ def _commit(task: _Task, plan: str, records: Sequence[dict[str, Any]]) -> None:
 
 
 def _remove_other_files(folder: Path, names: set[str]) -> None:
-    """Remove all but the shards `names`: empty ones, and files of another plan or a killed run."""
+    """Keep only the shards `names`; remove empty ones and files of other plans or killed runs."""
     for file in folder.iterdir():
         if file.suffix not in (".bin", ".idx") or file.stem not in names:
             file.unlink()

@@ -46,8 +46,8 @@ class DataConfig:
     sources: list[SourceConfig] = field(default_factory=list)  # training data, mixed by weight
     validation: list[SourceConfig] = field(default_factory=list)  # validation sets, each on its own
     verify: Literal["sample", "full", "off"] = "sample"
-    # content compared when a corpus is opened: some blocks of each shard; every byte, the shards
-    # divided among the ranks, within comm.init_timeout_seconds; or no content
+    # content compared when a corpus is opened; sample: some blocks of each shard; full: every byte,
+    # the shards divided among the ranks, within comm.init_timeout_seconds; off: none
     follow_symlinks: bool = False  # allow symbolic links in a corpus to lead outside its folder
     read_timeout_seconds: Positive = 300
     # longest wait for one batch; after it the run ends with exit code 2, because the disk does not

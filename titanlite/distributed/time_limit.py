@@ -23,8 +23,8 @@ from titanlite.log import logger
 PACKAGE_PREFIX = f"{Path(__file__).parents[1]}{os.sep}"
 WARN_SECONDS = 60.0  # first warning; a tenth of the limit if that is earlier
 LEAVE_SECONDS = 60.0  # for closing connections and threads at the end of a process
-# A rank that waits for other ranks gets more time, so that the rank that hangs reports first: this
-# fraction of the limit, and at least the seconds, because a watchdog checks once a second.
+# A rank that waits for other ranks gets more time, so that the rank that hangs reports first: a
+# fraction of the limit, but not less than the minimum, because a watchdog checks once a second.
 WAITING_FRACTION, MIN_WAITING_SECONDS = 0.2, 3.0
 
 
@@ -89,7 +89,7 @@ def _frames_outwards(frame: FrameType | None) -> Iterator[FrameType]:
 def exit_after(seconds: float, work: str) -> Iterator[None]:
     """End the process if the block takes longer, even if it waits in the kernel.
 
-    For work while the watchdog does not run, whose own timeout may not take effect.
+    For work that the watchdog does not monitor and whose own timeout may not take effect.
     """
     timer = ExitTimer(seconds, work, EXIT_RANK_LOST)
     try:

@@ -14,8 +14,8 @@ from titanlite.errors import EXIT_INTERRUPTED
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 TIME_LIMIT_REASON = 1 << 10  # larger than any signal number
-SECOND_CTRL_C_SECONDS = 1.0  # sooner, it is the first Ctrl-C again, forwarded by the launcher
-ABORT_SECONDS = 2.0  # for recording how the run ends, on a disk that may be what hangs
+SECOND_CTRL_C_SECONDS = 1.0  # a signal before that is the first Ctrl-C, from the launcher
+ABORT_SECONDS = 2.0  # to record how the run ends; not longer, because the disk may hang
 CTRL_C_MESSAGE = "titanlite: Ctrl-C: saving after this step; a second Ctrl-C ends without saving"
 
 
@@ -30,7 +30,7 @@ class StopRequest:
         """Treat signals as requests to save and stop; without this call they end the process.
 
         A second Ctrl-C calls `on_abort` and ends the process. A thread handles the signals, so that
-        it does so immediately, whatever the main thread is waiting for.
+        this happens immediately, whatever the main thread is waiting for.
         """
         read_end, write_end = os.pipe()
         os.set_blocking(write_end, False)
