@@ -34,7 +34,7 @@ class TensorBoardSink:
     def _write(self, step: int, scalars: Iterator[tuple[str, float]]) -> None:
         for name, value in scalars:
             self.writer.add_scalar(name, value, step)
-        self.writer.flush()  # else a kill would lose the last ten
+        self.writer.flush()  # the writer buffers ten entries, which a kill would lose
 
     def close(self) -> None:
         self.writer.close()

@@ -29,7 +29,7 @@ def parameter_groups(
 
 @contextmanager
 def only_group(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> Iterator[None]:
-    """Let the optimizer have this one group for a while."""
+    """Let the optimizer have only this group inside the block."""
     groups = list(optimizer.param_groups)
     optimizer.param_groups[:] = [group]
     try:

@@ -26,7 +26,7 @@ BLOCKS_ON_DEVICE = 2  # the block that runs, and the previous one, whose copies 
 
 
 def offload_activations(blocks: nn.ModuleDict, device_type: str) -> None:
-    """Offload what each block saves for backward; the last two blocks' tensors stay available."""
+    """Offload what each block saves for backward; the last two blocks' tensors stay on device."""
     transfers = _CudaTransfers() if device_type == "cuda" else _HostTransfers()
     queue = _OffloadQueue(transfers)
     for number, block in enumerate(blocks.values()):

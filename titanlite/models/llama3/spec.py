@@ -48,7 +48,7 @@ INIT_ROLES = {
 
 
 def check_sizes(sizes: Llama3Sizes) -> Iterator[ConfigError]:
-    """Reject numbers of heads that do not fit together, and head widths without rotary pairs."""
+    """Reject numbers of heads that do not fit together, and odd head widths."""
     if sizes.n_heads % sizes.n_kv_heads:
         yield ConfigError(
             f"model.n_kv_heads = {sizes.n_kv_heads}: does not divide model.n_heads ="
