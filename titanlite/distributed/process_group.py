@@ -110,7 +110,7 @@ def join_process_group(
         disable_malloc_trim()
     bind_gloo_to_loopback(world_size)
     timeout = comm.init_timeout_seconds
-    # A store on a frozen host ignores timeouts; one for the last rank to come, one for connecting.
+    # A store on a frozen host ignores timeouts. Twice: to wait for the last rank, and to connect.
     with exit_after(2 * timeout, f"rank {rank}: joining the process group"):
         store, start_id = _open_rank_store(rank, world_size, timeout)
         dist.init_process_group(

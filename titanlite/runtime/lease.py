@@ -82,7 +82,7 @@ class Lease:
         """Release the folder, unless another job has taken it over."""
         self._closed.set()
         self._thread.join(self._heartbeat_seconds)  # not longer: its file system may hang
-        with suppress(OSError):  # a lease that remains is one of a dead process
+        with suppress(OSError):  # a lease that stays counts as a dead process's
             if self.path.read_bytes() == self._content:
                 self.path.unlink()
 

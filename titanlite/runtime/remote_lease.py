@@ -70,7 +70,7 @@ def lease_numbers(folder: StorageFolder) -> list[int]:
 
 
 class RemoteLease:
-    """A folder that this process holds. `lost`: why it no longer does; else empty."""
+    """A folder that this process holds. `lost`: the reason why it lost the folder, else empty."""
 
     def __init__(self, folder: StorageFolder, holder: Holder, heartbeat_seconds: float):
         self.folder, self.number, self.lost = folder, holder.number, ""
@@ -109,7 +109,7 @@ class RemoteLease:
         """Release the folder, unless another job has taken it over."""
         self._closed.set()
         self._thread.join(self._heartbeat_seconds)
-        with suppress(CheckpointError):  # a lease that remains is one of a dead process
+        with suppress(CheckpointError):  # a lease that stays counts as a dead process's
             self.check()
             content = self._content(released=True)
             self.folder.write_atomically(_lease_object_name(self.number), content)
