@@ -127,7 +127,7 @@ class Job:
     def other_folders(self) -> dict[str, StorageFolder]:
         """Folders outside job.dump_folder that this run writes to, by their keys.
 
-        The checkpoint folder is always included: checkpoint.folder may be that of another job.
+        Includes the checkpoint folder wherever it is, because another job may use the same one.
         """
         config = self.config
         is_written = {

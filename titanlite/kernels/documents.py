@@ -44,7 +44,7 @@ def document_boundaries(positions: Tensor) -> Tensor:
     """
     starts = (positions.flatten() == 0).nonzero().flatten()
     boundaries = torch.cat([starts, starts.new_tensor([positions.numel()])]).to(torch.int32)
-    torch._dynamo.maybe_mark_dynamic(boundaries, 0)  # else every new N would be compiled for
+    torch._dynamo.maybe_mark_dynamic(boundaries, 0)  # otherwise every new N causes a recompilation
     return boundaries
 
 
@@ -62,7 +62,7 @@ def document_attention(q: Tensor, k: Tensor, v: Tensor, boundaries: Tensor) -> T
 
 def _varlen_attention(q: Tensor, k: Tensor, v: Tensor, boundaries: Tensor) -> Tensor:
     # No document is longer than a sequence. A tighter bound would save the kernel some empty
-    # blocks, but the host would have to wait for it, and every new value would be compiled for.
+    # blocks, but the host would have to wait for it, and each new value causes a recompilation.
     batch, _, longest, _ = q.shape
     q, k, v = (tensor.transpose(1, 2).flatten(0, 1) for tensor in (q, k, v))  # [B*T, H, K]
     # Imported here: it imports the compiler, which takes half a second.

@@ -100,7 +100,7 @@ def parallelize(
     tie_parameters(model, spec.tied_parameters(sizes))  # TP replaced both parameters of a tied pair
     pattern = spec.attention_pattern
     set_attention_kernel(model, pattern, transforms.attention_kernel, transforms.document_mask)
-    apply_context_parallel(model, pattern, mesh.cp, config)  # overrides the kernel: last
+    apply_context_parallel(model, pattern, mesh.cp, config)  # after the kernel: replaces it
     # Checkpointing comes after TP, so that the TP all-gathers are recomputed too. Per-operation
     # checkpointing comes before compile, which must see which outputs are saved.
     checkpoint_operations(blocks, activation_checkpoint)

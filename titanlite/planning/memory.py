@@ -144,9 +144,8 @@ def _saved_elements_per_token(job: Job, blocks: float) -> float:
         return blocks * block * 0.4  # measured: 34 MB instead of 87 MB
     every = 1 if recompute.mode == "full" else int(recompute.selective_ac_option)
     recomputed = blocks / every
-    return (
-        recomputed * dim + (blocks - recomputed) * block + block
-    )  # of one that is being recomputed
+    # block inputs, activations of the other blocks, and of the block that is being recomputed
+    return recomputed * dim + (blocks - recomputed) * block + block
 
 
 # --- advice --------------------------------------------------------------------------------------

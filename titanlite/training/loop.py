@@ -41,7 +41,7 @@ class _Loop:
 
     def __init__(self, run: Run):
         self.run, self.first_step = run, run.state.step + 1
-        # Ranks exchange what they must agree on while they compute, so no rank waits for it.
+        # While they compute, ranks exchange what they must agree on, so no rank waits for it.
         self.max_over_ranks = AsyncMax()
         self.finite = FiniteCheck(run.state.model, run.device)
         self.timer = _IterationTimer()

@@ -124,7 +124,7 @@ def save_checkpoints(
             state.optimizer,
             progress=state.progress(),
             final=info.is_last,
-            before_commit=sinks.sync,  # metrics up to this step reach the disk before it
+            before_commit=sinks.sync,  # so metrics up to this step reach the disk first
         )
         if info.ends_run or checkpointer.blocking:
             result = checkpointer.wait()
