@@ -1,4 +1,4 @@
-"""The manifest of a folder of shards: its files with sizes and hashes, compared on every read.
+"""The manifest of a folder of shards: its files with sizes and hashes, compared when it is opened.
 
 It is written last, so a folder with a manifest is complete.
 """
