@@ -184,7 +184,8 @@ def _run_case(case: PrecisionCase, weights: Weights) -> RankResult:
         for number in range(case.batches):
             inputs, labels = (tensor[own_slice] for tensor in read_batch(number, case.recipe))
             settings = StepSettings(mesh, case.recipe.batch, 0.0, in_backward)
-            step = take_step(state, engine, inputs, labels, lr=0.0, settings=settings)
+            batch = engine.prepare(inputs, labels)
+            step = take_step(state, engine, batch, lr=0.0, settings=settings)
             result.losses.append(step.loss.item())
             result.gradients.append(dict(gradients))
             gradients.clear()

@@ -322,8 +322,7 @@ def run_until(
         result = take_step(
             state,
             engine,
-            inputs,
-            labels,
+            engine.prepare(inputs, labels),
             lr=recipe.lr,
             settings=StepSettings(mesh, recipe.batch_of(state.step), recipe.max_norm, early),
         )

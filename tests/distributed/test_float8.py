@@ -375,8 +375,8 @@ def train_on_files(
             "lr": 1e-3 * min(1.0, (step + 1) / 10),
             "settings": StepSettings(mesh, sequences, 1.0),
         }
-        inputs, labels = sample[:, :-1], sample[:, 1:]
-        losses.append(take_step(state, engine, inputs, labels, **options).loss.item())
+        batch = engine.prepare(sample[:, :-1], sample[:, 1:])
+        losses.append(take_step(state, engine, batch, **options).loss.item())
     return losses
 
 

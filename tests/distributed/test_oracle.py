@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 
 import pytest
+import torch
 
 from tests.distributed.oracle import (
     ADAMW,
     SGD,
     SIZES,
     Layout,
+    batch_at,
+    build_sharded,
     merge_ranks,
     one_process,
     run_layouts,
@@ -228,6 +232,30 @@ def test_masked_documents_match_separate_sequences_in_one_process(layouts):
     assert_matches_one_process(
         [(x, with_enough_blocks(recipe, x) if x.pipeline > 1 else recipe) for x in layouts]
     )
+
+
+def documents_of_blocks(layout) -> tuple[Counter[int], int, int]:
+    """(forwards of blocks by the prepared index that they use, micro-batches, blocks) of a step."""
+    recipe = with_enough_blocks(replace(SGD, documents=True, batch=12), layout)
+    model, _, engine = build_sharded(layout, recipe)
+    batch, used = engine.prepare(*batch_at(0, recipe)), []
+    for block in model.layers.values():
+        block.register_forward_pre_hook(lambda module, inputs: used.append(inputs[2]))
+    engine.forward_backward(batch, torch.tensor(1.0))
+    numbers = {id(index): number for number, index in enumerate(batch.documents)}
+    return Counter(numbers.get(id(index), -1) for index in used), len(numbers), len(model.layers)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [Layout(pipeline=2, microbatch=3, accumulate=2), Layout(context=2, accumulate=3)],
+    ids=str,
+)
+def test_no_stage_and_no_micro_batch_searches_for_its_documents(layout):
+    """Where a prepared index is not handed over, the model finds the documents, and waits."""
+    for forwards, microbatches, blocks in run_on_ranks(documents_of_blocks, 2, layout):
+        assert microbatches >= 3
+        assert forwards == dict.fromkeys(range(microbatches), blocks)
 
 
 @pytest.mark.parametrize("layout", TIED_LAYOUTS, ids=str)

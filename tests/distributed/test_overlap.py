@@ -20,9 +20,10 @@ def order_of_events(layout) -> list[tuple[str, str]]:
     _, _, engine = build_sharded(layout, with_enough_blocks(SGD, layout))
     sequences = layout.local_batch(SGD)
     inputs, labels = (part[:sequences] for part in batch_at(0, SGD))
-    engine.forward_backward(inputs, labels, valid_tokens(labels))
+    batch = engine.prepare(inputs, labels)
+    engine.forward_backward(batch, valid_tokens(labels))
     with profile(activities=[ProfilerActivity.CPU]) as profiler:
-        engine.forward_backward(inputs, labels, valid_tokens(labels))
+        engine.forward_backward(batch, valid_tokens(labels))
     matches = (
         (re.match(r"FSDP::(\w+) \((.*)\)", e.name), e.time_range.start) for e in profiler.events()
     )

@@ -30,7 +30,7 @@ def trace_step(layout: Layout, folder: str) -> None:
     _, _, engine = build_sharded(layout, with_enough_blocks(RECIPE, layout))
     inputs, labels = batch_at(0, RECIPE)
     with profile(activities=[ProfilerActivity.CPU]) as profiler:
-        engine.forward_backward(inputs, labels, torch.tensor(1.0))
+        engine.forward_backward(engine.prepare(inputs, labels), torch.tensor(1.0))
         engine.evaluate(inputs[:1], labels[:1])  # must not be read as part of the step
     profiler.export_chrome_trace(str(Path(folder) / f"{torch.distributed.get_rank()}.json"))
 

@@ -95,7 +95,7 @@ def dtypes_of_a_step(layout, compute_dtype, param_dtype) -> dict:
     ids = torch.arange(SGD.sizes.vocab_size)
     logits_per_token = {len(chunk) for chunk in ids.chunk(layout.tensor)}
     with DtypeRecorder(shapes, logits_per_token) as recorder:
-        loss = engine.forward_backward(inputs, labels, valid_tokens(labels))
+        loss = engine.forward_backward(engine.prepare(inputs, labels), valid_tokens(labels))
     gradients = {p.grad.dtype for p in model.parameters()}
     optimizer.step()
     vector_states: set[torch.dtype] = set()
@@ -180,7 +180,8 @@ def gradient_of_a_frequent_token(layout) -> torch.Tensor:
     inputs[is_frequent] = FREQUENT
     sequences = recipe.batch // mesh.degrees.data
     own_slice = slice(mesh.batch_rank * sequences, (mesh.batch_rank + 1) * sequences)
-    engine.forward_backward(inputs[own_slice], labels[own_slice], valid_tokens(labels))
+    batch = engine.prepare(inputs[own_slice], labels[own_slice])
+    engine.forward_backward(batch, valid_tokens(labels))
     return full_value(model.tok_embeddings.weight.grad)[FREQUENT]
 
 
@@ -203,10 +204,10 @@ def steps_with_an_overflow(layout) -> list[dict]:
     )
     forward_backward = engine.forward_backward
 
-    def forward_backward_with_overflow(inputs, labels, valid, now):
+    def forward_backward_with_overflow(batch, valid, now):
         last = dist.get_rank() == dist.get_world_size() - 1
         factor = 1e-12 if state.step == OVERFLOWING and last else 1.0
-        return forward_backward(inputs, labels, valid * factor, now)
+        return forward_backward(batch, valid * factor, now)
 
     engine.forward_backward = forward_backward_with_overflow
     steps = []
@@ -215,7 +216,8 @@ def steps_with_an_overflow(layout) -> list[dict]:
         own_slice = slice(mesh.batch_rank * sequences, (mesh.batch_rank + 1) * sequences)
         inputs, labels = (tensor[: ADAMW.batch][own_slice] for tensor in batch_at(step, ADAMW))
         settings = StepSettings(mesh, ADAMW.batch, max_norm=0.1)
-        result = take_step(state, engine, inputs, labels, lr=ADAMW.lr, settings=settings)
+        batch = engine.prepare(inputs, labels)
+        result = take_step(state, engine, batch, lr=ADAMW.lr, settings=settings)
         states = [v for s in state.optimizer.state.values() for v in s.values()]
         tensors = [t.detach() for t in (*state.model.parameters(), *states)]
         local = [t.to_local() if isinstance(t, DTensor) else t for t in tensors]

@@ -31,7 +31,7 @@ def count_reductions(layout) -> int:
     own_slice = slice(mesh.batch_rank * sequences, (mesh.batch_rank + 1) * sequences)
     inputs, labels = (tensor[own_slice] for tensor in batch_at(0, RECIPE))
     with ReduceScatterCounter() as counter:
-        engine.forward_backward(inputs, labels, torch.tensor(1.0))
+        engine.forward_backward(engine.prepare(inputs, labels), torch.tensor(1.0))
     return counter.count
 
 

@@ -18,7 +18,7 @@ from titanlite.kernels.backend import (
     choose_kernel,
     deactivate_flash_package,
 )
-from titanlite.kernels.documents import document_attention, document_boundaries
+from titanlite.kernels.documents import DocumentIndex, document_attention, index_documents
 from titanlite.kernels.flash import CudaFlash, flash_kernel_for
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
@@ -41,13 +41,13 @@ def output_and_grads(attend, inputs) -> list[torch.Tensor]:
     return [out, *torch.autograd.grad(out, inputs, torch.randn_like(out))]
 
 
-def reference(documents: torch.Tensor | None = None) -> list[torch.Tensor]:
+def reference(documents: DocumentIndex | None = None) -> list[torch.Tensor]:
     """Attention by matmuls in fp32, one document at a time."""
     inputs = [part.detach().float().requires_grad_() for part in random_qkv()]
     plain = CausalAttention(SDPBackend.MATH)
     if documents is None:
         return output_and_grads(plain, inputs)
-    boundaries = documents.tolist()
+    boundaries = documents.on_host.tolist()
 
     def one_by_one(q, k, v):
         rows = []
@@ -66,12 +66,12 @@ def assert_close(actual: list[torch.Tensor], expected: list[torch.Tensor]) -> No
         assert a.shape == b.shape and (a - b).abs().max() < 3e-2 * b.abs().max()
 
 
-def mixed_documents() -> torch.Tensor:
+def mixed_documents() -> DocumentIndex:
     """One document of one token, one as long as a sequence, and some in between."""
-    positions = torch.arange(512, device=DEVICE).repeat(2, 1)
+    positions = torch.arange(512).repeat(2, 1)
     for begin in (1, 130, 131, 400):
-        positions[0, begin:] = torch.arange(512 - begin, device=DEVICE)
-    return document_boundaries(positions)
+        positions[0, begin:] = torch.arange(512 - begin)
+    return index_documents(positions).to(DEVICE)
 
 
 @pytest.mark.parametrize("name", KERNELS)
@@ -109,6 +109,18 @@ def test_packed_documents_match_separate_ones(name):
         deactivate_flash_package()
 
 
+def test_results_do_not_depend_on_the_bound_of_the_longest_document():
+    documents, inputs = mixed_documents(), random_qkv()
+    longer = DocumentIndex.build(documents.on_host, longest=4096).to(DEVICE)
+    (out, *grads), (other, *other_grads) = (
+        output_and_grads(lambda *x, index=index: document_attention(*x, index), inputs)
+        for index in (documents, longer)
+    )
+    assert torch.equal(out, other)
+    for a, b in zip(grads, other_grads, strict=True):  # of q: a sum in any order
+        assert (a - b).abs().max() < 1e-2 * b.abs().max()
+
+
 def test_documents_in_fp32_are_supported_on_a_gpu():
     documents = mixed_documents()
     actual = output_and_grads(
@@ -116,7 +128,7 @@ def test_documents_in_fp32_are_supported_on_a_gpu():
     )
     inputs = random_qkv(torch.float32)
     expected = output_and_grads(
-        lambda *x: document_attention(*(y.cpu() for y in x), documents.cpu()), inputs
+        lambda *x: document_attention(*(y.cpu() for y in x), documents), inputs
     )
     for a, b in zip(actual[:1], expected[:1], strict=True):
         assert (a.cpu() - b).abs().max() < 1e-4

@@ -22,6 +22,7 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUD
 FAMILY = FAMILIES["llama3"]
 SIZES = Llama3Sizes(dim=256, n_layers=8, n_heads=4, n_kv_heads=2, hidden_dim=512, vocab_size=1024)
 BATCH, LENGTH = 4, 512
+DOCUMENT_END = 0  # token id
 
 
 @pytest.fixture
@@ -41,17 +42,21 @@ def build_training(device, transforms: ModelTransforms, steps: int):
     plan, _ = plan_pipeline(section, FAMILY, SIZES, LENGTH, BATCH)
     layout = ParallelLayout(mesh, section, plan)
     sharded = build_sharded_model(FAMILY, SIZES, layout, transforms, device, seed=0)
-    engine = build_engine(sharded, layout, device, local_batch=BATCH // 2)
+    engine = build_engine(
+        sharded, layout, device, local_batch=BATCH // 2, document_end_id=DOCUMENT_END
+    )
     state = TrainState(sharded.model, build_optimizer(sharded.model, OptimizerConfig()))
     generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(0, SIZES.vocab_size, (BATCH, LENGTH + 1), generator=generator).to(device)
+    ids = torch.randint(0, SIZES.vocab_size, (BATCH, LENGTH + 1), generator=generator)
     settings = StepSettings(mesh, BATCH, max_norm=1.0)
     losses, finite = [], FiniteCheck(sharded.model, device)
 
     def train() -> None:
         for _ in range(steps):
-            inputs, labels = ids[:, :-1], ids[:, 1:]
-            result = take_step(state, engine, inputs, labels, lr=1e-3, settings=settings)
+            ids[:, 30 + 40 * state.step] = DOCUMENT_END  # another number of documents in each step
+            batch = engine.prepare(ids[:, :-1].contiguous(), ids[:, 1:].contiguous())
+            batch = batch.pin_memory().to(device)
+            result = take_step(state, engine, batch, lr=1e-3, settings=settings)
             finite.record(state.step, result)
             assert not finite.poll()
             losses.append(result.loss)
@@ -67,12 +72,16 @@ def transforms_of(name: str) -> ModelTransforms:
         recompute = ActivationCheckpointConfig(selective_ac_option="op")
     return ModelTransforms(
         activation_checkpoint=recompute,
-        compile=CompileConfig(name == "compile"),
+        compile=CompileConfig("compile" in name),
         compute_dtype=torch.bfloat16,
+        document_mask="documents" in name,
     )
 
 
-@pytest.mark.parametrize("name", ["eager", "compile", "op", "offload"])
+NAMES = ["eager", "compile", "op", "offload", "documents", "documents, compile"]
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_no_step_waits_for_the_device(one_rank, name):
     train, _ = build_training(one_rank, transforms_of(name), steps=3)
     train()  # loads kernels, allocates buffers, plans
@@ -88,8 +97,9 @@ def test_no_step_waits_for_the_device(one_rank, name):
     assert not waits, waits
 
 
-def test_later_steps_do_not_recompile(one_rank):
-    train, _ = build_training(one_rank, transforms_of("compile"), steps=2)
+@pytest.mark.parametrize("name", ["compile", "documents, compile"])
+def test_later_steps_do_not_recompile(one_rank, name):
+    train, _ = build_training(one_rank, transforms_of(name), steps=2)
     train()
     with torch.compiler.set_stance("fail_on_recompile"):
         train()

@@ -50,7 +50,7 @@ def run_compiled_steps(layout) -> tuple[int, int, str, bool]:
         with torch.compiler.set_stance(stance):
             for step in (0, 1):
                 inputs, labels = (tensor[own_slice] for tensor in batch_at(step, recipe))
-                engine.forward_backward(inputs, labels, valid_tokens(labels))
+                engine.forward_backward(engine.prepare(inputs, labels), valid_tokens(labels))
         graphs.append(counters["stats"]["unique_graphs"])
     original = {name for name, _ in FAMILIES["llama3"].build(recipe.sizes).named_parameters()}
     unchanged = {name for name, _ in model.named_parameters()} <= original

@@ -98,10 +98,10 @@ def test_grouped_key_value_heads_are_sent_once_not_per_query_head(rotate):
 
 def peak_bytes_of_a_step(layout, recipe) -> int:
     _, _, engine = build_sharded(layout, recipe)
-    inputs, labels = batch_at(0, recipe)
+    batch = engine.prepare(*batch_at(0, recipe))
 
     def run_step():
-        engine.forward_backward(inputs, labels, torch.tensor(1.0))
+        engine.forward_backward(batch, torch.tensor(1.0))
 
     run_step()  # allocates what later steps reuse
     peak, _ = measure_allocations(run_step)

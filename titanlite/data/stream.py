@@ -8,7 +8,7 @@ last (N - 1) % T of its N ids, which do not fill a sample. Validation includes t
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Annotated, Any, Literal
@@ -118,25 +118,25 @@ class SampleStream:
         """Names of the sources whose last id is not `end`, the end of a document."""
         return [source.name for source in self._sources if source.last_id != end]
 
-    def _read_pinned(self, position: int, sequences: int) -> tuple[Tensor, Tensor]:
-        inputs, labels = self.read(position, sequences)
-        return inputs.pin_memory(), labels.pin_memory()
-
     def prefetch(
         self,
         slices: Iterable[tuple[int, int]],
         ahead: int = 2,
-        pin: bool = False,
         timeout_seconds: float | None = None,
-    ) -> Iterator[tuple[Tensor, Tensor]]:
+        prepare: Callable[[Tensor, Tensor], Any] | None = None,
+    ) -> Iterator[Any]:
         """Yield `read(*slice)` for each slice, reading up to `ahead` batches in the background.
 
-        `pin`: into pinned memory, from which copies to a GPU are asynchronous. An error in the
-        background is raised at the batch it belongs to; DataError if a batch takes more than
-        `timeout_seconds`. The thread ends with the iterator, however that ends.
+        `prepare(inputs, labels)` is called there too; what it returns replaces the tensors. An
+        error in the background is raised at the batch it belongs to; DataError if a batch takes
+        more than `timeout_seconds`. The thread ends with the iterator, however that ends.
         """
+
+        def read(position: int, sequences: int) -> Any:
+            inputs, labels = self.read(position, sequences)
+            return prepare(inputs, labels) if prepare else (inputs, labels)
+
         slices = iter(slices)
-        read = self._read_pinned if pin else self.read
         reader = BackgroundReader(read, "prefetch", timeout_seconds)
         paths = ", ".join(source.path for source in self._sources)
         try:

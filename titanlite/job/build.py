@@ -60,6 +60,7 @@ from titanlite.runtime import (
     lock_run_folders,
 )
 from titanlite.training import (
+    Batch,
     Counters,
     Engine,
     PeriodicAction,
@@ -163,7 +164,7 @@ def _open_run(job: Job, services: RunServices) -> Iterator[Run]:
             device=rank.device,
             state=state,
             engine=engine,
-            batches=build_batches(job, stream, state, mesh),
+            batches=build_batches(job, stream, state, mesh, engine),
             lr_at=partial(learning_rate_at, job),
             step_settings=StepSettings(
                 mesh, job.global_batch, job.config.training.max_norm, in_backward
@@ -374,13 +375,19 @@ def warn_if_dtype_is_slow(job: Job, meter: ThroughputMeter, rank: RankContext) -
 
 
 def build_batches(
-    job: Job, stream: SampleStream, state: TrainState, mesh: Mesh
-) -> Iterator[tuple[Tensor, Tensor]]:
-    """Prefetch this rank's inputs and labels [B, T] for every step from `state.position` on."""
+    job: Job, stream: SampleStream, state: TrainState, mesh: Mesh, engine: Engine
+) -> Iterator[Batch]:
+    """Prefetch this rank's batches for every step from `state.position` on, into pinned memory if
+    the model is on a GPU."""
+    pin = mesh.batch.device_type == "cuda"
+
+    def prepare(inputs: Tensor, labels: Tensor) -> Batch:
+        batch = engine.prepare(inputs, labels)
+        return batch.pin_memory() if pin else batch
+
     slices = rank_slices(state.position, job.global_batch, mesh.batch_rank, mesh.batch.size())
     timeout = job.config.data.read_timeout_seconds
-    pin = mesh.batch.device_type == "cuda"
-    return stream.prefetch(slices, pin=pin, timeout_seconds=timeout)
+    return stream.prefetch(slices, timeout_seconds=timeout, prepare=prepare)
 
 
 def learning_rate_at(job: Job, step: int) -> float:

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from titanlite.kernels.documents import document_attention
+from titanlite.kernels.documents import DocumentIndex, document_attention
 from titanlite.kernels.flash import repeat_kv_heads
 
 
@@ -53,13 +53,12 @@ class CausalAttention(nn.Module):
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        documents: Tensor | None = None,
+        documents: DocumentIndex | None = None,
         cache: KeyValueCache | None = None,
     ) -> Tensor:
         """q [B, H, T, K] attends to k, v [B, Hkv, T, K]; returns [B, H, T, K].
 
-        H is a multiple of Hkv. `documents`: the result of `document_boundaries`, where a sequence
-        holds several documents.
+        H is a multiple of Hkv. `documents`: where a sequence holds several documents.
         """
         if documents is not None:
             assert cache is None, "generation produces a single document"

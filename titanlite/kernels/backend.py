@@ -14,7 +14,7 @@ from fnmatch import fnmatchcase
 from typing import Literal
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.attention import (
     SDPBackend,
     activate_flash_attention_impl,
@@ -24,7 +24,11 @@ from torch.nn.attention import (
 
 from titanlite.errors import ConfigError
 from titanlite.kernels.attention import CausalAttention
-from titanlite.kernels.documents import SupportsDocuments, document_boundaries
+from titanlite.kernels.documents import (
+    DocumentIndex,
+    SupportsDocuments,
+    index_documents,
+)
 from titanlite.kernels.flash import EagerAttention, flash_kernel_for
 from titanlite.log import logger
 
@@ -86,7 +90,7 @@ def set_attention_kernel(
             fix='Use "causal".',
             keys=("attention.mask",),
         )
-    model.use_document_mask(document_boundaries)
+    model.use_document_mask(index_documents)
 
 
 def choose_kernel(
@@ -198,19 +202,19 @@ class _KernelTrial:
         grad = inputs[0].clone()
         for tensor in inputs:
             tensor.requires_grad_()
-        boundaries = self._boundaries() if self.documents else None
+        documents = self._index_documents() if self.documents else None
 
         def run() -> None:
-            torch.autograd.grad(attend(*inputs, boundaries), inputs, grad)
+            torch.autograd.grad(attend(*inputs, documents), inputs, grad)
             if self.device.type == "cuda":
                 torch.cuda.synchronize(self.device)
 
         return run
 
-    def _boundaries(self) -> Tensor:
+    def _index_documents(self) -> DocumentIndex:
         quarter = -(-self.shape.seq_len // 4)
-        positions = torch.arange(self.shape.seq_len, device=self.device) % quarter
-        return document_boundaries(positions.expand(self.shape.batch, -1))
+        positions = torch.arange(self.shape.seq_len) % quarter
+        return index_documents(positions.expand(self.shape.batch, -1)).to(self.device)
 
     @staticmethod
     def _seconds(run: Callable[[], None]) -> float:

@@ -3,30 +3,79 @@
 Each token attends only to its own document, whose positions count from 0. The positions alone mark
 where documents begin. A sequence that begins in the middle of a document treats the rest of it as a
 document.
+
+The host finds the documents before their tokens are on the device, so that no forward waits for it.
 """
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from titanlite.kernels.flash import CudaFlash, flash_kernel_for, repeat_kv_heads
+
+QUERY_TILE = 128  # the most queries that one block of a FlashAttention kernel computes
+
+
+@dataclass(frozen=True)
+class DocumentIndex:
+    """Where the documents of one micro-batch are: the `documents` argument of CausalAttention.
+
+    Not a tuple: FSDP would copy the host's table to the device, and wait for it.
+    """
+
+    on_host: Tensor  # the start of each document and the end of the last: int32 [N + 1], offsets
+    # into B*T; under context parallel the table of `encode_document_tiles`
+    on_device: Tensor  # the same, for kernels that read it there
+    extent: Tensor  # [0, longest]. The compiler makes a graph for each value of an int, but only
+    # one for all sizes of a dimension that is marked as dynamic.
+
+    @classmethod
+    def build(cls, table: Tensor, longest: int = 0) -> DocumentIndex:
+        """The index of a host's `table`; `longest` is the length of the longest document."""
+        rounded = -(-longest // QUERY_TILE) * QUERY_TILE  # as many blocks, fewer different values
+        return cls(table, table, table.new_empty(0, rounded))
+
+    @property
+    def longest(self) -> int:
+        """An upper bound of the tokens in a document."""
+        return self.extent.shape[1]
+
+    def pin_memory(self) -> DocumentIndex:
+        """A copy in pinned memory, from which `to` copies to a GPU without waiting for it."""
+        pinned = self.on_host.pin_memory()
+        return DocumentIndex(pinned, pinned, self.extent)
+
+    def to(self, device: torch.device) -> DocumentIndex:
+        """The index for kernels on `device`. Sizes are dynamic: one graph for all of them."""
+        on_device = self.on_host.to(device, non_blocking=True)
+        extent = on_device.new_empty(self.extent.shape)
+        for tensor, dim in ((self.on_host, 0), (on_device, 0), (extent, 1)):
+            torch._dynamo.maybe_mark_dynamic(tensor, dim)
+        return DocumentIndex(self.on_host, on_device, extent)
+
+
+IndexDocuments = Callable[[Tensor], DocumentIndex]  # from positions [B, T], in host memory
 
 
 @runtime_checkable
 class SupportsDocuments(Protocol):
-    """A model that can mask documents: it calls `index_documents` once per forward, and passes the
-    result to the attention of every block."""
+    """A model that can mask documents.
 
-    index_documents: Callable[[Tensor], Tensor] | None
-    # positions [B, T] -> the `documents` argument of CausalAttention; None: causal mask only
+    Its forward passes the argument `documents`, a DocumentIndex, to the attention of every block.
+    Without that argument it computes the index from the positions, if `index_documents` is set.
+    """
 
-    def use_document_mask(self, index_documents: Callable[[Tensor], Tensor]) -> None: ...
+    index_documents: IndexDocuments | None  # None: causal mask only
+
+    def use_document_mask(self, index_documents: IndexDocuments) -> None: ...
 
 
 def document_positions(inputs: Tensor, end: int) -> Tensor:
@@ -37,33 +86,28 @@ def document_positions(inputs: Tensor, end: int) -> Tensor:
     return index - first.cummax(dim=1).values
 
 
-def document_boundaries(positions: Tensor) -> Tensor:
-    """The start of each document and the end of the last, int32 [N + 1], as offsets into B*T.
-
-    From `positions` [B, T]. The host must know N, so it waits for a GPU once per forward.
-    """
-    starts = (positions.flatten() == 0).nonzero().flatten()
+def index_documents(positions: Tensor) -> DocumentIndex:
+    """The index of the documents in `positions` [B, T]; waits for the device if they are there."""
+    starts = (positions.cpu().flatten() == 0).nonzero().flatten()
     boundaries = torch.cat([starts, starts.new_tensor([positions.numel()])]).to(torch.int32)
-    torch._dynamo.maybe_mark_dynamic(boundaries, 0)  # otherwise every new N causes a recompilation
-    return boundaries
+    return DocumentIndex.build(boundaries, longest=int(boundaries.diff().max()))
 
 
-def document_attention(q: Tensor, k: Tensor, v: Tensor, boundaries: Tensor) -> Tensor:
+def document_attention(q: Tensor, k: Tensor, v: Tensor, documents: DocumentIndex) -> Tensor:
     """Causal attention within each document: q [B, H, T, K] attends to k, v [B, Hkv, T, K]."""
     if isinstance(flash_kernel_for(q), CudaFlash):
-        return _varlen_attention(q, k, v, boundaries)
+        return _varlen_attention(q, k, v, documents.on_device, documents.longest)
     k, v = (repeat_kv_heads(tensor, q) for tensor in (k, v))  # once, not for each document
-    out, _ = _document_forward(q, k, v, boundaries)
+    out, _ = _document_forward(q, k, v, documents.on_host)
     return out
 
 
 # --- one call for all documents: a GPU -----------------------------------------------------------
 
 
-def _varlen_attention(q: Tensor, k: Tensor, v: Tensor, boundaries: Tensor) -> Tensor:
-    # No document is longer than a sequence. A tighter bound would save the kernel some empty
-    # blocks, but the host would have to wait for it, and each new value causes a recompilation.
-    batch, _, longest, _ = q.shape
+def _varlen_attention(q: Tensor, k: Tensor, v: Tensor, boundaries: Tensor, longest: int) -> Tensor:
+    # The kernel launches blocks for `longest` tokens of every document; those past its end exit.
+    batch, _, tokens, _ = q.shape
     q, k, v = (tensor.transpose(1, 2).flatten(0, 1) for tensor in (q, k, v))  # [B*T, H, K]
     # Imported here: it imports the compiler, which takes half a second.
     from torch.nn.attention.varlen import varlen_attn
@@ -72,13 +116,16 @@ def _varlen_attention(q: Tensor, k: Tensor, v: Tensor, boundaries: Tensor) -> Te
     # Torch 2.11 has no `enable_gqa`; its kernel supports grouped heads without being asked.
     if "enable_gqa" in inspect.signature(varlen_attn).parameters:
         options["enable_gqa"] = True
-    out = varlen_attn(q, k, v, boundaries, boundaries, longest, longest, **options)
+    # Torch 2.15 would prefer cuDNN, which makes a plan for each number of documents and `longest`.
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+        out = varlen_attn(q, k, v, boundaries, boundaries, longest, longest, **options)
     assert isinstance(out, Tensor), "a tuple only with return_aux"
-    return out.unflatten(0, (batch, longest)).transpose(1, 2)
+    return out.unflatten(0, (batch, tokens)).transpose(1, 2)
 
 
 # --- one call per document: a CPU, and fp32 on a GPU ----------------------------------------------
-# A custom operator, so that a compiled graph has one node, however many documents there are.
+# A custom operator, so that a compiled graph has one node, however many documents there are. The
+# boundaries are in host memory, which slices are made from.
 
 
 @torch.library.custom_op("titanlite::attend_in_documents", mutates_args=())

@@ -21,9 +21,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from titanlite.distributed.mesh import Degrees, ParallelismConfig
 from titanlite.errors import ConfigError
-from titanlite.kernels.documents import SupportsDocuments
+from titanlite.kernels.documents import DocumentIndex, SupportsDocuments
 from titanlite.parallelize.context_attention import context_parallel_forward
-from titanlite.parallelize.context_tiles import SequenceShard, encode_document_tiles
+from titanlite.parallelize.context_tiles import SequenceShard, index_document_tiles
 
 
 @dataclass(frozen=True)
@@ -39,13 +39,14 @@ class ContextParallelAttention:
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        documents: Tensor | None = None,
+        documents: DocumentIndex | None = None,
         cache: None = None,
     ) -> Tensor:
         """Attend q [B, H, T, K] to k, v [B, Hkv, T, K] of all ranks; returns [B, H, T, K]."""
         assert cache is None, "generation runs on one process"
+        tiles = None if documents is None else documents.on_host
         out, _ = context_parallel_forward(
-            q, k, v, documents, self.group_name, self.balanced, self.rotate_method
+            q, k, v, tiles, self.group_name, self.balanced, self.rotate_method
         )
         return out
 
@@ -63,7 +64,7 @@ def apply_context_parallel(
         return
     shard = build_sequence_shard(cp, section)
     if isinstance(model, SupportsDocuments) and model.index_documents is not None:
-        model.use_document_mask(partial(encode_document_tiles, shard))
+        model.use_document_mask(partial(index_document_tiles, shard))
     attend = ContextParallelAttention(
         cp.get_group().group_name, shard.balanced, section.context_parallel_rotate_method
     )

@@ -10,6 +10,8 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from titanlite.kernels.documents import DocumentIndex
+
 ALL = slice(None)
 
 
@@ -106,6 +108,11 @@ class DocumentTiles:
         return self.by_source.get(source, [])
 
 
+def index_document_tiles(shard: SequenceShard, positions: Tensor) -> DocumentIndex:
+    """The index of the documents of `positions` [B, T], those of this rank's tokens."""
+    return DocumentIndex.build(encode_document_tiles(shard, positions))
+
+
 def encode_document_tiles(shard: SequenceShard, positions: Tensor) -> Tensor:
     """Table [N, 8] of the tiles of all documents, on the CPU; as a tensor it can enter a graph.
 
@@ -113,8 +120,8 @@ def encode_document_tiles(shard: SequenceShard, positions: Tensor) -> Tensor:
     keys. `positions` [B, T] are those of this rank's tokens in their documents.
 
     The tokens of a document within one chunk form a causal tile. If the document began before the
-    chunk, they also attend to its tokens in earlier chunks, on any rank. On a GPU, the host waits
-    for `positions` once per forward.
+    chunk, they also attend to its tokens in earlier chunks, on any rank. Waits for the device if
+    `positions` are there.
     """
     tokens, table = positions.shape[1], []
     chunks_of_all_ranks = [
@@ -138,6 +145,4 @@ def encode_document_tiles(shard: SequenceShard, positions: Tensor) -> Tensor:
                     keys = (first + offset, stop + offset)
                     earlier_tiles.append((rank, 0, row, row + 1, *bounds[:2], *keys))
         table += earlier_tiles
-    tiles = torch.tensor(table, dtype=torch.int64)
-    torch._dynamo.maybe_mark_dynamic(tiles, 0)  # otherwise every new N causes a recompilation
-    return tiles
+    return torch.tensor(table, dtype=torch.int64)

@@ -23,6 +23,7 @@ from torch.profiler import record_function
 
 from titanlite.distributed.mesh import ParallelismConfig
 from titanlite.errors import ConfigError
+from titanlite.kernels.documents import DocumentIndex
 from titanlite.models import ModelSizes, ModelSpec
 from titanlite.parallelize.fsdp import accumulate_gradients
 from titanlite.parallelize.schedule import (
@@ -320,14 +321,21 @@ class TrainStage(PipelineStage):
 
     activity = "pipeline"  # prefix of the names of profiler ranges
     _reduces_gradients = True
+    _documents: Sequence[DocumentIndex] = ()
 
     def enable_gradient_reduction(self, enabled: bool) -> None:
         """Whether the next run reduces gradients across ranks, or only accumulates them."""
         self._reduces_gradients = enabled
 
-    def forward_one_chunk(self, fwd_chunk_id, *args, **kwargs):
+    def use_documents(self, documents: Sequence[DocumentIndex]) -> None:
+        """Index of the documents in each micro-batch of the next run; empty: without a mask."""
+        self._documents = documents
+
+    def forward_one_chunk(self, fwd_chunk_id, args, kwargs=None, *others, **options):
+        if self._documents:  # not an argument of the run: torch splits only tensors
+            kwargs = {**(kwargs or {}), "documents": self._documents[fwd_chunk_id]}
         with self._profiler_range("forward", fwd_chunk_id):
-            return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+            return super().forward_one_chunk(fwd_chunk_id, args, kwargs, *others, **options)
 
     def backward_one_chunk(self, bwd_chunk_id, loss=None, full_backward=True, last_backward=False):
         kind = "backward" if full_backward else "input"
@@ -387,6 +395,11 @@ class RankSchedule:
         """Whether the next run reduces gradients across ranks, or only accumulates them."""
         for stage in self.stages:
             stage.enable_gradient_reduction(enabled)
+
+    def use_documents(self, documents: Sequence[DocumentIndex]) -> None:
+        """Index of the documents in each micro-batch of the next run; empty: without a mask."""
+        for stage in self.stages:
+            stage.use_documents(documents)
 
 
 class _CsvSchedule(_PipelineScheduleRuntime):

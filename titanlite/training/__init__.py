@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from titanlite.training.batch import Batch
 from titanlite.training.config import TrainingConfig
 from titanlite.training.engine import Engine, build_engine
 from titanlite.training.loop import train
@@ -12,6 +13,7 @@ from titanlite.training.step import StepResult, StepSettings, take_step
 from titanlite.training.validation import ValidationConfig, validate, validation_samples
 
 __all__ = [
+    "Batch",
     "Counters",
     "Engine",
     "PeriodicAction",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -12,12 +11,11 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from titanlite.distributed.mesh import Mesh
-from titanlite.kernels.documents import document_positions
+from titanlite.kernels.documents import SupportsDocuments
 from titanlite.labels import IGNORE_INDEX
 from titanlite.models import OutputLayer
 from titanlite.parallelize import ParallelLayout, ShardedModel
 from titanlite.parallelize.context import build_sequence_shard
-from titanlite.parallelize.context_tiles import SequenceShard
 from titanlite.parallelize.fsdp import set_gradient_reduction
 from titanlite.parallelize.pipeline import (
     EvalStage,
@@ -26,6 +24,7 @@ from titanlite.parallelize.pipeline import (
     TrainStage,
     build_rank_schedule,
 )
+from titanlite.training.batch import Batch, RankTokens
 
 SetPhase = Callable[[str], None]
 
@@ -41,8 +40,11 @@ class Engine(Protocol):
     an engine selects this rank's tokens.
     """
 
+    def prepare(self, inputs: Tensor, labels: Tensor) -> Batch:
+        """A batch for `forward_backward`, from tensors in host memory; may run in any thread."""
+
     def forward_backward(
-        self, inputs: Tensor, labels: Tensor, valid: Tensor, set_phase: SetPhase = ignore_phase
+        self, batch: Batch, valid: Tensor, set_phase: SetPhase = ignore_phase
     ) -> Tensor:
         """Add the gradients of summed loss / `valid`; return this rank's share of that loss.
 
@@ -52,7 +54,7 @@ class Engine(Protocol):
         """
 
     def evaluate(self, inputs: Tensor, labels: Tensor) -> Tensor:
-        """This rank's share of the summed loss, without gradients."""
+        """This rank's share of the summed loss, without gradients; from tensors in host memory."""
 
 
 def build_engine(
@@ -70,31 +72,13 @@ def build_engine(
     """
     mesh, config = layout.mesh, layout.config
     every_microbatch = config.fsdp_gradient_reduction == "every_microbatch"
-    tokens = RankTokens(build_sequence_shard(mesh.cp, config), document_end_id)
+    model = next(iter(sharded.stage_modules.values()))
+    index_documents = model.index_documents if isinstance(model, SupportsDocuments) else None
+    shard = build_sequence_shard(mesh.cp, config)
+    tokens = RankTokens(shard, document_end_id, index_documents)
     if mesh.pp.size() == 1:
-        return SpmdEngine(sharded, tokens, local_batch, every_microbatch)
+        return SpmdEngine(sharded, tokens, local_batch, device, every_microbatch)
     return PipelineEngine(sharded, tokens, layout.plan, mesh, device, every_microbatch)
-
-
-@dataclass(frozen=True)
-class RankTokens:
-    """Which tokens of a batch this rank computes, and their positions."""
-
-    sequence: SequenceShard
-    document_end_id: int | None = None
-
-    def select(self, batch: Tensor) -> Tensor:
-        """This rank's tokens of `batch`: [B, T] -> [B, T / cp]."""
-        return self.sequence.select(batch)
-
-    def positions(self, inputs: Tensor) -> Tensor:
-        """Positions of this rank's tokens of `inputs` [B, T].
-
-        [T / cp] if all sequences have the same positions, else [B, T / cp].
-        """
-        if self.document_end_id is None:
-            return self.sequence.positions(inputs.shape[1], inputs.device)
-        return self.sequence.select(document_positions(inputs, self.document_end_id))
 
 
 class SpmdEngine:
@@ -105,29 +89,31 @@ class SpmdEngine:
         sharded: ShardedModel,
         tokens: RankTokens,
         microbatch_size: int,
+        device: torch.device,
         reduce_every_microbatch: bool = True,
     ):
         assert isinstance(sharded.model, FSDPModule)  # FSDP2 in every layout, one rank included
-        self._model, self._tokens = sharded.model, tokens
+        self._model, self._tokens, self._device = sharded.model, tokens, device
         self._microbatch_size, self._reduce_every = microbatch_size, reduce_every_microbatch
         self._output, self._update_float8_scales = sharded.output, sharded.update_float8_scales
 
+    def prepare(self, inputs: Tensor, labels: Tensor) -> Batch:
+        """See `Engine.prepare`."""
+        return self._tokens.prepare(inputs, labels, self._microbatch_size)
+
     def forward_backward(
-        self, inputs: Tensor, labels: Tensor, valid: Tensor, set_phase: SetPhase = ignore_phase
+        self, batch: Batch, valid: Tensor, set_phase: SetPhase = ignore_phase
     ) -> Tensor:
         """See `Engine.forward_backward`."""
         self._update_float8_scales()
-        total = torch.zeros(2, device=inputs.device)
-        size = self._microbatch_size
-        microbatches = list(zip(inputs.split(size), labels.split(size), strict=True))
-        for number, (x, y) in enumerate(microbatches):
+        total = torch.zeros(2, device=self._device)
+        microbatches = batch.split(self._microbatch_size)
+        for number, microbatch in enumerate(microbatches):
             last = number == len(microbatches) - 1
             set_gradient_reduction(self._model, self._reduce_every or last)
             set_phase("forward")
-            positions = self._tokens.positions(x)
-            loss = self._model(self._tokens.select(x), positions, labels=self._tokens.select(y))
             # The only division, by the valid labels of the global batch: gradients just add up.
-            loss = loss / valid
+            loss = self._loss_of(microbatch) / valid
             set_phase("backward")
             loss.backward()
             total += _loss_terms(loss, _z_loss(self._output) / valid)
@@ -137,10 +123,18 @@ class SpmdEngine:
     def evaluate(self, inputs: Tensor, labels: Tensor) -> Tensor:
         """See `Engine.evaluate`."""
         self._update_float8_scales()
-        select, positions = self._tokens.select, self._tokens.positions(inputs)
-        loss = self._model(select(inputs), positions, labels=select(labels))
+        batch = self._tokens.prepare(inputs, labels, len(inputs))
+        loss = self._loss_of(batch.to(self._device))
         _reshard([self._model])
         return loss
+
+    def _loss_of(self, microbatch: Batch) -> Tensor:
+        """The summed loss of this rank's tokens."""
+        select, positions = self._tokens.select, self._tokens.positions(microbatch.inputs)
+        options = {"documents": microbatch.documents[0]} if microbatch.documents else {}
+        return self._model(
+            select(microbatch.inputs), positions, labels=select(microbatch.labels), **options
+        )
 
 
 class PipelineEngine:
@@ -165,18 +159,21 @@ class PipelineEngine:
         self._valid: Tensor | float = 1.0  # divisor of the loss in the current run
         self._losses: list[Tensor] = []  # [2] of each micro-batch of the current run
 
+    def prepare(self, inputs: Tensor, labels: Tensor) -> Batch:
+        """See `Engine.prepare`."""
+        return self._tokens.prepare(inputs, labels, self._plan.microbatch_size)
+
     def forward_backward(
-        self, inputs: Tensor, labels: Tensor, valid: Tensor, set_phase: SetPhase = ignore_phase
+        self, batch: Batch, valid: Tensor, set_phase: SetPhase = ignore_phase
     ) -> Tensor:
         """See `Engine.forward_backward`."""
         self._sharded.update_float8_scales()
         self._valid = valid
         set_phase("forward/backward")  # interleaved by the schedule
-        total, size = torch.zeros(2, device=self._device), self._plan.sequences
-        for start in range(0, len(inputs), size):
-            run = slice(start, start + size)
-            reduce = self._reduce_every_run or start + size >= len(inputs)
-            total += self._run(TrainStage, self._plan, inputs[run], labels[run], reduce)
+        total, runs = torch.zeros(2, device=self._device), batch.split(self._plan.sequences)
+        for number, run in enumerate(runs):
+            last = number == len(runs) - 1
+            total += self._run(TrainStage, self._plan, run, self._reduce_every_run or last)
         return total
 
     @torch.no_grad()
@@ -188,8 +185,9 @@ class PipelineEngine:
         padding = (0, 0, 0, -len(inputs) % plan.sequences)  # torch fixes the micro-batch count
         inputs, labels = F.pad(inputs, padding), F.pad(labels, padding, value=IGNORE_INDEX)
         total = torch.zeros((), device=self._device)
-        for x, y in zip(inputs.split(plan.sequences), labels.split(plan.sequences), strict=True):
-            total += self._run(EvalStage, plan, x, y, reduce=False).sum()
+        batch = self._tokens.prepare(inputs, labels, plan.microbatch_size)
+        for run in batch.to(self._device).split(plan.sequences):
+            total += self._run(EvalStage, plan, run, reduce=False).sum()
         _reshard(self._sharded.stage_modules.values())
         return total
 
@@ -197,13 +195,14 @@ class PipelineEngine:
         self,
         stage_class: type[TrainStage],
         plan: PipelinePlan,
-        inputs: Tensor,
-        labels: Tensor,
+        batch: Batch,
         reduce: bool,
     ) -> Tensor:
         """Run the schedule once; return [2] loss terms on the last stage, zeros elsewhere."""
+        inputs, labels = batch.inputs, batch.labels
         rank_schedule = self._schedule_for(stage_class, plan, inputs.shape[1])
         rank_schedule.enable_gradient_reduction(reduce)
+        rank_schedule.use_documents(batch.documents)
         positions = self._tokens.positions(inputs)
         self._losses = []
         arguments: list[Tensor] = []

@@ -54,18 +54,17 @@ class _Loop:
         lost_folder = run.lost_folder()
         self._start_exchange(bool(lost_folder))
         with run.meter.waiting():
-            inputs, labels = next(run.batches)
+            batch = next(run.batches)
         lr = run.lr_at(state.step)
         result = take_step(
             state,
             run.engine,
-            inputs.to(run.device, non_blocking=True),
-            labels.to(run.device, non_blocking=True),
+            batch.to(run.device),
             lr=lr,
             settings=run.step_settings,
             set_phase=partial(run.watchdog.set_phase, state.step + 1),
         )
-        run.meter.step_done(run.step_settings.global_batch * inputs.shape[1])
+        run.meter.step_done(run.step_settings.global_batch * batch.inputs.shape[1])
         if not result.skipped:
             self.finite.record(state.step, result)
         self.stop_reason, is_saving, folder_lost, diverged = self.max_over_ranks.wait()

@@ -6,11 +6,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
 from titanlite.checkpoint import Checkpointer
 from titanlite.metrics import MetricSinks, ThroughputMeter
 from titanlite.runtime import HeartbeatWatchdog, StopRequest
+from titanlite.training.batch import Batch
 from titanlite.training.config import TrainingConfig
 from titanlite.training.engine import Engine
 from titanlite.training.periodic import PeriodicAction
@@ -26,7 +26,7 @@ class Run:
     device: torch.device
     state: TrainState
     engine: Engine
-    batches: Iterator[tuple[Tensor, Tensor]]  # this rank's inputs and labels [B, T], per step
+    batches: Iterator[Batch]  # this rank's part of the global batch, per step
     lr_at: Callable[[int], float]  # completed steps -> learning rate
     step_settings: StepSettings
     actions: tuple[PeriodicAction, ...]  # in the order in which they run after a step

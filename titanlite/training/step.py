@@ -10,6 +10,7 @@ from titanlite.distributed.collectives import all_reduce_sum
 from titanlite.distributed.mesh import Mesh
 from titanlite.models import valid_tokens
 from titanlite.optim import OptimizerInBackward, clip_gradients, set_lr
+from titanlite.training.batch import Batch
 from titanlite.training.engine import Engine, SetPhase, ignore_phase
 from titanlite.training.state import TrainState
 
@@ -38,24 +39,23 @@ class StepResult:
 def take_step(
     state: TrainState,
     engine: Engine,
-    inputs: Tensor,
-    labels: Tensor,
+    batch: Batch,
     *,
     lr: float,
     settings: StepSettings,
     set_phase: SetPhase = ignore_phase,
 ) -> StepResult:
-    """Take one optimizer step; `inputs` and `labels` [B, T] are this rank's part of the batch.
+    """Take one optimizer step; `batch` is this rank's part of the global batch, on the device.
 
     Calls `set_phase` at the start of each phase: forward, backward, step.
     """
     mesh, in_backward = settings.mesh, settings.optimizer_in_backward
     set_phase("forward")  # before the all-reduce, the first call that can hang
     # Over the batch dimension only: context- and tensor-parallel ranks have the same labels.
-    valid = all_reduce_sum(mesh.batch, valid_tokens(labels)).clamp(min=1)
+    valid = all_reduce_sum(mesh.batch, valid_tokens(batch.labels)).clamp(min=1)
     scale = 1.0 if state.loss_scale is None else state.loss_scale.value
     set_lr(state.optimizer, lr)  # before backward, which may already update parameters
-    losses = engine.forward_backward(inputs, labels, valid / scale, set_phase)
+    losses = engine.forward_backward(batch, valid / scale, set_phase)
     loss, z_loss = all_reduce_sum(mesh.loss, losses) / scale
     set_phase("step")
     if in_backward:
@@ -72,5 +72,5 @@ def take_step(
     if state.loss_scale is not None:
         state.loss_scale.update(finite)
         skipped = not finite and not state.loss_scale.exhausted
-    state.counters.advance(settings.global_batch, settings.global_batch * inputs.shape[1])
+    state.counters.advance(settings.global_batch, settings.global_batch * batch.inputs.shape[1])
     return StepResult(loss, z_loss, grad_norm, own_norms, skipped)

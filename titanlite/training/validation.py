@@ -60,7 +60,6 @@ def validate(
         first = start + mesh.batch_rank * sequences
         inputs, labels = data.read(first, sequences)
         labels[max(0, samples - first) :] = IGNORE_INDEX  # samples past the requested number
-        inputs, labels = inputs.to(device), labels.to(device)
         loss += engine.evaluate(inputs, labels)
         count += valid_tokens(labels)
     # Context- and pipeline-parallel ranks have partial sums of the loss, but all labels.

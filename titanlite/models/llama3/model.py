@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -10,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from titanlite.kernels.attention import CausalAttention, KeyValueCache
+from titanlite.kernels.documents import DocumentIndex, IndexDocuments
 from titanlite.models.embedding import TokenEmbedding
 from titanlite.models.loss import OutputLayer
 from titanlite.models.rope import RopeScaling, apply_rope, rope_cos_sin
@@ -64,7 +64,7 @@ class Attention(nn.Module):
         self,
         x: Tensor,
         rope: tuple[Tensor, Tensor],
-        documents: Tensor | None = None,
+        documents: DocumentIndex | None = None,
         cache: KeyValueCache | None = None,
     ) -> Tensor:
         heads = (-1, self.head_width)  # -1: a tensor-parallel rank has only some of the heads
@@ -104,7 +104,7 @@ class TransformerBlock(nn.Module):
         self,
         x: Tensor,
         rope: tuple[Tensor, Tensor],
-        documents: Tensor | None = None,
+        documents: DocumentIndex | None = None,
         cache: KeyValueCache | None = None,
     ) -> Tensor:
         x = x + self.attention(self.attention_norm(x), rope, documents, cache)
@@ -120,7 +120,7 @@ class Llama(nn.Module):
     def __init__(self, sizes: Llama3Sizes):
         super().__init__()
         self.sizes = sizes
-        self.index_documents: Callable[[Tensor], Tensor] | None = None
+        self.index_documents: IndexDocuments | None = None
         self.tok_embeddings = TokenEmbedding(sizes.vocab_size, sizes.dim)
         blocks = {str(i): TransformerBlock(sizes) for i in range(sizes.n_layers)}
         self.layers = nn.ModuleDict(blocks)
@@ -129,7 +129,7 @@ class Llama(nn.Module):
         if sizes.tied_embeddings:
             self.output.weight = self.tok_embeddings.weight
 
-    def use_document_mask(self, index_documents: Callable[[Tensor], Tensor]) -> None:
+    def use_document_mask(self, index_documents: IndexDocuments) -> None:
         """Attend within documents only; see `SupportsDocuments`."""
         self.index_documents = index_documents
 
@@ -139,16 +139,17 @@ class Llama(nn.Module):
         positions: Tensor | None = None,
         caches: dict[str, KeyValueCache] | None = None,
         labels: Tensor | None = None,
+        documents: DocumentIndex | None = None,
     ) -> Tensor:
         """`positions` [T] or [B, T] count from the start of each sequence, or of each document in
-        it; default: 0, 1, 2, …"""
+        it; default: 0, 1, 2, … `documents` is derived from them, but then the host waits for a GPU.
+        """
         sizes = self.sizes
         if positions is None:
             positions = torch.arange(tokens.shape[1], device=tokens.device)
         rope = rope_cos_sin(positions, sizes.head_width, sizes.rope_theta, sizes.rope_scaling)
-        documents = None  # computed once for all blocks
-        if self.index_documents is not None:
-            documents = self.index_documents(positions.expand(len(tokens), -1))
+        if documents is None and self.index_documents is not None:
+            documents = self.index_documents(positions.expand(len(tokens), -1)).to(tokens.device)
         x = tokens if self.tok_embeddings is None else self.tok_embeddings(tokens)
         for name, block in self.layers.items():
             x = block(x, rope, documents, None if caches is None else caches[name])

@@ -1,0 +1,70 @@
+"""One rank's sequences of a step: their tokens, and where their documents are."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from titanlite.kernels.documents import DocumentIndex, IndexDocuments, document_positions
+from titanlite.parallelize.context_tiles import SequenceShard
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Full sequences [B, T], the same on all ranks that split these sequences."""
+
+    inputs: Tensor
+    labels: Tensor
+    documents: tuple[DocumentIndex, ...] = ()  # of each micro-batch, for this rank's tokens
+    # empty: the mask is causal, or the model finds the documents, for which it waits for the device
+
+    def pin_memory(self) -> Batch:
+        """A copy in pinned memory, from which `to` copies to a GPU without waiting for it."""
+        documents = tuple(index.pin_memory() for index in self.documents)
+        return Batch(self.inputs.pin_memory(), self.labels.pin_memory(), documents)
+
+    def to(self, device: torch.device) -> Batch:
+        """The batch on `device`."""
+        inputs, labels = (x.to(device, non_blocking=True) for x in (self.inputs, self.labels))
+        return Batch(inputs, labels, tuple(index.to(device) for index in self.documents))
+
+    def split(self, sequences: int) -> list[Batch]:
+        """Parts of `sequences` sequences, which are one micro-batch or several."""
+        tokens = list(zip(self.inputs.split(sequences), self.labels.split(sequences), strict=True))
+        count = -(-len(self.documents) // len(tokens))  # micro-batches in a part
+        return [
+            Batch(inputs, labels, self.documents[n * count : (n + 1) * count])
+            for n, (inputs, labels) in enumerate(tokens)
+        ]
+
+
+@dataclass(frozen=True)
+class RankTokens:
+    """Which tokens of a batch this rank computes, their positions and their documents."""
+
+    sequence: SequenceShard
+    document_end_id: int | None = None
+    index_documents: IndexDocuments | None = None  # None: causal mask
+
+    def prepare(self, inputs: Tensor, labels: Tensor, microbatch_size: int) -> Batch:
+        """A batch with the documents of each micro-batch, from tensors in host memory."""
+        if self.index_documents is None:
+            return Batch(inputs, labels)
+        positions = self.positions(inputs).expand(len(inputs), -1)
+        documents = map(self.index_documents, positions.split(microbatch_size))
+        return Batch(inputs, labels, tuple(documents))
+
+    def select(self, batch: Tensor) -> Tensor:
+        """This rank's tokens of `batch`: [B, T] -> [B, T / cp]."""
+        return self.sequence.select(batch)
+
+    def positions(self, inputs: Tensor) -> Tensor:
+        """Positions of this rank's tokens of `inputs` [B, T].
+
+        [T / cp] if all sequences have the same positions, else [B, T / cp].
+        """
+        if self.document_end_id is None:
+            return self.sequence.positions(inputs.shape[1], inputs.device)
+        return self.sequence.select(document_positions(inputs, self.document_end_id))
