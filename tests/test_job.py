@@ -8,6 +8,7 @@ import sys
 
 import pytest
 import torch
+from torch.torch_version import TorchVersion
 
 from tests.conftest import ROOT
 from titanlite.data import ShardWriter
@@ -397,6 +398,68 @@ def test_an_invalid_setting_is_refused_with_the_reason(run_toml, argv, ranks, me
     if argv[:1] == ["--job.device"] and torch.cuda.is_available():
         pytest.skip("this machine has a CUDA device")
     assert message in error_text(run_toml, *argv, ranks=ranks)
+
+
+@pytest.fixture
+def gpu_of_capability(monkeypatch):
+    """A function that makes torch report one GPU of a compute capability."""
+
+    def report(*capability: int) -> None:
+        for name, value in (
+            ("is_available", True),
+            ("device_count", 1),
+            ("get_device_name", "NVIDIA GPU"),
+            ("get_device_capability", capability),
+        ):
+            monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
+
+    return report
+
+
+FLOAT8_STATE = ["--optimizer.state_dtype", "float8"]
+EMULATED = [*TENSORWISE, f"{FLOAT8}emulate", "true"]
+COMPILED = ["--compile.enable", "true"]
+
+
+@pytest.mark.parametrize(
+    "argv, message",
+    [
+        (FLOAT8_STATE, 'Use "8bit", which takes the same memory, torch 2.13 or newer, or'),
+        ([*FLOAT8_STATE, "--optimizer.implementation", "for-loop"], ""),
+        ([*FLOAT8_STATE, "--training.enable_cpu_offload", "true"], ""),
+        (["--optimizer.state_dtype", "8bit"], ""),
+        ([*EMULATED, *COMPILED], "Use torch 2.13 or newer, compile.enable = false, or"),
+        ([*EMULATED, *COMPILED, "--compile.components", "loss"], ""),
+        ([*EMULATED, *COMPILED, "--compile.backend", "aot_eager"], ""),
+        (EMULATED, ""),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else None,
+)
+def test_float8_that_inductor_cannot_compile_for_the_gpu_is_refused(
+    run_toml, gpu_of_capability, monkeypatch, argv, message
+):
+    """tests/cuda_trace/test_compile_for_target.py compiles it for these GPUs."""
+    argv = ["--job.device", "cuda", *argv]
+    gpu_of_capability(8, 0)
+    read_valid(run_toml, *argv)
+    monkeypatch.setattr(torch, "__version__", TorchVersion("2.12.1"))
+    if message:
+        text = error_text(run_toml, *argv)
+        assert message in text and "NVIDIA GPU, of compute capability 8.0" in text
+    else:
+        read_valid(run_toml, *argv)
+    gpu_of_capability(8, 9)
+    read_valid(run_toml, *argv)
+
+
+def test_a_gpu_without_float8_matmuls_is_refused(run_toml, gpu_of_capability):
+    argv = ["--job.device", "cuda", *TENSORWISE]
+    gpu_of_capability(8, 0)
+    assert "this device (NVIDIA GPU, of compute capability 8.0) has no" in error_text(
+        run_toml, *argv
+    )
+    gpu_of_capability(8, 9)
+    read_valid(run_toml, *argv)
 
 
 def test_a_validation_set_without_the_bos_of_the_sources_is_refused(run_toml, tmp_path):

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from titanlite.distributed.mesh import Degrees, ParallelismConfig, build_mesh
+from titanlite.kernels.gpu import find_gpu
 from titanlite.models import FAMILIES, Llama3Sizes
 from titanlite.parallelize import ModelTransforms, ParallelLayout, build_sharded_model
 from titanlite.parallelize.float8 import Float8Config, check_float8_device
@@ -30,9 +31,11 @@ def has_float8_hardware() -> bool:
 
 
 def test_a_gpu_without_float8_is_refused_and_one_with_it_is_accepted():
-    errors = list(check_float8_device(TENSORWISE, CUDA))
+    gpu = find_gpu(CUDA)
+    errors = list(check_float8_device(TENSORWISE, gpu, compiles_blocks=True))
     assert bool(errors) != has_float8_hardware()
-    assert not list(check_float8_device(replace(TENSORWISE, emulate=True), CUDA))
+    emulated = replace(TENSORWISE, emulate=True)
+    assert not list(check_float8_device(emulated, gpu, compiles_blocks=False))
 
 
 @pytest.fixture

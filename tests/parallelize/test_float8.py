@@ -6,8 +6,12 @@ import logging
 
 import pytest
 import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from titanlite.distributed.tensors import local_shard
 from titanlite.models import FAMILIES
+from titanlite.optim import OptimizerConfig, build_optimizer
 from titanlite.parallelize.float8 import (
     AUTO_FILTER,
     Float8Config,
@@ -68,3 +72,41 @@ def test_conversion_does_not_rename_parameters_and_logs_excluded_layers(caplog):
     assert "float8 rowwise in 23 linear layers; in high precision: " in caplog.text
     assert "attention.wo (4100x256 is not a multiple of 16)" in caplog.text
     assert 'layers.*.attention.wk ("attention.wk" in filter_fqns)' in caplog.text
+
+
+class RefuseHostReads(TorchDispatchMode):
+    """Fails where the host reads the value of a tensor, which would wait for a GPU."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        assert func is not torch.ops.aten._local_scalar_dense.default
+        return func(*args, **(kwargs or {}))
+
+
+def float8_layer(scale: Tensor) -> nn.Linear:
+    """A linear layer whose weight is all-gathered in Float8, with this precomputed scale."""
+    model = nn.Sequential(nn.Linear(128, 64, bias=False))
+    convert_to_float8(
+        model, Float8Config(recipe_name="tensorwise", enable_fsdp_float8_all_gather=True)
+    )
+    layer = model[0]
+    assert isinstance(layer, nn.Linear) and hasattr(layer.weight, "_precomputed_scale")
+    layer.weight._precomputed_scale = scale
+    return layer
+
+
+def test_the_local_shard_of_a_float8_weight_is_found_without_reading_its_scale():
+    """The host would wait for the device once per weight and step."""
+    weight = float8_layer(scale=torch.tensor(2.0)).weight
+    with RefuseHostReads():
+        local = local_shard(weight)
+    assert local is weight._tensor
+
+
+def test_an_update_of_low_memory_adam_does_not_read_the_scales_of_float8_weights():
+    layer = float8_layer(scale=torch.empty((), device="meta"))  # has no value to read
+    config = OptimizerConfig(state_dtype="8bit", implementation="for-loop")
+    optimizer = build_optimizer(layer, config)
+    before = local_shard(layer.weight).clone()
+    layer.weight.grad = torch.ones(64, 128)
+    optimizer.step()
+    assert not torch.equal(local_shard(layer.weight), before)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -15,8 +17,15 @@ def local_shard(tensor: Tensor) -> Tensor:
         return local.wait()
     # Unwrap torchao's Float8 weights. is_traceable_wrapper_subclass is a private API of torch.
     while is_traceable_wrapper_subclass(local):
-        local = getattr(local, local.__tensor_flatten__()[0][0])
+        local = _wrapped_tensor(local)
     return local
+
+
+def _wrapped_tensor(wrapper: Any) -> Tensor:
+    """The tensor inside a wrapper subclass, in the same memory; does not wait for the device."""
+    # Private in torchao (0.18), but its __tensor_flatten__ reads the value of a precomputed scale.
+    inner = getattr(wrapper, "_tensor", None)
+    return getattr(wrapper, wrapper.__tensor_flatten__()[0][0]) if inner is None else inner
 
 
 def pin_in_place(tensor: Tensor) -> None:

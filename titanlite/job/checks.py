@@ -14,12 +14,14 @@ from titanlite.errors import CheckpointError, ConfigError, UserError, UserErrors
 from titanlite.job.config import FACTS, JobConfig
 from titanlite.job.data import open_job_stream, open_job_tokenizer, open_job_validation
 from titanlite.kernels.backend import CPU_KERNELS, check_attention_config
+from titanlite.kernels.gpu import Gpu, find_gpu
 from titanlite.metrics import check_metrics_config, check_profiling_config
 from titanlite.models import FAMILIES, ModelSizes, ModelSpec, first_match
 from titanlite.optim import (
     LossScaleConfig,
     check_lr_scheduler_config,
     check_optimizer_config,
+    check_optimizer_device,
     moment_format,
 )
 from titanlite.optim.adam import StateDtype
@@ -270,12 +272,20 @@ def _check_device(config: JobConfig) -> Iterator[UserError]:
     if config.job.check_ranks is None:  # otherwise the job is for another machine
         try:
             device = choose_device(config.job.device)
-            yield from check_float8_device(config.float8, device)
         except ConfigError as error:
             yield error
             return
+        yield from _check_gpu_options(config, find_gpu(device))
         if device.type == "cpu":
             yield from _check_cpu_options(config)
+
+
+def _check_gpu_options(config: JobConfig, gpu: Gpu | None) -> Iterator[ConfigError]:
+    """Reject options that this GPU does not support; None is a CPU."""
+    compiles_blocks = config.compile.compiles("model") and config.compile.backend == "inductor"
+    yield from check_float8_device(config.float8, gpu, compiles_blocks)
+    if not config.training.enable_cpu_offload:  # otherwise the optimizer runs on the CPU
+        yield from check_optimizer_device(config.optimizer, gpu)
 
 
 def _check_cpu_options(config: JobConfig) -> Iterator[ConfigError]:

@@ -1,1 +1,1 @@
-"""Attention kernels: choice of the backend, variable-length documents, partial attention."""
+"""Attention kernels, variable-length documents, partial attention; what a GPU supports."""

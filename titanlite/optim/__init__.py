@@ -9,6 +9,7 @@ from titanlite.optim.build import (
     OptimizerRecipe,
     build_optimizer,
     check_optimizer_config,
+    check_optimizer_device,
     set_lr,
 )
 from titanlite.optim.clip import clip_gradients, shard_norms
@@ -34,6 +35,7 @@ __all__ = [
     "build_optimizer",
     "check_lr_scheduler_config",
     "check_optimizer_config",
+    "check_optimizer_device",
     "clip_gradients",
     "lr_factor",
     "moment_bytes",

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from titanlite.errors import ConfigError
+from titanlite.kernels.gpu import FLOAT8_FALLBACK_SINCE, Gpu
 from titanlite.optim.adam import LowMemoryAdam, MomentOptions, StateDtype
 from titanlite.optim.fp32_vectors import is_low_vector, updating_vectors_in_float32
 from titanlite.optim.groups import parameter_groups
@@ -128,6 +129,19 @@ def check_optimizer_config(config: OptimizerConfig, param_dtype: str) -> Iterato
             ' "foreach" does not.',
             fix='Use "fused" (one compiled kernel per parameter), or "for-loop".',
             keys=(*keys, "optimizer.implementation"),
+        )
+
+
+def check_optimizer_device(config: OptimizerConfig, gpu: Gpu | None) -> Iterator[ConfigError]:
+    """Reject an update that inductor cannot compile for this GPU. `gpu` None: a CPU."""
+    is_compiled = config.state_dtype == "float8" and config.implementation == "fused"
+    if is_compiled and gpu is not None and not gpu.compiles_float8:
+        yield ConfigError(
+            f'optimizer.state_dtype = "float8": torch {torch.__version__} compiles its update for'
+            f" GPUs of compute capability 8.9 or later only; this device is {gpu}.",
+            fix=f'Use "8bit", which takes the same memory, torch {FLOAT8_FALLBACK_SINCE} or newer,'
+            ' or optimizer.implementation = "for-loop", which does not compile and is slower.',
+            keys=("optimizer.state_dtype", "optimizer.implementation"),
         )
 
 

@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from titanlite.distributed.mesh import Degrees
 from titanlite.errors import ConfigError
+from titanlite.kernels.gpu import FLOAT8_FALLBACK_SINCE, Gpu
 from titanlite.log import logger
 from titanlite.models import ModelSizes, ModelSpec, OutputLayer, first_match
 from titanlite.parallelize.tensor import weight_shard_size
@@ -346,23 +347,28 @@ def _check_shards(
         )
 
 
-def check_float8_device(config: Float8Config, device: torch.device) -> Iterator[ConfigError]:
-    """Reject a device without Float8 hardware, unless emulated."""
-    if config.recipe_name is None or config.emulate:
+def check_float8_device(
+    config: Float8Config, gpu: Gpu | None, compiles_blocks: bool
+) -> Iterator[ConfigError]:
+    """Reject a device without Float8 hardware, unless emulated, and emulation that inductor cannot
+    compile. `gpu` None: a CPU."""
+    if config.recipe_name is None or (gpu is not None and gpu.supports_float8):
         return
-    shown = "a CPU"
-    if device.type == "cuda":
-        capability = torch.cuda.get_device_capability(device)
-        if capability >= (8, 9):  # Ada; Hopper is 9.0
-            return
-        version = ".".join(map(str, capability))
-        shown = f"{torch.cuda.get_device_name(device)}, of compute capability {version}"
-    yield _float8_error(
-        f'{SECTION}.recipe_name = "{config.recipe_name}": this device ({shown}) has no Float8'
-        " matmuls; a GPU of compute capability 8.9 or later has.",
-        f"Set {SECTION}.emulate = true to try it here, slowly.",
-        "emulate",
-    )
+    if not config.emulate:
+        yield _float8_error(
+            f'{SECTION}.recipe_name = "{config.recipe_name}": this device ({gpu or "a CPU"}) has no'
+            " Float8 matmuls; a GPU of compute capability 8.9 or later has.",
+            f"Set {SECTION}.emulate = true to try it here, slowly.",
+            "emulate",
+        )
+    elif gpu is not None and compiles_blocks and not gpu.compiles_float8:
+        yield _float8_error(
+            f"{SECTION}.emulate = true: torch {torch.__version__} compiles casts to Float8 for GPUs"
+            f" of compute capability 8.9 or later only; this device is {gpu}.",
+            f"Use torch {FLOAT8_FALLBACK_SINCE} or newer, compile.enable = false, or"
+            ' compile.components = ["loss"].',
+            "emulate",
+        )
 
 
 def _block_patterns(names: list[str]) -> list[str]:
