@@ -9,6 +9,7 @@ if [[ ! "${1:-}" =~ ^[0-9]+$ || $# -lt 2 ]]; then
   echo "usage: bash scripts/launch.sh PROCESSES train.py --job.config_file run.toml …" >&2
   exit 2
 fi
+ulimit -n "$(ulimit -Hn)" || true  # the store of the ranks has two connections for each of them
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
 exec torchrun --nproc_per_node "$1" --rdzv-backend c10d --rdzv-conf store_type=file \
   --local-addr 127.0.0.1 "${@:2}"

@@ -13,6 +13,7 @@ wait_for() {  # wait_for PID: return its exit code; a loop, because a trap inter
 
 run_node() {  # run torchrun on a node; it ignores SIGUSR1, which would end it
   local launcher signalled=
+  ulimit -n "$(ulimit -Hn)"  # the store of the ranks has two connections for each of them
   (trap '' USR1; exec torchrun "$@") &
   launcher=$!
   # Repeat the signal, because a rank that is still starting ignores it.

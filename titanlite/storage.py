@@ -156,6 +156,12 @@ class StorageFolder:
     def read(self, name: str) -> bytes:
         return self.fs.cat_file(self.path_of(name))
 
+    @_raise_storage_unreachable
+    def size_of(self, name: str) -> int:
+        """Bytes of a file; raises FileNotFoundError."""
+        self.fs.invalidate_cache()  # another process may have written since
+        return self.fs.size(self.path_of(name)) or 0
+
     @contextmanager
     def open_for_reading(self, name: str) -> Iterator[BinaryReader]:
         with self.fs.open(self.path_of(name), "rb") as stream:

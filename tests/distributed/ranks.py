@@ -95,11 +95,14 @@ def _run_rank(connection, rank, ranks, store, path, timeout, module, name, args)
     import torch
     import torch.distributed as dist
 
+    from titanlite.distributed.rendezvous import connect_gloo_on_demand
+
     log = tempfile.TemporaryFile("w+")  # noqa: SIM115, open until the process is killed
     os.dup2(log.fileno(), 1)
     os.dup2(log.fileno(), 2)
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_RANK=str(rank))
     torch.set_num_threads(1)
+    connect_gloo_on_demand()
     try:
         dist.init_process_group(
             "gloo",

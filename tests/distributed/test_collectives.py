@@ -17,6 +17,7 @@ from titanlite.distributed.collectives import (
     gather_problems,
     run_on_rank_0,
 )
+from titanlite.distributed.rank_tree import RankTree
 from titanlite.errors import ConfigError, DataError, UserError, UserErrors, format_error
 
 
@@ -29,9 +30,9 @@ class TouchesWhenUnpickled:
 
 
 def receive_a_pickle(path: str) -> str:
-    """Rank 0 sends a pickle by `broadcast_object_list`; rank 1 reads it as a value."""
+    """Rank 0 sends a pickle; rank 1 reads it as a value."""
     if dist.get_rank() == 0:
-        dist.broadcast_object_list([TouchesWhenUnpickled(path)], src=0)
+        RankTree().broadcast(pickle.dumps(TouchesWhenUnpickled(path)))
         return ""
     try:
         return repr(broadcast_from_rank_0(None))

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from titanlite.checkpoint.collective_save import CollectiveSave
 from titanlite.checkpoint.config import CheckpointConfig
 from titanlite.checkpoint.convert import to_hugging_face
 from titanlite.checkpoint.finding import FoundCheckpoint, find_checkpoint
@@ -92,6 +93,7 @@ class Checkpointer:
         if config.enable:
             timeout = timedelta(seconds=GROUP_TIMEOUT_FACTOR * config.timeout_seconds)
             self.group = dist.new_group(backend="gloo", timeout=timeout)
+        self._collective_save = CollectiveSave(self.group)
         self.staging = HostStaging(config.async_mode == "async_with_pinned_mem")
         self.step_folders = StepFolders(folder, config, check_lease, self.group)
         self._save: SaveInProgress | None = None
@@ -156,7 +158,7 @@ class Checkpointer:
             self._after_commit(folder, final)
 
         def write(state: State) -> None:
-            write_tensors(folder, state, self.group, commit, self.check_lease)
+            write_tensors(folder, state, self._collective_save, commit, self.check_lease)
 
         timeout_seconds = self.config.timeout_seconds
         if self.blocking:

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar, cast
 
+import torch.distributed as dist
 from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadPlan
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
-from titanlite.errors import CheckpointError, UserError
+from titanlite.distributed.collectives import capture_user_error, gather_from_all_ranks
+from titanlite.distributed.rank_tree import RankTree
+from titanlite.errors import CheckpointError, UserError, error_from_dict, error_to_dict
 from titanlite.storage import StorageFolder
+
+T = TypeVar("T")
 
 
 class BaseStorageReader(StorageReader):
@@ -53,17 +58,39 @@ def ignore_no_dist_warning() -> Iterator[None]:
 
 
 @contextmanager
-def raise_checkpoint_error(folder: StorageFolder, action: str) -> Iterator[None]:
-    """Turn DCP's exception, which it raises on every rank, into a CheckpointError.
+def as_checkpoint_error(folder: StorageFolder, action: str) -> Iterator[None]:
+    """Turn any exception of the block into a UserError that names the folder and this rank.
 
     `action` is "read" or "written".
     """
     try:
         yield
-    except CheckpointException as failure:  # a BaseException
-        rank, (error, _) = min(failure.failures.items())
+    except (Exception, CheckpointException) as failure:
+        error: BaseException = failure
+        if isinstance(failure, CheckpointException):  # of DCP, around the error of one process
+            error, _ = next(iter(failure.failures.values()))
         if isinstance(error, UserError):
-            raise error.mark_on_all_ranks() from failure
+            raise error from failure
         raise CheckpointError(
-            f"{folder}: could not be {action}: rank {rank}: {type(error).__name__}: {error}"
-        ).mark_on_all_ranks() from failure
+            f"{folder}: could not be {action}: rank {RankTree().rank}:"
+            f" {type(error).__name__}: {error}"
+        ) from failure
+
+
+def call_on_all_ranks(
+    function: Callable[[], T], folder: StorageFolder, action: str, group: dist.ProcessGroup | None
+) -> T:
+    """Call `function` on every rank; raise the error of the first rank that has one on all.
+
+    Every rank must call it at the same point. `folder` and `action`: see `as_checkpoint_error`.
+    """
+
+    def call() -> T:
+        with as_checkpoint_error(folder, action):
+            return function()
+
+    result, problem = capture_user_error(call)
+    errors = gather_from_all_ranks(problem and error_to_dict(problem), group)
+    if first := next(filter(None, errors), None):
+        raise error_from_dict(first).mark_on_all_ranks() from problem
+    return cast(T, result)

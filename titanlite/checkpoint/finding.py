@@ -103,13 +103,15 @@ def verify_on_all_ranks(
 ) -> tuple[CheckpointManifest | None, str]:
     """A checkpoint's manifest, and what is wrong with it on any rank; empty if it is valid.
 
-    Each rank reads the manifest, which detects a folder that is not shared between machines. The
-    other files are divided among the ranks. Raises CheckpointError if the storage is unreachable,
-    because the checkpoint may be valid.
+    Each rank reads the manifest, which detects a folder that is not shared between machines. Rank 0
+    compares the sizes of all files; their hashes are divided among the ranks. Raises
+    CheckpointError if the storage is unreachable, because the checkpoint may be valid.
     """
 
     def check() -> CheckpointManifest:
-        manifest = read_checkpoint_manifest(folder, sizes=verify != "off")
+        manifest = read_checkpoint_manifest(
+            folder, sizes=verify != "off", files=dist.get_rank() == 0
+        )
         if verify == "full":
             check_hashes(folder, manifest, _files_of_this_rank(manifest))
         return manifest

@@ -88,14 +88,19 @@ def write_checkpoint_manifest(folder: StorageFolder, manifest: CheckpointManifes
     folder.write_atomically(MANIFEST_FILE, text.encode())
 
 
-def read_checkpoint_manifest(folder: StorageFolder, sizes: bool = True) -> CheckpointManifest:
+def read_checkpoint_manifest(
+    folder: StorageFolder, sizes: bool = True, files: bool = True
+) -> CheckpointManifest:
     """Read and check the manifest of a checkpoint; with `sizes`, also compare all file sizes.
+
+    With `files` = False, the other files are not even listed: when thousands of ranks read the
+    manifest, one of them lists the thousands of files.
 
     Every name, number and type is checked, because a checkpoint may come from a stranger. Raises
     CheckpointError.
     """
     try:
-        file_sizes = folder.sizes()
+        file_sizes = folder.sizes() if files else {MANIFEST_FILE: folder.size_of(MANIFEST_FILE)}
         if MANIFEST_FILE not in file_sizes:
             raise FileNotFoundError
         if file_sizes[MANIFEST_FILE] > MAX_MANIFEST_BYTES:
@@ -117,7 +122,7 @@ def read_checkpoint_manifest(folder: StorageFolder, sizes: bool = True) -> Check
     if body.pop("hash", None) != manifest_hash(body):
         raise damaged_checkpoint(folder, f"{MANIFEST_FILE} was changed after it was written")
     manifest = _parse_manifest(folder, body)
-    for name, record in manifest.files.items():
+    for name, record in manifest.files.items() if files else ():
         size = file_sizes.get(name)
         if size is None:
             raise damaged_checkpoint(folder, f"{name} is missing (links are not followed)")

@@ -20,9 +20,10 @@ from torch.futures import Future
 from titanlite.checkpoint.chunks import Chunk, Chunks, read_chunks, to_dcp_metadata
 from titanlite.checkpoint.dcp import (
     BaseStorageReader,
+    as_checkpoint_error,
+    call_on_all_ranks,
     completed_future,
     ignore_no_dist_warning,
-    raise_checkpoint_error,
 )
 from titanlite.checkpoint.manifest import (
     DTYPE_OF_NAME,
@@ -48,16 +49,25 @@ def read_tensors(
     Collective over `group`, unless `no_dist` is set or there is no process group. `reader` is for
     folders that are not checkpoints of titanlite. Raises CheckpointError.
     """
-    no_dist = no_dist or not dist.is_initialized()
     names = [f"{part}.{name}" for part, tensors in state.items() for name in tensors]
-    with raise_checkpoint_error(folder, "read"), ignore_no_dist_warning():
-        dcp.load(
-            state,
-            storage_reader=reader or _CheckpointReader(folder, names),
-            planner=_TensorPlanner(),
-            process_group=None if no_dist else group,
-            no_dist=no_dist,
-        )
+    alone = no_dist or not dist.is_initialized()
+    lists_files = alone or dist.get_rank() == 0
+
+    def read() -> None:
+        # Without DCP's collectives, by which every rank would only get back its own plan.
+        with ignore_no_dist_warning():
+            dcp.load(
+                state,
+                storage_reader=reader or _CheckpointReader(folder, names, lists_files),
+                planner=_TensorPlanner(),
+                no_dist=True,
+            )
+
+    if alone:
+        with as_checkpoint_error(folder, "read"):
+            read()
+    else:
+        call_on_all_ranks(read, folder, "read", group)
 
 
 class _TensorPlanner(DefaultLoadPlanner):
@@ -70,15 +80,15 @@ class _TensorPlanner(DefaultLoadPlanner):
 class _CheckpointReader(BaseStorageReader):
     """Reads the tensors `names` of a checkpoint without unpickling: see chunks, shard_files."""
 
-    def __init__(self, folder: StorageFolder, names: Sequence[str]):
-        self.folder, self.names = folder, names
+    def __init__(self, folder: StorageFolder, names: Sequence[str], lists_files: bool):
+        self.folder, self.names, self.lists_files = folder, names, lists_files
         self.chunks: dict[str, Chunks] = {}
         self.dtypes: dict[str, torch.dtype] = {}
         self.problem: CheckpointError | None = None
 
     def read_metadata(self) -> Metadata:
         try:
-            manifest = read_checkpoint_manifest(self.folder, sizes=False)
+            manifest = read_checkpoint_manifest(self.folder, sizes=False, files=self.lists_files)
             missing = [name for name in self.names if name not in manifest.tensors]
             if missing:
                 more = f" and {len(missing) - 4} more" if len(missing) > 4 else ""

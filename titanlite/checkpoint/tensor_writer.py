@@ -7,28 +7,33 @@ is hashed while it is written, and is on the disk when it is closed.
 from __future__ import annotations
 
 import io
+import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import xxhash
 from torch import Tensor
 from torch.distributed.checkpoint import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystem
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+from torch.distributed.checkpoint.metadata import (
+    Metadata,
+    MetadataIndex,
+    TensorStorageMetadata,
+)
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from titanlite.checkpoint.chunks import CHUNKS_FILE, dump_chunks, tensors_of
+from titanlite.checkpoint.collective_save import CollectiveSave
 from titanlite.checkpoint.dcp import (
+    as_checkpoint_error,
     completed_future,
     ignore_no_dist_warning,
-    raise_checkpoint_error,
 )
 from titanlite.checkpoint.manifest import MANIFEST_FILE, FileRecord, TensorRecord
 from titanlite.checkpoint.model_state import State
@@ -41,24 +46,23 @@ Commit = Callable[[dict[str, FileRecord], dict[str, TensorRecord]], None]
 def write_tensors(
     folder: StorageFolder,
     state: State,
-    group: dist.ProcessGroup | None,
+    saves: CollectiveSave,
     commit: Commit,
     check_lease: Callable[[], object] = lambda: None,
 ) -> None:
-    """Write the shards of all ranks of `group`, then call `commit` on its first rank. Collective.
+    """Write the shards of all ranks of a group, then call `commit` on its first rank. Collective.
 
-    `check_lease` is called on the first rank before the folder is touched; it raises if another job
-    owns the folder. Raises CheckpointError on every rank if writing fails on any; `folder` is then
-    not a checkpoint.
+    `saves` has the group, and the plan of the last save in it. `check_lease` is called on the first
+    rank before the folder is touched; it raises if another job owns the folder. Raises
+    CheckpointError on every rank if writing fails on any; `folder` is then not a checkpoint.
     """
-    with raise_checkpoint_error(folder, "written"):
-        dcp.save(
-            state,
-            storage_writer=_HashingWriter(folder, commit, check_lease),
-            planner=_HashingPlanner(),
-            process_group=group,
-            no_dist=not dist.is_initialized(),
-        )
+
+    def prepare(metadata: Metadata) -> None:
+        check_lease()
+        tensors = tensors_of(metadata).values()
+        _prepare_folder(folder, sum(map(_tensor_bytes, tensors)))
+
+    saves.run(folder, state, _HashingPlanner(), _HashingWriter(folder, commit), prepare)
 
 
 def write_tensors_one_by_one(
@@ -71,7 +75,8 @@ def write_tensors_one_by_one(
 
     Only shape and dtype of `tensors` are used; `load` returns the tensor of a name.
     """
-    with raise_checkpoint_error(folder, "written"), ignore_no_dist_warning():
+    with as_checkpoint_error(folder, "written"), ignore_no_dist_warning():
+        _prepare_folder(folder, sum(map(_tensor_bytes, tensors.values())))
         dcp.save(
             dict(tensors),
             storage_writer=_HashingWriter(folder, commit),
@@ -131,27 +136,14 @@ class _LoadingPlanner(_HashingPlanner):
 class _HashingWriter(dcp.FileSystemWriter):
     """DCP's writer into a fresh `StorageFolder`, with a commit at the end."""
 
-    def __init__(
-        self,
-        folder: StorageFolder,
-        commit: Commit,
-        check_lease: Callable[[], object] = lambda: None,
-    ):
+    def __init__(self, folder: StorageFolder, commit: Commit):
         super().__init__(folder.path, sync_files=False)  # `folder` syncs on every file system
-        self.folder, self.commit, self.check_lease = folder, commit, check_lease
+        self.folder, self.commit = folder, commit
         self.fs = self.files = _HashingFileSystem(folder)
         self.path = folder.path
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         return plan  # DCP's method creates the folder, from every rank
-
-    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Prepare the folder: this runs on the first rank while the others wait."""
-        self.check_lease()
-        _prepare_folder(
-            self.folder, sum(_item_bytes(item) for plan in plans for item in plan.items)
-        )
-        return super().prepare_global_plan(plans)
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         assert isinstance(planner, _HashingPlanner)
@@ -199,10 +191,9 @@ def _prepare_folder(folder: StorageFolder, needed_bytes: int) -> None:
     folder.fsync_folder()
 
 
-def _item_bytes(item: WriteItem) -> int:
-    assert item.tensor_data is not None, "only tensors are saved"
-    chunk, dtype = item.tensor_data.chunk, item.tensor_data.properties.dtype
-    return chunk.sizes.numel() * dtype.itemsize
+def _tensor_bytes(tensor: Tensor | TensorStorageMetadata) -> int:
+    dtype = tensor.dtype if isinstance(tensor, Tensor) else tensor.properties.dtype
+    return math.prod(tensor.shape if isinstance(tensor, Tensor) else tensor.size) * dtype.itemsize
 
 
 class _HashingFileSystem(FileSystem):

@@ -1,26 +1,27 @@
 """Collectives outside of the model: reductions, and exchange of small values and errors.
 
 Values are sent as JSON in byte tensors, never as pickles, so a rank executes nothing it receives.
-The tensors are in host memory, so they use gloo even where NCCL exists.
+The tensors are in host memory, so they use gloo even where NCCL exists. They pass along a tree of
+ranks, so that no rank sends or waits in proportion to the number of ranks.
 """
 
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-import numpy as np
-import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from titanlite.distributed.rank_tree import RankTree
 from titanlite.errors import UserError, UserErrors, error_from_dict, error_to_dict
 
 T = TypeVar("T")
 
-MAX_MESSAGE_BYTES = 64 << 20  # largest value that a rank accepts; far more than any value here
+MAX_VALUE_BYTES = 64 << 20  # of one value; far more than any value here
 
 
 def all_reduce_sum(mesh: DeviceMesh, value: Tensor) -> Tensor:
@@ -61,55 +62,28 @@ def broadcast_from_rank_0(value: Any, group: dist.ProcessGroup | None = None) ->
 
     Raises TypeError or ValueError if JSON cannot represent the value.
     """
-    if dist.get_world_size() == 1:
-        return json.loads(json.dumps(value))
-    own = _to_bytes(value) if dist.get_rank() == 0 else torch.empty(0, dtype=torch.uint8)
-    size = torch.tensor(own.numel())
-    dist.broadcast(size, src=0, group=group)
-    if dist.get_rank() != 0:
-        own = torch.empty(_check_size(int(size.item())), dtype=torch.uint8)
-    dist.broadcast(own, src=0, group=group)
-    return _from_bytes(own)
+    tree = RankTree(group)
+    return json.loads(tree.broadcast(_to_json(value) if tree.is_root else b""))
 
 
 def gather_from_all_ranks(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
     """Return the values of all ranks in rank order, on each rank, as read from JSON.
 
-    When all of them are None, the usual case, this is one collective of a few bytes.
+    When all of them are None, the usual case, no rank receives more than a few bytes.
     """
-    ranks = dist.get_world_size(group)
-    if ranks == 1:
-        return [json.loads(json.dumps(value))]
-    own = torch.empty(0, dtype=torch.uint8) if value is None else _to_bytes(value)
-    sizes = torch.empty(ranks, dtype=torch.int64)
-    _all_gather(sizes, torch.tensor([own.numel()]), group=group)
-    longest = _check_size(int(sizes.max()))
-    if not longest:
-        return [None] * ranks
-    padded = torch.zeros(longest, dtype=torch.uint8)
-    padded[: own.numel()] = own
-    rows = torch.empty(ranks * longest, dtype=torch.uint8)
-    _all_gather(rows, padded, group=group)
-    return [
-        _from_bytes(row[:size]) if size else None
-        for row, size in zip(rows.view(ranks, longest), sizes.tolist(), strict=True)
-    ]
+    tree = RankTree(group)
+    (any_value,) = tree.max([value is not None])
+    if not any_value:
+        return [None] * tree.size
+    values = [json.loads(content) for content in tree.gather(_to_json(value))]
+    return broadcast_from_rank_0(values, group)
 
 
-def _to_bytes(value: Any) -> Tensor:
-    text = json.dumps(value).encode()
-    _check_size(len(text))
-    return torch.from_numpy(np.frombuffer(text, np.uint8).copy())
-
-
-def _from_bytes(tensor: Tensor) -> Any:
-    return json.loads(tensor.numpy().tobytes())
-
-
-def _check_size(size: int) -> int:
-    if not 0 <= size <= MAX_MESSAGE_BYTES:
-        raise ValueError(f"message of {size} bytes; the maximum is {MAX_MESSAGE_BYTES} bytes")
-    return size
+def _to_json(value: Any) -> bytes:
+    content = json.dumps(value).encode()
+    if len(content) > MAX_VALUE_BYTES:
+        raise ValueError(f"value of {len(content)} bytes; the maximum is {MAX_VALUE_BYTES} bytes")
+    return content
 
 
 def gather_problems(problem: str, group: dist.ProcessGroup | None = None) -> list[str]:
@@ -153,7 +127,8 @@ def run_on_rank_0(function: Callable[[], T], group: dist.ProcessGroup | None = N
 
     The result is sent as JSON, as by `broadcast_from_rank_0`.
     """
-    result, problem = capture_user_error(function) if dist.get_rank() == 0 else (None, None)
+    is_root = RankTree(group).is_root
+    result, problem = capture_user_error(function) if is_root else (None, None)
     result, failure = broadcast_from_rank_0(
         (result, error_to_dict(problem) if problem else None), group
     )
@@ -163,7 +138,7 @@ def run_on_rank_0(function: Callable[[], T], group: dist.ProcessGroup | None = N
 
 
 class AsyncMax:
-    """Asynchronous all-reduce(MAX) of a few ints, overlapped with the step.
+    """The maximum of a few ints over all ranks, found by a thread while a step is computed.
 
     Started before a step and read after it, it costs no waiting. It has a process group of its own,
     so that it cannot be mixed up with other collectives.
@@ -171,15 +146,28 @@ class AsyncMax:
 
     def __init__(self) -> None:
         self.group = dist.new_group(backend="gloo")
+        self._tree = RankTree(self.group)
+        self._values: list[int] = []
+        self._error: BaseException | None = None
+        self._thread: threading.Thread | None = None
 
     def start(self, *values: int) -> None:
         """Begin; every rank must call it at the same point, with the same number of values."""
-        self._values = torch.tensor(values)
-        self._work = dist.all_reduce(
-            self._values, dist.ReduceOp.MAX, group=self.group, async_op=True
-        )
+        self._values = [int(value) for value in values]
+        # A daemon: a rank that fails must exit even if the others do not answer.
+        self._thread = threading.Thread(target=self._run, name="agreement", daemon=True)
+        self._thread.start()
 
     def wait(self) -> list[int]:
         """Finish; returns the maximum of each value over all ranks."""
-        self._work.wait()
-        return self._values.tolist()
+        assert self._thread is not None, "wait() needs a start() before it"
+        self._thread.join()
+        if self._error is not None:
+            raise self._error
+        return self._values
+
+    def _run(self) -> None:
+        try:
+            self._values = self._tree.max(self._values)
+        except BaseException as error:  # raised in the thread that waits
+            self._error = error

@@ -21,9 +21,11 @@ import torch.distributed as dist
 from titanlite.distributed.rendezvous import (
     agree_on_start_id,
     bind_gloo_to_loopback,
+    connect_gloo_on_demand,
     connect_to_store,
     launcher_hosts_store,
     open_store,
+    raise_open_file_limit,
 )
 from titanlite.distributed.time_limit import LEAVE_SECONDS, exit_after
 from titanlite.errors import ConfigError, UserError, format_error
@@ -109,6 +111,8 @@ def join_process_group(
     else:
         disable_malloc_trim()
     bind_gloo_to_loopback(world_size)
+    connect_gloo_on_demand()
+    raise_open_file_limit()
     timeout = comm.init_timeout_seconds
     # A store on a frozen host ignores timeouts. Twice: to wait for the last rank, and to connect.
     with exit_after(2 * timeout, f"rank {rank}: joining the process group"):

@@ -12,9 +12,9 @@ import hmac
 import secrets
 from typing import cast
 
-import torch
 import torch.distributed as dist
 
+from titanlite.distributed.rank_tree import RankTree
 from titanlite.log import logger
 
 SECRET_BYTES = 32
@@ -26,9 +26,7 @@ def share_secret() -> bytes:
 
     Every rank must call it at the same point.
     """
-    drawn = torch.frombuffer(bytearray(secrets.token_bytes(SECRET_BYTES)), dtype=torch.uint8)
-    dist.broadcast(drawn, src=0)  # a CPU tensor, so it uses gloo even where NCCL exists
-    return drawn.numpy().tobytes()
+    return RankTree().broadcast(secrets.token_bytes(SECRET_BYTES))
 
 
 class SignedStore:
@@ -46,6 +44,8 @@ class SignedStore:
         """The texts under these keys; "" where there is none with a valid signature."""
         if self._store.check(keys):  # reading a missing key would wait for it
             values = self._store.multi_get(keys)
+        elif len(keys) == 1:
+            values = [b""]
         else:
             values = [self._store.get(key) if self._store.check([key]) else b"" for key in keys]
         return [self._verify(key, value) for key, value in zip(keys, values, strict=True)]

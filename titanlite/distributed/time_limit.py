@@ -20,6 +20,7 @@ from typing import NoReturn
 from titanlite.errors import EXIT_RANK_LOST
 from titanlite.log import logger
 
+WAITING_FILES = ("distributed_c10d.py", "rank_tree.py")  # whose functions wait for other ranks
 PACKAGE_PREFIX = f"{Path(__file__).parents[1]}{os.sep}"
 WARN_SECONDS = 60.0  # first warning; a tenth of the limit if that is earlier
 LEAVE_SECONDS = 60.0  # for closing connections and threads at the end of a process
@@ -70,7 +71,7 @@ def locate_thread(thread: int) -> tuple[str, bool]:
     Reads no source file, because it may be on the disk that hangs.
     """
     frames = list(_frames_outwards(sys._current_frames().get(thread)))
-    waits = any(frame.f_code.co_filename.endswith("distributed_c10d.py") for frame in frames)
+    waits = any(frame.f_code.co_filename.endswith(WAITING_FILES) for frame in frames)
     package_frames = [f for f in frames if f.f_code.co_filename.startswith(PACKAGE_PREFIX)]
     frame = next(iter(package_frames or frames), None)
     if frame is None:

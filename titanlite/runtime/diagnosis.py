@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections import Counter
 
@@ -9,6 +10,8 @@ from titanlite.runtime.heartbeat import HeartbeatExchange, RankProgress, has_end
 
 SILENT_FRACTION = 0.8  # of the timeout without a heartbeat, before a rank is declared dead
 STUCK_FRACTION = 0.85  # of the timeout in one phase, before a rank looks for the straggler
+LAST_FRACTION = 0.95  # the same, if others should have found it by then
+FIRST_READERS = 16  # ranks that look for the straggler first
 DISK_PHASES = ("load", "save")  # as slow as the disk; they have a limit of their own
 LOST_ANOTHER = "lost another"  # the reason of ranks that leave because another one was lost
 MAX_NAMED_RANKS = 8
@@ -43,8 +46,10 @@ class PeerDiagnosis:
             exchange.heartbeats.get(peer)
         ):
             return f"{self._name(peer)} has died. {self._positions(peer)}"
-        # Staggered by rank: a thousand ranks that each read a thousand heartbeats load the store.
-        patience = (STUCK_FRACTION + 0.1 * progress.rank / progress.world_size) * timeout
+        # If all ranks read all heartbeats, the load of the store grows with the square of their
+        # number. So a few of them, on different hosts, look first.
+        looks_first = progress.rank % math.ceil(progress.world_size / FIRST_READERS) == 0
+        patience = (STUCK_FRACTION if looks_first else LAST_FRACTION) * timeout
         stuck = progress.stuck_seconds > patience and progress.position.phase not in DISK_PHASES
         exchange.read_all_ranks(stuck)
         if stuck and self.store_silent_seconds > SILENT_FRACTION * timeout:

@@ -137,7 +137,9 @@ class HeartbeatExchange:
         return len(self.silent_seconds) == self._progress.world_size
 
     def read_all_ranks(self, enable: bool) -> None:
-        """Read the heartbeats of all ranks from the next round on, not only of the next rank."""
+        """Read the heartbeats of all ranks from now on, not only of the next rank."""
+        if enable and not self._reads_all:
+            self._wake.set()
         self._reads_all = enable
 
     def report(self, finding: str) -> None:
@@ -160,8 +162,9 @@ class HeartbeatExchange:
                 passed = timer.lap(self._progress.heartbeat_seconds)
                 heartbeat = self._progress.heartbeat(self.rounds, reason)
                 self._store.set(str(self._progress.rank), json.dumps(heartbeat))
-                self._read_heartbeats(passed)
                 self._read_verdict()
+                if not self.verdict:  # else all end: no rank needs to read those of all others
+                    self._read_heartbeats(passed)
                 self.rounds += 1
                 if not reason:
                     self._wake.wait(self._progress.heartbeat_seconds)
