@@ -18,6 +18,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from titanlite.distributed.flight_recorder import FlightRecorder
 from titanlite.distributed.rendezvous import (
     agree_on_start_id,
     bind_gloo_to_loopback,
@@ -38,12 +39,17 @@ class CommConfig:
 
     init_timeout_seconds: Positive = 300  # timeout until the first step is done
     train_timeout_seconds: Positive = 100  # timeout after the first step
-    trace_buf_size: NotNegative = 20_000  # collectives that NCCL's flight recorder stores; 0: off
-    save_traces_folder: str = "comm_traces"  # where the flight recorder writes, in job.dump_folder
+    trace_buf_size: NotNegative = 20_000  # collectives that the flight recorder stores; 0: off
+    save_traces_folder: str = "comm_traces"  # written there if a run hangs, in job.dump_folder
     save_traces_file_prefix: str = "rank_"  # prefix of its file names
     mode: Annotated[
         Literal["default", "fake_backend", "local_tensor"], Supported(("default",), "A dry run")
     ] = "default"  # communication backend: real or fake
+
+    def flight_recorder(self, folder: Path) -> FlightRecorder:
+        """The recorder of collectives, which writes its files into the run's folder."""
+        files = folder / self.save_traces_folder
+        return FlightRecorder(files, self.save_traces_file_prefix, self.trace_buf_size)
 
 
 @dataclass(frozen=True)
@@ -103,9 +109,9 @@ def join_process_group(
     A UserError of one rank is printed before that rank leaves.
     """
     rank, world_size = launched_rank_and_world_size()
+    comm.flight_recorder(folder).enable(device, rank)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-        _enable_flight_recorder(comm, folder)
     else:
         disable_malloc_trim()
     bind_gloo_to_loopback(world_size)
@@ -193,16 +199,6 @@ def set_collective_timeouts(seconds: int, excluded: dist.ProcessGroup | None) ->
 
     for group in set(_world.pg_map) - {excluded}:
         _set_pg_timeout(timedelta(seconds=seconds), group)
-
-
-def _enable_flight_recorder(comm: CommConfig, folder: Path) -> None:
-    """Have NCCL write its last collectives to files in the folder when one times out."""
-    if comm.trace_buf_size > 0:
-        traces = folder / comm.save_traces_folder
-        traces.mkdir(parents=True, exist_ok=True)
-        os.environ["TORCH_NCCL_DUMP_ON_TIMEOUT"] = "1"
-        os.environ["TORCH_FR_DUMP_TEMP_FILE"] = str(traces / comm.save_traces_file_prefix)
-    os.environ["TORCH_FR_BUFFER_SIZE"] = str(comm.trace_buf_size)
 
 
 def report_user_error(error: UserError) -> int:

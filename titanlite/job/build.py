@@ -111,6 +111,7 @@ def open_services(
             job.folder,
             rank.start_id,
             job.config.checkpoint.timeout_seconds,
+            comm.flight_recorder(job.folder),
         ) as watchdog,
         lock_run_folders(job.folder, job.other_folders, lambda: counters.step) as lock,
         watchdog.attributing_errors(),  # inside the lock, so that the start log names the lost rank
