@@ -91,13 +91,26 @@ def choose_device(setting: str) -> torch.device:
         raise ConfigError(
             'job.device = "cuda": torch finds no CUDA device.', fix='Use "cpu" or "auto".'
         )
-    local, devices = int(os.environ.get("LOCAL_RANK", 0)), torch.cuda.device_count()
-    if local >= devices:
-        raise ConfigError(
-            f"local rank {local} has no GPU: this machine has {devices}.",
-            fix=f"Use --nproc_per_node {devices} or fewer.",
-        )
-    return torch.device("cuda", local)
+    local_rank = int(os.environ.get("LOCAL_RANK", 0))
+    by_torchrun = "TORCHELASTIC_RUN_ID" in os.environ
+    return torch.device("cuda", gpu_index(local_rank, torch.cuda.device_count(), by_torchrun))
+
+
+def gpu_index(local_rank: int, visible: int, by_torchrun: bool) -> int:
+    """Index of the GPU of a local rank among those that its process sees.
+
+    A launcher such as `srun --gpus-per-task=1` shows each process only its own GPU, as index 0.
+    torchrun shows all of its processes the same GPUs. Raises ConfigError if none is left.
+    """
+    if local_rank < visible:
+        return local_rank
+    if visible == 1 and not by_torchrun:
+        return 0
+    raise ConfigError(
+        f"local rank {local_rank} has no GPU: this process sees {visible}.",
+        fix=f"Use --nproc_per_node {visible}, or start each process with a GPU of its own, as srun"
+        " --gpus-per-task=1 does.",
+    )
 
 
 @contextmanager
