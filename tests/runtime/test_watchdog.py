@@ -441,11 +441,13 @@ def test_a_single_rank_that_hangs_is_reported_and_ends(tmp_path):
 WORKER = """
 import os, sys, time, torch
 from pathlib import Path
+from titanlite.distributed.error_report import ErrorReport
 from titanlite.distributed.process_group import CommConfig, DebugConfig, join_process_group
 from titanlite.runtime.watchdog import HeartbeatWatchdog, exit_with_launcher
 exit_with_launcher()
 folder = Path(sys.argv[1])
-with join_process_group(torch.device("cpu"), CommConfig(), DebugConfig(), folder) as session:
+cpu, report = torch.device("cpu"), ErrorReport()
+with join_process_group(cpu, CommConfig(), DebugConfig(), folder, report) as session:
     with HeartbeatWatchdog(session.rank, session.world_size, 60, folder, session.start_id):
         (folder / f"pid_{session.rank}").write_text(str(os.getpid()))
         time.sleep(60)

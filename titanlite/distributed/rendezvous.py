@@ -21,12 +21,53 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
+from titanlite.errors import RendezvousError
+
 POLL_SECONDS = 0.05
+MAX_LISTED_RANKS = 8
+CHECK_MACHINES = (
+    "Check that the launcher runs on every machine with the same address and number of machines,"
+    " and that the machines can reach each other. Raise comm.init_timeout_seconds if one starts"
+    " later."
+)
+
+
+def launched_rank_and_world_size() -> tuple[int, int]:
+    """(rank, world size) set by torchrun; (0, 1) under plain python."""
+    return int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
 
 
 def launcher_hosts_store() -> bool:
     """Whether the launcher hosts the store, so that it outlives the ranks."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+def store_address() -> str:
+    """The host and port of the ranks' store, for messages."""
+    return f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+
+
+def open_rank_store(rank: int, world_size: int, seconds: float) -> tuple[dist.Store, str]:
+    """The store for `init_process_group`, and the id of this start ("" if there is one rank).
+
+    Raises RendezvousError if the store cannot be reached, or ranks are missing.
+    """
+    if world_size == 1:
+        return dist.HashStore(), ""
+    try:
+        if launcher_hosts_store():
+            store = connect_to_store(seconds)
+        else:
+            store = open_store(rank, seconds)
+        start_id = agree_on_start_id(store, rank, world_size, seconds)
+    except (dist.DistNetworkError, dist.DistStoreError) as error:
+        reason = str(error).partition("\n")[0]
+        raise RendezvousError(
+            f"Rank {rank} lost the store at {store_address()}, or did not reach it within"
+            f" {seconds:g} s: {reason}",
+            fix=CHECK_MACHINES,
+        ) from error
+    return dist.PrefixStore(start_id, store), start_id
 
 
 def connect_to_store(seconds: float) -> dist.Store:
@@ -83,15 +124,10 @@ def agree_on_start_id(store: dist.Store, rank: int, world_size: int, seconds: fl
     """Return an id of this start that is the same on all ranks and was never used before.
 
     Each other rank writes a random nonce. Rank 0 answers every nonce it finds, even one of a dead
-    rank, with the start id, until every rank has confirmed that id. Raises TimeoutError.
+    rank, with the start id, until every rank has confirmed that id. Raises RendezvousError.
     """
     if rank:
-        nonce = uuid.uuid4().hex
-        store.set(f"hello/{rank}", nonce)
-        store.wait([f"start/{nonce}"], timedelta(seconds=seconds))
-        start_id = store.get(f"start/{nonce}").decode()
-        store.set(f"{start_id}/{rank}", "")
-        return start_id
+        return _ask_for_start_id(store, rank, world_size, seconds)
     start_id, missing = uuid.uuid4().hex, set(range(1, world_size))
     deadline = time.monotonic() + seconds
     while missing:
@@ -100,7 +136,36 @@ def agree_on_start_id(store: dist.Store, rank: int, world_size: int, seconds: fl
                 missing.remove(other)
             elif store.check([f"hello/{other}"]):
                 store.set(f"start/{store.get(f'hello/{other}').decode()}", start_id)
-        if time.monotonic() > deadline:
-            raise TimeoutError(f"ranks {sorted(missing)} did not join within {seconds:g} s")
+        if missing and time.monotonic() > deadline:
+            raise RendezvousError(
+                f"Only {world_size - len(missing)} of {world_size} ranks joined at"
+                f" {store_address()} within comm.init_timeout_seconds = {seconds:g}. Missing:"
+                f" {_list_ranks(sorted(missing))}.",
+                fix=CHECK_MACHINES,
+            )
         time.sleep(POLL_SECONDS if missing else 0)
     return start_id
+
+
+def _ask_for_start_id(store: dist.Store, rank: int, world_size: int, seconds: float) -> str:
+    """The start id from rank 0, for another rank; raises RendezvousError."""
+    nonce = uuid.uuid4().hex
+    store.set(f"hello/{rank}", nonce)
+    try:
+        store.wait([f"start/{nonce}"], timedelta(seconds=seconds))
+    except dist.DistStoreError as error:  # a timeout; a broken connection is a DistNetworkError
+        raise RendezvousError(
+            f"Rank {rank} of {world_size} joined at {store_address()}, but rank 0 did not answer"
+            f" within comm.init_timeout_seconds = {seconds:g}.",
+            fix=CHECK_MACHINES,
+        ) from error
+    start_id = store.get(f"start/{nonce}").decode()
+    store.set(f"{start_id}/{rank}", "")
+    return start_id
+
+
+def _list_ranks(ranks: list[int]) -> str:
+    """`ranks 1, 2 and 3 more`, from the first few ranks."""
+    more = len(ranks) - MAX_LISTED_RANKS
+    listed = ", ".join(map(str, ranks[:MAX_LISTED_RANKS]))
+    return f"rank{'s' if len(ranks) > 1 else ''} {listed}{f' and {more} more' if more > 0 else ''}"
