@@ -10,13 +10,10 @@ import sys
 import time
 from functools import partial
 
-from titanlite import errors
 from titanlite.config_reference import help_text
-from titanlite.distributed.process_group import (
-    enable_expandable_segments,
-    launched_rank_and_world_size,
-    report_user_error,
-)
+from titanlite.distributed.error_report import ErrorReport
+from titanlite.distributed.process_group import enable_expandable_segments
+from titanlite.distributed.rendezvous import launched_rank_and_world_size
 from titanlite.distributed.time_limit import exit_process
 from titanlite.errors import EXIT_DONE, EXIT_STOPPED
 from titanlite.job import Job, JobConfig, open_run, open_services, read_job
@@ -36,25 +33,19 @@ def main(argv: list[str]) -> int:
     rank, world_size = launched_rank_and_world_size()
     exit_with_launcher()
     enable_expandable_segments()
+    report = ErrorReport()
     try:
         job = read_job(argv, world_size)
         configure_log(rank, colour=False if job.config.metrics.disable_color_printing else None)
         job.log_start(rank)
-        return EXIT_DONE if job.config.job.check else run_job(job, began)
-    except errors.UserError as error:
-        return report_user_error(error)
-    except errors.RankLostError:
-        return errors.EXIT_RANK_LOST
-    except KeyboardInterrupt:
-        return errors.EXIT_INTERRUPTED
-    except Exception:
-        print(f"rank {rank} of {world_size}:", file=sys.stderr, flush=True)
-        raise  # a bug in titanlite: show the traceback
+        return EXIT_DONE if job.config.job.check else run_job(job, began, report)
+    except (Exception, KeyboardInterrupt) as error:
+        return report.finish(error)
 
 
-def run_job(job: Job, began: float) -> int:
+def run_job(job: Job, began: float, report: ErrorReport) -> int:
     """Train; returns the exit code. `began` is the time.monotonic() of the start of the process."""
-    with open_services(job, began, advise=partial(advise_on_memory, job)) as services:
+    with open_services(job, began, partial(advise_on_memory, job), report) as services:
         if services.folder_lock.stopped_in_this_launch():
             logger.info("already stopped in this launch; start the same command again to resume")
             return EXIT_STOPPED

@@ -22,6 +22,7 @@ from titanlite.checkpoint import (
     read_tensors,
 )
 from titanlite.distributed.collectives import broadcast_from_rank_0
+from titanlite.distributed.error_report import ErrorReport
 from titanlite.distributed.process_group import CommConfig, DebugConfig, join_process_group
 from titanlite.storage import StorageFolder
 
@@ -30,7 +31,9 @@ MODES = ("disabled", "async", "async_with_pinned_mem")
 
 def measure_saving() -> None:
     """Save and load in every mode; rank 0 prints the seconds by name, as JSON."""
-    with join_process_group(torch.device("cpu"), CommConfig(), DebugConfig(), Path()) as rank:
+    with join_process_group(
+        torch.device("cpu"), CommConfig(), DebugConfig(), Path(), ErrorReport()
+    ) as rank:
         model = torch.nn.Sequential(*(torch.nn.Linear(1024, 1024, bias=False) for _ in range(40)))
         fully_shard(model)
         optimizer = torch.optim.AdamW(model.parameters(), fused=True)

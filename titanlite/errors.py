@@ -7,6 +7,7 @@ from typing import Any
 
 EXIT_DONE = 0  # training is complete
 EXIT_RANK_LOST = 1  # another rank died, exited or hung; its name is logged
+EXIT_BUG = 1  # an error that is none of these; its traceback is printed. Python's own code for it
 EXIT_USER_ERROR = 2  # the user must change the config, the data or a checkpoint
 EXIT_DIVERGED = 3  # a loss, gradient or weight was inf or NaN; that state was not saved
 EXIT_STOPPED = 75  # stopped by a signal or time limit, checkpoint written: rerun to resume
@@ -55,6 +56,12 @@ class TrainingDiverged(UserError):
     """A loss, gradient or weight became inf or NaN."""
 
     code = EXIT_DIVERGED
+
+
+class RendezvousError(UserError):
+    """The ranks did not find each other in time; a later start may succeed without a change."""
+
+    code = EXIT_RANK_LOST
 
 
 class UserErrors(UserError):

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import os
+import socket
 import threading
 from contextlib import suppress
 from datetime import timedelta
+from functools import partial
 
+import pytest
 import torch.distributed as dist
 
-from titanlite.distributed.rendezvous import agree_on_start_id
+from tests.faults.launch import LaunchedRun
+from titanlite.distributed import error_report
+from titanlite.distributed.rendezvous import agree_on_start_id, open_rank_store
+from titanlite.errors import EXIT_RANK_LOST, RendezvousError
 
 
 def agree(store: dist.TCPStore, ranks: int, alive: int) -> list[str | None]:
@@ -17,7 +24,7 @@ def agree(store: dist.TCPStore, ranks: int, alive: int) -> list[str | None]:
 
     def join(rank: int) -> None:
         own = dist.TCPStore("localhost", store.port, is_master=False, wait_for_workers=False)
-        with suppress(TimeoutError, dist.DistError):
+        with suppress(RendezvousError):
             start_ids[rank] = agree_on_start_id(own, rank, ranks, 5.0 if alive == ranks else 0.5)
 
     threads = [threading.Thread(target=join, args=(rank,)) for rank in range(alive)]
@@ -41,3 +48,39 @@ def test_every_start_gets_a_new_id_from_a_store_with_old_keys():
         else:
             assert start_ids[0] is None, "rank 0 continued without a rank"
     assert len(unique) == 3
+
+
+@pytest.mark.parametrize("hosts_store", ["True", "False"], ids=["torchrun", "mpirun"])
+def test_missing_ranks_are_reported_without_a_traceback(hosts_store, run_toml, tmp_path):
+    argv = (
+        *("--job.config_file", str(run_toml), "--training.global_batch_size", "12"),
+        *("--comm.init_timeout_seconds", "2"),
+    )
+    prepare = partial(expect_three_ranks, hosts_store, find_free_port())
+    with LaunchedRun(2, tmp_path / "out", *argv, prepare=prepare) as run:
+        assert run.wait() == [EXIT_RANK_LOST] * 2, run.output
+    assert "Traceback" not in run.output
+    assert "titanlite: Only 2 of 3 ranks joined at 127.0.0.1:" in run.output
+    assert "comm.init_timeout_seconds = 2. Missing: rank 2. Check that the" in run.output
+    assert "rank 1: titanlite: Rank 1 of 3 reached the store at 127.0.0.1:" in run.output
+
+
+def expect_three_ranks(hosts_store: str, port: int) -> None:
+    """Two ranks of three; if the launcher hosts no store, rank 0 does, on another port."""
+    error_report.RANK_0_SECONDS = 1
+    os.environ.update(WORLD_SIZE="3", TORCHELASTIC_USE_AGENT_STORE=hosts_store)
+    if hosts_store == "False":
+        os.environ["MASTER_PORT"] = str(port)
+
+
+def find_free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return listener.getsockname()[1]
+
+
+def test_a_store_that_cannot_be_reached_is_reported(monkeypatch):
+    port = find_free_port()
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(port))
+    with pytest.raises(RendezvousError, match=f"the store at 127.0.0.1:{port}, or did not reach"):
+        open_rank_store(1, 2, 1.0)

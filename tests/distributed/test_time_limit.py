@@ -18,6 +18,7 @@ from tests.conftest import ROOT
 from tests.distributed.ranks import _forkserver
 from tests.faults.launch import open_store
 from titanlite.distributed import time_limit
+from titanlite.distributed.error_report import ErrorReport
 from titanlite.distributed.process_group import CommConfig, DebugConfig, join_process_group
 from titanlite.distributed.time_limit import TimeLimit
 from titanlite.errors import EXIT_RANK_LOST
@@ -61,9 +62,8 @@ def join_without_rank_1(port: int, log: str) -> None:
         MASTER_PORT=str(port),
         TORCHELASTIC_USE_AGENT_STORE="True",
     )
-    with join_process_group(
-        torch.device("cpu"), CommConfig(init_timeout_seconds=4), DebugConfig(), Path()
-    ):
+    comm = CommConfig(init_timeout_seconds=4)
+    with join_process_group(torch.device("cpu"), comm, DebugConfig(), Path(), ErrorReport()):
         pass
 
 

@@ -18,6 +18,18 @@ CPU = torch.device("cpu")
         ("NVIDIA H100 80GB HBM3", torch.bfloat16, 989.5),
         ("NVIDIA H100 PCIe", torch.bfloat16, 756.5),
         ("NVIDIA H200", torch.float8_e4m3fn, 1979),
+        ("NVIDIA B200", torch.float8_e4m3fn, 4500),
+        ("NVIDIA B300 SXM6 AC", torch.bfloat16, 2250),
+        ("NVIDIA GB200", torch.bfloat16, 2500),
+        ("NVIDIA GB300", torch.float8_e4m3fn, 5000),
+        ("NVIDIA GH200 144G HBM3e", torch.bfloat16, 989.5),
+        ("NVIDIA H800", torch.bfloat16, 989.5),
+        ("NVIDIA H800 PCIe", torch.float8_e4m3fn, 1513),
+        ("NVIDIA H20", torch.bfloat16, 148),
+        ("NVIDIA H20-3e", torch.float8_e4m3fn, 296),
+        ("NVIDIA A800-SXM4-80GB", torch.bfloat16, 312),
+        ("NVIDIA A800 80GB PCIe", torch.bfloat16, 312),
+        ("NVIDIA RTX 6000 Ada Generation", torch.bfloat16, 364.25),
         ("NVIDIA L40S", torch.bfloat16, 362),
         ("NVIDIA L4", torch.bfloat16, 121),
         ("NVIDIA A10G", torch.bfloat16, 70),
@@ -36,6 +48,8 @@ def test_the_peak_is_the_published_one_of_the_device_and_dtype(name, dtype, tera
         ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", torch.bfloat16),  # a seventh of one
         ("NVIDIA GeForce RTX 4090 Laptop GPU", torch.bfloat16),
         ("NVIDIA H100", torch.bfloat16),  # ambiguous: three parts have this name
+        ("NVIDIA GB200 MIG 1g.23gb", torch.bfloat16),
+        ("NVIDIA RTX 6000", torch.bfloat16),  # the Quadro of 2018
         ("NVIDIA Z9000", torch.bfloat16),
         ("", torch.bfloat16),
         ("Tesla V100-SXM2-16GB", torch.bfloat16),  # has no bfloat16 units

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import subprocess
+import sysconfig
+import tempfile
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -17,6 +20,7 @@ from torch._inductor.runtime.cache_dir_utils import cache_dir
 from tests.distributed.oracle import SGD, Layout, batch_at, build_sharded, with_enough_blocks
 from tests.distributed.ranks import run_on_ranks
 from tests.parallelize.memory import measure_allocations
+from titanlite.errors import ConfigError
 from titanlite.models import FAMILIES, Llama3Sizes, valid_tokens
 from titanlite.parallelize.activation_checkpoint import (
     ActivationCheckpointConfig,
@@ -24,6 +28,7 @@ from titanlite.parallelize.activation_checkpoint import (
 )
 from titanlite.parallelize.compile import (
     CompileConfig,
+    check_compiler,
     compile_blocks,
     describe_compilation,
     prepare_compiler,
@@ -97,17 +102,72 @@ def test_a_smaller_memory_budget_saves_fewer_activations():
     assert saved_bytes[0.0] < saved_bytes[0.5] < saved_bytes[1.0]
 
 
-def test_compiled_code_is_cached_in_the_user_cache_unless_the_user_set_a_folder(monkeypatch):
-    key, device = "TORCHINDUCTOR_CACHE_DIR", torch.device("cpu")
-    monkeypatch.setenv("XDG_CACHE_HOME", "/somewhere")
+def test_compiled_code_is_cached_on_this_machine_unless_the_user_set_a_folder(
+    monkeypatch, tmp_path, caplog
+):
+    key, triton_key = "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))  # the home folder may be shared
+    monkeypatch.setenv("HOME", "/shared")
     monkeypatch.delenv(key, raising=False)
+    monkeypatch.delenv(triton_key, raising=False)
     cache_dir()  # as torch does when its pipelining package is imported
     assert Path(os.environ[key]).name.startswith("torchinductor_")
-    prepare_compiler(device)
-    assert os.environ[key] == "/somewhere/titanlite/inductor"
+    with caplog.at_level(logging.INFO, "titanlite"):
+        prepare_compiler(torch.device("cuda", 3))
+    own_folder = tmp_path / f"titanlite_{os.getuid()}"
+    assert os.environ[key] == str(own_folder / "inductor")
+    assert os.environ[triton_key] == str(own_folder / "inductor" / "triton" / "3")
+    assert f"compile cache  {own_folder}/inductor (set {key}" in caplog.text
     monkeypatch.setenv(key, "/elsewhere")
-    prepare_compiler(device)
-    assert os.environ[key] == "/elsewhere"
+    monkeypatch.setenv(triton_key, "/triton")
+    prepare_compiler(torch.device("cuda", 3))
+    assert (os.environ[key], os.environ[triton_key]) == ("/elsewhere", "/triton")
+
+
+def test_code_is_not_loaded_from_a_folder_that_others_can_write_to(monkeypatch, tmp_path):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+    folder = tmp_path / f"titanlite_{os.getuid()}"
+    folder.mkdir()
+    folder.chmod(0o777)
+    with pytest.raises(ConfigError, match="other users can write to it"):
+        prepare_compiler(torch.device("cpu"))
+    folder.chmod(0o700)
+    folder.rename(tmp_path / "other")
+    folder.symlink_to(tmp_path / "other")
+    with pytest.raises(ConfigError, match="other users can write to it"):
+        prepare_compiler(torch.device("cpu"))
+
+
+def test_a_missing_compiler_is_reported_before_anything_is_compiled(monkeypatch, tmp_path):
+    def problems(device_type: str, **config) -> list[str]:
+        return [str(e) for e in check_compiler(CompileConfig(**config), True, device_type)]
+
+    python_headers = tmp_path / "Python.h"
+    python_headers.touch()
+    for name in ("gcc", "clang", "g++", "cc"):
+        (tmp_path / name).touch(mode=0o755)
+    monkeypatch.setattr(sysconfig, "get_path", lambda name, scheme: str(tmp_path))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.delenv("CXX", raising=False)
+    assert problems("cuda") == problems("cpu") == []
+    (tmp_path / "gcc").unlink()
+    assert problems("cuda") == []  # clang
+    (tmp_path / "clang").unlink()
+    [problem] = problems("cuda", enable=True)
+    assert problem.startswith(
+        "gcc or clang not found: a C compiler for Triton, which torch.compile"
+    )
+    assert "Install gcc, set CC to a compiler, or set compile.enable = false" in problem
+    monkeypatch.setenv("CC", "cc")
+    assert problems("cuda") == []
+    python_headers.unlink()
+    assert "Python.h not found: a header for Triton" in problems("cuda")[0]
+    assert problems("cpu") == []
+    (tmp_path / "g++").unlink()
+    assert problems("cpu")[0].startswith("g++ not found: a C++ compiler, which torch.compile")
+    assert problems("cpu", enable=True, backend="aot_eager") == []
 
 
 def test_cpu_vector_isas_are_probed_without_subprocesses(tmp_path, monkeypatch):

@@ -5,8 +5,6 @@ from __future__ import annotations
 import ctypes
 import os
 import random
-import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,20 +16,19 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from titanlite.distributed.error_report import ErrorReport, exit_code_of
+from titanlite.distributed.flight_recorder import FlightRecorder
 from titanlite.distributed.rendezvous import (
-    agree_on_start_id,
     bind_gloo_to_loopback,
     connect_gloo_on_demand,
-    connect_to_store,
-    launcher_hosts_store,
-    open_store,
+    launched_rank_and_world_size,
+    open_rank_store,
     raise_open_file_limit,
+    store_address,
 )
 from titanlite.distributed.time_limit import LEAVE_SECONDS, exit_after
-from titanlite.errors import ConfigError, UserError, format_error
+from titanlite.errors import ConfigError, RendezvousError
 from titanlite.settings import NotNegative, Positive, Supported
-
-RANK_0_SECONDS = 30  # longer than torchrun takes to end a rank after rank 0, also when busy
 
 
 @dataclass(frozen=True)
@@ -40,12 +37,17 @@ class CommConfig:
 
     init_timeout_seconds: Positive = 300  # timeout until the first step is done
     train_timeout_seconds: Positive = 100  # timeout after the first step
-    trace_buf_size: NotNegative = 20_000  # collectives that NCCL's flight recorder stores; 0: off
-    save_traces_folder: str = "comm_traces"  # where the flight recorder writes, in job.dump_folder
+    trace_buf_size: NotNegative = 20_000  # collectives that the flight recorder stores; 0: off
+    save_traces_folder: str = "comm_traces"  # written there if a run hangs, in job.dump_folder
     save_traces_file_prefix: str = "rank_"  # prefix of its file names
     mode: Annotated[
         Literal["default", "fake_backend", "local_tensor"], Supported(("default",), "A dry run")
     ] = "default"  # communication backend: real or fake
+
+    def flight_recorder(self, folder: Path) -> FlightRecorder:
+        """The recorder of collectives, which writes its files into the run's folder."""
+        files = folder / self.save_traces_folder
+        return FlightRecorder(files, self.save_traces_file_prefix, self.trace_buf_size)
 
 
 @dataclass(frozen=True)
@@ -71,11 +73,6 @@ class RankContext:
     start_id: str = ""  # identifies this start in the store; the same on all its ranks
 
 
-def launched_rank_and_world_size() -> tuple[int, int]:
-    """(rank, world size) set by torchrun; (0, 1) under plain python."""
-    return int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-
-
 def choose_device(setting: str) -> torch.device:
     """This rank's device for `job.device`: "cpu", "cuda", or "auto" for CUDA if available.
 
@@ -87,27 +84,41 @@ def choose_device(setting: str) -> torch.device:
         raise ConfigError(
             'job.device = "cuda": torch finds no CUDA device.', fix='Use "cpu" or "auto".'
         )
-    local, devices = int(os.environ.get("LOCAL_RANK", 0)), torch.cuda.device_count()
-    if local >= devices:
-        raise ConfigError(
-            f"local rank {local} has no GPU: this machine has {devices}.",
-            fix=f"Use --nproc_per_node {devices} or fewer.",
-        )
-    return torch.device("cuda", local)
+    local_rank = int(os.environ.get("LOCAL_RANK", 0))
+    by_torchrun = "TORCHELASTIC_RUN_ID" in os.environ
+    return torch.device("cuda", gpu_index(local_rank, torch.cuda.device_count(), by_torchrun))
+
+
+def gpu_index(local_rank: int, visible: int, by_torchrun: bool) -> int:
+    """Index of the GPU of a local rank among those that its process sees.
+
+    A launcher such as `srun --gpus-per-task=1` shows each process only its own GPU, as index 0.
+    torchrun shows all of its processes the same GPUs. Raises ConfigError if none is left.
+    """
+    if local_rank < visible:
+        return local_rank
+    if visible == 1 and not by_torchrun:
+        return 0
+    raise ConfigError(
+        f"local rank {local_rank} has no GPU: this process sees {visible}.",
+        fix=f"Use --nproc_per_node {visible}, or start each process with a GPU of its own, as srun"
+        " --gpus-per-task=1 does.",
+    )
 
 
 @contextmanager
 def join_process_group(
-    device: torch.device, comm: CommConfig, debug: DebugConfig, folder: Path
+    device: torch.device, comm: CommConfig, debug: DebugConfig, folder: Path, report: ErrorReport
 ) -> Iterator[RankContext]:
     """Join the process group and seed the generators; leave at the end, also after an error.
 
-    A UserError of one rank is printed before that rank leaves.
+    `report` prints an error of this rank before it leaves, because leaving may block, and the other
+    ranks end when this one leaves. Raises RendezvousError if the ranks do not find each other.
     """
     rank, world_size = launched_rank_and_world_size()
+    comm.flight_recorder(folder).enable(device, rank)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-        _enable_flight_recorder(comm, folder)
     else:
         disable_malloc_trim()
     bind_gloo_to_loopback(world_size)
@@ -116,40 +127,55 @@ def join_process_group(
     timeout = comm.init_timeout_seconds
     # A store on a frozen host ignores timeouts. Twice: to wait for the last rank, and to connect.
     with exit_after(2 * timeout, f"rank {rank}: joining the process group"):
-        store, start_id = _open_rank_store(rank, world_size, timeout)
-        dist.init_process_group(
-            # gloo beside NCCL: checkpoints and small values are exchanged in host memory
-            backend="gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl",
-            timeout=timedelta(seconds=timeout),
-            store=store,
-            rank=rank,
-            world_size=world_size,
-        )
+        store, start_id = open_rank_store(rank, world_size, timeout)
+        with _explaining_failed_connections(rank, world_size):
+            dist.init_process_group(
+                # gloo beside NCCL: checkpoints and small values are exchanged in host memory
+                backend="gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl",
+                timeout=timedelta(seconds=timeout),
+                store=store,
+                rank=rank,
+                world_size=world_size,
+            )
     try:
-        seed_everything(debug.seed)
-        if debug.deterministic:
-            _enable_determinism(debug.deterministic_warn_only)
-        yield RankContext(rank, world_size, device, start_id)
-    except UserError as error:
-        # Printed before leaving, because the other ranks end when this one leaves.
-        if not error.on_all_ranks and world_size > 1:
-            print(f"rank {rank}: {format_error(error)}", file=sys.stderr, flush=True)
-            error.mark_printed()
+        with report.printing_errors():
+            seed_everything(debug.seed)
+            if debug.deterministic:
+                _enable_determinism(debug.deterministic_warn_only)
+            yield RankContext(rank, world_size, device, start_id)
+    except BaseException as error:
+        with exit_after(LEAVE_SECONDS, f"rank {rank}: aborting collectives", exit_code_of(error)):
+            _abort_process_groups()
         raise
-    finally:
-        with exit_after(LEAVE_SECONDS, f"rank {rank}: leaving the process group"):
-            dist.destroy_process_group()
+    with exit_after(LEAVE_SECONDS, f"rank {rank}: leaving the process group"):
+        dist.destroy_process_group()
 
 
-def _open_rank_store(rank: int, world_size: int, timeout: float) -> tuple[dist.Store, str]:
-    """The store for `init_process_group`, and the id of this start ("" in a store of its own)."""
-    if world_size == 1:
-        return dist.HashStore(), ""
-    if not launcher_hosts_store():
-        return open_store(rank, timeout), ""
-    store = connect_to_store(timeout)
-    start_id = agree_on_start_id(store, rank, world_size, timeout)
-    return dist.PrefixStore(start_id, store), start_id
+@contextmanager
+def _explaining_failed_connections(rank: int, world_size: int) -> Iterator[None]:
+    """Raise RendezvousError if this rank cannot connect to the others."""
+    try:
+        yield
+    except RuntimeError as error:
+        if world_size == 1:
+            raise
+        reason = str(error).partition("\n")[0]
+        raise RendezvousError(
+            f"Rank {rank} of {world_size} reached the store at {store_address()}, but could not"
+            f" connect to the other ranks: {reason}",
+            fix="Check whether another rank failed before, that the machines can reach each other"
+            " on all ports, and that GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME, if set, name the"
+            " right interfaces.",
+        ) from error
+
+
+def _abort_process_groups() -> None:
+    """Leave all process groups without waiting for collectives of other ranks, as NCCL would."""
+    # No public function aborts all groups (torch 2.11 to 2.15). This one aborts the communicators
+    # of NCCL as one group, because they can wait for each other; gloo has nothing to abort.
+    from torch.distributed.distributed_c10d import _abort_process_group
+
+    _abort_process_group()
 
 
 def _enable_determinism(warn_only: bool) -> None:
@@ -197,33 +223,3 @@ def set_collective_timeouts(seconds: int, excluded: dist.ProcessGroup | None) ->
 
     for group in set(_world.pg_map) - {excluded}:
         _set_pg_timeout(timedelta(seconds=seconds), group)
-
-
-def _enable_flight_recorder(comm: CommConfig, folder: Path) -> None:
-    """Have NCCL write its last collectives to files in the folder when one times out."""
-    if comm.trace_buf_size > 0:
-        traces = folder / comm.save_traces_folder
-        traces.mkdir(parents=True, exist_ok=True)
-        os.environ["TORCH_NCCL_DUMP_ON_TIMEOUT"] = "1"
-        os.environ["TORCH_FR_DUMP_TEMP_FILE"] = str(traces / comm.save_traces_file_prefix)
-    os.environ["TORCH_FR_BUFFER_SIZE"] = str(comm.trace_buf_size)
-
-
-def report_user_error(error: UserError) -> int:
-    """Print an error once for all ranks, and return the exit code.
-
-    If all ranks have the error, rank 0 prints it. The other ranks wait for the launcher to end
-    them, because it acts on the first exit it sees. Before ranks have joined, none knows whether
-    the others have the error too: one that still runs after `RANK_0_SECONDS` was the only one, and
-    prints it.
-    """
-    if error.printed:
-        return error.code
-    rank, _ = launched_rank_and_world_size()
-    if rank:
-        time.sleep(RANK_0_SECONDS)
-    if rank == 0:
-        print(format_error(error), file=sys.stderr, flush=True)
-    elif not error.on_all_ranks:
-        print(f"rank {rank}: {format_error(error)}", file=sys.stderr, flush=True)
-    return error.code

@@ -25,14 +25,54 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from titanlite.distributed.rank_tree import children_of, subtree_of
+from titanlite.errors import RendezvousError
 
 POLL_SECONDS = 0.05
 FANOUT_TO_JOIN = 32  # ranks that a rank waits for: 3 levels for 16,384 ranks
+MAX_LISTED_RANKS = 8
+CHECK_MACHINES = (
+    "Check that the launcher runs on every machine with the same address and number of machines,"
+    " and that the machines can reach each other. Raise comm.init_timeout_seconds if one starts"
+    " later."
+)
+
+
+def launched_rank_and_world_size() -> tuple[int, int]:
+    """(rank, world size) set by torchrun; (0, 1) under plain python."""
+    return int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
 
 
 def launcher_hosts_store() -> bool:
     """Whether the launcher hosts the store, so that it outlives the ranks."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+def store_address() -> str:
+    """The host and port of the ranks' store, for messages."""
+    return f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+
+
+def open_rank_store(rank: int, world_size: int, seconds: float) -> tuple[dist.Store, str]:
+    """The store for `init_process_group`, and the id of this start ("" if there is one rank).
+
+    Raises RendezvousError if the store cannot be reached, or ranks are missing.
+    """
+    if world_size == 1:
+        return dist.HashStore(), ""
+    try:
+        if launcher_hosts_store():
+            store = connect_to_store(seconds)
+        else:
+            store = open_store(rank, seconds)
+        start_id = agree_on_start_id(store, rank, world_size, seconds)
+    except (dist.DistNetworkError, dist.DistStoreError) as error:
+        reason = str(error).partition("\n")[0]
+        raise RendezvousError(
+            f"Rank {rank} lost the store at {store_address()}, or did not reach it within"
+            f" {seconds:g} s: {reason}",
+            fix=CHECK_MACHINES,
+        ) from error
+    return dist.PrefixStore(start_id, store), start_id
 
 
 def connect_to_store(seconds: float) -> dist.Store:
@@ -109,37 +149,63 @@ def agree_on_start_id(store: dist.Store, rank: int, world_size: int, seconds: fl
 
     Each rank but rank 0 writes a random nonce. Its parent in the tree of ranks answers every nonce
     it finds, even one of a dead rank, with the start id, until the rank has confirmed that id; it
-    does so when its own children have. Raises TimeoutError.
+    does so when its own children have. Raises RendezvousError.
     """
     deadline = time.monotonic() + seconds
     start_id = uuid.uuid4().hex
     if rank:
-        nonce = uuid.uuid4().hex
-        store.set(f"hello/{rank}", nonce)
-        store.wait([f"start/{nonce}"], timedelta(seconds=seconds))
-        start_id = store.get(f"start/{nonce}").decode()
-    missing = set(children_of(rank, world_size, FANOUT_TO_JOIN))
-    while missing:
-        for child in sorted(missing):
+        start_id = _ask_for_start_id(store, rank, world_size, seconds)
+    waiting_for = set(children_of(rank, world_size, FANOUT_TO_JOIN))
+    while waiting_for:
+        for child in sorted(waiting_for):
             if store.check([f"{start_id}/{child}"]):
-                missing.remove(child)
+                waiting_for.remove(child)
             elif store.check([f"hello/{child}"]):
                 store.set(f"start/{store.get(f'hello/{child}').decode()}", start_id)
-        if time.monotonic() > deadline:
-            late = _find_missing_ranks(store, start_id, rank, world_size)
-            raise TimeoutError(f"ranks {late} did not join within {seconds:g} s")
-        time.sleep(POLL_SECONDS if missing else 0)
+        if waiting_for and time.monotonic() > deadline:
+            raise _missing_ranks(store, start_id, rank, world_size, seconds)
+        time.sleep(POLL_SECONDS if waiting_for else 0)
     if rank:
         store.set(f"{start_id}/{rank}", "")
     return start_id
 
 
-def _find_missing_ranks(store: dist.Store, start_id: str, rank: int, world_size: int) -> list[int]:
-    """The ranks below `rank` that have not confirmed the id, although their children have."""
+def _ask_for_start_id(store: dist.Store, rank: int, world_size: int, seconds: float) -> str:
+    """The start id from the parent of `rank`; raises RendezvousError."""
+    nonce, parent = uuid.uuid4().hex, (rank - 1) // FANOUT_TO_JOIN
+    store.set(f"hello/{rank}", nonce)
+    try:
+        store.wait([f"start/{nonce}"], timedelta(seconds=seconds))
+    except dist.DistStoreError as error:  # a timeout; a broken connection is a DistNetworkError
+        raise RendezvousError(
+            f"Rank {rank} of {world_size} joined at {store_address()}, but rank {parent} did not"
+            f" answer within comm.init_timeout_seconds = {seconds:g}.",
+            fix=CHECK_MACHINES,
+        ) from error
+    return store.get(f"start/{nonce}").decode()
+
+
+def _missing_ranks(
+    store: dist.Store, start_id: str, rank: int, world_size: int, seconds: float
+) -> RendezvousError:
+    """The error that names the ranks below `rank` in the tree that did not join."""
     below = subtree_of(rank, world_size, FANOUT_TO_JOIN)[1:]
-    missing = {other for other in below if not store.check([f"{start_id}/{other}"])}
-    return sorted(
-        other
-        for other in missing
-        if missing.isdisjoint(children_of(other, world_size, FANOUT_TO_JOIN))
+    unconfirmed = sorted(other for other in below if not store.check([f"{start_id}/{other}"]))
+    # A rank also stays unconfirmed if its parent or a child is missing. After a restart every rank
+    # has a key, which may be that of an earlier start: then all unconfirmed ranks are named.
+    absent = [other for other in unconfirmed if not store.check([f"hello/{other}"])]
+    missing = absent or unconfirmed
+    ranks = f"{world_size} ranks" if rank == 0 else f"{len(below)} ranks below rank {rank}"
+    total = world_size if rank == 0 else len(below)
+    return RendezvousError(
+        f"Only {total - len(missing)} of {ranks} joined at {store_address()} within"
+        f" comm.init_timeout_seconds = {seconds:g}. Missing: {_list_ranks(missing)}.",
+        fix=CHECK_MACHINES,
     )
+
+
+def _list_ranks(ranks: list[int]) -> str:
+    """`ranks 1, 2 and 3 more`, from the first few ranks."""
+    more = len(ranks) - MAX_LISTED_RANKS
+    listed = ", ".join(map(str, ranks[:MAX_LISTED_RANKS]))
+    return f"rank{'s' if len(ranks) > 1 else ''} {listed}{f' and {more} more' if more > 0 else ''}"

@@ -87,12 +87,12 @@ def _frames_outwards(frame: FrameType | None) -> Iterator[FrameType]:
 
 
 @contextmanager
-def exit_after(seconds: float, work: str) -> Iterator[None]:
-    """End the process if the block takes longer, even if it waits in the kernel.
+def exit_after(seconds: float, work: str, code: int = EXIT_RANK_LOST) -> Iterator[None]:
+    """End the process with `code` if the block takes longer, even if it waits in the kernel.
 
     For work that the watchdog does not monitor and whose own timeout may not take effect.
     """
-    timer = ExitTimer(seconds, work, EXIT_RANK_LOST)
+    timer = ExitTimer(seconds, work, code)
     try:
         yield
     finally:

@@ -23,6 +23,7 @@ from titanlite.distributed.collectives import (
     raise_on_all_ranks,
     run_on_rank_0,
 )
+from titanlite.distributed.error_report import ErrorReport
 from titanlite.distributed.mesh import Mesh, build_mesh
 from titanlite.distributed.process_group import (
     RankContext,
@@ -97,14 +98,14 @@ class RunServices:
 
 @contextmanager
 def open_services(
-    job: Job, began: float, advise: Callable[[bool], list[str]]
+    job: Job, began: float, advise: Callable[[bool], list[str]], report: ErrorReport
 ) -> Iterator[RunServices]:
     """Join the process group, start the watchdog and lock the run's folders for the block."""
     device, comm = choose_device(job.config.job.device), job.config.comm
     counters, limit = Counters(), job.config.job.time_limit_minutes
     deadline = began + 60 * limit if limit else None
     with (
-        join_process_group(device, comm, job.config.debug, job.folder) as rank,
+        join_process_group(device, comm, job.config.debug, job.folder, report) as rank,
         HeartbeatWatchdog(
             rank.rank,
             rank.world_size,
@@ -112,8 +113,10 @@ def open_services(
             job.folder,
             rank.start_id,
             job.config.checkpoint.timeout_seconds,
+            comm.flight_recorder(job.folder),
         ) as watchdog,
         lock_run_folders(job.folder, job.other_folders, lambda: counters.step) as lock,
+        report.printing_errors(),  # before the lock and the watchdog, which can block
         watchdog.attributing_errors(),  # inside the lock, so that the start log names the lost rank
     ):
         yield RunServices(rank, watchdog, lock, counters, deadline, advise)

@@ -23,6 +23,14 @@ class Peaks:
     source: str
 
 
+NVIDIA = "https://www.nvidia.com/en-us/data-center/"
+LENOVO = "https://lenovopress.lenovo.com/"
+RTX_6000 = "https://www.nvidia.com/en-us/design-visualization/rtx-6000/"
+A800 = (
+    "https://www.nvidia.cn/content/dam/en-zz/Solutions/Data-Center/a800/"
+    "nvidia-a800-datasheet-2029415.pdf"
+)
+
 # For devices with sparse units the published figure is twice the dense one; it is halved here.
 # GeForce GPUs run at half rate with fp32 accumulation, which training uses: that rate is listed.
 PEAKS = [
@@ -32,6 +40,7 @@ PEAKS = [
     Peaks(r"(Tesla|NVIDIA) T4", 8.1, 65, None, None, "NVIDIA T4 data sheet"),
     Peaks(r"A100-(SXM4?|PCIE)-[48]0GB|A100 80GB PCIe", 19.5, 312, 312, None,
           "NVIDIA A100 data sheet"),
+    Peaks(r"A800-SXM4-[48]0GB|A800 80GB PCIe", 19.5, 312, 312, None, A800),
     Peaks(r"A30", 10.3, 165, 165, None, "NVIDIA A30 data sheet"),
     Peaks(r"A40", 37.4, 149.7, 149.7, None, "NVIDIA A40 data sheet"),
     Peaks(r"A10", 31.2, 125, 125, None, "NVIDIA A10 data sheet"),
@@ -42,10 +51,21 @@ PEAKS = [
     Peaks(r"H100 80GB HBM3", 67, 989.5, 989.5, 1979, "NVIDIA H100 data sheet, SXM, halved"),
     Peaks(r"H100 PCIe", 51, 756.5, 756.5, 1513, "NVIDIA H100 data sheet, PCIe, halved"),
     Peaks(r"H100 NVL", 60, 835.5, 835.5, 1670.5, "NVIDIA H100 data sheet, NVL, halved"),
-    Peaks(r"GH200 (480|120)GB", 67, 989.5, 989.5, 1979, "NVIDIA GH200 data sheet, halved"),
+    # the H100 with slower NVLink and FP64
+    Peaks(r"H800", 67, 989.5, 989.5, 1979, "NVIDIA H800 data sheet, SXM, halved"),
+    Peaks(r"H800 PCIe", 51, 756.5, 756.5, 1513, f"{LENOVO}lp1814, halved"),
+    Peaks(r"H20(-3e)?", 44, 148, 148, 296, "NVIDIA HGX H20 data sheet for partners, dense"),
+    Peaks(r"GH200 (480GB|120GB|144G HBM3e)", 67, 989.5, 989.5, 1979,
+          "NVIDIA GH200 data sheet, halved"),
     Peaks(r"H200", 67, 989.5, 989.5, 1979, "NVIDIA H200 data sheet, SXM, halved"),
     Peaks(r"H200 NVL", 60, 835.5, 835.5, 1670.5, "NVIDIA H200 data sheet, NVL, halved"),
-    Peaks(r"B200", 75, 2250, 2250, 4500, "NVIDIA HGX B200 data sheet, a GPU, halved"),
+    Peaks(r"B200", 75, 2250, 2250, 4500, f"{NVIDIA}hgx, a GPU of HGX B200, halved"),
+    Peaks(r"B300( SXM6 AC)?", 75, 2250, 2250, 4500, f"{NVIDIA}hgx, a GPU of HGX B300, halved"),
+    # the GPUs of these superchips run at higher power than those of HGX
+    Peaks(r"GB200", 80, 2500, 2500, 5000, f"{NVIDIA}gb200-nvl72, a GPU of 72, halved"),
+    Peaks(r"GB300", 83.3, 2500, 2500, 5000, f"{NVIDIA}gb300-nvl72, a GPU of 72, halved"),
+    Peaks(r"RTX 6000 Ada Generation", 91.1, 364.25, 364.25, 728.5,
+          f"{RTX_6000}: FP8 halved, and FP16 at half of FP8, as in the Ada white paper"),
     Peaks(r"GeForce RTX 3090", 35.6, 71, 71, None, "NVIDIA GA102 white paper"),
     Peaks(r"GeForce RTX 4090", 82.6, 165.2, 165.2, 330.3, "NVIDIA Ada white paper"),
     Peaks(r"GeForce RTX 5090", 104.8, 209.5, 209.5, 419, "NVIDIA RTX Blackwell white paper"),

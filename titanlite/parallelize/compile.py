@@ -5,6 +5,9 @@ from __future__ import annotations
 import ctypes
 import os
 import shutil
+import stat
+import sysconfig
+import tempfile
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -19,7 +22,12 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from titanlite.distributed.mesh import ParallelismConfig
 from titanlite.errors import ConfigError
+from titanlite.log import logger
 from titanlite.models import OutputLayer
+
+INSTALL_GPP = "Install g++, set CXX to a compiler"
+INSTALL_GCC = "Install gcc, set CC to a compiler"
+INSTALL_H = "Install the development package of this Python (python3-dev)"
 
 
 @dataclass(frozen=True)
@@ -83,19 +91,47 @@ def _call_with_plain_tensor(forward: Callable[..., Tensor], x: Tensor, *others) 
 
 
 def prepare_compiler(device: torch.device) -> None:
-    """Set a persistent inductor cache unless the user did; probe CPU vector ISAs in-process."""
+    """Cache compiled code on this machine unless the user set a folder; probe CPU ISAs in-process.
+
+    A home folder is often shared: thousands of ranks would then lock and write one folder.
+    """
     # All of this is private (torch 2.11 to 2.15). That the variable is set does not mean that the
     # user set it: torch sets its own default when its pipelining package is imported.
     from torch._inductor import cpu_vec_isa
     from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
-    variable = "TORCHINDUCTOR_CACHE_DIR"
-    if os.environ.get(variable) in (None, default_cache_dir()):
-        user_cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-        os.environ[variable] = str(user_cache / "titanlite" / "inductor")
+    inductor, triton = "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"
+    if os.environ.get(inductor) in (None, default_cache_dir()):
+        os.environ[inductor] = str(_make_private_folder() / "inductor")
+    logger.info("compile cache  %s (set %s to change it)", os.environ[inductor], inductor)
+    if device.type == "cuda":
+        # inductor's own default; without it, kernels that are not inductor's go to ~/.triton
+        own_folder = Path(os.environ[inductor]) / "triton" / str(device.index or 0)
+        os.environ.setdefault(triton, str(own_folder))
     if device.type == "cpu":
         # There is no setting for this check.
         cpu_vec_isa.VecISA._probe_load = _can_load_library  # type: ignore[method-assign, assignment]
+
+
+def _make_private_folder() -> Path:
+    """A folder of this user in the temporary folder; raises ConfigError if others can write to it.
+
+    Compiled code is loaded from it, and its name can be guessed.
+    """
+    folder = Path(tempfile.gettempdir()) / f"titanlite_{os.getuid()}"
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        status = folder.lstat()
+        is_own = stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid()
+        if is_own and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+            return folder
+        problem = "other users can write to it"
+    except OSError as error:
+        problem = error.strerror or str(error)
+    raise ConfigError(
+        f"{folder}: {problem}, so compiled code cannot be cached there.",
+        fix="Set TORCHINDUCTOR_CACHE_DIR to a folder of yours, best on a disk of this machine.",
+    )
 
 
 def _can_load_library(isa, library: str) -> bool:
@@ -149,7 +185,7 @@ def check_compile_config(
 def check_compiler(
     config: CompileConfig, compiles: bool, device_type: str
 ) -> Iterator[ConfigError]:
-    """Reject an unknown backend, and a missing C++ compiler where a CPU needs one."""
+    """Reject an unknown backend, and a missing C or C++ compiler, before anything is compiled."""
     # inductor always exists; listing the backends imports them all.
     is_other_backend = config.enable and config.backend != "inductor"
     if is_other_backend and config.backend not in torch._dynamo.list_backends(exclude_tags=()):
@@ -159,13 +195,28 @@ def check_compiler(
             " aot_eager and eager for debugging.",
             keys=("compile.backend",),
         )
-    compiler = os.environ.get("CXX", "g++")
     by_inductor = compiles and (config.backend == "inductor" or not config.enable)
-    if by_inductor and device_type == "cpu" and shutil.which(compiler) is None:
+    missing, fix = _find_missing_compiler(device_type) if by_inductor else ("", "")
+    if missing:
         yield ConfigError(
-            f"{compiler} not found: on a CPU, torch.compile (used for compile.enable and"
-            " optimizer.state_dtype) needs a C++ compiler.",
-            fix="Install g++, set CXX to a compiler, or set compile.enable = false and"
-            ' optimizer.implementation = "for-loop".',
+            f"{missing}, which torch.compile (used for compile.enable and optimizer.state_dtype)"
+            " needs.",
+            fix=f'{fix}, or set compile.enable = false and optimizer.implementation = "for-loop".',
             keys=("compile.enable",),
         )
+
+
+def _find_missing_compiler(device_type: str) -> tuple[str, str]:
+    """(what inductor needs on this device and does not find, how to get it), else ("", "")."""
+    if device_type == "cpu":
+        compiler = os.environ.get("CXX", "g++")
+        found = shutil.which(compiler)
+        return ("", "") if found else (f"{compiler} not found: a C++ compiler", INSTALL_GPP)
+    # Triton compiles the launchers of its kernels in C, with the headers of Python, in this order
+    # (triton/runtime/build.py of Triton 3.6 to 3.9).
+    compilers = [os.environ["CC"]] if "CC" in os.environ else ["gcc", "clang"]
+    if not any(shutil.which(compiler) for compiler in compilers):
+        return f"{' or '.join(compilers)} not found: a C compiler for Triton", INSTALL_GCC
+    scheme = sysconfig.get_default_scheme().replace("posix_local", "posix_prefix")  # as Triton
+    header = Path(sysconfig.get_path("include", scheme)) / "Python.h"
+    return ("", "") if header.exists() else (f"{header} not found: a header for Triton", INSTALL_H)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-import os
 from collections import Counter
 
+from titanlite.distributed.rendezvous import store_address
 from titanlite.runtime.heartbeat import HeartbeatExchange, RankProgress, has_ended
 
 SILENT_FRACTION = 0.8  # of the timeout without a heartbeat, before a rank is declared dead
@@ -71,8 +71,7 @@ class PeerDiagnosis:
         return self._find_rank_that_left()
 
     def describe_silent_store(self) -> str:
-        address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
-        return f"The store at {address} does not answer: the launcher, or rank 0, is gone."
+        return f"The store at {store_address()} does not answer: the launcher, or rank 0, is gone."
 
     def _has_left(self, rank: int) -> bool:
         return bool(self._exchange.heartbeats[rank].left)

@@ -25,6 +25,7 @@ from types import TracebackType
 
 import torch.distributed as dist
 
+from titanlite.distributed.flight_recorder import FlightRecorder
 from titanlite.distributed.rendezvous import connect_to_store
 from titanlite.distributed.signed_store import SignedStore, share_secret
 from titanlite.distributed.time_limit import TimeLimit
@@ -45,6 +46,7 @@ from titanlite.runtime.heartbeat import (
 SINGLE_RANK_FACTOR = 10  # times the timeout: no other rank waits, so a slow phase is acceptable
 DISK_TIMEOUT_SECONDS = 1800.0  # limit on the phases that are as slow as the disk
 STACKS_SECONDS = 5  # for writing stacks; the disk may be what hangs
+TRACES_SECONDS = 10  # for writing the flight recorder; the GPU, or the disk, may be what hangs
 CLEANUP_SECONDS = 30  # for closing files after another rank is lost; as long as torchrun waits
 
 
@@ -53,7 +55,8 @@ class HeartbeatWatchdog:
 
     The main thread reports its position by `set_phase`. It may stay in one phase for
     `timeout_seconds`, or for `disk_timeout_seconds` while it loads or saves. `start_id` separates
-    the heartbeats of this start from those of earlier ones in the same store.
+    the heartbeats of this start from those of earlier ones in the same store. `recorder` writes the
+    last collectives before the rank ends.
     """
 
     def __init__(
@@ -64,10 +67,11 @@ class HeartbeatWatchdog:
         folder: Path,
         start_id: str = "",
         disk_timeout_seconds: float = DISK_TIMEOUT_SECONDS,
+        recorder: FlightRecorder | None = None,
     ):
         self._progress = RankProgress(rank, world_size, timeout_seconds)
         self._folder, self._start_id = folder, start_id
-        self._disk_timeout_seconds = disk_timeout_seconds
+        self._disk_timeout_seconds, self._recorder = disk_timeout_seconds, recorder
         self._background_limit: Callable[[], TimeLimit | None] = lambda: None
         self._phase_limit: TimeLimit | None = None
         self._main_thread = threading.get_ident()
@@ -153,6 +157,8 @@ class HeartbeatWatchdog:
         self.leave(LOST_ANOTHER)
         faulthandler.dump_traceback_later(CLEANUP_SECONDS, exit=True, file=2)
         self._report(verdict, "".join(traceback.format_exception(error)))
+        self._write_traces(verdict)
+        faulthandler.dump_traceback_later(CLEANUP_SECONDS, exit=True, file=2)
         return verdict.problem
 
     def _await_verdict(self, exchange: HeartbeatExchange) -> Verdict | None:
@@ -239,6 +245,12 @@ class HeartbeatWatchdog:
         # If writing the report hangs, faulthandler exits with code 1, which is EXIT_RANK_LOST.
         faulthandler.dump_traceback_later(STACKS_SECONDS, exit=True, file=2)
         self._report(verdict, format_all_stacks())
+        self._write_traces(verdict)
+        faulthandler.cancel_dump_traceback_later()
+        if self._progress.world_size > 1:
+            # The launcher ends all ranks when the first one exits. Each of them reads the verdict
+            # within a heartbeat interval, and then writes its own files.
+            time.sleep(2 * self._progress.heartbeat_seconds)
         os._exit(EXIT_RANK_LOST)
 
     def _report(self, verdict: Verdict, stacks: str) -> None:
@@ -246,14 +258,35 @@ class HeartbeatWatchdog:
         rank, folder = self._progress.rank, self._folder / "stacks"
         if verdict.finder == rank:
             text = f"titanlite: {verdict.problem}\n  stacks of each rank: {folder}/rank_*.txt"
-            print(text, file=sys.stderr, flush=True)
+            _print_error(text)
         try:
             folder.mkdir(parents=True, exist_ok=True)
             text = f"{verdict.problem}\n\nrank {rank} in {self.position}:\n{stacks}"
             (folder / f"rank_{rank}.txt").write_text(text, encoding="utf-8")
         except OSError as error:
-            text = f"rank {rank}: stacks could not be written: {error}"
-            print(text, file=sys.stderr, flush=True)
+            _print_error(f"rank {rank}: stacks could not be written: {error}")
+
+    def _write_traces(self, verdict: Verdict) -> None:
+        """Write this rank's last collectives within `TRACES_SECONDS`, or end it.
+
+        The rank that found the problem prints where they are.
+        """
+        rank = self._progress.rank
+        if self._recorder is None or self._progress.world_size == 1:
+            return
+        faulthandler.dump_traceback_later(TRACES_SECONDS, exit=True, file=2)
+        try:
+            folders = self._recorder.write(rank)
+        except Exception as error:  # whatever it is, this rank must end
+            _print_error(f"rank {rank}: the last collectives could not be written: {error}")
+            return
+        if verdict.finder == rank:
+            for folder in folders:
+                _print_error(f"  last collectives of each rank, to compare: torchfrtrace {folder}")
+
+
+def _print_error(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
 
 
 def is_communication_error(error: BaseException | None) -> bool:

@@ -1,0 +1,88 @@
+"""Print the error that ends a rank, before teardown can block, and find its exit code."""
+
+from __future__ import annotations
+
+import sys
+import time
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from titanlite.distributed.rendezvous import launched_rank_and_world_size
+from titanlite.errors import (
+    EXIT_BUG,
+    EXIT_INTERRUPTED,
+    EXIT_RANK_LOST,
+    RankLostError,
+    UserError,
+    format_error,
+)
+
+RANK_0_SECONDS = 30  # longer than torchrun takes to end a rank after rank 0, also when busy
+
+
+def exit_code_of(error: BaseException) -> int:
+    """The exit code of a process that `error` ends."""
+    if isinstance(error, UserError):
+        return error.code
+    if isinstance(error, KeyboardInterrupt):
+        return EXIT_INTERRUPTED
+    return EXIT_RANK_LOST if isinstance(error, RankLostError) else EXIT_BUG
+
+
+class ErrorReport:
+    """Prints the error that ends this rank, once.
+
+    Leaving the process group can block after an error, and the launcher ends the other ranks when
+    this one leaves. So errors are printed first.
+    """
+
+    def __init__(self) -> None:
+        self._rank, self._world_size = launched_rank_and_world_size()
+        self._printed: BaseException | None = None
+
+    @contextmanager
+    def printing_errors(self) -> Iterator[None]:
+        """Print an error of the block, and raise it again.
+
+        Of an error that all ranks have, rank 0 prints the only copy.
+        """
+        try:
+            yield
+        except BaseException as error:
+            if isinstance(error, UserError):
+                self._print_user_error(error, names_rank=self._world_size > 1)
+            elif isinstance(error, Exception) and not isinstance(error, RankLostError):
+                self._print_traceback(error)  # the watchdog has printed what lost the rank
+            raise
+
+    def finish(self, error: BaseException) -> int:
+        """Print an error unless it has been printed; returns the exit code.
+
+        Other ranks than rank 0 wait for the launcher to end them, because it acts on the first exit
+        it sees. Before ranks have joined, none knows whether the others have the error too: one
+        that still runs after `RANK_0_SECONDS` was the only one, and prints it.
+        """
+        if isinstance(error, UserError):
+            if not error.printed and self._rank:
+                time.sleep(RANK_0_SECONDS)
+            self._print_user_error(error, names_rank=self._rank > 0)
+        elif isinstance(error, Exception) and not isinstance(error, RankLostError):
+            self._print_traceback(error)
+        return exit_code_of(error)
+
+    def _print_user_error(self, error: UserError, names_rank: bool) -> None:
+        if error.printed or (error.on_all_ranks and self._rank):
+            return
+        head = f"rank {self._rank}: " if names_rank and not error.on_all_ranks else ""
+        print(head + format_error(error), file=sys.stderr, flush=True)
+        error.mark_printed()
+
+    def _print_traceback(self, error: Exception) -> None:
+        """Print the traceback of a bug, in one write, because the ranks share stderr."""
+        if error is self._printed:
+            return
+        lines = traceback.format_exception(error)
+        head = f"rank {self._rank} of {self._world_size}:\n"
+        print(head + "".join(lines), end="", file=sys.stderr, flush=True)
+        self._printed = error
