@@ -18,7 +18,7 @@ from tests.distributed.oracle import (
     with_enough_blocks,
 )
 from tests.distributed.ranks import run_on_ranks
-from titanlite.parallelize.pipeline import plan_pipeline
+from titanlite.parallelize.pipeline_plan import plan_pipeline
 from titanlite.plots.pipeline_trace import read_actions
 
 RANKS = 4

@@ -21,11 +21,11 @@ from titanlite.parallelize.context_tiles import SequenceShard
 from titanlite.parallelize.fsdp import set_gradient_reduction
 from titanlite.parallelize.pipeline import (
     EvalStage,
-    PipelinePlan,
     RankSchedule,
     TrainStage,
     build_rank_schedule,
 )
+from titanlite.parallelize.pipeline_plan import PipelinePlan
 
 SetPhase = Callable[[str], None]
 
