@@ -24,6 +24,7 @@ from titanlite.parallelize.pipeline import (
     RankSchedule,
     TrainStage,
     build_rank_schedule,
+    connect_pipeline_ranks,
 )
 from titanlite.parallelize.pipeline_plan import PipelinePlan
 
@@ -164,6 +165,7 @@ class PipelineEngine:
         self._schedules: dict[tuple[type[TrainStage], int, int], RankSchedule] = {}
         self._valid: Tensor | float = 1.0  # divisor of the loss in the current run
         self._losses: list[Tensor] = []  # [2] of each micro-batch of the current run
+        connect_pipeline_ranks(mesh.pp, device)
 
     def forward_backward(
         self, inputs: Tensor, labels: Tensor, valid: Tensor, set_phase: SetPhase = ignore_phase
