@@ -25,7 +25,7 @@ from titanlite.parallelize import (
 )
 from titanlite.parallelize.activation_checkpoint import ActivationCheckpointConfig
 from titanlite.parallelize.compile import CompileConfig
-from titanlite.parallelize.pipeline import plan_pipeline
+from titanlite.parallelize.pipeline_plan import plan_pipeline
 from titanlite.parallelize.stage_partition import balance_stages
 from titanlite.parallelize.weight_init import init_weights
 from titanlite.training import Engine, StepSettings, TrainState, build_engine, take_step, validate

@@ -120,7 +120,11 @@ OPTIONS = [
         Layout(replicate=2, shard=2, accumulate=3, reduction="last_microbatch", early=True),
     ],
     [Layout(shard=2, tensor=2, reduction="last_microbatch", early=True)],
-    [Layout(context=2, rotate="alltoall", recompute="full"), Layout(context=2, offload=True)],
+    [
+        Layout(context=2, rotate="alltoall", recompute="full"),
+        Layout(context=2, offload=True),
+        Layout(context=2, compile="aot_eager"),
+    ],
     [Layout(context=4, rotate="alltoall", balancer="none"), Layout(context=4, balancer="none")],
 ]
 # The same, on a model with enough blocks.

@@ -14,7 +14,7 @@ from titanlite.optim import OptimizerConfig, build_optimizer
 from titanlite.parallelize import ModelTransforms, ParallelLayout, build_sharded_model
 from titanlite.parallelize.activation_checkpoint import ActivationCheckpointConfig
 from titanlite.parallelize.compile import CompileConfig
-from titanlite.parallelize.pipeline import plan_pipeline
+from titanlite.parallelize.pipeline_plan import plan_pipeline
 from titanlite.training import StepSettings, TrainState, build_engine, take_step
 from titanlite.training.divergence import FiniteCheck
 

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from tests.distributed.oracle import SGD, Layout, batch_at, build_sharded
 from tests.distributed.ranks import run_on_ranks
 from tests.parallelize.memory import measure_allocations
+from titanlite.distributed import collectives
 from titanlite.kernels.flash import CpuFlash, EagerAttention
 from titanlite.parallelize import kv_exchange
 from titanlite.parallelize.context_tiles import SequenceShard
@@ -65,7 +66,7 @@ def count_sent_values(layout) -> dict[str, list[int]]:
     attention = model.layers["0"].attention.attend
     tokens = LENGTH // layout.context
     q, k, v = (torch.randn(3, heads, tokens, 8) for heads in (4, 2, 2))
-    sizes: dict[str, list[int]] = {"all_gather_tensor": [], "all_to_all_single": []}
+    sizes: dict[str, list[int]] = {"start_all_gather": [], "all_to_all_single": []}
 
     def record_sizes(module, name):
         collective = getattr(module, name)
@@ -76,7 +77,7 @@ def count_sent_values(layout) -> dict[str, list[int]]:
 
         setattr(module, name, recorded)
 
-    record_sizes(kv_exchange, "all_gather_tensor")
+    record_sizes(kv_exchange, "start_all_gather")
     record_sizes(dist, "all_to_all_single")
     with torch.no_grad():
         attention(q, k, v)
@@ -89,11 +90,78 @@ def test_grouped_key_value_heads_are_sent_once_not_per_query_head(rotate):
     layout = Layout(context=ranks, rotate=rotate)
     # keys and values, sequences, key-value heads, tokens of a rank, head width
     own = 2 * 3 * 2 * (LENGTH // ranks) * 8
-    expected = {"all_gather_tensor": [own], "all_to_all_single": []}
+    expected = {"start_all_gather": [own], "all_to_all_single": []}
     if rotate == "alltoall":
-        expected = {"all_gather_tensor": [], "all_to_all_single": [own] * (ranks - 1)}
+        expected = {"start_all_gather": [], "all_to_all_single": [own] * (ranks - 1)}
     for sizes in run_on_ranks(count_sent_values, ranks, layout):
         assert sizes == expected
+
+
+class RecordedWork:
+    """The handle of a collective in flight; records when it is waited for."""
+
+    def __init__(self, work: dist.Work, events: list[str]):
+        self.work, self.events = work, events
+
+    def wait(self) -> bool:
+        self.events.append("wait")
+        return self.work.wait()
+
+
+def order_of_attention(layout) -> tuple[list[str], list[str]]:
+    """Collectives and tiles of one forward and of one backward of attention, in order."""
+    model, _, _ = build_sharded(layout, SGD)
+    events: list[str] = []
+
+    def record_collective(module, name):
+        collective = getattr(module, name)
+
+        def recorded(*args, async_op=False, **options):
+            events.append("start" if async_op else f"blocking {name}")
+            work = collective(*args, async_op=async_op, **options)
+            return RecordedWork(work, events) if async_op else work
+
+        setattr(module, name, recorded)
+
+    def record_tile(name):
+        compute = getattr(CpuFlash, name)
+
+        def recorded(self, *args):
+            events.append("own" if args[-1] else "other")  # causal: keys of this rank
+            return compute(self, *args)
+
+        setattr(CpuFlash, name, recorded)
+
+    for name in ("_all_gather", "_reduce_scatter"):
+        record_collective(collectives, name)
+    record_collective(dist, "all_to_all_single")
+    for name in ("forward", "backward"):
+        record_tile(name)
+    tokens = LENGTH // layout.context
+    q, k, v = (torch.randn(3, heads, tokens, 8, requires_grad=True) for heads in (4, 2, 2))
+    out = model.layers["0"].attention.attend(q, k, v)
+    forward = events.copy()
+    events.clear()
+    out.sum().backward()
+    return forward, events
+
+
+ONE_GATHER = "start own wait other other"
+ORDERS = {
+    "allgather": (ONE_GATHER, f"{ONE_GATHER} blocking _reduce_scatter"),
+    # In backward, gradients follow the keys and values around the ring, one step behind.
+    "alltoall": (
+        "start own wait start other wait other",
+        "start own start wait start other wait start wait other wait start wait",
+    ),
+}
+
+
+@pytest.mark.parametrize("rotate", ORDERS)
+def test_keys_and_values_are_exchanged_while_the_own_ones_are_computed_with(rotate):
+    ranks = 3
+    for orders in run_on_ranks(order_of_attention, ranks, Layout(context=ranks, rotate=rotate)):
+        assert tuple(map(" ".join, orders)) == ORDERS[rotate]
 
 
 def peak_bytes_of_a_step(layout, recipe) -> int:

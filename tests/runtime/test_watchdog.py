@@ -36,7 +36,7 @@ from titanlite.runtime.watchdog import HeartbeatWatchdog
 
 RANKS = 3
 TIMEOUT = 4.0
-# A rank stays for two heartbeats (0.4 s) until the others have written their files; and test machines
+# A rank stays for two heartbeats (0.4 s) until the others have written their files; test machines
 # are busy.
 MAX_SECONDS = TIMEOUT + 1.0
 EXIT_OWN_ERROR = 9  # an error that no other rank caused

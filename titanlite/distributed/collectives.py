@@ -50,6 +50,21 @@ def all_gather_tensor(group: dist.ProcessGroup, own: Tensor) -> Tensor:
     return stacked.view(group.size(), *own.shape)
 
 
+def start_all_gather(group: dist.ProcessGroup, own: Tensor) -> Callable[[], Tensor]:
+    """Start `all_gather_tensor`; returns a function that waits for it and returns its result.
+
+    What the caller computes before it waits overlaps with the communication.
+    """
+    stacked = own.new_empty(group.size() * own.numel())
+    work = _all_gather(stacked, own.reshape(-1), group=group, async_op=True)
+
+    def wait() -> Tensor:
+        work.wait()
+        return stacked.view(group.size(), *own.shape)
+
+    return wait
+
+
 def reduce_scatter_sum(group: dist.ProcessGroup, stacked: Tensor) -> Tensor:
     """Sum `stacked` [ranks, ...] over the ranks, and return this rank's entry [...]."""
     own = stacked.new_empty(stacked[0].numel())

@@ -29,7 +29,7 @@ from titanlite.parallelize.activation_checkpoint import check_activation_checkpo
 from titanlite.parallelize.compile import check_compile_config, check_compiler
 from titanlite.parallelize.context import check_context_parallel
 from titanlite.parallelize.float8 import check_float8, check_float8_device
-from titanlite.parallelize.pipeline import PipelinePlan, plan_pipeline
+from titanlite.parallelize.pipeline_plan import PipelinePlan, plan_pipeline
 from titanlite.parallelize.tensor import check_tensor_parallel, weight_shard_size
 from titanlite.training import TrainingConfig
 

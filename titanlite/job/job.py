@@ -21,7 +21,7 @@ from titanlite.log import logger, pluralize
 from titanlite.models import FAMILIES, ModelSizes, ModelSpec
 from titanlite.optim import LossScale, schedule_warning
 from titanlite.parallelize import DTYPES, ModelTransforms
-from titanlite.parallelize.pipeline import PipelinePlan
+from titanlite.parallelize.pipeline_plan import PipelinePlan
 from titanlite.settings import load_config, raise_together, to_toml
 from titanlite.storage import StorageFolder
 

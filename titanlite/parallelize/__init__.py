@@ -32,7 +32,8 @@ from titanlite.parallelize.float8 import (
     select_linear_styles,
 )
 from titanlite.parallelize.fsdp import FSDPPolicy, ReshardAfterForward, apply_fsdp
-from titanlite.parallelize.pipeline import PipelinePlan, build_stage_modules
+from titanlite.parallelize.pipeline import build_stage_modules
+from titanlite.parallelize.pipeline_plan import PipelinePlan
 from titanlite.parallelize.tensor import apply_tensor_parallel
 from titanlite.parallelize.weight_init import init_weights, tie_parameters
 

@@ -67,7 +67,7 @@ def apply_fsdp(
         groups.append(list(after))
         shard(groups[-1], reshard_after_forward=reshard == "always")
     shard(model, reshard_after_forward=reshard == "always")
-    _disable_gradient_averaging(model)
+    _disable_gradient_averaging(model, mesh.size())
     _prefetch_next_group([group[0] for group in groups])
 
 
@@ -83,12 +83,13 @@ def _prefetch_next_group(modules: Sequence[nn.Module]) -> None:
         next_module.set_modules_to_backward_prefetch([module])
 
 
-def _disable_gradient_averaging(model: nn.Module) -> None:
+def _disable_gradient_averaging(model: nn.Module, ranks: int) -> None:
     """Sum gradients over ranks: the loss is already divided by the tokens of the global batch."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)  # gloo has no reduction that also scales
+            if ranks > 1:  # on one, before torch 2.15, a factor of 1 allocates a second gradient
+                module.set_gradient_divide_factor(1.0)
 
 
 def _offload_policy(offload: bool, device_type: str) -> OffloadPolicy:

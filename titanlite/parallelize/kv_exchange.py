@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from titanlite.distributed.collectives import all_gather_tensor, reduce_scatter_sum
+from titanlite.distributed.collectives import reduce_scatter_sum, start_all_gather
 
 # (source rank, its keys and values) -> their gradient from this rank's queries, fp32; None: zero.
 ShardGradient = Callable[[int, Tensor], Tensor | None]
@@ -38,19 +38,24 @@ class KVExchange(ABC):
 
 
 class KVAllGather(KVExchange):
-    """One all-gather; needs memory for the keys and values of full sequences."""
+    """One all-gather while computing with the own shard; memory for full sequences.
+
+    The reduce-scatter of the gradients overlaps with nothing, because it needs all of them.
+    """
 
     def iterate_shards(self, own: Tensor) -> Iterator[tuple[int, Tensor]]:
-        shards = all_gather_tensor(self.group, own)
-        for source in self.sources():
+        wait_for_shards = start_all_gather(self.group, own)
+        first, *others = self.sources()
+        yield first, own
+        shards = wait_for_shards()
+        for source in others:
             yield source, shards[source]
 
     def sum_gradients(self, own: Tensor, gradient_of: ShardGradient) -> Tensor:
-        gradients = own.new_zeros((self.ranks, *own.shape), dtype=torch.float32)
+        gradients = own.new_empty((self.ranks, *own.shape), dtype=torch.float32)
         for source, keys_values in self.iterate_shards(own):
             gradient = gradient_of(source, keys_values)
-            if gradient is not None:
-                gradients[source] = gradient
+            gradients[source] = 0.0 if gradient is None else gradient
         return reduce_scatter_sum(self.group, gradients)
 
 

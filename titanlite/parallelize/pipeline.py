@@ -1,12 +1,10 @@
-"""Pipeline parallelism: the plan, this rank's stage modules, and torch's schedule over them."""
+"""Pipeline parallelism: this rank's stage modules, and torch's schedule over them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from itertools import groupby
-from pathlib import Path
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,239 +19,12 @@ from torch.distributed.pipelining.schedules import (
 )
 from torch.profiler import record_function
 
-from titanlite.distributed.mesh import ParallelismConfig
-from titanlite.errors import ConfigError
+from titanlite.distributed.collectives import all_reduce_sum
 from titanlite.kernels.documents import DocumentIndex
 from titanlite.models import ModelSizes, ModelSpec
 from titanlite.parallelize.fsdp import accumulate_gradients
-from titanlite.parallelize.schedule import (
-    CSV_KEY,
-    SCHEDULES,
-    PipelineAction,
-    ScheduleSpec,
-    assign_stages,
-    build_schedule_order,
-    check_csv_order,
-    format_action,
-    format_trace_name,
-    read_schedule_csv,
-    required_microbatches,
-)
-from titanlite.parallelize.stage_partition import (
-    check_stage_keys,
-    partition_model,
-    requested_stages,
-)
-
-DEGREE_KEY = "parallelism.pipeline_parallel_degree"
-SCHEDULE_KEY = "parallelism.pipeline_parallel_schedule"
-MICROBATCH_KEY = "parallelism.pipeline_parallel_microbatch_size"
-# After the input gradients, torch 2.11 frees what the weight gradients need; 2.12 was not tried.
-SPLIT_BACKWARD_SINCE = "2.13"
-
-
-@dataclass(frozen=True)
-class PipelinePlan:
-    """Which pipeline rank runs which modules, in which order, on micro-batches of which size."""
-
-    schedule: str  # the name of one of torch's schedules
-    csv: Path | None  # a file that lists the actions; replaces `schedule`
-    stages: list[list[str]]  # module names of each stage
-    costs: list[float]  # of each stage, FLOPs per token
-    rank_of: list[int]  # pipeline rank of each stage
-    microbatch_size: int  # sequences
-    n_microbatches: int  # in one run of the schedule
-    splits_backward: bool = False  # into input gradients, and weight gradients at a later time
-
-    @property
-    def ranks(self) -> int:
-        """Number of pipeline ranks."""
-        return max(self.rank_of) + 1
-
-    @property
-    def sequences(self) -> int:
-        """Sequences in one run of the schedule."""
-        return self.microbatch_size * self.n_microbatches
-
-    def for_sequences(self, sequences: int) -> PipelinePlan:
-        """This plan with the fewest micro-batches that hold `sequences` and suit the schedule."""
-        if self.csv is not None:  # the file fixes the number of micro-batches
-            return self
-        count = -(-sequences // self.microbatch_size)
-        while required_microbatches(self.schedule, self.ranks, len(self.stages), count):
-            count += 1
-        return replace(self, n_microbatches=count)
-
-    def stages_of(self, rank: int) -> list[int]:
-        """Stages of a pipeline rank, in model order."""
-        return [stage for stage, owner in enumerate(self.rank_of) if owner == rank]
-
-    def describe_stage(self, stage: int) -> str:
-        """Modules of a stage as text, such as "tok_embeddings, layers 0-3"."""
-        parts: list[str] = []
-        for path, group in groupby(self.stages[stage], lambda name: name.rpartition(".")[0]):
-            names = [name.rpartition(".")[2] for name in group]
-            first_and_last = dict.fromkeys((names[0], names[-1]))
-            parts += [f"{path} {'-'.join(first_and_last)}"] if path else names
-        return ", ".join(parts)
-
-    def order(self) -> list[list[PipelineAction]]:
-        """Actions of each pipeline rank, in execution order."""
-        if self.csv is not None:
-            return read_schedule_csv(self.csv)
-        n_stages = len(self.stages)
-        return build_schedule_order(self.schedule, self.ranks, n_stages, self.n_microbatches)
-
-    def __str__(self) -> str:
-        name, count, size = self.csv or self.schedule, self.n_microbatches, self.microbatch_size
-        return f"{name}, {len(self.stages)} stages, {count} micro-batches of {size}"
-
-
-def plan_pipeline(
-    config: ParallelismConfig, spec: ModelSpec, sizes: ModelSizes, seq_len: int, local_batch: int
-) -> tuple[PipelinePlan | None, list[ConfigError]]:
-    """(the plan, []) or (None, every reason why these settings are invalid)."""
-    costs = spec.module_flops(sizes, seq_len)
-    if config.pipeline_parallel_degree == 1:  # one stage with all modules
-        plan = PipelinePlan("1F1B", None, [list(costs)], [sum(costs.values())], [0], local_batch, 1)
-        return plan, []
-    errors = [*_check_batch_and_tying(config, spec, sizes, local_batch), *check_stage_keys(config)]
-    try:
-        assignment = _assign_stages_to_ranks(config, sizes)
-        errors += _check_schedule(config, assignment, local_batch)
-        stages = partition_model(config, costs, spec.blocks_path, len(assignment.rank_of))
-    except ConfigError as error:
-        errors.append(error)
-    if errors:
-        return None, errors
-    size = config.pipeline_parallel_microbatch_size
-    plan = PipelinePlan(
-        schedule=config.pipeline_parallel_schedule,
-        csv=_csv_path(config),
-        stages=stages,
-        costs=[sum(costs[name] for name in names) for names in stages],
-        rank_of=assignment.rank_of,
-        microbatch_size=size,
-        n_microbatches=local_batch // size,
-        splits_backward=assignment.schedule.splits_backward,
-    )
-    return plan, []
-
-
-def _csv_path(config: ParallelismConfig) -> Path | None:
-    file = config.pipeline_parallel_schedule_csv
-    return Path(file) if file else None
-
-
-def _schedule_setting(config: ParallelismConfig) -> str:
-    """The key that selects the schedule, with its value, for error messages."""
-    if config.pipeline_parallel_schedule_csv:
-        return f'{CSV_KEY} = "{config.pipeline_parallel_schedule_csv}"'
-    return f'{SCHEDULE_KEY} = "{config.pipeline_parallel_schedule}"'
-
-
-def _check_batch_and_tying(
-    config: ParallelismConfig, spec: ModelSpec, sizes: ModelSizes, local_batch: int
-) -> Iterator[ConfigError]:
-    """Reject tied embeddings, and a micro-batch size that does not divide the local batch."""
-    if spec.tied_parameters(sizes):
-        yield ConfigError(
-            f"{DEGREE_KEY} = {config.pipeline_parallel_degree}: the embedding and the output layer"
-            " share one weight (model.tied_embeddings), but are in the first and last stage.",
-            fix="Use other degrees, or model.tied_embeddings = false.",
-            keys=(DEGREE_KEY, "model.tied_embeddings"),
-        )
-    size = config.pipeline_parallel_microbatch_size
-    if local_batch % size:
-        yield ConfigError(
-            f"{MICROBATCH_KEY} = {size}: does not divide"
-            f" training.local_batch_size = {local_batch}.",
-            fix=f"Use a divisor of {local_batch}.",
-            keys=(MICROBATCH_KEY, "training.local_batch_size"),
-        )
-
-
-class _StageAssignment(NamedTuple):
-    """The schedule's properties, and the pipeline rank of each stage."""
-
-    schedule: ScheduleSpec
-    rank_of: list[int]
-
-
-def _assign_stages_to_ranks(config: ParallelismConfig, sizes: ModelSizes) -> _StageAssignment:
-    """Number of stages and their ranks, from the schedule; raises ConfigError."""
-    file = _csv_path(config)
-    if file is not None:
-        return _assign_stages_by_csv(config, sizes, file)
-    ranks, schedule = config.pipeline_parallel_degree, SCHEDULES[config.pipeline_parallel_schedule]
-    per_rank = schedule.stages_per_rank or 2
-    stages, key = requested_stages(config, sizes.n_layers, default=per_rank * ranks)
-    actual, remainder = divmod(stages, ranks)
-    exact = schedule.stages_per_rank is not None
-    if remainder or actual < per_rank or (exact and actual > per_rank):
-        required = f"{per_rank} stage{'s' * (per_rank > 1)}{'' if exact else ' or more'} per rank"
-        raise ConfigError(
-            f"{_schedule_setting(config)}: requires {required};"
-            f" parallelism.{key} makes {stages} stages for {ranks} ranks.",
-            fix=f"Make {per_rank * ranks} stages{'.' if exact else ', or a multiple.'}",
-            keys=(SCHEDULE_KEY, DEGREE_KEY, f"parallelism.{key}"),
-        )
-    return _StageAssignment(schedule, assign_stages(schedule, ranks, stages))
-
-
-def _assign_stages_by_csv(
-    config: ParallelismConfig, sizes: ModelSizes, file: Path
-) -> _StageAssignment:
-    ranks, order = config.pipeline_parallel_degree, read_schedule_csv(file)
-    rank_of, _ = check_csv_order(file, order)
-    stages, key = requested_stages(config, sizes.n_layers, default=len(rank_of))
-    if len(order) != ranks or stages != len(rank_of):
-        raise ConfigError(
-            f"{_schedule_setting(config)}: is for {len(order)} ranks and {len(rank_of)} stages;"
-            f" the job has {ranks} ranks and {stages} stages.",
-            fix=f"Change the file, {DEGREE_KEY}, or parallelism.{key}.",
-            keys=(CSV_KEY, DEGREE_KEY, f"parallelism.{key}"),
-        )
-    splits_backward = any(action.kind == "weight" for actions in order for action in actions)
-    return _StageAssignment(ScheduleSpec(splits_backward=splits_backward), rank_of)
-
-
-def _check_schedule(
-    config: ParallelismConfig, assignment: _StageAssignment, local_batch: int
-) -> Iterator[ConfigError]:
-    """Reject a number of micro-batches, or an FSDP setting, that the schedule does not support."""
-    ranks, file = config.pipeline_parallel_degree, _csv_path(config)
-    size = config.pipeline_parallel_microbatch_size
-    microbatches, remainder = divmod(local_batch, size)
-    required: str | None
-    if file is None:
-        name, stages = config.pipeline_parallel_schedule, len(assignment.rank_of)
-        required = required_microbatches(name, ranks, stages, microbatches)
-    else:
-        _, in_file = check_csv_order(file, read_schedule_csv(file))
-        required = str(in_file) if in_file != microbatches else None
-    if required and not remainder:
-        yield ConfigError(
-            f"{_schedule_setting(config)}: requires {required} micro-batches on {ranks} ranks;"
-            f" training.local_batch_size = {local_batch} in micro-batches of {size} makes"
-            f" {microbatches}.",
-            fix=f"Change training.local_batch_size or {MICROBATCH_KEY}.",
-            keys=(SCHEDULE_KEY, CSV_KEY, MICROBATCH_KEY, "training.local_batch_size"),
-        )
-    if assignment.schedule.splits_backward and torch.__version__ < SPLIT_BACKWARD_SINCE:
-        yield ConfigError(
-            f"{_schedule_setting(config)}: splits the backward, which needs torch 2.13 or newer;"
-            f" this is {torch.__version__}.",
-            fix="Install a newer torch, or use GPipe, 1F1B, Interleaved1F1B or LoopedBFS.",
-            keys=(SCHEDULE_KEY, CSV_KEY),
-        )
-    if assignment.schedule.splits_backward and config.fsdp_reshard_after_forward == "always":
-        yield ConfigError(
-            'parallelism.fsdp_reshard_after_forward = "always": torch would compute wrong'
-            f" gradients under {_schedule_setting(config)}, which splits the backward.",
-            fix='Use "default" or "never".',
-            keys=("parallelism.fsdp_reshard_after_forward", SCHEDULE_KEY),
-        )
+from titanlite.parallelize.pipeline_plan import PipelinePlan
+from titanlite.parallelize.schedule import PipelineAction, format_action, format_trace_name
 
 
 def build_stage_modules(
@@ -382,6 +153,16 @@ class EvalStage(TrainStage):
 
     def set_local_bwd_input(self, next_stage_bwd_outputs, mb_index):
         pass
+
+
+def connect_pipeline_ranks(pp: DeviceMesh, device: torch.device) -> None:
+    """Create NCCL's communicator of all pipeline ranks; all of them must call it.
+
+    NCCL creates it in the first collective of the group. Without one, that is the first batch of
+    sends and receives in the middle of 1F1B: with given shapes, torch 2.13 and 2.14 only connect
+    pairs of ranks before (see the TODO in their `_warmup_p2p`).
+    """
+    all_reduce_sum(pp, torch.zeros(1, device=device))
 
 
 @dataclass(frozen=True)

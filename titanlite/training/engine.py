@@ -19,11 +19,12 @@ from titanlite.parallelize.context import build_sequence_shard
 from titanlite.parallelize.fsdp import set_gradient_reduction
 from titanlite.parallelize.pipeline import (
     EvalStage,
-    PipelinePlan,
     RankSchedule,
     TrainStage,
     build_rank_schedule,
+    connect_pipeline_ranks,
 )
+from titanlite.parallelize.pipeline_plan import PipelinePlan
 from titanlite.training.batch import Batch, RankTokens
 
 SetPhase = Callable[[str], None]
@@ -158,6 +159,7 @@ class PipelineEngine:
         self._schedules: dict[tuple[type[TrainStage], int, int], RankSchedule] = {}
         self._valid: Tensor | float = 1.0  # divisor of the loss in the current run
         self._losses: list[Tensor] = []  # [2] of each micro-batch of the current run
+        connect_pipeline_ranks(mesh.pp, device)
 
     def prepare(self, inputs: Tensor, labels: Tensor) -> Batch:
         """See `Engine.prepare`."""
