@@ -1,8 +1,7 @@
-"""The local shard of a distributed tensor, and pinned host memory."""
+"""The local shard of a distributed tensor."""
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
@@ -17,12 +16,3 @@ def local_shard(tensor: Tensor) -> Tensor:
     while is_traceable_wrapper_subclass(local):
         local = getattr(local, local.__tensor_flatten__()[0][0])
     return local
-
-
-def pin_in_place(tensor: Tensor) -> None:
-    """Page-lock a host tensor, so that copies to the device are asynchronous.
-
-    `Tensor.pin_memory` would copy it.
-    """
-    if tensor.numel():
-        torch.cuda.cudart().cudaHostRegister(tensor.data_ptr(), tensor.nbytes, 0)
