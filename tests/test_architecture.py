@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "titanlite"
 # from the lowest; a package imports only from lower layers and from itself
 LAYERS = [
-    {"settings", "config_reference", "errors", "files", "labels", "log"},
+    {"settings", "config_reference", "errors", "files", "labels", "log", "threads"},
     {"data", "distributed", "kernels", "metrics", "storage"},
     {"models"},
     {"parallelize", "optim", "checkpoint", "runtime"},
@@ -38,6 +38,14 @@ LONG_FUNCTIONS = {
         "a torch.library custom op: its schema needs one parameter per tensor and number"
     ),
 }
+THREAD_MODULES = {
+    "threading",
+    "_thread",
+    "concurrent.futures",
+    "concurrent",
+    "multiprocessing.pool",
+}
+THREAD_STARTERS = {"Thread", "Timer", "ThreadPoolExecutor", "ThreadPool", "start_new_thread"}
 SHARED_NAMES: dict[str, str] = {}  # name -> why two modules may both define it
 OUTSIDE_ASSIGNMENTS = {
     # settings and objects of other libraries that have no setter
@@ -209,3 +217,29 @@ def test_attributes_are_assigned_inside_their_class():
     assert not unlisted, "add a method or an argument instead"
     unused = sorted(OUTSIDE_ASSIGNMENTS.keys() - outside)
     assert not unused, "remove these from the allowlist"
+
+
+def thread_starters_in(tree: ast.Module) -> Iterator[str]:
+    """Names of the standard library that start threads, imported or as `module.name`."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module in THREAD_MODULES:
+            yield from (alias.name for alias in node.names if alias.name in THREAD_STARTERS)
+        if isinstance(node, ast.Attribute) and node.attr in THREAD_STARTERS:
+            yield ast.unparse(node)
+        if isinstance(node, ast.Attribute) and node.attr in ("to_thread", "run_in_executor"):
+            yield ast.unparse(node)
+
+
+def test_all_threads_are_started_by_one_module():
+    """A thread that does not select its CUDA device runs on device 0, the GPU of another rank."""
+    starters = {
+        f"{path.relative_to(ROOT)}: {name}"
+        for path in SOURCES
+        for name in thread_starters_in(parse(path))
+        if path != PACKAGE / "threads.py"
+    }
+    assert not starters, "use titanlite/threads.py"
+    assert set(thread_starters_in(parse(PACKAGE / "threads.py"))) == {
+        "Thread",
+        "ThreadPoolExecutor",
+    }

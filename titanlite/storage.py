@@ -10,7 +10,6 @@ import errno
 import os
 import shutil
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from functools import wraps
 from pathlib import Path
@@ -21,6 +20,7 @@ from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 
 from titanlite.errors import CheckpointError, UserError
+from titanlite.threads import open_thread_pool
 
 READ_BYTES = 1 << 23  # of one request to a remote file system
 UNFINISHED = "unfinished"  # marker file of a folder that is being written or removed
@@ -290,7 +290,7 @@ class StorageFolder:
         if delete_first in names:
             self.delete(delete_first)
         # Of fsspec's file systems, only the asynchronous ones are always safe with several threads.
-        with ThreadPoolExecutor(PARALLEL_DELETIONS if self.fs.async_impl else 1) as pool:
+        with open_thread_pool(PARALLEL_DELETIONS if self.fs.async_impl else 1) as pool:
             list(pool.map(self.delete, names - {delete_first, UNFINISHED}))
         self.delete(UNFINISHED)
         with suppress(Exception):  # an object store has no folders

@@ -48,6 +48,7 @@ PURPOSE = {  # of each package, in two short lines at most
     "errors": "user errors,\nexit codes",
     "files": "untrusted\nJSON, TOML",
     "labels": "IGNORE_INDEX",
+    "threads": "on the GPU",
     "log": "one logger",
 }
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import gc
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.cuda_trace.streams import record_accesses, record_cuda
 from tests.parallelize.memory import measure_allocations
 from titanlite.models import FAMILIES, Llama3Sizes
 from titanlite.parallelize import activation_offload
@@ -117,58 +120,121 @@ def test_each_mode_saves_less_than_the_next_weaker_one():
     assert list(saved.values()) == sorted(set(saved.values())), saved
 
 
-class TransferLog(activation_offload._HostTransfers):
-    """Records every copy and every wait, in order."""
+# --- offload -------------------------------------------------------------------------------------
 
-    def __init__(self):
-        self.entries: list[tuple[str, int]] = []
 
-    def to_host(self, tensor):
-        host = super().to_host(tensor)
-        self.entries.append(("to host", id(host)))
-        return host
+def build_offloaded(mode="none", n_layers=SIZES.n_layers):
+    """A model on the CPU whose activations are offloaded as if it were on a GPU."""
+    model = build_model(ActivationCheckpointConfig(mode=mode), replace(SIZES, n_layers=n_layers))
+    activation_offload.offload_activations(model.layers, "cuda")
+    return model
 
-    def to_device(self, host, device):
-        self.entries.append(("to device", id(host)))
-        return super().to_device(host, device)
+
+@pytest.fixture
+def recorder(monkeypatch):
+    monkeypatch.setattr(activation_offload, "MIN_BYTES", 1)
+    with record_cuda() as recorder:
+        yield recorder
+
+
+def copies_by_stream(recorder) -> list[int]:
+    """The number of copies to the host, and of those back."""
+    counts = Counter(call.stream for call in recorder.calls if call.name == "copy")
+    return [counts[stream] for stream in ("stream 1", "stream 2")]
+
+
+def losses_of(model, microbatches: int) -> list[torch.Tensor]:
+    torch.manual_seed(1)
+    batches = torch.randint(0, SIZES.vocab_size, (microbatches, 2, 8))
+    return [model(tokens, labels=tokens) for tokens in batches]
 
 
 @pytest.mark.parametrize("mode", ["none", "full"])
-def test_saved_activations_are_offloaded_once_and_prefetched_before_use(mode, monkeypatch):
-    monkeypatch.setattr(activation_offload, "MIN_BYTES", 1)
-    transfers = TransferLog()
-    monkeypatch.setattr(activation_offload, "_HostTransfers", lambda: transfers)
-    wait = activation_offload._OffloadedTensor.wait
-
-    def logged_wait(tensor):
-        transfers.entries.append(("use", id(tensor._host)))
-        return wait(tensor)
-
-    monkeypatch.setattr(activation_offload._OffloadedTensor, "wait", logged_wait)
+def test_saved_activations_of_all_but_two_blocks_are_copied_once_each_way(mode, recorder):
     expected = backward(build_model(ActivationCheckpointConfig(mode="none")))
-    gradients = backward(build_model(ActivationCheckpointConfig(mode=mode, offload=True)))
-    for name, gradient in expected.items():
-        torch.testing.assert_close(gradients[name], gradient)
+    model = build_offloaded(mode)
+    with record_accesses(recorder):
+        loss = losses_of(model, 1)[0]
+        assert copies_by_stream(recorder)[1] == 0
+        loss.backward()
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter.grad, expected[name])
+    sent, fetched = copies_by_stream(recorder)
+    tensors = len(recorder.pinned)
+    assert sent == fetched == tensors > 0 and tensors % (SIZES.n_layers - 2) == 0
+    assert not recorder.races
 
-    sent = [tensor for entry, tensor in transfers.entries if entry == "to host"]
-    fetched = [tensor for entry, tensor in transfers.entries if entry == "to device"]
-    per_block, remainder = divmod(len(sent), SIZES.n_layers)
-    assert remainder == 0 and per_block >= 1 and len(set(sent)) == len(sent)
-    blocks = [
-        set(sent[number * per_block : (number + 1) * per_block])
-        for number in range(SIZES.n_layers - activation_offload.BLOCKS_ON_DEVICE)
+
+def test_no_block_waits_for_copies_that_it_does_not_need(recorder):
+    """Waits of the compute stream and of the copies back, as (stream, its operations so far).
+
+    The compute stream waits for the copies of a block before it frees them, at the beginning of the
+    next block but one; the copies back wait for those of their own block, not of later blocks.
+    """
+    model = build_offloaded("full", n_layers=5)  # in this mode a block saves one tensor: its input
+    with record_accesses(recorder):
+        loss = losses_of(model, 1)[0]
+        loss.backward()
+    waits = [(call.stream, call.detail) for call in recorder.calls if call.name == "wait"]
+    sent = [detail for stream, detail in waits if stream == "stream 1"]
+    assert [stream for stream, _ in sent] == ["compute"] * 3
+    assert [wait for wait in waits if wait[1][0] == "stream 1"] == [
+        ("compute", ("stream 1", 1)),
+        ("compute", ("stream 1", 2)),
+        ("compute", ("stream 1", 3)),
+        ("stream 2", ("stream 1", 3)),
+        ("stream 2", ("stream 1", 2)),
+        ("stream 2", ("stream 1", 1)),
     ]
-    assert sorted(fetched) == sorted(set().union(*blocks))  # the last blocks never left the device
-    for number, block in enumerate(blocks):
-        first_use = next(
-            index
-            for index, (entry, tensor) in enumerate(transfers.entries)
-            if entry == "use" and tensor in block
-        )
-        fetched_before = {t for entry, t in transfers.entries[:first_use] if entry == "to device"}
-        assert block <= fetched_before
-        if number:  # the block whose backward runs next is prefetched too
-            assert blocks[number - 1] <= fetched_before
+    assert [wait for wait in dict.fromkeys(waits) if wait[1][0] == "stream 2"] == [
+        ("compute", ("stream 2", number)) for number in (1, 2, 3)
+    ]
+
+
+@pytest.mark.parametrize("n_layers", [1, 2, 4])
+@pytest.mark.parametrize("order", ["backward as in 1F1B", "all backward at the end", "reverse"])
+def test_several_forwards_in_flight_never_share_memory_that_is_being_copied(
+    n_layers, order, recorder
+):
+    plain = build_model(ActivationCheckpointConfig(mode="none"), replace(SIZES, n_layers=n_layers))
+    for loss in losses_of(plain, 4):
+        loss.backward()
+    model = build_offloaded("none", n_layers)
+    torch.manual_seed(1)
+    batches = torch.randint(0, SIZES.vocab_size, (4, 2, 8))
+    with record_accesses(recorder):
+        losses = []
+        for tokens in batches:
+            losses.append(model(tokens, labels=tokens))
+            if order == "backward as in 1F1B" and len(losses) == 2:
+                losses.pop(0).backward()
+        while losses:
+            losses.pop(-1 if order == "reverse" else 0).backward()
+    for parameter, expected in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(parameter.grad, expected.grad)
+    per_block, rest = divmod(len(recorder.pinned), 4 * n_layers - min(2, n_layers))
+    assert rest == 0 and per_block > 0  # only the last two blocks of the last forward stay
+    assert not recorder.races
+
+
+def test_what_backward_does_not_need_is_freed_after_its_copies(recorder):
+    """A forward without a backward, and a block that is prefetched for a backward that ends."""
+    model = build_offloaded()
+    with record_accesses(recorder):
+        losses = losses_of(model, 2)
+        torch.autograd.grad(losses[0], list(model.layers["2"].parameters()))
+        del losses
+        kind = activation_offload._BlockActivations
+        assert not [each for each in gc.get_objects() if type(each) is kind]
+        backward(model)
+    assert not recorder.races
+
+
+def test_validation_without_gradients_copies_nothing(recorder):
+    model = build_offloaded()
+    with torch.no_grad(), record_accesses(recorder):
+        losses_of(model, 2)
+    assert copies_by_stream(recorder) == [0, 0]
 
 
 @pytest.mark.parametrize(

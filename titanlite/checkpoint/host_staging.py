@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from itertools import accumulate
 
 import torch
 from torch import Tensor
 
 from titanlite.checkpoint.model_state import State
-from titanlite.distributed.tensors import local_shard, pin_in_place
+from titanlite.distributed.host_memory import HostMemory, PinnedMemory
+from titanlite.distributed.tensors import local_shard
+
+_ALIGNMENT = 64  # bytes: of a CPU cache line, and of torch's own allocations
 
 
 class HostStaging:
@@ -21,14 +25,22 @@ class HostStaging:
 
     def __init__(self, pinned: bool):
         self.pinned = pinned
-        self.copies: dict[str, Tensor] = {}
+        self._memory: HostMemory | None = None
+        self._copies: State = {}
 
+    @torch.no_grad()
     def copy(self, state: State) -> State:
-        """Copy the state; before the copy is read, call the result of `wait_function`."""
-        return {
-            part: {name: self._copy(f"{part}.{name}", value) for name, value in tensors.items()}
-            for part, tensors in state.items()
-        }
+        """Copy the state; before the copy is read, call the result of `wait_function`.
+
+        Raises UserError if the memory cannot be pinned.
+        """
+        if _layout(state) != _layout(self._copies):
+            self._copies = {}  # frees the memory, if it is then replaced
+            self._copies = self._allocate(state)
+        for part, name, value in _entries(state):
+            copy = local_shard(self._copies[part][name])
+            copy.copy_(local_shard(value.detach()), non_blocking=self.pinned)
+        return self._copies
 
     def wait_function(self) -> Callable[[], None]:
         """A function that waits, from any thread, until the copies made so far are complete."""
@@ -38,13 +50,34 @@ class HostStaging:
         event.record()
         return event.synchronize
 
-    def _copy(self, name: str, value: Tensor) -> Tensor:
-        value = value.detach()
-        copy = self.copies.get(name)
-        if copy is None or copy.shape != value.shape or copy.dtype != value.dtype:
-            copy = self.copies[name] = value.to("cpu", copy=True)
-            if self.pinned and torch.cuda.is_initialized():
-                pin_in_place(local_shard(copy))
-        else:
-            local_shard(copy).copy_(local_shard(value), non_blocking=self.pinned)
-        return copy
+    def _allocate(self, state: State) -> State:
+        """Tensors like those of the state, in the memory; it is replaced only if it is too small.
+
+        So the last save in another dtype, or without the optimizer state, registers nothing.
+        """
+        sizes = [local_shard(value).nbytes for _, _, value in _entries(state)]
+        ends = list(accumulate(-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes))
+        needed = max(ends, default=0) or _ALIGNMENT  # at least some: there are no maps of 0 bytes
+        if self._memory is None or len(self._memory) < needed:
+            self._memory = None
+            self._memory = self._new_memory(needed)
+        copies: State = {part: {} for part in state}
+        for (part, name, value), offset in zip(_entries(state), [0, *ends], strict=False):
+            copy = copies[part][name] = torch.empty_like(value.detach(), device="cpu")
+            self._memory.place(copy, offset)
+        return copies
+
+    def _new_memory(self, nbytes: int) -> HostMemory:
+        if self.pinned and torch.cuda.is_initialized():
+            return PinnedMemory(nbytes, 'checkpoint.async_mode = "async"')
+        return HostMemory(nbytes)
+
+
+def _entries(state: State) -> Iterator[tuple[str, str, Tensor]]:
+    for part, tensors in state.items():
+        for name, value in tensors.items():
+            yield part, name, value
+
+
+def _layout(state: State) -> list[tuple[str, str, torch.Size, torch.dtype]]:
+    return [(part, name, value.shape, value.dtype) for part, name, value in _entries(state)]

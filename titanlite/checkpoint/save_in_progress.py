@@ -11,6 +11,7 @@ import torch.distributed as dist
 from titanlite.distributed.time_limit import TimeLimit
 from titanlite.errors import UserError
 from titanlite.storage import StorageFolder
+from titanlite.threads import DeviceThread
 
 
 class SaveInProgress:
@@ -32,8 +33,7 @@ class SaveInProgress:
 
     def run_in_thread(self, write: Callable[[], None]) -> None:
         """Call `write` in another thread."""
-        # A daemon: a rank that fails must exit even if its save waits for other ranks.
-        threading.Thread(target=self._run, args=(write,), name="save", daemon=True).start()
+        DeviceThread(self._run, "save", (write,)).start()
         self.blocked_seconds = time.monotonic() - self.started
 
     def _run(self, write: Callable[[], None]) -> None:

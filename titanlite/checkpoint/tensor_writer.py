@@ -137,7 +137,13 @@ class _HashingWriter(dcp.FileSystemWriter):
     """DCP's writer into a fresh `StorageFolder`, with a commit at the end."""
 
     def __init__(self, folder: StorageFolder, commit: Commit):
-        super().__init__(folder.path, sync_files=False)  # `folder` syncs on every file system
+        super().__init__(
+            folder.path,
+            sync_files=False,  # `folder` syncs on every file system
+            # The planner returns tensors on the CPU. Otherwise DCP would, every 10 MB, wait for all
+            # that is enqueued on the device, although no copy of its own is among it.
+            per_thread_copy_ahead=0,
+        )
         self.folder, self.commit = folder, commit
         self.fs = self.files = _HashingFileSystem(folder)
         self.path = folder.path

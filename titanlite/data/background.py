@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from concurrent.futures import Future, TimeoutError
 from queue import SimpleQueue
-from threading import Thread
 from typing import Any
 
 from titanlite.errors import DataError
 from titanlite.log import logger
+from titanlite.threads import DeviceThread
 
 _WARN_AFTER = 0.1  # fraction of the time limit
 _JOIN_SECONDS = 5  # a thread that is blocked in a read of a dead disk can only be abandoned
@@ -26,7 +26,7 @@ class BackgroundReader:
         """`timeout_seconds`: the longest wait for one result; None: no limit."""
         self._read, self._timeout = read, timeout_seconds
         self._requests: SimpleQueue[tuple[int, int, Future] | None] = SimpleQueue()
-        self._thread = Thread(target=self._run, name=name, daemon=True)
+        self._thread = DeviceThread(self._run, name)
         self._thread.start()
 
     def submit(self, position: int, sequences: int) -> Future:

@@ -12,7 +12,6 @@ import multiprocessing
 import os
 import shutil
 import signal
-import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor
@@ -38,6 +37,7 @@ from titanlite.data.tokenizer import Tokenizer
 from titanlite.errors import DataError
 from titanlite.files import parse_json, write_file_atomically
 from titanlite.log import logger, pluralize
+from titanlite.threads import DeviceThread
 
 TRAIN, VALIDATION = "train", "validation"
 STALL_SECONDS = 600.0
@@ -311,7 +311,7 @@ def _start_worker(task: _Task, counts: Any) -> None:
         wait([parent.sentinel])
         os._exit(1)  # after a kill -9 of the parent, the pool's own pipes would block forever
 
-    threading.Thread(target=exit_with_parent, daemon=True).start()
+    DeviceThread(exit_with_parent, "exit with parent").start()
 
 
 def _write_piece_in_worker(piece: _Piece, number: int) -> dict[str, Any]:

@@ -1,10 +1,9 @@
-"""The local shard of a distributed tensor, and pinned host memory."""
+"""The local shard of a distributed tensor."""
 
 from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
@@ -26,12 +25,3 @@ def _wrapped_tensor(wrapper: Any) -> Tensor:
     # Private in torchao (0.18), but its __tensor_flatten__ reads the value of a precomputed scale.
     inner = getattr(wrapper, "_tensor", None)
     return getattr(wrapper, wrapper.__tensor_flatten__()[0][0]) if inner is None else inner
-
-
-def pin_in_place(tensor: Tensor) -> None:
-    """Page-lock a host tensor, so that copies to the device are asynchronous.
-
-    `Tensor.pin_memory` would copy it.
-    """
-    if tensor.numel():
-        torch.cuda.cudart().cudaHostRegister(tensor.data_ptr(), tensor.nbytes, 0)

@@ -19,6 +19,7 @@ from typing import NoReturn
 
 from titanlite.errors import EXIT_RANK_LOST
 from titanlite.log import logger
+from titanlite.threads import DeviceThread
 
 WAITING_FILES = ("distributed_c10d.py", "rank_tree.py")  # whose functions wait for other ranks
 PACKAGE_PREFIX = f"{Path(__file__).parents[1]}{os.sep}"
@@ -112,7 +113,7 @@ class ExitTimer:
         self._seconds, self._work, self._code = seconds, work, code
         self._caller = threading.get_ident()
         self._cancelled = threading.Event()
-        threading.Thread(target=self._run, name="exit timer", daemon=True).start()
+        DeviceThread(self._run, "exit timer").start()
 
     def cancel(self) -> None:
         """Stop the timer; the process continues."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from titanlite.metrics.config import MetricsConfig
 from titanlite.metrics.console import open_console
 from titanlite.metrics.jsonl import METRICS_FILE, JsonlSink
 from titanlite.metrics.services import TensorBoardSink, start_wandb
+from titanlite.threads import DeviceThread
 
 CLOSE_SECONDS = 300.0  # time for a service to receive the records that were not sent yet
 STEP_KEYS = (  # keys of a step record, in this order
@@ -131,7 +131,7 @@ class MetricSinks:
         """
         while self.sinks:
             sink = self.sinks.pop()
-            closing = threading.Thread(target=_close_sink, args=(sink,), name="close", daemon=True)
+            closing = DeviceThread(_close_sink, "close", (sink,))
             closing.start()
             closing.join(CLOSE_SECONDS)
             if closing.is_alive():

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from titanlite.distributed.tensors import local_shard, pin_in_place
+from titanlite.distributed.host_memory import pin_in_place
+from titanlite.distributed.tensors import local_shard
 from titanlite.optim.fp32_vectors import is_low_vector
 
 StateDtype = Literal["float32", "bfloat16", "8bit", "4bit", "float8"]
@@ -307,7 +308,7 @@ def _sharded_zeros(
     # After from_local, which moves a tensor to the mesh's device.
     zeros = zeros.to("cpu" if offload else local.device)
     if offload and local.is_cuda:
-        pin_in_place(local_shard(zeros))
+        pin_in_place(zeros, "optimizer.offload = false")
     return zeros
 
 

@@ -1,16 +1,15 @@
 """Activation offload: copy what blocks save for backward to host memory, and prefetch it.
 
-The copy to the host overlaps with the forward of the next block, the copy back with the backward
-of the block after, so a GPU with a fast bus hides both. At most two blocks' activations are on the
-device.
+While a block runs forward, the tensors of the block before are copied to the host; while it runs
+backward, those of the block before are copied back. So a GPU with a fast bus hides both, and two
+blocks' activations are on the device. The last two blocks are copied only if another forward
+follows before their backward, as in pipelines; three blocks' are then on the device for a moment.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
 from functools import partial
 
 import torch
@@ -22,73 +21,82 @@ from torch.utils._pytree import tree_leaves
 from titanlite.distributed.tensors import local_shard
 
 MIN_BYTES = 1 << 20  # smaller tensors stay on the device: not worth a copy
-BLOCKS_ON_DEVICE = 2  # the block that runs, and the previous one, whose copies overlap with it
 
 
 def offload_activations(blocks: nn.ModuleDict, device_type: str) -> None:
-    """Offload what each block saves for backward; the last two blocks' tensors stay on device."""
-    transfers = _CudaTransfers() if device_type == "cuda" else _HostTransfers()
-    queue = _OffloadQueue(transfers)
+    """Offload what each block saves for backward, except what backward needs immediately."""
+    queue = _OffloadQueue(_CudaTransfers() if device_type == "cuda" else _HostTransfers())
+    last = len(blocks) - 1
     for number, block in enumerate(blocks.values()):
-        block.forward = partial(_offloaded_forward, block.forward, block, queue, number == 0)
+        begin = partial(queue.begin_forward, first=number == 0, last=number == last)
+        block.forward = partial(_offloaded_forward, block.forward, block, begin)
 
 
 class _CudaTransfers:
     """Copies through pinned memory, on one CUDA stream per direction.
 
     Device memory is always allocated on the compute stream, which waits for the copies before the
-    memory is reused. Otherwise the allocator could not give it to the next block while the host
+    memory is freed. Otherwise the allocator could not give it to the next block while the host
     runs ahead of the device.
     """
 
-    def __init__(self):
+    def __init__(self) -> None:
         self._to_host, self._to_device = torch.cuda.Stream(), torch.cuda.Stream()
+        self._compute = torch.cuda.current_stream()
 
-    def to_host(self, tensor: Tensor) -> Tensor:
-        """Start a copy to pinned memory; return it."""
-        host = torch.empty_strided(
-            tensor.size(), tensor.stride(), dtype=tensor.dtype, pin_memory=True
-        )
-        self._to_host.wait_stream(torch.cuda.current_stream())
+    def to_host(self, tensors: list[Tensor]) -> tuple[list[Tensor], torch.cuda.Event | None]:
+        """Start copies to pinned memory; return (copies, event when all are complete)."""
+        hosts = [
+            torch.empty_strided(t.size(), t.stride(), dtype=t.dtype, pin_memory=True)
+            for t in tensors
+        ]
+        # Autograd runs backward on the stream of the forward, but drops tensors in any thread.
+        self._compute = torch.cuda.current_stream()
+        self._to_host.wait_stream(self._compute)  # has written the tensors
         with torch.cuda.stream(self._to_host):
-            host.copy_(tensor, non_blocking=True)
-        return host
-
-    def record_sent(self) -> torch.cuda.Event | None:
-        """Event after all copies to the host so far."""
-        return self._to_host.record_event()
+            for host, tensor in zip(hosts, tensors, strict=True):
+                host.copy_(tensor, non_blocking=True)
+        return hosts, self._to_host.record_event()
 
     def to_device(
-        self, host: Tensor, device: torch.device
-    ) -> tuple[Tensor, torch.cuda.Event | None]:
-        """Start a copy to the device; return (copy, event when it is complete)."""
-        copy = torch.empty_strided(host.size(), host.stride(), dtype=host.dtype, device=device)
-        self._to_device.wait_stream(torch.cuda.current_stream())  # last user of this memory
-        self._to_device.wait_stream(self._to_host)
+        self, hosts: list[Tensor], devices: list[torch.device], sent: torch.cuda.Event | None
+    ) -> tuple[list[Tensor], list[torch.cuda.Event | None]]:
+        """Start copies to the device; return (copies, event when each is complete).
+
+        `sent` is the event of `to_host`. Waiting for its stream would take longer: it also has the
+        copies of later blocks. The first tensor is copied last, because backward needs it last.
+        """
+        copies = [
+            torch.empty_strided(host.size(), host.stride(), dtype=host.dtype, device=device)
+            for host, device in zip(hosts, devices, strict=True)
+        ]
+        self._to_device.wait_stream(self._compute)  # has used this memory for other tensors
+        if sent is not None:
+            self._to_device.wait_event(sent)
+        fetched: list[torch.cuda.Event | None] = []
         with torch.cuda.stream(self._to_device):
-            copy.copy_(host, non_blocking=True)
-            return copy, self._to_device.record_event()
+            for copy, host in zip(reversed(copies), reversed(hosts), strict=True):
+                copy.copy_(host, non_blocking=True)
+                fetched.insert(0, self._to_device.record_event())
+        return copies, fetched
 
     def wait(self, event: torch.cuda.Event | None) -> None:
         """Make the compute stream wait for `event`."""
         if event is not None:
-            torch.cuda.current_stream().wait_event(event)
+            self._compute.wait_event(event)
 
 
 class _HostTransfers:
     """The same for a model on the CPU: one copy, which is also the device copy; no waiting."""
 
-    def to_host(self, tensor: Tensor) -> Tensor:
-        host = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype)
-        return host.copy_(tensor)
-
-    def record_sent(self) -> torch.cuda.Event | None:
-        return None
+    def to_host(self, tensors: list[Tensor]) -> tuple[list[Tensor], torch.cuda.Event | None]:
+        hosts = [torch.empty_strided(t.size(), t.stride(), dtype=t.dtype) for t in tensors]
+        return [host.copy_(t) for host, t in zip(hosts, tensors, strict=True)], None
 
     def to_device(
-        self, host: Tensor, device: torch.device
-    ) -> tuple[Tensor, torch.cuda.Event | None]:
-        return host, None
+        self, hosts: list[Tensor], devices: list[torch.device], sent: torch.cuda.Event | None
+    ) -> tuple[list[Tensor], list[torch.cuda.Event | None]]:
+        return list(hosts), [None] * len(hosts)
 
     def wait(self, event: torch.cuda.Event | None) -> None:
         pass
@@ -97,81 +105,107 @@ class _HostTransfers:
 _Transfers = _CudaTransfers | _HostTransfers
 
 
-class _OffloadedTensor:
-    """A saved tensor on the host, and on the device before it is sent and after it is fetched."""
-
-    def __init__(self, tensor: Tensor, transfers: _Transfers):
-        self._transfers = transfers
-        self._host = transfers.to_host(tensor)
-        self._on_device: Tensor | None = tensor
-        self._device = tensor.device
-        self._is_fetched: torch.cuda.Event | None = None
-
-    def free_device_copy(self) -> None:
-        """Drop the device copy; the copy to the host must be complete."""
-        self._on_device = None
-
-    def fetch(self) -> None:
-        """Start the copy back, unless the device copy is still or already there."""
-        if self._on_device is None:
-            self._on_device, self._is_fetched = self._transfers.to_device(self._host, self._device)
-
-    def wait(self) -> Tensor:
-        """The device copy, once it is complete."""
-        self.fetch()
-        self._transfers.wait(self._is_fetched)
-        assert self._on_device is not None
-        return self._on_device
-
-
-@dataclass
 class _BlockActivations:
-    """Tensors saved by one forward of one block; freed with its autograd graph."""
+    """Tensors saved by one forward of one block; freed with its autograd graph.
 
-    previous: _BlockActivations | None  # those of the block before, whose backward runs next
-    tensors: dict[tuple, _OffloadedTensor] = field(default_factory=dict)  # by device memory range
-    sent: torch.cuda.Event | None = None  # when all are copied to the host
+    They are on the device, then perhaps sent to the host and freed there, then fetched.
+    """
 
-    def finish_forward(self, sent: torch.cuda.Event | None) -> None:
-        self.sent = sent
+    def __init__(self, previous: _BlockActivations | None, transfers: _Transfers):
+        self._previous = previous  # those of the block before, whose backward runs next
+        self._transfers = transfers
+        self._numbers: dict[tuple, int] = {}  # device memory range -> index in the lists
+        self._on_device: list[Tensor] = []  # empty while they are only on the host
+        self._on_host: list[Tensor] = []  # empty until they are sent
+        self._devices: list[torch.device] = []
+        self._sent: torch.cuda.Event | None = None  # when all are copied to the host
+        self._fetched: list[torch.cuda.Event | None] = []  # when each is copied back
+        self._last_copy: torch.cuda.Event | None = None  # when the last of all copies is complete
 
-    def free_device_copies(self, transfers: _Transfers) -> None:
-        transfers.wait(self.sent)
-        for tensor in self.tensors.values():
-            tensor.free_device_copy()
+    def __del__(self) -> None:
+        # What the compute stream runs next may get the memory: a copy must not still use it, also
+        # if backward has not used the tensor, or uses it while it is sent.
+        self._transfers.wait(self._last_copy)
+
+    def add(self, memory_range: tuple, tensor: Tensor) -> int:
+        """Store a tensor, once for each memory range; return its number."""
+        if memory_range not in self._numbers:
+            self._numbers[memory_range] = len(self._on_device)
+            self._on_device.append(tensor)
+        return self._numbers[memory_range]
+
+    def send(self) -> None:
+        """Start the copies to the host."""
+        if self._on_device:
+            self._on_host, self._sent = self._transfers.to_host(self._on_device)
+            self._last_copy = self._sent
+
+    def free_device_copies(self) -> None:
+        """Free the device memory, after the copies to the host."""
+        self._transfers.wait(self._sent)
+        self._devices = [tensor.device for tensor in self._on_device]
+        self._on_device = []
 
     def fetch(self) -> None:
-        """Start the copies back of this block and the previous one."""
-        for block in (self, self.previous):
-            for tensor in block.tensors.values() if block else ():
-                tensor.fetch()
+        """Start the copies back, unless the tensors are still or already on the device."""
+        if not self._on_device and self._on_host:
+            self._on_device, self._fetched = self._transfers.to_device(
+                self._on_host, self._devices, self._sent
+            )
+            self._last_copy = self._fetched[0]
+
+    def get(self, number: int) -> Tensor:
+        """A tensor on the device, for backward; prefetches those of the previous block."""
+        self.fetch()
+        if self._previous is not None:
+            self._previous.fetch()
+        if self._fetched:
+            self._transfers.wait(self._fetched[number])
+        return self._on_device[number]
+
+
+_ActivationsRef = weakref.ReferenceType[_BlockActivations]
 
 
 class _OffloadQueue:
-    """The most recent block forwards of a model, in execution order."""
+    """The blocks of a model whose forward has run and whose tensors are on the device."""
 
     def __init__(self, transfers: _Transfers):
-        self.transfers = transfers
-        self._last: Callable[[], _BlockActivations | None] = lambda: None
-        self._recent: deque[Callable[[], _BlockActivations | None]] = deque()
+        self._transfers = transfers
+        self._waiting: list[_ActivationsRef] = []  # not sent; the newest is the last one
+        self._sending: list[_ActivationsRef] = []
 
-    def begin_forward(self, first: bool) -> _BlockActivations:
-        """Start a block's forward; free the device copies of the block before the previous one."""
-        activations = _BlockActivations(None if first else self._last())
-        self._last = weakref.ref(activations)
-        self._recent.append(self._last)
-        if len(self._recent) > BLOCKS_ON_DEVICE:
-            oldest = self._recent.popleft()()
-            if oldest is not None:
-                oldest.free_device_copies(self.transfers)
-        return activations
+    def begin_forward(self, first: bool, last: bool) -> _BlockActivations:
+        """Start the forward of a block: free the tensors that were sent, and send waiting ones.
+
+        The tensors of the block before the last one wait until another forward begins.
+        """
+        for activations in _alive(self._sending):
+            activations.free_device_copies()
+        waiting = list(_alive(self._waiting))
+        previous = waiting[-1] if waiting and not first else None
+        to_send = [each for each in waiting if not (last and each is previous)]
+        for activations in to_send:
+            activations.send()
+        started = _BlockActivations(previous, self._transfers)
+        kept = [previous] if last and previous else []
+        self._sending = [weakref.ref(each) for each in to_send]
+        self._waiting = [weakref.ref(each) for each in (*kept, started)]
+        return started
 
 
-def _offloaded_forward(forward, block: nn.Module, queue: _OffloadQueue, first: bool, *inputs):
+def _alive(references: list[_ActivationsRef]) -> Iterator[_BlockActivations]:
+    """Those whose backward has not freed them."""
+    return (activations for each in references if (activations := each()) is not None)
+
+
+def _offloaded_forward(
+    forward, block: nn.Module, begin_forward: Callable[[], _BlockActivations], *inputs
+):
     """Run `forward`, and offload the large tensors that it saves for backward."""
     if not torch.is_grad_enabled():
         return forward(*inputs)
-    transfers, activations = queue.transfers, queue.begin_forward(first)
+    activations = begin_forward()
     # Not offloaded: weights, which FSDP frees and gathers again, and inputs without a gradient,
     # such as the RoPE table, which all blocks use.
     constants = (x for x in tree_leaves(inputs) if isinstance(x, Tensor) and not x.requires_grad)
@@ -179,35 +213,33 @@ def _offloaded_forward(forward, block: nn.Module, queue: _OffloadQueue, first: b
 
     @torch.no_grad()
     def pack(tensor: Tensor):
-        local = local_shard(tensor)
+        # Without the autograd graph, which has this object: a forward without a backward would
+        # leave a reference cycle that Python cannot see.
+        local = local_shard(tensor).detach()
         pointer = _storage_pointer(tensor)
         if pointer in resident or local.numel() * local.element_size() < MIN_BYTES:
             return tensor
         # Several operations may save the same tensor, which is alive here: one copy for all.
-        key = (pointer, local.storage_offset(), local.shape, local.stride(), local.dtype)
-        if key not in activations.tensors:
-            activations.tensors[key] = _OffloadedTensor(local, transfers)
+        memory_range = (pointer, local.storage_offset(), local.shape, local.stride(), local.dtype)
+        number = activations.add(memory_range, local)
         dtensor_spec = None
         if isinstance(tensor, DTensor):
             mesh, placements = tensor.device_mesh, tensor.placements
             dtensor_spec = (mesh, placements, tensor.shape, tensor.stride())
-        return activations.tensors[key], dtensor_spec
+        return number, dtensor_spec
 
     def unpack(packed) -> Tensor:
         if isinstance(packed, Tensor):
             return packed
-        offloaded, dtensor_spec = packed
-        activations.fetch()
-        local = offloaded.wait()
+        number, dtensor_spec = packed
+        local = activations.get(number)
         if dtensor_spec is None:
             return local
         mesh, placements, shape, stride = dtensor_spec
         return DTensor.from_local(local, mesh, placements, shape=shape, stride=stride)
 
     with saved_tensors_hooks(pack, unpack):
-        out = forward(*inputs)
-    activations.finish_forward(transfers.record_sent())
-    return out
+        return forward(*inputs)
 
 
 def _storage_pointer(tensor: Tensor) -> int:

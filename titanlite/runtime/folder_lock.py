@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -13,6 +12,7 @@ from titanlite.runtime.lease import Lease, acquire_lease
 from titanlite.runtime.remote_lease import RemoteLease, acquire_remote_lease
 from titanlite.runtime.start_log import StartLog
 from titanlite.storage import StorageFolder
+from titanlite.threads import open_thread_pool
 
 
 class RunFolderLock:
@@ -108,7 +108,7 @@ def _acquire_all(folders: Mapping[str, Path | StorageFolder]) -> list[Lease | Re
     key_by_folder: dict[Path | str, str] = {}
     for key, folder in folders.items():
         key_by_folder.setdefault(_identify(folder), key)  # two keys may name the same folder
-    with ThreadPoolExecutor(len(key_by_folder)) as pool:
+    with open_thread_pool(len(key_by_folder)) as pool:
         futures = [pool.submit(_acquire, *entry) for entry in key_by_folder.items()]
     errors = [error for future in futures if (error := future.exception())]
     if errors:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from titanlite.distributed.signed_store import SignedStore
+from titanlite.threads import DeviceThread
 
 RANKS_PER_SECOND = 1000  # load limit of the store; with more ranks, each sends less often
 CLOSE_SECONDS = 5.0  # for sending the last heartbeat; the store may not answer
@@ -128,7 +129,7 @@ class HeartbeatExchange:
         self._reads_all = False
         self._leave_reason = ""
         self._wake = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="heartbeats", daemon=True)
+        self._thread = DeviceThread(self._run, "heartbeats")
         self._thread.start()
 
     @property

@@ -28,6 +28,7 @@ from pathlib import Path
 from titanlite.errors import CheckpointError, ConfigError
 from titanlite.files import parse_json
 from titanlite.log import logger
+from titanlite.threads import DeviceThread
 
 LEASE_FILE = "lease.json"
 COUNT_FILE = "lease.count"  # one byte for each lease ever taken; only appended to
@@ -69,7 +70,7 @@ class Lease:
         self.path, self.number, self.lost = path, number, ""
         self._content, self._heartbeat_seconds = content, heartbeat_seconds
         self._closed = threading.Event()
-        self._thread = threading.Thread(target=self._send_heartbeats, name="lease", daemon=True)
+        self._thread = DeviceThread(self._send_heartbeats, "lease")
         self._thread.start()
 
     def __enter__(self) -> Lease:

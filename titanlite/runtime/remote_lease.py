@@ -31,6 +31,7 @@ from titanlite.runtime.lease import (
     parse_holder,
 )
 from titanlite.storage import StorageFolder, StorageUnreachable
+from titanlite.threads import DeviceThread
 
 HEARTBEAT_SECONDS = 10.0  # each one is a request that costs money
 STALE_SECONDS = 60.0
@@ -77,7 +78,7 @@ class RemoteLease:
         self._holder, self._heartbeat_seconds = holder, heartbeat_seconds
         self._beats = 0
         self._closed = threading.Event()
-        self._thread = threading.Thread(target=self._send_heartbeats, name="lease", daemon=True)
+        self._thread = DeviceThread(self._send_heartbeats, "lease")
 
     def create(self) -> bool:
         """Create the lease object if there is none; returns whether this job created it."""

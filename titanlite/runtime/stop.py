@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 import signal
 import sys
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from titanlite.errors import EXIT_INTERRUPTED
+from titanlite.threads import DeviceThread
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 TIME_LIMIT_REASON = 1 << 10  # larger than any signal number
@@ -39,9 +39,7 @@ class StopRequest:
         os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))
         for number in SIGNALS:
             signal.signal(number, lambda number, frame: None)
-        threading.Thread(
-            target=self._read_signals, args=(read_end, on_abort, rank), name="signals", daemon=True
-        ).start()
+        DeviceThread(self._read_signals, "signals", (read_end, on_abort, rank)).start()
 
     def reason(self, seconds_needed: float) -> int:
         """Why to stop now, if stopping in order takes `seconds_needed`; 0 if there is no reason.
@@ -72,7 +70,7 @@ class StopRequest:
 
 def _abort(on_abort: Callable[[], None]) -> None:
     """End this process, whatever its main thread is doing."""
-    recording = threading.Thread(target=on_abort, daemon=True)
+    recording = DeviceThread(on_abort, "abort")
     recording.start()
     recording.join(ABORT_SECONDS)
     os._exit(EXIT_INTERRUPTED)

@@ -42,6 +42,7 @@ from titanlite.runtime.heartbeat import (
     SuspendAwareTimer,
     Verdict,
 )
+from titanlite.threads import DeviceThread
 
 SINGLE_RANK_FACTOR = 10  # times the timeout: no other rank waits, so a slow phase is acceptable
 DISK_TIMEOUT_SECONDS = 1800.0  # limit on the phases that are as slow as the disk
@@ -87,7 +88,7 @@ class HeartbeatWatchdog:
             store = dist.PrefixStore(f"watch/{self._start_id}", store)
             signed_store = SignedStore(store, self._start_id, share_secret())
             self._exchange = HeartbeatExchange(signed_store, self._progress)
-        self._thread = threading.Thread(target=watch, name="watchdog", daemon=True)
+        self._thread = DeviceThread(watch, "watchdog")
         self._thread.start()
         return self
 
