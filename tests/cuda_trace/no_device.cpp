@@ -1,0 +1,25 @@
+// Preloaded into a process without a GPU, whose torch is a CPU build: autograd records CUDA tensors
+// and runs backward of them, on a device that does nothing. The tensors themselves are fake.
+
+#include <ATen/DeviceAccelerator.h>
+#include <ATen/detail/CUDAHooksInterface.h>
+#include <c10/core/impl/FakeGuardImpl.h>
+
+namespace at {
+namespace accelerator {
+// Preloaded, this replaces torch's function, which finds no accelerator.
+std::optional<c10::DeviceType> getAccelerator(bool) {
+  return kCUDA;
+}
+} // namespace accelerator
+
+struct NoDevice : CUDAHooksInterface {
+  explicit NoDevice(CUDAHooksArgs) {}
+  bool hasPrimaryContext(DeviceIndex) const override {
+    return true;
+  }
+};
+C10_REGISTER_CLASS(CUDAHooksRegistry, CUDAHooks, NoDevice)
+} // namespace at
+
+C10_REGISTER_GUARD_IMPL(CUDA, c10::impl::FakeGuardImpl<c10::DeviceType::CUDA>)
