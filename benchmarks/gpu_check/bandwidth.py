@@ -22,7 +22,7 @@ from titanlite.metrics.hardware import measure_matmul_flops, peak_flops
 
 MATMUL_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 COPY_BYTES = 256 << 20
-COLLECTIVE_BYTES = {"cuda": (1 << 20, 64 << 20, 1 << 30), "cpu": (1 << 20, 16 << 20)}
+COLLECTIVE_BYTES = {"cuda": (1 << 20, 64 << 20, 1 << 30), "cpu": (1 << 20,)}
 REPETITIONS = 5
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -14,19 +15,20 @@ from benchmarks.processes import ROOT, as_arguments
 from titanlite.plots.compare import compare_runs, verdict
 
 MAX_RUN_SECONDS = 180
-STEPS = 8
+STEPS = 6
 FP32 = {"training.mixed_precision_param": "float32"}
 COMPILED = {"compile.enable": "true"}
 DOCUMENTS = {"attention.mask": "document"}
 FP32_TOLERANCE = 1e-4  # other kernels add in another order: 1e-6 at the first step, and it grows
-BF16_TOLERANCE = 2e-2
+BF16_TOLERANCE = 5e-3  # 7e-4 on a CPU
 FLOAT8_TOLERANCE = 5e-2
 
 JOB = {
     "model.flavor": "quickstart",
     "model.vocab_size": "258",
     "data.tokenizer": "bytes",
-    "training.seq_len": "256",
+    "training.seq_len": "128",
+    "model.n_layers": "2",
     "training.local_batch_size": "8",
     "training.global_batch_size": "8",
     "training.steps": str(STEPS),
@@ -74,11 +76,15 @@ def one_device_recipes() -> list[Recipe]:
         Recipe("bf16 compiled", COMPILED, BF16_TOLERANCE),
         Recipe("bf16, document mask", DOCUMENTS, BF16_TOLERANCE, "document mask"),
         Recipe(
-            "bf16, activation offload, recomputation per operation",
+            "bf16, activation offload",
+            {"activation_checkpoint.mode": "full", "activation_checkpoint.offload": "true"},
+            BF16_TOLERANCE,
+        ),
+        Recipe(
+            "bf16, recomputation per operation",
             {
                 "activation_checkpoint.mode": "selective",
                 "activation_checkpoint.selective_ac_option": "op",
-                "activation_checkpoint.offload": "true",
             },
             BF16_TOLERANCE,
         ),
@@ -181,11 +187,11 @@ def check_saving(machine: Machine) -> Iterator[Outcome]:
     settings = {
         **FP32,
         "checkpoint.enable": "true",
-        "checkpoint.interval": "4",
+        "checkpoint.interval": "3",
         "checkpoint.async_mode": "async_with_pinned_mem",
     }
     devices = min(machine.devices, 2)
-    train(machine, recipe.name, {**settings, "training.steps": "4"}, devices)
+    train(machine, recipe.name, {**settings, "training.steps": "3"}, devices)
     out = train(machine, recipe.name, settings, 1)  # on another number of devices if there are two
     yield compare_with_reference(machine, recipe, out)
 
@@ -256,10 +262,13 @@ def torchrun(processes: int) -> list[str]:
 
 
 def prepare_text(machine: Machine) -> Path:
-    """Prepare the repository's own source text, as bytes; done once."""
-    corpus = machine.folder / "corpus"
+    """Prepare the package's own source text, as bytes, one document per file; done once."""
+    corpus, text = machine.folder / "corpus", machine.folder / "text.jsonl"
     if not corpus.exists():
-        script = str(ROOT / "scripts" / "prepare_data.py")
-        command = [sys.executable, script, str(ROOT / "titanlite"), "--tokenizer", "bytes"]
-        run_command([*command, "--out", str(corpus)], timeout=MAX_RUN_SECONDS)
+        files = sorted((ROOT / "titanlite").rglob("*.py"))
+        documents = (json.dumps({"text": path.read_text(encoding="utf-8")}) for path in files)
+        text.write_text("\n".join(documents), encoding="utf-8")
+        command = [sys.executable, str(ROOT / "scripts" / "prepare_data.py"), str(text)]
+        command += ["--tokenizer", "bytes", "--out", str(corpus)]
+        run_command(command, timeout=MAX_RUN_SECONDS)
     return corpus
