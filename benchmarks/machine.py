@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import platform
+import shlex
 import shutil
 import subprocess
 import time
@@ -15,10 +16,10 @@ import torch
 from benchmarks.processes import CORES
 
 
-def describe(arguments: Sequence[str]) -> dict[str, str]:
-    """The list above every table, as names and values; `arguments` is the command line."""
+def describe(script: str, arguments: Sequence[str]) -> dict[str, str]:
+    """The list above every table, as names and values; the script and its command line."""
     entries = {
-        "command": f"python scripts/benchmark.py {' '.join(arguments)}".strip(),
+        "command": f"python scripts/{script} {shlex.join(arguments)}".strip(),
         "date": time.strftime("%Y-%m-%d"),
         "machine": f"{CORES} cores, {_processor()}",
         "python": platform.python_version(),
@@ -28,6 +29,7 @@ def describe(arguments: Sequence[str]) -> dict[str, str]:
     if torch.cuda.is_available():
         entries["gpu"] = f"{torch.cuda.device_count()} x {torch.cuda.get_device_name(0)}"
         entries["cuda"], entries["driver"] = str(torch.version.cuda), _driver()
+        entries["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
     return entries
 
 

@@ -1,0 +1,86 @@
+"""Check that a GPU machine computes what the CPU computes: python scripts/check_gpu.py
+
+In less than five minutes: matmul, copy and collective bandwidth; a short run of each kind of job,
+whose losses must be those of one CPU process in fp32; a checkpoint that is resumed; the overlap of
+transfers and matmuls in a trace; tests/gpu. All GPUs are used; --devices or
+`torchrun --nproc_per_node N scripts/check_gpu.py` selects fewer. The report is one Markdown file to
+paste into an issue. Without a GPU, the same runs use the CPU, and the rest is skipped.
+Exit code: 0 nothing failed, 1 something failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fnmatch
+import os
+import signal
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))  # benchmarks/ is not installed with the package
+
+from benchmarks.gpu_check.checks import all_checks, run_checks
+from benchmarks.gpu_check.outcome import Machine, Outcome
+from benchmarks.gpu_check.report import gpu_topology, report, summary
+from benchmarks.machine import describe
+
+EXIT_FAILED = 1
+
+
+def main(argv: list[str]) -> int:
+    if int(os.environ.get("RANK", 0)) > 0:
+        return 0  # under torchrun the first process does everything, and starts its own processes
+    args = parse_arguments(argv)
+    cuda = torch.cuda.is_available()
+    with tempfile.TemporaryDirectory() as folder:
+        end = time.monotonic() + 60 * args.minutes
+        machine = Machine(args.devices, cuda, Path(folder), end)
+        checks = all_checks(machine.devices)
+        checks = [check for check in checks if fnmatch.fnmatch(check.name, args.only)]
+        outcomes = list(run_checks(checks, machine, show))
+    entries = describe("check_gpu.py", argv) | {"devices checked": str(args.devices)}
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    args.out.write_text(report(entries, gpu_topology(), outcomes), encoding="utf-8")
+    print(f"\n{summary(outcomes)}; report: {args.out}")
+    return EXIT_FAILED if any(outcome.status == "failed" for outcome in outcomes) else 0
+
+
+def parse_arguments(argv: list[str]) -> argparse.Namespace:
+    """The arguments; the number of devices that exist or that torchrun was given is the default."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    existing = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    parser.add_argument(
+        "--devices",
+        type=int,
+        default=int(os.environ.get("LOCAL_WORLD_SIZE", 0)) or existing or 1,
+        help="number of GPUs, or of CPU processes without a GPU (default: all GPUs, or 1)",
+    )
+    parser.add_argument(
+        "--minutes", type=float, default=5, help="start no check after this time (default: 5)"
+    )
+    parser.add_argument(
+        "--only", default="*", metavar="PATTERN", help='only checks of this name, such as "bf16*"'
+    )
+    out = Path("gpu_check.md")
+    parser.add_argument("--out", type=Path, default=out, help=f"the report (default: {out})")
+    args = parser.parse_args(argv)
+    if args.devices < 1 or (existing and args.devices > existing):
+        parser.error(f"--devices {args.devices}: this machine has {existing or 'no'} GPUs.")
+    return args
+
+
+def show(outcome: Outcome) -> None:
+    """Print one line."""
+    print(f"{outcome.status:8}{outcome.name}: {outcome.result}", flush=True)
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends the script without a traceback
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,165 @@
+"""scripts/check_gpu.py: its report shows what differs, what failed and what was skipped."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks.gpu_check.bandwidth import measure_collectives
+from benchmarks.gpu_check.checks import all_checks, run_checks
+from benchmarks.gpu_check.gpu_tests import read_results
+from benchmarks.gpu_check.outcome import (
+    Check,
+    CheckFailed,
+    CheckSkipped,
+    Machine,
+    Outcome,
+    environment_without_launcher,
+    run_command,
+)
+from benchmarks.gpu_check.report import report
+from benchmarks.gpu_check.runs import Recipe, compare_with_reference
+from benchmarks.gpu_check.trace_overlap import ALL_GATHERS, COPIES, overlap_in_trace
+from tests.distributed.ranks import run_on_ranks
+
+ROOT = Path(__file__).parents[2]
+
+
+def write_metrics(folder: Path, losses: list[float]) -> None:
+    folder.mkdir(parents=True)
+    fields = {"grad_norm": 1.0, "lr": 0.1, "tokens": 8, "samples": 1}
+    lines = [{"step": n, "loss": loss, **fields} for n, loss in enumerate(losses, 1)]
+    (folder / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)))
+
+
+def test_a_run_with_other_losses_than_the_cpu_fails(tmp_path):
+    write_metrics(tmp_path / "reference SGD", [2.0, 1.0])
+    write_metrics(tmp_path / "good", [2.0, 1.0 + 5e-5])
+    write_metrics(tmp_path / "bad", [2.0, 1.0 + 5e-3])
+    machine, recipe = Machine(1, False, tmp_path), Recipe("fp32", {}, tolerance=1e-4)
+    assert compare_with_reference(machine, recipe, tmp_path / "good").status == "passed"
+    with pytest.raises(CheckFailed, match="5.0e-03"):
+        compare_with_reference(machine, recipe, tmp_path / "bad")
+
+
+def test_the_overlap_in_a_trace_counts_each_moment_once(tmp_path):
+    def kernel(name: str, start: float, duration: float, cat: str = "kernel") -> dict:
+        return {"cat": cat, "name": name, "ph": "X", "ts": start, "dur": duration}
+
+    events = [
+        kernel("ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgsStorage)", 0, 10),
+        kernel("sm90_xmma_gemm_bf16bf16", 4, 4),
+        kernel("nvjet_tst_128x256", 6, 10),  # overlaps with the matmul before
+        kernel("ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgsStorage)", 20, 10),
+        kernel("ncclDevKernel_ReduceScatter_Sum_f32_RING_LL", 6, 10),
+        kernel("void at::native::elementwise_kernel", 20, 10),
+        kernel("Memcpy DtoH (Device -> Pinned)", 12, 8, "gpu_memcpy"),
+        {"cat": "cpu_op", "name": "aten::gemm", "ph": "X", "ts": 0, "dur": 99},
+        {"ph": "M", "name": "process_name"},
+    ]
+    path = tmp_path / "trace.json"
+    path.write_text(json.dumps({"traceEvents": events}))
+    gathers = overlap_in_trace(path, ALL_GATHERS)
+    assert (gathers.transfer_us, gathers.matmul_us, gathers.both_us) == (20, 12, 6)
+    assert gathers.share == 0.3
+    copies = overlap_in_trace(path, COPIES)
+    assert (copies.transfer_us, copies.both_us) == (8, 4)
+
+
+def test_a_check_that_fails_leaves_the_others_running_and_its_log_in_the_report(tmp_path):
+    def fail(machine):
+        raise CheckFailed("exit code 1: no kernel image", "line one\n```\nline three")
+
+    def crash(machine):
+        raise ZeroDivisionError("division by zero")
+
+    def skip(machine):
+        raise CheckSkipped("no such tool")
+
+    checks = [
+        Check("broken", fail),
+        Check("crashed", crash),
+        Check("absent", skip),
+        Check("gpu only", lambda machine: iter(()), needs_cuda=True),
+        Check("two devices", lambda machine: iter(()), min_devices=2),
+        Check("good", lambda machine: [Outcome("good", "passed", "a | b")]),
+    ]
+    outcomes = list(run_checks(checks, Machine(1, False, tmp_path), lambda outcome: None))
+    assert [o.status for o in outcomes] == ["failed", "failed"] + 3 * ["skipped"] + ["passed"]
+    text = report({"torch": "2.13.0"}, "GPU0 GPU1\nX NV18", outcomes)
+    assert text.startswith("# GPU check: 1 passed, 2 failed, 3 skipped\n")
+    assert "````text\nline one\n```\nline three\n````" in text  # a fence that the log cannot close
+    assert "| good | passed | a / b |" in text and "NV18" in text and "needs 2 devices" in text
+
+
+def test_no_check_starts_after_the_time_limit(tmp_path):
+    machine = Machine(1, False, tmp_path, end=0.0)
+    (outcome,) = Check("late", lambda machine: pytest.fail("it ran")).outcomes(machine)
+    assert outcome.status == "skipped" and "--minutes" in outcome.result
+
+
+def test_a_command_that_hangs_is_ended_with_its_children_and_its_output_kept():
+    program = (
+        "import subprocess, sys; print('started', flush=True);"
+        "subprocess.run([sys.executable, '-c', 'import time; time.sleep(600)'])"
+    )
+    with pytest.raises(CheckFailed, match="not finished") as error:
+        run_command([sys.executable, "-c", program], timeout=3)
+    assert error.value.log == "started"
+
+
+def test_a_run_does_not_join_the_group_of_the_torchrun_around_it(monkeypatch):
+    for name in ("RANK", "WORLD_SIZE", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "GROUP_RANK"):
+        monkeypatch.setenv(name, "1")
+    monkeypatch.setenv("NCCL_DEBUG", "INFO")
+    environment = environment_without_launcher()
+    assert environment["NCCL_DEBUG"] == "INFO"
+    assert not {"RANK", "WORLD_SIZE", "MASTER_PORT", "TORCHELASTIC_RUN_ID"} & environment.keys()
+
+
+def test_each_failed_gpu_test_is_reported_with_its_traceback(tmp_path):
+    path = tmp_path / "results.xml"
+    path.write_text(
+        "<testsuites><testsuite>"
+        '<testcase classname="tests.gpu.test_flash" name="test_a"/>'
+        '<testcase classname="tests.gpu.test_flash" name="test_b"><skipped/></testcase>'
+        '<testcase classname="tests.gpu.test_flash" name="test_c">'
+        '<failure message="assert 1 == 2&#10;more">def test_c: ...</failure></testcase>'
+        "</testsuite></testsuites>"
+    )
+    failed, others = read_results(path)
+    assert (failed.name, failed.result) == ("tests.gpu.test_flash::test_c", "assert 1 == 2")
+    assert failed.log == "def test_c: ..."
+    assert others.result == "1 passed, 1 skipped"
+
+
+def collectives_of_two() -> dict[str, dict[str, float]]:
+    return measure_collectives("cpu")
+
+
+def test_every_collective_is_measured_on_real_ranks():
+    for results in run_on_ranks(collectives_of_two, 2):
+        assert set(results) == {"all-reduce", "all-gather", "reduce-scatter", "all-to-all"}
+        assert all(speed > 0 for by_size in results.values() for speed in by_size.values())
+
+
+def test_the_script_checks_a_machine_without_a_gpu(tmp_path):
+    out = tmp_path / "report.md"
+    command = [sys.executable, str(ROOT / "scripts" / "check_gpu.py"), "--only", "[fo]*"]
+    process = subprocess.run([*command, "--out", str(out)], capture_output=True, text=True)
+    assert process.returncode == 0, process.stdout + process.stderr
+    text = out.read_text()
+    assert "| fp32 | passed | largest difference from the CPU in fp32: loss 0.0e+00" in text
+    assert "| overlap of transfers and matmuls | skipped | needs CUDA |" in text
+
+
+def test_every_kind_of_parallelism_is_checked_with_eight_devices():
+    names = " ".join(check.name for check in all_checks(8))
+    for kind in ("shard", "replicate"):
+        assert f"data_parallel_{kind}_degree" in names
+    for kind in ("tensor", "context", "pipeline"):
+        assert f"{kind}_parallel_degree" in names
