@@ -68,7 +68,7 @@ def first_events(layout: Layout) -> list[str]:
     _, _, engine = build_sharded(layout, with_enough_blocks(RECIPE, layout))
     inputs, labels = batch_at(0, RECIPE)
     for _ in range(2):
-        engine.forward_backward(inputs, labels, torch.tensor(1.0))
+        engine.forward_backward(engine.prepare(inputs, labels), torch.tensor(1.0))
     engine.evaluate(inputs, labels)
     return events
 

@@ -73,7 +73,7 @@ def reduce_on_one_rank(factor: float | None) -> tuple[int, dict[str, Tensor]]:
             module.set_gradient_divide_factor(factor)
     inputs, labels = batch_at(0, RECIPE)
     with DivisionRecorder() as recorder:
-        engine.forward_backward(inputs, labels, torch.tensor(1.0))
+        engine.forward_backward(engine.prepare(inputs, labels), torch.tensor(1.0))
     gradients = {name: p.grad.full_tensor() for name, p in model.named_parameters()}
     return max(recorder.elements, default=0), gradients
 
