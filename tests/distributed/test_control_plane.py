@@ -262,9 +262,10 @@ def test_a_rank_waits_only_for_its_children_to_join():
         thread.join()
     for rank, store in enumerate(stores):
         keys = {key for _, key in store.operations}
-        # of a child: its nonce, the answer and its confirmation; the same three of the rank itself
-        assert len(keys) <= 3 * len(children_of(rank, ranks, FANOUT_TO_JOIN)) + 3
-    assert len(values) == 3 * (ranks - 1)
+        # Of a child: its nonce, the answer and its confirmation; the same three of the rank itself;
+        # and that of rank 0, which says that all ranks have joined.
+        assert len(keys) <= 3 * len(children_of(rank, ranks, FANOUT_TO_JOIN)) + 4
+    assert len(values) == 3 * (ranks - 1) + 1
 
 
 # --- saving --------------------------------------------------------------------------------------

@@ -62,7 +62,8 @@ def test_missing_ranks_are_reported_without_a_traceback(hosts_store, run_toml, t
     assert "Traceback" not in run.output
     assert "titanlite: Only 2 of 3 ranks joined at 127.0.0.1:" in run.output
     assert "comm.init_timeout_seconds = 2. Missing: rank 2. Check that the" in run.output
-    assert "rank 1: titanlite: Rank 1 of 3 reached the store at 127.0.0.1:" in run.output
+    if hosts_store == "True":  # else the store ends with rank 0
+        assert "rank 1: titanlite: Rank 1 of 3 joined at 127.0.0.1:" in run.output
 
 
 def expect_three_ranks(hosts_store: str, port: int) -> None:

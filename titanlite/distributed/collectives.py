@@ -8,7 +8,6 @@ ranks, so that no rank sends or waits in proportion to the number of ranks.
 from __future__ import annotations
 
 import json
-import threading
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -18,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from titanlite.distributed.rank_tree import RankTree
 from titanlite.errors import UserError, UserErrors, error_from_dict, error_to_dict
+from titanlite.threads import DeviceThread
 
 T = TypeVar("T")
 
@@ -164,13 +164,12 @@ class AsyncMax:
         self._tree = RankTree(self.group)
         self._values: list[int] = []
         self._error: BaseException | None = None
-        self._thread: threading.Thread | None = None
+        self._thread: DeviceThread | None = None
 
     def start(self, *values: int) -> None:
         """Begin; every rank must call it at the same point, with the same number of values."""
         self._values = [int(value) for value in values]
-        # A daemon: a rank that fails must exit even if the others do not answer.
-        self._thread = threading.Thread(target=self._run, name="agreement", daemon=True)
+        self._thread = DeviceThread(self._run, "agreement")
         self._thread.start()
 
     def wait(self) -> list[int]:

@@ -6,7 +6,10 @@ import sys
 import time
 import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+
+import torch.distributed as dist
 
 from titanlite.distributed.rendezvous import launched_rank_and_world_size
 from titanlite.errors import (
@@ -18,6 +21,7 @@ from titanlite.errors import (
     format_error,
 )
 
+_PRINTED_KEY = "rank 0 has printed the error"
 RANK_0_SECONDS = 30  # longer than torchrun takes to end a rank after rank 0, also when busy
 
 
@@ -56,12 +60,27 @@ class ErrorReport:
                 self._print_traceback(error)  # the watchdog has printed what lost the rank
             raise
 
+    def wait_for_rank_0(self, error: BaseException, store: dist.Store) -> None:
+        """Wait until rank 0 has printed an error that all ranks have.
+
+        The launcher ends all ranks when it sees the first exit, so rank 0 must print before any
+        rank exits.
+        """
+        if not isinstance(error, UserError) or not error.on_all_ranks:
+            return
+        if self._rank == 0:
+            store.set(_PRINTED_KEY, "")
+            return
+        with suppress(dist.DistError):  # rank 0 has ended, or does not answer
+            store.wait([_PRINTED_KEY], timedelta(seconds=RANK_0_SECONDS))
+        error.mark_printed()
+
     def finish(self, error: BaseException) -> int:
         """Print an error unless it has been printed; returns the exit code.
 
-        Other ranks than rank 0 wait for the launcher to end them, because it acts on the first exit
-        it sees. Before ranks have joined, none knows whether the others have the error too: one
-        that still runs after `RANK_0_SECONDS` was the only one, and prints it.
+        Before ranks have joined, none knows whether the others have the error too. So other ranks
+        than rank 0 wait for the launcher to end them, because it acts on the first exit it sees.
+        One that still runs after `RANK_0_SECONDS` was the only one, and prints its error.
         """
         if isinstance(error, UserError):
             if not error.printed and self._rank:

@@ -144,6 +144,7 @@ def join_process_group(
                 _enable_determinism(debug.deterministic_warn_only)
             yield RankContext(rank, world_size, device, start_id)
     except BaseException as error:
+        report.wait_for_rank_0(error, store)
         with exit_after(LEAVE_SECONDS, f"rank {rank}: aborting collectives", exit_code_of(error)):
             _abort_process_groups()
         raise

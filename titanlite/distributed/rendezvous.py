@@ -149,7 +149,8 @@ def agree_on_start_id(store: dist.Store, rank: int, world_size: int, seconds: fl
 
     Each rank but rank 0 writes a random nonce. Its parent in the tree of ranks answers every nonce
     it finds, even one of a dead rank, with the start id, until the rank has confirmed that id; it
-    does so when its own children have. Raises RendezvousError.
+    does so when its own children have. No rank returns before all ranks have joined. Raises
+    RendezvousError.
     """
     deadline = time.monotonic() + seconds
     start_id = uuid.uuid4().hex
@@ -165,24 +166,30 @@ def agree_on_start_id(store: dist.Store, rank: int, world_size: int, seconds: fl
         if waiting_for and time.monotonic() > deadline:
             raise _missing_ranks(store, start_id, rank, world_size, seconds)
         time.sleep(POLL_SECONDS if waiting_for else 0)
+    store.set(f"{start_id}/{rank}", "")
     if rank:
-        store.set(f"{start_id}/{rank}", "")
+        _wait_for_key(store, f"{start_id}/0", rank, world_size, seconds)  # rank 0 confirms last
     return start_id
 
 
 def _ask_for_start_id(store: dist.Store, rank: int, world_size: int, seconds: float) -> str:
     """The start id from the parent of `rank`; raises RendezvousError."""
-    nonce, parent = uuid.uuid4().hex, (rank - 1) // FANOUT_TO_JOIN
+    nonce = uuid.uuid4().hex
     store.set(f"hello/{rank}", nonce)
+    _wait_for_key(store, f"start/{nonce}", rank, world_size, seconds)
+    return store.get(f"start/{nonce}").decode()
+
+
+def _wait_for_key(store: dist.Store, key: str, rank: int, world_size: int, seconds: float) -> None:
+    """Wait for a key that another rank sets when it has joined; raises RendezvousError."""
     try:
-        store.wait([f"start/{nonce}"], timedelta(seconds=seconds))
+        store.wait([key], timedelta(seconds=seconds))
     except dist.DistStoreError as error:  # a timeout; a broken connection is a DistNetworkError
         raise RendezvousError(
-            f"Rank {rank} of {world_size} joined at {store_address()}, but rank {parent} did not"
-            f" answer within comm.init_timeout_seconds = {seconds:g}.",
+            f"Rank {rank} of {world_size} joined at {store_address()}, but other ranks did not"
+            f" within comm.init_timeout_seconds = {seconds:g}; rank 0 names them.",
             fix=CHECK_MACHINES,
         ) from error
-    return store.get(f"start/{nonce}").decode()
 
 
 def _missing_ranks(
