@@ -1,0 +1,146 @@
+"""In the steady state the host never waits for the GPU, and nothing is compiled again.
+
+Each job is trained for three steps on a fake GPU (fake_cuda.py); the second is the steady state.
+The counts are exact, and do not depend on the machine. tests/gpu asserts the same on a real GPU.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+FLOAT8 = "quantize.linear.float8"
+TENSORWISE = f"{FLOAT8}.recipe_name=tensorwise"
+FLOAT8_GATHERS = f"{TENSORWISE} {FLOAT8}.enable_fsdp_float8_all_gather=true"
+FLOAT8_SCALES = f"{FLOAT8_GATHERS} {FLOAT8}.precompute_float8_dynamic_scale_for_fsdp=true"
+COMPILE = "compile.enable=true compile.backend=aot_eager"  # Inductor needs the device's properties
+OFFLOAD = (  # tensors of 1 MiB or more, and more blocks than the two that stay on the device
+    "activation_checkpoint.offload=true model.n_layers=3 model.dim=512 training.seq_len=1024"
+)
+UNCOMPILED = "optimizer.implementation=for-loop"
+ONE_GPU = {  # name -> settings
+    "default": "",
+    "tied, qk-norm, foreach, no clipping": "model.tied_embeddings=true model.qk_norm=true"
+    " optimizer.implementation=foreach training.max_norm=0",
+    "cudnn, chunked loss, bf16 params": "attention.backend=cudnn loss.chunk_tokens=32"
+    " loss.z_loss=1e-4 training.dtype=bfloat16",
+    "efficient, recompute full, SGD": "attention.backend=efficient activation_checkpoint.mode=full"
+    " optimizer.name=SGD",
+    "math, recompute off": "attention.backend=math activation_checkpoint.mode=none",
+    "fp32": "training.mixed_precision_param=float32 attention.backend=efficient",
+    "accumulation, recompute op": "training.global_batch_size=4"
+    " activation_checkpoint.selective_ac_option=op",
+    "accumulation, last micro-batch": "training.global_batch_size=4"
+    " parallelism.fsdp_gradient_reduction=last_microbatch",
+    "compile": COMPILE,
+    "compile, memory budget": f"{COMPILE} activation_checkpoint.mode=memory_budget",
+    "offload, Float8 scales": f"{OFFLOAD} {FLOAT8_SCALES}",
+    "offload, recompute full": f"{OFFLOAD} activation_checkpoint.mode=full",
+    "Float8 tensorwise": TENSORWISE,
+    "Float8 rowwise": f"{FLOAT8}.recipe_name=rowwise",
+    "Float8 rowwise_with_gw_hp": f"{FLOAT8}.recipe_name=rowwise_with_gw_hp",
+    "Float8 scales, 8-bit state": f"{FLOAT8_SCALES} optimizer.state_dtype=8bit {UNCOMPILED}",
+    "in backward": "optimizer.early_step_in_backward=true training.max_norm=0",
+    "4-bit state": f"optimizer.state_dtype=4bit {UNCOMPILED}",
+    "Float8 state": f"optimizer.state_dtype=float8 {UNCOMPILED}",
+    "offloaded 8-bit state": f"optimizer.state_dtype=8bit optimizer.offload=true {UNCOMPILED}",
+    "offloaded bf16 state": f"optimizer.state_dtype=bfloat16 optimizer.offload=true {UNCOMPILED}",
+}
+DOCUMENTS = {
+    "documents": "attention.mask=document",
+    "documents, compile, accumulation": f"attention.mask=document {COMPILE}"
+    " training.global_batch_size=4",
+}
+
+
+def assert_host_runs_ahead(step: dict) -> None:
+    assert step["operations"] > 100, "nothing ran on the device"
+    assert step["waits"] == []
+    assert step["later_graphs"] == 0, "compiled again"
+
+
+@pytest.mark.parametrize("name", ONE_GPU)
+def test_no_step_waits_for_the_device(worker, name):
+    step = worker.trace(ONE_GPU[name])
+    assert_host_runs_ahead(step)
+    assert bool(step["graphs"]) == ("compile" in name)
+
+
+@pytest.mark.xfail(strict=True, reason="the host waits for the number of documents")
+@pytest.mark.parametrize("name", DOCUMENTS)
+def test_document_masks_do_not_wait_for_the_device(worker, name):
+    assert_host_runs_ahead(worker.trace(DOCUMENTS[name]))
+
+
+def test_float16_reads_one_flag_a_step(worker):
+    step = worker.trace("training.mixed_precision_param=float16")
+    assert step["waits"] == ["step: aten::_local_scalar_dense"]  # whether to skip the step
+
+
+def test_cpu_offload_waits_for_gradients_only(worker):
+    step = worker.trace("training.enable_cpu_offload=true")
+    # FSDP waits for each gradient before the update. The device is idle when the norms, computed on
+    # the host, are copied to it.
+    assert set(step["waits"]) == {
+        "backward: Event.synchronize",
+        "step: copy from pageable host memory",
+    }
+
+
+def test_logging_reads_three_numbers(worker):
+    step = worker.trace("")
+    reads = [wait for wait in step["waits_when_logging"] if "Event" not in wait]
+    logged = ["log: aten::_local_scalar_dense"] * 3  # loss, z-loss, gradient norm
+    assert reads == ["step: aten::_local_scalar_dense", *logged]  # first, whether it diverged
+
+
+# name -> (ranks, settings, dtypes of each kind of collective)
+SUMS = {"allreduce_": ["float32", "int64"]}  # loss, gradient norm; valid labels
+FSDP = {"_allgather_base_": ["bfloat16"], "_reduce_scatter_base_": ["float32"]}
+RANKS = {
+    "FSDP": (4, "", FSDP | SUMS),
+    "replicas": (4, "parallelism.data_parallel_replicate_degree=2", FSDP | SUMS),
+    "bf16 params": (4, "training.dtype=bfloat16", FSDP | SUMS),
+    "Float8 gathers": (
+        4,
+        FLOAT8_SCALES,
+        {
+            "_allgather_base_": ["bfloat16", "uint8"],  # embedding and output; Float8 as bytes
+            "_reduce_scatter_base_": ["float32"],
+            "all_reduce": ["float32"],  # all scales at once
+        }
+        | SUMS,
+    ),
+    "TP": (
+        2,
+        "parallelism.tensor_parallel_degree=2",
+        {
+            "all_gather_into_tensor": ["bfloat16"],  # activations
+            "reduce_scatter_tensor": ["bfloat16"],
+            "all_reduce": ["float32"],  # gradients of norms
+            "allreduce_": ["float32"],
+        },
+    ),
+    "CP, all-gather": (
+        2,
+        "parallelism.context_parallel_degree=2",
+        FSDP | {"allreduce_": ["float32"]},
+    ),
+    "CP, ring": (
+        2,
+        "parallelism.context_parallel_degree=2 parallelism.context_parallel_rotate_method=alltoall",
+        FSDP | {"allreduce_": ["float32"], "alltoall_base_": ["bfloat16", "float32"]},
+    ),
+    "PP": (
+        2,
+        "parallelism.pipeline_parallel_degree=2",
+        {"send": ["bfloat16"], "recv_": ["bfloat16"], "allreduce_": ["float32"]},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", RANKS)
+def test_collectives_have_the_configured_dtypes(worker, name):
+    ranks, settings, dtypes = RANKS[name]
+    step = worker.trace(settings, ranks)
+    assert_host_runs_ahead(step)
+    assert step["collectives"] == dict(sorted(dtypes.items()))

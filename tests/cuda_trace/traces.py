@@ -1,0 +1,103 @@
+"""Traces of tiny jobs on a fake GPU: starts the worker, and asks it."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from titanlite.data import ShardWriter, open_tokenizer
+from titanlite.data.manifest import write_corpus_manifest
+
+ROOT = Path(__file__).parents[2]
+JOB = """
+[job]
+dump_folder = "{folder}/out"
+device = "cuda"
+[model]
+dim = 64
+n_layers = 2
+n_heads = 4
+n_kv_heads = 2
+hidden_dim = 128
+vocab_size = 258
+[data]
+tokenizer = "bytes"
+sources = [{{ name = "text", path = "{folder}/corpus" }}]
+[training]
+seq_len = 64
+local_batch_size = 2
+steps = 3
+[attention]
+backend = "flash"
+[metrics]
+log_freq = 1000
+"""
+
+
+class TraceWorker:
+    """A process with a fake GPU, which trains one job after the other."""
+
+    def __init__(self, folder: Path):
+        library, self._log = folder / "no_device.so", folder / "log"
+        _compile(Path(__file__).with_name("no_device.cpp"), library)
+        self._job_file = write_job(folder)
+        environment = {**os.environ, "LD_PRELOAD": str(library), "PYTHONPATH": str(ROOT)}
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "tests.cuda_trace.worker"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._log.open("w"),
+            env=environment,
+            cwd=ROOT,
+            text=True,
+        )
+
+    def trace(self, settings: str, ranks: int = 1) -> dict[str, Any]:
+        """What the second step of the job does with these settings; see `trace_run`."""
+        arguments = [f"--{setting}" for setting in settings.split()]
+        request = {"job_file": str(self._job_file), "settings": arguments, "ranks": ranks}
+        assert self._process.stdin and self._process.stdout
+        self._process.stdin.write(json.dumps(request) + "\n")
+        self._process.stdin.flush()
+        reply = json.loads(self._process.stdout.readline() or '{"error": "the worker died"}')
+        if "error" in reply:
+            raise AssertionError(f"{reply['error']}\n{self._log.read_text()[-3000:]}")
+        return reply
+
+    def close(self) -> None:
+        """End the process."""
+        assert self._process.stdin
+        self._process.stdin.close()
+        self._process.wait(30)
+
+
+def _compile(source: Path, library: Path) -> None:
+    torch_folder = Path(torch.__file__).parent
+    if torch.cuda.is_available() or shutil.which("g++") is None:
+        pytest.skip("needs a machine without a GPU, and g++")
+    options = ["-std=c++20", "-O0", "-shared", "-fPIC", f"-I{torch_folder}/include"]
+    linked = [f"-L{torch_folder}/lib", "-lc10", "-ltorch_cpu", f"-Wl,-rpath,{torch_folder}/lib"]
+    subprocess.run(["g++", *options, str(source), "-o", str(library), *linked], check=True)
+
+
+def write_job(folder: Path) -> Path:
+    """Write a corpus of short documents and a job that trains on it; return the job's TOML."""
+    tokenizer, corpus = open_tokenizer("bytes"), folder / "corpus"
+    corpus.mkdir()
+    (folder / "out").mkdir()
+    with ShardWriter(corpus / "shard", tokenizer.vocab_size) as writer:
+        for number in range(400):
+            writer.add([*tokenizer.encode(f"document {number}"), tokenizer.eos_id])
+        record = writer.close()
+    write_corpus_manifest(corpus, tokenizer.fingerprint, tokenizer.vocab_size, [record])
+    path = folder / "job.toml"
+    path.write_text(JOB.format(folder=folder))
+    return path
