@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._library.custom_ops import OPDEFS
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch.distributed.tensor import _sharding_prop
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -112,12 +113,17 @@ class PinnedMemory:
         return storage is None or not storage.expired()
 
 
+def active_fake_mode() -> FakeTensorMode | None:
+    """The innermost FakeTensorMode."""
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
+
+
 class DeviceTrace(TorchDispatchMode):
     """Runs operations on the device with fake tensors, all others as usual, and records both."""
 
-    def __init__(self, trace: Trace, pinned: PinnedMemory):
+    def __init__(self, trace: Trace, pinned: PinnedMemory, fake_mode: FakeTensorMode):
         super().__init__()
-        self.trace, self.pinned = trace, pinned
+        self.trace, self.pinned, self.fake_mode = trace, pinned, fake_mode
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -127,6 +133,8 @@ class DeviceTrace(TorchDispatchMode):
         if not all(kind in PLAIN_TENSORS for kind in types):
             return NotImplemented  # DTensor and others call this again for their local tensors
         kwargs = dict(kwargs or {})
+        if active_fake_mode() is not self.fake_mode:
+            return operation(*args, **kwargs)  # DTensor's computation of shapes
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         fake = [tensor for tensor in tensors if isinstance(tensor, FakeTensor)]
         if fake and operation.namespace in ("c10d", "_c10d_functional"):
@@ -259,6 +267,7 @@ class FakeStream:
 
     def __init__(self, device: Any = None, priority: int = 0, **_options: Any):
         self.device, self.priority = DEVICE, priority
+        self.device_type, self.device_index, self.stream_id = 1, 0, 0
 
     def wait_stream(self, stream: FakeStream) -> None: ...
     def wait_event(self, event: FakeEvent) -> None: ...
@@ -303,7 +312,7 @@ class HostGenerator(torch.Generator):
 
 
 @contextmanager
-def fake_cuda(trace: Trace) -> Iterator[FakeTensorMode]:
+def fake_cuda(trace: Trace) -> Iterator[None]:
     """One GPU in the block: torch.cuda answers for it, and every operation on it is recorded."""
     pinned = PinnedMemory()
     with pytest.MonkeyPatch.context() as patch:
@@ -331,6 +340,8 @@ def fake_cuda(trace: Trace) -> Iterator[FakeTensorMode]:
         for name, function in replaced.items():
             patch.setattr(torch.cuda, name, function)
         patch.setattr(torch.accelerator, "is_available", lambda: False)
+        # DTensor computes shapes on CPU tensors; they must be fake, in a mode of its own.
+        patch.setattr(_sharding_prop, "detect_fake_mode", lambda *_: None, raising=False)
         runtime = type("Runtime", (), {})()
         runtime.cudaHostRegister, runtime.cudaHostUnregister = pinned.register, pinned.unregister
         patch.setattr(torch.cuda, "cudart", lambda: runtime)
@@ -342,8 +353,9 @@ def fake_cuda(trace: Trace) -> Iterator[FakeTensorMode]:
         patch.setattr(
             torch.UntypedStorage, "data_ptr", _storage_address(torch.UntypedStorage.data_ptr)
         )
-        with FakeTensorMode(allow_non_fake_inputs=True) as mode, DeviceTrace(trace, pinned):
-            yield mode
+        mode = FakeTensorMode(allow_non_fake_inputs=True)
+        with mode, DeviceTrace(trace, pinned, mode):
+            yield
 
 
 def _storage_address(data_ptr: Callable) -> Callable:

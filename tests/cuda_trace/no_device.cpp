@@ -1,5 +1,5 @@
-// Preloaded into a process without a GPU, whose torch is a CPU build: autograd records CUDA tensors
-// and runs backward of them, on a device that does nothing. The tensors themselves are fake.
+// Preloaded into a process without a GPU: autograd records CUDA tensors and runs their backward, on a
+// device that does nothing. The tensors themselves are fake. Torch may be a CPU or a CUDA build.
 
 #include <ATen/DeviceAccelerator.h>
 #include <ATen/detail/CUDAHooksInterface.h>
@@ -19,7 +19,8 @@ struct NoDevice : CUDAHooksInterface {
     return true;
   }
 };
-C10_REGISTER_CLASS(CUDAHooksRegistry, CUDAHooks, NoDevice)
+// A CUDA build registers its own hooks too.
+C10_REGISTER_CLASS_WITH_PRIORITY(CUDAHooksRegistry, CUDAHooks, c10::REGISTRY_PREFERRED, NoDevice)
 } // namespace at
 
 C10_REGISTER_GUARD_IMPL(CUDA, c10::impl::FakeGuardImpl<c10::DeviceType::CUDA>)

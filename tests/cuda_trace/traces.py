@@ -81,8 +81,8 @@ class TraceWorker:
 
 def _compile(source: Path, library: Path) -> None:
     torch_folder = Path(torch.__file__).parent
-    if torch.backends.cuda.is_built() or shutil.which("g++") is None:
-        pytest.skip("needs a CPU build of torch, and g++")
+    if torch.cuda.is_available() or shutil.which("g++") is None:
+        pytest.skip("needs a machine without a GPU, and g++")
     options = ["-std=c++20", "-O0", "-shared", "-fPIC", f"-I{torch_folder}/include"]
     linked = [f"-L{torch_folder}/lib", "-lc10", "-ltorch_cpu", f"-Wl,-rpath,{torch_folder}/lib"]
     subprocess.run(["g++", *options, str(source), "-o", str(library), *linked], check=True)
