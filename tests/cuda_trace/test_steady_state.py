@@ -65,7 +65,6 @@ def test_no_step_waits_for_the_device(worker, name):
     assert bool(step["graphs"]) == ("compile" in name)
 
 
-@pytest.mark.xfail(strict=True, reason="the host waits for the number of documents")
 @pytest.mark.parametrize("name", DOCUMENTS)
 def test_document_masks_do_not_wait_for_the_device(worker, name):
     assert_host_runs_ahead(worker.trace(DOCUMENTS[name]))
