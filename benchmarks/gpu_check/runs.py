@@ -269,6 +269,6 @@ def prepare_text(machine: Machine) -> Path:
         documents = (json.dumps({"text": path.read_text(encoding="utf-8")}) for path in files)
         text.write_text("\n".join(documents), encoding="utf-8")
         command = [sys.executable, str(ROOT / "scripts" / "prepare_data.py"), str(text)]
-        command += ["--tokenizer", "bytes", "--out", str(corpus)]
+        command += ["--tokenizer", "bytes", "--validation-share", "0", "--out", str(corpus)]
         run_command(command, timeout=MAX_RUN_SECONDS)
     return corpus
