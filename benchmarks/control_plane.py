@@ -4,7 +4,7 @@ python -m benchmarks.control_plane [--ranks 16 64 128 256] [--values FILE.json] 
 
 The processes are forked from one that has imported torch, and build no model. They share the cores
 of this machine, so their CPU time is measured and not only the wall time. The last column
-extrapolates; nothing was measured at that size.
+extrapolates; at that size only the creation of the groups of a mesh is measured.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ MS, KB, MB = 1e3, 1e-3, 1e-6
 STEP, RING = "agreement of a step", "the same by gloo's all-reduce"
 QUANTITIES = (
     Quantity("sockets, most of any rank", "", "constant", lambda r: max(x["sockets"] for x in r)),
-    Quantity("memory of its own, mean", "MB", "linear", lambda r: MB * _mean_of(r, "private")),
+    Quantity("private memory, mean", "MB", "linear", lambda r: MB * _mean_of(r, "private")),
     Quantity("start: CPU of a rank", "ms", "linear", mean("start", "main", MS)),
     Quantity("start: CPU of rank 0", "ms", "linear", first("start", "main", MS)),
     Quantity("start: CPU of the store", "ms", "linear", first("start", "store_cpu", MS)),

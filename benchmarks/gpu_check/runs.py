@@ -182,7 +182,7 @@ def train_reference(machine: Machine, name: str) -> None:
 
 
 def check_saving(machine: Machine) -> Iterator[Outcome]:
-    """Save a checkpoint from pinned memory, resume from it, and end as an undisturbed run."""
+    """Save a checkpoint from pinned memory, resume from it, and end like an uninterrupted run."""
     recipe = Recipe("save with pinned memory, resume", FP32, FP32_TOLERANCE)
     settings = {
         **FP32,

@@ -26,13 +26,13 @@ from titanlite.storage import StorageFolder
 
 
 class CollectiveSave:
-    """Saves of the ranks of one group; remembers the plans of the last one."""
+    """Saves of the ranks of one group; keeps the plans for the next save."""
 
     def __init__(self, group: dist.ProcessGroup | None = None):
         self.group = group
         self.exchanges = 0  # how often the plans of all ranks were exchanged
-        self._local: SavePlan | None = None  # all that this rank has
-        self._final: SavePlan | None = None  # without what another rank writes as well
+        self._local: SavePlan | None = None  # lists all chunks of this rank
+        self._final: SavePlan | None = None  # lists only those that this rank writes
         self._metadata: Metadata | None = None  # of all plans, on rank 0
 
     def run(
@@ -45,8 +45,8 @@ class CollectiveSave:
     ) -> None:
         """Write the state into `folder`. Collective.
 
-        `prepare` is called on rank 0 before any rank writes, with the tensors of all ranks. Raises
-        CheckpointError on every rank if anything fails on any.
+        `prepare` is called on rank 0 before any rank writes, with the metadata of all ranks'
+        tensors. Raises CheckpointError on every rank if anything fails on any.
         """
         tree = RankTree(self.group)
 
@@ -82,7 +82,7 @@ class CollectiveSave:
         writer: StorageWriter,
     ) -> None:
         """Let rank 0 decide which rank writes each chunk that several ranks have."""
-        self._local = self._final = self._metadata = None  # in case it fails
+        self._local = self._final = self._metadata = None  # if this fails, the next save repeats it
         gathered = [pickle.loads(plan) for plan in tree.gather(pickle.dumps(local))]
         finals: list[bytes] = []
 

@@ -22,7 +22,7 @@ from titanlite.errors import (
 )
 
 _PRINTED_KEY = "rank 0 has printed the error"
-RANK_0_SECONDS = 30  # longer than torchrun takes to end a rank after rank 0, also when busy
+RANK_0_SECONDS = 30  # torchrun ends the other ranks sooner after rank 0 exits, even if busy
 
 
 def exit_code_of(error: BaseException) -> int:
@@ -57,7 +57,7 @@ class ErrorReport:
             if isinstance(error, UserError):
                 self._print_user_error(error, names_rank=self._world_size > 1)
             elif isinstance(error, Exception) and not isinstance(error, RankLostError):
-                self._print_traceback(error)  # the watchdog has printed what lost the rank
+                self._print_traceback(error)  # RankLostError: the watchdog has printed it
             raise
 
     def wait_for_rank_0(self, error: BaseException, store: dist.Store) -> None:
@@ -80,7 +80,7 @@ class ErrorReport:
 
         Before ranks have joined, none knows whether the others have the error too. So other ranks
         than rank 0 wait for the launcher to end them, because it acts on the first exit it sees.
-        One that still runs after `RANK_0_SECONDS` was the only one, and prints its error.
+        A rank that still runs after `RANK_0_SECONDS` had the error alone, and prints it.
         """
         if isinstance(error, UserError):
             if not error.printed and self._rank:

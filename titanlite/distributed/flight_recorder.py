@@ -54,7 +54,8 @@ class FlightRecorder:
         for device_type, backend in backends.items():
             file = self.folder / device_type / f"{self.prefix}{rank}"
             file.parent.mkdir(parents=True, exist_ok=True)
-            # The analyzer fails on every other file in a folder, so an incomplete one is not there.
+            # The analyzer fails on any other file in that folder, so an incomplete one is written
+            # to its parent.
             temporary = self.folder / f"{device_type}_{rank}.tmp"
             temporary.write_bytes(_dump(backend))
             os.replace(temporary, file)

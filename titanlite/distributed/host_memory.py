@@ -26,10 +26,10 @@ class HostMemory(mmap.mmap):
             raise MemoryError(f"{_format_size(nbytes)} of host memory: {error.strerror}") from error
 
     def place(self, tensor: Tensor, offset: int = 0) -> None:
-        """Give the local shard of a host tensor memory at `offset` bytes, without its values.
+        """Replace the memory of a host tensor's local shard by this memory, from byte `offset` on.
 
-        The shard must be dense. The tensor objects stay. The new storage has no bytes of other
-        tensors, which torch.save would write too.
+        Does not copy the values. The shard must be dense. The tensor objects stay. The new storage
+        has no bytes of other tensors, which torch.save would write too.
         """
         with torch.no_grad():  # with gradients, `to_local` would return an alias of the shard
             local = local_shard(tensor)

@@ -171,7 +171,7 @@ def _explaining_failed_connections(rank: int, world_size: int) -> Iterator[None]
 
 
 def _abort_process_groups() -> None:
-    """Leave all process groups without waiting for collectives of other ranks, as NCCL would."""
+    """Leave all process groups; to destroy them, NCCL would wait for collectives of other ranks."""
     # No public function aborts all groups (torch 2.11 to 2.15). This one aborts the communicators
     # of NCCL as one group, because they can wait for each other; gloo has nothing to abort.
     from torch.distributed.distributed_c10d import _abort_process_group

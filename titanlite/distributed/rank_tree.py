@@ -83,7 +83,7 @@ class RankTree:
 
     def _send(self, tensor: Tensor, rank: int) -> dist.Work:
         work = dist.isend(tensor, group=self.group, group_dst=rank)
-        assert work is not None  # only for ranks outside of the group
+        assert work is not None  # None only on ranks outside of the group
         return work
 
     def _receive(self, tensor: Tensor, rank: int) -> dist.Work:

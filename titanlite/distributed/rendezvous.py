@@ -148,9 +148,9 @@ def agree_on_start_id(store: dist.Store, rank: int, world_size: int, seconds: fl
     """Return an id of this start that is the same on all ranks and was never used before.
 
     Each rank but rank 0 writes a random nonce. Its parent in the tree of ranks answers every nonce
-    it finds, even one of a dead rank, with the start id, until the rank has confirmed that id; it
-    does so when its own children have. No rank returns before all ranks have joined. Raises
-    RendezvousError.
+    it finds, even one of a dead rank, with the start id, until the rank has confirmed that id. A
+    rank confirms it when all of its children have. No rank returns before all ranks have joined.
+    Raises RendezvousError.
     """
     deadline = time.monotonic() + seconds
     start_id = uuid.uuid4().hex

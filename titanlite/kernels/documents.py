@@ -34,13 +34,13 @@ class DocumentIndex:
     on_host: Tensor  # the start of each document and the end of the last: int32 [N + 1], offsets
     # into B*T; under context parallel the table of `encode_document_tiles`
     on_device: Tensor  # the same, for kernels that read it there
-    extent: Tensor  # [0, longest]. The compiler makes a graph for each value of an int, but only
-    # one for all sizes of a dimension that is marked as dynamic.
+    extent: Tensor  # empty: its shape is [0, longest]. The compiler makes a graph for each value
+    # of an int, but only one for all sizes of a dimension that is marked as dynamic.
 
     @classmethod
     def build(cls, table: Tensor, longest: int = 0) -> DocumentIndex:
         """The index of a host's `table`; `longest` is the length of the longest document."""
-        rounded = -(-longest // QUERY_TILE) * QUERY_TILE  # as many blocks, fewer different values
+        rounded = -(-longest // QUERY_TILE) * QUERY_TILE  # same blocks, fewer different values
         return cls(table, table, table.new_empty(0, rounded))
 
     @property
@@ -125,7 +125,7 @@ def _varlen_attention(q: Tensor, k: Tensor, v: Tensor, boundaries: Tensor, longe
 
 # --- one call per document: a CPU, and fp32 on a GPU ----------------------------------------------
 # A custom operator, so that a compiled graph has one node, however many documents there are. The
-# boundaries are in host memory, which slices are made from.
+# boundaries are in host memory, because Python makes slices from them.
 
 
 @torch.library.custom_op("titanlite::attend_in_documents", mutates_args=())

@@ -3,7 +3,8 @@
 While a block runs forward, the tensors of the block before are copied to the host; while it runs
 backward, those of the block before are copied back. So a GPU with a fast bus hides both, and two
 blocks' activations are on the device. The last two blocks are copied only if another forward
-follows before their backward, as in pipelines; three blocks' are then on the device for a moment.
+follows before their backward, as in pipelines; then the activations of three blocks are on the
+device for a moment.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ class _CudaTransfers:
             torch.empty_strided(t.size(), t.stride(), dtype=t.dtype, pin_memory=True)
             for t in tensors
         ]
-        # Autograd runs backward on the stream of the forward, but drops tensors in any thread.
+        # For `wait`: autograd runs backward on this stream too, but may free tensors in any thread.
         self._compute = torch.cuda.current_stream()
         self._to_host.wait_stream(self._compute)  # has written the tensors
         with torch.cuda.stream(self._to_host):
@@ -108,7 +109,7 @@ _Transfers = _CudaTransfers | _HostTransfers
 class _BlockActivations:
     """Tensors saved by one forward of one block; freed with its autograd graph.
 
-    They are on the device, then perhaps sent to the host and freed there, then fetched.
+    They are on the device, then perhaps sent to the host and freed on the device, then fetched.
     """
 
     def __init__(self, previous: _BlockActivations | None, transfers: _Transfers):
@@ -123,8 +124,9 @@ class _BlockActivations:
         self._last_copy: torch.cuda.Event | None = None  # when the last of all copies is complete
 
     def __del__(self) -> None:
-        # What the compute stream runs next may get the memory: a copy must not still use it, also
-        # if backward has not used the tensor, or uses it while it is sent.
+        # What the compute stream runs next may get this memory, so all copies must be complete.
+        # Backward may not have waited for them: it need not use a tensor, or uses it while it is
+        # sent.
         self._transfers.wait(self._last_copy)
 
     def add(self, memory_range: tuple, tensor: Tensor) -> int:
@@ -213,8 +215,8 @@ def _offloaded_forward(
 
     @torch.no_grad()
     def pack(tensor: Tensor):
-        # Without the autograd graph, which has this object: a forward without a backward would
-        # leave a reference cycle that Python cannot see.
+        # Detached, because the autograd graph refers to `activations`: after a forward without a
+        # backward, Python could not see the reference cycle.
         local = local_shard(tensor).detach()
         pointer = _storage_pointer(tensor)
         if pointer in resident or local.numel() * local.element_size() < MIN_BYTES:

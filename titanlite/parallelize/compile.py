@@ -185,7 +185,10 @@ def check_compile_config(
 def check_compiler(
     config: CompileConfig, compiles: bool, device_type: str
 ) -> Iterator[ConfigError]:
-    """Reject an unknown backend, and a missing C or C++ compiler, before anything is compiled."""
+    """Reject an unknown backend, and a missing C or C++ compiler, before anything is compiled.
+
+    `compiles`: whether the job uses torch.compile, also if it is only inductor for the optimizer.
+    """
     # inductor always exists; listing the backends imports them all.
     is_other_backend = config.enable and config.backend != "inductor"
     if is_other_backend and config.backend not in torch._dynamo.list_backends(exclude_tags=()):
@@ -212,8 +215,8 @@ def _find_missing_compiler(device_type: str) -> tuple[str, str]:
         compiler = os.environ.get("CXX", "g++")
         found = shutil.which(compiler)
         return ("", "") if found else (f"{compiler} not found: a C++ compiler", INSTALL_GPP)
-    # Triton compiles the launchers of its kernels in C, with the headers of Python, in this order
-    # (triton/runtime/build.py of Triton 3.6 to 3.9).
+    # Triton compiles the launchers of its kernels in C, with the headers of Python. It looks for
+    # compilers in this order (triton/runtime/build.py of Triton 3.6 to 3.9).
     compilers = [os.environ["CC"]] if "CC" in os.environ else ["gcc", "clang"]
     if not any(shutil.which(compiler) for compiler in compilers):
         return f"{' or '.join(compilers)} not found: a C compiler for Triton", INSTALL_GCC

@@ -158,9 +158,9 @@ class EvalStage(TrainStage):
 def connect_pipeline_ranks(pp: DeviceMesh, device: torch.device) -> None:
     """Create NCCL's communicator of all pipeline ranks; all of them must call it.
 
-    NCCL creates it in the first collective of the group. Without one, that is the first batch of
-    sends and receives in the middle of 1F1B: with given shapes, torch 2.13 and 2.14 only connect
-    pairs of ranks before (see the TODO in their `_warmup_p2p`).
+    NCCL creates it in the first collective of the group. Without this one, that would be the first
+    batch of sends and receives in the middle of 1F1B: if shapes are given, torch 2.13 and 2.14 only
+    connect pairs of ranks before it (see the TODO in their `_warmup_p2p`).
     """
     all_reduce_sum(pp, torch.zeros(1, device=device))
 

@@ -10,7 +10,7 @@ from titanlite.runtime.heartbeat import HeartbeatExchange, RankProgress, has_end
 
 SILENT_FRACTION = 0.8  # of the timeout without a heartbeat, before a rank is declared dead
 STUCK_FRACTION = 0.85  # of the timeout in one phase, before a rank looks for the straggler
-LAST_FRACTION = 0.95  # the same, if others should have found it by then
+LAST_FRACTION = 0.95  # the same, for ranks that do not look first
 FIRST_READERS = 16  # ranks that look for the straggler first
 DISK_PHASES = ("load", "save")  # as slow as the disk; they have a limit of their own
 LOST_ANOTHER = "lost another"  # the reason of ranks that leave because another one was lost

@@ -101,8 +101,8 @@ class HeartbeatWatchdog:
         """Leave; raise RankLostError in place of an error that the loss of another rank caused."""
         if lost := self.find_lost_rank(error):
             raise RankLostError(lost) from error
-        name = "done" if kind is None else f"{kind.__name__}: {error}"
-        self.leave(name.split("\n")[0][:200])
+        reason = "done" if kind is None else f"{kind.__name__}: {error}"
+        self.leave(reason.split("\n")[0][:200])
 
     @contextmanager
     def attributing_errors(self) -> Iterator[None]:
@@ -128,9 +128,9 @@ class HeartbeatWatchdog:
         self._progress.set_timeout(seconds)
 
     def watch_limit(self, limit: Callable[[], TimeLimit | None]) -> None:
-        """Also check the limit of background work, while there is one.
+        """Check the limit of background work, while there is one, instead of the main thread's.
 
-        It replaces the limit of the main thread, which may be waiting for that work.
+        The main thread may be waiting for that work.
         """
         self._background_limit = limit
 
@@ -158,7 +158,7 @@ class HeartbeatWatchdog:
         self.leave(LOST_ANOTHER)
         faulthandler.dump_traceback_later(CLEANUP_SECONDS, exit=True, file=2)
         self._report(verdict, "".join(traceback.format_exception(error)))
-        self._write_traces(verdict)
+        self._write_traces(verdict)  # sets a limit of its own, in place of the one above
         faulthandler.dump_traceback_later(CLEANUP_SECONDS, exit=True, file=2)
         return verdict.problem
 
@@ -192,8 +192,9 @@ class HeartbeatWatchdog:
             passed = timer.lap(self._progress.heartbeat_seconds)
             if position := self._progress.update_stuck_seconds(passed):
                 self._phase_limit = self._limit_phase(position.step, position.phase)
-            # faulthandler dumps from C, which needs no GIL: a thread that reads a mapped file on a
-            # disk that hangs holds the GIL.
+            # Postponed at every interval, so it dumps only if this thread is blocked too, as by one
+            # that holds the GIL while it reads a mapped file on a disk that hangs. faulthandler
+            # dumps from C, without the GIL.
             dump_seconds = SILENT_FRACTION * self._progress.timeout_seconds
             faulthandler.dump_traceback_later(dump_seconds, file=2)
             yield passed
@@ -220,7 +221,7 @@ class HeartbeatWatchdog:
                 self._end(Verdict(progress.rank, exchange.finding))
 
     def _limit_phase(self, step: int, phase: str) -> TimeLimit | None:
-        """The limit on a phase of the main thread that no other rank notices."""
+        """The limit on a phase of the main thread in which no other rank would notice a hang."""
         progress = self._progress
         work, thread = f"Rank {progress.rank}: {phase} of step {step}", self._main_thread
         if phase in DISK_PHASES:
@@ -238,7 +239,7 @@ class HeartbeatWatchdog:
         limit = self._background_limit() or self._phase_limit
         if limit is None:
             return ""
-        # Work that began after the last check has taken less time than passed since then.
+        # Work that began after the last check has taken less than `passed` seconds.
         return limit.check(min(passed, time.monotonic() - limit.began))
 
     def _end(self, verdict: Verdict) -> None:

@@ -18,7 +18,7 @@ class Batch:
     inputs: Tensor
     labels: Tensor
     documents: tuple[DocumentIndex, ...] = ()  # of each micro-batch, for this rank's tokens
-    # empty: the mask is causal, or the model finds the documents, for which it waits for the device
+    # empty: the mask is causal, or the model finds the documents, and waits for the device for that
 
     def pin_memory(self) -> Batch:
         """A copy in pinned memory, from which `to` copies to a GPU without waiting for it."""
@@ -56,9 +56,9 @@ class RankTokens:
         documents = map(self.index_documents, positions.split(microbatch_size))
         return Batch(inputs, labels, tuple(documents))
 
-    def select(self, batch: Tensor) -> Tensor:
-        """This rank's tokens of `batch`: [B, T] -> [B, T / cp]."""
-        return self.sequence.select(batch)
+    def select(self, tokens: Tensor) -> Tensor:
+        """This rank's part of `tokens`: [B, T] -> [B, T / cp]."""
+        return self.sequence.select(tokens)
 
     def positions(self, inputs: Tensor) -> Tensor:
         """Positions of this rank's tokens of `inputs` [B, T].
