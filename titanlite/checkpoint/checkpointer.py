@@ -186,7 +186,10 @@ class Checkpointer:
         return None if save is None or save.done.is_set() else save.limit
 
     def wait(self) -> SaveResult | None:
-        """Wait for the save in progress; returns its result, equal on every rank, or None."""
+        """Wait for the save in progress; returns its result, or None.
+
+        The result is the same on every rank, except for the times.
+        """
         save = self._save
         if save is None:
             return None

@@ -107,8 +107,8 @@ class Job:
             "optimizer.state_dtype": self.config.optimizer.state_dtype,
             "training.dtype": self.config.training.dtype,
             "training.global_batch_size": self.global_batch,
-            "attention.mask": self.config.attention.mask,  # decides the meaning of a position
-            **stream.facts,  # decide which samples a position stands for
+            "attention.mask": self.config.attention.mask,  # decides what a token attends to
+            **stream.facts,  # decide which samples a stream position means
         }
 
     def facts_to_check(self, stream: SampleStream) -> dict[str, Any]:

@@ -237,7 +237,8 @@ def _offloads() -> Iterator[_Change]:
     yield _Change(activations, "activations are copied to the host and back")
     yield _Change({"optimizer.offload": True}, f"optimizer state is {every_step}")
     yield _Change(
-        {"training.enable_cpu_offload": True}, f"parameters and gradients, too, are {every_step}"
+        {"training.enable_cpu_offload": True},
+        f"parameters, gradients and optimizer state are {every_step}",
     )
 
 

@@ -71,6 +71,7 @@ def take_step(
     skipped = False
     if state.loss_scale is not None:
         state.loss_scale.update(finite)
+        # With an exhausted loss scale, the loop must see the overflow as a divergence.
         skipped = not finite and not state.loss_scale.exhausted
     state.counters.advance(settings.global_batch, settings.global_batch * batch.inputs.shape[1])
     return StepResult(loss, z_loss, grad_norm, own_norms, skipped)

@@ -88,7 +88,8 @@ def from_config(config: Mapping[str, Any]) -> Llama3Sizes:
     Raises CheckpointError that lists every key with a value that this model does not implement.
     """
     stated = {key: value for key, value in config.items() if value is not None}
-    rope = stated.get("rope_scaling") or stated.get("rope_parameters") or {}  # as transformers 5
+    # transformers 5 also prefers rope_scaling
+    rope = stated.get("rope_scaling") or stated.get("rope_parameters") or {}
     rope = rope if isinstance(rope, dict) else {"rope_scaling": rope}
     values = {
         "num_key_value_heads": stated.get("num_attention_heads"),
