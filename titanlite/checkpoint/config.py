@@ -73,7 +73,7 @@ def check_checkpoint_config(config: CheckpointConfig) -> Iterator[ConfigError]:
             yield _checkpoint_config_error(
                 key,
                 "is set, but checkpoint.enable = false, so nothing is loaded.",
-                "Set checkpoint.enable = true, or remove it.",
+                f"Set checkpoint.enable = true, or remove checkpoint.{key}.",
             )
     for part in config.exclude_from_loading:
         if part not in EXCLUDABLE_PARTS:
@@ -90,7 +90,8 @@ def check_checkpoint_config(config: CheckpointConfig) -> Iterator[ConfigError]:
         yield ConfigError(
             f'checkpoint.export_dtype = "{config.export_dtype}": applies only to a model-only or'
             " Hugging Face last save; full checkpoints keep the dtype of training.",
-            fix="Set checkpoint.last_save_model_only or last_save_in_hf = true, or remove it.",
+            fix="Set checkpoint.last_save_model_only or last_save_in_hf = true, or remove"
+            " checkpoint.export_dtype.",
             keys=("checkpoint.export_dtype",),
         )
     if is_url(config.folder):

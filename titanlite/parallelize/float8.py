@@ -234,7 +234,7 @@ def check_float8(
             if getattr(config, name):
                 yield _float8_error(
                     f"{SECTION}.{name} = true: has no effect without recipe_name.",
-                    f'Set {SECTION}.recipe_name = "tensorwise", or remove it.',
+                    f'Set {SECTION}.recipe_name = "tensorwise", or remove {name}.',
                     name,
                 )
         return
@@ -274,7 +274,7 @@ def _check_recipe(config: Float8Config) -> Iterator[ConfigError]:
         yield _float8_error(
             f'{SECTION}.enable_fsdp_float8_all_gather = true: needs recipe_name = "tensorwise", not'
             f' "{recipe}"; a shard does not contain the whole rows or columns that share a scale.',
-            'Use recipe_name = "tensorwise", or remove it.',
+            'Use recipe_name = "tensorwise", or remove enable_fsdp_float8_all_gather.',
             "enable_fsdp_float8_all_gather",
         )
     if config.precompute_float8_dynamic_scale_for_fsdp and not all_gather:

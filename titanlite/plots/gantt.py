@@ -84,7 +84,8 @@ def draw_gantt_legend(
     stages_of: Sequence[Sequence[int]],
 ) -> float:
     """Draw what the colours mean; return the bottom. `stages_of` as in `draw_gantt`."""
-    drawn = {timed.action.kind for line in timelines for actions in line.ranks for timed in actions}
+    all_actions = [actions for timeline in timelines for actions in timeline.ranks]
+    drawn = {timed.action.kind for actions in all_actions for timed in actions}
     shades = max(map(len, stages_of))
     step = 0.3 if shades == 1 else 0.18
     items = [
