@@ -35,7 +35,7 @@ class HostStaging:
         Raises UserError if the memory cannot be pinned.
         """
         if _layout(state) != _layout(self._copies):
-            self._copies = {}  # frees the memory, if it is then replaced
+            self._copies = {}  # lets `_allocate` free their memory
             self._copies = self._allocate(state)
         for part, name, value in _entries(state):
             copy = local_shard(self._copies[part][name])
@@ -53,7 +53,7 @@ class HostStaging:
     def _allocate(self, state: State) -> State:
         """Tensors like those of the state, in the memory; it is replaced only if it is too small.
 
-        So the last save in another dtype, or without the optimizer state, registers nothing.
+        So the last save, perhaps in another dtype or without the optimizer state, pins no new one.
         """
         sizes = [local_shard(value).nbytes for _, _, value in _entries(state)]
         ends = list(accumulate(-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes))

@@ -72,9 +72,9 @@ class _Float32Vectors(torch.optim.Optimizer):
 
 
 def _float32_values(parameter: nn.Parameter, copy: Tensor | None) -> Tensor:
-    """`copy`, with the vector's value wherever its own does not round to that; if None, a new copy.
+    """`copy`, corrected where it does not round to the vector's value; if None, a new copy.
 
-    The values differ where weights were replaced, for example by loading another run's.
+    That is where weights were replaced, for example by loading another run's.
     """
     if copy is None:
         return parameter.detach().float()

@@ -51,8 +51,8 @@ class _Loop:
     def run_iteration(self) -> None:
         run, state = self.run, self.run.state
         run.watchdog.set_phase(state.step + 1, "data")
-        lost_folder = run.lost_folder()
-        self._start_exchange(bool(lost_folder))
+        own_problem = run.lost_folder()
+        self._start_exchange(bool(own_problem))
         with run.meter.waiting():
             batch = next(run.batches)
         lr = run.lr_at(state.step)
@@ -69,7 +69,7 @@ class _Loop:
             self.finite.record(state.step, result)
         self.stop_reason, is_saving, folder_lost, diverged = self.max_over_ranks.wait()
         if folder_lost:
-            raise_on_all_ranks(UserError(lost_folder) if lost_folder else None)
+            raise_on_all_ranks(UserError(own_problem) if own_problem else None)
         with run.meter.paused():
             self._run_actions(self._describe_step(lr, result, bool(is_saving)), bool(diverged))
 
