@@ -99,7 +99,7 @@ def write_small_files(
 
 @dataclass(frozen=True)
 class _RankHashes(WriteResult):
-    """Hashes of one rank's files and tensors; DCP gathers it with its own results."""
+    """Hashes of one rank's files and tensors; gathered with DCP's own results."""
 
     files: Mapping[str, FileRecord]
     tensors: Mapping[str, int]
@@ -140,8 +140,8 @@ class _HashingWriter(dcp.FileSystemWriter):
         super().__init__(
             folder.path,
             sync_files=False,  # `folder` syncs on every file system
-            # The planner returns tensors on the CPU. Otherwise DCP would, every 10 MB, wait for all
-            # that is enqueued on the device, although no copy of its own is among it.
+            # No copies to overlap: the planner returns tensors on the CPU. By default DCP would
+            # still wait, every 10 MB, for all that is enqueued on the device.
             per_thread_copy_ahead=0,
         )
         self.folder, self.commit = folder, commit

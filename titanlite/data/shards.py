@@ -146,7 +146,7 @@ class Corpus(TokenSource):
         files.expect(len(self._shards))
         self.fingerprint = self._hash_content(shards)
         samples = [shard.sample for shard in shards if shard.sample is not None]
-        # excludes the manifest: shards have the same sample with (titanlite) and without (Megatron)
+        # does not depend on the manifest, which titanlite writes and Megatron does not
         self.content_sample = (
             xxhash.xxh3_128_hexdigest(" ".join(samples).encode())
             if len(samples) == len(shards)

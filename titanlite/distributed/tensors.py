@@ -22,6 +22,7 @@ def local_shard(tensor: Tensor) -> Tensor:
 
 def _wrapped_tensor(wrapper: Any) -> Tensor:
     """The tensor inside a wrapper subclass, in the same memory; does not wait for the device."""
-    # Private in torchao (0.18), but its __tensor_flatten__ reads the value of a precomputed scale.
+    # `_tensor` is private in torchao (0.18), but its __tensor_flatten__ would wait: it reads the
+    # value of a precomputed scale.
     inner = getattr(wrapper, "_tensor", None)
     return getattr(wrapper, wrapper.__tensor_flatten__()[0][0]) if inner is None else inner

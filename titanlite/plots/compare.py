@@ -86,9 +86,9 @@ def compare_runs(a: Path, b: Path, tolerance: float) -> RunComparison:
     for name in dict.fromkeys([*runs[0], *runs[1]]):
         series = [run.get(name, {}) for run in runs]
         steps = sorted(series[0].keys() & series[1].keys())
-        values = (np.array([values[step] for step in steps], dtype=float) for values in series)
+        arrays = (np.array([values[step] for step in steps], dtype=float) for values in series)
         allowed = 0.0 if name in _EXACT else tolerance
-        metrics.append(MetricComparison(name, allowed, np.array(steps), *values))
+        metrics.append(MetricComparison(name, allowed, np.array(steps), *arrays))
     if not len(metrics[0].steps):
         steps_a, steps_b = (_format_steps(run["loss"]) for run in runs)
         raise DataError(
