@@ -219,7 +219,7 @@ def _numbers_of_size(value: Any) -> tuple[int, ...]:
         raise ValueError("a value is not a torch.Size")
     numbers = _expect_type(value.arguments[0], tuple)
     if len(numbers) > 64 or set(map(type, numbers)) - {int}:
-        raise ValueError("a torch.Size is not at most 64 integers")
+        raise ValueError("a torch.Size must be at most 64 integers")
     return numbers
 
 

@@ -107,7 +107,7 @@ def _check_initial_load(config: CheckpointConfig) -> Iterator[ConfigError]:
         yield _checkpoint_config_error(
             "initial_load_in_hf",
             "is true, but checkpoint.initial_load_path is not set.",
-            "Set it to a folder with config.json and safetensors.",
+            "Set checkpoint.initial_load_path to a folder with config.json and safetensors.",
         )
     if config.initial_load_in_hf and not config.initial_load_model_only:
         yield _checkpoint_config_error(

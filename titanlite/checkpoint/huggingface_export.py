@@ -158,7 +158,7 @@ def _convert_for_export(name: str, tensor: Tensor, shape: torch.Size, dtype: tor
         if largest > torch.finfo(dtype).max:
             raise CheckpointError(
                 f"{name}: has the value {largest:.3g}, which overflows {dtype}.",
-                fix="Use bfloat16.",
+                fix="Use bfloat16: checkpoint.export_dtype, or --dtype of convert_checkpoint.py.",
             )
     return tensor.to(dtype)
 

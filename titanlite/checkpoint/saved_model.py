@@ -52,7 +52,7 @@ def read_saved_model(folder: StorageFolder, tokenizer: str | None = None) -> Sav
         raise CheckpointError(
             f'{folder}: the tokenizer "{opened.name}" has {opened.vocab_size} ids, but the model'
             f" only {sizes.vocab_size}.",
-            fix="Give the tokenizer that it was trained with: --tokenizer PATH.",
+            fix="Give the tokenizer that the model was trained with: --tokenizer PATH.",
         )
     return SavedModel(
         folder,

@@ -32,8 +32,8 @@ FANOUT_TO_JOIN = 32  # ranks that a rank waits for: 3 levels for 16,384 ranks
 MAX_LISTED_RANKS = 8
 CHECK_MACHINES = (
     "Check that the launcher runs on every machine with the same address and number of machines,"
-    " and that the machines can reach each other. Raise comm.init_timeout_seconds if one starts"
-    " later."
+    " and that the machines can reach each other. Raise comm.init_timeout_seconds if a machine"
+    " starts later."
 )
 
 

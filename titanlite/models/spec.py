@@ -161,11 +161,12 @@ class ModelSpec(Generic[SizesT]):
         known = {field.name for field in dataclasses.fields(sizes)}
         if unknown := [name for name in overrides if name not in known]:
             shown = ", ".join(f"model.{name} = {format_value(overrides[name])}" for name in unknown)
+            keys = tuple(f"model.{name}" for name in unknown)
             allowed = [f.name for f in dataclasses.fields(config) if f.name in known]
             raise ConfigError(
                 f'{shown}: not a size of model.name = "{self.name}".',
-                fix=f"Remove it; this family has {', '.join(allowed)}.",
-                keys=tuple(f"model.{name}" for name in unknown),
+                fix=f"Remove {', '.join(keys)}; this family has {', '.join(allowed)}.",
+                keys=keys,
             )
         return dataclasses.replace(sizes, **overrides)
 

@@ -176,7 +176,8 @@ def check_activation_checkpoint(
         yield ConfigError(
             f'activation_checkpoint.offload = true with {option_key} = "op": torch stores what "op"'
             " saves in its own cache, which cannot be offloaded.",
-            fix='Use "full" or every k-th block with offload, or "op" without it.',
+            fix=f'Set activation_checkpoint.offload = false, {mode} = "full", or {option_key} to a'
+            ' number of blocks such as "2".',
             keys=("activation_checkpoint.offload", option_key),
         )
     if config.visualize_memory_budget_pareto and config.mode != "memory_budget":

@@ -166,7 +166,7 @@ def check_compile_config(
     if config.enable and not config.components:
         yield ConfigError(
             "compile.enable = true: has no effect with an empty compile.components.",
-            fix='Use components = ["model", "loss"], or one of them.',
+            fix='Use compile.components = ["model", "loss"], or one of them.',
             keys=("compile.components",),
         )
     if section.enable_async_tensor_parallel:
@@ -177,7 +177,8 @@ def check_compile_config(
             yield ConfigError(
                 f"{key} = true: the compiler overlaps tensor-parallel communication with matmuls,"
                 f" but {' and '.join(missing)}.",
-                fix=f"Set compile.enable = true and a degree above 1, or remove {key}.",
+                fix="Set parallelism.tensor_parallel_degree above 1, and compile.enable = true with"
+                f' "model" among compile.components, or remove {key}.',
                 keys=(key,),
             )
 

@@ -187,7 +187,8 @@ def _check_csv_is_complete(
             if kinds not in ({"forward", "backward"}, {"forward", "input", "weight"}):
                 listed = ", ".join(sorted(kinds)) or "no action"
                 problem = f"stage {stage}, micro-batch {microbatch} has {listed}."
-                raise _csv_error(path, problem, "It needs F and B, or F, I and W.")
+                fix = "It needs forward and backward, or forward, input and weight."
+                raise _csv_error(path, problem, fix)
 
 
 def format_action(action: PipelineAction) -> str:
