@@ -102,12 +102,12 @@ class LowMemoryAdam(torch.optim.Optimizer):
             # float32 means the dtype of the weights, as in torch's own optimizers
             as_weights = dtype == "float32" and not is_low_vector(parameter)
             moment = (width, parameter.dtype if as_weights else UNQUANTIZED[storage.dtype])
-            tensors = [moment, moment]
+            specs = [moment, moment]
         else:
             codes = (width * CODE_BITS[dtype] // 8, torch.uint8)
-            tensors = [codes, (width // storage.block, torch.float32)] * 2
+            specs = [codes, (width // storage.block, torch.float32)] * 2
             assert local_shard(parameter).shape[-1] % storage.block == 0, "checked at startup"
-        zeros = [_sharded_zeros(parameter, *tensor, self.moments.offload) for tensor in tensors]
+        zeros = [_sharded_zeros(parameter, *spec, self.moments.offload) for spec in specs]
         return {"step": torch.tensor(0.0), **dict(zip(storage.names, zeros, strict=True))}
 
     @torch.no_grad()
@@ -222,8 +222,8 @@ def _encode(
     if dtype == "float8":
         new_codes = (normalized * FLOAT8_MAX).to(torch.float8_e4m3fn).view(torch.uint8)
     else:
-        (level,) = levels
-        new_codes = torch.bucketize(normalized, (level[1:] + level[:-1]) / 2)  # the nearest
+        (table,) = levels
+        new_codes = torch.bucketize(normalized, (table[1:] + table[:-1]) / 2)  # the nearest
         if dtype == "4bit":
             new_codes = new_codes[:, ::2] * 16 + new_codes[:, 1::2]
     codes.copy_(new_codes)
@@ -233,10 +233,10 @@ def _decode(dtype: StateDtype, stored: Sequence[Tensor], levels: tuple[Tensor, .
     codes, scale = stored
     if dtype == "float8":
         return codes.view(torch.float8_e4m3fn).float() * (scale / FLOAT8_MAX)
-    (level,) = levels
+    (table,) = levels
     if dtype == "4bit":
         codes = torch.stack([codes // 16, codes % 16], -1).flatten(-2)
-    return level[codes.int()] * scale
+    return table[codes.int()] * scale
 
 
 def _decode_root(dtype: StateDtype, stored: Sequence[Tensor], levels: tuple[Tensor, ...]) -> Tensor:

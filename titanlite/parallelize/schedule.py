@@ -225,8 +225,8 @@ def simulate_schedule(
                 dependencies = _dependencies(action, last_stage, ends)
                 if any(dependency not in ends for dependency in dependencies):
                     break
-                rank_is_free = timed[-1].end if timed else 0.0
-                start = max([rank_is_free, *(ends[dependency] for dependency in dependencies)])
+                free_at = timed[-1].end if timed else 0.0
+                start = max([free_at, *(ends[dependency] for dependency in dependencies)])
                 ends[action] = start + _duration(action, costs[action.stage])
                 timed.append(TimedAction(action, start, ends[action]))
                 progressed = True

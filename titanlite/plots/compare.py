@@ -190,13 +190,13 @@ def _format_steps(steps: Iterable[int], all_steps: Iterable[int] = ()) -> str:
     """
     steps = sorted(steps)
     position = {step: number for number, step in enumerate(sorted(all_steps) or steps)}
-    runs: list[list[int]] = []
+    groups: list[list[int]] = []
     for step in steps:
-        if runs and position[step] == position[runs[-1][-1]] + 1:
-            runs[-1].append(step)
+        if groups and position[step] == position[groups[-1][-1]] + 1:
+            groups[-1].append(step)
         else:
-            runs.append([step])
-    ranges = [f"{run[0]:,}" + (f" to {run[-1]:,}" if len(run) > 1 else "") for run in runs]
+            groups.append([step])
+    ranges = [f"{g[0]:,}" + (f" to {g[-1]:,}" if len(g) > 1 else "") for g in groups]
     return ", ".join(ranges if len(ranges) <= 4 else [*ranges[:2], "...", ranges[-1]])
 
 
