@@ -1,9 +1,9 @@
 """The locations of each tensor's chunks in the files of a checkpoint, as JSON.
 
 A chunk is the part of a tensor that one rank has written. DCP records the locations in `.metadata`,
-a pickle, which is written for DCP's own tools and never unpickled here. `chunks.json` is separate
-from the manifest, because the manifest is read at every save, and thousands of ranks have millions
-of chunks.
+a pickle, which is written for DCP's own tools and never unpickled here: for format 2, which has no
+`chunks.json`, it is read as plain data. `chunks.json` is separate from the manifest, because the
+manifest is read at every save, and thousands of ranks have millions of chunks.
 """
 
 from __future__ import annotations

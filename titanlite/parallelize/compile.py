@@ -1,4 +1,4 @@
-"""torch.compile, block by block: all blocks share one graph, and parameter names do not change."""
+"""torch.compile, block by block: equal blocks share a graph, and parameter names do not change."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ def apply_fsdp(
     shard = partial(
         fully_shard,
         mesh=mesh,
-        # The RoPE table stays fp32 on purpose; other inputs already have the compute dtype.
+        # RoPE's cosines and sines stay fp32; other inputs already have the compute dtype.
         mp_policy=MixedPrecisionPolicy(
             policy.compute_dtype, policy.reduce_dtype, cast_forward_inputs=False
         ),

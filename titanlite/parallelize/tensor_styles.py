@@ -115,7 +115,7 @@ class KeyValueColwise(ParallelStyle):
     def _select_head(self, module: nn.Module, output: DTensor, device_mesh: DeviceMesh):
         heads = output.unflatten(-1, (-1, self.head_width)).unsqueeze(3)  # [B, T, Hkv, 1, K]
         copies = heads.expand(-1, -1, -1, self.ranks // heads.shape[2], -1).flatten(2, 4)
-        # In backward, this adds up the gradients of the copies.
+        # In backward, this gathers the gradients of all copies, and `expand` adds them up.
         return copies.redistribute(placements=[Shard(2)]).to_local()
 
 

@@ -57,7 +57,10 @@ class PeerDiagnosis:
         return self._find_straggler() if stuck and exchange.complete else ""
 
     def find_lost_rank(self) -> str:
-        """Ranks that died, else ranks that left; needs some rounds of reading all heartbeats."""
+        """Dead ranks, else silent ranks, else ranks that left.
+
+        Needs some rounds of reading all heartbeats.
+        """
         exchange, limit = self._exchange, 2 * self._progress.heartbeat_seconds
         silent = [
             rank
