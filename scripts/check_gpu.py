@@ -51,7 +51,7 @@ def main(argv: list[str]) -> int:
 
 
 def parse_arguments(argv: list[str]) -> argparse.Namespace:
-    """The arguments; the number of devices that exist or that torchrun was given is the default."""
+    """The arguments; --devices defaults to torchrun's number of processes, else to all GPUs."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

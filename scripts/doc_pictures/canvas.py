@@ -31,7 +31,7 @@ def new_canvas(width: float, height: float) -> tuple[Figure, Axes]:
 
 
 def save_png(figure: Figure, path: Path) -> None:
-    """Write a figure as a PNG with a palette, which is a third of the size."""
+    """Write a figure as a PNG with a palette: a third of the size of a PNG without."""
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png")
     buffer.seek(0)

@@ -24,7 +24,7 @@ class CheckpointConfig:
     # checkpoint folder, relative to job.dump_folder; or a URL (s3://…, gs://…) for fsspec
     interval: Positive = 500  # steps between two checkpoints
     initial_load_path: str | None = None  # step-N folder of another run to start from
-    initial_load_model_only: bool = True  # load only its weights, and start at position 0
+    initial_load_model_only: bool = True  # load only that folder's weights, and start at position 0
     initial_load_in_hf: bool = False  # initial_load_path is a Hugging Face folder of safetensors
     initial_load_in_hf_quantized: Annotated[bool, Supported((False,), "Quantised loading")] = False
     # the weights of that folder are quantised
@@ -33,7 +33,7 @@ class CheckpointConfig:
     last_save_in_hf: bool = False
     # also write the last checkpoint as Hugging Face safetensors, in step-N-hf
     export_dtype: Literal["float16", "bfloat16", "float32"] = "float32"
-    # dtype of a model-only or Hugging Face last save
+    # dtype of the weights in the last save, if that is model-only or Hugging Face
     async_mode: Literal["disabled", "async", "async_with_pinned_mem"] = "disabled"
     # write from a copy in host memory while training continues; pinned: faster copies
     timeout_seconds: Positive = 1800
@@ -51,7 +51,7 @@ class CheckpointConfig:
     # parts to start from scratch, at every start: optimizer (its state), dataloader (position 0),
     # train_state (step and token counts)
     allow_changes: list[str] = field(default_factory=list)
-    # job properties that may differ from the checkpoint's, by the names that the error gives
+    # job properties that may differ from the checkpoint's, named as in the error that refuses them
     enable_first_step_checkpoint: bool = False  # also save after step 1, to test that saving works
     load_only: bool = False  # load, but never save
 

@@ -67,7 +67,7 @@ def as_checkpoint_error(folder: StorageFolder, action: str) -> Iterator[None]:
         yield
     except (Exception, CheckpointException) as failure:
         error: BaseException = failure
-        if isinstance(failure, CheckpointException):  # of DCP, around the error of one process
+        if isinstance(failure, CheckpointException):  # DCP's: holds the error of each failed rank
             error, _ = next(iter(failure.failures.values()))
         if isinstance(error, UserError):
             raise error from failure
@@ -80,9 +80,9 @@ def as_checkpoint_error(folder: StorageFolder, action: str) -> Iterator[None]:
 def call_on_all_ranks(
     function: Callable[[], T], folder: StorageFolder, action: str, group: dist.ProcessGroup | None
 ) -> T:
-    """Call `function` on every rank; raise the error of the first rank that has one on all.
+    """Call `function` on every rank; if some raise an error, raise the lowest rank's on all.
 
-    Every rank must call it at the same point. `folder` and `action`: see `as_checkpoint_error`.
+    All ranks must call this at the same point. `folder` and `action`: see `as_checkpoint_error`.
     """
 
     def call() -> T:

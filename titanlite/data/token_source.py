@@ -25,7 +25,7 @@ class SourceRecord:
 class TokenSource(Protocol):
     """A sequence of `tokens` token ids on disk that can be read at any position.
 
-    To add a data format, subclass it: set `tokens` and `fingerprint`, and implement `gather`. A
+    To add a data format, subclass this: set `tokens` and `fingerprint`, and implement `gather`. A
     source has no state: a position always gives the same id. The caller shuffles, mixes, repeats
     epochs, and checks that ids are inside the vocabulary. Each document ends with the EOS id of
     the tokenizer.

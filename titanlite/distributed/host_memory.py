@@ -29,7 +29,7 @@ class HostMemory(mmap.mmap):
         """Replace the memory of a host tensor's local shard by this memory, from byte `offset` on.
 
         Does not copy the values. The shard must be dense. The tensor objects stay. The new storage
-        has no bytes of other tensors, which torch.save would write too.
+        has the bytes of this shard only, because torch.save writes whole storages.
         """
         with torch.no_grad():  # with gradients, `to_local` would return an alias of the shard
             local = local_shard(tensor)
@@ -42,10 +42,10 @@ class HostMemory(mmap.mmap):
 class PinnedMemory(HostMemory):
     """Host memory that is registered with the CUDA driver exactly as long as it exists.
 
-    Otherwise the driver would hold pages that are no longer this memory's: copies into them are
-    lost, and registering new memory at their address fails. Whole pages, so that no page is
-    registered twice. torch's own pinned memory (`pin_memory=True`) is rounded up to a power of two
-    and kept when it is freed, so it is for tensors that come and go.
+    If it stayed registered, the driver would hold pages that are no longer this memory's: copies
+    into them are lost, and registering new memory at their address fails. The memory has whole
+    pages, so that no page is registered twice. torch's own pinned memory (`pin_memory=True`) is
+    rounded up to a power of two and kept when it is freed, so it is for tensors that come and go.
     """
 
     def __init__(self, nbytes: int, instead: str):
@@ -72,7 +72,7 @@ class PinnedMemory(HostMemory):
         # in a forked child, where CUDA is not initialized, the registration is the parent's.
         if not self._registered or sys.is_finalizing() or not torch.cuda.is_initialized():
             return
-        with torch.cuda.device(self._device):  # this thread may be on another one
+        with torch.cuda.device(self._device):  # this thread may use another device
             torch.cuda.synchronize()  # the device may still copy from or to this memory
             runtime = torch.cuda.cudart()
             error = runtime.cudaHostUnregister(self._address)

@@ -38,8 +38,8 @@ class CommConfig:
     init_timeout_seconds: Positive = 300  # timeout until the first step is done
     train_timeout_seconds: Positive = 100  # timeout after the first step
     trace_buf_size: NotNegative = 20_000  # collectives that the flight recorder stores; 0: off
-    save_traces_folder: str = "comm_traces"  # written there if a run hangs, in job.dump_folder
-    save_traces_file_prefix: str = "rank_"  # prefix of its file names
+    save_traces_folder: str = "comm_traces"  # folder of the traces of a hang, in job.dump_folder
+    save_traces_file_prefix: str = "rank_"  # prefix of the file names of these traces
     mode: Annotated[
         Literal["default", "fake_backend", "local_tensor"], Supported(("default",), "A dry run")
     ] = "default"  # communication backend: real or fake
@@ -112,8 +112,8 @@ def join_process_group(
 ) -> Iterator[RankContext]:
     """Join the process group and seed the generators; leave at the end, also after an error.
 
-    `report` prints an error of this rank before it leaves, because leaving may block, and the other
-    ranks end when this one leaves. Raises RendezvousError if the ranks do not find each other.
+    `report` prints an error of this rank before the rank leaves, because leaving may block, and the
+    other ranks end when it leaves. Raises RendezvousError if the ranks do not find each other.
     """
     rank, world_size = launched_rank_and_world_size()
     comm.flight_recorder(folder).enable(device, rank)
@@ -125,7 +125,8 @@ def join_process_group(
     connect_gloo_on_demand()
     raise_open_file_limit()
     timeout = comm.init_timeout_seconds
-    # A store on a frozen host ignores timeouts. Twice: to wait for the last rank, and to connect.
+    # A store on a frozen host ignores timeouts. Waiting for the last rank may take one timeout, and
+    # connecting to the other ranks another.
     with exit_after(2 * timeout, f"rank {rank}: joining the process group"):
         store, start_id = open_rank_store(rank, world_size, timeout)
         with _explaining_failed_connections(rank, world_size):

@@ -85,7 +85,7 @@ def connect_to_store(seconds: float) -> dist.Store:
 def open_store(rank: int, seconds: float) -> dist.Store:
     """Host a store on rank 0 and connect the other ranks; for launchers that host none.
 
-    If its address is a loopback address, the store listens only there; torch itself would listen on
+    If MASTER_ADDR is a loopback address, the store listens only there; torch itself would listen on
     every interface.
     """
     if rank:
@@ -129,9 +129,10 @@ def connect_gloo_on_demand() -> None:
     """Let gloo connect two ranks when they first exchange data, instead of all ranks at once.
 
     Otherwise each group needs a socket for every rank in it, and its creation exchanges a number of
-    addresses that grows with the square of the number of ranks. torch reads the variable whenever
-    it creates a group (2.11 to 2.15). Only gloo's TCP transport on Linux can do it; the others
-    refuse (torch's GlooDeviceFactory.cpp). A setting of the user stays.
+    addresses that grows with the square of the number of ranks. torch reads
+    TORCH_GLOO_LAZY_INIT whenever it creates a group (2.11 to 2.15). Only gloo's TCP transport on
+    Linux supports this; the others refuse (torch's GlooDeviceFactory.cpp). A setting of the user
+    stays.
     """
     if sys.platform == "linux" and os.environ.get("GLOO_DEVICE_TRANSPORT", "TCP") == "TCP":
         os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
@@ -149,8 +150,8 @@ def agree_on_start_id(store: dist.Store, rank: int, world_size: int, seconds: fl
 
     Each rank but rank 0 writes a random nonce. Its parent in the tree of ranks answers every nonce
     it finds, even one of a dead rank, with the start id, until the rank has confirmed that id. A
-    rank confirms it when all of its children have. No rank returns before all ranks have joined.
-    Raises RendezvousError.
+    rank confirms the id when all of its children have confirmed it. No rank returns before all
+    ranks have joined. Raises RendezvousError.
     """
     deadline = time.monotonic() + seconds
     start_id = uuid.uuid4().hex
@@ -195,11 +196,11 @@ def _wait_for_key(store: dist.Store, key: str, rank: int, world_size: int, secon
 def _missing_ranks(
     store: dist.Store, start_id: str, rank: int, world_size: int, seconds: float
 ) -> RendezvousError:
-    """The error that names the ranks below `rank` in the tree that did not join."""
+    """The error that names the missing ranks, of those below `rank` in the tree."""
     below = subtree_of(rank, world_size, FANOUT_TO_JOIN)[1:]
     unconfirmed = sorted(other for other in below if not store.check([f"{start_id}/{other}"]))
     # A rank also stays unconfirmed if its parent or a child is missing. After a restart every rank
-    # has a key, which may be that of an earlier start: then all unconfirmed ranks are named.
+    # has a hello key, possibly of an earlier start: then all unconfirmed ranks are named.
     absent = [other for other in unconfirmed if not store.check([f"hello/{other}"])]
     missing = absent or unconfirmed
     ranks = f"{world_size} ranks" if rank == 0 else f"{len(below)} ranks below rank {rank}"

@@ -58,7 +58,7 @@ class CausalAttention(nn.Module):
     ) -> Tensor:
         """q [B, H, T, K] attends to k, v [B, Hkv, T, K]; returns [B, H, T, K].
 
-        H is a multiple of Hkv. `documents`: where a sequence holds several documents.
+        H is a multiple of Hkv. `documents`: given if sequences hold several documents.
         """
         if documents is not None:
             assert cache is None, "generation produces a single document"

@@ -37,7 +37,7 @@ class ProfilingConfig:
     profiler_warmup: NotNegative = 3  # profiled but discarded steps before a trace
     enable_memory_snapshot: bool = False
     # write the GPU's allocation history every profile_freq steps, on running out of memory, and
-    # after a step when the file `dump_now` in their folder was touched
+    # after a step if the file `dump_now` in save_memory_snapshot_folder was touched
     save_memory_snapshot_folder: str = (
         "memory_snapshot"  # folder of the snapshots, under job.dump_folder
     )

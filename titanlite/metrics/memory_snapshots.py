@@ -34,7 +34,7 @@ class CudaAllocationRecorder:
 class MemorySnapshots:
     """Writes FOLDER/iteration_N/rankR_memory_snapshot.pickle every `every` steps.
 
-    Also on running out of memory, to iteration_N_exit, and after a step when the file
+    It also writes one on running out of memory, to iteration_N_exit, and after a step if the file
     FOLDER/dump_now was touched. Each rank checks the file itself, without communication.
     """
 

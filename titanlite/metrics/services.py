@@ -22,7 +22,7 @@ class TensorBoardSink:
             raise missing_package(
                 "metrics.enable_tensorboard", "tensorboard", "pip install tensorboard"
             ) from error
-        # TensorBoard hides what an earlier run wrote from that step on
+        # TensorBoard hides what an earlier run wrote from purge_step on
         self.writer = SummaryWriter(str(folder), purge_step=first_step + 1)
 
     def step(self, record: dict[str, Any]) -> None:

@@ -44,8 +44,8 @@ def rope_cos_sin(
 ) -> tuple[Tensor, Tensor]:
     """Cosine and sine at `positions` [T] or [B, T], each [..., T, 1, K] in fp32.
 
-    Computed in every forward, which takes less than a thousandth of its time. A precomputed table
-    would have to be sliced for sequence, context and pipeline parallelism.
+    Every forward computes them, in less than a thousandth of its time. A precomputed table would
+    have to be sliced for sequence, context and pipeline parallelism.
     """
     frequencies = _cached_frequencies(positions.device, head_dim, theta, scaling)
     angles = positions.unsqueeze(-1).float() * frequencies

@@ -115,8 +115,8 @@ class ModelSpec(Generic[SizesT]):
     """One model family: how to build its module, and facts about it.
 
     The module maps tokens [B, T] to logits [B, T, V], or, called with `labels`, to their summed
-    loss; `forward` takes what `Llama.forward` takes, and it has its sizes as `.sizes`. A pipeline
-    stage replaces the modules that it does not own with None, and removes blocks.
+    loss; `forward` takes what `Llama.forward` takes, and the module has its sizes as `.sizes`. A
+    pipeline stage replaces the modules that it does not own with None, and removes blocks.
     """
 
     name: str

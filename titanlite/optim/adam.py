@@ -70,7 +70,7 @@ class MomentOptions:
     dtype: StateDtype = "float32"
     offload: bool = False  # in host memory, copied to the device one parameter at a time
     compiled: bool = True
-    # one kernel per update; otherwise one per operation, with memory for the intermediate results
+    # one kernel per update; false: one per operation, with memory for the intermediate results
 
 
 class LowMemoryAdam(torch.optim.Optimizer):
@@ -155,7 +155,7 @@ class _StepScalars(NamedTuple):
     lr: Tensor
     weight_decay: Tensor
     correction1: Tensor  # bias correction that the first moment is multiplied by
-    correction2: Tensor  # and the root of the second moment
+    correction2: Tensor  # the same for the root of the second moment
 
 
 class _AdamRule(NamedTuple):
@@ -191,8 +191,8 @@ def _update(
         second.copy_(v)
         root = v.sqrt()
     else:
-        # The root of the second moment is stored, not its square: it spans no more decades than the
-        # first moment, so no element with a non-zero first moment has a second one rounded to 0.
+        # The root of the second moment is stored, not the moment itself: the root spans no more
+        # decades than the first moment, so it is not rounded to 0 where the first moment is not.
         first_codes, second_codes = moments[:2], moments[2:]
         m = torch.lerp(_decode(dtype, first_codes, levels[:1]), g, 1 - betas[0])
         square = _decode_root(dtype, second_codes, levels[1:]).square()
@@ -244,8 +244,8 @@ def _decode_root(dtype: StateDtype, stored: Sequence[Tensor], levels: tuple[Tens
 
     An element that is small beside the largest of its block gets the lowest code, even while its
     first moment is not rounded to 0. If that code meant 0, the first moment would be divided by
-    eps. It means the smallest positive value, so the root is rather too large than too small, and
-    the update rather too short than too long.
+    eps. The code means the smallest positive value instead: the root is then too large and the
+    update too short, not the reverse.
     """
     root = _decode(dtype, stored, levels)
     return root.clamp(min=stored[1] * FLOAT8_MIN) if dtype == "float8" else root

@@ -41,6 +41,6 @@ class OptimizerInBackward:
         parameter.grad = None
 
     def norms(self, mesh: Mesh | None = None) -> GradNorms:
-        """The gradient norms of the step that this backward has taken."""
+        """The gradient norms of the step that the last backward has taken."""
         norms, self._norms = self._norms, {}
         return combine_norms(self._parameters, [norms.get(p) for p in self._parameters], mesh)

@@ -32,7 +32,7 @@ class LossScale:
         self.held_steps = self.held_steps + 1 if finite else 0
         if not finite:
             self.value /= 2
-        elif self.held_steps >= self.growth_steps:  # greater where a resumed run lowers the limit
+        elif self.held_steps >= self.growth_steps:  # greater if a resumed run lowered growth_steps
             self.value, self.held_steps = self.value * 2, 0
 
     @property

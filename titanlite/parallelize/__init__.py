@@ -111,7 +111,7 @@ def parallelize(
     compile_blocks(blocks, transforms.compile)
     compile_loss(output, transforms.compile)
     checkpoint_blocks(blocks, activation_checkpoint)  # after compile: recomputes a compiled block
-    if activation_checkpoint.offload:  # after that, to offload what it saves: the block inputs
+    if activation_checkpoint.offload:  # after checkpointing, to offload the block inputs it saves
         offload_activations(blocks, mesh.fsdp.device_type)
     before, after = _modules_around_blocks(model, spec, sizes)
     fsdp_policy = FSDPPolicy(
@@ -159,7 +159,7 @@ def build_sharded_model(
 ) -> ShardedModel:
     """Build a model, parallelize it and initialize its weights.
 
-    `sizes` are those of the model family. Each rank only ever allocates its own shards.
+    `sizes` is the dataclass of the model family. Each rank only ever allocates its own shards.
     """
     pp_rank = layout.mesh.pp.get_local_rank()
     model, stage_modules = build_stage_modules(spec, sizes, layout.plan, pp_rank)
@@ -167,7 +167,7 @@ def build_sharded_model(
         stage_module.to(transforms.param_dtype)
         parallelize(stage_module, spec, sizes, layout.mesh, layout.config, transforms)
     model.to_empty(device="cpu" if transforms.cpu_offload else device)
-    # to_empty() replaces both parameters of a tied pair too, where FSDP does not tie them again.
+    # Like TP, to_empty() replaces both parameters of a tied pair. FSDP does not always tie them.
     tie_parameters(model, spec.tied_parameters(sizes))
     init_weights(model, spec.init_roles, sizes.n_layers, seed)
     return ShardedModel(

@@ -42,8 +42,8 @@ class ActivationCheckpointConfig:
     # under memory_budget: plot memory against time, in memory_budget_pareto/ of job.dump_folder
     offload: bool = False  # store saved activations in host memory, prefetch them in backward
     preserve_rng_state: bool = False  # restore the RNG state of forward; the models use no RNG
-    determinism_check: Literal["default", "none"] = "default"  # compare shapes of both computations
-    debug: bool = False  # record traces of both computations for the error message
+    determinism_check: Literal["default", "none"] = "default"  # check the recomputed shapes
+    debug: bool = False  # show traces of forward and recomputation in that check's error
 
     def __str__(self) -> str:
         option = self.selective_ac_option

@@ -71,9 +71,9 @@ def compile_loss(output: OutputLayer | None, config: CompileConfig) -> None:
 
 def enable_async_tensor_parallel_fusion(tp: DeviceMesh) -> None:
     """Let inductor fuse all-gathers and reduce-scatters with their matmuls, to overlap the two."""
-    # Both settings are private; there is no public one. Torch 2.13 warns that the second is not
-    # needed, but its compiler still checks for which groups it was called; later versions may
-    # remove it.
+    # Both settings are private; there is no public one. Torch 2.13 warns that the second, a
+    # function, is not needed, but the compiler still checks for which groups it was called; later
+    # versions may remove the function.
     torch._inductor.config._micro_pipeline_tp = True
     if enable := getattr(_symmetric_memory, "enable_symm_mem_for_group", None):
         with warnings.catch_warnings():
@@ -95,8 +95,8 @@ def prepare_compiler(device: torch.device) -> None:
 
     A home folder is often shared: thousands of ranks would then lock and write one folder.
     """
-    # All of this is private (torch 2.11 to 2.15). That the variable is set does not mean that the
-    # user set it: torch sets its own default when its pipelining package is imported.
+    # All of this is private (torch 2.11 to 2.15). TORCHINDUCTOR_CACHE_DIR may be set, and not by
+    # the user: torch sets its own default when its pipelining package is imported.
     from torch._inductor import cpu_vec_isa
     from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
@@ -109,7 +109,7 @@ def prepare_compiler(device: torch.device) -> None:
         own_folder = Path(os.environ[inductor]) / "triton" / str(device.index or 0)
         os.environ.setdefault(triton, str(own_folder))
     if device.type == "cpu":
-        # There is no setting for this check.
+        # torch has no setting to skip its own check.
         cpu_vec_isa.VecISA._probe_load = _can_load_library  # type: ignore[method-assign, assignment]
 
 
@@ -188,7 +188,7 @@ def check_compiler(
 ) -> Iterator[ConfigError]:
     """Reject an unknown backend, and a missing C or C++ compiler, before anything is compiled.
 
-    `compiles`: whether the job uses torch.compile, also if it is only inductor for the optimizer.
+    `compiles`: whether the job uses torch.compile at all, even if only for the optimizer.
     """
     # inductor always exists; listing the backends imports them all.
     is_other_backend = config.enable and config.backend != "inductor"
@@ -221,6 +221,6 @@ def _find_missing_compiler(device_type: str) -> tuple[str, str]:
     compilers = [os.environ["CC"]] if "CC" in os.environ else ["gcc", "clang"]
     if not any(shutil.which(compiler) for compiler in compilers):
         return f"{' or '.join(compilers)} not found: a C compiler for Triton", INSTALL_GCC
-    scheme = sysconfig.get_default_scheme().replace("posix_local", "posix_prefix")  # as Triton
+    scheme = sysconfig.get_default_scheme().replace("posix_local", "posix_prefix")  # as Triton does
     header = Path(sysconfig.get_path("include", scheme)) / "Python.h"
     return ("", "") if header.exists() else (f"{header} not found: a header for Triton", INSTALL_H)

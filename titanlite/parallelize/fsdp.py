@@ -1,7 +1,7 @@
-"""FSDP2, applied in every layout and on one process too, where it provides mixed precision alone.
+"""FSDP2, applied in every layout and on one process too, where it only provides mixed precision.
 
-So mixed precision means the same everywhere: weights are stored in the param dtype, computed with
-in the compute dtype, and their gradients are reduced in the reduce dtype.
+So mixed precision means the same everywhere: weights are stored in the param dtype and used in the
+compute dtype, and their gradients are reduced in the reduce dtype.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def _disable_gradient_averaging(model: nn.Module, ranks: int) -> None:
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_force_sum_reduction_for_comms(True)  # gloo has no reduction that also scales
-            if ranks > 1:  # on one, before torch 2.15, a factor of 1 allocates a second gradient
+            if ranks > 1:  # with one rank, torch before 2.15 allocates a second gradient for it
                 module.set_gradient_divide_factor(1.0)
 
 

@@ -13,8 +13,8 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import (
     PipelineScheduleMulti,
     PipelineScheduleSingle,
-    _Action,  # private, as is the next: the only class that runs a schedule from a file (2.11-2.15)
-    _PipelineScheduleRuntime,
+    _Action,  # private, as is the next (torch 2.11 to 2.15)
+    _PipelineScheduleRuntime,  # the only class that runs a schedule from a file
     get_schedule_class,
 )
 from torch.profiler import record_function
@@ -72,7 +72,7 @@ def _remove_other_modules(model: nn.Module, names: list[str], block_path: str) -
             setattr(model, name, None)
 
 
-_OVERRIDDEN = (  # undocumented in torch: fail at import if a version other than 2.13 renames one
+_OVERRIDDEN = (  # undocumented (torch 2.13), so importing this file fails if torch renames one
     "forward_one_chunk",
     "backward_one_chunk",
     "backward_weight_one_chunk",
@@ -158,9 +158,9 @@ class EvalStage(TrainStage):
 def connect_pipeline_ranks(pp: DeviceMesh, device: torch.device) -> None:
     """Create NCCL's communicator of all pipeline ranks; all of them must call it.
 
-    NCCL creates it in the first collective of the group. Without this one, that would be the first
-    batch of sends and receives in the middle of 1F1B: if shapes are given, torch 2.13 and 2.14 only
-    connect pairs of ranks before it (see the TODO in their `_warmup_p2p`).
+    NCCL creates it in the first collective of the group. Without this all-reduce, that would be the
+    first batch of sends and receives, in the middle of 1F1B: if shapes are given, torch 2.13 and
+    2.14 connect only pairs of ranks before that batch (see the TODO in their `_warmup_p2p`).
     """
     all_reduce_sum(pp, torch.zeros(1, device=device))
 
@@ -184,7 +184,7 @@ class RankSchedule:
 
 
 class _CsvSchedule(_PipelineScheduleRuntime):
-    """Torch's schedule runtime with the actions of `order`, in place of those of a class.
+    """Torch's schedule runtime with the actions of `order`, not of a named schedule.
 
     Torch's own CSV reader is not used: it counts an empty line as a rank.
     """

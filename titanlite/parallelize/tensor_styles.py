@@ -31,7 +31,7 @@ SEQUENCE_DIM = 1  # of [B, T, ...]: sharded between the matmuls
 
 
 class LinearStyles(NamedTuple):
-    """The styles for one kind of linear layer (torch's or torchao's) and for its input gather."""
+    """The styles for one kind of linear layer (torch's or torchao's), and to gather its input."""
 
     colwise: type[ColwiseParallel]
     rowwise: type[RowwiseParallel]
@@ -60,7 +60,7 @@ class ReplicatedNorm(ParallelStyle):
 def _replicated_norm_forward(norm: nn.RMSNorm, x: Tensor) -> Tensor:
     """Normalise a plain tensor with the local tensor of a replicated weight."""
     assert isinstance(norm.weight, DTensor)
-    # No communication in forward, the weight is replicated already: this sets the backward dtype.
+    # The weight is replicated already, so forward sends nothing: this sets the backward dtype.
     weight = norm.weight.redistribute(placements=[Replicate()], backward_dtype=torch.float32)
     local = weight.to_local(grad_placements=[Partial()])
     return F.rms_norm(x, norm.normalized_shape, local, norm.eps)

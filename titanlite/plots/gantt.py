@@ -23,7 +23,7 @@ from titanlite.plots.figure import (
     wrap_text,
 )
 
-_KINDS: dict[ActionKind, tuple[str, str]] = {  # (colour, label); distinct if colour-blind, too
+_KINDS: dict[ActionKind, tuple[str, str]] = {  # (colour, label); distinct for colour-blind readers
     "forward": ("#2f6fb2", "forward"),
     "backward": ("#d97b29", "backward"),
     "input": ("#a8326b", "backward, of inputs"),
@@ -186,7 +186,7 @@ def _draw_time_axis(
 
 
 def _shade(kind: ActionKind, number: int, count: int) -> str:
-    """Colour of an action on stage `number` of the `count` of a rank; the last is the darkest."""
+    """Colour of an action on stage `number` of a rank's `count`; the last stage is the darkest."""
     from matplotlib.colors import to_hex, to_rgb
 
     white = 0.45 * (1 - number / (count - 1)) if count > 1 else 0.0

@@ -46,8 +46,8 @@ class PeerDiagnosis:
             exchange.heartbeats.get(peer)
         ):
             return f"{self._name(peer)} has died. {self._positions(peer)}"
-        # If all ranks read all heartbeats, the load of the store grows with the square of their
-        # number. So a few of them, on different hosts, look first.
+        # If all ranks read all heartbeats, the load of the store grows with the square of the
+        # number of ranks. So a few ranks, on different hosts, look first.
         looks_first = progress.rank % math.ceil(progress.world_size / FIRST_READERS) == 0
         patience = (STUCK_FRACTION if looks_first else LAST_FRACTION) * timeout
         stuck = progress.stuck_seconds > patience and progress.position.phase not in DISK_PHASES

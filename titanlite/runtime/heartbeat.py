@@ -164,7 +164,7 @@ class HeartbeatExchange:
                 heartbeat = self._progress.heartbeat(self.rounds, reason)
                 self._store.set(str(self._progress.rank), json.dumps(heartbeat))
                 self._read_verdict()
-                if not self.verdict:  # else all end: no rank needs to read those of all others
+                if not self.verdict:  # a verdict ends all ranks, so none needs more heartbeats
                     self._read_heartbeats(passed)
                 self.rounds += 1
                 if not reason:

@@ -65,7 +65,7 @@ def acquire_remote_lease(
 
 
 def lease_numbers(folder: StorageFolder) -> list[int]:
-    """The numbers of the leases in a folder, ascending; the last one holds it."""
+    """The numbers of the leases on a folder, ascending; the last lease holds the folder."""
     matches = (re.fullmatch(r"lease-(\d{1,18})\.json", name) for name in folder.sizes())
     return sorted(int(match[1]) for match in matches if match)
 
@@ -110,7 +110,7 @@ class RemoteLease:
         """Release the folder, unless another job has taken it over."""
         self._closed.set()
         self._thread.join(self._heartbeat_seconds)
-        with suppress(CheckpointError):  # a lease that stays counts as a dead process's
+        with suppress(CheckpointError):  # an unreleased lease counts as a dead process's
             self.check()
             content = self._content(released=True)
             self.folder.write_atomically(_lease_object_name(self.number), content)

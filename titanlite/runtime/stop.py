@@ -14,7 +14,7 @@ from titanlite.threads import DeviceThread
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 TIME_LIMIT_REASON = 1 << 10  # larger than any signal number
-SECOND_CTRL_C_SECONDS = 1.0  # a signal before that is the first Ctrl-C, from the launcher
+SECOND_CTRL_C_SECONDS = 1.0  # a signal within this time is the launcher's copy of the first
 ABORT_SECONDS = 2.0  # to record how the run ends; not longer, because the disk may hang
 CTRL_C_MESSAGE = "titanlite: Ctrl-C: saving after this step; a second Ctrl-C ends without saving"
 
