@@ -1,7 +1,7 @@
 """Regenerate what the documentation copies from the code: python scripts/write_reference.py
 
 - docs/reference/configuration.md, from the schema of the configuration
-- the list of every file in docs/explanation/architecture.md, from the first lines of docstrings
+- in docs/explanation/architecture.md the list of files, from the first paragraphs of docstrings
 - the line counts of packages in README.md
 """
 

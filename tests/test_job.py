@@ -234,7 +234,7 @@ IN_BACKWARD = ["--optimizer.early_step_in_backward", "true", "--training.max_nor
                 "12",
             ],
             8,
-            "each shard over 4 tensor-parallel ranks. Use a multiple of 8",
+            "each shard over 4 tensor-parallel ranks. Set training.seq_len to a multiple of 8",
         ),
         (["--parallelism.context_parallel_load_balancer", "ptrr"], 1, "is not available"),
         (

@@ -7,7 +7,7 @@ from typing import Any
 
 EXIT_DONE = 0  # training is complete
 EXIT_RANK_LOST = 1  # another rank died, exited or hung; its name is logged
-EXIT_BUG = 1  # an error that is none of these; its traceback is printed. Python's own code for it
+EXIT_BUG = 1  # any other error, printed with a traceback; the code that Python itself uses
 EXIT_USER_ERROR = 2  # the user must change the config, the data or a checkpoint
 EXIT_DIVERGED = 3  # a loss, gradient or weight was inf or NaN; that state was not saved
 EXIT_STOPPED = 75  # stopped by a signal or time limit, checkpoint written: rerun to resume
@@ -15,7 +15,7 @@ EXIT_INTERRUPTED = 130  # Ctrl-C without a checkpoint; the code that shells use 
 
 
 class UserError(Exception):
-    """An error the user can fix; printed as one line, never as a traceback."""
+    """An error the user can fix; printed without a traceback."""
 
     code = EXIT_USER_ERROR
 
@@ -103,7 +103,7 @@ def _with_subclasses(error_class: type[UserError]) -> Iterator[type[UserError]]:
 
 
 def format_error(error: UserError) -> str:
-    """The text for stderr: one line per problem, numbered if there are several."""
+    """The text for stderr: all problems, numbered if there are several."""
     problems = error.problems if isinstance(error, UserErrors) else [error]
     if len(problems) == 1:
         return f"titanlite: {problems[0]}"

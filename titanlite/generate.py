@@ -49,8 +49,8 @@ class TextGenerator:
         """The ids of a prompt, after the token that preceded a document's text in training.
 
         That is BOS, or the end id of the document before, or nothing if training used a document
-        mask without BOS. Without it, the first tokens are predicted worse (quickstart, tokens 2 to
-        9: a loss of 5.29 instead of 5.04).
+        mask without BOS. If that token is left out, the first tokens are predicted worse
+        (quickstart, tokens 2 to 9: a loss of 5.29 instead of 5.04).
         """
         ids, tokenizer = self.tokenizer.encode(prompt), self.tokenizer
         if self.bos:
@@ -114,7 +114,8 @@ def generate(
     generator = torch.Generator(device).manual_seed(sampling.seed)
     capacity = len(prompt) + max_new_tokens
     caches = {name: KeyValueCache(capacity) for name in layers}
-    tokens, start = torch.tensor([prompt], device=device), 0  # what the cache does not contain yet
+    # `tokens` are those that the caches do not contain yet.
+    tokens, start = torch.tensor([prompt], device=device), 0
     for _ in range(max_new_tokens):
         positions = torch.arange(start, start + tokens.shape[1], device=device)
         with torch.inference_mode():

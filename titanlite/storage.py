@@ -114,7 +114,7 @@ class StorageFolder:
         return {name: entry["size"] for name, entry in self._entries("file").items()}
 
     def folders(self) -> list[str]:
-        """Names of the folders directly in it; a local link to a folder (another disk) counts."""
+        """Names of the direct subfolders, with local links to folders, perhaps on another disk."""
         names = set(self._entries("directory"))
         if self.local:
             names |= {name for name in self._entries("link") if os.path.isdir(self.path_of(name))}
@@ -209,7 +209,7 @@ class StorageFolder:
         except (TypeError, NotImplementedError):  # a file system without a conditional put
             pass
         except OSError as error:
-            if error.errno != errno.ENOSYS:  # ENOSYS: "NotImplemented", a store without one
+            if error.errno != errno.ENOSYS:  # "NotImplemented": a store without conditional puts
                 if self._has_file(name):
                     return False
                 raise

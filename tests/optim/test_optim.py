@@ -141,7 +141,8 @@ def test_a_new_optimizer_refuses_the_settings_of_adams_moments(monkeypatch):
     (error,) = check_optimizer_config(config, "float32")
     assert str(error) == (
         'optimizer.state_dtype = "8bit" and offload = true: applies to AdamW and Adam only;'
-        " optimizer.name is Rprop. Leave it out, or use AdamW."
+        " optimizer.name is Rprop. Remove optimizer.state_dtype and optimizer.offload,"
+        " or use AdamW."
     )
 
 

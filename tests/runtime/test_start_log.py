@@ -84,7 +84,7 @@ def test_the_refusal_lists_the_crashes_and_the_fix(tmp_path):
     assert first.endswith("exit code 1 at step 137: RuntimeError: CUDA error: misaligned address")
     assert second.endswith("16 ranks, from step 100: was killed, or its machine failed")
     assert reached == "    the last step in metrics.jsonl is 141"
-    assert "--job.max_crashes 0" in fix and "delete this file" in fix
+    assert "--job.max_crashes 0" in fix and "delete starts.jsonl" in fix
 
 
 def test_metrics_without_new_steps_are_not_mentioned(tmp_path):

@@ -51,9 +51,9 @@ class HostStaging:
         return event.synchronize
 
     def _allocate(self, state: State) -> State:
-        """Tensors like those of the state, in the memory; it is replaced only if it is too small.
+        """Tensors like those of the state, in host memory, which is replaced if it is too small.
 
-        So the last save, perhaps in another dtype or without the optimizer state, pins no new one.
+        So the last save, perhaps in another dtype or without the optimizer state, pins no memory.
         """
         sizes = [local_shard(value).nbytes for _, _, value in _entries(state)]
         ends = list(accumulate(-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes))

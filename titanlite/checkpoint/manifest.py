@@ -179,7 +179,7 @@ def _check_files(manifest: CheckpointManifest) -> None:
 def _check_tensors(manifest: CheckpointManifest) -> None:
     """Raise ValueError unless the tensors are described correctly and fit into the files.
 
-    The second check bounds the memory that loading them can take by the bytes on the disk.
+    The second check limits the memory for loading them to the bytes on the disk.
     """
     for name, tensor in manifest.tensors.items():
         if not name.isprintable() or len(name) > 1000:

@@ -52,7 +52,7 @@ def write_tensors(
 ) -> None:
     """Write the shards of all ranks of a group, then call `commit` on its first rank. Collective.
 
-    `saves` has the group, and the plan of the last save in it. `check_lease` is called on the first
+    `saves` has the group, and its plans from the last save. `check_lease` is called on the first
     rank before the folder is touched; it raises if another job owns the folder. Raises
     CheckpointError on every rank if writing fails on any; `folder` is then not a checkpoint.
     """
@@ -149,7 +149,7 @@ class _HashingWriter(dcp.FileSystemWriter):
         self.path = folder.path
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        return plan  # DCP's method creates the folder, from every rank
+        return plan  # DCP's own method would create the folder, on every rank
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         assert isinstance(planner, _HashingPlanner)
@@ -211,7 +211,7 @@ class _HashingFileSystem(FileSystem):
 
     @contextmanager
     def create_stream(self, path: Any, mode: str) -> Iterator[Any]:
-        assert mode == "wb", "DCP only writes through it"
+        assert mode == "wb", "DCP only writes through this file system"
         name = _last_name(path)
         with self.folder.open_for_writing(name) as stream:
             yield stream

@@ -1,8 +1,8 @@
 """Text files -> shards in `out/train` and `out/validation`, on all cores, restartable.
 
-The inputs are divided into pieces, which depend on nothing but the inputs; each piece becomes one
-training and one validation shard. A finished piece leaves a record in `out/.unfinished`, so a
-second run does only the remaining ones, and the result has the same bytes.
+The inputs are divided into pieces, whatever the number of workers; each piece becomes one training
+and one validation shard. A finished piece leaves a record in `out/.unfinished`, so that a second
+run does only the remaining pieces. The result has the same bytes as that of an uninterrupted run.
 """
 
 from __future__ import annotations
@@ -332,7 +332,7 @@ def _usable_cores() -> int:
 
 
 def _is_finished(out: Path, plan: str) -> bool:
-    """Whether `out` already has the result of this plan; raises DataError if of another plan."""
+    """Whether `out` has the result of this plan; raises DataError if it has another result."""
     done, uncommitted = out / _DONE, out / _UNFINISHED / _DONE
     if not done.exists() and uncommitted.exists() and _read_plan(uncommitted) == plan:
         _publish(out)  # an earlier run was stopped between its last renames
@@ -343,8 +343,8 @@ def _is_finished(out: Path, plan: str) -> bool:
         return True
     if present:
         raise DataError(
-            f"{present[0]}: already exists, made from other inputs, tokenizer or validation share.",
-            fix="Choose another folder, or remove it.",
+            f"{present[0]}: already exists, made from other inputs or with other settings.",
+            fix="Choose another output folder, or remove this one.",
         )
     return False
 

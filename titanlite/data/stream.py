@@ -46,7 +46,7 @@ class DataConfig:
     sources: list[SourceConfig] = field(default_factory=list)  # training data, mixed by weight
     validation: list[SourceConfig] = field(default_factory=list)  # validation sets, each on its own
     verify: Literal["sample", "full", "off"] = "sample"
-    # content compared when a corpus is opened; sample: some blocks of each shard; full: every byte,
+    # content verified when a corpus is opened; sample: some blocks of each shard; full: every byte,
     # the shards divided among the ranks, within comm.init_timeout_seconds; off: none
     follow_symlinks: bool = False  # allow symbolic links in a corpus to lead outside its folder
     read_timeout_seconds: Positive = 300
@@ -96,7 +96,7 @@ class SampleStream:
         """A source as `facts` record it: what it contains and its order, not its path."""
         weight = source.weight_text(six_digits_suffice=self._order.quotas.same_in_every_block)
         version = self._order.version(number)
-        suffix = "" if version == 1 else f", order version {version}"  # 0.1 did not write one
+        suffix = "" if version == 1 else f", order version {version}"  # 0.1 wrote no version
         return f"number {number}, weight {weight}, content {source.fingerprint}{suffix}"
 
     def read(self, position: int, sequences: int) -> tuple[Tensor, Tensor]:
@@ -127,8 +127,8 @@ class SampleStream:
     ) -> Iterator[Any]:
         """Yield `read(*slice)` for each slice, reading up to `ahead` batches in the background.
 
-        `prepare(inputs, labels)` is called there too; what it returns replaces the tensors. An
-        error in the background is raised at the batch it belongs to; DataError if a batch takes
+        `prepare(inputs, labels)` also runs in the background; what it returns replaces the tensors.
+        An error there is raised at the batch it belongs to; DataError if a batch takes
         more than `timeout_seconds`. The thread ends with the iterator, however that ends.
         """
 
@@ -325,7 +325,7 @@ def _check_source(
     if source.tokens < min_tokens:
         raise DataError(
             f"{label}: has {source.tokens} tokens, but one sample needs {min_tokens}.",
-            fix="Add text, or use a smaller seq_len.",
+            fix="Add text, or, for training data, use a smaller training.seq_len.",
         )
     if source.record:
         _check_record(label, source.record, vocab_size, tokenizer)

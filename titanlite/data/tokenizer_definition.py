@@ -38,15 +38,16 @@ def check_definition(table: Mapping[str, Any]) -> None:
 def added_around_text(table: Mapping[str, Any]) -> list[str | None]:
     """The special tokens that the post-processor adds around a text; None is the text itself.
 
-    ["<s>", None] means BOS before the text; an empty list, that it is unknown. The library must
-    have read `table` before: then its parts have the right types.
+    ["<s>", None] means BOS before the text; an empty list means that the tokens are unknown. The
+    library must have read `table` before: then its parts have the right types.
     """
     processor = table.get("post_processor")
     parts: list[Any] = [processor]
     if isinstance(processor, dict) and processor.get("type") == "Sequence":
         parts = processor.get("processors") or []
+    # Without ByteLevel, which changes offsets only.
     parts = [p for p in parts if isinstance(p, dict) and p.get("type") != "ByteLevel"]
-    if not parts:  # ByteLevel changes offsets only
+    if not parts:
         return [None]
     template = parts[0]
     if len(parts) > 1 or not isinstance(template.get("single"), list):

@@ -116,7 +116,7 @@ def open_services(
             comm.flight_recorder(job.folder),
         ) as watchdog,
         lock_run_folders(job.folder, job.other_folders, lambda: counters.step) as lock,
-        report.printing_errors(),  # before the lock and the watchdog, which can block
+        report.printing_errors(),  # before the lock and the watchdog end, which can block
         watchdog.attributing_errors(),  # inside the lock, so that the start log names the lost rank
     ):
         yield RunServices(rank, watchdog, lock, counters, deadline, advise)
@@ -155,7 +155,8 @@ def _open_run(job: Job, services: RunServices) -> Iterator[Run]:
 
     meter = build_run_meter(job, rank)
     with ExitStack() as stack:
-        # First, so that the profilers still see the out-of-memory error, and write a snapshot.
+        # Entered first, so that the profilers still see the out-of-memory error, and write a
+        # snapshot.
         stack.enter_context(services.explain_out_of_memory(state.model, state.optimizer))
         sinks = stack.enter_context(build_sinks(job, rank, state.step, checkpointer.saves))
         report_start(job, state, found, sinks)

@@ -4,7 +4,8 @@ Each token attends only to its own document, whose positions count from 0. The p
 where documents begin. A sequence that begins in the middle of a document treats the rest of it as a
 document.
 
-The host finds the documents before their tokens are on the device, so that no forward waits for it.
+The host finds the documents before their tokens are on the device, so that no forward waits for the
+device.
 """
 
 from __future__ import annotations

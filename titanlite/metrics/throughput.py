@@ -48,7 +48,7 @@ class ThroughputMeter:
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """Around waiting for the next batch; the step begins when it ends."""
+        """Count the block as waiting for the next batch; the step begins when the block ends."""
         self._begin("data")
         try:
             yield
@@ -57,7 +57,7 @@ class ThroughputMeter:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Around work that is not part of a step: validation, saving, logging."""
+        """Count the block as work that is not part of a step: validation, saving, logging."""
         before = self._marks[-1][0]
         self._begin("pause")
         try:

@@ -33,7 +33,7 @@ class OptimizerConfig:
     # name patterns of parameters without weight decay
     implementation: Literal["for-loop", "foreach", "fused"] = "fused"
     # for-loop: one kernel per operation per parameter; foreach: one per operation; fused: one for
-    # everything (SGD has no fused kernel)
+    # everything (SGD: one per operation per parameter, as for-loop)
     early_step_in_backward: bool = False
     # update each parameter in backward, as soon as its gradient is complete, and free the gradient
     state_dtype: StateDtype = "float32"
@@ -120,7 +120,7 @@ def check_optimizer_config(config: OptimizerConfig, param_dtype: str) -> Iterato
         yield ConfigError(
             f"{stated}: applies to {' and '.join(ADAM_NAMES)} only; optimizer.name is"
             f" {config.name}.",
-            fix="Leave it out, or use AdamW.",
+            fix=f"Remove {' and '.join(keys)}, or use AdamW.",
             keys=(*keys, "optimizer.name"),
         )
     if config.implementation == "foreach":

@@ -53,7 +53,7 @@ class _CudaTransfers:
         ]
         # For `wait`: autograd runs backward on this stream too, but may free tensors in any thread.
         self._compute = torch.cuda.current_stream()
-        self._to_host.wait_stream(self._compute)  # has written the tensors
+        self._to_host.wait_stream(self._compute)  # which has written the tensors
         with torch.cuda.stream(self._to_host):
             for host, tensor in zip(hosts, tensors, strict=True):
                 host.copy_(tensor, non_blocking=True)
@@ -71,7 +71,7 @@ class _CudaTransfers:
             torch.empty_strided(host.size(), host.stride(), dtype=host.dtype, device=device)
             for host, device in zip(hosts, devices, strict=True)
         ]
-        self._to_device.wait_stream(self._compute)  # has used this memory for other tensors
+        self._to_device.wait_stream(self._compute)  # which has used this memory for other tensors
         if sent is not None:
             self._to_device.wait_event(sent)
         fetched: list[torch.cuda.Event | None] = []
@@ -113,7 +113,7 @@ class _BlockActivations:
     """
 
     def __init__(self, previous: _BlockActivations | None, transfers: _Transfers):
-        self._previous = previous  # those of the block before, whose backward runs next
+        self._previous = previous  # of the block before, whose backward runs next
         self._transfers = transfers
         self._numbers: dict[tuple, int] = {}  # device memory range -> index in the lists
         self._on_device: list[Tensor] = []  # empty while they are only on the host
@@ -125,8 +125,8 @@ class _BlockActivations:
 
     def __del__(self) -> None:
         # What the compute stream runs next may get this memory, so all copies must be complete.
-        # Backward may not have waited for them: it need not use a tensor, or uses it while it is
-        # sent.
+        # Backward may not have waited for them: some tensors it does not use, and others it uses
+        # while they are still sent.
         self._transfers.wait(self._last_copy)
 
     def add(self, memory_range: tuple, tensor: Tensor) -> int:
@@ -197,7 +197,7 @@ class _OffloadQueue:
 
 
 def _alive(references: list[_ActivationsRef]) -> Iterator[_BlockActivations]:
-    """Those whose backward has not freed them."""
+    """The activations that backward has not freed yet."""
     return (activations for each in references if (activations := each()) is not None)
 
 

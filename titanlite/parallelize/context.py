@@ -88,7 +88,7 @@ def check_context_parallel(
     yield ConfigError(
         f"parallelism.context_parallel_degree = {context}: cannot shard {seq_len_key} = {seq_len}"
         f" evenly over {ranks}.",
-        fix=f"Use a multiple of {divisor}.",
+        fix=f"Set {seq_len_key} to a multiple of {divisor}.",
         keys=("parallelism.context_parallel_degree", seq_len_key),
     )
 

@@ -17,7 +17,7 @@ ALL = slice(None)
 
 @dataclass(frozen=True)
 class SequenceShard:
-    """The tokens of every sequence that a rank has: one chunk, or two if balanced.
+    """The tokens that a rank has of every sequence: one chunk, or two if balanced.
 
     A causal query near the end of a sequence attends to more keys than one near its start. With the
     i-th chunk from the front and the i-th from the back, every rank has the same work.
@@ -88,9 +88,10 @@ class CausalTiles:
             return [AttentionTile(ALL, ALL, ALL, causal=True)]
         if not self.shard.balanced:
             return [AttentionTile(ALL, ALL, ALL, causal=False)] if source < rank else []
-        if source < rank:  # its first chunk precedes both chunks of this rank; its second, neither
+        # The first chunk of `source` precedes both chunks of this rank, its second chunk neither.
+        if source < rank:
             return [AttentionTile(ALL, ALL, slice(0, half), causal=False)]
-        # Both of its chunks precede the second chunk of this rank, and follow the first one.
+        # Both chunks of `source` precede the second chunk of this rank, and follow the first.
         return [AttentionTile(ALL, slice(half, self.tokens), ALL, causal=False)]
 
 
@@ -109,7 +110,7 @@ class DocumentTiles:
 
 
 def index_document_tiles(shard: SequenceShard, positions: Tensor) -> DocumentIndex:
-    """The index of the documents of `positions` [B, T], those of this rank's tokens."""
+    """The document index of this rank's tokens, from their `positions` [B, T] in documents."""
     return DocumentIndex.build(encode_document_tiles(shard, positions))
 
 

@@ -38,7 +38,8 @@ class Float8Config:
     enable_fsdp_float8_all_gather: bool = False
     # all-gather weights in Float8: half of bf16's traffic; recipe tensorwise only
     precompute_float8_dynamic_scale_for_fsdp: bool = False
-    # compute the scales of all those weights with one all-reduce a step instead of one per weight
+    # compute the scales of all weights that are all-gathered in Float8 with one all-reduce a step
+    # instead of one per weight
     recipe_name: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"] | None = None
     # granularity of the scales: one per tensor or per row (gw_hp: weight gradients in high
     # precision); unset: no Float8
@@ -157,7 +158,8 @@ def select_float8_layers(
     selected, excluded = [], {}
     filters = [name for name in config.filter_fqns if name != AUTO_FILTER]
     is_large_enough = None
-    if AUTO_FILTER in config.filter_fqns:  # underscored and experimental, but torchao exports it
+    if AUTO_FILTER in config.filter_fqns:
+        # An underscored and experimental function, but torchao exports it.
         is_large_enough = torchao()._auto_filter_for_recipe(config.recipe_name, filter_fqns=[])
     for name, layer in model.named_modules():
         if not isinstance(layer, nn.Linear):
@@ -262,13 +264,15 @@ def check_float8(
             f"{SECTION}.recipe_name: a micro-batch of {tokens} tokens a rank (sequences x"
             " training.seq_len / context-parallel ranks) is not a multiple of"
             f" {ALIGNMENT}, as Float8 hardware needs.",
-            f"Change one of them, or set {SECTION}.emulate = true.",
+            "Change training.local_batch_size (with pipeline parallelism"
+            " parallelism.pipeline_parallel_microbatch_size), training.seq_len or"
+            f" parallelism.context_parallel_degree, or set {SECTION}.emulate = true.",
             "recipe_name",
         )
 
 
 def _check_recipe(config: Float8Config) -> Iterator[ConfigError]:
-    """Reject a Float8 all-gather with a recipe other than tensorwise, and scales without it."""
+    """Reject a Float8 all-gather unless tensorwise, and precomputed scales without all-gather."""
     recipe, all_gather = config.recipe_name, config.enable_fsdp_float8_all_gather
     if all_gather and recipe != "tensorwise":
         yield _float8_error(
@@ -281,7 +285,8 @@ def _check_recipe(config: Float8Config) -> Iterator[ConfigError]:
         yield _float8_error(
             f"{SECTION}.precompute_float8_dynamic_scale_for_fsdp = true: has no effect with"
             " enable_fsdp_float8_all_gather = false.",
-            "Set that to true, or remove this key.",
+            f"Set {SECTION}.enable_fsdp_float8_all_gather = true, or remove"
+            " precompute_float8_dynamic_scale_for_fsdp.",
             "precompute_float8_dynamic_scale_for_fsdp",
         )
 
@@ -332,9 +337,9 @@ def _check_shards(
     if unaligned and not config.emulate:
         shown = ", ".join(f"{name} {size}" for name, size in unaligned.items())
         yield _float8_error(
-            f"parallelism.tensor_parallel_degree = {degrees.tensor}: shards of {shown}; Float8"
-            f" hardware needs multiples of {ALIGNMENT}.",
-            f"Use fewer ranks, or add these layers to {SECTION}.filter_fqns.",
+            f"parallelism.tensor_parallel_degree = {degrees.tensor}: makes shards of {shown};"
+            f" Float8 hardware needs multiples of {ALIGNMENT}.",
+            f"Use a smaller degree, or add these layers to {SECTION}.filter_fqns.",
             "filter_fqns",
         )
     if uneven and config.enable_fsdp_float8_all_gather:
@@ -342,7 +347,8 @@ def _check_shards(
         yield _float8_error(
             f"{SECTION}.enable_fsdp_float8_all_gather = true: {fsdp_ranks} ranks do not divide the"
             f" rows of {shown}, and torchao all-gathers only shards of equal size.",
-            f"Add these layers to {SECTION}.filter_fqns, use other degrees, or remove this key.",
+            f"Add these layers to {SECTION}.filter_fqns, use other degrees, or remove"
+            " enable_fsdp_float8_all_gather.",
             "enable_fsdp_float8_all_gather",
         )
 

@@ -180,7 +180,8 @@ def _assign_stages_to_ranks(config: ParallelismConfig, sizes: ModelSizes) -> _St
         raise ConfigError(
             f"{_schedule_setting(config)}: requires {required};"
             f" parallelism.{key} makes {stages} stages for {ranks} ranks.",
-            fix=f"Make {per_rank * ranks} stages{'.' if exact else ', or a multiple.'}",
+            fix=f"Make {per_rank * ranks} stages"
+            f"{'' if exact else f', or a larger multiple of {ranks}'}.",
             keys=(SCHEDULE_KEY, DEGREE_KEY, f"parallelism.{key}"),
         )
     return _StageAssignment(schedule, assign_stages(schedule, ranks, stages))

@@ -35,7 +35,7 @@ def check_stage_keys(config: ParallelismConfig) -> Iterator[ConfigError]:
         yield ConfigError(
             f"parallelism.{_NAMES_KEY}: lists the modules of each stage, so {ignored}"
             " would be ignored.",
-            fix="Remove one of them.",
+            fix=f"Remove parallelism.{_NAMES_KEY}, or {ignored}.",
             keys=(f"parallelism.{_NAMES_KEY}", *(f"parallelism.{key}" for key in counting)),
         )
 
@@ -58,7 +58,8 @@ def partition_model(
         raise ConfigError(
             f"{degree} = {config.pipeline_parallel_degree}: makes {stages} stages of"
             f" {len(blocks)} blocks (model.n_layers).",
-            fix=f"Use {len(blocks)} stages or fewer, or list the modules of each in {_NAMES_KEY}.",
+            fix=f"Use {len(blocks)} stages or fewer, or list the modules of each stage in"
+            f" parallelism.{_NAMES_KEY}.",
             keys=(degree, "model.n_layers", f"parallelism.{_PER_STAGE_KEY}"),
         )
     if all(getattr(config, key) is None for key in _COUNT_KEYS):
@@ -161,7 +162,7 @@ def _check_names(stages: list[list[str]], names: list[str]) -> Iterator[ConfigEr
     if missing:
         yield error(f"no stage has {', '.join(missing)}.", "List every module once.")
     if not all(stages):
-        yield error("a stage is empty.", "Give each stage a module, or remove it.")
+        yield error("a stage is empty.", "Give each stage a module, or remove the empty stage.")
     if listed != names:
         yield error(
             "modules are listed twice, or not in execution order.",

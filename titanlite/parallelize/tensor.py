@@ -175,10 +175,11 @@ def check_tensor_parallel(
             fix=f"Use a divisor of {kv_heads}, or a multiple (each head is then replicated).",
             keys=(key, "model.n_kv_heads"),
         )
-    if seq_len % tensor and degrees.context == 1:  # else check_context_parallel checks the shard
+    # Under context parallel, check_context_parallel checks the length of a shard instead.
+    if seq_len % tensor and degrees.context == 1:
         yield ConfigError(
             f"{key} = {tensor}: does not divide {seq_len_key} = {seq_len}; sequence parallel shards"
             " the residual stream over the tensor-parallel ranks.",
-            fix=f"Use a multiple of {tensor}.",
+            fix=f"Set {seq_len_key} to a multiple of {tensor}.",
             keys=(key, seq_len_key),
         )

@@ -103,7 +103,7 @@ def _activation_bytes(job: Job, blocks: float) -> float:
 
 
 def _logits_bytes(job: Job) -> float:
-    """Bytes of the logits, the loss, and the gradients of the output layer's weight and input."""
+    """Bytes of the logits, and of the gradient of the output layer's weight."""
     config, compute = job.config, job.transforms.compute_dtype
     vocabulary = float(job.sizes.vocab_size)  # of the logits on this rank
     if not config.parallelism.disable_loss_parallel:

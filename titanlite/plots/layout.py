@@ -361,8 +361,8 @@ def _draw_stages(
         left, top, free_width = 0.0, ranks_box.y - 0.3, _WIDTH
         columns = min(columns, max(3, int((_WIDTH + _COLUMN_GAP) / entry)))
     column_width = (free_width + _COLUMN_GAP) / columns
-    text = min(widest, column_width - _SWATCH - _BAR - _COLUMN_GAP)
-    column_width = _SWATCH + text + _BAR + _COLUMN_GAP
+    list_width = min(widest, column_width - _SWATCH - _BAR - _COLUMN_GAP)
+    column_width = _SWATCH + list_width + _BAR + _COLUMN_GAP
     rows = math.ceil(len(stages) / columns)
     most_expensive = max(stage.fraction for stage in stages) or 1.0
     lowest, y = ranks_box.y, top
@@ -371,22 +371,25 @@ def _draw_stages(
         y = y - 0.1 if row else top
         bar = 0.44 * stage.fraction / most_expensive
         colour = colours[stage.number]
-        y = _draw_stage(sheet, (left + column * column_width, y), stage, colour, text, bar)
+        y = _draw_stage(sheet, (left + column * column_width, y), stage, colour, list_width, bar)
         lowest = min(lowest, y)
     return lowest
 
 
 def _draw_stage(
-    sheet, corner: tuple[float, float], stage: StageCost, colour: str, text: float, bar: float
+    sheet, corner: tuple[float, float], stage: StageCost, colour: str, list_width: float, bar: float
 ) -> float:
-    """Draw a stage from its top left corner; `text` and `bar` are widths. Return the bottom."""
+    """Draw a stage from its top left corner; return the bottom.
+
+    `list_width` is the width of the list of modules, `bar` that of the cost bar.
+    """
     x, y = corner
     fill_boxes(sheet, [Box(x, y - 0.17, 0.3, 0.17, 0.03, 0.03)], colour)
     draw_text(sheet, x + 0.15, y - 0.085, str(stage.number), 8, ha="center")
-    fill_boxes(sheet, [Box(x + _SWATCH + text + 0.12, y - 0.14, bar, 0.11)], colour)
-    percent, right = f"{100 * stage.fraction:.1f} %", x + _SWATCH + text + _BAR
+    fill_boxes(sheet, [Box(x + _SWATCH + list_width + 0.12, y - 0.14, bar, 0.11)], colour)
+    percent, right = f"{100 * stage.fraction:.1f} %", x + _SWATCH + list_width + _BAR
     draw_text(sheet, right, y - 0.085, percent, 8.5, FAINT, ha="right")
-    for line in wrap_text(stage.modules, 8.5, text):
+    for line in wrap_text(stage.modules, 8.5, list_width):
         draw_text(sheet, x + _SWATCH, y - 0.085, line, 8.5)
         y -= 0.16
     return y

@@ -43,7 +43,7 @@ def read_actions(trace: Path) -> list[TimedAction]:
 def _parse_trace(trace: Any) -> list[TimedAction]:
     """Pipeline actions in a trace's JSON; raises Python's errors if it has another structure."""
     events = [event for event in trace["traceEvents"] if {"ts", "dur", "cat"} <= event.keys()]
-    base = trace.get("baseTimeNanoseconds", 0) / 1e9  # each rank's times are relative to its own
+    base = trace.get("baseTimeNanoseconds", 0) / 1e9  # a rank's times are relative to its base
     # The CPU only launches kernels: if the GPU was traced, take the times on the GPU.
     on_gpu = any(event.get("cat") == "gpu_user_annotation" for event in events)
     category = "gpu_user_annotation" if on_gpu else "user_annotation"

@@ -33,7 +33,7 @@ class RunFolderLock:
         return next((lease.lost for lease in self.leases if lease.lost), "")
 
     def check(self) -> int:
-        """Read the lease files again, on rank 0; returns the fencing number of the last lease.
+        """Read the lease files again, on rank 0; returns the fencing number of the last folder.
 
         Raises CheckpointError if another job has taken a folder. Call it immediately before a write
         that must not reach a folder of another job.
@@ -43,7 +43,7 @@ class RunFolderLock:
         return self.leases[-1].number if self.leases else 0
 
     def record_start(self, world_size: int, from_step: int, max_crashes: int) -> None:
-        """Record a start from `from_step`; raises CheckpointError on every rank in a crash loop.
+        """Record a start from `from_step`; in a crash loop, every rank raises CheckpointError.
 
         Call it as soon as `from_step` is known, because anything after it may crash.
         """
@@ -63,7 +63,7 @@ class RunFolderLock:
 
     def release(self, code: int, reason: str = "") -> None:
         """Record how the run ended and release the leases; a second call does nothing."""
-        if self._start_log and self._holds_all_leases():  # else it is another job's log by now
+        if self._start_log and self._holds_all_leases():  # otherwise the log is another job's
             self._start_log.record_end(code, self._current_step(), reason)
         for lease in self.leases:
             lease.close()
@@ -103,7 +103,8 @@ def lock_run_folders(
 def _acquire_all(folders: Mapping[str, Path | StorageFolder]) -> list[Lease | RemoteLease]:
     """Acquire a lease on every folder, or on none.
 
-    In parallel, because each may have to observe the heartbeat of an old lease for a while.
+    Runs in parallel, because a folder may have an old lease whose heartbeat must be observed for a
+    while.
     """
     key_by_folder: dict[Path | str, str] = {}
     for key, folder in folders.items():

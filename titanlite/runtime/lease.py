@@ -83,7 +83,7 @@ class Lease:
         """Release the folder, unless another job has taken it over."""
         self._closed.set()
         self._thread.join(self._heartbeat_seconds)  # not longer: its file system may hang
-        with suppress(OSError):  # a lease that stays counts as a dead process's
+        with suppress(OSError):  # a lease that is left behind counts as dead
             if self.path.read_bytes() == self._content:
                 self.path.unlink()
 
@@ -136,7 +136,7 @@ class Lease:
             return content
 
 
-# --- acquiring it --------------------------------------------------------------------------------
+# --- acquire a lease -----------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -277,7 +277,7 @@ def lease_conflict_error(key: str, folder: object, holder: str) -> ConfigError:
     )
 
 
-# --- its holder ----------------------------------------------------------------------------------
+# --- the holder of a lease -----------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

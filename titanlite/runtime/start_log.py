@@ -1,7 +1,7 @@
 """Start log: detects crash loops and reports previous failures.
 
 `starts.jsonl` has a line for each start of a run, and one for each end that could be recorded; a
-process that was killed leaves none. One rank writes it, while it holds the lease of the folder.
+process that was killed records no end. Only the rank that holds the folder's lease writes the file.
 """
 
 from __future__ import annotations
@@ -78,7 +78,8 @@ class StartLog:
         raise CheckpointError(
             f"{self.path}: the last {len(crashes)} starts crashed without a checkpoint newer than"
             f" step {from_step}:\n    " + "\n    ".join(evidence) + "\n ",
-            fix="Fix the cause, then start once with --job.max_crashes 0, or delete this file.",
+            fix="Fix the cause, then start once with --job.max_crashes 0, or delete"
+            f" {STARTS_FILE}.",
         )
 
     def stopped_in_this_launch(self) -> bool:

@@ -1,7 +1,7 @@
 """Heartbeat watchdog: finds dead or hung ranks, names them, and ends all ranks.
 
-With several ranks, each sends its position once a second through the launcher's store. It reads the
-heartbeats of the next rank, and those of all ranks once it is stuck itself. The first rank that
+With several ranks, each sends its position once a second through the launcher's store. A rank reads
+the heartbeats of the next rank, and those of all ranks once it is stuck itself. The first rank that
 finds a problem reports it to all, and all end.
 
 A single rank watches its own main thread, which should never stay in one phase for ten times the
@@ -76,7 +76,7 @@ class HeartbeatWatchdog:
         self._background_limit: Callable[[], TimeLimit | None] = lambda: None
         self._phase_limit: TimeLimit | None = None
         self._main_thread = threading.get_ident()
-        self._main_thread_exits = False  # the main thread knows of the lost rank, and exits itself
+        self._main_thread_exits = False  # True also while it looks for a lost rank
         self._closed = threading.Event()
         self._exchange: HeartbeatExchange | None = None
 
@@ -128,7 +128,7 @@ class HeartbeatWatchdog:
         self._progress.set_timeout(seconds)
 
     def watch_limit(self, limit: Callable[[], TimeLimit | None]) -> None:
-        """Check the limit of background work, while there is one, instead of the main thread's.
+        """While background work has a limit, check that limit instead of the main thread's.
 
         The main thread may be waiting for that work.
         """
@@ -144,7 +144,7 @@ class HeartbeatWatchdog:
             faulthandler.cancel_dump_traceback_later()
 
     def find_lost_rank(self, error: BaseException | None) -> str:
-        """Find the rank whose death or exit caused `error`, a failed collective; "" if none did.
+        """Describe the rank whose death or exit caused `error`, a failed collective, or return "".
 
         Takes several heartbeat intervals, because only missing heartbeats show that a rank is dead.
         One rank prints the result. If a lost rank is found, this rank leaves, and its process is
@@ -192,9 +192,9 @@ class HeartbeatWatchdog:
             passed = timer.lap(self._progress.heartbeat_seconds)
             if position := self._progress.update_stuck_seconds(passed):
                 self._phase_limit = self._limit_phase(position.step, position.phase)
-            # Postponed at every interval, so it dumps only if this thread is blocked too, as by one
-            # that holds the GIL while it reads a mapped file on a disk that hangs. faulthandler
-            # dumps from C, without the GIL.
+            # Each interval postpones the dump, so it happens only if this thread is blocked too,
+            # for example by a thread that holds the GIL while it reads a mapped file on a disk that
+            # hangs. faulthandler dumps from C, without the GIL.
             dump_seconds = SILENT_FRACTION * self._progress.timeout_seconds
             faulthandler.dump_traceback_later(dump_seconds, file=2)
             yield passed
@@ -235,7 +235,7 @@ class HeartbeatWatchdog:
         return None
 
     def _check_limits(self, passed: float) -> str:
-        """What hangs: background work with a limit, else the phase of the main thread; else ""."""
+        """What hangs, or "": the background work if it has a limit, or else the main thread."""
         limit = self._background_limit() or self._phase_limit
         if limit is None:
             return ""
@@ -269,9 +269,9 @@ class HeartbeatWatchdog:
             _print_error(f"rank {rank}: stacks could not be written: {error}")
 
     def _write_traces(self, verdict: Verdict) -> None:
-        """Write this rank's last collectives within `TRACES_SECONDS`, or end it.
+        """Write this rank's last collectives within `TRACES_SECONDS`, or end the process.
 
-        The rank that found the problem prints where they are.
+        The rank that found the problem prints the folders of the traces.
         """
         rank = self._progress.rank
         if self._recorder is None or self._progress.world_size == 1:

@@ -51,8 +51,8 @@ def load_config(
 ) -> tuple[Any, list[ConfigError]]:
     """Load the job that argv describes (its TOML, then the overrides), with every problem found.
 
-    Raises the problems immediately if there is no TOML to check, because `job.config_file` cannot
-    be read, or argv is invalid and names none: else every required setting would be reported too.
+    Raises the problems immediately if `job.config_file` cannot be read, or if argv is invalid and
+    has no `job.config_file`: without a TOML, every required setting would be reported as well.
     """
     overrides, problems = parse_overrides(argv)
     job = overrides.get("job")

@@ -34,7 +34,7 @@ class Range:
 class Supported:
     """The implemented values of a key. The type of the key also has torchtitan's other values.
 
-    Those are rejected with an error that names the missing `feature`.
+    These other values are rejected with an error that names the missing `feature`.
     """
 
     values: tuple[Hashable, ...]

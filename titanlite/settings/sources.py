@@ -115,7 +115,8 @@ def parse_overrides(argv: Sequence[str]) -> tuple[dict[str, Any], list[ConfigErr
         if not _insert_override(table, key, text):
             problems.append(
                 ConfigError(
-                    f"command line: --{key} is both a section and a key.", fix="Remove one of them."
+                    f"command line: --{key}: another option already gives a value to its section.",
+                    fix="Remove one of the two options.",
                 )
             )
     return table, problems

@@ -18,7 +18,7 @@ class Batch:
     inputs: Tensor
     labels: Tensor
     documents: tuple[DocumentIndex, ...] = ()  # of each micro-batch, for this rank's tokens
-    # empty: the mask is causal, or the model finds the documents, and waits for the device for that
+    # empty: the mask is causal, or the model finds the documents itself, but waits for the device
 
     def pin_memory(self) -> Batch:
         """A copy in pinned memory, from which `to` copies to a GPU without waiting for it."""

@@ -29,7 +29,7 @@ class NonFinite:
     loss: float
     grad_norm: float
     kind: str = "gradient"  # or "weight"
-    rank: int | None = None  # lowest rank with such a value in a shard; None: none has one
+    rank: int | None = None  # lowest rank with such a value in a shard; None: no rank
     parameter: str = ""  # first parameter of that rank with such a value
 
     def error(self) -> UserError:
@@ -40,8 +40,8 @@ class NonFinite:
             f" {self.grad_norm:g}.{where if self.parameter else ''}",
             fix="No state was saved since that step. The same command resumes from the newest"
             " checkpoint, or starts from step 0 if there is none. If it diverges again: use a lower"
-            " optimizer.lr, more lr_scheduler.warmup_steps, bfloat16 instead of float16, or look at"
-            " the samples of that step.",
+            " optimizer.lr, more lr_scheduler.warmup_steps, or bfloat16 instead of float16 in"
+            " training.mixed_precision_param; or look at the samples of that step.",
         ).mark_on_all_ranks()
 
 
@@ -87,7 +87,7 @@ class FiniteCheck:
         return self._found
 
     def wait(self, step: int, check_weights: bool) -> bool:
-        """Whether any step so far had an inf or NaN, or, if checked, a parameter has one now."""
+        """Whether a step so far had an inf or NaN, or (`check_weights`) a parameter has one now."""
         self._found = not _is_record_finite(self._record)
         if check_weights and not self._found:
             norms = torch.stack(shard_norms(self.parameters)).to(self._record.device)

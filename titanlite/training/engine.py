@@ -66,8 +66,9 @@ def build_engine(
     local_batch: int,
     document_end_id: int | None = None,
 ) -> Engine:
-    """Build the engine for a parallelized model; a micro-batch has `local_batch` sequences.
+    """Build the engine for a parallelized model.
 
+    `local_batch`: sequences of a micro-batch without pipeline parallelism.
     `document_end_id` is the last token of every document: positions restart after it. None:
     positions count from the start of the sequence.
     """
@@ -225,7 +226,7 @@ class PipelineEngine:
         return sum(self._losses, torch.zeros(2, device=self._device))
 
     def _record_loss(self, loss: Tensor, _: Tensor) -> Tensor:
-        """Torch's loss function: the last stage already computed the summed loss in its forward."""
+        """Called by torch as loss function; the last stage already computed the loss in forward."""
         loss = loss / self._valid
         self._losses.append(_loss_terms(loss, _z_loss(self._sharded.output) / self._valid))
         return loss

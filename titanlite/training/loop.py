@@ -101,10 +101,10 @@ class _Loop:
             action.run(info)
 
     def _is_diverged(self, info: StepInfo, due: list[PeriodicAction]) -> bool:
-        """Whether any rank has an inf or NaN; waits for the device if an action needs to know now.
+        """Whether any rank has an inf or NaN; waits for the device.
 
-        Returns False without such an action, unless the run ends: `FiniteCheck.poll` detects the
-        value one or a few steps later, without waiting.
+        If no due action needs to know and the run goes on, returns False without waiting:
+        `FiniteCheck.poll` detects the value one or a few steps later.
         """
         needs_finite = any(action.needs_finite for action in due)
         if not needs_finite and not info.ends_run:

@@ -61,9 +61,8 @@ def log_metrics(
     def write(info: StepInfo) -> None:
         line = _step_line(state, info, meter.read())
         measured = (line["loss"], line["grad_norm"])
-        if info.result.skipped or all(
-            map(math.isfinite, measured)
-        ):  # otherwise the run ends at this step
+        # A step with inf or NaN has no line: the loop reports it as the step that diverged.
+        if info.result.skipped or all(map(math.isfinite, measured)):
             sinks.step(line)
 
     def is_due(info: StepInfo) -> bool:
@@ -139,7 +138,7 @@ def save_checkpoints(
 
 
 def collect_garbage(freq: int) -> PeriodicAction:
-    """Collect garbage on all ranks every `freq` steps; otherwise ranks would stall each other."""
+    """Collect garbage every `freq` steps on all ranks together, so that none stalls the others."""
     return PeriodicAction(
         "gc", lambda info: info.step % freq == 0, lambda info: _collect_young_objects()
     )

@@ -142,7 +142,7 @@ class Llama(nn.Module):
         documents: DocumentIndex | None = None,
     ) -> Tensor:
         """`positions` [T] or [B, T] count from the start of each sequence, or of each document in
-        it; default: 0, 1, 2, … `documents` is derived from them, but then the host waits for a GPU.
+        it; default: 0, 1, 2, … To derive missing `documents` from them, the host waits for a GPU.
         """
         sizes = self.sizes
         if positions is None:
