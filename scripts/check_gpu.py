@@ -1,11 +1,11 @@
 """Check that a GPU machine computes what the CPU computes: python scripts/check_gpu.py
 
-In less than five minutes: matmul, copy and collective bandwidth; a short run of each kind of job,
+In about five minutes: matmul, copy and collective bandwidth; a short run of each kind of job,
 whose losses must be those of one CPU process in fp32; a checkpoint that is resumed; the overlap of
 transfers and matmuls in a trace; tests/gpu. All GPUs are used; --devices or
 `torchrun --nproc_per_node N scripts/check_gpu.py` selects fewer. The report is one Markdown file to
 paste into an issue. Without a GPU, the same runs use the CPU, and the rest is skipped.
-Exit code: 0 nothing failed, 1 something failed.
+Exit code: 0 nothing failed, 1 something failed, 2 wrong arguments. A skipped check has not failed.
 """
 
 from __future__ import annotations
@@ -25,9 +25,10 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # benchmarks/ is not installed with the package
 
 from benchmarks.gpu_check.checks import all_checks, run_checks
-from benchmarks.gpu_check.outcome import Machine, Outcome
+from benchmarks.gpu_check.outcome import Check, Machine, Outcome
 from benchmarks.gpu_check.report import gpu_topology, report, summary
 from benchmarks.machine import describe
+from titanlite.log import pluralize
 
 EXIT_FAILED = 1
 
@@ -40,11 +41,10 @@ def main(argv: list[str]) -> int:
     with tempfile.TemporaryDirectory() as folder:
         end = time.monotonic() + 60 * args.minutes
         machine = Machine(args.devices, cuda, Path(folder), end)
-        checks = all_checks(machine.devices)
-        checks = [check for check in checks if fnmatch.fnmatch(check.name, args.only)]
+        checks = select_checks(machine.devices, args.only)
         outcomes = list(run_checks(checks, machine, show))
-    entries = describe("check_gpu.py", argv) | {"devices checked": str(args.devices)}
-    args.out.parent.mkdir(parents=True, exist_ok=True)
+    devices = pluralize(args.devices, "GPU") if cuda else f"no GPU; {args.devices} on the CPU"
+    entries = describe("check_gpu.py", argv) | {"devices checked": devices}
     args.out.write_text(report(entries, gpu_topology(), outcomes), encoding="utf-8")
     print(f"\n{summary(outcomes)}; report: {args.out}")
     return EXIT_FAILED if any(outcome.status == "failed" for outcome in outcomes) else 0
@@ -66,14 +66,34 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
         "--minutes", type=float, default=5, help="start no check after this time (default: 5)"
     )
     parser.add_argument(
-        "--only", default="*", metavar="PATTERN", help='only checks of this name, such as "bf16*"'
+        "--only",
+        default="*",
+        metavar="PATTERN",
+        help='checks whose name matches, such as "bf16*"; what matches none lists all names',
     )
     out = Path("gpu_check.md")
     parser.add_argument("--out", type=Path, default=out, help=f"the report (default: {out})")
     args = parser.parse_args(argv)
-    if args.devices < 1 or (existing and args.devices > existing):
-        parser.error(f"--devices {args.devices}: this machine has {existing or 'no'} GPUs.")
+    if args.devices < 1:
+        parser.error(f"--devices {args.devices}: must be at least 1.")
+    if existing and args.devices > existing:
+        parser.error(f"--devices {args.devices}: this machine has {pluralize(existing, 'GPU')}.")
+    if args.minutes <= 0:
+        parser.error(f"--minutes {args.minutes:g}: must be above 0.")
+    if not select_checks(args.devices, args.only):
+        names = "\n  ".join(check.name for check in all_checks(args.devices))
+        parser.error(f"--only {args.only!r} matches no check. Checks:\n  {names}")
+    try:  # now, not after five minutes of checks
+        args.out.parent.mkdir(parents=True, exist_ok=True)
+        args.out.open("a").close()
+    except OSError as error:
+        parser.error(f"--out {args.out}: cannot be written: {error.strerror}.")
     return args
+
+
+def select_checks(devices: int, pattern: str) -> list[Check]:
+    """The checks whose name matches a shell pattern."""
+    return [check for check in all_checks(devices) if fnmatch.fnmatch(check.name, pattern)]
 
 
 def show(outcome: Outcome) -> None:

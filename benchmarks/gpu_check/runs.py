@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from shutil import rmtree
 
 from benchmarks.gpu_check.outcome import CheckFailed, Machine, Outcome, run_command
 from benchmarks.gpu_check.trace_overlap import ALL_GATHERS, COPIES, overlap_in_trace
@@ -178,7 +179,11 @@ def compare_with_reference(machine: Machine, recipe: Recipe, out: Path) -> Outco
 def train_reference(machine: Machine, name: str) -> None:
     """Train the reference job `name` in fp32 on one process of the CPU."""
     on_cpu = Machine(1, False, machine.folder)
-    train(on_cpu, f"reference {name}", {**FP32, **REFERENCES[name]}, 1)
+    try:
+        train(on_cpu, f"reference {name}", {**FP32, **REFERENCES[name]}, 1)
+    except CheckFailed as error:
+        rmtree(machine.folder / f"reference {name}", ignore_errors=True)  # no other check uses it
+        raise CheckFailed(f"the reference on the CPU failed: {error}", error.log) from None
 
 
 def check_saving(machine: Machine) -> Iterator[Outcome]:
@@ -262,9 +267,9 @@ def torchrun(processes: int) -> list[str]:
 
 
 def prepare_text(machine: Machine) -> Path:
-    """Prepare the package's own source text, as bytes, one document per file; done once."""
+    """Prepare the package's own source text, as bytes, one document per file; once, if it works."""
     corpus, text = machine.folder / "corpus", machine.folder / "text.jsonl"
-    if not corpus.exists():
+    if not (corpus / "train").exists():  # a preparation that failed fails again, with its reason
         files = sorted((ROOT / "titanlite").rglob("*.py"))
         documents = (json.dumps({"text": path.read_text(encoding="utf-8")}) for path in files)
         text.write_text("\n".join(documents), encoding="utf-8")

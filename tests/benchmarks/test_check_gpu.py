@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.gpu_check import runs
 from benchmarks.gpu_check.bandwidth import measure_collectives
 from benchmarks.gpu_check.checks import all_checks, run_checks
 from benchmarks.gpu_check.gpu_tests import read_results
@@ -24,6 +25,7 @@ from benchmarks.gpu_check.outcome import (
 from benchmarks.gpu_check.report import report
 from benchmarks.gpu_check.runs import Recipe, compare_with_reference
 from benchmarks.gpu_check.trace_overlap import ALL_GATHERS, COPIES, overlap_in_trace
+from scripts.check_gpu import parse_arguments
 from tests.distributed.ranks import run_on_ranks
 
 ROOT = Path(__file__).parents[2]
@@ -44,6 +46,47 @@ def test_a_run_with_other_losses_than_the_cpu_fails(tmp_path):
     assert compare_with_reference(machine, recipe, tmp_path / "good").status == "passed"
     with pytest.raises(CheckFailed, match="5.0e-03"):
         compare_with_reference(machine, recipe, tmp_path / "bad")
+
+
+def test_a_reference_that_failed_is_not_compared_with(tmp_path, monkeypatch):
+    def fail(command, **_):
+        (tmp_path / "reference SGD").mkdir()
+        raise CheckFailed("exit code 1: no compiler", "traceback")
+
+    monkeypatch.setattr(runs, "prepare_text", lambda machine: tmp_path)
+    monkeypatch.setattr(runs, "run_command", fail)
+    write_metrics(tmp_path / "run", [2.0, 1.0])
+    for _ in range(2):  # the second time for the same reason, not for missing metrics
+        with pytest.raises(CheckFailed, match="the reference on the CPU failed: .*no compiler"):
+            compare_with_reference(
+                Machine(1, False, tmp_path), Recipe("fp32", {}, 1e-4), tmp_path / "run"
+            )
+
+
+def test_a_corpus_that_could_not_be_prepared_is_not_trained_on(tmp_path, monkeypatch):
+    def fail(command, **_):
+        (tmp_path / "corpus").mkdir(exist_ok=True)
+        raise CheckFailed("exit code 2: the disk is full")
+
+    monkeypatch.setattr(runs, "run_command", fail)
+    for _ in range(2):  # the second time for the same reason, not for a missing corpus
+        with pytest.raises(CheckFailed, match="disk is full"):
+            runs.prepare_text(Machine(1, False, tmp_path))
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["--devices", "0"], "must be at least 1"),
+        (["--minutes", "-3"], "must be above 0"),
+        (["--only", "bf61"], "matches no check"),
+        (["--out", "/proc/report.md"], "cannot be written"),
+    ],
+)
+def test_a_wrong_argument_is_refused_before_minutes_of_checks(arguments, message, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        parse_arguments(arguments)
+    assert message in capsys.readouterr().err
 
 
 def test_the_overlap_in_a_trace_counts_each_moment_once(tmp_path):

@@ -313,7 +313,7 @@ def test_a_straggler_that_still_sends_heartbeats_is_reported(jobs):
     assert job.seconds() < MAX_SECONDS
     output = job.output()
     assert output.count("Rank 2 (") == output.count("has been in step 3, data for") == 1, output
-    assert "Ranks that wait for it: 2 in step 3, forward" in output
+    assert "Waiting for it: 2 ranks in step 3, forward" in output
     assert "in read_forever" in job.stacks(2)
 
 

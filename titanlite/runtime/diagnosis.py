@@ -6,6 +6,7 @@ import math
 from collections import Counter
 
 from titanlite.distributed.rendezvous import store_address
+from titanlite.log import pluralize
 from titanlite.runtime.heartbeat import HeartbeatExchange, RankProgress, has_ended
 
 SILENT_FRACTION = 0.8  # of the timeout without a heartbeat, before a rank is declared dead
@@ -101,8 +102,10 @@ class PeerDiagnosis:
         )
         if not waiting:
             return f"All {len(running)} ranks have {stuck}: they wait for each other."
-        positions = "; ".join(f"{count} in {where}" for where, count in waiting.most_common(5))
-        return f"{self._name(*behind)} has {stuck}. Ranks that wait for it: {positions}."
+        positions = "; ".join(
+            f"{pluralize(count, 'rank')} in {where}" for where, count in waiting.most_common(5)
+        )
+        return f"{self._name(*behind)} has {stuck}. Waiting for it: {positions}."
 
     def _find_rank_that_left(self) -> str:
         """Ranks that left with an error, else ranks that were done."""
