@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import time
 from functools import partial
 
@@ -10,8 +12,9 @@ import torch.distributed as dist
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from tests.faults.launch import LaunchedRun
-from titanlite.distributed import process_group
+from titanlite.distributed import error_report, process_group
 from titanlite.errors import EXIT_BUG, EXIT_USER_ERROR, DataError
+from titanlite.runtime import watchdog
 
 ERRORS = {
     "a bug": (ValueError("an injected bug"), EXIT_BUG),
@@ -67,3 +70,58 @@ def fail_on_rank_1(error: Exception) -> None:
             raise error
 
     register_optimizer_step_pre_hook(fail)
+
+
+def test_a_user_error_of_one_rank_does_not_wait_for_rank_0(run_toml, tmp_path):
+    """Rank 0 never prints it; meanwhile, nobody would end the other ranks."""
+    argv = ("--job.config_file", str(run_toml), "--validation.enable", "false")
+    prepare = partial(fail_on_rank_1, ERRORS["an error of the user"][0])
+    began = time.monotonic()
+    with LaunchedRun(2, tmp_path / "out", *argv, prepare=prepare) as run:
+        assert run.wait() == [1, EXIT_USER_ERROR], run.output
+    assert time.monotonic() - began < error_report.RANK_0_SECONDS, "rank 1 waited for rank 0"
+    assert run.output.count("an injected error.\n") == 1, run.output
+    assert "rank 1: titanlite: an injected error.\n" in run.output
+    assert "Traceback" not in run.output
+
+
+def test_a_rank_that_dies_before_the_watchdog_runs_is_not_reported_as_a_bug(run_toml, tmp_path):
+    """gloo connects the ranks only then, so this is where the others notice."""
+    argv = ("--job.config_file", str(run_toml), "--comm.init_timeout_seconds", "5")
+    with LaunchedRun(2, tmp_path / "out", *argv, prepare=die_after_joining) as run:
+        assert run.wait() == [1, -signal.SIGKILL], run.output
+    assert "Traceback" not in run.output
+    assert "titanlite: Rank 0 of 2 reached the store at 127.0.0.1:" in run.output, run.output
+    assert "could not connect to the other ranks" in run.output
+    assert "Check whether another rank failed before" in run.output
+
+
+def die_after_joining() -> None:
+    def die() -> bytes:
+        os.kill(os.getpid(), signal.SIGKILL)
+        raise AssertionError
+
+    if os.environ["RANK"] == "1":
+        watchdog.share_secret = die
+
+
+def test_an_error_of_all_ranks_keeps_its_code_if_the_store_is_gone(run_toml, tmp_path):
+    argv = ("--job.config_file", str(run_toml), "--validation.enable", "false")
+    with LaunchedRun(2, tmp_path / "out", *argv, prepare=fail_without_a_store) as run:
+        assert run.wait() == [EXIT_USER_ERROR] * 2, run.output
+    assert run.output.count("an injected error.\n") == 1 and "Traceback" not in run.output
+
+
+def fail_without_a_store() -> None:
+    """Raise an error on all ranks; the store then disappears."""
+    dist.PrefixStore.set = lose_store
+    dist.PrefixStore.wait = lose_store
+
+    def fail(*_) -> None:
+        raise ERRORS["an error of the user"][0].mark_on_all_ranks()
+
+    register_optimizer_step_pre_hook(fail)
+
+
+def lose_store(*_) -> None:
+    raise dist.DistNetworkError("Connection reset by peer")

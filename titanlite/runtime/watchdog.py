@@ -26,7 +26,7 @@ from types import TracebackType
 import torch.distributed as dist
 
 from titanlite.distributed.flight_recorder import FlightRecorder
-from titanlite.distributed.rendezvous import connect_to_store
+from titanlite.distributed.rendezvous import connect_to_store, explaining_failed_connections
 from titanlite.distributed.signed_store import SignedStore, share_secret
 from titanlite.distributed.time_limit import TimeLimit
 from titanlite.errors import EXIT_RANK_LOST, RankLostError, UserError
@@ -82,11 +82,13 @@ class HeartbeatWatchdog:
 
     def __enter__(self) -> HeartbeatWatchdog:
         watch = self._watch_single_rank
-        if self._progress.world_size > 1:
+        if (world_size := self._progress.world_size) > 1:
             watch = self._watch_peers
-            store = connect_to_store(min(self._progress.timeout_seconds, 30))
+            with explaining_failed_connections(self._progress.rank, world_size):
+                store = connect_to_store(min(self._progress.timeout_seconds, 30))
+                secret = share_secret()  # the first data that ranks exchange
             store = dist.PrefixStore(f"watch/{self._start_id}", store)
-            signed_store = SignedStore(store, self._start_id, share_secret())
+            signed_store = SignedStore(store, self._start_id, secret)
             self._exchange = HeartbeatExchange(signed_store, self._progress)
         self._thread = DeviceThread(watch, "watchdog")
         self._thread.start()
