@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from tests.faults.launch import LaunchedRun
+from titanlite.checkpoint.collective_save import CollectiveSave
 from titanlite.distributed import error_report, process_group
 from titanlite.errors import EXIT_BUG, EXIT_USER_ERROR, DataError
 from titanlite.runtime import watchdog
@@ -125,3 +126,26 @@ def fail_without_a_store() -> None:
 
 def lose_store(*_) -> None:
     raise dist.DistNetworkError("Connection reset by peer")
+
+
+@pytest.mark.parametrize("mode", ["disabled", "async"])
+def test_a_bug_of_one_rank_in_a_save_is_printed_with_its_traceback(mode, run_toml, tmp_path):
+    """The other ranks wait for it inside the save."""
+    argv = ("--job.config_file", str(run_toml), "--validation.enable", "false")
+    prepare = fail_in_save_on_rank_1
+    out = tmp_path / "out"
+    with LaunchedRun(2, out, *argv, "--checkpoint.async_mode", mode, prepare=prepare) as run:
+        assert run.wait() == [1, EXIT_BUG], run.output
+    assert run.output.count("an injected bug\n") == 1, run.output
+    assert "rank 1 of 2:\nTraceback" in run.output and "rank 0 of 2" not in run.output
+    assert "Rank 1 (" in run.output and "has left at step " in run.output
+
+
+def fail_in_save_on_rank_1() -> None:
+    """Fail where the ranks do not exchange errors."""
+
+    def fail(*_) -> None:
+        raise ERRORS["a bug"][0]
+
+    if os.environ["RANK"] == "1":
+        CollectiveSave.run = fail

@@ -186,7 +186,10 @@ class Checkpointer:
         return None if save is None or save.done.is_set() else save.limit
 
     def wait(self) -> SaveResult | None:
-        """Wait for the save in progress; returns its result, equal on every rank, or None."""
+        """Wait for the save in progress; returns its result, equal on every rank, or None.
+
+        Raises the error that only this rank has, such as a bug or the loss of another rank.
+        """
         save = self._save
         if save is None:
             return None
@@ -194,6 +197,8 @@ class Checkpointer:
         if not save.done.wait(GROUP_TIMEOUT_FACTOR * self.config.timeout_seconds):
             raise CheckpointError(f"{save.folder}: writing it hangs.")
         self._save = None
+        if save.error is not None:  # the others may still wait inside the save
+            raise save.error
         blocked = save.blocked_seconds + time.monotonic() - started
         problem = " ".join(gather_problems(save.problem, self.group))
         if problem:
