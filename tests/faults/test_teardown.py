@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import tempfile
 import time
 from functools import partial
 
@@ -149,3 +150,20 @@ def fail_in_save_on_rank_1() -> None:
 
     if os.environ["RANK"] == "1":
         CollectiveSave.run = fail
+
+
+def test_an_unsafe_compile_cache_is_reported_once(run_toml, tmp_path):
+    folder = tmp_path / f"titanlite_{os.getuid()}"
+    folder.mkdir()
+    folder.chmod(0o777)
+    argv = ("--job.config_file", str(run_toml), "--compile.enable", "true")
+    prepare = partial(use_temporary_folder, str(tmp_path))
+    with LaunchedRun(2, tmp_path / "out", *argv, prepare=prepare) as run:
+        assert run.wait() == [EXIT_USER_ERROR] * 2, run.output
+    assert run.output.count(f"{folder}: other users can write to it") == 1, run.output
+    assert "rank 0: " not in run.output and "Traceback" not in run.output
+
+
+def use_temporary_folder(folder: str) -> None:
+    tempfile.tempdir = folder
+    os.environ.pop("TORCHINDUCTOR_CACHE_DIR", None)
