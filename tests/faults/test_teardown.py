@@ -107,6 +107,18 @@ def die_after_joining() -> None:
         watchdog.share_secret = die
 
 
+def test_a_rank_that_freezes_before_the_watchdog_runs_does_not_block_the_others(run_toml, tmp_path):
+    argv = ("--job.config_file", str(run_toml), "--comm.init_timeout_seconds", "5")
+    with LaunchedRun(2, tmp_path / "out", *argv, prepare=freeze_after_joining) as run:
+        assert run.wait(40, excluded=(1,))[0] == 1, run.output
+    assert "rank 0: connecting to the other ranks has taken 10 s" in run.output, run.output
+
+
+def freeze_after_joining() -> None:
+    if os.environ["RANK"] == "1":
+        watchdog.share_secret = lambda: os.kill(os.getpid(), signal.SIGSTOP)
+
+
 def test_an_error_of_all_ranks_keeps_its_code_if_the_store_is_gone(run_toml, tmp_path):
     argv = ("--job.config_file", str(run_toml), "--validation.enable", "false")
     with LaunchedRun(2, tmp_path / "out", *argv, prepare=fail_without_a_store) as run:
