@@ -37,7 +37,7 @@ class UserError(Exception):
 
     def mark_printed(self) -> None:
         """Record that the error is on stderr, so that no rank prints it again."""
-        self.on_all_ranks = self.printed = True
+        self.printed = True
 
 
 class ConfigError(UserError):

@@ -188,7 +188,8 @@ class Checkpointer:
     def wait(self) -> SaveResult | None:
         """Wait for the save in progress; returns its result, or None.
 
-        The result is the same on every rank, except for the times.
+        The result is the same on every rank, except for the times. Raises the error that only this
+        rank has, such as a bug or the loss of another rank.
         """
         save = self._save
         if save is None:
@@ -197,6 +198,8 @@ class Checkpointer:
         if not save.done.wait(GROUP_TIMEOUT_FACTOR * self.config.timeout_seconds):
             raise CheckpointError(f"{save.folder}: writing it hangs.")
         self._save = None
+        if save.error is not None:  # the others may still wait inside the save
+            raise save.error
         blocked = save.blocked_seconds + time.monotonic() - started
         problem = " ".join(gather_problems(save.problem, self.group))
         if problem:

@@ -15,13 +15,14 @@ from titanlite.threads import DeviceThread
 
 
 class SaveInProgress:
-    """A save with its time limit; after `done` is set, `seconds` and `problem` are its result."""
+    """A save with its time limit; after `done` is set, `seconds` and what failed are its result."""
 
     def __init__(self, step: int, folder: StorageFolder, started: float, timeout_seconds: float):
         self.step, self.folder, self.started = step, folder, started
         self.limit: TimeLimit | None = None  # None until the writing thread runs
         self.seconds = self.blocked_seconds = 0.0
-        self.problem = ""  # why it failed
+        self.problem = ""  # why it failed, on all ranks
+        self.error: Exception | None = None  # of this rank only; the others wait for it
         self.done = threading.Event()
         self._name = f"Rank {dist.get_rank()}: the save of step {step}"
         self._timeout_seconds = timeout_seconds
@@ -40,10 +41,11 @@ class SaveInProgress:
         self.limit = TimeLimit(self._name, self._timeout_seconds, "checkpoint.timeout_seconds")
         try:
             write()
-        except BaseException as error:
-            self.problem = str(error) if isinstance(error, UserError) else repr(error)
-            if not isinstance(error, Exception):  # Ctrl-C ends the run; a failed save does not
-                raise
+        except Exception as error:  # Ctrl-C ends the run; a failed save does not
+            if isinstance(error, UserError) and error.on_all_ranks:
+                self.problem = str(error)
+            else:
+                self.error = error
         finally:
             self.seconds = time.monotonic() - self.started
             self.done.set()

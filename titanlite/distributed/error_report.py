@@ -64,15 +64,15 @@ class ErrorReport:
         """Wait until rank 0 has printed an error that all ranks have.
 
         The launcher ends all ranks when it sees the first exit, so rank 0 must print before any
-        rank exits.
+        rank exits. A store on a frozen host ignores the timeout.
         """
         if not isinstance(error, UserError) or not error.on_all_ranks:
             return
-        if self._rank == 0:
-            store.set(_PRINTED_KEY, "")
-            return
-        with suppress(dist.DistError):  # rank 0 has ended, or does not answer
-            store.wait([_PRINTED_KEY], timedelta(seconds=RANK_0_SECONDS))
+        with suppress(dist.DistError):  # rank 0, or the launcher, has ended
+            if self._rank == 0:
+                store.set(_PRINTED_KEY, "")
+            else:
+                store.wait([_PRINTED_KEY], timedelta(seconds=RANK_0_SECONDS))
         error.mark_printed()
 
     def finish(self, error: BaseException) -> int:

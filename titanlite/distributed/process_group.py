@@ -21,13 +21,13 @@ from titanlite.distributed.flight_recorder import FlightRecorder
 from titanlite.distributed.rendezvous import (
     bind_gloo_to_loopback,
     connect_gloo_on_demand,
+    explaining_failed_connections,
     launched_rank_and_world_size,
     open_rank_store,
     raise_open_file_limit,
-    store_address,
 )
 from titanlite.distributed.time_limit import LEAVE_SECONDS, exit_after
-from titanlite.errors import ConfigError, RendezvousError
+from titanlite.errors import ConfigError
 from titanlite.settings import NotNegative, Positive, Supported
 
 
@@ -129,7 +129,7 @@ def join_process_group(
     # connecting to the other ranks another.
     with exit_after(2 * timeout, f"rank {rank}: joining the process group"):
         store, start_id = open_rank_store(rank, world_size, timeout)
-        with _explaining_failed_connections(rank, world_size):
+        with explaining_failed_connections(rank, world_size):
             dist.init_process_group(
                 # gloo beside NCCL: checkpoints and small values are exchanged in host memory
                 backend="gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl",
@@ -145,30 +145,12 @@ def join_process_group(
                 _enable_determinism(debug.deterministic_warn_only)
             yield RankContext(rank, world_size, device, start_id)
     except BaseException as error:
-        report.wait_for_rank_0(error, store)
         with exit_after(LEAVE_SECONDS, f"rank {rank}: aborting collectives", exit_code_of(error)):
+            report.wait_for_rank_0(error, store)
             _abort_process_groups()
         raise
     with exit_after(LEAVE_SECONDS, f"rank {rank}: leaving the process group"):
         dist.destroy_process_group()
-
-
-@contextmanager
-def _explaining_failed_connections(rank: int, world_size: int) -> Iterator[None]:
-    """Raise RendezvousError if this rank cannot connect to the others."""
-    try:
-        yield
-    except RuntimeError as error:
-        if world_size == 1:
-            raise
-        reason = str(error).partition("\n")[0]
-        raise RendezvousError(
-            f"Rank {rank} of {world_size} reached the store at {store_address()}, but could not"
-            f" connect to the other ranks: {reason}",
-            fix="Check whether another rank failed before, that the machines can reach each other"
-            " on all ports, and that GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME, if set, name the"
-            " right interfaces.",
-        ) from error
 
 
 def _abort_process_groups() -> None:

@@ -19,7 +19,8 @@ import socket
 import sys
 import time
 import uuid
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -136,6 +137,27 @@ def connect_gloo_on_demand() -> None:
     """
     if sys.platform == "linux" and os.environ.get("GLOO_DEVICE_TRANSPORT", "TCP") == "TCP":
         os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
+
+
+@contextmanager
+def explaining_failed_connections(rank: int, world_size: int) -> Iterator[None]:
+    """Raise RendezvousError if this rank cannot connect to the others.
+
+    gloo connects two ranks when they first exchange data, so the group may exist before that.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if world_size == 1:
+            raise
+        reason = str(error).partition("\n")[0]
+        raise RendezvousError(
+            f"Rank {rank} of {world_size} reached the store at {store_address()}, but could not"
+            f" connect to the other ranks: {reason}",
+            fix="Check whether another rank failed before, that the machines can reach each other"
+            " on all ports, and that GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME, if set, name the"
+            " right interfaces.",
+        ) from error
 
 
 def raise_open_file_limit() -> None:

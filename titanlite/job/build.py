@@ -231,7 +231,8 @@ def build_model(job: Job, mesh: Mesh, rank: RankContext) -> ShardedModel:
     """The parallelized model with its initial weights."""
     config, device = job.config, rank.device
     if config.compiles:
-        prepare_compiler(device)
+        _, problem = capture_user_error(lambda: prepare_compiler(device))
+        raise_on_all_ranks(problem)
     if config.activation_checkpoint.visualize_memory_budget_pareto:
         plot_memory_budgets(job.folder / "memory_budget_pareto")
     kernel = run_on_rank_0(

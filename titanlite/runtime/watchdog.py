@@ -26,9 +26,9 @@ from types import TracebackType
 import torch.distributed as dist
 
 from titanlite.distributed.flight_recorder import FlightRecorder
-from titanlite.distributed.rendezvous import connect_to_store
+from titanlite.distributed.rendezvous import connect_to_store, explaining_failed_connections
 from titanlite.distributed.signed_store import SignedStore, share_secret
-from titanlite.distributed.time_limit import TimeLimit
+from titanlite.distributed.time_limit import TimeLimit, exit_after
 from titanlite.errors import EXIT_RANK_LOST, RankLostError, UserError
 from titanlite.runtime.diagnosis import (
     DISK_PHASES,
@@ -82,11 +82,17 @@ class HeartbeatWatchdog:
 
     def __enter__(self) -> HeartbeatWatchdog:
         watch = self._watch_single_rank
-        if self._progress.world_size > 1:
+        if (world_size := self._progress.world_size) > 1:
             watch = self._watch_peers
-            store = connect_to_store(min(self._progress.timeout_seconds, 30))
+            rank, seconds = self._progress.rank, 2 * self._progress.timeout_seconds
+            with (  # gloo ignores its timeout while it connects to a frozen rank
+                exit_after(seconds, f"rank {rank}: connecting to the other ranks"),
+                explaining_failed_connections(rank, world_size),
+            ):
+                store = connect_to_store(min(self._progress.timeout_seconds, 30))
+                secret = share_secret()  # the first data that ranks exchange
             store = dist.PrefixStore(f"watch/{self._start_id}", store)
-            signed_store = SignedStore(store, self._start_id, share_secret())
+            signed_store = SignedStore(store, self._start_id, secret)
             self._exchange = HeartbeatExchange(signed_store, self._progress)
         self._thread = DeviceThread(watch, "watchdog")
         self._thread.start()
