@@ -68,11 +68,11 @@ class ErrorReport:
         """
         if not isinstance(error, UserError) or not error.on_all_ranks:
             return
-        if self._rank == 0:
-            store.set(_PRINTED_KEY, "")
-            return
-        with suppress(dist.DistError):  # rank 0 has ended, or does not answer
-            store.wait([_PRINTED_KEY], timedelta(seconds=RANK_0_SECONDS))
+        with suppress(dist.DistError):  # the launcher or rank 0 has ended, or does not answer
+            if self._rank == 0:
+                store.set(_PRINTED_KEY, "")
+            else:
+                store.wait([_PRINTED_KEY], timedelta(seconds=RANK_0_SECONDS))
         error.mark_printed()
 
     def finish(self, error: BaseException) -> int:
