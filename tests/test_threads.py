@@ -37,6 +37,23 @@ def test_a_thread_selects_the_device_of_the_thread_that_starts_it():
         assert calls_by_thread(recorder)["worker"] == ["set_device", "synchronize"]
 
 
+def test_a_thread_runs_after_an_error_that_every_later_cuda_call_raises(monkeypatch):
+    """Otherwise the timer would not run that ends a rank whose teardown blocks."""
+
+    def fail(*_) -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    for broken in ("set_device", "current_device"):
+        monkeypatch.setattr(torch.cuda, "current_device", lambda: LOCAL_RANK)
+        monkeypatch.setattr(torch.cuda, broken, fail)
+        ran = threading.Event()
+        thread = DeviceThread(ran.set, "worker")
+        thread.start()
+        thread.join()
+        assert ran.is_set()
+
+
 def test_the_save_thread_selects_the_device_and_waits_only_for_the_copies(tmp_path):
     """DCP's own loader would wait every 10 MB for whatever training has enqueued."""
     model = nn.Linear(8, 8)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import partial
 from threading import Thread
 from typing import Any
@@ -41,11 +42,22 @@ def open_thread_pool(workers: int) -> ThreadPoolExecutor:
 
 
 def _device_selector() -> Callable[[], None]:
-    """A function that selects the CUDA device of this thread in another one; no-op without CUDA."""
+    """A function that selects the CUDA device of this thread in another one; no-op without CUDA.
+
+    After an error such as an illegal memory access, every CUDA call fails. Threads must run even
+    then: some of them end the process.
+    """
     torch = sys.modules.get("torch")  # not imported here: programs without torch start threads too
     if torch is None or not torch.cuda.is_initialized():
         return _do_nothing
-    return partial(torch.cuda.set_device, torch.cuda.current_device())
+    with suppress(RuntimeError):
+        return partial(_select, torch.cuda.set_device, torch.cuda.current_device())
+    return _do_nothing
+
+
+def _select(set_device: Callable[[int], None], device: int) -> None:
+    with suppress(RuntimeError):
+        set_device(device)
 
 
 def _do_nothing() -> None:

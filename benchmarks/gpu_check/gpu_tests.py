@@ -5,14 +5,17 @@ from __future__ import annotations
 import sys
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
-from benchmarks.gpu_check.outcome import CheckFailed, Machine, Outcome, run_command
+from benchmarks.gpu_check.outcome import CheckFailed, CheckSkipped, Machine, Outcome, run_command
 from benchmarks.gpu_check.runs import MAX_RUN_SECONDS
 
 
 def check_gpu_tests(machine: Machine) -> Iterator[Outcome]:
     """Run tests/gpu with pytest; each failed test is an outcome of its own."""
+    if find_spec("pytest") is None:
+        raise CheckSkipped("needs pytest: pip install '.[dev]'")
     results = machine.folder / "gpu_tests.xml"
     command = [sys.executable, "-m", "pytest", "-q", "tests/gpu", f"--junitxml={results}"]
     try:

@@ -10,9 +10,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from shutil import rmtree
 
-from benchmarks.gpu_check.outcome import CheckFailed, Machine, Outcome, run_command
+import torch
+
+from benchmarks.gpu_check.outcome import (
+    CheckFailed,
+    CheckSkipped,
+    Machine,
+    Outcome,
+    run_command,
+)
 from benchmarks.gpu_check.trace_overlap import ALL_GATHERS, COPIES, overlap_in_trace
 from benchmarks.processes import ROOT, as_arguments
+from titanlite.kernels.gpu import find_gpu
 from titanlite.plots.compare import compare_runs, verdict
 
 MAX_RUN_SECONDS = 180
@@ -40,11 +49,14 @@ JOB = {
     "metrics.log_freq": "1",
 }
 ADAMW = {"optimizer.name": "AdamW", "optimizer.lr": "1e-3"}
+# The last two blocks are not offloaded, nor tensors below 1 MiB: here a block input has 2 MiB.
+OFFLOADED = {"model.n_layers": "4", "training.seq_len": "512"}
 # The same job on one process of the CPU, in fp32: reference -> its settings
 REFERENCES: dict[str, Mapping[str, str]] = {
     "SGD": {},
     "AdamW": ADAMW,
     "document mask": DOCUMENTS,
+    "four blocks": OFFLOADED,
 }
 
 
@@ -58,6 +70,7 @@ class Recipe:
     reference: str = "SGD"
     devices: int = 1
     needs_cuda: bool = False
+    needs_float8: bool = False  # a GPU with Float8 matmuls
     metrics: tuple[str, ...] = field(default=("loss", "grad_norm"))
 
 
@@ -78,8 +91,13 @@ def one_device_recipes() -> list[Recipe]:
         Recipe("bf16, document mask", DOCUMENTS, BF16_TOLERANCE, "document mask"),
         Recipe(
             "bf16, activation offload",
-            {"activation_checkpoint.mode": "full", "activation_checkpoint.offload": "true"},
+            {
+                **OFFLOADED,
+                "activation_checkpoint.mode": "full",
+                "activation_checkpoint.offload": "true",
+            },
             BF16_TOLERANCE,
+            "four blocks",
         ),
         Recipe(
             "bf16, recomputation per operation",
@@ -106,6 +124,7 @@ def one_device_recipes() -> list[Recipe]:
             ),
             FLOAT8_TOLERANCE,
             needs_cuda=True,
+            needs_float8=True,
             metrics=loss_only,
         ),
         Recipe(
@@ -113,6 +132,7 @@ def one_device_recipes() -> list[Recipe]:
             float8("rowwise"),
             FLOAT8_TOLERANCE,
             needs_cuda=True,
+            needs_float8=True,
             metrics=loss_only,
         ),
     ]
@@ -154,6 +174,9 @@ def check_recipe(recipe: Recipe) -> Callable[[Machine], Iterator[Outcome]]:
     """A check that a recipe has the losses of its reference."""
 
     def check(machine: Machine) -> Iterator[Outcome]:
+        gpu = find_gpu(torch.device(machine.device_type))
+        if recipe.needs_float8 and not (gpu and gpu.supports_float8):
+            raise CheckSkipped(f"needs a GPU with Float8 matmuls, not {gpu or 'a CPU'}")
         out = train(machine, recipe.name, recipe.settings, recipe.devices)
         yield compare_with_reference(machine, recipe, out)
 
@@ -205,19 +228,7 @@ def check_overlap(machine: Machine) -> Iterator[Outcome]:
     """Weights are all-gathered, or activations copied, while matmuls run."""
     several = machine.devices > 1
     name = "all-gather" if several else "activation offload"
-    settings = {
-        "model.dim": "2048",
-        "model.n_heads": "16",
-        "model.n_kv_heads": "8",
-        "model.hidden_dim": "5632",
-        "training.seq_len": "2048",
-        "training.local_batch_size": "4",
-        "training.global_batch_size": str(4 * machine.devices),
-        "activation_checkpoint.offload": "false" if several else "true",
-        "profiling.enable_profiling": "true",
-        "profiling.profile_freq": "6",
-    }
-    out = train(machine, f"overlap of {name}", settings, machine.devices)
+    out = train(machine, f"overlap of {name}", overlap_job(machine.devices), machine.devices)
     trace = out / "profile_traces" / "iteration_6" / "rank0_trace.json"
     overlap = overlap_in_trace(trace, ALL_GATHERS if several else COPIES)
     result = (
@@ -227,6 +238,22 @@ def check_overlap(machine: Machine) -> Iterator[Outcome]:
     if not overlap.both_us:
         raise CheckFailed(result)
     yield Outcome(f"overlap of {name} and matmuls", "passed", result)
+
+
+def overlap_job(devices: int) -> dict[str, str]:
+    """Settings of the job whose trace shows overlap: with one device, it offloads activations."""
+    return {
+        **OFFLOADED,
+        "model.dim": "2048",
+        "model.n_heads": "16",
+        "model.n_kv_heads": "8",
+        "model.hidden_dim": "5632",
+        "training.seq_len": "2048",
+        "training.global_batch_size": str(4 * devices),
+        "activation_checkpoint.offload": "false" if devices > 1 else "true",
+        "profiling.enable_profiling": "true",
+        "profiling.profile_freq": "6",
+    }
 
 
 # --- processes -----------------------------------------------------------------------------------
@@ -274,6 +301,7 @@ def prepare_text(machine: Machine) -> Path:
         documents = (json.dumps({"text": path.read_text(encoding="utf-8")}) for path in files)
         text.write_text("\n".join(documents), encoding="utf-8")
         command = [sys.executable, str(ROOT / "scripts" / "prepare_data.py"), str(text)]
+        # 0: of so few documents, chance would decide whether any is for validation
         command += ["--tokenizer", "bytes", "--validation-share", "0", "--out", str(corpus)]
         run_command(command, timeout=MAX_RUN_SECONDS)
     return corpus

@@ -8,11 +8,13 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+from torch import Tensor, nn
 
 from benchmarks.gpu_check import runs
 from benchmarks.gpu_check.bandwidth import measure_collectives
 from benchmarks.gpu_check.checks import all_checks, run_checks
-from benchmarks.gpu_check.gpu_tests import read_results
+from benchmarks.gpu_check.gpu_tests import check_gpu_tests, read_results
 from benchmarks.gpu_check.outcome import (
     Check,
     CheckFailed,
@@ -23,10 +25,20 @@ from benchmarks.gpu_check.outcome import (
     run_command,
 )
 from benchmarks.gpu_check.report import report
-from benchmarks.gpu_check.runs import Recipe, compare_with_reference
+from benchmarks.gpu_check.runs import (
+    JOB,
+    Recipe,
+    check_recipe,
+    compare_with_reference,
+    one_device_recipes,
+    overlap_job,
+)
 from benchmarks.gpu_check.trace_overlap import ALL_GATHERS, COPIES, overlap_in_trace
 from scripts.check_gpu import parse_arguments
 from tests.distributed.ranks import run_on_ranks
+from titanlite.kernels.gpu import Gpu
+from titanlite.models import FAMILIES
+from titanlite.parallelize import activation_offload
 
 ROOT = Path(__file__).parents[2]
 
@@ -206,3 +218,62 @@ def test_every_kind_of_parallelism_is_checked_with_eight_devices():
         assert f"data_parallel_{kind}_degree" in names
     for kind in ("tensor", "context", "pipeline"):
         assert f"{kind}_parallel_degree" in names
+
+
+class Scale(nn.Module):
+    """A block that saves its input for backward."""
+
+    def __init__(self, dim: int):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(dim, dtype=torch.bfloat16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.weight
+
+
+def offloading_jobs() -> dict[str, dict[str, str]]:
+    """The settings of the checks that offload activations."""
+    recipes = {recipe.name: {**JOB, **recipe.settings} for recipe in one_device_recipes()}
+    jobs = {"overlap": {**JOB, **overlap_job(devices=1)}, **recipes}
+    return {n: job for n, job in jobs.items() if job.get("activation_checkpoint.offload") == "true"}
+
+
+def test_checks_of_activation_offload_have_activations_to_offload(monkeypatch):
+    """The last two blocks stay on the device, as do small tensors: a check could copy nothing."""
+    sent: list[Tensor] = []
+
+    class Transfers(activation_offload._HostTransfers):
+        def to_host(self, tensors: list[Tensor]):
+            sent.extend(tensors)
+            return super().to_host(tensors)
+
+    monkeypatch.setattr(activation_offload, "_HostTransfers", Transfers)
+    assert len(offloading_jobs()) == 2
+    for name, job in offloading_jobs().items():
+        sent.clear()
+        dim = int(job.get("model.dim", FAMILIES["llama3"].flavors[job["model.flavor"]].dim))
+        blocks = nn.ModuleDict({str(n): Scale(dim) for n in range(int(job["model.n_layers"]))})
+        activation_offload.offload_activations(blocks, "cpu")
+        shape = (int(job["training.global_batch_size"]), int(job["training.seq_len"]), dim)
+        x = torch.zeros(shape, dtype=torch.bfloat16, requires_grad=True)
+        for block in blocks.values():
+            x = block(x)
+        x.sum().backward()
+        assert sent, name
+
+
+def test_float8_is_not_checked_on_a_gpu_without_it(tmp_path, monkeypatch):
+    gpu = Gpu("NVIDIA A100-SXM4-80GB", (8, 0))
+    monkeypatch.setattr("benchmarks.gpu_check.runs.find_gpu", lambda device: gpu)
+    recipes = [recipe for recipe in one_device_recipes() if "Float8" in recipe.name]
+    assert len(recipes) == 2
+    for recipe in recipes:
+        check = Check(recipe.name, check_recipe(recipe), recipe.needs_cuda)
+        (outcome,) = check.outcomes(Machine(1, True, tmp_path))
+        assert outcome.status == "skipped" and "A100" in outcome.result
+
+
+def test_gpu_tests_are_skipped_without_pytest(tmp_path, monkeypatch):
+    monkeypatch.setattr("benchmarks.gpu_check.gpu_tests.find_spec", lambda name: None)
+    with pytest.raises(CheckSkipped, match="pip install"):
+        list(check_gpu_tests(Machine(1, True, tmp_path)))

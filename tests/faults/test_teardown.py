@@ -179,3 +179,27 @@ def test_an_unsafe_compile_cache_is_reported_once(run_toml, tmp_path):
 def use_temporary_folder(folder: str) -> None:
     tempfile.tempdir = folder
     os.environ.pop("TORCHINDUCTOR_CACHE_DIR", None)
+
+
+def test_the_exit_code_stays_if_collectives_cannot_be_aborted(run_toml, tmp_path):
+    """As after an illegal memory access, when every later call to CUDA fails."""
+    error, code = ERRORS["an error of the user"]
+    argv = ("--job.config_file", str(run_toml), "--validation.enable", "false")
+    prepare = partial(fail_twice, error)
+    with LaunchedRun(1, tmp_path / "out", *argv, prepare=prepare) as run:
+        assert run.wait() == [code], run.output
+    assert "collectives could not be aborted: CUDA error" in run.output
+    assert "Traceback" not in run.output
+
+
+def fail_twice(error: Exception) -> None:
+    """Raise an error in the first step, and another one in teardown."""
+
+    def fail(*_) -> None:
+        raise error
+
+    def fail_to_abort(*_) -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    register_optimizer_step_pre_hook(fail)
+    dist.distributed_c10d._abort_process_group = fail_to_abort

@@ -68,7 +68,7 @@ class ErrorReport:
         """
         if not isinstance(error, UserError) or not error.on_all_ranks:
             return
-        with suppress(dist.DistError):  # rank 0, or the launcher, has ended
+        with suppress(dist.DistError):  # the launcher or rank 0 has ended, or does not answer
             if self._rank == 0:
                 store.set(_PRINTED_KEY, "")
             else:

@@ -28,6 +28,7 @@ from titanlite.distributed.rendezvous import (
 )
 from titanlite.distributed.time_limit import LEAVE_SECONDS, exit_after
 from titanlite.errors import ConfigError
+from titanlite.log import logger
 from titanlite.settings import NotNegative, Positive, Supported
 
 
@@ -159,7 +160,10 @@ def _abort_process_groups() -> None:
     # of NCCL as one group, because they can wait for each other; gloo has nothing to abort.
     from torch.distributed.distributed_c10d import _abort_process_group
 
-    _abort_process_group()
+    try:
+        _abort_process_group()
+    except Exception as failure:  # of CUDA or NCCL; the error that ended this rank is raised
+        logger.warning("collectives could not be aborted: %s", failure)
 
 
 def _enable_determinism(warn_only: bool) -> None:
@@ -202,8 +206,10 @@ def enable_expandable_segments() -> None:
 
 def set_collective_timeouts(seconds: int, excluded: dist.ProcessGroup | None) -> None:
     """Set the timeout of all process groups that exist, except `excluded`."""
-    # No public call changes the timeout of a group that exists (torch 2.11 to 2.15).
-    from torch.distributed.distributed_c10d import _set_pg_timeout, _world
+    # There is no public list of groups (torch 2.11 to 2.15), and before 2.15 no public call that
+    # changes the timeout of one.
+    from torch.distributed import distributed_c10d
 
-    for group in set(_world.pg_map) - {excluded}:
-        _set_pg_timeout(timedelta(seconds=seconds), group)
+    set_timeout = getattr(dist, "set_timeout", None) or distributed_c10d._set_pg_timeout
+    for group in set(distributed_c10d._world.pg_map) - {excluded}:
+        set_timeout(timedelta(seconds=seconds), group)
