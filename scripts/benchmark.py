@@ -67,7 +67,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def write_gpu_table(cases: list[str], out: Path | None) -> None:
-    """Measure one GPU; `all-gpu` writes benchmarks/gpu.md by default, unless it has no figures."""
+    """Measure one GPU; `all-gpu` by default writes benchmarks/gpu.md, if it measured a figure."""
     all_cases = "all-gpu" in cases
     rows = measure_gpu(list(GPU_CASES) if all_cases else cases)
     if all_cases and out is None:

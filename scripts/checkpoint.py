@@ -2,7 +2,7 @@
 
 commands:
   ls      list all checkpoints, including unfinished ones and those set aside
-  verify  compare all bytes with the hashes in the manifests; exit code 2 if any differs
+  verify  compare all bytes with the hashes in the manifests; exit code 2 if one is not valid
   show    print the manifest of one checkpoint: job properties, files and tensors
   newest  print the path of the newest valid checkpoint
   rm      remove one checkpoint
@@ -124,7 +124,7 @@ def summary_rows(manifest: CheckpointManifest) -> list[tuple[str, str]]:
 
 
 def property_rows(properties: dict[str, Any]) -> list[tuple[str, str]]:
-    """One row a property; of a table of values, one row an entry."""
+    """One row per property, or per entry of a property that is a table."""
     rows = []
     for name, value in properties.items():
         table = value if isinstance(value, dict) else {}

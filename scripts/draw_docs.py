@@ -36,7 +36,7 @@ def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(PICTURES)}")
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"any of {', '.join(PICTURES)}")
     parser.add_argument("--out", type=Path, default=OUT, help="folder of the pictures")
     args = parser.parse_args(argv)
     names = args.names or list(PICTURES)

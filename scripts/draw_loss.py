@@ -14,7 +14,9 @@ from titanlite.plots.loss_curve import draw_loss
 
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("run", type=Path, help="a job.dump_folder, with its metrics.jsonl")
+    parser.add_argument(
+        "run", metavar="RUN_FOLDER", type=Path, help="a job.dump_folder, with its metrics.jsonl"
+    )
     parser.add_argument("--out", type=Path, help="the plot (default: RUN_FOLDER/loss.png)")
     arguments = parser.parse_args(argv)
     out = arguments.out or arguments.run / "loss.png"

@@ -1,8 +1,8 @@
 # To be sourced, from any directory: create .venv in the repository's root if needed, activate it.
 #
 # .venv/stamp identifies what is installed and is written last. If it is missing, an installation
-# was interrupted and starts from scratch; if it differs, pyproject.toml or constraints.txt has
-# changed and pip updates the installation.
+# was interrupted and starts from scratch; if it differs, pyproject.toml, constraints.txt or the
+# path of the repository has changed and pip updates the installation.
 
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 venv="$root/.venv"

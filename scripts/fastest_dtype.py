@@ -1,8 +1,8 @@
 """Print the faster compute dtype of this machine: bfloat16 or float32.
 
 A CPU without bfloat16 units emulates bfloat16 and is 3 to 4 times slower with it than with float32.
-Each is measured with a matmul for half a second; the figures go to stderr. With a GPU the answer is
-always bfloat16.
+Each dtype is measured with a matmul for half a second; the figures go to stderr. With a GPU the
+answer is always bfloat16.
 """
 
 from __future__ import annotations

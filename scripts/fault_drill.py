@@ -4,9 +4,9 @@ python scripts/fault_drill.py --faults 20 --ranks 2 --out drill -- --job.config_
 
 Trains once without faults in OUT/undisturbed, and once in OUT/disturbed with random faults; after
 each fault the same torchrun command is started again. Both runs must end at the same step with
-bit-equal weights, optimizer state, data position and losses. With --layout (repeatable), each start
-uses the next layout, given as overrides of the job, and losses must agree to 1e-5 instead.
-Exit code 0 if they are equal, 2 if not.
+bit-equal weights, optimizer state, data position and losses. With several --layout, each start uses
+the next layout, given as overrides of the job; then only the data position must be equal, and the
+losses must agree to 1e-5. Exit code 0 if the runs agree, 2 if not.
 """
 
 from __future__ import annotations
@@ -128,11 +128,11 @@ class Drill:
         return "  loss " in self.log_text()
 
 
-# --- faults: each starts the run, injects a fault, and waits until the run has ended -------------
+# --- faults: all but `damage` start the run, inject a fault, and wait until the run has ended -----
 
 
 def kill_a_rank(drill: Drill) -> str:
-    run = _under_way(drill)
+    run = _start_until_training(drill)
     rank = _signal_a_rank(drill, run, signal.SIGKILL)
     drill.wait(run)
     return f"rank {rank} killed"
@@ -140,7 +140,7 @@ def kill_a_rank(drill: Drill) -> str:
 
 def kill_a_writer(drill: Drill) -> str:
     """Kill while a checkpoint is being written."""
-    run = _saving(drill)
+    run = _start_until_saving(drill)
     rank = _signal_a_rank(drill, run, signal.SIGKILL)
     drill.wait(run)
     names = ", ".join(name for name, _ in drill.unfinished()) or "none"
@@ -149,7 +149,7 @@ def kill_a_writer(drill: Drill) -> str:
 
 def interrupt_a_save(drill: Drill) -> str:
     """Ctrl-C at torchrun while a checkpoint is being written: the save must be completed."""
-    run = _saving(drill)
+    run = _start_until_saving(drill)
     _signal_the_launcher(drill, run, signal.SIGINT)
     drill.wait(run)
     if unfinished := drill.unfinished():
@@ -159,7 +159,7 @@ def interrupt_a_save(drill: Drill) -> str:
 
 def lose_the_lease(drill: Drill) -> str:
     """Another job takes over the lease during a save: nothing more may be committed."""
-    run = _saving(drill)
+    run = _start_until_saving(drill)
     lease = drill.out / LEASE_FILE
     before = {path.name for path in drill.complete_checkpoints()}
     try:
@@ -180,7 +180,7 @@ def lose_the_lease(drill: Drill) -> str:
 
 def share_the_checkpoint_folder(drill: Drill) -> str:
     """A second job with the same checkpoint.folder must be refused; the first one continues."""
-    run = _under_way(drill)
+    run = _start_until_training(drill)
     other = drill.out.with_name("other job")
     command = [sys.executable, str(TRAIN), *drill.argv, f"--job.dump_folder={other}"]
     second = subprocess.run(
@@ -208,7 +208,9 @@ def hang_an_fsync(drill: Drill) -> str:
         subprocess.run([compiler, *flags], input=HANGING_FSYNC, text=True, check=True)
     drill.argv.append("--checkpoint.timeout_seconds=5")
     try:
-        run = _under_way(drill, LD_PRELOAD=str(shim), HANG_WHILE=str(hanging), HANG_IN="/step-")
+        run = _start_until_training(
+            drill, LD_PRELOAD=str(shim), HANG_WHILE=str(hanging), HANG_IN="/step-"
+        )
         hanging.touch()
         drill.wait(run)
     finally:
@@ -239,7 +241,7 @@ int fsync(int descriptor) {
 
 
 def kill_the_launcher(drill: Drill) -> str:
-    run = _under_way(drill)
+    run = _start_until_training(drill)
     pids = find_rank_pids(run.pid)
     run.kill()
     run.wait()
@@ -252,7 +254,7 @@ def kill_the_launcher(drill: Drill) -> str:
 
 
 def freeze_a_rank(drill: Drill) -> str:
-    run = _under_way(drill)
+    run = _start_until_training(drill)
     rank = _signal_a_rank(drill, run, signal.SIGSTOP)
     drill.wait(run)
     if run.returncode and f"Rank {rank} (" not in drill.log_text():
@@ -261,7 +263,7 @@ def freeze_a_rank(drill: Drill) -> str:
 
 
 def ask_to_stop(drill: Drill) -> str:
-    run = _under_way(drill)
+    run = _start_until_training(drill)
     number = drill.random.choice([signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2])
     rank = _signal_a_rank(drill, run, number)
     drill.wait(run)
@@ -275,7 +277,7 @@ def fill_the_disk(drill: Drill) -> str:
     if not sizes or metrics.stat().st_size > max(sizes) // 4:
         return kill_a_rank(drill)
     before = drill.complete_checkpoints()
-    run = _under_way(drill, file_limit=max(sizes) // 2)
+    run = _start_until_training(drill, file_limit=max(sizes) // 2)
     _signal_a_rank(drill, run, signal.SIGTERM)
     drill.wait(run)
     if drill.complete_checkpoints() != before:
@@ -347,7 +349,9 @@ FAULTS: dict[str, Callable[[Drill], str]] = {
 }
 
 
-def _under_way(drill: Drill, file_limit: int | None = None, **environment: str) -> subprocess.Popen:
+def _start_until_training(
+    drill: Drill, file_limit: int | None = None, **environment: str
+) -> subprocess.Popen:
     """Start the run, and return at a random time after its first step."""
     run, deadline = drill.start(file_limit, **environment), time.monotonic() + 600
     while run.poll() is None and time.monotonic() < deadline and not drill.has_trained():
@@ -356,7 +360,7 @@ def _under_way(drill: Drill, file_limit: int | None = None, **environment: str) 
     return run
 
 
-def _saving(drill: Drill) -> subprocess.Popen:
+def _start_until_saving(drill: Drill) -> subprocess.Popen:
     """Start the run, and return while it writes a checkpoint, or when it has ended."""
     before, deadline = drill.unfinished(), time.monotonic() + 300
     run = drill.start()
@@ -430,9 +434,9 @@ def find_differences(undisturbed: Drill, disturbed: Drill, bit_equal: bool) -> l
     )
     differences = []
     if bit_equal:
-        hashes, progress = actual.tensors, actual.progress
+        tensors, progress = actual.tensors, actual.progress
         differences += [
-            name for name, tensor in expected.tensors.items() if hashes.get(name) != tensor
+            name for name, tensor in expected.tensors.items() if tensors.get(name) != tensor
         ]
         differences += [key for key, value in expected.progress.items() if progress[key] != value]
     elif actual.progress["position"] != expected.progress["position"]:
@@ -511,7 +515,7 @@ def run_drill(args: argparse.Namespace) -> int:
 def main() -> int:
     args = parse_arguments()
     if args.out.exists():
-        print(f"titanlite: {args.out} already exists; name a new folder.", file=sys.stderr)
+        print(f"titanlite: --out {args.out}: exists; name a new folder.", file=sys.stderr)
         return EXIT_USER_ERROR
     args.out.mkdir(parents=True)
     try:

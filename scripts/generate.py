@@ -45,7 +45,7 @@ def parse_arguments() -> argparse.Namespace:
         metavar="P",
         help="sample from the most likely tokens with total probability P (default: 1.0)",
     )
-    parser.add_argument("--seed", type=int, default=0, help="of the sampling (default: 0)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the sampling (default: 0)")
     parser.add_argument(
         "--tokenizer", metavar="FILE", help="needed if the checkpoint has no copy of its tokenizer"
     )

@@ -89,7 +89,7 @@ def draw_layers(layers: Sequence[set[str]], path: Path) -> None:
 READ = [
     (0, "position", ["one integer", "(seed, position)"], GREY),
     (1, "order", ["source, epoch, sample", "data/order.py"], BLUE),
-    (2, "tokens [B, T+1]", ["memory-mapped shards", "a thread reads ahead"], BLUE),
+    (2, "tokens [B, T+1]", ["shards, read by position", "a thread reads ahead"], BLUE),
     (3, "rank's slice", ["by dp rank, then by cp", "micro-batches"], BLUE),
     (4, "valid tokens", ["all-reduce, once a step", "over dp ranks"], AMBER),
 ]

@@ -46,7 +46,7 @@ JOB = (
 
 
 def train_all(root: Path, work: Path) -> dict[str, list[float]]:
-    """Losses by layout; the corpus is the text of this repository as bytes."""
+    """Losses by layout; the corpus is the source of the package titanlite, as bytes."""
     corpus = work / "corpus"
     prepare = [
         sys.executable,

@@ -43,8 +43,8 @@ from titanlite.errors import CheckpointError
 from titanlite.log import logger
 from titanlite.storage import StorageFolder
 
-# Timeout of the group of this module, in units of checkpoint.timeout_seconds. The watchdog enforces
-# the setting itself, because it can name the rank that hangs; a process group cannot.
+# Timeout of the group of this module, in units of checkpoint.timeout_seconds. The watchdog ends the
+# run earlier, after one unit, because it can name the rank that hangs; a process group cannot.
 GROUP_TIMEOUT_FACTOR = 2
 
 
@@ -56,7 +56,7 @@ class SaveResult:
     folder: StorageFolder
     seconds: float  # from the call of `save` to the commit
     blocked_seconds: float  # spent inside `save` and `wait`
-    problem: str = ""  # why the save failed; empty: it did not
+    problem: str = ""  # why the save failed; empty if it succeeded
 
 
 class Checkpointer:
@@ -128,10 +128,12 @@ class Checkpointer:
     ) -> None:
         """Start to write a checkpoint; `wait` returns the result, and must precede the next save.
 
-        The tensors may change when `save` returns: asynchronous modes have copied them, otherwise
-        they are written. `final`: the last save of the run, to which the `last_save_*` settings
-        apply. `before_commit` is called on the rank that commits, perhaps in another thread, when
-        all files but the manifest are on the disk: it writes what must not be older than the
+        The caller may change the tensors after `save` returns: the blocking mode has written them,
+        and an asynchronous mode copies them before any later change.
+
+        `final`: the last save of the run, to which the `last_save_*` settings apply.
+        `before_commit` is called on the rank that commits, perhaps in another thread, when all
+        files but the manifest are on the disk: it writes what must not be older than the
         checkpoint.
         """
         assert self._save is None, "the previous save must be waited for first"
@@ -219,7 +221,7 @@ class Checkpointer:
 
     def _after_commit(self, folder: StorageFolder, final: bool) -> None:
         """Remove surplus checkpoints and export the last one; on rank 0, after a commit."""
-        try:  # the save has succeeded, whether or not others can be removed
+        try:  # the save has succeeded, even if no older checkpoint can be removed
             self.step_folders.remove_surplus()
         except (OSError, CheckpointError) as error:
             logger.warning("%s: no older checkpoint was removed: %s", self.folder, error)
@@ -227,7 +229,7 @@ class Checkpointer:
             return
         self.check_lease()
         out = self.folder / f"{folder.name}-hf"
-        if out.exists():  # of an earlier run with this last step, or an interrupted export
+        if out.exists():  # from an earlier run with this last step, or an interrupted export
             out.remove(delete_first=CONFIG_FILE)
         note = to_hugging_face(folder, out, dtype=self._export_dtype)
         logger.info("%s: exported for Hugging Face. %s", out, note)
@@ -281,7 +283,7 @@ class Checkpointer:
                 ' from scratch: checkpoint.exclude_from_loading = ["optimizer"].',
             ).mark_on_all_ranks()
         state = model_and_optimizer_state(model, None if skip_optimizer else optimizer)
-        if facts.get("model") != manifest.facts.get("model"):  # allowed to differ
+        if facts.get("model") != manifest.facts.get("model"):  # checkpoint.allow_changes allows it
             self._check_all_weights_are_used(found, state["model"])
         read_tensors(folder, state, self.group)
         if model_only:
@@ -293,7 +295,8 @@ class Checkpointer:
     ) -> None:
         """Raise CheckpointError if the checkpoint has weights that the model of this job lacks.
 
-        They would be lost in the next checkpoint. Missing weights are an error of `read_tensors`.
+        Such weights would be lost in the next checkpoint. For weights that the checkpoint lacks,
+        `read_tensors` raises the error.
         """
         assert found.manifest is not None
         names_by_rank = gather_from_all_ranks([f"model.{name}" for name in weights], self.group)

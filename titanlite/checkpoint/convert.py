@@ -113,7 +113,7 @@ def from_hugging_face(folder: StorageFolder, out: StorageFolder) -> CheckpointMa
 
 
 def _job_of(source: HuggingFaceFolder, tokenizer: Tokenizer | None) -> dict[str, Any]:
-    """The sections of a job that describe the model; a size of 0 is left unset."""
+    """The settings of the model, where a size of 0 is left unset, and the tokenizer's name."""
     sizes = dataclasses.asdict(source.sizes)
     settings: dict[str, Any] = {"name": source.spec.name}
     settings |= {key: value for key, value in sizes.items() if value is False or value != 0}

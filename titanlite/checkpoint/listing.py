@@ -49,7 +49,7 @@ def step_sort_key(name: str) -> tuple[int, int]:
 
 
 def set_aside(step_folder: StorageFolder) -> str:
-    """Exclude a checkpoint from every later start without deleting it; returns its new name.
+    """Exclude a checkpoint from every later start without deleting it; returns its name.
 
     A local folder is renamed. In an object store a rename would copy every byte, so the folder is
     marked instead, and is overwritten when its step is saved again.

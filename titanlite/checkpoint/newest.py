@@ -14,7 +14,8 @@ def find_newest_checkpoint(folder: StorageFolder) -> StorageFolder:
 
     A run is given as its job.dump_folder or its checkpoint folder.
 
-    Unfinished or damaged ones are skipped with a warning. Raises CheckpointError if none is valid.
+    Damaged checkpoints are skipped with a warning, unfinished ones without a warning. Raises
+    CheckpointError if none is valid.
     """
     if folder.name.startswith("step-") or MANIFEST_FILE in folder.sizes():
         return folder

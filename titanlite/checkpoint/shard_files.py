@@ -3,7 +3,7 @@
 DCP writes each chunk as `torch.save` does: a zip archive in which `data/0` holds the elements as
 they are in memory, and `data.pkl` describes one contiguous tensor. `data.pkl` is never opened,
 because the manifest has its information. An archive is accepted only if its `data/0` is not
-compressed and has exactly the bytes of the chunk. Only the requested rows are read.
+compressed and has exactly the size of the chunk. Only the requested rows are read.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ def _find_local_header(tail: bytes, archive_bytes: int, element_bytes: int) -> i
     expected = (b"PK\x01\x02", b"0", 0, element_bytes, element_bytes)
     if [entry[:-1] for entry in data_entries] != [expected]:
         raise ValueError(
-            f"its archive is not exactly one uncompressed entry of {element_bytes} bytes"
+            f"its archive needs exactly one uncompressed data/ entry, of {element_bytes} bytes"
         )
     return data_entries[0][-1]
 

@@ -54,7 +54,7 @@ def read_tensors(
     lists_files = alone or dist.get_rank() == 0
 
     def read() -> None:
-        # Without DCP's collectives, by which every rank would only get back its own plan.
+        # Without DCP's collectives, which would only return to each rank its own plan.
         with ignore_no_dist_warning():
             dcp.load(
                 state,
@@ -99,7 +99,7 @@ class _CheckpointReader(BaseStorageReader):
                 )
             self.chunks = read_chunks(self.folder, manifest, self.names)
         except CheckpointError as error:
-            self.problem = error  # raised here, DCP would log a traceback and raise another error
+            self.problem = error  # if raised here, DCP would raise another error
             return Metadata({})
         self.dtypes = {name: DTYPE_OF_NAME[manifest.tensors[name].dtype] for name in self.names}
         return to_dcp_metadata(manifest, self.chunks)

@@ -18,8 +18,8 @@ _JOIN_SECONDS = 5  # a thread that is blocked in a read of a dead disk can only 
 class BackgroundReader:
     """Calls `read(position, sequences)` for one request at a time, in one thread.
 
-    It is a daemon thread, not an executor: Python waits for an executor's threads at exit, and a
-    read that never returns must not keep the process alive.
+    The thread is a daemon and not an executor's: Python waits for an executor's threads at exit,
+    and a read that never returns must not keep the process alive.
     """
 
     def __init__(self, read: Callable[[int, int], Any], name: str, timeout_seconds: float | None):
@@ -49,7 +49,7 @@ class BackgroundReader:
             if future.done():  # the read itself raised a TimeoutError
                 raise
         logger.warning(
-            "%s: not read after %.0f s; the run ends after %.0f s",
+            "%s: not read after %.0f s; the run ends after %.0f s (data.read_timeout_seconds)",
             description,
             warn_after,
             self._timeout,

@@ -1,6 +1,6 @@
-"""The manifest of a folder of shards: its files with sizes and hashes, compared when it is opened.
+"""The manifest of a folder of shards: sizes and hashes of its files, checked on opening the folder.
 
-It is written last, so a folder with a manifest is complete.
+The manifest is written last, so a folder with a manifest is complete.
 """
 
 from __future__ import annotations

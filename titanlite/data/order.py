@@ -46,9 +46,9 @@ class SampleOrder:
     def version(self, number: int) -> int:
         """1 if the samples of a source have the same positions as in titanlite 0.1, else 2.
 
-        Version 2 carries the fractional rest of a quota over to the next block, where version 1
-        rounded the quota to whole samples, and shuffles sources of fewer than EXACT_BELOW samples
-        uniformly.
+        Version 1 rounded the quota of a block to whole samples; version 2 carries the fractional
+        rest over to the next block. Version 2 also shuffles sources of fewer than EXACT_BELOW
+        samples uniformly.
         """
         unchanged = self.quotas.same_in_every_block and self.samples[number] >= EXACT_BELOW
         return 1 if unchanged or self.samples[number] == 1 else 2
@@ -69,7 +69,7 @@ class SampleOrder:
         return source, epoch, sample
 
     def _shuffle_small(self, number: int, epoch: np.ndarray, nth: np.ndarray) -> np.ndarray:
-        """The `nth` sample of each epoch of a small source: int64 [N] each."""
+        """The `nth` sample of each epoch of a small source: int64 [N]."""
         epochs, row = np.unique(epoch, return_inverse=True)
         sample, table_rows = np.empty_like(nth), max(1, _MAX_TABLE_ENTRIES // self.samples[number])
         for first in range(0, len(epochs), table_rows):
@@ -142,7 +142,7 @@ class MixtureQuotas:
         by_weight = sorted(range(len(exact)), key=lambda i: (exact[i], i))
         remaining = total
         self._fractions: list[tuple[int, int, int]] = []
-        # (source, numerator, denominator): its fraction of what the sources before it leave
+        # (source, numerator, denominator): fraction of the positions that earlier sources leave
         for number in by_weight:
             fraction = exact[number] / remaining if remaining else Fraction(0)
             self._fractions.append((number, fraction.numerator, fraction.denominator))
@@ -166,7 +166,7 @@ class MixtureQuotas:
 def permute(index: np.ndarray, size: int, keys: np.ndarray) -> np.ndarray:
     """The image of each `index` in range(`size`) under the permutation of its key: int64.
 
-    A Feistel network on the pairs (left, right) of a rectangle with just more than `size` cells.
+    A Feistel network on the pairs (left, right) of a rectangle with at least `size` cells.
     An image outside the range is mapped again until it is inside (cycle walking), which keeps the
     mapping a permutation.
     """
@@ -205,9 +205,10 @@ def _hash_key(text: str) -> np.ndarray:
 def rank_slices(
     position: int, global_batch: int, rank: int, ranks: int
 ) -> Iterator[tuple[int, int]]:
-    """(position, sequences) that one of `ranks` ranks reads of each global batch, from `position`.
+    """(first position, sequences) that one of `ranks` ranks reads of each global batch.
 
-    The ranks read consecutive slices, so a global batch has the same samples for any `ranks`.
+    The first global batch begins at `position`. The ranks read consecutive slices, so a global
+    batch has the same samples for any `ranks`.
     """
     sequences = global_batch // ranks
     while True:

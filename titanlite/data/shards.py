@@ -4,10 +4,11 @@ A shard is NAME.bin (the ids, document after document) and NAME.idx:
 
     9 bytes   MMIDIDX and two zeros         8 bytes   version, 1
     1 byte    type of an id                 8 bytes   S, sequences
-    8 bytes   D, length of the last array   S int32   ids of each sequence
+    8 bytes   D, length of the last array   S int32   length of each sequence, in ids
     S int64   its first byte in the .bin    D int64   first sequence of each document
 
-all little-endian. A corpus is one shard, or a folder of shards in the order of their names.
+All numbers are little-endian. A corpus is one shard, or a folder of shards in the order of their
+names.
 """
 
 from __future__ import annotations
@@ -365,7 +366,7 @@ def _open_shard(bin: Path, idx: Path, begin: int, sample: str | None) -> _Shard:
         if version != 1 or code not in _CODES:
             raise DataError(
                 f"{idx}: has version {version} and type {code}; supported are version 1 and"
-                f" integers ({', '.join(map(str, _CODES))}).",
+                f" the integer types {', '.join(map(str, _CODES))}.",
                 fix=_PREPARE,
             )
         expected = _HEADER.size + 12 * sequences + 8 * entries

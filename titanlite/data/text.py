@@ -34,9 +34,10 @@ _BATCH_ROWS = 1024
 
 @dataclass(frozen=True)
 class FileRange:
-    """A file, or a range of one: bytes [start, end), or row groups [start, end) of a .parquet.
+    """A file, or a part of a file: bytes [start, end), or row groups [start, end) of a .parquet.
 
-    `prepare` hashes the fields with their names, so renaming one would prepare all text again.
+    `prepare` hashes the fields with their names, so after renaming a field it would prepare all
+    text again.
     """
 
     path: str
@@ -100,7 +101,7 @@ def _text_files(path: Path, follow_symlinks: bool) -> list[Path]:
     links: list[Path] = []
     visited: set[str] = set()
     for folder, subfolders, files in os.walk(path, followlinks=follow_symlinks):
-        if (real := os.path.realpath(folder)) in visited:  # by a link to a parent folder
+        if (real := os.path.realpath(folder)) in visited:  # reached by a link to a parent folder
             subfolders.clear()
             continue
         visited.add(real)
@@ -126,9 +127,9 @@ def list_file_ranges(files: Iterable[Path]) -> list[FileRange]:
 def read_documents(
     ranges: Iterable[FileRange], max_bytes: int = MAX_DOCUMENT_BYTES
 ) -> Iterator[str]:
-    """Yield the text of each document that is not empty; errors name the file and line.
+    """Yield the text of each document that is not empty; errors name the file.
 
-    Raises DataError, also for a document of more than `max_bytes`, before it is read.
+    Raises DataError, also for a document of more than `max_bytes`, before it is decoded.
     """
     readers = {".jsonl": _read_lines, ".parquet": _read_rows}
     for part in ranges:
@@ -249,8 +250,8 @@ def _read_rows(part: FileRange, max_bytes: int) -> Iterator[str]:
 def _choose_decoding(encodings: Sequence[str]) -> tuple[bool, int]:
     """(whether to read the column as a dictionary, rows per batch); both keep memory bounded.
 
-    A dictionary stores a value once that many rows share. Arrow cannot read a delta-encoded column
-    as a dictionary; one whose rows may share text is decoded row by row instead.
+    A dictionary stores only once a value that many rows share. Arrow cannot read a delta-encoded
+    column as a dictionary; if the rows of such a column may share text, it is decoded row by row.
     """
     dictionary = any("DICTIONARY" in encoding for encoding in encodings)
     delta = any(encoding.startswith("DELTA_") for encoding in encodings)
@@ -287,7 +288,7 @@ def _decode_row(location: str, value: Any, max_bytes: int) -> str:
     """The text of one pyarrow scalar; "" for null."""
     if not value.is_valid:
         return ""
-    content = getattr(value, "value", value)  # of a dictionary's entry
+    content = getattr(value, "value", value)  # the entry of a dictionary is in `value`
     if len(content.as_buffer()) > max_bytes:
         raise _too_long_error(location, max_bytes)
     try:

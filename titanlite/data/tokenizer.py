@@ -25,7 +25,7 @@ MAX_TOKENIZER_BYTES = 64 << 20  # of a file; the largest in use (Gemma's tokeniz
 BEGIN, END = "<|begin_of_text|>", "<|end_of_text|>"
 
 # How Llama 3 splits text before merging bytes. A ranks file does not contain its pattern, and with
-# another one the same ranks give other ids.
+# another pattern the same ranks give other ids.
 SPLIT_PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -55,7 +55,8 @@ class Tokenizer(ABC):
     fingerprint: str  # equal for tokenizers that give equal ids, wherever the file is
     adds_bos = False  # its file specifies that BOS is added before a text
     files: dict[str, bytes]
-    # file name -> content from which `tokenizer_from_bytes` makes an equal one; empty for "bytes"
+    # file name -> content from which `tokenizer_from_bytes` makes an equal tokenizer;
+    # empty for "bytes"
 
     @property
     def has_bos(self) -> bool:
@@ -95,7 +96,7 @@ def well_formed(text: str) -> str:
 
 
 def open_tokenizer(path: str) -> Tokenizer:
-    """Open a tokenizer file, or the raw bytes for "bytes"; raises DataError."""
+    """Open a tokenizer file; "bytes" gives a ByteTokenizer. Raises DataError."""
     return ByteTokenizer() if path == BYTES else tokenizer_from_bytes(_read_file(Path(path)), path)
 
 
@@ -169,7 +170,7 @@ class RanksTokenizer(Tokenizer):
         self.name, self.files = name, {"tokenizer.model": content}
         ranks = parse_ranks(name, content)
         names = _llama3_specials() if len(ranks) == _LLAMA3_RANKS else [BEGIN, END]
-        specials = {name: len(ranks) + number for number, name in enumerate(names)}
+        specials = {special: len(ranks) + number for number, special in enumerate(names)}
         self._encoding = tiktoken.Encoding(
             "ranks", pat_str=SPLIT_PATTERN, mergeable_ranks=ranks, special_tokens=specials
         )
@@ -215,8 +216,8 @@ class HuggingFaceTokenizer(Tokenizer):
         except ImportError as missing:
             raise _not_installed_error(name, "tokenizers") from missing
         self.name, self.files = name, {"tokenizer.json": content}
+        # a file may enable truncation and padding, which would change documents
         table = {**_parse_tokenizer_json(name, content), "truncation": None, "padding": None}
-        # None: the file may contain them, and they would truncate or pad documents
         definition = json.dumps(table, sort_keys=True)
         with _library_errors(name, "the tokenizers library cannot read it"):
             self._tokenizer = tokenizers.Tokenizer.from_str(definition)

@@ -1,8 +1,8 @@
-"""Collectives outside of the model: reductions, and exchange of small values and errors.
+"""Collectives on tensors of any device, and exchange of small values and errors.
 
 Values are sent as JSON in byte tensors, never as pickles, so a rank executes nothing it receives.
-The tensors are in host memory, so they use gloo even where NCCL exists. They pass along a tree of
-ranks, so that no rank sends or waits in proportion to the number of ranks.
+The byte tensors are in host memory, so they use gloo even where NCCL exists. They pass along a tree
+of ranks, so that no rank sends or waits in proportion to the number of ranks.
 """
 
 from __future__ import annotations

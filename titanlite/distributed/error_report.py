@@ -22,7 +22,7 @@ from titanlite.errors import (
 )
 
 _PRINTED_KEY = "rank 0 has printed the error"
-RANK_0_SECONDS = 30  # torchrun ends the other ranks sooner after rank 0 exits, even if busy
+RANK_0_SECONDS = 30  # more than torchrun needs to end the others after rank 0 exits
 
 
 def exit_code_of(error: BaseException) -> int:
@@ -57,7 +57,7 @@ class ErrorReport:
             if isinstance(error, UserError):
                 self._print_user_error(error, names_rank=self._world_size > 1)
             elif isinstance(error, Exception) and not isinstance(error, RankLostError):
-                self._print_traceback(error)  # RankLostError: the watchdog has printed it
+                self._print_traceback(error)  # not a RankLostError, which the watchdog has printed
             raise
 
     def wait_for_rank_0(self, error: BaseException, store: dist.Store) -> None:
@@ -78,8 +78,8 @@ class ErrorReport:
     def finish(self, error: BaseException) -> int:
         """Print an error unless it has been printed; returns the exit code.
 
-        Before ranks have joined, none knows whether the others have the error too. So other ranks
-        than rank 0 wait for the launcher to end them, because it acts on the first exit it sees.
+        Before ranks have joined, none knows whether the others have the error too. So ranks other
+        than 0 wait for the launcher to end them, because it acts on the first exit it sees.
         A rank that still runs after `RANK_0_SECONDS` had the error alone, and prints it.
         """
         if isinstance(error, UserError):

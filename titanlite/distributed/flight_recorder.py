@@ -30,7 +30,7 @@ class FlightRecorder:
     max_collectives: int  # 0: off
 
     def enable(self, device: torch.device, rank: int) -> None:
-        """Record collectives from now on; before the first process group exists."""
+        """Record collectives from now on; call it before the first process group exists."""
         os.environ["TORCH_FR_BUFFER_SIZE"] = str(self.max_collectives)
         if self.max_collectives == 0:
             return
@@ -54,15 +54,15 @@ class FlightRecorder:
         for device_type, backend in backends.items():
             file = self.folder / device_type / f"{self.prefix}{rank}"
             file.parent.mkdir(parents=True, exist_ok=True)
-            # The analyzer fails on any other file in that folder, so an incomplete one is written
-            # to its parent.
+            # The analyzer fails on any other file in that folder, so an incomplete file is written
+            # to the parent folder.
             temporary = self.folder / f"{device_type}_{rank}.tmp"
             temporary.write_bytes(_dump(backend))
             os.replace(temporary, file)
         return [self.folder / device_type for device_type in backends]
 
     def _set_aside_earlier_files(self) -> None:
-        """Move the traces of an earlier start, with which those of this one cannot be compared."""
+        """Move away the traces of an earlier start: they cannot be compared with new ones."""
         earlier = self.folder.with_name(f"{self.folder.name}_before")
         own_name = re.compile(re.escape(self.prefix) + r"\d+")
         for device_type in ("cpu", "cuda"):

@@ -22,13 +22,13 @@ class ParallelismConfig:
     # FSDP ranks that each replica is sharded over; -1: all remaining ranks
     fsdp_reshard_after_forward: Literal["default", "always", "never"] = "default"
     # free all-gathered weights after forward: less memory, one more all-gather;
-    # default: all but the last FSDP group; with pipeline parallel none, but torch keeps at most
-    # three stages of a rank gathered
+    # default: free those of all FSDP groups but the last; with pipeline parallel free none, but
+    # torch keeps at most three stages of a rank gathered
     fsdp_gradient_reduction: Literal["every_microbatch", "last_microbatch"] = "every_microbatch"
     # reduce accumulated gradients after every micro-batch (least memory) or only after the last
     # (least traffic); with pipeline parallel, one run of the schedule counts as a micro-batch
     tensor_parallel_degree: Positive = 1
-    # ranks that each weight matrix is sharded over, and the sequence outside the matmuls
+    # ranks that shard each weight matrix, and the sequence outside the matmuls
     disable_loss_parallel: bool = False  # all-gather the logits instead of computing a sharded loss
     enable_async_tensor_parallel: bool = False
     # overlap tensor-parallel communication with its matmuls; CUDA, compiled blocks
@@ -41,7 +41,8 @@ class ParallelismConfig:
     pipeline_parallel_last_stage_less_layers: NotNegative | None = None
     # the same for the last stage, because it has the output layer and the loss
     pipeline_parallel_layers_per_stage: Positive | None = None
-    # blocks per stage, which sets the number of stages; unset: one stage a rank, two if looped
+    # blocks per stage, which sets the number of stages; unset: one stage a rank, or two if the
+    # schedule needs several
     pipeline_parallel_schedule: Literal[
         "GPipe",
         "1F1B",
@@ -53,7 +54,7 @@ class ParallelismConfig:
     ] = "1F1B"
     # order of the forward and backward passes; the last three need torch 2.13 or later
     pipeline_parallel_schedule_csv: str = ""
-    # CSV file with the schedule instead: one line a rank, such as 0F0,0F1,0B0,0B1
+    # CSV file of a schedule to use instead: one line a rank, such as 0F0,0F1,0B0,0B1
     pipeline_parallel_microbatch_size: Positive = 1
     # sequences in one pipeline micro-batch; divides training.local_batch_size
     context_parallel_degree: Positive = 1  # ranks that each sequence is sharded over
@@ -143,7 +144,7 @@ def resolve_degrees(section: ParallelismConfig, ranks: int) -> Degrees:
 
 @dataclass(frozen=True)
 class Mesh:
-    """Sub-meshes by purpose, the only source of process groups. All exist, also with one rank."""
+    """Sub-meshes by purpose, for the collectives on tensors. All exist, also with one rank."""
 
     degrees: Degrees
     batch: DeviceMesh  # ranks that read different samples
@@ -188,6 +189,6 @@ def build_mesh(degrees: Degrees, device_type: str) -> Mesh:
 
 def _add_replicas(world: DeviceMesh, sharded: DeviceMesh) -> DeviceMesh:
     """The mesh [replicate, sharded] of hybrid-sharded data parallel."""
-    if hasattr(DeviceMesh, "_concatenate"):  # torch 2.13 and later, which deprecate slicing by both
+    if hasattr(DeviceMesh, "_concatenate"):  # torch 2.13 and later deprecate the slice below
         return DeviceMesh._concatenate([world["replicate"], sharded])
     return world["replicate", "sharded"]

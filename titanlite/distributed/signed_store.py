@@ -51,11 +51,11 @@ class SignedStore:
         return [self._verify(key, value) for key, value in zip(keys, values, strict=True)]
 
     def set_first(self, key: str, text: str) -> str:
-        """Write a text unless a rank already has; returns the stored one, or "" if unknown."""
+        """Write a text unless a rank has already; return the stored text, "" after MAX_TRIES."""
         own, stored = self._sign(key, text), b""
         for _ in range(MAX_TRIES):
             # The value stored before, if any, is forged: replace it. torch's stub says str, but
-            # bytes work too, and a forged value may be no UTF-8.
+            # bytes work too, and a forged value may not be UTF-8.
             stored = self._store.compare_set(key, cast(str, stored), own)
             if verified := self._verify(key, stored):
                 return verified

@@ -144,10 +144,10 @@ def check_environment(config: JobConfig) -> Iterator[UserError]:
 
 
 def _check_quantisation_blocks(
-    spec: ModelSpec, sizes: ModelSizes, tensor: int, state_dtype: StateDtype
+    spec: ModelSpec, sizes: ModelSizes, tensor_degree: int, state_dtype: StateDtype
 ) -> Iterator[ConfigError]:
     """Reject tensor-parallel degrees that split a quantisation block of the optimizer state."""
-    if tensor == 1 or state_dtype in ("float32", "bfloat16"):  # no shards, or no blocks
+    if tensor_degree == 1 or state_dtype in ("float32", "bfloat16"):  # no shards, or no blocks
         return
     with torch.device("meta"):
         model = spec.build(sizes)
@@ -156,15 +156,16 @@ def _check_quantisation_blocks(
             continue
         matrix_size = (layer.out_features, layer.in_features)
         _, width = weight_shard_size(
-            first_match(spec.tp_plan, name), *matrix_size, tensor, sizes.head_width
+            first_match(spec.tp_plan, name), *matrix_size, tensor_degree, sizes.head_width
         )
         block = moment_format(matrix_size, state_dtype).block
         if block and width % block:
             yield ConfigError(
-                f'optimizer.state_dtype = "{state_dtype}": {tensor} tensor-parallel ranks shard the'
-                f" rows of {name} ({layer.in_features} columns) into {width} columns, which splits"
-                f" quantisation blocks of {block}.",
-                fix='Use fewer tensor-parallel ranks, or state_dtype = "bfloat16".',
+                f'optimizer.state_dtype = "{state_dtype}": {tensor_degree} tensor-parallel ranks'
+                f" shard the rows of {name} ({layer.in_features} columns) into {width} columns,"
+                f" which splits quantisation blocks of {block}.",
+                fix="Use a smaller parallelism.tensor_parallel_degree, or"
+                ' optimizer.state_dtype = "bfloat16".',
                 keys=("optimizer.state_dtype", "parallelism.tensor_parallel_degree"),
             )
             return
@@ -236,9 +237,9 @@ def _check_update_options(config: JobConfig, degrees: Degrees) -> Iterator[Confi
         )
     if degrees.pipeline > 1:
         yield ConfigError(
-            f"{in_backward} = true: pipeline_parallel_degree = {degrees.pipeline}: pipeline stages"
-            " reuse each weight for later micro-batches.",
-            fix="Disable one of the two.",
+            f"{in_backward} = true: parallelism.pipeline_parallel_degree = {degrees.pipeline}:"
+            " pipeline stages reuse each weight for later micro-batches.",
+            fix=f"Set {in_backward} = false, or parallelism.pipeline_parallel_degree = 1.",
             keys=(in_backward, "parallelism.pipeline_parallel_degree"),
         )
     if training.mixed_precision_param == "float16":
@@ -294,7 +295,7 @@ def _check_cpu_options(config: JobConfig) -> Iterator[ConfigError]:
         yield ConfigError(
             "parallelism.enable_async_tensor_parallel = true: requires GPUs with peer-to-peer"
             " memory access, and this job runs on CPUs.",
-            fix="Leave it out.",
+            fix="Remove parallelism.enable_async_tensor_parallel.",
             keys=("parallelism.enable_async_tensor_parallel",),
         )
     if config.attention.backend not in ("auto", *CPU_KERNELS):
@@ -306,16 +307,17 @@ def _check_cpu_options(config: JobConfig) -> Iterator[ConfigError]:
         )
     if config.optimizer.offload:
         yield ConfigError(
-            "optimizer.offload = true: this job runs on CPUs, so its state is in host memory"
-            " already.",
-            fix='Leave it out, or use job.device = "cuda".',
+            "optimizer.offload = true: this job runs on CPUs, so the optimizer state is in host"
+            " memory already.",
+            fix='Remove optimizer.offload, or set job.device = "cuda".',
             keys=("optimizer.offload",),
         )
     if config.profiling.enable_memory_snapshot:
         yield ConfigError(
             "profiling.enable_memory_snapshot = true: torch records the allocations of GPUs only,"
             " and this job runs on CPUs.",
-            fix="Leave it out; peak_memory_gib in metrics.jsonl is the peak of the whole process.",
+            fix="Remove profiling.enable_memory_snapshot; peak_memory_gib in metrics.jsonl is the"
+            " peak of the whole process.",
             keys=("profiling.enable_memory_snapshot",),
         )
 
@@ -382,8 +384,8 @@ def _check_document_ends(key: str, corpora, tokenizer: Tokenizer) -> Iterator[Co
             yield ConfigError(
                 f'attention.mask = "document": the last id of "{name}" is not the end-of-document'
                 f" id {tokenizer.eos_id}, so its document boundaries are unknown.",
-                fix="Prepare it with an end after every document (Megatron-LM: --append-eod), or"
-                ' use "causal".',
+                fix="Prepare the corpus with this id after every document (Megatron-LM:"
+                ' --append-eod), or set attention.mask = "causal".',
                 keys=("attention.mask", key),
             )
 

@@ -169,7 +169,7 @@ class _KernelTrial:
         return ""
 
     def measure(self, names: list[str], measure: bool = True) -> dict[str, float]:
-        """Milliseconds of each kernel that can run; without `measure`: {first one: 0.0}."""
+        """Milliseconds of each kernel that can run; without `measure`: {the first: 0.0}."""
         milliseconds: dict[str, float] = {}
         for name in names:
             if self.failure(name, needs_lse=False):

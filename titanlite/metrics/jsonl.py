@@ -44,7 +44,7 @@ def metrics_folder(folder: Path, saves: bool) -> Path:
     """The folder for the records of a run: `folder` (job.dump_folder) or its subfolder `unsaved`.
 
     A run that saves no checkpoints must not replace the records of one that does: where `folder`
-    has such records, it writes to the subfolder.
+    has such records, a run without checkpoints writes to the subfolder.
     """
     if saves or not _has_saved_checkpoints(folder / METRICS_FILE):
         return folder
@@ -80,7 +80,7 @@ def drop_later_records(path: Path, step: int) -> None:
 
 
 def _is_complete_up_to(line: bytes, step: int) -> bool:
-    """Whether it is a complete record of a step not after `step`."""
+    """Whether the line is complete, and the record of a step not after `step`."""
     try:
         return line.endswith(b"\n") and parse_json(line)["step"] <= step
     except (ValueError, KeyError, TypeError):

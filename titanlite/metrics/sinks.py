@@ -95,7 +95,7 @@ class MetricSinks:
     def event(self, step: int, name: str, /, **fields: Any) -> None:
         """Write an event record: `validation`, `checkpoint_saved` …
 
-        Both arguments are positional, so that a field can be called `name`, as validation's is.
+        `step` and `name` are positional, so that a field can be called `name`, as in `validation`.
         """
         record = {"event": name, "step": step, **fields, "time": time.time()}
         for sink in list(self.sinks):
@@ -156,7 +156,7 @@ def _close_sink(sink: Sink) -> None:
 
 
 def no_sinks() -> MetricSinks:
-    """For the ranks that do not write."""
+    """The sinks of a rank that does not write: none."""
     return MetricSinks([])
 
 
@@ -172,8 +172,8 @@ def open_sinks(
     """All enabled sinks, for the one rank that writes; their files are under `folder`.
 
     The run continues from `first_step`: records of later steps are moved to
-    `metrics.replaced.jsonl`. W&B shows `job` as the run's settings. `progress` shows a progress
-    bar; the default does on a terminal. Raises ConfigError where an optional package is not
+    `metrics.replaced.jsonl`. W&B shows `job` as the run's settings. `progress`: whether to show a
+    progress bar; None: on a terminal. Raises ConfigError where an optional package is not
     installed, OSError where `folder` cannot be written.
     """
     context = SinkContext(config, folder, total_steps, first_step, job, progress)
