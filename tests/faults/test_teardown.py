@@ -93,9 +93,7 @@ def test_a_rank_that_dies_before_the_watchdog_runs_is_not_reported_as_a_bug(run_
     with LaunchedRun(2, tmp_path / "out", *argv, prepare=die_after_joining) as run:
         assert run.wait() == [1, -signal.SIGKILL], run.output
     assert "Traceback" not in run.output
-    assert "titanlite: Rank 0 of 2 reached the store at 127.0.0.1:" in run.output, run.output
-    assert "could not connect to the other ranks" in run.output
-    assert "Check whether another rank failed before" in run.output
+    assert reports_that_connecting_failed(run.output), run.output
 
 
 def die_after_joining() -> None:
@@ -111,7 +109,15 @@ def test_a_rank_that_freezes_before_the_watchdog_runs_does_not_block_the_others(
     argv = ("--job.config_file", str(run_toml), "--comm.init_timeout_seconds", "5")
     with LaunchedRun(2, tmp_path / "out", *argv, prepare=freeze_after_joining) as run:
         assert run.wait(40, excluded=(1,))[0] == 1, run.output
-    assert "rank 0: connecting to the other ranks has taken 10 s" in run.output, run.output
+    assert reports_that_connecting_failed(run.output), run.output
+
+
+def reports_that_connecting_failed(output: str) -> bool:
+    """Whether rank 0 reports it: gloo fails, or the time limit ends the rank."""
+    of_gloo = "titanlite: Rank 0 of 2 reached the store at 127.0.0.1:"
+    return "rank 0: connecting to the other ranks has taken 10 s" in output or (
+        of_gloo in output and "Check whether another rank failed before" in output
+    )
 
 
 def freeze_after_joining() -> None:

@@ -10,25 +10,26 @@ import sys
 import time
 
 import torch
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from tests.faults.launch import LaunchedRun
 from titanlite.distributed.flight_recorder import FlightRecorder
 from titanlite.runtime import watchdog
+from titanlite.training import step as training_step
 
 HANGING_STEP = 3
 
 
 def hang_on_rank_1() -> None:
-    """Block the main thread of rank 1 in the optimizer; rank 0 waits for it in a collective."""
-    steps = []
+    """Block rank 1 before it clips gradients; rank 0 waits for it in the sum of their norms."""
+    clip, steps = training_step.clip_gradients, []
 
-    def block(*_) -> None:
+    def block_and_clip(*args, **options):
         steps.append(None)
         if len(steps) == HANGING_STEP and os.environ["RANK"] == "1":
             time.sleep(600)
+        return clip(*args, **options)
 
-    register_optimizer_step_pre_hook(block)
+    training_step.clip_gradients = block_and_clip
 
 
 def hang_in_the_recorder_too() -> None:
