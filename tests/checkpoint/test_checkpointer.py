@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import json
+import logging
 import os
 import pickle
 import resource
@@ -21,6 +23,7 @@ from titanlite.checkpoint import list_steps, read_checkpoint_manifest
 from titanlite.checkpoint.manifest import FORMAT, manifest_hash
 from titanlite.checkpoint.tensor_writer import _prepare_folder
 from titanlite.errors import CheckpointError
+from titanlite.log import logger
 from titanlite.runtime.lease import LEASE_FILE, acquire_lease
 from titanlite.storage import StorageFolder
 
@@ -62,6 +65,29 @@ def manifest_exists_at_commit(folder, mode) -> list[bool]:
 @pytest.mark.parametrize("mode", ["disabled", "async"])
 def test_before_commit_is_called_before_the_manifest_is_written(tmp_path, mode):
     assert run_on_ranks(manifest_exists_at_commit, 1, tmp_path, mode) == [[False, True]]
+
+
+def save_with_a_bug(folder, mode) -> tuple[str, str]:
+    """(problem of a save that fails by a bug, what is logged)."""
+    state, checkpointer = trained(Layout()), open_checkpointer(folder, async_mode=mode)
+    log = io.StringIO()
+    handler = logging.StreamHandler(log)
+    logger.addHandler(handler)
+
+    def fail() -> None:
+        raise AttributeError("an injected bug")
+
+    checkpointer.save(
+        1, state.model, state.optimizer, progress=state.progress(), before_commit=fail
+    )
+    return checkpointer.wait().problem, log.getvalue()
+
+
+@pytest.mark.parametrize("mode", ["disabled", "async"])
+def test_a_bug_in_a_save_is_logged_with_its_traceback_and_the_run_continues(tmp_path, mode):
+    [(problem, logged)] = run_on_ranks(save_with_a_bug, 1, tmp_path, mode)
+    assert "AttributeError: an injected bug" in problem
+    assert "Traceback" in logged and "in fail" in logged
 
 
 # --- asynchronous --------------------------------------------------------------------------------

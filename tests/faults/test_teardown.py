@@ -15,7 +15,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from tests.faults.launch import LaunchedRun
 from titanlite.checkpoint.collective_save import CollectiveSave
 from titanlite.distributed import error_report, process_group
-from titanlite.errors import EXIT_BUG, EXIT_USER_ERROR, DataError
+from titanlite.errors import EXIT_BUG, EXIT_INTERRUPTED, EXIT_USER_ERROR, DataError
 from titanlite.runtime import watchdog
 
 ERRORS = {
@@ -209,3 +209,12 @@ def fail_twice(error: Exception) -> None:
 
     register_optimizer_step_pre_hook(fail)
     dist.distributed_c10d._abort_process_group = fail_to_abort
+
+
+def test_ctrl_c_while_rank_0_prints_an_error_is_not_a_bug(monkeypatch):
+    def interrupt(seconds: float) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setattr(error_report.time, "sleep", interrupt)
+    assert error_report.ErrorReport().finish(DataError("no such file.")) == EXIT_INTERRUPTED

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from traceback import format_exception
 from typing import Any, TypeVar, cast
 
 import torch.distributed as dist
@@ -17,9 +18,13 @@ from torch.futures import Future
 from titanlite.distributed.collectives import capture_user_error, gather_from_all_ranks
 from titanlite.distributed.rank_tree import RankTree
 from titanlite.errors import CheckpointError, UserError, error_from_dict, error_to_dict
+from titanlite.log import logger
 from titanlite.storage import StorageFolder
 
 T = TypeVar("T")
+
+# Raised by wrong code, not by a disk; a damaged file raises some of them when it is read.
+_BUGS = (AssertionError, AttributeError, LookupError, NameError, TypeError)
 
 
 class BaseStorageReader(StorageReader):
@@ -61,7 +66,8 @@ def ignore_no_dist_warning() -> Iterator[None]:
 def as_checkpoint_error(folder: StorageFolder, action: str) -> Iterator[None]:
     """Turn any exception of the block into a UserError that names the folder and this rank.
 
-    `action` is "read" or "written".
+    `action` is "read" or "written". The traceback of a bug in a write is logged, because a run goes
+    on after a save that failed.
     """
     try:
         yield
@@ -71,6 +77,8 @@ def as_checkpoint_error(folder: StorageFolder, action: str) -> Iterator[None]:
             error, _ = next(iter(failure.failures.values()))
         if isinstance(error, UserError):
             raise error from failure
+        if action == "written" and isinstance(error, _BUGS):
+            logger.error("%s:\n%s", folder, "".join(format_exception(error)))
         raise CheckpointError(
             f"{folder}: could not be {action}: rank {RankTree().rank}:"
             f" {type(error).__name__}: {error}"

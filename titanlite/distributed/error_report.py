@@ -84,7 +84,10 @@ class ErrorReport:
         """
         if isinstance(error, UserError):
             if not error.printed and self._rank:
-                time.sleep(RANK_0_SECONDS)
+                try:
+                    time.sleep(RANK_0_SECONDS)
+                except KeyboardInterrupt:  # of a launcher, or of Ctrl-C
+                    return EXIT_INTERRUPTED
             self._print_user_error(error, names_rank=self._rank > 0)
         elif isinstance(error, Exception) and not isinstance(error, RankLostError):
             self._print_traceback(error)
