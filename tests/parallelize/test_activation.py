@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.cuda_trace.streams import record_accesses, record_cuda
 from tests.parallelize.memory import measure_allocations
+from titanlite.kernels.documents import index_documents
 from titanlite.models import FAMILIES, Llama3Sizes
 from titanlite.parallelize import activation_offload
 from titanlite.parallelize.activation_checkpoint import (
@@ -228,6 +229,24 @@ def test_what_backward_does_not_need_is_freed_after_its_copies(recorder):
         assert not [each for each in gc.get_objects() if type(each) is kind]
         backward(model)
     assert not recorder.races
+
+
+def test_the_index_of_the_documents_is_not_offloaded(monkeypatch):
+    """All blocks use it, so copies of it would free no memory."""
+    monkeypatch.setattr(activation_offload, "MIN_BYTES", 1)
+    dtypes = []
+    model = build_model(ActivationCheckpointConfig(mode="none", offload=True))
+    model.use_document_mask(index_documents)
+    add = activation_offload._BlockActivations.add
+
+    def record(self, memory_range, tensor):
+        dtypes.append(tensor.dtype)
+        return add(self, memory_range, tensor)
+
+    monkeypatch.setattr(activation_offload._BlockActivations, "add", record)
+    tokens = torch.randint(0, SIZES.vocab_size, (2, 8))
+    model(tokens, labels=tokens, positions=torch.arange(8).expand(2, -1) % 3).backward()
+    assert set(dtypes) == {torch.float32}
 
 
 def test_validation_without_gradients_copies_nothing(recorder):

@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
 from titanlite.distributed.tensors import local_shard
+from titanlite.kernels.documents import DocumentIndex
 
 MIN_BYTES = 1 << 20  # smaller tensors stay on the device: not worth a copy
 
@@ -209,8 +210,8 @@ def _offloaded_forward(
         return forward(*inputs)
     activations = begin_forward()
     # Not offloaded: weights, which FSDP frees and gathers again, and inputs without a gradient,
-    # such as the RoPE table, which all blocks use.
-    constants = (x for x in tree_leaves(inputs) if isinstance(x, Tensor) and not x.requires_grad)
+    # such as the cosines of RoPE or the index of the documents, which all blocks use.
+    constants = (tensor for tensor in _tensors_in(inputs) if not tensor.requires_grad)
     resident = {_storage_pointer(tensor) for tensor in (*block.parameters(), *constants)}
 
     @torch.no_grad()
@@ -242,6 +243,14 @@ def _offloaded_forward(
 
     with saved_tensors_hooks(pack, unpack):
         return forward(*inputs)
+
+
+def _tensors_in(inputs: tuple) -> Iterator[Tensor]:
+    for leaf in tree_leaves(inputs):
+        if isinstance(leaf, DocumentIndex):  # which is no container for torch
+            yield from (leaf.on_host, leaf.on_device)
+        elif isinstance(leaf, Tensor):
+            yield leaf
 
 
 def _storage_pointer(tensor: Tensor) -> int:
