@@ -30,7 +30,7 @@ FP32 = {"training.mixed_precision_param": "float32"}
 COMPILED = {"compile.enable": "true"}
 DOCUMENTS = {"attention.mask": "document"}
 FP32_TOLERANCE = 1e-4  # other kernels add in another order: 1e-6 at the first step, and it grows
-BF16_TOLERANCE = 5e-3  # 7e-4 on a CPU
+BF16_TOLERANCE = 2e-2  # up to 5e-3 on a CPU
 FLOAT8_TOLERANCE = 5e-2
 
 JOB = {

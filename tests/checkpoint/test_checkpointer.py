@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from tests.checkpoint.saving import bits, load, open_checkpointer, save, save_and_wait
-from tests.distributed.oracle import ADAMW, Layout, Record, full_value, run_until, start_run
+from tests.distributed.oracle import ADAMW, SGD, Layout, Record, full_value, run_until, start_run
 from tests.distributed.ranks import run_on_ranks
 from titanlite.checkpoint import list_steps, read_checkpoint_manifest
 from titanlite.checkpoint.manifest import FORMAT, manifest_hash
@@ -413,6 +413,20 @@ def test_resuming_from_a_model_only_save_is_refused_with_the_alternatives(dtype,
     for step, weights, states in (without, finished):
         assert step == 2 and states == 0
         assert all(torch.equal(weights[name], saved[name].float()) for name in saved)
+
+
+def resume_without_optimizer_state(folder) -> tuple[bool, int]:
+    """(weights are equal, step) of a run of SGD without momentum that is resumed."""
+    state, engine, mesh = start_run(Layout(), SGD)
+    run_until(state, engine, mesh, SGD, Record(), 2)
+    assert not save_and_wait(open_checkpointer(folder), state).problem
+    resumed, _, _ = start_run(Layout(), SGD)
+    load(open_checkpointer(folder), resumed)
+    return bits(resumed) == bits(state), resumed.step
+
+
+def test_an_optimizer_without_state_resumes(tmp_path):
+    assert run_on_ranks(resume_without_optimizer_state, 1, tmp_path) == [(True, 2)]
 
 
 def load_without_each_part(folder) -> list[tuple]:

@@ -275,14 +275,14 @@ class Checkpointer:
         self.save_seconds = manifest.seconds
         finished = manifest.step == finished_at and not manifest.has("optimizer")
         skip_optimizer = model_only or finished or "optimizer" in config.exclude_from_loading
-        if not skip_optimizer and not manifest.has("optimizer"):
+        state = model_and_optimizer_state(model, None if skip_optimizer else optimizer)
+        if state.get("optimizer") and not manifest.has("optimizer"):  # plain SGD has no state
             raise CheckpointError(
                 f"{folder}: has only weights and no optimizer state"
                 " (checkpoint.last_save_model_only), so this run cannot resume from it.",
                 fix="Use an earlier checkpoint (checkpoint.load_step), or start the optimizer state"
                 ' from scratch: checkpoint.exclude_from_loading = ["optimizer"].',
             ).mark_on_all_ranks()
-        state = model_and_optimizer_state(model, None if skip_optimizer else optimizer)
         if facts.get("model") != manifest.facts.get("model"):  # checkpoint.allow_changes allows it
             self._check_all_weights_are_used(found, state["model"])
         read_tensors(folder, state, self.group)
