@@ -166,8 +166,7 @@ def main() -> None:
         )
     )  # measured at the full size, without connections
     markdown = growth_table(rows)
-    entries = describe(sys.argv[1:])
-    entries["command"] = " ".join(["python -m benchmarks.control_plane", *sys.argv[1:]])
+    entries = describe("-m benchmarks.control_plane", sys.argv[1:])
     if args.out:
         write_table(args.out, entries, markdown, rows)
     print(markdown)

@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from titanlite.checkpoint import CheckpointConfig, Checkpointer
 from titanlite.distributed.collectives import AsyncMax
+from titanlite.distributed.error_report import ErrorReport
 from titanlite.distributed.mesh import ParallelismConfig, build_mesh, resolve_degrees
 from titanlite.distributed.process_group import CommConfig, DebugConfig, join_process_group
 from titanlite.distributed.rank_tree import RankTree
@@ -109,7 +110,9 @@ def run_rank(args: RankArguments) -> None:
         with meter.phase("start"):
             comm = CommConfig(init_timeout_seconds=TIMEOUT_SECONDS)
             context = stack.enter_context(
-                join_process_group(torch.device("cpu"), comm, DebugConfig(), args.folder)
+                join_process_group(
+                    torch.device("cpu"), comm, DebugConfig(), args.folder, ErrorReport()
+                )
             )
             watchdog = HeartbeatWatchdog(
                 args.rank, args.ranks, TIMEOUT_SECONDS, args.folder, context.start_id

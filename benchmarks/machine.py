@@ -16,10 +16,10 @@ import torch
 from benchmarks.processes import CORES
 
 
-def describe(script: str, arguments: Sequence[str]) -> dict[str, str]:
-    """The list above every table, as names and values; the script and its command line."""
+def describe(program: str, arguments: Sequence[str]) -> dict[str, str]:
+    """The list above every table, as names and values; `program` is what follows "python"."""
     entries = {
-        "command": f"python scripts/{script} {shlex.join(arguments)}".strip(),
+        "command": f"python {program} {shlex.join(arguments)}".strip(),
         "date": time.strftime("%Y-%m-%d"),
         "machine": f"{CORES} cores, {_processor()}",
         "python": platform.python_version(),

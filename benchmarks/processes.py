@@ -71,9 +71,17 @@ def failure_reason(stderr: str) -> str:
     return " ".join(errors or lines[-1:]).replace("|", "/")[:200]
 
 
+def python_path() -> str:
+    """PYTHONPATH of a process that imports this repository."""
+    return os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+
+
 def _run_python(command, threads: int, variables: Mapping[str, str]) -> subprocess.CompletedProcess:
-    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
-    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": str(max(1, threads))}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": python_path(),
+        "OMP_NUM_THREADS": str(max(1, threads)),
+    }
     return subprocess.run(
         [sys.executable, *command], env=environment | variables, capture_output=True, text=True
     )

@@ -33,7 +33,7 @@ def main() -> None:
         return
     rows = measure_cases(args)
     print_and_write(
-        args.out, describe("benchmark.py", sys.argv[1:]) | _model_entry(), table(rows), rows
+        args.out, describe("scripts/benchmark.py", sys.argv[1:]) | _model_entry(), table(rows), rows
     )
 
 
@@ -76,7 +76,7 @@ def write_gpu_table(cases: list[str], out: Path | None) -> None:
             out = default
         else:
             print(f"nothing was measured: {default} is not written", file=sys.stderr)
-    print_and_write(out, describe("benchmark.py", sys.argv[1:]), gpu_table(rows), rows)
+    print_and_write(out, describe("scripts/benchmark.py", sys.argv[1:]), gpu_table(rows), rows)
 
 
 def print_and_write(

@@ -44,7 +44,7 @@ def main(argv: list[str]) -> int:
         checks = select_checks(machine.devices, args.only)
         outcomes = list(run_checks(checks, machine, show))
     devices = pluralize(args.devices, "GPU") if cuda else f"no GPU; {args.devices} on the CPU"
-    entries = describe("check_gpu.py", argv) | {"devices checked": devices}
+    entries = describe("scripts/check_gpu.py", argv) | {"devices checked": devices}
     args.out.write_text(report(entries, gpu_topology(), outcomes), encoding="utf-8")
     print(f"\n{summary(outcomes)}; report: {args.out}")
     return EXIT_FAILED if any(outcome.status == "failed" for outcome in outcomes) else 0

@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.corpus import write_corpus
-from benchmarks.processes import ROOT, as_arguments, failure_reason, step_lines
+from benchmarks.processes import as_arguments, failure_reason, python_path, step_lines
 from benchmarks.roofline import (
     FAMILY,
     LOSS_CHUNK_TOKENS,
@@ -228,12 +228,11 @@ class _Runner:
     def _start_next(self) -> None:
         self.count += 1
         self.errors = self.folder / f"{self.count}.err"
-        path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
         cache = str(self.folder / "compiled")  # empty, so that compilation is measured
         with open(self.errors, "w", encoding="utf-8") as errors:
             self.waiting = subprocess.Popen(
                 [sys.executable, "-m", "benchmarks.preloaded_train"],
-                env={**os.environ, "PYTHONPATH": path, "TORCHINDUCTOR_CACHE_DIR": cache},
+                env={**os.environ, "PYTHONPATH": python_path(), "TORCHINDUCTOR_CACHE_DIR": cache},
                 stdin=subprocess.PIPE,
                 stdout=subprocess.DEVNULL,
                 stderr=errors,

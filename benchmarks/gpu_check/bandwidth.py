@@ -1,13 +1,14 @@
 """Speed of matmuls, copies and collectives.
 
-As a program, `python -m torch.distributed.run … -m benchmarks.gpu_check.bandwidth`, it measures the
-collectives of all ranks, and prints one JSON object.
+As a program, `torchrun … -m benchmarks.gpu_check.bandwidth cuda`, it measures the collectives of
+all ranks, and prints one JSON object.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import sys
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -57,11 +58,11 @@ def check_copies(machine: Machine) -> Iterator[Outcome]:
 
 def check_collectives(machine: Machine) -> Iterator[Outcome]:
     """Bus bandwidth of the collectives that the parallel layouts use, over all devices."""
-    command = [*torchrun(machine.devices), "-m", "benchmarks.gpu_check.bandwidth"]
+    program = ["-m", "benchmarks.gpu_check.bandwidth", machine.device_type]
     output = run_command(
-        command,
+        [*torchrun(machine.devices), *program],
         timeout=MAX_RUN_SECONDS,
-        variables={"TITANLITE_CHECK_DEVICE": machine.device_type, "OMP_NUM_THREADS": "1"},
+        variables={"OMP_NUM_THREADS": "1"},
     )
     line = next(line for line in output.splitlines() if line.startswith("{"))
     for name, by_size in json.loads(line).items():
@@ -76,7 +77,7 @@ def measure_collectives(device_type: str) -> dict[str, dict[str, float]]:
     an all-reduce and (n - 1)/n for the others, as in nccl-tests
     (https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md).
     """
-    ranks, results = dist.get_world_size(), {}
+    ranks, results = dist.get_world_size(), dict[str, dict[str, float]]()
     for name, (collective, factor) in _collectives(ranks).items():
         results[name] = by_size = {}
         for size in COLLECTIVE_BYTES[device_type]:
@@ -119,8 +120,7 @@ def _wait(device_type: str) -> None:
         torch.cuda.synchronize()
 
 
-def main() -> None:
-    device_type = os.environ["TITANLITE_CHECK_DEVICE"]
+def main(device_type: str) -> None:
     if device_type == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl" if device_type == "cuda" else "gloo")
@@ -131,4 +131,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1])

@@ -8,7 +8,14 @@ from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
-from benchmarks.gpu_check.outcome import CheckFailed, CheckSkipped, Machine, Outcome, run_command
+from benchmarks.gpu_check.outcome import (
+    CheckFailed,
+    CheckSkipped,
+    Machine,
+    Outcome,
+    Status,
+    run_command,
+)
 from benchmarks.gpu_check.runs import MAX_RUN_SECONDS
 
 
@@ -43,5 +50,5 @@ def read_results(results: Path) -> Iterator[Outcome]:
         else:
             passed += 1
     if passed or skipped:
-        status = "passed" if passed else "skipped"
+        status: Status = "passed" if passed else "skipped"
         yield Outcome("tests/gpu", status, f"{passed} passed, {skipped} skipped")

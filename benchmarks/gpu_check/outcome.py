@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
-from benchmarks.processes import ROOT, failure_reason
+from benchmarks.processes import ROOT, failure_reason, python_path
 
 Status = Literal["passed", "failed", "skipped"]
 LOG_LINES = 60  # of a failed command, in the report
@@ -127,11 +127,13 @@ def run_command(
 
 def environment_without_launcher() -> dict[str, str]:
     """The environment without the variables of the torchrun that may have started this process."""
-    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
     kept = {
         name: value
         for name, value in os.environ.items()
         if name not in _LAUNCHER_VARIABLES and not name.startswith(_LAUNCHER_PREFIXES)
     }
     programs = os.pathsep.join((str(Path(sys.executable).parent), kept.get("PATH", os.defpath)))
-    return kept | {"PYTHONPATH": path, "PATH": programs}  # PATH: torchrun of this environment
+    return kept | {
+        "PYTHONPATH": python_path(),
+        "PATH": programs,
+    }  # PATH: torchrun of this environment

@@ -45,6 +45,7 @@ JOB = {
     "optimizer.name": "SGD",  # proportional to the gradients: Adam would hide a wrong factor
     "optimizer.lr": "0.1",
     "lr_scheduler.warmup_steps": "2",
+    "lr_scheduler.total_steps": str(STEPS),  # also where a run stops earlier, to be resumed
     "activation_checkpoint.mode": "none",
     "metrics.log_freq": "1",
 }

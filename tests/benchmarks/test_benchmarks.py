@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import runpy
+import subprocess
 import sys
 from pathlib import Path
 
@@ -221,3 +222,14 @@ def test_the_script_measures_a_case_and_writes_its_table(tmp_path, monkeypatch, 
     figures = [row for row in record["rows"] if row["unit"] == "ns/sample"]
     assert len(figures) == 2 and all(row["each"][0] > 0 for row in figures)
     assert out.read_text() in capsys.readouterr().out
+
+
+def test_the_control_plane_is_measured_and_its_table_written(tmp_path):
+    """No other test runs it, and its command is in the documentation."""
+    out = tmp_path / "table.md"
+    command = [sys.executable, "-m", "benchmarks.control_plane", "--ranks", "2", "3"]
+    subprocess.run([*command, "--out", str(out)], check=True, capture_output=True, cwd=ROOT)
+    text = out.read_text()
+    assert text.startswith("- command: python -m benchmarks.control_plane --ranks 2 3 --out")
+    for name in ("sockets", "start: CPU of the store", "next save", "heartbeat", "load"):
+        assert f"| {name}" in text
