@@ -216,9 +216,10 @@ def _recorded_gradients(state):
         assert all(local.dtype == torch.float32 for *_, local in gradients.values())
         recorded.update(gradients)
 
-    hook = state.optimizer.register_step_pre_hook(record)
+    hooks = [optimizer.register_step_pre_hook(record) for optimizer in state.optimizer]
     yield recorded
-    hook.remove()
+    for hook in hooks:
+        hook.remove()
 
 
 def gradient_errors(case: PrecisionCase, ranks: Sequence[RankResult]) -> list[dict[str, float]]:

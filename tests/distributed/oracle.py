@@ -308,11 +308,11 @@ def run_until(
     """Take steps up to `until` and record them; under SGD, with all gradients and weights."""
     named = list(state.model.named_parameters()) if recipe.optimizer == "SGD" else []
     gradients: dict[str, Any] = {}  # of this step; in backward, added one by one
-    hook = state.optimizer.register_step_pre_hook(
-        lambda *_: gradients.update(
-            {n: shard_and_offset(p.grad) for n, p in named if p.grad is not None}
-        )
-    )
+
+    def record_gradients(*_) -> None:
+        gradients.update({n: shard_and_offset(p.grad) for n, p in named if p.grad is not None})
+
+    hooks = [o.register_step_pre_hook(record_gradients) for o in state.optimizer]
     while state.step < until:
         sequences = recipe.batch_of(state.step) // mesh.degrees.data
         own_slice = slice(mesh.batch_rank * sequences, (mesh.batch_rank + 1) * sequences)
@@ -335,7 +335,8 @@ def run_until(
         if state.step in VALIDATION_STEPS:
             text = ValidationData(recipe)
             record.validations.append(validate(engine, text, text.samples, 4, mesh, CPU))
-    hook.remove()
+    for hook in hooks:
+        hook.remove()
     record.weights = {name: shard_and_offset(p) for name, p in named}
 
 

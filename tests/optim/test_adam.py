@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from titanlite.models import FAMILIES, Llama3Sizes
-from titanlite.optim import OptimizerConfig, build_optimizer, moment_bytes, set_lr
+from titanlite.optim import OptimizerConfig, build_optimizer, moment_bytes
 from titanlite.optim.adam import dynamic_levels
 from titanlite.parallelize.weight_init import init_weights
 
@@ -35,7 +35,7 @@ def training_losses(**section) -> list[float]:
         batch = batches[step % len(batches)]
         loss = F.cross_entropy(model(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())
         loss.backward()
-        set_lr(optimizer, 1e-3 / (step + 1) ** 0.1)
+        optimizer.set_lr(1e-3 / (step + 1) ** 0.1)
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
@@ -94,7 +94,7 @@ def test_the_update_compiles_once_and_matches_the_eager_update(monkeypatch):
     for step in range(5):
         for each, its_optimizer in ((model, optimizer), (eager_model, eager)):
             each(torch.ones(2, 256) + step).square().sum().backward()
-            set_lr(its_optimizer, 1e-3 / (step + 1))
+            its_optimizer.set_lr(1e-3 / (step + 1))
             its_optimizer.step()
             its_optimizer.zero_grad()
         graphs.append(counters["unique_graphs"])

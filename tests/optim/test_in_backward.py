@@ -11,7 +11,6 @@ from titanlite.optim import (
     OptimizerInBackward,
     build_optimizer,
     clip_gradients,
-    set_lr,
 )
 
 
@@ -22,7 +21,7 @@ def train(in_backward: bool, **section):
     optimizer = build_optimizer(model, OptimizerConfig(**section))
     early, norms = OptimizerInBackward(model, optimizer) if in_backward else None, []
     for step in range(3):
-        set_lr(optimizer, 0.1 / (step + 1))
+        optimizer.set_lr(0.1 / (step + 1))
         model(torch.randn(8, 64)).square().sum().backward()
         if early:
             assert all(parameter.grad is None for parameter in model.parameters())
@@ -50,7 +49,7 @@ def test_steps_in_backward_give_the_same_weights_and_state(section):
     for actual, right in zip(early_model.parameters(), model.parameters(), strict=True):
         assert torch.equal(actual, right)
     # so a checkpoint of one can be loaded by the other
-    saved, expected = early_optimizer.state_dict(), optimizer.state_dict()
+    ((saved,), (expected,)) = ([o.state_dict() for o in s] for s in (early_optimizer, optimizer))
     assert saved["param_groups"] == expected["param_groups"]
     for number, moments in expected["state"].items():
         for name, moment in moments.items():

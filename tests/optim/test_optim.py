@@ -128,7 +128,7 @@ def test_a_new_optimizer_is_one_function_and_one_line(monkeypatch):
     config, errors = build_dataclass(OptimizerConfig, {"name": "Rprop", "weight_decay": 0.0})
     assert not errors
     model = nn.RMSNorm(4, dtype=torch.bfloat16)  # with a float32 copy, as every optimizer
-    optimizer = build_optimizer(model, config)
+    (optimizer,) = build_optimizer(model, config)
     assert isinstance(optimizer, torch.optim.Rprop)
     model(torch.arange(4.0, dtype=torch.bfloat16)).sum().backward()
     optimizer.step()

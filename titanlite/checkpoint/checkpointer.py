@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -120,7 +120,7 @@ class Checkpointer:
         self,
         step: int,
         model: nn.Module,
-        optimizer: torch.optim.Optimizer,
+        optimizers: Iterable[torch.optim.Optimizer],
         *,
         progress: dict[str, Any],
         final: bool = False,
@@ -138,7 +138,7 @@ class Checkpointer:
         """
         assert self._save is None, "the previous save must be waited for first"
         started = time.monotonic()
-        state = self._state_to_save(model, optimizer, final)
+        state = self._state_to_save(model, optimizers, final)
         folder = self.step_folders.of_step(step)
 
         def commit(files: dict[str, FileRecord], tensors: dict[str, TensorRecord]) -> None:
@@ -212,10 +212,10 @@ class Checkpointer:
         return SaveResult(save.step, save.folder, save.seconds, blocked, problem)
 
     def _state_to_save(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer, final: bool
+        self, model: nn.Module, optimizers: Iterable[torch.optim.Optimizer], final: bool
     ) -> State:
         if not (final and self.config.last_save_model_only):
-            return model_and_optimizer_state(model, optimizer)
+            return model_and_optimizer_state(model, optimizers)
         dtype, weights = self._export_dtype, model_and_optimizer_state(model)["model"]
         return {"model": {name: value.to(dtype) for name, value in weights.items()}}
 
@@ -254,7 +254,7 @@ class Checkpointer:
         self,
         found: FoundCheckpoint,
         model: nn.Module,
-        optimizer: torch.optim.Optimizer,
+        optimizers: Iterable[torch.optim.Optimizer],
         facts: dict[str, Any],
         *,
         finished_at: int | None = None,
@@ -275,7 +275,7 @@ class Checkpointer:
         self.save_seconds = manifest.seconds
         finished = manifest.step == finished_at and not manifest.has("optimizer")
         skip_optimizer = model_only or finished or "optimizer" in config.exclude_from_loading
-        state = model_and_optimizer_state(model, None if skip_optimizer else optimizer)
+        state = model_and_optimizer_state(model, None if skip_optimizer else optimizers)
         if state.get("optimizer") and not manifest.has("optimizer"):  # plain SGD has no state
             raise CheckpointError(
                 f"{folder}: has only weights and no optimizer state"

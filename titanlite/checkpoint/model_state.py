@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -23,15 +24,15 @@ _BY_NAME = StateDictOptions(flatten_optimizer_state_dict=True)
 
 
 def model_and_optimizer_state(
-    model: nn.Module, optimizer: torch.optim.Optimizer | None = None
+    model: nn.Module, optimizers: Iterable[torch.optim.Optimizer] | None = None
 ) -> State:
     """The tensors themselves, not copies: to load a checkpoint is to read into them."""
     weights = get_model_state_dict(model, options=_BY_NAME)
     state: State = {"model": {name: _unwrap(weight) for name, weight in weights.items()}}
-    if optimizer is not None:
+    if optimizers is not None:
         # Learning rates and weight decays come from the job: only optimizer state is saved. Missing
         # state (a fresh AdamW has none) is created by this call, so that it can be read into.
-        full = get_optimizer_state_dict(model, optimizer, options=_BY_NAME)
+        full = get_optimizer_state_dict(model, tuple(optimizers), options=_BY_NAME)
         state["optimizer"] = {n: value for n, value in full.items() if n.startswith("state.")}
     return state
 

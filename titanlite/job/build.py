@@ -7,14 +7,13 @@ expensive, so that a crash loop is detected as early as possible.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from titanlite.checkpoint import Checkpointer, FoundCheckpoint
 from titanlite.data import SampleStream, ValidationSet, rank_slices
@@ -87,11 +86,11 @@ class RunServices:
     advise: Callable[[bool], list[str]]  # (is_cuda) -> lines for an out-of-memory error
 
     def explain_out_of_memory(
-        self, model: nn.Module | None = None, optimizer: Optimizer | None = None
+        self, model: nn.Module | None = None, optimizers: Iterable[torch.optim.Optimizer] = ()
     ) -> AbstractContextManager[None]:
         """Replace an out-of-memory error of the block by a UserError with advice."""
         device = self.rank.device
-        usage = MemoryUsage(device, model, optimizer)
+        usage = MemoryUsage(device, model, optimizers)
         advise = partial(self.advise, device.type == "cuda")
         return explain_out_of_memory(usage, lambda: self.watchdog.position, advise)
 
@@ -168,7 +167,7 @@ def _open_run(job: Job, services: RunServices) -> Iterator[Run]:
             device=rank.device,
             state=state,
             engine=engine,
-            batches=build_batches(job, stream, state, mesh, engine),
+            open_batches=partial(build_batches, job, stream, state, mesh, engine),
             lr_at=partial(learning_rate_at, job),
             step_settings=StepSettings(
                 mesh, job.global_batch, job.config.training.max_norm, in_backward

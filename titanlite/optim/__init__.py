@@ -10,9 +10,10 @@ from titanlite.optim.build import (
     build_optimizer,
     check_optimizer_config,
     check_optimizer_device,
-    set_lr,
+    settings_of,
 )
 from titanlite.optim.clip import clip_gradients, shard_norms
+from titanlite.optim.groups import ParameterGroupConfig
 from titanlite.optim.in_backward import OptimizerInBackward
 from titanlite.optim.loss_scale import LossScale, LossScaleConfig
 from titanlite.optim.lr_schedule import (
@@ -22,16 +23,20 @@ from titanlite.optim.lr_schedule import (
     lr_factor,
     schedule_warning,
 )
+from titanlite.optim.optimizer_set import ConditionalOptimizer, OptimizerSet
 
 __all__ = [
     "LR_DECAYS",
     "OPTIMIZERS",
+    "ConditionalOptimizer",
     "LRSchedulerConfig",
     "LossScale",
     "LossScaleConfig",
     "OptimizerConfig",
     "OptimizerInBackward",
     "OptimizerRecipe",
+    "OptimizerSet",
+    "ParameterGroupConfig",
     "build_optimizer",
     "check_lr_scheduler_config",
     "check_optimizer_config",
@@ -41,6 +46,6 @@ __all__ = [
     "moment_bytes",
     "moment_format",
     "schedule_warning",
-    "set_lr",
+    "settings_of",
     "shard_norms",
 ]

@@ -110,15 +110,29 @@ class LowMemoryAdam(torch.optim.Optimizer):
         zeros = [_sharded_zeros(parameter, *spec, self.moments.offload) for spec in specs]
         return {"step": torch.tensor(0.0), **dict(zip(storage.names, zeros, strict=True))}
 
-    @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]  # no closures
         """Update every parameter that has a gradient."""
+        self._step(None)
+
+    def step_if(self, accept: Tensor) -> None:
+        """See `ConditionalOptimizer.step_if`."""
+        self._step(accept)
+
+    def uncount_steps(self, steps: int) -> None:
+        """See `ConditionalOptimizer.uncount_steps`."""
+        for state in self.state.values():
+            state["step"] -= steps
+
+    @torch.no_grad()
+    def _step(self, accept: Tensor | None) -> None:
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
-                    self._step_parameter(parameter, parameter.grad, group)
+                    self._step_parameter(parameter, parameter.grad, group, accept)
 
-    def _step_parameter(self, parameter: nn.Parameter, grad: Tensor, group: dict) -> None:
+    def _step_parameter(
+        self, parameter: nn.Parameter, grad: Tensor, group: dict, accept: Tensor | None
+    ) -> None:
         state, (beta1, beta2) = self.state[parameter], group["betas"]
         state["step"] += 1  # in host memory, so reading it does not wait for the device
         step, storage = state["step"].item(), moment_format(parameter.shape, self.moments.dtype)
@@ -133,6 +147,7 @@ class LowMemoryAdam(torch.optim.Optimizer):
             torch.tensor(float(group["weight_decay"])),
             torch.tensor(1 / (1 - beta1**step)),
             torch.tensor((1 - beta2**step) ** -0.5),
+            accept,
         )
         blocks = weight.numel() // storage.block if storage.block else 1
         self._update(
@@ -156,6 +171,7 @@ class _StepScalars(NamedTuple):
     weight_decay: Tensor
     correction1: Tensor  # bias correction that the first moment is multiplied by
     correction2: Tensor  # the same for the root of the second moment
+    accept: Tensor | None  # on the device; false: change no bit; None: always update
 
 
 class _AdamRule(NamedTuple):
@@ -176,7 +192,7 @@ def _update(
     rule: _AdamRule,
 ) -> None:
     """One step of Adam in fp32, in place."""
-    lr, weight_decay, correction1, correction2 = scalars
+    lr, weight_decay, correction1, correction2, accept = scalars
     betas, eps, decoupled = rule
     w, g = weight.float(), grad.float()
     if decoupled:
@@ -187,8 +203,8 @@ def _update(
         first, second = moments
         m = torch.lerp(first.float(), g, 1 - betas[0])
         v = torch.lerp(second.float(), g.square(), 1 - betas[1])
-        first.copy_(m)
-        second.copy_(v)
+        _write(first, m, accept)
+        _write(second, v, accept)
         root = v.sqrt()
     else:
         # The root of the second moment is stored, not the moment itself: the root spans no more
@@ -197,9 +213,14 @@ def _update(
         m = torch.lerp(_decode(dtype, first_codes, levels[:1]), g, 1 - betas[0])
         square = _decode_root(dtype, second_codes, levels[1:]).square()
         root = torch.lerp(square, g.square(), 1 - betas[1]).sqrt()
-        _encode(dtype, m, first_codes, levels[:1])
-        _encode(dtype, root, second_codes, levels[1:])
-    weight.copy_(w - lr * (m * correction1) / (root * correction2 + eps))
+        _encode(dtype, m, first_codes, levels[:1], accept)
+        _encode(dtype, root, second_codes, levels[1:], accept)
+    _write(weight, w - lr * (m * correction1) / (root * correction2 + eps), accept)
+
+
+def _write(target: Tensor, value: Tensor, accept: Tensor | None) -> None:
+    """Copy `value` to `target`, unless `accept` is false."""
+    target.copy_(value if accept is None else torch.where(accept, value.to(target.dtype), target))
 
 
 @cache
@@ -212,12 +233,16 @@ def _compiled_update() -> Callable[..., None]:
 
 
 def _encode(
-    dtype: StateDtype, values: Tensor, stored: Sequence[Tensor], levels: tuple[Tensor, ...]
+    dtype: StateDtype,
+    values: Tensor,
+    stored: Sequence[Tensor],
+    levels: tuple[Tensor, ...],
+    accept: Tensor | None,
 ) -> None:
     """Quantize blocks of values: codes, and the largest absolute value of each block."""
     codes, scale = stored
     largest = values.abs().amax(-1, keepdim=True)
-    scale.copy_(largest)
+    _write(scale, largest, accept)
     normalized = values / largest.clamp(min=1e-30)  # in [-1, 1]; a block of zeros stays zero
     if dtype == "float8":
         new_codes = (normalized * FLOAT8_MAX).to(torch.float8_e4m3fn).view(torch.uint8)
@@ -226,7 +251,7 @@ def _encode(
         new_codes = torch.bucketize(normalized, (table[1:] + table[:-1]) / 2)  # the nearest
         if dtype == "4bit":
             new_codes = new_codes[:, ::2] * 16 + new_codes[:, 1::2]
-    codes.copy_(new_codes)
+    _write(codes, new_codes, accept)
 
 
 def _decode(dtype: StateDtype, stored: Sequence[Tensor], levels: tuple[Tensor, ...]) -> Tensor:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -13,7 +14,9 @@ from titanlite.errors import ConfigError
 from titanlite.kernels.gpu import FLOAT8_FALLBACK_SINCE, Gpu
 from titanlite.optim.adam import LowMemoryAdam, MomentOptions, StateDtype
 from titanlite.optim.fp32_vectors import is_low_vector, updating_vectors_in_float32
-from titanlite.optim.groups import parameter_groups
+from titanlite.optim.groups import ParameterGroupConfig, matches_any
+from titanlite.optim.optimizer_set import LR_FACTOR, OptimizerSet
+from titanlite.optim.torch_adam import ConditionalAdam, ConditionalAdamW
 from titanlite.settings import Fraction, OneOf, Range
 
 
@@ -34,6 +37,8 @@ class OptimizerConfig:
     implementation: Literal["for-loop", "foreach", "fused"] = "fused"
     # for-loop: one kernel per operation per parameter; foreach: one per operation; fused: one for
     # everything (SGD: one per operation per parameter, as for-loop)
+    groups: list[ParameterGroupConfig] = field(default_factory=list)
+    # parameters with other settings: { match = ["output.*"], lr_factor = 0.5 }
     early_step_in_backward: bool = False
     # update each parameter in backward, as soon as its gradient is complete, and free the gradient
     state_dtype: StateDtype = "float32"
@@ -75,9 +80,10 @@ def _adam(config: OptimizerConfig) -> OptimizerRecipe:
         options |= {"decoupled": config.name == "AdamW", "moments": moments}
         return OptimizerRecipe(LowMemoryAdam, options)
     options |= {"foreach": foreach, "fused": fused}
-    return OptimizerRecipe(
-        torch.optim.AdamW if config.name == "AdamW" else torch.optim.Adam, options
-    )
+    decoupled = config.name == "AdamW"
+    if fused:
+        return OptimizerRecipe(ConditionalAdamW if decoupled else ConditionalAdam, options)
+    return OptimizerRecipe(torch.optim.AdamW if decoupled else torch.optim.Adam, options)
 
 
 OPTIMIZERS: dict[str, Callable[[OptimizerConfig], OptimizerRecipe]] = {
@@ -89,19 +95,49 @@ OPTIMIZERS: dict[str, Callable[[OptimizerConfig], OptimizerRecipe]] = {
 ADAM_NAMES = ("AdamW", "Adam")  # those with the settings of Adam's moments
 
 
-def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Optimizer:
-    """An optimizer over the shards of a model's parameters."""
-    groups = parameter_groups(model.named_parameters(), config.weight_decay, config.no_decay)
-    optimizer_class, options = OPTIMIZERS[config.name](config)
-    if any(is_low_vector(parameter) for parameter in model.parameters()):
-        optimizer_class = updating_vectors_in_float32(optimizer_class)
-    return optimizer_class(groups, **options)
+def build_optimizer(model: nn.Module, config: OptimizerConfig) -> OptimizerSet:
+    """The optimizers over the shards of a model's parameters."""
+    recipes: list[tuple[OptimizerRecipe, list[_NamedParameter]]] = []
+    for name, parameter in model.named_parameters():
+        recipe = OPTIMIZERS[(section := settings_of(name, config)[0]).name](section)
+        same = next((own for other, own in recipes if other == recipe), None)
+        if same is None:
+            recipes.append((recipe, same := []))
+        same.append((name, parameter))
+    optimizers = []
+    for (optimizer_class, options), parameters in recipes:
+        if any(is_low_vector(parameter) for _, parameter in parameters):
+            optimizer_class = updating_vectors_in_float32(optimizer_class)
+        optimizers.append(optimizer_class(_parameter_groups(parameters, config), **options))
+    return OptimizerSet(optimizers)
 
 
-def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
-    """Set the learning rate of the next step."""
-    for group in optimizer.param_groups:
-        group["lr"] = lr
+_NamedParameter = tuple[str, nn.Parameter]
+
+
+def settings_of(name: str, config: OptimizerConfig) -> tuple[OptimizerConfig, float]:
+    """(settings of one parameter, factor of its learning rate), by its name."""
+    group = next((group for group in config.groups if group.matches(name)), None)
+    if group is None or group.weight_decay is None:
+        weight_decay = 0.0 if matches_any(name, config.no_decay) else config.weight_decay
+    else:
+        weight_decay = group.weight_decay
+    overrides = {**(group.overrides() if group else {}), "weight_decay": weight_decay}
+    return dataclasses.replace(config, **overrides), group.lr_factor if group else 1.0
+
+
+def _parameter_groups(
+    parameters: Iterable[_NamedParameter], config: OptimizerConfig
+) -> list[dict[str, Any]]:
+    """Groups for a torch optimizer: parameters of equal weight decay and learning-rate factor."""
+    groups: dict[tuple[float, float], list[nn.Parameter]] = {}
+    for name, parameter in parameters:
+        section, lr_factor = settings_of(name, config)
+        groups.setdefault((section.weight_decay, lr_factor), []).append(parameter)
+    return [
+        {"params": members, "weight_decay": weight_decay, LR_FACTOR: lr_factor}
+        for (weight_decay, lr_factor), members in groups.items()
+    ]
 
 
 def check_optimizer_config(config: OptimizerConfig, param_dtype: str) -> Iterator[ConfigError]:

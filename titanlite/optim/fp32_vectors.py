@@ -6,10 +6,14 @@ update at a usual learning rate is less than half of that, so rounding would und
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 from torch import Tensor, nn
 
 from titanlite.distributed.tensors import local_shard
+from titanlite.optim.optimizer_set import ConditionalOptimizer
 
 MASTER = "float32"  # key of the float32 copy in the optimizer's state, next to the moments
 
@@ -23,7 +27,9 @@ def updating_vectors_in_float32(
     optimizer_class: type[torch.optim.Optimizer],
 ) -> type[torch.optim.Optimizer]:
     """A subclass that updates low-precision vectors through float32 copies in its state."""
-    return type(optimizer_class.__name__, (_Float32Vectors, optimizer_class), {})
+    conditional = issubclass(optimizer_class, ConditionalOptimizer)
+    mixin = _ConditionalFloat32Vectors if conditional else _Float32Vectors
+    return type(optimizer_class.__name__, (mixin, optimizer_class), {})
 
 
 class _Float32Vectors(torch.optim.Optimizer):
@@ -39,21 +45,27 @@ class _Float32Vectors(torch.optim.Optimizer):
             if is_low_vector(parameter):
                 state[MASTER] = parameter.detach().float()
 
-    @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]  # no closures
         """Update every parameter that has a gradient."""
+        with self._float32_copies():
+            super().step()
+
+    @contextmanager
+    def _float32_copies(self) -> Iterator[None]:
+        """Let the optimizer see the copies in the block; afterwards, round them to the vectors."""
         groups, copies = self.param_groups, self._copies()
         self.param_groups = [
             {**group, "params": [copies.get(p, p) for p in group["params"]]} for group in groups
         ]
         try:
-            super().step()
+            yield
         finally:
             self.param_groups = groups
             for parameter, copy in copies.items():
                 self.state[parameter] = {MASTER: copy.detach(), **self.state.pop(copy, {})}
-        for parameter, copy in copies.items():
-            local_shard(parameter).copy_(local_shard(copy))
+        with torch.no_grad():
+            for parameter, copy in copies.items():
+                local_shard(parameter).copy_(local_shard(copy))
 
     def _copies(self) -> dict[nn.Parameter, nn.Parameter]:
         """A float32 parameter, with gradient and state, for each vector that has a gradient."""
@@ -69,6 +81,15 @@ class _Float32Vectors(torch.optim.Optimizer):
                     self.state[copy] = state
                 copies[parameter] = copy
         return copies
+
+
+class _ConditionalFloat32Vectors(_Float32Vectors):
+    """The same for a `ConditionalOptimizer`."""
+
+    def step_if(self, accept: Tensor) -> None:
+        """See `ConditionalOptimizer.step_if`."""
+        with self._float32_copies():
+            super().step_if(accept)  # type: ignore[misc]  # of the optimizer
 
 
 def _float32_values(parameter: nn.Parameter, copy: Tensor | None) -> Tensor:

@@ -1,30 +1,52 @@
-"""Parameter groups: which parameters have weight decay, by name pattern."""
+"""Parameter groups: the optimizer settings of each parameter, by name pattern."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+import dataclasses
+from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Annotated, Any
 
 import torch
-from torch import nn
+
+from titanlite.settings import Fraction, OneOf, Range
 
 
-def parameter_groups(
-    named: Iterable[tuple[str, nn.Parameter]], weight_decay: float, no_decay: Sequence[str]
-) -> list[dict[str, Any]]:
-    """Groups for a torch optimizer: parameters with decay, and those that match `no_decay`."""
-    decayed: list[nn.Parameter] = []
-    undecayed: list[nn.Parameter] = []
-    for name, parameter in named:
-        excluded = any(fnmatchcase(name, pattern) for pattern in no_decay)
-        (undecayed if excluded else decayed).append(parameter)
-    groups = [
-        {"params": decayed, "weight_decay": weight_decay},
-        {"params": undecayed, "weight_decay": 0.0},
-    ]
-    return [group for group in groups if group["params"]]
+@dataclass(frozen=True)
+class ParameterGroupConfig:
+    """One entry of optimizer.groups; what it does not set is as in [optimizer]."""
+
+    match: list[str]  # name patterns of its parameters; the first group that matches applies
+    lr_factor: Annotated[float, Range(0)] = 1.0  # multiplies the learning rate
+    name: Annotated[str, OneOf(lambda: _optimizer_names())] | None = None  # as optimizer.name
+    weight_decay: Annotated[float, Range(0)] | None = None  # also of names in optimizer.no_decay
+    beta1: Fraction | None = None  # as optimizer.beta1
+    beta2: Fraction | None = None  # as optimizer.beta2
+    eps: Annotated[float, Range(0)] | None = None  # as optimizer.eps
+    momentum: Fraction | None = None  # as optimizer.momentum
+
+    def matches(self, name: str) -> bool:
+        """Whether the group contains the parameter `name`."""
+        return matches_any(name, self.match)
+
+    def overrides(self) -> dict[str, Any]:
+        """The keys of [optimizer] that this group sets."""
+        own = {"match", "lr_factor"}
+        values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        return {k: value for k, value in values.items() if k not in own and value is not None}
+
+
+def _optimizer_names() -> list[str]:
+    from titanlite.optim.build import OPTIMIZERS  # which imports this module
+
+    return list(OPTIMIZERS)
+
+
+def matches_any(name: str, patterns: list[str]) -> bool:
+    """Whether one of the patterns matches a parameter name."""
+    return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
 @contextmanager

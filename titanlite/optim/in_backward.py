@@ -5,12 +5,12 @@ The gradient is then freed, so only one FSDP group has gradients at a time.
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor, nn
 
 from titanlite.distributed.mesh import Mesh
 from titanlite.optim.clip import GradNorms, combine_norms, shard_norms
 from titanlite.optim.groups import only_group
+from titanlite.optim.optimizer_set import OptimizerSet
 
 
 class OptimizerInBackward:
@@ -20,10 +20,14 @@ class OptimizerInBackward:
     optimizer's state is saved and loaded as usual.
     """
 
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer):
-        self.optimizer = optimizer
+    def __init__(self, model: nn.Module, optimizers: OptimizerSet):
         self._norms: dict[nn.Parameter, Tensor] = {}  # of this rank's shards, in this step
-        self._group_of = {p: group for group in optimizer.param_groups for p in group["params"]}
+        self._optimizer_and_group_of = {
+            parameter: (optimizer, group)
+            for optimizer in optimizers
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+        }
         self._parameters = list(model.parameters())
         for parameter in self._parameters:
             # FSDP2 calls these hooks too, after it has reduced the gradient of a shard.
@@ -36,8 +40,9 @@ class OptimizerInBackward:
         (self._norms[parameter],) = shard_norms([grad])
         # A group of this parameter alone: if each update iterated over all parameters, the cost of
         # backward would be quadratic in their number.
-        with only_group(self.optimizer, {**self._group_of[parameter], "params": [parameter]}):
-            self.optimizer.step()
+        optimizer, group = self._optimizer_and_group_of[parameter]
+        with only_group(optimizer, {**group, "params": [parameter]}):
+            optimizer.step()
         parameter.grad = None
 
     def norms(self, mesh: Mesh | None = None) -> GradNorms:

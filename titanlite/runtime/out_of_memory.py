@@ -25,14 +25,14 @@ class MemoryUsage:
         self,
         device: torch.device,
         model: nn.Module | None = None,
-        optimizer: torch.optim.Optimizer | None = None,
+        optimizers: Iterable[torch.optim.Optimizer] = (),
     ):
-        self.device, self._model, self._optimizer = device, model, optimizer
+        self.device, self._model, self._optimizers = device, model, optimizers
 
     def by_kind(self) -> dict[str, int]:
         """Bytes of this rank's shards on the device; 0 if not built yet, or offloaded."""
         parameters = list(self._model.parameters()) if self._model else []
-        states = self._optimizer.state.values() if self._optimizer else []
+        states = [state for optimizer in self._optimizers for state in optimizer.state.values()]
         moments = [value for state in states for value in state.values()]
         return {
             "parameters": self._local_bytes(parameters),

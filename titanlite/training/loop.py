@@ -45,6 +45,7 @@ class _Loop:
         self.max_over_ranks = AsyncMax()
         self.finite = FiniteCheck(run.state.model, run.device)
         self.timer = _IterationTimer()
+        self.batches = run.open_batches()
         self.max_over_ranks.start(run.stop_request.reason(0.0))
         (self.stop_reason,) = self.max_over_ranks.wait()
 
@@ -54,7 +55,7 @@ class _Loop:
         own_problem = run.lost_folder()
         self._start_exchange(bool(own_problem))
         with run.meter.waiting():
-            batch = next(run.batches)
+            batch = next(self.batches)
         lr = run.lr_at(state.step)
         result = take_step(
             state,

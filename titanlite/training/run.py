@@ -26,7 +26,8 @@ class Run:
     device: torch.device
     state: TrainState
     engine: Engine
-    batches: Iterator[Batch]  # this rank's part of the global batch, per step
+    open_batches: Callable[[], Iterator[Batch]]
+    # this rank's part of the global batch of each step, from the position of `state` on
     lr_at: Callable[[int], float]  # completed steps -> learning rate
     step_settings: StepSettings
     actions: tuple[PeriodicAction, ...]  # in the order in which they run after a step

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from titanlite.optim import LossScale
+from titanlite.optim import LossScale, OptimizerSet
 
 
 @dataclass
@@ -35,7 +35,7 @@ class TrainState:
     """Everything that changes during training."""
 
     model: nn.Module
-    optimizer: torch.optim.Optimizer
+    optimizer: OptimizerSet
     loss_scale: LossScale | None = None  # with float16 compute only
     counters: Counters = field(default_factory=Counters)
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from titanlite.distributed.collectives import all_reduce_sum
 from titanlite.distributed.mesh import Mesh
 from titanlite.models import valid_tokens
-from titanlite.optim import OptimizerInBackward, clip_gradients, set_lr
+from titanlite.optim import OptimizerInBackward, clip_gradients
 from titanlite.training.batch import Batch
 from titanlite.training.engine import Engine, SetPhase, ignore_phase
 from titanlite.training.state import TrainState
@@ -54,7 +54,7 @@ def take_step(
     # Over the batch dimension only: context- and tensor-parallel ranks have the same labels.
     valid = all_reduce_sum(mesh.batch, valid_tokens(batch.labels)).clamp(min=1)
     scale = 1.0 if state.loss_scale is None else state.loss_scale.value
-    set_lr(state.optimizer, lr)  # before backward, which may already update parameters
+    state.optimizer.set_lr(lr)  # before backward, which may already update parameters
     losses = engine.forward_backward(batch, valid / scale, set_phase)
     loss, z_loss = all_reduce_sum(mesh.loss, losses) / scale
     set_phase("step")
