@@ -14,6 +14,7 @@ from functools import lru_cache
 import numpy as np
 import xxhash
 
+from titanlite.data.windows import PositionWindow, next_start
 from titanlite.errors import DataError
 
 BLOCK = 4096  # positions whose sources are assigned together
@@ -203,14 +204,19 @@ def _hash_key(text: str) -> np.ndarray:
 
 
 def rank_slices(
-    position: int, global_batch: int, rank: int, ranks: int
+    position: int,
+    global_batch: int,
+    rank: int,
+    ranks: int,
+    windows: Sequence[PositionWindow] = (),
 ) -> Iterator[tuple[int, int]]:
     """(first position, sequences) that one of `ranks` ranks reads of each global batch.
 
-    The first global batch begins at `position`. The ranks read consecutive slices, so a global
-    batch has the same samples for any `ranks`.
+    The first global batch begins at `position`, unless `windows` skip it. The ranks read
+    consecutive slices, so a global batch has the same samples for any `ranks`.
     """
     sequences = global_batch // ranks
     while True:
+        position = next_start(position, global_batch, windows)
         yield position + rank * sequences, sequences
         position += global_batch

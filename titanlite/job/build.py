@@ -64,6 +64,8 @@ from titanlite.training import (
     Counters,
     Engine,
     PeriodicAction,
+    Rewinder,
+    RollbackPolicy,
     Run,
     StepSettings,
     TrainState,
@@ -149,7 +151,7 @@ def _open_run(job: Job, services: RunServices) -> Iterator[Run]:
     state, in_backward = build_state(job, model, services.counters)
     if found:
         watchdog.set_phase(0, "load")
-        restore(job, checkpointer, found, state, stream)
+        restore(job, checkpointer, state, stream, found)
         watchdog.set_phase(state.step, "start")
 
     meter = build_run_meter(job, rank)
@@ -157,7 +159,7 @@ def _open_run(job: Job, services: RunServices) -> Iterator[Run]:
         # Entered first, so that the profilers still see the out-of-memory error, and write a
         # snapshot.
         stack.enter_context(services.explain_out_of_memory(state.model, state.optimizer))
-        sinks = stack.enter_context(build_sinks(job, rank, state.step, checkpointer.saves))
+        sinks = stack.enter_context(build_sinks(job, rank, state, checkpointer.saves))
         report_start(job, state, found, sinks)
         profilers = build_profilers(job.config.profiling, job.folder, rank.rank, state.step)
         for profiler in profilers.values():
@@ -179,6 +181,16 @@ def _open_run(job: Job, services: RunServices) -> Iterator[Run]:
             watchdog=watchdog,
             stop_request=stop_request,
             lost_folder=lambda: lock.lost,
+            rewinder=Rewinder(
+                RollbackPolicy(100, 0.0, 3),
+                state,
+                checkpointer,
+                sinks,
+                watchdog,
+                job.folder,
+                partial(restore, job, checkpointer, state, stream, completely=True),
+                lock.record_rollback,
+            ),
         )
         yield dataclasses.replace(
             run, actions=build_periodic_actions(job, run, validation_sets, profilers)
@@ -284,17 +296,23 @@ def build_state(
 def restore(
     job: Job,
     checkpointer: Checkpointer,
-    found: FoundCheckpoint,
     state: TrainState,
     stream: SampleStream,
+    found: FoundCheckpoint,
+    *,
+    completely: bool = False,
 ) -> None:
-    """Load a checkpoint into the training state, and set aside later checkpoints of the run."""
+    """Load a checkpoint into the training state, and set aside later checkpoints of the run.
+
+    `completely`: without checkpoint.exclude_from_loading, which is for starts.
+    """
     progress = checkpointer.load(
         found,
         state.model,
         state.optimizer,
         job.facts_to_check(stream),
         finished_at=job.config.training.steps,
+        completely=completely,
     )
     if progress:  # None if only the weights of another run were loaded
         state.restore(progress)
@@ -315,7 +333,7 @@ def build_run_meter(job: Job, rank: RankContext) -> ThroughputMeter:
     return meter
 
 
-def build_sinks(job: Job, rank: RankContext, first_step: int, saves: bool) -> MetricSinks:
+def build_sinks(job: Job, rank: RankContext, state: TrainState, saves: bool) -> MetricSinks:
     """Open rank 0's metric sinks and write config.toml; an error is raised on all ranks."""
 
     def open_all() -> MetricSinks:
@@ -326,7 +344,8 @@ def build_sinks(job: Job, rank: RankContext, first_step: int, saves: bool) -> Me
                 config.metrics,
                 folder,
                 total_steps=config.training.steps,
-                first_step=first_step,
+                first_step=state.step,
+                rollbacks=len(state.counters.rollbacks.tries),
                 job=dataclasses.asdict(config),
             )
             write_file_atomically(folder / "config.toml", job.as_toml().encode())
@@ -389,7 +408,10 @@ def build_batches(
         batch = engine.prepare(inputs, labels)
         return batch.pin_memory() if pin else batch
 
-    slices = rank_slices(state.position, job.global_batch, mesh.batch_rank, mesh.batch.size())
+    windows = state.counters.rollbacks.windows
+    slices = rank_slices(
+        state.position, job.global_batch, mesh.batch_rank, mesh.batch.size(), windows
+    )
     timeout = job.config.data.read_timeout_seconds
     return stream.prefetch(slices, timeout_seconds=timeout, prepare=prepare)
 
