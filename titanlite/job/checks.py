@@ -31,7 +31,7 @@ from titanlite.parallelize.context import check_context_parallel
 from titanlite.parallelize.float8 import check_float8, check_float8_device
 from titanlite.parallelize.pipeline_plan import PipelinePlan, plan_pipeline
 from titanlite.parallelize.tensor import check_tensor_parallel, weight_shard_size
-from titanlite.training import TrainingConfig
+from titanlite.training import TrainingConfig, check_guard_config
 
 
 def check_config(config: JobConfig, ranks: int) -> Iterator[UserError]:
@@ -89,6 +89,7 @@ def _check_sections(config: JobConfig) -> Iterator[UserError]:
     yield from check_metrics_config(config.metrics)
     yield from check_profiling_config(config.profiling)
     yield from check_optimizer_config(config.optimizer, config.training.dtype)
+    yield from check_guard_config(config.guard, config.optimizer.early_step_in_backward)
     yield from check_lr_scheduler_config(config.lr_scheduler, config.training.steps)
     yield from _check_precision(config)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from titanlite.training.batch import Batch
 from titanlite.training.config import TrainingConfig
 from titanlite.training.engine import Engine, build_engine
+from titanlite.training.guard import GuardConfig, StepJudge, check_guard_config
 from titanlite.training.loop import train
 from titanlite.training.periodic import PeriodicAction, StepInfo
 from titanlite.training.run import Run
@@ -16,15 +17,18 @@ __all__ = [
     "Batch",
     "Counters",
     "Engine",
+    "GuardConfig",
     "PeriodicAction",
     "Run",
     "StepInfo",
+    "StepJudge",
     "StepResult",
     "StepSettings",
     "TrainState",
     "TrainingConfig",
     "ValidationConfig",
     "build_engine",
+    "check_guard_config",
     "take_step",
     "train",
     "validate",

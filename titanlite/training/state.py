@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from titanlite.optim import LossScale, OptimizerSet
+from titanlite.training.guard import StepJudge
 
 
 @dataclass
@@ -31,6 +33,15 @@ class Counters:
 
 
 @dataclass(frozen=True)
+class HostState:
+    """What a step changes in host memory, to take back a step that updated no parameter."""
+
+    counters: Counters
+    loss_scale: dict[str, Any]  # empty without one
+    generators: dict[str, Tensor]
+
+
+@dataclass(frozen=True)
 class TrainState:
     """Everything that changes during training."""
 
@@ -38,6 +49,7 @@ class TrainState:
     optimizer: OptimizerSet
     loss_scale: LossScale | None = None  # with float16 compute only
     counters: Counters = field(default_factory=Counters)
+    judge: StepJudge | None = None  # None: every step is taken
 
     @property
     def step(self) -> int:
@@ -51,12 +63,12 @@ class TrainState:
 
     def progress(self) -> dict[str, Any]:
         """All state except the tensors of the model and the optimizer, as JSON values."""
-        generators = {"cpu": torch.get_rng_state()}
-        if torch.cuda.is_initialized():
-            generators["cuda"] = torch.cuda.get_rng_state()
+        generators = _generator_states()
         scale = {} if self.loss_scale is None else {"loss_scale": self.loss_scale.state()}
+        guard = {} if self.judge is None else {"guard": self.judge.state()}
         return {
             **scale,
+            **guard,
             "step": self.counters.step,
             "position": self.counters.position,
             "tokens": self.counters.tokens,
@@ -68,9 +80,37 @@ class TrainState:
         self.counters.restore(progress["step"], progress["position"], progress["tokens"])
         if self.loss_scale is not None and "loss_scale" in progress:
             self.loss_scale.restore(progress["loss_scale"])
-        for name, state in progress["generators"].items():
-            generator = torch.frombuffer(bytearray.fromhex(state), dtype=torch.uint8)
-            if name == "cpu":
-                torch.set_rng_state(generator)
-            elif torch.cuda.is_initialized():
-                torch.cuda.set_rng_state(generator)
+        if self.judge is not None and "guard" in progress:
+            self.judge.restore(progress["guard"])
+        _set_generator_states(
+            {
+                name: torch.frombuffer(bytearray.fromhex(state), dtype=torch.uint8)
+                for name, state in progress["generators"].items()
+            }
+        )
+
+    def host_state(self) -> HostState:
+        """A copy of what the next step changes in host memory."""
+        scale = {} if self.loss_scale is None else self.loss_scale.state()
+        return HostState(dataclasses.replace(self.counters), scale, _generator_states())
+
+    def rewind(self, before: HostState) -> None:
+        """Take back the steps since `before`, none of which updated a parameter."""
+        counters = before.counters
+        self.counters.restore(counters.step, counters.position, counters.tokens)
+        if self.loss_scale is not None:
+            self.loss_scale.restore(before.loss_scale)
+        _set_generator_states(before.generators)
+
+
+def _generator_states() -> dict[str, Tensor]:
+    states = {"cpu": torch.get_rng_state()}
+    if torch.cuda.is_initialized():
+        states["cuda"] = torch.cuda.get_rng_state()
+    return states
+
+
+def _set_generator_states(states: dict[str, Tensor]) -> None:
+    torch.set_rng_state(states["cpu"])
+    if "cuda" in states and torch.cuda.is_initialized():
+        torch.cuda.set_rng_state(states["cuda"])
