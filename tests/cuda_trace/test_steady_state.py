@@ -52,17 +52,31 @@ DOCUMENTS = {
 }
 
 
-def assert_host_runs_ahead(step: dict) -> None:
+READS_FLAG = ("foreach", "SGD")  # optimizers that cannot decide on the device
+
+
+def assert_host_runs_ahead(step: dict, waits: tuple[str, ...] = ()) -> None:
     assert step["operations"] > 100, "nothing ran on the device"
-    assert step["waits"] == []
+    assert step["waits"] == list(waits)
     assert step["later_graphs"] == 0, "compiled again"
 
 
 @pytest.mark.parametrize("name", ONE_GPU)
 def test_no_step_waits_for_the_device(worker, name):
     step = worker.trace(ONE_GPU[name])
-    assert_host_runs_ahead(step)
+    reads = any(optimizer in name for optimizer in READS_FLAG)
+    assert_host_runs_ahead(step, ("step: aten::_local_scalar_dense",) if reads else ())
     assert bool(step["graphs"]) == ("compile" in name)
+
+
+def test_spikes_are_judged_on_the_device(worker):
+    assert_host_runs_ahead(worker.trace("guard.spike=skip"))
+
+
+@pytest.mark.parametrize("name", ["foreach", "SGD"])
+def test_without_a_guard_no_optimizer_reads_a_flag(worker, name):
+    key = "optimizer.name" if name == "SGD" else "optimizer.implementation"
+    assert_host_runs_ahead(worker.trace(f"guard.nonfinite=off {key}={name}"))
 
 
 @pytest.mark.parametrize("name", DOCUMENTS)

@@ -32,14 +32,14 @@ CASES = {
 
 
 def inject_inf(name: str, kind: str) -> None:
-    """Write an inf into the last row of one tensor, on rank 1 only, in step `BAD_STEP`."""
+    """Write an inf into the last row of one tensor, on rank 1 only, from step `BAD_STEP` on."""
     from titanlite.job import build as builders
 
     build, calls = builders.build_sharded_model, [0]
 
     def write_inf(parameter) -> None:
         calls[0] += 1  # once a step: one micro-batch
-        if calls[0] == BAD_STEP and os.environ["RANK"] == "1":
+        if calls[0] >= BAD_STEP and os.environ["RANK"] == "1":
             tensor = parameter if kind == "weight" else parameter.grad
             tensor.detach().to_local().flatten()[-1] = math.inf
 
@@ -59,7 +59,7 @@ def test_an_inf_on_one_rank_ends_the_run_and_is_never_saved(case, run_toml, tmp_
         "--job.config_file", str(run_toml), "--training.local_batch_size", "4",
         "--training.steps", "8", "--metrics.log_freq", "3", "--validation.enable", "false",
         "--checkpoint.interval", "2", "--checkpoint.keep_latest_k", "2",
-        "--checkpoint.async_mode", "async", *argv,
+        "--checkpoint.async_mode", "async", "--guard.max_violations", "1", *argv,
     )  # fmt: skip
     with LaunchedRun(2, out, *argv, prepare=partial(inject_inf, name, kind)) as run:
         assert run.wait() == [3, 3], run.output

@@ -6,6 +6,7 @@ imported here: they need packages that training does not need.
 
 from __future__ import annotations
 
+from titanlite.data.dump import BatchDump
 from titanlite.data.formats import FORMATS, open_token_source
 from titanlite.data.order import MixtureQuotas, SampleOrder, rank_slices
 from titanlite.data.shards import (
@@ -30,6 +31,7 @@ from titanlite.data.windows import PositionWindow, next_start, window_lr_factor
 
 __all__ = [
     "FORMATS",
+    "BatchDump",
     "Corpus",
     "CorpusChecks",
     "CorpusManifest",

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from titanlite.checkpoint import Checkpointer, FoundCheckpoint
-from titanlite.data import SampleStream, ValidationSet, rank_slices
+from titanlite.data import BatchDump, SampleStream, ValidationSet, rank_slices
 from titanlite.distributed.collectives import (
     capture_user_error,
     raise_on_all_ranks,
@@ -65,8 +65,8 @@ from titanlite.training import (
     Engine,
     PeriodicAction,
     Rewinder,
-    RollbackPolicy,
     Run,
+    StepJudge,
     StepSettings,
     TrainState,
     build_engine,
@@ -180,9 +180,11 @@ def _open_run(job: Job, services: RunServices) -> Iterator[Run]:
             sinks=sinks,
             watchdog=watchdog,
             stop_request=stop_request,
+            dump_batch=build_batch_dump(job, stream, rank),
+            compiles_layers=job.config.compile.compiles("model"),
             lost_folder=lambda: lock.lost,
             rewinder=Rewinder(
-                RollbackPolicy(100, 0.0, 3),
+                job.config.guard.rollback,
                 state,
                 checkpointer,
                 sinks,
@@ -287,7 +289,10 @@ def build_state(
 ) -> tuple[TrainState, OptimizerInBackward | None]:
     """The training state at step 0, and with early_step_in_backward the hooks that update it."""
     optimizer = build_optimizer(model.model, job.config.optimizer)
-    state = TrainState(model.model, optimizer, job.loss_scale, counters)
+    # Under CPU offload the parameters are in host memory, and so is the decision to update them.
+    device = next(model.model.parameters()).device
+    judge = StepJudge(job.config.guard, device) if job.config.guard.enabled else None
+    state = TrainState(model.model, optimizer, job.loss_scale, counters, judge)
     if not job.config.optimizer.early_step_in_backward:
         return state, None
     return state, OptimizerInBackward(model.model, optimizer)
@@ -414,6 +419,15 @@ def build_batches(
     )
     timeout = job.config.data.read_timeout_seconds
     return stream.prefetch(slices, timeout_seconds=timeout, prepare=prepare)
+
+
+def build_batch_dump(
+    job: Job, stream: SampleStream, rank: RankContext
+) -> Callable[[int, int], str]:
+    """A function that writes the global batch of a step to a file, on rank 0."""
+    if rank.rank:
+        return lambda step, position: ""
+    return BatchDump(job.folder / "guard", stream, job.global_batch).write
 
 
 def learning_rate_at(job: Job, step: int) -> float:

@@ -10,7 +10,8 @@ from typing import Any
 
 from titanlite.log import logger
 
-_ERROR_EVENTS = ("checkpoint_failed", "checkpoint_refused", "rolled_back", "rollback_failed")  # logged as errors
+# logged as errors
+_ERROR_EVENTS = ("checkpoint_failed", "checkpoint_refused", "rolled_back", "rollback_failed")
 _UNNAMED_FIELDS = ("name", "path", "problem", "reason")  # event fields shown by value alone
 _DIM, _RESET = "\033[2m", "\033[0m"
 

@@ -184,9 +184,9 @@ def open_sinks(
     """All enabled sinks, for the one rank that writes; their files are under `folder`.
 
     The run continues from `first_step`, and was rolled back `rollbacks` times before: records of
-    later steps are moved to `metrics.replaced.jsonl`. W&B shows `job` as the run's settings. `progress`: whether to show a
-    progress bar; None: on a terminal. Raises ConfigError where an optional package is not
-    installed, OSError where `folder` cannot be written.
+    later steps are moved to `metrics.replaced.jsonl`. W&B shows `job` as the run's settings.
+    `progress`: whether to show a progress bar; None: on a terminal. Raises ConfigError where an
+    optional package is not installed, OSError where `folder` cannot be written.
     """
     context = SinkContext(config, folder, total_steps, first_step, job, rollbacks, progress)
     folder.mkdir(parents=True, exist_ok=True)

@@ -5,10 +5,10 @@ from __future__ import annotations
 from titanlite.training.batch import Batch
 from titanlite.training.config import TrainingConfig
 from titanlite.training.engine import Engine, build_engine
+from titanlite.training.guard import GuardConfig, StepJudge, check_guard_config
 from titanlite.training.loop import train
 from titanlite.training.periodic import PeriodicAction, StepInfo
 from titanlite.training.rewind import Rewinder
-from titanlite.training.rollback import RollbackPolicy, Trouble
 from titanlite.training.run import Run
 from titanlite.training.state import Counters, TrainState
 from titanlite.training.step import StepResult, StepSettings, take_step
@@ -18,18 +18,19 @@ __all__ = [
     "Batch",
     "Counters",
     "Engine",
+    "GuardConfig",
     "PeriodicAction",
     "Rewinder",
-    "RollbackPolicy",
     "Run",
     "StepInfo",
+    "StepJudge",
     "StepResult",
     "StepSettings",
     "TrainState",
     "TrainingConfig",
-    "Trouble",
     "ValidationConfig",
     "build_engine",
+    "check_guard_config",
     "take_step",
     "train",
     "validate",

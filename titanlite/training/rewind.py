@@ -115,9 +115,7 @@ class Rewinder:
         ).mark_on_all_ranks()
 
 
-def _write_report(
-    path: Path, trouble: Trouble, why: str, tries: tuple[RollbackTry, ...]
-) -> None:
+def _write_report(path: Path, trouble: Trouble, why: str, tries: tuple[RollbackTry, ...]) -> None:
     content = {
         "step": trouble.step,
         "reason": trouble.reason,

@@ -38,4 +38,8 @@ class Run:
     watchdog: HeartbeatWatchdog
     stop_request: StopRequest
     rewinder: Rewinder
+    dump_batch: Callable[[int, int], str]
+    # (step, first position) -> path of a new file with the global batch, or "" where none is
+    # written, as on ranks other than 0
+    compiles_layers: bool  # by torch.compile
     lost_folder: Callable[[], str]  # why this rank may no longer write to the run's folders, or ""

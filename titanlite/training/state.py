@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from titanlite.data import next_start
+from titanlite.data import next_start, window_lr_factor
 from titanlite.optim import LossScale, OptimizerSet
+from titanlite.training.guard import NO_HISTORY, StepJudge
 from titanlite.training.rollback import RollbackHistory
 
 
@@ -32,6 +34,10 @@ class Counters:
         """First position of the next step, which consumes `samples`."""
         return next_start(self.position, samples, self.rollbacks.windows)
 
+    def lr_factor(self, samples: int) -> float:
+        """Factor of the learning rate of the next step, which consumes `samples`."""
+        return window_lr_factor(self.next_start(samples), samples, self.rollbacks.windows)
+
     def advance(self, samples: int, tokens: int) -> None:
         """Count one optimizer step."""
         start = self.next_start(samples)
@@ -40,8 +46,16 @@ class Counters:
         self.position = start + samples
         self.tokens += tokens
 
+    def progress(self) -> dict[str, Any]:
+        """The counters as JSON values."""
+        values: dict[str, Any] = {"step": self.step, "position": self.position}
+        values["tokens"] = self.tokens
+        if self.rollbacks.tries:
+            values |= {"skipped": self.skipped, "rollbacks": self.rollbacks.to_json()}
+        return values
+
     def restore(self, progress: dict[str, Any]) -> None:
-        """Set the counters to those of a checkpoint."""
+        """Restore what `progress` returned."""
         self.step, self.position = progress["step"], progress["position"]
         self.tokens = progress["tokens"]
         self.skipped = progress.get("skipped", 0)
@@ -53,6 +67,15 @@ class Counters:
 
 
 @dataclass(frozen=True)
+class HostState:
+    """What a step changes in host memory, to take back a step that updated no parameter."""
+
+    counters: Counters
+    loss_scale: dict[str, Any]  # empty without one
+    generators: dict[str, Tensor]
+
+
+@dataclass(frozen=True)
 class TrainState:
     """Everything that changes during training."""
 
@@ -60,6 +83,7 @@ class TrainState:
     optimizer: OptimizerSet
     loss_scale: LossScale | None = None  # with float16 compute only
     counters: Counters = field(default_factory=Counters)
+    judge: StepJudge | None = None  # None: every step is taken
 
     @property
     def step(self) -> int:
@@ -73,19 +97,13 @@ class TrainState:
 
     def progress(self) -> dict[str, Any]:
         """All state except the tensors of the model and the optimizer, as JSON values."""
-        generators = {"cpu": torch.get_rng_state()}
-        if torch.cuda.is_initialized():
-            generators["cuda"] = torch.cuda.get_rng_state()
+        generators = _generator_states()
         scale = {} if self.loss_scale is None else {"loss_scale": self.loss_scale.state()}
-        counters, rollbacks = self.counters, {}
-        if counters.rollbacks.tries:
-            rollbacks = {"skipped": counters.skipped, "rollbacks": counters.rollbacks.to_json()}
+        guard = {} if self.judge is None else {"guard": self.judge.state()}
         return {
             **scale,
-            **rollbacks,
-            "step": counters.step,
-            "position": counters.position,
-            "tokens": counters.tokens,
+            **guard,
+            **self.counters.progress(),
             "generators": {name: bytes(s.tolist()).hex() for name, s in generators.items()},
         }
 
@@ -94,9 +112,36 @@ class TrainState:
         self.counters.restore(progress)
         if self.loss_scale is not None and "loss_scale" in progress:
             self.loss_scale.restore(progress["loss_scale"])
-        for name, state in progress["generators"].items():
-            generator = torch.frombuffer(bytearray.fromhex(state), dtype=torch.uint8)
-            if name == "cpu":
-                torch.set_rng_state(generator)
-            elif torch.cuda.is_initialized():
-                torch.cuda.set_rng_state(generator)
+        if self.judge is not None:
+            self.judge.restore(progress.get("guard", NO_HISTORY))
+        _set_generator_states(
+            {
+                name: torch.frombuffer(bytearray.fromhex(state), dtype=torch.uint8)
+                for name, state in progress["generators"].items()
+            }
+        )
+
+    def host_state(self) -> HostState:
+        """A copy of what the next step changes in host memory."""
+        scale = {} if self.loss_scale is None else self.loss_scale.state()
+        return HostState(dataclasses.replace(self.counters), scale, _generator_states())
+
+    def rewind(self, before: HostState) -> None:
+        """Take back the steps since `before`, none of which updated a parameter."""
+        self.counters.restore(before.counters.progress())
+        if self.loss_scale is not None:
+            self.loss_scale.restore(before.loss_scale)
+        _set_generator_states(before.generators)
+
+
+def _generator_states() -> dict[str, Tensor]:
+    states = {"cpu": torch.get_rng_state()}
+    if torch.cuda.is_initialized():
+        states["cuda"] = torch.cuda.get_rng_state()
+    return states
+
+
+def _set_generator_states(states: dict[str, Tensor]) -> None:
+    torch.set_rng_state(states["cpu"])
+    if "cuda" in states and torch.cuda.is_initialized():
+        torch.cuda.set_rng_state(states["cuda"])
