@@ -1,6 +1,6 @@
-"""Run train.py with a numerical fault, for scripts/fault_drill.py and the tests.
+"""Run train.py with numerical faults, for scripts/fault_drill.py and the tests.
 
-python scripts/drill/injector.py '{"kind": "gradient", "value": "nan", "rank": 1, "step": 7}' ARGS…
+python scripts/drill/injector.py '[{"kind": "gradient", "value": "nan", "step": 7}]' ARGS…
 
 ARGS are those of train.py, which knows nothing of this: the builders in titanlite/job/build.py are
 wrapped from outside.
@@ -196,11 +196,12 @@ def injected(fault: NumericalFault, rank: int):
 
 
 def main(argv: list[str]) -> int:
-    fault = NumericalFault(**json.loads(argv[0]))
-    rank, _ = launched_rank_and_world_size()
     import train
 
-    with injected(fault, rank):
+    rank, _ = launched_rank_and_world_size()
+    with ExitStack() as stack:
+        for fault in json.loads(argv[0]):
+            stack.enter_context(injected(NumericalFault(**fault), rank))
         return train.main(argv[1:])
 
 

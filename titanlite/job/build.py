@@ -183,16 +183,7 @@ def _open_run(job: Job, services: RunServices) -> Iterator[Run]:
             dump_batch=build_batch_dump(job, stream, rank),
             compiles_layers=job.config.compile.compiles("model"),
             lost_folder=lambda: lock.lost,
-            rewinder=Rewinder(
-                job.config.guard.rollback,
-                state,
-                checkpointer,
-                sinks,
-                watchdog,
-                job.folder,
-                partial(restore, job, checkpointer, state, stream, completely=True),
-                lock.record_rollback,
-            ),
+            rewinder=build_rewinder(job, services, state, stream, checkpointer, sinks),
         )
         yield dataclasses.replace(
             run, actions=build_periodic_actions(job, run, validation_sets, profilers)
@@ -322,6 +313,20 @@ def restore(
     if progress:  # None if only the weights of another run were loaded
         state.restore(progress)
         checkpointer.set_aside_later_steps(state.step)
+
+
+def build_rewinder(
+    job: Job,
+    services: RunServices,
+    state: TrainState,
+    stream: SampleStream,
+    checkpointer: Checkpointer,
+    sinks: MetricSinks,
+) -> Rewinder:
+    """What rolls the run back to an earlier checkpoint."""
+    load = partial(restore, job, checkpointer, state, stream, completely=True)
+    lock, watchdog = services.folder_lock, services.watchdog
+    return Rewinder(job.config.guard.rollback, state, checkpointer, sinks, watchdog, lock, load)
 
 
 def build_run_meter(job: Job, rank: RankContext) -> ThroughputMeter:

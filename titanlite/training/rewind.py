@@ -20,7 +20,7 @@ from titanlite.errors import TrainingDiverged
 from titanlite.files import write_file_atomically
 from titanlite.log import logger
 from titanlite.metrics import MetricSinks
-from titanlite.runtime import HeartbeatWatchdog
+from titanlite.runtime import HeartbeatWatchdog, RunFolderLock
 from titanlite.training.periodic import report_save
 from titanlite.training.rollback import (
     RollbackHistory,
@@ -43,10 +43,9 @@ class Rewinder:
     checkpointer: Checkpointer
     sinks: MetricSinks
     watchdog: HeartbeatWatchdog
-    folder: Path  # for the report
+    lock: RunFolderLock
     load: Callable[[FoundCheckpoint], None]
     # reads a checkpoint of this run into `state`, and sets aside the later ones
-    record: Callable[[int, int, str], None]  # (step, to step, reason) -> the start log
 
     def roll_back(self, trouble: Trouble) -> None:
         """Continue `state` from a checkpoint from before the trouble. Collective.
@@ -64,6 +63,7 @@ class Rewinder:
         found = self._find_checkpoint(history, attempt)
         if found is None:
             self._give_up(history, trouble, "there is no valid checkpoint from before it")
+        self.state.optimizer.zero_grad()  # of the step that caused the trouble
         self.load(found)
         self.state.counters.record_rollback(history.with_try(attempt))
         self._report(found, attempt)
@@ -96,12 +96,12 @@ class Rewinder:
             last_sample=window.end - 1,
             lr_factor=window.lr_factor,
         )
-        self.record(trouble.step, step, trouble.reason)
+        self.lock.record_rollback(trouble.step, step, trouble.reason)
 
     def _give_up(self, history: RollbackHistory, trouble: Trouble, why: str) -> NoReturn:
         """End the run with exit code 3, and a report of what was tried."""
         tries = history.tries_for(trouble)
-        report = self.folder / "guard" / REPORT_FILE
+        report = self.lock.folder / "guard" / REPORT_FILE
         if dist.get_rank() == 0:
             _write_report(report, trouble, why, tries)
         self.sinks.event(trouble.step, "rollback_failed", reason=f"{trouble.reason}: {why}")
