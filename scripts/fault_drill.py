@@ -81,7 +81,7 @@ def parse_poison(text: str | None) -> dict[str, Any] | None:
 def run_drill(args: argparse.Namespace) -> int:
     """Train without and with faults, and compare; raises CheckpointError if a run fails."""
     layouts = [shlex.split(text) for text in args.layout] or [[]]
-    argv = [*args.job, "--checkpoint.enable=true"]
+    argv = [*args.job, "--checkpoint.enable=true", "--guard.max_hardware_faults=1000000"]
     poison = parse_poison(args.poison)
 
     def build_drill(name: str, layouts: list[list[str]], poison=poison) -> Drill:
