@@ -147,7 +147,7 @@ def _open_run(job: Job, services: RunServices) -> Iterator[Run]:
     mesh = build_mesh(job.degrees, rank.device.type)
     model = build_model(job, mesh, rank)
     engine = build_run_engine(job, model, mesh, stream, rank)
-    state, in_backward = build_state(job, model, services.counters)
+    state, in_backward = build_state(job, model, mesh, services.counters)
     if found:
         watchdog.set_phase(0, "load")
         restore(job, checkpointer, found, state, stream)
@@ -274,13 +274,13 @@ def build_run_engine(
 
 
 def build_state(
-    job: Job, model: ShardedModel, counters: Counters
+    job: Job, model: ShardedModel, mesh: Mesh, counters: Counters
 ) -> tuple[TrainState, OptimizerInBackward | None]:
     """The training state at step 0, and with early_step_in_backward the hooks that update it."""
     optimizer = build_optimizer(model.model, job.config.optimizer)
     # Under CPU offload the parameters are in host memory, and so is the decision to update them.
     device = next(model.model.parameters()).device
-    judge = StepJudge(job.config.guard, device) if job.config.guard.enabled else None
+    judge = StepJudge(job.config.guard, device, mesh.tp) if job.config.guard.enabled else None
     state = TrainState(model.model, optimizer, job.loss_scale, counters, judge)
     if not job.config.optimizer.early_step_in_backward:
         return state, None

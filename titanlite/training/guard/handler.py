@@ -88,7 +88,7 @@ class ViolationHandler:
         self._max_over_ranks.start(own.level)
         if not self._max_over_ranks.wait()[0]:
             return
-        _, culprit = self._search.strongest(own, self._max_over_ranks)
+        _, culprit, _ = self._search.strongest(own, self._max_over_ranks)
         values, no_limits = (float(result.loss), float(result.grad_norm)), (math.nan, math.nan)
         self.give_up(Violation(step, ViolationReason.NONFINITE, *values, no_limits, culprit))
 
@@ -99,7 +99,7 @@ class ViolationHandler:
         step = first.step if first else 0
         self._max_over_ranks.start(step, -step)
         latest, earliest = self._max_over_ranks.wait()
-        if first is None or latest != -earliest:
+        if first is None or latest != -earliest:  # some rank has updated parameters, another not
             raise TrainingDiverged(
                 f"the ranks disagree on the first violating step: one found step {latest}, another"
                 f" {-earliest or 'none'}. This is a hardware fault.",
@@ -153,12 +153,11 @@ class ViolationHandler:
     ) -> tuple[History, StepVerdict]:
         """Compare both computations, decide, and report; raises TrainingDiverged to give up."""
         judge, search, ranks = self._judge, self._search, self._max_over_ranks
-        reason = None if again.overflowed else judge.violation(again.loss, again.grad_norm)
-        level, faulty = search.strongest(search.other_bits(first.result, again), ranks)
+        reason = self._agreed_reason(again)
+        level, faulty, _ = search.strongest(search.other_bits(first.result, again), ranks)
         replay = ReplayResult.VIOLATING if reason else ReplayResult.NORMAL
         replay = replay if level else ReplayResult.SAME
-        cause = reason or judge.violation(first.result.loss, first.result.grad_norm)
-        assert cause is not None, "the judge rejected the step"
+        cause = reason or self._agreed_reason(first.result) or ViolationReason.NONFINITE
         observation = Observation(first.step, cause, replay, faulty.host)
         history, verdict = decide(judge.history, observation, judge.config)
         if replay is not ReplayResult.SAME:
@@ -175,15 +174,21 @@ class ViolationHandler:
         if reason is ViolationReason.SPIKE:
             loss_limit, _ = self._judge.limits()
             return self._search.spike(result, is_loss=float(result.loss) > loss_limit)
-        module, order = probe.first_nonfinite() if probe else ("", 0)
+        module, order = probe.first_bad() if probe else ("", 0)
         return self._search.nonfinite(result, module, order)
 
     def _describe(self, step: int, result: StepResult, evidence: Evidence) -> Violation:
-        _, culprit = self._search.strongest(evidence, self._max_over_ranks)
-        loss, grad_norm = result.loss, result.grad_norm
-        reason = self._judge.violation(loss, grad_norm) or ViolationReason.NONFINITE
-        limits = self._judge.limits()
-        return Violation(step, reason, float(loss), float(grad_norm), limits, culprit)
+        reason = self._agreed_reason(result) or ViolationReason.NONFINITE
+        own = {"loss": float(result.loss), "grad_norm": float(result.grad_norm)}
+        _, culprit, values = self._search.strongest(evidence, self._max_over_ranks, own)
+        return Violation(step, reason, **values, limits=self._judge.limits(), culprit=culprit)
+
+    def _agreed_reason(self, result: StepResult) -> ViolationReason | None:
+        """Why any rank finds that a step is a violation; None if no rank does."""
+        reasons = (None, ViolationReason.SPIKE, ViolationReason.NONFINITE)
+        own = self._judge.violation(result.loss, result.grad_norm)
+        self._max_over_ranks.start(0 if result.overflowed else reasons.index(own))
+        return reasons[self._max_over_ranks.wait()[0]]
 
     def _report(self, violation: Violation, verdict: StepVerdict, position: int) -> None:
         event = "step_skipped" if verdict is StepVerdict.SKIP else "spike"
