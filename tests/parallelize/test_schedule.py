@@ -85,10 +85,11 @@ def test_a_schedule_survives_a_round_trip_through_csv(name, tmp_path):
     [
         ("0F0,0B0\n1F0", "stage 1, micro-batch 0 has forward"),
         ("0F0,0B0\n1F0,1B0,1B0", "1B0 is listed twice"),
-        ("0F0,0B0\n1F0,1B0,0F1", "stage 0 is on lines 1 and 2"),
-        ("0F0,0B0\n1B0,1F0", "would deadlock: 0B0 and 1B0 wait"),
+        ("0F0,0B0\n1F0,1B0,0F1", "stage 0 is on pipeline ranks 0 and 1"),
+        ("0F0,0B0\n1B0,1F0", "would deadlock: 0B0 and 1B0 cannot start"),
         ("0F0,0B0\n1F0,1I0", "stage 1, micro-batch 0 has forward, input"),
         ("0F0,zero\n1F0,1B0", 'line 1: "zero" is not an action'),
+        ("0F0,0B0\n\n1F0,zero", 'line 3: "zero" is not an action'),
         ("\n", "it is empty"),
         ("0F,0B0\n1F0,1B0", 'line 1: "0F" is not an action'),
         ("0F0x9,0B0\n1F0,1B0", "is not an action"),

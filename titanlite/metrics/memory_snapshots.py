@@ -42,7 +42,7 @@ class MemorySnapshots:
         self, recorder: AllocationRecorder, folder: Path, rank: int, first_step: int, every: int
     ):
         self.recorder, self.folder, self.rank, self.every = recorder, folder, rank, every
-        self.steps = first_step  # completed
+        self.steps = first_step  # steps completed, in earlier starts of the run too
         self.requested_at = self._request_time()
 
     def __enter__(self) -> MemorySnapshots:

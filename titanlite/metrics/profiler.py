@@ -27,7 +27,7 @@ def build_profilers(
 ) -> dict[str, Profiler]:
     """The profilers that [profiling] enables, by what they write; each must be entered.
 
-    `first_step` is the step that the run continues from; files are named by the run's step.
+    `first_step` is the number of steps completed before this start; file names continue the count.
     """
     profilers: dict[str, Profiler] = {}
     if config.enable_memory_snapshot:

@@ -35,7 +35,9 @@ class ActivationCheckpointConfig:
     # except attention, cheap-to-store results and every second matmul
     per_op_sac_force_recompute_mm_shapes_by_fqns: list[str] = field(
         default_factory=lambda: ["moe.router.gate"]
-    )  # under "op": always recompute linear layers whose name contains one of these
+    )
+    # under "op": always recompute matmuls of the same weight shape as a linear layer whose name
+    # contains one of these
     early_stop: bool = False  # stop recomputing once every needed tensor is available
     memory_budget: Fraction = 0.5  # under memory_budget: fraction of the activations to store
     visualize_memory_budget_pareto: bool = False
