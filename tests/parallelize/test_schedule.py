@@ -59,6 +59,16 @@ def test_microbatch_counts_are_rejected_exactly_where_torch_rejects_them(name, r
         assert (required is not None) == rejected, microbatches
 
 
+@pytest.mark.parametrize("microbatches, nearest", [(9, "8 or 10"), (13, "12 or 15")])
+def test_an_uneven_number_of_microbatches_is_rejected_with_the_nearest_that_work(
+    microbatches, nearest
+):
+    required = required_microbatches("Interleaved1F1B", 4, 8, microbatches)
+    assert required == f"{nearest} (the nearest n with n % (n // 4) = 0)"
+    for count in nearest.split(" or "):
+        get_schedule_ops("Interleaved1F1B", 4, int(count), 2)  # raises if torch rejects it
+
+
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_every_schedule_runs_each_action_once_on_the_rank_of_its_stage(name, tmp_path):
     ranks, microbatches = 4, 8

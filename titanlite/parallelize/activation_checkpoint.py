@@ -116,7 +116,11 @@ def _checkpointed(forward, config: ActivationCheckpointConfig, contexts, *inputs
     )
 
 
-MATMULS = {aten.mm.default, aten.addmm.default, aten._scaled_mm.default}
+MATMULS = {  # operation -> position of the weight among its arguments
+    aten.mm.default: 1,
+    aten.addmm.default: 2,  # after the bias and the activation
+    aten._scaled_mm.default: 1,
+}
 SAVED_OPS = {  # cheap to store, expensive to recompute: attention, reductions over ranks, and the
     # maxima that Float8 scales are computed from
     "aten::_scaled_dot_product_flash_attention",
@@ -147,9 +151,11 @@ def _save_contexts(recomputed_shapes: set[tuple[int, ...]]):
 
     def policy(context: Any, operation: Any, *inputs: Any, **options: Any) -> CheckpointPolicy:
         save = operation.name().partition(".")[0] in SAVED_OPS
-        if operation in MATMULS and tuple(inputs[1].shape) not in recomputed_shapes:
-            matmuls[context.is_recompute] += 1
-            save = matmuls[context.is_recompute] % 2 == 1
+        if operation in MATMULS:
+            weight = inputs[MATMULS[operation]]
+            if tuple(weight.shape) not in recomputed_shapes:
+                matmuls[context.is_recompute] += 1
+                save = matmuls[context.is_recompute] % 2 == 1
         return CheckpointPolicy.MUST_SAVE if save else CheckpointPolicy.PREFER_RECOMPUTE
 
     return create_selective_checkpoint_contexts(policy)

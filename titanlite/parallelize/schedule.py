@@ -66,11 +66,20 @@ def required_microbatches(name: str, ranks: int, stages: int, microbatches: int)
     minimum = {"1F1B": ranks, "DualPipeV": stages}.get(name, 1)
     if microbatches < minimum:
         return f"{minimum} or more"
-    if name in ("Interleaved1F1B", "InterleavedZeroBubble"):
-        rounds = max(1, microbatches // ranks)
-        if microbatches % rounds:
-            return f"a multiple of {ranks} (the pipeline ranks)"
-    return None
+    interleaved = name in ("Interleaved1F1B", "InterleavedZeroBubble")
+    if not interleaved or _divides_into_rounds(microbatches, ranks):
+        return None
+    fewer, more = microbatches - 1, microbatches + 1
+    while not _divides_into_rounds(fewer, ranks):
+        fewer -= 1
+    while not _divides_into_rounds(more, ranks):
+        more += 1
+    return f"{fewer} or {more} (the nearest n with n % (n // {ranks}) = 0)"
+
+
+def _divides_into_rounds(microbatches: int, ranks: int) -> bool:
+    """Whether torch's interleaved schedules can divide `microbatches` into equal rounds."""
+    return microbatches % max(1, microbatches // ranks) == 0
 
 
 def build_schedule_order(
