@@ -213,6 +213,20 @@ def test_the_script_trains_on_jsonl_and_reports_errors_without_a_traceback(tmp_p
     assert "Traceback" not in refused.stderr
 
 
+def test_the_script_accepts_the_options_that_its_errors_name(tmp_path):
+    (tmp_path / "in").mkdir()
+    (tmp_path / "a.txt").write_text("ab " * (1 << 19))  # 1.5 MiB
+    (tmp_path / "in/a.txt").symlink_to(tmp_path / "a.txt")
+    command = [sys.executable, "scripts/train_tokenizer.py", str(tmp_path / "in")]
+    command += ["--vocab-size", "259", "--out", str(tmp_path / "t.model"), "--document-mib", "1"]
+    refused = run_command(command)
+    assert refused.returncode == 2 and "allow such links: --follow-symlinks" in refused.stderr
+    refused = run_command([*command, "--follow-symlinks"])
+    assert refused.returncode == 2 and "raise the limit: --document-mib N" in refused.stderr
+    done = run_command([*command, "--follow-symlinks", "--document-mib", "2"])
+    assert done.returncode == 0, done.stderr
+
+
 SPECIAL = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
 MINIMAL = {
     "version": "1.0",
