@@ -14,6 +14,7 @@ from titanlite.optim.build import (
 )
 from titanlite.optim.clip import clip_gradients, shard_norms
 from titanlite.optim.groups import ParameterGroupConfig
+from titanlite.optim.hidden_matrices import MatrixFacts
 from titanlite.optim.in_backward import OptimizerInBackward
 from titanlite.optim.loss_scale import LossScale, LossScaleConfig
 from titanlite.optim.lr_schedule import (
@@ -32,6 +33,7 @@ __all__ = [
     "LRSchedulerConfig",
     "LossScale",
     "LossScaleConfig",
+    "MatrixFacts",
     "OptimizerConfig",
     "OptimizerInBackward",
     "OptimizerRecipe",

@@ -8,13 +8,15 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from titanlite.errors import ConfigError
 from titanlite.kernels.gpu import FLOAT8_FALLBACK_SINCE, Gpu
 from titanlite.optim.adam import LowMemoryAdam, MomentOptions, StateDtype
 from titanlite.optim.fp32_vectors import is_low_vector, updating_vectors_in_float32
 from titanlite.optim.groups import ParameterGroupConfig, matches_any
+from titanlite.optim.hidden_matrices import MatrixFacts
+from titanlite.optim.muon import COMPUTE_DTYPE, HEAD_ROWS, Muon
 from titanlite.optim.optimizer_set import LR_FACTOR, OptimizerSet
 from titanlite.optim.torch_adam import ConditionalAdam, ConditionalAdamW
 from titanlite.settings import Fraction, OneOf, Range
@@ -25,13 +27,17 @@ class OptimizerConfig:
     """[optimizer] The optimizer, its hyperparameters and the storage of its state."""
 
     name: Annotated[str, OneOf(OPTIMIZERS.keys)] = "AdamW"
-    # algorithm; Adam adds weight decay to the gradients, AdamW applies it to the weights
+    # algorithm; Adam adds weight decay to the gradients, AdamW applies it to the weights; Muon is
+    # for the matrices inside the blocks, with AdamW for all other parameters
     lr: Annotated[float, Range(0)] = 8e-4  # peak learning rate
     beta1: Fraction = 0.9  # decay rate of Adam's first moment
     beta2: Fraction = 0.95  # decay rate of Adam's second moment
     eps: Annotated[float, Range(0)] = 1e-8  # added to the root of Adam's second moment
     weight_decay: Annotated[float, Range(0)] = 0.1  # multiplied by the learning rate in AdamW
     momentum: Fraction = 0.0  # of SGD
+    muon_momentum: Fraction = 0.95  # decay rate of Muon's momentum
+    muon_per_head: bool = False
+    # Muon: orthogonalize the rows of each head of the query, key and value projections apart
     no_decay: list[str] = field(default_factory=lambda: ["*norm.weight", "*bias"])
     # name patterns of parameters without weight decay
     implementation: Literal["for-loop", "foreach", "fused"] = "fused"
@@ -86,20 +92,34 @@ def _adam(config: OptimizerConfig) -> OptimizerRecipe:
     return OptimizerRecipe(torch.optim.AdamW if decoupled else torch.optim.Adam, options)
 
 
+def _muon(config: OptimizerConfig) -> OptimizerRecipe:
+    dtype = torch.bfloat16 if config.state_dtype == "bfloat16" else None
+    options = {"lr": config.lr, "momentum": config.muon_momentum, "state_dtype": dtype}
+    return OptimizerRecipe(Muon, options)
+
+
 OPTIMIZERS: dict[str, Callable[[OptimizerConfig], OptimizerRecipe]] = {
     # values of optimizer.name; a new optimizer is one line here
     "AdamW": _adam,
     "Adam": _adam,
     "SGD": _sgd,
+    "Muon": _muon,
 }
+MATRIX_OPTIMIZERS = ("Muon",)  # those for hidden matrices; AdamW updates the other parameters
 ADAM_NAMES = ("AdamW", "Adam")  # those with the settings of Adam's moments
 
 
-def build_optimizer(model: nn.Module, config: OptimizerConfig) -> OptimizerSet:
-    """The optimizers over the shards of a model's parameters."""
+def build_optimizer(
+    model: nn.Module, config: OptimizerConfig, facts: MatrixFacts | None = None
+) -> OptimizerSet:
+    """The optimizers over the shards of a model's parameters.
+
+    `facts`: needed if one of them is for hidden matrices.
+    """
     recipes: list[tuple[OptimizerRecipe, list[_NamedParameter]]] = []
     for name, parameter in model.named_parameters():
-        recipe = OPTIMIZERS[(section := settings_of(name, config)[0]).name](section)
+        section = _settings_of_parameter(name, parameter, config, facts)
+        recipe = OPTIMIZERS[section.name](section)
         same = next((own for other, own in recipes if other == recipe), None)
         if same is None:
             recipes.append((recipe, same := []))
@@ -108,16 +128,43 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig) -> OptimizerSet:
     for (optimizer_class, options), parameters in recipes:
         if any(is_low_vector(parameter) for _, parameter in parameters):
             optimizer_class = updating_vectors_in_float32(optimizer_class)
-        optimizers.append(optimizer_class(_parameter_groups(parameters, config), **options))
+        groups = _parameter_groups(parameters, config)
+        if optimizer_class is Muon:
+            assert facts is not None
+            groups = _muon_groups(parameters, config, facts)
+        optimizers.append(optimizer_class(groups, **options))
     return OptimizerSet(optimizers)
+
+
+def _settings_of_parameter(
+    name: str, parameter: Tensor, config: OptimizerConfig, facts: MatrixFacts | None
+) -> OptimizerConfig:
+    """The settings of one parameter, with AdamW where its optimizer is for hidden matrices only.
+
+    A group that names such an optimizer has it for all its matrices, hidden or not.
+    """
+    section, _ = settings_of(name, config)
+    if section.name not in MATRIX_OPTIMIZERS:
+        return section
+    assert facts is not None, f"{section.name} needs the facts of the model"
+    group = find_group(name, config)
+    is_named = group is not None and group.name is not None and parameter.dim() == 2
+    if is_named or facts.is_hidden(name, parameter):
+        return section
+    return dataclasses.replace(section, name="AdamW")
 
 
 _NamedParameter = tuple[str, nn.Parameter]
 
 
+def find_group(name: str, config: OptimizerConfig) -> ParameterGroupConfig | None:
+    """The group that contains a parameter, or None."""
+    return next((group for group in config.groups if group.matches(name)), None)
+
+
 def settings_of(name: str, config: OptimizerConfig) -> tuple[OptimizerConfig, float]:
     """(settings of one parameter, factor of its learning rate), by its name."""
-    group = next((group for group in config.groups if group.matches(name)), None)
+    group = find_group(name, config)
     if group is None or group.weight_decay is None:
         weight_decay = 0.0 if matches_any(name, config.no_decay) else config.weight_decay
     else:
@@ -137,6 +184,21 @@ def _parameter_groups(
     return [
         {"params": members, "weight_decay": weight_decay, LR_FACTOR: lr_factor}
         for (weight_decay, lr_factor), members in groups.items()
+    ]
+
+
+def _muon_groups(
+    parameters: Iterable[_NamedParameter], config: OptimizerConfig, facts: MatrixFacts
+) -> list[dict[str, Any]]:
+    """Groups for Muon: also of equal numbers of rows that are orthogonalized apart."""
+    groups: dict[int, list[_NamedParameter]] = {}
+    for name, parameter in parameters:
+        rows = facts.head_rows(name) if config.muon_per_head else 0
+        groups.setdefault(rows, []).append((name, parameter))
+    return [
+        {**group, HEAD_ROWS: rows, COMPUTE_DTYPE: facts.compute_dtype}
+        for rows, members in groups.items()
+        for group in _parameter_groups(members, config)
     ]
 
 
