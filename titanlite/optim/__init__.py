@@ -6,12 +6,11 @@ from titanlite.optim.adam import moment_bytes, moment_format
 from titanlite.optim.build import (
     OPTIMIZERS,
     OptimizerConfig,
-    OptimizerRecipe,
     build_optimizer,
-    check_optimizer_config,
-    check_optimizer_device,
+    optimizer_state_bytes,
     settings_of,
 )
+from titanlite.optim.checks import check_optimizer_config, check_optimizer_device
 from titanlite.optim.clip import clip_gradients, shard_norms
 from titanlite.optim.groups import ParameterGroupConfig
 from titanlite.optim.in_backward import OptimizerInBackward
@@ -24,6 +23,7 @@ from titanlite.optim.lr_schedule import (
     schedule_warning,
 )
 from titanlite.optim.optimizer_set import ConditionalOptimizer, OptimizerSet
+from titanlite.optim.recipe import OptimizerRecipe
 
 __all__ = [
     "LR_DECAYS",
@@ -45,6 +45,7 @@ __all__ = [
     "lr_factor",
     "moment_bytes",
     "moment_format",
+    "optimizer_state_bytes",
     "schedule_warning",
     "settings_of",
     "shard_norms",

@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal, NamedTuple
+from functools import partial
+from typing import Annotated, Any, Literal
 
 import torch
 from torch import nn
 
-from titanlite.errors import ConfigError
-from titanlite.kernels.gpu import FLOAT8_FALLBACK_SINCE, Gpu
-from titanlite.optim.adam import LowMemoryAdam, MomentOptions, StateDtype
-from titanlite.optim.fp32_vectors import is_low_vector, updating_vectors_in_float32
+from titanlite.optim.adafactor import Adafactor, adafactor_state_bytes
+from titanlite.optim.adam import LowMemoryAdam, MomentOptions, StateDtype, moment_bytes
+from titanlite.optim.elementwise import SGD, Lion
+from titanlite.optim.fp32_vectors import (
+    is_low_vector,
+    state_bytes_of_parameter,
+    updating_vectors_in_float32,
+)
 from titanlite.optim.groups import ParameterGroupConfig, matches_any
 from titanlite.optim.optimizer_set import LR_FACTOR, OptimizerSet
+from titanlite.optim.recipe import OptimizerRecipe
 from titanlite.optim.torch_adam import ConditionalAdam, ConditionalAdamW
 from titanlite.settings import Fraction, OneOf, Range
 
@@ -25,18 +31,27 @@ class OptimizerConfig:
     """[optimizer] The optimizer, its hyperparameters and the storage of its state."""
 
     name: Annotated[str, OneOf(OPTIMIZERS.keys)] = "AdamW"
-    # algorithm; Adam adds weight decay to the gradients, AdamW applies it to the weights
+    # algorithm; Adam and SGD add weight decay to the gradients, the others apply it to the weights
     lr: Annotated[float, Range(0)] = 8e-4  # peak learning rate
-    beta1: Fraction = 0.9  # decay rate of Adam's first moment
-    beta2: Fraction = 0.95  # decay rate of Adam's second moment
+    beta1: Fraction = 0.9
+    # Adam: decay rate of the first moment; Lion: weight of the moment in the update
+    beta2: Fraction = 0.95  # Adam: decay rate of the second moment; Lion: of the moment
     eps: Annotated[float, Range(0)] = 1e-8  # added to the root of Adam's second moment
-    weight_decay: Annotated[float, Range(0)] = 0.1  # multiplied by the learning rate in AdamW
+    weight_decay: Annotated[float, Range(0)] = 0.1
+    # multiplied by the weights and the learning rate, and subtracted; Adam and SGD: see `name`
     momentum: Fraction = 0.0  # of SGD
+    nesterov: bool = False  # SGD: look ahead by one step of the momentum
+    beta2_decay: Annotated[float, Range(-1, -0.1)] = -0.8
+    # Adafactor: exponent c of the decay rate 1 - t^c of its second moment at step t
+    clip_threshold: Annotated[float, Range(0.01)] = 1.0
+    # Adafactor: largest RMS of a parameter's update, as a factor of the learning rate
+    scale_parameter: bool = True
+    # Adafactor: multiply the learning rate by the RMS of the parameter (at least 0.001)
     no_decay: list[str] = field(default_factory=lambda: ["*norm.weight", "*bias"])
     # name patterns of parameters without weight decay
     implementation: Literal["for-loop", "foreach", "fused"] = "fused"
     # for-loop: one kernel per operation per parameter; foreach: one per operation; fused: one for
-    # everything (SGD: one per operation per parameter, as for-loop)
+    # everything (SGD and Lion: as for-loop)
     groups: list[ParameterGroupConfig] = field(default_factory=list)
     # parameters with other settings: { match = ["output.*"], lr_factor = 0.5 }
     early_step_in_backward: bool = False
@@ -53,19 +68,32 @@ class OptimizerConfig:
         return self.state_dtype != "float32" or self.offload
 
 
-class OptimizerRecipe(NamedTuple):
-    """An optimizer class and its arguments other than the parameter groups."""
-
-    optimizer_class: type[torch.optim.Optimizer]
-    options: dict[str, Any]
-
-
 def _sgd(config: OptimizerConfig) -> OptimizerRecipe:
-    # Not fused: that kernel does not support sharded tensors (torch 2.13). With three mesh
-    # dimensions DTensor takes seconds to plan a foreach at the first step.
-    foreach = config.implementation == "foreach"
-    options = {"lr": config.lr, "momentum": config.momentum, "foreach": foreach}
-    return OptimizerRecipe(torch.optim.SGD, options)
+    options = {"lr": config.lr, "momentum": config.momentum, "nesterov": config.nesterov}
+    return OptimizerRecipe(
+        SGD,
+        {**options, "foreach": config.implementation == "foreach"},
+        uses=("momentum", "nesterov", "implementation", "early_step_in_backward"),
+        state_bytes=_one_moment if config.momentum else _no_state,
+        moment_rates=("momentum",),
+    )
+
+
+def _lion(config: OptimizerConfig) -> OptimizerRecipe:
+    options = {"lr": config.lr, "betas": (config.beta1, config.beta2)}
+    return OptimizerRecipe(
+        Lion,
+        {**options, "foreach": config.implementation == "foreach"},
+        uses=("beta1", "beta2", "implementation", "early_step_in_backward"),
+        state_bytes=_one_moment,
+        moment_rates=("beta2",),
+    )
+
+
+def _adafactor(config: OptimizerConfig) -> OptimizerRecipe:
+    own = ("beta2_decay", "clip_threshold", "scale_parameter")
+    options = {"lr": config.lr, **{key: getattr(config, key) for key in own}}
+    return OptimizerRecipe(Adafactor, options, uses=own, state_bytes=adafactor_state_bytes)
 
 
 def _adam(config: OptimizerConfig) -> OptimizerRecipe:
@@ -75,15 +103,43 @@ def _adam(config: OptimizerConfig) -> OptimizerRecipe:
         "eps": config.eps,
     }
     foreach, fused = config.implementation == "foreach", config.implementation == "fused"
+    decoupled = config.name == "AdamW"
     if config.low_memory:
         moments = MomentOptions(config.state_dtype, config.offload, compiled=fused)
-        options |= {"decoupled": config.name == "AdamW", "moments": moments}
-        return OptimizerRecipe(LowMemoryAdam, options)
-    options |= {"foreach": foreach, "fused": fused}
-    decoupled = config.name == "AdamW"
-    if fused:
-        return OptimizerRecipe(ConditionalAdamW if decoupled else ConditionalAdam, options)
-    return OptimizerRecipe(torch.optim.AdamW if decoupled else torch.optim.Adam, options)
+        optimizer_class: type[torch.optim.Optimizer] = LowMemoryAdam
+        options |= {"decoupled": decoupled, "moments": moments}
+    elif fused:
+        optimizer_class = ConditionalAdamW if decoupled else ConditionalAdam
+        options |= {"fused": True}
+    else:
+        optimizer_class = torch.optim.AdamW if decoupled else torch.optim.Adam
+        options |= {"foreach": foreach, "fused": False}
+    return OptimizerRecipe(
+        optimizer_class,
+        options,
+        uses=(
+            *("beta1", "beta2", "eps", "implementation"),
+            *("early_step_in_backward", "state_dtype", "offload"),
+        ),
+        state_bytes=partial(_adam_state_bytes, config),
+        moment_rates=("beta1", "beta2"),
+    )
+
+
+def _no_state(shape: torch.Size, param_bytes: int) -> float:
+    return 0.0
+
+
+def _one_moment(shape: torch.Size, param_bytes: int) -> float:
+    return shape.numel() * param_bytes
+
+
+def _adam_state_bytes(config: OptimizerConfig, shape: torch.Size, param_bytes: int) -> float:
+    if config.offload:
+        return 0.0
+    if config.state_dtype == "float32":  # as the weights
+        return 2 * shape.numel() * param_bytes
+    return moment_bytes(shape, config.state_dtype)
 
 
 OPTIMIZERS: dict[str, Callable[[OptimizerConfig], OptimizerRecipe]] = {
@@ -91,28 +147,46 @@ OPTIMIZERS: dict[str, Callable[[OptimizerConfig], OptimizerRecipe]] = {
     "AdamW": _adam,
     "Adam": _adam,
     "SGD": _sgd,
+    "Adafactor": _adafactor,
+    "Lion": _lion,
 }
-ADAM_NAMES = ("AdamW", "Adam")  # those with the settings of Adam's moments
 
 
 def build_optimizer(model: nn.Module, config: OptimizerConfig) -> OptimizerSet:
     """The optimizers over the shards of a model's parameters."""
     recipes: list[tuple[OptimizerRecipe, list[_NamedParameter]]] = []
     for name, parameter in model.named_parameters():
-        recipe = OPTIMIZERS[(section := settings_of(name, config)[0]).name](section)
+        recipe = recipe_of(settings_of(name, config)[0])
         same = next((own for other, own in recipes if other == recipe), None)
         if same is None:
             recipes.append((recipe, same := []))
         same.append((name, parameter))
     optimizers = []
-    for (optimizer_class, options), parameters in recipes:
+    for recipe, parameters in recipes:
+        optimizer_class = recipe.optimizer_class
         if any(is_low_vector(parameter) for _, parameter in parameters):
             optimizer_class = updating_vectors_in_float32(optimizer_class)
-        optimizers.append(optimizer_class(_parameter_groups(parameters, config), **options))
+        optimizers.append(optimizer_class(_parameter_groups(parameters, config), **recipe.options))
     return OptimizerSet(optimizers)
 
 
+def optimizer_state_bytes(
+    shapes: Iterable[tuple[str, torch.Size]], config: OptimizerConfig, param_dtype: torch.dtype
+) -> float:
+    """Bytes on the device of the state of unsharded parameters, given as (name, shape)."""
+    total = 0.0
+    for name, shape in shapes:
+        recipe = recipe_of(settings_of(name, config)[0])
+        total += state_bytes_of_parameter(recipe.state_bytes, shape, param_dtype)
+    return total
+
+
 _NamedParameter = tuple[str, nn.Parameter]
+
+
+def recipe_of(section: OptimizerConfig) -> OptimizerRecipe:
+    """The table's entry for the optimizer of these settings."""
+    return OPTIMIZERS[section.name](section)
 
 
 def settings_of(name: str, config: OptimizerConfig) -> tuple[OptimizerConfig, float]:
@@ -138,64 +212,3 @@ def _parameter_groups(
         {"params": members, "weight_decay": weight_decay, LR_FACTOR: lr_factor}
         for (weight_decay, lr_factor), members in groups.items()
     ]
-
-
-def check_optimizer_config(config: OptimizerConfig, param_dtype: str) -> Iterator[ConfigError]:
-    """Reject optimizer-state settings that this optimizer lacks, or that round updates to zero.
-
-    `param_dtype`: training.dtype.
-    """
-    yield from _check_bfloat16_moments(config, param_dtype)
-    if not config.low_memory:
-        return
-    settings = {"state_dtype": f'"{config.state_dtype}"'} if config.state_dtype != "float32" else {}
-    settings |= {"offload": "true"} if config.offload else {}
-    stated = f"optimizer.{' and '.join(f'{key} = {value}' for key, value in settings.items())}"
-    keys = tuple(f"optimizer.{key}" for key in settings)
-    if config.name not in ADAM_NAMES:
-        yield ConfigError(
-            f"{stated}: applies to {' and '.join(ADAM_NAMES)} only; optimizer.name is"
-            f" {config.name}.",
-            fix=f"Remove {' and '.join(keys)}, or use AdamW.",
-            keys=(*keys, "optimizer.name"),
-        )
-    if config.implementation == "foreach":
-        yield ConfigError(
-            f"{stated}: updates one parameter at a time, which optimizer.implementation ="
-            ' "foreach" does not.',
-            fix='Use "fused" (one compiled kernel per parameter), or "for-loop".',
-            keys=(*keys, "optimizer.implementation"),
-        )
-
-
-def check_optimizer_device(config: OptimizerConfig, gpu: Gpu | None) -> Iterator[ConfigError]:
-    """Reject an update that inductor cannot compile for this GPU. `gpu` None: a CPU."""
-    is_compiled = config.state_dtype == "float8" and config.implementation == "fused"
-    if is_compiled and gpu is not None and not gpu.compiles_float8:
-        yield ConfigError(
-            f'optimizer.state_dtype = "float8": torch {torch.__version__} compiles its update for'
-            f" GPUs of compute capability 8.9 or later only; this device is {gpu}.",
-            fix=f'Use "8bit", which takes the same memory, torch {FLOAT8_FALLBACK_SINCE} or newer,'
-            ' or optimizer.implementation = "for-loop", which does not compile and is slower.',
-            keys=("optimizer.state_dtype", "optimizer.implementation"),
-        )
-
-
-def _check_bfloat16_moments(config: OptimizerConfig, param_dtype: str) -> Iterator[ConfigError]:
-    """Reject decay rates whose change per step is less than half of bfloat16's last digit."""
-    follows_params = config.state_dtype == "float32" and param_dtype == "bfloat16"
-    if not follows_params and config.state_dtype != "bfloat16":
-        return
-    source = "training.dtype" if follows_params else "optimizer.state_dtype"
-    alternative = 'optimizer.state_dtype = "8bit", whose scales are float32.'
-    if config.name not in ADAM_NAMES:
-        alternative = 'training.dtype = "float32".'
-    highest = 1 - torch.finfo(torch.bfloat16).eps / 2
-    for key in ("beta1", "beta2") if config.name in ADAM_NAMES else ("momentum",):
-        if (rate := getattr(config, key)) > highest:
-            yield ConfigError(
-                f'optimizer.{key} = {rate:g}: with {source} = "bfloat16" moments are bfloat16,'
-                f" which rounds away a change of {1 - rate:g} of their value per step.",
-                fix=f"Use at most {highest:g}, or {alternative}",
-                keys=(f"optimizer.{key}", source),
-            )

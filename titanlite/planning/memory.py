@@ -10,9 +10,8 @@ from typing import Any, NamedTuple
 import torch
 
 from titanlite.distributed.mesh import resolve_degrees
-from titanlite.job import Job, JobConfig, check_config
-from titanlite.optim import moment_bytes
-from titanlite.parallelize import DTYPES
+from titanlite.job import Job, check_config
+from titanlite.optim import optimizer_state_bytes
 from titanlite.runtime.out_of_memory import GIB
 
 MAX_ADVICE = 6  # settings shown, the largest saving first
@@ -46,7 +45,7 @@ def estimate_memory(job: Job) -> MemoryEstimate:
 
     shard = stage_parameters / (degrees.shard * degrees.context)
     parameters, gradients = shard * param_bytes, shard * param_bytes
-    moments = 0.0 if config.optimizer.offload else shard * _optimizer_bytes(config)
+    moments = shard * _state_bytes_per_element(job)
     if training.enable_cpu_offload:
         parameters = gradients = moments = 0.0
     if config.optimizer.early_step_in_backward:
@@ -119,15 +118,13 @@ def _logits_bytes(job: Job) -> float:
     return vocabulary * bytes_per_id
 
 
-def _optimizer_bytes(config: JobConfig) -> float:
-    """Bytes of optimizer state per element of a large matrix."""
-    optimizer = config.optimizer
-    param_bytes = DTYPES[config.training.dtype].itemsize
-    if optimizer.name == "SGD":
-        return param_bytes if optimizer.momentum else 0.0
-    if optimizer.state_dtype == "float32":
-        return 2 * param_bytes
-    return moment_bytes((1, 1024), optimizer.state_dtype) / 1024
+def _state_bytes_per_element(job: Job) -> float:
+    """Mean bytes of optimizer state per parameter element."""
+    with torch.device("meta"):
+        model = job.spec.build(job.sizes)
+    shapes = [(name, parameter.shape) for name, parameter in model.named_parameters()]
+    total = optimizer_state_bytes(shapes, job.config.optimizer, job.transforms.param_dtype)
+    return total / sum(shape.numel() for _, shape in shapes)
 
 
 def _saved_elements_per_token(job: Job, blocks: float) -> float:
@@ -226,7 +223,7 @@ def _lower_precisions(job: Job) -> Iterator[_Change]:
     if training.dtype == "float32":
         params = {"training.dtype": "bfloat16"}
         yield _Change(params, f"lower parameter precision; {restart}")
-    if optimizer.name != "SGD" and optimizer.state_dtype in ("float32", "bfloat16"):
+    if optimizer.state_dtype in ("float32", "bfloat16"):
         state = {"optimizer.state_dtype": "8bit"}
         yield _Change(state, f"lower optimizer-state precision; {restart}")
 
