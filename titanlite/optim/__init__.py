@@ -6,12 +6,12 @@ from titanlite.optim.adam import moment_bytes, moment_format
 from titanlite.optim.build import (
     OPTIMIZERS,
     OptimizerConfig,
-    OptimizerRecipe,
     build_optimizer,
-    check_optimizer_config,
-    check_optimizer_device,
+    optimizer_state_bytes,
     settings_of,
+    whole_matrix_bytes,
 )
+from titanlite.optim.checks import check_optimizer_config, check_optimizer_device, uses_muon
 from titanlite.optim.clip import clip_gradients, shard_norms
 from titanlite.optim.groups import ParameterGroupConfig
 from titanlite.optim.hidden_matrices import MatrixFacts
@@ -25,6 +25,7 @@ from titanlite.optim.lr_schedule import (
     schedule_warning,
 )
 from titanlite.optim.optimizer_set import ConditionalOptimizer, OptimizerSet
+from titanlite.optim.recipe import OptimizerRecipe
 
 __all__ = [
     "LR_DECAYS",
@@ -47,7 +48,10 @@ __all__ = [
     "lr_factor",
     "moment_bytes",
     "moment_format",
+    "optimizer_state_bytes",
     "schedule_warning",
     "settings_of",
     "shard_norms",
+    "uses_muon",
+    "whole_matrix_bytes",
 ]

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from titanlite.models import ModelSizes, ModelSpec
 from titanlite.optim.groups import matches_any
@@ -20,9 +20,9 @@ class MatrixFacts:
     sizes: ModelSizes
     compute_dtype: torch.dtype = torch.float32  # of the model's matmuls
 
-    def is_hidden(self, name: str, parameter: Tensor) -> bool:
+    def is_hidden(self, name: str, shape: Sequence[int]) -> bool:
         """Whether a parameter is a matrix inside a block."""
-        return parameter.dim() == 2 and name.startswith(f"{self.spec.blocks_path}.")
+        return len(shape) == 2 and name.startswith(f"{self.spec.blocks_path}.")
 
     def head_rows(self, name: str) -> int:
         """Rows of a matrix that belong to one head; 0 if its rows are not heads."""
