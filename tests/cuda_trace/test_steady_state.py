@@ -44,6 +44,10 @@ ONE_GPU = {  # name -> settings
     "Float8 scales, 8-bit state": f"{FLOAT8_SCALES} optimizer.state_dtype=8bit {UNCOMPILED}",
     "in backward": "optimizer.early_step_in_backward=true training.max_norm=0",
     "4-bit state": f"optimizer.state_dtype=4bit {UNCOMPILED}",
+    "Lion, bf16 params": "optimizer.name=Lion training.dtype=bfloat16",
+    "Adafactor": "optimizer.name=Adafactor",
+    "SGD, foreach": "optimizer.name=SGD optimizer.momentum=0.9 optimizer.nesterov=true"
+    " optimizer.implementation=foreach",
     "Float8 state": f"optimizer.state_dtype=float8 {UNCOMPILED}",
     "offloaded 8-bit state": f"optimizer.state_dtype=8bit optimizer.offload=true {UNCOMPILED}",
     "offloaded bf16 state": f"optimizer.state_dtype=bfloat16 optimizer.offload=true {UNCOMPILED}",
@@ -122,6 +126,7 @@ RANKS = {
             "allreduce_": ["float32"],
         },
     ),
+    "Adafactor": (4, "optimizer.name=Adafactor", FSDP | SUMS),
     "Muon, FSDP and TP": (
         4,
         "optimizer.name=Muon parallelism.tensor_parallel_degree=2",

@@ -142,13 +142,14 @@ class Recipe:
     z_loss: float = 0.0
     documents: bool = False  # several per sequence, with a document mask
     state_dtype: str = "float32"  # of the optimizer
+    options: tuple[tuple[str, Any], ...] = ()  # of [optimizer], which win over those above
 
     @property
     def section(self) -> OptimizerConfig:
-        options = {"implementation": "for-loop"} if self.state_dtype != "float32" else {}
-        return OptimizerConfig(
-            name=self.optimizer, lr=self.lr, state_dtype=self.state_dtype, **options
-        )
+        options = {"name": self.optimizer, "lr": self.lr, "state_dtype": self.state_dtype}
+        if self.state_dtype != "float32":
+            options["implementation"] = "for-loop"
+        return OptimizerConfig(**{**options, **dict(self.options)})
 
     def batch_of(self, step: int) -> int:
         return 2 * self.batch if step == 2 else self.batch

@@ -78,6 +78,31 @@ def test_muon_has_one_moment_and_a_few_whole_matrices(run_toml):
     assert muon.whole_matrices > 1 << 20
 
 
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"name": "SGD"},
+        {"name": "SGD", "momentum": "0.9"},
+        {"name": "Lion"},
+        {"name": "Adafactor"},
+        {"groups": "[{ match = ['output.*'], name = 'Adafactor' }]"},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_estimate_counts_the_state_of_each_parameters_optimizer(settings, dtype, run_toml):
+    options = [f"--optimizer.{key}={value}" for key, value in settings.items()]
+    job = job_of(run_toml, *options, "--training.dtype", dtype)
+    model = job.spec.build(job.sizes).to(job.transforms.param_dtype)
+    optimizer = build_optimizer(model, job.config.optimizer)
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()  # after which vectors have fp32 copies
+    measured = MemoryUsage(torch.device("cpu"), model, optimizer).by_kind()["optimizer state"]
+    # the step counters are scalars
+    assert measured == pytest.approx(estimate_memory(job).optimizer_state, rel=0.02, abs=8)
+
+
 def test_estimates_count_shards_and_pipeline_micro_batches_in_flight(run_toml):
     one, two = estimate_memory(job_of(run_toml)), estimate_memory(job_of(run_toml, ranks=2))
     assert two.parameters == one.parameters / 2

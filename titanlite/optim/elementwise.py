@@ -17,7 +17,7 @@ from titanlite.optim.fp32_vectors import is_low_vector
 from titanlite.optim.shards import sharded_zeros, write_if
 
 
-class _Elementwise(torch.optim.Optimizer):
+class ElementwiseOptimizer(torch.optim.Optimizer):
     """An optimizer with at most one moment, computed in fp32 and stored in the params' dtype."""
 
     moment = "momentum_buffer"  # name in the state
@@ -65,17 +65,19 @@ class _Elementwise(torch.optim.Optimizer):
             stored += [local_shard(self.state[p][self.moment]) for p in parameters]
             new += [moment.float() for moment in stored[len(parameters) :]]
         weights, moments = new[: len(parameters)], new[len(parameters) :]
-        for old, values in zip(stored, self._update(weights, grads, moments, group), strict=True):
+        for old, values in zip(
+            stored, self.compute_update(weights, grads, moments, group), strict=True
+        ):
             write_if(old, values, accept)
 
     @abstractmethod
-    def _update(
+    def compute_update(
         self, weights: list[Tensor], grads: list[Tensor], moments: list[Tensor], group: dict
     ) -> list[Tensor]:
         """The new weights, then the new moments; the arguments do not change."""
 
 
-class SGD(_Elementwise):
+class SGD(ElementwiseOptimizer):
     """SGD with momentum, and Nesterov's (https://proceedings.mlr.press/v28/sutskever13.html).
 
     The formula of torch.optim.SGD. Weight decay is coupled: it is added to the gradient.
@@ -93,7 +95,7 @@ class SGD(_Elementwise):
         options = {"lr": lr, "momentum": momentum, "nesterov": nesterov}
         super().__init__(groups, foreach=foreach, has_moment=momentum > 0, **options)
 
-    def _update(
+    def compute_update(
         self, weights: list[Tensor], grads: list[Tensor], moments: list[Tensor], group: dict
     ) -> list[Tensor]:
         if group["weight_decay"]:
@@ -104,7 +106,7 @@ class SGD(_Elementwise):
         return _add_scaled(weights, grads, -group["lr"]) + moments
 
 
-class Lion(_Elementwise):
+class Lion(ElementwiseOptimizer):
     """Sign of an interpolation of moment and gradient (https://arxiv.org/abs/2302.06675).
 
     Weight decay is decoupled: the weights shrink by the learning rate times the weight decay.
@@ -122,7 +124,7 @@ class Lion(_Elementwise):
     ):
         super().__init__(groups, foreach=foreach, has_moment=True, lr=lr, betas=betas)
 
-    def _update(
+    def compute_update(
         self, weights: list[Tensor], grads: list[Tensor], moments: list[Tensor], group: dict
     ) -> list[Tensor]:
         (beta1, beta2), lr = group["betas"], group["lr"]
