@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from titanlite.data import ShardWriter
 from titanlite.errors import UserError, UserErrors, format_error
 from titanlite.job import FACTS, MOVED, JobConfig, read_job
 from titanlite.job.data import open_job_stream, open_job_tokenizer
+from titanlite.models import FAMILIES
 from titanlite.parallelize.float8 import torchao
 from titanlite.settings import all_keys, read_toml
 
@@ -24,6 +26,15 @@ def error_text(run_toml, *argv, ranks=1) -> str:
     with pytest.raises(UserError) as raised:
         read_job(["--job.config_file", str(run_toml), *argv], ranks)
     return format_error(raised.value)
+
+
+def test_heads_are_not_orthogonalized_apart_in_a_family_without_head_projections(
+    run_toml, monkeypatch
+):
+    argv = ["--optimizer.name", "Muon", "--optimizer.muon_per_head", "true"]
+    read_valid(run_toml, *argv)
+    monkeypatch.setitem(FAMILIES, "llama3", replace(FAMILIES["llama3"], head_projections=()))
+    assert "does not say which layers project to heads" in error_text(run_toml, *argv)
 
 
 def open_stream(job):
@@ -106,6 +117,11 @@ IN_BACKWARD = ["--optimizer.early_step_in_backward", "true", "--training.max_nor
             ["--optimizer.offload", "true", "--training.enable_cpu_offload", "true"],
             1,
             "Disable one of the two",
+        ),
+        (
+            ["--optimizer.name", "Muon", "--training.enable_cpu_offload", "true"],
+            1,
+            "Muon would compute its matmuls on the CPU",
         ),
         (IN_BACKWARD[:-2], 1, "training.max_norm = 1 clips"),
         ([*IN_BACKWARD, *PIPELINE], 2, "reuse each weight for later micro-batches"),

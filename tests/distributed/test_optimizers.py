@@ -33,7 +33,7 @@ from tests.distributed.oracle import (
 )
 from tests.distributed.ranks import run_on_ranks
 from tests.distributed.test_resume import merge_bits
-from titanlite.optim import OptimizerConfig, OptimizerSet, build_optimizer
+from titanlite.optim import MatrixFacts, OptimizerConfig, OptimizerSet, build_optimizer
 from titanlite.parallelize.weight_init import init_weights
 from titanlite.training import TrainState
 
@@ -53,6 +53,8 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
     "Nesterov": {"name": "SGD", "momentum": 0.9, "nesterov": True, "implementation": "foreach"},
     "Lion": {"name": "Lion", "beta2": 0.98},
     "Adafactor": {"name": "Adafactor"},
+    "Adafactor unclipped": {"name": "Adafactor", "clip_threshold": 1e3, "scale_parameter": False},
+    "SOAP": {"name": "SOAP", "precondition_frequency": 2},  # and AdamW
     "AdamW": {"name": "AdamW"},
     "Adam": {"name": "Adam", **LOOP},
     "AdamW 16-bit": {"name": "AdamW", "state_dtype": "bfloat16", **LOOP},
@@ -60,7 +62,7 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
     "AdamW 4-bit": {"name": "AdamW", "state_dtype": "4bit", **LOOP},
 }
 # The others resume in test_resume.py and test_memory_options.py.
-RESUMED = ("Nesterov", "Lion", "Adafactor")
+RESUMED = ("Nesterov", "Lion", "Adafactor", "SOAP")
 STEPS, STOP, LR = 5, 3, 0.01
 # Each of 2 tensor-parallel ranks has whole quantisation blocks of the rows that TP shards.
 SIZES = replace(SGD.sizes, head_dim=64, hidden_dim=256)
@@ -74,7 +76,8 @@ def build(layout: Layout, name: str) -> TrainState:
 
 
 def optimizer_of(model: nn.Module, name: str) -> OptimizerSet:
-    return build_optimizer(model, OptimizerConfig(lr=LR, weight_decay=0.1, **OPTIMIZERS[name]))
+    config = OptimizerConfig(lr=LR, weight_decay=0.1, **OPTIMIZERS[name])
+    return build_optimizer(model, config, MatrixFacts(FAMILY, RECIPE.sizes))
 
 
 def update(model: nn.Module, optimizers: OptimizerSet, steps: range) -> None:

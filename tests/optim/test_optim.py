@@ -140,8 +140,8 @@ def test_a_new_optimizer_refuses_the_settings_of_adams_moments(monkeypatch):
     monkeypatch.setitem(OPTIMIZERS, "Rprop", lambda config: OptimizerRecipe(torch.optim.Rprop, {}))
     config = OptimizerConfig(name="Rprop", state_dtype="8bit", offload=True)
     assert [str(error) for error in check_optimizer_config(config, "float32")] == [
-        'optimizer.state_dtype = "8bit": applies to AdamW and Adam only; optimizer.name is Rprop.'
-        " Remove optimizer.state_dtype, or use AdamW.",
+        'optimizer.state_dtype = "8bit": applies to AdamW, Adam and Muon only; optimizer.name is'
+        " Rprop. Remove optimizer.state_dtype, or use AdamW.",
         "optimizer.offload = true: applies to AdamW and Adam only; optimizer.name is Rprop."
         " Remove optimizer.offload, or use AdamW.",
     ]
@@ -154,12 +154,30 @@ GROUP = {"match": ["output.*"]}
     ("section", "message"),
     [
         ({"momentum": 0.9}, "optimizer.momentum = 0.9: applies to SGD only"),
-        ({"name": "Lion", "eps": 1e-6}, "optimizer.eps = 1e-06: applies to AdamW and Adam only"),
+        (
+            {"name": "Lion", "eps": 1e-6},
+            "optimizer.eps = 1e-06: applies to AdamW, Adam",
+        ),
         ({"clip_threshold": 2.0}, "clip_threshold = 2.0: applies to Adafactor only"),
         ({"name": "SGD", "nesterov": True}, "nesterov = true: optimizer.momentum is 0"),
         (
             {"name": "Adafactor", "early_step_in_backward": True},
             "early_step_in_backward = true: applies to AdamW, Adam, SGD and Lion only",
+        ),
+        (
+            {"name": "Muon", "early_step_in_backward": True},
+            "early_step_in_backward = true: applies to AdamW, Adam, SGD and Lion only",
+        ),
+        ({"name": "Muon", "offload": True}, "offload = true: applies to AdamW and Adam only"),
+        ({"muon_per_head": True}, "muon_per_head = true: applies to Muon only"),
+        ({"name": "Muon", "momentum": 0.9}, "momentum = 0.9: applies to SGD only"),
+        (
+            {"name": "Muon", "state_dtype": "8bit"},
+            'state_dtype = "8bit": optimizer.name is Muon, whose momentum is stored in float32 and',
+        ),
+        (
+            {"state_dtype": "4bit", "groups": [{**GROUP, "name": "Muon"}]},
+            'state_dtype = "4bit": optimizer.groups[0].name is Muon, whose momentum is stored in',
         ),
         (
             {"early_step_in_backward": True, "groups": [{**GROUP, "name": "Adafactor"}]},
@@ -171,7 +189,7 @@ GROUP = {"match": ["output.*"]}
         ),
         (
             {"name": "SGD", "momentum": 0.9, "groups": [{**GROUP, "name": "Lion", "eps": 1e-6}]},
-            "optimizer.groups[0].eps = 1e-06: applies to AdamW and Adam only",
+            "optimizer.groups[0].eps = 1e-06: applies to AdamW, Adam",
         ),
     ],
     ids=str,
@@ -199,6 +217,7 @@ def test_a_setting_that_only_a_group_uses_is_accepted():
         ({"name": "Lion", "beta2": 0.999}, "optimizer.beta2"),
         ({"groups": [{**GROUP, "name": "SGD", "momentum": 0.999}]}, "optimizer.groups[0].momentum"),
         ({"beta1": 0.999}, "optimizer.beta1"),
+        ({"name": "Muon", "muon_momentum": 0.999}, "optimizer.muon_momentum"),
     ],
     ids=str,
 )
@@ -222,7 +241,7 @@ def test_a_new_lr_decay_is_one_line(monkeypatch):
         (
             OptimizerConfig,
             "name",
-            '"AdamW" | "Adam" | "SGD" | "Adafactor" | "Lion". Did you mean "SGD"?',
+            '"AdamW" | "Adam" | "SGD" | "Adafactor" | "Lion" | "Muon" | "SOAP". Did you mean "SGD"?',
         ),
         (LRSchedulerConfig, "decay_type", '"linear" | "sqrt" | "cosine".'),
     ],

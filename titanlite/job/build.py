@@ -47,7 +47,7 @@ from titanlite.metrics import (
     no_sinks,
     open_sinks,
 )
-from titanlite.optim import OptimizerInBackward, build_optimizer, lr_factor
+from titanlite.optim import MatrixFacts, OptimizerInBackward, build_optimizer, lr_factor
 from titanlite.parallelize import ParallelLayout, ShardedModel, build_sharded_model
 from titanlite.parallelize.activation_checkpoint import plot_memory_budgets
 from titanlite.parallelize.compile import describe_compilation, prepare_compiler
@@ -274,7 +274,8 @@ def build_state(
     job: Job, model: ShardedModel, counters: Counters
 ) -> tuple[TrainState, OptimizerInBackward | None]:
     """The training state at step 0, and with early_step_in_backward the hooks that update it."""
-    optimizer = build_optimizer(model.model, job.config.optimizer)
+    facts = MatrixFacts(job.spec, job.sizes, job.transforms.compute_dtype)
+    optimizer = build_optimizer(model.model, job.config.optimizer, facts)
     state = TrainState(model.model, optimizer, job.loss_scale, counters)
     if not job.config.optimizer.early_step_in_backward:
         return state, None
@@ -315,7 +316,7 @@ def build_run_meter(job: Job, rank: RankContext) -> ThroughputMeter:
     return meter
 
 
-def build_sinks(job: Job, rank: RankContext, first_step: int, saves: bool) -> MetricSinks:
+def build_sinks(job: Job, rank: RankContext, completed_steps: int, saves: bool) -> MetricSinks:
     """Open rank 0's metric sinks and write config.toml; an error is raised on all ranks."""
 
     def open_all() -> MetricSinks:
@@ -326,7 +327,7 @@ def build_sinks(job: Job, rank: RankContext, first_step: int, saves: bool) -> Me
                 config.metrics,
                 folder,
                 total_steps=config.training.steps,
-                first_step=first_step,
+                completed_steps=completed_steps,
                 job=dataclasses.asdict(config),
             )
             write_file_atomically(folder / "config.toml", job.as_toml().encode())

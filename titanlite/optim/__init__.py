@@ -9,10 +9,16 @@ from titanlite.optim.build import (
     build_optimizer,
     optimizer_state_bytes,
     settings_of,
+    whole_matrix_bytes,
 )
-from titanlite.optim.checks import check_optimizer_config, check_optimizer_device
+from titanlite.optim.checks import (
+    check_optimizer_config,
+    check_optimizer_device,
+    whole_matrix_optimizers,
+)
 from titanlite.optim.clip import clip_gradients, shard_norms
 from titanlite.optim.groups import ParameterGroupConfig
+from titanlite.optim.hidden_matrices import MatrixFacts
 from titanlite.optim.in_backward import OptimizerInBackward
 from titanlite.optim.loss_scale import LossScale, LossScaleConfig
 from titanlite.optim.lr_schedule import (
@@ -32,6 +38,7 @@ __all__ = [
     "LRSchedulerConfig",
     "LossScale",
     "LossScaleConfig",
+    "MatrixFacts",
     "OptimizerConfig",
     "OptimizerInBackward",
     "OptimizerRecipe",
@@ -49,4 +56,6 @@ __all__ = [
     "schedule_warning",
     "settings_of",
     "shard_norms",
+    "whole_matrix_bytes",
+    "whole_matrix_optimizers",
 ]

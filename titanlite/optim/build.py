@@ -20,10 +20,14 @@ from titanlite.optim.fp32_vectors import (
     updating_vectors_in_float32,
 )
 from titanlite.optim.groups import ParameterGroupConfig, matches_any
+from titanlite.optim.hidden_matrices import MatrixFacts
+from titanlite.optim.muon import COMPUTE_DTYPE, HEAD_ROWS, Muon
 from titanlite.optim.optimizer_set import LR_FACTOR, OptimizerSet
+from titanlite.optim.owned_matrices import largest_round
 from titanlite.optim.recipe import OptimizerRecipe
+from titanlite.optim.soap import SOAP, soap_state_bytes
 from titanlite.optim.torch_adam import ConditionalAdam, ConditionalAdamW
-from titanlite.settings import Fraction, OneOf, Range
+from titanlite.settings import Fraction, OneOf, Positive, Range
 
 
 @dataclass(frozen=True)
@@ -31,12 +35,14 @@ class OptimizerConfig:
     """[optimizer] The optimizer, its hyperparameters and the storage of its state."""
 
     name: Annotated[str, OneOf(OPTIMIZERS.keys)] = "AdamW"
-    # algorithm; Adam and SGD add weight decay to the gradients, the others apply it to the weights
+    # algorithm; Adam and SGD add weight decay to the gradients, the others apply it to the weights;
+    # Muon and SOAP update the matrices inside the blocks, and AdamW all other parameters
     lr: Annotated[float, Range(0)] = 8e-4  # peak learning rate
     beta1: Fraction = 0.9
-    # Adam: decay rate of the first moment; Lion: weight of the moment in the update
-    beta2: Fraction = 0.95  # Adam: decay rate of the second moment; Lion: of the moment
-    eps: Annotated[float, Range(0)] = 1e-8  # added to the root of Adam's second moment
+    # Adam, SOAP: decay rate of the first moment; Lion: weight of the moment in the update
+    beta2: Fraction = 0.95
+    # Adam, SOAP: decay rate of the second moment, and of SOAP's statistics; Lion: of the moment
+    eps: Annotated[float, Range(0)] = 1e-8  # added to the root of Adam's and SOAP's second moment
     weight_decay: Annotated[float, Range(0)] = 0.1
     # multiplied by the weights and the learning rate, and subtracted; Adam and SGD: see `name`
     momentum: Fraction = 0.0  # of SGD
@@ -47,6 +53,10 @@ class OptimizerConfig:
     # Adafactor: largest RMS of a parameter's update, as a factor of the learning rate
     scale_parameter: bool = True
     # Adafactor: multiply the learning rate by the RMS of the parameter (at least 0.001)
+    precondition_frequency: Positive = 10  # SOAP: steps between two updates of the eigenbasis
+    muon_momentum: Fraction = 0.95  # decay rate of Muon's momentum
+    muon_per_head: bool = False
+    # Muon: orthogonalize the rows of each head of the query, key and value projections apart
     no_decay: list[str] = field(default_factory=lambda: ["*norm.weight", "*bias"])
     # name patterns of parameters without weight decay
     implementation: Literal["for-loop", "foreach", "fused"] = "fused"
@@ -142,6 +152,47 @@ def _adam_state_bytes(config: OptimizerConfig, shape: torch.Size, param_bytes: i
     return moment_bytes(shape, config.state_dtype)
 
 
+def _muon(config: OptimizerConfig) -> OptimizerRecipe:
+    dtype = torch.bfloat16 if config.state_dtype == "bfloat16" else None
+
+    def parameter_options(name: str, facts: MatrixFacts) -> dict[str, Any]:
+        rows = facts.head_rows(name) if config.muon_per_head else 0
+        return {HEAD_ROWS: rows, COMPUTE_DTYPE: facts.compute_dtype}
+
+    return OptimizerRecipe(
+        Muon,
+        {"lr": config.lr, "momentum": config.muon_momentum, "state_dtype": dtype},
+        uses=(
+            *("muon_momentum", "muon_per_head", "state_dtype"),
+            *("beta1", "beta2", "eps", "implementation"),  # of AdamW, for the other parameters
+        ),
+        state_bytes=_one_moment if dtype is None else _one_bfloat16_moment,
+        moment_rates=("muon_momentum",),
+        hidden_only=True,
+        parameter_options=parameter_options,
+    )
+
+
+def _soap(config: OptimizerConfig) -> OptimizerRecipe:
+    options = {
+        "lr": config.lr,
+        "betas": (config.beta1, config.beta2),
+        "eps": config.eps,
+        "precondition_frequency": config.precondition_frequency,
+    }
+    return OptimizerRecipe(
+        SOAP,
+        options,
+        uses=("beta1", "beta2", "eps", "precondition_frequency", "implementation"),
+        state_bytes=soap_state_bytes,
+        hidden_only=True,
+    )
+
+
+def _one_bfloat16_moment(shape: torch.Size, param_bytes: int) -> float:
+    return 2 * shape.numel()
+
+
 OPTIMIZERS: dict[str, Callable[[OptimizerConfig], OptimizerRecipe]] = {
     # values of optimizer.name; a new optimizer is one line here
     "AdamW": _adam,
@@ -149,14 +200,21 @@ OPTIMIZERS: dict[str, Callable[[OptimizerConfig], OptimizerRecipe]] = {
     "SGD": _sgd,
     "Adafactor": _adafactor,
     "Lion": _lion,
+    "Muon": _muon,
+    "SOAP": _soap,
 }
 
 
-def build_optimizer(model: nn.Module, config: OptimizerConfig) -> OptimizerSet:
-    """The optimizers over the shards of a model's parameters."""
+def build_optimizer(
+    model: nn.Module, config: OptimizerConfig, facts: MatrixFacts | None = None
+) -> OptimizerSet:
+    """The optimizers over the shards of a model's parameters.
+
+    `facts`: needed if one of them is for hidden matrices.
+    """
     recipes: list[tuple[OptimizerRecipe, list[_NamedParameter]]] = []
     for name, parameter in model.named_parameters():
-        recipe = recipe_of(settings_of(name, config)[0])
+        recipe = _recipe_of_parameter(name, parameter.shape, config, facts)
         same = next((own for other, own in recipes if other == recipe), None)
         if same is None:
             recipes.append((recipe, same := []))
@@ -166,19 +224,36 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig) -> OptimizerSet:
         optimizer_class = recipe.optimizer_class
         if any(is_low_vector(parameter) for _, parameter in parameters):
             optimizer_class = updating_vectors_in_float32(optimizer_class)
-        optimizers.append(optimizer_class(_parameter_groups(parameters, config), **recipe.options))
+        groups = _parameter_groups(parameters, config, recipe, facts)
+        optimizers.append(optimizer_class(groups, **recipe.options))
     return OptimizerSet(optimizers)
 
 
 def optimizer_state_bytes(
-    shapes: Iterable[tuple[str, torch.Size]], config: OptimizerConfig, param_dtype: torch.dtype
+    shapes: Iterable[tuple[str, torch.Size]],
+    config: OptimizerConfig,
+    param_dtype: torch.dtype,
+    facts: MatrixFacts | None = None,
 ) -> float:
     """Bytes on the device of the state of unsharded parameters, given as (name, shape)."""
     total = 0.0
     for name, shape in shapes:
-        recipe = recipe_of(settings_of(name, config)[0])
+        recipe = _recipe_of_parameter(name, shape, config, facts)
         total += state_bytes_of_parameter(recipe.state_bytes, shape, param_dtype)
     return total
+
+
+def whole_matrix_bytes(
+    shapes: Iterable[tuple[str, torch.Size]], config: OptimizerConfig, facts: MatrixFacts
+) -> float:
+    """Bytes of the whole matrices that a rank has during a step of the optimizer, about."""
+    sizes = [
+        shape.numel()
+        for name, shape in shapes
+        if _recipe_of_parameter(name, shape, config, facts).hidden_only
+    ]
+    # of two rounds, what is received and what is sent, and the temporaries of one orthogonalization
+    return 6 * facts.compute_dtype.itemsize * largest_round(sizes) if sizes else 0.0
 
 
 _NamedParameter = tuple[str, nn.Parameter]
@@ -189,9 +264,32 @@ def recipe_of(section: OptimizerConfig) -> OptimizerRecipe:
     return OPTIMIZERS[section.name](section)
 
 
+def _recipe_of_parameter(
+    name: str, shape: torch.Size, config: OptimizerConfig, facts: MatrixFacts | None
+) -> OptimizerRecipe:
+    """The recipe for a parameter: AdamW's, if that of its settings is for hidden matrices only.
+
+    A group that names such an optimizer has it for all its matrices, hidden or not.
+    """
+    section, _ = settings_of(name, config)
+    recipe = recipe_of(section)
+    if not recipe.hidden_only:
+        return recipe
+    assert facts is not None, f"{section.name} needs the facts of the model"
+    group = _group_of_parameter(name, config)
+    is_named = group is not None and group.name is not None
+    if facts.is_hidden(name, shape) or (is_named and len(shape) == 2):
+        return recipe
+    return recipe_of(dataclasses.replace(section, name="AdamW"))
+
+
+def _group_of_parameter(name: str, config: OptimizerConfig) -> ParameterGroupConfig | None:
+    return next((group for group in config.groups if group.matches(name)), None)
+
+
 def settings_of(name: str, config: OptimizerConfig) -> tuple[OptimizerConfig, float]:
     """(settings of one parameter, factor of its learning rate), by its name."""
-    group = next((group for group in config.groups if group.matches(name)), None)
+    group = _group_of_parameter(name, config)
     if group is None or group.weight_decay is None:
         weight_decay = 0.0 if matches_any(name, config.no_decay) else config.weight_decay
     else:
@@ -201,14 +299,21 @@ def settings_of(name: str, config: OptimizerConfig) -> tuple[OptimizerConfig, fl
 
 
 def _parameter_groups(
-    parameters: Iterable[_NamedParameter], config: OptimizerConfig
+    parameters: Iterable[_NamedParameter],
+    config: OptimizerConfig,
+    recipe: OptimizerRecipe,
+    facts: MatrixFacts | None,
 ) -> list[dict[str, Any]]:
-    """Groups for a torch optimizer: parameters of equal weight decay and learning-rate factor."""
-    groups: dict[tuple[float, float], list[nn.Parameter]] = {}
+    """Groups for a torch optimizer: parameters with the same keys of their group."""
+    groups: list[tuple[dict[str, Any], list[nn.Parameter]]] = []
     for name, parameter in parameters:
         section, lr_factor = settings_of(name, config)
-        groups.setdefault((section.weight_decay, lr_factor), []).append(parameter)
-    return [
-        {"params": members, "weight_decay": weight_decay, LR_FACTOR: lr_factor}
-        for (weight_decay, lr_factor), members in groups.items()
-    ]
+        keys = {"weight_decay": section.weight_decay, LR_FACTOR: lr_factor}
+        if recipe.parameter_options is not None:
+            assert facts is not None, "checked when the recipe was selected"
+            keys |= recipe.parameter_options(name, facts)
+        same = next((members for other, members in groups if other == keys), None)
+        if same is None:
+            groups.append((keys, same := []))
+        same.append(parameter)
+    return [{"params": members, **keys} for keys, members in groups]

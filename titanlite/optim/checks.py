@@ -10,6 +10,7 @@ import torch
 
 from titanlite.errors import ConfigError
 from titanlite.kernels.gpu import FLOAT8_FALLBACK_SINCE, Gpu
+from titanlite.optim.adam import UNQUANTIZED
 from titanlite.optim.build import OPTIMIZERS, OptimizerConfig, recipe_of
 from titanlite.settings import format_value
 
@@ -27,6 +28,7 @@ def check_optimizer_config(config: OptimizerConfig, param_dtype: str) -> Iterato
     for section in sections:
         yield from _check_moment_rates(section, param_dtype)
         yield from _check_nesterov(section)
+        yield from _check_muon_state(section)
         if section.is_group:
             yield from _check_unused_keys(section, section.own_keys, [section])
     base = sections[0]
@@ -113,6 +115,25 @@ def _check_nesterov(section: _Section) -> Iterator[ConfigError]:
             " momentum to look ahead by.",
             fix=f"Set {section.key('momentum')}, for example to 0.9, or remove nesterov.",
             keys=(section.key_in_toml("nesterov"), section.key_in_toml("momentum")),
+        )
+
+
+def whole_matrix_optimizers(config: OptimizerConfig) -> list[str]:
+    """The optimizers of a job that compute whole matrices."""
+    configs = [section.config for section in _sections(config)]
+    return list(dict.fromkeys(c.name for c in configs if recipe_of(c).hidden_only))
+
+
+def _check_muon_state(section: _Section) -> Iterator[ConfigError]:
+    """Reject state dtypes that have one scale per block of a row."""
+    config = section.config
+    is_new = not section.is_group or "name" in section.own_keys
+    if config.name == "Muon" and is_new and config.state_dtype not in UNQUANTIZED:
+        yield ConfigError(
+            f'optimizer.state_dtype = "{config.state_dtype}": {section.key("name")} is Muon, whose'
+            f" momentum is stored in {_and(UNQUANTIZED)}.",
+            fix='Use optimizer.state_dtype = "bfloat16".',
+            keys=tuple(dict.fromkeys(("optimizer.state_dtype", section.key_in_toml("name")))),
         )
 
 

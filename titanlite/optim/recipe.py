@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from titanlite.optim.hidden_matrices import MatrixFacts
+
 StateBytes = Callable[[torch.Size, int], float]
 # (global shape of a parameter, bytes per element of the parameter) -> bytes of its optimizer state
 
@@ -29,3 +31,9 @@ class OptimizerRecipe:
     state_bytes: StateBytes = field(default=_two_moments, compare=False)  # on the device
     moment_rates: tuple[str, ...] = field(default=(), compare=False)
     # keys of the decay rates of moments that are stored in the dtype of the parameters
+    hidden_only: bool = field(default=False, compare=False)
+    # for the matrices inside the blocks; AdamW updates the other parameters
+    parameter_options: Callable[[str, MatrixFacts], dict[str, Any]] | None = field(
+        default=None, compare=False
+    )
+    # keys of the parameter group of one parameter, by its name

@@ -11,7 +11,7 @@ import torch
 
 from titanlite.distributed.mesh import resolve_degrees
 from titanlite.job import Job, check_config
-from titanlite.optim import optimizer_state_bytes
+from titanlite.optim import MatrixFacts, optimizer_state_bytes, whole_matrix_bytes
 from titanlite.runtime.out_of_memory import GIB
 
 MAX_ADVICE = 6  # settings shown, the largest saving first
@@ -27,6 +27,7 @@ class MemoryEstimate:
     gathered: float  # unsharded parameters and gradients of the modules that FSDP has gathered
     activations: float
     logits: float  # and the other tensors of the loss
+    whole_matrices: float  # of the optimizer's step, beyond the three before, which are free then
 
     @property
     def total(self) -> float:
@@ -61,13 +62,16 @@ def estimate_memory(job: Job) -> MemoryEstimate:
     reduction = config.parallelism.fsdp_gradient_reduction
     if accumulates and reduction == "last_microbatch":
         gathered += stage_parameters * reduce_bytes  # gradients accumulate unsharded
+    activations, logits = _activation_bytes(job, blocks), _logits_bytes(job)
+    whole_matrices = whole_matrix_bytes(_shapes(job), config.optimizer, _facts(job))
     return MemoryEstimate(
         parameters,
         gradients,
         moments,
         gathered,
-        activations=_activation_bytes(job, blocks),
-        logits=_logits_bytes(job),
+        activations,
+        logits,
+        whole_matrices=max(0.0, whole_matrices - gathered - activations - logits),
     )
 
 
@@ -120,11 +124,20 @@ def _logits_bytes(job: Job) -> float:
 
 def _state_bytes_per_element(job: Job) -> float:
     """Mean bytes of optimizer state per parameter element."""
+    shapes, dtype = _shapes(job), job.transforms.param_dtype
+    total = optimizer_state_bytes(shapes, job.config.optimizer, dtype, _facts(job))
+    return total / sum(shape.numel() for _, shape in shapes)
+
+
+def _shapes(job: Job) -> list[tuple[str, torch.Size]]:
+    """(name, shape) of each parameter of the whole model."""
     with torch.device("meta"):
         model = job.spec.build(job.sizes)
-    shapes = [(name, parameter.shape) for name, parameter in model.named_parameters()]
-    total = optimizer_state_bytes(shapes, job.config.optimizer, job.transforms.param_dtype)
-    return total / sum(shape.numel() for _, shape in shapes)
+    return [(name, parameter.shape) for name, parameter in model.named_parameters()]
+
+
+def _facts(job: Job) -> MatrixFacts:
+    return MatrixFacts(job.spec, job.sizes, job.transforms.compute_dtype)
 
 
 def _saved_elements_per_token(job: Job, blocks: float) -> float:
