@@ -63,7 +63,7 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
 }
 # The others resume in test_resume.py and test_memory_options.py.
 RESUMED = ("Nesterov", "Lion", "Adafactor", "SOAP")
-STEPS, STOP, LR = 5, 3, 0.01
+STEPS, STOP, LR = 5, 3, 0.05
 # Each of 2 tensor-parallel ranks has whole quantisation blocks of the rows that TP shards.
 SIZES = replace(SGD.sizes, head_dim=64, hidden_dim=256)
 RECIPE = with_enough_blocks(replace(SGD, sizes=SIZES, batch=6, seq_len=12), Layout(pipeline=2))
