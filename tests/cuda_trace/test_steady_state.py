@@ -46,6 +46,7 @@ ONE_GPU = {  # name -> settings
     "4-bit state": f"optimizer.state_dtype=4bit {UNCOMPILED}",
     "Lion, bf16 params": "optimizer.name=Lion training.dtype=bfloat16",
     "Adafactor": "optimizer.name=Adafactor",
+    "SOAP": "optimizer.name=SOAP",
     "SGD, foreach": "optimizer.name=SGD optimizer.momentum=0.9 optimizer.nesterov=true"
     " optimizer.implementation=foreach",
     "Float8 state": f"optimizer.state_dtype=float8 {UNCOMPILED}",

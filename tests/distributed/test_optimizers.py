@@ -54,6 +54,8 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
     "Lion": {"name": "Lion", "beta2": 0.98},
     "Adafactor": {"name": "Adafactor"},
     "Muon": {"name": "Muon", "muon_per_head": True},
+    "Adafactor unclipped": {"name": "Adafactor", "clip_threshold": 1e3, "scale_parameter": False},
+    "SOAP": {"name": "SOAP", "precondition_frequency": 2},  # and AdamW
     "AdamW": {"name": "AdamW"},
     "Adam": {"name": "Adam", **LOOP},
     "AdamW 16-bit": {"name": "AdamW", "state_dtype": "bfloat16", **LOOP},
@@ -61,8 +63,8 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
     "AdamW 4-bit": {"name": "AdamW", "state_dtype": "4bit", **LOOP},
 }
 # The others resume in test_resume.py and test_memory_options.py.
-RESUMED = ("Nesterov", "Lion", "Adafactor", "Muon")
-STEPS, STOP, LR = 5, 3, 0.01
+RESUMED = ("Nesterov", "Lion", "Adafactor", "Muon", "SOAP")
+STEPS, STOP, LR = 5, 3, 0.05
 # Each of 2 tensor-parallel ranks has whole quantisation blocks of the rows that TP shards.
 SIZES = replace(SGD.sizes, head_dim=64, hidden_dim=256)
 RECIPE = with_enough_blocks(replace(SGD, sizes=SIZES, batch=6, seq_len=12), Layout(pipeline=2))
@@ -75,8 +77,8 @@ def build(layout: Layout, name: str) -> TrainState:
 
 
 def optimizer_of(model: nn.Module, name: str) -> OptimizerSet:
-    section = OptimizerConfig(lr=LR, weight_decay=0.1, **OPTIMIZERS[name])
-    return build_optimizer(model, section, MatrixFacts(FAMILY, RECIPE.sizes))
+    config = OptimizerConfig(lr=LR, weight_decay=0.1, **OPTIMIZERS[name])
+    return build_optimizer(model, config, MatrixFacts(FAMILY, RECIPE.sizes))
 
 
 def update(model: nn.Module, optimizers: OptimizerSet, steps: range) -> None:

@@ -156,7 +156,7 @@ GROUP = {"match": ["output.*"]}
         ({"momentum": 0.9}, "optimizer.momentum = 0.9: applies to SGD only"),
         (
             {"name": "Lion", "eps": 1e-6},
-            "optimizer.eps = 1e-06: applies to AdamW, Adam and Muon only",
+            "optimizer.eps = 1e-06: applies to AdamW, Adam",
         ),
         ({"clip_threshold": 2.0}, "clip_threshold = 2.0: applies to Adafactor only"),
         ({"name": "SGD", "nesterov": True}, "nesterov = true: optimizer.momentum is 0"),
@@ -189,7 +189,7 @@ GROUP = {"match": ["output.*"]}
         ),
         (
             {"name": "SGD", "momentum": 0.9, "groups": [{**GROUP, "name": "Lion", "eps": 1e-6}]},
-            "optimizer.groups[0].eps = 1e-06: applies to AdamW, Adam and Muon only",
+            "optimizer.groups[0].eps = 1e-06: applies to AdamW, Adam",
         ),
     ],
     ids=str,
@@ -241,7 +241,7 @@ def test_a_new_lr_decay_is_one_line(monkeypatch):
         (
             OptimizerConfig,
             "name",
-            '"AdamW" | "Adam" | "SGD" | "Adafactor" | "Lion" | "Muon". Did you mean "SGD"?',
+            '"AdamW" | "Adam" | "SGD" | "Adafactor" | "Lion" | "Muon" | "SOAP". Did you mean "SGD"?',
         ),
         (LRSchedulerConfig, "decay_type", '"linear" | "sqrt" | "cosine".'),
     ],

@@ -23,7 +23,7 @@ from titanlite.optim import (
     check_optimizer_config,
     check_optimizer_device,
     moment_format,
-    uses_muon,
+    whole_matrix_optimizers,
 )
 from titanlite.optim.adam import StateDtype
 from titanlite.parallelize.activation_checkpoint import check_activation_checkpoint
@@ -234,9 +234,10 @@ def _check_update_options(config: JobConfig, degrees: Degrees) -> Iterator[Confi
             fix="Disable one of the two.",
             keys=("optimizer.offload", "training.enable_cpu_offload"),
         )
-    if training.enable_cpu_offload and uses_muon(config.optimizer):
+    if training.enable_cpu_offload and (names := whole_matrix_optimizers(config.optimizer)):
         yield ConfigError(
-            "training.enable_cpu_offload = true: Muon would compute its matmuls on the CPU.",
+            f"training.enable_cpu_offload = true: {' and '.join(names)} would compute matmuls on"
+            " the CPU.",
             fix="Set training.enable_cpu_offload = false, or use another optimizer.",
             keys=("training.enable_cpu_offload", "optimizer.name"),
         )

@@ -11,7 +11,11 @@ from titanlite.optim.build import (
     settings_of,
     whole_matrix_bytes,
 )
-from titanlite.optim.checks import check_optimizer_config, check_optimizer_device, uses_muon
+from titanlite.optim.checks import (
+    check_optimizer_config,
+    check_optimizer_device,
+    whole_matrix_optimizers,
+)
 from titanlite.optim.clip import clip_gradients, shard_norms
 from titanlite.optim.groups import ParameterGroupConfig
 from titanlite.optim.hidden_matrices import MatrixFacts
@@ -52,6 +56,6 @@ __all__ = [
     "schedule_warning",
     "settings_of",
     "shard_norms",
-    "uses_muon",
     "whole_matrix_bytes",
+    "whole_matrix_optimizers",
 ]

@@ -25,8 +25,9 @@ from titanlite.optim.muon import COMPUTE_DTYPE, HEAD_ROWS, Muon
 from titanlite.optim.optimizer_set import LR_FACTOR, OptimizerSet
 from titanlite.optim.owned_matrices import largest_round
 from titanlite.optim.recipe import OptimizerRecipe
+from titanlite.optim.soap import SOAP, soap_state_bytes
 from titanlite.optim.torch_adam import ConditionalAdam, ConditionalAdamW
-from titanlite.settings import Fraction, OneOf, Range
+from titanlite.settings import Fraction, OneOf, Positive, Range
 
 
 @dataclass(frozen=True)
@@ -35,12 +36,13 @@ class OptimizerConfig:
 
     name: Annotated[str, OneOf(OPTIMIZERS.keys)] = "AdamW"
     # algorithm; Adam and SGD add weight decay to the gradients, the others apply it to the weights;
-    # Muon updates the matrices inside the blocks, and AdamW all other parameters
+    # Muon and SOAP update the matrices inside the blocks, and AdamW all other parameters
     lr: Annotated[float, Range(0)] = 8e-4  # peak learning rate
     beta1: Fraction = 0.9
-    # Adam: decay rate of the first moment; Lion: weight of the moment in the update
-    beta2: Fraction = 0.95  # Adam: decay rate of the second moment; Lion: of the moment
-    eps: Annotated[float, Range(0)] = 1e-8  # added to the root of Adam's second moment
+    # Adam, SOAP: decay rate of the first moment; Lion: weight of the moment in the update
+    beta2: Fraction = 0.95
+    # Adam, SOAP: decay rate of the second moment, and of SOAP's statistics; Lion: of the moment
+    eps: Annotated[float, Range(0)] = 1e-8  # added to the root of Adam's and SOAP's second moment
     weight_decay: Annotated[float, Range(0)] = 0.1
     # multiplied by the weights and the learning rate, and subtracted; Adam and SGD: see `name`
     momentum: Fraction = 0.0  # of SGD
@@ -51,6 +53,7 @@ class OptimizerConfig:
     # Adafactor: largest RMS of a parameter's update, as a factor of the learning rate
     scale_parameter: bool = True
     # Adafactor: multiply the learning rate by the RMS of the parameter (at least 0.001)
+    precondition_frequency: Positive = 10  # SOAP: steps between two updates of the eigenbasis
     muon_momentum: Fraction = 0.95  # decay rate of Muon's momentum
     muon_per_head: bool = False
     # Muon: orthogonalize the rows of each head of the query, key and value projections apart
@@ -170,6 +173,22 @@ def _muon(config: OptimizerConfig) -> OptimizerRecipe:
     )
 
 
+def _soap(config: OptimizerConfig) -> OptimizerRecipe:
+    options = {
+        "lr": config.lr,
+        "betas": (config.beta1, config.beta2),
+        "eps": config.eps,
+        "precondition_frequency": config.precondition_frequency,
+    }
+    return OptimizerRecipe(
+        SOAP,
+        options,
+        uses=("beta1", "beta2", "eps", "precondition_frequency", "implementation"),
+        state_bytes=soap_state_bytes,
+        hidden_only=True,
+    )
+
+
 def _one_bfloat16_moment(shape: torch.Size, param_bytes: int) -> float:
     return 2 * shape.numel()
 
@@ -182,6 +201,7 @@ OPTIMIZERS: dict[str, Callable[[OptimizerConfig], OptimizerRecipe]] = {
     "Adafactor": _adafactor,
     "Lion": _lion,
     "Muon": _muon,
+    "SOAP": _soap,
 }
 
 

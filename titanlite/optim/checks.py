@@ -118,9 +118,10 @@ def _check_nesterov(section: _Section) -> Iterator[ConfigError]:
         )
 
 
-def uses_muon(config: OptimizerConfig) -> bool:
-    """Whether Muon updates some of the parameters."""
-    return "Muon" in (config.name, *(group.name for group in config.groups))
+def whole_matrix_optimizers(config: OptimizerConfig) -> list[str]:
+    """The optimizers of a job that compute whole matrices."""
+    configs = [section.config for section in _sections(config)]
+    return list(dict.fromkeys(c.name for c in configs if recipe_of(c).hidden_only))
 
 
 def _check_muon_state(section: _Section) -> Iterator[ConfigError]:
