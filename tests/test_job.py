@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from titanlite.data import ShardWriter
 from titanlite.errors import UserError, UserErrors, format_error
 from titanlite.job import FACTS, MOVED, JobConfig, read_job
 from titanlite.job.data import open_job_stream, open_job_tokenizer
+from titanlite.models import FAMILIES
 from titanlite.parallelize.float8 import torchao
 from titanlite.settings import all_keys, read_toml
 
@@ -106,6 +108,11 @@ IN_BACKWARD = ["--optimizer.early_step_in_backward", "true", "--training.max_nor
             ["--optimizer.offload", "true", "--training.enable_cpu_offload", "true"],
             1,
             "Disable one of the two",
+        ),
+        (
+            ["--optimizer.name", "Muon", "--training.enable_cpu_offload", "true"],
+            1,
+            "Muon would compute its matmuls on the CPU",
         ),
         (IN_BACKWARD[:-2], 1, "training.max_norm = 1 clips"),
         ([*IN_BACKWARD, *PIPELINE], 2, "reuse each weight for later micro-batches"),
@@ -653,3 +660,12 @@ def test_a_schedule_csv_must_fit_the_job(run_toml, tmp_path):
     argv[1] = "4"  # pipeline_parallel_degree
     text = error_text(run_toml, *argv, ranks=4)
     assert "is for 2 ranks and 2 stages; the job has 4 ranks" in text
+
+
+def test_heads_are_not_orthogonalized_apart_in_a_family_without_head_projections(
+    run_toml, monkeypatch
+):
+    argv = ["--optimizer.name", "Muon", "--optimizer.muon_per_head", "true"]
+    read_valid(run_toml, *argv)
+    monkeypatch.setitem(FAMILIES, "llama3", replace(FAMILIES["llama3"], head_projections=()))
+    assert "does not say which layers project to heads" in error_text(run_toml, *argv)

@@ -15,6 +15,7 @@ from titanlite.optim import (
     LRSchedulerConfig,
     OptimizerConfig,
     OptimizerRecipe,
+    ParameterGroupConfig,
     build_optimizer,
     check_lr_scheduler_config,
     check_optimizer_config,
@@ -88,7 +89,7 @@ def test_norms_and_biases_have_no_weight_decay():
     assert len(decayed["params"]) + len(undecayed["params"]) == len(list(model.parameters()))
 
 
-@pytest.mark.parametrize("name", ["AdamW", "Adam", "SGD"])
+@pytest.mark.parametrize("name", ["AdamW", "Adam", "SGD", "Lion"])
 @pytest.mark.parametrize("implementation", ["for-loop", "foreach", "fused"])
 def test_every_implementation_makes_the_same_update(name, implementation):
     def update(kind):
@@ -138,12 +139,93 @@ def test_a_new_optimizer_is_one_function_and_one_line(monkeypatch):
 def test_a_new_optimizer_refuses_the_settings_of_adams_moments(monkeypatch):
     monkeypatch.setitem(OPTIMIZERS, "Rprop", lambda config: OptimizerRecipe(torch.optim.Rprop, {}))
     config = OptimizerConfig(name="Rprop", state_dtype="8bit", offload=True)
+    assert [str(error) for error in check_optimizer_config(config, "float32")] == [
+        'optimizer.state_dtype = "8bit": applies to AdamW, Adam and Muon only; optimizer.name is'
+        " Rprop. Remove optimizer.state_dtype, or use AdamW.",
+        "optimizer.offload = true: applies to AdamW and Adam only; optimizer.name is Rprop."
+        " Remove optimizer.offload, or use AdamW.",
+    ]
+
+
+GROUP = {"match": ["output.*"]}
+
+
+@pytest.mark.parametrize(
+    ("section", "message"),
+    [
+        ({"momentum": 0.9}, "optimizer.momentum = 0.9: applies to SGD only"),
+        (
+            {"name": "Lion", "eps": 1e-6},
+            "optimizer.eps = 1e-06: applies to AdamW, Adam",
+        ),
+        ({"clip_threshold": 2.0}, "clip_threshold = 2.0: applies to Adafactor only"),
+        ({"name": "SGD", "nesterov": True}, "nesterov = true: optimizer.momentum is 0"),
+        (
+            {"name": "Adafactor", "early_step_in_backward": True},
+            "early_step_in_backward = true: applies to AdamW, Adam, SGD and Lion only",
+        ),
+        (
+            {"name": "Muon", "early_step_in_backward": True},
+            "early_step_in_backward = true: applies to AdamW, Adam, SGD and Lion only",
+        ),
+        ({"name": "Muon", "offload": True}, "offload = true: applies to AdamW and Adam only"),
+        ({"muon_per_head": True}, "muon_per_head = true: applies to Muon only"),
+        ({"name": "Muon", "momentum": 0.9}, "momentum = 0.9: applies to SGD only"),
+        (
+            {"name": "Muon", "state_dtype": "8bit"},
+            'state_dtype = "8bit": optimizer.name is Muon, whose momentum is stored in float32 and',
+        ),
+        (
+            {"state_dtype": "4bit", "groups": [{**GROUP, "name": "Muon"}]},
+            'state_dtype = "4bit": optimizer.groups[0].name is Muon, whose momentum is stored in',
+        ),
+        (
+            {"early_step_in_backward": True, "groups": [{**GROUP, "name": "Adafactor"}]},
+            "optimizer.name is AdamW and Adafactor",
+        ),
+        (
+            {"groups": [{**GROUP, "momentum": 0.0}]},
+            "optimizer.groups[0].momentum = 0.0: applies to SGD only",
+        ),
+        (
+            {"name": "SGD", "momentum": 0.9, "groups": [{**GROUP, "name": "Lion", "eps": 1e-6}]},
+            "optimizer.groups[0].eps = 1e-06: applies to AdamW, Adam",
+        ),
+    ],
+    ids=str,
+)
+def test_a_setting_that_the_optimizer_does_not_use_is_refused(section, message):
+    config, errors = build_dataclass(OptimizerConfig, section)
+    assert not errors
     (error,) = check_optimizer_config(config, "float32")
-    assert str(error) == (
-        'optimizer.state_dtype = "8bit" and offload = true: applies to AdamW and Adam only;'
-        " optimizer.name is Rprop. Remove optimizer.state_dtype and optimizer.offload,"
-        " or use AdamW."
-    )
+    assert message in str(error)
+
+
+def test_a_setting_that_only_a_group_uses_is_accepted():
+    groups = [ParameterGroupConfig(match=["output.*"], name="SGD")]
+    assert not list(check_optimizer_config(OptimizerConfig(momentum=0.9, groups=groups), "float32"))
+    lion = OptimizerConfig(name="Lion", state_dtype="8bit", groups=groups)
+    assert len(list(check_optimizer_config(lion, "float32"))) == 1
+    adam = [ParameterGroupConfig(match=["output.*"], name="AdamW")]
+    lion = OptimizerConfig(name="Lion", state_dtype="8bit", groups=adam)
+    assert not list(check_optimizer_config(lion, "float32"))
+
+
+@pytest.mark.parametrize(
+    ("section", "key"),
+    [
+        ({"name": "Lion", "beta2": 0.999}, "optimizer.beta2"),
+        ({"groups": [{**GROUP, "name": "SGD", "momentum": 0.999}]}, "optimizer.groups[0].momentum"),
+        ({"beta1": 0.999}, "optimizer.beta1"),
+        ({"name": "Muon", "muon_momentum": 0.999}, "optimizer.muon_momentum"),
+    ],
+    ids=str,
+)
+def test_bfloat16_moments_that_would_not_change_are_refused(section, key):
+    config, _ = build_dataclass(OptimizerConfig, section)
+    (error,) = check_optimizer_config(config, "bfloat16")
+    assert str(error).startswith(f"{key} = 0.999: with training.dtype")
+    assert not list(check_optimizer_config(config, "float32"))
 
 
 def test_a_new_lr_decay_is_one_line(monkeypatch):
@@ -156,7 +238,12 @@ def test_a_new_lr_decay_is_one_line(monkeypatch):
 @pytest.mark.parametrize(
     ("schema", "key", "allowed"),
     [
-        (OptimizerConfig, "name", '"AdamW" | "Adam" | "SGD". Did you mean "SGD"?'),
+        (
+            OptimizerConfig,
+            "name",
+            '"AdamW" | "Adam" | "SGD" | "Adafactor" | "Lion" | "Muon" | "SOAP".'
+            ' Did you mean "SGD"?',
+        ),
         (LRSchedulerConfig, "decay_type", '"linear" | "sqrt" | "cosine".'),
     ],
 )

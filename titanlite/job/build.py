@@ -47,7 +47,7 @@ from titanlite.metrics import (
     no_sinks,
     open_sinks,
 )
-from titanlite.optim import OptimizerInBackward, build_optimizer, lr_factor
+from titanlite.optim import MatrixFacts, OptimizerInBackward, build_optimizer, lr_factor
 from titanlite.parallelize import ParallelLayout, ShardedModel, build_sharded_model
 from titanlite.parallelize.activation_checkpoint import plot_memory_budgets
 from titanlite.parallelize.compile import describe_compilation, prepare_compiler
@@ -274,7 +274,8 @@ def build_state(
     job: Job, model: ShardedModel, counters: Counters
 ) -> tuple[TrainState, OptimizerInBackward | None]:
     """The training state at step 0, and with early_step_in_backward the hooks that update it."""
-    optimizer = build_optimizer(model.model, job.config.optimizer)
+    facts = MatrixFacts(job.spec, job.sizes, job.transforms.compute_dtype)
+    optimizer = build_optimizer(model.model, job.config.optimizer, facts)
     state = TrainState(model.model, optimizer, job.loss_scale, counters)
     if not job.config.optimizer.early_step_in_backward:
         return state, None

@@ -23,6 +23,7 @@ from titanlite.optim import (
     check_optimizer_config,
     check_optimizer_device,
     moment_format,
+    whole_matrix_optimizers,
 )
 from titanlite.optim.adam import StateDtype
 from titanlite.parallelize.activation_checkpoint import check_activation_checkpoint
@@ -44,6 +45,13 @@ def check_config(config: JobConfig, ranks: int) -> Iterator[UserError]:
         yield from spec.check_sizes(sizes)
         if config.checkpoint.last_save_in_hf:
             yield from _check_export(spec, sizes)
+        if config.optimizer.muon_per_head and not spec.head_projections:
+            yield ConfigError(
+                f'optimizer.muon_per_head = true: model.name = "{spec.name}" does not say which'
+                " layers project to heads.",
+                fix="Set optimizer.muon_per_head = false, or ModelSpec.head_projections.",
+                keys=("optimizer.muon_per_head", "model.name"),
+            )
         plan, problems = plan_job_pipeline(config, spec, sizes)
         yield from problems
         if plan is not None and plan.splits_backward:
@@ -225,6 +233,13 @@ def _check_update_options(config: JobConfig, degrees: Degrees) -> Iterator[Confi
             " optimizer state in host memory, with the parameters and gradients.",
             fix="Disable one of the two.",
             keys=("optimizer.offload", "training.enable_cpu_offload"),
+        )
+    if training.enable_cpu_offload and (names := whole_matrix_optimizers(config.optimizer)):
+        yield ConfigError(
+            f"training.enable_cpu_offload = true: {' and '.join(names)} would compute matmuls on"
+            " the CPU.",
+            fix="Set training.enable_cpu_offload = false, or use another optimizer.",
+            keys=("training.enable_cpu_offload", "optimizer.name"),
         )
     if not config.optimizer.early_step_in_backward:
         return

@@ -6,14 +6,19 @@ from titanlite.optim.adam import moment_bytes, moment_format
 from titanlite.optim.build import (
     OPTIMIZERS,
     OptimizerConfig,
-    OptimizerRecipe,
     build_optimizer,
+    optimizer_state_bytes,
+    settings_of,
+    whole_matrix_bytes,
+)
+from titanlite.optim.checks import (
     check_optimizer_config,
     check_optimizer_device,
-    settings_of,
+    whole_matrix_optimizers,
 )
 from titanlite.optim.clip import clip_gradients, shard_norms
 from titanlite.optim.groups import ParameterGroupConfig
+from titanlite.optim.hidden_matrices import MatrixFacts
 from titanlite.optim.in_backward import OptimizerInBackward
 from titanlite.optim.loss_scale import LossScale, LossScaleConfig
 from titanlite.optim.lr_schedule import (
@@ -24,6 +29,7 @@ from titanlite.optim.lr_schedule import (
     schedule_warning,
 )
 from titanlite.optim.optimizer_set import ConditionalOptimizer, OptimizerSet
+from titanlite.optim.recipe import OptimizerRecipe
 
 __all__ = [
     "LR_DECAYS",
@@ -32,6 +38,7 @@ __all__ = [
     "LRSchedulerConfig",
     "LossScale",
     "LossScaleConfig",
+    "MatrixFacts",
     "OptimizerConfig",
     "OptimizerInBackward",
     "OptimizerRecipe",
@@ -45,7 +52,10 @@ __all__ = [
     "lr_factor",
     "moment_bytes",
     "moment_format",
+    "optimizer_state_bytes",
     "schedule_warning",
     "settings_of",
     "shard_norms",
+    "whole_matrix_bytes",
+    "whole_matrix_optimizers",
 ]

@@ -20,12 +20,16 @@ class ParameterGroupConfig:
 
     match: list[str]  # name patterns of its parameters; the first group that matches applies
     lr_factor: Annotated[float, Range(0)] = 1.0  # multiplies the learning rate
-    name: Annotated[str, OneOf(lambda: _optimizer_names())] | None = None  # as optimizer.name
+    name: Annotated[str, OneOf(_optimizer_names)] | None = None  # as optimizer.name
     weight_decay: Annotated[float, Range(0)] | None = None  # also of names in optimizer.no_decay
     beta1: Fraction | None = None  # as optimizer.beta1
     beta2: Fraction | None = None  # as optimizer.beta2
     eps: Annotated[float, Range(0)] | None = None  # as optimizer.eps
     momentum: Fraction | None = None  # as optimizer.momentum
+    nesterov: bool | None = None  # as optimizer.nesterov
+    beta2_decay: Annotated[float, Range(-1, -0.1)] | None = None  # as optimizer.beta2_decay
+    clip_threshold: Annotated[float, Range(0.01)] | None = None  # as optimizer.clip_threshold
+    scale_parameter: bool | None = None  # as optimizer.scale_parameter
 
     def matches(self, name: str) -> bool:
         """Whether the group contains the parameter `name`."""

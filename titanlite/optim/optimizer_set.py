@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -24,6 +24,17 @@ class ConditionalOptimizer(Protocol):
 
     def uncount_steps(self, steps: int) -> None:
         """Take back `steps` calls of `step_if` with false in a step counter in host memory."""
+
+
+@runtime_checkable
+class OverlappingOptimizer(Protocol):
+    """An optimizer that communicates; other optimizers can compute meanwhile."""
+
+    def begin_step(self, accept: Tensor | None) -> Callable[[], None]:
+        """Start a step, and its communication; the returned function completes it.
+
+        `accept` is that of `ConditionalOptimizer.step_if`; None: take the step.
+        """
 
 
 class OptimizerSet:
@@ -53,19 +64,27 @@ class OptimizerSet:
 
     def step(self) -> None:
         """Update every parameter that has a gradient."""
-        for optimizer in self:
-            optimizer.step()
+        self._step(None)
 
     def step_if(self, accept: Tensor) -> None:
         """Take a step if `accept` [] is true; otherwise change no bit of weights and state.
 
         Waits for the device only in optimizers that are not a `ConditionalOptimizer`.
         """
+        self._step(accept)
+
+    def _step(self, accept: Tensor | None) -> None:
+        overlapping = [o for o in self if isinstance(o, OverlappingOptimizer)]
+        completions = [optimizer.begin_step(accept) for optimizer in overlapping]
         for optimizer in self:
-            if isinstance(optimizer, ConditionalOptimizer):
+            if optimizer in overlapping:
+                continue
+            if accept is not None and isinstance(optimizer, ConditionalOptimizer):
                 optimizer.step_if(accept)
-            elif bool(accept):
+            elif accept is None or bool(accept):
                 optimizer.step()
+        for complete in completions:
+            complete()
 
     def uncount_steps(self, steps: int) -> None:
         """Take back `steps` calls of `step_if` with false."""
