@@ -15,7 +15,13 @@ from titanlite.kernels.gpu import FLOAT8_FALLBACK_SINCE, Gpu
 from titanlite.optim.adam import LowMemoryAdam, MomentOptions, StateDtype
 from titanlite.optim.fp32_vectors import is_low_vector, updating_vectors_in_float32
 from titanlite.optim.groups import ParameterGroupConfig, matches_any
-from titanlite.optim.optimizer_set import LR_FACTOR, OptimizerSet
+from titanlite.optim.lr_schedule import UNSCHEDULED, RateSchedule
+from titanlite.optim.optimizer_set import (
+    INITIAL_WEIGHT_DECAY,
+    LR_FACTOR,
+    SCHEDULE,
+    OptimizerSet,
+)
 from titanlite.optim.torch_adam import ConditionalAdam, ConditionalAdamW
 from titanlite.settings import Fraction, OneOf, Range
 
@@ -95,7 +101,9 @@ OPTIMIZERS: dict[str, Callable[[OptimizerConfig], OptimizerRecipe]] = {
 ADAM_NAMES = ("AdamW", "Adam")  # those with the settings of Adam's moments
 
 
-def build_optimizer(model: nn.Module, config: OptimizerConfig) -> OptimizerSet:
+def build_optimizer(
+    model: nn.Module, config: OptimizerConfig, schedule: RateSchedule = UNSCHEDULED
+) -> OptimizerSet:
     """The optimizers over the shards of a model's parameters."""
     recipes: list[tuple[OptimizerRecipe, list[_NamedParameter]]] = []
     for name, parameter in model.named_parameters():
@@ -108,8 +116,9 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig) -> OptimizerSet:
     for (optimizer_class, options), parameters in recipes:
         if any(is_low_vector(parameter) for _, parameter in parameters):
             optimizer_class = updating_vectors_in_float32(optimizer_class)
-        optimizers.append(optimizer_class(_parameter_groups(parameters, config), **options))
-    return OptimizerSet(optimizers)
+        groups = _parameter_groups(parameters, config, schedule)
+        optimizers.append(optimizer_class(groups, **options))
+    return OptimizerSet(optimizers, schedule)
 
 
 _NamedParameter = tuple[str, nn.Parameter]
@@ -117,7 +126,7 @@ _NamedParameter = tuple[str, nn.Parameter]
 
 def settings_of(name: str, config: OptimizerConfig) -> tuple[OptimizerConfig, float]:
     """(settings of one parameter, factor of its learning rate), by its name."""
-    group = next((group for group in config.groups if group.matches(name)), None)
+    group = _group_of(name, config)
     if group is None or group.weight_decay is None:
         weight_decay = 0.0 if matches_any(name, config.no_decay) else config.weight_decay
     else:
@@ -126,17 +135,30 @@ def settings_of(name: str, config: OptimizerConfig) -> tuple[OptimizerConfig, fl
     return dataclasses.replace(config, **overrides), group.lr_factor if group else 1.0
 
 
+def _group_of(name: str, config: OptimizerConfig) -> ParameterGroupConfig | None:
+    return next((group for group in config.groups if group.matches(name)), None)
+
+
 def _parameter_groups(
-    parameters: Iterable[_NamedParameter], config: OptimizerConfig
+    parameters: Iterable[_NamedParameter], config: OptimizerConfig, schedule: RateSchedule
 ) -> list[dict[str, Any]]:
-    """Groups for a torch optimizer: parameters of equal weight decay and learning-rate factor."""
-    groups: dict[tuple[float, float], list[nn.Parameter]] = {}
+    """Groups for a torch optimizer: parameters of equal weight decay, factor and schedule."""
+    groups: dict[tuple[float, float, RateSchedule], list[nn.Parameter]] = {}
     for name, parameter in parameters:
         section, lr_factor = settings_of(name, config)
-        groups.setdefault((section.weight_decay, lr_factor), []).append(parameter)
+        group = _group_of(name, config)
+        own_schedule = schedule.replace(group.schedule_overrides()) if group else schedule
+        key = (section.weight_decay, lr_factor, own_schedule)
+        groups.setdefault(key, []).append(parameter)
     return [
-        {"params": members, "weight_decay": weight_decay, LR_FACTOR: lr_factor}
-        for (weight_decay, lr_factor), members in groups.items()
+        {
+            "params": members,
+            "weight_decay": weight_decay,
+            INITIAL_WEIGHT_DECAY: weight_decay,
+            LR_FACTOR: lr_factor,
+            SCHEDULE: own_schedule,
+        }
+        for (weight_decay, lr_factor, own_schedule), members in groups.items()
     ]
 
 
