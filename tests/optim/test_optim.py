@@ -94,6 +94,7 @@ def test_a_new_optimizer_refuses_the_settings_of_adams_moments(monkeypatch):
     [
         (OptimizerConfig, "name", '"AdamW" | "Adam" | "SGD". Did you mean "SGD"?'),
         (LRSchedulerConfig, "decay_type", '"linear" | "sqrt" | "cosine".'),
+        (LRSchedulerConfig, "weight_decay_type", '"constant" | "linear" | "sqrt" | "cosine".'),
     ],
 )
 def test_an_unknown_name_is_refused_with_the_known_ones(schema, key, allowed):

@@ -186,5 +186,6 @@ def test_a_new_lr_decay_is_one_line_also_for_groups_and_the_weight_decay(monkeyp
     decay = {"weight_decay_type": "square", "final_weight_decay_factor": 0.0}
     new = schedule(warmup_steps=0, decay_type="square", **decay)
     assert new.lr_factor(progress(50)) == new.weight_decay_factor(progress(50)) == 0.25
-    _, errors = build_dataclass(ParameterGroupConfig, {"match": ["*"], "decay_type": "square"})
+    section = {"match": ["*"], "name": "SGD", "decay_type": "square"}
+    _, errors = build_dataclass(ParameterGroupConfig, section)
     assert not errors
