@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from titanlite.distributed.mesh import Degrees, Mesh, ParallelismConfig, build_mesh
 from titanlite.models import FAMILIES, Llama3Sizes
-from titanlite.optim import LRSchedulerConfig, OptimizerConfig, build_optimizer, lr_factor
+from titanlite.optim import OptimizerConfig, build_optimizer
 from titanlite.parallelize import ModelTransforms, ParallelLayout, build_sharded_model
 from titanlite.parallelize.pipeline_plan import plan_pipeline
 from titanlite.training import (
@@ -63,7 +63,7 @@ class TinyRun:
         ids = torch.stack([self._ids[start : start + LENGTH + 1] for start in starts.tolist()])
         batch = self.engine.prepare(ids[:, :-1].contiguous(), ids[:, 1:].contiguous())
         before = self.state.host_state()
-        settings = StepSettings(self.mesh, BATCH, max_norm=1.0)
+        settings = StepSettings(self.mesh, max_norm=1.0)
         result = take_step(self.state, self.engine, batch, lr=lr, settings=settings)
         self._pending.add(self.state.step, before, result)
         self._pending.poll()
@@ -101,11 +101,11 @@ def measure_speed(rounds: int, turn: int = 100) -> dict[str, float]:
 
 def record_runs(runs: int, steps: int) -> list[list[tuple[float, float]]]:
     """(loss, gradient norm) of each step of healthy runs; no two have the same seed."""
-    schedule = LRSchedulerConfig(warmup_steps=20)
     recorded = []
     for seed, lr in zip(range(runs), itertools.cycle(LEARNING_RATES)):
         run = TinyRun(seed, None)
-        recorded.append([run.step(lr * lr_factor(s, steps, schedule)) for s in range(steps)])
+        rates = [lr * min((s + 1) / 20, 1 - s / steps) for s in range(steps)]  # warmup, decay
+        recorded.append([run.step(rate) for rate in rates])
         print(f"seed {seed}, learning rate {lr:g}: loss {recorded[-1][-1][0]:.3f}", flush=True)
     return recorded
 

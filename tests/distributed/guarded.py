@@ -67,7 +67,8 @@ class GuardedRecord:
     digests: list[tuple[int, str, str]] = field(default_factory=list)
     # (completed steps, hash of all state, hash of the state on the device) whenever a batch is read
     events: list[dict[str, Any]] = field(default_factory=list)  # of rank 0
-    dumped: list[tuple[int, int]] = field(default_factory=list)  # (step, position) of rank 0
+    dumped: list[tuple[int, int, int]] = field(default_factory=list)
+    # (step, position, samples) of rank 0
     acted: list[tuple[int, float]] = field(default_factory=list)  # (step, loss) of the action
     final: str = ""  # hash of all state
     position: int = 0
@@ -108,8 +109,8 @@ def run_guarded(case: GuardedRun) -> GuardedRecord:
     def event(step: int, name: str, /, **fields: Any) -> None:
         record.events.append({"event": name, "step": step, **fields})
 
-    def dump_batch(step: int, position: int) -> str:
-        record.dumped.append((step, position))
+    def dump_batch(step: int, position: int, samples: int) -> str:
+        record.dumped.append((step, position, samples))
         return "a file"
 
     sinks = SimpleNamespace(event=event, step=lambda record: None)
@@ -129,8 +130,8 @@ def run_guarded(case: GuardedRun) -> GuardedRecord:
         state=state,
         engine=injector.around(engine),
         open_batches=open_batches,
-        lr_at=lambda step: case.recipe.lr,
-        step_settings=StepSettings(mesh, batch_size, case.recipe.max_norm),
+        peak_lr=case.recipe.lr,
+        step_settings=StepSettings(mesh, case.recipe.max_norm),
         actions=(periodic.log_skipped_steps(state, sinks), act),  # type: ignore[arg-type]
         checkpointer=no_saves,  # type: ignore[arg-type]
         meter=meter,  # type: ignore[arg-type]

@@ -196,7 +196,7 @@ def test_a_run_that_skips_a_step_is_a_run_without_its_batch(policies, optimizer)
     without = policies[f"{optimizer}without its batch"]
     assert skipped.final == without.final
     assert (skipped.position, without.position) == (16, 12)
-    assert skipped.dumped == [(3, 8)]
+    assert skipped.dumped == [(3, 8, 4)]
 
 
 def test_actions_see_only_settled_steps_and_each_once(policies):

@@ -129,8 +129,7 @@ class ViolationHandler:
         else:
             run.state.rewind(first.before)  # generators, which the replay has advanced
             result = dataclasses.replace(result, rejected=True)
-        tokens = run.step_settings.global_batch * batch.inputs.shape[1]
-        finish_step(run.state, result, run.step_settings, tokens)
+        finish_step(run.state, result, run.step_settings)
         return result
 
     def _compute_again(self, first: PendingStep, batch: Batch) -> tuple[StepResult, Evidence]:
@@ -142,7 +141,7 @@ class ViolationHandler:
                 run.state,
                 run.engine,
                 batch.to(run.device),
-                lr=run.lr_at(first.step - 1),
+                lr=run.peak_lr,
                 settings=run.step_settings,
                 set_phase=partial(run.watchdog.set_phase, first.step),
             )
@@ -166,7 +165,11 @@ class ViolationHandler:
             violation = self._describe(first.step, again, evidence)
             if verdict is StepVerdict.GIVE_UP:
                 self.give_up(violation, history.in_a_row)
-            self._report(violation, verdict, first.before.counters.position)
+            path = self._run.dump_batch(
+                first.step, first.before.counters.position, first.result.samples
+            )
+            event = "step_skipped" if verdict is StepVerdict.SKIP else "spike"
+            self._run.sinks.event(first.step, event, **violation.fields, batch=path)
         return history, verdict
 
     def _evidence(self, result: StepResult, probe: OutputProbe | None = None) -> Evidence:
@@ -189,11 +192,6 @@ class ViolationHandler:
         own = self._judge.violation(result.loss, result.grad_norm)
         self._max_over_ranks.start(0 if result.overflowed else reasons.index(own))
         return reasons[self._max_over_ranks.wait()[0]]
-
-    def _report(self, violation: Violation, verdict: StepVerdict, position: int) -> None:
-        event = "step_skipped" if verdict is StepVerdict.SKIP else "spike"
-        path = self._run.dump_batch(violation.step, position)
-        self._run.sinks.event(violation.step, event, **violation.fields, batch=path)
 
     def _report_fault(
         self, first: PendingStep, again: StepResult, faulty: Culprit, history: History
