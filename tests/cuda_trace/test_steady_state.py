@@ -26,6 +26,9 @@ ONE_GPU = {  # name -> settings
     "efficient, recompute full, SGD": "attention.backend=efficient activation_checkpoint.mode=full"
     " optimizer.name=SGD",
     "math, recompute off": "attention.backend=math activation_checkpoint.mode=none",
+    "Muon": "optimizer.name=Muon",
+    "Muon per head, bf16 params": "optimizer.name=Muon optimizer.muon_per_head=true"
+    " training.dtype=bfloat16",
     "fp32": "training.mixed_precision_param=float32 attention.backend=efficient",
     "accumulation, recompute op": "training.global_batch_size=4"
     " activation_checkpoint.selective_ac_option=op",
@@ -41,6 +44,11 @@ ONE_GPU = {  # name -> settings
     "Float8 scales, 8-bit state": f"{FLOAT8_SCALES} optimizer.state_dtype=8bit {UNCOMPILED}",
     "in backward": "optimizer.early_step_in_backward=true training.max_norm=0",
     "4-bit state": f"optimizer.state_dtype=4bit {UNCOMPILED}",
+    "Lion, bf16 params": "optimizer.name=Lion training.dtype=bfloat16",
+    "Adafactor": "optimizer.name=Adafactor",
+    "SOAP": "optimizer.name=SOAP",
+    "SGD, foreach": "optimizer.name=SGD optimizer.momentum=0.9 optimizer.nesterov=true"
+    " optimizer.implementation=foreach",
     "Float8 state": f"optimizer.state_dtype=float8 {UNCOMPILED}",
     "offloaded 8-bit state": f"optimizer.state_dtype=8bit optimizer.offload=true {UNCOMPILED}",
     "offloaded bf16 state": f"optimizer.state_dtype=bfloat16 optimizer.offload=true {UNCOMPILED}",
@@ -52,7 +60,7 @@ DOCUMENTS = {
 }
 
 
-READS_FLAG = ("foreach", "SGD")  # optimizers that cannot decide on the device
+READS_FLAG = ("foreach",)  # torch's own optimizers, which cannot decide on the device
 
 
 def assert_host_runs_ahead(step: dict, waits: tuple[str, ...] = ()) -> None:
@@ -73,10 +81,9 @@ def test_spikes_are_judged_on_the_device(worker):
     assert_host_runs_ahead(worker.trace("guard.spike=skip"))
 
 
-@pytest.mark.parametrize("name", ["foreach", "SGD"])
-def test_without_a_guard_no_optimizer_reads_a_flag(worker, name):
-    key = "optimizer.name" if name == "SGD" else "optimizer.implementation"
-    assert_host_runs_ahead(worker.trace(f"guard.nonfinite=off {key}={name}"))
+def test_without_a_guard_no_optimizer_reads_a_flag(worker):
+    settings = "guard.nonfinite=off optimizer.implementation=foreach"
+    assert_host_runs_ahead(worker.trace(settings))
 
 
 @pytest.mark.parametrize("name", DOCUMENTS)
@@ -91,12 +98,9 @@ def test_float16_reads_one_flag_a_step(worker):
 
 def test_cpu_offload_waits_for_gradients_only(worker):
     step = worker.trace("training.enable_cpu_offload=true")
-    # FSDP waits for each gradient before the update. The device is idle when the norms, computed on
-    # the host, are copied to it.
-    assert set(step["waits"]) == {
-        "backward: Event.synchronize",
-        "step: copy from pageable host memory",
-    }
+    # FSDP waits for each gradient before the update, and the guard for the loss, to judge the step
+    # where the parameters are.
+    assert set(step["waits"]) == {"backward: Event.synchronize", "step: blocking copy to the host"}
 
 
 def test_logging_reads_three_numbers(worker):
@@ -131,6 +135,19 @@ RANKS = {
             "reduce_scatter_tensor": ["bfloat16"],
             "all_reduce": ["float32"],  # gradients of norms
             "allreduce_": ["float32"],
+        },
+    ),
+    "Adafactor": (4, "optimizer.name=Adafactor", FSDP | SUMS),
+    "Muon, FSDP and TP": (
+        4,
+        "optimizer.name=Muon parallelism.tensor_parallel_degree=2",
+        FSDP
+        | SUMS
+        | {
+            "all_gather_into_tensor": ["bfloat16"],
+            "reduce_scatter_tensor": ["bfloat16"],
+            "all_reduce": ["float32"],
+            "alltoall_base_": ["bfloat16"],  # momentum to its owner, and the update back
         },
     ),
     "CP, all-gather": (

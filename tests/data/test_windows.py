@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from itertools import islice
+from itertools import islice, repeat
 
 import pytest
 
@@ -34,7 +34,7 @@ def test_a_run_that_continues_anywhere_under_any_ranks_reads_the_same_positions(
         def steps(position: int, count: int, ranks: int, windows=windows) -> list[list[int]]:
             """The positions of `count` steps from `position` on, over all ranks."""
             slices = [
-                islice(rank_slices(position, 8, rank, ranks, windows), count)
+                islice(rank_slices(position, repeat(8), rank, ranks, windows), count)
                 for rank in range(ranks)
             ]
             return [

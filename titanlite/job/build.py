@@ -47,7 +47,7 @@ from titanlite.metrics import (
     no_sinks,
     open_sinks,
 )
-from titanlite.optim import OptimizerInBackward, build_optimizer, lr_factor
+from titanlite.optim import MatrixFacts, OptimizerInBackward, build_optimizer
 from titanlite.parallelize import ParallelLayout, ShardedModel, build_sharded_model
 from titanlite.parallelize.activation_checkpoint import plot_memory_budgets
 from titanlite.parallelize.compile import describe_compilation, prepare_compiler
@@ -148,7 +148,7 @@ def _open_run(job: Job, services: RunServices) -> Iterator[Run]:
     mesh = build_mesh(job.degrees, rank.device.type)
     model = build_model(job, mesh, rank)
     engine = build_run_engine(job, model, mesh, stream, rank)
-    state, in_backward = build_state(job, model, services.counters)
+    state, in_backward = build_state(job, model, mesh, services.counters)
     if found:
         watchdog.set_phase(0, "load")
         restore(job, checkpointer, state, stream, found)
@@ -170,10 +170,8 @@ def _open_run(job: Job, services: RunServices) -> Iterator[Run]:
             state=state,
             engine=engine,
             open_batches=partial(build_batches, job, stream, state, mesh, engine),
-            lr_at=partial(learning_rate_at, job),
-            step_settings=StepSettings(
-                mesh, job.global_batch, job.config.training.max_norm, in_backward
-            ),
+            peak_lr=job.config.optimizer.lr,
+            step_settings=StepSettings(mesh, job.config.training.max_norm, in_backward),
             actions=(),
             checkpointer=checkpointer,
             meter=meter,
@@ -276,13 +274,14 @@ def build_run_engine(
 
 
 def build_state(
-    job: Job, model: ShardedModel, counters: Counters
+    job: Job, model: ShardedModel, mesh: Mesh, counters: Counters
 ) -> tuple[TrainState, OptimizerInBackward | None]:
     """The training state at step 0, and with early_step_in_backward the hooks that update it."""
-    optimizer = build_optimizer(model.model, job.config.optimizer)
+    facts = MatrixFacts(job.spec, job.sizes, job.transforms.compute_dtype)
+    optimizer = build_optimizer(model.model, job.config.optimizer, facts, job.rate_schedule)
     # Under CPU offload the parameters are in host memory, and so is the decision to update them.
     device = next(model.model.parameters()).device
-    judge = StepJudge(job.config.guard, device) if job.config.guard.enabled else None
+    judge = StepJudge(job.config.guard, device, mesh.tp) if job.config.guard.enabled else None
     state = TrainState(model.model, optimizer, job.loss_scale, counters, judge)
     if not job.config.optimizer.early_step_in_backward:
         return state, None
@@ -354,7 +353,7 @@ def build_sinks(job: Job, rank: RankContext, state: TrainState, saves: bool) -> 
                 config.metrics,
                 folder,
                 total_steps=config.training.steps,
-                first_step=state.step,
+                completed_steps=state.step,
                 rollbacks=len(state.counters.rollbacks.tries),
                 job=dataclasses.asdict(config),
             )
@@ -418,26 +417,19 @@ def build_batches(
         batch = engine.prepare(inputs, labels)
         return batch.pin_memory() if pin else batch
 
-    windows = state.counters.rollbacks.windows
-    slices = rank_slices(
-        state.position, job.global_batch, mesh.batch_rank, mesh.batch.size(), windows
-    )
+    batches, windows = job.batches.batches_from(state.counters.tokens), state.counters.windows
+    slices = rank_slices(state.position, batches, mesh.batch_rank, mesh.batch.size(), windows)
     timeout = job.config.data.read_timeout_seconds
     return stream.prefetch(slices, timeout_seconds=timeout, prepare=prepare)
 
 
 def build_batch_dump(
     job: Job, stream: SampleStream, rank: RankContext
-) -> Callable[[int, int], str]:
+) -> Callable[[int, int, int], str]:
     """A function that writes the global batch of a step to a file, on rank 0."""
     if rank.rank:
-        return lambda step, position: ""
-    return BatchDump(job.folder / "guard", stream, job.global_batch).write
-
-
-def learning_rate_at(job: Job, step: int) -> float:
-    """Learning rate of the next step after `step` completed steps."""
-    return job.config.optimizer.lr * lr_factor(step, job.schedule_steps, job.config.lr_scheduler)
+        return lambda step, position, samples: ""
+    return BatchDump(job.folder / "guard", stream).write
 
 
 def build_periodic_actions(

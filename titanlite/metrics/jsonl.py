@@ -21,10 +21,10 @@ UNSAVED_FOLDER = "unsaved"  # subfolder for a run without checkpoints, see metri
 class JsonlSink:
     """One JSON object per line, written to the operating system immediately."""
 
-    def __init__(self, path: Path, first_step: int, rollbacks: int = 0):
-        """`rollbacks`: of the run up to `first_step`."""
+    def __init__(self, path: Path, completed_steps: int, rollbacks: int = 0):
+        """`rollbacks`: of the run in `completed_steps`."""
         self.path = path
-        self._open(first_step, rollbacks)
+        self._open(completed_steps, rollbacks)
 
     def step(self, record: dict[str, Any]) -> None:
         text = json.dumps(_finite_or_null(record), allow_nan=False, ensure_ascii=False) + "\n"

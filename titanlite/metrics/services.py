@@ -17,7 +17,7 @@ from titanlite.metrics.jsonl import ROLLBACK_EVENT
 class TensorBoardSink:
     """Scalars with the names of metrics.jsonl, and validation/NAME/loss."""
 
-    def __init__(self, folder: Path, first_step: int):
+    def __init__(self, folder: Path, completed_steps: int):
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:
@@ -25,11 +25,11 @@ class TensorBoardSink:
                 "metrics.enable_tensorboard", "tensorboard", "pip install tensorboard"
             ) from error
         self._open_writer = partial(SummaryWriter, str(folder))
-        self._open(first_step)
+        self._open(completed_steps)
 
-    def _open(self, first_step: int) -> None:
+    def _open(self, completed_steps: int) -> None:
         # TensorBoard hides what was written before from purge_step on
-        self.writer = self._open_writer(purge_step=first_step + 1)
+        self.writer = self._open_writer(purge_step=completed_steps + 1)
 
     def rewind(self, step: int, rollbacks: int) -> None:
         self.close()

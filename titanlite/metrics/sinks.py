@@ -53,24 +53,24 @@ class SinkContext:
     config: MetricsConfig
     folder: Path  # of the run's records
     total_steps: int
-    first_step: int  # the step that the run continues from
+    completed_steps: int  # of the checkpoint that the run resumes from; else 0
     job: dict[str, Any]  # the settings, for services that show them
-    rollbacks: int = 0  # of the run up to first_step
+    rollbacks: int = 0  # of the run in these steps
     progress: bool | None = None  # show a progress bar; None: on a terminal
 
 
 SINKS: dict[str, Callable[[SinkContext], Sink | None]] = {
     # name of a sink -> its builder, which returns None where the sink is disabled or unavailable,
     # and raises ConfigError where its package is not installed; a new sink is one line here
-    "jsonl": lambda run: JsonlSink(run.folder / METRICS_FILE, run.first_step, run.rollbacks),
+    "jsonl": lambda run: JsonlSink(run.folder / METRICS_FILE, run.completed_steps, run.rollbacks),
     "tensorboard": lambda run: (
-        TensorBoardSink(run.folder / run.config.save_tb_folder, run.first_step)
+        TensorBoardSink(run.folder / run.config.save_tb_folder, run.completed_steps)
         if run.config.enable_tensorboard
         else None
     ),
     "wandb": lambda run: start_wandb(run.folder, run.job) if run.config.enable_wandb else None,
     "console": lambda run: open_console(
-        run.total_steps, run.first_step, not run.config.disable_color_printing, run.progress
+        run.total_steps, run.completed_steps, not run.config.disable_color_printing, run.progress
     ),
 }
 
@@ -105,7 +105,7 @@ class MetricSinks:
             self._write(sink, sink.event, record)
 
     def rewind(self, step: int, rollbacks: int) -> None:
-        """Continue from an earlier step, as sinks do that are opened with it as `first_step`.
+        """Continue from an earlier step, as sinks do that are opened with it as `completed_steps`.
 
         `rollbacks`: how often the run was rolled back before; their events are kept.
         """
@@ -176,19 +176,20 @@ def open_sinks(
     folder: Path,
     *,
     total_steps: int,
-    first_step: int,
+    completed_steps: int,
     job: dict[str, Any],
     rollbacks: int = 0,
     progress: bool | None = None,
 ) -> MetricSinks:
     """All enabled sinks, for the one rank that writes; their files are under `folder`.
 
-    The run continues from `first_step`, and was rolled back `rollbacks` times before: records of
-    later steps are moved to `metrics.replaced.jsonl`. W&B shows `job` as the run's settings.
-    `progress`: whether to show a progress bar; None: on a terminal. Raises ConfigError where an
-    optional package is not installed, OSError where `folder` cannot be written.
+    `completed_steps`: of the checkpoint that the run resumes from, else 0; records of later steps
+    are moved to `metrics.replaced.jsonl`. `rollbacks`: how often the run was rolled back in these
+    steps. W&B shows `job` as the run's settings. `progress`: whether to show a progress bar; None:
+    on a terminal. Raises ConfigError where an optional package is not installed, OSError where
+    `folder` cannot be written.
     """
-    context = SinkContext(config, folder, total_steps, first_step, job, rollbacks, progress)
+    context = SinkContext(config, folder, total_steps, completed_steps, job, rollbacks, progress)
     folder.mkdir(parents=True, exist_ok=True)
     sinks: list[Sink] = []
     try:

@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 from titanlite.training.batch import Batch
+from titanlite.training.batch_schedule import (
+    BatchSchedule,
+    build_batch_schedule,
+    check_batch_size,
+)
 from titanlite.training.config import TrainingConfig
 from titanlite.training.engine import Engine, build_engine
 from titanlite.training.guard import GuardConfig, StepJudge, check_guard_config
@@ -16,6 +21,7 @@ from titanlite.training.validation import ValidationConfig, validate, validation
 
 __all__ = [
     "Batch",
+    "BatchSchedule",
     "Counters",
     "Engine",
     "GuardConfig",
@@ -29,7 +35,9 @@ __all__ = [
     "TrainState",
     "TrainingConfig",
     "ValidationConfig",
+    "build_batch_schedule",
     "build_engine",
+    "check_batch_size",
     "check_guard_config",
     "take_step",
     "train",

@@ -61,12 +61,12 @@ class _Loop:
             state,
             run.engine,
             batch.to(run.device),
-            lr=run.lr_at(state.step),
+            lr=run.peak_lr,
             settings=run.step_settings,
             set_phase=partial(run.watchdog.set_phase, state.step + 1),
         )
         self.pending.add(state.step, before, result)
-        run.meter.step_done(run.step_settings.global_batch * batch.inputs.shape[1])
+        run.meter.step_done(result.tokens)
         self.stop_reason, is_saving, folder_lost, is_rejected = self.max_over_ranks.wait()
         if folder_lost:
             raise_on_all_ranks(UserError(own_problem) if own_problem else None)
@@ -84,7 +84,6 @@ class _Loop:
         step = self.run.state.step
         return StepInfo(
             step=step,
-            lr=self.run.lr_at(step - 1) * result.lr_factor,
             result=result,
             is_first=step == self.first_step,
             is_last=step == self.run.config.steps,

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from titanlite.checkpoint import Checkpointer, SaveResult
+from titanlite.distributed.collectives import gather_from_all_ranks
 from titanlite.errors import CheckpointError
 from titanlite.metrics import MetricSinks, Profiler, ThroughputMeter
 from titanlite.training.state import TrainState
@@ -26,7 +27,6 @@ class StepInfo:
     """
 
     step: int  # counted from 1
-    lr: float
     result: StepResult
     is_first: bool  # of this process
     is_last: bool  # training.steps is reached
@@ -83,9 +83,16 @@ def log_metrics(
 def log_skipped_steps(state: TrainState, sinks: MetricSinks) -> PeriodicAction:
     """Write an event for each step that was skipped because float16 gradients overflowed."""
 
+    names = [name for name, _ in state.model.named_parameters()]
+
     def write(info: StepInfo) -> None:
         assert state.loss_scale is not None
+        norms = zip(names, info.result.own_norms.tolist(), strict=True)
+        own = next((name for name, norm in norms if not math.isfinite(norm)), None)
+        parameters = gather_from_all_ranks(own)
+        rank = next((rank for rank, name in enumerate(parameters) if name), None)
         fields = {"reason": "gradients overflow float16", "loss_scale": state.loss_scale.value}
+        fields |= {"rank": rank, "parameter": "" if rank is None else parameters[rank]}
         sinks.event(info.step, "step_skipped", **fields)
 
     def is_due(info: StepInfo) -> bool:
@@ -189,7 +196,7 @@ def _step_line(state: TrainState, info: StepInfo, measured: dict[str, Any]) -> d
         "loss": info.result.loss.item(),
         "z_loss": info.result.z_loss.item() or None,  # null if loss.z_loss = 0
         "grad_norm": info.result.grad_norm.item(),
-        "lr": info.lr,
+        "lr": info.result.lr,
         "tokens": state.counters.tokens,
         "samples": state.counters.samples,
         "loss_scale": None if state.loss_scale is None else state.loss_scale.value,

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from titanlite.data import next_start, window_lr_factor
+from titanlite.data import PositionWindow, next_start, window_lr_factor
 from titanlite.optim import LossScale, OptimizerSet
 from titanlite.training.guard import NO_HISTORY, StepJudge
 from titanlite.training.rollback import RollbackHistory
@@ -30,13 +30,18 @@ class Counters:
         """Samples consumed."""
         return self.position - self.skipped
 
+    @property
+    def windows(self) -> tuple[PositionWindow, ...]:
+        """Windows of positions that the run passes over."""
+        return self.rollbacks.windows
+
     def next_start(self, samples: int) -> int:
         """First position of the next step, which consumes `samples`."""
-        return next_start(self.position, samples, self.rollbacks.windows)
+        return next_start(self.position, samples, self.windows)
 
     def lr_factor(self, samples: int) -> float:
         """Factor of the learning rate of the next step, which consumes `samples`."""
-        return window_lr_factor(self.next_start(samples), samples, self.rollbacks.windows)
+        return window_lr_factor(self.next_start(samples), samples, self.windows)
 
     def advance(self, samples: int, tokens: int) -> None:
         """Count one optimizer step."""

@@ -10,7 +10,7 @@ from torch import Tensor
 from titanlite.distributed.collectives import all_reduce_sum
 from titanlite.distributed.mesh import Mesh
 from titanlite.models import valid_tokens
-from titanlite.optim import OptimizerInBackward, clip_gradients
+from titanlite.optim import OptimizerInBackward, Progress, clip_gradients
 from titanlite.training.batch import Batch
 from titanlite.training.engine import Engine, SetPhase, ignore_phase
 from titanlite.training.state import TrainState
@@ -21,7 +21,6 @@ class StepSettings:
     """Settings that are the same in every optimizer step of a run."""
 
     mesh: Mesh
-    global_batch: int  # samples of one step, over all ranks
     max_norm: float  # clip the gradient to this 2-norm; 0: do not clip
     optimizer_in_backward: OptimizerInBackward | None = None  # updates parameters during backward
 
@@ -35,7 +34,9 @@ class StepResult:
     grad_norm: Tensor  # 0-d: 2-norm of the whole gradient, before clipping
     own_norms: Tensor  # [parameters of this rank]: 2-norms of this rank's gradient shards
     own_losses: Tensor  # [2]: this rank's shares of `loss` and `z_loss`
-    lr_factor: float  # of the learning rate; not 1 in some steps after a roll-back
+    lr: float  # of parameters outside optimizer.groups
+    samples: int  # of the step, over all ranks
+    tokens: int  # of the step, over all ranks
     overflowed: bool = False  # float16 gradients overflowed, and a smaller loss scale helps
     accept: Tensor | None = None  # 0-d: whether the judge accepted this step and all before it
     rejected: bool = False  # the guard decided not to update the parameters
@@ -57,6 +58,7 @@ def take_step(
 ) -> StepResult:
     """Take one optimizer step; `batch` is this rank's part of the global batch, on the device.
 
+    `lr` is the peak learning rate, which the schedules multiply.
     Calls `set_phase` at the start of each phase: forward, backward, step. With a judge, the step
     updates the parameters only if the judge accepts it, which the host need not know.
     """
@@ -64,7 +66,7 @@ def take_step(
     if state.judge is not None and not result.overflowed:
         accept = state.judge.judge(result.loss, result.grad_norm)
         result = dataclasses.replace(result, accept=accept)
-    finish_step(state, result, settings, tokens=settings.global_batch * batch.inputs.shape[1])
+    finish_step(state, result, settings)
     return result
 
 
@@ -86,8 +88,11 @@ def compute_gradients(
     # Over the batch dimension only: context- and tensor-parallel ranks have the same labels.
     valid = all_reduce_sum(mesh.batch, valid_tokens(batch.labels)).clamp(min=1)
     scale = 1.0 if state.loss_scale is None else state.loss_scale.value
-    lr_factor = state.counters.lr_factor(settings.global_batch)
-    state.optimizer.set_lr(lr * lr_factor)  # before backward, which may already update parameters
+    samples = len(batch.inputs) * mesh.batch.size()  # every rank has a slice of the same size
+    tokens = samples * batch.inputs.shape[1]
+    progress = Progress(state.step, state.counters.tokens, tokens)
+    # before backward, which may already update parameters
+    scheduled_lr = state.optimizer.follow_schedule(lr * state.counters.lr_factor(samples), progress)
     own_losses = engine.forward_backward(batch, valid / scale, set_phase)
     loss, z_loss = all_reduce_sum(mesh.loss, own_losses.clone()) / scale
     set_phase("step")
@@ -104,10 +109,20 @@ def compute_gradients(
             overflowed = not grad_norm.isfinite()
         elif state.loss_scale.shrinkable:
             overflowed = not (grad_norm.isfinite() | ~loss.isfinite())
-    return StepResult(loss, z_loss, grad_norm, own_norms, own_losses, lr_factor, overflowed)
+    return StepResult(
+        loss=loss,
+        z_loss=z_loss,
+        grad_norm=grad_norm,
+        own_norms=own_norms,
+        own_losses=own_losses,
+        lr=scheduled_lr,
+        samples=samples,
+        tokens=tokens,
+        overflowed=overflowed,
+    )
 
 
-def finish_step(state: TrainState, result: StepResult, settings: StepSettings, tokens: int) -> None:
+def finish_step(state: TrainState, result: StepResult, settings: StepSettings) -> None:
     """The second part of a step: update the parameters, unless the step is to be skipped."""
     if settings.optimizer_in_backward is None and not result.skipped:
         if result.accept is None:
@@ -117,4 +132,4 @@ def finish_step(state: TrainState, result: StepResult, settings: StepSettings, t
     state.optimizer.zero_grad()
     if state.loss_scale is not None and not result.rejected:
         state.loss_scale.update(not result.overflowed)
-    state.counters.advance(settings.global_batch, tokens)
+    state.counters.advance(result.samples, result.tokens)

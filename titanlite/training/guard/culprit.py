@@ -8,6 +8,7 @@ import math
 import socket
 import struct
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,7 +17,7 @@ from torch import Tensor
 from titanlite.distributed.collectives import AsyncMax
 from titanlite.training.step import StepResult
 
-MESSAGE_BYTES = 1024  # size of the finding that one rank sends to all
+MESSAGE_BYTES = 2048  # size of the finding that one rank sends to all
 MAX_NAME_LENGTH = 300  # of a parameter, module or host in it
 _RANKS = 1 << 20  # more than any number of ranks
 _ORDERS = 1 << 41  # more than any order of an OutputProbe
@@ -51,7 +52,7 @@ class Evidence:
 
     level: int = 0  # 0: none
     strength: int = 0
-    finding: Culprit = dataclasses.field(default_factory=Culprit)
+    culprit: Culprit = dataclasses.field(default_factory=Culprit)
 
 
 class CulpritSearch:
@@ -113,16 +114,22 @@ class CulpritSearch:
             return Evidence()
         return Evidence(1)  # only what the ranks reduced together differs
 
-    def strongest(self, own: Evidence, max_over_ranks: AsyncMax) -> tuple[int, Culprit]:
-        """(level, finding) of the strongest evidence of all ranks, on every rank."""
+    def strongest(
+        self, own: Evidence, max_over_ranks: AsyncMax, values: dict[str, Any] | None = None
+    ) -> tuple[int, Culprit, dict[str, Any]]:
+        """(level, culprit, values) of the rank with the strongest evidence, on every rank.
+
+        `values` are JSON values of this rank, such as its loss.
+        """
         rank = dist.get_rank()
         key = (own.level * _ORDERS + own.strength) * _RANKS + _RANKS - 1 - rank
         max_over_ranks.start(key)
         (highest,) = max_over_ranks.wait()
         winner, level = _RANKS - 1 - highest % _RANKS, highest // _RANKS // _ORDERS
-        message = json.dumps(dataclasses.asdict(own.finding)).encode() if rank == winner else b""
-        max_over_ranks.start(*message.ljust(MESSAGE_BYTES, b"\0"))
-        return level, Culprit(**json.loads(bytes(max_over_ranks.wait()).rstrip(b"\0")))
+        message = json.dumps([dataclasses.asdict(own.culprit), values or {}]).encode()
+        max_over_ranks.start(*(message if rank == winner else b"").ljust(MESSAGE_BYTES, b"\0"))
+        culprit, values = json.loads(bytes(max_over_ranks.wait()).rstrip(b"\0"))
+        return level, Culprit(**culprit), values
 
 
 def _ordered_bits(value: float) -> int:

@@ -97,12 +97,12 @@ class ViolationHandler:
         self._max_over_ranks.start(own.level)
         if not self._max_over_ranks.wait()[0]:
             return False
-        _, culprit = self._search.strongest(own, self._max_over_ranks)
+        _, culprit, _ = self._search.strongest(own, self._max_over_ranks)
         values, no_limits = (float(result.loss), float(result.grad_norm)), (math.nan, math.nan)
         violation = Violation(step, ViolationReason.NONFINITE, *values, no_limits, culprit)
         if not self._rolls_back_nonfinite:
             self.give_up(violation)
-        self._roll_back(violation, self._run.state.position - self._samples)
+        self._roll_back(violation, self._run.state.position - result.samples, result.samples)
         return True
 
     def rewind(self, pending: PendingSteps) -> PendingStep:
@@ -112,7 +112,7 @@ class ViolationHandler:
         step = first.step if first else 0
         self._max_over_ranks.start(step, -step)
         latest, earliest = self._max_over_ranks.wait()
-        if first is None or latest != -earliest:
+        if first is None or latest != -earliest:  # some rank has updated parameters, another not
             raise TrainingDiverged(
                 f"the ranks disagree on the first violating step: one found step {latest}, another"
                 f" {-earliest or 'none'}. This is a hardware fault.",
@@ -132,17 +132,18 @@ class ViolationHandler:
         Raises TrainingDiverged if the guard gives up.
         """
         run = self._run
-        position = first.before.counters.next_start(self._samples)
+        samples = first.result.samples
+        position = first.before.counters.next_start(samples)
         if run.step_settings.optimizer_in_backward is not None:  # it has updated the parameters
             violation = self._describe(first.step, first.result, self._evidence(first.result))
             if not self._rolls_back_nonfinite:
                 self.give_up(violation)
-            self._roll_back(violation, position)
+            self._roll_back(violation, position, samples)
             return None
         result, evidence = self._compute_again(first, batch)
         history, verdict = self._decide(first, result, evidence)
         if verdict is StepVerdict.ROLL_BACK:
-            self._roll_back(self._describe(first.step, result, evidence), position)
+            self._roll_back(self._describe(first.step, result, evidence), position, samples)
             return None
         self._judge.record(history)
         if verdict is StepVerdict.ACCEPT:
@@ -151,8 +152,7 @@ class ViolationHandler:
         else:
             run.state.rewind(first.before)  # generators, which the replay has advanced
             result = dataclasses.replace(result, rejected=True)
-        tokens = run.step_settings.global_batch * batch.inputs.shape[1]
-        finish_step(run.state, result, run.step_settings, tokens)
+        finish_step(run.state, result, run.step_settings)
         return result
 
     def _compute_again(self, first: PendingStep, batch: Batch) -> tuple[StepResult, Evidence]:
@@ -164,7 +164,7 @@ class ViolationHandler:
                 run.state,
                 run.engine,
                 batch.to(run.device),
-                lr=run.lr_at(first.step - 1),
+                lr=run.peak_lr,
                 settings=run.step_settings,
                 set_phase=partial(run.watchdog.set_phase, first.step),
             )
@@ -175,12 +175,11 @@ class ViolationHandler:
     ) -> tuple[History, StepVerdict]:
         """Compare both computations, decide, and report; raises TrainingDiverged to give up."""
         judge, search, ranks = self._judge, self._search, self._max_over_ranks
-        reason = None if again.overflowed else judge.violation(again.loss, again.grad_norm)
-        level, faulty = search.strongest(search.other_bits(first.result, again), ranks)
+        reason = self._agreed_reason(again)
+        level, faulty, _ = search.strongest(search.other_bits(first.result, again), ranks)
         replay = ReplayResult.VIOLATING if reason else ReplayResult.NORMAL
         replay = replay if level else ReplayResult.SAME
-        cause = reason or judge.violation(first.result.loss, first.result.grad_norm)
-        assert cause is not None, "the judge rejected the step"
+        cause = reason or self._agreed_reason(first.result) or ViolationReason.NONFINITE
         observation = Observation(first.step, cause, replay, faulty.host)
         history, verdict = decide(judge.history, observation, judge.config)
         if replay is not ReplayResult.SAME:
@@ -189,8 +188,10 @@ class ViolationHandler:
             violation = self._describe(first.step, again, evidence)
             if verdict is StepVerdict.GIVE_UP:
                 self.give_up(violation, history.in_a_row)
-            position = first.before.counters.next_start(self._samples)
-            self._report(violation, verdict, position)
+            counters, samples = first.before.counters, first.result.samples
+            path = self._run.dump_batch(first.step, counters.next_start(samples), samples)
+            event = "step_skipped" if verdict is StepVerdict.SKIP else "spike"
+            self._run.sinks.event(first.step, event, **violation.fields, batch=path)
         return history, verdict
 
     @property
@@ -198,36 +199,31 @@ class ViolationHandler:
         judge = self._run.state.judge
         return judge is not None and judge.config.nonfinite == "rollback"
 
-    @property
-    def _samples(self) -> int:
-        """Samples of a step."""
-        return self._run.step_settings.global_batch
-
-    def _roll_back(self, violation: Violation, position: int) -> None:
-        """Continue from an earlier checkpoint; `position` is the first one of the step."""
+    def _roll_back(self, violation: Violation, position: int, samples: int) -> None:
+        """Continue from an earlier checkpoint; the step consumed `samples` from `position` on."""
         reason = f"{violation.reason.value}, {violation.values}"
-        trouble = Trouble(violation.step, position, self._samples, reason)
-        self._run.rewinder.roll_back(trouble)
+        self._run.rewinder.roll_back(Trouble(violation.step, position, samples, reason))
 
     def _evidence(self, result: StepResult, probe: OutputProbe | None = None) -> Evidence:
         reason = self._judge.violation(result.loss, result.grad_norm)
         if reason is ViolationReason.SPIKE:
             loss_limit, _ = self._judge.limits()
             return self._search.spike(result, is_loss=float(result.loss) > loss_limit)
-        module, order = probe.first_nonfinite() if probe else ("", 0)
+        module, order = probe.first_bad() if probe else ("", 0)
         return self._search.nonfinite(result, module, order)
 
     def _describe(self, step: int, result: StepResult, evidence: Evidence) -> Violation:
-        _, culprit = self._search.strongest(evidence, self._max_over_ranks)
-        loss, grad_norm = result.loss, result.grad_norm
-        reason = self._judge.violation(loss, grad_norm) or ViolationReason.NONFINITE
-        limits = self._judge.limits()
-        return Violation(step, reason, float(loss), float(grad_norm), limits, culprit)
+        reason = self._agreed_reason(result) or ViolationReason.NONFINITE
+        own = {"loss": float(result.loss), "grad_norm": float(result.grad_norm)}
+        _, culprit, values = self._search.strongest(evidence, self._max_over_ranks, own)
+        return Violation(step, reason, **values, limits=self._judge.limits(), culprit=culprit)
 
-    def _report(self, violation: Violation, verdict: StepVerdict, position: int) -> None:
-        event = "step_skipped" if verdict is StepVerdict.SKIP else "spike"
-        path = self._run.dump_batch(violation.step, position)
-        self._run.sinks.event(violation.step, event, **violation.fields, batch=path)
+    def _agreed_reason(self, result: StepResult) -> ViolationReason | None:
+        """Why any rank finds that a step is a violation; None if no rank does."""
+        reasons = (None, ViolationReason.SPIKE, ViolationReason.NONFINITE)
+        own = self._judge.violation(result.loss, result.grad_norm)
+        self._max_over_ranks.start(0 if result.overflowed else reasons.index(own))
+        return reasons[self._max_over_ranks.wait()[0]]
 
     def _report_fault(
         self, first: PendingStep, again: StepResult, faulty: Culprit, history: History

@@ -7,7 +7,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
+from titanlite.distributed.collectives import all_reduce_min
 from titanlite.training.guard.config import MIN_WINDOW_STEPS, GuardConfig
 from titanlite.training.guard.history import History, ViolationReason
 
@@ -31,8 +33,14 @@ class StepJudge:
     an outlier, as mean and variance do (Leys et al. 2013, doi:10.1016/j.jesp.2013.03.013).
     """
 
-    def __init__(self, config: GuardConfig, device: torch.device):
+    def __init__(self, config: GuardConfig, device: torch.device, tp: DeviceMesh | None = None):
+        """`device` of the parameters; `tp`: the tensor-parallel ranks.
+
+        All other ranks reduce the loss and the gradient norm together, so they judge the same.
+        Tensor-parallel ranks each have the whole loss, and agree on the judgement.
+        """
         self.config, self.device, self.history = config, device, History()
+        self._tp = tp if tp is not None and tp.size() > 1 else None
         self._accepting = torch.ones((), dtype=torch.bool, device=device)
         # [2, window_steps]: logarithms of loss and gradient norm, oldest first; NaN: none yet
         self._window = torch.full((2, config.window_steps), math.nan, device=device)
@@ -40,10 +48,16 @@ class StepJudge:
     def judge(self, loss: Tensor, grad_norm: Tensor) -> Tensor:
         """Whether to take the step [], a bool on the device; does not wait for the device."""
         values = self._values(loss, grad_norm)
-        accept = self._accepting & self._is_finite(values)
-        if self.config.spike != "off":
-            logs = _log(values)
+        accept, judges_spikes = (
+            self._accepting & self._is_finite(values),
+            self.config.spike != "off",
+        )
+        logs = _log(values) if judges_spikes else values
+        if judges_spikes:
             accept &= ~self._is_spike(logs)
+        if self._tp is not None:
+            accept = all_reduce_min(self._tp, accept.float()) > 0
+        if judges_spikes:
             self._window = torch.where(accept, self._pushed(logs), self._window)
         self._accepting = accept
         return accept
@@ -88,9 +102,9 @@ class StepJudge:
         self.history = history
 
     def _values(self, loss: Tensor, grad_norm: Tensor) -> Tensor:
-        # Under CPU offload the norm is in host memory, as are the parameters and this judge.
-        values = (loss.float(), grad_norm.float())
-        return torch.stack([value.to(self.device, non_blocking=True) for value in values])
+        # Under CPU offload the norm is in host memory, as are the parameters and this judge, so
+        # this waits for the loss; an asynchronous copy to the host must not be read.
+        return torch.stack([value.to(self.device).float() for value in (loss, grad_norm)])
 
     def _is_finite(self, values: Tensor) -> Tensor:
         return values.abs().amax() < math.inf  # amax of NaN is NaN

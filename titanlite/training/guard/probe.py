@@ -1,4 +1,4 @@
-"""Find the first module whose output has inf or NaN, while a step is computed again."""
+"""Find the first module whose output is inf, NaN or huge, while a step is computed again."""
 
 from __future__ import annotations
 
@@ -11,28 +11,29 @@ from torch import Tensor, nn
 
 from titanlite.distributed.tensors import local_shard
 
-_LAYER = re.compile(r"(^|\.)layers\.(\d+)(\.|$)")
+_LAYERS = re.compile(r"(^|\.)layers(\.(?P<number>\d+)(?P<inside>\..*)?)?$")
 AFTER_LAYERS = (1 << 20) - 2  # order of modules behind all layers
 MAX_CALLS = 1 << 20  # of modules, in one step
+MAX_OUTPUT = 1e18  # its square, which norms compute, overflows float32
 
 
 class OutputProbe:
-    """Records for each call of a module of this rank whether its output is finite."""
+    """Records for each call of a module of this rank whether its output is bad."""
 
     def __init__(self, model: nn.Module, inside_layers: bool):
         """`inside_layers`: also the modules inside a layer; not if the layers are compiled."""
         self._modules: dict[str, nn.Module] = {}
-        behind = False
         self._order: dict[str, int] = {}  # by name: of the layer in the whole model
+        behind = False  # the layers, which a pipeline stage may have none of
         for name, module in model.named_modules():
-            layer = _LAYER.search(name)
-            behind |= layer is not None
-            if not name or isinstance(module, (nn.ModuleDict, nn.ModuleList)):
-                continue
-            if layer and not inside_layers and name[layer.end(2) :]:
+            layers = _LAYERS.search(name)
+            behind |= layers is not None
+            number = layers["number"] if layers else None
+            is_container = not name or (layers is not None and number is None)
+            if is_container or (layers and layers["inside"] and not inside_layers):
                 continue
             self._modules[name] = module
-            self._order[name] = int(layer[2]) if layer else AFTER_LAYERS if behind else -1
+            self._order[name] = int(number) if number else AFTER_LAYERS if behind else -1
         self._calls: list[tuple[str, Tensor]] = []
 
     @contextmanager
@@ -53,16 +54,17 @@ class OutputProbe:
     def _record(self, name: str, output: object) -> None:
         if isinstance(output, Tensor) and output.is_floating_point():
             with torch.no_grad():
-                self._calls.append((name, local_shard(output.detach()).isfinite().all()))
+                largest = local_shard(output.detach()).float().abs().amax()  # NaN if one is NaN
+                self._calls.append((name, largest < MAX_OUTPUT))
 
-    def first_nonfinite(self) -> tuple[str, int]:
-        """(module, order) of the first call with inf or NaN; the order compares over all ranks.
+    def first_bad(self) -> tuple[str, int]:
+        """(module, order) of the first call with a bad output; the order compares over all ranks.
 
         ("", 0) if there is none. Waits for the device.
         """
         if not self._calls:
             return "", 0
-        flags = torch.stack([finite for _, finite in self._calls]).tolist()
+        flags = torch.stack([is_good for _, is_good in self._calls]).tolist()
         found = [
             (self._order[name], number, name)
             for number, (name, _) in enumerate(self._calls)
