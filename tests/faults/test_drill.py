@@ -25,16 +25,9 @@ def run_drill(tmp_path, run_toml, *options: str, job: tuple[str, ...] = ()) -> s
     return drill.stdout
 
 
-def test_wrong_values_on_one_rank_are_noticed_and_change_nothing(run_toml, tmp_path):
-    kinds = ("--kinds", "flip_a_gradient_bit", "inf_in_an_activation")
-    output = run_drill(
-        tmp_path,
-        run_toml,
-        "--faults",
-        "2",
-        "--seed",
-        "1",
-        *kinds,
-        job=("--training.steps", "150", "--guard.spike", "skip"),
-    )
-    assert "bit-equal" in output and output.count("the rank was named") == 2
+def test_a_wrong_value_is_noticed_and_changes_nothing(run_toml, tmp_path):
+    """Of one rank and one kind, because each start takes seconds."""
+    options = ("--faults", "1", "--ranks", "1", "--kinds", "flip_a_gradient_bit")
+    job = ("--training.steps", "100", "--guard.spike", "skip")
+    output = run_drill(tmp_path, run_toml, *options, job=job)
+    assert "flip in its gradient; the rank was named" in output and "bit-equal" in output
