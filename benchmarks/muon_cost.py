@@ -17,7 +17,7 @@ from titanlite.parallelize.weight_init import init_weights
 CASES = {  # name -> (sizes, sequences of a micro-batch, micro-batches, tokens of a sequence)
     "tiny": (Llama3Sizes(64, 2, 4, 2, 192, vocab_size=512), 8, 4, 128),
     "quickstart": (LLAMA3.flavors["quickstart"], 4, 8, 256),
-    "dim 1024": (Llama3Sizes(1024, 2, 8, 4, 4096, vocab_size=512), 4, 8, 512),
+    "dim 512": (Llama3Sizes(512, 2, 8, 4, 2048, vocab_size=512), 4, 8, 512),
 }
 STEPS = 3  # measured, after one that is not
 

@@ -28,15 +28,6 @@ def error_text(run_toml, *argv, ranks=1) -> str:
     return format_error(raised.value)
 
 
-def test_heads_are_not_orthogonalized_apart_in_a_family_without_head_projections(
-    run_toml, monkeypatch
-):
-    argv = ["--optimizer.name", "Muon", "--optimizer.muon_per_head", "true"]
-    read_valid(run_toml, *argv)
-    monkeypatch.setitem(FAMILIES, "llama3", replace(FAMILIES["llama3"], head_projections=()))
-    assert "does not say which layers project to heads" in error_text(run_toml, *argv)
-
-
 def open_stream(job):
     """The training data of a job."""
     tokenizer = open_job_tokenizer(job.config)
@@ -669,3 +660,12 @@ def test_a_schedule_csv_must_fit_the_job(run_toml, tmp_path):
     argv[1] = "4"  # pipeline_parallel_degree
     text = error_text(run_toml, *argv, ranks=4)
     assert "is for 2 ranks and 2 stages; the job has 4 ranks" in text
+
+
+def test_heads_are_not_orthogonalized_apart_in_a_family_without_head_projections(
+    run_toml, monkeypatch
+):
+    argv = ["--optimizer.name", "Muon", "--optimizer.muon_per_head", "true"]
+    read_valid(run_toml, *argv)
+    monkeypatch.setitem(FAMILIES, "llama3", replace(FAMILIES["llama3"], head_projections=()))
+    assert "does not say which layers project to heads" in error_text(run_toml, *argv)

@@ -1,4 +1,7 @@
-"""Muon computes the same weights and momentum under every layout, and resumes under any other."""
+"""Muon trains to the same weights and momentum under every layout.
+
+test_optimizers.py tests its update from fixed gradients, and that it resumes under another layout.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,6 @@ from tests.distributed.oracle import (
     batch_at,
     build_recipe_optimizer,
     merge_parts,
-    one_process,
     reference_logits,
     relative_error,
     run_until,
@@ -29,7 +31,6 @@ from tests.distributed.oracle import (
     with_enough_blocks,
 )
 from tests.distributed.ranks import run_on_ranks
-from tests.distributed.test_resume import STOP, merge_bits, resume, train_and_save
 from titanlite.distributed.tensors import local_shard
 from titanlite.labels import IGNORE_INDEX
 from titanlite.optim import OptimizerConfig, owned_matrices
@@ -63,7 +64,7 @@ ON_FOUR_RANKS = [
     Layout(shard=2, tensor=2),
     Layout(replicate=2, shard=2),
     Layout(tensor=4),  # more ranks than key-value heads: these are replicated
-    Layout(pipeline=2, tensor=2, microbatch=3, schedule="ZBVZeroBubble"),
+    Layout(pipeline=2, tensor=2, microbatch=3, schedule="Interleaved1F1B"),
     Layout(context=2, shard=2),
 ]
 
@@ -125,7 +126,7 @@ def reject_a_step(model, optimizer) -> None:
 )
 def test_weights_and_momentum_after_five_steps_are_those_of_one_process(layouts, ranks):
     cases = [(layout, RECIPE) for layout in layouts]
-    cases += [(layout, PER_HEAD) for layout in layouts[:2]]
+    cases.append((layouts[0], PER_HEAD))
     by_rank = run_on_ranks(train, ranks, cases)
     for (layout, recipe), *parts in zip(cases, *by_rank, strict=True):
         actual, expected = merge_parts(parts), reference(recipe)
@@ -133,14 +134,3 @@ def test_weights_and_momentum_after_five_steps_are_those_of_one_process(layouts,
         errors = {name: relative_error(actual[name], expected[name]) for name in expected}
         worst = max(errors, key=lambda name: errors[name])
         assert errors[worst] < 1e-5, (str(layout), worst, errors[worst])
-
-
-def test_a_checkpoint_resumes_under_another_layout(tmp_path):
-    saved_by, resumed_by = Layout(shard=2, tensor=2), Layout(pipeline=2, shard=2, microbatch=3)
-    saved = merge_bits(run_on_ranks(train_and_save, 4, saved_by, RECIPE, str(tmp_path)))
-    assert any(MOMENTUM in name for name in saved)
-    expected = one_process(RECIPE).losses[STOP:]
-    for layout in (resumed_by, Layout(shard=3, accumulate=2)):
-        results = run_on_ranks(resume, layout.degrees.ranks, layout, RECIPE, [str(tmp_path)])
-        assert merge_bits([loaded for ((loaded, _),) in results]) == saved, str(layout)
-        assert results[0][0][1] == pytest.approx(expected, rel=1e-5)

@@ -53,6 +53,7 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
     "Nesterov": {"name": "SGD", "momentum": 0.9, "nesterov": True, "implementation": "foreach"},
     "Lion": {"name": "Lion", "beta2": 0.98},
     "Adafactor": {"name": "Adafactor"},
+    "Muon": {"name": "Muon", "muon_per_head": True},
     "Adafactor unclipped": {"name": "Adafactor", "clip_threshold": 1e3, "scale_parameter": False},
     "SOAP": {"name": "SOAP", "precondition_frequency": 2},  # and AdamW
     "AdamW": {"name": "AdamW"},
@@ -62,7 +63,7 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
     "AdamW 4-bit": {"name": "AdamW", "state_dtype": "4bit", **LOOP},
 }
 # The others resume in test_resume.py and test_memory_options.py.
-RESUMED = ("Nesterov", "Lion", "Adafactor", "SOAP")
+RESUMED = ("Nesterov", "Lion", "Adafactor", "Muon", "SOAP")
 STEPS, STOP, LR = 5, 3, 0.05
 # Each of 2 tensor-parallel ranks has whole quantisation blocks of the rows that TP shards.
 SIZES = replace(SGD.sizes, head_dim=64, hidden_dim=256)

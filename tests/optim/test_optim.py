@@ -241,7 +241,8 @@ def test_a_new_lr_decay_is_one_line(monkeypatch):
         (
             OptimizerConfig,
             "name",
-            '"AdamW" | "Adam" | "SGD" | "Adafactor" | "Lion" | "Muon" | "SOAP". Did you mean "SGD"?',
+            '"AdamW" | "Adam" | "SGD" | "Adafactor" | "Lion" | "Muon" | "SOAP".'
+            ' Did you mean "SGD"?',
         ),
         (LRSchedulerConfig, "decay_type", '"linear" | "sqrt" | "cosine".'),
     ],

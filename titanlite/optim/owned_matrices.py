@@ -186,7 +186,9 @@ class OwnedMatrices:
             _cut_regions(result, self._regions[i]) for i, result in zip(owned, results, strict=True)
         ]
         sent = [[pieces[rank] for pieces in cut] for rank in ranks]
-        by_owner = [[i for i in members if self.owners[i] == rank] for rank in ranks]
+        by_owner: list[list[int]] = [[] for _ in ranks]
+        for i in members:
+            by_owner[self.owners[i]].append(i)
         received = [[self._regions[i][own].elements for i in group] for group in by_owner]
         wait = start_all_to_all(self._ranks.group, sent, received, self._empty(update))
 
