@@ -375,9 +375,13 @@ def merge_ranks(records: list[Record]) -> Record:
 def merge_parts(parts: Sequence[dict[str, tuple]]) -> dict[str, Tensor]:
     """Global tensors from the `shard_and_offset`s of all ranks."""
     tensors = {}
-    shapes = {name: shape for rank in parts for name, (shape, _, _) in rank.items()}
-    for name, shape in shapes.items():
-        tensor = torch.full(shape, torch.nan)
+    kinds = {
+        name: (shape, torch.promote_types(local.dtype, torch.float32))  # with a NaN
+        for rank in parts
+        for name, (shape, _, local) in rank.items()
+    }
+    for name, (shape, dtype) in kinds.items():
+        tensor = torch.full(shape, torch.nan, dtype=dtype)
         for _, offset, local in (rank[name] for rank in parts if name in rank):
             region = tensor[
                 tuple(slice(o, o + n) for o, n in zip(offset, local.shape, strict=True))
