@@ -336,7 +336,7 @@ def run_until(
             engine,
             engine.prepare(inputs, labels),
             lr=recipe.lr,
-            settings=StepSettings(mesh, recipe.batch_of(state.step), recipe.max_norm, early),
+            settings=StepSettings(mesh, recipe.max_norm, early),
         )
         if named:
             record.gradients.append(dict(gradients))

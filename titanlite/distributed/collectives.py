@@ -2,7 +2,7 @@
 
 Values are sent as JSON in byte tensors, never as pickles, so a rank executes nothing it receives.
 The byte tensors are in host memory, so they use gloo even where NCCL exists. They pass along a tree
-of ranks, so that no rank sends or waits in proportion to the number of ranks.
+of ranks, so that the waiting time grows with the logarithm of the number of ranks.
 """
 
 from __future__ import annotations

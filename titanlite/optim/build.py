@@ -21,8 +21,14 @@ from titanlite.optim.fp32_vectors import (
 )
 from titanlite.optim.groups import ParameterGroupConfig, matches_any
 from titanlite.optim.hidden_matrices import MatrixFacts
+from titanlite.optim.lr_schedule import UNSCHEDULED, RateSchedule
 from titanlite.optim.muon import COMPUTE_DTYPE, HEAD_ROWS, Muon
-from titanlite.optim.optimizer_set import LR_FACTOR, OptimizerSet
+from titanlite.optim.optimizer_set import (
+    INITIAL_WEIGHT_DECAY,
+    LR_FACTOR,
+    SCHEDULE,
+    OptimizerSet,
+)
 from titanlite.optim.owned_matrices import largest_round
 from titanlite.optim.recipe import OptimizerRecipe
 from titanlite.optim.soap import SOAP, soap_state_bytes
@@ -206,7 +212,10 @@ OPTIMIZERS: dict[str, Callable[[OptimizerConfig], OptimizerRecipe]] = {
 
 
 def build_optimizer(
-    model: nn.Module, config: OptimizerConfig, facts: MatrixFacts | None = None
+    model: nn.Module,
+    config: OptimizerConfig,
+    facts: MatrixFacts | None = None,
+    schedule: RateSchedule = UNSCHEDULED,
 ) -> OptimizerSet:
     """The optimizers over the shards of a model's parameters.
 
@@ -224,9 +233,9 @@ def build_optimizer(
         optimizer_class = recipe.optimizer_class
         if any(is_low_vector(parameter) for _, parameter in parameters):
             optimizer_class = updating_vectors_in_float32(optimizer_class)
-        groups = _parameter_groups(parameters, config, recipe, facts)
+        groups = _parameter_groups(parameters, config, recipe, facts, schedule)
         optimizers.append(optimizer_class(groups, **recipe.options))
-    return OptimizerSet(optimizers)
+    return OptimizerSet(optimizers, schedule)
 
 
 def optimizer_state_bytes(
@@ -303,12 +312,19 @@ def _parameter_groups(
     config: OptimizerConfig,
     recipe: OptimizerRecipe,
     facts: MatrixFacts | None,
+    schedule: RateSchedule,
 ) -> list[dict[str, Any]]:
     """Groups for a torch optimizer: parameters with the same keys of their group."""
     groups: list[tuple[dict[str, Any], list[nn.Parameter]]] = []
     for name, parameter in parameters:
         section, lr_factor = settings_of(name, config)
-        keys = {"weight_decay": section.weight_decay, LR_FACTOR: lr_factor}
+        group = _group_of_parameter(name, config)
+        keys = {
+            "weight_decay": section.weight_decay,
+            INITIAL_WEIGHT_DECAY: section.weight_decay,
+            LR_FACTOR: lr_factor,
+            SCHEDULE: schedule.replace(group.schedule_overrides()) if group else schedule,
+        }
         if recipe.parameter_options is not None:
             assert facts is not None, "checked when the recipe was selected"
             keys |= recipe.parameter_options(name, facts)
