@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
@@ -13,6 +14,7 @@ import pytest
 import torch
 
 from titanlite.data import (
+    BatchDump,
     CorpusChecks,
     SampleOrder,
     ShardWriter,
@@ -313,3 +315,26 @@ def test_bos_is_detected_and_must_be_the_same_in_all_sources(tmp_path):
             assert stream.bos == stream.facts["data.bos"] == bos
     with pytest.raises(DataError, match="begin with BOS in with, and not in without"):
         open_mixture(sources, tokenizer=BYTES)
+
+
+def test_a_written_batch_says_where_each_sample_is_from(mixture, tmp_path, monkeypatch):
+    sources, ids = mixture
+    stream = open_mixture(sources, tokenizer=BYTES)
+    dump = BatchDump(tmp_path / "guard", stream)
+    monkeypatch.setattr("titanlite.data.dump.MAX_TOKENS", 6 * SEQ_LEN)
+    path = dump.write(7, 100, 8)
+    assert path == str(tmp_path / "guard" / "step-7.json")
+    samples = json.loads(Path(path).read_text())["samples"]
+    assert [sample["position"] for sample in samples] == list(range(100, 108))
+    for sample in samples[:6]:
+        first = sample["first_token"]
+        assert sample["tokens"] == ids[sample["source"]][first : first + SEQ_LEN + 1].tolist()
+        assert sample["text"] == BYTES.decode(sample["tokens"])
+    assert all("tokens" not in sample for sample in samples[6:])
+    monkeypatch.setattr("titanlite.data.dump.MAX_FILES", 1)
+    assert dump.write(7, 100, 8) == path and dump.write(8, 108, 8) == ""
+
+
+def test_a_batch_that_cannot_be_written_does_not_end_the_run(mixture, tmp_path):
+    (tmp_path / "guard").write_text("a file")
+    assert BatchDump(tmp_path / "guard", open_mixture(mixture[0])).write(7, 100, 8) == ""
