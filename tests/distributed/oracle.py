@@ -16,6 +16,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from titanlite.distributed.mesh import Degrees, Mesh, ParallelismConfig, build_mesh
 from titanlite.labels import IGNORE_INDEX
 from titanlite.models import FAMILIES, Llama3Sizes, LossConfig
+from titanlite.models.mup import BaseWidths, MupConfig, WidthScale, width_scales
 from titanlite.optim import LossScale, OptimizerConfig, OptimizerInBackward, build_optimizer
 from titanlite.parallelize import (
     ModelTransforms,
@@ -135,6 +136,11 @@ class Recipe:
     z_loss: float = 0.0
     documents: bool = False  # several per sequence, with a document mask
     state_dtype: str = "float32"  # of the optimizer
+    mup_base: BaseWidths | None = None
+
+    @property
+    def widths(self) -> dict[str, WidthScale]:
+        return width_scales(MupConfig(self.mup_base), FAMILY, self.sizes)
 
     @property
     def section(self) -> OptimizerConfig:
@@ -206,8 +212,9 @@ VALIDATION_STEPS = (2, STEPS)  # also before the last step, to see effects on la
 def one_process(recipe: Recipe) -> Record:
     """The reference run: no titanlite code but the model, its initialization and the optimizer."""
     model = FAMILY.build(recipe.sizes)
-    init_weights(model, FAMILY.init_roles, recipe.sizes.n_layers, SEED)
-    optimizer = build_optimizer(model, recipe.section)
+    init_weights(model, FAMILY.init_roles, recipe.sizes.n_layers, SEED, recipe.widths)
+    optimizer = build_optimizer(model, recipe.section, recipe.widths)
+    optimizer.set_lr(recipe.lr)
     record = Record()
     for step in range(recipe.steps):
         inputs, labels = batch_at(step, recipe)
@@ -262,6 +269,7 @@ def build_sharded(layout: Layout, recipe: Recipe, dtype: torch.dtype = torch.flo
         replace(layout.transforms(recipe, dtype), **transforms),
         CPU,
         seed=SEED,
+        widths=recipe.widths,
     )
     options = {
         "local_batch": local_batch,
@@ -293,7 +301,11 @@ def start_run(
 ) -> tuple[TrainState, Engine, Mesh]:
     """Build a run under a layout; no step is taken."""
     model, mesh, engine = build_sharded(layout, recipe, **options)
-    return TrainState(model, build_optimizer(model, recipe.section), scale), engine, mesh
+    return (
+        TrainState(model, build_optimizer(model, recipe.section, recipe.widths), scale),
+        engine,
+        mesh,
+    )
 
 
 def run_until(

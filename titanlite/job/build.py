@@ -251,6 +251,7 @@ def build_model(job: Job, mesh: Mesh, rank: RankContext) -> ShardedModel:
         dataclasses.replace(job.transforms, attention_kernel=kernel),
         device,
         seed=config.debug.seed,
+        widths=job.widths,
     )
     if config.model.print_after_conversion:
         logger.info("%s", model.model)
@@ -274,7 +275,7 @@ def build_state(
     job: Job, model: ShardedModel, counters: Counters
 ) -> tuple[TrainState, OptimizerInBackward | None]:
     """The training state at step 0, and with early_step_in_backward the hooks that update it."""
-    optimizer = build_optimizer(model.model, job.config.optimizer)
+    optimizer = build_optimizer(model.model, job.config.optimizer, job.widths)
     state = TrainState(model.model, optimizer, job.loss_scale, counters)
     if not job.config.optimizer.early_step_in_backward:
         return state, None

@@ -17,6 +17,7 @@ from titanlite.kernels.backend import CPU_KERNELS, check_attention_config
 from titanlite.kernels.gpu import Gpu, find_gpu
 from titanlite.metrics import check_metrics_config, check_profiling_config
 from titanlite.models import FAMILIES, ModelSizes, ModelSpec, first_match
+from titanlite.models.mup import check_mup_base
 from titanlite.optim import (
     LossScaleConfig,
     check_lr_scheduler_config,
@@ -25,6 +26,7 @@ from titanlite.optim import (
     moment_format,
 )
 from titanlite.optim.adam import StateDtype
+from titanlite.optim.mup import check_mup_optimizers
 from titanlite.parallelize.activation_checkpoint import check_activation_checkpoint
 from titanlite.parallelize.compile import check_compile_config, check_compiler
 from titanlite.parallelize.context import check_context_parallel
@@ -42,6 +44,7 @@ def check_config(config: JobConfig, ranks: int) -> Iterator[UserError]:
         spec = FAMILIES[config.model.name]
         sizes = spec.sizes_of(config.model)
         yield from spec.check_sizes(sizes)
+        yield from check_mup(config, spec, sizes)
         if config.checkpoint.last_save_in_hf:
             yield from _check_export(spec, sizes)
         plan, problems = plan_job_pipeline(config, spec, sizes)
@@ -169,6 +172,17 @@ def _check_quantisation_blocks(
                 keys=("optimizer.state_dtype", "parallelism.tensor_parallel_degree"),
             )
             return
+
+
+def check_mup(config: JobConfig, spec: ModelSpec, sizes: ModelSizes) -> Iterator[ConfigError]:
+    """Reject a base model or an optimizer that muP has no rule for."""
+    if config.mup.base is None:
+        return
+    yield from check_mup_base(config.mup, spec, sizes)
+    optimizer = config.optimizer
+    names = [optimizer.name, *(group.name for group in optimizer.groups if group.name)]
+    decays = [optimizer.weight_decay, *(group.weight_decay or 0.0 for group in optimizer.groups)]
+    yield from check_mup_optimizers(names, max(decays), config.training.max_norm)
 
 
 def _check_export(spec: ModelSpec, sizes: ModelSizes) -> Iterator[ConfigError]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -12,9 +12,11 @@ from torch import nn
 
 from titanlite.errors import ConfigError
 from titanlite.kernels.gpu import FLOAT8_FALLBACK_SINCE, Gpu
+from titanlite.models.mup import WidthScale
 from titanlite.optim.adam import LowMemoryAdam, MomentOptions, StateDtype
 from titanlite.optim.fp32_vectors import is_low_vector, updating_vectors_in_float32
 from titanlite.optim.groups import ParameterGroupConfig, matches_any
+from titanlite.optim.mup import MUP_LR_RULES
 from titanlite.optim.optimizer_set import LR_FACTOR, OptimizerSet
 from titanlite.optim.torch_adam import ConditionalAdam, ConditionalAdamW
 from titanlite.settings import Fraction, OneOf, Range
@@ -95,11 +97,18 @@ OPTIMIZERS: dict[str, Callable[[OptimizerConfig], OptimizerRecipe]] = {
 ADAM_NAMES = ("AdamW", "Adam")  # those with the settings of Adam's moments
 
 
-def build_optimizer(model: nn.Module, config: OptimizerConfig) -> OptimizerSet:
-    """The optimizers over the shards of a model's parameters."""
+def build_optimizer(
+    model: nn.Module, config: OptimizerConfig, widths: Mapping[str, WidthScale] | None = None
+) -> OptimizerSet:
+    """The optimizers over the shards of a model's parameters.
+
+    `widths`: the muP scale of each parameter, by name; empty or None: no scaling.
+    """
+    widths = widths or {}
     recipes: list[tuple[OptimizerRecipe, list[_NamedParameter]]] = []
     for name, parameter in model.named_parameters():
-        recipe = OPTIMIZERS[(section := settings_of(name, config)[0]).name](section)
+        section, _ = settings_of(name, config)
+        recipe = OPTIMIZERS[section.name](section)
         same = next((own for other, own in recipes if other == recipe), None)
         if same is None:
             recipes.append((recipe, same := []))
@@ -108,7 +117,7 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig) -> OptimizerSet:
     for (optimizer_class, options), parameters in recipes:
         if any(is_low_vector(parameter) for _, parameter in parameters):
             optimizer_class = updating_vectors_in_float32(optimizer_class)
-        optimizers.append(optimizer_class(_parameter_groups(parameters, config), **options))
+        optimizers.append(optimizer_class(_parameter_groups(parameters, config, widths), **options))
     return OptimizerSet(optimizers)
 
 
@@ -127,13 +136,21 @@ def settings_of(name: str, config: OptimizerConfig) -> tuple[OptimizerConfig, fl
 
 
 def _parameter_groups(
-    parameters: Iterable[_NamedParameter], config: OptimizerConfig
+    parameters: Iterable[_NamedParameter],
+    config: OptimizerConfig,
+    widths: Mapping[str, WidthScale],
 ) -> list[dict[str, Any]]:
     """Groups for a torch optimizer: parameters of equal weight decay and learning-rate factor."""
     groups: dict[tuple[float, float], list[nn.Parameter]] = {}
     for name, parameter in parameters:
         section, lr_factor = settings_of(name, config)
-        groups.setdefault((section.weight_decay, lr_factor), []).append(parameter)
+        weight_decay = section.weight_decay
+        if name in widths:
+            mup_factor = MUP_LR_RULES[section.name](widths[name])
+            # A step decays by lr * weight_decay, which stays that of the base model: the steps that
+            # the weights average over must not depend on the width (https://arxiv.org/abs/2405.13698).
+            lr_factor, weight_decay = lr_factor * mup_factor, weight_decay / mup_factor
+        groups.setdefault((weight_decay, lr_factor), []).append(parameter)
     return [
         {"params": members, "weight_decay": weight_decay, LR_FACTOR: lr_factor}
         for (weight_decay, lr_factor), members in groups.items()

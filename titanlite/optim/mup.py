@@ -1,0 +1,62 @@
+"""Learning rates under muP: how the update of each optimizer has to scale with the width.
+
+An update should change the outputs of each matrix as much in a wide model as in a narrow one. With
+the update's size for learning rate 1, the spectral condition (https://arxiv.org/abs/2310.17813)
+gives the learning rate: the spectral norm of an update must be proportional to the square root of
+fan-out / fan-in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+
+from titanlite.errors import ConfigError
+from titanlite.models.mup import WidthScale
+
+
+def _elementwise(scale: WidthScale) -> float:
+    """Elements of about 1, whatever the gradient's size: spectral norm sqrt(fan_in * fan_out)."""
+    return scale.multiplier / scale.fan_in
+
+
+def _gradient(scale: WidthScale) -> float:
+    """The gradient itself, which a multiplier of the parameter has multiplied once already."""
+    return scale.multiplier**2 * scale.fan_out / scale.fan_in
+
+
+MUP_LR_RULES: dict[str, Callable[[WidthScale], float]] = {
+    # optimizer.name -> factor of the learning rate of a parameter
+    "AdamW": _elementwise,
+    "Adam": _elementwise,
+    "SGD": _gradient,
+}
+
+
+def check_mup_optimizers(
+    names: Iterable[str], weight_decay: float, max_norm: float
+) -> Iterator[ConfigError]:
+    """Reject optimizers and options that muP has no rule for.
+
+    `names`: of all optimizers of the run; `weight_decay`: the largest; `max_norm`: of clipping.
+    """
+    for name in sorted(set(names)):
+        if name not in MUP_LR_RULES:
+            yield ConfigError(
+                f"mup.base: muP has no rule for the learning rate of {name}.",
+                fix=f"Use {', '.join(MUP_LR_RULES)}, or remove mup.base.",
+                keys=("mup.base", "optimizer.name", "optimizer.groups"),
+            )
+    if "Adam" in names and weight_decay:
+        yield ConfigError(
+            f"mup.base: Adam adds optimizer.weight_decay = {weight_decay:g} times the weights to"
+            " the gradient, and their ratio changes with the width.",
+            fix="Use AdamW, or set optimizer.weight_decay = 0.",
+            keys=("mup.base", "optimizer.name", "optimizer.weight_decay"),
+        )
+    if "SGD" in names and max_norm:
+        yield ConfigError(
+            f"mup.base: training.max_norm = {max_norm:g} scales down the updates of SGD, and the"
+            " norm of the whole gradient grows with the width.",
+            fix="Set training.max_norm = 0, or use AdamW.",
+            keys=("mup.base", "optimizer.name", "training.max_norm"),
+        )
