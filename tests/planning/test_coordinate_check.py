@@ -9,7 +9,7 @@ import pytest
 from tests.conftest import ROOT
 from titanlite.errors import ConfigError
 from titanlite.job import read_job
-from titanlite.optim import mup
+from titanlite.optim import OPTIMIZERS
 from titanlite.planning.coordinate_check import CoordinateCheck, measure_widths
 
 MODEL = [
@@ -23,6 +23,12 @@ SGD = ["--optimizer.name=SGD", "--training.max_norm=0", "--optimizer.lr=0.5"]
 def check(*arguments: str, **options) -> CoordinateCheck:
     job = read_job([*MODEL, *arguments], 1, check_environment=False)
     return CoordinateCheck(job, factors=(1, 2, 4), steps=5, seeds=2, **options)
+
+
+def use_rule(monkeypatch, rule) -> None:
+    """Give AdamW another rule for muP."""
+    adamw = OPTIMIZERS["AdamW"]
+    monkeypatch.setitem(OPTIMIZERS, "AdamW", lambda config: adamw(config)._replace(mup_rule=rule))
 
 
 @pytest.mark.parametrize(
@@ -52,13 +58,18 @@ def test_activations_are_flat_with_mup_and_grow_without_it(arguments, wider_head
     ],
 )
 def test_a_wrong_rule_for_the_learning_rate_is_found(wrong, monkeypatch):
-    monkeypatch.setitem(mup.MUP_LR_RULES, "AdamW", wrong)
+    use_rule(monkeypatch, wrong)
     assert measure_widths(check(), mup=True).steep
 
 
-def test_an_optimizer_without_a_rule_is_refused():
+def test_an_optimizer_without_a_rule_is_refused(monkeypatch):
     with pytest.raises(ConfigError, match="Adam adds optimizer.weight_decay = 0.1"):
         measure_widths(check("--optimizer.name=Adam"), mup=True)
+    use_rule(monkeypatch, None)
+    with pytest.raises(
+        ConfigError, match="no rule for the learning rate of optimizer.name = AdamW"
+    ):
+        measure_widths(check(), mup=True)
 
 
 def test_the_script_prints_slopes_draws_the_curves_and_exits_with_the_result(
@@ -71,6 +82,6 @@ def test_the_script_prints_slopes_draws_the_curves_and_exits_with_the_result(
     assert (tmp_path / "check.png").stat().st_size
     assert main([*argv, "--optimizer.name=Adam"]) == 2
     assert "Adam adds" in capsys.readouterr().err
-    monkeypatch.setitem(mup.MUP_LR_RULES, "AdamW", lambda scale: 1.0)
+    use_rule(monkeypatch, lambda scale: 1.0)
     assert main(argv) == 2
     assert "outside -0.75 … 0.25" in capsys.readouterr().out

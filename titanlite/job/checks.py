@@ -19,6 +19,7 @@ from titanlite.metrics import check_metrics_config, check_profiling_config
 from titanlite.models import FAMILIES, ModelSizes, ModelSpec, first_match
 from titanlite.models.mup import check_mup_base
 from titanlite.optim import (
+    OPTIMIZERS,
     LossScaleConfig,
     check_lr_scheduler_config,
     check_optimizer_config,
@@ -181,8 +182,9 @@ def check_mup(config: JobConfig, spec: ModelSpec, sizes: ModelSizes) -> Iterator
     yield from check_mup_base(config.mup, spec, sizes)
     optimizer = config.optimizer
     names = [optimizer.name, *(group.name for group in optimizer.groups if group.name)]
+    rules = {name: OPTIMIZERS[name](optimizer).mup_rule for name in names}
     decays = [optimizer.weight_decay, *(group.weight_decay or 0.0 for group in optimizer.groups)]
-    yield from check_mup_optimizers(names, max(decays), config.training.max_norm)
+    yield from check_mup_optimizers(rules, max(decays), config.training.max_norm)
 
 
 def _check_export(spec: ModelSpec, sizes: ModelSizes) -> Iterator[ConfigError]:

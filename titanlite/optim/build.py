@@ -16,7 +16,7 @@ from titanlite.models.mup import WidthScale
 from titanlite.optim.adam import LowMemoryAdam, MomentOptions, StateDtype
 from titanlite.optim.fp32_vectors import is_low_vector, updating_vectors_in_float32
 from titanlite.optim.groups import ParameterGroupConfig, matches_any
-from titanlite.optim.mup import MUP_LR_RULES
+from titanlite.optim.mup import MupRule, elementwise_update, gradient_update
 from titanlite.optim.optimizer_set import LR_FACTOR, OptimizerSet
 from titanlite.optim.torch_adam import ConditionalAdam, ConditionalAdamW
 from titanlite.settings import Fraction, OneOf, Range
@@ -60,6 +60,7 @@ class OptimizerRecipe(NamedTuple):
 
     optimizer_class: type[torch.optim.Optimizer]
     options: dict[str, Any]
+    mup_rule: MupRule | None = None  # how muP scales the learning rate; None: refused with muP
 
 
 def _sgd(config: OptimizerConfig) -> OptimizerRecipe:
@@ -67,7 +68,7 @@ def _sgd(config: OptimizerConfig) -> OptimizerRecipe:
     # dimensions DTensor takes seconds to plan a foreach at the first step.
     foreach = config.implementation == "foreach"
     options = {"lr": config.lr, "momentum": config.momentum, "foreach": foreach}
-    return OptimizerRecipe(torch.optim.SGD, options)
+    return OptimizerRecipe(torch.optim.SGD, options, gradient_update)
 
 
 def _adam(config: OptimizerConfig) -> OptimizerRecipe:
@@ -80,12 +81,13 @@ def _adam(config: OptimizerConfig) -> OptimizerRecipe:
     if config.low_memory:
         moments = MomentOptions(config.state_dtype, config.offload, compiled=fused)
         options |= {"decoupled": config.name == "AdamW", "moments": moments}
-        return OptimizerRecipe(LowMemoryAdam, options)
+        return OptimizerRecipe(LowMemoryAdam, options, elementwise_update)
     options |= {"foreach": foreach, "fused": fused}
     decoupled = config.name == "AdamW"
+    adamw, adam = torch.optim.AdamW, torch.optim.Adam
     if fused:
-        return OptimizerRecipe(ConditionalAdamW if decoupled else ConditionalAdam, options)
-    return OptimizerRecipe(torch.optim.AdamW if decoupled else torch.optim.Adam, options)
+        adamw, adam = ConditionalAdamW, ConditionalAdam
+    return OptimizerRecipe(adamw if decoupled else adam, options, elementwise_update)
 
 
 OPTIMIZERS: dict[str, Callable[[OptimizerConfig], OptimizerRecipe]] = {
@@ -114,10 +116,12 @@ def build_optimizer(
             recipes.append((recipe, same := []))
         same.append((name, parameter))
     optimizers = []
-    for (optimizer_class, options), parameters in recipes:
+    for recipe, parameters in recipes:
+        optimizer_class = recipe.optimizer_class
         if any(is_low_vector(parameter) for _, parameter in parameters):
             optimizer_class = updating_vectors_in_float32(optimizer_class)
-        optimizers.append(optimizer_class(_parameter_groups(parameters, config, widths), **options))
+        groups = _parameter_groups(parameters, config, recipe.mup_rule, widths)
+        optimizers.append(optimizer_class(groups, **recipe.options))
     return OptimizerSet(optimizers)
 
 
@@ -138,6 +142,7 @@ def settings_of(name: str, config: OptimizerConfig) -> tuple[OptimizerConfig, fl
 def _parameter_groups(
     parameters: Iterable[_NamedParameter],
     config: OptimizerConfig,
+    mup_rule: MupRule | None,
     widths: Mapping[str, WidthScale],
 ) -> list[dict[str, Any]]:
     """Groups for a torch optimizer: parameters of equal weight decay and learning-rate factor."""
@@ -146,7 +151,8 @@ def _parameter_groups(
         section, lr_factor = settings_of(name, config)
         weight_decay = section.weight_decay
         if name in widths:
-            mup_factor = MUP_LR_RULES[section.name](widths[name])
+            assert mup_rule is not None, f"checked: muP has a rule for {section.name}"
+            mup_factor = mup_rule(widths[name])
             # A step decays by lr * weight_decay, which stays that of the base model: the steps that
             # the weights average over must not depend on the width (https://arxiv.org/abs/2405.13698).
             lr_factor, weight_decay = lr_factor * mup_factor, weight_decay / mup_factor

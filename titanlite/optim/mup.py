@@ -8,52 +8,47 @@ fan-out / fan-in.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 from titanlite.errors import ConfigError
 from titanlite.models.mup import WidthScale
 
+MupRule = Callable[[WidthScale], float]  # factor of the learning rate of a parameter
 
-def _elementwise(scale: WidthScale) -> float:
-    """Elements of about 1, whatever the gradient's size: spectral norm sqrt(fan_in * fan_out)."""
+
+def elementwise_update(scale: WidthScale) -> float:
+    """Elements of about 1, whatever the gradient's size: spectral norm sqrt(fan-in * fan-out)."""
     return scale.multiplier / scale.fan_in
 
 
-def _gradient(scale: WidthScale) -> float:
+def gradient_update(scale: WidthScale) -> float:
     """The gradient itself, which a multiplier of the parameter has multiplied once already."""
     return scale.multiplier**2 * scale.fan_out / scale.fan_in
 
 
-MUP_LR_RULES: dict[str, Callable[[WidthScale], float]] = {
-    # optimizer.name -> factor of the learning rate of a parameter
-    "AdamW": _elementwise,
-    "Adam": _elementwise,
-    "SGD": _gradient,
-}
-
-
 def check_mup_optimizers(
-    names: Iterable[str], weight_decay: float, max_norm: float
+    rules: Mapping[str, MupRule | None], weight_decay: float, max_norm: float
 ) -> Iterator[ConfigError]:
     """Reject optimizers and options that muP has no rule for.
 
-    `names`: of all optimizers of the run; `weight_decay`: the largest; `max_norm`: of clipping.
+    `rules`: of all optimizers of the run, by name; `weight_decay`: the largest; `max_norm`: of
+    clipping.
     """
-    for name in sorted(set(names)):
-        if name not in MUP_LR_RULES:
+    for name, rule in rules.items():
+        if rule is None:
             yield ConfigError(
-                f"mup.base: muP has no rule for the learning rate of {name}.",
-                fix=f"Use {', '.join(MUP_LR_RULES)}, or remove mup.base.",
+                f"mup.base: muP has no rule for the learning rate of optimizer.name = {name}.",
+                fix="Use AdamW, or remove mup.base.",
                 keys=("mup.base", "optimizer.name", "optimizer.groups"),
             )
-    if "Adam" in names and weight_decay:
+    if "Adam" in rules and weight_decay:
         yield ConfigError(
             f"mup.base: Adam adds optimizer.weight_decay = {weight_decay:g} times the weights to"
             " the gradient, and their ratio changes with the width.",
             fix="Use AdamW, or set optimizer.weight_decay = 0.",
             keys=("mup.base", "optimizer.name", "optimizer.weight_decay"),
         )
-    if "SGD" in names and max_norm:
+    if "SGD" in rules and max_norm:
         yield ConfigError(
             f"mup.base: training.max_norm = {max_norm:g} scales down the updates of SGD, and the"
             " norm of the whole gradient grows with the width.",

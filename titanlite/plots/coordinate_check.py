@@ -18,7 +18,7 @@ def draw_coordinate_check(
 
     Raises ConfigError without matplotlib, or if `out` cannot be written.
     """
-    figure = new_figure(4.8 * len(panels), 4.4, layout="constrained")
+    figure = new_figure(1.6 + 4.2 * len(panels), 4.0, layout="constrained")
     axes = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
     kinds = list(dict.fromkeys(_kind(m) for modules in panels.values() for m in modules))
     colours = {kind: _COLOURS[n % len(_COLOURS)] for n, kind in enumerate(kinds)}
@@ -37,7 +37,10 @@ def draw_coordinate_check(
         panel.set_title(title, loc="left", color=INK, fontsize=11)
         panel.set_xlabel("width (dim)", color=FAINT)
     axes[0].set_ylabel("mean absolute change since the start", color=FAINT)
-    axes[-1].legend(frameon=False, labelcolor=INK, fontsize=8.5, loc="upper left")
+    handles, labels = axes[-1].get_legend_handles_labels()
+    figure.legend(
+        handles, labels, frameon=False, labelcolor=INK, fontsize=9, loc="outside right upper"
+    )
     save_figure(figure, out)
 
 
