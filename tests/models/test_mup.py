@@ -122,6 +122,8 @@ def test_absorbed_multipliers_equal_those_in_the_forward_pass(optimizer, qk_norm
     for block in reference.layers.values():
         attention = block.attention
         multiply_by(attention.q_norm if qk_norm else attention.wq, query_scale)
+    gains = [reference.norm, *([attention.q_norm] if qk_norm else [])]
+    assert all(torch.all(gain.weight == 1) for gain in gains)  # as without muP
 
     section = {"name": optimizer, "weight_decay": 0.0, "eps": 1e-30}
     ours = build_optimizer(model, OptimizerConfig(**section), widths)
