@@ -1,8 +1,9 @@
 """Draw the pictures of the documentation: python scripts/draw_docs.py [NAME …]
 
-layers, step, commit and watchdog are diagrams; memory is estimated; layout is drawn by
-scripts/draw_layout.py, mup_check by scripts/check_mup.py. `losses` and `mup_transfer` train small
-models on the CPU first (some minutes), and store what they measured beside the picture.
+layers, step, commit and watchdog are diagrams; memory is estimated; schedules are those of a guide;
+layout is drawn by scripts/draw_layout.py, mup_check by scripts/check_mup.py. `losses` and
+`mup_transfer` train small models on the CPU first (some minutes), and store what they measured
+beside the picture.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from doc_pictures.diagrams import draw_commit, draw_layers, draw_step, draw_watc
 from doc_pictures.losses import draw_losses, train_all
 from doc_pictures.memory import draw_memory
 from doc_pictures.mup import JOB, draw_transfer, train_widths
+from doc_pictures.schedules import draw_schedules
 
 ROOT = Path(__file__).parents[1]
 OUT = ROOT / "docs" / "pictures"
@@ -66,6 +68,10 @@ def _memory(path: Path) -> None:
     draw_memory(ROOT / "train_configs", path)
 
 
+def _schedules(path: Path) -> None:
+    draw_schedules(ROOT / "docs" / "how-to" / "choose-a-schedule.md", path)
+
+
 def _losses(path: Path) -> None:
     with tempfile.TemporaryDirectory() as work:
         losses = train_all(ROOT, Path(work))
@@ -100,6 +106,7 @@ PICTURES: dict[str, Callable[[Path], None]] = {
     "commit": draw_commit,
     "watchdog": draw_watchdog,
     "memory": _memory,
+    "schedules": _schedules,
     "layout": _layout,
     "losses": _losses,
     "mup_check": _mup_check,

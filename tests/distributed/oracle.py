@@ -17,7 +17,14 @@ from titanlite.distributed.mesh import Degrees, Mesh, ParallelismConfig, build_m
 from titanlite.labels import IGNORE_INDEX
 from titanlite.models import FAMILIES, Llama3Sizes, LossConfig
 from titanlite.models.mup import BaseWidths, MupConfig, WidthScale, width_scales
-from titanlite.optim import LossScale, OptimizerConfig, OptimizerInBackward, build_optimizer
+from titanlite.optim import (
+    LossScale,
+    MatrixFacts,
+    OptimizerConfig,
+    OptimizerInBackward,
+    OptimizerSet,
+    build_optimizer,
+)
 from titanlite.parallelize import (
     ModelTransforms,
     ParallelLayout,
@@ -136,6 +143,7 @@ class Recipe:
     z_loss: float = 0.0
     documents: bool = False  # several per sequence, with a document mask
     state_dtype: str = "float32"  # of the optimizer
+    options: tuple[tuple[str, Any], ...] = ()  # of [optimizer], which win over those above
     mup_base: BaseWidths | None = None
 
     @property
@@ -144,10 +152,10 @@ class Recipe:
 
     @property
     def section(self) -> OptimizerConfig:
-        options = {"implementation": "for-loop"} if self.state_dtype != "float32" else {}
-        return OptimizerConfig(
-            name=self.optimizer, lr=self.lr, state_dtype=self.state_dtype, **options
-        )
+        options = {"name": self.optimizer, "lr": self.lr, "state_dtype": self.state_dtype}
+        if self.state_dtype != "float32":
+            options["implementation"] = "for-loop"
+        return OptimizerConfig(**{**options, **dict(self.options)})
 
     def batch_of(self, step: int) -> int:
         return 2 * self.batch if step == 2 else self.batch
@@ -208,12 +216,17 @@ class ValidationData:
 VALIDATION_STEPS = (2, STEPS)  # also before the last step, to see effects on later steps
 
 
+def build_recipe_optimizer(model, recipe: Recipe) -> OptimizerSet:
+    facts = MatrixFacts(FAMILY, recipe.sizes)
+    return build_optimizer(model, recipe.section, facts, widths=recipe.widths)
+
+
 @cache
 def one_process(recipe: Recipe) -> Record:
     """The reference run: no titanlite code but the model, its initialization and the optimizer."""
     model = FAMILY.build(recipe.sizes)
     init_weights(model, FAMILY.init_roles, recipe.sizes.n_layers, SEED, recipe.widths)
-    optimizer = build_optimizer(model, recipe.section, recipe.widths)
+    optimizer = build_recipe_optimizer(model, recipe)
     optimizer.set_lr(recipe.lr)
     record = Record()
     for step in range(recipe.steps):
@@ -301,11 +314,7 @@ def start_run(
 ) -> tuple[TrainState, Engine, Mesh]:
     """Build a run under a layout; no step is taken."""
     model, mesh, engine = build_sharded(layout, recipe, **options)
-    return (
-        TrainState(model, build_optimizer(model, recipe.section, recipe.widths), scale),
-        engine,
-        mesh,
-    )
+    return TrainState(model, build_recipe_optimizer(model, recipe), scale), engine, mesh
 
 
 def run_until(
@@ -336,7 +345,7 @@ def run_until(
             engine,
             engine.prepare(inputs, labels),
             lr=recipe.lr,
-            settings=StepSettings(mesh, recipe.batch_of(state.step), recipe.max_norm, early),
+            settings=StepSettings(mesh, recipe.max_norm, early),
         )
         if named:
             record.gradients.append(dict(gradients))

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from titanlite.models import FAMILIES, LLAMA3, Llama3Sizes
 from titanlite.models.mup import BaseWidths, MupConfig, width_scales
 from titanlite.models.spec import PARAMETER_ROLES, first_match
-from titanlite.optim import OptimizerConfig, ParameterGroupConfig, build_optimizer
+from titanlite.optim import MatrixFacts, OptimizerConfig, ParameterGroupConfig, build_optimizer
 from titanlite.parallelize.weight_init import INIT_STD, init_weights
 
 SIZES = Llama3Sizes(dim=64, n_layers=2, n_heads=8, n_kv_heads=4, hidden_dim=160, vocab_size=101)
@@ -29,7 +29,12 @@ def lr_factors(base: BaseWidths | None = BASE, changes=None, **section) -> dict[
     """(factor of the learning rate, weight decay) of each parameter."""
     model = LLAMA3.build(replace(SIZES, **(changes or {})))
     names = {parameter: name for name, parameter in model.named_parameters()}
-    optimizers = build_optimizer(model, OptimizerConfig(**section), scales(base, **(changes or {})))
+    optimizers = build_optimizer(
+        model,
+        OptimizerConfig(**section),
+        MatrixFacts(LLAMA3, SIZES),
+        widths=scales(base, **(changes or {})),
+    )
     return {
         names[parameter]: (group["lr_factor"], group["weight_decay"])
         for group in optimizers.param_groups
@@ -47,22 +52,24 @@ def test_every_parameter_of_every_family_has_a_known_role():
 
 
 @pytest.mark.parametrize(
-    ("name", "init", "adam", "sgd"),
+    ("name", "init", "adam", "sgd", "muon"),
     [  # Tensor Programs V, table 3, at 4 times the width; w2 reads 8 times as many channels
-        ("tok_embeddings.weight", 1, 1, 4),
-        ("layers.0.attention_norm.weight", 1, 1, 4),
-        ("layers.0.attention.wq.weight", 1 / 2, 1 / 4, 1),
-        ("layers.0.attention.wo.weight", 1 / 2, 1 / 4, 1),
-        ("layers.1.feed_forward.w1.weight", 1 / 2, 1 / 4, 2),
-        ("layers.1.feed_forward.w2.weight", 8**-0.5, 1 / 8, 1 / 2),
-        ("norm.weight", 1, 1, 4),
-        ("output.weight", 1 / 4, 1 / 4, 1 / 4),
+        ("tok_embeddings.weight", 1, 1, 4, 1),
+        ("layers.0.attention_norm.weight", 1, 1, 4, 1),
+        ("layers.0.attention.wq.weight", 1 / 2, 1 / 4, 1, 1 / 2),
+        ("layers.0.attention.wo.weight", 1 / 2, 1 / 4, 1, 1 / 2),
+        ("layers.1.feed_forward.w1.weight", 1 / 2, 1 / 4, 2, 1 / 2),
+        ("layers.1.feed_forward.w2.weight", 8**-0.5, 1 / 8, 1 / 2, 1 / 4),
+        ("norm.weight", 1, 1, 4, 1),
+        ("output.weight", 1 / 4, 1 / 4, 1 / 4, 1 / 4),
     ],
 )
-def test_each_role_has_the_scale_of_the_published_table(name, init, adam, sgd):
+def test_each_role_has_the_scale_of_the_published_table(name, init, adam, sgd, muon):
     assert scales()[name].init_factor == pytest.approx(init)
     assert lr_factors()[name][0] == pytest.approx(adam)
     assert lr_factors(name="SGD")[name][0] == pytest.approx(sgd)
+    assert lr_factors(name="Lion")[name][0] == pytest.approx(adam)
+    assert lr_factors(name="Muon")[name][0] == pytest.approx(muon)
 
 
 def test_initial_weights_have_the_scaled_deviation():
@@ -126,9 +133,9 @@ def test_absorbed_multipliers_equal_those_in_the_forward_pass(optimizer, qk_norm
     assert all(torch.all(gain.weight == 1) for gain in gains)  # as without muP
 
     section = {"name": optimizer, "weight_decay": 0.0, "eps": 1e-30}
-    ours = build_optimizer(model, OptimizerConfig(**section), widths)
+    ours = build_optimizer(model, OptimizerConfig(**section), widths=widths)
     plain = {name: replace(scale, multiplier=1.0) for name, scale in widths.items()}
-    theirs = build_optimizer(reference, OptimizerConfig(**section), plain)
+    theirs = build_optimizer(reference, OptimizerConfig(**section), widths=plain)
     tokens = torch.randint(101, (4, 17), generator=torch.Generator().manual_seed(0))
     for _ in range(3):
         logits = [m(tokens[:, :-1]) for m in (model, reference)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import runpy
+from dataclasses import replace
 
 import pytest
 
@@ -28,7 +29,7 @@ def check(*arguments: str, **options) -> CoordinateCheck:
 def use_rule(monkeypatch, rule) -> None:
     """Give AdamW another rule for muP."""
     adamw = OPTIMIZERS["AdamW"]
-    monkeypatch.setitem(OPTIMIZERS, "AdamW", lambda config: adamw(config)._replace(mup_rule=rule))
+    monkeypatch.setitem(OPTIMIZERS, "AdamW", lambda config: replace(adamw(config), mup_rule=rule))
 
 
 @pytest.mark.parametrize(
@@ -39,6 +40,9 @@ def use_rule(monkeypatch, rule) -> None:
         (["--model.qk_norm=true"], True),
         (SGD, False),
         ([*SGD, "--model.tied_embeddings=true"], True),
+        (["--optimizer.name=Lion", "--optimizer.lr=1e-3"], False),
+        (["--optimizer.name=Muon"], False),
+        (["--optimizer.name=Adafactor", "--optimizer.scale_parameter=false"], False),
     ],
 )
 def test_activations_are_flat_with_mup_and_grow_without_it(arguments, wider_heads):
@@ -65,6 +69,9 @@ def test_a_wrong_rule_for_the_learning_rate_is_found(wrong, monkeypatch):
 def test_an_optimizer_without_a_rule_is_refused(monkeypatch):
     with pytest.raises(ConfigError, match="Adam adds optimizer.weight_decay = 0.1"):
         measure_widths(check("--optimizer.name=Adam"), mup=True)
+    for settings in (["Muon", "--optimizer.muon_per_head=true"], ["Adafactor"], ["SOAP"]):
+        with pytest.raises(ConfigError, match=f"{settings[0]} with these settings"):
+            measure_widths(check("--optimizer.name", *settings), mup=True)
     use_rule(monkeypatch, None)
     with pytest.raises(
         ConfigError, match="no rule for the learning rate of optimizer.name = AdamW"

@@ -47,7 +47,7 @@ from titanlite.metrics import (
     no_sinks,
     open_sinks,
 )
-from titanlite.optim import OptimizerInBackward, build_optimizer, lr_factor
+from titanlite.optim import MatrixFacts, OptimizerInBackward, build_optimizer
 from titanlite.parallelize import ParallelLayout, ShardedModel, build_sharded_model
 from titanlite.parallelize.activation_checkpoint import plot_memory_budgets
 from titanlite.parallelize.compile import describe_compilation, prepare_compiler
@@ -168,10 +168,8 @@ def _open_run(job: Job, services: RunServices) -> Iterator[Run]:
             state=state,
             engine=engine,
             open_batches=partial(build_batches, job, stream, state, mesh, engine),
-            lr_at=partial(learning_rate_at, job),
-            step_settings=StepSettings(
-                mesh, job.global_batch, job.config.training.max_norm, in_backward
-            ),
+            peak_lr=job.config.optimizer.lr,
+            step_settings=StepSettings(mesh, job.config.training.max_norm, in_backward),
             actions=(),
             checkpointer=checkpointer,
             meter=meter,
@@ -275,7 +273,10 @@ def build_state(
     job: Job, model: ShardedModel, counters: Counters
 ) -> tuple[TrainState, OptimizerInBackward | None]:
     """The training state at step 0, and with early_step_in_backward the hooks that update it."""
-    optimizer = build_optimizer(model.model, job.config.optimizer, job.widths)
+    facts = MatrixFacts(job.spec, job.sizes, job.transforms.compute_dtype)
+    optimizer = build_optimizer(
+        model.model, job.config.optimizer, facts, job.rate_schedule, job.widths
+    )
     state = TrainState(model.model, optimizer, job.loss_scale, counters)
     if not job.config.optimizer.early_step_in_backward:
         return state, None
@@ -390,14 +391,10 @@ def build_batches(
         batch = engine.prepare(inputs, labels)
         return batch.pin_memory() if pin else batch
 
-    slices = rank_slices(state.position, job.global_batch, mesh.batch_rank, mesh.batch.size())
+    batches = job.batches.batches_from(state.counters.tokens)
+    slices = rank_slices(state.position, batches, mesh.batch_rank, mesh.batch.size())
     timeout = job.config.data.read_timeout_seconds
     return stream.prefetch(slices, timeout_seconds=timeout, prepare=prepare)
-
-
-def learning_rate_at(job: Job, step: int) -> float:
-    """Learning rate of the next step after `step` completed steps."""
-    return job.config.optimizer.lr * lr_factor(step, job.schedule_steps, job.config.lr_scheduler)
 
 
 def build_periodic_actions(

@@ -26,6 +26,14 @@ def gradient_update(scale: WidthScale) -> float:
     return scale.multiplier**2 * scale.fan_out / scale.fan_in
 
 
+def orthogonal_update(scale: WidthScale) -> float:
+    """Muon's: singular values of about the root of the larger side, so that elements are as Adam's.
+
+    Every direction is updated, not only a few as by Adam, so a wide matrix needs less reduction.
+    """
+    return scale.multiplier * (scale.fan_out / scale.fan_in / scale.larger_fan) ** 0.5
+
+
 def check_mup_optimizers(
     rules: Mapping[str, MupRule | None], weight_decay: float, max_norm: float
 ) -> Iterator[ConfigError]:
@@ -37,8 +45,10 @@ def check_mup_optimizers(
     for name, rule in rules.items():
         if rule is None:
             yield ConfigError(
-                f"mup.base: muP has no rule for the learning rate of optimizer.name = {name}.",
-                fix="Use AdamW, or remove mup.base.",
+                f"mup.base: muP has no rule for the learning rate of optimizer.name = {name} with"
+                " these settings.",
+                fix="Use AdamW, or remove mup.base; Muon needs muon_per_head = false, and Adafactor"
+                " scale_parameter = false.",
                 keys=("mup.base", "optimizer.name", "optimizer.groups"),
             )
     if "Adam" in rules and weight_decay:

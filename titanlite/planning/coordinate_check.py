@@ -22,7 +22,7 @@ from titanlite.job import Job
 from titanlite.job.checks import check_mup
 from titanlite.models import ModelSizes, ModelSpec
 from titanlite.models.mup import BaseWidths, MupConfig, base_sizes, width_scales
-from titanlite.optim import build_optimizer
+from titanlite.optim import MatrixFacts, build_optimizer
 from titanlite.parallelize.weight_init import init_weights
 from titanlite.settings import raise_together
 
@@ -121,7 +121,8 @@ def _train(
     widths = width_scales(MupConfig(base), job.spec, sizes)
     model = job.spec.build(sizes)
     init_weights(model, job.spec.init_roles, sizes.n_layers, seed, widths)
-    optimizer = build_optimizer(model, job.config.optimizer, widths)
+    facts = MatrixFacts(job.spec, sizes)
+    optimizer = build_optimizer(model, job.config.optimizer, facts, widths=widths)
     optimizer.set_lr(job.config.optimizer.lr)
     tokens, labels = small_batch(sizes.vocab_size, seed)
     before = _outputs(model, job.spec, tokens)

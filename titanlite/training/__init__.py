@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 from titanlite.training.batch import Batch
+from titanlite.training.batch_schedule import (
+    BatchSchedule,
+    build_batch_schedule,
+    check_batch_size,
+)
 from titanlite.training.config import TrainingConfig
 from titanlite.training.engine import Engine, build_engine
 from titanlite.training.loop import train
@@ -14,6 +19,7 @@ from titanlite.training.validation import ValidationConfig, validate, validation
 
 __all__ = [
     "Batch",
+    "BatchSchedule",
     "Counters",
     "Engine",
     "PeriodicAction",
@@ -24,7 +30,9 @@ __all__ = [
     "TrainState",
     "TrainingConfig",
     "ValidationConfig",
+    "build_batch_schedule",
     "build_engine",
+    "check_batch_size",
     "take_step",
     "train",
     "validate",
