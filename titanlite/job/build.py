@@ -254,6 +254,7 @@ def build_model(job: Job, mesh: Mesh, rank: RankContext) -> ShardedModel:
         dataclasses.replace(job.transforms, attention_kernel=kernel),
         device,
         seed=config.debug.seed,
+        widths=job.widths,
     )
     if config.model.print_after_conversion:
         logger.info("%s", model.model)
@@ -278,7 +279,9 @@ def build_state(
 ) -> tuple[TrainState, OptimizerInBackward | None]:
     """The training state at step 0, and with early_step_in_backward the hooks that update it."""
     facts = MatrixFacts(job.spec, job.sizes, job.transforms.compute_dtype)
-    optimizer = build_optimizer(model.model, job.config.optimizer, facts, job.rate_schedule)
+    optimizer = build_optimizer(
+        model.model, job.config.optimizer, facts, job.rate_schedule, job.widths
+    )
     # Under CPU offload the parameters are in host memory, and so is the decision to update them.
     device = next(model.model.parameters()).device
     judge = StepJudge(job.config.guard, device, mesh.tp) if job.config.guard.enabled else None
