@@ -41,7 +41,13 @@ def read_valid(run_toml, *argv, ranks=1):
 
 FLOAT8 = "--quantize.linear.float8."
 TENSORWISE = [f"{FLOAT8}recipe_name", "tensorwise"]
+SHORT_SCHEDULE = [  # in tokens; the run consumes 768
+    *("--lr_scheduler.warmup_steps", "none", "--lr_scheduler.warmup_tokens", "0"),
+    *("--lr_scheduler.total_tokens", "500"),
+]
 PIPELINE = ["--parallelism.pipeline_parallel_degree", "2"]
+MUP_BASE = ["--mup.base.dim", "32", "--mup.base.n_heads", "2", "--mup.base.hidden_dim", "64"]
+KV_HEADS = ["--mup.base.n_kv_heads", "1"]
 IN_BACKWARD = ["--optimizer.early_step_in_backward", "true", "--training.max_norm", "0"]
 
 
@@ -121,6 +127,12 @@ IN_BACKWARD = ["--optimizer.early_step_in_backward", "true", "--training.max_nor
         ([*IN_BACKWARD], 2, "accumulate over 2 micro-batches"),
         (["--profiling.enable_memory_snapshot", "true"], 1, "of GPUs only"),
         (["--training.global_batch_size", "9"], 2, "Use 8 or 12"),
+        (["--training.batch_size_ramp", "0:2 10K:8"], 2, "its sizes 2 are not multiples of"),
+        (
+            ["--training.batch_size_ramp", "2 +2 over 1K", *SHORT_SCHEDULE],
+            1,
+            "0 after lr_scheduler.total_tokens = 500",
+        ),
         (["--training.local_batch_size", "3"], 1, "Use 6 or 9"),
         (["--model.n_kv_heads", "3"], 1, "does not divide model.n_heads"),
         (["--model.dim", "34"], 1, "not a multiple of model.n_heads"),
@@ -139,7 +151,12 @@ IN_BACKWARD = ["--optimizer.early_step_in_backward", "true", "--training.max_nor
             "nothing is loaded",
         ),
         (["--checkpoint.folder", "nosuch://bucket/run"], 1, "checkpoint.folder: nosuch://bucket"),
-        (["--checkpoint.allow_changes", "debug.sed"], 1, "Use model, optimizer.name"),
+        (["--checkpoint.allow_changes", "debug.sed"], 1, "Use model, mup.base, optimizer.name"),
+        (["--mup.base.dim", "64"], 1, "n_heads: is missing, and has no default"),
+        ([*MUP_BASE, "--mup.base.n_kv_heads", "3"], 1, "mup.base.n_kv_heads = 3: does not divide"),
+        (MUP_BASE, 1, "n_kv_heads is missing"),
+        ([*MUP_BASE, *KV_HEADS, "--optimizer.name", "SGD"], 1, "training.max_norm = 1 scales down"),
+        ([*MUP_BASE, *KV_HEADS, "--optimizer.name", "Adam"], 1, "Adam adds optimizer.weight_decay"),
         (["--checkpoint.exclude_from_loading", "lr_scheduler"], 1, "is a function of the step"),
         (["--checkpoint.export_dtype", "bfloat16"], 1, "a model-only or Hugging Face last save"),
         (["--checkpoint.initial_load_in_hf", "true"], 1, "initial_load_path is not set"),
@@ -572,10 +589,18 @@ def test_independent_errors_are_all_reported(run_toml):
 
 
 def test_the_effective_configuration_loads_as_the_same_job(run_toml, tmp_path):
-    job = read_valid(run_toml, "--optimizer.lr", "1e-3")
+    job = read_valid(run_toml, "--optimizer.lr", "1e-3", *MUP_BASE, *KV_HEADS)
     written = tmp_path / "written.toml"
     written.write_text(job.as_toml())
     assert read_valid(written).as_toml() == job.as_toml()
+
+
+def test_the_base_model_of_mup_is_a_property_of_the_job(run_toml):
+    job = read_valid(run_toml, *MUP_BASE, *KV_HEADS)
+    base = {"dim": 32, "n_heads": 2, "hidden_dim": 64, "n_kv_heads": 1, "head_dim": None}
+    assert job.facts(open_stream(job))["mup.base"] == base
+    assert "tuned at dim 32; width x" in job.summary(torch.device("cpu"), None)
+    assert read_valid(run_toml).facts(open_stream(job))["mup.base"] is None
 
 
 def test_global_batch_size_minus_1_follows_the_layout_and_is_checked_on_resume(run_toml):
@@ -587,6 +612,24 @@ def test_global_batch_size_minus_1_follows_the_layout_and_is_checked_on_resume(r
     explicit = read_valid(run_toml, ranks=2)
     assert explicit.global_batch == 8
     assert "training.global_batch_size" not in explicit.facts_to_check(stream)
+    ramp = ("--training.batch_size_ramp", "0:2 1K:8")
+    saved = read_valid(run_toml, *ramp).facts(stream)
+    assert saved["training.batch_size_ramp"] == "0:2 1K:8"
+    assert derived.facts_to_check(stream)["training.batch_size_ramp"] is None  # so it is refused
+    assert "training.batch_size_ramp" not in explicit.facts_to_check(stream)
+
+
+def test_the_start_shows_the_ramp_and_the_tokens_of_the_run(run_toml):
+    job = read_valid(run_toml, "--training.batch_size_ramp", "2 +2 over 1K")
+    summary = job.summary(torch.device("cpu"), None)
+    assert "2 to 8 sequences in 4 sizes over 1,000 tokens" in summary
+    # four steps of 2 sequences of 48 tokens, up to token 334, then two of 4
+    assert "length     6 steps, 768 tokens" in summary
+    (warning,) = job.warnings
+    assert "is longer than training.steps = 6; the last batch has 4 sequences" in warning
+    plain = read_valid(run_toml)
+    assert "length     6 steps, 2,304 tokens" in plain.summary(torch.device("cpu"), None)
+    assert not plain.warnings
 
 
 def test_no_moved_key_is_a_current_key():

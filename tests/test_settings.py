@@ -101,6 +101,7 @@ def problems_of(**train) -> list[str]:
         ("degree", 2, "Splitting is not available in this version. Use 1"),
         ("on", 1, "must be true or false"),
         ("text", 3, "must be a string"),
+        ("text", 10**30, "must be a string"),
         ("stepz", 3, "Did you mean train.steps"),
         ("config_file", "a", "Did you mean job.config_file"),  # the same name in another section
     ],
@@ -185,7 +186,17 @@ def test_a_config_file_that_cannot_be_read_is_the_only_problem_reported(tmp_path
     assert "Use --job.config_file nowhere.toml" in problem
     (tmp_path / "run.toml").write_text("a =")
     (problem,) = load_problems(["--job.config_file", str(tmp_path / "run.toml")])
-    assert "not valid TOML" in problem
+    assert problem.startswith("job.config_file = ") and "not valid TOML" in problem
+
+
+def test_an_error_in_an_included_file_names_both_files(tmp_path):
+    top, base = tmp_path / "top.toml", tmp_path / "base.toml"
+    top.write_text('include = ["base.toml"]')
+    for content, reason in ((None, "cannot be read (No such file"), ("a =", "not valid TOML")):
+        if content is not None:
+            base.write_text(content)
+        (problem,) = load_problems(["--job.config_file", str(top)])
+        assert problem.startswith(f'include = "{base}" ({top}): {reason}')
 
 
 def test_a_list_of_tables_can_be_given_on_the_command_line():

@@ -1,4 +1,4 @@
-"""Learning-rate schedule, weight decay, optimizers and clipping follow the configuration."""
+"""Weight decay, optimizers and clipping follow the configuration."""
 
 from __future__ import annotations
 
@@ -10,73 +10,16 @@ from torch import nn
 
 from titanlite.models import FAMILIES
 from titanlite.optim import (
-    LR_DECAYS,
     OPTIMIZERS,
     LRSchedulerConfig,
     OptimizerConfig,
     OptimizerRecipe,
     ParameterGroupConfig,
     build_optimizer,
-    check_lr_scheduler_config,
     check_optimizer_config,
     clip_gradients,
-    lr_factor,
-    schedule_warning,
 )
 from titanlite.settings import build_dataclass
-
-
-def lr_factors(steps=100, **section):
-    config = LRSchedulerConfig(**section)
-    return [lr_factor(step, steps, config) for step in range(steps)]
-
-
-def test_warmup_rises_to_the_peak_and_never_starts_at_zero():
-    factors = lr_factors(warmup_steps=10)
-    assert factors[0] == pytest.approx(0.1) and factors[9] == 1.0
-    assert factors[:10] == sorted(factors[:10])
-
-
-def test_the_decay_takes_the_last_decay_ratio_of_the_steps():
-    factors = lr_factors(warmup_steps=10, decay_ratio=0.2)
-    assert all(factor == 1.0 for factor in factors[10:81]) and factors[81] < 1.0
-    assert 0 < factors[-1] < 0.1
-
-
-def test_without_a_ratio_the_decay_begins_after_the_warmup():
-    factors = lr_factors(warmup_steps=10)
-    assert factors[10] == 1.0 and factors[11] < 1.0
-
-
-@pytest.mark.parametrize(
-    "kind, half", [("linear", 0.5), ("cosine", 0.5), ("sqrt", 1 - math.sqrt(0.5))]
-)
-def test_each_decay_has_its_shape_and_ends_at_the_minimum(kind, half):
-    config = {"warmup_steps": 0, "decay_type": kind}
-    assert lr_factor(50, 100, LRSchedulerConfig(**config)) == pytest.approx(half)
-    low = LRSchedulerConfig(**config, min_lr_factor=0.1)
-    assert lr_factor(100, 100, low) == pytest.approx(0.1)
-    assert lr_factor(500, 100, low) == pytest.approx(0.1)  # constant after the schedule
-
-
-def test_a_warmup_longer_than_the_run_still_ends_at_the_peak():
-    """torchtitan limits it too; without the limit, 100 steps ended at half of the peak."""
-    factors = lr_factors(steps=100, warmup_steps=200)
-    assert factors[0] == pytest.approx(0.01) and factors[-1] == 1.0
-    assert "warmup_steps = 200 is more than all 100" in schedule_warning(LRSchedulerConfig(), 100)
-    assert not schedule_warning(LRSchedulerConfig(), 200)
-
-
-def test_a_run_longer_than_the_schedule_is_refused_only_if_its_learning_rate_is_0():
-    def problems(**section):
-        return [
-            *check_lr_scheduler_config(LRSchedulerConfig(warmup_steps=10, **section), steps=150)
-        ]
-
-    assert problems(total_steps=100) and not problems() and not problems(total_steps=200)
-    assert not problems(total_steps=100, min_lr_factor=0.1)
-    assert not problems(total_steps=100, decay_ratio=0.0)  # the learning rate is constant
-    assert lr_factor(149, 100, LRSchedulerConfig(warmup_steps=10, decay_ratio=0.0)) == 1.0
 
 
 def test_norms_and_biases_have_no_weight_decay():
@@ -228,13 +171,6 @@ def test_bfloat16_moments_that_would_not_change_are_refused(section, key):
     assert not list(check_optimizer_config(config, "float32"))
 
 
-def test_a_new_lr_decay_is_one_line(monkeypatch):
-    monkeypatch.setitem(LR_DECAYS, "square", lambda progress: (1.0 - progress) ** 2)
-    config, errors = build_dataclass(LRSchedulerConfig, {"warmup_steps": 0, "decay_type": "square"})
-    assert not errors
-    assert lr_factor(50, 100, config) == pytest.approx(0.25)
-
-
 @pytest.mark.parametrize(
     ("schema", "key", "allowed"),
     [
@@ -245,6 +181,7 @@ def test_a_new_lr_decay_is_one_line(monkeypatch):
             ' Did you mean "SGD"?',
         ),
         (LRSchedulerConfig, "decay_type", '"linear" | "sqrt" | "cosine".'),
+        (LRSchedulerConfig, "weight_decay_type", '"constant" | "linear" | "sqrt" | "cosine".'),
     ],
 )
 def test_an_unknown_name_is_refused_with_the_known_ones(schema, key, allowed):

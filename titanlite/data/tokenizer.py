@@ -169,7 +169,7 @@ class RanksTokenizer(Tokenizer):
             raise _not_installed_error(name, "tiktoken") from missing
         self.name, self.files = name, {"tokenizer.model": content}
         ranks = parse_ranks(name, content)
-        names = _llama3_specials() if len(ranks) == _LLAMA3_RANKS else [BEGIN, END]
+        names = special_token_names(len(ranks))
         specials = {special: len(ranks) + number for number, special in enumerate(names)}
         self._encoding = tiktoken.Encoding(
             "ranks", pat_str=SPLIT_PATTERN, mergeable_ranks=ranks, special_tokens=specials
@@ -200,6 +200,11 @@ def _split_long_spaces(text: str) -> Iterator[str]:
     yield text[start:]
 
 
+def special_token_names(ranks: int) -> list[str]:
+    """The special tokens that follow `ranks` tiktoken ranks: BOS and EOS, or Llama 3's 256."""
+    return _llama3_specials() if ranks == _LLAMA3_RANKS else [BEGIN, END]
+
+
 def _llama3_specials() -> list[str]:
     """The names of Llama 3's 256 special tokens, as published with its weights."""
     reserved = [f"<|reserved_special_token_{i}|>" for i in range(_LLAMA3_SPECIALS - 5)]
@@ -218,6 +223,9 @@ class HuggingFaceTokenizer(Tokenizer):
         self.name, self.files = name, {"tokenizer.json": content}
         # a file may enable truncation and padding, which would change documents
         table = {**_parse_tokenizer_json(name, content), "truncation": None, "padding": None}
+        for token in table.get("added_tokens") or []:
+            if token.get("content") in (*_BOS_NAMES, *_EOS_NAMES):
+                token["special"] = True  # otherwise the library would find it in ordinary text
         definition = json.dumps(table, sort_keys=True)
         with _library_errors(name, "the tokenizers library cannot read it"):
             self._tokenizer = tokenizers.Tokenizer.from_str(definition)
@@ -247,7 +255,15 @@ class HuggingFaceTokenizer(Tokenizer):
 
     def _encode(self, text: str) -> list[int]:
         with _library_errors(self.name, f"cannot encode a text of {len(text):,} characters"):
-            return self._tokenizer.encode(text, add_special_tokens=False).ids
+            ids = self._tokenizer.encode(text, add_special_tokens=False).ids
+        for id in {self.bos_id, self.eos_id}:
+            if id in ids:  # a Unigram model finds special tokens in text; another's unk may be EOS
+                token = self.special_token_name(id)
+                raise DataError(
+                    f'tokenizer "{self.name}": encodes ordinary text as the special token {token}.',
+                    fix=f"Remove {token} from the text if it is there, or use another tokenizer.",
+                )
+        return ids
 
     def _decode(self, ids: list[int]) -> str:
         with _library_errors(self.name, f"cannot decode {len(ids):,} ids"):

@@ -2,7 +2,7 @@
 
 Values are sent as JSON in byte tensors, never as pickles, so a rank executes nothing it receives.
 The byte tensors are in host memory, so they use gloo even where NCCL exists. They pass along a tree
-of ranks, so that no rank sends or waits in proportion to the number of ranks.
+of ranks, so that the waiting time grows with the logarithm of the number of ranks.
 """
 
 from __future__ import annotations
@@ -36,6 +36,13 @@ def all_reduce_max(mesh: DeviceMesh, value: Tensor) -> Tensor:
     """Take the element-wise maximum of `value` over a one-dimensional mesh, in place."""
     if mesh.size() > 1:
         dist.all_reduce(value, dist.ReduceOp.MAX, group=mesh.get_group())
+    return value
+
+
+def all_reduce_min(mesh: DeviceMesh, value: Tensor) -> Tensor:
+    """Take the element-wise minimum of `value` over a one-dimensional mesh, in place."""
+    if mesh.size() > 1:
+        dist.all_reduce(value, dist.ReduceOp.MIN, group=mesh.get_group())
     return value
 
 

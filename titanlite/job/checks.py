@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 
 import torch
@@ -17,22 +18,35 @@ from titanlite.kernels.backend import CPU_KERNELS, check_attention_config
 from titanlite.kernels.gpu import Gpu, find_gpu
 from titanlite.metrics import check_metrics_config, check_profiling_config
 from titanlite.models import FAMILIES, ModelSizes, ModelSpec, first_match
+from titanlite.models.mup import check_mup_base
 from titanlite.optim import (
     LossScaleConfig,
+    Progress,
+    RateSchedule,
+    RunLength,
+    build_rate_schedule,
     check_lr_scheduler_config,
     check_optimizer_config,
     check_optimizer_device,
+    check_schedule_end,
     moment_format,
     whole_matrix_optimizers,
 )
 from titanlite.optim.adam import StateDtype
+from titanlite.optim.build import recipe_of
+from titanlite.optim.mup import check_mup_optimizers
 from titanlite.parallelize.activation_checkpoint import check_activation_checkpoint
 from titanlite.parallelize.compile import check_compile_config, check_compiler
 from titanlite.parallelize.context import check_context_parallel
 from titanlite.parallelize.float8 import check_float8, check_float8_device
 from titanlite.parallelize.pipeline_plan import PipelinePlan, plan_pipeline
 from titanlite.parallelize.tensor import check_tensor_parallel, weight_shard_size
-from titanlite.training import TrainingConfig
+from titanlite.training import (
+    BatchSchedule,
+    build_batch_schedule,
+    check_batch_size,
+    check_guard_config,
+)
 
 
 def check_config(config: JobConfig, ranks: int) -> Iterator[UserError]:
@@ -43,6 +57,7 @@ def check_config(config: JobConfig, ranks: int) -> Iterator[UserError]:
         spec = FAMILIES[config.model.name]
         sizes = spec.sizes_of(config.model)
         yield from spec.check_sizes(sizes)
+        yield from check_mup(config, spec, sizes)
         if config.checkpoint.last_save_in_hf:
             yield from _check_export(spec, sizes)
         if config.optimizer.muon_per_head and not spec.head_projections:
@@ -60,11 +75,12 @@ def check_config(config: JobConfig, ranks: int) -> Iterator[UserError]:
         yield error
     try:
         degrees = resolve_degrees(config.parallelism, ranks)
-        yield from _check_batch_size(config.training, degrees)
+        yield from check_batch_size(config.training, degrees.data)
         yield from check_attention_config(config.attention, degrees.context, config.data.tokenizer)
         yield from _check_update_options(config, degrees)
     except ConfigError as error:
         yield error
+    yield from _check_schedule_end(config, degrees)
     if sizes and degrees:
         yield from _check_sequence_lengths(config, sizes, degrees)
         yield from _check_float8_sizes(config, sizes, degrees)
@@ -97,8 +113,39 @@ def _check_sections(config: JobConfig) -> Iterator[UserError]:
     yield from check_metrics_config(config.metrics)
     yield from check_profiling_config(config.profiling)
     yield from check_optimizer_config(config.optimizer, config.training.dtype)
-    yield from check_lr_scheduler_config(config.lr_scheduler, config.training.steps)
+    yield from check_guard_config(config.guard, config.optimizer.early_step_in_backward)
+    if config.guard.rolls_back:
+        yield from _check_rollback(config)
+    group_settings = [group.schedule_overrides() for group in config.optimizer.groups]
+    yield from check_lr_scheduler_config(config.lr_scheduler, group_settings)
     yield from _check_precision(config)
+
+
+def _check_rollback(config: JobConfig) -> Iterator[ConfigError]:
+    """Reject settings under which no checkpoint would be old enough."""
+    checkpoint, guard = config.checkpoint, config.guard
+    key = f"guard.{'spike' if guard.spike == 'rollback' else 'nonfinite'}"
+    if not checkpoint.saves:
+        name, value = ("load_only", "true") if checkpoint.enable else ("enable", "false")
+        yield ConfigError(
+            f'{key} = "rollback": checkpoint.{name} = {value}, so there would be nothing to roll'
+            " back to.",
+            fix=f'Set checkpoint.enable = true and load_only = false, or {key} = "skip".',
+            keys=(key, f"checkpoint.{name}"),
+        )
+        return
+    # The trouble of the last try may be as many steps after the first one as its window is long.
+    needed, kept = 2 * guard.rollback.longest_steps, checkpoint.keep_latest_k
+    reach = (kept - 1) * checkpoint.interval
+    if kept and reach < needed:
+        yield ConfigError(
+            f'{key} = "rollback": the last of guard.rollback_tries = {guard.rollback_tries} may go'
+            f" back {needed} steps, but checkpoint.keep_latest_k = {kept} with"
+            f" checkpoint.interval = {checkpoint.interval} reaches back {reach} steps.",
+            fix=f"Set checkpoint.keep_latest_k = {1 + -(-needed // checkpoint.interval)} or more,"
+            " or use a smaller guard.rollback_steps or guard.rollback_tries.",
+            keys=(key, "checkpoint.keep_latest_k", "guard.rollback_tries"),
+        )
 
 
 def _check_sequence_lengths(
@@ -179,6 +226,18 @@ def _check_quantisation_blocks(
             return
 
 
+def check_mup(config: JobConfig, spec: ModelSpec, sizes: ModelSizes) -> Iterator[ConfigError]:
+    """Reject a base model or an optimizer that muP has no rule for."""
+    if config.mup.base is None:
+        return
+    yield from check_mup_base(config.mup, spec, sizes)
+    optimizer = config.optimizer
+    names = [optimizer.name, *(group.name for group in optimizer.groups if group.name)]
+    rules = {name: recipe_of(dataclasses.replace(optimizer, name=name)).mup_rule for name in names}
+    decays = [optimizer.weight_decay, *(group.weight_decay or 0.0 for group in optimizer.groups)]
+    yield from check_mup_optimizers(rules, max(decays), config.training.max_norm)
+
+
 def _check_export(spec: ModelSpec, sizes: ModelSizes) -> Iterator[ConfigError]:
     """Reject a model that could not be exported at the end of the run."""
     try:
@@ -210,18 +269,25 @@ def _check_precision(config: JobConfig) -> Iterator[ConfigError]:
         )
 
 
-def _check_batch_size(training: TrainingConfig, degrees: Degrees) -> Iterator[ConfigError]:
-    """Reject a global batch that the data-parallel ranks cannot divide into local batches."""
-    size, local, data = training.global_batch_size, training.local_batch_size, degrees.data
-    unit = local * data
-    if size != -1 and size % unit:
-        nearest = " or ".join(str(n) for n in (size - size % unit, size + -size % unit) if n)
-        yield ConfigError(
-            f"training.global_batch_size = {size}: is not a multiple of local_batch_size {local}"
-            f" x {data} data-parallel ranks = {unit}.",
-            fix=f"Use {nearest}, or another local_batch_size.",
-            keys=("training.global_batch_size", "training.local_batch_size"),
-        )
+def plan_rate_schedule(config: JobConfig, batches: BatchSchedule) -> RateSchedule:
+    """The schedule of the learning rate and the weight decay."""
+    steps = config.training.steps
+    return build_rate_schedule(config.lr_scheduler, RunLength(steps, batches.tokens_after(steps)))
+
+
+def _check_schedule_end(config: JobConfig, degrees: Degrees | None) -> Iterator[ConfigError]:
+    """Reject a run whose last steps have learning rate 0."""
+    if degrees is None and config.lr_scheduler.in_tokens:  # the batch may depend on the layout
+        return
+    steps = config.training.steps
+    try:
+        global_batch = resolve_global_batch(config, degrees or Degrees())
+        batches = build_batch_schedule(config.training, global_batch)
+    except ConfigError:  # reported by check_batch_size
+        return
+    tokens = batches.tokens_after(steps - 1)
+    last = Progress(steps - 1, tokens, batches.batch_at(tokens) * batches.seq_len)
+    yield from check_schedule_end(plan_rate_schedule(config, batches), steps, last)
 
 
 def _check_update_options(config: JobConfig, degrees: Degrees) -> Iterator[ConfigError]:
@@ -416,7 +482,7 @@ def plan_job_pipeline(
 
 
 def resolve_global_batch(config: JobConfig, degrees: Degrees) -> int:
-    """Samples of one optimizer step, over all ranks."""
+    """Samples of one optimizer step, over all ranks, after the ramp."""
     training = config.training
     if training.global_batch_size == -1:
         return training.local_batch_size * degrees.data

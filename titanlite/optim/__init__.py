@@ -1,4 +1,4 @@
-"""Optimizers, learning-rate schedule, gradient clipping and loss scale."""
+"""Optimizers, schedules, gradient clipping and loss scale."""
 
 from __future__ import annotations
 
@@ -24,9 +24,12 @@ from titanlite.optim.loss_scale import LossScale, LossScaleConfig
 from titanlite.optim.lr_schedule import (
     LR_DECAYS,
     LRSchedulerConfig,
+    Progress,
+    RateSchedule,
+    RunLength,
+    build_rate_schedule,
     check_lr_scheduler_config,
-    lr_factor,
-    schedule_warning,
+    check_schedule_end,
 )
 from titanlite.optim.optimizer_set import ConditionalOptimizer, OptimizerSet
 from titanlite.optim.recipe import OptimizerRecipe
@@ -44,16 +47,19 @@ __all__ = [
     "OptimizerRecipe",
     "OptimizerSet",
     "ParameterGroupConfig",
+    "Progress",
+    "RateSchedule",
+    "RunLength",
     "build_optimizer",
+    "build_rate_schedule",
     "check_lr_scheduler_config",
     "check_optimizer_config",
     "check_optimizer_device",
+    "check_schedule_end",
     "clip_gradients",
-    "lr_factor",
     "moment_bytes",
     "moment_format",
     "optimizer_state_bytes",
-    "schedule_warning",
     "settings_of",
     "shard_norms",
     "whole_matrix_bytes",

@@ -9,7 +9,12 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-LR_FACTOR = "lr_factor"  # key in a parameter group; multiplies the learning rate of the schedule
+from titanlite.optim.lr_schedule import UNSCHEDULED, Progress, RateSchedule
+
+# Keys of a parameter group, beside torch's own
+LR_FACTOR = "lr_factor"  # multiplies the learning rate of the schedule
+INITIAL_WEIGHT_DECAY = "initial_weight_decay"  # multiplied by the factor of the schedule
+SCHEDULE = "schedule"  # its RateSchedule
 
 
 @runtime_checkable
@@ -40,8 +45,11 @@ class OverlappingOptimizer(Protocol):
 class OptimizerSet:
     """The optimizers of a model; iterating yields them."""
 
-    def __init__(self, optimizers: Sequence[torch.optim.Optimizer]):
-        self._optimizers = tuple(optimizers)
+    def __init__(
+        self, optimizers: Sequence[torch.optim.Optimizer], schedule: RateSchedule = UNSCHEDULED
+    ):
+        """`schedule`: that of the groups without settings of their own."""
+        self._optimizers, self._schedule = tuple(optimizers), schedule
 
     def __iter__(self) -> Iterator[torch.optim.Optimizer]:
         return iter(self._optimizers)
@@ -61,6 +69,18 @@ class OptimizerSet:
         """Set the learning rate of the next step: in each group, times the group's factor."""
         for group in self.param_groups:
             group["lr"] = lr * group[LR_FACTOR]
+
+    def follow_schedule(self, peak_lr: float, progress: Progress) -> float:
+        """Set the learning rate and the weight decay of a step in each group.
+
+        Returns the learning rate of groups without settings of their own.
+        """
+        for group in self.param_groups:
+            schedule: RateSchedule = group[SCHEDULE]
+            group["lr"] = peak_lr * schedule.lr_factor(progress) * group[LR_FACTOR]
+            decay_factor = schedule.weight_decay_factor(progress)
+            group["weight_decay"] = group[INITIAL_WEIGHT_DECAY] * decay_factor
+        return peak_lr * self._schedule.lr_factor(progress)
 
     def step(self) -> None:
         """Update every parameter that has a gradient."""

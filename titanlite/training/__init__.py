@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 from titanlite.training.batch import Batch
+from titanlite.training.batch_schedule import (
+    BatchSchedule,
+    build_batch_schedule,
+    check_batch_size,
+)
 from titanlite.training.config import TrainingConfig
 from titanlite.training.engine import Engine, build_engine
+from titanlite.training.guard import GuardConfig, StepJudge, check_guard_config
 from titanlite.training.loop import train
 from titanlite.training.periodic import PeriodicAction, StepInfo
+from titanlite.training.rewind import Rewinder
 from titanlite.training.run import Run
 from titanlite.training.state import Counters, TrainState
 from titanlite.training.step import StepResult, StepSettings, take_step
@@ -14,17 +21,24 @@ from titanlite.training.validation import ValidationConfig, validate, validation
 
 __all__ = [
     "Batch",
+    "BatchSchedule",
     "Counters",
     "Engine",
+    "GuardConfig",
     "PeriodicAction",
+    "Rewinder",
     "Run",
     "StepInfo",
+    "StepJudge",
     "StepResult",
     "StepSettings",
     "TrainState",
     "TrainingConfig",
     "ValidationConfig",
+    "build_batch_schedule",
     "build_engine",
+    "check_batch_size",
+    "check_guard_config",
     "take_step",
     "train",
     "validate",
