@@ -27,6 +27,7 @@ from titanlite.data.stream import (
 )
 from titanlite.data.token_source import CorpusChecks, SourceOpener, SourceRecord, TokenSource
 from titanlite.data.tokenizer import Tokenizer, open_tokenizer
+from titanlite.data.windows import PositionWindow, next_start, window_lr_factor
 
 __all__ = [
     "FORMATS",
@@ -36,6 +37,7 @@ __all__ = [
     "CorpusManifest",
     "DataConfig",
     "MixtureQuotas",
+    "PositionWindow",
     "SampleOrder",
     "SampleStream",
     "ShardWriter",
@@ -46,6 +48,7 @@ __all__ = [
     "Tokenizer",
     "ValidationSet",
     "check_bos",
+    "next_start",
     "open_corpus",
     "open_sample_stream",
     "open_token_source",
@@ -53,4 +56,5 @@ __all__ = [
     "open_validation",
     "rank_slices",
     "verify_corpus",
+    "window_lr_factor",
 ]

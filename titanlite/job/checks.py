@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 
 import torch
@@ -17,6 +18,7 @@ from titanlite.kernels.backend import CPU_KERNELS, check_attention_config
 from titanlite.kernels.gpu import Gpu, find_gpu
 from titanlite.metrics import check_metrics_config, check_profiling_config
 from titanlite.models import FAMILIES, ModelSizes, ModelSpec, first_match
+from titanlite.models.mup import check_mup_base
 from titanlite.optim import (
     LossScaleConfig,
     Progress,
@@ -31,6 +33,8 @@ from titanlite.optim import (
     whole_matrix_optimizers,
 )
 from titanlite.optim.adam import StateDtype
+from titanlite.optim.build import recipe_of
+from titanlite.optim.mup import check_mup_optimizers
 from titanlite.parallelize.activation_checkpoint import check_activation_checkpoint
 from titanlite.parallelize.compile import check_compile_config, check_compiler
 from titanlite.parallelize.context import check_context_parallel
@@ -53,6 +57,7 @@ def check_config(config: JobConfig, ranks: int) -> Iterator[UserError]:
         spec = FAMILIES[config.model.name]
         sizes = spec.sizes_of(config.model)
         yield from spec.check_sizes(sizes)
+        yield from check_mup(config, spec, sizes)
         if config.checkpoint.last_save_in_hf:
             yield from _check_export(spec, sizes)
         if config.optimizer.muon_per_head and not spec.head_projections:
@@ -109,9 +114,38 @@ def _check_sections(config: JobConfig) -> Iterator[UserError]:
     yield from check_profiling_config(config.profiling)
     yield from check_optimizer_config(config.optimizer, config.training.dtype)
     yield from check_guard_config(config.guard, config.optimizer.early_step_in_backward)
+    if config.guard.rolls_back:
+        yield from _check_rollback(config)
     group_settings = [group.schedule_overrides() for group in config.optimizer.groups]
     yield from check_lr_scheduler_config(config.lr_scheduler, group_settings)
     yield from _check_precision(config)
+
+
+def _check_rollback(config: JobConfig) -> Iterator[ConfigError]:
+    """Reject settings under which no checkpoint would be old enough."""
+    checkpoint, guard = config.checkpoint, config.guard
+    key = f"guard.{'spike' if guard.spike == 'rollback' else 'nonfinite'}"
+    if not checkpoint.saves:
+        name, value = ("load_only", "true") if checkpoint.enable else ("enable", "false")
+        yield ConfigError(
+            f'{key} = "rollback": checkpoint.{name} = {value}, so there would be nothing to roll'
+            " back to.",
+            fix=f'Set checkpoint.enable = true and load_only = false, or {key} = "skip".',
+            keys=(key, f"checkpoint.{name}"),
+        )
+        return
+    # The trouble of the last try may be as many steps after the first one as its window is long.
+    needed, kept = 2 * guard.rollback.longest_steps, checkpoint.keep_latest_k
+    reach = (kept - 1) * checkpoint.interval
+    if kept and reach < needed:
+        yield ConfigError(
+            f'{key} = "rollback": the last of guard.rollback_tries = {guard.rollback_tries} may go'
+            f" back {needed} steps, but checkpoint.keep_latest_k = {kept} with"
+            f" checkpoint.interval = {checkpoint.interval} reaches back {reach} steps.",
+            fix=f"Set checkpoint.keep_latest_k = {1 + -(-needed // checkpoint.interval)} or more,"
+            " or use a smaller guard.rollback_steps or guard.rollback_tries.",
+            keys=(key, "checkpoint.keep_latest_k", "guard.rollback_tries"),
+        )
 
 
 def _check_sequence_lengths(
@@ -190,6 +224,18 @@ def _check_quantisation_blocks(
                 keys=("optimizer.state_dtype", "parallelism.tensor_parallel_degree"),
             )
             return
+
+
+def check_mup(config: JobConfig, spec: ModelSpec, sizes: ModelSizes) -> Iterator[ConfigError]:
+    """Reject a base model or an optimizer that muP has no rule for."""
+    if config.mup.base is None:
+        return
+    yield from check_mup_base(config.mup, spec, sizes)
+    optimizer = config.optimizer
+    names = [optimizer.name, *(group.name for group in optimizer.groups if group.name)]
+    rules = {name: recipe_of(dataclasses.replace(optimizer, name=name)).mup_rule for name in names}
+    decays = [optimizer.weight_decay, *(group.weight_decay or 0.0 for group in optimizer.groups)]
+    yield from check_mup_optimizers(rules, max(decays), config.training.max_norm)
 
 
 def _check_export(spec: ModelSpec, sizes: ModelSizes) -> Iterator[ConfigError]:

@@ -13,6 +13,7 @@ from titanlite.training.engine import Engine, build_engine
 from titanlite.training.guard import GuardConfig, StepJudge, check_guard_config
 from titanlite.training.loop import train
 from titanlite.training.periodic import PeriodicAction, StepInfo
+from titanlite.training.rewind import Rewinder
 from titanlite.training.run import Run
 from titanlite.training.state import Counters, TrainState
 from titanlite.training.step import StepResult, StepSettings, take_step
@@ -25,6 +26,7 @@ __all__ = [
     "Engine",
     "GuardConfig",
     "PeriodicAction",
+    "Rewinder",
     "Run",
     "StepInfo",
     "StepJudge",

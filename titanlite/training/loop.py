@@ -94,12 +94,16 @@ class _Loop:
     def _run_actions(self, info: StepInfo, is_rejected: bool) -> None:
         due = self._due_actions(info)
         if is_rejected or self._is_rejected(info, due):
-            latest, info = info.step, self._handle_violation(info.is_saving)
-            due = self._due_actions(info)
+            latest, settled = info.step, self._handle_violation(info.is_saving)
+            if settled is None:
+                return
+            info, due = settled, self._due_actions(settled)
             if info.step < latest:  # the other actions have already run after that step
                 due = [action for action in due if action.waits]
-        if any(action.needs_finite for action in due):
-            self.violations.check_parameters(info.step, info.result)
+        needs_finite = any(action.needs_finite for action in due)
+        if needs_finite and self.violations.check_parameters(info.step, info.result):
+            self.batches = self.run.open_batches()
+            return
         for action in due:
             self.run.watchdog.set_phase(info.step, action.name)
             action.run(info)
@@ -118,11 +122,18 @@ class _Loop:
         self.max_over_ranks.start(self.pending.wait())
         return bool(self.max_over_ranks.wait()[0])
 
-    def _handle_violation(self, is_saving: bool) -> StepInfo:
-        """Compute the first rejected step again and settle it; later ones follow as usual."""
+    def _handle_violation(self, is_saving: bool) -> StepInfo | None:
+        """Compute the first rejected step again and settle it; later ones follow as usual.
+
+        Returns None if the run was rolled back to a checkpoint instead.
+        """
         first = self.violations.rewind(self.pending)
         self.batches = self.run.open_batches()
-        return self._describe_step(self.violations.replay(first, next(self.batches)), is_saving)
+        result = self.violations.replay(first, next(self.batches))
+        if result is None:
+            self.batches = self.run.open_batches()
+            return None
+        return self._describe_step(result, is_saving)
 
 
 class _IterationTimer:

@@ -198,7 +198,7 @@ def _step_line(state: TrainState, info: StepInfo, measured: dict[str, Any]) -> d
         "grad_norm": info.result.grad_norm.item(),
         "lr": info.result.lr,
         "tokens": state.counters.tokens,
-        "samples": state.position,
+        "samples": state.counters.samples,
         "loss_scale": None if state.loss_scale is None else state.loss_scale.value,
         **measured,
     }

@@ -92,7 +92,7 @@ def compute_gradients(
     tokens = samples * batch.inputs.shape[1]
     progress = Progress(state.step, state.counters.tokens, tokens)
     # before backward, which may already update parameters
-    scheduled_lr = state.optimizer.follow_schedule(lr, progress)
+    scheduled_lr = state.optimizer.follow_schedule(lr * state.counters.lr_factor(samples), progress)
     own_losses = engine.forward_backward(batch, valid / scale, set_phase)
     loss, z_loss = all_reduce_sum(mesh.loss, own_losses.clone()) / scale
     set_phase("step")

@@ -11,9 +11,10 @@ from titanlite.training.guard.history import (
     ViolationReason,
     decide,
 )
-from titanlite.training.guard.judge import StepJudge
+from titanlite.training.guard.judge import NO_HISTORY, StepJudge
 
 __all__ = [
+    "NO_HISTORY",
     "GuardConfig",
     "History",
     "Observation",

@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 
 from titanlite.errors import ConfigError
 from titanlite.settings import Positive, Range
+from titanlite.training.rollback import RollbackPolicy
 
 MIN_WINDOW_STEPS = 16  # accepted steps before a value can be a spike
 
@@ -33,6 +34,24 @@ class GuardConfig:
     # hardware faults of one host after which the run ends with exit code 3; a fault is a violation
     # that is not found when the step is computed again
 
+    rollback_steps: Positive = 100
+    # steps on each side of the trouble that the first roll-back passes over; each further one for
+    # the same trouble passes over twice as many
+    rollback_lr_factor: Annotated[float, Range(0, 0.99)] = 0.0
+    # 0: passing over is to skip these samples. Otherwise, to train on them with the learning rate
+    # multiplied by this, once more by each further roll-back
+    rollback_tries: Annotated[int, Range(1, 10)] = 3
+    # roll-backs for the same trouble, after which the run ends with exit code 3
+
+    @property
+    def rolls_back(self) -> bool:
+        """Whether a violation can be answered by a roll-back."""
+        return "rollback" in (self.nonfinite, self.spike)
+
+    @property
+    def rollback(self) -> RollbackPolicy:
+        return RollbackPolicy(self.rollback_steps, self.rollback_lr_factor, self.rollback_tries)
+
     @property
     def enabled(self) -> bool:
         """Whether steps are judged at all."""
@@ -51,11 +70,11 @@ def check_guard_config(config: GuardConfig, in_backward: bool) -> Iterator[Confi
             fix='Set guard.nonfinite = "skip", or guard.spike = "off".',
             keys=("guard.spike", "guard.nonfinite"),
         )
-    for key in ("nonfinite", "spike"):
-        if getattr(config, key) == "rollback":
+    for key in ("rollback_steps", "rollback_lr_factor", "rollback_tries"):
+        if getattr(config, key) != getattr(GuardConfig, key) and not config.rolls_back:
             yield ConfigError(
-                f'guard.{key} = "rollback": is not available in this version.',
-                fix='Use "skip".',
+                f"guard.{key} = {getattr(config, key):g}: no policy rolls back.",
+                fix=f'Set guard.spike or guard.nonfinite = "rollback", or remove guard.{key}.',
                 keys=(f"guard.{key}",),
             )
     if in_backward and config.spike in ("skip", "rollback"):

@@ -28,6 +28,7 @@ from titanlite.training.guard.judge import StepJudge
 from titanlite.training.guard.pending import PendingStep, PendingSteps
 from titanlite.training.guard.probe import OutputProbe
 from titanlite.training.periodic import report_save
+from titanlite.training.rollback import Trouble
 from titanlite.training.run import Run
 from titanlite.training.step import StepResult, compute_gradients, finish_step
 
@@ -55,13 +56,18 @@ class Violation:
             **dataclasses.asdict(self.culprit),
         }
 
-    def __str__(self) -> str:
+    @property
+    def values(self) -> str:
+        """What was measured, in any layout and on any host."""
         limits = f" (limits {self.limits[0]:g}, {self.limits[1]:g})"
-        where = f"; {self.culprit}" if str(self.culprit) else ""
         return (
-            f"{self.reason.value} at step {self.step}: loss {self.loss:g}, gradient norm"
-            f" {self.grad_norm:g}{limits if self.reason is ViolationReason.SPIKE else ''}{where}"
+            f"loss {self.loss:g}, gradient norm {self.grad_norm:g}"
+            f"{limits if self.reason is ViolationReason.SPIKE else ''}"
         )
+
+    def __str__(self) -> str:
+        where = f"; {self.culprit}" if str(self.culprit) else ""
+        return f"{self.reason.value} at step {self.step}: {self.values}{where}"
 
 
 class ViolationHandler:
@@ -81,16 +87,23 @@ class ViolationHandler:
         assert judge is not None, "without a judge, no step is rejected"
         return judge
 
-    def check_parameters(self, step: int, result: StepResult) -> None:
-        """End the run if a parameter is inf or NaN: an update can overflow by a finite gradient."""
+    def check_parameters(self, step: int, result: StepResult) -> bool:
+        """Roll the run back, and return true, or end it, if a parameter is inf or NaN.
+
+        An update can overflow though its gradient is finite.
+        """
         norms = torch.stack(shard_norms(list(self._run.state.model.parameters())))
         own = self._search.nonfinite_parameter(norms)
         self._max_over_ranks.start(own.level)
         if not self._max_over_ranks.wait()[0]:
-            return
+            return False
         _, culprit, _ = self._search.strongest(own, self._max_over_ranks)
         values, no_limits = (float(result.loss), float(result.grad_norm)), (math.nan, math.nan)
-        self.give_up(Violation(step, ViolationReason.NONFINITE, *values, no_limits, culprit))
+        violation = Violation(step, ViolationReason.NONFINITE, *values, no_limits, culprit)
+        if not self._rolls_back_nonfinite:
+            self.give_up(violation)
+        self._roll_back(violation, self._run.state.position - result.samples, result.samples)
+        return True
 
     def rewind(self, pending: PendingSteps) -> PendingStep:
         """Take back the first rejected step and those after it, which changed no parameter."""
@@ -112,16 +125,26 @@ class ViolationHandler:
         self._judge.resume()
         return first
 
-    def replay(self, first: PendingStep, batch: Batch) -> StepResult:
+    def replay(self, first: PendingStep, batch: Batch) -> StepResult | None:
         """Compute a step again after `rewind`, and accept or skip it; returns its result.
 
-        `batch` is that step's, in host memory. Raises TrainingDiverged if the guard gives up.
+        Returns None if the run was rolled back instead. `batch` is that step's, in host memory.
+        Raises TrainingDiverged if the guard gives up.
         """
         run = self._run
+        samples = first.result.samples
+        position = first.before.counters.next_start(samples)
         if run.step_settings.optimizer_in_backward is not None:  # it has updated the parameters
-            self.give_up(self._describe(first.step, first.result, self._evidence(first.result)))
+            violation = self._describe(first.step, first.result, self._evidence(first.result))
+            if not self._rolls_back_nonfinite:
+                self.give_up(violation)
+            self._roll_back(violation, position, samples)
+            return None
         result, evidence = self._compute_again(first, batch)
         history, verdict = self._decide(first, result, evidence)
+        if verdict is StepVerdict.ROLL_BACK:
+            self._roll_back(self._describe(first.step, result, evidence), position, samples)
+            return None
         self._judge.record(history)
         if verdict is StepVerdict.ACCEPT:
             accept = self._judge.accept(result.loss, result.grad_norm)
@@ -165,12 +188,21 @@ class ViolationHandler:
             violation = self._describe(first.step, again, evidence)
             if verdict is StepVerdict.GIVE_UP:
                 self.give_up(violation, history.in_a_row)
-            path = self._run.dump_batch(
-                first.step, first.before.counters.position, first.result.samples
-            )
+            counters, samples = first.before.counters, first.result.samples
+            path = self._run.dump_batch(first.step, counters.next_start(samples), samples)
             event = "step_skipped" if verdict is StepVerdict.SKIP else "spike"
             self._run.sinks.event(first.step, event, **violation.fields, batch=path)
         return history, verdict
+
+    @property
+    def _rolls_back_nonfinite(self) -> bool:
+        judge = self._run.state.judge
+        return judge is not None and judge.config.nonfinite == "rollback"
+
+    def _roll_back(self, violation: Violation, position: int, samples: int) -> None:
+        """Continue from an earlier checkpoint; the step consumed `samples` from `position` on."""
+        reason = f"{violation.reason.value}, {violation.values}"
+        self._run.rewinder.roll_back(Trouble(violation.step, position, samples, reason))
 
     def _evidence(self, result: StepResult, probe: OutputProbe | None = None) -> Evidence:
         reason = self._judge.violation(result.loss, result.grad_norm)

@@ -21,6 +21,9 @@ MIN_DEVIATIONS = (0.02, 0.5)
 # median. With the default threshold a spike of the norm is above 20 times; less is clipped.
 
 
+NO_HISTORY: dict[str, Any] = {"history": {}, "window": [[], []]}  # state of a judge at the start
+
+
 class StepJudge:
     """Decides on the device whether each step may update the parameters.
 
