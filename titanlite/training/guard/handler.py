@@ -32,7 +32,6 @@ from titanlite.training.rollback import Trouble
 from titanlite.training.run import Run
 from titanlite.training.step import StepResult, compute_gradients, finish_step
 
-
 EVENTS = {  # names in metrics.jsonl
     StepVerdict.SKIP: "step_skipped",
     StepVerdict.ACCEPT: "spike",
