@@ -16,7 +16,13 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from titanlite.distributed.mesh import Degrees, Mesh, ParallelismConfig, build_mesh
 from titanlite.labels import IGNORE_INDEX
 from titanlite.models import FAMILIES, Llama3Sizes, LossConfig
-from titanlite.optim import LossScale, OptimizerConfig, OptimizerInBackward, build_optimizer
+from titanlite.optim import (
+    LossScale,
+    OptimizerConfig,
+    OptimizerInBackward,
+    adaptive_clip,
+    build_optimizer,
+)
 from titanlite.parallelize import (
     ModelTransforms,
     ParallelLayout,
@@ -127,6 +133,7 @@ class Recipe:
 
     optimizer: str = "SGD"
     max_norm: float = 0.0
+    adaptive: float = 0.0  # factor of adaptive clipping; 0: off
     sizes: Llama3Sizes = SIZES
     steps: int = STEPS
     lr: float = 0.5
@@ -220,6 +227,8 @@ def one_process(recipe: Recipe) -> Record:
         record.losses.append(loss.item())
         record.z_losses.append(z_loss.item())
         record.norms.append(norm.item())
+        if recipe.adaptive:
+            _clip_rows(model, recipe.adaptive)
         record.gradients.append({n: p.grad.clone() for n, p in model.named_parameters()})
         optimizer.step()
         optimizer.zero_grad()
@@ -227,6 +236,20 @@ def one_process(recipe: Recipe) -> Record:
             record.validations.append(_reference_validation(model, ValidationData(recipe), recipe))
     record.weights = {n: p.detach().clone() for n, p in model.named_parameters()}
     return record
+
+
+ADAPTIVE_EPS, UNCLIPPED = 0.08, "output.weight"  # eps: more than the norms of some rows only
+
+
+def _clip_rows(model, factor: float) -> None:
+    """Adaptive clipping as written in the paper, row by row."""
+    for name, parameter in model.named_parameters():
+        rows = [parameter] if parameter.dim() == 1 else parameter
+        grads = [parameter.grad] if parameter.dim() == 1 else parameter.grad
+        for row, grad in zip(rows, grads, strict=True):
+            limit = factor * max(row.norm().item(), ADAPTIVE_EPS)
+            if name != UNCLIPPED and grad.norm() > limit:
+                grad.mul_(limit / grad.norm())
 
 
 def reference_logits(model, inputs: Tensor, recipe: Recipe) -> Tensor:
@@ -313,6 +336,7 @@ def run_until(
         gradients.update({n: shard_and_offset(p.grad) for n, p in named if p.grad is not None})
 
     hooks = [o.register_step_pre_hook(record_gradients) for o in state.optimizer]
+    clip = adaptive_clip(state.model.named_parameters(), recipe.adaptive, ADAPTIVE_EPS, [UNCLIPPED])
     while state.step < until:
         sequences = recipe.batch_of(state.step) // mesh.degrees.data
         own_slice = slice(mesh.batch_rank * sequences, (mesh.batch_rank + 1) * sequences)
@@ -324,7 +348,13 @@ def run_until(
             engine,
             engine.prepare(inputs, labels),
             lr=recipe.lr,
-            settings=StepSettings(mesh, recipe.batch_of(state.step), recipe.max_norm, early),
+            settings=StepSettings(
+                mesh,
+                recipe.batch_of(state.step),
+                recipe.max_norm,
+                early,
+                clip if recipe.adaptive else None,
+            ),
         )
         if named:
             record.gradients.append(dict(gradients))

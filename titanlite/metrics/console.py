@@ -10,7 +10,9 @@ from typing import Any
 
 from titanlite.log import logger
 
-_ERROR_EVENTS = ("checkpoint_failed", "checkpoint_refused")  # logged as errors
+_ERROR_EVENTS = ("checkpoint_failed", "checkpoint_refused", "replica_mismatch")  # logged as errors
+_WARNING_EVENTS = ("straggler",)
+_LONG_EVENTS = ("layer_norms",)  # too long for a log line
 _UNNAMED_FIELDS = ("name", "path", "problem", "reason")  # event fields shown by value alone
 _DIM, _RESET = "\033[2m", "\033[0m"
 
@@ -34,13 +36,14 @@ class Console:
         logger.info("%s", "  ".join([self._position(record["step"]), *self._fields(record)]))
 
     def event(self, record: dict[str, Any]) -> None:
+        if record["event"] in _LONG_EVENTS:
+            return
         fields = [self._position(record["step"]), record["event"].replace("_", " ")]
         for key, value in record.items():
             if key not in ("event", "step", "time"):
                 text = f"{value:.4f}" if isinstance(value, float) else str(value)
                 fields.append(text if key in _UNNAMED_FIELDS else self._field(key, text))
-        level = logging.ERROR if record["event"] in _ERROR_EVENTS else logging.INFO
-        logger.log(level, "%s", "  ".join(fields))
+        logger.log(_level(record["event"]), "%s", "  ".join(fields))
 
     def close(self) -> None:
         pass
@@ -130,6 +133,12 @@ class LiveConsole(Console):
         for handler, stream in self._streams:
             handler.setStream(stream)
         atexit.unregister(self.close)
+
+
+def _level(event: str) -> int:
+    if event in _ERROR_EVENTS:
+        return logging.ERROR
+    return logging.WARNING if event in _WARNING_EVENTS else logging.INFO
 
 
 def format_clock(seconds: float) -> str:

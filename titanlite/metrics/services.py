@@ -88,5 +88,14 @@ def _scalars(record: dict[str, Any]) -> Iterator[tuple[str, float]]:
 
 
 def _event_scalars(record: dict[str, Any]) -> Iterator[tuple[str, float]]:
-    if record["event"] == "validation":
+    event = record["event"]
+    if event == "validation":
         yield f"validation/{record['name']}/loss", record["loss"]
+    elif event == "noise_scale":
+        for key, value in record.items():
+            if isinstance(value, float) and key != "time":
+                yield f"noise_scale/{key}", value
+    elif event == "layer_norms":
+        for kind in ("gradient", "weight", "update"):
+            for layer, norm in record[kind].items():
+                yield f"layer_norms/{kind}/{layer}", norm

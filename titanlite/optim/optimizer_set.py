@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
+
+from titanlite.optim.update_norms import UpdateNorms
 
 LR_FACTOR = "lr_factor"  # key in a parameter group; multiplies the learning rate of the schedule
 
@@ -31,6 +34,7 @@ class OptimizerSet:
 
     def __init__(self, optimizers: Sequence[torch.optim.Optimizer]):
         self._optimizers = tuple(optimizers)
+        self.update_norms = UpdateNorms()
 
     def __iter__(self) -> Iterator[torch.optim.Optimizer]:
         return iter(self._optimizers)
@@ -54,7 +58,8 @@ class OptimizerSet:
     def step(self) -> None:
         """Update every parameter that has a gradient."""
         for optimizer in self:
-            optimizer.step()
+            with self._measured(optimizer):
+                optimizer.step()
 
     def step_if(self, accept: Tensor) -> None:
         """Take a step if `accept` [] is true; otherwise change no bit of weights and state.
@@ -62,10 +67,11 @@ class OptimizerSet:
         Waits for the device only in optimizers that are not a `ConditionalOptimizer`.
         """
         for optimizer in self:
-            if isinstance(optimizer, ConditionalOptimizer):
-                optimizer.step_if(accept)
-            elif bool(accept):
-                optimizer.step()
+            with self._measured(optimizer):
+                if isinstance(optimizer, ConditionalOptimizer):
+                    optimizer.step_if(accept)
+                elif bool(accept):
+                    optimizer.step()
 
     def uncount_steps(self, steps: int) -> None:
         """Take back `steps` calls of `step_if` with false."""
@@ -77,3 +83,7 @@ class OptimizerSet:
         """Free all gradients."""
         for optimizer in self:
             optimizer.zero_grad()
+
+    def _measured(self, optimizer: torch.optim.Optimizer) -> AbstractContextManager[None]:
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        return self.update_norms.around(parameters)

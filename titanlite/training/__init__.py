@@ -5,26 +5,46 @@ from __future__ import annotations
 from titanlite.training.batch import Batch
 from titanlite.training.config import TrainingConfig
 from titanlite.training.engine import Engine, build_engine
+from titanlite.training.layer_norms import LayerNorms, record_layer_norms
 from titanlite.training.loop import train
+from titanlite.training.noise_meter import NoiseScaleEngine, measure_noise_scale
 from titanlite.training.periodic import PeriodicAction, StepInfo
+from titanlite.training.replica_check import ReplicaCheck, ReplicaCheckConfig, check_replicas
 from titanlite.training.run import Run
 from titanlite.training.state import Counters, TrainState
 from titanlite.training.step import StepResult, StepSettings, take_step
+from titanlite.training.straggler import (
+    SelfTest,
+    StragglerConfig,
+    StragglerMeter,
+    report_stragglers,
+)
 from titanlite.training.validation import ValidationConfig, validate, validation_samples
 
 __all__ = [
     "Batch",
     "Counters",
     "Engine",
+    "LayerNorms",
+    "NoiseScaleEngine",
     "PeriodicAction",
+    "ReplicaCheck",
+    "ReplicaCheckConfig",
     "Run",
+    "SelfTest",
     "StepInfo",
     "StepResult",
     "StepSettings",
+    "StragglerConfig",
+    "StragglerMeter",
     "TrainState",
     "TrainingConfig",
     "ValidationConfig",
     "build_engine",
+    "check_replicas",
+    "measure_noise_scale",
+    "record_layer_norms",
+    "report_stragglers",
     "take_step",
     "train",
     "validate",

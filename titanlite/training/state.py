@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from titanlite.optim import LossScale, OptimizerSet
+from titanlite.optim import LossScale, NoiseScale, OptimizerSet
 
 
 @dataclass
@@ -38,6 +38,7 @@ class TrainState:
     optimizer: OptimizerSet
     loss_scale: LossScale | None = None  # with float16 compute only
     counters: Counters = field(default_factory=Counters)
+    noise_scale: NoiseScale | None = None  # with metrics.noise_scale_freq only
 
     @property
     def step(self) -> int:
@@ -55,8 +56,10 @@ class TrainState:
         if torch.cuda.is_initialized():
             generators["cuda"] = torch.cuda.get_rng_state()
         scale = {} if self.loss_scale is None else {"loss_scale": self.loss_scale.state()}
+        noise = {} if self.noise_scale is None else {"noise_scale": self.noise_scale.state()}
         return {
             **scale,
+            **noise,
             "step": self.counters.step,
             "position": self.counters.position,
             "tokens": self.counters.tokens,
@@ -68,6 +71,8 @@ class TrainState:
         self.counters.restore(progress["step"], progress["position"], progress["tokens"])
         if self.loss_scale is not None and "loss_scale" in progress:
             self.loss_scale.restore(progress["loss_scale"])
+        if self.noise_scale is not None and "noise_scale" in progress:
+            self.noise_scale.restore(progress["noise_scale"])
         for name, state in progress["generators"].items():
             generator = torch.frombuffer(bytearray.fromhex(state), dtype=torch.uint8)
             if name == "cpu":

@@ -9,7 +9,7 @@ from torch import Tensor
 from titanlite.distributed.collectives import all_reduce_sum
 from titanlite.distributed.mesh import Mesh
 from titanlite.models import valid_tokens
-from titanlite.optim import OptimizerInBackward, clip_gradients
+from titanlite.optim import AdaptiveClip, OptimizerInBackward, clip_gradients
 from titanlite.training.batch import Batch
 from titanlite.training.engine import Engine, SetPhase, ignore_phase
 from titanlite.training.state import TrainState
@@ -23,6 +23,7 @@ class StepSettings:
     global_batch: int  # samples of one step, over all ranks
     max_norm: float  # clip the gradient to this 2-norm; 0: do not clip
     optimizer_in_backward: OptimizerInBackward | None = None  # updates parameters during backward
+    adaptive_clip: AdaptiveClip | None = None  # clip each output unit, not the whole gradient
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,9 @@ def take_step(
         grad_norm, own_norms = in_backward.norms(mesh)
     else:
         parameters = state.model.parameters()
-        grad_norm, own_norms = clip_gradients(parameters, settings.max_norm, mesh, scale)
+        grad_norm, own_norms = clip_gradients(
+            parameters, settings.max_norm, mesh, scale, settings.adaptive_clip
+        )
     # With float16 this waits for the device. All ranks have the same norm, so all decide the same.
     finite = state.loss_scale is None or bool(grad_norm.isfinite())
     if finite and not in_backward:
