@@ -11,7 +11,7 @@ import torch
 from tests.distributed.oracle import ADAMW, Layout, Record, run_until, start_run, with_enough_blocks
 from tests.distributed.ranks import run_on_ranks
 from titanlite.distributed.tensors import local_shard
-from titanlite.training.bit_hash import CHUNK, hash_bits
+from titanlite.training.bit_hash import ROW, ROWS, hash_bits
 from titanlite.training.replica_check import ReplicaCheck, find_odd_ranks
 
 RECIPE = replace(ADAMW, batch=12, steps=2)
@@ -109,9 +109,11 @@ def test_every_bit_of_every_element_changes_the_hash(dtype):
 
 
 def test_the_hash_depends_on_the_order_and_not_on_the_chunks(monkeypatch):
-    values = torch.arange(1000.0)
+    values = torch.arange(3.0 * ROW + 100)
     whole = hash_bits(values).item()
-    assert hash_bits(values.flip(0)).item() != whole
-    monkeypatch.setattr("titanlite.training.bit_hash.CHUNK", 64)
-    assert CHUNK > 1000 and hash_bits(values).item() == whole
+    swapped_rows = torch.cat((values[ROW : 2 * ROW], values[:ROW], values[2 * ROW :]))
+    swapped_elements = values[torch.arange(len(values)) ^ 1]
+    assert len({whole, *(hash_bits(v).item() for v in (swapped_rows, swapped_elements))}) == 3
+    monkeypatch.setitem(ROWS, "cpu", 2)
+    assert hash_bits(values).item() == whole
     assert hash_bits(torch.zeros(0)).item() == 0

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 from torch import Tensor
 
-CHUNK = 1 << 22  # elements hashed at a time, which bounds the temporary memory: 100 MB
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int32}  # by bytes of elements
+ROW = 1 << 16  # elements that are multiplied by the same factors, row after row
+ROWS = {"cuda": 64, "cpu": 1}  # at a time: temporary memory of 32 MiB on a GPU; a CPU's cache
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int32}  # by element size
 _GOLDEN, _MIX_1, _MIX_2 = -0x61C8864680B583EB, -0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15
 
 
@@ -14,16 +17,29 @@ _GOLDEN, _MIX_1, _MIX_2 = -0x61C8864680B583EB, -0x40A7B892E31B1A47, -0x6B2FB644E
 def hash_bits(tensor: Tensor) -> Tensor:
     """The hash of a plain tensor, a 0-d int64 on its device; does not wait for the device.
 
-    The sum, modulo 2^64, of the elements' bits as integers, each times an odd pseudorandom number
-    that depends on its position. An odd factor is invertible, so any change of one element changes
-    the hash. A change of several elements is missed with a probability of at most 2^-32.
+    The sum, modulo 2^64, of the elements' bits as integers, each times two odd pseudorandom
+    numbers: of its row and of its place in the row. Odd factors are invertible, so any change of
+    one element changes the hash. A change of several is missed with a probability of about 2^-32.
     """
     bits = tensor.detach().reshape(-1).view(_INTEGERS[tensor.element_size()])
-    total = torch.zeros((), dtype=torch.int64, device=bits.device)
-    for start in range(0, bits.numel(), CHUNK):
-        part = bits[start : start + CHUNK].to(torch.int64)
-        total += part.mul_(_odd_factors(start, part.numel(), part.device)).sum()
-    return total
+    if not bits.numel():  # other ranks have all of it
+        return torch.zeros((), dtype=torch.int64, device=bits.device)
+    factors = _row_factors(bits.device)
+    chunk = ROW * ROWS[bits.device.type]
+    sums = []
+    for part in bits.split(chunk):
+        whole = part.numel() // ROW * ROW
+        if whole:
+            sums.append((part[:whole].view(-1, ROW) * factors).sum(1))
+        if whole < part.numel():
+            sums.append((part[whole:] * factors[: part.numel() - whole]).sum().view(1))
+    rows = torch.cat(sums)
+    return (rows * _odd_factors(1 << 40, rows.numel(), rows.device)).sum()
+
+
+@cache
+def _row_factors(device: torch.device) -> Tensor:
+    return _odd_factors(0, ROW, device)
 
 
 def _odd_factors(start: int, count: int, device: torch.device) -> Tensor:

@@ -83,9 +83,7 @@ class ReplicaCheck:
             return []
         own: dict[str, Any] = {"host": socket.gethostname()}
         own["hashes"] = [
-            dict(zip(values, torch.stack(list(values.values())).tolist(), strict=True))
-            if is_different
-            else {}
+            {name: value.item() for name, value in values.items()} if is_different else {}
             for is_different, values in zip(differs, hashes, strict=True)
         ]
         reports = self._tree.gather(json.dumps(own).encode())
@@ -98,10 +96,10 @@ class ReplicaCheck:
         for name, value, like in _tensors(self._state):
             sharded = value if isinstance(value, DTensor) else like
             group = hashes[SHARDINGS.index(("pipeline", *_sharded_over(sharded)))]
-            group[name] = hash_bits(local_shard(value))
+            is_tensor = isinstance(value, Tensor)
+            group[name] = hash_bits(local_shard(value)) if is_tensor else _hash_text(repr(value))
         for name, value in self._state.progress().items():
-            digest = hashlib.blake2b(json.dumps(value).encode(), digest_size=8).digest()
-            hashes[-1][name] = torch.tensor(int.from_bytes(digest, "big", signed=True))
+            hashes[-1][name] = _hash_text(json.dumps(value))
         return hashes
 
     def _differing(self, hashes: list[dict[str, Tensor]]) -> list[bool]:
@@ -162,14 +160,21 @@ def check_replicas(
     return PeriodicAction("replica check", is_due, run)
 
 
-def _tensors(state: TrainState) -> Iterator[tuple[str, Tensor, Tensor]]:
-    """(name, tensor, its parameter) of all weights and optimizer state on this rank."""
+def _hash_text(text: str) -> Tensor:
+    digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
+    return torch.tensor(int.from_bytes(digest, "big", signed=True))
+
+
+def _tensors(state: TrainState) -> Iterator[tuple[str, Any, Tensor]]:
+    """(name, value, its parameter) of all weights and optimizer state on this rank.
+
+    The value is a tensor, or a number in the state of some optimizers.
+    """
     optimizer_state = state.optimizer.state
     for name, parameter in state.model.named_parameters():
         yield name, parameter, parameter
         for key, value in optimizer_state.get(parameter, {}).items():
-            tensor = value if isinstance(value, Tensor) else torch.tensor(value)
-            yield f"{key} of {name}", tensor, parameter
+            yield f"{key} of {name}", value, parameter
 
 
 def _sharded_over(tensor: Tensor) -> list[str]:
