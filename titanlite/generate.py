@@ -48,7 +48,7 @@ class TextGenerator:
     def prompt_ids(self, prompt: str) -> list[int]:
         """The ids of a prompt, after the token that preceded a document's text in training.
 
-        That is BOS, or the end id of the document before, or nothing if training used a document
+        That is BOS, or the EOS of the document before, or nothing if training used a document
         mask without BOS. If that token is left out, the first tokens are predicted worse
         (quickstart, tokens 2 to 9: a loss of 5.29 instead of 5.04).
         """

@@ -114,7 +114,7 @@ class StorageFolder:
         return {name: entry["size"] for name, entry in self._entries("file").items()}
 
     def folders(self) -> list[str]:
-        """Names of the direct subfolders, with local links to folders, perhaps on another disk."""
+        """Names of the direct subfolders, including symbolic links to local folders."""
         names = set(self._entries("directory"))
         if self.local:
             names |= {name for name in self._entries("link") if os.path.isdir(self.path_of(name))}

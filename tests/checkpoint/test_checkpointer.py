@@ -305,6 +305,21 @@ def test_every_damage_is_reported_and_the_previous_checkpoint_is_used(tmp_path):
             assert "step-2: " in error_if_only_one, damage
 
 
+def find_step_2(folder) -> str:
+    try:
+        return f"no error: {open_checkpointer(folder, load_step=2).find()}"
+    except CheckpointError as error:
+        return str(error)
+
+
+def test_a_damaged_load_step_does_not_hide_that_other_steps_exist(tmp_path):
+    run_on_ranks(save_two_steps, 2, str(tmp_path))
+    DAMAGE["a missing shard"](tmp_path / "step-2")
+    error = run_on_ranks(find_step_2, 1, str(tmp_path))[0]
+    assert "checkpoint.load_step is not valid" in error and "step-2: is damaged" in error
+    assert "use another checkpoint.load_step" in error and "no valid checkpoint" not in error
+
+
 def load_with_each_verify(folder) -> list[str]:
     state, _, _ = start_run(Layout(), ADAMW)
     return [load(open_checkpointer(folder, verify=how), state) for how in ("off", "sizes", "full")]

@@ -73,7 +73,7 @@ def test_a_compiled_block_runs_the_configured_kernel(kernel):
     """The block is one graph, and code outside it still uses the default kernel."""
     model = build_model(kernel)
     for block in model.layers.values():
-        block.compile(fullgraph=True, backend="aot_eager")
+        block.compile(fullgraph=True, backend="aot_eager", dynamic=False)  # as compile_blocks
     run = partial(model, torch.arange(48).view(2, 24))
     run()
     with profile(activities=[ProfilerActivity.CPU]) as trace:

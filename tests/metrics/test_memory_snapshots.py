@@ -24,7 +24,7 @@ def written(folder) -> list[str]:
 
 def test_snapshots_are_written_periodically_and_on_request(tmp_path):
     with MemorySnapshots(
-        FakeRecorder(), tmp_path / "memory", 3, first_step=4, every=4
+        FakeRecorder(), tmp_path / "memory", 3, completed_steps=4, every=4
     ) as snapshots:
         for step in range(5, 11):
             if step == 6:
@@ -35,6 +35,9 @@ def test_snapshots_are_written_periodically_and_on_request(tmp_path):
 
 @pytest.mark.parametrize("error, count", [(torch.OutOfMemoryError, 1), (ValueError, 0)])
 def test_running_out_of_memory_writes_a_snapshot(error, count, tmp_path):
-    with pytest.raises(error), MemorySnapshots(FakeRecorder(), tmp_path, 3, first_step=4, every=4):
+    with (
+        pytest.raises(error),
+        MemorySnapshots(FakeRecorder(), tmp_path, 3, completed_steps=4, every=4),
+    ):
         raise error("as it happens")
     assert written(tmp_path) == ["iteration_5_exit"] * count

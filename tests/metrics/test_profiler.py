@@ -11,14 +11,16 @@ import torch
 from titanlite.metrics import ProfilingConfig, build_profilers, check_profiling_config
 
 
-def write_traces(folder, steps: int, first_step: int = 0, **config) -> dict[int, dict]:
+def write_traces(folder, steps: int, completed_steps: int = 0, **config) -> dict[int, dict]:
     """The traces of `steps` steps, by the step in their path."""
     config = ProfilingConfig(profile_freq=4, profiler_warmup=1, **config)
     with ExitStack() as stack:
-        profilers = build_profilers(config, folder, rank=3, first_step=first_step).values()
+        profilers = build_profilers(
+            config, folder, rank=3, completed_steps=completed_steps
+        ).values()
         for profiler in profilers:
             stack.enter_context(profiler)
-        for step in range(first_step + 1, first_step + steps + 1):
+        for step in range(completed_steps + 1, completed_steps + steps + 1):
             with torch.profiler.record_function(f"learning step {step}"):
                 torch.ones(8) + 1
             for profiler in profilers:
@@ -42,7 +44,7 @@ def test_a_trace_contains_the_step_in_its_name(tmp_path):
 
 def test_a_resumed_run_does_not_overwrite_earlier_traces(tmp_path):
     write_traces(tmp_path, 6, enable_profiling=True)
-    traces = write_traces(tmp_path, 7, first_step=6, enable_profiling=True)
+    traces = write_traces(tmp_path, 7, completed_steps=6, enable_profiling=True)
     assert {number: steps_in(trace) for number, trace in traces.items()} == {
         4: {"learning step 4"},
         8: {"learning step 8"},

@@ -57,12 +57,12 @@ def read_records(folder) -> list[dict]:
     return [json.loads(line, parse_constant=refuse) for line in lines]
 
 
-def open_in(folder, first_step=0, progress=False, **config):
+def open_in(folder, completed_steps=0, progress=False, **config):
     return open_sinks(
         MetricsConfig(**config),
         folder,
         total_steps=400,
-        first_step=first_step,
+        completed_steps=completed_steps,
         job={"training": {"steps": 400}},
         progress=progress,
     )
@@ -97,7 +97,7 @@ KILLED = """
 import os, pathlib, signal
 from titanlite.metrics import MetricsConfig, open_sinks
 config, folder = MetricsConfig(enable_tensorboard=True), pathlib.Path({folder!r})
-sinks = open_sinks(config, folder, total_steps=400, first_step=0, job={{}}, progress=False)
+sinks = open_sinks(config, folder, total_steps=400, completed_steps=0, job={{}}, progress=False)
 sinks.step({step!r})
 sinks.event(1, "validation", name="code", loss=4.0, perplexity=54.6)
 os.kill(os.getpid(), signal.SIGKILL)
@@ -119,7 +119,7 @@ def test_after_a_resume_no_step_or_event_is_recorded_twice(tmp_path, logged):
         for step in (1, 10, 20, 30):
             sinks.step({**STEP, "step": step})
             sinks.event(step, "validation", name="code", loss=4.0, perplexity=54.6)
-    with open_in(tmp_path, first_step=20) as sinks:
+    with open_in(tmp_path, completed_steps=20) as sinks:
         sinks.event(20, "resumed", path="step-20")
         sinks.step({**STEP, "step": 30, "loss": 1.0})
     steps = [line["step"] for line in read_records(tmp_path) if "event" not in line]
@@ -140,7 +140,7 @@ def test_a_run_without_checkpoints_does_not_replace_the_records_of_a_run_with_th
     with open_in(tmp_path) as sinks:
         sinks.step(STEP)
     assert metrics_folder(tmp_path, saves=False) == tmp_path
-    with open_in(tmp_path, first_step=1) as sinks:
+    with open_in(tmp_path, completed_steps=1) as sinks:
         sinks.event(1, "checkpoint_saved", path="step-1")
     assert metrics_folder(tmp_path, saves=True) == tmp_path
     before = (tmp_path / "metrics.jsonl").read_bytes()
@@ -165,7 +165,7 @@ def test_an_incomplete_line_after_a_kill_does_not_corrupt_the_file(tmp_path, inc
         sinks.step(STEP)
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write(incomplete)
-    with open_in(tmp_path, first_step=1) as sinks:
+    with open_in(tmp_path, completed_steps=1) as sinks:
         sinks.step({**STEP, "step": 2})
     assert [line["step"] for line in read_records(tmp_path)] == [1, 2]
 
@@ -305,7 +305,7 @@ def test_tensorboard_shows_every_record_and_no_step_twice_after_a_resume(tmp_pat
     assert set(shown) == {*STEP, "validation/code/loss"} - {"step"}
     assert shown["loss"] == [(step, pytest.approx(4.2113)) for step in (10, 20, 30)]
 
-    with open_in(tmp_path, first_step=20, enable_tensorboard=True) as sinks:
+    with open_in(tmp_path, completed_steps=20, enable_tensorboard=True) as sinks:
         sinks.step({**STEP, "step": 30, "loss": 1.0})
     assert read_tensorboard(tmp_path / "tb")["loss"] == [
         (10, pytest.approx(4.2113)),
@@ -391,8 +391,8 @@ def test_other_ranks_log_and_write_nothing(logged):
 class CountingSink:
     """A sink that counts its records."""
 
-    def __init__(self, first_step: int):
-        self.first_step, self.records = first_step, 0
+    def __init__(self, completed_steps: int):
+        self.completed_steps, self.records = completed_steps, 0
 
     def step(self, record) -> None:
         self.records += 1
@@ -407,12 +407,12 @@ def test_a_new_sink_is_one_class_and_one_line(tmp_path, monkeypatch):
     built: list[CountingSink] = []
 
     def build(run) -> CountingSink:
-        built.append(CountingSink(run.first_step))
+        built.append(CountingSink(run.completed_steps))
         return built[0]
 
     monkeypatch.setitem(SINKS, "counting", build)
     monkeypatch.setitem(SINKS, "disabled", lambda run: None)
-    with open_in(tmp_path, first_step=3) as sinks:
+    with open_in(tmp_path, completed_steps=3) as sinks:
         sinks.step(STEP)
         sinks.event(4, "checkpoint_saved", path="step-4")
-    assert (built[0].first_step, built[0].records) == (3, 2)
+    assert (built[0].completed_steps, built[0].records) == (3, 2)

@@ -101,6 +101,18 @@ def test_per_operation_recomputes_every_second_matmul_and_not_attention(names, r
     assert per_operation["silu"] - without["silu"] == SIZES.n_layers
 
 
+@pytest.mark.parametrize("names, recomputed_matmuls", [([], 1), (["0", "2"], 2)])
+def test_linear_layers_with_a_bias_are_recomputed_by_their_weight_shape(names, recomputed_matmuls):
+    block = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.SiLU(), torch.nn.Linear(8, 4))
+    config = ActivationCheckpointConfig(
+        selective_ac_option="op", per_op_sac_force_recompute_mm_shapes_by_fqns=names
+    )
+    checkpoint_operations(torch.nn.ModuleDict({"0": block}), config)
+    with OperationCounter() as counter:
+        block(torch.randn(3, 4, requires_grad=True)).sum().backward()
+    assert counter.counts["addmm"] == 2 + recomputed_matmuls
+
+
 def bytes_saved(**config) -> int:
     """Bytes allocated by a forward and not freed at its end."""
     sizes = Llama3Sizes(64, 4, 4, 4, 256, vocab_size=31)

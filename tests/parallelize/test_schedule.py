@@ -59,6 +59,16 @@ def test_microbatch_counts_are_rejected_exactly_where_torch_rejects_them(name, r
         assert (required is not None) == rejected, microbatches
 
 
+@pytest.mark.parametrize("microbatches, nearest", [(9, "8 or 10"), (13, "12 or 15")])
+def test_an_uneven_number_of_microbatches_is_rejected_with_the_nearest_that_work(
+    microbatches, nearest
+):
+    required = required_microbatches("Interleaved1F1B", 4, 8, microbatches)
+    assert required == f"{nearest} (the nearest n with n % (n // 4) = 0)"
+    for count in nearest.split(" or "):
+        get_schedule_ops("Interleaved1F1B", 4, int(count), 2)  # raises if torch rejects it
+
+
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_every_schedule_runs_each_action_once_on_the_rank_of_its_stage(name, tmp_path):
     ranks, microbatches = 4, 8
@@ -85,10 +95,11 @@ def test_a_schedule_survives_a_round_trip_through_csv(name, tmp_path):
     [
         ("0F0,0B0\n1F0", "stage 1, micro-batch 0 has forward"),
         ("0F0,0B0\n1F0,1B0,1B0", "1B0 is listed twice"),
-        ("0F0,0B0\n1F0,1B0,0F1", "stage 0 is on lines 1 and 2"),
-        ("0F0,0B0\n1B0,1F0", "would deadlock: 0B0 and 1B0 wait"),
+        ("0F0,0B0\n1F0,1B0,0F1", "stage 0 is on pipeline ranks 0 and 1"),
+        ("0F0,0B0\n1B0,1F0", "would deadlock: 0B0 and 1B0 cannot start"),
         ("0F0,0B0\n1F0,1I0", "stage 1, micro-batch 0 has forward, input"),
         ("0F0,zero\n1F0,1B0", 'line 1: "zero" is not an action'),
+        ("0F0,0B0\n\n1F0,zero", 'line 3: "zero" is not an action'),
         ("\n", "it is empty"),
         ("0F,0B0\n1F0,1B0", 'line 1: "0F" is not an action'),
         ("0F0x9,0B0\n1F0,1B0", "is not an action"),

@@ -38,10 +38,11 @@ class FoundCheckpoint:
 def find_checkpoint(
     step_folders: StepFolders, config: CheckpointConfig, group: dist.ProcessGroup | None
 ) -> FoundCheckpoint | None:
-    """The newest valid checkpoint of this run; else the initial one; else None. Collective.
+    """The checkpoint of this run to start from; else the initial one; else None. Collective.
 
-    Raises CheckpointError if there are checkpoints but none is valid: a run never silently starts
-    from scratch.
+    That is the one of checkpoint.load_step, if it applies, else the newest valid one. Raises
+    CheckpointError if checkpoints were tried but none is valid: a run never silently starts from
+    scratch.
     """
     listing, applied_load_step = step_folders.list_with_load_step()
     refused: list[str] = []
@@ -53,9 +54,13 @@ def find_checkpoint(
             return FoundCheckpoint(folder, manifest, refused)
         refused.append(problem)
     if refused:
+        untried = len(refused) < len(listing.steps)  # only checkpoint.load_step was tried
+        problem = "checkpoint.load_step is not valid" if untried else "no valid checkpoint found"
+        another = "use another checkpoint.load_step, " if untried else ""
         raise CheckpointError(
-            f"{step_folders.folder}: no valid checkpoint found: {' '.join(refused)}",
-            fix="Restore one of them, or start from scratch in another job.dump_folder.",
+            f"{step_folders.folder}: {problem}: {' '.join(refused)}",
+            fix=f"Copy an intact one from a backup, {another}or start from scratch in another"
+            " job.dump_folder.",
         ).mark_on_all_ranks()
     step_folders.remove_unfinished(listing.unfinished)
     if config.initial_load_path is None:

@@ -1,4 +1,4 @@
-"""List the step folders of a checkpoint folder by their names and marker files; opens no file."""
+"""List step folders by their names and marker files, without opening a file; set one aside."""
 
 from __future__ import annotations
 

@@ -15,14 +15,14 @@ from titanlite.threads import DeviceThread
 
 
 class SaveInProgress:
-    """A save with its time limit; after `done` is set, `seconds` and what failed are its result."""
+    """A save with its time limit; its result, valid once `done` is set: seconds, problem, error."""
 
     def __init__(self, step: int, folder: StorageFolder, started: float, timeout_seconds: float):
         self.step, self.folder, self.started = step, folder, started
         self.limit: TimeLimit | None = None  # None until the writing thread runs
         self.seconds = self.blocked_seconds = 0.0
-        self.problem = ""  # why it failed, on all ranks
-        self.error: Exception | None = None  # of this rank only; the others wait for it
+        self.problem = ""  # the message of an error that every rank raised
+        self.error: Exception | None = None  # raised on this rank only; others may wait for it
         self.done = threading.Event()
         self._name = f"Rank {dist.get_rank()}: the save of step {step}"
         self._timeout_seconds = timeout_seconds

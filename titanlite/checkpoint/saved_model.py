@@ -138,7 +138,7 @@ def _open_saved_tokenizer(
             fix="Give that file, if you trust it: --tokenizer PATH.",
         )
     if fingerprint not in (None, opened.fingerprint):
-        copy = "omit --tokenizer, because the checkpoint has a copy; or " if copies else ""
+        copy = "omit --tokenizer, because the checkpoint has a copy; or " if path and copies else ""
         raise CheckpointError(
             f"{folder}: was trained with the tokenizer {fingerprint!s:.32}; the fingerprint of"
             f' "{opened.name}" is {opened.fingerprint}, so its ids have other meanings.',

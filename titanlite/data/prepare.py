@@ -149,8 +149,8 @@ def _check_settings(settings: PrepareSettings, tokenizer: Tokenizer) -> None:
         raise DataError(f"validation_share = {share}: must be at least 0 and below 1.")
     if settings.bos and not tokenizer.has_bos:
         raise DataError(
-            f'tokenizer "{tokenizer.name}": has no BOS of its own, only an end id.',
-            fix="Leave out --bos; each document then follows the end id of the one before.",
+            f'tokenizer "{tokenizer.name}": has no BOS of its own, only an EOS.',
+            fix="Leave out --bos; each document then follows the EOS of the one before.",
         )
 
 

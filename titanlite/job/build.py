@@ -335,7 +335,7 @@ def build_run_meter(job: Job, rank: RankContext) -> ThroughputMeter:
     return meter
 
 
-def build_sinks(job: Job, rank: RankContext, first_step: int, saves: bool) -> MetricSinks:
+def build_sinks(job: Job, rank: RankContext, completed_steps: int, saves: bool) -> MetricSinks:
     """Open rank 0's metric sinks and write config.toml; an error is raised on all ranks."""
 
     def open_all() -> MetricSinks:
@@ -346,7 +346,7 @@ def build_sinks(job: Job, rank: RankContext, first_step: int, saves: bool) -> Me
                 config.metrics,
                 folder,
                 total_steps=config.training.steps,
-                first_step=first_step,
+                completed_steps=completed_steps,
                 job=dataclasses.asdict(config),
             )
             write_file_atomically(folder / "config.toml", job.as_toml().encode())

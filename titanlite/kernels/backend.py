@@ -32,7 +32,7 @@ from titanlite.kernels.documents import (
 from titanlite.kernels.flash import EagerAttention, flash_kernel_for
 from titanlite.log import logger
 
-KERNELS = {  # the likely fastest first: deterministic runs use the first that works
+KERNELS = {  # in the order in which a deterministic run tries them: it uses the first that works
     "flash": SDPBackend.FLASH_ATTENTION,
     "cudnn": SDPBackend.CUDNN_ATTENTION,
     "efficient": SDPBackend.EFFICIENT_ATTENTION,
@@ -262,8 +262,8 @@ def check_attention_config(
         )
     if config.mask == "document" and tokenizer is None:
         yield ConfigError(
-            'attention.mask = "document": documents end with the end id of data.tokenizer, which is'
-            " not set.",
+            'attention.mask = "document": documents end with the EOS token of data.tokenizer, which'
+            " is not set.",
             fix="Set data.tokenizer to the tokenizer that encoded the data.",
             keys=("attention.mask", "data.tokenizer"),
         )

@@ -17,10 +17,12 @@ _UNNAMED_FIELDS = ("name", "path", "problem", "reason")  # event fields shown by
 _DIM, _RESET = "\033[2m", "\033[0m"
 
 
-def open_console(total_steps: int, first_step: int, colour: bool, progress: bool | None) -> Console:
+def open_console(
+    total_steps: int, completed_steps: int, colour: bool, progress: bool | None
+) -> Console:
     """Lines only, or lines above a progress bar; `progress` None: a bar on a terminal."""
     if sys.stderr.isatty() if progress is None else progress:
-        return LiveConsole(total_steps, first_step, colour)
+        return LiveConsole(total_steps, completed_steps, colour)
     return Console(total_steps, colour=False)
 
 
@@ -41,7 +43,7 @@ class Console:
         fields = [self._position(record["step"]), record["event"].replace("_", " ")]
         for key, value in record.items():
             if key not in ("event", "step", "time"):
-                text = f"{value:.4f}" if isinstance(value, float) else str(value)
+                text = _format_value(value)
                 fields.append(text if key in _UNNAMED_FIELDS else self._field(key, text))
         logger.log(_level(record["event"]), "%s", "  ".join(fields))
 
@@ -94,7 +96,7 @@ class LiveConsole(Console):
     is shown, sys.stdout, sys.stderr and the logger print through it.
     """
 
-    def __init__(self, total_steps: int, first_step: int, colour: bool):
+    def __init__(self, total_steps: int, completed_steps: int, colour: bool):
         super().__init__(total_steps, colour)
         from rich.console import Console as Terminal
         from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
@@ -110,7 +112,9 @@ class LiveConsole(Console):
             expand=True,
             refresh_per_second=2,  # drawing slows down training on the CPU
         )
-        self._task = self._progress.add_task("", total=total_steps, completed=first_step, status="")
+        self._task = self._progress.add_task(
+            "", total=total_steps, completed=completed_steps, status=""
+        )
         self._progress.start()
         handlers = [h for h in logger.handlers if isinstance(h, logging.StreamHandler)]
         self._streams = [(handler, handler.stream) for handler in handlers]
@@ -133,6 +137,12 @@ class LiveConsole(Console):
         for handler, stream in self._streams:
             handler.setStream(stream)
         atexit.unregister(self.close)
+
+
+def _format_value(value: Any) -> str:
+    if not isinstance(value, float):
+        return str(value)
+    return f"{value:.4f}" if abs(value) >= 0.01 or not value else f"{value:.2e}"
 
 
 def _level(event: str) -> int:

@@ -20,8 +20,8 @@ UNSAVED_FOLDER = "unsaved"  # subfolder for a run without checkpoints, see metri
 class JsonlSink:
     """One JSON object per line, written to the operating system immediately."""
 
-    def __init__(self, path: Path, first_step: int):
-        drop_later_records(path, first_step)
+    def __init__(self, path: Path, completed_steps: int):
+        drop_later_records(path, completed_steps)
         self.file = path.open("ab", buffering=0)
 
     def step(self, record: dict[str, Any]) -> None:

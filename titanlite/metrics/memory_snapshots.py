@@ -39,10 +39,15 @@ class MemorySnapshots:
     """
 
     def __init__(
-        self, recorder: AllocationRecorder, folder: Path, rank: int, first_step: int, every: int
+        self,
+        recorder: AllocationRecorder,
+        folder: Path,
+        rank: int,
+        completed_steps: int,
+        every: int,
     ):
         self.recorder, self.folder, self.rank, self.every = recorder, folder, rank, every
-        self.steps = first_step  # completed
+        self.steps = completed_steps  # of the run, not only since this start
         self.requested_at = self._request_time()
 
     def __enter__(self) -> MemorySnapshots:
@@ -80,8 +85,10 @@ class MemorySnapshots:
 
 
 def build_memory_snapshots(
-    config: ProfilingConfig, folder: Path, rank: int, first_step: int
+    config: ProfilingConfig, folder: Path, rank: int, completed_steps: int
 ) -> MemorySnapshots:
     """The snapshots that [profiling] enables, of a CUDA device."""
     folder = folder / config.save_memory_snapshot_folder
-    return MemorySnapshots(CudaAllocationRecorder(), folder, rank, first_step, config.profile_freq)
+    return MemorySnapshots(
+        CudaAllocationRecorder(), folder, rank, completed_steps, config.profile_freq
+    )

@@ -23,28 +23,32 @@ class Profiler(Protocol):
 
 
 def build_profilers(
-    config: ProfilingConfig, folder: Path, rank: int, first_step: int = 0
+    config: ProfilingConfig, folder: Path, rank: int, completed_steps: int = 0
 ) -> dict[str, Profiler]:
     """The profilers that [profiling] enables, by what they write; each must be entered.
 
-    `first_step` is the step that the run continues from; files are named by the run's step.
+    `completed_steps`: of the checkpoint that the run resumes from; file names continue the count.
     """
     profilers: dict[str, Profiler] = {}
     if config.enable_memory_snapshot:
-        profilers["memory snapshot"] = build_memory_snapshots(config, folder, rank, first_step)
+        profilers["memory snapshot"] = build_memory_snapshots(config, folder, rank, completed_steps)
     if config.enable_profiling:
-        profilers["trace"] = _trace_profiler(config, folder, rank, first_step)
+        profilers["trace"] = _trace_profiler(config, folder, rank, completed_steps)
     return profilers
 
 
-def _trace_profiler(config: ProfilingConfig, folder: Path, rank: int, first_step: int) -> Profiler:
+def _trace_profiler(
+    config: ProfilingConfig, folder: Path, rank: int, completed_steps: int
+) -> Profiler:
     """Writes folder/save_traces_folder/iteration_N/rankR_trace.json every `profile_freq` steps."""
     traces = folder / config.save_traces_folder
     warmup, active = config.profiler_warmup, config.profiler_active
     cycle = schedule(wait=config.profile_freq - warmup - active, warmup=warmup, active=active)
 
     def write(profiler: profile) -> None:
-        path = traces / f"iteration_{first_step + profiler.step_num}" / f"rank{rank}_trace.json"
+        path = (
+            traces / f"iteration_{completed_steps + profiler.step_num}" / f"rank{rank}_trace.json"
+        )
         path.parent.mkdir(parents=True, exist_ok=True)
         profiler.export_chrome_trace(str(path))
         logger.info("trace written: %s", path)
@@ -56,7 +60,7 @@ def _trace_profiler(config: ProfilingConfig, folder: Path, rank: int, first_step
         activities.append(ProfilerActivity.CUDA)
     return profile(
         activities=activities,
-        schedule=lambda step: cycle(first_step + step),
+        schedule=lambda step: cycle(completed_steps + step),
         on_trace_ready=write,
         record_shapes=True,
     )

@@ -15,7 +15,7 @@ from titanlite.metrics.config import missing_package
 class TensorBoardSink:
     """Scalars with the names of metrics.jsonl, and validation/NAME/loss."""
 
-    def __init__(self, folder: Path, first_step: int):
+    def __init__(self, folder: Path, completed_steps: int):
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:
@@ -23,7 +23,7 @@ class TensorBoardSink:
                 "metrics.enable_tensorboard", "tensorboard", "pip install tensorboard"
             ) from error
         # TensorBoard hides what an earlier run wrote from purge_step on
-        self.writer = SummaryWriter(str(folder), purge_step=first_step + 1)
+        self.writer = SummaryWriter(str(folder), purge_step=completed_steps + 1)
 
     def step(self, record: dict[str, Any]) -> None:
         self._write(record["step"], _scalars(record))

@@ -51,7 +51,7 @@ class SinkContext:
     config: MetricsConfig
     folder: Path  # of the run's records
     total_steps: int
-    first_step: int  # the step that the run continues from
+    completed_steps: int  # of the checkpoint that the run resumes from; else 0
     job: dict[str, Any]  # the settings, for services that show them
     progress: bool | None = None  # show a progress bar; None: on a terminal
 
@@ -59,15 +59,15 @@ class SinkContext:
 SINKS: dict[str, Callable[[SinkContext], Sink | None]] = {
     # name of a sink -> its builder, which returns None where the sink is disabled or unavailable,
     # and raises ConfigError where its package is not installed; a new sink is one line here
-    "jsonl": lambda run: JsonlSink(run.folder / METRICS_FILE, run.first_step),
+    "jsonl": lambda run: JsonlSink(run.folder / METRICS_FILE, run.completed_steps),
     "tensorboard": lambda run: (
-        TensorBoardSink(run.folder / run.config.save_tb_folder, run.first_step)
+        TensorBoardSink(run.folder / run.config.save_tb_folder, run.completed_steps)
         if run.config.enable_tensorboard
         else None
     ),
     "wandb": lambda run: start_wandb(run.folder, run.job) if run.config.enable_wandb else None,
     "console": lambda run: open_console(
-        run.total_steps, run.first_step, not run.config.disable_color_printing, run.progress
+        run.total_steps, run.completed_steps, not run.config.disable_color_printing, run.progress
     ),
 }
 
@@ -165,18 +165,18 @@ def open_sinks(
     folder: Path,
     *,
     total_steps: int,
-    first_step: int,
+    completed_steps: int,
     job: dict[str, Any],
     progress: bool | None = None,
 ) -> MetricSinks:
     """All enabled sinks, for the one rank that writes; their files are under `folder`.
 
-    The run continues from `first_step`: records of later steps are moved to
-    `metrics.replaced.jsonl`. W&B shows `job` as the run's settings. `progress`: whether to show a
-    progress bar; None: on a terminal. Raises ConfigError where an optional package is not
-    installed, OSError where `folder` cannot be written.
+    `completed_steps`: of the checkpoint that the run resumes from, else 0; records of later steps
+    are moved to `metrics.replaced.jsonl`. W&B shows `job` as the run's settings. `progress`:
+    whether to show a progress bar; None: on a terminal. Raises ConfigError where an optional
+    package is not installed, OSError where `folder` cannot be written.
     """
-    context = SinkContext(config, folder, total_steps, first_step, job, progress)
+    context = SinkContext(config, folder, total_steps, completed_steps, job, progress)
     folder.mkdir(parents=True, exist_ok=True)
     sinks: list[Sink] = []
     try:

@@ -35,7 +35,9 @@ class ActivationCheckpointConfig:
     # except attention, cheap-to-store results and every second matmul
     per_op_sac_force_recompute_mm_shapes_by_fqns: list[str] = field(
         default_factory=lambda: ["moe.router.gate"]
-    )  # under "op": always recompute linear layers whose name contains one of these
+    )
+    # under "op": always recompute matmuls of the same weight shape as a linear layer whose name
+    # contains one of these
     early_stop: bool = False  # stop recomputing once every needed tensor is available
     memory_budget: Fraction = 0.5  # under memory_budget: fraction of the activations to store
     visualize_memory_budget_pareto: bool = False
@@ -114,7 +116,11 @@ def _checkpointed(forward, config: ActivationCheckpointConfig, contexts, *inputs
     )
 
 
-MATMULS = {aten.mm.default, aten.addmm.default, aten._scaled_mm.default}
+MATMULS = {  # operation -> position of the weight among its arguments
+    aten.mm.default: 1,
+    aten.addmm.default: 2,  # after the bias and the activation
+    aten._scaled_mm.default: 1,
+}
 SAVED_OPS = {  # cheap to store, expensive to recompute: attention, reductions over ranks, and the
     # maxima that Float8 scales are computed from
     "aten::_scaled_dot_product_flash_attention",
@@ -145,9 +151,11 @@ def _save_contexts(recomputed_shapes: set[tuple[int, ...]]):
 
     def policy(context: Any, operation: Any, *inputs: Any, **options: Any) -> CheckpointPolicy:
         save = operation.name().partition(".")[0] in SAVED_OPS
-        if operation in MATMULS and tuple(inputs[1].shape) not in recomputed_shapes:
-            matmuls[context.is_recompute] += 1
-            save = matmuls[context.is_recompute] % 2 == 1
+        if operation in MATMULS:
+            weight = inputs[MATMULS[operation]]
+            if tuple(weight.shape) not in recomputed_shapes:
+                matmuls[context.is_recompute] += 1
+                save = matmuls[context.is_recompute] % 2 == 1
         return CheckpointPolicy.MUST_SAVE if save else CheckpointPolicy.PREFER_RECOMPUTE
 
     return create_selective_checkpoint_contexts(policy)

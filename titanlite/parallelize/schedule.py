@@ -66,11 +66,20 @@ def required_microbatches(name: str, ranks: int, stages: int, microbatches: int)
     minimum = {"1F1B": ranks, "DualPipeV": stages}.get(name, 1)
     if microbatches < minimum:
         return f"{minimum} or more"
-    if name in ("Interleaved1F1B", "InterleavedZeroBubble"):
-        rounds = max(1, microbatches // ranks)
-        if microbatches % rounds:
-            return f"a multiple of {ranks} (the pipeline ranks)"
-    return None
+    interleaved = name in ("Interleaved1F1B", "InterleavedZeroBubble")
+    if not interleaved or _divides_into_rounds(microbatches, ranks):
+        return None
+    fewer, more = microbatches - 1, microbatches + 1
+    while not _divides_into_rounds(fewer, ranks):
+        fewer -= 1
+    while not _divides_into_rounds(more, ranks):
+        more += 1
+    return f"{fewer} or {more} (the nearest n with n % (n // {ranks}) = 0)"
+
+
+def _divides_into_rounds(microbatches: int, ranks: int) -> bool:
+    """Whether torch's interleaved schedules can divide `microbatches` into equal rounds."""
+    return microbatches % max(1, microbatches // ranks) == 0
 
 
 def build_schedule_order(
@@ -105,11 +114,12 @@ def read_schedule_csv(path: Path) -> list[list[PipelineAction]]:
     """Read the actions of each pipeline rank from a CSV file, one line per rank.
 
     A cell is stage, letter, micro-batch: 0F1 (forward), 0B1 (backward), or its halves 0I1 and 0W1;
-    empty cells are ignored. Raises ConfigError.
+    empty cells and blank lines are ignored. Raises ConfigError.
     """
     try:
         with open(path, newline="", encoding="utf-8-sig") as file:
-            rows = [row for row in csv.reader(file) if row]
+            reader = csv.reader(file)
+            rows = [(reader.line_num, row) for row in reader if row]
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         reason = getattr(error, "strerror", None) or error
         raise ConfigError(
@@ -117,7 +127,7 @@ def read_schedule_csv(path: Path) -> list[list[PipelineAction]]:
             fix="Give a file with one line per pipeline rank.",
             keys=(CSV_KEY,),
         ) from None
-    return [_parse_csv_row(path, number, row) for number, row in enumerate(rows, 1)]
+    return [_parse_csv_row(path, number, row) for number, row in rows]
 
 
 def _parse_csv_row(path: Path, number: int, row: list[str]) -> list[PipelineAction]:
@@ -155,8 +165,8 @@ def check_csv_order(path: Path, order: Sequence[Sequence[PipelineAction]]) -> tu
     for rank, actions in enumerate(order):
         for action in actions:
             if rank_of.setdefault(action.stage, rank) != rank:
-                lines = f"lines {rank_of[action.stage] + 1} and {rank + 1}"
-                problem = f"stage {action.stage} is on {lines}."
+                ranks = f"pipeline ranks {rank_of[action.stage]} and {rank}"
+                problem = f"stage {action.stage} is on {ranks}."
                 raise _csv_error(path, problem, "Put all actions of a stage on one line.")
             if action in seen:
                 problem = f"{format_action(action)} is listed twice."
@@ -201,7 +211,7 @@ def _csv_error(path: Path, problem: str, fix: str) -> ConfigError:
 
 
 class ScheduleDeadlock(Exception):
-    """Every pipeline rank that is not done waits for another one."""
+    """Pipeline ranks wait for actions that can never start, in their own order or another's."""
 
 
 def simulate_schedule(
@@ -236,7 +246,7 @@ def simulate_schedule(
         if len(timed) < len(actions)
     ]
     if blocked:
-        raise ScheduleDeadlock(f"{' and '.join(map(format_action, blocked))} wait for each other")
+        raise ScheduleDeadlock(f"{' and '.join(map(format_action, blocked))} cannot start")
     return rows
 
 

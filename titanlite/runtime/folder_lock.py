@@ -7,7 +7,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from titanlite.distributed.collectives import run_on_rank_0
-from titanlite.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_RANK_LOST, CheckpointError, UserError
+from titanlite.distributed.error_report import exit_code_of
+from titanlite.errors import EXIT_DONE, CheckpointError
 from titanlite.runtime.lease import Lease, acquire_lease
 from titanlite.runtime.remote_lease import RemoteLease, acquire_remote_lease
 from titanlite.runtime.start_log import StartLog
@@ -33,9 +34,10 @@ class RunFolderLock:
         return next((lease.lost for lease in self.leases if lease.lost), "")
 
     def check(self) -> int:
-        """Read the lease files again, on rank 0; returns the fencing number of the last folder.
+        """Read the leases again, on rank 0; returns the number of the last one, for fencing.
 
-        Raises CheckpointError if another job has taken a folder. Call it immediately before a write
+        The last lease is that of the last folder given to `lock_run_folders`. Raises
+        CheckpointError if another job has taken a folder. Call it immediately before a write
         that must not reach a folder of another job.
         """
         for lease in self.leases:
@@ -94,8 +96,7 @@ def lock_run_folders(
     try:
         yield lock
     except BaseException as error:
-        code = EXIT_INTERRUPTED if isinstance(error, KeyboardInterrupt) else EXIT_RANK_LOST
-        lock.release(error.code if isinstance(error, UserError) else code, repr(error))
+        lock.release(exit_code_of(error), repr(error))
         raise
     lock.release(EXIT_DONE)
 

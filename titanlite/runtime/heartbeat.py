@@ -21,7 +21,7 @@ class Position(NamedTuple):
     """Where the main thread of a rank is."""
 
     step: int
-    phases_begun: int  # in this step: shows which of two ranks is ahead, since phases repeat
+    phases_begun: int  # earlier in this step: shows which rank is ahead, since phases repeat
     phase: str
 
     def __str__(self) -> str:

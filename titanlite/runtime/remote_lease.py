@@ -33,7 +33,7 @@ from titanlite.runtime.lease import (
 from titanlite.storage import StorageFolder, StorageUnreachable
 from titanlite.threads import DeviceThread
 
-HEARTBEAT_SECONDS = 10.0  # each one is a request that costs money
+HEARTBEAT_SECONDS = 10.0  # each one costs money: three requests (list, get, put)
 STALE_SECONDS = 60.0
 
 

@@ -40,7 +40,7 @@ class StartRecord:
     host: str
     pid: int
     ranks: int
-    from_step: int  # of the checkpoint that was loaded; 0: none
+    from_step: int  # of this run's checkpoint that was loaded; 0: none
     code: int | None = None  # exit code; None: no end was recorded
     step: int | None = None  # at the end
     reason: str = ""

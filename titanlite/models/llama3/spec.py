@@ -89,9 +89,9 @@ def _block_matmul_weights(sizes: Llama3Sizes) -> int:
 
 
 def activations_per_block(sizes: Llama3Sizes) -> int:
-    """Elements per token that autograd saves for one block, as counted in fp32.
+    """Elements per token that autograd saves for one block that computes in fp32.
 
-    In bf16 a CPU, whose norms compute in fp32, saves up to a third more.
+    In bf16, a CPU saves up to a third more, because its norms compute in fp32.
     """
     queries, keys = (heads * sizes.head_width for heads in (sizes.n_heads, sizes.n_kv_heads))
     normed = 2 * (queries + keys) if sizes.qk_norm else 0
