@@ -33,7 +33,7 @@ def prepare_faults() -> None:
         forwards[0] += 1
         if forwards[0] == DAMAGED_STEP and rank == DAMAGED_RANK:  # one micro-batch a step
             parameter = dict(model[0].named_parameters())[WEIGHT].detach().to_local()
-            parameter.view(-1).view(torch.int32)[7] ^= 1
+            parameter.view(-1).view(torch.int32)[7] ^= 1 << 12  # a lower bit may be rounded away
 
     def build_and_count(*args, **options):
         sharded = build(*args, **options)
