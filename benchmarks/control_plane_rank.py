@@ -165,18 +165,18 @@ def _measure_exchange(meter: PhaseMeter, max_over_ranks: AsyncMax) -> None:
 
 def _measure_checkpoints(meter: PhaseMeter, checkpointer: Checkpointer, ranks: int) -> None:
     model = _sharded_parameters(ranks)
-    optimizer = torch.optim.SGD(model.parameters())
+    optimizers = [torch.optim.SGD(model.parameters())]
     progress = {"step": 0, "position": 0, "tokens": 0}
     for step, name in enumerate(("first save", "next save"), 1):
         with meter.phase(name):
-            checkpointer.save(step, model, optimizer, progress=progress | {"step": step})
+            checkpointer.save(step, model, optimizers, progress=progress | {"step": step})
             saved = checkpointer.wait()
             assert saved is not None and not saved.problem, saved
     with meter.phase("find and verify"):
         found = checkpointer.find()
     assert found is not None
     with meter.phase("load"):
-        checkpointer.load(found, model, optimizer, {})
+        checkpointer.load(found, model, optimizers, {})
 
 
 def measure_mesh(ranks: int) -> float:

@@ -11,6 +11,7 @@ import sys
 import sysconfig
 import time
 from collections.abc import Callable, Iterator
+from itertools import repeat
 from pathlib import Path
 from statistics import median
 
@@ -44,7 +45,7 @@ def measure_stream(corpus: Path) -> dict[str, float]:
 
     loaders: dict[str, Callable[[], Iterator]] = {
         "read": lambda: (stream.read(p, batch) for p in range(0, 10**9, batch)),
-        "prefetch thread": lambda: stream.prefetch(rank_slices(0, batch, 0, 1)),
+        "prefetch thread": lambda: stream.prefetch(rank_slices(0, repeat(batch), 0, 1)),
     }
     if importlib.util.find_spec("torchdata"):
         from torchdata.stateful_dataloader import StatefulDataLoader

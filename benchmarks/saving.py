@@ -48,13 +48,13 @@ def measure_saving() -> None:
                 checkpointer = Checkpointer(StorageFolder(f"{folder}/{mode}"), config, **no_job)
                 for step in range(1, 8):
                     progress = {"step": step, "position": step, "tokens": step}
-                    save = partial(checkpointer.save, step, model, optimizer, progress=progress)
+                    save = partial(checkpointer.save, step, model, [optimizer], progress=progress)
                     blocked = _time_call(save)
                     saved = checkpointer.wait()
                     assert saved and not saved.problem, saved
                     seconds.setdefault(f"{mode}, blocked", []).append(blocked)
                     seconds.setdefault(f"{mode}, written", []).append(saved.seconds)
-            state = model_and_optimizer_state(model, optimizer)
+            state = model_and_optimizer_state(model, [optimizer])
             storage = StorageFolder(f"{folder}/disabled")
             for verify in ("off", "full") * 5:
                 config = CheckpointConfig(enable=True, verify=verify)

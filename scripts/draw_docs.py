@@ -1,8 +1,8 @@
 """Draw the pictures of the documentation: python scripts/draw_docs.py [NAME …]
 
-layers, step, commit and watchdog are diagrams; memory is estimated; layout is drawn by
-scripts/draw_layout.py. `losses` trains eight small jobs on the CPU first (some minutes), and stores
-what it measured beside the picture.
+layers, step, commit and watchdog are diagrams; memory is estimated; schedules are those of a guide;
+layout is drawn by scripts/draw_layout.py. `losses` trains eight small jobs on the CPU first (some
+minutes), and stores what it measured beside the picture.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from doc_pictures.canvas import PALETTE_COLOURS
 from doc_pictures.diagrams import draw_commit, draw_layers, draw_step, draw_watchdog
 from doc_pictures.losses import draw_losses, train_all
 from doc_pictures.memory import draw_memory
+from doc_pictures.schedules import draw_schedules
 
 ROOT = Path(__file__).parents[1]
 OUT = ROOT / "docs" / "pictures"
@@ -65,6 +66,10 @@ def _memory(path: Path) -> None:
     draw_memory(ROOT / "train_configs", path)
 
 
+def _schedules(path: Path) -> None:
+    draw_schedules(ROOT / "docs" / "how-to" / "choose-a-schedule.md", path)
+
+
 def _losses(path: Path) -> None:
     with tempfile.TemporaryDirectory() as work:
         losses = train_all(ROOT, Path(work))
@@ -88,6 +93,7 @@ PICTURES: dict[str, Callable[[Path], None]] = {
     "commit": draw_commit,
     "watchdog": draw_watchdog,
     "memory": _memory,
+    "schedules": _schedules,
     "layout": _layout,
     "losses": _losses,
 }

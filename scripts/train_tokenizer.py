@@ -10,7 +10,13 @@ import signal
 import sys
 
 from titanlite.data.bpe import train_bpe
-from titanlite.data.text import INPUT_KINDS, find_files, list_file_ranges, read_documents
+from titanlite.data.text import (
+    INPUT_KINDS,
+    MAX_DOCUMENT_BYTES,
+    find_files,
+    list_file_ranges,
+    read_documents,
+)
 from titanlite.errors import EXIT_DONE, EXIT_USER_ERROR, UserError, format_error
 
 
@@ -29,13 +35,29 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--out", required=True, metavar="FILE.model", help="file of tiktoken ranks to write"
     )
-    return parser.parse_args()
+    parser.add_argument(
+        "--document-mib",
+        type=int,
+        default=MAX_DOCUMENT_BYTES >> 20,
+        metavar="MIB",
+        help="refuse documents larger than this (default: 128)",
+    )
+    parser.add_argument(
+        "--follow-symlinks",
+        action="store_true",
+        help="allow symbolic links to lead out of the folders given",
+    )
+    args = parser.parse_args()
+    if args.document_mib < 1:
+        parser.error("--document-mib must be above 0")
+    return args
 
 
 def main() -> int:
     args = parse_arguments()
     try:
-        texts = read_documents(list_file_ranges(find_files(args.inputs)))
+        ranges = list_file_ranges(find_files(args.inputs, args.follow_symlinks))
+        texts = read_documents(ranges, args.document_mib << 20)
         size = train_bpe(texts, args.vocab_size, args.out)
     except UserError as error:
         print(format_error(error), file=sys.stderr)

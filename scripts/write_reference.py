@@ -67,7 +67,7 @@ def _summary(path: Path) -> str:
 
 
 def update_line_counts(root: Path, text: str) -> str:
-    """The README with the line count of each path in its table of packages, in tens."""
+    """The README with new line counts, rounded to tens, in its table of packages."""
     before, table, after = text.split(PACKAGES)
     rows = [_update_row(root, row) for row in table.splitlines(keepends=True)]
     return f"{before}{PACKAGES}{''.join(rows)}{PACKAGES}{after}"

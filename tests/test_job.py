@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from titanlite.data import ShardWriter
 from titanlite.errors import UserError, UserErrors, format_error
 from titanlite.job import FACTS, MOVED, JobConfig, read_job
 from titanlite.job.data import open_job_stream, open_job_tokenizer
+from titanlite.models import FAMILIES
 from titanlite.parallelize.float8 import torchao
 from titanlite.settings import all_keys, read_toml
 
@@ -39,6 +41,10 @@ def read_valid(run_toml, *argv, ranks=1):
 
 FLOAT8 = "--quantize.linear.float8."
 TENSORWISE = [f"{FLOAT8}recipe_name", "tensorwise"]
+SHORT_SCHEDULE = [  # in tokens; the run consumes 768
+    *("--lr_scheduler.warmup_steps", "none", "--lr_scheduler.warmup_tokens", "0"),
+    *("--lr_scheduler.total_tokens", "500"),
+]
 PIPELINE = ["--parallelism.pipeline_parallel_degree", "2"]
 IN_BACKWARD = ["--optimizer.early_step_in_backward", "true", "--training.max_norm", "0"]
 
@@ -107,6 +113,11 @@ IN_BACKWARD = ["--optimizer.early_step_in_backward", "true", "--training.max_nor
             1,
             "Disable one of the two",
         ),
+        (
+            ["--optimizer.name", "Muon", "--training.enable_cpu_offload", "true"],
+            1,
+            "Muon would compute its matmuls on the CPU",
+        ),
         (IN_BACKWARD[:-2], 1, "training.max_norm = 1 clips"),
         ([*IN_BACKWARD, *PIPELINE], 2, "reuse each weight for later micro-batches"),
         ([*IN_BACKWARD, "--training.enable_cpu_offload", "true"], 1, "would save no device memory"),
@@ -128,6 +139,12 @@ IN_BACKWARD = ["--optimizer.early_step_in_backward", "true", "--training.max_nor
         ),
         (["--profiling.enable_memory_snapshot", "true"], 1, "of GPUs only"),
         (["--training.global_batch_size", "9"], 2, "Use 8 or 12"),
+        (["--training.batch_size_ramp", "0:2 10K:8"], 2, "its sizes 2 are not multiples of"),
+        (
+            ["--training.batch_size_ramp", "2 +2 over 1K", *SHORT_SCHEDULE],
+            1,
+            "0 after lr_scheduler.total_tokens = 500",
+        ),
         (["--training.local_batch_size", "3"], 1, "Use 6 or 9"),
         (["--model.n_kv_heads", "3"], 1, "does not divide model.n_heads"),
         (["--model.dim", "34"], 1, "not a multiple of model.n_heads"),
@@ -594,6 +611,24 @@ def test_global_batch_size_minus_1_follows_the_layout_and_is_checked_on_resume(r
     explicit = read_valid(run_toml, ranks=2)
     assert explicit.global_batch == 8
     assert "training.global_batch_size" not in explicit.facts_to_check(stream)
+    ramp = ("--training.batch_size_ramp", "0:2 1K:8")
+    saved = read_valid(run_toml, *ramp).facts(stream)
+    assert saved["training.batch_size_ramp"] == "0:2 1K:8"
+    assert derived.facts_to_check(stream)["training.batch_size_ramp"] is None  # so it is refused
+    assert "training.batch_size_ramp" not in explicit.facts_to_check(stream)
+
+
+def test_the_start_shows_the_ramp_and_the_tokens_of_the_run(run_toml):
+    job = read_valid(run_toml, "--training.batch_size_ramp", "2 +2 over 1K")
+    summary = job.summary(torch.device("cpu"), None)
+    assert "2 to 8 sequences in 4 sizes over 1,000 tokens" in summary
+    # four steps of 2 sequences of 48 tokens, up to token 334, then two of 4
+    assert "length     6 steps, 768 tokens" in summary
+    (warning,) = job.warnings
+    assert "is longer than training.steps = 6; the last batch has 4 sequences" in warning
+    plain = read_valid(run_toml)
+    assert "length     6 steps, 2,304 tokens" in plain.summary(torch.device("cpu"), None)
+    assert not plain.warnings
 
 
 def test_no_moved_key_is_a_current_key():
@@ -667,3 +702,12 @@ def test_a_schedule_csv_must_fit_the_job(run_toml, tmp_path):
     argv[1] = "4"  # pipeline_parallel_degree
     text = error_text(run_toml, *argv, ranks=4)
     assert "is for 2 ranks and 2 stages; the job has 4 ranks" in text
+
+
+def test_heads_are_not_orthogonalized_apart_in_a_family_without_head_projections(
+    run_toml, monkeypatch
+):
+    argv = ["--optimizer.name", "Muon", "--optimizer.muon_per_head", "true"]
+    read_valid(run_toml, *argv)
+    monkeypatch.setitem(FAMILIES, "llama3", replace(FAMILIES["llama3"], head_projections=()))
+    assert "does not say which layers project to heads" in error_text(run_toml, *argv)

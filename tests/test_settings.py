@@ -101,6 +101,7 @@ def problems_of(**train) -> list[str]:
         ("degree", 2, "Splitting is not available in this version. Use 1"),
         ("on", 1, "must be true or false"),
         ("text", 3, "must be a string"),
+        ("text", 10**30, "must be a string"),
         ("stepz", 3, "Did you mean train.steps"),
         ("config_file", "a", "Did you mean job.config_file"),  # the same name in another section
     ],

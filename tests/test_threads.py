@@ -57,13 +57,13 @@ def test_a_thread_runs_after_an_error_that_every_later_cuda_call_raises(monkeypa
 def test_the_save_thread_selects_the_device_and_waits_only_for_the_copies(tmp_path):
     """DCP's own loader would wait every 10 MB for whatever training has enqueued."""
     model = nn.Linear(8, 8)
-    optimizer = torch.optim.AdamW(model.parameters())
+    optimizers = [torch.optim.AdamW(model.parameters())]
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         with record_cuda() as recorder:
             torch.cuda.set_device(LOCAL_RANK)
             checkpointer = open_checkpointer(tmp_path, async_mode="async_with_pinned_mem")
-            checkpointer.save(1, model, optimizer, progress={})
+            checkpointer.save(1, model, optimizers, progress={})
             result = checkpointer.wait()
             assert result is not None and not result.problem
             assert calls_by_thread(recorder) == {"save": ["set_device", "synchronize"]}

@@ -27,6 +27,9 @@ ONE_GPU = {  # name -> settings
     "efficient, recompute full, SGD": "attention.backend=efficient activation_checkpoint.mode=full"
     " optimizer.name=SGD",
     "math, recompute off": "attention.backend=math activation_checkpoint.mode=none",
+    "Muon": "optimizer.name=Muon",
+    "Muon per head, bf16 params": "optimizer.name=Muon optimizer.muon_per_head=true"
+    " training.dtype=bfloat16",
     "fp32": "training.mixed_precision_param=float32 attention.backend=efficient",
     "accumulation, recompute op": "training.global_batch_size=4"
     " activation_checkpoint.selective_ac_option=op",
@@ -42,6 +45,11 @@ ONE_GPU = {  # name -> settings
     "Float8 scales, 8-bit state": f"{FLOAT8_SCALES} optimizer.state_dtype=8bit {UNCOMPILED}",
     "in backward": "optimizer.early_step_in_backward=true training.max_norm=0",
     "4-bit state": f"optimizer.state_dtype=4bit {UNCOMPILED}",
+    "Lion, bf16 params": "optimizer.name=Lion training.dtype=bfloat16",
+    "Adafactor": "optimizer.name=Adafactor",
+    "SOAP": "optimizer.name=SOAP",
+    "SGD, foreach": "optimizer.name=SGD optimizer.momentum=0.9 optimizer.nesterov=true"
+    " optimizer.implementation=foreach",
     "Float8 state": f"optimizer.state_dtype=float8 {UNCOMPILED}",
     "offloaded 8-bit state": f"optimizer.state_dtype=8bit optimizer.offload=true {UNCOMPILED}",
     "offloaded bf16 state": f"optimizer.state_dtype=bfloat16 optimizer.offload=true {UNCOMPILED}",
@@ -118,6 +126,19 @@ RANKS = {
             "reduce_scatter_tensor": ["bfloat16"],
             "all_reduce": ["float32"],  # gradients of norms
             "allreduce_": ["float32"],
+        },
+    ),
+    "Adafactor": (4, "optimizer.name=Adafactor", FSDP | SUMS),
+    "Muon, FSDP and TP": (
+        4,
+        "optimizer.name=Muon parallelism.tensor_parallel_degree=2",
+        FSDP
+        | SUMS
+        | {
+            "all_gather_into_tensor": ["bfloat16"],
+            "reduce_scatter_tensor": ["bfloat16"],
+            "all_reduce": ["float32"],
+            "alltoall_base_": ["bfloat16"],  # momentum to its owner, and the update back
         },
     ),
     "CP, all-gather": (

@@ -439,6 +439,13 @@ def test_a_symlink_out_of_the_inputs_is_refused_until_allowed(tmp_path):
     assert find_files([tmp_path / "link"]) == [tmp_path / "link"]  # given by its own name
 
 
+def test_a_broken_symlink_is_reported_like_a_missing_file(tmp_path):
+    (tmp_path / "a.txt").symlink_to(tmp_path / "removed.txt")
+    for follow_symlinks in (False, True):
+        with pytest.raises(DataError, match="a.txt: no such file or folder"):
+            find_files([tmp_path / "a.txt"], follow_symlinks)
+
+
 def test_a_parquet_without_text_is_refused_with_its_columns(tmp_path):
     pyarrow.parquet.write_table(pyarrow.table({"body": ["a"], "n": [1]}), tmp_path / "a.parquet")
     with pytest.raises(DataError, match='no column "text", only body, n'):

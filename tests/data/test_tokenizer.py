@@ -86,6 +86,26 @@ def test_text_that_looks_like_a_special_token_cannot_end_a_document(ranks, tmp_p
         assert not {tokenizer.bos_id, tokenizer.eos_id} & set(ids)
 
 
+def test_an_eos_that_is_not_marked_as_special_cannot_end_a_document(tmp_path):
+    path = Path(write_tokenizer_json(tmp_path))
+    table = json.loads(path.read_text())
+    table["added_tokens"][0]["special"] = False
+    path.write_text(json.dumps(table))
+    tokenizer = open_tokenizer(str(path))
+    assert tokenizer.encode("ab<|endoftext|>ab") == [2, 2]
+
+
+def test_text_that_a_unigram_model_encodes_as_eos_is_refused(tmp_path):
+    pieces = [("<unk>", 0.0), ("</s>", 0.0), *((character, -3.0) for character in "</s>")]
+    tokenizer = Tokenizer(models.Unigram(pieces, unk_id=0))
+    tokenizer.add_special_tokens([AddedToken("</s>", special=True)])
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    opened = open_tokenizer(str(tmp_path / "tokenizer.json"))
+    assert opened.encode("s>") == [4, 5]
+    with pytest.raises(DataError, match="ordinary text as the special token </s>"):
+        opened.encode("s</s>s")
+
+
 def test_truncation_in_a_tokenizer_json_does_not_shorten_documents(tmp_path):
     tokenizer = open_tokenizer(write_tokenizer_json(tmp_path))
     assert tokenizer.encode("ab" * 5) == [2] * 5
@@ -191,6 +211,20 @@ def test_the_script_trains_on_jsonl_and_reports_errors_without_a_traceback(tmp_p
     refused = run_command([*command, "--vocab-size", "200"])
     assert refused.returncode == 2 and "at least 258" in refused.stderr
     assert "Traceback" not in refused.stderr
+
+
+def test_the_script_accepts_the_options_that_its_errors_name(tmp_path):
+    (tmp_path / "in").mkdir()
+    (tmp_path / "a.txt").write_text("ab " * (1 << 19))  # 1.5 MiB
+    (tmp_path / "in/a.txt").symlink_to(tmp_path / "a.txt")
+    command = [sys.executable, "scripts/train_tokenizer.py", str(tmp_path / "in")]
+    command += ["--vocab-size", "259", "--out", str(tmp_path / "t.model"), "--document-mib", "1"]
+    refused = run_command(command)
+    assert refused.returncode == 2 and "allow such links: --follow-symlinks" in refused.stderr
+    refused = run_command([*command, "--follow-symlinks"])
+    assert refused.returncode == 2 and "raise the limit: --document-mib N" in refused.stderr
+    done = run_command([*command, "--follow-symlinks", "--document-mib", "2"])
+    assert done.returncode == 0, done.stderr
 
 
 SPECIAL = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}

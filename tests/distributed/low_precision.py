@@ -183,7 +183,7 @@ def _run_case(case: PrecisionCase, weights: Weights) -> RankResult:
     with _recorded_gradients(state) as gradients:
         for number in range(case.batches):
             inputs, labels = (tensor[own_slice] for tensor in read_batch(number, case.recipe))
-            settings = StepSettings(mesh, case.recipe.batch, 0.0, in_backward)
+            settings = StepSettings(mesh, 0.0, in_backward)
             batch = engine.prepare(inputs, labels)
             step = take_step(state, engine, batch, lr=0.0, settings=settings)
             result.losses.append(step.loss.item())

@@ -18,8 +18,10 @@ from titanlite.labels import IGNORE_INDEX
 from titanlite.models import FAMILIES, Llama3Sizes, LossConfig
 from titanlite.optim import (
     LossScale,
+    MatrixFacts,
     OptimizerConfig,
     OptimizerInBackward,
+    OptimizerSet,
     adaptive_clip,
     build_optimizer,
 )
@@ -142,13 +144,14 @@ class Recipe:
     z_loss: float = 0.0
     documents: bool = False  # several per sequence, with a document mask
     state_dtype: str = "float32"  # of the optimizer
+    options: tuple[tuple[str, Any], ...] = ()  # of [optimizer], which win over those above
 
     @property
     def section(self) -> OptimizerConfig:
-        options = {"implementation": "for-loop"} if self.state_dtype != "float32" else {}
-        return OptimizerConfig(
-            name=self.optimizer, lr=self.lr, state_dtype=self.state_dtype, **options
-        )
+        options = {"name": self.optimizer, "lr": self.lr, "state_dtype": self.state_dtype}
+        if self.state_dtype != "float32":
+            options["implementation"] = "for-loop"
+        return OptimizerConfig(**{**options, **dict(self.options)})
 
     def batch_of(self, step: int) -> int:
         return 2 * self.batch if step == 2 else self.batch
@@ -209,12 +212,16 @@ class ValidationData:
 VALIDATION_STEPS = (2, STEPS)  # also before the last step, to see effects on later steps
 
 
+def build_recipe_optimizer(model, recipe: Recipe) -> OptimizerSet:
+    return build_optimizer(model, recipe.section, MatrixFacts(FAMILY, recipe.sizes))
+
+
 @cache
 def one_process(recipe: Recipe) -> Record:
     """The reference run: no titanlite code but the model, its initialization and the optimizer."""
     model = FAMILY.build(recipe.sizes)
     init_weights(model, FAMILY.init_roles, recipe.sizes.n_layers, SEED)
-    optimizer = build_optimizer(model, recipe.section)
+    optimizer = build_recipe_optimizer(model, recipe)
     record = Record()
     for step in range(recipe.steps):
         inputs, labels = batch_at(step, recipe)
@@ -316,7 +323,7 @@ def start_run(
 ) -> tuple[TrainState, Engine, Mesh]:
     """Build a run under a layout; no step is taken."""
     model, mesh, engine = build_sharded(layout, recipe, **options)
-    return TrainState(model, build_optimizer(model, recipe.section), scale), engine, mesh
+    return TrainState(model, build_recipe_optimizer(model, recipe), scale), engine, mesh
 
 
 def run_until(
@@ -350,7 +357,6 @@ def run_until(
             lr=recipe.lr,
             settings=StepSettings(
                 mesh,
-                recipe.batch_of(state.step),
                 recipe.max_norm,
                 early,
                 clip if recipe.adaptive else None,

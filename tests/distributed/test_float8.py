@@ -373,7 +373,7 @@ def train_on_files(
         sample = ids[starts + torch.arange(seq_len + 1)]
         options = {
             "lr": 1e-3 * min(1.0, (step + 1) / 10),
-            "settings": StepSettings(mesh, sequences, 1.0),
+            "settings": StepSettings(mesh, 1.0),
         }
         batch = engine.prepare(sample[:, :-1], sample[:, 1:])
         losses.append(take_step(state, engine, batch, **options).loss.item())

@@ -96,7 +96,7 @@ def run_step(layout: Layout, metered: bool) -> tuple[str, list, float]:
         noise,
         noise.prepare(inputs, labels),
         lr=RECIPE.lr,
-        settings=StepSettings(mesh, RECIPE.batch, 0.0, early),
+        settings=StepSettings(mesh, 0.0, early),
     )
     weights = hashlib.sha256()
     for parameter in state.model.parameters():
@@ -144,7 +144,7 @@ def noise_events() -> list[dict]:
     action = measure_noise_scale(noise, state, sinks, freq=2)
     for step in range(1, 2 * MEASURED_STEPS + 1):
         batch = noise.prepare(*frequent_tokens(step))
-        settings = StepSettings(mesh, NOISY.batch, 0.0)
+        settings = StepSettings(mesh, 0.0)
         result = take_step(state, noise, batch, lr=0.0, settings=settings)
         info = SimpleNamespace(step=step, result=result)
         if action.is_due(info):

@@ -215,7 +215,7 @@ def steps_with_an_overflow(layout) -> list[dict]:
         sequences = ADAMW.batch // mesh.degrees.data
         own_slice = slice(mesh.batch_rank * sequences, (mesh.batch_rank + 1) * sequences)
         inputs, labels = (tensor[: ADAMW.batch][own_slice] for tensor in batch_at(step, ADAMW))
-        settings = StepSettings(mesh, ADAMW.batch, max_norm=0.1)
+        settings = StepSettings(mesh, max_norm=0.1)
         batch = engine.prepare(inputs, labels)
         result = take_step(state, engine, batch, lr=ADAMW.lr, settings=settings)
         states = [v for s in state.optimizer.state.values() for v in s.values()]

@@ -85,6 +85,24 @@ def test_one_flipped_bit_names_the_odd_rank_and_a_healthy_run_none(ranks):
             assert damaged == ([(odd, hosts, compared, value)] if named else []), str(case)
 
 
+def healthy_findings(layout: Layout, optimizers: list[str]) -> list[list]:
+    findings = []
+    for optimizer in optimizers:
+        recipe = replace(RECIPE, optimizer=optimizer)
+        state, engine, mesh = start_run(layout, recipe)
+        run_until(state, engine, mesh, recipe, Record(), recipe.steps)
+        findings.append(ReplicaCheck(state, mesh).find())
+    return findings
+
+
+@pytest.mark.parametrize(
+    "layout", [Layout(replicate=2, shard=2), Layout(shard=2, tensor=2)], ids=str
+)
+def test_optimizers_that_compute_whole_matrices_on_one_rank_keep_replicas_equal(layout):
+    optimizers = ["Muon", "SOAP", "Adafactor"]
+    assert run_on_ranks(healthy_findings, 4, layout, optimizers) == [[[]] * 3] * 4
+
+
 def test_without_a_majority_all_replicas_are_named():
     hashes = {0: {"a": 1, "b": 2}, 1: {"a": 1, "b": 2}, 2: {"a": 1, "b": 3}, 3: {"a": 4, "b": 2}}
     hosts = dict.fromkeys(hashes, "node")

@@ -36,17 +36,26 @@ def losses_of(folder) -> dict[int, float]:
     return {line["step"]: line["loss"] for line in lines_of(folder) if "event" not in line}
 
 
+RAMP = (  # batch size, learning rate and weight decay as functions of the tokens consumed
+    *("--training.batch_size_ramp", "0:4 300:8 1.1K:12", "--training.global_batch_size", "12"),
+    *("--lr_scheduler.warmup_steps", "none", "--lr_scheduler.warmup_tokens", "500"),
+    *("--lr_scheduler.weight_decay_type", "cosine"),
+    *("--lr_scheduler.final_weight_decay_factor", "0.1"),
+)
+RAMP_SAMPLES = [4, 8, 16, 24, 36, 48]  # consumed after each step
+
+
 def test_a_run_resumed_under_other_layouts_matches_an_uninterrupted_run(run_toml, tmp_path):
     """One process, against FSDP to step 3, tensor parallel to step 4, and a pipeline to the end."""
     reference, resumed = tmp_path / "reference", tmp_path / "resumed"
 
     def train(ranks: int, folder, *argv) -> None:
-        run_ranks(ranks, folder, run_toml, "--job.dump_folder", str(folder), *argv)
+        run_ranks(ranks, folder, run_toml, "--job.dump_folder", str(folder), *RAMP, *argv)
 
     train(1, reference, "--metrics.enable_tensorboard=true")
-    schedule = ("--lr_scheduler.total_steps", "6")
+    schedule = ("--lr_scheduler.total_tokens", "2304")  # as without it in a run of 6 steps
     first = torchrun(
-        2, run_toml, *schedule, "--training.steps", "3", f"--job.dump_folder={resumed}"
+        2, run_toml, *RAMP, *schedule, "--training.steps", "3", f"--job.dump_folder={resumed}"
     )
     assert first.returncode == 0, first.stderr
     assert "TCPStore" not in first.stderr  # rank 0 closes the store after the others have exited
@@ -60,8 +69,12 @@ def test_a_run_resumed_under_other_layouts_matches_an_uninterrupted_run(run_toml
     assert actual == pytest.approx(expected, rel=1e-5)
     for folder in (reference, resumed):
         steps = [line for line in lines_of(folder) if "event" not in line]
-        assert [line["tokens"] for line in steps] == [step * 8 * 48 for step in range(1, 7)]
-        assert [line["samples"] for line in steps] == [step * 8 for step in range(1, 7)]
+        assert [line["tokens"] for line in steps] == [48 * samples for samples in RAMP_SAMPLES]
+        assert [line["samples"] for line in steps] == RAMP_SAMPLES
+        # warmup to token 500, then linear to token 2304
+        factors = [192 / 500, 384 / 500, 768 / 500, 1536 / 1804, 1152 / 1804, 576 / 1804]
+        rates = [8e-4 * min(1.0, factor) for factor in factors]
+        assert [line["lr"] for line in steps] == pytest.approx(rates)
 
     events = {(line["event"], line["step"]): line for line in lines_of(resumed) if "event" in line}
     assert ("resumed", 3) in events and ("checkpoint_saved", 6) in events

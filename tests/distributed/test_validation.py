@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from functools import cache
-from itertools import islice
+from itertools import islice, repeat
 
 import numpy as np
 import pytest
@@ -92,7 +92,7 @@ def test_a_global_batch_has_the_same_samples_in_the_same_order_on_any_ranks(rank
     steps, batch, position = 5, 12, 7
     expected = [stream.read(position + step * batch, batch)[0] for step in range(steps)]
     by_rank = [
-        islice(stream.prefetch(rank_slices(position, batch, rank, ranks)), steps)
+        islice(stream.prefetch(rank_slices(position, repeat(batch), rank, ranks)), steps)
         for rank in range(ranks)
     ]
     for batch_inputs, slices in zip(expected, zip(*by_rank, strict=True), strict=True):
@@ -107,7 +107,7 @@ def test_an_epoch_has_each_sample_once_under_changing_layouts(corpus):
     samples = (open_corpus(str(corpus / "train")).tokens - 1) // 64
     seen, position = [], 0
     for ranks, batch, steps in ((1, 8, 3), (4, 16, 2), (3, 9, 4), (2, 2, samples)):
-        slices = [rank_slices(position, batch, rank, ranks) for rank in range(ranks)]
+        slices = [rank_slices(position, repeat(batch), rank, ranks) for rank in range(ranks)]
         for _ in range(steps):
             for rank_slice in slices:
                 start, sequences = next(rank_slice)

@@ -124,7 +124,7 @@ def test_the_job_uses_what_the_guides_add(extended, runs):
     for setting in (
         'name = "relu2"',
         'format = "numpy"',
-        'name = "Lion"',
+        'name = "Signum"',
         'decay_type = "quadratic"',
     ):
         assert setting in config, setting

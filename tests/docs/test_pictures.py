@@ -7,7 +7,7 @@ import sys
 
 from tests.conftest import ROOT
 
-DIAGRAMS = ("layers", "step", "commit", "watchdog", "memory")  # the others run a job
+DIAGRAMS = ("layers", "step", "commit", "watchdog", "memory", "schedules")  # the others run a job
 
 
 def test_the_diagrams_are_drawn_from_the_code_as_it_is(tmp_path):

@@ -48,7 +48,7 @@ def build_training(device, transforms: ModelTransforms, steps: int):
     state = TrainState(sharded.model, build_optimizer(sharded.model, OptimizerConfig()))
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(0, SIZES.vocab_size, (BATCH, LENGTH + 1), generator=generator)
-    settings = StepSettings(mesh, BATCH, max_norm=1.0)
+    settings = StepSettings(mesh, max_norm=1.0)
     losses, finite = [], FiniteCheck(sharded.model, device)
 
     def train() -> None:

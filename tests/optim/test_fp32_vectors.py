@@ -16,6 +16,8 @@ SECTIONS = [
     {"name": "AdamW", "implementation": "for-loop", "offload": True},
     {"name": "SGD", "implementation": "foreach", "momentum": 0.9},
     {"name": "SGD", "implementation": "for-loop"},
+    {"name": "Lion"},
+    {"name": "Adafactor"},
 ]
 
 

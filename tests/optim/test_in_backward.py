@@ -37,6 +37,8 @@ def train(in_backward: bool, **section):
     "section",
     [
         {"name": "SGD", "momentum": 0.9, "implementation": "foreach"},
+        {"name": "SGD", "momentum": 0.9, "nesterov": True},
+        {"name": "Lion"},
         {"name": "AdamW"},
         {"name": "Adam", "state_dtype": "8bit", "implementation": "for-loop"},
     ],

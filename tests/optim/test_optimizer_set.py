@@ -6,13 +6,23 @@ import pytest
 import torch
 from torch import nn
 
-from titanlite.optim import OptimizerConfig, ParameterGroupConfig, build_optimizer
+from titanlite.optim import (
+    OptimizerConfig,
+    OptimizerSet,
+    ParameterGroupConfig,
+    build_optimizer,
+)
 
 CASES = [
     {"name": "AdamW"},
     {"name": "Adam"},
     {"name": "AdamW", "implementation": "foreach"},
-    {"name": "SGD", "momentum": 0.9},
+    {"name": "SGD"},
+    {"name": "SGD", "momentum": 0.9, "nesterov": True},
+    {"name": "SGD", "momentum": 0.9, "implementation": "foreach"},
+    {"name": "Lion"},
+    {"name": "Lion", "implementation": "foreach"},
+    {"name": "Adafactor"},
     {"name": "AdamW", "state_dtype": "bfloat16", "implementation": "for-loop"},
     {"name": "AdamW", "state_dtype": "8bit", "implementation": "for-loop"},
     {"name": "AdamW", "state_dtype": "float8"},
@@ -87,3 +97,25 @@ def test_groups_set_the_optimizer_its_settings_and_a_factor_of_the_learning_rate
         "2.weight": ("SGD", 0.1, 0.2, 0.5),
         "2.bias": ("SGD", 0.1, 0.0, 0.5),
     }
+
+
+def test_other_optimizers_compute_while_one_communicates():
+    calls = []
+
+    class Communicating(torch.optim.SGD):
+        def begin_step(self, accept):
+            calls.append(("begin", accept))
+            return lambda: calls.append(("complete", accept))
+
+    class Computing(torch.optim.SGD):
+        def step(self, closure=None):
+            calls.append(("compute", None))
+
+    parameter = nn.Parameter(torch.zeros(1))
+    optimizers = OptimizerSet([Computing([parameter]), Communicating([parameter])])
+    optimizers.step()
+    assert calls == [("begin", None), ("compute", None), ("complete", None)]
+    calls.clear()
+    accept = torch.tensor(False)
+    optimizers.step_if(accept)
+    assert calls == [("begin", accept), ("complete", accept)]

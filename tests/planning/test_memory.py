@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from titanlite.job import read_job
-from titanlite.optim import build_optimizer
+from titanlite.optim import MatrixFacts, build_optimizer
 from titanlite.planning.memory import estimate_memory, memory_savings
 from titanlite.runtime.out_of_memory import MemoryUsage, find_memory_request
 
@@ -45,16 +45,19 @@ def test_estimated_activations_equal_what_autograd_saves(qk_norm, run_toml):
     assert estimate_memory(job).activations == pytest.approx(measured, rel=0.05)
 
 
-@pytest.mark.parametrize("state_dtype", ["float32", "bfloat16", "8bit", "4bit"])
+@pytest.mark.parametrize("state_dtype", ["float32", "bfloat16", "8bit", "4bit", "Muon"])
 def test_measured_memory_equals_the_estimate(state_dtype, run_toml):
     sizes = ["--model.dim", "128", "--model.hidden_dim", "256"]
-    job = job_of(run_toml, *sizes, "--optimizer.state_dtype", state_dtype)
+    kind = ["--optimizer.name", "Muon"]
+    if state_dtype != "Muon":
+        kind = ["--optimizer.state_dtype", state_dtype]
+    job = job_of(run_toml, *sizes, *kind)
     cpu = torch.device("cpu")
     unused = {"parameters": 0, "gradients": 0, "optimizer state": 0}
     assert MemoryUsage(cpu).by_kind() == unused
     model = job.spec.build(job.sizes)
     section = dataclasses.replace(job.config.optimizer, implementation="for-loop")
-    optimizer = build_optimizer(model, section)
+    optimizer = build_optimizer(model, section, MatrixFacts(job.spec, job.sizes))
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
     optimizer.step()
@@ -62,6 +65,44 @@ def test_measured_memory_equals_the_estimate(state_dtype, run_toml):
     assert measured["parameters"] == estimate.parameters
     assert measured["gradients"] == estimate.gradients
     assert measured["optimizer state"] == pytest.approx(estimate.optimizer_state, rel=0.03)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"name": "SGD"},
+        {"name": "SGD", "momentum": "0.9"},
+        {"name": "Lion"},
+        {"name": "Adafactor"},
+        {"name": "SOAP"},
+        {"groups": "[{ match = ['output.*'], name = 'Adafactor' }]"},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_estimate_counts_the_state_of_each_parameters_optimizer(settings, dtype, run_toml):
+    options = [f"--optimizer.{key}={value}" for key, value in settings.items()]
+    job = job_of(run_toml, *options, "--training.dtype", dtype)
+    model = job.spec.build(job.sizes).to(job.transforms.param_dtype)
+    facts = MatrixFacts(job.spec, job.sizes)
+    optimizer = build_optimizer(model, job.config.optimizer, facts)
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()  # after which vectors have fp32 copies
+    measured = MemoryUsage(torch.device("cpu"), model, optimizer).by_kind()["optimizer state"]
+    # the step counters are scalars
+    assert measured == pytest.approx(estimate_memory(job).optimizer_state, rel=0.02, abs=8)
+
+
+def test_muon_has_one_moment_and_a_few_whole_matrices(run_toml):
+    sizes = ["--model.dim", "512", "--model.hidden_dim", "2048", "--training.seq_len", "8"]
+    adamw, muon = (
+        estimate_memory(job_of(run_toml, *sizes, "--optimizer.name", name, ranks=4))
+        for name in ("AdamW", "Muon")
+    )
+    assert muon.optimizer_state < 0.6 * adamw.optimizer_state
+    assert adamw.whole_matrices == 0
+    assert muon.whole_matrices > 1 << 20
 
 
 def test_estimates_count_shards_and_pipeline_micro_batches_in_flight(run_toml):

@@ -2,10 +2,9 @@
 
 `dcp.save` gathers the plans of all ranks on rank 0 at every save, connects rank 0 to every rank for
 this, and then sends the metadata of all chunks to every rank. Here the plans are exchanged only if
-one of them has changed, and ranks other than 0 receive no more than their own plan. (DCP's own
-`enable_plan_caching` still sends the metadata, and after a save that failed, the next one fails
-with a KeyError; torch 2.11 to 2.15.) Plans are objects of DCP: like `dcp.save`, ranks exchange them
-as pickles.
+one of them has changed, and the metadata stays on rank 0. (DCP's own `enable_plan_caching` still
+sends the metadata, and after a save that failed, the next one fails with a KeyError; torch 2.11 to
+2.15.) Plans are objects of DCP: like `dcp.save`, ranks exchange them as pickles.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from torch import Tensor
 from titanlite.checkpoint.chunks import Chunk
 from titanlite.storage import BinaryReader
 
-BUFFER_BYTES = 1 << 26  # for elements that cannot be read directly into their destination
+BUFFER_BYTES = 1 << 26  # most bytes of one read, and of a buffer of rows before they are converted
 
 # https://pkware.cachefly.net/webdocs/casestudies/APPNOTE.TXT, 4.3.7, 4.3.12, 4.3.14 to 4.3.16
 _LOCAL_HEADER = struct.Struct("<4s5H3I2H")

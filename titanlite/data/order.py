@@ -7,7 +7,7 @@ samples or a billion, and a checkpoint needs to store the position only.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from fractions import Fraction
 from functools import lru_cache
 
@@ -203,14 +203,14 @@ def _hash_key(text: str) -> np.ndarray:
 
 
 def rank_slices(
-    position: int, global_batch: int, rank: int, ranks: int
+    position: int, batches: Iterable[int], rank: int, ranks: int
 ) -> Iterator[tuple[int, int]]:
     """(first position, sequences) that one of `ranks` ranks reads of each global batch.
 
-    The first global batch begins at `position`. The ranks read consecutive slices, so a global
-    batch has the same samples for any `ranks`.
+    `batches`: sizes of consecutive global batches, of which the first begins at `position`. The
+    ranks read consecutive slices, so a global batch has the same samples for any `ranks`.
     """
-    sequences = global_batch // ranks
-    while True:
+    for global_batch in batches:
+        sequences = global_batch // ranks
         yield position + rank * sequences, sequences
         position += global_batch

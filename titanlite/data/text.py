@@ -24,7 +24,7 @@ INPUT_KINDS = "a .txt, .jsonl or .parquet file; a folder of them; a pattern like
 TEXT_FIELD = "text"  # key of each line of a .jsonl; column of a .parquet
 MAX_DOCUMENT_BYTES = 128 << 20  # of a .txt, a line or a row: a document is read into memory
 
-_ALLOW_LINKS = "scripts/prepare_data.py --follow-symlinks"
+_ALLOW_LINKS = "--follow-symlinks"  # of the scripts that read text
 # Limits for a .parquet, where a few bytes could expand until they fill the memory
 _MAX_EXPANSION = 1000  # bytes of text per byte of the file: no text compresses better
 _ALWAYS_ALLOWED_BYTES = 256 << 20  # of text in a row group, whatever its compressed size
@@ -71,7 +71,7 @@ def find_files(inputs: Sequence[str | Path], follow_symlinks: bool = False) -> l
     for given in inputs:
         exists = Path(given).exists()
         matches = [str(given)] if exists else glob.glob(str(given), recursive=True)
-        if not matches:
+        if not matches or (not exists and matches == [str(given)]):  # the latter is a broken link
             raise DataError(f"{given}: no such file or folder, and as a pattern it matches none.")
         if not exists and not follow_symlinks:
             refuse_outward_links(map(Path, matches), _fixed_part(str(given)), _ALLOW_LINKS)
@@ -144,8 +144,8 @@ def read_documents(
 def _too_long_error(location: str, max_bytes: int) -> DataError:
     return DataError(
         f"{location}: contains a document of more than {max_bytes >> 20} MiB.",
-        fix="Split it into several documents, or raise the limit: scripts/prepare_data.py"
-        " --document-mib N. A worker needs about 50 times the limit in memory.",
+        fix="Split it into several documents, or raise the limit: --document-mib N. A worker of"
+        " scripts/prepare_data.py needs about 50 times the limit in memory.",
     )
 
 

@@ -218,6 +218,9 @@ class HuggingFaceTokenizer(Tokenizer):
         self.name, self.files = name, {"tokenizer.json": content}
         # a file may enable truncation and padding, which would change documents
         table = {**_parse_tokenizer_json(name, content), "truncation": None, "padding": None}
+        for token in table.get("added_tokens") or []:
+            if token.get("content") in (*_BOS_NAMES, *_EOS_NAMES):
+                token["special"] = True  # otherwise the library would find it in ordinary text
         definition = json.dumps(table, sort_keys=True)
         with _library_errors(name, "the tokenizers library cannot read it"):
             self._tokenizer = tokenizers.Tokenizer.from_str(definition)
@@ -247,7 +250,15 @@ class HuggingFaceTokenizer(Tokenizer):
 
     def _encode(self, text: str) -> list[int]:
         with _library_errors(self.name, f"cannot encode a text of {len(text):,} characters"):
-            return self._tokenizer.encode(text, add_special_tokens=False).ids
+            ids = self._tokenizer.encode(text, add_special_tokens=False).ids
+        for id in {self.bos_id, self.eos_id}:
+            if id in ids:  # a Unigram model finds special tokens in text; another's unk may be EOS
+                token = self.special_token_name(id)
+                raise DataError(
+                    f'tokenizer "{self.name}": encodes ordinary text as the special token {token}.',
+                    fix=f"Remove {token} from the text if it is there, or use another tokenizer.",
+                )
+        return ids
 
     def _decode(self, ids: list[int]) -> str:
         with _library_errors(self.name, f"cannot decode {len(ids):,} ids"):

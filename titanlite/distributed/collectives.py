@@ -2,15 +2,16 @@
 
 Values are sent as JSON in byte tensors, never as pickles, so a rank executes nothing it receives.
 The byte tensors are in host memory, so they use gloo even where NCCL exists. They pass along a tree
-of ranks, so that no rank sends or waits in proportion to the number of ranks.
+of ranks, so that the waiting time grows with the logarithm of the number of ranks.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -61,6 +62,33 @@ def start_all_gather(group: dist.ProcessGroup, own: Tensor) -> Callable[[], Tens
     def wait() -> Tensor:
         work.wait()
         return stacked.view(group.size(), *own.shape)
+
+    return wait
+
+
+def start_all_to_all(
+    group: dist.ProcessGroup,
+    sent: Sequence[Sequence[Tensor]],
+    received: Sequence[Sequence[int]],
+    empty: Tensor,
+) -> Callable[[], list[tuple[Tensor, ...]]]:
+    """Start to send each rank of a group a list of flat tensors; returns a function that waits.
+
+    `received` has the number of elements of each tensor from each rank. The function returns these
+    tensors, by rank. `empty` [0] has the dtype and device of all tensors.
+    """
+    sent_sizes = [sum(tensor.numel() for tensor in tensors) for tensors in sent]
+    received_sizes = [sum(sizes) for sizes in received]
+    outgoing = torch.cat([empty, *(tensor for tensors in sent for tensor in tensors)])
+    incoming = empty.new_empty(sum(received_sizes))
+    work = dist.all_to_all_single(
+        incoming, outgoing, received_sizes, sent_sizes, group=group, async_op=True
+    )
+
+    def wait() -> list[tuple[Tensor, ...]]:
+        work.wait()
+        by_rank = zip(incoming.split(received_sizes), received, strict=True)
+        return [tensors.split(list(sizes)) for tensors, sizes in by_rank]
 
     return wait
 

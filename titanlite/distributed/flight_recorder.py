@@ -85,7 +85,7 @@ def _backends_by_device() -> dict[str, str]:
     assert group is not None, "the watchdog runs while the group exists"
     for device_type in ("cpu", "cuda"):
         with suppress(RuntimeError):  # the group has no backend for it
-            # The only way to the backend that "nccl" stands for: torch 2.15 has two.
+            # Private, but nothing else names the backend behind "nccl": torch 2.15 has two.
             name = group._get_backend(torch.device(device_type)).name()
             if name not in backends.values():  # gloo alone serves GPUs too
                 backends[device_type] = name

@@ -49,11 +49,11 @@ from titanlite.metrics import (
     open_sinks,
 )
 from titanlite.optim import (
+    MatrixFacts,
     NoiseScale,
     OptimizerInBackward,
     adaptive_clip,
     build_optimizer,
-    lr_factor,
 )
 from titanlite.parallelize import ParallelLayout, ShardedModel, build_sharded_model
 from titanlite.parallelize.activation_checkpoint import plot_memory_budgets
@@ -175,7 +175,7 @@ def _open_run(job: Job, services: RunServices) -> Iterator[Run]:
             state=state,
             engine=engine,
             open_batches=partial(build_batches, job, stream, state, mesh, engine),
-            lr_at=partial(learning_rate_at, job),
+            peak_lr=job.config.optimizer.lr,
             step_settings=build_step_settings(job, model.model, mesh, in_backward),
             actions=(),
             checkpointer=checkpointer,
@@ -278,7 +278,8 @@ def build_state(
     job: Job, model: ShardedModel, counters: Counters
 ) -> tuple[TrainState, OptimizerInBackward | None]:
     """The training state at step 0, and with early_step_in_backward the hooks that update it."""
-    optimizer = build_optimizer(model.model, job.config.optimizer)
+    facts = MatrixFacts(job.spec, job.sizes, job.transforms.compute_dtype)
+    optimizer = build_optimizer(model.model, job.config.optimizer, facts, job.rate_schedule)
     noise_scale = NoiseScale() if job.config.metrics.noise_scale_freq else None
     state = TrainState(model.model, optimizer, job.loss_scale, counters, noise_scale)
     if not job.config.optimizer.early_step_in_backward:
@@ -298,7 +299,7 @@ def build_step_settings(
             training.adaptive_clip_eps,
             training.adaptive_clip_exclude,
         )
-    return StepSettings(mesh, job.global_batch, training.clip_norm, in_backward, adaptive)
+    return StepSettings(mesh, training.clip_norm, in_backward, adaptive)
 
 
 def restore(
@@ -409,14 +410,10 @@ def build_batches(
         batch = engine.prepare(inputs, labels)
         return batch.pin_memory() if pin else batch
 
-    slices = rank_slices(state.position, job.global_batch, mesh.batch_rank, mesh.batch.size())
+    batches = job.batches.batches_from(state.counters.tokens)
+    slices = rank_slices(state.position, batches, mesh.batch_rank, mesh.batch.size())
     timeout = job.config.data.read_timeout_seconds
     return stream.prefetch(slices, timeout_seconds=timeout, prepare=prepare)
-
-
-def learning_rate_at(job: Job, step: int) -> float:
-    """Learning rate of the next step after `step` completed steps."""
-    return job.config.optimizer.lr * lr_factor(step, job.schedule_steps, job.config.lr_scheduler)
 
 
 def build_periodic_actions(

@@ -19,10 +19,16 @@ from titanlite.metrics import check_metrics_config, check_profiling_config
 from titanlite.models import FAMILIES, ModelSizes, ModelSpec, first_match
 from titanlite.optim import (
     LossScaleConfig,
+    Progress,
+    RateSchedule,
+    RunLength,
+    build_rate_schedule,
     check_lr_scheduler_config,
     check_optimizer_config,
     check_optimizer_device,
+    check_schedule_end,
     moment_format,
+    whole_matrix_optimizers,
 )
 from titanlite.optim.adam import StateDtype
 from titanlite.parallelize.activation_checkpoint import check_activation_checkpoint
@@ -31,7 +37,7 @@ from titanlite.parallelize.context import check_context_parallel
 from titanlite.parallelize.float8 import check_float8, check_float8_device
 from titanlite.parallelize.pipeline_plan import PipelinePlan, plan_pipeline
 from titanlite.parallelize.tensor import check_tensor_parallel, weight_shard_size
-from titanlite.training import TrainingConfig
+from titanlite.training import BatchSchedule, build_batch_schedule, check_batch_size
 
 
 def check_config(config: JobConfig, ranks: int) -> Iterator[UserError]:
@@ -44,6 +50,13 @@ def check_config(config: JobConfig, ranks: int) -> Iterator[UserError]:
         yield from spec.check_sizes(sizes)
         if config.checkpoint.last_save_in_hf:
             yield from _check_export(spec, sizes)
+        if config.optimizer.muon_per_head and not spec.head_projections:
+            yield ConfigError(
+                f'optimizer.muon_per_head = true: model.name = "{spec.name}" does not say which'
+                " layers project to heads.",
+                fix="Set optimizer.muon_per_head = false, or ModelSpec.head_projections.",
+                keys=("optimizer.muon_per_head", "model.name"),
+            )
         plan, problems = plan_job_pipeline(config, spec, sizes)
         yield from problems
         if plan is not None and plan.splits_backward:
@@ -52,12 +65,13 @@ def check_config(config: JobConfig, ranks: int) -> Iterator[UserError]:
         yield error
     try:
         degrees = resolve_degrees(config.parallelism, ranks)
-        yield from _check_batch_size(config.training, degrees)
+        yield from check_batch_size(config.training, degrees.data)
         yield from check_attention_config(config.attention, degrees.context, config.data.tokenizer)
         yield from _check_update_options(config, degrees)
         yield from _check_noise_scale(config, degrees)
     except ConfigError as error:
         yield error
+    yield from _check_schedule_end(config, degrees)
     if sizes and degrees:
         yield from _check_sequence_lengths(config, sizes, degrees)
         yield from _check_float8_sizes(config, sizes, degrees)
@@ -90,7 +104,8 @@ def _check_sections(config: JobConfig) -> Iterator[UserError]:
     yield from check_metrics_config(config.metrics)
     yield from check_profiling_config(config.profiling)
     yield from check_optimizer_config(config.optimizer, config.training.dtype)
-    yield from check_lr_scheduler_config(config.lr_scheduler, config.training.steps)
+    group_settings = [group.schedule_overrides() for group in config.optimizer.groups]
+    yield from check_lr_scheduler_config(config.lr_scheduler, group_settings)
     yield from _check_precision(config)
 
 
@@ -203,18 +218,25 @@ def _check_precision(config: JobConfig) -> Iterator[ConfigError]:
         )
 
 
-def _check_batch_size(training: TrainingConfig, degrees: Degrees) -> Iterator[ConfigError]:
-    """Reject a global batch that the data-parallel ranks cannot divide into local batches."""
-    size, local, data = training.global_batch_size, training.local_batch_size, degrees.data
-    unit = local * data
-    if size != -1 and size % unit:
-        nearest = " or ".join(str(n) for n in (size - size % unit, size + -size % unit) if n)
-        yield ConfigError(
-            f"training.global_batch_size = {size}: is not a multiple of local_batch_size {local}"
-            f" x {data} data-parallel ranks = {unit}.",
-            fix=f"Use {nearest}, or another local_batch_size.",
-            keys=("training.global_batch_size", "training.local_batch_size"),
-        )
+def plan_rate_schedule(config: JobConfig, batches: BatchSchedule) -> RateSchedule:
+    """The schedule of the learning rate and the weight decay."""
+    steps = config.training.steps
+    return build_rate_schedule(config.lr_scheduler, RunLength(steps, batches.tokens_after(steps)))
+
+
+def _check_schedule_end(config: JobConfig, degrees: Degrees | None) -> Iterator[ConfigError]:
+    """Reject a run whose last steps have learning rate 0."""
+    if degrees is None and config.lr_scheduler.in_tokens:  # the batch may depend on the layout
+        return
+    steps = config.training.steps
+    try:
+        global_batch = resolve_global_batch(config, degrees or Degrees())
+        batches = build_batch_schedule(config.training, global_batch)
+    except ConfigError:  # reported by check_batch_size
+        return
+    tokens = batches.tokens_after(steps - 1)
+    last = Progress(steps - 1, tokens, batches.batch_at(tokens) * batches.seq_len)
+    yield from check_schedule_end(plan_rate_schedule(config, batches), steps, last)
 
 
 def _check_update_options(config: JobConfig, degrees: Degrees) -> Iterator[ConfigError]:
@@ -226,6 +248,13 @@ def _check_update_options(config: JobConfig, degrees: Degrees) -> Iterator[Confi
             " optimizer state in host memory, with the parameters and gradients.",
             fix="Disable one of the two.",
             keys=("optimizer.offload", "training.enable_cpu_offload"),
+        )
+    if training.enable_cpu_offload and (names := whole_matrix_optimizers(config.optimizer)):
+        yield ConfigError(
+            f"training.enable_cpu_offload = true: {' and '.join(names)} would compute matmuls on"
+            " the CPU.",
+            fix="Set training.enable_cpu_offload = false, or use another optimizer.",
+            keys=("training.enable_cpu_offload", "optimizer.name"),
         )
     if not config.optimizer.early_step_in_backward:
         return
@@ -428,7 +457,7 @@ def plan_job_pipeline(
 
 
 def resolve_global_batch(config: JobConfig, degrees: Degrees) -> int:
-    """Samples of one optimizer step, over all ranks."""
+    """Samples of one optimizer step, over all ranks, after the ramp."""
     training = config.training
     if training.global_batch_size == -1:
         return training.local_batch_size * degrees.data

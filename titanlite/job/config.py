@@ -131,6 +131,7 @@ FACTS = (
     "optimizer.state_dtype",
     "training.dtype",
     "training.global_batch_size",
+    "training.batch_size_ramp",
     "training.seq_len",
     "attention.mask",
     "debug.seed",

@@ -14,16 +14,17 @@ from titanlite.checkpoint import checkpoint_folder
 from titanlite.data import SampleStream
 from titanlite.distributed.mesh import Degrees, resolve_degrees
 from titanlite.job import checks
-from titanlite.job.checks import plan_job_pipeline, resolve_global_batch
+from titanlite.job.checks import plan_job_pipeline, plan_rate_schedule, resolve_global_batch
 from titanlite.job.config import MOVED, JobConfig
 from titanlite.kernels.backend import AttentionShape
 from titanlite.log import logger, pluralize
 from titanlite.models import FAMILIES, ModelSizes, ModelSpec
-from titanlite.optim import LossScale, schedule_warning
+from titanlite.optim import LossScale, RateSchedule
 from titanlite.parallelize import DTYPES, ModelTransforms
 from titanlite.parallelize.pipeline_plan import PipelinePlan
 from titanlite.settings import load_config, raise_together, to_toml
 from titanlite.storage import StorageFolder
+from titanlite.training import BatchSchedule, build_batch_schedule
 
 SHORT_DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 
@@ -37,7 +38,7 @@ class Job:
     sizes: ModelSizes  # of the model
     degrees: Degrees
     pipeline: PipelinePlan  # which rank runs which stage
-    global_batch: int  # samples of one optimizer step, over all ranks
+    global_batch: int  # samples of one optimizer step, over all ranks, after the ramp
 
     @property
     def folder(self) -> Path:
@@ -46,7 +47,7 @@ class Job:
 
     @property
     def rank_batch(self) -> int:
-        """Samples of one optimizer step on one data-parallel rank."""
+        """Samples of one optimizer step on one data-parallel rank, after the ramp."""
         return self.global_batch // self.degrees.data
 
     @property
@@ -90,14 +91,27 @@ class Job:
         return self.spec.flops_per_token(self.sizes, self.config.training.seq_len)
 
     @property
-    def schedule_steps(self) -> int:
-        """Steps over which the learning-rate schedule is defined."""
-        return self.config.lr_scheduler.total_steps or self.config.training.steps
+    def batches(self) -> BatchSchedule:
+        """The global batch size of each step."""
+        return build_batch_schedule(self.config.training, self.global_batch)
 
     @property
-    def warning(self) -> str:
-        """A warning about settings that can only be followed approximately, or ""."""
-        return schedule_warning(self.config.lr_scheduler, self.config.training.steps)
+    def rate_schedule(self) -> RateSchedule:
+        """The schedule of the learning rate and the weight decay."""
+        return plan_rate_schedule(self.config, self.batches)
+
+    @property
+    def warnings(self) -> list[str]:
+        """Warnings about settings that can only be followed approximately."""
+        steps, batches = self.config.training.steps, self.batches
+        warnings = [self.rate_schedule.warning()]
+        if (last := batches.batch_at(batches.tokens_after(steps - 1))) < batches.largest:
+            warnings.append(
+                f"training.batch_size_ramp: the ramp is longer than training.steps = {steps}; the"
+                f" last batch has {last} sequences, not training.global_batch_size ="
+                f" {batches.largest}"
+            )
+        return [warning for warning in warnings if warning]
 
     def facts(self, stream: SampleStream) -> dict[str, Any]:
         """Properties of the job that its checkpoints record."""
@@ -107,6 +121,7 @@ class Job:
             "optimizer.state_dtype": self.config.optimizer.state_dtype,
             "training.dtype": self.config.training.dtype,
             "training.global_batch_size": self.global_batch,
+            "training.batch_size_ramp": self.config.training.batch_size_ramp,
             "attention.mask": self.config.attention.mask,  # decides what a token attends to
             **stream.facts,  # decide which samples a stream position means
         }
@@ -115,7 +130,7 @@ class Job:
         """Properties that must equal those of a checkpoint for this run to resume from it."""
         facts = self.facts(stream)
         if self.config.training.global_batch_size != -1:  # set explicitly, so a change is intended
-            del facts["training.global_batch_size"]
+            del facts["training.global_batch_size"], facts["training.batch_size_ramp"]
         return facts
 
     @property
@@ -154,7 +169,7 @@ class Job:
         peak = (
             f"{measured}peak {peak_flops / 1e12:.3g} TFLOP/s each" if peak_flops else "peak unknown"
         )
-        tokens = self.global_batch * training.seq_len
+        tokens, batches = self.global_batch * training.seq_len, self.batches
         lines = {
             "model": f"{self.spec.name} {config.model.flavor}:"
             f" {self.spec.count_parameters(sizes):,} parameters, {sizes.n_layers} blocks, dim"
@@ -166,6 +181,9 @@ class Job:
             f" tokens/step: micro-batch {training.local_batch_size} x"
             f" {pluralize(self.rank_batch // training.local_batch_size, 'accumulation step')} x"
             f" {pluralize(self.degrees.data, 'data-parallel rank')}",
+            "ramp": str(batches) if training.batch_size_ramp else "",
+            "length": f"{pluralize(training.steps, 'step')},"
+            f" {batches.tokens_after(training.steps):,} tokens",
             "precision": f"compute {compute},"
             f" reduce {SHORT_DTYPES[training.mixed_precision_reduce]},"
             f" params {SHORT_DTYPES[training.dtype]}",
@@ -181,8 +199,8 @@ class Job:
         """Print and log the configuration, warnings and the result of a check, as set in [job]."""
         if self.config.job.print_config and rank == 0:
             print(self.as_toml())
-        if self.warning:
-            logger.warning("%s", self.warning)
+        for warning in self.warnings:
+            logger.warning("%s", warning)
         if self.config.job.check:
             logger.info("every check passed for %s", self.degrees)
 

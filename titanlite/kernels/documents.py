@@ -46,7 +46,7 @@ class DocumentIndex:
 
     @property
     def longest(self) -> int:
-        """An upper bound of the tokens in a document."""
+        """An upper bound of the tokens in a document; 0 under context parallel, and unused."""
         return self.extent.shape[1]
 
     def pin_memory(self) -> DocumentIndex:
@@ -63,7 +63,7 @@ class DocumentIndex:
         return DocumentIndex(self.on_host, on_device, extent)
 
 
-IndexDocuments = Callable[[Tensor], DocumentIndex]  # from positions [B, T], in host memory
+IndexDocuments = Callable[[Tensor], DocumentIndex]  # positions [B, T] -> index in host memory
 
 
 @runtime_checkable
@@ -103,7 +103,7 @@ def document_attention(q: Tensor, k: Tensor, v: Tensor, documents: DocumentIndex
     return out
 
 
-# --- one call for all documents: a GPU -----------------------------------------------------------
+# --- one call for all documents: CudaFlash -------------------------------------------------------
 
 
 def _varlen_attention(q: Tensor, k: Tensor, v: Tensor, boundaries: Tensor, longest: int) -> Tensor:
@@ -124,7 +124,7 @@ def _varlen_attention(q: Tensor, k: Tensor, v: Tensor, boundaries: Tensor, longe
     return out.unflatten(0, (batch, tokens)).transpose(1, 2)
 
 
-# --- one call per document: a CPU, and fp32 on a GPU ----------------------------------------------
+# --- one call per document: CpuFlash, and EagerAttention on a GPU ---------------------------------
 # A custom operator, so that a compiled graph has one node, however many documents there are. The
 # boundaries are in host memory, because Python makes slices from them.
 

@@ -31,7 +31,7 @@ A800 = (
     "nvidia-a800-datasheet-2029415.pdf"
 )
 
-# For devices with sparse units the published figure is twice the dense one; it is halved here.
+# "halved": the source publishes its Tensor Core figures only with sparsity, twice the dense ones.
 # GeForce GPUs run at half rate with fp32 accumulation, which training uses: that rate is listed.
 PEAKS = [
     Peaks(r"Tesla V100-SXM2-\d+GB", 15.7, 125, None, None, "NVIDIA V100 data sheet"),

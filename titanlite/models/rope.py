@@ -32,7 +32,7 @@ def rope_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None) -
     return unscaled * (blend + (1 - blend) / scaling.factor)
 
 
-@cache  # every forward needs it, and a copy from pageable host memory blocks a GPU
+@cache  # every forward needs it, and at a copy from pageable memory the host waits for the GPU
 def _cached_frequencies(
     device: torch.device, head_dim: int, theta: float, scaling: RopeScaling | None
 ) -> Tensor:

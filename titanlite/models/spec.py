@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Annotated, Any, ClassVar, Generic, Protocol, TypeVar
@@ -141,6 +141,9 @@ class ModelSpec(Generic[SizesT]):
     hugging_face: HuggingFaceMapping[SizesT]
     check_sizes: Callable[[SizesT], Iterator[ConfigError]] = lambda sizes: iter(())
     # reject sizes that do not fit together
+    head_projections: Sequence[str] = ()
+    # name patterns of the linear layers whose output is heads of `head_width` features: queries,
+    # keys and values
 
     def sizes_of(self, config: ModelConfig) -> SizesT:
         """The flavor's sizes with the overrides of a [model] section.

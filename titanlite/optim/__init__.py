@@ -1,4 +1,4 @@
-"""Optimizers, learning-rate schedule, gradient clipping and loss scale."""
+"""Optimizers, schedules, gradient clipping and loss scale."""
 
 from __future__ import annotations
 
@@ -7,25 +7,34 @@ from titanlite.optim.adaptive_clip import AdaptiveClip, adaptive_clip
 from titanlite.optim.build import (
     OPTIMIZERS,
     OptimizerConfig,
-    OptimizerRecipe,
     build_optimizer,
+    optimizer_state_bytes,
+    settings_of,
+    whole_matrix_bytes,
+)
+from titanlite.optim.checks import (
     check_optimizer_config,
     check_optimizer_device,
-    settings_of,
+    whole_matrix_optimizers,
 )
 from titanlite.optim.clip import clip_gradients, combine_norms, count_copies, shard_norms
 from titanlite.optim.groups import ParameterGroupConfig
+from titanlite.optim.hidden_matrices import MatrixFacts
 from titanlite.optim.in_backward import OptimizerInBackward
 from titanlite.optim.loss_scale import LossScale, LossScaleConfig
 from titanlite.optim.lr_schedule import (
     LR_DECAYS,
     LRSchedulerConfig,
+    Progress,
+    RateSchedule,
+    RunLength,
+    build_rate_schedule,
     check_lr_scheduler_config,
-    lr_factor,
-    schedule_warning,
+    check_schedule_end,
 )
 from titanlite.optim.noise_scale import NoiseScale, estimate_noise
 from titanlite.optim.optimizer_set import ConditionalOptimizer, OptimizerSet
+from titanlite.optim.recipe import OptimizerRecipe
 
 __all__ = [
     "LR_DECAYS",
@@ -35,25 +44,32 @@ __all__ = [
     "LRSchedulerConfig",
     "LossScale",
     "LossScaleConfig",
+    "MatrixFacts",
     "NoiseScale",
     "OptimizerConfig",
     "OptimizerInBackward",
     "OptimizerRecipe",
     "OptimizerSet",
     "ParameterGroupConfig",
+    "Progress",
+    "RateSchedule",
+    "RunLength",
     "adaptive_clip",
     "build_optimizer",
+    "build_rate_schedule",
     "check_lr_scheduler_config",
     "check_optimizer_config",
     "check_optimizer_device",
+    "check_schedule_end",
     "clip_gradients",
     "combine_norms",
     "count_copies",
     "estimate_noise",
-    "lr_factor",
     "moment_bytes",
     "moment_format",
-    "schedule_warning",
+    "optimizer_state_bytes",
     "settings_of",
     "shard_norms",
+    "whole_matrix_bytes",
+    "whole_matrix_optimizers",
 ]

@@ -15,11 +15,11 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from titanlite.distributed.host_memory import pin_in_place
 from titanlite.distributed.tensors import local_shard
 from titanlite.optim.fp32_vectors import is_low_vector
+from titanlite.optim.shards import sharded_zeros, write_if
 
 StateDtype = Literal["float32", "bfloat16", "8bit", "4bit", "float8"]
 
@@ -107,7 +107,7 @@ class LowMemoryAdam(torch.optim.Optimizer):
             codes = (width * CODE_BITS[dtype] // 8, torch.uint8)
             specs = [codes, (width // storage.block, torch.float32)] * 2
             assert local_shard(parameter).shape[-1] % storage.block == 0, "checked at startup"
-        zeros = [_sharded_zeros(parameter, *spec, self.moments.offload) for spec in specs]
+        zeros = [_allocate_moment(parameter, *spec, self.moments.offload) for spec in specs]
         return {"step": torch.tensor(0.0), **dict(zip(storage.names, zeros, strict=True))}
 
     def step(self, closure: None = None) -> None:  # type: ignore[override]  # no closures
@@ -203,8 +203,8 @@ def _update(
         first, second = moments
         m = torch.lerp(first.float(), g, 1 - betas[0])
         v = torch.lerp(second.float(), g.square(), 1 - betas[1])
-        _write(first, m, accept)
-        _write(second, v, accept)
+        write_if(first, m, accept)
+        write_if(second, v, accept)
         root = v.sqrt()
     else:
         # The root of the second moment is stored, not the moment itself: the root spans no more
@@ -215,12 +215,7 @@ def _update(
         root = torch.lerp(square, g.square(), 1 - betas[1]).sqrt()
         _encode(dtype, m, first_codes, levels[:1], accept)
         _encode(dtype, root, second_codes, levels[1:], accept)
-    _write(weight, w - lr * (m * correction1) / (root * correction2 + eps), accept)
-
-
-def _write(target: Tensor, value: Tensor, accept: Tensor | None) -> None:
-    """Copy `value` to `target`, unless `accept` is false."""
-    target.copy_(value if accept is None else torch.where(accept, value.to(target.dtype), target))
+    write_if(weight, w - lr * (m * correction1) / (root * correction2 + eps), accept)
 
 
 @cache
@@ -242,7 +237,7 @@ def _encode(
     """Quantize blocks of values: codes, and the largest absolute value of each block."""
     codes, scale = stored
     largest = values.abs().amax(-1, keepdim=True)
-    _write(scale, largest, accept)
+    write_if(scale, largest, accept)
     normalized = values / largest.clamp(min=1e-30)  # in [-1, 1]; a block of zeros stays zero
     if dtype == "float8":
         new_codes = (normalized * FLOAT8_MAX).to(torch.float8_e4m3fn).view(torch.uint8)
@@ -251,7 +246,7 @@ def _encode(
         new_codes = torch.bucketize(normalized, (table[1:] + table[:-1]) / 2)  # the nearest
         if dtype == "4bit":
             new_codes = new_codes[:, ::2] * 16 + new_codes[:, 1::2]
-    _write(codes, new_codes, accept)
+    write_if(codes, new_codes, accept)
 
 
 def _decode(dtype: StateDtype, stored: Sequence[Tensor], levels: tuple[Tensor, ...]) -> Tensor:
@@ -313,24 +308,17 @@ def dynamic_levels(bits: int, signed: bool) -> list[float]:
 # --- allocation ----------------------------------------------------------------------------------
 
 
-def _sharded_zeros(
+def _allocate_moment(
     parameter: nn.Parameter, width: int, dtype: torch.dtype, offload: bool
 ) -> Tensor:
     """Zeros sharded like the parameter, with rows of another width."""
     local = local_shard(parameter)
-    local_width = local.shape[-1] * width // parameter.shape[-1]
-    zeros = torch.zeros((*local.shape[:-1], local_width), dtype=dtype, device=local.device)
-    if isinstance(parameter, DTensor):
-        shape = torch.Size((*parameter.shape[:-1], width))
-        zeros = DTensor.from_local(
-            zeros,
-            parameter.device_mesh,
-            parameter.placements,
-            run_check=False,
-            shape=shape,
-            stride=torch.empty(shape, device="meta").stride(),
-        )
-    # After from_local, which moves a tensor to the mesh's device.
+    zeros = sharded_zeros(
+        parameter,
+        dtype,
+        shape=(*parameter.shape[:-1], width),
+        local_shape=(*local.shape[:-1], local.shape[-1] * width // parameter.shape[-1]),
+    )
     zeros = zeros.to("cpu" if offload else local.device)
     if offload and local.is_cuda:
         pin_in_place(zeros, "optimizer.offload = false")

@@ -3,21 +3,37 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal, NamedTuple
+from functools import partial
+from typing import Annotated, Any, Literal
 
 import torch
 from torch import nn
 
-from titanlite.errors import ConfigError
-from titanlite.kernels.gpu import FLOAT8_FALLBACK_SINCE, Gpu
-from titanlite.optim.adam import LowMemoryAdam, MomentOptions, StateDtype
-from titanlite.optim.fp32_vectors import is_low_vector, updating_vectors_in_float32
+from titanlite.optim.adafactor import Adafactor, adafactor_state_bytes
+from titanlite.optim.adam import LowMemoryAdam, MomentOptions, StateDtype, moment_bytes
+from titanlite.optim.elementwise import SGD, Lion
+from titanlite.optim.fp32_vectors import (
+    is_low_vector,
+    state_bytes_of_parameter,
+    updating_vectors_in_float32,
+)
 from titanlite.optim.groups import ParameterGroupConfig, matches_any
-from titanlite.optim.optimizer_set import LR_FACTOR, OptimizerSet
+from titanlite.optim.hidden_matrices import MatrixFacts
+from titanlite.optim.lr_schedule import UNSCHEDULED, RateSchedule
+from titanlite.optim.muon import COMPUTE_DTYPE, HEAD_ROWS, Muon
+from titanlite.optim.optimizer_set import (
+    INITIAL_WEIGHT_DECAY,
+    LR_FACTOR,
+    SCHEDULE,
+    OptimizerSet,
+)
+from titanlite.optim.owned_matrices import largest_round
+from titanlite.optim.recipe import OptimizerRecipe
+from titanlite.optim.soap import SOAP, soap_state_bytes
 from titanlite.optim.torch_adam import ConditionalAdam, ConditionalAdamW
-from titanlite.settings import Fraction, OneOf, Range
+from titanlite.settings import Fraction, OneOf, Positive, Range
 
 
 @dataclass(frozen=True)
@@ -25,18 +41,33 @@ class OptimizerConfig:
     """[optimizer] The optimizer, its hyperparameters and the storage of its state."""
 
     name: Annotated[str, OneOf(OPTIMIZERS.keys)] = "AdamW"
-    # algorithm; Adam adds weight decay to the gradients, AdamW applies it to the weights
+    # algorithm; Adam and SGD add weight decay to the gradients, the others apply it to the weights;
+    # Muon and SOAP update the matrices inside the blocks, and AdamW all other parameters
     lr: Annotated[float, Range(0)] = 8e-4  # peak learning rate
-    beta1: Fraction = 0.9  # decay rate of Adam's first moment
-    beta2: Fraction = 0.95  # decay rate of Adam's second moment
-    eps: Annotated[float, Range(0)] = 1e-8  # added to the root of Adam's second moment
-    weight_decay: Annotated[float, Range(0)] = 0.1  # multiplied by the learning rate in AdamW
+    beta1: Fraction = 0.9
+    # Adam, SOAP: decay rate of the first moment; Lion: weight of the moment in the update
+    beta2: Fraction = 0.95
+    # Adam, SOAP: decay rate of the second moment, and of SOAP's statistics; Lion: of the moment
+    eps: Annotated[float, Range(0)] = 1e-8  # added to the root of Adam's and SOAP's second moment
+    weight_decay: Annotated[float, Range(0)] = 0.1
+    # multiplied by the weights and the learning rate, and subtracted; Adam and SGD: see `name`
     momentum: Fraction = 0.0  # of SGD
+    nesterov: bool = False  # SGD: look ahead by one step of the momentum
+    beta2_decay: Annotated[float, Range(-1, -0.1)] = -0.8
+    # Adafactor: exponent c of the decay rate 1 - t^c of its second moment at step t
+    clip_threshold: Annotated[float, Range(0.01)] = 1.0
+    # Adafactor: largest RMS of a parameter's update, as a factor of the learning rate
+    scale_parameter: bool = True
+    # Adafactor: multiply the learning rate by the RMS of the parameter (at least 0.001)
+    precondition_frequency: Positive = 10  # SOAP: steps between two updates of the eigenbasis
+    muon_momentum: Fraction = 0.95  # decay rate of Muon's momentum
+    muon_per_head: bool = False
+    # Muon: orthogonalize the rows of each head of the query, key and value projections apart
     no_decay: list[str] = field(default_factory=lambda: ["*norm.weight", "*bias"])
     # name patterns of parameters without weight decay
     implementation: Literal["for-loop", "foreach", "fused"] = "fused"
     # for-loop: one kernel per operation per parameter; foreach: one per operation; fused: one for
-    # everything (SGD: one per operation per parameter, as for-loop)
+    # everything (SGD and Lion: as for-loop)
     groups: list[ParameterGroupConfig] = field(default_factory=list)
     # parameters with other settings: { match = ["output.*"], lr_factor = 0.5 }
     early_step_in_backward: bool = False
@@ -53,19 +84,32 @@ class OptimizerConfig:
         return self.state_dtype != "float32" or self.offload
 
 
-class OptimizerRecipe(NamedTuple):
-    """An optimizer class and its arguments other than the parameter groups."""
-
-    optimizer_class: type[torch.optim.Optimizer]
-    options: dict[str, Any]
-
-
 def _sgd(config: OptimizerConfig) -> OptimizerRecipe:
-    # Not fused: that kernel does not support sharded tensors (torch 2.13). With three mesh
-    # dimensions DTensor takes seconds to plan a foreach at the first step.
-    foreach = config.implementation == "foreach"
-    options = {"lr": config.lr, "momentum": config.momentum, "foreach": foreach}
-    return OptimizerRecipe(torch.optim.SGD, options)
+    options = {"lr": config.lr, "momentum": config.momentum, "nesterov": config.nesterov}
+    return OptimizerRecipe(
+        SGD,
+        {**options, "foreach": config.implementation == "foreach"},
+        uses=("momentum", "nesterov", "implementation", "early_step_in_backward"),
+        state_bytes=_one_moment if config.momentum else _no_state,
+        moment_rates=("momentum",),
+    )
+
+
+def _lion(config: OptimizerConfig) -> OptimizerRecipe:
+    options = {"lr": config.lr, "betas": (config.beta1, config.beta2)}
+    return OptimizerRecipe(
+        Lion,
+        {**options, "foreach": config.implementation == "foreach"},
+        uses=("beta1", "beta2", "implementation", "early_step_in_backward"),
+        state_bytes=_one_moment,
+        moment_rates=("beta2",),
+    )
+
+
+def _adafactor(config: OptimizerConfig) -> OptimizerRecipe:
+    own = ("beta2_decay", "clip_threshold", "scale_parameter")
+    options = {"lr": config.lr, **{key: getattr(config, key) for key in own}}
+    return OptimizerRecipe(Adafactor, options, uses=own, state_bytes=adafactor_state_bytes)
 
 
 def _adam(config: OptimizerConfig) -> OptimizerRecipe:
@@ -75,15 +119,84 @@ def _adam(config: OptimizerConfig) -> OptimizerRecipe:
         "eps": config.eps,
     }
     foreach, fused = config.implementation == "foreach", config.implementation == "fused"
+    decoupled = config.name == "AdamW"
     if config.low_memory:
         moments = MomentOptions(config.state_dtype, config.offload, compiled=fused)
-        options |= {"decoupled": config.name == "AdamW", "moments": moments}
-        return OptimizerRecipe(LowMemoryAdam, options)
-    options |= {"foreach": foreach, "fused": fused}
-    decoupled = config.name == "AdamW"
-    if fused:
-        return OptimizerRecipe(ConditionalAdamW if decoupled else ConditionalAdam, options)
-    return OptimizerRecipe(torch.optim.AdamW if decoupled else torch.optim.Adam, options)
+        optimizer_class: type[torch.optim.Optimizer] = LowMemoryAdam
+        options |= {"decoupled": decoupled, "moments": moments}
+    elif fused:
+        optimizer_class = ConditionalAdamW if decoupled else ConditionalAdam
+        options |= {"fused": True}
+    else:
+        optimizer_class = torch.optim.AdamW if decoupled else torch.optim.Adam
+        options |= {"foreach": foreach, "fused": False}
+    return OptimizerRecipe(
+        optimizer_class,
+        options,
+        uses=(
+            *("beta1", "beta2", "eps", "implementation"),
+            *("early_step_in_backward", "state_dtype", "offload"),
+        ),
+        state_bytes=partial(_adam_state_bytes, config),
+        moment_rates=("beta1", "beta2"),
+    )
+
+
+def _no_state(shape: torch.Size, param_bytes: int) -> float:
+    return 0.0
+
+
+def _one_moment(shape: torch.Size, param_bytes: int) -> float:
+    return shape.numel() * param_bytes
+
+
+def _adam_state_bytes(config: OptimizerConfig, shape: torch.Size, param_bytes: int) -> float:
+    if config.offload:
+        return 0.0
+    if config.state_dtype == "float32":  # as the weights
+        return 2 * shape.numel() * param_bytes
+    return moment_bytes(shape, config.state_dtype)
+
+
+def _muon(config: OptimizerConfig) -> OptimizerRecipe:
+    dtype = torch.bfloat16 if config.state_dtype == "bfloat16" else None
+
+    def parameter_options(name: str, facts: MatrixFacts) -> dict[str, Any]:
+        rows = facts.head_rows(name) if config.muon_per_head else 0
+        return {HEAD_ROWS: rows, COMPUTE_DTYPE: facts.compute_dtype}
+
+    return OptimizerRecipe(
+        Muon,
+        {"lr": config.lr, "momentum": config.muon_momentum, "state_dtype": dtype},
+        uses=(
+            *("muon_momentum", "muon_per_head", "state_dtype"),
+            *("beta1", "beta2", "eps", "implementation"),  # of AdamW, for the other parameters
+        ),
+        state_bytes=_one_moment if dtype is None else _one_bfloat16_moment,
+        moment_rates=("muon_momentum",),
+        hidden_only=True,
+        parameter_options=parameter_options,
+    )
+
+
+def _soap(config: OptimizerConfig) -> OptimizerRecipe:
+    options = {
+        "lr": config.lr,
+        "betas": (config.beta1, config.beta2),
+        "eps": config.eps,
+        "precondition_frequency": config.precondition_frequency,
+    }
+    return OptimizerRecipe(
+        SOAP,
+        options,
+        uses=("beta1", "beta2", "eps", "precondition_frequency", "implementation"),
+        state_bytes=soap_state_bytes,
+        hidden_only=True,
+    )
+
+
+def _one_bfloat16_moment(shape: torch.Size, param_bytes: int) -> float:
+    return 2 * shape.numel()
 
 
 OPTIMIZERS: dict[str, Callable[[OptimizerConfig], OptimizerRecipe]] = {
@@ -91,33 +204,101 @@ OPTIMIZERS: dict[str, Callable[[OptimizerConfig], OptimizerRecipe]] = {
     "AdamW": _adam,
     "Adam": _adam,
     "SGD": _sgd,
+    "Adafactor": _adafactor,
+    "Lion": _lion,
+    "Muon": _muon,
+    "SOAP": _soap,
 }
-ADAM_NAMES = ("AdamW", "Adam")  # those with the settings of Adam's moments
 
 
-def build_optimizer(model: nn.Module, config: OptimizerConfig) -> OptimizerSet:
-    """The optimizers over the shards of a model's parameters."""
+def build_optimizer(
+    model: nn.Module,
+    config: OptimizerConfig,
+    facts: MatrixFacts | None = None,
+    schedule: RateSchedule = UNSCHEDULED,
+) -> OptimizerSet:
+    """The optimizers over the shards of a model's parameters.
+
+    `facts`: needed if one of them is for hidden matrices.
+    """
     recipes: list[tuple[OptimizerRecipe, list[_NamedParameter]]] = []
     for name, parameter in model.named_parameters():
-        recipe = OPTIMIZERS[(section := settings_of(name, config)[0]).name](section)
+        recipe = _recipe_of_parameter(name, parameter.shape, config, facts)
         same = next((own for other, own in recipes if other == recipe), None)
         if same is None:
             recipes.append((recipe, same := []))
         same.append((name, parameter))
     optimizers = []
-    for (optimizer_class, options), parameters in recipes:
+    for recipe, parameters in recipes:
+        optimizer_class = recipe.optimizer_class
         if any(is_low_vector(parameter) for _, parameter in parameters):
             optimizer_class = updating_vectors_in_float32(optimizer_class)
-        optimizers.append(optimizer_class(_parameter_groups(parameters, config), **options))
-    return OptimizerSet(optimizers)
+        groups = _parameter_groups(parameters, config, recipe, facts, schedule)
+        optimizers.append(optimizer_class(groups, **recipe.options))
+    return OptimizerSet(optimizers, schedule)
+
+
+def optimizer_state_bytes(
+    shapes: Iterable[tuple[str, torch.Size]],
+    config: OptimizerConfig,
+    param_dtype: torch.dtype,
+    facts: MatrixFacts | None = None,
+) -> float:
+    """Bytes on the device of the state of unsharded parameters, given as (name, shape)."""
+    total = 0.0
+    for name, shape in shapes:
+        recipe = _recipe_of_parameter(name, shape, config, facts)
+        total += state_bytes_of_parameter(recipe.state_bytes, shape, param_dtype)
+    return total
+
+
+def whole_matrix_bytes(
+    shapes: Iterable[tuple[str, torch.Size]], config: OptimizerConfig, facts: MatrixFacts
+) -> float:
+    """Bytes of the whole matrices that a rank has during a step of the optimizer, about."""
+    sizes = [
+        shape.numel()
+        for name, shape in shapes
+        if _recipe_of_parameter(name, shape, config, facts).hidden_only
+    ]
+    # of two rounds, what is received and what is sent, and the temporaries of one orthogonalization
+    return 6 * facts.compute_dtype.itemsize * largest_round(sizes) if sizes else 0.0
 
 
 _NamedParameter = tuple[str, nn.Parameter]
 
 
+def recipe_of(section: OptimizerConfig) -> OptimizerRecipe:
+    """The table's entry for the optimizer of these settings."""
+    return OPTIMIZERS[section.name](section)
+
+
+def _recipe_of_parameter(
+    name: str, shape: torch.Size, config: OptimizerConfig, facts: MatrixFacts | None
+) -> OptimizerRecipe:
+    """The recipe for a parameter: AdamW's, if that of its settings is for hidden matrices only.
+
+    A group that names such an optimizer has it for all its matrices, hidden or not.
+    """
+    section, _ = settings_of(name, config)
+    recipe = recipe_of(section)
+    if not recipe.hidden_only:
+        return recipe
+    assert facts is not None, f"{section.name} needs the facts of the model"
+    group = _group_of_parameter(name, config)
+    is_named = group is not None and group.name is not None
+    if facts.is_hidden(name, shape) or (is_named and len(shape) == 2):
+        return recipe
+    return recipe_of(dataclasses.replace(section, name="AdamW"))
+
+
+def _group_of_parameter(name: str, config: OptimizerConfig) -> ParameterGroupConfig | None:
+    return next((group for group in config.groups if group.matches(name)), None)
+
+
 def settings_of(name: str, config: OptimizerConfig) -> tuple[OptimizerConfig, float]:
     """(settings of one parameter, factor of its learning rate), by its name."""
-    group = next((group for group in config.groups if group.matches(name)), None)
+    group = _group_of_parameter(name, config)
     if group is None or group.weight_decay is None:
         weight_decay = 0.0 if matches_any(name, config.no_decay) else config.weight_decay
     else:
@@ -127,75 +308,28 @@ def settings_of(name: str, config: OptimizerConfig) -> tuple[OptimizerConfig, fl
 
 
 def _parameter_groups(
-    parameters: Iterable[_NamedParameter], config: OptimizerConfig
+    parameters: Iterable[_NamedParameter],
+    config: OptimizerConfig,
+    recipe: OptimizerRecipe,
+    facts: MatrixFacts | None,
+    schedule: RateSchedule,
 ) -> list[dict[str, Any]]:
-    """Groups for a torch optimizer: parameters of equal weight decay and learning-rate factor."""
-    groups: dict[tuple[float, float], list[nn.Parameter]] = {}
+    """Groups for a torch optimizer: parameters with the same keys of their group."""
+    groups: list[tuple[dict[str, Any], list[nn.Parameter]]] = []
     for name, parameter in parameters:
         section, lr_factor = settings_of(name, config)
-        groups.setdefault((section.weight_decay, lr_factor), []).append(parameter)
-    return [
-        {"params": members, "weight_decay": weight_decay, LR_FACTOR: lr_factor}
-        for (weight_decay, lr_factor), members in groups.items()
-    ]
-
-
-def check_optimizer_config(config: OptimizerConfig, param_dtype: str) -> Iterator[ConfigError]:
-    """Reject optimizer-state settings that this optimizer lacks, or that round updates to zero.
-
-    `param_dtype`: training.dtype.
-    """
-    yield from _check_bfloat16_moments(config, param_dtype)
-    if not config.low_memory:
-        return
-    settings = {"state_dtype": f'"{config.state_dtype}"'} if config.state_dtype != "float32" else {}
-    settings |= {"offload": "true"} if config.offload else {}
-    stated = f"optimizer.{' and '.join(f'{key} = {value}' for key, value in settings.items())}"
-    keys = tuple(f"optimizer.{key}" for key in settings)
-    if config.name not in ADAM_NAMES:
-        yield ConfigError(
-            f"{stated}: applies to {' and '.join(ADAM_NAMES)} only; optimizer.name is"
-            f" {config.name}.",
-            fix=f"Remove {' and '.join(keys)}, or use AdamW.",
-            keys=(*keys, "optimizer.name"),
-        )
-    if config.implementation == "foreach":
-        yield ConfigError(
-            f"{stated}: updates one parameter at a time, which optimizer.implementation ="
-            ' "foreach" does not.',
-            fix='Use "fused" (one compiled kernel per parameter), or "for-loop".',
-            keys=(*keys, "optimizer.implementation"),
-        )
-
-
-def check_optimizer_device(config: OptimizerConfig, gpu: Gpu | None) -> Iterator[ConfigError]:
-    """Reject an update that inductor cannot compile for this GPU. `gpu` None: a CPU."""
-    is_compiled = config.state_dtype == "float8" and config.implementation == "fused"
-    if is_compiled and gpu is not None and not gpu.compiles_float8:
-        yield ConfigError(
-            f'optimizer.state_dtype = "float8": torch {torch.__version__} compiles its update for'
-            f" GPUs of compute capability 8.9 or later only; this device is {gpu}.",
-            fix=f'Use "8bit", which takes the same memory, torch {FLOAT8_FALLBACK_SINCE} or newer,'
-            ' or optimizer.implementation = "for-loop", which does not compile and is slower.',
-            keys=("optimizer.state_dtype", "optimizer.implementation"),
-        )
-
-
-def _check_bfloat16_moments(config: OptimizerConfig, param_dtype: str) -> Iterator[ConfigError]:
-    """Reject decay rates whose change per step is less than half of bfloat16's last digit."""
-    follows_params = config.state_dtype == "float32" and param_dtype == "bfloat16"
-    if not follows_params and config.state_dtype != "bfloat16":
-        return
-    source = "training.dtype" if follows_params else "optimizer.state_dtype"
-    alternative = 'optimizer.state_dtype = "8bit", whose scales are float32.'
-    if config.name not in ADAM_NAMES:
-        alternative = 'training.dtype = "float32".'
-    highest = 1 - torch.finfo(torch.bfloat16).eps / 2
-    for key in ("beta1", "beta2") if config.name in ADAM_NAMES else ("momentum",):
-        if (rate := getattr(config, key)) > highest:
-            yield ConfigError(
-                f'optimizer.{key} = {rate:g}: with {source} = "bfloat16" moments are bfloat16,'
-                f" which rounds away a change of {1 - rate:g} of their value per step.",
-                fix=f"Use at most {highest:g}, or {alternative}",
-                keys=(f"optimizer.{key}", source),
-            )
+        group = _group_of_parameter(name, config)
+        keys = {
+            "weight_decay": section.weight_decay,
+            INITIAL_WEIGHT_DECAY: section.weight_decay,
+            LR_FACTOR: lr_factor,
+            SCHEDULE: schedule.replace(group.schedule_overrides()) if group else schedule,
+        }
+        if recipe.parameter_options is not None:
+            assert facts is not None, "checked when the recipe was selected"
+            keys |= recipe.parameter_options(name, facts)
+        same = next((members for other, members in groups if other == keys), None)
+        if same is None:
+            groups.append((keys, same := []))
+        same.append(parameter)
+    return [{"params": members, **keys} for keys, members in groups]

@@ -11,21 +11,43 @@ from typing import Annotated, Any
 
 import torch
 
-from titanlite.settings import Fraction, OneOf, Range
+from titanlite.optim.lr_schedule import LR_DECAYS, weight_decay_types
+from titanlite.settings import Fraction, NotNegative, OneOf, Range
+
+SCHEDULE_KEYS = (  # keys of [lr_scheduler] that a group may set
+    "warmup_steps",
+    "warmup_tokens",
+    "decay_ratio",
+    "decay_type",
+    "min_lr_factor",
+    "weight_decay_type",
+    "final_weight_decay_factor",
+)
 
 
 @dataclass(frozen=True)
 class ParameterGroupConfig:
-    """One entry of optimizer.groups; what it does not set is as in [optimizer]."""
+    """One entry of optimizer.groups; what it does not set is as in the sections of the job."""
 
     match: list[str]  # name patterns of its parameters; the first group that matches applies
     lr_factor: Annotated[float, Range(0)] = 1.0  # multiplies the learning rate
-    name: Annotated[str, OneOf(lambda: _optimizer_names())] | None = None  # as optimizer.name
+    name: Annotated[str, OneOf(_optimizer_names)] | None = None  # as optimizer.name
     weight_decay: Annotated[float, Range(0)] | None = None  # also of names in optimizer.no_decay
     beta1: Fraction | None = None  # as optimizer.beta1
     beta2: Fraction | None = None  # as optimizer.beta2
     eps: Annotated[float, Range(0)] | None = None  # as optimizer.eps
     momentum: Fraction | None = None  # as optimizer.momentum
+    nesterov: bool | None = None  # as optimizer.nesterov
+    beta2_decay: Annotated[float, Range(-1, -0.1)] | None = None  # as optimizer.beta2_decay
+    clip_threshold: Annotated[float, Range(0.01)] | None = None  # as optimizer.clip_threshold
+    scale_parameter: bool | None = None  # as optimizer.scale_parameter
+    warmup_steps: NotNegative | None = None  # as lr_scheduler.warmup_steps, as are the following
+    warmup_tokens: NotNegative | None = None
+    decay_ratio: Fraction | None = None
+    decay_type: Annotated[str, OneOf(LR_DECAYS.keys)] | None = None
+    min_lr_factor: Fraction | None = None
+    weight_decay_type: Annotated[str, OneOf(weight_decay_types)] | None = None
+    final_weight_decay_factor: Annotated[float, Range(0)] | None = None
 
     def matches(self, name: str) -> bool:
         """Whether the group contains the parameter `name`."""
@@ -33,9 +55,14 @@ class ParameterGroupConfig:
 
     def overrides(self) -> dict[str, Any]:
         """The keys of [optimizer] that this group sets."""
-        own = {"match", "lr_factor"}
+        own = {"match", "lr_factor", *SCHEDULE_KEYS}
         values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         return {k: value for k, value in values.items() if k not in own and value is not None}
+
+    def schedule_overrides(self) -> dict[str, Any]:
+        """The keys of [lr_scheduler] that this group sets."""
+        values = {key: getattr(self, key) for key in SCHEDULE_KEYS}
+        return {key: value for key, value in values.items() if value is not None}
 
 
 def _optimizer_names() -> list[str]:

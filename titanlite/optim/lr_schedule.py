@@ -1,14 +1,18 @@
-"""The learning rate as a pure function of the step, so that resuming needs no scheduler state."""
+"""Learning rate and weight decay as pure functions of the progress of a run.
+
+Resuming therefore needs no scheduler state. A schedule never restarts: there are no cycles.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Any, NamedTuple
 
 from titanlite.errors import ConfigError
-from titanlite.settings import Fraction, NotNegative, OneOf, Positive
+from titanlite.settings import Fraction, NotNegative, OneOf, Positive, Range
 
 LR_DECAYS: dict[str, Callable[[float], float]] = {
     # values of lr_scheduler.decay_type: fraction of the decay phase that has passed -> fraction of
@@ -19,55 +23,204 @@ LR_DECAYS: dict[str, Callable[[float], float]] = {
 }
 
 
+def weight_decay_types() -> list[str]:
+    """The values of lr_scheduler.weight_decay_type."""
+    return ["constant", *LR_DECAYS]
+
+
+DEFAULT_WARMUP_STEPS = 200  # as in torchtitan
+
+
 @dataclass(frozen=True)
 class LRSchedulerConfig:
-    """[lr_scheduler] Warmup, stable, decay (https://arxiv.org/abs/2404.06395)."""
+    """[lr_scheduler] Warmup, stable, decay (https://arxiv.org/abs/2404.06395); weight decay."""
 
-    warmup_steps: NotNegative = 200
-    # steps of the linear warmup from 0 to the peak learning rate; limited to the schedule's steps
+    warmup_steps: NotNegative | None = None
+    # steps of the linear warmup from 0 to the peak learning rate; limited to the schedule's steps;
+    # default 200
     total_steps: Positive | None = None
     # length of the schedule, after which the learning rate is constant; default training.steps
+    warmup_tokens: NotNegative | None = None
+    # tokens of the warmup, instead of warmup_steps: the whole schedule is a function of the tokens
+    # consumed
+    total_tokens: Positive | None = None
+    # with warmup_tokens: length of the schedule; default: the tokens of training.steps
     decay_ratio: Fraction | None = None
-    # fraction of the schedule's steps that decay; default: all steps after the warmup
+    # fraction of the schedule that decays, at its end: 0.2 is warmup-stable-decay (WSD), 0 a
+    # constant learning rate; default: all after the warmup
     decay_type: Annotated[str, OneOf(LR_DECAYS.keys)] = "linear"  # shape of the decay
     min_lr_factor: Fraction = 0.0  # fraction of the peak learning rate that the decay ends at
+    weight_decay_type: Annotated[str, OneOf(weight_decay_types)] = "constant"
+    # shape of the change of the weight decay over the whole schedule, warmup included
+    final_weight_decay_factor: Annotated[float, Range(0)] = 1.0
+    # with a weight_decay_type: the weight decay at the end, relative to that at the start
+
+    @property
+    def in_tokens(self) -> bool:
+        """Whether the schedule is a function of tokens, not of steps."""
+        return self.warmup_tokens is not None
 
 
-def lr_factor(step: int, total_steps: int, config: LRSchedulerConfig) -> float:
-    """Fraction of the peak learning rate at step `step`, counted from 0."""
-    warmup_steps = min(config.warmup_steps, total_steps)
-    if step < warmup_steps:
-        return (step + 1) / warmup_steps
-    decay_steps = total_steps - warmup_steps
-    if config.decay_ratio is not None:
-        decay_steps = min(decay_steps, round(total_steps * config.decay_ratio))
-    first_decay_step = total_steps - decay_steps
-    if step < first_decay_step or decay_steps == 0:
-        return 1.0
-    progress = min(1.0, (step - first_decay_step) / decay_steps)
-    decayed = LR_DECAYS[config.decay_type](progress)
-    return config.min_lr_factor + (1.0 - config.min_lr_factor) * decayed
+class RunLength(NamedTuple):
+    """Length of a schedule."""
+
+    steps: int
+    tokens: int
 
 
-def check_lr_scheduler_config(config: LRSchedulerConfig, steps: int) -> Iterator[ConfigError]:
-    """Reject a run of `steps` whose last steps have learning rate 0."""
-    total_steps = config.total_steps or steps
-    if lr_factor(steps - 1, total_steps, config) == 0:
-        yield ConfigError(
-            f"training.steps = {steps}: the learning rate is 0 after lr_scheduler.total_steps ="
-            f" {total_steps}, so the last {steps - total_steps} steps would learn nothing.",
-            fix=f"Set lr_scheduler.total_steps = {steps} or leave it out, use fewer training.steps,"
-            " or an lr_scheduler.min_lr_factor above 0.",
-            keys=("training.steps", "lr_scheduler.total_steps"),
+class Progress(NamedTuple):
+    """Where one optimizer step begins, and the tokens that it consumes, over all ranks."""
+
+    step: int  # steps before it
+    tokens: int  # tokens before it
+    step_tokens: int
+
+
+@dataclass(frozen=True)
+class RateSchedule:
+    """Factors of the learning rate and the weight decay of a parameter group."""
+
+    config: LRSchedulerConfig
+    length: RunLength
+
+    def lr_factor(self, progress: Progress) -> float:
+        """Fraction of the peak learning rate."""
+        start, end, total, warmup = self._in_unit(progress)
+        if start < warmup:
+            return min(1.0, end / warmup)
+        config, decay = self.config, total - warmup
+        if config.decay_ratio is not None:
+            decay = min(decay, round(total * config.decay_ratio))
+        first_decayed = total - decay
+        if start < first_decayed or decay == 0:
+            return 1.0
+        fraction = LR_DECAYS[config.decay_type](min(1.0, (start - first_decayed) / decay))
+        return config.min_lr_factor + (1.0 - config.min_lr_factor) * fraction
+
+    def weight_decay_factor(self, progress: Progress) -> float:
+        """The weight decay relative to that at the start."""
+        if self.config.weight_decay_type == "constant":
+            return 1.0
+        start, _, total, _ = self._in_unit(progress)
+        final = self.config.final_weight_decay_factor
+        fraction = LR_DECAYS[self.config.weight_decay_type](min(1.0, start / total))
+        return final + (1.0 - final) * fraction
+
+    def _in_unit(self, progress: Progress) -> tuple[int, int, int, int]:
+        """(start and end of a step, length of the schedule, warmup) in steps or in tokens."""
+        config = self.config
+        if config.in_tokens:
+            start, end = progress.tokens, progress.tokens + progress.step_tokens
+            total, warmup = self.length.tokens, config.warmup_tokens or 0
+        else:
+            start, end, total = progress.step, progress.step + 1, self.length.steps
+            warmup = DEFAULT_WARMUP_STEPS if config.warmup_steps is None else config.warmup_steps
+        return start, end, total, min(warmup, total)
+
+    def replace(self, settings: Mapping[str, Any]) -> RateSchedule:
+        """The schedule with other values of keys of [lr_scheduler]."""
+        return RateSchedule(dataclasses.replace(self.config, **settings), self.length)
+
+    def warning(self) -> str:
+        """A warning where the warmup is longer than the schedule; otherwise an empty string."""
+        config = self.config
+        unit = "tokens" if config.in_tokens else "steps"
+        warmup = config.warmup_tokens if config.in_tokens else config.warmup_steps
+        warmup = DEFAULT_WARMUP_STEPS if warmup is None else warmup
+        total = self.length.tokens if config.in_tokens else self.length.steps
+        if warmup <= total:
+            return ""
+        return (
+            f"lr_scheduler.warmup_{unit} = {warmup} is more than all {total} {unit} of the"
+            f" schedule: the learning rate warms up over these {total}, and never decays"
         )
 
 
-def schedule_warning(config: LRSchedulerConfig, steps: int) -> str:
-    """A warning where the warmup is longer than the schedule; otherwise an empty string."""
-    total_steps = config.total_steps or steps
-    if config.warmup_steps <= total_steps:
-        return ""
-    return (
-        f"lr_scheduler.warmup_steps = {config.warmup_steps} is more than all {total_steps} steps of"
-        f" the schedule: the learning rate warms up over these {total_steps}, and never decays"
+UNSCHEDULED = RateSchedule(LRSchedulerConfig(warmup_steps=0, decay_ratio=0.0), RunLength(1, 1))
+
+
+def build_rate_schedule(config: LRSchedulerConfig, run: RunLength) -> RateSchedule:
+    """The schedule of a run of this length."""
+    return RateSchedule(
+        config, RunLength(config.total_steps or run.steps, config.total_tokens or run.tokens)
+    )
+
+
+def check_lr_scheduler_config(
+    config: LRSchedulerConfig, group_settings: Iterable[Mapping[str, Any]] = ()
+) -> Iterator[ConfigError]:
+    """Reject a schedule in steps and in tokens, and one whose weight decay is not defined.
+
+    `group_settings`: keys of [lr_scheduler] that each entry of optimizer.groups sets.
+    """
+    section = {
+        f.name: value
+        for f in dataclasses.fields(config)
+        if (value := getattr(config, f.name)) is not None
+    }
+    yield from _check_units(section)
+    yield from _check_weight_decay(config, "lr_scheduler")
+    unit = "tokens" if config.in_tokens else "steps"
+    other = "steps" if config.in_tokens else "tokens"
+    for number, settings in enumerate(group_settings):
+        if f"warmup_{other}" in settings:
+            yield ConfigError(
+                f"optimizer.groups, entry {number}: warmup_{other} ="
+                f" {settings[f'warmup_{other}']}: the schedule of [lr_scheduler] is in {unit}.",
+                fix=f"Use warmup_{unit}.",
+                keys=("optimizer.groups", "lr_scheduler.warmup_tokens"),
+            )
+        if settings:
+            changed = dataclasses.replace(config, **settings)
+            yield from _check_weight_decay(changed, f"optimizer.groups, entry {number}")
+
+
+def _check_units(section: Mapping[str, Any]) -> Iterator[ConfigError]:
+    """Reject keys in steps beside keys in tokens, and a length in tokens alone."""
+    in_steps = [k for k in ("warmup_steps", "total_steps") if k in section]
+    in_tokens = [k for k in ("warmup_tokens", "total_tokens") if k in section]
+    written = [f"lr_scheduler.{key}" for key in (*in_tokens, *in_steps)]
+    shown = " and ".join(f"lr_scheduler.{k} = {section[k]}" for k in (*in_tokens, *in_steps))
+    if in_tokens and in_steps:
+        yield ConfigError(
+            f"{shown}: a schedule is in steps or in tokens, not in both.",
+            fix="Use warmup_steps and total_steps, or warmup_tokens and total_tokens.",
+            keys=tuple(written),
+        )
+    elif in_tokens == ["total_tokens"]:
+        yield ConfigError(
+            f"{shown}: the warmup has no length in tokens.",
+            fix="Set lr_scheduler.warmup_tokens (0: no warmup).",
+            keys=("lr_scheduler.total_tokens", "lr_scheduler.warmup_tokens"),
+        )
+
+
+def _check_weight_decay(config: LRSchedulerConfig, where: str) -> Iterator[ConfigError]:
+    """Reject a final weight decay without a shape, and a shape without a final weight decay."""
+    kind, final = config.weight_decay_type, config.final_weight_decay_factor
+    if (kind == "constant") != (final == 1.0):
+        yield ConfigError(
+            f'{where}: weight_decay_type = "{kind}" with final_weight_decay_factor = {final:g}:'
+            " the weight decay would be constant.",
+            fix=f"Set both: a final factor other than 1, and one of {', '.join(LR_DECAYS)}.",
+            keys=("lr_scheduler.weight_decay_type", "lr_scheduler.final_weight_decay_factor"),
+        )
+
+
+def check_schedule_end(schedule: RateSchedule, steps: int, last: Progress) -> Iterator[ConfigError]:
+    """Reject a run whose last steps have learning rate 0.
+
+    `last`: the last of its `steps` steps.
+    """
+    if schedule.lr_factor(last) != 0:
+        return
+    unit = "tokens" if schedule.config.in_tokens else "steps"
+    total = schedule.length.tokens if unit == "tokens" else schedule.length.steps
+    idle = "last steps" if unit == "tokens" else f"last {steps - total} steps"
+    yield ConfigError(
+        f"training.steps = {steps}: the learning rate is 0 after lr_scheduler.total_{unit} ="
+        f" {total}, so the {idle} would learn nothing.",
+        fix=f"Use a larger lr_scheduler.total_{unit} or leave it out, use fewer training.steps,"
+        " or an lr_scheduler.min_lr_factor above 0.",
+        keys=("training.steps", f"lr_scheduler.total_{unit}"),
     )

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
+from titanlite.optim.lr_schedule import UNSCHEDULED, Progress, RateSchedule
 from titanlite.optim.update_norms import UpdateNorms
 
-LR_FACTOR = "lr_factor"  # key in a parameter group; multiplies the learning rate of the schedule
+# Keys of a parameter group, beside torch's own
+LR_FACTOR = "lr_factor"  # multiplies the learning rate of the schedule
+INITIAL_WEIGHT_DECAY = "initial_weight_decay"  # multiplied by the factor of the schedule
+SCHEDULE = "schedule"  # its RateSchedule
 
 
 @runtime_checkable
@@ -29,11 +32,25 @@ class ConditionalOptimizer(Protocol):
         """Take back `steps` calls of `step_if` with false in a step counter in host memory."""
 
 
+@runtime_checkable
+class OverlappingOptimizer(Protocol):
+    """An optimizer that communicates; other optimizers can compute meanwhile."""
+
+    def begin_step(self, accept: Tensor | None) -> Callable[[], None]:
+        """Start a step, and its communication; the returned function completes it.
+
+        `accept` is that of `ConditionalOptimizer.step_if`; None: take the step.
+        """
+
+
 class OptimizerSet:
     """The optimizers of a model; iterating yields them."""
 
-    def __init__(self, optimizers: Sequence[torch.optim.Optimizer]):
-        self._optimizers = tuple(optimizers)
+    def __init__(
+        self, optimizers: Sequence[torch.optim.Optimizer], schedule: RateSchedule = UNSCHEDULED
+    ):
+        """`schedule`: that of the groups without settings of their own."""
+        self._optimizers, self._schedule = tuple(optimizers), schedule
         self.update_norms = UpdateNorms()
 
     def __iter__(self) -> Iterator[torch.optim.Optimizer]:
@@ -55,23 +72,46 @@ class OptimizerSet:
         for group in self.param_groups:
             group["lr"] = lr * group[LR_FACTOR]
 
+    def follow_schedule(self, peak_lr: float, progress: Progress) -> float:
+        """Set the learning rate and the weight decay of a step in each group.
+
+        Returns the learning rate of groups without settings of their own.
+        """
+        for group in self.param_groups:
+            schedule: RateSchedule = group[SCHEDULE]
+            group["lr"] = peak_lr * schedule.lr_factor(progress) * group[LR_FACTOR]
+            decay_factor = schedule.weight_decay_factor(progress)
+            group["weight_decay"] = group[INITIAL_WEIGHT_DECAY] * decay_factor
+        return peak_lr * self._schedule.lr_factor(progress)
+
     def step(self) -> None:
         """Update every parameter that has a gradient."""
-        for optimizer in self:
-            with self._measured(optimizer):
-                optimizer.step()
+        self._step(None)
 
     def step_if(self, accept: Tensor) -> None:
         """Take a step if `accept` [] is true; otherwise change no bit of weights and state.
 
         Waits for the device only in optimizers that are not a `ConditionalOptimizer`.
         """
+        self._step(accept)
+
+    def _step(self, accept: Tensor | None) -> None:
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        with self.update_norms.around(parameters):
+            self._step_all(accept)
+
+    def _step_all(self, accept: Tensor | None) -> None:
+        overlapping = [o for o in self if isinstance(o, OverlappingOptimizer)]
+        completions = [optimizer.begin_step(accept) for optimizer in overlapping]
         for optimizer in self:
-            with self._measured(optimizer):
-                if isinstance(optimizer, ConditionalOptimizer):
-                    optimizer.step_if(accept)
-                elif bool(accept):
-                    optimizer.step()
+            if optimizer in overlapping:
+                continue
+            if accept is not None and isinstance(optimizer, ConditionalOptimizer):
+                optimizer.step_if(accept)
+            elif accept is None or bool(accept):
+                optimizer.step()
+        for complete in completions:
+            complete()
 
     def uncount_steps(self, steps: int) -> None:
         """Take back `steps` calls of `step_if` with false."""
@@ -83,7 +123,3 @@ class OptimizerSet:
         """Free all gradients."""
         for optimizer in self:
             optimizer.zero_grad()
-
-    def _measured(self, optimizer: torch.optim.Optimizer) -> AbstractContextManager[None]:
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        return self.update_norms.around(parameters)

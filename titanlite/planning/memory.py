@@ -10,9 +10,8 @@ from typing import Any, NamedTuple
 import torch
 
 from titanlite.distributed.mesh import resolve_degrees
-from titanlite.job import Job, JobConfig, check_config
-from titanlite.optim import moment_bytes
-from titanlite.parallelize import DTYPES
+from titanlite.job import Job, check_config
+from titanlite.optim import MatrixFacts, optimizer_state_bytes, whole_matrix_bytes
 from titanlite.runtime.out_of_memory import GIB
 
 MAX_ADVICE = 6  # settings shown, the largest saving first
@@ -28,6 +27,7 @@ class MemoryEstimate:
     gathered: float  # unsharded parameters and gradients of the modules that FSDP has gathered
     activations: float
     logits: float  # and the other tensors of the loss
+    whole_matrices: float  # of the optimizer's step, beyond the three before, which are free then
 
     @property
     def total(self) -> float:
@@ -46,7 +46,7 @@ def estimate_memory(job: Job) -> MemoryEstimate:
 
     shard = stage_parameters / (degrees.shard * degrees.context)
     parameters, gradients = shard * param_bytes, shard * param_bytes
-    moments = 0.0 if config.optimizer.offload else shard * _optimizer_bytes(config)
+    moments = shard * _state_bytes_per_element(job)
     if training.enable_cpu_offload:
         parameters = gradients = moments = 0.0
     if config.optimizer.early_step_in_backward:
@@ -62,13 +62,16 @@ def estimate_memory(job: Job) -> MemoryEstimate:
     reduction = config.parallelism.fsdp_gradient_reduction
     if accumulates and reduction == "last_microbatch":
         gathered += stage_parameters * reduce_bytes  # gradients accumulate unsharded
+    activations, logits = _activation_bytes(job, blocks), _logits_bytes(job)
+    whole_matrices = whole_matrix_bytes(_shapes(job), config.optimizer, _facts(job))
     return MemoryEstimate(
         parameters,
         gradients,
         moments,
         gathered,
-        activations=_activation_bytes(job, blocks),
-        logits=_logits_bytes(job),
+        activations,
+        logits,
+        whole_matrices=max(0.0, whole_matrices - gathered - activations - logits),
     )
 
 
@@ -119,15 +122,22 @@ def _logits_bytes(job: Job) -> float:
     return vocabulary * bytes_per_id
 
 
-def _optimizer_bytes(config: JobConfig) -> float:
-    """Bytes of optimizer state per element of a large matrix."""
-    optimizer = config.optimizer
-    param_bytes = DTYPES[config.training.dtype].itemsize
-    if optimizer.name == "SGD":
-        return param_bytes if optimizer.momentum else 0.0
-    if optimizer.state_dtype == "float32":
-        return 2 * param_bytes
-    return moment_bytes((1, 1024), optimizer.state_dtype) / 1024
+def _state_bytes_per_element(job: Job) -> float:
+    """Mean bytes of optimizer state per parameter element."""
+    shapes, dtype = _shapes(job), job.transforms.param_dtype
+    total = optimizer_state_bytes(shapes, job.config.optimizer, dtype, _facts(job))
+    return total / sum(shape.numel() for _, shape in shapes)
+
+
+def _shapes(job: Job) -> list[tuple[str, torch.Size]]:
+    """(name, shape) of each parameter of the whole model."""
+    with torch.device("meta"):
+        model = job.spec.build(job.sizes)
+    return [(name, parameter.shape) for name, parameter in model.named_parameters()]
+
+
+def _facts(job: Job) -> MatrixFacts:
+    return MatrixFacts(job.spec, job.sizes, job.transforms.compute_dtype)
 
 
 def _saved_elements_per_token(job: Job, blocks: float) -> float:
@@ -226,7 +236,7 @@ def _lower_precisions(job: Job) -> Iterator[_Change]:
     if training.dtype == "float32":
         params = {"training.dtype": "bfloat16"}
         yield _Change(params, f"lower parameter precision; {restart}")
-    if optimizer.name != "SGD" and optimizer.state_dtype in ("float32", "bfloat16"):
+    if optimizer.state_dtype in ("float32", "bfloat16"):
         state = {"optimizer.state_dtype": "8bit"}
         yield _Change(state, f"lower optimizer-state precision; {restart}")
 

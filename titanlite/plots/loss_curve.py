@@ -72,7 +72,7 @@ def read_metrics(path: Path) -> tuple[list[Record], list[Record]]:
 
 
 def style_panel(panel) -> None:
-    """Give a panel a faint grid and faint tick labels, and no frame."""
+    """Give a panel a faint grid, faint tick labels, and lines at its left and bottom only."""
     panel.spines[["top", "right"]].set_visible(False)
     panel.spines[["left", "bottom"]].set_color(GRID)
     panel.grid(color=GRID, linewidth=0.8)

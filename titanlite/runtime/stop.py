@@ -42,9 +42,9 @@ class StopRequest:
         DeviceThread(self._read_signals, "signals", (read_end, on_abort, rank)).start()
 
     def reason(self, seconds_needed: float) -> int:
-        """Why to stop now, if stopping in order takes `seconds_needed`; 0 if there is no reason.
+        """Why to stop now: a signal number or TIME_LIMIT_REASON; 0 if there is no reason.
 
-        A signal number or TIME_LIMIT_REASON.
+        `seconds_needed`: the time to finish the steps in progress and to save.
         """
         if self.deadline is not None and time.monotonic() + seconds_needed >= self.deadline:
             return TIME_LIMIT_REASON

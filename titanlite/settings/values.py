@@ -134,7 +134,7 @@ def convert(given: Any, hint: Any, declared: Any = None) -> Any:
 
 def _convert_scalar(given: Any, hint: type, declared: Any) -> Any:
     value = _parse_text(given.text, hint) if isinstance(given, CommandLineText) else given
-    if type(value) is int and not MIN_INT <= value <= MAX_INT:
+    if hint in (int, float) and type(value) is int and not MIN_INT <= value <= MAX_INT:
         raise ValueRefused("must be a number of at most 64 bits.")
     if hint is float and type(value) is int:  # an int is a valid float; a bool is not an int
         value = float(value)

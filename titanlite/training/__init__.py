@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 from titanlite.training.batch import Batch
+from titanlite.training.batch_schedule import (
+    BatchSchedule,
+    build_batch_schedule,
+    check_batch_size,
+)
 from titanlite.training.config import TrainingConfig
 from titanlite.training.engine import Engine, build_engine
 from titanlite.training.layer_norms import LayerNorms, record_layer_norms
@@ -23,6 +28,7 @@ from titanlite.training.validation import ValidationConfig, validate, validation
 
 __all__ = [
     "Batch",
+    "BatchSchedule",
     "Counters",
     "Engine",
     "LayerNorms",
@@ -40,7 +46,9 @@ __all__ = [
     "TrainState",
     "TrainingConfig",
     "ValidationConfig",
+    "build_batch_schedule",
     "build_engine",
+    "check_batch_size",
     "check_replicas",
     "measure_noise_scale",
     "record_layer_norms",

@@ -17,6 +17,10 @@ class TrainingConfig:
     global_batch_size: Annotated[int, Range(1, also=(-1,))] = -1
     # sequences of one optimizer step, over all ranks, accumulated over local batches if necessary;
     # -1: local_batch_size x data-parallel ranks, which depends on the layout
+    batch_size_ramp: str | None = None
+    # smaller batches at the start: "0:512 10B:1024" is a table of tokens consumed and sizes from
+    # there on; "32 +32 over 12B" adds 32 sequences at a time over the first 12 billion tokens;
+    # global_batch_size is the size after the ramp
     seq_len: Positive = 2048  # tokens of a sequence
     clipping: Literal["norm", "adaptive", "none"] = "norm"
     # gradient clipping: by the norm of the whole gradient, or of each output unit (a row of a

@@ -56,23 +56,22 @@ class _Loop:
         self._start_exchange(bool(own_problem))
         with run.meter.waiting():
             batch = next(self.batches)
-        lr = run.lr_at(state.step)
         result = take_step(
             state,
             run.engine,
             batch.to(run.device),
-            lr=lr,
+            lr=run.peak_lr,
             settings=run.step_settings,
             set_phase=partial(run.watchdog.set_phase, state.step + 1),
         )
-        run.meter.step_done(run.step_settings.global_batch * batch.inputs.shape[1])
+        run.meter.step_done(result.tokens)
         if not result.skipped:
             self.finite.record(state.step, result)
         self.stop_reason, is_saving, folder_lost, diverged = self.max_over_ranks.wait()
         if folder_lost:
             raise_on_all_ranks(UserError(own_problem) if own_problem else None)
         with run.meter.paused():
-            self._run_actions(self._describe_step(lr, result, bool(is_saving)), bool(diverged))
+            self._run_actions(self._describe_step(result, bool(is_saving)), bool(diverged))
 
     def _start_exchange(self, folder_lost: bool) -> None:
         """Start to exchange the stop reason and other flags, while the step is computed."""
@@ -81,11 +80,10 @@ class _Loop:
         reason, saving = run.stop_request.reason(needed_seconds), run.checkpointer.writing
         self.max_over_ranks.start(reason, saving, folder_lost, self.finite.poll())
 
-    def _describe_step(self, lr: float, result: StepResult, is_saving: bool) -> StepInfo:
+    def _describe_step(self, result: StepResult, is_saving: bool) -> StepInfo:
         step = self.run.state.step
         return StepInfo(
             step=step,
-            lr=lr,
             result=result,
             is_first=step == self.first_step,
             is_last=step == self.run.config.steps,

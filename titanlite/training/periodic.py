@@ -25,7 +25,6 @@ class StepInfo:
     """
 
     step: int  # counted from 1
-    lr: float
     result: StepResult
     is_first: bool  # of this process
     is_last: bool  # training.steps is reached
@@ -177,7 +176,7 @@ def _step_line(state: TrainState, info: StepInfo, measured: dict[str, Any]) -> d
         "loss": info.result.loss.item(),
         "z_loss": info.result.z_loss.item() or None,  # null if loss.z_loss = 0
         "grad_norm": info.result.grad_norm.item(),
-        "lr": info.lr,
+        "lr": info.result.lr,
         "tokens": state.counters.tokens,
         "samples": state.position,
         "loss_scale": None if state.loss_scale is None else state.loss_scale.value,

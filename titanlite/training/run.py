@@ -28,7 +28,7 @@ class Run:
     engine: Engine
     open_batches: Callable[[], Iterator[Batch]]
     # this rank's part of the global batch of each step, from the position of `state` on
-    lr_at: Callable[[int], float]  # completed steps -> learning rate
+    peak_lr: float  # learning rate that the schedules of `state.optimizer` multiply
     step_settings: StepSettings
     actions: tuple[PeriodicAction, ...]  # in the order in which they run after a step
     checkpointer: Checkpointer

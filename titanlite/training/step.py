@@ -9,7 +9,7 @@ from torch import Tensor
 from titanlite.distributed.collectives import all_reduce_sum
 from titanlite.distributed.mesh import Mesh
 from titanlite.models import valid_tokens
-from titanlite.optim import AdaptiveClip, OptimizerInBackward, clip_gradients
+from titanlite.optim import AdaptiveClip, OptimizerInBackward, Progress, clip_gradients
 from titanlite.training.batch import Batch
 from titanlite.training.engine import Engine, SetPhase, ignore_phase
 from titanlite.training.state import TrainState
@@ -20,7 +20,6 @@ class StepSettings:
     """Settings that are the same in every optimizer step of a run."""
 
     mesh: Mesh
-    global_batch: int  # samples of one step, over all ranks
     max_norm: float  # clip the gradient to this 2-norm; 0: do not clip
     optimizer_in_backward: OptimizerInBackward | None = None  # updates parameters during backward
     adaptive_clip: AdaptiveClip | None = None  # clip each output unit, not the whole gradient
@@ -34,6 +33,8 @@ class StepResult:
     z_loss: Tensor  # 0-d: mean of the auxiliary z-loss, which is not part of `loss`
     grad_norm: Tensor  # 0-d: 2-norm of the whole gradient, before clipping
     own_norms: Tensor  # [parameters of this rank]: 2-norms of this rank's gradient shards
+    lr: float  # of parameters outside optimizer.groups
+    tokens: int  # of the step, over all ranks
     skipped: bool = False  # float16 gradients overflowed: no update, the loss scale shrinks
 
 
@@ -48,6 +49,7 @@ def take_step(
 ) -> StepResult:
     """Take one optimizer step; `batch` is this rank's part of the global batch, on the device.
 
+    `lr` is the peak learning rate, which the schedules multiply.
     Calls `set_phase` at the start of each phase: forward, backward, step.
     """
     mesh, in_backward = settings.mesh, settings.optimizer_in_backward
@@ -55,7 +57,11 @@ def take_step(
     # Over the batch dimension only: context- and tensor-parallel ranks have the same labels.
     valid = all_reduce_sum(mesh.batch, valid_tokens(batch.labels)).clamp(min=1)
     scale = 1.0 if state.loss_scale is None else state.loss_scale.value
-    state.optimizer.set_lr(lr)  # before backward, which may already update parameters
+    samples = len(batch.inputs) * mesh.batch.size()  # every rank has a slice of the same size
+    tokens = samples * batch.inputs.shape[1]
+    progress = Progress(state.step, state.counters.tokens, tokens)
+    # before backward, which may already update parameters
+    scheduled_lr = state.optimizer.follow_schedule(lr, progress)
     losses = engine.forward_backward(batch, valid / scale, set_phase)
     loss, z_loss = all_reduce_sum(mesh.loss, losses) / scale
     set_phase("step")
@@ -76,5 +82,5 @@ def take_step(
         state.loss_scale.update(finite)
         # With an exhausted loss scale, the loop must see the overflow as a divergence.
         skipped = not finite and not state.loss_scale.exhausted
-    state.counters.advance(settings.global_batch, settings.global_batch * batch.inputs.shape[1])
-    return StepResult(loss, z_loss, grad_norm, own_norms, skipped)
+    state.counters.advance(samples, tokens)
+    return StepResult(loss, z_loss, grad_norm, own_norms, scheduled_lr, tokens, skipped)

@@ -114,7 +114,8 @@ class TransformerBlock(nn.Module):
 class Llama(nn.Module):
     """Tokens [B, T] to logits [B, T, V], or, with labels [B, T], to their summed loss.
 
-    Modules that a pipeline stage does not own are None.
+    A pipeline stage has only its own blocks in `layers`; other modules that it does not own are
+    None.
     """
 
     def __init__(self, sizes: Llama3Sizes):

@@ -148,4 +148,5 @@ LLAMA3 = ModelSpec(
     tied_parameters=tied_parameters,
     hugging_face=HUGGING_FACE,
     check_sizes=check_sizes,
+    head_projections=["layers.*.attention.w[qkv]"],
 )

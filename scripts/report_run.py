@@ -1,0 +1,42 @@
+"""Write a report of one or several runs: python scripts/report_run.py RUN… --out report.html
+
+One HTML page without network: loss with its events, validation, learning rate, norms, throughput,
+where the time went, checkpoints, differences of the configurations, and advice with the figure that
+each follows from. Works while a run is training, too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import sys
+from pathlib import Path
+
+from titanlite.errors import EXIT_DONE, EXIT_USER_ERROR, UserError, format_error
+from titanlite.plots.report import write_report
+from titanlite.plots.run_advice import advise
+
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("runs", metavar="RUN", type=Path, nargs="+", help="a job.dump_folder")
+    parser.add_argument("--out", type=Path, help="the page (default: report.html in the first RUN)")
+    arguments = parser.parse_args(argv)
+    out = arguments.out or arguments.runs[0] / "report.html"
+    try:
+        runs = write_report(arguments.runs, out)
+    except UserError as error:
+        print(format_error(error), file=sys.stderr)
+        return EXIT_USER_ERROR
+    for run in runs:
+        for advice in advise(run):
+            print(f"{run.name}: {advice.title}: {advice.figure}. {advice.action}")
+    print(out)
+    return EXIT_DONE
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends the script without a traceback
+    sys.exit(main(sys.argv[1:]))

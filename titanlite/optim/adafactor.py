@@ -1,0 +1,242 @@
+"""Adafactor (https://arxiv.org/abs/1804.04235): a row and a column instead of a second moment.
+
+Row means, column means and the RMS of weights and updates are of the whole matrix, in every layout:
+each rank sums over its shards, and all-reduces add the sums of all parameters together. A step has
+two all-reduces in each dimension of the mesh that shards parameters (FSDP 2, FSDP x TP 4). The
+first sends 12 bytes per parameter and 4 per column of a matrix (4 per row in the dimension that
+shards columns), the second 4 per parameter.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement
+
+from titanlite.distributed.tensors import local_shard
+from titanlite.optim.shards import sharded_zeros, write_if
+
+SQUARE_EPS = 1e-30  # epsilon_1 of the paper, added to the squares of the gradient
+MIN_WEIGHT_RMS = 1e-3  # epsilon_2 of the paper, so that weights can leave 0
+
+
+def adafactor_state_bytes(shape: torch.Size, param_bytes: int) -> float:
+    """Bytes of the state of a parameter, which is fp32 for every dtype of the parameters."""
+    return 4 * (sum(shape) if _is_factored(shape) else shape.numel())
+
+
+def _is_factored(shape: Sequence[int]) -> bool:
+    return len(shape) == 2
+
+
+class Adafactor(torch.optim.Optimizer):
+    """Adafactor without first moment; the learning rate comes from the schedule.
+
+    With `scale_parameter` it is multiplied by the RMS of the parameter. Weight decay is decoupled:
+    the weights shrink by the learning rate times the weight decay, as in torch.optim.Adafactor.
+    """
+
+    def __init__(
+        self,
+        groups: Iterable[dict[str, Any]],
+        *,
+        lr: float,
+        beta2_decay: float,  # decay rate of the second moment at step t: 1 - t^beta2_decay
+        clip_threshold: float,  # largest RMS of an update
+        scale_parameter: bool,
+    ):
+        defaults = {
+            "lr": lr,
+            "weight_decay": 0.0,
+            "beta2_decay": beta2_decay,
+            "clip_threshold": clip_threshold,
+            "scale_parameter": scale_parameter,
+        }
+        super().__init__(groups, defaults)
+        for parameter in (p for group in self.param_groups for p in group["params"]):
+            moments = _initial_moments(parameter)
+            self.state[parameter] = {"step": torch.tensor(0.0), **moments}
+
+    def step(self, closure: None = None) -> None:  # type: ignore[override]  # no closures
+        """Update every parameter that has a gradient."""
+        self._step(None)
+
+    def step_if(self, accept: Tensor) -> None:
+        """See `ConditionalOptimizer.step_if`."""
+        self._step(accept)
+
+    def uncount_steps(self, steps: int) -> None:
+        """See `ConditionalOptimizer.uncount_steps`."""
+        for state in self.state.values():
+            state["step"] -= steps
+
+    @torch.no_grad()
+    def _step(self, accept: Tensor | None) -> None:
+        updates = [
+            _AdafactorUpdate(parameter, self.state[parameter], group)
+            for group in self.param_groups
+            for parameter in group["params"]
+            if parameter.grad is not None
+        ]
+        _sum_over_shards(part for update in updates for part in update.sums_of_squares())
+        for update in updates:
+            update.advance_moments(accept)
+        _sum_over_shards(part for update in updates for part in update.sum_of_updates())
+        for update in updates:
+            update.write_weight(accept)
+
+
+def _initial_moments(parameter: nn.Parameter) -> dict[str, Tensor]:
+    if not _is_factored(parameter.shape):
+        return {"variance": sharded_zeros(parameter, torch.float32)}
+    vectors = {}
+    for name, kept, reduced in (("row_var", 0, 1), ("col_var", 1, 0)):
+        vectors[name] = sharded_zeros(
+            parameter,
+            torch.float32,
+            shape=parameter.shape[kept : kept + 1],
+            local_shape=local_shard(parameter).shape[kept : kept + 1],
+            placements=_placements_of_mean(parameter, kept, reduced),
+        )
+    return vectors
+
+
+def _placements_of_mean(parameter: Tensor, kept: int, reduced: int) -> list[Placement] | None:
+    """Placements of a matrix's mean over dimension `reduced`: a vector over dimension `kept`."""
+    if not isinstance(parameter, DTensor):
+        return None
+    return [
+        Replicate()
+        if placement.is_replicate() or _shards(placement, reduced)
+        # the same placement if FSDP and TP shard the rows one after the other
+        else (placement if kept == 0 else Shard(0))
+        for placement in parameter.placements
+    ]
+
+
+class _PartialSum(NamedTuple):
+    """A sum over this rank's shard, to be added to those of other ranks, in place."""
+
+    value: Tensor
+    groups: list[dist.ProcessGroup]  # that the summed dimensions are sharded over
+
+
+def _sum_over_shards(sums: Iterable[_PartialSum]) -> None:
+    """Add the sums of all ranks: one all-reduce per group, for all sums together."""
+    by_group: dict[str, tuple[dist.ProcessGroup, list[Tensor]]] = {}
+    for value, groups in sums:
+        for group in groups:
+            by_group.setdefault(group.group_name, (group, []))[1].append(value)
+    for group, values in by_group.values():
+        flat = torch.cat([value.reshape(-1) for value in values])
+        dist.all_reduce(flat, group=group)
+        for value, total in zip(values, flat.split([v.numel() for v in values]), strict=True):
+            value.copy_(total.view_as(value))
+
+
+class _AdafactorUpdate:
+    """The update of one parameter: this rank's shard of it, and sums over the whole of it.
+
+    Temporaries of the size of the shard are computed twice instead of stored between the two
+    all-reduces, so that only one parameter's are alive.
+    """
+
+    def __init__(self, parameter: nn.Parameter, state: dict[str, Tensor], group: dict[str, Any]):
+        assert parameter.grad is not None
+        state["step"] += 1  # in host memory, so reading it does not wait for the device
+        self._new_weight = state["step"].item() ** group["beta2_decay"]  # of the new squares
+        self._options, self._shape = group, parameter.shape
+        self._weight, self._grad = local_shard(parameter), local_shard(parameter.grad)
+        self._moments = {k: local_shard(v) for k, v in state.items() if k != "step"}
+        self._row_groups, self._column_groups = (_groups_that_shard(parameter, d) for d in (0, 1))
+        self._groups = _groups_that_shard(parameter)
+        self._sums: dict[str, Tensor] = {}  # over the whole parameter, after the all-reduces
+
+    def sums_of_squares(self) -> Iterator[_PartialSum]:
+        """Sums over the shards of gradient and weight."""
+        weight_square = self._weight.float().square().sum()
+        if not _is_factored(self._shape):
+            self._sums["total"] = weight_square.view(1)
+            yield _PartialSum(self._sums["total"], self._groups)
+            return
+        square = self._grad.float().square()
+        rows, columns, row_var = square.sum(1), square.sum(0), self._moments["row_var"]
+        # Ranks that shard the columns have the same rows.
+        copies = math.prod(group.size() for group in self._column_groups)
+        total = torch.stack([weight_square, rows.sum(), row_var.sum() / copies])
+        self._sums = {"rows": rows, "columns": columns, "total": total}
+        yield _PartialSum(rows, self._column_groups)
+        yield _PartialSum(columns, self._row_groups)
+        yield _PartialSum(total, self._groups)
+
+    def advance_moments(self, accept: Tensor | None) -> None:
+        """Update the second moment, of which the update is computed."""
+        if not _is_factored(self._shape):
+            square = self._grad.float().square() + SQUARE_EPS
+            self._new = {
+                "variance": torch.lerp(self._moments["variance"], square, self._new_weight)
+            }
+        else:
+            rows, columns = self._shape
+            _, square_sum, row_var_sum = self._sums["total"].unbind()
+            means = {
+                "row_var": (self._moments["row_var"], self._sums["rows"] / columns),
+                "col_var": (self._moments["col_var"], self._sums["columns"] / rows),
+                "mean": (row_var_sum / rows, square_sum / (rows * columns)),
+            }
+            self._new = {
+                name: torch.lerp(old, new + SQUARE_EPS, self._new_weight)
+                for name, (old, new) in means.items()
+            }
+        for name, moment in self._moments.items():
+            write_if(moment, self._new[name], accept)
+
+    def sum_of_updates(self) -> Iterator[_PartialSum]:
+        """The sum of the squares of the update, before it is clipped."""
+        self._sums["update"] = self._unclipped().square().sum().view(1)
+        yield _PartialSum(self._sums["update"], self._groups)
+
+    def write_weight(self, accept: Tensor | None) -> None:
+        """Update the weight."""
+        elements, lr = self._shape.numel(), self._options["lr"]
+        rms = (self._sums["update"] / elements).sqrt()
+        factor = lr / (rms / self._options["clip_threshold"]).clamp(min=1)
+        if self._options["scale_parameter"]:
+            weight_rms = (self._sums["total"][:1] / elements).sqrt()
+            factor = factor * weight_rms.clamp(min=MIN_WEIGHT_RMS)
+        decayed = self._weight.float() * (1 - lr * self._options["weight_decay"])
+        write_if(self._weight, decayed - factor * self._unclipped(), accept)
+
+    def _unclipped(self) -> Tensor:
+        """The gradient divided by the root of the second moment."""
+        grad, new = self._grad.float(), self._new
+        if not _is_factored(self._shape):
+            return grad * new["variance"].rsqrt()
+        rows = (new["row_var"] / new["mean"]).rsqrt()
+        return grad * rows[:, None] * new["col_var"].rsqrt()[None, :]
+
+
+def _groups_that_shard(parameter: Tensor, dim: int | None = None) -> list[dist.ProcessGroup]:
+    """The groups of the mesh dimensions that shard dimension `dim` of a parameter; None: any."""
+    if not isinstance(parameter, DTensor):
+        return []
+    mesh = parameter.device_mesh
+    return [
+        mesh.get_group(mesh_dim)
+        for mesh_dim, placement in enumerate(parameter.placements)
+        if _shards(placement, dim) and mesh.size(mesh_dim) > 1
+    ]
+
+
+def _shards(placement: Placement, dim: int | None) -> bool:
+    """Whether a placement shards dimension `dim`; None: any dimension."""
+    if placement.is_replicate() or placement.is_partial():
+        return False
+    # _StridedShard, of rows that FSDP and TP both shard, is not a Shard since torch 2.11
+    return dim is None or getattr(placement, "dim", None) == dim

@@ -1,0 +1,139 @@
+"""SGD and Lion: the update of an element depends on that element alone.
+
+They update local shards, so they need no communication and every layout makes the same update.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from titanlite.distributed.tensors import local_shard
+from titanlite.optim.fp32_vectors import is_low_vector
+from titanlite.optim.shards import sharded_zeros, write_if
+
+
+class ElementwiseOptimizer(torch.optim.Optimizer):
+    """An optimizer with at most one moment, computed in fp32 and stored in the params' dtype."""
+
+    moment = "momentum_buffer"  # name in the state
+
+    def __init__(
+        self, groups: Iterable[dict[str, Any]], *, foreach: bool, has_moment: bool, **defaults: Any
+    ):
+        super().__init__(groups, {"weight_decay": 0.0, **defaults})
+        self._foreach, self._has_moment = foreach, has_moment
+        for parameter in (p for group in self.param_groups for p in group["params"]):
+            self.state[parameter] = self._initial_state(parameter)
+
+    def _initial_state(self, parameter: nn.Parameter) -> dict[str, Tensor]:
+        if not self._has_moment:
+            return {}
+        dtype = torch.float32 if is_low_vector(parameter) else parameter.dtype
+        return {self.moment: sharded_zeros(parameter, dtype)}
+
+    def step(self, closure: None = None) -> None:  # type: ignore[override]  # no closures
+        """Update every parameter that has a gradient."""
+        self._step(None)
+
+    def step_if(self, accept: Tensor) -> None:
+        """See `ConditionalOptimizer.step_if`."""
+        self._step(accept)
+
+    def uncount_steps(self, steps: int) -> None:
+        """There is no step counter."""
+
+    @torch.no_grad()
+    def _step(self, accept: Tensor | None) -> None:
+        for group in self.param_groups:
+            # A shard without elements has nothing to update: other ranks have all of it.
+            members = [p for p in group["params"] if p.grad is not None and local_shard(p).numel()]
+            for batch in [members] if self._foreach and members else [[p] for p in members]:
+                self._step_batch(batch, group, accept)
+
+    def _step_batch(
+        self, parameters: Sequence[nn.Parameter], group: dict[str, Any], accept: Tensor | None
+    ) -> None:
+        stored = [local_shard(p) for p in parameters]
+        new = [weight.float() for weight in stored]
+        grads = [local_shard(p.grad).float() for p in parameters if p.grad is not None]
+        if self._has_moment:
+            stored += [local_shard(self.state[p][self.moment]) for p in parameters]
+            new += [moment.float() for moment in stored[len(parameters) :]]
+        weights, moments = new[: len(parameters)], new[len(parameters) :]
+        for old, values in zip(
+            stored, self.compute_update(weights, grads, moments, group), strict=True
+        ):
+            write_if(old, values, accept)
+
+    @abstractmethod
+    def compute_update(
+        self, weights: list[Tensor], grads: list[Tensor], moments: list[Tensor], group: dict
+    ) -> list[Tensor]:
+        """The new weights, then the new moments; the arguments do not change."""
+
+
+class SGD(ElementwiseOptimizer):
+    """SGD with momentum, and Nesterov's (https://proceedings.mlr.press/v28/sutskever13.html).
+
+    The formula of torch.optim.SGD. Weight decay is coupled: it is added to the gradient.
+    """
+
+    def __init__(
+        self,
+        groups: Iterable[dict[str, Any]],
+        *,
+        lr: float,
+        momentum: float = 0.0,
+        nesterov: bool = False,
+        foreach: bool = False,
+    ):
+        options = {"lr": lr, "momentum": momentum, "nesterov": nesterov}
+        super().__init__(groups, foreach=foreach, has_moment=momentum > 0, **options)
+
+    def compute_update(
+        self, weights: list[Tensor], grads: list[Tensor], moments: list[Tensor], group: dict
+    ) -> list[Tensor]:
+        if group["weight_decay"]:
+            grads = _add_scaled(grads, weights, group["weight_decay"])
+        if moments:
+            moments = _add_scaled(grads, moments, group["momentum"])
+            grads = _add_scaled(grads, moments, group["momentum"]) if group["nesterov"] else moments
+        return _add_scaled(weights, grads, -group["lr"]) + moments
+
+
+class Lion(ElementwiseOptimizer):
+    """Sign of an interpolation of moment and gradient (https://arxiv.org/abs/2302.06675).
+
+    Weight decay is decoupled: the weights shrink by the learning rate times the weight decay.
+    """
+
+    moment = "exp_avg"
+
+    def __init__(
+        self,
+        groups: Iterable[dict[str, Any]],
+        *,
+        lr: float,
+        betas: tuple[float, float],
+        foreach: bool = False,
+    ):
+        super().__init__(groups, foreach=foreach, has_moment=True, lr=lr, betas=betas)
+
+    def compute_update(
+        self, weights: list[Tensor], grads: list[Tensor], moments: list[Tensor], group: dict
+    ) -> list[Tensor]:
+        (beta1, beta2), lr = group["betas"], group["lr"]
+        signs = torch._foreach_sign(torch._foreach_lerp(moments, grads, 1 - beta1))
+        decayed = torch._foreach_mul(weights, 1 - lr * group["weight_decay"])
+        new_moments = torch._foreach_lerp(moments, grads, 1 - beta2)
+        return _add_scaled(decayed, signs, -lr) + list(new_moments)
+
+
+def _add_scaled(tensors: Sequence[Tensor], others: Sequence[Tensor], factor: float) -> list[Tensor]:
+    """tensors + factor * others; one kernel for all (there is no public equivalent)."""
+    return list(torch._foreach_add(list(tensors), list(others), alpha=factor))

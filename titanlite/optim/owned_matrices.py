@@ -1,0 +1,331 @@
+"""Whole matrices of sharded parameters, each computed by one of the ranks that shard it.
+
+An update that needs a whole matrix (a norm, a matmul) cannot be computed on shards. Here every
+matrix has an owner. The owner receives the shards of all ranks, computes, and sends each rank its
+shard of the result. So the work is divided over the ranks, and no rank has more than a few whole
+matrices at a time. The owner computes what one process would: the same function of the same shape.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from titanlite.distributed.collectives import start_all_to_all
+from titanlite.distributed.tensors import local_shard
+
+# Elements of the whole matrices that a rank computes between two exchanges, unless one has more
+ROUND_ELEMENTS = 1 << 24
+
+
+def assign_owners(costs: Sequence[float], ranks: int) -> list[int]:
+    """The rank that owns each matrix, so that the ranks have about the same cost.
+
+    The most expensive matrix that is left goes to the rank with the lowest cost so far. The result
+    depends on nothing but the arguments, so all ranks find the same.
+    """
+    owners = [0] * len(costs)
+    loads = [(0.0, rank) for rank in range(ranks)]
+    for index in _most_expensive_first(costs):
+        load, owners[index] = loads[0]
+        heapq.heapreplace(loads, (load + costs[index], owners[index]))
+    return owners
+
+
+def plan_rounds(
+    costs: Sequence[float], sizes: Sequence[int], owners: Sequence[int]
+) -> list[list[int]]:
+    """The matrices of each round: of every owner the next ones, up to a number of elements.
+
+    The most expensive come first. So the owners have about the same cost in a round too, after
+    which they wait for each other. `sizes`: elements of each matrix.
+    """
+    limit = max(ROUND_ELEMENTS, *sizes)
+    rounds: list[list[int]] = []
+    filled: dict[int, tuple[int, int]] = {}  # owner -> (its current round, elements in it)
+    for index in _most_expensive_first(costs):
+        number, elements = filled.get(owners[index], (0, 0))
+        if elements + sizes[index] > limit:
+            number, elements = number + 1, 0
+        filled[owners[index]] = (number, elements + sizes[index])
+        if number == len(rounds):
+            rounds.append([])
+        rounds[number].append(index)
+    return rounds
+
+
+def largest_round(sizes: Sequence[int]) -> int:
+    """The most elements that one owner has in a round, for any owners."""
+    return min(sum(sizes), max(ROUND_ELEMENTS, *sizes))
+
+
+def _most_expensive_first(costs: Sequence[float]) -> list[int]:
+    return sorted(range(len(costs)), key=lambda index: -costs[index])
+
+
+class WholeMatrixUpdate(NamedTuple):
+    """What `OwnedMatrices` does with each matrix, by its index."""
+
+    read_shard: Callable[[int], Tensor]  # this rank's shard of the input; on every rank
+    compute: Callable[[int, Tensor], Tensor]  # whole input -> whole result; on the owner
+    write_shard: Callable[[int, Tensor], None]  # takes this rank's shard of the result
+    dtype: torch.dtype  # of the input and of the result
+
+
+class OwnedMatrices:
+    """Matrices of one device mesh, distributed over the ranks that shard them.
+
+    A mesh dimension along which no matrix is sharded has replicas: they have the same shards, and
+    each group of replicas computes for itself.
+    """
+
+    def __init__(self, matrices: Sequence[Tensor], costs: Sequence[float]):
+        self.shapes = [matrix.shape for matrix in matrices]
+        self._device = matrices[0].device
+        self._ranks = _ShardRanks(matrices)
+        self.owners = assign_owners(costs, self._ranks.size)
+        regions = [self._ranks.regions_of(matrix) for matrix in matrices]
+        self._regions = [region.of_rank for region in regions]
+        self._senders = [
+            region.senders_to(owner) for region, owner in zip(regions, self.owners, strict=True)
+        ]
+        sizes = [shape.numel() for shape in self.shapes]
+        self._rounds = plan_rounds(costs, sizes, self.owners)
+        for matrix, of_rank in zip(matrices, self._regions, strict=True):
+            own = of_rank[self._ranks.own]
+            assert local_shard(matrix).shape == (own.rows, own.columns), "unknown placement"
+
+    def is_owned(self, index: int) -> bool:
+        """Whether this rank computes the matrix."""
+        return self.owners[index] == self._ranks.own
+
+    def begin(self, indices: Sequence[int], update: WholeMatrixUpdate) -> Callable[[], None]:
+        """Start the update of some matrices; the returned function completes it.
+
+        All ranks that shard the matrices must call both with the same indices. In between, the
+        shards of the first round are sent. The shards of a round are sent while the round before it
+        is computed, and its results while the round after it is.
+        """
+        wanted = set(indices)
+        rounds = [[i for i in members if i in wanted] for members in self._rounds]
+        rounds = [members for members in rounds if members]
+        gathers = (self._start_gather(members, update) for members in rounds)  # lazily
+        first = next(gathers, None)
+
+        def complete() -> None:
+            self._run_rounds(rounds, itertools.chain([first], gathers), update)
+
+        return complete
+
+    def _run_rounds(
+        self,
+        rounds: list[list[int]],
+        gathers: Iterator[Callable[[], list[Tensor]] | None],
+        update: WholeMatrixUpdate,
+    ) -> None:
+        gather, finish_scatter = next(gathers), None
+        for members in rounds:
+            assert gather is not None
+            next_gather = next(gathers, None)
+            owned = [i for i in members if self.is_owned(i)]
+            results = [update.compute(*pair) for pair in zip(owned, gather(), strict=True)]
+            gather = next_gather
+            scatter = self._start_scatter(members, results, update)
+            if finish_scatter is not None:
+                finish_scatter()
+            finish_scatter = scatter
+        if finish_scatter is not None:
+            finish_scatter()
+
+    def _start_gather(
+        self, members: list[int], update: WholeMatrixUpdate
+    ) -> Callable[[], list[Tensor]]:
+        """Start to send the shards of a round; returns a function for the owned whole matrices."""
+        shards = {i: update.read_shard(i) for i in members}
+        if self._ranks.group is None:
+            return lambda: list(shards.values())
+        own, ranks = self._ranks.own, range(self._ranks.size)
+        sent: list[list[Tensor]] = [[] for _ in ranks]
+        for i in members:
+            if self._senders[i][own]:
+                sent[self.owners[i]].append(shards[i].reshape(-1))
+        owned = [i for i in members if self.is_owned(i)]
+        received = [
+            [self._regions[i][rank].elements for i in owned if self._senders[i][rank]]
+            for rank in ranks
+        ]
+        wait = start_all_to_all(self._ranks.group, sent, received, self._empty(update))
+
+        def join() -> list[Tensor]:
+            pieces: dict[int, list[tuple[_Region, Tensor]]] = {i: [] for i in owned}
+            for rank, values in enumerate(wait()):
+                senders = [i for i in owned if self._senders[i][rank]]
+                for i, piece in zip(senders, values, strict=True):
+                    pieces[i].append((self._regions[i][rank], piece))
+            return [_join_regions(self.shapes[i], pieces[i]) for i in owned]
+
+        return join
+
+    def _start_scatter(
+        self, members: list[int], results: list[Tensor], update: WholeMatrixUpdate
+    ) -> Callable[[], None]:
+        """Start to send the results of a round back; returns a function that writes the shards."""
+        if self._ranks.group is None:
+            return lambda: _write_all(members, results, update)
+        own, ranks = self._ranks.own, range(self._ranks.size)
+        owned = [i for i in members if self.is_owned(i)]
+        cut = [
+            _cut_regions(result, self._regions[i]) for i, result in zip(owned, results, strict=True)
+        ]
+        sent = [[pieces[rank] for pieces in cut] for rank in ranks]
+        by_owner: list[list[int]] = [[] for _ in ranks]
+        for i in members:
+            by_owner[self.owners[i]].append(i)
+        received = [[self._regions[i][own].elements for i in group] for group in by_owner]
+        wait = start_all_to_all(self._ranks.group, sent, received, self._empty(update))
+
+        def write() -> None:
+            flat = list(itertools.chain(*wait()))
+            order = list(itertools.chain(*by_owner))
+            regions = [self._regions[i][own] for i in order]
+            shards = [f.view(r.rows, r.columns) for f, r in zip(flat, regions, strict=True)]
+            _write_all(order, shards, update)
+
+        return write
+
+    def _empty(self, update: WholeMatrixUpdate) -> Tensor:
+        return torch.empty(0, dtype=update.dtype, device=self._device)
+
+
+def _write_all(indices: Sequence[int], shards: Sequence[Tensor], update: WholeMatrixUpdate) -> None:
+    for index, shard in zip(indices, shards, strict=True):
+        update.write_shard(index, shard)
+
+
+# --- regions -------------------------------------------------------------------------------------
+
+
+class _Region(NamedTuple):
+    """The part of a matrix that one rank has."""
+
+    row: int  # the first
+    column: int
+    rows: int
+    columns: int
+
+    @property
+    def elements(self) -> int:
+        return self.rows * self.columns
+
+
+class _MatrixRegions(NamedTuple):
+    """The regions of one matrix."""
+
+    of_rank: list[_Region]  # of each rank of the group
+    copy_of_rank: list[tuple[int, ...]]  # coordinates along dimensions that do not shard the matrix
+
+    def senders_to(self, owner: int) -> list[bool]:
+        """Whether each rank sends its region to the owner: only the copies nearest to it do."""
+        return [copy == self.copy_of_rank[owner] for copy in self.copy_of_rank]
+
+
+class _ShardRanks:
+    """The ranks that together have all shards of some matrices of one device mesh."""
+
+    def __init__(self, matrices: Sequence[Tensor]):
+        self.size, self.own = 1, 0
+        self.group: dist.ProcessGroup | None = None  # None: this rank has whole matrices
+        self._coordinates: list[list[int]] = [[]]  # in the mesh, of each rank of the group
+        self._dims: list[int] = []  # mesh dimensions that shard at least one matrix
+        self._cache: dict[tuple, _MatrixRegions] = {}
+        if not isinstance(matrices[0], DTensor):
+            return
+        mesh = matrices[0].device_mesh
+        own = mesh.get_coordinate()
+        assert own is not None, "this rank has shards"
+        self._dims = [
+            dim
+            for dim in range(mesh.ndim)
+            if mesh.size(dim) > 1 and any(_is_sharded(matrix, dim) for matrix in matrices)
+        ]
+        spans = [
+            range(mesh.size(dim)) if dim in self._dims else [own[dim]] for dim in range(mesh.ndim)
+        ]
+        # Groups have their ranks in ascending order, whatever the mesh.
+        self._coordinates = sorted(
+            (list(c) for c in itertools.product(*spans)), key=lambda c: int(mesh.mesh[tuple(c)])
+        )
+        self.size, self.own = len(self._coordinates), self._coordinates.index(list(own))
+        if self._dims:
+            self.group = _group_of(mesh, self._dims, self._coordinates)
+
+    def regions_of(self, matrix: Tensor) -> _MatrixRegions:
+        """The region of each rank; the same object for matrices of one shape and placement."""
+        if not isinstance(matrix, DTensor):
+            return _MatrixRegions([_Region(0, 0, *matrix.shape)], [()])
+        key = (matrix.shape, matrix.placements)
+        if key not in self._cache:
+            copies = [dim for dim in self._dims if not _is_sharded(matrix, dim)]
+            self._cache[key] = _MatrixRegions(
+                [_region_at(matrix, coordinate) for coordinate in self._coordinates],
+                [tuple(coordinate[dim] for dim in copies) for coordinate in self._coordinates],
+            )
+        return self._cache[key]
+
+
+def _is_sharded(matrix: Tensor, dim: int) -> bool:
+    """Whether a matrix is sharded along a mesh dimension."""
+    return isinstance(matrix, DTensor) and not matrix.placements[dim].is_replicate()
+
+
+def _group_of(mesh: DeviceMesh, dims: list[int], coordinates: list[list[int]]) -> dist.ProcessGroup:
+    """The process group of the ranks at these coordinates, which span the dimensions `dims`."""
+    if len(dims) == 1:
+        return mesh.get_group(dims[0])
+    ranks = [int(mesh.mesh[tuple(coordinate)]) for coordinate in coordinates]
+    # Other ranks form such groups of their own, or, as other pipeline stages may, none.
+    return dist.new_group(ranks, use_local_synchronization=True)
+
+
+def _region_at(matrix: DTensor, coordinate: list[int]) -> _Region:
+    """The region of the rank at a coordinate of the matrix's mesh."""
+    # Private, but the only function that knows the shards of other ranks, uneven and strided ones
+    # included (torch 2.11 to 2.15).
+    from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
+
+    shape, offset = _compute_local_shape_and_global_offset(
+        matrix.shape, matrix.device_mesh.shape, coordinate, matrix.placements
+    )
+    return _Region(*offset, *shape)
+
+
+def _join_regions(shape: torch.Size, pieces: list[tuple[_Region, Tensor]]) -> Tensor:
+    """A matrix from flat regions that tile it in a grid."""
+    columns: dict[int, list[Tensor]] = {}
+    for region, values in sorted(pieces, key=lambda piece: (piece[0].column, piece[0].row)):
+        if region.elements:
+            columns.setdefault(region.column, []).append(values.view(region.rows, region.columns))
+    bands = [torch.cat(parts) if len(parts) > 1 else parts[0] for parts in columns.values()]
+    matrix = torch.cat(bands, 1) if len(bands) > 1 else bands[0]
+    assert matrix.shape == shape, "the shards do not tile the matrix"
+    return matrix
+
+
+def _cut_regions(matrix: Tensor, regions: list[_Region]) -> list[Tensor]:
+    """The flat regions of a matrix."""
+    bands: dict[tuple[int, int], Tensor] = {}  # contiguous copies, so that their rows are views
+    pieces = []
+    for region in regions:
+        key = (region.column, region.columns)
+        if key not in bands:
+            bands[key] = matrix.narrow(1, *key).contiguous()
+        pieces.append(bands[key].narrow(0, region.row, region.rows).reshape(-1))
+    return pieces

@@ -1,0 +1,39 @@
+"""What the table of optimizers says about each of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from titanlite.optim.hidden_matrices import MatrixFacts
+
+StateBytes = Callable[[torch.Size, int], float]
+# (global shape of a parameter, bytes per element of the parameter) -> bytes of its optimizer state
+
+
+def _two_moments(shape: torch.Size, param_bytes: int) -> float:
+    return 2 * shape.numel() * param_bytes
+
+
+@dataclass(frozen=True)
+class OptimizerRecipe:
+    """An optimizer class with its arguments, and the facts that checks and estimates need."""
+
+    optimizer_class: type[torch.optim.Optimizer]
+    options: dict[str, Any]  # arguments other than the parameter groups
+    uses: tuple[str, ...] = field(default=(), compare=False)
+    # keys of [optimizer] that it uses, besides the learning rate and the weight decay; others are
+    # refused if they are set. "early_step_in_backward": it updates each parameter by itself,
+    # without communication
+    state_bytes: StateBytes = field(default=_two_moments, compare=False)  # on the device
+    moment_rates: tuple[str, ...] = field(default=(), compare=False)
+    # keys of the decay rates of moments that are stored in the dtype of the parameters
+    hidden_only: bool = field(default=False, compare=False)
+    # for the matrices inside the blocks; AdamW updates the other parameters
+    parameter_options: Callable[[str, MatrixFacts], dict[str, Any]] | None = field(
+        default=None, compare=False
+    )
+    # keys of the parameter group of one parameter, by its name

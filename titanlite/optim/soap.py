@@ -1,0 +1,202 @@
+"""SOAP (https://arxiv.org/abs/2409.11321): Adam in the eigenbasis of Shampoo's statistics.
+
+One-sided, as in section 7 of the paper: only the smaller dimension of a matrix is rotated. The
+statistics of the larger one have no full rank in the first steps, so rounding decides its
+eigenvectors, and with them the update: in one process, in float64, gradients that differ by 1e-16
+gave updates that differ by half. With the smaller one they differ as with AdamW.
+
+Every matrix is updated by the rank that owns it, which has all of its state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from titanlite.distributed.tensors import local_shard
+from titanlite.optim.owned_matrices import OwnedMatrices, WholeMatrixUpdate
+from titanlite.optim.shards import write_if
+
+
+def soap_state_bytes(shape: torch.Size, param_bytes: int) -> float:
+    """Bytes of the state of a matrix: moments in fp32, statistics and eigenbasis in fp64."""
+    return 4 * 2 * shape.numel() + 8 * 2 * min(shape) ** 2
+
+
+def soap_flops(shape: torch.Size) -> float:
+    """FLOPs of one update, without the QR decompositions."""
+    # the statistics; gradient and moment into the eigenbasis, and the update back
+    return 4 * 2 * shape.numel() * min(shape)
+
+
+class SOAP(torch.optim.Optimizer):
+    """One-sided SOAP for matrices, with decoupled weight decay.
+
+    The first step only finds an eigenbasis, by eigendecomposition. Later bases come from one step
+    of the QR algorithm, every `precondition_frequency` steps.
+    """
+
+    def __init__(
+        self,
+        groups: Iterable[dict[str, Any]],
+        *,
+        lr: float,
+        betas: tuple[float, float],
+        eps: float,
+        precondition_frequency: int,
+    ):
+        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": 0.0}
+        super().__init__(groups, defaults)
+        self._frequency = precondition_frequency
+        self._owned: list[_SoapMatrices] = []
+        by_mesh: dict[object, list[_SoapParameter]] = {}
+        for number, group in enumerate(self.param_groups):
+            for parameter in group["params"]:
+                mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
+                by_mesh.setdefault(mesh, []).append(_SoapParameter(parameter, number))
+        for members in by_mesh.values():
+            parameters = [member.parameter for member in members]
+            matrices = OwnedMatrices(parameters, [soap_flops(p.shape) for p in parameters])
+            self._owned.append(_SoapMatrices(members, matrices))
+            for index, parameter in enumerate(parameters):
+                self.state[parameter] = {"step": torch.tensor(0.0)}
+                if matrices.is_owned(index):
+                    self.state[parameter] |= _soap_state(parameter)
+
+    def step(self, closure: None = None) -> None:  # type: ignore[override]  # no closures
+        """Update every parameter that has a gradient."""
+        self.begin_step(None)()
+
+    def step_if(self, accept: Tensor) -> None:
+        """See `ConditionalOptimizer.step_if`."""
+        self.begin_step(accept)()
+
+    def uncount_steps(self, steps: int) -> None:
+        """See `ConditionalOptimizer.uncount_steps`."""
+        for state in self.state.values():
+            state["step"] -= steps
+
+    @torch.no_grad()
+    def begin_step(self, accept: Tensor | None) -> Callable[[], None]:
+        """See `OverlappingOptimizer.begin_step`."""
+        completions = [self._begin(owned, accept) for owned in self._owned]
+
+        @torch.no_grad()
+        def complete() -> None:
+            for completion in completions:
+                completion()
+
+        return complete
+
+    def _begin(self, owned: _SoapMatrices, accept: Tensor | None) -> Callable[[], None]:
+        members = owned.members
+        indices = [i for i, member in enumerate(members) if member.parameter.grad is not None]
+        for index in indices:
+            self.state[members[index].parameter]["step"] += 1
+        update = WholeMatrixUpdate(
+            read_shard=lambda i: members[i].grad,
+            compute=lambda i, grad: self._compute(members[i], grad, accept),
+            write_shard=lambda i, direction: self._write_weight(members[i], direction, accept),
+            dtype=torch.float32,
+        )
+        return owned.matrices.begin(indices, update)
+
+    def _compute(self, member: _SoapParameter, grad: Tensor, accept: Tensor | None) -> Tensor:
+        """Update the state of a matrix; returns the direction of its update."""
+        state, group = self.state[member.parameter], self.param_groups[member.group]
+        step = state["step"].item() - 1  # updates; in host memory, so this does not wait
+        columns_rotated = grad.shape[0] >= grad.shape[1]
+        # From here on the columns are rotated.
+        oriented = grad if columns_rotated else grad.T
+        new, direction = _update_moments(state, oriented, step, group)
+        if step == 0:
+            new["basis"] = _eigenbasis(new["statistics"])
+        elif step % self._frequency == 0:
+            new["basis"], order = _refine_basis(state["basis"], new["statistics"])
+            new["exp_avg_sq"] = new["exp_avg_sq"][:, order]
+        for name, value in new.items():
+            write_if(state[name], value, accept)
+        return (direction if columns_rotated else direction.T).contiguous()
+
+    def _write_weight(
+        self, member: _SoapParameter, direction: Tensor, accept: Tensor | None
+    ) -> None:
+        group, weight = self.param_groups[member.group], local_shard(member.parameter)
+        decayed = weight.float() * (1 - group["lr"] * group["weight_decay"])
+        write_if(weight, decayed - group["lr"] * direction, accept)
+
+
+class _SoapParameter(NamedTuple):
+    """A parameter and the index of its group, as loading a state replaces the groups."""
+
+    parameter: nn.Parameter
+    group: int
+
+    @property
+    def grad(self) -> Tensor:
+        """This rank's shard of the gradient, in fp32."""
+        assert self.parameter.grad is not None
+        return local_shard(self.parameter.grad).float()
+
+
+class _SoapMatrices(NamedTuple):
+    """The parameters of one device mesh."""
+
+    members: list[_SoapParameter]
+    matrices: OwnedMatrices
+
+
+def _soap_state(parameter: nn.Parameter) -> dict[str, Tensor]:
+    """The state of a whole matrix, oriented so that its columns are rotated."""
+    smaller, larger = sorted(parameter.shape)
+    shapes = {
+        "exp_avg": (larger, smaller),
+        "exp_avg_sq": (larger, smaller),  # in the eigenbasis
+        "statistics": (smaller, smaller),
+        "basis": (smaller, smaller),  # its columns are eigenvectors
+    }
+    device = local_shard(parameter).device
+    # The squares of the smallest singular values would be lost in fp32, and their eigenvectors.
+    doubles = ("statistics", "basis")
+    return {
+        name: torch.zeros(
+            shape, dtype=torch.float64 if name in doubles else torch.float32, device=device
+        )
+        for name, shape in shapes.items()
+    }
+
+
+def _update_moments(
+    state: dict[str, Tensor], grad: Tensor, step: float, group: dict[str, Any]
+) -> tuple[dict[str, Tensor], Tensor]:
+    """(new moments and statistics, direction of update number `step`); 0: only statistics."""
+    beta1, beta2 = group["betas"]
+    double = grad.double()
+    statistics = torch.lerp(state["statistics"], double.T @ double, 1 - beta2)
+    if step == 0:
+        return {"statistics": statistics}, torch.zeros_like(grad)
+    basis = state["basis"].float()
+    moment = torch.lerp(state["exp_avg"], grad, 1 - beta1)
+    square = torch.lerp(state["exp_avg_sq"], (grad @ basis).square(), 1 - beta2)
+    root = (square / (1 - beta2**step)).sqrt() + group["eps"]
+    direction = (moment @ basis / (1 - beta1**step) / root) @ basis.T
+    return {"statistics": statistics, "exp_avg": moment, "exp_avg_sq": square}, direction
+
+
+def _eigenbasis(statistics: Tensor) -> Tensor:
+    """Eigenvectors of a symmetric matrix, those of the largest eigenvalues first."""
+    # The decomposition raises an error if it meets inf or NaN, which a rejected step may have.
+    finite = statistics.nan_to_num(0.0, 0.0, 0.0)
+    return torch.linalg.eigh(finite).eigenvectors.flip(1)
+
+
+def _refine_basis(basis: Tensor, statistics: Tensor) -> tuple[Tensor, Tensor]:
+    """(basis after one step of the QR algorithm, columns of the old one in their new order)."""
+    product = statistics @ basis
+    eigenvalues = (basis * product).sum(0)
+    order = eigenvalues.argsort(descending=True)
+    return torch.linalg.qr(product[:, order]).Q, order
