@@ -79,7 +79,7 @@ IN_BACKWARD = ["--optimizer.early_step_in_backward", "true", "--training.max_nor
         (
             ["--optimizer.state_dtype", "8bit", "--optimizer.name", "SGD"],
             1,
-            "applies to AdamW and Adam",
+            "applies to AdamW, Adam",
         ),
         (
             ["--optimizer.state_dtype", "4bit", "--optimizer.implementation", "foreach"],
@@ -118,7 +118,7 @@ IN_BACKWARD = ["--optimizer.early_step_in_backward", "true", "--training.max_nor
         (
             ["--optimizer.name", "Muon", "--training.enable_cpu_offload", "true"],
             1,
-            "Muon would compute its matmuls on the CPU",
+            "Muon would compute matmuls on the CPU",
         ),
         (IN_BACKWARD[:-2], 1, "training.max_norm = 1 clips"),
         ([*IN_BACKWARD, *PIPELINE], 2, "reuse each weight for later micro-batches"),

@@ -41,7 +41,12 @@ from titanlite.parallelize.context import check_context_parallel
 from titanlite.parallelize.float8 import check_float8, check_float8_device
 from titanlite.parallelize.pipeline_plan import PipelinePlan, plan_pipeline
 from titanlite.parallelize.tensor import check_tensor_parallel, weight_shard_size
-from titanlite.training import BatchSchedule, build_batch_schedule, check_batch_size
+from titanlite.training import (
+    BatchSchedule,
+    build_batch_schedule,
+    check_batch_size,
+    check_guard_config,
+)
 
 
 def check_config(config: JobConfig, ranks: int) -> Iterator[UserError]:
@@ -108,9 +113,39 @@ def _check_sections(config: JobConfig) -> Iterator[UserError]:
     yield from check_metrics_config(config.metrics)
     yield from check_profiling_config(config.profiling)
     yield from check_optimizer_config(config.optimizer, config.training.dtype)
+    yield from check_guard_config(config.guard, config.optimizer.early_step_in_backward)
+    if config.guard.rolls_back:
+        yield from _check_rollback(config)
     group_settings = [group.schedule_overrides() for group in config.optimizer.groups]
     yield from check_lr_scheduler_config(config.lr_scheduler, group_settings)
     yield from _check_precision(config)
+
+
+def _check_rollback(config: JobConfig) -> Iterator[ConfigError]:
+    """Reject settings under which no checkpoint would be old enough."""
+    checkpoint, guard = config.checkpoint, config.guard
+    key = f"guard.{'spike' if guard.spike == 'rollback' else 'nonfinite'}"
+    if not checkpoint.saves:
+        name, value = ("load_only", "true") if checkpoint.enable else ("enable", "false")
+        yield ConfigError(
+            f'{key} = "rollback": checkpoint.{name} = {value}, so there would be nothing to roll'
+            " back to.",
+            fix=f'Set checkpoint.enable = true and load_only = false, or {key} = "skip".',
+            keys=(key, f"checkpoint.{name}"),
+        )
+        return
+    # The trouble of the last try may be as many steps after the first one as its window is long.
+    needed, kept = 2 * guard.rollback.longest_steps, checkpoint.keep_latest_k
+    reach = (kept - 1) * checkpoint.interval
+    if kept and reach < needed:
+        yield ConfigError(
+            f'{key} = "rollback": the last of guard.rollback_tries = {guard.rollback_tries} may go'
+            f" back {needed} steps, but checkpoint.keep_latest_k = {kept} with"
+            f" checkpoint.interval = {checkpoint.interval} reaches back {reach} steps.",
+            fix=f"Set checkpoint.keep_latest_k = {1 + -(-needed // checkpoint.interval)} or more,"
+            " or use a smaller guard.rollback_steps or guard.rollback_tries.",
+            keys=(key, "checkpoint.keep_latest_k", "guard.rollback_tries"),
+        )
 
 
 def _check_sequence_lengths(

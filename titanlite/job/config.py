@@ -18,7 +18,7 @@ from titanlite.parallelize.activation_checkpoint import ActivationCheckpointConf
 from titanlite.parallelize.compile import CompileConfig
 from titanlite.parallelize.float8 import Float8Config, QuantizeConfig, resolve_float8
 from titanlite.settings import NotNegative, Positive, Range
-from titanlite.training import TrainingConfig, ValidationConfig
+from titanlite.training import GuardConfig, TrainingConfig, ValidationConfig
 
 
 @dataclass(frozen=True)
@@ -58,6 +58,7 @@ class JobConfig:
         default_factory=ActivationCheckpointConfig
     )
     loss_scale: LossScaleConfig = field(default_factory=LossScaleConfig)
+    guard: GuardConfig = field(default_factory=GuardConfig)
     loss: LossConfig = field(default_factory=LossConfig)
     compile: CompileConfig = field(default_factory=CompileConfig)
     quantize: QuantizeConfig = field(default_factory=QuantizeConfig)

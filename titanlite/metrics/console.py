@@ -10,7 +10,8 @@ from typing import Any
 
 from titanlite.log import logger
 
-_ERROR_EVENTS = ("checkpoint_failed", "checkpoint_refused")  # logged as errors
+# logged as errors
+_ERROR_EVENTS = ("checkpoint_failed", "checkpoint_refused", "rolled_back", "rollback_failed")
 _UNNAMED_FIELDS = ("name", "path", "problem", "reason")  # event fields shown by value alone
 _DIM, _RESET = "\033[2m", "\033[0m"
 
@@ -43,6 +44,9 @@ class Console:
                 fields.append(text if key in _UNNAMED_FIELDS else self._field(key, text))
         level = logging.ERROR if record["event"] in _ERROR_EVENTS else logging.INFO
         logger.log(level, "%s", "  ".join(fields))
+
+    def rewind(self, step: int, rollbacks: int) -> None:
+        self._first = None
 
     def close(self) -> None:
         pass
@@ -128,6 +132,10 @@ class LiveConsole(Console):
     def _fields(self, record: dict[str, Any]) -> list[str]:
         # the bar shows the speed, so the line fits into 80 columns
         return self._loss_fields(record)
+
+    def rewind(self, step: int, rollbacks: int) -> None:
+        super().rewind(step, rollbacks)
+        self._progress.update(self._task, completed=step)
 
     def close(self) -> None:
         self._progress.stop()

@@ -93,7 +93,7 @@ def width_scales(
     if config.base is None:
         return {}
     base = base_sizes(config.base, sizes)
-    own_shapes, base_shapes = _parameter_shapes(spec, sizes), _parameter_shapes(spec, base)
+    own_shapes, base_shapes = _shapes_by_name(spec, sizes), _shapes_by_name(spec, base)
     roles = {name: first_match(spec.parameter_roles, name) for name in own_shapes}
     multipliers = _absorbed_multipliers(spec, sizes, base, set(roles.values()))
     return {
@@ -102,7 +102,7 @@ def width_scales(
     }
 
 
-def _parameter_shapes(spec: ModelSpec[SizesT], sizes: SizesT) -> dict[str, torch.Size]:
+def _shapes_by_name(spec: ModelSpec[SizesT], sizes: SizesT) -> dict[str, torch.Size]:
     with torch.device("meta"):
         model = spec.build(sizes)
     return {name: parameter.shape for name, parameter in model.named_parameters()}

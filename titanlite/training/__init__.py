@@ -10,8 +10,10 @@ from titanlite.training.batch_schedule import (
 )
 from titanlite.training.config import TrainingConfig
 from titanlite.training.engine import Engine, build_engine
+from titanlite.training.guard import GuardConfig, StepJudge, check_guard_config
 from titanlite.training.loop import train
 from titanlite.training.periodic import PeriodicAction, StepInfo
+from titanlite.training.rewind import Rewinder
 from titanlite.training.run import Run
 from titanlite.training.state import Counters, TrainState
 from titanlite.training.step import StepResult, StepSettings, take_step
@@ -22,9 +24,12 @@ __all__ = [
     "BatchSchedule",
     "Counters",
     "Engine",
+    "GuardConfig",
     "PeriodicAction",
+    "Rewinder",
     "Run",
     "StepInfo",
+    "StepJudge",
     "StepResult",
     "StepSettings",
     "TrainState",
@@ -33,6 +38,7 @@ __all__ = [
     "build_batch_schedule",
     "build_engine",
     "check_batch_size",
+    "check_guard_config",
     "take_step",
     "train",
     "validate",
