@@ -293,7 +293,7 @@ def _check_schedule_end(config: JobConfig, degrees: Degrees | None) -> Iterator[
 
 def _check_update_options(config: JobConfig, degrees: Degrees) -> Iterator[ConfigError]:
     """Reject combinations of the options for when and where parameters are updated."""
-    training, in_backward = config.training, "optimizer.early_step_in_backward"
+    training = config.training
     if config.optimizer.offload and training.enable_cpu_offload:
         yield ConfigError(
             "optimizer.offload = true: training.enable_cpu_offload = true already stores the"
@@ -308,8 +308,13 @@ def _check_update_options(config: JobConfig, degrees: Degrees) -> Iterator[Confi
             fix="Set training.enable_cpu_offload = false, or use another optimizer.",
             keys=("training.enable_cpu_offload", "optimizer.name"),
         )
-    if not config.optimizer.early_step_in_backward:
-        return
+    if config.optimizer.early_step_in_backward:
+        yield from _check_early_step(config, degrees)
+
+
+def _check_early_step(config: JobConfig, degrees: Degrees) -> Iterator[ConfigError]:
+    """Reject what needs all gradients before any parameter is updated."""
+    training, in_backward = config.training, "optimizer.early_step_in_backward"
     if training.clip_norm:
         yield ConfigError(
             f"{in_backward} = true: training.max_norm = {training.max_norm:g} clips by the norm of"
