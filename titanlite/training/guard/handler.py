@@ -32,6 +32,12 @@ from titanlite.training.rollback import Trouble
 from titanlite.training.run import Run
 from titanlite.training.step import StepResult, compute_gradients, finish_step
 
+EVENTS = {  # names in metrics.jsonl
+    StepVerdict.SKIP: "step_skipped",
+    StepVerdict.ACCEPT: "spike",
+    StepVerdict.ROLL_BACK: "violation",  # before the event of the roll-back
+}
+
 
 @dataclass(frozen=True)
 class Violation:
@@ -190,8 +196,7 @@ class ViolationHandler:
                 self.give_up(violation, history.in_a_row)
             counters, samples = first.before.counters, first.result.samples
             path = self._run.dump_batch(first.step, counters.next_start(samples), samples)
-            event = "step_skipped" if verdict is StepVerdict.SKIP else "spike"
-            self._run.sinks.event(first.step, event, **violation.fields, batch=path)
+            self._run.sinks.event(first.step, EVENTS[verdict], **violation.fields, batch=path)
         return history, verdict
 
     @property
