@@ -258,20 +258,7 @@ def _check_update_options(config: JobConfig, degrees: Degrees) -> Iterator[Confi
         )
     if not config.optimizer.early_step_in_backward:
         return
-    if training.clip_norm:
-        yield ConfigError(
-            f"{in_backward} = true: training.max_norm = {training.max_norm:g} clips by the norm of"
-            " the whole gradient, which is known only after backward.",
-            fix='Set training.clipping = "none", or training.max_norm = 0.',
-            keys=(in_backward, "training.max_norm"),
-        )
-    if training.clipping == "adaptive":
-        yield ConfigError(
-            f'{in_backward} = true: training.clipping = "adaptive" clips after backward, when the'
-            " gradients have been applied and freed.",
-            fix='Set training.clipping = "none".',
-            keys=(in_backward, "training.clipping"),
-        )
+    yield from _check_clipping_in_backward(training)
     if degrees.pipeline > 1:
         yield ConfigError(
             f"{in_backward} = true: parallelism.pipeline_parallel_degree = {degrees.pipeline}:"
@@ -302,6 +289,25 @@ def _check_update_options(config: JobConfig, degrees: Degrees) -> Iterator[Confi
             fix='Set parallelism.fsdp_gradient_reduction = "last_microbatch", or use a larger'
             " local_batch_size.",
             keys=(in_backward, "parallelism.fsdp_gradient_reduction"),
+        )
+
+
+def _check_clipping_in_backward(training: TrainingConfig) -> Iterator[ConfigError]:
+    """Reject clipping with optimizer.early_step_in_backward."""
+    in_backward = "optimizer.early_step_in_backward"
+    if training.clip_norm:
+        yield ConfigError(
+            f"{in_backward} = true: training.max_norm = {training.max_norm:g} clips by the norm of"
+            " the whole gradient, which is known only after backward.",
+            fix='Set training.clipping = "none", or training.max_norm = 0.',
+            keys=(in_backward, "training.max_norm"),
+        )
+    if training.clipping == "adaptive":
+        yield ConfigError(
+            f'{in_backward} = true: training.clipping = "adaptive" clips after backward, when the'
+            " gradients have been applied and freed.",
+            fix='Set training.clipping = "none".',
+            keys=(in_backward, "training.clipping"),
         )
 
 
