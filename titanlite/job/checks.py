@@ -37,7 +37,7 @@ from titanlite.parallelize.context import check_context_parallel
 from titanlite.parallelize.float8 import check_float8, check_float8_device
 from titanlite.parallelize.pipeline_plan import PipelinePlan, plan_pipeline
 from titanlite.parallelize.tensor import check_tensor_parallel, weight_shard_size
-from titanlite.training import BatchSchedule, build_batch_schedule, check_batch_size
+from titanlite.training import BatchSchedule, TrainingConfig, build_batch_schedule, check_batch_size
 
 
 def check_config(config: JobConfig, ranks: int) -> Iterator[UserError]:
