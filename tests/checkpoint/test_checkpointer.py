@@ -444,6 +444,31 @@ def test_an_optimizer_without_state_resumes(tmp_path):
     assert run_on_ranks(resume_without_optimizer_state, 1, tmp_path) == [(True, 2)]
 
 
+def roll_back_in(folder) -> tuple:
+    """Save steps 1 to 4, damage step 2; returns what there is to roll back to, and the result."""
+    state = trained(Layout())
+    checkpointer = open_checkpointer(folder, keep_latest_k=0, exclude_from_loading=["optimizer"])
+    for state.counters.step in (1, 2, 3, 4):
+        state.counters.position = state.step * 100
+        save_and_wait(checkpointer, state)
+    expected = bits(state)
+    DAMAGE["a flipped bit"](Path(folder, "step-2"))
+    # as after a kill between a save and the removal of what it makes surplus
+    kept = open_checkpointer(folder, keep_latest_k=3, exclude_from_loading=["optimizer"])
+    modify(state)
+    found = kept.find_first_valid([2, 3])
+    progress = kept.load(found, state.model, state.optimizer, {}, completely=True)
+    missing = kept.find_first_valid([2, 7])
+    return kept.positions(), found.step, progress["position"], bits(state) == expected, missing
+
+
+def test_a_roll_back_loads_the_optimizer_too_and_finds_what_retention_keeps(tmp_path):
+    """What is found must not depend on whether a kill has prevented a removal."""
+    positions, step, position, is_equal, missing = run_on_ranks(roll_back_in, 1, str(tmp_path))[0]
+    assert positions == {2: 200, 3: 300, 4: 400}
+    assert (step, position, is_equal, missing) == (3, 300, True, None)
+
+
 def load_without_each_part(folder) -> list[tuple]:
     results = []
     for parts in (["dataloader"], ["train_state"], ["optimizer"]):

@@ -61,17 +61,30 @@ DOCUMENTS = {
 }
 
 
-def assert_host_runs_ahead(step: dict) -> None:
+READS_FLAG = ("foreach",)  # torch's own optimizers, which cannot decide on the device
+
+
+def assert_host_runs_ahead(step: dict, waits: tuple[str, ...] = ()) -> None:
     assert step["operations"] > 100, "nothing ran on the device"
-    assert step["waits"] == []
+    assert step["waits"] == list(waits)
     assert step["later_graphs"] == 0, "compiled again"
 
 
 @pytest.mark.parametrize("name", ONE_GPU)
 def test_no_step_waits_for_the_device(worker, name):
     step = worker.trace(ONE_GPU[name])
-    assert_host_runs_ahead(step)
+    reads = any(optimizer in name for optimizer in READS_FLAG)
+    assert_host_runs_ahead(step, ("step: aten::_local_scalar_dense",) if reads else ())
     assert bool(step["graphs"]) == ("compile" in name)
+
+
+def test_spikes_are_judged_on_the_device(worker):
+    assert_host_runs_ahead(worker.trace("guard.spike=skip"))
+
+
+def test_without_a_guard_no_optimizer_reads_a_flag(worker):
+    settings = "guard.nonfinite=off optimizer.implementation=foreach"
+    assert_host_runs_ahead(worker.trace(settings))
 
 
 @pytest.mark.parametrize("name", DOCUMENTS)
@@ -86,12 +99,9 @@ def test_float16_reads_one_flag_a_step(worker):
 
 def test_cpu_offload_waits_for_gradients_only(worker):
     step = worker.trace("training.enable_cpu_offload=true")
-    # FSDP waits for each gradient before the update. The device is idle when the norms, computed on
-    # the host, are copied to it.
-    assert set(step["waits"]) == {
-        "backward: Event.synchronize",
-        "step: copy from pageable host memory",
-    }
+    # FSDP waits for each gradient before the update, and the guard for the loss, to judge the step
+    # where the parameters are.
+    assert set(step["waits"]) == {"backward: Event.synchronize", "step: blocking copy to the host"}
 
 
 def test_logging_reads_three_numbers(worker):

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
 import threading
+from concurrent.futures import Future, TimeoutError
 from pathlib import Path
+from queue import SimpleQueue
 
 import numpy as np
 import pytest
 import torch
 
 from titanlite.data import (
+    BatchDump,
     CorpusChecks,
     SampleOrder,
     ShardWriter,
     SourceConfig,
+    background,
     open_sample_stream,
     open_tokenizer,
     open_validation,
@@ -126,6 +131,40 @@ def test_prefetch_leaves_no_thread_however_it_ends(mixture):
         for _ in stream.prefetch((1 // (3 - i), 1) for i in range(9)):
             pass
     assert prefetch_threads() == []
+
+
+class RacingQueue(SimpleQueue):
+    """A queue whose last request is taken by the thread between `empty` and `get`."""
+
+    def empty(self) -> bool:
+        return False
+
+
+def test_closing_a_reader_does_not_wait_for_a_request_that_its_thread_has_taken(monkeypatch):
+    """Else a run could hang after its last step."""
+    monkeypatch.setattr(background, "SimpleQueue", RacingQueue)
+    reader = background.BackgroundReader(lambda position, sequences: position, "prefetch", None)
+    assert reader.wait(reader.submit(7, 1), "") == 7
+    closing = threading.Thread(target=reader.close, daemon=True)
+    closing.start()
+    closing.join(10)
+    assert not closing.is_alive() and prefetch_threads() == []
+
+
+class LateResult(Future):
+    """A batch that is read just after the time limit."""
+
+    def result(self, timeout=None):
+        if not self.done():
+            self.set_result("batch")
+            raise TimeoutError
+        return super().result(timeout)
+
+
+def test_a_batch_that_is_read_just_after_the_time_limit_is_not_lost():
+    reader = background.BackgroundReader(lambda position, sequences: None, "prefetch", 1.0)
+    assert reader.wait(LateResult(), "") == "batch"
+    reader.close()
 
 
 HANGING = """
@@ -313,3 +352,26 @@ def test_bos_is_detected_and_must_be_the_same_in_all_sources(tmp_path):
             assert stream.bos == stream.facts["data.bos"] == bos
     with pytest.raises(DataError, match="begin with BOS in with, and not in without"):
         open_mixture(sources, tokenizer=BYTES)
+
+
+def test_a_written_batch_says_where_each_sample_is_from(mixture, tmp_path, monkeypatch):
+    sources, ids = mixture
+    stream = open_mixture(sources, tokenizer=BYTES)
+    dump = BatchDump(tmp_path / "guard", stream)
+    monkeypatch.setattr("titanlite.data.dump.MAX_TOKENS", 6 * SEQ_LEN)
+    path = dump.write(7, 100, 8)
+    assert path == str(tmp_path / "guard" / "step-7.json")
+    samples = json.loads(Path(path).read_text())["samples"]
+    assert [sample["position"] for sample in samples] == list(range(100, 108))
+    for sample in samples[:6]:
+        first = sample["first_token"]
+        assert sample["tokens"] == ids[sample["source"]][first : first + SEQ_LEN + 1].tolist()
+        assert sample["text"] == BYTES.decode(sample["tokens"])
+    assert all("tokens" not in sample for sample in samples[6:])
+    monkeypatch.setattr("titanlite.data.dump.MAX_FILES", 1)
+    assert dump.write(7, 100, 8) == path and dump.write(8, 108, 8) == ""
+
+
+def test_a_batch_that_cannot_be_written_does_not_end_the_run(mixture, tmp_path):
+    (tmp_path / "guard").write_text("a file")
+    assert BatchDump(tmp_path / "guard", open_mixture(mixture[0])).write(7, 100, 8) == ""

@@ -16,6 +16,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from titanlite.distributed.mesh import Degrees, Mesh, ParallelismConfig, build_mesh
 from titanlite.labels import IGNORE_INDEX
 from titanlite.models import FAMILIES, Llama3Sizes, LossConfig
+from titanlite.models.mup import BaseWidths, MupConfig, WidthScale, width_scales
 from titanlite.optim import (
     LossScale,
     MatrixFacts,
@@ -145,6 +146,11 @@ class Recipe:
     documents: bool = False  # several per sequence, with a document mask
     state_dtype: str = "float32"  # of the optimizer
     options: tuple[tuple[str, Any], ...] = ()  # of [optimizer], which win over those above
+    mup_base: BaseWidths | None = None
+
+    @property
+    def widths(self) -> dict[str, WidthScale]:
+        return width_scales(MupConfig(self.mup_base), FAMILY, self.sizes)
 
     @property
     def section(self) -> OptimizerConfig:
@@ -213,15 +219,17 @@ VALIDATION_STEPS = (2, STEPS)  # also before the last step, to see effects on la
 
 
 def build_recipe_optimizer(model, recipe: Recipe) -> OptimizerSet:
-    return build_optimizer(model, recipe.section, MatrixFacts(FAMILY, recipe.sizes))
+    facts = MatrixFacts(FAMILY, recipe.sizes)
+    return build_optimizer(model, recipe.section, facts, widths=recipe.widths)
 
 
 @cache
 def one_process(recipe: Recipe) -> Record:
     """The reference run: no titanlite code but the model, its initialization and the optimizer."""
     model = FAMILY.build(recipe.sizes)
-    init_weights(model, FAMILY.init_roles, recipe.sizes.n_layers, SEED)
+    init_weights(model, FAMILY.init_roles, recipe.sizes.n_layers, SEED, recipe.widths)
     optimizer = build_recipe_optimizer(model, recipe)
+    optimizer.set_lr(recipe.lr)
     record = Record()
     for step in range(recipe.steps):
         inputs, labels = batch_at(step, recipe)
@@ -292,6 +300,7 @@ def build_sharded(layout: Layout, recipe: Recipe, dtype: torch.dtype = torch.flo
         replace(layout.transforms(recipe, dtype), **transforms),
         CPU,
         seed=SEED,
+        widths=recipe.widths,
     )
     options = {
         "local_batch": local_batch,
@@ -399,9 +408,13 @@ def merge_ranks(records: list[Record]) -> Record:
 def merge_parts(parts: Sequence[dict[str, tuple]]) -> dict[str, Tensor]:
     """Global tensors from the `shard_and_offset`s of all ranks."""
     tensors = {}
-    shapes = {name: shape for rank in parts for name, (shape, _, _) in rank.items()}
-    for name, shape in shapes.items():
-        tensor = torch.full(shape, torch.nan)
+    kinds = {
+        name: (shape, torch.promote_types(local.dtype, torch.float32))  # with a NaN
+        for rank in parts
+        for name, (shape, _, local) in rank.items()
+    }
+    for name, (shape, dtype) in kinds.items():
+        tensor = torch.full(shape, torch.nan, dtype=dtype)
         for _, offset, local in (rank[name] for rank in parts if name in rank):
             region = tensor[
                 tuple(slice(o, o + n) for o, n in zip(offset, local.shape, strict=True))

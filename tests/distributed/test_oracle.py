@@ -24,6 +24,7 @@ from tests.distributed.oracle import (
 )
 from tests.distributed.ranks import run_on_ranks
 from tests.parallelize.test_schedule import as_csv
+from titanlite.models.mup import BaseWidths
 from titanlite.parallelize.schedule import SCHEDULES, build_schedule_order
 
 # Each is run with SGD and gradient accumulation: Adam and clipping would hide gradients that are
@@ -265,6 +266,17 @@ def test_no_stage_and_no_micro_batch_searches_for_its_documents(layout):
 @pytest.mark.parametrize("layout", TIED_LAYOUTS, ids=str)
 def test_tied_embeddings_and_qk_norm_match_one_process(layout):
     assert_matches_one_process([(layout, with_tied_embeddings(SGD))])
+
+
+def test_mup_matches_one_process():
+    """Initial weights and learning rates are scaled by name, in every shard and stage."""
+    base = BaseWidths(dim=8, n_heads=2, hidden_dim=22, n_kv_heads=1)
+    untied = replace(SHORT, mup_base=base, lr=0.1)
+    tied = replace(with_tied_embeddings(untied), lr=0.1)
+    pipeline = Layout(pipeline=2, microbatch=6, shard=2)
+    assert_matches_one_process(
+        [(Layout(shard=2, tensor=2), tied), (pipeline, with_enough_blocks(untied, pipeline))]
+    )
 
 
 # Columns are sharded by tensor parallelism, vectors by FSDP, so units are on several ranks.

@@ -1,4 +1,4 @@
-"""An inf or NaN in any weight or gradient ends the run with exit code 3, and is never saved."""
+"""inf or NaN in any weight or gradient is skipped or ends the run with 3, and is never saved."""
 
 from __future__ import annotations
 
@@ -31,15 +31,19 @@ CASES = {
 }  # fmt: skip
 
 
-def inject_inf(name: str, kind: str) -> None:
-    """Write an inf into the last row of one tensor, on rank 1 only, in step `BAD_STEP`."""
+def inject_inf(name: str, kind: str, only: tuple[int, ...] = ()) -> None:
+    """Write an inf into the last row of one tensor, on rank 1 only, from step `BAD_STEP` on.
+
+    `only`: in these backward passes instead, counted from 1.
+    """
     from titanlite.job import build as builders
 
     build, calls = builders.build_sharded_model, [0]
 
     def write_inf(parameter) -> None:
         calls[0] += 1  # once a step: one micro-batch
-        if calls[0] == BAD_STEP and os.environ["RANK"] == "1":
+        is_bad = calls[0] in only if only else calls[0] >= BAD_STEP
+        if is_bad and os.environ["RANK"] == "1":
             tensor = parameter if kind == "weight" else parameter.grad
             tensor.detach().to_local().flatten()[-1] = math.inf
 
@@ -60,7 +64,7 @@ def test_an_inf_on_one_rank_ends_the_run_and_is_never_saved(case, run_toml, tmp_
         "--model.vocab_size", "260",  # two more than the tokenizer has: the last row is never used
         "--training.steps", "8", "--metrics.log_freq", "3", "--validation.enable", "false",
         "--checkpoint.interval", "2", "--checkpoint.keep_latest_k", "2",
-        "--checkpoint.async_mode", "async", *argv,
+        "--checkpoint.async_mode", "async", "--guard.max_violations", "1", *argv,
     )  # fmt: skip
     with LaunchedRun(2, out, *argv, prepare=partial(inject_inf, name, kind)) as run:
         assert run.wait() == [3, 3], run.output
@@ -80,3 +84,28 @@ def test_an_inf_on_one_rank_ends_the_run_and_is_never_saved(case, run_toml, tmp_
         assert resumed.wait() == [0, 0], resumed.output
     assert [e["step"] for e in events_of(out, "resumed")] == [4]
     assert read_checkpoint_manifest(StorageFolder(out / "checkpoint" / "step-8")).step == 8
+
+
+def test_a_bad_batch_is_skipped_once_and_written_with_its_text(run_toml, tmp_path):
+    out = tmp_path / "out"
+    argv = (
+        "--job.config_file", str(run_toml), "--training.steps", "8", "--metrics.log_freq", "3",
+        "--validation.enable", "false", "--checkpoint.interval", "8",
+    )  # fmt: skip
+    # The host learns of step 5 after it has started step 6; then step 5 is computed again.
+    passes = (BAD_STEP, BAD_STEP + 2)
+    prepare = partial(inject_inf, "layers.1.feed_forward.w2.weight", "gradient", passes)
+    with LaunchedRun(2, out, *argv, "--training.local_batch_size", "4", prepare=prepare) as run:
+        assert run.wait() == [0, 0], run.output
+    (event,) = events_of(out, "step_skipped")
+    named = (event["step"], event["rank"], event["parameter"], event["loss"] is not None)
+    assert named == (BAD_STEP, 1, "layers.1.feed_forward.w2.weight", True)
+    batch = json.loads((out / "guard" / f"step-{BAD_STEP}.json").read_text())
+    assert event["batch"] == str(out / "guard" / f"step-{BAD_STEP}.json")
+    assert [sample["position"] for sample in batch["samples"]] == list(range(32, 40))
+    assert {sample["source"] for sample in batch["samples"]} == {"code"}
+    assert all(len(sample["tokens"]) == 49 and sample["text"] for sample in batch["samples"])
+    assert steps_of(out) == [1, 3, 6, 8]
+    progress = read_checkpoint_manifest(StorageFolder(out / "checkpoint" / "step-8")).progress
+    assert (progress["step"], progress["position"]) == (8, 64)
+    assert progress["guard"]["history"]["last_step"] == BAD_STEP

@@ -15,8 +15,15 @@ from titanlite.parallelize import ModelTransforms, ParallelLayout, build_sharded
 from titanlite.parallelize.activation_checkpoint import ActivationCheckpointConfig
 from titanlite.parallelize.compile import CompileConfig
 from titanlite.parallelize.pipeline_plan import plan_pipeline
-from titanlite.training import StepSettings, TrainState, build_engine, take_step
-from titanlite.training.divergence import FiniteCheck
+from titanlite.training import (
+    GuardConfig,
+    StepJudge,
+    StepSettings,
+    TrainState,
+    build_engine,
+    take_step,
+)
+from titanlite.training.guard.pending import PendingSteps
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 FAMILY = FAMILIES["llama3"]
@@ -45,20 +52,23 @@ def build_training(device, transforms: ModelTransforms, steps: int):
     engine = build_engine(
         sharded, layout, device, local_batch=BATCH // 2, document_end_id=DOCUMENT_END
     )
-    state = TrainState(sharded.model, build_optimizer(sharded.model, OptimizerConfig()))
+    optimizer = build_optimizer(sharded.model, OptimizerConfig())
+    judge = StepJudge(GuardConfig(spike="skip"), device)
+    state = TrainState(sharded.model, optimizer, judge=judge)
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(0, SIZES.vocab_size, (BATCH, LENGTH + 1), generator=generator)
     settings = StepSettings(mesh, max_norm=1.0)
-    losses, finite = [], FiniteCheck(sharded.model, device)
+    losses, pending = [], PendingSteps()
 
     def train() -> None:
         for _ in range(steps):
             ids[:, 30 + 40 * state.step] = DOCUMENT_END  # another number of documents in each step
             batch = engine.prepare(ids[:, :-1].contiguous(), ids[:, 1:].contiguous())
             batch = batch.pin_memory().to(device)
+            before = state.host_state()
             result = take_step(state, engine, batch, lr=1e-3, settings=settings)
-            finite.record(state.step, result)
-            assert not finite.poll()
+            pending.add(state.step, before, result)
+            assert not pending.poll()
             losses.append(result.loss)
 
     return train, losses

@@ -57,12 +57,13 @@ def read_records(folder) -> list[dict]:
     return [json.loads(line, parse_constant=refuse) for line in lines]
 
 
-def open_in(folder, completed_steps=0, progress=False, **config):
+def open_in(folder, completed_steps=0, progress=False, rollbacks=0, **config):
     return open_sinks(
         MetricsConfig(**config),
         folder,
         total_steps=400,
         completed_steps=completed_steps,
+        rollbacks=rollbacks,
         job={"training": {"steps": 400}},
         progress=progress,
     )
@@ -129,10 +130,41 @@ def test_after_a_resume_no_step_or_event_is_recorded_twice(tmp_path, logged):
         *["validation"] * 3,
         "resumed",
     ]
-    assert any("2 lines after step 20 moved to" in line for line in logged())
+    assert any("2 lines, after step 20 or incomplete, moved to" in line for line in logged())
     replaced = [json.loads(line) for line in (tmp_path / REPLACED_FILE).open()]
     assert [line["step"] for line in replaced] == [30, 30]  # moved, not lost
     assert {place.name for place in tmp_path.iterdir()} == {"metrics.jsonl", REPLACED_FILE}
+
+
+def roll_back(sinks, number: int, from_step: int, step: int) -> None:
+    sinks.rewind(step, rollbacks=number - 1)
+    sinks.event(step, "rolled_back", number=number, from_step=from_step)
+
+
+def test_a_roll_back_moves_what_is_repeated_and_keeps_the_events_of_all_roll_backs(tmp_path):
+    with open_in(tmp_path) as sinks:
+        for step in (10, 20, 30):
+            sinks.step({**STEP, "step": step})
+        roll_back(sinks, 1, from_step=31, step=20)
+        sinks.step({**STEP, "step": 30})
+        roll_back(sinks, 2, from_step=31, step=10)
+        sinks.step({**STEP, "step": 20})
+    records = [(line.get("number"), line["step"]) for line in read_records(tmp_path)]
+    assert records == [(None, 10), (1, 20), (2, 10), (None, 20)]
+    replaced = [json.loads(line)["step"] for line in (tmp_path / REPLACED_FILE).open()]
+    assert replaced == [30, 20, 30]
+
+
+@pytest.mark.parametrize("known", [0, 1, 2])
+def test_a_resume_from_before_a_roll_back_drops_its_event_because_it_is_repeated(known, tmp_path):
+    with open_in(tmp_path) as sinks:
+        sinks.step({**STEP, "step": 10})
+        roll_back(sinks, 1, from_step=12, step=10)
+        roll_back(sinks, 2, from_step=11, step=10)
+    with open_in(tmp_path, completed_steps=10, rollbacks=known):
+        pass
+    numbers = [line["number"] for line in read_records(tmp_path) if "event" in line]
+    assert numbers == list(range(1, known + 1))
 
 
 def test_a_run_without_checkpoints_does_not_replace_the_records_of_a_run_with_them(tmp_path):
@@ -313,6 +345,17 @@ def test_tensorboard_shows_every_record_and_no_step_twice_after_a_resume(tmp_pat
         (30, pytest.approx(1.0)),
     ]
     assert read_tensorboard(tmp_path / "tb")["validation/code/loss"] == [(10, 4.0), (20, 4.0)]
+
+
+def test_tensorboard_shows_no_step_twice_after_a_roll_back(tmp_path):
+    with open_in(tmp_path, enable_tensorboard=True) as sinks:
+        for step in (10, 20, 30):
+            sinks.step({**STEP, "step": step, "loss": 2.0})
+        roll_back(sinks, 1, from_step=31, step=10)
+        sinks.step({**STEP, "step": 20, "loss": 1.0})
+    shown = read_tensorboard(tmp_path / "tb")
+    assert shown["loss"] == [(10, 2.0), (20, 1.0)]
+    assert shown["rollback/from_step"] == [(10, 31.0)]
 
 
 def test_a_missing_wandb_is_refused_with_the_install_command(tmp_path, monkeypatch):

@@ -31,9 +31,9 @@ def test_a_resumed_run_with_fewer_growth_steps_grows_at_once():
     assert (scale.value, scale.held_steps) == (1024.0, 0)
 
 
-def test_it_is_exhausted_when_gradients_overflow_at_loss_scale_1():
+def test_a_scale_of_1_cannot_shrink():
     scale, values = LossScale(4.0, growth_steps=3), []
     for _ in range(3):
+        values.append(scale.shrinkable)
         scale.update(False)
-        values.append(scale.exhausted)
-    assert values == [False, False, True]
+    assert values == [True, True, False]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -16,7 +16,7 @@ from torch import nn
 from titanlite.checkpoint.collective_save import CollectiveSave
 from titanlite.checkpoint.config import CheckpointConfig
 from titanlite.checkpoint.convert import to_hugging_face
-from titanlite.checkpoint.finding import FoundCheckpoint, find_checkpoint
+from titanlite.checkpoint.finding import FoundCheckpoint, find_checkpoint, find_first_valid
 from titanlite.checkpoint.host_staging import HostStaging
 from titanlite.checkpoint.huggingface import CONFIG_FILE, open_hugging_face
 from titanlite.checkpoint.job_properties import check_job_properties
@@ -250,6 +250,14 @@ class Checkpointer:
             return None
         return find_checkpoint(self.step_folders, self.config, self.group)
 
+    def positions(self) -> dict[int, int]:
+        """The data position of each checkpoint that retention keeps, by its step."""
+        return self.step_folders.positions()
+
+    def find_first_valid(self, steps: Sequence[int]) -> FoundCheckpoint | None:
+        """The first checkpoint of `steps` that is valid, to roll back to; else None."""
+        return find_first_valid(self.step_folders, steps, self.config.verify, self.group)[0]
+
     def load(
         self,
         found: FoundCheckpoint,
@@ -258,11 +266,13 @@ class Checkpointer:
         facts: dict[str, Any],
         *,
         finished_at: int | None = None,
+        completely: bool = False,
     ) -> dict[str, Any] | None:
         """Read a checkpoint into this layout's shards; returns its progress.
 
         Returns None if only weights were loaded. `facts` are the properties of this job. A run that
-        ended at step `finished_at` needs no optimizer state.
+        ended at step `finished_at` needs no optimizer state. `completely`: to roll back, where
+        checkpoint.exclude_from_loading, which is for starts, does not apply.
         """
         config, folder, manifest = self.config, found.folder, found.manifest
         if manifest is None:
@@ -274,7 +284,8 @@ class Checkpointer:
         )
         self.save_seconds = manifest.seconds
         finished = manifest.step == finished_at and not manifest.has("optimizer")
-        skip_optimizer = model_only or finished or "optimizer" in config.exclude_from_loading
+        excluded = [] if completely else config.exclude_from_loading
+        skip_optimizer = model_only or finished or "optimizer" in excluded
         state = model_and_optimizer_state(model, None if skip_optimizer else optimizers)
         if state.get("optimizer") and not manifest.has("optimizer"):  # plain SGD has no state
             raise CheckpointError(
@@ -288,7 +299,7 @@ class Checkpointer:
         read_tensors(folder, state, self.group)
         if model_only:
             return None
-        return _without_excluded(manifest.progress, config.exclude_from_loading)
+        return _without_excluded(manifest.progress, excluded)
 
     def _check_all_weights_are_used(
         self, found: FoundCheckpoint, weights: Mapping[str, Any]
@@ -340,6 +351,8 @@ def _without_excluded(progress: dict[str, Any], excluded_parts: list[str]) -> di
     progress = dict(progress)
     if "dataloader" in excluded_parts:
         progress["position"] = 0
+        for key in ("skipped", "rollbacks"):  # of positions before the new start
+            progress.pop(key, None)
     if "train_state" in excluded_parts:
         progress |= {"step": 0, "tokens": 0}
     return progress

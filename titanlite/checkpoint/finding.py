@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch.distributed as dist
@@ -45,14 +46,11 @@ def find_checkpoint(
     scratch.
     """
     listing, applied_load_step = step_folders.list_with_load_step()
-    refused: list[str] = []
-    for step in _steps_to_try(step_folders.folder, config, listing, applied_load_step):
-        folder = step_folders.of_step(step)
-        manifest, problem = verify_on_all_ranks(folder, config.verify, group)
-        if not problem:
-            step_folders.remove_unfinished(listing.unfinished)
-            return FoundCheckpoint(folder, manifest, refused)
-        refused.append(problem)
+    steps = _steps_to_try(step_folders.folder, config, listing, applied_load_step)
+    found, refused = find_first_valid(step_folders, steps, config.verify, group)
+    if found:
+        step_folders.remove_unfinished(listing.unfinished)
+        return found
     if refused:
         untried = len(refused) < len(listing.steps)  # only checkpoint.load_step was tried
         problem = "checkpoint.load_step is not valid" if untried else "no valid checkpoint found"
@@ -72,6 +70,20 @@ def find_checkpoint(
     if problem:
         raise CheckpointError(f"checkpoint.initial_load_path: {problem}").mark_on_all_ranks()
     return FoundCheckpoint(folder, manifest, [], initial=True)
+
+
+def find_first_valid(
+    step_folders: StepFolders, steps: Sequence[int], verify: str, group: dist.ProcessGroup | None
+) -> tuple[FoundCheckpoint | None, list[str]]:
+    """The first valid checkpoint of `steps`, and why those before it were refused. Collective."""
+    refused: list[str] = []
+    for step in steps:
+        folder = step_folders.of_step(step)
+        manifest, problem = verify_on_all_ranks(folder, verify, group)
+        if not problem:
+            return FoundCheckpoint(folder, manifest, refused), refused
+        refused.append(problem)
+    return None, refused
 
 
 def _steps_to_try(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict
 from typing import Any, TypeVar
 
@@ -61,6 +62,13 @@ class StepFolders:
         result = self._on_rank_0(list_on_rank_0)
         return CheckpointListing(**result["listing"]), result["applied"]
 
+    def positions(self) -> dict[int, int]:
+        """The data position of each checkpoint by its step, of those that retention keeps.
+
+        A kill between a save and the removal of older checkpoints leaves more than these.
+        """
+        return dict(self._on_rank_0(self._positions))
+
     def remove_unfinished(self, names: list[str]) -> None:
         """Remove the folders `names`, whose save or removal was interrupted by a crash.
 
@@ -104,6 +112,15 @@ class StepFolders:
         steps = steps_to_remove(self.valid_steps(), config.keep_latest_k, config.keep_every)
         for name in (*names, *(f"step-{step}" for step in steps)):
             self._remove(self.folder / name)
+
+    def _positions(self) -> list[tuple[int, int]]:
+        positions = {}
+        for step in list_steps(self.folder).steps:
+            with suppress(CheckpointError):
+                manifest = read_checkpoint_manifest(self.of_step(step))
+                positions[step] = manifest.progress["position"]
+        surplus = steps_to_remove(positions, self.config.keep_latest_k, self.config.keep_every)
+        return [(step, at) for step, at in positions.items() if step not in surplus]
 
     def _is_valid(self, step: int) -> bool:
         try:

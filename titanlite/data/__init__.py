@@ -6,6 +6,7 @@ imported here: they need packages that training does not need.
 
 from __future__ import annotations
 
+from titanlite.data.dump import BatchDump
 from titanlite.data.formats import FORMATS, open_token_source
 from titanlite.data.order import MixtureQuotas, SampleOrder, rank_slices
 from titanlite.data.shards import (
@@ -26,14 +27,17 @@ from titanlite.data.stream import (
 )
 from titanlite.data.token_source import CorpusChecks, SourceOpener, SourceRecord, TokenSource
 from titanlite.data.tokenizer import Tokenizer, open_tokenizer
+from titanlite.data.windows import PositionWindow, next_start, window_lr_factor
 
 __all__ = [
     "FORMATS",
+    "BatchDump",
     "Corpus",
     "CorpusChecks",
     "CorpusManifest",
     "DataConfig",
     "MixtureQuotas",
+    "PositionWindow",
     "SampleOrder",
     "SampleStream",
     "ShardWriter",
@@ -44,6 +48,7 @@ __all__ = [
     "Tokenizer",
     "ValidationSet",
     "check_bos",
+    "next_start",
     "open_corpus",
     "open_sample_stream",
     "open_token_source",
@@ -51,4 +56,5 @@ __all__ = [
     "open_validation",
     "rank_slices",
     "verify_corpus",
+    "window_lr_factor",
 ]

@@ -1,7 +1,7 @@
 """The order of samples: position -> (source, epoch, sample), as pure functions.
 
-No table is stored and no random state advances, so every position costs the same, with a thousand
-samples or a billion, and a checkpoint needs to store the position only.
+There is no table of all samples and no random state that advances. So every position costs the
+same, with a thousand samples or a billion, and a checkpoint needs to store the position only.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from functools import lru_cache
 import numpy as np
 import xxhash
 
+from titanlite.data.windows import PositionWindow, next_start
 from titanlite.errors import DataError
 
 BLOCK = 4096  # positions whose sources are assigned together
@@ -203,14 +204,20 @@ def _hash_key(text: str) -> np.ndarray:
 
 
 def rank_slices(
-    position: int, batches: Iterable[int], rank: int, ranks: int
+    position: int,
+    batches: Iterable[int],
+    rank: int,
+    ranks: int,
+    windows: Sequence[PositionWindow] = (),
 ) -> Iterator[tuple[int, int]]:
     """(first position, sequences) that one of `ranks` ranks reads of each global batch.
 
-    `batches`: sizes of consecutive global batches, of which the first begins at `position`. The
-    ranks read consecutive slices, so a global batch has the same samples for any `ranks`.
+    `batches`: sizes of consecutive global batches, of which the first begins at `position`, unless
+    `windows` skip it. The ranks read consecutive slices, so a global batch has the same samples for
+    any `ranks`.
     """
     for global_batch in batches:
         sequences = global_batch // ranks
+        position = next_start(position, global_batch, windows)
         yield position + rank * sequences, sequences
         position += global_batch

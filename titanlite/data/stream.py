@@ -114,6 +114,25 @@ class SampleStream:
                 ids[chosen] = source.gather(starts[chosen], self.seq_len + 1)
         return _inputs_and_labels(ids)
 
+    def locate(self, position: int, sequences: int) -> list[dict[str, Any]]:
+        """Where the samples of `sequences` positions are from, as JSON values.
+
+        `first_token` counts the ids of the source; a sample has `seq_len` + 1 of them.
+        """
+        positions = np.arange(position, position + sequences, dtype=np.int64)
+        columns = zip(*(part.tolist() for part in self._order.sample_at(positions)), strict=True)
+        return [
+            {
+                "position": position + number,
+                "source": self._sources[source].name,
+                "path": self._sources[source].path,
+                "epoch": epoch,
+                "sample": sample,
+                "first_token": sample * self.seq_len,
+            }
+            for number, (source, epoch, sample) in enumerate(columns)
+        ]
+
     def without_end(self, end: int) -> list[str]:
         """Names of the sources whose last id is not `end`, the end of a document."""
         return [source.name for source in self._sources if source.last_id != end]

@@ -39,6 +39,13 @@ def all_reduce_max(mesh: DeviceMesh, value: Tensor) -> Tensor:
     return value
 
 
+def all_reduce_min(mesh: DeviceMesh, value: Tensor) -> Tensor:
+    """Take the element-wise minimum of `value` over a one-dimensional mesh, in place."""
+    if mesh.size() > 1:
+        dist.all_reduce(value, dist.ReduceOp.MIN, group=mesh.get_group())
+    return value
+
+
 # Renamed in torch 2.13, where the old names warn.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor

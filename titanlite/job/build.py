@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from titanlite.checkpoint import Checkpointer, FoundCheckpoint
-from titanlite.data import SampleStream, ValidationSet, rank_slices
+from titanlite.data import BatchDump, SampleStream, ValidationSet, rank_slices
 from titanlite.distributed.collectives import (
     capture_user_error,
     raise_on_all_ranks,
@@ -71,7 +71,9 @@ from titanlite.training import (
     Counters,
     Engine,
     PeriodicAction,
+    Rewinder,
     Run,
+    StepJudge,
     StepSettings,
     TrainState,
     build_engine,
@@ -153,10 +155,10 @@ def _open_run(job: Job, services: RunServices) -> Iterator[Run]:
     mesh = build_mesh(job.degrees, rank.device.type)
     model = build_model(job, mesh, rank)
     engine = build_run_engine(job, model, mesh, stream, rank)
-    state, in_backward = build_state(job, model, services.counters)
+    state, in_backward = build_state(job, model, mesh, services.counters)
     if found:
         watchdog.set_phase(0, "load")
-        restore(job, checkpointer, found, state, stream)
+        restore(job, checkpointer, state, stream, found)
         watchdog.set_phase(state.step, "start")
 
     meter = build_run_meter(job, rank)
@@ -164,7 +166,7 @@ def _open_run(job: Job, services: RunServices) -> Iterator[Run]:
         # Entered first, so that the profilers still see the out-of-memory error, and write a
         # snapshot.
         stack.enter_context(services.explain_out_of_memory(state.model, state.optimizer))
-        sinks = stack.enter_context(build_sinks(job, rank, state.step, checkpointer.saves))
+        sinks = stack.enter_context(build_sinks(job, rank, state, checkpointer.saves))
         report_start(job, state, found, sinks)
         profilers = build_profilers(job.config.profiling, job.folder, rank.rank, state.step)
         for profiler in profilers.values():
@@ -183,7 +185,10 @@ def _open_run(job: Job, services: RunServices) -> Iterator[Run]:
             sinks=sinks,
             watchdog=watchdog,
             stop_request=stop_request,
+            dump_batch=build_batch_dump(job, stream, rank),
+            compiles_layers=job.config.compile.compiles("model"),
             lost_folder=lambda: lock.lost,
+            rewinder=build_rewinder(job, services, state, stream, checkpointer, sinks),
         )
         actions = build_periodic_actions(job, run, validation_sets, profilers)
         yield add_meters(job, dataclasses.replace(run, actions=actions))
@@ -255,6 +260,7 @@ def build_model(job: Job, mesh: Mesh, rank: RankContext) -> ShardedModel:
         dataclasses.replace(job.transforms, attention_kernel=kernel),
         device,
         seed=config.debug.seed,
+        widths=job.widths,
     )
     if config.model.print_after_conversion:
         logger.info("%s", model.model)
@@ -275,13 +281,18 @@ def build_run_engine(
 
 
 def build_state(
-    job: Job, model: ShardedModel, counters: Counters
+    job: Job, model: ShardedModel, mesh: Mesh, counters: Counters
 ) -> tuple[TrainState, OptimizerInBackward | None]:
     """The training state at step 0, and with early_step_in_backward the hooks that update it."""
     facts = MatrixFacts(job.spec, job.sizes, job.transforms.compute_dtype)
-    optimizer = build_optimizer(model.model, job.config.optimizer, facts, job.rate_schedule)
+    optimizer = build_optimizer(
+        model.model, job.config.optimizer, facts, job.rate_schedule, job.widths
+    )
+    # Under CPU offload the parameters are in host memory, and so is the decision to update them.
+    device = next(model.model.parameters()).device
+    judge = StepJudge(job.config.guard, device, mesh.tp) if job.config.guard.enabled else None
     noise_scale = NoiseScale() if job.config.metrics.noise_scale_freq else None
-    state = TrainState(model.model, optimizer, job.loss_scale, counters, noise_scale)
+    state = TrainState(model.model, optimizer, job.loss_scale, counters, judge, noise_scale)
     if not job.config.optimizer.early_step_in_backward:
         return state, None
     return state, OptimizerInBackward(model.model, optimizer)
@@ -305,21 +316,41 @@ def build_step_settings(
 def restore(
     job: Job,
     checkpointer: Checkpointer,
-    found: FoundCheckpoint,
     state: TrainState,
     stream: SampleStream,
+    found: FoundCheckpoint,
+    *,
+    completely: bool = False,
 ) -> None:
-    """Load a checkpoint into the training state, and set aside later checkpoints of the run."""
+    """Load a checkpoint into the training state, and set aside later checkpoints of the run.
+
+    `completely`: without checkpoint.exclude_from_loading, which is for starts.
+    """
     progress = checkpointer.load(
         found,
         state.model,
         state.optimizer,
         job.facts_to_check(stream),
         finished_at=job.config.training.steps,
+        completely=completely,
     )
     if progress:  # None if only the weights of another run were loaded
         state.restore(progress)
         checkpointer.set_aside_later_steps(state.step)
+
+
+def build_rewinder(
+    job: Job,
+    services: RunServices,
+    state: TrainState,
+    stream: SampleStream,
+    checkpointer: Checkpointer,
+    sinks: MetricSinks,
+) -> Rewinder:
+    """What rolls the run back to an earlier checkpoint."""
+    load = partial(restore, job, checkpointer, state, stream, completely=True)
+    lock, watchdog = services.folder_lock, services.watchdog
+    return Rewinder(job.config.guard.rollback, state, checkpointer, sinks, watchdog, lock, load)
 
 
 def build_run_meter(job: Job, rank: RankContext) -> ThroughputMeter:
@@ -336,7 +367,7 @@ def build_run_meter(job: Job, rank: RankContext) -> ThroughputMeter:
     return meter
 
 
-def build_sinks(job: Job, rank: RankContext, completed_steps: int, saves: bool) -> MetricSinks:
+def build_sinks(job: Job, rank: RankContext, state: TrainState, saves: bool) -> MetricSinks:
     """Open rank 0's metric sinks and write config.toml; an error is raised on all ranks."""
 
     def open_all() -> MetricSinks:
@@ -347,7 +378,8 @@ def build_sinks(job: Job, rank: RankContext, completed_steps: int, saves: bool) 
                 config.metrics,
                 folder,
                 total_steps=config.training.steps,
-                completed_steps=completed_steps,
+                completed_steps=state.step,
+                rollbacks=len(state.counters.rollbacks.tries),
                 job=dataclasses.asdict(config),
             )
             write_file_atomically(folder / "config.toml", job.as_toml().encode())
@@ -410,10 +442,19 @@ def build_batches(
         batch = engine.prepare(inputs, labels)
         return batch.pin_memory() if pin else batch
 
-    batches = job.batches.batches_from(state.counters.tokens)
-    slices = rank_slices(state.position, batches, mesh.batch_rank, mesh.batch.size())
+    batches, windows = job.batches.batches_from(state.counters.tokens), state.counters.windows
+    slices = rank_slices(state.position, batches, mesh.batch_rank, mesh.batch.size(), windows)
     timeout = job.config.data.read_timeout_seconds
     return stream.prefetch(slices, timeout_seconds=timeout, prepare=prepare)
+
+
+def build_batch_dump(
+    job: Job, stream: SampleStream, rank: RankContext
+) -> Callable[[int, int, int], str]:
+    """A function that writes the global batch of a step to a file, on rank 0."""
+    if rank.rank:
+        return lambda step, position, samples: ""
+    return BatchDump(job.folder / "guard", stream).write
 
 
 def build_periodic_actions(

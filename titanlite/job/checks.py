@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 
 import torch
@@ -17,6 +18,7 @@ from titanlite.kernels.backend import CPU_KERNELS, check_attention_config
 from titanlite.kernels.gpu import Gpu, find_gpu
 from titanlite.metrics import check_metrics_config, check_profiling_config
 from titanlite.models import FAMILIES, ModelSizes, ModelSpec, first_match
+from titanlite.models.mup import check_mup_base
 from titanlite.optim import (
     LossScaleConfig,
     Progress,
@@ -31,13 +33,20 @@ from titanlite.optim import (
     whole_matrix_optimizers,
 )
 from titanlite.optim.adam import StateDtype
+from titanlite.optim.build import recipe_of
+from titanlite.optim.mup import check_mup_optimizers
 from titanlite.parallelize.activation_checkpoint import check_activation_checkpoint
 from titanlite.parallelize.compile import check_compile_config, check_compiler
 from titanlite.parallelize.context import check_context_parallel
 from titanlite.parallelize.float8 import check_float8, check_float8_device
 from titanlite.parallelize.pipeline_plan import PipelinePlan, plan_pipeline
 from titanlite.parallelize.tensor import check_tensor_parallel, weight_shard_size
-from titanlite.training import BatchSchedule, TrainingConfig, build_batch_schedule, check_batch_size
+from titanlite.training import (
+    BatchSchedule,
+    build_batch_schedule,
+    check_batch_size,
+    check_guard_config,
+)
 
 
 def check_config(config: JobConfig, ranks: int) -> Iterator[UserError]:
@@ -48,6 +57,7 @@ def check_config(config: JobConfig, ranks: int) -> Iterator[UserError]:
         spec = FAMILIES[config.model.name]
         sizes = spec.sizes_of(config.model)
         yield from spec.check_sizes(sizes)
+        yield from check_mup(config, spec, sizes)
         if config.checkpoint.last_save_in_hf:
             yield from _check_export(spec, sizes)
         if config.optimizer.muon_per_head and not spec.head_projections:
@@ -104,9 +114,39 @@ def _check_sections(config: JobConfig) -> Iterator[UserError]:
     yield from check_metrics_config(config.metrics)
     yield from check_profiling_config(config.profiling)
     yield from check_optimizer_config(config.optimizer, config.training.dtype)
+    yield from check_guard_config(config.guard, config.optimizer.early_step_in_backward)
+    if config.guard.rolls_back:
+        yield from _check_rollback(config)
     group_settings = [group.schedule_overrides() for group in config.optimizer.groups]
     yield from check_lr_scheduler_config(config.lr_scheduler, group_settings)
     yield from _check_precision(config)
+
+
+def _check_rollback(config: JobConfig) -> Iterator[ConfigError]:
+    """Reject settings under which no checkpoint would be old enough."""
+    checkpoint, guard = config.checkpoint, config.guard
+    key = f"guard.{'spike' if guard.spike == 'rollback' else 'nonfinite'}"
+    if not checkpoint.saves:
+        name, value = ("load_only", "true") if checkpoint.enable else ("enable", "false")
+        yield ConfigError(
+            f'{key} = "rollback": checkpoint.{name} = {value}, so there would be nothing to roll'
+            " back to.",
+            fix=f'Set checkpoint.enable = true and load_only = false, or {key} = "skip".',
+            keys=(key, f"checkpoint.{name}"),
+        )
+        return
+    # The trouble of the last try may be as many steps after the first one as its window is long.
+    needed, kept = 2 * guard.rollback.longest_steps, checkpoint.keep_latest_k
+    reach = (kept - 1) * checkpoint.interval
+    if kept and reach < needed:
+        yield ConfigError(
+            f'{key} = "rollback": the last of guard.rollback_tries = {guard.rollback_tries} may go'
+            f" back {needed} steps, but checkpoint.keep_latest_k = {kept} with"
+            f" checkpoint.interval = {checkpoint.interval} reaches back {reach} steps.",
+            fix=f"Set checkpoint.keep_latest_k = {1 + -(-needed // checkpoint.interval)} or more,"
+            " or use a smaller guard.rollback_steps or guard.rollback_tries.",
+            keys=(key, "checkpoint.keep_latest_k", "guard.rollback_tries"),
+        )
 
 
 def _check_sequence_lengths(
@@ -187,6 +227,18 @@ def _check_quantisation_blocks(
             return
 
 
+def check_mup(config: JobConfig, spec: ModelSpec, sizes: ModelSizes) -> Iterator[ConfigError]:
+    """Reject a base model or an optimizer that muP has no rule for."""
+    if config.mup.base is None:
+        return
+    yield from check_mup_base(config.mup, spec, sizes)
+    optimizer = config.optimizer
+    names = [optimizer.name, *(group.name for group in optimizer.groups if group.name)]
+    rules = {name: recipe_of(dataclasses.replace(optimizer, name=name)).mup_rule for name in names}
+    decays = [optimizer.weight_decay, *(group.weight_decay or 0.0 for group in optimizer.groups)]
+    yield from check_mup_optimizers(rules, max(decays), config.training.max_norm)
+
+
 def _check_export(spec: ModelSpec, sizes: ModelSizes) -> Iterator[ConfigError]:
     """Reject a model that could not be exported at the end of the run."""
     try:
@@ -241,7 +293,7 @@ def _check_schedule_end(config: JobConfig, degrees: Degrees | None) -> Iterator[
 
 def _check_update_options(config: JobConfig, degrees: Degrees) -> Iterator[ConfigError]:
     """Reject combinations of the options for when and where parameters are updated."""
-    training, in_backward = config.training, "optimizer.early_step_in_backward"
+    training = config.training
     if config.optimizer.offload and training.enable_cpu_offload:
         yield ConfigError(
             "optimizer.offload = true: training.enable_cpu_offload = true already stores the"
@@ -256,9 +308,27 @@ def _check_update_options(config: JobConfig, degrees: Degrees) -> Iterator[Confi
             fix="Set training.enable_cpu_offload = false, or use another optimizer.",
             keys=("training.enable_cpu_offload", "optimizer.name"),
         )
-    if not config.optimizer.early_step_in_backward:
-        return
-    yield from _check_clipping_in_backward(training)
+    if config.optimizer.early_step_in_backward:
+        yield from _check_early_step(config, degrees)
+
+
+def _check_early_step(config: JobConfig, degrees: Degrees) -> Iterator[ConfigError]:
+    """Reject what needs all gradients before any parameter is updated."""
+    training, in_backward = config.training, "optimizer.early_step_in_backward"
+    if training.clip_norm:
+        yield ConfigError(
+            f"{in_backward} = true: training.max_norm = {training.max_norm:g} clips by the norm of"
+            " the whole gradient, which is known only after backward.",
+            fix='Set training.clipping = "none", or training.max_norm = 0.',
+            keys=(in_backward, "training.max_norm"),
+        )
+    if training.clipping == "adaptive":
+        yield ConfigError(
+            f'{in_backward} = true: training.clipping = "adaptive" clips after backward, when the'
+            " gradients have been applied and freed.",
+            fix='Set training.clipping = "none".',
+            keys=(in_backward, "training.clipping"),
+        )
     if degrees.pipeline > 1:
         yield ConfigError(
             f"{in_backward} = true: parallelism.pipeline_parallel_degree = {degrees.pipeline}:"
@@ -289,25 +359,6 @@ def _check_update_options(config: JobConfig, degrees: Degrees) -> Iterator[Confi
             fix='Set parallelism.fsdp_gradient_reduction = "last_microbatch", or use a larger'
             " local_batch_size.",
             keys=(in_backward, "parallelism.fsdp_gradient_reduction"),
-        )
-
-
-def _check_clipping_in_backward(training: TrainingConfig) -> Iterator[ConfigError]:
-    """Reject clipping with optimizer.early_step_in_backward."""
-    in_backward = "optimizer.early_step_in_backward"
-    if training.clip_norm:
-        yield ConfigError(
-            f"{in_backward} = true: training.max_norm = {training.max_norm:g} clips by the norm of"
-            " the whole gradient, which is known only after backward.",
-            fix='Set training.clipping = "none", or training.max_norm = 0.',
-            keys=(in_backward, "training.max_norm"),
-        )
-    if training.clipping == "adaptive":
-        yield ConfigError(
-            f'{in_backward} = true: training.clipping = "adaptive" clips after backward, when the'
-            " gradients have been applied and freed.",
-            fix='Set training.clipping = "none".',
-            keys=(in_backward, "training.clipping"),
         )
 
 

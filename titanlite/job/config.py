@@ -12,12 +12,14 @@ from titanlite.distributed.process_group import CommConfig, DebugConfig
 from titanlite.kernels.backend import AttentionConfig
 from titanlite.metrics import MetricsConfig, ProfilingConfig
 from titanlite.models import LossConfig, ModelConfig
+from titanlite.models.mup import MupConfig
 from titanlite.optim import LossScaleConfig, LRSchedulerConfig, OptimizerConfig
 from titanlite.parallelize.activation_checkpoint import ActivationCheckpointConfig
 from titanlite.parallelize.compile import CompileConfig
 from titanlite.parallelize.float8 import Float8Config, QuantizeConfig, resolve_float8
 from titanlite.settings import NotNegative, Positive, Range
 from titanlite.training import (
+    GuardConfig,
     ReplicaCheckConfig,
     StragglerConfig,
     TrainingConfig,
@@ -54,6 +56,7 @@ class JobConfig:
     attention: AttentionConfig = field(default_factory=AttentionConfig)
     parallelism: ParallelismConfig = field(default_factory=ParallelismConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    mup: MupConfig = field(default_factory=MupConfig)
     lr_scheduler: LRSchedulerConfig = field(default_factory=LRSchedulerConfig)
     validation: ValidationConfig = field(default_factory=ValidationConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
@@ -61,6 +64,7 @@ class JobConfig:
         default_factory=ActivationCheckpointConfig
     )
     loss_scale: LossScaleConfig = field(default_factory=LossScaleConfig)
+    guard: GuardConfig = field(default_factory=GuardConfig)
     loss: LossConfig = field(default_factory=LossConfig)
     compile: CompileConfig = field(default_factory=CompileConfig)
     quantize: QuantizeConfig = field(default_factory=QuantizeConfig)
@@ -127,6 +131,7 @@ MOVED = {  # keys of torchtitan up to v0.2.2 that have another name here or do n
 # checkpoint.allow_changes names them.
 FACTS = (
     "model",
+    "mup.base",
     "optimizer.name",
     "optimizer.state_dtype",
     "training.dtype",

@@ -10,7 +10,13 @@ from typing import Any
 
 from titanlite.log import logger
 
-_ERROR_EVENTS = ("checkpoint_failed", "checkpoint_refused", "replica_mismatch")  # logged as errors
+_ERROR_EVENTS = (  # logged as errors
+    "checkpoint_failed",
+    "checkpoint_refused",
+    "replica_mismatch",
+    "rolled_back",
+    "rollback_failed",
+)
 _WARNING_EVENTS = ("straggler",)
 _LONG_EVENTS = ("layer_norms",)  # too long for a log line
 _UNNAMED_FIELDS = ("name", "path", "problem", "reason")  # event fields shown by value alone
@@ -46,6 +52,9 @@ class Console:
                 text = _format_value(value)
                 fields.append(text if key in _UNNAMED_FIELDS else self._field(key, text))
         logger.log(_level(record["event"]), "%s", "  ".join(fields))
+
+    def rewind(self, step: int, rollbacks: int) -> None:
+        self._first = None
 
     def close(self) -> None:
         pass
@@ -131,6 +140,10 @@ class LiveConsole(Console):
     def _fields(self, record: dict[str, Any]) -> list[str]:
         # the bar shows the speed, so the line fits into 80 columns
         return self._loss_fields(record)
+
+    def rewind(self, step: int, rollbacks: int) -> None:
+        super().rewind(step, rollbacks)
+        self._progress.update(self._task, completed=step)
 
     def close(self) -> None:
         self._progress.stop()

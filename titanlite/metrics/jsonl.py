@@ -10,19 +10,21 @@ from pathlib import Path
 from typing import Any
 
 from titanlite.files import parse_json, write_file_atomically
-from titanlite.log import logger
+from titanlite.log import logger, pluralize
 
 METRICS_FILE = "metrics.jsonl"
 REPLACED_FILE = "metrics.replaced.jsonl"  # records of steps that were repeated after a resume
+ROLLBACK_EVENT = "rolled_back"  # with its `number`, counted from 1 over the whole run
 UNSAVED_FOLDER = "unsaved"  # subfolder for a run without checkpoints, see metrics_folder
 
 
 class JsonlSink:
     """One JSON object per line, written to the operating system immediately."""
 
-    def __init__(self, path: Path, completed_steps: int):
-        drop_later_records(path, completed_steps)
-        self.file = path.open("ab", buffering=0)
+    def __init__(self, path: Path, completed_steps: int, rollbacks: int = 0):
+        """`rollbacks`: of the run in `completed_steps`."""
+        self.path = path
+        self._open(completed_steps, rollbacks)
 
     def step(self, record: dict[str, Any]) -> None:
         text = json.dumps(_finite_or_null(record), allow_nan=False, ensure_ascii=False) + "\n"
@@ -32,6 +34,14 @@ class JsonlSink:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), self.file.name)
 
     event = step
+
+    def rewind(self, step: int, rollbacks: int) -> None:
+        self.close()
+        self._open(step, rollbacks)
+
+    def _open(self, step: int, rollbacks: int) -> None:
+        drop_later_records(self.path, step, rollbacks)
+        self.file = self.path.open("ab", buffering=0)
 
     def sync(self) -> None:
         os.fsync(self.file.fileno())
@@ -57,33 +67,39 @@ def metrics_folder(folder: Path, saves: bool) -> Path:
     return folder / UNSAVED_FOLDER
 
 
-def drop_later_records(path: Path, step: int) -> None:
+def drop_later_records(path: Path, step: int, rollbacks: int) -> None:
     """Move records of steps after `step`, and incomplete lines, to `metrics.replaced.jsonl`.
 
-    The run repeats these steps, and would write a second record of each.
+    The run repeats these steps, and would write a second record of each. The events of its first
+    `rollbacks` roll-backs stay, wherever they went back to; it repeats later ones.
     """
     if not path.exists():
         return
     lines = path.read_bytes().splitlines(keepends=True)
-    kept = [line for line in lines if _is_complete_up_to(line, step)]
+    is_kept = [_is_complete_up_to(line, step, rollbacks) for line in lines]
+    kept = [line for line, keep in zip(lines, is_kept, strict=True) if keep]
     if kept == lines:
         return
     replaced = path.with_name(REPLACED_FILE)
     # Appended first: after a crash in between, a line is in both files, and none is lost.
     with replaced.open("ab") as file:
-        moved = [line for line in lines if not _is_complete_up_to(line, step)]
+        moved = [line for line, keep in zip(lines, is_kept, strict=True) if not keep]
         file.writelines(line.rstrip(b"\n") + b"\n" for line in moved)
         file.flush()
         os.fsync(file.fileno())
     write_file_atomically(path, b"".join(kept))
-    logger.info("%s: %d lines after step %d moved to %s", path, len(moved), step, replaced)
+    count = pluralize(len(moved), "line")
+    logger.info("%s: %s, after step %d or incomplete, moved to %s", path, count, step, replaced)
 
 
-def _is_complete_up_to(line: bytes, step: int) -> bool:
-    """Whether the line is complete, and the record of a step not after `step`."""
+def _is_complete_up_to(line: bytes, step: int, rollbacks: int) -> bool:
+    """Whether the line is complete, and a record of the run up to `step`."""
     try:
-        return line.endswith(b"\n") and parse_json(line)["step"] <= step
-    except (ValueError, KeyError, TypeError):
+        record = parse_json(line)
+        if record.get("event") == ROLLBACK_EVENT:
+            return line.endswith(b"\n") and record["number"] <= rollbacks
+        return line.endswith(b"\n") and record["step"] <= step
+    except (ValueError, KeyError, TypeError, AttributeError):
         return False
 
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from titanlite.errors import ConfigError
 from titanlite.log import logger
 from titanlite.metrics.config import missing_package
+from titanlite.metrics.jsonl import ROLLBACK_EVENT
 
 
 class TensorBoardSink:
@@ -22,8 +24,16 @@ class TensorBoardSink:
             raise missing_package(
                 "metrics.enable_tensorboard", "tensorboard", "pip install tensorboard"
             ) from error
-        # TensorBoard hides what an earlier run wrote from purge_step on
-        self.writer = SummaryWriter(str(folder), purge_step=completed_steps + 1)
+        self._open_writer = partial(SummaryWriter, str(folder))
+        self._open(completed_steps)
+
+    def _open(self, completed_steps: int) -> None:
+        # TensorBoard hides what was written before from purge_step on
+        self.writer = self._open_writer(purge_step=completed_steps + 1)
+
+    def rewind(self, step: int, rollbacks: int) -> None:
+        self.close()
+        self._open(step)
 
     def step(self, record: dict[str, Any]) -> None:
         self._write(record["step"], _scalars(record))
@@ -66,6 +76,9 @@ class WandbSink:
         if scalars := dict(_event_scalars(record)):
             self.run.log(scalars, step=record["step"])
 
+    def rewind(self, step: int, rollbacks: int) -> None:
+        pass  # W&B has no way back: it drops records until the run is where it was
+
     def close(self) -> None:
         self.run.finish()
 
@@ -91,6 +104,8 @@ def _event_scalars(record: dict[str, Any]) -> Iterator[tuple[str, float]]:
     event = record["event"]
     if event == "validation":
         yield f"validation/{record['name']}/loss", record["loss"]
+    elif event == ROLLBACK_EVENT:
+        yield "rollback/from_step", record["from_step"]
     elif event == "noise_scale":
         for key, value in record.items():
             if isinstance(value, float) and key != "time":

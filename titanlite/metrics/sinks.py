@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -41,6 +42,7 @@ class Sink(Protocol):
 
     def step(self, record: dict[str, Any]) -> None: ...
     def event(self, record: dict[str, Any]) -> None: ...
+    def rewind(self, step: int, rollbacks: int) -> None: ...  # see MetricSinks.rewind
     def close(self) -> None: ...
 
 
@@ -53,13 +55,14 @@ class SinkContext:
     total_steps: int
     completed_steps: int  # of the checkpoint that the run resumes from; else 0
     job: dict[str, Any]  # the settings, for services that show them
+    rollbacks: int = 0  # of the run in these steps
     progress: bool | None = None  # show a progress bar; None: on a terminal
 
 
 SINKS: dict[str, Callable[[SinkContext], Sink | None]] = {
     # name of a sink -> its builder, which returns None where the sink is disabled or unavailable,
     # and raises ConfigError where its package is not installed; a new sink is one line here
-    "jsonl": lambda run: JsonlSink(run.folder / METRICS_FILE, run.completed_steps),
+    "jsonl": lambda run: JsonlSink(run.folder / METRICS_FILE, run.completed_steps, run.rollbacks),
     "tensorboard": lambda run: (
         TensorBoardSink(run.folder / run.config.save_tb_folder, run.completed_steps)
         if run.config.enable_tensorboard
@@ -100,6 +103,14 @@ class MetricSinks:
         record = {"event": name, "step": step, **fields, "time": time.time()}
         for sink in list(self.sinks):
             self._write(sink, sink.event, record)
+
+    def rewind(self, step: int, rollbacks: int) -> None:
+        """Continue from an earlier step, as sinks do that are opened with it as `completed_steps`.
+
+        `rollbacks`: how often the run was rolled back before; their events are kept.
+        """
+        for sink in list(self.sinks):
+            self._write(sink, partial(sink.rewind, step, rollbacks))
 
     def sync(self) -> None:
         """Flush all records to the disk, so that they survive a power failure."""
@@ -167,16 +178,18 @@ def open_sinks(
     total_steps: int,
     completed_steps: int,
     job: dict[str, Any],
+    rollbacks: int = 0,
     progress: bool | None = None,
 ) -> MetricSinks:
     """All enabled sinks, for the one rank that writes; their files are under `folder`.
 
     `completed_steps`: of the checkpoint that the run resumes from, else 0; records of later steps
-    are moved to `metrics.replaced.jsonl`. W&B shows `job` as the run's settings. `progress`:
-    whether to show a progress bar; None: on a terminal. Raises ConfigError where an optional
-    package is not installed, OSError where `folder` cannot be written.
+    are moved to `metrics.replaced.jsonl`. `rollbacks`: how often the run was rolled back in these
+    steps. W&B shows `job` as the run's settings. `progress`: whether to show a progress bar; None:
+    on a terminal. Raises ConfigError where an optional package is not installed, OSError where
+    `folder` cannot be written.
     """
-    context = SinkContext(config, folder, total_steps, completed_steps, job, progress)
+    context = SinkContext(config, folder, total_steps, completed_steps, job, rollbacks, progress)
     folder.mkdir(parents=True, exist_ok=True)
     sinks: list[Sink] = []
     try:

@@ -36,9 +36,9 @@ class LossScale:
             self.value, self.held_steps = self.value * 2, 0
 
     @property
-    def exhausted(self) -> bool:
-        """Whether gradients overflowed even at loss scale 1."""
-        return self.value < 1
+    def shrinkable(self) -> bool:
+        """Whether an overflow can halve the scale; if not, the gradients overflow by themselves."""
+        return self.value / 2 >= 1
 
     def state(self) -> dict[str, Any]:
         return {"value": self.value, "held_steps": self.held_steps}

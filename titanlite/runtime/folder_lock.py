@@ -59,6 +59,11 @@ class RunFolderLock:
 
         run_on_rank_0(write)
 
+    def record_rollback(self, step: int, to_step: int, reason: str) -> None:
+        """Record a roll-back in the start log; does nothing on ranks other than 0."""
+        if self._start_log:
+            self._start_log.record_rollback(step, to_step, reason)
+
     def stopped_in_this_launch(self) -> bool:
         """Whether this is a restart by torchrun of a run that stopped on request."""
         return run_on_rank_0(lambda: StartLog(self.folder).stopped_in_this_launch())

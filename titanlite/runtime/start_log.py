@@ -1,7 +1,8 @@
 """Start log: detects crash loops and reports previous failures.
 
-`starts.jsonl` has a line for each start of a run, and one for each end that could be recorded; a
-process that was killed records no end. Only the rank that holds the folder's lease writes the file.
+`starts.jsonl` has a line for each start of a run, each roll-back, and each end that could be
+recorded; a process that was killed records no end. Only the rank that holds the folder's lease
+writes the file.
 """
 
 from __future__ import annotations
@@ -103,6 +104,14 @@ class StartLog:
         except OSError as error:
             raise CheckpointError(f"{self.path}: {error.strerror or error}.") from error
         self._running = True
+
+    def record_rollback(self, step: int, to_step: int, reason: str) -> None:
+        """Append a roll-back from `step` to the checkpoint of `to_step`."""
+        reason = " ".join(reason.split())[:MAX_REASON_CHARACTERS]
+        try:
+            self._append("rollback", step=step, to_step=to_step, reason=reason)
+        except OSError as error:  # the events in metrics.jsonl report it too
+            logger.warning("%s: %s", self.path, error.strerror or error)
 
     def record_end(self, code: int, step: int, reason: str = "") -> None:
         """Append the end of the start that was recorded; only its first end counts."""

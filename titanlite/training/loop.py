@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import dataclasses
 import gc
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import NoReturn
 
 from titanlite.distributed.collectives import AsyncMax, raise_on_all_ranks
 from titanlite.errors import UserError
 from titanlite.runtime import stop_reason_name
-from titanlite.training.divergence import FiniteCheck
-from titanlite.training.periodic import PeriodicAction, StepInfo, report_save
+from titanlite.training.guard.handler import ViolationHandler
+from titanlite.training.guard.pending import PendingSteps
+from titanlite.training.periodic import PeriodicAction, StepInfo
 from titanlite.training.run import Run
 from titanlite.training.step import StepResult, take_step
 
@@ -22,8 +21,8 @@ from titanlite.training.step import StepResult, take_step
 def train(run: Run) -> int:
     """Train up to step `training.steps`; return the reason for an earlier stop, or 0.
 
-    Raises CheckpointError if the last checkpoint could not be written, and TrainingDiverged if a
-    loss, gradient or parameter is inf or NaN, before that state is saved.
+    Raises CheckpointError if the last checkpoint could not be written, and TrainingDiverged if the
+    guard gives up, or if a parameter is inf or NaN, before that state is saved.
     """
     loop = _Loop(run)
     with _manual_garbage_collection():
@@ -43,7 +42,8 @@ class _Loop:
         self.run, self.first_step = run, run.state.step + 1
         # While they compute, ranks exchange what they must agree on, so no rank waits for it.
         self.max_over_ranks = AsyncMax()
-        self.finite = FiniteCheck(run.state.model, run.device)
+        self.pending = PendingSteps()
+        self.violations = ViolationHandler(run, self.max_over_ranks)
         self.timer = _IterationTimer()
         self.batches = run.open_batches()
         self.max_over_ranks.start(run.stop_request.reason(0.0))
@@ -56,6 +56,7 @@ class _Loop:
         self._start_exchange(bool(own_problem))
         with run.meter.waiting():
             batch = next(self.batches)
+        before = state.host_state()
         result = take_step(
             state,
             run.engine,
@@ -64,21 +65,20 @@ class _Loop:
             settings=run.step_settings,
             set_phase=partial(run.watchdog.set_phase, state.step + 1),
         )
+        self.pending.add(state.step, before, result)
         run.meter.step_done(result.tokens)
-        if not result.skipped:
-            self.finite.record(state.step, result)
-        self.stop_reason, is_saving, folder_lost, diverged = self.max_over_ranks.wait()
+        self.stop_reason, is_saving, folder_lost, is_rejected = self.max_over_ranks.wait()
         if folder_lost:
             raise_on_all_ranks(UserError(own_problem) if own_problem else None)
         with run.meter.paused():
-            self._run_actions(self._describe_step(result, bool(is_saving)), bool(diverged))
+            self._run_actions(self._describe_step(result, bool(is_saving)), bool(is_rejected))
 
     def _start_exchange(self, folder_lost: bool) -> None:
         """Start to exchange the stop reason and other flags, while the step is computed."""
         run = self.run
         needed_seconds = self.timer.start_iteration() + run.checkpointer.save_seconds
         reason, saving = run.stop_request.reason(needed_seconds), run.checkpointer.writing
-        self.max_over_ranks.start(reason, saving, folder_lost, self.finite.poll())
+        self.max_over_ranks.start(reason, saving, folder_lost, self.pending.poll())
 
     def _describe_step(self, result: StepResult, is_saving: bool) -> StepInfo:
         step = self.run.state.step
@@ -91,35 +91,49 @@ class _Loop:
             is_saving=is_saving,
         )
 
-    def _run_actions(self, info: StepInfo, diverged: bool) -> None:
-        due = [action for action in self.run.actions if action.is_due(info)]
-        if diverged or self._is_diverged(info, due):
-            self._end_diverged(info.step)
+    def _run_actions(self, info: StepInfo, is_rejected: bool) -> None:
+        due = self._due_actions(info)
+        if is_rejected or self._is_rejected(info, due):
+            latest, settled = info.step, self._handle_violation(info.is_saving)
+            if settled is None:
+                return
+            info, due = settled, self._due_actions(settled)
+            if info.step < latest:  # the other actions have already run after that step
+                due = [action for action in due if action.waits]
+        needs_finite = any(action.needs_finite for action in due)
+        if needs_finite and self.violations.check_parameters(info.step, info.result):
+            self.batches = self.run.open_batches()
+            return
         for action in due:
             self.run.watchdog.set_phase(info.step, action.name)
             action.run(info)
 
-    def _is_diverged(self, info: StepInfo, due: list[PeriodicAction]) -> bool:
-        """Whether any rank has an inf or NaN; waits for the device.
+    def _due_actions(self, info: StepInfo) -> list[PeriodicAction]:
+        return [action for action in self.run.actions if action.is_due(info)]
+
+    def _is_rejected(self, info: StepInfo, due: list[PeriodicAction]) -> bool:
+        """Whether a step so far was rejected; waits for the device.
 
         If no due action needs to know and the run goes on, returns False without waiting:
-        `FiniteCheck.poll` detects the value one or a few steps later.
+        `PendingSteps.poll` finds out one or a few steps later.
         """
-        needs_finite = any(action.needs_finite for action in due)
-        if not needs_finite and not info.ends_run:
+        if not info.ends_run and not any(action.waits for action in due):
             return False
-        self.max_over_ranks.start(self.finite.wait(info.step, check_weights=needs_finite))
+        self.max_over_ranks.start(self.pending.wait())
         return bool(self.max_over_ranks.wait()[0])
 
-    def _end_diverged(self, step: int) -> NoReturn:
-        """Finish the save in flight, which is of an earlier step, and raise TrainingDiverged."""
-        run = self.run
-        run.watchdog.set_phase(step, "save")
-        finding = self.finite.broadcast_finding(self.max_over_ranks)
-        report_save(run.checkpointer.wait(), run.checkpointer, run.sinks)
-        fields = dataclasses.asdict(finding)
-        run.sinks.event(fields.pop("step"), "diverged", **fields)
-        raise finding.error()
+    def _handle_violation(self, is_saving: bool) -> StepInfo | None:
+        """Compute the first rejected step again and settle it; later ones follow as usual.
+
+        Returns None if the run was rolled back to a checkpoint instead.
+        """
+        first = self.violations.rewind(self.pending)
+        self.batches = self.run.open_batches()
+        result = self.violations.replay(first, next(self.batches))
+        if result is None:
+            self.batches = self.run.open_batches()
+            return None
+        return self._describe_step(result, is_saving)
 
 
 class _IterationTimer:

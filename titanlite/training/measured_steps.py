@@ -25,4 +25,4 @@ def measure_steps(
         return info.step % freq == 0 or (info.step + 1) % freq == 0
 
     arm_if_next(step)
-    return PeriodicAction(name, is_due, run)
+    return PeriodicAction(name, is_due, run, needs_accepted=True)

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from titanlite.checkpoint import Checkpointer, SaveResult
+from titanlite.distributed.collectives import gather_from_all_ranks
 from titanlite.errors import CheckpointError
 from titanlite.metrics import MetricSinks, Profiler, ThroughputMeter
 from titanlite.training.state import TrainState
@@ -21,7 +22,8 @@ from titanlite.training.step import StepResult
 class StepInfo:
     """The step that was just taken, for periodic actions.
 
-    The same on every rank, except `result.own_norms`, which are this rank's.
+    The same on every rank, except `own_norms` and `own_losses` of the result, which are this
+    rank's.
     """
 
     step: int  # counted from 1
@@ -41,15 +43,23 @@ class StepInfo:
 class PeriodicAction:
     """An action that runs after a step if it is due.
 
-    Actions may call collectives, so `is_due` must return the same on every rank. Before an action
-    with `needs_finite` runs, the loop waits for the device and ends the run if the loss, a
-    gradient or a parameter is inf or NaN.
+    Actions may call collectives, so `is_due` must return the same on every rank. The host runs
+    ahead of the device, so a step may still turn out to violate the guard, and be computed again.
+    An action that reads or stores anything of the step or the state must set `needs_accepted`:
+    before it runs, the loop waits for the device until the step is settled. With `needs_finite`
+    it also ends the run if a parameter is inf or NaN.
     """
 
     name: str  # the phase that the watchdog reports while the action runs
     is_due: Callable[[StepInfo], bool]
     run: Callable[[StepInfo], None]
-    needs_finite: bool = False
+    needs_accepted: bool = False
+    needs_finite: bool = False  # includes `needs_accepted`
+
+    @property
+    def waits(self) -> bool:
+        """Whether the loop waits for the device before the action runs."""
+        return self.needs_accepted or self.needs_finite
 
 
 def log_metrics(
@@ -60,25 +70,35 @@ def log_metrics(
     def write(info: StepInfo) -> None:
         line = _step_line(state, info, meter.read())
         measured = (line["loss"], line["grad_norm"])
-        # A step with inf or NaN has no line: the loop reports it as the step that diverged.
+        # Without a guard, a step with inf or NaN has no line.
         if info.result.skipped or all(map(math.isfinite, measured)):
             sinks.step(line)
 
     def is_due(info: StepInfo) -> bool:
         return info.step == 1 or info.step % freq == 0 or info.ends_run
 
-    return PeriodicAction("log", is_due, write)
+    return PeriodicAction("log", is_due, write, needs_accepted=True)
 
 
 def log_skipped_steps(state: TrainState, sinks: MetricSinks) -> PeriodicAction:
     """Write an event for each step that was skipped because float16 gradients overflowed."""
 
+    names = [name for name, _ in state.model.named_parameters()]
+
     def write(info: StepInfo) -> None:
         assert state.loss_scale is not None
+        norms = zip(names, info.result.own_norms.tolist(), strict=True)
+        own = next((name for name, norm in norms if not math.isfinite(norm)), None)
+        parameters = gather_from_all_ranks(own)
+        rank = next((rank for rank, name in enumerate(parameters) if name), None)
         fields = {"reason": "gradients overflow float16", "loss_scale": state.loss_scale.value}
+        fields |= {"rank": rank, "parameter": "" if rank is None else parameters[rank]}
         sinks.event(info.step, "step_skipped", **fields)
 
-    return PeriodicAction("log", lambda info: info.result.skipped, write)
+    def is_due(info: StepInfo) -> bool:
+        return info.result.overflowed
+
+    return PeriodicAction("log", is_due, write, needs_accepted=True)
 
 
 def run_validation(
@@ -178,7 +198,7 @@ def _step_line(state: TrainState, info: StepInfo, measured: dict[str, Any]) -> d
         "grad_norm": info.result.grad_norm.item(),
         "lr": info.result.lr,
         "tokens": state.counters.tokens,
-        "samples": state.position,
+        "samples": state.counters.samples,
         "loss_scale": None if state.loss_scale is None else state.loss_scale.value,
         **measured,
     }

@@ -157,7 +157,7 @@ def check_replicas(
     def is_due(info: StepInfo) -> bool:
         return info.step % config.freq == 0 or is_saving(info)
 
-    return PeriodicAction("replica check", is_due, run)
+    return PeriodicAction("replica check", is_due, run, needs_accepted=True)
 
 
 def _hash_text(text: str) -> Tensor:

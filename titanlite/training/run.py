@@ -14,6 +14,7 @@ from titanlite.training.batch import Batch
 from titanlite.training.config import TrainingConfig
 from titanlite.training.engine import Engine
 from titanlite.training.periodic import PeriodicAction
+from titanlite.training.rewind import Rewinder
 from titanlite.training.state import TrainState
 from titanlite.training.step import StepSettings
 
@@ -36,4 +37,9 @@ class Run:
     sinks: MetricSinks
     watchdog: HeartbeatWatchdog
     stop_request: StopRequest
+    rewinder: Rewinder
+    dump_batch: Callable[[int, int, int], str]
+    # (step, first position, samples) -> path of a new file with the global batch, or "" where none
+    # is written, as on ranks other than 0
+    compiles_layers: bool  # by torch.compile
     lost_folder: Callable[[], str]  # why this rank may no longer write to the run's folders, or ""

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from titanlite.data import PositionWindow, next_start, window_lr_factor
 from titanlite.optim import LossScale, NoiseScale, OptimizerSet
+from titanlite.training.guard import NO_HISTORY, StepJudge
+from titanlite.training.rollback import RollbackHistory
 
 
 @dataclass
@@ -16,18 +20,64 @@ class Counters:
     """The progress of a run, summed over all ranks."""
 
     step: int = 0  # optimizer steps taken
-    position: int = 0  # samples consumed
+    position: int = 0  # in the order of samples: the first position that was not consumed
     tokens: int = 0  # tokens consumed
+    skipped: int = 0  # positions that were skipped
+    rollbacks: RollbackHistory = field(default_factory=RollbackHistory)
+
+    @property
+    def samples(self) -> int:
+        """Samples consumed."""
+        return self.position - self.skipped
+
+    @property
+    def windows(self) -> tuple[PositionWindow, ...]:
+        """Windows of positions that the run passes over."""
+        return self.rollbacks.windows
+
+    def next_start(self, samples: int) -> int:
+        """First position of the next step, which consumes `samples`."""
+        return next_start(self.position, samples, self.windows)
+
+    def lr_factor(self, samples: int) -> float:
+        """Factor of the learning rate of the next step, which consumes `samples`."""
+        return window_lr_factor(self.next_start(samples), samples, self.windows)
 
     def advance(self, samples: int, tokens: int) -> None:
         """Count one optimizer step."""
+        start = self.next_start(samples)
+        self.skipped += start - self.position
         self.step += 1
-        self.position += samples
+        self.position = start + samples
         self.tokens += tokens
 
-    def restore(self, step: int, position: int, tokens: int) -> None:
-        """Set the counters to those of a checkpoint."""
-        self.step, self.position, self.tokens = step, position, tokens
+    def progress(self) -> dict[str, Any]:
+        """The counters as JSON values."""
+        values: dict[str, Any] = {"step": self.step, "position": self.position}
+        values["tokens"] = self.tokens
+        if self.rollbacks.tries:
+            values |= {"skipped": self.skipped, "rollbacks": self.rollbacks.to_json()}
+        return values
+
+    def restore(self, progress: dict[str, Any]) -> None:
+        """Restore what `progress` returned."""
+        self.step, self.position = progress["step"], progress["position"]
+        self.tokens = progress["tokens"]
+        self.skipped = progress.get("skipped", 0)
+        self.rollbacks = RollbackHistory.from_json(progress.get("rollbacks", []))
+
+    def record_rollback(self, rollbacks: RollbackHistory) -> None:
+        """Continue with the windows of `rollbacks`, the history with one more try."""
+        self.rollbacks = rollbacks
+
+
+@dataclass(frozen=True)
+class HostState:
+    """What a step changes in host memory, to take back a step that updated no parameter."""
+
+    counters: Counters
+    loss_scale: dict[str, Any]  # empty without one
+    generators: dict[str, Tensor]
 
 
 @dataclass(frozen=True)
@@ -38,6 +88,7 @@ class TrainState:
     optimizer: OptimizerSet
     loss_scale: LossScale | None = None  # with float16 compute only
     counters: Counters = field(default_factory=Counters)
+    judge: StepJudge | None = None  # None: every step is taken
     noise_scale: NoiseScale | None = None  # with metrics.noise_scale_freq only
 
     @property
@@ -47,35 +98,60 @@ class TrainState:
 
     @property
     def position(self) -> int:
-        """Samples consumed, over all ranks."""
+        """First position of the order of samples that was not consumed."""
         return self.counters.position
 
     def progress(self) -> dict[str, Any]:
         """All state except the tensors of the model and the optimizer, as JSON values."""
-        generators = {"cpu": torch.get_rng_state()}
-        if torch.cuda.is_initialized():
-            generators["cuda"] = torch.cuda.get_rng_state()
+        generators = _generator_states()
         scale = {} if self.loss_scale is None else {"loss_scale": self.loss_scale.state()}
+        guard = {} if self.judge is None else {"guard": self.judge.state()}
         noise = {} if self.noise_scale is None else {"noise_scale": self.noise_scale.state()}
         return {
             **scale,
+            **guard,
             **noise,
-            "step": self.counters.step,
-            "position": self.counters.position,
-            "tokens": self.counters.tokens,
+            **self.counters.progress(),
             "generators": {name: bytes(s.tolist()).hex() for name, s in generators.items()},
         }
 
     def restore(self, progress: dict[str, Any]) -> None:
         """Restore the state that `progress` returned when the checkpoint was saved."""
-        self.counters.restore(progress["step"], progress["position"], progress["tokens"])
+        self.counters.restore(progress)
         if self.loss_scale is not None and "loss_scale" in progress:
             self.loss_scale.restore(progress["loss_scale"])
+        if self.judge is not None:
+            self.judge.restore(progress.get("guard", NO_HISTORY))
         if self.noise_scale is not None and "noise_scale" in progress:
             self.noise_scale.restore(progress["noise_scale"])
-        for name, state in progress["generators"].items():
-            generator = torch.frombuffer(bytearray.fromhex(state), dtype=torch.uint8)
-            if name == "cpu":
-                torch.set_rng_state(generator)
-            elif torch.cuda.is_initialized():
-                torch.cuda.set_rng_state(generator)
+        _set_generator_states(
+            {
+                name: torch.frombuffer(bytearray.fromhex(state), dtype=torch.uint8)
+                for name, state in progress["generators"].items()
+            }
+        )
+
+    def host_state(self) -> HostState:
+        """A copy of what the next step changes in host memory."""
+        scale = {} if self.loss_scale is None else self.loss_scale.state()
+        return HostState(dataclasses.replace(self.counters), scale, _generator_states())
+
+    def rewind(self, before: HostState) -> None:
+        """Take back the steps since `before`, none of which updated a parameter."""
+        self.counters.restore(before.counters.progress())
+        if self.loss_scale is not None:
+            self.loss_scale.restore(before.loss_scale)
+        _set_generator_states(before.generators)
+
+
+def _generator_states() -> dict[str, Tensor]:
+    states = {"cpu": torch.get_rng_state()}
+    if torch.cuda.is_initialized():
+        states["cuda"] = torch.cuda.get_rng_state()
+    return states
+
+
+def _set_generator_states(states: dict[str, Tensor]) -> None:
+    torch.set_rng_state(states["cpu"])
+    if "cuda" in states and torch.cuda.is_initialized():
+        torch.cuda.set_rng_state(states["cuda"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -33,9 +34,18 @@ class StepResult:
     z_loss: Tensor  # 0-d: mean of the auxiliary z-loss, which is not part of `loss`
     grad_norm: Tensor  # 0-d: 2-norm of the whole gradient, before clipping
     own_norms: Tensor  # [parameters of this rank]: 2-norms of this rank's gradient shards
+    own_losses: Tensor  # [2]: this rank's shares of `loss` and `z_loss`
     lr: float  # of parameters outside optimizer.groups
+    samples: int  # of the step, over all ranks
     tokens: int  # of the step, over all ranks
-    skipped: bool = False  # float16 gradients overflowed: no update, the loss scale shrinks
+    overflowed: bool = False  # float16 gradients overflowed, and a smaller loss scale helps
+    accept: Tensor | None = None  # 0-d: whether the judge accepted this step and all before it
+    rejected: bool = False  # the guard decided not to update the parameters
+
+    @property
+    def skipped(self) -> bool:
+        """Whether the host knows that this step updated no parameter."""
+        return self.overflowed or self.rejected
 
 
 def take_step(
@@ -50,7 +60,29 @@ def take_step(
     """Take one optimizer step; `batch` is this rank's part of the global batch, on the device.
 
     `lr` is the peak learning rate, which the schedules multiply.
-    Calls `set_phase` at the start of each phase: forward, backward, step.
+    Calls `set_phase` at the start of each phase: forward, backward, step. With a judge, the step
+    updates the parameters only if the judge accepts it, which the host need not know.
+    """
+    result = compute_gradients(state, engine, batch, lr=lr, settings=settings, set_phase=set_phase)
+    if state.judge is not None and not result.overflowed:
+        accept = state.judge.judge(result.loss, result.grad_norm)
+        result = dataclasses.replace(result, accept=accept)
+    finish_step(state, result, settings)
+    return result
+
+
+def compute_gradients(
+    state: TrainState,
+    engine: Engine,
+    batch: Batch,
+    *,
+    lr: float,
+    settings: StepSettings,
+    set_phase: SetPhase = ignore_phase,
+) -> StepResult:
+    """The first part of a step: forward, backward and clipping.
+
+    Changes no parameter, unless the optimizer steps in backward.
     """
     mesh, in_backward = settings.mesh, settings.optimizer_in_backward
     set_phase("forward")  # before the all-reduce, the first call that can hang
@@ -61,9 +93,9 @@ def take_step(
     tokens = samples * batch.inputs.shape[1]
     progress = Progress(state.step, state.counters.tokens, tokens)
     # before backward, which may already update parameters
-    scheduled_lr = state.optimizer.follow_schedule(lr, progress)
-    losses = engine.forward_backward(batch, valid / scale, set_phase)
-    loss, z_loss = all_reduce_sum(mesh.loss, losses) / scale
+    scheduled_lr = state.optimizer.follow_schedule(lr * state.counters.lr_factor(samples), progress)
+    own_losses = engine.forward_backward(batch, valid / scale, set_phase)
+    loss, z_loss = all_reduce_sum(mesh.loss, own_losses.clone()) / scale
     set_phase("step")
     if in_backward:
         grad_norm, own_norms = in_backward.norms(mesh)
@@ -72,15 +104,35 @@ def take_step(
         grad_norm, own_norms = clip_gradients(
             parameters, settings.max_norm, mesh, scale, settings.adaptive_clip
         )
-    # With float16 this waits for the device. All ranks have the same norm, so all decide the same.
-    finite = state.loss_scale is None or bool(grad_norm.isfinite())
-    if finite and not in_backward:
-        state.optimizer.step()
+    overflowed = False
+    if state.loss_scale is not None:  # this waits for the device
+        # All ranks have the same values, so all decide the same. The judge sees what no loss scale
+        # repairs: inf or NaN in the loss, and gradients that overflow by themselves.
+        if state.judge is None:
+            overflowed = not grad_norm.isfinite()
+        elif state.loss_scale.shrinkable:
+            overflowed = not (grad_norm.isfinite() | ~loss.isfinite())
+    return StepResult(
+        loss=loss,
+        z_loss=z_loss,
+        grad_norm=grad_norm,
+        own_norms=own_norms,
+        own_losses=own_losses,
+        lr=scheduled_lr,
+        samples=samples,
+        tokens=tokens,
+        overflowed=overflowed,
+    )
+
+
+def finish_step(state: TrainState, result: StepResult, settings: StepSettings) -> None:
+    """The second part of a step: update the parameters, unless the step is to be skipped."""
+    if settings.optimizer_in_backward is None and not result.skipped:
+        if result.accept is None:
+            state.optimizer.step()
+        else:
+            state.optimizer.step_if(result.accept)
     state.optimizer.zero_grad()
-    skipped = False
-    if state.loss_scale is not None:
-        state.loss_scale.update(finite)
-        # With an exhausted loss scale, the loop must see the overflow as a divergence.
-        skipped = not finite and not state.loss_scale.exhausted
-    state.counters.advance(samples, tokens)
-    return StepResult(loss, z_loss, grad_norm, own_norms, scheduled_lr, tokens, skipped)
+    if state.loss_scale is not None and not result.rejected:
+        state.loss_scale.update(not result.overflowed)
+    state.counters.advance(result.samples, result.tokens)

@@ -1,0 +1,1 @@
+"""Parts of scripts/fault_drill.py."""

@@ -1,0 +1,79 @@
+"""The policy of roll-back: windows, tries, and the checkpoint to go back to."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from titanlite.data import PositionWindow
+from titanlite.training.rollback import (
+    RollbackHistory,
+    RollbackPolicy,
+    Trouble,
+    steps_to_roll_back_to,
+)
+
+BATCH = 8
+SKIP = RollbackPolicy(steps=10, lr_factor=0.0, max_tries=3)
+LOWER = RollbackPolicy(steps=10, lr_factor=0.5, max_tries=3)
+
+
+def trouble_at(position: int) -> Trouble:
+    return Trouble(position // BATCH + 1, position, BATCH, "loss 9 above 3")
+
+
+def tried(history: RollbackHistory, position: int, policy=SKIP) -> RollbackHistory:
+    attempt = history.next_try(trouble_at(position), policy)
+    assert attempt is not None
+    return history.with_try(attempt)
+
+
+def windows(*bounds, factor=0.0) -> tuple[PositionWindow, ...]:
+    return tuple(PositionWindow(start, end, factor) for start, end in bounds)
+
+
+def test_the_window_grows_on_both_sides_of_one_trouble_until_the_tries_are_spent():
+    history = tried(RollbackHistory(), 800)
+    assert history.windows == windows((720, 888))
+    history = tried(history, 888)  # the first step after the window is bad as well
+    assert history.windows == windows((640, 888 + 8 + 160))
+    history = tried(history, 1056)
+    assert history.windows == windows((480, 1056 + 8 + 320))
+    assert history.next_try(trouble_at(1384), SKIP) is None
+    assert [attempt.number for attempt in history.tries] == [1, 2, 3]
+
+
+def test_a_lowered_learning_rate_is_lowered_again_by_each_try():
+    history = tried(RollbackHistory(), 800, LOWER)
+    assert history.windows == windows((720, 888), factor=0.5)
+    assert tried(history, 800, LOWER).windows == windows((640, 968), factor=0.25)
+
+
+def test_a_trouble_far_behind_the_window_is_a_new_one_and_the_old_window_stays():
+    history = tried(tried(RollbackHistory(), 800), 888)
+    first = history.windows
+    last_of_the_same = 2 * 1056 - 640 - 1
+    assert history.next_try(trouble_at(last_of_the_same), SKIP).number == 3
+    history = tried(history, last_of_the_same + 1)
+    assert history.tries[-1].number == 1
+    assert history.windows == (*first, *windows((1472 - 80, 1472 + 8 + 80)))
+
+
+@pytest.mark.parametrize("policy", [SKIP, LOWER], ids=["skip", "lower"])
+def test_the_history_is_the_same_after_it_was_saved_as_json(policy):
+    history = tried(tried(RollbackHistory(), 800, policy), 2000, policy)
+    assert RollbackHistory.from_json(json.loads(json.dumps(history.to_json()))) == history
+    assert RollbackHistory.from_json([]).windows == ()
+
+
+def test_the_newest_checkpoint_from_before_the_window_is_preferred():
+    attempt = RollbackHistory().next_try(trouble_at(800), SKIP)
+    positions = {20: 160, 90: 720, 60: 480, 91: 728, 95: 760, 100: 800, 101: 808}
+    steps = steps_to_roll_back_to(positions, attempt, attempt.trouble, interval=10)
+    # then the oldest of the interval from before the trouble
+    assert steps == [90, 60, 20, 100]
+
+
+def test_the_window_does_not_begin_before_the_first_sample():
+    assert tried(RollbackHistory(), 16).windows == windows((0, 104))

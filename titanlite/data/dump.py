@@ -1,0 +1,48 @@
+"""Write the samples of a batch to a file: where they are from, their tokens and their text."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from titanlite.data.stream import SampleStream
+from titanlite.errors import UserError
+from titanlite.files import write_file_atomically
+from titanlite.log import logger
+
+MAX_FILES = 100  # in the folder; a run that has more has been looked at, or never will be
+MAX_TOKENS = 1 << 18  # of a file; the samples behind them are listed without tokens and text
+
+
+class BatchDump:
+    """Writes batches to `folder/step-N.json`."""
+
+    def __init__(self, folder: Path, stream: SampleStream):
+        self._folder, self._stream = folder, stream
+
+    def write(self, step: int, position: int, samples: int) -> str:
+        """Write the batch of `samples` from `position` on; returns the path, or "" if it failed."""
+        path = self._folder / f"step-{step}.json"
+        try:
+            if not path.exists() and len(list(self._folder.glob("step-*.json"))) >= MAX_FILES:
+                return ""
+            self._folder.mkdir(parents=True, exist_ok=True)
+            described = self._describe(position, samples)
+            content = {"step": step, "position": position, "samples": described}
+            write_file_atomically(path, json.dumps(content, ensure_ascii=False, indent=1).encode())
+        except (OSError, UserError) as error:
+            logger.warning("%s: the batch of step %d was not written: %s", path, step, error)
+            return ""
+        return str(path)
+
+    def _describe(self, position: int, count: int) -> list[dict]:
+        stream = self._stream
+        samples = stream.locate(position, count)
+        shown = max(1, MAX_TOKENS // stream.seq_len)
+        inputs, labels = stream.read(position, min(shown, count))
+        for number, sample in enumerate(samples[:shown]):
+            tokens = [*inputs[number].tolist(), int(labels[number, -1])]
+            sample["tokens"] = tokens
+            if stream.tokenizer is not None:
+                sample["text"] = stream.tokenizer.decode(tokens)
+        return samples

@@ -1,0 +1,86 @@
+"""The [guard] section."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from titanlite.errors import ConfigError
+from titanlite.settings import Positive, Range
+from titanlite.training.rollback import RollbackPolicy
+
+MIN_WINDOW_STEPS = 16  # accepted steps before a value can be a spike
+
+
+@dataclass(frozen=True)
+class GuardConfig:
+    """[guard] What to do with a step whose loss or gradient norm is inf, NaN or a spike."""
+
+    nonfinite: Literal["off", "skip", "rollback"] = "skip"
+    # inf or NaN in the loss or the gradient; skip: continue after the batch of that step, without
+    # an update; rollback: continue from an earlier checkpoint
+    spike: Literal["off", "warn", "skip", "rollback"] = "off"
+    # a loss or gradient norm far above those of the last accepted steps; warn: write an event, and
+    # take the step
+    threshold: Annotated[float, Range(1)] = 6.0
+    # a spike is above the median of the window by more than this number of standard deviations, of
+    # the logarithm; the deviation is estimated from the differences of consecutive steps
+    window_steps: Annotated[int, Range(MIN_WINDOW_STEPS)] = 128
+    # number of accepted steps in the window; values are judged from 16 on
+    max_violations: Positive = 5
+    # violating steps in a row after which the run ends with exit code 3; 1: at the first
+    max_hardware_faults: Positive = 3
+    # hardware faults of one host after which the run ends with exit code 3; a fault is a violation
+    # that is not found when the step is computed again
+
+    rollback_steps: Positive = 100
+    # steps on each side of the trouble that the first roll-back passes over; each further one for
+    # the same trouble passes over twice as many
+    rollback_lr_factor: Annotated[float, Range(0, 0.99)] = 0.0
+    # 0: passing over is to skip these samples. Otherwise, to train on them with the learning rate
+    # multiplied by this, once more by each further roll-back
+    rollback_tries: Annotated[int, Range(1, 10)] = 3
+    # roll-backs for the same trouble, after which the run ends with exit code 3
+
+    @property
+    def rolls_back(self) -> bool:
+        """Whether a violation can be answered by a roll-back."""
+        return "rollback" in (self.nonfinite, self.spike)
+
+    @property
+    def rollback(self) -> RollbackPolicy:
+        return RollbackPolicy(self.rollback_steps, self.rollback_lr_factor, self.rollback_tries)
+
+    @property
+    def enabled(self) -> bool:
+        """Whether steps are judged at all."""
+        return self.nonfinite != "off"
+
+
+def check_guard_config(config: GuardConfig, in_backward: bool) -> Iterator[ConfigError]:
+    """Reject policies that need each other, or an update that can still be rejected.
+
+    `in_backward`: optimizer.early_step_in_backward.
+    """
+    if config.spike != "off" and not config.enabled:
+        yield ConfigError(
+            f'guard.spike = "{config.spike}": guard.nonfinite = "off", but inf and NaN are always'
+            " a violation where spikes are.",
+            fix='Set guard.nonfinite = "skip", or guard.spike = "off".',
+            keys=("guard.spike", "guard.nonfinite"),
+        )
+    for key in ("rollback_steps", "rollback_lr_factor", "rollback_tries"):
+        if getattr(config, key) != getattr(GuardConfig, key) and not config.rolls_back:
+            yield ConfigError(
+                f"guard.{key} = {getattr(config, key):g}: no policy rolls back.",
+                fix=f'Set guard.spike or guard.nonfinite = "rollback", or remove guard.{key}.',
+                keys=(f"guard.{key}",),
+            )
+    if in_backward and config.spike in ("skip", "rollback"):
+        yield ConfigError(
+            f'guard.spike = "{config.spike}": optimizer.early_step_in_backward = true updates the'
+            " parameters before the loss and the gradient norm are known.",
+            fix='Set guard.spike = "off", or optimizer.early_step_in_backward = false.',
+            keys=("guard.spike", "optimizer.early_step_in_backward"),
+        )

@@ -1,0 +1,267 @@
+"""Handle a violating step on all ranks: compute it again, and do what the guard decides."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NoReturn
+
+import torch
+
+from titanlite.distributed.collectives import AsyncMax, run_on_rank_0
+from titanlite.errors import TrainingDiverged
+from titanlite.log import pluralize
+from titanlite.optim import shard_norms
+from titanlite.training.batch import Batch
+from titanlite.training.guard.culprit import Culprit, CulpritSearch, Evidence
+from titanlite.training.guard.history import (
+    History,
+    Observation,
+    ReplayResult,
+    StepVerdict,
+    ViolationReason,
+    decide,
+)
+from titanlite.training.guard.judge import StepJudge
+from titanlite.training.guard.pending import PendingStep, PendingSteps
+from titanlite.training.guard.probe import OutputProbe
+from titanlite.training.periodic import report_save
+from titanlite.training.rollback import Trouble
+from titanlite.training.run import Run
+from titanlite.training.step import StepResult, compute_gradients, finish_step
+
+
+@dataclass(frozen=True)
+class Violation:
+    """A violating step and where it comes from; the same on all ranks."""
+
+    step: int  # counted from 1
+    reason: ViolationReason
+    loss: float
+    grad_norm: float
+    limits: tuple[float, float]  # loss and gradient norm above which a step is a spike, or NaN
+    culprit: Culprit
+
+    @property
+    def fields(self) -> dict[str, Any]:
+        """For an event: where the violation comes from."""
+        return {
+            "reason": self.reason.value,
+            "loss": self.loss,
+            "grad_norm": self.grad_norm,
+            "loss_limit": self.limits[0],
+            "grad_norm_limit": self.limits[1],
+            **dataclasses.asdict(self.culprit),
+        }
+
+    @property
+    def values(self) -> str:
+        """What was measured, in any layout and on any host."""
+        limits = f" (limits {self.limits[0]:g}, {self.limits[1]:g})"
+        return (
+            f"loss {self.loss:g}, gradient norm {self.grad_norm:g}"
+            f"{limits if self.reason is ViolationReason.SPIKE else ''}"
+        )
+
+    def __str__(self) -> str:
+        where = f"; {self.culprit}" if str(self.culprit) else ""
+        return f"{self.reason.value} at step {self.step}: {self.values}{where}"
+
+
+class ViolationHandler:
+    """Handles violating steps; the ranks agree through an `AsyncMax` that nobody else is using.
+
+    All methods are collective.
+    """
+
+    def __init__(self, run: Run, max_over_ranks: AsyncMax):
+        self._run, self._max_over_ranks = run, max_over_ranks
+        names = [name for name, _ in run.state.model.named_parameters()]
+        self._search = CulpritSearch(names, run.step_settings.mesh.pp.get_local_rank())
+
+    @property
+    def _judge(self) -> StepJudge:
+        judge = self._run.state.judge
+        assert judge is not None, "without a judge, no step is rejected"
+        return judge
+
+    def check_parameters(self, step: int, result: StepResult) -> bool:
+        """Roll the run back, and return true, or end it, if a parameter is inf or NaN.
+
+        An update can overflow though its gradient is finite.
+        """
+        norms = torch.stack(shard_norms(list(self._run.state.model.parameters())))
+        own = self._search.nonfinite_parameter(norms)
+        self._max_over_ranks.start(own.level)
+        if not self._max_over_ranks.wait()[0]:
+            return False
+        _, culprit, _ = self._search.strongest(own, self._max_over_ranks)
+        values, no_limits = (float(result.loss), float(result.grad_norm)), (math.nan, math.nan)
+        violation = Violation(step, ViolationReason.NONFINITE, *values, no_limits, culprit)
+        if not self._rolls_back_nonfinite:
+            self.give_up(violation)
+        self._roll_back(violation, self._run.state.position - result.samples, result.samples)
+        return True
+
+    def rewind(self, pending: PendingSteps) -> PendingStep:
+        """Take back the first rejected step and those after it, which changed no parameter."""
+        run = self._run
+        first, judged = pending.take_rejected()
+        step = first.step if first else 0
+        self._max_over_ranks.start(step, -step)
+        latest, earliest = self._max_over_ranks.wait()
+        if first is None or latest != -earliest:  # some rank has updated parameters, another not
+            raise TrainingDiverged(
+                f"the ranks disagree on the first violating step: one found step {latest}, another"
+                f" {-earliest or 'none'}. This is a hardware fault.",
+                fix="The same command resumes from the newest checkpoint.",
+            ).mark_on_all_ranks()
+        run.watchdog.set_phase(first.step, "replay")
+        if run.step_settings.optimizer_in_backward is None:
+            run.state.optimizer.uncount_steps(judged)
+        run.state.rewind(first.before)
+        self._judge.resume()
+        return first
+
+    def replay(self, first: PendingStep, batch: Batch) -> StepResult | None:
+        """Compute a step again after `rewind`, and accept or skip it; returns its result.
+
+        Returns None if the run was rolled back instead. `batch` is that step's, in host memory.
+        Raises TrainingDiverged if the guard gives up.
+        """
+        run = self._run
+        samples = first.result.samples
+        position = first.before.counters.next_start(samples)
+        if run.step_settings.optimizer_in_backward is not None:  # it has updated the parameters
+            violation = self._describe(first.step, first.result, self._evidence(first.result))
+            if not self._rolls_back_nonfinite:
+                self.give_up(violation)
+            self._roll_back(violation, position, samples)
+            return None
+        result, evidence = self._compute_again(first, batch)
+        history, verdict = self._decide(first, result, evidence)
+        if verdict is StepVerdict.ROLL_BACK:
+            self._roll_back(self._describe(first.step, result, evidence), position, samples)
+            return None
+        self._judge.record(history)
+        if verdict is StepVerdict.ACCEPT:
+            accept = self._judge.accept(result.loss, result.grad_norm)
+            result = dataclasses.replace(result, accept=accept)
+        else:
+            run.state.rewind(first.before)  # generators, which the replay has advanced
+            result = dataclasses.replace(result, rejected=True)
+        finish_step(run.state, result, run.step_settings)
+        return result
+
+    def _compute_again(self, first: PendingStep, batch: Batch) -> tuple[StepResult, Evidence]:
+        """(result without an update, this rank's evidence of where a violation comes from)."""
+        run = self._run
+        probe = OutputProbe(run.state.model, inside_layers=not run.compiles_layers)
+        with probe.recording():
+            result = compute_gradients(
+                run.state,
+                run.engine,
+                batch.to(run.device),
+                lr=run.peak_lr,
+                settings=run.step_settings,
+                set_phase=partial(run.watchdog.set_phase, first.step),
+            )
+        return result, self._evidence(result, probe)
+
+    def _decide(
+        self, first: PendingStep, again: StepResult, evidence: Evidence
+    ) -> tuple[History, StepVerdict]:
+        """Compare both computations, decide, and report; raises TrainingDiverged to give up."""
+        judge, search, ranks = self._judge, self._search, self._max_over_ranks
+        reason = self._agreed_reason(again)
+        level, faulty, _ = search.strongest(search.other_bits(first.result, again), ranks)
+        replay = ReplayResult.VIOLATING if reason else ReplayResult.NORMAL
+        replay = replay if level else ReplayResult.SAME
+        cause = reason or self._agreed_reason(first.result) or ViolationReason.NONFINITE
+        observation = Observation(first.step, cause, replay, faulty.host)
+        history, verdict = decide(judge.history, observation, judge.config)
+        if replay is not ReplayResult.SAME:
+            self._report_fault(first, again, faulty, history)
+        if replay is not ReplayResult.NORMAL:
+            violation = self._describe(first.step, again, evidence)
+            if verdict is StepVerdict.GIVE_UP:
+                self.give_up(violation, history.in_a_row)
+            counters, samples = first.before.counters, first.result.samples
+            path = self._run.dump_batch(first.step, counters.next_start(samples), samples)
+            event = "step_skipped" if verdict is StepVerdict.SKIP else "spike"
+            self._run.sinks.event(first.step, event, **violation.fields, batch=path)
+        return history, verdict
+
+    @property
+    def _rolls_back_nonfinite(self) -> bool:
+        judge = self._run.state.judge
+        return judge is not None and judge.config.nonfinite == "rollback"
+
+    def _roll_back(self, violation: Violation, position: int, samples: int) -> None:
+        """Continue from an earlier checkpoint; the step consumed `samples` from `position` on."""
+        reason = f"{violation.reason.value}, {violation.values}"
+        self._run.rewinder.roll_back(Trouble(violation.step, position, samples, reason))
+
+    def _evidence(self, result: StepResult, probe: OutputProbe | None = None) -> Evidence:
+        reason = self._judge.violation(result.loss, result.grad_norm)
+        if reason is ViolationReason.SPIKE:
+            loss_limit, _ = self._judge.limits()
+            return self._search.spike(result, is_loss=float(result.loss) > loss_limit)
+        module, order = probe.first_bad() if probe else ("", 0)
+        return self._search.nonfinite(result, module, order)
+
+    def _describe(self, step: int, result: StepResult, evidence: Evidence) -> Violation:
+        reason = self._agreed_reason(result) or ViolationReason.NONFINITE
+        own = {"loss": float(result.loss), "grad_norm": float(result.grad_norm)}
+        _, culprit, values = self._search.strongest(evidence, self._max_over_ranks, own)
+        return Violation(step, reason, **values, limits=self._judge.limits(), culprit=culprit)
+
+    def _agreed_reason(self, result: StepResult) -> ViolationReason | None:
+        """Why any rank finds that a step is a violation; None if no rank does."""
+        reasons = (None, ViolationReason.SPIKE, ViolationReason.NONFINITE)
+        own = self._judge.violation(result.loss, result.grad_norm)
+        self._max_over_ranks.start(0 if result.overflowed else reasons.index(own))
+        return reasons[self._max_over_ranks.wait()[0]]
+
+    def _report_fault(
+        self, first: PendingStep, again: StepResult, faulty: Culprit, history: History
+    ) -> None:
+        """Write an event, and end the run if the same host had too many faults."""
+        faults = history.hardware_faults[faulty.host]
+        values = {"loss": float(first.result.loss), "grad_norm": float(first.result.grad_norm)}
+        replayed = {"replayed_loss": float(again.loss), "replayed_norm": float(again.grad_norm)}
+        fields = {**values, **replayed, **dataclasses.asdict(faulty), "faults": faults}
+        self._run.sinks.event(first.step, "hardware_fault", **fields)
+        if faults < self._judge.config.max_hardware_faults:
+            return
+        self._finish_save()
+        raise TrainingDiverged(
+            f"{pluralize(faults, 'hardware fault')} of {faulty.host or 'an unknown host'}: at step"
+            f" {first.step}, {faulty or 'the reduction over ranks'} had other bits when it was"
+            " computed again.",
+            fix="Run on other machines: the same command resumes from the newest checkpoint.",
+        ).mark_on_all_ranks()
+
+    def give_up(self, violation: Violation, in_a_row: int = 1) -> NoReturn:
+        """Finish the save in flight, which is of an earlier step, and raise TrainingDiverged."""
+        run = self._run
+        run.watchdog.set_phase(violation.step, "save")
+        self._finish_save()
+        steps = run_on_rank_0(run.checkpointer.steps)
+        saved = f"step-{steps[-1]}" if steps else None
+        fields = {**violation.fields, "violations": in_a_row, "checkpoint": saved}
+        run.sinks.event(violation.step, "diverged", **fields)
+        rows = f", the last of {in_a_row} violations in a row" if in_a_row > 1 else ""
+        resume = f"resumes from {saved}" if saved else "starts from step 0: there is no checkpoint"
+        raise TrainingDiverged(
+            f"training diverged: {violation}{rows}.",
+            fix=f"No state was saved since that step. The same command {resume}. If it diverges"
+            " again: use a lower optimizer.lr, more lr_scheduler.warmup_steps, or bfloat16 instead"
+            " of float16 in training.mixed_precision_param; or look at the samples of that step.",
+        ).mark_on_all_ranks()
+
+    def _finish_save(self) -> None:
+        run = self._run
+        report_save(run.checkpointer.wait(), run.checkpointer, run.sinks)
