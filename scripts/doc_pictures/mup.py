@@ -14,7 +14,7 @@ from titanlite.plots.figure import FAINT, INK, new_figure, save_figure
 from titanlite.plots.loss_curve import style_panel
 
 STEPS, SEQUENCES, TOKENS, LAST = 150, 8, 64, 20  # the loss is the mean over the last steps
-WIDTHS, LEARNING_RATES = (32, 64, 128, 256), tuple(2.0**-n for n in (10, 9, 8, 7, 6, 5, 4))
+WIDTHS, LEARNING_RATES = (32, 64, 128), tuple(2.0**-n for n in (10, 9, 8, 7, 6, 5, 4))
 BASE = BaseWidths(dim=32, n_heads=2, hidden_dim=96, n_kv_heads=2)
 JOB = (
     *("--model.n_layers=2", "--model.dim=32", "--model.n_heads=2", "--model.n_kv_heads=2"),
@@ -24,7 +24,7 @@ JOB = (
         "--training.mixed_precision_param=float32",
     ),
 )
-COLOURS = ("#9ec3e6", "#5a96cf", "#2f6fb2", "#1d2733")
+COLOURS = ("#9ec3e6", "#3f83c4", "#1d2733")
 Losses = dict[str, dict[str, list[float]]]  # with or without muP -> dim -> loss at each rate
 
 

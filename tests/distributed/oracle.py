@@ -23,6 +23,7 @@ from titanlite.optim import (
     OptimizerConfig,
     OptimizerInBackward,
     OptimizerSet,
+    adaptive_clip,
     build_optimizer,
 )
 from titanlite.parallelize import (
@@ -135,6 +136,7 @@ class Recipe:
 
     optimizer: str = "SGD"
     max_norm: float = 0.0
+    adaptive: float = 0.0  # factor of adaptive clipping; 0: off
     sizes: Llama3Sizes = SIZES
     steps: int = STEPS
     lr: float = 0.5
@@ -240,6 +242,8 @@ def one_process(recipe: Recipe) -> Record:
         record.losses.append(loss.item())
         record.z_losses.append(z_loss.item())
         record.norms.append(norm.item())
+        if recipe.adaptive:
+            _clip_rows(model, recipe.adaptive)
         record.gradients.append({n: p.grad.clone() for n, p in model.named_parameters()})
         optimizer.step()
         optimizer.zero_grad()
@@ -247,6 +251,20 @@ def one_process(recipe: Recipe) -> Record:
             record.validations.append(_reference_validation(model, ValidationData(recipe), recipe))
     record.weights = {n: p.detach().clone() for n, p in model.named_parameters()}
     return record
+
+
+ADAPTIVE_EPS, UNCLIPPED = 0.08, "output.weight"  # eps: more than the norms of some rows only
+
+
+def _clip_rows(model, factor: float) -> None:
+    """Adaptive clipping as written in the paper, row by row."""
+    for name, parameter in model.named_parameters():
+        rows = [parameter] if parameter.dim() == 1 else parameter
+        grads = [parameter.grad] if parameter.dim() == 1 else parameter.grad
+        for row, grad in zip(rows, grads, strict=True):
+            limit = factor * max(row.norm().item(), ADAPTIVE_EPS)
+            if name != UNCLIPPED and grad.norm() > limit:
+                grad.mul_(limit / grad.norm())
 
 
 def reference_logits(model, inputs: Tensor, recipe: Recipe) -> Tensor:
@@ -334,6 +352,7 @@ def run_until(
         gradients.update({n: shard_and_offset(p.grad) for n, p in named if p.grad is not None})
 
     hooks = [o.register_step_pre_hook(record_gradients) for o in state.optimizer]
+    clip = adaptive_clip(state.model.named_parameters(), recipe.adaptive, ADAPTIVE_EPS, [UNCLIPPED])
     while state.step < until:
         sequences = recipe.batch_of(state.step) // mesh.degrees.data
         own_slice = slice(mesh.batch_rank * sequences, (mesh.batch_rank + 1) * sequences)
@@ -345,7 +364,12 @@ def run_until(
             engine,
             engine.prepare(inputs, labels),
             lr=recipe.lr,
-            settings=StepSettings(mesh, recipe.max_norm, early),
+            settings=StepSettings(
+                mesh,
+                recipe.max_norm,
+                early,
+                clip if recipe.adaptive else None,
+            ),
         )
         if named:
             record.gradients.append(dict(gradients))

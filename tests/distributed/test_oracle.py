@@ -279,6 +279,40 @@ def test_mup_matches_one_process():
     )
 
 
+# Columns are sharded by tensor parallelism, vectors by FSDP, so units are on several ranks.
+ADAPTIVE_LAYOUTS = [
+    [Layout(), Layout(offload=True)],
+    [
+        Layout(shard=2),
+        Layout(replicate=2),
+        Layout(tensor=2),
+        Layout(context=2),
+        Layout(pipeline=2, microbatch=9),
+    ],
+    [Layout(shard=2, tensor=2), Layout(replicate=2, shard=2), Layout(tensor=4)],
+]
+
+
+@pytest.mark.parametrize("layouts", ADAPTIVE_LAYOUTS, ids=join_names)
+def test_adaptive_clipping_matches_one_process(layouts):
+    recipe = replace(SHORT, adaptive=5e-4)
+    assert_matches_one_process(
+        [(x, with_enough_blocks(recipe, x) if x.pipeline > 1 else recipe) for x in layouts]
+    )
+
+
+def test_adaptive_clipping_clips_some_units_and_the_reported_norm_is_of_before():
+    clipped, plain = (one_process(replace(SHORT, adaptive=factor)) for factor in (5e-4, 0.0))
+    assert clipped.norms[0] == plain.norms[0]
+    whole, partly = set(), set()
+    for name, gradient in clipped.gradients[0].items():
+        same = (gradient == plain.gradients[0][name]).view(len(gradient), -1).all(1)
+        whole |= {name} if not same.any() else set()
+        partly |= {name} if same.any() and not same.all() else set()
+    assert "norm.weight" in whole and "output.weight" not in whole | partly
+    assert "layers.0.attention.wk.weight" in partly
+
+
 def test_z_loss_matches_one_process_and_is_reported_separately():
     layouts = [
         Layout(tensor=2, chunk=100),

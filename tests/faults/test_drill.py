@@ -28,6 +28,13 @@ def run_drill(tmp_path, run_toml, *options: str, job: tuple[str, ...] = ()) -> s
 def test_wrong_values_on_one_rank_are_noticed_and_change_nothing(run_toml, tmp_path):
     kinds = ("--kinds", "flip_a_gradient_bit", "inf_in_an_activation")
     output = run_drill(
-        tmp_path, run_toml, "--faults", "2", "--seed", "1", *kinds, job=("--training.steps", "60")
+        tmp_path,
+        run_toml,
+        "--faults",
+        "2",
+        "--seed",
+        "1",
+        *kinds,
+        job=("--training.steps", "150", "--guard.spike", "skip"),
     )
     assert "bit-equal" in output and output.count("the rank was named") == 2

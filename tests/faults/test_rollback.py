@@ -32,7 +32,8 @@ SETTINGS = {
     "checkpoint.keep_latest_k": 5,
     "checkpoint.async_mode": "async",
     "guard.spike": "rollback",
-    "guard.window_steps": 32,
+    "guard.window_steps": 16,
+    "guard.threshold": 8,
     "guard.rollback_steps": 2,
     "comm.train_timeout_seconds": 10,
 }

@@ -78,6 +78,7 @@ def check_config(config: JobConfig, ranks: int) -> Iterator[UserError]:
         yield from check_batch_size(config.training, degrees.data)
         yield from check_attention_config(config.attention, degrees.context, config.data.tokenizer)
         yield from _check_update_options(config, degrees)
+        yield from _check_noise_scale(config, degrees)
     except ConfigError as error:
         yield error
     yield from _check_schedule_end(config, degrees)
@@ -292,7 +293,7 @@ def _check_schedule_end(config: JobConfig, degrees: Degrees | None) -> Iterator[
 
 def _check_update_options(config: JobConfig, degrees: Degrees) -> Iterator[ConfigError]:
     """Reject combinations of the options for when and where parameters are updated."""
-    training, in_backward = config.training, "optimizer.early_step_in_backward"
+    training = config.training
     if config.optimizer.offload and training.enable_cpu_offload:
         yield ConfigError(
             "optimizer.offload = true: training.enable_cpu_offload = true already stores the"
@@ -307,14 +308,26 @@ def _check_update_options(config: JobConfig, degrees: Degrees) -> Iterator[Confi
             fix="Set training.enable_cpu_offload = false, or use another optimizer.",
             keys=("training.enable_cpu_offload", "optimizer.name"),
         )
-    if not config.optimizer.early_step_in_backward:
-        return
-    if training.max_norm:
+    if config.optimizer.early_step_in_backward:
+        yield from _check_early_step(config, degrees)
+
+
+def _check_early_step(config: JobConfig, degrees: Degrees) -> Iterator[ConfigError]:
+    """Reject what needs all gradients before any parameter is updated."""
+    training, in_backward = config.training, "optimizer.early_step_in_backward"
+    if training.clip_norm:
         yield ConfigError(
             f"{in_backward} = true: training.max_norm = {training.max_norm:g} clips by the norm of"
             " the whole gradient, which is known only after backward.",
-            fix="Set training.max_norm = 0.",
+            fix='Set training.clipping = "none", or training.max_norm = 0.',
             keys=(in_backward, "training.max_norm"),
+        )
+    if training.clipping == "adaptive":
+        yield ConfigError(
+            f'{in_backward} = true: training.clipping = "adaptive" clips after backward, when the'
+            " gradients have been applied and freed.",
+            fix='Set training.clipping = "none".',
+            keys=(in_backward, "training.clipping"),
         )
     if degrees.pipeline > 1:
         yield ConfigError(
@@ -346,6 +359,25 @@ def _check_update_options(config: JobConfig, degrees: Degrees) -> Iterator[Confi
             fix='Set parallelism.fsdp_gradient_reduction = "last_microbatch", or use a larger'
             " local_batch_size.",
             keys=(in_backward, "parallelism.fsdp_gradient_reduction"),
+        )
+
+
+def _check_noise_scale(config: JobConfig, degrees: Degrees) -> Iterator[ConfigError]:
+    """Reject measuring the gradient noise scale where there is no gradient of a smaller batch."""
+    freq, key = config.metrics.noise_scale_freq, "metrics.noise_scale_freq"
+    if freq and config.optimizer.early_step_in_backward:
+        yield ConfigError(
+            f"{key} = {freq}: computes the gradient of half the batch first, and"
+            " optimizer.early_step_in_backward = true would apply it.",
+            fix="Disable one of the two.",
+            keys=(key, "optimizer.early_step_in_backward"),
+        )
+    if freq and resolve_global_batch(config, degrees) == 1:
+        yield ConfigError(
+            f"{key} = {freq}: compares the gradients of the global batch and of half of it, and the"
+            " global batch is 1 sequence.",
+            fix="Use a larger training.global_batch_size.",
+            keys=(key, "training.global_batch_size", "training.local_batch_size"),
         )
 
 

@@ -18,7 +18,13 @@ from titanlite.parallelize.activation_checkpoint import ActivationCheckpointConf
 from titanlite.parallelize.compile import CompileConfig
 from titanlite.parallelize.float8 import Float8Config, QuantizeConfig, resolve_float8
 from titanlite.settings import NotNegative, Positive, Range
-from titanlite.training import GuardConfig, TrainingConfig, ValidationConfig
+from titanlite.training import (
+    GuardConfig,
+    ReplicaCheckConfig,
+    StragglerConfig,
+    TrainingConfig,
+    ValidationConfig,
+)
 
 
 @dataclass(frozen=True)
@@ -63,6 +69,8 @@ class JobConfig:
     compile: CompileConfig = field(default_factory=CompileConfig)
     quantize: QuantizeConfig = field(default_factory=QuantizeConfig)
     metrics: MetricsConfig = field(default_factory=MetricsConfig)
+    replica_check: ReplicaCheckConfig = field(default_factory=ReplicaCheckConfig)
+    straggler: StragglerConfig = field(default_factory=StragglerConfig)
     profiling: ProfilingConfig = field(default_factory=ProfilingConfig)
     comm: CommConfig = field(default_factory=CommConfig)
     debug: DebugConfig = field(default_factory=DebugConfig)

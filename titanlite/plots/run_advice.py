@@ -141,7 +141,8 @@ def _clipped(run: RunHistory) -> Iterator[Advice]:
     limit = run.config.get("training.max_norm", 0)
     norms = np.array(run.column("grad_norm"))[len(run.steps) // 10 :]
     norms = norms[np.isfinite(norms)]
-    if not limit or len(norms) < MIN_POINTS:
+    by_norm = run.config.get("training.clipping", "norm") == "norm"
+    if not by_norm or not limit or len(norms) < MIN_POINTS:
         return
     fraction = float((norms > limit).mean())
     if fraction > MAX_CLIPPED_FRACTION:
@@ -191,7 +192,8 @@ def _reported(run: RunHistory) -> Iterator[Advice]:
             continue
         shown = ", ".join(str(event["step"]) for event in events[:5])
         more = f" and {len(events) - 5} more" if len(events) > 5 else ""
-        hosts = sorted({str(event["host"]) for event in events if event.get("host")})
+        named = [host for event in events for host in (event.get("host"), *event.get("hosts", ()))]
+        hosts = sorted({str(host) for host in named if host})
         where = f"; {', '.join(hosts)}" if hosts else ""
         yield Advice(level, title, f"{len(events)} times, at step {shown}{more}{where}", action)
 
