@@ -45,8 +45,8 @@ def _diverged(run: RunHistory) -> Iterator[Advice]:
         yield Advice(
             "problem",
             "The run ended because training diverged",
-            f"step {event['step']}, loss {event.get('loss')}, gradient norm"
-            f" {event.get('grad_norm')}",
+            f"{event.get('reason') or 'inf or NaN'} at step {event['step']}, loss"
+            f" {event.get('loss')}, gradient norm {event.get('grad_norm')}",
             "Lower optimizer.lr, lengthen lr_scheduler.warmup_steps, or look at the samples of that"
             " step.",
         )
@@ -161,7 +161,7 @@ _REPORTED: dict[str, tuple[Level, str, str]] = {  # event -> (level, title, acti
         "A step computed again gave other bits",
         "Take the named host out of the job, and test its memory and its GPU.",
     ),
-    "rollback": (
+    "rolled_back": (
         "hint",
         "The guard rolled back",
         "Look at the dumped batches in the folder guard/ before the next run uses this data.",
