@@ -717,6 +717,7 @@ def test_a_schedule_csv_must_fit_the_job(run_toml, tmp_path):
     argv[1] = "4"  # pipeline_parallel_degree
     text = error_text(run_toml, *argv, ranks=4)
     assert "is for 2 ranks and 2 stages; the job has 4 ranks" in text
+    assert "Change the file or parallelism.pipeline_parallel_degree." in text
 
 
 def test_heads_are_not_orthogonalized_apart_in_a_family_without_head_projections(

@@ -485,3 +485,5 @@ def test_a_model_that_the_architecture_or_dtype_cannot_represent_is_not_exported
         CheckpointError, match=r"norm.weight: has the value 1e\+05, which overflows torch.float16"
     ):
         export(tmp_path, model, dtype=torch.float16)
+    with pytest.raises(CheckpointError, match="overflows torch.float16"):
+        export(tmp_path / "from bf16", model.bfloat16(), dtype=torch.float16)

@@ -195,7 +195,7 @@ def check_environment(config: JobConfig) -> Iterator[UserError]:
     except ConfigError:  # reported by check_config
         sizes = None
     yield from _check_device(config)
-    yield from check_compiler(config.compile, config.compiles, _device_type(config))
+    yield from check_compiler(config.compile, config.compiles_optimizer, _device_type(config))
     yield from _check_data(config, sizes)
 
 

@@ -78,8 +78,12 @@ class JobConfig:
     @property
     def compiles(self) -> bool:
         """Whether torch.compile is used: by the model, the loss, or a low-memory optimizer."""
-        compiles_optimizer = self.optimizer.low_memory and self.optimizer.implementation == "fused"
-        return self.compile.enable or compiles_optimizer
+        return self.compile.enable or self.compiles_optimizer
+
+    @property
+    def compiles_optimizer(self) -> bool:
+        """Whether the update of a low-memory optimizer is compiled."""
+        return self.optimizer.low_memory and self.optimizer.implementation == "fused"
 
     @property
     def float8(self) -> Float8Config:

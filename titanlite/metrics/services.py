@@ -28,7 +28,7 @@ class TensorBoardSink:
         self._open(completed_steps)
 
     def _open(self, completed_steps: int) -> None:
-        # TensorBoard hides what was written before from purge_step on
+        # TensorBoard hides earlier entries whose step is purge_step or later.
         self.writer = self._open_writer(purge_step=completed_steps + 1)
 
     def rewind(self, step: int, rollbacks: int) -> None:

@@ -130,7 +130,7 @@ def _partition_by_count(
         raise ConfigError(
             f"parallelism.{_FIRST_KEY} = {first} and {_LAST_KEY} = {last}: leave {counts[0]} blocks"
             f" for the first and {counts[-1]} for the last of {stages} stages.",
-            fix="Use smaller numbers, or remove both keys to balance stages by cost.",
+            fix="Use smaller numbers, or remove all keys that count layers, to balance by cost.",
             keys=(f"parallelism.{_FIRST_KEY}", f"parallelism.{_LAST_KEY}"),
         )
     first_block, end_block = names.index(blocks[0]), names.index(blocks[-1]) + 1
