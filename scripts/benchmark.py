@@ -2,7 +2,7 @@
 
 Every figure is the median over rounds. Compared programs run in alternation, because the speed of
 machines drifts. The cases are in benchmarks/cases. `--case all-gpu` measures one GPU in less than
-eight minutes; `python -m benchmarks.roofline` prints the roofline of those cases.
+eight minutes, without rounds; `python -m benchmarks.roofline` prints the roofline of those cases.
 """
 
 from __future__ import annotations
@@ -51,7 +51,12 @@ def parse_arguments() -> argparse.Namespace:
         metavar="NAME",
         help=f"any of {', '.join(names)}; default: all CPU cases",
     )
-    parser.add_argument("--rounds", type=int, default=3, help="number of measurements per case")
+    parser.add_argument(
+        "--rounds",
+        type=int,
+        default=3,
+        help="number of measurements per case, except all-gpu and gpu-…",
+    )
     parser.add_argument(
         "--out", type=Path, help="also write the table to this .md file, and a .json"
     )

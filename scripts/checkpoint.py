@@ -2,7 +2,8 @@
 
 commands:
   ls      list all checkpoints, including unfinished ones and those set aside
-  verify  compare all bytes with the hashes in the manifests; exit code 2 if one is not valid
+  verify  compare all bytes with the hashes in the manifests; exit code 2 if a checkpoint is not
+          valid or its save is not finished
   show    print the manifest of one checkpoint: job properties, files and tensors
   newest  print the path of the newest valid checkpoint
   rm      remove one checkpoint

@@ -1,8 +1,8 @@
 """Compare the metrics of two runs: python scripts/compare_runs.py RUN_A RUN_B
 
-At every step that both runs have, loss, grad_norm, lr and validation losses must agree within the
-tolerance, and tokens and samples exactly. Exit code: 0 the runs agree, 1 they differ, 2 they cannot
-be compared.
+At every step that both runs have, loss, z_loss, grad_norm, lr and validation losses must agree
+within the tolerance, and tokens and samples exactly. Exit code: 0 the runs agree, 1 they differ, 2
+they cannot be compared.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """Draw the pictures of the documentation: python scripts/draw_docs.py [NAME …]
 
 layers, step, commit and watchdog are diagrams; memory is estimated; schedules are those of a guide;
-layout is drawn by scripts/draw_layout.py. `losses` trains eight small jobs on the CPU first (some
-minutes), and stores what it measured beside the picture.
+layout is drawn by scripts/draw_layout.py, mup_check by scripts/check_mup.py. `losses` and
+`mup_transfer` train small models on the CPU first (some minutes), and store what they measured
+beside the picture.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from doc_pictures.canvas import PALETTE_COLOURS
 from doc_pictures.diagrams import draw_commit, draw_layers, draw_step, draw_watchdog
 from doc_pictures.losses import draw_losses, train_all
 from doc_pictures.memory import draw_memory
+from doc_pictures.mup import JOB, draw_transfer, train_widths
 from doc_pictures.schedules import draw_schedules
 
 ROOT = Path(__file__).parents[1]
@@ -87,6 +89,17 @@ def _layout(path: Path) -> None:
         image.quantize(PALETTE_COLOURS, dither=Image.Dither.NONE).save(path, optimize=True)
 
 
+def _mup_check(path: Path) -> None:
+    command = [sys.executable, "scripts/check_mup.py", *JOB, "--optimizer.lr=2e-3", "--out"]
+    subprocess.run([*command, str(path)], cwd=ROOT, check=True)
+
+
+def _mup_transfer(path: Path) -> None:
+    losses = train_widths(ROOT)
+    path.with_suffix(".json").write_text(json.dumps(losses, indent=1) + "\n", encoding="utf-8")
+    draw_transfer(losses, path)
+
+
 PICTURES: dict[str, Callable[[Path], None]] = {
     "layers": _layers,
     "step": draw_step,
@@ -96,6 +109,8 @@ PICTURES: dict[str, Callable[[Path], None]] = {
     "schedules": _schedules,
     "layout": _layout,
     "losses": _losses,
+    "mup_check": _mup_check,
+    "mup_transfer": _mup_transfer,
 }
 
 if __name__ == "__main__":

@@ -75,7 +75,7 @@ def parse_arguments() -> argparse.Namespace:
         type=float,
         default=STALL_SECONDS,
         metavar="SECONDS",
-        help="stop if no worker reads a document for this time (default: 600)",
+        help="with several workers: stop if none reads a document for this time (default: 600)",
     )
     add(
         "--verify",

@@ -7,8 +7,8 @@ for argument in "$@"; do
     -h | --help)
       echo "usage: bash scripts/quickstart.sh [--section.key value ...]"
       echo "Collects Python's standard library as text, trains a tokenizer, prepares the corpus, trains a"
-      echo "small Llama on it, and generates text with it. Finished steps are reused. Arguments go to train.py;"
-      echo "python train.py --help lists them. Results are under outputs/quickstart (--job.dump_folder)."
+      echo "small Llama on it, and generates text with it. What an earlier run finished is reused. Arguments go to"
+      echo "train.py; python train.py --help lists them. Results are under outputs/quickstart (--job.dump_folder)."
       exit 0 ;;
   esac
 done

@@ -26,6 +26,6 @@ for argument in "$@"; do
   if [ "$argument" = --quick ]; then set -- "$@" "${QUICK[@]}"; else set -- "$@" "$argument"; fi
 done
 # Two workers, because many tests wait more than they compute; the tests of a file share fixtures, so
-# one worker runs them all. In the order of collection, in which small files come last. One thread
-# per process: the tests start several ranks, and more threads than cores are slower.
+# one worker runs them all. Files start in the order of collection: the last ones are small. One
+# thread per process: the tests start several ranks, and more threads than cores are slower.
 OMP_NUM_THREADS=1 exec python -m pytest -n 2 --dist loadscope --no-loadscope-reorder "$@"

@@ -67,6 +67,11 @@ def main() -> int:
     print(f"{args.out}: {size} ids")
     if size < args.vocab_size:
         print(f"the text has no more pairs to merge: set model.vocab_size = {size} or more")
+    if size > args.vocab_size:
+        print(
+            "128,000 ranks are read with Llama 3's 256 special tokens: set model.vocab_size ="
+            f" {size} or more, or give another --vocab-size"
+        )
     return EXIT_DONE
 
 

@@ -46,6 +46,8 @@ SHORT_SCHEDULE = [  # in tokens; the run consumes 768
     *("--lr_scheduler.total_tokens", "500"),
 ]
 PIPELINE = ["--parallelism.pipeline_parallel_degree", "2"]
+MUP_BASE = ["--mup.base.dim", "32", "--mup.base.n_heads", "2", "--mup.base.hidden_dim", "64"]
+KV_HEADS = ["--mup.base.n_kv_heads", "1"]
 IN_BACKWARD = ["--optimizer.early_step_in_backward", "true", "--training.max_norm", "0"]
 
 
@@ -77,7 +79,7 @@ IN_BACKWARD = ["--optimizer.early_step_in_backward", "true", "--training.max_nor
         (
             ["--optimizer.state_dtype", "8bit", "--optimizer.name", "SGD"],
             1,
-            "applies to AdamW and Adam",
+            "applies to AdamW, Adam",
         ),
         (
             ["--optimizer.state_dtype", "4bit", "--optimizer.implementation", "foreach"],
@@ -116,13 +118,27 @@ IN_BACKWARD = ["--optimizer.early_step_in_backward", "true", "--training.max_nor
         (
             ["--optimizer.name", "Muon", "--training.enable_cpu_offload", "true"],
             1,
-            "Muon would compute its matmuls on the CPU",
+            "Muon would compute matmuls on the CPU",
         ),
         (IN_BACKWARD[:-2], 1, "training.max_norm = 1 clips"),
         ([*IN_BACKWARD, *PIPELINE], 2, "reuse each weight for later micro-batches"),
         ([*IN_BACKWARD, "--training.enable_cpu_offload", "true"], 1, "would save no device memory"),
         ([*IN_BACKWARD, "--training.mixed_precision_param", "float16"], 1, "gradient overflows"),
         ([*IN_BACKWARD], 2, "accumulate over 2 micro-batches"),
+        ([*IN_BACKWARD, "--training.clipping", "adaptive"], 1, "clips after backward"),
+        ([*IN_BACKWARD, "--metrics.noise_scale_freq", "9"], 1, "true would apply it"),
+        (
+            [
+                "--metrics.noise_scale_freq",
+                "9",
+                "--training.local_batch_size",
+                "1",
+                "--training.global_batch_size",
+                "1",
+            ],
+            1,
+            "the global batch is 1 sequence",
+        ),
         (["--profiling.enable_memory_snapshot", "true"], 1, "of GPUs only"),
         (["--training.global_batch_size", "9"], 2, "Use 8 or 12"),
         (["--training.batch_size_ramp", "0:2 10K:8"], 2, "its sizes 2 are not multiples of"),
@@ -149,7 +165,12 @@ IN_BACKWARD = ["--optimizer.early_step_in_backward", "true", "--training.max_nor
             "nothing is loaded",
         ),
         (["--checkpoint.folder", "nosuch://bucket/run"], 1, "checkpoint.folder: nosuch://bucket"),
-        (["--checkpoint.allow_changes", "debug.sed"], 1, "Use model, optimizer.name"),
+        (["--checkpoint.allow_changes", "debug.sed"], 1, "Use model, mup.base, optimizer.name"),
+        (["--mup.base.dim", "64"], 1, "n_heads: is missing, and has no default"),
+        ([*MUP_BASE, "--mup.base.n_kv_heads", "3"], 1, "mup.base.n_kv_heads = 3: does not divide"),
+        (MUP_BASE, 1, "n_kv_heads is missing"),
+        ([*MUP_BASE, *KV_HEADS, "--optimizer.name", "SGD"], 1, "training.max_norm = 1 scales down"),
+        ([*MUP_BASE, *KV_HEADS, "--optimizer.name", "Adam"], 1, "Adam adds optimizer.weight_decay"),
         (["--checkpoint.exclude_from_loading", "lr_scheduler"], 1, "is a function of the step"),
         (["--checkpoint.export_dtype", "bfloat16"], 1, "a model-only or Hugging Face last save"),
         (["--checkpoint.initial_load_in_hf", "true"], 1, "initial_load_path is not set"),
@@ -582,10 +603,18 @@ def test_independent_errors_are_all_reported(run_toml):
 
 
 def test_the_effective_configuration_loads_as_the_same_job(run_toml, tmp_path):
-    job = read_valid(run_toml, "--optimizer.lr", "1e-3")
+    job = read_valid(run_toml, "--optimizer.lr", "1e-3", *MUP_BASE, *KV_HEADS)
     written = tmp_path / "written.toml"
     written.write_text(job.as_toml())
     assert read_valid(written).as_toml() == job.as_toml()
+
+
+def test_the_base_model_of_mup_is_a_property_of_the_job(run_toml):
+    job = read_valid(run_toml, *MUP_BASE, *KV_HEADS)
+    base = {"dim": 32, "n_heads": 2, "hidden_dim": 64, "n_kv_heads": 1, "head_dim": None}
+    assert job.facts(open_stream(job))["mup.base"] == base
+    assert "tuned at dim 32; width x" in job.summary(torch.device("cpu"), None)
+    assert read_valid(run_toml).facts(open_stream(job))["mup.base"] is None
 
 
 def test_global_batch_size_minus_1_follows_the_layout_and_is_checked_on_resume(run_toml):
@@ -688,6 +717,7 @@ def test_a_schedule_csv_must_fit_the_job(run_toml, tmp_path):
     argv[1] = "4"  # pipeline_parallel_degree
     text = error_text(run_toml, *argv, ranks=4)
     assert "is for 2 ranks and 2 stages; the job has 4 ranks" in text
+    assert "Change the file or parallelism.pipeline_parallel_degree." in text
 
 
 def test_heads_are_not_orthogonalized_apart_in_a_family_without_head_projections(

@@ -186,7 +186,17 @@ def test_a_config_file_that_cannot_be_read_is_the_only_problem_reported(tmp_path
     assert "Use --job.config_file nowhere.toml" in problem
     (tmp_path / "run.toml").write_text("a =")
     (problem,) = load_problems(["--job.config_file", str(tmp_path / "run.toml")])
-    assert "not valid TOML" in problem
+    assert problem.startswith("job.config_file = ") and "not valid TOML" in problem
+
+
+def test_an_error_in_an_included_file_names_both_files(tmp_path):
+    top, base = tmp_path / "top.toml", tmp_path / "base.toml"
+    top.write_text('include = ["base.toml"]')
+    for content, reason in ((None, "cannot be read (No such file"), ("a =", "not valid TOML")):
+        if content is not None:
+            base.write_text(content)
+        (problem,) = load_problems(["--job.config_file", str(top)])
+        assert problem.startswith(f'include = "{base}" ({top}): {reason}')
 
 
 def test_a_list_of_tables_can_be_given_on_the_command_line():

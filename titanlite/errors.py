@@ -6,10 +6,10 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 EXIT_DONE = 0  # training is complete
-EXIT_RANK_LOST = 1  # another rank died, exited or hung; its name is logged
+EXIT_RANK_LOST = 1  # a rank died, exited or hung, which is logged, or the ranks did not connect
 EXIT_BUG = 1  # any other error, printed with a traceback; the code that Python itself uses
 EXIT_USER_ERROR = 2  # the user must change the config, the data or a checkpoint
-EXIT_DIVERGED = 3  # the guard gave up, or a weight was inf or NaN; that state was not saved
+EXIT_DIVERGED = 3  # the guard gave up, a weight was inf or NaN, or replicas differ; not saved
 EXIT_STOPPED = 75  # stopped by a signal or time limit, checkpoint written: rerun to resume
 EXIT_INTERRUPTED = 130  # Ctrl-C without a checkpoint; the code that shells use for SIGINT
 
@@ -54,6 +54,12 @@ class CheckpointError(UserError):
 
 class TrainingDiverged(UserError):
     """The guard gave up, or a weight became inf or NaN."""
+
+    code = EXIT_DIVERGED
+
+
+class ReplicaMismatch(UserError):
+    """Replicas of the training state differ."""
 
     code = EXIT_DIVERGED
 

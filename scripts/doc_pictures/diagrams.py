@@ -23,7 +23,7 @@ from doc_pictures.canvas import (
     write,
 )
 from titanlite.runtime.diagnosis import SILENT_FRACTION, STUCK_FRACTION
-from titanlite.runtime.watchdog import CLEANUP_SECONDS, STACKS_SECONDS
+from titanlite.runtime.watchdog import CLEANUP_SECONDS, STACKS_SECONDS, TRACES_SECONDS
 
 PURPOSE = {  # of each package, in two short lines at most
     "train.py": "one run",
@@ -48,7 +48,7 @@ PURPOSE = {  # of each package, in two short lines at most
     "errors": "user errors,\nexit codes",
     "files": "untrusted\nJSON, TOML",
     "labels": "IGNORE_INDEX",
-    "threads": "on the GPU",
+    "threads": "started on\nthe right GPU",
     "log": "one logger",
 }
 
@@ -87,7 +87,7 @@ def draw_layers(layers: Sequence[set[str]], path: Path) -> None:
 
 # The boxes of a step in the order of the data flow: (column, title, lines, colour).
 READ = [
-    (0, "position", ["one integer", "(seed, position)"], GREY),
+    (0, "position", ["one integer: samples", "read since the start"], GREY),
     (1, "order", ["source, epoch, sample", "data/order.py"], BLUE),
     (2, "tokens [B, T+1]", ["shards, read by position", "a thread reads ahead"], BLUE),
     (3, "rank's slice", ["by dp rank, then by cp", "micro-batches"], BLUE),
@@ -98,7 +98,7 @@ COMPUTE = [
     (3, "loss", ["sum / valid tokens", "the only division"], BLUE),
     (2, "backward", ["recompute activations", "every micro-batch"], BLUE),
     (1, "reduce", ["gradients summed in fp32", "FSDP reduce-scatter"], AMBER),
-    (0, "clip", ["norm over all shards", "one all-reduce"], AMBER),
+    (0, "clip", ["norm over all shards,", "by all-reduce"], AMBER),
 ]
 UPDATE = [
     (0, "optimizer step", ["on this rank's shards", "lr = f(step)"], BLUE),
@@ -140,6 +140,9 @@ def draw_step(path: Path) -> None:
     save_png(figure, path)
 
 
+REMOVAL = ["local: one rename first,", "URL: manifest first"]  # then the files
+
+
 def draw_commit(path: Path) -> None:
     """The states of a checkpoint folder `step-N`, from the first byte to its removal."""
     figure, axes = new_canvas(10.0, 4.6)
@@ -159,13 +162,13 @@ def draw_commit(path: Path) -> None:
     )
     failed = Box(0.3, 0.75, wide, high, "unfinished", ["no manifest:", "not a checkpoint"], GREY)
     damaged = Box(4.9, 0.75, wide, high, "set aside", ["step-N.aside-1", "kept: the last 4"], RED)
-    removed = Box(7.75, 0.75, wide, high, "removed", ["manifest first,", "then the files"], GREY)
+    removed = Box(7.75, 0.75, wide, high, "removed", REMOVAL, GREY)
     for box in (writing, synced, valid, failed, damaged, removed):
         draw_box(axes, box)
     draw_arrow(axes, writing.right, synced.left)
     draw_arrow(axes, synced.right, valid.left)
-    write(axes, 6.12, 3.75, "lease checked again,", size=8, colour=FAINT)
-    write(axes, 6.12, 3.58, "metrics synced", size=8, colour=FAINT)
+    write(axes, 6.12, 3.75, "metrics synced,", size=8, colour=FAINT)
+    write(axes, 6.12, 3.58, "lease checked again", size=8, colour=FAINT)
     write(axes, 6.12, 3.1, "commit", size=9, weight="bold")
     draw_arrow(axes, writing.bottom, failed.top)
     draw_arrow(
@@ -188,7 +191,7 @@ def draw_commit(path: Path) -> None:
         ls="--",
     )
     draw_arrow(axes, (removed.bottom[0], 0.55), removed.bottom)
-    write(axes, 3.5, 0.62, "removed by the next start", size=8, colour=FAINT)
+    write(axes, 3.5, 0.62, "removed by this run, or by the next start", size=8, colour=FAINT)
     draw_arrow(axes, damaged.right, removed.left, dashed=True)
     write(axes, 7.25, 1.4, "keep_aside_k", size=8, colour=FAINT)
     write(
@@ -202,16 +205,29 @@ def draw_commit(path: Path) -> None:
     save_png(figure, path)
 
 
+LOSS_TIMEOUT = 100  # seconds; the default of comm.train_timeout_seconds
+LOST_RANKS: Mapping[str, tuple[str, float]] = {  # how -> (how it is noticed, after seconds)
+    "rank dies": ("the others' collectives fail; five rounds of heartbeats show who is lost", 5),
+    "rank freezes": (
+        f"no heartbeat for {SILENT_FRACTION:g} of the timeout",
+        SILENT_FRACTION * LOSS_TIMEOUT,
+    ),
+    "rank hangs": (
+        f"heartbeats, but no progress for {STUCK_FRACTION:g} of the timeout",
+        STUCK_FRACTION * LOSS_TIMEOUT,
+    ),
+}
+
+
 def draw_watchdog(path: Path) -> None:
     """What happens after a rank dies, freezes or hangs, on a time axis in seconds."""
-    timeout = 100
     figure, axes = new_canvas(10.0, 4.8)
     write(axes, 0.2, 4.55, "A rank is lost", size=12, align="left", weight="bold")
     write(
         axes,
         1.75,
         4.55,
-        f"comm.train_timeout_seconds = {timeout}; every rank sends a heartbeat each second",
+        f"comm.train_timeout_seconds = {LOSS_TIMEOUT}; every rank sends a heartbeat each second",
         size=9,
         colour=FAINT,
         align="left",
@@ -222,36 +238,26 @@ def draw_watchdog(path: Path) -> None:
     def x(seconds: float) -> float:
         return left + scale * seconds
 
-    cases: Mapping[str, tuple[str, float]] = {
-        "rank dies": ("its connections close, so the others' collectives fail", 3),
-        "rank freezes": (
-            f"no heartbeat for {SILENT_FRACTION:g} of the timeout",
-            SILENT_FRACTION * timeout,
-        ),
-        "rank hangs": (
-            f"heartbeats, but no progress for {STUCK_FRACTION:g} of the timeout",
-            STUCK_FRACTION * timeout,
-        ),
-    }
-    for number, (name, (reason, found)) in enumerate(cases.items()):
+    report = STACKS_SECONDS + TRACES_SECONDS
+    for number, (name, (reason, found)) in enumerate(LOST_RANKS.items()):
         y = first_row - 0.85 * number
         write(axes, 0.2, y, name, size=9.5, align="left", weight="bold")
-        bars = [(0.0, found, BLUE), (found, STACKS_SECONDS, AMBER)]
+        bars = [(0.0, found, BLUE), (found, report, AMBER)]
         if number == 0:  # the main threads are free, and close what is open
-            bars.append((found + STACKS_SECONDS, CLEANUP_SECONDS, RED))
+            bars.append((found + report, CLEANUP_SECONDS, RED))
         for start, length, colour in bars:
             axes.barh(y, scale * length, 0.3, x(start), color=colour, edgecolor=LINE, linewidth=0.8)
         axes.plot([x(found)] * 2, [y - 0.22, y + 0.22], color=INK, lw=1.6)
         write(axes, x(0), y - 0.32, reason, size=8, colour=FAINT, align="left")
-    axis = first_row - 0.85 * len(cases) + 0.2
+    axis = first_row - 0.85 * len(LOST_RANKS) + 0.2
     for second in range(0, 101, 20):
         axes.plot(
             [x(second)] * 2, [axis - 0.05, first_row + 0.35], color="#e2e5e9", lw=0.8, zorder=0
         )
         write(axes, x(second), axis - 0.17, f"{second} s", size=8, colour=FAINT)
     key = [
-        (0.2, 0.55, BLUE, "the others wait in a collective"),
-        (0.2, 0.25, AMBER, f"reported, stacks/ written, exit code 1 (at most {STACKS_SECONDS} s)"),
+        (0.2, 0.55, BLUE, "the others wait"),
+        (0.2, 0.25, AMBER, f"report, stacks/, comm_traces/, exit code 1 (at most {report} s)"),
         (5.2, 0.25, RED, f"files closed first (at most {CLEANUP_SECONDS} s)"),
     ]
     for place, y, colour, text in key:

@@ -20,7 +20,9 @@ from tests.checkpoint.saving import bits, load, open_checkpointer, save, save_an
 from tests.distributed.oracle import ADAMW, SGD, Layout, Record, full_value, run_until, start_run
 from tests.distributed.ranks import run_on_ranks
 from titanlite.checkpoint import list_steps, read_checkpoint_manifest
+from titanlite.checkpoint.job_properties import check_job_properties
 from titanlite.checkpoint.manifest import FORMAT, manifest_hash
+from titanlite.checkpoint.tensor_reader import read_tensors
 from titanlite.checkpoint.tensor_writer import _prepare_folder
 from titanlite.errors import CheckpointError
 from titanlite.log import logger
@@ -514,6 +516,31 @@ def test_a_changed_job_property_is_refused_unless_it_is_allowed_by_name(tmp_path
     assert 'allow_changes = ["data.sources", "debug.seed"]' in none_allowed
     assert "debug.seed (" not in one_allowed and "data.sources (" in one_allowed
     assert both_allowed == "step-1"
+    with pytest.raises(
+        CheckpointError, match=r"not contain optimizer\.state\.x.*Set \[optimizer\]"
+    ):
+        state = {"optimizer": {"state.x": torch.empty(1)}}
+        read_tensors(StorageFolder(tmp_path) / "step-1", state, no_dist=True)
+
+
+def property_error(saved: dict, current: dict, model_only: bool = False) -> str:
+    with pytest.raises(CheckpointError) as caught:
+        check_job_properties(
+            StorageFolder("step-1"), saved, current, model_only=model_only, allowed=[]
+        )
+    return str(caught.value)
+
+
+def test_the_advice_about_a_changed_property_is_true():
+    older, newer = "weight 1", "weight 1, order version 2"
+    saved = {"data.sources": {"code": older}}
+    assert "in the new order" in property_error(saved, {"data.sources": {"code": newer}})
+    other_weight = {"data.sources": {"code": "weight 3, order version 2"}}
+    saved = {"data.sources": {"code": newer}}
+    assert "in the new order" not in property_error(saved, other_weight)
+    saved, current = {"model": {"dim": 32}}, {"model": {"dim": 64}}
+    assert "initial_load_path" in property_error(saved, current)
+    assert "initial_load_path" not in property_error(saved, current, model_only=True)
 
 
 # --- other file systems --------------------------------------------------------------------------

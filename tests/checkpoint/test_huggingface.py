@@ -406,6 +406,13 @@ def test_all_problems_of_the_files_are_reported_together(tmp_path):
         assert text in str(refused.value)
 
 
+def test_a_file_that_cannot_be_opened_is_not_reported_as_damaged(tmp_path):
+    source = open_hugging_face(export(tmp_path, random_model(SIZES)))
+    source.folder.delete("model.safetensors")
+    with pytest.raises(CheckpointError, match="model.safetensors cannot be read: No such file"):
+        source.read("norm.weight")
+
+
 @pytest.mark.parametrize("equal", [True, False])
 def test_tied_embeddings_with_different_output_weights_are_refused(tmp_path, equal):
     folder = export(tmp_path, random_model(TIED))
@@ -478,3 +485,5 @@ def test_a_model_that_the_architecture_or_dtype_cannot_represent_is_not_exported
         CheckpointError, match=r"norm.weight: has the value 1e\+05, which overflows torch.float16"
     ):
         export(tmp_path, model, dtype=torch.float16)
+    with pytest.raises(CheckpointError, match="overflows torch.float16"):
+        export(tmp_path / "from bf16", model.bfloat16(), dtype=torch.float16)

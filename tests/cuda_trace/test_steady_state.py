@@ -19,6 +19,7 @@ OFFLOAD = (  # tensors of 1 MiB or more, and more blocks than the two that stay 
 UNCOMPILED = "optimizer.implementation=for-loop"
 ONE_GPU = {  # name -> settings
     "default": "",
+    "adaptive clipping": "training.clipping=adaptive",
     "tied, qk-norm, foreach, no clipping": "model.tied_embeddings=true model.qk_norm=true"
     " optimizer.implementation=foreach training.max_norm=0",
     "cudnn, chunked loss, bf16 params": "attention.backend=cudnn loss.chunk_tokens=32"

@@ -7,7 +7,9 @@ import re
 import subprocess
 import sys
 import threading
+from concurrent.futures import Future, TimeoutError
 from pathlib import Path
+from queue import SimpleQueue
 
 import numpy as np
 import pytest
@@ -19,6 +21,7 @@ from titanlite.data import (
     SampleOrder,
     ShardWriter,
     SourceConfig,
+    background,
     open_sample_stream,
     open_tokenizer,
     open_validation,
@@ -128,6 +131,40 @@ def test_prefetch_leaves_no_thread_however_it_ends(mixture):
         for _ in stream.prefetch((1 // (3 - i), 1) for i in range(9)):
             pass
     assert prefetch_threads() == []
+
+
+class RacingQueue(SimpleQueue):
+    """A queue whose last request is taken by the thread between `empty` and `get`."""
+
+    def empty(self) -> bool:
+        return False
+
+
+def test_closing_a_reader_does_not_wait_for_a_request_that_its_thread_has_taken(monkeypatch):
+    """Else a run could hang after its last step."""
+    monkeypatch.setattr(background, "SimpleQueue", RacingQueue)
+    reader = background.BackgroundReader(lambda position, sequences: position, "prefetch", None)
+    assert reader.wait(reader.submit(7, 1), "") == 7
+    closing = threading.Thread(target=reader.close, daemon=True)
+    closing.start()
+    closing.join(10)
+    assert not closing.is_alive() and prefetch_threads() == []
+
+
+class LateResult(Future):
+    """A batch that is read just after the time limit."""
+
+    def result(self, timeout=None):
+        if not self.done():
+            self.set_result("batch")
+            raise TimeoutError
+        return super().result(timeout)
+
+
+def test_a_batch_that_is_read_just_after_the_time_limit_is_not_lost():
+    reader = background.BackgroundReader(lambda position, sequences: None, "prefetch", 1.0)
+    assert reader.wait(LateResult(), "") == "batch"
+    reader.close()
 
 
 HANGING = """

@@ -16,6 +16,7 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 
 from titanlite.data import open_tokenizer
+from titanlite.data import tokenizer as tokenizer_module
 from titanlite.data.bpe import train_bpe, train_merges
 from titanlite.data.tokenizer_json import to_tokenizer_json
 from titanlite.errors import DataError
@@ -42,6 +43,14 @@ def ranks(tmp_path_factory) -> str:
     path = tmp_path_factory.mktemp("ranks") / "t.model"
     assert train_bpe(training_texts(), VOCAB_SIZE, path) == VOCAB_SIZE
     return str(path)
+
+
+def test_the_reported_size_is_that_of_the_opened_tokenizer(tmp_path, monkeypatch):
+    """Also for as many ranks as Llama 3 has, which are read with its 256 special tokens."""
+    monkeypatch.setattr(tokenizer_module, "_LLAMA3_RANKS", 300)
+    for vocab_size in (301, 302, 303):
+        size = train_bpe(training_texts(), vocab_size, tmp_path / "t.model")
+        assert size == open_tokenizer(str(tmp_path / "t.model")).vocab_size
 
 
 def run_command(command: list[str]) -> subprocess.CompletedProcess:

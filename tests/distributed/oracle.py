@@ -16,12 +16,14 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from titanlite.distributed.mesh import Degrees, Mesh, ParallelismConfig, build_mesh
 from titanlite.labels import IGNORE_INDEX
 from titanlite.models import FAMILIES, Llama3Sizes, LossConfig
+from titanlite.models.mup import BaseWidths, MupConfig, WidthScale, width_scales
 from titanlite.optim import (
     LossScale,
     MatrixFacts,
     OptimizerConfig,
     OptimizerInBackward,
     OptimizerSet,
+    adaptive_clip,
     build_optimizer,
 )
 from titanlite.parallelize import (
@@ -134,6 +136,7 @@ class Recipe:
 
     optimizer: str = "SGD"
     max_norm: float = 0.0
+    adaptive: float = 0.0  # factor of adaptive clipping; 0: off
     sizes: Llama3Sizes = SIZES
     steps: int = STEPS
     lr: float = 0.5
@@ -143,6 +146,11 @@ class Recipe:
     documents: bool = False  # several per sequence, with a document mask
     state_dtype: str = "float32"  # of the optimizer
     options: tuple[tuple[str, Any], ...] = ()  # of [optimizer], which win over those above
+    mup_base: BaseWidths | None = None
+
+    @property
+    def widths(self) -> dict[str, WidthScale]:
+        return width_scales(MupConfig(self.mup_base), FAMILY, self.sizes)
 
     @property
     def section(self) -> OptimizerConfig:
@@ -211,15 +219,17 @@ VALIDATION_STEPS = (2, STEPS)  # also before the last step, to see effects on la
 
 
 def build_recipe_optimizer(model, recipe: Recipe) -> OptimizerSet:
-    return build_optimizer(model, recipe.section, MatrixFacts(FAMILY, recipe.sizes))
+    facts = MatrixFacts(FAMILY, recipe.sizes)
+    return build_optimizer(model, recipe.section, facts, widths=recipe.widths)
 
 
 @cache
 def one_process(recipe: Recipe) -> Record:
     """The reference run: no titanlite code but the model, its initialization and the optimizer."""
     model = FAMILY.build(recipe.sizes)
-    init_weights(model, FAMILY.init_roles, recipe.sizes.n_layers, SEED)
+    init_weights(model, FAMILY.init_roles, recipe.sizes.n_layers, SEED, recipe.widths)
     optimizer = build_recipe_optimizer(model, recipe)
+    optimizer.set_lr(recipe.lr)
     record = Record()
     for step in range(recipe.steps):
         inputs, labels = batch_at(step, recipe)
@@ -232,6 +242,8 @@ def one_process(recipe: Recipe) -> Record:
         record.losses.append(loss.item())
         record.z_losses.append(z_loss.item())
         record.norms.append(norm.item())
+        if recipe.adaptive:
+            _clip_rows(model, recipe.adaptive)
         record.gradients.append({n: p.grad.clone() for n, p in model.named_parameters()})
         optimizer.step()
         optimizer.zero_grad()
@@ -239,6 +251,20 @@ def one_process(recipe: Recipe) -> Record:
             record.validations.append(_reference_validation(model, ValidationData(recipe), recipe))
     record.weights = {n: p.detach().clone() for n, p in model.named_parameters()}
     return record
+
+
+ADAPTIVE_EPS, UNCLIPPED = 0.08, "output.weight"  # eps: more than the norms of some rows only
+
+
+def _clip_rows(model, factor: float) -> None:
+    """Adaptive clipping as written in the paper, row by row."""
+    for name, parameter in model.named_parameters():
+        rows = [parameter] if parameter.dim() == 1 else parameter
+        grads = [parameter.grad] if parameter.dim() == 1 else parameter.grad
+        for row, grad in zip(rows, grads, strict=True):
+            limit = factor * max(row.norm().item(), ADAPTIVE_EPS)
+            if name != UNCLIPPED and grad.norm() > limit:
+                grad.mul_(limit / grad.norm())
 
 
 def reference_logits(model, inputs: Tensor, recipe: Recipe) -> Tensor:
@@ -274,6 +300,7 @@ def build_sharded(layout: Layout, recipe: Recipe, dtype: torch.dtype = torch.flo
         replace(layout.transforms(recipe, dtype), **transforms),
         CPU,
         seed=SEED,
+        widths=recipe.widths,
     )
     options = {
         "local_batch": local_batch,
@@ -325,6 +352,7 @@ def run_until(
         gradients.update({n: shard_and_offset(p.grad) for n, p in named if p.grad is not None})
 
     hooks = [o.register_step_pre_hook(record_gradients) for o in state.optimizer]
+    clip = adaptive_clip(state.model.named_parameters(), recipe.adaptive, ADAPTIVE_EPS, [UNCLIPPED])
     while state.step < until:
         sequences = recipe.batch_of(state.step) // mesh.degrees.data
         own_slice = slice(mesh.batch_rank * sequences, (mesh.batch_rank + 1) * sequences)
@@ -336,7 +364,12 @@ def run_until(
             engine,
             engine.prepare(inputs, labels),
             lr=recipe.lr,
-            settings=StepSettings(mesh, recipe.max_norm, early),
+            settings=StepSettings(
+                mesh,
+                recipe.max_norm,
+                early,
+                clip if recipe.adaptive else None,
+            ),
         )
         if named:
             record.gradients.append(dict(gradients))
@@ -375,9 +408,13 @@ def merge_ranks(records: list[Record]) -> Record:
 def merge_parts(parts: Sequence[dict[str, tuple]]) -> dict[str, Tensor]:
     """Global tensors from the `shard_and_offset`s of all ranks."""
     tensors = {}
-    shapes = {name: shape for rank in parts for name, (shape, _, _) in rank.items()}
-    for name, shape in shapes.items():
-        tensor = torch.full(shape, torch.nan)
+    kinds = {
+        name: (shape, torch.promote_types(local.dtype, torch.float32))  # with a NaN
+        for rank in parts
+        for name, (shape, _, local) in rank.items()
+    }
+    for name, (shape, dtype) in kinds.items():
+        tensor = torch.full(shape, torch.nan, dtype=dtype)
         for _, offset, local in (rank[name] for rank in parts if name in rank):
             region = tensor[
                 tuple(slice(o, o + n) for o, n in zip(offset, local.shape, strict=True))

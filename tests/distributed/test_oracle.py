@@ -24,6 +24,7 @@ from tests.distributed.oracle import (
 )
 from tests.distributed.ranks import run_on_ranks
 from tests.parallelize.test_schedule import as_csv
+from titanlite.models.mup import BaseWidths
 from titanlite.parallelize.schedule import SCHEDULES, build_schedule_order
 
 # Each is run with SGD and gradient accumulation: Adam and clipping would hide gradients that are
@@ -265,6 +266,51 @@ def test_no_stage_and_no_micro_batch_searches_for_its_documents(layout):
 @pytest.mark.parametrize("layout", TIED_LAYOUTS, ids=str)
 def test_tied_embeddings_and_qk_norm_match_one_process(layout):
     assert_matches_one_process([(layout, with_tied_embeddings(SGD))])
+
+
+def test_mup_matches_one_process():
+    """Initial weights and learning rates are scaled by name, in every shard and stage."""
+    base = BaseWidths(dim=8, n_heads=2, hidden_dim=22, n_kv_heads=1)
+    untied = replace(SHORT, mup_base=base, lr=0.1)
+    tied = replace(with_tied_embeddings(untied), lr=0.1)
+    pipeline = Layout(pipeline=2, microbatch=6, shard=2)
+    assert_matches_one_process(
+        [(Layout(shard=2, tensor=2), tied), (pipeline, with_enough_blocks(untied, pipeline))]
+    )
+
+
+# Columns are sharded by tensor parallelism, vectors by FSDP, so units are on several ranks.
+ADAPTIVE_LAYOUTS = [
+    [Layout(), Layout(offload=True)],
+    [
+        Layout(shard=2),
+        Layout(replicate=2),
+        Layout(tensor=2),
+        Layout(context=2),
+        Layout(pipeline=2, microbatch=9),
+    ],
+    [Layout(shard=2, tensor=2), Layout(replicate=2, shard=2), Layout(tensor=4)],
+]
+
+
+@pytest.mark.parametrize("layouts", ADAPTIVE_LAYOUTS, ids=join_names)
+def test_adaptive_clipping_matches_one_process(layouts):
+    recipe = replace(SHORT, adaptive=5e-4)
+    assert_matches_one_process(
+        [(x, with_enough_blocks(recipe, x) if x.pipeline > 1 else recipe) for x in layouts]
+    )
+
+
+def test_adaptive_clipping_clips_some_units_and_the_reported_norm_is_of_before():
+    clipped, plain = (one_process(replace(SHORT, adaptive=factor)) for factor in (5e-4, 0.0))
+    assert clipped.norms[0] == plain.norms[0]
+    whole, partly = set(), set()
+    for name, gradient in clipped.gradients[0].items():
+        same = (gradient == plain.gradients[0][name]).view(len(gradient), -1).all(1)
+        whole |= {name} if not same.any() else set()
+        partly |= {name} if same.any() and not same.all() else set()
+    assert "norm.weight" in whole and "output.weight" not in whole | partly
+    assert "layers.0.attention.wk.weight" in partly
 
 
 def test_z_loss_matches_one_process_and_is_reported_separately():

@@ -130,7 +130,7 @@ def test_after_a_resume_no_step_or_event_is_recorded_twice(tmp_path, logged):
         *["validation"] * 3,
         "resumed",
     ]
-    assert any("2 lines after step 20 moved to" in line for line in logged())
+    assert any("2 lines, after step 20 or incomplete, moved to" in line for line in logged())
     replaced = [json.loads(line) for line in (tmp_path / REPLACED_FILE).open()]
     assert [line["step"] for line in replaced] == [30, 30]  # moved, not lost
     assert {place.name for place in tmp_path.iterdir()} == {"metrics.jsonl", REPLACED_FILE}
@@ -295,6 +295,27 @@ def read_all(descriptor: int, chunks: list[bytes]) -> None:
             chunks.append(chunk)
     except OSError:  # Linux raises EIO where the other end is closed
         pass
+
+
+def test_the_meters_are_scalars_and_layer_norms_are_not_on_the_console(
+    tmp_path, monkeypatch, caplog
+):
+    monkeypatch.setattr(logger, "propagate", True)
+    caplog.set_level("INFO")
+    with open_in(tmp_path, enable_tensorboard=True) as sinks:
+        norms = {
+            kind: {"layers.0": 1.5, "output": 2.5} for kind in ("gradient", "weight", "update")
+        }
+        sinks.event(3, "layer_norms", **norms)
+        noise = {"critical_batch": None, "critical_batch_tokens": None, "noise": 4.5}
+        sinks.event(4, "noise_scale", **noise, reason="too few measurements")
+    shown = read_tensorboard(tmp_path / "tb")
+    assert set(shown) == {
+        "noise_scale/noise",
+        *(f"layer_norms/{kind}/{layer}" for kind in norms for layer in ("layers.0", "output")),
+    }
+    assert shown["layer_norms/update/output"] == [(3, 2.5)]
+    assert "noise scale" in caplog.text and "layer" not in caplog.text
 
 
 def read_tensorboard(folder) -> dict[str, list[tuple[int, float]]]:

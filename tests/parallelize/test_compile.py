@@ -140,8 +140,8 @@ def test_code_is_not_loaded_from_a_folder_that_others_can_write_to(monkeypatch, 
 
 
 def test_a_missing_compiler_is_reported_before_anything_is_compiled(monkeypatch, tmp_path):
-    def problems(device_type: str, **config) -> list[str]:
-        return [str(e) for e in check_compiler(CompileConfig(**config), True, device_type)]
+    def problems(device_type: str, optimizer: bool = True, **config) -> list[str]:
+        return [str(e) for e in check_compiler(CompileConfig(**config), optimizer, device_type)]
 
     python_headers = tmp_path / "Python.h"
     python_headers.touch()
@@ -167,7 +167,10 @@ def test_a_missing_compiler_is_reported_before_anything_is_compiled(monkeypatch,
     assert problems("cpu") == []
     (tmp_path / "g++").unlink()
     assert problems("cpu")[0].startswith("g++ not found: a C++ compiler, which torch.compile")
-    assert problems("cpu", enable=True, backend="aot_eager") == []
+    assert problems("cpu", enable=True, backend="aot_eager")  # the optimizer is by inductor
+    assert problems("cpu", optimizer=False, enable=True)
+    assert problems("cpu", optimizer=False, enable=True, backend="aot_eager") == []
+    assert problems("cpu", optimizer=False) == []
 
 
 def test_cpu_vector_isas_are_probed_without_subprocesses(tmp_path, monkeypatch):

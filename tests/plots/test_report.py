@@ -100,6 +100,16 @@ def test_advice_names_the_figure_that_it_follows_from(change, expected, tmp_path
     assert expected in titles(run)
 
 
+def test_what_the_run_reported_is_in_the_advice(tmp_path):
+    rolled_back = {"event": "rolled_back", "step": 4, "from_step": 7, "time": 30.0}
+    fault = {"event": "hardware_fault", "step": 8, "host": "node-3", "time": 31.0}
+    lines = [step_line(s, 2.5 * s, data_seconds=0.01) for s in range(1, 11)]
+    run = write_run(tmp_path / "run", lines, [rolled_back, fault])
+    found = titles(run)
+    assert "The guard rolled back: 1 times, at step 4" in found and "step 8; node-3" in found
+    assert "<td>roll-backs</td><td>1</td>" in render_report([run])
+
+
 def test_a_rising_loss_is_reported_and_a_cpu_has_no_mfu_advice(tmp_path):
     losses = [3 - 0.02 * s if s < 40 else 2.2 + 0.1 * (s - 40) for s in range(1, 61)]
     lines = [

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import statistics
+from itertools import pairwise
 
 import pytest
 import torch
@@ -38,7 +39,7 @@ def judge_all(judge: StepJudge, values: list[tuple[float, float]]) -> list[int]:
 def test_ten_spikes_of_mixed_sizes_are_caught_and_no_healthy_step():
     values = healthy(500)
     spikes = {
-        40: (12.0, 0.8), 75: (3.9, 60.0), 120: (1e6, 0.8), 121: (50.0, 0.8), 180: (6.0, 0.8),
+        40: (12.0, 0.8), 75: (3.9, 60.0), 120: (1e6, 0.8), 121: (50.0, 0.8), 180: (4.5, 0.8),
         240: (3.0, 1e9), 300: (30.0, 30.0), 301: (5.0, 0.8), 400: (4.0, 0.8), 499: (6.0, 1.0),
     }  # fmt: skip
     for at, spike in spikes.items():
@@ -64,7 +65,8 @@ def test_a_warned_outlier_that_enters_the_window_hides_no_later_one():
 @pytest.mark.parametrize("config", [GuardConfig(), SPIKES], ids=["no spikes", "spikes"])
 def test_inf_and_nan_are_always_rejected_and_enter_no_window(value, config):
     judge = StepJudge(config, CPU)
-    values = [*healthy(40), (value, 0.8), (3.0, value), *healthy(40)]
+    flat = healthy(400)[320:]
+    values = [*flat[:40], (value, 0.8), (3.0, value), *flat[40:]]
     assert judge_all(judge, values) == [40, 41]
     assert torch.tensor(judge.state()["window"]).isfinite().all()
     assert judge.violation(torch.tensor(value), torch.tensor(1.0)) is ViolationReason.NONFINITE
@@ -79,14 +81,18 @@ def test_nothing_is_a_spike_before_the_window_has_16_values():
     assert judge_all(StepJudge(SPIKES, CPU), [*healthy(16), (500.0, 0.8)]) == [16]
 
 
-def test_the_limit_is_that_of_the_median_and_the_mad_of_the_window():
-    judge, values = StepJudge(GuardConfig(spike="skip", window_steps=31), CPU), healthy(100)
-    judge_all(judge, values)
-    logs = [math.log(loss) for loss, _ in values[-31:]]
+@pytest.mark.parametrize(("which", "floor", "noise"), [(0, 0.02, 3), (1, 0.5, 4)])
+def test_the_limit_follows_from_the_median_and_the_differences_of_the_window(which, floor, noise):
+    judge = StepJudge(GuardConfig(spike="warn", window_steps=31), CPU)
+    values = [(loss ** (noise * loss / 3), norm**noise) for loss, norm in healthy(100)]
+    for loss, norm in values:
+        judge.accept(torch.tensor(loss), torch.tensor(norm))
+    logs = [math.log(pair[which]) for pair in values[-31:]]
     median = statistics.median(logs)
-    mad = statistics.median(abs(value - median) for value in logs)
-    expected = math.exp(median + 6.0 * max(0.02, 1.4826 * mad))
-    assert judge.limits()[0] == pytest.approx(expected, rel=1e-5)
+    differences = sorted(abs(b - a) for a, b in pairwise(logs))
+    deviation = 1.4826 * differences[(len(differences) - 1) // 2] / math.sqrt(2)
+    assert deviation > floor
+    assert judge.limits()[which] == pytest.approx(math.exp(median + 6.0 * deviation), rel=1e-5)
 
 
 def test_all_steps_after_a_rejected_one_are_rejected_until_the_host_resumes():

@@ -54,7 +54,7 @@ class SaveResult:
 
     step: int
     folder: StorageFolder
-    seconds: float  # from the call of `save` to the commit
+    seconds: float  # since the call of `save`; includes the removal of old ones, and an export
     blocked_seconds: float  # spent inside `save` and `wait`
     problem: str = ""  # why the save failed; empty if it succeeded
 
@@ -241,11 +241,7 @@ class Checkpointer:
     # --- loading -------------------------------------------------------------------------------
 
     def find(self) -> FoundCheckpoint | None:
-        """The newest valid checkpoint of this run; else the initial one; else None.
-
-        Raises CheckpointError if there are checkpoints but none is valid: a run never silently
-        starts from scratch.
-        """
+        """The checkpoint to start from, see `find_checkpoint`; None to start from scratch."""
         if not self.config.enable:
             return None
         return find_checkpoint(self.step_folders, self.config, self.group)
@@ -270,9 +266,9 @@ class Checkpointer:
     ) -> dict[str, Any] | None:
         """Read a checkpoint into this layout's shards; returns its progress.
 
-        Returns None if only weights were loaded. `facts` are the properties of this job. A run that
-        ended at step `finished_at` needs no optimizer state. `completely`: to roll back, where
-        checkpoint.exclude_from_loading, which is for starts, does not apply.
+        Returns None if the run starts from the weights of another run. `facts` are the properties
+        of this job. A run that ended at step `finished_at` needs no optimizer state. `completely`:
+        to roll back, where checkpoint.exclude_from_loading, which is for starts, does not apply.
         """
         config, folder, manifest = self.config, found.folder, found.manifest
         if manifest is None:
@@ -351,7 +347,7 @@ def _without_excluded(progress: dict[str, Any], excluded_parts: list[str]) -> di
     progress = dict(progress)
     if "dataloader" in excluded_parts:
         progress["position"] = 0
-        for key in ("skipped", "rollbacks"):  # of positions before the new start
+        for key in ("skipped", "rollbacks"):  # they refer to positions of the earlier start
             progress.pop(key, None)
     if "train_state" in excluded_parts:
         progress |= {"step": 0, "tokens": 0}

@@ -91,7 +91,8 @@ def read_chunks(
 ) -> dict[str, Chunks]:
     """Read the chunks of these tensors; raises CheckpointError.
 
-    The chunks are checked: they lie inside their files, do not repeat, and fill the tensors.
+    The chunks are checked: they lie inside their files and their tensor, no two have equal offsets,
+    and together they have as many elements as the tensor. Whether they overlap is not checked.
     """
     is_pickle = manifest.format == 2
     file = DCP_METADATA_FILE if is_pickle else CHUNKS_FILE
@@ -232,7 +233,7 @@ def _expect_type(value: Any, kind: type) -> Any:
 def _check_chunks(
     name: str, tensor: TensorRecord, rows: Iterator[ChunkRow], manifest: CheckpointManifest
 ) -> Chunks:
-    """The chunks of a tensor; raises ValueError unless they fill it and lie inside their files."""
+    """The chunks of a tensor; raises ValueError unless they pass the checks of `read_chunks`."""
     chunks: Chunks = {}
     filled = 0
     for offsets, sizes, file, start, length in rows:

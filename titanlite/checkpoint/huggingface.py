@@ -258,10 +258,12 @@ def _open_safetensors(folder: StorageFolder, name: str) -> Iterator[Any]:
     try:
         with safe_open(folder.path_of(name), framework="pt") as file:
             yield file
-    except (SafetensorError, OSError) as error:
+    except SafetensorError as error:
         raise CheckpointError(
             f"{folder}: {name} is damaged or truncated: {error}.", fix="Download it again."
         ) from None
+    except OSError as error:
+        raise CheckpointError(f"{folder}: {name} cannot be read: {error}.") from None
 
 
 class _HuggingFaceReader(BaseStorageReader):

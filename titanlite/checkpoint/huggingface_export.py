@@ -153,9 +153,10 @@ def _convert_for_export(name: str, tensor: Tensor, shape: torch.Size, dtype: tor
     if tensor.shape != shape:
         raise CheckpointError(f"{name}: has shape {list(tensor.shape)}, not {list(shape)}.")
     tensor = tensor.detach().cpu()
-    if dtype.itemsize < tensor.dtype.itemsize:
+    limit = torch.finfo(dtype).max
+    if limit < torch.finfo(tensor.dtype).max:  # float16's limit is below that of bfloat16, too
         largest = max(-tensor.min().item(), tensor.max().item())  # abs() would make a copy
-        if largest > torch.finfo(dtype).max:
+        if largest > limit:
             raise CheckpointError(
                 f"{name}: has the value {largest:.3g}, which overflows {dtype}.",
                 fix="Use bfloat16: checkpoint.export_dtype, or --dtype of convert_checkpoint.py.",

@@ -35,19 +35,35 @@ def check_job_properties(
     }
     if not differences:
         return
-    if "order version" in differences.get("data.sources", ""):
+    if "data.sources" in differences and _order_changed(
+        saved.get("data.sources"), current.get("data.sources")
+    ):
         differences["data.sources"] += (
             " (this version of titanlite orders the samples of such sources differently. If this is"
             " allowed, the run resumes at its position in the new order: some samples are repeated,"
             " others are skipped)"
         )
     quoted = ", ".join(f'"{name}"' for name in differences)
-    raise CheckpointError(
-        f"{folder}: was saved by a job with other properties: {', '.join(differences.values())}.",
-        fix="Set them as they were saved; or allow the change: checkpoint.allow_changes ="
+    fix = (
+        "Set them as they were saved; or allow the change: checkpoint.allow_changes ="
         f" [{quoted}]; or start in another job.dump_folder with checkpoint.initial_load_path, which"
-        " loads only the weights.",
+        " loads only the weights."
+    )
+    if model_only:  # initial_load_path is in use already
+        fix = f"Set [model] as it was saved, or allow it: checkpoint.allow_changes = [{quoted}]."
+    raise CheckpointError(
+        f"{folder}: differs from this job: {', '.join(differences.values())}.", fix=fix
     ).mark_on_all_ranks()
+
+
+def _order_changed(saved: Any, current: Any) -> bool:
+    """Whether a source has an order version now, and had none when the checkpoint was saved."""
+    if not isinstance(saved, dict) or not isinstance(current, dict):
+        return False
+    return any(
+        "order version" in str(current[name]) and "order version" not in str(saved[name])
+        for name in saved.keys() & current.keys()
+    )
 
 
 def _describe_difference(saved: Any, current: Any) -> str:

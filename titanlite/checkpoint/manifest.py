@@ -48,7 +48,7 @@ class TensorRecord:
 
 @dataclass(frozen=True)
 class CheckpointManifest:
-    """Everything about a checkpoint except its tensors.
+    """Everything about a checkpoint except the values of its tensors and where they are stored.
 
     `facts` are the job properties: see job_properties.py.
     """
@@ -219,7 +219,9 @@ def software_versions() -> dict[str, str]:
 def _no_checkpoint_error(folder: StorageFolder) -> CheckpointError:
     """The error for a folder without a manifest; the message depends on what it contains."""
     if UNFINISHED in folder.sizes():
-        return CheckpointError(f"{folder}: is not a checkpoint: its save was interrupted.")
+        return CheckpointError(
+            f"{folder}: is not a checkpoint: its save or removal is not finished."
+        )
     if folder.folders() or folder.sizes():
         reason = f"it has no {MANIFEST_FILE}, the last file that a save writes"
     else:

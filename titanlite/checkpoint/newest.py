@@ -12,7 +12,8 @@ from titanlite.storage import StorageFolder
 def find_newest_checkpoint(folder: StorageFolder) -> StorageFolder:
     """`folder` itself if it is a checkpoint; else the newest valid checkpoint of that run.
 
-    A run is given as its job.dump_folder or its checkpoint folder.
+    A run is given as its job.dump_folder, if checkpoint.folder is the default, or as the folder
+    with its checkpoints.
 
     Damaged checkpoints are skipped with a warning, unfinished ones without a warning. Raises
     CheckpointError if none is valid.
@@ -29,7 +30,8 @@ def find_newest_checkpoint(folder: StorageFolder) -> StorageFolder:
                 return parent / f"step-{step}"
     raise CheckpointError(
         f"{folder}: is not a checkpoint, and contains no valid one.",
-        fix="Give a run (its job.dump_folder), or the folder of one step, such as"
+        fix="Give a run (its job.dump_folder, or the folder that checkpoint.folder names), or the"
+        " folder of one step, such as"
         " outputs/checkpoint/step-100. Convert a Hugging Face folder first:"
         " scripts/convert_checkpoint.py from-hf.",
     )

@@ -93,9 +93,14 @@ class _CheckpointReader(BaseStorageReader):
             if missing:
                 more = f" and {len(missing) - 4} more" if len(missing) > 4 else ""
                 listed = ", ".join(missing[:4]) + more
+                fix = "Set [model] as it was saved."
+                if all(name.startswith("optimizer.") for name in missing):
+                    fix = (
+                        "Set [optimizer] as it was saved, or start its state from scratch:"
+                        ' checkpoint.exclude_from_loading = ["optimizer"].'
+                    )
                 raise CheckpointError(
-                    f"{self.folder}: does not contain {listed}, which the model of this job has.",
-                    fix="Set [model] as it was saved.",
+                    f"{self.folder}: does not contain {listed}, which this job has.", fix=fix
                 )
             self.chunks = read_chunks(self.folder, manifest, self.names)
         except CheckpointError as error:

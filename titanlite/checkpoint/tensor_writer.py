@@ -139,7 +139,7 @@ class _HashingWriter(dcp.FileSystemWriter):
     def __init__(self, folder: StorageFolder, commit: Commit):
         super().__init__(
             folder.path,
-            sync_files=False,  # `folder` syncs on every file system
+            sync_files=False,  # `folder` does this where the files are local
             # No copies to overlap: the planner returns tensors on the CPU. By default DCP would
             # still wait, every 10 MB, for all that is enqueued on the device.
             per_thread_copy_ahead=0,
@@ -182,9 +182,10 @@ class _HashingWriter(dcp.FileSystemWriter):
 
 
 def _prepare_folder(folder: StorageFolder, needed_bytes: int) -> None:
-    """Create an empty folder marked as unfinished, if `needed_bytes` fit on its disk.
+    """Replace the folder by an empty one that is marked as unfinished.
 
-    Writing over an older save could mix the files of both after a crash.
+    Writing over an older save could mix the files of both after a crash. Raises CheckpointError,
+    and leaves the empty folder, if `needed_bytes` do not fit on its disk.
     """
     if folder.exists():
         folder.remove(delete_first=MANIFEST_FILE)

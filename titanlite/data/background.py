@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import Future, TimeoutError
-from queue import SimpleQueue
+from contextlib import suppress
+from queue import Empty, SimpleQueue
 from typing import Any
 
 from titanlite.errors import DataError
@@ -46,8 +47,8 @@ class BackgroundReader:
         try:
             return future.result(warn_after)
         except TimeoutError:
-            if future.done():  # the read itself raised a TimeoutError
-                raise
+            if future.done():  # just now, or the read itself raised a TimeoutError
+                return future.result()
         logger.warning(
             "%s: not read after %.0f s; the run ends after %.0f s (data.read_timeout_seconds)",
             description,
@@ -58,7 +59,7 @@ class BackgroundReader:
             return future.result(self._timeout - warn_after)
         except TimeoutError:
             if future.done():
-                raise
+                return future.result()
         raise DataError(
             f"{description}: could not be read within {self._timeout:g} s; the disk or file server"
             " does not respond.",
@@ -67,8 +68,9 @@ class BackgroundReader:
 
     def close(self) -> None:
         """Drop waiting requests and end the thread, waiting at most a few seconds for it."""
-        while not self._requests.empty():
-            self._requests.get()
+        with suppress(Empty):
+            while True:  # not until empty(): the thread may take the last request in between
+                self._requests.get_nowait()
         self._requests.put(None)
         self._thread.join(_JOIN_SECONDS)
 

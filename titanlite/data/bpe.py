@@ -7,11 +7,11 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from titanlite.data.tokenizer import SPLIT_PATTERN, well_formed
+from titanlite.data.tokenizer import SPLIT_PATTERN, special_token_names, well_formed
 from titanlite.errors import DataError
 from titanlite.files import write_file_atomically
 
-SPECIALS = 2  # tokens that open_tokenizer appends to the ranks: begin and end of text
+SPECIALS = 2  # BOS and EOS, which open_tokenizer adds after the ranks
 MIN_VOCAB_SIZE = 256 + SPECIALS  # one rank for every byte
 
 
@@ -19,7 +19,8 @@ def train_bpe(texts: Iterable[str], vocab_size: int, out: str | Path) -> int:
     """Train a tokenizer and write its ranks to `out`; returns its vocabulary size.
 
     That is `vocab_size`, special tokens included, or less if the text has too few different pairs
-    to merge. Raises DataError.
+    to merge. It is more for exactly 128,000 ranks, to which open_tokenizer adds Llama 3's 256
+    special tokens. Raises DataError.
     """
     if vocab_size < MIN_VOCAB_SIZE:
         raise DataError(
@@ -30,7 +31,7 @@ def train_bpe(texts: Iterable[str], vocab_size: int, out: str | Path) -> int:
     lines = (b"%s %d\n" % (base64.b64encode(token), rank) for token, rank in ranks.items())
     Path(out).parent.mkdir(parents=True, exist_ok=True)
     write_file_atomically(Path(out), b"".join(lines))
-    return len(ranks) + SPECIALS
+    return len(ranks) + len(special_token_names(len(ranks)))
 
 
 def train_merges(texts: Iterable[str], ranks: int) -> Any:

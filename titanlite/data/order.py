@@ -1,7 +1,7 @@
 """The order of samples: position -> (source, epoch, sample), as pure functions.
 
-No table is stored and no random state advances, so every position costs the same, with a thousand
-samples or a billion, and a checkpoint needs to store the position only.
+There is no table of all samples and no random state that advances. So every position costs the
+same, with a thousand samples or a billion, and a checkpoint needs to store the position only.
 """
 
 from __future__ import annotations

@@ -45,7 +45,9 @@ STALL_SECONDS = 600.0
 _UNFINISHED, _DONE = ".unfinished", "prepared.json"
 _FORMAT = 1  # part of every key; increase it when the shards of a piece change
 _MIN_PIECE_BYTES = 8 << 20
-_MAX_PIECES = 256  # few, as every rank opens every shard, but enough for most machines' cores
+# Approximate number of pieces of a large corpus: few, as every rank opens every shard, but enough
+# for the cores of most machines.
+_PIECES = 256
 
 
 @dataclass(frozen=True)
@@ -58,7 +60,8 @@ class PrepareSettings:
     piece_bytes: int | None = None  # of the inputs, per shard; None: by their total size
     follow_symlinks: bool = False  # allow links that lead out of the folders given
     document_bytes: int = MAX_DOCUMENT_BYTES  # longer documents are refused
-    stall_seconds: float = STALL_SECONDS  # stop if no worker reads a document for so long
+    stall_seconds: float = STALL_SECONDS
+    # stop if no worker reads a document for so long; without effect with one worker or one piece
 
 
 @dataclass(frozen=True)
@@ -170,7 +173,7 @@ def _divide_into_pieces(
     """Pieces of about equal size: large files are divided, small ones are combined."""
     ranges = list(ranges)
     total = sum(part.bytes for part in ranges)
-    limit = piece_bytes or max(_MIN_PIECE_BYTES, total // _MAX_PIECES)
+    limit = piece_bytes or max(_MIN_PIECE_BYTES, total // _PIECES)
     groups: list[list[FileRange]] = [[]]
     free = limit
     for part in (part for file in ranges for part in file.split(limit)):

@@ -169,7 +169,7 @@ class RanksTokenizer(Tokenizer):
             raise _not_installed_error(name, "tiktoken") from missing
         self.name, self.files = name, {"tokenizer.model": content}
         ranks = parse_ranks(name, content)
-        names = _llama3_specials() if len(ranks) == _LLAMA3_RANKS else [BEGIN, END]
+        names = special_token_names(len(ranks))
         specials = {special: len(ranks) + number for number, special in enumerate(names)}
         self._encoding = tiktoken.Encoding(
             "ranks", pat_str=SPLIT_PATTERN, mergeable_ranks=ranks, special_tokens=specials
@@ -198,6 +198,11 @@ def _split_long_spaces(text: str) -> Iterator[str]:
             yield text[start:end]
             start = end
     yield text[start:]
+
+
+def special_token_names(ranks: int) -> list[str]:
+    """The special tokens that follow `ranks` tiktoken ranks: BOS and EOS, or Llama 3's 256."""
+    return _llama3_specials() if ranks == _LLAMA3_RANKS else [BEGIN, END]
 
 
 def _llama3_specials() -> list[str]:

@@ -1,7 +1,8 @@
 """Check a foreign tokenizer.json before the tokenizers library (Rust) reads it.
 
-What is refused here would abort the process there (a failed allocation, which Python cannot
-catch), or use all memory at the first text. A Rust panic can be caught, by the caller.
+Most of what is refused here would abort the process there (a failed allocation, which Python
+cannot catch), or use all memory at the first text; `dropout` would make the ids of a text random. A
+Rust panic can be caught, by the caller.
 """
 
 from __future__ import annotations

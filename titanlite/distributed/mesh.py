@@ -37,7 +37,7 @@ class ParallelismConfig:
     # modules of each pipeline stage; unset: computed from the other keys
     pipeline_parallel_first_stage_less_layers: NotNegative | None = None
     # how many fewer blocks the first stage has than others, because it has the embedding; if this
-    # and the next key are unset: balanced by cost
+    # and the next two keys are unset: stages are balanced by cost
     pipeline_parallel_last_stage_less_layers: NotNegative | None = None
     # the same for the last stage, because it has the output layer and the loss
     pipeline_parallel_layers_per_stage: Positive | None = None

@@ -7,7 +7,7 @@ that count cannot identify a start: the ranks agree on an id themselves.
 
 The store has no authentication. A process that reaches its port can end a run: with a forged id or
 address the ranks do not find each other, and give up after `comm.init_timeout_seconds`. Nothing
-that is read here is executed. On one machine, ranks listen on the loopback interface only.
+that is read here is executed. On one machine, gloo listens on the loopback interface only.
 """
 
 from __future__ import annotations
@@ -210,7 +210,8 @@ def _wait_for_key(store: dist.Store, key: str, rank: int, world_size: int, secon
     except dist.DistStoreError as error:  # a timeout; a broken connection is a DistNetworkError
         raise RendezvousError(
             f"Rank {rank} of {world_size} joined at {store_address()}, but other ranks did not"
-            f" within comm.init_timeout_seconds = {seconds:g}; rank 0 names them.",
+            f" within comm.init_timeout_seconds = {seconds:g}; rank 0 names them, unless it is"
+            " missing itself.",
             fix=CHECK_MACHINES,
         ) from error
 

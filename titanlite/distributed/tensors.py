@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 
@@ -18,6 +18,14 @@ def local_shard(tensor: Tensor) -> Tensor:
     while is_traceable_wrapper_subclass(local):
         local = _wrapped_tensor(local)
     return local
+
+
+def reduce_partial(tensor: Tensor) -> Tensor:
+    """The tensor with Partial placements reduced to Replicate; a collective if it has any."""
+    if isinstance(tensor, DTensor) and any(p.is_partial() for p in tensor.placements):
+        placements = [Replicate() if p.is_partial() else p for p in tensor.placements]
+        return tensor.redistribute(placements=placements)
+    return tensor
 
 
 def _wrapped_tensor(wrapper: Any) -> Tensor:

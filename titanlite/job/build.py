@@ -34,6 +34,7 @@ from titanlite.errors import EXIT_INTERRUPTED, ConfigError
 from titanlite.files import write_file_atomically
 from titanlite.job.data import open_job_stream, open_job_tokenizer, open_job_validation
 from titanlite.job.job import Job
+from titanlite.job.meters import add_meters
 from titanlite.kernels.backend import activate_flash_package, choose_kernel
 from titanlite.log import logger
 from titanlite.metrics import (
@@ -47,7 +48,13 @@ from titanlite.metrics import (
     no_sinks,
     open_sinks,
 )
-from titanlite.optim import MatrixFacts, OptimizerInBackward, build_optimizer
+from titanlite.optim import (
+    MatrixFacts,
+    NoiseScale,
+    OptimizerInBackward,
+    adaptive_clip,
+    build_optimizer,
+)
 from titanlite.parallelize import ParallelLayout, ShardedModel, build_sharded_model
 from titanlite.parallelize.activation_checkpoint import plot_memory_budgets
 from titanlite.parallelize.compile import describe_compilation, prepare_compiler
@@ -171,7 +178,7 @@ def _open_run(job: Job, services: RunServices) -> Iterator[Run]:
             engine=engine,
             open_batches=partial(build_batches, job, stream, state, mesh, engine),
             peak_lr=job.config.optimizer.lr,
-            step_settings=StepSettings(mesh, job.config.training.max_norm, in_backward),
+            step_settings=build_step_settings(job, model.model, mesh, in_backward),
             actions=(),
             checkpointer=checkpointer,
             meter=meter,
@@ -183,9 +190,8 @@ def _open_run(job: Job, services: RunServices) -> Iterator[Run]:
             lost_folder=lambda: lock.lost,
             rewinder=build_rewinder(job, services, state, stream, checkpointer, sinks),
         )
-        yield dataclasses.replace(
-            run, actions=build_periodic_actions(job, run, validation_sets, profilers)
-        )
+        actions = build_periodic_actions(job, run, validation_sets, profilers)
+        yield add_meters(job, dataclasses.replace(run, actions=actions))
 
 
 def build_stop_request(job: Job, services: RunServices) -> StopRequest:
@@ -254,6 +260,7 @@ def build_model(job: Job, mesh: Mesh, rank: RankContext) -> ShardedModel:
         dataclasses.replace(job.transforms, attention_kernel=kernel),
         device,
         seed=config.debug.seed,
+        widths=job.widths,
     )
     if config.model.print_after_conversion:
         logger.info("%s", model.model)
@@ -278,14 +285,32 @@ def build_state(
 ) -> tuple[TrainState, OptimizerInBackward | None]:
     """The training state at step 0, and with early_step_in_backward the hooks that update it."""
     facts = MatrixFacts(job.spec, job.sizes, job.transforms.compute_dtype)
-    optimizer = build_optimizer(model.model, job.config.optimizer, facts, job.rate_schedule)
+    optimizer = build_optimizer(
+        model.model, job.config.optimizer, facts, job.rate_schedule, job.widths
+    )
     # Under CPU offload the parameters are in host memory, and so is the decision to update them.
     device = next(model.model.parameters()).device
     judge = StepJudge(job.config.guard, device, mesh.tp) if job.config.guard.enabled else None
-    state = TrainState(model.model, optimizer, job.loss_scale, counters, judge)
+    noise_scale = NoiseScale() if job.config.metrics.noise_scale_freq else None
+    state = TrainState(model.model, optimizer, job.loss_scale, counters, judge, noise_scale)
     if not job.config.optimizer.early_step_in_backward:
         return state, None
     return state, OptimizerInBackward(model.model, optimizer)
+
+
+def build_step_settings(
+    job: Job, model: nn.Module, mesh: Mesh, in_backward: OptimizerInBackward | None
+) -> StepSettings:
+    """The settings of every optimizer step."""
+    training, adaptive = job.config.training, None
+    if training.clipping == "adaptive":
+        adaptive = adaptive_clip(
+            model.named_parameters(),
+            training.adaptive_clip_factor,
+            training.adaptive_clip_eps,
+            training.adaptive_clip_exclude,
+        )
+    return StepSettings(mesh, training.clip_norm, in_backward, adaptive)
 
 
 def restore(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 
 import torch
@@ -17,6 +18,7 @@ from titanlite.kernels.backend import CPU_KERNELS, check_attention_config
 from titanlite.kernels.gpu import Gpu, find_gpu
 from titanlite.metrics import check_metrics_config, check_profiling_config
 from titanlite.models import FAMILIES, ModelSizes, ModelSpec, first_match
+from titanlite.models.mup import check_mup_base
 from titanlite.optim import (
     LossScaleConfig,
     Progress,
@@ -31,6 +33,8 @@ from titanlite.optim import (
     whole_matrix_optimizers,
 )
 from titanlite.optim.adam import StateDtype
+from titanlite.optim.build import recipe_of
+from titanlite.optim.mup import check_mup_optimizers
 from titanlite.parallelize.activation_checkpoint import check_activation_checkpoint
 from titanlite.parallelize.compile import check_compile_config, check_compiler
 from titanlite.parallelize.context import check_context_parallel
@@ -53,6 +57,7 @@ def check_config(config: JobConfig, ranks: int) -> Iterator[UserError]:
         spec = FAMILIES[config.model.name]
         sizes = spec.sizes_of(config.model)
         yield from spec.check_sizes(sizes)
+        yield from check_mup(config, spec, sizes)
         if config.checkpoint.last_save_in_hf:
             yield from _check_export(spec, sizes)
         if config.optimizer.muon_per_head and not spec.head_projections:
@@ -73,6 +78,7 @@ def check_config(config: JobConfig, ranks: int) -> Iterator[UserError]:
         yield from check_batch_size(config.training, degrees.data)
         yield from check_attention_config(config.attention, degrees.context, config.data.tokenizer)
         yield from _check_update_options(config, degrees)
+        yield from _check_noise_scale(config, degrees)
     except ConfigError as error:
         yield error
     yield from _check_schedule_end(config, degrees)
@@ -189,7 +195,7 @@ def check_environment(config: JobConfig) -> Iterator[UserError]:
     except ConfigError:  # reported by check_config
         sizes = None
     yield from _check_device(config)
-    yield from check_compiler(config.compile, config.compiles, _device_type(config))
+    yield from check_compiler(config.compile, config.compiles_optimizer, _device_type(config))
     yield from _check_data(config, sizes)
 
 
@@ -219,6 +225,18 @@ def _check_quantisation_blocks(
                 keys=("optimizer.state_dtype", "parallelism.tensor_parallel_degree"),
             )
             return
+
+
+def check_mup(config: JobConfig, spec: ModelSpec, sizes: ModelSizes) -> Iterator[ConfigError]:
+    """Reject a base model or an optimizer that muP has no rule for."""
+    if config.mup.base is None:
+        return
+    yield from check_mup_base(config.mup, spec, sizes)
+    optimizer = config.optimizer
+    names = [optimizer.name, *(group.name for group in optimizer.groups if group.name)]
+    rules = {name: recipe_of(dataclasses.replace(optimizer, name=name)).mup_rule for name in names}
+    decays = [optimizer.weight_decay, *(group.weight_decay or 0.0 for group in optimizer.groups)]
+    yield from check_mup_optimizers(rules, max(decays), config.training.max_norm)
 
 
 def _check_export(spec: ModelSpec, sizes: ModelSizes) -> Iterator[ConfigError]:
@@ -275,7 +293,7 @@ def _check_schedule_end(config: JobConfig, degrees: Degrees | None) -> Iterator[
 
 def _check_update_options(config: JobConfig, degrees: Degrees) -> Iterator[ConfigError]:
     """Reject combinations of the options for when and where parameters are updated."""
-    training, in_backward = config.training, "optimizer.early_step_in_backward"
+    training = config.training
     if config.optimizer.offload and training.enable_cpu_offload:
         yield ConfigError(
             "optimizer.offload = true: training.enable_cpu_offload = true already stores the"
@@ -290,14 +308,26 @@ def _check_update_options(config: JobConfig, degrees: Degrees) -> Iterator[Confi
             fix="Set training.enable_cpu_offload = false, or use another optimizer.",
             keys=("training.enable_cpu_offload", "optimizer.name"),
         )
-    if not config.optimizer.early_step_in_backward:
-        return
-    if training.max_norm:
+    if config.optimizer.early_step_in_backward:
+        yield from _check_early_step(config, degrees)
+
+
+def _check_early_step(config: JobConfig, degrees: Degrees) -> Iterator[ConfigError]:
+    """Reject what needs all gradients before any parameter is updated."""
+    training, in_backward = config.training, "optimizer.early_step_in_backward"
+    if training.clip_norm:
         yield ConfigError(
             f"{in_backward} = true: training.max_norm = {training.max_norm:g} clips by the norm of"
             " the whole gradient, which is known only after backward.",
-            fix="Set training.max_norm = 0.",
+            fix='Set training.clipping = "none", or training.max_norm = 0.',
             keys=(in_backward, "training.max_norm"),
+        )
+    if training.clipping == "adaptive":
+        yield ConfigError(
+            f'{in_backward} = true: training.clipping = "adaptive" clips after backward, when the'
+            " gradients have been applied and freed.",
+            fix='Set training.clipping = "none".',
+            keys=(in_backward, "training.clipping"),
         )
     if degrees.pipeline > 1:
         yield ConfigError(
@@ -329,6 +359,25 @@ def _check_update_options(config: JobConfig, degrees: Degrees) -> Iterator[Confi
             fix='Set parallelism.fsdp_gradient_reduction = "last_microbatch", or use a larger'
             " local_batch_size.",
             keys=(in_backward, "parallelism.fsdp_gradient_reduction"),
+        )
+
+
+def _check_noise_scale(config: JobConfig, degrees: Degrees) -> Iterator[ConfigError]:
+    """Reject measuring the gradient noise scale where there is no gradient of a smaller batch."""
+    freq, key = config.metrics.noise_scale_freq, "metrics.noise_scale_freq"
+    if freq and config.optimizer.early_step_in_backward:
+        yield ConfigError(
+            f"{key} = {freq}: computes the gradient of half the batch first, and"
+            " optimizer.early_step_in_backward = true would apply it.",
+            fix="Disable one of the two.",
+            keys=(key, "optimizer.early_step_in_backward"),
+        )
+    if freq and resolve_global_batch(config, degrees) == 1:
+        yield ConfigError(
+            f"{key} = {freq}: compares the gradients of the global batch and of half of it, and the"
+            " global batch is 1 sequence.",
+            fix="Use a larger training.global_batch_size.",
+            keys=(key, "training.global_batch_size", "training.local_batch_size"),
         )
 
 

@@ -12,12 +12,19 @@ from titanlite.distributed.process_group import CommConfig, DebugConfig
 from titanlite.kernels.backend import AttentionConfig
 from titanlite.metrics import MetricsConfig, ProfilingConfig
 from titanlite.models import LossConfig, ModelConfig
+from titanlite.models.mup import MupConfig
 from titanlite.optim import LossScaleConfig, LRSchedulerConfig, OptimizerConfig
 from titanlite.parallelize.activation_checkpoint import ActivationCheckpointConfig
 from titanlite.parallelize.compile import CompileConfig
 from titanlite.parallelize.float8 import Float8Config, QuantizeConfig, resolve_float8
 from titanlite.settings import NotNegative, Positive, Range
-from titanlite.training import GuardConfig, TrainingConfig, ValidationConfig
+from titanlite.training import (
+    GuardConfig,
+    ReplicaCheckConfig,
+    StragglerConfig,
+    TrainingConfig,
+    ValidationConfig,
+)
 
 
 @dataclass(frozen=True)
@@ -49,6 +56,7 @@ class JobConfig:
     attention: AttentionConfig = field(default_factory=AttentionConfig)
     parallelism: ParallelismConfig = field(default_factory=ParallelismConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    mup: MupConfig = field(default_factory=MupConfig)
     lr_scheduler: LRSchedulerConfig = field(default_factory=LRSchedulerConfig)
     validation: ValidationConfig = field(default_factory=ValidationConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
@@ -61,6 +69,8 @@ class JobConfig:
     compile: CompileConfig = field(default_factory=CompileConfig)
     quantize: QuantizeConfig = field(default_factory=QuantizeConfig)
     metrics: MetricsConfig = field(default_factory=MetricsConfig)
+    replica_check: ReplicaCheckConfig = field(default_factory=ReplicaCheckConfig)
+    straggler: StragglerConfig = field(default_factory=StragglerConfig)
     profiling: ProfilingConfig = field(default_factory=ProfilingConfig)
     comm: CommConfig = field(default_factory=CommConfig)
     debug: DebugConfig = field(default_factory=DebugConfig)
@@ -68,8 +78,12 @@ class JobConfig:
     @property
     def compiles(self) -> bool:
         """Whether torch.compile is used: by the model, the loss, or a low-memory optimizer."""
-        compiles_optimizer = self.optimizer.low_memory and self.optimizer.implementation == "fused"
-        return self.compile.enable or compiles_optimizer
+        return self.compile.enable or self.compiles_optimizer
+
+    @property
+    def compiles_optimizer(self) -> bool:
+        """Whether the update of a low-memory optimizer is compiled."""
+        return self.optimizer.low_memory and self.optimizer.implementation == "fused"
 
     @property
     def float8(self) -> Float8Config:
@@ -121,6 +135,7 @@ MOVED = {  # keys of torchtitan up to v0.2.2 that have another name here or do n
 # checkpoint.allow_changes names them.
 FACTS = (
     "model",
+    "mup.base",
     "optimizer.name",
     "optimizer.state_dtype",
     "training.dtype",

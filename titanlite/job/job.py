@@ -19,6 +19,7 @@ from titanlite.job.config import MOVED, JobConfig
 from titanlite.kernels.backend import AttentionShape
 from titanlite.log import logger, pluralize
 from titanlite.models import FAMILIES, ModelSizes, ModelSpec
+from titanlite.models.mup import WidthScale, width_scales
 from titanlite.optim import LossScale, RateSchedule
 from titanlite.parallelize import DTYPES, ModelTransforms
 from titanlite.parallelize.pipeline_plan import PipelinePlan
@@ -86,6 +87,11 @@ class Job:
         return LossScale(self.config.loss_scale.initial, self.config.loss_scale.growth_steps)
 
     @property
+    def widths(self) -> dict[str, WidthScale]:
+        """The muP scale of each parameter, by name; empty without muP."""
+        return width_scales(self.config.mup, self.spec, self.sizes)
+
+    @property
     def flops_per_token(self) -> float:
         """Forward and backward FLOPs per token, without recomputation."""
         return self.spec.flops_per_token(self.sizes, self.config.training.seq_len)
@@ -117,6 +123,7 @@ class Job:
         """Properties of the job that its checkpoints record."""
         return {
             "model": dataclasses.asdict(self.sizes),
+            "mup.base": dataclasses.asdict(self.config.mup)["base"],
             "optimizer.name": self.config.optimizer.name,
             "optimizer.state_dtype": self.config.optimizer.state_dtype,
             "training.dtype": self.config.training.dtype,
@@ -174,6 +181,7 @@ class Job:
             "model": f"{self.spec.name} {config.model.flavor}:"
             f" {self.spec.count_parameters(sizes):,} parameters, {sizes.n_layers} blocks, dim"
             f" {sizes.dim}",
+            "mup": self._describe_mup(),
             "layout": f"{self.degrees} on {self.degrees.ranks} x {device.type.upper()}"
             f" ({peak} in {compute})",
             "stages": str(self.pipeline) if self.degrees.pipeline > 1 else "",
@@ -194,6 +202,11 @@ class Job:
         }
         shown = [f"  {name:<11}{text}" for name, text in lines.items() if text]
         return "\n".join([config.job.description, *shown])
+
+    def _describe_mup(self) -> str:
+        if (base := self.config.mup.base) is None:
+            return ""
+        return f"tuned at dim {base.dim}; width x{self.sizes.dim / base.dim:g}"
 
     def log_start(self, rank: int) -> None:
         """Print and log the configuration, warnings and the result of a check, as set in [job]."""

@@ -17,13 +17,14 @@ from titanlite.metrics.hardware import (
 from titanlite.metrics.jsonl import METRICS_FILE, metrics_folder
 from titanlite.metrics.profiler import Profiler, build_profilers
 from titanlite.metrics.sinks import SINKS, MetricSinks, SinkContext, no_sinks, open_sinks
-from titanlite.metrics.throughput import ThroughputMeter, build_meter
+from titanlite.metrics.throughput import PhaseTimer, ThroughputMeter, build_meter
 
 __all__ = [
     "METRICS_FILE",
     "SINKS",
     "MetricSinks",
     "MetricsConfig",
+    "PhaseTimer",
     "Profiler",
     "ProfilingConfig",
     "SinkContext",

@@ -24,6 +24,11 @@ class MetricsConfig:
     )
     # write the records of every rank instead of rank 0 only
     enable_wandb: bool = False  # also send the records to Weights & Biases
+    layer_norms_freq: NotNegative = 0
+    # steps between two records of each layer's gradient, weight and update norm; 0: none
+    noise_scale_freq: NotNegative = 0
+    # steps between two measurements of the gradient noise scale, which cost a forward and backward
+    # each; 0: none
 
 
 @dataclass(frozen=True)

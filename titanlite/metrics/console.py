@@ -10,8 +10,15 @@ from typing import Any
 
 from titanlite.log import logger
 
-# logged as errors
-_ERROR_EVENTS = ("checkpoint_failed", "checkpoint_refused", "rolled_back", "rollback_failed")
+_ERROR_EVENTS = (  # logged as errors
+    "checkpoint_failed",
+    "checkpoint_refused",
+    "replica_mismatch",
+    "rolled_back",
+    "rollback_failed",
+)
+_WARNING_EVENTS = ("straggler",)
+_LONG_EVENTS = ("layer_norms",)  # too long for a log line
 _UNNAMED_FIELDS = ("name", "path", "problem", "reason")  # event fields shown by value alone
 _DIM, _RESET = "\033[2m", "\033[0m"
 
@@ -37,13 +44,14 @@ class Console:
         logger.info("%s", "  ".join([self._position(record["step"]), *self._fields(record)]))
 
     def event(self, record: dict[str, Any]) -> None:
+        if record["event"] in _LONG_EVENTS:
+            return
         fields = [self._position(record["step"]), record["event"].replace("_", " ")]
         for key, value in record.items():
             if key not in ("event", "step", "time"):
-                text = f"{value:.4f}" if isinstance(value, float) else str(value)
+                text = _format_value(value)
                 fields.append(text if key in _UNNAMED_FIELDS else self._field(key, text))
-        level = logging.ERROR if record["event"] in _ERROR_EVENTS else logging.INFO
-        logger.log(level, "%s", "  ".join(fields))
+        logger.log(_level(record["event"]), "%s", "  ".join(fields))
 
     def rewind(self, step: int, rollbacks: int) -> None:
         self._first = None
@@ -142,6 +150,18 @@ class LiveConsole(Console):
         for handler, stream in self._streams:
             handler.setStream(stream)
         atexit.unregister(self.close)
+
+
+def _format_value(value: Any) -> str:
+    if not isinstance(value, float):
+        return str(value)
+    return f"{value:.4f}" if abs(value) >= 0.01 or not value else f"{value:.2e}"
+
+
+def _level(event: str) -> int:
+    if event in _ERROR_EVENTS:
+        return logging.ERROR
+    return logging.WARNING if event in _WARNING_EVENTS else logging.INFO
 
 
 def format_clock(seconds: float) -> str:

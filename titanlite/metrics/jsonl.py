@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from titanlite.files import parse_json, write_file_atomically
-from titanlite.log import logger
+from titanlite.log import logger, pluralize
 
 METRICS_FILE = "metrics.jsonl"
 REPLACED_FILE = "metrics.replaced.jsonl"  # records of steps that were repeated after a resume
@@ -88,7 +88,8 @@ def drop_later_records(path: Path, step: int, rollbacks: int) -> None:
         file.flush()
         os.fsync(file.fileno())
     write_file_atomically(path, b"".join(kept))
-    logger.info("%s: %d lines after step %d moved to %s", path, len(moved), step, replaced)
+    count = pluralize(len(moved), "line")
+    logger.info("%s: %s, after step %d or incomplete, moved to %s", path, count, step, replaced)
 
 
 def _is_complete_up_to(line: bytes, step: int, rollbacks: int) -> bool:

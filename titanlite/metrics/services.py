@@ -28,7 +28,7 @@ class TensorBoardSink:
         self._open(completed_steps)
 
     def _open(self, completed_steps: int) -> None:
-        # TensorBoard hides what was written before from purge_step on
+        # TensorBoard hides earlier entries whose step is purge_step or later.
         self.writer = self._open_writer(purge_step=completed_steps + 1)
 
     def rewind(self, step: int, rollbacks: int) -> None:
@@ -101,7 +101,16 @@ def _scalars(record: dict[str, Any]) -> Iterator[tuple[str, float]]:
 
 
 def _event_scalars(record: dict[str, Any]) -> Iterator[tuple[str, float]]:
-    if record["event"] == "validation":
+    event = record["event"]
+    if event == "validation":
         yield f"validation/{record['name']}/loss", record["loss"]
-    elif record["event"] == ROLLBACK_EVENT:
+    elif event == ROLLBACK_EVENT:
         yield "rollback/from_step", record["from_step"]
+    elif event == "noise_scale":
+        for key, value in record.items():
+            if isinstance(value, float) and key != "time":
+                yield f"noise_scale/{key}", value
+    elif event == "layer_norms":
+        for kind in ("gradient", "weight", "update"):
+            for layer, norm in record[kind].items():
+                yield f"layer_norms/{kind}/{layer}", norm

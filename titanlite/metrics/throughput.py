@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any, Literal, Protocol
@@ -13,6 +13,27 @@ import torch
 from titanlite.metrics.hardware import measure_matmul_flops, peak_flops, peak_memory_bytes
 
 Phase = Literal["step", "data", "pause"]
+
+
+class PhaseTimer:
+    """The time that this thread has spent in one phase, by any clock."""
+
+    def __init__(self, phase: Phase, clock: Callable[[], float]):
+        self._phase, self._clock = phase, clock
+        self._seconds, self._since = 0.0, clock()
+        self._is_running = False
+
+    def begin(self, phase: Phase) -> None:
+        """Begin a phase; the one before it ends."""
+        now = self._clock()
+        if self._is_running:
+            self._seconds += now - self._since
+        self._since, self._is_running = now, phase == self._phase
+
+    def take(self) -> float:
+        """Seconds in the phase since the last call."""
+        seconds, self._seconds = self._seconds, 0.0
+        return seconds
 
 
 class ThroughputMeter:
@@ -37,6 +58,7 @@ class ThroughputMeter:
         self.devices = devices
         self.device = device
         self._clock: _Clock = _StreamClock() if device.type == "cuda" else _HostClock()
+        self._timers: list[PhaseTimer] = []
         self._reset("pause")  # until the first batch is requested
 
     def _reset(self, phase: Phase) -> None:
@@ -45,6 +67,12 @@ class ThroughputMeter:
 
     def _begin(self, phase: Phase) -> None:
         self._marks.append((phase, self._clock.now()))
+        for timer in self._timers:
+            timer.begin(phase)
+
+    def add_timers(self, timers: Iterable[PhaseTimer]) -> None:
+        """Let these timers follow the phases, too."""
+        self._timers.extend(timers)
 
     @contextmanager
     def waiting(self) -> Iterator[None]:

@@ -56,6 +56,18 @@ class ModelConfig:
     tied_embeddings: bool | None = None  # the output layer shares its weights with the embedding
 
 
+PARAMETER_ROLES = {
+    # what a parameter does, by which optimizers and muP treat it
+    "embedding": "rows that are looked up by token id, [V, D]",
+    "hidden": "matrix between hidden states, [out, in]",
+    "query": "hidden matrix that projects to the queries",
+    "output": "matrix from hidden states to logits, [V, D]",
+    "gain": "vector that multiplies each channel",
+    "query_gain": "gain of the normalized queries",
+    "output_gain": "gain of the hidden states that the output matrix reads",
+}
+
+
 class ModelSizes(Protocol):
     """The sizes of one model that other packages read; each family has a frozen dataclass."""
 
@@ -125,6 +137,8 @@ class ModelSpec(Generic[SizesT]):
     tp_plan: Mapping[str, str]  # module name pattern -> role, a row of parallelize/tensor.py
     init_roles: Mapping[str, str]
     # parameter name pattern -> role in parallelize/weight_init.py; the first match applies
+    parameter_roles: Mapping[str, str]
+    # parameter name pattern -> one of PARAMETER_ROLES; the first match applies
     blocks_path: str  # the nn.ModuleDict of transformer blocks, keyed by index
     attention_pattern: str  # name pattern of the CausalAttention modules
     output_path: str  # the OutputLayer

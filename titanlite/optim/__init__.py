@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from titanlite.optim.adam import moment_bytes, moment_format
+from titanlite.optim.adaptive_clip import AdaptiveClip, adaptive_clip
 from titanlite.optim.build import (
     OPTIMIZERS,
     OptimizerConfig,
@@ -16,7 +17,7 @@ from titanlite.optim.checks import (
     check_optimizer_device,
     whole_matrix_optimizers,
 )
-from titanlite.optim.clip import clip_gradients, shard_norms
+from titanlite.optim.clip import clip_gradients, combine_norms, count_copies, shard_norms
 from titanlite.optim.groups import ParameterGroupConfig
 from titanlite.optim.hidden_matrices import MatrixFacts
 from titanlite.optim.in_backward import OptimizerInBackward
@@ -31,17 +32,20 @@ from titanlite.optim.lr_schedule import (
     check_lr_scheduler_config,
     check_schedule_end,
 )
+from titanlite.optim.noise_scale import NoiseScale, estimate_noise
 from titanlite.optim.optimizer_set import ConditionalOptimizer, OptimizerSet
 from titanlite.optim.recipe import OptimizerRecipe
 
 __all__ = [
     "LR_DECAYS",
     "OPTIMIZERS",
+    "AdaptiveClip",
     "ConditionalOptimizer",
     "LRSchedulerConfig",
     "LossScale",
     "LossScaleConfig",
     "MatrixFacts",
+    "NoiseScale",
     "OptimizerConfig",
     "OptimizerInBackward",
     "OptimizerRecipe",
@@ -50,6 +54,7 @@ __all__ = [
     "Progress",
     "RateSchedule",
     "RunLength",
+    "adaptive_clip",
     "build_optimizer",
     "build_rate_schedule",
     "check_lr_scheduler_config",
@@ -57,6 +62,9 @@ __all__ = [
     "check_optimizer_device",
     "check_schedule_end",
     "clip_gradients",
+    "combine_norms",
+    "count_copies",
+    "estimate_noise",
     "moment_bytes",
     "moment_format",
     "optimizer_state_bytes",

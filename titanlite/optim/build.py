@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Annotated, Any, Literal
@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 import torch
 from torch import nn
 
+from titanlite.models.mup import WidthScale
 from titanlite.optim.adafactor import Adafactor, adafactor_state_bytes
 from titanlite.optim.adam import LowMemoryAdam, MomentOptions, StateDtype, moment_bytes
 from titanlite.optim.elementwise import SGD, Lion
@@ -23,6 +24,7 @@ from titanlite.optim.groups import ParameterGroupConfig, matches_any
 from titanlite.optim.hidden_matrices import MatrixFacts
 from titanlite.optim.lr_schedule import UNSCHEDULED, RateSchedule
 from titanlite.optim.muon import COMPUTE_DTYPE, HEAD_ROWS, Muon
+from titanlite.optim.mup import elementwise_update, gradient_update, orthogonal_update
 from titanlite.optim.optimizer_set import (
     INITIAL_WEIGHT_DECAY,
     LR_FACTOR,
@@ -92,6 +94,7 @@ def _sgd(config: OptimizerConfig) -> OptimizerRecipe:
         uses=("momentum", "nesterov", "implementation", "early_step_in_backward"),
         state_bytes=_one_moment if config.momentum else _no_state,
         moment_rates=("momentum",),
+        mup_rule=gradient_update,
     )
 
 
@@ -103,13 +106,21 @@ def _lion(config: OptimizerConfig) -> OptimizerRecipe:
         uses=("beta1", "beta2", "implementation", "early_step_in_backward"),
         state_bytes=_one_moment,
         moment_rates=("beta2",),
+        mup_rule=elementwise_update,
     )
 
 
 def _adafactor(config: OptimizerConfig) -> OptimizerRecipe:
     own = ("beta2_decay", "clip_threshold", "scale_parameter")
     options = {"lr": config.lr, **{key: getattr(config, key) for key in own}}
-    return OptimizerRecipe(Adafactor, options, uses=own, state_bytes=adafactor_state_bytes)
+    return OptimizerRecipe(
+        Adafactor,
+        options,
+        uses=own,
+        state_bytes=adafactor_state_bytes,
+        # The RMS of the parameter has a lower bound, which wide models fall below.
+        mup_rule=None if config.scale_parameter else elementwise_update,
+    )
 
 
 def _adam(config: OptimizerConfig) -> OptimizerRecipe:
@@ -139,6 +150,7 @@ def _adam(config: OptimizerConfig) -> OptimizerRecipe:
         ),
         state_bytes=partial(_adam_state_bytes, config),
         moment_rates=("beta1", "beta2"),
+        mup_rule=elementwise_update,
     )
 
 
@@ -176,6 +188,8 @@ def _muon(config: OptimizerConfig) -> OptimizerRecipe:
         moment_rates=("muon_momentum",),
         hidden_only=True,
         parameter_options=parameter_options,
+        # The sizes of the blocks of a matrix scale differently from those of the matrix.
+        mup_rule=None if config.muon_per_head else orthogonal_update,
     )
 
 
@@ -216,10 +230,12 @@ def build_optimizer(
     config: OptimizerConfig,
     facts: MatrixFacts | None = None,
     schedule: RateSchedule = UNSCHEDULED,
+    widths: Mapping[str, WidthScale] | None = None,
 ) -> OptimizerSet:
     """The optimizers over the shards of a model's parameters.
 
-    `facts`: needed if one of them is for hidden matrices.
+    `facts`: needed if one of them is for hidden matrices. `widths`: the muP scale of each
+    parameter, by name; empty or None: no scaling.
     """
     recipes: list[tuple[OptimizerRecipe, list[_NamedParameter]]] = []
     for name, parameter in model.named_parameters():
@@ -233,7 +249,7 @@ def build_optimizer(
         optimizer_class = recipe.optimizer_class
         if any(is_low_vector(parameter) for _, parameter in parameters):
             optimizer_class = updating_vectors_in_float32(optimizer_class)
-        groups = _parameter_groups(parameters, config, recipe, facts, schedule)
+        groups = _parameter_groups(parameters, config, recipe, facts, schedule, widths or {})
         optimizers.append(optimizer_class(groups, **recipe.options))
     return OptimizerSet(optimizers, schedule)
 
@@ -313,15 +329,22 @@ def _parameter_groups(
     recipe: OptimizerRecipe,
     facts: MatrixFacts | None,
     schedule: RateSchedule,
+    widths: Mapping[str, WidthScale],
 ) -> list[dict[str, Any]]:
     """Groups for a torch optimizer: parameters with the same keys of their group."""
     groups: list[tuple[dict[str, Any], list[nn.Parameter]]] = []
     for name, parameter in parameters:
         section, lr_factor = settings_of(name, config)
-        group = _group_of_parameter(name, config)
+        group, weight_decay = _group_of_parameter(name, config), section.weight_decay
+        if name in widths:
+            assert recipe.mup_rule is not None, f"checked: muP has a rule for {section.name}"
+            mup_factor = recipe.mup_rule(widths[name])
+            # A step decays by lr * weight_decay, which stays that of the base model: the steps that
+            # the weights average over must not depend on the width (https://arxiv.org/abs/2405.13698).
+            lr_factor, weight_decay = lr_factor * mup_factor, weight_decay / mup_factor
         keys = {
-            "weight_decay": section.weight_decay,
-            INITIAL_WEIGHT_DECAY: section.weight_decay,
+            "weight_decay": weight_decay,
+            INITIAL_WEIGHT_DECAY: weight_decay,
             LR_FACTOR: lr_factor,
             SCHEDULE: schedule.replace(group.schedule_overrides()) if group else schedule,
         }

@@ -8,11 +8,12 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor
 
 from titanlite.distributed.collectives import all_reduce_sum
 from titanlite.distributed.mesh import Mesh
-from titanlite.distributed.tensors import local_shard
+from titanlite.distributed.tensors import local_shard, reduce_partial
+from titanlite.optim.adaptive_clip import AdaptiveClip
 
 
 class GradNorms(NamedTuple):
@@ -28,21 +29,26 @@ def clip_gradients(
     max_norm: float,
     mesh: Mesh | None = None,
     scale: float = 1.0,
+    adaptive: AdaptiveClip | None = None,
 ) -> GradNorms:
     """Scale all gradients so that their joint 2-norm is at most `max_norm`; 0: no clipping.
 
     `parameters` are those of this rank's pipeline stages. The gradients are first divided by
-    `scale`, the loss scale. Does not wait for the device.
+    `scale`, the loss scale. With `adaptive`, each unit is clipped by itself instead. Does not wait
+    for the device.
     """
     parameters = list(parameters)
-    grads = [p.grad for p in parameters if p.grad is not None]
+    with_grad = [p for p in parameters if p.grad is not None]
+    grads = [p.grad for p in with_grad if p.grad is not None]
     local = [local_shard(grad) for grad in grads]
     if scale != 1.0:
         torch._foreach_mul_(local, 1 / scale)
     norms = iter(shard_norms(grads))
     norm_of_each = [None if p.grad is None else next(norms) for p in parameters]
     total, own = combine_norms(parameters, norm_of_each, mesh)
-    if max_norm > 0:
+    if adaptive:
+        adaptive.scale(with_grad, grads)
+    elif max_norm > 0:
         # The formula of torch.nn.utils.clip_grads_with_norm_, which handles DTensors one by one.
         torch._foreach_mul_(local, (max_norm / (total + 1e-6)).clamp(max=1.0))
     return GradNorms(total, own)
@@ -53,7 +59,7 @@ def shard_norms(grads: Sequence[Tensor]) -> list[Tensor]:
     """The 2-norm of this rank's shard of each gradient, 0-d in fp32."""
     if not grads:
         return []
-    local = [local_shard(_reduce_partial(grad)) for grad in grads]
+    local = [local_shard(reduce_partial(grad)) for grad in grads]
     return list(torch._foreach_norm(local, 2.0, torch.float32))  # there is no public equivalent
 
 
@@ -67,11 +73,10 @@ def combine_norms(
     shard. So inf or NaN on one rank makes the norm inf or NaN on all, even where the replicas of
     that shard are finite.
     """
-    ranks = 1 if mesh is None else mesh.degrees.ranks // mesh.pp.size()  # of one stage
     by_copies: dict[int, list[Tensor]] = {}
     for parameter, norm in zip(parameters, norms, strict=True):
         if norm is not None:
-            by_copies.setdefault(ranks // _shard_count(parameter), []).append(norm)
+            by_copies.setdefault(count_copies(parameter, mesh), []).append(norm)
     squares = [torch.stack(same).square().sum() / copies for copies, same in by_copies.items()]
     square = torch.stack(squares).sum()
     if mesh is not None:
@@ -81,17 +86,15 @@ def combine_norms(
     return GradNorms(square.sqrt(), torch.stack([zero if n is None else n for n in norms]))
 
 
+def count_copies(parameter: Tensor, mesh: Mesh | None) -> int:
+    """Number of ranks that have the same shard of a parameter."""
+    ranks = 1 if mesh is None else mesh.degrees.ranks // mesh.pp.size()  # of one stage
+    return ranks // _shard_count(parameter)
+
+
 def _shard_count(tensor: Tensor) -> int:
     """Number of distinct shards of a tensor."""
     if not isinstance(tensor, DTensor):
         return 1
     sizes = zip(tensor.placements, tensor.device_mesh.shape, strict=True)
     return math.prod(size for placement, size in sizes if not placement.is_replicate())
-
-
-def _reduce_partial(grad: Tensor) -> Tensor:
-    """The gradient with Partial placements reduced to Replicate."""
-    if isinstance(grad, DTensor) and any(p.is_partial() for p in grad.placements):
-        placements = [Replicate() if p.is_partial() else p for p in grad.placements]
-        return grad.redistribute(placements=placements)
-    return grad

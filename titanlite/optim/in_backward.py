@@ -21,6 +21,7 @@ class OptimizerInBackward:
     """
 
     def __init__(self, model: nn.Module, optimizers: OptimizerSet):
+        self._update_norms = optimizers.update_norms
         self._norms: dict[nn.Parameter, Tensor] = {}  # of this rank's shards, in this step
         self._optimizer_and_group_of = {
             parameter: (optimizer, group)
@@ -41,7 +42,10 @@ class OptimizerInBackward:
         # A group of this parameter alone: if each update iterated over all parameters, the cost of
         # backward would be quadratic in their number.
         optimizer, group = self._optimizer_and_group_of[parameter]
-        with only_group(optimizer, {**group, "params": [parameter]}):
+        with (
+            self._update_norms.around([parameter]),
+            only_group(optimizer, {**group, "params": [parameter]}),
+        ):
             optimizer.step()
         parameter.grad = None
 

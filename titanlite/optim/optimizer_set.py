@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from titanlite.optim.lr_schedule import UNSCHEDULED, Progress, RateSchedule
+from titanlite.optim.update_norms import UpdateNorms
 
 # Keys of a parameter group, beside torch's own
 LR_FACTOR = "lr_factor"  # multiplies the learning rate of the schedule
@@ -50,6 +51,7 @@ class OptimizerSet:
     ):
         """`schedule`: that of the groups without settings of their own."""
         self._optimizers, self._schedule = tuple(optimizers), schedule
+        self.update_norms = UpdateNorms()
 
     def __iter__(self) -> Iterator[torch.optim.Optimizer]:
         return iter(self._optimizers)
@@ -94,6 +96,11 @@ class OptimizerSet:
         self._step(accept)
 
     def _step(self, accept: Tensor | None) -> None:
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        with self.update_norms.around(parameters):
+            self._step_all(accept)
+
+    def _step_all(self, accept: Tensor | None) -> None:
         overlapping = [o for o in self if isinstance(o, OverlappingOptimizer)]
         completions = [optimizer.begin_step(accept) for optimizer in overlapping]
         for optimizer in self:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from titanlite.optim.hidden_matrices import MatrixFacts
+from titanlite.optim.mup import MupRule
 
 StateBytes = Callable[[torch.Size, int], float]
 # (global shape of a parameter, bytes per element of the parameter) -> bytes of its optimizer state
@@ -37,3 +38,5 @@ class OptimizerRecipe:
         default=None, compare=False
     )
     # keys of the parameter group of one parameter, by its name
+    mup_rule: MupRule | None = field(default=None, compare=False)
+    # how muP scales the learning rate; None: refused with muP

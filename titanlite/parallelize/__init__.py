@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -11,6 +11,7 @@ from torch import nn
 from titanlite.distributed.mesh import Mesh, ParallelismConfig
 from titanlite.kernels.backend import set_attention_kernel
 from titanlite.models import LossConfig, ModelSizes, ModelSpec, OutputLayer
+from titanlite.models.mup import WidthScale
 from titanlite.parallelize.activation_checkpoint import (
     ActivationCheckpointConfig,
     checkpoint_blocks,
@@ -156,10 +157,12 @@ def build_sharded_model(
     device: torch.device,
     *,
     seed: int,
+    widths: Mapping[str, WidthScale] | None = None,
 ) -> ShardedModel:
     """Build a model, parallelize it and initialize its weights.
 
-    `sizes` is the dataclass of the model family. Each rank only ever allocates its own shards.
+    `sizes` is the dataclass of the model family; `widths` are as in `init_weights`. Each rank
+    only ever allocates its own shards.
     """
     pp_rank = layout.mesh.pp.get_local_rank()
     model, stage_modules = build_stage_modules(spec, sizes, layout.plan, pp_rank)
@@ -169,7 +172,7 @@ def build_sharded_model(
     model.to_empty(device="cpu" if transforms.cpu_offload else device)
     # Like TP, to_empty() replaces both parameters of a tied pair. FSDP does not always tie them.
     tie_parameters(model, spec.tied_parameters(sizes))
-    init_weights(model, spec.init_roles, sizes.n_layers, seed)
+    init_weights(model, spec.init_roles, sizes.n_layers, seed, widths)
     return ShardedModel(
         model,
         stage_modules,

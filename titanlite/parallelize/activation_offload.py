@@ -126,8 +126,8 @@ class _BlockActivations:
 
     def __del__(self) -> None:
         # What the compute stream runs next may get this memory, so all copies must be complete.
-        # Backward may not have waited for them: some tensors it does not use, and others it uses
-        # while they are still sent.
+        # Backward may not have waited for them: it does not use every tensor, and it may have used
+        # one on the device while the copy to the host was still running.
         self._transfers.wait(self._last_copy)
 
     def add(self, memory_range: tuple, tensor: Tensor) -> int:
@@ -222,7 +222,8 @@ def _offloaded_forward(
         pointer = _storage_pointer(tensor)
         if pointer in resident or local.numel() * local.element_size() < MIN_BYTES:
             return tensor
-        # Several operations may save the same tensor, which is alive here: one copy for all.
+        # Several operations may save the same tensor: one copy for all. During this forward,
+        # `activations` keeps it alive, so no other tensor can get its memory range.
         memory_range = (pointer, local.storage_offset(), local.shape, local.stride(), local.dtype)
         number = activations.add(memory_range, local)
         dtensor_spec = None

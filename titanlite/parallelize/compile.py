@@ -93,7 +93,8 @@ def _call_with_plain_tensor(forward: Callable[..., Tensor], x: Tensor, *others) 
 def prepare_compiler(device: torch.device) -> None:
     """Cache compiled code on this machine unless the user set a folder; probe CPU ISAs in-process.
 
-    A home folder is often shared: thousands of ranks would then lock and write one folder.
+    Torch's default folder can be guessed, but torch does not check whose it is. Triton's is in the
+    home folder, which is often shared: thousands of ranks would lock and write one folder.
     """
     # All of this is private (torch 2.11 to 2.15). TORCHINDUCTOR_CACHE_DIR may be set, and not by
     # the user: torch sets its own default when its pipelining package is imported.
@@ -184,11 +185,11 @@ def check_compile_config(
 
 
 def check_compiler(
-    config: CompileConfig, compiles: bool, device_type: str
+    config: CompileConfig, compiles_optimizer: bool, device_type: str
 ) -> Iterator[ConfigError]:
     """Reject an unknown backend, and a missing C or C++ compiler, before anything is compiled.
 
-    `compiles`: whether the job uses torch.compile at all, even if only for the optimizer.
+    `compiles_optimizer`: whether the optimizer uses torch.compile, always with inductor.
     """
     # inductor always exists; listing the backends imports them all.
     is_other_backend = config.enable and config.backend != "inductor"
@@ -199,12 +200,12 @@ def check_compiler(
             " aot_eager and eager for debugging.",
             keys=("compile.backend",),
         )
-    by_inductor = compiles and (config.backend == "inductor" or not config.enable)
+    by_inductor = compiles_optimizer or (config.enable and config.backend == "inductor")
     missing, fix = _find_missing_compiler(device_type) if by_inductor else ("", "")
     if missing:
         yield ConfigError(
-            f"{missing}, which torch.compile (used for compile.enable and optimizer.state_dtype)"
-            " needs.",
+            f"{missing}, which torch.compile (used for compile.enable, optimizer.state_dtype and"
+            " optimizer.offload) needs.",
             fix=f'{fix}, or set compile.enable = false and optimizer.implementation = "for-loop".',
             keys=("compile.enable",),
         )

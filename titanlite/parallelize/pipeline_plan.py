@@ -194,11 +194,12 @@ def _assign_stages_by_csv(
     rank_of, _ = check_csv_order(file, order)
     stages, key = requested_stages(config, sizes.n_layers, default=len(rank_of))
     if len(order) != ranks or stages != len(rank_of):
+        keys = dict.fromkeys((DEGREE_KEY, f"parallelism.{key}"))  # `key` may be the degree
         raise ConfigError(
             f"{_schedule_setting(config)}: is for {len(order)} ranks and {len(rank_of)} stages;"
             f" the job has {ranks} ranks and {stages} stages.",
-            fix=f"Change the file, {DEGREE_KEY}, or parallelism.{key}.",
-            keys=(CSV_KEY, DEGREE_KEY, f"parallelism.{key}"),
+            fix=f"Change {' or '.join(('the file', *keys))}.",
+            keys=(CSV_KEY, *keys),
         )
     splits_backward = any(action.kind == "weight" for actions in order for action in actions)
     return _StageAssignment(ScheduleSpec(splits_backward=splits_backward), rank_of)

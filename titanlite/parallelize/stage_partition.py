@@ -10,6 +10,7 @@ from itertools import accumulate, pairwise
 from titanlite.distributed.mesh import ParallelismConfig
 from titanlite.errors import ConfigError
 
+_DEGREE_KEY = "pipeline_parallel_degree"
 _FIRST_KEY = "pipeline_parallel_first_stage_less_layers"
 _LAST_KEY = "pipeline_parallel_last_stage_less_layers"
 _PER_STAGE_KEY = "pipeline_parallel_layers_per_stage"
@@ -24,7 +25,7 @@ def requested_stages(config: ParallelismConfig, blocks: int, default: int) -> tu
     if config.pipeline_parallel_layers_per_stage is not None:
         virtual_blocks = blocks + sum(_less_layers(config))
         return -(-virtual_blocks // config.pipeline_parallel_layers_per_stage), _PER_STAGE_KEY
-    return default, "pipeline_parallel_degree"
+    return default, _DEGREE_KEY
 
 
 def check_stage_keys(config: ParallelismConfig) -> Iterator[ConfigError]:
@@ -54,13 +55,13 @@ def partition_model(
         return config.module_fqns_per_model_part
     blocks = [name for name in costs if name.startswith(f"{block_path}.")]
     if stages > len(blocks):
-        degree = "parallelism.pipeline_parallel_degree"
+        _, key = requested_stages(config, len(blocks), stages)
         raise ConfigError(
-            f"{degree} = {config.pipeline_parallel_degree}: makes {stages} stages of"
+            f"parallelism.{key} = {getattr(config, key)}: makes {stages} stages of"
             f" {len(blocks)} blocks (model.n_layers).",
             fix=f"Use {len(blocks)} stages or fewer, or list the modules of each stage in"
             f" parallelism.{_NAMES_KEY}.",
-            keys=(degree, "model.n_layers", f"parallelism.{_PER_STAGE_KEY}"),
+            keys=(f"parallelism.{_DEGREE_KEY}", "model.n_layers", f"parallelism.{_PER_STAGE_KEY}"),
         )
     if all(getattr(config, key) is None for key in _COUNT_KEYS):
         return balance_stages(costs, stages)
@@ -129,7 +130,7 @@ def _partition_by_count(
         raise ConfigError(
             f"parallelism.{_FIRST_KEY} = {first} and {_LAST_KEY} = {last}: leave {counts[0]} blocks"
             f" for the first and {counts[-1]} for the last of {stages} stages.",
-            fix="Use smaller numbers, or remove both keys to balance stages by cost.",
+            fix="Use smaller numbers, or remove all keys that count layers, to balance by cost.",
             keys=(f"parallelism.{_FIRST_KEY}", f"parallelism.{_LAST_KEY}"),
         )
     first_block, end_block = names.index(blocks[0]), names.index(blocks[-1]) + 1

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from titanlite.errors import ConfigError
 from titanlite.models import first_match
+from titanlite.models.mup import WidthScale
 
 INIT_STD = 0.02  # as GPT-2 and most models since; clamped to three standard deviations
 BLOCK_VALUES = 1 << 16  # values in one block of rows; changing it changes the weights of every seed
@@ -37,17 +38,25 @@ def tie_parameters(model: nn.Module, pairs: Sequence[tuple[str, str]]) -> None:
 
 
 @torch.no_grad()
-def init_weights(model: nn.Module, init_roles: Mapping[str, str], depth: int, seed: int) -> None:
+def init_weights(
+    model: nn.Module,
+    init_roles: Mapping[str, str],
+    depth: int,
+    seed: int,
+    widths: Mapping[str, WidthScale] | None = None,
+) -> None:
     """Fill every parameter by the role of the first pattern in `init_roles` that matches its name.
 
-    Raises ConfigError for a parameter whose role is missing or unknown.
+    `widths`: the muP scale of each parameter, by name; empty or None: no scaling. Raises
+    ConfigError for a parameter whose role is missing or unknown.
     """
     for name, parameter in model.named_parameters():
         role = first_match(init_roles, name)
+        factor = widths[name].init_factor if widths else 1.0
         if role == "ones":
-            parameter.fill_(1.0)
+            parameter.fill_(factor)
         elif role in NORMAL_ROLES:
-            _fill_normal(parameter, name, seed, NORMAL_ROLES[role](depth))
+            _fill_normal(parameter, name, seed, NORMAL_ROLES[role](depth) * factor)
         else:
             shown = "no initialisation role" if role is None else f'the unknown role "{role}"'
             raise ConfigError(

@@ -1,4 +1,4 @@
-"""Estimates of the memory that a job needs, and settings that lower it."""
+"""Estimates of the memory that a job needs, settings that lower it, and a check of muP."""
 
 from __future__ import annotations
 

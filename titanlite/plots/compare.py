@@ -70,7 +70,7 @@ class RunComparison:
 
 
 def compare_runs(a: Path, b: Path, tolerance: float) -> RunComparison:
-    """Compare loss, grad_norm, lr, tokens, samples and validation losses of two runs.
+    """Compare loss, z_loss, grad_norm, lr, tokens, samples and validation losses of two runs.
 
     A run is its job.dump_folder or its metrics.jsonl; `tolerance` is a relative difference. Raises
     ConfigError for a tolerance below 0, and DataError for a file that no run wrote or if the runs

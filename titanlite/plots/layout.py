@@ -244,7 +244,8 @@ def _draw_ranks(
     grid, headings, font_size = _arrange_with_headings(by_panel, stages_of)
     top = _draw_dimension_legend(sheet, top, _degrees(coordinates), grid)
     if len(shown) < len(coordinates):
-        text = f"Shown: {len(shown):,} of {len(coordinates):,} ranks; other data ranks are alike."
+        count = f"{len(shown):,} of {len(coordinates):,} ranks"
+        text = f"Shown: {count}; other data-parallel ranks are alike."
         draw_text(sheet, 0, top - 0.1, text, 8.5, FAINT)
         top -= 0.2
     top -= 0.1
@@ -324,7 +325,7 @@ def _select_ranks(coordinates: Sequence[MeshCoordinate]) -> list[MeshCoordinate]
 
 
 def _draw_dimension_legend(sheet, top: float, degrees: dict[str, int], grid: _Grid) -> float:
-    """Draw how neighbours in each dimension above 1 are placed; return the bottom."""
+    """Draw how neighbours in each dimension of more than one rank are placed; return the bottom."""
     items = []
     if degrees["pipeline"] > 1:
         panels = [(Box(x, 0, 0.2, 0.2, 0.03, 0.03), GRID) for x in (0, 0.24)]
@@ -348,7 +349,7 @@ _SWATCH, _BAR, _COLUMN_GAP = 0.4, 1.12, 0.3  # inches: stage number, cost bar, b
 def _draw_stages(
     sheet, ranks_box: Box, stages: Sequence[StageCost], colours: dict[int, str]
 ) -> float:
-    """List the modules and the cost of each stage; return the bottom of the list and the ranks.
+    """List the modules and the cost of each stage; return the lower end of the list and the ranks.
 
     The list is beside the ranks if it fits there, else below them.
     """

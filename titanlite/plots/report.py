@@ -22,8 +22,9 @@ COLOURS = ("#2f6fb2", "#d1495b", "#3c8d5a", "#8e5ea2", "#c48a00", "#2a9d8f", "#6
 VALIDATION_COLOURS = ("#d1495b", "#3c8d5a", "#8e5ea2", "#c48a00")  # in the report of one run
 EVENT_COLOURS = {  # events that the charts mark
     "step_skipped": "#c48a00",
-    "loss_spike": "#c48a00",
-    "rollback": "#d1495b",
+    "spike": "#c48a00",
+    "rolled_back": "#d1495b",
+    "rollback_failed": "#d1495b",
     "hardware_fault": "#8e5ea2",
     "replica_mismatch": "#8e5ea2",
     "diverged": "#d1495b",
@@ -134,7 +135,7 @@ def _summary(run: RunHistory) -> list[tuple[str, str]]:
         ("goodput", _percent(run.goodput.fraction)),
         ("starts", str(len(run.starts) or "-")),
         ("checkpoints saved", str(len(run.events_named("checkpoint_saved")))),
-        ("roll-backs", str(len(run.events_named("rollback")))),
+        ("roll-backs", str(len(run.events_named("rolled_back")))),
         ("skipped steps", str(len(run.events_named("step_skipped")))),
     ]
 

@@ -45,8 +45,8 @@ def _diverged(run: RunHistory) -> Iterator[Advice]:
         yield Advice(
             "problem",
             "The run ended because training diverged",
-            f"step {event['step']}, loss {event.get('loss')}, gradient norm"
-            f" {event.get('grad_norm')}",
+            f"{event.get('reason') or 'inf or NaN'} at step {event['step']}, loss"
+            f" {event.get('loss')}, gradient norm {event.get('grad_norm')}",
             "Lower optimizer.lr, lengthen lr_scheduler.warmup_steps, or look at the samples of that"
             " step.",
         )
@@ -141,7 +141,8 @@ def _clipped(run: RunHistory) -> Iterator[Advice]:
     limit = run.config.get("training.max_norm", 0)
     norms = np.array(run.column("grad_norm"))[len(run.steps) // 10 :]
     norms = norms[np.isfinite(norms)]
-    if not limit or len(norms) < MIN_POINTS:
+    by_norm = run.config.get("training.clipping", "norm") == "norm"
+    if not by_norm or not limit or len(norms) < MIN_POINTS:
         return
     fraction = float((norms > limit).mean())
     if fraction > MAX_CLIPPED_FRACTION:
@@ -160,7 +161,7 @@ _REPORTED: dict[str, tuple[Level, str, str]] = {  # event -> (level, title, acti
         "A step computed again gave other bits",
         "Take the named host out of the job, and test its memory and its GPU.",
     ),
-    "rollback": (
+    "rolled_back": (
         "hint",
         "The guard rolled back",
         "Look at the dumped batches in the folder guard/ before the next run uses this data.",
@@ -191,7 +192,8 @@ def _reported(run: RunHistory) -> Iterator[Advice]:
             continue
         shown = ", ".join(str(event["step"]) for event in events[:5])
         more = f" and {len(events) - 5} more" if len(events) > 5 else ""
-        hosts = sorted({str(event["host"]) for event in events if event.get("host")})
+        named = [host for event in events for host in (event.get("host"), *event.get("hosts", ()))]
+        hosts = sorted({str(host) for host in named if host})
         where = f"; {', '.join(hosts)}" if hosts else ""
         yield Advice(level, title, f"{len(events)} times, at step {shown}{more}{where}", action)
 

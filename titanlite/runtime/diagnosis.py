@@ -9,7 +9,9 @@ from titanlite.distributed.rendezvous import store_address
 from titanlite.log import pluralize
 from titanlite.runtime.heartbeat import HeartbeatExchange, RankProgress, has_ended
 
-SILENT_FRACTION = 0.8  # of the timeout without a heartbeat, before a rank is declared dead
+# Of the timeout, before a rank that sends no heartbeat, the store that does not answer, or a
+# straggler is reported.
+SILENT_FRACTION = 0.8
 STUCK_FRACTION = 0.85  # of the timeout in one phase, before a rank looks for the straggler
 LAST_FRACTION = 0.95  # the same, for ranks that do not look first
 FIRST_READERS = 16  # ranks that look for the straggler first

@@ -55,9 +55,9 @@ class HeartbeatWatchdog:
     """Ends this rank with a reason when it hangs, or when another rank keeps it waiting.
 
     The main thread reports its position by `set_phase`. It may stay in one phase for
-    `timeout_seconds`, or for `disk_timeout_seconds` while it loads or saves. `start_id` separates
-    the heartbeats of this start from those of earlier ones in the same store. `recorder` writes the
-    last collectives before the rank ends.
+    `timeout_seconds` (a single rank: ten times as long), or for `disk_timeout_seconds` while it
+    loads or saves. `start_id` separates the heartbeats of this start from those of earlier ones in
+    the same store. `recorder` writes the last collectives before the rank ends.
     """
 
     def __init__(

@@ -8,8 +8,8 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-MAX_CHARACTERS = 80  # of a value in a message
-MAX_DECIMAL_BITS = 10_000  # Python refuses to write longer integers in decimal
+MAX_CHARACTERS = 80  # of a value from a TOML in a message
+MAX_DECIMAL_BITS = 10_000  # 3,011 digits; Python refuses to write more than 4,300
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ def _toml_value(value: Any) -> str:
 
 
 def format_value(value: Any) -> str:
-    """A value in a message: as typed on the command line, or as in TOML, cut if it is long."""
+    """A value in a message: as typed on the command line; else as in TOML, cut if it is long."""
     if isinstance(value, CommandLineText):
         return value.text
     text = _toml_value(value) if value is not None else "none"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -63,21 +64,25 @@ class TomlFiles:
         return merged
 
     def _parse(self, path: Path, including: tuple[Path, ...]) -> dict[str, Any]:
+        given = f'{CONFIG_FILE_KEY} = "{path}"'
+        folder = "working directory"
+        if including:
+            given, folder = f'include = "{path}" ({including[-1]})', "including file"
         try:
             content = read_regular_file(path, MAX_TOML_BYTES - self._bytes)
         except OSError as error:
-            included_by = f", included by {including[-1]}" if including else ""
+            reason = error.strerror or error
+            if error.errno == errno.EFBIG:  # its text names only what the files before left over
+                reason = f"the files of this job have more than {MAX_TOML_BYTES:,} bytes"
             raise ConfigError(
-                f'{CONFIG_FILE_KEY} = "{path}"{included_by}: cannot be read'
-                f" ({error.strerror or error}).",
-                fix="Give the path of a TOML file, relative to the working directory"
-                " (for an include: relative to the including file).",
+                f"{given}: cannot be read ({reason}).",
+                fix=f"Give the path of a TOML file, relative to the {folder}.",
             ) from None
         self._bytes += len(content)
         try:
             return parse_toml(content.decode())
         except ValueError as error:
-            raise ConfigError(f'{CONFIG_FILE_KEY} = "{path}": not valid TOML: {error}.') from None
+            raise ConfigError(f"{given}: not valid TOML: {error}.") from None
 
 
 def merge_tables(base: dict[str, Any], override: dict[str, Any]) -> dict[str, Any]:

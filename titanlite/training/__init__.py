@@ -11,12 +11,21 @@ from titanlite.training.batch_schedule import (
 from titanlite.training.config import TrainingConfig
 from titanlite.training.engine import Engine, build_engine
 from titanlite.training.guard import GuardConfig, StepJudge, check_guard_config
+from titanlite.training.layer_norms import LayerNorms, record_layer_norms
 from titanlite.training.loop import train
+from titanlite.training.noise_meter import NoiseScaleEngine, measure_noise_scale
 from titanlite.training.periodic import PeriodicAction, StepInfo
+from titanlite.training.replica_check import ReplicaCheck, ReplicaCheckConfig, check_replicas
 from titanlite.training.rewind import Rewinder
 from titanlite.training.run import Run
 from titanlite.training.state import Counters, TrainState
 from titanlite.training.step import StepResult, StepSettings, take_step
+from titanlite.training.straggler import (
+    SelfTest,
+    StragglerConfig,
+    StragglerMeter,
+    report_stragglers,
+)
 from titanlite.training.validation import ValidationConfig, validate, validation_samples
 
 __all__ = [
@@ -25,13 +34,20 @@ __all__ = [
     "Counters",
     "Engine",
     "GuardConfig",
+    "LayerNorms",
+    "NoiseScaleEngine",
     "PeriodicAction",
+    "ReplicaCheck",
+    "ReplicaCheckConfig",
     "Rewinder",
     "Run",
+    "SelfTest",
     "StepInfo",
     "StepJudge",
     "StepResult",
     "StepSettings",
+    "StragglerConfig",
+    "StragglerMeter",
     "TrainState",
     "TrainingConfig",
     "ValidationConfig",
@@ -39,6 +55,10 @@ __all__ = [
     "build_engine",
     "check_batch_size",
     "check_guard_config",
+    "check_replicas",
+    "measure_noise_scale",
+    "record_layer_norms",
+    "report_stragglers",
     "take_step",
     "train",
     "validate",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
 from titanlite.settings import Positive, Range, Supported
@@ -22,7 +22,16 @@ class TrainingConfig:
     # there on; "32 +32 over 12B" adds 32 sequences at a time over the first 12 billion tokens;
     # global_batch_size is the size after the ramp
     seq_len: Positive = 2048  # tokens of a sequence
-    max_norm: Annotated[float, Range(0)] = 1.0  # clip gradients to this 2-norm; 0: do not clip
+    clipping: Literal["norm", "adaptive", "none"] = "norm"
+    # gradient clipping: by the norm of the whole gradient, or of each output unit (a row of a
+    # matrix, or a vector) relative to its weights
+    max_norm: Annotated[float, Range(0)] = 1.0
+    # with clipping = "norm": clip the gradient to this 2-norm; 0: do not clip
+    adaptive_clip_factor: Annotated[float, Range(1e-6)] = 0.01
+    # with clipping = "adaptive": largest norm of a unit's gradient, relative to that of its weights
+    adaptive_clip_eps: Annotated[float, Range(1e-12)] = 1e-3  # least norm that weights count as
+    adaptive_clip_exclude: list[str] = field(default_factory=lambda: ["output.*"])
+    # name patterns of parameters that adaptive clipping leaves as they are
     steps: Positive = 10_000  # optimizer steps, counted from the start of the run
     enable_cpu_offload: bool = False
     # store parameters, gradients and optimizer state in host memory
@@ -37,3 +46,8 @@ class TrainingConfig:
     )
     gc_debug: Annotated[bool, Supported((False,), "Garbage-collection debugging")] = False
     # run the collector every step and report reference cycles that hold tensors
+
+    @property
+    def clip_norm(self) -> float:
+        """The 2-norm that the whole gradient is clipped to; 0: not clipped."""
+        return self.max_norm if self.clipping == "norm" else 0.0

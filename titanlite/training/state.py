@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from titanlite.data import PositionWindow, next_start, window_lr_factor
-from titanlite.optim import LossScale, OptimizerSet
+from titanlite.optim import LossScale, NoiseScale, OptimizerSet
 from titanlite.training.guard import NO_HISTORY, StepJudge
 from titanlite.training.rollback import RollbackHistory
 
@@ -89,6 +89,7 @@ class TrainState:
     loss_scale: LossScale | None = None  # with float16 compute only
     counters: Counters = field(default_factory=Counters)
     judge: StepJudge | None = None  # None: every step is taken
+    noise_scale: NoiseScale | None = None  # with metrics.noise_scale_freq only
 
     @property
     def step(self) -> int:
@@ -105,9 +106,11 @@ class TrainState:
         generators = _generator_states()
         scale = {} if self.loss_scale is None else {"loss_scale": self.loss_scale.state()}
         guard = {} if self.judge is None else {"guard": self.judge.state()}
+        noise = {} if self.noise_scale is None else {"noise_scale": self.noise_scale.state()}
         return {
             **scale,
             **guard,
+            **noise,
             **self.counters.progress(),
             "generators": {name: bytes(s.tolist()).hex() for name, s in generators.items()},
         }
@@ -119,6 +122,8 @@ class TrainState:
             self.loss_scale.restore(progress["loss_scale"])
         if self.judge is not None:
             self.judge.restore(progress.get("guard", NO_HISTORY))
+        if self.noise_scale is not None and "noise_scale" in progress:
+            self.noise_scale.restore(progress["noise_scale"])
         _set_generator_states(
             {
                 name: torch.frombuffer(bytearray.fromhex(state), dtype=torch.uint8)

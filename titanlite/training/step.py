@@ -10,7 +10,7 @@ from torch import Tensor
 from titanlite.distributed.collectives import all_reduce_sum
 from titanlite.distributed.mesh import Mesh
 from titanlite.models import valid_tokens
-from titanlite.optim import OptimizerInBackward, Progress, clip_gradients
+from titanlite.optim import AdaptiveClip, OptimizerInBackward, Progress, clip_gradients
 from titanlite.training.batch import Batch
 from titanlite.training.engine import Engine, SetPhase, ignore_phase
 from titanlite.training.state import TrainState
@@ -23,6 +23,7 @@ class StepSettings:
     mesh: Mesh
     max_norm: float  # clip the gradient to this 2-norm; 0: do not clip
     optimizer_in_backward: OptimizerInBackward | None = None  # updates parameters during backward
+    adaptive_clip: AdaptiveClip | None = None  # clip each output unit, not the whole gradient
 
 
 @dataclass(frozen=True)
@@ -100,7 +101,9 @@ def compute_gradients(
         grad_norm, own_norms = in_backward.norms(mesh)
     else:
         parameters = state.model.parameters()
-        grad_norm, own_norms = clip_gradients(parameters, settings.max_norm, mesh, scale)
+        grad_norm, own_norms = clip_gradients(
+            parameters, settings.max_norm, mesh, scale, settings.adaptive_clip
+        )
     overflowed = False
     if state.loss_scale is not None:  # this waits for the device
         # All ranks have the same values, so all decide the same. The judge sees what no loss scale

@@ -83,9 +83,11 @@ def to_config(sizes: Llama3Sizes, context: int) -> dict[str, Any]:
 
 
 def from_config(config: Mapping[str, Any]) -> Llama3Sizes:
-    """The sizes in a config.json of transformers 4 or 5; missing keys have LlamaConfig's defaults.
+    """The sizes in a config.json of transformers 4 or 5.
 
-    Raises CheckpointError that lists every key with a value that this model does not implement.
+    Missing keys have LlamaConfig's defaults, except the sizes that every model chooses: `dim`,
+    `n_layers`, `n_heads`, `hidden_dim` and `vocab_size` are required. Raises a CheckpointError that
+    lists every key whose value is missing or not implemented by this model.
     """
     stated = {key: value for key, value in config.items() if value is not None}
     # transformers 5 also prefers rope_scaling

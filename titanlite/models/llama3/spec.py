@@ -46,6 +46,16 @@ INIT_ROLES = {
     "*": "normal",
 }
 
+ROLES = {
+    "tok_embeddings.weight": "embedding",
+    "output.weight": "output",
+    "norm.weight": "output_gain",
+    "*.q_norm.weight": "query_gain",
+    "*norm.weight": "gain",
+    "*.wq.weight": "query",
+    "*": "hidden",
+}
+
 
 def check_sizes(sizes: Llama3Sizes) -> Iterator[ConfigError]:
     """Reject numbers of heads that do not fit together, and odd head widths."""
@@ -137,6 +147,7 @@ LLAMA3 = ModelSpec(
     build=Llama,
     tp_plan=TP_PLAN,
     init_roles=INIT_ROLES,
+    parameter_roles=ROLES,
     blocks_path="layers",
     attention_pattern="layers.*.attention.attend",
     output_path="output",

@@ -25,7 +25,7 @@ class GuardConfig:
     # take the step
     threshold: Annotated[float, Range(1)] = 6.0
     # a spike is above the median of the window by more than this number of standard deviations, of
-    # the logarithm; the deviation is estimated from the median absolute deviation
+    # the logarithm; the deviation is estimated from the differences of consecutive steps
     window_steps: Annotated[int, Range(MIN_WINDOW_STEPS)] = 128
     # number of accepted steps in the window; values are judged from 16 on
     max_violations: Positive = 5

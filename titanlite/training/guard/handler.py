@@ -32,6 +32,12 @@ from titanlite.training.rollback import Trouble
 from titanlite.training.run import Run
 from titanlite.training.step import StepResult, compute_gradients, finish_step
 
+EVENTS = {  # names in metrics.jsonl
+    StepVerdict.SKIP: "step_skipped",
+    StepVerdict.ACCEPT: "spike",
+    StepVerdict.ROLL_BACK: "violation",  # before the event of the roll-back
+}
+
 
 @dataclass(frozen=True)
 class Violation:
@@ -137,7 +143,7 @@ class ViolationHandler:
         if run.step_settings.optimizer_in_backward is not None:  # it has updated the parameters
             violation = self._describe(first.step, first.result, self._evidence(first.result))
             if not self._rolls_back_nonfinite:
-                self.give_up(violation)
+                self.give_up(violation, batch=run.dump_batch(first.step, position, samples))
             self._roll_back(violation, position, samples)
             return None
         result, evidence = self._compute_again(first, batch)
@@ -186,12 +192,11 @@ class ViolationHandler:
             self._report_fault(first, again, faulty, history)
         if replay is not ReplayResult.NORMAL:
             violation = self._describe(first.step, again, evidence)
-            if verdict is StepVerdict.GIVE_UP:
-                self.give_up(violation, history.in_a_row)
             counters, samples = first.before.counters, first.result.samples
             path = self._run.dump_batch(first.step, counters.next_start(samples), samples)
-            event = "step_skipped" if verdict is StepVerdict.SKIP else "spike"
-            self._run.sinks.event(first.step, event, **violation.fields, batch=path)
+            if verdict is StepVerdict.GIVE_UP:
+                self.give_up(violation, history.in_a_row, path)
+            self._run.sinks.event(first.step, EVENTS[verdict], **violation.fields, batch=path)
         return history, verdict
 
     @property
@@ -244,7 +249,7 @@ class ViolationHandler:
             fix="Run on other machines: the same command resumes from the newest checkpoint.",
         ).mark_on_all_ranks()
 
-    def give_up(self, violation: Violation, in_a_row: int = 1) -> NoReturn:
+    def give_up(self, violation: Violation, in_a_row: int = 1, batch: str = "") -> NoReturn:
         """Finish the save in flight, which is of an earlier step, and raise TrainingDiverged."""
         run = self._run
         run.watchdog.set_phase(violation.step, "save")
@@ -252,6 +257,7 @@ class ViolationHandler:
         steps = run_on_rank_0(run.checkpointer.steps)
         saved = f"step-{steps[-1]}" if steps else None
         fields = {**violation.fields, "violations": in_a_row, "checkpoint": saved}
+        fields["batch"] = batch
         run.sinks.event(violation.step, "diverged", **fields)
         rows = f", the last of {in_a_row} violations in a row" if in_a_row > 1 else ""
         resume = f"resumes from {saved}" if saved else "starts from step 0: there is no checkpoint"

@@ -13,9 +13,12 @@ from titanlite.distributed.collectives import all_reduce_min
 from titanlite.training.guard.config import MIN_WINDOW_STEPS, GuardConfig
 from titanlite.training.guard.history import History, ViolationReason
 
-MAD_TO_DEVIATION = 1.4826  # standard deviation of a normal distribution, per MAD
-MIN_DEVIATION = 0.02
-# of the logarithm: a loss that hardly changes has a MAD of almost 0
+# Standard deviation of independent normal values, per median absolute difference of two of them.
+DIFFERENCE_TO_DEVIATION = 1.4826 / math.sqrt(2)
+MIN_DEVIATIONS = (0.02, 0.5)
+# of the logarithm of loss and gradient norm. A loss that hardly changes has a deviation of almost
+# 0. Gradient norms have heavy tails: in 20 healthy runs (benchmarks/guard.py) up to 13 times the
+# median. With the default threshold a spike of the norm is above 20 times; less is clipped.
 
 
 NO_HISTORY: dict[str, Any] = {"history": {}, "window": [[], []]}  # state of a judge at the start
@@ -29,8 +32,10 @@ class StepJudge:
     step and the ones after it can be computed again from the same bits.
 
     A value is a spike if its logarithm is above the median of the last accepted steps by more than
-    `threshold` standard deviations, estimated from the median absolute deviation. Neither follows
-    an outlier, as mean and variance do (Leys et al. 2013, doi:10.1016/j.jesp.2013.03.013).
+    `threshold` standard deviations, estimated from the median absolute difference of consecutive
+    steps. Neither follows an outlier, as mean and variance do (Leys et al. 2013,
+    doi:10.1016/j.jesp.2013.03.013). Differences do not contain the trend of a falling loss, which
+    the deviation from the median does: there, early spikes of twice the loss remain undetected.
     """
 
     def __init__(self, config: GuardConfig, device: torch.device, tp: DeviceMesh | None = None):
@@ -44,6 +49,7 @@ class StepJudge:
         self._accepting = torch.ones((), dtype=torch.bool, device=device)
         # [2, window_steps]: logarithms of loss and gradient norm, oldest first; NaN: none yet
         self._window = torch.full((2, config.window_steps), math.nan, device=device)
+        self._min_deviations = torch.tensor(MIN_DEVIATIONS, device=device)
 
     def judge(self, loss: Tensor, grad_norm: Tensor) -> Tensor:
         """Whether to take the step [], a bool on the device; does not wait for the device."""
@@ -115,8 +121,9 @@ class StepJudge:
     def _log_limits(self) -> Tensor:
         """[2]: largest logarithm of loss and gradient norm that is no spike; NaN: too few steps."""
         median = self._window.nanmedian(1).values
-        deviation = (self._window - median[:, None]).abs().nanmedian(1).values * MAD_TO_DEVIATION
-        limits = median + self.config.threshold * deviation.clamp(min=MIN_DEVIATION)
+        differences = (self._window[:, 1:] - self._window[:, :-1]).abs()
+        deviation = differences.nanmedian(1).values * DIFFERENCE_TO_DEVIATION
+        limits = median + self.config.threshold * deviation.maximum(self._min_deviations)
         return torch.where(self._window[:, -MIN_WINDOW_STEPS].isnan(), math.nan, limits)
 
     def _pushed(self, logs: Tensor) -> Tensor:

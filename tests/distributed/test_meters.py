@@ -1,0 +1,175 @@
+"""The meters of a run measure in every layout what one plain process measures."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from tests.distributed.oracle import (
+    FAMILY,
+    SEED,
+    SGD,
+    Layout,
+    batch_at,
+    start_run,
+    tokens,
+)
+from tests.distributed.ranks import run_on_ranks
+from titanlite.labels import IGNORE_INDEX
+from titanlite.optim import NoiseScale, OptimizerInBackward, build_optimizer
+from titanlite.parallelize.weight_init import init_weights
+from titanlite.training import LayerNorms, NoiseScaleEngine, StepSettings, take_step
+from titanlite.training.layer_norms import KINDS
+from titanlite.training.noise_meter import measure_noise_scale
+
+RECIPE = replace(SGD, batch=12, sizes=replace(SGD.sizes, n_layers=4))
+LAYERS = ["tok_embeddings", *(f"layers.{n}" for n in range(4)), "norm", "output"]
+LAYOUTS = [
+    [Layout(), Layout(accumulate=3), Layout(early=True), Layout(offload=True)],
+    [
+        Layout(shard=2),
+        Layout(replicate=2),
+        Layout(tensor=2),
+        Layout(context=2),
+        Layout(pipeline=2, microbatch=3, accumulate=2),
+        Layout(shard=2, reduction="last_microbatch", accumulate=2),
+    ],
+    [Layout(shard=2, tensor=2), Layout(replicate=2, shard=2), Layout(pipeline=2, tensor=2)],
+]
+
+
+def layer_of(name: str) -> str:
+    return ".".join(name.split(".")[: 2 if name.startswith("layers.") else 1])
+
+
+def expected() -> tuple[dict[str, list[float]], float]:
+    """(norms by kind, gradient norm of the first half of the batch) of a plain process."""
+    model = FAMILY.build(RECIPE.sizes)
+    init_weights(model, FAMILY.init_roles, RECIPE.sizes.n_layers, SEED)
+    optimizer, (inputs, labels) = build_optimizer(model, RECIPE.section), batch_at(0, RECIPE)
+
+    def backward(rows: int) -> None:
+        logits, targets = model(inputs[:rows]).flatten(0, 1), labels[:rows].flatten()
+        F.cross_entropy(logits, targets, ignore_index=IGNORE_INDEX).backward()
+
+    backward(RECIPE.batch // 2)
+    half = torch.cat([p.grad.flatten() for p in model.parameters()]).norm().item()
+    optimizer.zero_grad()
+    backward(RECIPE.batch)
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    gradients = {name: p.grad.clone() for name, p in model.named_parameters()}
+    optimizer.step()
+    updates = {name: p.detach() - before[name] for name, p in model.named_parameters()}
+    norms = {
+        kind: [
+            torch.cat([t.flatten() for n, t in tensors.items() if layer_of(n) == layer])
+            .norm()
+            .item()
+            for layer in LAYERS
+        ]
+        for kind, tensors in zip(KINDS, (gradients, before, updates), strict=True)
+    }
+    return norms, half
+
+
+def run_step(layout: Layout, metered: bool) -> tuple[str, list, float]:
+    """(hash of this rank's weights, layer norms, gradient norm of the small batch) of a step."""
+    state, engine, mesh = start_run(layout, RECIPE)
+    early = OptimizerInBackward(state.model, state.optimizer) if layout.early else None
+    norms = LayerNorms(state.model, mesh, LAYERS, layer_of)
+    noise = NoiseScaleEngine(engine, state, mesh)
+    if metered:
+        state.optimizer.update_norms.arm()
+        if not early:  # which would apply the gradient of the small batch
+            noise.arm()
+    sequences = RECIPE.batch // mesh.degrees.data
+    own = slice(mesh.batch_rank * sequences, (mesh.batch_rank + 1) * sequences)
+    inputs, labels = (part[own] for part in batch_at(0, RECIPE))
+    result = take_step(
+        state,
+        noise,
+        noise.prepare(inputs, labels),
+        lr=RECIPE.lr,
+        settings=StepSettings(mesh, 0.0, early),
+    )
+    weights = hashlib.sha256()
+    for parameter in state.model.parameters():
+        weights.update(parameter.detach().to_local().contiguous().numpy().tobytes())
+    combined = norms.combine(state, result.own_norms)
+    measurement = noise.take()
+    return (
+        weights.hexdigest(),
+        [] if combined is None else combined.tolist(),
+        measurement.grad_norm.item() if measurement else 0.0,
+    )
+
+
+def run_steps(layouts: list[Layout]) -> list[tuple]:
+    return [(run_step(layout, True), run_step(layout, False)) for layout in layouts]
+
+
+@pytest.mark.parametrize("layouts", LAYOUTS, ids=lambda layouts: ";".join(map(str, layouts)))
+def test_every_layout_measures_the_same_norms_and_the_step_changes_no_bit(layouts):
+    norms, half = expected()
+    for results in run_on_ranks(run_steps, layouts[0].degrees.ranks, layouts):
+        for layout, (metered, unmetered) in zip(layouts, results, strict=True):
+            weights, combined, small = metered
+            assert unmetered == (weights, [], 0.0), layout
+            for kind, row in zip(KINDS, combined, strict=True):
+                assert row == pytest.approx(norms[kind], rel=1e-5), (str(layout), kind)
+            assert layout.early or small == pytest.approx(half, rel=1e-5), str(layout)
+
+
+NOISY = replace(RECIPE, lr=0.0, batch=16)  # whose weights stay the same
+MEASURED_STEPS = 20
+
+
+def frequent_tokens(step: int) -> tuple[torch.Tensor, ...]:
+    """A batch whose sequences have a gradient in common: few of the token ids occur."""
+    return tuple(part % 64 for part in tokens(step, NOISY.batch, NOISY.seq_len, NOISY))
+
+
+def noise_events() -> list[dict]:
+    """The events of a run in one process that is measured in every second step."""
+    state, engine, mesh = start_run(Layout(), NOISY)
+    state = replace(state, noise_scale=NoiseScale(decay=0.99))
+    noise, events = NoiseScaleEngine(engine, state, mesh), []
+    sinks = SimpleNamespace(event=lambda step, name, **fields: events.append(fields))
+    action = measure_noise_scale(noise, state, sinks, freq=2)
+    for step in range(1, 2 * MEASURED_STEPS + 1):
+        batch = noise.prepare(*frequent_tokens(step))
+        settings = StepSettings(mesh, 0.0)
+        result = take_step(state, noise, batch, lr=0.0, settings=settings)
+        info = SimpleNamespace(step=step, result=result)
+        if action.is_due(info):
+            action.run(info)
+    return events
+
+
+def gradients_of_sequences() -> Iterator[torch.Tensor]:
+    """The gradient of each sequence of the measured steps, in a plain process."""
+    model = FAMILY.build(NOISY.sizes)
+    init_weights(model, FAMILY.init_roles, NOISY.sizes.n_layers, SEED)
+    for step in range(2, 2 * MEASURED_STEPS + 1, 2):
+        for inputs, labels in zip(*frequent_tokens(step), strict=True):
+            model.zero_grad()
+            F.cross_entropy(model(inputs[None])[0], labels).backward()
+            yield torch.cat([p.grad.flatten() for p in model.parameters()])
+
+
+def test_the_noise_scale_of_a_model_is_that_of_its_sequences():
+    [events] = run_on_ranks(noise_events, 1)
+    assert len(events) == MEASURED_STEPS
+    gradients = torch.stack(list(gradients_of_sequences()))
+    noise = gradients.var(0).sum().item()
+    square = gradients.mean(0).square().sum().item() - noise / len(gradients)
+    last = events[-1]
+    assert last["noise"] == pytest.approx(noise, rel=0.1)
+    assert last["critical_batch"] == pytest.approx(noise / square, rel=0.1)
+    assert last["critical_batch_tokens"] == last["critical_batch"] * NOISY.seq_len

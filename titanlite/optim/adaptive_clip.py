@@ -1,0 +1,104 @@
+"""Adaptive gradient clipping: the gradient of each output unit, relative to the unit's weights.
+
+https://arxiv.org/abs/2102.06171, section 4. A unit is a row of a matrix, or a whole vector.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Placement
+
+from titanlite.distributed.tensors import local_shard, reduce_partial
+from titanlite.optim.groups import matches_any
+
+
+@dataclass(frozen=True)
+class AdaptiveClip:
+    """Limit the norm of a unit's gradient to `factor` times the norm of its weights.
+
+    Weights with a norm below `eps` count as `eps`, so that a unit of zeros can learn.
+    """
+
+    factor: float
+    eps: float
+    excluded: frozenset[nn.Parameter] = frozenset()  # their gradients are not clipped
+
+    @torch.no_grad()
+    def scale(self, parameters: Sequence[nn.Parameter], grads: Sequence[Tensor]) -> None:
+        """Scale this rank's shards of the gradients in place; a collective of all ranks.
+
+        The sums over rows that several ranks share are exchanged together, in one all-reduce for
+        each dimension of the mesh. Does not wait for the device.
+        """
+        clipped = [
+            (parameter, grad)
+            for parameter, grad in zip(parameters, grads, strict=True)
+            if parameter not in self.excluded
+        ]
+        squares = [
+            torch.stack((_unit_squares(parameter), _unit_squares(reduce_partial(grad))))
+            for parameter, grad in clipped
+        ]
+        _sum_shared_units([parameter for parameter, _ in clipped], squares)
+        for (_, grad), square in zip(clipped, squares, strict=True):
+            weight_norm, grad_norm = square.sqrt()
+            limit = self.factor * weight_norm.clamp(min=self.eps)
+            # A gradient of 0 divides by 0: inf, which the clamp makes 1. NaN stays NaN.
+            ratio = (limit / grad_norm).clamp(max=1.0)
+            local = local_shard(grad)
+            local.mul_(ratio.to(local.dtype).view(-1, *[1] * (local.dim() - 1)))
+
+
+def adaptive_clip(
+    named_parameters: Iterable[tuple[str, nn.Parameter]],
+    factor: float,
+    eps: float,
+    exclude: list[str],
+) -> AdaptiveClip:
+    """The clip of a model; `exclude` are name patterns of parameters that are not clipped."""
+    excluded = (parameter for name, parameter in named_parameters if matches_any(name, exclude))
+    return AdaptiveClip(factor, eps, frozenset(excluded))
+
+
+def _unit_squares(tensor: Tensor) -> Tensor:
+    """Square norms of the units of this rank's shard, in fp32: [rows] of a matrix, [1] else."""
+    local = local_shard(tensor)
+    rows = local.flatten(1) if local.dim() > 1 else local.view(1, -1)
+    return torch.linalg.vector_norm(rows, dim=1, dtype=torch.float32).square()
+
+
+def _sum_shared_units(parameters: Sequence[nn.Parameter], squares: Sequence[Tensor]) -> None:
+    """Add, in place, the squares of the other ranks that have parts of the same units."""
+    shared: dict[str, tuple[dist.ProcessGroup, list[Tensor]]] = {}
+    for parameter, square in zip(parameters, squares, strict=True):
+        for group in _groups_that_share_units(parameter):
+            shared.setdefault(group.group_name, (group, []))[1].append(square)
+    for group, members in shared.values():
+        total = torch.cat([square.flatten() for square in members])
+        dist.all_reduce(total, group=group)
+        for square, part in zip(members, total.split([s.numel() for s in members]), strict=True):
+            square.copy_(part.view_as(square))
+
+
+def _groups_that_share_units(parameter: nn.Parameter) -> list[dist.ProcessGroup]:
+    """The process groups over which a unit is sharded: all but those that shard the rows."""
+    if not isinstance(parameter, DTensor):
+        return []
+    mesh = parameter.device_mesh
+    return [
+        mesh.get_group(dimension)
+        for dimension, placement in enumerate(parameter.placements)
+        if mesh.size(dimension) > 1
+        and not placement.is_replicate()
+        and (parameter.dim() < 2 or _sharded_dim(placement) != 0)
+    ]
+
+
+def _sharded_dim(placement: Placement) -> int:
+    """The dimension of a tensor that is sharded, also by the strided form of `Shard`."""
+    return getattr(placement, "dim")  # noqa: B009  # of no common public class

@@ -1,0 +1,67 @@
+"""Learning rates under muP: how the update of each optimizer has to scale with the width.
+
+An update should change the outputs of each matrix as much in a wide model as in a narrow one. With
+the update's size for learning rate 1, the spectral condition (https://arxiv.org/abs/2310.17813)
+gives the learning rate: the spectral norm of an update must be proportional to the square root of
+fan-out / fan-in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+
+from titanlite.errors import ConfigError
+from titanlite.models.mup import WidthScale
+
+MupRule = Callable[[WidthScale], float]  # factor of the learning rate of a parameter
+
+
+def elementwise_update(scale: WidthScale) -> float:
+    """Elements of about 1, whatever the gradient's size: spectral norm sqrt(fan-in * fan-out)."""
+    return scale.multiplier / scale.fan_in
+
+
+def gradient_update(scale: WidthScale) -> float:
+    """The gradient itself, which a multiplier of the parameter has multiplied once already."""
+    return scale.multiplier**2 * scale.fan_out / scale.fan_in
+
+
+def orthogonal_update(scale: WidthScale) -> float:
+    """Muon's: singular values of about the root of the larger side, so that elements are as Adam's.
+
+    Every direction is updated, not only a few as by Adam, so a wide matrix needs less reduction.
+    """
+    return scale.multiplier * (scale.fan_out / scale.fan_in / scale.larger_fan) ** 0.5
+
+
+def check_mup_optimizers(
+    rules: Mapping[str, MupRule | None], weight_decay: float, max_norm: float
+) -> Iterator[ConfigError]:
+    """Reject optimizers and options that muP has no rule for.
+
+    `rules`: of all optimizers of the run, by name; `weight_decay`: the largest; `max_norm`: of
+    clipping.
+    """
+    for name, rule in rules.items():
+        if rule is None:
+            yield ConfigError(
+                f"mup.base: muP has no rule for the learning rate of optimizer.name = {name} with"
+                " these settings.",
+                fix="Use AdamW, or remove mup.base; Muon needs muon_per_head = false, and Adafactor"
+                " scale_parameter = false.",
+                keys=("mup.base", "optimizer.name", "optimizer.groups"),
+            )
+    if "Adam" in rules and weight_decay:
+        yield ConfigError(
+            f"mup.base: Adam adds optimizer.weight_decay = {weight_decay:g} times the weights to"
+            " the gradient, and their ratio changes with the width.",
+            fix="Use AdamW, or set optimizer.weight_decay = 0.",
+            keys=("mup.base", "optimizer.name", "optimizer.weight_decay"),
+        )
+    if "SGD" in rules and max_norm:
+        yield ConfigError(
+            f"mup.base: training.max_norm = {max_norm:g} scales down the updates of SGD, and the"
+            " norm of the whole gradient grows with the width.",
+            fix="Set training.max_norm = 0, or use AdamW.",
+            keys=("mup.base", "optimizer.name", "training.max_norm"),
+        )

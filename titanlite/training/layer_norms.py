@@ -1,0 +1,70 @@
+"""A periodic action that records gradient, weight and update norms of each layer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import Tensor, nn
+
+from titanlite.distributed.collectives import all_reduce_sum
+from titanlite.distributed.mesh import Mesh
+from titanlite.metrics import MetricSinks
+from titanlite.optim import count_copies
+from titanlite.training.measured_steps import measure_steps
+from titanlite.training.periodic import PeriodicAction, StepInfo
+from titanlite.training.state import TrainState
+
+KINDS = ("gradient", "weight", "update")
+
+
+class LayerNorms:
+    """Norms of the layers of the whole model, the same in every layout.
+
+    `layers` are all layers of the model, on every rank; `layer_of` is the layer of a parameter, by
+    its name.
+    """
+
+    def __init__(
+        self, model: nn.Module, mesh: Mesh, layers: Iterable[str], layer_of: Callable[[str], str]
+    ):
+        self.layers, self._mesh = list(layers), mesh
+        named = list(model.named_parameters())
+        self._parameters = [parameter for _, parameter in named]
+        self._layer = torch.tensor([self.layers.index(layer_of(name)) for name, _ in named])
+        self._copies = torch.tensor([count_copies(parameter, mesh) for _, parameter in named])
+
+    @torch.no_grad()
+    def combine(self, state: TrainState, gradient_norms: Tensor) -> Tensor | None:
+        """[KINDS, layers]: the norms of the step that was armed; None if it updated nothing.
+
+        `gradient_norms` are those of this rank's shards. A collective of all ranks.
+        """
+        measured = state.optimizer.update_norms.take()
+        if not measured:
+            return None
+        device = gradient_norms.device
+        zero = torch.zeros((), device=device)
+        pairs = [measured.get(parameter, (zero, zero)) for parameter in self._parameters]
+        kinds = [gradient_norms, *(torch.stack(norms) for norms in zip(*pairs, strict=True))]
+        squares = torch.stack([norms.to(device) for norms in kinds]).square()
+        squares /= self._copies.to(device)
+        sums = torch.zeros(len(KINDS), len(self.layers), device=device)
+        sums.index_add_(1, self._layer.to(device), squares)
+        # mesh.loss and mesh.tp together have all ranks
+        return all_reduce_sum(self._mesh.tp, all_reduce_sum(self._mesh.loss, sums)).sqrt()
+
+
+def record_layer_norms(
+    state: TrainState, norms: LayerNorms, sinks: MetricSinks, freq: int
+) -> PeriodicAction:
+    """Write the event `layer_norms` of every `freq`-th step."""
+
+    def record(info: StepInfo) -> None:
+        combined = norms.combine(state, info.result.own_norms)
+        if combined is not None and sinks.sinks:
+            rows = zip(KINDS, combined.tolist(), strict=True)
+            fields = {kind: dict(zip(norms.layers, row, strict=True)) for kind, row in rows}
+            sinks.event(info.step, "layer_norms", **fields)
+
+    return measure_steps("layer norms", freq, state.step, state.optimizer.update_norms.arm, record)

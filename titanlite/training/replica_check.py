@@ -1,0 +1,227 @@
+"""Compare, bit by bit, the state that several ranks must have in common.
+
+That is: weights and optimizer state across replicas (HSDP, and what tensor parallel does not
+shard), and counters, generators and all else that a checkpoint stores as JSON across all ranks.
+Each rank hashes its state on the device; only a few bytes are exchanged while the ranks agree.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import socket
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from titanlite.distributed.collectives import broadcast_from_rank_0
+from titanlite.distributed.mesh import Mesh, coordinates_of
+from titanlite.distributed.rank_tree import RankTree
+from titanlite.distributed.tensors import local_shard
+from titanlite.errors import ReplicaMismatch
+from titanlite.metrics import MetricSinks
+from titanlite.settings import Range
+from titanlite.training.bit_hash import hash_bits
+from titanlite.training.periodic import PeriodicAction, StepInfo
+from titanlite.training.state import TrainState
+
+# Values are grouped by the dimensions of the mesh over which they may differ: each pipeline rank
+# has parameters of its own; FSDP ("sharded") and TP have other shards of those that they shard.
+SHARDINGS = (
+    ("pipeline",),
+    ("pipeline", "sharded"),
+    ("pipeline", "tensor"),
+    ("pipeline", "sharded", "tensor"),
+    (),
+)
+MAX_FINDINGS = 8  # reported at a time
+
+
+@dataclass(frozen=True)
+class ReplicaCheckConfig:
+    """[replica_check] Compare replicas of weights, optimizer state and generators, bit by bit."""
+
+    freq: Annotated[int, Range(0)] = 0
+    # steps between two checks; each save is preceded by one, too; 0: never
+    action: Literal["stop", "warn"] = "stop"
+    # when replicas differ: end the run with exit code 3 before the state is saved, or log an error
+
+
+class ReplicaFinding(NamedTuple):
+    """Ranks whose state differs from that of their replicas."""
+
+    ranks: list[int]  # the minority; all replicas where no majority agrees
+    hosts: list[str]  # of these ranks
+    replicas: int  # number of ranks that were compared
+    value: str  # the first that differs: a parameter, "exp_avg of PARAMETER", or a counter
+
+    def __str__(self) -> str:
+        ranks = ", ".join(
+            f"{rank} ({host})" for rank, host in zip(self.ranks, self.hosts, strict=True)
+        )
+        return f"{self.value} on rank {ranks}, of {self.replicas} replicas"
+
+
+class ReplicaCheck:
+    """Finds the ranks whose state differs from that of their replicas."""
+
+    def __init__(self, state: TrainState, mesh: Mesh):
+        self._state, self._mesh = state, mesh
+        self._tree = RankTree()
+
+    def find(self) -> list[ReplicaFinding]:
+        """The findings, on every rank; a collective of all ranks. Empty if replicas are equal."""
+        hashes = self._hash_state()
+        differs = self._differing(hashes)
+        if not self._tree.max([any(differs)])[0]:
+            return []
+        own: dict[str, Any] = {"host": socket.gethostname()}
+        own["hashes"] = [
+            {name: value.item() for name, value in values.items()} if is_different else {}
+            for is_different, values in zip(differs, hashes, strict=True)
+        ]
+        reports = self._tree.gather(json.dumps(own).encode())
+        findings = _findings([json.loads(report) for report in reports], self._mesh)
+        return [ReplicaFinding(*finding) for finding in broadcast_from_rank_0(findings)]
+
+    def _hash_state(self) -> list[dict[str, Tensor]]:
+        """name -> hash of each value, for each of `SHARDINGS`."""
+        hashes: list[dict[str, Tensor]] = [{} for _ in SHARDINGS]
+        for name, value, like in _tensors(self._state):
+            sharded = value if isinstance(value, DTensor) else like
+            group = hashes[SHARDINGS.index(("pipeline", *_sharded_over(sharded)))]
+            is_tensor = isinstance(value, Tensor)
+            group[name] = hash_bits(local_shard(value)) if is_tensor else _hash_text(repr(value))
+        for name, value in self._state.progress().items():
+            hashes[-1][name] = _hash_text(json.dumps(value))
+        return hashes
+
+    def _differing(self, hashes: list[dict[str, Tensor]]) -> list[bool]:
+        """Whether another rank has other hashes than this one, for each of `SHARDINGS`."""
+        device = self._mesh.fsdp.device_type
+        digests = torch.zeros(len(SHARDINGS), dtype=torch.int64, device=device)
+        for index, values in enumerate(hashes):
+            if values:
+                each = [value.to(device) for value in values.values()]
+                digests[index] = hash_bits(torch.stack(each))
+        # The largest of each digest, and the complement of the smallest.
+        extremes = torch.stack((digests, ~digests))
+        for dimension, group in self._groups().items():
+            replicated = [i for i, dims in enumerate(SHARDINGS) if dimension not in dims]
+            part = extremes[:, replicated].contiguous()
+            dist.all_reduce(part, dist.ReduceOp.MAX, group=group)
+            extremes[:, replicated] = part
+        return (extremes[0] != ~extremes[1]).tolist()
+
+    def _groups(self) -> dict[str, dist.ProcessGroup]:
+        """The process groups of this rank by dimension of the mesh, if they have several ranks."""
+        mesh = self._mesh
+        groups = {"pipeline": mesh.pp.get_group(), "tensor": mesh.tp.get_group()}
+        groups["sharded"] = mesh.fsdp.get_group(mesh.fsdp.ndim - 1)
+        if mesh.fsdp.ndim > 1:
+            groups["replicate"] = mesh.fsdp.get_group(0)
+        return {dimension: group for dimension, group in groups.items() if group.size() > 1}
+
+
+def check_replicas(
+    check: ReplicaCheck,
+    config: ReplicaCheckConfig,
+    sinks: MetricSinks,
+    is_saving: Callable[[StepInfo], bool],
+    finish_save: Callable[[], None],
+) -> PeriodicAction:
+    """Check every `freq` steps and before each save; goes before `save_checkpoints`.
+
+    `finish_save` is called before the run is ended, with the save of an earlier step in flight.
+    """
+
+    def run(info: StepInfo) -> None:
+        findings = check.find()
+        for finding in findings:
+            sinks.event(info.step, "replica_mismatch", **finding._asdict())
+        if findings and config.action == "stop":
+            finish_save()
+            raise ReplicaMismatch(
+                f"replicas differ at step {info.step}: {'; '.join(map(str, findings))}.",
+                fix="This state was not saved. A device or its memory computed or stored a wrong"
+                " bit: take that host out of the job and test it, then run the same command again."
+                " It resumes from the newest checkpoint.",
+            ).mark_on_all_ranks()
+
+    def is_due(info: StepInfo) -> bool:
+        return info.step % config.freq == 0 or is_saving(info)
+
+    return PeriodicAction("replica check", is_due, run, needs_accepted=True)
+
+
+def _hash_text(text: str) -> Tensor:
+    digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
+    return torch.tensor(int.from_bytes(digest, "big", signed=True))
+
+
+def _tensors(state: TrainState) -> Iterator[tuple[str, Any, Tensor]]:
+    """(name, value, its parameter) of all weights and optimizer state on this rank.
+
+    The value is a tensor, or a number in the state of some optimizers.
+    """
+    optimizer_state = state.optimizer.state
+    for name, parameter in state.model.named_parameters():
+        yield name, parameter, parameter
+        for key, value in optimizer_state.get(parameter, {}).items():
+            yield f"{key} of {name}", value, parameter
+
+
+def _sharded_over(tensor: Tensor) -> list[str]:
+    """The dimensions of the mesh over which a tensor is sharded, in the order of `SHARDINGS`."""
+    if not isinstance(tensor, DTensor):
+        return []
+    names = tensor.device_mesh.mesh_dim_names
+    assert names is not None
+    placed = zip(names, tensor.placements, strict=True)
+    return sorted(name for name, placement in placed if not placement.is_replicate())
+
+
+def _findings(reports: list[dict[str, Any]], mesh: Mesh) -> list[ReplicaFinding]:
+    """The findings of all groups of replicas, from the reports of all ranks."""
+    groups: dict[tuple, list[int]] = {}
+    for rank, report in enumerate(reports):
+        at = coordinates_of(rank, mesh.degrees)
+        at["sharded"] = at.pop("shard") * mesh.degrees.context + at.pop("context")
+        for index, values in enumerate(report["hashes"]):
+            if values:
+                place = tuple(at[dimension] for dimension in SHARDINGS[index])
+                groups.setdefault((index, place), []).append(rank)
+    findings = [
+        find_odd_ranks(
+            {rank: reports[rank]["hashes"][index] for rank in ranks},
+            {rank: reports[rank]["host"] for rank in ranks},
+        )
+        for (index, _), ranks in groups.items()
+    ]
+    return findings[:MAX_FINDINGS]
+
+
+def find_odd_ranks(hashes: dict[int, dict[str, int]], hosts: dict[int, str]) -> ReplicaFinding:
+    """The ranks that differ from the majority of their replicas: rank -> name -> hash.
+
+    Where no more than half of the replicas agree, all of them are odd.
+    """
+    content = {rank: tuple(sorted(values.items())) for rank, values in hashes.items()}
+    (common, count), *_ = Counter(content.values()).most_common(1)
+    majority = count > len(hashes) / 2
+    odd = [rank for rank in hashes if not majority or content[rank] != common]
+    return ReplicaFinding(
+        odd, [hosts[rank] for rank in odd], len(hashes), _first_difference(hashes)
+    )
+
+
+def _first_difference(hashes: dict[int, dict[str, int]]) -> str:
+    """The first name that has not the same hash on all ranks."""
+    names: Iterable[str] = dict.fromkeys(name for values in hashes.values() for name in values)
+    return next(name for name in names if len({v.get(name) for v in hashes.values()}) > 1)
