@@ -47,6 +47,16 @@ HOST_READS = {
     "aten::bincount",
     "aten::repeat_interleave.Tensor",
 }
+# Operations that raise an error on a GPU if deterministic algorithms are on, whatever their
+# arguments: see torch.use_deterministic_algorithms, and alertNotDeterministic in ATen/native/cuda.
+NONDETERMINISTIC = {
+    "aten::median.dim",
+    "aten::nanmedian.dim",
+    "aten::histc",
+    "aten::put_",
+    "aten::nll_loss2d_forward",
+    "aten::_ctc_loss",
+}
 INDEXING = {"aten::index.Tensor", "aten::index_put_", "aten::index_put", "aten::_index_put_impl_"}
 
 
@@ -159,6 +169,8 @@ class DeviceTrace(TorchDispatchMode):
     def _run_on_device(self, operation, args, kwargs):
         self.trace.operations[self.trace.position()[0]] += 1
         name = operation.name()
+        if name in NONDETERMINISTIC and torch.are_deterministic_algorithms_enabled():
+            raise RuntimeError(f"{name} does not have a deterministic implementation on CUDA")
         if operation.namespace == "titanlite":  # what is in it, not its result alone
             with self:
                 return OPDEFS[name]._init_fn(*args, **kwargs)

@@ -82,6 +82,17 @@ def test_spikes_are_judged_on_the_device(worker):
     assert_host_runs_ahead(worker.trace("guard.spike=skip"))
 
 
+@pytest.mark.parametrize(
+    "settings",
+    [
+        "guard.spike=skip training.clipping=adaptive",
+        "optimizer.name=SOAP metrics.layer_norms_freq=3 metrics.noise_scale_freq=3",
+    ],
+)
+def test_a_deterministic_run_calls_no_function_that_refuses_it(worker, settings):
+    assert worker.trace(f"{settings} debug.deterministic=true")["steps"] == 3
+
+
 def test_without_a_guard_no_optimizer_reads_a_flag(worker):
     settings = "guard.nonfinite=off optimizer.implementation=foreach"
     assert_host_runs_ahead(worker.trace(settings))

@@ -30,6 +30,7 @@ def trace_run(trace: Trace, job_file: Path, settings: list[str], ranks: int) -> 
     """
     job = read_job(["--job.config_file", str(job_file), *settings], ranks, check_environment=False)
     torch._dynamo.reset()
+    torch.use_deterministic_algorithms(job.config.debug.deterministic)
     graphs: dict[int, int] = {}  # step -> graphs compiled until its end
     timeout = job.config.comm.init_timeout_seconds
     watchdog = HeartbeatWatchdog(0, ranks, timeout, job.folder)  # not started: knows the position

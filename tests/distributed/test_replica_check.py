@@ -96,7 +96,10 @@ def healthy_findings(layout: Layout, optimizers: list[str]) -> list[list]:
 
 
 @pytest.mark.parametrize(
-    "layout", [Layout(replicate=2, shard=2), Layout(shard=2, tensor=2)], ids=str
+    "layout",
+    # with four tensor-parallel ranks, they have replicas of the projections to two key-value heads
+    [Layout(replicate=2, shard=2), Layout(shard=2, tensor=2), Layout(tensor=4)],
+    ids=str,
 )
 def test_optimizers_that_compute_whole_matrices_on_one_rank_keep_replicas_equal(layout):
     optimizers = ["Muon", "SOAP", "Adafactor"]

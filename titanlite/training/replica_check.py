@@ -93,9 +93,8 @@ class ReplicaCheck:
     def _hash_state(self) -> list[dict[str, Tensor]]:
         """name -> hash of each value, for each of `SHARDINGS`."""
         hashes: list[dict[str, Tensor]] = [{} for _ in SHARDINGS]
-        for name, value, like in _tensors(self._state):
-            sharded = value if isinstance(value, DTensor) else like
-            group = hashes[SHARDINGS.index(("pipeline", *_sharded_over(sharded)))]
+        for name, value, parameter in _tensors(self._state):
+            group = hashes[SHARDINGS.index(("pipeline", *_differs_over(value, parameter)))]
             is_tensor = isinstance(value, Tensor)
             group[name] = hash_bits(local_shard(value)) if is_tensor else _hash_text(repr(value))
         for name, value in self._state.progress().items():
@@ -175,6 +174,15 @@ def _tensors(state: TrainState) -> Iterator[tuple[str, Any, Tensor]]:
         yield name, parameter, parameter
         for key, value in optimizer_state.get(parameter, {}).items():
             yield f"{key} of {name}", value, parameter
+
+
+def _differs_over(value: Any, parameter: Tensor) -> list[str]:
+    """The dimensions of the mesh over which a value of `_tensors` may differ."""
+    if isinstance(value, DTensor):
+        return _sharded_over(value)
+    is_whole = isinstance(value, Tensor) and value.dim() > 0 and isinstance(parameter, DTensor)
+    # Of all ranks that shard matrices, only the owner of this one has the state of the whole.
+    return ["sharded", "tensor"] if is_whole else _sharded_over(parameter)
 
 
 def _sharded_over(tensor: Tensor) -> list[str]:

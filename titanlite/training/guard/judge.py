@@ -120,9 +120,9 @@ class StepJudge:
 
     def _log_limits(self) -> Tensor:
         """[2]: largest logarithm of loss and gradient norm that is no spike; NaN: too few steps."""
-        median = self._window.nanmedian(1).values
+        median = _median(self._window)
         differences = (self._window[:, 1:] - self._window[:, :-1]).abs()
-        deviation = differences.nanmedian(1).values * DIFFERENCE_TO_DEVIATION
+        deviation = _median(differences) * DIFFERENCE_TO_DEVIATION
         limits = median + self.config.threshold * deviation.maximum(self._min_deviations)
         return torch.where(self._window[:, -MIN_WINDOW_STEPS].isnan(), math.nan, limits)
 
@@ -132,3 +132,12 @@ class StepJudge:
 
 def _log(values: Tensor) -> Tensor:
     return values.clamp(min=torch.finfo(torch.float32).tiny).log()  # JSON has no -inf
+
+
+def _median(rows: Tensor) -> Tensor:
+    """The lower median of each row without its NaN: [rows, columns] -> [rows]; NaN if all are.
+
+    `nanmedian` with a dimension is refused on a GPU if torch's deterministic algorithms are on.
+    """
+    last = (~rows.isnan()).sum(1, keepdim=True) - 1  # of those that are not NaN; sorting puts NaN last
+    return rows.sort(1).values.gather(1, last.clamp(min=0) // 2).squeeze(1)
