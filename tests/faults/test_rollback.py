@@ -26,6 +26,7 @@ POISON = NumericalFault("data", start=40 * BATCH, end=46 * BATCH)  # steps 41 to
 SETTINGS = {
     "job.max_crashes": 0,
     "training.steps": STEPS,
+    "lr_scheduler.total_steps": STEPS,
     "optimizer.lr": 3e-3,
     "validation.freq": STEPS,
     "checkpoint.interval": 4,
@@ -36,6 +37,7 @@ SETTINGS = {
     "guard.threshold": 8,
     "guard.rollback_steps": 2,
     "comm.train_timeout_seconds": 10,
+    "metrics.noise_scale_freq": 37,  # the first step after the roll-back
 }
 
 
