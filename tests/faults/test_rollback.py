@@ -25,6 +25,7 @@ POISON = NumericalFault("data", start=40 * BATCH, end=46 * BATCH)  # steps 41 to
 SETTINGS = {
     "job.max_crashes": 0,
     "training.steps": STEPS,
+    "lr_scheduler.total_steps": STEPS,
     "optimizer.lr": 3e-3,
     "validation.enable": "false",
     "checkpoint.interval": 4,
@@ -35,6 +36,7 @@ SETTINGS = {
     "guard.threshold": 8,
     "guard.rollback_steps": 2,
     "comm.train_timeout_seconds": 10,
+    "metrics.noise_scale_freq": 37,  # the first step after the roll-back
 }
 VALIDATE = ("--validation.enable", "true", "--validation.freq", str(STEPS))
 

@@ -67,4 +67,4 @@ def record_layer_norms(
             fields = {kind: dict(zip(norms.layers, row, strict=True)) for kind, row in rows}
             sinks.event(info.step, "layer_norms", **fields)
 
-    return measure_steps("layer norms", freq, state.step, state.optimizer.update_norms.arm, record)
+    return measure_steps("layer norms", freq, state.step, state.optimizer.update_norms, record)

@@ -102,7 +102,7 @@ class _Loop:
                 due = [action for action in due if action.waits]
         needs_finite = any(action.needs_finite for action in due)
         if needs_finite and self.violations.check_parameters(info.step, info.result):
-            self.batches = self.run.open_batches()
+            self._start_again()
             return
         for action in due:
             self.run.watchdog.set_phase(info.step, action.name)
@@ -131,9 +131,15 @@ class _Loop:
         self.batches = self.run.open_batches()
         result = self.violations.replay(first, next(self.batches))
         if result is None:
-            self.batches = self.run.open_batches()
+            self._start_again()
             return None
         return self._describe_step(result, is_saving)
+
+    def _start_again(self) -> None:
+        """Continue from the state that a roll-back has loaded."""
+        self.batches = self.run.open_batches()
+        for action in self.run.actions:
+            action.start_again(self.run.state.step)
 
 
 class _IterationTimer:

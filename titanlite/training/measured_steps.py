@@ -3,18 +3,36 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any, Protocol
 
 from titanlite.training.periodic import PeriodicAction, StepInfo
 
 
+class StepMeter(Protocol):
+    """Something that measures one step."""
+
+    def arm(self) -> None:
+        """Measure the next step."""
+
+    def take(self) -> Any:
+        """What was measured since `arm`, once; the meter is not armed then."""
+
+
 def measure_steps(
-    name: str, freq: int, step: int, arm: Callable[[], None], record: Callable[[StepInfo], None]
+    name: str, freq: int, step: int, meter: StepMeter, record: Callable[[StepInfo], None]
 ) -> PeriodicAction:
-    """Call `arm` before every `freq`-th step, and `record` after it; `step` steps are taken."""
+    """Arm `meter` before every `freq`-th step, and call `record` after it; `step` steps are taken.
+
+    `record` takes the measurement.
+    """
 
     def arm_if_next(step: int) -> None:
         if (step + 1) % freq == 0:
-            arm()
+            meter.arm()
+
+    def start_again(step: int) -> None:
+        meter.take()  # of the step that is taken back
+        arm_if_next(step)
 
     def run(info: StepInfo) -> None:
         if info.step % freq == 0:
@@ -25,4 +43,4 @@ def measure_steps(
         return info.step % freq == 0 or (info.step + 1) % freq == 0
 
     arm_if_next(step)
-    return PeriodicAction(name, is_due, run, needs_accepted=True)
+    return PeriodicAction(name, is_due, run, needs_accepted=True, start_again=start_again)

@@ -107,7 +107,7 @@ def measure_noise_scale(
             fields = _fields(measurement, average, info.result)
             sinks.event(info.step, "noise_scale", **fields)
 
-    return measure_steps("noise scale", freq, state.step, engine.arm, record)
+    return measure_steps("noise scale", freq, state.step, engine, record)
 
 
 def _fields(measurement: Measurement, average: NoiseScale, result: StepResult) -> dict[str, Any]:

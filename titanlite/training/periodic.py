@@ -48,6 +48,9 @@ class PeriodicAction:
     An action that reads or stores anything of the step or the state must set `needs_accepted`:
     before it runs, the loop waits for the device until the step is settled. With `needs_finite`
     it also ends the run if a parameter is inf or NaN.
+
+    After a roll-back the loop calls `start_again` with the number of steps taken. An action that
+    keeps anything from one step to the next must then be as it is in a new process.
     """
 
     name: str  # the phase that the watchdog reports while the action runs
@@ -55,6 +58,7 @@ class PeriodicAction:
     run: Callable[[StepInfo], None]
     needs_accepted: bool = False
     needs_finite: bool = False  # includes `needs_accepted`
+    start_again: Callable[[int], None] = lambda step: None
 
     @property
     def waits(self) -> bool:
