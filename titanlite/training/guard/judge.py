@@ -54,10 +54,8 @@ class StepJudge:
     def judge(self, loss: Tensor, grad_norm: Tensor) -> Tensor:
         """Whether to take the step [], a bool on the device; does not wait for the device."""
         values = self._values(loss, grad_norm)
-        accept, judges_spikes = (
-            self._accepting & self._is_finite(values),
-            self.config.spike != "off",
-        )
+        accept = self._accepting & self._is_finite(values)
+        judges_spikes = self.config.spike != "off"
         logs = _log(values) if judges_spikes else values
         if judges_spikes:
             accept &= ~self._is_spike(logs)
