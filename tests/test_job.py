@@ -171,6 +171,15 @@ IN_BACKWARD = ["--optimizer.early_step_in_backward", "true", "--training.max_nor
         (MUP_BASE, 1, "n_kv_heads is missing"),
         ([*MUP_BASE, *KV_HEADS, "--optimizer.name", "SGD"], 1, "training.max_norm = 1 scales down"),
         ([*MUP_BASE, *KV_HEADS, "--optimizer.name", "Adam"], 1, "Adam adds optimizer.weight_decay"),
+        (
+            [
+                *(*MUP_BASE, *KV_HEADS, "--optimizer.name", "Adafactor"),
+                *("--optimizer.scale_parameter", "false"),
+                *("--optimizer.groups", '[{ match = ["output.*"], scale_parameter = true }]'),
+            ],
+            1,
+            "muP has no rule for the learning rate of optimizer.name = Adafactor",
+        ),
         (["--checkpoint.exclude_from_loading", "lr_scheduler"], 1, "is a function of the step"),
         (["--checkpoint.export_dtype", "bfloat16"], 1, "a model-only or Hugging Face last save"),
         (["--checkpoint.initial_load_in_hf", "true"], 1, "initial_load_path is not set"),
@@ -607,6 +616,14 @@ def test_the_effective_configuration_loads_as_the_same_job(run_toml, tmp_path):
     written = tmp_path / "written.toml"
     written.write_text(job.as_toml())
     assert read_valid(written).as_toml() == job.as_toml()
+
+
+def test_mup_accepts_a_group_whose_own_settings_have_a_rule(run_toml):
+    groups = """[
+        { match = ["output.*"], name = "Adafactor", scale_parameter = false },
+        { match = ["tok_embeddings.*"], name = "Adam", weight_decay = 0.0 },
+    ]"""
+    read_valid(run_toml, *MUP_BASE, *KV_HEADS, "--optimizer.groups", groups)
 
 
 def test_the_base_model_of_mup_is_a_property_of_the_job(run_toml):

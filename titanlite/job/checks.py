@@ -233,10 +233,11 @@ def check_mup(config: JobConfig, spec: ModelSpec, sizes: ModelSizes) -> Iterator
         return
     yield from check_mup_base(config.mup, spec, sizes)
     optimizer = config.optimizer
-    names = [optimizer.name, *(group.name for group in optimizer.groups if group.name)]
-    rules = {name: recipe_of(dataclasses.replace(optimizer, name=name)).mup_rule for name in names}
-    decays = [optimizer.weight_decay, *(group.weight_decay or 0.0 for group in optimizer.groups)]
-    yield from check_mup_optimizers(rules, max(decays), config.training.max_norm)
+    groups = (dataclasses.replace(optimizer, **group.overrides()) for group in optimizer.groups)
+    sections = [optimizer, *groups]
+    rules = [(section.name, recipe_of(section).mup_rule) for section in sections]
+    adam_decay = max((s.weight_decay for s in sections if s.name == "Adam"), default=0.0)
+    yield from check_mup_optimizers(rules, adam_decay, config.training.max_norm)
 
 
 def _check_export(spec: ModelSpec, sizes: ModelSizes) -> Iterator[ConfigError]:

@@ -8,7 +8,7 @@ fan-out / fan-in.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Sequence
 
 from titanlite.errors import ConfigError
 from titanlite.models.mup import WidthScale
@@ -35,15 +35,16 @@ def orthogonal_update(scale: WidthScale) -> float:
 
 
 def check_mup_optimizers(
-    rules: Mapping[str, MupRule | None], weight_decay: float, max_norm: float
+    rules: Sequence[tuple[str, MupRule | None]], adam_decay: float, max_norm: float
 ) -> Iterator[ConfigError]:
     """Reject optimizers and options that muP has no rule for.
 
-    `rules`: of all optimizers of the run, by name; `weight_decay`: the largest; `max_norm`: of
-    clipping.
+    `rules`: (name, rule) of [optimizer] and of each of its groups; `adam_decay`: the largest weight
+    decay of Adam; `max_norm`: of clipping.
     """
-    for name, rule in rules.items():
-        if rule is None:
+    names = dict.fromkeys(name for name, _ in rules)
+    for name in names:
+        if (name, None) in rules:
             yield ConfigError(
                 f"mup.base: muP has no rule for the learning rate of optimizer.name = {name} with"
                 " these settings.",
@@ -51,14 +52,14 @@ def check_mup_optimizers(
                 " scale_parameter = false.",
                 keys=("mup.base", "optimizer.name", "optimizer.groups"),
             )
-    if "Adam" in rules and weight_decay:
+    if adam_decay:
         yield ConfigError(
-            f"mup.base: Adam adds optimizer.weight_decay = {weight_decay:g} times the weights to"
+            f"mup.base: Adam adds optimizer.weight_decay = {adam_decay:g} times the weights to"
             " the gradient, and their ratio changes with the width.",
             fix="Use AdamW, or set optimizer.weight_decay = 0.",
             keys=("mup.base", "optimizer.name", "optimizer.weight_decay"),
         )
-    if "SGD" in rules and max_norm:
+    if "SGD" in names and max_norm:
         yield ConfigError(
             f"mup.base: training.max_norm = {max_norm:g} scales down the updates of SGD, and the"
             " norm of the whole gradient grows with the width.",
