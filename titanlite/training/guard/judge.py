@@ -137,6 +137,6 @@ def _median(rows: Tensor) -> Tensor:
 
     `nanmedian` with a dimension is refused on a GPU if torch's deterministic algorithms are on.
     """
-    # NaN sorts last
+    # index of the last value after sorting, which puts NaN behind all others
     last = (~rows.isnan()).sum(1, keepdim=True) - 1
     return rows.sort(1).values.gather(1, last.clamp(min=0) // 2).squeeze(1)
