@@ -56,8 +56,11 @@ def main(argv: list[str]) -> int:
         return EXIT_USER_ERROR
     _print_table(curves, check.steps)
     steep = curves["with muP"].steep
+    limits = f"{MIN_SLOPE:g} … {MAX_SLOPE:g}"
     if steep:
-        print(f"with muP, the slope of {', '.join(steep)} is outside {MIN_SLOPE:g} … {MAX_SLOPE:g}")
+        print(f"failed: with muP, the slope of {', '.join(steep)} is outside {limits}")
+    else:
+        print(f"passed: with muP, every slope is within {limits}")
     return EXIT_USER_ERROR if steep else EXIT_DONE
 
 

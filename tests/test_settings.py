@@ -11,6 +11,7 @@ import pytest
 
 from titanlite.config_reference import help_text, list_sections
 from titanlite.errors import ConfigError, UserErrors
+from titanlite.optim import OptimizerConfig
 from titanlite.settings import (
     Positive,
     Range,
@@ -166,6 +167,11 @@ def test_the_command_line_overrides_the_file(tmp_path):
 )
 def test_a_mistake_on_the_command_line_is_reported(argv, message):
     assert any(message in problem for problem in load_problems(argv))
+
+
+def test_an_unknown_key_of_a_table_in_a_list_is_reported_with_the_allowed_ones():
+    _, (error,) = build_dataclass(OptimizerConfig, {"groups": [{"match": ["*"], "lr": 0.5}]})
+    assert "lr = 0.5: unknown key. Allowed keys: match, lr_factor, name," in str(error)
 
 
 def load_problems(argv: list[str]) -> list[str]:

@@ -82,7 +82,7 @@ def kill_in_a_roll_back(drill: Drill) -> str:
     rolled_back = drill.log_text().count("  rolled back")
     rank = signal_a_rank(drill, run, signal.SIGKILL)
     drill.wait(run)
-    return f"rank {rank} killed after a spike and {rolled_back} roll-backs"
+    return f"rank {rank} killed after a spike; roll-backs so far: {rolled_back}"
 
 
 def wait_until(condition: Callable[[], bool]) -> None:

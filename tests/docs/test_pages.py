@@ -137,7 +137,10 @@ def test_every_page_is_in_the_index():
 def test_every_picture_is_small_and_drawn_by_a_script():
     pictures = {path.stem: path for path in (ROOT / "docs" / "pictures").glob("*.png")}
     known = set(re.findall(r'"(\w+)": ', (ROOT / "scripts" / "draw_docs.py").read_text("utf-8")))
-    assert pictures.keys() - known == {"quickstart"}  # drawn by quickstart.sh
+    by_commands = {"quickstart", "report"}  # of quickstart.sh, and of the page report-a-run.md
+    assert pictures.keys() - known == by_commands
+    page = ROOT / "docs" / "how-to" / "report-a-run.md"
+    assert "--screenshot=report.png" in page.read_text("utf-8")
     for path in pictures.values():
         assert path.stat().st_size <= 150_000, path
 

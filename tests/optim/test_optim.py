@@ -19,6 +19,7 @@ from titanlite.optim import (
     check_optimizer_config,
     clip_gradients,
 )
+from titanlite.optim.checks import check_group_patterns
 from titanlite.settings import build_dataclass
 
 
@@ -187,3 +188,18 @@ def test_bfloat16_moments_that_would_not_change_are_refused(section, key):
 def test_an_unknown_name_is_refused_with_the_known_ones(schema, key, allowed):
     _, (error,) = build_dataclass(schema, {key: "SGDM"})
     assert str(error) == f'{key} = "SGDM": must be {allowed}'
+
+
+def test_group_patterns_that_match_nothing_and_groups_without_parameters_are_refused():
+    names = ["tok_embeddings.weight", "layers.0.attention.wq.weight", "layers.0.bias"]
+
+    def problems(*patterns: list[str]) -> list[str]:
+        groups = [ParameterGroupConfig(match=match) for match in patterns]
+        return [str(error) for error in check_group_patterns(groups, names)]
+
+    assert not problems(["tok_embeddings.*"], ["*.attention.*"], ["layers.*"])
+    (typo,) = problems(["*.bias", "tok_embedings.*"])
+    assert typo.startswith('optimizer.groups[0].match = "tok_embedings.*": matches no parameter')
+    assert "tok_embeddings.weight" in typo
+    (hidden,) = problems(["layers.*"], ["*.attention.*"])
+    assert 'optimizer.groups[1].match = ["*.attention.*"]: every parameter' in hidden

@@ -10,9 +10,9 @@ import pytest
 from scripts import report_run
 from titanlite.errors import DataError
 from titanlite.plots.html_chart import Chart, ChartLine, ChartMarker, format_number, thin_out
-from titanlite.plots.report import render_report
+from titanlite.plots.report import render_report, write_report
 from titanlite.plots.run_advice import advise
-from titanlite.plots.run_history import read_run
+from titanlite.plots.run_history import read_run, read_runs
 
 STEP_SECONDS, DATA_SECONDS = 2.0, 0.5
 
@@ -29,7 +29,7 @@ def write_lines(path, lines) -> None:
 
 
 def write_run(folder, steps, events=(), replaced=(), starts=()):
-    folder.mkdir(exist_ok=True)
+    folder.mkdir(parents=True, exist_ok=True)
     write_lines(folder / "metrics.jsonl", [*steps, *events])
     if replaced:
         write_lines(folder / "metrics.replaced.jsonl", replaced)
@@ -106,8 +106,17 @@ def test_what_the_run_reported_is_in_the_advice(tmp_path):
     lines = [step_line(s, 2.5 * s, data_seconds=0.01) for s in range(1, 11)]
     run = write_run(tmp_path / "run", lines, [rolled_back, fault])
     found = titles(run)
-    assert "The guard rolled back: 1 times, at step 4" in found and "step 8; node-3" in found
-    assert "<td>roll-backs</td><td>1</td>" in render_report([run])
+    assert "The guard rolled back: 1 time, at step 7" in found and "step 8; node-3" in found
+    page = render_report([run])
+    assert "<td>roll-backs</td><td>1</td>" in page and "rolled back from step 7 to 4" in page
+
+
+def test_runs_whose_folders_have_one_name_are_told_apart(tmp_path):
+    for name in ("a", "b"):
+        write_run(tmp_path / name / "out", [step_line(s, 2.5 * s) for s in range(1, 4)])
+    runs = write_report([tmp_path / "a" / "out", tmp_path / "b" / "out"], tmp_path / "report.html")
+    assert [run.name for run in runs] == ["a/out", "b/out"]
+    assert [run.name for run in read_runs([tmp_path / "a" / "out"])] == ["out"]
 
 
 def test_a_rising_loss_is_reported_and_a_cpu_has_no_mfu_advice(tmp_path):

@@ -34,6 +34,7 @@ from titanlite.optim import (
 )
 from titanlite.optim.adam import StateDtype
 from titanlite.optim.build import recipe_of
+from titanlite.optim.checks import check_group_patterns
 from titanlite.optim.mup import check_mup_optimizers
 from titanlite.parallelize.activation_checkpoint import check_activation_checkpoint
 from titanlite.parallelize.compile import check_compile_config, check_compiler
@@ -58,6 +59,7 @@ def check_config(config: JobConfig, ranks: int) -> Iterator[UserError]:
         sizes = spec.sizes_of(config.model)
         yield from spec.check_sizes(sizes)
         yield from check_mup(config, spec, sizes)
+        yield from _check_groups(config, spec, sizes)
         if config.checkpoint.last_save_in_hf:
             yield from _check_export(spec, sizes)
         if config.optimizer.muon_per_head and not spec.head_projections:
@@ -225,6 +227,15 @@ def _check_quantisation_blocks(
                 keys=("optimizer.state_dtype", "parallelism.tensor_parallel_degree"),
             )
             return
+
+
+def _check_groups(config: JobConfig, spec: ModelSpec, sizes: ModelSizes) -> Iterator[ConfigError]:
+    """Reject parameter groups that do not fit the names of the model."""
+    if not config.optimizer.groups or any(spec.check_sizes(sizes)):
+        return
+    with torch.device("meta"):
+        names = [name for name, _ in spec.build(sizes).named_parameters()]
+    yield from check_group_patterns(config.optimizer.groups, names)
 
 
 def check_mup(config: JobConfig, spec: ModelSpec, sizes: ModelSizes) -> Iterator[ConfigError]:

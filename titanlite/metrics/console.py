@@ -48,7 +48,7 @@ class Console:
             return
         fields = [self._position(record["step"]), record["event"].replace("_", " ")]
         for key, value in record.items():
-            if key not in ("event", "step", "time"):
+            if key not in ("event", "step", "time") and value != "":  # "": does not apply
                 text = _format_value(value)
                 fields.append(text if key in _UNNAMED_FIELDS else self._field(key, text))
         logger.log(_level(record["event"]), "%s", "  ".join(fields))

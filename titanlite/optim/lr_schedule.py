@@ -184,7 +184,7 @@ def _check_units(section: Mapping[str, Any]) -> Iterator[ConfigError]:
     if in_tokens and in_steps:
         yield ConfigError(
             f"{shown}: a schedule is in steps or in tokens, not in both.",
-            fix="Use warmup_steps and total_steps, or warmup_tokens and total_tokens.",
+            fix="Leave out those in steps, or those in tokens, in included files too.",
             keys=tuple(written),
         )
     elif in_tokens == ["total_tokens"]:

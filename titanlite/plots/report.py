@@ -16,7 +16,7 @@ from titanlite.plots.html_chart import Chart, ChartLine, ChartMarker, format_num
 from titanlite.plots.loss_curve import smooth
 from titanlite.plots.report_style import SCRIPT, STYLE
 from titanlite.plots.run_advice import advise
-from titanlite.plots.run_history import RunHistory, finite_median, read_run
+from titanlite.plots.run_history import RunHistory, finite_median, read_runs
 
 COLOURS = ("#2f6fb2", "#d1495b", "#3c8d5a", "#8e5ea2", "#c48a00", "#2a9d8f", "#6d597a", "#7a7f87")
 VALIDATION_COLOURS = ("#d1495b", "#3c8d5a", "#8e5ea2", "#c48a00")  # in the report of one run
@@ -59,7 +59,7 @@ def write_report(folders: Sequence[Path], out: Path) -> list[RunHistory]:
 
     Raises DataError for a folder that no run wrote, ConfigError if `out` cannot be written.
     """
-    runs = [read_run(folder) for folder in folders]
+    runs = read_runs(folders)
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         out.write_text(render_report(runs), "utf-8")
@@ -217,6 +217,9 @@ def _markers(run: RunHistory, with_name: bool) -> Iterator[ChartMarker]:
         name = event["event"]
         text = f"{prefix}{name} at step {event['step']}: {_details(event)}"
         yield ChartMarker(event["step"], text, EVENT_COLOURS[name])
+        if name == "rolled_back":  # also the step of the spike, whose line was taken back
+            start = f"{prefix}rolled back from step {event['from_step']} to {event['step']}"
+            yield ChartMarker(event["from_step"], start, EVENT_COLOURS[name])
 
 
 def _goodput_bar(run: RunHistory) -> str:
@@ -243,7 +246,8 @@ def _goodput_bar(run: RunHistory) -> str:
 
 def _event_table(run: RunHistory) -> str:
     events = [event for event in run.events if event["event"] not in ROUTINE_EVENTS]
-    rows = ((e["step"], _clock(e["time"]), e["event"], _details(e)) for e in events)
+    named = ((event["event"].replace("_", " "), event) for event in events)
+    rows = ((e["step"], _clock(e["time"]), name, _details(e)) for name, e in named)
     shown = list(rows)[:MAX_EVENT_ROWS]
     table = _table(["step", "time", "event", "details"], shown)
     more = len(events) - len(shown)

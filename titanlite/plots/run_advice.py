@@ -7,6 +7,7 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
+from titanlite.log import pluralize
 from titanlite.plots.loss_curve import smooth
 from titanlite.plots.run_history import RunHistory, finite_median
 
@@ -190,12 +191,13 @@ def _reported(run: RunHistory) -> Iterator[Advice]:
         events = run.events_named(name)
         if not events:
             continue
-        shown = ", ".join(str(event["step"]) for event in events[:5])
+        # The step of a roll-back is the one that it went back to.
+        shown = ", ".join(str(event.get("from_step", event["step"])) for event in events[:5])
         more = f" and {len(events) - 5} more" if len(events) > 5 else ""
         named = [host for event in events for host in (event.get("host"), *event.get("hosts", ()))]
         hosts = sorted({str(host) for host in named if host})
-        where = f"; {', '.join(hosts)}" if hosts else ""
-        yield Advice(level, title, f"{len(events)} times, at step {shown}{more}{where}", action)
+        where, times = f"; {', '.join(hosts)}" if hosts else "", pluralize(len(events), "time")
+        yield Advice(level, title, f"{times}, at step {shown}{more}{where}", action)
 
 
 def _smoothed_loss(run: RunHistory) -> np.ndarray:

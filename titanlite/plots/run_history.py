@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -29,10 +30,11 @@ class RunHistory:
     abandoned: list[list[Record]]  # step lines that were repeated later, by attempt
     starts: list[StartRecord]
     config: dict[str, Any]  # "section.key" -> value
+    name_parts: int = 1  # last parts of the folder's path that are the name
 
     @property
     def name(self) -> str:
-        return self.folder.resolve().name
+        return "/".join(self.folder.resolve().parts[-self.name_parts :])
 
     def column(self, key: str) -> list[float]:
         """The values of a key at every step line; NaN where it is null or missing."""
@@ -81,6 +83,15 @@ class Goodput:
     def parts(self) -> list[tuple[str, float]]:
         """(use, seconds) of all uses."""
         return [(name, getattr(self, name)) for name in self.__dataclass_fields__]
+
+
+def read_runs(paths: Sequence[Path]) -> list[RunHistory]:
+    """Read runs, with names that differ: runs/a/out and runs/b/out are a/out and b/out."""
+    runs, folders = [read_run(path) for path in paths], {path.resolve() for path in paths}
+    parts, longest = 1, max(len(folder.parts) for folder in folders)
+    while parts < longest and len({folder.parts[-parts:] for folder in folders}) < len(folders):
+        parts += 1
+    return [dataclasses.replace(run, name_parts=parts) for run in runs]
 
 
 def read_run(path: Path) -> RunHistory:

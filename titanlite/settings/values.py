@@ -48,7 +48,8 @@ def build_dataclass(
 class DataclassBuilder:
     """Builds the sections of one schema and collects the problems."""
 
-    def __init__(self, schema: type, moved: Mapping[str, str]):
+    def __init__(self, schema: type, moved: Mapping[str, str], is_entry: bool = False):
+        self._is_entry = is_entry
         self.problems: list[ConfigError] = []
         self._moved, self._known_keys = moved, all_keys(schema)
 
@@ -105,6 +106,9 @@ class DataclassBuilder:
             problem = f"{key} = {format_value(given)}: unknown key."
             otherwise = "See --help for every key."
         fix = f"Did you mean {similar[0]}?" if similar else otherwise
+        if self._is_entry:  # a table that is a value: --help does not list its keys
+            fix = f"{fix} " if similar else ""
+            fix += f"Allowed keys: {', '.join(hints)}."
         return ConfigError(problem, fix=fix, keys=(key,))
 
 
@@ -207,9 +211,10 @@ def _parse_list(text: str, hint: Any) -> Any:
 def _convert_table(given: Any, schema: type) -> Any:
     if not isinstance(given, dict):
         raise ValueRefused(f"must be a table with {', '.join(type_hints(schema))}.")
-    value, problems = build_dataclass(schema, given)
-    if problems:
-        raise ValueRefused(" ".join(str(problem) for problem in problems))
+    builder = DataclassBuilder(schema, {}, is_entry=True)
+    value = builder.build(schema, given)
+    if builder.problems:
+        raise ValueRefused(" ".join(str(problem) for problem in builder.problems))
     return value
 
 
