@@ -380,17 +380,26 @@ def _storage_address(data_ptr: Callable) -> Callable:
 @contextmanager
 def fake_ranks(ranks: int) -> Iterator[None]:
     """A process group in which this process is rank 0, and no other rank exists."""
-    real_new_group = dist.new_group
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
     with pytest.MonkeyPatch.context() as patch:
-        # gloo groups would wait for the other ranks.
-        patch.setattr(
-            dist,
-            "new_group",
-            lambda *args, **options: real_new_group(*args, **{**options, "backend": "fake"}),
-        )
+        patch.setattr(dist, "new_group", _fake_new_group(dist.new_group))
         patch.setattr(rank_tree, "children_of", lambda rank, size: [])  # none answers
         try:
             yield
         finally:
             dist.destroy_process_group()
+
+
+def _fake_new_group(new_group: Callable) -> Callable:
+    """`new_group` without gloo, whose groups would wait for the other ranks."""
+    groups_of_some_ranks: list[Any] = []
+
+    def new_fake_group(*args: Any, **options: Any) -> Any:
+        group = new_group(*args, **{**options, "backend": "fake"})
+        if options.get("use_local_synchronization"):
+            groups_of_some_ranks.append(group)
+        else:  # torch 2.15 names this one by the number of groups that the rank has created
+            assert not groups_of_some_ranks, "ranks may have created different numbers of groups"
+        return group
+
+    return new_fake_group

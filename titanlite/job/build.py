@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from titanlite.checkpoint import Checkpointer, FoundCheckpoint
 from titanlite.data import BatchDump, SampleStream, ValidationSet, rank_slices
 from titanlite.distributed.collectives import (
+    AsyncMax,
     capture_user_error,
     raise_on_all_ranks,
     run_on_rank_0,
@@ -153,6 +154,9 @@ def _open_run(job: Job, services: RunServices) -> Iterator[Run]:
     lock.record_start(rank.world_size, found.step if found else 0, max_crashes)
 
     mesh = build_mesh(job.degrees, rank.device.type)
+    # Before the optimizer, which creates process groups that other pipeline stages may not: torch
+    # 2.15 names the groups of all ranks by the number of groups that the rank has created.
+    max_over_ranks = AsyncMax()
     model = build_model(job, mesh, rank)
     engine = build_run_engine(job, model, mesh, stream, rank)
     state, in_backward = build_state(job, model, mesh, services.counters)
@@ -187,6 +191,7 @@ def _open_run(job: Job, services: RunServices) -> Iterator[Run]:
             stop_request=stop_request,
             dump_batch=build_batch_dump(job, stream, rank),
             compiles_layers=job.config.compile.compiles("model"),
+            max_over_ranks=max_over_ranks,
             lost_folder=lambda: lock.lost,
             rewinder=build_rewinder(job, services, state, stream, checkpointer, sinks),
         )

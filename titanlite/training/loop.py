@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 
-from titanlite.distributed.collectives import AsyncMax, raise_on_all_ranks
+from titanlite.distributed.collectives import raise_on_all_ranks
 from titanlite.errors import UserError
 from titanlite.runtime import stop_reason_name
 from titanlite.training.guard.handler import ViolationHandler
@@ -41,7 +41,7 @@ class _Loop:
     def __init__(self, run: Run):
         self.run, self.first_step = run, run.state.step + 1
         # While they compute, ranks exchange what they must agree on, so no rank waits for it.
-        self.max_over_ranks = AsyncMax()
+        self.max_over_ranks = run.max_over_ranks
         self.pending = PendingSteps()
         self.violations = ViolationHandler(run, self.max_over_ranks)
         self.timer = _IterationTimer()

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from titanlite.checkpoint import Checkpointer
+from titanlite.distributed.collectives import AsyncMax
 from titanlite.metrics import MetricSinks, ThroughputMeter
 from titanlite.runtime import HeartbeatWatchdog, StopRequest
 from titanlite.training.batch import Batch
@@ -42,4 +43,5 @@ class Run:
     # (step, first position, samples) -> path of a new file with the global batch, or "" where none
     # is written, as on ranks other than 0
     compiles_layers: bool  # by torch.compile
+    max_over_ranks: AsyncMax  # for what the ranks must agree on in each step
     lost_folder: Callable[[], str]  # why this rank may no longer write to the run's folders, or ""
