@@ -52,7 +52,8 @@ def draw_memory(configs: Path, path: Path) -> None:
     axes = figure.add_axes((0.285, 0.12, 0.66, 0.70))
     labels = list(rows)[::-1]
     starts = [0.0] * len(labels)
-    for part, colour in zip(next(iter(rows.values())), COLOURS, strict=True):
+    parts = [part for part in next(iter(rows.values())) if any(row[part] for row in rows.values())]
+    for part, colour in zip(parts, COLOURS, strict=True):
         sizes = [rows[label][part] / GIB for label in labels]
         axes.barh(labels, sizes, 0.62, starts, color=colour, label=part.replace("_", " "))
         starts = [start + size for start, size in zip(starts, sizes, strict=True)]
