@@ -39,6 +39,7 @@ SETTINGS = {
     "metrics.noise_scale_freq": 37,  # the first step after the roll-back
 }
 VALIDATE = ("--validation.enable", "true", "--validation.freq", str(STEPS))
+SECONDS = 180  # for one run, which takes about five on an idle machine
 
 
 def launch(
@@ -86,7 +87,7 @@ def rolled_back(poisoned, run_toml) -> Path:
     if not out.exists():
         argv = (*VALIDATE, "--metrics.enable_tensorboard", "true")
         with launch(run_toml, out, *argv, prepare=partial(inject, POISON)) as run:
-            assert run.wait() == [0], run.output
+            assert run.wait(SECONDS) == [0], run.output
     return out
 
 
@@ -94,7 +95,7 @@ def test_a_poisoned_stretch_is_passed_over_and_the_run_ends_as_well_as_a_clean_o
     rolled_back, run_toml, tmp_path
 ):
     with launch(run_toml, tmp_path / "clean", *VALIDATE) as clean:
-        assert clean.wait() == [0], clean.output
+        assert clean.wait(SECONDS) == [0], clean.output
     assert events_of(tmp_path / "clean", "rolled_back") == []
     assert last_validation(rolled_back) == pytest.approx(
         last_validation(tmp_path / "clean"), rel=0.02
@@ -134,14 +135,14 @@ def test_a_roll_back_ends_in_the_bits_of_a_new_process_with_the_same_windows(
     out, history = tmp_path / "fresh", manifest_of(rolled_back).progress["rollbacks"]
     options = ("--training.steps", "36", "--lr_scheduler.total_steps", str(STEPS))
     with launch(run_toml, out, *options) as run:
-        assert run.wait() == [0], run.output
+        assert run.wait(SECONDS) == [0], run.output
     manifest = manifest_of(out, 36)
     progress = {**manifest.progress, "skipped": 0, "rollbacks": history}
     write_checkpoint_manifest(
         StorageFolder(out / "checkpoint" / "step-36"), replace(manifest, progress=progress)
     )
     with launch(run_toml, out, prepare=partial(inject, POISON)) as run:
-        assert run.wait() == [0], run.output
+        assert run.wait(SECONDS) == [0], run.output
     assert len(events_of(out, "resumed")) == 1 and events_of(out, "spike") == []
     assert final_state(out) == final_state(rolled_back)
 
@@ -149,7 +150,7 @@ def test_a_roll_back_ends_in_the_bits_of_a_new_process_with_the_same_windows(
 def test_a_roll_back_is_the_same_under_another_layout(rolled_back, run_toml, tmp_path):
     argv = ("--parallelism.tensor_parallel_degree", "2")
     with launch(run_toml, tmp_path / "out", *argv, prepare=partial(inject, POISON), ranks=2) as run:
-        assert run.wait() == [0, 0], run.output
+        assert run.wait(SECONDS) == [0, 0], run.output
     assert losses_of(tmp_path / "out") == pytest.approx(losses_of(rolled_back), rel=1e-4)
     windows = [
         [attempt["window"] for attempt in manifest_of(folder).progress["rollbacks"]]
@@ -210,9 +211,9 @@ def test_a_kill_at_any_moment_of_a_roll_back_changes_nothing(rolled_back, run_to
     for moment, (target, after, in_call) in MOMENTS.items():
         dying = partial(die_at, target, after=after, in_call=in_call, fault=POISON)
         with launch(run_toml, out, prepare=dying) as run:
-            assert run.wait() == [-signal.SIGKILL], f"{moment}: {run.output}"
+            assert run.wait(SECONDS) == [-signal.SIGKILL], f"{moment}: {run.output}"
     with launch(run_toml, out, prepare=partial(inject, POISON)) as run:
-        assert run.wait() == [0], run.output
+        assert run.wait(SECONDS) == [0], run.output
     assert final_state(out) == final_state(rolled_back)
     assert losses_of(out) == losses_of(rolled_back)
     numbers = [event["number"] for event in events_of(out, "rolled_back")]
@@ -225,7 +226,7 @@ def test_a_kill_at_any_moment_of_a_roll_back_changes_nothing(rolled_back, run_to
 def test_when_all_tries_are_spent_the_run_ends_with_3_and_a_report(run_toml, tmp_path):
     out, endless = tmp_path / "out", replace(POISON, end=10**9)
     with launch(run_toml, out, prepare=partial(inject, endless)) as run:
-        assert run.wait() == [3], run.output
+        assert run.wait(SECONDS) == [3], run.output
     assert "all 3 tries are spent" in run.output and "Traceback" not in run.output
     assert run.output.count("\n    try ") == 3, run.output
     report = json.loads((out / "guard" / "rollback.json").read_text())
@@ -238,7 +239,7 @@ def test_when_all_tries_are_spent_the_run_ends_with_3_and_a_report(run_toml, tmp
 def test_without_a_checkpoint_from_before_the_trouble_the_run_ends_with_3(run_toml, tmp_path):
     argv = ("--checkpoint.interval", "50", "--checkpoint.keep_latest_k", "0")
     with launch(run_toml, tmp_path / "out", *argv, prepare=partial(inject, POISON)) as run:
-        assert run.wait() == [3], run.output
+        assert run.wait(SECONDS) == [3], run.output
     assert "no valid checkpoint from before it" in run.output and "Traceback" not in run.output
     assert not (tmp_path / "out" / "checkpoint" / "step-50").exists()
 
@@ -248,7 +249,7 @@ def test_the_window_can_be_trained_through_with_a_lower_learning_rate(run_toml, 
     out, fault = tmp_path / "out", NumericalFault("gradient", 1, 41, value="nan", times=2)
     argv = ("--guard.nonfinite", "rollback", "--guard.rollback_lr_factor", "0.5")
     with launch(run_toml, out, *argv, prepare=partial(inject, fault), ranks=2) as run:
-        assert run.wait() == [0, 0], run.output
+        assert run.wait(SECONDS) == [0, 0], run.output
     (event,) = events_of(out, "rolled_back")
     assert (event["step"], event["from_step"], event["lr_factor"]) == (36, 41, 0.5)
     lines = [line for line in lines_of(out) if "event" not in line]
