@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tests.distributed.oracle import CPU, Layout, Recipe, start_run, tokens
+from titanlite.distributed.collectives import AsyncMax
 from titanlite.distributed.tensors import local_shard
 from titanlite.errors import UserError
 from titanlite.optim import LossScale
@@ -142,6 +143,7 @@ def run_guarded(case: GuardedRun) -> GuardedRecord:
         dump_batch=dump_batch,
         compiles_layers=False,
         lost_folder=lambda: "",
+        max_over_ranks=AsyncMax(),
     )
     try:
         train(run)
