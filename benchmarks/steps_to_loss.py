@@ -101,7 +101,7 @@ def prepare(texts: Sequence[Path], folder: Path) -> None:
                 part = text[start : start + DOCUMENT_CHARACTERS]
                 documents.write(json.dumps({"text": part}) + "\n")
     command = [sys.executable, "scripts/prepare_data.py", str(folder / "documents.jsonl")]
-    command += ["--tokenizer", "bytes", "--validation-share", "0.1", "--out", str(folder)]
+    command += ["--tokenizer", "bytes", "--validation-share", "0.03", "--out", str(folder)]
     subprocess.run(command, cwd=ROOT, check=True)
 
 

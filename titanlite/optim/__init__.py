@@ -18,6 +18,7 @@ from titanlite.optim.checks import (
     whole_matrix_optimizers,
 )
 from titanlite.optim.clip import clip_gradients, combine_norms, count_copies, shard_norms
+from titanlite.optim.conditional import ConditionalOptimizer
 from titanlite.optim.groups import ParameterGroupConfig
 from titanlite.optim.hidden_matrices import MatrixFacts
 from titanlite.optim.in_backward import OptimizerInBackward
@@ -33,7 +34,7 @@ from titanlite.optim.lr_schedule import (
     check_schedule_end,
 )
 from titanlite.optim.noise_scale import NoiseScale, estimate_noise
-from titanlite.optim.optimizer_set import ConditionalOptimizer, OptimizerSet
+from titanlite.optim.optimizer_set import OptimizerSet
 from titanlite.optim.recipe import OptimizerRecipe
 
 __all__ = [

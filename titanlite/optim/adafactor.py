@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from titanlite.distributed.tensors import local_shard
+from titanlite.optim.conditional import ConditionalBase
 from titanlite.optim.shards import sharded_zeros, write_if
 
 SQUARE_EPS = 1e-30  # epsilon_1 of the paper, added to the squares of the gradient
@@ -35,7 +36,7 @@ def _is_factored(shape: Sequence[int]) -> bool:
     return len(shape) == 2
 
 
-class Adafactor(torch.optim.Optimizer):
+class Adafactor(ConditionalBase):
     """Adafactor without first moment; the learning rate comes from the schedule.
 
     With `scale_parameter` it is multiplied by the RMS of the parameter. Weight decay is decoupled:
@@ -63,21 +64,8 @@ class Adafactor(torch.optim.Optimizer):
             moments = _initial_moments(parameter)
             self.state[parameter] = {"step": torch.tensor(0.0), **moments}
 
-    def step(self, closure: None = None) -> None:  # type: ignore[override]  # no closures
-        """Update every parameter that has a gradient."""
-        self._step(None)
-
-    def step_if(self, accept: Tensor) -> None:
-        """See `ConditionalOptimizer.step_if`."""
-        self._step(accept)
-
-    def uncount_steps(self, steps: int) -> None:
-        """See `ConditionalOptimizer.uncount_steps`."""
-        for state in self.state.values():
-            state["step"] -= steps
-
-    @torch.no_grad()
-    def _step(self, accept: Tensor | None) -> None:
+    def update(self, accept: Tensor | None) -> None:
+        """See `ConditionalBase.update`."""
         updates = [
             _AdafactorUpdate(parameter, self.state[parameter], group)
             for group in self.param_groups

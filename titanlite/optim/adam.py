@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from titanlite.distributed.host_memory import pin_in_place
 from titanlite.distributed.tensors import local_shard
+from titanlite.optim.conditional import ConditionalBase
 from titanlite.optim.fp32_vectors import is_low_vector
 from titanlite.optim.shards import sharded_zeros, write_if
 
@@ -73,7 +74,7 @@ class MomentOptions:
     # one kernel per update; false: one per operation, with memory for the intermediate results
 
 
-class LowMemoryAdam(torch.optim.Optimizer):
+class LowMemoryAdam(ConditionalBase):
     """Adam or AdamW (https://arxiv.org/abs/1711.05101), with moments in the format `moments`."""
 
     def __init__(
@@ -110,21 +111,8 @@ class LowMemoryAdam(torch.optim.Optimizer):
         zeros = [_allocate_moment(parameter, *spec, self.moments.offload) for spec in specs]
         return {"step": torch.tensor(0.0), **dict(zip(storage.names, zeros, strict=True))}
 
-    def step(self, closure: None = None) -> None:  # type: ignore[override]  # no closures
-        """Update every parameter that has a gradient."""
-        self._step(None)
-
-    def step_if(self, accept: Tensor) -> None:
-        """See `ConditionalOptimizer.step_if`."""
-        self._step(accept)
-
-    def uncount_steps(self, steps: int) -> None:
-        """See `ConditionalOptimizer.uncount_steps`."""
-        for state in self.state.values():
-            state["step"] -= steps
-
-    @torch.no_grad()
-    def _step(self, accept: Tensor | None) -> None:
+    def update(self, accept: Tensor | None) -> None:
+        """See `ConditionalBase.update`."""
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:

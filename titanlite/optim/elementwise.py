@@ -13,11 +13,12 @@ import torch
 from torch import Tensor, nn
 
 from titanlite.distributed.tensors import local_shard
+from titanlite.optim.conditional import ConditionalBase
 from titanlite.optim.fp32_vectors import is_low_vector
 from titanlite.optim.shards import sharded_zeros, write_if
 
 
-class ElementwiseOptimizer(torch.optim.Optimizer):
+class ElementwiseOptimizer(ConditionalBase):
     """An optimizer with at most one moment, computed in fp32 and stored in the params' dtype."""
 
     moment = "momentum_buffer"  # name in the state
@@ -36,19 +37,8 @@ class ElementwiseOptimizer(torch.optim.Optimizer):
         dtype = torch.float32 if is_low_vector(parameter) else parameter.dtype
         return {self.moment: sharded_zeros(parameter, dtype)}
 
-    def step(self, closure: None = None) -> None:  # type: ignore[override]  # no closures
-        """Update every parameter that has a gradient."""
-        self._step(None)
-
-    def step_if(self, accept: Tensor) -> None:
-        """See `ConditionalOptimizer.step_if`."""
-        self._step(accept)
-
-    def uncount_steps(self, steps: int) -> None:
-        """There is no step counter."""
-
-    @torch.no_grad()
-    def _step(self, accept: Tensor | None) -> None:
+    def update(self, accept: Tensor | None) -> None:
+        """See `ConditionalBase.update`."""
         for group in self.param_groups:
             # A shard without elements has nothing to update: other ranks have all of it.
             members = [p for p in group["params"] if p.grad is not None and local_shard(p).numel()]

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from titanlite.distributed.tensors import local_shard
-from titanlite.optim.optimizer_set import ConditionalOptimizer
+from titanlite.optim.conditional import ConditionalOptimizer
 from titanlite.optim.recipe import StateBytes
 
 MASTER = "float32"  # key of the float32 copy in the optimizer's state, next to the moments

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from titanlite.distributed.tensors import local_shard
+from titanlite.optim.conditional import OverlappingBase
 from titanlite.optim.newton_schulz import orthogonalization_flops, orthogonalize
 from titanlite.optim.owned_matrices import OwnedMatrices, WholeMatrixUpdate
 from titanlite.optim.shards import sharded_zeros, write_if
@@ -25,7 +26,7 @@ MOMENTUM = "momentum_buffer"  # key in the state
 UPDATE_RMS = 0.2  # of the elements of an update, as AdamW's (Moonlight, section 2.2)
 
 
-class Muon(torch.optim.Optimizer):
+class Muon(OverlappingBase):
     """Muon (https://kellerjordan.github.io/posts/muon/) with Nesterov momentum.
 
     Its updates have the size of AdamW's, so it uses AdamW's learning rate and weight decay
@@ -57,28 +58,9 @@ class Muon(torch.optim.Optimizer):
             matrices = OwnedMatrices([m.parameter for m in members], [m.flops for m in members])
             self._owned.append(_OwnedParameters(members, matrices, dtype))
 
-    def step(self, closure: None = None) -> None:  # type: ignore[override]  # no closures
-        """Update every parameter that has a gradient."""
-        self.begin_step(None)()
-
-    def step_if(self, accept: Tensor) -> None:
-        """See `ConditionalOptimizer.step_if`."""
-        self.begin_step(accept)()
-
-    def uncount_steps(self, steps: int) -> None:
-        """Nothing counts steps."""
-
-    @torch.no_grad()
-    def begin_step(self, accept: Tensor | None) -> Callable[[], None]:
-        """See `OverlappingOptimizer.begin_step`."""
-        completions = [self._begin(owned, accept) for owned in self._owned]
-
-        @torch.no_grad()
-        def complete() -> None:
-            for completion in completions:
-                completion()
-
-        return complete
+    def begin_parts(self, accept: Tensor | None) -> list[Callable[[], None]]:
+        """See `OverlappingBase.begin_parts`."""
+        return [self._begin(owned, accept) for owned in self._owned]
 
     def _begin(self, owned: _OwnedParameters, accept: Tensor | None) -> Callable[[], None]:
         members, dtype = owned.members, owned.dtype

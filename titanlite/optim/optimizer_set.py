@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol, runtime_checkable
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from titanlite.optim.conditional import ConditionalOptimizer, OverlappingOptimizer
 from titanlite.optim.lr_schedule import UNSCHEDULED, Progress, RateSchedule
 from titanlite.optim.update_norms import UpdateNorms
 
@@ -16,31 +17,6 @@ from titanlite.optim.update_norms import UpdateNorms
 LR_FACTOR = "lr_factor"  # multiplies the learning rate of the schedule
 INITIAL_WEIGHT_DECAY = "initial_weight_decay"  # multiplied by the factor of the schedule
 SCHEDULE = "schedule"  # its RateSchedule
-
-
-@runtime_checkable
-class ConditionalOptimizer(Protocol):
-    """An optimizer that can decide on the device whether it takes a step."""
-
-    def step_if(self, accept: Tensor) -> None:
-        """Take a step if `accept` [] is true; otherwise change no bit of weights and state.
-
-        Does not wait for the device. The gradients may be inf or NaN if `accept` is false.
-        """
-
-    def uncount_steps(self, steps: int) -> None:
-        """Take back `steps` calls of `step_if` with false in a step counter in host memory."""
-
-
-@runtime_checkable
-class OverlappingOptimizer(Protocol):
-    """An optimizer that communicates; other optimizers can compute meanwhile."""
-
-    def begin_step(self, accept: Tensor | None) -> Callable[[], None]:
-        """Start a step, and its communication; the returned function completes it.
-
-        `accept` is that of `ConditionalOptimizer.step_if`; None: take the step.
-        """
 
 
 class OptimizerSet:

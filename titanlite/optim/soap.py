@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from titanlite.distributed.tensors import local_shard
+from titanlite.optim.conditional import OverlappingBase
 from titanlite.optim.owned_matrices import OwnedMatrices, WholeMatrixUpdate
 from titanlite.optim.shards import write_if
 
@@ -33,7 +34,7 @@ def soap_flops(shape: torch.Size) -> float:
     return 4 * 2 * shape.numel() * min(shape)
 
 
-class SOAP(torch.optim.Optimizer):
+class SOAP(OverlappingBase):
     """One-sided SOAP for matrices, with decoupled weight decay.
 
     The first step only finds an eigenbasis, by eigendecomposition. Later bases come from one step
@@ -67,30 +68,9 @@ class SOAP(torch.optim.Optimizer):
                 if matrices.is_owned(index):
                     self.state[parameter] |= _soap_state(parameter)
 
-    def step(self, closure: None = None) -> None:  # type: ignore[override]  # no closures
-        """Update every parameter that has a gradient."""
-        self.begin_step(None)()
-
-    def step_if(self, accept: Tensor) -> None:
-        """See `ConditionalOptimizer.step_if`."""
-        self.begin_step(accept)()
-
-    def uncount_steps(self, steps: int) -> None:
-        """See `ConditionalOptimizer.uncount_steps`."""
-        for state in self.state.values():
-            state["step"] -= steps
-
-    @torch.no_grad()
-    def begin_step(self, accept: Tensor | None) -> Callable[[], None]:
-        """See `OverlappingOptimizer.begin_step`."""
-        completions = [self._begin(owned, accept) for owned in self._owned]
-
-        @torch.no_grad()
-        def complete() -> None:
-            for completion in completions:
-                completion()
-
-        return complete
+    def begin_parts(self, accept: Tensor | None) -> list[Callable[[], None]]:
+        """See `OverlappingBase.begin_parts`."""
+        return [self._begin(owned, accept) for owned in self._owned]
 
     def _begin(self, owned: _SoapMatrices, accept: Tensor | None) -> Callable[[], None]:
         members = owned.members

@@ -1,0 +1,86 @@
+"""Optimizers that decide on the device whether they take a step."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable
+from typing import Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+
+@runtime_checkable
+class ConditionalOptimizer(Protocol):
+    """An optimizer that can decide on the device whether it takes a step."""
+
+    def step_if(self, accept: Tensor) -> None:
+        """Take a step if `accept` [] is true; otherwise change no bit of weights and state.
+
+        Does not wait for the device. The gradients may be inf or NaN if `accept` is false.
+        """
+
+    def uncount_steps(self, steps: int) -> None:
+        """Take back `steps` calls of `step_if` with false in a step counter in host memory."""
+
+
+@runtime_checkable
+class OverlappingOptimizer(Protocol):
+    """An optimizer that communicates; other optimizers can compute meanwhile."""
+
+    def begin_step(self, accept: Tensor | None) -> Callable[[], None]:
+        """Start a step, and its communication; the returned function completes it.
+
+        `accept` is that of `ConditionalOptimizer.step_if`; None: take the step.
+        """
+
+
+class ConditionalBase(torch.optim.Optimizer):
+    """A `ConditionalOptimizer`; subclasses implement `update`.
+
+    The state of a parameter may have a counter `step`, in host memory.
+    """
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]  # no closures
+        """Update every parameter that has a gradient."""
+        self.update(None)
+
+    @torch.no_grad()
+    def step_if(self, accept: Tensor) -> None:
+        """See `ConditionalOptimizer.step_if`."""
+        self.update(accept)
+
+    def uncount_steps(self, steps: int) -> None:
+        """See `ConditionalOptimizer.uncount_steps`."""
+        for state in self.state.values():
+            if "step" in state:
+                state["step"] -= steps
+
+    @abstractmethod
+    def update(self, accept: Tensor | None) -> None:
+        """Take a step, unless `accept` [] is false; None: always."""
+
+
+class OverlappingBase(ConditionalBase):
+    """An `OverlappingOptimizer` whose step has parts; subclasses implement `begin_parts`."""
+
+    def update(self, accept: Tensor | None) -> None:
+        """See `ConditionalBase.update`."""
+        self.begin_step(accept)()
+
+    @torch.no_grad()
+    def begin_step(self, accept: Tensor | None) -> Callable[[], None]:
+        """See `OverlappingOptimizer.begin_step`."""
+        completions = self.begin_parts(accept)
+
+        @torch.no_grad()
+        def complete() -> None:
+            for completion in completions:
+                completion()
+
+        return complete
+
+    @abstractmethod
+    def begin_parts(self, accept: Tensor | None) -> list[Callable[[], None]]:
+        """Start all parts of a step; the returned functions complete them, in this order."""
