@@ -86,7 +86,8 @@ def run_tasks(
 ) -> list[Counts]:
     """Run the tasks that have no folder in `work` yet; returns the counts of all, in order.
 
-    `tasks` lists a task after its inputs. Raises DataError, also if the disk is full.
+    `tasks` lists a task after those of its inputs that did not run before. Raises DataError, also
+    if the disk is full.
     """
     work.mkdir(parents=True, exist_ok=True)
     with _exclusive_use(work):
@@ -104,7 +105,7 @@ def _levels(tasks: Sequence[Task]) -> list[list[Task]]:
     for task in tasks:
         if task.key in depths:
             continue
-        depth = depths[task.key] = 1 + max((depths[key] for key in task.inputs), default=-1)
+        depth = depths[task.key] = 1 + max((depths.get(key, -1) for key in task.inputs), default=-1)
         levels += [[]] if depth == len(levels) else []
         levels[depth].append(task)
     return levels
