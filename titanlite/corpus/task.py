@@ -98,13 +98,16 @@ def run_tasks(
 
 
 def _levels(tasks: Sequence[Task]) -> list[list[Task]]:
-    """Tasks by depth: those of one level do not depend on each other. Each key once."""
+    """Tasks by depth: those of one level do not depend on each other. Each key once.
+
+    Inputs that are not in the list were run before.
+    """
     depths: dict[str, int] = {}
     levels: list[list[Task]] = []
     for task in tasks:
         if task.key in depths:
             continue
-        depth = depths[task.key] = 1 + max((depths[key] for key in task.inputs), default=-1)
+        depth = depths[task.key] = 1 + max((depths.get(key, -1) for key in task.inputs), default=-1)
         levels += [[]] if depth == len(levels) else []
         levels[depth].append(task)
     return levels
