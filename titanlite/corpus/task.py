@@ -97,7 +97,10 @@ def run_tasks(
 
 
 def _levels(tasks: Sequence[Task]) -> list[list[Task]]:
-    """Tasks by depth: those of one level do not depend on each other. Each key once."""
+    """Tasks by depth: those of one level do not depend on each other. Each key once.
+
+    Inputs that are not in the list were run before.
+    """
     depths: dict[str, int] = {}
     levels: list[list[Task]] = []
     for task in tasks:
