@@ -12,7 +12,9 @@ from pathlib import Path
 
 import xxhash
 
+from titanlite.corpus.deduplicate import deduplicate, hash_benchmark_files
 from titanlite.corpus.engine import LocalEngine, TaskEngine
+from titanlite.corpus.filters import filter_arguments, filter_documents
 from titanlite.corpus.prepare import TRAIN, VALIDATION
 from titanlite.corpus.publish import PublishedCorpus, find_published, publish
 from titanlite.corpus.read import CorpusSource, plan_reading
@@ -114,6 +116,10 @@ def _describe_stages(file: RecipeFile, tokenizer: Tokenizer) -> dict:
     values: dict = {section: asdict(getattr(recipe, section)) for section in file.sections}
     values |= {"tokenizer": tokenizer.fingerprint, "bos": recipe.bos}
     values |= {"validation_share": recipe.validation_share, "shard_mib": recipe.shard_mib}
+    if "filter" in file.sections:
+        values["filter"] = filter_arguments(recipe.filter)
+    if "deduplicate" in file.sections:
+        values["benchmarks"] = hash_benchmark_files(recipe.deduplicate.benchmarks)
     return values
 
 
@@ -132,8 +138,16 @@ def _run_document_stages(
     file: RecipeFile, sources: list[_Source], run: WorkFolder
 ) -> list[_Source]:
     """Run the stages whose results are tables; returns the tasks of the last one."""
-    run([task for source in sources for task in source.tasks])
-    return sources
+    recipe, tables = file.recipe, [task for source in sources for task in source.tasks]
+    run(tables)
+    if "filter" in file.sections:
+        arguments = filter_arguments(recipe.filter)
+        tables = [Task("filter", filter_documents, arguments, (t.key,)) for t in tables]
+        run(tables)
+    if "deduplicate" in file.sections:
+        tables = deduplicate(tables, recipe.deduplicate, run).tables
+    remaining = iter(tables)  # a stage has one task for each task of the stage before, in order
+    return [replace(s, tasks=[next(remaining) for _ in s.tasks]) for s in sources]
 
 
 def _make_shards(
@@ -159,6 +173,11 @@ def _make_shards(
             plan = _plan_shards(file, source, sorted_source, (side, tokenizer.vocab_size), run)
             if plan:
                 plans[source.source.name, side] = plan
+    if not any(side == TRAIN for _, side in plans):
+        raise DataError(
+            "no source has a document left for training.",
+            fix="Give inputs that contain text, or filters that leave some.",
+        )
     run([task for tasks in plans.values() for task in tasks])
     return {
         place: [(run.path / task.key, _shard_record(run.counts_of(task))) for task in tasks]
@@ -174,27 +193,14 @@ def _plan_shards(
     counts = [run.counts_of(task)["sides"].get(side, {}) for task in tokenised.tasks]
     sizes = [count.get("tokens", 0) for count in counts]
     if not sum(sizes):
-        _report_empty(name, side, file.recipe.validation_share)
+        if side == TRAIN or file.recipe.validation_share > 0:
+            logger.warning('sources: "%s" has no documents left for %s', name, side)
         return []
     id_bytes = id_type_of(vocab_size).itemsize
     shards = -(-sum(sizes) * id_bytes // (file.recipe.shard_mib * MIB))
     if "shuffle" in file.sections:
         return plan_shuffled_shards(chunks.tasks, side, shards, vocab_size)
     return plan_ordered_shards(chunks.tasks, sizes, side, shards, vocab_size)
-
-
-def _report_empty(name: str, side: str, validation_share: float) -> None:
-    if side == TRAIN:
-        raise DataError(
-            f'sources: "{name}" has no documents for training.',
-            fix="Give inputs that contain text, or filters that leave some.",
-        )
-    if validation_share > 0:
-        logger.warning(
-            'sources: "%s" has no documents for validation: validation_share = %g of few documents',
-            name,
-            validation_share,
-        )
 
 
 def _shard_record(counts: Counts) -> ShardRecord:

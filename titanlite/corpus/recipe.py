@@ -8,6 +8,8 @@ from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Annotated
 
+from titanlite.corpus.deduplicate import DeduplicateConfig, check_deduplicate
+from titanlite.corpus.filters import FilterConfig, filter_arguments
 from titanlite.corpus.read import CorpusSource, ReadConfig
 from titanlite.corpus.shuffle import ShuffleConfig
 from titanlite.errors import ConfigError, UserError
@@ -28,6 +30,8 @@ class Recipe:
     bos: bool = False  # begin each document with the tokenizer's BOS
     shard_mib: Positive = 256  # size of a shard; a worker needs about 4 times as much memory
     read: ReadConfig = field(default_factory=ReadConfig)
+    filter: FilterConfig = field(default_factory=FilterConfig)
+    deduplicate: DeduplicateConfig = field(default_factory=DeduplicateConfig)
     shuffle: ShuffleConfig = field(default_factory=ShuffleConfig)
 
 
@@ -49,8 +53,31 @@ def load_recipe(path: str | Path) -> RecipeFile:
     table = read_toml(path)
     recipe, problems = build_dataclass(Recipe, table)
     sections = {f.name for f in fields(recipe) if is_dataclass(getattr(recipe, f.name))}
-    raise_together([*problems, *([] if problems else _check_sources(recipe.sources))])
-    return RecipeFile(recipe, frozenset(sections & table.keys()))
+    file = RecipeFile(recipe, frozenset(sections & table.keys()))
+    raise_together([*problems, *([] if problems else _check_recipe(file))])
+    return file
+
+
+def _check_recipe(file: RecipeFile) -> list[UserError]:
+    """Problems that the types of the settings do not exclude."""
+    recipe, problems = file.recipe, _check_sources(file.recipe.sources)
+    if "filter" in file.sections:
+        try:
+            filter_arguments(recipe.filter)
+        except UserError as error:
+            problems.append(error)
+        known = {source.name for source in recipe.sources}
+        for name in recipe.filter.sources:
+            if name not in known:
+                problems.append(
+                    ConfigError(
+                        f'filter.sources: "{name}" is not the name of a source.',
+                        fix=f"Sources are {', '.join(sorted(known))}.",
+                    )
+                )
+    if "deduplicate" in file.sections:
+        problems += check_deduplicate(recipe.deduplicate)
+    return problems
 
 
 def _check_sources(sources: Sequence[CorpusSource]) -> list[UserError]:
