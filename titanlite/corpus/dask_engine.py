@@ -329,29 +329,40 @@ class TaskCancelled(Exception):
     """The command ended, so nobody needs the result of this call."""
 
 
-_thread = threading.local()  # of each thread that runs a call: its worker, key, topic, last report
+class _ProgressReport(threading.local):
+    """The progress of the call that runs in each thread of a worker."""
+
+    def __init__(self) -> None:
+        self._worker: Any = None
+        self._key: Any = None
+        self._topic, self._reported = "", 0.0
+
+    def start(self, worker: Any, topic: str) -> None:
+        """A call begins in this thread."""
+        self._worker, self._key, self._topic = worker, worker.get_current_task(), topic
+        self._reported = 0.0
+
+    def __call__(self) -> None:
+        """Send a message that the call makes progress; raises TaskCancelled if nobody waits."""
+        task = self._worker.state.tasks.get(self._key)
+        if task is None or task.state == "cancelled":  # Dask does not interrupt a thread
+            raise TaskCancelled
+        if time.monotonic() - self._reported > _REPORT_SECONDS:
+            self._reported = time.monotonic()
+            self._worker.log_event(self._topic, str(self._key))
+
+
+_progress_report = _ProgressReport()
 
 
 def _run_on_worker(call: EngineCall, site: _Site) -> dict[str, Any]:
-    """{"result": …}, or {"error": …} of a UserError, whose class Dask would not keep whole."""
+    """{"result": …}, or {"error": …} of a UserError: pickle would lose parts of some."""
     from distributed import get_worker
 
-    worker = get_worker()
-    _thread.worker, _thread.key, _thread.topic = worker, worker.get_current_task(), site.topic
-    _thread.reported = 0.0
-    count_progress_with(_report_from_worker)
+    _progress_report.start(get_worker(), site.topic)
+    count_progress_with(_progress_report)
     try:
         site.check()
         return {"result": call.function(*call.arguments)}
     except UserError as error:
         return {"error": error_to_dict(error)}
-
-
-def _report_from_worker() -> None:
-    """Tell the command that its call makes progress; raises TaskCancelled if it has ended."""
-    task = _thread.worker.state.tasks.get(_thread.key)
-    if task is None or task.state == "cancelled":  # Dask does not interrupt a thread
-        raise TaskCancelled
-    if time.monotonic() - _thread.reported > _REPORT_SECONDS:
-        _thread.reported = time.monotonic()
-        _thread.worker.log_event(_thread.topic, str(_thread.key))
