@@ -52,12 +52,18 @@ class NumericalFault:
 
 
 def corrupt(tensor: Tensor, value: str) -> None:
-    """Change the middle element of this rank's shard, without autograd noticing."""
+    """Change an element in the middle of this rank's shard, without autograd noticing.
+
+    The bit is flipped of an element below 2, which becomes huge. Of a larger one it would become
+    tiny, and 0 would become 2, which nothing would notice.
+    """
     flat = local_shard(tensor).data.view(-1)
     index = flat.numel() // 2
     if value != "flip":
         flat[index] = VALUES[value]
         return
+    becomes_huge = (flat[index:].abs() < 2) & (flat[index:] != 0)
+    index += int(becomes_huge.int().argmax())
     width = flat.element_size() * 8
     as_int = flat.view({16: torch.int16, 32: torch.int32}[width])
     as_int[index] ^= 1 << (width - 2)
@@ -132,10 +138,12 @@ class FaultyEngine:
         injector = self._injector
         if injector.is_due("weight"):
             injector.inject(*injector.parameter())
-        began = time.monotonic()
+        began = time.thread_time()
         losses = self._engine.forward_backward(*args, **options)
         if injector.is_due("slow"):
-            time.sleep(injector.fault.slowdown * (time.monotonic() - began))
+            now = time.thread_time()
+            while time.thread_time() < now + injector.fault.slowdown * (now - began):
+                pass  # a slow core computes for longer; a rank that sleeps does not
         if injector.is_due("gradient"):
             name, parameter = injector.parameter()
             assert parameter.grad is not None

@@ -21,15 +21,15 @@ SECONDS_TO_NOTICE = 120
 def compute_wrongly(kind: str, value: str, events: tuple[str, ...], drill: Drill) -> str:
     """One wrong value on one rank: one of `events` must name the rank."""
     rank = drill.random.randrange(drill.ranks)
-    # A spike needs 16 steps before it. An unused row of the embedding would not do: its gradient is
-    # 0, and a flipped bit makes that 2.
+    # A spike needs 16 steps before it. An unused row of the embedding has no gradient, and a huge
+    # output of a feed-forward layer would become 0 in the next norm: neither would be noticed.
     run = drill.start(
         fault={
             "kind": kind,
             "value": value,
             "rank": rank,
             "after": drill.random.randint(17, 25),
-            "parameter": "feed_forward",
+            "parameter": "ffn_norm" if kind == "activation" else "feed_forward",
         }
     )
 
