@@ -1,8 +1,8 @@
 """Numerical faults: wrong bits on one rank, and slow ranks.
 
 Each must be noticed, and must not change the end of the run. A fault in a gradient or an activation
-is gone when the guard computes the step again. A fault in a weight stays: the run ends before it
-saves, and resumes from the checkpoint before.
+is gone when the guard replays the step. A fault in a weight stays: the run ends before it saves,
+and resumes from an earlier checkpoint.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from drill.run import Drill
 SECONDS_TO_NOTICE = 120
 
 
-def compute_wrongly(kind: str, value: str, events: tuple[str, ...], drill: Drill) -> str:
+def inject_wrong_value(kind: str, value: str, events: tuple[str, ...], drill: Drill) -> str:
     """One wrong value on one rank: one of `events` must name the rank."""
     rank = drill.random.randrange(drill.ranks)
     # A spike needs 16 steps before it. An unused row of the embedding would not do: its gradient is
@@ -96,11 +96,11 @@ WRONG = ("hardware fault",)
 CORRUPT = ("replica mismatch", "training diverged", "diverged", "rolled back")
 # The names are values of --kinds.
 NUMERICAL_FAULTS: dict[str, Callable[[Drill], str]] = {
-    "flip_a_gradient_bit": partial(compute_wrongly, "gradient", "flip", WRONG),
-    "flip_an_activation_bit": partial(compute_wrongly, "activation", "flip", WRONG),
-    "flip_a_weight_bit": partial(compute_wrongly, "weight", "flip", CORRUPT),
-    "nan_in_a_gradient": partial(compute_wrongly, "gradient", "nan", WRONG),
-    "inf_in_an_activation": partial(compute_wrongly, "activation", "inf", WRONG),
-    "1e30_in_a_gradient": partial(compute_wrongly, "gradient", "1e30", WRONG),
+    "flip_a_gradient_bit": partial(inject_wrong_value, "gradient", "flip", WRONG),
+    "flip_an_activation_bit": partial(inject_wrong_value, "activation", "flip", WRONG),
+    "flip_a_weight_bit": partial(inject_wrong_value, "weight", "flip", CORRUPT),
+    "nan_in_a_gradient": partial(inject_wrong_value, "gradient", "nan", WRONG),
+    "inf_in_an_activation": partial(inject_wrong_value, "activation", "inf", WRONG),
+    "1e30_in_a_gradient": partial(inject_wrong_value, "gradient", "1e30", WRONG),
     "slow_down_a_rank": slow_down_a_rank,
 }
