@@ -15,7 +15,7 @@ MAX_DATA_FRACTION = 0.05  # of a step spent waiting for its batch
 MAX_SAVING_FRACTION = 0.03  # of the wall time
 MAX_LOST_FRACTION = 0.1  # of the wall time, for start-up, repeated steps and stops together
 MIN_MFU = 0.3  # of a GPU in bfloat16; well-tuned dense models reach 0.4 to 0.6
-MIN_GPU_TFLOPS = 20.0  # peak; a device below it is a CPU, whose MFU says little
+MIN_GPU_TFLOPS = 20.0  # peak; a device below it is a CPU, whose MFU means little
 MAX_CLIPPED_FRACTION = 0.5  # of the steps
 PLATEAU_FRACTION = 0.2  # of the run: its last part
 PLATEAU_IMPROVEMENT = 0.001  # relative; less than this over the last part is a plateau
@@ -27,7 +27,7 @@ Level = Literal["problem", "hint"]
 
 
 class Advice(NamedTuple):
-    """One observation: what was seen, with its figure, and what to do."""
+    """One observation with its figure, and what to do."""
 
     level: Level
     title: str
@@ -159,7 +159,7 @@ def _clipped(run: RunHistory) -> Iterator[Advice]:
 _REPORTED: dict[str, tuple[Level, str, str]] = {  # event -> (level, title, action)
     "hardware_fault": (
         "problem",
-        "A step computed again gave other bits",
+        "The replay of a step gave other bits",
         "Take the named host out of the job, and test its memory and its GPU.",
     ),
     "rolled_back": (

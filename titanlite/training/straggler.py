@@ -87,7 +87,7 @@ class StragglerMeter:
         return self.host, self.data, self._step
 
     def compare(self, step: int) -> list[SlowRank]:
-        """The slow ranks since the last report, on rank 0; a collective of all ranks."""
+        """The ranks that were slow since the last report, on rank 0; a collective of all ranks."""
         steps, self._last_step = max(1, step - self._last_step), step
         own = {
             "name": socket.gethostname(),
@@ -137,7 +137,7 @@ def report_stragglers(meter: StragglerMeter, sinks: MetricSinks, freq: int) -> P
 class SelfTest:
     """A matmul in the compute dtype and a copy in device memory, the same on every rank.
 
-    The fastest of a few repetitions counts, because only the others were disturbed. It takes a few
+    The fastest of a few repetitions counts, because disturbances only add time. It takes a few
     milliseconds, and 128 MiB while it runs (on a CPU 2 MiB).
     """
 

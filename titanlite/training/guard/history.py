@@ -19,9 +19,9 @@ class ViolationReason(Enum):
 
 
 class ReplayResult(Enum):
-    """The result of computing a violating step again, compared with the first computation."""
+    """How the replay of a violating step compares with its first computation."""
 
-    NOT_YET = "not computed again yet"
+    NOT_YET = "not replayed yet"
     SAME = "the same bits on every rank"  # the data or the optimization is the cause
     NORMAL = "other bits, and no violation"  # the hardware is the cause
     VIOLATING = "other bits, and a violation again"  # both
@@ -32,7 +32,7 @@ class StepVerdict(Enum):
 
     ACCEPT = "accept"  # update the parameters with the replayed gradients
     SKIP = "skip"  # change no parameter and no optimizer state; the position advances
-    REPLAY = "replay"  # compute the step again
+    REPLAY = "replay"  # take the step again from the same bits
     ROLL_BACK = "roll back"  # continue from an earlier checkpoint
     GIVE_UP = "give up"  # end the run with exit code 3
 
