@@ -7,13 +7,16 @@ and resumes from an earlier checkpoint.
 
 from __future__ import annotations
 
+import re
 import signal
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 
 from drill.faults import signal_a_rank
 from drill.run import Drill
+from titanlite.errors import CheckpointError
 
 SECONDS_TO_NOTICE = 120
 
@@ -35,7 +38,7 @@ def inject_wrong_value(kind: str, value: str, events: tuple[str, ...], drill: Dr
 
     def is_noticed() -> bool:
         lines = drill.log_text().splitlines()
-        return any(event in line and f"rank {rank}" in line for event in events for line in lines)
+        return any(event in line and names_rank(line, rank) for event in events for line in lines)
 
     wait_until(lambda: run.poll() is not None or is_noticed())
     if f"drill: rank {rank}, " not in drill.log_text():
@@ -49,7 +52,8 @@ def inject_wrong_value(kind: str, value: str, events: tuple[str, ...], drill: Dr
         )
     if run.poll() is None:
         time.sleep(drill.random.uniform(0, drill.max_delay))
-        signal_a_rank(drill, run, signal.SIGKILL)
+        with suppress(CheckpointError):  # the run may end by itself
+            signal_a_rank(drill, run, signal.SIGKILL)
     drill.wait(run)
     return f"rank {rank}: {value} in its {kind}; the rank was named"
 
@@ -61,7 +65,7 @@ def slow_down_a_rank(drill: Drill) -> str:
 
     def is_named() -> bool:
         lines = drill.log_text().splitlines()
-        return any("straggler" in line and f"rank {rank}" in line for line in lines)
+        return any("straggler" in line and names_rank(line, rank) for line in lines)
 
     wait_until(lambda: run.poll() is not None or is_named())
     if not is_named():
@@ -72,6 +76,12 @@ def slow_down_a_rank(drill: Drill) -> str:
         signal_a_rank(drill, run, signal.SIGKILL)
     drill.wait(run)
     return f"rank {rank} slowed down; it was named"
+
+
+def names_rank(line: str, rank: int) -> bool:
+    """Whether a log line has "rank N" or "ranks [M, N]"; "pipeline_rank N" does not count."""
+    named = re.findall(r"\branks? \[?([\d, ]+)", line)
+    return any(str(rank) in re.findall(r"\d+", numbers) for numbers in named)
 
 
 def kill_in_a_roll_back(drill: Drill) -> str:
