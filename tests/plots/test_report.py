@@ -111,6 +111,15 @@ def test_what_the_run_reported_is_in_the_advice(tmp_path):
     assert "<td>roll-backs</td><td>1</td>" in page and "rolled back from step 7 to 4" in page
 
 
+def test_a_value_that_is_not_finite_is_named_in_the_advice(tmp_path):
+    """metrics.jsonl has null for inf and NaN."""
+    diverged = {"event": "diverged", "step": 9, "time": 31.0, "reason": "inf or NaN"}
+    diverged |= {"loss": None, "grad_norm": 3.499040126800537}
+    run = write_run(tmp_path / "run", [step_line(8, 30.0)], [diverged])
+    assert "inf or NaN at step 9, loss inf or NaN, gradient norm 3.499" in titles(run)
+    assert "None" not in titles(run) and "40126" not in titles(run)
+
+
 def test_runs_whose_folders_have_one_name_are_told_apart(tmp_path):
     for name in ("a", "b"):
         write_run(tmp_path / name / "out", [step_line(s, 2.5 * s) for s in range(1, 4)])

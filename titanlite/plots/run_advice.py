@@ -8,6 +8,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from titanlite.log import pluralize
+from titanlite.plots.html_chart import format_number
 from titanlite.plots.loss_curve import smooth
 from titanlite.plots.run_history import RunHistory, finite_median
 
@@ -47,7 +48,7 @@ def _diverged(run: RunHistory) -> Iterator[Advice]:
             "problem",
             "The run ended because training diverged",
             f"{event.get('reason') or 'inf or NaN'} at step {event['step']}, loss"
-            f" {event.get('loss')}, gradient norm {event.get('grad_norm')}",
+            f" {_format(event.get('loss'))}, gradient norm {_format(event.get('grad_norm'))}",
             "Lower optimizer.lr, lengthen lr_scheduler.warmup_steps, or look at the samples of that"
             " step.",
         )
@@ -198,6 +199,10 @@ def _reported(run: RunHistory) -> Iterator[Advice]:
         hosts = sorted({str(host) for host in named if host})
         where, times = f"; {', '.join(hosts)}" if hosts else "", pluralize(len(events), "time")
         yield Advice(level, title, f"{times}, at step {shown}{more}{where}", action)
+
+
+def _format(value: float | None) -> str:
+    return "inf or NaN" if value is None else format_number(value)
 
 
 def _smoothed_loss(run: RunHistory) -> np.ndarray:
