@@ -2,7 +2,7 @@
 
 python scripts/drill/injector.py '[{"kind": "gradient", "value": "nan", "step": 7}]' ARGS…
 
-ARGS are those of train.py, which knows nothing of this: the builders in titanlite/job/build.py are
+ARGS are those of train.py, which has no code for this: the builders in titanlite/job/build.py are
 wrapped from outside.
 """
 
@@ -36,7 +36,7 @@ VALUES = {"nan": math.nan, "inf": math.inf, "1e30": 1e30}  # and "flip", a bit
 
 @dataclass(frozen=True)
 class NumericalFault:
-    """A fault that a run computes with."""
+    """A wrong value or a delay in the computation of a run."""
 
     kind: str  # gradient, activation, weight, loss, data or slow
     rank: int = 0  # which has the fault; not for data
@@ -45,7 +45,7 @@ class NumericalFault:
     value: str = "flip"  # flip (the highest exponent bit of one element), nan, inf or 1e30
     parameter: str = ""  # gradient, weight: part of the name of the parameter; activation: of the
     # name of the module. The first one of the rank that matches
-    times: int = 1  # computations of the step that have the fault; a replay is one more
+    times: int = 1  # computations of the step that have the fault; a replay is another one
     start: int = 0  # data: first and last + 1 position of the random tokens
     end: int = 0
     slowdown: float = 0.3  # slow: fraction of the computing time that is added
@@ -149,7 +149,7 @@ class FaultyEngine:
             assert parameter.grad is not None
             injector.inject(name, parameter.grad)
         if injector.is_due("loss"):
-            injector.inject("the batch", losses)
+            injector.inject("the batch", losses[:1])  # the cross-entropy, without the z-loss
         return losses
 
 

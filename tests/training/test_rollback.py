@@ -33,7 +33,7 @@ def windows(*bounds, factor=0.0) -> tuple[PositionWindow, ...]:
     return tuple(PositionWindow(start, end, factor) for start, end in bounds)
 
 
-def test_the_window_grows_on_both_sides_of_one_trouble_until_the_tries_are_spent():
+def test_the_window_grows_on_both_sides_of_one_trouble_until_all_tries_have_failed():
     history = tried(RollbackHistory(), 800)
     assert history.windows == windows((720, 888))
     history = tried(history, 888)  # the first step after the window is bad as well

@@ -1,8 +1,8 @@
 """Roll-back, the action: load an earlier checkpoint into the running process, and go on from it.
 
 Only the checkpoints and the progress in them decide what happens, so a kill at any moment changes
-nothing. Until the next save, a restart finds one of the checkpoints that were there before,
-repeats the trouble, and decides the same again.
+nothing. Until the next save, a restart loads one of the checkpoints from before the roll-back,
+meets the same trouble, and takes the same decision.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from titanlite.training.rollback import (
 )
 from titanlite.training.state import TrainState
 
-REPORT_FILE = "rollback.json"  # in job.dump_folder/guard, once a roll-back was not possible
+REPORT_FILE = "rollback.json"  # in job.dump_folder/guard, if a roll-back was not possible
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Rewinder:
     def roll_back(self, trouble: Trouble) -> None:
         """Continue `state` from a checkpoint from before the trouble. Collective.
 
-        Raises TrainingDiverged on every rank if all tries are spent, or no checkpoint is old
+        Raises TrainingDiverged on every rank if all tries have failed, or no checkpoint is old
         enough. The caller opens its batches again.
         """
         self.watchdog.set_phase(trouble.step, "save")
@@ -59,7 +59,7 @@ class Rewinder:
         history = self.state.counters.rollbacks
         attempt = history.next_try(trouble, self.policy)
         if attempt is None:
-            self._give_up(history, trouble, f"all {self.policy.max_tries} tries are spent")
+            self._give_up(history, trouble, f"all {self.policy.max_tries} tries have failed")
         found = self._find_checkpoint(history, attempt)
         if found is None:
             self._give_up(history, trouble, "there is no valid checkpoint from before it")

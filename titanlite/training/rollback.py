@@ -2,7 +2,7 @@
 
 Pure functions of the run's progress. Nothing here depends on when the trouble was noticed, on the
 time, or on what an earlier process of the run did: a run that is killed at any moment of a
-roll-back, and started again, takes the same decisions.
+roll-back, and restarted, takes the same decisions.
 """
 
 from __future__ import annotations
@@ -71,10 +71,10 @@ class RollbackHistory:
         return tuple(t.window for t, is_last in zip(self.tries, last, strict=True) if is_last)
 
     def tries_for(self, trouble: Trouble) -> tuple[RollbackTry, ...]:
-        """The latest tries, if this is still their trouble.
+        """The tries for the same trouble so far; empty if `trouble` is a new one.
 
-        It is, until the run has trained as many samples after the window as the window has. By
-        then it is further than where the trouble was, so a run cannot roll back forever.
+        It is new once the run has trained as many samples after the last window as the window
+        has. By then the run is past the earlier trouble, so it cannot roll back forever.
         """
         if not self.tries:
             return ()
@@ -84,7 +84,7 @@ class RollbackHistory:
         return self.tries[len(self.tries) - latest.number :]
 
     def next_try(self, trouble: Trouble, policy: RollbackPolicy) -> RollbackTry | None:
-        """The next try; None if all tries for this trouble are spent.
+        """The next try; None if all tries for this trouble have failed.
 
         Each try has a window of twice the size, and with `lr_factor` a learning rate that is lower
         by that factor again. The first one with the default `steps` passes over 200 batches that

@@ -122,8 +122,8 @@ class TrainState:
             self.loss_scale.restore(progress["loss_scale"])
         if self.judge is not None:
             self.judge.restore(progress.get("guard", NO_HISTORY))
-        if self.noise_scale is not None and "noise_scale" in progress:
-            self.noise_scale.restore(progress["noise_scale"])
+        if self.noise_scale is not None:
+            self.noise_scale.restore(progress.get("noise_scale", NoiseScale().state()))
         _set_generator_states(
             {
                 name: torch.frombuffer(bytearray.fromhex(state), dtype=torch.uint8)

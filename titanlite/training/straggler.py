@@ -94,7 +94,7 @@ class StragglerMeter:
             timer.take()
 
     def compare(self, step: int) -> list[SlowRank]:
-        """The slow ranks since the last report, on rank 0; a collective of all ranks."""
+        """The ranks that were slow since the last report, on rank 0; a collective of all ranks."""
         steps, self._last_step = max(1, step - self._last_step), step
         own = {
             "name": socket.gethostname(),
@@ -148,9 +148,9 @@ def report_stragglers(meter: StragglerMeter, sinks: MetricSinks, freq: int) -> P
 class SelfTest:
     """A matmul in the compute dtype and, on a GPU, a copy in its memory, the same on every rank.
 
-    The fastest of a few repetitions counts, because only the others were disturbed. Each takes
-    about a millisecond or more, because shorter times differ by over 15 % on a healthy machine.
-    It needs 128 MiB of a GPU's memory while it runs.
+    The fastest of a few repetitions counts, because disturbances only add time. Each takes
+    about a millisecond or more: shorter times differ by over 15 % on a healthy machine. It needs
+    128 MiB of a GPU's memory while it runs.
     """
 
     def __init__(self, dtype: torch.dtype, device: torch.device):
