@@ -47,3 +47,5 @@ def test_the_averages_continue_from_a_checkpoint():
     restored = NoiseScale(decay=0.99)
     restored.restore(json.loads(json.dumps(average.state())))
     assert restored == average and restored.critical_batch == average.critical_batch
+    restored.restore(None)  # rolled back to a checkpoint without measurements
+    assert restored == NoiseScale(decay=0.99)
