@@ -49,6 +49,8 @@ def test_the_averages_continue_from_a_checkpoint():
     restored = NoiseScale(decay=0.99)
     restored.restore(json.loads(json.dumps(average.state())))
     assert restored == average and restored.critical_batch == average.critical_batch
+    restored.restore(None)  # rolled back to a checkpoint without measurements
+    assert restored == NoiseScale(decay=0.99)
 
 
 def test_a_checkpoint_without_averages_discards_those_of_the_process():

@@ -68,6 +68,7 @@ class NoiseScale:
         """The averages as JSON values."""
         return {"gradient": self.gradient, "noise": self.noise, "weight": self.weight}
 
-    def restore(self, state: dict[str, Any]) -> None:
-        """Restore the averages that `state` returned."""
+    def restore(self, state: dict[str, Any] | None) -> None:
+        """Restore the averages that `state` returned; None: those at the start."""
+        state = NoiseScale().state() if state is None else state
         self.gradient, self.noise, self.weight = state["gradient"], state["noise"], state["weight"]

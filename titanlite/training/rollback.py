@@ -114,13 +114,29 @@ class RollbackHistory:
 
     @classmethod
     def from_json(cls, entries: Sequence[dict[str, Any]]) -> RollbackHistory:
-        """The history that `to_json` wrote."""
-        return cls(
-            tuple(
-                RollbackTry(e["number"], Trouble(**e["trouble"]), PositionWindow(**e["window"]))
-                for e in entries
-            )
-        )
+        """The history that `to_json` wrote; raises ValueError, TypeError or KeyError for others."""
+        tries = [
+            RollbackTry(e["number"], Trouble(**e["trouble"]), PositionWindow(**e["window"]))
+            for e in entries
+        ]
+        for number, attempt in enumerate(tries):
+            _check_try(attempt, tries[number - 1].number if number else 0)
+        return cls(tuple(tries))
+
+
+def _check_try(attempt: RollbackTry, number_before: int) -> None:
+    """Raise ValueError for a try that `RollbackHistory.next_try` does not return."""
+    trouble, window = attempt.trouble, attempt.window
+    counts = (trouble.step, trouble.position, trouble.samples, window.start, window.end)
+    is_valid = (
+        all(type(count) is int and 0 <= count < 1 << 62 for count in counts)
+        and attempt.number in (1, number_before + 1)
+        and window.start < window.end
+        and type(trouble.reason) is str
+        and 0 <= window.lr_factor < 1  # not NaN
+    )
+    if not is_valid:
+        raise ValueError(f"{attempt} is not a roll-back")
 
 
 def steps_to_roll_back_to(

@@ -82,6 +82,13 @@ def check_guard_config(config: GuardConfig, in_backward: bool) -> Iterator[Confi
                 fix=f'Set guard.spike or guard.nonfinite = "rollback", or remove guard.{key}.',
                 keys=(f"guard.{key}",),
             )
+    if config.rolls_back and config.max_violations == 1:
+        yield ConfigError(
+            "guard.max_violations = 1: the run would end at the first violation, and never roll"
+            " back.",
+            fix='Set guard.max_violations = 2 or more, or no policy to "rollback".',
+            keys=("guard.max_violations",),
+        )
     if in_backward and config.spike != "off":
         yield ConfigError(
             f'guard.spike = "{config.spike}": optimizer.early_step_in_backward = true updates the'

@@ -142,8 +142,11 @@ class ViolationHandler:
         position = first.before.counters.next_start(samples)
         if run.step_settings.optimizer_in_backward is not None:  # it has updated the parameters
             violation = self._describe(first.step, first.result, self._evidence(first.result))
+            path = run.dump_batch(first.step, position, samples)
             if not self._rolls_back_nonfinite:
-                self.give_up(violation, batch=run.dump_batch(first.step, position, samples))
+                self.give_up(violation, batch=path)
+            event = EVENTS[StepVerdict.ROLL_BACK]
+            run.sinks.event(first.step, event, **violation.fields, batch=path)
             self._roll_back(violation, position, samples)
             return None
         result, evidence = self._compute_again(first, batch)

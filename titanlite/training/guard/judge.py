@@ -95,8 +95,12 @@ class StepJudge:
         return {"history": self.history.state(), "window": window}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Restore what `state` returned."""
-        self.history = History(**state["history"])
+        """Restore what `state` returned; raises an exception of any kind for others."""
+        history = History(**state["history"])
+        counts = (history.last_step, history.in_a_row, *history.hardware_faults.values())
+        if not all(type(count) is int for count in counts) or len(state["window"]) != 2:
+            raise ValueError("is not the state of a judge")
+        self.history = history
         newest = torch.tensor(state["window"])[:, -self.config.window_steps :]
         self._window.fill_(math.nan)
         self._window[:, self.config.window_steps - newest.shape[1] :] = newest
