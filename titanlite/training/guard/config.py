@@ -29,7 +29,8 @@ class GuardConfig:
     window_steps: Annotated[int, Range(MIN_WINDOW_STEPS)] = 128
     # number of accepted steps in the window; values are judged from 16 on
     max_violations: Positive = 5
-    # violating steps in a row after which the run ends with exit code 3; 1: at the first
+    # violating steps in a row after which the run ends with exit code 3; 1: at the first, without a
+    # roll-back
     max_hardware_faults: Positive = 3
     # hardware faults of one host after which the run ends with exit code 3; a fault: the replay of
     # a violating step has other bits
