@@ -144,12 +144,12 @@ def _build_tables(documents: Iterable[Document], source: str) -> Iterator[Any]:
         origins.append(origin)
         size += len(text) * (1 if text.isascii() else 3)  # at least its bytes in most languages
         if size >= TABLE_BYTES:
-            yield _table(texts, source, origins)
+            yield _build_valid_table(texts, source, origins)
             texts, origins, size = [], [], 0
-    yield _table(texts, source, origins)
+    yield _build_valid_table(texts, source, origins)
 
 
-def _table(texts: list[str], source: str, origins: list[str]) -> Any:
+def _build_valid_table(texts: list[str], source: str, origins: list[str]) -> Any:
     report_progress()
     try:
         return build_table(texts, source, origins)
