@@ -15,6 +15,7 @@ import argparse
 import shutil
 import signal
 import sys
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
@@ -53,17 +54,7 @@ def parse_arguments() -> argparse.Namespace:
     )
     add = parser.add_argument
     add("inputs", nargs="*", metavar="INPUT", help=INPUT_KINDS)
-    add("--recipe", metavar="FILE.toml", help="how the corpus is made; takes no INPUT")
-    add(
-        "--replace",
-        action="store_true",
-        help="with --recipe: replace the corpus that another recipe made in the same folder",
-    )
-    add(
-        "--clean",
-        action="store_true",
-        help="with --recipe: then remove the work that would speed up a changed recipe",
-    )
+    _add_recipe_arguments(add)
     add(
         "--tokenizer",
         metavar="FILE",
@@ -103,6 +94,23 @@ def parse_arguments() -> argparse.Namespace:
         metavar="FOLDER",
         help="verify a prepared corpus instead; takes no INPUT",
     )
+    args = parser.parse_args()
+    _check_arguments(args, parser)
+    return args
+
+
+def _add_recipe_arguments(add: Callable[..., object]) -> None:
+    add("--recipe", metavar="FILE.toml", help="how the corpus is made; takes no INPUT")
+    add(
+        "--replace",
+        action="store_true",
+        help="with --recipe: replace the corpus that another recipe made in the same folder",
+    )
+    add(
+        "--clean",
+        action="store_true",
+        help="with --recipe: then remove the work that would speed up a changed recipe",
+    )
     add(
         "--engine",
         choices=("local", "dask"),
@@ -114,7 +122,10 @@ def parse_arguments() -> argparse.Namespace:
         metavar="ADDRESS",
         help="with --engine dask: of its scheduler, tcp://HOST:PORT, or its scheduler file (.json)",
     )
-    args = parser.parse_args()
+
+
+def _check_arguments(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
+    """End the program unless the arguments fit together."""
     if (args.engine == "dask") != (args.engine_address is not None):
         parser.error("--engine dask and --engine-address ADDRESS belong together")
     if args.engine == "dask" and (args.recipe is None or args.workers is not None):
@@ -134,7 +145,6 @@ def parse_arguments() -> argparse.Namespace:
         parser.error("--workers must be at least 1")
     if args.document_mib < 1 or args.stall_seconds <= 0:
         parser.error("--document-mib and --stall-seconds must be above 0")
-    return args
 
 
 class ReadingBar(Progress):
