@@ -19,10 +19,10 @@ from titanlite.corpus.engine import LocalEngine
 from titanlite.corpus.filters import (
     FilterConfig,
     filter_arguments,
+    filter_documents,
     filter_table,
     language,
     open_rules,
-    plan_filtering,
     text_block,
 )
 from titanlite.corpus.filters.repetition import REPEATED_SIZES, TOP_SIZES, find_repeated_ngrams
@@ -398,7 +398,8 @@ def write_texts(out, inputs, texts):
 def test_the_task_writes_what_is_kept(tmp_path):
     texts = mixed_documents()
     reads = [Task("read", write_texts, texts[number::2]) for number in range(2)]
-    tasks = plan_filtering(reads, configured(ALL))
+    arguments = filter_arguments(configured(ALL))
+    tasks = [Task("filter", filter_documents, arguments, (read.key,)) for read in reads]
     counts = run_tasks([*reads, *tasks], tmp_path / "work", LocalEngine(1))[2:]
     for number, task in enumerate(tasks):
         kept = [t for table in read_tables(tmp_path / "work" / task.key) for t in table["text"]]

@@ -15,23 +15,11 @@ import pyarrow.compute as pc  # type: ignore[import-untyped]
 from titanlite.corpus.counts import choose_samples, count_tables, merge_counts, shorten_sample
 from titanlite.corpus.documents import ORIGIN, SOURCE, TEXT, read_tables, write_tables
 from titanlite.corpus.engine import report_progress
-from titanlite.corpus.filters.config import (
-    FilterConfig,
-    config_of_arguments,
-    filter_arguments,
-    open_rules,
-)
+from titanlite.corpus.filters.config import config_of_arguments, open_rules
 from titanlite.corpus.filters.rule import Rule, RuleResult
 from titanlite.corpus.filters.text_block import TextBlock, divide_into_blocks, to_numpy
-from titanlite.corpus.task import Task
 
 NamedRules = Sequence[tuple[str, Rule]]
-
-
-def plan_filtering(tables: Sequence[Task], config: FilterConfig) -> list[Task]:
-    """A task for each task whose folder has tables; raises ConfigError."""
-    arguments = filter_arguments(config)
-    return [Task("filter", filter_documents, arguments, (table.key,)) for table in tables]
 
 
 def filter_documents(out: Path, inputs: list[Path], arguments: dict[str, Any]) -> dict[str, Any]:
