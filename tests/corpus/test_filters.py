@@ -65,7 +65,7 @@ REMOVED = {  # check -> a document that fails it, and passes all checks before
     "length.many_characters": GOOD,
     "length.few_words": "three words here",
     "length.many_words": "x " * 45,
-    "gopher_quality.too_few_words": " ".join(WORDS[:49]) + " ! -- 。" * 3,
+    "gopher_quality.too_few_words": " ".join(WORDS[:49]) + " ! 。 \x08" * 3,
     "gopher_quality.too_many_words": "the of morning " * 70,
     "gopher_quality.short_words": "the of a b c d e f " * 10,
     "gopher_quality.long_words": f"the of {'abcdefghijkl ' * 58}",
@@ -74,7 +74,7 @@ REMOVED = {  # check -> a document that fails it, and passes all checks before
     "gopher_quality.bullet_lines": "\n".join(f"  • the of {word} morning" for word in WORDS[:40]),
     "gopher_quality.ellipsis_lines": "\n".join([*(" ".join(WORDS) for _ in range(2)), "so..."]),
     "gopher_quality.non_alphabetic_words": GOOD + " 123" * 16,
-    "gopher_quality.stop_words": without({"of"}),
+    "gopher_quality.stop_words": without({"of"}) + " the the",
     "gopher_repetition.repeated_paragraphs": "a b c\n\n" * 2 + "d e f",
     "gopher_repetition.repeated_paragraph_characters": "\n\n".join(
         [*("x", "y", "z", "w", "v"), *(["a long paragraph, twice"] * 2)]

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from titanlite.errors import DataError
+from titanlite.files import write_file_atomically
 from titanlite.log import pluralize
 from titanlite.plots.html_page import html_bars, html_page, html_section, html_table
 
@@ -24,7 +25,7 @@ def write_corpus_report(stages: Stages, title: str, out: Path) -> None:
     stages: in the order in which they ran.
     """
     try:
-        out.write_text(render_corpus_report(stages, title), "utf-8")
+        write_file_atomically(out, render_corpus_report(stages, title).encode())
     except OSError as error:
         raise DataError(f"{out}: cannot be written ({error.strerror}).") from None
 
