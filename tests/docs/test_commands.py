@@ -24,6 +24,7 @@ PAGES = (  # in the order in which a newcomer reads them
     "docs/tutorial/your-own-text.md",
     "docs/tutorial/stop-and-resume.md",
     "docs/tutorial/eight-gpus.md",
+    "docs/how-to/prepare-a-corpus.md",
 )
 TIMEOUT_SECONDS = 600
 

@@ -12,6 +12,8 @@ import pytest
 from tests.conftest import ROOT
 from tests.docs.pages import anchors, code_blocks, links, list_pages, prose
 from titanlite.config_reference import list_sections, reference_page
+from titanlite.corpus.read import CorpusSource
+from titanlite.corpus.recipe import Recipe
 from titanlite.job import JobConfig
 
 PAGES = list_pages()
@@ -92,6 +94,9 @@ def test_every_row_of_the_fault_table_names_a_test():
 def test_the_configuration_reference_is_generated_from_the_schema():
     text = (ROOT / "docs" / "reference" / "configuration.md").read_text("utf-8")
     assert text == reference_page(JobConfig), "run python scripts/write_reference.py"
+    text = (ROOT / "docs" / "reference" / "recipe.md").read_text("utf-8")
+    page = reference_page(Recipe, "Recipe", {"sources": CorpusSource})
+    assert text == page, "run python scripts/write_reference.py"
 
 
 def test_every_key_of_the_configuration_has_a_meaning():
@@ -137,10 +142,11 @@ def test_every_page_is_in_the_index():
 def test_every_picture_is_small_and_drawn_by_a_script():
     pictures = {path.stem: path for path in (ROOT / "docs" / "pictures").glob("*.png")}
     known = set(re.findall(r'"(\w+)": ', (ROOT / "scripts" / "draw_docs.py").read_text("utf-8")))
-    by_commands = {"quickstart", "report"}  # of quickstart.sh, and of the page report-a-run.md
-    assert pictures.keys() - known == by_commands
-    page = ROOT / "docs" / "how-to" / "report-a-run.md"
-    assert "--screenshot=report.png" in page.read_text("utf-8")
+    shown_by = {"report": "report-a-run.md", "corpus_report": "prepare-a-corpus.md"}
+    assert pictures.keys() - known == {"quickstart", *shown_by}  # the first of quickstart.sh
+    for picture, page in shown_by.items():
+        text = (ROOT / "docs" / "how-to" / page).read_text("utf-8")
+        assert f"--screenshot={picture}.png" in text
     for path in pictures.values():
         assert path.stat().st_size <= 150_000, path
 
