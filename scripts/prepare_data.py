@@ -15,6 +15,7 @@ import argparse
 import shutil
 import signal
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 from rich.console import Console
@@ -52,17 +53,7 @@ def parse_arguments() -> argparse.Namespace:
     )
     add = parser.add_argument
     add("inputs", nargs="*", metavar="INPUT", help=INPUT_KINDS)
-    add("--recipe", metavar="FILE.toml", help="how the corpus is made; takes no INPUT")
-    add(
-        "--replace",
-        action="store_true",
-        help="with --recipe: replace the corpus that another recipe made in the same folder",
-    )
-    add(
-        "--clean",
-        action="store_true",
-        help="with --recipe: then remove the work that would speed up a changed recipe",
-    )
+    _add_recipe_arguments(add)
     add(
         "--tokenizer",
         metavar="FILE",
@@ -103,6 +94,26 @@ def parse_arguments() -> argparse.Namespace:
         help="verify a prepared corpus instead; takes no INPUT",
     )
     args = parser.parse_args()
+    _check_arguments(args, parser)
+    return args
+
+
+def _add_recipe_arguments(add: Callable[..., object]) -> None:
+    add("--recipe", metavar="FILE.toml", help="how the corpus is made; takes no INPUT")
+    add(
+        "--replace",
+        action="store_true",
+        help="with --recipe: replace the corpus that another recipe made in the same folder",
+    )
+    add(
+        "--clean",
+        action="store_true",
+        help="with --recipe: then remove the work that would speed up a changed recipe",
+    )
+
+
+def _check_arguments(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
+    """End the program unless the arguments fit together."""
     if args.recipe is not None and (args.inputs or args.tokenizer or args.out or args.verify):
         parser.error("--recipe FILE.toml has the inputs, the tokenizer and the output folder")
     if args.recipe is None and (args.replace or args.clean):
@@ -118,7 +129,6 @@ def parse_arguments() -> argparse.Namespace:
         parser.error("--workers must be at least 1")
     if args.document_mib < 1 or args.stall_seconds <= 0:
         parser.error("--document-mib and --stall-seconds must be above 0")
-    return args
 
 
 class ReadingBar(Progress):

@@ -76,7 +76,7 @@ def make_corpus(
     started, recipe, out = time.monotonic(), file.recipe, Path(file.recipe.out)
     tokenizer = _open_tokenizer(recipe)
     sources = _plan_reading(recipe)
-    plan = _digest([_FORMAT, _describe_stages(file, tokenizer), *map(_keys, sources)])
+    plan = _hash_plan([_FORMAT, _describe_stages(file, tokenizer), *map(_keys, sources)])
     with readable_disk_errors(out):
         names = [source.name for source in recipe.sources]
         if published := find_published(out, plan, names, replace_other):
@@ -127,7 +127,7 @@ def _describe_stages(file: RecipeFile, tokenizer: Tokenizer) -> dict:
     return values
 
 
-def _digest(value: object) -> str:
+def _hash_plan(value: object) -> str:
     return xxhash.xxh3_128_hexdigest(json.dumps(value, sort_keys=True).encode())
 
 

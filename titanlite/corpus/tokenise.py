@@ -33,7 +33,7 @@ def plan_tokenising(
 
 def tokenise_tables(out: Path, inputs: list[Path], arguments: Any) -> Counts:
     """The function of a tokenise task: a chunk of ids for each table and side."""
-    tokenizer = _open_once(arguments["tokenizer"], arguments["fingerprint"])
+    tokenizer = _open_unchanged(arguments["tokenizer"], arguments["fingerprint"])
     begin = [tokenizer.bos_id] if arguments["bos"] else []
     sides: dict[str, dict[str, int]] = {}
     counts = {"documents_in": 0, "bytes_in": 0, "documents_out": 0, "tokens_out": 0}
@@ -41,7 +41,7 @@ def tokenise_tables(out: Path, inputs: list[Path], arguments: Any) -> Counts:
         counts["documents_in"] += table.num_rows
         counts["bytes_in"] += text_bytes(table)
         for side, texts in _divide(table[TEXT].to_pylist(), arguments["validation_share"]).items():
-            ids, lengths = _encode(texts, tokenizer, begin)
+            ids, lengths = _encode_texts(texts, tokenizer, begin)
             write_chunk(out, side, chunk, ids, lengths, tokenizer.vocab_size)
             entry = sides.setdefault(side, {"documents": 0, "tokens": 0})
             entry["documents"] += len(lengths)
@@ -52,7 +52,7 @@ def tokenise_tables(out: Path, inputs: list[Path], arguments: Any) -> Counts:
 
 
 @lru_cache(maxsize=1)
-def _open_once(path: str, fingerprint: str) -> Tokenizer:
+def _open_unchanged(path: str, fingerprint: str) -> Tokenizer:
     """The tokenizer of a worker, for all its tasks; raises DataError if its file has changed."""
     tokenizer = open_tokenizer(path)
     if tokenizer.fingerprint != fingerprint:
@@ -74,7 +74,7 @@ def _divide(texts: Sequence[str], validation_share: float) -> dict[str, list[str
     return sides
 
 
-def _encode(
+def _encode_texts(
     texts: Sequence[str], tokenizer: Tokenizer, begin: list[int]
 ) -> tuple[np.ndarray, np.ndarray]:
     """(ids of all documents, each with `begin` and EOS; length of each document)."""
