@@ -8,7 +8,15 @@ from __future__ import annotations
 
 from titanlite.data.dump import BatchDump
 from titanlite.data.formats import FORMATS, open_token_source
-from titanlite.data.order import MixtureQuotas, SampleOrder, rank_slices
+from titanlite.data.mixing import (
+    MixtureConfig,
+    PhaseConfig,
+    SourceShare,
+    describe_mixture,
+    repeated_sources,
+)
+from titanlite.data.mixture import MixtureQuotas
+from titanlite.data.order import SampleOrder, rank_slices
 from titanlite.data.shards import (
     Corpus,
     CorpusManifest,
@@ -36,7 +44,9 @@ __all__ = [
     "CorpusChecks",
     "CorpusManifest",
     "DataConfig",
+    "MixtureConfig",
     "MixtureQuotas",
+    "PhaseConfig",
     "PositionWindow",
     "SampleOrder",
     "SampleStream",
@@ -44,10 +54,12 @@ __all__ = [
     "SourceConfig",
     "SourceOpener",
     "SourceRecord",
+    "SourceShare",
     "TokenSource",
     "Tokenizer",
     "ValidationSet",
     "check_bos",
+    "describe_mixture",
     "next_start",
     "open_corpus",
     "open_sample_stream",
@@ -55,6 +67,7 @@ __all__ = [
     "open_tokenizer",
     "open_validation",
     "rank_slices",
+    "repeated_sources",
     "verify_corpus",
     "window_lr_factor",
 ]

@@ -36,6 +36,7 @@ from titanlite.files import write_file_atomically
 from titanlite.job.data import open_job_stream, open_job_tokenizer, open_job_validation
 from titanlite.job.job import Job
 from titanlite.job.meters import add_meters
+from titanlite.job.mixture import check_stream_length, log_mixture
 from titanlite.kernels.backend import activate_flash_package, choose_kernel
 from titanlite.log import logger
 from titanlite.metrics import (
@@ -166,6 +167,8 @@ def _open_run(job: Job, services: RunServices) -> Iterator[Run]:
         watchdog.set_phase(state.step, "start")
 
     meter = build_run_meter(job, rank)
+    if rank.rank == 0:
+        log_mixture(stream, job.batches, job.config.training.steps, state.counters)
     with ExitStack() as stack:
         # Entered first, so that the profilers still see the out-of-memory error, and write a
         # snapshot.
@@ -196,7 +199,7 @@ def _open_run(job: Job, services: RunServices) -> Iterator[Run]:
             rewinder=build_rewinder(job, services, state, stream, checkpointer, sinks),
         )
         actions = build_periodic_actions(job, run, validation_sets, profilers)
-        yield add_meters(job, dataclasses.replace(run, actions=actions))
+        yield add_meters(job, dataclasses.replace(run, actions=actions), stream)
 
 
 def build_stop_request(job: Job, services: RunServices) -> StopRequest:
@@ -219,6 +222,7 @@ def build_data(job: Job, rank: RankContext) -> tuple[SampleStream, list[Validati
         verify_slice = (rank.rank, rank.world_size)
         stream = open_job_stream(job.config, vocab_size, tokenizer, verify_slice)
         assert stream is not None, "the config check rejects empty data.sources"
+        check_stream_length(stream, job.batches, job.config.training.steps)
         return stream, open_job_validation(job.config, vocab_size, tokenizer, verify_slice)
 
     opened, problem = capture_user_error(open_all)
@@ -281,6 +285,7 @@ def build_run_engine(
         ParallelLayout(mesh, job.config.parallelism, job.pipeline),
         rank.device,
         local_batch=job.config.training.local_batch_size,
+        by_source=job.measures_sources,
         document_end_id=stream.end if job.transforms.document_mask else None,
     )
 
@@ -441,10 +446,12 @@ def build_batches(
 ) -> Iterator[Batch]:
     """Prefetch this rank's batches for every step from `state.position` on, into pinned memory if
     the model is on a GPU."""
-    pin = mesh.batch.device_type == "cuda"
+    pin, by_source = mesh.batch.device_type == "cuda", job.measures_sources
 
-    def prepare(inputs: Tensor, labels: Tensor) -> Batch:
+    def prepare(inputs: Tensor, labels: Tensor, sources: Tensor) -> Batch:
         batch = engine.prepare(inputs, labels)
+        if by_source:
+            batch = batch.with_sources(sources, len(stream.names))
         return batch.pin_memory() if pin else batch
 
     batches, windows = job.batches.batches_from(state.counters.tokens), state.counters.windows
