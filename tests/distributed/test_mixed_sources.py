@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
+from tests.conftest import ROOT
 from tests.distributed.test_train import losses_of, run_ranks
 from tests.faults.launch import LaunchedRun, lines_of
 
@@ -54,6 +56,31 @@ def test_weights_changed_on_resuming_under_another_layout_give_the_same_run(
         assert run.wait() == [2]
     assert "data.phases (10: {'code': 0.2, 'optim': 0.8} saved, None now" in run.output
     assert "first_token = 2304" in run.output and "Traceback" not in run.output
+
+
+def write_texts(folder: Path) -> None:
+    """The package's own files, as documents in .jsonl files of about 120 KB."""
+    folder.mkdir()
+    texts = [path.read_text("utf-8") for path in sorted((ROOT / "titanlite").rglob("*.py"))]
+    for number in range(8):
+        lines = (json.dumps({"text": text}) for text in texts[number::8])
+        (folder / f"{number}.jsonl").write_text("\n".join(lines) + "\n")
+
+
+def test_streamed_text_stopped_at_2_ranks_goes_on_at_4_and_1_as_in_one_process(run_toml, tmp_path):
+    write_texts(tmp_path / "texts")
+    sources = f'[{{ name = "docs", path = "{tmp_path}/texts/*.jsonl", format = "text" }}]'
+    argv = ["--data.sources", sources, "--validation.enable", "false"]
+    argv += ["--lr_scheduler.total_steps", "6", "--training.local_batch_size", "1"]
+    whole, resumed = tmp_path / "whole", tmp_path / "resumed"
+    run_ranks(1, whole, run_toml, "--job.dump_folder", str(whole), *argv)
+    for ranks, steps in ((2, 2), (4, 4), (1, 6)):
+        to = ("--job.dump_folder", str(resumed), "--training.steps", str(steps))
+        run_ranks(ranks, resumed, run_toml, *to, *argv)
+    assert losses_of(resumed) == pytest.approx(losses_of(whole), rel=1e-4)
+    manifest = json.loads((resumed / "checkpoint/step-4/manifest.json").read_text())
+    lanes = manifest["progress"]["lanes"]["docs"]
+    assert sorted(index for index, _ in lanes.values()) == [2] * 16  # of 32 samples
 
 
 def test_a_run_that_needs_more_epochs_than_allowed_is_refused_before_it_starts(

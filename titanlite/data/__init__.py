@@ -7,7 +7,7 @@ imported here: they need packages that training does not need.
 from __future__ import annotations
 
 from titanlite.data.dump import BatchDump
-from titanlite.data.formats import FORMATS, open_token_source
+from titanlite.data.formats import FORMATS, TEXT, open_token_source
 from titanlite.data.mixing import (
     MixtureConfig,
     PhaseConfig,
@@ -33,12 +33,14 @@ from titanlite.data.stream import (
     open_sample_stream,
     open_validation,
 )
+from titanlite.data.text_source import merge_positions
 from titanlite.data.token_source import CorpusChecks, SourceOpener, SourceRecord, TokenSource
 from titanlite.data.tokenizer import Tokenizer, open_tokenizer
 from titanlite.data.windows import PositionWindow, next_start, window_lr_factor
 
 __all__ = [
     "FORMATS",
+    "TEXT",
     "BatchDump",
     "Corpus",
     "CorpusChecks",
@@ -60,6 +62,7 @@ __all__ = [
     "ValidationSet",
     "check_bos",
     "describe_mixture",
+    "merge_positions",
     "next_start",
     "open_corpus",
     "open_sample_stream",

@@ -7,6 +7,8 @@ from titanlite.data.shards import open_corpus
 from titanlite.data.token_source import CorpusChecks, SourceOpener, TokenSource
 from titanlite.errors import DataError
 
+TEXT = "text"  # of training data only: tokenized while it is read, see text_source.py
+
 FORMATS: dict[str, SourceOpener] = {
     "megatron": open_corpus,  # .bin/.idx shards, as scripts/prepare_data.py writes them
 }
@@ -16,10 +18,15 @@ def open_token_source(
     format: str, path: str, checks: CorpusChecks | None = None, files: OpenFiles | None = None
 ) -> TokenSource:
     """Open the files at `path` as a source of the given format; raises DataError."""
+    if format == TEXT:
+        raise DataError(
+            f'{path}: format = "{TEXT}" is for training data: a validation set needs a last token.',
+            fix=f"Prepare it: python scripts/prepare_data.py {path} --tokenizer … --out …",
+        )
     if format not in FORMATS:
         raise DataError(
             f'{path}: format = "{format}" is not a known data format.',
-            fix=f"Use {' or '.join(FORMATS)}.",
+            fix=f"Use {' or '.join([*FORMATS, TEXT])}.",
         )
     try:
         source = FORMATS[format](path, checks or CorpusChecks(), files or OpenFiles())

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from titanlite.data.background import BackgroundReader
-from titanlite.data.formats import open_token_source
+from titanlite.data.formats import TEXT, open_token_source
 from titanlite.data.mixing import (
     MixtureConfig,
     SourceShare,
@@ -29,6 +29,7 @@ from titanlite.data.mixing import (
 )
 from titanlite.data.open_files import MIN_OPEN_FILES, OpenFiles
 from titanlite.data.order import OrderedSource, SampleOrder
+from titanlite.data.text_source import LanePositions, TextSource, document_encoder
 from titanlite.data.token_source import CorpusChecks, SourceRecord, TokenSource
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.errors import DataError, UserErrors
@@ -47,6 +48,9 @@ class SourceConfig:
     max_epochs: Annotated[float, Range(0)] = 0.0
     # how often its text is read at most; the other sources then take its place; 0: no limit
     shuffle: bool = True  # false: in the order of the files, for a curriculum by sample
+    lanes: Positive = 16
+    # of format "text", which is tokenized while it is read: into so many parts, which ranks share
+    bos: bool = False  # of format "text": begin each document with the tokenizer's BOS
 
 
 @dataclass(frozen=True)
@@ -83,7 +87,7 @@ class SampleStream:
 
     def __init__(
         self,
-        sources: Sequence[_CheckedSource],
+        sources: Sequence[_CheckedSource | _TextSamples],
         seq_len: int,
         seed: int,
         tokenizer: Tokenizer | None = None,
@@ -140,7 +144,27 @@ class SampleStream:
             for source, count in zip(self._sources, counts, strict=True)
         ]
 
-    def _describe(self, number: int, source: _CheckedSource, weight: float) -> str:
+    @property
+    def tokenizes(self) -> bool:
+        """Whether a source is tokenized while it is read."""
+        return any(isinstance(source, _TextSamples) for source in self._sources)
+
+    def lane_positions(self, position: int) -> dict[str, LanePositions]:
+        """How far this process has read the text of each source at a position, to be merged."""
+        drawn = self._order.mixture.drawn_at(position)
+        return {
+            source.name: source.text.positions(count)
+            for source, count in zip(self._sources, drawn, strict=True)
+            if isinstance(source, _TextSamples)
+        }
+
+    def restore_lanes(self, positions: dict[str, Any]) -> None:
+        """Continue where merged `lane_positions` stopped; else text is tokenized from the start."""
+        for source in self._sources:
+            if isinstance(source, _TextSamples):
+                source.text.restore(positions.get(source.name, {}))
+
+    def _describe(self, number: int, source: _CheckedSource | _TextSamples, weight: float) -> str:
         """A source as `facts` record it: what it contains and its order, not its path."""
         text = _weight_text(weight, six_digits_suffice=self._order.has_whole_quotas)
         version = self._order.version(number)
@@ -156,21 +180,21 @@ class SampleStream:
         """`read`, and the number of the source of each sequence: int64 [B]."""
         positions = np.arange(position, position + sequences, dtype=np.int64)
         source_at, _, samples = self._order.sample_at(positions)
-        starts = samples * self.seq_len
         ids = np.empty((sequences, self.seq_len + 1), dtype=np.int64)
         for number, source in enumerate(self._sources):
             chosen = source_at == number
             if chosen.all():  # without a copy
-                ids = source.gather(starts, self.seq_len + 1)
+                ids = source.read_samples(samples, self.seq_len)
                 break
             if chosen.any():
-                ids[chosen] = source.gather(starts[chosen], self.seq_len + 1)
+                ids[chosen] = source.read_samples(samples[chosen], self.seq_len)
         return *_inputs_and_labels(ids), torch.from_numpy(source_at)
 
     def locate(self, position: int, sequences: int) -> list[dict[str, Any]]:
         """Where the samples of `sequences` positions are from, as JSON values.
 
-        `first_token` counts the ids of the source; a sample has `seq_len` + 1 of them.
+        `first_token` counts the ids of the source; a sample has `seq_len` + 1 of them. It is None
+        for text that is tokenized while it is read.
         """
         positions = np.arange(position, position + sequences, dtype=np.int64)
         columns = zip(*(part.tolist() for part in self._order.sample_at(positions)), strict=True)
@@ -181,7 +205,7 @@ class SampleStream:
                 "path": self._sources[source].path,
                 "epoch": epoch,
                 "sample": sample,
-                "first_token": sample * self.seq_len,
+                "first_token": self._sources[source].first_token(sample, self.seq_len),
             }
             for number, (source, epoch, sample) in enumerate(columns)
         ]
@@ -282,11 +306,14 @@ def open_sample_stream(
 
     Raises DataError, or UserErrors if several sources cannot be used.
     """
-    opened: list[_CheckedSource] = []
+    opened: list[_CheckedSource | _TextSamples] = []
     problems: list[DataError] = []
     files = OpenFiles()
     for config in sources:
         try:
+            if config.format == TEXT:
+                opened.append(_open_text(config, seq_len, seed, tokenizer, checks))
+                continue
             source = open_token_source(config.format, config.path, checks, files)
             opened.append(_check_source(config, source, seq_len + 1, vocab_size, tokenizer))
         except DataError as error:
@@ -379,6 +406,14 @@ class _CheckedSource:
             limit = max(1, int(Fraction(self.config.max_epochs) * samples))
         return OrderedSource(self.name, weight, samples, limit, self.config.shuffle)
 
+    def first_token(self, sample: int, seq_len: int) -> int:
+        """Position of the first id of a sample."""
+        return sample * seq_len
+
+    def read_samples(self, samples: np.ndarray, seq_len: int) -> np.ndarray:
+        """The ids of samples, by number: int64 [len(samples), seq_len + 1]; raises DataError."""
+        return self.gather(samples * seq_len, seq_len + 1)
+
     def gather(self, starts: np.ndarray, count: int) -> np.ndarray:
         """Ids [start, start + count) of each start: int64 [len(starts), count].
 
@@ -394,6 +429,84 @@ class _CheckedSource:
                 fix="Use the tokenizer that made the source, or a larger model.vocab_size.",
             )
         return ids
+
+
+@dataclass(frozen=True)
+class _TextSamples:
+    """Text that is tokenized while it is read, with the interface of a `_CheckedSource`."""
+
+    config: SourceConfig
+    text: TextSource
+    last_id: int  # of every document
+    tokens: int | None = None  # unknown
+
+    @property
+    def name(self) -> str:
+        return self.config.name
+
+    @property
+    def path(self) -> str:
+        return self.config.path
+
+    @property
+    def weight(self) -> float:
+        return self.config.weight
+
+    @property
+    def bos(self) -> bool:
+        return self.config.bos
+
+    @property
+    def fingerprint(self) -> str:
+        return self.text.fingerprint
+
+    @property
+    def content_sample(self) -> str | None:
+        return self.text.content_sample
+
+    def samples(self, seq_len: int) -> None:
+        """Unknown: nothing has counted the tokens."""
+
+    def first_token(self, sample: int, seq_len: int) -> None:
+        """Unknown: samples of several lanes alternate."""
+
+    def ordered(self, weight: float, seq_len: int) -> OrderedSource:
+        """The source as the order of samples needs it."""
+        return OrderedSource(self.name, weight, None)
+
+    def read_samples(self, samples: np.ndarray, seq_len: int) -> np.ndarray:
+        """The ids of samples, by number: int64 [len(samples), seq_len + 1]; raises DataError."""
+        return self.text.read(samples)
+
+
+def _open_text(
+    config: SourceConfig,
+    seq_len: int,
+    seed: int,
+    tokenizer: Tokenizer | None,
+    checks: CorpusChecks | None,
+) -> _TextSamples:
+    """Open text files to be tokenized while they are read; raises DataError."""
+    label = f'source "{config.name}" ({config.path}), format = "{TEXT}"'
+    if tokenizer is None:
+        raise DataError(f"{label}: needs a tokenizer.", fix="Set data.tokenizer.")
+    if config.max_epochs or not config.shuffle:
+        raise DataError(
+            f"{label}: max_epochs and shuffle = false need prepared shards.",
+            fix="Remove them, or prepare the text: scripts/prepare_data.py.",
+        )
+    if config.bos and not tokenizer.has_bos:
+        raise DataError(f"{label}: bos = true, but the tokenizer has no BOS.", fix="Remove bos.")
+    encode = document_encoder(tokenizer, config.bos)
+    text = TextSource(
+        config.path,
+        config.lanes,
+        seq_len + 1,
+        f"{seed} text {config.name}",
+        encode,
+        checks or CorpusChecks(),
+    )
+    return _TextSamples(config, text, tokenizer.eos_id)
 
 
 def _check_source(

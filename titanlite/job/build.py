@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from titanlite.checkpoint import Checkpointer, FoundCheckpoint
-from titanlite.data import BatchDump, SampleStream, ValidationSet, rank_slices
+from titanlite.data import TEXT, BatchDump, SampleStream, ValidationSet, rank_slices
 from titanlite.distributed.collectives import (
     AsyncMax,
     capture_user_error,
@@ -36,7 +36,8 @@ from titanlite.files import write_file_atomically
 from titanlite.job.data import open_job_stream, open_job_tokenizer, open_job_validation
 from titanlite.job.job import Job
 from titanlite.job.meters import add_meters
-from titanlite.job.mixture import check_stream_length, log_mixture
+from titanlite.job.mixture import check_stream_length, gather_data_progress, log_mixture
+from titanlite.job.streaming import TokenizingAdvice
 from titanlite.kernels.backend import activate_flash_package, choose_kernel
 from titanlite.log import logger
 from titanlite.metrics import (
@@ -198,7 +199,7 @@ def _open_run(job: Job, services: RunServices) -> Iterator[Run]:
             lost_folder=lambda: lock.lost,
             rewinder=build_rewinder(job, services, state, stream, checkpointer, sinks),
         )
-        actions = build_periodic_actions(job, run, validation_sets, profilers)
+        actions = build_periodic_actions(job, run, validation_sets, profilers, stream)
         yield add_meters(job, dataclasses.replace(run, actions=actions), stream)
 
 
@@ -346,6 +347,7 @@ def restore(
     )
     if progress:  # None if only the weights of another run were loaded
         state.restore(progress)
+        stream.restore_lanes(progress.get("lanes", {}))
         checkpointer.set_aside_later_steps(state.step)
 
 
@@ -392,6 +394,9 @@ def build_sinks(job: Job, rank: RankContext, state: TrainState, saves: bool) -> 
                 rollbacks=len(state.counters.rollbacks.tries),
                 job=dataclasses.asdict(config),
             )
+            if texts := [(s.name, s.path) for s in config.data.sources if s.format == TEXT]:
+                advice = TokenizingAdvice(texts, str(config.data.tokenizer))
+                sinks = MetricSinks([*sinks.sinks, advice])
             write_file_atomically(folder / "config.toml", job.as_toml().encode())
         except OSError as error:
             raise ConfigError(
@@ -470,7 +475,11 @@ def build_batch_dump(
 
 
 def build_periodic_actions(
-    job: Job, run: Run, validation_sets: list[ValidationSet], profilers: Mapping[str, Profiler]
+    job: Job,
+    run: Run,
+    validation_sets: list[ValidationSet],
+    profilers: Mapping[str, Profiler],
+    stream: SampleStream,
 ) -> tuple[PeriodicAction, ...]:
     """The actions after a step, in this order. Add a periodic action here."""
     config, state, sinks = job.config, run.state, run.sinks
@@ -503,7 +512,9 @@ def build_periodic_actions(
         periodic.log_metrics(state, run.meter, sinks, config.metrics.log_freq),
         *([validation] if validation_sets else []),
         periodic.report_finished_save(run.checkpointer, sinks),
-        periodic.save_checkpoints(state, run.checkpointer, sinks),
+        periodic.save_checkpoints(
+            state, run.checkpointer, sinks, partial(gather_data_progress, stream, state)
+        ),
         periodic.collect_garbage(config.training.gc_freq),
         periodic.after_first_step(finish_start),
         *(periodic.step_profiler(name, profiler) for name, profiler in profilers.items()),
