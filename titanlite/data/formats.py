@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 from titanlite.data.open_files import OpenFiles
+from titanlite.data.remote_shards import open_remote_corpus
 from titanlite.data.shards import open_corpus
 from titanlite.data.token_source import CorpusChecks, SourceOpener, TokenSource
 from titanlite.errors import DataError
 
 TEXT = "text"  # of training data only: tokenized while it is read, see text_source.py
 
+
+def _open_shards(path: str, checks: CorpusChecks, files: OpenFiles) -> TokenSource:
+    """Shards on this machine, or by URL."""
+    return (open_remote_corpus if "://" in path else open_corpus)(path, checks, files)
+
+
 FORMATS: dict[str, SourceOpener] = {
-    "megatron": open_corpus,  # .bin/.idx shards, as scripts/prepare_data.py writes them
+    "megatron": _open_shards,  # .bin/.idx shards, as scripts/prepare_data.py writes them
 }
 
 

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from titanlite.data.background import BackgroundReader
+from titanlite.data.block_cache import CacheLimits
 from titanlite.data.formats import TEXT, open_token_source
 from titanlite.data.mixing import (
     MixtureConfig,
@@ -65,6 +66,10 @@ class DataConfig:
     # content verified when a corpus is opened; sample: some blocks of each shard; full: every byte,
     # the shards divided among the ranks, within comm.init_timeout_seconds; off: none
     follow_symlinks: bool = False  # allow symbolic links in a corpus to lead outside its folder
+    cache_folder: str = ""
+    # of shards by URL, on a disk of each machine; its ranks and jobs share it; empty: a folder of
+    # the user in the temporary folder
+    cache_gib: Annotated[float, Range(0)] = 8.0  # most GiB in it; best: all shards of the run
     read_timeout_seconds: Positive = 300
     # longest wait for one batch; after it the run ends with exit code 2, because the disk does not
     # respond
@@ -76,7 +81,8 @@ class DataConfig:
         "full" verifies samples only.
         """
         verify = "sample" if self.verify == "full" and verify_slice is None else self.verify
-        return CorpusChecks(verify, self.follow_symlinks, verify_slice or (0, 1))
+        cache = CacheLimits(self.cache_folder, int(self.cache_gib * 2**30))
+        return CorpusChecks(verify, self.follow_symlinks, cache, verify_slice or (0, 1))
 
 
 class SampleStream:
