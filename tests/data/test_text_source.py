@@ -15,6 +15,7 @@ from titanlite.data import (
     open_sample_stream,
     open_tokenizer,
     open_validation,
+    text_source,
     text_units,
 )
 from titanlite.data.text_source import TextSource
@@ -132,6 +133,16 @@ def test_going_back_a_few_batches_and_to_the_start_gives_the_same_samples(texts)
     expected = source.read(np.arange(600))
     for numbers in (np.arange(500, 560), np.arange(30), np.arange(570, 600)):
         assert np.array_equal(source.read(numbers), expected[numbers])
+
+
+def test_a_dump_does_not_tokenize_from_the_start(texts, monkeypatch):
+    """Of lanes that another rank reads, this one knows only where they were at the last start."""
+    monkeypatch.setattr(text_source, "_NEAR_SAMPLES", 3)
+    stream = open_mixed(texts)
+    assert stream.count_near(0, 8) == 8
+    assert stream.count_near(400, 8) == 0
+    stream.read(400, 5)
+    assert stream.count_near(400, 5) == 5
 
 
 def test_files_that_cannot_be_divided_are_dealt_by_document():

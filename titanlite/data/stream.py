@@ -164,11 +164,23 @@ class SampleStream:
             if isinstance(source, _TextSamples)
         }
 
-    def restore_lanes(self, positions: dict[str, Any]) -> None:
+    def count_near(self, position: int, sequences: int) -> int:
+        """How many of `sequences` positions can be read without tokenizing much text before."""
+        source_at, _, samples = self._order.sample_at(np.arange(position, position + sequences))
+        for row, (number, sample) in enumerate(
+            zip(source_at.tolist(), samples.tolist(), strict=True)
+        ):
+            source = self._sources[number]
+            if isinstance(source, _TextSamples) and not source.text.is_near(sample):
+                return row
+        return sequences
+
+    def restore_lanes(self, positions: Any) -> None:
         """Continue where merged `lane_positions` stopped; else text is tokenized from the start."""
         for source in self._sources:
             if isinstance(source, _TextSamples):
-                source.text.restore(positions.get(source.name, {}))
+                known = positions.get(source.name, {}) if isinstance(positions, dict) else None
+                source.text.restore(known)
 
     def _describe(self, number: int, source: _CheckedSource | _TextSamples, weight: float) -> str:
         """A source as `facts` record it: what it contains and its order, not its path."""

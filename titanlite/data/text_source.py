@@ -27,6 +27,8 @@ from titanlite.data.token_source import CorpusChecks
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.errors import CheckpointError, DataError
 
+_NEAR_SAMPLES = 256
+
 LanePositions = dict[str, tuple[int, LaneState]]  # lane -> index of a sample, and its state
 
 
@@ -73,6 +75,12 @@ class TextSource:
                 row[:] = self._lanes[lane].read(index, kept)
         return out
 
+    def is_near(self, sample: int) -> bool:
+        """Whether a lane need not tokenize many samples before `sample` to read it."""
+        index, number = divmod(sample, len(self._lanes))
+        with self._lock:
+            return index - self._lanes[number].state_at(index)[0] <= _NEAR_SAMPLES
+
     def positions(self, samples: int) -> LanePositions:
         """Where each lane is after the first `samples` samples, as far as this process knows."""
         count = len(self._lanes)
@@ -82,7 +90,7 @@ class TextSource:
                 for number, lane in enumerate(self._lanes)
             }
 
-    def restore(self, positions: dict[str, Any]) -> None:
+    def restore(self, positions: Any) -> None:
         """Continue from merged `positions`; raises CheckpointError if they are not valid."""
         with self._lock:
             for number, lane in enumerate(self._lanes):
@@ -96,7 +104,7 @@ class TextSource:
                 except (TypeError, ValueError, KeyError, AttributeError):
                     raise CheckpointError(
                         f"the checkpoint's state of lane {number} of a text source is not valid."
-                    ) from None
+                    ).mark_on_all_ranks() from None
 
 
 def merge_positions(by_rank: list[dict[str, LanePositions]]) -> dict[str, LanePositions]:
