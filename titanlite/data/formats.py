@@ -11,13 +11,13 @@ from titanlite.errors import DataError
 TEXT = "text"  # of training data only: tokenized while it is read, see text_source.py
 
 
-def _open_shards(path: str, checks: CorpusChecks, files: OpenFiles) -> TokenSource:
+def _open_megatron(path: str, checks: CorpusChecks, files: OpenFiles) -> TokenSource:
     """Shards on this machine, or by URL."""
     return (open_remote_corpus if "://" in path else open_corpus)(path, checks, files)
 
 
 FORMATS: dict[str, SourceOpener] = {
-    "megatron": _open_shards,  # .bin/.idx shards, as scripts/prepare_data.py writes them
+    "megatron": _open_megatron,  # .bin/.idx shards, as scripts/prepare_data.py writes them
 }
 
 
