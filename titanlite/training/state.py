@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,13 +23,24 @@ class Counters:
     step: int = 0  # steps, also those without an update because they were skipped
     position: int = 0  # in the order of samples: of the next sample
     tokens: int = 0  # tokens consumed
+<<<<<<< HEAD
+    skipped: int = 0  # positions that were skipped
+    gaps: tuple[tuple[int, int], ...] = ()  # [first, end) of these positions
+=======
     skipped: int = 0  # positions that a roll-back left out
+>>>>>>> main
     rollbacks: RollbackHistory = field(default_factory=RollbackHistory)
 
     @property
     def samples(self) -> int:
         """Samples consumed."""
         return self.position - self.skipped
+
+    @property
+    def consumed(self) -> Iterator[tuple[int, int]]:
+        """The positions that were consumed, as ranges [first, end)."""
+        starts = [0, *(end for _, end in self.gaps)]
+        yield from zip(starts, [*(first for first, _ in self.gaps), self.position], strict=True)
 
     @property
     def windows(self) -> tuple[PositionWindow, ...]:
@@ -46,7 +58,9 @@ class Counters:
     def advance(self, samples: int, tokens: int) -> None:
         """Count one optimizer step."""
         start = self.next_start(samples)
-        self.skipped += start - self.position
+        if start > self.position:
+            self.skipped += start - self.position
+            self.gaps += ((self.position, start),)
         self.step += 1
         self.position = start + samples
         self.tokens += tokens
@@ -57,6 +71,7 @@ class Counters:
         values["tokens"] = self.tokens
         if self.rollbacks.tries:
             values |= {"skipped": self.skipped, "rollbacks": self.rollbacks.to_json()}
+            values["gaps"] = [list(gap) for gap in self.gaps]
         return values
 
     def restore(self, progress: dict[str, Any]) -> None:
@@ -65,9 +80,14 @@ class Counters:
         self.tokens = progress["tokens"]
         self.skipped = progress.get("skipped", 0)
         if type(self.skipped) is not int or not 0 <= self.skipped <= self.position:
+<<<<<<< HEAD
+            raise ValueError(f"skipped = {self.skipped!r:.80} is not a number of positions")
+        self.gaps = tuple((int(first), int(end)) for first, end in progress.get("gaps", []))
+=======
             raise ValueError(
                 f"skipped = {self.skipped!r:.80}: must be a number from 0 to {self.position}"
             )
+>>>>>>> main
         self.rollbacks = RollbackHistory.from_json(progress.get("rollbacks", []))
 
     def record_rollback(self, rollbacks: RollbackHistory) -> None:
