@@ -77,6 +77,7 @@ from titanlite.training import (
     StepJudge,
     StepSettings,
     TrainState,
+    ValidationResult,
     build_engine,
     periodic,
     validate,
@@ -468,10 +469,10 @@ def build_periodic_actions(
     """The actions after a step, in this order. Add a periodic action here."""
     config, state, sinks = job.config, run.state, run.sinks
 
-    def validate_all(step: int) -> dict[str, float]:
-        losses = {}
+    def validate_all(step: int) -> dict[str, ValidationResult]:
+        results = {}
         for data in validation_sets:
-            losses[data.name] = validate(
+            results[data.name] = validate(
                 run.engine,
                 data,
                 validation_samples(config.validation, data, job.global_batch),
@@ -480,7 +481,7 @@ def build_periodic_actions(
                 run.device,
                 partial(run.watchdog.set_phase, step),
             )
-        return losses
+        return results
 
     def finish_start() -> None:
         """Shorten the timeouts after the first step, which compiles and allocates."""

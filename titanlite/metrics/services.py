@@ -15,7 +15,7 @@ from titanlite.metrics.jsonl import ROLLBACK_EVENT
 
 
 class TensorBoardSink:
-    """Scalars with the names of metrics.jsonl, and validation/NAME/loss."""
+    """Scalars with the names of metrics.jsonl, validation/NAME/loss and others."""
 
     def __init__(self, folder: Path, completed_steps: int):
         try:
@@ -103,7 +103,9 @@ def _scalars(record: dict[str, Any]) -> Iterator[tuple[str, float]]:
 def _event_scalars(record: dict[str, Any]) -> Iterator[tuple[str, float]]:
     event = record["event"]
     if event == "validation":
-        yield f"validation/{record['name']}/loss", record["loss"]
+        for key in ("loss", "perplexity", "bits_per_byte"):
+            if record.get(key) is not None:
+                yield f"validation/{record['name']}/{key}", record[key]
     elif event == ROLLBACK_EVENT:
         yield "rollback/from_step", record["from_step"]
     elif event == "noise_scale":

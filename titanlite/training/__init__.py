@@ -26,7 +26,12 @@ from titanlite.training.straggler import (
     StragglerMeter,
     report_stragglers,
 )
-from titanlite.training.validation import ValidationConfig, validate, validation_samples
+from titanlite.training.validation import (
+    ValidationConfig,
+    ValidationResult,
+    validate,
+    validation_samples,
+)
 
 __all__ = [
     "Batch",
@@ -51,6 +56,7 @@ __all__ = [
     "TrainState",
     "TrainingConfig",
     "ValidationConfig",
+    "ValidationResult",
     "build_batch_schedule",
     "build_engine",
     "check_batch_size",
