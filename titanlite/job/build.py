@@ -34,6 +34,7 @@ from titanlite.distributed.process_group import (
 from titanlite.errors import EXIT_INTERRUPTED, ConfigError
 from titanlite.files import write_file_atomically
 from titanlite.job.data import open_job_stream, open_job_tokenizer, open_job_validation
+from titanlite.job.evaluation import build_evaluation
 from titanlite.job.job import Job
 from titanlite.job.meters import add_meters
 from titanlite.kernels.backend import activate_flash_package, choose_kernel
@@ -498,6 +499,7 @@ def build_periodic_actions(
         *([validation] if validation_sets else []),
         periodic.report_finished_save(run.checkpointer, sinks),
         periodic.save_checkpoints(state, run.checkpointer, sinks),
+        *build_evaluation(job, run),
         periodic.collect_garbage(config.training.gc_freq),
         periodic.after_first_step(finish_start),
         *(periodic.step_profiler(name, profiler) for name, profiler in profilers.items()),

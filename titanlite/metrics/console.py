@@ -13,6 +13,7 @@ from titanlite.log import logger
 _ERROR_EVENTS = (  # logged as errors
     "checkpoint_failed",
     "checkpoint_refused",
+    "evaluation_failed",
     "replica_mismatch",
     "rolled_back",
     "rollback_failed",

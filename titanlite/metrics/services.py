@@ -68,13 +68,21 @@ class WandbSink:
             config=job,
             resume="allow",  # continues WANDB_RUN_ID, where the launcher sets it
         )
+        self._step = 0  # the last one; W&B drops records of earlier steps
 
     def step(self, record: dict[str, Any]) -> None:
-        self.run.log(dict(_scalars(record)), step=record["step"])
+        self._log(record, dict(_scalars(record)))
 
     def event(self, record: dict[str, Any]) -> None:
         if scalars := dict(_event_scalars(record)):
-            self.run.log(scalars, step=record["step"])
+            if record["event"] == "evaluation":  # of a checkpoint: the run is further by now
+                scalars[f"evaluation/{record['name']}/step"] = record["step"]
+                record = {**record, "step": max(record["step"], self._step)}
+            self._log(record, scalars)
+
+    def _log(self, record: dict[str, Any], scalars: dict[str, float]) -> None:
+        self._step = record["step"]
+        self.run.log(scalars, step=self._step)
 
     def rewind(self, step: int, rollbacks: int) -> None:
         pass  # W&B has no way back: it drops records until the run is where it was
@@ -106,6 +114,10 @@ def _event_scalars(record: dict[str, Any]) -> Iterator[tuple[str, float]]:
         for key in ("loss", "perplexity", "bits_per_byte"):
             if record.get(key) is not None:
                 yield f"validation/{record['name']}/{key}", record[key]
+    elif event == "evaluation":
+        for key, value in record.items():
+            if key not in ("event", "name", "step", "time") and isinstance(value, (int, float)):
+                yield f"evaluation/{record['name']}/{key}", value
     elif event == ROLLBACK_EVENT:
         yield "rollback/from_step", record["from_step"]
     elif event == "noise_scale":

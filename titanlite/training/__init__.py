@@ -10,6 +10,12 @@ from titanlite.training.batch_schedule import (
 )
 from titanlite.training.config import TrainingConfig
 from titanlite.training.engine import Engine, build_engine
+from titanlite.training.evaluation import (
+    CheckpointEvaluator,
+    EvaluationConfig,
+    check_evaluation_config,
+    evaluate_checkpoints,
+)
 from titanlite.training.guard import GuardConfig, StepJudge, check_guard_config
 from titanlite.training.layer_norms import LayerNorms, record_layer_norms
 from titanlite.training.loop import train
@@ -36,8 +42,10 @@ from titanlite.training.validation import (
 __all__ = [
     "Batch",
     "BatchSchedule",
+    "CheckpointEvaluator",
     "Counters",
     "Engine",
+    "EvaluationConfig",
     "GuardConfig",
     "LayerNorms",
     "NoiseScaleEngine",
@@ -60,8 +68,10 @@ __all__ = [
     "build_batch_schedule",
     "build_engine",
     "check_batch_size",
+    "check_evaluation_config",
     "check_guard_config",
     "check_replicas",
+    "evaluate_checkpoints",
     "measure_noise_scale",
     "record_layer_norms",
     "report_stragglers",

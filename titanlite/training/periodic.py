@@ -114,9 +114,14 @@ def run_validation(
 
     def write(info: StepInfo) -> None:
         for name, result in validate_all(info.step).items():
-            fields = {"loss": result.loss, "perplexity": result.perplexity}
-            fields |= {"bits_per_byte": result.bits_per_byte}
-            sinks.event(info.step, "validation", name=name, **fields)
+            sinks.event(
+                info.step,
+                "validation",
+                name=name,
+                loss=result.loss,
+                perplexity=result.perplexity,
+                bits_per_byte=result.bits_per_byte,
+            )
 
     def is_due(info: StepInfo) -> bool:
         return not info.stop_reason and (info.is_last or info.step % freq == 0)
