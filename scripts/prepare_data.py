@@ -23,8 +23,7 @@ from rich.progress import (
     TransferSpeedColumn,
 )
 
-from titanlite.data import open_tokenizer, verify_corpus
-from titanlite.data.prepare import (
+from titanlite.corpus.prepare import (
     STALL_SECONDS,
     TRAIN,
     VALIDATION,
@@ -32,6 +31,7 @@ from titanlite.data.prepare import (
     PrepareSettings,
     prepare_corpus,
 )
+from titanlite.data import open_tokenizer, verify_corpus
 from titanlite.data.text import INPUT_KINDS, MAX_DOCUMENT_BYTES
 from titanlite.errors import EXIT_DONE, EXIT_USER_ERROR, UserError, format_error
 from titanlite.log import pluralize

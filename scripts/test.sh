@@ -10,7 +10,7 @@ QUICK=(
   tests/test_architecture.py tests/test_settings.py tests/test_job.py tests/docs/test_pages.py
   tests/models tests/kernels tests/optim tests/planning tests/metrics
   tests/plots --ignore tests/plots/test_compare.py
-  tests/data --ignore tests/data/test_prepare.py
+  tests/data tests/corpus --ignore tests/corpus/test_prepare.py
   --deselect tests/data/test_formats.py::test_a_run_on_another_format_resumes_exactly
   tests/parallelize --ignore tests/parallelize/test_compile.py
   tests/runtime/test_start_log.py

@@ -19,7 +19,7 @@ PACKAGE = ROOT / "titanlite"
 LAYERS = [
     {"settings", "config_reference", "errors", "files", "labels", "log", "threads"},
     {"data", "distributed", "kernels", "metrics", "storage"},
-    {"models"},
+    {"corpus", "models"},
     {"parallelize", "optim", "checkpoint", "runtime"},
     {"training"},
     {"job"},

@@ -24,9 +24,9 @@ from titanlite.checkpoint import (
     to_hugging_face,
 )
 from titanlite.checkpoint.manifest import write_checkpoint_manifest
+from titanlite.corpus.prepare import PrepareSettings, prepare_corpus
 from titanlite.data import open_tokenizer
 from titanlite.data.bpe import train_bpe
-from titanlite.data.prepare import PrepareSettings, prepare_corpus
 from titanlite.errors import CheckpointError, ConfigError
 from titanlite.generate import Sampling, TextGenerator, generate, load_generator, sample_token
 from titanlite.kernels.attention import KeyValueCache

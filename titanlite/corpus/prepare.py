@@ -8,22 +8,18 @@ run does only the remaining pieces. The result has the same bytes as that of an 
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import shutil
-import signal
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor
-from concurrent.futures import wait as wait_for_futures
-from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass
-from multiprocessing.connection import wait
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import xxhash
 
+from titanlite.corpus.engine import STALL_SECONDS, EngineCall, LocalEngine, report_progress
 from titanlite.data.manifest import ShardRecord, is_shard_intact, write_corpus_manifest
 from titanlite.data.shards import ShardWriter, open_corpus
 from titanlite.data.text import (
@@ -33,14 +29,12 @@ from titanlite.data.text import (
     list_file_ranges,
     read_documents,
 )
-from titanlite.data.tokenizer import Tokenizer
+from titanlite.data.tokenizer import BYTES, Tokenizer, open_tokenizer, tokenizer_from_bytes
 from titanlite.errors import DataError
 from titanlite.files import parse_json, write_file_atomically
-from titanlite.log import logger, pluralize
-from titanlite.threads import DeviceThread
+from titanlite.log import pluralize
 
 TRAIN, VALIDATION = "train", "validation"
-STALL_SECONDS = 600.0
 
 _UNFINISHED, _DONE = ".unfinished", "prepared.json"
 _FORMAT = 1  # part of every key; increase it when the shards of a piece change
@@ -94,7 +88,7 @@ class _Piece:
 
 @dataclass(frozen=True)
 class _Task:
-    """What a worker needs in addition to its pieces."""
+    """What the shards of all pieces are made with."""
 
     tokenizer: Tokenizer
     out: Path
@@ -205,130 +199,46 @@ def _read_record(task: _Task, piece: _Piece) -> dict[str, Any] | None:
     return record if all(is_shard_intact(folder / side, shard) for side, shard in shards) else None
 
 
-def _write_piece(piece: _Piece, task: _Task, on_document: Callable[[], None]) -> dict[str, Any]:
-    """Write the shards of a piece, then its record; calls `on_document` after every document."""
-    tokenizer, folder, settings = task.tokenizer, task.out / _UNFINISHED, task.settings
+def _write_piece(
+    piece: _Piece, out: Path, settings: PrepareSettings, name: str, content: bytes | None
+) -> dict[str, Any]:
+    """Write the shards of a piece, then its record. `content`: of the tokenizer's file."""
+    tokenizer, folder = _open_once(name, content), out / _UNFINISHED
     begin, end = [tokenizer.bos_id] if settings.bos else [], [tokenizer.eos_id]
     with (
         ShardWriter(folder / TRAIN / piece.name, tokenizer.vocab_size) as train,
         ShardWriter(folder / VALIDATION / piece.name, tokenizer.vocab_size) as validation,
     ):
         for text in read_documents(piece.ranges, settings.document_bytes):
-            writer = validation if _is_held_out(text, settings.validation_share) else train
+            writer = validation if is_held_out(text, settings.validation_share) else train
             writer.add(begin + tokenizer.encode(text) + end)
-            on_document()
+            report_progress()
         shards = {TRAIN: asdict(train.close()), VALIDATION: asdict(validation.close())}
     record = {"key": piece.key, "shards": shards}
     write_file_atomically(folder / f"{piece.name}.json", json.dumps(record).encode())
     return record
 
 
-def _is_held_out(text: str, validation_share: float) -> bool:
+@lru_cache(maxsize=1)
+def _open_once(name: str, content: bytes | None) -> Tokenizer:
+    """The tokenizer of a worker, for all its pieces."""
+    return open_tokenizer(BYTES) if content is None else tokenizer_from_bytes(content, name)
+
+
+def is_held_out(text: str, validation_share: float) -> bool:
     digest = xxhash.xxh3_64_intdigest(text.encode("utf-8", "surrogatepass"))
     return digest < validation_share * 2**64
 
 
-# --- workers -------------------------------------------------------------------------------------
-
-_worker_state: tuple[_Task, Any]  # of this worker process: the task, and the shared counts
-
-
 def _write_pieces(pieces: Sequence[_Piece], task: _Task) -> Iterator[tuple[_Piece, dict[str, Any]]]:
     """Write all pieces in parallel; yields each with its record as it is finished."""
-    stall_seconds = task.settings.stall_seconds
-    workers = min(task.settings.workers or _usable_cores(), len(pieces))
-    if workers <= 1:
-        for piece in pieces:
-            yield piece, _write_piece(piece, task, on_document=lambda: None)
-        return
-    other_children, context = multiprocessing.active_children(), _process_context()
-    # Documents read, by piece: one writer for each count, so that there is no lock which a killed
-    # worker could leave locked.
-    counts = context.RawArray("Q", len(pieces))
-    pool = ProcessPoolExecutor(workers, context, initializer=_start_worker, initargs=(task, counts))
-    try:
-        running = {pool.submit(_write_piece_in_worker, p, n): p for n, p in enumerate(pieces)}
-        for future in _as_completed(running, lambda: sum(counts), stall_seconds):
-            yield running.pop(future), future.result()
-    except _Stalled:
-        for process in set(multiprocessing.active_children()) - set(other_children):
-            process.kill()  # Python would wait for them at its exit
-        names = sorted({part.path for piece in running.values() for part in piece.ranges})
-        raise DataError(
-            f"no worker has read anything for {stall_seconds:g} s; {len(running)} of"
-            f" {len(pieces)} pieces are not finished, the first of their files is {names[0]}.",
-            fix="Check that the disk responds, then run the same command again: finished pieces are"
-            " reused. --stall-seconds allows more time.",
-        ) from None
-    except BrokenProcessPool:
-        raise DataError(
-            "a worker was killed, perhaps because memory ran out.",
-            fix="Run the same command again with fewer --workers; finished pieces are reused.",
-        ) from None
-    finally:
-        pool.shutdown(cancel_futures=True)
-
-
-class _Stalled(Exception):
-    """No worker has read a document within the time limit."""
-
-
-def _as_completed(
-    futures: Iterable[Future], count: Callable[[], int], stall_seconds: float
-) -> Iterator[Future]:
-    """Yield futures as they finish; raises _Stalled if `count()` is constant for too long."""
-    pending, last_count, since, warned = set(futures), count(), time.monotonic(), False
-    while pending:
-        finished, pending = wait_for_futures(
-            pending, timeout=stall_seconds / 20, return_when=FIRST_COMPLETED
-        )
-        yield from finished
-        idle = time.monotonic() - since
-        if finished or count() != last_count:
-            last_count, since, warned = count(), time.monotonic(), False
-        elif idle > stall_seconds:
-            raise _Stalled
-        elif idle > stall_seconds / 5 and not warned:
-            warned = True
-            logger.warning(
-                "no worker has read anything for %.0f s; the limit is %.0f s", idle, stall_seconds
-            )
-
-
-def _process_context() -> multiprocessing.context.BaseContext:
-    if "forkserver" not in multiprocessing.get_all_start_methods():
-        return multiprocessing.get_context("spawn")
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([__name__])  # import it once, not once per worker
-    return context
-
-
-def _start_worker(task: _Task, counts: Any) -> None:
-    global _worker_state
-    _worker_state = task, counts
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which ends the workers
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-
-    def exit_with_parent() -> None:
-        wait([parent.sentinel])
-        os._exit(1)  # after a kill -9 of the parent, the pool's own pipes would block forever
-
-    DeviceThread(exit_with_parent, "exit with parent").start()
-
-
-def _write_piece_in_worker(piece: _Piece, number: int) -> dict[str, Any]:
-    task, counts = _worker_state
-
-    def count_document() -> None:
-        counts[number] += 1
-
-    return _write_piece(piece, task, count_document)
-
-
-def _usable_cores() -> int:
-    """Cores that this process may use; in a container fewer than the machine has."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    settings, tokenizer = task.settings, task.tokenizer
+    content = next(iter(tokenizer.files.values()), None)
+    shared = (task.out, settings, tokenizer.name, content)
+    calls = [EngineCall(_write_piece, (piece, *shared), piece.ranges[0].path) for piece in pieces]
+    engine = LocalEngine(settings.workers, settings.stall_seconds)
+    for index, record in engine.run(calls):
+        yield pieces[index], record
 
 
 # --- commit --------------------------------------------------------------------------------------

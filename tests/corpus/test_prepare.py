@@ -20,8 +20,8 @@ import pytest
 import torch
 
 from tests.data.test_tokenizer import write_tokenizer_json
+from titanlite.corpus.prepare import PreparedCorpus, PrepareSettings, prepare_corpus
 from titanlite.data import open_corpus, open_tokenizer, verify_corpus
-from titanlite.data.prepare import PreparedCorpus, PrepareSettings, prepare_corpus
 from titanlite.data.text import _refuse_expansion, find_files, list_file_ranges, read_documents
 from titanlite.errors import DataError
 from titanlite.kernels.documents import document_positions
@@ -127,7 +127,7 @@ def test_a_file_split_anywhere_gives_each_document_once(inputs, limit):
 PREPARE_SLOWLY = """
 import sys, time
 from titanlite.data import open_tokenizer
-from titanlite.data.prepare import PrepareSettings, prepare_corpus
+from titanlite.corpus.prepare import PrepareSettings, prepare_corpus
 
 if __name__ == "__main__":
     inputs, out, workers = sys.argv[1:]
@@ -176,7 +176,7 @@ def test_the_piece_of_a_changed_input_is_not_reused(tmp_path):
 PREPARE_A_PIPE = """
 import os, sys
 from titanlite.data import open_tokenizer
-from titanlite.data.prepare import PrepareSettings, prepare_corpus
+from titanlite.corpus.prepare import PrepareSettings, prepare_corpus
 from titanlite.errors import UserError, format_error
 
 def replace_last_input(done, total):
@@ -226,7 +226,7 @@ def test_a_worker_that_hangs_or_dies_ends_the_command(tmp_path, failure):
         _, stderr = child.communicate(timeout=120)
     wait_until(lambda: not group_exists(child.pid))
     killed = "a worker was killed"
-    expected = "no worker has read anything for 3 s" if failure == "hang" else killed
+    expected = "no worker has made progress for 3 s" if failure == "hang" else killed
     assert child.returncode == 1 and expected in stderr and "Traceback" not in stderr, stderr
 
 

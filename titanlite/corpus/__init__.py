@@ -1,0 +1,1 @@
+"""Make a corpus from raw text: read, filter, deduplicate, tokenise, shuffle, pack, write shards."""

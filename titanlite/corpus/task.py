@@ -1,0 +1,244 @@
+"""Tasks: pure functions from folders to a folder, named by a hash of all they depend on.
+
+A task's folder appears in one rename, when it is complete. So an interrupted run continues with
+the tasks whose folders are missing, and a changed setting reruns only what depends on it.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import shutil
+import socket
+import uuid
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Protocol
+
+import xxhash
+
+from titanlite.corpus.engine import EngineCall, TaskEngine
+from titanlite.errors import DataError
+from titanlite.files import parse_json
+from titanlite.log import logger
+
+RECORD = "done.json"  # written last in the folder of a task
+_UNCOMMITTED = ".uncommitted"  # folder for tasks that are being run
+_LOCK = ".lock"
+_FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_READ_BYTES = 1 << 24
+
+Counts = dict[str, Any]  # what a task counted, as JSON
+TaskFunction = Callable[[Path, list[Path], Any], Counts]
+
+
+@dataclass(frozen=True)
+class Task:
+    """One call of a pure function of module level: `function(out, inputs, arguments) -> counts`.
+
+    It reads the folders `inputs` and writes into the empty folder `out`. Counts and arguments are
+    JSON. Common counts: `documents_in`, `documents_out`, `bytes_in`, `bytes_out` (of text).
+    """
+
+    stage: str
+    function: TaskFunction
+    arguments: Any
+    inputs: tuple[str, ...] = ()  # keys of the tasks whose folders it reads
+    version: int = 1  # increase it when the function's result changes
+
+    @cached_property
+    def key(self) -> str:
+        """ "stage/hash": the folder of its result, within the folder of all work."""
+        name = f"{self.function.__module__}.{self.function.__qualname__}"
+        content = json.dumps([name, self.version, self.arguments, self.inputs], sort_keys=True)
+        return f"{self.stage}/{xxhash.xxh3_128_hexdigest(content.encode())}"
+
+
+@dataclass(frozen=True)
+class StageProgress:
+    """How far a stage is; reported when it begins and after each of its tasks."""
+
+    stage: str
+    tasks: int
+    done: int
+    reused: int  # of those done: by an earlier run
+    counts: Counts | None  # of the task that was done now; None when the stage begins
+
+
+class TaskProgress(Protocol):
+    """Called with the progress of a stage."""
+
+    def __call__(self, update: StageProgress, /) -> None: ...
+
+
+def no_progress(update: StageProgress) -> None:
+    """A `TaskProgress` that shows nothing."""
+
+
+def run_tasks(
+    tasks: Sequence[Task], work: Path, engine: TaskEngine, progress: TaskProgress = no_progress
+) -> list[Counts]:
+    """Run the tasks that have no folder in `work` yet; returns the counts of all, in order.
+
+    `tasks` lists a task after its inputs. Raises DataError, also if the disk is full.
+    """
+    work.mkdir(parents=True, exist_ok=True)
+    with _exclusive_use(work):
+        shutil.rmtree(work / _UNCOMMITTED, ignore_errors=True)  # of a run that was killed
+        counts: dict[str, Counts] = {}
+        for level in _levels(tasks):
+            _run_level(level, work, engine, progress, counts)
+    return [counts[task.key] for task in tasks]
+
+
+def _levels(tasks: Sequence[Task]) -> list[list[Task]]:
+    """Tasks by depth: those of one level do not depend on each other. Each key once."""
+    depths: dict[str, int] = {}
+    levels: list[list[Task]] = []
+    for task in tasks:
+        if task.key in depths:
+            continue
+        depth = depths[task.key] = 1 + max((depths[key] for key in task.inputs), default=-1)
+        levels += [[]] if depth == len(levels) else []
+        levels[depth].append(task)
+    return levels
+
+
+def _run_level(
+    tasks: Sequence[Task],
+    work: Path,
+    engine: TaskEngine,
+    progress: TaskProgress,
+    counts: dict[str, Counts],
+) -> None:
+    """Run the tasks of one level; adds the counts of each to `counts`."""
+    for task in tasks:
+        if (known := read_counts(work / task.key)) is not None:
+            counts[task.key] = known
+    totals = Counter(task.stage for task in tasks)
+    reused = Counter(task.stage for task in tasks if task.key in counts)
+    done = Counter(reused)
+    for stage, total in totals.items():
+        progress(StageProgress(stage, total, done[stage], reused[stage], None))
+    todo = [task for task in tasks if task.key not in counts]
+    calls = [EngineCall(execute_task, (task, str(work)), task.key) for task in todo]
+    for index, result in engine.run(calls):
+        stage = todo[index].stage
+        counts[todo[index].key] = result
+        done[stage] += 1
+        progress(StageProgress(stage, totals[stage], done[stage], reused[stage], result))
+
+
+def execute_task(task: Task, work: str) -> Counts:
+    """Run one task, and commit its folder; raises DataError.
+
+    Two processes may run the same task at once: the first commits, the second finds its folder.
+    """
+    target = Path(work, task.key)
+    name = f"{task.key.replace('/', '-')}.{socket.gethostname()}.{uuid.uuid4().hex}"
+    out = Path(work, _UNCOMMITTED, name)
+    try:
+        out.mkdir(parents=True)
+        counts = task.function(out, [Path(work, key) for key in task.inputs], task.arguments)
+        _write_record(out, counts)
+        _commit_folder(out, target)
+    except (OSError, MemoryError) as error:
+        raise _readable_error(task, work, error) from error
+    finally:
+        shutil.rmtree(out, ignore_errors=True)
+    return counts
+
+
+def _readable_error(task: Task, work: str, error: OSError | MemoryError) -> DataError:
+    again = "then run the same command again: finished tasks are reused."
+    if isinstance(error, MemoryError):
+        return DataError(f"{task.key}: memory ran out.", fix=f"Use fewer --workers, {again}")
+    reason = error.strerror or error
+    if error.errno in _FULL_DISK:
+        return DataError(
+            f"{work}: cannot be written in stage {task.stage} ({reason}).",
+            fix=f"Free space on this disk, {again}",
+        )
+    where = error.filename or task.key
+    return DataError(f"{where}: failed in stage {task.stage} ({reason}).")
+
+
+def _write_record(out: Path, counts: Counts) -> None:
+    """Flush the files of a task to the disk, then write their sizes and hashes."""
+    files = {}
+    for path in sorted(path for path in out.rglob("*") if path.is_file()):
+        digest = xxhash.xxh3_128()
+        with open(path, "rb") as file:
+            while content := file.read(_READ_BYTES):
+                digest.update(content)
+            os.fsync(file.fileno())
+        entry = {"bytes": path.stat().st_size, "hash": digest.hexdigest()}
+        files[str(path.relative_to(out))] = entry
+    with open(out / RECORD, "w", encoding="utf-8") as file:
+        json.dump({"counts": counts, "files": files}, file, sort_keys=True)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _commit_folder(out: Path, target: Path) -> None:
+    """Give a complete folder its name; no-op if another process already has."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        os.rename(out, target)
+    except OSError as error:
+        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+            raise
+        return
+    descriptor = os.open(target.parent, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def read_counts(folder: Path) -> Counts | None:
+    """The counts of a task's folder; None if it does not exist, or was damaged and removed."""
+    try:
+        record = parse_json((folder / RECORD).read_bytes())
+        sizes = {name: entry["bytes"] for name, entry in record["files"].items()}
+        if all((folder / name).stat().st_size == size for name, size in sizes.items()):
+            return record["counts"]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        if not folder.exists():
+            return None
+    logger.warning("%s: is damaged, and is made again", folder)
+    shutil.rmtree(folder)
+    return None
+
+
+def remove_other_work(work: Path, tasks: Sequence[Task]) -> None:
+    """Remove the folders in `work` that belong to none of `tasks`."""
+    named = {task.key for task in tasks}
+    for stage in (folder for folder in work.iterdir() if folder.is_dir()):
+        for folder in stage.iterdir():
+            if f"{stage.name}/{folder.name}" not in named:
+                shutil.rmtree(folder)
+        if not any(stage.iterdir()):
+            stage.rmdir()
+
+
+@contextmanager
+def _exclusive_use(work: Path) -> Iterator[None]:
+    """Hold the lock of a folder of work; raises DataError if another process holds it."""
+    with open(work / _LOCK, "w", encoding="utf-8") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise DataError(
+                f"{work}: another process is working there.",
+                fix="Wait until it ends, or choose another output folder.",
+            ) from None
+        except OSError as error:  # a file system without locks
+            logger.warning("%s: cannot be locked (%s); run one command there", work, error.strerror)
+        yield
