@@ -335,10 +335,12 @@ def test_tensorboard_shows_every_record_and_no_step_twice_after_a_resume(tmp_pat
         sinks.step({**STEP, "step": step})
         measured = {"loss": 4.0, "perplexity": 54.6, "bits_per_byte": 1.5}
         sinks.event(step, "validation", name="code", **measured)
+    sinks.event(20, "evaluation", name="cloze", acc=0.5, acc_stderr=None)
     sinks.close()
     shown = read_tensorboard(tmp_path / "tb")
     of_validation = {f"validation/code/{key}" for key in measured}
-    assert set(shown) == {*STEP, *of_validation} - {"step"}
+    assert set(shown) == {*STEP, *of_validation, "evaluation/cloze/acc"} - {"step"}
+    assert shown["evaluation/cloze/acc"] == [(20, 0.5)]
     assert shown["loss"] == [(step, pytest.approx(4.2113)) for step in (10, 20, 30)]
 
     with open_in(tmp_path, completed_steps=20, enable_tensorboard=True) as sinks:
@@ -400,11 +402,14 @@ def test_wandb_receives_the_settings_and_every_record(tmp_path, monkeypatch):
     with open_in(tmp_path, enable_wandb=True) as sinks:
         sinks.step(STEP)
         sinks.event(1, "validation", name="code", loss=4.0, perplexity=54.6)
+        sinks.step({**STEP, "step": 9})
+        sinks.event(1, "evaluation", name="cloze", acc=0.5)  # W&B drops what is of earlier steps
         sinks.event(1, "checkpoint_saved", path="step-1")
     assert started["config"] == {"training": {"steps": 400}}
     assert sent[0] == (1, {key: value for key, value in STEP.items() if key != "step"})
     measured = {"validation/code/loss": 4.0, "validation/code/perplexity": 54.6}
-    assert sent[1:] == [(1, measured), "finished"]
+    evaluated = {"evaluation/cloze/acc": 0.5, "evaluation/cloze/step": 1}
+    assert sent[1] == (1, measured) and sent[3:] == [(9, evaluated), "finished"]
 
 
 @pytest.mark.parametrize("fails_in", ["init", "log", "finish"])
