@@ -102,6 +102,17 @@ def test_positions_that_roll_backs_skip_are_left_out(tmp_path, lr_factor):
     assert (run.counters.skipped > 0) == (lr_factor == 0)
 
 
+def test_a_step_before_the_roll_back_keeps_positions_that_are_skipped_later(tmp_path):
+    """The checkpoint may lie inside the window, if no older one is there."""
+    run = SimulatedRun(tmp_path, 8)
+    run.train(14)
+    run.roll_back(8, RollbackPolicy(steps=8, lr_factor=0.0, max_tries=3))
+    window = run.counters.windows[0]
+    assert window.start <= run.truth[8][0] < window.end
+    run.train(20)
+    run.check()
+
+
 def test_a_batch_size_that_was_changed_on_resume_is_found(tmp_path):
     """config.toml has the last size only."""
     run = SimulatedRun(tmp_path, 6)

@@ -32,8 +32,8 @@ class AdaptiveClip:
     def scale(self, parameters: Sequence[nn.Parameter], grads: Sequence[Tensor]) -> None:
         """Scale this rank's shards of the gradients in place; a collective of all ranks.
 
-        The sums over rows that several ranks share are exchanged together, in one all-reduce for
-        each dimension of the mesh. Does not wait for the device.
+        The sums over units that are sharded are added in one all-reduce for each dimension of the
+        mesh. Does not wait for the device.
         """
         clipped = [
             (parameter, grad)
@@ -60,7 +60,7 @@ def adaptive_clip(
     eps: float,
     exclude: list[str],
 ) -> AdaptiveClip:
-    """The clip of a model; `exclude` are name patterns of parameters that are not clipped."""
+    """The `AdaptiveClip` of a model; `exclude`: name patterns of parameters without clipping."""
     excluded = (parameter for name, parameter in named_parameters if matches_any(name, exclude))
     return AdaptiveClip(factor, eps, frozenset(excluded))
 
@@ -101,4 +101,4 @@ def _groups_that_share_units(parameter: nn.Parameter) -> list[dist.ProcessGroup]
 
 def _sharded_dim(placement: Placement) -> int:
     """The dimension of a tensor that is sharded, also by the strided form of `Shard`."""
-    return getattr(placement, "dim")  # noqa: B009  # of no common public class
+    return getattr(placement, "dim")  # noqa: B009  # they have no common public class

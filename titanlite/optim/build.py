@@ -64,7 +64,7 @@ class OptimizerConfig:
     precondition_frequency: Positive = 10  # SOAP: steps between two updates of the eigenbasis
     muon_momentum: Fraction = 0.95  # decay rate of Muon's momentum
     muon_per_head: bool = False
-    # Muon: orthogonalize the rows of each head of the query, key and value projections apart
+    # Muon: orthogonalize the rows of each head of the query, key and value projections separately
     no_decay: list[str] = field(default_factory=lambda: ["*norm.weight", "*bias"])
     # name patterns of parameters without weight decay
     implementation: Literal["for-loop", "foreach", "fused"] = "fused"
@@ -277,13 +277,13 @@ def optimizer_state_bytes(
 def whole_matrix_bytes(
     shapes: Iterable[tuple[str, torch.Size]], config: OptimizerConfig, facts: MatrixFacts
 ) -> float:
-    """Bytes of the whole matrices that a rank has during a step of the optimizer, about."""
+    """About the bytes of the whole matrices that a rank has during a step of the optimizer."""
     sizes = [
         shape.numel()
         for name, shape in shapes
         if _recipe_of_parameter(name, shape, config, facts).hidden_only
     ]
-    # of two rounds, what is received and what is sent, and the temporaries of one orthogonalization
+    # 6: received and sent matrices of two rounds, and the temporaries of one orthogonalization
     return 6 * facts.compute_dtype.itemsize * largest_round(sizes) if sizes else 0.0
 
 
@@ -298,9 +298,10 @@ def recipe_of(section: OptimizerConfig) -> OptimizerRecipe:
 def _recipe_of_parameter(
     name: str, shape: torch.Size, config: OptimizerConfig, facts: MatrixFacts | None
 ) -> OptimizerRecipe:
-    """The recipe for a parameter: AdamW's, if that of its settings is for hidden matrices only.
+    """The recipe for a parameter: that of its settings, or AdamW's.
 
-    A group that names such an optimizer has it for all its matrices, hidden or not.
+    An optimizer for hidden matrices leaves other parameters to AdamW. But a group that names such
+    an optimizer uses it for all its matrices, hidden or not.
     """
     section, _ = settings_of(name, config)
     recipe = recipe_of(section)

@@ -21,7 +21,7 @@ class ConditionalOptimizer(Protocol):
         """
 
     def uncount_steps(self, steps: int) -> None:
-        """Take back `steps` calls of `step_if` with false in a step counter in host memory."""
+        """Subtract `steps` rejected calls of `step_if` from step counters in host memory."""
 
 
 @runtime_checkable

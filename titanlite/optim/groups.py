@@ -27,12 +27,12 @@ SCHEDULE_KEYS = (  # keys of [lr_scheduler] that a group may set
 
 @dataclass(frozen=True)
 class ParameterGroupConfig:
-    """One entry of optimizer.groups; what it does not set is as in the sections of the job."""
+    """One entry of optimizer.groups; other keys are those of [optimizer] and [lr_scheduler]."""
 
     match: list[str]  # name patterns of its parameters; the first group that matches applies
     lr_factor: Annotated[float, Range(0)] = 1.0  # multiplies the learning rate
     name: Annotated[str, OneOf(_optimizer_names)] | None = None  # as optimizer.name
-    weight_decay: Annotated[float, Range(0)] | None = None  # also of names in optimizer.no_decay
+    weight_decay: Annotated[float, Range(0)] | None = None  # also for names in optimizer.no_decay
     beta1: Fraction | None = None  # as optimizer.beta1
     beta2: Fraction | None = None  # as optimizer.beta2
     eps: Annotated[float, Range(0)] | None = None  # as optimizer.eps

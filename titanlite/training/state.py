@@ -64,6 +64,8 @@ class Counters:
         self.step, self.position = progress["step"], progress["position"]
         self.tokens = progress["tokens"]
         self.skipped = progress.get("skipped", 0)
+        if type(self.skipped) is not int or not 0 <= self.skipped <= self.position:
+            raise ValueError(f"skipped = {self.skipped!r:.80} is not a number of positions")
         self.rollbacks = RollbackHistory.from_json(progress.get("rollbacks", []))
 
     def record_rollback(self, rollbacks: RollbackHistory) -> None:
@@ -116,14 +118,18 @@ class TrainState:
         }
 
     def restore(self, progress: dict[str, Any]) -> None:
-        """Restore the state that `progress` returned when the checkpoint was saved."""
+        """Restore the state that `progress` returned when the checkpoint was saved.
+
+        What the run that saved it did not have is as at the start, also where a running process
+        goes back to that checkpoint. Raises an exception of any kind for other progress.
+        """
         self.counters.restore(progress)
-        if self.loss_scale is not None and "loss_scale" in progress:
-            self.loss_scale.restore(progress["loss_scale"])
+        if self.loss_scale is not None:
+            self.loss_scale.restore(progress.get("loss_scale"))
         if self.judge is not None:
             self.judge.restore(progress.get("guard", NO_HISTORY))
-        if self.noise_scale is not None and "noise_scale" in progress:
-            self.noise_scale.restore(progress["noise_scale"])
+        if self.noise_scale is not None:
+            self.noise_scale.restore(progress.get("noise_scale"))
         _set_generator_states(
             {
                 name: torch.frombuffer(bytearray.fromhex(state), dtype=torch.uint8)
