@@ -167,4 +167,7 @@ def test_an_evaluation_ends_with_the_run_that_started_it():
         assert waiting.stdout.readline() == ending.stdout.readline() == b"ready\n"
         assert ending.wait(60) == 0, ending.stderr.read()  # the thread does not disturb its exit
         waiting.stdin.close()  # as by the kernel, when the other process dies
-        assert waiting.wait(60) == 130
+        try:
+            assert waiting.wait(60) == 130
+        finally:
+            waiting.kill()
