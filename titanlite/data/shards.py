@@ -186,6 +186,10 @@ class Corpus(TokenSource):
                 manifest.tokenizer, manifest.vocab_size, manifest.max_id, manifest.bos
             )
 
+    def shard_ranges(self) -> list[tuple[str, int, int]]:
+        """(path of the .bin, ids of the corpus before it, bytes of an id) of each shard."""
+        return [(shard.path, shard.begin, shard.type.itemsize) for shard in self._shards]
+
     def read(self, start: int, count: int) -> np.ndarray:
         """Ids [start, start + count), int64; raises DataError, or IndexError if outside."""
         out = np.empty(count, dtype=np.int64)
@@ -446,8 +450,8 @@ def parse_header(idx: Path | str, size: int, header: bytes) -> tuple[np.dtype, i
 def read_document_lengths(idx: Path) -> tuple[np.ndarray, np.dtype]:
     """(length of each document, type of an id) of a shard that `ShardWriter` wrote."""
     content = idx.read_bytes()
-    _, _, code, sequences, _ = _HEADER.unpack_from(content)
-    return np.frombuffer(content, "<i4", sequences, _HEADER.size), _TYPES[code]
+    _, _, code, sequences, _ = INDEX_HEADER.unpack_from(content)
+    return np.frombuffer(content, "<i4", sequences, INDEX_HEADER.size), _TYPES[code]
 
 
 def _end_of_last_sequence(file: IO[bytes], sequences: int, id_bytes: int) -> int:

@@ -23,12 +23,8 @@ class Counters:
     step: int = 0  # steps, also those without an update because they were skipped
     position: int = 0  # in the order of samples: of the next sample
     tokens: int = 0  # tokens consumed
-<<<<<<< HEAD
-    skipped: int = 0  # positions that were skipped
-    gaps: tuple[tuple[int, int], ...] = ()  # [first, end) of these positions
-=======
     skipped: int = 0  # positions that a roll-back left out
->>>>>>> main
+    gaps: tuple[tuple[int, int], ...] = ()  # [first, end) of these positions
     rollbacks: RollbackHistory = field(default_factory=RollbackHistory)
 
     @property
@@ -80,14 +76,10 @@ class Counters:
         self.tokens = progress["tokens"]
         self.skipped = progress.get("skipped", 0)
         if type(self.skipped) is not int or not 0 <= self.skipped <= self.position:
-<<<<<<< HEAD
-            raise ValueError(f"skipped = {self.skipped!r:.80} is not a number of positions")
-        self.gaps = tuple((int(first), int(end)) for first, end in progress.get("gaps", []))
-=======
             raise ValueError(
                 f"skipped = {self.skipped!r:.80}: must be a number from 0 to {self.position}"
             )
->>>>>>> main
+        self.gaps = tuple((int(first), int(end)) for first, end in progress.get("gaps", []))
         self.rollbacks = RollbackHistory.from_json(progress.get("rollbacks", []))
 
     def record_rollback(self, rollbacks: RollbackHistory) -> None:
