@@ -46,6 +46,7 @@ from titanlite.data import open_tokenizer, verify_corpus
 from titanlite.data.text import INPUT_KINDS, MAX_DOCUMENT_BYTES
 from titanlite.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_USER_ERROR, UserError, format_error
 from titanlite.log import configure_log, pluralize
+from titanlite.plots.corpus_report import write_corpus_report
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -186,8 +187,15 @@ def run(args: argparse.Namespace) -> str:
 def follow_recipe(args: argparse.Namespace) -> str:
     """Make the corpus of a recipe; raises UserError."""
     recipe = load_recipe(args.recipe)
+    page = Path(recipe.recipe.out, "report.html")
     with open_engine(args, recipe.work) as engine, StageBars() as bars:
-        result = make_corpus(recipe, engine, bars, args.replace)
+        result = make_corpus(
+            recipe,
+            engine,
+            bars,
+            args.replace,
+            report=lambda stages: write_corpus_report(stages, f"Corpus {page.parent}", page),
+        )
     if args.clean:
         shutil.rmtree(recipe.work, ignore_errors=True)
     return summarise_corpus(result, recipe.work)

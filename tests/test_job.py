@@ -155,6 +155,11 @@ IN_BACKWARD = ["--optimizer.early_step_in_backward", "true", "--training.max_nor
         (["--model.flavor", "9B"], 1, "must be one of debugmodel, quickstart, 1B"),
         (["--data.sources", "[]"], 1, "nothing to train on"),
         (["--data.validation", "[]"], 1, "data.validation is empty"),
+        (
+            ["--data.validation", '[{ name = "a", path = "x" }, { name = "a", path = "y" }]'],
+            1,
+            "several sets have the name a",
+        ),
         (["--data.sources", '[{ name = "a", path = "nowhere" }]'], 1, "no such folder"),
         (["--data.tokenizer", "nowhere.model"], 1, "data.tokenizer"),
         (["--training.seq_len", "100000000"], 1, "one sample needs"),
@@ -674,7 +679,7 @@ def test_the_start_shows_optimizer_schedule_and_guard(run_toml):
         "skip",
     ]
     summary = read_valid(run_toml, *argv).summary(torch.device("cpu"), None)
-    assert "weight decay 0.1; output.* SGD" in summary
+    assert "weight decay 0.1; output.*: name SGD" in summary
     assert "2 steps of warmup, linear decay to 0 x peak over the last 3 of 6 steps" in summary
     assert "inf and NaN: skip the step; spikes: skip the step" in summary
 

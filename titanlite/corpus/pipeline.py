@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
@@ -65,10 +66,12 @@ def make_corpus(
     engine: TaskEngine | None = None,
     progress: TaskProgress = no_progress,
     replace_other: bool = False,
+    report: Callable[[dict[str, Counts]], None] = lambda stages: None,
 ) -> CorpusResult:
     """Make the corpus of a recipe, or go on where a run was stopped; raises UserError.
 
-    A corpus in `out` that another recipe made is refused unless `replace_other`.
+    A corpus in `out` that another recipe made is refused unless `replace_other`. `report` is called
+    with the counts of all stages before the corpus is published, so that no kill can skip it.
     """
     started, recipe, out = time.monotonic(), file.recipe, Path(file.recipe.out)
     tokenizer = _open_tokenizer(recipe)
@@ -81,6 +84,7 @@ def make_corpus(
         with WorkFolder(file.work, engine or LocalEngine(), progress) as run:
             sources = _run_document_stages(file, sources, run)
             shards = _make_shards(file, sources, tokenizer, run)
+            report(run.counts)
             published = publish(out, file.work, plan, shards, (tokenizer, recipe.bos))
             run.remove_other_work()
     seconds = time.monotonic() - started

@@ -167,7 +167,9 @@ def execute_task(task: Task, work: str) -> Counts:
     out = Path(work, _UNCOMMITTED, name)
     try:
         out.mkdir(parents=True)
+        started = time.process_time()
         counts = task.function(out, [Path(work, key) for key in task.inputs], task.arguments)
+        counts = {**counts, "seconds": round(time.process_time() - started, 3)}
         _write_record(out, counts)
         _commit_folder(out, target)
     except MemoryError as error:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from fractions import Fraction
 from itertools import islice
 from typing import Annotated, Any, Literal
 
@@ -18,9 +19,18 @@ import torch
 from torch import Tensor
 
 from titanlite.data.background import BackgroundReader
-from titanlite.data.formats import open_token_source
+from titanlite.data.block_cache import CacheLimits
+from titanlite.data.formats import TEXT, open_token_source
+from titanlite.data.mixing import (
+    MixtureConfig,
+    SourceShare,
+    SourceSize,
+    describe_segments,
+    plan_phases,
+)
 from titanlite.data.open_files import MIN_OPEN_FILES, OpenFiles
-from titanlite.data.order import SampleOrder
+from titanlite.data.order import OrderedSource, SampleOrder
+from titanlite.data.text_source import LanePositions, TextSource, document_encoder
 from titanlite.data.token_source import CorpusChecks, SourceRecord, TokenSource
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.errors import DataError, UserErrors
@@ -36,6 +46,12 @@ class SourceConfig:
     path: str  # of the files; for "megatron" a folder of shards, or one shard
     weight: Annotated[float, Range(0)] = 1.0  # share of the samples, relative to the other weights
     format: str = "megatron"  # data format of the files: a name in titanlite/data/formats.py
+    max_epochs: Annotated[float, Range(0)] = 0.0
+    # how often its text is read at most; the other sources then take its place; 0: no limit
+    shuffle: bool = True  # false: in the order of the files, for a curriculum by sample
+    lanes: Positive = 16
+    # of format "text", which is tokenized while it is read: into so many parts, which ranks share
+    bos: bool = False  # of format "text": begin each document with the tokenizer's BOS
 
 
 @dataclass(frozen=True)
@@ -44,11 +60,16 @@ class DataConfig:
 
     tokenizer: str | None = None  # file of tiktoken ranks, a tokenizer.json, or "bytes"
     sources: list[SourceConfig] = field(default_factory=list)  # training data, mixed by weight
+    mixture: MixtureConfig = field(default_factory=MixtureConfig)
     validation: list[SourceConfig] = field(default_factory=list)  # validation sets, each on its own
     verify: Literal["sample", "full", "off"] = "sample"
     # content verified when a corpus is opened; sample: some blocks of each shard; full: every byte,
     # the shards divided among the ranks, within comm.init_timeout_seconds; off: none
     follow_symlinks: bool = False  # allow symbolic links in a corpus to lead outside its folder
+    cache_folder: str = ""
+    # of shards by URL, on a disk of each machine; its ranks and jobs share it; empty: a folder of
+    # the user in the temporary folder
+    cache_gib: Annotated[float, Range(0)] = 8.0  # most GiB in it; best: all shards of the run
     read_timeout_seconds: Positive = 300
     # longest wait for one batch; after it the run ends with exit code 2, because the disk does not
     # respond
@@ -60,7 +81,8 @@ class DataConfig:
         "full" verifies samples only.
         """
         verify = "sample" if self.verify == "full" and verify_slice is None else self.verify
-        return CorpusChecks(verify, self.follow_symlinks, verify_slice or (0, 1))
+        cache = CacheLimits(self.cache_folder, int(self.cache_gib * 2**30))
+        return CorpusChecks(verify, self.follow_symlinks, cache, verify_slice or (0, 1))
 
 
 class SampleStream:
@@ -71,53 +93,126 @@ class SampleStream:
 
     def __init__(
         self,
-        sources: Sequence[_CheckedSource],
+        sources: Sequence[_CheckedSource | _TextSamples],
         seq_len: int,
         seed: int,
         tokenizer: Tokenizer | None = None,
+        mixture: MixtureConfig | None = None,
     ):
         self.seq_len, self._sources = seq_len, sources
         self.tokenizer = tokenizer
         self.bos = sources[0].bos  # each document begins with BOS; the same in all sources
         self.end = tokenizer.eos_id if tokenizer else None  # last id of every document
-        self._order = SampleOrder(seed, [(s.name, s.weight, s.samples(seq_len)) for s in sources])
+        sizes = [SourceSize(s.name, s.weight, s.tokens) for s in sources]
+        weights, phases = plan_phases(mixture or MixtureConfig(), sizes, seq_len)
+        pairs = zip(sources, weights, strict=True)
+        self._order = SampleOrder(seed, [s.ordered(weight, seq_len) for s, weight in pairs], phases)
         self.facts: dict[str, Any] = {
             "debug.seed": seed,
             "training.seq_len": seq_len,
             "data.tokenizer": tokenizer and tokenizer.fingerprint,
             "data.bos": self.bos,
-            "data.sources": {s.name: self._describe(number, s) for number, s in enumerate(sources)},
+            "data.sources": {
+                source.name: self._describe(number, source, weight)
+                for number, (source, weight) in enumerate(zip(sources, weights, strict=True))
+            },
+            "data.phases": describe_segments(self.names, self._order.mixture.segments),
         }
         samples = {s.name: s.content_sample for s in sources if s.content_sample is not None}
         if samples:
             self.facts["data.content"] = samples
 
-    def _describe(self, number: int, source: _CheckedSource) -> str:
+    @property
+    def names(self) -> list[str]:
+        """Names of the sources."""
+        return [source.name for source in self._sources]
+
+    @property
+    def length(self) -> int | None:
+        """Number of positions, if all sources are limited; None: there is no last one."""
+        return self._order.mixture.end
+
+    def shares(self, ranges: Iterable[tuple[int, int]]) -> list[SourceShare]:
+        """How much of each source the positions [start, end) of `ranges` have."""
+        counts = [0] * len(self._sources)
+        for start, end in ranges:
+            drawn = (self._order.mixture.drawn_at(position) for position in (start, end))
+            counts = [
+                count + after - before for count, before, after in zip(counts, *drawn, strict=True)
+            ]
+        return [
+            SourceShare(
+                source.name,
+                count,
+                count * self.seq_len,
+                None if (samples := source.samples(self.seq_len)) is None else count / samples,
+            )
+            for source, count in zip(self._sources, counts, strict=True)
+        ]
+
+    @property
+    def tokenizes(self) -> bool:
+        """Whether a source is tokenized while it is read."""
+        return any(isinstance(source, _TextSamples) for source in self._sources)
+
+    def lane_positions(self, position: int) -> dict[str, LanePositions]:
+        """How far this process has read the text of each source at a position, to be merged."""
+        drawn = self._order.mixture.drawn_at(position)
+        return {
+            source.name: source.text.positions(count)
+            for source, count in zip(self._sources, drawn, strict=True)
+            if isinstance(source, _TextSamples)
+        }
+
+    def count_near(self, position: int, sequences: int) -> int:
+        """How many of `sequences` positions can be read without tokenizing much text before."""
+        source_at, _, samples = self._order.sample_at(np.arange(position, position + sequences))
+        for row, (number, sample) in enumerate(
+            zip(source_at.tolist(), samples.tolist(), strict=True)
+        ):
+            source = self._sources[number]
+            if isinstance(source, _TextSamples) and not source.text.is_near(sample):
+                return row
+        return sequences
+
+    def restore_lanes(self, positions: Any) -> None:
+        """Continue where merged `lane_positions` stopped; else text is tokenized from the start."""
+        for source in self._sources:
+            if isinstance(source, _TextSamples):
+                known = positions.get(source.name, {}) if isinstance(positions, dict) else None
+                source.text.restore(known)
+
+    def _describe(self, number: int, source: _CheckedSource | _TextSamples, weight: float) -> str:
         """A source as `facts` record it: what it contains and its order, not its path."""
-        weight = source.weight_text(six_digits_suffice=self._order.quotas.same_in_every_block)
+        text = _weight_text(weight, six_digits_suffice=self._order.has_whole_quotas)
         version = self._order.version(number)
         suffix = "" if version == 1 else f", order version {version}"  # 0.1 wrote no version
-        return f"number {number}, weight {weight}, content {source.fingerprint}{suffix}"
+        suffix += "" if source.config.shuffle else ", not shuffled"
+        return f"number {number}, weight {text}, content {source.fingerprint}{suffix}"
 
     def read(self, position: int, sequences: int) -> tuple[Tensor, Tensor]:
         """Inputs and labels of `sequences` positions: int64 [B, T] each; raises DataError."""
+        return self.read_with_sources(position, sequences)[:2]
+
+    def read_with_sources(self, position: int, sequences: int) -> tuple[Tensor, Tensor, Tensor]:
+        """`read`, and the number of the source of each sequence: int64 [B]."""
         positions = np.arange(position, position + sequences, dtype=np.int64)
         source_at, _, samples = self._order.sample_at(positions)
-        starts = samples * self.seq_len
         ids = np.empty((sequences, self.seq_len + 1), dtype=np.int64)
         for number, source in enumerate(self._sources):
             chosen = source_at == number
             if chosen.all():  # without a copy
-                ids = source.gather(starts, self.seq_len + 1)
+                ids = source.read_samples(samples, self.seq_len)
                 break
             if chosen.any():
-                ids[chosen] = source.gather(starts[chosen], self.seq_len + 1)
-        return _inputs_and_labels(ids)
+                ids[chosen] = source.read_samples(samples[chosen], self.seq_len)
+        return *_inputs_and_labels(ids), torch.from_numpy(source_at)
 
     def locate(self, position: int, sequences: int) -> list[dict[str, Any]]:
         """Where the samples of `sequences` positions are from, as JSON values.
 
-        `first_token` counts the ids of the source; a sample has `seq_len` + 1 of them.
+        `first_token` counts the ids of the source; a sample has `seq_len` + 1 of them. It is None
+        for text that is tokenized while it is read.
         """
         positions = np.arange(position, position + sequences, dtype=np.int64)
         columns = zip(*(part.tolist() for part in self._order.sample_at(positions)), strict=True)
@@ -128,7 +223,7 @@ class SampleStream:
                 "path": self._sources[source].path,
                 "epoch": epoch,
                 "sample": sample,
-                "first_token": sample * self.seq_len,
+                "first_token": self._sources[source].first_token(sample, self.seq_len),
             }
             for number, (source, epoch, sample) in enumerate(columns)
         ]
@@ -142,18 +237,20 @@ class SampleStream:
         slices: Iterable[tuple[int, int]],
         ahead: int = 2,
         timeout_seconds: float | None = None,
-        prepare: Callable[[Tensor, Tensor], Any] | None = None,
+        prepare: Callable[[Tensor, Tensor, Tensor], Any] | None = None,
     ) -> Iterator[Any]:
         """Yield `read(*slice)` for each slice, reading up to `ahead` batches in the background.
 
-        `prepare(inputs, labels)` also runs in the background; what it returns replaces the tensors.
+        `prepare` also runs in the background, with the tensors of `read_with_sources`; what it
+        returns replaces them.
         An error there is raised at the batch it belongs to; DataError if a batch takes
         more than `timeout_seconds`. The thread ends with the iterator, however that ends.
         """
 
         def read(position: int, sequences: int) -> Any:
-            inputs, labels = self.read(position, sequences)
-            return prepare(inputs, labels) if prepare else (inputs, labels)
+            if prepare is None:
+                return self.read(position, sequences)
+            return prepare(*self.read_with_sources(position, sequences))
 
         slices = iter(slices)
         reader = BackgroundReader(read, "prefetch", timeout_seconds)
@@ -174,8 +271,15 @@ class SampleStream:
 class ValidationSet:
     """The samples of a validation source in file order; the last of `samples` may be shorter."""
 
-    def __init__(self, source: _CheckedSource, seq_len: int, timeout_seconds: float | None = None):
+    def __init__(
+        self,
+        source: _CheckedSource,
+        seq_len: int,
+        timeout_seconds: float | None = None,
+        tokenizer: Tokenizer | None = None,
+    ):
         self.name, self.seq_len, self._source = source.name, seq_len, source
+        self.token_bytes = _byte_counts(tokenizer, source.vocab_size) if tokenizer else None
         self.bos = source.bos
         self.samples = -(-(source.tokens - 1) // seq_len)
         self._timeout = timeout_seconds
@@ -221,16 +325,20 @@ def open_sample_stream(
     vocab_size: int,
     tokenizer: Tokenizer | None = None,
     checks: CorpusChecks | None = None,
+    mixture: MixtureConfig | None = None,
 ) -> SampleStream:
     """Open the training samples of `sources` in the order of `seed`.
 
     Raises DataError, or UserErrors if several sources cannot be used.
     """
-    opened: list[_CheckedSource] = []
+    opened: list[_CheckedSource | _TextSamples] = []
     problems: list[DataError] = []
     files = OpenFiles()
     for config in sources:
         try:
+            if config.format == TEXT:
+                opened.append(_open_text(config, seq_len, seed, tokenizer, checks))
+                continue
             source = open_token_source(config.format, config.path, checks, files)
             opened.append(_check_source(config, source, seq_len + 1, vocab_size, tokenizer))
         except DataError as error:
@@ -243,7 +351,7 @@ def open_sample_stream(
             f"sources: {names}: there must be at least one source, and each needs its own name."
         )
     check_bos({source.name: source.bos for source in opened})
-    return SampleStream(opened, seq_len, seed, tokenizer)
+    return SampleStream(opened, seq_len, seed, tokenizer, mixture)
 
 
 def check_bos(sources: Mapping[str, bool]) -> None:
@@ -273,19 +381,37 @@ def open_validation(
     files = OpenFiles(MIN_OPEN_FILES)  # its shards are read one after the other
     source = open_token_source(config.format, config.path, checks, files)
     checked = _check_source(config, source, 2, vocab_size, tokenizer)
-    return ValidationSet(checked, seq_len, timeout_seconds)
+    return ValidationSet(checked, seq_len, timeout_seconds, tokenizer)
+
+
+def _byte_counts(tokenizer: Tokenizer, vocab_size: int) -> Tensor:
+    """Bytes of text that each id of the model stands for: int64 [`vocab_size`]."""
+    counts = torch.zeros(vocab_size, dtype=torch.int64)
+    lengths = [len(text) for text in tokenizer.token_bytes()]
+    counts[: len(lengths)] = torch.tensor(lengths)[:vocab_size]
+    return counts
 
 
 @dataclass(frozen=True)
 class _CheckedSource:
     """A source that passed the checks of this run."""
 
-    name: str
-    path: str
-    weight: float
+    config: SourceConfig
     source: TokenSource
     vocab_size: int  # of the model
     bos: bool  # every document begins with BOS
+
+    @property
+    def name(self) -> str:
+        return self.config.name
+
+    @property
+    def path(self) -> str:
+        return self.config.path
+
+    @property
+    def weight(self) -> float:
+        return self.config.weight
 
     @property
     def tokens(self) -> int:
@@ -306,14 +432,20 @@ class _CheckedSource:
     def samples(self, seq_len: int) -> int:
         return (self.tokens - 1) // seq_len
 
-    def weight_text(self, six_digits_suffice: bool) -> str:
-        """The weight as checkpoints record it.
+    def ordered(self, weight: float, seq_len: int) -> OrderedSource:
+        """The source as the order of samples needs it."""
+        samples, limit = self.samples(seq_len), None
+        if self.config.max_epochs:
+            limit = max(1, int(Fraction(self.config.max_epochs) * samples))
+        return OrderedSource(self.name, weight, samples, limit, self.config.shuffle)
 
-        Six digits are enough to distinguish quotas of whole samples per block; otherwise all
-        digits are needed.
-        """
-        short = f"{self.weight:g}"
-        return short if six_digits_suffice or float(short) == self.weight else repr(self.weight)
+    def first_token(self, sample: int, seq_len: int) -> int:
+        """Position of the first id of a sample."""
+        return sample * seq_len
+
+    def read_samples(self, samples: np.ndarray, seq_len: int) -> np.ndarray:
+        """The ids of samples, by number: int64 [len(samples), seq_len + 1]; raises DataError."""
+        return self.gather(samples * seq_len, seq_len + 1)
 
     def gather(self, starts: np.ndarray, count: int) -> np.ndarray:
         """Ids [start, start + count) of each start: int64 [len(starts), count].
@@ -330,6 +462,84 @@ class _CheckedSource:
                 fix="Use the tokenizer that made the source, or a larger model.vocab_size.",
             )
         return ids
+
+
+@dataclass(frozen=True)
+class _TextSamples:
+    """Text that is tokenized while it is read, with the interface of a `_CheckedSource`."""
+
+    config: SourceConfig
+    text: TextSource
+    last_id: int  # of every document
+    tokens: int | None = None  # unknown
+
+    @property
+    def name(self) -> str:
+        return self.config.name
+
+    @property
+    def path(self) -> str:
+        return self.config.path
+
+    @property
+    def weight(self) -> float:
+        return self.config.weight
+
+    @property
+    def bos(self) -> bool:
+        return self.config.bos
+
+    @property
+    def fingerprint(self) -> str:
+        return self.text.fingerprint
+
+    @property
+    def content_sample(self) -> str | None:
+        return self.text.content_sample
+
+    def samples(self, seq_len: int) -> None:
+        """Unknown: nothing has counted the tokens."""
+
+    def first_token(self, sample: int, seq_len: int) -> None:
+        """Unknown: samples of several lanes alternate."""
+
+    def ordered(self, weight: float, seq_len: int) -> OrderedSource:
+        """The source as the order of samples needs it."""
+        return OrderedSource(self.name, weight, None)
+
+    def read_samples(self, samples: np.ndarray, seq_len: int) -> np.ndarray:
+        """The ids of samples, by number: int64 [len(samples), seq_len + 1]; raises DataError."""
+        return self.text.read(samples)
+
+
+def _open_text(
+    config: SourceConfig,
+    seq_len: int,
+    seed: int,
+    tokenizer: Tokenizer | None,
+    checks: CorpusChecks | None,
+) -> _TextSamples:
+    """Open text files to be tokenized while they are read; raises DataError."""
+    label = f'source "{config.name}" ({config.path}), format = "{TEXT}"'
+    if tokenizer is None:
+        raise DataError(f"{label}: needs a tokenizer.", fix="Set data.tokenizer.")
+    if config.max_epochs or not config.shuffle:
+        raise DataError(
+            f"{label}: max_epochs and shuffle = false need prepared shards.",
+            fix="Remove them, or prepare the text: scripts/prepare_data.py.",
+        )
+    if config.bos and not tokenizer.has_bos:
+        raise DataError(f"{label}: bos = true, but the tokenizer has no BOS.", fix="Remove bos.")
+    encode = document_encoder(tokenizer, config.bos)
+    text = TextSource(
+        config.path,
+        config.lanes,
+        seq_len + 1,
+        f"{seed} text {config.name}",
+        encode,
+        checks or CorpusChecks(),
+    )
+    return _TextSamples(config, text, tokenizer.eos_id)
 
 
 def _check_source(
@@ -351,7 +561,7 @@ def _check_source(
         bos = source.record.bos
     else:  # the first document stands for all of them
         bos = bool(tokenizer and tokenizer.has_bos and _id_at(source, 0) == tokenizer.bos_id)
-    return _CheckedSource(config.name, config.path, config.weight, source, vocab_size, bos)
+    return _CheckedSource(config, source, vocab_size, bos)
 
 
 def _check_record(
@@ -371,6 +581,16 @@ def _check_record(
             f"{label}: has ids up to {record.max_id}, outside 0…{vocab_size - 1}.",
             fix=f"Set model.vocab_size = {record.vocab_size} or more.",
         )
+
+
+def _weight_text(weight: float, six_digits_suffice: bool) -> str:
+    """A weight as checkpoints record it.
+
+    Six digits are enough to distinguish quotas of whole samples per block; otherwise all digits
+    are needed.
+    """
+    short = f"{weight:g}"
+    return short if six_digits_suffice or float(short) == weight else repr(weight)
 
 
 def _id_at(source: TokenSource, position: int) -> int:

@@ -16,6 +16,8 @@ from titanlite.distributed.mesh import Degrees, resolve_degrees
 from titanlite.job import checks, environment
 from titanlite.job.checks import plan_job_pipeline, plan_rate_schedule, resolve_global_batch
 from titanlite.job.config import MOVED, JobConfig
+from titanlite.job.data import open_job_stream, open_job_tokenizer
+from titanlite.job.mixture import check_stream_length, log_mixture
 from titanlite.kernels.backend import AttentionShape
 from titanlite.log import logger, pluralize
 from titanlite.models import FAMILIES, ModelSizes, ModelSpec
@@ -25,7 +27,7 @@ from titanlite.parallelize import DTYPES, ModelTransforms
 from titanlite.parallelize.pipeline_plan import PipelinePlan
 from titanlite.settings import load_config, raise_together, to_toml
 from titanlite.storage import StorageFolder
-from titanlite.training import BatchSchedule, build_batch_schedule
+from titanlite.training import BatchSchedule, Counters, build_batch_schedule
 
 SHORT_DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 
@@ -39,7 +41,7 @@ class Job:
     sizes: ModelSizes  # of the model
     degrees: Degrees
     pipeline: PipelinePlan  # which rank runs which stage
-    global_batch: int  # samples of one optimizer step, over all ranks, after the ramp
+    global_batch: int  # sequences of a step, over all ranks, after training.batch_size_ramp
 
     @property
     def folder(self) -> Path:
@@ -48,7 +50,7 @@ class Job:
 
     @property
     def rank_batch(self) -> int:
-        """Samples of one optimizer step on one data-parallel rank, after the ramp."""
+        """Sequences of a step on one data-parallel rank, after training.batch_size_ramp."""
         return self.global_batch // self.degrees.data
 
     @property
@@ -119,6 +121,11 @@ class Job:
             )
         return [warning for warning in warnings if warning]
 
+    @property
+    def measures_sources(self) -> bool:
+        """Whether each step measures the loss of each source."""
+        return len(self.config.data.sources) > 1 and self.config.metrics.source_loss_freq > 0
+
     def facts(self, stream: SampleStream) -> dict[str, Any]:
         """Properties of the job that its checkpoints record."""
         return {
@@ -130,7 +137,7 @@ class Job:
             "training.global_batch_size": self.global_batch,
             "training.batch_size_ramp": self.config.training.batch_size_ramp,
             "attention.mask": self.config.attention.mask,  # decides what a token attends to
-            **stream.facts,  # decide which samples a stream position means
+            **stream.facts,  # decide which sample each position is
         }
 
     def facts_to_check(self, stream: SampleStream) -> dict[str, Any]:
@@ -147,9 +154,9 @@ class Job:
 
     @property
     def other_folders(self) -> dict[str, StorageFolder]:
-        """Folders outside job.dump_folder that this run writes to, by their keys.
+        """Folders that another job may write to as well, by their keys.
 
-        Includes the checkpoint folder wherever it is, because another job may use the same one.
+        These are the folders outside job.dump_folder, and the checkpoint folder wherever it is.
         """
         config = self.config
         is_written = {
@@ -172,7 +179,7 @@ class Job:
         """The job in a few lines, logged when it starts."""
         config, training, sizes = self.config, self.config.training, self.sizes
         compute = SHORT_DTYPES[training.mixed_precision_param]
-        measured = "measured " if device.type == "cpu" else ""
+        measured = "measured " if device.type == "cpu" else ""  # a GPU's is published
         peak = (
             f"{measured}peak {peak_flops / 1e12:.3g} TFLOP/s each" if peak_flops else "peak unknown"
         )
@@ -212,14 +219,25 @@ class Job:
         return f"tuned at dim {base.dim}; width x{self.sizes.dim / base.dim:g}"
 
     def log_start(self, rank: int) -> None:
-        """Print and log the configuration, warnings and the result of a check, as set in [job]."""
+        """On rank 0, print the configuration if job.print_config, and log warnings; log a check."""
         if rank == 0:
             if self.config.job.print_config:
                 print(self.as_toml())
             for warning in self.warnings:
                 logger.warning("%s", warning)
         if self.config.job.check:
+            if rank == 0:
+                self._log_mixture()
             logger.info("every check passed for %s", self.degrees)
+
+    def _log_mixture(self) -> None:
+        """Log what the run would read; raises ConfigError if the sources do not suffice."""
+        tokenizer = open_job_tokenizer(self.config)
+        stream = open_job_stream(self.config, self.sizes.vocab_size, tokenizer)
+        assert stream is not None, "checked: data.sources is not empty"
+        steps = self.config.training.steps
+        check_stream_length(stream, self.batches, steps)
+        log_mixture(stream, self.batches, steps, Counters())
 
     def as_toml(self) -> str:
         """The effective configuration as a TOML that `read_job` accepts."""
