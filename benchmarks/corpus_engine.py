@@ -20,6 +20,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import psutil  # comes with distributed
@@ -97,8 +98,12 @@ class Cluster:
 
 
 def _workers_of(node: subprocess.Popen) -> list[psutil.Process]:
-    children = psutil.Process(node.pid).children(recursive=True)
-    return [child for child in children if "spawn_main" in " ".join(child.cmdline())]
+    workers = []
+    for child in psutil.Process(node.pid).children(recursive=True):
+        with suppress(psutil.Error):  # it died meanwhile
+            if "spawn_main" in " ".join(child.cmdline()):
+                workers.append(child)
+    return workers
 
 
 def nothing() -> None:
@@ -115,7 +120,10 @@ def measure_overhead(folder: Path) -> None:
             assert sum(1 for _ in engine.run(calls)) == TASKS
             cpu = cluster.cpu_seconds() + time.process_time() - cpu
             wall = time.perf_counter() - start
-            print(f"dask   {1e3 * cpu / TASKS:.2f} ms CPU, {1e3 * wall / TASKS:.2f} ms wall a task")
+            print(
+                f"dask   {1e3 * cpu / TASKS:.2f} ms CPU, {1e3 * wall / TASKS:.2f} ms wall a task",
+                flush=True,
+            )
 
 
 def wait_for_workers(engine: DaskEngine, calls: list[EngineCall]) -> None:
@@ -169,7 +177,10 @@ def measure_scaling(folder: Path) -> None:
                 make_corpus(file, engine)
                 dask = time.perf_counter() - engine_start
         same = shards_in(folder / f"dask{workers}") == shards_in(folder / f"local{workers}")
-        print(f"{workers} workers: local {local:.1f} s, dask {dask:.1f} s, same shards: {same}")
+        print(
+            f"{workers} workers: local {local:.1f} s, dask {dask:.1f} s, same shards: {same}",
+            flush=True,
+        )
 
 
 class _Killer:
@@ -195,7 +206,7 @@ def inject_faults(folder: Path) -> None:
         for stage in local.stages:
             for name, kill in (("worker", cluster.kill_worker), ("node", cluster.kill_node)):
                 file, killer = recipe(f"{stage}-{name}"), _Killer(stage, kill)
-                with DaskEngine(str(cluster.file), file.work) as engine:
+                with DaskEngine(str(cluster.file), file.work, 120) as engine:
                     make_corpus(file, engine, killer)
                 same = shards_in(Path(file.recipe.out)) == expected
                 failed += not same
@@ -207,5 +218,6 @@ if __name__ == "__main__":
     kinds = {"overhead": measure_overhead, "scaling": measure_scaling, "faults": inject_faults}
     if len(sys.argv) != 2 or sys.argv[1] not in kinds:
         sys.exit(__doc__)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the cluster ends too
     with tempfile.TemporaryDirectory() as temporary:
         kinds[sys.argv[1]](Path(temporary))

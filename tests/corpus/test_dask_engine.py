@@ -108,7 +108,7 @@ def test_a_cluster_makes_the_same_shards(cluster, write_recipe, tmp_path):  # no
 def test_a_task_whose_worker_is_killed_runs_again(engine, tmp_path):
     arguments = {"word": "a", "first": str(tmp_path / "first")}
     task = Task("word", word_of_a_dead_worker, arguments)
-    assert run_tasks([task], tmp_path, engine) == [{"words": 1}]
+    assert run_tasks([task], tmp_path, engine)[0]["words"] == 1
     assert (tmp_path / "first").exists() and (tmp_path / task.key / "word").read_text() == "a"
 
 
@@ -165,6 +165,16 @@ def test_workers_with_other_code_are_refused(cluster, tmp_path, monkeypatch):
         pytest.raises(ConfigError, match="has titanlite .*, the command 0123"),
     ):
         list(engine.run([EngineCall(int, (), "a")]))
+
+
+def test_other_versions_of_dask_are_refused(cluster, tmp_path, monkeypatch):
+    monkeypatch.setattr(
+        "distributed.client.version_module.get_versions",
+        lambda **_: {"packages": {"python": "3.9.1", "dask": "1", "distributed": "1"}},
+    )
+    with pytest.raises(ConfigError, match="the scheduler has python .*, this process 3.9") as error:
+        DaskEngine(str(cluster.file), tmp_path).__enter__()
+    assert "the scheduler has distributed" in error.value.message
 
 
 @pytest.mark.parametrize("address", ["tcp://127.0.0.1:9", "nonsense", "no.json"])
