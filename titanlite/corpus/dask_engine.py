@@ -28,13 +28,7 @@ from typing import Any
 import xxhash
 
 from titanlite.corpus.engine import STALL_SECONDS, EngineCall, count_progress_with
-from titanlite.errors import (
-    ConfigError,
-    DataError,
-    UserError,
-    error_from_dict,
-    error_to_dict,
-)
+from titanlite.errors import ConfigError, DataError, UserError
 from titanlite.files import parse_json
 from titanlite.log import logger, pluralize
 
@@ -161,7 +155,9 @@ class DaskEngine:
 
         try:
             # waits if the worker that had the result died, until another one made it again
-            answer = future.result(timeout=self._stall_seconds)
+            return future.result(timeout=self._stall_seconds)
+        except UserError:  # of the call
+            raise
         except KilledWorker as error:
             raise DataError(
                 f"{call.name}: {error.allowed_failures + 1} workers died while they ran it, the"
@@ -184,9 +180,6 @@ class DaskEngine:
                     " command.",
                 ) from None
             raise
-        if "error" in answer:
-            raise error_from_dict(answer["error"])
-        return answer["result"]
 
 
 def _missing_module(error: BaseException | None) -> str | None:
@@ -355,14 +348,11 @@ class _ProgressReport(threading.local):
 _progress_report = _ProgressReport()
 
 
-def _run_on_worker(call: EngineCall, site: _Site) -> dict[str, Any]:
-    """{"result": …}, or {"error": …} of a UserError: pickle would lose parts of some."""
+def _run_on_worker(call: EngineCall, site: _Site) -> Any:
+    """The result of a call; raises UserError if this worker cannot run it."""
     from distributed import get_worker
 
     _progress_report.start(get_worker(), site.topic)
     count_progress_with(_progress_report)
-    try:
-        site.check()
-        return {"result": call.function(*call.arguments)}
-    except UserError as error:
-        return {"error": error_to_dict(error)}
+    site.check()
+    return call.function(*call.arguments)
