@@ -31,11 +31,11 @@ DOCUMENT_CHARACTERS = 2000
 SWEEPS: dict[str, tuple[float, ...]] = {  # learning rates of each optimizer
     "AdamW": (2e-3, 4e-3, 8e-3),
     "Adam": (2e-3, 4e-3, 8e-3),
-    "SGD": (0.1, 0.3, 1.0),
-    "Lion": (2e-4, 4e-4, 8e-4),
-    "Adafactor": (4e-3, 8e-3, 1.6e-2),
-    "Muon": (2e-3, 4e-3, 8e-3),
-    "SOAP": (2e-3, 4e-3, 8e-3),
+    "SGD": (0.03, 0.1, 0.3),
+    "Lion": (4e-4, 8e-4, 1.6e-3),
+    "Adafactor": (1.6e-2, 4e-2, 1e-1),  # relative to the RMS of each parameter
+    "Muon": (4e-3, 8e-3, 1.6e-2),
+    "SOAP": (4e-3, 8e-3, 1.6e-2),
 }
 NO_DECAY = ["--optimizer.weight_decay", "0"]  # Adam and SGD would add it to the gradients
 OPTIONS = {"Adam": NO_DECAY, "SGD": ["--optimizer.momentum", "0.9", *NO_DECAY]}  # else: defaults

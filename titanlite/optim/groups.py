@@ -59,6 +59,12 @@ class ParameterGroupConfig:
         values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         return {k: value for k, value in values.items() if k not in own and value is not None}
 
+    def describe(self) -> str:
+        """The keys that this group sets, and their values."""
+        factor = {"lr_factor": self.lr_factor} if self.lr_factor != 1 else {}
+        keys = {**factor, **self.overrides(), **self.schedule_overrides()}
+        return ", ".join(f"{key} {value}" for key, value in keys.items())
+
     def schedule_overrides(self) -> dict[str, Any]:
         """The keys of [lr_scheduler] that this group sets."""
         values = {key: getattr(self, key) for key in SCHEDULE_KEYS}
