@@ -41,7 +41,9 @@ class BatchDump:
         shown = max(1, MAX_TOKENS // stream.seq_len)
         inputs, labels = stream.read(position, min(shown, count))
         for number, sample in enumerate(samples[:shown]):
-            tokens = [*inputs[number].tolist(), int(labels[number, -1])]
+            tokens = inputs[number].tolist()
+            if (last := int(labels[number, -1])) >= 0:
+                tokens.append(last)
             sample["tokens"] = tokens
             if stream.tokenizer is not None:
                 sample["text"] = stream.tokenizer.decode(tokens)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from titanlite.data.open_files import OpenFiles
+from titanlite.data.packed import open_packed
 from titanlite.data.shards import open_corpus
 from titanlite.data.token_source import CorpusChecks, SourceOpener, TokenSource
 from titanlite.errors import DataError
 
 FORMATS: dict[str, SourceOpener] = {
     "megatron": open_corpus,  # .bin/.idx shards, as scripts/prepare_data.py writes them
+    "packed": open_packed,  # the same, of windows in which documents are packed by best fit
 }
 
 

@@ -235,16 +235,22 @@ class _Shard:
 
 
 def open_corpus(
-    path: str | Path, checks: CorpusChecks | None = None, files: OpenFiles | None = None
+    path: str | Path,
+    checks: CorpusChecks | None = None,
+    files: OpenFiles | None = None,
+    *,
+    packed: bool = False,
 ) -> Corpus:
     """Open a folder of shards, or one shard given by its prefix or either file; raises DataError.
 
     Names and sizes are checked, against the manifest if there is one; then what `checks` requests.
+    `packed`: whether the shards must have packed windows (titanlite/data/packed.py), or must not.
     """
     location, checks = Path(path), checks or CorpusChecks()
     try:
         pairs = _list_shard_files(location)
         manifest = _read_and_compare_manifest(location, pairs, checks)
+        _check_packing(location, manifest, packed)
         sampled = checks.verify != "off"
         samples = {bin: hash_sampled_blocks(bin) for bin, _ in pairs} if sampled else {}
         shards: list[_Shard] = []
@@ -274,6 +280,34 @@ def _read_and_compare_manifest(
     if manifest:
         check_listed_files(location, pairs, manifest)
     return manifest
+
+
+def map_shard(prefix: str | Path) -> tuple[np.ndarray, np.ndarray]:
+    """(ids, memory-mapped; length of each sequence, int32) of one shard; raises DataError."""
+    bin, idx = shard_paths(Path(prefix))
+    shard = _open_shard(bin, idx, 0, None)
+    with open(idx, "rb") as file:
+        _, _, _, sequences, _ = _HEADER.unpack(file.read(_HEADER.size))
+        lengths = np.fromfile(file, "<i4", sequences)
+    if not shard.tokens:  # an empty file cannot be mapped
+        return np.empty(0, shard.type), lengths
+    return np.memmap(bin, shard.type, "r"), lengths
+
+
+def _check_packing(location: Path, manifest: CorpusManifest | None, packed: bool) -> None:
+    """Refuse packed windows as documents, and documents as windows; raises DataError."""
+    seq_len = manifest.packed_seq_len if manifest else 0
+    if seq_len and not packed:
+        raise DataError(
+            f"{location}: its documents are packed in windows of {seq_len} tokens.",
+            fix='Set format = "packed" for this source.',
+        )
+    if packed and not seq_len:
+        raise DataError(
+            f"{location}: its documents are not packed.",
+            fix='Set format = "megatron" for this source, or prepare it with [pack] mode ='
+            ' "best_fit".',
+        )
 
 
 def _check_content(
