@@ -212,5 +212,5 @@ def _local_index(label: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def valid_tokens(labels: Tensor) -> Tensor:
-    """Number of labels that the loss does not ignore, 0-d integer; does not synchronise the host."""
+    """Number of labels that are not ignored, 0-d integer; does not synchronise the host."""
     return (labels >= 0).sum()

@@ -22,7 +22,7 @@ class _Bins:
         self._occupied = 0  # bit n: there are bins with space n
 
     def least_space(self, length: int) -> int:
-        """The least space of all bins that suffices for `length`; that of a new bin if none does."""
+        """The least sufficient space for `length` of all bins, of a new one if there is no other."""
         sufficient = self._occupied >> length
         if not sufficient:
             return self.capacity
