@@ -105,6 +105,13 @@ class TrainResult:
         return self.task.speed([step["time"] for step in self.steps])
 
     @property
+    def mean_speed(self) -> float:
+        """Tokens/s of all counted steps together, with what happens between them."""
+        counted = self.steps[self.task.skipped - 1 :]
+        seconds = counted[-1]["time"] - counted[0]["time"]
+        return self.task.batch * self.task.seq_len * (len(counted) - 1) / seconds
+
+    @property
     def first_step_seconds(self) -> float:
         return self.steps[0]["time"] - self.launched
 

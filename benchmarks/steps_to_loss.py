@@ -35,7 +35,8 @@ SWEEPS: dict[str, tuple[float, ...]] = {  # learning rates of each optimizer
     "Muon": (2e-3, 4e-3, 8e-3),
     "SOAP": (2e-3, 4e-3, 8e-3),
 }
-OPTIONS = {"SGD": ["--optimizer.momentum", "0.9"]}  # others keep their defaults
+NO_DECAY = ["--optimizer.weight_decay", "0"]  # Adam and SGD would add it to the gradients
+OPTIONS = {"Adam": NO_DECAY, "SGD": ["--optimizer.momentum", "0.9", *NO_DECAY]}  # else: defaults
 JOB = """
 [model]
 dim = 128

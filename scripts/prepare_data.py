@@ -1,14 +1,18 @@
 """Turn text into shards of token ids.
 
+python scripts/prepare_data.py --recipe train_configs/corpus.toml
 python scripts/prepare_data.py TEXT --tokenizer tokenizer.model --out corpus
 
-After an interruption, run the same command again: it continues where it stopped.
+The first form reads, filters, deduplicates, tokenises, shuffles and packs, as the recipe says; the
+second one only tokenises. After an interruption, run the same command again: it continues where it
+stopped.
 `--verify FOLDER` compares every byte of a prepared corpus with the recorded hashes.
 """
 
 from __future__ import annotations
 
 import argparse
+import shutil
 import signal
 import sys
 from pathlib import Path
@@ -23,18 +27,22 @@ from rich.progress import (
     TransferSpeedColumn,
 )
 
+from titanlite.corpus.engine import STALL_SECONDS, LocalEngine
+from titanlite.corpus.pipeline import make_corpus
 from titanlite.corpus.prepare import (
-    STALL_SECONDS,
     TRAIN,
     VALIDATION,
     PreparedCorpus,
     PrepareSettings,
     prepare_corpus,
 )
+from titanlite.corpus.progress_bars import StageBars
+from titanlite.corpus.recipe import load_recipe
+from titanlite.corpus.summary import summarise_corpus
 from titanlite.data import open_tokenizer, verify_corpus
 from titanlite.data.text import INPUT_KINDS, MAX_DOCUMENT_BYTES
-from titanlite.errors import EXIT_DONE, EXIT_USER_ERROR, UserError, format_error
-from titanlite.log import pluralize
+from titanlite.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_USER_ERROR, UserError, format_error
+from titanlite.log import configure_log, pluralize
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -43,6 +51,17 @@ def parse_arguments() -> argparse.Namespace:
     )
     add = parser.add_argument
     add("inputs", nargs="*", metavar="INPUT", help=INPUT_KINDS)
+    add("--recipe", metavar="FILE.toml", help="how the corpus is made; takes no INPUT")
+    add(
+        "--replace",
+        action="store_true",
+        help="with --recipe: replace the corpus that another recipe made in the same folder",
+    )
+    add(
+        "--clean",
+        action="store_true",
+        help="with --recipe: then remove the work that would speed up a changed recipe",
+    )
     add(
         "--tokenizer",
         metavar="FILE",
@@ -83,10 +102,19 @@ def parse_arguments() -> argparse.Namespace:
         help="verify a prepared corpus instead; takes no INPUT",
     )
     args = parser.parse_args()
-    if args.verify is None and not (args.inputs and args.tokenizer and args.out):
-        parser.error("INPUT, --tokenizer and --out are required, or --verify FOLDER alone")
+    if args.recipe is not None and (args.inputs or args.tokenizer or args.out or args.verify):
+        parser.error("--recipe FILE.toml has the inputs, the tokenizer and the output folder")
+    if args.recipe is None and (args.replace or args.clean):
+        parser.error("--replace and --clean need --recipe FILE.toml")
+    short_form = args.recipe is None and args.verify is None
+    if short_form and not (args.inputs and args.tokenizer and args.out):
+        parser.error(
+            "INPUT, --tokenizer and --out are required, or --recipe FILE.toml or --verify FOLDER"
+        )
     if args.verify is not None and args.inputs:
         parser.error("--verify FOLDER takes no INPUT")
+    if args.workers is not None and args.workers < 1:
+        parser.error("--workers must be at least 1")
     if args.document_mib < 1 or args.stall_seconds <= 0:
         parser.error("--document-mib and --stall-seconds must be above 0")
     return args
@@ -106,15 +134,37 @@ class ReadingBar(Progress):
 
 def main() -> int:
     args = parse_arguments()
+    configure_log()
     try:
-        result = prepare(args) if args.verify is None else verify(Path(args.verify))
+        result = run(args)
     except UserError as error:
         print(format_error(error), file=sys.stderr)
         return EXIT_USER_ERROR
+    except KeyboardInterrupt:
+        print("interrupted; run the same command again to continue", file=sys.stderr)
+        return EXIT_INTERRUPTED
     # End quietly if `| head` closes stdout. Set only now: libraries rely on SIGPIPE being ignored.
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     print(result)
     return EXIT_DONE
+
+
+def run(args: argparse.Namespace) -> str:
+    """Do what the arguments say, and summarise it; raises UserError."""
+    if args.verify is not None:
+        return verify(Path(args.verify))
+    return prepare(args) if args.recipe is None else follow_recipe(args)
+
+
+def follow_recipe(args: argparse.Namespace) -> str:
+    """Make the corpus of a recipe; raises UserError."""
+    recipe = load_recipe(args.recipe)
+    engine = LocalEngine(args.workers, args.stall_seconds)
+    with StageBars() as bars:
+        result = make_corpus(recipe, engine, bars, args.replace)
+    if args.clean:
+        shutil.rmtree(recipe.work, ignore_errors=True)
+    return summarise_corpus(result, recipe.work)
 
 
 def prepare(args: argparse.Namespace) -> str:
@@ -153,8 +203,10 @@ def summarise(prepared: PreparedCorpus) -> str:
 
 
 def verify(folder: Path) -> str:
-    """Verify a folder of shards, or train/ and validation/ in it; raises DataError."""
-    sides = [folder / side for side in (TRAIN, VALIDATION) if (folder / side).is_dir()]
+    """Verify a folder of shards, or all train/ and validation/ in it; raises DataError."""
+    parents = [folder, *sorted(path for path in folder.glob("[!.]*") if path.is_dir())]
+    sides = [parent / side for parent in parents for side in (TRAIN, VALIDATION)]
+    sides = [side for side in sides if side.is_dir()]
     lines = []
     with ReadingBar() as bar:
         for side in sides or [folder]:

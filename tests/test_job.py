@@ -663,6 +663,22 @@ def test_the_start_shows_the_ramp_and_the_tokens_of_the_run(run_toml):
     assert not plain.warnings
 
 
+def test_the_start_shows_optimizer_schedule_and_guard(run_toml):
+    group = '[{ match = ["output.*"], name = "SGD" }]'
+    argv = [
+        "--optimizer.groups",
+        group,
+        "--lr_scheduler.decay_ratio",
+        "0.5",
+        "--guard.spike",
+        "skip",
+    ]
+    summary = read_valid(run_toml, *argv).summary(torch.device("cpu"), None)
+    assert "weight decay 0.1; output.* SGD" in summary
+    assert "2 steps of warmup, linear decay to 0 x peak over the last 3 of 6 steps" in summary
+    assert "inf and NaN: skip the step; spikes: skip the step" in summary
+
+
 def test_no_moved_key_is_a_current_key():
     assert not set(MOVED) & set(all_keys(JobConfig))
 

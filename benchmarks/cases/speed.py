@@ -102,6 +102,48 @@ def case_fsdp(context: CaseContext) -> Iterator[Row]:
     yield row("FSDP 2 / one process", "ratio", _ratios(results["two"], results["one"]))
 
 
+def case_guard(context: CaseContext) -> Iterator[Row]:
+    """The guard, and everything that watches a run, against a run without; two replicas.
+
+    The mean step counts, because what happens every 50 steps is rarely in the median step.
+    """
+    task = dataclasses.replace(TASK, batch=8, steps=106, skipped=6)
+    watched = {
+        "guard__spike": "rollback",
+        "checkpoint__enable": "true",  # where a roll-back starts; there is no save in these steps
+        "checkpoint__interval": "1000",
+        "replica_check__freq": "50",
+        "straggler__freq": "50",
+        "metrics__layer_norms_freq": "50",
+        "metrics__noise_scale_freq": "100",
+    }
+    policies = {
+        "off": {"guard__nonfinite": "off"},
+        "nonfinite": {},
+        "spikes": {"guard__spike": "skip"},
+        "everything": watched,
+    }
+
+    def speed(options: dict[str, str]) -> float:
+        replicas = {"parallelism__data_parallel_replicate_degree": 2}
+        replicas["parallelism__data_parallel_shard_degree"] = 1
+        return train(task, context.corpus, processes=2, **replicas, **options).mean_speed
+
+    results = alternate(
+        context.rounds, **{name: partial(speed, options) for name, options in policies.items()}
+    )
+    yield row("without a guard, 2 replicas", "tokens/s", results["off"])
+    yield row(
+        "non-finite check / without",
+        "ratio",
+        _ratios(results["nonfinite"], results["off"]),
+        ">= 0.99",
+    )
+    yield row("and spikes / without", "ratio", _ratios(results["spikes"], results["off"]))
+    name = "spikes, replica check, stragglers, layer norms, noise scale / without"
+    yield row(name, "ratio", _ratios(results["everything"], results["off"]), ">= 0.97")
+
+
 def case_compile(context: CaseContext) -> Iterator[Row]:
     """Compiled against eager: speed, and time to the first step with an empty and a warm cache."""
 

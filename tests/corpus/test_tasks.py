@@ -10,7 +10,7 @@ import pytest
 
 from titanlite.corpus.documents import build_table, read_tables, text_bytes, write_tables
 from titanlite.corpus.engine import LocalEngine
-from titanlite.corpus.task import Task, execute_task, remove_other_work, run_tasks
+from titanlite.corpus.task import Task, WorkFolder, execute_task, remove_other_work, run_tasks
 from titanlite.errors import DataError
 
 ONE = LocalEngine(workers=1)
@@ -114,13 +114,15 @@ def test_a_task_that_two_processes_run_is_committed_once(plan, tmp_path):
 
 
 def test_a_second_command_is_refused_while_one_works(plan, tmp_path):
-    work = tmp_path / "work"
-
-    def run_again(update):
-        with pytest.raises(DataError, match="another process is working there"):
-            run_tasks(plan(), work, ONE)
-
-    run_tasks(plan(), work, ONE, progress=run_again)
+    with WorkFolder(tmp_path / "work", ONE) as run:
+        assert run(plan())[2] == {"words": 3}
+        with (
+            pytest.raises(DataError, match="another process is working there"),
+            WorkFolder(tmp_path / "work", ONE),
+        ):
+            pass
+    with WorkFolder(tmp_path / "work", ONE):
+        pass
 
 
 def test_tables_are_read_one_by_one_and_damage_is_found(tmp_path):

@@ -9,7 +9,7 @@ import torch
 
 from titanlite.distributed.mesh import Degrees
 from titanlite.metrics import PhaseTimer, build_meter
-from titanlite.training.straggler import SelfTest, compare_ranks, find_slow
+from titanlite.training.straggler import SelfTest, StragglerMeter, compare_ranks, find_slow
 
 
 def reports(measure: str, values: list[float]) -> list[dict]:
@@ -66,6 +66,17 @@ def test_a_phase_timer_counts_its_phase_only():
         with meter.paused():
             clock[0] += 1000
             assert (step.take(), data.take()) == (10 * seconds, seconds)
+
+
+def test_what_was_timed_before_a_roll_back_is_forgotten():
+    meter = StragglerMeter(Degrees(), SelfTest(torch.float32, torch.device("cpu")), 6.0, step=20)
+    for timer in meter.timers:
+        timer.begin("step")
+        timer.begin("data")
+        timer.begin("step")
+        timer.begin("pause")
+    meter.start_again(10)
+    assert [timer.take() for timer in meter.timers] == [0.0, 0.0, 0.0]
 
 
 def test_the_self_test_takes_the_fastest_repetition():

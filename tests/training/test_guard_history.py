@@ -53,12 +53,6 @@ def test_a_violation_of_the_data_follows_its_policy(name):
     assert verdicts(config, *at(7, reason=reason)) == [verdict]
 
 
-def test_a_violation_is_computed_again_before_anything_is_decided():
-    history = History(last_step=4, in_a_row=4)
-    observation = Observation(5, NAN)
-    assert decide(history, observation, GuardConfig()) == (history, V.REPLAY)
-
-
 @pytest.mark.parametrize("saved", [False, True])
 def test_only_violations_in_a_row_are_counted(saved):
     config = GuardConfig(max_violations=3)

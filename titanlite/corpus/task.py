@@ -15,7 +15,7 @@ import socket
 import uuid
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -23,6 +23,7 @@ from typing import Any, Protocol
 
 import xxhash
 
+from titanlite.corpus.counts import merge_counts
 from titanlite.corpus.engine import EngineCall, TaskEngine
 from titanlite.errors import DataError
 from titanlite.files import parse_json
@@ -86,25 +87,26 @@ def run_tasks(
 ) -> list[Counts]:
     """Run the tasks that have no folder in `work` yet; returns the counts of all, in order.
 
-    `tasks` lists a task after its inputs. Raises DataError, also if the disk is full.
+    `tasks` lists a task after those of its inputs that did not run before. Raises DataError, also
+    if the disk is full.
     """
-    work.mkdir(parents=True, exist_ok=True)
-    with _exclusive_use(work):
-        shutil.rmtree(work / _UNCOMMITTED, ignore_errors=True)  # of a run that was killed
-        counts: dict[str, Counts] = {}
-        for level in _levels(tasks):
-            _run_level(level, work, engine, progress, counts)
+    counts: dict[str, Counts] = {}
+    for level in _levels(tasks):
+        _run_level(level, work, engine, progress, counts)
     return [counts[task.key] for task in tasks]
 
 
 def _levels(tasks: Sequence[Task]) -> list[list[Task]]:
-    """Tasks by depth: those of one level do not depend on each other. Each key once."""
+    """Tasks by depth: those of one level do not depend on each other. Each key once.
+
+    Inputs that are not in the list were run before.
+    """
     depths: dict[str, int] = {}
     levels: list[list[Task]] = []
     for task in tasks:
         if task.key in depths:
             continue
-        depth = depths[task.key] = 1 + max((depths[key] for key in task.inputs), default=-1)
+        depth = depths[task.key] = 1 + max((depths.get(key, -1) for key in task.inputs), default=-1)
         levels += [[]] if depth == len(levels) else []
         levels[depth].append(task)
     return levels
@@ -148,25 +150,36 @@ def execute_task(task: Task, work: str) -> Counts:
         counts = task.function(out, [Path(work, key) for key in task.inputs], task.arguments)
         _write_record(out, counts)
         _commit_folder(out, target)
-    except (OSError, MemoryError) as error:
-        raise _readable_error(task, work, error) from error
+    except MemoryError as error:
+        raise DataError(
+            f"{task.key}: memory ran out.",
+            fix="Use fewer --workers, then run the same command again: finished tasks are reused.",
+        ) from error
+    except OSError as error:
+        raise _disk_error(Path(work), f" in stage {task.stage}", error) from error
     finally:
         shutil.rmtree(out, ignore_errors=True)
     return counts
 
 
-def _readable_error(task: Task, work: str, error: OSError | MemoryError) -> DataError:
-    again = "then run the same command again: finished tasks are reused."
-    if isinstance(error, MemoryError):
-        return DataError(f"{task.key}: memory ran out.", fix=f"Use fewer --workers, {again}")
+@contextmanager
+def readable_disk_errors(folder: Path) -> Iterator[None]:
+    """Raise an OSError as a DataError that names `folder`."""
+    try:
+        yield
+    except OSError as error:
+        raise _disk_error(folder, "", error) from error
+
+
+def _disk_error(folder: Path, stage: str, error: OSError) -> DataError:
     reason = error.strerror or error
     if error.errno in _FULL_DISK:
         return DataError(
-            f"{work}: cannot be written in stage {task.stage} ({reason}).",
-            fix=f"Free space on this disk, {again}",
+            f"{folder}: cannot be written{stage} ({reason}).",
+            fix="Free space on this disk, then run the same command again: finished tasks are"
+            " reused.",
         )
-    where = error.filename or task.key
-    return DataError(f"{where}: failed in stage {task.stage} ({reason}).")
+    return DataError(f"{error.filename or folder}: failed{stage} ({reason}).")
 
 
 def _write_record(out: Path, counts: Counts) -> None:
@@ -215,6 +228,51 @@ def read_counts(folder: Path) -> Counts | None:
     logger.warning("%s: is damaged, and is made again", folder)
     shutil.rmtree(folder)
     return None
+
+
+class WorkFolder:
+    """A folder of work while one command uses it; a context manager.
+
+    Calling it runs tasks there, as `run_tasks` does. Raises DataError if another command uses it.
+    """
+
+    def __init__(self, path: Path, engine: TaskEngine, progress: TaskProgress = no_progress):
+        self.path, self._engine, self._progress = path, engine, progress
+        self.tasks: dict[str, Task] = {}  # all that were run, by key
+        self.counts: dict[str, Counts] = {}  # of each stage, in the order in which they ran
+        self.reused_tasks = 0
+        self._exit = ExitStack()
+
+    def __enter__(self) -> WorkFolder:
+        self.path.mkdir(parents=True, exist_ok=True)
+        self._exit.enter_context(_exclusive_use(self.path))
+        shutil.rmtree(self.path / _UNCOMMITTED, ignore_errors=True)  # of a run that was killed
+        return self
+
+    def __exit__(self, *_) -> None:
+        self._exit.close()
+
+    def __call__(self, tasks: Sequence[Task]) -> list[Counts]:
+        results = run_tasks(tasks, self.path, self._engine, self._show)
+        for stage in dict.fromkeys(task.stage for task in tasks):
+            new = [c for t, c in zip(tasks, results, strict=True) if t.stage == stage]
+            self.counts[stage] = merge_counts([self.counts.get(stage, {}), *new])
+        self.tasks |= {task.key: task for task in tasks}
+        return results
+
+    def counts_of(self, task: Task) -> Counts:
+        """The counts of a task that ran here."""
+        counts = read_counts(self.path / task.key)
+        assert counts is not None, task.key
+        return counts
+
+    def remove_other_work(self) -> None:
+        """Remove the results of all tasks that did not run here: those of other settings."""
+        remove_other_work(self.path, list(self.tasks.values()))
+
+    def _show(self, update: StageProgress) -> None:
+        self.reused_tasks += update.reused if update.counts is None else 0
+        self._progress(update)
 
 
 def remove_other_work(work: Path, tasks: Sequence[Task]) -> None:

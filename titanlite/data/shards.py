@@ -54,15 +54,28 @@ _BUFFERED_IDS = 1 << 20
 # --- writing -------------------------------------------------------------------------------------
 
 
-class ShardWriter:
-    """Writes one shard, a document at a time; `close` gives the files their final names."""
+def _code_of(vocab_size: int) -> int:
+    # uint16, or int32: the format has no uint32, and every reader of it supports int32
+    return 8 if vocab_size <= 1 << 16 else 4
 
-    def __init__(self, prefix: str | Path, vocab_size: int):
+
+def id_type_of(vocab_size: int) -> np.dtype:
+    """The type that `ShardWriter` stores the ids of a vocabulary in."""
+    return _TYPES[_code_of(vocab_size)]
+
+
+class ShardWriter:
+    """Writes one shard, a document at a time; `close` gives the files their final names.
+
+    `durable`: the files survive a power failure as soon as they have their names.
+    """
+
+    def __init__(self, prefix: str | Path, vocab_size: int, durable: bool = True):
         self.bin, self.idx = shard_paths(Path(prefix))
+        self._durable = durable
         self.vocab_size = vocab_size
-        # uint16, or int32: the format has no uint32, and every reader of it supports int32
-        self._code = 8 if vocab_size <= 1 << 16 else 4
-        self._type = np.dtype(_CODES[self._code])
+        self._code = _code_of(vocab_size)
+        self._type = id_type_of(vocab_size)
         self._lengths: list[int] = []
         self._buffer: list[np.ndarray] = []
         self._buffered_ids, self._max_id = 0, -1
@@ -81,7 +94,7 @@ class ShardWriter:
 
     def add(self, document: Sequence[int] | np.ndarray) -> None:
         """Append one document; raises DataError for an id outside the vocabulary."""
-        ids = np.asarray(document, dtype=np.int64)
+        ids = document if isinstance(document, np.ndarray) else np.array(document, np.int64)
         if ids.size:
             low, high = int(ids.min()), int(ids.max())
             if low < 0 or high >= self.vocab_size:
@@ -96,6 +109,12 @@ class ShardWriter:
         if self._buffered_ids >= _BUFFERED_IDS:
             self._flush()
 
+    def add_documents(self, ids: np.ndarray, lengths: np.ndarray) -> None:
+        """Append documents whose ids follow each other; raises DataError as `add` does."""
+        known = len(self._lengths)
+        self.add(ids)
+        self._lengths[known:] = lengths.tolist()
+
     def _flush(self) -> None:
         content = b"".join(ids.tobytes() for ids in self._buffer)
         self._file.write(content)
@@ -105,10 +124,14 @@ class ShardWriter:
     def close(self) -> ShardRecord:
         """Write the index and rename both files; nothing exists under their names before."""
         self._flush()
-        flush_to_disk(self._file)
+        if self._durable:
+            flush_to_disk(self._file)
         self._file.close()
         index = self._build_index()
-        write_file_atomically(self.idx, index)
+        if self._durable:
+            write_file_atomically(self.idx, index)
+        else:
+            self.idx.write_bytes(index)
         os.replace(temporary_path(self.bin), self.bin)
         return ShardRecord(
             self.bin.stem,
@@ -414,6 +437,13 @@ def _open_shard(bin: Path, idx: Path, begin: int, sample: str | None) -> _Shard:
         raise wrong_size_error(bin, bin.stat().st_size, end, idx.name)
     tokens = end // ids_type.itemsize
     return _Shard(str(bin), ids_type, begin, tokens, end, documents, sample)
+
+
+def read_document_lengths(idx: Path) -> tuple[np.ndarray, np.dtype]:
+    """(length of each document, type of an id) of a shard that `ShardWriter` wrote."""
+    content = idx.read_bytes()
+    _, _, code, sequences, _ = _HEADER.unpack_from(content)
+    return np.frombuffer(content, "<i4", sequences, _HEADER.size), _TYPES[code]
 
 
 def _end_of_last_sequence(file: IO[bytes], sequences: int, id_bytes: int) -> int:

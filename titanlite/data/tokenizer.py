@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+import numpy as np
 import xxhash
 
 from titanlite.data.tokenizer_definition import added_around_text, check_definition
@@ -71,6 +72,10 @@ class Tokenizer(ABC):
         """
         return self._encode(well_formed(text))
 
+    def encode_array(self, text: str) -> np.ndarray:
+        """What `encode` gives, as an array of integers; several times faster than from a list."""
+        return self._encode_array(well_formed(text))
+
     def decode(self, ids: Sequence[int]) -> str:
         """The text of some ids; bytes that are not UTF-8 become U+FFFD."""
         # a model's vocabulary may be larger than its tokenizer's; the extra ids have no text
@@ -85,6 +90,9 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def _decode(self, ids: list[int]) -> str: ...
+
+    def _encode_array(self, text: str) -> np.ndarray:
+        return np.asarray(self._encode(text), dtype=np.int64)
 
 
 def well_formed(text: str) -> str:
@@ -186,6 +194,11 @@ class RanksTokenizer(Tokenizer):
         if len(text) < _MAX_SPACES:
             return encode(text)
         return [id for part in _split_long_spaces(text) for id in encode(part)]
+
+    def _encode_array(self, text: str) -> np.ndarray:
+        if len(text) < _MAX_SPACES:
+            return self._encoding.encode_to_numpy(text, disallowed_special=())
+        return super()._encode_array(text)
 
     def _decode(self, ids: list[int]) -> str:
         return self._encoding.decode(ids)
@@ -293,6 +306,9 @@ class ByteTokenizer(Tokenizer):
 
     def _encode(self, text: str) -> list[int]:
         return list(text.encode())
+
+    def _encode_array(self, text: str) -> np.ndarray:
+        return np.frombuffer(text.encode(), np.uint8)
 
     def _decode(self, ids: list[int]) -> str:
         specials = {self.bos_id: BEGIN.encode(), self.eos_id: END.encode()}

@@ -13,7 +13,7 @@ import torch
 from titanlite.checkpoint import checkpoint_folder
 from titanlite.data import SampleStream
 from titanlite.distributed.mesh import Degrees, resolve_degrees
-from titanlite.job import checks
+from titanlite.job import checks, environment
 from titanlite.job.checks import plan_job_pipeline, plan_rate_schedule, resolve_global_batch
 from titanlite.job.config import MOVED, JobConfig
 from titanlite.kernels.backend import AttentionShape
@@ -192,6 +192,9 @@ class Job:
             "ramp": str(batches) if training.batch_size_ramp else "",
             "length": f"{pluralize(training.steps, 'step')},"
             f" {batches.tokens_after(training.steps):,} tokens",
+            "optimizer": str(config.optimizer),
+            "schedule": str(self.rate_schedule),
+            "guard": str(config.guard),
             "precision": f"compute {compute},"
             f" reduce {SHORT_DTYPES[training.mixed_precision_reduce]},"
             f" params {SHORT_DTYPES[training.dtype]}",
@@ -210,10 +213,11 @@ class Job:
 
     def log_start(self, rank: int) -> None:
         """Print and log the configuration, warnings and the result of a check, as set in [job]."""
-        if self.config.job.print_config and rank == 0:
-            print(self.as_toml())
-        for warning in self.warnings:
-            logger.warning("%s", warning)
+        if rank == 0:
+            if self.config.job.print_config:
+                print(self.as_toml())
+            for warning in self.warnings:
+                logger.warning("%s", warning)
         if self.config.job.check:
             logger.info("every check passed for %s", self.degrees)
 
@@ -235,7 +239,7 @@ def read_job(argv: Sequence[str], world_size: int, *, check_environment: bool = 
     world_size = config.job.check_ranks or world_size
     problems = list(checks.check_config(config, world_size))
     if check_environment:
-        problems += checks.check_environment(config)
+        problems += environment.check_environment(config)
     # A refused key has its default value now, so further problems of that key mean nothing.
     raise_together([*refused, *(p for p in problems if not refused_keys.intersection(p.keys))])
     spec = FAMILIES[config.model.name]

@@ -80,6 +80,12 @@ class OptimizerConfig:
     offload: bool = False
     # store Adam's moments in host memory; every step copies them to the GPU and back
 
+    def __str__(self) -> str:
+        groups = [f"{', '.join(g.match)} {g.name or self.name}" for g in self.groups]
+        own = f"{self.name}, peak learning rate {self.lr:g}, weight decay {self.weight_decay:g}"
+        state = f", {self.state_dtype} moments" if self.state_dtype != "float32" else ""
+        return own + state + "".join(f"; {group}" for group in groups)
+
     @property
     def low_memory(self) -> bool:
         """Whether Adam's moments take less GPU memory than in torch's own optimizers."""

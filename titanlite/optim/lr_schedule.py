@@ -88,9 +88,7 @@ class RateSchedule:
         start, end, total, warmup = self._in_unit(progress)
         if start < warmup:
             return min(1.0, end / warmup)
-        config, decay = self.config, total - warmup
-        if config.decay_ratio is not None:
-            decay = min(decay, round(total * config.decay_ratio))
+        config, decay = self.config, self._decay(total, warmup)
         first_decayed = total - decay
         if start < first_decayed or decay == 0:
             return 1.0
@@ -105,6 +103,25 @@ class RateSchedule:
         final = self.config.final_weight_decay_factor
         fraction = LR_DECAYS[self.config.weight_decay_type](min(1.0, start / total))
         return final + (1.0 - final) * fraction
+
+    def __str__(self) -> str:
+        config, (_, _, total, warmup) = self.config, self._in_unit(Progress(0, 0, 1))
+        unit = "tokens" if config.in_tokens else "steps"
+        parts = [f"{warmup:,} {unit} of warmup" if warmup else "no warmup"]
+        if decay := self._decay(total, warmup):
+            shape = f"{config.decay_type} decay to {config.min_lr_factor:g} x peak"
+            parts.append(f"{shape} over the last {decay:,} of {total:,} {unit}")
+        else:
+            parts.append("then constant")
+        if config.weight_decay_type != "constant":
+            final = config.final_weight_decay_factor
+            parts.append(f"weight decay {config.weight_decay_type} to {final:g} x")
+        return ", ".join(parts)
+
+    def _decay(self, total: int, warmup: int) -> int:
+        """Length of the decay."""
+        ratio = self.config.decay_ratio
+        return total - warmup if ratio is None else min(total - warmup, round(total * ratio))
 
     def _in_unit(self, progress: Progress) -> tuple[int, int, int, int]:
         """(start and end of a step, length of the schedule, warmup) in steps or in tokens."""

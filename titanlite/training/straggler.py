@@ -86,6 +86,12 @@ class StragglerMeter:
         """To be added to the throughput meter, which calls them at each phase."""
         return self.host, self.data, self._step
 
+    def start_again(self, step: int) -> None:
+        """Forget what was timed since the last report; the run continues after `step`."""
+        self._last_step = step
+        for timer in self.timers:
+            timer.take()
+
     def compare(self, step: int) -> list[SlowRank]:
         """The slow ranks since the last report, on rank 0; a collective of all ranks."""
         steps, self._last_step = max(1, step - self._last_step), step
@@ -131,7 +137,10 @@ def report_stragglers(meter: StragglerMeter, sinks: MetricSinks, freq: int) -> P
         for slow in meter.compare(info.step):
             sinks.event(info.step, "straggler", **slow._asdict())
 
-    return PeriodicAction("straggler report", lambda info: info.step % freq == 0, run)
+    def is_due(info: StepInfo) -> bool:
+        return info.step % freq == 0
+
+    return PeriodicAction("straggler report", is_due, run, start_again=meter.start_again)
 
 
 class SelfTest:

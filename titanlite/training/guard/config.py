@@ -43,6 +43,11 @@ class GuardConfig:
     rollback_tries: Annotated[int, Range(1, 10)] = 3
     # roll-backs for the same trouble, after which the run ends with exit code 3
 
+    def __str__(self) -> str:
+        actions = {"warn": "event only", "skip": "skip the step", "rollback": "roll back"}
+        nonfinite, spikes = (actions.get(p, "not checked") for p in (self.nonfinite, self.spike))
+        return f"inf and NaN: {nonfinite}; spikes: {spikes}"
+
     @property
     def rolls_back(self) -> bool:
         """Whether a violation can be answered by a roll-back."""

@@ -153,8 +153,9 @@ class ViolationHandler:
             return None
         self._judge.record(history)
         if verdict is StepVerdict.ACCEPT:
-            accept = self._judge.accept(result.loss, result.grad_norm)
-            result = dataclasses.replace(result, accept=accept)
+            if not result.overflowed:  # otherwise finish_step takes no update
+                accept = self._judge.accept(result.loss, result.grad_norm)
+                result = dataclasses.replace(result, accept=accept)
         else:
             run.state.rewind(first.before)  # generators, which the replay has advanced
             result = dataclasses.replace(result, rejected=True)

@@ -19,9 +19,8 @@ class ViolationReason(Enum):
 
 
 class ReplayResult(Enum):
-    """The result of computing a violating step again, compared with the first computation."""
+    """The result of replaying a violating step, compared with the first computation."""
 
-    NOT_YET = "not computed again yet"
     SAME = "the same bits on every rank"  # the data or the optimization is the cause
     NORMAL = "other bits, and no violation"  # the hardware is the cause
     VIOLATING = "other bits, and a violation again"  # both
@@ -32,18 +31,17 @@ class StepVerdict(Enum):
 
     ACCEPT = "accept"  # update the parameters with the replayed gradients
     SKIP = "skip"  # change no parameter and no optimizer state; the position advances
-    REPLAY = "replay"  # compute the step again
     ROLL_BACK = "roll back"  # continue from an earlier checkpoint
     GIVE_UP = "give up"  # end the run with exit code 3
 
 
 @dataclass(frozen=True)
 class Observation:
-    """A violating step; the same on all ranks."""
+    """A violating step that was replayed; the same on all ranks."""
 
     step: int  # counted from 1
     reason: ViolationReason
-    replay: ReplayResult = ReplayResult.NOT_YET
+    replay: ReplayResult
     host: str = ""  # of the rank that computed other bits
 
 
@@ -74,8 +72,6 @@ def decide(
     history: History, observation: Observation, config: GuardConfig
 ) -> tuple[History, StepVerdict]:
     """(the new history, what to do with a violating step)."""
-    if observation.replay is ReplayResult.NOT_YET:
-        return history, StepVerdict.REPLAY
     if observation.replay is not ReplayResult.SAME:
         history = history.with_fault_of(observation.host)
         if history.hardware_faults[observation.host] >= config.max_hardware_faults:

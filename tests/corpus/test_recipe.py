@@ -1,0 +1,285 @@
+"""A recipe gives the same shards whatever the workers, kills and restarts; errors are readable."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import resource
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.corpus.test_prepare import content_of, documents_in, group_exists, texts, wait_until
+from titanlite.corpus.engine import LocalEngine
+from titanlite.corpus.pipeline import make_corpus
+from titanlite.corpus.recipe import load_recipe
+from titanlite.corpus.shuffle import document_keys
+from titanlite.errors import DataError, UserError
+
+ROOT = Path(__file__).parents[2]
+ONE = LocalEngine(workers=1)
+
+
+@pytest.fixture(autouse=True)
+def no_fsync(monkeypatch):
+    """No test here fails the power, and a busy disk needs a second for each flush."""
+    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
+
+
+def write_jsonl(path: Path, content: list[str]) -> None:
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in content))
+
+
+@pytest.fixture
+def write_recipe(tmp_path):
+    """Writes a recipe of two sources, 300 documents, as many tables of a few kB."""
+    (tmp_path / "in").mkdir()
+    write_jsonl(tmp_path / "in/a.jsonl", texts(120))
+    write_jsonl(tmp_path / "in/b.jsonl", [*texts(79, 1), ""])
+    for number, text in enumerate(texts(100, 2)):
+        (tmp_path / f"in/{number:03}.txt").write_bytes(text.encode())
+
+    def write(out: str = "out", more: str = "[shuffle]", **values) -> Path:
+        lines = {
+            "out": str(tmp_path / out),
+            "tokenizer": "bytes",
+            "validation_share": 0.2,
+            **values,
+        }
+        sources = [("web", ["a.jsonl", "b.jsonl"]), ("books", ["*.txt"])]
+        text = "".join(f"{key} = {json.dumps(value)}\n" for key, value in lines.items())
+        for name, files in sources:
+            inputs = json.dumps([str(tmp_path / "in" / file) for file in files])
+            text += f'[[sources]]\nname = "{name}"\ninputs = {inputs}\n'
+        (tmp_path / f"{out}.toml").write_text(text + more + "\n")
+        return tmp_path / f"{out}.toml"
+
+    return write
+
+
+def shards_in(out: Path) -> dict[str, bytes]:
+    """Name and content of all files but the work."""
+    return {k: v for k, v in content_of(out).items() if not k.startswith(".work")}
+
+
+def set_table_bytes(monkeypatch, size: int = 5000) -> None:
+    """Make tables small, so that there are several tasks."""
+    monkeypatch.setattr("titanlite.corpus.read.TABLE_BYTES", size)
+
+
+def test_every_document_is_in_one_shard_once_in_an_order_of_the_seed(
+    write_recipe, tmp_path, monkeypatch
+):
+    set_table_bytes(monkeypatch)
+    orders = {}
+    for seed in (None, 0, 1):
+        more = "" if seed is None else f"[shuffle]\nseed = {seed}"
+        result = make_corpus(load_recipe(write_recipe(f"out{seed}", more)), ONE)
+        out = tmp_path / f"out{seed}"
+        orders[seed] = {
+            source: [documents_in(out / source / side) for side in ("train", "validation")]
+            for source in ("web", "books")
+        }
+        assert result.tasks > 20 and sum(side.documents for side in result.published.sides) == 299
+    for source, expected in (("web", texts(120) + texts(79, 1)), ("books", texts(100, 2))):
+        train, held_out = orders[None][source]
+        places = {text: place for place, text in enumerate(expected)}
+        assert sorted(train + held_out) == sorted(expected) and 10 < len(held_out) < 80
+        for side in (0, 1):
+            unshuffled = orders[None][source][side]
+            assert unshuffled == sorted(unshuffled, key=places.__getitem__)
+            shuffled = [orders[seed][source][side] for seed in (0, 1)]
+            assert shuffled[0] != shuffled[1] != unshuffled != shuffled[0]
+            assert all(sorted(order) == sorted(unshuffled) for order in shuffled)
+
+
+def test_shards_are_divided_by_size_without_changing_the_order(write_recipe, tmp_path, monkeypatch):
+    set_table_bytes(monkeypatch)
+    make_corpus(load_recipe(write_recipe("whole")), ONE)
+    for more in ("[shuffle]", ""):
+        make_corpus(load_recipe(write_recipe(f"whole{len(more)}", more)), ONE)
+        monkeypatch.setattr("titanlite.corpus.pipeline.MIB", 4000)
+        result = make_corpus(load_recipe(write_recipe(f"parts{len(more)}", more, shard_mib=1)), ONE)
+        monkeypatch.setattr("titanlite.corpus.pipeline.MIB", 1 << 20)
+        assert result.published.sides[0].shards > 3
+        whole, parts = (tmp_path / f"{name}{len(more)}/web/train" for name in ("whole", "parts"))
+        assert documents_in(parts) == documents_in(whole)
+
+
+def test_keys_order_documents_evenly():
+    keys = document_keys(0, (1, 0, 3), 100_000)
+    assert len(set(keys.tolist())) == len(keys)
+    counts = np.histogram((keys >> np.uint64(32)).astype(float), 50, (0, 2**32))[0]
+    chi_square = ((counts - 2000) ** 2 / 2000).sum()
+    assert chi_square < 100  # 49 degrees of freedom: mean 49, deviation 10
+    others = [
+        document_keys(*place, 5) for place in ((0, (1, 0, 4)), (1, (1, 0, 3)), (0, (0, 1, 3)))
+    ]
+    assert all((keys[:5] != other).all() for other in others)
+
+
+RUN = """
+import os, sys
+import titanlite.corpus.read
+os.fsync = lambda descriptor: None
+titanlite.corpus.read.TABLE_BYTES = 5000
+from titanlite.corpus.engine import LocalEngine
+from titanlite.corpus.pipeline import make_corpus
+from titanlite.corpus.recipe import load_recipe
+from titanlite.errors import UserError, format_error
+if __name__ == "__main__":
+    try:
+        make_corpus(load_recipe(sys.argv[1]), LocalEngine(int(sys.argv[2])))
+    except UserError as error:
+        sys.exit(format_error(error))
+"""
+
+
+def start(tmp_path: Path, recipe: Path, workers: int, **options) -> subprocess.Popen:
+    (tmp_path / "run.py").write_text(RUN)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, str(tmp_path / "run.py"), str(recipe), str(workers)]
+    return subprocess.Popen(
+        command, env=environment, start_new_session=True, stderr=subprocess.PIPE, **options
+    )
+
+
+def test_kills_and_workers_change_no_byte(write_recipe, tmp_path, monkeypatch):
+    """Killed at random numbers of finished tasks, with 2 workers, then completed."""
+    set_table_bytes(monkeypatch)
+    undisturbed = make_corpus(load_recipe(write_recipe("undisturbed")), ONE)
+    recipe, generator = write_recipe("out"), random.Random(0)
+    for kill_at in sorted(generator.sample(range(1, undisturbed.tasks), 2)):
+        child = start(tmp_path, recipe, 2)
+        wait_until(lambda: count_finished(tmp_path / "out") >= kill_at, 120)  # noqa: B023
+        os.kill(child.pid, signal.SIGKILL)
+        child.wait()
+        wait_until(lambda: not group_exists(child.pid))  # noqa: B023  # its workers end too
+        assert not (tmp_path / "out/corpus.json").exists()
+    resumed = make_corpus(load_recipe(recipe), ONE)
+    assert 0 < resumed.reused_tasks < resumed.tasks == undisturbed.tasks
+    first, second = (shards_in(tmp_path / out) for out in ("undisturbed", "out"))
+    assert first == second and len(first) == 13
+    assert not list((tmp_path / "out/.work").glob(".uncommitted/*"))
+
+
+def count_finished(out: Path) -> int:
+    return len(list(out.glob(".work/*/*/done.json")))
+
+
+def test_a_changed_setting_reruns_only_what_depends_on_it(write_recipe, tmp_path):
+    make_corpus(load_recipe(write_recipe()), ONE)
+    again = make_corpus(load_recipe(write_recipe()), ONE)
+    assert again.stages == {}
+    changed = load_recipe(write_recipe(more="[shuffle]\nseed = 1"))
+    with pytest.raises(DataError, match="already has a corpus") as refusal:
+        make_corpus(changed, ONE)
+    assert "--replace" in refusal.value.fix
+    before = shards_in(tmp_path / "out")
+    ran: list[str] = []
+    result = make_corpus(changed, ONE, lambda u: ran.append(u.stage) if u.counts else None, True)
+    assert set(ran) == {"shuffle", "shards"} and result.reused_tasks == result.tasks - len(ran)
+    after = shards_in(tmp_path / "out")
+    assert (
+        after.keys() == before.keys()
+        and after["web/train/000000.bin"] != before["web/train/000000.bin"]
+    )
+    # the work of the old seed is removed, so a third recipe does not add to the disk space
+    assert count_finished(tmp_path / "out") == result.tasks
+
+
+@pytest.mark.parametrize("state", ["before the renames", "between them", "before the record"])
+def test_a_kill_while_shards_are_published_is_completed(write_recipe, tmp_path, state, monkeypatch):
+    recipe = load_recipe(write_recipe())
+    make_corpus(recipe, ONE)
+    expected = shards_in(tmp_path / "out")
+    (tmp_path / "out/corpus.json").unlink()
+    for name in ("web", "books"):
+        os.rename(tmp_path / "out" / name, tmp_path / name)
+    renames = ["before the renames", "between them", "before the record"].index(state)
+    real, calls = os.rename, []
+
+    class Killed(Exception):
+        pass
+
+    def rename(source, target):
+        calls.append(source)
+        if len(calls) > renames:
+            raise Killed
+        real(source, target)
+
+    monkeypatch.setattr("titanlite.corpus.publish.os.rename", rename)
+    if renames < 2:
+        with pytest.raises(Killed):
+            make_corpus(recipe, ONE)
+    monkeypatch.setattr("titanlite.corpus.publish.os.rename", real)
+    make_corpus(recipe, ONE)
+    assert shards_in(tmp_path / "out") == expected
+
+
+@pytest.mark.parametrize("stage", ["read", "tokenise", "shuffle", "shards"])
+def test_a_full_disk_is_named_and_nothing_half_written_is_read(write_recipe, tmp_path, stage):
+    make_corpus(load_recipe(write_recipe("undisturbed")), ONE)
+    recipe = load_recipe(write_recipe())
+    unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def limit(update):
+        if update.stage == stage:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (1000, unlimited[1]))
+
+    try:
+        with pytest.raises(DataError, match=f"cannot be written in stage {stage}") as refusal:
+            make_corpus(recipe, ONE, limit)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
+    assert "Free space" in refusal.value.fix and not (tmp_path / "out/web").exists()
+    make_corpus(recipe, ONE)
+    assert shards_in(tmp_path / "out") == shards_in(tmp_path / "undisturbed")
+
+
+def test_what_cannot_be_read_is_refused_or_counted(write_recipe, tmp_path):
+    with open(tmp_path / "in/a.jsonl", "a") as file:
+        file.write('{"text": broken\n{"text": 7}\n')
+    (tmp_path / "in/050.txt").write_bytes(b"\xff")
+    with pytest.raises(DataError, match="050.txt, line 1: the byte 0xff|a.jsonl, line 121"):
+        make_corpus(load_recipe(write_recipe()), ONE)
+    result = make_corpus(load_recipe(write_recipe(more='[read]\non_error = "skip"')), ONE)
+    assert result.stages["read"]["skipped"] == {"not_json": 2, "not_utf8": 1}
+    assert result.stages["read"]["documents_out"] == 298
+    assert result.stages["read"]["removed"] == {"read.empty": {"documents": 1, "bytes": 0}}
+
+
+@pytest.mark.parametrize(
+    "values, more, problems",
+    [
+        ({"tokeniser": "x"}, "", ["tokeniser", "tokenizer"]),
+        ({"shard_mib": 0}, "[read]\non_error = 1", ["shard_mib", "on_error"]),
+        ({}, '[[sources]]\nname = "web"\ninputs = []', ['2 sources have the name "web"', "inputs"]),
+        ({}, '[[sources]]\nname = "../x"\ninputs = ["a"]', ['name = "../x"']),
+        ({}, '[[sources]]\nname = "x"\ninputs = ["no/such"]', ["no/such: no such file"]),
+        ({"tokenizer": "no.model"}, "", ['tokenizer "no.model"']),
+        ({"bos": True, "validation_share": 0.9}, "", ["validation_share"]),
+    ],
+)
+def test_a_wrong_recipe_is_refused_with_its_keys(write_recipe, values, more, problems):
+    with pytest.raises(UserError) as refusal:
+        make_corpus(load_recipe(write_recipe(more=more, **values)), ONE)
+    assert all(problem in str(refusal.value) for problem in problems), str(refusal.value)
+
+
+def test_the_script_makes_goes_on_and_cleans(write_recipe, tmp_path):
+    recipe = write_recipe()
+    command = [sys.executable, "scripts/prepare_data.py", "--recipe", str(recipe)]
+    done = subprocess.run([*command, "--workers", "2", "--clean"], cwd=ROOT, capture_output=True)
+    assert done.returncode == 0, done.stderr.decode()
+    assert b"read.empty 1" in done.stdout and b"web/train" in done.stdout
+    assert not (tmp_path / "out/.work").exists() and (tmp_path / "out/web/train").exists()
+    (tmp_path / "in/a.jsonl").write_text("{}")
+    refused = subprocess.run(command, cwd=ROOT, capture_output=True)
+    assert refused.returncode == 2 and b"--replace" in refused.stderr
+    assert b"Traceback" not in refused.stderr

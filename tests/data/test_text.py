@@ -1,0 +1,137 @@
+"""Text of every kind of file and place: what cannot be read is refused or reported."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+from pathlib import Path
+
+import fsspec
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from titanlite.data.text import (
+    FileRange,
+    ReadProblem,
+    TextRules,
+    find_files,
+    list_file_ranges,
+    read_located_documents,
+)
+from titanlite.errors import DataError
+
+TEXTS = [f"{i} é🙂\r\n" * (i % 7) + "x" for i in range(100)]
+SUFFIXES = [".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet"]
+
+
+def write(path: Path, texts: list[str], field: str = "text") -> Path:
+    lines = b"".join(json.dumps({field: text}).encode() + b"\n" for text in texts)
+    if path.suffix == ".parquet":
+        table = pyarrow.table({field: texts})
+        pyarrow.parquet.write_table(table, path, row_group_size=7)
+    elif path.suffix == ".gz":
+        path.write_bytes(gzip.compress(lines[:999]) + gzip.compress(lines[999:]))  # two members
+    elif path.suffix == ".zst":
+        codec = pyarrow.Codec("zstd")
+        path.write_bytes(b"".join(codec.compress(part, asbytes=True) for part in (lines, b"\n")))
+    else:
+        path.write_bytes(lines)
+    return path
+
+
+def read(ranges: list[FileRange], **rules) -> tuple[list[str], list[ReadProblem], list[str]]:
+    """(texts, problems, origins) of what can be read."""
+    problems: list[ReadProblem] = []
+    documents = list(read_located_documents(ranges, TextRules(**rules), problems.append))
+    return [d.text for d in documents], problems, [d.origin for d in documents]
+
+
+@pytest.mark.parametrize("suffix", SUFFIXES)
+def test_every_kind_of_file_gives_every_document_also_by_url(tmp_path, suffix):
+    file = write(tmp_path / f"a{suffix}", TEXTS, "body")
+    assert find_files([tmp_path]) == [file]
+    memory = fsspec.filesystem("memory")
+    memory.pipe(f"/{suffix}/below/a{suffix}", file.read_bytes())
+    memory.pipe(f"/{suffix}/below/other.md", b"not text")
+    urls = [
+        f"memory:///{suffix}",
+        f"memory:///{suffix}/*/a*",
+        f"memory:///{suffix}/below/a{suffix}",
+    ]
+    assert len(find_files(urls)) == 1
+    for files in ([file], *(find_files([url]) for url in urls)):
+        ranges = list_file_ranges(files, "body")
+        for parts in (ranges, [part for whole in ranges for part in whole.split(500)]):
+            texts, problems, origins = read(parts, text_field="body")
+            assert texts == TEXTS and not problems
+            assert len(set(origins)) == len(TEXTS) and origins[4] == f"{files[0]}:5"
+        assert (len(parts) > 3) == (suffix in (".jsonl", ".parquet"))
+
+
+def test_a_missing_url_or_scheme_is_named():
+    for url, reason in (
+        ("memory:///nothing.txt", "no such file"),
+        ("memory:///nothing/*.txt", "matches none"),
+        ("unknown://a/b.txt", "cannot be opened"),
+        ("http://127.0.0.1:9/a.jsonl", "cannot be read|no such file"),
+    ):
+        with pytest.raises(DataError, match=reason):
+            find_files([url])
+
+
+@pytest.mark.parametrize("suffix", SUFFIXES[1:])
+def test_a_truncated_file_is_reported_and_its_beginning_kept(tmp_path, suffix):
+    noise = [os.urandom(20_000).hex() for _ in range(200)]  # more than the readers' buffers
+    file = write(tmp_path / f"a{suffix}", noise)
+    size = file.stat().st_size
+    for kept in (size - 9, size // 2):
+        os.truncate(file, kept)
+        ranges = list_file_ranges([file], on_problem=lambda problem: None)
+        texts, problems, _ = read(ranges)
+        assert [problem.kind for problem in problems] == ["damaged"], problems
+        assert str(file) in problems[0].error.message
+        assert texts == noise[: len(texts)]
+        assert bool(texts) == (suffix != ".parquet")  # whose index is at its end
+        with pytest.raises(DataError):
+            list(read_located_documents(list_file_ranges([file]), TextRules()))
+
+
+BROKEN = [
+    (b'{"text": "a"', "not_json"),
+    (b"[1]", "not_json"),
+    (b'{"text": "\xff"}', "not_utf8"),
+    (b'{"text": "' + b"a" * (1 << 20) + b'"}', "too_long"),
+]
+
+
+@pytest.mark.parametrize("line, kind", BROKEN, ids=[kind for _, kind in BROKEN])
+@pytest.mark.parametrize("suffix", [".jsonl", ".jsonl.zst"])
+def test_a_broken_line_loses_only_itself_and_is_named(tmp_path, line, kind, suffix):
+    content = b'{"text": "first"}\n\n' + line + b'\n{"text": "last"}'
+    if suffix == ".jsonl.zst":
+        content = pyarrow.Codec("zstd").compress(content, asbytes=True)
+    (tmp_path / f"a{suffix}").write_bytes(content)
+    (whole,) = list_file_ranges([tmp_path / f"a{suffix}"])
+    for parts in ([whole], whole.split(19)):
+        texts, problems, origins = read(parts, max_bytes=1 << 20)
+        assert texts == ["first", "last"] and origins[0].endswith(":1")
+        assert [problem.kind for problem in problems] == [kind]
+        assert f"a{suffix}, line 3" in problems[0].error.message
+
+
+def test_a_file_that_changes_after_it_was_listed_is_reported(tmp_path):
+    for suffix in (".txt", *SUFFIXES):
+        file = write(tmp_path / f"a{suffix}", TEXTS)
+        ranges = list_file_ranges([file])
+        write(file, TEXTS[:50] + ["y"] * 50)
+        assert "changed" in {problem.kind for problem in read(ranges)[1]}
+        file.unlink()
+        assert {problem.kind for problem in read(ranges)[1]} == {"damaged"}
+
+
+def test_empty_files_have_no_documents_and_no_problems(tmp_path):
+    for suffix in (".jsonl", ".jsonl.gz", ".jsonl.zst"):
+        (tmp_path / f"a{suffix}").touch()
+    assert read(list_file_ranges(find_files([tmp_path]))) == ([], [], [])

@@ -1,0 +1,16 @@
+"""Remove exact and near duplicates, repeated lines, and documents that contain benchmark texts."""
+
+from __future__ import annotations
+
+from titanlite.corpus.deduplicate.config import DeduplicateConfig, check_deduplicate
+from titanlite.corpus.deduplicate.minhash import match_probability
+from titanlite.corpus.deduplicate.plan import Deduplication, PartSizes, deduplicate
+
+__all__ = [
+    "DeduplicateConfig",
+    "Deduplication",
+    "PartSizes",
+    "check_deduplicate",
+    "deduplicate",
+    "match_probability",
+]

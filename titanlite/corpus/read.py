@@ -1,0 +1,207 @@
+"""Stage "read": files, URLs, web archives and datasets -> tables of documents."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import pyarrow as pa  # type: ignore[import-untyped]  # pyarrow has no stubs
+import pyarrow.compute as pc  # type: ignore[import-untyped]
+
+from titanlite.corpus.datasets_library import (
+    DATASETS_SCHEME,
+    list_dataset_ranges,
+    read_dataset_rows,
+)
+from titanlite.corpus.documents import TABLE_BYTES, TEXT, build_table, write_tables
+from titanlite.corpus.engine import report_progress
+from titanlite.corpus.task import Counts, Task
+from titanlite.corpus.web_pages import WEB_SUFFIXES, read_web_pages, require_web_extra
+from titanlite.data.text import (
+    SUFFIXES,
+    Document,
+    FileRange,
+    ProblemHandler,
+    ReadProblem,
+    TextRules,
+    find_files,
+    list_file_ranges,
+    raise_problem,
+    read_located_documents,
+)
+from titanlite.data.tokenizer import well_formed
+from titanlite.settings import Positive
+
+# Bytes of text per byte of a file, about; with more, the tables of a task are more, not larger
+_EXPANSIONS = {".gz": 4, ".zst": 4, ".parquet": 3}
+_MAX_SAMPLES, _SAMPLE_CHARACTERS = 10, 500  # of what was skipped
+
+
+@dataclass(frozen=True)
+class CorpusSource:
+    """One of `[[sources]]`: text that becomes one folder of shards."""
+
+    name: str  # its folder in `out`
+    inputs: list[str]  # files, folders, patterns, URLs, or "datasets://NAME?split=train"
+    text_field: str = "text"  # key of each line of a .jsonl; column of a .parquet or a dataset
+
+
+@dataclass(frozen=True)
+class ReadConfig:
+    """[read] What happens to files and lines that cannot be read."""
+
+    on_error: Literal["refuse", "skip"] = "refuse"  # "skip": count and report them
+    document_mib: Positive = 128  # longer documents are errors
+    follow_symlinks: bool = False  # allow links that lead out of the folders given
+
+
+def plan_reading(source: CorpusSource, config: ReadConfig) -> list[Task]:
+    """Tasks that read a source, each about one table; raises DataError."""
+    return [
+        Task(
+            "read",
+            read_part,
+            {
+                "source": source.name,
+                "ranges": [asdict(part) for part in group],
+                "rules": asdict(TextRules(source.text_field, config.document_mib << 20)),
+                "on_error": config.on_error,
+            },
+        )
+        for group in _group_ranges(_list_ranges(source, config))
+    ]
+
+
+def _list_ranges(source: CorpusSource, config: ReadConfig) -> Iterator[FileRange]:
+    """All ranges of a source, in the order of its inputs."""
+    files = [given for given in source.inputs if not given.startswith(DATASETS_SCHEME)]
+    found = find_files(files, config.follow_symlinks, (*SUFFIXES, *WEB_SUFFIXES))
+    if any(str(file).endswith(WEB_SUFFIXES) for file in found):
+        require_web_extra(source.name)
+    # "skip": a damaged .parquet is reported by the task that reads it
+    on_problem = raise_problem if config.on_error == "refuse" else lambda problem: None
+    for part in list_file_ranges(found, source.text_field, on_problem):
+        yield from part.split(TABLE_BYTES // _expansion(part))
+    for given in source.inputs:
+        if given.startswith(DATASETS_SCHEME):
+            yield from list_dataset_ranges(given)
+
+
+def _expansion(part: FileRange) -> int:
+    return _EXPANSIONS.get(Path(part.path).suffix, 1)
+
+
+def _group_ranges(ranges: Iterable[FileRange]) -> Iterator[list[FileRange]]:
+    """Ranges that make about one table: small files are combined."""
+    group: list[FileRange] = []
+    size = 0
+    for part in ranges:
+        part_size = part.bytes * _expansion(part)
+        if group and size + part_size > TABLE_BYTES:
+            yield group
+            group, size = [], 0
+        group.append(part)
+        size += part_size
+    if group:
+        yield group
+
+
+def read_part(out: Path, inputs: list[Path], arguments: Any) -> Counts:
+    """The function of a read task: the documents of some ranges as tables."""
+    ranges = [FileRange(**part) for part in arguments["ranges"]]
+    rules, name = TextRules(**arguments["rules"]), arguments["source"]
+    skipped = _Skipped() if arguments["on_error"] == "skip" else None
+    on_problem: ProblemHandler = raise_problem if skipped is None else skipped.add
+    counter = _Counter(name)
+    write_tables(out, counter.count(_build_tables(_read(ranges, rules, on_problem), name)))
+    file_bytes = sum(part.bytes for part in ranges)
+    counts = {**counter.counts(), "file_bytes": file_bytes}
+    return counts | (skipped.counts() if skipped else {})
+
+
+def _read(
+    ranges: Sequence[FileRange], rules: TextRules, on_problem: ProblemHandler
+) -> Iterator[Document]:
+    for part in ranges:
+        if part.path.startswith(DATASETS_SCHEME):
+            yield from read_dataset_rows(part, rules, on_problem)
+        elif part.path.endswith(WEB_SUFFIXES):
+            yield from read_web_pages(part, rules, on_problem)
+        else:
+            yield from read_located_documents([part], rules, on_problem)
+
+
+def _build_tables(documents: Iterable[Document], source: str) -> Iterator[Any]:
+    """Tables of about TABLE_BYTES, at least one; documents without text are left in."""
+    texts: list[str] = []
+    origins: list[str] = []
+    size = 0
+    for text, origin in documents:
+        texts.append(text)
+        origins.append(origin)
+        size += len(text) * (1 if text.isascii() else 3)  # at least its bytes in most languages
+        if size >= TABLE_BYTES:
+            yield _table(texts, source, origins)
+            texts, origins, size = [], [], 0
+    yield _table(texts, source, origins)
+
+
+def _table(texts: list[str], source: str, origins: list[str]) -> Any:
+    report_progress()
+    try:
+        return build_table(texts, source, origins)
+    except UnicodeEncodeError:  # JSON may contain halves of surrogate pairs, UTF-8 may not
+        return build_table(list(map(well_formed, texts)), source, list(map(well_formed, origins)))
+
+
+class _Counter:
+    """Counts tables that pass, and removes documents without text."""
+
+    def __init__(self, source: str):
+        self._source, self._empty, self._documents, self._bytes = source, 0, 0, 0
+        self._lengths = np.zeros(64, np.int64)
+
+    def count(self, tables: Iterable[Any]) -> Iterator[Any]:
+        for table in tables:
+            sizes = pc.binary_length(table[TEXT]).to_numpy()
+            kept = sizes > 0
+            self._empty += len(sizes) - int(kept.sum())
+            self._documents += int(kept.sum())
+            self._bytes += int(sizes.sum())
+            self._lengths += np.bincount(np.frexp(sizes[kept])[1] - 1, minlength=64)
+            yield table if kept.all() else table.filter(pa.array(kept))
+
+    def counts(self) -> Counts:
+        total = {"documents_out": self._documents, "bytes_out": self._bytes}
+        lengths = {str(power): int(n) for power, n in enumerate(self._lengths) if n}
+        removed = {"read.empty": {"documents": self._empty, "bytes": 0}} if self._empty else {}
+        sources = {self._source: total}
+        return {**total, "sources": sources, "lengths_out": lengths, "removed": removed}
+
+
+class _Skipped:
+    """A `ProblemHandler` that counts problems by kind, with samples of their messages."""
+
+    def __init__(self) -> None:
+        self._problems: dict[str, list[str]] = {}
+        self._counts: dict[str, int] = {}
+
+    def add(self, problem: ReadProblem) -> None:
+        kind, messages = problem.kind, self._problems.setdefault(problem.kind, [])
+        self._counts[kind] = self._counts.get(kind, 0) + 1
+        if len(messages) < _MAX_SAMPLES:
+            messages.append(problem.error.message)
+
+    def counts(self) -> Counts:
+        """`skipped` by kind, and `samples` of their messages."""
+        samples = {
+            f"read.{kind}": [
+                {"origin": text[:_SAMPLE_CHARACTERS], "text": text[:_SAMPLE_CHARACTERS], "value": 0}
+                for text in messages
+            ]
+            for kind, messages in self._problems.items()
+        }
+        return {"skipped": self._counts, "samples": samples}

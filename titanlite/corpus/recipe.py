@@ -1,0 +1,73 @@
+"""The recipe of a corpus: a TOML file, read into dataclasses; every problem is reported."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields, is_dataclass
+from pathlib import Path
+from typing import Annotated
+
+from titanlite.corpus.read import CorpusSource, ReadConfig
+from titanlite.corpus.shuffle import ShuffleConfig
+from titanlite.errors import ConfigError, UserError
+from titanlite.settings import Positive, Range, build_dataclass, raise_together, read_toml
+
+WORK = ".work"  # folder of unfinished and reusable work, in `out`
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What a corpus is made of, and how. A stage is left out unless the recipe has its section."""
+
+    out: str  # folder that gets a folder of shards for each source
+    tokenizer: str  # a file of tiktoken ranks, a tokenizer.json, or "bytes"
+    sources: list[CorpusSource]  # [[sources]]: in the order of the corpus
+    validation_share: Annotated[float, Range(0, 0.5)] = 0.01
+    # fraction of the documents that goes to validation, chosen by a hash of the text
+    bos: bool = False  # begin each document with the tokenizer's BOS
+    shard_mib: Positive = 256  # size of a shard; a worker needs about 4 times as much memory
+    read: ReadConfig = field(default_factory=ReadConfig)
+    shuffle: ShuffleConfig = field(default_factory=ShuffleConfig)
+
+
+@dataclass(frozen=True)
+class RecipeFile:
+    """A recipe, and the sections that its file has."""
+
+    recipe: Recipe
+    sections: frozenset[str]
+
+    @property
+    def work(self) -> Path:
+        """The folder of all work."""
+        return Path(self.recipe.out, WORK)
+
+
+def load_recipe(path: str | Path) -> RecipeFile:
+    """Read a recipe; raises ConfigError with every problem."""
+    table = read_toml(path)
+    recipe, problems = build_dataclass(Recipe, table)
+    sections = {f.name for f in fields(recipe) if is_dataclass(getattr(recipe, f.name))}
+    raise_together([*problems, *([] if problems else _check_sources(recipe.sources))])
+    return RecipeFile(recipe, frozenset(sections & table.keys()))
+
+
+def _check_sources(sources: Sequence[CorpusSource]) -> list[UserError]:
+    problems: list[UserError] = []
+    if not sources:
+        problems.append(ConfigError("sources: is empty.", fix="Add [[sources]] with inputs."))
+    for name, count in Counter(source.name for source in sources).items():
+        if count > 1:
+            problems.append(ConfigError(f'sources: {count} sources have the name "{name}".'))
+        if not name or name.startswith(".") or "/" in name or "\\" in name:
+            problems.append(
+                ConfigError(
+                    f'sources: name = "{name}": is the name of a folder in `out`.',
+                    fix='Use a name such as "web".',
+                )
+            )
+    for source in sources:
+        if not source.inputs:
+            problems.append(ConfigError(f'sources: "{source.name}" has no inputs.'))
+    return problems
