@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from titanlite.corpus.packing.windows import PackSettings, count_truncated, pack_shards
+from titanlite.corpus.packing.windows import PackSettings, count_truncated, pack_shard
 from titanlite.data import (
     SampleStream,
     ShardWriter,
@@ -54,12 +54,9 @@ def write_manifest(folder: Path, records: list, packed_seq_len: int = SEQ_LEN) -
 def packed(tmp_path) -> tuple[Path, list[int], dict]:
     """A packed corpus, the lengths of its documents, and the counts of packing."""
     lengths = document_lengths()
-    half = DOCUMENTS // 2
-    prefixes = [tmp_path / "unpacked" / str(n) for n in range(2)]
-    write_shard(prefixes[0], lengths[:half], first_id=2)
-    write_shard(prefixes[1], lengths[half:], first_id=2 + half + sum(lengths[:half]))
+    write_shard(tmp_path / "unpacked", lengths, first_id=2)
     settings = PackSettings(SEQ_LEN, PADDING)
-    record, counts = pack_shards(prefixes, tmp_path / "packed" / "0", settings)
+    record, counts = pack_shard(tmp_path / "unpacked", tmp_path / "packed" / "0", settings)
     write_manifest(tmp_path / "packed", [record])
     return tmp_path / "packed", lengths, counts
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Annotated
 
+from titanlite.corpus.packing.stage import PackConfig
 from titanlite.corpus.read import CorpusSource, ReadConfig
 from titanlite.corpus.shuffle import ShuffleConfig
 from titanlite.errors import ConfigError, UserError
@@ -29,6 +30,7 @@ class Recipe:
     shard_mib: Positive = 256  # size of a shard; a worker needs about 4 times as much memory
     read: ReadConfig = field(default_factory=ReadConfig)
     shuffle: ShuffleConfig = field(default_factory=ShuffleConfig)
+    pack: PackConfig = field(default_factory=PackConfig)
 
 
 @dataclass(frozen=True)
@@ -49,8 +51,37 @@ def load_recipe(path: str | Path) -> RecipeFile:
     table = read_toml(path)
     recipe, problems = build_dataclass(Recipe, table)
     sections = {f.name for f in fields(recipe) if is_dataclass(getattr(recipe, f.name))}
-    raise_together([*problems, *([] if problems else _check_sources(recipe.sources))])
-    return RecipeFile(recipe, frozenset(sections & table.keys()))
+    file = RecipeFile(recipe, frozenset(sections & table.keys()))
+    raise_together([*problems, *([] if problems else _check_recipe(file))])
+    return file
+
+
+def _check_recipe(file: RecipeFile) -> list[UserError]:
+    """Problems that the types of the settings do not exclude."""
+    return [*_check_sources(file.recipe.sources), *_check_chats(file)]
+
+
+def _check_chats(file: RecipeFile) -> list[UserError]:
+    """What sources of conversations need, and exclude."""
+    problems: list[UserError] = []
+    for source in (s for s in file.recipe.sources if s.kind == "chat"):
+        label = f'sources: "{source.name}" has kind = "chat"'
+        if file.recipe.pack.mode != "best_fit":
+            problems.append(
+                ConfigError(
+                    f"{label}, but conversations cannot be concatenated: labels outside of the"
+                    " answers are marked in packed windows only.",
+                    fix='Set [pack] mode = "best_fit" and seq_len = that of the run.',
+                )
+            )
+        for section in sorted({"filter", "deduplicate"} & file.sections):
+            problems.append(
+                ConfigError(
+                    f"{label}, and [{section}] is for text.",
+                    fix="Make conversations with a recipe of their own.",
+                )
+            )
+    return problems
 
 
 def _check_sources(sources: Sequence[CorpusSource]) -> list[UserError]:

@@ -262,12 +262,13 @@ def open_corpus(
     checks: CorpusChecks | None = None,
     files: OpenFiles | None = None,
     *,
-    packed: bool = False,
+    packed: bool | None = False,
 ) -> Corpus:
     """Open a folder of shards, or one shard given by its prefix or either file; raises DataError.
 
     Names and sizes are checked, against the manifest if there is one; then what `checks` requests.
-    `packed`: whether the shards must have packed windows (titanlite/data/packed.py), or must not.
+    `packed`: whether the shards must have packed windows (titanlite/data/packed.py) or must not;
+    None: either.
     """
     location, checks = Path(path), checks or CorpusChecks()
     try:
@@ -317,10 +318,10 @@ def map_shard(prefix: str | Path) -> tuple[np.ndarray, np.ndarray]:
     return np.memmap(bin, shard.type, "r"), lengths
 
 
-def _check_packing(location: Path, manifest: CorpusManifest | None, packed: bool) -> None:
+def _check_packing(location: Path, manifest: CorpusManifest | None, packed: bool | None) -> None:
     """Refuse packed windows as documents, and documents as windows; raises DataError."""
     seq_len = manifest.packed_seq_len if manifest else 0
-    if seq_len and not packed:
+    if seq_len and packed is False:
         raise DataError(
             f"{location}: its documents are packed in windows of {seq_len} tokens.",
             fix='Set format = "packed" for this source.',

@@ -55,7 +55,7 @@ class TokenSource(Protocol):
 
     def gather_windows(self, windows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Ids [N, T + 1] and labels [N, T] of windows of a packed source; int64."""
-        raise NotImplementedError
+        raise TypeError(f"{type(self).__name__} has no windows")
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 from typing import Any
@@ -9,11 +10,13 @@ from typing import Any
 import numpy as np
 
 from titanlite.corpus.chat.template import ASSISTANT, ChatTemplate, Message, Segment
-from titanlite.data.packed import UNTRAINED
+from titanlite.corpus.engine import report_progress
+from titanlite.data.packed import ID_MASK, UNTRAINED
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.errors import DataError
 from titanlite.files import parse_json
 
+ENTRY_RANGE = 1 << 31  # entries are below it
 _MESSAGES_FORMAT = '{"messages": [{"role": "user", "content": "…"}, …]}'
 
 
@@ -41,6 +44,13 @@ class ChatEncoder:
             ) from None
         return np.concatenate([np.empty(0, np.int32), *entries])
 
+    @property
+    def begins_with_bos(self) -> bool:
+        """Whether the template puts the tokenizer's BOS before a conversation."""
+        messages = [{"role": role, "content": "x"} for role in ("user", ASSISTANT)]
+        first = int(self.encode(json.dumps(messages), "a test")[0] & ID_MASK)
+        return self._tokenizer.has_bos and first == self._tokenizer.bos_id
+
     def _encode_segments(self, segments: Iterator[Segment]) -> Iterator[np.ndarray]:
         """Adjacent texts are encoded as one, except at the beginning and the end of an answer."""
         for (special, trained), group in groupby(segments, lambda s: (s.special, s.trained)):
@@ -51,6 +61,21 @@ class ChatEncoder:
             else:
                 ids = self._tokenizer.encode("".join(texts))
             yield np.array(ids, dtype=np.int32) | np.int32(mark)
+
+
+def encode_chats(
+    encoder: ChatEncoder, documents: Sequence[tuple[str, str]]
+) -> tuple[np.ndarray, np.ndarray]:
+    """(entries of all conversations that have an answer, length of each), from (text, origin)."""
+    parts: list[np.ndarray] = []
+    for number, (text, origin) in enumerate(documents):
+        entries = encoder.encode(text, origin)
+        if len(entries):
+            parts.append(entries)
+        if number % 256 == 0:
+            report_progress()
+    lengths = np.fromiter(map(len, parts), np.int64, len(parts))
+    return np.concatenate([np.empty(0, np.int32), *parts]), lengths
 
 
 def _check_messages(messages: Any) -> Sequence[Message]:

@@ -55,7 +55,7 @@ def _token_name(value: Any) -> str:
 class JinjaTemplate:
     """A chat template in Jinja, run in Jinja's sandbox: it may come from a stranger."""
 
-    special_tokens = ()
+    special_tokens: tuple[str, ...] = ()
 
     def __init__(self, name: str, source: str, names: dict[str, str], tokenizer: Tokenizer):
         """`names`: bos_token and eos_token; where they are empty, those of the tokenizer."""
@@ -146,7 +146,7 @@ def _compile(name: str, source: str) -> Any:
     class Generation(Extension):
         """{% generation %} … {% endgeneration %}: the block is an answer."""
 
-        tags = {"generation"}
+        tags = frozenset({"generation"})
 
         def parse(self, parser):
             line = next(parser.stream).lineno

@@ -48,8 +48,9 @@ class Llama3Template:
     https://www.llama.com/docs/model-cards-and-prompt-formats/meta-llama-3/
     """
 
-    name = fingerprint = "llama3"
-    special_tokens = (
+    name: str = "llama3"
+    fingerprint: str = "llama3"
+    special_tokens: tuple[str, ...] = (
         "<|begin_of_text|>",
         "<|start_header_id|>",
         "<|end_header_id|>",
@@ -77,8 +78,9 @@ class ChatMLTemplate:
     https://github.com/openai/openai-python/blob/release-v0.28.0/chatml.md
     """
 
-    name = fingerprint = "chatml"
-    special_tokens = ("<|im_start|>", "<|im_end|>")
+    name: str = "chatml"
+    fingerprint: str = "chatml"
+    special_tokens: tuple[str, ...] = ("<|im_start|>", "<|im_end|>")
 
     def render(self, messages: Sequence[Message]) -> Iterator[Segment]:
         """The segments of a conversation; raises ValueError for an unknown role."""

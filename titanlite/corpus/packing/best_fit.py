@@ -22,7 +22,7 @@ class _Bins:
         self._occupied = 0  # bit n: there are bins with space n
 
     def least_space(self, length: int) -> int:
-        """The least sufficient space for `length` of all bins, of a new one if there is no other."""
+        """The least space of a bin that suffices for `length`; a new bin, if no other has it."""
         sufficient = self._occupied >> length
         if not sufficient:
             return self.capacity

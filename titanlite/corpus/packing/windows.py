@@ -6,7 +6,7 @@ still a label once, except the first one of the document.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -81,10 +81,13 @@ def plan_windows(documents: np.ndarray, seq_len: int, *, split: bool = True) -> 
     )
 
 
-def count_truncated(documents: np.ndarray, seq_len: int) -> int:
-    """Documents that concatenation truncates: some of their labels are in another sample."""
+def count_truncated(documents: np.ndarray, seq_len: int, first: int = 0) -> int:
+    """Documents that concatenation truncates: some of their labels are in another sample.
+
+    `first`: position of the first document in the corpus.
+    """
     documents = documents.astype(np.int64)
-    last_inputs = np.cumsum(documents) - 2  # positions of the inputs that predict the last ids
+    last_inputs = first + np.cumsum(documents) - 2  # the inputs that predict the last ids
     first_inputs = last_inputs - (documents - 2)
     crosses = first_inputs // seq_len != last_inputs // seq_len
     return int((crosses & (documents > 1)).sum())
@@ -116,30 +119,27 @@ def fill_windows(plan: WindowPlan, entries: np.ndarray, padding_id: int) -> Iter
 
 @dataclass(frozen=True)
 class PackSettings:
-    """How the documents of tokenised shards become windows."""
+    """How the documents of a tokenised shard become windows."""
 
     seq_len: int
     padding_id: int  # the tokenizer's EOS
     split: bool = True  # split longer documents; else they lose their ends
 
 
-def pack_shards(
-    prefixes: Sequence[Path], out: Path, settings: PackSettings
+def pack_shard(
+    prefix: Path, out: Path, settings: PackSettings
 ) -> tuple[ShardRecord, dict[str, Any]]:
-    """Pack the documents of some shards into one shard of windows; returns its record and counts.
+    """Pack the documents of a shard into a shard of windows; returns its record and counts.
 
-    The shards are in memory, with 4 bytes an id.
+    Reads the ids through a memory map. Needs about 100 bytes a document, and 100 MB.
     """
-    shards = [map_shard(prefix) for prefix in prefixes]
-    lengths = np.concatenate([lengths for _, lengths in shards])
-    entries = np.concatenate([ids.astype(np.int32) for ids, _ in shards])
+    entries, lengths = map_shard(prefix)
     plan, untrained, max_id = plan_windows(lengths, settings.seq_len, split=settings.split), 0, -1
     with EntryWriter(out) as writer:
         for windows in fill_windows(plan, entries, settings.padding_id):
             untrained += int(np.count_nonzero(windows[:, 1:] & UNTRAINED))
             max_id = max(max_id, int((windows & ID_MASK).max()))
-            for window in windows:
-                writer.add(window)
+            writer.add_documents(windows.ravel(), np.full(len(windows), plan.size))
             report_progress()
         record = writer.close()
     documents = len(lengths) - plan.dropped
