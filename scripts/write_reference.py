@@ -1,6 +1,7 @@
 """Regenerate what the documentation copies from the code: python scripts/write_reference.py
 
 - docs/reference/configuration.md, from the schema of the configuration
+- docs/reference/recipe.md, from the schema of a recipe of a corpus
 - in docs/explanation/architecture.md the list of files, from the first paragraphs of docstrings
 - the line counts of packages in README.md
 """
@@ -13,10 +14,13 @@ import re
 from pathlib import Path
 
 from titanlite.config_reference import reference_page
+from titanlite.corpus.read import CorpusSource
+from titanlite.corpus.recipe import Recipe
 from titanlite.job import JobConfig
 
 ROOT = Path(__file__).parents[1]
 CONFIGURATION = ROOT / "docs" / "reference" / "configuration.md"
+RECIPE = ROOT / "docs" / "reference" / "recipe.md"
 ARCHITECTURE = ROOT / "docs" / "explanation" / "architecture.md"
 README = ROOT / "README.md"
 FILES, PACKAGES = "<!-- files -->", "<!-- packages -->"  # each is before and after its text
@@ -28,6 +32,7 @@ def main() -> None:
     ).parse_args()
     pages = {
         CONFIGURATION: reference_page(JobConfig),
+        RECIPE: reference_page(Recipe, "Recipe", {"sources": CorpusSource}),
         ARCHITECTURE: replace_between(FILES, ARCHITECTURE.read_text("utf-8"), list_files(ROOT)),
         README: update_line_counts(ROOT, README.read_text("utf-8")),
     }

@@ -1,4 +1,4 @@
-"""Fine-tuning: a recipe packs conversations, and the loss is that of transformers on the answers."""
+"""Fine-tuning: a recipe packs conversations; the loss on answers is that of transformers."""
 
 from __future__ import annotations
 

@@ -12,6 +12,8 @@ import pytest
 from tests.conftest import ROOT
 from tests.docs.pages import anchors, code_blocks, links, list_pages, prose
 from titanlite.config_reference import list_sections, reference_page
+from titanlite.corpus.read import CorpusSource
+from titanlite.corpus.recipe import Recipe
 from titanlite.job import JobConfig
 
 PAGES = list_pages()
@@ -92,6 +94,9 @@ def test_every_row_of_the_fault_table_names_a_test():
 def test_the_configuration_reference_is_generated_from_the_schema():
     text = (ROOT / "docs" / "reference" / "configuration.md").read_text("utf-8")
     assert text == reference_page(JobConfig), "run python scripts/write_reference.py"
+    text = (ROOT / "docs" / "reference" / "recipe.md").read_text("utf-8")
+    page = reference_page(Recipe, "Recipe", {"sources": CorpusSource})
+    assert text == page, "run python scripts/write_reference.py"
 
 
 def test_every_key_of_the_configuration_has_a_meaning():

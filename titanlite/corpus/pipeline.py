@@ -14,7 +14,9 @@ import xxhash
 
 from titanlite.corpus.chat.encode import ENTRY_RANGE, ChatEncoder
 from titanlite.corpus.chat.template import ChatTemplate, open_chat_template
+from titanlite.corpus.deduplicate import deduplicate, hash_benchmark_files
 from titanlite.corpus.engine import LocalEngine, TaskEngine
+from titanlite.corpus.filters import filter_arguments, filter_documents
 from titanlite.corpus.packing.stage import plan_counting, plan_packing
 from titanlite.corpus.packing.windows import PackSettings
 from titanlite.corpus.prepare import TRAIN, VALIDATION
@@ -130,6 +132,10 @@ def _describe_stages(file: RecipeFile, tokenizer: Tokenizer) -> dict:
     values: dict = {section: asdict(getattr(recipe, section)) for section in file.sections}
     values |= {"tokenizer": tokenizer.fingerprint, "bos": recipe.bos}
     values |= {"validation_share": recipe.validation_share, "shard_mib": recipe.shard_mib}
+    if "filter" in file.sections:
+        values["filter"] = filter_arguments(recipe.filter)
+    if "deduplicate" in file.sections:
+        values["benchmarks"] = hash_benchmark_files(recipe.deduplicate.benchmarks)
     return values
 
 
@@ -148,8 +154,16 @@ def _run_document_stages(
     file: RecipeFile, sources: list[_Source], run: WorkFolder
 ) -> list[_Source]:
     """Run the stages whose results are tables; returns the tasks of the last one."""
-    run([task for source in sources for task in source.tasks])
-    return sources
+    recipe, tables = file.recipe, [task for source in sources for task in source.tasks]
+    run(tables)
+    if "filter" in file.sections:
+        arguments = filter_arguments(recipe.filter)
+        tables = [Task("filter", filter_documents, arguments, (t.key,)) for t in tables]
+        run(tables)
+    if "deduplicate" in file.sections:
+        tables = deduplicate(tables, recipe.deduplicate, run).tables
+    remaining = iter(tables)  # a stage has one task for each task of the stage before, in order
+    return [replace(s, tasks=[next(remaining) for _ in s.tasks]) for s in sources]
 
 
 def _make_shards(
@@ -177,13 +191,18 @@ def _make_shards(
             plan = _plan_shards(file, source, sorted_source, (side, id_range), run)
             if plan:
                 plans[source.source.name, side] = plan
+    if not any(side == TRAIN for _, side in plans):
+        raise DataError(
+            "no source has a document left for training.",
+            fix="Give inputs that contain text, or filters that leave some.",
+        )
     run([task for tasks in plans.values() for task in tasks])
     if "pack" in file.sections:
-        return _pack(file, sources, plans, tokenizer, run)
+        return _pack_shards(file, sources, plans, tokenizer, run)
     return {place: _finished(tasks, run, recipe.bos) for place, tasks in plans.items()}
 
 
-def _pack(
+def _pack_shards(
     file: RecipeFile,
     sources: list[_Source],
     plans: dict[tuple[str, str], list[Task]],
@@ -194,22 +213,26 @@ def _pack(
 
     Validation data stay concatenated, except chats: every token counts, for any seq_len.
     """
-    recipe, shards = file.recipe, {}
+    recipe, seq_len = file.recipe, file.recipe.pack.seq_len
     templates = {source.source.name: source.template for source in sources}
+    packed: dict[tuple[str, str], list[Task]] = {}
+    counting: list[Task] = []
     for (name, side), tasks in plans.items():
-        template, bos, seq_len = templates[name], recipe.bos, recipe.pack.seq_len
+        is_chat = templates[name] is not None
         if recipe.pack.mode == "concatenate":
             sizes = [run.counts_of(task)["tokens_out"] for task in tasks]
-            run(plan_counting(tasks, sizes, seq_len) if side == TRAIN else [])
-        if recipe.pack.mode == "concatenate" or (side != TRAIN and template is None):
-            shards[name, side] = _finished(tasks, run, bos)
-            continue
-        # the rest of a long conversation would be answers without their questions
-        tasks = plan_packing(tasks, PackSettings(seq_len, tokenizer.eos_id, split=not template))
-        run(tasks)
-        if template:
-            bos = ChatEncoder(tokenizer, template).begins_with_bos
-        shards[name, side] = _finished(tasks, run, bos, seq_len)
+            counting += plan_counting(tasks, sizes, seq_len) if side == TRAIN else []
+        elif side == TRAIN or is_chat:
+            # the rest of a long conversation would be answers without their questions
+            settings = PackSettings(seq_len, tokenizer.eos_id, split=not is_chat)
+            packed[name, side] = plan_packing(tasks, settings)
+    run([*counting, *(task for tasks in packed.values() for task in tasks)])
+    shards = {}
+    for (name, side), tasks in plans.items():
+        template = templates[name]
+        bos = ChatEncoder(tokenizer, template).begins_with_bos if template else recipe.bos
+        windows = packed.get((name, side))
+        shards[name, side] = _finished(windows or tasks, run, bos, seq_len if windows else 0)
     return shards
 
 
@@ -227,24 +250,11 @@ def _plan_shards(
     counts = [run.counts_of(task)["sides"].get(side, {}) for task in tokenised.tasks]
     sizes = [count.get("tokens", 0) for count in counts]
     if not sum(sizes):
-        _report_empty(name, side, file.recipe.validation_share)
+        if side == TRAIN or file.recipe.validation_share > 0:
+            logger.warning('sources: "%s" has no documents left for %s', name, side)
         return []
     id_bytes = id_type_of(vocab_size).itemsize
     shards = -(-sum(sizes) * id_bytes // (file.recipe.shard_mib * MIB))
     if "shuffle" in file.sections:
         return plan_shuffled_shards(chunks.tasks, side, shards, vocab_size)
     return plan_ordered_shards(chunks.tasks, sizes, side, shards, vocab_size)
-
-
-def _report_empty(name: str, side: str, validation_share: float) -> None:
-    if side == TRAIN:
-        raise DataError(
-            f'sources: "{name}" has no documents for training.',
-            fix="Give inputs that contain text, or filters that leave some.",
-        )
-    if validation_share > 0:
-        logger.warning(
-            'sources: "%s" has no documents for validation: validation_share = %g of few documents',
-            name,
-            validation_share,
-        )

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Annotated
 
+from titanlite.corpus.deduplicate import DeduplicateConfig, check_deduplicate
+from titanlite.corpus.filters import FilterConfig, filter_arguments
 from titanlite.corpus.packing.stage import PackConfig
 from titanlite.corpus.read import CorpusSource, ReadConfig
 from titanlite.corpus.shuffle import ShuffleConfig
@@ -29,6 +31,8 @@ class Recipe:
     bos: bool = False  # begin each document with the tokenizer's BOS
     shard_mib: Positive = 256  # size of a shard; a worker needs about 4 times as much memory
     read: ReadConfig = field(default_factory=ReadConfig)
+    filter: FilterConfig = field(default_factory=FilterConfig)
+    deduplicate: DeduplicateConfig = field(default_factory=DeduplicateConfig)
     shuffle: ShuffleConfig = field(default_factory=ShuffleConfig)
     pack: PackConfig = field(default_factory=PackConfig)
 
@@ -58,7 +62,24 @@ def load_recipe(path: str | Path) -> RecipeFile:
 
 def _check_recipe(file: RecipeFile) -> list[UserError]:
     """Problems that the types of the settings do not exclude."""
-    return [*_check_sources(file.recipe.sources), *_check_chats(file)]
+    recipe, problems = file.recipe, _check_sources(file.recipe.sources)
+    if "filter" in file.sections:
+        try:
+            filter_arguments(recipe.filter)
+        except UserError as error:
+            problems.append(error)
+        known = {source.name for source in recipe.sources}
+        for name in recipe.filter.sources:
+            if name not in known:
+                problems.append(
+                    ConfigError(
+                        f'filter.sources: "{name}" is not the name of a source.',
+                        fix=f"Sources are {', '.join(sorted(known))}.",
+                    )
+                )
+    if "deduplicate" in file.sections:
+        problems += check_deduplicate(recipe.deduplicate)
+    return [*problems, *_check_chats(file)]
 
 
 def _check_chats(file: RecipeFile) -> list[UserError]:

@@ -146,7 +146,9 @@ def _compile(name: str, source: str) -> Any:
     class Generation(Extension):
         """{% generation %} … {% endgeneration %}: the block is an answer."""
 
-        tags = frozenset({"generation"})
+        def __init__(self, environment):
+            super().__init__(environment)
+            self.tags = {"generation"}
 
         def parse(self, parser):
             line = next(parser.stream).lineno

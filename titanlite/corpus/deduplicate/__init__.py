@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from titanlite.corpus.deduplicate.benchmarks import hash_benchmark_files
 from titanlite.corpus.deduplicate.config import DeduplicateConfig, check_deduplicate
 from titanlite.corpus.deduplicate.minhash import match_probability
 from titanlite.corpus.deduplicate.plan import Deduplication, PartSizes, deduplicate
@@ -12,5 +13,6 @@ __all__ = [
     "PartSizes",
     "check_deduplicate",
     "deduplicate",
+    "hash_benchmark_files",
     "match_probability",
 ]
