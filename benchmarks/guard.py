@@ -1,7 +1,7 @@
-"""What the guard costs, and how often it takes a healthy step for a spike.
+"""The cost of the guard, and how often it judges a healthy step to be a spike.
 
 python -m benchmarks.guard speed [--steps 500]     throughput by policy, against a guard that is off
-python -m benchmarks.guard alarms [--runs 20]      alarms in healthy runs of other seeds and rates
+python -m benchmarks.guard alarms [--runs 20]      alarms in healthy runs
 
 One process on a CPU trains a tiny Llama on this repository's own text. The policies take a step in
 turn, and the medians of the CPU time of their steps are compared.

@@ -35,8 +35,12 @@ def main(argv: list[str]) -> int:
         default=(1, 2, 4, 8),
         help="widths, as multiples of the narrowest model's (default: 1,2,4,8)",
     )
-    parser.add_argument("--steps", type=int, default=10, help="steps of each model (default: 10)")
-    parser.add_argument("--seeds", type=int, default=3, help="models of each width (default: 3)")
+    parser.add_argument(
+        "--steps", type=_positive, default=10, help="steps of each model (default: 10)"
+    )
+    parser.add_argument(
+        "--seeds", type=_positive, default=3, help="models of each width (default: 3)"
+    )
     parser.add_argument(
         "--wider_heads", action="store_true", help="widen the heads instead of adding heads"
     )
@@ -69,6 +73,12 @@ def _factors(text: str) -> tuple[int, ...]:
     if len(set(factors)) < 2 or min(factors) < 1:
         raise argparse.ArgumentTypeError("must be at least two different positive integers")
     return factors
+
+
+def _positive(text: str) -> int:
+    if (number := int(text)) < 1:
+        raise argparse.ArgumentTypeError("must be at least 1")
+    return number
 
 
 def _print_table(curves: dict[str, WidthCurves], steps: int) -> None:

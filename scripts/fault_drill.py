@@ -7,14 +7,15 @@ each fault the same torchrun command is started again. Both runs must end at the
 bit-equal weights, optimizer state, data position and losses. With several --layout, each start uses
 the next layout, given as overrides of the job; then only the data position must be equal, and the
 losses must agree to 1e-5. With --poison, both runs meet a stretch of random tokens, which the
-guard should handle (guard.spike = "rollback"), and a third one, in OUT/clean, does not: its
-validation loss must agree to 2 %. Exit code 0 if the runs agree, 2 if not.
+guard should handle (guard.spike = "rollback"). A third run, in OUT/clean, does not meet it: the
+validation losses must agree with its to 2 %. Exit code 0 if the runs agree, 2 if not.
 """
 
 from __future__ import annotations
 
 import argparse
 import random
+import re
 import shlex
 import signal
 import sys
@@ -60,6 +61,7 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument(
         "--poison",
+        type=parse_poison,
         metavar="FIRST:LAST",
         help="positions in the order of samples that are random tokens, in every start",
     )
@@ -70,19 +72,19 @@ def parse_arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def parse_poison(text: str | None) -> dict[str, Any] | None:
+def parse_poison(text: str) -> dict[str, Any]:
     """FIRST:LAST as a NumericalFault of the data."""
-    if text is None:
-        return None
-    first, last = map(int, text.split(":"))
-    return {"kind": "data", "start": first, "end": last + 1}
+    match = re.fullmatch(r"(\d+):(\d+)", text)
+    if match is None:
+        raise argparse.ArgumentTypeError("must be FIRST:LAST, two positions such as 480:512")
+    return {"kind": "data", "start": int(match[1]), "end": int(match[2]) + 1}
 
 
 def run_drill(args: argparse.Namespace) -> int:
     """Train without and with faults, and compare; raises CheckpointError if a run fails."""
     layouts = [shlex.split(text) for text in args.layout] or [[]]
     argv = [*args.job, "--checkpoint.enable=true", "--guard.max_hardware_faults=1000000"]
-    poison = parse_poison(args.poison)
+    poison = args.poison
 
     def build_drill(name: str, layouts: list[list[str]], poison=poison) -> Drill:
         generator = random.Random(args.seed)

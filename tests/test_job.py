@@ -674,7 +674,7 @@ def test_the_start_shows_optimizer_schedule_and_guard(run_toml):
         "skip",
     ]
     summary = read_valid(run_toml, *argv).summary(torch.device("cpu"), None)
-    assert "weight decay 0.1; output.* SGD" in summary
+    assert "weight decay 0.1; output.*: name SGD" in summary
     assert "2 steps of warmup, linear decay to 0 x peak over the last 3 of 6 steps" in summary
     assert "inf and NaN: skip the step; spikes: skip the step" in summary
 

@@ -2,7 +2,7 @@
 
 python scripts/drill/injector.py '[{"kind": "gradient", "value": "nan", "step": 7}]' ARGS…
 
-ARGS are those of train.py, which knows nothing of this: the builders in titanlite/job/build.py are
+ARGS are those of train.py, which has no code for this: the builders in titanlite/job/build.py are
 wrapped from outside.
 """
 
@@ -36,7 +36,7 @@ VALUES = {"nan": math.nan, "inf": math.inf, "1e30": 1e30}  # and "flip", a bit
 
 @dataclass(frozen=True)
 class NumericalFault:
-    """A fault that a run computes with."""
+    """A wrong value or a delay in the computation of a run."""
 
     kind: str  # gradient, activation, weight, loss, data or slow
     rank: int = 0  # which has the fault; not for data
@@ -45,19 +45,25 @@ class NumericalFault:
     value: str = "flip"  # flip (the highest exponent bit of one element), nan, inf or 1e30
     parameter: str = ""  # gradient, weight: part of the name of the parameter; activation: of the
     # name of the module. The first one of the rank that matches
-    times: int = 1  # computations of the step that have the fault; a replay is one more
+    times: int = 1  # computations of the step that have the fault; a replay is another one
     start: int = 0  # data: first and last + 1 position of the random tokens
     end: int = 0
     slowdown: float = 0.3  # slow: fraction of the computing time that is added
 
 
 def corrupt(tensor: Tensor, value: str) -> None:
-    """Change the middle element of this rank's shard, without autograd noticing."""
+    """Change an element in the middle of this rank's shard, without autograd noticing.
+
+    The bit is flipped of an element below 2, which becomes huge. Of a larger one it would become
+    tiny, and 0 would become 2, which nothing would notice.
+    """
     flat = local_shard(tensor).data.view(-1)
     index = flat.numel() // 2
     if value != "flip":
         flat[index] = VALUES[value]
         return
+    becomes_huge = (flat[index:].abs() < 2) & (flat[index:] != 0)
+    index += int(becomes_huge.int().argmax())
     width = flat.element_size() * 8
     as_int = flat.view({16: torch.int16, 32: torch.int32}[width])
     as_int[index] ^= 1 << (width - 2)
@@ -132,16 +138,18 @@ class FaultyEngine:
         injector = self._injector
         if injector.is_due("weight"):
             injector.inject(*injector.parameter())
-        began = time.monotonic()
+        began = time.thread_time()
         losses = self._engine.forward_backward(*args, **options)
         if injector.is_due("slow"):
-            time.sleep(injector.fault.slowdown * (time.monotonic() - began))
+            now = time.thread_time()
+            while time.thread_time() < now + injector.fault.slowdown * (now - began):
+                pass  # a slow core computes for longer; a rank that sleeps does not
         if injector.is_due("gradient"):
             name, parameter = injector.parameter()
             assert parameter.grad is not None
             injector.inject(name, parameter.grad)
         if injector.is_due("loss"):
-            injector.inject("the batch", losses)
+            injector.inject("the batch", losses[:1])  # the cross-entropy, without the z-loss
         return losses
 
 

@@ -1,41 +1,44 @@
 """Numerical faults: wrong bits on one rank, and slow ranks.
 
 Each must be noticed, and must not change the end of the run. A fault in a gradient or an activation
-is gone when the guard computes the step again. A fault in a weight stays: the run ends before it
-saves, and resumes from the checkpoint before.
+is gone when the guard replays the step. A fault in a weight stays: the run ends before it saves,
+and resumes from an earlier checkpoint.
 """
 
 from __future__ import annotations
 
+import re
 import signal
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 
 from drill.faults import signal_a_rank
 from drill.run import Drill
+from titanlite.errors import CheckpointError
 
 SECONDS_TO_NOTICE = 120
 
 
-def compute_wrongly(kind: str, value: str, events: tuple[str, ...], drill: Drill) -> str:
+def inject_wrong_value(kind: str, value: str, events: tuple[str, ...], drill: Drill) -> str:
     """One wrong value on one rank: one of `events` must name the rank."""
     rank = drill.random.randrange(drill.ranks)
-    # A spike needs 16 steps before it. An unused row of the embedding would not do: its gradient is
-    # 0, and a flipped bit makes that 2.
+    # A spike needs 16 steps before it. An unused row of the embedding has no gradient, and a huge
+    # output of a feed-forward layer would become 0 in the next norm: neither would be noticed.
     run = drill.start(
         fault={
             "kind": kind,
             "value": value,
             "rank": rank,
             "after": drill.random.randint(17, 25),
-            "parameter": "feed_forward",
+            "parameter": "ffn_norm" if kind == "activation" else "feed_forward",
         }
     )
 
     def is_noticed() -> bool:
         lines = drill.log_text().splitlines()
-        return any(event in line and f"rank {rank}" in line for event in events for line in lines)
+        return any(event in line and names_rank(line, rank) for event in events for line in lines)
 
     wait_until(lambda: run.poll() is not None or is_noticed())
     if f"drill: rank {rank}, " not in drill.log_text():
@@ -49,7 +52,8 @@ def compute_wrongly(kind: str, value: str, events: tuple[str, ...], drill: Drill
         )
     if run.poll() is None:
         time.sleep(drill.random.uniform(0, drill.max_delay))
-        signal_a_rank(drill, run, signal.SIGKILL)
+        with suppress(CheckpointError):  # the run may end by itself
+            signal_a_rank(drill, run, signal.SIGKILL)
     drill.wait(run)
     return f"rank {rank}: {value} in its {kind}; the rank was named"
 
@@ -61,7 +65,7 @@ def slow_down_a_rank(drill: Drill) -> str:
 
     def is_named() -> bool:
         lines = drill.log_text().splitlines()
-        return any("straggler" in line and f"rank {rank}" in line for line in lines)
+        return any("straggler" in line and names_rank(line, rank) for line in lines)
 
     wait_until(lambda: run.poll() is not None or is_named())
     if not is_named():
@@ -72,6 +76,12 @@ def slow_down_a_rank(drill: Drill) -> str:
         signal_a_rank(drill, run, signal.SIGKILL)
     drill.wait(run)
     return f"rank {rank} slowed down; it was named"
+
+
+def names_rank(line: str, rank: int) -> bool:
+    """Whether a log line has "rank N" or "ranks [M, N]"; "pipeline_rank N" does not count."""
+    named = re.findall(r"\branks? \[?([\d, ]+)", line)
+    return any(str(rank) in re.findall(r"\d+", numbers) for numbers in named)
 
 
 def kill_in_a_roll_back(drill: Drill) -> str:
@@ -96,11 +106,11 @@ WRONG = ("hardware fault",)
 CORRUPT = ("replica mismatch", "training diverged", "diverged", "rolled back")
 # The names are values of --kinds.
 NUMERICAL_FAULTS: dict[str, Callable[[Drill], str]] = {
-    "flip_a_gradient_bit": partial(compute_wrongly, "gradient", "flip", WRONG),
-    "flip_an_activation_bit": partial(compute_wrongly, "activation", "flip", WRONG),
-    "flip_a_weight_bit": partial(compute_wrongly, "weight", "flip", CORRUPT),
-    "nan_in_a_gradient": partial(compute_wrongly, "gradient", "nan", WRONG),
-    "inf_in_an_activation": partial(compute_wrongly, "activation", "inf", WRONG),
-    "1e30_in_a_gradient": partial(compute_wrongly, "gradient", "1e30", WRONG),
+    "flip_a_gradient_bit": partial(inject_wrong_value, "gradient", "flip", WRONG),
+    "flip_an_activation_bit": partial(inject_wrong_value, "activation", "flip", WRONG),
+    "flip_a_weight_bit": partial(inject_wrong_value, "weight", "flip", CORRUPT),
+    "nan_in_a_gradient": partial(inject_wrong_value, "gradient", "nan", WRONG),
+    "inf_in_an_activation": partial(inject_wrong_value, "activation", "inf", WRONG),
+    "1e30_in_a_gradient": partial(inject_wrong_value, "gradient", "1e30", WRONG),
     "slow_down_a_rank": slow_down_a_rank,
 }

@@ -19,7 +19,7 @@ def test_steps_are_interpolated_and_a_loss_that_is_never_reached_is_none():
 
 
 def test_a_run_is_trained_and_read(tmp_path):
-    prepare(sorted((ROOT / "docs").rglob("*.md"))[:12], tmp_path / "corpus")
-    run = train("AdamW", 1e-3, 4, tmp_path / "corpus", tmp_path)
+    job = prepare(sorted((ROOT / "docs").rglob("*.md"))[:12], tmp_path / "corpus")
+    run = train("AdamW", 1e-3, 4, job, tmp_path)
     assert run.steps == (1, 2, 3, 4) and 4 < run.losses[-1] < run.losses[0] < 6
     assert list(run.seconds) == sorted(run.seconds)

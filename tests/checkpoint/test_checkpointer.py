@@ -447,28 +447,40 @@ def test_an_optimizer_without_state_resumes(tmp_path):
 
 
 def roll_back_in(folder) -> tuple:
-    """Save steps 1 to 4, damage step 2; returns what there is to roll back to, and the result."""
+    """Save steps 0 to 4, damage some; returns what there is to roll back to, and the result."""
     state = trained(Layout())
     checkpointer = open_checkpointer(folder, keep_latest_k=0, exclude_from_loading=["optimizer"])
-    for state.counters.step in (1, 2, 3, 4):
+    for state.counters.step in (0, 1, 2, 3, 4):
         state.counters.position = state.step * 100
         save_and_wait(checkpointer, state)
     expected = bits(state)
     DAMAGE["a flipped bit"](Path(folder, "step-2"))
+    Path(folder, "step-0", "manifest.json").unlink()
+    model_only = open_checkpointer(folder, keep_latest_k=0, last_save_model_only=True)
+    state.counters.step, state.counters.position = 5, 500
+    save_and_wait(model_only, state, final=True)
     # as after a kill between a save and the removal of what it makes surplus
-    kept = open_checkpointer(folder, keep_latest_k=3, exclude_from_loading=["optimizer"])
+    kept = open_checkpointer(folder, keep_latest_k=4, exclude_from_loading=["optimizer"])
     modify(state)
-    found = kept.find_first_valid([2, 3])
+    found, refused = kept.find_first_valid([2, 3])
     progress = kept.load(found, state.model, state.optimizer, {}, completely=True)
-    missing = kept.find_first_valid([2, 7])
-    return kept.positions(), found.step, progress["position"], bits(state) == expected, missing
+    missing, _ = kept.find_first_valid([2, 7])
+    positions, damaged = kept.positions(with_optimizer=True)
+    weights, _ = kept.positions()
+    problems = damaged + refused
+    is_equal = bits(state) == expected
+    return positions, set(weights), problems, found.step, progress["position"], is_equal, missing
 
 
 def test_a_roll_back_loads_the_optimizer_too_and_finds_what_retention_keeps(tmp_path):
     """What is found must not depend on whether a kill has prevented a removal."""
-    positions, step, position, is_equal, missing = run_on_ranks(roll_back_in, 1, str(tmp_path))[0]
-    assert positions == {2: 200, 3: 300, 4: 400}
-    assert (step, position, is_equal, missing) == (3, 300, True, None)
+    positions, weights, problems, *loaded = run_on_ranks(roll_back_in, 1, str(tmp_path))[0]
+    assert positions == {2: 200, 3: 300, 4: 400} and weights == {2, 3, 4, 5}
+    assert loaded == [3, 300, True, None]
+    assert [f"step-{step}: is" in text for step, text in zip((0, 2), problems, strict=True)] == [
+        True,
+        True,
+    ], problems
 
 
 def load_without_each_part(folder) -> list[tuple]:

@@ -197,8 +197,8 @@ def test_a_disk_that_never_responds_ends_the_run_with_an_error(tmp_path, use):
     command = [sys.executable, "-c", HANGING, str(tmp_path), use]
     child = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert child.returncode == 1 and "Traceback" not in child.stderr
-    assert f"samples 0…1 of {tmp_path}: could not be read within 1 s" in child.stderr
-    assert "not read after 0 s; the run ends after 1 s" in child.stderr  # the warning
+    assert f"samples 0…1 of {tmp_path}: was not read within 1 s" in child.stderr
+    assert "not read after 0.1 s; the run ends after 1 s" in child.stderr  # the warning
 
 
 def write_bad_id(folder: Path) -> None:

@@ -42,7 +42,7 @@ class Fault:
     kind: str  # gradient, activation or loss
     value: float
     rank: int
-    once: bool = False  # not when the step is computed again, as a fault of the hardware
+    once: bool = False  # not when the step is replayed, as a hardware fault
     name: str = "layers.1.feed_forward.w1"
 
 

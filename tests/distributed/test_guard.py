@@ -116,7 +116,7 @@ def run_with_and_without(case: GuardedRun) -> tuple[GuardedRecord, GuardedRecord
 
 
 @pytest.mark.parametrize("name", HARDWARE)
-def test_a_fault_that_is_gone_when_computed_again_changes_nothing(name):
+def test_a_fault_that_is_gone_in_the_replay_changes_nothing(name):
     layout, kind, rank = HARDWARE[name]
     # The second hits a step that had been started before the first was known, and is taken back.
     faults = [Fault(at, kind, FLIPPED, rank, once=True, name=BLOCK) for at in (17, 18, 20, 22)]
@@ -227,7 +227,7 @@ def test_a_violation_in_the_last_step_is_handled(policies):
     assert record.position == 16 and not record.error
 
 
-def test_warn_takes_the_step_and_off_says_nothing(policies):
+def test_warn_takes_the_step_and_off_reports_nothing(policies):
     assert policies["warned"].final == policies["ignored"].final == policies["not skipped"].final
     assert [(e["event"], e["step"]) for e in policies["warned"].events] == [("spike", 18)]
     assert policies["ignored"].events == []

@@ -12,7 +12,7 @@ from tests.distributed.oracle import ADAMW, Layout, Record, run_until, start_run
 from tests.distributed.ranks import run_on_ranks
 from titanlite.distributed.tensors import local_shard
 from titanlite.training.bit_hash import ROW, ROWS, hash_bits
-from titanlite.training.replica_check import ReplicaCheck, find_odd_ranks
+from titanlite.training.replica_check import ReplicaCheck, find_differing_ranks
 
 RECIPE = replace(ADAMW, batch=12, steps=2)
 WEIGHT = "layers.1.feed_forward.w2.weight"
@@ -109,11 +109,15 @@ def test_optimizers_that_compute_whole_matrices_on_one_rank_keep_replicas_equal(
 def test_without_a_majority_all_replicas_are_named():
     hashes = {0: {"a": 1, "b": 2}, 1: {"a": 1, "b": 2}, 2: {"a": 1, "b": 3}, 3: {"a": 4, "b": 2}}
     hosts = dict.fromkeys(hashes, "node")
-    assert find_odd_ranks(hashes, hosts).ranks == [0, 1, 2, 3]
+    assert find_differing_ranks(hashes, hosts).ranks == [0, 1, 2, 3]
     hashes[3] = {"a": 1, "b": 2}
-    assert find_odd_ranks(hashes, hosts)[:1] + find_odd_ranks(hashes, hosts)[2:] == ([2], 4, "b")
+    assert find_differing_ranks(hashes, hosts)[:1] + find_differing_ranks(hashes, hosts)[2:] == (
+        [2],
+        4,
+        "b",
+    )
     hashes[2] = {"a": 1}  # state that a rank does not have
-    assert find_odd_ranks(hashes, hosts)[::3] == ([2], "b")
+    assert find_differing_ranks(hashes, hosts)[::3] == ([2], "b")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8, torch.float64])

@@ -94,7 +94,7 @@ def test_a_bad_batch_is_skipped_once_and_written_with_its_text(run_toml, tmp_pat
         "--job.config_file", str(run_toml), "--training.steps", "8", "--metrics.log_freq", "3",
         "--validation.enable", "false", "--checkpoint.interval", "8",
     )  # fmt: skip
-    # The host learns of step 5 after it has started step 6; then step 5 is computed again.
+    # The host learns of step 5 after it has started step 6; then step 5 is replayed.
     passes = (BAD_STEP, BAD_STEP + 2)
     prepare = partial(inject_inf, "layers.1.feed_forward.w2.weight", "gradient", passes)
     with LaunchedRun(2, out, *argv, "--training.local_batch_size", "4", prepare=prepare) as run:

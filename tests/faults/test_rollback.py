@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
@@ -223,16 +224,16 @@ def test_a_kill_at_any_moment_of_a_roll_back_changes_nothing(rolled_back, run_to
 # --- the end of the tries ------------------------------------------------------------------------
 
 
-def test_when_all_tries_are_spent_the_run_ends_with_3_and_a_report(run_toml, tmp_path):
+def test_when_all_tries_have_failed_the_run_ends_with_3_and_a_report(run_toml, tmp_path):
     out, endless = tmp_path / "out", replace(POISON, end=10**9)
     with launch(run_toml, out, prepare=partial(inject, endless)) as run:
         assert run.wait(SECONDS) == [3], run.output
-    assert "all 3 tries are spent" in run.output and "Traceback" not in run.output
+    assert "all 3 tries have failed" in run.output and "Traceback" not in run.output
     assert run.output.count("\n    try ") == 3, run.output
     report = json.loads((out / "guard" / "rollback.json").read_text())
     assert [attempt["number"] for attempt in report["tries"]] == [1, 2, 3]
     (event,) = events_of(out, "rollback_failed")
-    assert event["step"] == report["step"] and "all 3 tries are spent" in event["reason"]
+    assert event["step"] == report["step"] and "all 3 tries have failed" in event["reason"]
     assert json.loads((out / "starts.jsonl").read_text().splitlines()[-1])["code"] == 3
 
 
@@ -244,11 +245,34 @@ def test_without_a_checkpoint_from_before_the_trouble_the_run_ends_with_3(run_to
     assert not (tmp_path / "out" / "checkpoint" / "step-50").exists()
 
 
+def report_slowly(out: Path, fault: NumericalFault) -> None:
+    """Let rank 0 take a second to rewrite metrics.jsonl; rank 1 must still be in phase load."""
+    from titanlite.metrics import jsonl
+    from titanlite.runtime import HeartbeatWatchdog
+
+    inject(fault)
+    rewrite, set_phase, marker = jsonl.drop_later_records, HeartbeatWatchdog.set_phase, out / "slow"
+
+    def rewrite_slowly(*args) -> None:
+        if args[1] == 36:
+            marker.touch()
+            time.sleep(1)
+        rewrite(*args)
+        marker.unlink(missing_ok=True)
+
+    def check_phase(self, step: int, phase: str) -> None:
+        assert not (os.environ["RANK"] == "1" and marker.exists()), f"step {step}, {phase}"
+        set_phase(self, step, phase)
+
+    _injections.enter_context(patch.object(jsonl, "drop_later_records", rewrite_slowly))
+    _injections.enter_context(patch.object(HeartbeatWatchdog, "set_phase", check_phase))
+
+
 def test_the_window_can_be_trained_through_with_a_lower_learning_rate(run_toml, tmp_path):
     """The fault is in two computations of the step, so that the replay finds the same bits."""
     out, fault = tmp_path / "out", NumericalFault("gradient", 1, 41, value="nan", times=2)
     argv = ("--guard.nonfinite", "rollback", "--guard.rollback_lr_factor", "0.5")
-    with launch(run_toml, out, *argv, prepare=partial(inject, fault), ranks=2) as run:
+    with launch(run_toml, out, *argv, prepare=partial(report_slowly, out, fault), ranks=2) as run:
         assert run.wait(SECONDS) == [0, 0], run.output
     (event,) = events_of(out, "rolled_back")
     assert (event["step"], event["from_step"], event["lr_factor"]) == (36, 41, 0.5)
@@ -260,6 +284,20 @@ def test_the_window_can_be_trained_through_with_a_lower_learning_rate(run_toml, 
     assert "skipped" in manifest_of(out).progress and manifest_of(out).progress["skipped"] == 0
 
 
+def test_a_roll_back_of_updates_in_backward_writes_the_batch(run_toml, tmp_path):
+    out, fault = tmp_path / "out", NumericalFault("activation", 0, 8, value="nan", parameter="norm")
+    argv = (
+        "--training.steps", "9", "--optimizer.early_step_in_backward", "true",
+        "--training.max_norm", "0", "--training.local_batch_size", "8", "--guard.spike", "off",
+        "--guard.nonfinite", "rollback", "--metrics.noise_scale_freq", "0",
+    )  # fmt: skip
+    with launch(run_toml, out, *argv, prepare=partial(inject, fault)) as run:
+        assert run.wait(SECONDS) == [0], run.output
+    assert [event["from_step"] for event in events_of(out, "rolled_back")] == [8]
+    assert (out / "guard" / "step-8.json").exists()
+    assert "violation  inf or NaN" in run.output
+
+
 def test_a_policy_without_checkpoints_to_roll_back_to_is_refused(run_toml, tmp_path):
     from titanlite.errors import UserError
     from titanlite.job import read_job
@@ -269,5 +307,7 @@ def test_a_policy_without_checkpoints_to_roll_back_to_is_refused(run_toml, tmp_p
         read_job([*argv, "--checkpoint.enable", "false"], 1)
     with pytest.raises(UserError, match="keep_latest_k = 268 or more"):
         read_job([*argv, "--checkpoint.keep_latest_k", "2"], 1)
+    with pytest.raises(UserError, match="max_violations = 1: the run would end at the first"):
+        read_job([*argv, "--guard.max_violations", "1"], 1)
     with pytest.raises(UserError, match="guard.rollback_tries = 2: no policy rolls back"):
         read_job([*argv[:2], "--guard.rollback_tries", "2"], 1)

@@ -155,6 +155,18 @@ def test_a_roll_back_moves_what_is_repeated_and_keeps_the_events_of_all_roll_bac
     assert replaced == [30, 20, 30]
 
 
+def test_a_full_disk_in_a_roll_back_does_not_end_the_records(tmp_path):
+    with open_in(tmp_path) as sinks:
+        for step in (10, 20):
+            sinks.step({**STEP, "step": step})
+        (tmp_path / REPLACED_FILE).mkdir()  # cannot be written, like a file on a full disk
+        roll_back(sinks, 1, from_step=21, step=10)
+        sinks.sync()
+        (tmp_path / REPLACED_FILE).rmdir()
+        sinks.step({**STEP, "step": 30})
+    assert [line["step"] for line in read_records(tmp_path)] == [10, 30]
+
+
 @pytest.mark.parametrize("known", [0, 1, 2])
 def test_a_resume_from_before_a_roll_back_drops_its_event_because_it_is_repeated(known, tmp_path):
     with open_in(tmp_path) as sinks:

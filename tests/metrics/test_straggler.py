@@ -81,8 +81,8 @@ def test_what_was_timed_before_a_roll_back_is_forgotten():
 
 def test_the_self_test_takes_the_fastest_repetition():
     seconds = SelfTest(torch.float32, torch.device("cpu")).run()
-    assert seconds.keys() == {"matmul", "memory"} and min(seconds.values()) > 0
+    assert seconds.keys() == {"matmul"} and seconds["matmul"] > 0
     times = iter([0.0, 5.0, 5.0, 7.0, 7.0, 8.5, 9.0, 13.0, 20.0, 30.0])
     test = SelfTest(torch.float32, torch.device("cpu"))
     test._now = lambda: next(times)  # type: ignore[method-assign]
-    assert test._time(lambda: torch.zeros(())) == 1.5
+    assert test._time(lambda: torch.zeros(()), repetitions=5) == 1.5

@@ -22,6 +22,8 @@ def test_a_restored_scale_continues_its_count_of_steps():
     for each in (scale, restored):
         each.update(True)
         assert each.value == 1024.0
+    restored.restore(None)  # rolled back to a checkpoint that has no loss scale
+    assert restored == LossScale(1024.0, growth_steps=3)
 
 
 def test_a_resumed_run_with_fewer_growth_steps_grows_at_once():

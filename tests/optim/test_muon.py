@@ -13,7 +13,7 @@ from titanlite.optim import MatrixFacts, OptimizerConfig, ParameterGroupConfig, 
 from titanlite.optim.muon import MOMENTUM, Muon
 from titanlite.optim.newton_schulz import (
     POLAR_EXPRESS,
-    SAFETY,
+    SAFETY_FACTOR,
     orthogonalization_flops,
     orthogonalize,
 )
@@ -24,9 +24,9 @@ FACTS = MatrixFacts(LLAMA3, SIZES)
 
 def polar_express(singular_values: Tensor) -> Tensor:
     """What the published polynomials make of the singular values of a matrix of norm 1."""
-    x = singular_values / SAFETY
+    x = singular_values / SAFETY_FACTOR
     for a, b, c in POLAR_EXPRESS:
-        scaled = x / SAFETY
+        scaled = x / SAFETY_FACTOR
         x = a * scaled + b * scaled**3 + c * scaled**5
     return x
 

@@ -7,7 +7,9 @@ import json
 import pytest
 import torch
 
-from titanlite.optim import NoiseScale, estimate_noise
+from titanlite.optim import NoiseScale, OptimizerSet, estimate_noise
+from titanlite.optim.noise_scale import NoiseEstimate
+from titanlite.training import TrainState
 
 ELEMENTS, GRADIENT_SQUARE, NOISE = 1000, 0.25, 40.0  # B_simple is 160 sequences
 
@@ -47,3 +49,14 @@ def test_the_averages_continue_from_a_checkpoint():
     restored = NoiseScale(decay=0.99)
     restored.restore(json.loads(json.dumps(average.state())))
     assert restored == average and restored.critical_batch == average.critical_batch
+    restored.restore(None)  # rolled back to a checkpoint without measurements
+    assert restored == NoiseScale(decay=0.99)
+
+
+def test_a_checkpoint_without_averages_discards_those_of_the_process():
+    """As a roll-back to a checkpoint from before the noise scale was measured."""
+    state = TrainState(torch.nn.Linear(1, 1), OptimizerSet([]), noise_scale=NoiseScale())
+    progress = TrainState(torch.nn.Linear(1, 1), OptimizerSet([])).progress()
+    state.noise_scale.update(NoiseEstimate(gradient=1.0, noise=2.0))
+    state.restore(progress)
+    assert state.noise_scale == NoiseScale()

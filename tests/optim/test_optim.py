@@ -117,7 +117,7 @@ GROUP = {"match": ["output.*"]}
         ({"name": "Muon", "momentum": 0.9}, "momentum = 0.9: applies to SGD only"),
         (
             {"name": "Muon", "state_dtype": "8bit"},
-            'state_dtype = "8bit": optimizer.name is Muon, whose momentum is stored in float32 and',
+            'state_dtype = "8bit": optimizer.name is Muon, whose momentum is stored in float32 or',
         ),
         (
             {"state_dtype": "4bit", "groups": [{**GROUP, "name": "Muon"}]},

@@ -92,3 +92,11 @@ def test_the_script_prints_slopes_draws_the_curves_and_exits_with_the_result(
     use_rule(monkeypatch, lambda scale: 1.0)
     assert main(argv) == 2
     assert "outside -0.75 … 0.25" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("option", ["--steps=0", "--seeds=0"])
+def test_a_check_without_steps_or_models_is_refused(option, capsys):
+    main = runpy.run_path(str(ROOT / "scripts" / "check_mup.py"))["main"]
+    with pytest.raises(SystemExit):
+        main([*MODEL, option])
+    assert "must be at least 1" in capsys.readouterr().err

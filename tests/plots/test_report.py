@@ -111,6 +111,15 @@ def test_what_the_run_reported_is_in_the_advice(tmp_path):
     assert "<td>roll-backs</td><td>1</td>" in page and "rolled back from step 7 to 4" in page
 
 
+def test_a_value_that_is_not_finite_is_named_in_the_advice(tmp_path):
+    """metrics.jsonl has null for inf and NaN."""
+    diverged = {"event": "diverged", "step": 9, "time": 31.0, "reason": "inf or NaN"}
+    diverged |= {"loss": None, "grad_norm": 3.499040126800537}
+    run = write_run(tmp_path / "run", [step_line(8, 30.0)], [diverged])
+    assert "inf or NaN at step 9, loss inf or NaN, gradient norm 3.499" in titles(run)
+    assert "None" not in titles(run) and "40126" not in titles(run)
+
+
 def test_runs_whose_folders_have_one_name_are_told_apart(tmp_path):
     for name in ("a", "b"):
         write_run(tmp_path / name / "out", [step_line(s, 2.5 * s) for s in range(1, 4)])
@@ -191,3 +200,39 @@ def test_a_folder_that_no_run_wrote_is_refused(tmp_path, capsys):
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
     with pytest.raises(DataError, match="is not the folder of a run"):
         read_run(tmp_path)
+
+
+def test_steps_that_a_roll_back_took_back_are_counted_once(tmp_path):
+    """One process, rolled back from step 20 to 10; the clock goes on."""
+    first = [step_line(s, 1000 + 2.5 * s) for s in range(1, 21)]
+    later = [step_line(s, 1050 + 2.5 * (s - 10)) for s in range(11, 31)]
+    back = {"event": "rolled_back", "step": 10, "from_step": 20, "time": 1050}
+    run = write_run(tmp_path / "run", first[:10] + later, [back], first[10:], [start(1000)])
+    assert run.goodput.repeated == pytest.approx(10 * 2.5)
+    assert run.goodput.total == pytest.approx(100)
+
+
+def test_starts_that_recorded_nothing_are_counted_once(tmp_path):
+    """Killed after step 10, then two starts that crashed before their first step."""
+    first = [step_line(s, 1000 + 2.5 * s) for s in range(1, 11)]
+    later = [step_line(s, 1300 + 2.5 * (s - 10)) for s in range(11, 21)]
+    starts = [start(1000), *(start(time, from_step=10) for time in (1100, 1200, 1300))]
+    run = write_run(tmp_path / "run", first + later, starts=starts)
+    assert run.goodput.stopped == pytest.approx(1300 - 1025)
+    assert run.goodput.total == pytest.approx(1325 - 1000)
+
+
+def test_an_incomplete_line_that_a_resume_moved_does_not_hide_the_run(tmp_path):
+    lines = [step_line(s, 1000 + 2.5 * s) for s in range(1, 11)]
+    write_run(tmp_path / "run", lines, replaced=lines[5:])
+    replaced = tmp_path / "run" / "metrics.replaced.jsonl"
+    replaced.write_text('{"step": 9, "lo\n' + replaced.read_text())
+    assert [r["step"] for r in read_run(tmp_path / "run").abandoned[0]] == [6, 7, 8, 9, 10]
+
+
+def test_meters_do_not_fill_the_table_of_events(tmp_path):
+    norms = {"event": "layer_norms", "step": 1, "time": 5.0, "gradient": {"layers.0": 1.25}}
+    noise = {"event": "noise_scale", "step": 1, "time": 5.0, "critical_batch": 77.0}
+    run = write_run(tmp_path / "run", [step_line(1, 5.0)], [norms, noise])
+    page = render_report([run])
+    assert "layers.0" not in page and "critical_batch" not in page

@@ -86,6 +86,7 @@ def test_other_bits_that_violate_again_count_as_both():
 REFUSED = {
     "spike without nonfinite": (GuardConfig(nonfinite="off", spike="warn"), False, "nonfinite"),
     "skip after an early update": (GuardConfig(spike="skip"), True, "early_step_in_backward"),
+    "warn after an early update": (GuardConfig(spike="warn"), True, "early_step_in_backward"),
 }
 
 

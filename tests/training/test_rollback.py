@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 
 import pytest
 
 from titanlite.data import PositionWindow
+from titanlite.errors import CheckpointError
+from titanlite.job.build import restore_progress
+from titanlite.training import Counters
 from titanlite.training.rollback import (
     RollbackHistory,
     RollbackPolicy,
@@ -33,7 +37,7 @@ def windows(*bounds, factor=0.0) -> tuple[PositionWindow, ...]:
     return tuple(PositionWindow(start, end, factor) for start, end in bounds)
 
 
-def test_the_window_grows_on_both_sides_of_one_trouble_until_the_tries_are_spent():
+def test_the_window_grows_on_both_sides_of_one_trouble_until_all_tries_have_failed():
     history = tried(RollbackHistory(), 800)
     assert history.windows == windows((720, 888))
     history = tried(history, 888)  # the first step after the window is bad as well
@@ -77,3 +81,26 @@ def test_the_newest_checkpoint_from_before_the_window_is_preferred():
 
 def test_the_window_does_not_begin_before_the_first_sample():
     assert tried(RollbackHistory(), 16).windows == windows((0, 104))
+
+
+TRY = tried(RollbackHistory(), 320).to_json()[0]
+NAN_FACTOR = {**TRY["window"], "lr_factor": float("nan")}
+CRAFTED = (
+    "abc",
+    [{}],
+    [{**TRY, "number": 10**9}],
+    [{**TRY, "trouble": 3}],
+    [{**TRY, "window": {"start": "0", "end": "9"}}],
+    [{**TRY, "window": {"start": -8, "end": 9}}],
+    [{**TRY, "window": {"start": 304, "end": 10**30}}],
+    [{**TRY, "window": NAN_FACTOR}],
+)
+
+
+@pytest.mark.parametrize("crafted", CRAFTED, ids=lambda value: str(value)[-60:])
+def test_crafted_progress_is_refused_without_a_traceback(crafted):
+    state, found = SimpleNamespace(restore=Counters().restore), SimpleNamespace(folder="step-3")
+    progress = {"step": 3, "position": 24, "tokens": 0, "skipped": 0, "rollbacks": [TRY]}
+    restore_progress(state, progress, found)
+    with pytest.raises(CheckpointError, match="step-3: its progress is not valid"):
+        restore_progress(state, {**progress, "rollbacks": crafted}, found)

@@ -246,13 +246,16 @@ class Checkpointer:
             return None
         return find_checkpoint(self.step_folders, self.config, self.group)
 
-    def positions(self) -> dict[int, int]:
-        """The data position of each checkpoint that retention keeps, by its step."""
-        return self.step_folders.positions()
+    def positions(self, with_optimizer: bool = False) -> tuple[dict[int, int], list[str]]:
+        """({step: data position} of the checkpoints to roll back to, why others are damaged).
 
-    def find_first_valid(self, steps: Sequence[int]) -> FoundCheckpoint | None:
-        """The first checkpoint of `steps` that is valid, to roll back to; else None."""
-        return find_first_valid(self.step_folders, steps, self.config.verify, self.group)[0]
+        `with_optimizer`: only of those that have optimizer state, see last_save_model_only.
+        """
+        return self.step_folders.positions(with_optimizer)
+
+    def find_first_valid(self, steps: Sequence[int]) -> tuple[FoundCheckpoint | None, list[str]]:
+        """(the first checkpoint of `steps` that is valid, why those before it were refused)."""
+        return find_first_valid(self.step_folders, steps, self.config.verify, self.group)
 
     def load(
         self,

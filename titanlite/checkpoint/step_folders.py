@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import asdict
 from typing import Any, TypeVar
 
@@ -18,7 +17,7 @@ from titanlite.distributed.collectives import run_on_rank_0
 from titanlite.errors import CheckpointError
 from titanlite.files import parse_json
 from titanlite.log import logger
-from titanlite.storage import StorageFolder
+from titanlite.storage import StorageFolder, StorageUnreachable
 
 T = TypeVar("T")
 
@@ -62,12 +61,14 @@ class StepFolders:
         result = self._on_rank_0(list_on_rank_0)
         return CheckpointListing(**result["listing"]), result["applied"]
 
-    def positions(self) -> dict[int, int]:
-        """The data position of each checkpoint by its step, of those that retention keeps.
+    def positions(self, with_optimizer: bool) -> tuple[dict[int, int], list[str]]:
+        """({step: data position} of the checkpoints, why others are damaged).
 
-        A kill between a save and the removal of older checkpoints leaves more than these.
+        Only of those that retention keeps: a kill between a save and the removal of older
+        checkpoints leaves more. `with_optimizer`: only of those that have optimizer state.
         """
-        return dict(self._on_rank_0(self._positions))
+        positions, damaged = self._on_rank_0(lambda: self._positions(with_optimizer))
+        return dict(positions), damaged
 
     def remove_unfinished(self, names: list[str]) -> None:
         """Remove the folders `names`, whose save or removal was interrupted by a crash.
@@ -113,14 +114,24 @@ class StepFolders:
         for name in (*names, *(f"step-{step}" for step in steps)):
             self._remove(self.folder / name)
 
-    def _positions(self) -> list[tuple[int, int]]:
-        positions = {}
+    def _positions(self, with_optimizer: bool) -> tuple[list[tuple[int, int]], list[str]]:
+        manifests, damaged = {}, []
         for step in list_steps(self.folder).steps:
-            with suppress(CheckpointError):
-                manifest = read_checkpoint_manifest(self.of_step(step))
-                positions[step] = manifest.progress["position"]
-        surplus = steps_to_remove(positions, self.config.keep_latest_k, self.config.keep_every)
-        return [(step, at) for step, at in positions.items() if step not in surplus]
+            try:
+                manifests[step] = read_checkpoint_manifest(self.of_step(step))
+            except StorageUnreachable:  # it may be valid
+                raise
+            except CheckpointError as error:
+                damaged.append(str(error))
+        surplus = steps_to_remove(manifests, self.config.keep_latest_k, self.config.keep_every)
+        positions = [
+            (step, manifest.progress["position"])
+            for step, manifest in manifests.items()
+            if step not in surplus
+            and "position" in manifest.progress  # otherwise only the weights of another run
+            and (manifest.has("optimizer") or not with_optimizer)
+        ]
+        return positions, damaged
 
     def _is_valid(self, step: int) -> bool:
         try:

@@ -19,8 +19,8 @@ _JOIN_SECONDS = 5  # a thread that is blocked in a read of a dead disk can only 
 class BackgroundReader:
     """Calls `read(position, sequences)` for one request at a time, in one thread.
 
-    The thread is a daemon and not an executor's: Python waits for an executor's threads at exit,
-    and a read that never returns must not keep the process alive.
+    In a daemon thread, not in a ThreadPoolExecutor: Python waits for the threads of an executor at
+    exit, and a read that never returns must not keep the process alive.
     """
 
     def __init__(self, read: Callable[[int, int], Any], name: str, timeout_seconds: float | None):
@@ -50,7 +50,7 @@ class BackgroundReader:
             if future.done():  # just now, or the read itself raised a TimeoutError
                 return future.result()
         logger.warning(
-            "%s: not read after %.0f s; the run ends after %.0f s (data.read_timeout_seconds)",
+            "%s: not read after %g s; the run ends after %g s (data.read_timeout_seconds)",
             description,
             warn_after,
             self._timeout,
@@ -61,8 +61,8 @@ class BackgroundReader:
             if future.done():
                 return future.result()
         raise DataError(
-            f"{description}: could not be read within {self._timeout:g} s; the disk or file server"
-            " does not respond.",
+            f"{description}: was not read within {self._timeout:g} s; the disk or file server is"
+            " slow or does not respond.",
             fix="Check the disk or file server, or increase data.read_timeout_seconds.",
         )
 
@@ -81,4 +81,4 @@ class BackgroundReader:
                 future.set_result(self._read(position, sequences))
             except BaseException as error:  # raised again in `wait`
                 future.set_exception(error)
-            del request, future  # so that a batch is freed before the next one is read
+            del request, future  # so that this thread keeps no batch alive while it waits

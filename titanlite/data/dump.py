@@ -1,4 +1,4 @@
-"""Write the samples of a batch to a file: where they are from, their tokens and their text."""
+"""Write the samples of a batch to a file: their sources, tokens and text."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from titanlite.errors import UserError
 from titanlite.files import write_file_atomically
 from titanlite.log import logger
 
-MAX_FILES = 100  # in the folder; a run that has more has been looked at, or never will be
-MAX_TOKENS = 1 << 18  # of a file; the samples behind them are listed without tokens and text
+MAX_FILES = 100  # in the folder; enough to find the cause, and a limit for the disk
+MAX_TOKENS = 1 << 18  # of a file; later samples are listed without tokens and text
 
 
 class BatchDump:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -31,7 +32,7 @@ from titanlite.distributed.process_group import (
     join_process_group,
     set_collective_timeouts,
 )
-from titanlite.errors import EXIT_INTERRUPTED, ConfigError
+from titanlite.errors import EXIT_INTERRUPTED, CheckpointError, ConfigError
 from titanlite.files import write_file_atomically
 from titanlite.job.data import open_job_stream, open_job_tokenizer, open_job_validation
 from titanlite.job.job import Job
@@ -340,8 +341,19 @@ def restore(
         completely=completely,
     )
     if progress:  # None if only the weights of another run were loaded
-        state.restore(progress)
+        restore_progress(state, progress, found)
         checkpointer.set_aside_later_steps(state.step)
+
+
+def restore_progress(state: TrainState, progress: dict[str, Any], found: FoundCheckpoint) -> None:
+    """Restore the progress of a checkpoint, which may come from a stranger."""
+    try:
+        state.restore(progress)
+    except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as e:
+        raise CheckpointError(
+            f"{found.folder}: its progress is not valid ({e!r:.200}).",
+            fix="Use an earlier checkpoint (checkpoint.load_step).",
+        ).mark_on_all_ranks() from None
 
 
 def build_rewinder(

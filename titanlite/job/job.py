@@ -39,7 +39,7 @@ class Job:
     sizes: ModelSizes  # of the model
     degrees: Degrees
     pipeline: PipelinePlan  # which rank runs which stage
-    global_batch: int  # samples of one optimizer step, over all ranks, after the ramp
+    global_batch: int  # sequences of a step, over all ranks, after training.batch_size_ramp
 
     @property
     def folder(self) -> Path:
@@ -48,7 +48,7 @@ class Job:
 
     @property
     def rank_batch(self) -> int:
-        """Samples of one optimizer step on one data-parallel rank, after the ramp."""
+        """Sequences of a step on one data-parallel rank, after training.batch_size_ramp."""
         return self.global_batch // self.degrees.data
 
     @property
@@ -130,7 +130,7 @@ class Job:
             "training.global_batch_size": self.global_batch,
             "training.batch_size_ramp": self.config.training.batch_size_ramp,
             "attention.mask": self.config.attention.mask,  # decides what a token attends to
-            **stream.facts,  # decide which samples a stream position means
+            **stream.facts,  # decide which sample each position is
         }
 
     def facts_to_check(self, stream: SampleStream) -> dict[str, Any]:
@@ -147,9 +147,9 @@ class Job:
 
     @property
     def other_folders(self) -> dict[str, StorageFolder]:
-        """Folders outside job.dump_folder that this run writes to, by their keys.
+        """Folders that another job may write to as well, by their keys.
 
-        Includes the checkpoint folder wherever it is, because another job may use the same one.
+        These are the folders outside job.dump_folder, and the checkpoint folder wherever it is.
         """
         config = self.config
         is_written = {
@@ -172,7 +172,7 @@ class Job:
         """The job in a few lines, logged when it starts."""
         config, training, sizes = self.config, self.config.training, self.sizes
         compute = SHORT_DTYPES[training.mixed_precision_param]
-        measured = "measured " if device.type == "cpu" else ""
+        measured = "measured " if device.type == "cpu" else ""  # a GPU's is published
         peak = (
             f"{measured}peak {peak_flops / 1e12:.3g} TFLOP/s each" if peak_flops else "peak unknown"
         )
@@ -212,7 +212,7 @@ class Job:
         return f"tuned at dim {base.dim}; width x{self.sizes.dim / base.dim:g}"
 
     def log_start(self, rank: int) -> None:
-        """Print and log the configuration, warnings and the result of a check, as set in [job]."""
+        """On rank 0, print the configuration if job.print_config, and log warnings; log a check."""
         if rank == 0:
             if self.config.job.print_config:
                 print(self.as_toml())

@@ -34,15 +34,15 @@ class DocumentIndex:
     """
 
     on_host: Tensor  # the start of each document and the end of the last: int32 [N + 1], offsets
-    # into B*T; under context parallel the table of `encode_document_tiles`
-    on_device: Tensor  # the same, for kernels that read it there
-    extent: Tensor  # empty: its shape is [0, longest]. The compiler makes a graph for each value
-    # of an int, but only one for all sizes of a dimension that is marked as dynamic.
+    # into B*T; under context parallel int64 [N, 8], see parallelize/context_tiles.py
+    on_device: Tensor  # the same on the device, for kernels; before `to`, the host's
+    extent: Tensor  # no elements; its shape is [0, longest]. torch.compile would make a graph for
+    # each value of an int, but makes only one for a dimension that is marked as dynamic.
 
     @classmethod
     def build(cls, table: Tensor, longest: int = 0) -> DocumentIndex:
         """The index of a host's `table`; `longest` is the length of the longest document."""
-        rounded = -(-longest // QUERY_TILE) * QUERY_TILE  # same blocks, fewer different values
+        rounded = -(-longest // QUERY_TILE) * QUERY_TILE  # the kernel launches as many blocks
         return cls(table, table, table.new_empty(0, rounded))
 
     @property
@@ -69,7 +69,7 @@ IndexDocuments = Callable[[Tensor], DocumentIndex]  # positions [B, T] -> index 
 
 @runtime_checkable
 class SupportsDocuments(Protocol):
-    """A model that can mask documents.
+    """A model whose attention can be restricted to single documents.
 
     Its forward passes the argument `documents`, a DocumentIndex, to the attention of every block.
     Without that argument it computes the index from the positions, if `index_documents` is set.
@@ -133,7 +133,7 @@ def _varlen_attention(q: Tensor, k: Tensor, v: Tensor, boundaries: Tensor, longe
     return out.unflatten(0, (batch, tokens)).transpose(1, 2)
 
 
-# --- one call per document: CpuFlash, and EagerAttention on a GPU ---------------------------------
+# --- one call per document: on a CPU, and on a GPU without FlashAttention -------------------------
 # A custom operator, so that a compiled graph has one node, however many documents there are. The
 # boundaries are in host memory, because Python makes slices from them.
 
@@ -143,7 +143,7 @@ def _document_forward(q: Tensor, k: Tensor, v: Tensor, boundaries: Tensor) -> tu
     """(out [B, H, T, K], log-sum-exp of the scores [B, H, T] in fp32)."""
     kernel, (out, lse) = flash_kernel_for(q), _empty_document_forward(q, k, v, boundaries)
     for index in _document_slices(boundaries, q.shape[2]):
-        out[index], lse[index] = kernel.forward(q[index], k[index], v[index], True)
+        out[index], lse[index] = kernel.forward(q[index], k[index], v[index], True)  # causal
     return out, lse
 
 

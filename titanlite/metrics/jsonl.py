@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import io
 import json
 import math
 import os
@@ -24,9 +25,12 @@ class JsonlSink:
     def __init__(self, path: Path, completed_steps: int, rollbacks: int = 0):
         """`rollbacks`: of the run in `completed_steps`."""
         self.path = path
-        self._open(completed_steps, rollbacks)
+        self._continued_from = completed_steps, rollbacks
+        self.file = self._open()
 
     def step(self, record: dict[str, Any]) -> None:
+        if self.file.closed:  # the last `rewind` failed, for example on a full disk
+            self.file = self._open()
         text = json.dumps(_finite_or_null(record), allow_nan=False, ensure_ascii=False) + "\n"
         line, size = text.encode(), self.file.seek(0, os.SEEK_END)
         if self.file.write(line) < len(line):  # the disk is full: remove the incomplete line
@@ -37,14 +41,16 @@ class JsonlSink:
 
     def rewind(self, step: int, rollbacks: int) -> None:
         self.close()
-        self._open(step, rollbacks)
+        self._continued_from = step, rollbacks
+        self.file = self._open()
 
-    def _open(self, step: int, rollbacks: int) -> None:
-        drop_later_records(self.path, step, rollbacks)
-        self.file = self.path.open("ab", buffering=0)
+    def _open(self) -> io.FileIO:
+        drop_later_records(self.path, *self._continued_from)
+        return self.path.open("ab", buffering=0)
 
     def sync(self) -> None:
-        os.fsync(self.file.fileno())
+        if not self.file.closed:
+            os.fsync(self.file.fileno())
 
     def close(self) -> None:
         self.file.close()

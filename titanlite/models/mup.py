@@ -50,7 +50,7 @@ class WidthScale:
 
     fan_in: float = 1.0  # inputs that an output sums over; of embeddings and gains always 1
     fan_out: float = 1.0
-    larger_fan: float = 1.0
+    larger_fan: float = 1.0  # of the larger side of a matrix
     multiplier: float = 1.0  # absorbed from the forward pass; 1: none
     init_factor: float = 1.0  # multiplies the initial weights
 
@@ -58,12 +58,12 @@ class WidthScale:
 def check_mup_base(
     config: MupConfig, spec: ModelSpec[SizesT], sizes: SizesT
 ) -> Iterator[ConfigError]:
-    """Reject a base model with other sizes than the family, or whose sizes do not fit together."""
+    """Reject a base model with sizes that the family has not, or that do not fit together."""
     if config.base is None:
         return
     given = {name for name, value in dataclasses.asdict(config.base).items() if value is not None}
     known = {field.name for field in dataclasses.fields(sizes)}
-    wrong = [f"{name} is not a size of it" for name in sorted(given - known)]
+    wrong = [f"it has no {name}" for name in sorted(given - known)]
     if "n_kv_heads" in known - given:
         wrong.append("n_kv_heads is missing")
     if wrong:
@@ -113,8 +113,8 @@ def _absorbed_multipliers(
 ) -> Mapping[str | None, float]:
     """The multiplier that parameters of a role absorb from the forward pass.
 
-    A parameter that a multiplier c precedes computes the same if the parameter itself is multiplied
-    by c and its updates, too.
+    A multiplier c in the forward pass can be dropped if the parameter behind it, and its updates,
+    are multiplied by c.
     """
     query = "query_gain" if "query_gain" in roles else "query"
     multipliers: dict[str | None, float] = {query: math.sqrt(base.head_width / sizes.head_width)}

@@ -1,10 +1,10 @@
-"""Adafactor (https://arxiv.org/abs/1804.04235): a row and a column instead of a second moment.
+"""Adafactor (https://arxiv.org/abs/1804.04235): means of the squares by row and column only.
 
 Row means, column means and the RMS of weights and updates are of the whole matrix, in every layout:
 each rank sums over its shards, and all-reduces add the sums of all parameters together. A step has
-two all-reduces in each dimension of the mesh that shards parameters (FSDP 2, FSDP x TP 4). The
-first sends 12 bytes per parameter and 4 per column of a matrix (4 per row in the dimension that
-shards columns), the second 4 per parameter.
+two all-reduces in each dimension of the mesh that shards parameters: 2 with FSDP, 4 with FSDP and
+TP. The first sends 12 bytes per parameter tensor and 4 per column of a matrix (4 per row in the
+dimension that shards columns), the second 4 per parameter tensor.
 """
 
 from __future__ import annotations
@@ -131,8 +131,8 @@ def _sum_over_shards(sums: Iterable[_PartialSum]) -> None:
 class _AdafactorUpdate:
     """The update of one parameter: this rank's shard of it, and sums over the whole of it.
 
-    Temporaries of the size of the shard are computed twice instead of stored between the two
-    all-reduces, so that only one parameter's are alive.
+    Temporaries of the size of the shard are not stored between the two all-reduces but recomputed,
+    so that at any time only those of one parameter are in memory.
     """
 
     def __init__(self, parameter: nn.Parameter, state: dict[str, Tensor], group: dict[str, Any]):
@@ -155,7 +155,7 @@ class _AdafactorUpdate:
             return
         square = self._grad.float().square()
         rows, columns, row_var = square.sum(1), square.sum(0), self._moments["row_var"]
-        # Ranks that shard the columns have the same rows.
+        # Ranks that shard the columns have the same elements of row_var.
         copies = math.prod(group.size() for group in self._column_groups)
         total = torch.stack([weight_square, rows.sum(), row_var.sum() / copies])
         self._sums = {"rows": rows, "columns": columns, "total": total}
@@ -164,7 +164,7 @@ class _AdafactorUpdate:
         yield _PartialSum(total, self._groups)
 
     def advance_moments(self, accept: Tensor | None) -> None:
-        """Update the second moment, of which the update is computed."""
+        """Update the second moment, from which the update is computed."""
         if not _is_factored(self._shape):
             square = self._grad.float().square() + SQUARE_EPS
             self._new = {

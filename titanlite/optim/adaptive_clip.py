@@ -32,19 +32,19 @@ class AdaptiveClip:
     def scale(self, parameters: Sequence[nn.Parameter], grads: Sequence[Tensor]) -> None:
         """Scale this rank's shards of the gradients in place; a collective of all ranks.
 
-        The sums over rows that several ranks share are exchanged together, in one all-reduce for
-        each dimension of the mesh. Does not wait for the device.
+        The squared norms of units that are on several ranks are summed in one all-reduce per
+        process group. Does not wait for the device.
         """
         clipped = [
             (parameter, grad)
             for parameter, grad in zip(parameters, grads, strict=True)
             if parameter not in self.excluded
         ]
-        squares = [
+        squares = [  # [2, units] each: of the weights, of the gradients
             torch.stack((_unit_squares(parameter), _unit_squares(reduce_partial(grad))))
             for parameter, grad in clipped
         ]
-        _sum_shared_units([parameter for parameter, _ in clipped], squares)
+        _all_reduce_sharded_units([parameter for parameter, _ in clipped], squares)
         for (_, grad), square in zip(clipped, squares, strict=True):
             weight_norm, grad_norm = square.sqrt()
             limit = self.factor * weight_norm.clamp(min=self.eps)
@@ -60,7 +60,7 @@ def adaptive_clip(
     eps: float,
     exclude: list[str],
 ) -> AdaptiveClip:
-    """The clip of a model; `exclude` are name patterns of parameters that are not clipped."""
+    """The `AdaptiveClip` of a model; `exclude`: name patterns of parameters without clipping."""
     excluded = (parameter for name, parameter in named_parameters if matches_any(name, exclude))
     return AdaptiveClip(factor, eps, frozenset(excluded))
 
@@ -72,21 +72,23 @@ def _unit_squares(tensor: Tensor) -> Tensor:
     return torch.linalg.vector_norm(rows, dim=1, dtype=torch.float32).square()
 
 
-def _sum_shared_units(parameters: Sequence[nn.Parameter], squares: Sequence[Tensor]) -> None:
+def _all_reduce_sharded_units(
+    parameters: Sequence[nn.Parameter], squares: Sequence[Tensor]
+) -> None:
     """Add, in place, the squares of the other ranks that have parts of the same units."""
-    shared: dict[str, tuple[dist.ProcessGroup, list[Tensor]]] = {}
+    sharded: dict[str, tuple[dist.ProcessGroup, list[Tensor]]] = {}
     for parameter, square in zip(parameters, squares, strict=True):
-        for group in _groups_that_share_units(parameter):
-            shared.setdefault(group.group_name, (group, []))[1].append(square)
-    for group, members in shared.values():
+        for group in _groups_of_sharded_units(parameter):
+            sharded.setdefault(group.group_name, (group, []))[1].append(square)
+    for group, members in sharded.values():
         total = torch.cat([square.flatten() for square in members])
         dist.all_reduce(total, group=group)
         for square, part in zip(members, total.split([s.numel() for s in members]), strict=True):
             square.copy_(part.view_as(square))
 
 
-def _groups_that_share_units(parameter: nn.Parameter) -> list[dist.ProcessGroup]:
-    """The process groups over which a unit is sharded: all but those that shard the rows."""
+def _groups_of_sharded_units(parameter: nn.Parameter) -> list[dist.ProcessGroup]:
+    """The groups of ranks that have parts of the same unit: of a row, or of a vector."""
     if not isinstance(parameter, DTensor):
         return []
     mesh = parameter.device_mesh
@@ -101,4 +103,4 @@ def _groups_that_share_units(parameter: nn.Parameter) -> list[dist.ProcessGroup]
 
 def _sharded_dim(placement: Placement) -> int:
     """The dimension of a tensor that is sharded, also by the strided form of `Shard`."""
-    return getattr(placement, "dim")  # noqa: B009  # of no common public class
+    return getattr(placement, "dim")  # noqa: B009  # they have no common public class

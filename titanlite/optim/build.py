@@ -64,7 +64,7 @@ class OptimizerConfig:
     precondition_frequency: Positive = 10  # SOAP: steps between two updates of the eigenbasis
     muon_momentum: Fraction = 0.95  # decay rate of Muon's momentum
     muon_per_head: bool = False
-    # Muon: orthogonalize the rows of each head of the query, key and value projections apart
+    # Muon: orthogonalize the rows of each head of the query, key and value projections separately
     no_decay: list[str] = field(default_factory=lambda: ["*norm.weight", "*bias"])
     # name patterns of parameters without weight decay
     implementation: Literal["for-loop", "foreach", "fused"] = "fused"
@@ -81,7 +81,7 @@ class OptimizerConfig:
     # store Adam's moments in host memory; every step copies them to the GPU and back
 
     def __str__(self) -> str:
-        groups = [f"{', '.join(g.match)} {g.name or self.name}" for g in self.groups]
+        groups = [f"{', '.join(group.match)}: {group.describe()}" for group in self.groups]
         own = f"{self.name}, peak learning rate {self.lr:g}, weight decay {self.weight_decay:g}"
         state = f", {self.state_dtype} moments" if self.state_dtype != "float32" else ""
         return own + state + "".join(f"; {group}" for group in groups)
@@ -124,7 +124,8 @@ def _adafactor(config: OptimizerConfig) -> OptimizerRecipe:
         options,
         uses=own,
         state_bytes=adafactor_state_bytes,
-        # The RMS of the parameter has a lower bound, which wide models fall below.
+        # With the scale, the update depends on max(RMS of the parameter, 0.001). The initial RMS of
+        # a wide model is below 0.001, so no muP rule holds.
         mup_rule=None if config.scale_parameter else elementwise_update,
     )
 
@@ -194,7 +195,8 @@ def _muon(config: OptimizerConfig) -> OptimizerRecipe:
         moment_rates=("muon_momentum",),
         hidden_only=True,
         parameter_options=parameter_options,
-        # The sizes of the blocks of a matrix scale differently from those of the matrix.
+        # No muP rule per head: the rows of a head do not grow with the width, those of the whole
+        # matrix do.
         mup_rule=None if config.muon_per_head else orthogonal_update,
     )
 
@@ -209,7 +211,10 @@ def _soap(config: OptimizerConfig) -> OptimizerRecipe:
     return OptimizerRecipe(
         SOAP,
         options,
-        uses=("beta1", "beta2", "eps", "precondition_frequency", "implementation"),
+        uses=(
+            *("beta1", "beta2", "eps", "precondition_frequency"),
+            "implementation",  # of AdamW, for the other parameters
+        ),
         state_bytes=soap_state_bytes,
         hidden_only=True,
     )
@@ -246,10 +251,10 @@ def build_optimizer(
     recipes: list[tuple[OptimizerRecipe, list[_NamedParameter]]] = []
     for name, parameter in model.named_parameters():
         recipe = _recipe_of_parameter(name, parameter.shape, config, facts)
-        same = next((own for other, own in recipes if other == recipe), None)
-        if same is None:
-            recipes.append((recipe, same := []))
-        same.append((name, parameter))
+        members = next((members for other, members in recipes if other == recipe), None)
+        if members is None:
+            recipes.append((recipe, members := []))
+        members.append((name, parameter))
     optimizers = []
     for recipe, parameters in recipes:
         optimizer_class = recipe.optimizer_class
@@ -266,7 +271,7 @@ def optimizer_state_bytes(
     param_dtype: torch.dtype,
     facts: MatrixFacts | None = None,
 ) -> float:
-    """Bytes on the device of the state of unsharded parameters, given as (name, shape)."""
+    """Bytes of the state in device memory; `shapes`: (name, global shape) of parameters."""
     total = 0.0
     for name, shape in shapes:
         recipe = _recipe_of_parameter(name, shape, config, facts)
@@ -277,13 +282,14 @@ def optimizer_state_bytes(
 def whole_matrix_bytes(
     shapes: Iterable[tuple[str, torch.Size]], config: OptimizerConfig, facts: MatrixFacts
 ) -> float:
-    """Bytes of the whole matrices that a rank has during a step of the optimizer, about."""
+    """Approximate bytes of the unsharded matrices that a rank has in a step of Muon or SOAP."""
     sizes = [
         shape.numel()
         for name, shape in shapes
         if _recipe_of_parameter(name, shape, config, facts).hidden_only
     ]
-    # of two rounds, what is received and what is sent, and the temporaries of one orthogonalization
+    # 6 = received and sent matrices, each of the two rounds in flight (owned_matrices.py), and two
+    # temporaries of `orthogonalize`
     return 6 * facts.compute_dtype.itemsize * largest_round(sizes) if sizes else 0.0
 
 
@@ -291,16 +297,17 @@ _NamedParameter = tuple[str, nn.Parameter]
 
 
 def recipe_of(section: OptimizerConfig) -> OptimizerRecipe:
-    """The table's entry for the optimizer of these settings."""
+    """The entry of `OPTIMIZERS` for these settings: [optimizer], with the keys of a group."""
     return OPTIMIZERS[section.name](section)
 
 
 def _recipe_of_parameter(
     name: str, shape: torch.Size, config: OptimizerConfig, facts: MatrixFacts | None
 ) -> OptimizerRecipe:
-    """The recipe for a parameter: AdamW's, if that of its settings is for hidden matrices only.
+    """The recipe for a parameter: that of its settings, or AdamW's.
 
-    A group that names such an optimizer has it for all its matrices, hidden or not.
+    An optimizer for hidden matrices leaves other parameters to AdamW. But a group that names such
+    an optimizer uses it for all its matrices, hidden or not.
     """
     section, _ = settings_of(name, config)
     recipe = recipe_of(section)
@@ -337,16 +344,18 @@ def _parameter_groups(
     schedule: RateSchedule,
     widths: Mapping[str, WidthScale],
 ) -> list[dict[str, Any]]:
-    """Groups for a torch optimizer: parameters with the same keys of their group."""
+    """Groups for a torch optimizer: the parameters with equal settings are one group."""
     groups: list[tuple[dict[str, Any], list[nn.Parameter]]] = []
     for name, parameter in parameters:
         section, lr_factor = settings_of(name, config)
         group, weight_decay = _group_of_parameter(name, config), section.weight_decay
         if name in widths:
-            assert recipe.mup_rule is not None, f"checked: muP has a rule for {section.name}"
+            assert recipe.mup_rule is not None, (
+                f"muP has no rule for {section.name}; check_mup_optimizers should have refused it"
+            )
             mup_factor = recipe.mup_rule(widths[name])
-            # A step decays by lr * weight_decay, which stays that of the base model: the steps that
-            # the weights average over must not depend on the width (https://arxiv.org/abs/2405.13698).
+            # lr * weight_decay stays that of the base model: 1 / (lr * weight_decay) is the number
+            # of steps that the weights average over (https://arxiv.org/abs/2405.13698).
             lr_factor, weight_decay = lr_factor * mup_factor, weight_decay / mup_factor
         keys = {
             "weight_decay": weight_decay,
@@ -355,10 +364,10 @@ def _parameter_groups(
             SCHEDULE: schedule.replace(group.schedule_overrides()) if group else schedule,
         }
         if recipe.parameter_options is not None:
-            assert facts is not None, "checked when the recipe was selected"
+            assert facts is not None, f"{section.name} needs the facts of the model"
             keys |= recipe.parameter_options(name, facts)
-        same = next((members for other, members in groups if other == keys), None)
-        if same is None:
-            groups.append((keys, same := []))
-        same.append(parameter)
+        members = next((members for other, members in groups if other == keys), None)
+        if members is None:
+            groups.append((keys, members := []))
+        members.append(parameter)
     return [{"params": members, **keys} for keys, members in groups]

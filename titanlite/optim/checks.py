@@ -35,7 +35,7 @@ def check_optimizer_config(config: OptimizerConfig, param_dtype: str) -> Iterato
             yield from _check_unused_keys(section, section.own_keys, [section])
     base = sections[0]
     for key in base.own_keys:
-        # Those that use the key are enough, except for what every optimizer has to support.
+        # Groups that set the key themselves do not take it from [optimizer].
         users = [s for s in sections if key not in s.own_keys or not s.is_group]
         yield from _check_unused_keys(base, [key], users)
     if config.low_memory and config.implementation == "foreach":
@@ -85,7 +85,10 @@ def _sections(config: OptimizerConfig) -> Iterator[_Section]:
 def _check_unused_keys(
     section: _Section, keys: Iterable[str], users: list[_Section]
 ) -> Iterator[ConfigError]:
-    """Reject keys of a section that none of `users`, whose settings contain them, has a use for."""
+    """Reject keys of `section` that no optimizer uses.
+
+    `users`: the sections that have these keys. All must use those of `NEEDED_BY_ALL`.
+    """
     for key in keys:
         combine = all if key in NEEDED_BY_ALL else any
         if combine(user.uses(key) for user in users):
@@ -158,13 +161,13 @@ def whole_matrix_optimizers(config: OptimizerConfig) -> list[str]:
 
 
 def _check_muon_state(section: _Section) -> Iterator[ConfigError]:
-    """Reject state dtypes that have one scale per block of a row."""
+    """Reject state dtypes that Muon does not have: those with one scale per block of a row."""
     config = section.config
     is_new = not section.is_group or "name" in section.own_keys
     if config.name == "Muon" and is_new and config.state_dtype not in UNQUANTIZED:
         yield ConfigError(
             f'optimizer.state_dtype = "{config.state_dtype}": {section.key("name")} is Muon, whose'
-            f" momentum is stored in {_and(UNQUANTIZED)}.",
+            f" momentum is stored in {' or '.join(UNQUANTIZED)}.",
             fix='Use optimizer.state_dtype = "bfloat16".',
             keys=tuple(dict.fromkeys(("optimizer.state_dtype", section.key_in_toml("name")))),
         )

@@ -80,7 +80,7 @@ def combine_norms(
     squares = [torch.stack(same).square().sum() / copies for copies, same in by_copies.items()]
     square = torch.stack(squares).sum()
     if mesh is not None:
-        # mesh.loss and mesh.tp together have all ranks
+        # mesh.loss and mesh.tp together span all ranks
         all_reduce_sum(mesh.tp, all_reduce_sum(mesh.loss, square))
     zero = torch.zeros_like(square)
     return GradNorms(square.sqrt(), torch.stack([zero if n is None else n for n in norms]))

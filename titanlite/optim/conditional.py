@@ -15,13 +15,14 @@ class ConditionalOptimizer(Protocol):
     """An optimizer that can decide on the device whether it takes a step."""
 
     def step_if(self, accept: Tensor) -> None:
-        """Take a step if `accept` [] is true; otherwise change no bit of weights and state.
+        """Take a step if `accept` [] is true; otherwise change no bit of weights and state,
+        except step counters in host memory, which `uncount_steps` corrects.
 
         Does not wait for the device. The gradients may be inf or NaN if `accept` is false.
         """
 
     def uncount_steps(self, steps: int) -> None:
-        """Take back `steps` calls of `step_if` with false in a step counter in host memory."""
+        """Subtract `steps` rejected calls of `step_if` from step counters in host memory."""
 
 
 @runtime_checkable

@@ -109,7 +109,7 @@ class _ConditionalFloat32Vectors(_Float32Vectors):
 def _float32_values(parameter: nn.Parameter, copy: Tensor | None) -> Tensor:
     """`copy`, corrected where it does not round to the vector's value; if None, a new copy.
 
-    That is where weights were replaced, for example by loading another run's.
+    They differ after the weights were replaced, for example by those of another run.
     """
     if copy is None:
         return parameter.detach().float()

@@ -27,12 +27,12 @@ SCHEDULE_KEYS = (  # keys of [lr_scheduler] that a group may set
 
 @dataclass(frozen=True)
 class ParameterGroupConfig:
-    """One entry of optimizer.groups; what it does not set is as in the sections of the job."""
+    """One entry of optimizer.groups; other keys are those of [optimizer] and [lr_scheduler]."""
 
     match: list[str]  # name patterns of its parameters; the first group that matches applies
     lr_factor: Annotated[float, Range(0)] = 1.0  # multiplies the learning rate
     name: Annotated[str, OneOf(_optimizer_names)] | None = None  # as optimizer.name
-    weight_decay: Annotated[float, Range(0)] | None = None  # also of names in optimizer.no_decay
+    weight_decay: Annotated[float, Range(0)] | None = None  # also for names in optimizer.no_decay
     beta1: Fraction | None = None  # as optimizer.beta1
     beta2: Fraction | None = None  # as optimizer.beta2
     eps: Annotated[float, Range(0)] | None = None  # as optimizer.eps
@@ -58,6 +58,12 @@ class ParameterGroupConfig:
         own = {"match", "lr_factor", *SCHEDULE_KEYS}
         values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         return {k: value for k, value in values.items() if k not in own and value is not None}
+
+    def describe(self) -> str:
+        """The keys that this group sets, and their values."""
+        factor = {"lr_factor": self.lr_factor} if self.lr_factor != 1 else {}
+        keys = {**factor, **self.overrides(), **self.schedule_overrides()}
+        return ", ".join(f"{key} {value}" for key, value in keys.items())
 
     def schedule_overrides(self) -> dict[str, Any]:
         """The keys of [lr_scheduler] that this group sets."""

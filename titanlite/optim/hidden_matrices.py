@@ -14,7 +14,7 @@ from titanlite.optim.groups import matches_any
 
 @dataclass(frozen=True)
 class MatrixFacts:
-    """What optimizers of hidden matrices need to know about a model."""
+    """Facts about a model that optimizers of hidden matrices need."""
 
     spec: ModelSpec[Any]
     sizes: ModelSizes

@@ -27,6 +27,9 @@ class LossScale:
     growth_steps: int
     held_steps: int = 0
 
+    def __post_init__(self) -> None:
+        self._initial = self.state()
+
     def update(self, finite: bool) -> None:
         """Adapt the scale after a step whose gradients were finite or not."""
         self.held_steps = self.held_steps + 1 if finite else 0
@@ -43,5 +46,7 @@ class LossScale:
     def state(self) -> dict[str, Any]:
         return {"value": self.value, "held_steps": self.held_steps}
 
-    def restore(self, state: dict[str, Any]) -> None:
+    def restore(self, state: dict[str, Any] | None) -> None:
+        """Restore what `state` returned; None: the state at the start."""
+        state = self._initial if state is None else state
         self.value, self.held_steps = state["value"], state["held_steps"]

@@ -31,7 +31,7 @@ class Muon(OverlappingBase):
 
     Its updates have the size of AdamW's, so it uses AdamW's learning rate and weight decay
     (Moonlight, https://arxiv.org/abs/2502.16982). Keys of a parameter group: `head_rows` is the
-    number of rows that are orthogonalized apart from the others, 0 for all together;
+    number of rows that are orthogonalized separately, 0 for all together;
     `compute_dtype` is that of the model's matmuls.
     """
 
@@ -100,11 +100,11 @@ class _MuonParameter(NamedTuple):
 
     parameter: nn.Parameter
     group: int  # index of its parameter group, as loading a state replaces the groups
-    head_rows: int  # rows that are orthogonalized apart; 0: all together
+    head_rows: int  # rows that are orthogonalized separately; 0: all together
 
     @property
     def block_shape(self) -> tuple[int, int]:
-        """[rows, columns] of what is orthogonalized."""
+        """[rows, columns] of the matrices that are orthogonalized."""
         rows, columns = self.parameter.shape
         return self.head_rows or rows, columns
 
@@ -116,7 +116,7 @@ class _MuonParameter(NamedTuple):
 
     @property
     def scale(self) -> float:
-        """Factor to UPDATE_RMS from a matrix with singular values of 1."""
+        """Factor that gives a matrix with singular values of 1 an RMS of UPDATE_RMS."""
         return UPDATE_RMS * math.sqrt(max(self.block_shape))
 
     def orthogonalize(self, matrix: Tensor) -> Tensor:

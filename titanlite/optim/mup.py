@@ -22,14 +22,14 @@ def elementwise_update(scale: WidthScale) -> float:
 
 
 def gradient_update(scale: WidthScale) -> float:
-    """The gradient itself, which a multiplier of the parameter has multiplied once already."""
+    """SGD's: the gradient, which already contains the multiplier of the parameter once."""
     return scale.multiplier**2 * scale.fan_out / scale.fan_in
 
 
 def orthogonal_update(scale: WidthScale) -> float:
-    """Muon's: singular values of about the root of the larger side, so that elements are as Adam's.
+    """Muon's: singular values of about the root of the larger side, so that its RMS is Adam's.
 
-    Every direction is updated, not only a few as by Adam, so a wide matrix needs less reduction.
+    Muon updates every direction, Adam only a few. So the learning rate falls less with the width.
     """
     return scale.multiplier * (scale.fan_out / scale.fan_in / scale.larger_fan) ** 0.5
 

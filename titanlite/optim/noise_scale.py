@@ -37,12 +37,12 @@ def estimate_noise(
 
 @dataclass
 class NoiseScale:
-    """Moving averages of the estimates, apart: the ratio of two noisy numbers would be biased."""
+    """Separate moving averages of both estimates: an average of their ratios would be biased."""
 
     decay: float = DECAY
     gradient: float = 0.0
     noise: float = 0.0
-    weight: float = 0.0  # of all measurements so far, because the averages start at 0
+    weight: float = 0.0  # of all measurements in the averages, which start at 0
 
     def update(self, estimate: NoiseEstimate) -> None:
         """Add the estimates of one step."""
@@ -60,7 +60,7 @@ class NoiseScale:
 
     @property
     def critical_batch(self) -> float | None:
-        """B_simple in sequences; None while noise hides the gradient or the measurement."""
+        """B_simple in sequences; None while noise makes an average negative or 0."""
         if self.gradient <= 0 or self.noise <= 0:
             return None
         return self.noise / self.gradient
@@ -69,6 +69,7 @@ class NoiseScale:
         """The averages as JSON values."""
         return {"gradient": self.gradient, "noise": self.noise, "weight": self.weight}
 
-    def restore(self, state: dict[str, Any]) -> None:
-        """Restore the averages that `state` returned."""
+    def restore(self, state: dict[str, Any] | None) -> None:
+        """Restore the averages that `state` returned; None: those at the start."""
+        state = NoiseScale().state() if state is None else state
         self.gradient, self.noise, self.weight = state["gradient"], state["noise"], state["weight"]

@@ -90,7 +90,7 @@ class OptimizerSet:
             complete()
 
     def uncount_steps(self, steps: int) -> None:
-        """Take back `steps` calls of `step_if` with false."""
+        """Subtract `steps` rejected calls of `step_if` from the step counters."""
         for optimizer in self:
             if isinstance(optimizer, ConditionalOptimizer):
                 optimizer.uncount_steps(steps)

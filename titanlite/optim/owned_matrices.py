@@ -45,8 +45,8 @@ def plan_rounds(
 ) -> list[list[int]]:
     """The matrices of each round: of every owner the next ones, up to a number of elements.
 
-    The most expensive come first. So the owners have about the same cost in a round too, after
-    which they wait for each other. `sizes`: elements of each matrix.
+    The most expensive come first. So the owners also have about the same cost in each round, at the
+    end of which they wait for each other. `sizes`: elements of each matrix.
     """
     limit = max(ROUND_ELEMENTS, *sizes)
     rounds: list[list[int]] = []
@@ -233,7 +233,7 @@ class _MatrixRegions(NamedTuple):
     copy_of_rank: list[tuple[int, ...]]  # coordinates along dimensions that do not shard the matrix
 
     def senders_to(self, owner: int) -> list[bool]:
-        """Whether each rank sends its region to the owner: only the copies nearest to it do."""
+        """Whether each rank sends its region to the owner: of several copies, one is sent."""
         return [copy == self.copy_of_rank[owner] for copy in self.copy_of_rank]
 
 

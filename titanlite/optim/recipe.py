@@ -1,4 +1,4 @@
-"""What the table of optimizers says about each of them."""
+"""The recipe of an optimizer: an entry of the table of optimizers."""
 
 from __future__ import annotations
 

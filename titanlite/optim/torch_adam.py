@@ -9,7 +9,7 @@ from torch import Tensor
 class _FusedConditional(torch.optim.Optimizer):
     """Mixin for fused optimizers, whose kernels write nothing if `found_inf` is 1."""
 
-    found_inf: Tensor  # read by torch's fused optimizers, for torch.amp.GradScaler
+    found_inf: Tensor  # torch's GradScaler sets it; the fused step changes nothing if it is 1
 
     def step_if(self, accept: Tensor) -> None:
         """See `ConditionalOptimizer.step_if`."""
@@ -20,12 +20,12 @@ class _FusedConditional(torch.optim.Optimizer):
             del self.found_inf
 
     def uncount_steps(self, steps: int) -> None:
-        """The kernel counts steps on the device, and not those that it skips."""
+        """Nothing to do: torch's fused step counts on the device, and only steps that it takes."""
 
 
 class ConditionalAdamW(_FusedConditional, torch.optim.AdamW):
-    """torch's AdamW, for fused = true only."""
+    """torch's AdamW; requires `fused=True`."""
 
 
 class ConditionalAdam(_FusedConditional, torch.optim.Adam):
-    """torch's Adam, for fused = true only."""
+    """torch's Adam; requires `fused=True`."""

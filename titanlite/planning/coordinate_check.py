@@ -174,7 +174,7 @@ def _outputs(model: nn.Module, spec: ModelSpec[Any], tokens: Tensor) -> dict[str
 
 
 def _measured_modules(model: nn.Module, spec: ModelSpec[Any]) -> Iterator[tuple[str, nn.Module]]:
-    """Modules outside the blocks, the blocks, and their parts; all without norms."""
+    """Modules outside the blocks, the blocks, and their direct children; no norms."""
     parts = {name: module for name, module in model.named_children() if name != spec.blocks_path}
     for index, block in model.get_submodule(spec.blocks_path).named_children():
         name = f"{spec.blocks_path}.{index}"
@@ -186,6 +186,6 @@ def _measured_modules(model: nn.Module, spec: ModelSpec[Any]) -> Iterator[tuple[
 
 
 def _attention_logits(q: Tensor, k: Tensor) -> Tensor:
-    """Products of queries [B, H, T, K] and keys [B, G, T, K], as the softmax reads them."""
+    """The input of the softmax, from queries [B, H, T, K] and keys [B, G, T, K]."""
     k = k.repeat_interleave(q.shape[1] // k.shape[1], 1)
     return q @ k.mT / math.sqrt(q.shape[-1])

@@ -1,4 +1,4 @@
-"""Line charts as HTML and SVG without scripts from elsewhere; text keeps its size on a phone."""
+"""Line charts as HTML and SVG without external scripts; text keeps its size on a phone."""
 
 from __future__ import annotations
 
@@ -43,7 +43,9 @@ class Chart:
     log: bool = False  # logarithmic y axis
     unit: str = ""
     from_zero: bool = False
-    high_quantile: float = 1.0  # points above this quantile may be cut off, as a first loss
+    high_quantile: float = (
+        1.0  # points above this quantile may be cut off, such as the first losses
+    )
     note: str = field(default="")
 
     def html(self) -> str:

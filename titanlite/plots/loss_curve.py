@@ -47,8 +47,11 @@ def _plot_curves(steps: list[Record], events: list[Record]):
     return figure
 
 
-def read_metrics(path: Path) -> tuple[list[Record], list[Record]]:
-    """(step lines, event lines) of a metrics.jsonl; a partially written last line is skipped."""
+def read_metrics(path: Path, skip_incomplete: bool = False) -> tuple[list[Record], list[Record]]:
+    """(step lines, event lines) of a metrics.jsonl; a partially written last line is skipped.
+
+    `skip_incomplete`: skip incomplete lines anywhere.
+    """
     try:
         lines = read_regular_file(path).decode().splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -62,9 +65,9 @@ def read_metrics(path: Path) -> tuple[list[Record], list[Record]]:
         try:
             record = parse_json(line)
         except ValueError as error:
-            if number < len(lines):
+            if number < len(lines) and not skip_incomplete:
                 raise DataError(f"{path}: line {number} is not JSON ({error}).") from None
-            break
+            continue
         if not isinstance(record, dict):
             raise DataError(f"{path}: line {number} is not a JSON object: {line:.40}")
         (events if "event" in record else steps).append(record)

@@ -11,11 +11,11 @@ from titanlite.files import parse_json, read_regular_file
 from titanlite.parallelize.schedule import ACTION_KINDS, ActionKind, PipelineAction, TimedAction
 
 _NAME = re.compile(rf"pipeline ({'|'.join(ACTION_KINDS)}) (\d+) (\d+)")
-_KINDS: dict[str, ActionKind] = {kind: kind for kind in ACTION_KINDS}
+_KINDS: dict[str, ActionKind] = {kind: kind for kind in ACTION_KINDS}  # for the type checker
 
 
 def read_actions(trace: Path) -> list[TimedAction]:
-    """Actions of the last run of the schedule in a rank's trace, in seconds since 1970.
+    """Actions of the last pass through the schedule in a rank's trace; times since 1970.
 
     Raises DataError.
     """
@@ -23,11 +23,12 @@ def read_actions(trace: Path) -> list[TimedAction]:
         actions = _parse_trace(parse_json(read_regular_file(trace)))
     except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
         reason = getattr(error, "strerror", None) or error
-        raise DataError(f"{trace}: is not a readable trace ({reason}).") from None
+        raise DataError(f"{trace}: cannot be read as a profiler trace ({reason}).") from None
     if not actions:
         raise DataError(
             f"{trace}: has no pipeline action.",
-            fix="Trace a run with pipeline_parallel_degree > 1 and profiling.enable_profiling.",
+            fix="Trace a run with parallelism.pipeline_parallel_degree above 1 and"
+            " profiling.enable_profiling = true.",
         )
     actions.sort(key=lambda timed: timed.start)
     last_run: list[TimedAction] = []

@@ -8,6 +8,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from titanlite.log import pluralize
+from titanlite.plots.html_chart import format_number
 from titanlite.plots.loss_curve import smooth
 from titanlite.plots.run_history import RunHistory, finite_median
 
@@ -15,7 +16,7 @@ MAX_DATA_FRACTION = 0.05  # of a step spent waiting for its batch
 MAX_SAVING_FRACTION = 0.03  # of the wall time
 MAX_LOST_FRACTION = 0.1  # of the wall time, for start-up, repeated steps and stops together
 MIN_MFU = 0.3  # of a GPU in bfloat16; well-tuned dense models reach 0.4 to 0.6
-MIN_GPU_TFLOPS = 20.0  # peak; a device below it is a CPU, whose MFU says little
+MIN_GPU_TFLOPS = 20.0  # peak; a device below it is a CPU, whose MFU means little
 MAX_CLIPPED_FRACTION = 0.5  # of the steps
 PLATEAU_FRACTION = 0.2  # of the run: its last part
 PLATEAU_IMPROVEMENT = 0.001  # relative; less than this over the last part is a plateau
@@ -27,7 +28,7 @@ Level = Literal["problem", "hint"]
 
 
 class Advice(NamedTuple):
-    """One observation: what was seen, with its figure, and what to do."""
+    """One observation with its figure, and what to do."""
 
     level: Level
     title: str
@@ -47,7 +48,7 @@ def _diverged(run: RunHistory) -> Iterator[Advice]:
             "problem",
             "The run ended because training diverged",
             f"{event.get('reason') or 'inf or NaN'} at step {event['step']}, loss"
-            f" {event.get('loss')}, gradient norm {event.get('grad_norm')}",
+            f" {_format(event.get('loss'))}, gradient norm {_format(event.get('grad_norm'))}",
             "Lower optimizer.lr, lengthen lr_scheduler.warmup_steps, or look at the samples of that"
             " step.",
         )
@@ -159,7 +160,7 @@ def _clipped(run: RunHistory) -> Iterator[Advice]:
 _REPORTED: dict[str, tuple[Level, str, str]] = {  # event -> (level, title, action)
     "hardware_fault": (
         "problem",
-        "A step computed again gave other bits",
+        "The replay of a step gave other bits",
         "Take the named host out of the job, and test its memory and its GPU.",
     ),
     "rolled_back": (
@@ -198,6 +199,10 @@ def _reported(run: RunHistory) -> Iterator[Advice]:
         hosts = sorted({str(host) for host in named if host})
         where, times = f"; {', '.join(hosts)}" if hosts else "", pluralize(len(events), "time")
         yield Advice(level, title, f"{times}, at step {shown}{more}{where}", action)
+
+
+def _format(value: float | None) -> str:
+    return "inf or NaN" if value is None else format_number(value)
 
 
 def _smoothed_loss(run: RunHistory) -> np.ndarray:

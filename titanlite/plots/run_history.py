@@ -67,7 +67,7 @@ class Goodput:
     data: float  # waiting for batches
     saving: float  # training blocked by a checkpoint
     startup: float  # from a start to its first step, compilation included
-    repeated: float  # steps that were taken again after a restart or a roll-back
+    repeated: float  # steps after a checkpoint that a restart or a roll-back repeated
     stopped: float  # between the last record of a start and the next start
     other: float  # validation, logging, and what was not recorded
 
@@ -100,7 +100,8 @@ def read_run(path: Path) -> RunHistory:
     if not steps:
         raise DataError(f"{path}: has no step.", fix="Give the folder of a run that took a step.")
     replaced = path / REPLACED_FILE
-    abandoned = read_metrics(replaced)[0] if replaced.exists() else []
+    # A resume also moves incomplete lines there, so it may have some in the middle.
+    abandoned = read_metrics(replaced, skip_incomplete=True)[0] if replaced.exists() else []
     starts_file = path / STARTS_FILE
     starts = read_starts(starts_file.read_bytes()) if starts_file.exists() else []
     try:
@@ -138,7 +139,7 @@ def _flatten(table: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any
 
 
 def _attempts(records: Iterable[Record]) -> list[list[Record]]:
-    """Split records where the step goes back, which is where an attempt was given up."""
+    """Split records where the step goes back: there, a new attempt begins."""
     attempts: list[list[Record]] = []
     for record in records:
         if not attempts or record["step"] <= attempts[-1][-1]["step"]:
@@ -177,8 +178,10 @@ def _measure_goodput(run: RunHistory) -> Goodput:
 
 
 def _with_step_counts(records: list[Record], run: RunHistory) -> Iterator[tuple[Record, int]]:
-    """(record, number of steps since the record before it, or since the start of the process)."""
-    started_at, previous = [0, *(start.from_step for start in run.starts)], 0
+    """(record, number of steps since the record before it, the last start or roll-back)."""
+    rolled_back_to = (event["step"] for event in run.events_named("rolled_back"))
+    started_at = [0, *(start.from_step for start in run.starts), *rolled_back_to]
+    previous = 0
     for record in records:
         before = [step for step in (previous, *started_at) if step < record["step"]]
         yield record, record["step"] - max(before, default=0)
@@ -209,9 +212,9 @@ def _measure_starts(
 
 
 def _gaps(times: list[float], starts: list[float]) -> Iterator[float]:
-    """Seconds between each start and the last record before it."""
-    for start in starts:
-        before = [time for time in times if time <= start]
+    """Seconds between each start and the last record or start before it."""
+    for number, start in enumerate(starts):
+        before = sorted([time for time in times if time <= start] + starts[:number])
         if before:
             yield start - before[-1]
 

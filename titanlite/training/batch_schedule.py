@@ -50,7 +50,7 @@ class BatchSchedule:
             tokens += batch * self.seq_len
 
     def tokens_after(self, steps: int) -> int:
-        """Tokens consumed by the first `steps` steps; the cost is that of the stages."""
+        """Tokens consumed by the first `steps` steps, in time O(stages)."""
         tokens = 0
         for (_, sequences), following in zip(self.stages, [*self.stages[1:], None], strict=True):
             step_tokens, stage_steps = sequences * self.seq_len, steps
@@ -88,7 +88,7 @@ def ramp_batch(ramp: str, final: int, seq_len: int) -> BatchSchedule:
 def _linear_stages(
     ramp: str, start: int, increment: int, length: int, final: int
 ) -> list[BatchStage]:
-    """Sizes from `start` to `final`; each but the last one is used for the same tokens.
+    """Sizes from `start` to `final`; all but the last have about equal numbers of tokens.
 
     The ramp of GPT-3 (https://arxiv.org/abs/2005.14165, appendix B).
     """

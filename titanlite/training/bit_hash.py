@@ -1,4 +1,4 @@
-"""A 64-bit hash of the bits of a tensor, computed where the tensor is."""
+"""A 64-bit hash of the bits of a tensor, computed on its device."""
 
 from __future__ import annotations
 
@@ -54,5 +54,5 @@ def _odd_factors(start: int, count: int, device: torch.device) -> Tensor:
 
 
 def _shift_right(values: Tensor, bits: int) -> Tensor:
-    """A logical shift: torch's shifts copies of the sign in."""
+    """A logical shift; torch's >> is arithmetic, and copies the sign bit."""
     return (values >> bits).bitwise_and_((1 << (64 - bits)) - 1)

@@ -29,9 +29,11 @@ class TrainingConfig:
     # with clipping = "norm": clip the gradient to this 2-norm; 0: do not clip
     adaptive_clip_factor: Annotated[float, Range(1e-6)] = 0.01
     # with clipping = "adaptive": largest norm of a unit's gradient, relative to that of its weights
-    adaptive_clip_eps: Annotated[float, Range(1e-12)] = 1e-3  # least norm that weights count as
+    adaptive_clip_eps: Annotated[float, Range(1e-12)] = (
+        1e-3  # weights with a smaller norm count as this
+    )
     adaptive_clip_exclude: list[str] = field(default_factory=lambda: ["output.*"])
-    # name patterns of parameters that adaptive clipping leaves as they are
+    # name patterns of parameters whose gradients adaptive clipping does not change
     steps: Positive = 10_000  # optimizer steps, counted from the start of the run
     enable_cpu_offload: bool = False
     # store parameters, gradients and optimizer state in host memory

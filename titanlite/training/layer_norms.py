@@ -36,7 +36,7 @@ class LayerNorms:
 
     @torch.no_grad()
     def combine(self, state: TrainState, gradient_norms: Tensor) -> Tensor | None:
-        """[KINDS, layers]: the norms of the step that was armed; None if it updated nothing.
+        """[KINDS, layers]: the norms of the step that was armed; None if no optimizer ran in it.
 
         `gradient_norms` are those of this rank's shards. A collective of all ranks.
         """
@@ -51,7 +51,7 @@ class LayerNorms:
         squares /= self._copies.to(device)
         sums = torch.zeros(len(KINDS), len(self.layers), device=device)
         sums.index_add_(1, self._layer.to(device), squares)
-        # mesh.loss and mesh.tp together have all ranks
+        # mesh.loss and mesh.tp together span all ranks
         return all_reduce_sum(self._mesh.tp, all_reduce_sum(self._mesh.loss, sums)).sqrt()
 
 

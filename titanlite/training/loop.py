@@ -22,7 +22,7 @@ def train(run: Run) -> int:
     """Train up to step `training.steps`; return the reason for an earlier stop, or 0.
 
     Raises CheckpointError if the last checkpoint could not be written, and TrainingDiverged if the
-    guard gives up, or if a parameter is inf or NaN, before that state is saved.
+    guard gives up. A state with inf or NaN in a parameter is never saved.
     """
     loop = _Loop(run)
     with _manual_garbage_collection():
@@ -123,7 +123,7 @@ class _Loop:
         return bool(self.max_over_ranks.wait()[0])
 
     def _handle_violation(self, is_saving: bool) -> StepInfo | None:
-        """Compute the first rejected step again and settle it; later ones follow as usual.
+        """Replay the first rejected step, and accept or skip it; the loop then takes later ones.
 
         Returns None if the run was rolled back to a checkpoint instead.
         """

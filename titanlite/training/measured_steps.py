@@ -15,15 +15,15 @@ class StepMeter(Protocol):
         """Measure the next step."""
 
     def take(self) -> Any:
-        """What was measured since `arm`, once; the meter is not armed then."""
+        """Return what was measured since `arm`, and forget it; disarms the meter."""
 
 
 def measure_steps(
     name: str, freq: int, step: int, meter: StepMeter, record: Callable[[StepInfo], None]
 ) -> PeriodicAction:
-    """Arm `meter` before every `freq`-th step, and call `record` after it; `step` steps are taken.
+    """Arm `meter` before every `freq`-th step, and call `record` after it.
 
-    `record` takes the measurement.
+    `step`: steps taken so far. `record` calls `meter.take`.
     """
 
     def arm_if_next(step: int) -> None:

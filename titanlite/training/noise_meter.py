@@ -1,7 +1,7 @@
 """Measure the gradient noise scale in some steps, by one more forward and backward.
 
 The large batch is the global batch. The small one is its first half, whatever the layout: so every
-layout measures the same, also one that never has the gradient of a single rank or micro-batch.
+layout measures the same, even if it never has the gradient of a single rank or micro-batch.
 """
 
 from __future__ import annotations

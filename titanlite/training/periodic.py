@@ -44,13 +44,13 @@ class PeriodicAction:
     """An action that runs after a step if it is due.
 
     Actions may call collectives, so `is_due` must return the same on every rank. The host runs
-    ahead of the device, so a step may still turn out to violate the guard, and be computed again.
-    An action that reads or stores anything of the step or the state must set `needs_accepted`:
-    before it runs, the loop waits for the device until the step is settled. With `needs_finite`
-    it also ends the run if a parameter is inf or NaN.
+    ahead of the device, so a step may still turn out to violate the guard, and be replayed. An
+    action that reads or stores anything of the step or the state must set `needs_accepted`: before
+    it runs, the loop waits until the device has accepted the step, or the guard has skipped it.
+    With `needs_finite` it also checks the parameters: inf or NaN ends the run or rolls it back.
 
-    After a roll-back the loop calls `start_again` with the number of steps taken. An action that
-    keeps anything from one step to the next must then be as it is in a new process.
+    After a roll-back the loop calls `start_again` with the number of steps taken. An action with
+    state of its own must then reset it to that of a new process.
     """
 
     name: str  # the phase that the watchdog reports while the action runs

@@ -206,7 +206,7 @@ def _findings(reports: list[dict[str, Any]], mesh: Mesh) -> list[ReplicaFinding]
                 place = tuple(at[dimension] for dimension in SHARDINGS[index])
                 groups.setdefault((index, place), []).append(rank)
     findings = [
-        find_odd_ranks(
+        find_differing_ranks(
             {rank: reports[rank]["hashes"][index] for rank in ranks},
             {rank: reports[rank]["host"] for rank in ranks},
         )
@@ -215,21 +215,23 @@ def _findings(reports: list[dict[str, Any]], mesh: Mesh) -> list[ReplicaFinding]
     return findings[:MAX_FINDINGS]
 
 
-def find_odd_ranks(hashes: dict[int, dict[str, int]], hosts: dict[int, str]) -> ReplicaFinding:
-    """The ranks that differ from the majority of their replicas: rank -> name -> hash.
+def find_differing_ranks(
+    hashes: dict[int, dict[str, int]], hosts: dict[int, str]
+) -> ReplicaFinding:
+    """The ranks that differ from the majority of their replicas; all if there is no majority.
 
-    Where no more than half of the replicas agree, all of them are odd.
+    `hashes`: rank -> name -> hash.
     """
     content = {rank: tuple(sorted(values.items())) for rank, values in hashes.items()}
     (common, count), *_ = Counter(content.values()).most_common(1)
     majority = count > len(hashes) / 2
-    odd = [rank for rank in hashes if not majority or content[rank] != common]
+    ranks = [rank for rank in hashes if not majority or content[rank] != common]
     return ReplicaFinding(
-        odd, [hosts[rank] for rank in odd], len(hashes), _first_difference(hashes)
+        ranks, [hosts[rank] for rank in ranks], len(hashes), _first_difference(hashes)
     )
 
 
 def _first_difference(hashes: dict[int, dict[str, int]]) -> str:
-    """The first name that has not the same hash on all ranks."""
+    """The first name whose hash differs between ranks."""
     names: Iterable[str] = dict.fromkeys(name for values in hashes.values() for name in values)
     return next(name for name in names if len({v.get(name) for v in hashes.values()}) > 1)

@@ -1,8 +1,8 @@
 """Roll-back, the action: load an earlier checkpoint into the running process, and go on from it.
 
 Only the checkpoints and the progress in them decide what happens, so a kill at any moment changes
-nothing. Until the next save, a restart finds one of the checkpoints that were there before,
-repeats the trouble, and decides the same again.
+nothing. Until the next save, a restart loads one of the checkpoints from before the roll-back,
+meets the same trouble, and takes the same decision.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import NoReturn
 import torch.distributed as dist
 
 from titanlite.checkpoint import Checkpointer, FoundCheckpoint
+from titanlite.distributed.collectives import run_on_rank_0
 from titanlite.errors import TrainingDiverged
 from titanlite.files import write_file_atomically
 from titanlite.log import logger
@@ -31,7 +32,7 @@ from titanlite.training.rollback import (
 )
 from titanlite.training.state import TrainState
 
-REPORT_FILE = "rollback.json"  # in job.dump_folder/guard, once a roll-back was not possible
+REPORT_FILE = "rollback.json"  # in job.dump_folder/guard, if a roll-back was not possible
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,7 @@ class Rewinder:
     def roll_back(self, trouble: Trouble) -> None:
         """Continue `state` from a checkpoint from before the trouble. Collective.
 
-        Raises TrainingDiverged on every rank if all tries are spent, or no checkpoint is old
+        Raises TrainingDiverged on every rank if all tries have failed, or no checkpoint is old
         enough. The caller opens its batches again.
         """
         self.watchdog.set_phase(trouble.step, "save")
@@ -59,31 +60,40 @@ class Rewinder:
         history = self.state.counters.rollbacks
         attempt = history.next_try(trouble, self.policy)
         if attempt is None:
-            self._give_up(history, trouble, f"all {self.policy.max_tries} tries are spent")
-        found = self._find_checkpoint(history, attempt)
+            self._give_up(history, trouble, f"all {self.policy.max_tries} tries have failed")
+        found, refused = self._find_checkpoint(history, attempt)
         if found is None:
+            self._report_refused(trouble.step, refused)
             self._give_up(history, trouble, "there is no valid checkpoint from before it")
         self.state.optimizer.zero_grad()  # of the step that caused the trouble
         self.load(found)
         self.state.counters.record_rollback(history.with_try(attempt))
-        self._report(found, attempt)
+        # The others wait in this phase, because rewriting metrics.jsonl takes what a disk takes.
+        run_on_rank_0(lambda: self._report(found, refused, attempt), self.checkpointer.group)
         self.watchdog.set_phase(self.state.step, "start")
 
     def _find_checkpoint(
         self, history: RollbackHistory, attempt: RollbackTry
-    ) -> FoundCheckpoint | None:
+    ) -> tuple[FoundCheckpoint | None, list[str]]:
+        """(the checkpoint to roll back to, why others were refused)."""
         tries = (*history.tries_for(attempt.trouble), attempt)
-        positions, interval = self.checkpointer.positions(), self.checkpointer.config.interval
+        has_state = any(self.state.optimizer.state.values())  # plain SGD has none
+        positions, damaged = self.checkpointer.positions(with_optimizer=has_state)
+        interval = self.checkpointer.config.interval
         steps = steps_to_roll_back_to(positions, attempt, tries[0].trouble, interval)
-        return self.checkpointer.find_first_valid(steps)
+        found, refused = self.checkpointer.find_first_valid(steps)
+        return found, [*damaged, *refused]
 
-    def _report(self, found: FoundCheckpoint, attempt: RollbackTry) -> None:
-        """Write the event, to the log and the start log too."""
+    def _report_refused(self, step: int, refused: list[str]) -> None:
+        for reason in refused:
+            self.sinks.event(step, "checkpoint_refused", reason=reason)
+
+    def _report(self, found: FoundCheckpoint, refused: list[str], attempt: RollbackTry) -> None:
+        """Write the event, to the log and the start log too; on rank 0."""
         trouble, window, step = attempt.trouble, attempt.window, self.state.step
         number = len(self.state.counters.rollbacks.tries)
         self.sinks.rewind(step, rollbacks=number - 1)
-        for reason in found.refused:
-            self.sinks.event(step, "checkpoint_refused", reason=reason)
+        self._report_refused(step, refused)
         self.sinks.event(
             step,
             "rolled_back",

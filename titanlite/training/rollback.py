@@ -2,7 +2,7 @@
 
 Pure functions of the run's progress. Nothing here depends on when the trouble was noticed, on the
 time, or on what an earlier process of the run did: a run that is killed at any moment of a
-roll-back, and started again, takes the same decisions.
+roll-back, and restarted, takes the same decisions.
 """
 
 from __future__ import annotations
@@ -71,10 +71,10 @@ class RollbackHistory:
         return tuple(t.window for t, is_last in zip(self.tries, last, strict=True) if is_last)
 
     def tries_for(self, trouble: Trouble) -> tuple[RollbackTry, ...]:
-        """The latest tries, if this is still their trouble.
+        """The tries for the same trouble so far; empty if `trouble` is a new one.
 
-        It is, until the run has trained as many samples after the window as the window has. By
-        then it is further than where the trouble was, so a run cannot roll back forever.
+        It is new once the run has trained as many samples after the last window as the window
+        has. By then the run is past the earlier trouble, so it cannot roll back forever.
         """
         if not self.tries:
             return ()
@@ -84,7 +84,7 @@ class RollbackHistory:
         return self.tries[len(self.tries) - latest.number :]
 
     def next_try(self, trouble: Trouble, policy: RollbackPolicy) -> RollbackTry | None:
-        """The next try; None if all tries for this trouble are spent.
+        """The next try; None if all tries for this trouble have failed.
 
         Each try has a window of twice the size, and with `lr_factor` a learning rate that is lower
         by that factor again. The first one with the default `steps` passes over 200 batches that
@@ -114,13 +114,29 @@ class RollbackHistory:
 
     @classmethod
     def from_json(cls, entries: Sequence[dict[str, Any]]) -> RollbackHistory:
-        """The history that `to_json` wrote."""
-        return cls(
-            tuple(
-                RollbackTry(e["number"], Trouble(**e["trouble"]), PositionWindow(**e["window"]))
-                for e in entries
-            )
-        )
+        """The history that `to_json` wrote; raises ValueError, TypeError or KeyError for others."""
+        tries = [
+            RollbackTry(e["number"], Trouble(**e["trouble"]), PositionWindow(**e["window"]))
+            for e in entries
+        ]
+        for number, attempt in enumerate(tries):
+            _check_try(attempt, tries[number - 1].number if number else 0)
+        return cls(tuple(tries))
+
+
+def _check_try(attempt: RollbackTry, number_before: int) -> None:
+    """Raise ValueError for a try that `RollbackHistory.next_try` does not return."""
+    trouble, window = attempt.trouble, attempt.window
+    counts = (trouble.step, trouble.position, trouble.samples, window.start, window.end)
+    is_valid = (
+        all(type(count) is int and 0 <= count < 1 << 62 for count in counts)
+        and attempt.number in (1, number_before + 1)
+        and window.start < window.end
+        and type(trouble.reason) is str
+        and 0 <= window.lr_factor < 1  # not NaN
+    )
+    if not is_valid:
+        raise ValueError(f"{attempt} is not a roll-back")
 
 
 def steps_to_roll_back_to(

@@ -1,4 +1,4 @@
-"""The mutable training state: exactly what a checkpoint contains."""
+"""The training state: everything that changes in a run, and that a checkpoint restores."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from titanlite.training.rollback import RollbackHistory
 
 @dataclass
 class Counters:
-    """The progress of a run, summed over all ranks."""
+    """The progress of a run, the same on all ranks."""
 
-    step: int = 0  # optimizer steps taken
-    position: int = 0  # in the order of samples: the first position that was not consumed
+    step: int = 0  # steps, also those without an update because they were skipped
+    position: int = 0  # in the order of samples: of the next sample
     tokens: int = 0  # tokens consumed
-    skipped: int = 0  # positions that were skipped
+    skipped: int = 0  # positions that a roll-back left out
     rollbacks: RollbackHistory = field(default_factory=RollbackHistory)
 
     @property
@@ -32,7 +32,7 @@ class Counters:
 
     @property
     def windows(self) -> tuple[PositionWindow, ...]:
-        """Windows of positions that the run passes over."""
+        """Positions around causes of roll-backs: left out, or trained at a lower learning rate."""
         return self.rollbacks.windows
 
     def next_start(self, samples: int) -> int:
@@ -64,16 +64,20 @@ class Counters:
         self.step, self.position = progress["step"], progress["position"]
         self.tokens = progress["tokens"]
         self.skipped = progress.get("skipped", 0)
+        if type(self.skipped) is not int or not 0 <= self.skipped <= self.position:
+            raise ValueError(
+                f"skipped = {self.skipped!r:.80}: must be a number from 0 to {self.position}"
+            )
         self.rollbacks = RollbackHistory.from_json(progress.get("rollbacks", []))
 
     def record_rollback(self, rollbacks: RollbackHistory) -> None:
-        """Continue with the windows of `rollbacks`, the history with one more try."""
+        """Replace the history of roll-backs by one with one more entry."""
         self.rollbacks = rollbacks
 
 
 @dataclass(frozen=True)
 class HostState:
-    """What a step changes in host memory, to take back a step that updated no parameter."""
+    """The state in host memory before a step; `TrainState.rewind` restores it."""
 
     counters: Counters
     loss_scale: dict[str, Any]  # empty without one
@@ -88,17 +92,17 @@ class TrainState:
     optimizer: OptimizerSet
     loss_scale: LossScale | None = None  # with float16 compute only
     counters: Counters = field(default_factory=Counters)
-    judge: StepJudge | None = None  # None: every step is taken
+    judge: StepJudge | None = None  # None: no guard
     noise_scale: NoiseScale | None = None  # with metrics.noise_scale_freq only
 
     @property
     def step(self) -> int:
-        """Optimizer steps taken."""
+        """Steps, also those without an update."""
         return self.counters.step
 
     @property
     def position(self) -> int:
-        """First position of the order of samples that was not consumed."""
+        """Position of the next sample."""
         return self.counters.position
 
     def progress(self) -> dict[str, Any]:
@@ -116,14 +120,18 @@ class TrainState:
         }
 
     def restore(self, progress: dict[str, Any]) -> None:
-        """Restore the state that `progress` returned when the checkpoint was saved."""
+        """Restore the state that `progress` returned when the checkpoint was saved.
+
+        What the checkpoint lacks, such as a loss scale that was not used then, gets its initial
+        value, also in a roll-back. Raises exceptions of any type if `progress` is not valid.
+        """
         self.counters.restore(progress)
-        if self.loss_scale is not None and "loss_scale" in progress:
-            self.loss_scale.restore(progress["loss_scale"])
+        if self.loss_scale is not None:
+            self.loss_scale.restore(progress.get("loss_scale"))
         if self.judge is not None:
             self.judge.restore(progress.get("guard", NO_HISTORY))
-        if self.noise_scale is not None and "noise_scale" in progress:
-            self.noise_scale.restore(progress["noise_scale"])
+        if self.noise_scale is not None:
+            self.noise_scale.restore(progress.get("noise_scale"))
         _set_generator_states(
             {
                 name: torch.frombuffer(bytearray.fromhex(state), dtype=torch.uint8)

@@ -6,7 +6,8 @@ everywhere. Compared are spans in which a rank waits for no other:
 - host: CPU time of the training thread in a step. A thread that waits uses none. On a CPU, this is
   the time to compute the step; on a GPU, the time to launch it.
 - data: time that the training thread waited for its batch.
-- matmul, memory: a fixed matmul and a fixed copy in device memory, timed at each report.
+- matmul, memory: a fixed matmul and, on a GPU, a fixed copy in device memory, timed at each report.
+  On a CPU the ranks of a machine share its memory, so a copy says nothing about one rank.
 """
 
 from __future__ import annotations
@@ -93,7 +94,7 @@ class StragglerMeter:
             timer.take()
 
     def compare(self, step: int) -> list[SlowRank]:
-        """The slow ranks since the last report, on rank 0; a collective of all ranks."""
+        """The ranks that were slow since the last report, on rank 0; a collective of all ranks."""
         steps, self._last_step = max(1, step - self._last_step), step
         own = {
             "name": socket.gethostname(),
@@ -120,7 +121,8 @@ def compare_ranks(
         stages.setdefault(coordinates_of(rank, degrees)["pipeline"], []).append(rank)
     step = median_low([report["step"] for report in reports])
     compared: list[tuple[str, Sequence[int], float]] = [("host", s, 0.0) for s in stages.values()]
-    compared += [("data", everyone, step), ("matmul", everyone, 0.0), ("memory", everyone, 0.0)]
+    compared += [("data", everyone, step)]
+    compared += [(test, everyone, 0.0) for test in ("matmul", "memory") if test in reports[0]]
     slow = [
         SlowRank(ranks[i], reports[ranks[i]]["name"], measure, seconds[i], median, z)
         for measure, ranks, unit in compared
@@ -144,10 +146,11 @@ def report_stragglers(meter: StragglerMeter, sinks: MetricSinks, freq: int) -> P
 
 
 class SelfTest:
-    """A matmul in the compute dtype and a copy in device memory, the same on every rank.
+    """A matmul in the compute dtype and, on a GPU, a copy in its memory, the same on every rank.
 
-    The fastest of a few repetitions counts, because only the others were disturbed. It takes a few
-    milliseconds, and 128 MiB while it runs (on a CPU 2 MiB).
+    The fastest of a few repetitions counts, because disturbances only add time. Each takes
+    about a millisecond or more: shorter times differ by over 15 % on a healthy machine. It needs
+    128 MiB of a GPU's memory while it runs.
     """
 
     def __init__(self, dtype: torch.dtype, device: torch.device):
@@ -156,12 +159,15 @@ class SelfTest:
     @torch.no_grad()
     def run(self) -> dict[str, float]:
         """Seconds of each test; waits for the device."""
-        size = 2048 if self._device.type == "cuda" else 256
+        size = 2048 if self._device.type == "cuda" else 512
         matrix = torch.full((size, size), 1 / size, dtype=self._dtype, device=self._device)
-        memory = torch.zeros(4 * size, size, dtype=torch.float32, device=self._device)
-        return {"matmul": self._time(lambda: matrix @ matrix), "memory": self._time(memory.clone)}
+        seconds = {"matmul": self._time(lambda: matrix @ matrix)}
+        if self._device.type == "cuda":
+            memory = torch.zeros(4 * size, size, dtype=torch.float32, device=self._device)
+            seconds["memory"] = self._time(memory.clone)
+        return seconds
 
-    def _time(self, work: Callable[[], Tensor], repetitions: int = 5) -> float:
+    def _time(self, work: Callable[[], Tensor], repetitions: int = 10) -> float:
         fastest = math.inf
         calls = 20 if self._device.type == "cuda" else 1  # so that a launch is a small part
         work()  # the first call allocates memory and loads the kernel

@@ -29,17 +29,18 @@ class GuardConfig:
     window_steps: Annotated[int, Range(MIN_WINDOW_STEPS)] = 128
     # number of accepted steps in the window; values are judged from 16 on
     max_violations: Positive = 5
-    # violating steps in a row after which the run ends with exit code 3; 1: at the first
+    # violating steps in a row after which the run ends with exit code 3; 1: at the first, without a
+    # roll-back
     max_hardware_faults: Positive = 3
-    # hardware faults of one host after which the run ends with exit code 3; a fault is a violation
-    # that is not found when the step is computed again
+    # hardware faults of one host after which the run ends with exit code 3; a fault: the replay of
+    # a violating step has other bits
 
     rollback_steps: Positive = 100
     # steps on each side of the trouble that the first roll-back passes over; each further one for
     # the same trouble passes over twice as many
     rollback_lr_factor: Annotated[float, Range(0, 0.99)] = 0.0
-    # 0: passing over is to skip these samples. Otherwise, to train on them with the learning rate
-    # multiplied by this, once more by each further roll-back
+    # 0: skip these samples; otherwise train on them with the learning rate multiplied by this, once
+    # for each roll-back for the same trouble
     rollback_tries: Annotated[int, Range(1, 10)] = 3
     # roll-backs for the same trouble, after which the run ends with exit code 3
 
@@ -50,7 +51,7 @@ class GuardConfig:
 
     @property
     def rolls_back(self) -> bool:
-        """Whether a violation can be answered by a roll-back."""
+        """Whether a policy is to roll back."""
         return "rollback" in (self.nonfinite, self.spike)
 
     @property
@@ -64,14 +65,14 @@ class GuardConfig:
 
 
 def check_guard_config(config: GuardConfig, in_backward: bool) -> Iterator[ConfigError]:
-    """Reject policies that need each other, or an update that can still be rejected.
+    """Reject policies that contradict each other or an update in backward.
 
     `in_backward`: optimizer.early_step_in_backward.
     """
     if config.spike != "off" and not config.enabled:
         yield ConfigError(
-            f'guard.spike = "{config.spike}": guard.nonfinite = "off", but inf and NaN are always'
-            " a violation where spikes are.",
+            f'guard.spike = "{config.spike}": guard.nonfinite = "off", but where spikes are'
+            " violations, inf and NaN are, too.",
             fix='Set guard.nonfinite = "skip", or guard.spike = "off".',
             keys=("guard.spike", "guard.nonfinite"),
         )
@@ -82,10 +83,18 @@ def check_guard_config(config: GuardConfig, in_backward: bool) -> Iterator[Confi
                 fix=f'Set guard.spike or guard.nonfinite = "rollback", or remove guard.{key}.',
                 keys=(f"guard.{key}",),
             )
-    if in_backward and config.spike in ("skip", "rollback"):
+    if config.rolls_back and config.max_violations == 1:
+        yield ConfigError(
+            "guard.max_violations = 1: the run would end at the first violation, and never roll"
+            " back.",
+            fix='Set guard.max_violations = 2 or more, or no policy to "rollback".',
+            keys=("guard.max_violations",),
+        )
+    if in_backward and config.spike != "off":
         yield ConfigError(
             f'guard.spike = "{config.spike}": optimizer.early_step_in_backward = true updates the'
-            " parameters before the loss and the gradient norm are known.",
+            " parameters before the loss and the gradient norm are known, so a spike would end the"
+            " run.",
             fix='Set guard.spike = "off", or optimizer.early_step_in_backward = false.',
             keys=("guard.spike", "optimizer.early_step_in_backward"),
         )

@@ -1,4 +1,4 @@
-"""Name the rank and the tensor that a violating step comes from."""
+"""Find the rank and the tensor that caused a violating step."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _ORDERS = 1 << 41  # more than any order of an OutputProbe
 
 @dataclass(frozen=True)
 class Culprit:
-    """Where a violation comes from, as far as the ranks can tell; the same on all ranks."""
+    """Where a violation comes from, as far as it is known; the same on all ranks."""
 
     rank: int | None = None  # None: no single rank
     host: str = ""
@@ -45,9 +45,10 @@ class Culprit:
 
 @dataclass(frozen=True)
 class Evidence:
-    """One rank's claim to be the culprit; the strongest of all ranks counts, then the lowest rank.
+    """What one rank knows about the cause of a violation; the strongest evidence of all counts.
 
-    `level` precedes `strength`, which is from 0 to `_ORDERS` - 1.
+    It has the highest `level`, then the highest `strength` (0 to `_ORDERS` - 1), then the lowest
+    rank.
     """
 
     level: int = 0  # 0: none
@@ -98,18 +99,18 @@ class CulpritSearch:
         value = float(result.own_losses.sum()) if is_loss else norms[largest]
         return Evidence(1, _ordered_bits(value), found)
 
-    def other_bits(self, first: StepResult, again: StepResult) -> Evidence:
-        """This rank's evidence that it computed other values in the first of two computations.
+    def other_bits(self, first: StepResult, replayed: StepResult) -> Evidence:
+        """This rank's evidence that its part of a step has other bits than that of the replay.
 
         What one rank adds to the loss is compared before the gradients, to which a fault of one
         rank spreads in the reduction over ranks.
         """
-        if not _equal(first.own_losses, again.own_losses):
+        if not _equal(first.own_losses, replayed.own_losses):
             return Evidence(3, 0, dataclasses.replace(self._own, kind="loss"))
         for number, name in enumerate(self._names):
-            if not _equal(first.own_norms[number], again.own_norms[number]):
+            if not _equal(first.own_norms[number], replayed.own_norms[number]):
                 return Evidence(2, 0, dataclasses.replace(self._own, parameter=name))
-        totals = ((first.loss, again.loss), (first.grad_norm, again.grad_norm))
+        totals = ((first.loss, replayed.loss), (first.grad_norm, replayed.grad_norm))
         if all(_equal(one, other) for one, other in totals):
             return Evidence()
         return Evidence(1)  # only what the ranks reduced together differs
@@ -139,12 +140,12 @@ def _ordered_bits(value: float) -> int:
     return bits
 
 
-def _equal(first: Tensor, again: Tensor) -> bool:
+def _equal(first: Tensor, replayed: Tensor) -> bool:
     """Whether two values have the same bits, or are both NaN.
 
-    Some kernels of GPUs add in an order that changes, which changes the last bits; a fault that
-    made the step a violation changed more.
+    Some GPU kernels add in an order that changes, which changes the last bits. So on a GPU 1 % is
+    tolerated: a fault that made the step a violation changed more.
     """
     exact = first.device.type == "cpu" or torch.are_deterministic_algorithms_enabled()
     tolerance = 0.0 if exact else 1e-2
-    return torch.allclose(first, again, rtol=tolerance, atol=0.0, equal_nan=True)
+    return torch.allclose(first, replayed, rtol=tolerance, atol=0.0, equal_nan=True)

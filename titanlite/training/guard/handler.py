@@ -1,4 +1,4 @@
-"""Handle a violating step on all ranks: compute it again, and do what the guard decides."""
+"""Handle a violating step on all ranks: replay it, and do what the guard decides."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ class Violation:
 
 
 class ViolationHandler:
-    """Handles violating steps; the ranks agree through an `AsyncMax` that nobody else is using.
+    """Handles violating steps; the ranks agree through an `AsyncMax` that is not in use then.
 
     All methods are collective.
     """
@@ -132,7 +132,7 @@ class ViolationHandler:
         return first
 
     def replay(self, first: PendingStep, batch: Batch) -> StepResult | None:
-        """Compute a step again after `rewind`, and accept or skip it; returns its result.
+        """Replay a step after `rewind`, and accept or skip it; returns its result.
 
         Returns None if the run was rolled back instead. `batch` is that step's, in host memory.
         Raises TrainingDiverged if the guard gives up.
@@ -142,8 +142,11 @@ class ViolationHandler:
         position = first.before.counters.next_start(samples)
         if run.step_settings.optimizer_in_backward is not None:  # it has updated the parameters
             violation = self._describe(first.step, first.result, self._evidence(first.result))
+            path = run.dump_batch(first.step, position, samples)
             if not self._rolls_back_nonfinite:
-                self.give_up(violation, batch=run.dump_batch(first.step, position, samples))
+                self.give_up(violation, batch=path)
+            event = EVENTS[StepVerdict.ROLL_BACK]
+            run.sinks.event(first.step, event, **violation.fields, batch=path)
             self._roll_back(violation, position, samples)
             return None
         result, evidence = self._compute_again(first, batch)
@@ -180,7 +183,7 @@ class ViolationHandler:
     def _decide(
         self, first: PendingStep, again: StepResult, evidence: Evidence
     ) -> tuple[History, StepVerdict]:
-        """Compare both computations, decide, and report; raises TrainingDiverged to give up."""
+        """Compare a step with its replay, decide, report; raises TrainingDiverged to give up."""
         judge, search, ranks = self._judge, self._search, self._max_over_ranks
         reason = self._agreed_reason(again)
         level, faulty, _ = search.strongest(search.other_bits(first.result, again), ranks)
@@ -245,8 +248,8 @@ class ViolationHandler:
         self._finish_save()
         raise TrainingDiverged(
             f"{pluralize(faults, 'hardware fault')} of {faulty.host or 'an unknown host'}: at step"
-            f" {first.step}, {faulty or 'the reduction over ranks'} had other bits when it was"
-            " computed again.",
+            f" {first.step}, {faulty or 'the reduction over ranks'} had other bits in the"
+            " replay.",
             fix="Run on other machines: the same command resumes from the newest checkpoint.",
         ).mark_on_all_ranks()
 

@@ -19,7 +19,7 @@ class ViolationReason(Enum):
 
 
 class ReplayResult(Enum):
-    """The result of replaying a violating step, compared with the first computation."""
+    """How the replay of a violating step compares with its first computation."""
 
     SAME = "the same bits on every rank"  # the data or the optimization is the cause
     NORMAL = "other bits, and no violation"  # the hardware is the cause

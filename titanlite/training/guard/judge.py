@@ -29,13 +29,13 @@ class StepJudge:
 
     A rejected step rejects all later ones, until the host has handled it and calls `resume`: the
     host learns of it only some steps later, and those steps must change nothing. So a rejected
-    step and the ones after it can be computed again from the same bits.
+    step and the ones after it can be replayed.
 
     A value is a spike if its logarithm is above the median of the last accepted steps by more than
     `threshold` standard deviations, estimated from the median absolute difference of consecutive
     steps. Neither follows an outlier, as mean and variance do (Leys et al. 2013,
-    doi:10.1016/j.jesp.2013.03.013). Differences do not contain the trend of a falling loss, which
-    the deviation from the median does: there, early spikes of twice the loss remain undetected.
+    doi:10.1016/j.jesp.2013.03.013). Differences do not contain the trend of a falling loss.
+    Deviations from the median do, and would miss early spikes of twice the loss.
     """
 
     def __init__(self, config: GuardConfig, device: torch.device, tp: DeviceMesh | None = None):
@@ -95,8 +95,12 @@ class StepJudge:
         return {"history": self.history.state(), "window": window}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Restore what `state` returned."""
-        self.history = History(**state["history"])
+        """Restore what `state` returned; raises an exception of any kind for others."""
+        history = History(**state["history"])
+        counts = (history.last_step, history.in_a_row, *history.hardware_faults.values())
+        if not all(type(count) is int for count in counts) or len(state["window"]) != 2:
+            raise ValueError("is not the state of a judge")
+        self.history = history
         newest = torch.tensor(state["window"])[:, -self.config.window_steps :]
         self._window.fill_(math.nan)
         self._window[:, self.config.window_steps - newest.shape[1] :] = newest

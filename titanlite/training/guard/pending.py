@@ -1,4 +1,4 @@
-"""Steps that the host has started, and does not know the judgement of yet."""
+"""Steps that the host has started, without knowing yet whether they were accepted."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class PendingSteps:
         return self._rejected
 
     def take_rejected(self) -> tuple[PendingStep | None, int]:
-        """(the first rejected step, number of judged steps from it on); none is pending then."""
+        """(first rejected step, number of judged steps from it on); clears the pending steps."""
         rejected = [pending for pending in self._steps if not pending.accept]
         self._steps.clear()
         self._rejected, self._flag_copied = False, None

@@ -1,4 +1,4 @@
-"""Find the first module whose output is inf, NaN or huge, while a step is computed again."""
+"""Find the first module whose output is inf, NaN or huge, while a step is replayed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from titanlite.distributed.tensors import local_shard
 
 _LAYERS = re.compile(r"(^|\.)layers(\.(?P<number>\d+)(?P<inside>\..*)?)?$")
-AFTER_LAYERS = (1 << 20) - 2  # order of modules behind all layers
+AFTER_LAYERS = (1 << 20) - 2  # order of modules after all layers
 MAX_CALLS = 1 << 20  # of modules, in one step
 MAX_OUTPUT = 1e18  # its square, which norms compute, overflows float32
 
@@ -24,7 +24,7 @@ class OutputProbe:
         """`inside_layers`: also the modules inside a layer; not if the layers are compiled."""
         self._modules: dict[str, nn.Module] = {}
         self._order: dict[str, int] = {}  # by name: of the layer in the whole model
-        behind = False  # the layers, which a pipeline stage may have none of
+        behind = False  # whether a layer came before; a pipeline stage may have none
         for name, module in model.named_modules():
             layers = _LAYERS.search(name)
             behind |= layers is not None
