@@ -36,6 +36,14 @@ rules = ["language", "gopher_quality", "gopher_repetition", "personal_data"]
 """
 
 
+PREPARE = """
+import runpy, sys
+import titanlite.corpus.read
+titanlite.corpus.read.TABLE_BYTES = int(sys.argv.pop(1)) << 20
+runpy.run_path("scripts/prepare_data.py", run_name="__main__")
+"""
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=Path("outputs/corpus_drill"), metavar="FOLDER")
@@ -43,6 +51,7 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=10, help="of the command (default: 10)")
     parser.add_argument("--workers", type=int, nargs="*", default=[1, 2, 4])
     parser.add_argument("--tokenizer", default="bytes")
+    parser.add_argument("--table-mib", type=int, default=64, help="smaller: more tasks")
     args = parser.parse_args()
     inputs = args.out / "text"
     if not inputs.exists():
@@ -50,7 +59,7 @@ def main() -> None:
     hashes = set()
     for workers in args.workers:
         out = args.out / f"workers{workers}"
-        seconds, peak = run(write_recipe(args, out), workers)
+        seconds, peak = run(write_recipe(args, out), workers, args.table_mib)
         hashes.add(hash_shards(out))
         print(f"{workers} workers: {seconds:.0f} s, peak {peak / 1e6:.0f} MB a process", flush=True)
     if args.kills:
@@ -58,8 +67,8 @@ def main() -> None:
         recipe = write_recipe(args, out)
         limit = seconds / (args.kills + 1) * 2
         for number in range(args.kills):
-            run(recipe, 2, kill_after=random.Random(number).uniform(1, limit))
-        run(recipe, 2)
+            run(recipe, 2, args.table_mib, kill_after=random.Random(number).uniform(1, limit))
+        run(recipe, 2, args.table_mib)
         hashes.add(hash_shards(out))
         print(f"killed {args.kills} times, then completed", flush=True)
     print("all shards are equal" if len(hashes) == 1 else f"DIFFERENT: {hashes}")
@@ -74,9 +83,11 @@ def write_recipe(args: argparse.Namespace, out: Path) -> Path:
     return path
 
 
-def run(recipe: Path, workers: int, kill_after: float | None = None) -> tuple[float, int]:
+def run(
+    recipe: Path, workers: int, table_mib: int, kill_after: float | None = None
+) -> tuple[float, int]:
     """(seconds, peak bytes of memory of one process) of the command; kills it if asked to."""
-    command = [sys.executable, "scripts/prepare_data.py", "--recipe", str(recipe.resolve())]
+    command = [sys.executable, "-c", PREPARE, str(table_mib), "--recipe", str(recipe.resolve())]
     started = time.monotonic()
     child = subprocess.Popen(
         [*command, "--workers", str(workers)],

@@ -7,15 +7,23 @@ and of trafilatura equally good, and resiliparse eight times as fast.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import IO, Any
 
-from titanlite.data.text import Document, FileRange, ProblemHandler, ReadProblem, TextRules
+from titanlite.data.text import (
+    Document,
+    FileRange,
+    ProblemHandler,
+    ReadProblem,
+    TextRules,
+    decompress,
+)
 from titanlite.data.text_files import open_text_file, too_long_error
 from titanlite.errors import ConfigError, DataError
 
 ARCHIVE_SUFFIXES = (".warc", ".warc.gz")
 WEB_SUFFIXES = (*ARCHIVE_SUFFIXES, ".html", ".htm")
+_RECORD_END = b"\r\n\r\n"
 _PAGE_TYPES = ("text/html", "application/xhtml+xml")
 
 
@@ -56,30 +64,72 @@ def _read_page(part: FileRange, rules: TextRules, on_problem: ProblemHandler) ->
 
 
 def _read_archive(
-    file: Any, path: str, rules: TextRules, on_problem: ProblemHandler
+    file: IO[bytes], path: str, rules: TextRules, on_problem: ProblemHandler
 ) -> Iterator[Document]:
     """Responses of an archive that are HTML. A truncated archive ends with a problem."""
     from fastwarc.warc import ArchiveIterator, WarcRecordType
 
-    iterator = ArchiveIterator(file, record_types=WarcRecordType.response, parse_http=True)
-    while True:
-        try:
-            record = next(iterator, None)
-            if record is None:
-                break
-            kind = (record.http_content_type or "").lower()
-            if kind not in _PAGE_TYPES:
-                continue
-            content = record.reader.read(rules.max_bytes + 1)
-        except (OSError, EOFError, ValueError, RuntimeError) as error:
-            message = f"{path}: cannot be read beyond here ({error})."
-            on_problem(ReadProblem("damaged", DataError(message)))
-            return
+    stream: Any = _ArchiveStream(decompress(file, "gzip") if path.endswith(".gz") else file)
+    records = ArchiveIterator(stream, record_types=WarcRecordType.response, parse_http=True)
+    while record := stream.call(lambda: next(records, None)):
+        if (record.http_content_type or "").lower() not in _PAGE_TYPES:
+            continue
+        content, charset = _read_record(stream, record, rules.max_bytes + 1), record.http_charset
         origin = f"{path}:{record.headers.get('WARC-Target-URI', record.record_id)}"
         if len(content) > rules.max_bytes:
             on_problem(ReadProblem("too_long", too_long_error(origin, rules.max_bytes)))
-        else:
-            yield Document(extract_text(content, record.http_charset), origin)
+        elif stream.is_intact:
+            yield Document(extract_text(content, charset), origin)
+    if not stream.is_intact:
+        message = f"{path}: cannot be read to its end ({stream.error or 'it is truncated'})."
+        on_problem(ReadProblem("damaged", DataError(message)))
+
+
+def _read_record(stream: _ArchiveStream, record: Any, most: int) -> bytes:
+    return stream.call(lambda: record.reader.read(most)) or b""
+
+
+class _ArchiveStream:
+    """The bytes of an archive; remembers what fastwarc takes for the end of the archive.
+
+    fastwarc reports neither an error of its stream nor a record that is not complete.
+    """
+
+    def __init__(self, stream: IO[bytes]):
+        self._stream, self._tail, self._ended, self._position = stream, b"", False, 0
+        self.error: BaseException | None = None
+
+    def call(self, function: Callable[[], Any]) -> Any:
+        """Call a function of fastwarc; None if it fails, which `error` then records."""
+        try:
+            return function()
+        except BaseException as error:  # a panic of its Rust code is not an Exception
+            if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+                raise
+            self.error = error
+            return None
+
+    def tell(self) -> int:
+        """The number of bytes read."""
+        return self._position
+
+    def read(self, size: int) -> bytes:
+        """The next bytes; none after an error."""
+        try:
+            content = self._stream.read(size)
+        except OSError as error:
+            self.error, content = error, b""
+        self._ended = not content
+        self._position += len(content)
+        self._tail = (self._tail + content)[-len(_RECORD_END) :]
+        return content
+
+    @property
+    def is_intact(self) -> bool:
+        """Whether no error occurred, and the end is that of a record."""
+        if self.error:
+            return False
+        return not self._ended or not self._tail or self._tail == _RECORD_END
 
 
 def extract_text(content: bytes, charset: str | None = None) -> str:

@@ -36,6 +36,7 @@ __all__ = [
     "FileRange",
     "ReadProblem",
     "TextRules",
+    "decompress",
     "find_files",
     "list_file_ranges",
     "raise_problem",
@@ -187,7 +188,7 @@ class _LineReader:
             if compression is None:
                 yield from self._read_lines(file, self._part.end)
             elif self._part.file_bytes or self._part.end == UNKNOWN_END:
-                yield from self._read_lines(_decompress(file, compression), UNKNOWN_END)
+                yield from self._read_lines(decompress(file, compression), UNKNOWN_END)
 
     def _read_lines(self, file: IO[bytes], end: int) -> Iterator[Document]:
         max_bytes = self._rules.max_bytes
@@ -260,7 +261,7 @@ class _LineReader:
         return None
 
 
-def _decompress(file: IO[bytes], compression: str) -> IO[bytes]:
+def decompress(file: IO[bytes], compression: str) -> IO[bytes]:
     """The content of a compressed file; reading it raises OSError if it is truncated."""
     import pyarrow  # type: ignore[import-untyped]  # pyarrow has no stubs
 
