@@ -9,7 +9,8 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from titanlite.data.order import BLOCK, MixtureQuotas, SampleOrder, permute
+from titanlite.data.mixture import BLOCK, MixtureQuotas
+from titanlite.data.order import SampleOrder, permute
 from titanlite.errors import DataError
 
 MIXTURE = [("code", 0.7, 1000), ("prose", 0.25, 333), ("mathematics", 0.05, 7)]
@@ -95,7 +96,9 @@ def test_every_block_contains_the_quota_of_each_source():
     for block in (0, 1, 77, 10**9):
         source, _, _ = sample_at(order, block * BLOCK, (block + 1) * BLOCK)
         counts = np.bincount(source, minlength=3)
-        first, after = (order.quotas.drawn_before(b) for b in (block, block + 1))
+        first, after = (
+            order.mixture.segments[0].quotas.drawn_before(b) for b in (block, block + 1)
+        )
         assert counts.tolist() == [b - a for a, b in zip(first, after, strict=True)]
         assert np.abs(counts - BLOCK * np.array([0.7, 0.25, 0.05])).max() < 2
 

@@ -305,6 +305,7 @@ def build_sharded(layout: Layout, recipe: Recipe, dtype: torch.dtype = torch.flo
     options = {
         "local_batch": local_batch,
         "document_end_id": DOCUMENT_END if recipe.documents else None,
+        "by_source": True,
     }
     engine = build_engine(sharded, parallel_layout, CPU, **options)
     return sharded.model, mesh, engine

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 from types import SimpleNamespace
@@ -48,8 +49,12 @@ def layer_of(name: str) -> str:
     return ".".join(name.split(".")[: 2 if name.startswith("layers.") else 1])
 
 
-def expected() -> tuple[dict[str, list[float]], float]:
-    """(norms by kind, gradient norm of the first half of the batch) of a plain process."""
+SOURCES = torch.tensor([0, 2, 2, 0, 2, 0, 0, 0, 2, 0, 2, 0])  # of each sequence; 1 has none
+
+
+def expected() -> tuple[dict[str, list[float]], float, list[float]]:
+    """(norms by kind, gradient norm of the first half of the batch, losses of the sources 0 and 2)
+    of a plain process."""
     model = FAMILY.build(RECIPE.sizes)
     init_weights(model, FAMILY.init_roles, RECIPE.sizes.n_layers, SEED)
     optimizer, (inputs, labels) = build_optimizer(model, RECIPE.section), batch_at(0, RECIPE)
@@ -58,6 +63,11 @@ def expected() -> tuple[dict[str, list[float]], float]:
         logits, targets = model(inputs[:rows]).flatten(0, 1), labels[:rows].flatten()
         F.cross_entropy(logits, targets, ignore_index=IGNORE_INDEX).backward()
 
+    losses = []
+    for source in (0, 2):
+        logits = model(inputs[source == SOURCES]).flatten(0, 1)
+        of_source = labels[source == SOURCES].flatten()
+        losses.append(F.cross_entropy(logits, of_source, ignore_index=IGNORE_INDEX).item())
     backward(RECIPE.batch // 2)
     half = torch.cat([p.grad.flatten() for p in model.parameters()]).norm().item()
     optimizer.zero_grad()
@@ -75,11 +85,12 @@ def expected() -> tuple[dict[str, list[float]], float]:
         ]
         for kind, tensors in zip(KINDS, (gradients, before, updates), strict=True)
     }
-    return norms, half
+    return norms, half, losses
 
 
-def run_step(layout: Layout, metered: bool) -> tuple[str, list, float]:
-    """(hash of this rank's weights, layer norms, gradient norm of the small batch) of a step."""
+def run_step(layout: Layout, metered: bool) -> tuple[str, list, float, list]:
+    """(hash of this rank's weights, layer norms, gradient norm of the small batch, losses of the
+    sources) of a step."""
     state, engine, mesh = start_run(layout, RECIPE)
     early = OptimizerInBackward(state.model, state.optimizer) if layout.early else None
     norms = LayerNorms(state.model, mesh, LAYERS, layer_of)
@@ -91,10 +102,13 @@ def run_step(layout: Layout, metered: bool) -> tuple[str, list, float]:
     sequences = RECIPE.batch // mesh.degrees.data
     own = slice(mesh.batch_rank * sequences, (mesh.batch_rank + 1) * sequences)
     inputs, labels = (part[own] for part in batch_at(0, RECIPE))
+    batch = noise.prepare(inputs, labels)
+    if metered:
+        batch = batch.with_sources(SOURCES[own], 3)
     result = take_step(
         state,
         noise,
-        noise.prepare(inputs, labels),
+        batch,
         lr=RECIPE.lr,
         settings=StepSettings(mesh, 0.0, early),
     )
@@ -107,6 +121,7 @@ def run_step(layout: Layout, metered: bool) -> tuple[str, list, float]:
         weights.hexdigest(),
         [] if combined is None else combined.tolist(),
         measurement.grad_norm.item() if measurement else 0.0,
+        [] if result.source_losses is None else result.source_losses.tolist(),
     )
 
 
@@ -115,12 +130,14 @@ def run_steps(layouts: list[Layout]) -> list[tuple]:
 
 
 @pytest.mark.parametrize("layouts", LAYOUTS, ids=lambda layouts: ";".join(map(str, layouts)))
-def test_every_layout_measures_the_same_norms_and_the_step_changes_no_bit(layouts):
-    norms, half = expected()
+def test_every_layout_measures_the_same_and_the_step_changes_no_bit(layouts):
+    norms, half, losses = expected()
     for results in run_on_ranks(run_steps, layouts[0].degrees.ranks, layouts):
         for layout, (metered, unmetered) in zip(layouts, results, strict=True):
-            weights, combined, small = metered
-            assert unmetered == (weights, [], 0.0), layout
+            weights, combined, small, of_sources = metered
+            assert unmetered == (weights, [], 0.0, []), layout
+            assert of_sources[::2] == pytest.approx(losses, rel=1e-5), str(layout)
+            assert math.isnan(of_sources[1])
             for kind, row in zip(KINDS, combined, strict=True):
                 assert row == pytest.approx(norms[kind], rel=1e-5), (str(layout), kind)
             assert layout.early or small == pytest.approx(half, rel=1e-5), str(layout)

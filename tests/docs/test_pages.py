@@ -20,7 +20,8 @@ PAGES = list_pages()
 README = ROOT / "README.md"
 NAME_TESTS = ("SECURITY.md", "docs/reference/faults.md")  # pages whose rows name their tests
 KEYS = {key.name for section in list_sections(JobConfig) for key in section.keys}
-PLACEHOLDERS = {"section.key", "data.bos", "data.content"}  # the last two are facts of checkpoints
+# all but the first are facts of checkpoints
+PLACEHOLDERS = {"section.key", "data.bos", "data.content", "data.phases"}
 SECTIONS = {section.name for section in list_sections(JobConfig)}
 OF_TORCHTITAN = (
     ROOT / "docs" / "reference" / "torchtitan.md"

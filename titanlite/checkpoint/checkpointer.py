@@ -279,7 +279,12 @@ class Checkpointer:
             return None
         model_only = found.initial and config.initial_load_model_only
         check_job_properties(
-            folder, manifest.facts, facts, model_only=model_only, allowed=config.allow_changes
+            folder,
+            manifest.facts,
+            facts,
+            model_only=model_only,
+            allowed=config.allow_changes,
+            position=manifest.progress.get("position"),
         )
         self.save_seconds = manifest.seconds
         finished = manifest.step == finished_at and not manifest.has("optimizer")

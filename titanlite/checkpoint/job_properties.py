@@ -21,12 +21,16 @@ def check_job_properties(
     *,
     model_only: bool,
     allowed: Iterable[str],
+    position: int | None = None,
 ) -> None:
     """Raise CheckpointError with every property that differs; names in `allowed` may differ.
 
     `model_only`: only the property `model` matters. Properties that an older checkpoint does not
-    store are not compared.
+    store are not compared. `position`: of the checkpoint in the order of samples; what decides
+    only which samples come later is not compared.
     """
+    if not model_only and position is not None:
+        saved, current = (_until(position, facts) for facts in (saved, current))
     names = {"model"} if model_only else current.keys() & saved.keys()
     differences = {
         name: f"{name} ({difference})"
@@ -44,16 +48,46 @@ def check_job_properties(
             " others are skipped)"
         )
     quoted = ", ".join(f'"{name}"' for name in differences)
+    later = ""
+    if position and not model_only and differences.keys() & {"data.sources", "data.phases"}:
+        later = (
+            " To change weights from here on, keep those that were saved, and add to"
+            f" [data.mixture]: phases = [{{ first_token ="
+            f" {position * current.get('training.seq_len', 1)}, weights = {{ … }} }}]."
+        )
     fix = (
         "Set them as they were saved; or allow the change: checkpoint.allow_changes ="
         f" [{quoted}]; or start in another job.dump_folder with checkpoint.initial_load_path, which"
-        " loads only the weights."
+        f" loads only the weights.{later}"
     )
     if model_only:  # initial_load_path is in use already
         fix = f"Set [model] as it was saved, or allow it: checkpoint.allow_changes = [{quoted}]."
     raise CheckpointError(
         f"{folder}: differs from this job: {', '.join(differences.values())}.", fix=fix
     ).mark_on_all_ranks()
+
+
+def _until(position: int, facts: dict[str, Any]) -> dict[str, Any]:
+    """The properties that decide which samples have a position before `position`.
+
+    Phases that begin later, and sources that are only read in them, do not: so a run may change its
+    future weights, and add a source for a later phase.
+    """
+    phases = {
+        start: weights
+        for start, weights in dict(facts.get("data.phases") or {}).items()
+        if start.isdecimal() and int(start) < position and isinstance(weights, dict)
+    }
+    read = {name for weights in phases.values() for name in weights}
+    sources = facts.get("data.sources")
+    if not isinstance(sources, dict):
+        return facts
+    unread = {name for name, text in sources.items() if ", weight 0, " in str(text)} - read
+    kept: dict[str, Any] = {**facts, "data.phases": phases}
+    for key in ("data.sources", "data.content"):
+        if isinstance(table := facts.get(key), dict):
+            kept[key] = {name: value for name, value in table.items() if name not in unread}
+    return kept
 
 
 def _order_changed(saved: Any, current: Any) -> bool:

@@ -7,8 +7,16 @@ imported here: they need packages that training does not need.
 from __future__ import annotations
 
 from titanlite.data.dump import BatchDump
-from titanlite.data.formats import FORMATS, open_token_source
-from titanlite.data.order import MixtureQuotas, SampleOrder, rank_slices
+from titanlite.data.formats import FORMATS, TEXT, open_token_source
+from titanlite.data.mixing import (
+    MixtureConfig,
+    PhaseConfig,
+    SourceShare,
+    describe_mixture,
+    repeated_sources,
+)
+from titanlite.data.mixture import MixtureQuotas
+from titanlite.data.order import SampleOrder, rank_slices
 from titanlite.data.shards import (
     Corpus,
     CorpusManifest,
@@ -25,18 +33,22 @@ from titanlite.data.stream import (
     open_sample_stream,
     open_validation,
 )
+from titanlite.data.text_source import merge_positions
 from titanlite.data.token_source import CorpusChecks, SourceOpener, SourceRecord, TokenSource
 from titanlite.data.tokenizer import Tokenizer, open_tokenizer
 from titanlite.data.windows import PositionWindow, next_start, window_lr_factor
 
 __all__ = [
     "FORMATS",
+    "TEXT",
     "BatchDump",
     "Corpus",
     "CorpusChecks",
     "CorpusManifest",
     "DataConfig",
+    "MixtureConfig",
     "MixtureQuotas",
+    "PhaseConfig",
     "PositionWindow",
     "SampleOrder",
     "SampleStream",
@@ -44,10 +56,13 @@ __all__ = [
     "SourceConfig",
     "SourceOpener",
     "SourceRecord",
+    "SourceShare",
     "TokenSource",
     "Tokenizer",
     "ValidationSet",
     "check_bos",
+    "describe_mixture",
+    "merge_positions",
     "next_start",
     "open_corpus",
     "open_sample_stream",
@@ -55,6 +70,7 @@ __all__ = [
     "open_tokenizer",
     "open_validation",
     "rank_slices",
+    "repeated_sources",
     "verify_corpus",
     "window_lr_factor",
 ]

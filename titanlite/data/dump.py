@@ -39,7 +39,8 @@ class BatchDump:
         stream = self._stream
         samples = stream.locate(position, count)
         shown = max(1, MAX_TOKENS // stream.seq_len)
-        inputs, labels = stream.read(position, min(shown, count))
+        shown = stream.count_near(position, min(shown, count))
+        inputs, labels = stream.read(position, shown)
         for number, sample in enumerate(samples[:shown]):
             tokens = inputs[number].tolist()
             if (last := int(labels[number, -1])) >= 0:

@@ -4,12 +4,21 @@ from __future__ import annotations
 
 from titanlite.data.open_files import OpenFiles
 from titanlite.data.packed import open_packed
+from titanlite.data.remote_shards import open_remote_corpus
 from titanlite.data.shards import open_corpus
 from titanlite.data.token_source import CorpusChecks, SourceOpener, TokenSource
 from titanlite.errors import DataError
 
+TEXT = "text"  # of training data only: tokenized while it is read, see text_source.py
+
+
+def _open_megatron(path: str, checks: CorpusChecks, files: OpenFiles) -> TokenSource:
+    """Shards on this machine, or by URL."""
+    return (open_remote_corpus if "://" in path else open_corpus)(path, checks, files)
+
+
 FORMATS: dict[str, SourceOpener] = {
-    "megatron": open_corpus,  # .bin/.idx shards, as scripts/prepare_data.py writes them
+    "megatron": _open_megatron,  # .bin/.idx shards, as scripts/prepare_data.py writes them
     "packed": open_packed,  # the same, of windows in which documents are packed by best fit
 }
 
@@ -18,10 +27,15 @@ def open_token_source(
     format: str, path: str, checks: CorpusChecks | None = None, files: OpenFiles | None = None
 ) -> TokenSource:
     """Open the files at `path` as a source of the given format; raises DataError."""
+    if format == TEXT:
+        raise DataError(
+            f'{path}: format = "{TEXT}" is for training data: a validation set needs a last token.',
+            fix=f"Prepare it: python scripts/prepare_data.py {path} --tokenizer … --out …",
+        )
     if format not in FORMATS:
         raise DataError(
             f'{path}: format = "{format}" is not a known data format.',
-            fix=f"Use {' or '.join(FORMATS)}.",
+            fix=f"Use {' or '.join([*FORMATS, TEXT])}.",
         )
     try:
         source = FORMATS[format](path, checks or CorpusChecks(), files or OpenFiles())

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import IO
@@ -84,7 +84,18 @@ def write_corpus_manifest(
 def read_corpus_manifest(path: Path) -> CorpusManifest | None:
     """Read a manifest; None if the file does not exist. Raises DataError if it is not valid."""
     try:
-        table = parse_json(read_regular_file(path))
+        content = read_regular_file(path)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise _not_valid_error(path, error) from None
+    return parse_corpus_manifest(content, path)
+
+
+def parse_corpus_manifest(content: bytes, path: Path | str) -> CorpusManifest:
+    """The manifest that a file contains; `path` is for messages. Raises DataError."""
+    try:
+        table = parse_json(content)
         entries = table.pop("shards")
         if type(entries) is not list:
             raise TypeError(f"shards is {entries!r:.40}")
@@ -93,15 +104,15 @@ def read_corpus_manifest(path: Path) -> CorpusManifest | None:
         _check_field_types(manifest)
         for shard in shards:
             _check_field_types(shard)
-    except FileNotFoundError:
-        return None
-    except (ValueError, TypeError, KeyError, AttributeError, OSError) as error:
-        raise DataError(
-            f"{path}: is not a valid manifest ({error}).", fix="Prepare the text again."
-        ) from None
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise _not_valid_error(path, error) from None
     if manifest.format != CorpusManifest.format:
         raise DataError(f"{path}: has format {manifest.format}; only format 1 is supported.")
     return manifest
+
+
+def _not_valid_error(path: Path | str, error: Exception) -> DataError:
+    return DataError(f"{path}: is not a valid manifest ({error}).", fix="Prepare the text again.")
 
 
 def _check_field_types(record: CorpusManifest | ShardRecord) -> None:
@@ -117,6 +128,13 @@ def check_listed_files(
 ) -> None:
     """Raise DataError unless `pairs` are exactly the files of the manifest, with their sizes."""
     present = {file.name: file.stat().st_size for pair in pairs for file in pair}
+    compare_listing(folder, present, manifest)
+
+
+def compare_listing(
+    folder: Path | str, present: Mapping[str, int], manifest: CorpusManifest
+) -> None:
+    """Raise DataError unless `present`, bytes by name, are exactly the files of the manifest."""
     listed = {f"{shard.name}.bin": shard.bin_bytes for shard in manifest.shards}
     listed |= {f"{shard.name}.idx": shard.idx_bytes for shard in manifest.shards}
     if missing := sorted(listed.keys() - present.keys()):
@@ -132,10 +150,10 @@ def check_listed_files(
         )
     for name, size in listed.items():
         if present[name] != size:
-            raise wrong_size_error(folder / name, present[name], size, MANIFEST)
+            raise wrong_size_error(f"{folder}/{name}", present[name], size, MANIFEST)
 
 
-def wrong_size_error(file: Path, size: int, expected: int, according_to: str) -> DataError:
+def wrong_size_error(file: Path | str, size: int, expected: int, according_to: str) -> DataError:
     """The error for a file that has not the size that its index or manifest gives."""
     how = "is truncated" if size < expected else "is too long"
     return DataError(
@@ -166,12 +184,12 @@ def hash_sampled_blocks(path: Path) -> str:
     size = path.stat().st_size
     digest = xxhash.xxh3_128(str(size).encode())
     with open(path, "rb", buffering=0) as file:
-        for offset, count in _sampled_blocks(size):
+        for offset, count in sampled_blocks(size):
             digest.update(os.pread(file.fileno(), count, offset))
     return digest.hexdigest()
 
 
-def _sampled_blocks(size: int) -> Iterator[tuple[int, int]]:
+def sampled_blocks(size: int) -> Iterator[tuple[int, int]]:
     """(offset, bytes) of each block that is sampled; a small file is one block."""
     if size <= _SAMPLED_BLOCKS * _BLOCK_BYTES:
         yield 0, size

@@ -5,11 +5,15 @@ from __future__ import annotations
 import os
 import resource
 import stat
+from abc import abstractmethod
+from collections.abc import Sequence
 from functools import lru_cache
 
 from titanlite.errors import DataError
 
 MIN_OPEN_FILES = 8  # even where fewer descriptors are left: without them nothing could be read
+
+FileRequest = tuple[str, int, int, memoryview]  # arguments of `OpenFiles.read`
 
 
 class OpenFiles:
@@ -49,6 +53,14 @@ class OpenFiles:
                 count += more
         except OSError as error:
             raise DataError(f"{path}: cannot be read ({error.strerror or error}).") from None
+
+
+class BatchedFiles(OpenFiles):
+    """Files that are read faster several at a time, because each read takes long."""
+
+    @abstractmethod
+    def read_all(self, requests: Sequence[FileRequest]) -> None:
+        """`read` for each request; raises DataError."""
 
 
 class _OpenFile:

@@ -19,6 +19,7 @@ import numpy as np
 
 from titanlite.data.manifest import ShardRecord
 from titanlite.data.open_files import OpenFiles
+from titanlite.data.remote_shards import open_remote_corpus
 from titanlite.data.shards import Corpus, ShardWriter, open_corpus
 from titanlite.data.token_source import CorpusChecks, TokenSource
 from titanlite.errors import DataError
@@ -65,9 +66,13 @@ class PackedSource(TokenSource):
 def open_packed(
     path: str | Path, checks: CorpusChecks | None = None, files: OpenFiles | None = None
 ) -> PackedSource:
-    """Open a folder of packed windows; raises DataError."""
-    corpus = open_corpus(path, checks, files, packed=True)
-    assert corpus.manifest is not None, "checked by open_corpus"
+    """Open a folder of packed windows, or its URL; raises DataError."""
+    checks, files = checks or CorpusChecks(), files or OpenFiles()
+    if "://" in str(path):
+        corpus = open_remote_corpus(str(path), checks, files, packed=True)
+    else:
+        corpus = open_corpus(path, checks, files, packed=True)
+    assert corpus.manifest is not None, "only its manifest says that a corpus is packed"
     seq_len = corpus.manifest.packed_seq_len
     if corpus.tokens % (seq_len + 1):
         raise DataError(
@@ -77,6 +82,6 @@ def open_packed(
     return PackedSource(corpus, seq_len)
 
 
-def describe_shard(record: ShardRecord, documents: int, tokens: int, max_id: int) -> ShardRecord:
-    """The record of a shard of entries, with the counts of what is packed in it."""
-    return replace(record, documents=documents, tokens=tokens, max_id=max_id)
+def describe_shard(record: ShardRecord, documents: int, max_id: int) -> ShardRecord:
+    """The record of a shard of entries, with what is packed in it; `tokens` include the padding."""
+    return replace(record, documents=documents, max_id=max_id)

@@ -37,14 +37,14 @@ from titanlite.data.manifest import (
     temporary_path,
     wrong_size_error,
 )
-from titanlite.data.open_files import OpenFiles
+from titanlite.data.open_files import BatchedFiles, FileRequest, OpenFiles
 from titanlite.data.token_source import CorpusChecks, SourceRecord, TokenSource
 from titanlite.errors import DataError
 from titanlite.files import write_file_atomically
 from titanlite.log import pluralize
 
 _MAGIC = b"MMIDIDX\0\0"
-_HEADER = struct.Struct("<9sQBQQ")
+INDEX_HEADER = struct.Struct("<9sQBQQ")
 _CODES = {1: "<u1", 2: "<i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}  # 6 and 7 are floats
 _TYPES = {code: np.dtype(name) for code, name in _CODES.items()}
 _PREPARE = "scripts/prepare_data.py makes a folder that can be read."
@@ -149,7 +149,7 @@ class ShardWriter:
         lengths = np.array(self._lengths, dtype="<i4")
         starts = (np.cumsum(lengths, dtype="<i8") - lengths) * self._type.itemsize
         documents = np.arange(len(lengths) + 1, dtype="<i8")  # every document is one sequence
-        header = _HEADER.pack(_MAGIC, 1, self._code, len(lengths), len(documents))
+        header = INDEX_HEADER.pack(_MAGIC, 1, self._code, len(lengths), len(documents))
         return header + lengths.tobytes() + starts.tobytes() + documents.tobytes()
 
 
@@ -160,7 +160,11 @@ class Corpus(TokenSource):
     """The shards of a corpus, read as one sequence of `tokens` ids."""
 
     def __init__(
-        self, path: str, shards: list[_Shard], manifest: CorpusManifest | None, files: OpenFiles
+        self,
+        path: str,
+        shards: list[CorpusShard],
+        manifest: CorpusManifest | None,
+        files: OpenFiles,
     ):
         self.path, self.manifest, self._files = path, manifest, files
         self.documents = sum(shard.documents for shard in shards)
@@ -195,6 +199,9 @@ class Corpus(TokenSource):
         """
         out = np.empty((len(starts), count), dtype=np.int64)
         shards = self._ends.searchsorted(starts, side="right").tolist()
+        if isinstance(self._files, BatchedFiles):
+            self._gather_together(self._files, starts, shards, out)
+            return out
         buffer = _IdBuffer(count, np.dtype(np.int64))
         for row, start, number in zip(out, starts.tolist(), shards, strict=True):
             shard = self._shards[number] if number < len(self._shards) else None
@@ -205,6 +212,28 @@ class Corpus(TokenSource):
                 buffer = _IdBuffer(count, shard.type)
             row[:] = self._read_shard(shard, start - shard.begin, buffer)
         return out
+
+    def _gather_together(
+        self, files: BatchedFiles, starts: np.ndarray, shards: list[int], out: np.ndarray
+    ) -> None:
+        """Fill the rows of `out` with one call for all parts, which may be of several shards."""
+        parts: list[tuple[np.ndarray, np.ndarray]] = []
+        requests: list[FileRequest] = []
+        for row, start, number in zip(out, starts.tolist(), shards, strict=True):
+            if start < 0 or start + row.size > self.tokens:
+                raise IndexError(f"ids {start}…{start + row.size} of {self.tokens} in {self.path}")
+            done = 0
+            while done < row.size:
+                shard = self._shards[number]
+                first = start + done - shard.begin
+                buffer = _IdBuffer(min(row.size - done, shard.tokens - first), shard.type)
+                offset = first * shard.type.itemsize
+                requests.append((shard.path, shard.bytes, offset, buffer.content))
+                parts.append((row[done : done + buffer.array.size], buffer.array))
+                done, number = done + buffer.array.size, number + 1
+        files.read_all(requests)
+        for target, ids in parts:
+            target[:] = ids
 
     def _copy_across_shards(self, start: int, out: np.ndarray) -> None:
         """Fill `out` from id `start` on, from as many shards as necessary."""
@@ -218,12 +247,12 @@ class Corpus(TokenSource):
             out[done : done + count] = self._read_shard(shard, first, _IdBuffer(count, shard.type))
             done, number = done + count, number + 1
 
-    def _read_shard(self, shard: _Shard, first: int, buffer: _IdBuffer) -> np.ndarray:
+    def _read_shard(self, shard: CorpusShard, first: int, buffer: _IdBuffer) -> np.ndarray:
         """Fill `buffer` with the ids of a shard from its id number `first` on."""
         self._files.read(shard.path, shard.bytes, first * shard.type.itemsize, buffer.content)
         return buffer.array
 
-    def _hash_content(self, shards: Sequence[_Shard]) -> str:
+    def _hash_content(self, shards: Sequence[CorpusShard]) -> str:
         """Hash of the recorded hashes; without a manifest, of sizes and the ids at both ends."""
         digest = xxhash.xxh3_128()
         for shard in shards:
@@ -247,7 +276,9 @@ class _IdBuffer:
 
 
 @dataclass(frozen=True)
-class _Shard:
+class CorpusShard:
+    """One shard of a corpus."""
+
     path: str  # of the .bin
     type: np.dtype  # of an id
     begin: int  # ids of the corpus before this shard
@@ -274,10 +305,10 @@ def open_corpus(
     try:
         pairs = _list_shard_files(location)
         manifest = _read_and_compare_manifest(location, pairs, checks)
-        _check_packing(location, manifest, packed)
+        check_packing(location, manifest, packed)
         sampled = checks.verify != "off"
         samples = {bin: hash_sampled_blocks(bin) for bin, _ in pairs} if sampled else {}
-        shards: list[_Shard] = []
+        shards: list[CorpusShard] = []
         for bin, idx in pairs:
             begin = shards[-1].begin + shards[-1].tokens if shards else 0
             shards.append(_open_shard(bin, idx, begin, samples.get(bin)))
@@ -306,19 +337,9 @@ def _read_and_compare_manifest(
     return manifest
 
 
-def map_shard(prefix: str | Path) -> tuple[np.ndarray, np.ndarray]:
-    """(ids, memory-mapped; length of each sequence, int32) of one shard; raises DataError."""
-    bin, idx = shard_paths(Path(prefix))
-    shard = _open_shard(bin, idx, 0, None)
-    with open(idx, "rb") as file:
-        _, _, _, sequences, _ = _HEADER.unpack(file.read(_HEADER.size))
-        lengths = np.fromfile(file, "<i4", sequences)
-    if not shard.tokens:  # an empty file cannot be mapped
-        return np.empty(0, shard.type), lengths
-    return np.memmap(bin, shard.type, "r"), lengths
-
-
-def _check_packing(location: Path, manifest: CorpusManifest | None, packed: bool | None) -> None:
+def check_packing(
+    location: str | Path, manifest: CorpusManifest | None, packed: bool | None
+) -> None:
     """Refuse packed windows as documents, and documents as windows; raises DataError."""
     seq_len = manifest.packed_seq_len if manifest else 0
     if seq_len and packed is False:
@@ -349,10 +370,10 @@ def _check_content(
     for shard in manifest.shards if manifest else ():
         bin, _ = shard_paths(location / shard.name)
         if shard.bin_sample and bin in samples and samples[bin] != shard.bin_sample:
-            raise _damaged_error(bin)
+            raise damaged_error(bin)
 
 
-def _damaged_error(file: Path) -> DataError:
+def damaged_error(file: Path | str) -> DataError:
     return DataError(
         f"{file}: its bytes differ from those that were written: the file was damaged or replaced.",
         fix="Restore the folder from a copy, or remove it and prepare the text again.",
@@ -382,7 +403,7 @@ def verify_corpus(
     for shard in shards:
         progress(done, total)
         if not is_shard_intact(folder, shard):
-            raise _damaged_error(folder / shard.name)
+            raise damaged_error(folder / shard.name)
         done += shard.bin_bytes + shard.idx_bytes
     progress(total, total)
     return manifest
@@ -413,47 +434,54 @@ def _list_shard_files(location: Path) -> list[tuple[Path, Path]]:
     return pairs
 
 
-def _open_shard(bin: Path, idx: Path, begin: int, sample: str | None) -> _Shard:
+def _open_shard(bin: Path, idx: Path, begin: int, sample: str | None) -> CorpusShard:
     """Read the index of a shard and check the sizes of both files; raises DataError."""
     size = idx.stat().st_size
     with open(idx, "rb") as file:
-        header = file.read(_HEADER.size)
-        if len(header) < _HEADER.size or not header.startswith(_MAGIC):
-            raise DataError(f"{idx}: is not a Megatron index ({size} bytes).", fix=_PREPARE)
-        _, version, code, sequences, entries = _HEADER.unpack(header)
-        if version != 1 or code not in _CODES:
-            raise DataError(
-                f"{idx}: has version {version} and type {code}; supported are version 1 and"
-                f" the integer types {', '.join(map(str, _CODES))}.",
-                fix=_PREPARE,
-            )
-        expected = _HEADER.size + 12 * sequences + 8 * entries
-        # Megatron's multimodal indexes have one more byte for each sequence, its mode
-        if size not in (expected, expected + sequences):
-            raise wrong_size_error(idx, size, expected, f"its {pluralize(sequences, 'sequence')}")
-        ids_type = _TYPES[code]
+        ids_type, sequences, entries = parse_header(idx, size, file.read(INDEX_HEADER.size))
         end = _end_of_last_sequence(file, sequences, ids_type.itemsize)
         documents = _count_documents(file, sequences, entries)
     if bin.stat().st_size != end:
         raise wrong_size_error(bin, bin.stat().st_size, end, idx.name)
     tokens = end // ids_type.itemsize
-    return _Shard(str(bin), ids_type, begin, tokens, end, documents, sample)
+    return CorpusShard(str(bin), ids_type, begin, tokens, end, documents, sample)
+
+
+def parse_header(idx: Path | str, size: int, header: bytes) -> tuple[np.dtype, int, int]:
+    """(type of an id, sequences, entries of the last array) of an index of `size` bytes.
+
+    Raises DataError if the header is not valid or `size` does not fit it.
+    """
+    if len(header) < INDEX_HEADER.size or not header.startswith(_MAGIC):
+        raise DataError(f"{idx}: is not a Megatron index ({size} bytes).", fix=_PREPARE)
+    _, version, code, sequences, entries = INDEX_HEADER.unpack(header)
+    if version != 1 or code not in _CODES:
+        raise DataError(
+            f"{idx}: has version {version} and type {code}; supported are version 1 and"
+            f" the integer types {', '.join(map(str, _CODES))}.",
+            fix=_PREPARE,
+        )
+    expected = INDEX_HEADER.size + 12 * sequences + 8 * entries
+    # Megatron's multimodal indexes have one more byte for each sequence, its mode
+    if size not in (expected, expected + sequences):
+        raise wrong_size_error(idx, size, expected, f"its {pluralize(sequences, 'sequence')}")
+    return _TYPES[code], sequences, entries
 
 
 def read_document_lengths(idx: Path) -> tuple[np.ndarray, np.dtype]:
     """(length of each document, type of an id) of a shard that `ShardWriter` wrote."""
     content = idx.read_bytes()
-    _, _, code, sequences, _ = _HEADER.unpack_from(content)
-    return np.frombuffer(content, "<i4", sequences, _HEADER.size), _TYPES[code]
+    _, _, code, sequences, _ = INDEX_HEADER.unpack_from(content)
+    return np.frombuffer(content, "<i4", sequences, INDEX_HEADER.size), _TYPES[code]
 
 
 def _end_of_last_sequence(file: IO[bytes], sequences: int, id_bytes: int) -> int:
     """Byte offset in the .bin at which the last sequence ends, from the open index."""
     if sequences == 0:
         return 0
-    file.seek(_HEADER.size + 4 * (sequences - 1))
+    file.seek(INDEX_HEADER.size + 4 * (sequences - 1))
     (length,) = struct.unpack("<i", file.read(4))
-    file.seek(_HEADER.size + 12 * sequences - 8)
+    file.seek(INDEX_HEADER.size + 12 * sequences - 8)
     (start,) = struct.unpack("<q", file.read(8))
     return start + length * id_bytes
 
@@ -462,8 +490,8 @@ def _count_documents(file: IO[bytes], sequences: int, entries: int) -> int:
     """Number of documents; if the list of documents is not valid, each sequence counts as one."""
     if entries < 2:
         return sequences
-    file.seek(_HEADER.size + 12 * sequences)
+    file.seek(INDEX_HEADER.size + 12 * sequences)
     (first,) = struct.unpack("<q", file.read(8))
-    file.seek(_HEADER.size + 12 * sequences + 8 * (entries - 1))
+    file.seek(INDEX_HEADER.size + 12 * sequences + 8 * (entries - 1))
     (last,) = struct.unpack("<q", file.read(8))
     return entries - 1 if (first, last) == (0, sequences) else sequences

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from fractions import Fraction
 from itertools import islice
 from typing import Annotated, Any, Literal
 
@@ -18,9 +19,18 @@ import torch
 from torch import Tensor
 
 from titanlite.data.background import BackgroundReader
-from titanlite.data.formats import open_token_source
+from titanlite.data.block_cache import CacheLimits
+from titanlite.data.formats import TEXT, open_token_source
+from titanlite.data.mixing import (
+    MixtureConfig,
+    SourceShare,
+    SourceSize,
+    describe_segments,
+    plan_phases,
+)
 from titanlite.data.open_files import MIN_OPEN_FILES, OpenFiles
-from titanlite.data.order import SampleOrder
+from titanlite.data.order import OrderedSource, SampleOrder
+from titanlite.data.text_source import LanePositions, TextSource, document_encoder
 from titanlite.data.token_source import CorpusChecks, SourceRecord, TokenSource
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.errors import DataError, UserErrors
@@ -36,6 +46,12 @@ class SourceConfig:
     path: str  # of the files; for "megatron" a folder of shards, or one shard
     weight: Annotated[float, Range(0)] = 1.0  # share of the samples, relative to the other weights
     format: str = "megatron"  # data format of the files: a name in titanlite/data/formats.py
+    max_epochs: Annotated[float, Range(0)] = 0.0
+    # how often its text is read at most; the other sources then take its place; 0: no limit
+    shuffle: bool = True  # false: in the order of the files, for a curriculum by sample
+    lanes: Positive = 16
+    # of format "text", which is tokenized while it is read: into so many parts, which ranks share
+    bos: bool = False  # of format "text": begin each document with the tokenizer's BOS
 
 
 @dataclass(frozen=True)
@@ -44,11 +60,16 @@ class DataConfig:
 
     tokenizer: str | None = None  # file of tiktoken ranks, a tokenizer.json, or "bytes"
     sources: list[SourceConfig] = field(default_factory=list)  # training data, mixed by weight
+    mixture: MixtureConfig = field(default_factory=MixtureConfig)
     validation: list[SourceConfig] = field(default_factory=list)  # validation sets, each on its own
     verify: Literal["sample", "full", "off"] = "sample"
     # content verified when a corpus is opened; sample: some blocks of each shard; full: every byte,
     # the shards divided among the ranks, within comm.init_timeout_seconds; off: none
     follow_symlinks: bool = False  # allow symbolic links in a corpus to lead outside its folder
+    cache_folder: str = ""
+    # of shards by URL, on a disk of each machine; its ranks and jobs share it; empty: a folder of
+    # the user in the temporary folder
+    cache_gib: Annotated[float, Range(0)] = 8.0  # most GiB in it; best: all shards of the run
     read_timeout_seconds: Positive = 300
     # longest wait for one batch; after it the run ends with exit code 2, because the disk does not
     # respond
@@ -60,7 +81,8 @@ class DataConfig:
         "full" verifies samples only.
         """
         verify = "sample" if self.verify == "full" and verify_slice is None else self.verify
-        return CorpusChecks(verify, self.follow_symlinks, verify_slice or (0, 1))
+        cache = CacheLimits(self.cache_folder, int(self.cache_gib * 2**30))
+        return CorpusChecks(verify, self.follow_symlinks, cache, verify_slice or (0, 1))
 
 
 class SampleStream:
@@ -71,52 +93,126 @@ class SampleStream:
 
     def __init__(
         self,
-        sources: Sequence[_CheckedSource],
+        sources: Sequence[_CheckedSource | _TextSamples],
         seq_len: int,
         seed: int,
         tokenizer: Tokenizer | None = None,
+        mixture: MixtureConfig | None = None,
     ):
         self.seq_len, self._sources = seq_len, sources
         self.tokenizer = tokenizer
         self.bos = sources[0].bos  # each document begins with BOS; the same in all sources
         self.end = tokenizer.eos_id if tokenizer else None  # last id of every document
-        self._order = SampleOrder(seed, [(s.name, s.weight, s.samples(seq_len)) for s in sources])
+        sizes = [SourceSize(s.name, s.weight, s.tokens) for s in sources]
+        weights, phases = plan_phases(mixture or MixtureConfig(), sizes, seq_len)
+        pairs = zip(sources, weights, strict=True)
+        self._order = SampleOrder(seed, [s.ordered(weight, seq_len) for s, weight in pairs], phases)
         self.facts: dict[str, Any] = {
             "debug.seed": seed,
             "training.seq_len": seq_len,
             "data.tokenizer": tokenizer and tokenizer.fingerprint,
             "data.bos": self.bos,
-            "data.sources": {s.name: self._describe(number, s) for number, s in enumerate(sources)},
+            "data.sources": {
+                source.name: self._describe(number, source, weight)
+                for number, (source, weight) in enumerate(zip(sources, weights, strict=True))
+            },
+            "data.phases": describe_segments(self.names, self._order.mixture.segments),
         }
         samples = {s.name: s.content_sample for s in sources if s.content_sample is not None}
         if samples:
             self.facts["data.content"] = samples
 
-    def _describe(self, number: int, source: _CheckedSource) -> str:
+    @property
+    def names(self) -> list[str]:
+        """Names of the sources."""
+        return [source.name for source in self._sources]
+
+    @property
+    def length(self) -> int | None:
+        """Number of positions, if all sources are limited; None: there is no last one."""
+        return self._order.mixture.end
+
+    def shares(self, ranges: Iterable[tuple[int, int]]) -> list[SourceShare]:
+        """How much of each source the positions [start, end) of `ranges` have."""
+        counts = [0] * len(self._sources)
+        for start, end in ranges:
+            drawn = (self._order.mixture.drawn_at(position) for position in (start, end))
+            counts = [
+                count + after - before for count, before, after in zip(counts, *drawn, strict=True)
+            ]
+        return [
+            SourceShare(
+                source.name,
+                count,
+                count * self.seq_len,
+                None if (samples := source.samples(self.seq_len)) is None else count / samples,
+            )
+            for source, count in zip(self._sources, counts, strict=True)
+        ]
+
+    @property
+    def tokenizes(self) -> bool:
+        """Whether a source is tokenized while it is read."""
+        return any(isinstance(source, _TextSamples) for source in self._sources)
+
+    def lane_positions(self, position: int) -> dict[str, LanePositions]:
+        """How far this process has read the text of each source at a position, to be merged."""
+        drawn = self._order.mixture.drawn_at(position)
+        return {
+            source.name: source.text.positions(count)
+            for source, count in zip(self._sources, drawn, strict=True)
+            if isinstance(source, _TextSamples)
+        }
+
+    def count_near(self, position: int, sequences: int) -> int:
+        """How many of `sequences` positions can be read without tokenizing much text before."""
+        source_at, _, samples = self._order.sample_at(np.arange(position, position + sequences))
+        for row, (number, sample) in enumerate(
+            zip(source_at.tolist(), samples.tolist(), strict=True)
+        ):
+            source = self._sources[number]
+            if isinstance(source, _TextSamples) and not source.text.is_near(sample):
+                return row
+        return sequences
+
+    def restore_lanes(self, positions: Any) -> None:
+        """Continue where merged `lane_positions` stopped; else text is tokenized from the start."""
+        for source in self._sources:
+            if isinstance(source, _TextSamples):
+                known = positions.get(source.name, {}) if isinstance(positions, dict) else None
+                source.text.restore(known)
+
+    def _describe(self, number: int, source: _CheckedSource | _TextSamples, weight: float) -> str:
         """A source as `facts` record it: what it contains and its order, not its path."""
-        weight = source.weight_text(six_digits_suffice=self._order.quotas.same_in_every_block)
+        text = _weight_text(weight, six_digits_suffice=self._order.has_whole_quotas)
         version = self._order.version(number)
         suffix = "" if version == 1 else f", order version {version}"  # 0.1 wrote no version
-        return f"number {number}, weight {weight}, content {source.fingerprint}{suffix}"
+        suffix += "" if source.config.shuffle else ", not shuffled"
+        return f"number {number}, weight {text}, content {source.fingerprint}{suffix}"
 
     def read(self, position: int, sequences: int) -> tuple[Tensor, Tensor]:
         """Inputs and labels of `sequences` positions: int64 [B, T] each; raises DataError."""
+        return self.read_with_sources(position, sequences)[:2]
+
+    def read_with_sources(self, position: int, sequences: int) -> tuple[Tensor, Tensor, Tensor]:
+        """`read`, and the number of the source of each sequence: int64 [B]."""
         positions = np.arange(position, position + sequences, dtype=np.int64)
         source_at, _, samples = self._order.sample_at(positions)
         inputs, labels = (np.empty((sequences, self.seq_len), dtype=np.int64) for _ in range(2))
         for number, source in enumerate(self._sources):
             chosen = source_at == number
             if chosen.all():  # without one more copy
-                inputs, labels = source.read(samples, self.seq_len)
+                inputs, labels = source.read_samples(samples, self.seq_len)
                 break
             if chosen.any():
-                inputs[chosen], labels[chosen] = source.read(samples[chosen], self.seq_len)
-        return torch.from_numpy(inputs), torch.from_numpy(labels)
+                inputs[chosen], labels[chosen] = source.read_samples(samples[chosen], self.seq_len)
+        return torch.from_numpy(inputs), torch.from_numpy(labels), torch.from_numpy(source_at)
 
     def locate(self, position: int, sequences: int) -> list[dict[str, Any]]:
         """Where the samples of `sequences` positions are from, as JSON values.
 
-        `first_token` counts the ids of the source; a sample has `seq_len` + 1 of them.
+        `first_token` counts the ids of the source; a sample has `seq_len` + 1 of them. It is None
+        for text that is tokenized while it is read.
         """
         positions = np.arange(position, position + sequences, dtype=np.int64)
         columns = zip(*(part.tolist() for part in self._order.sample_at(positions)), strict=True)
@@ -127,7 +223,7 @@ class SampleStream:
                 "path": self._sources[source].path,
                 "epoch": epoch,
                 "sample": sample,
-                "first_token": sample * self._sources[source].stride(self.seq_len),
+                "first_token": self._sources[source].first_token(sample, self.seq_len),
             }
             for number, (source, epoch, sample) in enumerate(columns)
         ]
@@ -141,18 +237,20 @@ class SampleStream:
         slices: Iterable[tuple[int, int]],
         ahead: int = 2,
         timeout_seconds: float | None = None,
-        prepare: Callable[[Tensor, Tensor], Any] | None = None,
+        prepare: Callable[[Tensor, Tensor, Tensor], Any] | None = None,
     ) -> Iterator[Any]:
         """Yield `read(*slice)` for each slice, reading up to `ahead` batches in the background.
 
-        `prepare(inputs, labels)` also runs in the background; what it returns replaces the tensors.
+        `prepare` also runs in the background, with the tensors of `read_with_sources`; what it
+        returns replaces them.
         An error there is raised at the batch it belongs to; DataError if a batch takes
         more than `timeout_seconds`. The thread ends with the iterator, however that ends.
         """
 
         def read(position: int, sequences: int) -> Any:
-            inputs, labels = self.read(position, sequences)
-            return prepare(inputs, labels) if prepare else (inputs, labels)
+            if prepare is None:
+                return self.read(position, sequences)
+            return prepare(*self.read_with_sources(position, sequences))
 
         slices = iter(slices)
         reader = BackgroundReader(read, "prefetch", timeout_seconds)
@@ -214,7 +312,7 @@ class ValidationSet:
         inputs = torch.zeros((sequences, self.seq_len), dtype=torch.int64)
         labels = torch.full_like(inputs, IGNORE_INDEX)
         count = max(0, min(sequences, self.samples - start))
-        read = self._source.read(np.arange(start, start + count), self.seq_len)
+        read = self._source.read_samples(np.arange(start, start + count), self.seq_len)
         inputs[:count], labels[:count] = map(torch.from_numpy, read)
         return inputs, labels
 
@@ -231,16 +329,20 @@ def open_sample_stream(
     vocab_size: int,
     tokenizer: Tokenizer | None = None,
     checks: CorpusChecks | None = None,
+    mixture: MixtureConfig | None = None,
 ) -> SampleStream:
     """Open the training samples of `sources` in the order of `seed`.
 
     Raises DataError, or UserErrors if several sources cannot be used.
     """
-    opened: list[_CheckedSource] = []
+    opened: list[_CheckedSource | _TextSamples] = []
     problems: list[DataError] = []
     files = OpenFiles()
     for config in sources:
         try:
+            if config.format == TEXT:
+                opened.append(_open_text(config, seq_len, seed, tokenizer, checks))
+                continue
             source = open_token_source(config.format, config.path, checks, files)
             _check_seq_len(config, source, "training.seq_len", seq_len)
             opened.append(_check_source(config, source, seq_len + 1, vocab_size, tokenizer))
@@ -254,7 +356,7 @@ def open_sample_stream(
             f"sources: {names}: there must be at least one source, and each needs its own name."
         )
     check_bos({source.name: source.bos for source in opened})
-    return SampleStream(opened, seq_len, seed, tokenizer)
+    return SampleStream(opened, seq_len, seed, tokenizer, mixture)
 
 
 def check_bos(sources: Mapping[str, bool]) -> None:
@@ -292,12 +394,22 @@ def open_validation(
 class _CheckedSource:
     """A source that passed the checks of this run."""
 
-    name: str
-    path: str
-    weight: float
+    config: SourceConfig
     source: TokenSource
     vocab_size: int  # of the model
     bos: bool  # every document begins with BOS
+
+    @property
+    def name(self) -> str:
+        return self.config.name
+
+    @property
+    def path(self) -> str:
+        return self.config.path
+
+    @property
+    def weight(self) -> float:
+        return self.config.weight
 
     @property
     def tokens(self) -> int:
@@ -329,24 +441,25 @@ class _CheckedSource:
             return self.tokens // (seq_len + 1)
         return (self.tokens - 1) // seq_len if whole else -(-(self.tokens - 1) // seq_len)
 
-    def read(self, samples: np.ndarray, seq_len: int) -> tuple[np.ndarray, np.ndarray]:
+    def read_samples(self, samples: np.ndarray, seq_len: int) -> tuple[np.ndarray, np.ndarray]:
         """Inputs and labels of whole samples: int64 [N, T] each; raises DataError."""
         starts = samples * self.stride(seq_len)
         if not self.is_packed:
-            ids = self.gather(starts, seq_len + 1)
-            return ids[:, :-1].copy(), ids[:, 1:].copy()  # share no memory
+            return _inputs_and_labels(self.gather(starts, seq_len + 1))
         ids, labels = self.source.gather_windows(samples)
         self._check_ids(ids, starts)
         return ids[:, :-1].copy(), labels
 
-    def weight_text(self, six_digits_suffice: bool) -> str:
-        """The weight as checkpoints record it.
+    def ordered(self, weight: float, seq_len: int) -> OrderedSource:
+        """The source as the order of samples needs it."""
+        samples, limit = self.samples(seq_len), None
+        if self.config.max_epochs:
+            limit = max(1, int(Fraction(self.config.max_epochs) * samples))
+        return OrderedSource(self.name, weight, samples, limit, self.config.shuffle)
 
-        Six digits are enough to distinguish quotas of whole samples per block; otherwise all
-        digits are needed.
-        """
-        short = f"{self.weight:g}"
-        return short if six_digits_suffice or float(short) == self.weight else repr(self.weight)
+    def first_token(self, sample: int, seq_len: int) -> int:
+        """Position of the first id of a sample."""
+        return sample * self.stride(seq_len)
 
     def gather(self, starts: np.ndarray, count: int) -> np.ndarray:
         """Ids [start, start + count) of each start: int64 [len(starts), count].
@@ -380,6 +493,88 @@ def _check_seq_len(config: SourceConfig, source: TokenSource, key: str, seq_len:
         )
 
 
+@dataclass(frozen=True)
+class _TextSamples:
+    """Text that is tokenized while it is read, with the interface of a `_CheckedSource`."""
+
+    config: SourceConfig
+    text: TextSource
+    last_id: int  # of every document
+    tokens: int | None = None  # unknown
+
+    @property
+    def name(self) -> str:
+        return self.config.name
+
+    @property
+    def path(self) -> str:
+        return self.config.path
+
+    @property
+    def weight(self) -> float:
+        return self.config.weight
+
+    @property
+    def bos(self) -> bool:
+        return self.config.bos
+
+    @property
+    def fingerprint(self) -> str:
+        return self.text.fingerprint
+
+    @property
+    def content_sample(self) -> str | None:
+        return self.text.content_sample
+
+    def samples(self, seq_len: int) -> None:
+        """Unknown: nothing has counted the tokens."""
+
+    def first_token(self, sample: int, seq_len: int) -> None:
+        """Unknown: samples of several lanes alternate."""
+
+    def ordered(self, weight: float, seq_len: int) -> OrderedSource:
+        """The source as the order of samples needs it."""
+        return OrderedSource(self.name, weight, None)
+
+    def lacks_end(self, end: int) -> bool:
+        """Whether documents do not end with the id `end`."""
+        return self.last_id != end
+
+    def read_samples(self, samples: np.ndarray, seq_len: int) -> tuple[np.ndarray, np.ndarray]:
+        """Inputs and labels of samples: int64 [N, T] each; raises DataError."""
+        return _inputs_and_labels(self.text.read(samples))
+
+
+def _open_text(
+    config: SourceConfig,
+    seq_len: int,
+    seed: int,
+    tokenizer: Tokenizer | None,
+    checks: CorpusChecks | None,
+) -> _TextSamples:
+    """Open text files to be tokenized while they are read; raises DataError."""
+    label = f'source "{config.name}" ({config.path}), format = "{TEXT}"'
+    if tokenizer is None:
+        raise DataError(f"{label}: needs a tokenizer.", fix="Set data.tokenizer.")
+    if config.max_epochs or not config.shuffle:
+        raise DataError(
+            f"{label}: max_epochs and shuffle = false need prepared shards.",
+            fix="Remove them, or prepare the text: scripts/prepare_data.py.",
+        )
+    if config.bos and not tokenizer.has_bos:
+        raise DataError(f"{label}: bos = true, but the tokenizer has no BOS.", fix="Remove bos.")
+    encode = document_encoder(tokenizer, config.bos)
+    text = TextSource(
+        config.path,
+        config.lanes,
+        seq_len + 1,
+        f"{seed} text {config.name}",
+        encode,
+        checks or CorpusChecks(),
+    )
+    return _TextSamples(config, text, tokenizer.eos_id)
+
+
 def _check_source(
     config: SourceConfig,
     source: TokenSource,
@@ -399,7 +594,7 @@ def _check_source(
         bos = source.record.bos
     else:  # the first document stands for all of them
         bos = bool(tokenizer and tokenizer.has_bos and _id_at(source, 0) == tokenizer.bos_id)
-    return _CheckedSource(config.name, config.path, config.weight, source, vocab_size, bos)
+    return _CheckedSource(config, source, vocab_size, bos)
 
 
 def _check_record(
@@ -421,5 +616,20 @@ def _check_record(
         )
 
 
+def _weight_text(weight: float, six_digits_suffice: bool) -> str:
+    """A weight as checkpoints record it.
+
+    Six digits are enough to distinguish quotas of whole samples per block; otherwise all digits
+    are needed.
+    """
+    short = f"{weight:g}"
+    return short if six_digits_suffice or float(short) == weight else repr(weight)
+
+
 def _id_at(source: TokenSource, position: int) -> int:
     return int(source.gather(np.array([position]), 1)[0, 0])
+
+
+def _inputs_and_labels(ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Ids [N, T + 1] as two arrays [N, T] that share no memory."""
+    return ids[:, :-1].copy(), ids[:, 1:].copy()

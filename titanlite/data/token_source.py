@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 import numpy as np
 
+from titanlite.data.block_cache import CacheLimits
 from titanlite.data.open_files import OpenFiles
 
 
@@ -65,6 +66,7 @@ class CorpusChecks:
     verify: Literal["sample", "full", "off"] = "sample"
     # "sample": some blocks of every shard; "full": every byte, which needs a manifest
     follow_symlinks: bool = False  # allow links that lead to files outside the folder
+    cache: CacheLimits = field(default_factory=CacheLimits)  # of shards by URL
     verify_slice: tuple[int, int] = (0, 1)
     # (rank, ranks): "full" reads every byte of the shards [rank::ranks] only
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from titanlite.checkpoint import Checkpointer, FoundCheckpoint
-from titanlite.data import BatchDump, SampleStream, ValidationSet, rank_slices
+from titanlite.data import TEXT, BatchDump, SampleStream, ValidationSet, rank_slices
 from titanlite.distributed.collectives import (
     AsyncMax,
     capture_user_error,
@@ -37,6 +37,8 @@ from titanlite.files import write_file_atomically
 from titanlite.job.data import open_job_stream, open_job_tokenizer, open_job_validation
 from titanlite.job.job import Job
 from titanlite.job.meters import add_meters
+from titanlite.job.mixture import check_stream_length, gather_data_progress, log_mixture
+from titanlite.job.streaming import TokenizingAdvice
 from titanlite.kernels.backend import activate_flash_package, choose_kernel
 from titanlite.log import logger
 from titanlite.metrics import (
@@ -167,6 +169,8 @@ def _open_run(job: Job, services: RunServices) -> Iterator[Run]:
         watchdog.set_phase(state.step, "start")
 
     meter = build_run_meter(job, rank)
+    if rank.rank == 0:
+        log_mixture(stream, job.batches, job.config.training.steps, state.counters)
     with ExitStack() as stack:
         # Entered first, so that the profilers still see the out-of-memory error, and write a
         # snapshot.
@@ -196,8 +200,8 @@ def _open_run(job: Job, services: RunServices) -> Iterator[Run]:
             lost_folder=lambda: lock.lost,
             rewinder=build_rewinder(job, services, state, stream, checkpointer, sinks),
         )
-        actions = build_periodic_actions(job, run, validation_sets, profilers)
-        yield add_meters(job, dataclasses.replace(run, actions=actions))
+        actions = build_periodic_actions(job, run, validation_sets, profilers, stream)
+        yield add_meters(job, dataclasses.replace(run, actions=actions), stream)
 
 
 def build_stop_request(job: Job, services: RunServices) -> StopRequest:
@@ -220,6 +224,7 @@ def build_data(job: Job, rank: RankContext) -> tuple[SampleStream, list[Validati
         verify_slice = (rank.rank, rank.world_size)
         stream = open_job_stream(job.config, vocab_size, tokenizer, verify_slice)
         assert stream is not None, "the config check rejects empty data.sources"
+        check_stream_length(stream, job.batches, job.config.training.steps)
         return stream, open_job_validation(job.config, vocab_size, tokenizer, verify_slice)
 
     opened, problem = capture_user_error(open_all)
@@ -282,6 +287,7 @@ def build_run_engine(
         ParallelLayout(mesh, job.config.parallelism, job.pipeline),
         rank.device,
         local_batch=job.config.training.local_batch_size,
+        by_source=job.measures_sources,
         document_end_id=stream.end if job.transforms.document_mask else None,
     )
 
@@ -342,6 +348,7 @@ def restore(
     )
     if progress:  # None if only the weights of another run were loaded
         restore_progress(state, progress, found)
+        stream.restore_lanes(progress.get("lanes", {}))
         checkpointer.set_aside_later_steps(state.step)
 
 
@@ -399,6 +406,9 @@ def build_sinks(job: Job, rank: RankContext, state: TrainState, saves: bool) -> 
                 rollbacks=len(state.counters.rollbacks.tries),
                 job=dataclasses.asdict(config),
             )
+            if texts := [(s.name, s.path) for s in config.data.sources if s.format == TEXT]:
+                advice = TokenizingAdvice(texts, str(config.data.tokenizer))
+                sinks = MetricSinks([*sinks.sinks, advice])
             write_file_atomically(folder / "config.toml", job.as_toml().encode())
         except OSError as error:
             raise ConfigError(
@@ -453,10 +463,12 @@ def build_batches(
 ) -> Iterator[Batch]:
     """Prefetch this rank's batches for every step from `state.position` on, into pinned memory if
     the model is on a GPU."""
-    pin = mesh.batch.device_type == "cuda"
+    pin, by_source = mesh.batch.device_type == "cuda", job.measures_sources
 
-    def prepare(inputs: Tensor, labels: Tensor) -> Batch:
+    def prepare(inputs: Tensor, labels: Tensor, sources: Tensor) -> Batch:
         batch = engine.prepare(inputs, labels)
+        if by_source:
+            batch = batch.with_sources(sources, len(stream.names))
         return batch.pin_memory() if pin else batch
 
     batches, windows = job.batches.batches_from(state.counters.tokens), state.counters.windows
@@ -475,7 +487,11 @@ def build_batch_dump(
 
 
 def build_periodic_actions(
-    job: Job, run: Run, validation_sets: list[ValidationSet], profilers: Mapping[str, Profiler]
+    job: Job,
+    run: Run,
+    validation_sets: list[ValidationSet],
+    profilers: Mapping[str, Profiler],
+    stream: SampleStream,
 ) -> tuple[PeriodicAction, ...]:
     """The actions after a step, in this order. Add a periodic action here."""
     config, state, sinks = job.config, run.state, run.sinks
@@ -508,7 +524,9 @@ def build_periodic_actions(
         periodic.log_metrics(state, run.meter, sinks, config.metrics.log_freq),
         *([validation] if validation_sets else []),
         periodic.report_finished_save(run.checkpointer, sinks),
-        periodic.save_checkpoints(state, run.checkpointer, sinks),
+        periodic.save_checkpoints(
+            state, run.checkpointer, sinks, partial(gather_data_progress, stream, state)
+        ),
         periodic.collect_garbage(config.training.gc_freq),
         periodic.after_first_step(finish_start),
         *(periodic.step_profiler(name, profiler) for name, profiler in profilers.items()),

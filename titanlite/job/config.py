@@ -147,5 +147,6 @@ FACTS = (
     "data.tokenizer",
     "data.bos",
     "data.sources",
+    "data.phases",
     "data.content",
 )

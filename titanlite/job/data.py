@@ -38,6 +38,7 @@ def open_job_stream(
         vocab_size=vocab_size,
         tokenizer=tokenizer,
         checks=config.data.checks(verify_slice),
+        mixture=config.data.mixture,
     )
 
 

@@ -16,6 +16,8 @@ from titanlite.distributed.mesh import Degrees, resolve_degrees
 from titanlite.job import checks, environment
 from titanlite.job.checks import plan_job_pipeline, plan_rate_schedule, resolve_global_batch
 from titanlite.job.config import MOVED, JobConfig
+from titanlite.job.data import open_job_stream, open_job_tokenizer
+from titanlite.job.mixture import check_stream_length, log_mixture
 from titanlite.kernels.backend import AttentionShape
 from titanlite.log import logger, pluralize
 from titanlite.models import FAMILIES, ModelSizes, ModelSpec
@@ -25,7 +27,7 @@ from titanlite.parallelize import DTYPES, ModelTransforms
 from titanlite.parallelize.pipeline_plan import PipelinePlan
 from titanlite.settings import load_config, raise_together, to_toml
 from titanlite.storage import StorageFolder
-from titanlite.training import BatchSchedule, build_batch_schedule
+from titanlite.training import BatchSchedule, Counters, build_batch_schedule
 
 SHORT_DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 
@@ -118,6 +120,11 @@ class Job:
                 f" {batches.largest}"
             )
         return [warning for warning in warnings if warning]
+
+    @property
+    def measures_sources(self) -> bool:
+        """Whether each step measures the loss of each source."""
+        return len(self.config.data.sources) > 1 and self.config.metrics.source_loss_freq > 0
 
     def facts(self, stream: SampleStream) -> dict[str, Any]:
         """Properties of the job that its checkpoints record."""
@@ -219,7 +226,18 @@ class Job:
             for warning in self.warnings:
                 logger.warning("%s", warning)
         if self.config.job.check:
+            if rank == 0:
+                self._log_mixture()
             logger.info("every check passed for %s", self.degrees)
+
+    def _log_mixture(self) -> None:
+        """Log what the run would read; raises ConfigError if the sources do not suffice."""
+        tokenizer = open_job_tokenizer(self.config)
+        stream = open_job_stream(self.config, self.sizes.vocab_size, tokenizer)
+        assert stream is not None, "checked: data.sources is not empty"
+        steps = self.config.training.steps
+        check_stream_length(stream, self.batches, steps)
+        log_mixture(stream, self.batches, steps, Counters())
 
     def as_toml(self) -> str:
         """The effective configuration as a TOML that `read_job` accepts."""

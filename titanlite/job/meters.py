@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import torch
 
+from titanlite.data import SampleStream
 from titanlite.job.job import Job
 from titanlite.training import (
     LayerNorms,
@@ -20,14 +21,18 @@ from titanlite.training import (
     measure_noise_scale,
     periodic,
     record_layer_norms,
+    record_source_losses,
     report_stragglers,
 )
 
 
-def add_meters(job: Job, run: Run) -> Run:
+def add_meters(job: Job, run: Run, stream: SampleStream) -> Run:
     """The run with the meters of the job; they run before its other actions, such as saving."""
     noise_freq = job.config.metrics.noise_scale_freq
     actions = list(_build_actions(job, run))
+    if job.measures_sources:
+        freq = job.config.metrics.source_loss_freq
+        actions.append(record_source_losses(run.state, stream.shares, run.sinks, freq))
     if noise_freq:
         engine = NoiseScaleEngine(run.engine, run.state, run.step_settings.mesh)
         actions.append(measure_noise_scale(engine, run.state, run.sinks, noise_freq))

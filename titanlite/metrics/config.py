@@ -29,6 +29,9 @@ class MetricsConfig:
     noise_scale_freq: NotNegative = 0
     # steps between two measurements of the gradient noise scale, which cost a forward and backward
     # each; 0: none
+    source_loss_freq: NotNegative = 100
+    # steps between two records of each source's loss, tokens and epochs; 0: none; with one source
+    # there are none
 
 
 @dataclass(frozen=True)

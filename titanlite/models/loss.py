@@ -80,6 +80,13 @@ class OutputLayer(nn.Linear):
         self.loss, self.vocabulary = LossConfig(), Vocabulary()
         self.logits_grad: Callable[..., Tensor] = logits_grad  # or its compiled version
         self.z_loss: Tensor | None = None  # z-loss part of the last loss, 0-d in fp32
+        self.token_losses: Tensor | None = None
+        # cross-entropy of each token in the last loss with gradients, [B * T] in fp32
+        self._keeps_token_losses = False
+
+    def keep_token_losses(self) -> None:
+        """Set `token_losses` in every forward with labels and gradients."""
+        self._keeps_token_losses = True
 
     def compile_loss(self, **options: Any) -> None:
         """Compile the element-wise parts of the loss, which then read and write the logits fewer
@@ -95,6 +102,9 @@ class OutputLayer(nn.Linear):
         if labels is None:
             return super().forward(x)
         x, weight = self.vocabulary.local_tensors(x, self.weight)
+        self.token_losses = None
+        if self._keeps_token_losses and torch.is_grad_enabled():
+            self.token_losses = torch.empty(labels.numel(), device=x.device)
         loss, self.z_loss = _OutputLoss.apply(
             x.flatten(0, 1), weight, labels.flatten(), self, torch.is_grad_enabled()
         )
@@ -114,10 +124,12 @@ class _OutputLoss(torch.autograd.Function):
         x_grad = torch.empty_like(x) if with_grad else None
         weight_grad: Tensor | None = None
         for rows in (slice(start, start + chunk) for start in range(0, len(x), chunk)):
-            loss, z_loss, grad = _chunk_loss(
+            losses, z_loss, grad = _chunk_loss(
                 x[rows], weight, labels[rows], output, z_weight, with_grad
             )
-            total, z_total = total + loss + z_loss, z_total + z_loss
+            if output.token_losses is not None:
+                output.token_losses[rows] = losses
+            total, z_total = total + losses.sum() + z_loss, z_total + z_loss
             if x_grad is None or grad is None:
                 continue
             torch.mm(grad, weight, out=x_grad[rows])
@@ -167,20 +179,21 @@ def _chunk_loss(
     z_weight: float,
     with_grad: bool,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """(cross-entropy, z-loss, gradient of their sum with respect to the logits) of one chunk.
+    """The losses of one chunk, and their gradient with respect to the logits.
 
+    (cross-entropy of each token [N], summed z-loss, gradient of the sum of all).
     One fp32 buffer holds the logits, then their exponentials, then their gradient.
     """
     vocabulary, logits = output.vocabulary, F.linear(x, weight).float()
     max_logit, lse, label_logit = vocabulary.log_sum_exp(logits, labels)
     valid = labels >= 0
-    loss = torch.where(valid, lse - label_logit, 0.0).sum()
+    losses = torch.where(valid, lse - label_logit, 0.0)
     z_loss = torch.where(valid, z_weight * lse.square(), 0.0).sum()
     if not with_grad:
-        return loss, z_loss, None
+        return losses, z_loss, None
     factor = torch.where(valid, (max_logit - lse).exp() * (1 + 2 * z_weight * lse), 0.0)
     grad = output.logits_grad(logits, factor, labels - vocabulary.first_id)
-    return loss, z_loss, grad.to(weight.dtype)
+    return losses, z_loss, grad.to(weight.dtype)
 
 
 def softmax_terms(logits: Tensor, max_logit: Tensor, label: Tensor) -> tuple[Tensor, Tensor]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,13 +48,18 @@ def _toml_value(value: Any) -> str:
     if dataclasses.is_dataclass(value):
         value = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
     if isinstance(value, dict):
-        pairs = (f"{key} = {_toml_value(v)}" for key, v in value.items() if v is not None)
+        pairs = (f"{_toml_key(k)} = {_toml_value(v)}" for k, v in value.items() if v is not None)
         return "{ " + ", ".join(pairs) + " }"
     if isinstance(value, int) and value.bit_length() > MAX_DECIMAL_BITS:
         return hex(value)
     # Strings and integers are the same in JSON and TOML. TOML dates are not used as values, but
     # appear in messages.
     return json.dumps(value, ensure_ascii=False, default=str)
+
+
+def _toml_key(key: str) -> str:
+    is_bare = re.fullmatch(r"[A-Za-z0-9_-]+", key)
+    return key if is_bare else json.dumps(key, ensure_ascii=False)
 
 
 def format_value(value: Any) -> str:

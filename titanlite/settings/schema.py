@@ -96,6 +96,8 @@ def describe_type(hint: Any) -> str:
         item = describe_type(arguments[0])
         plural = {"an integer": "integers", "a number": "numbers", "a string": "strings"}
         return f"a list of {plural.get(item, item)}"
+    if origin is dict:
+        return f"a table of {describe_type(arguments[1]).split(maxsplit=1)[-1]}s by name"
     if dataclasses.is_dataclass(hint):
         return "{" + ", ".join(type_hints(typing.cast(type, hint))) + "}"
     names = {int: "an integer", float: "a number", bool: "true or false", str: "a string"}

@@ -131,6 +131,8 @@ def convert(given: Any, hint: Any, declared: Any = None) -> Any:
         return _convert_literal(given, arguments, hint)
     if origin is list:
         return _convert_list(given, hint, arguments[0])
+    if origin is dict:
+        return _convert_dict(given, hint, arguments[1])
     if dataclasses.is_dataclass(hint):
         return _convert_table(given, typing.cast(type, hint))
     return _convert_scalar(given, hint, declared)
@@ -206,6 +208,19 @@ def _parse_list(text: str, hint: Any) -> Any:
         return parse_toml(f"value = {text}")["value"]
     except ValueError:
         raise ValueRefused(f"must be {describe_type(hint)}, written as in TOML.") from None
+
+
+def _convert_dict(given: Any, hint: Any, item_hint: Any) -> dict[str, Any]:
+    """A table whose keys are free, such as the names of sources."""
+    if not isinstance(given, dict):
+        raise ValueRefused(f"must be {describe_type(hint)}.")
+    values = {}
+    for key, item in given.items():
+        try:
+            values[key] = convert(item, item_hint)
+        except ValueRefused as refusal:
+            raise ValueRefused(f'"{key}" ({format_value(item)}): {refusal}') from None
+    return values
 
 
 def _convert_table(given: Any, schema: type) -> Any:

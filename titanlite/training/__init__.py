@@ -18,6 +18,7 @@ from titanlite.training.periodic import PeriodicAction, StepInfo
 from titanlite.training.replica_check import ReplicaCheck, ReplicaCheckConfig, check_replicas
 from titanlite.training.rewind import Rewinder
 from titanlite.training.run import Run
+from titanlite.training.source_losses import record_source_losses
 from titanlite.training.state import Counters, TrainState
 from titanlite.training.step import StepResult, StepSettings, take_step
 from titanlite.training.straggler import (
@@ -58,6 +59,7 @@ __all__ = [
     "check_replicas",
     "measure_noise_scale",
     "record_layer_norms",
+    "record_source_losses",
     "report_stragglers",
     "take_step",
     "train",

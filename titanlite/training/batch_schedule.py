@@ -49,9 +49,8 @@ class BatchSchedule:
             yield (batch := self.batch_at(tokens))
             tokens += batch * self.seq_len
 
-    def tokens_after(self, steps: int) -> int:
-        """Tokens consumed by the first `steps` steps, in time O(stages)."""
-        tokens = 0
+    def tokens_after(self, steps: int, tokens: int = 0) -> int:
+        """Tokens consumed `steps` steps after `tokens`, in time O(stages)."""
         for (_, sequences), following in zip(self.stages, [*self.stages[1:], None], strict=True):
             step_tokens, stage_steps = sequences * self.seq_len, steps
             if following is not None:

@@ -134,9 +134,16 @@ def report_finished_save(checkpointer: Checkpointer, sinks: MetricSinks) -> Peri
 
 
 def save_checkpoints(
-    state: TrainState, checkpointer: Checkpointer, sinks: MetricSinks
+    state: TrainState,
+    checkpointer: Checkpointer,
+    sinks: MetricSinks,
+    data_progress: Callable[[], dict[str, Any]] = dict,
 ) -> PeriodicAction:
-    """Save when the checkpointer is due, and before the run ends."""
+    """Save when the checkpointer is due, and before the run ends.
+
+    `data_progress` is called on all ranks together; it returns what the data need beside the
+    position.
+    """
 
     def save(info: StepInfo) -> None:
         report_save(checkpointer.wait(), checkpointer, sinks)  # at most one save is in flight
@@ -144,7 +151,7 @@ def save_checkpoints(
             info.step,
             state.model,
             state.optimizer,
-            progress=state.progress(),
+            progress=state.progress() | data_progress(),
             final=info.is_last,
             before_commit=sinks.sync,  # so metrics up to this step reach the disk first
         )

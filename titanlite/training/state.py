@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,12 +24,19 @@ class Counters:
     position: int = 0  # in the order of samples: of the next sample
     tokens: int = 0  # tokens consumed
     skipped: int = 0  # positions that a roll-back left out
+    gaps: tuple[tuple[int, int], ...] = ()  # [first, end) of these positions
     rollbacks: RollbackHistory = field(default_factory=RollbackHistory)
 
     @property
     def samples(self) -> int:
         """Samples consumed."""
         return self.position - self.skipped
+
+    @property
+    def consumed(self) -> Iterator[tuple[int, int]]:
+        """The positions that were consumed, as ranges [first, end)."""
+        starts = [0, *(end for _, end in self.gaps)]
+        yield from zip(starts, [*(first for first, _ in self.gaps), self.position], strict=True)
 
     @property
     def windows(self) -> tuple[PositionWindow, ...]:
@@ -46,7 +54,9 @@ class Counters:
     def advance(self, samples: int, tokens: int) -> None:
         """Count one optimizer step."""
         start = self.next_start(samples)
-        self.skipped += start - self.position
+        if start > self.position:
+            self.skipped += start - self.position
+            self.gaps += ((self.position, start),)
         self.step += 1
         self.position = start + samples
         self.tokens += tokens
@@ -57,6 +67,7 @@ class Counters:
         values["tokens"] = self.tokens
         if self.rollbacks.tries:
             values |= {"skipped": self.skipped, "rollbacks": self.rollbacks.to_json()}
+            values["gaps"] = [list(gap) for gap in self.gaps]
         return values
 
     def restore(self, progress: dict[str, Any]) -> None:
@@ -68,6 +79,7 @@ class Counters:
             raise ValueError(
                 f"skipped = {self.skipped!r:.80}: must be a number from 0 to {self.position}"
             )
+        self.gaps = tuple((int(first), int(end)) for first, end in progress.get("gaps", []))
         self.rollbacks = RollbackHistory.from_json(progress.get("rollbacks", []))
 
     def record_rollback(self, rollbacks: RollbackHistory) -> None:

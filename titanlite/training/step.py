@@ -41,6 +41,9 @@ class StepResult:
     overflowed: bool = False  # float16 gradients overflowed, and a smaller loss scale helps
     accept: Tensor | None = None  # 0-d: whether the judge accepted this step and all before it
     rejected: bool = False  # the guard decided not to update the parameters
+    source_losses: Tensor | None = None
+    # [sources]: mean cross-entropy of each source in the global batch, NaN if it has no tokens;
+    # None: not measured
 
     @property
     def skipped(self) -> bool:
@@ -87,7 +90,8 @@ def compute_gradients(
     mesh, in_backward = settings.mesh, settings.optimizer_in_backward
     set_phase("forward")  # before the all-reduce, the first call that can hang
     # Over the batch dimension only: context- and tensor-parallel ranks have the same labels.
-    valid = all_reduce_sum(mesh.batch, valid_tokens(batch.labels)).clamp(min=1)
+    labels = all_reduce_sum(mesh.batch, _count_labels(batch))
+    valid = (labels if batch.sources is None else labels.sum()).clamp(min=1)
     scale = 1.0 if state.loss_scale is None else state.loss_scale.value
     samples = len(batch.inputs) * mesh.batch.size()  # every rank has a slice of the same size
     tokens = samples * batch.inputs.shape[1]
@@ -95,7 +99,8 @@ def compute_gradients(
     # before backward, which may already update parameters
     scheduled_lr = state.optimizer.follow_schedule(lr * state.counters.lr_factor(samples), progress)
     own_losses = engine.forward_backward(batch, valid / scale, set_phase)
-    loss, z_loss = all_reduce_sum(mesh.loss, own_losses.clone()) / scale
+    losses = all_reduce_sum(mesh.loss, own_losses.clone()) / scale
+    loss = losses[0]
     set_phase("step")
     if in_backward:
         grad_norm, own_norms = in_backward.norms(mesh)
@@ -114,15 +119,24 @@ def compute_gradients(
             overflowed = not (grad_norm.isfinite() | ~loss.isfinite())
     return StepResult(
         loss=loss,
-        z_loss=z_loss,
+        z_loss=losses[1],
         grad_norm=grad_norm,
         own_norms=own_norms,
-        own_losses=own_losses,
+        own_losses=own_losses[:2],
+        source_losses=None if batch.sources is None else losses[2:] * valid / labels,
         lr=scheduled_lr,
         samples=samples,
         tokens=tokens,
         overflowed=overflowed,
     )
+
+
+def _count_labels(batch: Batch) -> Tensor:
+    """The valid labels of this rank's sequences: 0-d, or [sources] if the batch has sources."""
+    if batch.sources is None:
+        return valid_tokens(batch.labels)
+    of_sequences = (batch.labels >= 0).sum(1, keepdim=True)
+    return (of_sequences * batch.sources).sum(0)
 
 
 def finish_step(state: TrainState, result: StepResult, settings: StepSettings) -> None:

@@ -7,9 +7,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
+
 from titanlite.corpus.packing.windows import PackSettings, count_truncated, pack_shard
 from titanlite.corpus.task import Counts, Task
-from titanlite.data.shards import map_shard
+from titanlite.corpus.token_chunks import TokenChunk
 from titanlite.settings import Positive
 
 SHARD = "shard"  # prefix of the files of a shard, before and after packing
@@ -46,7 +48,8 @@ def plan_counting(shards: Sequence[Task], tokens: Sequence[int], seq_len: int) -
 
 def count_concatenated(out: Path, inputs: list[Path], arguments: Any) -> Counts:
     """The function of a task that counts."""
-    _, lengths = map_shard(inputs[0] / SHARD)
+    _, starts = TokenChunk(inputs[0] / SHARD).read()
+    lengths = np.diff(starts)
     return {
         "documents_out": len(lengths),
         "documents_truncated": count_truncated(lengths, **arguments),

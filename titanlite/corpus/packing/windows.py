@@ -15,9 +15,9 @@ import numpy as np
 
 from titanlite.corpus.engine import report_progress
 from titanlite.corpus.packing.best_fit import pack_best_fit
+from titanlite.corpus.token_chunks import TokenChunk
 from titanlite.data.manifest import ShardRecord
 from titanlite.data.packed import BEGINS, ID_MASK, UNTRAINED, EntryWriter, describe_shard
-from titanlite.data.shards import map_shard
 
 _CHUNK_IDS = 1 << 22  # of windows that are filled together: about 100 MB in memory
 
@@ -133,7 +133,8 @@ def pack_shard(
 
     Reads the ids through a memory map. Needs about 100 bytes a document, and 100 MB.
     """
-    entries, lengths = map_shard(prefix)
+    entries, starts = TokenChunk(prefix).read()
+    lengths = np.diff(starts)
     plan, untrained, max_id = plan_windows(lengths, settings.seq_len, split=settings.split), 0, -1
     with EntryWriter(out) as writer:
         for windows in fill_windows(plan, entries, settings.padding_id):
@@ -155,4 +156,4 @@ def pack_shard(
         "labels": plan.windows * settings.seq_len,
         "labels_ignored": untrained,
     }
-    return describe_shard(record, documents, plan.tokens, max_id), counts
+    return describe_shard(record, documents, max_id), counts

@@ -1,0 +1,202 @@
+"""Text that is tokenized while it is read: the same samples whatever ranks read them, once each."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from titanlite.data import (
+    MixtureConfig,
+    SourceConfig,
+    merge_positions,
+    open_sample_stream,
+    open_tokenizer,
+    open_validation,
+    text_source,
+    text_units,
+)
+from titanlite.data.text_source import TextSource
+from titanlite.data.text_units import TextUnit, deal_units, divide_files
+from titanlite.data.token_source import CorpusChecks
+from titanlite.errors import CheckpointError, DataError
+
+BYTES = open_tokenizer("bytes")
+SEQ_LEN, LANES, END = 16, 3, BYTES.eos_id
+
+
+@pytest.fixture
+def texts(tmp_path, monkeypatch) -> Path:
+    """Files of different kinds with 300 documents of 1 to 80 bytes, in units of about 400 bytes."""
+    monkeypatch.setattr(text_units, "_MIN_UNIT_BYTES", 400)
+    random = np.random.default_rng(0)
+    documents = [f"{n:03}" + "x" * int(random.integers(0, 78)) for n in range(300)]
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    lines = [json.dumps({"text": text}) + "\n" for text in documents]
+    (folder / "a.jsonl").write_text("".join(lines[:200]))
+    (folder / "b.jsonl").write_text("".join(lines[200:299]))
+    (folder / "c.txt").write_text(documents[299])
+    return folder
+
+
+def open_texts(texts: Path, encoded: list[str] | None = None, **changes):
+    """The source, whose encoder notes the documents in `encoded`."""
+
+    def encode(text: str) -> list[int]:
+        if encoded is not None:
+            encoded.append(text)
+        return [*BYTES.encode(text), END]
+
+    options = {"lanes": LANES, "sample_ids": SEQ_LEN + 1, "seed": "1", **changes}
+    return TextSource(str(texts), encode=encode, checks=CorpusChecks(), **options)
+
+
+def documents_of(source: TextSource, lane: int, samples: int) -> list[str]:
+    """The complete documents in the first samples of a lane."""
+    numbers = np.arange(samples) * LANES + lane
+    windows = source.read(numbers)
+    assert np.array_equal(windows[1:, 0], windows[:-1, -1])  # each begins with the last id
+    ids = [*windows[:, :-1].flatten().tolist(), int(windows[-1, -1])]
+    text = "".join("|" if id == END else chr(id) for id in ids)
+    return text.split("|")[:-1]
+
+
+def test_an_epoch_of_all_lanes_has_every_document_once(texts):
+    found = [documents_of(open_texts(texts), lane, 600) for lane in range(LANES)]
+    sizes = []
+    first_epochs = []
+    for documents in found:
+        size = next(n for n, text in enumerate(documents) if text in documents[:n])
+        sizes.append(sum(map(len, documents[:size])))
+        first_epochs += documents[:size]
+        assert sorted(documents[:size]) == sorted(documents[size : 2 * size])
+        assert documents[:size] != documents[size : 2 * size]  # the units have another order
+    assert sorted(text[:3] for text in first_epochs) == [f"{n:03}" for n in range(300)]
+    assert max(sizes) - min(sizes) < 800  # two units
+
+
+def test_samples_do_not_depend_on_the_order_in_which_they_are_read(texts):
+    expected = open_texts(texts).read(np.arange(900))
+    source, numbers = open_texts(texts), np.random.default_rng(1).permutation(900)[:200]
+    for part in np.array_split(numbers, 20):
+        assert np.array_equal(source.read(part), expected[part])
+
+
+STREAM = {"seq_len": SEQ_LEN, "seed": 5, "vocab_size": 258, "tokenizer": BYTES}
+
+
+def open_mixed(texts: Path, **changes):
+    sources = [
+        SourceConfig("a", str(texts / "*.jsonl"), 0.6, "text", lanes=4),
+        SourceConfig("b", str(texts), 0.4, "text", lanes=2),
+    ]
+    return open_sample_stream(sources, **{**STREAM, **changes})
+
+
+def test_a_stream_stopped_at_2_ranks_goes_on_at_4_and_1_with_the_same_samples(texts):
+    batch, steps, expected = 8, 9, open_mixed(texts).read(0, 72)
+    position, lanes, parts = 0, None, []
+    for ranks in (2, 4, 1):
+        streams = [open_mixed(texts) for _ in range(ranks)]
+        for stream in streams:
+            if lanes is not None:
+                stream.restore_lanes(lanes)
+        for _ in range(steps // 3):
+            own = batch // ranks
+            for rank, stream in enumerate(streams):
+                parts.append(stream.read(position + rank * own, own)[1])
+                stream.read(position + batch + rank * own, own)  # ahead of the step
+            position += batch
+        positions = [stream.lane_positions(position) for stream in streams]
+        lanes = json.loads(json.dumps(merge_positions(positions)))
+    labels = np.concatenate([part.numpy() for part in parts])
+    assert np.array_equal(labels, expected[1].numpy())
+
+
+def test_resuming_tokenizes_only_the_documents_from_there_on(texts):
+    encoded: list[str] = []
+    source = open_texts(texts, encoded)
+    expected = source.read(np.arange(1200))[900:]
+    positions = source.positions(1200 - 300)
+    encoded.clear()
+    resumed = open_texts(texts, encoded)
+    resumed.restore(json.loads(json.dumps(positions)))
+    assert np.array_equal(resumed.read(np.arange(900, 1200)), expected)
+    assert sum(map(len, encoded)) < 1.2 * 300 * SEQ_LEN + LANES * 80
+
+
+def test_going_back_a_few_batches_and_to_the_start_gives_the_same_samples(texts):
+    source = open_texts(texts)
+    expected = source.read(np.arange(600))
+    for numbers in (np.arange(500, 560), np.arange(30), np.arange(570, 600)):
+        assert np.array_equal(source.read(numbers), expected[numbers])
+
+
+def test_a_dump_does_not_tokenize_from_the_start(texts, monkeypatch):
+    """Of lanes that another rank reads, this one knows only where they were at the last start."""
+    monkeypatch.setattr(text_source, "_NEAR_SAMPLES", 3)
+    stream = open_mixed(texts)
+    assert stream.count_near(0, 8) == 8
+    assert stream.count_near(400, 8) == 0
+    stream.read(400, 5)
+    assert stream.count_near(400, 5) == 5
+
+
+def test_files_that_cannot_be_divided_are_dealt_by_document():
+    class Part:
+        path, bytes = "web.jsonl.zst", 5 << 20
+
+        def split(self, limit):
+            return [self]
+
+    units = divide_files([Part()], 4)  # type: ignore[list-item]
+    assert [(unit.first, unit.stride) for unit in units] == [(n, 4) for n in range(4)]
+    assert [len(lane) for lane in deal_units(units, 4)] == [1, 1, 1, 1]
+    assert isinstance(units[0], TextUnit)
+
+
+class WithoutBos(type(BYTES)):
+    has_bos = False
+
+
+def test_what_a_text_source_cannot_do_is_refused(texts, tmp_path):
+    def refuse(match: str, tokenizer=BYTES, mixture=None, **changes) -> None:
+        source = SourceConfig("a", str(texts), format="text", **changes)
+        with pytest.raises(DataError, match=match):
+            open_sample_stream([source], **{**STREAM, "tokenizer": tokenizer}, mixture=mixture)
+
+    refuse("needs a tokenizer", tokenizer=None)
+    refuse("need prepared shards", max_epochs=2.0)
+    refuse("need prepared shards", shuffle=False)
+    refuse("tokenizer has no BOS", bos=True, tokenizer=WithoutBos())
+    refuse("size of the source", mixture=MixtureConfig(temperature=2.0))
+    with pytest.raises(DataError, match="prepare"):
+        open_validation(
+            SourceConfig("a", str(texts), format="text"), seq_len=SEQ_LEN, vocab_size=258
+        )
+    (tmp_path / "empty.txt").write_text("")
+    with pytest.raises(DataError, match="contains no text"):
+        open_texts(tmp_path / "empty.txt")
+    (tmp_path / "blank.jsonl").write_text('{"text": ""}\n' * 9)
+    with pytest.raises(DataError, match="has no document"):
+        open_texts(tmp_path / "blank.jsonl").read(np.arange(1))
+
+
+def test_other_files_or_lanes_change_what_a_checkpoint_records(texts):
+    before = open_texts(texts)
+    assert open_texts(texts, lanes=2).fingerprint != before.fingerprint
+    content = (texts / "c.txt").read_text()
+    (texts / "c.txt").write_text(content[::-1])
+    changed = open_texts(texts)
+    assert changed.fingerprint == before.fingerprint
+    assert changed.content_sample != before.content_sample
+
+
+def test_a_state_that_is_not_valid_is_refused(texts):
+    good = open_texts(texts).positions(30)
+    for bad in ({"0": [1]}, {"0": [-1, good["0"][1]]}, {"0": [1, {"epoch": 0}]}, {"0": "x"}):
+        with pytest.raises(CheckpointError, match="lane 0 of a text source is not valid"):
+            open_texts(texts).restore(bad)

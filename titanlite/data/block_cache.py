@@ -1,0 +1,138 @@
+"""A cache of blocks of remote files on a local disk, which all processes of a machine share.
+
+Each block is a file with a hash of its content at the end. The processes take locks (flock) to
+fetch a block only once and to keep the sum of all blocks below the limit.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import xxhash
+
+BLOCK_BYTES = 1 << 18
+# A sample has some ten KB and a request takes some ten ms, in which this is also transferred.
+
+_HASH_BYTES = 16
+_LOCKS = 64  # blocks are divided among so many locks
+_KEPT = 0.9  # of the limit, when blocks are removed
+
+
+@dataclass(frozen=True)
+class CacheLimits:
+    """Where blocks are kept, and how many bytes they may have."""
+
+    folder: str = ""  # empty: a folder of this user in the temporary folder
+    bytes: int = 8 << 30
+
+    @property
+    def path(self) -> Path:
+        """The folder of the cache."""
+        return Path(self.folder or f"{tempfile.gettempdir()}/titanlite-data-{os.getuid()}")
+
+
+BlockName = tuple[str, int]  # key of a file, number of a block in it
+FetchBlocks = Callable[[Sequence[BlockName]], Sequence[bytes]]
+
+
+class BlockCache:
+    """Blocks of files by name; those that were not read for longest are removed first."""
+
+    def __init__(self, limits: CacheLimits):
+        """Raises OSError if the folder cannot be written."""
+        self._folder, self._limit = limits.path, max(limits.bytes, BLOCK_BYTES + _HASH_BYTES)
+        self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        (self._folder / "blocks").mkdir(exist_ok=True)
+
+    def read(self, names: Sequence[BlockName], fetch: FetchBlocks) -> dict[BlockName, bytes]:
+        """The content of blocks; `fetch` returns those that are not here."""
+        found = {name: content for name in names if (content := self._load(name)) is not None}
+        missing = sorted(set(names) - found.keys())
+        if not missing:
+            return found
+        with ExitStack() as stack:
+            hashes = (xxhash.xxh3_64_intdigest(str(name).encode()) for name in missing)
+            for number in sorted({digest % _LOCKS for digest in hashes}):
+                stack.enter_context(self._locked(f"fetch-{number}"))  # in order: no deadlock
+            for name in list(missing):
+                if (content := self._load(name)) is not None:  # fetched by another process
+                    found[name] = content
+                    missing.remove(name)
+            if missing:
+                for name, content in zip(missing, fetch(missing), strict=True):
+                    found[name] = content
+                    self._store(name, content)
+        return found
+
+    def _path(self, name: BlockName) -> Path:
+        return self._folder / "blocks" / f"{name[0]}-{name[1]}"
+
+    def _load(self, name: BlockName) -> bytes | None:
+        """A block, or None if it is not here, or damaged."""
+        path = self._path(name)
+        try:
+            with open(path, "rb") as file:
+                stored = file.read()
+                os.utime(file.fileno())  # read now
+        except FileNotFoundError:
+            return None
+        content, digest = stored[:-_HASH_BYTES], stored[-_HASH_BYTES:]
+        if xxhash.xxh3_128_digest(content) != digest:
+            with suppress(FileNotFoundError):
+                path.unlink()
+            return None
+        return content
+
+    def _store(self, name: BlockName, content: bytes) -> None:
+        """Write a block, and remove others first if there are too many. A full disk is no error."""
+        size = len(content) + _HASH_BYTES
+        with self._locked("size"), suppress(OSError):
+            total = self._recorded_bytes() + size
+            if total > self._limit:
+                total = self._remove_oldest(self._limit * _KEPT - size) + size
+            # recorded first: after a crash it is too large, until blocks are removed again
+            (self._folder / "bytes").write_text(str(total))
+            path = self._path(name)
+            temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+            try:
+                temporary.write_bytes(content + xxhash.xxh3_128_digest(content))
+                os.replace(temporary, path)
+            except OSError:
+                temporary.unlink(missing_ok=True)
+
+    def _recorded_bytes(self) -> int:
+        """The bytes of all blocks, as the process that wrote the last one recorded them."""
+        try:
+            return int((self._folder / "bytes").read_text())
+        except (FileNotFoundError, ValueError):
+            return self._limit  # so that they are counted
+
+    def _remove_oldest(self, allowed: float) -> int:
+        """Remove blocks until the others have at most `allowed` bytes; returns their bytes."""
+        entries = []
+        for entry in os.scandir(self._folder / "blocks"):
+            with suppress(FileNotFoundError):
+                status = entry.stat()
+                entries.append((status.st_mtime_ns, status.st_size, entry.path))
+        total = sum(size for _, size, _ in entries)
+        for _, size, path in sorted(entries):
+            if total <= allowed:
+                break
+            Path(path).unlink(missing_ok=True)
+            total -= size
+        return total
+
+    @contextmanager
+    def _locked(self, name: str) -> Iterator[None]:
+        descriptor = os.open(self._folder / f"{name}.lock", os.O_CREAT | os.O_RDWR, 0o600)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            yield
+        finally:
+            os.close(descriptor)  # releases the lock

@@ -1,0 +1,177 @@
+"""Lanes of text: each tokenizes its part of the files in order, and can start at any document.
+
+The number of lanes is a setting, so it does not depend on the number of ranks. A lane is a chain of
+nodes of torchdata, whose state is four integers: epoch, unit, document and token.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
+from typing import Any
+
+import numpy as np
+from torchdata.nodes import BaseNode  # type: ignore[import-untyped]
+
+from titanlite.data.mixture import GOLDEN, hash_key, mix
+from titanlite.data.text_units import LaneState, TextUnit
+from titanlite.errors import DataError
+
+_MIN_KEPT_STATES = 64  # of a lane: those before its last samples
+
+_START: LaneState = {"epoch": 0, "unit": 0, "document": 0, "token": 0}
+
+
+class DocumentNode(BaseNode[np.ndarray]):
+    """The ids of a lane's documents, epoch after epoch; each epoch has another order of units."""
+
+    def __init__(
+        self,
+        units: Sequence[TextUnit],
+        key: np.ndarray,
+        encode: Callable[[str], np.ndarray],
+        label: str,
+    ):
+        super().__init__()
+        self._units, self._key, self._encode, self._label = units, key, encode, label
+        self._epoch = self._unit = self._document = 0
+        self._reader: Iterator[str] | None = None
+        self._found = False  # a document in this epoch
+
+    def reset(self, initial_state: dict[str, Any] | None = None) -> None:
+        """Start at a document; those before it in its unit are read and dropped."""
+        super().reset(initial_state)
+        state = initial_state or _START
+        self._epoch, self._unit = state["epoch"], state["unit"]
+        self._document, self._reader = state["document"], None
+        self._found = self._unit > 0 or self._document > 0
+
+    def next(self) -> np.ndarray:
+        """The ids of the next document; raises DataError."""
+        while True:
+            if self._reader is None:
+                unit = self._units[self._order()[self._unit]]
+                self._reader = islice(unit.documents(), self._document, None)
+            text = next(self._reader, None)
+            if text is not None:
+                self._document, self._found = self._document + 1, True
+                return self._encode(text)
+            self._reader, self._unit, self._document = None, self._unit + 1, 0
+            if self._unit == len(self._units):
+                if not self._found:
+                    raise DataError(
+                        f"{self._label}: one of its lanes has no document.",
+                        fix="Set a smaller `lanes` of this source, or prepare the text.",
+                    )
+                self._epoch, self._unit, self._found = self._epoch + 1, 0, False
+
+    def get_state(self) -> dict[str, Any]:
+        return {"epoch": self._epoch, "unit": self._unit, "document": self._document}
+
+    def _order(self) -> list[int]:
+        """The order of the units in this epoch."""
+        counters = np.arange(1, len(self._units) + 1, dtype=np.uint64) * GOLDEN
+        keys = mix(mix(self._key + np.array([self._epoch], np.uint64) * GOLDEN) + counters)
+        return np.argsort(keys, kind="stable").tolist()
+
+
+class SampleNode(BaseNode[np.ndarray]):
+    """Windows of `length` ids over the documents; the next one begins with the last id."""
+
+    def __init__(self, documents: BaseNode[np.ndarray], length: int):
+        super().__init__()
+        self._documents, self._length = documents, length
+        self._parts: deque[tuple[np.ndarray, dict[str, Any]]] = deque()  # ids, state before them
+        self._token = self._available = 0  # first id in the first part; ids from there on
+
+    def reset(self, initial_state: dict[str, Any] | None = None) -> None:
+        """Start at a token of a document."""
+        super().reset(initial_state)
+        state = dict(initial_state or _START)
+        self._token = state.pop("token")
+        self._documents.reset(state)
+        self._parts.clear()
+        self._available = -self._token
+
+    def next(self) -> np.ndarray:
+        """The next window: int64 [length]."""
+        while self._available < self._length:
+            self._fetch()
+        window = np.empty(self._length, dtype=np.int64)
+        done, token = 0, self._token
+        for ids, _ in self._parts:
+            part = ids[token : token + self._length - done]
+            window[done : done + len(part)] = part
+            done, token = done + len(part), 0
+            if done == self._length:
+                break
+        self._skip(self._length - 1)
+        return window
+
+    def get_state(self) -> dict[str, Any]:
+        while self._available < 1:
+            self._fetch()
+        return {**self._parts[0][1], "token": self._token}
+
+    def _fetch(self) -> None:
+        before = self._documents.state_dict()
+        ids = next(self._documents)
+        self._parts.append((ids, before))
+        self._available += len(ids)
+
+    def _skip(self, count: int) -> None:
+        self._token += count
+        self._available -= count
+        while self._parts and self._token >= len(self._parts[0][0]):
+            self._token -= len(self._parts[0][0])
+            self._parts.popleft()
+
+
+class Lane:
+    """The samples of one lane by their index; reading on is fast, going back a little too."""
+
+    def __init__(
+        self,
+        units: Sequence[TextUnit],
+        seed: str,
+        encode: Callable[[str], np.ndarray],
+        length: int,
+        label: str,
+    ):
+        """`length`: ids of a sample. `label` names the source in errors."""
+        documents = DocumentNode(units, hash_key(seed), encode, label)
+        self._samples = SampleNode(documents, length)
+        self._next: int | None = None  # index of the sample that the nodes give next
+        self._states: deque[tuple[int, LaneState]] = deque([(0, _START)])
+
+    def read(self, index: int, keep: int = 0) -> np.ndarray:
+        """Sample `index`: int64 [length]; raises DataError. Keeps at least `keep` states."""
+        if self._next is None or index < self._next:
+            self._seek(index)
+        sample = None
+        while self._next is not None and self._next <= index:
+            if not self._states or self._next > self._states[-1][0]:
+                self._states.append((self._next, self._samples.state_dict()))
+            sample = next(self._samples)
+            self._next += 1
+        while len(self._states) > max(_MIN_KEPT_STATES, keep):
+            self._states.popleft()
+        assert sample is not None
+        return sample
+
+    def state_at(self, index: int) -> tuple[int, LaneState]:
+        """The index and the state of the last sample up to `index` whose state is known."""
+        if self._next == index:
+            return index, self._samples.state_dict()
+        return next((known for known in reversed(self._states) if known[0] <= index), (0, _START))
+
+    def restore(self, index: int, state: LaneState) -> None:
+        """Continue from the state of sample `index`."""
+        self._next = None
+        self._states = deque([(index, state)])
+
+    def _seek(self, index: int) -> None:
+        """Continue from the last known state up to `index`."""
+        self._next, state = self.state_at(index)
+        self._samples.reset(state)

@@ -1,0 +1,248 @@
+"""The mixture: position -> (source, how often it was drawn before), with exact quotas.
+
+A run is divided into segments. In one segment the weights are constant; a new one begins where a
+phase changes them, or where a source reaches its limit. How often each source was drawn before a
+segment is known exactly, so a segment continues where the one before it stopped, and every position
+costs the same.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from decimal import Context, Decimal
+from fractions import Fraction
+from functools import lru_cache
+from typing import NamedTuple
+
+import numpy as np
+import xxhash
+
+from titanlite.errors import DataError
+
+BLOCK = 4096  # positions whose sources are assigned together
+GOLDEN = np.uint64(0x9E3779B97F4A7C15)  # 2^64 / golden ratio: its multiples are evenly spaced
+
+_FIRST, _SECOND = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
+_DIGITS = 12  # of a weight that is computed by `temper`
+
+
+class MixtureQuotas:
+    """How many positions each source of a mixture has, as exact fractions of its weights."""
+
+    def __init__(self, names: Sequence[str], weights: Sequence[float]):
+        """Raises DataError if a weight is not a number of at least 0, or if all are 0."""
+        for name, weight in zip(names, weights, strict=True):
+            if not (math.isfinite(weight) and weight >= 0):
+                raise DataError(
+                    f'source "{name}": weight = {weight}: must be a number of at least 0.'
+                )
+        exact = [Fraction(weight) for weight in weights]  # no rounding that depends on the machine
+        total = sum(exact)
+        if total == 0:
+            raise DataError("every source has weight 0.", fix="Give one of them a weight above 0.")
+        self.same_in_every_block = all(weight * BLOCK % total == 0 for weight in exact)
+        by_weight = sorted(range(len(exact)), key=lambda i: (exact[i], i))
+        remaining = total
+        self._fractions: list[tuple[int, int, int]] = []
+        # (source, numerator, denominator): fraction of the positions that earlier sources leave
+        for number in by_weight:
+            fraction = exact[number] / remaining if remaining else Fraction(0)
+            self._fractions.append((number, fraction.numerator, fraction.denominator))
+            remaining -= exact[number]
+
+    def drawn_before(self, block: int) -> list[int]:
+        """How many positions before a block each source has; their sum is block * BLOCK.
+
+        One source after the other, the smallest weight first, takes its rounded fraction of the
+        remaining positions. So no count ever decreases from block to block, and each stays within
+        a few samples of its exact quota during the whole run.
+        """
+        remaining, counts = block * BLOCK, [0] * len(self._fractions)
+        for number, numerator, denominator in self._fractions:
+            # rounded to the nearest integer
+            counts[number] = (2 * remaining * numerator + denominator) // (2 * denominator)
+            remaining -= counts[number]
+        return counts
+
+
+class Phase(NamedTuple):
+    """From position `start` on, the sources have these weights."""
+
+    start: int
+    weights: Sequence[float]
+
+
+class MixtureSegment:
+    """Positions from `start` on, as long as the weights are constant."""
+
+    def __init__(
+        self,
+        seed: int,
+        names: Sequence[str],
+        start: int,
+        weights: Sequence[float],
+        drawn: list[int],
+    ):
+        """`drawn`: how often each source was drawn before `start`."""
+        self.start, self.weights, self.drawn = start, list(weights), drawn
+        self.quotas = MixtureQuotas(names, weights)
+        self._key = hash_key(f"{seed} blocks" + (f" from {start}" if start else ""))
+        self._drawn_before = lru_cache(64)(self.quotas.drawn_before)
+
+    def source_at(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The source of each position, and how many earlier positions of the run have it."""
+        source, draw = np.zeros_like(positions), positions.copy()
+        if len(self.weights) == 1:
+            return source, draw
+        block, offset = np.divmod(positions - self.start, BLOCK)
+        for number in np.unique(block).tolist():
+            inside = block == number
+            source[inside], draw[inside] = self._source_in_block(number, offset[inside])
+        if self.start:
+            draw += np.array(self.drawn)[source]
+        return source, draw
+
+    def drawn_at(self, position: int) -> list[int]:
+        """How often each source was drawn before a position of the segment."""
+        block, offset = divmod(position - self.start, BLOCK)
+        counts = np.array(self._drawn_before(block), dtype=object) + self.drawn
+        if offset:
+            source, _ = self._source_in_block(block, np.arange(offset))
+            counts = counts + np.bincount(source, minlength=len(self.weights))
+        return [int(count) for count in counts]
+
+    def position_after(self, source: int, draws: int) -> int:
+        """First position at which a source of weight above 0 was drawn `draws` times in all."""
+        needed = draws - self.drawn[source]
+        after = 1
+        while self.quotas.drawn_before(after)[source] < needed:
+            after *= 2
+        # the first block at whose end the source was drawn often enough
+        block = bisect_right(
+            range(after), -1, key=lambda b: self.quotas.drawn_before(b + 1)[source] - needed
+        )
+        in_block = needed - self._drawn_before(block)[source]
+        sources, _ = self._source_in_block(block, np.arange(BLOCK))
+        return self.start + block * BLOCK + int(np.flatnonzero(sources == source)[in_block - 1]) + 1
+
+    def _source_in_block(self, block: int, offset: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """`source_at` for offsets [N] inside one block, counted from the start of the segment.
+
+        One source after the other is assigned to evenly spaced offsets among those that are still
+        free. So one division gives the number of earlier draws (shuffling a block would need a
+        table), and each range of positions, such as a batch, has nearly its quota of each source.
+        """
+        drawn, after = self._drawn_before(block), self._drawn_before(block + 1)
+        key = mix(self._key + np.array([block], dtype=np.uint64) * GOLDEN)
+        source, draw = np.zeros_like(offset), np.zeros_like(offset)
+        unassigned, free = np.ones(offset.shape, dtype=bool), BLOCK
+        for number, first in enumerate(drawn):
+            quota = after[number] - first
+            if quota == 0:
+                continue
+            phase = (mix(key + np.uint64(number)) % np.uint64(free)).astype(np.int64)
+            before = (offset * quota + phase) // free
+            chosen = unassigned & ((offset * quota + phase + quota) // free > before)
+            source[chosen] = number
+            draw[chosen] = first + before[chosen]
+            unassigned &= ~chosen
+            offset, free = offset - before, free - quota  # numbered among the offsets still free
+        return source, draw
+
+
+class Mixture:
+    """Which source is drawn at each position of a run."""
+
+    def __init__(
+        self,
+        seed: int,
+        names: Sequence[str],
+        phases: Sequence[Phase],
+        limits: Sequence[int | None],
+    ):
+        """`phases` begin at position 0 and at increasing positions; `limits`: most draws of each
+        source. When a source has reached its limit, the others share its weight in proportion to
+        theirs. Raises DataError for invalid weights."""
+        self._seed, self._names, self._limits = seed, names, limits
+        self.end: int | None = None  # the first position without a sample; None: there is none
+        self.segments = list(self._divide(phases))
+        self._starts = np.array([segment.start for segment in self.segments])
+
+    def _divide(self, phases: Sequence[Phase]) -> Iterator[MixtureSegment]:
+        """The segments of the run in order; sets `end` if all sources reach their limits."""
+        drawn = [0] * len(self._names)
+        for number, (start, weights) in enumerate(phases):
+            phase_end = phases[number + 1].start if number + 1 < len(phases) else None
+            MixtureQuotas(self._names, weights)  # raises, whatever is exhausted
+            while start != phase_end:
+                active = [
+                    0.0 if limit is not None and count >= limit else weight
+                    for weight, limit, count in zip(weights, self._limits, drawn, strict=True)
+                ]
+                if not any(active):
+                    self.end = start
+                    return
+                yield (segment := MixtureSegment(self._seed, self._names, start, active, drawn))
+                ends = [] if phase_end is None else [phase_end]
+                for source, limit in enumerate(self._limits):
+                    if limit is not None and active[source]:
+                        ends.append(segment.position_after(source, limit))
+                if not ends:
+                    return
+                start = min(ends)
+                drawn = segment.drawn_at(start)
+
+    def source_at(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The source of each position, and how many earlier positions have that source.
+
+        Raises DataError for positions past the end.
+        """
+        if self.end is not None and positions.size and int(positions.max()) >= self.end:
+            raise DataError(
+                f"the data end after {self.end} samples: every source has been read max_epochs"
+                " times.",
+                fix="Use a smaller training.steps, or a larger max_epochs in data.sources.",
+            )
+        if len(self.segments) == 1:
+            return self.segments[0].source_at(positions)
+        source, draw = np.empty_like(positions), np.empty_like(positions)
+        numbers = self._starts.searchsorted(positions, side="right") - 1
+        for number in np.unique(numbers).tolist():
+            inside = numbers == number
+            source[inside], draw[inside] = self.segments[number].source_at(positions[inside])
+        return source, draw
+
+    def drawn_at(self, position: int) -> list[int]:
+        """How often each source was drawn before a position, up to `end`."""
+        number = int(self._starts.searchsorted(position, side="right")) - 1
+        return self.segments[number].drawn_at(position)
+
+
+def temper(weights: Sequence[float], sizes: Sequence[int], temperature: float) -> list[float]:
+    """Weights that are multiplied by size^(1/temperature), rounded to 12 digits.
+
+    1: in proportion to the sizes; the larger, the more equal. In decimal arithmetic, because
+    floating-point powers differ between machines in their last digit.
+    """
+    context = Context(prec=40)
+    exponent = context.divide(Decimal(1), Decimal(temperature))
+    powers = [context.power(Decimal(size), exponent) for size in sizes]
+    return [
+        float(Context(prec=_DIGITS).multiply(Decimal(weight), power))
+        for weight, power in zip(weights, powers, strict=True)
+    ]
+
+
+def mix(x: np.ndarray) -> np.ndarray:
+    """64 pseudo-random bits for each uint64: SplitMix64's finaliser (Steele et al. 2014)."""
+    x = (x ^ (x >> np.uint64(30))) * _FIRST
+    x = (x ^ (x >> np.uint64(27))) * _SECOND
+    return x ^ (x >> np.uint64(31))
+
+
+def hash_key(text: str) -> np.ndarray:
+    """A key of `mix` for a text: uint64 [1]."""
+    key = xxhash.xxh3_64_intdigest(text.encode())
+    return np.array([key], dtype=np.uint64)  # a scalar would warn when it overflows

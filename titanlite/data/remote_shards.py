@@ -1,0 +1,239 @@
+"""Shards by URL (`s3://…`), read in ranges through a cache on the local disk.
+
+The folder must have a manifest: it gives the sizes of all files, and what was sampled of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import xxhash
+from fsspec.core import url_to_fs
+
+from titanlite.data.block_cache import BLOCK_BYTES, BlockCache, BlockName, CacheLimits
+from titanlite.data.manifest import (
+    MANIFEST,
+    CorpusManifest,
+    ShardRecord,
+    compare_listing,
+    parse_corpus_manifest,
+    sampled_blocks,
+)
+from titanlite.data.open_files import BatchedFiles, FileRequest, OpenFiles
+from titanlite.data.shards import (
+    INDEX_HEADER,
+    Corpus,
+    CorpusShard,
+    check_packing,
+    damaged_error,
+    parse_header,
+)
+from titanlite.data.token_source import CorpusChecks
+from titanlite.errors import DataError
+
+_HASHED_BYTES = 1 << 24  # of one request, when whole files are verified
+
+
+class RemoteFolder:
+    """A folder on a file system of fsspec."""
+
+    def __init__(self, url: str):
+        self._url = url.rstrip("/")
+        self.fs, path = url_to_fs(self._url)
+        self._path = path.rstrip("/")
+
+    def __str__(self) -> str:
+        return self._url
+
+    def path_of(self, name: str) -> str:
+        """The path of a file on the file system."""
+        return f"{self._path}/{name}"
+
+    def sizes(self) -> dict[str, int]:
+        """Bytes of each file by name; empty if the folder does not exist."""
+        try:
+            entries = self.fs.ls(self._path, detail=True)
+        except FileNotFoundError:
+            return {}
+        files = (entry for entry in entries if entry["type"] == "file")
+        return {entry["name"].rpartition("/")[2]: entry["size"] for entry in files}
+
+
+class RemoteFiles(BatchedFiles):
+    """Files of one remote folder, read by position in blocks that are cached."""
+
+    def __init__(self, folder: RemoteFolder, keys: dict[str, str], limits: CacheLimits):
+        """`keys`: a hash of the content of each file, by its name."""
+        super().__init__()
+        self._folder, self._keys = folder, keys
+        try:
+            self._cache = BlockCache(limits)
+        except OSError as error:
+            raise DataError(
+                f"{limits.path}: the cache of {folder} cannot be written ({error.strerror}).",
+                fix="Set data.cache_folder.",
+            ) from None
+
+    def expect(self, files: int) -> None:
+        """No files are kept open."""
+
+    def read(self, path: str, size: int, offset: int, out: memoryview) -> None:
+        """Fill `out` from byte `offset` of the file named `path`; raises DataError."""
+        self.read_all([(path, size, offset, out)])
+
+    def read_all(self, requests: Sequence[FileRequest]) -> None:
+        """`read` for several requests, whose missing blocks are fetched at the same time."""
+        sizes = {self._keys[path]: (path, size) for path, size, _, _ in requests}
+        names = {
+            (self._keys[path], number): None
+            for path, _, offset, out in requests
+            for number in _blocks(offset, len(out))
+        }
+
+        def fetch(missing: Sequence[BlockName]) -> Sequence[bytes]:
+            ranges = []
+            for key, number in missing:
+                path, size = sizes[key]
+                start = number * BLOCK_BYTES
+                ranges.append((path, start, min(size, start + BLOCK_BYTES)))
+            return read_ranges(self._folder, ranges)
+
+        blocks = self._cache.read(list(names), fetch)
+        for path, _, offset, out in requests:
+            done = 0
+            for number in _blocks(offset, len(out)):
+                block = blocks[self._keys[path], number]
+                start = offset + done - number * BLOCK_BYTES
+                part = block[start : start + len(out) - done]
+                out[done : done + len(part)] = part
+                done += len(part)
+
+
+def _blocks(offset: int, count: int) -> range:
+    """Numbers of the blocks that have some of the bytes [offset, offset + count)."""
+    return range(offset // BLOCK_BYTES, -(-(offset + count) // BLOCK_BYTES))
+
+
+def read_ranges(folder: RemoteFolder, ranges: Sequence[tuple[str, int, int]]) -> list[bytes]:
+    """Bytes [start, end) of files of a folder, several at the same time; raises DataError."""
+    requested = [entry for entry in ranges if entry[1] < entry[2]]
+    paths = [folder.path_of(path) for path, _, _ in requested]
+    starts, ends = [start for _, start, _ in requested], [end for _, _, end in requested]
+    with _storage_errors(folder):
+        contents = folder.fs.cat_ranges(paths, starts, ends, on_error="raise") if paths else []
+    for (path, start, end), content in zip(requested, contents, strict=True):
+        if len(content) != end - start:
+            raise DataError(
+                f"{folder}/{path}: gave {len(content)} bytes instead of {end - start}.",
+                fix="Restore the file; do not change a corpus during a run.",
+            )
+    received = iter(contents)
+    return [next(received) if start < end else b"" for _, start, end in ranges]
+
+
+@contextmanager
+def _storage_errors(url: object) -> Iterator[None]:
+    """Raise DataError for any error of a remote file system: each has classes of its own."""
+    try:
+        yield
+    except Exception as error:
+        raise DataError(
+            f"{url}: cannot be read: {type(error).__name__}: {error}.",
+            fix="Check the URL, the storage and its credentials.",
+        ) from error
+
+
+def open_remote_corpus(
+    url: str, checks: CorpusChecks, files: OpenFiles, *, packed: bool = False
+) -> Corpus:
+    """Open a folder of shards by URL, with `packed` windows or without; raises DataError.
+
+    `files` are not used.
+    """
+    with _storage_errors(url):
+        folder = RemoteFolder(url)
+        present = folder.sizes()
+    if MANIFEST not in present:
+        raise DataError(
+            f"{url}: has no {MANIFEST}" + ("." if present else ", or does not exist."),
+            fix="Copy a complete folder there that scripts/prepare_data.py made.",
+        )
+    with _storage_errors(folder):
+        content = folder.fs.cat_file(folder.path_of(MANIFEST))
+    manifest = parse_corpus_manifest(content, f"{url}/{MANIFEST}")
+    check_packing(url, manifest, packed)
+    shards_present = {name: n for name, n in present.items() if name.endswith((".bin", ".idx"))}
+    compare_listing(url, shards_present, manifest)
+    samples = _verify(folder, manifest, checks)
+    shards = _open_shards(folder, manifest, samples)
+    keys = {f"{s.name}.bin": _key(folder, s) for s in manifest.shards}
+    corpus = Corpus(url, shards, manifest, RemoteFiles(folder, keys, checks.cache))
+    if corpus.tokens == 0:
+        raise DataError(f"{url}: contains no tokens.")
+    return corpus
+
+
+def _key(folder: RemoteFolder, record: ShardRecord) -> str:
+    """Name of a file's blocks in the cache; of other content it has another name."""
+    text = f"{folder} {record.name} {record.bin_bytes} {record.bin_hash}"
+    return xxhash.xxh3_128_hexdigest(text.encode())
+
+
+def _open_shards(
+    folder: RemoteFolder, manifest: CorpusManifest, samples: Sequence[str | None]
+) -> list[CorpusShard]:
+    """The shards, by the manifest and the header of each index."""
+    names = [f"{record.name}.idx" for record in manifest.shards]
+    headers = read_ranges(folder, [(name, 0, INDEX_HEADER.size) for name in names])
+    shards: list[CorpusShard] = []
+    begin = 0
+    for record, sample, name, header in zip(manifest.shards, samples, names, headers, strict=True):
+        ids_type, _, _ = parse_header(f"{folder}/{name}", record.idx_bytes, header)
+        if record.tokens * ids_type.itemsize != record.bin_bytes:
+            raise damaged_error(f"{folder}/{name}")
+        path, size = f"{record.name}.bin", record.bin_bytes
+        shard = CorpusShard(path, ids_type, begin, record.tokens, size, record.documents, sample)
+        shards.append(shard)
+        begin += record.tokens
+    return shards
+
+
+def _verify(
+    folder: RemoteFolder, manifest: CorpusManifest, checks: CorpusChecks
+) -> list[str | None]:
+    """Compare the content with the manifest; returns what was sampled of each .bin."""
+    if checks.verify == "full":
+        rank, ranks = checks.verify_slice
+        for record in manifest.shards[rank::ranks]:
+            for ending, size, recorded in (
+                ("bin", record.bin_bytes, record.bin_hash),
+                ("idx", record.idx_bytes, record.idx_hash),
+            ):
+                _verify_file(folder, f"{record.name}.{ending}", size, recorded)
+    if checks.verify == "off":
+        return [None] * len(manifest.shards)
+    ranges = [
+        (f"{record.name}.bin", start, start + count)
+        for record in manifest.shards
+        for start, count in sampled_blocks(record.bin_bytes)
+    ]
+    contents, samples = iter(read_ranges(folder, ranges)), list[str | None]()
+    for record in manifest.shards:
+        digest = xxhash.xxh3_128(str(record.bin_bytes).encode())
+        for _ in sampled_blocks(record.bin_bytes):
+            digest.update(next(contents))
+        if record.bin_sample and digest.hexdigest() != record.bin_sample:
+            raise damaged_error(f"{folder}/{record.name}.bin")
+        samples.append(digest.hexdigest())
+    return samples
+
+
+def _verify_file(folder: RemoteFolder, name: str, size: int, recorded: str) -> None:
+    """Compare every byte of a file with its hash; raises DataError."""
+    digest = xxhash.xxh3_128()
+    for start in range(0, size, _HASHED_BYTES):
+        (content,) = read_ranges(folder, [(name, start, min(size, start + _HASHED_BYTES))])
+        digest.update(content)
+    if digest.hexdigest() != recorded:
+        raise damaged_error(f"{folder}/{name}")
