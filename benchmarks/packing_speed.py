@@ -2,8 +2,8 @@
 
 python -m benchmarks.packing_speed CORPUS [--seq-len 2048]
 
-CORPUS is a folder of shards as scripts/prepare_data.py writes them. Then the time of best fit alone,
-for lengths of a log-normal distribution.
+CORPUS is a folder of shards as scripts/prepare_data.py writes them. Then the time of best fit
+alone, for lengths of a log-normal distribution.
 """
 
 from __future__ import annotations
