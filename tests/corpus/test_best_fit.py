@@ -29,7 +29,7 @@ def random_lengths(seed: int, items: int, capacity: int) -> np.ndarray:
 @pytest.mark.parametrize("capacity", [1, 2, 7, 64, 513])
 @pytest.mark.parametrize("items", [0, 1, 3, 700])
 def test_the_bins_are_those_of_placing_one_item_after_the_other(capacity, items):
-    for seed in range(4):
+    for seed in range(2):
         lengths = random_lengths(seed, items, capacity)
         bins, count = pack_best_fit(lengths, capacity)
         used = np.bincount(bins, weights=lengths, minlength=count).astype(int)

@@ -126,9 +126,11 @@ def test_a_conversation_that_is_too_long_loses_its_end(tmp_path):
     write_chats(tmp_path / "chats.jsonl", CHATS)
     counts = make(tmp_path, seq_len=64).stages["pack"]
     assert 0 < counts["documents_truncated"] < len(CHATS)
-    inputs, _ = open_chats(tmp_path, 64).read(0, counts["windows"])
-    begin = open_tokenizer(str(tmp_path / "tokenizer.json")).bos_id
-    assert (inputs == begin).sum() == len(CHATS)  # no window begins inside of one
+    inputs, labels = open_chats(tmp_path, 64).read(0, counts["windows"])
+    tokenizer = open_tokenizer(str(tmp_path / "tokenizer.json"))
+    firsts = inputs[document_positions(inputs, tokenizer.eos_id, labels) == 0]
+    assert (firsts == tokenizer.bos_id).sum() == len(CHATS)
+    assert set(firsts.tolist()) <= {tokenizer.bos_id, tokenizer.eos_id}  # EOS: padding
 
 
 def test_mistakes_in_a_recipe_for_chats_are_named(tmp_path):

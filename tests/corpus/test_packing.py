@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from itertools import pairwise, repeat
 from pathlib import Path
 
@@ -9,17 +10,23 @@ import numpy as np
 import pytest
 import torch
 
+from titanlite.corpus.engine import LocalEngine
 from titanlite.corpus.packing.windows import PackSettings, count_truncated, pack_shard
+from titanlite.corpus.pipeline import make_corpus
+from titanlite.corpus.recipe import load_recipe
+from titanlite.corpus.summary import summarise_corpus
 from titanlite.data import (
     SampleStream,
     ShardWriter,
     SourceConfig,
     open_corpus,
     open_sample_stream,
+    open_token_source,
     open_validation,
     rank_slices,
 )
 from titanlite.data.manifest import write_corpus_manifest
+from titanlite.data.packed import open_packed
 from titanlite.errors import DataError
 from titanlite.kernels.backend import set_attention_kernel
 from titanlite.kernels.documents import document_positions, index_documents
@@ -140,6 +147,10 @@ def test_a_packed_source_mixes_with_a_concatenated_one(packed, tmp_path):
     plain = torch.tensor([source == "plain" for source in sources])
     assert 0 < plain.sum() < 64
     assert (labels[plain] == inputs[plain] + 1).all() and (labels[~plain] < 0).any()
+    files = {"packed": open_packed(path), "plain": open_corpus(tmp_path / "plain")}
+    for row, sample in enumerate(stream.locate(0, 64)):
+        first = np.array([sample["first_token"]])
+        assert files[sample["source"]].gather(first, 1)[0, 0] == inputs[row, 0]
 
 
 def test_a_validation_set_has_each_window_once_in_order(packed):
@@ -189,3 +200,39 @@ def test_packing_wastes_and_truncates_less_than_concatenation(packed):
     assert count_truncated(np.array(lengths), SEQ_LEN) == documents
     assert counts["documents_truncated_if_concatenated"] == documents
     assert counts["documents_truncated"] < 0.6 * documents
+
+
+def test_a_recipe_packs_text_or_counts_what_concatenation_truncates(tmp_path):
+    lines = [json.dumps({"text": "x" * length}) for length in document_lengths()]
+    (tmp_path / "text.jsonl").write_text("\n".join(lines))
+    counts, sides, summaries = {}, {}, {}
+    for mode in ("concatenate", "best_fit"):
+        recipe = f"""
+            out = "{tmp_path / mode}"
+            tokenizer = "bytes"
+            validation_share = 0.2
+            [[sources]]
+            name = "text"
+            inputs = ["{tmp_path / "text.jsonl"}"]
+            [pack]
+            mode = "{mode}"
+            seq_len = {SEQ_LEN}
+        """
+        (tmp_path / "recipe.toml").write_text(recipe)
+        result = make_corpus(load_recipe(tmp_path / "recipe.toml"), LocalEngine(workers=1))
+        counts[mode], summaries[mode] = result.stages["pack"], summarise_corpus(result, tmp_path)
+        sides[mode] = [
+            open_token_source(format, str(tmp_path / mode / "text" / side))
+            for side, format in (
+                ("train", "packed" if mode == "best_fit" else "megatron"),
+                ("validation", "megatron"),  # every token counts, with any seq_len
+            )
+        ]
+    plain, packed = counts["concatenate"], counts["best_fit"]
+    assert plain["documents_truncated"] == packed["documents_truncated_if_concatenated"]
+    assert packed["documents_truncated"] < plain["documents_truncated"]
+    assert f"{plain['documents_truncated']:,} truncated" in summaries["concatenate"]
+    assert "% padding" in summaries["best_fit"]
+    (train, held_out), (windows, packed_held_out) = sides["concatenate"], sides["best_fit"]
+    assert held_out.fingerprint == packed_held_out.fingerprint
+    assert train.packed_seq_len is None and windows.packed_seq_len == SEQ_LEN
