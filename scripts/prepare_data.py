@@ -15,6 +15,7 @@ import argparse
 import shutil
 import signal
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 from rich.console import Console
@@ -43,6 +44,7 @@ from titanlite.data import open_tokenizer, verify_corpus
 from titanlite.data.text import INPUT_KINDS, MAX_DOCUMENT_BYTES
 from titanlite.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_USER_ERROR, UserError, format_error
 from titanlite.log import configure_log, pluralize
+from titanlite.plots.corpus_report import write_corpus_report
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -51,17 +53,7 @@ def parse_arguments() -> argparse.Namespace:
     )
     add = parser.add_argument
     add("inputs", nargs="*", metavar="INPUT", help=INPUT_KINDS)
-    add("--recipe", metavar="FILE.toml", help="how the corpus is made; takes no INPUT")
-    add(
-        "--replace",
-        action="store_true",
-        help="with --recipe: replace the corpus that another recipe made in the same folder",
-    )
-    add(
-        "--clean",
-        action="store_true",
-        help="with --recipe: then remove the work that would speed up a changed recipe",
-    )
+    _add_recipe_arguments(add)
     add(
         "--tokenizer",
         metavar="FILE",
@@ -102,6 +94,26 @@ def parse_arguments() -> argparse.Namespace:
         help="verify a prepared corpus instead; takes no INPUT",
     )
     args = parser.parse_args()
+    _check_arguments(args, parser)
+    return args
+
+
+def _add_recipe_arguments(add: Callable[..., object]) -> None:
+    add("--recipe", metavar="FILE.toml", help="how the corpus is made; takes no INPUT")
+    add(
+        "--replace",
+        action="store_true",
+        help="with --recipe: replace the corpus that another recipe made in the same folder",
+    )
+    add(
+        "--clean",
+        action="store_true",
+        help="with --recipe: then remove the work that would speed up a changed recipe",
+    )
+
+
+def _check_arguments(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
+    """End the program unless the arguments fit together."""
     if args.recipe is not None and (args.inputs or args.tokenizer or args.out or args.verify):
         parser.error("--recipe FILE.toml has the inputs, the tokenizer and the output folder")
     if args.recipe is None and (args.replace or args.clean):
@@ -117,7 +129,6 @@ def parse_arguments() -> argparse.Namespace:
         parser.error("--workers must be at least 1")
     if args.document_mib < 1 or args.stall_seconds <= 0:
         parser.error("--document-mib and --stall-seconds must be above 0")
-    return args
 
 
 class ReadingBar(Progress):
@@ -160,8 +171,15 @@ def follow_recipe(args: argparse.Namespace) -> str:
     """Make the corpus of a recipe; raises UserError."""
     recipe = load_recipe(args.recipe)
     engine = LocalEngine(args.workers, args.stall_seconds)
+    page = Path(recipe.recipe.out, "report.html")
     with StageBars() as bars:
-        result = make_corpus(recipe, engine, bars, args.replace)
+        result = make_corpus(
+            recipe,
+            engine,
+            bars,
+            args.replace,
+            report=lambda stages: write_corpus_report(stages, f"Corpus {page.parent}", page),
+        )
     if args.clean:
         shutil.rmtree(recipe.work, ignore_errors=True)
     return summarise_corpus(result, recipe.work)

@@ -24,6 +24,7 @@ LAYERS = [
     {"training"},
     {"job"},
     {"generate", "planning", "plots"},
+    {"evaluation", "inspection"},
 ]
 LAYER_OF = {package: number for number, layer in enumerate(LAYERS) for package in layer}
 FILES = sorted(PACKAGE.rglob("*.py"))

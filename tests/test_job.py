@@ -155,6 +155,11 @@ IN_BACKWARD = ["--optimizer.early_step_in_backward", "true", "--training.max_nor
         (["--model.flavor", "9B"], 1, "must be one of debugmodel, quickstart, 1B"),
         (["--data.sources", "[]"], 1, "nothing to train on"),
         (["--data.validation", "[]"], 1, "data.validation is empty"),
+        (
+            ["--data.validation", '[{ name = "a", path = "x" }, { name = "a", path = "y" }]'],
+            1,
+            "several sets have the name a",
+        ),
         (["--data.sources", '[{ name = "a", path = "nowhere" }]'], 1, "no such folder"),
         (["--data.tokenizer", "nowhere.model"], 1, "data.tokenizer"),
         (["--training.seq_len", "100000000"], 1, "one sample needs"),

@@ -8,7 +8,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from titanlite.checkpoint import model_and_optimizer_state, read_saved_model, read_tensors
+from titanlite.checkpoint import (
+    SavedModel,
+    model_and_optimizer_state,
+    read_saved_model,
+    read_tensors,
+)
 from titanlite.data import Tokenizer
 from titanlite.errors import CheckpointError, ConfigError
 from titanlite.kernels.attention import KeyValueCache
@@ -86,12 +91,19 @@ def load_generator(
             f"{checkpoint}: was trained on token ids without data.tokenizer.",
             fix="Name the tokenizer that made the ids: --tokenizer PATH.",
         )
+    return TextGenerator(load_model(saved, device), saved.tokenizer, saved.bos, saved.document_mask)
+
+
+def load_model(
+    saved: SavedModel, device: torch.device, dtype: torch.dtype = torch.float32
+) -> nn.Module:
+    """The model of a checkpoint with its weights, on one device; raises CheckpointError."""
     with torch.device("meta"):
-        model = saved.spec.build(saved.sizes)
+        model = saved.spec.build(saved.sizes).to(dtype)
     model.to_empty(device=device)
     tie_parameters(model, saved.spec.tied_parameters(saved.sizes))
-    read_tensors(checkpoint, model_and_optimizer_state(model))
-    return TextGenerator(model.eval(), saved.tokenizer, saved.bos, saved.document_mask)
+    read_tensors(saved.folder, model_and_optimizer_state(model))
+    return model.eval()
 
 
 def generate(

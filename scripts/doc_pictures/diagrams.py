@@ -28,6 +28,8 @@ from titanlite.runtime.watchdog import CLEANUP_SECONDS, STACKS_SECONDS, TRACES_S
 PURPOSE = {  # of each package, in two short lines at most
     "train.py": "one run",
     "scripts": "one command each",
+    "evaluation": "tasks of lm-eval on a checkpoint",
+    "inspection": "samples of a corpus and a run",
     "generate": "text from a\ncheckpoint",
     "planning": "memory\nestimates",
     "plots": "figures of\nruns, layouts",

@@ -17,6 +17,7 @@ from titanlite.errors import UserError
 from titanlite.kernels.backend import set_attention_kernel
 from titanlite.kernels.documents import document_positions, index_documents
 from titanlite.models import FAMILIES, Llama3Sizes, valid_tokens
+from titanlite.training.validation import _count_bytes
 
 SEQ_LEN = 192
 
@@ -120,6 +121,21 @@ def test_the_recipe_divides_and_counts_conversations(tmp_path):
     )
     assert (held_out.read(0, 1)[1] >= 0).any()
     assert make(tmp_path, validation_share=0.2).stages == {}  # nothing to do
+
+
+def test_the_bytes_of_a_validation_set_are_those_of_the_answers(tmp_path):
+    write_chats(tmp_path / "chats.jsonl", CHATS)
+    counts = make(tmp_path).stages["pack"]
+    held_out = open_validation(
+        SourceConfig("chats", str(tmp_path / "out/chats/train"), format="packed"),
+        seq_len=SEQ_LEN,
+        vocab_size=512,
+        tokenizer=open_tokenizer(str(tmp_path / "tokenizer.json")),
+    )
+    _, labels = held_out.read(0, counts["windows"])
+    answers = [m["content"].strip() for chat in CHATS for m in chat if m["role"] == "assistant"]
+    expected = sum(len(answer.encode()) for answer in answers)
+    assert _count_bytes(labels, held_out.token_bytes) == expected
 
 
 def test_a_conversation_that_is_too_long_loses_its_end(tmp_path):

@@ -80,7 +80,7 @@ def test_a_truncated_archive_is_reported(archive, compressed):
     for size, pages in ((whole - 30, 3), (whole - 2500, 3), (whole // 2, 2)):
         os.truncate(archive, size)
         documents, problems = read(describe_file(archive), read_web_pages)
-        assert 1 <= len(documents) <= pages
+        assert (not compressed) <= len(documents) <= pages
         assert [problem.kind for problem in problems] == ["damaged"], (size, len(documents))
         assert all("second one" in document.text for document in documents)
 

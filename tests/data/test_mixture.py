@@ -218,6 +218,9 @@ def test_a_source_may_be_added_for_a_later_phase_only():
     assert refusal(properties({}), properties(late, **added)) == ""
     assert refusal(properties({"800": late["1000"]}, **added), properties({})) != ""
     assert refusal(properties({}), properties({}, **{**added, "new": "0.1"})) != ""
+    read = properties({"800": late["1000"]}, **added)
+    replaced = {**read, "data.content": {**read["data.content"], "new": "another hash"}}
+    assert refusal(read, read) == "" and "new: hash of new saved" in refusal(read, replaced)
     assert refusal(properties({}), properties({}, new="0", web="0.7", code="0.3")) != ""
 
 

@@ -22,6 +22,7 @@ from titanlite.data.text_source import TextSource
 from titanlite.data.text_units import TextUnit, deal_units, divide_files
 from titanlite.data.token_source import CorpusChecks
 from titanlite.errors import CheckpointError, DataError
+from titanlite.job.streaming import TokenizingAdvice
 
 BYTES = open_tokenizer("bytes")
 SEQ_LEN, LANES, END = 16, 3, BYTES.eos_id
@@ -183,6 +184,19 @@ def test_what_a_text_source_cannot_do_is_refused(texts, tmp_path):
     (tmp_path / "blank.jsonl").write_text('{"text": ""}\n' * 9)
     with pytest.raises(DataError, match="has no document"):
         open_texts(tmp_path / "blank.jsonl").read(np.arange(1))
+
+
+def test_a_run_that_waits_for_text_is_told_once_how_to_prepare_it(monkeypatch):
+    warnings: list[str] = []
+    monkeypatch.setattr(
+        "titanlite.job.streaming.logger.warning",
+        lambda text, *values: warnings.append(text % values),
+    )
+    advice = TokenizingAdvice([("web", "texts/*.jsonl")], "tok.model")
+    for step, waited in ((1, 9.0), (2, 0.01), (3, 0.5), (4, 0.5)):
+        advice.step({"step": step, "data_seconds": waited, "step_seconds": 0.5})
+    (warning,) = warnings
+    assert "50 %" in warning and "--tokenizer tok.model --out outputs/web" in warning
 
 
 def test_other_files_or_lanes_change_what_a_checkpoint_records(texts):

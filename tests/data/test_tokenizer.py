@@ -13,7 +13,7 @@ import unicodedata
 from pathlib import Path
 
 import pytest
-from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 from titanlite.data import open_tokenizer
 from titanlite.data import tokenizer as tokenizer_module
@@ -86,6 +86,51 @@ def test_decoding_the_ids_of_unusual_text_gives_it_back(ranks, text):
     for path in (ranks, "bytes"):
         tokenizer = open_tokenizer(path)
         assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+def write_sentencepiece_json(folder: Path) -> str:
+    """Byte fallback, and a decoder that strips the space before a text, as in Llama 2."""
+    bytes_ = [f"<0x{byte:02X}>" for byte in range(256)]
+    tokens = ["<unk>", "</s>", *bytes_, "▁", "a", "b", "▁a", "▁é"]
+    vocab = {token: id for id, token in enumerate(tokens)}
+    model = models.BPE(vocab, [("▁", "a")], byte_fallback=True, unk_token="<unk>")
+    tokenizer = Tokenizer(model)
+    tokenizer.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+    )
+    tokenizer.decoder = decoders.Sequence(
+        [
+            decoders.Replace("▁", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
+    )
+    tokenizer.add_special_tokens([AddedToken("</s>", special=True)])
+    tokenizer.save(str(folder / "sentencepiece.json"))
+    return str(folder / "sentencepiece.json")
+
+
+@pytest.mark.parametrize("text", ODD_TEXTS)
+def test_the_bytes_of_the_ids_of_a_text_are_the_text(ranks, tmp_path, text):
+    """Bits per byte would be wrong by a constant factor that nobody sees."""
+    for tokenizer in (open_tokenizer("bytes"), open_tokenizer(ranks)):
+        (tmp_path / "tokenizer.json").write_bytes(to_tokenizer_json(tokenizer))
+        for opened in (tokenizer, open_tokenizer(str(tmp_path / "tokenizer.json"))):
+            content = opened.token_bytes()
+            assert len(content) == opened.vocab_size
+            assert content[opened.bos_id] == content[opened.eos_id] == b""
+            assert b"".join(content[id] for id in opened.encode(text)) == text.encode()
+
+
+def test_byte_fallback_and_spaces_before_words_are_counted(tmp_path):
+    tokenizer = open_tokenizer(write_sentencepiece_json(tmp_path))
+    content = tokenizer.token_bytes()
+    for text in ("a b a", "ab 中文 a", "bé\n"):
+        ids = tokenizer.encode(text)
+        # The file adds a space before a text, and removes it when it decodes.
+        assert b"".join(content[id] for id in ids) == b" " + text.encode()
+        assert tokenizer.decode(ids) == text
 
 
 def test_text_that_looks_like_a_special_token_cannot_end_a_document(ranks, tmp_path):

@@ -202,7 +202,7 @@ def tokens(seed: int, sequences: int, length: int, recipe: Recipe) -> tuple[Tens
 class ValidationData:
     """A validation set: longer sequences than in training, a prime number, the last one partial."""
 
-    name, samples = "validation", 7
+    name, samples, token_bytes = "validation", 7, None
 
     def __init__(self, recipe: Recipe):
         self.inputs, self.labels = tokens(5, self.samples, 2 * recipe.seq_len, recipe)
@@ -380,7 +380,7 @@ def run_until(
         record.norms.append(result.grad_norm.item())
         if state.step in VALIDATION_STEPS:
             text = ValidationData(recipe)
-            record.validations.append(validate(engine, text, text.samples, 4, mesh, CPU))
+            record.validations.append(validate(engine, text, text.samples, 4, mesh, CPU).loss)
     for hook in hooks:
         hook.remove()
     record.weights = {name: shard_and_offset(p) for name, p in named}

@@ -279,7 +279,7 @@ def losses_after_changes(layout: Layout, float8: Float8Config) -> list[float]:
     state, engine, mesh = start_run(layout, RECIPE, float8=float8)
 
     def validation_loss() -> float:
-        return validate(engine, data, data.samples, 4, mesh, CPU)
+        return validate(engine, data, data.samples, 4, mesh, CPU).loss
 
     def scale_weights(factor: float) -> None:
         with torch.no_grad():

@@ -14,24 +14,37 @@ from torch.distributed.tensor import DTensor
 
 from tests.distributed.oracle import FAMILY, SEED, SGD, SIZES, Layout, build_sharded
 from tests.distributed.ranks import run_on_ranks
-from titanlite.data import SourceConfig, open_sample_stream, open_validation, rank_slices
+from titanlite.data import (
+    SourceConfig,
+    open_sample_stream,
+    open_tokenizer,
+    open_validation,
+    rank_slices,
+)
 from titanlite.data.shards import open_corpus
 from titanlite.labels import IGNORE_INDEX
 from titanlite.parallelize.weight_init import init_weights
-from titanlite.training import validate
+from titanlite.training import ValidationResult, validate
 
 SEQ_LEN = 52  # of validation; unrelated to the length of the corpus
 SAMPLES = 37  # not a multiple of any layout's ranks times batch size
 
 
-def open_set(path):
-    return open_validation(SourceConfig("code", path), seq_len=SEQ_LEN, vocab_size=258)
+def open_set(path, tokenizer=None):
+    return open_validation(
+        SourceConfig("code", path), seq_len=SEQ_LEN, vocab_size=258, tokenizer=tokenizer
+    )
 
 
-def validate_under(layout, path, counts) -> list[float]:
+def validate_under(layout, path, counts) -> list[ValidationResult]:
     _, mesh, engine = build_sharded(layout, SGD)
-    validation_set, cpu = open_set(path), torch.device("cpu")
+    validation_set, cpu = open_set(path, open_tokenizer("bytes")), torch.device("cpu")
     return [validate(engine, validation_set, count, 3, mesh, cpu) for count in counts]
+
+
+def validate_without_tokenizer(path) -> ValidationResult:
+    _, mesh, engine = build_sharded(Layout(), SGD)
+    return validate(engine, open_set(path), 2, 2, mesh, torch.device("cpu"))
 
 
 def are_weights_sharded_after_validation(layout, path) -> bool:
@@ -49,19 +62,23 @@ def test_validation_leaves_the_weights_sharded(layout, corpus):
 
 
 @cache
-def validate_in_one_process(path, count) -> float:
-    """Mean loss over tokens, one sample at a time, without an engine."""
+def validate_in_one_process(path, count) -> ValidationResult:
+    """One sample at a time, without an engine; the text is decoded, not counted by token."""
     model, validation_set = FAMILY.build(SIZES), open_set(path)
+    tokenizer = open_tokenizer("bytes")
     init_weights(model, FAMILY.init_roles, SIZES.n_layers, SEED)
     total = tokens = 0.0
+    text_bytes = 0
     with torch.no_grad():
         for sample in range(count):
             inputs, labels = validation_set.read(sample, 1)
             loss = F.cross_entropy(
                 model(inputs)[0], labels[0], reduction="sum", ignore_index=IGNORE_INDEX
             )
-            total, tokens = total + loss.item(), tokens + (labels != IGNORE_INDEX).sum().item()
-    return total / tokens
+            valid = [id for id in labels[0].tolist() if id != IGNORE_INDEX]
+            total, tokens = total + loss.item(), tokens + len(valid)
+            text_bytes += len([id for id in valid if id != tokenizer.eos_id])
+    return ValidationResult(total / tokens, total / math.log(2) / text_bytes)
 
 
 @pytest.mark.parametrize(
@@ -80,9 +97,11 @@ def test_validation_counts_every_token_once_under_every_layout(layout, corpus):
     counts = [SAMPLES, open_set(path).samples]  # the last sample of the set is partial
     assert counts[1] > SAMPLES + 12
     by_rank = run_on_ranks(validate_under, layout.degrees.ranks, layout, path, counts)
-    for losses in by_rank:
-        for loss, count in zip(losses, counts, strict=True):
-            assert loss == pytest.approx(validate_in_one_process(path, count), rel=2e-6)
+    for results in by_rank:
+        for result, count in zip(results, counts, strict=True):
+            expected = validate_in_one_process(path, count)
+            assert result.loss == pytest.approx(expected.loss, rel=2e-6)
+            assert result.bits_per_byte == pytest.approx(expected.bits_per_byte, rel=2e-6)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 6])
@@ -118,6 +137,11 @@ def test_an_epoch_has_each_sample_once_under_changing_layouts(corpus):
     assert set(epochs) == {0} and sorted(order) == list(range(samples))
 
 
+def test_without_a_tokenizer_bits_per_byte_are_null(corpus):
+    (result,) = run_on_ranks(validate_without_tokenizer, 1, str(corpus / "validation"))
+    assert result.loss > 0 and result.bits_per_byte is None
+
+
 def test_an_untrained_model_has_the_loss_of_a_uniform_distribution(corpus):
-    loss = validate_in_one_process(str(corpus / "validation"), 4)
+    loss = validate_in_one_process(str(corpus / "validation"), 4).loss
     assert loss == pytest.approx(math.log(SIZES.vocab_size), abs=0.1)

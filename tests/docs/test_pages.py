@@ -143,10 +143,11 @@ def test_every_page_is_in_the_index():
 def test_every_picture_is_small_and_drawn_by_a_script():
     pictures = {path.stem: path for path in (ROOT / "docs" / "pictures").glob("*.png")}
     known = set(re.findall(r'"(\w+)": ', (ROOT / "scripts" / "draw_docs.py").read_text("utf-8")))
-    by_commands = {"quickstart", "report"}  # of quickstart.sh, and of the page report-a-run.md
-    assert pictures.keys() - known == by_commands
-    page = ROOT / "docs" / "how-to" / "report-a-run.md"
-    assert "--screenshot=report.png" in page.read_text("utf-8")
+    shown_by = {"report": "report-a-run.md", "corpus_report": "prepare-a-corpus.md"}
+    assert pictures.keys() - known == {"quickstart", *shown_by}  # the first of quickstart.sh
+    for picture, page in shown_by.items():
+        text = (ROOT / "docs" / "how-to" / page).read_text("utf-8")
+        assert f"--screenshot={picture}.png" in text
     for path in pictures.values():
         assert path.stat().st_size <= 150_000, path
 

@@ -244,13 +244,15 @@ def test_without_a_terminal_every_record_is_one_log_line(tmp_path, logged):
     with open_in(tmp_path) as sinks:
         sinks.step({**STEP, "step": 120})
         sinks.step({**STEP, "step": 130, "mfu": None})
-        sinks.event(130, "validation", name="code", loss=4.0, perplexity=54.6)
+        sinks.event(130, "validation", name="code", loss=4.0, perplexity=54.6, bits_per_byte=1.5)
+        sinks.event(130, "validation", name="ids", loss=4.0, perplexity=54.6, bits_per_byte=None)
         sinks.event(130, "checkpoint_saved", path="outputs/checkpoint/step-130")
     values = "loss 4.2113  z_loss 0.0071  grad_norm 0.81  lr 3.0e-04"
     assert logged() == [
         f"step 120/400  {values}  5,912 tok/s  mfu 31.2%  eta 2:23",
         f"step 130/400  {values}  5,912 tok/s  eta 0:00",
-        "step 130/400  validation  code  loss 4.0000  perplexity 54.6000",
+        "step 130/400  validation  code  loss 4.0000  perplexity 54.6000  bits_per_byte 1.5000",
+        "step 130/400  validation  ids  loss 4.0000  perplexity 54.6000",
         "step 130/400  checkpoint saved  outputs/checkpoint/step-130",
     ]
 
@@ -343,10 +345,14 @@ def test_tensorboard_shows_every_record_and_no_step_twice_after_a_resume(tmp_pat
     sinks = open_in(tmp_path, enable_tensorboard=True)
     for step in (10, 20, 30):
         sinks.step({**STEP, "step": step})
-        sinks.event(step, "validation", name="code", loss=4.0, perplexity=54.6)
+        measured = {"loss": 4.0, "perplexity": 54.6, "bits_per_byte": 1.5}
+        sinks.event(step, "validation", name="code", **measured)
+    sinks.event(20, "evaluation", name="cloze", acc=0.5, acc_stderr=None)
     sinks.close()
     shown = read_tensorboard(tmp_path / "tb")
-    assert set(shown) == {*STEP, "validation/code/loss"} - {"step"}
+    of_validation = {f"validation/code/{key}" for key in measured}
+    assert set(shown) == {*STEP, *of_validation, "evaluation/cloze/acc"} - {"step"}
+    assert shown["evaluation/cloze/acc"] == [(20, 0.5)]
     assert shown["loss"] == [(step, pytest.approx(4.2113)) for step in (10, 20, 30)]
 
     with open_in(tmp_path, completed_steps=20, enable_tensorboard=True) as sinks:
@@ -408,10 +414,14 @@ def test_wandb_receives_the_settings_and_every_record(tmp_path, monkeypatch):
     with open_in(tmp_path, enable_wandb=True) as sinks:
         sinks.step(STEP)
         sinks.event(1, "validation", name="code", loss=4.0, perplexity=54.6)
+        sinks.step({**STEP, "step": 9})
+        sinks.event(1, "evaluation", name="cloze", acc=0.5)  # W&B drops what is of earlier steps
         sinks.event(1, "checkpoint_saved", path="step-1")
     assert started["config"] == {"training": {"steps": 400}}
     assert sent[0] == (1, {key: value for key, value in STEP.items() if key != "step"})
-    assert sent[1:] == [(1, {"validation/code/loss": 4.0}), "finished"]
+    measured = {"validation/code/loss": 4.0, "validation/code/perplexity": 54.6}
+    evaluated = {"evaluation/cloze/acc": 0.5, "evaluation/cloze/step": 1}
+    assert sent[1] == (1, measured) and sent[3:] == [(9, evaluated), "finished"]
 
 
 @pytest.mark.parametrize("fails_in", ["init", "log", "finish"])

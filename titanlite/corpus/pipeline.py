@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
@@ -79,15 +80,17 @@ def make_corpus(
     engine: TaskEngine | None = None,
     progress: TaskProgress = no_progress,
     replace_other: bool = False,
+    report: Callable[[dict[str, Counts]], None] = lambda stages: None,
 ) -> CorpusResult:
     """Make the corpus of a recipe, or go on where a run was stopped; raises UserError.
 
-    A corpus in `out` that another recipe made is refused unless `replace_other`.
+    A corpus in `out` that another recipe made is refused unless `replace_other`. `report` is called
+    with the counts of all stages before the corpus is published, so that no kill can skip it.
     """
     started, recipe, out = time.monotonic(), file.recipe, Path(file.recipe.out)
     tokenizer = _open_tokenizer(recipe)
     sources = _plan_reading(recipe, tokenizer)
-    plan = _digest([_FORMAT, _describe_stages(file, tokenizer), *map(_keys, sources)])
+    plan = _hash_plan([_FORMAT, _describe_stages(file, tokenizer), *map(_keys, sources)])
     with readable_disk_errors(out):
         names = [source.name for source in recipe.sources]
         if published := find_published(out, plan, names, replace_other):
@@ -95,6 +98,7 @@ def make_corpus(
         with WorkFolder(file.work, engine or LocalEngine(), progress) as run:
             sources = _run_document_stages(file, sources, run)
             shards = _make_shards(file, sources, tokenizer, run)
+            report(run.counts)
             published = publish(out, file.work, plan, shards, tokenizer)
             run.remove_other_work()
     seconds = time.monotonic() - started
@@ -139,7 +143,7 @@ def _describe_stages(file: RecipeFile, tokenizer: Tokenizer) -> dict:
     return values
 
 
-def _digest(value: object) -> str:
+def _hash_plan(value: object) -> str:
     return xxhash.xxh3_128_hexdigest(json.dumps(value, sort_keys=True).encode())
 
 

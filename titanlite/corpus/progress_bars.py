@@ -21,12 +21,18 @@ class _Stage:
     started: float
     bytes: int = 0
     tokens: int = 0
-    printed: float = 0.0
+    lines: int = 0  # printed, without a terminal
 
     def add(self, counts: Counts) -> None:
         """Add the counts of a task that was done now."""
         self.bytes += counts.get("bytes_in") or counts.get("bytes_out") or 0
         self.tokens += counts.get("tokens_out", 0)
+
+    def is_line_due(self) -> bool:
+        """Whether a line is due: at most one in _LINE_SECONDS."""
+        due = int((time.monotonic() - self.started) / _LINE_SECONDS) > self.lines
+        self.lines += due
+        return due
 
     @property
     def rate(self) -> str:
@@ -61,18 +67,12 @@ class StageBars:
     def __call__(self, update: StageProgress, /) -> None:
         name = update.stage
         if update.counts is None:  # a stage may begin several times: in rounds
-            bar = self._bars.add_task(name, total=update.tasks, rate="")
-            self._stages[name] = _Stage(bar, time.monotonic(), printed=time.monotonic())
-            if name in self._stages:
-                self._bars.update(bar, completed=update.done)
+            bar = self._bars.add_task(name, total=update.tasks, completed=update.done, rate="")
+            self._stages[name] = _Stage(bar, time.monotonic())
             return
         stage = self._stages[name]
         stage.add(update.counts)
         self._bars.update(stage.bar, completed=update.done, rate=stage.rate)
-        finished = update.done == update.tasks
-        if not self._console.is_terminal and (
-            finished or time.monotonic() - stage.printed > _LINE_SECONDS
-        ):
-            stage.printed = time.monotonic()
+        if not self._console.is_terminal and (update.done == update.tasks or stage.is_line_due()):
             line = f"{name:20} {update.done} of {update.tasks} tasks  {stage.rate}"
             self._console.print(line.rstrip(), highlight=False)

@@ -63,7 +63,7 @@ def find_published(
 
     Raises DataError if there is another, unless `replace_other`, or if files were damaged.
     """
-    record = _read_record(out)
+    record = _read_published(out)
     if record is None:
         for name in sources:
             if (out / name).exists() and not replace_other:
@@ -89,7 +89,7 @@ def _exists_error(path: Path) -> DataError:
     )
 
 
-def _read_record(out: Path) -> PublishedCorpus | None:
+def _read_published(out: Path) -> PublishedCorpus | None:
     try:
         table = parse_json((out / RECORD_FILE).read_bytes())
         sides = [PublishedSide(**side) for side in table["sides"]]
@@ -112,16 +112,16 @@ def publish(
         _stage(staged / name / side, content, tokenizer, PublishedSide(name, side, 0, 0, 0))
         for (name, side), content in shards.items()
     ]
-    known = _read_record(out)
+    known = _read_published(out)
     old = {side.source for side in known.sides} if known else set()
     names = {side.source for side in sides}
     # While `complete` is false, the folders of all these sources may be replaced.
     present = [PublishedSide(name, "", 0, 0, 0) for name in sorted(old | names)]
-    _write_record(out, PublishedCorpus(plan, False, present))
+    _write_published(out, PublishedCorpus(plan, False, present))
     for name in sorted(old | names):
         _replace_folder(out / name, staged / name, work / _REPLACED)
     published = PublishedCorpus(plan, True, sides)
-    _write_record(out, published)
+    _write_published(out, published)
     shutil.rmtree(staged, ignore_errors=True)
     return published
 
@@ -169,5 +169,5 @@ def _replace_folder(target: Path, new: Path, replaced: Path) -> None:
         os.rename(new, target)
 
 
-def _write_record(out: Path, record: PublishedCorpus) -> None:
+def _write_published(out: Path, record: PublishedCorpus) -> None:
     write_file_atomically(out / RECORD_FILE, (json.dumps(asdict(record), indent=1) + "\n").encode())

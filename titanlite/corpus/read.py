@@ -76,6 +76,7 @@ def plan_reading(source: CorpusSource, config: ReadConfig) -> list[Task]:
                 "ranges": [asdict(part) for part in group],
                 "rules": asdict(_text_rules(source, config)),
                 "on_error": config.on_error,
+                "table_bytes": TABLE_BYTES,
             },
         )
         for group in _group_ranges(_list_ranges(source, config))
@@ -139,7 +140,8 @@ def read_part(out: Path, inputs: list[Path], arguments: Any) -> Counts:
     skipped = _Skipped() if arguments["on_error"] == "skip" else None
     on_problem: ProblemHandler = raise_problem if skipped is None else skipped.add
     counter = _Counter(name)
-    write_tables(out, counter.count(_build_tables(_read(ranges, rules, on_problem), name)))
+    tables = _build_tables(_read(ranges, rules, on_problem), name, arguments["table_bytes"])
+    write_tables(out, counter.count(tables))
     file_bytes = sum(part.bytes for part in ranges)
     counts = {**counter.counts(), "file_bytes": file_bytes}
     return counts | (skipped.counts() if skipped else {})
@@ -157,8 +159,8 @@ def _read(
             yield from read_located_documents([part], rules, on_problem)
 
 
-def _build_tables(documents: Iterable[Document], source: str) -> Iterator[Any]:
-    """Tables of about TABLE_BYTES, at least one; documents without text are left in."""
+def _build_tables(documents: Iterable[Document], source: str, table_bytes: int) -> Iterator[Any]:
+    """Tables of about `table_bytes`, at least one; documents without text are left in."""
     texts: list[str] = []
     origins: list[str] = []
     size = 0
@@ -166,13 +168,13 @@ def _build_tables(documents: Iterable[Document], source: str) -> Iterator[Any]:
         texts.append(text)
         origins.append(origin)
         size += len(text) * (1 if text.isascii() else 3)  # at least its bytes in most languages
-        if size >= TABLE_BYTES:
-            yield _table(texts, source, origins)
+        if size >= table_bytes:
+            yield _build_valid_table(texts, source, origins)
             texts, origins, size = [], [], 0
-    yield _table(texts, source, origins)
+    yield _build_valid_table(texts, source, origins)
 
 
-def _table(texts: list[str], source: str, origins: list[str]) -> Any:
+def _build_valid_table(texts: list[str], source: str, origins: list[str]) -> Any:
     report_progress()
     try:
         return build_table(texts, source, origins)

@@ -56,11 +56,11 @@ def load_recipe(path: str | Path) -> RecipeFile:
     recipe, problems = build_dataclass(Recipe, table)
     sections = {f.name for f in fields(recipe) if is_dataclass(getattr(recipe, f.name))}
     file = RecipeFile(recipe, frozenset(sections & table.keys()))
-    raise_together([*problems, *([] if problems else _check_recipe(file))])
+    raise_together([*problems, *([] if problems else _check_stages(file))])
     return file
 
 
-def _check_recipe(file: RecipeFile) -> list[UserError]:
+def _check_stages(file: RecipeFile) -> list[UserError]:
     """Problems that the types of the settings do not exclude."""
     recipe, problems = file.recipe, _check_sources(file.recipe.sources)
     if "filter" in file.sections:

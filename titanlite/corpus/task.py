@@ -12,6 +12,7 @@ import json
 import os
 import shutil
 import socket
+import time
 import uuid
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -147,7 +148,9 @@ def execute_task(task: Task, work: str) -> Counts:
     out = Path(work, _UNCOMMITTED, name)
     try:
         out.mkdir(parents=True)
+        started = time.process_time()
         counts = task.function(out, [Path(work, key) for key in task.inputs], task.arguments)
+        counts = {**counts, "seconds": round(time.process_time() - started, 3)}
         _write_record(out, counts)
         _commit_folder(out, target)
     except MemoryError as error:

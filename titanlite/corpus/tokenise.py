@@ -49,7 +49,7 @@ def plan_tokenising(
 
 def tokenise_tables(out: Path, inputs: list[Path], arguments: Any) -> Counts:
     """The function of a tokenise task: a chunk of ids for each table and side."""
-    tokenizer = _open_once(arguments["tokenizer"], arguments["fingerprint"])
+    tokenizer = _open_unchanged(arguments["tokenizer"], arguments["fingerprint"])
     encode, id_range = _choose_encoder(tokenizer, arguments)
     sides: dict[str, dict[str, int]] = {}
     counts = {"documents_in": 0, "bytes_in": 0, "documents_out": 0, "tokens_out": 0}
@@ -76,7 +76,7 @@ def _choose_encoder(tokenizer: Tokenizer, arguments: Any) -> tuple[_Encode, int]
     """(encoder of the documents, a bound of what it writes)."""
     if (name := arguments.get("template")) is None:
         begin = [tokenizer.bos_id] if arguments["bos"] else []
-        return partial(_encode, tokenizer, begin), tokenizer.vocab_size
+        return partial(_encode_texts, tokenizer, begin), tokenizer.vocab_size
     template = open_chat_template(name, tokenizer)
     if template.fingerprint != arguments["template_fingerprint"]:
         raise DataError(
@@ -87,7 +87,7 @@ def _choose_encoder(tokenizer: Tokenizer, arguments: Any) -> tuple[_Encode, int]
 
 
 @lru_cache(maxsize=1)
-def _open_once(path: str, fingerprint: str) -> Tokenizer:
+def _open_unchanged(path: str, fingerprint: str) -> Tokenizer:
     """The tokenizer of a worker, for all its tasks; raises DataError if its file has changed."""
     tokenizer = open_tokenizer(path)
     if tokenizer.fingerprint != fingerprint:
@@ -109,7 +109,7 @@ def _divide(
     return sides
 
 
-def _encode(
+def _encode_texts(
     tokenizer: Tokenizer, begin: list[int], documents: Sequence[tuple[str, str]]
 ) -> tuple[np.ndarray, np.ndarray]:
     """(ids of all documents, each with `begin` and EOS; length of each document)."""

@@ -74,7 +74,10 @@ def _read_archive(
     while record := stream.call(lambda: next(records, None)):
         if (record.http_content_type or "").lower() not in _PAGE_TYPES:
             continue
-        content, charset = _read_record(stream, record, rules.max_bytes + 1), record.http_charset
+        content, charset = (
+            _read_page_record(stream, record, rules.max_bytes + 1),
+            record.http_charset,
+        )
         origin = f"{path}:{record.headers.get('WARC-Target-URI', record.record_id)}"
         if len(content) > rules.max_bytes:
             on_problem(ReadProblem("too_long", too_long_error(origin, rules.max_bytes)))
@@ -85,7 +88,7 @@ def _read_archive(
         on_problem(ReadProblem("damaged", DataError(message)))
 
 
-def _read_record(stream: _ArchiveStream, record: Any, most: int) -> bytes:
+def _read_page_record(stream: _ArchiveStream, record: Any, most: int) -> bytes:
     return stream.call(lambda: record.reader.read(most)) or b""
 
 

@@ -186,6 +186,10 @@ class Corpus(TokenSource):
                 manifest.tokenizer, manifest.vocab_size, manifest.max_id, manifest.bos
             )
 
+    def shard_ranges(self) -> list[tuple[str, int, int]]:
+        """(path of the .bin, ids of the corpus before it, bytes of an id) of each shard."""
+        return [(shard.path, shard.begin, shard.type.itemsize) for shard in self._shards]
+
     def read(self, start: int, count: int) -> np.ndarray:
         """Ids [start, start + count), int64; raises DataError, or IndexError if outside."""
         out = np.empty(count, dtype=np.int64)

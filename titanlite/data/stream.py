@@ -271,8 +271,15 @@ class SampleStream:
 class ValidationSet:
     """The samples of a validation source in file order; the last of `samples` may be shorter."""
 
-    def __init__(self, source: _CheckedSource, seq_len: int, timeout_seconds: float | None = None):
+    def __init__(
+        self,
+        source: _CheckedSource,
+        seq_len: int,
+        timeout_seconds: float | None = None,
+        tokenizer: Tokenizer | None = None,
+    ):
         self.name, self.seq_len, self._source = source.name, seq_len, source
+        self.token_bytes = _byte_counts(tokenizer, source.vocab_size) if tokenizer else None
         self.bos = source.bos
         self.samples = source.samples(seq_len, whole=False)
         self._timeout = timeout_seconds
@@ -387,7 +394,15 @@ def open_validation(
     source = open_token_source(config.format, config.path, checks, files)
     _check_seq_len(config, source, "validation.seq_len", seq_len)
     checked = _check_source(config, source, 2, vocab_size, tokenizer)
-    return ValidationSet(checked, seq_len, timeout_seconds)
+    return ValidationSet(checked, seq_len, timeout_seconds, tokenizer)
+
+
+def _byte_counts(tokenizer: Tokenizer, vocab_size: int) -> Tensor:
+    """Bytes of text that each id of the model stands for: int64 [`vocab_size`]."""
+    counts = torch.zeros(vocab_size, dtype=torch.int64)
+    lengths = [len(text) for text in tokenizer.token_bytes()]
+    counts[: len(lengths)] = torch.tensor(lengths)[:vocab_size]
+    return counts
 
 
 @dataclass(frozen=True)

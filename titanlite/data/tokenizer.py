@@ -17,6 +17,7 @@ from pathlib import Path
 import numpy as np
 import xxhash
 
+from titanlite.data.token_bytes import bytes_of_tokens
 from titanlite.data.tokenizer_definition import added_around_text, check_definition
 from titanlite.errors import DataError
 from titanlite.files import parse_json, read_regular_file
@@ -84,6 +85,10 @@ class Tokenizer(ABC):
     def special_token_name(self, id: int) -> str:
         """The name of a special token, such as "<|end_of_text|>"."""
         return self._decode([id])
+
+    @abstractmethod
+    def token_bytes(self) -> list[bytes]:
+        """The bytes of text that each id stands for; b"" for special tokens."""
 
     @abstractmethod
     def _encode(self, text: str) -> list[int]: ...
@@ -189,6 +194,11 @@ class RanksTokenizer(Tokenizer):
         in_order = b"\n".join(base64.b64encode(token) for token in tokens)
         self.fingerprint = _fingerprint("ranks", SPLIT_PATTERN, " ".join(names), in_order)
 
+    def token_bytes(self) -> list[bytes]:
+        ranks = self.vocab_size - len(self._encoding.special_tokens_set)
+        texts = [self._encoding.decode_single_token_bytes(id) for id in range(ranks)]
+        return texts + [b""] * (self.vocab_size - ranks)
+
     def _encode(self, text: str) -> list[int]:
         encode = self._encoding.encode_ordinary
         if len(text) < _MAX_SPACES:
@@ -267,6 +277,10 @@ class HuggingFaceTokenizer(Tokenizer):
         assert name is not None, f"no token has the id {id}"
         return name
 
+    def token_bytes(self) -> list[bytes]:
+        tokens = [self._tokenizer.id_to_token(id) for id in range(self.vocab_size)]
+        return bytes_of_tokens(json.loads(self._tokenizer.to_str()), tokens, self._decode)
+
     def _encode(self, text: str) -> list[int]:
         with _library_errors(self.name, f"cannot encode a text of {len(text):,} characters"):
             ids = self._tokenizer.encode(text, add_special_tokens=False).ids
@@ -303,6 +317,9 @@ class ByteTokenizer(Tokenizer):
     def __init__(self):
         self.files, self.special_tokens = {}, {BEGIN: self.bos_id, END: self.eos_id}
         self.fingerprint = _fingerprint(BYTES, BEGIN, END)
+
+    def token_bytes(self) -> list[bytes]:
+        return [*(bytes([byte]) for byte in range(256)), b"", b""]
 
     def _encode(self, text: str) -> list[int]:
         return list(text.encode())

@@ -35,6 +35,7 @@ from titanlite.distributed.process_group import (
 from titanlite.errors import EXIT_INTERRUPTED, CheckpointError, ConfigError
 from titanlite.files import write_file_atomically
 from titanlite.job.data import open_job_stream, open_job_tokenizer, open_job_validation
+from titanlite.job.evaluation import build_evaluation
 from titanlite.job.job import Job
 from titanlite.job.meters import add_meters
 from titanlite.job.mixture import check_stream_length, gather_data_progress, log_mixture
@@ -80,6 +81,7 @@ from titanlite.training import (
     StepJudge,
     StepSettings,
     TrainState,
+    ValidationResult,
     build_engine,
     periodic,
     validate,
@@ -496,10 +498,10 @@ def build_periodic_actions(
     """The actions after a step, in this order. Add a periodic action here."""
     config, state, sinks = job.config, run.state, run.sinks
 
-    def validate_all(step: int) -> dict[str, float]:
-        losses = {}
+    def validate_all(step: int) -> dict[str, ValidationResult]:
+        results = {}
         for data in validation_sets:
-            losses[data.name] = validate(
+            results[data.name] = validate(
                 run.engine,
                 data,
                 validation_samples(config.validation, data, job.global_batch),
@@ -508,7 +510,7 @@ def build_periodic_actions(
                 run.device,
                 partial(run.watchdog.set_phase, step),
             )
-        return losses
+        return results
 
     def finish_start() -> None:
         """Shorten the timeouts after the first step, which compiles and allocates."""
@@ -527,6 +529,7 @@ def build_periodic_actions(
         periodic.save_checkpoints(
             state, run.checkpointer, sinks, partial(gather_data_progress, stream, state)
         ),
+        *build_evaluation(job, run),
         periodic.collect_garbage(config.training.gc_freq),
         periodic.after_first_step(finish_start),
         *(periodic.step_profiler(name, profiler) for name, profiler in profilers.items()),

@@ -41,6 +41,7 @@ from titanlite.training import (
     BatchSchedule,
     build_batch_schedule,
     check_batch_size,
+    check_evaluation_config,
     check_guard_config,
 )
 
@@ -108,6 +109,7 @@ def _check_sections(config: JobConfig) -> Iterator[UserError]:
             fix="Set checkpoint.enable = true, or remove job.time_limit_minutes.",
             keys=("job.time_limit_minutes",),
         )
+    yield from check_evaluation_config(config.evaluation, config.checkpoint, config.data.tokenizer)
     yield from check_metrics_config(config.metrics)
     yield from check_profiling_config(config.profiling)
     yield from check_optimizer_config(config.optimizer, config.training.dtype)

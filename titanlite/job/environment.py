@@ -105,6 +105,13 @@ def _check_data(config: JobConfig, sizes: ModelSizes | None) -> Iterator[UserErr
             fix='Write validation = [{ name = "text", path = "corpus/validation" }] in [data].',
             keys=("validation.enable", "data.validation"),
         )
+    names = [source.name for source in config.data.validation]
+    if repeated := sorted({name for name in names if names.count(name) > 1}):
+        yield ConfigError(
+            f"data.validation: several sets have the name {', '.join(repeated)}.",
+            fix="Give each set its own name: it labels the set's metrics.",
+            keys=("data.validation",),
+        )
     tokenizer, vocab_size = None, sizes.vocab_size if sizes else 2**31
     try:
         tokenizer = open_job_tokenizer(config)

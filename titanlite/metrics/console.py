@@ -13,12 +13,14 @@ from titanlite.log import logger
 _ERROR_EVENTS = (  # logged as errors
     "checkpoint_failed",
     "checkpoint_refused",
+    "evaluation_failed",
     "replica_mismatch",
     "rolled_back",
     "rollback_failed",
 )
 _WARNING_EVENTS = ("straggler",)
 _LONG_EVENTS = ("layer_norms", "source_losses")  # too long for a log line
+_OPTIONAL_FIELDS = ("bits_per_byte",)  # event fields left out where they are null
 _UNNAMED_FIELDS = ("name", "path", "problem", "reason")  # event fields shown by value alone
 _DIM, _RESET = "\033[2m", "\033[0m"
 
@@ -48,6 +50,8 @@ class Console:
             return
         fields = [self._position(record["step"]), record["event"].replace("_", " ")]
         for key, value in record.items():
+            if value is None and key in _OPTIONAL_FIELDS:
+                continue
             if key not in ("event", "step", "time") and value != "":  # "": does not apply
                 text = _format_value(value)
                 fields.append(text if key in _UNNAMED_FIELDS else self._field(key, text))

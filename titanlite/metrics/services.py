@@ -15,7 +15,7 @@ from titanlite.metrics.jsonl import ROLLBACK_EVENT
 
 
 class TensorBoardSink:
-    """Scalars with the names of metrics.jsonl, and validation/NAME/loss."""
+    """Scalars with the names of metrics.jsonl, validation/NAME/loss and others."""
 
     def __init__(self, folder: Path, completed_steps: int):
         try:
@@ -68,13 +68,21 @@ class WandbSink:
             config=job,
             resume="allow",  # continues WANDB_RUN_ID, where the launcher sets it
         )
+        self._step = 0  # the last one; W&B drops records of earlier steps
 
     def step(self, record: dict[str, Any]) -> None:
-        self.run.log(dict(_scalars(record)), step=record["step"])
+        self._log(record, dict(_scalars(record)))
 
     def event(self, record: dict[str, Any]) -> None:
         if scalars := dict(_event_scalars(record)):
-            self.run.log(scalars, step=record["step"])
+            if record["event"] == "evaluation":  # of a checkpoint: the run is further by now
+                scalars[f"evaluation/{record['name']}/step"] = record["step"]
+                record = {**record, "step": max(record["step"], self._step)}
+            self._log(record, scalars)
+
+    def _log(self, record: dict[str, Any], scalars: dict[str, float]) -> None:
+        self._step = record["step"]
+        self.run.log(scalars, step=self._step)
 
     def rewind(self, step: int, rollbacks: int) -> None:
         pass  # W&B has no way back: it drops records until the run is where it was
@@ -103,7 +111,13 @@ def _scalars(record: dict[str, Any]) -> Iterator[tuple[str, float]]:
 def _event_scalars(record: dict[str, Any]) -> Iterator[tuple[str, float]]:
     event = record["event"]
     if event == "validation":
-        yield f"validation/{record['name']}/loss", record["loss"]
+        for key in ("loss", "perplexity", "bits_per_byte"):
+            if record.get(key) is not None:
+                yield f"validation/{record['name']}/{key}", record[key]
+    elif event == "evaluation":
+        for key, value in record.items():
+            if key not in ("event", "name", "step", "time") and isinstance(value, (int, float)):
+                yield f"evaluation/{record['name']}/{key}", value
     elif event == ROLLBACK_EVENT:
         yield "rollback/from_step", record["from_step"]
     elif event == "noise_scale":

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from datetime import datetime, timezone
 from html import escape
 from pathlib import Path
@@ -13,8 +13,8 @@ import numpy as np
 
 from titanlite.errors import ConfigError
 from titanlite.plots.html_chart import Chart, ChartLine, ChartMarker, format_number
+from titanlite.plots.html_page import html_page, html_section, html_table
 from titanlite.plots.loss_curve import smooth
-from titanlite.plots.report_style import SCRIPT, STYLE
 from titanlite.plots.run_advice import advise
 from titanlite.plots.run_history import RunHistory, finite_median, read_runs
 
@@ -32,7 +32,7 @@ EVENT_COLOURS = {  # events that the charts mark
     "resumed": "#2f6fb2",
     "stopped": "#7a7f87",
 }
-ROUTINE_EVENTS = ("validation", "checkpoint_saved", "layer_norms", "noise_scale")
+ROUTINE_EVENTS = ("validation", "evaluation", "checkpoint_saved", "layer_norms", "noise_scale")
 USES = {  # of the wall time, as the page names them
     "training": "training",
     "data": "waiting for data",
@@ -74,37 +74,16 @@ def render_report(runs: Sequence[RunHistory]) -> str:
     """The page as text."""
     title = " / ".join(run.name for run in runs)
     sections = [
-        _section("Summary", _summary_table(runs)),
-        _section("Advice", "".join(map(_advice_list, runs))),
+        html_section("Summary", _summary_table(runs)),
+        html_section("Advice", "".join(map(_advice_list, runs))),
         f'<div class="charts">{"".join(chart.html() for chart in _charts(runs))}</div>',
-        _section("Where the time went", "".join(map(_goodput_bar, runs))),
-        _section("Events", "".join(map(_event_table, runs))),
-        _section("Starts", "".join(map(_start_table, runs))),
-        _section("Checkpoints", "".join(map(_checkpoint_table, runs))),
-        _section("Configuration", _configuration_table(runs)),
+        html_section("Where the time went", "".join(map(_goodput_bar, runs))),
+        html_section("Events", "".join(map(_event_table, runs))),
+        html_section("Starts", "".join(map(_start_table, runs))),
+        html_section("Checkpoints", "".join(map(_checkpoint_table, runs))),
+        html_section("Configuration", _configuration_table(runs)),
     ]
-    written = datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
-    return (
-        '<!doctype html><html lang="en"><head><meta charset="utf-8">'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>{escape(title)}</title><style>{STYLE}</style></head><body><main>"
-        f"<h1>{escape(title)}</h1><p>Report of {written}. Times are UTC.</p>{''.join(sections)}"
-        f"</main><script>{SCRIPT}</script></body></html>\n"
-    )
-
-
-def _section(title: str, content: str) -> str:
-    return f"<section><h2>{title}</h2>{content}</section>" if content else ""
-
-
-def _table(header: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
-    """A table whose cells are escaped; empty without rows."""
-    cells = ("".join(f"<td>{escape(str(cell))}</td>" for cell in row) for row in rows)
-    body = [f"<tr>{row}</tr>" for row in cells]
-    if not body:
-        return ""
-    head = "".join(f"<th>{escape(name)}</th>" for name in header)
-    return f'<div class="scroll"><table><tr>{head}</tr>{"".join(body)}</table></div>'
+    return html_page(title, sections)
 
 
 # --- summary -------------------------------------------------------------------------------------
@@ -113,7 +92,7 @@ def _table(header: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
 def _summary_table(runs: Sequence[RunHistory]) -> str:
     rows = zip(*(_summary(run) for run in runs), strict=True)
     cells = ([column[0][0], *(value for _, value in column)] for column in rows)
-    return _table(["", *(run.name for run in runs)], cells)
+    return html_table(["", *(run.name for run in runs)], cells)
 
 
 def _summary(run: RunHistory) -> list[tuple[str, str]]:
@@ -249,7 +228,7 @@ def _event_table(run: RunHistory) -> str:
     named = ((event["event"].replace("_", " "), event) for event in events)
     rows = ((e["step"], _clock(e["time"]), name, _details(e)) for name, e in named)
     shown = list(rows)[:MAX_EVENT_ROWS]
-    table = _table(["step", "time", "event", "details"], shown)
+    table = html_table(["step", "time", "event", "details"], shown)
     more = len(events) - len(shown)
     rest = f"<p>{more} more in metrics.jsonl.</p>" if more else ""
     return f"<h3>{escape(run.name)}</h3>{table}{rest}" if table else ""
@@ -282,7 +261,7 @@ def _start_table(run: RunHistory) -> str:
         for start in run.starts
     )
     header = ["time", "host", "ranks", "from step", "to step", "end", "reason"]
-    table = _table(header, rows)
+    table = html_table(header, rows)
     return f"<h3>{escape(run.name)}</h3>{table}" if table else ""
 
 
@@ -298,7 +277,7 @@ def _checkpoint_table(run: RunHistory) -> str:
         )
         for event in saved[-20:]
     )
-    table = _table(["step", "time", "written in", "blocked for", "problem"], rows)
+    table = html_table(["step", "time", "written in", "blocked for", "problem"], rows)
     return f"<h3>{escape(run.name)}, the last {min(20, len(saved))}</h3>{table}" if table else ""
 
 
@@ -309,5 +288,5 @@ def _configuration_table(runs: Sequence[RunHistory]) -> str:
     header = ["key", *(run.name for run in runs)]
     if len(runs) > 1:
         different = [row for row in rows if len(set(row[1:])) > 1]
-        return _table(header, different) or "<p>The configurations are equal.</p>"
-    return f"<details><summary>All {len(rows)} keys</summary>{_table(header, rows)}</details>"
+        return html_table(header, different) or "<p>The configurations are equal.</p>"
+    return f"<details><summary>All {len(rows)} keys</summary>{html_table(header, rows)}</details>"

@@ -57,6 +57,25 @@ td { overflow-wrap: anywhere; min-width: 3rem }
 .advice li.problem { border-color: #d1495b }
 .advice span { color: var(--faint) }
 summary { cursor: pointer }
+.bars .row { display: flex; gap: .6rem; align-items: center; margin: .15rem 0; font-size: .82rem }
+.bars .row > span { flex: 0 0 9.5rem; text-align: right; overflow-wrap: anywhere }
+.bars .row > div { flex: 1; min-width: 0 }
+.bars i { display: inline-block; height: .7rem; border-radius: 2px }
+.bars b { font-weight: normal; color: var(--faint); margin-left: .35rem }
+.bars b::after { content: "\\A"; white-space: pre }
+.figures td + td, .figures th + th { text-align: right; white-space: nowrap }
+.figures td:first-child { overflow-wrap: normal }
+.rule { margin: .35rem 0 }
+.rule summary span { overflow-wrap: anywhere }
+.rule summary small { color: var(--faint) }
+.rule summary i { display: block; height: .4rem; min-width: 1px; border-radius: 2px;
+  margin-top: .15rem }
+.samples { list-style: none; padding: 0; margin: .3rem 0 }
+.samples li { background: var(--card); padding: .4rem .6rem; margin: .4rem 0; border-radius: 4px }
+.samples pre { margin: .2rem 0 0; white-space: pre-wrap; overflow-wrap: anywhere;
+  max-height: 12rem; overflow-y: auto; font-size: .8rem }
+.samples small { color: var(--faint); overflow-wrap: anywhere }
+@media (max-width: 30rem) { .bars .row > span { flex-basis: 6rem } }
 """
 
 SCRIPT = """

@@ -10,6 +10,12 @@ from titanlite.training.batch_schedule import (
 )
 from titanlite.training.config import TrainingConfig
 from titanlite.training.engine import Engine, build_engine
+from titanlite.training.evaluation import (
+    CheckpointEvaluator,
+    EvaluationConfig,
+    check_evaluation_config,
+    evaluate_checkpoints,
+)
 from titanlite.training.guard import GuardConfig, StepJudge, check_guard_config
 from titanlite.training.layer_norms import LayerNorms, record_layer_norms
 from titanlite.training.loop import train
@@ -27,13 +33,20 @@ from titanlite.training.straggler import (
     StragglerMeter,
     report_stragglers,
 )
-from titanlite.training.validation import ValidationConfig, validate, validation_samples
+from titanlite.training.validation import (
+    ValidationConfig,
+    ValidationResult,
+    validate,
+    validation_samples,
+)
 
 __all__ = [
     "Batch",
     "BatchSchedule",
+    "CheckpointEvaluator",
     "Counters",
     "Engine",
+    "EvaluationConfig",
     "GuardConfig",
     "LayerNorms",
     "NoiseScaleEngine",
@@ -52,11 +65,14 @@ __all__ = [
     "TrainState",
     "TrainingConfig",
     "ValidationConfig",
+    "ValidationResult",
     "build_batch_schedule",
     "build_engine",
     "check_batch_size",
+    "check_evaluation_config",
     "check_guard_config",
     "check_replicas",
+    "evaluate_checkpoints",
     "measure_noise_scale",
     "record_layer_norms",
     "record_source_losses",

@@ -8,14 +8,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from titanlite.checkpoint import Checkpointer, SaveResult
 from titanlite.distributed.collectives import gather_from_all_ranks
 from titanlite.errors import CheckpointError
 from titanlite.metrics import MetricSinks, Profiler, ThroughputMeter
 from titanlite.training.state import TrainState
 from titanlite.training.step import StepResult
+from titanlite.training.validation import ValidationResult
 
 
 @dataclass(frozen=True)
@@ -106,17 +105,23 @@ def log_skipped_steps(state: TrainState, sinks: MetricSinks) -> PeriodicAction:
 
 
 def run_validation(
-    validate_all: Callable[[int], dict[str, float]], sinks: MetricSinks, freq: int
+    validate_all: Callable[[int], dict[str, ValidationResult]], sinks: MetricSinks, freq: int
 ) -> PeriodicAction:
     """Validate every `freq` steps and after the last step, but not when the run stops early.
 
-    `validate_all(step)` returns the loss of each validation set by its name.
+    `validate_all(step)` returns the result of each validation set by its name.
     """
 
     def write(info: StepInfo) -> None:
-        for name, loss in validate_all(info.step).items():
-            perplexity = float(torch.tensor(loss, dtype=torch.float64).exp())  # may be inf
-            sinks.event(info.step, "validation", name=name, loss=loss, perplexity=perplexity)
+        for name, result in validate_all(info.step).items():
+            sinks.event(
+                info.step,
+                "validation",
+                name=name,
+                loss=result.loss,
+                perplexity=result.perplexity,
+                bits_per_byte=result.bits_per_byte,
+            )
 
     def is_due(info: StepInfo) -> bool:
         return not info.stop_reason and (info.is_last or info.step % freq == 0)

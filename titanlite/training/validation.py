@@ -1,7 +1,8 @@
-"""Validation loss: the mean over the tokens of a validation set, the same in every layout."""
+"""Validation: loss and bits per byte of a validation set, the same in every layout."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Annotated, Protocol
 
@@ -33,10 +34,25 @@ class ValidationData(Protocol):
 
     name: str
     samples: int
+    token_bytes: Tensor | None
+    # int64 [V]: bytes of text that each id stands for; None: the tokenizer is not known
 
     def read(self, start: int, sequences: int) -> tuple[Tensor, Tensor]:
         """Inputs and labels [B, T]; past the end, labels are IGNORE_INDEX."""
         ...
+
+
+@dataclass(frozen=True)
+class ValidationResult:
+    """What was measured on a validation set."""
+
+    loss: float  # nats per token: the mean over the valid tokens
+    bits_per_byte: float | None  # None: the tokenizer is not known, or the text is empty
+
+    @property
+    def perplexity(self) -> float:
+        """exp(loss); may be inf."""
+        return float(torch.tensor(self.loss, dtype=torch.float64).exp())
 
 
 def validate(
@@ -47,13 +63,13 @@ def validate(
     mesh: Mesh,
     device: torch.device,
     set_phase: SetPhase = ignore_phase,
-) -> float:
-    """Mean loss, in nats, over the valid tokens of the first `samples` samples.
+) -> ValidationResult:
+    """Measure the first `samples` samples of a set.
 
     `sequences`: per rank and forward pass. Calls `set_phase` before each forward pass.
     """
     loss = torch.zeros((), dtype=torch.float64, device=device)
-    count = torch.zeros_like(loss)
+    counts = torch.zeros(2, dtype=torch.float64, device=device)  # valid tokens, bytes of their text
     batch = sequences * mesh.batch.size()
     for start in range(0, samples, batch):  # the same number of forward passes on every rank
         set_phase("validate")
@@ -61,11 +77,20 @@ def validate(
         inputs, labels = data.read(first, sequences)
         labels[max(0, samples - first) :] = IGNORE_INDEX  # samples past the requested number
         loss += engine.evaluate(inputs, labels)
-        count += valid_tokens(labels)
+        text_bytes = _count_bytes(labels, data.token_bytes)
+        counts += torch.stack((valid_tokens(labels), text_bytes)).to(device)
     # Context- and pipeline-parallel ranks have partial sums of the loss, but all labels.
-    total_loss = all_reduce_sum(mesh.loss, loss)
-    total_count = all_reduce_sum(mesh.batch, count)
-    return (total_loss / total_count.clamp(min=1)).item()
+    total = all_reduce_sum(mesh.loss, loss).item()
+    tokens, text_bytes = all_reduce_sum(mesh.batch, counts).tolist()
+    bits_per_byte = total / math.log(2) / text_bytes if text_bytes else None
+    return ValidationResult(total / max(tokens, 1), bits_per_byte)
+
+
+def _count_bytes(labels: Tensor, token_bytes: Tensor | None) -> Tensor:
+    """Bytes of the text of the valid labels, 0-d int64; 0 if the tokenizer is not known."""
+    if token_bytes is None:
+        return torch.zeros((), dtype=torch.int64)
+    return token_bytes[labels[labels >= 0]].sum()
 
 
 def validation_samples(config: ValidationConfig, data: ValidationData, global_batch: int) -> int:

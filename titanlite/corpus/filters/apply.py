@@ -14,6 +14,7 @@ import pyarrow.compute as pc  # type: ignore[import-untyped]
 
 from titanlite.corpus.counts import choose_samples, count_tables, merge_counts, shorten_sample
 from titanlite.corpus.documents import ORIGIN, SOURCE, TEXT, read_tables, write_tables
+from titanlite.corpus.engine import report_progress
 from titanlite.corpus.filters.config import config_of_arguments, open_rules
 from titanlite.corpus.filters.rule import Rule, RuleResult
 from titanlite.corpus.filters.text_block import TextBlock, divide_into_blocks, to_numpy
@@ -32,6 +33,7 @@ def filter_documents(out: Path, inputs: list[Path], arguments: dict[str, Any]) -
             for table in read_tables(folder):
                 kept, of_table = filter_table(table, rules, config.sources)
                 counts.append(of_table)
+                report_progress()
                 yield kept
 
     write_tables(out, filtered())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -26,7 +27,7 @@ class LanguageRule:
     """The rule "language"."""
 
     def __init__(self, config: LanguageConfig):
-        self._config, self._identifier = config, _open_identifier()
+        self._config, self._identifier = config, _load_identifier()
         if unknown := sorted(set(config.keep) - set(self._identifier.labels)):
             raise ConfigError(
                 f"filter.language.keep = {config.keep}: py3langid does not know"
@@ -50,7 +51,9 @@ class LanguageRule:
         return RuleResult(checks)
 
 
-def _open_identifier() -> Any:
+@cache
+def _load_identifier() -> Any:
+    """Loading takes a second, so once in a process; raises ConfigError."""
     try:
         from py3langid.langid import (  # type: ignore[import-not-found,import-untyped]
             MODEL_FILE,
@@ -59,7 +62,7 @@ def _open_identifier() -> Any:
     except ImportError as missing:
         raise ConfigError(
             'filter.rules contains "language", but py3langid is not installed.',
-            fix="pip install 'titanlite[corpus]'",
+            fix="pip install 'titanlite[languages]'",
             keys=("filter.rules",),
         ) from missing
     return LanguageIdentifier.from_model_file(MODEL_FILE, norm_probs=True)

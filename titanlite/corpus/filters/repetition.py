@@ -21,6 +21,7 @@ from titanlite.corpus.filters.text_block import (
     is_repeated,
     number_distinct,
 )
+from titanlite.errors import ConfigError
 from titanlite.settings import Fraction
 
 TOP_SIZES = (2, 3, 4)  # of n-grams whose most frequent one is counted
@@ -47,6 +48,13 @@ class GopherRepetitionRule:
     """The rule "gopher_repetition"."""
 
     def __init__(self, config: GopherRepetitionConfig):
+        for name, sizes in (("max_top_ngram", TOP_SIZES), ("max_repeated_ngrams", REPEATED_SIZES)):
+            if len(values := getattr(config, name)) != len(sizes):
+                raise ConfigError(
+                    f"filter.gopher_repetition.{name} = {values}: must be {len(sizes)} numbers, for"
+                    f" n-grams of {', '.join(map(str, sizes))} words.",
+                    keys=(f"filter.gopher_repetition.{name}",),
+                )
         self._config = config
 
     def apply(self, block: TextBlock, kept: np.ndarray) -> RuleResult:
@@ -156,10 +164,8 @@ def find_repeated_ngrams(words: TextParts, largest: int) -> Iterator[RepeatedNgr
     keys = words.documents * max(1, len(words.distinct)) + words.ids
     positions, codes = _keep_repeated(np.arange(len(keys)), keys)
     for size in range(2, largest + 1):
-        neighbours = np.flatnonzero(
-            (np.diff(positions) == 1)
-            & (words.documents[positions[:-1]] == words.documents[positions[1:]])
-        )
+        # Of two documents, the codes are different: a pair of both occurs once, and is dropped.
+        neighbours = np.flatnonzero(np.diff(positions) == 1)
         keys = codes[neighbours] * (codes.max(initial=0) + 1) + codes[neighbours + 1]
         positions, codes = _keep_repeated(positions[neighbours], keys)
         yield RepeatedNgrams(size, positions, codes, words, ends)

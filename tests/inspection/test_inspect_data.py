@@ -1,0 +1,149 @@
+"""scripts/inspect_data.py shows what a run reads, and refuses what does not exist."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+
+import numpy as np
+import pytest
+
+from tests.conftest import ROOT
+from titanlite.data import BatchDump, open_tokenizer
+from titanlite.data.shards import open_corpus
+from titanlite.inspection.documents import CorpusDocuments
+from titanlite.inspection.run_data import open_run_data
+from titanlite.inspection.samples import format_sample, printable
+
+
+@pytest.fixture(scope="module")
+def script():
+    spec = importlib.util.spec_from_file_location("inspect_data", ROOT / "scripts/inspect_data.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def inspect(script, capsys):
+    def run(*argv) -> list[dict]:
+        assert script.main([str(word) for word in (*argv, "--json")]) == 0
+        return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+
+    return run
+
+
+@pytest.fixture
+def refusal(script, capsys):
+    def run(*argv) -> str:
+        assert script.main([str(word) for word in argv]) == 2
+        return capsys.readouterr().err
+
+    return run
+
+
+@pytest.fixture
+def started_run(run_toml, tmp_path):
+    """The folder of a run of three steps, as far as its records go."""
+    folder = tmp_path / "out"
+    folder.mkdir()
+    (folder / "config.toml").write_text(run_toml.read_text())
+    lines = [{"step": step, "samples": 8 * step} for step in (1, 2, 3)]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return folder
+
+
+def documents_of(path) -> list[np.ndarray]:
+    corpus, end = open_corpus(path), open_tokenizer("bytes").eos_id
+    ids = corpus.read(0, corpus.tokens)
+    return np.split(ids, np.flatnonzero(ids == end) + 1)[:-1]
+
+
+def test_the_document_of_every_id_is_found(corpus):
+    path = str(corpus / "train")
+    documents, first = CorpusDocuments(open_corpus(path)), 0
+    for number, ids in enumerate(documents_of(path)):
+        for position in (first, first + len(ids) - 1):
+            found = documents.at(position)
+            assert (found.document, found.first_token, found.tokens) == (number, first, len(ids))
+        first += len(ids)
+
+
+def test_a_sample_has_its_ids_text_and_documents(inspect, corpus):
+    path, length = corpus / "validation", 100
+    ids = np.concatenate(documents_of(str(path)))
+    number = int(np.flatnonzero(ids == 257)[0]) // length  # the end of a document is in it
+    (sample,) = inspect("sample", path, number, "--seq-len", length, "--tokenizer", "bytes")
+    expected = ids[number * length : number * length + length + 1].tolist()
+    assert sample["tokens"] == expected
+    assert sample["text"] == open_tokenizer("bytes").decode(expected)
+    assert [d["document"] for d in sample["documents"]] == [0, 1]
+    assert sample["documents"][1]["first_token"] == sample["documents"][0]["tokens"]
+    without = inspect("sample", path, 0, "--seq-len", length, "--count", 3)
+    assert len(without) == 3 and "text" not in without[0]
+
+
+def test_a_step_is_the_positions_that_it_consumed(inspect, started_run, run_toml):
+    samples = inspect("step", started_run, 2)
+    assert [sample["position"] for sample in samples] == list(range(8, 16))
+    inputs, labels = open_run_data(str(started_run)).stream.read(8, 8)
+    assert [sample["tokens"][:-1] for sample in samples] == inputs.tolist()
+    assert [sample["tokens"][1:] for sample in samples] == labels.tolist()
+    assert samples == inspect("position", run_toml, 8, "--count", 8)  # before the run starts
+
+
+def test_the_batch_that_a_guard_dumped_is_shown(inspect, started_run, tmp_path):
+    stream = open_run_data(str(started_run)).stream
+    path = BatchDump(tmp_path / "guard", stream).write(2, 8, 8)
+    keys = ("position", "source", "path", "epoch", "sample", "first_token", "tokens", "text")
+    seen = [{key: s[key] for key in keys} for s in inspect("step", started_run, 2)]
+    assert inspect("dump", path) == seen
+
+
+def test_a_text_is_found_in_each_document_that_has_it(inspect, corpus, started_run, monkeypatch):
+    monkeypatch.setattr("titanlite.inspection.search._CHUNK_IDS", 1000)  # matches across chunks
+    wanted, path = "from __future__ import annotations", corpus / "train"
+    texts = [bytes(ids[:-1].tolist()).decode() for ids in documents_of(str(path))]
+    expected = [n for n, text in enumerate(texts) for _ in range(text.count(wanted))]
+    options = ("--limit", 1000, "--tokenizer", "bytes", "--seq-len", 48)
+    found = inspect("search", path, wanted, *options)
+    assert [match["documents"][0]["document"] for match in found] == expected
+    assert all(wanted in match["text"] for match in found)
+    sample = found[7]["sample"]
+    (shown,) = inspect("sample", path, sample, "--seq-len", 48, "--tokenizer", "bytes")
+    assert shown["first_token"] < found[7]["first_token"] <= shown["first_token"] + 48
+    in_run = inspect("search", started_run, wanted, "--limit", 3)
+    assert [m["first_token"] for m in in_run] == [m["first_token"] for m in found[:3]]
+    # the end of a document is not text, so nothing matches across it
+    first = next(n for n, text in enumerate(texts) if len(text) > 20 and len(texts[n + 1]) > 20)
+    across = texts[first][-20:] + texts[first + 1][:20]
+    assert not any(across in text for text in texts)
+    assert inspect("search", path, across, *options) == []
+
+
+def test_what_does_not_exist_is_refused(refusal, corpus, started_run, tmp_path):
+    cases = [
+        (("sample", corpus / "train", 10**9, "--seq-len", 48), "there is no sample 1000000000"),
+        (("sample", corpus / "train", -1, "--seq-len", 48), "there is no sample -1"),
+        (("sample", tmp_path / "none", 0), "no such folder or shard"),
+        (("sample", corpus / "train", 0, "--count", 0), "--count 0: must be at least 1"),
+        (("position", started_run, -1), "position -1"),
+        (("position", tmp_path, 0), "has no config.toml"),
+        (("step", started_run, 4), "has taken 3 steps; there is no step 4"),
+        (("step", started_run / "config.toml", 1), "only a run has steps"),
+        (("search", corpus / "train", "x"), "--tokenizer FILE"),
+        (("search", started_run, ""), "the text to search for is empty"),
+        (("dump", started_run / "metrics.jsonl"), "is not a batch that the guard wrote"),
+        (("dump", tmp_path / "none.json"), "cannot be read"),
+    ]
+    for argv, message in cases:
+        text = refusal(*argv)
+        assert message in text and text.startswith("titanlite: "), (argv, text)
+
+
+def test_text_of_a_corpus_cannot_control_the_terminal():
+    assert printable("a\x1b[2Jb\x07\u202ec\td\né", full=True) == "a\\x1b[2Jb\\x07\\x202ec\td\né"
+    long = printable("x" * 3000, full=False)
+    assert len(long) < 500 and "2600 characters" in long
+    shown = format_sample({"position": 3, "tokens": [5, 6], "path": "corpus"})
+    assert shown == "position 3\n  corpus\n  | 5 6"
