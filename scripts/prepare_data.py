@@ -16,6 +16,7 @@ import shutil
 import signal
 import sys
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 from rich.console import Console
@@ -28,7 +29,8 @@ from rich.progress import (
     TransferSpeedColumn,
 )
 
-from titanlite.corpus.engine import STALL_SECONDS, LocalEngine
+from titanlite.corpus.dask_engine import DaskEngine
+from titanlite.corpus.engine import STALL_SECONDS, LocalEngine, TaskEngine
 from titanlite.corpus.pipeline import make_corpus
 from titanlite.corpus.prepare import (
     TRAIN,
@@ -110,10 +112,25 @@ def _add_recipe_arguments(add: Callable[..., object]) -> None:
         action="store_true",
         help="with --recipe: then remove the work that would speed up a changed recipe",
     )
+    add(
+        "--engine",
+        choices=("local", "dask"),
+        default="local",
+        help="with --recipe: this machine (default), or the workers of a Dask cluster",
+    )
+    add(
+        "--engine-address",
+        metavar="ADDRESS",
+        help="with --engine dask: of its scheduler, tcp://HOST:PORT, or its scheduler file (.json)",
+    )
 
 
 def _check_arguments(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
     """End the program unless the arguments fit together."""
+    if (args.engine == "dask") != (args.engine_address is not None):
+        parser.error("--engine dask and --engine-address ADDRESS belong together")
+    if args.engine == "dask" and (args.recipe is None or args.workers is not None):
+        parser.error("--engine dask needs --recipe FILE.toml, and has workers of its own")
     if args.recipe is not None and (args.inputs or args.tokenizer or args.out or args.verify):
         parser.error("--recipe FILE.toml has the inputs, the tokenizer and the output folder")
     if args.recipe is None and (args.replace or args.clean):
@@ -170,9 +187,8 @@ def run(args: argparse.Namespace) -> str:
 def follow_recipe(args: argparse.Namespace) -> str:
     """Make the corpus of a recipe; raises UserError."""
     recipe = load_recipe(args.recipe)
-    engine = LocalEngine(args.workers, args.stall_seconds)
     page = Path(recipe.recipe.out, "report.html")
-    with StageBars() as bars:
+    with open_engine(args, recipe.work) as engine, StageBars() as bars:
         result = make_corpus(
             recipe,
             engine,
@@ -183,6 +199,13 @@ def follow_recipe(args: argparse.Namespace) -> str:
     if args.clean:
         shutil.rmtree(recipe.work, ignore_errors=True)
     return summarise_corpus(result, recipe.work)
+
+
+def open_engine(args: argparse.Namespace, work: Path) -> AbstractContextManager[TaskEngine]:
+    """What runs the tasks of a recipe; raises ConfigError when entered."""
+    if args.engine == "dask":
+        return DaskEngine(args.engine_address, work, args.stall_seconds)
+    return nullcontext(LocalEngine(args.workers, args.stall_seconds))
 
 
 def prepare(args: argparse.Namespace) -> str:

@@ -46,6 +46,12 @@ def report_progress() -> None:
         _count_progress()
 
 
+def count_progress_with(count: Callable[[], None]) -> None:
+    """Let `report_progress` call this; for the processes of an engine."""
+    global _count_progress
+    _count_progress = count
+
+
 class LocalEngine:
     """Processes on this machine; with one worker, or for one call, this process itself.
 
@@ -150,12 +156,10 @@ def _start_worker(counts: Any) -> None:
 
 
 def _run_in_worker(call: EngineCall, number: int) -> Any:
-    global _count_progress
-
     def count() -> None:
         _progress_counts[number] += 1
 
-    _count_progress = count
+    count_progress_with(count)
     return call.function(*call.arguments)
 
 

@@ -35,6 +35,7 @@ _UNCOMMITTED = ".uncommitted"  # folder for tasks that are being run
 _LOCK = ".lock"
 _FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _READ_BYTES = 1 << 24
+_VISIBLE_TRIES = 90  # about a second each
 
 Counts = dict[str, Any]  # what a task counted, as JSON
 TaskFunction = Callable[[Path, list[Path], Any], Counts]
@@ -133,9 +134,25 @@ def _run_level(
     calls = [EngineCall(execute_task, (task, str(work)), task.key) for task in todo]
     for index, result in engine.run(calls):
         stage = todo[index].stage
+        _wait_until_visible(work / todo[index].key)
         counts[todo[index].key] = result
         done[stage] += 1
         progress(StageProgress(stage, totals[stage], done[stage], reused[stage], result))
+
+
+def _wait_until_visible(folder: Path) -> None:
+    """Wait for the result of another machine: a network file system may show it later.
+
+    NFS keeps for 60 s, by default, that a folder does not exist.
+    """
+    for _ in range(_VISIBLE_TRIES):
+        if (folder / RECORD).exists():
+            return
+        time.sleep(1)
+    raise DataError(
+        f"{folder}: was made by a worker, but does not appear here.",
+        fix="Use a folder on a file system that all workers share.",
+    )
 
 
 def execute_task(task: Task, work: str) -> Counts:
@@ -144,6 +161,8 @@ def execute_task(task: Task, work: str) -> Counts:
     Two processes may run the same task at once: the first commits, the second finds its folder.
     """
     target = Path(work, task.key)
+    if (known := read_counts(target)) is not None:  # its worker was lost after the commit
+        return known
     name = f"{task.key.replace('/', '-')}.{socket.gethostname()}.{uuid.uuid4().hex}"
     out = Path(work, _UNCOMMITTED, name)
     try:

@@ -1,0 +1,223 @@
+"""Compare a Dask cluster with the local engine: shards, CPU time a task, and lost workers.
+
+python -m benchmarks.corpus_engine overhead
+python -m benchmarks.corpus_engine scaling
+python -m benchmarks.corpus_engine faults
+
+`faults` kills, in each stage, one worker, then a nanny with all its workers (as a machine that
+loses power), and compares every shard with those that the local engine makes. The cluster is made
+of processes on this machine.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+import psutil  # comes with distributed
+
+from titanlite.corpus.dask_engine import DaskEngine
+from titanlite.corpus.engine import EngineCall, LocalEngine
+from titanlite.corpus.pipeline import make_corpus
+from titanlite.corpus.recipe import RecipeFile, load_recipe
+from titanlite.corpus.task import StageProgress
+
+ROOT = Path(__file__).parents[1]
+TASKS = 1000
+FILES, DOCUMENTS, WORDS = 8, 1200, 300  # of the text
+
+
+class Cluster:
+    """A scheduler and nodes: a node is a nanny with its workers. A context manager."""
+
+    def __init__(self, folder: Path, nodes: int, workers: int):
+        self.file = folder / "scheduler.json"
+        self._folder, self._workers = folder, workers
+        self._scheduler = self._start("scheduler", "--host", "127.0.0.1", "--port", "0")
+        while not self.file.exists():
+            time.sleep(0.05)
+        self.nodes = [self.start_node() for _ in range(nodes)]
+
+    def __enter__(self) -> Cluster:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process in (*self.nodes, self._scheduler):
+            self.kill(process)
+
+    def start_node(self) -> subprocess.Popen:
+        """Start a nanny and its workers."""
+        count = ["--nworkers", str(self._workers), "--nthreads", "1"]
+        return self._start("worker", "--host", "127.0.0.1", *count)
+
+    def _start(self, kind: str, *arguments: str) -> subprocess.Popen:
+        command = [sys.executable, "-m", "dask", kind, "--no-dashboard", *arguments]
+        with open(self._folder / "cluster.log", "ab") as log:
+            return subprocess.Popen(
+                [*command, "--scheduler-file", str(self.file)],
+                env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+                start_new_session=True,
+                stderr=log,
+            )
+
+    def kill(self, process: subprocess.Popen) -> None:
+        """Kill a process and its children at once."""
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+    def kill_node(self) -> None:
+        """Kill the oldest node, and start another one."""
+        self.kill(self.nodes.pop(0))
+        self.nodes.append(self.start_node())
+
+    def kill_worker(self) -> None:
+        """Kill one worker; its nanny starts another one."""
+        while not (workers := [child for node in self.nodes for child in _workers_of(node)]):
+            time.sleep(0.05)
+        random.choice(workers).kill()
+
+    def cpu_seconds(self) -> float:
+        """CPU time of the scheduler, the nannies and the workers."""
+        total = 0.0
+        for process in (self._scheduler, *self.nodes):
+            parent = psutil.Process(process.pid)
+            for one in (parent, *parent.children(recursive=True)):
+                times = one.cpu_times()
+                total += times.user + times.system
+        return total
+
+
+def _workers_of(node: subprocess.Popen) -> list[psutil.Process]:
+    workers = []
+    for child in psutil.Process(node.pid).children(recursive=True):
+        with suppress(psutil.Error):  # it died meanwhile
+            if "spawn_main" in " ".join(child.cmdline()):
+                workers.append(child)
+    return workers
+
+
+def nothing() -> None:
+    """An empty task."""
+
+
+def measure_overhead(folder: Path) -> None:
+    """CPU and wall time of empty tasks; the first run imports on the workers."""
+    calls = [EngineCall(nothing, (), "empty") for _ in range(TASKS)]
+    with Cluster(folder, 1, 2) as cluster, DaskEngine(str(cluster.file), folder) as engine:
+        wait_for_workers(engine, calls[:20])
+        for _ in range(3):
+            cpu, start = cluster.cpu_seconds() + time.process_time(), time.perf_counter()
+            assert sum(1 for _ in engine.run(calls)) == TASKS
+            cpu = cluster.cpu_seconds() + time.process_time() - cpu
+            wall = time.perf_counter() - start
+            print(
+                f"dask   {1e3 * cpu / TASKS:.2f} ms CPU, {1e3 * wall / TASKS:.2f} ms wall a task",
+                flush=True,
+            )
+
+
+def wait_for_workers(engine: DaskEngine, calls: list[EngineCall]) -> None:
+    for _ in engine.run(calls):
+        pass
+
+
+def write_texts(folder: Path, more: str) -> Callable[[str], RecipeFile]:
+    """Write the text; returns a function that gives the recipe of an output folder."""
+    choose = random.Random(0)
+    words = ["".join(choose.choices("etaoinshrdlu", k=choose.randint(2, 9))) for _ in range(5000)]
+    for number in range(FILES):
+        lines = [" ".join(choose.choices(words, k=WORDS)) for _ in range(DOCUMENTS)]
+        copies = lines[: DOCUMENTS // 10]
+        text = "".join(json.dumps({"text": line}) + "\n" for line in [*lines, *copies])
+        (folder / f"{number}.jsonl").write_text(text)
+
+    def recipe(out: str) -> RecipeFile:
+        path = folder / f"{out}.toml"
+        path.write_text(
+            f'out = "{folder / out}"\ntokenizer = "bytes"\nvalidation_share = 0.1\n{more}'
+            + "".join(
+                f'[[sources]]\nname = "s{n}"\ninputs = ["{folder / f"{n}.jsonl"}"]\n'
+                for n in range(FILES)
+            )
+        )
+        return load_recipe(path)
+
+    return recipe
+
+
+def shards_in(out: Path) -> dict[str, bytes]:
+    """Every published file."""
+    paths = (path for path in out.rglob("*") if path.is_file() and ".work" not in path.parts)
+    return {str(path.relative_to(out)): path.read_bytes() for path in paths}
+
+
+def measure_scaling(folder: Path) -> None:
+    """Wall time of a recipe on 1, 2 and 4 workers, on a cluster and without one."""
+    recipe = write_texts(folder, "[deduplicate]\n[shuffle]\n")
+    for workers in (1, 2, 4):
+        start = time.perf_counter()
+        make_corpus(recipe(f"local{workers}"), LocalEngine(workers))
+        local = time.perf_counter() - start
+        dask_folder = folder / f"cluster{workers}"
+        dask_folder.mkdir()
+        with Cluster(dask_folder, 1, workers) as cluster:
+            file = recipe(f"dask{workers}")
+            with DaskEngine(str(cluster.file), file.work) as engine:
+                engine_start = time.perf_counter()
+                make_corpus(file, engine)
+                dask = time.perf_counter() - engine_start
+        same = shards_in(folder / f"dask{workers}") == shards_in(folder / f"local{workers}")
+        print(
+            f"{workers} workers: local {local:.1f} s, dask {dask:.1f} s, same shards: {same}",
+            flush=True,
+        )
+
+
+class _Killer:
+    """Kills something when a stage begins and, after its first task, once more; a TaskProgress."""
+
+    def __init__(self, stage: str, kill: Callable[[], None]):
+        self._stage, self._kill = stage, kill
+        self.kills = 0
+
+    def __call__(self, update: StageProgress, /) -> None:
+        first = update.counts is None or update.done == update.reused + 1
+        if update.stage == self._stage and first and self.kills < 2:
+            self.kills += 1
+            self._kill()
+
+
+def inject_faults(folder: Path) -> None:
+    """Kill a worker and a node in each stage."""
+    recipe = write_texts(folder, "[deduplicate]\n[shuffle]\n")
+    local = make_corpus(recipe("local"), LocalEngine(2))
+    expected, failed = shards_in(folder / "local"), 0
+    with Cluster(folder, 2, 1) as cluster:
+        for stage in local.stages:
+            for name, kill in (("worker", cluster.kill_worker), ("node", cluster.kill_node)):
+                file, killer = recipe(f"{stage}-{name}"), _Killer(stage, kill)
+                with DaskEngine(str(cluster.file), file.work, 120) as engine:
+                    make_corpus(file, engine, killer)
+                same = shards_in(Path(file.recipe.out)) == expected
+                failed += not same
+                print(f"{stage:14} {name:7} {killer.kills} kills, same shards: {same}", flush=True)
+    sys.exit(f"{failed} differ" if failed else 0)
+
+
+if __name__ == "__main__":
+    kinds = {"overhead": measure_overhead, "scaling": measure_scaling, "faults": inject_faults}
+    if len(sys.argv) != 2 or sys.argv[1] not in kinds:
+        sys.exit(__doc__)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the cluster ends too
+    with tempfile.TemporaryDirectory() as temporary:
+        kinds[sys.argv[1]](Path(temporary))
