@@ -96,7 +96,7 @@ def test_an_unknown_format_is_refused_with_the_known_ones(tmp_path):
     source = SourceConfig("a", str(tmp_path / "a.npy"), format="numpy")
     with pytest.raises(DataError, match='a.npy: format = "numpy" is not') as refusal:
         open_mixture([source])
-    assert refusal.value.fix == "Use megatron or npy or text."
+    assert refusal.value.fix == "Use megatron or packed or npy or text."
 
 
 @pytest.mark.parametrize(

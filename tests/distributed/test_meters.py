@@ -147,12 +147,20 @@ NOISY = replace(RECIPE, lr=0.0, batch=16)  # whose weights stay the same
 MEASURED_STEPS = 20
 
 
-def frequent_tokens(step: int) -> tuple[torch.Tensor, ...]:
-    """A batch whose sequences have a gradient in common: few of the token ids occur."""
-    return tuple(part % 64 for part in tokens(step, NOISY.batch, NOISY.seq_len, NOISY))
+def frequent_tokens(step: int, uneven: bool) -> tuple[torch.Tensor, ...]:
+    """A batch whose sequences have a gradient in common: few of the token ids occur.
+
+    `uneven`: most labels are ignored, in some sequences nearly all, as in fine-tuning.
+    """
+    batch, length = NOISY.batch, NOISY.seq_len
+    inputs, labels = (part % 64 for part in tokens(step, batch, length, NOISY))
+    if uneven:
+        share = torch.rand(batch, 1, generator=torch.Generator().manual_seed(step)) ** 3
+        labels[torch.arange(length) > share * length] = IGNORE_INDEX
+    return inputs, labels
 
 
-def noise_events() -> list[dict]:
+def noise_events(uneven: bool) -> list[dict]:
     """The events of a run in one process that is measured in every second step."""
     state, engine, mesh = start_run(Layout(), NOISY)
     state = replace(state, noise_scale=NoiseScale(decay=0.99))
@@ -160,7 +168,7 @@ def noise_events() -> list[dict]:
     sinks = SimpleNamespace(event=lambda step, name, **fields: events.append(fields))
     action = measure_noise_scale(noise, state, sinks, freq=2)
     for step in range(1, 2 * MEASURED_STEPS + 1):
-        batch = noise.prepare(*frequent_tokens(step))
+        batch = noise.prepare(*frequent_tokens(step, uneven))
         settings = StepSettings(mesh, 0.0)
         result = take_step(state, noise, batch, lr=0.0, settings=settings)
         info = SimpleNamespace(step=step, result=result)
@@ -169,24 +177,30 @@ def noise_events() -> list[dict]:
     return events
 
 
-def gradients_of_sequences() -> Iterator[torch.Tensor]:
-    """The gradient of each sequence of the measured steps, in a plain process."""
+def gradients_of_sequences(uneven: bool) -> Iterator[tuple[torch.Tensor, int]]:
+    """The summed gradient of each sequence of the measured steps, and its labels; no ranks."""
     model = FAMILY.build(NOISY.sizes)
     init_weights(model, FAMILY.init_roles, NOISY.sizes.n_layers, SEED)
     for step in range(2, 2 * MEASURED_STEPS + 1, 2):
-        for inputs, labels in zip(*frequent_tokens(step), strict=True):
+        for inputs, labels in zip(*frequent_tokens(step, uneven), strict=True):
             model.zero_grad()
-            F.cross_entropy(model(inputs[None])[0], labels).backward()
-            yield torch.cat([p.grad.flatten() for p in model.parameters()])
+            logits = model(inputs[None])[0]
+            F.cross_entropy(logits, labels, ignore_index=IGNORE_INDEX, reduction="sum").backward()
+            gradient = torch.cat([p.grad.flatten() for p in model.parameters()])
+            yield gradient, int((labels != IGNORE_INDEX).sum())
 
 
-def test_the_noise_scale_of_a_model_is_that_of_its_sequences():
-    [events] = run_on_ranks(noise_events, 1)
+@pytest.mark.parametrize("uneven", [False, True])
+def test_the_noise_scale_of_a_model_is_that_of_its_sequences(uneven):
+    [events] = run_on_ranks(noise_events, 1, uneven)
     assert len(events) == MEASURED_STEPS
-    gradients = torch.stack(list(gradients_of_sequences()))
-    noise = gradients.var(0).sum().item()
-    square = gradients.mean(0).square().sum().item() - noise / len(gradients)
+    parts, counts = zip(*gradients_of_sequences(uneven), strict=True)
+    gradients, valid = torch.stack(parts), torch.tensor(counts)
+    mean = gradients.sum(0) / valid.sum()  # of a label
+    spread = (gradients - valid[:, None] * mean).square().sum() / (len(gradients) - 1)
+    noise = (spread / valid.double().mean() ** 2).item()  # of a sequence with the mean of labels
+    square = mean.square().sum().item() - noise / len(gradients)
     last = events[-1]
     assert last["noise"] == pytest.approx(noise, rel=0.1)
-    assert last["critical_batch"] == pytest.approx(noise / square, rel=0.1)
+    assert last["critical_batch"] == pytest.approx(noise / square, rel=0.3 if uneven else 0.1)
     assert last["critical_batch_tokens"] == last["critical_batch"] * NOISY.seq_len

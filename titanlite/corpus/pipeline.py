@@ -13,11 +13,15 @@ from pathlib import Path
 
 import xxhash
 
+from titanlite.corpus.chat.encode import ENTRY_RANGE, ChatEncoder
+from titanlite.corpus.chat.template import ChatTemplate, open_chat_template
 from titanlite.corpus.deduplicate import deduplicate, hash_benchmark_files
 from titanlite.corpus.engine import LocalEngine, TaskEngine
 from titanlite.corpus.filters import filter_arguments, filter_documents
+from titanlite.corpus.packing.stage import plan_counting, plan_packing
+from titanlite.corpus.packing.windows import PackSettings
 from titanlite.corpus.prepare import TRAIN, VALIDATION
-from titanlite.corpus.publish import PublishedCorpus, find_published, publish
+from titanlite.corpus.publish import PublishedCorpus, SideShards, find_published, publish
 from titanlite.corpus.read import CorpusSource, plan_reading
 from titanlite.corpus.recipe import Recipe, RecipeFile
 from titanlite.corpus.shuffle import plan_ordered_shards, plan_shuffle, plan_shuffled_shards
@@ -29,7 +33,7 @@ from titanlite.corpus.task import (
     no_progress,
     readable_disk_errors,
 )
-from titanlite.corpus.tokenise import plan_tokenising
+from titanlite.corpus.tokenise import TokeniseSettings, plan_tokenising
 from titanlite.data.manifest import ShardRecord
 from titanlite.data.shards import id_type_of
 from titanlite.data.tokenizer import Tokenizer, open_tokenizer
@@ -59,6 +63,16 @@ class _Source:
 
     source: CorpusSource
     tasks: list[Task]
+    template: ChatTemplate | None = None  # of a source of chats
+
+    def id_range(self, tokenizer: Tokenizer) -> int:
+        """A bound of the ids, or the entries of chats, between tokenising and packing."""
+        return tokenizer.vocab_size if self.template is None else ENTRY_RANGE
+
+    @property
+    def settings_hash(self) -> str:
+        """Of what its ids depend on, besides its tables and the recipe."""
+        return self.template.fingerprint if self.template else ""
 
 
 def make_corpus(
@@ -75,7 +89,7 @@ def make_corpus(
     """
     started, recipe, out = time.monotonic(), file.recipe, Path(file.recipe.out)
     tokenizer = _open_tokenizer(recipe)
-    sources = _plan_reading(recipe)
+    sources = _plan_reading(recipe, tokenizer)
     plan = _hash_plan([_FORMAT, _describe_stages(file, tokenizer), *map(_keys, sources)])
     with readable_disk_errors(out):
         names = [source.name for source in recipe.sources]
@@ -85,7 +99,7 @@ def make_corpus(
             sources = _run_document_stages(file, sources, run)
             shards = _make_shards(file, sources, tokenizer, run)
             report(run.counts)
-            published = publish(out, file.work, plan, shards, (tokenizer, recipe.bos))
+            published = publish(out, file.work, plan, shards, tokenizer)
             run.remove_other_work()
     seconds = time.monotonic() - started
     return CorpusResult(out, published, seconds, run.counts, len(run.tasks), run.reused_tasks)
@@ -101,13 +115,15 @@ def _open_tokenizer(recipe: Recipe) -> Tokenizer:
     return tokenizer
 
 
-def _plan_reading(recipe: Recipe) -> list[_Source]:
+def _plan_reading(recipe: Recipe, tokenizer: Tokenizer) -> list[_Source]:
     """The read tasks of all sources; raises the problems of all sources together."""
     sources: list[_Source] = []
     problems: list[UserError] = []
     for source in recipe.sources:
         try:
-            sources.append(_Source(source, plan_reading(source, recipe.read)))
+            is_chat = source.kind == "chat"
+            template = open_chat_template(source.template, tokenizer) if is_chat else None
+            sources.append(_Source(source, plan_reading(source, recipe.read), template))
         except UserError as error:
             problems.append(error)
     raise_together(problems)
@@ -132,7 +148,7 @@ def _hash_plan(value: object) -> str:
 
 
 def _keys(source: _Source) -> list[str]:
-    return [source.source.name, *(task.key for task in source.tasks)]
+    return [source.source.name, source.settings_hash, *(task.key for task in source.tasks)]
 
 
 # --- stages --------------------------------------------------------------------------------------
@@ -156,25 +172,27 @@ def _run_document_stages(
 
 def _make_shards(
     file: RecipeFile, sources: list[_Source], tokenizer: Tokenizer, run: WorkFolder
-) -> dict[tuple[str, str], list[tuple[Path, ShardRecord]]]:
+) -> dict[tuple[str, str], SideShards]:
     """Run the stages whose results are token ids; returns the shards by (source, side)."""
     recipe = file.recipe
-    sources = [
-        replace(s, tasks=plan_tokenising(s.tasks, tokenizer, recipe.validation_share, recipe.bos))
-        for s in sources
-    ]
+
+    def settings(source: _Source) -> TokeniseSettings:
+        return TokeniseSettings(recipe.validation_share, recipe.bos, source.template)
+
+    sources = [replace(s, tasks=plan_tokenising(s.tasks, tokenizer, settings(s))) for s in sources]
     run([task for source in sources for task in source.tasks])
     chunks = sources
     if "shuffle" in file.sections:
         chunks = [
-            replace(s, tasks=plan_shuffle(s.tasks, recipe.shuffle, tokenizer.vocab_size))
+            replace(s, tasks=plan_shuffle(s.tasks, recipe.shuffle, s.id_range(tokenizer)))
             for s in sources
         ]
         run([task for source in chunks for task in source.tasks])
     plans: dict[tuple[str, str], list[Task]] = {}
     for source, sorted_source in zip(sources, chunks, strict=True):
         for side in (TRAIN, VALIDATION):
-            plan = _plan_shards(file, source, sorted_source, (side, tokenizer.vocab_size), run)
+            id_range = source.id_range(tokenizer)
+            plan = _plan_shards(file, source, sorted_source, (side, id_range), run)
             if plan:
                 plans[source.source.name, side] = plan
     if not any(side == TRAIN for _, side in plans):
@@ -183,17 +201,56 @@ def _make_shards(
             fix="Give inputs that contain text, or filters that leave some.",
         )
     run([task for tasks in plans.values() for task in tasks])
-    return {
-        place: [(run.path / task.key, _shard_record(run.counts_of(task))) for task in tasks]
-        for place, tasks in plans.items()
-    }
+    if "pack" in file.sections:
+        return _pack_shards(file, sources, plans, tokenizer, run)
+    return {place: _finished(tasks, run, recipe.bos) for place, tasks in plans.items()}
+
+
+def _pack_shards(
+    file: RecipeFile,
+    sources: list[_Source],
+    plans: dict[tuple[str, str], list[Task]],
+    tokenizer: Tokenizer,
+    run: WorkFolder,
+) -> dict[tuple[str, str], SideShards]:
+    """Pack training data by best fit, or count what concatenation truncates.
+
+    Validation data stay concatenated, except chats: every token counts, for any seq_len.
+    """
+    recipe, seq_len = file.recipe, file.recipe.pack.seq_len
+    templates = {source.source.name: source.template for source in sources}
+    packed: dict[tuple[str, str], list[Task]] = {}
+    counting: list[Task] = []
+    for (name, side), tasks in plans.items():
+        is_chat = templates[name] is not None
+        if recipe.pack.mode == "concatenate":
+            sizes = [run.counts_of(task)["tokens_out"] for task in tasks]
+            counting += plan_counting(tasks, sizes, seq_len) if side == TRAIN else []
+        elif side == TRAIN or is_chat:
+            # the rest of a long conversation would be answers without their questions
+            settings = PackSettings(seq_len, tokenizer.eos_id, split=not is_chat)
+            packed[name, side] = plan_packing(tasks, settings)
+    run([*counting, *(task for tasks in packed.values() for task in tasks)])
+    shards = {}
+    for (name, side), tasks in plans.items():
+        template = templates[name]
+        bos = ChatEncoder(tokenizer, template).begins_with_bos if template else recipe.bos
+        windows = packed.get((name, side))
+        shards[name, side] = _finished(windows or tasks, run, bos, seq_len if windows else 0)
+    return shards
+
+
+def _finished(tasks: list[Task], run: WorkFolder, bos: bool, packed_seq_len: int = 0) -> SideShards:
+    """The shards that tasks wrote."""
+    shards = [(run.path / t.key, ShardRecord(**run.counts_of(t)["shard"])) for t in tasks]
+    return SideShards(shards, bos, packed_seq_len)
 
 
 def _plan_shards(
-    file: RecipeFile, tokenised: _Source, chunks: _Source, side_and_size: tuple[str, int], run
+    file: RecipeFile, tokenised: _Source, chunks: _Source, side_and_range: tuple[str, int], run
 ) -> list[Task]:
     """Tasks of the shards of one side of a source; none if it has no documents."""
-    (side, vocab_size), name = side_and_size, tokenised.source.name
+    (side, vocab_size), name = side_and_range, tokenised.source.name
     counts = [run.counts_of(task)["sides"].get(side, {}) for task in tokenised.tasks]
     sizes = [count.get("tokens", 0) for count in counts]
     if not sum(sizes):
@@ -205,7 +262,3 @@ def _plan_shards(
     if "shuffle" in file.sections:
         return plan_shuffled_shards(chunks.tasks, side, shards, vocab_size)
     return plan_ordered_shards(chunks.tasks, sizes, side, shards, vocab_size)
-
-
-def _shard_record(counts: Counts) -> ShardRecord:
-    return ShardRecord(**counts["shard"])

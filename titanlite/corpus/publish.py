@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from titanlite.corpus.shuffle import SHARD
+from titanlite.corpus.packing.stage import SHARD
 from titanlite.data.manifest import ShardRecord, shard_paths, write_corpus_manifest
 from titanlite.data.shards import open_corpus
 from titanlite.data.tokenizer import Tokenizer
@@ -23,7 +23,17 @@ from titanlite.files import parse_json, write_file_atomically
 RECORD_FILE = "corpus.json"  # in `out`; written last
 _STAGED, _REPLACED = ".staged", ".replaced"  # in the work folder
 
-Shards = Mapping[tuple[str, str], Sequence[tuple[Path, ShardRecord]]]
+
+@dataclass(frozen=True)
+class SideShards:
+    """The finished shards of one side of a source."""
+
+    shards: Sequence[tuple[Path, ShardRecord]]  # each with the folder that it is in
+    bos: bool  # every document begins with BOS
+    packed_seq_len: int = 0  # of the windows; 0: not packed
+
+
+Shards = Mapping[tuple[str, str], SideShards]
 
 
 @dataclass(frozen=True)
@@ -66,7 +76,9 @@ def find_published(
             raise _exists_error(out)
         return None
     for side in record.sides:
-        open_corpus(out / side.source / side.side)  # raises if a file was damaged since
+        open_corpus(
+            out / side.source / side.side, packed=None
+        )  # raises if a file was damaged since
     return record
 
 
@@ -91,13 +103,13 @@ def _read_published(out: Path) -> PublishedCorpus | None:
 
 
 def publish(
-    out: Path, work: Path, plan: str, shards: Shards, tokenizer_and_bos: tuple[Tokenizer, bool]
+    out: Path, work: Path, plan: str, shards: Shards, tokenizer: Tokenizer
 ) -> PublishedCorpus:
     """Move the shards of all sources to `out`, in place of what an earlier recipe left there."""
     staged = work / _STAGED
     shutil.rmtree(staged, ignore_errors=True)
     sides = [
-        _stage(staged / name / side, content, tokenizer_and_bos, PublishedSide(name, side, 0, 0, 0))
+        _stage(staged / name / side, content, tokenizer, PublishedSide(name, side, 0, 0, 0))
         for (name, side), content in shards.items()
     ]
     known = _read_published(out)
@@ -116,22 +128,26 @@ def publish(
 
 def _stage(
     folder: Path,
-    shards: Sequence[tuple[Path, ShardRecord]],
-    tokenizer_and_bos: tuple[Tokenizer, bool],
+    content: SideShards,
+    tokenizer: Tokenizer,
     side: PublishedSide,
 ) -> PublishedSide:
     """Link the shards that have documents into a folder, and write its manifest."""
-    tokenizer, bos = tokenizer_and_bos
     folder.mkdir(parents=True)
     records: list[ShardRecord] = []
-    for work, record in (entry for entry in shards if entry[1].documents):
+    for work, record in (entry for entry in content.shards if entry[1].documents):
         name = f"{len(records):06}"
         files = zip(shard_paths(work / SHARD), shard_paths(folder / name), strict=True)
         for source, target in files:
             _link(source, target)
         records.append(replace(record, name=name))
     manifest = write_corpus_manifest(
-        folder, tokenizer.fingerprint, tokenizer.vocab_size, records, bos=bos
+        folder,
+        tokenizer.fingerprint,
+        tokenizer.vocab_size,
+        records,
+        bos=content.bos,
+        packed_seq_len=content.packed_seq_len,
     )
     return replace(side, shards=len(records), documents=manifest.documents, tokens=manifest.tokens)
 

@@ -33,10 +33,13 @@ from titanlite.data.text import (
     read_located_documents,
 )
 from titanlite.data.tokenizer import well_formed
+from titanlite.errors import DataError
 from titanlite.settings import Positive
 
 # Bytes of text per byte of a file, about; with more, the tables of a task are more, not larger
 _EXPANSIONS = {".gz": 4, ".zst": 4, ".parquet": 3}
+MESSAGES_FIELD = "messages"  # key of each line of a chat source
+_CHAT_SUFFIXES = (".jsonl", ".gz", ".zst")
 _MAX_SAMPLES, _SAMPLE_CHARACTERS = 10, 500  # of what was skipped
 
 
@@ -47,6 +50,10 @@ class CorpusSource:
     name: str  # its folder in `out`
     inputs: list[str]  # files, folders, patterns, URLs, or "datasets://NAME?split=train"
     text_field: str = "text"  # key of each line of a .jsonl; column of a .parquet or a dataset
+    kind: Literal["text", "chat"] = "text"
+    # "chat": lines {"messages": [{"role": …, "content": …}, …]} in a .jsonl, for fine-tuning
+    template: str = "llama3"
+    # of chats: "llama3", "chatml", or the path of a tokenizer_config.json or .jinja
 
 
 @dataclass(frozen=True)
@@ -67,7 +74,7 @@ def plan_reading(source: CorpusSource, config: ReadConfig) -> list[Task]:
             {
                 "source": source.name,
                 "ranges": [asdict(part) for part in group],
-                "rules": asdict(TextRules(source.text_field, config.document_mib << 20)),
+                "rules": asdict(_text_rules(source, config)),
                 "on_error": config.on_error,
                 "table_bytes": TABLE_BYTES,
             },
@@ -76,19 +83,35 @@ def plan_reading(source: CorpusSource, config: ReadConfig) -> list[Task]:
     ]
 
 
+def _text_rules(source: CorpusSource, config: ReadConfig) -> TextRules:
+    is_chat = source.kind == "chat"
+    field = MESSAGES_FIELD if is_chat else source.text_field
+    return TextRules(field, config.document_mib << 20, as_json=is_chat)
+
+
 def _list_ranges(source: CorpusSource, config: ReadConfig) -> Iterator[FileRange]:
     """All ranges of a source, in the order of its inputs."""
     files = [given for given in source.inputs if not given.startswith(DATASETS_SCHEME)]
     found = find_files(files, config.follow_symlinks, (*SUFFIXES, *WEB_SUFFIXES))
+    for given in (*map(str, found), *given_datasets(source)) if source.kind == "chat" else ():
+        if not given.endswith(_CHAT_SUFFIXES):
+            raise DataError(
+                f'sources: "{source.name}": {given}: chats are read from .jsonl files.',
+                fix='Convert it: a line is {"messages": [{"role": …, "content": …}, …]}.',
+            )
     if any(str(file).endswith(WEB_SUFFIXES) for file in found):
         require_web_extra(source.name)
     # "skip": a damaged .parquet is reported by the task that reads it
     on_problem = raise_problem if config.on_error == "refuse" else lambda problem: None
     for part in list_file_ranges(found, source.text_field, on_problem):
         yield from part.split(TABLE_BYTES // _expansion(part))
-    for given in source.inputs:
-        if given.startswith(DATASETS_SCHEME):
-            yield from list_dataset_ranges(given)
+    for given in given_datasets(source):
+        yield from list_dataset_ranges(given)
+
+
+def given_datasets(source: CorpusSource) -> list[str]:
+    """The inputs that the `datasets` library opens."""
+    return [given for given in source.inputs if given.startswith(DATASETS_SCHEME)]
 
 
 def _expansion(part: FileRange) -> int:

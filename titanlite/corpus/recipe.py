@@ -10,6 +10,7 @@ from typing import Annotated
 
 from titanlite.corpus.deduplicate import DeduplicateConfig, check_deduplicate
 from titanlite.corpus.filters import FilterConfig, filter_arguments
+from titanlite.corpus.packing.stage import PackConfig
 from titanlite.corpus.read import CorpusSource, ReadConfig
 from titanlite.corpus.shuffle import ShuffleConfig
 from titanlite.errors import ConfigError, UserError
@@ -33,6 +34,7 @@ class Recipe:
     filter: FilterConfig = field(default_factory=FilterConfig)
     deduplicate: DeduplicateConfig = field(default_factory=DeduplicateConfig)
     shuffle: ShuffleConfig = field(default_factory=ShuffleConfig)
+    pack: PackConfig = field(default_factory=PackConfig)
 
 
 @dataclass(frozen=True)
@@ -77,6 +79,29 @@ def _check_stages(file: RecipeFile) -> list[UserError]:
                 )
     if "deduplicate" in file.sections:
         problems += check_deduplicate(recipe.deduplicate)
+    return [*problems, *_check_chats(file)]
+
+
+def _check_chats(file: RecipeFile) -> list[UserError]:
+    """What sources of conversations need, and exclude."""
+    problems: list[UserError] = []
+    for source in (s for s in file.recipe.sources if s.kind == "chat"):
+        label = f'sources: "{source.name}" has kind = "chat"'
+        if file.recipe.pack.mode != "best_fit":
+            problems.append(
+                ConfigError(
+                    f"{label}, but conversations cannot be concatenated: labels outside of the"
+                    " answers are marked in packed windows only.",
+                    fix='Set [pack] mode = "best_fit" and seq_len = that of the run.',
+                )
+            )
+        for section in sorted({"filter", "deduplicate"} & file.sections):
+            problems.append(
+                ConfigError(
+                    f"{label}, and [{section}] is for text.",
+                    fix="Make conversations with a recipe of their own.",
+                )
+            )
     return problems
 
 

@@ -16,13 +16,13 @@ from typing import Any
 import numpy as np
 
 from titanlite.corpus.engine import report_progress
+from titanlite.corpus.packing.stage import SHARD
 from titanlite.corpus.prepare import TRAIN, VALIDATION
 from titanlite.corpus.task import Counts, Task
 from titanlite.corpus.token_chunks import gather_documents, list_chunks, write_chunk
 from titanlite.data.shards import ShardWriter
 from titanlite.settings import NotNegative
 
-SHARD = "shard"  # prefix of the files of a shard task
 _SIDES = {TRAIN: 0, VALIDATION: 1}
 
 

@@ -46,6 +46,13 @@ def _describe_stage(stage: str, counts: Counts) -> Iterator[str]:
         parts.append(pluralize(counts["tokens_out"], "token"))
         if counts["tokens_out"] and "bytes_in" in counts:
             parts.append(f"{counts['bytes_in'] / counts['tokens_out']:.2f} bytes per token")
+    if "documents_truncated" in counts:
+        parts.append(f"{counts['documents_truncated']:,} truncated")
+    if "padding" in counts:
+        concatenated = counts["documents_truncated_if_concatenated"]
+        parts[-1] += f" ({concatenated:,} if concatenated)"
+        parts.append(f"{pluralize(counts['windows'], 'window')}")
+        parts.append(f"{counts['padding'] / max(1, counts['labels']):.2%} padding")
     if parts:
         yield f"{stage:24} {', '.join(parts)}"
     if removed := counts.get("removed"):

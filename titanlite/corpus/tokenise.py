@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import lru_cache
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from titanlite.corpus.documents import TEXT, read_tables, text_bytes
+from titanlite.corpus.chat.encode import ENTRY_RANGE, ChatEncoder, encode_chats
+from titanlite.corpus.chat.template import ChatTemplate, open_chat_template
+from titanlite.corpus.documents import ORIGIN, TEXT, read_tables, text_bytes
 from titanlite.corpus.engine import report_progress
 from titanlite.corpus.prepare import TRAIN, VALIDATION, is_held_out
 from titanlite.corpus.task import Counts, Task
@@ -18,37 +21,69 @@ from titanlite.data.tokenizer import Tokenizer, open_tokenizer
 from titanlite.errors import DataError
 
 
+@dataclass(frozen=True)
+class TokeniseSettings:
+    """How documents become ids, and which of them are validation data."""
+
+    validation_share: float
+    bos: bool  # begin each document with BOS; without effect on chats
+    template: ChatTemplate | None = None  # the documents are chats
+
+
 def plan_tokenising(
-    tables: Sequence[Task], tokenizer: Tokenizer, validation_share: float, bos: bool
+    tables: Sequence[Task], tokenizer: Tokenizer, settings: TokeniseSettings
 ) -> list[Task]:
     """One task for each task that writes tables."""
-    arguments = {
+    arguments: dict[str, Any] = {
         "tokenizer": tokenizer.name,
         "fingerprint": tokenizer.fingerprint,
-        "validation_share": validation_share,
-        "bos": bos,
+        "validation_share": settings.validation_share,
     }
+    if settings.template is None:
+        arguments["bos"] = settings.bos
+    else:
+        arguments["template"] = settings.template.name
+        arguments["template_fingerprint"] = settings.template.fingerprint
     return [Task("tokenise", tokenise_tables, arguments, (task.key,)) for task in tables]
 
 
 def tokenise_tables(out: Path, inputs: list[Path], arguments: Any) -> Counts:
     """The function of a tokenise task: a chunk of ids for each table and side."""
     tokenizer = _open_unchanged(arguments["tokenizer"], arguments["fingerprint"])
-    begin = [tokenizer.bos_id] if arguments["bos"] else []
+    encode, id_range = _choose_encoder(tokenizer, arguments)
     sides: dict[str, dict[str, int]] = {}
     counts = {"documents_in": 0, "bytes_in": 0, "documents_out": 0, "tokens_out": 0}
     for chunk, table in enumerate(read_tables(inputs[0])):
         counts["documents_in"] += table.num_rows
         counts["bytes_in"] += text_bytes(table)
-        for side, texts in _divide(table[TEXT].to_pylist(), arguments["validation_share"]).items():
-            ids, lengths = _encode_texts(texts, tokenizer, begin)
-            write_chunk(out, side, chunk, ids, lengths, tokenizer.vocab_size)
+        documents = zip(table[TEXT].to_pylist(), table[ORIGIN].to_pylist(), strict=True)
+        for side, part in _divide(documents, arguments["validation_share"]).items():
+            ids, lengths = encode(part)
+            write_chunk(out, side, chunk, ids, lengths, id_range)
             entry = sides.setdefault(side, {"documents": 0, "tokens": 0})
             entry["documents"] += len(lengths)
             entry["tokens"] += len(ids)
     counts["documents_out"] = sum(entry["documents"] for entry in sides.values())
     counts["tokens_out"] = sum(entry["tokens"] for entry in sides.values())
-    return {**counts, "sides": sides, "vocab_size": tokenizer.vocab_size}
+    return {**counts, "sides": sides}
+
+
+# (text, origin) of some documents -> (ids of all of them, length of each)
+_Encode = Callable[[Sequence[tuple[str, str]]], tuple[np.ndarray, np.ndarray]]
+
+
+def _choose_encoder(tokenizer: Tokenizer, arguments: Any) -> tuple[_Encode, int]:
+    """(encoder of the documents, a bound of what it writes)."""
+    if (name := arguments.get("template")) is None:
+        begin = [tokenizer.bos_id] if arguments["bos"] else []
+        return partial(_encode_texts, tokenizer, begin), tokenizer.vocab_size
+    template = open_chat_template(name, tokenizer)
+    if template.fingerprint != arguments["template_fingerprint"]:
+        raise DataError(
+            f'template "{name}": its file has changed since the command began.',
+            fix="Run the same command again.",
+        )
+    return partial(encode_chats, ChatEncoder(tokenizer, template)), ENTRY_RANGE
 
 
 @lru_cache(maxsize=1)
@@ -63,24 +98,24 @@ def _open_unchanged(path: str, fingerprint: str) -> Tokenizer:
     return tokenizer
 
 
-def _divide(texts: Sequence[str], validation_share: float) -> dict[str, list[str]]:
-    """The texts of each side that has some; copies of a text are on the same side."""
-    if not validation_share:
-        return {TRAIN: list(texts)} if texts else {}
-    sides: dict[str, list[str]] = {}
-    for text in texts:
-        side = VALIDATION if is_held_out(text, validation_share) else TRAIN
-        sides.setdefault(side, []).append(text)
+def _divide(
+    documents: Iterable[tuple[str, str]], validation_share: float
+) -> dict[str, list[tuple[str, str]]]:
+    """The documents of each side that has some; copies of a text are on the same side."""
+    sides: dict[str, list[tuple[str, str]]] = {}
+    for document in documents:
+        held_out = validation_share and is_held_out(document[0], validation_share)
+        sides.setdefault(VALIDATION if held_out else TRAIN, []).append(document)
     return sides
 
 
 def _encode_texts(
-    texts: Sequence[str], tokenizer: Tokenizer, begin: list[int]
+    tokenizer: Tokenizer, begin: list[int], documents: Sequence[tuple[str, str]]
 ) -> tuple[np.ndarray, np.ndarray]:
     """(ids of all documents, each with `begin` and EOS; length of each document)."""
     first, last = np.array(begin, np.int32), np.array([tokenizer.eos_id], np.int32)
     parts: list[np.ndarray] = []
-    for number, text in enumerate(texts):
+    for number, (text, _) in enumerate(documents):
         parts += (first, tokenizer.encode_array(text), last)
         if number % 256 == 0:
             report_progress()

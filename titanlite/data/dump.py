@@ -42,7 +42,9 @@ class BatchDump:
         shown = stream.count_near(position, min(shown, count))
         inputs, labels = stream.read(position, shown)
         for number, sample in enumerate(samples[:shown]):
-            tokens = [*inputs[number].tolist(), int(labels[number, -1])]
+            tokens = inputs[number].tolist()
+            if (last := int(labels[number, -1])) >= 0:
+                tokens.append(last)
             sample["tokens"] = tokens
             if stream.tokenizer is not None:
                 sample["text"] = stream.tokenizer.decode(tokens)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from titanlite.data.open_files import OpenFiles
+from titanlite.data.packed import open_packed
 from titanlite.data.remote_shards import open_remote_corpus
 from titanlite.data.shards import open_corpus
 from titanlite.data.token_source import CorpusChecks, SourceOpener, TokenSource
@@ -18,6 +19,7 @@ def _open_megatron(path: str, checks: CorpusChecks, files: OpenFiles) -> TokenSo
 
 FORMATS: dict[str, SourceOpener] = {
     "megatron": _open_megatron,  # .bin/.idx shards, as scripts/prepare_data.py writes them
+    "packed": open_packed,  # the same, of windows in which documents are packed by best fit
 }
 
 

@@ -50,6 +50,7 @@ class CorpusManifest:
     shards: list[ShardRecord]
     format: int = 1
     bos: bool = False  # every document begins with the tokenizer's BOS
+    packed_seq_len: int = 0  # of the windows that the documents are packed in; 0: not packed
 
 
 def write_corpus_manifest(
@@ -59,6 +60,7 @@ def write_corpus_manifest(
     shards: Sequence[ShardRecord],
     *,
     bos: bool = False,
+    packed_seq_len: int = 0,
 ) -> CorpusManifest:
     """Write the manifest of a folder whose shards are all complete."""
     manifest = CorpusManifest(
@@ -69,8 +71,12 @@ def write_corpus_manifest(
         tokens=sum(shard.tokens for shard in shards),
         shards=sorted(shards, key=lambda shard: shard.name),
         bos=bos,
+        packed_seq_len=packed_seq_len,
     )
-    text = json.dumps(asdict(manifest), indent=1) + "\n"
+    table = asdict(manifest)
+    if not packed_seq_len:
+        del table["packed_seq_len"]  # older versions refuse keys that they do not know
+    text = json.dumps(table, indent=1) + "\n"
     write_file_atomically(Path(folder) / MANIFEST, text.encode())
     return manifest
 

@@ -21,7 +21,14 @@ from titanlite.data.manifest import (
     sampled_blocks,
 )
 from titanlite.data.open_files import BatchedFiles, FileRequest, OpenFiles
-from titanlite.data.shards import INDEX_HEADER, Corpus, CorpusShard, damaged_error, parse_header
+from titanlite.data.shards import (
+    INDEX_HEADER,
+    Corpus,
+    CorpusShard,
+    check_packing,
+    damaged_error,
+    parse_header,
+)
 from titanlite.data.token_source import CorpusChecks
 from titanlite.errors import DataError
 
@@ -137,8 +144,13 @@ def _storage_errors(url: object) -> Iterator[None]:
         ) from error
 
 
-def open_remote_corpus(url: str, checks: CorpusChecks, files: OpenFiles) -> Corpus:
-    """Open a folder of shards by URL; raises DataError. `files` are not used."""
+def open_remote_corpus(
+    url: str, checks: CorpusChecks, files: OpenFiles, *, packed: bool = False
+) -> Corpus:
+    """Open a folder of shards by URL, with `packed` windows or without; raises DataError.
+
+    `files` are not used.
+    """
     with _storage_errors(url):
         folder = RemoteFolder(url)
         present = folder.sizes()
@@ -150,6 +162,7 @@ def open_remote_corpus(url: str, checks: CorpusChecks, files: OpenFiles) -> Corp
     with _storage_errors(folder):
         content = folder.fs.cat_file(folder.path_of(MANIFEST))
     manifest = parse_corpus_manifest(content, f"{url}/{MANIFEST}")
+    check_packing(url, manifest, packed)
     shards_present = {name: n for name, n in present.items() if name.endswith((".bin", ".idx"))}
     compare_listing(url, shards_present, manifest)
     samples = _verify(folder, manifest, checks)

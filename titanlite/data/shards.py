@@ -293,16 +293,23 @@ class CorpusShard:
 
 
 def open_corpus(
-    path: str | Path, checks: CorpusChecks | None = None, files: OpenFiles | None = None
+    path: str | Path,
+    checks: CorpusChecks | None = None,
+    files: OpenFiles | None = None,
+    *,
+    packed: bool | None = False,
 ) -> Corpus:
     """Open a folder of shards, or one shard given by its prefix or either file; raises DataError.
 
     Names and sizes are checked, against the manifest if there is one; then what `checks` requests.
+    `packed`: whether the shards must have packed windows (titanlite/data/packed.py) or must not;
+    None: either.
     """
     location, checks = Path(path), checks or CorpusChecks()
     try:
         pairs = _list_shard_files(location)
         manifest = _read_and_compare_manifest(location, pairs, checks)
+        check_packing(location, manifest, packed)
         sampled = checks.verify != "off"
         samples = {bin: hash_sampled_blocks(bin) for bin, _ in pairs} if sampled else {}
         shards: list[CorpusShard] = []
@@ -332,6 +339,24 @@ def _read_and_compare_manifest(
     if manifest:
         check_listed_files(location, pairs, manifest)
     return manifest
+
+
+def check_packing(
+    location: str | Path, manifest: CorpusManifest | None, packed: bool | None
+) -> None:
+    """Refuse packed windows as documents, and documents as windows; raises DataError."""
+    seq_len = manifest.packed_seq_len if manifest else 0
+    if seq_len and packed is False:
+        raise DataError(
+            f"{location}: its documents are packed in windows of {seq_len} tokens.",
+            fix='Set format = "packed" for this source.',
+        )
+    if packed and not seq_len:
+        raise DataError(
+            f"{location}: its documents are not packed.",
+            fix='Set format = "megatron" for this source, or prepare it with [pack] mode ='
+            ' "best_fit".',
+        )
 
 
 def _check_content(

@@ -198,15 +198,15 @@ class SampleStream:
         """`read`, and the number of the source of each sequence: int64 [B]."""
         positions = np.arange(position, position + sequences, dtype=np.int64)
         source_at, _, samples = self._order.sample_at(positions)
-        ids = np.empty((sequences, self.seq_len + 1), dtype=np.int64)
+        inputs, labels = (np.empty((sequences, self.seq_len), dtype=np.int64) for _ in range(2))
         for number, source in enumerate(self._sources):
             chosen = source_at == number
-            if chosen.all():  # without a copy
-                ids = source.read_samples(samples, self.seq_len)
+            if chosen.all():  # without one more copy
+                inputs, labels = source.read_samples(samples, self.seq_len)
                 break
             if chosen.any():
-                ids[chosen] = source.read_samples(samples[chosen], self.seq_len)
-        return *_inputs_and_labels(ids), torch.from_numpy(source_at)
+                inputs[chosen], labels[chosen] = source.read_samples(samples[chosen], self.seq_len)
+        return torch.from_numpy(inputs), torch.from_numpy(labels), torch.from_numpy(source_at)
 
     def locate(self, position: int, sequences: int) -> list[dict[str, Any]]:
         """Where the samples of `sequences` positions are from, as JSON values.
@@ -230,7 +230,7 @@ class SampleStream:
 
     def without_end(self, end: int) -> list[str]:
         """Names of the sources whose last id is not `end`, the end of a document."""
-        return [source.name for source in self._sources if source.last_id != end]
+        return [source.name for source in self._sources if source.lacks_end(end)]
 
     def prefetch(
         self,
@@ -281,7 +281,7 @@ class ValidationSet:
         self.name, self.seq_len, self._source = source.name, seq_len, source
         self.token_bytes = _byte_counts(tokenizer, source.vocab_size) if tokenizer else None
         self.bos = source.bos
-        self.samples = -(-(source.tokens - 1) // seq_len)
+        self.samples = source.samples(seq_len, whole=False)
         self._timeout = timeout_seconds
         self._reader: BackgroundReader | None = None
 
@@ -299,6 +299,8 @@ class ValidationSet:
         return self._reader.wait(self._reader.submit(start, sequences), description)
 
     def _read_now(self, start: int, sequences: int) -> tuple[Tensor, Tensor]:
+        if self._source.is_packed:
+            return self._read_windows(start, sequences)
         length, tokens = self.seq_len, self._source.tokens
         first = start * length
         ids = np.full((sequences, length + 1), IGNORE_INDEX, dtype=np.int64)
@@ -309,12 +311,21 @@ class ValidationSet:
         rest = tokens - first - full_sequences * length
         if full_sequences < sequences and rest > 1:
             ids[full_sequences, :rest] = self._source.gather(np.array([tokens - rest]), rest)
-        inputs, labels = _inputs_and_labels(ids)
-        return inputs.clamp_(min=0), labels  # the embedding needs a valid id for every input
+        both = torch.from_numpy(ids)
+        # the embedding needs a valid id for every input
+        return both[:, :-1].clamp(min=0), both[:, 1:].clone()
+
+    def _read_windows(self, start: int, sequences: int) -> tuple[Tensor, Tensor]:
+        inputs = torch.zeros((sequences, self.seq_len), dtype=torch.int64)
+        labels = torch.full_like(inputs, IGNORE_INDEX)
+        count = max(0, min(sequences, self.samples - start))
+        read = self._source.read_samples(np.arange(start, start + count), self.seq_len)
+        inputs[:count], labels[:count] = map(torch.from_numpy, read)
+        return inputs, labels
 
     def without_end(self, end: int) -> list[str]:
         """The set's name, if its last id is not `end`, the end of a document."""
-        return [self.name] if self._source.last_id != end else []
+        return [self.name] if self._source.lacks_end(end) else []
 
 
 def open_sample_stream(
@@ -340,6 +351,7 @@ def open_sample_stream(
                 opened.append(_open_text(config, seq_len, seed, tokenizer, checks))
                 continue
             source = open_token_source(config.format, config.path, checks, files)
+            _check_seq_len(config, source, "training.seq_len", seq_len)
             opened.append(_check_source(config, source, seq_len + 1, vocab_size, tokenizer))
         except DataError as error:
             problems.append(error)
@@ -380,6 +392,7 @@ def open_validation(
     """
     files = OpenFiles(MIN_OPEN_FILES)  # its shards are read one after the other
     source = open_token_source(config.format, config.path, checks, files)
+    _check_seq_len(config, source, "validation.seq_len", seq_len)
     checked = _check_source(config, source, 2, vocab_size, tokenizer)
     return ValidationSet(checked, seq_len, timeout_seconds, tokenizer)
 
@@ -426,11 +439,31 @@ class _CheckedSource:
         return self.source.content_sample
 
     @property
-    def last_id(self) -> int:
-        return _id_at(self.source, self.tokens - 1)
+    def is_packed(self) -> bool:
+        return self.source.packed_seq_len is not None
 
-    def samples(self, seq_len: int) -> int:
-        return (self.tokens - 1) // seq_len
+    def lacks_end(self, end: int) -> bool:
+        """Whether the last document does not end with the id `end`, which has to mark its end."""
+        return not self.is_packed and _id_at(self.source, self.tokens - 1) != end
+
+    def stride(self, seq_len: int) -> int:
+        """Ids between the first ids of two samples."""
+        return seq_len + 1 if self.is_packed else seq_len
+
+    def samples(self, seq_len: int, whole: bool = True) -> int:
+        """Number of samples; the last may be shorter than `seq_len` unless `whole`."""
+        if self.is_packed:
+            return self.tokens // (seq_len + 1)
+        return (self.tokens - 1) // seq_len if whole else -(-(self.tokens - 1) // seq_len)
+
+    def read_samples(self, samples: np.ndarray, seq_len: int) -> tuple[np.ndarray, np.ndarray]:
+        """Inputs and labels of whole samples: int64 [N, T] each; raises DataError."""
+        starts = samples * self.stride(seq_len)
+        if not self.is_packed:
+            return _inputs_and_labels(self.gather(starts, seq_len + 1))
+        ids, labels = self.source.gather_windows(samples)
+        self._check_ids(ids, starts)
+        return ids[:, :-1].copy(), labels
 
     def ordered(self, weight: float, seq_len: int) -> OrderedSource:
         """The source as the order of samples needs it."""
@@ -441,11 +474,7 @@ class _CheckedSource:
 
     def first_token(self, sample: int, seq_len: int) -> int:
         """Position of the first id of a sample."""
-        return sample * seq_len
-
-    def read_samples(self, samples: np.ndarray, seq_len: int) -> np.ndarray:
-        """The ids of samples, by number: int64 [len(samples), seq_len + 1]; raises DataError."""
-        return self.gather(samples * seq_len, seq_len + 1)
+        return sample * self.stride(seq_len)
 
     def gather(self, starts: np.ndarray, count: int) -> np.ndarray:
         """Ids [start, start + count) of each start: int64 [len(starts), count].
@@ -454,6 +483,11 @@ class _CheckedSource:
         """
         ids = np.ascontiguousarray(self.source.gather(starts, count), dtype=np.int64)
         assert ids.shape == (len(starts), count), (ids.shape, type(self.source))
+        self._check_ids(ids, starts)
+        return ids
+
+    def _check_ids(self, ids: np.ndarray, starts: np.ndarray) -> None:
+        """Raise DataError for an id outside the vocabulary; ids [N, count] are from `starts` on."""
         if ids.size and int(ids.view(np.uint64).max()) >= self.vocab_size:  # negatives are huge
             row, column = np.argwhere((ids < 0) | (ids >= self.vocab_size))[0]
             raise DataError(
@@ -461,7 +495,17 @@ class _CheckedSource:
                 f" {ids[row, column]}, outside 0…{self.vocab_size - 1}.",
                 fix="Use the tokenizer that made the source, or a larger model.vocab_size.",
             )
-        return ids
+
+
+def _check_seq_len(config: SourceConfig, source: TokenSource, key: str, seq_len: int) -> None:
+    """Refuse windows of another length than that of the run; raises DataError."""
+    if source.packed_seq_len not in (None, seq_len):
+        raise DataError(
+            f'source "{config.name}" ({config.path}): is packed in windows of'
+            f" {source.packed_seq_len} tokens, but {key} = {seq_len}.",
+            fix=f"Set {key} = {source.packed_seq_len}, or pack again with [pack] seq_len ="
+            f" {seq_len}.",
+        )
 
 
 @dataclass(frozen=True)
@@ -507,9 +551,13 @@ class _TextSamples:
         """The source as the order of samples needs it."""
         return OrderedSource(self.name, weight, None)
 
-    def read_samples(self, samples: np.ndarray, seq_len: int) -> np.ndarray:
-        """The ids of samples, by number: int64 [len(samples), seq_len + 1]; raises DataError."""
-        return self.text.read(samples)
+    def lacks_end(self, end: int) -> bool:
+        """Whether documents do not end with the id `end`."""
+        return self.last_id != end
+
+    def read_samples(self, samples: np.ndarray, seq_len: int) -> tuple[np.ndarray, np.ndarray]:
+        """Inputs and labels of samples: int64 [N, T] each; raises DataError."""
+        return _inputs_and_labels(self.text.read(samples))
 
 
 def _open_text(
@@ -597,8 +645,6 @@ def _id_at(source: TokenSource, position: int) -> int:
     return int(source.gather(np.array([position]), 1)[0, 0])
 
 
-def _inputs_and_labels(ids: np.ndarray) -> tuple[Tensor, Tensor]:
-    """Ids [B, T + 1] as two tensors [B, T] that share no memory."""
-    both = torch.from_numpy(ids)
-    # clone: contiguous() would return a view where B = 1
-    return both[:, :-1].clone(), both[:, 1:].clone()
+def _inputs_and_labels(ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Ids [N, T + 1] as two arrays [N, T] that share no memory."""
+    return ids[:, :-1].copy(), ids[:, 1:].copy()

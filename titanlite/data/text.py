@@ -78,6 +78,7 @@ class TextRules:
 
     text_field: str = TEXT_FIELD
     max_bytes: int = MAX_DOCUMENT_BYTES
+    as_json: bool = False  # the field is a list, and the text of the document its JSON
 
 
 def list_file_ranges(
@@ -244,9 +245,13 @@ class _LineReader:
         except ValueError as error:
             reason = str(error)
         else:
-            if isinstance(document, dict) and isinstance(document.get(field), str):
-                return document[field]
-            reason = f'has no "{field}" that is a string'
+            value = document.get(field) if isinstance(document, dict) else None
+            if isinstance(value, list) and self._rules.as_json:
+                return json.dumps(value)
+            if isinstance(value, str) and not self._rules.as_json:
+                return value
+            kind = "list" if self._rules.as_json else "string"
+            reason = f'has no "{field}" that is a {kind}'
         shown = line[:60].decode(errors="replace").strip()
         problem = DataError(
             f"{self._location()}: {reason}: {shown}",

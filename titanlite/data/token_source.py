@@ -41,6 +41,9 @@ class TokenSource(Protocol):
     # Hash of a sample of the files' blocks, read when the source is opened. Checkpoints store it
     # too. None: not computed
     record: SourceRecord | None = None  # None: the files record nothing
+    packed_seq_len: int | None = None
+    # The samples of a packed source are its windows of this many tokens and one id more, which
+    # `gather_windows` reads. None: a sample may begin at any position
 
     @abstractmethod
     def gather(self, starts: np.ndarray, count: int) -> np.ndarray:
@@ -50,6 +53,10 @@ class TokenSource(Protocol):
         DataError if the files cannot be read.
         """
         ...
+
+    def gather_windows(self, windows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Ids [N, T + 1] and labels [N, T] of windows of a packed source; int64."""
+        raise TypeError(f"{type(self).__name__} has no windows")
 
 
 @dataclass(frozen=True)

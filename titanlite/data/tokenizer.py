@@ -55,6 +55,7 @@ class Tokenizer(ABC):
     bos_id: int  # eos_id if it has no BOS of its own
     eos_id: int
     fingerprint: str  # equal for tokenizers that give equal ids, wherever the file is
+    special_tokens: dict[str, int]  # name -> id, of those that text is never encoded as
     adds_bos = False  # its file specifies that BOS is added before a text
     files: dict[str, bytes]
     # file name -> content from which `tokenizer_from_bytes` makes an equal tokenizer;
@@ -187,7 +188,7 @@ class RanksTokenizer(Tokenizer):
         self._encoding = tiktoken.Encoding(
             "ranks", pat_str=SPLIT_PATTERN, mergeable_ranks=ranks, special_tokens=specials
         )
-        self.vocab_size = len(ranks) + len(specials)
+        self.special_tokens, self.vocab_size = specials, len(ranks) + len(specials)
         self.bos_id, self.eos_id = specials[BEGIN], specials[END]
         tokens = sorted(ranks, key=ranks.__getitem__)
         in_order = b"\n".join(base64.b64encode(token) for token in tokens)
@@ -255,7 +256,7 @@ class HuggingFaceTokenizer(Tokenizer):
             self._tokenizer.encode_special_tokens = True  # special-looking text is ordinary text
             ids = self._tokenizer.get_vocab(with_added_tokens=True).values()
             added = {t.content: i for i, t in self._tokenizer.get_added_tokens_decoder().items()}
-        self.vocab_size = 1 + max(ids)
+        self.special_tokens, self.vocab_size = added, 1 + max(ids)
         eos_id, bos_id = _first_id(_EOS_NAMES, added), _first_id(_BOS_NAMES, added)
         if eos_id is None:
             raise DataError(
@@ -314,7 +315,7 @@ class ByteTokenizer(Tokenizer):
     name, vocab_size, bos_id, eos_id = BYTES, 258, 256, 257
 
     def __init__(self):
-        self.files = {}
+        self.files, self.special_tokens = {}, {BEGIN: self.bos_id, END: self.eos_id}
         self.fingerprint = _fingerprint(BYTES, BEGIN, END)
 
     def token_bytes(self) -> list[bytes]:

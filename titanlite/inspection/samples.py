@@ -12,7 +12,6 @@ from titanlite.errors import DataError
 from titanlite.files import parse_json, read_regular_file
 from titanlite.inspection.documents import CorpusDocuments
 from titanlite.inspection.search import search_corpus
-from titanlite.labels import IGNORE_INDEX
 
 MEGATRON = "megatron"  # the data format whose files say where documents are
 SHOWN_CHARACTERS = 400  # of a text in a terminal, of which half are its end
@@ -34,9 +33,11 @@ def describe_positions(
     samples = stream.locate(position, count)
     inputs, labels = stream.read(position, count)
     for number, sample in enumerate(samples):
-        own = [*inputs[number].tolist(), int(labels[number, -1])]
+        own = inputs[number].tolist()
+        if (last := int(labels[number, -1])) >= 0:
+            own.append(last)
         _add_content(sample, own, stream.tokenizer)
-        ignored = int((labels[number] == IGNORE_INDEX).sum())
+        ignored = int((labels[number] < 0).sum())
         if ignored:
             sample["ignored_labels"] = ignored
         path = sample["path"]

@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from titanlite.kernels.flash import CudaFlash, flash_kernel_for, repeat_kv_heads
+from titanlite.labels import DOCUMENT_END, SAME_DOCUMENT
 
 QUERY_TILE = 128  # the most queries that one block of a FlashAttention kernel computes
 
@@ -79,11 +80,19 @@ class SupportsDocuments(Protocol):
     def use_document_mask(self, index_documents: IndexDocuments) -> None: ...
 
 
-def document_positions(inputs: Tensor, end: int) -> Tensor:
-    """Position of each token [B, T] in its document (0, 1, 2, …), which ends with the id `end`."""
+def document_positions(inputs: Tensor, end: int, labels: Tensor | None = None) -> Tensor:
+    """Position of each token [B, T] in its document (0, 1, 2, …).
+
+    A document ends with the id `end`; in a packed sequence, where its label is DOCUMENT_END.
+    """
+    ends = inputs == end
+    if labels is not None:
+        document_ends = labels == DOCUMENT_END
+        is_packed = (document_ends | (labels == SAME_DOCUMENT)).any(dim=1, keepdim=True)
+        ends = torch.where(is_packed, document_ends, ends)
     index = torch.arange(inputs.shape[1], device=inputs.device).expand_as(inputs)
     first = torch.zeros_like(index)
-    first[:, 1:] = torch.where(inputs[:, :-1] == end, index[:, 1:], 0)
+    first[:, 1:] = torch.where(ends[:, :-1], index[:, 1:], 0)
     return index - first.cummax(dim=1).values
 
 

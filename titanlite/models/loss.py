@@ -16,7 +16,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from titanlite.labels import IGNORE_INDEX
 from titanlite.settings import NotNegative, Range
 
 
@@ -55,7 +54,7 @@ class Vocabulary:
         """(largest logit, log-sum-exp of all logits, logit of the label), each [N].
 
         Overwrites the local fp32 logits [N, V'] with exp(logit - largest). The last result is
-        undefined where the label is IGNORE_INDEX.
+        undefined where the label is ignored.
         """
         max_logit = self.reduce_max(logits.amax(-1))
         # Stacked outside of the compiled function: inside of it, torch 2.11's compiler reads the
@@ -187,7 +186,7 @@ def _chunk_loss(
     """
     vocabulary, logits = output.vocabulary, F.linear(x, weight).float()
     max_logit, lse, label_logit = vocabulary.log_sum_exp(logits, labels)
-    valid = labels != IGNORE_INDEX
+    valid = labels >= 0
     losses = torch.where(valid, lse - label_logit, 0.0)
     z_loss = torch.where(valid, z_weight * lse.square(), 0.0).sum()
     if not with_grad:
@@ -226,5 +225,5 @@ def _local_index(label: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def valid_tokens(labels: Tensor) -> Tensor:
-    """Number of labels that are not IGNORE_INDEX, 0-d integer; does not synchronise the host."""
-    return (labels != IGNORE_INDEX).sum()
+    """Number of labels that are not ignored, 0-d integer; does not synchronise the host."""
+    return (labels >= 0).sum()

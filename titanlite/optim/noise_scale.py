@@ -21,11 +21,12 @@ class NoiseEstimate(NamedTuple):
 
 
 def estimate_noise(
-    small_square: float, small_batch: int, large_square: float, large_batch: int
+    small_square: float, small_batch: float, large_square: float, large_batch: float
 ) -> NoiseEstimate:
     """Estimates from the square norms of the mean gradients of two batches (appendix A.1).
 
-    The small batch may be a part of the large one; both sizes are in sequences.
+    The small batch may be a part of the large one; both sizes are in sequences. The variance of a
+    mean gradient is proportional to 1 / labels, so a sequence counts by its share of the labels.
     """
     difference = large_batch * large_square - small_batch * small_square
     return NoiseEstimate(

@@ -65,7 +65,7 @@ class RankTokens:
         """A batch with the documents of each micro-batch, from tensors in host memory."""
         if self.index_documents is None:
             return Batch(inputs, labels)
-        positions = self.positions(inputs).expand(len(inputs), -1)
+        positions = self.positions(inputs, labels).expand(len(inputs), -1)
         documents = map(self.index_documents, positions.split(microbatch_size))
         return Batch(inputs, labels, tuple(documents))
 
@@ -73,11 +73,11 @@ class RankTokens:
         """This rank's part of `tokens`: [B, T] -> [B, T / cp]."""
         return self.sequence.select(tokens)
 
-    def positions(self, inputs: Tensor) -> Tensor:
-        """Positions of this rank's tokens of `inputs` [B, T].
+    def positions(self, inputs: Tensor, labels: Tensor | None = None) -> Tensor:
+        """Positions of this rank's tokens of `inputs` [B, T]; `labels` mark packed documents.
 
         [T / cp] if all sequences have the same positions, else [B, T / cp].
         """
         if self.document_end_id is None:
             return self.sequence.positions(inputs.shape[1], inputs.device)
-        return self.sequence.select(document_positions(inputs, self.document_end_id))
+        return self.sequence.select(document_positions(inputs, self.document_end_id, labels))

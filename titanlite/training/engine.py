@@ -137,7 +137,8 @@ class SpmdEngine:
 
     def _loss_of(self, microbatch: Batch) -> Tensor:
         """The summed loss of this rank's tokens."""
-        select, positions = self._tokens.select, self._tokens.positions(microbatch.inputs)
+        select = self._tokens.select
+        positions = self._tokens.positions(microbatch.inputs, microbatch.labels)
         options = {"documents": microbatch.documents[0]} if microbatch.documents else {}
         return self._model(
             select(microbatch.inputs), positions, labels=select(microbatch.labels), **options
@@ -212,7 +213,7 @@ class PipelineEngine:
         rank_schedule = self._schedule_for(stage_class, plan, inputs.shape[1])
         rank_schedule.enable_gradient_reduction(reduce)
         rank_schedule.use_documents(batch.documents)
-        positions = self._tokens.positions(inputs)
+        positions = self._tokens.positions(inputs, labels)
         self._losses = []
         arguments: list[Tensor] = []
         targets: dict[str, Any] = {}

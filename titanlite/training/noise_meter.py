@@ -31,7 +31,7 @@ class Measurement(NamedTuple):
     """The small batch of a step that was measured."""
 
     grad_norm: Tensor  # 0-d: 2-norm of its mean gradient, on the device
-    sequences: int  # of the small batch; 0 if the large one has only one
+    share: Tensor  # 0-d: its share of the valid labels of the large batch, on the device
     global_batch: int  # sequences of the large batch
     seq_len: int  # tokens of a sequence
 
@@ -71,28 +71,29 @@ class NoiseScaleEngine:
         """See `Engine.forward_backward`."""
         if self._armed:
             self._armed = False
-            self._measurement = self._measure(batch, set_phase)
+            self._measurement = self._measure(batch, valid, set_phase)
         return self._engine.forward_backward(batch, valid, set_phase)
 
-    def _measure(self, batch: Batch, set_phase: SetPhase) -> Measurement:
+    def _measure(self, batch: Batch, scaled_valid: Tensor, set_phase: SetPhase) -> Measurement:
         own, seq_len = batch.labels.shape
         global_batch = own * self._mesh.batch.size()
         small_batch = global_batch // 2
         if not small_batch:
-            return Measurement(torch.zeros(()), 0, global_batch, seq_len)
+            return Measurement(torch.zeros(()), torch.zeros(()), global_batch, seq_len)
         own_small = min(max(small_batch - own * self._mesh.batch_rank, 0), own)
         labels = batch.labels.clone()
         labels[own_small:] = IGNORE_INDEX
-        valid = all_reduce_sum(self._mesh.batch, valid_tokens(labels)).clamp(min=1)
+        valid = all_reduce_sum(self._mesh.batch, valid_tokens(labels))
         scale = 1.0 if self._state.loss_scale is None else self._state.loss_scale.value
-        self._engine.forward_backward(replace(batch, labels=labels), valid / scale, set_phase)
+        divisor = valid.clamp(min=1) / scale
+        self._engine.forward_backward(replace(batch, labels=labels), divisor, set_phase)
         parameters = list(self._state.model.parameters())
         grads = [parameter.grad for parameter in parameters]
         norms = iter(shard_norms([grad for grad in grads if grad is not None]))
         each = [None if grad is None else next(norms) for grad in grads]
         norm = combine_norms(parameters, each, self._mesh).total / scale
         self._state.optimizer.zero_grad()
-        return Measurement(norm, small_batch, global_batch, seq_len)
+        return Measurement(norm, valid / (scaled_valid * scale), global_batch, seq_len)
 
 
 def measure_noise_scale(
@@ -113,14 +114,16 @@ def measure_noise_scale(
 def _fields(measurement: Measurement, average: NoiseScale, result: StepResult) -> dict[str, Any]:
     """The fields of the event; waits for the device."""
     fields: dict[str, Any] = {"critical_batch": None, "critical_batch_tokens": None}
-    if not measurement.sequences:
+    if measurement.global_batch == 1:
         return fields | {"reason": "the global batch has one sequence"}
+    share = measurement.share.item()
+    if not 0 < share < 1:
+        return fields | {"reason": "one half of the global batch has no labels"}
     small, large = measurement.grad_norm.item(), result.grad_norm.item()
     if result.skipped or not (math.isfinite(small) and math.isfinite(large)):
         return fields | {"reason": "a gradient is inf or NaN, or the step was skipped"}
-    average.update(
-        estimate_noise(small**2, measurement.sequences, large**2, measurement.global_batch)
-    )
+    large_batch = measurement.global_batch
+    average.update(estimate_noise(small**2, share * large_batch, large**2, large_batch))
     gradient, noise = average.mean
     fields |= {"gradient_square": gradient, "noise": noise}
     if (critical := average.critical_batch) is None:

@@ -9,7 +9,6 @@ from torch import Tensor
 
 from titanlite.distributed.collectives import all_reduce_sum
 from titanlite.distributed.mesh import Mesh
-from titanlite.labels import IGNORE_INDEX
 from titanlite.models import valid_tokens
 from titanlite.optim import AdaptiveClip, OptimizerInBackward, Progress, clip_gradients
 from titanlite.training.batch import Batch
@@ -136,7 +135,7 @@ def _count_labels(batch: Batch) -> Tensor:
     """The valid labels of this rank's sequences: 0-d, or [sources] if the batch has sources."""
     if batch.sources is None:
         return valid_tokens(batch.labels)
-    of_sequences = (batch.labels != IGNORE_INDEX).sum(1, keepdim=True)
+    of_sequences = (batch.labels >= 0).sum(1, keepdim=True)
     return (of_sequences * batch.sources).sum(0)
 
 

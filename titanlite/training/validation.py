@@ -90,7 +90,7 @@ def _count_bytes(labels: Tensor, token_bytes: Tensor | None) -> Tensor:
     """Bytes of the text of the valid labels, 0-d int64; 0 if the tokenizer is not known."""
     if token_bytes is None:
         return torch.zeros((), dtype=torch.int64)
-    return token_bytes[labels[labels != IGNORE_INDEX]].sum()
+    return token_bytes[labels[labels >= 0]].sum()
 
 
 def validation_samples(config: ValidationConfig, data: ValidationData, global_batch: int) -> int:

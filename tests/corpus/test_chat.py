@@ -1,0 +1,163 @@
+"""Conversations become the ids that transformers makes of them, with labels on answers alone."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+
+from tests.corpus.chats import CHATML, CHATS, EOS_TURNS, LLAMA3, MARKED, turns, write_tokenizer
+from titanlite.corpus.chat.encode import ChatEncoder
+from titanlite.corpus.chat.template import open_chat_template
+from titanlite.data import open_tokenizer
+from titanlite.data.packed import ID_MASK, UNTRAINED
+from titanlite.errors import DataError
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return write_tokenizer(tmp_path_factory.mktemp("tokenizer"))
+
+
+def open_encoder(folder, template: str) -> ChatEncoder:
+    """An encoder with a built-in template, or with the text of one in Jinja."""
+    if "{" in template:
+        path = folder / f"{abs(hash(template))}.jinja"
+        path.write_text(template)
+        template = str(path)
+    tokenizer = open_tokenizer(str(folder / "tokenizer.json"))
+    return ChatEncoder(tokenizer, open_chat_template(template, tokenizer))
+
+
+def ids_and_answers(encoder: ChatEncoder, chat) -> tuple[list[int], list[int]]:
+    entries = encoder.encode(json.dumps(chat), "chats.jsonl:1")
+    return (entries & ID_MASK).tolist(), (entries & UNTRAINED == 0).astype(int).tolist()
+
+
+def reference(folder, template: str, marked: str):
+    """transformers' ids of each conversation and, where it can, its mask of answers."""
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_file=str(folder / "tokenizer.json"),
+        bos_token="<|begin_of_text|>",
+        eos_token="<|end_of_text|>",
+    )
+    for chat in CHATS:
+        ids = tokenizer.apply_chat_template(chat, chat_template=template, return_dict=False)
+        options = {"return_dict": True, "return_assistant_tokens_mask": True}
+        both = tokenizer.apply_chat_template(chat, chat_template=marked, **options)
+        assert both["input_ids"] == ids
+        yield ids, both["assistant_masks"]
+
+
+MARKED_LLAMA3 = (
+    "{{ bos_token }}{% for m in messages %}"
+    "{{ '<|start_header_id|>' + m.role + '<|end_header_id|>\n\n' }}"
+    "{% if m.role == 'assistant' %}{% generation %}{{ m.content | trim + '<|eot_id|>' }}"
+    "{% endgeneration %}{% else %}{{ m.content | trim + '<|eot_id|>' }}{% endif %}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize(
+    "template, plain, marked",
+    [
+        ("llama3", LLAMA3, MARKED_LLAMA3),
+        ("chatml", CHATML, MARKED),
+        (LLAMA3, LLAMA3, MARKED_LLAMA3),
+        (CHATML, CHATML, MARKED),
+        (MARKED, CHATML, MARKED),
+    ],
+    ids=["llama3", "chatml", "llama3.jinja", "chatml.jinja", "marked.jinja"],
+)
+def test_ids_and_answers_are_those_of_transformers(folder, template, plain, marked):
+    encoder = open_encoder(folder, template)
+    for chat, expected in zip(CHATS, reference(folder, plain, marked), strict=True):
+        # Where a template marks no answers, its end of an answer may be behind the end of the turn.
+        ids, answers = ids_and_answers(encoder, chat)
+        assert ids == expected[0]
+        if template is not CHATML:
+            assert answers == expected[1]
+        else:  # the newline behind the turn belongs to the answer
+            assert sum(answers) == sum(expected[1]) + len(chat) // 2
+
+
+def test_the_ids_of_an_answer_are_its_text_and_the_end_of_its_turn(folder):
+    encoder = open_encoder(folder, "llama3")
+    tokenizer = open_tokenizer(str(folder / "tokenizer.json"))
+    ids, answers = ids_and_answers(encoder, CHATS[0])
+    trained = [id for id, answer in zip(ids, answers, strict=True) if answer]
+    expected = "It is 4.<|eot_id|>Yes:\n\n2 + 2 = 4.<|eot_id|>"
+    assert tokenizer.decode(trained) == expected
+
+
+@pytest.mark.parametrize("template", ["llama3", LLAMA3, "chatml", EOS_TURNS])
+def test_a_special_token_in_a_message_is_ordinary_text(folder, template):
+    encoder = open_encoder(folder, template)
+    tokenizer = open_tokenizer(str(folder / "tokenizer.json"))
+    attack = "<|eot_id|><|end_of_text|><|im_end|><|start_header_id|>"
+    plain, _ = ids_and_answers(encoder, turns("a", "b"))
+    ids, _ = ids_and_answers(encoder, turns("a" + attack, "b"))
+    special = set(tokenizer.special_tokens.values())
+    assert [i for i in ids if i in special] == [i for i in plain if i in special]
+    assert attack in tokenizer.decode(ids)
+
+
+def test_a_conversation_without_an_answer_has_no_entries(folder):
+    encoder = open_encoder(folder, "llama3")
+    assert encoder.encode(json.dumps(turns("only a question")), "f:1").dtype == np.int32
+    assert not len(encoder.encode(json.dumps(turns("only a question")), "f:1"))
+
+
+@pytest.mark.parametrize(
+    "messages, message",
+    [
+        ([], "no list of messages"),
+        ({"role": "user"}, "no list of messages"),
+        (["hi"], "message 1 is not an object"),
+        ([{"role": "user"}], 'message 1 has no "content"'),
+        ([{"role": "assistant", "content": ["part"]}], 'message 1 has no "content"'),
+        ([*turns("a", "b"), {"role": "tool", "content": "c"}], "the role 'tool' is none of"),
+    ],
+    ids=str,
+)
+def test_what_is_no_conversation_is_refused_with_its_place(folder, messages, message):
+    encoder = open_encoder(folder, "llama3")
+    with pytest.raises(DataError, match=message) as error:
+        encoder.encode(json.dumps(messages), "chats.jsonl:17")
+    assert "chats.jsonl:17" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "template, message",
+    [
+        ("{% for m in messages %}", "is not valid"),
+        ("{{ raise_exception('no system message') }}", "no system message"),
+        ("{{ messages[-1].content }}", "not as a continuation"),  # changes earlier turns
+        ("{{ ''.__class__.__mro__ }}", "the template fails"),  # leaves the sandbox
+    ],
+)
+def test_a_template_that_fails_is_named(folder, template, message):
+    with pytest.raises(DataError, match=message) as error:
+        open_encoder(folder, template).encode(json.dumps(CHATS[0]), "chats.jsonl:1")
+    assert ".jinja" in str(error.value)
+
+
+def test_a_template_that_does_not_fit_is_refused(folder):
+    for name, message in (
+        ("alpaca", "is not a chat template"),
+        (str(folder / "tokenizer.json"), "has no chat_template"),
+        (str(folder / "missing.json"), "cannot be read"),
+    ):
+        with pytest.raises(DataError, match=message):
+            open_encoder(folder, name)
+    with pytest.raises(DataError, match=r"has no special token <\|start_header_id\|>"):
+        open_chat_template("llama3", open_tokenizer("bytes"))
+
+
+def test_the_template_of_a_tokenizer_config_is_used(folder):
+    encoder = open_encoder(folder, str(folder / "tokenizer_config.json"))
+    for chat in CHATS:
+        expected = ids_and_answers(open_encoder(folder, "llama3"), chat)
+        assert ids_and_answers(encoder, chat) == expected

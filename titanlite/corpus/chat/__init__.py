@@ -1,0 +1,1 @@
+"""Conversations as training data: templates, and labels on the answers alone."""

@@ -1,0 +1,91 @@
+"""Conversations -> entries of a packed corpus: ids, marked UNTRAINED outside of the answers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+from typing import Any
+
+import numpy as np
+
+from titanlite.corpus.chat.template import ASSISTANT, ChatTemplate, Message, Segment
+from titanlite.corpus.engine import report_progress
+from titanlite.data.packed import ID_MASK, UNTRAINED
+from titanlite.data.tokenizer import Tokenizer
+from titanlite.errors import DataError
+from titanlite.files import parse_json
+
+ENTRY_RANGE = 1 << 31  # entries are below it
+_MESSAGES_FORMAT = '{"messages": [{"role": "user", "content": "…"}, …]}'
+
+
+class ChatEncoder:
+    """Encodes conversations with a template."""
+
+    def __init__(self, tokenizer: Tokenizer, template: ChatTemplate):
+        self._tokenizer, self._template = tokenizer, template
+
+    def encode(self, text: str, origin: str) -> np.ndarray:
+        """Entries (int32) of a conversation, given as the JSON of its list of messages.
+
+        Empty if it has no answer. Raises DataError with `origin` if it is not a conversation.
+        """
+        try:
+            messages = _check_messages(parse_json(text))
+            if not any(message["role"] == ASSISTANT for message in messages):
+                return np.empty(0, np.int32)
+            entries = list(self._encode_segments(self._template.render(messages)))
+        except ValueError as error:
+            raise DataError(
+                f'{origin}: is not a conversation for the template "{self._template.name}":'
+                f" {error}.",
+                fix=f"Fix or remove it; a line is {_MESSAGES_FORMAT}.",
+            ) from None
+        return np.concatenate([np.empty(0, np.int32), *entries])
+
+    @property
+    def begins_with_bos(self) -> bool:
+        """Whether the template puts the tokenizer's BOS before a conversation."""
+        messages = [{"role": role, "content": "x"} for role in ("user", ASSISTANT)]
+        first = int(self.encode(json.dumps(messages), "a test")[0] & ID_MASK)
+        return self._tokenizer.has_bos and first == self._tokenizer.bos_id
+
+    def _encode_segments(self, segments: Iterator[Segment]) -> Iterator[np.ndarray]:
+        """Adjacent texts are encoded as one, except at the beginning and the end of an answer."""
+        for (special, trained), group in groupby(segments, lambda s: (s.special, s.trained)):
+            mark = 0 if trained else int(UNTRAINED)
+            texts = [segment.text for segment in group]
+            if special:
+                ids = [self._tokenizer.special_tokens[text] for text in texts]
+            else:
+                ids = self._tokenizer.encode("".join(texts))
+            yield np.array(ids, dtype=np.int32) | np.int32(mark)
+
+
+def encode_chats(
+    encoder: ChatEncoder, documents: Sequence[tuple[str, str]]
+) -> tuple[np.ndarray, np.ndarray]:
+    """(entries of all conversations that have an answer, length of each), from (text, origin)."""
+    parts: list[np.ndarray] = []
+    for number, (text, origin) in enumerate(documents):
+        entries = encoder.encode(text, origin)
+        if len(entries):
+            parts.append(entries)
+        if number % 256 == 0:
+            report_progress()
+    lengths = np.fromiter(map(len, parts), np.int64, len(parts))
+    return np.concatenate([np.empty(0, np.int32), *parts]), lengths
+
+
+def _check_messages(messages: Any) -> Sequence[Message]:
+    """Messages with roles and text; raises ValueError."""
+    if not isinstance(messages, list) or not messages:
+        raise ValueError("it has no list of messages")
+    for number, message in enumerate(messages, 1):
+        if not isinstance(message, dict):
+            raise ValueError(f"message {number} is not an object")
+        for key in ("role", "content"):
+            if not isinstance(message.get(key), str):
+                raise ValueError(f'message {number} has no "{key}" that is a string')
+    return messages

@@ -1,0 +1,1 @@
+"""Pack documents into windows of fixed length, so that few of them are truncated."""
