@@ -126,11 +126,12 @@ def test_the_recipe_divides_and_counts_conversations(tmp_path):
 def test_the_bytes_of_a_validation_set_are_those_of_the_answers(tmp_path):
     write_chats(tmp_path / "chats.jsonl", CHATS)
     counts = make(tmp_path).stages["pack"]
+    tokenizer = open_tokenizer(str(tmp_path / "tokenizer.json"))
     held_out = open_validation(
         SourceConfig("chats", str(tmp_path / "out/chats/train"), format="packed"),
         seq_len=SEQ_LEN,
-        vocab_size=512,
-        tokenizer=open_tokenizer(str(tmp_path / "tokenizer.json")),
+        vocab_size=tokenizer.vocab_size,
+        tokenizer=tokenizer,
     )
     _, labels = held_out.read(0, counts["windows"])
     answers = [m["content"].strip() for chat in CHATS for m in chat if m["role"] == "assistant"]
