@@ -59,7 +59,10 @@ def test_user_errors_have_no_traceback(run_toml, tmp_path, capsys):
         ([run_toml, "--ranks", 0], "--ranks 0: must be at least 1"),
         ([run_toml, "--ranks", 3, "--parallelism.tensor_parallel_degree", 2], "ranks, 3"),
         ([run_toml, "--ranks", 2, "--trace", tmp_path], "has no pipeline to measure"),
-        ([run_toml, "--ranks", 2, "--trace", tmp_path, *PIPELINE], "is not a readable trace"),
+        (
+            [run_toml, "--ranks", 2, "--trace", tmp_path, *PIPELINE],
+            "cannot be read as a profiler trace",
+        ),
         ([run_toml, "--ranks", 2, "--out", "/proc/nowhere/x"], "cannot be written"),
         ([run_toml, "--ranks", 2, "--paralelism.tensor_parallel_degree", 2], "paralelism"),
     ):

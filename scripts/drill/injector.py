@@ -160,14 +160,14 @@ class PoisonedStream(SampleStream):
         vars(self).update(vars(stream))
         self._poison, self._vocab_size = range(fault.start, fault.end), vocab_size
 
-    def read(self, position: int, sequences: int) -> tuple[Tensor, Tensor]:
-        inputs, labels = super().read(position, sequences)
+    def read_with_sources(self, position: int, sequences: int) -> tuple[Tensor, Tensor, Tensor]:
+        inputs, labels, sources = super().read_with_sources(position, sequences)
         for row, at in enumerate(range(position, position + sequences)):
             if at in self._poison:
                 generator = torch.Generator().manual_seed(at)
                 ids = torch.randint(self._vocab_size, (self.seq_len + 1,), generator=generator)
                 inputs[row], labels[row] = ids[:-1], ids[1:]
-        return inputs, labels
+        return inputs, labels, sources
 
 
 @contextmanager

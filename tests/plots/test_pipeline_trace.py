@@ -60,5 +60,5 @@ def test_a_file_without_pipeline_actions_is_rejected(text, tmp_path):
     path.write_text(text)
     with pytest.raises(DataError):
         read_actions(path)
-    with pytest.raises(DataError, match="not a readable trace"):
+    with pytest.raises(DataError, match="cannot be read as a profiler trace"):
         read_actions(tmp_path / "rank1_trace.json")
