@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import fsspec
 import pytest
 
 ROOT = Path(__file__).parents[2]
@@ -78,6 +79,8 @@ class Store:
 @contextmanager
 def open_store() -> Iterator[Store]:
     """A server with the bucket `bucket`."""
+    # fsspec keeps the clients of this process, and those of an earlier server have its address
+    fsspec.get_filesystem_class("s3").clear_instance_cache()
     server = subprocess.Popen(
         [sys.executable, __file__], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
     )
