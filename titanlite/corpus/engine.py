@@ -79,13 +79,14 @@ class LocalEngine:
             running = {pool.submit(_run_in_worker, c, n): n for n, c in enumerate(calls)}
             for future in _as_completed(running, lambda: sum(counts), self._stall_seconds):
                 yield running.pop(future), future.result()
-        except (_Stalled, KeyboardInterrupt) as error:
+        except (_Stalled, BrokenProcessPool, KeyboardInterrupt) as error:
             for process in set(multiprocessing.active_children()) - set(other_children):
-                process.kill()  # Python would wait for them at its exit
+                process.kill()  # Python would wait for one that is blocked in a read
             if isinstance(error, KeyboardInterrupt):
                 raise
-            raise self._stalled_error([calls[n] for n in running.values()], len(calls)) from None
-        except BrokenProcessPool:
+            if isinstance(error, _Stalled):
+                unfinished = [calls[number] for number in running.values()]
+                raise self._stalled_error(unfinished, len(calls)) from None
             raise DataError(
                 "a worker was killed, perhaps because memory ran out.",
                 fix="Run the same command again with fewer --workers; what is finished is reused.",
