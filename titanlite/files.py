@@ -8,6 +8,7 @@ import os
 import re
 import stat
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -115,6 +116,20 @@ def write_file_atomically(path: Path, content: bytes) -> None:
         temporary.unlink(missing_ok=True)
         raise
     _fsync_folder(path.parent)
+
+
+def make_private_folder() -> Path:
+    """This user's folder in the temporary folder; raises OSError if other users can write to it.
+
+    Its name can be guessed, so another user could have made it.
+    """
+    folder = Path(tempfile.gettempdir()) / f"titanlite_{os.getuid()}"
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    status = folder.lstat()
+    is_own = stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid()
+    if not is_own or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise PermissionError(errno.EPERM, "other users can write to it", str(folder))
+    return folder
 
 
 def _fsync_folder(folder: Path) -> None:

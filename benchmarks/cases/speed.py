@@ -132,7 +132,7 @@ def case_guard(context: CaseContext) -> Iterator[Row]:
     results = alternate(
         context.rounds, **{name: partial(speed, options) for name, options in policies.items()}
     )
-    yield row("without a guard, 2 replicas", "tokens/s", results["off"])
+    yield row("without a guard, 2 replicas, 8 sequences", "tokens/s", results["off"])
     yield row(
         "non-finite check / without",
         "ratio",

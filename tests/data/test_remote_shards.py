@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import tempfile
 from pathlib import Path
 
 import fsspec
@@ -140,6 +141,14 @@ def test_damaged_and_incomplete_remote_shards_are_refused(remote, tmp_path):
     for nowhere in ("memory://nothing/here", "nosuch://bucket/a", "s3:///"):
         with pytest.raises(DataError, match=nowhere):
             open_token_source("megatron", nowhere, options)
+
+
+def test_a_cache_that_other_users_can_write_to_is_refused(remote, tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    (tmp_path / f"titanlite_{os.getuid()}").mkdir()
+    (tmp_path / f"titanlite_{os.getuid()}").chmod(0o777)
+    with pytest.raises(DataError, match="other users can write to it"):
+        open_token_source("megatron", remote[0])
 
 
 @needs_s3

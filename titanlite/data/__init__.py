@@ -17,6 +17,7 @@ from titanlite.data.mixing import (
 )
 from titanlite.data.mixture import MixtureQuotas
 from titanlite.data.order import SampleOrder, rank_slices
+from titanlite.data.sample_source import SourceConfig
 from titanlite.data.shards import (
     Corpus,
     CorpusManifest,
@@ -24,18 +25,11 @@ from titanlite.data.shards import (
     open_corpus,
     verify_corpus,
 )
-from titanlite.data.stream import (
-    DataConfig,
-    SampleStream,
-    SourceConfig,
-    ValidationSet,
-    check_bos,
-    open_sample_stream,
-    open_validation,
-)
+from titanlite.data.stream import DataConfig, SampleStream, check_bos, open_sample_stream
 from titanlite.data.text_source import merge_positions
 from titanlite.data.token_source import CorpusChecks, SourceOpener, SourceRecord, TokenSource
 from titanlite.data.tokenizer import Tokenizer, open_tokenizer
+from titanlite.data.validation_set import ValidationSet, open_validation
 from titanlite.data.windows import PositionWindow, next_start, window_lr_factor
 
 __all__ = [

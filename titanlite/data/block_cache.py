@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import fcntl
 import os
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
@@ -16,11 +15,13 @@ from pathlib import Path
 
 import xxhash
 
+from titanlite.files import make_private_folder
+
 BLOCK_BYTES = 1 << 18
 # A sample has some ten KB and a request takes some ten ms, in which this is also transferred.
 
 _HASH_BYTES = 16
-_LOCKS = 64  # blocks are divided among so many locks
+_LOCKS = 64  # that blocks share
 _KEPT = 0.9  # of the limit, when blocks are removed
 
 
@@ -31,10 +32,11 @@ class CacheLimits:
     folder: str = ""  # empty: a folder of this user in the temporary folder
     bytes: int = 8 << 30
 
-    @property
-    def path(self) -> Path:
-        """The folder of the cache."""
-        return Path(self.folder or f"{tempfile.gettempdir()}/titanlite-data-{os.getuid()}")
+    def open_folder(self) -> Path:
+        """The folder of the cache, made if needed; raises OSError."""
+        folder = Path(self.folder) if self.folder else make_private_folder() / "data"
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        return folder
 
 
 BlockName = tuple[str, int]  # key of a file, number of a block in it
@@ -46,8 +48,8 @@ class BlockCache:
 
     def __init__(self, limits: CacheLimits):
         """Raises OSError if the folder cannot be written."""
-        self._folder, self._limit = limits.path, max(limits.bytes, BLOCK_BYTES + _HASH_BYTES)
-        self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._folder = limits.open_folder()
+        self._limit = max(limits.bytes, BLOCK_BYTES + _HASH_BYTES)
         (self._folder / "blocks").mkdir(exist_ok=True)
 
     def read(self, names: Sequence[BlockName], fetch: FetchBlocks) -> dict[BlockName, bytes]:

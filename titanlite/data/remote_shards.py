@@ -71,7 +71,7 @@ class RemoteFiles(BatchedFiles):
             self._cache = BlockCache(limits)
         except OSError as error:
             raise DataError(
-                f"{limits.path}: the cache of {folder} cannot be written ({error.strerror}).",
+                f"{error.filename}: the cache of {folder} cannot be used ({error.strerror}).",
                 fix="Set data.cache_folder.",
             ) from None
 

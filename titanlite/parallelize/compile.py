@@ -5,9 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import shutil
-import stat
 import sysconfig
-import tempfile
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -22,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from titanlite.distributed.mesh import ParallelismConfig
 from titanlite.errors import ConfigError
+from titanlite.files import make_private_folder
 from titanlite.log import logger
 from titanlite.models import OutputLayer
 
@@ -103,7 +102,7 @@ def prepare_compiler(device: torch.device) -> None:
 
     inductor, triton = "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"
     if os.environ.get(inductor) in (None, default_cache_dir()):
-        os.environ[inductor] = str(_make_private_folder() / "inductor")
+        os.environ[inductor] = str(_make_cache_folder() / "inductor")
     logger.info("compile cache  %s (set %s to change it)", os.environ[inductor], inductor)
     if device.type == "cuda":
         # inductor's own default; without it, kernels that are not inductor's go to ~/.triton
@@ -114,25 +113,16 @@ def prepare_compiler(device: torch.device) -> None:
         cpu_vec_isa.VecISA._probe_load = _can_load_library  # type: ignore[method-assign, assignment]
 
 
-def _make_private_folder() -> Path:
-    """A folder of this user in the temporary folder; raises ConfigError if others can write to it.
-
-    Compiled code is loaded from it, and its name can be guessed.
-    """
-    folder = Path(tempfile.gettempdir()) / f"titanlite_{os.getuid()}"
+def _make_cache_folder() -> Path:
+    """A folder that compiled code is loaded from; raises ConfigError if there is no safe one."""
     try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        status = folder.lstat()
-        is_own = stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid()
-        if is_own and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-            return folder
-        problem = "other users can write to it"
+        return make_private_folder()
     except OSError as error:
-        problem = error.strerror or str(error)
-    raise ConfigError(
-        f"{folder}: {problem}, so compiled code cannot be cached there.",
-        fix="Set TORCHINDUCTOR_CACHE_DIR to a folder of yours, best on a disk of this machine.",
-    )
+        problem = f"{error.filename}: {error.strerror or error}"
+        raise ConfigError(
+            f"{problem}, so compiled code cannot be cached there.",
+            fix="Set TORCHINDUCTOR_CACHE_DIR to a folder of yours, best on a disk of this machine.",
+        ) from None
 
 
 def _can_load_library(isa, library: str) -> bool:

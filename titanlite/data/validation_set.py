@@ -1,0 +1,108 @@
+"""A validation set: the samples of one source, in the order of its files."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from titanlite.data.background import BackgroundReader
+from titanlite.data.formats import open_token_source
+from titanlite.data.open_files import MIN_OPEN_FILES, OpenFiles
+from titanlite.data.sample_source import (
+    SourceConfig,
+    StoredSamples,
+    check_stored_samples,
+    check_window_length,
+)
+from titanlite.data.token_source import CorpusChecks
+from titanlite.data.tokenizer import Tokenizer
+from titanlite.labels import IGNORE_INDEX
+
+
+class ValidationSet:
+    """The samples of a validation source in file order; the last of `samples` may be shorter."""
+
+    def __init__(
+        self,
+        source: StoredSamples,
+        seq_len: int,
+        timeout_seconds: float | None = None,
+        tokenizer: Tokenizer | None = None,
+    ):
+        self.name, self.seq_len, self._source = source.name, seq_len, source
+        self.token_bytes = _byte_counts(tokenizer, source.vocab_size) if tokenizer else None
+        self.bos = source.bos
+        self.samples = source.samples(seq_len, whole=False)
+        self._timeout = timeout_seconds
+        self._reader: BackgroundReader | None = None
+
+    def read(self, start: int, sequences: int) -> tuple[Tensor, Tensor]:
+        """Inputs and labels of samples [start, start + sequences): int64 [B, T] each.
+
+        Past the end of the source, also in sequences past the last sample, labels are IGNORE_INDEX.
+        Raises DataError, also if reading takes longer than the time limit.
+        """
+        if self._timeout is None:
+            return self._read_now(start, sequences)
+        if self._reader is None:  # a set that is never read needs no thread
+            self._reader = BackgroundReader(self._read_now, "validation", self._timeout)
+        description = f"validation samples {start}…{start + sequences - 1} of {self._source.path}"
+        return self._reader.wait(self._reader.submit(start, sequences), description)
+
+    def _read_now(self, start: int, sequences: int) -> tuple[Tensor, Tensor]:
+        if self._source.is_packed:
+            return self._read_windows(start, sequences)
+        length, tokens = self.seq_len, self._source.tokens
+        first = start * length
+        ids = np.full((sequences, length + 1), IGNORE_INDEX, dtype=np.int64)
+        full_sequences = max(0, min(sequences, (tokens - 1 - first) // length))
+        ids[:full_sequences] = self._source.gather(
+            first + np.arange(full_sequences) * length, length + 1
+        )
+        rest = tokens - first - full_sequences * length
+        if full_sequences < sequences and rest > 1:
+            ids[full_sequences, :rest] = self._source.gather(np.array([tokens - rest]), rest)
+        both = torch.from_numpy(ids)
+        # the embedding needs a valid id for every input
+        return both[:, :-1].clamp(min=0), both[:, 1:].clone()
+
+    def _read_windows(self, start: int, sequences: int) -> tuple[Tensor, Tensor]:
+        inputs = torch.zeros((sequences, self.seq_len), dtype=torch.int64)
+        labels = torch.full_like(inputs, IGNORE_INDEX)
+        count = max(0, min(sequences, self.samples - start))
+        read = self._source.read_samples(np.arange(start, start + count), self.seq_len)
+        inputs[:count], labels[:count] = map(torch.from_numpy, read)
+        return inputs, labels
+
+    def without_end(self, end: int) -> list[str]:
+        """The set's name, if its last id is not `end`, the end of a document."""
+        return [self.name] if self._source.lacks_end(end) else []
+
+
+def open_validation(
+    config: SourceConfig,
+    *,
+    seq_len: int,
+    vocab_size: int,
+    tokenizer: Tokenizer | None = None,
+    checks: CorpusChecks | None = None,
+    timeout_seconds: float | None = None,
+) -> ValidationSet:
+    """Open all of a source as a validation set; raises DataError.
+
+    `timeout_seconds`: limit for one read.
+    """
+    files = OpenFiles(MIN_OPEN_FILES)  # its shards are read one after the other
+    source = open_token_source(config.format, config.path, checks, files)
+    check_window_length(config, source, "validation.seq_len", seq_len)
+    checked = check_stored_samples(config, source, 2, vocab_size, tokenizer)
+    return ValidationSet(checked, seq_len, timeout_seconds, tokenizer)
+
+
+def _byte_counts(tokenizer: Tokenizer, vocab_size: int) -> Tensor:
+    """Bytes of text that each id of the model stands for: int64 [`vocab_size`]."""
+    counts = torch.zeros(vocab_size, dtype=torch.int64)
+    lengths = [len(text) for text in tokenizer.token_bytes()]
+    counts[: len(lengths)] = torch.tensor(lengths)[:vocab_size]
+    return counts
