@@ -112,6 +112,21 @@ def test_an_invalid_value_is_refused_with_the_allowed_values(key, value, message
     assert message in problem and f"train.{key}" in problem
 
 
+def test_all_problems_of_all_entries_are_reported():
+    sources = [{"name": "a", "weigth": 1, "weight": -1}, {"name": 3}, 5]
+    _, problems = build_dataclass(Schema, {"train": {"sources": sources, "names": ["a", 1, 2]}})
+    assert sorted(
+        str(problem).partition(" must")[0].partition(" unknown")[0] for problem in problems
+    ) == [
+        "train.names, entry 1 (1):",
+        "train.names, entry 2 (2):",
+        "train.sources, entry 0, weight = -1:",
+        "train.sources, entry 0, weigth = 1:",
+        "train.sources, entry 1, name = 3:",
+        "train.sources, entry 2 (5):",
+    ]
+
+
 @pytest.mark.parametrize("value", [-1, 1, 0.25])
 def test_an_integer_is_accepted_for_a_float(value):
     schema, problems = build_dataclass(Schema, {"train": {"rate": value}})

@@ -32,6 +32,14 @@ class ValueRefused(Exception):
     """A value does not fit its type; the text states what is allowed."""
 
 
+class EntriesRefused(ValueRefused):
+    """Entries of a list, or keys of a table, do not fit; `problems` says which, and why."""
+
+    def __init__(self, problems: list[str]):
+        super().__init__(" ".join(problems))
+        self.problems = problems
+
+
 def build_dataclass(
     schema: type, table: dict[str, Any], moved: Mapping[str, str] | None = None
 ) -> tuple[Any, list[ConfigError]]:
@@ -66,12 +74,12 @@ class DataclassBuilder:
                 if isinstance(given, dict):
                     values[name] = self.build(typing.cast(type, hint), given, f"{key}.")
                 else:
-                    self._refuse(key, given, "must be a table.")
+                    self._refuse(key, given, ValueRefused("must be a table."))
                 continue
             try:
                 values[name] = convert(given, hint)
             except ValueRefused as refusal:
-                self._refuse(key, given, str(refusal))
+                self._refuse(key, given, refusal)
         for field in dataclasses.fields(schema):
             required = field.default is field.default_factory is dataclasses.MISSING
             if required and field.name not in table:
@@ -82,8 +90,9 @@ class DataclassBuilder:
                 values[field.name] = None
         return schema(**values)
 
-    def _refuse(self, key: str, given: Any, reason: str) -> None:
-        self.problems.append(ConfigError(f"{key} = {format_value(given)}: {reason}", keys=(key,)))
+    def _refuse(self, key: str, given: Any, refusal: ValueRefused) -> None:
+        texts = _describe_refusal(key, f"{key} = {format_value(given)}", refusal)
+        self.problems += [ConfigError(text, keys=(key,)) for text in texts]
 
     def _unknown_key(
         self, key: str, given: Any, prefix: str, hints: Mapping[str, Any]
@@ -110,6 +119,13 @@ class DataclassBuilder:
             fix = f"{fix} " if similar else ""
             fix += f"Allowed keys: {', '.join(hints)}."
         return ConfigError(problem, fix=fix, keys=(key,))
+
+
+def _describe_refusal(name: str, with_value: str, refusal: ValueRefused) -> list[str]:
+    """Each problem of a value after its name; problems of its entries name them, not the value."""
+    if isinstance(refusal, EntriesRefused):
+        return [f"{name}, {problem}" for problem in refusal.problems]
+    return [f"{with_value}: {refusal}"]
 
 
 def convert(given: Any, hint: Any, declared: Any = None) -> Any:
@@ -191,12 +207,16 @@ def _convert_list(given: Any, hint: Any, item_hint: Any) -> list[Any]:
         given = _parse_list(given.text.strip(), hint)
     if not isinstance(given, list):
         raise ValueRefused(f"must be {describe_type(hint)}.")
-    values = []
+    values: list[Any] = []
+    problems: list[str] = []
     for index, item in enumerate(given):
         try:
             values.append(convert(item, item_hint))
         except ValueRefused as refusal:
-            raise ValueRefused(f"entry {index} ({format_value(item)}): {refusal}") from None
+            name = f"entry {index}"
+            problems += _describe_refusal(name, f"{name} ({format_value(item)})", refusal)
+    if problems:
+        raise EntriesRefused(problems)
     return values
 
 
@@ -214,12 +234,16 @@ def _convert_dict(given: Any, hint: Any, item_hint: Any) -> dict[str, Any]:
     """A table whose keys are free, such as the names of sources."""
     if not isinstance(given, dict):
         raise ValueRefused(f"must be {describe_type(hint)}.")
-    values = {}
+    values: dict[str, Any] = {}
+    problems: list[str] = []
     for key, item in given.items():
         try:
             values[key] = convert(item, item_hint)
         except ValueRefused as refusal:
-            raise ValueRefused(f'"{key}" ({format_value(item)}): {refusal}') from None
+            name = f'"{key}"'
+            problems += _describe_refusal(name, f"{name} ({format_value(item)})", refusal)
+    if problems:
+        raise EntriesRefused(problems)
     return values
 
 
@@ -229,7 +253,7 @@ def _convert_table(given: Any, schema: type) -> Any:
     builder = DataclassBuilder(schema, {}, is_entry=True)
     value = builder.build(schema, given)
     if builder.problems:
-        raise ValueRefused(" ".join(str(problem) for problem in builder.problems))
+        raise EntriesRefused([str(problem) for problem in builder.problems])
     return value
 
 
