@@ -139,7 +139,7 @@ def search(args: argparse.Namespace) -> list[SampleRecord]:
     if tokenizer is None:
         raise DataError(
             f"{args.where}: its ids can only be searched with their tokenizer.",
-            fix="--tokenizer FILE",
+            fix="Add --tokenizer FILE.",
         )
     matches: Any = (
         match
