@@ -11,6 +11,7 @@ import xxhash
 
 from titanlite.data.manifest import hash_sampled_blocks
 from titanlite.data.text import FileRange, read_documents
+from titanlite.data.urls import is_data_url
 
 _UNITS = 16  # of each lane at least, where the files can be divided
 # Limits of a unit: each should have documents, and a lane that starts inside one drops those before
@@ -83,7 +84,7 @@ def hash_division(parts: list[FileRange], lanes: int) -> str:
 
 def hash_file_samples(parts: list[FileRange]) -> str | None:
     """Hash of sampled blocks of the files; None for URLs."""
-    if any("://" in part.path for part in parts):
+    if any(is_data_url(part.path) for part in parts):
         return None
     samples = " ".join(hash_sampled_blocks(Path(part.path)) for part in parts)
     return xxhash.xxh3_128_hexdigest(samples.encode())
