@@ -134,21 +134,16 @@ def read_ranges(folder: RemoteFolder, ranges: Sequence[tuple[str, int, int]]) ->
 
 
 def open_shards(
-    path: str | Path, checks: CorpusChecks, files: OpenFiles, *, packed: bool = False
+    path: str | Path, checks: CorpusChecks, files: OpenFiles, *, packed: bool | None = False
 ) -> Corpus:
-    """Open shards on this machine or by URL, with `packed` windows or without; raises DataError."""
+    """Open shards on this machine or by URL; raises DataError. `packed`: see `open_corpus`."""
     if is_data_url(path):
-        return open_remote_corpus(str(path), checks, files, packed=packed)
+        return open_remote_corpus(str(path), checks, packed)
     return open_corpus(path, checks, files, packed=packed)
 
 
-def open_remote_corpus(
-    url: str, checks: CorpusChecks, files: OpenFiles, *, packed: bool = False
-) -> Corpus:
-    """Open a folder of shards by URL, with `packed` windows or without; raises DataError.
-
-    `files` are not used.
-    """
+def open_remote_corpus(url: str, checks: CorpusChecks, packed: bool | None = False) -> Corpus:
+    """Open a folder of shards by URL; raises DataError. `packed`: see `open_corpus`."""
     with remote_errors(url):
         folder = RemoteFolder(url)
         present = folder.sizes()
