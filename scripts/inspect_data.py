@@ -31,15 +31,13 @@ from titanlite.errors import (
 )
 from titanlite.inspection.run_data import RunData, open_run_data
 from titanlite.inspection.samples import (
+    DEFAULT_SEQ_LEN,
     SampleRecord,
     describe_corpus_samples,
-    describe_positions,
     find_text,
     format_sample,
     read_dump,
 )
-
-DEFAULT_SEQ_LEN = 2048
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -72,7 +70,8 @@ def build_parser() -> argparse.ArgumentParser:
             "--seq-len",
             type=int,
             metavar="T",
-            help=f"tokens of a sample (default: {DEFAULT_SEQ_LEN}, or those of the run)",
+            help=f"tokens of a sample (default: those of the run or of packed windows, else"
+            f" {DEFAULT_SEQ_LEN})",
         )
     position.add_argument("run", help="a run's folder, or the TOML of a job")
     position.add_argument("number", type=int, help="the position, from 0")
@@ -113,15 +112,16 @@ def inspect(args: argparse.Namespace) -> list[SampleRecord]:
         return read_dump(Path(args.file))
     if args.command == "sample":
         tokenizer = open_tokenizer(args.tokenizer) if args.tokenizer else None
-        seq_len = args.seq_len or DEFAULT_SEQ_LEN
-        return describe_corpus_samples(args.corpus, seq_len, args.number, args.count, tokenizer)
+        return describe_corpus_samples(
+            args.corpus, args.seq_len, args.number, args.count, tokenizer
+        )
     if args.command == "search":
         return search(args)
     run = open_run_data(args.run)
     if args.command == "position":
-        return describe_positions(run.stream, run.formats, args.number, args.count)
+        return run.describe(args.number, args.count)
     batch = run.batch_of(args.number)
-    return describe_positions(run.stream, run.formats, batch.position, batch.samples)
+    return run.describe(batch.position, batch.samples)
 
 
 def search(args: argparse.Namespace) -> list[SampleRecord]:

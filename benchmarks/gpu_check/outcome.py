@@ -14,12 +14,10 @@ from pathlib import Path
 from typing import Literal
 
 from benchmarks.processes import ROOT, failure_reason, python_path
+from titanlite.distributed.rendezvous import environment_without_launcher
 
 Status = Literal["passed", "failed", "skipped"]
 LOG_LINES = 60  # of a failed command, in the report
-# torchrun describes its own group of ranks in these; a run that a check launches is another group.
-_LAUNCHER_PREFIXES = ("TORCHELASTIC_", "TORCH_NCCL_", "GROUP_", "ROLE_", "MASTER_")
-_LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 
 
 @dataclass(frozen=True)
@@ -105,7 +103,7 @@ def run_command(
     process = subprocess.Popen(
         command,
         cwd=ROOT,
-        env=environment_without_launcher() | dict(variables or {}),
+        env=command_environment() | dict(variables or {}),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -125,15 +123,9 @@ def run_command(
     return output
 
 
-def environment_without_launcher() -> dict[str, str]:
-    """The environment without the variables of the torchrun that may have started this process."""
-    kept = {
-        name: value
-        for name, value in os.environ.items()
-        if name not in _LAUNCHER_VARIABLES and not name.startswith(_LAUNCHER_PREFIXES)
-    }
+def command_environment() -> dict[str, str]:
+    """The environment of a command, whose ranks are not those of a torchrun around this process."""
+    kept = environment_without_launcher()
     programs = os.pathsep.join((str(Path(sys.executable).parent), kept.get("PATH", os.defpath)))
-    return kept | {
-        "PYTHONPATH": python_path(),
-        "PATH": programs,
-    }  # PATH: torchrun of this environment
+    # PATH: torchrun of this environment
+    return kept | {"PYTHONPATH": python_path(), "PATH": programs}

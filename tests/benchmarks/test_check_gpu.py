@@ -21,7 +21,7 @@ from benchmarks.gpu_check.outcome import (
     CheckSkipped,
     Machine,
     Outcome,
-    environment_without_launcher,
+    command_environment,
     run_command,
 )
 from benchmarks.gpu_check.report import report
@@ -171,7 +171,7 @@ def test_a_run_does_not_join_the_group_of_the_torchrun_around_it(monkeypatch):
     for name in ("RANK", "WORLD_SIZE", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "GROUP_RANK"):
         monkeypatch.setenv(name, "1")
     monkeypatch.setenv("NCCL_DEBUG", "INFO")
-    environment = environment_without_launcher()
+    environment = command_environment()
     assert environment["NCCL_DEBUG"] == "INFO"
     assert not {"RANK", "WORLD_SIZE", "MASTER_PORT", "TORCHELASTIC_RUN_ID"} & environment.keys()
 

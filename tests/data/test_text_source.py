@@ -48,10 +48,10 @@ def texts(tmp_path, monkeypatch) -> Path:
 def open_texts(texts: Path, encoded: list[str] | None = None, **changes):
     """The source, whose encoder notes the documents in `encoded`."""
 
-    def encode(text: str) -> list[int]:
+    def encode(text: str) -> np.ndarray:
         if encoded is not None:
             encoded.append(text)
-        return [*BYTES.encode(text), END]
+        return np.array([*BYTES.encode(text), END])
 
     options = {"lanes": LANES, "sample_ids": SEQ_LEN + 1, "seed": "1", **changes}
     return TextSource(str(texts), encode=encode, checks=CorpusChecks(), **options)
@@ -79,6 +79,15 @@ def test_an_epoch_of_all_lanes_has_every_document_once(texts):
         assert documents[:size] != documents[size : 2 * size]  # the units have another order
     assert sorted(text[:3] for text in first_epochs) == [f"{n:03}" for n in range(300)]
     assert max(sizes) < 2 * min(sizes)  # the size of compressed text is estimated
+
+
+@pytest.mark.parametrize("bos", [False, True])
+def test_a_document_has_the_ids_that_prepared_shards_have(bos):
+    text = "na\u00efve \U0001f600"
+    begin = [BYTES.bos_id] if bos else []
+    ids = text_source.document_encoder(BYTES, bos)(text)
+    assert ids.tolist() == [*begin, *BYTES.encode(text), END] and ids.dtype == np.int64
+    assert text_source.document_encoder(BYTES, bos)("").tolist() == [*begin, END]
 
 
 def test_samples_do_not_depend_on_the_order_in_which_they_are_read(texts):
@@ -188,7 +197,7 @@ def test_what_a_text_source_cannot_do_is_refused(texts, tmp_path):
         open_texts(tmp_path / "blank.jsonl").read(np.arange(1))
 
 
-def test_a_run_that_waits_for_text_is_told_once_how_to_prepare_it(monkeypatch):
+def test_a_run_that_waits_for_text_logs_once_how_to_prepare_it(monkeypatch):
     warnings: list[str] = []
     monkeypatch.setattr(
         "titanlite.job.streaming.logger.warning",

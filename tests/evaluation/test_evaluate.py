@@ -18,7 +18,7 @@ from titanlite.checkpoint import read_checkpoint_manifest, read_saved_model, to_
 from titanlite.checkpoint.manifest import write_checkpoint_manifest
 from titanlite.errors import ConfigError, DataError
 from titanlite.evaluation.command import run_command
-from titanlite.evaluation.results import EvaluationResult, scores_of_tasks
+from titanlite.evaluation.results import scores_of_tasks
 from titanlite.evaluation.run_tasks import TASK_SET, EvaluationSettings, evaluate_model
 from titanlite.generate import load_model
 from titanlite.storage import StorageFolder
@@ -163,23 +163,30 @@ def test_the_script_gives_the_numbers_of_lm_eval_through_transformers(
     for model in (checkpoints[0], tmp_path / "hf"):
         out = tmp_path / "results.json"
         assert run_command([str(model), "--out", str(out), "--limit", "8"]) == 0
-        results.append(EvaluationResult.from_json(out.read_bytes()))
+        results.append(json.loads(out.read_bytes()))
         shown = capsys.readouterr().out
         assert all(name in shown for name in ("python_cloze", "bits_per_byte", "perplexity"))
     ours, theirs = results
-    assert ours.step == 6 and ours.weights and ours.tasks.keys() == theirs.tasks.keys()
-    for name, scores in ours.tasks.items():
-        assert scores.documents == theirs.tasks[name].documents > 0
-        expected = theirs.tasks[name].values
-        assert scores.values == pytest.approx(expected, rel=1e-5), name
+    assert ours["step"] == 6 and ours["weights"]
+    assert ours["tasks"].keys() == theirs["tasks"].keys()
+    for name, scores in ours["tasks"].items():
+        assert scores["documents"] == theirs["tasks"][name]["documents"] > 0
+        values, expected = scores["values"], theirs["tasks"][name]["values"]
+        assert values == pytest.approx(expected, rel=1e-5), name
         counted = {key for key in expected if key.startswith("acc")}
-        assert all(scores.values[key] == expected[key] for key in counted)
+        assert all(values[key] == expected[key] for key in counted)
 
 
 def test_without_lm_eval_the_install_command_is_named(monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert run_command([str(tmp_path)]) == 2
     assert "pip install 'titanlite[eval]'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("option", ["--threads", "--limit", "--shots"])
+def test_a_negative_number_is_refused_without_a_traceback(option, capsys):
+    assert run_command(["run", option, "-1", "--device", "cpu"]) == 2
+    assert f"{option} -1: must be at least 0" in capsys.readouterr().err
 
 
 @needs_lm_eval

@@ -4,16 +4,23 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import re
 
+import fsspec
 import numpy as np
 import pytest
 
 from tests.conftest import ROOT
+from titanlite.checkpoint.manifest import CheckpointManifest, write_checkpoint_manifest
 from titanlite.data import BatchDump, open_tokenizer
+from titanlite.data.manifest import write_corpus_manifest
+from titanlite.data.packed import BEGINS, UNTRAINED, EntryWriter, describe_shard
 from titanlite.data.shards import open_corpus
+from titanlite.data.tokenizer import ByteTokenizer
 from titanlite.inspection.documents import CorpusDocuments
 from titanlite.inspection.run_data import open_run_data
 from titanlite.inspection.samples import format_sample, printable
+from titanlite.storage import StorageFolder
 
 
 @pytest.fixture(scope="module")
@@ -81,6 +88,86 @@ def test_a_sample_has_its_ids_text_and_documents(inspect, corpus):
     assert sample["documents"][1]["first_token"] == sample["documents"][0]["tokens"]
     without = inspect("sample", path, 0, "--seq-len", length, "--count", 3)
     assert len(without) == 3 and "text" not in without[0]
+
+
+@pytest.fixture
+def packed(tmp_path):
+    """A folder of three windows of 4 tokens, in which the first and the last label are ignored."""
+    folder, ids = tmp_path / "packed", np.arange(97, 112, dtype=np.int32).reshape(3, 5)
+    ids[:, 0] |= BEGINS
+    ids[:, [1, 4]] |= UNTRAINED
+    with EntryWriter(folder / "shard") as writer:
+        for window in ids:
+            writer.add(window)
+        record = describe_shard(writer.close(), documents=3, max_id=111)
+    tokenizer = open_tokenizer("bytes")
+    write_corpus_manifest(folder, tokenizer.fingerprint, 258, [record], packed_seq_len=4)
+    return folder
+
+
+def test_a_sample_of_a_packed_corpus_is_a_window(inspect, refusal, packed):
+    found = inspect("sample", packed, 1, "--count", 9, "--tokenizer", "bytes")
+    assert [sample["text"] for sample in found] == ["fghi", "klmn"]  # the last id is no label
+    assert [(s["sample"], s["first_token"], s["ignored_labels"]) for s in found] == [
+        (1, 5, 2),
+        (2, 10, 2),
+    ]
+    assert "is packed in windows of 4 tokens" in refusal("sample", packed, 0, "--seq-len", 8)
+    assert "there is no sample 3" in refusal("sample", packed, 3)
+    message = refusal("search", packed, "f", "--tokenizer", "bytes")
+    assert "without packing" in message and "format =" not in message
+
+
+def test_shards_by_url_are_shown_without_their_documents(inspect, corpus, run_toml):
+    """Their indexes are not on this machine."""
+    url = f"memory://{corpus}/bucket"
+    fsspec.filesystem("memory").put(f"{corpus}/train", url, recursive=True)
+    (local,) = inspect("sample", corpus / "train", 3, "--seq-len", 48)
+    (remote,) = inspect("sample", url, 3, "--seq-len", 48)
+    assert remote["tokens"] == local["tokens"] and "documents" not in remote
+    (found,) = inspect("search", url, "import", "--limit", 1, "--tokenizer", "bytes")
+    assert found["documents"] == []
+    run_toml.write_text(run_toml.read_text().replace(f"{corpus}/train", url))
+    (at_position,) = inspect("position", run_toml, 2)
+    assert at_position["path"] == url and len(at_position["tokens"]) == 49
+
+
+def test_a_late_position_of_streamed_text_does_not_tokenize_all_text_before(
+    inspect, run_toml, tmp_path, monkeypatch
+):
+    texts = "".join(json.dumps({"text": f"{n:05} " + "x" * 90}) + "\n" for n in range(900))
+    (tmp_path / "texts.jsonl").write_text(texts)
+    old = re.search(r'\{ name = "code", path = "[^"]*train" \}', run_toml.read_text())[0]
+    new = f'{{ name = "t", path = "{tmp_path}/texts.jsonl", format = "text", lanes = 1 }}'
+    run_toml.write_text(run_toml.read_text().replace(old, new))
+    stream = open_run_data(str(run_toml)).stream
+    stream.read(0, 1200)
+    folder = tmp_path / "out"
+    progress = {"position": 1184, "tokens": 1184 * 48, "lanes": stream.lane_positions(1184)}
+    write_records(folder, run_toml, stream, 148, {"step": 148, **progress})
+    expected = inspect("position", run_toml, 1192)
+    encoded: list[str] = []
+    encode = ByteTokenizer.encode_array
+    monkeypatch.setattr(
+        ByteTokenizer, "encode_array", lambda self, t: (encoded.append(t), encode(self, t))[1]
+    )
+    assert inspect("position", folder, 1192) == expected
+    assert 0 < len(encoded) < 20
+    encoded.clear()
+    assert inspect("step", folder, 149)[0]["position"] == 1184
+    assert 0 < len(encoded) < 20
+
+
+def write_records(folder, run_toml, stream, step: int, progress: dict) -> None:
+    """The records of a run that has saved a checkpoint after `step`, and taken one more step."""
+    folder.mkdir()
+    (folder / "config.toml").write_text(run_toml.read_text())
+    lines = [{"step": s, "samples": 8 * s} for s in range(1, step + 2)]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    manifest = CheckpointManifest(step, progress, stream.facts, {}, "", {}, 0.0, {}, {})
+    saved = StorageFolder(folder / "checkpoint" / f"step-{step}")
+    saved.create_folder()
+    write_checkpoint_manifest(saved, manifest)
 
 
 def test_a_step_is_the_positions_that_it_consumed(inspect, started_run, run_toml):

@@ -83,6 +83,21 @@ def test_the_window_does_not_begin_before_the_first_sample():
     assert tried(RollbackHistory(), 16).windows == windows((0, 104))
 
 
+def test_what_was_consumed_and_left_out_is_the_same_after_it_was_saved():
+    counters = Counters(rollbacks=tried(tried(RollbackHistory(), 800), 2000))
+    while counters.position < 3000:
+        counters.advance(BATCH, BATCH)
+    gaps = ((720, 888), (1920, 2088))
+    assert (counters.gaps, counters.skipped) == (gaps, 336)
+    assert counters.consumed == [(0, 720), (888, 1920), (2088, counters.position)]
+    restored = Counters()
+    restored.restore(json.loads(json.dumps(counters.progress())))
+    assert restored == counters
+    older = {key: value for key, value in counters.progress().items() if key != "gaps"}
+    restored.restore(older)
+    assert (restored.samples, restored.skipped) == (counters.samples, 336)
+
+
 TRY = tried(RollbackHistory(), 320).to_json()[0]
 NAN_FACTOR = {**TRY["window"], "lr_factor": float("nan")}
 CRAFTED = (
@@ -104,3 +119,24 @@ def test_crafted_progress_is_refused_without_a_traceback(crafted):
     restore_progress(state, progress, found)
     with pytest.raises(CheckpointError, match="step-3: its progress is not valid"):
         restore_progress(state, {**progress, "rollbacks": crafted}, found)
+
+
+CRAFTED_GAPS = (
+    {"skipped": -8},
+    {"skipped": 8, "gaps": []},
+    {"skipped": 8, "gaps": [[0, 4]]},
+    {"skipped": 8, "gaps": [[20, 28]]},  # past the position
+    {"skipped": 8, "gaps": [[8, 12], [0, 4]]},
+    {"skipped": 8, "gaps": [[0, 8.0]]},
+    {"skipped": 8, "gaps": [["0", "8"]]},
+    {"skipped": 8, "gaps": 3},
+)
+
+
+@pytest.mark.parametrize("crafted", CRAFTED_GAPS, ids=str)
+def test_crafted_gaps_are_refused_without_a_traceback(crafted):
+    state, found = SimpleNamespace(restore=Counters().restore), SimpleNamespace(folder="step-3")
+    progress = {"step": 3, "position": 24, "tokens": 0, "rollbacks": [TRY]}
+    restore_progress(state, {**progress, "skipped": 8, "gaps": [[8, 16]]}, found)
+    with pytest.raises(CheckpointError, match="step-3: its progress is not valid"):
+        restore_progress(state, {**progress, **crafted}, found)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 from titanlite.data.stream import SampleStream
+from titanlite.data.tokenizer import Tokenizer
 from titanlite.errors import UserError
 from titanlite.files import write_file_atomically
 from titanlite.log import logger
@@ -35,17 +37,26 @@ class BatchDump:
             return ""
         return str(path)
 
-    def _describe(self, position: int, count: int) -> list[dict]:
+    def _describe(self, position: int, count: int) -> list[dict[str, Any]]:
         stream = self._stream
         samples = stream.locate(position, count)
         shown = max(1, MAX_TOKENS // stream.seq_len)
         shown = stream.count_near(position, min(shown, count))
         inputs, labels = stream.read(position, shown)
-        for number, sample in enumerate(samples[:shown]):
-            tokens = inputs[number].tolist()
-            if (last := int(labels[number, -1])) >= 0:
-                tokens.append(last)
-            sample["tokens"] = tokens
-            if stream.tokenizer is not None:
-                sample["text"] = stream.tokenizer.decode(tokens)
+        for sample, ids, targets in zip(samples, inputs, labels, strict=False):
+            add_content(sample, ids.tolist(), targets.tolist(), stream.tokenizer)
         return samples
+
+
+def add_content(
+    sample: dict[str, Any], inputs: list[int], labels: list[int], tokenizer: Tokenizer | None
+) -> None:
+    """Add the ids and the text of a sample, and how many of its labels are ignored, if any.
+
+    The last label is the last id, unless it is ignored: then it is not an id.
+    """
+    sample["tokens"] = inputs + [label for label in labels[-1:] if label >= 0]
+    if ignored := sum(label < 0 for label in labels):
+        sample["ignored_labels"] = ignored
+    if tokenizer is not None:
+        sample["text"] = tokenizer.decode(sample["tokens"])

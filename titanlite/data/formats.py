@@ -4,21 +4,14 @@ from __future__ import annotations
 
 from titanlite.data.open_files import OpenFiles
 from titanlite.data.packed import open_packed
-from titanlite.data.remote_shards import open_remote_corpus
-from titanlite.data.shards import open_corpus
+from titanlite.data.remote_shards import open_shards
 from titanlite.data.token_source import CorpusChecks, SourceOpener, TokenSource
 from titanlite.errors import DataError
 
 TEXT = "text"  # of training data only: tokenized while it is read, see text_source.py
 
-
-def _open_megatron(path: str, checks: CorpusChecks, files: OpenFiles) -> TokenSource:
-    """Shards on this machine, or by URL."""
-    return (open_remote_corpus if "://" in path else open_corpus)(path, checks, files)
-
-
 FORMATS: dict[str, SourceOpener] = {
-    "megatron": _open_megatron,  # .bin/.idx shards, as scripts/prepare_data.py writes them
+    "megatron": open_shards,  # .bin/.idx shards, as scripts/prepare_data.py writes them
     "packed": open_packed,  # the same, of windows in which documents are packed by best fit
 }
 

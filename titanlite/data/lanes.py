@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from torchdata.nodes import BaseNode  # type: ignore[import-untyped]
 
-from titanlite.data.mixture import GOLDEN, hash_key, mix
+from titanlite.data.random_bits import GOLDEN, hash_key, mix
 from titanlite.data.text_units import LaneState, TextUnit
 from titanlite.errors import DataError
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
@@ -62,7 +62,7 @@ def plan_phases(
     return phases[0].weights, phases[1:]
 
 
-def _check(config: MixtureConfig, sources: Sequence[SourceSize]):
+def _check(config: MixtureConfig, sources: Sequence[SourceSize]) -> Iterator[DataError]:
     names = [source.name for source in sources]
     last = 0
     for phase in config.phases:

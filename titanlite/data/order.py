@@ -13,7 +13,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from titanlite.data.mixture import GOLDEN, Mixture, Phase, hash_key, mix
+from titanlite.data.mixture import Mixture, Phase
+from titanlite.data.random_bits import GOLDEN, hash_key, mix
 from titanlite.data.windows import PositionWindow, next_start
 
 EXACT_BELOW = 4096

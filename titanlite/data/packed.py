@@ -19,8 +19,8 @@ import numpy as np
 
 from titanlite.data.manifest import ShardRecord
 from titanlite.data.open_files import OpenFiles
-from titanlite.data.remote_shards import open_remote_corpus
-from titanlite.data.shards import Corpus, ShardWriter, open_corpus
+from titanlite.data.remote_shards import open_shards
+from titanlite.data.shards import Corpus, ShardWriter
 from titanlite.data.token_source import CorpusChecks, TokenSource
 from titanlite.errors import DataError
 from titanlite.labels import DOCUMENT_END, SAME_DOCUMENT
@@ -67,11 +67,7 @@ def open_packed(
     path: str | Path, checks: CorpusChecks | None = None, files: OpenFiles | None = None
 ) -> PackedSource:
     """Open a folder of packed windows, or its URL; raises DataError."""
-    checks, files = checks or CorpusChecks(), files or OpenFiles()
-    if "://" in str(path):
-        corpus = open_remote_corpus(str(path), checks, files, packed=True)
-    else:
-        corpus = open_corpus(path, checks, files, packed=True)
+    corpus = open_shards(path, checks or CorpusChecks(), files or OpenFiles(), packed=True)
     assert corpus.manifest is not None, "only its manifest says that a corpus is packed"
     seq_len = corpus.manifest.packed_seq_len
     if corpus.tokens % (seq_len + 1):

@@ -9,11 +9,11 @@ from typing import Any, NamedTuple
 
 from titanlite.data.text_files import (
     FileRange,
-    is_text_url,
     not_utf8_error,
     open_text_file,
     too_long_error,
 )
+from titanlite.data.urls import is_data_url
 from titanlite.errors import DataError
 
 # Limits for a .parquet, where a few bytes could expand until they fill the memory
@@ -159,7 +159,7 @@ def _open_parquet(
         source: Any = path
         # The footer gives the lengths of its lists: none can be longer than the file.
         longest = 1_000_000
-        if is_text_url(path):
+        if is_data_url(path):
             source = stack.enter_context(open_text_file(path))
         else:
             longest = min(longest, max(1, os.path.getsize(path)))

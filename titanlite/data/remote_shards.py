@@ -5,11 +5,10 @@ The folder must have a manifest: it gives the sizes of all files, and what was s
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from pathlib import Path
 
 import xxhash
-from fsspec.core import url_to_fs
 
 from titanlite.data.block_cache import BLOCK_BYTES, BlockCache, BlockName, CacheLimits
 from titanlite.data.manifest import (
@@ -27,9 +26,11 @@ from titanlite.data.shards import (
     CorpusShard,
     check_packing,
     damaged_error,
+    open_corpus,
     parse_header,
 )
 from titanlite.data.token_source import CorpusChecks
+from titanlite.data.urls import is_data_url, open_file_system, remote_errors
 from titanlite.errors import DataError
 
 _HASHED_BYTES = 1 << 24  # of one request, when whole files are verified
@@ -40,7 +41,7 @@ class RemoteFolder:
 
     def __init__(self, url: str):
         self._url = url.rstrip("/")
-        self.fs, path = url_to_fs(self._url)
+        self.fs, path = open_file_system(self._url)
         self._path = path.rstrip("/")
 
     def __str__(self) -> str:
@@ -120,7 +121,7 @@ def read_ranges(folder: RemoteFolder, ranges: Sequence[tuple[str, int, int]]) ->
     requested = [entry for entry in ranges if entry[1] < entry[2]]
     paths = [folder.path_of(path) for path, _, _ in requested]
     starts, ends = [start for _, start, _ in requested], [end for _, _, end in requested]
-    with _storage_errors(folder):
+    with remote_errors(str(folder)):
         contents = folder.fs.cat_ranges(paths, starts, ends, on_error="raise") if paths else []
     for (path, start, end), content in zip(requested, contents, strict=True):
         if len(content) != end - start:
@@ -132,26 +133,18 @@ def read_ranges(folder: RemoteFolder, ranges: Sequence[tuple[str, int, int]]) ->
     return [next(received) if start < end else b"" for _, start, end in ranges]
 
 
-@contextmanager
-def _storage_errors(url: object) -> Iterator[None]:
-    """Raise DataError for any error of a remote file system: each has classes of its own."""
-    try:
-        yield
-    except Exception as error:
-        raise DataError(
-            f"{url}: cannot be read: {type(error).__name__}: {error}.",
-            fix="Check the URL, the storage and its credentials.",
-        ) from error
-
-
-def open_remote_corpus(
-    url: str, checks: CorpusChecks, files: OpenFiles, *, packed: bool = False
+def open_shards(
+    path: str | Path, checks: CorpusChecks, files: OpenFiles, *, packed: bool | None = False
 ) -> Corpus:
-    """Open a folder of shards by URL, with `packed` windows or without; raises DataError.
+    """Open shards on this machine or by URL; raises DataError. `packed`: see `open_corpus`."""
+    if is_data_url(path):
+        return open_remote_corpus(str(path), checks, packed)
+    return open_corpus(path, checks, files, packed=packed)
 
-    `files` are not used.
-    """
-    with _storage_errors(url):
+
+def open_remote_corpus(url: str, checks: CorpusChecks, packed: bool | None = False) -> Corpus:
+    """Open a folder of shards by URL; raises DataError. `packed`: see `open_corpus`."""
+    with remote_errors(url):
         folder = RemoteFolder(url)
         present = folder.sizes()
     if MANIFEST not in present:
@@ -159,7 +152,7 @@ def open_remote_corpus(
             f"{url}: has no {MANIFEST}" + ("." if present else ", or does not exist."),
             fix="Copy a complete folder there that scripts/prepare_data.py made.",
         )
-    with _storage_errors(folder):
+    with remote_errors(str(folder)):
         content = folder.fs.cat_file(folder.path_of(MANIFEST))
     manifest = parse_corpus_manifest(content, f"{url}/{MANIFEST}")
     check_packing(url, manifest, packed)

@@ -29,6 +29,7 @@ from titanlite.errors import DataError
 from titanlite.files import parse_json
 
 __all__ = [
+    "COMPRESSIONS",
     "INPUT_KINDS",
     "MAX_DOCUMENT_BYTES",
     "SUFFIXES",
@@ -46,7 +47,7 @@ __all__ = [
 
 TEXT_FIELD = "text"  # key of each line of a .jsonl; column of a .parquet
 MAX_DOCUMENT_BYTES = 128 << 20  # of a .txt, a line or a row: a document is read into memory
-_COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}  # suffix -> name in pyarrow
+COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}  # suffix -> name in pyarrow
 _SKIPPED_BYTES = 1 << 20
 
 
@@ -147,7 +148,7 @@ def _read_range(
                 on_problem(ReadProblem(*row.problem))
             else:
                 yield Document(row.text, f"{part.path}:{row.number}")
-    elif suffix == ".jsonl" or suffix in _COMPRESSIONS:
+    elif suffix == ".jsonl" or suffix in COMPRESSIONS:
         yield from _LineReader(part, rules, on_problem).read()
     else:
         yield from _read_text_file(part, rules, on_problem)
@@ -183,7 +184,7 @@ class _LineReader:
 
     def read(self) -> Iterator[Document]:
         """Yield each document."""
-        path, compression = self._part.path, _COMPRESSIONS.get(Path(self._part.path).suffix)
+        path, compression = self._part.path, COMPRESSIONS.get(Path(self._part.path).suffix)
         with open_text_file(path) as file:
             if compression is None:
                 yield from self._read_lines(file, self._part.end)

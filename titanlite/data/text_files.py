@@ -11,12 +11,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import IO, cast
 
 import xxhash
 
 from titanlite.data.links import refuse_outward_links
-from titanlite.errors import DataError, UserError
+from titanlite.data.urls import is_data_url, open_file_system, remote_errors
+from titanlite.errors import DataError
 
 SUFFIXES = (".txt", ".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet")
 INPUT_KINDS = (
@@ -59,15 +60,10 @@ class FileRange:
 
     def has_changed(self) -> bool:
         """Whether the file on this machine is not the one that was listed; raises OSError."""
-        if is_text_url(self.path):
+        if is_data_url(self.path):
             return False  # what is read belongs to one request
         status = os.stat(self.path)
         return (status.st_size, status.st_mtime_ns) != (self.file_bytes, self.modified_ns)
-
-
-def is_text_url(path: str | Path) -> bool:
-    """Whether a path is a URL of a file system of fsspec."""
-    return isinstance(path, str) and "://" in path
 
 
 # --- files of this machine -----------------------------------------------------------------------
@@ -86,7 +82,7 @@ def find_files(
     """
     files: dict[Path | str, Path | str] = {}  # real path or URL -> path as it was given
     for given in inputs:
-        if is_text_url(given):
+        if is_data_url(given):
             files |= {url: url for url in _find_urls(str(given), suffixes)}
             continue
         exists = Path(given).exists()
@@ -140,7 +136,7 @@ def _files_below(path: Path, follow_symlinks: bool, suffixes: tuple[str, ...]) -
 
 def describe_file(file: str | Path) -> FileRange:
     """A file as one range of bytes; raises DataError."""
-    if is_text_url(file):
+    if is_data_url(file):
         return _describe_url(str(file))
     status = os.stat(file)
     return FileRange(
@@ -151,12 +147,12 @@ def describe_file(file: str | Path) -> FileRange:
 @contextmanager
 def open_text_file(path: str | Path) -> Iterator[IO[bytes]]:
     """A file on this machine or by URL, open for reading; raises OSError or DataError."""
-    if not is_text_url(path):
+    if not is_data_url(path):
         with open(path, "rb") as file:
             yield file
         return
     with remote_errors(str(path)):
-        fs, remote = _open_file_system(str(path))
+        fs, remote = open_file_system(str(path))
         with fs.open(remote, "rb") as stream:
             yield cast(IO[bytes], io.BufferedReader(stream, _BUFFER_BYTES))
 
@@ -164,36 +160,10 @@ def open_text_file(path: str | Path) -> Iterator[IO[bytes]]:
 # --- URLs ----------------------------------------------------------------------------------------
 
 
-@contextmanager
-def remote_errors(url: str) -> Iterator[None]:
-    """Raise what a remote file system raises, of any class, as a DataError."""
-    try:
-        yield
-    except (UserError, MemoryError):
-        raise
-    except FileNotFoundError:
-        raise DataError(f"{url}: no such file or folder.") from None
-    except Exception as error:  # each file system has errors of its own
-        raise DataError(
-            f"{url}: cannot be read ({type(error).__name__}: {error}).",
-            fix="Check the URL and its credentials, then run the same command again.",
-        ) from None
-
-
-def _open_file_system(url: str) -> tuple[Any, str]:
-    """The file system of fsspec for a URL, and the path in it; raises DataError."""
-    from fsspec.core import url_to_fs
-
-    try:
-        return url_to_fs(url)
-    except (ImportError, ValueError) as error:  # a missing package, or an unknown scheme
-        raise DataError(f"{url}: cannot be opened: {error}.") from None
-
-
 def _find_urls(url: str, suffixes: tuple[str, ...]) -> list[str]:
     """The URLs of a file, a folder or a pattern, sorted; a "?" of http is not a pattern."""
     with remote_errors(url):
-        fs, path = _open_file_system(url)
+        fs, path = open_file_system(url)
         is_http = url.startswith(("http://", "https://"))
         if not is_http and re.search(r"[*?[]", path):
             found = sorted(p for p in fs.glob(path) if fs.isfile(p))
@@ -211,7 +181,7 @@ def _find_urls(url: str, suffixes: tuple[str, ...]) -> list[str]:
 
 def _describe_url(url: str) -> FileRange:
     with remote_errors(url):
-        fs, path = _open_file_system(url)
+        fs, path = open_file_system(url)
         size = fs.info(path).get("size")
         version = xxhash.xxh3_64_intdigest(str(fs.ukey(path)).encode()) >> 1
     return FileRange(url, size or 0, version, 0, UNKNOWN_END if size is None else size, size or 0)

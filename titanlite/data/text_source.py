@@ -3,7 +3,7 @@
 Sample n of the source belongs to lane n modulo the number of lanes. What a lane gives is a function
 of the files, the tokenizer and the settings alone. So the position of a run still describes it, and
 each rank tokenizes the lanes of its own samples only. Where a lane reached its position cannot be
-computed without tokenizing all before it: a checkpoint records it, four integers a lane.
+computed without tokenizing all before it: a checkpoint records it, five integers a lane.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class TextSource:
         lanes: int,
         sample_ids: int,
         seed: str,
-        encode: Callable[[str], list[int]],
+        encode: Callable[[str], np.ndarray],
         checks: CorpusChecks,
     ):
         """`sample_ids`: ids of a sample. `encode`: ids of a document, with BOS and EOS."""
@@ -61,7 +61,7 @@ class TextSource:
         dealt = deal_units(divide_files(parts, lanes), lanes)
         self._sample_ids, self._lock = sample_ids, Lock()
         self._lanes = [
-            Lane(units, f"{seed} lane {number}", _as_array(encode), sample_ids, path)
+            Lane(units, f"{seed} lane {number}", encode, sample_ids, path)
             for number, units in enumerate(dealt)
         ]
 
@@ -119,14 +119,11 @@ def merge_positions(by_rank: list[dict[str, LanePositions]]) -> dict[str, LanePo
     return merged
 
 
-def document_encoder(tokenizer: Tokenizer, bos: bool) -> Callable[[str], list[int]]:
+def document_encoder(tokenizer: Tokenizer, bos: bool) -> Callable[[str], np.ndarray]:
     """A function that gives the ids of a document as prepared shards have them."""
-    begin, end = [tokenizer.bos_id] if bos else [], [tokenizer.eos_id]
-    return lambda text: begin + tokenizer.encode(text) + end
-
-
-def _as_array(encode: Callable[[str], list[int]]) -> Callable[[str], np.ndarray]:
-    return lambda text: np.array(encode(text), dtype=np.int64)
+    begin = np.array([tokenizer.bos_id] if bos else [], dtype=np.int64)
+    end = np.array([tokenizer.eos_id], dtype=np.int64)
+    return lambda text: np.concatenate((begin, tokenizer.encode_array(text), end))
 
 
 def _not_negative(value: Any) -> int:

@@ -10,12 +10,12 @@ from pathlib import Path
 import xxhash
 
 from titanlite.data.manifest import hash_sampled_blocks
-from titanlite.data.text import FileRange, read_documents
+from titanlite.data.text import COMPRESSIONS, FileRange, read_documents
+from titanlite.data.urls import is_data_url
 
 _UNITS = 16  # of each lane at least, where the files can be divided
 # Limits of a unit: each should have documents, and a lane that starts inside one drops those before
 _MIN_UNIT_BYTES, _MAX_UNIT_BYTES = 1 << 16, 8 << 20
-_COMPRESSED = (".gz", ".zst")
 _EXPANSION = 4  # bytes of text for a byte of a compressed file
 
 LaneState = dict[str, int]  # where a sample begins: epoch, unit, document, token
@@ -61,7 +61,7 @@ def divide_files(parts: list[FileRange], lanes: int) -> list[TextUnit]:
     units: list[TextUnit] = []
     for part in parts:
         pieces = part.split(limit)
-        if len(pieces) > 1 or not part.path.endswith((*_COMPRESSED, ".parquet")):
+        if len(pieces) > 1 or not part.path.endswith((*COMPRESSIONS, ".parquet")):
             units += [TextUnit(piece) for piece in pieces]
             continue
         stride = min(lanes, -(-sizes[part.path] // limit))
@@ -70,7 +70,7 @@ def divide_files(parts: list[FileRange], lanes: int) -> list[TextUnit]:
 
 
 def _text_bytes(part: FileRange) -> int:
-    return part.bytes * (_EXPANSION if part.path.endswith(_COMPRESSED) else 1)
+    return part.bytes * (_EXPANSION if part.path.endswith(tuple(COMPRESSIONS)) else 1)
 
 
 def hash_division(parts: list[FileRange], lanes: int) -> str:
@@ -83,7 +83,7 @@ def hash_division(parts: list[FileRange], lanes: int) -> str:
 
 def hash_file_samples(parts: list[FileRange]) -> str | None:
     """Hash of sampled blocks of the files; None for URLs."""
-    if any("://" in part.path for part in parts):
+    if any(is_data_url(part.path) for part in parts):
         return None
     samples = " ".join(hash_sampled_blocks(Path(part.path)) for part in parts)
     return xxhash.xxh3_128_hexdigest(samples.encode())

@@ -125,12 +125,12 @@ class CheckpointLM(TemplateLM):
         stops = handle_stop_sequences(
             settings.get("until"), tokenizer.special_token_name(tokenizer.eos_id)
         )
-        room = self.max_length - limit
-        if room < 1:
+        longest_prompt = self.max_length - limit
+        if longest_prompt < 1:
             raise CheckpointError(
                 f"a task generates {limit} tokens; the model's context is {self.max_length}."
             )
-        prompt = self.tok_encode(context)[-room:] or [self.prefix_token_id]
+        prompt = self.tok_encode(context)[-longest_prompt:] or [self.prefix_token_id]
         sampling = Sampling(temperature=0)
         if settings.get("do_sample"):
             temperature = float(settings.get("temperature") or 1.0)

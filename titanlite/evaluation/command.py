@@ -44,13 +44,14 @@ def run_command(argv: list[str]) -> int:
     args = _build_parser().parse_args(argv)
     if args.background:
         run_in_background()
-    if args.threads:
-        torch.set_num_threads(args.threads)
     try:
         if args.check_tasks:
             load_tasks(args.tasks)
             return EXIT_DONE
-        result = evaluate_model(args.model, _settings_of(args), _device_of(args), args.tokenizer)
+        settings, device = _settings_of(args), choose_device(args.device)
+        if args.threads:
+            torch.set_num_threads(args.threads)
+        result = evaluate_model(args.model, settings, device, args.tokenizer)
         if args.out:
             _write_result(Path(args.out), result)
     except UserError as error:
@@ -102,10 +103,6 @@ def _settings_of(args: argparse.Namespace) -> EvaluationSettings:
     return EvaluationSettings(
         tuple(args.tasks), args.limit, args.shots, args.batch_size, args.dtype
     )
-
-
-def _device_of(args: argparse.Namespace) -> torch.device:
-    return choose_device(args.device)
 
 
 def _write_result(path: Path, result: EvaluationResult) -> None:

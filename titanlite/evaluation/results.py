@@ -7,8 +7,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from titanlite.files import parse_json
-
 STDERR = "_stderr"  # suffix of the standard error of a metric
 
 
@@ -35,16 +33,6 @@ class EvaluationResult:
     def to_json(self) -> dict[str, Any]:
         """The result as JSON values."""
         return asdict(self)
-
-    @classmethod
-    def from_json(cls, content: bytes) -> EvaluationResult:
-        """The result that `to_json` gave; raises ValueError."""
-        try:
-            fields = parse_json(content)
-            tasks = {name: TaskScores(**scores) for name, scores in fields["tasks"].items()}
-            return cls(**{**fields, "tasks": tasks})
-        except (AttributeError, KeyError, TypeError) as error:
-            raise ValueError(f"not the result of an evaluation: {error}") from None
 
     def rows(self) -> Iterator[tuple[str, int, str, float, float | None]]:
         """(task, documents, metric, value, standard error) of all values."""

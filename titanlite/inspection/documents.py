@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from titanlite.data import Corpus
+from titanlite.data.shards import INDEX_HEADER
 from titanlite.errors import DataError
 
-_HEADER_BYTES = 34  # of an .idx; see data/shards.py, as for the rest of its layout
+_LENGTH, _FIRST_BYTE = struct.Struct("<i"), struct.Struct("<q")  # of a sequence, in an .idx
 
 
 @dataclass(frozen=True)
@@ -67,16 +68,16 @@ class _ShardStarts:
 
     def __init__(self, bin: str):
         self._file = open(Path(bin).with_suffix(".idx"), "rb")  # noqa: SIM115 (kept open)
-        (self.sequences,) = self._read("<Q", 18)
+        _, _, _, self.sequences, _ = self._read(INDEX_HEADER, 0)
 
     def first_byte(self, number: int) -> int:
         """Offset of a sequence in the .bin."""
-        return self._read("<q", _HEADER_BYTES + 4 * self.sequences + 8 * number)[0]
+        return self._read(_FIRST_BYTE, INDEX_HEADER.size + 4 * self.sequences + 8 * number)[0]
 
     def length(self, number: int) -> int:
         """Ids of a sequence."""
-        return self._read("<i", _HEADER_BYTES + 4 * number)[0]
+        return self._read(_LENGTH, INDEX_HEADER.size + 4 * number)[0]
 
-    def _read(self, layout: str, offset: int) -> tuple[int, ...]:
+    def _read(self, layout: struct.Struct, offset: int) -> tuple[int, ...]:
         self._file.seek(offset)
-        return struct.unpack(layout, self._file.read(struct.calcsize(layout)))
+        return layout.unpack(self._file.read(layout.size))

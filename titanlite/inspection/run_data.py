@@ -9,6 +9,7 @@ from pathlib import Path
 from titanlite.data import SampleStream
 from titanlite.errors import ConfigError, DataError
 from titanlite.inspection.run_steps import ConsumedBatch, read_progress
+from titanlite.inspection.samples import SampleRecord, describe_positions
 from titanlite.job import JobConfig
 from titanlite.job.config import MOVED
 from titanlite.job.data import open_job_stream, open_job_tokenizer
@@ -24,10 +25,14 @@ class RunData:
     config: JobConfig
     stream: SampleStream
 
-    @property
-    def formats(self) -> dict[str, str]:
-        """The data format of each source, by name."""
-        return {source.name: source.format for source in self.config.data.sources}
+    def describe(self, position: int, count: int) -> list[SampleRecord]:
+        """The samples of `count` positions; raises DataError."""
+        if self.stream.tokenizes and self.path.is_dir():
+            progress = read_progress(self.path, self.config)
+            # otherwise all text before the position would be tokenized
+            self.stream.restore_lanes(progress.lanes_before(position, self.stream.facts))
+        formats = {source.name: source.format for source in self.config.data.sources}
+        return describe_positions(self.stream, formats, position, count)
 
     def batch_of(self, step: int) -> ConsumedBatch:
         """The positions that a step consumed; raises DataError."""

@@ -45,6 +45,7 @@ class RunProgress:
     rollbacks: list[tuple[int, RollbackTry]] = field(default_factory=list)
     # (step of the checkpoint that the run went back to, what it did), in order
     facts: dict[int, dict[str, Any]] = field(default_factory=dict)  # of checkpoints
+    lanes: dict[int, Any] = field(default_factory=dict)  # of checkpoints, see `SampleStream`
 
     def batch_of(self, step: int) -> ConsumedBatch:
         """What `step` consumed; raises DataError if it is not known exactly."""
@@ -76,17 +77,26 @@ class RunProgress:
         """Raise DataError if the run had other data than `facts` at `step`."""
         later = [saved for saved in sorted(self.facts) if saved >= step]
         for saved in later[:1]:
-            wrong = [
-                name
-                for name in FACTS_OF_DATA
-                if name in self.facts[saved] and self.facts[saved][name] != facts.get(name)
-            ]
-            if wrong:
+            if wrong := self._other_data(saved, facts):
                 raise DataError(
                     f"{self.folder}: step {step} had other data than config.toml names: the"
                     f" checkpoint of step {saved} differs in {', '.join(wrong)}.",
                     fix="Give a TOML with the data of that time, and the position.",
                 )
+
+    def lanes_before(self, position: int, facts: dict[str, Any]) -> Any:
+        """The lanes of the last checkpoint up to `position` that has the data of `facts`."""
+        known = [
+            step
+            for step in self.lanes
+            if self.positions[step] <= position and not self._other_data(step, facts)
+        ]
+        return self.lanes[max(known, key=self.positions.__getitem__)] if known else {}
+
+    def _other_data(self, saved: int, facts: dict[str, Any]) -> list[str]:
+        """Names of `facts` that have another value in the checkpoint of step `saved`."""
+        recorded = self.facts[saved]
+        return [n for n in FACTS_OF_DATA if n in recorded and recorded[n] != facts.get(n)]
 
     def _batches(self, first: int, last: int) -> Iterator[int]:
         """Samples of the steps after `first`, up to `last`."""
@@ -163,4 +173,5 @@ def _add_checkpoints(progress: RunProgress) -> None:
         if manifest.progress and step <= max(progress.samples):
             position = manifest.progress["position"]
             progress.positions[step] = position
+            progress.lanes[step] = manifest.progress.get("lanes", {})
             progress.samples[step] = position - manifest.progress.get("skipped", 0)

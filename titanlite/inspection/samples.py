@@ -7,20 +7,33 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from titanlite.data import CorpusChecks, SampleStream, SourceConfig, Tokenizer, open_corpus
+import numpy as np
+
+from titanlite.data import TEXT, Corpus, CorpusChecks, SampleStream, SourceConfig, Tokenizer
+from titanlite.data.dump import add_content
+from titanlite.data.open_files import OpenFiles
+from titanlite.data.packed import PackedSource
+from titanlite.data.remote_shards import open_shards
+from titanlite.data.urls import is_data_url
 from titanlite.errors import DataError
 from titanlite.files import parse_json, read_regular_file
 from titanlite.inspection.documents import CorpusDocuments
 from titanlite.inspection.search import search_corpus
 
 MEGATRON = "megatron"  # the data format whose files say where documents are
+DEFAULT_SEQ_LEN = 2048  # of samples of a corpus that is not packed
 SHOWN_CHARACTERS = 400  # of a text in a terminal, of which half are its end
 SampleRecord = dict[str, Any]  # JSON values
 
 
-def open_unverified(path: str) -> Any:
-    """The corpus in a folder, without comparing its content with its hashes."""
-    return open_corpus(path, CorpusChecks("off"))
+def open_unverified(path: str) -> Corpus:
+    """A corpus, packed or not, without comparing its content with its hashes."""
+    return open_shards(path, CorpusChecks("off"), OpenFiles(), packed=None)
+
+
+def packed_seq_len(corpus: Corpus) -> int:
+    """Tokens of the windows of a corpus; 0 if it is not packed."""
+    return corpus.manifest.packed_seq_len if corpus.manifest else 0
 
 
 def describe_positions(
@@ -32,61 +45,94 @@ def describe_positions(
     documents: dict[str, CorpusDocuments] = {}
     samples = stream.locate(position, count)
     inputs, labels = stream.read(position, count)
-    for number, sample in enumerate(samples):
-        own = inputs[number].tolist()
-        if (last := int(labels[number, -1])) >= 0:
-            own.append(last)
-        _add_content(sample, own, stream.tokenizer)
-        ignored = int((labels[number] < 0).sum())
-        if ignored:
-            sample["ignored_labels"] = ignored
+    for sample, ids, targets in zip(samples, inputs.tolist(), labels.tolist(), strict=True):
+        add_content(sample, ids, targets, stream.tokenizer)
         path = sample["path"]
-        if formats.get(sample["source"]) == MEGATRON and sample["first_token"] is not None:
+        if formats.get(sample["source"]) == MEGATRON and not is_data_url(path):
             if path not in documents:
                 documents[path] = CorpusDocuments(open_unverified(path))
-            _add_documents(sample, documents[path], len(own))
+            _add_documents(sample, documents[path])
     return samples
 
 
 def describe_corpus_samples(
-    path: str, seq_len: int, sample: int, count: int, tokenizer: Tokenizer | None
+    path: str, seq_len: int | None, sample: int, count: int, tokenizer: Tokenizer | None
 ) -> list[SampleRecord]:
-    """Samples of a corpus in the order of its files; raises DataError."""
+    """Samples of a corpus in the order of its files; raises DataError.
+
+    `seq_len`: None for DEFAULT_SEQ_LEN, or for that of packed windows.
+    """
     corpus = open_unverified(path)
-    total = (corpus.tokens - 1) // seq_len
+    if packed_seq_len(corpus):
+        return _describe_windows(corpus, seq_len, sample, count, tokenizer)
+    length = seq_len or DEFAULT_SEQ_LEN
+    numbers = _numbers(path, (corpus.tokens - 1) // length, length, sample, count)
+    documents, described = _local_documents(corpus), []
+    for number in numbers:
+        first = number * length
+        record: SampleRecord = {"path": path, "sample": number, "first_token": first}
+        ids = corpus.read(first, length + 1).tolist()
+        add_content(record, ids[:-1], ids[1:], tokenizer)
+        if documents:
+            _add_documents(record, documents)
+        described.append(record)
+    return described
+
+
+def _describe_windows(
+    corpus: Corpus, seq_len: int | None, sample: int, count: int, tokenizer: Tokenizer | None
+) -> list[SampleRecord]:
+    """Windows of a packed corpus; raises DataError."""
+    path, length = corpus.path, packed_seq_len(corpus)
+    if seq_len not in (None, length):
+        raise DataError(
+            f"{path}: is packed in windows of {length} tokens; --seq-len is {seq_len}.",
+            fix="Remove --seq-len.",
+        )
+    source = PackedSource(corpus, length)
+    numbers = _numbers(path, corpus.tokens // (length + 1), length, sample, count)
+    windows, labels = source.gather_windows(np.array(numbers))
+    described = []
+    for number, ids, targets in zip(numbers, windows.tolist(), labels.tolist(), strict=True):
+        record = {"path": path, "sample": number, "first_token": number * (length + 1)}
+        add_content(record, ids[:-1], targets, tokenizer)
+        described.append(record)
+    return described
+
+
+def _numbers(path: str, total: int, seq_len: int, sample: int, count: int) -> range:
+    """`count` samples from `sample` on, of `total`; raises DataError."""
     if not 0 <= sample < total:
         raise DataError(
             f"{path}: has {total} samples of {seq_len} tokens; there is no sample {sample}.",
             fix=f"Use 0 to {total - 1}." if total else "Use a smaller --seq-len.",
         )
-    documents, described = CorpusDocuments(corpus), []
-    for number in range(sample, min(total, sample + count)):
-        first = number * seq_len
-        record: SampleRecord = {"path": path, "sample": number, "first_token": first}
-        _add_content(record, corpus.read(first, seq_len + 1).tolist(), tokenizer)
-        _add_documents(record, documents, seq_len + 1)
-        described.append(record)
-    return described
+    return range(sample, min(total, sample + count))
 
 
 def find_text(
     source: SourceConfig, text: str, seq_len: int, tokenizer: Tokenizer
 ) -> Iterator[SampleRecord]:
     """Where a text is in a corpus, in order; raises DataError."""
-    if source.format != MEGATRON:
+    if source.format == TEXT:
         raise DataError(
-            f"{source.path}: has the format {source.format}; only {MEGATRON} can be searched."
+            f'{source.path}: has format = "{TEXT}": it has no ids to search.',
+            fix="Search the text itself, for example with grep.",
         )
     corpus = open_unverified(source.path)
-    documents = CorpusDocuments(corpus)
+    if source.format != MEGATRON or packed_seq_len(corpus):
+        raise DataError(
+            f"{source.path}: is not searched: only {MEGATRON} shards without packing are.",
+            fix="Search the text that they were made from, for example with grep.",
+        )
+    documents = _local_documents(corpus)
     for match in search_corpus(corpus, tokenizer, text):
-        document = documents.at(match.token)
         yield {
             "source": source.name,
             "path": source.path,
             "first_token": match.token,
             "sample": max(0, match.token - 1) // seq_len,  # in which its first token is a label
-            "documents": [document.to_json()],
+            "documents": [documents.at(match.token).to_json()] if documents else [],
             "text": match.text,
         }
 
@@ -108,15 +154,15 @@ def read_dump(path: Path) -> list[SampleRecord]:
     return samples
 
 
-def _add_content(sample: SampleRecord, tokens: list[int], tokenizer: Tokenizer | None) -> None:
-    sample["tokens"] = tokens
-    if tokenizer is not None:
-        sample["text"] = tokenizer.decode(tokens)
+def _local_documents(corpus: Corpus) -> CorpusDocuments | None:
+    """The documents of a corpus on this machine; None for one by URL, whose indexes stay there."""
+    return None if is_data_url(corpus.path) else CorpusDocuments(corpus)
 
 
-def _add_documents(sample: SampleRecord, documents: CorpusDocuments, count: int) -> None:
+def _add_documents(sample: SampleRecord, documents: CorpusDocuments) -> None:
     first = sample["first_token"]
-    sample["documents"] = [found.to_json() for found in documents.between(first, first + count)]
+    found = documents.between(first, first + len(sample["tokens"]))
+    sample["documents"] = [document.to_json() for document in found]
 
 
 # --- as text -------------------------------------------------------------------------------------

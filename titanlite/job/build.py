@@ -38,8 +38,8 @@ from titanlite.job.data import open_job_stream, open_job_tokenizer, open_job_val
 from titanlite.job.evaluation import build_evaluation
 from titanlite.job.job import Job
 from titanlite.job.meters import add_meters
-from titanlite.job.mixture import check_stream_length, gather_data_progress, log_mixture
-from titanlite.job.streaming import TokenizingAdvice
+from titanlite.job.mixture import check_stream_length, log_mixture
+from titanlite.job.streaming import TokenizingAdvice, gather_data_progress
 from titanlite.kernels.backend import activate_flash_package, choose_kernel
 from titanlite.log import logger
 from titanlite.metrics import (
@@ -355,7 +355,7 @@ def restore(
 
 
 def restore_progress(state: TrainState, progress: dict[str, Any], found: FoundCheckpoint) -> None:
-    """Restore the progress of a checkpoint, which may come from a stranger."""
+    """Restore the progress of a checkpoint, which may be damaged or crafted."""
     try:
         state.restore(progress)
     except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as e:

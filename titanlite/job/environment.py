@@ -54,34 +54,38 @@ def _check_gpu_options(config: JobConfig, gpu: Gpu | None) -> Iterator[ConfigErr
 def _check_cpu_options(config: JobConfig) -> Iterator[ConfigError]:
     """Reject options that need a GPU."""
     if config.parallelism.enable_async_tensor_parallel:
-        yield ConfigError(
-            "parallelism.enable_async_tensor_parallel = true: requires GPUs with peer-to-peer"
-            " memory access, and this job runs on CPUs.",
-            fix="Remove parallelism.enable_async_tensor_parallel.",
-            keys=("parallelism.enable_async_tensor_parallel",),
+        yield _cpu_error(
+            "parallelism.enable_async_tensor_parallel",
+            "true",
+            "requires GPUs with peer-to-peer memory access, and this job runs on CPUs.",
+            "Remove parallelism.enable_async_tensor_parallel.",
         )
     if config.attention.backend not in ("auto", *CPU_KERNELS):
-        yield ConfigError(
-            f'attention.backend = "{config.attention.backend}": requires a GPU, and this job runs'
-            " on CPUs.",
-            fix=f'Use "auto", or {", ".join(CPU_KERNELS)}.',
-            keys=("attention.backend",),
+        yield _cpu_error(
+            "attention.backend",
+            f'"{config.attention.backend}"',
+            "requires a GPU, and this job runs on CPUs.",
+            f'Use "auto", or {", ".join(CPU_KERNELS)}.',
         )
     if config.optimizer.offload:
-        yield ConfigError(
-            "optimizer.offload = true: this job runs on CPUs, so the optimizer state is in host"
-            " memory already.",
-            fix='Remove optimizer.offload, or set job.device = "cuda".',
-            keys=("optimizer.offload",),
+        yield _cpu_error(
+            "optimizer.offload",
+            "true",
+            "this job runs on CPUs, so the optimizer state is in host memory already.",
+            'Remove optimizer.offload, or set job.device = "cuda".',
         )
     if config.profiling.enable_memory_snapshot:
-        yield ConfigError(
-            "profiling.enable_memory_snapshot = true: torch records the allocations of GPUs only,"
-            " and this job runs on CPUs.",
-            fix="Remove profiling.enable_memory_snapshot; peak_memory_gib in metrics.jsonl is the"
-            " peak of the whole process.",
-            keys=("profiling.enable_memory_snapshot",),
+        yield _cpu_error(
+            "profiling.enable_memory_snapshot",
+            "true",
+            "torch records the allocations of GPUs only, and this job runs on CPUs.",
+            "Remove profiling.enable_memory_snapshot; peak_memory_gib in metrics.jsonl is the peak"
+            " of the whole process.",
         )
+
+
+def _cpu_error(key: str, value: str, reason: str, fix: str) -> ConfigError:
+    return ConfigError(f"{key} = {value}: {reason}", fix=fix, keys=(key,))
 
 
 def _device_type(config: JobConfig) -> str:

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from titanlite.data import SampleStream, describe_mixture, merge_positions, repeated_sources
-from titanlite.distributed.collectives import gather_from_all_ranks
+from titanlite.data import SampleStream, describe_mixture, repeated_sources
 from titanlite.errors import ConfigError
 from titanlite.log import logger
-from titanlite.training import BatchSchedule, Counters, TrainState
+from titanlite.training import BatchSchedule, Counters
 
 _SHOWN_CHANGES = 8
 
@@ -50,10 +47,3 @@ def log_mixture(
     logger.info("%s", "\n  ".join(["training data of the whole run", *lines, *changes]))
     for warning in repeated_sources(shares):
         logger.warning("%s", warning)
-
-
-def gather_data_progress(stream: SampleStream, state: TrainState) -> dict[str, Any]:
-    """What the data need beside the position: how far text was tokenized. Collective, if it is."""
-    if not stream.tokenizes:
-        return {}
-    return {"lanes": merge_positions(gather_from_all_ranks(stream.lane_positions(state.position)))}

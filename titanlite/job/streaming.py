@@ -1,13 +1,26 @@
-"""Advice for a run that waits for text to be tokenized."""
+"""Text that is tokenized while a run reads it: what checkpoints record of it, and advice."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
+from titanlite.data import SampleStream, merge_positions
+from titanlite.distributed.collectives import gather_from_all_ranks
 from titanlite.log import logger
+from titanlite.training import TrainState
 
 WAITING_SHARE = 0.1  # of the time of a step, from which on the run is advised
+
+
+def gather_data_progress(stream: SampleStream, state: TrainState) -> dict[str, Any]:
+    """What a checkpoint records of the data beside the position: how far text was tokenized.
+
+    Collective if a source is tokenized while it is read; else it is empty.
+    """
+    if not stream.tokenizes:
+        return {}
+    return {"lanes": merge_positions(gather_from_all_ranks(stream.lane_positions(state.position)))}
 
 
 class TokenizingAdvice:

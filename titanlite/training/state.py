@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 import torch
@@ -23,9 +23,14 @@ class Counters:
     step: int = 0  # steps, also those without an update because they were skipped
     position: int = 0  # in the order of samples: of the next sample
     tokens: int = 0  # tokens consumed
-    skipped: int = 0  # positions that a roll-back left out
-    gaps: tuple[tuple[int, int], ...] = ()  # [first, end) of these positions
+    gaps: tuple[tuple[int, int], ...] = ()
+    # [first, end) of positions that a roll-back left out, in order; at most one for each roll-back
     rollbacks: RollbackHistory = field(default_factory=RollbackHistory)
+
+    @property
+    def skipped(self) -> int:
+        """Positions that a roll-back left out."""
+        return sum(end - first for first, end in self.gaps)
 
     @property
     def samples(self) -> int:
@@ -33,10 +38,10 @@ class Counters:
         return self.position - self.skipped
 
     @property
-    def consumed(self) -> Iterator[tuple[int, int]]:
+    def consumed(self) -> list[tuple[int, int]]:
         """The positions that were consumed, as ranges [first, end)."""
-        starts = [0, *(end for _, end in self.gaps)]
-        yield from zip(starts, [*(first for first, _ in self.gaps), self.position], strict=True)
+        bounds = [0, *chain.from_iterable(self.gaps), self.position]
+        return list(zip(bounds[::2], bounds[1::2], strict=True))
 
     @property
     def windows(self) -> tuple[PositionWindow, ...]:
@@ -55,7 +60,6 @@ class Counters:
         """Count one optimizer step."""
         start = self.next_start(samples)
         if start > self.position:
-            self.skipped += start - self.position
             self.gaps += ((self.position, start),)
         self.step += 1
         self.position = start + samples
@@ -74,17 +78,28 @@ class Counters:
         """Restore what `progress` returned."""
         self.step, self.position = progress["step"], progress["position"]
         self.tokens = progress["tokens"]
-        self.skipped = progress.get("skipped", 0)
-        if type(self.skipped) is not int or not 0 <= self.skipped <= self.position:
-            raise ValueError(
-                f"skipped = {self.skipped!r:.80}: must be a number from 0 to {self.position}"
-            )
-        self.gaps = tuple((int(first), int(end)) for first, end in progress.get("gaps", []))
+        self.gaps = _read_gaps(progress, self.position)
         self.rollbacks = RollbackHistory.from_json(progress.get("rollbacks", []))
 
     def record_rollback(self, rollbacks: RollbackHistory) -> None:
         """Replace the history of roll-backs by one with one more entry."""
         self.rollbacks = rollbacks
+
+
+def _read_gaps(progress: dict[str, Any], position: int) -> tuple[tuple[int, int], ...]:
+    """The gaps before `position` in `progress`; raises ValueError or TypeError."""
+    skipped = progress.get("skipped", 0)
+    # Checkpoints once had only the number of positions; where these were is then unknown.
+    unknown = [(0, skipped)] if skipped else []
+    gaps = tuple((first, end) for first, end in progress.get("gaps", unknown))
+    bounds = [0, *chain.from_iterable(gaps), position]
+    is_valid = all(type(bound) is int for bound in bounds) and bounds == sorted(bounds)
+    if not is_valid or sum(end - first for first, end in gaps) != skipped:
+        raise ValueError(
+            f"gaps = {gaps!r:.80}: must be ranges in order, before {position}, of"
+            f" {skipped!r:.20} positions in all"
+        )
+    return gaps
 
 
 @dataclass(frozen=True)

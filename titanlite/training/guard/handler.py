@@ -149,7 +149,7 @@ class ViolationHandler:
             run.sinks.event(first.step, event, **violation.fields, batch=path)
             self._roll_back(violation, position, samples)
             return None
-        result, evidence = self._compute_again(first, batch)
+        result, evidence = self._recompute(first, batch)
         history, verdict = self._decide(first, result, evidence)
         if verdict is StepVerdict.ROLL_BACK:
             self._roll_back(self._describe(first.step, result, evidence), position, samples)
@@ -165,7 +165,7 @@ class ViolationHandler:
         finish_step(run.state, result, run.step_settings)
         return result
 
-    def _compute_again(self, first: PendingStep, batch: Batch) -> tuple[StepResult, Evidence]:
+    def _recompute(self, first: PendingStep, batch: Batch) -> tuple[StepResult, Evidence]:
         """(result without an update, this rank's evidence of where a violation comes from)."""
         run = self._run
         probe = OutputProbe(run.state.model, inside_layers=not run.compiles_layers)
@@ -181,21 +181,21 @@ class ViolationHandler:
         return result, self._evidence(result, probe)
 
     def _decide(
-        self, first: PendingStep, again: StepResult, evidence: Evidence
+        self, first: PendingStep, replayed: StepResult, evidence: Evidence
     ) -> tuple[History, StepVerdict]:
         """Compare a step with its replay, decide, report; raises TrainingDiverged to give up."""
         judge, search, ranks = self._judge, self._search, self._max_over_ranks
-        reason = self._agreed_reason(again)
-        level, faulty, _ = search.strongest(search.other_bits(first.result, again), ranks)
+        reason = self._agreed_reason(replayed)
+        level, faulty, _ = search.strongest(search.other_bits(first.result, replayed), ranks)
         replay = ReplayResult.VIOLATING if reason else ReplayResult.NORMAL
         replay = replay if level else ReplayResult.SAME
         cause = reason or self._agreed_reason(first.result) or ViolationReason.NONFINITE
         observation = Observation(first.step, cause, replay, faulty.host)
         history, verdict = decide(judge.history, observation, judge.config)
         if replay is not ReplayResult.SAME:
-            self._report_fault(first, again, faulty, history)
+            self._report_fault(first, replayed, faulty, history)
         if replay is not ReplayResult.NORMAL:
-            violation = self._describe(first.step, again, evidence)
+            violation = self._describe(first.step, replayed, evidence)
             counters, samples = first.before.counters, first.result.samples
             path = self._run.dump_batch(first.step, counters.next_start(samples), samples)
             if verdict is StepVerdict.GIVE_UP:
@@ -235,13 +235,16 @@ class ViolationHandler:
         return reasons[self._max_over_ranks.wait()[0]]
 
     def _report_fault(
-        self, first: PendingStep, again: StepResult, faulty: Culprit, history: History
+        self, first: PendingStep, replayed: StepResult, faulty: Culprit, history: History
     ) -> None:
         """Write an event, and end the run if the same host had too many faults."""
         faults = history.hardware_faults[faulty.host]
         values = {"loss": float(first.result.loss), "grad_norm": float(first.result.grad_norm)}
-        replayed = {"replayed_loss": float(again.loss), "replayed_norm": float(again.grad_norm)}
-        fields = {**values, **replayed, **dataclasses.asdict(faulty), "faults": faults}
+        values |= {
+            "replayed_loss": float(replayed.loss),
+            "replayed_norm": float(replayed.grad_norm),
+        }
+        fields = {**values, **dataclasses.asdict(faulty), "faults": faults}
         self._run.sinks.event(first.step, "hardware_fault", **fields)
         if faults < self._judge.config.max_hardware_faults:
             return

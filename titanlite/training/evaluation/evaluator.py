@@ -1,94 +1,27 @@
-"""Evaluate checkpoints of a run on downstream tasks, each in a process of its own.
-
-Only rank 0 starts processes, and training waits for one after its last step only. So an evaluation
-cannot change a bit of training, and its crash or its memory cannot end the run.
-"""
+"""Starts evaluations of checkpoints, one after the other, and reports their results."""
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-from titanlite.checkpoint import CheckpointConfig, read_checkpoint_manifest
+import titanlite
+from titanlite.checkpoint import read_checkpoint_manifest
 from titanlite.checkpoint.manifest import weights_hash
-from titanlite.distributed.collectives import AsyncMax
+from titanlite.distributed.rendezvous import environment_without_launcher
 from titanlite.errors import CheckpointError, ConfigError
 from titanlite.files import parse_json
 from titanlite.log import logger
 from titanlite.metrics import MetricSinks
-from titanlite.settings import NotNegative, Positive
 from titanlite.storage import StorageFolder
-from titanlite.training.periodic import PeriodicAction, StepInfo
-
-POLL_SECONDS = 1.0  # between two looks at the process, after the last step
-LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK")
-# of the environment; with them, an evaluation would take itself for a rank of this run
-
-
-@dataclass(frozen=True)
-class EvaluationConfig:
-    """[evaluation] Evaluating checkpoints on downstream tasks while training, with lm-eval."""
-
-    enable: bool = False  # evaluate checkpoints of the run, in a process of its own
-    freq: Positive = 1000
-    # steps between two evaluated checkpoints, a multiple of checkpoint.interval; the last
-    # checkpoint is evaluated too
-    tasks: list[str] = field(default_factory=lambda: ["python"])
-    # tasks of titanlite (python: all of them), tasks of lm-eval, or YAML files of tasks
-    limit: NotNegative = 0  # documents of each task; 0: all
-    batch_size: Positive = 8  # texts of one forward pass
-    device: Literal["cpu", "cuda"] = "cpu"  # cuda: the GPU of rank 0, which needs free memory
-    threads: Positive = 1  # CPU threads of the evaluation
-    timeout_seconds: Positive = 3600  # limit for one evaluation, also after the last step
-
-
-def check_evaluation_config(
-    config: EvaluationConfig, checkpoint: CheckpointConfig, tokenizer: str | None
-) -> Iterator[ConfigError]:
-    """Reject settings under which nothing could be evaluated."""
-    if not config.enable:
-        return
-    if not checkpoint.saves:
-        yield _evaluation_error(
-            "enable = true: the run saves no checkpoints, so there is nothing to evaluate.",
-            "Set checkpoint.enable = true.",
-            "enable",
-        )
-    if tokenizer is None:
-        yield _evaluation_error(
-            "enable = true: tasks are text, and data.tokenizer is not set.",
-            "Set data.tokenizer.",
-            "enable",
-        )
-    if config.freq % checkpoint.interval:
-        below = config.freq - config.freq % checkpoint.interval
-        nearest = [str(n) for n in (below, below + checkpoint.interval) if n]
-        yield _evaluation_error(
-            f"freq = {config.freq}: is not a multiple of checkpoint.interval ="
-            f" {checkpoint.interval}.",
-            f"Use {' or '.join(nearest)}.",
-            "freq",
-        )
-    if not config.tasks:
-        yield _evaluation_error("tasks = []: there is no task.", 'Use ["python"].', "tasks")
-    if importlib.util.find_spec("lm_eval") is None:
-        yield _evaluation_error(
-            "enable = true, but lm-eval is not installed.",
-            "pip install 'titanlite[eval]'",
-            "enable",
-        )
-
-
-def _evaluation_error(problem: str, fix: str, key: str) -> ConfigError:
-    return ConfigError(f"evaluation.{problem}", fix=fix, keys=(f"evaluation.{key}",))
+from titanlite.training.evaluation.config import EvaluationConfig
 
 
 @dataclass(frozen=True)
@@ -241,66 +174,11 @@ class CheckpointEvaluator:
         self._sinks.event(running.step, "evaluation_failed", reason=reason, path=str(running.log))
 
 
-def evaluate_checkpoints(
-    evaluator: CheckpointEvaluator | None,
-    freq: int,
-    is_writing: Callable[[], bool],
-    stop_reason: Callable[[], int],
-    max_over_ranks: AsyncMax,
-    set_phase: Callable[[int, str], None],
-) -> PeriodicAction:
-    """Evaluate the checkpoints of every `freq` steps, and the last one; `evaluator`: on rank 0.
-
-    `is_writing`: whether this rank is still writing a checkpoint. After the last step the ranks
-    wait for the evaluation, until one has a `stop_reason`.
-    """
-
-    def look(info: StepInfo) -> None:
-        if evaluator is None:
-            return
-        if info.stop_reason:
-            evaluator.stop()  # the next start evaluates that checkpoint
-            return
-        if info.is_last or info.step % freq == 0:
-            evaluator.add(info.step)
-        evaluator.poll(is_writing())
-
-    def agree() -> tuple[int, int]:
-        """(whether rank 0 is evaluating, why the run is to stop), on all ranks."""
-        max_over_ranks.start(evaluator is not None and evaluator.busy, stop_reason())
-        busy, reason = max_over_ranks.wait()
-        return busy, reason
-
-    def run(info: StepInfo) -> None:
-        look(info)
-        if info.stop_reason or not info.is_last:
-            return
-        busy, reason = agree()
-        while busy and not reason:
-            set_phase(info.step, "evaluate")
-            time.sleep(POLL_SECONDS)
-            if evaluator is not None:
-                evaluator.poll(is_writing())
-            busy, reason = agree()
-        if evaluator is not None:
-            evaluator.stop()
-
-    def start_again(step: int) -> None:
-        if evaluator is not None:
-            evaluator.resume(step)
-
-    return PeriodicAction("evaluate", lambda info: True, run, start_again=start_again)
-
-
 def _environment(config: EvaluationConfig) -> dict[str, str]:
     """The environment of an evaluation: as this one, but it is not a rank of the run."""
-    package = str(Path(__file__).parents[2])
+    package = str(Path(titanlite.__file__).parents[1])
     paths = [package, *filter(None, [os.environ.get("PYTHONPATH")])]
-    own = {
-        key: value
-        for key, value in os.environ.items()
-        if key not in LAUNCHER_VARIABLES and not key.startswith(("MASTER_", "TORCHELASTIC_"))
-    }
+    own = environment_without_launcher()
     own |= {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": str(config.threads)}
     if config.device == "cpu":
         own["CUDA_VISIBLE_DEVICES"] = ""  # even an idle CUDA context takes memory
