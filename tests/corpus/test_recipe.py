@@ -18,7 +18,7 @@ from titanlite.corpus.engine import LocalEngine
 from titanlite.corpus.pipeline import make_corpus
 from titanlite.corpus.recipe import load_recipe
 from titanlite.corpus.shuffle import document_keys
-from titanlite.errors import DataError, UserError
+from titanlite.errors import DataError, UserError, format_error
 
 ROOT = Path(__file__).parents[2]
 ONE = LocalEngine(workers=1)
@@ -263,12 +263,40 @@ def test_what_cannot_be_read_is_refused_or_counted(write_recipe, tmp_path):
         ({}, '[[sources]]\nname = "x"\ninputs = ["no/such"]', ["no/such: no such file"]),
         ({"tokenizer": "no.model"}, "", ['tokenizer "no.model"']),
         ({"bos": True, "validation_share": 0.9}, "", ["validation_share"]),
+        # what one section has wrong does not hide what is wrong in others
+        (
+            {"out": 1},
+            '[shuffle]\nxyz = 1\n[filter]\nrules = ["no", "no2"]',
+            [
+                "4 problems",
+                "1. out",
+                "2. shuffle.sed",
+                "recipe.md",
+                '3. filter.rules contains "no"',
+            ],
+        ),
+        (
+            {},
+            '[filter]\nrules = 1\nsources = ["x"]\n[deduplicate]\nbands = 9999',
+            ["3 problems", "filter.rules = 1", '"x"', "9999"],
+        ),
+        (
+            {},
+            '[[sources]]\nname = "x"\n[filter]\nrules = ["no"]\nsources = ["y"]',
+            ["2 problems", "inputs: is missing", '"no"'],
+        ),
+        (
+            {"tokenizer": "no.model"},
+            '[[sources]]\nname = "x"\ninputs = ["no/such"]',
+            ["no.model", "no/such"],
+        ),
     ],
 )
 def test_a_wrong_recipe_is_refused_with_its_keys(write_recipe, values, more, problems):
     with pytest.raises(UserError) as refusal:
         make_corpus(load_recipe(write_recipe(more=more, **values)), ONE)
-    assert all(problem in str(refusal.value) for problem in problems), str(refusal.value)
+    text = format_error(refusal.value)
+    assert all(problem in text for problem in problems), text
 
 
 def test_the_script_makes_goes_on_and_cleans(write_recipe, tmp_path):

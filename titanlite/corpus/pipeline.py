@@ -88,8 +88,7 @@ def make_corpus(
     with the counts of all stages before the corpus is published, so that no kill can skip it.
     """
     started, recipe, out = time.monotonic(), file.recipe, Path(file.recipe.out)
-    tokenizer = _open_tokenizer(recipe)
-    sources = _plan_reading(recipe, tokenizer)
+    tokenizer, sources = _open_inputs(recipe)
     plan = _hash_plan([_FORMAT, _describe_stages(file, tokenizer), *map(_keys, sources)])
     with readable_disk_errors(out):
         names = [source.name for source in recipe.sources]
@@ -115,19 +114,26 @@ def _open_tokenizer(recipe: Recipe) -> Tokenizer:
     return tokenizer
 
 
-def _plan_reading(recipe: Recipe, tokenizer: Tokenizer) -> list[_Source]:
-    """The read tasks of all sources; raises the problems of all sources together."""
+def _open_inputs(recipe: Recipe) -> tuple[Tokenizer, list[_Source]]:
+    """The tokenizer, and the read tasks of all sources; raises all their problems together."""
     sources: list[_Source] = []
     problems: list[UserError] = []
+    tokenizer: Tokenizer | None = None
+    try:
+        tokenizer = _open_tokenizer(recipe)
+    except UserError as error:
+        problems.append(error)
     for source in recipe.sources:
         try:
-            is_chat = source.kind == "chat"
-            template = open_chat_template(source.template, tokenizer) if is_chat else None
-            sources.append(_Source(source, plan_reading(source, recipe.read), template))
+            tasks, template = plan_reading(source, recipe.read), None
+            if source.kind == "chat" and tokenizer is not None:
+                template = open_chat_template(source.template, tokenizer)
+            sources.append(_Source(source, tasks, template))
         except UserError as error:
             problems.append(error)
     raise_together(problems)
-    return sources
+    assert tokenizer is not None
+    return tokenizer, sources
 
 
 def _describe_stages(file: RecipeFile, tokenizer: Tokenizer) -> dict:

@@ -21,7 +21,7 @@ from titanlite.corpus.filters.personal_data import PersonalDataConfig, PersonalD
 from titanlite.corpus.filters.repetition import GopherRepetitionConfig, GopherRepetitionRule
 from titanlite.corpus.filters.rule import Rule
 from titanlite.corpus.filters.user_function import UserFunctionRule, hash_module
-from titanlite.errors import ConfigError, UserError
+from titanlite.errors import ConfigError
 from titanlite.settings import build_dataclass, raise_together
 
 
@@ -60,17 +60,28 @@ RULES: Mapping[str, Callable[[Any], Rule]] = MappingProxyType(
 
 def open_rules(config: FilterConfig) -> list[tuple[str, Rule]]:
     """The rules by name, in order; raises ConfigError with all their problems."""
-    rules: list[tuple[str, Rule]] = []
-    problems: list[UserError] = []
+    rules, problems = _open_valid_rules(config)
+    raise_together(problems)
+    return list(rules.items())
+
+
+def check_filter(config: FilterConfig) -> list[ConfigError]:
+    """Problems that the types of the settings do not exclude."""
+    return _open_valid_rules(config)[1]
+
+
+def _open_valid_rules(config: FilterConfig) -> tuple[dict[str, Rule], list[ConfigError]]:
+    """(the rules that can be opened, the problems of all others)."""
+    rules: dict[str, Rule] = {}
+    problems: list[ConfigError] = []
     for name in config.rules:
         try:
-            if config.rules.count(name) > 1 and name in dict(rules):
+            if name in rules:
                 raise ConfigError(f'filter.rules: contains "{name}" twice.', keys=("filter.rules",))
-            rules.append((name, _open_rule(name, config)))
+            rules[name] = _open_rule(name, config)
         except ConfigError as error:
             problems.append(error)
-    raise_together(problems)
-    return rules
+    return rules, problems
 
 
 def _open_rule(name: str, config: FilterConfig) -> Rule:
