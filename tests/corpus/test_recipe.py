@@ -299,6 +299,13 @@ def test_a_wrong_recipe_is_refused_with_its_keys(write_recipe, values, more, pro
     assert all(problem in text for problem in problems), text
 
 
+def test_a_document_above_the_limit_is_refused_with_the_key_of_a_recipe(write_recipe, tmp_path):
+    (tmp_path / "in/000.txt").write_text("a" * (1 << 20) + "a")
+    with pytest.raises(DataError, match="000.txt: contains a document of more than 1 MiB") as error:
+        make_corpus(load_recipe(write_recipe(more="[read]\ndocument_mib = 1")), ONE)
+    assert "read.document_mib" in error.value.fix
+
+
 def test_the_script_makes_goes_on_and_cleans(write_recipe, tmp_path):
     recipe = write_recipe()
     command = [sys.executable, "scripts/prepare_data.py", "--recipe", str(recipe)]
