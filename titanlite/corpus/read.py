@@ -165,6 +165,7 @@ def _build_tables(documents: Iterable[Document], source: str, table_bytes: int) 
     origins: list[str] = []
     size = 0
     for text, origin in documents:
+        report_progress()  # a table of web pages, or from a slow network, may take minutes
         texts.append(text)
         origins.append(origin)
         size += len(text) * (1 if text.isascii() else 3)  # at least its bytes in most languages
@@ -175,7 +176,6 @@ def _build_tables(documents: Iterable[Document], source: str, table_bytes: int) 
 
 
 def _build_valid_table(texts: list[str], source: str, origins: list[str]) -> Any:
-    report_progress()
     try:
         return build_table(texts, source, origins)
     except UnicodeEncodeError:  # JSON may contain halves of surrogate pairs, UTF-8 may not

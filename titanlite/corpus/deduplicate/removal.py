@@ -21,6 +21,7 @@ from titanlite.corpus.deduplicate.benchmarks import BenchmarkIndex
 from titanlite.corpus.deduplicate.key_files import group_starts
 from titanlite.corpus.deduplicate.matching import EXACT, NEAR, read_edges
 from titanlite.corpus.documents import ORIGIN, TEXT, read_tables, write_tables
+from titanlite.corpus.engine import report_progress
 
 BENCHMARK = "benchmark"
 
@@ -55,6 +56,7 @@ def remove_duplicates(out: Path, inputs: list[Path], arguments: Any) -> dict[str
                 reason[rest[found >= arguments["benchmark_matches"]]] = 3
             kept = table.filter(pa.array(reason == 0))
             parts.append(_count_removed(table, reason, kept))
+            report_progress()
             yield kept
             start += table.num_rows
 

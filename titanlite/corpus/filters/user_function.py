@@ -12,6 +12,7 @@ import numpy as np
 import pyarrow as pa  # type: ignore[import-untyped]  # pyarrow has no stubs
 import xxhash
 
+from titanlite.corpus.engine import report_progress
 from titanlite.corpus.filters.rule import Check, RuleResult, TextChange
 from titanlite.corpus.filters.text_block import TextBlock
 from titanlite.errors import ConfigError
@@ -34,6 +35,7 @@ class UserFunctionRule:
         removed, changed = np.zeros(len(block), bool), np.zeros(len(block), bool)
         texts = block.texts.to_pylist()
         for number in np.flatnonzero(kept):
+            report_progress()  # the function may take long
             result = self._function(texts[number])
             if isinstance(result, str):
                 changed[number] = result != texts[number]
