@@ -5,19 +5,17 @@ How many shards there are follows from the tokens of the stage before, so the pl
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-
-import xxhash
 
 from titanlite.corpus.chat.encode import ENTRY_RANGE, ChatEncoder
 from titanlite.corpus.chat.template import ChatTemplate, open_chat_template
 from titanlite.corpus.deduplicate import deduplicate, hash_benchmark_files
 from titanlite.corpus.engine import LocalEngine, TaskEngine
 from titanlite.corpus.filters import filter_arguments, filter_documents
+from titanlite.corpus.hashing import hash_json
 from titanlite.corpus.packing.stage import plan_counting, plan_packing
 from titanlite.corpus.packing.windows import PackSettings
 from titanlite.corpus.prepare import TRAIN, VALIDATION
@@ -89,7 +87,7 @@ def make_corpus(
     """
     started, recipe, out = time.monotonic(), file.recipe, Path(file.recipe.out)
     tokenizer, sources = _open_inputs(recipe)
-    plan = _hash_plan([_FORMAT, _describe_stages(file, tokenizer), *map(_keys, sources)])
+    plan = hash_json([_FORMAT, _describe_stages(file, tokenizer), *map(_keys, sources)])
     with readable_disk_errors(out):
         names = [source.name for source in recipe.sources]
         if published := find_published(out, plan, names, replace_other):
@@ -147,10 +145,6 @@ def _describe_stages(file: RecipeFile, tokenizer: Tokenizer) -> dict:
     if "deduplicate" in file.sections:
         values["benchmarks"] = hash_benchmark_files(recipe.deduplicate.benchmarks)
     return values
-
-
-def _hash_plan(value: object) -> str:
-    return xxhash.xxh3_128_hexdigest(json.dumps(value, sort_keys=True).encode())
 
 
 def _keys(source: _Source) -> list[str]:

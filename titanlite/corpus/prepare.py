@@ -20,6 +20,7 @@ from typing import Any
 import xxhash
 
 from titanlite.corpus.engine import STALL_SECONDS, EngineCall, LocalEngine, report_progress
+from titanlite.corpus.hashing import hash_json
 from titanlite.data.manifest import ShardRecord, is_shard_intact, write_corpus_manifest
 from titanlite.data.shards import ShardWriter, open_corpus
 from titanlite.data.text import (
@@ -115,7 +116,7 @@ def prepare_corpus(
     _check_settings(settings, tokenizer)
     ranges = list_file_ranges(find_files(inputs, settings.follow_symlinks))
     pieces = _divide_into_pieces(ranges, _recipe(task), settings.piece_bytes)
-    plan, total = _digest([piece.key for piece in pieces]), sum(piece.bytes for piece in pieces)
+    plan, total = hash_json([piece.key for piece in pieces]), sum(piece.bytes for piece in pieces)
     if _is_finished(task.out, plan):
         todo: list[_Piece] = []
         progress(total, total)
@@ -177,13 +178,9 @@ def _divide_into_pieces(
         groups[-1].append(part)
         free -= part.bytes
     return [
-        _Piece(f"{number:06}", _digest([recipe, *map(asdict, group)]), group)
+        _Piece(f"{number:06}", hash_json([recipe, *map(asdict, group)]), group)
         for number, group in enumerate(groups)
     ]
-
-
-def _digest(value: object) -> str:
-    return xxhash.xxh3_128_hexdigest(json.dumps(value, sort_keys=True).encode())
 
 
 def _read_record(task: _Task, piece: _Piece) -> dict[str, Any] | None:

@@ -26,6 +26,7 @@ import xxhash
 
 from titanlite.corpus.counts import merge_counts
 from titanlite.corpus.engine import EngineCall, TaskEngine
+from titanlite.corpus.hashing import hash_json
 from titanlite.errors import DataError
 from titanlite.files import parse_json
 from titanlite.log import logger
@@ -59,8 +60,8 @@ class Task:
     def key(self) -> str:
         """ "stage/hash": the folder of its result, within the folder of all work."""
         name = f"{self.function.__module__}.{self.function.__qualname__}"
-        content = json.dumps([name, self.version, self.arguments, self.inputs], sort_keys=True)
-        return f"{self.stage}/{xxhash.xxh3_128_hexdigest(content.encode())}"
+        content = [name, self.version, self.arguments, self.inputs]
+        return f"{self.stage}/{hash_json(content)}"
 
 
 @dataclass(frozen=True)
