@@ -9,8 +9,6 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-import xxhash
-
 from titanlite.corpus.filters.blocklist import BlocklistConfig, BlocklistRule
 from titanlite.corpus.filters.c4 import C4Config, C4Rule
 from titanlite.corpus.filters.fineweb import FineWebConfig, FineWebRule
@@ -21,6 +19,7 @@ from titanlite.corpus.filters.personal_data import PersonalDataConfig, PersonalD
 from titanlite.corpus.filters.repetition import GopherRepetitionConfig, GopherRepetitionRule
 from titanlite.corpus.filters.rule import Rule
 from titanlite.corpus.filters.user_function import UserFunctionRule, hash_module
+from titanlite.data.manifest import hash_file
 from titanlite.errors import ConfigError
 from titanlite.settings import build_dataclass, raise_together
 
@@ -108,7 +107,7 @@ def filter_arguments(config: FilterConfig) -> dict[str, Any]:
     content = {name: hash_module(name) for name in config.rules if ":" in name}
     if "blocklist" in sections:
         paths = filter(None, (config.blocklist.words, config.blocklist.links))
-        content |= {path: xxhash.xxh3_128_hexdigest(Path(path).read_bytes()) for path in paths}
+        content |= {path: hash_file(Path(path)) for path in paths}
     if "language" in sections:
         content["py3langid"] = version("py3langid")
     return {
