@@ -165,7 +165,7 @@ def _run_document_stages(
         tables = [Task("filter", filter_documents, arguments, (t.key,)) for t in tables]
         run(tables)
     if "deduplicate" in file.sections:
-        tables = deduplicate(tables, recipe.deduplicate, run).tables
+        tables = deduplicate(tables, recipe.deduplicate, run)
     remaining = iter(tables)  # a stage has one task for each task of the stage before, in order
     return [replace(s, tasks=[next(remaining) for _ in s.tasks]) for s in sources]
 

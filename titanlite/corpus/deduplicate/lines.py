@@ -18,7 +18,7 @@ from titanlite.corpus.counts import (
     shorten_sample,
 )
 from titanlite.corpus.deduplicate.key_files import group_starts, read_matching, write_keys
-from titanlite.corpus.documents import ORIGIN, TEXT, read_tables, write_tables
+from titanlite.corpus.documents import ORIGIN, TEXT, read_tables, text_bytes, write_tables
 from titanlite.corpus.engine import report_progress
 
 LINE = "line"
@@ -132,7 +132,7 @@ def _remove_from_table(
     counts = count_tables(table, result)
     counts["changed"] = {_REPEATED: {"documents": changed, "parts": len(removed)}}
     if emptied.num_rows:
-        size = sum(len(text.encode()) for text in emptied[TEXT].to_pylist())
+        size = text_bytes(emptied)
         counts["removed"] = {_REPEATED: {"documents": emptied.num_rows, "bytes": size}}
     chosen = choose_samples(_REPEATED, [f"{origin} {line}" for origin, line in removed])
     samples = [(removed[n][0], shorten_sample(removed[n][1])) for n in chosen]
