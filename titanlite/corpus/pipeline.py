@@ -18,11 +18,11 @@ from titanlite.corpus.filters import filter_arguments, filter_documents
 from titanlite.corpus.hashing import hash_json
 from titanlite.corpus.packing.stage import plan_counting, plan_packing
 from titanlite.corpus.packing.windows import PackSettings
-from titanlite.corpus.prepare import TRAIN, VALIDATION
 from titanlite.corpus.publish import PublishedCorpus, SideShards, find_published, publish
 from titanlite.corpus.read import CorpusSource, plan_reading
 from titanlite.corpus.recipe import Recipe, RecipeFile
 from titanlite.corpus.shuffle import plan_ordered_shards, plan_shuffle, plan_shuffled_shards
+from titanlite.corpus.sides import TRAIN, VALIDATION
 from titanlite.corpus.task import (
     Counts,
     Task,
@@ -57,19 +57,19 @@ class CorpusResult:
 
 @dataclass(frozen=True)
 class _Source:
-    """A source, and its tasks of one stage."""
+    """A source, and its tasks in one stage."""
 
     source: CorpusSource
     tasks: list[Task]
     template: ChatTemplate | None = None  # of a source of chats
 
     def id_range(self, tokenizer: Tokenizer) -> int:
-        """A bound of the ids, or the entries of chats, between tokenising and packing."""
+        """Upper bound (exclusive) of the ids, or of the entries of chats, before packing."""
         return tokenizer.vocab_size if self.template is None else ENTRY_RANGE
 
     @property
     def settings_hash(self) -> str:
-        """Of what its ids depend on, besides its tables and the recipe."""
+        """Hash of what its ids depend on, besides its tables and the recipe."""
         return self.template.fingerprint if self.template else ""
 
 
@@ -189,12 +189,16 @@ def _make_shards(
         ]
         run([task for source in chunks for task in source.tasks])
     plans: dict[tuple[str, str], list[Task]] = {}
-    for source, sorted_source in zip(sources, chunks, strict=True):
+    for source, ordered in zip(sources, chunks, strict=True):
         for side in (TRAIN, VALIDATION):
-            id_range = source.id_range(tokenizer)
-            plan = _plan_shards(file, source, sorted_source, (side, id_range), run)
-            if plan:
+            sizes = _count_tokens(source, side, run)
+            if sum(sizes):
+                id_range = source.id_range(tokenizer)
+                plan = _plan_shards(file, ordered.tasks, sizes, side, id_range)
                 plans[source.source.name, side] = plan
+            elif side == TRAIN or recipe.validation_share > 0:
+                name = source.source.name
+                logger.warning('sources: "%s" has no documents left for %s', name, side)
     if not any(side == TRAIN for _, side in plans):
         raise DataError(
             "no source has a document left for training.",
@@ -246,19 +250,18 @@ def _finished(tasks: list[Task], run: WorkFolder, bos: bool, packed_seq_len: int
     return SideShards(shards, bos, packed_seq_len)
 
 
-def _plan_shards(
-    file: RecipeFile, tokenised: _Source, chunks: _Source, side_and_range: tuple[str, int], run
-) -> list[Task]:
-    """Tasks of the shards of one side of a source; none if it has no documents."""
-    (side, vocab_size), name = side_and_range, tokenised.source.name
+def _count_tokens(tokenised: _Source, side: str, run: WorkFolder) -> list[int]:
+    """Tokens of one side in the result of each tokenise task."""
     counts = [run.counts_of(task)["sides"].get(side, {}) for task in tokenised.tasks]
-    sizes = [count.get("tokens", 0) for count in counts]
-    if not sum(sizes):
-        if side == TRAIN or file.recipe.validation_share > 0:
-            logger.warning('sources: "%s" has no documents left for %s', name, side)
-        return []
-    id_bytes = id_type_of(vocab_size).itemsize
+    return [count.get("tokens", 0) for count in counts]
+
+
+def _plan_shards(
+    file: RecipeFile, chunks: list[Task], sizes: list[int], side: str, id_range: int
+) -> list[Task]:
+    """Tasks of the shards of one side of a source; `sizes`: tokens of each chunk task."""
+    id_bytes = id_type_of(id_range).itemsize
     shards = -(-sum(sizes) * id_bytes // (file.recipe.shard_mib * MIB))
     if "shuffle" in file.sections:
-        return plan_shuffled_shards(chunks.tasks, side, shards, vocab_size)
-    return plan_ordered_shards(chunks.tasks, sizes, side, shards, vocab_size)
+        return plan_shuffled_shards(chunks, side, shards, id_range)
+    return plan_ordered_shards(chunks, sizes, side, shards, id_range)

@@ -17,10 +17,9 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-import xxhash
-
 from titanlite.corpus.engine import STALL_SECONDS, EngineCall, LocalEngine, report_progress
 from titanlite.corpus.hashing import hash_json
+from titanlite.corpus.sides import TRAIN, VALIDATION, is_held_out
 from titanlite.data.manifest import ShardRecord, is_shard_intact, write_corpus_manifest
 from titanlite.data.shards import ShardWriter, open_corpus
 from titanlite.data.text import (
@@ -34,8 +33,6 @@ from titanlite.data.tokenizer import BYTES, Tokenizer, open_tokenizer, tokenizer
 from titanlite.errors import DataError
 from titanlite.files import parse_json, write_file_atomically
 from titanlite.log import pluralize
-
-TRAIN, VALIDATION = "train", "validation"
 
 _UNFINISHED, _DONE = ".unfinished", "prepared.json"
 _FORMAT = 1  # part of every key; increase it when the shards of a piece change
@@ -220,11 +217,6 @@ def _write_piece(
 def _open_once(name: str, content: bytes | None) -> Tokenizer:
     """The tokenizer of a worker, for all its pieces."""
     return open_tokenizer(BYTES) if content is None else tokenizer_from_bytes(content, name)
-
-
-def is_held_out(text: str, validation_share: float) -> bool:
-    digest = xxhash.xxh3_64_intdigest(text.encode("utf-8", "surrogatepass"))
-    return digest < validation_share * 2**64
 
 
 def _write_pieces(pieces: Sequence[_Piece], task: _Task) -> Iterator[tuple[_Piece, dict[str, Any]]]:

@@ -18,7 +18,7 @@ import numpy as np
 from titanlite.corpus.engine import report_progress
 from titanlite.corpus.hashing import find_key_range, mix64
 from titanlite.corpus.packing.stage import SHARD
-from titanlite.corpus.prepare import TRAIN, VALIDATION
+from titanlite.corpus.sides import TRAIN, VALIDATION
 from titanlite.corpus.task import Counts, Task
 from titanlite.corpus.token_chunks import gather_documents, list_chunks, write_chunk
 from titanlite.data.shards import ShardWriter

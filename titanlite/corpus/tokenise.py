@@ -14,7 +14,7 @@ from titanlite.corpus.chat.encode import ENTRY_RANGE, ChatEncoder, encode_chats
 from titanlite.corpus.chat.template import ChatTemplate, open_chat_template
 from titanlite.corpus.documents import ORIGIN, TEXT, read_tables, text_bytes
 from titanlite.corpus.engine import report_progress
-from titanlite.corpus.prepare import TRAIN, VALIDATION, is_held_out
+from titanlite.corpus.sides import TRAIN, VALIDATION, is_held_out
 from titanlite.corpus.task import Counts, Task
 from titanlite.corpus.token_chunks import write_chunk
 from titanlite.data.tokenizer import Tokenizer, open_tokenizer
