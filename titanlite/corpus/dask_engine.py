@@ -37,8 +37,10 @@ AGAIN = "then run the same command again: finished tasks are reused."
 CONNECT_SECONDS = 20.0
 _REPORT_SECONDS = 5.0  # between two progress messages of a task
 # shards may depend on them; those of an extra may be missing on all machines
-_PACKAGES = ("distributed", "numpy", "pyarrow", "xxhash", "tiktoken", "tokenizers")
-_PACKAGES += ("fastwarc", "resiliparse", "datasets", "py3langid", "jinja2")
+_PACKAGES = (
+    *("distributed", "numpy", "pyarrow", "xxhash", "tiktoken", "tokenizers"),
+    *("fastwarc", "resiliparse", "datasets", "py3langid", "jinja2"),
+)
 
 
 class DaskEngine:
