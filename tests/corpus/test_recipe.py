@@ -16,6 +16,7 @@ import pytest
 from tests.corpus.test_prepare import content_of, documents_in, group_exists, texts, wait_until
 from titanlite.corpus.engine import LocalEngine
 from titanlite.corpus.pipeline import make_corpus
+from titanlite.corpus.publish import _write_published
 from titanlite.corpus.recipe import load_recipe
 from titanlite.corpus.shuffle import document_keys
 from titanlite.errors import DataError, UserError, format_error
@@ -200,23 +201,30 @@ def test_a_kill_while_shards_are_published_is_completed(write_recipe, tmp_path, 
     (tmp_path / "out/corpus.json").unlink()
     for name in ("web", "books"):
         os.rename(tmp_path / "out" / name, tmp_path / name)
-    renames = ["before the renames", "between them", "before the record"].index(state)
-    real, calls = os.rename, []
+    steps = ["before the renames", "between them", "before the record"].index(state)
+    calls = []
 
     class Killed(Exception):
         pass
 
-    def rename(source, target):
-        calls.append(source)
-        if len(calls) > renames:
-            raise Killed
-        real(source, target)
+    def kill_after_steps(function):
+        def call(*arguments):
+            calls.append(arguments)
+            if len(calls) > steps:
+                raise Killed
+            function(*arguments)
 
-    monkeypatch.setattr("titanlite.corpus.publish.os.rename", rename)
-    if renames < 2:
+        return call
+
+    def write_record(out, record):
+        (kill_after_steps if record.complete else lambda real: real)(_write_published)(out, record)
+
+    with monkeypatch.context() as patch:
+        patch.setattr("titanlite.corpus.publish.os.rename", kill_after_steps(os.rename))
+        patch.setattr("titanlite.corpus.publish._write_published", write_record)
         with pytest.raises(Killed):
             make_corpus(recipe, ONE)
-    monkeypatch.setattr("titanlite.corpus.publish.os.rename", real)
+    assert not json.loads((tmp_path / "out/corpus.json").read_text())["complete"]
     make_corpus(recipe, ONE)
     assert shards_in(tmp_path / "out") == expected
 
