@@ -51,7 +51,7 @@ class CorpusSource:
     kind: Literal["text", "chat"] = "text"
     # "chat": lines {"messages": [{"role": …, "content": …}, …]} in a .jsonl, for fine-tuning
     template: str = "llama3"
-    # of chats: "llama3", "chatml", or the path of a tokenizer_config.json or .jinja
+    # chat template: "llama3", "chatml", or the path of a tokenizer_config.json or .jinja
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,7 @@ _GOLDEN_GAMMA = np.uint64(0x9E3779B97F4A7C15)  # the increment of SplitMix64
 class ShuffleConfig:
     """[shuffle] Put the documents of each source into a random order."""
 
-    seed: NotNegative = 0
+    seed: NotNegative = 0  # of the random order
 
 
 def plan_shuffle(chunks: Sequence[Task], config: ShuffleConfig, vocab_size: int) -> list[Task]:

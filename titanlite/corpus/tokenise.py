@@ -73,7 +73,7 @@ _Encode = Callable[[Sequence[tuple[str, str]]], tuple[np.ndarray, np.ndarray]]
 
 
 def _choose_encoder(tokenizer: Tokenizer, arguments: Any) -> tuple[_Encode, int]:
-    """(encoder of the documents, a bound of what it writes)."""
+    """(encoder of the documents, exclusive upper bound of what it writes)."""
     if (name := arguments.get("template")) is None:
         begin = [tokenizer.bos_id] if arguments["bos"] else []
         return partial(_encode_texts, tokenizer, begin), tokenizer.vocab_size

@@ -48,7 +48,7 @@ def write_line_keys(out: Path, inputs: list[Path], arguments: Any) -> dict[str, 
 def _hash_lines(text: str, arguments: Any) -> Iterator[tuple[str, int]]:
     """Each line, and a hash of it without white space around it; 0 for a short line.
 
-    10^10 different lines have 3 pairs with one hash of 64 bits.
+    Of 10^10 different lines, about 3 pairs have the same hash of 64 bits.
     """
     shortest, digest = arguments["line_characters"], xxhash.xxh3_64_intdigest
     for line in text.split(_SEPARATORS[arguments["lines"]]):

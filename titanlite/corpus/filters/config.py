@@ -31,7 +31,7 @@ class FilterConfig:
     rules: list[str] = field(default_factory=list)
     # applied in this order: "length", "language", "gopher_quality", "gopher_repetition", "c4",
     # "fineweb", "blocklist", "personal_data", or a function of yours as "package.module:function"
-    sources: list[str] = field(default_factory=list)  # names of those to filter; empty: all
+    sources: list[str] = field(default_factory=list)  # names of sources to filter; empty: all
     length: LengthConfig = field(default_factory=LengthConfig)
     language: LanguageConfig = field(default_factory=LanguageConfig)
     gopher_quality: GopherQualityConfig = field(default_factory=GopherQualityConfig)

@@ -20,8 +20,10 @@ class LanguageConfig:
     """[filter.language] The languages to keep."""
 
     keep: list[str] = field(default_factory=lambda: ["en"])  # ISO 639 codes
-    min_confidence: Fraction = 0.65  # of the language; FineWeb's (arxiv.org/abs/2406.17557)
-    characters: Positive = 1000  # at the beginning of a document, which are looked at
+    min_confidence: Fraction = (
+        0.65  # probability of the language (FineWeb: arxiv.org/abs/2406.17557)
+    )
+    characters: Positive = 1000  # at the beginning of a document, from which it is identified
 
 
 class LanguageRule:
