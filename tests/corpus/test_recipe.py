@@ -270,16 +270,16 @@ def test_what_cannot_be_read_is_refused_or_counted(write_recipe, tmp_path):
         ({}, '[[sources]]\nname = "../x"\ninputs = ["a"]', ['name = "../x"']),
         ({}, '[[sources]]\nname = "x"\ninputs = ["no/such"]', ["no/such: no such file"]),
         ({"tokenizer": "no.model"}, "", ['tokenizer "no.model"']),
+        ({"nonsense": 1}, "", ["nonsense = 1: unknown key", "See docs/reference/recipe.md"]),
         ({"bos": True, "validation_share": 0.9}, "", ["validation_share"]),
         # what one section has wrong does not hide what is wrong in others
         (
-            {"out": 1},
+            {"bos": 1},
             '[shuffle]\nxyz = 1\n[filter]\nrules = ["no", "no2"]',
             [
                 "4 problems",
-                "1. out",
-                "2. shuffle.sed",
-                "recipe.md",
+                "1. bos",
+                "2. shuffle.xyz",
                 '3. filter.rules contains "no"',
             ],
         ),
