@@ -32,7 +32,7 @@ from titanlite.corpus.recipe import RecipeFile, load_recipe
 from titanlite.corpus.task import StageProgress
 
 ROOT = Path(__file__).parents[1]
-TASKS = 1000
+TASKS, WARM_UP = 2000, 200  # empty tasks; of these the first are not counted
 FILES, DOCUMENTS, WORDS = 8, 1200, 300  # of the text
 
 
@@ -88,13 +88,14 @@ class Cluster:
 
     def cpu_seconds(self) -> float:
         """CPU time of the scheduler, the nannies and the workers."""
-        total = 0.0
-        for process in (self._scheduler, *self.nodes):
-            parent = psutil.Process(process.pid)
-            for one in (parent, *parent.children(recursive=True)):
-                times = one.cpu_times()
-                total += times.user + times.system
-        return total
+        return sum(cpu_seconds(process.pid) for process in (self._scheduler, *self.nodes))
+
+
+def cpu_seconds(pid: int) -> float:
+    """CPU time of a process and of its children that are alive."""
+    parent = psutil.Process(pid)
+    times = [process.cpu_times() for process in (parent, *parent.children(recursive=True))]
+    return sum(time.user + time.system for time in times)
 
 
 def _workers_of(node: subprocess.Popen) -> list[psutil.Process]:
@@ -111,24 +112,30 @@ def nothing() -> None:
 
 
 def measure_overhead(folder: Path) -> None:
-    """CPU and wall time of empty tasks; the first run imports on the workers."""
+    """CPU and wall time of empty tasks, without the start of the processes."""
     calls = [EngineCall(nothing, (), "empty") for _ in range(TASKS)]
+    for _ in range(3):
+        results = LocalEngine(2).run(calls)
+        for _ in range(WARM_UP):
+            next(results)
+        cpu, start = cpu_seconds(os.getpid()), time.perf_counter()
+        for _ in range(TASKS - WARM_UP):
+            next(results)
+        cpu, wall = cpu_seconds(os.getpid()) - cpu, time.perf_counter() - start
+        results.close()
+        print_overhead("local", cpu, wall, TASKS - WARM_UP)
     with Cluster(folder, 1, 2) as cluster, DaskEngine(str(cluster.file), folder) as engine:
-        wait_for_workers(engine, calls[:20])
+        list(engine.run(calls[:WARM_UP]))
         for _ in range(3):
             cpu, start = cluster.cpu_seconds() + time.process_time(), time.perf_counter()
             assert sum(1 for _ in engine.run(calls)) == TASKS
             cpu = cluster.cpu_seconds() + time.process_time() - cpu
-            wall = time.perf_counter() - start
-            print(
-                f"dask   {1e3 * cpu / TASKS:.2f} ms CPU, {1e3 * wall / TASKS:.2f} ms wall a task",
-                flush=True,
-            )
+            print_overhead("dask", cpu, time.perf_counter() - start, TASKS)
 
 
-def wait_for_workers(engine: DaskEngine, calls: list[EngineCall]) -> None:
-    for _ in engine.run(calls):
-        pass
+def print_overhead(engine: str, cpu: float, wall: float, tasks: int) -> None:
+    """Print CPU and wall time a task, of all processes."""
+    print(f"{engine:6} {1e3 * cpu / tasks:.2f} ms CPU, {1e3 * wall / tasks:.2f} ms wall a task")
 
 
 def write_texts(folder: Path, more: str) -> Callable[[str], RecipeFile]:

@@ -21,7 +21,7 @@ from titanlite.corpus.engine import LocalEngine
 from titanlite.corpus.read import CorpusSource, ReadConfig, plan_reading
 from titanlite.corpus.shuffle import ShuffleConfig, plan_shuffle, plan_shuffled_shards
 from titanlite.corpus.task import Task, run_tasks
-from titanlite.corpus.tokenise import plan_tokenising
+from titanlite.corpus.tokenise import TokeniseSettings, plan_tokenising
 from titanlite.data.bpe import train_bpe
 from titanlite.data.tokenizer import SPLIT_PATTERN, Tokenizer, open_tokenizer, parse_ranks
 
@@ -55,7 +55,7 @@ def measure(folder: Path, size: int) -> None:
     train_bpe(texts[:2000], 8192, folder / "tokenizer.model")
     tokenizer = open_tokenizer(str(folder / "tokenizer.model"))
     compare_tokenising(folder, tokenizer, texts, total)
-    chunks = plan_tokenising(tables, tokenizer, 0.01, False)
+    chunks = plan_tokenising(tables, tokenizer, TokeniseSettings(validation_share=0.01, bos=False))
     counts = run("tokenise (stage)", chunks, total)
     tokens = sum(count["tokens_out"] for count in counts)
     print(f"{total / tokens:.2f} bytes per token")

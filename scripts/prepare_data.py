@@ -1,11 +1,12 @@
 """Turn text into shards of token ids.
 
-python scripts/prepare_data.py --recipe train_configs/corpus.toml
+python scripts/prepare_data.py --recipe recipes/python_library.toml
 python scripts/prepare_data.py TEXT --tokenizer tokenizer.model --out corpus
 
 The first form reads, filters, deduplicates, tokenises, shuffles and packs, as the recipe says; the
 second one only tokenises. After an interruption, run the same command again: it continues where it
 stopped.
+
 `--verify FOLDER` compares every byte of a prepared corpus with the recorded hashes.
 """
 
@@ -33,14 +34,13 @@ from titanlite.corpus.dask_engine import DaskEngine
 from titanlite.corpus.engine import STALL_SECONDS, LocalEngine, TaskEngine
 from titanlite.corpus.pipeline import make_corpus
 from titanlite.corpus.prepare import (
-    TRAIN,
-    VALIDATION,
     PreparedCorpus,
     PrepareSettings,
     prepare_corpus,
 )
 from titanlite.corpus.progress_bars import StageBars
 from titanlite.corpus.recipe import load_recipe
+from titanlite.corpus.sides import TRAIN, VALIDATION
 from titanlite.corpus.summary import summarise_corpus
 from titanlite.data import open_tokenizer, verify_corpus
 from titanlite.data.text import INPUT_KINDS, MAX_DOCUMENT_BYTES
@@ -88,7 +88,7 @@ def parse_arguments() -> argparse.Namespace:
         type=float,
         default=STALL_SECONDS,
         metavar="SECONDS",
-        help="with several workers: stop if none reads a document for this time (default: 600)",
+        help="with several workers: stop if none makes progress for this time (default: 600)",
     )
     add(
         "--verify",

@@ -74,8 +74,12 @@ class UserErrors(UserError):
     """Several errors, reported together."""
 
     def __init__(self, problems: Iterable[UserError]):
-        self.problems = list(problems)
+        self.problems = [part for problem in problems for part in _parts_of(problem)]
         super().__init__("\n".join(str(problem) for problem in self.problems))
+
+
+def _parts_of(error: UserError) -> list[UserError]:
+    return error.problems if isinstance(error, UserErrors) else [error]
 
 
 class RankLostError(Exception):
@@ -110,7 +114,7 @@ def _with_subclasses(error_class: type[UserError]) -> Iterator[type[UserError]]:
 
 def format_error(error: UserError) -> str:
     """The text for stderr: all problems, numbered if there are several."""
-    problems = error.problems if isinstance(error, UserErrors) else [error]
+    problems = _parts_of(error)
     if len(problems) == 1:
         return f"titanlite: {problems[0]}"
     lines = [f"titanlite: {len(problems)} problems"]

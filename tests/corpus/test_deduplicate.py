@@ -84,10 +84,10 @@ class Corpus:
                 self.counts.setdefault(task.stage, []).append(count)
             return counts
 
-        done = deduplicate(self.tables, DeduplicateConfig(**settings), run, sizes)
+        kept = deduplicate(self.tables, DeduplicateConfig(**settings), run, sizes)
         rows = [
             row
-            for task in done.tables
+            for task in kept
             for table in read_tables(self.work / task.key)
             for row in table.to_pylist()
         ]

@@ -408,6 +408,17 @@ def test_the_task_writes_what_is_kept(tmp_path):
         assert {**counts[number], "seconds": 0} == {**alone[1], "seconds": 0}
 
 
+def test_progress_is_reported_within_a_table(monkeypatch):
+    """Otherwise a task that is cancelled or hangs is noticed only after a table of 64 MB."""
+    reports = []
+    monkeypatch.setattr("titanlite.corpus.engine._count_progress", lambda: reports.append(1))
+    monkeypatch.setattr(text_block, "BLOCK_BYTES", 2 * len(GOOD))
+    apply([GOOD] * 10, ["length"])
+    assert len(reports) == 5
+    apply([GOOD] * 10, ["builtins:bool"])
+    assert len(reports) == 5 + 5 + 10
+
+
 # --- settings ------------------------------------------------------------------------------------
 
 

@@ -16,9 +16,10 @@ import pytest
 from tests.corpus.test_prepare import content_of, documents_in, group_exists, texts, wait_until
 from titanlite.corpus.engine import LocalEngine
 from titanlite.corpus.pipeline import make_corpus
+from titanlite.corpus.publish import _write_published
 from titanlite.corpus.recipe import load_recipe
 from titanlite.corpus.shuffle import document_keys
-from titanlite.errors import DataError, UserError
+from titanlite.errors import DataError, UserError, format_error
 
 ROOT = Path(__file__).parents[2]
 ONE = LocalEngine(workers=1)
@@ -200,23 +201,30 @@ def test_a_kill_while_shards_are_published_is_completed(write_recipe, tmp_path, 
     (tmp_path / "out/corpus.json").unlink()
     for name in ("web", "books"):
         os.rename(tmp_path / "out" / name, tmp_path / name)
-    renames = ["before the renames", "between them", "before the record"].index(state)
-    real, calls = os.rename, []
+    steps = ["before the renames", "between them", "before the record"].index(state)
+    calls = []
 
     class Killed(Exception):
         pass
 
-    def rename(source, target):
-        calls.append(source)
-        if len(calls) > renames:
-            raise Killed
-        real(source, target)
+    def kill_after_steps(function):
+        def call(*arguments):
+            calls.append(arguments)
+            if len(calls) > steps:
+                raise Killed
+            function(*arguments)
 
-    monkeypatch.setattr("titanlite.corpus.publish.os.rename", rename)
-    if renames < 2:
+        return call
+
+    def write_record(out, record):
+        (kill_after_steps if record.complete else lambda real: real)(_write_published)(out, record)
+
+    with monkeypatch.context() as patch:
+        patch.setattr("titanlite.corpus.publish.os.rename", kill_after_steps(os.rename))
+        patch.setattr("titanlite.corpus.publish._write_published", write_record)
         with pytest.raises(Killed):
             make_corpus(recipe, ONE)
-    monkeypatch.setattr("titanlite.corpus.publish.os.rename", real)
+    assert not json.loads((tmp_path / "out/corpus.json").read_text())["complete"]
     make_corpus(recipe, ONE)
     assert shards_in(tmp_path / "out") == expected
 
@@ -262,13 +270,48 @@ def test_what_cannot_be_read_is_refused_or_counted(write_recipe, tmp_path):
         ({}, '[[sources]]\nname = "../x"\ninputs = ["a"]', ['name = "../x"']),
         ({}, '[[sources]]\nname = "x"\ninputs = ["no/such"]', ["no/such: no such file"]),
         ({"tokenizer": "no.model"}, "", ['tokenizer "no.model"']),
+        ({"nonsense": 1}, "", ["nonsense = 1: unknown key", "See docs/reference/recipe.md"]),
         ({"bos": True, "validation_share": 0.9}, "", ["validation_share"]),
+        # what one section has wrong does not hide what is wrong in others
+        (
+            {"bos": 1},
+            '[shuffle]\nxyz = 1\n[filter]\nrules = ["no", "no2"]',
+            [
+                "4 problems",
+                "1. bos",
+                "2. shuffle.xyz",
+                '3. filter.rules contains "no"',
+            ],
+        ),
+        (
+            {},
+            '[filter]\nrules = 1\nsources = ["x"]\n[deduplicate]\nbands = 9999',
+            ["3 problems", "filter.rules = 1", '"x"', "9999"],
+        ),
+        (
+            {},
+            '[[sources]]\nname = "x"\n[filter]\nrules = ["no"]\nsources = ["y"]',
+            ["2 problems", "inputs: is missing", '"no"'],
+        ),
+        (
+            {"tokenizer": "no.model"},
+            '[[sources]]\nname = "x"\ninputs = ["no/such"]',
+            ["no.model", "no/such"],
+        ),
     ],
 )
 def test_a_wrong_recipe_is_refused_with_its_keys(write_recipe, values, more, problems):
     with pytest.raises(UserError) as refusal:
         make_corpus(load_recipe(write_recipe(more=more, **values)), ONE)
-    assert all(problem in str(refusal.value) for problem in problems), str(refusal.value)
+    text = format_error(refusal.value)
+    assert all(problem in text for problem in problems), text
+
+
+def test_a_document_above_the_limit_is_refused_with_the_key_of_a_recipe(write_recipe, tmp_path):
+    (tmp_path / "in/000.txt").write_text("a" * (1 << 20) + "a")
+    with pytest.raises(DataError, match="000.txt: contains a document of more than 1 MiB") as error:
+        make_corpus(load_recipe(write_recipe(more="[read]\ndocument_mib = 1")), ONE)
+    assert "read.document_mib" in error.value.fix
 
 
 def test_the_script_makes_goes_on_and_cleans(write_recipe, tmp_path):

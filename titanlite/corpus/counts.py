@@ -34,18 +34,24 @@ SAMPLES_KEY = "samples"
 
 def count_tables(before: Any, after: Any) -> dict[str, Any]:
     """Documents, bytes, sources and lengths of the table that a stage read and the one it wrote."""
-    counts: dict[str, Any] = {"sources": {}}
-    for table, side in ((before, "in"), (after, "out")):
-        sizes = pc.binary_length(table[TEXT]).to_numpy().astype(np.int64)
-        counts[f"documents_{side}"], counts[f"bytes_{side}"] = len(sizes), int(sizes.sum())
-        counts[f"lengths_{side}"] = count_lengths(sizes)
-        for name, documents, size in _count_sources(table, sizes):
-            entry = counts["sources"].setdefault(name, {})
-            entry[f"documents_{side}"], entry[f"bytes_{side}"] = documents, size
-    return counts
+    return merge_counts([count_table(before, "in"), count_table(after, "out")])
 
 
-def count_lengths(sizes: np.ndarray) -> dict[str, int]:
+def count_table(table: Any, side: str) -> dict[str, Any]:
+    """Documents, bytes, sources and lengths of a table; side: "in" or "out"."""
+    sizes = pc.binary_length(table[TEXT]).to_numpy().astype(np.int64)
+    return {
+        f"documents_{side}": len(sizes),
+        f"bytes_{side}": int(sizes.sum()),
+        f"lengths_{side}": _count_lengths(sizes),
+        "sources": {
+            name: {f"documents_{side}": documents, f"bytes_{side}": size}
+            for name, documents, size in _count_sources(table, sizes)
+        },
+    }
+
+
+def _count_lengths(sizes: np.ndarray) -> dict[str, int]:
     """Documents by the power of two below their size in bytes; an empty one counts as 1 byte."""
     powers = np.bincount(np.frexp(np.maximum(sizes, 1))[1] - 1)
     return {str(power): int(count) for power, count in enumerate(powers) if count}

@@ -28,6 +28,7 @@ from typing import Any
 import xxhash
 
 from titanlite.corpus.engine import STALL_SECONDS, EngineCall, count_progress_with
+from titanlite.corpus.extras import import_extra
 from titanlite.errors import ConfigError, DataError, UserError
 from titanlite.files import parse_json
 from titanlite.log import logger, pluralize
@@ -35,8 +36,11 @@ from titanlite.log import logger, pluralize
 AGAIN = "then run the same command again: finished tasks are reused."
 CONNECT_SECONDS = 20.0
 _REPORT_SECONDS = 5.0  # between two progress messages of a task
-# shards may depend on them
-_PACKAGES = ("distributed", "numpy", "pyarrow", "xxhash", "tiktoken", "tokenizers")
+# shards may depend on them; those of an extra may be missing on all machines
+_PACKAGES = (
+    *("distributed", "numpy", "pyarrow", "xxhash", "tiktoken", "tokenizers"),
+    *("fastwarc", "resiliparse", "datasets", "py3langid", "jinja2"),
+)
 
 
 class DaskEngine:
@@ -193,13 +197,7 @@ def _missing_module(error: BaseException | None) -> str | None:
 
 def _connect(address: str) -> Any:
     """A client of a scheduler; raises ConfigError."""
-    try:
-        from distributed import Client
-    except ImportError as missing:
-        raise ConfigError(
-            "--engine dask: the package distributed is not installed.",
-            fix="pip install 'titanlite[dask]'",
-        ) from missing
+    distributed = import_extra("distributed", "dask", "--engine dask")
     _quieten_dask()
     if address.endswith(".json"):
         address = _read_scheduler_file(address)
@@ -207,7 +205,9 @@ def _connect(address: str) -> Any:
         asyncio.run(_probe(address))  # a Client that fails leaves a thread that prints tracebacks
         with warnings.catch_warnings():  # versions are checked by _check_versions
             warnings.simplefilter("ignore")
-            return Client(address, timeout=CONNECT_SECONDS, set_as_default=False, name="titanlite")
+            return distributed.Client(
+                address, timeout=CONNECT_SECONDS, set_as_default=False, name="titanlite"
+            )
     except (OSError, ValueError, TypeError, KeyError) as error:
         reason = str(error).split("\n")[0]
         raise ConfigError(

@@ -14,6 +14,7 @@ from urllib.parse import parse_qsl, unquote, urlsplit
 import xxhash
 
 from titanlite.corpus.documents import TABLE_BYTES
+from titanlite.corpus.extras import import_extra
 from titanlite.data.text import Document, FileRange, ProblemHandler, ReadProblem, TextRules
 from titanlite.data.text_files import too_long_error
 from titanlite.errors import ConfigError, DataError, UserError
@@ -43,7 +44,7 @@ def list_dataset_ranges(url: str) -> list[FileRange]:
 def read_dataset_rows(
     part: FileRange, rules: TextRules, on_problem: ProblemHandler
 ) -> Iterator[Document]:
-    """The rows of the parts [start, end) of a dataset."""
+    """The rows of the parts [start, end) of a dataset; `on_problem` gets what cannot be read."""
     row = 0
     try:
         for number in range(part.start, part.end):
@@ -62,7 +63,7 @@ def read_dataset_rows(
     except (UserError, MemoryError):
         raise
     except Exception as error:  # the library raises errors of many classes
-        problem = _unreadable_error(f"{part.path}, behind row {row}", error)
+        problem = _unreadable_error(f"{part.path}, after row {row}", error)
         on_problem(ReadProblem("damaged", problem))
 
 
@@ -86,13 +87,7 @@ def _parse_url(url: str) -> dict[str, Any]:
 
 
 def _import_library(url: str) -> Any:
-    try:
-        import datasets  # type: ignore[import-untyped]
-    except ImportError as missing:
-        raise ConfigError(
-            f"{url}: needs the package datasets, which is not installed.",
-            fix="pip install 'titanlite[hf]'",
-        ) from missing
+    datasets = import_extra("datasets", "hf", f"{url}:")
     datasets.disable_progress_bars()
     return datasets
 

@@ -68,5 +68,5 @@ def read_tables(folder: Path) -> Iterator[Any]:
     except (pa.ArrowException, OSError) as error:
         raise DataError(
             f"{path}: cannot be read ({error}).",
-            fix="Remove its folder, then run the same command again: it is made anew.",
+            fix="Remove its folder, then run the same command again: it is made again.",
         ) from None

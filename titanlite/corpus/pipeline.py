@@ -5,26 +5,24 @@ How many shards there are follows from the tokens of the stage before, so the pl
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-
-import xxhash
 
 from titanlite.corpus.chat.encode import ENTRY_RANGE, ChatEncoder
 from titanlite.corpus.chat.template import ChatTemplate, open_chat_template
 from titanlite.corpus.deduplicate import deduplicate, hash_benchmark_files
 from titanlite.corpus.engine import LocalEngine, TaskEngine
 from titanlite.corpus.filters import filter_arguments, filter_documents
+from titanlite.corpus.hashing import hash_json
 from titanlite.corpus.packing.stage import plan_counting, plan_packing
 from titanlite.corpus.packing.windows import PackSettings
-from titanlite.corpus.prepare import TRAIN, VALIDATION
 from titanlite.corpus.publish import PublishedCorpus, SideShards, find_published, publish
 from titanlite.corpus.read import CorpusSource, plan_reading
 from titanlite.corpus.recipe import Recipe, RecipeFile
 from titanlite.corpus.shuffle import plan_ordered_shards, plan_shuffle, plan_shuffled_shards
+from titanlite.corpus.sides import TRAIN, VALIDATION
 from titanlite.corpus.task import (
     Counts,
     Task,
@@ -59,19 +57,19 @@ class CorpusResult:
 
 @dataclass(frozen=True)
 class _Source:
-    """A source, and its tasks of one stage."""
+    """A source, and its tasks in one stage."""
 
     source: CorpusSource
     tasks: list[Task]
     template: ChatTemplate | None = None  # of a source of chats
 
     def id_range(self, tokenizer: Tokenizer) -> int:
-        """A bound of the ids, or the entries of chats, between tokenising and packing."""
+        """Upper bound (exclusive) of the ids, or of the entries of chats, before packing."""
         return tokenizer.vocab_size if self.template is None else ENTRY_RANGE
 
     @property
     def settings_hash(self) -> str:
-        """Of what its ids depend on, besides its tables and the recipe."""
+        """Hash of what its ids depend on, besides its tables and the recipe."""
         return self.template.fingerprint if self.template else ""
 
 
@@ -88,9 +86,8 @@ def make_corpus(
     with the counts of all stages before the corpus is published, so that no kill can skip it.
     """
     started, recipe, out = time.monotonic(), file.recipe, Path(file.recipe.out)
-    tokenizer = _open_tokenizer(recipe)
-    sources = _plan_reading(recipe, tokenizer)
-    plan = _hash_plan([_FORMAT, _describe_stages(file, tokenizer), *map(_keys, sources)])
+    tokenizer, sources = _open_inputs(recipe)
+    plan = hash_json([_FORMAT, _describe_stages(file, tokenizer), *map(_keys, sources)])
     with readable_disk_errors(out):
         names = [source.name for source in recipe.sources]
         if published := find_published(out, plan, names, replace_other):
@@ -115,19 +112,26 @@ def _open_tokenizer(recipe: Recipe) -> Tokenizer:
     return tokenizer
 
 
-def _plan_reading(recipe: Recipe, tokenizer: Tokenizer) -> list[_Source]:
-    """The read tasks of all sources; raises the problems of all sources together."""
+def _open_inputs(recipe: Recipe) -> tuple[Tokenizer, list[_Source]]:
+    """The tokenizer, and the read tasks of all sources; raises all their problems together."""
     sources: list[_Source] = []
     problems: list[UserError] = []
+    tokenizer: Tokenizer | None = None
+    try:
+        tokenizer = _open_tokenizer(recipe)
+    except UserError as error:
+        problems.append(error)
     for source in recipe.sources:
         try:
-            is_chat = source.kind == "chat"
-            template = open_chat_template(source.template, tokenizer) if is_chat else None
-            sources.append(_Source(source, plan_reading(source, recipe.read), template))
+            tasks, template = plan_reading(source, recipe.read), None
+            if source.kind == "chat" and tokenizer is not None:
+                template = open_chat_template(source.template, tokenizer)
+            sources.append(_Source(source, tasks, template))
         except UserError as error:
             problems.append(error)
     raise_together(problems)
-    return sources
+    assert tokenizer is not None
+    return tokenizer, sources
 
 
 def _describe_stages(file: RecipeFile, tokenizer: Tokenizer) -> dict:
@@ -141,10 +145,6 @@ def _describe_stages(file: RecipeFile, tokenizer: Tokenizer) -> dict:
     if "deduplicate" in file.sections:
         values["benchmarks"] = hash_benchmark_files(recipe.deduplicate.benchmarks)
     return values
-
-
-def _hash_plan(value: object) -> str:
-    return xxhash.xxh3_128_hexdigest(json.dumps(value, sort_keys=True).encode())
 
 
 def _keys(source: _Source) -> list[str]:
@@ -165,7 +165,7 @@ def _run_document_stages(
         tables = [Task("filter", filter_documents, arguments, (t.key,)) for t in tables]
         run(tables)
     if "deduplicate" in file.sections:
-        tables = deduplicate(tables, recipe.deduplicate, run).tables
+        tables = deduplicate(tables, recipe.deduplicate, run)
     remaining = iter(tables)  # a stage has one task for each task of the stage before, in order
     return [replace(s, tasks=[next(remaining) for _ in s.tasks]) for s in sources]
 
@@ -189,12 +189,16 @@ def _make_shards(
         ]
         run([task for source in chunks for task in source.tasks])
     plans: dict[tuple[str, str], list[Task]] = {}
-    for source, sorted_source in zip(sources, chunks, strict=True):
+    for source, ordered in zip(sources, chunks, strict=True):
         for side in (TRAIN, VALIDATION):
-            id_range = source.id_range(tokenizer)
-            plan = _plan_shards(file, source, sorted_source, (side, id_range), run)
-            if plan:
+            sizes = _count_tokens(source, side, run)
+            if sum(sizes):
+                id_range = source.id_range(tokenizer)
+                plan = _plan_shards(file, ordered.tasks, sizes, side, id_range)
                 plans[source.source.name, side] = plan
+            elif side == TRAIN or recipe.validation_share > 0:
+                name = source.source.name
+                logger.warning('sources: "%s" has no documents left for %s', name, side)
     if not any(side == TRAIN for _, side in plans):
         raise DataError(
             "no source has a document left for training.",
@@ -246,19 +250,18 @@ def _finished(tasks: list[Task], run: WorkFolder, bos: bool, packed_seq_len: int
     return SideShards(shards, bos, packed_seq_len)
 
 
-def _plan_shards(
-    file: RecipeFile, tokenised: _Source, chunks: _Source, side_and_range: tuple[str, int], run
-) -> list[Task]:
-    """Tasks of the shards of one side of a source; none if it has no documents."""
-    (side, vocab_size), name = side_and_range, tokenised.source.name
+def _count_tokens(tokenised: _Source, side: str, run: WorkFolder) -> list[int]:
+    """Tokens of one side in the result of each tokenise task."""
     counts = [run.counts_of(task)["sides"].get(side, {}) for task in tokenised.tasks]
-    sizes = [count.get("tokens", 0) for count in counts]
-    if not sum(sizes):
-        if side == TRAIN or file.recipe.validation_share > 0:
-            logger.warning('sources: "%s" has no documents left for %s', name, side)
-        return []
-    id_bytes = id_type_of(vocab_size).itemsize
+    return [count.get("tokens", 0) for count in counts]
+
+
+def _plan_shards(
+    file: RecipeFile, chunks: list[Task], sizes: list[int], side: str, id_range: int
+) -> list[Task]:
+    """Tasks of the shards of one side of a source; `sizes`: tokens of each chunk task."""
+    id_bytes = id_type_of(id_range).itemsize
     shards = -(-sum(sizes) * id_bytes // (file.recipe.shard_mib * MIB))
     if "shuffle" in file.sections:
-        return plan_shuffled_shards(chunks.tasks, side, shards, vocab_size)
-    return plan_ordered_shards(chunks.tasks, sizes, side, shards, vocab_size)
+        return plan_shuffled_shards(chunks, side, shards, id_range)
+    return plan_ordered_shards(chunks, sizes, side, shards, id_range)

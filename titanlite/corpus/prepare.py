@@ -17,9 +17,9 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-import xxhash
-
 from titanlite.corpus.engine import STALL_SECONDS, EngineCall, LocalEngine, report_progress
+from titanlite.corpus.hashing import hash_json
+from titanlite.corpus.sides import TRAIN, VALIDATION, is_held_out
 from titanlite.data.manifest import ShardRecord, is_shard_intact, write_corpus_manifest
 from titanlite.data.shards import ShardWriter, open_corpus
 from titanlite.data.text import (
@@ -33,8 +33,6 @@ from titanlite.data.tokenizer import BYTES, Tokenizer, open_tokenizer, tokenizer
 from titanlite.errors import DataError
 from titanlite.files import parse_json, write_file_atomically
 from titanlite.log import pluralize
-
-TRAIN, VALIDATION = "train", "validation"
 
 _UNFINISHED, _DONE = ".unfinished", "prepared.json"
 _FORMAT = 1  # part of every key; increase it when the shards of a piece change
@@ -115,7 +113,7 @@ def prepare_corpus(
     _check_settings(settings, tokenizer)
     ranges = list_file_ranges(find_files(inputs, settings.follow_symlinks))
     pieces = _divide_into_pieces(ranges, _recipe(task), settings.piece_bytes)
-    plan, total = _digest([piece.key for piece in pieces]), sum(piece.bytes for piece in pieces)
+    plan, total = hash_json([piece.key for piece in pieces]), sum(piece.bytes for piece in pieces)
     if _is_finished(task.out, plan):
         todo: list[_Piece] = []
         progress(total, total)
@@ -177,13 +175,9 @@ def _divide_into_pieces(
         groups[-1].append(part)
         free -= part.bytes
     return [
-        _Piece(f"{number:06}", _digest([recipe, *map(asdict, group)]), group)
+        _Piece(f"{number:06}", hash_json([recipe, *map(asdict, group)]), group)
         for number, group in enumerate(groups)
     ]
-
-
-def _digest(value: object) -> str:
-    return xxhash.xxh3_128_hexdigest(json.dumps(value, sort_keys=True).encode())
 
 
 def _read_record(task: _Task, piece: _Piece) -> dict[str, Any] | None:
@@ -223,11 +217,6 @@ def _write_piece(
 def _open_once(name: str, content: bytes | None) -> Tokenizer:
     """The tokenizer of a worker, for all its pieces."""
     return open_tokenizer(BYTES) if content is None else tokenizer_from_bytes(content, name)
-
-
-def is_held_out(text: str, validation_share: float) -> bool:
-    digest = xxhash.xxh3_64_intdigest(text.encode("utf-8", "surrogatepass"))
-    return digest < validation_share * 2**64
 
 
 def _write_pieces(pieces: Sequence[_Piece], task: _Task) -> Iterator[tuple[_Piece, dict[str, Any]]]:

@@ -1,4 +1,4 @@
-"""Give finished shards their place: `out/SOURCE/train`, `out/SOURCE/validation`, `out/corpus.json`.
+"""Move finished shards to `out/SOURCE/train` and `out/SOURCE/validation`; write `out/corpus.json`.
 
 The shards are links to files of the work folder, so they need no space of their own while both
 exist, and remain when the work is removed.
@@ -76,9 +76,8 @@ def find_published(
             raise _exists_error(out)
         return None
     for side in record.sides:
-        open_corpus(
-            out / side.source / side.side, packed=None
-        )  # raises if a file was damaged since
+        # raises if a file was damaged since
+        open_corpus(out / side.source / side.side, packed=None)
     return record
 
 

@@ -7,10 +7,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-import numpy as np
-import pyarrow as pa  # type: ignore[import-untyped]  # pyarrow has no stubs
-import pyarrow.compute as pc  # type: ignore[import-untyped]
+import pyarrow.compute as pc  # type: ignore[import-untyped]  # pyarrow has no stubs
 
+from titanlite.corpus.counts import SAMPLES, count_table, merge_counts, shorten_sample
 from titanlite.corpus.datasets_library import (
     DATASETS_SCHEME,
     list_dataset_ranges,
@@ -40,7 +39,6 @@ from titanlite.settings import Positive
 _EXPANSIONS = {".gz": 4, ".zst": 4, ".parquet": 3}
 MESSAGES_FIELD = "messages"  # key of each line of a chat source
 _CHAT_SUFFIXES = (".jsonl", ".gz", ".zst")
-_MAX_SAMPLES, _SAMPLE_CHARACTERS = 10, 500  # of what was skipped
 
 
 @dataclass(frozen=True)
@@ -53,7 +51,7 @@ class CorpusSource:
     kind: Literal["text", "chat"] = "text"
     # "chat": lines {"messages": [{"role": …, "content": …}, …]} in a .jsonl, for fine-tuning
     template: str = "llama3"
-    # of chats: "llama3", "chatml", or the path of a tokenizer_config.json or .jinja
+    # chat template: "llama3", "chatml", or the path of a tokenizer_config.json or .jinja
 
 
 @dataclass(frozen=True)
@@ -139,12 +137,12 @@ def read_part(out: Path, inputs: list[Path], arguments: Any) -> Counts:
     rules, name = TextRules(**arguments["rules"]), arguments["source"]
     skipped = _Skipped() if arguments["on_error"] == "skip" else None
     on_problem: ProblemHandler = raise_problem if skipped is None else skipped.add
-    counter = _Counter(name)
+    # the report lists a source even if it has no document
+    no_documents = {"sources": {name: {"documents_out": 0, "bytes_out": 0}}}
+    counts: list[Counts] = [no_documents, {"file_bytes": sum(part.bytes for part in ranges)}]
     tables = _build_tables(_read(ranges, rules, on_problem), name, arguments["table_bytes"])
-    write_tables(out, counter.count(tables))
-    file_bytes = sum(part.bytes for part in ranges)
-    counts = {**counter.counts(), "file_bytes": file_bytes}
-    return counts | (skipped.counts() if skipped else {})
+    write_tables(out, _remove_empty(tables, counts))
+    return merge_counts([*counts, skipped.counts() if skipped else {}])
 
 
 def _read(
@@ -165,6 +163,7 @@ def _build_tables(documents: Iterable[Document], source: str, table_bytes: int) 
     origins: list[str] = []
     size = 0
     for text, origin in documents:
+        report_progress()  # a table of web pages, or from a slow network, may take minutes
         texts.append(text)
         origins.append(origin)
         size += len(text) * (1 if text.isascii() else 3)  # at least its bytes in most languages
@@ -175,36 +174,21 @@ def _build_tables(documents: Iterable[Document], source: str, table_bytes: int) 
 
 
 def _build_valid_table(texts: list[str], source: str, origins: list[str]) -> Any:
-    report_progress()
     try:
         return build_table(texts, source, origins)
     except UnicodeEncodeError:  # JSON may contain halves of surrogate pairs, UTF-8 may not
         return build_table(list(map(well_formed, texts)), source, list(map(well_formed, origins)))
 
 
-class _Counter:
-    """Counts tables that pass, and removes documents without text."""
-
-    def __init__(self, source: str):
-        self._source, self._empty, self._documents, self._bytes = source, 0, 0, 0
-        self._lengths = np.zeros(64, np.int64)
-
-    def count(self, tables: Iterable[Any]) -> Iterator[Any]:
-        for table in tables:
-            sizes = pc.binary_length(table[TEXT]).to_numpy()
-            kept = sizes > 0
-            self._empty += len(sizes) - int(kept.sum())
-            self._documents += int(kept.sum())
-            self._bytes += int(sizes.sum())
-            self._lengths += np.bincount(np.frexp(sizes[kept])[1] - 1, minlength=64)
-            yield table if kept.all() else table.filter(pa.array(kept))
-
-    def counts(self) -> Counts:
-        total = {"documents_out": self._documents, "bytes_out": self._bytes}
-        lengths = {str(power): int(n) for power, n in enumerate(self._lengths) if n}
-        removed = {"read.empty": {"documents": self._empty, "bytes": 0}} if self._empty else {}
-        sources = {self._source: total}
-        return {**total, "sources": sources, "lengths_out": lengths, "removed": removed}
+def _remove_empty(tables: Iterable[Any], counts: list[Counts]) -> Iterator[Any]:
+    """The tables without documents that have no text; appends to `counts`."""
+    for table in tables:
+        has_text = pc.greater(pc.binary_length(table[TEXT]), 0)
+        kept = table.filter(has_text)
+        empty = table.num_rows - kept.num_rows
+        removed = {"read.empty": {"documents": empty, "bytes": 0}} if empty else {}
+        counts.append({**count_table(kept, "out"), "removed": removed})
+        yield kept
 
 
 class _Skipped:
@@ -217,14 +201,14 @@ class _Skipped:
     def add(self, problem: ReadProblem) -> None:
         kind, messages = problem.kind, self._problems.setdefault(problem.kind, [])
         self._counts[kind] = self._counts.get(kind, 0) + 1
-        if len(messages) < _MAX_SAMPLES:
+        if len(messages) < SAMPLES:
             messages.append(problem.error.message)
 
     def counts(self) -> Counts:
         """`skipped` by kind, and `samples` of their messages."""
         samples = {
             f"read.{kind}": [
-                {"origin": text[:_SAMPLE_CHARACTERS], "text": text[:_SAMPLE_CHARACTERS], "value": 0}
+                {"origin": text.partition(": ")[0], "text": shorten_sample(text)}
                 for text in messages
             ]
             for kind, messages in self._problems.items()

@@ -9,14 +9,15 @@ from pathlib import Path
 from typing import Annotated
 
 from titanlite.corpus.deduplicate import DeduplicateConfig, check_deduplicate
-from titanlite.corpus.filters import FilterConfig, filter_arguments
+from titanlite.corpus.filters import FilterConfig, check_filter
 from titanlite.corpus.packing.stage import PackConfig
 from titanlite.corpus.read import CorpusSource, ReadConfig
 from titanlite.corpus.shuffle import ShuffleConfig
-from titanlite.errors import ConfigError, UserError
+from titanlite.errors import ConfigError
 from titanlite.settings import Positive, Range, build_dataclass, raise_together, read_toml
 
 WORK = ".work"  # folder of unfinished and reusable work, in `out`
+_KEY_LIST = "docs/reference/recipe.md"
 
 
 @dataclass(frozen=True)
@@ -52,40 +53,45 @@ class RecipeFile:
 
 def load_recipe(path: str | Path) -> RecipeFile:
     """Read a recipe; raises ConfigError with every problem."""
-    table = read_toml(path)
-    recipe, problems = build_dataclass(Recipe, table)
+    table = read_toml(path, key="--recipe")
+    recipe, refused = build_dataclass(Recipe, table, key_list=_KEY_LIST)
     sections = {f.name for f in fields(recipe) if is_dataclass(getattr(recipe, f.name))}
     file = RecipeFile(recipe, frozenset(sections & table.keys()))
-    raise_together([*problems, *([] if problems else _check_stages(file))])
+    refused_keys = {key for problem in refused for key in problem.keys}
+    # A refused key has its default value now, so further problems of that key mean nothing.
+    problems = [p for p in _check_stages(file) if not refused_keys.intersection(p.keys)]
+    raise_together([*refused, *problems])
     return file
 
 
-def _check_stages(file: RecipeFile) -> list[UserError]:
+def _check_stages(file: RecipeFile) -> list[ConfigError]:
     """Problems that the types of the settings do not exclude."""
-    recipe, problems = file.recipe, _check_sources(file.recipe.sources)
+    recipe, sources = file.recipe, file.recipe.sources or []  # None if they were refused
+    problems = _check_sources(sources)
     if "filter" in file.sections:
-        try:
-            filter_arguments(recipe.filter)
-        except UserError as error:
-            problems.append(error)
-        known = {source.name for source in recipe.sources}
-        for name in recipe.filter.sources:
-            if name not in known:
-                problems.append(
-                    ConfigError(
-                        f'filter.sources: "{name}" is not the name of a source.',
-                        fix=f"Sources are {', '.join(sorted(known))}.",
-                    )
-                )
+        problems += check_filter(recipe.filter)
+        problems += _check_filtered_sources(recipe.filter, {source.name for source in sources})
     if "deduplicate" in file.sections:
         problems += check_deduplicate(recipe.deduplicate)
-    return [*problems, *_check_chats(file)]
+    return [*problems, *_check_chats(file, sources)]
 
 
-def _check_chats(file: RecipeFile) -> list[UserError]:
+def _check_filtered_sources(config: FilterConfig, known: set[str]) -> list[ConfigError]:
+    return [
+        ConfigError(
+            f'filter.sources: "{name}" is not the name of a source.',
+            fix=f"Sources are {', '.join(sorted(known))}.",
+            keys=("filter.sources", "sources"),
+        )
+        for name in config.sources
+        if name not in known
+    ]
+
+
+def _check_chats(file: RecipeFile, sources: Sequence[CorpusSource]) -> list[ConfigError]:
     """What sources of conversations need, and exclude."""
-    problems: list[UserError] = []
-    for source in (s for s in file.recipe.sources if s.kind == "chat"):
+    problems: list[ConfigError] = []
+    for source in (s for s in sources if s.kind == "chat"):
         label = f'sources: "{source.name}" has kind = "chat"'
         if file.recipe.pack.mode != "best_fit":
             problems.append(
@@ -93,6 +99,7 @@ def _check_chats(file: RecipeFile) -> list[UserError]:
                     f"{label}, but conversations cannot be concatenated: labels outside of the"
                     " answers are marked in packed windows only.",
                     fix='Set [pack] mode = "best_fit" and seq_len = that of the run.',
+                    keys=("pack.mode",),
                 )
             )
         for section in sorted({"filter", "deduplicate"} & file.sections):
@@ -105,10 +112,11 @@ def _check_chats(file: RecipeFile) -> list[UserError]:
     return problems
 
 
-def _check_sources(sources: Sequence[CorpusSource]) -> list[UserError]:
-    problems: list[UserError] = []
+def _check_sources(sources: Sequence[CorpusSource]) -> list[ConfigError]:
+    problems: list[ConfigError] = []
     if not sources:
-        problems.append(ConfigError("sources: is empty.", fix="Add [[sources]] with inputs."))
+        fix = "Add [[sources]] with inputs."
+        problems.append(ConfigError("sources: is empty.", fix=fix, keys=("sources",)))
     for name, count in Counter(source.name for source in sources).items():
         if count > 1:
             problems.append(ConfigError(f'sources: {count} sources have the name "{name}".'))

@@ -16,21 +16,23 @@ from typing import Any
 import numpy as np
 
 from titanlite.corpus.engine import report_progress
+from titanlite.corpus.hashing import find_key_range, mix64
 from titanlite.corpus.packing.stage import SHARD
-from titanlite.corpus.prepare import TRAIN, VALIDATION
+from titanlite.corpus.sides import TRAIN, VALIDATION
 from titanlite.corpus.task import Counts, Task
 from titanlite.corpus.token_chunks import gather_documents, list_chunks, write_chunk
 from titanlite.data.shards import ShardWriter
 from titanlite.settings import NotNegative
 
 _SIDES = {TRAIN: 0, VALIDATION: 1}
+_GOLDEN_GAMMA = np.uint64(0x9E3779B97F4A7C15)  # the increment of SplitMix64
 
 
 @dataclass(frozen=True)
 class ShuffleConfig:
     """[shuffle] Put the documents of each source into a random order."""
 
-    seed: NotNegative = 0
+    seed: NotNegative = 0  # of the random order
 
 
 def plan_shuffle(chunks: Sequence[Task], config: ShuffleConfig, vocab_size: int) -> list[Task]:
@@ -67,16 +69,8 @@ def document_keys(seed: int, place: Sequence[int], documents: int) -> np.ndarray
     """The 64-bit keys of a chunk's documents; `place` is that of the chunk in its source."""
     key = np.zeros(1, np.uint64)
     for number in (seed, *place):
-        key = _mix(key + np.uint64(number + 1))
-    return _mix(key + np.arange(1, documents + 1, dtype=np.uint64))
-
-
-def _mix(values: np.ndarray) -> np.ndarray:
-    """The finaliser of splitmix64 (Steele, Lea, Flood, 2014), a bijection of 64-bit integers."""
-    values = values * np.uint64(0x9E3779B97F4A7C15)
-    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return values ^ (values >> np.uint64(31))
+        key = mix64((key + np.uint64(number + 1)) * _GOLDEN_GAMMA)
+    return mix64((key + np.arange(1, documents + 1, dtype=np.uint64)) * _GOLDEN_GAMMA)
 
 
 # --- shards --------------------------------------------------------------------------------------
@@ -104,7 +98,7 @@ def merge_key_range(out: Path, inputs: list[Path], arguments: Any) -> Counts:
     for folder in inputs:
         for chunk in list_chunks(folder, arguments["side"]):
             chunk_keys = chunk.read_keys()
-            first, last = _find_range(chunk_keys, arguments["part"], arguments["parts"])
+            first, last = find_key_range(chunk_keys, arguments["part"], arguments["parts"])
             chunk_ids, starts = chunk.read()
             keys.append(np.asarray(chunk_keys[first:last]))
             ids.append(np.array(chunk_ids[starts[first] : starts[last]]))
@@ -120,16 +114,6 @@ def merge_key_range(out: Path, inputs: list[Path], arguments: Any) -> Counts:
             writer.add_documents(gather_documents(all_ids, starts, part), all_lengths[part])
             report_progress()
         return shard_counts(writer)
-
-
-def _find_range(keys: np.ndarray, part: int, parts: int) -> tuple[int, int]:
-    """[first, last) of ascending keys in the range `part` of `parts` equal ranges of 64 bits."""
-    bounds = [(1 << 64) * number // parts for number in (part, part + 1)]
-    first, last = (
-        len(keys) if bound >= 1 << 64 else int(keys.searchsorted(np.uint64(bound)))
-        for bound in bounds
-    )
-    return first, last
 
 
 def plan_ordered_shards(

@@ -1,4 +1,4 @@
-"""What was done with a recipe, for people."""
+"""Summary of a corpus for the terminal: its sources, its stages, and the work that is kept."""
 
 from __future__ import annotations
 

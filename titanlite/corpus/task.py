@@ -22,19 +22,18 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
-import xxhash
-
 from titanlite.corpus.counts import merge_counts
 from titanlite.corpus.engine import EngineCall, TaskEngine
+from titanlite.corpus.hashing import hash_json
+from titanlite.data.manifest import hash_file
 from titanlite.errors import DataError
-from titanlite.files import parse_json
+from titanlite.files import fsync_folder, parse_json, write_file_atomically
 from titanlite.log import logger
 
 RECORD = "done.json"  # written last in the folder of a task
 _UNCOMMITTED = ".uncommitted"  # folder for tasks that are being run
 _LOCK = ".lock"
 _FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-_READ_BYTES = 1 << 24
 _VISIBLE_TRIES = 90  # about a second each
 
 Counts = dict[str, Any]  # what a task counted, as JSON
@@ -59,8 +58,8 @@ class Task:
     def key(self) -> str:
         """ "stage/hash": the folder of its result, within the folder of all work."""
         name = f"{self.function.__module__}.{self.function.__qualname__}"
-        content = json.dumps([name, self.version, self.arguments, self.inputs], sort_keys=True)
-        return f"{self.stage}/{xxhash.xxh3_128_hexdigest(content.encode())}"
+        content = [name, self.version, self.arguments, self.inputs]
+        return f"{self.stage}/{hash_json(content)}"
 
 
 @dataclass(frozen=True)
@@ -208,17 +207,12 @@ def _write_record(out: Path, counts: Counts) -> None:
     """Flush the files of a task to the disk, then write their sizes and hashes."""
     files = {}
     for path in sorted(path for path in out.rglob("*") if path.is_file()):
-        digest = xxhash.xxh3_128()
         with open(path, "rb") as file:
-            while content := file.read(_READ_BYTES):
-                digest.update(content)
             os.fsync(file.fileno())
-        entry = {"bytes": path.stat().st_size, "hash": digest.hexdigest()}
+        entry = {"bytes": path.stat().st_size, "hash": hash_file(path)}
         files[str(path.relative_to(out))] = entry
-    with open(out / RECORD, "w", encoding="utf-8") as file:
-        json.dump({"counts": counts, "files": files}, file, sort_keys=True)
-        file.flush()
-        os.fsync(file.fileno())
+    record = json.dumps({"counts": counts, "files": files}, sort_keys=True)
+    write_file_atomically(out / RECORD, record.encode())
 
 
 def _commit_folder(out: Path, target: Path) -> None:
@@ -230,11 +224,7 @@ def _commit_folder(out: Path, target: Path) -> None:
         if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
             raise
         return
-    descriptor = os.open(target.parent, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    fsync_folder(target.parent)
 
 
 def read_counts(folder: Path) -> Counts | None:

@@ -14,7 +14,7 @@ from titanlite.corpus.chat.encode import ENTRY_RANGE, ChatEncoder, encode_chats
 from titanlite.corpus.chat.template import ChatTemplate, open_chat_template
 from titanlite.corpus.documents import ORIGIN, TEXT, read_tables, text_bytes
 from titanlite.corpus.engine import report_progress
-from titanlite.corpus.prepare import TRAIN, VALIDATION, is_held_out
+from titanlite.corpus.sides import TRAIN, VALIDATION, is_held_out
 from titanlite.corpus.task import Counts, Task
 from titanlite.corpus.token_chunks import write_chunk
 from titanlite.data.tokenizer import Tokenizer, open_tokenizer
@@ -73,7 +73,7 @@ _Encode = Callable[[Sequence[tuple[str, str]]], tuple[np.ndarray, np.ndarray]]
 
 
 def _choose_encoder(tokenizer: Tokenizer, arguments: Any) -> tuple[_Encode, int]:
-    """(encoder of the documents, a bound of what it writes)."""
+    """(encoder of the documents, exclusive upper bound of what it writes)."""
     if (name := arguments.get("template")) is None:
         begin = [tokenizer.bos_id] if arguments["bos"] else []
         return partial(_encode_texts, tokenizer, begin), tokenizer.vocab_size

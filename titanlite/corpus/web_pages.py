@@ -1,8 +1,7 @@
 """The text of web pages, in WARC archives and .html files; needs the extra "web".
 
-The libraries are resiliparse and fastwarc, of one project: 4 MB, without further dependencies but
-brotli. DataComp-LM (arXiv:2406.11794, section 4.2) found models trained on the text of resiliparse
-and of trafilatura equally good, and resiliparse eight times as fast.
+fastwarc reads archives and resiliparse extracts the text; both are of one project
+(https://github.com/chatnoir-eu/chatnoir-resiliparse).
 """
 
 from __future__ import annotations
@@ -10,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import IO, Any
 
+from titanlite.corpus.extras import import_extra
 from titanlite.data.text import (
     Document,
     FileRange,
@@ -19,7 +19,7 @@ from titanlite.data.text import (
     decompress,
 )
 from titanlite.data.text_files import open_text_file, too_long_error
-from titanlite.errors import ConfigError, DataError
+from titanlite.errors import DataError
 
 ARCHIVE_SUFFIXES = (".warc", ".warc.gz")
 WEB_SUFFIXES = (*ARCHIVE_SUFFIXES, ".html", ".htm")
@@ -29,14 +29,8 @@ _PAGE_TYPES = ("text/html", "application/xhtml+xml")
 
 def require_web_extra(source: str) -> None:
     """Raise ConfigError unless the packages are installed."""
-    try:
-        import fastwarc  # noqa: F401
-        import resiliparse  # noqa: F401
-    except ImportError as missing:
-        raise ConfigError(
-            f'sources: "{source}" has web pages, but {missing.name} is not installed.',
-            fix="pip install 'titanlite[web]'",
-        ) from missing
+    for module in ("fastwarc", "resiliparse"):
+        import_extra(module, "web", f'sources: "{source}" has web pages, which')
 
 
 def read_web_pages(
@@ -74,15 +68,12 @@ def _read_archive(
     while record := stream.call(lambda: next(records, None)):
         if (record.http_content_type or "").lower() not in _PAGE_TYPES:
             continue
-        content, charset = (
-            _read_page_record(stream, record, rules.max_bytes + 1),
-            record.http_charset,
-        )
+        content = _read_page_record(stream, record, rules.max_bytes + 1)
         origin = f"{path}:{record.headers.get('WARC-Target-URI', record.record_id)}"
         if len(content) > rules.max_bytes:
             on_problem(ReadProblem("too_long", too_long_error(origin, rules.max_bytes)))
         elif stream.is_intact:
-            yield Document(extract_text(content, charset), origin)
+            yield Document(extract_text(content, record.http_charset), origin)
     if not stream.is_intact:
         message = f"{path}: cannot be read to its end ({stream.error or 'it is truncated'})."
         on_problem(ReadProblem("damaged", DataError(message)))

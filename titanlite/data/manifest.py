@@ -167,7 +167,7 @@ def is_shard_intact(folder: Path, shard: ShardRecord) -> bool:
     hashes = (shard.bin_hash, shard.idx_hash)
     try:
         return all(
-            _hash_file(file) == recorded
+            hash_file(file) == recorded
             for file, recorded in zip(shard_paths(folder / shard.name), hashes, strict=True)
         )
     except OSError:
@@ -200,7 +200,8 @@ def sampled_blocks(size: int) -> Iterator[tuple[int, int]]:
         yield first + xxhash.xxh3_64_intdigest(f"{size} {number}".encode()) % offsets, _BLOCK_BYTES
 
 
-def _hash_file(path: Path) -> str:
+def hash_file(path: Path) -> str:
+    """xxh3_128 of the content of a file; raises OSError."""
     digest = xxhash.xxh3_128()
     with open(path, "rb") as file:
         while chunk := file.read(_CHUNK_BYTES):

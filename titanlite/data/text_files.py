@@ -26,7 +26,9 @@ INPUT_KINDS = (
 )
 UNKNOWN_END = 1 << 62  # of a URL whose server does not give a size
 
-_ALLOW_LINKS = "--follow-symlinks"  # of the scripts that read text
+# the options of the scripts that read text, and the keys of a recipe
+_ALLOW_LINKS = "--follow-symlinks, or read.follow_symlinks = true in a recipe"
+_DOCUMENT_LIMIT = "--document-mib N, or read.document_mib in a recipe"
 _BUFFER_BYTES = 1 << 20
 
 
@@ -197,6 +199,6 @@ def too_long_error(location: str, max_bytes: int) -> DataError:
     """The error for a document above the limit."""
     return DataError(
         f"{location}: contains a document of more than {max_bytes >> 20} MiB.",
-        fix="Split it into several documents, or raise the limit: --document-mib N. A worker of"
+        fix=f"Split it into several documents, or raise the limit: {_DOCUMENT_LIMIT}. A worker of"
         " scripts/prepare_data.py needs about 50 times the limit in memory.",
     )

@@ -17,15 +17,19 @@ MAX_INCLUDES = 100  # in all files of a job together
 MAX_TOML_BYTES = 4 << 20  # of all files of a job together
 
 
-def read_toml(path: str | Path) -> dict[str, Any]:
-    """Read a TOML file merged with the files it includes; raises ConfigError."""
-    return TomlFiles().read(Path(path), ())
+def read_toml(path: str | Path, key: str = CONFIG_FILE_KEY) -> dict[str, Any]:
+    """Read a TOML file merged with the files it includes; raises ConfigError.
+
+    `key` is the setting or argument that gives `path`, for messages.
+    """
+    return TomlFiles(key).read(Path(path), ())
 
 
 class TomlFiles:
-    """The TOML files of one job; each is read once, however often it is included."""
+    """A TOML file and those it includes; each is read once, however often it is included."""
 
-    def __init__(self) -> None:
+    def __init__(self, key: str) -> None:
+        self._key = key  # gives the path of the first file
         self._tables: dict[Path, dict[str, Any]] = {}  # merged with what they include
         self._includes, self._bytes = 0, 0
 
@@ -64,7 +68,7 @@ class TomlFiles:
         return merged
 
     def _parse(self, path: Path, including: tuple[Path, ...]) -> dict[str, Any]:
-        given = f'{CONFIG_FILE_KEY} = "{path}"'
+        given = f'{self._key} = "{path}"'
         folder = "working directory"
         if including:
             given, folder = f'include = "{path}" ({including[-1]})', "including file"

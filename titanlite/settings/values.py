@@ -41,23 +41,32 @@ class EntriesRefused(ValueRefused):
 
 
 def build_dataclass(
-    schema: type, table: dict[str, Any], moved: Mapping[str, str] | None = None
+    schema: type,
+    table: dict[str, Any],
+    moved: Mapping[str, str] | None = None,
+    key_list: str = "--help",
 ) -> tuple[Any, list[ConfigError]]:
     """Build the dataclass that a table describes; returns it with every problem of the table.
 
     A key with a problem gets its default, so that rules about other keys can still be checked.
     `moved` maps the name of a key or section of another version ("training.seed", "old_section") to
-    a sentence that names its replacement.
+    a sentence that names its replacement. `key_list` is where users find all keys, for messages.
     """
-    builder = DataclassBuilder(schema, moved or {})
+    builder = DataclassBuilder(schema, moved or {}, key_list)
     return builder.build(schema, table), builder.problems
 
 
 class DataclassBuilder:
     """Builds the sections of one schema and collects the problems."""
 
-    def __init__(self, schema: type, moved: Mapping[str, str], is_entry: bool = False):
-        self._is_entry = is_entry
+    def __init__(
+        self,
+        schema: type,
+        moved: Mapping[str, str],
+        key_list: str = "--help",
+        is_entry: bool = False,
+    ):
+        self._key_list, self._is_entry = key_list, is_entry
         self.problems: list[ConfigError] = []
         self._moved, self._known_keys = moved, all_keys(schema)
 
@@ -113,9 +122,9 @@ class DataclassBuilder:
             otherwise = f"Known sections: {', '.join(sections)}."
         else:
             problem = f"{key} = {format_value(given)}: unknown key."
-            otherwise = "See --help for every key."
+            otherwise = f"See {self._key_list} for every key."
         fix = f"Did you mean {similar[0]}?" if similar else otherwise
-        if self._is_entry:  # a table that is a value: --help does not list its keys
+        if self._is_entry:  # a table that is a value: the list of keys does not have its keys
             fix = f"{fix} " if similar else ""
             fix += f"Allowed keys: {', '.join(hints)}."
         return ConfigError(problem, fix=fix, keys=(key,))

@@ -13,9 +13,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import xxhash
-
 from titanlite.corpus.chat.template import ASSISTANT, Message, Segment
+from titanlite.corpus.hashing import hash_json
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.errors import DataError
 from titanlite.files import parse_json, read_regular_file
@@ -64,8 +63,7 @@ class JinjaTemplate:
             "bos_token": names["bos_token"] or tokenizer.special_token_name(tokenizer.bos_id),
             "eos_token": names["eos_token"] or tokenizer.special_token_name(tokenizer.eos_id),
         }
-        content = json.dumps([source, self._names], sort_keys=True)
-        self.fingerprint = xxhash.xxh3_128_hexdigest(content.encode())
+        self.fingerprint = hash_json([source, self._names])
         self._marks_answers = re.search(r"\{%-?\s*generation\s*-?%\}", source) is not None
         specials = sorted(tokenizer.special_tokens, key=len, reverse=True)
         self._specials = re.compile("|".join(map(re.escape, specials)))

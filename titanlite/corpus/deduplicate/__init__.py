@@ -5,11 +5,10 @@ from __future__ import annotations
 from titanlite.corpus.deduplicate.benchmarks import hash_benchmark_files
 from titanlite.corpus.deduplicate.config import DeduplicateConfig, check_deduplicate
 from titanlite.corpus.deduplicate.minhash import match_probability
-from titanlite.corpus.deduplicate.plan import Deduplication, PartSizes, deduplicate
+from titanlite.corpus.deduplicate.plan import PartSizes, deduplicate
 
 __all__ = [
     "DeduplicateConfig",
-    "Deduplication",
     "PartSizes",
     "check_deduplicate",
     "deduplicate",

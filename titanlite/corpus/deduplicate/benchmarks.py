@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import pyarrow as pa  # type: ignore[import-untyped]  # pyarrow has no stubs
 import pyarrow.parquet as pq  # type: ignore[import-untyped]
-import xxhash
 
 from titanlite.corpus.deduplicate.config import list_benchmark_files
 from titanlite.corpus.deduplicate.words import hash_ngrams, hash_words
 from titanlite.corpus.engine import report_progress
+from titanlite.data.manifest import hash_file
 from titanlite.errors import DataError
 from titanlite.files import parse_json
 
@@ -23,9 +23,7 @@ _FILTER_BITS = 24  # 16 MiB: fits into most caches, and 10^6 n-grams pass 6 % of
 
 def hash_benchmark_files(names: list[str]) -> list[list[str]]:
     """[path, hash of the content] of each benchmark file: arguments of a task."""
-    return [
-        [str(p), xxhash.xxh3_128_hexdigest(p.read_bytes())] for p in list_benchmark_files(names)
-    ]
+    return [[str(path), hash_file(path)] for path in list_benchmark_files(names)]
 
 
 def write_benchmark_ngrams(out: Path, inputs: list[Path], arguments: Any) -> dict[str, Any]:

@@ -11,6 +11,8 @@ from functools import cache
 
 import numpy as np
 
+from titanlite.corpus.hashing import mix64
+
 SEPARATOR, LETTER, SINGLE, IGNORED = range(4)  # kinds of characters
 # SINGLE: a word of its own, in scripts without spaces. IGNORED: accents and format characters.
 
@@ -26,19 +28,6 @@ _WITHOUT_SPACES = (
     (0xF900, 0xFAFF),
     (0x20000, 0x3FFFF),
 )
-
-
-def mix64(values: np.ndarray) -> np.ndarray:
-    """A bijection of uint64 in which each bit depends on all bits: SplitMix64's finalizer.
-
-    Steele, Lea, Flood: Fast splittable pseudorandom number generators, OOPSLA 2014.
-    """
-    values = values ^ (values >> np.uint64(30))
-    values *= np.uint64(0xBF58476D1CE4E5B9)
-    values ^= values >> np.uint64(27)
-    values *= np.uint64(0x94D049BB133111EB)
-    values ^= values >> np.uint64(31)
-    return values
 
 
 @cache

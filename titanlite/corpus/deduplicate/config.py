@@ -17,19 +17,19 @@ BENCHMARK_SUFFIXES = (".txt", ".jsonl", ".parquet")
 class DeduplicateConfig:
     """[deduplicate] Which duplicates are removed; of equal documents the first one is kept."""
 
-    # 5-grams of words and 14 bands of 8 rows are those of FineWeb (arXiv:2406.17557, section 3.4).
     exact: bool = True  # remove documents whose text is equal, byte for byte
     near: bool = True  # remove near duplicates, found by MinHash
     ngram_words: Positive = 5  # words in an n-gram of MinHash
     bands: Positive = 14  # documents match if all rows of one band are equal: more find more
     rows: Positive = 8  # minima in a band: more find only pairs that are more similar
-    # Llama 3 (arXiv:2407.21783, section 3.1.1) removes lines that occur more than 6 times.
+    # (5-grams and 14 bands of 8 rows: FineWeb, arXiv:2406.17557, section 3.4)
     lines: Literal["off", "line", "paragraph"] = "off"  # also remove repeated lines or paragraphs
     line_documents: Positive = 6  # a line in more documents than this remains only in the first
+    # (6: Llama 3, arXiv:2407.21783, section 3.1.1)
     line_characters: Positive = 30  # shorter lines are kept: headings, brackets, "return x"
     benchmarks: list[str] = field(default_factory=list)  # files or folders of benchmark texts
-    # GPT-3 (arXiv:2005.14165, appendix C) looks for 13-grams of words.
     benchmark_ngram_words: Annotated[int, Range(5)] = 13  # words in an n-gram of a benchmark
+    # (13: GPT-3, arXiv:2005.14165, appendix C)
     benchmark_matches: Positive = 1  # remove documents with at least this many of these n-grams
 
 

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import numpy as np
 
+from titanlite.corpus.hashing import find_key_range
+
 
 def write_keys(folder: Path, name: str, keys: np.ndarray, rows: np.ndarray) -> None:
     """Write uint64 keys [kinds, entries], each kind sorted, and the rows of their documents."""
@@ -48,15 +50,8 @@ def _read_key_range(
 ) -> tuple[np.ndarray, np.ndarray]:
     keys = np.load(folder / f"{name}_keys.npy", mmap_mode="r")[kind]
     rows = np.load(folder / f"{name}_rows.npy", mmap_mode="r")[kind]
-    p, parts = part
-    first = int(np.searchsorted(keys, _first_key(p, parts)))
-    last = len(keys) if p + 1 == parts else int(np.searchsorted(keys, _first_key(p + 1, parts)))
+    first, last = find_key_range(keys, *part)
     return np.array(keys[first:last]), np.array(rows[first:last])
-
-
-def _first_key(number: int, parts: int) -> np.uint64:
-    """The first key of a part."""
-    return np.uint64(number * 2**64 // parts)
 
 
 def group_starts(sorted_keys: np.ndarray) -> np.ndarray:

@@ -18,7 +18,7 @@ from titanlite.corpus.counts import (
     shorten_sample,
 )
 from titanlite.corpus.deduplicate.key_files import group_starts, read_matching, write_keys
-from titanlite.corpus.documents import ORIGIN, TEXT, read_tables, write_tables
+from titanlite.corpus.documents import ORIGIN, TEXT, read_tables, text_bytes, write_tables
 from titanlite.corpus.engine import report_progress
 
 LINE = "line"
@@ -48,7 +48,7 @@ def write_line_keys(out: Path, inputs: list[Path], arguments: Any) -> dict[str, 
 def _hash_lines(text: str, arguments: Any) -> Iterator[tuple[str, int]]:
     """Each line, and a hash of it without white space around it; 0 for a short line.
 
-    10^10 different lines have 3 pairs with one hash of 64 bits.
+    Of 10^10 different lines, about 3 pairs have the same hash of 64 bits.
     """
     shortest, digest = arguments["line_characters"], xxhash.xxh3_64_intdigest
     for line in text.split(_SEPARATORS[arguments["lines"]]):
@@ -132,7 +132,7 @@ def _remove_from_table(
     counts = count_tables(table, result)
     counts["changed"] = {_REPEATED: {"documents": changed, "parts": len(removed)}}
     if emptied.num_rows:
-        size = sum(len(text.encode()) for text in emptied[TEXT].to_pylist())
+        size = text_bytes(emptied)
         counts["removed"] = {_REPEATED: {"documents": emptied.num_rows, "bytes": size}}
     chosen = choose_samples(_REPEATED, [f"{origin} {line}" for origin, line in removed])
     samples = [(removed[n][0], shorten_sample(removed[n][1])) for n in chosen]

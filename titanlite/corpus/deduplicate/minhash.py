@@ -18,8 +18,8 @@ from functools import cache
 
 import numpy as np
 
-from titanlite.corpus.deduplicate.characters import mix64
 from titanlite.corpus.deduplicate.words import HashedDocuments
+from titanlite.corpus.hashing import mix32, mix64
 
 _SEED = 1
 
@@ -37,19 +37,9 @@ def permutations(number: int) -> tuple[np.ndarray, np.ndarray]:
     return a, random.randint(0, 1 << 32, number, dtype=np.uint32)
 
 
-def _mix32(values: np.ndarray) -> np.ndarray:
-    """A bijection of uint32: the finalizer of MurmurHash3 (Appleby)."""
-    values = values ^ (values >> np.uint32(16))
-    values *= np.uint32(0x85EBCA6B)
-    values ^= values >> np.uint32(13)
-    values *= np.uint32(0xC2B2AE35)
-    values ^= values >> np.uint32(16)
-    return values
-
-
 def compute_signatures(ngrams: HashedDocuments, number: int) -> np.ndarray:
     """Minima of each permutation, uint32 [number, documents with n-grams]."""
-    hashes = _mix32((ngrams.hashes >> np.uint64(32)).astype(np.uint32))
+    hashes = mix32((ngrams.hashes >> np.uint64(32)).astype(np.uint32))
     counts = ngrams.counts[ngrams.counts > 0]
     starts = np.cumsum(counts) - counts
     minima = np.empty((number, len(starts)), np.uint32)

@@ -43,31 +43,24 @@ class PartSizes:
     lines: int = 1 << 23  # lines in a range of their hashes
 
 
-@dataclass(frozen=True)
-class Deduplication:
-    """What `deduplicate` did."""
-
-    tables: list[Task]  # one for each table given, in their order
-    tasks: list[Task]  # all its tasks, those of `tables` included
-
-
 def deduplicate(
     tables: Sequence[Task],
     config: DeduplicateConfig,
     run: RunTasks,
     sizes: PartSizes | None = None,
-) -> Deduplication:
+) -> list[Task]:
     """Remove the duplicates in the tables, which are in the order of the corpus.
 
-    `run` runs tasks whose inputs are `tables` or were run before, and returns their counts.
+    `run` runs tasks whose inputs are `tables` or were run before, and returns their counts. The
+    result is one task for each of `tables`, in their order.
     """
-    if not tables:
-        return Deduplication([], [])
+    result = list(tables)
     planner = _DeduplicationPlanner(config, run, sizes or PartSizes())
-    result = planner.remove_documents(list(tables)) if _compares_documents(config) else list(tables)
-    if config.lines != "off":
+    if result and _compares_documents(config):
+        result = planner.remove_documents(result)
+    if result and config.lines != "off":
         result = planner.remove_lines(result)
-    return Deduplication(result, planner.tasks)
+    return result
 
 
 def _compares_documents(config: DeduplicateConfig) -> bool:
@@ -78,12 +71,7 @@ class _DeduplicationPlanner:
     """Makes and runs the tasks of one stage after the other."""
 
     def __init__(self, config: DeduplicateConfig, run: RunTasks, sizes: PartSizes):
-        self._config, self._run_tasks, self._sizes = config, run, sizes
-        self.tasks: list[Task] = []
-
-    def _run(self, tasks: list[Task]) -> list[Counts]:
-        self.tasks += tasks
-        return self._run_tasks(tasks)
+        self._config, self._run, self._sizes = config, run, sizes
 
     def remove_documents(self, tables: list[Task]) -> list[Task]:
         """Tasks of tables without duplicates and contaminated documents."""

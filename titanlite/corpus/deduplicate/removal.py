@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa  # type: ignore[import-untyped]  # pyarrow has no stubs
-import pyarrow.compute as pc  # type: ignore[import-untyped]
 
 from titanlite.corpus.counts import (
     SAMPLES_KEY,
@@ -20,7 +19,8 @@ from titanlite.corpus.counts import (
 from titanlite.corpus.deduplicate.benchmarks import BenchmarkIndex
 from titanlite.corpus.deduplicate.key_files import group_starts
 from titanlite.corpus.deduplicate.matching import EXACT, NEAR, read_edges
-from titanlite.corpus.documents import ORIGIN, TEXT, read_tables, write_tables
+from titanlite.corpus.documents import ORIGIN, TEXT, read_tables, text_bytes, write_tables
+from titanlite.corpus.engine import report_progress
 
 BENCHMARK = "benchmark"
 
@@ -55,6 +55,7 @@ def remove_duplicates(out: Path, inputs: list[Path], arguments: Any) -> dict[str
                 reason[rest[found >= arguments["benchmark_matches"]]] = 3
             kept = table.filter(pa.array(reason == 0))
             parts.append(_count_removed(table, reason, kept))
+            report_progress()
             yield kept
             start += table.num_rows
 
@@ -76,8 +77,7 @@ def _count_removed(table: Any, reasons: np.ndarray, kept: Any) -> dict[str, Any]
     for reason, rule in enumerate((EXACT, NEAR, BENCHMARK), 1):
         removed = table.filter(pa.array(reasons == reason))
         if removed.num_rows:
-            size = pc.sum(pc.binary_length(removed[TEXT])).as_py()
-            counts["removed"][rule] = {"documents": removed.num_rows, "bytes": size}
+            counts["removed"][rule] = {"documents": removed.num_rows, "bytes": text_bytes(removed)}
             if rule != NEAR:  # the samples of these are pairs: compare_pairs()
                 counts[SAMPLES_KEY][rule] = _sample_removed(rule, removed)
     return counts

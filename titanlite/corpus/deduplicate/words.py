@@ -22,8 +22,8 @@ from titanlite.corpus.deduplicate.characters import (
     SEPARATOR,
     character_kinds,
     character_values,
-    mix64,
 )
+from titanlite.corpus.hashing import mix64
 
 _BLOCK_BYTES = 1 << 18  # of text hashed at once: its arrays fit into the L2 or L3 cache
 _BASE = 0x9E3779B97F4A7C15  # odd, so it has an inverse modulo 2^64

@@ -33,7 +33,6 @@ def filter_documents(out: Path, inputs: list[Path], arguments: dict[str, Any]) -
             for table in read_tables(folder):
                 kept, of_table = filter_table(table, rules, config.sources)
                 counts.append(of_table)
-                report_progress()
                 yield kept
 
     write_tables(out, filtered())
@@ -58,6 +57,7 @@ def filter_table(
     kept = np.zeros(len(texts), bool)
     chunks, counts = [], []
     for start, block in divide_into_blocks(texts):
+        report_progress()
         part = slice(start, start + len(block))
         work = _FilteredBlock(block, origins.slice(start, len(block)), included[part])
         work.apply(rules)

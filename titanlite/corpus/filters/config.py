@@ -9,8 +9,6 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-import xxhash
-
 from titanlite.corpus.filters.blocklist import BlocklistConfig, BlocklistRule
 from titanlite.corpus.filters.c4 import C4Config, C4Rule
 from titanlite.corpus.filters.fineweb import FineWebConfig, FineWebRule
@@ -21,7 +19,8 @@ from titanlite.corpus.filters.personal_data import PersonalDataConfig, PersonalD
 from titanlite.corpus.filters.repetition import GopherRepetitionConfig, GopherRepetitionRule
 from titanlite.corpus.filters.rule import Rule
 from titanlite.corpus.filters.user_function import UserFunctionRule, hash_module
-from titanlite.errors import ConfigError, UserError
+from titanlite.data.manifest import hash_file
+from titanlite.errors import ConfigError
 from titanlite.settings import build_dataclass, raise_together
 
 
@@ -32,7 +31,7 @@ class FilterConfig:
     rules: list[str] = field(default_factory=list)
     # applied in this order: "length", "language", "gopher_quality", "gopher_repetition", "c4",
     # "fineweb", "blocklist", "personal_data", or a function of yours as "package.module:function"
-    sources: list[str] = field(default_factory=list)  # names of those to filter; empty: all
+    sources: list[str] = field(default_factory=list)  # names of sources to filter; empty: all
     length: LengthConfig = field(default_factory=LengthConfig)
     language: LanguageConfig = field(default_factory=LanguageConfig)
     gopher_quality: GopherQualityConfig = field(default_factory=GopherQualityConfig)
@@ -60,17 +59,28 @@ RULES: Mapping[str, Callable[[Any], Rule]] = MappingProxyType(
 
 def open_rules(config: FilterConfig) -> list[tuple[str, Rule]]:
     """The rules by name, in order; raises ConfigError with all their problems."""
-    rules: list[tuple[str, Rule]] = []
-    problems: list[UserError] = []
+    rules, problems = _open_valid_rules(config)
+    raise_together(problems)
+    return list(rules.items())
+
+
+def check_filter(config: FilterConfig) -> list[ConfigError]:
+    """Problems that the types of the settings do not exclude."""
+    return _open_valid_rules(config)[1]
+
+
+def _open_valid_rules(config: FilterConfig) -> tuple[dict[str, Rule], list[ConfigError]]:
+    """(the rules that can be opened, the problems of all others)."""
+    rules: dict[str, Rule] = {}
+    problems: list[ConfigError] = []
     for name in config.rules:
         try:
-            if config.rules.count(name) > 1 and name in dict(rules):
+            if name in rules:
                 raise ConfigError(f'filter.rules: contains "{name}" twice.', keys=("filter.rules",))
-            rules.append((name, _open_rule(name, config)))
+            rules[name] = _open_rule(name, config)
         except ConfigError as error:
             problems.append(error)
-    raise_together(problems)
-    return rules
+    return rules, problems
 
 
 def _open_rule(name: str, config: FilterConfig) -> Rule:
@@ -97,7 +107,7 @@ def filter_arguments(config: FilterConfig) -> dict[str, Any]:
     content = {name: hash_module(name) for name in config.rules if ":" in name}
     if "blocklist" in sections:
         paths = filter(None, (config.blocklist.words, config.blocklist.links))
-        content |= {path: xxhash.xxh3_128_hexdigest(Path(path).read_bytes()) for path in paths}
+        content |= {path: hash_file(Path(path)) for path in paths}
     if "language" in sections:
         content["py3langid"] = version("py3langid")
     return {

@@ -39,9 +39,9 @@ class FineWebConfig:
 
     min_punctuated_lines: Fraction = 0.12  # share of lines that end a sentence
     max_short_lines: Fraction = 0.67  # share of lines of at most short_line_characters
-    short_line_characters: NotNegative = 30
+    short_line_characters: NotNegative = 30  # longest line that is short
     max_repeated_line_characters: Fraction = 0.01  # share of characters, newlines not counted
-    max_newlines_per_word: float = 0.3
+    max_newlines_per_word: float = 0.3  # newline characters divided by words
 
 
 class FineWebRule:

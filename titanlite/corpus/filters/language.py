@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from titanlite.corpus.extras import import_extra
 from titanlite.corpus.filters.rule import Check, RuleResult
 from titanlite.corpus.filters.text_block import TextBlock
 from titanlite.errors import ConfigError
@@ -19,8 +20,10 @@ class LanguageConfig:
     """[filter.language] The languages to keep."""
 
     keep: list[str] = field(default_factory=lambda: ["en"])  # ISO 639 codes
-    min_confidence: Fraction = 0.65  # of the language; FineWeb's (arxiv.org/abs/2406.17557)
-    characters: Positive = 1000  # at the beginning of a document, which are looked at
+    min_confidence: Fraction = (
+        0.65  # probability of the language (FineWeb: arxiv.org/abs/2406.17557)
+    )
+    characters: Positive = 1000  # at the beginning of a document, from which it is identified
 
 
 class LanguageRule:
@@ -54,15 +57,6 @@ class LanguageRule:
 @cache
 def _load_identifier() -> Any:
     """Loading takes a second, so once in a process; raises ConfigError."""
-    try:
-        from py3langid.langid import (  # type: ignore[import-not-found,import-untyped]
-            MODEL_FILE,
-            LanguageIdentifier,
-        )
-    except ImportError as missing:
-        raise ConfigError(
-            'filter.rules contains "language", but py3langid is not installed.',
-            fix="pip install 'titanlite[languages]'",
-            keys=("filter.rules",),
-        ) from missing
-    return LanguageIdentifier.from_model_file(MODEL_FILE, norm_probs=True)
+    needed_by, keys = 'filter.rules contains "language", which', ("filter.rules",)
+    langid = import_extra("py3langid.langid", "languages", needed_by, keys)
+    return langid.LanguageIdentifier.from_model_file(langid.MODEL_FILE, norm_probs=True)

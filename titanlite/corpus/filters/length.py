@@ -15,9 +15,9 @@ from titanlite.settings import NotNegative
 class LengthConfig:
     """[filter.length] Length of documents."""
 
-    min_characters: NotNegative = 1
+    min_characters: NotNegative = 1  # shorter documents are removed
     max_characters: NotNegative = 0  # 0: no limit
-    min_words: NotNegative = 0
+    min_words: NotNegative = 0  # documents with fewer words are removed
     max_words: NotNegative = 0  # 0: no limit
 
 

@@ -61,9 +61,9 @@ _ADDRESS = re.compile(rf"(?<![\w.:-])(?:{_V4}|{_V6})(?![\w:]|[.-]\w)")
 class PersonalDataConfig:
     """[filter.personal_data] Placeholders for personal data and secrets."""
 
-    mail: str = "<EMAIL>"  # for mail addresses; "": they stay, here and below
-    ip: str = "<IP_ADDRESS>"  # for public addresses (IPv4 and IPv6); private ones stay
-    key: str = "<KEY>"  # for private keys, and access keys of well-known services
+    mail: str = "<EMAIL>"  # for mail addresses; "": keep them
+    ip: str = "<IP_ADDRESS>"  # for public addresses (IPv4 and IPv6); private ones stay; "": keep
+    key: str = "<KEY>"  # for private keys, and access keys of well-known services; "": keep them
 
 
 class PersonalDataRule:

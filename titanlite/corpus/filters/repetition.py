@@ -2,9 +2,9 @@
 
 Source: Rae et al. 2021, table A1, https://arxiv.org/abs/2112.11446. What is counted as repeated
 follows datatrove, with whose counts FineWeb was made
-(https://github.com/huggingface/datatrove, gopher_repetition_filter.py): a line counts when it was
-there before; n-grams are read from the first word on, and after a repeated one the next begins
-behind it.
+(https://github.com/huggingface/datatrove, gopher_repetition_filter.py): a line counts from
+its second occurrence on; n-grams are read from the first word on, and after a repeated one the next
+begins after it.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ class GopherRepetitionConfig:
 
     max_repeated_lines: Fraction = 0.3  # share of lines
     max_repeated_paragraphs: Fraction = 0.3  # share of paragraphs
-    max_repeated_line_characters: Fraction = 0.2  # share of characters, here and below
-    max_repeated_paragraph_characters: Fraction = 0.2
+    max_repeated_line_characters: Fraction = 0.2  # share of characters in repeated lines
+    max_repeated_paragraph_characters: Fraction = 0.2  # in repeated paragraphs
     max_top_ngram: list[Fraction] = field(default_factory=lambda: [0.2, 0.18, 0.16])
-    # in the most frequent n-gram, of 2, 3 and 4 words
+    # share of characters in the most frequent n-gram of 2, 3 and 4 words
     max_repeated_ngrams: list[Fraction] = field(
         default_factory=lambda: [0.15, 0.14, 0.13, 0.12, 0.11, 0.10]
     )
-    # in all repeated n-grams, of 5, 6, 7, 8, 9 and 10 words
+    # share of characters in all repeated n-grams of 5, 6, 7, 8, 9 and 10 words
 
 
 class GopherRepetitionRule:

@@ -1,4 +1,4 @@
-"""What a rule is: it measures the documents of a block, and removes or changes some of them."""
+"""The interface of a rule, which measures the documents of a block and removes or changes some."""
 
 from __future__ import annotations
 

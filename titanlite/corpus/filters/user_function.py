@@ -10,10 +10,11 @@ from pathlib import Path
 
 import numpy as np
 import pyarrow as pa  # type: ignore[import-untyped]  # pyarrow has no stubs
-import xxhash
 
+from titanlite.corpus.engine import report_progress
 from titanlite.corpus.filters.rule import Check, RuleResult, TextChange
 from titanlite.corpus.filters.text_block import TextBlock
+from titanlite.data.manifest import hash_file
 from titanlite.errors import ConfigError
 
 UserFunction = Callable[[str], "bool | str"]
@@ -34,6 +35,7 @@ class UserFunctionRule:
         removed, changed = np.zeros(len(block), bool), np.zeros(len(block), bool)
         texts = block.texts.to_pylist()
         for number in np.flatnonzero(kept):
+            report_progress()  # the function may take long
             result = self._function(texts[number])
             if isinstance(result, str):
                 changed[number] = result != texts[number]
@@ -78,4 +80,4 @@ def hash_module(path: str) -> str:
     """Hash of the file that a function is in; "" if it is not in a file."""
     module = importlib.import_module(path.partition(":")[0])
     file = getattr(module, "__file__", None)
-    return xxhash.xxh3_128_hexdigest(Path(file).read_bytes()) if file else ""
+    return hash_file(Path(file)) if file else ""

@@ -41,7 +41,7 @@ class WindowPlan:
 
     @property
     def padding(self) -> int:
-        """Positions behind the last document of each window."""
+        """Positions after the last document of each window."""
         return self.windows * self.size - self.tokens
 
 

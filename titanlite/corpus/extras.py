@@ -1,0 +1,20 @@
+"""Packages that only some corpora need: they are installed with an extra of titanlite."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+from titanlite.errors import ConfigError
+
+
+def import_extra(module: str, extra: str, needed_by: str, keys: tuple[str, ...] = ()) -> Any:
+    """The module; raises ConfigError with the command that installs it, about `keys`."""
+    try:
+        return import_module(module)
+    except ImportError as missing:
+        raise ConfigError(
+            f"{needed_by} needs {missing.name or module}, which is not installed.",
+            fix=f"pip install 'titanlite[{extra}]'",
+            keys=keys,
+        ) from missing
