@@ -1,0 +1,104 @@
+"""What one training step computes, and how it is divided over GPUs, as plain numbers.
+
+Memory and time are estimated from a `Workload`. It is made from a job of titanlite, or from a row of
+published measurements, whose model and framework titanlite need not have.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+Recompute = Literal["none", "selective", "per_operation", "attention", "full"]
+# "selective": every k-th block; "attention": the core attention of every block (Megatron's
+# selective recomputation)
+MatmulPrecision = Literal["float32", "bfloat16", "float8", "float4"]
+
+
+@dataclass(frozen=True)
+class Experts:
+    """The mixture of experts of a block."""
+
+    count: int
+    active: int  # experts that each token is sent to
+    hidden_dim: int
+    shared_hidden_dim: int = 0  # width of the experts that every token visits, together
+    dense_layers: int = 0  # blocks at the start that have a feed-forward layer instead
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """The sizes of a decoder-only transformer."""
+
+    name: str
+    n_layers: int
+    dim: int
+    n_heads: int
+    n_kv_heads: int
+    head_dim: int
+    hidden_dim: int  # of the feed-forward layer
+    vocab_size: int
+    gated: bool = True  # three matmuls in the feed-forward layer (SwiGLU), otherwise two
+    tied_embeddings: bool = False
+    positions: int = 0  # rows of a learned position embedding
+    biases: bool = False  # linear layers and norms have biases
+    experts: Experts | None = None
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Degrees of parallelism, and how a step's sequences are divided into micro-batches."""
+
+    replicate: int = 1
+    shard: int = 1
+    context: int = 1
+    tensor: int = 1
+    pipeline: int = 1
+    expert: int = 1  # taken out of the data-parallel ranks
+    sequence_parallel: bool = True  # norms and residuals are divided over the tensor ranks
+    sharded: Literal["nothing", "optimizer", "gradients", "parameters"] = "parameters"
+    # over the `shard` ranks, as ZeRO 0 to 3
+    reshard_after_forward: bool = True  # parameters are gathered again in backward
+    schedule: str = "1F1B"
+    stages_per_rank: int = 1
+    micro_batch: int = 1  # sequences
+    n_microbatches: int = 1  # of a data-parallel rank in one step
+
+    @property
+    def gpus(self) -> int:
+        return self.replicate * self.shard * self.context * self.tensor * self.pipeline
+
+    @property
+    def global_batch(self) -> int:
+        """Sequences of one step."""
+        return self.replicate * self.shard * self.micro_batch * self.n_microbatches
+
+
+@dataclass(frozen=True)
+class Numerics:
+    """Bytes per element, and the precision of matmuls."""
+
+    matmuls: MatmulPrecision = "bfloat16"
+    parameter_bytes: float = 4
+    gathered_bytes: float = 2  # parameters as FSDP gathers them, or a working copy of them
+    gradient_bytes: float = 4
+    state_bytes: float = 8  # of the optimizer, per parameter element
+    activation_bytes: float = 2
+    float8_gather: bool = False
+
+
+@dataclass(frozen=True)
+class Workload:
+    """One step of one run."""
+
+    model: ModelShape
+    layout: Layout
+    seq_len: int
+    numerics: Numerics = field(default_factory=Numerics)
+    recompute: Recompute = "none"
+    recompute_every: int = 1  # under "selective": every k-th block
+    loss_chunk_tokens: int = 0  # 0: the logits of a micro-batch at once
+    compiled: bool = True
+    fused_attention: bool = True  # does not store the attention matrix
+    offload_activations: bool = False
+    offload_optimizer: bool = False
