@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 from benchmarks.gpu_check.bandwidth import check_collectives, check_copies, check_matmul_peak
 from benchmarks.gpu_check.gpu_tests import check_gpu_tests
@@ -30,11 +30,7 @@ def all_checks(devices: int) -> list[Check]:
     ]
 
 
-def run_checks(
-    checks: Sequence[Check], machine: Machine, show: Callable[[Outcome], None]
-) -> Iterator[Outcome]:
-    """Run all checks; `show` is called with each outcome as soon as it is known."""
+def run_checks(checks: Sequence[Check], machine: Machine) -> Iterator[Outcome]:
+    """Run all checks, and yield each outcome as soon as it is known."""
     for check in checks:
-        for outcome in check.outcomes(machine):
-            show(outcome)
-            yield outcome
+        yield from check.outcomes(machine)

@@ -143,7 +143,7 @@ def test_a_check_that_fails_leaves_the_others_running_and_its_log_in_the_report(
         Check("two devices", lambda machine: iter(()), min_devices=2),
         Check("good", lambda machine: [Outcome("good", "passed", "a | b")]),
     ]
-    outcomes = list(run_checks(checks, Machine(1, False, tmp_path), lambda outcome: None))
+    outcomes = list(run_checks(checks, Machine(1, False, tmp_path)))
     assert [o.status for o in outcomes] == ["failed", "failed"] + 3 * ["skipped"] + ["passed"]
     text = report({"torch": "2.13.0"}, "GPU0 GPU1\nX NV18", outcomes)
     assert text.startswith("# GPU check: 1 passed, 2 failed, 3 skipped\n")
