@@ -6,7 +6,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from shutil import rmtree
 
@@ -187,9 +187,11 @@ def check_recipe(recipe: Recipe) -> Callable[[Machine], Iterator[Outcome]]:
 
 def compare_with_reference(machine: Machine, recipe: Recipe, out: Path) -> Outcome:
     """Compare the metrics of the run in `out` with the recipe's reference, which runs once."""
-    reference = machine.folder / f"reference {recipe.reference}"
-    if not reference.exists():
-        train_reference(machine, recipe.reference)
+    name = f"reference {recipe.reference}"
+    reference = machine.folder / name
+    with machine.lock(name):
+        if not reference.exists():
+            train_reference(machine, recipe.reference)
     comparison = compare_runs(reference, out, recipe.tolerance)
     metrics = [metric for metric in comparison.metrics if metric.name in recipe.metrics]
     largest = {metric.name: float(metric.difference.max()) for metric in metrics}
@@ -216,9 +218,10 @@ def weights_for_all_devices(machine: Machine, settings: Mapping[str, str]) -> di
     blocks = settings.get("model.n_layers", JOB["model.n_layers"])
     name = f"weights of {blocks} blocks"
     checkpoint = machine.folder / name / "checkpoint" / "step-1"
-    if not checkpoint.exists():
-        one_step = {**FP32, "model.n_layers": blocks, "training.steps": "1"}
-        train_on_cpu(machine, name, {**one_step, "checkpoint.enable": "true"})
+    with machine.lock(name):
+        if not checkpoint.exists():
+            one_step = {**FP32, "model.n_layers": blocks, "training.steps": "1"}
+            train_on_cpu(machine, name, {**one_step, "checkpoint.enable": "true"})
     return {
         "checkpoint.enable": "true",
         "checkpoint.load_only": "true",
@@ -229,7 +232,7 @@ def weights_for_all_devices(machine: Machine, settings: Mapping[str, str]) -> di
 def train_on_cpu(machine: Machine, name: str, settings: Mapping[str, str]) -> None:
     """Train on one process of the CPU; raises CheckFailed, and then leaves no folder behind."""
     try:
-        train(Machine(1, False, machine.folder), name, settings, 1)
+        train(replace(machine, devices=1, cuda=False), name, settings, 1)
     except CheckFailed as error:
         rmtree(machine.folder / name, ignore_errors=True)  # no other check uses it
         raise CheckFailed(f"the reference on the CPU failed: {error}", error.log) from None
@@ -299,7 +302,7 @@ def train(machine: Machine, name: str, settings: Mapping[str, str], devices: int
     batch, ranks = int(keys["training.global_batch_size"]), data_parallel_ranks(keys, devices)
     keys["training.local_batch_size"] = str(batch // ranks)
     launcher = [sys.executable] if devices == 1 else torchrun(devices)
-    threads = max(1, (os.cpu_count() or 1) // devices)
+    threads = max(1, (os.cpu_count() or 1) // devices // machine.runs_at_once)
     run_command(
         [*launcher, str(ROOT / "train.py"), *as_arguments(keys)],
         timeout=MAX_RUN_SECONDS,
@@ -323,7 +326,9 @@ def torchrun(processes: int) -> list[str]:
 def prepare_text(machine: Machine) -> Path:
     """Prepare the package's own source text, as bytes, one document per file; once, if it works."""
     corpus, text = machine.folder / "corpus", machine.folder / "text.jsonl"
-    if not (corpus / "train").exists():  # a preparation that failed fails again, with its reason
+    with machine.lock("corpus"):
+        if (corpus / "train").exists():  # a preparation that failed fails again, with its reason
+            return corpus
         files = sorted((ROOT / "titanlite").rglob("*.py"))
         documents = (json.dumps({"text": path.read_text(encoding="utf-8")}) for path in files)
         text.write_text("\n".join(documents), encoding="utf-8")

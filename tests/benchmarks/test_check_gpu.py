@@ -44,7 +44,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def write_metrics(folder: Path, losses: list[float]) -> None:
-    folder.mkdir(parents=True)
+    folder.mkdir(parents=True, exist_ok=True)
     fields = {"grad_norm": 1.0, "lr": 0.1, "tokens": 8, "samples": 1}
     lines = [{"step": n, "loss": loss, **fields} for n, loss in enumerate(losses, 1)]
     (folder / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)))
