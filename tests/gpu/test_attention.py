@@ -38,8 +38,10 @@ def output_and_grads(attend, inputs) -> list[torch.Tensor]:
     """The output and the gradients of the inputs."""
     out = attend(*inputs)
     torch.manual_seed(1)
-    grad = torch.randn(out.shape, device=DEVICE)  # randn_like would draw in the order of memory
-    return [out, *torch.autograd.grad(out, inputs, grad.to(out.dtype))]
+    # drawn in the order of indices, and on the CPU for every device; in the layout of the output,
+    # as in training: see _KernelTrial
+    grad = torch.empty_like(out).copy_(torch.randn(out.shape))
+    return [out, *torch.autograd.grad(out, inputs, grad)]
 
 
 def reference(documents: DocumentIndex | None = None) -> list[torch.Tensor]:
