@@ -2,9 +2,8 @@
 
 layers, step, commit and watchdog are diagrams; memory is estimated; schedules are those of a guide;
 layout is drawn by scripts/draw_layout.py, mup_check by scripts/check_mup.py, scaling_law by
-scripts/scaling_laws.py. `losses` and
-`mup_transfer` train small models on the CPU first (some minutes), and store what they measured
-beside the picture.
+scripts/scaling_laws.py. `losses` and `mup_transfer` train small models on the CPU first (some
+minutes), and store what they measured beside the picture.
 """
 
 from __future__ import annotations

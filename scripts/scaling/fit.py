@@ -156,7 +156,7 @@ def _print_exponents(
 
 def _exponent(sizes: isoflop.OptimalSizes) -> str:
     exponent = sizes.exponent
-    return f"a = {exponent:.3f}" if math.isfinite(exponent) else "too few budgets"
+    return f"a = {exponent:.3f}" if math.isfinite(exponent) else "too few optimal sizes"
 
 
 def _picture(

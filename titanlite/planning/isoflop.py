@@ -34,7 +34,7 @@ class OptimalSizes:
 
     @property
     def exponent(self) -> float:
-        """a: the optimal N grows as FLOPs^a; nan with less than two budgets."""
+        """a: the optimal N grows as FLOPs^a; nan with less than two different sizes."""
         return self._line()[0]
 
     def at(self, flops: float) -> float:
@@ -43,7 +43,7 @@ class OptimalSizes:
         return math.exp(level + slope * math.log(flops))
 
     def _line(self) -> tuple[float, float]:
-        if len(np.unique(self.flops)) < 2:
+        if len(np.unique(self.parameters)) < 2:
             return math.nan, math.nan
         slope, level = np.polyfit(np.log(self.flops), np.log(self.parameters), 1)
         return float(slope), float(level)
@@ -197,11 +197,11 @@ def curves_of(points: LossPoints) -> list[TrainingCurve]:
 def training_envelope(curves: Sequence[TrainingCurve]) -> OptimalSizes:
     """Approach 1: the size of the lowest curve at each number of FLOPs.
 
-    Only where the lowest curve has a neighbour in size on both sides: at the ends of the range of
-    sizes, the best of those that were trained is not the optimum.
+    Only where smaller and larger models were measured too: the smallest or largest of those that
+    were trained is not the optimum.
     """
-    curves = sorted((c for c in curves if len(c.tokens) > 1), key=lambda c: c.parameters)
-    chosen = list(_lowest(curves)) if len(curves) > 2 else []
+    curves = [curve for curve in curves if len(curve.tokens) > 1]
+    chosen = list(_lowest(curves)) if curves else []
     pairs = np.array(chosen, dtype=float).reshape(-1, 2)
     return OptimalSizes(pairs[:, 0], pairs[:, 1])
 
@@ -214,8 +214,8 @@ def _lowest(curves: Sequence[TrainingCurve]) -> Iterator[tuple[float, float]]:
         np.interp(grid, x, curve.losses, left=np.inf, right=np.inf)
         for x, curve in zip(logs, curves, strict=True)
     ])  # fmt: skip
-    lowest = losses.argmin(axis=0)
-    for column, row in enumerate(lowest):
-        measured = np.flatnonzero(np.isfinite(losses[:, column]))
-        if len(measured) > 2 and measured[0] < row < measured[-1]:
-            yield math.exp(grid[column]), curves[row].parameters
+    sizes = np.array([curve.parameters for curve in curves])
+    for column, row in enumerate(losses.argmin(axis=0)):
+        measured = sizes[np.isfinite(losses[:, column])]
+        if len(measured) and measured.min() < sizes[row] < measured.max():
+            yield math.exp(grid[column]), sizes[row]
