@@ -16,6 +16,7 @@ from titanlite.planning.isoflop import (
     parabola_optima,
     training_envelope,
 )
+from titanlite.planning.projection_fit import ProjectionProblem
 from titanlite.planning.scaling_files import TableColumns, read_table
 from titanlite.planning.scaling_fit import FIT_METHODS, LossPoints, fit_law
 from titanlite.planning.scaling_laws import LAW_FIELDS, LAWS, ScalingLaw, kaplan_law
@@ -69,13 +70,14 @@ def test_an_exact_surface_is_recovered(method):
 
 
 def test_projection_leaves_out_a_term_that_would_be_negative():
-    law = ScalingLaw(0.0, 400.0, 2000.0, 0.3, 0.36)
-    points = surface(law)
-    noise = np.random.default_rng(1).normal(1.0, 0.01, len(points))
-    noisy = LossPoints(points.parameters, points.tokens, points.losses * noise)
-    fitted = fit_law(noisy, "projection", bootstraps=100)
-    assert (fitted.samples[:, :3] >= 0).all()
-    assert (fitted.samples[:, 0] == 0).any()  # a bootstrap whose best E would be negative
+    points = surface(ScalingLaw(0.0, 400.0, 2000.0, 0.3, 0.36))
+    x, z = np.log(points.parameters), np.log(points.tokens)
+    problem = ProjectionProblem(x - x.mean(), z - z.mean(), points.losses)
+    alpha, beta = 0.2, 0.25  # too small: the best E would be negative
+    columns = np.stack([np.ones(len(x)), np.exp(-alpha * problem.x), np.exp(-beta * problem.z)])
+    assert np.linalg.lstsq(columns.T, points.losses)[0][0] < -0.1
+    expected = np.linalg.lstsq(columns[1:].T, points.losses)[1][0]
+    assert problem.objective(np.array([alpha, beta])) == pytest.approx(expected, rel=1e-9)
 
 
 def test_alpha_and_beta_alone_are_better_conditioned_than_all_parameters():
