@@ -88,6 +88,7 @@ def test_every_rung_passes_the_checks_of_train_py(script, base, capsys):
     shapes = {(job.sizes.dim, job.sizes.n_layers, job.sizes.n_heads) for job in jobs}
     assert shapes == {(32, 1, 2), (64, 2, 4), (96, 5, 6), (128, 4, 8)}
     for job in jobs:
+        assert job.sizes.n_heads == 2 * job.sizes.n_kv_heads
         assert job.sizes.head_width == 16 and job.sizes.hidden_dim == 3 * job.sizes.dim
         assert job.config.lr_scheduler.warmup_steps <= max(1, 0.1 * job.config.training.steps)
         tokens = job.config.training.steps * 4 * 128
@@ -102,6 +103,15 @@ def test_equal_flops_are_6_n_d_of_the_chosen_count(script, base):
         parameters = count_parameters_by_kind(job.spec, job.sizes)["blocks"]
         flops = 6 * parameters * job.config.training.steps * 4 * 128
         assert min(abs(flops / 1e11 - 1), abs(flops / 1e12 - 1)) < 0.03
+
+
+def test_each_count_leaves_out_what_it_names():
+    for name in ("debugmodel", "1B"):  # the second has tied embeddings
+        sizes = LLAMA3.flavors[name]
+        embedding = sizes.vocab_size * sizes.dim
+        counts = count_parameters_by_kind(LLAMA3, sizes)
+        assert counts["blocks"] == counts["matmul"] - embedding - sizes.dim
+        assert counts["all"] == counts["matmul"] + (0 if sizes.tied_embeddings else embedding)
 
 
 def test_the_law_of_a_ladder_is_found_in_the_folder_of_its_runs(script, base, capsys):
@@ -146,7 +156,7 @@ def test_a_ladder_that_cannot_run_is_refused_with_all_reasons(script, base, caps
     assert script([*arguments, "--tokens", "600"]) == 2
     message = capsys.readouterr().err
     for part in (
-        "global_batch_size",
+        "global_batch_size = -1",
         "total_steps",
         "multiple of the head width 16",
         "at least 20",
