@@ -1,9 +1,9 @@
 """Draw the pictures of the documentation: python scripts/draw_docs.py [NAME …]
 
 layers, step, commit and watchdog are diagrams; memory is estimated; schedules are those of a guide;
-layout is drawn by scripts/draw_layout.py, mup_check by scripts/check_mup.py. `losses` and
-`mup_transfer` train small models on the CPU first (some minutes), and store what they measured
-beside the picture.
+layout is drawn by scripts/draw_layout.py, mup_check by scripts/check_mup.py, scaling_law by
+scripts/scaling_laws.py. `losses` and `mup_transfer` train small models on the CPU first (some
+minutes), and store what they measured beside the picture.
 """
 
 from __future__ import annotations
@@ -100,6 +100,15 @@ def _mup_transfer(path: Path) -> None:
     draw_transfer(losses, path)
 
 
+def _scaling_law(path: Path) -> None:
+    table = "tests/planning/data/chinchilla.csv"
+    command = [sys.executable, "scripts/scaling_laws.py", "fit", table, "--flops", "flops"]
+    command += ["--drop-highest", "5", "--picture", str(path)]
+    subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
+    image = Image.open(path).convert("RGB")
+    image.quantize(PALETTE_COLOURS, dither=Image.Dither.NONE).save(path, optimize=True)
+
+
 PICTURES: dict[str, Callable[[Path], None]] = {
     "layers": _layers,
     "step": draw_step,
@@ -111,6 +120,7 @@ PICTURES: dict[str, Callable[[Path], None]] = {
     "losses": _losses,
     "mup_check": _mup_check,
     "mup_transfer": _mup_transfer,
+    "scaling_law": _scaling_law,
 }
 
 if __name__ == "__main__":

@@ -26,6 +26,7 @@ PAGES = (  # in the order in which a newcomer reads them
     "docs/tutorial/eight-gpus.md",
     "docs/how-to/fine-tune.md",
     "docs/how-to/prepare-a-corpus.md",
+    "docs/how-to/fit-a-scaling-law.md",
 )
 TIMEOUT_SECONDS = 600
 

@@ -1,0 +1,1 @@
+"""Parts of scripts/scaling_laws.py: one module for each command."""
