@@ -228,7 +228,14 @@ def timed_command(recipe: Path, *arguments: str) -> float:
     """Wall time of scripts/prepare_data.py."""
     command = [sys.executable, "scripts/prepare_data.py", "--recipe", str(recipe), *arguments]
     start = time.perf_counter()
-    subprocess.run(command, cwd=ROOT, env=environment(), check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    subprocess.run(
+        command,
+        cwd=ROOT,
+        env=environment(),
+        check=True,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
     return time.perf_counter() - start
 
 

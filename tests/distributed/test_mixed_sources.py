@@ -58,6 +58,10 @@ def test_weights_changed_on_resuming_under_another_layout_give_the_same_run(
     assert "first_token = 2304" in run.output and "Traceback" not in run.output
 
 
+def validations(folder: Path) -> dict[int, dict]:
+    return {line["step"]: line for line in lines_of(folder) if line.get("event") == "validation"}
+
+
 def write_texts(folder: Path) -> None:
     """The package's own files, as documents in .jsonl files of about 120 KB."""
     folder.mkdir()
@@ -70,7 +74,9 @@ def write_texts(folder: Path) -> None:
 def test_streamed_text_stopped_at_2_ranks_goes_on_at_4_and_1_as_in_one_process(run_toml, tmp_path):
     write_texts(tmp_path / "texts")
     sources = f'[{{ name = "docs", path = "{tmp_path}/texts/*.jsonl", format = "text" }}]'
-    argv = ["--data.sources", sources, "--validation.enable", "false"]
+    (tmp_path / "held.txt").write_text("A validation set of one document. " * 40)
+    held_out = f'[{{ name = "held", path = "{tmp_path}/held.txt", format = "text" }}]'
+    argv = ["--data.sources", sources, "--data.validation", held_out, "--validation.freq", "2"]
     argv += ["--lr_scheduler.total_steps", "6", "--training.local_batch_size", "1"]
     whole, resumed = tmp_path / "whole", tmp_path / "resumed"
     run_ranks(1, whole, run_toml, "--job.dump_folder", str(whole), *argv)
@@ -78,6 +84,9 @@ def test_streamed_text_stopped_at_2_ranks_goes_on_at_4_and_1_as_in_one_process(r
         to = ("--job.dump_folder", str(resumed), "--training.steps", str(steps))
         run_ranks(ranks, resumed, run_toml, *to, *argv)
     assert losses_of(resumed) == pytest.approx(losses_of(whole), rel=1e-4)
+    for step, line in (expected := validations(whole)).items():
+        assert validations(resumed)[step]["loss"] == pytest.approx(line["loss"], rel=1e-4)
+    assert list(expected) == list(validations(resumed)) == [2, 4, 6]
     manifest = json.loads((resumed / "checkpoint/step-4/manifest.json").read_text())
     lanes = manifest["progress"]["lanes"]["docs"]
     assert sorted(index for index, _ in lanes.values()) == [2] * 16  # of 32 samples
