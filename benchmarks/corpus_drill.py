@@ -2,10 +2,10 @@
 
 python -m benchmarks.corpus_drill --gb 2 --workers 1 2 4 --dask 4 --kills 10
 
-States time, peak memory of a process and hash of the shards of each run, in `FOLDER/NAME.json`,
-and compares the hashes of all runs in the folder. So the runs can be started separately, also at
-the same time; one that ended after --limit-seconds goes on when it is started again. The corpus is
-written if the folder has none.
+States time, peak memory of a process and hash of the shards of each run, in `FOLDER/NAME.json`.
+Fails unless the hashes of all runs in the folder are equal and the peaks below the stated limit.
+So the runs can be started separately, also at the same time; one that ended after --limit-seconds
+goes on when it is started again. The corpus is written if the folder has none.
 """
 
 from __future__ import annotations
@@ -29,6 +29,8 @@ import xxhash
 from benchmarks.corpus_engine import ROOT, Cluster, environment
 from benchmarks.synthetic_corpus import write_corpus
 
+# of one process, with --table-mib 64 and the tokenizer "bytes": docs/how-to/prepare-a-corpus.md
+PEAK_BYTES = 1_200_000_000
 RECIPE = """
 out = "{out}"
 tokenizer = "{tokenizer}"
@@ -71,9 +73,12 @@ def main() -> None:
         drill.run()
     results = [json.loads(path.read_text()) for path in sorted(args.out.glob("*.json"))]
     different = {result["hash"] for result in results}
+    peak = max((result["peak_bytes"] for result in results), default=0)
     if len(different) > 1:
         sys.exit(f"DIFFERENT: {different}")
-    print(f"the shards of {len(results)} runs are equal")
+    if peak > PEAK_BYTES:
+        sys.exit(f"a process needed {peak / 1e6:.0f} MB, the limit is {PEAK_BYTES / 1e6:.0f}")
+    print(f"the shards of {len(results)} runs are equal; peak {peak / 1e6:.0f} MB a process")
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -149,9 +154,8 @@ class Drill:
 
     def _start(self, limit: float) -> bool:
         """Whether the command finished within `limit` seconds; if not, it was killed."""
-        log = open(self._args.out / f"{self._name}.log", "ab")
         started = time.monotonic()
-        with log:
+        with open(self._args.out / f"{self._name}.log", "ab") as log:
             child = subprocess.Popen(
                 self._command,
                 cwd=ROOT,

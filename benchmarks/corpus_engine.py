@@ -35,7 +35,7 @@ from titanlite.corpus.task import StageProgress
 
 ROOT = Path(__file__).parents[1]
 TASKS, WARM_UP = 2000, 200  # empty tasks; of these the first are not counted
-FILES, DOCUMENTS, WORDS = 8, 1200, 300  # of the text
+FILES, DOCUMENTS, WORDS = 8, 600, 300  # of the text
 SCALING_FILES, SCALING_DOCUMENTS = 32, 2400  # of the text that shows scaling
 SCALING_WORKERS = (1, 2, 4, 8)
 STAGES = """

@@ -3,8 +3,8 @@
 python -m benchmarks.whole_recipe --datatrove-python VENV/bin/python [--mb 20]
 
 CPU time of the process and of all its children: reading a .jsonl, the filters of Gopher, C4 and
-FineWeb, near duplicates by MinHash, tokenising with one tokenizer.json, shuffling documents. The
-environment of datatrove needs: pip install 'datatrove[processing]' spacy tokenizers 'xxhash<4' orjson
+FineWeb, near duplicates by MinHash, tokenising with one tokenizer.json, shuffling documents.
+datatrove's environment: pip install 'datatrove[processing]' spacy tokenizers orjson 'xxhash<4'
 """
 
 from __future__ import annotations

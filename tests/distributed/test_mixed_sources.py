@@ -12,7 +12,8 @@ from tests.distributed.test_train import losses_of, run_ranks
 from tests.faults.launch import LaunchedRun, lines_of
 
 STEPS, BATCH, SEQ_LEN = 6, 8, 48
-FIRST = "{ first_token = 480, weights = { code = 0.2, optim = 0.8 } }"  # position 10, in step 2
+# from position 10 in step 2 to position 20 in step 3
+FIRST = "{ first_token = 480, weights = { code = 0.2, optim = 0.8 }, ramp_tokens = 480 }"
 SECOND = "{ first_token = 1200, weights = { optim = 0.0 } }"  # position 25, in step 4
 
 
@@ -54,7 +55,7 @@ def test_weights_changed_on_resuming_under_another_layout_give_the_same_run(
 
     with LaunchedRun(1, resumed, "--job.config_file", str(run_toml), *to, *options(corpus)) as run:
         assert run.wait() == [2]
-    assert "data.phases (10: {'code': 0.2, 'optim': 0.8} saved, None now" in run.output
+    assert "data.phases (10: {" in run.output and "} saved, None now" in run.output
     assert "first_token = 2304" in run.output and "Traceback" not in run.output
 
 

@@ -37,7 +37,7 @@ class TokenizedText(TokenSource):
             raise DataError(f"{path}: contains no text.")
         self._ids = np.concatenate(parts)
         self.tokens = len(self._ids)
-        self.fingerprint = xxhash.xxh3_128_hexdigest(self._ids)
+        self.fingerprint = xxhash.xxh3_128_hexdigest(self._ids.data)
         max_id, vocab_size = int(self._ids.max()), tokenizer.vocab_size
         self.record = SourceRecord(tokenizer.fingerprint, vocab_size, max_id, config.bos)
 
