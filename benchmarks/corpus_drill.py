@@ -1,26 +1,36 @@
 """Prepare the synthetic corpus with 1, 2 and 4 workers, and with kills; compare every byte.
 
-python -m benchmarks.corpus_drill --gb 2 --kills 10
+python -m benchmarks.corpus_drill --gb 2 --workers 1 2 4 --dask 4 --kills 10
 
-States the time, the peak memory of a process, and whether all shards are equal.
+States time, peak memory of a process and hash of the shards of each run, in `FOLDER/NAME.json`.
+Fails unless the hashes of all runs in the folder are equal and the peaks below the stated limit.
+So the runs can be started separately, also at the same time; one that ended after --limit-seconds
+goes on when it is started again. The corpus is written if the folder has none.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import xxhash
 
+from benchmarks.corpus_engine import ROOT, Cluster, environment
 from benchmarks.synthetic_corpus import write_corpus
 
-ROOT = Path(__file__).parents[1]
+# of one process, with --table-mib 64 and the tokenizer "bytes": docs/how-to/prepare-a-corpus.md
+PEAK_BYTES = 1_200_000_000
 RECIPE = """
 out = "{out}"
 tokenizer = "{tokenizer}"
@@ -45,77 +55,136 @@ runpy.run_path("scripts/prepare_data.py", run_name="__main__")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path, default=Path("outputs/corpus_drill"), metavar="FOLDER")
-    parser.add_argument("--gb", type=float, default=2.0, help="of text (default: 2)")
-    parser.add_argument("--kills", type=int, default=10, help="of the command (default: 10)")
-    parser.add_argument("--workers", type=int, nargs="*", default=[1, 2, 4])
-    parser.add_argument("--tokenizer", default="bytes")
-    parser.add_argument("--table-mib", type=int, default=64, help="smaller: more tasks")
-    args = parser.parse_args()
+    args = parse_arguments()
     inputs = args.out / "text"
     if not inputs.exists():
-        write_corpus(inputs, int(args.gb * 1e9))
-    hashes = set()
+        write_parts(inputs, int(args.gb * 1e9), args.parts)
     for workers in args.workers:
-        out = args.out / f"workers{workers}"
-        seconds, peak = run(write_recipe(args, out), workers, args.table_mib)
-        hashes.add(hash_shards(out))
-        print(f"{workers} workers: {seconds:.0f} s, peak {peak / 1e6:.0f} MB a process", flush=True)
+        Drill(args, f"workers{workers}", ["--workers", str(workers)]).run()
+    if args.dask:
+        with tempfile.TemporaryDirectory() as folder, Cluster(Path(folder), 1, args.dask) as dask:
+            engine = ["--engine", "dask", "--engine-address", str(dask.file)]
+            sessions = [process.pid for process in dask.nodes]
+            Drill(args, f"dask{args.dask}", engine, sessions).run()
     if args.kills:
-        out = args.out / "killed"
-        recipe = write_recipe(args, out)
-        limit = seconds / (args.kills + 1) * 2
+        drill = Drill(args, "killed", ["--workers", str(args.kill_workers)])
         for number in range(args.kills):
-            run(recipe, 2, args.table_mib, kill_after=random.Random(number).uniform(1, limit))
-        run(recipe, 2, args.table_mib)
-        hashes.add(hash_shards(out))
-        print(f"killed {args.kills} times, then completed", flush=True)
-    print("all shards are equal" if len(hashes) == 1 else f"DIFFERENT: {hashes}")
+            drill.kill_after(random.Random(number).uniform(1, args.kill_seconds))
+        drill.run()
+    results = [json.loads(path.read_text()) for path in sorted(args.out.glob("*.json"))]
+    different = {result["hash"] for result in results}
+    peak = max((result["peak_bytes"] for result in results), default=0)
+    if len(different) > 1:
+        sys.exit(f"DIFFERENT: {different}")
+    if peak > PEAK_BYTES:
+        sys.exit(f"a process needed {peak / 1e6:.0f} MB, the limit is {PEAK_BYTES / 1e6:.0f}")
+    print(f"the shards of {len(results)} runs are equal; peak {peak / 1e6:.0f} MB a process")
 
 
-def write_recipe(args: argparse.Namespace, out: Path) -> Path:
-    """The recipe of one of the outputs."""
-    args.out.mkdir(parents=True, exist_ok=True)
-    path = out.with_suffix(".toml")
-    values = {"out": out, "tokenizer": args.tokenizer, "inputs": args.out / "text"}
-    path.write_text(RECIPE.format(**values))
-    return path
-
-
-def run(
-    recipe: Path, workers: int, table_mib: int, kill_after: float | None = None
-) -> tuple[float, int]:
-    """(seconds, peak bytes of memory of one process) of the command; kills it if asked to."""
-    command = [sys.executable, "-c", PREPARE, str(table_mib), "--recipe", str(recipe.resolve())]
-    started = time.monotonic()
-    child = subprocess.Popen(
-        [*command, "--workers", str(workers)],
-        cwd=ROOT,
-        stdout=subprocess.DEVNULL,
-        start_new_session=True,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
+def parse_arguments() -> argparse.Namespace:
+    """The arguments of the command."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    peak = 0
-    while child.poll() is None:
-        peak = max([peak, *map(peak_memory, processes_of(child.pid))])
-        if kill_after is not None and time.monotonic() - started > kill_after:
-            child.send_signal(signal.SIGKILL)
-            child.wait()
-            time.sleep(1)  # until its workers have noticed
-            return time.monotonic() - started, peak
-        time.sleep(0.2)
-    if child.returncode:
-        raise SystemExit(f"{' '.join(command)} failed with {child.returncode}")
-    return time.monotonic() - started, peak
+    add = parser.add_argument
+    add("--out", type=Path, default=Path("outputs/corpus_drill"), metavar="FOLDER")
+    add("--gb", type=float, default=2.0, help="of text (default: 2)")
+    add("--parts", type=int, default=4, help="of the text, written in parallel (default: 4)")
+    add("--workers", type=int, nargs="*", default=[1, 2, 4], help="of each run (default: 1 2 4)")
+    add("--dask", type=int, default=0, metavar="N", help="also on a Dask cluster of N workers")
+    add("--kills", type=int, default=10, help="of one more run (default: 10)")
+    add("--kill-workers", type=int, default=2, help="workers of that run (default: 2)")
+    add("--kill-seconds", type=float, default=20, help="latest kill after a start (default: 20)")
+    add("--tokenizer", default="bytes")
+    add("--table-mib", type=int, default=64, help="smaller: more tasks")
+    add("--limit-seconds", type=float, default=1e6, help="of a run, which can go on later")
+    add("--remove", action="store_true", help="each corpus once its shards are hashed")
+    return parser.parse_args()
 
 
-def processes_of(session: int) -> list[int]:
-    """The processes of a session."""
+def write_parts(folder: Path, size: int, parts: int) -> None:
+    """Write a corpus of each seed, in parallel."""
+    unfinished = folder.with_suffix(".unfinished")
+    shutil.rmtree(unfinished, ignore_errors=True)
+    started = time.monotonic()
+    with ProcessPoolExecutor(min(parts, os.cpu_count() or 1)) as pool:
+        folders = [unfinished / f"seed{seed}" for seed in range(parts)]
+        list(pool.map(write_corpus, folders, [size // parts] * parts, range(parts)))
+    unfinished.rename(folder)
+    print(f"{size / 1e6:.0f} MB of text in {time.monotonic() - started:.0f} s", flush=True)
+
+
+class Drill:
+    """The command that makes one corpus, started once or, after kills, several times."""
+
+    def __init__(
+        self,
+        args: argparse.Namespace,
+        name: str,
+        engine: list[str],
+        sessions: Sequence[int] = (),  # of other processes whose memory counts
+    ):
+        self._name, self._args, self._sessions = name, args, sessions
+        self._out, recipe = args.out / name, args.out / f"{name}.toml"
+        values = {"out": self._out, "tokenizer": args.tokenizer, "inputs": args.out / "text"}
+        recipe.write_text(RECIPE.format(**values))
+        command = [sys.executable, "-c", PREPARE, str(args.table_mib)]
+        self._command = [*command, "--recipe", str(recipe.resolve()), *engine]
+        self._seconds, self._peak, self._kills = 0.0, 0, 0
+
+    def kill_after(self, seconds: float) -> None:
+        """Start the command, and kill it after this time."""
+        self._kills += not self._start(seconds)
+
+    def run(self) -> None:
+        """Start the command; writes and prints the result if it finishes within the limit."""
+        if not self._start(self._args.limit_seconds):
+            print(f"{self._name}: NOT FINISHED after {self._seconds:.0f} s", flush=True)
+            return
+        result = {"name": self._name, "seconds": self._seconds, "peak_bytes": self._peak}
+        result |= {"kills": self._kills, "hash": hash_shards(self._out)}
+        self._args.out.joinpath(f"{self._name}.json").write_text(json.dumps(result) + "\n")
+        print(
+            f"{self._name}: {self._seconds:.0f} s, {self._kills} kills, peak"
+            f" {self._peak / 1e6:.0f} MB a process, hash {result['hash']}",
+            flush=True,
+        )
+        if self._args.remove:
+            shutil.rmtree(self._out)
+
+    def _start(self, limit: float) -> bool:
+        """Whether the command finished within `limit` seconds; if not, it was killed."""
+        started = time.monotonic()
+        with open(self._args.out / f"{self._name}.log", "ab") as log:
+            child = subprocess.Popen(
+                self._command,
+                cwd=ROOT,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+                env=environment(),
+            )
+        while child.poll() is None:
+            processes = processes_of({child.pid, *self._sessions})
+            self._peak = max([self._peak, *map(peak_memory, processes)])
+            if time.monotonic() - started > limit:
+                child.send_signal(signal.SIGKILL)
+                child.wait()
+                time.sleep(1)  # until its workers have noticed
+                break
+            time.sleep(0.2)
+        self._seconds += time.monotonic() - started
+        if child.returncode > 0:
+            raise SystemExit(f"{self._name}: failed with {child.returncode}, see its .log")
+        return child.returncode == 0
+
+
+def processes_of(sessions: set[int]) -> list[int]:
+    """The processes of some sessions."""
     found = []
     for path in Path("/proc").glob("[0-9]*/stat"):
         try:
-            if int(path.read_text().rpartition(")")[2].split()[3]) == session:
+            if int(path.read_text().rpartition(")")[2].split()[3]) in sessions:
                 found.append(int(path.parent.name))
         except OSError:  # the process has ended
             continue
@@ -123,20 +192,21 @@ def processes_of(session: int) -> list[int]:
 
 
 def peak_memory(process: int) -> int:
-    """The peak of the resident memory of a process, in bytes."""
+    """The peak of the resident memory of a process in bytes; what it is now if that is unknown."""
     try:
-        status = Path(f"/proc/{process}/status").read_text()
+        lines = Path(f"/proc/{process}/status").read_text().splitlines()
     except OSError:
         return 0
-    lines = [line for line in status.splitlines() if line.startswith("VmHWM")]
-    return int(lines[0].split()[1]) * 1024 if lines else 0
+    values = {line.split(":")[0]: line.split() for line in lines}
+    value = values.get("VmHWM") or values.get("VmRSS")
+    return int(value[1]) * 1024 if value else 0
 
 
 def hash_shards(out: Path) -> str:
-    """Hash of the names and contents of all files but the work."""
+    """Hash of the names and contents of all files but the work, and the report, which has times."""
     digest = xxhash.xxh3_128()
     for path in sorted(out.rglob("*")):
-        if path.is_file() and ".work" not in path.parts:
+        if path.is_file() and ".work" not in path.parts and path.name != "report.html":
             digest.update(str(path.relative_to(out)).encode())
             with open(path, "rb") as file:
                 while content := file.read(1 << 24):

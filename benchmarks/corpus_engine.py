@@ -1,7 +1,7 @@
 """Compare a Dask cluster with the local engine: shards, CPU time a task, and lost workers.
 
 python -m benchmarks.corpus_engine overhead
-python -m benchmarks.corpus_engine scaling
+python -m benchmarks.corpus_engine scaling [DOCUMENTS of each file]
 python -m benchmarks.corpus_engine faults
 
 `faults` kills, in each stage, one worker, then a nanny with all its workers (as a machine that
@@ -24,7 +24,9 @@ from contextlib import suppress
 from pathlib import Path
 
 import psutil  # comes with distributed
+from distributed import Client
 
+from benchmarks.synthetic_corpus import COMMON
 from titanlite.corpus.dask_engine import DaskEngine
 from titanlite.corpus.engine import EngineCall, LocalEngine
 from titanlite.corpus.pipeline import make_corpus
@@ -33,7 +35,21 @@ from titanlite.corpus.task import StageProgress
 
 ROOT = Path(__file__).parents[1]
 TASKS, WARM_UP = 2000, 200  # empty tasks; of these the first are not counted
-FILES, DOCUMENTS, WORDS = 8, 1200, 300  # of the text
+FILES, DOCUMENTS, WORDS = 8, 600, 300  # of the text
+SCALING_FILES, SCALING_DOCUMENTS = 32, 2400  # of the text that shows scaling
+SCALING_WORKERS = (1, 2, 4, 8)
+STAGES = """
+[filter]
+rules = ["gopher_quality", "gopher_repetition", "c4", "personal_data"]
+[deduplicate]
+[shuffle]
+"""
+
+
+def environment() -> dict[str, str]:
+    """The environment of a child that imports from this repository."""
+    paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
 
 
 class Cluster:
@@ -54,6 +70,11 @@ class Cluster:
         for process in (*self.nodes, self._scheduler):
             self.kill(process)
 
+    def wait_for_workers(self, count: int) -> None:
+        """Return when so many workers are ready."""
+        with Client(scheduler_file=str(self.file)) as client:
+            client.wait_for_workers(count)
+
     def start_node(self) -> subprocess.Popen:
         """Start a nanny and its workers."""
         count = ["--nworkers", str(self._workers), "--nthreads", "1"]
@@ -64,7 +85,7 @@ class Cluster:
         with open(self._folder / "cluster.log", "ab") as log:
             return subprocess.Popen(
                 [*command, "--scheduler-file", str(self.file)],
-                env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+                env={**environment(), "OMP_NUM_THREADS": "1"},
                 start_new_session=True,
                 stderr=log,
             )
@@ -138,23 +159,28 @@ def print_overhead(engine: str, cpu: float, wall: float, tasks: int) -> None:
     print(f"{engine:6} {1e3 * cpu / tasks:.2f} ms CPU, {1e3 * wall / tasks:.2f} ms wall a task")
 
 
-def write_texts(folder: Path, more: str) -> Callable[[str], RecipeFile]:
+def write_texts(folder: Path, files: int, documents: int) -> Callable[[str], RecipeFile]:
     """Write the text; returns a function that gives the recipe of an output folder."""
     choose = random.Random(0)
     words = ["".join(choose.choices("etaoinshrdlu", k=choose.randint(2, 9))) for _ in range(5000)]
-    for number in range(FILES):
-        lines = [" ".join(choose.choices(words, k=WORDS)) for _ in range(DOCUMENTS)]
-        copies = lines[: DOCUMENTS // 10]
+    words += COMMON["english"].split() * 100  # so that filters keep most documents
+
+    def sentence() -> str:
+        return " ".join(choose.choices(words, k=WORDS // 20)).capitalize() + "."
+
+    for number in range(files):
+        lines = ["\n".join(sentence() for _ in range(20)) for _ in range(documents)]
+        copies = lines[: documents // 10]
         text = "".join(json.dumps({"text": line}) + "\n" for line in [*lines, *copies])
         (folder / f"{number}.jsonl").write_text(text)
 
     def recipe(out: str) -> RecipeFile:
         path = folder / f"{out}.toml"
         path.write_text(
-            f'out = "{folder / out}"\ntokenizer = "bytes"\nvalidation_share = 0.1\n{more}'
+            f'out = "{folder / out}"\ntokenizer = "bytes"\nvalidation_share = 0.1\n{STAGES}'
             + "".join(
                 f'[[sources]]\nname = "s{n}"\ninputs = ["{folder / f"{n}.jsonl"}"]\n'
-                for n in range(FILES)
+                for n in range(files)
             )
         )
         return load_recipe(path)
@@ -163,31 +189,54 @@ def write_texts(folder: Path, more: str) -> Callable[[str], RecipeFile]:
 
 
 def shards_in(out: Path) -> dict[str, bytes]:
-    """Every published file."""
+    """Every published file but the report, which has times."""
     paths = (path for path in out.rglob("*") if path.is_file() and ".work" not in path.parts)
-    return {str(path.relative_to(out)): path.read_bytes() for path in paths}
+    return {
+        str(path.relative_to(out)): path.read_bytes()
+        for path in paths
+        if path.name != "report.html"
+    }
 
 
-def measure_scaling(folder: Path) -> None:
-    """Wall time of a recipe on 1, 2 and 4 workers, on a cluster and without one."""
-    recipe = write_texts(folder, "[deduplicate]\n[shuffle]\n")
-    for workers in (1, 2, 4):
-        start = time.perf_counter()
-        make_corpus(recipe(f"local{workers}"), LocalEngine(workers))
-        local = time.perf_counter() - start
+def measure_scaling(folder: Path, documents: int = SCALING_DOCUMENTS) -> None:
+    """Wall time of the whole command on some workers, on a cluster and without one."""
+    recipe = write_texts(folder, SCALING_FILES, documents)
+    size = sum(path.stat().st_size for path in folder.glob("*.jsonl")) / 1e6
+    print(
+        f"{size:.0f} MB in {SCALING_FILES} tasks a stage; {os.cpu_count()} cores,"
+        f" load {os.getloadavg()[0]:.1f}",
+        flush=True,
+    )
+    for workers in SCALING_WORKERS:
+        recipe(f"local{workers}")
+        local = timed_command(folder / f"local{workers}.toml", "--workers", str(workers))
         dask_folder = folder / f"cluster{workers}"
         dask_folder.mkdir()
+        recipe(f"dask{workers}")
         with Cluster(dask_folder, 1, workers) as cluster:
-            file = recipe(f"dask{workers}")
-            with DaskEngine(str(cluster.file), file.work) as engine:
-                engine_start = time.perf_counter()
-                make_corpus(file, engine)
-                dask = time.perf_counter() - engine_start
+            cluster.wait_for_workers(workers)
+            engine = ("--engine", "dask", "--engine-address", str(cluster.file))
+            dask = timed_command(folder / f"dask{workers}.toml", *engine)
         same = shards_in(folder / f"dask{workers}") == shards_in(folder / f"local{workers}")
         print(
             f"{workers} workers: local {local:.1f} s, dask {dask:.1f} s, same shards: {same}",
             flush=True,
         )
+
+
+def timed_command(recipe: Path, *arguments: str) -> float:
+    """Wall time of scripts/prepare_data.py."""
+    command = [sys.executable, "scripts/prepare_data.py", "--recipe", str(recipe), *arguments]
+    start = time.perf_counter()
+    subprocess.run(
+        command,
+        cwd=ROOT,
+        env=environment(),
+        check=True,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    return time.perf_counter() - start
 
 
 class _Killer:
@@ -206,7 +255,7 @@ class _Killer:
 
 def inject_faults(folder: Path) -> None:
     """Kill a worker and a node in each stage."""
-    recipe = write_texts(folder, "[deduplicate]\n[shuffle]\n")
+    recipe = write_texts(folder, FILES, DOCUMENTS)
     local = make_corpus(recipe("local"), LocalEngine(2))
     expected, failed = shards_in(folder / "local"), 0
     with Cluster(folder, 2, 1) as cluster:
@@ -223,8 +272,8 @@ def inject_faults(folder: Path) -> None:
 
 if __name__ == "__main__":
     kinds = {"overhead": measure_overhead, "scaling": measure_scaling, "faults": inject_faults}
-    if len(sys.argv) != 2 or sys.argv[1] not in kinds:
+    if len(sys.argv) < 2 or sys.argv[1] not in kinds:
         sys.exit(__doc__)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the cluster ends too
     with tempfile.TemporaryDirectory() as temporary:
-        kinds[sys.argv[1]](Path(temporary))
+        kinds[sys.argv[1]](Path(temporary), *map(int, sys.argv[2:]))

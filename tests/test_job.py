@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -16,9 +17,11 @@ from titanlite.data import ShardWriter
 from titanlite.errors import UserError, UserErrors, format_error
 from titanlite.job import FACTS, MOVED, JobConfig, read_job
 from titanlite.job.data import open_job_stream, open_job_tokenizer
+from titanlite.job.mixture import log_mixture
 from titanlite.models import FAMILIES
 from titanlite.parallelize.float8 import torchao
 from titanlite.settings import all_keys, read_toml
+from titanlite.training import Counters
 
 
 def error_text(run_toml, *argv, ranks=1) -> str:
@@ -765,3 +768,16 @@ def test_heads_are_not_orthogonalized_apart_in_a_family_without_head_projections
     read_valid(run_toml, *argv)
     monkeypatch.setitem(FAMILIES, "llama3", replace(FAMILIES["llama3"], head_projections=()))
     assert "does not say which layers project to heads" in error_text(run_toml, *argv)
+
+
+def test_the_mixture_is_logged_with_changes_of_weights_and_bytes_per_token(run_toml, monkeypatch):
+    logged: list[str] = []
+    monkeypatch.setattr(
+        "titanlite.job.mixture.logger.info", lambda text, *values: logged.append(text % values)
+    )
+    phase = "{ first_token = 96, weights = { code = 0.5 }, ramp_tokens = 96 }"
+    job = read_valid(run_toml, "--data.mixture.phases", f"[{phase}]")
+    log_mixture(open_stream(job), job.batches, job.config.training.steps, Counters())
+    (text,) = logged
+    assert re.search(r"code  100.00% of the samples: .* epochs, (0.9\d|1.00) bytes per token", text)
+    assert "from token 96 on, gradually until token 192: code 100.00%" in text

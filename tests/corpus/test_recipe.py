@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from benchmarks import synthetic_corpus
 from tests.corpus.test_prepare import content_of, documents_in, group_exists, texts, wait_until
 from titanlite.corpus.engine import LocalEngine
 from titanlite.corpus.pipeline import make_corpus
@@ -128,6 +129,7 @@ import os, sys
 import titanlite.corpus.read
 os.fsync = lambda descriptor: None
 titanlite.corpus.read.TABLE_BYTES = 5000
+from benchmarks import synthetic_corpus
 from titanlite.corpus.engine import LocalEngine
 from titanlite.corpus.pipeline import make_corpus
 from titanlite.corpus.recipe import load_recipe
@@ -166,6 +168,40 @@ def test_kills_and_workers_change_no_byte(write_recipe, tmp_path, monkeypatch):
     first, second = (shards_in(tmp_path / out) for out in ("undisturbed", "out"))
     assert first == second and len(first) == 13
     assert not list((tmp_path / "out/.work").glob(".uncommitted/*"))
+
+
+def test_a_synthetic_corpus_is_the_same_with_1_2_and_4_workers_and_after_a_kill(
+    tmp_path, monkeypatch
+):
+    """Killed among the filters with 4 workers, then completed with 2; all stages, four formats."""
+    set_table_bytes(monkeypatch)
+    monkeypatch.setattr(synthetic_corpus, "_WORDS", 2000)
+    counts = synthetic_corpus.write_corpus(tmp_path / "in", 60_000)
+    assert {"exact", "near", "mail", "symbols", "german"} < counts.keys()
+
+    def write(out: str) -> Path:
+        (tmp_path / f"{out}.toml").write_text(
+            f'out = "{tmp_path / out}"\ntokenizer = "bytes"\nvalidation_share = 0.1\n'
+            f'[[sources]]\nname = "web"\ninputs = ["{tmp_path / "in"}"]\n'
+            '[filter]\nrules = ["gopher_quality", "gopher_repetition", "personal_data"]\n'
+            "[deduplicate]\n[shuffle]\n"
+        )
+        return tmp_path / f"{out}.toml"
+
+    undisturbed = make_corpus(load_recipe(write("undisturbed")), ONE)
+    removed = undisturbed.stages["duplicates"]["removed"]
+    assert removed["exact"]["documents"] and removed["near"]["documents"]
+    assert undisturbed.stages["filter"]["changed"]["personal_data.mail"]["documents"]
+    child = start(tmp_path, recipe := write("out"), 4)
+    wait_until(lambda: list((tmp_path / "out").glob(".work/filter/*/done.json")), 120)
+    os.kill(child.pid, signal.SIGKILL)
+    child.wait()
+    wait_until(lambda: not group_exists(child.pid))
+    assert not (tmp_path / "out/.work/shards").exists()
+    child = start(tmp_path, recipe, 2)
+    assert child.communicate(timeout=300)[1] == b"" and child.returncode == 0
+    first, second = (shards_in(tmp_path / out) for out in ("undisturbed", "out"))
+    assert first == second and len(first) == 7
 
 
 def count_finished(out: Path) -> int:
@@ -320,6 +356,8 @@ def test_the_script_makes_goes_on_and_cleans(write_recipe, tmp_path):
     done = subprocess.run([*command, "--workers", "2", "--clean"], cwd=ROOT, capture_output=True)
     assert done.returncode == 0, done.stderr.decode()
     assert b"read.empty 1" in done.stdout and b"web/train" in done.stdout
+    text, tokens = (sum(len(t) + more for t in texts(100, 2)) for more in (0, 1))  # EOS
+    assert f"bytes per token: books {text / tokens:.2f}, web 0.9" in done.stdout.decode()
     assert not (tmp_path / "out/.work").exists() and (tmp_path / "out/web/train").exists()
     (tmp_path / "in/a.jsonl").write_text("{}")
     refused = subprocess.run(command, cwd=ROOT, capture_output=True)

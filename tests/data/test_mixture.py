@@ -10,7 +10,7 @@ import pytest
 
 from titanlite.checkpoint.job_properties import check_job_properties
 from titanlite.data import MixtureConfig, PhaseConfig, describe_mixture, repeated_sources
-from titanlite.data.mixing import SourceShare, SourceSize, plan_phases
+from titanlite.data.mixing import SourceShare, SourceSize, describe_changes, plan_phases
 from titanlite.data.mixture import BLOCK, Phase, temper
 from titanlite.data.order import OrderedSource, SampleOrder
 from titanlite.errors import CheckpointError, DataError, UserErrors
@@ -70,6 +70,53 @@ def test_weights_change_at_their_position_and_no_sample_is_lost_or_repeated():
     for position in (0, 1, TURN - 1, TURN, TURN + BLOCK + 5, 3 * TURN + 1):
         counted = np.bincount(columns[0][:position], minlength=3).tolist()
         assert order.mixture.drawn_at(position) == counted
+
+
+def linear_counts(start: int, ramp: int, before, after, positions: np.ndarray) -> np.ndarray:
+    """Samples of each source before each position, without rounding: [N, sources]."""
+    inside = np.clip(positions - start, 0, ramp)[:, None]
+    gained = np.array(after) - np.array(before)
+    later = np.maximum(positions - start - ramp, 0)[:, None]
+    return positions[:, None] * np.array(before) + gained * inside**2 / (2 * ramp) + gained * later
+
+
+@pytest.mark.parametrize("ramp", [50, 3000, 30 * BLOCK + 77])
+def test_shares_change_linearly_over_a_ramp_and_no_sample_is_lost_or_repeated(ramp):
+    start, later = 1234, [0.1, 0.3, 0.6]
+    order = build_order(phases=[Phase(start, [1, 3, 6], ramp), Phase(start + 2 * ramp, WEIGHTS)])
+    end = start + 2 * ramp + 500
+    columns = read_all(order, end)
+    check_epochs(columns)
+    counts = np.cumsum(columns[0][:, None] == np.arange(3), axis=0)
+    positions = np.arange(1, start + 2 * ramp + 1)
+    expected = linear_counts(start, ramp, WEIGHTS, later, positions)
+    error = np.abs(counts[positions - 1] - expected)
+    steps = start + ramp * np.arange(65) // 64
+    assert error[steps - 1].max() < 3  # where the shares change
+    assert error.max() < 4 + ramp / 64**2  # a step has the shares of its middle
+    numbers = np.random.default_rng(0).permutation(end)[:2000]
+    for column, part in zip(columns, order.sample_at(numbers), strict=True):
+        assert np.array_equal(column[numbers], part)
+    unchanged = read_all(build_order(), start)
+    assert all(np.array_equal(a[:start], b) for a, b in zip(columns, unchanged, strict=True))
+
+
+def test_a_source_that_ends_within_a_ramp_leaves_its_place_to_the_others():
+    order = build_order(phases=[Phase(1000, [0.1, 0.3, 0.6], 60_000)], math=1400, web=9000)
+    source, *_ = columns = read_all(order, 62_000)
+    check_epochs(columns)
+    assert np.bincount(source).tolist()[::2] == [9000, 1400]
+    last = np.flatnonzero(source == 2)[-1] + 1
+    assert 1000 < last < 20_000 and set(source[last : last + 5000]) == {0, 1}
+    limited = build_order(phases=[Phase(10, [1, 1, 1], 40_000)], math=99, web=99, code=99)
+    assert limited.mixture.end == 297
+
+
+def test_a_ramp_of_a_billion_samples_has_a_fixed_number_of_segments():
+    order = build_order(phases=[Phase(10**9, [0.1, 0.3, 0.6], 10**9)])
+    assert len(order.mixture.segments) == 1 + 64 + 1
+    drawn = order.mixture.drawn_at(2 * 10**9)
+    assert np.abs(np.array(drawn) - 10**9 * (np.array(WEIGHTS) * 1.5 + [0.05, 0.15, 0.3])).max() < 3
 
 
 def test_a_limited_source_is_read_so_often_and_the_others_share_its_place():
@@ -149,6 +196,28 @@ def test_a_phase_begins_with_the_first_sample_at_its_token_and_keeps_other_weigh
     assert planned == [Phase(10, [0.7, 1.0]), Phase(11, [0.0, 1.0])]
 
 
+def test_a_ramp_is_measured_in_samples_and_shown_as_one_change():
+    phases = [PhaseConfig(160, {"code": 0.7}, ramp_tokens=1600), PhaseConfig(1760, {"web": 0.0})]
+    _, planned = plan(MixtureConfig(phases=phases))
+    assert planned == [Phase(10, [0.7, 0.7], 100), Phase(110, [0.0, 0.7])]
+    order = SampleOrder(0, [("web", 0.7, 1000), ("code", 0.3, 1000)], planned)
+    segments = order.mixture.segments
+    assert describe_changes(["web", "code"], segments, 16, 10) == []
+    assert describe_changes(["web", "code"], segments, 16, 200) == [
+        "from token 160 on, gradually until token 1,760: web 50.00%, code 50.00%",
+        "from token 1,760 on: code 100.00%",
+    ]
+    segments = SampleOrder(
+        0, [("web", 0.7, 1000), ("code", 0.3, 1000)], planned[:1]
+    ).mixture.segments
+    assert describe_changes(["web", "code"], segments, 16, 200) == [
+        "from token 160 on, gradually until token 1,760: web 50.00%, code 50.00%"
+    ]
+    phases[1] = PhaseConfig(1759, {"web": 0.0})
+    with pytest.raises(DataError, match="the phase before change until token 1760"):
+        plan(MixtureConfig(phases=phases))
+
+
 def test_all_problems_of_a_mixture_are_reported():
     phases = [PhaseConfig(100, {"wbe": 1.0}), PhaseConfig(100, {"web": 1.0})]
     with pytest.raises(UserErrors) as refused:
@@ -164,6 +233,9 @@ def test_the_mixture_is_described_with_warnings_for_many_epochs():
         "web   70.00% of the samples: 11,200 tokens, 0.5 epochs",
         "math  30.00% of the samples: 4,800 tokens, 6.25 epochs",
     ]
+    assert describe_mixture(shares, {"math": 3.127})[1].endswith(
+        "6.25 epochs, 3.13 bytes per token"
+    )
     (warning,) = repeated_sources(shares)
     assert '"math" in 6.25 epochs' in warning
 

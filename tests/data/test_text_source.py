@@ -8,7 +8,9 @@ from pathlib import Path
 import numpy as np
 import pyarrow
 import pytest
+import torch
 
+from titanlite.corpus.prepare import PrepareSettings, prepare_corpus
 from titanlite.data import (
     MixtureConfig,
     SourceConfig,
@@ -18,6 +20,7 @@ from titanlite.data import (
     open_validation,
     text_source,
     text_units,
+    tokenized_text,
 )
 from titanlite.data.text_source import TextSource
 from titanlite.data.text_units import TextUnit, deal_units, divide_files
@@ -185,16 +188,43 @@ def test_what_a_text_source_cannot_do_is_refused(texts, tmp_path):
     refuse("need prepared shards", shuffle=False)
     refuse("tokenizer has no BOS", bos=True, tokenizer=WithoutBos())
     refuse("size of the source", mixture=MixtureConfig(temperature=2.0))
-    with pytest.raises(DataError, match="prepare"):
-        open_validation(
-            SourceConfig("a", str(texts), format="text"), seq_len=SEQ_LEN, vocab_size=258
-        )
     (tmp_path / "empty.txt").write_text("")
     with pytest.raises(DataError, match="contains no text"):
         open_texts(tmp_path / "empty.txt")
     (tmp_path / "blank.jsonl").write_text('{"text": ""}\n' * 9)
     with pytest.raises(DataError, match="has no document"):
         open_texts(tmp_path / "blank.jsonl").read(np.arange(1))
+
+
+@pytest.mark.parametrize("bos", [False, True])
+def test_a_validation_set_of_text_has_the_samples_of_prepared_shards(texts, tmp_path, bos):
+    prepare_corpus([texts], BYTES, tmp_path / "out", PrepareSettings(validation_share=0, bos=bos))
+    options = {"seq_len": SEQ_LEN, "vocab_size": 258, "tokenizer": BYTES}
+    stored = open_validation(SourceConfig("a", str(tmp_path / "out/train")), **options)
+    text = open_validation(SourceConfig("a", str(texts), format="text", bos=bos), **options)
+    assert (text.samples, text.bos, text.name) == (stored.samples, bos, "a")
+    for start in (0, 5, stored.samples - 2):  # the last ones are past the end
+        for found, expected in zip(text.read(start, 7), stored.read(start, 7), strict=True):
+            assert torch.equal(found, expected)
+    assert torch.equal(text.token_bytes, stored.token_bytes)
+
+
+def test_a_validation_set_of_text_that_cannot_be_used_is_refused(texts, tmp_path, monkeypatch):
+    def refuse(match: str, path=texts, tokenizer=BYTES, vocab_size=258, **changes) -> None:
+        source = SourceConfig("a", str(path), format="text", **changes)
+        with pytest.raises(DataError, match=match):
+            open_validation(source, seq_len=8, vocab_size=vocab_size, tokenizer=tokenizer)
+
+    refuse("needs a tokenizer", tokenizer=None)
+    refuse("tokenizer has no BOS", bos=True, tokenizer=WithoutBos())
+    refuse("outside 0…99", vocab_size=100)
+    (tmp_path / "blank.jsonl").write_text('{"text": ""}\n' * 9)
+    refuse("contains no text", tmp_path / "blank.jsonl")
+    (tmp_path / "broken.jsonl").write_text("{")
+    refuse("broken.jsonl", tmp_path / "broken.jsonl")
+    refuse("no such", tmp_path / "nowhere.jsonl")
+    monkeypatch.setattr(tokenized_text, "MAX_TEXT_BYTES", 9000)
+    refuse("more than 0 MiB of text", texts)
 
 
 def test_a_run_that_waits_for_text_logs_once_how_to_prepare_it(monkeypatch):

@@ -13,7 +13,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from titanlite.data import SourceConfig, open_sample_stream
 from titanlite.distributed.mesh import Degrees, Mesh, ParallelismConfig, build_mesh
+from titanlite.labels import DOCUMENT_END as PACKED_END
 from titanlite.labels import IGNORE_INDEX
 from titanlite.models import FAMILIES, Llama3Sizes, LossConfig
 from titanlite.models.mup import BaseWidths, MupConfig, WidthScale, width_scales
@@ -144,6 +146,7 @@ class Recipe:
     seq_len: int = 48
     z_loss: float = 0.0
     documents: bool = False  # several per sequence, with a document mask
+    packed: str = ""  # folder of packed shards to read; empty: random tokens
     state_dtype: str = "float32"  # of the optimizer
     options: tuple[tuple[str, Any], ...] = ()  # of [optimizer], which win over those above
     mup_base: BaseWidths | None = None
@@ -182,12 +185,21 @@ class Record:
 
 def batch_at(step: int, recipe: Recipe) -> tuple[Tensor, Tensor]:
     """A global batch [B, T] with different numbers of ignored labels per sequence."""
+    if recipe.packed:
+        return read_packed(2 * recipe.batch * step, recipe.batch_of(step), recipe)
     inputs, labels = tokens(1000 + step, recipe.batch_of(step), recipe.seq_len, recipe)
     for row in range(len(labels)):
         labels[row, : (row * 7 + step) % (recipe.seq_len + 1)] = IGNORE_INDEX
     # Some layouts get micro-batches without any valid label.
     labels[recipe.batch // 2 : recipe.batch // 2 + 3] = IGNORE_INDEX
     return inputs, labels
+
+
+def read_packed(position: int, sequences: int, recipe: Recipe) -> tuple[Tensor, Tensor]:
+    """Inputs and labels of windows, as a run reads them."""
+    sources = [SourceConfig("packed", recipe.packed, format="packed")]
+    sizes = {"seq_len": recipe.seq_len, "vocab_size": recipe.sizes.vocab_size}
+    return open_sample_stream(sources, seed=SEED, **sizes).read(position, sequences)
 
 
 def tokens(seed: int, sequences: int, length: int, recipe: Recipe) -> tuple[Tensor, Tensor]:
@@ -205,6 +217,9 @@ class ValidationData:
     name, samples, token_bytes = "validation", 7, None
 
     def __init__(self, recipe: Recipe):
+        if recipe.packed:
+            self.inputs, self.labels = read_packed(1000, self.samples, recipe)
+            return
         self.inputs, self.labels = tokens(5, self.samples, 2 * recipe.seq_len, recipe)
         self.labels[-1, recipe.seq_len // 3 :] = IGNORE_INDEX
 
@@ -233,7 +248,8 @@ def one_process(recipe: Recipe) -> Record:
     record = Record()
     for step in range(recipe.steps):
         inputs, labels = batch_at(step, recipe)
-        logits = reference_logits(model, inputs, recipe)
+        logits = reference_logits(model, inputs, recipe, labels)
+        labels = labels.where(labels >= 0, IGNORE_INDEX)
         loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORE_INDEX)
         z_loss = recipe.z_loss * logits.logsumexp(-1)[labels != IGNORE_INDEX].square().mean()
         (loss + z_loss).backward()
@@ -267,13 +283,14 @@ def _clip_rows(model, factor: float) -> None:
                 grad.mul_(limit / grad.norm())
 
 
-def reference_logits(model, inputs: Tensor, recipe: Recipe) -> Tensor:
+def reference_logits(model, inputs: Tensor, recipe: Recipe, labels: Tensor | None = None) -> Tensor:
     """Logits [B, T, V]; each document is a separate sequence of a model without document mask."""
     if not recipe.documents:
         return model(inputs)
     rows = []
-    for row in inputs:
-        ends = (row == DOCUMENT_END).nonzero().flatten() + 1
+    is_end = labels == PACKED_END if recipe.packed else inputs == DOCUMENT_END
+    for row, row_ends in zip(inputs, is_end, strict=True):
+        ends = row_ends.nonzero().flatten() + 1
         documents = row.tensor_split(ends)
         rows.append(torch.cat([model(tokens[None])[0] for tokens in documents if len(tokens)]))
     return torch.stack(rows)
@@ -281,8 +298,9 @@ def reference_logits(model, inputs: Tensor, recipe: Recipe) -> Tensor:
 
 @torch.no_grad()
 def _reference_validation(model, text: ValidationData, recipe: Recipe) -> float:
-    logits = reference_logits(model, text.inputs, recipe).flatten(0, 1)
-    return F.cross_entropy(logits, text.labels.flatten(), ignore_index=IGNORE_INDEX).item()
+    logits = reference_logits(model, text.inputs, recipe, text.labels).flatten(0, 1)
+    labels = text.labels.where(text.labels >= 0, IGNORE_INDEX).flatten()
+    return F.cross_entropy(logits, labels, ignore_index=IGNORE_INDEX).item()
 
 
 def build_sharded(layout: Layout, recipe: Recipe, dtype: torch.dtype = torch.float32, **transforms):

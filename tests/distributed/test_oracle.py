@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
+from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 from tests.distributed.oracle import (
     ADAMW,
+    DOCUMENT_END,
     SGD,
     SIZES,
     Layout,
@@ -24,6 +27,10 @@ from tests.distributed.oracle import (
 )
 from tests.distributed.ranks import run_on_ranks
 from tests.parallelize.test_schedule import as_csv
+from titanlite.corpus.packing.windows import PackSettings, pack_shard
+from titanlite.data import ShardWriter
+from titanlite.data.manifest import write_corpus_manifest
+from titanlite.labels import DOCUMENT_END as PACKED_END
 from titanlite.models.mup import BaseWidths
 from titanlite.parallelize.schedule import SCHEDULES, build_schedule_order
 
@@ -236,6 +243,37 @@ def test_masked_documents_match_separate_sequences_in_one_process(layouts):
     recipe = replace(SGD, documents=True, batch=12, steps=3)
     assert_matches_one_process(
         [(x, with_enough_blocks(recipe, x) if x.pipeline > 1 else recipe) for x in layouts]
+    )
+
+
+def write_packed(folder: Path, seq_len: int) -> str:
+    """Windows packed by best fit; the padding has the id of an end, which ends nothing here."""
+    random = np.random.default_rng(0)
+    with ShardWriter(folder / "documents", SIZES.vocab_size) as writer:
+        for _ in range(400):
+            length = int(np.exp(random.normal(2.5, 1.0))) + 1
+            writer.add(random.integers(1, SIZES.vocab_size, length))
+        writer.close()
+    record, _ = pack_shard(
+        folder / "documents", folder / "packed/0", PackSettings(seq_len, DOCUMENT_END)
+    )
+    manifest = {"packed_seq_len": seq_len}
+    write_corpus_manifest(folder / "packed", "random", SIZES.vocab_size, [record], **manifest)
+    return str(folder / "packed")
+
+
+def test_packed_windows_match_separate_documents_in_one_process(tmp_path):
+    packed = write_packed(tmp_path, SGD.seq_len)
+    recipe = replace(SGD, documents=True, packed=packed, batch=8, steps=2)
+    marks = [(batch_at(step, recipe)[1] == PACKED_END).sum(1) for step in range(2)]
+    assert all(count.sum() >= 5 for count in marks)
+    deep = replace(recipe, sizes=replace(SIZES, n_layers=4))
+    assert_matches_one_process(
+        [
+            (Layout(tensor=2), recipe),
+            (Layout(context=2), recipe),
+            (Layout(pipeline=2, microbatch=4), deep),
+        ]
     )
 
 

@@ -55,7 +55,12 @@ def stages():
         "clusters": {"2": 5, "3": 1, "100": 2},
         "samples": {EVIL: [near]},
     }
-    tokenised = {"documents_in": 1, "bytes_in": 400, "tokens_out": 100, "seconds": 0.0}
+    tokenised = {"documents_in": 2, "bytes_in": 600, "tokens_out": 200, "seconds": 0.0}
+    tokenised["tokenised"] = {
+        EVIL: {"bytes": 400, "tokens": 100},
+        "books": {"bytes": 200, "tokens": 100},
+        "empty": {"bytes": 0, "tokens": 0},
+    }
     filtered = filter_table(table, rules)[1] | {"seconds": 2.0, "bytes_in": 4_000_000}
     return {"read": read, "filter": filtered, "deduplicate": removed, "tokenise": tokenised}
 
@@ -81,7 +86,8 @@ def test_the_figures_of_every_stage_are_there(stages):
     assert "gopher_repetition.repeated_lines 1 document (33.33%), 80 B" in text
     assert "personal_data.mail 1 change in 1 document" in text
     assert "mail me at <EMAIL> please" in text and "jane" not in text
-    assert "tokenise 0.2500 4.000" in text
+    assert "400 B 100 0.2500 4.000" in text and "books 200 B 100 0.5000 2.000" in text
+    assert "all sources 600 B 200 0.3333 3.000" in text and "empty" not in text
     assert "2 to 3 documents 6" in text and "64 to 127 documents 2" in text
     assert "value: 0.75" in text and "kept: " in text
     assert "32 to 63" in text

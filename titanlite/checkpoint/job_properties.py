@@ -13,6 +13,8 @@ from typing import Any
 from titanlite.errors import CheckpointError
 from titanlite.storage import StorageFolder
 
+_SHOWN_DIFFERENCES = 12  # of the entries of a table
+
 
 def check_job_properties(
     folder: StorageFolder,
@@ -103,9 +105,12 @@ def _order_changed(saved: Any, current: Any) -> bool:
 def _describe_difference(saved: Any, current: Any) -> str:
     """The values that differ; empty if none does. Tables are compared key by key."""
     if isinstance(saved, dict) and isinstance(current, dict):
-        return "; ".join(
+        different = [
             f"{key}: {saved.get(key)} saved, {current.get(key)} now"
-            for key in sorted({*saved, *current})
+            for key in sorted({*saved, *current}, key=lambda key: (len(key), key))
             if saved.get(key) != current.get(key)
-        )
+        ]
+        if (more := len(different) - _SHOWN_DIFFERENCES) > 0:  # the steps of a gradual change
+            different[_SHOWN_DIFFERENCES:] = [f"and {more} more"]
+        return "; ".join(different)
     return f"{saved} saved, {current} now" if saved != current else ""

@@ -4,6 +4,7 @@ Every stage has these keys, as far as they apply to it; all other keys are its o
 
 - `documents_in`, `documents_out`, `bytes_in`, `bytes_out` (of text, in UTF-8), `tokens_out`
 - `sources`: {name of the source: {`documents_in`: …, `documents_out`: …, `bytes_in`: …, …}}
+- `tokenised`: {name of the source: {`bytes`: of text, `tokens`: made of it}}
 - `lengths_in`, `lengths_out`: {"n": documents with 2^n to 2^(n+1) - 1 bytes of text}
 - `removed`: {rule: {`documents`: removed by it, `bytes`: of text removed by it}}
 - `changed`: {rule: {`documents`: changed by it, `parts`: lines removed, addresses replaced, …}}

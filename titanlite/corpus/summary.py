@@ -55,6 +55,10 @@ def _describe_stage(stage: str, counts: Counts) -> Iterator[str]:
         parts.append(f"{counts['padding'] / max(1, counts['labels']):.2%} padding")
     if parts:
         yield f"{stage:24} {', '.join(parts)}"
+    if len(tokenised := counts.get("tokenised", {})) > 1:
+        ratios = {name: e["bytes"] / e["tokens"] for name, e in tokenised.items() if e["tokens"]}
+        shown = ", ".join(f"{name} {ratios[name]:.2f}" for name in sorted(ratios))
+        yield f"  bytes per token: {shown}"
     if removed := counts.get("removed"):
         yield f"  removed: {_most({rule: count['documents'] for rule, count in removed.items()})}"
     if changed := counts.get("changed"):

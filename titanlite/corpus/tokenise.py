@@ -12,7 +12,7 @@ import numpy as np
 
 from titanlite.corpus.chat.encode import ENTRY_RANGE, ChatEncoder, encode_chats
 from titanlite.corpus.chat.template import ChatTemplate, open_chat_template
-from titanlite.corpus.documents import ORIGIN, TEXT, read_tables, text_bytes
+from titanlite.corpus.documents import ORIGIN, SOURCE, TEXT, read_tables, text_bytes
 from titanlite.corpus.engine import report_progress
 from titanlite.corpus.sides import TRAIN, VALIDATION, is_held_out
 from titanlite.corpus.task import Counts, Task
@@ -44,7 +44,7 @@ def plan_tokenising(
     else:
         arguments["template"] = settings.template.name
         arguments["template_fingerprint"] = settings.template.fingerprint
-    return [Task("tokenise", tokenise_tables, arguments, (task.key,)) for task in tables]
+    return [Task("tokenise", tokenise_tables, arguments, (task.key,), 2) for task in tables]
 
 
 def tokenise_tables(out: Path, inputs: list[Path], arguments: Any) -> Counts:
@@ -52,8 +52,10 @@ def tokenise_tables(out: Path, inputs: list[Path], arguments: Any) -> Counts:
     tokenizer = _open_unchanged(arguments["tokenizer"], arguments["fingerprint"])
     encode, id_range = _choose_encoder(tokenizer, arguments)
     sides: dict[str, dict[str, int]] = {}
+    source = ""  # the same in all tables of a task
     counts = {"documents_in": 0, "bytes_in": 0, "documents_out": 0, "tokens_out": 0}
     for chunk, table in enumerate(read_tables(inputs[0])):
+        source = table[SOURCE][0].as_py()
         counts["documents_in"] += table.num_rows
         counts["bytes_in"] += text_bytes(table)
         documents = zip(table[TEXT].to_pylist(), table[ORIGIN].to_pylist(), strict=True)
@@ -65,7 +67,8 @@ def tokenise_tables(out: Path, inputs: list[Path], arguments: Any) -> Counts:
             entry["tokens"] += len(ids)
     counts["documents_out"] = sum(entry["documents"] for entry in sides.values())
     counts["tokens_out"] = sum(entry["tokens"] for entry in sides.values())
-    return {**counts, "sides": sides}
+    tokenised = {"bytes": counts["bytes_in"], "tokens": counts["tokens_out"]}
+    return {**counts, "sides": sides, "tokenised": {source: tokenised} if source else {}}
 
 
 # (text, origin) of some documents -> (ids of all of them, length of each)

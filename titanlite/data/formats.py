@@ -8,7 +8,9 @@ from titanlite.data.remote_shards import open_shards
 from titanlite.data.token_source import CorpusChecks, SourceOpener, TokenSource
 from titanlite.errors import DataError
 
-TEXT = "text"  # of training data only: tokenized while it is read, see text_source.py
+TEXT = "text"
+# of text files, which is not opened here: training data are tokenized while they are read
+# (text_source.py), a validation set when it is opened (tokenized_text.py)
 
 FORMATS: dict[str, SourceOpener] = {
     "megatron": open_shards,  # .bin/.idx shards, as scripts/prepare_data.py writes them
@@ -20,11 +22,6 @@ def open_token_source(
     format: str, path: str, checks: CorpusChecks | None = None, files: OpenFiles | None = None
 ) -> TokenSource:
     """Open the files at `path` as a source of the given format; raises DataError."""
-    if format == TEXT:
-        raise DataError(
-            f'{path}: format = "{TEXT}" is for training data: a validation set needs a last token.',
-            fix=f"Prepare it: python scripts/prepare_data.py {path} --tokenizer … --out …",
-        )
     if format not in FORMATS:
         raise DataError(
             f'{path}: format = "{format}" is not a known data format.',

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Annotated, Any
 
 from titanlite.data.mixture import MixtureSegment, Phase, temper
@@ -21,6 +22,8 @@ class PhaseConfig:
 
     first_token: Positive  # position in the run, in tokens
     weights: dict[str, float]  # new weights by source; a source that is not named keeps its weight
+    ramp_tokens: Annotated[int, Range(0)] = 0
+    # tokens from first_token on in which the shares of the samples change linearly; 0: at once
 
 
 @dataclass(frozen=True)
@@ -54,22 +57,34 @@ def plan_phases(
     phases = [Phase(0, list(weights.values()))]
     for phase in config.phases:
         weights |= phase.weights
-        # the first sample that begins at this token or later
-        phases.append(Phase(-(-phase.first_token // seq_len), list(weights.values())))
+        # the first samples that begin at these tokens or later
+        start, end = (
+            -(-token // seq_len)
+            for token in (phase.first_token, phase.first_token + phase.ramp_tokens)
+        )
+        phases.append(Phase(start, list(weights.values()), end - start))
     if config.temperature:
         sizes = [source.tokens or 1 for source in sources]
-        phases = [Phase(s, temper(w, sizes, config.temperature)) for s, w in phases]
+        phases = [
+            phase._replace(weights=temper(phase.weights, sizes, config.temperature))
+            for phase in phases
+        ]
     return phases[0].weights, phases[1:]
 
 
 def _check(config: MixtureConfig, sources: Sequence[SourceSize]) -> Iterator[DataError]:
     names = [source.name for source in sources]
-    last = 0
+    last = ramp_end = 0
     for phase in config.phases:
         where = f"data.mixture.phases: first_token = {phase.first_token}"
         if phase.first_token <= last:
             yield DataError(f"{where}: is not after {last}, the phase before.", fix="Sort them.")
-        last = phase.first_token
+        elif phase.first_token < ramp_end:
+            yield DataError(
+                f"{where}: the weights of the phase before change until token {ramp_end}.",
+                fix=f"Use a first_token of at least {ramp_end}, or fewer ramp_tokens.",
+            )
+        last, ramp_end = phase.first_token, phase.first_token + phase.ramp_tokens
         for name in phase.weights.keys() - set(names):
             yield DataError(
                 f'{where}: weights names "{name}", which is not a source.',
@@ -95,6 +110,27 @@ def describe_segments(names: Sequence[str], segments: Sequence[MixtureSegment]) 
     }
 
 
+def describe_changes(
+    names: Sequence[str], segments: Sequence[MixtureSegment], seq_len: int, end: int
+) -> list[str]:
+    """A line for each change of the weights before position `end`; one for a gradual change."""
+    changes, rest = [], list(segments[1:])
+    while rest and rest[0].start < end:
+        first = rest.pop(0)
+        when, weights = f"from token {first.start * seq_len:,} on", first.weights
+        if first.target is not None:
+            weights = list(first.target)
+            while rest and rest[0].target is first.target:
+                rest.pop(0)
+            when += f", gradually until token {rest[0].start * seq_len:,}" if rest else ""
+            if rest and rest[0].weights == weights:
+                rest.pop(0)
+        total = sum(weights)
+        shares = (f"{n} {w / total:.2%}" for n, w in zip(names, weights, strict=True) if w)
+        changes.append(f"{when}: {', '.join(shares)}")
+    return changes
+
+
 @dataclass(frozen=True)
 class SourceShare:
     """How much of a source some positions of a run have."""
@@ -109,12 +145,18 @@ class SourceShare:
         return f"{self.tokens:,} tokens{epochs}"
 
 
-def describe_mixture(shares: Sequence[SourceShare]) -> list[str]:
-    """A line for each source: its part of the samples, its tokens and its epochs."""
+def describe_mixture(
+    shares: Sequence[SourceShare], bytes_per_token: Mapping[str, float] = MappingProxyType({})
+) -> list[str]:
+    """A line for each source: its part of the samples, its tokens and its epochs.
+
+    `bytes_per_token`: of the sources for which it is known.
+    """
     total = max(1, sum(share.samples for share in shares))
     width = max(len(share.name) for share in shares)
     return [
         f"{share.name:<{width}}  {share.samples / total:6.2%} of the samples: {share}"
+        + (f", {known:.2f} bytes per token" if (known := bytes_per_token.get(share.name)) else "")
         for share in shares
     ]
 

@@ -1,16 +1,17 @@
 """The mixture: position -> (source, how often it was drawn before), with exact quotas.
 
 A run is divided into segments. In one segment the weights are constant; a new one begins where a
-phase changes them, or where a source reaches its limit. How often each source was drawn before a
-segment is known exactly, so a segment continues where the one before it stopped, and every position
-costs the same.
+phase changes them, or where a source reaches its limit. A gradual change is RAMP_STEPS segments;
+each makes up for the rounding of those before. How often each source was drawn before a segment is
+known exactly, so a segment continues where the one before it stopped, and every position costs the
+same.
 """
 
 from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from decimal import Context, Decimal
 from fractions import Fraction
 from functools import lru_cache
@@ -22,6 +23,7 @@ from titanlite.data.random_bits import GOLDEN, hash_key, mix
 from titanlite.errors import DataError
 
 BLOCK = 4096  # positions whose sources are assigned together
+RAMP_STEPS = 64  # equal steps of a gradual change of weights
 
 _DIGITS = 12  # of a weight that is computed by `temper`
 
@@ -70,6 +72,7 @@ class Phase(NamedTuple):
 
     start: int
     weights: Sequence[float]
+    ramp: int = 0  # positions from `start` on in which the shares change linearly to the weights
 
 
 class MixtureSegment:
@@ -82,9 +85,14 @@ class MixtureSegment:
         start: int,
         weights: Sequence[float],
         drawn: list[int],
+        target: Sequence[float] | None = None,
     ):
-        """`drawn`: how often each source was drawn before `start`."""
+        """`drawn`: how often each source was drawn before `start`.
+
+        `target`: in a step of a gradual change, the weights that it leads to.
+        """
         self.start, self.weights, self.drawn = start, list(weights), drawn
+        self.target = target
         self.quotas = MixtureQuotas(names, weights)
         self._key = hash_key(f"{seed} blocks" + (f" from {start}" if start else ""))
         self._drawn_before = lru_cache(64)(self.quotas.drawn_before)
@@ -150,6 +158,13 @@ class MixtureSegment:
         return source, draw
 
 
+class _Ramp(NamedTuple):
+    """A gradual change, while its segments are made."""
+
+    target: Sequence[float]  # the weights after it
+    owed: list[Fraction]  # by how many samples each source is behind its shares
+
+
 class Mixture:
     """Which source is drawn at each position of a run."""
 
@@ -171,26 +186,57 @@ class Mixture:
     def _divide(self, phases: Sequence[Phase]) -> Iterator[MixtureSegment]:
         """The segments of the run in order; sets `end` if all sources reach their limits."""
         drawn = [0] * len(self._names)
-        for number, (start, weights) in enumerate(phases):
+        for number, phase in enumerate(phases):
+            MixtureQuotas(self._names, phase.weights)  # raises, whatever is exhausted
+            start, ramp = phase.start, _Ramp(phase.weights, [Fraction(0)] * len(self._names))
+            steps = _ramp_steps(phases[number - 1].weights, phase) if phase.ramp else ()
+            for step_end, weights in steps:
+                drawn = yield from self._fill(start, step_end, weights, drawn, ramp)
+                start = step_end
             phase_end = phases[number + 1].start if number + 1 < len(phases) else None
-            MixtureQuotas(self._names, weights)  # raises, whatever is exhausted
-            while start != phase_end:
-                active = [
-                    0.0 if limit is not None and count >= limit else weight
-                    for weight, limit, count in zip(weights, self._limits, drawn, strict=True)
-                ]
-                if not any(active):
-                    self.end = start
-                    return
-                yield (segment := MixtureSegment(self._seed, self._names, start, active, drawn))
-                ends = [] if phase_end is None else [phase_end]
-                for source, limit in enumerate(self._limits):
-                    if limit is not None and active[source]:
-                        ends.append(segment.position_after(source, limit))
-                if not ends:
-                    return
-                start = min(ends)
-                drawn = segment.drawn_at(start)
+            drawn = yield from self._fill(start, phase_end, phase.weights, drawn)
+
+    def _fill(
+        self,
+        start: int,
+        end: int | None,
+        weights: Sequence[float | Fraction],
+        drawn: list[int],
+        ramp: _Ramp | None = None,
+    ) -> Generator[MixtureSegment, None, list[int]]:
+        """Segments of the positions from `start` to `end`; returns how often each source was drawn.
+
+        `ramp`: that of which this is a step; updated.
+        """
+        while start != end and self.end is None:
+            active = [
+                Fraction(0) if limit is not None and count >= limit else Fraction(weight)
+                for weight, limit, count in zip(weights, self._limits, drawn, strict=True)
+            ]
+            if not (total := sum(active)):
+                self.end = start
+                break
+            shares = [weight / total for weight in active]
+            given = [float(weight) for weight in active]
+            if ramp is not None and end is not None:
+                given = _repay(shares, end - start, ramp.owed)
+            segment = MixtureSegment(
+                self._seed, self._names, start, given, drawn, ramp and ramp.target
+            )
+            yield segment
+            ends = [] if end is None else [end]
+            for source, limit in enumerate(self._limits):
+                if limit is not None and given[source]:
+                    ends.append(segment.position_after(source, limit))
+            if not ends:
+                break
+            stop = min(ends)
+            before, drawn = drawn, segment.drawn_at(stop)
+            if ramp is not None:
+                for source, share in enumerate(shares):
+                    ramp.owed[source] += (stop - start) * share - (drawn[source] - before[source])
+            start = stop
+        return drawn
 
     def source_at(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """The source of each position, and how many earlier positions have that source.
@@ -216,6 +262,31 @@ class Mixture:
         """How often each source was drawn before a position, up to `end`."""
         number = int(self._starts.searchsorted(position, side="right")) - 1
         return self.segments[number].drawn_at(position)
+
+
+def _ramp_steps(before: Sequence[float], phase: Phase) -> Iterator[tuple[int, Sequence[Fraction]]]:
+    """(end, shares) of the steps in which the weights `before` change to those of the phase.
+
+    A step has the shares of its middle, so that its total is that of the linear change.
+    """
+    old, new = (
+        [Fraction(weight) / sum(map(Fraction, weights)) for weight in weights]
+        for weights in (before, phase.weights)
+    )
+    steps = min(RAMP_STEPS, phase.ramp)
+    for step in range(steps):
+        done = Fraction(2 * step + 1, 2 * steps)
+        shares = [a + (b - a) * done for a, b in zip(old, new, strict=True)]
+        yield phase.start + phase.ramp * (step + 1) // steps, shares
+
+
+def _repay(shares: Sequence[Fraction], positions: int, owed: Sequence[Fraction]) -> list[float]:
+    """Weights that give each source its share of some positions and what it is owed."""
+    wanted = [
+        max(Fraction(0), positions * share + rest) if share else Fraction(0)
+        for share, rest in zip(shares, owed, strict=True)
+    ]
+    return [float(value) for value in (wanted if any(wanted) else shares)]
 
 
 def temper(weights: Sequence[float], sizes: Sequence[int], temperature: float) -> list[float]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Annotated
@@ -193,17 +194,13 @@ def open_text_samples(
     checks: CorpusChecks | None,
 ) -> TextSamples:
     """Open text files to be tokenized while they are read; raises DataError."""
-    label = f'source "{config.name}" ({config.path}), format = "{TEXT}"'
-    if tokenizer is None:
-        raise DataError(f"{label}: needs a tokenizer.", fix="Set data.tokenizer.")
+    encode, label = open_text_encoder(config, tokenizer), _text_label(config)
+    assert tokenizer is not None, "open_text_encoder refuses it"
     if config.max_epochs or not config.shuffle:
         raise DataError(
             f"{label}: max_epochs and shuffle = false need prepared shards.",
             fix="Remove them, or prepare the text: scripts/prepare_data.py.",
         )
-    if config.bos and not tokenizer.has_bos:
-        raise DataError(f"{label}: bos = true, but the tokenizer has no BOS.", fix="Remove bos.")
-    encode = document_encoder(tokenizer, config.bos)
     text = TextSource(
         config.path,
         config.lanes,
@@ -213,6 +210,22 @@ def open_text_samples(
         checks or CorpusChecks(),
     )
     return TextSamples(config, text, tokenizer.eos_id)
+
+
+def open_text_encoder(
+    config: SourceConfig, tokenizer: Tokenizer | None
+) -> Callable[[str], np.ndarray]:
+    """A function that gives the ids of a document of a source of text; raises DataError."""
+    label = _text_label(config)
+    if tokenizer is None:
+        raise DataError(f"{label}: needs a tokenizer.", fix="Set data.tokenizer.")
+    if config.bos and not tokenizer.has_bos:
+        raise DataError(f"{label}: bos = true, but the tokenizer has no BOS.", fix="Remove bos.")
+    return document_encoder(tokenizer, config.bos)
+
+
+def _text_label(config: SourceConfig) -> str:
+    return f'source "{config.name}" ({config.path}), format = "{TEXT}"'
 
 
 def check_stored_samples(

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from titanlite.data.background import BackgroundReader
-from titanlite.data.formats import open_token_source
+from titanlite.data.formats import TEXT, open_token_source
 from titanlite.data.open_files import MIN_OPEN_FILES, OpenFiles
 from titanlite.data.sample_source import (
     SourceConfig,
@@ -15,7 +15,8 @@ from titanlite.data.sample_source import (
     check_stored_samples,
     check_window_length,
 )
-from titanlite.data.token_source import CorpusChecks
+from titanlite.data.token_source import CorpusChecks, TokenSource
+from titanlite.data.tokenized_text import open_tokenized_text
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.labels import IGNORE_INDEX
 
@@ -93,8 +94,11 @@ def open_validation(
 
     `timeout_seconds`: limit for one read.
     """
-    files = OpenFiles(MIN_OPEN_FILES)  # its shards are read one after the other
-    source = open_token_source(config.format, config.path, checks, files)
+    if config.format == TEXT:
+        source: TokenSource = open_tokenized_text(config, tokenizer, checks)
+    else:
+        files = OpenFiles(MIN_OPEN_FILES)  # its shards are read one after the other
+        source = open_token_source(config.format, config.path, checks, files)
     check_window_length(config, source, "validation.seq_len", seq_len)
     checked = check_stored_samples(config, source, 2, vocab_size, tokenizer)
     return ValidationSet(checked, seq_len, timeout_seconds, tokenizer)

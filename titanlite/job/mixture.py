@@ -33,15 +33,8 @@ def log_mixture(
     after = batches.tokens_after(max(0, steps - counters.step), counters.tokens)
     end = counters.position + (after - counters.tokens) // stream.seq_len
     shares = stream.shares([(0, end if stream.length is None else min(end, stream.length))])
-    lines = describe_mixture(shares)
-    changes = [
-        f"from token {int(start) * stream.seq_len:,} on: "
-        + ", ".join(
-            f"{name} {weight / sum(weights.values()):.2%}" for name, weight in weights.items()
-        )
-        for start, weights in stream.facts["data.phases"].items()
-        if int(start) < end
-    ]
+    lines = describe_mixture(shares, stream.bytes_per_token())
+    changes = stream.describe_changes(end)
     if len(changes) > _SHOWN_CHANGES:
         changes[_SHOWN_CHANGES:] = [f"… and {len(changes) - _SHOWN_CHANGES} more changes"]
     logger.info("%s", "\n  ".join(["training data of the whole run", *lines, *changes]))

@@ -71,13 +71,18 @@ def _stage_row(name: str, counts: Mapping[str, Any]) -> list[str]:
 
 
 def _token_table(stages: Stages) -> str:
-    """Tokens per byte of the stage that makes tokens of text."""
+    """Tokens per byte of the stage that makes tokens of text, by source."""
     rows = []
-    for name, counts in stages.items():
-        tokens, size = counts.get("tokens_out"), counts.get("bytes_in")
-        if tokens and size:
-            rows.append((name, f"{tokens / size:.4f}", f"{size / tokens:.3f}"))
-    return html_table(["stage", "tokens per byte", "bytes per token"], rows, "figures")
+    for counts in stages.values():
+        tokenised = dict(sorted(counts.get("tokenised", {}).items()))
+        if len(tokenised) > 1:
+            tokenised["all sources"] = {"tokens": counts["tokens_out"], "bytes": counts["bytes_in"]}
+        for name, entry in tokenised.items():
+            if (tokens := entry["tokens"]) and (size := entry["bytes"]):
+                ratios = (f"{tokens / size:.4f}", f"{size / tokens:.3f}")
+                rows.append((name, _size(size), _number(tokens), *ratios))
+    header = ["source", "text", "tokens", "tokens per byte", "bytes per token"]
+    return html_table(header, rows, "figures")
 
 
 # --- rules ---------------------------------------------------------------------------------------
