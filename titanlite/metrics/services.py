@@ -15,7 +15,7 @@ from titanlite.metrics.jsonl import ROLLBACK_EVENT
 
 
 class TensorBoardSink:
-    """Scalars with the names of metrics.jsonl, validation/NAME/loss and others."""
+    """Scalars: the keys of step records, and validation/NAME/loss and others of events."""
 
     def __init__(self, folder: Path, completed_steps: int):
         try:
