@@ -767,7 +767,7 @@ def test_heads_are_not_orthogonalized_apart_in_a_family_without_head_projections
     argv = ["--optimizer.name", "Muon", "--optimizer.muon_per_head", "true"]
     read_valid(run_toml, *argv)
     monkeypatch.setitem(FAMILIES, "llama3", replace(FAMILIES["llama3"], head_projections=()))
-    assert "does not say which layers project to heads" in error_text(run_toml, *argv)
+    assert "does not list the layers that project to heads" in error_text(run_toml, *argv)
 
 
 def test_the_mixture_is_logged_with_changes_of_weights_and_bytes_per_token(run_toml, monkeypatch):

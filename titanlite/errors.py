@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 EXIT_DONE = 0  # training is complete
-EXIT_RANK_LOST = 1  # a rank died, exited or hung, which is logged, or the ranks did not connect
+EXIT_RANK_LOST = 1  # a rank died, exited or hung (the log names it), or the ranks did not connect
 EXIT_BUG = 1  # any other error, printed with a traceback; the code that Python itself uses
 EXIT_USER_ERROR = 2  # the user must change the config, the data or a checkpoint
 EXIT_DIVERGED = 3  # the guard gave up, a weight was inf or NaN, or replicas differ; not saved

@@ -23,7 +23,7 @@ from titanlite.data import (
     tokenized_text,
 )
 from titanlite.data.text_source import TextSource
-from titanlite.data.text_units import TextUnit, deal_units, divide_files
+from titanlite.data.text_units import TextUnit, assign_units_to_lanes, divide_files
 from titanlite.data.token_source import CorpusChecks
 from titanlite.errors import CheckpointError, DataError
 from titanlite.job.streaming import TokenizingAdvice
@@ -160,7 +160,7 @@ def test_a_dump_does_not_tokenize_from_the_start(texts, monkeypatch):
     assert stream.count_near(400, 5) == 5
 
 
-def test_files_that_cannot_be_divided_are_dealt_by_document():
+def test_files_that_cannot_be_divided_are_assigned_by_document():
     class Part:
         path, bytes = "web.jsonl.zst", 5 << 20
 
@@ -169,7 +169,7 @@ def test_files_that_cannot_be_divided_are_dealt_by_document():
 
     units = divide_files([Part()], 4)  # type: ignore[list-item]
     assert [(unit.first, unit.stride) for unit in units] == [(n, 4) for n in range(4)]
-    assert [len(lane) for lane in deal_units(units, 4)] == [1, 1, 1, 1]
+    assert [len(lane) for lane in assign_units_to_lanes(units, 4)] == [1, 1, 1, 1]
     assert isinstance(units[0], TextUnit)
 
 

@@ -424,6 +424,32 @@ def test_wandb_receives_the_settings_and_every_record(tmp_path, monkeypatch):
     assert sent[1] == (1, measured) and sent[3:] == [(9, evaluated), "finished"]
 
 
+def test_wandb_keeps_the_roll_back_and_later_evaluations(tmp_path, monkeypatch):
+    kept = []
+
+    class Run:
+        def log(self, values, step):  # W&B drops what is of an earlier step than its last one
+            if step >= max((known for known, _ in kept), default=0):
+                kept.append((step, values))
+
+        def finish(self):
+            pass
+
+    package = types.ModuleType("wandb")
+    package.init = lambda **settings: Run()
+    monkeypatch.setitem(sys.modules, "wandb", package)
+    with open_in(tmp_path, enable_wandb=True) as sinks:
+        sinks.step({**STEP, "step": 9})
+        sinks.rewind(5, 0)
+        sinks.event(5, "rolled_back", number=1, from_step=9)
+        sinks.step({**STEP, "step": 6})
+        sinks.event(4, "evaluation", name="cloze", acc=0.5)
+    assert kept[1:] == [
+        (9, {"rollback/from_step": 9}),
+        (9, {"evaluation/cloze/acc": 0.5, "evaluation/cloze/step": 4}),
+    ]
+
+
 @pytest.mark.parametrize("fails_in", ["init", "log", "finish"])
 def test_a_failing_service_loses_only_its_own_records(tmp_path, monkeypatch, logged, fails_in):
     class CommError(Exception):  # like wandb's errors, not an OSError

@@ -57,7 +57,7 @@ class HostStaging:
         """
         sizes = [local_shard(value).nbytes for _, _, value in _entries(state)]
         ends = list(accumulate(-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes))
-        needed = max(ends, default=0) or _ALIGNMENT  # at least some: there are no maps of 0 bytes
+        needed = max(ends, default=0) or _ALIGNMENT  # not 0, which mmap refuses
         if self._memory is None or len(self._memory) < needed:
             self._memory = None
             self._memory = self._new_memory(needed)

@@ -52,7 +52,7 @@ def write_hugging_face(
 
     `model.load` is called with the names of one shard at a time. config.json is written last:
     nothing loads the folder without it. Raises CheckpointError; errors about the folder or the
-    architecture are raised before anything is written.
+    architecture are raised before any file is written.
     """
     if dtype not in CODE_OF_DTYPE:
         raise CheckpointError(
@@ -149,7 +149,7 @@ def _write_shard(
 
 
 def _convert_for_export(name: str, tensor: Tensor, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-    """A CPU tensor of `dtype`; raises CheckpointError if its values overflow."""
+    """A CPU tensor of `dtype`; raises CheckpointError for another shape or values that overflow."""
     if tensor.shape != shape:
         raise CheckpointError(f"{name}: has shape {list(tensor.shape)}, not {list(shape)}.")
     tensor = tensor.detach().cpu()

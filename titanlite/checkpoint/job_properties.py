@@ -70,10 +70,10 @@ def check_job_properties(
 
 
 def _until(position: int, facts: dict[str, Any]) -> dict[str, Any]:
-    """The properties that decide which samples have a position before `position`.
+    """The properties without phases that begin at `position` or later, and without their sources.
 
-    Phases that begin later, and sources that are only read in them, do not: so a run may change its
-    future weights, and add a source for a later phase.
+    They decide only later samples. So a run may change its future weights, and add a source for a
+    later phase.
     """
     phases = {
         start: weights

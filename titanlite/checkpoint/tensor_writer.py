@@ -106,7 +106,7 @@ class _RankHashes(WriteResult):
 
 
 class _HashingPlanner(DefaultSavePlanner):
-    """Hashes each tensor while DCP takes it."""
+    """Hashes each chunk of a tensor when DCP asks for its data."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -123,7 +123,7 @@ class _HashingPlanner(DefaultSavePlanner):
 
 
 class _LoadingPlanner(_HashingPlanner):
-    """Loads each tensor when DCP takes it."""
+    """Loads each tensor when DCP asks for its data."""
 
     def __init__(self, load: Callable[[str], Tensor]):
         super().__init__()

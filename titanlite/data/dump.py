@@ -23,7 +23,7 @@ class BatchDump:
         self._folder, self._stream = folder, stream
 
     def write(self, step: int, position: int, samples: int) -> str:
-        """Write the batch of `samples` from `position` on; returns the path, or "" if it failed."""
+        """Write the batch of `samples` from `position` on; returns the path; "" if not written."""
         path = self._folder / f"step-{step}.json"
         try:
             if not path.exists() and len(list(self._folder.glob("step-*.json"))) >= MAX_FILES:
@@ -53,7 +53,7 @@ def add_content(
 ) -> None:
     """Add the ids and the text of a sample, and how many of its labels are ignored, if any.
 
-    The last label is the last id, unless it is ignored: then it is not an id.
+    The ids are the inputs and the last label, unless that is ignored.
     """
     sample["tokens"] = inputs + [label for label in labels[-1:] if label >= 0]
     if ignored := sum(label < 0 for label in labels):

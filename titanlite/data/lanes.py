@@ -77,13 +77,14 @@ class DocumentNode(BaseNode[np.ndarray]):
 
 
 class SampleNode(BaseNode[np.ndarray]):
-    """Windows of `length` ids over the documents; the next one begins with the last id."""
+    """Windows of `length` ids over the documents; each begins with the last id of the previous."""
 
     def __init__(self, documents: BaseNode[np.ndarray], length: int):
         super().__init__()
         self._documents, self._length = documents, length
         self._parts: deque[tuple[np.ndarray, dict[str, Any]]] = deque()  # ids, state before them
-        self._token = self._available = 0  # first id in the first part; ids from there on
+        self._token = 0  # index in the first part of the id that the next window begins with
+        self._available = 0  # ids in the parts from that one on
 
     def reset(self, initial_state: dict[str, Any] | None = None) -> None:
         """Start at a token of a document."""
@@ -129,7 +130,7 @@ class SampleNode(BaseNode[np.ndarray]):
 
 
 class Lane:
-    """The samples of one lane by their index; reading on is fast, going back a little too."""
+    """The samples of one lane by index; fast in order, and for going back by a few samples."""
 
     def __init__(
         self,

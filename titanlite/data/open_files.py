@@ -11,7 +11,7 @@ from functools import lru_cache
 
 from titanlite.errors import DataError
 
-MIN_OPEN_FILES = 8  # even where fewer descriptors are left: without them nothing could be read
+MIN_OPEN_FILES = 8  # also if the limit of descriptors allows fewer
 
 FileRequest = tuple[str, int, int, memoryview]  # arguments of `OpenFiles.read`
 
@@ -56,7 +56,7 @@ class OpenFiles:
 
 
 class BatchedFiles(OpenFiles):
-    """Files that are read faster several at a time, because each read takes long."""
+    """Files with slow reads, such as remote ones, of which several are made at the same time."""
 
     @abstractmethod
     def read_all(self, requests: Sequence[FileRequest]) -> None:

@@ -1,11 +1,13 @@
-"""Pseudo-random bits as a function of a key and a counter, which has no state."""
+"""Pseudo-random bits as a pure function of a key and a counter."""
 
 from __future__ import annotations
 
 import numpy as np
 import xxhash
 
-GOLDEN = np.uint64(0x9E3779B97F4A7C15)  # 2^64 / golden ratio: its multiples are evenly spaced
+GOLDEN = np.uint64(
+    0x9E3779B97F4A7C15
+)  # 2^64 / golden ratio: its multiples are evenly spaced modulo 2^64
 
 _FIRST, _SECOND = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
 
@@ -18,6 +20,6 @@ def mix(x: np.ndarray) -> np.ndarray:
 
 
 def hash_key(text: str) -> np.ndarray:
-    """A key of `mix` for a text: uint64 [1]."""
+    """A hash of a text, uint64 [1], to which callers add counters before `mix`."""
     key = xxhash.xxh3_64_intdigest(text.encode())
     return np.array([key], dtype=np.uint64)  # a scalar would warn when it overflows

@@ -122,7 +122,7 @@ class ShardWriter:
         self._buffer, self._buffered_ids = [], 0
 
     def close(self) -> ShardRecord:
-        """Write the index and rename both files; nothing exists under their names before."""
+        """Write the index, then give the .bin its name: a shard whose .bin exists is complete."""
         self._flush()
         if self._durable:
             flush_to_disk(self._file)

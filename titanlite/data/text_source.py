@@ -2,8 +2,8 @@
 
 Sample n of the source belongs to lane n modulo the number of lanes. What a lane gives is a function
 of the files, the tokenizer and the settings alone. So the position of a run still describes it, and
-each rank tokenizes the lanes of its own samples only. Where a lane reached its position cannot be
-computed without tokenizing all before it: a checkpoint records it, five integers a lane.
+each rank tokenizes the lanes of its own samples only. At which document a lane continues cannot be
+computed without tokenizing all before it, so a checkpoint records it: five integers per lane.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import numpy as np
 from titanlite.data.text import find_files, list_file_ranges
 from titanlite.data.text_units import (
     LaneState,
-    deal_units,
+    assign_units_to_lanes,
     divide_files,
     hash_division,
     hash_file_samples,
@@ -33,7 +33,7 @@ LanePositions = dict[str, tuple[int, LaneState]]  # lane -> index of a sample, a
 
 
 class TextSource:
-    """The samples of text files by number, in the order of `lanes` lanes."""
+    """The samples of text files by number; `lanes` lanes take turns to produce them."""
 
     def __init__(
         self,
@@ -58,18 +58,18 @@ class TextSource:
             ) from missing
         self.fingerprint = hash_division(parts, lanes)
         self.content_sample = hash_file_samples(parts) if checks.verify != "off" else None
-        dealt = deal_units(divide_files(parts, lanes), lanes)
+        units_of_lanes = assign_units_to_lanes(divide_files(parts, lanes), lanes)
         self._sample_ids, self._lock = sample_ids, Lock()
         self._lanes = [
             Lane(units, f"{seed} lane {number}", encode, sample_ids, path)
-            for number, units in enumerate(dealt)
+            for number, units in enumerate(units_of_lanes)
         ]
 
     def read(self, samples: np.ndarray) -> np.ndarray:
         """Samples by number: int64 [len(samples), ids]; raises DataError."""
         out = np.empty((len(samples), self._sample_ids), dtype=np.int64)
         lanes, indices = samples % len(self._lanes), samples // len(self._lanes)
-        kept = 8 * max(Counter(lanes.tolist()).values(), default=0)  # of several batches
+        kept = 8 * max(Counter(lanes.tolist()).values(), default=0)  # states of several batches
         with self._lock:  # a batch may be written to a file while the next one is read
             for row, lane, index in zip(out, lanes.tolist(), indices.tolist(), strict=True):
                 row[:] = self._lanes[lane].read(index, kept)

@@ -1,4 +1,4 @@
-"""Divide text files into units, and deal these to the lanes of a source."""
+"""Divide text files into units, and assign these to the lanes of a source."""
 
 from __future__ import annotations
 
@@ -38,19 +38,19 @@ class TextUnit:
         return islice(read_documents([self.part]), self.first, None, self.stride)
 
 
-def deal_units(units: Sequence[TextUnit], lanes: int) -> list[list[TextUnit]]:
+def assign_units_to_lanes(units: Sequence[TextUnit], lanes: int) -> list[list[TextUnit]]:
     """The units of each lane, with nearly the same number of bytes: the largest go first.
 
     If there are fewer units than `lanes`, there are fewer lanes.
     """
     lanes = min(lanes, len(units))
-    dealt: list[list[TextUnit]] = [[] for _ in range(lanes)]
+    assigned: list[list[TextUnit]] = [[] for _ in range(lanes)]
     sizes = [0] * lanes
     for unit in sorted(units, key=lambda unit: -unit.bytes):  # stable
         lightest = sizes.index(min(sizes))
-        dealt[lightest].append(unit)
+        assigned[lightest].append(unit)
         sizes[lightest] += unit.bytes
-    return dealt
+    return assigned
 
 
 def divide_files(parts: list[FileRange], lanes: int) -> list[TextUnit]:

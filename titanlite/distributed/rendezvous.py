@@ -31,7 +31,7 @@ from titanlite.errors import RendezvousError
 POLL_SECONDS = 0.05
 FANOUT_TO_JOIN = 32  # ranks that a rank waits for: 3 levels for 16,384 ranks
 MAX_LISTED_RANKS = 8
-# Environment variables in which torchrun describes its ranks to each of them
+# Environment variables that torchrun sets for each rank
 _LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 _LAUNCHER_PREFIXES = ("TORCHELASTIC_", "TORCH_NCCL_", "GROUP_", "ROLE_", "MASTER_")
 CHECK_MACHINES = (
@@ -216,7 +216,7 @@ def _ask_for_start_id(store: dist.Store, rank: int, world_size: int, seconds: fl
 
 
 def _wait_for_key(store: dist.Store, key: str, rank: int, world_size: int, seconds: float) -> None:
-    """Wait for a key that another rank sets when it has joined; raises RendezvousError."""
+    """Wait for a key that another rank sets; raises RendezvousError."""
     try:
         store.wait([key], timedelta(seconds=seconds))
     except dist.DistStoreError as error:  # a timeout; a broken connection is a DistNetworkError

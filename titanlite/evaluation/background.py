@@ -11,7 +11,7 @@ from titanlite.threads import DeviceThread
 
 
 def run_in_background() -> None:
-    """Give way to the process that started this one, and end with it.
+    """Run at the lowest priority, and end when the process that started this one ends.
 
     That process holds the other end of stdin, so reading it ends when the process does. If memory
     runs out, Linux ends this process first (proc(5), oom_score_adj).
@@ -23,6 +23,6 @@ def run_in_background() -> None:
 
 
 def _end_with_parent() -> None:
-    while os.read(0, 4096):  # sys.stdin has a lock, which Python wants at its exit
+    while os.read(0, 4096):  # not sys.stdin.read, whose lock Python waits for when it exits
         pass
     os._exit(EXIT_INTERRUPTED)

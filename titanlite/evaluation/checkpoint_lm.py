@@ -21,8 +21,8 @@ from titanlite.data import Tokenizer
 from titanlite.errors import CheckpointError, DataError
 from titanlite.generate import Sampling, generate
 
-DEFAULT_LENGTH = 2048  # tokens that a model of unknown context sees; as in lm-eval's "hf"
-MAX_NEW_TOKENS = 256  # of a text whose task sets no limit; as in lm-eval's "hf"
+DEFAULT_LENGTH = 2048  # context of a model that does not state one; as in lm-eval's "hf"
+MAX_NEW_TOKENS = 256  # where the task sets no limit; as in lm-eval's "hf"
 
 TokenRequest = tuple[Any, list[int], list[int]]  # (texts, ids of the context, ids to score)
 
@@ -55,7 +55,10 @@ class CheckpointLM(TemplateLM):
     def tok_encode(
         self, string: str, add_special_tokens: bool | None = None, **options: Any
     ) -> list[int]:
-        """The ids of a text, after BOS if training documents began with it."""
+        """The ids of a text, after BOS if training documents began with it and the text does not.
+
+        `add_special_tokens` overrides the second condition.
+        """
         tokenizer = self.titanlite_tokenizer
         ids, begin = tokenizer.encode(string), tokenizer.special_token_name(tokenizer.bos_id)
         if add_special_tokens is None:
@@ -83,9 +86,11 @@ class CheckpointLM(TemplateLM):
         for texts, context, scored in requests:
             if not context or not 0 < len(scored) <= self.max_length:
                 raise DataError(
-                    f"a task asks for the probability of {len(scored)} tokens after {len(context)}:"
-                    f" {texts!s:.200}; it must be 1 to {self.max_length}, after at least 1.",
-                    fix="The text and its continuation may share a token: end the text before it.",
+                    f"a task asks for the probability of {len(scored)} tokens after a context of"
+                    f" {len(context)} tokens; supported are 1 to {self.max_length} tokens after a"
+                    f" context of at least 1: {texts!s:.200}",
+                    fix="If the tokenizer merges the end of the context with the continuation, move"
+                    " the last characters of the context to the continuation.",
                 )
         longest_first = sorted(
             range(len(requests)), key=lambda n: -len(requests[n][1]) - len(requests[n][2])
@@ -145,13 +150,16 @@ class CheckpointLM(TemplateLM):
 
 
 def _score_labels(log_probabilities: Tensor, labels: Tensor) -> tuple[float, bool]:
-    """The summed log-probability [T, V] of labels [T], and whether each is the most likely id."""
+    """(sum of the log-probabilities of the labels, whether each label is the most likely id).
+
+    `log_probabilities` is [T, V], `labels` [T].
+    """
     greedy = bool((log_probabilities.argmax(-1) == labels).all())
     return float(log_probabilities.gather(-1, labels.unsqueeze(-1)).sum()), greedy
 
 
 def context_length(saved: SavedModel) -> int:
-    """Tokens that the model attends to: those of a training sequence, or of its RoPE scaling."""
+    """Tokens of the context: of a training sequence, or of the RoPE scaling if that is longer."""
     try:
         config = saved.spec.hugging_face.to_config(saved.sizes, saved.seq_len)
         return int(config["max_position_embeddings"]) or DEFAULT_LENGTH

@@ -40,7 +40,7 @@ loaded in one process, without its optimizer, whatever layout saved it."""
 
 
 def run_command(argv: list[str]) -> int:
-    """Evaluate as the arguments say; returns the exit code."""
+    """Run the evaluation that the arguments describe; returns the exit code."""
     args = _build_parser().parse_args(argv)
     if args.background:
         run_in_background()
@@ -79,7 +79,7 @@ def _build_parser() -> argparse.ArgumentParser:
         f" lm-eval, or YAML files of tasks (default: {TAG})",
     )
     add("--out", metavar="FILE", help="also write the results as JSON")
-    add("--limit", type=int, default=0, metavar="N", help="first N documents of each task")
+    add("--limit", type=int, default=0, metavar="N", help="only the first N documents of each task")
     add("--shots", type=int, metavar="N", help="examples in the prompt (default: the task's own)")
     add("--batch-size", type=int, default=8, metavar="N", help="texts a forward pass (default: 8)")
     add("--dtype", choices=DTYPES_OF_WEIGHTS, default="float32", help="default: float32")

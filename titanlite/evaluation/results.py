@@ -77,7 +77,7 @@ def scores_of_tasks(raw: Mapping[str, Any]) -> dict[str, TaskScores]:
 def _mean_stderr(samples: Sequence[Any], mean: float) -> float | None:
     """The standard error of a metric that is the mean over its samples; else None.
 
-    lm-eval's own estimate of other metrics resamples them in a process for each core.
+    Other metrics get none: lm-eval would estimate it by resampling, in a process for each core.
     """
     numbers = [float(s) for s in samples if isinstance(s, (bool, int, float))]
     if len(numbers) < 2 or len(numbers) < len(samples):

@@ -127,7 +127,7 @@ class RunProgress:
         return list(islice(schedule.batches_from(tokens), steps))
 
     def _windows_at(self, step: int) -> tuple[PositionWindow, ...]:
-        """The windows in force in a step: of the roll-backs to before it, and those before them."""
+        """The windows that apply to a step: of all roll-backs up to the last one to before it."""
         count = max((n for n, (to, _) in enumerate(self.rollbacks, 1) if to < step), default=0)
         return RollbackHistory(tuple(t for _, t in self.rollbacks[:count])).windows
 
@@ -162,7 +162,7 @@ def _add_event(progress: RunProgress, event: Record) -> None:
 
 
 def _add_checkpoints(progress: RunProgress) -> None:
-    """Add what the checkpoints of the run say; those that cannot be read are left out."""
+    """Add what the checkpoints of the run record; those that cannot be read are left out."""
     parent = checkpoint_folder(progress.folder, progress.config.checkpoint)
     for step in list_steps(parent).steps:
         try:

@@ -20,9 +20,9 @@ from titanlite.files import parse_json, read_regular_file
 from titanlite.inspection.documents import CorpusDocuments
 from titanlite.inspection.search import search_corpus
 
-MEGATRON = "megatron"  # the data format whose files say where documents are
+MEGATRON = "megatron"  # the data format whose files record where documents are
 DEFAULT_SEQ_LEN = 2048  # of samples of a corpus that is not packed
-SHOWN_CHARACTERS = 400  # of a text in a terminal, of which half are its end
+SHOWN_CHARACTERS = 400  # of a text in a terminal: half from its start, half from its end
 SampleRecord = dict[str, Any]  # JSON values
 
 
@@ -39,7 +39,7 @@ def packed_seq_len(corpus: Corpus) -> int:
 def describe_positions(
     stream: SampleStream, formats: dict[str, str], position: int, count: int
 ) -> list[SampleRecord]:
-    """The samples of `count` positions of a run; `formats` are those of its sources by name."""
+    """The samples of `count` positions of a run; `formats`: name of a source -> its format."""
     if position < 0 or count < 1:
         raise DataError(f"position {position}, {count} samples: there are no such positions.")
     documents: dict[str, CorpusDocuments] = {}
@@ -122,7 +122,7 @@ def find_text(
     corpus = open_unverified(source.path)
     if source.format != MEGATRON or packed_seq_len(corpus):
         raise DataError(
-            f"{source.path}: is not searched: only {MEGATRON} shards without packing are.",
+            f"{source.path}: cannot be searched: only {MEGATRON} shards without packing can.",
             fix="Search the text that they were made from, for example with grep.",
         )
     documents = _local_documents(corpus)

@@ -159,8 +159,8 @@ def _open_run(job: Job, services: RunServices) -> Iterator[Run]:
     lock.record_start(rank.world_size, found.step if found else 0, max_crashes)
 
     mesh = build_mesh(job.degrees, rank.device.type)
-    # Before the optimizer, which creates process groups that other pipeline stages may not: torch
-    # 2.15 names the groups of all ranks by the number of groups that the rank has created.
+    # Before the optimizer, which creates process groups on some pipeline stages only: torch 2.15
+    # names a group of all ranks by the number of groups that the rank has created before.
     max_over_ranks = AsyncMax()
     model = build_model(job, mesh, rank)
     engine = build_run_engine(job, model, mesh, stream, rank)
@@ -338,7 +338,7 @@ def restore(
 ) -> None:
     """Load a checkpoint into the training state, and set aside later checkpoints of the run.
 
-    `completely`: without checkpoint.exclude_from_loading, which is for starts.
+    `completely`: ignore checkpoint.exclude_from_loading, which applies to starts only.
     """
     progress = checkpointer.load(
         found,

@@ -60,8 +60,8 @@ def check_config(config: JobConfig, ranks: int) -> Iterator[UserError]:
             yield from _check_export(spec, sizes)
         if config.optimizer.muon_per_head and not spec.head_projections:
             yield ConfigError(
-                f'optimizer.muon_per_head = true: model.name = "{spec.name}" does not say which'
-                " layers project to heads.",
+                f'optimizer.muon_per_head = true: the spec of model.name = "{spec.name}" does not'
+                " list the layers that project to heads.",
                 fix="Set optimizer.muon_per_head = false, or ModelSpec.head_projections.",
                 keys=("optimizer.muon_per_head", "model.name"),
             )
@@ -134,7 +134,8 @@ def _check_rollback(config: JobConfig) -> Iterator[ConfigError]:
             keys=(key, f"checkpoint.{name}"),
         )
         return
-    # The trouble of the last try may be as many steps after the first one as its window is long.
+    # The last try goes back to `longest_steps` before the first trouble. Its own trouble may come
+    # later: this assumes at most as many steps again.
     needed, kept = 2 * guard.rollback.longest_steps, checkpoint.keep_latest_k
     reach = (kept - 1) * checkpoint.interval
     if kept and reach < needed:
@@ -206,7 +207,7 @@ def _check_quantisation_blocks(
         if block and width % block:
             yield ConfigError(
                 f'optimizer.state_dtype = "{state_dtype}": {tensor_degree} tensor-parallel ranks'
-                f" shard the rows of {name} ({layer.in_features} columns) into {width} columns,"
+                f" shard {name} by columns: each has {width} of {layer.in_features} columns,"
                 f" which splits quantisation blocks of {block}.",
                 fix="Use a smaller parallelism.tensor_parallel_degree, or"
                 ' optimizer.state_dtype = "bfloat16".',
@@ -311,7 +312,7 @@ def _check_update_options(config: JobConfig, degrees: Degrees) -> Iterator[Confi
 
 
 def _check_early_step(config: JobConfig, degrees: Degrees) -> Iterator[ConfigError]:
-    """Reject what needs all gradients before any parameter is updated."""
+    """Reject settings that do not fit an update of each parameter during backward."""
     training, in_backward = config.training, "optimizer.early_step_in_backward"
     if training.clip_norm:
         yield ConfigError(

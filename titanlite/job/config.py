@@ -93,7 +93,7 @@ class JobConfig:
 
 
 _IN_DATA = "is now in [data]: tokenizer, sources = [{ name, path, weight }], validation = […]."
-_PREFETCHED = "is not needed: data is always prefetched, and its state is one integer."
+_PREFETCHED = "is not needed: data is always prefetched, and checkpoints store its position."
 _CUSTOM = "is not supported: a job runs only the code of this repository."
 
 MOVED = {  # keys of torchtitan up to v0.2.2 that have another name here or do not exist

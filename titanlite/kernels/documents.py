@@ -42,7 +42,8 @@ class DocumentIndex:
     @classmethod
     def build(cls, table: Tensor, longest: int = 0) -> DocumentIndex:
         """The index of a host's `table`; `longest` is the length of the longest document."""
-        rounded = -(-longest // QUERY_TILE) * QUERY_TILE  # the kernel launches as many blocks
+        # rounded up, which does not change the number of blocks that the kernel launches
+        rounded = -(-longest // QUERY_TILE) * QUERY_TILE
         return cls(table, table, table.new_empty(0, rounded))
 
     @property
@@ -83,7 +84,7 @@ class SupportsDocuments(Protocol):
 def document_positions(inputs: Tensor, end: int, labels: Tensor | None = None) -> Tensor:
     """Position of each token [B, T] in its document (0, 1, 2, …).
 
-    A document ends with the id `end`; in a packed sequence, where its label is DOCUMENT_END.
+    A document ends with the id `end`; in a packed sequence, at the token with label DOCUMENT_END.
     """
     ends = inputs == end
     if labels is not None:
@@ -123,7 +124,7 @@ def _varlen_attention(q: Tensor, k: Tensor, v: Tensor, boundaries: Tensor, longe
     from torch.nn.attention.varlen import varlen_attn
 
     options: dict[str, Any] = {"window_size": (-1, 0)}  # causal
-    # Torch 2.11 has no `enable_gqa`; its kernel supports grouped heads without being asked.
+    # Torch 2.11 has no `enable_gqa`; its kernel always supports grouped heads.
     if "enable_gqa" in inspect.signature(varlen_attn).parameters:
         options["enable_gqa"] = True
     # Torch 2.15 would prefer cuDNN, which makes a plan for each number of documents and `longest`.

@@ -15,7 +15,7 @@ from titanlite.metrics.jsonl import ROLLBACK_EVENT
 
 
 class TensorBoardSink:
-    """Scalars with the names of metrics.jsonl, validation/NAME/loss and others."""
+    """Scalars: the keys of step records, and validation/NAME/loss and others of events."""
 
     def __init__(self, folder: Path, completed_steps: int):
         try:
@@ -66,26 +66,27 @@ class WandbSink:
             name=os.environ.get("WANDB_NAME", folder.resolve().name),
             dir=str(folder),
             config=job,
-            resume="allow",  # continues WANDB_RUN_ID, where the launcher sets it
+            resume="allow",  # continues the run WANDB_RUN_ID, if that is set
         )
-        self._step = 0  # the last one; W&B drops records of earlier steps
+        self._last_step = 0  # the highest that was sent; W&B drops records of earlier steps
 
     def step(self, record: dict[str, Any]) -> None:
         self._log(record, dict(_scalars(record)))
 
     def event(self, record: dict[str, Any]) -> None:
         if scalars := dict(_event_scalars(record)):
-            if record["event"] == "evaluation":  # of a checkpoint: the run is further by now
+            if record["event"] == "evaluation":
                 scalars[f"evaluation/{record['name']}/step"] = record["step"]
-                record = {**record, "step": max(record["step"], self._step)}
+            if record["event"] in ("evaluation", ROLLBACK_EVENT):  # of an earlier checkpoint
+                record = {**record, "step": max(record["step"], self._last_step)}
             self._log(record, scalars)
 
     def _log(self, record: dict[str, Any], scalars: dict[str, float]) -> None:
-        self._step = record["step"]
-        self.run.log(scalars, step=self._step)
+        self._last_step = max(record["step"], self._last_step)
+        self.run.log(scalars, step=record["step"])
 
     def rewind(self, step: int, rollbacks: int) -> None:
-        pass  # W&B has no way back: it drops records until the run is where it was
+        pass  # W&B cannot go back: it drops records until the run has passed its last step again
 
     def close(self) -> None:
         self.run.finish()

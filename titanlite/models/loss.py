@@ -26,7 +26,7 @@ class LossConfig:
     chunk_tokens: NotNegative = 4096  # tokens per chunk of logits; 0: a whole micro-batch
     z_loss: Annotated[float, Range(0)] = 0.0
     # weight of the squared log-sum-exp of the logits, which keeps logits small; 1e-4 is usual;
-    # logged as z_loss, not included in loss
+    # logged as z_loss, and not part of the logged loss
 
 
 class Vocabulary:
@@ -53,8 +53,8 @@ class Vocabulary:
     def log_sum_exp(self, logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """(largest logit, log-sum-exp of all logits, logit of the label), each [N].
 
-        Overwrites the local fp32 logits [N, V'] with exp(logit - largest). The last result is
-        undefined where the label is ignored.
+        Overwrites the local fp32 logits [N, V'] with exp(logit - largest). The last result is 0
+        where the label is ignored.
         """
         max_logit = self.reduce_max(logits.amax(-1))
         # Stacked outside of the compiled function: inside of it, torch 2.11's compiler reads the
@@ -64,11 +64,11 @@ class Vocabulary:
         return max_logit, max_logit + exp_sum.log(), label_logit
 
     def reduce_max(self, local: Tensor) -> Tensor:
-        """The element-wise maximum over the ranks that share the vocabulary."""
+        """The element-wise maximum over the ranks that shard the vocabulary."""
         return local
 
     def reduce_sum(self, local: Tensor) -> Tensor:
-        """The sum over the ranks that share the vocabulary."""
+        """The sum over the ranks that shard the vocabulary."""
         return local
 
 

@@ -57,7 +57,7 @@ class ModelConfig:
 
 
 PARAMETER_ROLES = {
-    # what a parameter does, by which optimizers and muP treat it
+    # what a parameter does; optimizers and muP have rules for each role
     "embedding": "rows that are looked up by token id, [V, D]",
     "hidden": "matrix between hidden states, [out, in]",
     "query": "hidden matrix that projects to the queries",
@@ -147,7 +147,7 @@ class ModelSpec(Generic[SizesT]):
     activations_per_block: Callable[[SizesT], int]
     # elements per token that autograd saves for one block, without activation checkpointing
     flops_per_token: Callable[..., float]
-    # (sizes, seq_len, full_attention=False) -> forward and backward FLOPs of the whole model
+    # (sizes, seq_len, full_attention=False) -> forward and backward FLOPs per token of the model
     module_flops: Callable[[SizesT, int], dict[str, float]]
     # (sizes, seq_len) -> forward and backward FLOPs per token of each module, in execution order
     tied_parameters: Callable[[SizesT], list[tuple[str, str]]]

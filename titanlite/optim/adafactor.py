@@ -3,8 +3,8 @@
 Row means, column means and the RMS of weights and updates are of the whole matrix, in every layout:
 each rank sums over its shards, and all-reduces add the sums of all parameters together. A step has
 two all-reduces in each dimension of the mesh that shards parameters: 2 with FSDP, 4 with FSDP and
-TP. The first sends 12 bytes per parameter tensor and 4 per column of a matrix (4 per row in the
-dimension that shards columns), the second 4 per parameter tensor.
+TP. The first sends 12 bytes per matrix and 4 per column of it (4 per row in the dimension that
+shards columns), and 4 bytes per other parameter; the second 4 bytes per parameter.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def _placements_of_mean(parameter: Tensor, kept: int, reduced: int) -> list[Plac
     return [
         Replicate()
         if placement.is_replicate() or _shards(placement, reduced)
-        # the same placement if FSDP and TP shard the rows one after the other
+        # that of the rows is kept: it may be strided, if both FSDP and TP shard the rows
         else (placement if kept == 0 else Shard(0))
         for placement in parameter.placements
     ]

@@ -41,13 +41,15 @@ class ParameterGroupConfig:
     beta2_decay: Annotated[float, Range(-1, -0.1)] | None = None  # as optimizer.beta2_decay
     clip_threshold: Annotated[float, Range(0.01)] | None = None  # as optimizer.clip_threshold
     scale_parameter: bool | None = None  # as optimizer.scale_parameter
-    warmup_steps: NotNegative | None = None  # as lr_scheduler.warmup_steps, as are the following
-    warmup_tokens: NotNegative | None = None
-    decay_ratio: Fraction | None = None
-    decay_type: Annotated[str, OneOf(LR_DECAYS.keys)] | None = None
-    min_lr_factor: Fraction | None = None
+    warmup_steps: NotNegative | None = None  # as lr_scheduler.warmup_steps
+    warmup_tokens: NotNegative | None = None  # as lr_scheduler.warmup_tokens
+    decay_ratio: Fraction | None = None  # as lr_scheduler.decay_ratio
+    decay_type: Annotated[str, OneOf(LR_DECAYS.keys)] | None = None  # as lr_scheduler.decay_type
+    min_lr_factor: Fraction | None = None  # as lr_scheduler.min_lr_factor
     weight_decay_type: Annotated[str, OneOf(weight_decay_types)] | None = None
+    # as lr_scheduler.weight_decay_type
     final_weight_decay_factor: Annotated[float, Range(0)] | None = None
+    # as lr_scheduler.final_weight_decay_factor
 
     def matches(self, name: str) -> bool:
         """Whether the group contains the parameter `name`."""

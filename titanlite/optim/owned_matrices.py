@@ -43,7 +43,7 @@ def assign_owners(costs: Sequence[float], ranks: int) -> list[int]:
 def plan_rounds(
     costs: Sequence[float], sizes: Sequence[int], owners: Sequence[int]
 ) -> list[list[int]]:
-    """The matrices of each round: of every owner the next ones, up to a number of elements.
+    """The matrices of each round: the next ones of every owner, up to a number of elements each.
 
     The most expensive come first. So the owners also have about the same cost in each round, at the
     end of which they wait for each other. `sizes`: elements of each matrix.
@@ -182,10 +182,11 @@ class OwnedMatrices:
             return lambda: _write_all(members, results, update)
         own, ranks = self._ranks.own, range(self._ranks.size)
         owned = [i for i in members if self.is_owned(i)]
-        cut = [
-            _cut_regions(result, self._regions[i]) for i, result in zip(owned, results, strict=True)
+        pieces_of = [
+            _slice_regions(result, self._regions[i])
+            for i, result in zip(owned, results, strict=True)
         ]
-        sent = [[pieces[rank] for pieces in cut] for rank in ranks]
+        sent = [[pieces[rank] for pieces in pieces_of] for rank in ranks]
         by_owner: list[list[int]] = [[] for _ in ranks]
         for i in members:
             by_owner[self.owners[i]].append(i)
@@ -291,7 +292,7 @@ def _group_of(mesh: DeviceMesh, dims: list[int], coordinates: list[list[int]]) -
     if len(dims) == 1:
         return mesh.get_group(dims[0])
     ranks = [int(mesh.mesh[tuple(coordinate)]) for coordinate in coordinates]
-    # Other ranks form such groups of their own, or, as other pipeline stages may, none.
+    # Other ranks create groups of their own, or none: other pipeline stages may not need them.
     return dist.new_group(ranks, use_local_synchronization=True)
 
 
@@ -319,7 +320,7 @@ def _join_regions(shape: torch.Size, pieces: list[tuple[_Region, Tensor]]) -> Te
     return matrix
 
 
-def _cut_regions(matrix: Tensor, regions: list[_Region]) -> list[Tensor]:
+def _slice_regions(matrix: Tensor, regions: list[_Region]) -> list[Tensor]:
     """The flat regions of a matrix."""
     bands: dict[tuple[int, int], Tensor] = {}  # contiguous copies, so that their rows are views
     pieces = []

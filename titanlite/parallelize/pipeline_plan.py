@@ -208,7 +208,7 @@ def _assign_stages_by_csv(
 def _check_schedule(
     config: ParallelismConfig, assignment: _StageAssignment, local_batch: int
 ) -> Iterator[ConfigError]:
-    """Reject a number of micro-batches, or an FSDP setting, that the schedule does not support."""
+    """Reject micro-batches, an FSDP setting or a torch that the schedule does not work with."""
     ranks, file = config.pipeline_parallel_degree, _csv_path(config)
     size = config.pipeline_parallel_microbatch_size
     microbatches, remainder = divmod(local_batch, size)

@@ -211,7 +211,7 @@ def _csv_error(path: Path, problem: str, fix: str) -> ConfigError:
 
 
 class ScheduleDeadlock(Exception):
-    """Pipeline ranks wait for actions that can never start, in their own order or another's."""
+    """The pipeline ranks wait for each other: no action that is left can start."""
 
 
 def simulate_schedule(

@@ -1,4 +1,4 @@
-"""Parts of the HTML pages that reports are; a page needs no network."""
+"""Building blocks of HTML reports; a page loads nothing from the network."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def html_section(title: str, content: str) -> str:
 
 
 def html_table(header: Sequence[str], rows: Iterable[Sequence[Any]], kind: str = "") -> str:
-    """A table whose cells are escaped; empty without rows. kind: "" or "figures"."""
+    """A table whose cells are escaped; empty without rows. `kind` is its CSS class, or ""."""
     cells = ("".join(f"<td>{escape(str(cell))}</td>" for cell in row) for row in rows)
     body = [f"<tr>{row}</tr>" for row in cells]
     if not body:

@@ -196,7 +196,7 @@ def _markers(run: RunHistory, with_name: bool) -> Iterator[ChartMarker]:
         name = event["event"]
         text = f"{prefix}{name} at step {event['step']}: {_details(event)}"
         yield ChartMarker(event["step"], text, EVENT_COLOURS[name])
-        if name == "rolled_back":  # also the step of the spike, whose line was taken back
+        if name == "rolled_back":  # also the step of the spike, whose line was removed
             start = f"{prefix}rolled back from step {event['from_step']} to {event['step']}"
             yield ChartMarker(event["from_step"], start, EVENT_COLOURS[name])
 

@@ -9,11 +9,11 @@ from titanlite.distributed.rendezvous import store_address
 from titanlite.log import pluralize
 from titanlite.runtime.heartbeat import HeartbeatExchange, RankProgress, has_ended
 
-# Of the timeout, before a rank that sends no heartbeat, the store that does not answer, or a
-# straggler is reported.
+# Fractions of the timeout.
+# A rank without heartbeats, a store without answers, or a straggler is reported after:
 SILENT_FRACTION = 0.8
-STUCK_FRACTION = 0.85  # of the timeout in one phase, before a rank looks for the straggler
-LAST_FRACTION = 0.95  # the same, for ranks that do not look first
+STUCK_FRACTION = 0.85  # a rank that is in one phase for longer looks for the straggler
+LAST_FRACTION = 0.95  # the same, for ranks other than the `FIRST_READERS`
 FIRST_READERS = 16  # ranks that look for the straggler first
 DISK_PHASES = ("load", "save")  # as slow as the disk; they have a limit of their own
 LOST_ANOTHER = "lost another"  # the reason of ranks that leave because another one was lost

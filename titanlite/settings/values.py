@@ -48,7 +48,8 @@ def build_dataclass(
 ) -> tuple[Any, list[ConfigError]]:
     """Build the dataclass that a table describes; returns it with every problem of the table.
 
-    A key with a problem gets its default, so that rules about other keys can still be checked.
+    A key with a problem gets its default, or None if it has no default, so that rules about other
+    keys can still be checked.
     `moved` maps the name of a key or section of another version ("training.seed", "old_section") to
     a sentence that names its replacement. `key_list` is where users find all keys, for messages.
     """
@@ -124,14 +125,14 @@ class DataclassBuilder:
             problem = f"{key} = {format_value(given)}: unknown key."
             otherwise = f"See {self._key_list} for every key."
         fix = f"Did you mean {similar[0]}?" if similar else otherwise
-        if self._is_entry:  # a table that is a value: the list of keys does not have its keys
+        if self._is_entry:  # a table inside of a value: `key_list` does not show its keys
             fix = f"{fix} " if similar else ""
             fix += f"Allowed keys: {', '.join(hints)}."
         return ConfigError(problem, fix=fix, keys=(key,))
 
 
 def _describe_refusal(name: str, with_value: str, refusal: ValueRefused) -> list[str]:
-    """Each problem of a value after its name; problems of its entries name them, not the value."""
+    """One text per problem: the name and the value, or the name and the entry with the problem."""
     if isinstance(refusal, EntriesRefused):
         return [f"{name}, {problem}" for problem in refusal.problems]
     return [f"{with_value}: {refusal}"]
@@ -240,7 +241,7 @@ def _parse_list(text: str, hint: Any) -> Any:
 
 
 def _convert_dict(given: Any, hint: Any, item_hint: Any) -> dict[str, Any]:
-    """A table whose keys are free, such as the names of sources."""
+    """A table with any keys, such as the names of sources."""
     if not isinstance(given, dict):
         raise ValueRefused(f"must be {describe_type(hint)}.")
     values: dict[str, Any] = {}

@@ -1,4 +1,4 @@
-"""Measurements that a step makes itself, in every N-th step."""
+"""Periodic actions for meters that measure inside of a step, in every N-th step."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from titanlite.training.periodic import PeriodicAction, StepInfo
 
 
 class StepMeter(Protocol):
-    """Something that measures one step."""
+    """A meter that is armed before a step, and measures while the step runs."""
 
     def arm(self) -> None:
         """Measure the next step."""
@@ -31,7 +31,7 @@ def measure_steps(
             meter.arm()
 
     def start_again(step: int) -> None:
-        meter.take()  # of the step that is taken back
+        meter.take()  # discard what it measured in a step that was rolled back
         arm_if_next(step)
 
     def run(info: StepInfo) -> None:

@@ -19,7 +19,7 @@ def record_source_losses(
 ) -> PeriodicAction:
     """Write the event `source_losses` every `freq` steps, and after the last one.
 
-    `shares(ranges)`: how much of each source the positions of some ranges have.
+    `shares(ranges)` returns the share of each source in the positions of `ranges`.
     """
 
     def write(info: StepInfo) -> None:

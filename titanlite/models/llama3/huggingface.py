@@ -24,7 +24,7 @@ NAMES = {
     "layers.*.feed_forward.w2.weight": "model.layers.*.mlp.down_proj.weight",
     "norm.weight": "model.norm.weight",
     "output.weight": "lm_head.weight",
-}  # the values are the same: rotary pairs are (i, i + K/2) in both
+}  # the tensors are equal, without a permutation: rotary pairs are (i, i + K/2) in both
 
 CONFIG_KEYS = {  # field of Llama3Sizes -> key of config.json
     "dim": "hidden_size",
@@ -87,7 +87,7 @@ def from_config(config: Mapping[str, Any]) -> Llama3Sizes:
 
     Missing keys have LlamaConfig's defaults, except the sizes that every model chooses: `dim`,
     `n_layers`, `n_heads`, `hidden_dim` and `vocab_size` are required. Raises a CheckpointError that
-    lists every key whose value is missing or not implemented by this model.
+    lists every key whose value is missing, not implemented by this model or contradicts others.
     """
     stated = {key: value for key, value in config.items() if value is not None}
     # transformers 5 also prefers rope_scaling

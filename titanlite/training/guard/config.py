@@ -36,11 +36,11 @@ class GuardConfig:
     # a violating step has other bits
 
     rollback_steps: Positive = 100
-    # steps on each side of the trouble that the first roll-back passes over; each further one for
-    # the same trouble passes over twice as many
+    # the window of the first roll-back: as many steps before and after the violating step; twice as
+    # many for each further roll-back for the same trouble
     rollback_lr_factor: Annotated[float, Range(0, 0.99)] = 0.0
-    # 0: skip these samples; otherwise train on them with the learning rate multiplied by this, once
-    # for each roll-back for the same trouble
+    # 0: skip the samples of the window; otherwise train on them, with the learning rate multiplied
+    # by this once for each roll-back for the same trouble
     rollback_tries: Annotated[int, Range(1, 10)] = 3
     # roll-backs for the same trouble, after which the run ends with exit code 3
 
@@ -71,8 +71,8 @@ def check_guard_config(config: GuardConfig, in_backward: bool) -> Iterator[Confi
     """
     if config.spike != "off" and not config.enabled:
         yield ConfigError(
-            f'guard.spike = "{config.spike}": guard.nonfinite = "off", but where spikes are'
-            " violations, inf and NaN are, too.",
+            f'guard.spike = "{config.spike}": guard.nonfinite = "off", but a run that is checked'
+            " for spikes must be checked for inf and NaN, too.",
             fix='Set guard.nonfinite = "skip", or guard.spike = "off".',
             keys=("guard.spike", "guard.nonfinite"),
         )
@@ -87,7 +87,7 @@ def check_guard_config(config: GuardConfig, in_backward: bool) -> Iterator[Confi
         yield ConfigError(
             "guard.max_violations = 1: the run would end at the first violation, and never roll"
             " back.",
-            fix='Set guard.max_violations = 2 or more, or no policy to "rollback".',
+            fix='Set guard.max_violations = 2 or more, or use "skip" instead of "rollback".',
             keys=("guard.max_violations",),
         )
     if in_backward and config.spike != "off":

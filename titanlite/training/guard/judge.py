@@ -67,7 +67,7 @@ class StepJudge:
         return accept
 
     def resume(self) -> None:
-        """Judge the following steps by themselves again."""
+        """Judge each of the following steps on its own again, after a rejected one was handled."""
         self._accepting = torch.ones_like(self._accepting)
 
     def accept(self, loss: Tensor, grad_norm: Tensor) -> Tensor:
@@ -95,7 +95,7 @@ class StepJudge:
         return {"history": self.history.state(), "window": window}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Restore what `state` returned; raises an exception of any kind for others."""
+        """Restore what `state` returned; raises some exception if that is not valid."""
         history = History(**state["history"])
         counts = (history.last_step, history.in_a_row, *history.hardware_faults.values())
         if not all(type(count) is int for count in counts) or len(state["window"]) != 2:
