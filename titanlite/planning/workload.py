@@ -1,7 +1,7 @@
 """What one training step computes, and how it is divided over GPUs, as plain numbers.
 
-Memory and time are estimated from a `Workload`. It is made from a job of titanlite, or from a row of
-published measurements, whose model and framework titanlite need not have.
+Memory and time are estimated from a `Workload`. It is made from a job of titanlite, or from a row
+of published measurements, whose model and framework titanlite need not have.
 """
 
 from __future__ import annotations
