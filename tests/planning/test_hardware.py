@@ -59,6 +59,7 @@ def test_a_ring_is_as_fast_as_the_slowest_link_that_it_crosses():
     assert dgx.bandwidth(8, 8) == 50e9  # one card in each of eight servers
     assert dgx.bandwidth(4, 4) == 100e9  # two cards in each of two
     assert rack.bandwidth(64, 1) == 900e9
+    assert rack.bandwidth(144, 1) == 900e9  # 72 network cards, but links of 900 GB/s
     assert not rack.crosses_network(8, 8)
 
 

@@ -66,6 +66,7 @@ class Machine:
     link_domain: int  # GPUs that reach each other over NVLink, or the bus of the server
     link_gb_per_s: float
     network_gbit_per_s: float
+    host_gb_per_s: float = 64.0  # of one GPU, to the memory of the host: PCIe 5.0 x16
     watts: float | None = None  # of the server, divided by its GPUs
     dollars_per_hour: float | None = None  # of one GPU
     price_source: str = ""
@@ -160,7 +161,7 @@ def measure_cpu(processes: int, seconds: float = 0.25) -> Cluster:
     gb_per_s = copied / best / 1e9
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     gpu = Gpu("CPU", peaks, memory / processes, gb_per_s, source="measured on this machine")
-    return Cluster(gpu, Machine("CPU", processes, processes, gb_per_s / 2, 10.0), processes)
+    return Cluster(gpu, Machine("CPU", processes, processes, gb_per_s / 2, 10.0, gb_per_s), processes)
 
 
 def cluster_names(hardware: Path | None = None) -> list[str]:
