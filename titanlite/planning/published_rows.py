@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from importlib.resources import files
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from titanlite.errors import UserError
 from titanlite.files import parse_toml
@@ -48,33 +48,37 @@ class FrameworkFacts:
     """What a framework does in all of its published runs."""
 
     fused: bool  # norms, activations and position embeddings in few kernels
-    flash: bool
+    attention: Literal["stored", "flash2", "native"]
     sharded: Any = "optimizer"
     overlap: Overlap = Overlap()
     gradient_bytes: float = 4
-    dp_rows_only: bool = False
+    blocking_launches: bool = False
 
 
-MEGATRON_ZERO = FrameworkFacts(False, False, "nothing", Overlap(data=False))
+MEGATRON_ZERO = FrameworkFacts(False, "stored", "nothing", Overlap(data=False))
 # The first that a framework's name starts with.
 FRAMEWORKS = {
     # arXiv 2104.04473: no overlap of gradients; fused softmax, bias and GELU (section 4.2)
     "Megatron-LM 2021": MEGATRON_ZERO,
     "Megatron-LM 2022": MEGATRON_ZERO,
     # arXiv 2201.11990, and bigscience's fork: DeepSpeed's pipeline reduces after the last backward
+    # BLOOM ran with CUDA_LAUNCH_BLOCKING=1, against hangs (chronicles-prequel.md)
+    "Megatron-DeepSpeed (ZeRO-1": replace(
+        MEGATRON_ZERO, sharded="optimizer", blocking_launches=True
+    ),
     "Megatron-DeepSpeed": replace(MEGATRON_ZERO, sharded="optimizer"),
     # SimuMax docs/b200/b200_real_repro_guide.md: overlap is switched off
-    "Megatron-LM 0.14": FrameworkFacts(True, True, overlap=Overlap(data=False)),
-    "Megatron-Core": FrameworkFacts(True, True),
+    "Megatron-LM 0.14": FrameworkFacts(True, "native", overlap=Overlap(data=False)),
+    "Megatron-Core": FrameworkFacts(True, "native"),
     # performance recipes: tp_comm_overlap, overlap_grad_reduce, overlap_param_gather and overlapped
     # transfers of the interleaved schedule (Megatron-Bridge docs/performance-guide.md)
-    "Megatron-Bridge": FrameworkFacts(True, True, overlap=Overlap(tensor=True, pipeline=True)),
-    "NeMo 24": FrameworkFacts(True, True, overlap=Overlap(tensor=True, pipeline=True)),
-    "NeMo AutoModel": FrameworkFacts(True, True, "parameters"),
+    "Megatron-Bridge": FrameworkFacts(True, "native", overlap=Overlap(tensor=True, pipeline=True)),
+    "NeMo 24": FrameworkFacts(True, "native", overlap=Overlap(tensor=True, pipeline=True)),
+    "NeMo AutoModel": FrameworkFacts(True, "native", "parameters"),
     # PyTorch eager, FSDP1 with mixed_precision PURE: gradients are reduced in bf16
-    "llm-foundry": FrameworkFacts(False, True, "parameters", gradient_bytes=2),
-    "torchtitan": FrameworkFacts(True, True, "parameters"),
-    "nanotron": FrameworkFacts(False, True, "optimizer", Overlap(data=True)),
+    "llm-foundry": FrameworkFacts(False, "flash2", "parameters", gradient_bytes=2),
+    "torchtitan": FrameworkFacts(True, "flash2", "parameters"),
+    "nanotron": FrameworkFacts(False, "flash2", "optimizer", Overlap(data=True)),
 }
 
 # a part of the cell `hardware` in lower case, and the machine; the first that matches
@@ -145,7 +149,9 @@ def _read_row(row: Row) -> PublishedRun:
         numerics,
         recompute,
         compiled=facts.fused and not eager,
-        fused_attention=facts.flash,
+        fused_attention=facts.attention != "stored",
+        attention_kernel="flash2" if facts.attention == "flash2" else "native",
+        blocking_launches=facts.blocking_launches,
         overlap=overlap,
     )
     return PublishedRun(workload, cluster, notes)
@@ -300,6 +306,7 @@ def _numerics_of(row: Row, facts: FrameworkFacts, layout: Layout) -> Numerics:
         matmuls=precision,
         gradient_bytes=facts.gradient_bytes,
         float8_gather=torchtitan_float8 and "rowwise" not in row["precision"],
+        float8_rowwise="rowwise" in row["precision"],
     )
 
 
