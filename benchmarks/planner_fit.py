@@ -112,7 +112,9 @@ def kind_of(measured: Measured) -> str:
     """dense bf16, dense fp8, … or MoE."""
     if measured.moe:
         return "MoE"
-    return {"bfloat16": "bf16", "float8": "fp8", "float4": "fp4"}[measured.workload.numerics.matmuls]
+    return {"bfloat16": "bf16", "float8": "fp8", "float4": "fp4"}[
+        measured.workload.numerics.matmuls
+    ]
 
 
 LIKE = {"B300": "B200", "H100-PCIe": "H100"}  # types without dense rows take another's set

@@ -187,9 +187,7 @@ def _rank_parameters(workload: Workload) -> float:
     return (others + experts / layout.expert) / layout.tensor / layout.pipeline
 
 
-def _gradient_seconds(
-    workload: Workload, case: BlockCase, busiest: Passes
-) -> tuple[float, float]:
+def _gradient_seconds(workload: Workload, case: BlockCase, busiest: Passes) -> tuple[float, float]:
     """Exposed communication of gradients, and of parameters after the step: once per step.
 
     Overlapped, it runs during the last micro-batch's backward and the first one's forward, except
