@@ -37,6 +37,7 @@ class PublishedRun(NamedTuple):
     workload: Workload
     cluster: Cluster
     notes: list[str]
+    untimed: str = ""  # why its seconds cannot be compared; its memory can
 
 
 class MissingFact(Exception):
@@ -154,7 +155,9 @@ def _read_row(row: Row) -> PublishedRun:
         blocking_launches=facts.blocking_launches,
         overlap=overlap,
     )
-    return PublishedRun(workload, cluster, notes)
+    slow = "slow (network)" in note and layout.gpus > cluster.machine.link_domain
+    untimed = "only memory: the network of this run was slow" if slow else ""
+    return PublishedRun(workload, cluster, notes, untimed)
 
 
 def _facts_of(row: Row) -> FrameworkFacts:

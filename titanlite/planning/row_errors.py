@@ -205,7 +205,7 @@ def error_table(predictions: Sequence[Prediction]) -> str:
         for found in rank_layouts(predictions)
     ]
     refused = Counter(
-        re.sub(r" of .* is not modelled", " is not modelled", prediction.note)
+        re.sub(r" of .* is not modelled", " is not modelled", prediction.note.split("; ")[-1])
         for prediction in predictions
         if prediction.step is None
     )

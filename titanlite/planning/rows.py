@@ -87,10 +87,11 @@ def predict_rows(
         if isinstance(run, str):
             predictions.append(Prediction(row, None, run))
             continue
-        workload, cluster, notes = run
-        step = estimate_step(workload, cluster, (sets or {}).get(cluster.gpu.name))
+        workload, cluster, notes, untimed = run
+        efficiency = (sets or {}).get(cluster.gpu.name)
+        step = None if untimed else estimate_step(workload, cluster, efficiency)
         estimated = memory(workload, cluster) if memory else None
-        note = "; ".join(notes)
+        note = "; ".join([*notes, *filter(None, [untimed])])
         predictions.append(Prediction(row, step, note, workload, cluster, estimated))
     return predictions
 
