@@ -66,11 +66,12 @@ class BlockCase:
     model: ModelShape
     layout: tuple[int, int, int, int]  # ranks: tensor, context, expert; 1 if sequence parallel
     micro_batch: int
-    accumulates: bool  # gradients of several micro-batches
+    accumulates: bool  # unsharded gradients of several micro-batches
     seq_len: int
     numerics: Numerics
     recompute: Recompute
     recompute_every: int
+    stored_activations: float
     compiled: bool
     fused_attention: bool
     attention_kernel: str
@@ -93,11 +94,14 @@ def block_case(workload: Workload, kernels: KernelTimes, collectives: Collective
         workload.model,
         (layout.tensor, layout.context, layout.expert, int(sequence_parallel)),
         layout.micro_batch,
-        layout.n_microbatches > 1,
+        layout.n_microbatches > 1 and not (
+            layout.sharded == "parameters" and layout.reduce_every_microbatch
+        ),
         workload.seq_len,
         workload.numerics,
         workload.recompute,
         workload.recompute_every,
+        workload.stored_activations,
         workload.compiled,
         workload.fused_attention,
         workload.attention_kernel,
@@ -126,6 +130,8 @@ def _recomputed(case: BlockCase, passes: Passes, attention: Passes) -> Seconds:
         return Seconds().plus(passes.forward, 1 / max(1, case.recompute_every))
     if case.recompute == "attention":
         return attention.forward
+    if case.recompute == "memory_budget":
+        return Seconds().plus(passes.forward, 1 - case.stored_activations)
     if case.recompute == "per_operation":  # every second matmul, and what is memory-bound
         forward = passes.forward
         return Seconds(matmul=forward.matmul / 2, memory=forward.memory, tensor=forward.tensor / 2)

@@ -52,7 +52,7 @@ class FrameworkFacts:
     attention: Literal["stored", "flash2", "native"]
     sharded: Any = "optimizer"
     overlap: Overlap = Overlap()
-    gradient_bytes: float = 4
+    reduce_bytes: float = 4
     blocking_launches: bool = False
 
 
@@ -77,7 +77,7 @@ FRAMEWORKS = {
     "NeMo 24": FrameworkFacts(True, "native", overlap=Overlap(tensor=True, pipeline=True)),
     "NeMo AutoModel": FrameworkFacts(True, "native", "parameters"),
     # PyTorch eager, FSDP1 with mixed_precision PURE: gradients are reduced in bf16
-    "llm-foundry": FrameworkFacts(False, "flash2", "parameters", gradient_bytes=2),
+    "llm-foundry": FrameworkFacts(False, "flash2", "parameters", reduce_bytes=2),
     "torchtitan": FrameworkFacts(True, "flash2", "parameters"),
     "nanotron": FrameworkFacts(False, "flash2", "optimizer", Overlap(data=True)),
 }
@@ -307,7 +307,7 @@ def _numerics_of(row: Row, facts: FrameworkFacts, layout: Layout) -> Numerics:
     torchtitan_float8 = precision == "float8" and row["framework"].startswith("torchtitan")
     return Numerics(
         matmuls=precision,
-        gradient_bytes=facts.gradient_bytes,
+        reduce_bytes=facts.reduce_bytes,
         float8_gather=torchtitan_float8 and "rowwise" not in row["precision"],
         float8_rowwise="rowwise" in row["precision"],
     )
