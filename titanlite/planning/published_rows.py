@@ -49,7 +49,7 @@ class FrameworkFacts:
     """What a framework does in all of its published runs."""
 
     fused: bool  # norms, activations and position embeddings in few kernels
-    attention: Literal["stored", "flash2", "native"]
+    attention: Literal["stored", "flash1", "flash2", "native"]
     sharded: Any = "optimizer"
     overlap: Overlap = Overlap()
     reduce_bytes: float = 4
@@ -77,7 +77,8 @@ FRAMEWORKS = {
     "NeMo 24": FrameworkFacts(True, "native", overlap=Overlap(tensor=True, pipeline=True)),
     "NeMo AutoModel": FrameworkFacts(True, "native", "parameters"),
     # PyTorch eager, FSDP1 with mixed_precision PURE: gradients are reduced in bf16
-    "llm-foundry": FrameworkFacts(False, "flash2", "parameters", reduce_bytes=2),
+    # and its recipes of 2023 have attn_impl: triton (scripts/train/yamls/pretrain)
+    "llm-foundry": FrameworkFacts(False, "flash1", "parameters", reduce_bytes=2),
     "torchtitan": FrameworkFacts(True, "flash2", "parameters"),
     "nanotron": FrameworkFacts(False, "flash2", "optimizer", Overlap(data=True)),
 }
@@ -151,7 +152,7 @@ def _read_row(row: Row) -> PublishedRun:
         recompute,
         compiled=facts.fused and not eager,
         fused_attention=facts.attention != "stored",
-        attention_kernel="flash2" if facts.attention == "flash2" else "native",
+        attention_kernel="native" if facts.attention == "stored" else facts.attention,
         blocking_launches=facts.blocking_launches,
         overlap=overlap,
     )
