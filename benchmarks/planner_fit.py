@@ -27,7 +27,7 @@ from titanlite.planning.workload import Workload
 RUNS = Path(__file__).parent / "published_runs.csv"
 TOML = Path(__file__).parents[1] / "titanlite" / "planning" / "efficiency.toml"
 PRIOR = Efficiency(
-    matmul=0.65, attention=0.5, memory=0.75, link=0.75, network=0.75, float8=0.55, float4=0.45
+    matmul=0.65, attention=0.55, memory=0.75, link=0.75, network=0.75, float8=0.55, float4=0.45
 )
 PRIOR_WEIGHT = 0.5  # rows that each number's distance from the prior counts as, in ln units x 10
 UPPER = {"link": 0.85, "network": 0.95}

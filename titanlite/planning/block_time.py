@@ -8,7 +8,14 @@ from typing import NamedTuple
 
 from titanlite.planning.collective_time import CollectiveTimes
 from titanlite.planning.kernel_time import BACKWARD_ATTENTION, KERNEL_S, KernelTimes
-from titanlite.planning.workload import Layout, ModelShape, Numerics, Recompute, Workload
+from titanlite.planning.workload import (
+    Layout,
+    MatmulPrecision,
+    ModelShape,
+    Numerics,
+    Recompute,
+    Workload,
+)
 
 KERNELS = {True: 12, False: 40}  # of a block forward, compiled or eager; backward has twice as many
 TENSOR_HIDDEN = 0.5
@@ -84,6 +91,11 @@ class BlockCase:
     def tokens(self) -> float:
         """Of a micro-batch on one context rank."""
         return self.micro_batch * self.seq_len / self.layout[1]
+
+    @property
+    def unquantized(self) -> MatmulPrecision:
+        """The precision of attention and of the output layer."""
+        return "float32" if self.numerics.matmuls == "float32" else "bfloat16"
 
 
 def block_case(workload: Workload, kernels: KernelTimes, collectives: CollectiveTimes) -> BlockCase:
@@ -184,10 +196,8 @@ def _attention(case: BlockCase) -> Passes:
     heads = model.n_heads / tensor
     if case.fused_attention:
         width = heads * model.head_dim
-        seconds = kernels.flash_attention(
-            batch, case.seq_len, width, model.head_dim, case.attention_kernel
-        )
-        seconds /= context
+        flops = kernels.flash_flops(batch, case.seq_len, width, model.head_dim) / context
+        seconds = flops / kernels.attention_rate(case.attention_kernel, case.unquantized)
         passes = Passes(Seconds(attention=seconds), Seconds(attention=seconds * BACKWARD_ATTENTION))
     else:
         seconds, forward, backward = kernels.stored_attention(
@@ -313,9 +323,10 @@ def output_passes(case: BlockCase) -> Passes:
     model, tensor = case.model, case.layout[0]
     vocabulary = model.vocab_size / tensor
     kernels = case.kernels
-    forward = kernels.matmul(case.tokens, model.dim, vocabulary, "bfloat16")
-    backward = kernels.matmul(case.tokens, vocabulary, model.dim, "bfloat16")
-    backward += kernels.matmul(model.dim, case.tokens, vocabulary, "bfloat16")
+    precision = case.unquantized
+    forward = kernels.matmul(case.tokens, model.dim, vocabulary, precision)
+    backward = kernels.matmul(case.tokens, vocabulary, model.dim, precision)
+    backward += kernels.matmul(model.dim, case.tokens, vocabulary, precision)
     logits = case.tokens * vocabulary
     read = (4, 6) if case.compiled else (16, 14)
     passes = Passes(

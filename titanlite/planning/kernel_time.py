@@ -54,16 +54,21 @@ class KernelTimes:
         """Seconds to read and write `bytes_moved` bytes."""
         return bytes_moved / (self.gpu.memory_gb_per_s * 1e9 * self.efficiency.memory)
 
-    def flash_attention(
-        self, sequences: float, length: float, width: float, head: int, kernel: str
-    ) -> float:
-        """Seconds of causal attention, forward; `width` is that of all heads of this rank."""
+    def flash_flops(self, sequences: float, length: float, width: float, head: int) -> float:
+        """FLOPs of causal attention, forward, as if heads were 128 wide and the sequence long.
+
+        `width` is that of all heads of this rank.
+        """
         flops = 2 * sequences * length * (length + FULL_SEQUENCE) * width
         by_head = head / (head + HALF_HEAD) * (128 + HALF_HEAD) / 128
-        rate = self.gpu.peak_flops("bfloat16") * self.efficiency.attention * min(1.0, by_head)
+        return flops / min(1.0, by_head)
+
+    def attention_rate(self, kernel: str, precision: MatmulPrecision) -> float:
+        """FLOP/s of attention on long sequences with heads of 128."""
+        rate = self.gpu.peak_flops(precision) * self.efficiency.attention
         if kernel != "native":
             rate *= self.gpu.flash2_rate * (FLASH1_RATE if kernel == "flash1" else 1.0)
-        return KERNEL_S + flops / rate
+        return rate
 
     def stored_attention(
         self, sequences: float, length: float, heads: float, head: int
