@@ -40,9 +40,12 @@ def prepare() -> None:
     """The bytes of this repository's pages as a corpus."""
     if CORPUS.exists():
         return
-    command = [sys.executable, "scripts/prepare_data.py", "docs", "--tokenizer", "bytes"]
-    command += ["--out", str(CORPUS)]
-    subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
+    pages = [page.read_text(encoding="utf-8") for page in sorted(ROOT.glob("docs/**/*.md"))]
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "pages.txt").write_text("\n".join(pages), encoding="utf-8")
+        command = [sys.executable, "scripts/prepare_data.py", folder, "--tokenizer", "bytes"]
+        command += ["--out", str(CORPUS), "--validation-share", "0"]
+        subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
 
 
 def train(arguments: list[str], processes: int, folder: Path, steps: int) -> float:
@@ -52,7 +55,7 @@ def train(arguments: list[str], processes: int, folder: Path, steps: int) -> flo
         command += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
     command += [
         "train.py", "--model.flavor", "quickstart", "--training.steps", str(steps),
-        "--data.tokenizer", "bytes", "--data.sources", f'[{{name="text", path="{CORPUS}"}}]',
+        "--data.tokenizer", "bytes", "--data.sources", f'[{{name="text", path="{CORPUS}/train"}}]',
         "--job.dump_folder", str(folder), "--job.device", "cpu", "--metrics.log_freq", "1",
         "--training.local_batch_size", "8", "--training.seq_len", "256",
         "--training.mixed_precision_param", "float32", "--activation_checkpoint.mode", "none",
