@@ -38,7 +38,7 @@ CORPUS = ROOT / "outputs" / "planner_cpu"
 
 def prepare() -> None:
     """The bytes of this repository's pages as a corpus."""
-    if CORPUS.exists():
+    if (CORPUS / "train").exists():
         return
     pages = [page.read_text(encoding="utf-8") for page in sorted(ROOT.glob("docs/**/*.md"))]
     with tempfile.TemporaryDirectory() as folder:
