@@ -16,6 +16,7 @@ import resource
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 from titanlite.planning.calibrate import read_measured_run
@@ -63,7 +64,7 @@ def train(arguments: list[str], processes: int, folder: Path, steps: int) -> flo
     ]  # fmt: skip
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    subprocess.run(command, cwd=ROOT, env=environment, check=True, stdout=subprocess.DEVNULL)
+    subprocess.run(command, cwd=ROOT, env=environment, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     return (after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime) / processes
 
@@ -86,12 +87,14 @@ def main() -> None:
                 with tempfile.TemporaryDirectory() as folder:
                     total -= train(settings, processes, Path(folder), 2)
                 run = dataclasses.replace(run, seconds=total / (arguments.steps - 2))
-            cluster = measure_cpu(processes, seconds=1.0)
+            clock = time.process_time if arguments.cpu_time else time.perf_counter
+            cluster = measure_cpu(processes, 1.0, clock)
             step = estimate_step(run.workload, cluster)
             predicted, measured = step.total * 1e3, run.seconds * 1e3
             print(
                 f"| {name} | {processes} | {predicted:.0f} | {measured:.0f}"
-                f" | {predicted / measured - 1:+.0%} |"
+                f" | {predicted / measured - 1:+.0%} |",
+                flush=True,
             )
 
 
