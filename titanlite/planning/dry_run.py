@@ -23,7 +23,7 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.tensor import DTensor
 
 from titanlite import parallelize as parallelize_package
-from titanlite.distributed.mesh import DIMENSIONS, build_mesh, coordinates_of
+from titanlite.distributed.mesh import DIMENSIONS, Mesh, build_mesh, coordinates_of
 from titanlite.errors import ConfigError
 from titanlite.job import Job
 from titanlite.job.build import build_state, build_step_settings
@@ -213,7 +213,9 @@ class _RankRun:
         """The dimensions of the mesh in which the ranks of a group differ."""
         ranks = dist.get_process_group_ranks(group)
         coordinates = [coordinates_of(rank, self._job.degrees) for rank in ranks]
-        varying = [d.name for d in DIMENSIONS if len({place[d.name] for place in coordinates}) > 1]
+        varying = [
+            d.name for d in DIMENSIONS if len({place[d.name] for place in coordinates}) > 1
+        ]
         return " x ".join(varying) or "one rank"
 
 
