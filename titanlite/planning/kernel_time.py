@@ -59,6 +59,8 @@ class KernelTimes:
 
         `width` is that of all heads of this rank.
         """
+        if self.gpu.multiprocessors == 1:  # a CPU process: its rate is that of short sequences
+            return 2 * sequences * length * length * width
         flops = 2 * sequences * length * (length + FULL_SEQUENCE) * width
         by_head = head / (head + HALF_HEAD) * (128 + HALF_HEAD) / 128
         return flops / min(1.0, by_head)

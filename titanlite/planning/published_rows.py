@@ -279,9 +279,8 @@ def _row_recompute(row: Row, notes: list[str]) -> Recompute:
             return "full"
         notes.append("recomputation is not published: none assumed")
         return "none"
-    if cell.startswith("torchtitan") or "per-op" in cell:
-        return "per_operation"
-    if cell == "selective":  # torchtitan's default option is "op"
+    of_torchtitan = row["framework"].startswith("torchtitan")  # whose default option is "op"
+    if "per-op" in cell or (cell == "selective" and of_torchtitan):
         return "per_operation"
     if cell.startswith("selective"):
         return "attention"
