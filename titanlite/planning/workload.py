@@ -9,9 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-Recompute = Literal["none", "selective", "per_operation", "attention", "full"]
-# "selective": every k-th block; "attention": the core attention of every block (Megatron's
-# selective recomputation)
+Recompute = Literal["none", "selective", "per_operation", "attention", "full", "memory_budget"]
+# "selective": every k-th block; "per_operation": all operations but attention and every second
+# matmul; "attention": the core attention of every block (Megatron's selective recomputation);
+# "memory_budget": the compiler stores the fraction `stored_activations`
 MatmulPrecision = Literal["float32", "bfloat16", "float8", "float4"]
 
 
@@ -42,6 +43,7 @@ class ModelShape:
     tied_embeddings: bool = False
     positions: int = 0  # rows of a learned position embedding
     biases: bool = False  # linear layers and norms have biases
+    qk_norm: bool = False  # a norm on every query and key head
     experts: Experts | None = None
 
 
@@ -63,6 +65,10 @@ class Layout:
     stages_per_rank: int = 1
     micro_batch: int = 1  # sequences
     n_microbatches: int = 1  # of a data-parallel rank in one step
+    runs: int = 1  # of the pipeline schedule in one step, each with its share of the micro-batches
+    reduce_every_microbatch: bool = True  # gradients are reduced in every run, not in the last only
+    stage_blocks: tuple[int, ...] = ()  # of each stage, in model order; empty: as equal as possible
+    stage_ranks: tuple[int, ...] = ()  # pipeline rank of each stage; empty: as the schedule says
 
     @property
     def gpus(self) -> int:
@@ -75,6 +81,15 @@ class Layout:
 
 
 @dataclass(frozen=True)
+class Overlap:
+    """Which communication runs while the GPU computes; FSDP's always does."""
+
+    tensor: bool = False  # asynchronous tensor parallelism: matmuls in chunks
+    data: bool = True  # gradients of the last micro-batch, and parameters of the first
+    pipeline: bool = False  # transfers between stages
+
+
+@dataclass(frozen=True)
 class Numerics:
     """Bytes per element, and the precision of matmuls."""
 
@@ -84,7 +99,9 @@ class Numerics:
     gradient_bytes: float = 4
     state_bytes: float = 8  # of the optimizer, per parameter element
     activation_bytes: float = 2
-    float8_gather: bool = False
+    reduce_bytes: float = 4  # gradients while they are reduced
+    float8_gather: bool = False  # parameters and activations are gathered in float8
+    float8_rowwise: bool = False  # a scale for each row, so that both layouts are quantized alone
 
 
 @dataclass(frozen=True)
@@ -97,8 +114,16 @@ class Workload:
     numerics: Numerics = field(default_factory=Numerics)
     recompute: Recompute = "none"
     recompute_every: int = 1  # under "selective": every k-th block
+    stored_activations: float = 1.0  # fraction, under "memory_budget"
     loss_chunk_tokens: int = 0  # 0: the logits of a micro-batch at once
     compiled: bool = True
     fused_attention: bool = True  # does not store the attention matrix
+    attention_kernel: Literal["flash1", "flash2", "native"] = "native"
+    # FlashAttention, also its Triton version; FlashAttention-2, written for Ampere; or the kernel
+    # of the GPU's generation (cuDNN, FA3, FA4)
     offload_activations: bool = False
     offload_optimizer: bool = False
+    offload_parameters: bool = False  # and gradients and optimizer states
+    blocking_launches: bool = False  # CUDA_LAUNCH_BLOCKING=1: the host's time is not hidden
+    overlap: Overlap = field(default_factory=Overlap)
+    checkpoint_interval: int = 0  # steps; the copy to the host stops training. 0: none
