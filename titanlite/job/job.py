@@ -241,9 +241,8 @@ class Job:
 
     def as_toml(self) -> str:
         """The effective configuration as a TOML that `read_job` accepts."""
-        section = dataclasses.replace(
-            self.config.job, config_file=None, print_config=False, check=False, check_ranks=None
-        )
+        unset = {"config_file": None, "print_config": False, "check": False, "check_ranks": None}
+        section = dataclasses.replace(self.config.job, dry_run=False, **unset)
         return to_toml(dataclasses.replace(self.config, job=section))
 
 
@@ -256,7 +255,7 @@ def read_job(argv: Sequence[str], world_size: int, *, check_environment: bool = 
     refused_keys = {key for problem in refused for key in problem.keys}
     world_size = config.job.check_ranks or world_size
     problems = list(checks.check_config(config, world_size))
-    if check_environment:
+    if check_environment and not config.job.dry_run:  # which reads no data and uses no device
         problems += environment.check_environment(config)
     # A refused key has its default value now, so further problems of that key mean nothing.
     raise_together([*refused, *(p for p in problems if not refused_keys.intersection(p.keys))])

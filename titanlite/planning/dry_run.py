@@ -213,9 +213,7 @@ class _RankRun:
         """The dimensions of the mesh in which the ranks of a group differ."""
         ranks = dist.get_process_group_ranks(group)
         coordinates = [coordinates_of(rank, self._job.degrees) for rank in ranks]
-        varying = [
-            d.name for d in DIMENSIONS if len({place[d.name] for place in coordinates}) > 1
-        ]
+        varying = [d.name for d in DIMENSIONS if len({place[d.name] for place in coordinates}) > 1]
         return " x ".join(varying) or "one rank"
 
 

@@ -34,6 +34,7 @@ def workload_of(job: Job) -> Workload:
         fused_attention=True,
         offload_activations=config.activation_checkpoint.offload,
         offload_optimizer=config.optimizer.offload or config.training.enable_cpu_offload,
+        step_in_backward=config.optimizer.early_step_in_backward,
         offload_parameters=config.training.enable_cpu_offload,
     )
 

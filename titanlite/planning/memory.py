@@ -37,6 +37,7 @@ class RankMemory:
     activations: float  # of all micro-batches in flight, and temporaries of backward
     logits: float  # and the other tensors of the loss
     received: float  # buffers that pipeline stages receive into
+    step_temporaries: float  # of the optimizer's step
     rest_gradients: float  # gradients after backward, which belong to `resting`
     at: str  # the point of the step
 
@@ -56,6 +57,7 @@ class RankMemory:
             + self.activations
             + self.logits
             + self.received
+            + self.step_temporaries
         )
 
 
@@ -88,6 +90,7 @@ class MemoryEstimate:
             "parameters gathered by FSDP": worst.gathered,
             "gradients that are not reduced yet": worst.unsharded_gradients,
             "pipeline receive buffers": worst.received,
+            "temporaries of the optimizer": worst.step_temporaries,
         }
         largest = max(parts, key=lambda name: parts[name])
         return f"pipeline rank {worst.rank}, {worst.at}: most are {largest}"
@@ -109,10 +112,12 @@ def estimate_memory(
     parts: ModelParts | None = None,
     stages: tuple[StageParts, ...] = (),
     on_cpu: bool = False,
+    step_temporaries: float = 0.0,
 ) -> MemoryEstimate:
     """The memory of every pipeline rank.
 
-    `parts` and `stages` default to those of `workload.model` and `workload.layout`.
+    `parts` and `stages` default to those of `workload.model` and `workload.layout`;
+    `step_temporaries` are bytes that the optimizer's step allocates and frees.
     """
     layout = workload.layout
     parts = parts or parts_of_shape(workload.model)
@@ -128,7 +133,7 @@ def estimate_memory(
         estimator = _RankEstimate(
             workload, parts, activations, [stages[stage] for stage in own], in_flight[rank]
         )
-        ranks.append(estimator.peak(rank))
+        ranks.append(estimator.peak(rank, step_temporaries))
     return MemoryEstimate(tuple(ranks))
 
 
@@ -179,9 +184,7 @@ def stages_in_flight(
     if ranks == 1:
         return (dict.fromkeys(range(stages), 1),)
     if schedule not in SCHEDULES:  # a file; at most as many as with 1F1B
-        return tuple(
-            {0: min(microbatches, ranks - rank)} for rank in range(ranks)
-        )
+        return tuple({0: min(microbatches, ranks - rank)} for rank in range(ranks))
     count = min(microbatches, max(MAX_SIMULATED_ROUNDS * ranks, ranks))
     if schedule in ("GPipe", "LoopedBFS"):
         own = stages // ranks
@@ -211,6 +214,17 @@ def _most_alive(actions, own: list[int]) -> dict[int, int]:
             if sum(alive.values()) > most:
                 most, at_most = sum(alive.values()), dict(alive)
     return at_most
+
+
+_VARYING = (
+    "gradients",
+    "gathered",
+    "unsharded_gradients",
+    "activations",
+    "logits",
+    "received",
+    "step_temporaries",
+)
 
 
 class _RankEstimate:
@@ -243,7 +257,11 @@ class _RankEstimate:
         total, experts = EMPTY, self.workload.model.experts
         dense = self._group(self.parts.dense_block) if experts else EMPTY
         for stage in self.stages:
-            few = max(0, min(stage.blocks, experts.dense_layers - stage.first_block)) if experts else 0
+            few = (
+                max(0, min(stage.blocks, experts.dense_layers - stage.first_block))
+                if experts
+                else 0
+            )
             total = total + self.block.times(stage.blocks - few) + dense.times(few)
             if stage.embedding or (stage.output and self.parts.tied and self.pipelined):
                 total = total + self.embedding
@@ -272,26 +290,40 @@ class _RankEstimate:
             0.0 if self.workload.offload_optimizer else optimizer,
         )
 
-    def peak(self, rank: int) -> RankMemory:
+    def peak(self, rank: int, step_temporaries: float) -> RankMemory:
         """The largest of the points of a step that can be the peak."""
         points = self._pipeline_points() if self.pipelined else self._points()
         parameters, gradients, state = self.resting()
+        at_step = {"gradients": gradients, "step_temporaries": step_temporaries}
+        if not self.layout.reshard_after_forward and self.pipelined:
+            at_step["gathered"] = 0.0
+        points.append(("in the optimizer's step", at_step))
         totals = []
         for at, values in points:
-            values = {"gradients": 0.0, "gathered": 0.0, "unsharded_gradients": 0.0,
-                      "activations": 0.0, "logits": 0.0, "received": 0.0, **values}
+            values = dict.fromkeys(_VARYING, 0.0) | values
             if self.layout.sharded in ("nothing", "optimizer"):  # they exist all the time
                 values |= {"gradients": gradients, "unsharded_gradients": 0.0, "gathered": 0.0}
             elif self.layout.sharded == "gradients":
                 values |= {"gathered": 0.0}
+            if self.workload.step_in_backward:  # of one group, as it is reduced
+                values["gradients"] = min(values["gradients"], self._largest_group_gradient())
             if self.workload.offload_parameters:
                 values["gradients"] = 0.0
             totals.append(
                 RankMemory(
-                    rank, parameters, optimizer_state=state, rest_gradients=gradients, at=at, **values
+                    rank,
+                    parameters,
+                    optimizer_state=state,
+                    rest_gradients=gradients,
+                    at=at,
+                    **values,
                 )
             )
         return max(totals, key=lambda memory: memory.total)
+
+    def _largest_group_gradient(self) -> float:
+        groups = (self.block, self.embedding, self.after)
+        return max(group.sharded for group in groups) * self.numerics.gradient_bytes
 
     def _loss(self) -> LossBytes:
         if not self.has_output:
@@ -300,13 +332,24 @@ class _RankEstimate:
         chunked = self.layout.sharded == "parameters"
         return loss_bytes(self.activations, output.gathered, chunked)
 
+    def _sharded(self) -> bool:
+        return self.layout.shard * self.layout.context > 1
+
+    def _embedding_gradient(self, compute: float) -> float:
+        """Bytes of the embedding's gradient, which DTensor computes for the whole vocabulary."""
+        if not self.has_embedding:
+            return 0.0
+        # on a CPU it is summed in fp32 first; see TokenEmbedding
+        size = compute + (4 if self.activations.on_cpu and compute < 4 else 0)
+        return self.embedding.gathered * self.layout.tensor * size
+
     def _points(self) -> list[tuple[str, dict[str, float]]]:
         """Points of a step without pipeline parallelism."""
         numerics, acts = self.numerics, self.activations
         compute, reduce = numerics.gathered_bytes, numerics.reduce_bytes
         block, after, embedding = self.block, self.after, self.embedding
         blocks = self.stages[0].blocks
-        saved = sum(acts.saved(number) for number in range(blocks))
+        saved = acts.alive(0, blocks)
         ends = acts.residual + acts.rope
         loss = self._loss()
         never = not self.layout.reshard_after_forward
@@ -318,7 +361,10 @@ class _RankEstimate:
         tied = self.parts.tied
         root = (embedding + after).gathered if tied else 0
         kept = root if tied else after.gathered
-        at_loss = everything if never else (kept + block.gathered) * compute
+        # FSDP2 frees the output of forward's last all-gather at its next all-gather
+        held = after.gathered * compute if self._sharded() and not tied else 0.0
+        at_backward = everything if never else kept * compute
+        at_loss = at_backward + held
         two = everything if never else (root + 2 * block.gathered) * compute
         grads_after = after.sharded * numerics.gradient_bytes
         points = [
@@ -337,18 +383,35 @@ class _RankEstimate:
                 {
                     "gradients": shards,
                     "unsharded_gradients": unsharded,
-                    "gathered": at_loss,
+                    "gathered": at_backward,
                     "activations": saved + ends,
                     "logits": loss.saved + loss.backward_temporaries,
                 },
             ),
+            (
+                "at the reduce-scatter of the output layer",
+                {
+                    "gradients": shards,
+                    "unsharded_gradients": unsharded
+                    + (
+                        0.0
+                        if tied
+                        else after.gathered * (compute + reduce) + after.sharded * reduce
+                    ),
+                    "gathered": everything if never else block.gathered * compute,
+                    "activations": saved + acts.rope + acts.residual,
+                },
+            ),
         ]
         # the reduce-scatter input of the group before is freed when the next group's begins
-        for number, at in ((blocks - 1, "in the backward of the last block"), (0, "in the backward of the first block")):
+        for number, at in (
+            (blocks - 1, "in the backward of the last block"),
+            (0, "in the backward of the first block"),
+        ):
             passed = blocks - 1 - number
             new = grads_after + passed * block.sharded * numerics.gradient_bytes
             before = (after.gathered if passed == 0 else block.gathered) * reduce
-            alive = sum(acts.saved(n) for n in range(number + 1)) + acts.rope
+            alive = acts.alive(0, number + 1) + acts.rope
             common = {
                 "gradients": shards if shards else new,
             }
@@ -374,21 +437,32 @@ class _RankEstimate:
                     },
                 ),
             ]
-        first = self.workload.layout.tensor if self.workload.layout.tensor > 1 else 1
-        gradient = embedding.gathered * first  # DTensor computes it for the whole vocabulary
-        points.append(
+        all_shards = self.all.sharded * numerics.gradient_bytes
+        root_reduce = embedding.gathered + (after.gathered if tied else 0)
+        points += [
             (
                 "in the backward of the embedding",
                 {
-                    "gradients": shards or self.all.sharded * numerics.gradient_bytes,
+                    "gradients": shards or all_shards - embedding.sharded * numerics.gradient_bytes,
                     "unsharded_gradients": unsharded
-                    + gradient * compute
-                    + (embedding.gathered + (after.gathered if tied else 0)) * reduce,
-                    "gathered": everything if never else 0.0,
+                    + block.gathered * reduce
+                    + self._embedding_gradient(compute),
+                    "gathered": everything if never else embedding.gathered * compute,
                     "activations": acts.residual + acts.rope,
                 },
-            )
-        )
+            ),
+            (
+                "at the reduce-scatter of the embedding",
+                {
+                    "gradients": shards or all_shards,
+                    "unsharded_gradients": unsharded
+                    + root_reduce * (compute + reduce)
+                    + embedding.gathered * (self.layout.tensor - 1) * compute,
+                    "gathered": everything if never else 0.0,
+                    "activations": acts.rope,
+                },
+            ),
+        ]
         return points
 
     def _pipeline_points(self) -> list[tuple[str, dict[str, float]]]:
@@ -399,7 +473,7 @@ class _RankEstimate:
         loss = self._loss()
         in_flight = 0.0
         for index, stage in enumerate(self.stages):
-            own = sum(acts.saved(stage.first_block + n) for n in range(stage.blocks))
+            own = acts.alive(stage.first_block, stage.blocks)
             # a stage's output is kept until its backward; the loss is a scalar
             own += acts.rope + (loss.saved if stage.output else acts.residual)
             in_flight += own * self.in_flight.get(index, 1)
@@ -409,13 +483,9 @@ class _RankEstimate:
             received += (not stage.embedding) + (not stage.output)
         received *= microbatches * acts.residual
         gathered = self.all.gathered * compute
-        if layout.reshard_after_forward:
-            gathered = 2 * self.block.gathered * compute
         tensor = layout.tensor if layout.tensor > 1 else 1
         extra = self.embedding.gathered * (tensor - 1) if self.has_embedding else 0
         grads = (self.all.gathered + extra) * reduce
-        if layout.reshard_after_forward:
-            grads = 0.0
         most = max(self.in_flight.values(), default=1)
         one = in_flight / max(1, sum(self.in_flight.values()))
         temporaries = acts.backward_temporaries + self.block.gathered * compute / 3
@@ -426,14 +496,19 @@ class _RankEstimate:
         shards = self.all.sharded * numerics.gradient_bytes if layout.runs > 1 else 0.0
         all_grads = microbatches > most
         common = {"gathered": gathered, "received": received, "gradients": shards}
+        embedding = self._embedding_gradient(compute)
+        early = 0.0 if not all_grads else grads  # in the first backward at the largest number
+        of_blocks = grads - (
+            self.embedding.gathered * tensor * reduce if self.has_embedding else 0.0
+        )
+        output = loss.saved if self.has_output else 0.0
         points = [
             (
                 "in a backward with all micro-batches in flight",
                 common
                 | {
-                    "unsharded_gradients": grads if all_grads else 0.0,
-                    "activations": in_flight + temporaries + recomputed,
-                    "logits": loss.backward_temporaries if self.has_output else 0.0,
+                    "unsharded_gradients": early,
+                    "activations": in_flight - output + temporaries + recomputed,
                 },
             ),
             (
@@ -441,37 +516,54 @@ class _RankEstimate:
                 common
                 | {
                     "unsharded_gradients": grads,
-                    "activations": max(0.0, in_flight - one) + temporaries + recomputed,
+                    "activations": max(0.0, in_flight - one - output) + temporaries + recomputed,
                 },
             ),
             (
-                "in the last backward of the embedding",
+                "in a backward of the embedding",
                 common
                 | {
-                    "unsharded_gradients": grads
-                    + (self.embedding.gathered * tensor * compute if self.has_embedding else 0.0),
-                    "activations": in_flight - one if all_grads or most > 1 else 0.0,
+                    "unsharded_gradients": (early or of_blocks) + embedding,
+                    "activations": max(0.0, in_flight - one) if self.has_embedding else 0.0,
+                },
+            ),
+            (
+                "in the second backward of the embedding",
+                common
+                | {
+                    "unsharded_gradients": (grads if microbatches > 1 else of_blocks) + embedding,
+                    "activations": max(0.0, in_flight - 2 * one) if self.has_embedding else 0.0,
                 },
             ),
             (
                 "when gradients are reduced",
                 common
                 | {
+                    "gathered": 0.0,
                     "gradients": self.all.sharded * numerics.gradient_bytes,
                     "unsharded_gradients": grads + self.block.gathered * reduce,
                 },
             ),
         ]
         if self.has_output:
-            points.append(
+            points += [
                 (
                     "at the loss",
                     common
                     | {
-                        "unsharded_gradients": grads if microbatches > 1 else 0.0,
+                        "unsharded_gradients": early,
                         "activations": in_flight,
                         "logits": loss.forward_temporaries,
                     },
-                )
-            )
+                ),
+                (
+                    "when backward begins",
+                    common
+                    | {
+                        "unsharded_gradients": early,
+                        "activations": in_flight,
+                        "logits": loss.backward_temporaries,
+                    },
+                ),
+            ]
         return points

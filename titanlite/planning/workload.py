@@ -110,4 +110,5 @@ class Workload:
     fused_attention: bool = True  # does not store the attention matrix
     offload_activations: bool = False
     offload_optimizer: bool = False
+    step_in_backward: bool = False  # each parameter is updated, and its gradient freed, in backward
     offload_parameters: bool = False  # and gradients and optimizer states
