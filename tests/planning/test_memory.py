@@ -12,8 +12,8 @@ from titanlite.optim import MatrixFacts, build_optimizer
 from titanlite.planning.activation_memory import BlockActivations
 from titanlite.planning.job_memory import estimate_job_memory
 from titanlite.planning.job_workload import workload_of
-from titanlite.planning.memory import stages_in_flight
 from titanlite.planning.memory_advice import memory_savings
+from titanlite.planning.stages import stages_in_flight
 from titanlite.runtime.out_of_memory import MemoryUsage, find_memory_request
 
 
@@ -157,7 +157,8 @@ def test_advice_is_always_a_valid_configuration(run_toml):
     all_heads = ["--parallelism.tensor_parallel_degree", "4"]  # the model has 4 heads
     assert not is_advised("tensor_parallel_degree = 8", *all_heads, ranks=4)
     assert not is_advised("early_step", "--training.global_batch_size", "8")  # accumulates
-    assert is_advised("early_step", "--training.global_batch_size", "2")
+    short = ["--training.seq_len", "8", "--model.n_layers", "8"]  # gradients are most of the peak
+    assert is_advised("early_step", "--training.global_batch_size", "2", *short)
 
 
 def test_each_saving_equals_the_difference_of_two_estimates(run_toml):
@@ -166,7 +167,7 @@ def test_each_saving_equals_the_difference_of_two_estimates(run_toml):
     before = estimate_job_memory(job_of(run_toml, *sizes))
     after = estimate_job_memory(job_of(run_toml, *sizes, "--optimizer.state_dtype", "8bit"))
     assert savings['optimizer.state_dtype = "8bit"'] == before.total - after.total > 0
-    assert savings["optimizer.offload = true"] == before.worst.optimizer_state
+    assert savings["optimizer.offload = true"] == pytest.approx(before.worst.optimizer_state)
 
 
 def test_out_of_memory_errors_are_recognised_by_their_message():

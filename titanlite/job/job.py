@@ -241,8 +241,14 @@ class Job:
 
     def as_toml(self) -> str:
         """The effective configuration as a TOML that `read_job` accepts."""
-        unset = {"config_file": None, "print_config": False, "check": False, "check_ranks": None}
-        section = dataclasses.replace(self.config.job, dry_run=False, **unset)
+        section = dataclasses.replace(
+            self.config.job,
+            config_file=None,
+            print_config=False,
+            check=False,
+            dry_run=False,
+            check_ranks=None,
+        )
         return to_toml(dataclasses.replace(self.config, job=section))
 
 

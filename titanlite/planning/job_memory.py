@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 
 import torch
 
@@ -12,8 +11,10 @@ from titanlite.models import first_match
 from titanlite.optim import MatrixFacts, optimizer_state_bytes, whole_matrix_bytes
 from titanlite.parallelize.tensor import TENSOR_PARALLEL_ROLES
 from titanlite.planning.job_workload import workload_of
-from titanlite.planning.memory import MemoryEstimate, StageParts, estimate_memory
+from titanlite.planning.memory import MemoryEstimate, estimate_memory
 from titanlite.planning.model_parts import ModelParts, ParameterShape
+from titanlite.planning.stages import StageParts
+from titanlite.planning.traffic import CollectiveBytes, traffic
 
 # Temporaries of one update, in multiples of the largest shard of a parameter; a fused optimizer has
 # none. Counted with a dry run.
@@ -25,10 +26,15 @@ def estimate_job_memory(job: Job) -> MemoryEstimate:
     return estimate_memory(
         workload_of(job),
         parts_of_job(job),
-        _stages(job),
+        stages_of_job(job),
         on_cpu=job.config.job.device == "cpu",
         step_temporaries=_step_temporaries(job),
     )
+
+
+def job_traffic(job: Job) -> tuple[tuple[CollectiveBytes, ...], ...]:
+    """The collectives of every pipeline rank of a job."""
+    return traffic(workload_of(job), parts_of_job(job), stages_of_job(job))
 
 
 def parts_of_job(job: Job) -> ModelParts:
@@ -71,15 +77,11 @@ def _shapes(job: Job) -> list[tuple[str, torch.Size]]:
     return [(name, parameter.shape) for name, parameter in model.named_parameters()]
 
 
-def _step_temporaries(job: Job) -> float:
-    """Bytes that the optimizer's step allocates and frees."""
-    shapes, transforms = _shapes(job), job.transforms
-    facts = MatrixFacts(job.spec, job.sizes, transforms.compute_dtype)
-    matrices = whole_matrix_bytes(_all_shapes(job, shapes), job.config.optimizer, facts)
-    ranks = job.degrees.shard * job.degrees.context * job.degrees.tensor
-    largest = max(shape.numel() for _, shape in shapes) * transforms.param_dtype.itemsize
-    own = TEMPORARIES.get(job.config.optimizer.name, 0) * math.ceil(largest / ranks)
-    return max(matrices, own)
+def _step_temporaries(job: Job) -> tuple[float, float]:
+    """What the optimizer's step allocates and frees: bytes, and multiples of the largest shard."""
+    facts = MatrixFacts(job.spec, job.sizes, job.transforms.compute_dtype)
+    matrices = whole_matrix_bytes(_all_shapes(job, _shapes(job)), job.config.optimizer, facts)
+    return matrices, TEMPORARIES.get(job.config.optimizer.name, 0)
 
 
 def _all_shapes(job: Job, shapes: list[tuple[str, torch.Size]]) -> list[tuple[str, torch.Size]]:
@@ -94,14 +96,14 @@ def _all_shapes(job: Job, shapes: list[tuple[str, torch.Size]]) -> list[tuple[st
     return [*shapes, *more]
 
 
-def _stages(job: Job) -> tuple[StageParts, ...]:
+def stages_of_job(job: Job) -> tuple[StageParts, ...]:
     """What each pipeline stage of a job has."""
     prefix, first, stages = f"{job.spec.blocks_path}.", 0, []
     output, embedding = job.spec.output_path, job.pipeline.stages[0][0]
-    for names in job.pipeline.stages:
+    for number, names in enumerate(job.pipeline.stages):
         blocks = sum(name.startswith(prefix) for name in names)
         ends = {name for name in names if not name.startswith(prefix)}
         norm = bool(ends - {embedding, output})
-        stages.append(StageParts(first, blocks, embedding in ends, norm, output in ends))
+        stages.append(StageParts(number, first, blocks, embedding in ends, norm, output in ends))
         first += blocks
     return tuple(stages)

@@ -67,6 +67,7 @@ def _layout_of(job: Job) -> Layout:
         pipeline=degrees.pipeline,
         sharded="parameters",
         reshard_after_forward=reshard == "always" or (reshard == "default" and not pipelined),
+        reshard_last_group=reshard == "always",
         schedule=plan.schedule if plan.csv is None else "csv",
         stages_per_rank=len(plan.stages) // plan.ranks,
         micro_batch=plan.microbatch_size,

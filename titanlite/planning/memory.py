@@ -7,9 +7,7 @@ so the largest shards.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
 
-from titanlite.parallelize.schedule import SCHEDULES, assign_stages, build_schedule_order
 from titanlite.planning.activation_memory import BlockActivations, LossBytes, loss_bytes
 from titanlite.planning.model_parts import (
     EMPTY,
@@ -18,10 +16,8 @@ from titanlite.planning.model_parts import (
     group_bytes,
     parts_of_shape,
 )
-from titanlite.planning.workload import Layout, Workload
-
-MAX_SIMULATED_ROUNDS = 3  # micro-batches simulated, times the stages: in flight are no more later
-STAGES_GATHERED = 3  # of a rank, by torch's pipeline runtime
+from titanlite.planning.stages import StageParts, stage_ranks, stages_in_flight, stages_of
+from titanlite.planning.workload import Workload
 
 
 @dataclass(frozen=True)
@@ -96,28 +92,18 @@ class MemoryEstimate:
         return f"pipeline rank {worst.rank}, {worst.at}: most are {largest}"
 
 
-@dataclass(frozen=True)
-class StageParts:
-    """What one pipeline stage has: block numbers, and the modules at the ends."""
-
-    first_block: int
-    blocks: int
-    embedding: bool = False
-    norm: bool = False
-    output: bool = False
-
-
 def estimate_memory(
     workload: Workload,
     parts: ModelParts | None = None,
     stages: tuple[StageParts, ...] = (),
     on_cpu: bool = False,
-    step_temporaries: float = 0.0,
+    step_temporaries: tuple[float, float] = (0.0, 0.0),
 ) -> MemoryEstimate:
     """The memory of every pipeline rank.
 
     `parts` and `stages` default to those of `workload.model` and `workload.layout`;
-    `step_temporaries` are bytes that the optimizer's step allocates and frees.
+    `step_temporaries`: what the optimizer's step allocates and frees, in bytes, and in multiples of
+    the largest shard of a parameter.
     """
     layout = workload.layout
     parts = parts or parts_of_shape(workload.model)
@@ -137,85 +123,6 @@ def estimate_memory(
     return MemoryEstimate(tuple(ranks))
 
 
-@lru_cache(256)
-def _even_stages(blocks: tuple[int, ...]) -> tuple[StageParts, ...]:
-    first, stages = 0, []
-    for number, count in enumerate(blocks):
-        last = number == len(blocks) - 1
-        stages.append(StageParts(first, count, number == 0, last, last))
-        first += count
-    return tuple(stages)
-
-
-def stages_of(workload: Workload) -> tuple[StageParts, ...]:
-    """The stages of a layout: the embedding in the first, the norm and the output in the last."""
-    layout = workload.layout
-    blocks = layout.stage_blocks
-    if not blocks:
-        count = layout.pipeline * layout.stages_per_rank
-        each, rest = divmod(workload.model.n_layers, count)
-        blocks = tuple(each + (stage < rest) for stage in range(count))
-    return _even_stages(blocks)
-
-
-def stage_ranks(layout: Layout) -> tuple[int, ...]:
-    """The pipeline rank of each stage."""
-    if layout.stage_ranks:
-        return layout.stage_ranks
-    return _assigned(layout.schedule, layout.pipeline, layout.pipeline * layout.stages_per_rank)
-
-
-@lru_cache(256)
-def _assigned(schedule: str, ranks: int, stages: int) -> tuple[int, ...]:
-    if schedule not in SCHEDULES:
-        return tuple(stage % ranks for stage in range(stages))
-    return tuple(assign_stages(SCHEDULES[schedule], ranks, stages))
-
-
-@lru_cache(256)
-def stages_in_flight(
-    schedule: str, owners: tuple[int, ...], microbatches: int
-) -> tuple[dict[int, int], ...]:
-    """For each rank: its stages (in model order), and their micro-batches in flight at the most.
-
-    Counted in stages, at the time when most are alive.
-    """
-    ranks, stages = max(owners) + 1, len(owners)
-    if ranks == 1:
-        return (dict.fromkeys(range(stages), 1),)
-    if schedule not in SCHEDULES:  # a file; at most as many as with 1F1B
-        return tuple({0: min(microbatches, ranks - rank)} for rank in range(ranks))
-    count = min(microbatches, max(MAX_SIMULATED_ROUNDS * ranks, ranks))
-    if schedule in ("GPipe", "LoopedBFS"):
-        own = stages // ranks
-        return tuple(dict.fromkeys(range(own), microbatches) for _ in range(ranks))
-    count -= count % ranks if count > ranks else 0
-    try:
-        orders = build_schedule_order(schedule, ranks, stages, count)
-    except ValueError:  # the number of micro-batches does not suit the schedule
-        own = stages // ranks
-        return tuple(
-            dict.fromkeys(range(own), min(microbatches, ranks - rank)) for rank in range(ranks)
-        )
-    return tuple(
-        _most_alive(actions, [s for s, owner in enumerate(owners) if owner == rank])
-        for rank, actions in enumerate(orders)
-    )
-
-
-def _most_alive(actions, own: list[int]) -> dict[int, int]:
-    alive = dict.fromkeys(range(len(own)), 0)
-    most, at_most = 0, dict(alive)
-    position = {stage: index for index, stage in enumerate(own)}
-    for action in actions:
-        change = {"forward": 1, "backward": -1, "weight": -1}.get(action.kind, 0)
-        if change:
-            alive[position[action.stage]] += change
-            if sum(alive.values()) > most:
-                most, at_most = sum(alive.values()), dict(alive)
-    return at_most
-
-
 _VARYING = (
     "gradients",
     "gathered",
@@ -225,6 +132,26 @@ _VARYING = (
     "received",
     "step_temporaries",
 )
+
+
+Point = tuple[
+    str, dict[str, float]
+]  # a point of a step, and the fields of `RankMemory` that differ
+
+
+def _point(at: str, **values: float) -> Point:
+    return at, values
+
+
+@dataclass(frozen=True)
+class _PipelineState:
+    """Bytes of a pipeline rank."""
+
+    in_flight: float  # saved by all forwards in flight
+    one: float  # by one of them
+    gradients: float  # unsharded gradients after the first backward
+    early: float  # those that exist while most forwards are in flight
+    of_blocks: float  # without the embedding's
 
 
 class _RankEstimate:
@@ -290,14 +217,13 @@ class _RankEstimate:
             0.0 if self.workload.offload_optimizer else optimizer,
         )
 
-    def peak(self, rank: int, step_temporaries: float) -> RankMemory:
+    def peak(self, rank: int, step_temporaries: tuple[float, float]) -> RankMemory:
         """The largest of the points of a step that can be the peak."""
         points = self._pipeline_points() if self.pipelined else self._points()
         parameters, gradients, state = self.resting()
-        at_step = {"gradients": gradients, "step_temporaries": step_temporaries}
-        if not self.layout.reshard_after_forward and self.pipelined:
-            at_step["gathered"] = 0.0
-        points.append(("in the optimizer's step", at_step))
+        size, multiple = step_temporaries
+        size = max(size, multiple * self._largest_shard() * self.numerics.parameter_bytes)
+        points.append(_point("in the optimizer's step", gradients=gradients, step_temporaries=size))
         totals = []
         for at, values in points:
             values = dict.fromkeys(_VARYING, 0.0) | values
@@ -332,9 +258,6 @@ class _RankEstimate:
         chunked = self.layout.sharded == "parameters"
         return loss_bytes(self.activations, output.gathered, chunked)
 
-    def _sharded(self) -> bool:
-        return self.layout.shard * self.layout.context > 1
-
     def _embedding_gradient(self, compute: float) -> float:
         """Bytes of the embedding's gradient, which DTensor computes for the whole vocabulary."""
         if not self.has_embedding:
@@ -343,227 +266,221 @@ class _RankEstimate:
         size = compute + (4 if self.activations.on_cpu and compute < 4 else 0)
         return self.embedding.gathered * self.layout.tensor * size
 
-    def _points(self) -> list[tuple[str, dict[str, float]]]:
+    def _largest_shard(self) -> int:
+        """Elements of the largest parameter's shard on this rank."""
+        parts = [*self.parts.block]
+        parts += self.parts.embedding if self.has_embedding else ()
+        parts += self.parts.output if self.has_output else ()
+        return max(self._group((parameter,)).stored for parameter in parts)
+
+    def _points(self) -> list[Point]:
         """Points of a step without pipeline parallelism."""
-        numerics, acts = self.numerics, self.activations
-        compute, reduce = numerics.gathered_bytes, numerics.reduce_bytes
-        block, after, embedding = self.block, self.after, self.embedding
+        layout = self.layout
+        accumulates, every = layout.n_microbatches > 1, layout.reduce_every_microbatch
+        shards = self.all.sharded * self.numerics.gradient_bytes if accumulates and every else 0.0
+        # gradients that accumulate unsharded
+        whole = self.all.gathered * self.numerics.reduce_bytes if accumulates and not every else 0.0
         blocks = self.stages[0].blocks
-        saved = acts.alive(0, blocks)
-        ends = acts.residual + acts.rope
-        loss = self._loss()
+        return [
+            *self._points_of_output(shards, whole),
+            *self._points_of_block(blocks - 1, "in the backward of the last block", shards, whole),
+            *self._points_of_block(0, "in the backward of the first block", shards, whole),
+            *self._points_of_embedding(shards, whole),
+        ]
+
+    def _points_of_output(self, shards: float, whole: float) -> list[Point]:
+        """The loss, and the backward of the output layer."""
+        acts, after, loss = self.activations, self.after, self._loss()
+        compute, reduce = self.numerics.gathered_bytes, self.numerics.reduce_bytes
+        saved = acts.alive(0, self.stages[0].blocks) + acts.rope
+        never, tied = not self.layout.reshard_after_forward, self.parts.tied
+        kept = self.all.gathered if never else self._root() if tied else after.gathered
+        # FSDP2 frees the output of forward's last all-gather at its next all-gather
+        sharded = self.layout.shard * self.layout.context > 1 and not tied
+        held = after.gathered * compute if sharded else 0.0
+        reduced = 0.0 if tied else after.gathered * (compute + reduce) + after.sharded * reduce
+        return [
+            _point(
+                "at the loss",
+                gradients=shards,
+                unsharded_gradients=whole,
+                gathered=kept * compute + held,
+                activations=saved + acts.residual,
+                logits=loss.saved + loss.forward_temporaries,
+            ),
+            _point(
+                "when backward begins",
+                gradients=shards,
+                unsharded_gradients=whole,
+                gathered=kept * compute,
+                activations=saved + acts.residual,
+                logits=loss.saved + loss.backward_temporaries,
+            ),
+            _point(
+                "at the reduce-scatter of the output layer",
+                gradients=shards,
+                unsharded_gradients=whole + reduced,
+                gathered=(self.all.gathered if never else self.block.gathered) * compute,
+                activations=saved + acts.residual,
+            ),
+        ]
+
+    def _root(self) -> int:
+        """Elements of the root's FSDP group, which has tied weights."""
+        return (self.embedding + self.after).gathered if self.parts.tied else 0
+
+    def _points_of_block(self, number: int, at: str, shards: float, whole: float) -> list[Point]:
+        """The backward of one block: in its feed-forward layer, and its reduce-scatter."""
+        acts, block, after = self.activations, self.block, self.after
+        compute, reduce = self.numerics.gathered_bytes, self.numerics.reduce_bytes
+        passed = self.stages[0].blocks - 1 - number
+        new = (after.sharded + passed * block.sharded) * self.numerics.gradient_bytes
+        # the reduce-scatter input of the group before is freed when the next group's begins
+        before = (after.gathered if passed == 0 else block.gathered) * reduce
+        alive = acts.alive(0, number + 1) + acts.rope
+        never = not self.layout.reshard_after_forward
+        two = (self.all.gathered if never else self._root() + 2 * block.gathered) * compute
+        return [
+            _point(
+                at,
+                gradients=shards or new,
+                unsharded_gradients=whole + before + block.gathered * compute / 3,
+                gathered=two,
+                activations=alive + acts.recomputed(number) + acts.backward_temporaries,
+            ),
+            _point(
+                f"{at}, at its reduce-scatter",
+                gradients=shards or new,
+                unsharded_gradients=whole
+                + block.gathered * (compute + reduce)
+                + block.sharded * reduce,
+                gathered=two - (0 if never else block.gathered * compute),
+                activations=alive - acts.saved(number) + 2 * acts.residual,
+            ),
+        ]
+
+    def _points_of_embedding(self, shards: float, whole: float) -> list[Point]:
+        """The backward of the embedding, and its reduce-scatter."""
+        acts, embedding, numerics = self.activations, self.embedding, self.numerics
+        compute, reduce = numerics.gathered_bytes, numerics.reduce_bytes
+        all_shards = self.all.sharded * numerics.gradient_bytes
         never = not self.layout.reshard_after_forward
         everything = self.all.gathered * compute
-        accumulates = self.layout.n_microbatches > 1
-        every = self.layout.reduce_every_microbatch
-        shards = self.all.sharded * numerics.gradient_bytes if accumulates and every else 0.0
-        unsharded = self.all.gathered * reduce if accumulates and not every else 0.0
-        tied = self.parts.tied
-        root = (embedding + after).gathered if tied else 0
-        kept = root if tied else after.gathered
-        # FSDP2 frees the output of forward's last all-gather at its next all-gather
-        held = after.gathered * compute if self._sharded() and not tied else 0.0
-        at_backward = everything if never else kept * compute
-        at_loss = at_backward + held
-        two = everything if never else (root + 2 * block.gathered) * compute
-        grads_after = after.sharded * numerics.gradient_bytes
-        points = [
-            (
-                "at the loss",
-                {
-                    "gradients": shards,
-                    "unsharded_gradients": unsharded,
-                    "gathered": at_loss,
-                    "activations": saved + ends,
-                    "logits": loss.saved + loss.forward_temporaries,
-                },
-            ),
-            (
-                "when backward begins",
-                {
-                    "gradients": shards,
-                    "unsharded_gradients": unsharded,
-                    "gathered": at_backward,
-                    "activations": saved + ends,
-                    "logits": loss.saved + loss.backward_temporaries,
-                },
-            ),
-            (
-                "at the reduce-scatter of the output layer",
-                {
-                    "gradients": shards,
-                    "unsharded_gradients": unsharded
-                    + (
-                        0.0
-                        if tied
-                        else after.gathered * (compute + reduce) + after.sharded * reduce
-                    ),
-                    "gathered": everything if never else block.gathered * compute,
-                    "activations": saved + acts.rope + acts.residual,
-                },
-            ),
-        ]
-        # the reduce-scatter input of the group before is freed when the next group's begins
-        for number, at in (
-            (blocks - 1, "in the backward of the last block"),
-            (0, "in the backward of the first block"),
-        ):
-            passed = blocks - 1 - number
-            new = grads_after + passed * block.sharded * numerics.gradient_bytes
-            before = (after.gathered if passed == 0 else block.gathered) * reduce
-            alive = acts.alive(0, number + 1) + acts.rope
-            common = {
-                "gradients": shards if shards else new,
-            }
-            points += [
-                (
-                    at,
-                    common
-                    | {
-                        "unsharded_gradients": unsharded + before + block.gathered * compute / 3,
-                        "gathered": two,
-                        "activations": alive + acts.recomputed(number) + acts.backward_temporaries,
-                    },
-                ),
-                (
-                    at + ", at its reduce-scatter",
-                    common
-                    | {
-                        "unsharded_gradients": unsharded
-                        + block.gathered * (compute + reduce)
-                        + block.sharded * reduce,
-                        "gathered": two - (0 if never else block.gathered * compute),
-                        "activations": alive - acts.saved(number) + 2 * acts.residual,
-                    },
-                ),
-            ]
-        all_shards = self.all.sharded * numerics.gradient_bytes
-        root_reduce = embedding.gathered + (after.gathered if tied else 0)
-        points += [
-            (
+        root = self._root() or embedding.gathered
+        return [
+            _point(
                 "in the backward of the embedding",
-                {
-                    "gradients": shards or all_shards - embedding.sharded * numerics.gradient_bytes,
-                    "unsharded_gradients": unsharded
-                    + block.gathered * reduce
-                    + self._embedding_gradient(compute),
-                    "gathered": everything if never else embedding.gathered * compute,
-                    "activations": acts.residual + acts.rope,
-                },
+                gradients=shards or all_shards - embedding.sharded * numerics.gradient_bytes,
+                unsharded_gradients=whole
+                + self.block.gathered * reduce
+                + self._embedding_gradient(compute),
+                gathered=everything if never else embedding.gathered * compute,
+                activations=acts.residual + acts.rope,
             ),
-            (
+            _point(
                 "at the reduce-scatter of the embedding",
-                {
-                    "gradients": shards or all_shards,
-                    "unsharded_gradients": unsharded
-                    + root_reduce * (compute + reduce)
-                    + embedding.gathered * (self.layout.tensor - 1) * compute,
-                    "gathered": everything if never else 0.0,
-                    "activations": acts.rope,
-                },
+                gradients=shards or all_shards,
+                unsharded_gradients=whole
+                + root * (compute + reduce)
+                + embedding.gathered * (self.layout.tensor - 1) * compute,
+                gathered=everything if never else 0.0,
+                activations=acts.rope,
             ),
         ]
-        return points
 
-    def _pipeline_points(self) -> list[tuple[str, dict[str, float]]]:
-        """Points of a step with pipeline parallelism."""
+    def _pipeline_points(self) -> list[Point]:
+        """Points of a step with pipeline parallelism; all parameters of the rank are gathered."""
         numerics, acts, layout = self.numerics, self.activations, self.layout
         compute, reduce = numerics.gathered_bytes, numerics.reduce_bytes
         microbatches = layout.n_microbatches // max(1, layout.runs)
-        loss = self._loss()
-        in_flight = 0.0
-        for index, stage in enumerate(self.stages):
-            own = acts.alive(stage.first_block, stage.blocks)
-            # a stage's output is kept until its backward; the loss is a scalar
-            own += acts.rope + (loss.saved if stage.output else acts.residual)
-            in_flight += own * self.in_flight.get(index, 1)
-        received = 0.0
-        last = self.workload.layout.pipeline * layout.stages_per_rank - 1
-        for stage in self.stages:
-            received += (not stage.embedding) + (not stage.output)
-        received *= microbatches * acts.residual
-        gathered = self.all.gathered * compute
-        tensor = layout.tensor if layout.tensor > 1 else 1
-        extra = self.embedding.gathered * (tensor - 1) if self.has_embedding else 0
-        grads = (self.all.gathered + extra) * reduce
-        most = max(self.in_flight.values(), default=1)
-        one = in_flight / max(1, sum(self.in_flight.values()))
-        temporaries = acts.backward_temporaries + self.block.gathered * compute / 3
-        recomputed = max(
-            (acts.recomputed(s.first_block + n) for s in self.stages for n in range(s.blocks)),
-            default=0.0,
-        )
         shards = self.all.sharded * numerics.gradient_bytes if layout.runs > 1 else 0.0
-        all_grads = microbatches > most
-        common = {"gathered": gathered, "received": received, "gradients": shards}
-        embedding = self._embedding_gradient(compute)
-        early = 0.0 if not all_grads else grads  # in the first backward at the largest number
-        of_blocks = grads - (
-            self.embedding.gathered * tensor * reduce if self.has_embedding else 0.0
+        ends = sum((not stage.embedding) + (not stage.output) for stage in self.stages)
+        received = ends * microbatches * acts.residual
+        # DTensor computes the embedding's gradient for the whole vocabulary
+        whole = self.embedding.gathered * layout.tensor if self.has_embedding else 0
+        own = self.embedding.gathered if self.has_embedding else 0
+        blocks = (self.all.gathered - own) * reduce
+        state = _PipelineState(
+            in_flight=self._in_flight(),
+            one=self._in_flight() / max(1, sum(self.in_flight.values())),
+            gradients=blocks + whole * reduce,
+            early=blocks + whole * reduce
+            if microbatches > max(self.in_flight.values(), default=1)
+            else 0.0,
+            of_blocks=blocks,
         )
-        output = loss.saved if self.has_output else 0.0
-        points = [
-            (
-                "in a backward with all micro-batches in flight",
-                common
-                | {
-                    "unsharded_gradients": early,
-                    "activations": in_flight - output + temporaries + recomputed,
-                },
-            ),
-            (
-                "in the second backward",
-                common
-                | {
-                    "unsharded_gradients": grads,
-                    "activations": max(0.0, in_flight - one - output) + temporaries + recomputed,
-                },
-            ),
-            (
-                "in a backward of the embedding",
-                common
-                | {
-                    "unsharded_gradients": (early or of_blocks) + embedding,
-                    "activations": max(0.0, in_flight - one) if self.has_embedding else 0.0,
-                },
-            ),
-            (
-                "in the second backward of the embedding",
-                common
-                | {
-                    "unsharded_gradients": (grads if microbatches > 1 else of_blocks) + embedding,
-                    "activations": max(0.0, in_flight - 2 * one) if self.has_embedding else 0.0,
-                },
-            ),
-            (
+        points = [*self._points_of_stages(state, compute), *self._points_of_loss(state)]
+        if microbatches == 1:
+            points = [point for point in points if "second" not in point[0]]
+        common = {
+            "gathered": self.all.gathered * compute,
+            "received": received,
+            "gradients": shards,
+        }
+        points = [(at, common | values) for at, values in points]
+        return [
+            *points,
+            _point(
                 "when gradients are reduced",
-                common
-                | {
-                    "gathered": 0.0,
-                    "gradients": self.all.sharded * numerics.gradient_bytes,
-                    "unsharded_gradients": grads + self.block.gathered * reduce,
-                },
+                received=received,
+                gradients=self.all.sharded * numerics.gradient_bytes,
+                unsharded_gradients=state.gradients + self.block.gathered * reduce,
             ),
         ]
-        if self.has_output:
-            points += [
-                (
-                    "at the loss",
-                    common
-                    | {
-                        "unsharded_gradients": early,
-                        "activations": in_flight,
-                        "logits": loss.forward_temporaries,
-                    },
-                ),
-                (
-                    "when backward begins",
-                    common
-                    | {
-                        "unsharded_gradients": early,
-                        "activations": in_flight,
-                        "logits": loss.backward_temporaries,
-                    },
-                ),
-            ]
-        return points
+
+    def _in_flight(self) -> float:
+        """What the forwards in flight have saved."""
+        acts, total, loss = self.activations, 0.0, self._loss()
+        for index, stage in enumerate(self.stages):
+            own = acts.alive(stage.first_block, stage.blocks) + acts.rope
+            # a stage's output is kept until its backward; the loss is a scalar
+            own += loss.saved if stage.output else acts.residual
+            total += own * self.in_flight.get(index, 1)
+        return total
+
+    def _points_of_stages(self, state: _PipelineState, compute: float) -> list[Point]:
+        """Backwards of blocks and of the embedding."""
+        acts = self.activations
+        numbers = [s.first_block + n for s in self.stages for n in range(s.blocks)]
+        recomputed = max((acts.recomputed(number) for number in numbers), default=0.0)
+        temporaries = acts.backward_temporaries + self.block.gathered * compute / 3 + recomputed
+        rest = state.in_flight - (self._loss().saved if self.has_output else 0.0)
+        points = [
+            _point(
+                "in a backward with all micro-batches in flight",
+                unsharded_gradients=state.early,
+                activations=rest + temporaries,
+            ),
+            _point(
+                "in the second backward",
+                unsharded_gradients=state.gradients,
+                activations=max(0.0, rest - state.one) + temporaries,
+            ),
+        ]
+        if not self.has_embedding:
+            return points
+        gradient = self._embedding_gradient(compute)
+        return [
+            *points,
+            _point(
+                "in a backward of the embedding",
+                unsharded_gradients=(state.early or state.of_blocks) + gradient,
+                activations=max(0.0, state.in_flight - state.one),
+            ),
+            _point(
+                "in the second backward of the embedding",
+                unsharded_gradients=state.gradients + gradient,
+                activations=max(0.0, state.in_flight - 2 * state.one),
+            ),
+        ]
+
+    def _points_of_loss(self, state: _PipelineState) -> list[Point]:
+        """The loss, if this rank has it."""
+        if not self.has_output:
+            return []
+        loss = self._loss()
+        common = {"unsharded_gradients": state.early, "activations": state.in_flight}
+        return [
+            _point("at the loss", **common, logits=loss.forward_temporaries),
+            _point("when backward begins", **common, logits=loss.backward_temporaries),
+        ]

@@ -61,6 +61,7 @@ class Layout:
     sharded: Literal["nothing", "optimizer", "gradients", "parameters"] = "parameters"
     # over the `shard` ranks, as ZeRO 0 to 3
     reshard_after_forward: bool = True  # parameters are gathered again in backward
+    reshard_last_group: bool = False  # so are the norm and the output layer
     schedule: str = "1F1B"
     stages_per_rank: int = 1
     micro_batch: int = 1  # sequences
