@@ -166,7 +166,7 @@ class ParallelModules:
         """Allocate this rank's shards, and initialize the weights."""
         model, transforms, sizes = self.model, self.transforms, self.sizes
         model.to_empty(device="cpu" if transforms.cpu_offload else device)
-        # Like TP, to_empty() replaces both parameters of a tied pair. FSDP does not always tie them.
+        # Like TP, to_empty() replaces both parameters of a tied pair; FSDP does not always tie them
         tie_parameters(model, self.spec.tied_parameters(sizes))
         init_weights(model, self.spec.init_roles, sizes.n_layers, seed, widths)
         tp = self.layout.mesh.tp

@@ -167,7 +167,7 @@ class BlockActivations:
         Before the gate: gradients of the residual stream, of the product and of its two factors.
         """
         gathered = self.hidden if self._tensor > 1 else 0.0
-        return self.residual + max(gathered + self.feed_forward, 2 * self.feed_forward)
+        return self.residual + max(2 * gathered + self.feed_forward, 2 * self.feed_forward)
 
     @cached_property
     def rope(self) -> float:

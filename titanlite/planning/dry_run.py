@@ -218,7 +218,7 @@ class _RankRun:
 def _allocate_state(state: TrainState, recorder: StepRecorder) -> None:
     """Take an optimizer step with zero gradients, after which its state exists."""
     for parameter in state.model.parameters():
-        setattr(parameter, "grad", torch.zeros_like(parameter))  # noqa: B010
+        parameter.grad = torch.zeros_like(parameter)
     with recorder.labelled("optimizer state"):
         state.optimizer.step()
     state.optimizer.zero_grad()

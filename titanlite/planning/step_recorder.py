@@ -120,7 +120,7 @@ class StepRecorder:
 
     def _count_collective(self, operation: Any, args: tuple, kwargs: dict, result: Any) -> None:
         name = _collective_name(operation)
-        group = _group_of(operation, args, kwargs)
+        group = _collective_group(operation, args, kwargs)
         if group is None or name in ("barrier", "monitored_barrier"):
             return
         tensors = [leaf for leaf in tree_iter((args, kwargs)) if isinstance(leaf, Tensor)]
@@ -152,7 +152,7 @@ def _collective_name(operation: Any) -> str:
     return next((name for part, name in _NAMES if part in raw), raw)
 
 
-def _group_of(operation: Any, args: tuple, kwargs: dict) -> dist.ProcessGroup | None:
+def _collective_group(operation: Any, args: tuple, kwargs: dict) -> dist.ProcessGroup | None:
     """The process group of a collective; None if the operation is not one."""
     for value in (*args, *kwargs.values()):
         if isinstance(value, dist.ProcessGroup):
