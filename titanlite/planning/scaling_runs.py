@@ -30,7 +30,7 @@ def count_parameters_by_kind(spec: ModelSpec[Any], sizes: ModelSizes) -> dict[st
 
 
 @dataclass(frozen=True)
-class MeasuredRun:
+class ScalingRun:
     """What a run recorded of its losses; arrays [k] of its step lines."""
 
     name: str
@@ -54,7 +54,7 @@ def measure_run(
     config: Mapping[str, Any],
     steps: Sequence[Mapping[str, Any]],
     events: Sequence[Mapping[str, Any]],
-) -> MeasuredRun:
+) -> ScalingRun:
     """From the effective configuration, "section.key" -> value, and the lines of metrics.jsonl."""
     names = {field.name for field in dataclasses.fields(ModelConfig)}
     sections = (key.partition(".") for key in config)
@@ -71,7 +71,7 @@ def measure_run(
     }  # fmt: skip
     pairs = [(float(s["tokens"]), float(s["loss"])) for s in steps if s["loss"] is not None]
     tokens, losses = np.array(pairs or [(np.nan, np.nan)]).T
-    return MeasuredRun(
+    return ScalingRun(
         name,
         count_parameters_by_kind(spec, sizes),
         sizes.vocab_size,
@@ -83,7 +83,7 @@ def measure_run(
 
 
 def points_of_runs(
-    runs: Sequence[MeasuredRun], count: str, validation: str | None, source: str
+    runs: Sequence[ScalingRun], count: str, validation: str | None, source: str
 ) -> tuple[LossPoints, str]:
     """(losses at the ends of runs, the validation set they are of; "": the training loss).
 
