@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator
 
 from titanlite.job import Job
+from titanlite.log import pluralize
 from titanlite.runtime.out_of_memory import GIB
 from titanlite.settings import raise_together
 
@@ -18,8 +19,9 @@ def report_dry_run(job: Job) -> Iterator[str]:
 
     raise_together(list(check_dry_run(job)))
     began = time.perf_counter()
-    yield f"dry run: {job.degrees} on {job.degrees.ranks:,} ranks, eager, without the allocator's"
-    yield "overhead; bytes are those of one rank"
+    ranks = pluralize(job.degrees.ranks, "rank")
+    yield f"dry run: {job.degrees}, {ranks}; bytes are those of one rank, in eager mode and without"
+    yield "the allocator's overhead"
     steps: list[RankStep] = []
     for step in dry_run(job):
         steps.append(step)
