@@ -1,7 +1,7 @@
 """What one training step computes, and how it is divided over GPUs, as plain numbers.
 
-Memory and time are estimated from a `Workload`. It is made from a job of titanlite, or from a row of
-published measurements, whose model and framework titanlite need not have.
+Memory and time are estimated from a `Workload`. It is made from a job of titanlite, or from a row
+of published measurements, whose model and framework titanlite need not have.
 """
 
 from __future__ import annotations
@@ -63,6 +63,7 @@ class Layout:
     stages_per_rank: int = 1
     micro_batch: int = 1  # sequences
     n_microbatches: int = 1  # of a data-parallel rank in one step
+    stage_layers: tuple[int, ...] = ()  # blocks of each stage; empty: divided by their cost
 
     @property
     def gpus(self) -> int:
@@ -72,6 +73,15 @@ class Layout:
     def global_batch(self) -> int:
         """Sequences of one step."""
         return self.replicate * self.shard * self.micro_batch * self.n_microbatches
+
+
+@dataclass(frozen=True)
+class Overlap:
+    """Which communication runs while the GPU computes; FSDP's always does."""
+
+    tensor: bool = False  # asynchronous tensor parallelism: matmuls in chunks
+    data: bool = True  # gradients of the last micro-batch, and parameters of the first
+    pipeline: bool = False  # transfers between stages
 
 
 @dataclass(frozen=True)
@@ -102,3 +112,5 @@ class Workload:
     fused_attention: bool = True  # does not store the attention matrix
     offload_activations: bool = False
     offload_optimizer: bool = False
+    overlap: Overlap = field(default_factory=Overlap)
+    checkpoint_interval: int = 0  # steps; the copy to the host stops training. 0: none

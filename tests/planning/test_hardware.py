@@ -1,0 +1,91 @@
+"""GPUs and machines: what a person writes is found, and what he adds is checked."""
+
+from __future__ import annotations
+
+import pytest
+
+from titanlite.errors import ConfigError
+from titanlite.planning.hardware import cluster_names, find_cluster, measure_cpu, parse_gpus
+
+OWN = """
+[gpus.X1]
+peak_tflops = { bfloat16 = 500 }
+memory_gib = 64
+memory_gb_per_s = 2000
+machine = "lab"
+
+[machines.lab]
+gpu = "X1"
+gpus = 4
+link_domain = 4
+link_gb_per_s = 100
+network_gbit_per_s = 80
+"""
+
+
+@pytest.mark.parametrize(
+    ("text", "gpus", "gpu", "machine"),
+    [
+        ("512xH100", 512, "H100", "dgx-h100"),
+        ("8 x a100-40gb", 8, "A100-40GB", "dgx-a100-40gb"),
+        ("16xp5.48xlarge", 16, "H100", "p5.48xlarge"),
+        ("72xGB200", 72, "GB200", "gb200-nvl72"),
+    ],
+)
+def test_a_number_and_a_name_are_a_cluster(text, gpus, gpu, machine):
+    cluster = parse_gpus(text)
+    assert (cluster.gpus, cluster.gpu.name, cluster.machine.name) == (gpus, gpu, machine)
+
+
+@pytest.mark.parametrize("text", ["H100", "0xH100", "8xH1000", "8x"])
+def test_an_unknown_cluster_is_refused(text):
+    with pytest.raises(ConfigError, match=r"not a number of GPUs|neither a GPU"):
+        parse_gpus(text)
+
+
+def test_every_gpu_and_machine_has_peaks_and_a_source():
+    for name in cluster_names():
+        cluster = find_cluster(name, 8)
+        assert cluster.gpu.peak_flops("bfloat16") > 1e14, name
+        assert cluster.gpu.source, name
+        assert cluster.machine.source, name
+        assert (cluster.dollars_per_hour is None) == (not cluster.machine.price_source), name
+
+
+def test_a_ring_is_as_fast_as_the_slowest_link_that_it_crosses():
+    dgx, rack = parse_gpus("64xH100"), parse_gpus("64xGB200")
+    assert dgx.bandwidth(8, 1) == 450e9  # NVLink
+    assert dgx.bandwidth(16, 1) == 400e9  # two servers, eight network cards each
+    assert dgx.bandwidth(8, 8) == 50e9  # one card in each of eight servers
+    assert dgx.bandwidth(4, 4) == 100e9  # two cards in each of two
+    assert rack.bandwidth(64, 1) == 900e9
+    assert rack.bandwidth(144, 1) == 900e9  # 72 network cards, but links of 900 GB/s
+    assert not rack.crosses_network(8, 8)
+
+
+def test_a_person_adds_a_gpu_in_ten_lines(tmp_path):
+    (tmp_path / "own.toml").write_text(OWN)
+    cluster = parse_gpus("8xX1", tmp_path / "own.toml")
+    assert cluster.gpu.peak_flops("bfloat16") == 5e14
+    assert cluster.bandwidth(8, 1) == 40e9
+    with pytest.raises(ConfigError, match="no matmul units for float8"):
+        cluster.gpu.peak_flops("float8")
+
+
+def test_all_problems_of_a_hardware_file_are_listed(tmp_path):
+    wrong = OWN.replace("memory_gib = 64", "memory = 64").replace("gpus = 4", "gpus = -4")
+    wrong = wrong.replace('gpu = "X1"', 'gpu = "X2"').replace(
+        "peak_tflops = { bfloat16 = 500 }", ""
+    )
+    (tmp_path / "own.toml").write_text(wrong)
+    with pytest.raises(ConfigError) as caught:
+        parse_gpus("8xX1", tmp_path / "own.toml")
+    for part in ("unknown keys: memory", "lacks memory_gib", "gpus = -4", "X2", "peak_tflops"):
+        assert part in caught.value.message
+
+
+def test_a_cpu_is_measured_on_the_spot():
+    cluster = measure_cpu(2, seconds=0.01)
+    assert cluster.gpu.peak_flops("float32") > 1e8
+    assert cluster.gpu.memory_gb_per_s > 0.1
+    assert cluster.machine.link_domain == 2
