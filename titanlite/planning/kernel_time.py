@@ -1,0 +1,91 @@
+"""Seconds of the kernels of a training step on one GPU: matmuls, attention, memory-bound operations.
+
+A matmul takes the larger of the times for its FLOPs and for its bytes (roofline). Its FLOPs run at
+a fraction of the peak that depends on how well its tiles fill the multiprocessors.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from titanlite.planning.efficiency import Efficiency
+from titanlite.planning.hardware import Gpu
+from titanlite.planning.workload import MatmulPrecision
+
+KERNEL_S = 3e-6
+# of each kernel beyond its roofline: the difference of small and large matmuls, measured on an
+# H100 (1024 x 2048 x 2048 to 1024 x 8192 x 1024: 2 to 4 microseconds)
+TILES = ((128, 256), (256, 128), (128, 128))  # of the output, in CUTLASS and cuBLAS for large sizes
+ALIGNMENT = 8  # elements of 2 bytes: rows of other lengths miss the 16-byte loads of Tensor Cores
+UNALIGNED = 3.0
+# times longer; a batched matmul of heads that are 108 wide against 104 or 112 wide: BLOOM's
+# chronicles, lines 738 to 740, 2022
+FULL_SEQUENCE = 400
+# tokens that cost as much as the diagonal, where a tile is half masked, and the start of a kernel:
+# attention on an H100 reaches 82 % of its rate for 32,768 tokens at 2,048, measured
+HALF_HEAD = 32  # width: heads of 64 reach 80 % of the rate of heads of 128, measured on an H100
+BACKWARD_ATTENTION = 2.5 / 0.88
+# times the forward: five matmuls instead of two, and the rate measured on an H100 (cuDNN)
+
+
+@dataclass(frozen=True)
+class KernelTimes:
+    """Speeds of one GPU."""
+
+    gpu: Gpu
+    efficiency: Efficiency
+
+    def matmul(self, m: float, k: float, n: float, precision: MatmulPrecision) -> float:
+        """Seconds of [m, k] @ [k, n]."""
+        flops = 2 * m * k * n
+        rate = self.matmul_rate(precision) * wave_fill(m, n, self.gpu.multiprocessors)
+        element = 1 if precision in ("float8", "float4") else 4 if precision == "float32" else 2
+        read = element * (m * k + k * n) + 2 * m * n
+        return KERNEL_S + max(flops / rate, self.memory_bound(read))
+
+    def matmul_rate(self, precision: MatmulPrecision) -> float:
+        """FLOP/s of a large matmul."""
+        fraction = {"float8": self.efficiency.float8, "float4": self.efficiency.float4}
+        return self.gpu.peak_flops(precision) * fraction.get(precision, self.efficiency.matmul)
+
+    def memory_bound(self, bytes_moved: float) -> float:
+        """Seconds to read and write `bytes_moved` bytes."""
+        return bytes_moved / (self.gpu.memory_gb_per_s * 1e9 * self.efficiency.memory)
+
+    def flash_attention(self, sequences: float, length: float, width: float, head: int) -> float:
+        """Seconds of causal attention, forward; `width` is that of all heads of this rank."""
+        flops = 2 * sequences * length * (length + FULL_SEQUENCE) * width
+        by_head = head / (head + HALF_HEAD) * (128 + HALF_HEAD) / 128
+        rate = self.gpu.peak_flops("bfloat16") * self.efficiency.attention * min(1.0, by_head)
+        return KERNEL_S + flops / rate
+
+    def stored_attention(
+        self, sequences: float, length: float, heads: float, head: int
+    ) -> tuple[float, float, float]:
+        """Attention that stores the matrix: seconds of its forward matmuls, and of the memory-bound
+        operations of forward and of backward.
+
+        Bytes per element of the matrix: written by the first matmul, read and written by the fused
+        softmax and by dropout with its mask, read by the second matmul; then their gradients.
+        """
+        matrix = sequences * heads * length * length
+        aligned = 1.0 if head % ALIGNMENT == 0 else UNALIGNED
+        rate = self.matmul_rate("bfloat16") * head / (head + HALF_HEAD)
+        forward = 4 * matrix * head / rate * aligned
+        return forward, self.memory_bound(13 * matrix), self.memory_bound(17 * matrix)
+
+
+def wave_fill(m: float, n: float, multiprocessors: int) -> float:
+    """Fraction of the multiprocessors' time that computes parts of the output (wave quantisation).
+
+    The best of several tiles, as a library chooses; part of the last wave is hidden, since a
+    partial wave draws less power and so runs at a higher clock, and since k is divided too.
+    """
+    best = 0.0
+    for rows, columns in TILES:
+        tiles = math.ceil(m / rows) * math.ceil(n / columns)
+        waves = math.ceil(tiles / multiprocessors)
+        fill = m * n / (rows * columns) / (waves * multiprocessors)
+        best = max(best, fill * (0.97 if rows == columns else 1.0))
+    return max(0.1, best) ** 0.5 if multiprocessors > 1 else 1.0

@@ -1,0 +1,78 @@
+"""The idle time of pipeline ranks, and how blocks are divided into stages."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+
+from titanlite.parallelize.schedule import (
+    SCHEDULES,
+    assign_stages,
+    build_schedule_order,
+    simulate_schedule,
+)
+
+MANY = 4  # micro-batches per rank beyond which the idle time does not grow
+
+
+@lru_cache(maxsize=4096)
+def divide_layers(layers: int, stages: int, first: float, last: float) -> tuple[int, ...]:
+    """Blocks of each stage; `first` and `last` are the costs of the ends, in blocks.
+
+    Equal numbers where they divide, as frameworks do by default; otherwise the division whose most
+    expensive stage is the cheapest.
+    """
+    if layers % stages == 0:
+        return (layers // stages,) * stages
+    blocks, costs = [0] * stages, [0.0] * stages
+    costs[0] += first
+    costs[-1] += last
+    for _ in range(layers):
+        cheapest = min(range(stages), key=lambda stage: (costs[stage], -stage))
+        blocks[cheapest] += 1
+        costs[cheapest] += 1
+    return tuple(blocks)
+
+
+def ranks_of_stages(schedule: str, ranks: int, stages: int) -> list[int]:
+    """Pipeline rank of each stage."""
+    return assign_stages(SCHEDULES[schedule], ranks, stages)
+
+
+def idle_seconds(
+    schedule: str, ranks: int, stages_per_rank: int, microbatches: int, costs: Sequence[float]
+) -> float:
+    """Seconds by which a step is longer than the work of the busiest rank.
+
+    `costs` has the seconds of one micro-batch on each rank: forward and backward of all its stages.
+    GPipe and 1F1B fill and drain the pipeline once: every rank but the busiest adds its micro-batch.
+    With v stages per rank, a micro-batch reaches the next rank v times earlier. For schedules that
+    split the backward, the simulation of equal stages gives the idle time in units of a micro-batch.
+    """
+    if ranks == 1:
+        return 0.0
+    others = sum(costs) - max(costs)
+    if schedule in ("GPipe", "1F1B"):
+        return others
+    if schedule in ("Interleaved1F1B", "LoopedBFS"):
+        return others / stages_per_rank
+    return simulated_idle(schedule, ranks, stages_per_rank, microbatches) * sum(costs) / ranks
+
+
+@lru_cache(maxsize=4096)
+def simulated_idle(schedule: str, ranks: int, stages_per_rank: int, microbatches: int) -> float:
+    """Idle time of the schedule's simulation with equal stages, in units of one micro-batch's
+    forward and backward on a rank."""
+    simulated = _simulable(schedule, ranks, min(microbatches, MANY * ranks))
+    stages = ranks * stages_per_rank
+    order = build_schedule_order(schedule, ranks, stages, simulated)
+    rows = simulate_schedule(order, [1.0] * stages)
+    end = max(row[-1].end for row in rows)
+    return (end - 3.0 * stages_per_rank * simulated) / (3.0 * stages_per_rank)
+
+
+def _simulable(schedule: str, ranks: int, microbatches: int) -> int:
+    """The nearest number of micro-batches that torch's schedule can run."""
+    if schedule != "InterleavedZeroBubble":
+        return microbatches
+    return max(1, microbatches // ranks) * ranks
