@@ -115,7 +115,7 @@ def _rank_passes(workload: Workload, case: BlockCase) -> list[Passes]:
     ends = embedding_passes(case), output_passes(case)
     stages = layout.pipeline * layout.stages_per_rank
     block = sparse.total
-    layers = layout.stage_layers or divide_layers(
+    layers = layout.stage_blocks or divide_layers(
         model.n_layers, stages, *(round(end.total / block, 2) for end in ends)
     )
     ranks = [Passes(Seconds(), Seconds())] * layout.pipeline

@@ -9,9 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-Recompute = Literal["none", "selective", "per_operation", "attention", "full"]
-# "selective": every k-th block; "attention": the core attention of every block (Megatron's
-# selective recomputation)
+Recompute = Literal["none", "selective", "per_operation", "attention", "full", "memory_budget"]
+# "selective": every k-th block; "per_operation": all operations but attention and every second
+# matmul; "attention": the core attention of every block (Megatron's selective recomputation);
+# "memory_budget": the compiler stores the fraction `stored_activations`
 MatmulPrecision = Literal["float32", "bfloat16", "float8", "float4"]
 
 
@@ -42,6 +43,7 @@ class ModelShape:
     tied_embeddings: bool = False
     positions: int = 0  # rows of a learned position embedding
     biases: bool = False  # linear layers and norms have biases
+    qk_norm: bool = False  # a norm on every query and key head
     experts: Experts | None = None
 
 
@@ -63,7 +65,10 @@ class Layout:
     stages_per_rank: int = 1
     micro_batch: int = 1  # sequences
     n_microbatches: int = 1  # of a data-parallel rank in one step
-    stage_layers: tuple[int, ...] = ()  # blocks of each stage; empty: divided by their cost
+    runs: int = 1  # of the pipeline schedule in one step, each with its share of the micro-batches
+    reduce_every_microbatch: bool = True  # gradients are reduced in every run, not in the last only
+    stage_blocks: tuple[int, ...] = ()  # of each stage, in model order; empty: as equal as possible
+    stage_ranks: tuple[int, ...] = ()  # pipeline rank of each stage; empty: as the schedule says
 
     @property
     def gpus(self) -> int:
@@ -94,6 +99,7 @@ class Numerics:
     gradient_bytes: float = 4
     state_bytes: float = 8  # of the optimizer, per parameter element
     activation_bytes: float = 2
+    reduce_bytes: float = 4  # gradients while they are reduced
     float8_gather: bool = False
 
 
@@ -107,6 +113,7 @@ class Workload:
     numerics: Numerics = field(default_factory=Numerics)
     recompute: Recompute = "none"
     recompute_every: int = 1  # under "selective": every k-th block
+    stored_activations: float = 1.0  # fraction, under "memory_budget"
     loss_chunk_tokens: int = 0  # 0: the logits of a micro-batch at once
     compiled: bool = True
     fused_attention: bool = True  # does not store the attention matrix
@@ -114,3 +121,4 @@ class Workload:
     offload_optimizer: bool = False
     overlap: Overlap = field(default_factory=Overlap)
     checkpoint_interval: int = 0  # steps; the copy to the host stops training. 0: none
+    offload_parameters: bool = False  # and gradients and optimizer states

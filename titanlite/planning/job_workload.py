@@ -1,0 +1,123 @@
+"""The workload of a job: one step of it, as plain numbers."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+
+from titanlite.job import Job
+from titanlite.models import ModelSizes
+from titanlite.optim import MatrixFacts, optimizer_state_bytes
+from titanlite.planning.workload import (
+    Layout,
+    MatmulPrecision,
+    ModelShape,
+    Numerics,
+    Recompute,
+    Workload,
+)
+
+
+def workload_of(job: Job) -> Workload:
+    """One step of a job, after training.batch_size_ramp."""
+    config = job.config
+    return Workload(
+        model=model_shape(job.sizes, f"{job.spec.name}/{config.model.flavor}"),
+        layout=_layout_of(job),
+        seq_len=config.training.seq_len,
+        numerics=_numerics_of(job),
+        **_recomputation_of(job),
+        loss_chunk_tokens=config.loss.chunk_tokens,
+        compiled=config.compile.compiles("model"),
+        fused_attention=True,
+        offload_activations=config.activation_checkpoint.offload,
+        offload_optimizer=config.optimizer.offload or config.training.enable_cpu_offload,
+        offload_parameters=config.training.enable_cpu_offload,
+    )
+
+
+def model_shape(sizes: ModelSizes, name: str) -> ModelShape:
+    """The shape of a model of titanlite, from the sizes of its family."""
+    return ModelShape(
+        name=name,
+        n_layers=sizes.n_layers,
+        dim=sizes.dim,
+        n_heads=sizes.n_heads,
+        n_kv_heads=sizes.n_kv_heads,
+        head_dim=sizes.head_width,
+        hidden_dim=sizes.hidden_dim,
+        vocab_size=sizes.vocab_size,
+        tied_embeddings=bool(getattr(sizes, "tied_embeddings", False)),
+        qk_norm=bool(getattr(sizes, "qk_norm", False)),
+    )
+
+
+def _layout_of(job: Job) -> Layout:
+    degrees, plan, parallelism = job.degrees, job.pipeline, job.config.parallelism
+    reshard, pipelined = parallelism.fsdp_reshard_after_forward, degrees.pipeline > 1
+    prefix = f"{job.spec.blocks_path}."
+    return Layout(
+        replicate=degrees.replicate,
+        shard=degrees.shard,
+        context=degrees.context,
+        tensor=degrees.tensor,
+        pipeline=degrees.pipeline,
+        sharded="parameters",
+        reshard_after_forward=reshard == "always" or (reshard == "default" and not pipelined),
+        schedule=plan.schedule if plan.csv is None else "csv",
+        stages_per_rank=len(plan.stages) // plan.ranks,
+        micro_batch=plan.microbatch_size,
+        n_microbatches=job.rank_batch // plan.microbatch_size,
+        runs=job.rank_batch // job.config.training.local_batch_size if pipelined else 1,
+        reduce_every_microbatch=parallelism.fsdp_gradient_reduction == "every_microbatch",
+        stage_blocks=tuple(sum(n.startswith(prefix) for n in names) for names in plan.stages),
+        stage_ranks=tuple(plan.rank_of),
+    )
+
+
+def _numerics_of(job: Job) -> Numerics:
+    transforms, float8 = job.transforms, job.config.float8
+    parameters = transforms.param_dtype.itemsize
+    matmuls: MatmulPrecision = "float32"
+    if float8.recipe_name:
+        matmuls = "float8"
+    elif transforms.compute_dtype.itemsize == 2:
+        matmuls = "bfloat16"
+    return Numerics(
+        matmuls=matmuls,
+        parameter_bytes=parameters,
+        gathered_bytes=transforms.compute_dtype.itemsize,
+        gradient_bytes=parameters,
+        state_bytes=_state_bytes_per_element(job),
+        activation_bytes=transforms.compute_dtype.itemsize,
+        float8_gather=float8.enable_fsdp_float8_all_gather,
+        reduce_bytes=transforms.reduce_dtype.itemsize,
+    )
+
+
+def _state_bytes_per_element(job: Job) -> float:
+    """Mean bytes of optimizer state per parameter element, on whatever device it is."""
+    optimizer = dataclasses.replace(job.config.optimizer, offload=False)
+    with torch.device("meta"):
+        model = job.spec.build(dataclasses.replace(job.sizes, n_layers=1))
+    shapes = [(name, parameter.shape) for name, parameter in model.named_parameters()]
+    of_blocks = [(name, shape) for name, shape in shapes if name.startswith(job.spec.blocks_path)]
+    facts = MatrixFacts(job.spec, job.sizes, job.transforms.compute_dtype)
+    dtype, more = job.transforms.param_dtype, job.sizes.n_layers - 1
+    total = optimizer_state_bytes(shapes, optimizer, dtype, facts)
+    total += more * optimizer_state_bytes(of_blocks, optimizer, dtype, facts)
+    return total / job.spec.count_parameters(job.sizes)
+
+
+def _recomputation_of(job: Job) -> dict[str, Any]:
+    """The fields of `Workload` that say what is recomputed."""
+    config = job.config.activation_checkpoint
+    mode: Recompute = "per_operation" if config.per_operation else config.mode
+    fields: dict[str, Any] = {"recompute": mode}
+    if mode == "selective":
+        fields["recompute_every"] = int(config.selective_ac_option)
+    if mode == "memory_budget":
+        fields["stored_activations"] = float(config.memory_budget)
+    return fields
