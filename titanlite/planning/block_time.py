@@ -10,7 +10,8 @@ from titanlite.planning.collective_time import CollectiveTimes
 from titanlite.planning.kernel_time import BACKWARD_ATTENTION, KERNEL_S, KernelTimes
 from titanlite.planning.workload import Layout, ModelShape, Numerics, Recompute, Workload
 
-KERNELS = {True: 12, False: 40}  # of a block forward beside its matmuls: compiled, eager
+KERNELS = {True: 12, False: 40}  # of a block forward, compiled or eager; backward has twice as many
+HOST_S = 30e-6  # of an eager operation, with the wait for it, where launches block
 
 
 class Seconds(NamedTuple):
@@ -69,7 +70,9 @@ class BlockCase:
     recompute_every: int
     compiled: bool
     fused_attention: bool
+    attention_kernel: str
     overlap_tensor: bool
+    blocking_launches: bool
     kernels: KernelTimes
     collectives: CollectiveTimes
 
@@ -94,7 +97,9 @@ def block_case(workload: Workload, kernels: KernelTimes, collectives: Collective
         workload.recompute_every,
         workload.compiled,
         workload.fused_attention,
+        workload.attention_kernel,
         workload.overlap.tensor,
+        workload.blocking_launches,
         kernels,
         collectives,
     )
@@ -148,6 +153,8 @@ def _quantization(
     if case.numerics.matmuls not in ("float8", "float4"):
         return 0.0, 0.0
     each = 4.0 if case.compiled else 6.0  # bytes
+    if case.numerics.float8_rowwise:
+        each = 10.0
     forward = case.kernels.memory_bound(each * (m * k + k * n) * count)
     return forward, case.kernels.memory_bound(each * m * n * count)
 
@@ -168,7 +175,10 @@ def _attention(case: BlockCase) -> Passes:
     heads = model.n_heads / tensor
     if case.fused_attention:
         width = heads * model.head_dim
-        seconds = kernels.flash_attention(batch, case.seq_len, width, model.head_dim) / context
+        seconds = kernels.flash_attention(
+            batch, case.seq_len, width, model.head_dim, case.attention_kernel
+        )
+        seconds /= context
         passes = Passes(
             Seconds(attention=seconds), Seconds(attention=seconds * BACKWARD_ATTENTION)
         )
@@ -248,11 +258,11 @@ def _elementwise(case: BlockCase) -> Passes:
     rotary = 0 if model.positions else 2 if case.compiled else 6
     forward, backward = (8, 8) if case.compiled else (10, 12)
     unit = case.tokens * case.numerics.activation_bytes
-    launches = KERNELS[case.compiled] * KERNEL_S
+    launches = KERNELS[case.compiled] * (HOST_S if case.blocking_launches else KERNEL_S)
     memory = case.kernels.memory_bound
     return Passes(
         Seconds(memory=launches + memory(unit * (forward * wide + rotary * heads))),
-        Seconds(memory=1.5 * launches + memory(unit * (backward * wide + rotary * heads))),
+        Seconds(memory=2 * launches + memory(unit * (backward * wide + rotary * heads))),
     )
 
 
@@ -263,7 +273,10 @@ def _tensor_communication(case: BlockCase, passes: Passes, dense: bool) -> Passe
         return Passes(Seconds(), Seconds())
     activations = case.tokens * case.model.dim * case.numerics.activation_bytes
     each = case.collectives.all_gather(activations, tensor, 1)
-    seconds = 4 * each
+    gathered = each
+    if case.numerics.float8_gather:
+        gathered = case.collectives.all_gather(activations / 2, tensor, 1)
+    seconds = 2 * (gathered + each)
     if case.overlap_tensor:
         exposed = [
             max(seconds / tensor, seconds - pass_.matmul) for pass_ in (passes.forward,) * 2

@@ -18,9 +18,9 @@ KERNEL_S = 3e-6
 # H100 (1024 x 2048 x 2048 to 1024 x 8192 x 1024: 2 to 4 microseconds)
 TILES = ((128, 256), (256, 128), (128, 128))  # of the output, in CUTLASS and cuBLAS for large sizes
 ALIGNMENT = 8  # elements of 2 bytes: rows of other lengths miss the 16-byte loads of Tensor Cores
-UNALIGNED = 3.0
-# times longer; a batched matmul of heads that are 108 wide against 104 or 112 wide: BLOOM's
-# chronicles, lines 738 to 740, 2022
+UNALIGNED = 20.0
+# times longer: without Tensor Cores. 128 heads of 108 took 44 s a step longer than 64 heads of 216
+# on an A100 (BLOOM's chronicle, lines 831 and 833), 20 times what their matmuls take aligned
 FULL_SEQUENCE = 400
 # tokens that cost as much as the diagonal, where a tile is half masked, and the start of a kernel:
 # attention on an H100 reaches 82 % of its rate for 32,768 tokens at 2,048, measured
@@ -53,11 +53,15 @@ class KernelTimes:
         """Seconds to read and write `bytes_moved` bytes."""
         return bytes_moved / (self.gpu.memory_gb_per_s * 1e9 * self.efficiency.memory)
 
-    def flash_attention(self, sequences: float, length: float, width: float, head: int) -> float:
+    def flash_attention(
+        self, sequences: float, length: float, width: float, head: int, kernel: str
+    ) -> float:
         """Seconds of causal attention, forward; `width` is that of all heads of this rank."""
         flops = 2 * sequences * length * (length + FULL_SEQUENCE) * width
         by_head = head / (head + HALF_HEAD) * (128 + HALF_HEAD) / 128
         rate = self.gpu.peak_flops("bfloat16") * self.efficiency.attention * min(1.0, by_head)
+        if kernel == "flash2":
+            rate *= self.gpu.flash2_rate
         return KERNEL_S + flops / rate
 
     def stored_attention(
@@ -79,8 +83,7 @@ class KernelTimes:
 def wave_fill(m: float, n: float, multiprocessors: int) -> float:
     """Fraction of the multiprocessors' time that computes parts of the output (wave quantisation).
 
-    The best of several tiles, as a library chooses; part of the last wave is hidden, since a
-    partial wave draws less power and so runs at a higher clock, and since k is divided too.
+    The best of several tiles, as a library chooses.
     """
     best = 0.0
     for rows, columns in TILES:
@@ -88,4 +91,4 @@ def wave_fill(m: float, n: float, multiprocessors: int) -> float:
         waves = math.ceil(tiles / multiprocessors)
         fill = m * n / (rows * columns) / (waves * multiprocessors)
         best = max(best, fill * (0.97 if rows == columns else 1.0))
-    return max(0.1, best) ** 0.5 if multiprocessors > 1 else 1.0
+    return max(0.1, best) if multiprocessors > 1 else 1.0

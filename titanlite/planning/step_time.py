@@ -234,9 +234,9 @@ def _transfer_seconds(workload: Workload, case: BlockCase, busiest: Passes) -> f
     layout = workload.layout
     if layout.pipeline == 1:
         return 0.0
-    sent = case.tokens * workload.model.dim * workload.numerics.activation_bytes
-    if layout.sequence_parallel:
-        sent /= layout.tensor
+    # tensor ranks send a part each, also without sequence parallelism: Megatron's scatter and
+    # gather (arXiv 2104.04473, 4.1), DeepSpeed's partitioned activations
+    sent = case.tokens * workload.model.dim * workload.numerics.activation_bytes / layout.tensor
     stride = layout.tensor * layout.context * layout.shard * layout.replicate
     each = case.collectives.send(sent, stride)
     times = 2 * layout.stages_per_rank * layout.n_microbatches

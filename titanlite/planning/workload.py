@@ -100,7 +100,8 @@ class Numerics:
     state_bytes: float = 8  # of the optimizer, per parameter element
     activation_bytes: float = 2
     reduce_bytes: float = 4  # gradients while they are reduced
-    float8_gather: bool = False
+    float8_gather: bool = False  # parameters and activations are gathered in float8
+    float8_rowwise: bool = False  # a scale for each row, so that both layouts are quantized alone
 
 
 @dataclass(frozen=True)
@@ -117,8 +118,11 @@ class Workload:
     loss_chunk_tokens: int = 0  # 0: the logits of a micro-batch at once
     compiled: bool = True
     fused_attention: bool = True  # does not store the attention matrix
+    attention_kernel: Literal["flash2", "native"] = "native"
+    # FlashAttention-2, written for Ampere, or the kernel of the GPU's generation (cuDNN, FA3, FA4)
     offload_activations: bool = False
     offload_optimizer: bool = False
+    blocking_launches: bool = False  # CUDA_LAUNCH_BLOCKING=1: the host's time is not hidden
     overlap: Overlap = field(default_factory=Overlap)
     checkpoint_interval: int = 0  # steps; the copy to the host stops training. 0: none
     offload_parameters: bool = False  # and gradients and optimizer states

@@ -1,0 +1,329 @@
+"""Workloads of published measurements: rows of a CSV file, in the schema of
+`benchmarks/published_runs.csv`.
+
+A row that lacks what is needed gives a note instead of a workload. What a framework does in all of
+its runs, and a row does not say, is in FRAMEWORKS, with its source.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cache
+from importlib.resources import files
+from typing import Any, Literal, NamedTuple
+
+from titanlite.errors import UserError
+from titanlite.files import parse_toml
+from titanlite.planning.hardware import Cluster, find_cluster
+from titanlite.planning.workload import (
+    Experts,
+    Layout,
+    MatmulPrecision,
+    ModelShape,
+    Numerics,
+    Overlap,
+    Recompute,
+    Workload,
+)
+
+Row = Mapping[str, str]
+
+
+class PublishedRun(NamedTuple):
+    """A row as a workload on a cluster, with notes on what was assumed."""
+
+    workload: Workload
+    cluster: Cluster
+    notes: list[str]
+
+
+class MissingFact(Exception):
+    """A row lacks a fact that the time depends on."""
+
+
+@dataclass(frozen=True)
+class FrameworkFacts:
+    """What a framework does in all of its published runs."""
+
+    fused: bool  # norms, activations and position embeddings in few kernels
+    attention: Literal["stored", "flash2", "native"]
+    sharded: Any = "optimizer"
+    overlap: Overlap = Overlap()
+    gradient_bytes: float = 4
+    blocking_launches: bool = False
+
+
+MEGATRON_ZERO = FrameworkFacts(False, "stored", "nothing", Overlap(data=False))
+# The first that a framework's name starts with.
+FRAMEWORKS = {
+    # arXiv 2104.04473: no overlap of gradients; fused softmax, bias and GELU (section 4.2)
+    "Megatron-LM 2021": MEGATRON_ZERO,
+    "Megatron-LM 2022": MEGATRON_ZERO,
+    # arXiv 2201.11990, and bigscience's fork: DeepSpeed's pipeline reduces after the last backward
+    # BLOOM ran with CUDA_LAUNCH_BLOCKING=1, against hangs (chronicles-prequel.md)
+    "Megatron-DeepSpeed (ZeRO-1": replace(
+        MEGATRON_ZERO, sharded="optimizer", blocking_launches=True
+    ),
+    "Megatron-DeepSpeed": replace(MEGATRON_ZERO, sharded="optimizer"),
+    # SimuMax docs/b200/b200_real_repro_guide.md: overlap is switched off
+    "Megatron-LM 0.14": FrameworkFacts(True, "native", overlap=Overlap(data=False)),
+    "Megatron-Core": FrameworkFacts(True, "native"),
+    # performance recipes: tp_comm_overlap, overlap_grad_reduce, overlap_param_gather and overlapped
+    # transfers of the interleaved schedule (Megatron-Bridge docs/performance-guide.md)
+    "Megatron-Bridge": FrameworkFacts(True, "native", overlap=Overlap(tensor=True, pipeline=True)),
+    "NeMo 24": FrameworkFacts(True, "native", overlap=Overlap(tensor=True, pipeline=True)),
+    "NeMo AutoModel": FrameworkFacts(True, "native", "parameters"),
+    # PyTorch eager, FSDP1 with mixed_precision PURE: gradients are reduced in bf16
+    "llm-foundry": FrameworkFacts(False, "flash2", "parameters", gradient_bytes=2),
+    "torchtitan": FrameworkFacts(True, "flash2", "parameters"),
+    "nanotron": FrameworkFacts(False, "flash2", "optimizer", Overlap(data=True)),
+}
+
+# a part of the cell `hardware` in lower case, and the machine; the first that matches
+MACHINES = (
+    ("jean zay", "jean-zay-a100"),
+    ("a100-80gb", "dgx-a100"),
+    ("a100_80gb", "dgx-a100"),
+    ("a100_40gb", "dgx-a100-40gb"),
+    ("a100", "dgx-a100"),
+    ("h100-96gb", "grand-teton-h100-96gb"),
+    ("gb300", "gb300-nvl72"),
+    ("gb200", "gb200-nvl72"),
+    ("b300", "dgx-b300"),
+    ("b200", "dgx-b200"),
+    ("h200", "dgx-h200"),
+    ("h100", "dgx-h100"),
+)
+UNMODELLED = {
+    "deepseek": "multi-head latent attention",
+    "kimi": "multi-head latent attention",
+    "nemotron_3": "Mamba layers",
+    "nemotron v3": "Mamba layers",
+}
+BLOOM_HEADS = 64  # "all NHEADS=64 (above too)", bigscience chronicles-prequel.md, line 677
+
+
+@cache
+def published_models() -> dict[str, dict[str, Any]]:
+    """Published sizes by the name of a model in lower case."""
+    text = files("titanlite.planning").joinpath("published_models.toml").read_text("utf-8")
+    models = {}
+    for name, table in parse_toml(text)["models"].items():
+        sizes = {key: value for key, value in table.items() if key not in ("names", "source")}
+        for alias in (name, *table.get("names", ())):
+            models[alias.lower()] = sizes
+    return models
+
+
+def read_row(row: Row) -> PublishedRun | str:
+    """The workload of a row, or a note that says what is missing."""
+    try:
+        return _read_row(_with_simumax_cells(row))
+    except MissingFact as missing:
+        return str(missing)
+    except UserError as error:
+        return error.message
+
+
+def _read_row(row: Row) -> PublishedRun:
+    facts = _facts_of(row)
+    notes: list[str] = []
+    model = _model_of(row, facts)
+    layout = _layout_of(row, facts, notes)
+    if layout.stages_per_rank > 1:
+        layout = replace(layout, schedule="Interleaved1F1B")
+    cluster = _cluster_of(row, layout)
+    recompute = _recompute_of(row, notes)
+    eager = "eager" in row["precision"]
+    note = row["note"].lower()
+    overlap = facts.overlap
+    if "async tp" in note or "asynctp" in note:
+        overlap = replace(overlap, tensor=True)
+    numerics = _numerics_of(row, facts, layout)
+    workload = Workload(
+        model,
+        layout,
+        int(_number(row, "seq")),
+        numerics,
+        recompute,
+        compiled=facts.fused and not eager,
+        fused_attention=facts.attention != "stored",
+        attention_kernel="flash2" if facts.attention == "flash2" else "native",
+        blocking_launches=facts.blocking_launches,
+        overlap=overlap,
+    )
+    return PublishedRun(workload, cluster, notes)
+
+
+def _facts_of(row: Row) -> FrameworkFacts:
+    for name, facts in FRAMEWORKS.items():
+        if row["framework"].startswith(name):
+            return facts
+    raise MissingFact(f'framework "{row["framework"]}" is not known')
+
+
+def _number(row: Row, key: str) -> float:
+    text = row[key].strip()
+    try:
+        return float(text)
+    except ValueError:
+        raise MissingFact(f"{key} is {'not a number' if text else 'not published'}") from None
+
+
+def _degree(row: Row, key: str) -> int:
+    """A degree of parallelism, 1 if it is not published."""
+    return int(_number(row, key)) if row[key].strip() else 1
+
+
+def _model_of(row: Row, facts: FrameworkFacts) -> ModelShape:
+    name = row["model"]
+    for part, what in UNMODELLED.items():
+        if part in name.lower():
+            raise MissingFact(f"{what} of {name} is not modelled")
+    base = re.sub(r"\s*\(.*\)$", "", name.lower())
+    sizes = dict(published_models().get(base, {}))
+    cells = {"n_layers": "layers", "dim": "hidden", "n_heads": "heads", "n_kv_heads": "kv_heads"}
+    cells |= {"hidden_dim": "ffn", "vocab_size": "vocab"}
+    sizes |= {key: int(_number(row, cell)) for key, cell in cells.items() if row[cell].strip()}
+    if "bigscience" in row["source"]:
+        sizes.setdefault("n_heads", BLOOM_HEADS)
+    sizes.setdefault("n_kv_heads", sizes.get("n_heads"))
+    llama = bool(re.search("llama|mixtral|qwen|oss", base))
+    sizes.setdefault("gated", llama)
+    if not llama:  # GPT and MPT: learned positions, tied embeddings and four times the width
+        sizes.setdefault("tied_embeddings", "8t_release" not in base)
+        sizes.setdefault("positions", 0 if "8t_release" in base else 1)
+    missing = [cell for key, cell in cells.items() if not sizes.get(key)]
+    if missing:
+        raise MissingFact(f"not published: {', '.join(missing)}")
+    if "moe" in base or "mixtral" in base:
+        if "experts" not in sizes:
+            raise MissingFact("not published: experts")
+    experts = sizes.pop("experts", None)
+    head_dim = sizes.pop("head_dim", None) or sizes["dim"] // sizes["n_heads"]
+    return ModelShape(
+        name=name, head_dim=head_dim, experts=Experts(**experts) if experts else None, **sizes
+    )
+
+
+def _layout_of(row: Row, facts: FrameworkFacts, notes: list[str]) -> Layout:
+    if not row["gpus"].strip():
+        raise MissingFact("gpus is not published")
+    if "x" in row["tp"] or not row["tp"].strip():
+        raise MissingFact("tp is not published")
+    tensor, pipeline, context = (_degree(row, key) for key in ("tp", "pp", "cp"))
+    gpus = int(_number(row, "gpus"))
+    ranks = tensor * pipeline * context
+    if gpus % ranks:
+        raise MissingFact(f"{gpus} GPUs are not a multiple of tp x pp x cp = {ranks}")
+    data = gpus // ranks
+    if row["dp"].strip() and int(_number(row, "dp")) not in (data, data * context):
+        raise MissingFact(f"dp = {row['dp']}, but gpus / (tp x pp x cp) = {data}")
+    micro_batch, global_batch = int(_number(row, "mbs")), int(_number(row, "gbs"))
+    if row["framework"].startswith("torchtitan"):
+        micro_batches = 1  # the column is the batch of a rank
+    else:
+        micro_batches = round(global_batch / (data * micro_batch))
+    if micro_batches < 1:
+        raise MissingFact(f"gbs = {global_batch} is less than dp x mbs = {data * micro_batch}")
+    if pipeline > 1 and not row["vp"].strip():
+        notes.append("stages per rank are not published: one assumed")
+    sharded, reshard = _sharding_of(row, facts, data)
+    tensor_sequences = row["sp"].strip().lower() not in ("no", "false")
+    return Layout(
+        shard=data,
+        context=context,
+        tensor=tensor,
+        pipeline=pipeline,
+        expert=_degree(row, "ep"),
+        sequence_parallel=tensor_sequences,
+        sharded=sharded,
+        reshard_after_forward=reshard,
+        stages_per_rank=_degree(row, "vp"),
+        micro_batch=micro_batch,
+        n_microbatches=micro_batches,
+    )
+
+
+def _sharding_of(row: Row, facts: FrameworkFacts, data: int) -> tuple[Any, bool]:
+    """What is sharded over the data-parallel ranks, and whether it is gathered again."""
+    cell = row["fsdp"].strip()
+    if cell == "SHARD_GRAD_OP":
+        return "gradients", False
+    if "(" in cell:
+        raise MissingFact(f'fsdp = "{cell}" is ambiguous')
+    if cell.startswith("ZeRO-"):
+        return ("nothing", "optimizer", "gradients", "parameters")[int(cell[-1])], True
+    if row["framework"].startswith("Megatron-Bridge"):
+        return ("parameters" if cell not in ("", "0") else "optimizer"), True
+    return (facts.sharded if data > 1 else "nothing"), True
+
+
+def _cluster_of(row: Row, layout: Layout) -> Cluster:
+    hardware = row["hardware"].lower()
+    for part, machine in MACHINES:
+        if part in hardware:
+            return find_cluster(machine, layout.gpus)
+    raise MissingFact(f'hardware "{row["hardware"]}" is not known')
+
+
+def _recompute_of(row: Row, notes: list[str]) -> Recompute:
+    cell = row["recompute"].strip().lower()
+    if not cell:
+        if "full recompute" in row["framework"]:
+            return "full"
+        notes.append("recomputation is not published: none assumed")
+        return "none"
+    if cell.startswith("torchtitan") or "per-op" in cell:
+        return "per_operation"
+    if cell == "selective":  # torchtitan's default option is "op"
+        return "per_operation"
+    if cell.startswith("selective"):
+        return "attention"
+    if cell in ("none", "full"):
+        return cell  # type: ignore[return-value]
+    raise MissingFact(f'recompute = "{row["recompute"]}" is not known')
+
+
+def precision_of(row: Row) -> MatmulPrecision:
+    """The precision of a row's matmuls."""
+    text = row["precision"].lower()
+    if "nvfp4" in text:
+        return "float4"
+    if "fp8" in text:
+        return "float8"
+    if "bf16" in text or "fp16" in text:
+        return "bfloat16"
+    raise MissingFact(f'precision "{row["precision"]}" is not known')
+
+
+def _numerics_of(row: Row, facts: FrameworkFacts, layout: Layout) -> Numerics:
+    precision = precision_of(row)
+    torchtitan_float8 = precision == "float8" and row["framework"].startswith("torchtitan")
+    return Numerics(
+        matmuls=precision,
+        gradient_bytes=facts.gradient_bytes,
+        float8_gather=torchtitan_float8 and "rowwise" not in row["precision"],
+        float8_rowwise="rowwise" in row["precision"],
+    )
+
+
+_SIMUMAX = re.compile(r"(?:^|_)(tp|pp|dp|cp|ep|l|seq|mbc)(\d+)")
+
+
+def _with_simumax_cells(row: Row) -> Row:
+    """The cells that a row of SimuMax has only in the name of its case.
+
+    Its strategies have seq_len 4096 and micro_batch_size 1 (configs/strategy), and its guide says
+    that ZeRO-1 and sequence parallelism are on.
+    """
+    if "SimuMax" not in row["source"]:
+        return row
+    found = dict(_SIMUMAX.findall(row["note"].split()[0]))
+    cells = {cell: found.get(cell, "1") for cell in ("tp", "pp", "cp", "ep")}
+    cells |= {"seq": found.get("seq", "4096"), "mbs": "1", "layers": found["l"], "vp": "1"}
+    ranks = int(cells["tp"]) * int(cells["pp"]) * int(cells["cp"])
+    cells["gbs"] = str(int(row["gpus"]) // ranks * int(found["mbc"]))
+    return {**row, **cells}
