@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property, lru_cache
 from typing import Any
 
 import torch
@@ -20,7 +21,8 @@ from titanlite.models import ModelSizes, ModelSpec
 from titanlite.parallelize.context import check_context_parallel
 from titanlite.parallelize.float8 import ALIGNMENT
 from titanlite.parallelize.pipeline_plan import SPLIT_BACKWARD_SINCE
-from titanlite.parallelize.schedule import SCHEDULES, required_microbatches
+from titanlite.parallelize.schedule import SCHEDULES, assign_stages, required_microbatches
+from titanlite.parallelize.stage_partition import balance_stages
 from titanlite.parallelize.tensor import check_tensor_parallel
 from titanlite.planning.workload import Recompute, Workload
 
@@ -82,34 +84,6 @@ class LayoutChoice:
     schedule: str = "1F1B"
     stages_per_rank: int = 1
     options: StepOptions = StepOptions()
-
-    def apply_to(self, workload: Workload) -> Workload:
-        """The step of `workload`, divided and computed as this candidate says."""
-        kind, every = RECOMPUTES[self.options.recompute]
-        float8 = self.frame.precision != "bf16"
-        numerics = dataclasses.replace(
-            workload.numerics,
-            matmuls="float8" if float8 else workload.numerics.matmuls,
-            float8_gather=self.frame.precision == "float8 gather",
-        )
-        layout = dataclasses.replace(
-            workload.layout,
-            **dataclasses.asdict(self.frame.degrees),
-            reshard_after_forward=self.options.reshard,
-            schedule=self.schedule,
-            stages_per_rank=self.stages_per_rank,
-            micro_batch=self.frame.micro_batch,
-            n_microbatches=self.frame.n_microbatches,
-        )
-        return dataclasses.replace(
-            workload,
-            layout=layout,
-            numerics=numerics,
-            recompute=kind,
-            recompute_every=every,
-            offload_activations=self.options.offload_activations,
-            offload_optimizer=self.options.offload_optimizer,
-        )
 
 
 @dataclass(frozen=True)
@@ -176,6 +150,58 @@ class LayoutSpace:
         ]
         return sorted(found, key=lambda o: o.offload_optimizer + o.offload_activations + o.reshard)
 
+    def workload(self, choice: LayoutChoice, base: Workload) -> Workload:
+        """The step of `base`, divided and computed as a candidate says."""
+        frame, options, degrees = choice.frame, choice.options, choice.frame.degrees
+        kind, every = RECOMPUTES[options.recompute]
+        blocks, ranks = self._stages(choice.schedule, degrees.pipeline, choice.stages_per_rank)
+        layout = dataclasses.replace(
+            base.layout,
+            replicate=degrees.replicate,
+            shard=degrees.shard,
+            context=degrees.context,
+            tensor=degrees.tensor,
+            pipeline=degrees.pipeline,
+            reshard_after_forward=options.reshard,
+            schedule=choice.schedule,
+            stages_per_rank=choice.stages_per_rank,
+            micro_batch=frame.micro_batch,
+            n_microbatches=frame.n_microbatches,
+            stage_blocks=blocks,
+            stage_ranks=ranks,
+        )
+        numerics = base.numerics
+        if frame.precision != "bf16":
+            gathers = frame.precision == "float8 gather"
+            numerics = dataclasses.replace(numerics, matmuls="float8", float8_gather=gathers)
+        return dataclasses.replace(
+            base,
+            layout=layout,
+            numerics=numerics,
+            recompute=kind,
+            recompute_every=every,
+            offload_activations=options.offload_activations,
+            offload_optimizer=options.offload_optimizer or base.offload_optimizer,
+        )
+
+    def _stages(
+        self, schedule: str, ranks: int, stages_per_rank: int
+    ) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """(blocks, pipeline rank) of each stage, as train.py balances and assigns them."""
+        stages, key = ranks * stages_per_rank, (schedule, ranks, stages_per_rank)
+        if key not in self._known_stages:
+            prefix = f"{self.spec.blocks_path}."
+            costs = tuple(self.spec.module_flops(self.sizes, self.seq_len).items())
+            names_of = balanced_stages(costs, stages)
+            blocks = tuple(sum(name.startswith(prefix) for name in names) for names in names_of)
+            rank_of = tuple(assign_stages(SCHEDULES[schedule], ranks, stages))
+            self._known_stages[key] = blocks, rank_of
+        return self._known_stages[key]
+
+    @cached_property
+    def _known_stages(self) -> dict[tuple[str, int, int], tuple[tuple[int, ...], tuple[int, ...]]]:
+        return {}
+
     def _values(self, name: str, default) -> Sequence[Any]:
         return [self.fixed[name]] if name in self.fixed else default
 
@@ -214,6 +240,12 @@ class LayoutSpace:
         tokens = frame.micro_batch * self.seq_len // frame.degrees.context
         gathers = frame.degrees.shard * frame.degrees.context > 1
         return tokens % ALIGNMENT == 0 and (gathers or frame.precision == "float8")
+
+
+@lru_cache(maxsize=1024)
+def balanced_stages(costs: tuple[tuple[str, float], ...], stages: int) -> list[list[str]]:
+    """Module names of each stage; `costs` has (module, cost) in execution order."""
+    return balance_stages(dict(costs), stages)
 
 
 def divisors(number: int) -> list[int]:

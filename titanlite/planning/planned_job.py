@@ -11,8 +11,7 @@ from titanlite.job.checks import plan_job_pipeline
 from titanlite.models import FAMILIES
 from titanlite.parallelize.float8 import SECTION as FLOAT8_SECTION
 from titanlite.parallelize.schedule import SCHEDULES
-from titanlite.parallelize.stage_partition import balance_stages
-from titanlite.planning.layout_space import RECOMPUTES, LayoutChoice
+from titanlite.planning.layout_space import RECOMPUTES, LayoutChoice, balanced_stages
 
 PER_STAGE = "pipeline_parallel_layers_per_stage"
 SEARCHED = {  # settings that the search chooses, and the names by which they can be fixed
@@ -95,7 +94,8 @@ def _balanced_stages(base: JobConfig, choice: LayoutChoice) -> list[list[str]]:
     """Stages of balanced cost; train.py makes these itself with two stages a rank."""
     spec = FAMILIES[base.model.name]
     costs = spec.module_flops(spec.sizes_of(base.model), base.training.seq_len)
-    return balance_stages(costs, choice.stages_per_rank * choice.frame.degrees.pipeline)
+    stages = choice.stages_per_rank * choice.frame.degrees.pipeline
+    return balanced_stages(tuple(costs.items()), stages)
 
 
 def _recompute_keys(choice: LayoutChoice) -> dict[str, Any]:
