@@ -1,7 +1,8 @@
 """Fit the efficiency set of each GPU type to published runs, and cross-validate it.
 
-python -m benchmarks.planner_fit              # print the sets, and the error of the halves
-python -m benchmarks.planner_fit --write      # write titanlite/planning/efficiency.toml
+python -m benchmarks.planner_fit                    # print the sets and their errors
+python -m benchmarks.planner_fit --write            # write titanlite/planning/efficiency.toml
+python -m benchmarks.planner_fit --cross-validate   # errors of one half, fitted to the other
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import argparse
 import csv
 import dataclasses
 import math
+import re
 import statistics
 from collections import Counter
 from collections.abc import Sequence
@@ -25,7 +27,7 @@ from titanlite.planning.workload import Workload
 RUNS = Path(__file__).parent / "published_runs.csv"
 TOML = Path(__file__).parents[1] / "titanlite" / "planning" / "efficiency.toml"
 PRIOR = Efficiency(
-    matmul=0.65, attention=0.5, memory=0.75, link=0.75, network=0.75, float8=0.55, float4=0.45
+    matmul=0.65, attention=0.55, memory=0.75, link=0.75, network=0.75, float8=0.55, float4=0.45
 )
 PRIOR_WEIGHT = 0.5  # rows that each number's distance from the prior counts as, in ln units x 10
 UPPER = {"link": 0.85, "network": 0.95}
@@ -61,7 +63,7 @@ def measured_rows(path: Path = RUNS) -> list[Measured]:
                 seconds = float(row["step_s"])
             except ValueError:
                 continue
-            if not isinstance(run, str):
+            if not isinstance(run, str) and not run.untimed:
                 found.append(Measured(row, run.workload, run.cluster, seconds))
     return found
 
@@ -112,7 +114,9 @@ def kind_of(measured: Measured) -> str:
     """dense bf16, dense fp8, … or MoE."""
     if measured.moe:
         return "MoE"
-    return {"bfloat16": "bf16", "float8": "fp8", "float4": "fp4"}[measured.workload.numerics.matmuls]
+    return {"bfloat16": "bf16", "float8": "fp8", "float4": "fp4"}[
+        measured.workload.numerics.matmuls
+    ]
 
 
 LIKE = {"B300": "B200", "H100-PCIe": "H100"}  # types without dense rows take another's set
@@ -139,19 +143,49 @@ def _comment(name: str, counts: dict[str, int]) -> str:
     return f"  # {counts[name]} rows" if name in counts else "  # not fitted"
 
 
+def source_of(measured: Measured) -> str:
+    """The publication that a row is from; lines and sections of one document are one source."""
+    source = re.sub(r" line \d+.*", "", measured.row["source"])
+    return re.sub(r"golden_values_.*|[\w-]+/golden.*", "", source)
+
+
+def cross_validate(rows: Sequence[Measured]) -> dict[str, list[float]]:
+    """Errors of each half of the sources with the sets fitted to the other half, by kind of row.
+
+    A GPU type whose rows are all in one half is predicted with the prior.
+    """
+    sources = sorted({source_of(measured) for measured in rows})
+    half_of = {source: number % 2 for number, source in enumerate(sources)}
+    errors: dict[str, list[float]] = {}
+    for gpu in dict.fromkeys(measured.cluster.gpu.name for measured in rows):
+        of_gpu = [m for m in rows if m.cluster.gpu.name == gpu and not m.moe]
+        for half in (0, 1):
+            fitted = [m for m in of_gpu if half_of[source_of(m)] == half]
+            tested = [m for m in of_gpu if half_of[source_of(m)] != half]
+            efficiency = fit(fitted) if fitted else PRIOR
+            for measured in tested:
+                kind = kind_of(measured) + (" (fitted)" if fitted else " (GPU type not seen)")
+                errors.setdefault(kind, []).append(math.expm1(log_error(measured, efficiency)))
+    return errors
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rows", type=Path, default=RUNS)
     parser.add_argument("--write", action="store_true")
-    parser.add_argument("--gpu", default="")
+    parser.add_argument("--cross-validate", action="store_true")
     arguments = parser.parse_args()
     rows = measured_rows(arguments.rows)
+    if arguments.cross_validate:
+        for name, values in sorted(cross_validate(rows).items()):
+            print(f"{name:30s} {summary(values)}  mean {statistics.mean(values):+.1%}")
+        return
     errors: dict[str, list[float]] = {}
     sets: dict[str, Efficiency] = {}
     counts: dict[str, int] = {}
     for gpu in dict.fromkeys(m.cluster.gpu.name for m in rows):
         dense = [m for m in rows if m.cluster.gpu.name == gpu and not m.moe]
-        if not dense or not gpu.startswith(arguments.gpu):
+        if not dense:
             continue
         best = fit(dense)
         sets[gpu], counts[gpu] = best, len(dense)

@@ -149,6 +149,49 @@ def _modules_around_blocks(
     return modules[:position], modules[position + 1 :]
 
 
+ParallelModules = tuple[nn.Module, dict[int, nn.Module]]
+# (all modules of a rank, pipeline stage -> the same modules), on the meta device
+
+
+def build_parallel_modules(
+    spec: ModelSpec, sizes: ModelSizes, layout: ParallelLayout, transforms: ModelTransforms
+) -> ParallelModules:
+    """Build this rank's modules on the meta device, and parallelize them."""
+    pp_rank = layout.mesh.pp.get_local_rank()
+    model, stage_modules = build_stage_modules(spec, sizes, layout.plan, pp_rank)
+    for stage_module in stage_modules.values():
+        stage_module.to(transforms.param_dtype)
+        parallelize(stage_module, spec, sizes, layout.mesh, layout.config, transforms)
+    return model, stage_modules
+
+
+def materialize(
+    modules: ParallelModules,
+    spec: ModelSpec,
+    sizes: ModelSizes,
+    layout: ParallelLayout,
+    transforms: ModelTransforms,
+    device: torch.device,
+    *,
+    seed: int,
+    widths: Mapping[str, WidthScale] | None = None,
+) -> ShardedModel:
+    """Allocate this rank's shards of `build_parallel_modules`, and initialize the weights."""
+    model, stage_modules = modules
+    model.to_empty(device="cpu" if transforms.cpu_offload else device)
+    # Like TP, to_empty() replaces both parameters of a tied pair. FSDP does not always tie them.
+    tie_parameters(model, spec.tied_parameters(sizes))
+    init_weights(model, spec.init_roles, sizes.n_layers, seed, widths)
+    return ShardedModel(
+        model,
+        stage_modules,
+        output=getattr(model, spec.output_path),
+        dim=sizes.dim,
+        compute_dtype=transforms.compute_dtype,
+        update_float8_scales=build_float8_scale_update(model, transforms.float8, layout.mesh.tp),
+    )
+
+
 def build_sharded_model(
     spec: ModelSpec,
     sizes: ModelSizes,
@@ -164,20 +207,6 @@ def build_sharded_model(
     `sizes` is the dataclass of the model family; `widths` are as in `init_weights`. Each rank
     only ever allocates its own shards.
     """
-    pp_rank = layout.mesh.pp.get_local_rank()
-    model, stage_modules = build_stage_modules(spec, sizes, layout.plan, pp_rank)
-    for stage_module in stage_modules.values():
-        stage_module.to(transforms.param_dtype)
-        parallelize(stage_module, spec, sizes, layout.mesh, layout.config, transforms)
-    model.to_empty(device="cpu" if transforms.cpu_offload else device)
-    # Like TP, to_empty() replaces both parameters of a tied pair. FSDP does not always tie them.
-    tie_parameters(model, spec.tied_parameters(sizes))
-    init_weights(model, spec.init_roles, sizes.n_layers, seed, widths)
-    return ShardedModel(
-        model,
-        stage_modules,
-        output=getattr(model, spec.output_path),
-        dim=sizes.dim,
-        compute_dtype=transforms.compute_dtype,
-        update_float8_scales=build_float8_scale_update(model, transforms.float8, layout.mesh.tp),
-    )
+    model, stage_modules = build_parallel_modules(spec, sizes, layout, transforms)
+    shards = (model, stage_modules)
+    return materialize(shards, spec, sizes, layout, transforms, device, seed=seed, widths=widths)

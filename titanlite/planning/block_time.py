@@ -8,9 +8,19 @@ from typing import NamedTuple
 
 from titanlite.planning.collective_time import CollectiveTimes
 from titanlite.planning.kernel_time import BACKWARD_ATTENTION, KERNEL_S, KernelTimes
-from titanlite.planning.workload import Layout, ModelShape, Numerics, Recompute, Workload
+from titanlite.planning.workload import (
+    Layout,
+    MatmulPrecision,
+    ModelShape,
+    Numerics,
+    Recompute,
+    Workload,
+)
 
 KERNELS = {True: 12, False: 40}  # of a block forward, compiled or eager; backward has twice as many
+TENSOR_HIDDEN = 0.5
+# of the communication of tensor parallelism, where matmuls run in chunks: torchtitan's tables of
+# June 2025 gain 4 to 14 % of a step, whose communication is estimated at 19 to 27 % of it
 HOST_S = 30e-6  # of an eager operation, with the wait for it, where launches block
 
 
@@ -63,11 +73,12 @@ class BlockCase:
     model: ModelShape
     layout: tuple[int, int, int, int]  # ranks: tensor, context, expert; 1 if sequence parallel
     micro_batch: int
-    accumulates: bool  # gradients of several micro-batches
+    accumulates: bool  # unsharded gradients of several micro-batches
     seq_len: int
     numerics: Numerics
     recompute: Recompute
     recompute_every: int
+    stored_activations: float
     compiled: bool
     fused_attention: bool
     attention_kernel: str
@@ -81,6 +92,11 @@ class BlockCase:
         """Of a micro-batch on one context rank."""
         return self.micro_batch * self.seq_len / self.layout[1]
 
+    @property
+    def unquantized(self) -> MatmulPrecision:
+        """The precision of attention and of the output layer."""
+        return "float32" if self.numerics.matmuls == "float32" else "bfloat16"
+
 
 def block_case(workload: Workload, kernels: KernelTimes, collectives: CollectiveTimes) -> BlockCase:
     """The case of a workload."""
@@ -90,11 +106,14 @@ def block_case(workload: Workload, kernels: KernelTimes, collectives: Collective
         workload.model,
         (layout.tensor, layout.context, layout.expert, int(sequence_parallel)),
         layout.micro_batch,
-        layout.n_microbatches > 1,
+        layout.n_microbatches > 1 and not (
+            layout.sharded == "parameters" and layout.reduce_every_microbatch
+        ),
         workload.seq_len,
         workload.numerics,
         workload.recompute,
         workload.recompute_every,
+        workload.stored_activations,
         workload.compiled,
         workload.fused_attention,
         workload.attention_kernel,
@@ -111,7 +130,7 @@ def block_passes(case: BlockCase, dense: bool = True) -> Passes:
     attention, projections = _attention(case), _projections(case)
     feed_forward = _feed_forward(case) if dense else _experts(case)
     passes = projections.plus(attention).plus(feed_forward).plus(_elementwise(case))
-    passes = passes.plus(_tensor_communication(case, passes, dense))
+    passes = passes.plus(_tensor_communication(case))
     return Passes(passes.forward, passes.backward.plus(_recomputed(case, passes, attention)))
 
 
@@ -123,6 +142,8 @@ def _recomputed(case: BlockCase, passes: Passes, attention: Passes) -> Seconds:
         return Seconds().plus(passes.forward, 1 / max(1, case.recompute_every))
     if case.recompute == "attention":
         return attention.forward
+    if case.recompute == "memory_budget":
+        return Seconds().plus(passes.forward, 1 - case.stored_activations)
     if case.recompute == "per_operation":  # every second matmul, and what is memory-bound
         forward = passes.forward
         return Seconds(matmul=forward.matmul / 2, memory=forward.memory, tensor=forward.tensor / 2)
@@ -175,13 +196,9 @@ def _attention(case: BlockCase) -> Passes:
     heads = model.n_heads / tensor
     if case.fused_attention:
         width = heads * model.head_dim
-        seconds = kernels.flash_attention(
-            batch, case.seq_len, width, model.head_dim, case.attention_kernel
-        )
-        seconds /= context
-        passes = Passes(
-            Seconds(attention=seconds), Seconds(attention=seconds * BACKWARD_ATTENTION)
-        )
+        flops = kernels.flash_flops(batch, case.seq_len, width, model.head_dim) / context
+        seconds = flops / kernels.attention_rate(case.attention_kernel, case.unquantized)
+        passes = Passes(Seconds(attention=seconds), Seconds(attention=seconds * BACKWARD_ATTENTION))
     else:
         seconds, forward, backward = kernels.stored_attention(
             batch, case.seq_len, heads, model.head_dim
@@ -266,7 +283,7 @@ def _elementwise(case: BlockCase) -> Passes:
     )
 
 
-def _tensor_communication(case: BlockCase, passes: Passes, dense: bool) -> Passes:
+def _tensor_communication(case: BlockCase) -> Passes:
     """All-gathers and reduce-scatters, or all-reduces, around attention and feed-forward."""
     tensor = case.layout[0]
     if tensor == 1:
@@ -278,12 +295,9 @@ def _tensor_communication(case: BlockCase, passes: Passes, dense: bool) -> Passe
         gathered = case.collectives.all_gather(activations / 2, tensor, 1)
     seconds = 2 * (gathered + each)
     if case.overlap_tensor:
-        exposed = [
-            max(seconds / tensor, seconds - pass_.matmul) for pass_ in (passes.forward,) * 2
-        ]
-    else:
-        exposed = [seconds, seconds]
-    return Passes(Seconds(tensor=exposed[0]), Seconds(tensor=exposed[1]))
+        seconds *= 1 - TENSOR_HIDDEN
+    both = Seconds(tensor=seconds)
+    return Passes(both, both)
 
 
 @lru_cache(maxsize=65536)
@@ -309,9 +323,10 @@ def output_passes(case: BlockCase) -> Passes:
     model, tensor = case.model, case.layout[0]
     vocabulary = model.vocab_size / tensor
     kernels = case.kernels
-    forward = kernels.matmul(case.tokens, model.dim, vocabulary, "bfloat16")
-    backward = kernels.matmul(case.tokens, vocabulary, model.dim, "bfloat16")
-    backward += kernels.matmul(model.dim, case.tokens, vocabulary, "bfloat16")
+    precision = case.unquantized
+    forward = kernels.matmul(case.tokens, model.dim, vocabulary, precision)
+    backward = kernels.matmul(case.tokens, vocabulary, model.dim, precision)
+    backward += kernels.matmul(model.dim, case.tokens, vocabulary, precision)
     logits = case.tokens * vocabulary
     read = (4, 6) if case.compiled else (16, 14)
     passes = Passes(

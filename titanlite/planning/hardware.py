@@ -162,7 +162,9 @@ def measure_cpu(processes: int, seconds: float = 0.25) -> Cluster:
     gb_per_s = copied / best / 1e9
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     gpu = Gpu("CPU", peaks, memory / processes, gb_per_s, source="measured on this machine")
-    return Cluster(gpu, Machine("CPU", processes, processes, gb_per_s / 2, 10.0, gb_per_s), processes)
+    return Cluster(
+        gpu, Machine("CPU", processes, processes, gb_per_s / 2, 10.0, gb_per_s), processes
+    )
 
 
 def cluster_names(hardware: Path | None = None) -> list[str]:

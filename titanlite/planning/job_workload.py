@@ -15,9 +15,13 @@ from titanlite.planning.workload import (
     MatmulPrecision,
     ModelShape,
     Numerics,
+    Overlap,
     Recompute,
     Workload,
 )
+
+
+OWN_KERNELS = ("cudnn", "fa3", "fa4")  # written for the GPU's generation; others are PyTorch's
 
 
 def workload_of(job: Job) -> Workload:
@@ -32,6 +36,8 @@ def workload_of(job: Job) -> Workload:
         loss_chunk_tokens=config.loss.chunk_tokens,
         compiled=config.compile.compiles("model"),
         fused_attention=True,
+        overlap=Overlap(tensor=config.parallelism.enable_async_tensor_parallel),
+        attention_kernel="native" if config.attention.backend in OWN_KERNELS else "flash2",
         offload_activations=config.activation_checkpoint.offload,
         offload_optimizer=config.optimizer.offload or config.training.enable_cpu_offload,
         offload_parameters=config.training.enable_cpu_offload,

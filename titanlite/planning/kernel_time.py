@@ -24,6 +24,7 @@ UNALIGNED = 20.0
 FULL_SEQUENCE = 400
 # tokens that cost as much as the diagonal, where a tile is half masked, and the start of a kernel:
 # attention on an H100 reaches 82 % of its rate for 32,768 tokens at 2,048, measured
+FLASH1_RATE = 1 / 1.7  # of FlashAttention-2: 1.7 to 3 times as fast (arXiv 2307.08691, 4.1)
 HALF_HEAD = 32  # width: heads of 64 reach 80 % of the rate of heads of 128, measured on an H100
 BACKWARD_ATTENTION = 2.5 / 0.88
 # times the forward: five matmuls instead of two, and the rate measured on an H100 (cuDNN)
@@ -53,16 +54,21 @@ class KernelTimes:
         """Seconds to read and write `bytes_moved` bytes."""
         return bytes_moved / (self.gpu.memory_gb_per_s * 1e9 * self.efficiency.memory)
 
-    def flash_attention(
-        self, sequences: float, length: float, width: float, head: int, kernel: str
-    ) -> float:
-        """Seconds of causal attention, forward; `width` is that of all heads of this rank."""
+    def flash_flops(self, sequences: float, length: float, width: float, head: int) -> float:
+        """FLOPs of causal attention, forward, as if heads were 128 wide and the sequence long.
+
+        `width` is that of all heads of this rank.
+        """
         flops = 2 * sequences * length * (length + FULL_SEQUENCE) * width
         by_head = head / (head + HALF_HEAD) * (128 + HALF_HEAD) / 128
-        rate = self.gpu.peak_flops("bfloat16") * self.efficiency.attention * min(1.0, by_head)
-        if kernel == "flash2":
-            rate *= self.gpu.flash2_rate
-        return KERNEL_S + flops / rate
+        return flops / min(1.0, by_head)
+
+    def attention_rate(self, kernel: str, precision: MatmulPrecision) -> float:
+        """FLOP/s of attention on long sequences with heads of 128."""
+        rate = self.gpu.peak_flops(precision) * self.efficiency.attention
+        if kernel != "native":
+            rate *= self.gpu.flash2_rate * (FLASH1_RATE if kernel == "flash1" else 1.0)
+        return rate
 
     def stored_attention(
         self, sequences: float, length: float, heads: float, head: int

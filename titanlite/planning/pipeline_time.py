@@ -54,7 +54,7 @@ def idle_seconds(
     others = sum(costs) - max(costs)
     if schedule in ("GPipe", "1F1B"):
         return others
-    if schedule in ("Interleaved1F1B", "LoopedBFS"):
+    if schedule in ("Interleaved1F1B", "LoopedBFS", "csv"):  # a file's order: as if interleaved
         return others / stages_per_rank
     simulated = min(microbatches, MANY * ranks)
     return simulated_idle(schedule, ranks, stages_per_rank, simulated) * sum(costs) / ranks

@@ -37,6 +37,7 @@ class PublishedRun(NamedTuple):
     workload: Workload
     cluster: Cluster
     notes: list[str]
+    untimed: str = ""  # why its seconds cannot be compared; its memory can
 
 
 class MissingFact(Exception):
@@ -48,10 +49,10 @@ class FrameworkFacts:
     """What a framework does in all of its published runs."""
 
     fused: bool  # norms, activations and position embeddings in few kernels
-    attention: Literal["stored", "flash2", "native"]
+    attention: Literal["stored", "flash1", "flash2", "native"]
     sharded: Any = "optimizer"
     overlap: Overlap = Overlap()
-    gradient_bytes: float = 4
+    reduce_bytes: float = 4
     blocking_launches: bool = False
 
 
@@ -76,7 +77,8 @@ FRAMEWORKS = {
     "NeMo 24": FrameworkFacts(True, "native", overlap=Overlap(tensor=True, pipeline=True)),
     "NeMo AutoModel": FrameworkFacts(True, "native", "parameters"),
     # PyTorch eager, FSDP1 with mixed_precision PURE: gradients are reduced in bf16
-    "llm-foundry": FrameworkFacts(False, "flash2", "parameters", gradient_bytes=2),
+    # and its recipes of 2023 have attn_impl: triton (scripts/train/yamls/pretrain)
+    "llm-foundry": FrameworkFacts(False, "flash1", "parameters", reduce_bytes=2),
     "torchtitan": FrameworkFacts(True, "flash2", "parameters"),
     "nanotron": FrameworkFacts(False, "flash2", "optimizer", Overlap(data=True)),
 }
@@ -150,11 +152,13 @@ def _read_row(row: Row) -> PublishedRun:
         recompute,
         compiled=facts.fused and not eager,
         fused_attention=facts.attention != "stored",
-        attention_kernel="flash2" if facts.attention == "flash2" else "native",
+        attention_kernel="native" if facts.attention == "stored" else facts.attention,
         blocking_launches=facts.blocking_launches,
         overlap=overlap,
     )
-    return PublishedRun(workload, cluster, notes)
+    slow = "slow (network)" in note and layout.gpus > cluster.machine.link_domain
+    untimed = "only memory: the network of this run was slow" if slow else ""
+    return PublishedRun(workload, cluster, notes, untimed)
 
 
 def _facts_of(row: Row) -> FrameworkFacts:
@@ -304,7 +308,7 @@ def _numerics_of(row: Row, facts: FrameworkFacts, layout: Layout) -> Numerics:
     torchtitan_float8 = precision == "float8" and row["framework"].startswith("torchtitan")
     return Numerics(
         matmuls=precision,
-        gradient_bytes=facts.gradient_bytes,
+        reduce_bytes=facts.reduce_bytes,
         float8_gather=torchtitan_float8 and "rowwise" not in row["precision"],
         float8_rowwise="rowwise" in row["precision"],
     )

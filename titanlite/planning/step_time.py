@@ -84,8 +84,9 @@ def estimate_step(
     costs = [passes.total for passes in ranks]
     busiest = ranks[costs.index(max(costs))]
     both = busiest.forward.plus(busiest.backward)
-    bubble = idle_seconds(
-        layout.schedule, layout.pipeline, layout.stages_per_rank, layout.n_microbatches, costs
+    of_run = layout.n_microbatches // layout.runs
+    bubble = layout.runs * idle_seconds(
+        layout.schedule, layout.pipeline, layout.stages_per_rank, of_run, costs
     )
     many = layout.n_microbatches
     shard, replicate = _gradient_seconds(workload, case, busiest)
@@ -119,7 +120,7 @@ def _rank_passes(workload: Workload, case: BlockCase) -> list[Passes]:
         model.n_layers, stages, *(round(end.total / block, 2) for end in ends)
     )
     ranks = [Passes(Seconds(), Seconds())] * layout.pipeline
-    stage_ranks = ranks_of_stages(layout.schedule, layout.pipeline, stages)
+    stage_ranks = layout.stage_ranks or ranks_of_stages(layout.schedule, layout.pipeline, stages)
     ranks[stage_ranks[0]] = ranks[stage_ranks[0]].plus(ends[0])
     ranks[stage_ranks[-1]] = ranks[stage_ranks[-1]].plus(ends[1])
     start = 0
@@ -169,7 +170,9 @@ def _with_gathers(workload: Workload, case: BlockCase, dense: bool) -> Passes:
     parameters = outside / layout.tensor + inside / layout.tensor / layout.expert
     gathered_bytes = 1.0 if numerics.float8_gather else numerics.gathered_bytes
     gather = case.collectives.all_gather(parameters * gathered_bytes, size, stride)
-    reduce = case.collectives.all_gather(parameters * numerics.gradient_bytes, size, stride)
+    reduce = case.collectives.all_gather(parameters * numerics.reduce_bytes, size, stride)
+    if not layout.reduce_every_microbatch:
+        reduce /= layout.n_microbatches
     forward = max(0.0, gather - passes.forward.compute)
     again = gather if layout.reshard_after_forward else 0.0
     backward = max(0.0, again + reduce - passes.backward.compute)
@@ -181,15 +184,13 @@ def _with_gathers(workload: Workload, case: BlockCase, dense: bool) -> Passes:
 def _rank_parameters(workload: Workload) -> float:
     """Parameters of one tensor and pipeline rank, before sharding."""
     layout, model = workload.layout, workload.model
-    outside, inside = block_parameters(model)
+    _, inside = block_parameters(model)
     experts = model.n_layers * inside
     others = model_parameters(model) - experts
     return (others + experts / layout.expert) / layout.tensor / layout.pipeline
 
 
-def _gradient_seconds(
-    workload: Workload, case: BlockCase, busiest: Passes
-) -> tuple[float, float]:
+def _gradient_seconds(workload: Workload, case: BlockCase, busiest: Passes) -> tuple[float, float]:
     """Exposed communication of gradients, and of parameters after the step: once per step.
 
     Overlapped, it runs during the last micro-batch's backward and the first one's forward, except
@@ -211,19 +212,19 @@ def _gradient_seconds(
     shard = replicate = 0.0
     if layout.sharded == "nothing":
         size = layout.replicate * inner
-        twice = 2 * gather(parameters * numerics.gradient_bytes, size, stride)
+        twice = 2 * gather(parameters * numerics.reduce_bytes, size, stride)
         replicate = exposed(twice, busiest.backward.compute)
     elif layout.sharded in ("optimizer", "gradients"):
         size = layout.replicate * inner
-        reduce = gather(parameters * numerics.gradient_bytes, size, stride)
+        reduce = gather(parameters * numerics.reduce_bytes, size, stride)
         again = gather(parameters * numerics.gathered_bytes, size, stride)
         shard = exposed(reduce, busiest.backward.compute)
         shard += exposed(again, busiest.forward.compute)
     else:  # the first gather and the last reduction of each micro-batch, which nothing hides
-        bytes_moved = parameters * (numerics.gathered_bytes + numerics.gradient_bytes)
+        bytes_moved = parameters * (numerics.gathered_bytes + numerics.reduce_bytes)
         shard = gather(bytes_moved * first, inner, stride)
         if layout.replicate > 1:
-            owned = parameters / inner * numerics.gradient_bytes
+            owned = parameters / inner * numerics.reduce_bytes
             twice = 2 * gather(owned, layout.replicate, stride * inner)
             replicate = exposed(twice, busiest.backward.compute)
     return shard, replicate
@@ -260,7 +261,7 @@ def _optimizer_seconds(workload: Workload, kernels: KernelTimes) -> float:
     per_parameter += 2 * numerics.state_bytes
     if numerics.gathered_bytes != numerics.parameter_bytes:
         per_parameter += numerics.gathered_bytes
-    if workload.offload_optimizer:
+    if workload.offload_optimizer or workload.offload_parameters:
         return owned * per_parameter / (HOST_OPTIMIZER_GB_PER_S * 1e9)
     return kernels.memory_bound(owned * per_parameter)
 
@@ -283,6 +284,10 @@ def _offload_seconds(workload: Workload, cluster: Cluster, busiest: Passes) -> f
     if workload.offload_optimizer:
         owned = _rank_parameters(workload) / (layout.shard * layout.context)
         seconds += owned * (numerics.gradient_bytes + numerics.gathered_bytes) / to_host
+    if workload.offload_parameters:  # this rank's shards come for each gather, gradients go back
+        owned = _rank_parameters(workload) / (layout.shard * layout.context)
+        per_pass = 2 * numerics.parameter_bytes + numerics.gradient_bytes
+        seconds += layout.n_microbatches * owned * per_pass / to_host
     return seconds
 
 

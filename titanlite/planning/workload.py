@@ -118,11 +118,12 @@ class Workload:
     loss_chunk_tokens: int = 0  # 0: the logits of a micro-batch at once
     compiled: bool = True
     fused_attention: bool = True  # does not store the attention matrix
-    attention_kernel: Literal["flash2", "native"] = "native"
-    # FlashAttention-2, written for Ampere, or the kernel of the GPU's generation (cuDNN, FA3, FA4)
+    attention_kernel: Literal["flash1", "flash2", "native"] = "native"
+    # FlashAttention, also its Triton version; FlashAttention-2, written for Ampere; or the kernel
+    # of the GPU's generation (cuDNN, FA3, FA4)
     offload_activations: bool = False
     offload_optimizer: bool = False
+    offload_parameters: bool = False  # and gradients and optimizer states
     blocking_launches: bool = False  # CUDA_LAUNCH_BLOCKING=1: the host's time is not hidden
     overlap: Overlap = field(default_factory=Overlap)
     checkpoint_interval: int = 0  # steps; the copy to the host stops training. 0: none
-    offload_parameters: bool = False  # and gradients and optimizer states

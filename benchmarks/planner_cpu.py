@@ -1,0 +1,96 @@
+"""Predicted against measured step time on this machine: four sizes, on 1 and on 2 processes.
+
+python -m benchmarks.planner_cpu [--steps 12]
+
+The machine is measured, a CPU being one of the planner's machines; nothing is fitted to the runs.
+Run it on an idle machine: measured are wall-clock seconds of a step, the median of the steps. With
+--cpu-time, seconds that a process computed: those of a run less those of a run of two steps.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import os
+import resource
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from titanlite.planning.calibrate import read_measured_run
+from titanlite.planning.hardware import measure_cpu
+from titanlite.planning.step_time import estimate_step
+
+ROOT = Path(__file__).parents[1]
+SIZES = {
+    "quickstart": [],
+    "256 x 6": ["--model.n_layers", "6"],
+    "384 x 4": ["--model.dim", "384", "--model.n_heads", "6", "--model.n_kv_heads", "3",
+                "--model.hidden_dim", "1024"],
+    "512 x 4": ["--model.dim", "512", "--model.n_heads", "8", "--model.n_kv_heads", "4",
+                "--model.hidden_dim", "1536"],
+}  # fmt: skip
+
+
+CORPUS = ROOT / "outputs" / "planner_cpu"
+
+
+def prepare() -> None:
+    """The bytes of this repository's pages as a corpus."""
+    if CORPUS.exists():
+        return
+    command = [sys.executable, "scripts/prepare_data.py", "docs", "--tokenizer", "bytes"]
+    command += ["--out", str(CORPUS)]
+    subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
+
+
+def train(arguments: list[str], processes: int, folder: Path, steps: int) -> float:
+    """Take some steps of the quickstart's model; returns the CPU seconds of a process."""
+    command = [sys.executable]
+    if processes > 1:
+        command += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
+    command += [
+        "train.py", "--model.flavor", "quickstart", "--training.steps", str(steps),
+        "--data.tokenizer", "bytes", "--data.sources", f'[{{name="text", path="{CORPUS}"}}]',
+        "--job.dump_folder", str(folder), "--job.device", "cpu", "--metrics.log_freq", "1",
+        "--training.local_batch_size", "8", "--training.seq_len", "256",
+        "--training.mixed_precision_param", "float32", "--activation_checkpoint.mode", "none",
+        *arguments,
+    ]  # fmt: skip
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    subprocess.run(command, cwd=ROOT, env=environment, check=True, stdout=subprocess.DEVNULL)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return (after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime) / processes
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--steps", type=int, default=14)
+    parser.add_argument("--cpu-time", action="store_true")
+    parser.add_argument("--processes", type=int, nargs="+", default=[1, 2])
+    arguments = parser.parse_args()
+    prepare()
+    print("| model | processes | predicted ms | measured ms | error |")
+    print("| --- | ---: | ---: | ---: | ---: |")
+    for processes in arguments.processes:
+        for name, settings in SIZES.items():
+            with tempfile.TemporaryDirectory() as folder:
+                total = train(settings, processes, Path(folder), arguments.steps)
+                run = read_measured_run(Path(folder))
+            if arguments.cpu_time:
+                with tempfile.TemporaryDirectory() as folder:
+                    total -= train(settings, processes, Path(folder), 2)
+                run = dataclasses.replace(run, seconds=total / (arguments.steps - 2))
+            cluster = measure_cpu(processes, seconds=1.0)
+            step = estimate_step(run.workload, cluster)
+            predicted, measured = step.total * 1e3, run.seconds * 1e3
+            print(
+                f"| {name} | {processes} | {predicted:.0f} | {measured:.0f}"
+                f" | {predicted / measured - 1:+.0%} |"
+            )
+
+
+if __name__ == "__main__":
+    main()

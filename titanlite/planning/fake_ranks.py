@@ -1,0 +1,137 @@
+"""One rank of a cluster that does not exist: a fake process group, and tensors without values.
+
+A fake tensor has a shape, a dtype and strides, but no memory (torch's FakeTensorMode). Collectives
+of the fake process group return at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from torch._library.custom_ops import OPDEFS
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch.distributed.tensor import _sharding_prop
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+
+from titanlite.distributed import rank_tree
+
+aten = torch.ops.aten
+_PLAIN_TENSORS = (Tensor, torch.nn.Parameter, FakeTensor)
+
+
+@contextmanager
+def fake_rank(rank: int, ranks: int) -> Iterator[None]:
+    """A process group in which this process is `rank`, and no other rank exists."""
+    # in torch's folder of tests, but part of every installation (torch 2.11 to 2.15)
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=ranks)
+    new_group = dist.new_group
+    replaced = [
+        (dist, "new_group", lambda *args, **o: new_group(*args, **{**o, "backend": "fake"})),
+        (rank_tree, "children_of", lambda rank, size: []),  # none answers
+    ]
+    try:
+        with replaced_attributes(replaced):
+            yield
+    finally:
+        dist.destroy_process_group()
+
+
+@contextmanager
+def replaced_attributes(replacements: list[tuple[Any, str, Any]]) -> Iterator[None]:
+    """Set each (object, attribute, value) for the block."""
+    originals = [(owner, name, getattr(owner, name)) for owner, name, _ in replacements]
+    for owner, name, value in replacements:
+        setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        for owner, name, value in reversed(originals):
+            setattr(owner, name, value)
+
+
+Observer = Callable[[Any, tuple, dict, Any], None]  # (operation, args, kwargs, result)
+
+
+class FakeCompute(TorchDispatchMode):
+    """Runs every operation outside the meta device on fake tensors, and shows it to `observe`."""
+
+    def __init__(self, fake_mode: FakeTensorMode, observe: Observer):
+        super().__init__()
+        self._fake_mode, self._observe = fake_mode, observe
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        if not all(kind in _PLAIN_TENSORS for kind in types):
+            return NotImplemented  # DTensor and others call this again for their local tensors
+        kwargs = kwargs or {}
+        active = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
+        if active is not self._fake_mode:
+            return operation(*args, **kwargs)  # DTensor's computation of shapes
+        if self._is_real(args, kwargs):
+            with unset_fake_temporarily():
+                return operation(*args, **kwargs)
+        if operation in (aten._local_scalar_dense.default, aten.item.default):
+            with unset_fake_temporarily():
+                return torch.ones((), dtype=args[0].dtype, device="cpu").item()
+        if operation.namespace == "titanlite":  # what is in it, not its result alone
+            with self:
+                result = OPDEFS[operation.name()]._init_fn(*args, **kwargs)
+        else:
+            result = operation(*args, **kwargs)
+        self._observe(operation, args, kwargs, result)
+        return result
+
+    @staticmethod
+    def _is_real(args: tuple, kwargs: dict) -> bool:
+        """Whether an operation is on the meta device, or on tensors with values, as of a mesh."""
+        device = kwargs.get("device")
+        if device is not None:
+            return torch.device(device).type == "meta"
+        tensors = [leaf for leaf in tree_iter((args, kwargs)) if isinstance(leaf, Tensor)]
+        return bool(tensors) and not any(isinstance(tensor, FakeTensor) for tensor in tensors)
+
+
+@contextmanager
+def fake_compute(observe: Observer, like_cuda: bool) -> Iterator[None]:
+    """Tensors that are made in the block are fake, on the CPU.
+
+    `like_cuda`: norms save what CUDA's kernel saves for backward; a CPU's saves more in bfloat16.
+    """
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    norm = [(F, "rms_norm", _rms_norm), (torch, "rms_norm", _rms_norm)] if like_cuda else []
+    # DTensor computes shapes under a fake mode of its own; it must not find ours instead
+    with (
+        replaced_attributes([*norm, (_sharding_prop, "detect_fake_mode", lambda *_: None)]),
+        mode,
+        FakeCompute(mode, observe),
+    ):
+        yield
+
+
+class _FusedRMSNorm(torch.autograd.Function):
+    """The tensors of CUDA's RMSNorm kernel, whose values nobody reads."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight, x.new_empty((*x.shape[:-1], 1), dtype=torch.float32))
+        return torch.empty_like(x)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight, _ = ctx.saved_tensors
+        return torch.empty_like(x), torch.empty_like(weight)
+
+
+def _rms_norm(
+    x: Tensor, normalized_shape: Any, weight: Tensor | None = None, eps: float | None = None
+) -> Tensor:
+    assert weight is not None
+    return _FusedRMSNorm.apply(x, weight)

@@ -1,0 +1,111 @@
+"""Predict every row of a file of published measurements, and write the predictions."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from titanlite.errors import DataError
+from titanlite.planning.efficiency import Efficiency
+from titanlite.planning.hardware import Cluster
+from titanlite.planning.published_rows import Row, read_row
+from titanlite.planning.step_time import StepTime, estimate_step
+from titanlite.planning.workload import Workload
+
+COLUMNS = ("id", "step_s", "rest_gib", "peak_gib", "fits", "note")
+NEEDED = (
+    "id", "source", "framework", "hardware", "gpus", "precision", "model", "hidden", "layers",
+    "heads", "kv_heads", "ffn", "vocab", "seq", "gbs", "mbs", "tp", "sp", "pp", "vp", "cp", "ep",
+    "dp", "fsdp", "recompute", "note",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class RowMemory:
+    """Memory of the worst rank of a row."""
+
+    rest_gib: float
+    peak_gib: float
+    fits: bool
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What is predicted for a row; what cannot be is None, with the reason in the note."""
+
+    row: Row
+    step: StepTime | None
+    note: str
+    workload: Workload | None = None
+    cluster: Cluster | None = None
+    memory: RowMemory | None = None
+
+    @property
+    def measured(self) -> float | None:
+        """Published seconds of a step."""
+        try:
+            return float(self.row.get("step_s", ""))
+        except ValueError:
+            return None
+
+    @property
+    def error(self) -> float | None:
+        """Relative error of the predicted seconds."""
+        if self.step is None or not self.measured:
+            return None
+        return self.step.total / self.measured - 1
+
+
+def read_rows(path: Path) -> list[Row]:
+    """The rows of a file; raises DataError if it lacks columns."""
+    try:
+        with open(path, newline="", encoding="utf-8-sig") as file:
+            reader = csv.DictReader(file)
+            missing = [name for name in NEEDED if name not in (reader.fieldnames or ())]
+            if missing:
+                raise DataError(
+                    f'"{path}" lacks the columns {", ".join(missing)}.',
+                    fix="benchmarks/published_runs.csv has the schema.",
+                )
+            return [{key: value or "" for key, value in row.items() if key} for row in reader]
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise DataError(f'"{path}" cannot be read: {reason}.') from None
+
+
+def predict_rows(
+    rows: Sequence[Row],
+    memory: Callable[[Workload, Cluster], RowMemory] | None = None,
+    sets: Mapping[str, Efficiency] | None = None,
+) -> list[Prediction]:
+    """A prediction for each row; `sets` are efficiencies by GPU type instead of the fitted ones."""
+    predictions = []
+    for row in rows:
+        run = read_row(row)
+        if isinstance(run, str):
+            predictions.append(Prediction(row, None, run))
+            continue
+        workload, cluster, notes, untimed = run
+        efficiency = (sets or {}).get(cluster.gpu.name)
+        step = None if untimed else estimate_step(workload, cluster, efficiency)
+        estimated = memory(workload, cluster) if memory else None
+        note = "; ".join([*notes, *filter(None, [untimed])])
+        predictions.append(Prediction(row, step, note, workload, cluster, estimated))
+    return predictions
+
+
+def write_predictions(predictions: Sequence[Prediction], path: Path) -> None:
+    """Write a CSV file with COLUMNS."""
+    with open(path, "w", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file)
+        writer.writerow(COLUMNS)
+        for prediction in predictions:
+            step = f"{prediction.step.total:.5g}" if prediction.step else ""
+            memory = prediction.memory
+            cells: tuple[str, ...] = ("", "", "")
+            if memory:
+                fits = "yes" if memory.fits else "no"
+                cells = (f"{memory.rest_gib:.2f}", f"{memory.peak_gib:.2f}", fits)
+            writer.writerow([prediction.row["id"], step, *cells, prediction.note])
