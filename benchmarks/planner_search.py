@@ -47,7 +47,7 @@ def _request(model: str, gpus: str, batch: str) -> PlanRequest:
 
 
 def _new_search(request: PlanRequest) -> LayoutSearch:
-    return LayoutSearch(request.space, request.base, request.cluster, request.usable_bytes)
+    return LayoutSearch(request.space, request.target)
 
 
 def _search(request: PlanRequest) -> tuple[PlannedStep, float, LayoutSearch]:
@@ -78,7 +78,7 @@ def fastest_of_all(search: LayoutSearch) -> PlannedStep:
     """The fastest candidate that fits and that train.py accepts, without skipping any."""
     fitting = []
     for number, choice in enumerate(all_candidates(search.space)):
-        if search.needed_bytes(choice) <= search.usable_bytes:
+        if search.needed_bytes(choice) <= search.target.usable_bytes:
             fitting.append((search.estimate_time(choice).total, number, choice))
     for _, _, choice in sorted(fitting):
         step = search.checked(choice)

@@ -1,4 +1,4 @@
-"""A wrong request to the planner is refused with all its problems; a right one keeps what is set."""
+"""A wrong request to the planner is refused with all problems; a right one keeps what is set."""
 
 from __future__ import annotations
 

@@ -27,8 +27,10 @@ def request_of(gpus="8xH100", batch="16", **changes) -> PlanRequest:
 
 
 def search_of(request: PlanRequest, usable_bytes: float | None = None, **options) -> LayoutSearch:
-    usable = request.usable_bytes if usable_bytes is None else usable_bytes
-    return LayoutSearch(request.space, request.base, request.cluster, usable, **options)
+    target = request.target
+    if usable_bytes is not None:
+        target = dataclasses.replace(target, usable_bytes=usable_bytes)
+    return LayoutSearch(request.space, target, **options)
 
 
 @pytest.mark.parametrize("quantile", [0.02, 0.2, 1.0])

@@ -56,9 +56,7 @@ def changed_answers(
             for (degrees, micro_batch, _), bound in bounds.items()
             for precision in changed.space.precisions
         }
-        search = LayoutSearch(
-            changed.space, changed.base, changed.cluster, changed.usable_bytes, 1, known
-        )
+        search = LayoutSearch(changed.space, changed.target, 1, known)
         try:
             found = search.run().best[0]
         except UserError as problem:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from titanlite.errors import ConfigError
 from titanlite.job import JobConfig
-from titanlite.planning.plan_report import describe_choice, plan_figures
+from titanlite.planning.plan_report import describe_choice, memory_parts, plan_cost
 from titanlite.planning.plan_request import PlanRequest
 from titanlite.planning.search import PlannedStep, SearchResult
 from titanlite.runtime.out_of_memory import GIB
@@ -25,14 +26,19 @@ def write_plan(request: PlanRequest, result: SearchResult, folder: Path) -> list
         folder / TOML_NAME: planned_toml(request, result.best[0]),
         folder / JSON_NAME: json.dumps(records, indent=1) + "\n",
     }
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        for path, text in files.items():
+    return write_text_files(files)
+
+
+def write_text_files(files: Mapping[Path, str]) -> list[Path]:
+    """Write each text to its path; raises ConfigError if that is not possible."""
+    for path, text in files.items():
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(
-            f"{folder}: cannot be written ({error.strerror}).", fix="Give another --out."
-        ) from None
+        except OSError as error:
+            raise ConfigError(
+                f"{path}: cannot be written ({error.strerror}).", fix="Give another --out."
+            ) from None
     return list(files)
 
 
@@ -55,7 +61,7 @@ def planned_toml(request: PlanRequest, step: PlannedStep) -> str:
 
 
 def _record(request: PlanRequest, step: PlannedStep) -> dict[str, Any]:
-    choice, figures = step.choice, plan_figures(request, step)
+    choice = step.choice
     return {
         "degrees": dataclasses.asdict(choice.frame.degrees),
         "micro_batch": choice.frame.micro_batch,
@@ -67,7 +73,6 @@ def _record(request: PlanRequest, step: PlannedStep) -> dict[str, Any]:
         "step_s": step.time.total,
         "time_s": step.time.parts,
         "peak_gib": step.memory.total / GIB,
-        "memory_gib": {name: part / GIB for name, part in step.memory.parts.items()},
-        **dataclasses.asdict(figures),
-        "tokens": request.tokens,
+        "memory_gib": {name: part / GIB for name, part in memory_parts(step.memory).items()},
+        "cost": dataclasses.asdict(plan_cost(request, step)),
     }

@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 from titanlite.log import pluralize
+from titanlite.planning.cost import RunCost, estimate_cost
 from titanlite.planning.layout_space import LayoutChoice
+from titanlite.planning.memory import MemoryEstimate
 from titanlite.planning.plan_changes import ChangedAnswer, explain_loss
 from titanlite.planning.plan_request import PlanRequest
 from titanlite.planning.search import PlannedStep, SearchResult
 from titanlite.runtime.out_of_memory import GIB
 
-SECONDS_PER_DAY = 86_400
+MEMORY_PARTS = (
+    "parameters",
+    "gradients",
+    "optimizer_state",
+    "gathered",
+    "unsharded_gradients",
+    "activations",
+    "logits",
+    "received",
+)
 MATMULS = {
     "bf16": "",
     "float8": "Float8 matmuls",
@@ -20,31 +31,9 @@ MATMULS = {
 }
 
 
-@dataclass(frozen=True)
-class PlanFigures:
-    """What a layout means for the whole training."""
-
-    tokens_per_second: float  # of all GPUs
-    mfu: float  # model FLOPs, attention counted causally, over the bf16 peak
-    bubble: float  # fraction of the step
-    days: float
-    dollars: float | None  # None without a price
-
-
-def plan_figures(request: PlanRequest, step: PlannedStep) -> PlanFigures:
-    """Figures of a planned layout; the days have no failures and no stops in them."""
-    cluster, seconds = request.cluster, step.time.total
-    rate = request.tokens_per_step / seconds
-    peak = cluster.gpu.peak_flops("bfloat16") * cluster.gpus
-    days = request.tokens / rate / SECONDS_PER_DAY
-    price = cluster.dollars_per_hour
-    return PlanFigures(
-        tokens_per_second=rate,
-        mfu=step.job.flops_per_token * rate / peak,
-        bubble=step.time.bubble / seconds,
-        days=days,
-        dollars=price * 24 * days * cluster.gpus if price is not None else None,
-    )
+def plan_cost(request: PlanRequest, step: PlannedStep) -> RunCost:
+    """The cost of the whole training with a planned layout."""
+    return estimate_cost(step.workload, request.cluster, step.time, request.tokens)
 
 
 def describe_choice(choice: LayoutChoice) -> str:
@@ -71,6 +60,8 @@ def report_lines(
     yield from _table(request, result.best)
     yield ""
     yield from _parts_of_best(request, result.best[0])
+    yield ""
+    yield from _cost_of_best(request, result.best[0])
     if changes:
         yield ""
         yield from _changes(changes)
@@ -95,24 +86,33 @@ def _header(request: PlanRequest, result: SearchResult) -> Iterator[str]:
 
 
 def _table(request: PlanRequest, steps: Sequence[PlannedStep]) -> Iterator[str]:
-    figures = [plan_figures(request, step) for step in steps]
+    costs = [plan_cost(request, step) for step in steps]
     width = max(len("layout"), *(len(str(step.choice.frame.degrees)) for step in steps))
     heading = " memory    step  tokens/s   MFU  bubble     days     cost"
     units = f"    GiB       s     a GPU     %       %  {request.tokens:.2g} tokens"
     yield f" #  {'layout':<{width}}  {'batch':<8}{heading}"
     yield f"    {'':<{width}}  {'':<8}{units}"
-    for number, (step, figure) in enumerate(zip(steps, figures, strict=True), 1):
-        frame = step.choice.frame
+    for number, (step, cost) in enumerate(zip(steps, costs, strict=True), 1):
+        frame, seconds = step.choice.frame, step.time.total
         batch = f"{frame.micro_batch} x {frame.n_microbatches}"
+        rate = request.tokens_per_step / seconds / request.cluster.gpus
         yield (
             f"{number:>2}  {frame.degrees!s:<{width}}  {batch:<8} {step.memory.total / GIB:6.1f}"
-            f" {step.time.total:7.2f} {figure.tokens_per_second / request.cluster.gpus:9,.0f}"
-            f" {100 * figure.mfu:5.1f} {100 * figure.bubble:7.1f} {figure.days:8,.1f}"
-            f" {_format_dollars(figure.dollars):>8}"
+            f" {seconds:7.2f} {rate:9,.0f} {100 * cost.mfu:5.1f}"
+            f" {100 * step.time.bubble / seconds:7.1f} {cost.days:8,.1f}"
+            f" {_format_dollars(cost.dollars):>8}"
         )
         yield f"    {describe_choice(step.choice)}"
         if number > 1:
             yield f"    {_why_it_loses(step, steps[0])}"
+
+
+def memory_parts(estimate: MemoryEstimate) -> dict[str, float]:
+    """Bytes of the worst rank at its peak by what they hold, without those that are 0."""
+    worst = dataclasses.asdict(estimate.worst)
+    parts = {name: worst[name] for name in MEMORY_PARTS}
+    parts["allocator"] = estimate.total - sum(parts.values())
+    return {name: size for name, size in parts.items() if size > 1.0}
 
 
 def _format_dollars(dollars: float | None) -> str:
@@ -136,7 +136,23 @@ def _parts_of_best(request: PlanRequest, step: PlannedStep) -> Iterator[str]:
     yield from _bars({name: part for name, part in time.parts.items() if part > 0})
     yield ""
     yield f"memory of layout 1, GiB, {memory.reason}"
-    yield from _bars({name: part / GIB for name, part in memory.parts.items() if part > 0})
+    yield from _bars({name: part / GIB for name, part in memory_parts(memory).items()})
+
+
+def _cost_of_best(request: PlanRequest, step: PlannedStep) -> Iterator[str]:
+    cost = plan_cost(request, step)
+    failures, price = cost.failures, request.cluster.dollars_per_hour
+    yield f"cost of {request.tokens:.3g} tokens with layout 1: {cost.steps:,} steps"
+    money = "no price is known" if price is None else f"{price:.2f} dollars each"
+    yield f"  GPU-hours   {cost.gpu_hours:,.0f}, {money}: {_format_dollars(cost.dollars)}"
+    if cost.kwh is not None and cost.co2_tonnes is not None:
+        yield f"  energy      {cost.kwh:,.0f} kWh, {cost.co2_tonnes:,.0f} t of CO2"
+    yield (
+        f"  failures    one in {failures.hours_between_failures:,.1f} h; with a checkpoint every"
+        f" {failures.daly_s / 60:,.0f} min they cost {failures.lost_fraction:.1%} of the time,"
+        " which the days include"
+    )
+    yield f"  checkpoint  {cost.checkpoint_gib:,.0f} GiB each"
 
 
 def _bars(parts: dict[str, float]) -> Iterator[str]:

@@ -9,10 +9,12 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from titanlite.errors import ConfigError, UserError, UserErrors
+from titanlite.files import parse_toml
 from titanlite.job import MOVED, JobConfig
 from titanlite.models import FAMILIES
 from titanlite.optim import check_optimizer_config
 from titanlite.parallelize.schedule import SCHEDULES
+from titanlite.planning.efficiency import Efficiency
 from titanlite.planning.hardware import Cluster, parse_gpus
 from titanlite.planning.layout_space import (
     DEGREES,
@@ -21,6 +23,8 @@ from titanlite.planning.layout_space import (
     LayoutSpace,
 )
 from titanlite.planning.planned_job import SEARCHED
+from titanlite.planning.search import SearchTarget
+from titanlite.runtime.out_of_memory import GIB
 from titanlite.settings import load_config, raise_together
 
 PRECISION_OPTIONS = {"bf16": MATMUL_CHOICES[:1], "float8": MATMUL_CHOICES[1:]}
@@ -53,6 +57,7 @@ class PlanArguments:
     reserve: str = "5"
     fix: Sequence[str] = ()
     hardware: str | None = None
+    efficiency: str | None = None
     overrides: Sequence[str] = ()  # --section.key value
 
 
@@ -65,10 +70,15 @@ class PlanRequest:
     space: LayoutSpace
     tokens: float  # of the whole training
     reserve: float  # fraction of a GPU's memory that stays free
+    efficiency: Efficiency | None = None  # None: that of the GPU type
 
     @property
     def usable_bytes(self) -> float:
-        return self.cluster.gpu.memory_gib * 2**30 * (1 - self.reserve)
+        return self.cluster.gpu.memory_gib * GIB * (1 - self.reserve)
+
+    @property
+    def target(self) -> SearchTarget:
+        return SearchTarget(self.base, self.cluster, self.usable_bytes, self.efficiency)
 
     @property
     def tokens_per_step(self) -> int:
@@ -99,7 +109,7 @@ class _ArgumentReader:
         tokens = self._float("--tokens", arguments.tokens, DEFAULT_TOKENS)
         reserve = self._float("--reserve", arguments.reserve, 0.0, below=100.0) / 100
         precisions = self._choice("--precision", arguments.precision, PRECISION_OPTIONS)
-        fixed = self._fixed_choices()
+        fixed, efficiency = self._fixed_choices(), self._efficiency()
         base = self._base(seq_len)
         if base is None or cluster is None:
             return None
@@ -121,7 +131,7 @@ class _ArgumentReader:
             fixed=fixed,
         )
         base = _with_length(base, batch, tokens if arguments.tokens else None)
-        return PlanRequest(base, cluster, space, tokens, reserve)
+        return PlanRequest(base, cluster, space, tokens, reserve, efficiency)
 
     def _refuse(self, message: str, fix: str = "") -> None:
         self.problems.append(ConfigError(message, fix=fix))
@@ -135,6 +145,24 @@ class _ArgumentReader:
             return parse_gpus(self.arguments.gpus, hardware)
         except UserError as error:
             self.problems.append(error)
+            return None
+
+    def _efficiency(self) -> Efficiency | None:
+        """The set in a file that --calibrate wrote."""
+        file = self.arguments.efficiency
+        if file is None:
+            return None
+        try:
+            table = parse_toml(Path(file).read_text(encoding="utf-8"))
+            values = {key: float(value) for key, value in table.items()}
+            return Efficiency(**values)
+        except (OSError, ValueError, TypeError) as error:
+            reason = getattr(error, "strerror", None) or error
+            keys = ", ".join(field.name for field in dataclasses.fields(Efficiency))
+            self._refuse(
+                f"--efficiency {file}: is not a set of efficiencies ({reason}).",
+                f"Give a file that --calibrate wrote, with {keys}.",
+            )
             return None
 
     def _number(self, option: str, text: str | None) -> int:

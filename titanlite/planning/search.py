@@ -17,6 +17,7 @@ from functools import cached_property
 from titanlite.distributed.mesh import Degrees
 from titanlite.errors import ConfigError, UserError
 from titanlite.job import Job, JobConfig
+from titanlite.planning.efficiency import Efficiency
 from titanlite.planning.hardware import Cluster
 from titanlite.planning.job_workload import workload_of
 from titanlite.planning.layout_space import Frame, LayoutChoice, LayoutSpace, StepOptions
@@ -69,21 +70,28 @@ class SearchResult:
     counts: SearchCounts
 
 
+@dataclass(frozen=True)
+class SearchTarget:
+    """What all candidates of a search have in common."""
+
+    base: JobConfig  # the settings that the search does not choose
+    cluster: Cluster
+    usable_bytes: float  # of a GPU's memory
+    efficiency: Efficiency | None = None  # None: that of the GPU type
+
+
 class LayoutSearch:
-    """One search: a space of layouts, the other settings, and the cluster."""
+    """One search in a space of layouts."""
 
     def __init__(
         self,
         space: LayoutSpace,
-        base: JobConfig,
-        cluster: Cluster,
-        usable_bytes: float,
+        target: SearchTarget,
         keep: int = 10,
         known_bounds: Mapping[FrameKey, float] | None = None,
     ):
         """`known_bounds`: seconds that the candidates of a frame are known to take at least."""
-        self.space, self.base, self.cluster = space, base, cluster
-        self.usable_bytes, self.keep = usable_bytes, keep
+        self.space, self.target, self.keep = space, target, keep
         self.bounds = dict(known_bounds or {})
         self.counts = SearchCounts()
         self._best: list[PlannedStep] = []
@@ -128,8 +136,8 @@ class LayoutSearch:
             return self.counts.refused[0]
         needed, choice = self._smallest or (0.0, None)
         return ConfigError(
-            f"Nothing fits: a GPU has {self.usable_bytes / GIB:.1f} GiB to use, and the smallest"
-            f" layout found, {choice.frame.degrees if choice else ''}, needs"
+            f"Nothing fits: a GPU has {self.target.usable_bytes / GIB:.1f} GiB to use, and the"
+            f" smallest layout found, {choice.frame.degrees if choice else ''}, needs"
             f" {needed / GIB:.1f} GiB.",
             fix="Use more GPUs, GPUs with more memory, shorter sequences, or fewer bytes per"
             " parameter (optimizer.state_dtype, training.dtype).",
@@ -146,7 +154,7 @@ class LayoutSearch:
         for frame in self._frames[:: max(1, len(self._frames) // PROBES)]:
             choice = self._first_choice(frame)
             try:
-                return workload_of(planned_job(planned_config(self.base, choice), choice))
+                return workload_of(planned_job(planned_config(self.target.base, choice), choice))
             except UserError as problem:
                 problems.append(problem)
         raise problems[0]
@@ -163,7 +171,8 @@ class LayoutSearch:
     def estimate_time(self, choice: LayoutChoice) -> StepTime:
         """The time of a step."""
         self.counts.time_estimates += 1
-        return estimate_step(self.space.workload(choice, self._workload), self.cluster)
+        workload = self.space.workload(choice, self._workload)
+        return estimate_step(workload, self.target.cluster, self.target.efficiency)
 
     def needed_bytes(self, choice: LayoutChoice) -> float:
         """Memory of the worst rank at its peak."""
@@ -178,7 +187,7 @@ class LayoutSearch:
         degrees, numerics = frame.degrees, self._workload.numerics
         each = numerics.parameter_bytes + numerics.gradient_bytes
         sharded_over = degrees.ranks // degrees.replicate
-        return each * self._parameters / sharded_over <= self.usable_bytes
+        return each * self._parameters / sharded_over <= self.target.usable_bytes
 
     @cached_property
     def _parameters(self) -> int:
@@ -234,9 +243,9 @@ class LayoutSearch:
         """The fastest candidate of a schedule that fits, if it takes less than `limit` seconds."""
         options = self.space.options(frame, schedule)
         group = LayoutChoice(frame, schedule, stages, options[-1])
-        if self.needed_bytes(group) > self.usable_bytes:
-            return None
         if self.estimate_time(dataclasses.replace(group, options=options[0])).total >= limit:
+            return None
+        if self.needed_bytes(group) > self.target.usable_bytes:
             return None
         return self._fastest_that_fits(group, options, limit)
 
@@ -249,7 +258,7 @@ class LayoutSearch:
             if any(options.costs_no_less_than(other) for other in fitting):
                 continue
             choice = dataclasses.replace(group, options=options)
-            if self.needed_bytes(choice) > self.usable_bytes:
+            if self.needed_bytes(choice) > self.target.usable_bytes:
                 continue
             time = self.estimate_time(choice)
             if time.total < limit:
@@ -263,10 +272,10 @@ class LayoutSearch:
     def checked(self, choice: LayoutChoice) -> PlannedStep | None:
         """The candidate with its job; None if train.py refuses it."""
         try:
-            job = planned_job(planned_config(self.base, choice), choice)
+            job = planned_job(planned_config(self.target.base, choice), choice)
         except UserError as problem:
             self.counts.refused.append(problem)
             return None
         workload = self.space.workload(choice, self._workload)
-        time = estimate_step(workload, self.cluster)
+        time = estimate_step(workload, self.target.cluster, self.target.efficiency)
         return PlannedStep(choice, job, workload, estimate_memory(workload), time)
