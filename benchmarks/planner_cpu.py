@@ -16,6 +16,7 @@ import resource
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 from titanlite.planning.calibrate import read_measured_run
@@ -38,11 +39,14 @@ CORPUS = ROOT / "outputs" / "planner_cpu"
 
 def prepare() -> None:
     """The bytes of this repository's pages as a corpus."""
-    if CORPUS.exists():
+    if (CORPUS / "train").exists():
         return
-    command = [sys.executable, "scripts/prepare_data.py", "docs", "--tokenizer", "bytes"]
-    command += ["--out", str(CORPUS)]
-    subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
+    pages = [page.read_text(encoding="utf-8") for page in sorted(ROOT.glob("docs/**/*.md"))]
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "pages.txt").write_text("\n".join(pages), encoding="utf-8")
+        command = [sys.executable, "scripts/prepare_data.py", folder, "--tokenizer", "bytes"]
+        command += ["--out", str(CORPUS), "--validation-share", "0"]
+        subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
 
 
 def train(arguments: list[str], processes: int, folder: Path, steps: int) -> float:
@@ -52,7 +56,7 @@ def train(arguments: list[str], processes: int, folder: Path, steps: int) -> flo
         command += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
     command += [
         "train.py", "--model.flavor", "quickstart", "--training.steps", str(steps),
-        "--data.tokenizer", "bytes", "--data.sources", f'[{{name="text", path="{CORPUS}"}}]',
+        "--data.tokenizer", "bytes", "--data.sources", f'[{{name="text", path="{CORPUS}/train"}}]',
         "--job.dump_folder", str(folder), "--job.device", "cpu", "--metrics.log_freq", "1",
         "--training.local_batch_size", "8", "--training.seq_len", "256",
         "--training.mixed_precision_param", "float32", "--activation_checkpoint.mode", "none",
@@ -60,7 +64,7 @@ def train(arguments: list[str], processes: int, folder: Path, steps: int) -> flo
     ]  # fmt: skip
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    subprocess.run(command, cwd=ROOT, env=environment, check=True, stdout=subprocess.DEVNULL)
+    subprocess.run(command, cwd=ROOT, env=environment, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     return (after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime) / processes
 
@@ -83,12 +87,14 @@ def main() -> None:
                 with tempfile.TemporaryDirectory() as folder:
                     total -= train(settings, processes, Path(folder), 2)
                 run = dataclasses.replace(run, seconds=total / (arguments.steps - 2))
-            cluster = measure_cpu(processes, seconds=1.0)
+            clock = time.process_time if arguments.cpu_time else time.perf_counter
+            cluster = measure_cpu(processes, 1.0, clock)
             step = estimate_step(run.workload, cluster)
             predicted, measured = step.total * 1e3, run.seconds * 1e3
             print(
                 f"| {name} | {processes} | {predicted:.0f} | {measured:.0f}"
-                f" | {predicted / measured - 1:+.0%} |"
+                f" | {predicted / measured - 1:+.0%} |",
+                flush=True,
             )
 
 

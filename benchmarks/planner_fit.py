@@ -119,6 +119,11 @@ def kind_of(measured: Measured) -> str:
     ]
 
 
+CPU = Efficiency(
+    matmul=0.95, attention=0.4, memory=0.95, link=0.8, network=0.75, float8=0.5, float4=0.5
+)
+# of what is measured on the spot: matmuls of the quickstart's sizes 91 of 91 GFLOP/s, its attention
+# 37, on one core of a Xeon; its element-wise operations are in the cache, at the rate of copies
 LIKE = {"B300": "B200", "H100-PCIe": "H100"}  # types without dense rows take another's set
 
 
@@ -131,7 +136,7 @@ def write_sets(sets: dict[str, Efficiency], counts: dict[str, int], path: Path =
         "# rows, weakly held to the set of types that were not fitted (default). What no row of a",
         "# type depends on is that of the default: float4 of a GPU without it, for example.",
     ]
-    for name, efficiency in {"default": PRIOR, **sets}.items():
+    for name, efficiency in {"default": PRIOR, "CPU": CPU, **sets}.items():
         lines += ["", f"[efficiency.{name}]" + _comment(name, counts)]
         lines += [f"{key} = {value:.3f}" for key, value in dataclasses.asdict(efficiency).items()]
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")

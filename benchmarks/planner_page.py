@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import argparse
 import re
+import statistics
 from dataclasses import dataclass
 from pathlib import Path
 
+from benchmarks.planner_fit import cross_validate, measured_rows
 from titanlite.planning.cost import estimate_cost
 from titanlite.planning.hardware import find_cluster
 from titanlite.planning.published_rows import published_models
@@ -99,6 +101,18 @@ def known_table() -> str:
     return "\n".join(lines)
 
 
+def halves_table() -> str:
+    """Errors of each half of the sources, fitted to the other, as Markdown."""
+    lines = ["| rows | number | median error | within ±20 % |", "| --- | ---: | ---: | ---: |"]
+    for name, errors in sorted(cross_validate(measured_rows(RUNS)).items()):
+        absolute = [abs(error) for error in errors]
+        within = sum(error <= 0.2 for error in absolute) / len(absolute)
+        lines.append(
+            f"| {name} | {len(errors)} | {statistics.median(absolute):.1%} | {within:.0%} |"
+        )
+    return "\n".join(lines)
+
+
 PUBLISHED_RATE = {
     "GPT-3 175B, 1,024 A100, 300 B tokens": "140, of hardware FLOPs",
     "LLaMA-2 7B, A100, 2 T tokens": "",
@@ -122,14 +136,15 @@ def main() -> None:
     tables = {
         "errors": error_table(predict_rows(read_rows(RUNS))),
         "known": known_table(),
+        "halves": halves_table(),
     }
     if not arguments.write:
         print("\n\n".join(tables.values()))
         return
     text = PAGE.read_text(encoding="utf-8")
     for name, table in tables.items():
-        pattern = rf"(<!-- {name}: [^>]*-->\n).*?(\n<!-- end -->)"
-        text, found = re.subn(pattern, lambda m, t=table: m[1] + t + m[2], text, flags=re.DOTALL)
+        pattern = rf"(<!-- {name}: [^>]*-->\n).*?(<!-- end -->)"
+        text, found = re.subn(pattern, lambda m, t=table: m[1] + t + "\n" + m[2], text, flags=re.DOTALL)
         assert found == 1, name
     PAGE.write_text(text, encoding="utf-8")
 

@@ -10,7 +10,7 @@ import dataclasses
 import os
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
@@ -144,21 +144,24 @@ def find_cluster(name: str, gpus: int, hardware: Path | None = None) -> Cluster:
 
 
 @torch.no_grad()
-def measure_cpu(processes: int, seconds: float = 0.25) -> Cluster:
+def measure_cpu(
+    processes: int, seconds: float = 0.25, clock: Callable[[], float] = time.perf_counter
+) -> Cluster:
     """This machine, with one process per GPU of the cluster; takes about four times `seconds`.
 
     Processes share the memory, so a link is as fast as half of it: gloo copies a message once
     into a socket, and once out of it.
     """
     device = torch.device("cpu")
-    peaks = {name: peak / 1e12 for name, peak in measure_compute_dtypes(device, seconds).items()}
+    measured = measure_compute_dtypes(device, seconds, clock)
+    peaks = {name: peak / 1e12 for name, peak in measured.items()}
     source = torch.ones(2**24)  # 64 MiB: more than most caches
     target = torch.empty_like(source)
     copied, best, end = 2 * source.nbytes, float("inf"), time.perf_counter() + seconds
     while time.perf_counter() < end:
-        start = time.perf_counter()
+        start = clock()
         target.copy_(source)
-        best = min(best, time.perf_counter() - start)
+        best = min(best, clock() - start)
     gb_per_s = copied / best / 1e9
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     gpu = Gpu("CPU", peaks, memory / processes, gb_per_s, source="measured on this machine")

@@ -1,0 +1,129 @@
+"""Predicted rows of published measurements: what is read, what is refused, how wrong it is."""
+
+from __future__ import annotations
+
+import csv
+import statistics
+from pathlib import Path
+
+import pytest
+
+from titanlite.errors import DataError
+from titanlite.planning.published_rows import published_models, read_row
+from titanlite.planning.row_errors import (
+    error_table,
+    kendall_tau,
+    kind_of_row,
+    naive_errors,
+    rank_layouts,
+    summarise_errors,
+)
+from titanlite.planning.rows import COLUMNS, predict_rows, read_rows, write_predictions
+
+RUNS = Path(__file__).parents[2] / "benchmarks" / "published_runs.csv"
+ROWS = {row["id"]: row for row in read_rows(RUNS)}
+
+
+@pytest.fixture(scope="module")
+def predictions():
+    return predict_rows(list(ROWS.values()))
+
+
+def test_the_errors_that_the_page_states_hold(predictions):
+    found = summarise_errors(predictions)
+    assert found["dense bf16"].median < 0.06
+    assert found["dense bf16"].within_20 > 0.95
+    assert found["dense fp8"].median < 0.08
+    assert found["dense bf16"].median < found["dense bf16"].naive_median / 2
+    assert len(predictions) == len(ROWS) == 672
+
+
+def test_layouts_are_ranked_as_measured(predictions):
+    rankings = rank_layouts(predictions)
+    assert all(found.rank_of_best <= 3 for found in rankings)
+    assert statistics.mean(found.tau for found in rankings) > 0.8
+
+
+def test_the_constants_of_the_naive_model_are_medians(predictions):
+    rows = [p for p in predictions if p.error is not None and kind_of_row(p) == "dense fp8"]
+    h100 = [p.row["id"] for p in rows if p.cluster.gpu.name == "GB200"]
+    errors = naive_errors(rows)
+    assert statistics.median(errors[key] for key in h100) == pytest.approx(0, abs=0.02)
+
+
+def test_a_row_becomes_the_workload_that_its_source_describes():
+    bloom = read_row(ROWS["615"])
+    assert bloom.cluster.machine.name == "jean-zay-a100"
+    assert (bloom.workload.layout.n_microbatches, bloom.workload.recompute) == (128, "full")
+    assert not bloom.workload.fused_attention
+    titan = read_row(ROWS["714"])
+    assert titan.workload.overlap.tensor
+    assert titan.workload.numerics.float8_gather
+    assert titan.workload.layout.gpus == 256
+    foundry = read_row(ROWS["382"])  # its sizes are those of the named model
+    assert foundry.workload.model.n_layers == 24
+    simumax = read_row(ROWS["825"])  # its layout is in the name of the case
+    assert (simumax.workload.layout.context, simumax.workload.seq_len) == (4, 32768)
+
+
+@pytest.mark.parametrize(
+    ("row", "note"),
+    [
+        ("0", "multi-head latent attention"),
+        ("10", "Mamba"),
+        ("252", "ambiguous"),
+        ("484", "not published: layers, hidden, ffn"),
+        ("644", "gpus is not published"),
+        ("663", "mbs is not published"),
+        ("542", "dp = 8"),
+    ],
+)
+def test_a_row_that_lacks_a_fact_is_not_predicted(row, note):
+    assert note in read_row(ROWS[row])
+
+
+def test_an_unknown_framework_or_gpu_gets_a_note():
+    assert "framework" in read_row({**ROWS["615"], "framework": "Other"})
+    assert "hardware" in read_row({**ROWS["615"], "hardware": "TPU v5p"})
+    assert "precision" in read_row({**ROWS["615"], "precision": "int8"})
+    assert "seq is not a number" in read_row({**ROWS["615"], "seq": "2k"})
+
+
+def test_runs_on_a_slow_network_tell_their_memory_only(predictions):
+    slow = next(found for found in predictions if found.row["id"] == "784")
+    assert slow.step is None
+    assert slow.workload is not None
+    assert "network" in slow.note
+
+
+def test_predictions_are_written_with_their_notes(predictions, tmp_path):
+    write_predictions(predictions[:60], tmp_path / "out.csv")
+    with open(tmp_path / "out.csv", newline="") as file:
+        written = list(csv.DictReader(file))
+    assert tuple(written[0]) == COLUMNS
+    assert written[0]["step_s"] == ""
+    assert float(written[4]["step_s"]) > 0
+    assert "none assumed" in written[4]["note"]
+    assert "| **dense bf16** |" in error_table(predictions)
+
+
+def test_a_file_without_the_columns_is_refused(tmp_path):
+    (tmp_path / "rows.csv").write_text("id,model\n1,x\n")
+    with pytest.raises(DataError, match="lacks the columns source, framework"):
+        read_rows(tmp_path / "rows.csv")
+    with pytest.raises(DataError, match="cannot be read"):
+        read_rows(tmp_path / "none.csv")
+
+
+def test_kendall_tau_counts_pairs():
+    assert kendall_tau([1, 2, 3], [10, 20, 30]) == 1
+    assert kendall_tau([1, 2, 3], [30, 20, 10]) == -1
+    assert kendall_tau([1, 2, 3], [10, 30, 20]) == pytest.approx(1 / 3)
+
+
+def test_every_published_model_has_a_source_and_its_published_size():
+    sizes = published_models()["llama3_70b"]
+    heads = 2 * (sizes["n_heads"] + sizes["n_kv_heads"]) * sizes["dim"] // sizes["n_heads"]
+    block = sizes["dim"] * (heads + 3 * sizes["hidden_dim"])
+    total = sizes["n_layers"] * block + 2 * sizes["vocab_size"] * sizes["dim"]
+    assert total == pytest.approx(70.55e9, rel=0.001)

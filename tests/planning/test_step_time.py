@@ -1,0 +1,157 @@
+"""The time of a step: what makes it longer, what hides what, and the schedules' bubbles."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from titanlite.parallelize.schedule import build_schedule_order, simulate_schedule
+from titanlite.planning.efficiency import efficiency_sets, find_efficiency
+from titanlite.planning.hardware import parse_gpus
+from titanlite.planning.pipeline_time import divide_layers, idle_seconds
+from titanlite.planning.row_errors import model_flops
+from titanlite.planning.step_time import estimate_step, model_parameters
+from titanlite.planning.workload import Experts, Layout, ModelShape, Numerics, Overlap, Workload
+
+LLAMA_8B = ModelShape("8B", 32, 4096, 32, 8, 128, 14336, 128256)
+BASE = Workload(LLAMA_8B, Layout(shard=8, micro_batch=1, n_microbatches=4), 8192)
+H100 = parse_gpus("8xH100")
+
+
+def seconds(workload=BASE, cluster=H100, **layout):
+    changed = dataclasses.replace(workload, layout=dataclasses.replace(workload.layout, **layout))
+    return estimate_step(changed, cluster)
+
+
+def test_the_parts_add_up_to_the_step_and_mfu_is_below_the_efficiency():
+    step = seconds()
+    assert sum(step.parts.values()) == pytest.approx(step.total)
+    mfu = model_flops(BASE) / 8 / 989.5e12 / step.total
+    assert 0.3 < mfu < find_efficiency("H100").matmul
+
+
+@pytest.mark.parametrize(
+    ("change", "part"),
+    [
+        ({"recompute": "full"}, "matmuls"),
+        ({"seq_len": 16384}, "attention"),
+        ({"compiled": False}, "memory_bound"),
+        ({"attention_kernel": "flash2"}, "attention"),
+        ({"attention_kernel": "flash1"}, "attention"),
+        ({"fused_attention": False}, "memory_bound"),
+        ({"offload_activations": True}, "offload"),
+        ({"offload_optimizer": True}, "optimizer"),
+        ({"offload_parameters": True}, "offload"),
+        ({"checkpoint_interval": 1}, "checkpoint"),
+        ({"blocking_launches": True}, "memory_bound"),
+    ],
+    ids=str,
+)
+def test_what_costs_more_shows_in_its_part(change, part):
+    slow_host = dataclasses.replace(H100.machine, host_gb_per_s=1)
+    cluster = dataclasses.replace(H100, machine=slow_host)
+    before = seconds(cluster=cluster)
+    after = seconds(dataclasses.replace(BASE, **change), cluster)
+    assert getattr(after, part) > getattr(before, part)
+    assert after.total > before.total
+
+
+def test_float8_makes_matmuls_faster_and_quantizes():
+    numerics = Numerics(matmuls="float8")
+    float8 = seconds(dataclasses.replace(BASE, numerics=numerics))
+    rowwise = dataclasses.replace(numerics, float8_rowwise=True)
+    assert float8.matmuls < seconds().matmuls
+    assert float8.memory_bound > seconds().memory_bound
+    assert seconds(dataclasses.replace(BASE, numerics=rowwise)).memory_bound > float8.memory_bound
+
+
+def test_tensor_parallelism_belongs_inside_a_server():
+    inside = seconds(cluster=parse_gpus("64xH100"), tensor=8, shard=8)
+    across = seconds(cluster=parse_gpus("64xH100"), tensor=16, shard=4)
+    rack = seconds(cluster=parse_gpus("64xGB200"), tensor=16, shard=4)
+    assert across.tensor > 1.3 * inside.tensor  # for half of the matmuls
+    assert rack.tensor < across.tensor / 2
+
+
+def test_asynchronous_tensor_parallelism_and_float8_gathers_send_less():
+    whole = seconds(tensor=8, shard=1)
+    overlapped = dataclasses.replace(BASE, overlap=Overlap(tensor=True))
+    gathered = dataclasses.replace(BASE, numerics=Numerics("float8", float8_gather=True))
+    assert seconds(overlapped, tensor=8, shard=1).tensor < 0.6 * whole.tensor
+    assert seconds(gathered, tensor=8, shard=1).tensor < 0.9 * whole.tensor
+
+
+def test_small_micro_batches_do_not_hide_the_gathers_of_fsdp():
+    short = dataclasses.replace(BASE, seq_len=512)
+    network = parse_gpus("8xA100-40GB")
+    assert seconds().shard < 0.01 * seconds().total
+    assert seconds(short, network).shard > 0.05 * seconds(short, network).total
+
+
+def test_gradients_are_reduced_in_every_micro_batch_or_in_the_last():
+    short = dataclasses.replace(BASE, seq_len=512)
+    once = seconds(short, reduce_every_microbatch=False)
+    assert once.shard < seconds(short).shard
+
+
+def test_replicas_reduce_their_gradients_behind_the_last_backward():
+    layout = {"replicate": 8, "shard": 1, "sharded": "nothing", "n_microbatches": 1}
+    hidden = seconds(**layout)
+    exposed = seconds(dataclasses.replace(BASE, overlap=Overlap(data=False)), **layout)
+    assert 0 < hidden.replicate < exposed.replicate
+
+
+def test_a_context_group_exchanges_keys_and_values():
+    long = dataclasses.replace(BASE, seq_len=131072)
+    one = seconds(long, shard=1, n_microbatches=1)
+    eight = seconds(long, shard=1, context=8, n_microbatches=1)
+    assert eight.context > 0
+    assert one.attention == pytest.approx(8 * eight.attention, rel=0.01)
+
+
+def test_experts_send_tokens_to_other_ranks():
+    sparse = dataclasses.replace(LLAMA_8B, experts=Experts(64, 4, 2048, dense_layers=2))
+    workload = dataclasses.replace(BASE, model=sparse)
+    assert seconds(workload, expert=8).expert > 0
+    assert seconds(workload, expert=1).expert == 0
+    assert model_parameters(sparse) > 5 * model_parameters(LLAMA_8B)
+
+
+@pytest.mark.parametrize("schedule", ["GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS"])
+@pytest.mark.parametrize(("ranks", "microbatches"), [(2, 4), (4, 8), (4, 16)])
+def test_the_closed_form_of_the_bubble_equals_the_simulation(schedule, ranks, microbatches):
+    stages = 1 if schedule in ("GPipe", "1F1B") else 2
+    order = build_schedule_order(schedule, ranks, ranks * stages, microbatches)
+    rows = simulate_schedule(order, [1.0] * ranks * stages)
+    simulated = max(row[-1].end for row in rows) - 3.0 * stages * microbatches
+    costs = [3.0 * stages] * ranks
+    found = idle_seconds(schedule, ranks, stages, microbatches, costs)
+    assert found == pytest.approx(simulated)
+
+
+def test_unequal_stages_wait_for_the_slowest():
+    costs = [1.0, 1.0, 2.0, 1.0]
+    order = build_schedule_order("1F1B", 4, 4, 8)
+    end = max(row[-1].end for row in simulate_schedule(order, [cost / 3 for cost in costs]))
+    assert 8 * 2.0 + idle_seconds("1F1B", 4, 1, 8, costs) == pytest.approx(end, rel=0.05)
+
+
+def test_a_zero_bubble_schedule_waits_less():
+    costs = [1.0] * 4
+    plain = idle_seconds("Interleaved1F1B", 4, 2, 16, costs)
+    assert 0 <= idle_seconds("ZBVZeroBubble", 4, 2, 16, costs) < plain
+
+
+def test_blocks_are_divided_by_what_the_ends_cost():
+    assert divide_layers(32, 4, 0.0, 3.0) == (8, 8, 8, 8)  # equal where they divide
+    assert sum(divide_layers(126, 16, 0.1, 1.0)) == 126
+    assert max(divide_layers(126, 16, 0.1, 1.0)) == 8
+    assert divide_layers(10, 4, 0.0, 2.0)[-1] < 3
+
+
+def test_every_fraction_is_below_its_peak():
+    for name, efficiency in efficiency_sets().items():
+        values = dataclasses.asdict(efficiency).values()
+        assert all(0.1 <= value <= 0.98 for value in values), name
+    assert find_efficiency("MI300X") == efficiency_sets()["default"]
