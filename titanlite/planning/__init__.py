@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from titanlite.planning.memory import advise_on_memory
+from titanlite.planning.memory_advice import advise_on_memory
 
 __all__ = ["advise_on_memory"]

@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from titanlite.distributed import rank_tree
+from titanlite.models import TokenEmbedding
 
 aten = torch.ops.aten
 _PLAIN_TENSORS = (Tensor, torch.nn.Parameter, FakeTensor)
@@ -106,7 +107,12 @@ def fake_compute(observe: Observer, like_cuda: bool) -> Iterator[None]:
     `like_cuda`: norms save what CUDA's kernel saves for backward; a CPU's saves more in bfloat16.
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    norm = [(F, "rms_norm", _rms_norm), (torch, "rms_norm", _rms_norm)] if like_cuda else []
+    as_cuda = [
+        (F, "rms_norm", _rms_norm),
+        (torch, "rms_norm", _rms_norm),
+        (TokenEmbedding, "forward", torch.nn.Embedding.forward),
+    ]
+    norm = as_cuda if like_cuda else []
     # DTensor computes shapes under a fake mode of its own; it must not find ours instead
     with (
         replaced_attributes([*norm, (_sharding_prop, "detect_fake_mode", lambda *_: None)]),

@@ -1,283 +1,477 @@
-"""Estimate the memory of a rank, and find settings that would lower it."""
+"""Estimate the memory of every pipeline rank: bytes at rest, and the peak with what is alive then.
+
+The rank of each stage that is described has coordinate 0 in the other dimensions of the mesh, and
+so the largest shards.
+"""
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from functools import lru_cache
 
-import torch
+from titanlite.parallelize.schedule import SCHEDULES, assign_stages, build_schedule_order
+from titanlite.planning.activation_memory import BlockActivations, LossBytes, loss_bytes
+from titanlite.planning.model_parts import (
+    EMPTY,
+    GroupBytes,
+    ModelParts,
+    group_bytes,
+    parts_of_shape,
+)
+from titanlite.planning.workload import Layout, Workload
 
-from titanlite.distributed.mesh import resolve_degrees
-from titanlite.job import Job, check_config
-from titanlite.optim import MatrixFacts, optimizer_state_bytes, whole_matrix_bytes
-from titanlite.runtime.out_of_memory import GIB
+MAX_SIMULATED_ROUNDS = 3  # micro-batches simulated, times the stages: in flight are no more later
+STAGES_GATHERED = 3  # of a rank, by torch's pipeline runtime
 
-MAX_ADVICE = 6  # settings shown, the largest saving first
+
+@dataclass(frozen=True)
+class RankMemory:
+    """Bytes of one pipeline rank's device at the peak of a step."""
+
+    rank: int
+    parameters: float  # this rank's shards
+    gradients: float  # likewise; after backward, but for those that exist at the peak
+    optimizer_state: float
+    gathered: float  # unsharded parameters, and communication buffers of FSDP
+    unsharded_gradients: float  # that are not reduced yet
+    activations: float  # of all micro-batches in flight, and temporaries of backward
+    logits: float  # and the other tensors of the loss
+    received: float  # buffers that pipeline stages receive into
+    rest_gradients: float  # gradients after backward, which belong to `resting`
+    at: str  # the point of the step
+
+    @property
+    def resting(self) -> float:
+        """Parameters, gradients and optimizer state after backward."""
+        return self.parameters + self.rest_gradients + self.optimizer_state
+
+    @property
+    def total(self) -> float:
+        return (
+            self.parameters
+            + self.gradients
+            + self.optimizer_state
+            + self.gathered
+            + self.unsharded_gradients
+            + self.activations
+            + self.logits
+            + self.received
+        )
 
 
 @dataclass(frozen=True)
 class MemoryEstimate:
-    """Estimated bytes on a rank's device at the peak of a step."""
+    """The ranks of a pipeline, and the one that needs most memory."""
 
-    parameters: float  # this rank's shards
-    gradients: float
-    optimizer_state: float
-    gathered: float  # unsharded parameters and gradients of the modules that FSDP has gathered
-    activations: float
-    logits: float  # and the other tensors of the loss
-    whole_matrices: float  # of the optimizer's step, beyond the three before, which are free then
+    ranks: tuple[RankMemory, ...]
+    overhead: float = 1.0  # of the allocator: reserved bytes, per byte of the peak
+
+    @property
+    def worst(self) -> RankMemory:
+        return max(self.ranks, key=lambda rank: rank.total)
 
     @property
     def total(self) -> float:
-        return sum(dataclasses.astuple(self))
+        """Reserved bytes of the worst rank."""
+        return self.worst.total * self.overhead
 
-
-def estimate_memory(job: Job) -> MemoryEstimate:
-    """The estimate for the rank that needs most memory."""
-    config, degrees, sizes = job.config, job.degrees, job.sizes
-    training, transforms = config.training, job.transforms
-    stage_parameters = job.spec.count_parameters(sizes) / degrees.tensor / degrees.pipeline
-    blocks = sizes.n_layers / degrees.pipeline
-    block = job.spec.count_block_parameters(sizes) / degrees.tensor
-    param_bytes = transforms.param_dtype.itemsize
-    ends = (stage_parameters - block * blocks) / 2  # parameters of the embedding or output layer
-
-    shard = stage_parameters / (degrees.shard * degrees.context)
-    parameters, gradients = shard * param_bytes, shard * param_bytes
-    moments = shard * _state_bytes_per_element(job)
-    if training.enable_cpu_offload:
-        parameters = gradients = moments = 0.0
-    if config.optimizer.early_step_in_backward:
-        gradients = block / (degrees.shard * degrees.context) * param_bytes
-
-    compute_bytes, reduce_bytes = (
-        transforms.compute_dtype.itemsize,
-        transforms.reduce_dtype.itemsize,
-    )
-    unsharded = stage_parameters if _stays_gathered(job) else 2 * block + ends
-    gathered = unsharded * compute_bytes + max(block, ends) * reduce_bytes
-    accumulates = job.rank_batch > training.local_batch_size
-    reduction = config.parallelism.fsdp_gradient_reduction
-    if accumulates and reduction == "last_microbatch":
-        gathered += stage_parameters * reduce_bytes  # gradients accumulate unsharded
-    activations, logits = _activation_bytes(job, blocks), _logits_bytes(job)
-    whole_matrices = whole_matrix_bytes(_shapes(job), config.optimizer, _facts(job))
-    return MemoryEstimate(
-        parameters,
-        gradients,
-        moments,
-        gathered,
-        activations,
-        logits,
-        whole_matrices=max(0.0, whole_matrices - gathered - activations - logits),
-    )
-
-
-def _stays_gathered(job: Job) -> bool:
-    """Whether parameters stay unsharded from forward to backward."""
-    reshard = job.config.parallelism.fsdp_reshard_after_forward
-    return reshard == "never" or (reshard == "default" and job.degrees.pipeline > 1)
-
-
-def _microbatch_tokens(job: Job) -> float:
-    """Tokens of one forward pass on one rank."""
-    pipelined, training = job.degrees.pipeline > 1, job.config.training
-    sequences = job.pipeline.microbatch_size if pipelined else training.local_batch_size
-    return sequences * training.seq_len / job.degrees.context
-
-
-def _microbatches_in_flight(job: Job) -> tuple[int, int]:
-    """Micro-batches whose activations are alive in the first stage, and in the last."""
-    if job.degrees.pipeline == 1:
-        return 1, 1
-    microbatches = job.pipeline.n_microbatches
-    if job.pipeline.schedule in ("GPipe", "LoopedBFS"):  # all forwards come first
-        return microbatches, microbatches
-    return min(microbatches, job.degrees.pipeline), 1
-
-
-def _activation_bytes(job: Job, blocks: float) -> float:
-    """Bytes of the activations of `blocks` blocks, for all micro-batches in flight."""
-    in_flight, _ = _microbatches_in_flight(job)
-    tokens = in_flight * _microbatch_tokens(job) / job.degrees.tensor
-    return tokens * _saved_elements_per_token(job, blocks) * job.transforms.compute_dtype.itemsize
-
-
-def _logits_bytes(job: Job) -> float:
-    """Bytes of the logits, and of the gradient of the output layer's weight."""
-    config, compute = job.config, job.transforms.compute_dtype
-    vocabulary = float(job.sizes.vocab_size)  # of the logits on this rank
-    if not config.parallelism.disable_loss_parallel:
-        vocabulary /= job.degrees.tensor
-    tokens = _microbatch_tokens(job)
-    chunk = min(tokens, config.loss.chunk_tokens or tokens)
-    # The logits in fp32 and in the compute dtype; for each micro-batch in flight, the gradient of
-    # the output layer's weight.
-    bytes_per_id = chunk * (4 + (compute.itemsize if compute.itemsize < 4 else 0))
-    in_fp32 = chunk < tokens or compute == torch.float16
-    _, in_flight = _microbatches_in_flight(job)
-    bytes_per_id += in_flight * job.sizes.dim * (4 if in_fp32 else compute.itemsize)
-    return vocabulary * bytes_per_id
-
-
-def _state_bytes_per_element(job: Job) -> float:
-    """Mean bytes of optimizer state per parameter element."""
-    shapes, dtype = _shapes(job), job.transforms.param_dtype
-    total = optimizer_state_bytes(shapes, job.config.optimizer, dtype, _facts(job))
-    return total / sum(shape.numel() for _, shape in shapes)
-
-
-def _shapes(job: Job) -> list[tuple[str, torch.Size]]:
-    """(name, shape) of each parameter of the whole model."""
-    with torch.device("meta"):
-        model = job.spec.build(job.sizes)
-    return [(name, parameter.shape) for name, parameter in model.named_parameters()]
-
-
-def _facts(job: Job) -> MatrixFacts:
-    return MatrixFacts(job.spec, job.sizes, job.transforms.compute_dtype)
-
-
-def _saved_elements_per_token(job: Job, blocks: float) -> float:
-    """Activation elements per token that are alive for `blocks` blocks when backward begins."""
-    recompute = job.config.activation_checkpoint
-    block, dim = job.spec.activations_per_block(job.sizes), job.sizes.dim
-    if recompute.offload:  # only two blocks' activations are on the device
-        return 2 * dim + block if recompute.mode == "full" else 2 * block
-    if recompute.mode == "none":
-        return blocks * block
-    if recompute.mode == "memory_budget":
-        return blocks * block * recompute.memory_budget
-    if recompute.per_operation:
-        return blocks * block * 0.4  # measured: 34 MB instead of 87 MB
-    every = 1 if recompute.mode == "full" else int(recompute.selective_ac_option)
-    recomputed = blocks / every
-    # block inputs, activations of the other blocks, and of the block that is being recomputed
-    return recomputed * dim + (blocks - recomputed) * block + block
-
-
-# --- advice --------------------------------------------------------------------------------------
+    @property
+    def reason(self) -> str:
+        """Why the worst rank needs most."""
+        worst = self.worst
+        parts = {
+            "parameters, gradients and optimizer state": worst.parameters
+            + worst.gradients
+            + worst.optimizer_state,
+            "activations": worst.activations,
+            "logits and loss": worst.logits,
+            "parameters gathered by FSDP": worst.gathered,
+            "gradients that are not reduced yet": worst.unsharded_gradients,
+            "pipeline receive buffers": worst.received,
+        }
+        largest = max(parts, key=lambda name: parts[name])
+        return f"pipeline rank {worst.rank}, {worst.at}: most are {largest}"
 
 
 @dataclass(frozen=True)
-class MemorySaving:
-    """A change of settings that lowers the peak."""
+class StageParts:
+    """What one pipeline stage has: block numbers, and the modules at the ends."""
 
-    settings: str  # as written in the TOML
-    bytes: float  # estimated saving on this rank
-    cost: str  # in time, precision or machines
-
-    def __str__(self) -> str:
-        return f"{self.bytes / GIB:9.3g} GiB  {self.settings}  ({self.cost})"
-
-
-def memory_savings(job: Job, on_gpu: bool) -> list[MemorySaving]:
-    """Valid changes of settings, each alone, with their estimated savings; largest first."""
-    before, savings = estimate_memory(job).total, []
-    for settings, cost, ranks_factor in _candidate_changes(job, on_gpu):
-        changed = _apply_change(job, settings, ranks_factor)
-        saved = before - estimate_memory(changed).total if changed else 0.0
-        if saved > before / 1000:
-            texts = [f"{key} = {_as_toml(value)}" for key, value in settings.items()]
-            texts += ["twice as many ranks"] if ranks_factor > 1 else []
-            savings.append(MemorySaving(", ".join(texts), saved, cost))
-    return sorted(savings, key=lambda saving: -saving.bytes)
+    first_block: int
+    blocks: int
+    embedding: bool = False
+    norm: bool = False
+    output: bool = False
 
 
-class _Change(NamedTuple):
-    """A candidate: changed settings, on `ranks_factor` times as many ranks."""
+def estimate_memory(
+    workload: Workload,
+    parts: ModelParts | None = None,
+    stages: tuple[StageParts, ...] = (),
+    on_cpu: bool = False,
+) -> MemoryEstimate:
+    """The memory of every pipeline rank.
 
-    settings: dict[str, Any]
-    cost: str
-    ranks_factor: int = 1
-
-
-def _candidate_changes(job: Job, on_gpu: bool) -> Iterator[_Change]:
-    """Changes that lower the peak; a candidate may be invalid for this job."""
-    config = job.config
-    training, parallelism, optimizer = config.training, config.parallelism, config.optimizer
-    if training.local_batch_size > 1:
-        half_batch = {
-            "training.local_batch_size": training.local_batch_size // 2,
-            "training.global_batch_size": job.global_batch,
-        }
-        yield _Change(half_batch, "more accumulation steps, the same result")
-    if config.activation_checkpoint.mode != "full":
-        full = {"activation_checkpoint.mode": "full"}
-        yield _Change(full, "recomputes every block: about a third more compute")
-    yield _Change({"loss.chunk_tokens": 1024}, "smaller matmuls")
-    if parallelism.fsdp_reshard_after_forward == "never":
-        reshard = {"parallelism.fsdp_reshard_after_forward": "default"}
-        yield _Change(reshard, "parameters are gathered twice per step")
-    if parallelism.fsdp_gradient_reduction == "last_microbatch":
-        every = {"parallelism.fsdp_gradient_reduction": "every_microbatch"}
-        yield _Change(every, "gradients are reduced after every micro-batch")
-    if not optimizer.early_step_in_backward:
-        early = {"optimizer.early_step_in_backward": True, "training.max_norm": 0.0}
-        yield _Change(early, "gradients are not clipped")
-    yield from _lower_precisions(job)
-    if on_gpu:
-        yield from _offloads()
-    shards = parallelism.data_parallel_shard_degree
-    more = {} if shards == -1 else {"parallelism.data_parallel_shard_degree": 2 * shards}
-    yield _Change(more, "more processes", 2)
-    tensor = {"parallelism.tensor_parallel_degree": 2 * job.degrees.tensor}
-    yield _Change(tensor, "more processes, which communicate within each block", 2)
+    `parts` and `stages` default to those of `workload.model` and `workload.layout`.
+    """
+    layout = workload.layout
+    parts = parts or parts_of_shape(workload.model)
+    stages = stages or stages_of(workload)
+    activations = BlockActivations(workload, on_cpu)
+    owners = stage_ranks(layout)
+    in_flight = stages_in_flight(
+        layout.schedule, owners, layout.n_microbatches // max(1, layout.runs)
+    )
+    ranks = []
+    for rank in range(layout.pipeline):
+        own = [stage for stage, owner in enumerate(owners) if owner == rank]
+        estimator = _RankEstimate(
+            workload, parts, activations, [stages[stage] for stage in own], in_flight[rank]
+        )
+        ranks.append(estimator.peak(rank))
+    return MemoryEstimate(tuple(ranks))
 
 
-def _lower_precisions(job: Job) -> Iterator[_Change]:
-    training, optimizer = job.config.training, job.config.optimizer
-    restart = "the run must restart from scratch"
-    if training.mixed_precision_param == "float32":
-        compute = {"training.mixed_precision_param": "bfloat16"}
-        yield _Change(compute, "lower compute precision")
-    if training.dtype == "float32":
-        params = {"training.dtype": "bfloat16"}
-        yield _Change(params, f"lower parameter precision; {restart}")
-    if optimizer.state_dtype in ("float32", "bfloat16"):
-        state = {"optimizer.state_dtype": "8bit"}
-        yield _Change(state, f"lower optimizer-state precision; {restart}")
+@lru_cache(256)
+def _even_stages(blocks: tuple[int, ...]) -> tuple[StageParts, ...]:
+    first, stages = 0, []
+    for number, count in enumerate(blocks):
+        last = number == len(blocks) - 1
+        stages.append(StageParts(first, count, number == 0, last, last))
+        first += count
+    return tuple(stages)
 
 
-def _offloads() -> Iterator[_Change]:
-    every_step = "copied to the GPU and back every step"
-    activations = {"activation_checkpoint.offload": True}
-    yield _Change(activations, "activations are copied to the host and back")
-    yield _Change({"optimizer.offload": True}, f"optimizer state is {every_step}")
-    yield _Change(
-        {"training.enable_cpu_offload": True},
-        f"parameters, gradients and optimizer state are {every_step}",
+def stages_of(workload: Workload) -> tuple[StageParts, ...]:
+    """The stages of a layout: the embedding in the first, the norm and the output in the last."""
+    layout = workload.layout
+    blocks = layout.stage_blocks
+    if not blocks:
+        count = layout.pipeline * layout.stages_per_rank
+        each, rest = divmod(workload.model.n_layers, count)
+        blocks = tuple(each + (stage < rest) for stage in range(count))
+    return _even_stages(blocks)
+
+
+def stage_ranks(layout: Layout) -> tuple[int, ...]:
+    """The pipeline rank of each stage."""
+    if layout.stage_ranks:
+        return layout.stage_ranks
+    return _assigned(layout.schedule, layout.pipeline, layout.pipeline * layout.stages_per_rank)
+
+
+@lru_cache(256)
+def _assigned(schedule: str, ranks: int, stages: int) -> tuple[int, ...]:
+    if schedule not in SCHEDULES:
+        return tuple(stage % ranks for stage in range(stages))
+    return tuple(assign_stages(SCHEDULES[schedule], ranks, stages))
+
+
+@lru_cache(256)
+def stages_in_flight(
+    schedule: str, owners: tuple[int, ...], microbatches: int
+) -> tuple[dict[int, int], ...]:
+    """For each rank: its stages (in model order), and their micro-batches in flight at the most.
+
+    Counted in stages, at the time when most are alive.
+    """
+    ranks, stages = max(owners) + 1, len(owners)
+    if ranks == 1:
+        return (dict.fromkeys(range(stages), 1),)
+    if schedule not in SCHEDULES:  # a file; at most as many as with 1F1B
+        return tuple(
+            {0: min(microbatches, ranks - rank)} for rank in range(ranks)
+        )
+    count = min(microbatches, max(MAX_SIMULATED_ROUNDS * ranks, ranks))
+    if schedule in ("GPipe", "LoopedBFS"):
+        own = stages // ranks
+        return tuple(dict.fromkeys(range(own), microbatches) for _ in range(ranks))
+    count -= count % ranks if count > ranks else 0
+    try:
+        orders = build_schedule_order(schedule, ranks, stages, count)
+    except ValueError:  # the number of micro-batches does not suit the schedule
+        own = stages // ranks
+        return tuple(
+            dict.fromkeys(range(own), min(microbatches, ranks - rank)) for rank in range(ranks)
+        )
+    return tuple(
+        _most_alive(actions, [s for s, owner in enumerate(owners) if owner == rank])
+        for rank, actions in enumerate(orders)
     )
 
 
-def _apply_change(job: Job, settings: dict[str, Any], ranks_factor: int) -> Job | None:
-    """The job with changed settings and `ranks_factor` times the ranks; None if it is invalid."""
-    config, ranks = job.config, job.degrees.ranks * ranks_factor
-    for key, value in settings.items():
-        name, field = key.split(".")
-        section = dataclasses.replace(getattr(config, name), **{field: value})
-        config = dataclasses.replace(config, **{name: section})
-    if any(True for _ in check_config(config, ranks)):
-        return None
-    return dataclasses.replace(
-        job, config=config, degrees=resolve_degrees(config.parallelism, ranks)
-    )
+def _most_alive(actions, own: list[int]) -> dict[int, int]:
+    alive = dict.fromkeys(range(len(own)), 0)
+    most, at_most = 0, dict(alive)
+    position = {stage: index for index, stage in enumerate(own)}
+    for action in actions:
+        change = {"forward": 1, "backward": -1, "weight": -1}.get(action.kind, 0)
+        if change:
+            alive[position[action.stage]] += change
+            if sum(alive.values()) > most:
+                most, at_most = sum(alive.values()), dict(alive)
+    return at_most
 
 
-def _as_toml(value: Any) -> str:
-    return f'"{value}"' if isinstance(value, str) else str(value).lower()
+class _RankEstimate:
+    """The estimate of one pipeline rank."""
 
+    def __init__(
+        self,
+        workload: Workload,
+        parts: ModelParts,
+        activations: BlockActivations,
+        stages: list[StageParts],
+        in_flight: dict[int, int],
+    ):
+        self.workload, self.layout, self.numerics = workload, workload.layout, workload.numerics
+        self.parts, self.activations = parts, activations
+        self.stages, self.in_flight = stages, in_flight
+        self.pipelined = self.layout.pipeline > 1
+        self.block = self._group(parts.block)
+        self.embedding = self._group(parts.embedding)
+        self.after = self._group(parts.norm) + self._group(parts.output)
+        self.has_embedding = any(stage.embedding for stage in stages)
+        self.has_output = any(stage.output for stage in stages)
+        self.norms = sum(stage.norm for stage in stages)
+        self.all = self._all()
 
-def advise_on_memory(job: Job, on_gpu: bool) -> list[str]:
-    """Lines for an out-of-memory error: the estimated peak, and settings that would lower it."""
-    estimate, savings = estimate_memory(job), memory_savings(job, on_gpu)
-    lines = [
-        f"  estimated at the peak, in GiB: activations {estimate.activations / GIB:.3g}, logits and"
-        f" loss {estimate.logits / GIB:.3g}, parameters gathered by FSDP"
-        f" {estimate.gathered / GIB:.3g}",
-        "  settings that would free memory on this rank (estimates, each alone):",
-        *(f"  {saving}" for saving in savings[:MAX_ADVICE]),
-    ]
-    return lines if savings else lines[:1]
+    def _group(self, parameters) -> GroupBytes:
+        return group_bytes(parameters, self.layout, self.numerics.state_bytes)
+
+    def _all(self) -> GroupBytes:
+        total, experts = EMPTY, self.workload.model.experts
+        dense = self._group(self.parts.dense_block) if experts else EMPTY
+        for stage in self.stages:
+            few = max(0, min(stage.blocks, experts.dense_layers - stage.first_block)) if experts else 0
+            total = total + self.block.times(stage.blocks - few) + dense.times(few)
+            if stage.embedding or (stage.output and self.parts.tied and self.pipelined):
+                total = total + self.embedding
+            if stage.norm:
+                total = total + self._group(self.parts.norm)
+            if stage.output:
+                total = total + self._group(self.parts.output)
+        return total
+
+    def resting(self) -> tuple[float, float, float]:
+        """Bytes of (parameters, gradients, optimizer state) on the device after backward."""
+        numerics, total = self.numerics, self.all
+        if self.workload.offload_parameters:
+            return 0.0, 0.0, 0.0
+        state = 0.0 if self.workload.offload_optimizer else total.state
+        if self.layout.sharded == "parameters":
+            grads = total.sharded * numerics.gradient_bytes
+            return total.sharded * numerics.parameter_bytes, grads, state
+        # a working copy of all parameters; the optimizer's own parameters are a part of its state
+        own = numerics.parameter_bytes + numerics.state_bytes
+        optimizer = own * (total.gathered if self.layout.sharded == "nothing" else total.stored)
+        gradients = total.stored if self.layout.sharded == "gradients" else total.gathered
+        return (
+            total.gathered * numerics.gathered_bytes,
+            gradients * numerics.gradient_bytes,
+            0.0 if self.workload.offload_optimizer else optimizer,
+        )
+
+    def peak(self, rank: int) -> RankMemory:
+        """The largest of the points of a step that can be the peak."""
+        points = self._pipeline_points() if self.pipelined else self._points()
+        parameters, gradients, state = self.resting()
+        totals = []
+        for at, values in points:
+            values = {"gradients": 0.0, "gathered": 0.0, "unsharded_gradients": 0.0,
+                      "activations": 0.0, "logits": 0.0, "received": 0.0, **values}
+            if self.layout.sharded in ("nothing", "optimizer"):  # they exist all the time
+                values |= {"gradients": gradients, "unsharded_gradients": 0.0, "gathered": 0.0}
+            elif self.layout.sharded == "gradients":
+                values |= {"gathered": 0.0}
+            if self.workload.offload_parameters:
+                values["gradients"] = 0.0
+            totals.append(
+                RankMemory(
+                    rank, parameters, optimizer_state=state, rest_gradients=gradients, at=at, **values
+                )
+            )
+        return max(totals, key=lambda memory: memory.total)
+
+    def _loss(self) -> LossBytes:
+        if not self.has_output:
+            return LossBytes(0.0, 0.0, 0.0)
+        output = self._group(self.parts.output or self.parts.embedding)
+        chunked = self.layout.sharded == "parameters"
+        return loss_bytes(self.activations, output.gathered, chunked)
+
+    def _points(self) -> list[tuple[str, dict[str, float]]]:
+        """Points of a step without pipeline parallelism."""
+        numerics, acts = self.numerics, self.activations
+        compute, reduce = numerics.gathered_bytes, numerics.reduce_bytes
+        block, after, embedding = self.block, self.after, self.embedding
+        blocks = self.stages[0].blocks
+        saved = sum(acts.saved(number) for number in range(blocks))
+        ends = acts.residual + acts.rope
+        loss = self._loss()
+        never = not self.layout.reshard_after_forward
+        everything = self.all.gathered * compute
+        accumulates = self.layout.n_microbatches > 1
+        every = self.layout.reduce_every_microbatch
+        shards = self.all.sharded * numerics.gradient_bytes if accumulates and every else 0.0
+        unsharded = self.all.gathered * reduce if accumulates and not every else 0.0
+        tied = self.parts.tied
+        root = (embedding + after).gathered if tied else 0
+        kept = root if tied else after.gathered
+        at_loss = everything if never else (kept + block.gathered) * compute
+        two = everything if never else (root + 2 * block.gathered) * compute
+        grads_after = after.sharded * numerics.gradient_bytes
+        points = [
+            (
+                "at the loss",
+                {
+                    "gradients": shards,
+                    "unsharded_gradients": unsharded,
+                    "gathered": at_loss,
+                    "activations": saved + ends,
+                    "logits": loss.saved + loss.forward_temporaries,
+                },
+            ),
+            (
+                "when backward begins",
+                {
+                    "gradients": shards,
+                    "unsharded_gradients": unsharded,
+                    "gathered": at_loss,
+                    "activations": saved + ends,
+                    "logits": loss.saved + loss.backward_temporaries,
+                },
+            ),
+        ]
+        # the reduce-scatter input of the group before is freed when the next group's begins
+        for number, at in ((blocks - 1, "in the backward of the last block"), (0, "in the backward of the first block")):
+            passed = blocks - 1 - number
+            new = grads_after + passed * block.sharded * numerics.gradient_bytes
+            before = (after.gathered if passed == 0 else block.gathered) * reduce
+            alive = sum(acts.saved(n) for n in range(number + 1)) + acts.rope
+            common = {
+                "gradients": shards if shards else new,
+            }
+            points += [
+                (
+                    at,
+                    common
+                    | {
+                        "unsharded_gradients": unsharded + before + block.gathered * compute / 3,
+                        "gathered": two,
+                        "activations": alive + acts.recomputed(number) + acts.backward_temporaries,
+                    },
+                ),
+                (
+                    at + ", at its reduce-scatter",
+                    common
+                    | {
+                        "unsharded_gradients": unsharded
+                        + block.gathered * (compute + reduce)
+                        + block.sharded * reduce,
+                        "gathered": two - (0 if never else block.gathered * compute),
+                        "activations": alive - acts.saved(number) + 2 * acts.residual,
+                    },
+                ),
+            ]
+        first = self.workload.layout.tensor if self.workload.layout.tensor > 1 else 1
+        gradient = embedding.gathered * first  # DTensor computes it for the whole vocabulary
+        points.append(
+            (
+                "in the backward of the embedding",
+                {
+                    "gradients": shards or self.all.sharded * numerics.gradient_bytes,
+                    "unsharded_gradients": unsharded
+                    + gradient * compute
+                    + (embedding.gathered + (after.gathered if tied else 0)) * reduce,
+                    "gathered": everything if never else 0.0,
+                    "activations": acts.residual + acts.rope,
+                },
+            )
+        )
+        return points
+
+    def _pipeline_points(self) -> list[tuple[str, dict[str, float]]]:
+        """Points of a step with pipeline parallelism."""
+        numerics, acts, layout = self.numerics, self.activations, self.layout
+        compute, reduce = numerics.gathered_bytes, numerics.reduce_bytes
+        microbatches = layout.n_microbatches // max(1, layout.runs)
+        loss = self._loss()
+        in_flight = 0.0
+        for index, stage in enumerate(self.stages):
+            own = sum(acts.saved(stage.first_block + n) for n in range(stage.blocks))
+            # a stage's output is kept until its backward; the loss is a scalar
+            own += acts.rope + (loss.saved if stage.output else acts.residual)
+            in_flight += own * self.in_flight.get(index, 1)
+        received = 0.0
+        last = self.workload.layout.pipeline * layout.stages_per_rank - 1
+        for stage in self.stages:
+            received += (not stage.embedding) + (not stage.output)
+        received *= microbatches * acts.residual
+        gathered = self.all.gathered * compute
+        if layout.reshard_after_forward:
+            gathered = 2 * self.block.gathered * compute
+        tensor = layout.tensor if layout.tensor > 1 else 1
+        extra = self.embedding.gathered * (tensor - 1) if self.has_embedding else 0
+        grads = (self.all.gathered + extra) * reduce
+        if layout.reshard_after_forward:
+            grads = 0.0
+        most = max(self.in_flight.values(), default=1)
+        one = in_flight / max(1, sum(self.in_flight.values()))
+        temporaries = acts.backward_temporaries + self.block.gathered * compute / 3
+        recomputed = max(
+            (acts.recomputed(s.first_block + n) for s in self.stages for n in range(s.blocks)),
+            default=0.0,
+        )
+        shards = self.all.sharded * numerics.gradient_bytes if layout.runs > 1 else 0.0
+        all_grads = microbatches > most
+        common = {"gathered": gathered, "received": received, "gradients": shards}
+        points = [
+            (
+                "in a backward with all micro-batches in flight",
+                common
+                | {
+                    "unsharded_gradients": grads if all_grads else 0.0,
+                    "activations": in_flight + temporaries + recomputed,
+                    "logits": loss.backward_temporaries if self.has_output else 0.0,
+                },
+            ),
+            (
+                "in the second backward",
+                common
+                | {
+                    "unsharded_gradients": grads,
+                    "activations": max(0.0, in_flight - one) + temporaries + recomputed,
+                },
+            ),
+            (
+                "in the last backward of the embedding",
+                common
+                | {
+                    "unsharded_gradients": grads
+                    + (self.embedding.gathered * tensor * compute if self.has_embedding else 0.0),
+                    "activations": in_flight - one if all_grads or most > 1 else 0.0,
+                },
+            ),
+            (
+                "when gradients are reduced",
+                common
+                | {
+                    "gradients": self.all.sharded * numerics.gradient_bytes,
+                    "unsharded_gradients": grads + self.block.gathered * reduce,
+                },
+            ),
+        ]
+        if self.has_output:
+            points.append(
+                (
+                    "at the loss",
+                    common
+                    | {
+                        "unsharded_gradients": grads if microbatches > 1 else 0.0,
+                        "activations": in_flight,
+                        "logits": loss.forward_temporaries,
+                    },
+                )
+            )
+        return points

@@ -1,0 +1,156 @@
+"""The parameters of a model by module, and a rank's shards of them."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cache
+
+from titanlite.planning.workload import Layout, ModelShape
+
+EMBEDDING, BLOCK, NORM, OUTPUT = "tok_embeddings", "block", "norm", "output"
+
+
+@dataclass(frozen=True)
+class ParameterShape:
+    """One parameter: its shape, and how tensor parallelism shards it."""
+
+    name: str  # within its module
+    shape: tuple[int, ...]
+    sharded_dim: int | None = None  # over the tensor ranks; None: replicated
+    whole: int = 1  # rows that stay together, as those of a head; too few of them: replicated
+    expert: bool = False  # sharded over the expert ranks as well
+
+    @property
+    def elements(self) -> int:
+        return math.prod(self.shape)
+
+    def tensor_shard(self, tensor: int) -> tuple[int, ...]:
+        """Shape of the first of `tensor` ranks' shards, which is the largest."""
+        dim = self.sharded_dim
+        if dim is None or tensor == 1 or (self.shape[dim] // self.whole) % tensor:
+            if dim is None or self.whole > 1 or tensor == 1:
+                return self.shape
+        size = -(-self.shape[dim] // tensor)
+        return (*self.shape[:dim], size, *self.shape[dim + 1 :])
+
+
+def padded_shard(shape: tuple[int, ...], ranks: int) -> int:
+    """Elements of FSDP2's shard: ceil(rows / ranks) rows, also on ranks that have fewer."""
+    return -(-shape[0] // ranks) * math.prod(shape[1:])
+
+
+def own_shard(shape: tuple[int, ...], ranks: int) -> tuple[int, ...]:
+    """Shape of the first rank's rows."""
+    return (-(-shape[0] // ranks), *shape[1:])
+
+
+@dataclass(frozen=True)
+class ModelParts:
+    """The parameters of each kind of module; the blocks are equal."""
+
+    embedding: tuple[ParameterShape, ...]
+    block: tuple[ParameterShape, ...]
+    norm: tuple[ParameterShape, ...]
+    output: tuple[ParameterShape, ...]
+    dense_block: tuple[ParameterShape, ...] = ()  # without experts, where some blocks have them
+    tied: bool = False  # the output layer has the embedding's weights
+
+
+@cache
+def parts_of_shape(model: ModelShape) -> ModelParts:
+    """The parameters of a decoder-only transformer of these sizes."""
+    dim, width = model.dim, model.head_dim
+    tables = [ParameterShape("weight", (model.vocab_size, dim), 0)]
+    if model.positions:
+        tables.append(ParameterShape("positions", (model.positions, dim)))
+    output = () if model.tied_embeddings else (ParameterShape("weight", (model.vocab_size, dim), 0),)
+    norm = [ParameterShape("weight", (dim,))]
+    if model.biases:
+        norm.append(ParameterShape("bias", (dim,)))
+    attention = [
+        *(ParameterShape(f"{n}.{p.name}", p.shape) for n in ("norm1", "norm2") for p in norm),
+        ParameterShape("wq", (model.n_heads * width, dim), 0),
+        ParameterShape("wk", (model.n_kv_heads * width, dim), 0, whole=width),
+        ParameterShape("wv", (model.n_kv_heads * width, dim), 0, whole=width),
+        ParameterShape("wo", (dim, model.n_heads * width), 1),
+    ]
+    if model.biases:
+        rows = (model.n_heads + 2 * model.n_kv_heads) * width
+        attention += [ParameterShape("bqkv", (rows,), 0), ParameterShape("bo", (dim,))]
+    if model.qk_norm:
+        attention += [ParameterShape(f"{n}_norm", (width,)) for n in "qk"]
+    dense = (*attention, *_feed_forward(model, model.hidden_dim, 1))
+    block = dense
+    if experts := model.experts:
+        router = ParameterShape("router", (experts.count, dim))
+        routed = _feed_forward(model, experts.hidden_dim, experts.count)
+        shared = _feed_forward(model, experts.shared_hidden_dim, 1)
+        block = (*attention, router, *routed, *(shared if experts.shared_hidden_dim else ()))
+    return ModelParts(tuple(tables), block, tuple(norm), output, dense, model.tied_embeddings)
+
+
+def _feed_forward(model: ModelShape, hidden: int, count: int) -> tuple[ParameterShape, ...]:
+    """The matrices of `count` feed-forward layers."""
+    dim, expert = model.dim, count > 1
+    up = ("w1", "w3") if model.gated else ("w1",)
+    if expert:  # one tensor for all experts
+        return (
+            *(ParameterShape(n, (count * hidden, dim), 0, expert=True) for n in up),
+            ParameterShape("w2", (count * dim, hidden), 1, expert=True),
+        )
+    biases = [ParameterShape("b1", (hidden * len(up),), 0), ParameterShape("b2", (dim,))]
+    return (
+        *(ParameterShape(n, (hidden, dim), 0) for n in up),
+        ParameterShape("w2", (dim, hidden), 1),
+        *(biases if model.biases else ()),
+    )
+
+
+@dataclass(frozen=True)
+class GroupBytes:
+    """A rank's elements of one FSDP group."""
+
+    sharded: int  # in this rank's storage, padded
+    stored: int  # in this rank's tensors, for which the optimizer has state
+    gathered: int  # after the all-gather, or if nothing is sharded
+    state: float = 0.0  # bytes of optimizer state
+
+    def __add__(self, other: GroupBytes) -> GroupBytes:
+        return GroupBytes(
+            self.sharded + other.sharded,
+            self.stored + other.stored,
+            self.gathered + other.gathered,
+            self.state + other.state,
+        )
+
+    def times(self, count: int) -> GroupBytes:
+        return GroupBytes(
+            self.sharded * count, self.stored * count, self.gathered * count, self.state * count
+        )
+
+
+EMPTY = GroupBytes(0, 0, 0)
+
+
+@cache
+def group_bytes(
+    parameters: tuple[ParameterShape, ...], layout: Layout, state_bytes: float
+) -> GroupBytes:
+    """What the rank with the largest shards has of some parameters."""
+    sharded = stored = gathered = 0
+    for parameter in parameters:
+        shape = parameter.tensor_shard(layout.tensor)
+        ranks, experts = layout.shard * layout.context, 1
+        if parameter.expert:  # experts are data-parallel over the ranks that are left
+            experts = layout.expert
+            ranks = max(1, ranks // experts)
+        elements = math.prod(shape) // experts
+        gathered += elements
+        if parameter.expert:
+            sharded += -(-elements // ranks)
+            stored += -(-elements // ranks)
+        else:
+            sharded += padded_shard(shape, ranks)
+            stored += math.prod(own_shard(shape, ranks))
+    return GroupBytes(sharded, stored, gathered, stored * state_bytes)
