@@ -119,9 +119,10 @@ def estimate_memory(
     stages = stages or stages_of(workload)
     activations = BlockActivations(workload, on_cpu)
     owners = stage_ranks(layout)
-    in_flight = stages_in_flight(
-        layout.schedule, owners, layout.n_microbatches // max(1, layout.runs)
-    )
+    microbatches = layout.n_microbatches // max(1, layout.runs)
+    if layout.schedule not in ("GPipe", "LoopedBFS"):  # in flight are no more later
+        microbatches = min(microbatches, MAX_SIMULATED_ROUNDS * layout.pipeline)
+    in_flight = stages_in_flight(layout.schedule, owners, microbatches)
     ranks = []
     for rank in range(layout.pipeline):
         own = [stage for stage, owner in enumerate(owners) if owner == rank]
@@ -167,7 +168,7 @@ def _assigned(schedule: str, ranks: int, stages: int) -> tuple[int, ...]:
     return tuple(assign_stages(SCHEDULES[schedule], ranks, stages))
 
 
-@lru_cache(256)
+@lru_cache(8192)
 def stages_in_flight(
     schedule: str, owners: tuple[int, ...], microbatches: int
 ) -> tuple[dict[int, int], ...]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -254,19 +255,28 @@ class LayoutSearch:
     ) -> PlannedStep | None:
         """The fastest of a group's options that fit, if it takes less than `limit` seconds."""
         best, fitting = None, list[StepOptions]()
+        by_recompute: dict[str, list[StepOptions]] = defaultdict(list)
         for options in all_options:
-            if any(options.costs_no_less_than(other) for other in fitting):
-                continue
-            choice = dataclasses.replace(group, options=options)
-            if self.needed_bytes(choice) > self.target.usable_bytes:
-                continue
-            time = self.estimate_time(choice)
-            if time.total < limit:
-                step = self.checked(choice)
-                if step is None:
+            by_recompute[options.recompute].append(options)
+        for same in by_recompute.values():
+            first, last = (dataclasses.replace(group, options=same[end]) for end in (0, -1))
+            if self.estimate_time(first).total >= limit:
+                continue  # the others take longer
+            if self.needed_bytes(last) > self.target.usable_bytes:
+                continue  # the others need more
+            for options in same:
+                choice = dataclasses.replace(group, options=options)
+                if any(options.costs_no_less_than(other) for other in fitting):
                     continue
-                best, limit = step, time.total
-            fitting.append(options)
+                if self.needed_bytes(choice) > self.target.usable_bytes:
+                    continue
+                time = self.estimate_time(choice).total
+                if time < limit:
+                    step = self.checked(choice)
+                    if step is None:
+                        continue
+                    best, limit = step, time
+                fitting.append(options)
         return best
 
     def checked(self, choice: LayoutChoice) -> PlannedStep | None:
