@@ -144,7 +144,9 @@ def main() -> None:
     text = PAGE.read_text(encoding="utf-8")
     for name, table in tables.items():
         pattern = rf"(<!-- {name}: [^>]*-->\n).*?(<!-- end -->)"
-        text, found = re.subn(pattern, lambda m, t=table: m[1] + t + "\n" + m[2], text, flags=re.DOTALL)
+        text, found = re.subn(
+            pattern, lambda m, t=table: m[1] + t + "\n" + m[2], text, flags=re.DOTALL
+        )
         assert found == 1, name
     PAGE.write_text(text, encoding="utf-8")
 

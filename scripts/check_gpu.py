@@ -38,14 +38,17 @@ def main(argv: list[str]) -> int:
         return 0  # under torchrun the first process does everything, and starts its own processes
     args = parse_arguments(argv)
     cuda = torch.cuda.is_available()
+    devices = pluralize(args.devices, "GPU") if cuda else f"no GPU; {args.devices} on the CPU"
+    entries = describe("scripts/check_gpu.py", argv) | {"devices checked": devices}
+    topology, outcomes = gpu_topology(), list[Outcome]()
     with tempfile.TemporaryDirectory() as folder:
         end = time.monotonic() + 60 * args.minutes
         machine = Machine(args.devices, cuda, Path(folder), end)
-        checks = select_checks(machine.devices, args.only)
-        outcomes = list(run_checks(checks, machine, show))
-    devices = pluralize(args.devices, "GPU") if cuda else f"no GPU; {args.devices} on the CPU"
-    entries = describe("scripts/check_gpu.py", argv) | {"devices checked": devices}
-    args.out.write_text(report(entries, gpu_topology(), outcomes), encoding="utf-8")
+        for outcome in run_checks(select_checks(machine.devices, args.only), machine):
+            print(f"{outcome.status:8}{outcome.name}: {outcome.result}", flush=True)
+            outcomes.append(outcome)
+            # after each check, so that a script that is killed leaves a report of what it knew
+            args.out.write_text(report(entries, topology, outcomes), encoding="utf-8")
     print(f"\n{summary(outcomes)}; report: {args.out}")
     return EXIT_FAILED if any(outcome.status == "failed" for outcome in outcomes) else 0
 
@@ -94,11 +97,6 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
 def select_checks(devices: int, pattern: str) -> list[Check]:
     """The checks whose name matches a shell pattern."""
     return [check for check in all_checks(devices) if fnmatch.fnmatch(check.name, pattern)]
-
-
-def show(outcome: Outcome) -> None:
-    """Print one line."""
-    print(f"{outcome.status:8}{outcome.name}: {outcome.result}", flush=True)
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from threading import Lock
 from typing import Literal
 
 from benchmarks.processes import ROOT, failure_reason, python_path
@@ -39,6 +40,16 @@ class Machine:
     cuda: bool
     folder: Path  # for corpora and runs
     end: float = field(default=float("inf"))  # time.monotonic() at which no check starts any more
+    locks: dict[str, Lock] = field(default_factory=dict, compare=False)
+
+    def lock(self, name: str) -> Lock:
+        """The lock of a file or run in `folder` that several checks share."""
+        return self.locks.setdefault(name, Lock())
+
+    @property
+    def runs_at_once(self) -> int:
+        """Runs that the CPU cores can start and compare at the same time."""
+        return max(1, min(4, (os.cpu_count() or 1) // 4))
 
     @property
     def device_type(self) -> str:
@@ -53,6 +64,7 @@ class Check:
     run: Callable[[Machine], Iterable[Outcome]]
     needs_cuda: bool = False
     min_devices: int = 1
+    beside_others: bool = False  # measures no speed, so that it may run at the same time as others
 
     def outcomes(self, machine: Machine) -> Iterable[Outcome]:
         """Run the check if the machine can; an error of any kind is an outcome, too."""

@@ -6,7 +6,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from shutil import rmtree
 
@@ -178,7 +178,8 @@ def check_recipe(recipe: Recipe) -> Callable[[Machine], Iterator[Outcome]]:
         gpu = find_gpu(torch.device(machine.device_type))
         if recipe.needs_float8 and not (gpu and gpu.supports_float8):
             raise CheckSkipped(f"needs a GPU with Float8 matmuls, not {gpu or 'a CPU'}")
-        out = train(machine, recipe.name, recipe.settings, recipe.devices)
+        start = weights_for_all_devices(machine, recipe.settings)
+        out = train(machine, recipe.name, {**start, **recipe.settings}, recipe.devices)
         yield compare_with_reference(machine, recipe, out)
 
     return check
@@ -186,9 +187,11 @@ def check_recipe(recipe: Recipe) -> Callable[[Machine], Iterator[Outcome]]:
 
 def compare_with_reference(machine: Machine, recipe: Recipe, out: Path) -> Outcome:
     """Compare the metrics of the run in `out` with the recipe's reference, which runs once."""
-    reference = machine.folder / f"reference {recipe.reference}"
-    if not reference.exists():
-        train_reference(machine, recipe.reference)
+    name = f"reference {recipe.reference}"
+    reference = machine.folder / name
+    with machine.lock(name):
+        if not reference.exists():
+            train_reference(machine, recipe.reference)
     comparison = compare_runs(reference, out, recipe.tolerance)
     metrics = [metric for metric in comparison.metrics if metric.name in recipe.metrics]
     largest = {metric.name: float(metric.difference.max()) for metric in metrics}
@@ -202,11 +205,36 @@ def compare_with_reference(machine: Machine, recipe: Recipe, out: Path) -> Outco
 
 def train_reference(machine: Machine, name: str) -> None:
     """Train the reference job `name` in fp32 on one process of the CPU."""
-    on_cpu = Machine(1, False, machine.folder)
+    start = weights_for_all_devices(machine, REFERENCES[name])
+    train_on_cpu(machine, f"reference {name}", {**start, **FP32, **REFERENCES[name]})
+
+
+def weights_for_all_devices(machine: Machine, settings: Mapping[str, str]) -> dict[str, str]:
+    """Settings with which a run starts from the same weights on a GPU as on the CPU.
+
+    Initial weights are drawn on the device, and a GPU draws other numbers from the same seed. So
+    all runs with the same number of blocks load weights that the CPU trained for one step.
+    """
+    blocks = settings.get("model.n_layers", JOB["model.n_layers"])
+    name = f"weights of {blocks} blocks"
+    checkpoint = machine.folder / name / "checkpoint" / "step-1"
+    with machine.lock(name):
+        if not checkpoint.exists():
+            one_step = {**FP32, "model.n_layers": blocks, "training.steps": "1"}
+            train_on_cpu(machine, name, {**one_step, "checkpoint.enable": "true"})
+    return {
+        "checkpoint.enable": "true",
+        "checkpoint.load_only": "true",
+        "checkpoint.initial_load_path": str(checkpoint),
+    }
+
+
+def train_on_cpu(machine: Machine, name: str, settings: Mapping[str, str]) -> None:
+    """Train on one process of the CPU; raises CheckFailed, and then leaves no folder behind."""
     try:
-        train(on_cpu, f"reference {name}", {**FP32, **REFERENCES[name]}, 1)
+        train(replace(machine, devices=1, cuda=False), name, settings, 1)
     except CheckFailed as error:
-        rmtree(machine.folder / f"reference {name}", ignore_errors=True)  # no other check uses it
+        rmtree(machine.folder / name, ignore_errors=True)  # no other check uses it
         raise CheckFailed(f"the reference on the CPU failed: {error}", error.log) from None
 
 
@@ -214,8 +242,9 @@ def check_saving(machine: Machine) -> Iterator[Outcome]:
     """Save a checkpoint from pinned memory, resume from it, and end like an uninterrupted run."""
     recipe = Recipe("save with pinned memory, resume", FP32, FP32_TOLERANCE)
     settings = {
+        **weights_for_all_devices(machine, {}),
         **FP32,
-        "checkpoint.enable": "true",
+        "checkpoint.load_only": "false",
         "checkpoint.interval": "3",
         "checkpoint.async_mode": "async_with_pinned_mem",
     }
@@ -273,7 +302,7 @@ def train(machine: Machine, name: str, settings: Mapping[str, str], devices: int
     batch, ranks = int(keys["training.global_batch_size"]), data_parallel_ranks(keys, devices)
     keys["training.local_batch_size"] = str(batch // ranks)
     launcher = [sys.executable] if devices == 1 else torchrun(devices)
-    threads = max(1, (os.cpu_count() or 1) // devices)
+    threads = max(1, (os.cpu_count() or 1) // devices // machine.runs_at_once)
     run_command(
         [*launcher, str(ROOT / "train.py"), *as_arguments(keys)],
         timeout=MAX_RUN_SECONDS,
@@ -297,7 +326,9 @@ def torchrun(processes: int) -> list[str]:
 def prepare_text(machine: Machine) -> Path:
     """Prepare the package's own source text, as bytes, one document per file; once, if it works."""
     corpus, text = machine.folder / "corpus", machine.folder / "text.jsonl"
-    if not (corpus / "train").exists():  # a preparation that failed fails again, with its reason
+    with machine.lock("corpus"):
+        if (corpus / "train").exists():  # a preparation that failed fails again, with its reason
+            return corpus
         files = sorted((ROOT / "titanlite").rglob("*.py"))
         documents = (json.dumps({"text": path.read_text(encoding="utf-8")}) for path in files)
         text.write_text("\n".join(documents), encoding="utf-8")

@@ -44,7 +44,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def write_metrics(folder: Path, losses: list[float]) -> None:
-    folder.mkdir(parents=True)
+    folder.mkdir(parents=True, exist_ok=True)
     fields = {"grad_norm": 1.0, "lr": 0.1, "tokens": 8, "samples": 1}
     lines = [{"step": n, "loss": loss, **fields} for n, loss in enumerate(losses, 1)]
     (folder / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)))
@@ -66,6 +66,7 @@ def test_a_reference_that_failed_is_not_compared_with(tmp_path, monkeypatch):
         raise CheckFailed("exit code 1: no compiler", "traceback")
 
     monkeypatch.setattr(runs, "prepare_text", lambda machine: tmp_path)
+    monkeypatch.setattr(runs, "weights_for_all_devices", lambda machine, settings: {})
     monkeypatch.setattr(runs, "run_command", fail)
     write_metrics(tmp_path / "run", [2.0, 1.0])
     for _ in range(2):  # the second time for the same reason, not for missing metrics
@@ -73,6 +74,26 @@ def test_a_reference_that_failed_is_not_compared_with(tmp_path, monkeypatch):
             compare_with_reference(
                 Machine(1, False, tmp_path), Recipe("fp32", {}, 1e-4), tmp_path / "run"
             )
+
+
+def test_all_runs_of_a_model_start_from_weights_that_the_cpu_drew(tmp_path, monkeypatch):
+    started_from: dict[str, str | None] = {}
+
+    def record(command, **_):
+        first = next(index for index, part in enumerate(command) if part.startswith("--"))
+        settings = dict(zip(command[first::2], command[first + 1 :: 2], strict=True))
+        folder = Path(settings["--job.dump_folder"])
+        started_from[folder.name] = settings.get("--checkpoint.initial_load_path")
+        write_metrics(folder, [2.0, 1.0])
+
+    monkeypatch.setattr(runs, "prepare_text", lambda machine: tmp_path)
+    monkeypatch.setattr(runs, "run_command", record)
+    machine = Machine(1, False, tmp_path)
+    for recipe in one_device_recipes()[:2]:
+        list(check_recipe(recipe)(machine))
+    assert started_from.pop("weights of 2 blocks") is None
+    weights = str(tmp_path / "weights of 2 blocks" / "checkpoint" / "step-1")
+    assert started_from == dict.fromkeys(["fp32", "bf16", "reference SGD"], weights)
 
 
 def test_a_corpus_that_could_not_be_prepared_is_not_trained_on(tmp_path, monkeypatch):
@@ -143,7 +164,7 @@ def test_a_check_that_fails_leaves_the_others_running_and_its_log_in_the_report(
         Check("two devices", lambda machine: iter(()), min_devices=2),
         Check("good", lambda machine: [Outcome("good", "passed", "a | b")]),
     ]
-    outcomes = list(run_checks(checks, Machine(1, False, tmp_path), lambda outcome: None))
+    outcomes = list(run_checks(checks, Machine(1, False, tmp_path)))
     assert [o.status for o in outcomes] == ["failed", "failed"] + 3 * ["skipped"] + ["passed"]
     text = report({"torch": "2.13.0"}, "GPU0 GPU1\nX NV18", outcomes)
     assert text.startswith("# GPU check: 1 passed, 2 failed, 3 skipped\n")

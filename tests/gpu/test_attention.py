@@ -38,7 +38,10 @@ def output_and_grads(attend, inputs) -> list[torch.Tensor]:
     """The output and the gradients of the inputs."""
     out = attend(*inputs)
     torch.manual_seed(1)
-    return [out, *torch.autograd.grad(out, inputs, torch.randn_like(out))]
+    # drawn in the order of indices, and on the CPU for every device; in the layout of the output,
+    # as in training: see _KernelTrial
+    grad = torch.empty_like(out).copy_(torch.randn(out.shape))
+    return [out, *torch.autograd.grad(out, inputs, grad)]
 
 
 def reference(documents: DocumentIndex | None = None) -> list[torch.Tensor]:
@@ -102,7 +105,7 @@ def test_packed_documents_match_separate_ones(name):
     try:
         activate_flash_package(name)
         assert_close(
-            output_and_grads(lambda *x: document_attention(*x, documents), inputs),
+            output_and_grads(lambda q, k, v: document_attention(q, k, v, documents), inputs),
             reference(documents),
         )
     finally:
@@ -113,7 +116,7 @@ def test_results_do_not_depend_on_the_bound_of_the_longest_document():
     documents, inputs = mixed_documents(), random_qkv()
     longer = DocumentIndex.build(documents.on_host, longest=4096).to(DEVICE)
     (out, *grads), (other, *other_grads) = (
-        output_and_grads(lambda *x, index=index: document_attention(*x, index), inputs)
+        output_and_grads(lambda q, k, v, index=index: document_attention(q, k, v, index), inputs)
         for index in (documents, longer)
     )
     assert torch.equal(out, other)
@@ -124,11 +127,11 @@ def test_results_do_not_depend_on_the_bound_of_the_longest_document():
 def test_documents_in_fp32_are_supported_on_a_gpu():
     documents = mixed_documents()
     actual = output_and_grads(
-        lambda *x: document_attention(*x, documents), random_qkv(torch.float32)
+        lambda q, k, v: document_attention(q, k, v, documents), random_qkv(torch.float32)
     )
     inputs = random_qkv(torch.float32)
     expected = output_and_grads(
-        lambda *x: document_attention(*(y.cpu() for y in x), documents), inputs
+        lambda q, k, v: document_attention(q.cpu(), k.cpu(), v.cpu(), documents), inputs
     )
     for a, b in zip(actual[:1], expected[:1], strict=True):
         assert (a.cpu() - b).abs().max() < 1e-4

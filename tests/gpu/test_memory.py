@@ -10,27 +10,42 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from titanlite.metrics.memory_snapshots import CudaAllocationRecorder, MemorySnapshots
-from titanlite.optim import OptimizerConfig, OptimizerInBackward, build_optimizer
+from titanlite.optim import OptimizerConfig, OptimizerInBackward, OptimizerSet, build_optimizer
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 
 
-def train(config: OptimizerConfig, in_backward: bool = False, steps: int = 5):
-    """(weights, optimizer) after some steps on a GPU."""
+def train(
+    config: OptimizerConfig, in_backward: bool = False, steps: int = 5
+) -> tuple[list[Tensor], OptimizerSet]:
+    """(weights, optimizer) after some steps on a GPU, with gradients that ignore the weights.
+
+    With others, Adam would amplify a difference in the last bit of a weight: where the gradient is
+    about 0, its sign decides the update.
+    """
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(256, 512), nn.Tanh(), nn.Linear(512, 256)).cuda()
-    optimizer = build_optimizer(model, config)
+    layers = nn.ModuleList([nn.Linear(256, 512), nn.Linear(256, 384)]).cuda()
+    optimizer = build_optimizer(layers, config)
     if in_backward:
-        OptimizerInBackward(model, optimizer)
+        OptimizerInBackward(layers, optimizer)
     for _ in range(steps):
-        model(torch.randn(64, 256, device="cuda")).square().sum().backward()
+        inputs = torch.randn(64, 256, device="cuda")
+        outputs = torch.cat([layer(inputs) for layer in layers], 1)
+        (outputs * torch.randn_like(outputs)).sum().backward()
         if not in_backward:
             optimizer.step()
             optimizer.zero_grad()
-    return [parameter.detach().clone() for parameter in model.parameters()], optimizer
+    return [parameter.detach().clone() for parameter in layers.parameters()], optimizer
+
+
+def assert_same_weights(actual, expected, dtype: str) -> None:
+    """Equal to rounding; a rounding may change a low-bit code, and with it one weight's updates."""
+    allowed = 0.0 if dtype in ("float32", "bfloat16") else 0.01
+    for a, b in zip(actual, expected, strict=True):
+        assert (~torch.isclose(a, b, rtol=1e-4, atol=1e-5)).float().mean() <= allowed
 
 
 @pytest.mark.parametrize("in_backward", [False, True])
@@ -39,10 +54,9 @@ def test_offloaded_moments_train_like_those_on_the_device(dtype, in_backward):
     config = OptimizerConfig(lr=1e-2, state_dtype=dtype)
     expected, on_device = train(config)
     actual, offloaded = train(replace(config, offload=True), in_backward)
-    for a, b in zip(actual, expected, strict=True):
-        assert torch.allclose(a, b, rtol=1e-4, atol=1e-5)
+    assert_same_weights(actual, expected, dtype)
     # state_dict waits for the copies to the host
-    saved, saved_on_device = offloaded.state_dict(), on_device.state_dict()
+    (saved,), (saved_on_device,) = ([o.state_dict() for o in s] for s in (offloaded, on_device))
     for number, moments in saved["state"].items():
         for name, moment in moments.items():
             assert moment.device.type == "cpu" and (name == "step" or moment.is_pinned())
@@ -57,8 +71,7 @@ def test_offloaded_moments_train_like_those_on_the_device(dtype, in_backward):
 def test_the_compiled_update_matches_the_eager_update(dtype):
     config = OptimizerConfig(lr=1e-2, state_dtype=dtype)
     (fused, _), (eager, _) = train(config), train(replace(config, implementation="for-loop"))
-    for a, b in zip(fused, eager, strict=True):
-        assert torch.allclose(a, b, rtol=1e-3, atol=1e-4)
+    assert_same_weights(fused, eager, dtype)
 
 
 def test_a_snapshot_contains_the_allocated_blocks(tmp_path):

@@ -46,7 +46,8 @@ def build_training(device, transforms: ModelTransforms, steps: int):
     """(a function that takes `steps` steps of a small job, the list of its losses)."""
     section = ParallelismConfig(data_parallel_shard_degree=1)
     mesh = build_mesh(Degrees(), "cuda")
-    plan, _ = plan_pipeline(section, FAMILY, SIZES, LENGTH, BATCH)
+    plan, problems = plan_pipeline(section, FAMILY, SIZES, LENGTH, BATCH)
+    assert plan is not None, problems
     layout = ParallelLayout(mesh, section, plan)
     sharded = build_sharded_model(FAMILY, SIZES, layout, transforms, device, seed=0)
     engine = build_engine(
@@ -129,7 +130,8 @@ def test_offloaded_activations_are_not_on_the_device(one_rank):
     def activation_bytes(offload: bool) -> int:
         section = ParallelismConfig(data_parallel_shard_degree=1)
         mesh = build_mesh(Degrees(), "cuda")
-        plan, _ = plan_pipeline(section, FAMILY, SIZES, LENGTH, BATCH)
+        plan, problems = plan_pipeline(section, FAMILY, SIZES, LENGTH, BATCH)
+        assert plan is not None, problems
         recompute = ActivationCheckpointConfig(mode="none", offload=offload)
         transforms = ModelTransforms(activation_checkpoint=recompute, compute_dtype=torch.bfloat16)
         model = build_sharded_model(

@@ -10,6 +10,7 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from titanlite.errors import ConfigError
+from titanlite.kernels.attention import CausalAttention
 from titanlite.kernels.backend import (
     CPU_KERNELS,
     KERNELS,
@@ -135,3 +136,21 @@ class WithoutDocuments(torch.nn.Module):
 def test_a_document_mask_is_refused_by_a_model_that_does_not_support_it():
     with pytest.raises(ConfigError, match="WithoutDocuments does not support it"):
         set_attention_kernel(WithoutDocuments(), "attend", None, documents=True)
+
+
+def test_a_kernel_is_timed_with_a_gradient_in_the_memory_order_of_training(monkeypatch):
+    seen: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
+    forward = CausalAttention.forward
+
+    def record(self, q, k, v, *others):
+        out = forward(self, q, k, v, *others)
+        out.register_hook(lambda grad: seen.append((q.stride(), grad.stride())))
+        return out
+
+    monkeypatch.setattr(CausalAttention, "forward", record)
+    tokens = torch.zeros(ATTENTION.batch, ATTENTION.seq_len, dtype=torch.long)
+    FAMILY.build(SIZES)(tokens, labels=tokens).backward()
+    in_training = set(seen)
+    seen.clear()
+    KernelTrial(ATTENTION, torch.float32, CPU, documents=False).measure(["math"])
+    assert seen and set(seen) == in_training

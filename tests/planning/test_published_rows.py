@@ -89,6 +89,12 @@ def test_an_unknown_framework_or_gpu_gets_a_note():
     assert "seq is not a number" in read_row({**ROWS["615"], "seq": "2k"})
 
 
+def test_a_precision_that_the_gpu_lacks_gets_a_note():
+    (found,) = predict_rows([{**ROWS["615"], "precision": "fp8"}])
+    assert found.step is None
+    assert "A100 has no matmul units for float8" in found.note
+
+
 def test_runs_on_a_slow_network_tell_their_memory_only(predictions):
     slow = next(found for found in predictions if found.row["id"] == "784")
     assert slow.step is None

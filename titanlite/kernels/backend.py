@@ -199,6 +199,10 @@ class _KernelTrial:
             ).transpose(1, 2)
             for heads in (shape.n_heads, shape.n_kv_heads, shape.n_kv_heads)
         ]
+        # In memory as in training, [B, T, H, K] in that order. cuDNN's backward keeps what it built
+        # for the first gradient, and looks it up by the strides of q, k and v alone (torch 2.11,
+        # MHACacheKeyWrapper in MHA.cpp): a later gradient in another order gave wrong gradients of
+        # q on an H100.
         grad = inputs[0].clone()
         for tensor in inputs:
             tensor.requires_grad_()

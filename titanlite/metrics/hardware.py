@@ -117,8 +117,9 @@ def measure_matmul_flops(
     generator = torch.Generator(device).manual_seed(0)  # leaves the run's random state alone
     left, right = torch.randn(2, size, size, device=device, generator=generator).to(dtype)
     layouts = ((left, right.mT), (left, right), (left.mT, right))
+    # loads the kernel; on a CPU all three layouts come from one library
     for layout in layouts if device.type == "cuda" else layouts[:1]:
-        _seconds_of_matmul(*layout, clock)  # loads the kernel; on a CPU all three come from one library
+        _seconds_of_matmul(*layout, clock)
     end = time.perf_counter() + seconds
     times = [_seconds_of_matmul(*layout, clock) for layout in layouts]
     best, fastest = min(times), layouts[times.index(min(times))]

@@ -106,9 +106,8 @@ def block_case(workload: Workload, kernels: KernelTimes, collectives: Collective
         workload.model,
         (layout.tensor, layout.context, layout.expert, int(sequence_parallel)),
         layout.micro_batch,
-        layout.n_microbatches > 1 and not (
-            layout.sharded == "parameters" and layout.reduce_every_microbatch
-        ),
+        layout.n_microbatches > 1
+        and not (layout.sharded == "parameters" and layout.reduce_every_microbatch),
         workload.seq_len,
         workload.numerics,
         workload.recompute,

@@ -22,7 +22,7 @@ from titanlite.planning.workload import Workload
 from titanlite.runtime.start_log import STARTS_FILE
 
 WARMUP_STEPS = 5  # compilation, autotuning and the first allocation of memory
-STEPS = (0.1, 0.03, 0.01)
+SEARCH_FACTORS = (0.1, 0.03, 0.01)
 HELD = 0.02  # what a factor e of a number costs, in units of a log error: runs fit few numbers
 
 
@@ -47,7 +47,7 @@ class Calibration:
 
 def read_measured_run(folder: Path) -> MeasuredRun:
     """The workload and speed of the run in a `job.dump_folder`. Raises DataError."""
-    records = _records(folder / METRICS_FILE)
+    records = _json_lines(folder / METRICS_FILE)
     steps = [record for record in records if "step_seconds" in record]
     try:
         seconds = [record["step_seconds"] + record["data_seconds"] for record in steps]
@@ -59,7 +59,7 @@ def read_measured_run(folder: Path) -> MeasuredRun:
             f'"{folder}": has {len(seconds)} logged steps; the first is not representative.',
             fix="Give the folder of a run that logged two steps or more.",
         )
-    ranks = [r["ranks"] for r in _records(folder / STARTS_FILE) if r.get("event") == "start"]
+    ranks = [r["ranks"] for r in _json_lines(folder / STARTS_FILE) if r.get("event") == "start"]
     if not ranks:
         raise DataError(f'"{folder}": {STARTS_FILE} has no start.')
     config = ["--job.config_file", str(folder / "config.toml")]
@@ -67,7 +67,7 @@ def read_measured_run(folder: Path) -> MeasuredRun:
     return MeasuredRun(folder, workload_of(job), statistics.median(settled), len(settled))
 
 
-def _records(path: Path) -> list[dict[str, Any]]:
+def _json_lines(path: Path) -> list[dict[str, Any]]:
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except OSError as error:
@@ -88,8 +88,7 @@ def calibrate(runs: Sequence[MeasuredRun], cluster: Cluster) -> Calibration:
 
     def errors(efficiency: Efficiency) -> list[float]:
         return [
-            estimate_step(run.workload, cluster, efficiency).total / run.seconds - 1
-            for run in runs
+            estimate_step(run.workload, cluster, efficiency).total / run.seconds - 1 for run in runs
         ]
 
     def loss(efficiency: Efficiency) -> float:
@@ -101,7 +100,7 @@ def calibrate(runs: Sequence[MeasuredRun], cluster: Cluster) -> Calibration:
         return off + HELD * held
 
     best, lowest = start, loss(start)
-    for step in STEPS:
+    for step in SEARCH_FACTORS:
         improved = True
         while improved:
             improved = False
@@ -126,8 +125,6 @@ def calibration_report(runs: Sequence[MeasuredRun], found: Calibration) -> str:
     """The errors before and after, and the set as a table for `efficiency.toml`."""
     lines = ["run, steps, seconds measured, error before, after"]
     for run, before, after in zip(runs, found.before, found.after, strict=True):
-        lines.append(
-            f"{run.folder}, {run.steps}, {run.seconds:.4g}, {before:+.1%}, {after:+.1%}"
-        )
+        lines.append(f"{run.folder}, {run.steps}, {run.seconds:.4g}, {before:+.1%}, {after:+.1%}")
     values = dataclasses.asdict(found.efficiency).items()
     return "\n".join([*lines, "", *(f"{name} = {value:.3f}" for name, value in values)])

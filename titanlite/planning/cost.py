@@ -1,4 +1,4 @@
-"""What a training run costs: GPU-hours, money, energy, CO2, checkpoints, and time lost to failures."""
+"""What a run costs: GPU-hours, money, energy, CO2, checkpoints, and time lost to failures."""
 
 from __future__ import annotations
 
@@ -106,8 +106,8 @@ def failure_cost(hours_between_failures: float, save_s: float, restart_s: float)
 
     Young: sqrt(2 d M), for saves of d seconds and M seconds between failures
     (https://doi.org/10.1145/361147.361115). Daly, of higher order, or M if d >= 2 M
-    (https://doi.org/10.1016/j.future.2004.11.016, equation 37). Lost: the saves, half of an interval
-    for each failure, and the restarts.
+    (https://doi.org/10.1016/j.future.2004.11.016, equation 37). Lost: the saves, half of an
+    interval for each failure, and the restarts.
     """
     between = hours_between_failures * 3600
     young = math.sqrt(2 * save_s * between)

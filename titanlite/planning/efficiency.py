@@ -1,6 +1,6 @@
 """The fraction of its published peaks that a GPU reaches: one set of numbers for each GPU type.
 
-`efficiency.toml` has the fitted sets, and how they were fitted (`python -m benchmarks.planner_fit`).
+`efficiency.toml` has the fitted sets, and says how they were fitted.
 """
 
 from __future__ import annotations

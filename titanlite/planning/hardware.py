@@ -33,7 +33,7 @@ _TORCH_DTYPES: dict[MatmulPrecision, torch.dtype] = {
 
 
 @dataclass(frozen=True)
-class Gpu:
+class GpuType:
     """One accelerator, or one process of a CPU."""
 
     name: str
@@ -78,7 +78,7 @@ class Machine:
 class Cluster:
     """Equal GPUs in equal machines."""
 
-    gpu: Gpu
+    gpu: GpuType
     machine: Machine
     gpus: int
 
@@ -164,7 +164,7 @@ def measure_cpu(
         best = min(best, clock() - start)
     gb_per_s = copied / best / 1e9
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
-    gpu = Gpu("CPU", peaks, memory / processes, gb_per_s, source="measured on this machine")
+    gpu = GpuType("CPU", peaks, memory / processes, gb_per_s, source="measured on this machine")
     return Cluster(
         gpu, Machine("CPU", processes, processes, gb_per_s / 2, 10.0, gb_per_s), processes
     )
@@ -186,7 +186,7 @@ def _build_cluster(tables: dict[str, Any], machine_name: str, gpus: int) -> Clus
         if from_gpu is not None:
             table.setdefault(key, from_gpu)
     peaks = _published_peaks(gpu_table.pop("device", None)) | gpu_table.pop("peak_tflops", {})
-    gpu = Gpu(name=gpu_name, peak_tflops=peaks, **gpu_table)
+    gpu = GpuType(name=gpu_name, peak_tflops=peaks, **gpu_table)
     return Cluster(gpu, Machine(name=machine_name, **table), gpus)
 
 
@@ -240,7 +240,7 @@ def _joined_names(name: str, entry: dict[str, Any]) -> list[tuple[str, dict[str,
 
 
 _MACHINE_KEYS = {field.name for field in dataclasses.fields(Machine)} - {"name"} | {"gpu"}
-_GPU_KEYS = {field.name for field in dataclasses.fields(Gpu)} - {"name"}
+_GPU_KEYS = {field.name for field in dataclasses.fields(GpuType)} - {"name"}
 _GPU_KEYS |= {"device", "machine", "dollars_per_hour", "price_source"}
 _NEEDED = {
     "gpus": {"memory_gib", "memory_gb_per_s", "machine"},

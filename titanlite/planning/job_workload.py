@@ -20,7 +20,6 @@ from titanlite.planning.workload import (
     Workload,
 )
 
-
 OWN_KERNELS = ("cudnn", "fa3", "fa4")  # written for the GPU's generation; others are PyTorch's
 
 

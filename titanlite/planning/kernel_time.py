@@ -1,4 +1,4 @@
-"""Seconds of the kernels of a training step on one GPU: matmuls, attention, memory-bound operations.
+"""Seconds of the kernels of a step on one GPU: matmuls, attention, memory-bound operations.
 
 A matmul takes the larger of the times for its FLOPs and for its bytes (roofline). Its FLOPs run at
 a fraction of the peak that depends on how well its tiles fill the multiprocessors.
@@ -10,7 +10,7 @@ import math
 from dataclasses import dataclass
 
 from titanlite.planning.efficiency import Efficiency
-from titanlite.planning.hardware import Gpu
+from titanlite.planning.hardware import GpuType
 from titanlite.planning.workload import MatmulPrecision
 
 KERNEL_S = 3e-6
@@ -34,7 +34,7 @@ BACKWARD_ATTENTION = 2.5 / 0.88
 class KernelTimes:
     """Speeds of one GPU."""
 
-    gpu: Gpu
+    gpu: GpuType
     efficiency: Efficiency
 
     def matmul(self, m: float, k: float, n: float, precision: MatmulPrecision) -> float:
@@ -59,6 +59,8 @@ class KernelTimes:
 
         `width` is that of all heads of this rank.
         """
+        if self.gpu.multiprocessors == 1:  # a CPU process: its rate is that of short sequences
+            return 2 * sequences * length * length * width
         flops = 2 * sequences * length * (length + FULL_SEQUENCE) * width
         by_head = head / (head + HALF_HEAD) * (128 + HALF_HEAD) / 128
         return flops / min(1.0, by_head)

@@ -44,10 +44,11 @@ def idle_seconds(
 ) -> float:
     """Seconds by which a step is longer than the work of the busiest rank.
 
-    `costs` has the seconds of one micro-batch on each rank: forward and backward of all its stages.
-    GPipe and 1F1B fill and drain the pipeline once: every rank but the busiest adds its micro-batch.
-    With v stages per rank, a micro-batch reaches the next rank v times earlier. For schedules that
-    split the backward, the simulation of equal stages gives the idle time in units of a micro-batch.
+    `costs` has the seconds of one micro-batch on each rank: forward and backward of all its
+    stages. GPipe and 1F1B fill and drain the pipeline once: every rank but the busiest adds its
+    micro-batch. With v stages per rank, a micro-batch reaches the next rank v times earlier. For
+    schedules that split the backward, the simulation of equal stages gives the idle time in units
+    of a micro-batch.
     """
     if ranks == 1:
         return 0.0

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib.resources import files
 from typing import Any, Literal, NamedTuple
@@ -51,7 +51,7 @@ class FrameworkFacts:
     fused: bool  # norms, activations and position embeddings in few kernels
     attention: Literal["stored", "flash1", "flash2", "native"]
     sharded: Any = "optimizer"
-    overlap: Overlap = Overlap()
+    overlap: Overlap = field(default_factory=Overlap)
     reduce_bytes: float = 4
     blocking_launches: bool = False
 
@@ -130,24 +130,24 @@ def read_row(row: Row) -> PublishedRun | str:
 
 
 def _read_row(row: Row) -> PublishedRun:
-    facts = _facts_of(row)
+    facts = _row_facts(row)
     notes: list[str] = []
-    model = _model_of(row, facts)
-    layout = _layout_of(row, facts, notes)
+    model = _row_model(row, facts)
+    layout = _row_layout(row, facts, notes)
     if layout.stages_per_rank > 1:
         layout = replace(layout, schedule="Interleaved1F1B")
-    cluster = _cluster_of(row, layout)
-    recompute = _recompute_of(row, notes)
+    cluster = _row_cluster(row, layout)
+    recompute = _row_recompute(row, notes)
     eager = "eager" in row["precision"]
     note = row["note"].lower()
     overlap = facts.overlap
     if "async tp" in note or "asynctp" in note:
         overlap = replace(overlap, tensor=True)
-    numerics = _numerics_of(row, facts, layout)
+    numerics = _row_numerics(row, facts, layout)
     workload = Workload(
         model,
         layout,
-        int(_number(row, "seq")),
+        int(_row_number(row, "seq")),
         numerics,
         recompute,
         compiled=facts.fused and not eager,
@@ -161,14 +161,14 @@ def _read_row(row: Row) -> PublishedRun:
     return PublishedRun(workload, cluster, notes, untimed)
 
 
-def _facts_of(row: Row) -> FrameworkFacts:
+def _row_facts(row: Row) -> FrameworkFacts:
     for name, facts in FRAMEWORKS.items():
         if row["framework"].startswith(name):
             return facts
     raise MissingFact(f'framework "{row["framework"]}" is not known')
 
 
-def _number(row: Row, key: str) -> float:
+def _row_number(row: Row, key: str) -> float:
     text = row[key].strip()
     try:
         return float(text)
@@ -178,10 +178,10 @@ def _number(row: Row, key: str) -> float:
 
 def _degree(row: Row, key: str) -> int:
     """A degree of parallelism, 1 if it is not published."""
-    return int(_number(row, key)) if row[key].strip() else 1
+    return int(_row_number(row, key)) if row[key].strip() else 1
 
 
-def _model_of(row: Row, facts: FrameworkFacts) -> ModelShape:
+def _row_model(row: Row, facts: FrameworkFacts) -> ModelShape:
     name = row["model"]
     for part, what in UNMODELLED.items():
         if part in name.lower():
@@ -190,7 +190,7 @@ def _model_of(row: Row, facts: FrameworkFacts) -> ModelShape:
     sizes = dict(published_models().get(base, {}))
     cells = {"n_layers": "layers", "dim": "hidden", "n_heads": "heads", "n_kv_heads": "kv_heads"}
     cells |= {"hidden_dim": "ffn", "vocab_size": "vocab"}
-    sizes |= {key: int(_number(row, cell)) for key, cell in cells.items() if row[cell].strip()}
+    sizes |= {key: int(_row_number(row, cell)) for key, cell in cells.items() if row[cell].strip()}
     if "bigscience" in row["source"]:
         sizes.setdefault("n_heads", BLOOM_HEADS)
     sizes.setdefault("n_kv_heads", sizes.get("n_heads"))
@@ -202,9 +202,8 @@ def _model_of(row: Row, facts: FrameworkFacts) -> ModelShape:
     missing = [cell for key, cell in cells.items() if not sizes.get(key)]
     if missing:
         raise MissingFact(f"not published: {', '.join(missing)}")
-    if "moe" in base or "mixtral" in base:
-        if "experts" not in sizes:
-            raise MissingFact("not published: experts")
+    if ("moe" in base or "mixtral" in base) and "experts" not in sizes:
+        raise MissingFact("not published: experts")
     experts = sizes.pop("experts", None)
     head_dim = sizes.pop("head_dim", None) or sizes["dim"] // sizes["n_heads"]
     return ModelShape(
@@ -212,20 +211,20 @@ def _model_of(row: Row, facts: FrameworkFacts) -> ModelShape:
     )
 
 
-def _layout_of(row: Row, facts: FrameworkFacts, notes: list[str]) -> Layout:
+def _row_layout(row: Row, facts: FrameworkFacts, notes: list[str]) -> Layout:
     if not row["gpus"].strip():
         raise MissingFact("gpus is not published")
     if "x" in row["tp"] or not row["tp"].strip():
         raise MissingFact("tp is not published")
     tensor, pipeline, context = (_degree(row, key) for key in ("tp", "pp", "cp"))
-    gpus = int(_number(row, "gpus"))
+    gpus = int(_row_number(row, "gpus"))
     ranks = tensor * pipeline * context
     if gpus % ranks:
         raise MissingFact(f"{gpus} GPUs are not a multiple of tp x pp x cp = {ranks}")
     data = gpus // ranks
-    if row["dp"].strip() and int(_number(row, "dp")) not in (data, data * context):
+    if row["dp"].strip() and int(_row_number(row, "dp")) not in (data, data * context):
         raise MissingFact(f"dp = {row['dp']}, but gpus / (tp x pp x cp) = {data}")
-    micro_batch, global_batch = int(_number(row, "mbs")), int(_number(row, "gbs"))
+    micro_batch, global_batch = int(_row_number(row, "mbs")), int(_row_number(row, "gbs"))
     if row["framework"].startswith("torchtitan"):
         micro_batches = 1  # the column is the batch of a rank
     else:
@@ -234,7 +233,7 @@ def _layout_of(row: Row, facts: FrameworkFacts, notes: list[str]) -> Layout:
         raise MissingFact(f"gbs = {global_batch} is less than dp x mbs = {data * micro_batch}")
     if pipeline > 1 and not row["vp"].strip():
         notes.append("stages per rank are not published: one assumed")
-    sharded, reshard = _sharding_of(row, facts, data)
+    sharded, reshard = _row_sharding(row, facts, data)
     tensor_sequences = row["sp"].strip().lower() not in ("no", "false")
     return Layout(
         shard=data,
@@ -251,7 +250,7 @@ def _layout_of(row: Row, facts: FrameworkFacts, notes: list[str]) -> Layout:
     )
 
 
-def _sharding_of(row: Row, facts: FrameworkFacts, data: int) -> tuple[Any, bool]:
+def _row_sharding(row: Row, facts: FrameworkFacts, data: int) -> tuple[Any, bool]:
     """What is sharded over the data-parallel ranks, and whether it is gathered again."""
     cell = row["fsdp"].strip()
     if cell == "SHARD_GRAD_OP":
@@ -265,7 +264,7 @@ def _sharding_of(row: Row, facts: FrameworkFacts, data: int) -> tuple[Any, bool]
     return (facts.sharded if data > 1 else "nothing"), True
 
 
-def _cluster_of(row: Row, layout: Layout) -> Cluster:
+def _row_cluster(row: Row, layout: Layout) -> Cluster:
     hardware = row["hardware"].lower()
     for part, machine in MACHINES:
         if part in hardware:
@@ -273,16 +272,15 @@ def _cluster_of(row: Row, layout: Layout) -> Cluster:
     raise MissingFact(f'hardware "{row["hardware"]}" is not known')
 
 
-def _recompute_of(row: Row, notes: list[str]) -> Recompute:
+def _row_recompute(row: Row, notes: list[str]) -> Recompute:
     cell = row["recompute"].strip().lower()
     if not cell:
         if "full recompute" in row["framework"]:
             return "full"
         notes.append("recomputation is not published: none assumed")
         return "none"
-    if cell.startswith("torchtitan") or "per-op" in cell:
-        return "per_operation"
-    if cell == "selective":  # torchtitan's default option is "op"
+    of_torchtitan = row["framework"].startswith("torchtitan")  # whose default option is "op"
+    if "per-op" in cell or (cell == "selective" and of_torchtitan):
         return "per_operation"
     if cell.startswith("selective"):
         return "attention"
@@ -303,7 +301,7 @@ def precision_of(row: Row) -> MatmulPrecision:
     raise MissingFact(f'precision "{row["precision"]}" is not known')
 
 
-def _numerics_of(row: Row, facts: FrameworkFacts, layout: Layout) -> Numerics:
+def _row_numerics(row: Row, facts: FrameworkFacts, layout: Layout) -> Numerics:
     precision = precision_of(row)
     torchtitan_float8 = precision == "float8" and row["framework"].startswith("torchtitan")
     return Numerics(

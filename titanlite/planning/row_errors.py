@@ -101,10 +101,10 @@ def summarise_errors(predictions: Sequence[Prediction]) -> dict[str, ErrorSummar
             f"{kind}, {_gpu(prediction)}, {framework}",
         ):
             groups[name].append(prediction)
-    return {name: _summary(groups[name], naive) for name in sorted(groups)}
+    return {name: _error_summary(groups[name], naive) for name in sorted(groups)}
 
 
-def _summary(predictions: Sequence[Prediction], naive: Mapping[str, float]) -> ErrorSummary:
+def _error_summary(predictions: Sequence[Prediction], naive: Mapping[str, float]) -> ErrorSummary:
     errors = [p.error for p in predictions if p.error is not None]
     simple = [abs(naive[p.row["id"]]) for p in predictions]
     return ErrorSummary(

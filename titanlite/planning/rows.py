@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from titanlite.errors import DataError
+from titanlite.errors import ConfigError, DataError
 from titanlite.planning.efficiency import Efficiency
 from titanlite.planning.hardware import Cluster
 from titanlite.planning.published_rows import Row, read_row
@@ -89,7 +89,10 @@ def predict_rows(
             continue
         workload, cluster, notes, untimed = run
         efficiency = (sets or {}).get(cluster.gpu.name)
-        step = None if untimed else estimate_step(workload, cluster, efficiency)
+        try:
+            step = None if untimed else estimate_step(workload, cluster, efficiency)
+        except ConfigError as error:  # a GPU without units for the precision
+            step, untimed = None, error.message
         estimated = memory(workload, cluster) if memory else None
         note = "; ".join([*notes, *filter(None, [untimed])])
         predictions.append(Prediction(row, step, note, workload, cluster, estimated))
