@@ -18,7 +18,7 @@ from titanlite.distributed.time_limit import exit_process
 from titanlite.errors import EXIT_DONE, EXIT_STOPPED
 from titanlite.job import Job, JobConfig, open_run, open_services, read_job
 from titanlite.log import configure_log, logger
-from titanlite.planning import advise_on_memory
+from titanlite.planning import advise_on_memory, report_dry_run
 from titanlite.runtime import exit_with_launcher
 from titanlite.training import train
 
@@ -38,9 +38,18 @@ def main(argv: list[str]) -> int:
         job = read_job(argv, world_size)
         configure_log(rank, colour=False if job.config.metrics.disable_color_printing else None)
         job.log_start(rank)
-        return EXIT_DONE if job.config.job.check else run_job(job, began, report)
+        if job.config.job.check:
+            return EXIT_DONE
+        return run_dry(job) if job.config.job.dry_run else run_job(job, began, report)
     except (Exception, KeyboardInterrupt) as error:
         return report.finish(error)
+
+
+def run_dry(job: Job) -> int:
+    """Run one step of every kind of rank without the other ranks; returns the exit code."""
+    for line in report_dry_run(job):
+        print(line, flush=True)
+    return EXIT_DONE
 
 
 def run_job(job: Job, began: float, report: ErrorReport) -> int:

@@ -56,6 +56,7 @@ OUTSIDE_ASSIGNMENTS = {
     ),
     "titanlite/data/tokenizer_json.py: converted.pre_tokenizer": "API of Hugging Face tokenizers",
     "titanlite/data/tokenizer_json.py: converted.decoder": "API of Hugging Face tokenizers",
+    "titanlite/planning/dry_run.py: parameter.grad": "a first update with zero gradients",
     "titanlite/distributed/process_group.py: torch.backends.cudnn.benchmark": "torch setting",
     "titanlite/log.py: logger.propagate": "API of the logging module",
     "titanlite/parallelize/activation_checkpoint.py: "

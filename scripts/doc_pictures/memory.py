@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 
 from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -10,7 +9,7 @@ from matplotlib.figure import Figure
 
 from doc_pictures.canvas import FAINT, INK, save_png
 from titanlite.job import read_job
-from titanlite.planning.memory import estimate_memory
+from titanlite.planning.job_memory import estimate_job_memory
 
 RANKS = 8
 GIB = 2**30
@@ -46,7 +45,15 @@ def draw_memory(configs: Path, path: Path) -> None:
         argv = ["--job.config_file", str(configs / "llama3_8b.toml"), f"--job.check_ranks={RANKS}"]
         argv += ["--training.global_batch_size", "-1"]  # no accumulation
         job = read_job([*argv, *overrides], RANKS, check_environment=False)
-        rows[label] = dataclasses.asdict(estimate_memory(job))
+        worst = estimate_job_memory(job).worst
+        rows[label] = {
+            "parameters": worst.parameters,
+            "gradients": worst.gradients,
+            "optimizer_state": worst.optimizer_state,
+            "gathered": worst.gathered + worst.unsharded_gradients,
+            "activations": worst.activations,
+            "logits": worst.logits,
+        }
     figure = Figure(figsize=(10, 4.9), dpi=130, facecolor="white")
     FigureCanvasAgg(figure)
     axes = figure.add_axes((0.285, 0.12, 0.66, 0.70))

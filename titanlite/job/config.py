@@ -38,8 +38,12 @@ class JobSection:
     print_config: bool = False  # print the effective configuration, then start
     device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: CUDA if available
     check: bool = False  # run all checks, then exit without building anything
+    dry_run: bool = False
+    # run one step of every kind of rank on tensors without values, print its memory, FLOPs and
+    # collectives, then exit
     check_ranks: Positive | None = None
-    # under check: number of ranks to assume, which need not exist; default: the launched ranks
+    # under check and dry_run: number of ranks to assume, which need not exist; default: the
+    # launched ranks
     time_limit_minutes: Annotated[float, Range(0)] = 0.0
     # save a checkpoint and exit before this many minutes have passed; 0: no limit
     max_crashes: NotNegative = 5

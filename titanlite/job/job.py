@@ -242,7 +242,12 @@ class Job:
     def as_toml(self) -> str:
         """The effective configuration as a TOML that `read_job` accepts."""
         section = dataclasses.replace(
-            self.config.job, config_file=None, print_config=False, check=False, check_ranks=None
+            self.config.job,
+            config_file=None,
+            print_config=False,
+            check=False,
+            dry_run=False,
+            check_ranks=None,
         )
         return to_toml(dataclasses.replace(self.config, job=section))
 
@@ -256,7 +261,7 @@ def read_job(argv: Sequence[str], world_size: int, *, check_environment: bool = 
     refused_keys = {key for problem in refused for key in problem.keys}
     world_size = config.job.check_ranks or world_size
     problems = list(checks.check_config(config, world_size))
-    if check_environment:
+    if check_environment and not config.job.dry_run:  # which reads no data and uses no device
         problems += environment.check_environment(config)
     # A refused key has its default value now, so further problems of that key mean nothing.
     raise_together([*refused, *(p for p in problems if not refused_keys.intersection(p.keys))])

@@ -149,8 +149,35 @@ def _modules_around_blocks(
     return modules[:position], modules[position + 1 :]
 
 
-ParallelModules = tuple[nn.Module, dict[int, nn.Module]]
-# (all modules of a rank, pipeline stage -> the same modules), on the meta device
+@dataclass(frozen=True)
+class ParallelModules:
+    """This rank's modules, parallelized, on the meta device."""
+
+    spec: ModelSpec
+    sizes: ModelSizes
+    layout: ParallelLayout
+    transforms: ModelTransforms
+    model: nn.Module  # all modules of this rank
+    stage_modules: dict[int, nn.Module]  # pipeline stage -> the same modules
+
+    def materialize(
+        self, device: torch.device, seed: int, widths: Mapping[str, WidthScale] | None = None
+    ) -> ShardedModel:
+        """Allocate this rank's shards, and initialize the weights."""
+        model, transforms, sizes = self.model, self.transforms, self.sizes
+        model.to_empty(device="cpu" if transforms.cpu_offload else device)
+        # Like TP, to_empty() replaces both parameters of a tied pair; FSDP does not always tie them
+        tie_parameters(model, self.spec.tied_parameters(sizes))
+        init_weights(model, self.spec.init_roles, sizes.n_layers, seed, widths)
+        tp = self.layout.mesh.tp
+        return ShardedModel(
+            model,
+            self.stage_modules,
+            output=getattr(model, self.spec.output_path),
+            dim=sizes.dim,
+            compute_dtype=transforms.compute_dtype,
+            update_float8_scales=build_float8_scale_update(model, transforms.float8, tp),
+        )
 
 
 def build_parallel_modules(
@@ -162,34 +189,7 @@ def build_parallel_modules(
     for stage_module in stage_modules.values():
         stage_module.to(transforms.param_dtype)
         parallelize(stage_module, spec, sizes, layout.mesh, layout.config, transforms)
-    return model, stage_modules
-
-
-def materialize(
-    modules: ParallelModules,
-    spec: ModelSpec,
-    sizes: ModelSizes,
-    layout: ParallelLayout,
-    transforms: ModelTransforms,
-    device: torch.device,
-    *,
-    seed: int,
-    widths: Mapping[str, WidthScale] | None = None,
-) -> ShardedModel:
-    """Allocate this rank's shards of `build_parallel_modules`, and initialize the weights."""
-    model, stage_modules = modules
-    model.to_empty(device="cpu" if transforms.cpu_offload else device)
-    # Like TP, to_empty() replaces both parameters of a tied pair. FSDP does not always tie them.
-    tie_parameters(model, spec.tied_parameters(sizes))
-    init_weights(model, spec.init_roles, sizes.n_layers, seed, widths)
-    return ShardedModel(
-        model,
-        stage_modules,
-        output=getattr(model, spec.output_path),
-        dim=sizes.dim,
-        compute_dtype=transforms.compute_dtype,
-        update_float8_scales=build_float8_scale_update(model, transforms.float8, layout.mesh.tp),
-    )
+    return ParallelModules(spec, sizes, layout, transforms, model, stage_modules)
 
 
 def build_sharded_model(
@@ -207,6 +207,4 @@ def build_sharded_model(
     `sizes` is the dataclass of the model family; `widths` are as in `init_weights`. Each rank
     only ever allocates its own shards.
     """
-    model, stage_modules = build_parallel_modules(spec, sizes, layout, transforms)
-    shards = (model, stage_modules)
-    return materialize(shards, spec, sizes, layout, transforms, device, seed=seed, widths=widths)
+    return build_parallel_modules(spec, sizes, layout, transforms).materialize(device, seed, widths)

@@ -80,13 +80,16 @@ class BlockActivations:
     @cached_property
     def _norm_extra(self) -> float:
         """What a norm saves besides its input and its output."""
-        rows = 4 * self.tokens / self._tensor  # 1 / RMS of each token, fp32
+        rows = 4 * self.residual / self.size / self.workload.model.dim  # 1 / RMS, fp32
+        return rows + self._cpu_norm_extra(self.residual)
+
+    def _cpu_norm_extra(self, normed: float) -> float:
+        """What a norm on a CPU saves besides that, of an input of `normed` bytes."""
         if not self.on_cpu:
-            return rows
-        elements = self.residual / self.size
+            return 0.0
         if self.size == 4:
-            return rows + 4 * elements  # the normalized input
-        return rows + (4 + 4 - self.size) * elements  # both in fp32; the input is not saved
+            return normed  # the input, divided by its RMS
+        return normed / self.size * (4 + 4 - self.size)  # both in fp32; the input is not saved
 
     @cached_property
     def attention_core(self) -> float:
@@ -103,7 +106,9 @@ class BlockActivations:
         """Without recomputation."""
         qk_norm = 0.0
         if self.workload.model.qk_norm:
-            qk_norm = (self.query + self.key) * (1 + 4 / self.size / self.workload.model.head_dim)
+            heads = self.query + self.key
+            qk_norm = heads * (1 + 4 / self.size / self.workload.model.head_dim)
+            qk_norm += self._cpu_norm_extra(heads)
         return (
             2 * (self.residual + self._normed + self._norm_extra)
             + self.query
@@ -134,6 +139,14 @@ class BlockActivations:
             return self.all_saved - (0.0 if self.workload.fused_attention else self._scores)
         return self.residual
 
+    def alive(self, first: int, count: int) -> float:
+        """What `count` blocks from `first` on have saved, on the device."""
+        if self.workload.offload_activations:  # two blocks are there, others in host memory
+            return 2 * max((self.saved(first + n) for n in range(min(2, count))), default=0.0)
+        every = self.workload.recompute_every if self.workload.recompute == "selective" else 1
+        kept = sum((first + n) % every != 0 for n in range(count)) if every > 1 else 0
+        return kept * self.saved(1) + (count - kept) * self.saved(0)
+
     @cached_property
     def _scores(self) -> float:
         return self.attention_core - self.query
@@ -154,7 +167,7 @@ class BlockActivations:
         Before the gate: gradients of the residual stream, of the product and of its two factors.
         """
         gathered = self.hidden if self._tensor > 1 else 0.0
-        return self.residual + gathered + 3 * self.feed_forward
+        return self.residual + max(2 * gathered + self.feed_forward, 2 * self.feed_forward)
 
     @cached_property
     def rope(self) -> float:

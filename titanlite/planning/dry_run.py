@@ -23,12 +23,12 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.tensor import DTensor
 
 from titanlite import parallelize as parallelize_package
-from titanlite.distributed.mesh import DIMENSIONS, Mesh, build_mesh, coordinates_of
+from titanlite.distributed.mesh import DIMENSIONS, build_mesh, coordinates_of
 from titanlite.errors import ConfigError
 from titanlite.job import Job
 from titanlite.job.build import build_state, build_step_settings
 from titanlite.models import OutputLayer
-from titanlite.parallelize import ParallelLayout, build_parallel_modules, materialize
+from titanlite.parallelize import ParallelLayout, build_parallel_modules
 from titanlite.planning.fake_ranks import fake_compute, fake_rank, replaced_attributes
 from titanlite.planning.forked import run_in_processes
 from titanlite.planning.step_recorder import CollectiveKind, CollectiveTotal, StepRecorder
@@ -168,9 +168,7 @@ class _RankRun:
             layout = ParallelLayout(mesh, job.config.parallelism, job.pipeline)
             modules = build_parallel_modules(job.spec, job.sizes, layout, job.transforms)
             with fake_compute(recorder.observe, like_cuda):
-                model = materialize(
-                    modules, job.spec, job.sizes, layout, job.transforms, CPU, seed=0
-                )
+                model = modules.materialize(CPU, seed=0)
                 batch = job.config.training.local_batch_size
                 engine = build_engine(model, layout, CPU, local_batch=batch)
                 state, in_backward = build_state(job, model, mesh, Counters())
@@ -210,13 +208,11 @@ class _RankRun:
         return resting
 
     def _dimension_of(self, group: dist.ProcessGroup) -> str:
-        """The dimensions of the mesh in which the ranks of a group differ."""
+        """The dimensions of the mesh in which the ranks of a group differ; "" if it has one."""
         ranks = dist.get_process_group_ranks(group)
         coordinates = [coordinates_of(rank, self._job.degrees) for rank in ranks]
-        varying = [
-            d.name for d in DIMENSIONS if len({place[d.name] for place in coordinates}) > 1
-        ]
-        return " x ".join(varying) or "one rank"
+        varying = [d.name for d in DIMENSIONS if len({place[d.name] for place in coordinates}) > 1]
+        return " x ".join(varying)
 
 
 def _allocate_state(state: TrainState, recorder: StepRecorder) -> None:

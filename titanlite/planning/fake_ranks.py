@@ -35,7 +35,7 @@ def fake_rank(rank: int, ranks: int) -> Iterator[None]:
 
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=ranks)
     new_group = dist.new_group
-    replaced = [
+    replaced: list[tuple[Any, str, Any]] = [
         (dist, "new_group", lambda *args, **o: new_group(*args, **{**o, "backend": "fake"})),
         (rank_tree, "children_of", lambda rank, size: []),  # none answers
     ]

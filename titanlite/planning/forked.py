@@ -22,6 +22,7 @@ def run_in_processes(functions: Sequence[Callable[[], T]], processes: int) -> It
     Forked, so that a function need not be pickled and torch need not be imported again.
     """
     fork = multiprocessing.get_context("fork")
+    process: multiprocessing.process.BaseProcess
     running: list[tuple[Connection, multiprocessing.process.BaseProcess]] = []
     waiting = list(functions)
     try:

@@ -39,6 +39,7 @@ def workload_of(job: Job) -> Workload:
         attention_kernel="native" if config.attention.backend in OWN_KERNELS else "flash2",
         offload_activations=config.activation_checkpoint.offload,
         offload_optimizer=config.optimizer.offload or config.training.enable_cpu_offload,
+        step_in_backward=config.optimizer.early_step_in_backward,
         offload_parameters=config.training.enable_cpu_offload,
     )
 
@@ -71,6 +72,7 @@ def _layout_of(job: Job) -> Layout:
         pipeline=degrees.pipeline,
         sharded="parameters",
         reshard_after_forward=reshard == "always" or (reshard == "default" and not pipelined),
+        reshard_last_group=reshard == "always",
         schedule=plan.schedule if plan.csv is None else "csv",
         stages_per_rank=len(plan.stages) // plan.ranks,
         micro_batch=plan.microbatch_size,

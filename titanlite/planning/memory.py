@@ -7,9 +7,7 @@ so the largest shards.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
 
-from titanlite.parallelize.schedule import SCHEDULES, assign_stages, build_schedule_order
 from titanlite.planning.activation_memory import BlockActivations, LossBytes, loss_bytes
 from titanlite.planning.model_parts import (
     EMPTY,
@@ -18,10 +16,8 @@ from titanlite.planning.model_parts import (
     group_bytes,
     parts_of_shape,
 )
-from titanlite.planning.workload import Layout, Workload
-
-MAX_SIMULATED_ROUNDS = 3  # micro-batches simulated, times the stages: in flight are no more later
-STAGES_GATHERED = 3  # of a rank, by torch's pipeline runtime
+from titanlite.planning.stages import StageParts, stage_ranks, stages_in_flight, stages_of
+from titanlite.planning.workload import Workload
 
 
 @dataclass(frozen=True)
@@ -37,6 +33,7 @@ class RankMemory:
     activations: float  # of all micro-batches in flight, and temporaries of backward
     logits: float  # and the other tensors of the loss
     received: float  # buffers that pipeline stages receive into
+    step_temporaries: float  # of the optimizer's step
     rest_gradients: float  # gradients after backward, which belong to `resting`
     at: str  # the point of the step
 
@@ -56,6 +53,7 @@ class RankMemory:
             + self.activations
             + self.logits
             + self.received
+            + self.step_temporaries
         )
 
 
@@ -88,20 +86,10 @@ class MemoryEstimate:
             "parameters gathered by FSDP": worst.gathered,
             "gradients that are not reduced yet": worst.unsharded_gradients,
             "pipeline receive buffers": worst.received,
+            "temporaries of the optimizer": worst.step_temporaries,
         }
         largest = max(parts, key=lambda name: parts[name])
         return f"pipeline rank {worst.rank}, {worst.at}: most are {largest}"
-
-
-@dataclass(frozen=True)
-class StageParts:
-    """What one pipeline stage has: block numbers, and the modules at the ends."""
-
-    first_block: int
-    blocks: int
-    embedding: bool = False
-    norm: bool = False
-    output: bool = False
 
 
 def estimate_memory(
@@ -109,109 +97,61 @@ def estimate_memory(
     parts: ModelParts | None = None,
     stages: tuple[StageParts, ...] = (),
     on_cpu: bool = False,
+    step_temporaries: tuple[float, float] = (0.0, 0.0),
 ) -> MemoryEstimate:
     """The memory of every pipeline rank.
 
-    `parts` and `stages` default to those of `workload.model` and `workload.layout`.
+    `parts` and `stages` default to those of `workload.model` and `workload.layout`;
+    `step_temporaries`: what the optimizer's step allocates and frees, in bytes, and in multiples of
+    the largest shard of a parameter.
     """
     layout = workload.layout
     parts = parts or parts_of_shape(workload.model)
     stages = stages or stages_of(workload)
     activations = BlockActivations(workload, on_cpu)
     owners = stage_ranks(layout)
-    microbatches = layout.n_microbatches // max(1, layout.runs)
-    if layout.schedule not in ("GPipe", "LoopedBFS"):  # in flight are no more later
-        microbatches = min(microbatches, MAX_SIMULATED_ROUNDS * layout.pipeline)
-    in_flight = stages_in_flight(layout.schedule, owners, microbatches)
+    in_flight = stages_in_flight(
+        layout.schedule, owners, layout.n_microbatches // max(1, layout.runs)
+    )
     ranks = []
     for rank in range(layout.pipeline):
         own = [stage for stage, owner in enumerate(owners) if owner == rank]
         estimator = _RankEstimate(
             workload, parts, activations, [stages[stage] for stage in own], in_flight[rank]
         )
-        ranks.append(estimator.peak(rank))
+        ranks.append(estimator.peak(rank, step_temporaries))
     return MemoryEstimate(tuple(ranks))
 
 
-@lru_cache(256)
-def _even_stages(blocks: tuple[int, ...]) -> tuple[StageParts, ...]:
-    first, stages = 0, []
-    for number, count in enumerate(blocks):
-        last = number == len(blocks) - 1
-        stages.append(StageParts(first, count, number == 0, last, last))
-        first += count
-    return tuple(stages)
+_VARYING = (
+    "gradients",
+    "gathered",
+    "unsharded_gradients",
+    "activations",
+    "logits",
+    "received",
+    "step_temporaries",
+)
 
 
-def stages_of(workload: Workload) -> tuple[StageParts, ...]:
-    """The stages of a layout: the embedding in the first, the norm and the output in the last."""
-    layout = workload.layout
-    blocks = layout.stage_blocks
-    if not blocks:
-        count = layout.pipeline * layout.stages_per_rank
-        each, rest = divmod(workload.model.n_layers, count)
-        blocks = tuple(each + (stage < rest) for stage in range(count))
-    return _even_stages(blocks)
+Point = tuple[
+    str, dict[str, float]
+]  # a point of a step, and the fields of `RankMemory` that differ
 
 
-def stage_ranks(layout: Layout) -> tuple[int, ...]:
-    """The pipeline rank of each stage."""
-    if layout.stage_ranks:
-        return layout.stage_ranks
-    return _assigned(layout.schedule, layout.pipeline, layout.pipeline * layout.stages_per_rank)
+def _point(at: str, **values: float) -> Point:
+    return at, values
 
 
-@lru_cache(256)
-def _assigned(schedule: str, ranks: int, stages: int) -> tuple[int, ...]:
-    if schedule not in SCHEDULES:
-        return tuple(stage % ranks for stage in range(stages))
-    return tuple(assign_stages(SCHEDULES[schedule], ranks, stages))
+@dataclass(frozen=True)
+class _PipelineState:
+    """Bytes of a pipeline rank."""
 
-
-@lru_cache(8192)
-def stages_in_flight(
-    schedule: str, owners: tuple[int, ...], microbatches: int
-) -> tuple[dict[int, int], ...]:
-    """For each rank: its stages (in model order), and their micro-batches in flight at the most.
-
-    Counted in stages, at the time when most are alive.
-    """
-    ranks, stages = max(owners) + 1, len(owners)
-    if ranks == 1:
-        return (dict.fromkeys(range(stages), 1),)
-    if schedule not in SCHEDULES:  # a file; at most as many as with 1F1B
-        return tuple(
-            {0: min(microbatches, ranks - rank)} for rank in range(ranks)
-        )
-    count = min(microbatches, max(MAX_SIMULATED_ROUNDS * ranks, ranks))
-    if schedule in ("GPipe", "LoopedBFS"):
-        own = stages // ranks
-        return tuple(dict.fromkeys(range(own), microbatches) for _ in range(ranks))
-    count -= count % ranks if count > ranks else 0
-    try:
-        orders = build_schedule_order(schedule, ranks, stages, count)
-    except ValueError:  # the number of micro-batches does not suit the schedule
-        own = stages // ranks
-        return tuple(
-            dict.fromkeys(range(own), min(microbatches, ranks - rank)) for rank in range(ranks)
-        )
-    return tuple(
-        _most_alive(actions, [s for s, owner in enumerate(owners) if owner == rank])
-        for rank, actions in enumerate(orders)
-    )
-
-
-def _most_alive(actions, own: list[int]) -> dict[int, int]:
-    alive = dict.fromkeys(range(len(own)), 0)
-    most, at_most = 0, dict(alive)
-    position = {stage: index for index, stage in enumerate(own)}
-    for action in actions:
-        change = {"forward": 1, "backward": -1, "weight": -1}.get(action.kind, 0)
-        if change:
-            alive[position[action.stage]] += change
-            if sum(alive.values()) > most:
-                most, at_most = sum(alive.values()), dict(alive)
-    return at_most
+    in_flight: float  # saved by all forwards in flight
+    one: float  # by one of them
+    gradients: float  # unsharded gradients after the first backward
+    early: float  # those that exist while most forwards are in flight
+    of_blocks: float  # without the embedding's
 
 
 class _RankEstimate:
@@ -244,7 +184,11 @@ class _RankEstimate:
         total, experts = EMPTY, self.workload.model.experts
         dense = self._group(self.parts.dense_block) if experts else EMPTY
         for stage in self.stages:
-            few = max(0, min(stage.blocks, experts.dense_layers - stage.first_block)) if experts else 0
+            few = (
+                max(0, min(stage.blocks, experts.dense_layers - stage.first_block))
+                if experts
+                else 0
+            )
             total = total + self.block.times(stage.blocks - few) + dense.times(few)
             if stage.embedding or (stage.output and self.parts.tied and self.pipelined):
                 total = total + self.embedding
@@ -273,26 +217,39 @@ class _RankEstimate:
             0.0 if self.workload.offload_optimizer else optimizer,
         )
 
-    def peak(self, rank: int) -> RankMemory:
+    def peak(self, rank: int, step_temporaries: tuple[float, float]) -> RankMemory:
         """The largest of the points of a step that can be the peak."""
         points = self._pipeline_points() if self.pipelined else self._points()
         parameters, gradients, state = self.resting()
+        size, multiple = step_temporaries
+        size = max(size, multiple * self._largest_shard() * self.numerics.parameter_bytes)
+        points.append(_point("in the optimizer's step", gradients=gradients, step_temporaries=size))
         totals = []
         for at, values in points:
-            values = {"gradients": 0.0, "gathered": 0.0, "unsharded_gradients": 0.0,
-                      "activations": 0.0, "logits": 0.0, "received": 0.0, **values}
+            values = dict.fromkeys(_VARYING, 0.0) | values
             if self.layout.sharded in ("nothing", "optimizer"):  # they exist all the time
                 values |= {"gradients": gradients, "unsharded_gradients": 0.0, "gathered": 0.0}
             elif self.layout.sharded == "gradients":
                 values |= {"gathered": 0.0}
+            if self.workload.step_in_backward:  # of one group, as it is reduced
+                values["gradients"] = min(values["gradients"], self._largest_group_gradient())
             if self.workload.offload_parameters:
                 values["gradients"] = 0.0
             totals.append(
                 RankMemory(
-                    rank, parameters, optimizer_state=state, rest_gradients=gradients, at=at, **values
+                    rank,
+                    parameters,
+                    optimizer_state=state,
+                    rest_gradients=gradients,
+                    at=at,
+                    **values,
                 )
             )
         return max(totals, key=lambda memory: memory.total)
+
+    def _largest_group_gradient(self) -> float:
+        groups = (self.block, self.embedding, self.after)
+        return max(group.sharded for group in groups) * self.numerics.gradient_bytes
 
     def _loss(self) -> LossBytes:
         if not self.has_output:
@@ -301,178 +258,229 @@ class _RankEstimate:
         chunked = self.layout.sharded == "parameters"
         return loss_bytes(self.activations, output.gathered, chunked)
 
-    def _points(self) -> list[tuple[str, dict[str, float]]]:
+    def _embedding_gradient(self, compute: float) -> float:
+        """Bytes of the embedding's gradient, which DTensor computes for the whole vocabulary."""
+        if not self.has_embedding:
+            return 0.0
+        # on a CPU it is summed in fp32 first; see TokenEmbedding
+        size = compute + (4 if self.activations.on_cpu and compute < 4 else 0)
+        return self.embedding.gathered * self.layout.tensor * size
+
+    def _largest_shard(self) -> int:
+        """Elements of the largest parameter's shard on this rank."""
+        parts = [*self.parts.block]
+        parts += self.parts.embedding if self.has_embedding else ()
+        parts += self.parts.output if self.has_output else ()
+        return max(self._group((parameter,)).stored for parameter in parts)
+
+    def _points(self) -> list[Point]:
         """Points of a step without pipeline parallelism."""
-        numerics, acts = self.numerics, self.activations
-        compute, reduce = numerics.gathered_bytes, numerics.reduce_bytes
-        block, after, embedding = self.block, self.after, self.embedding
+        layout = self.layout
+        accumulates, every = layout.n_microbatches > 1, layout.reduce_every_microbatch
+        shards = self.all.sharded * self.numerics.gradient_bytes if accumulates and every else 0.0
+        # gradients that accumulate unsharded
+        whole = self.all.gathered * self.numerics.reduce_bytes if accumulates and not every else 0.0
         blocks = self.stages[0].blocks
-        saved = sum(acts.saved(number) for number in range(blocks))
-        ends = acts.residual + acts.rope
-        loss = self._loss()
-        never = not self.layout.reshard_after_forward
-        everything = self.all.gathered * compute
-        accumulates = self.layout.n_microbatches > 1
-        every = self.layout.reduce_every_microbatch
-        shards = self.all.sharded * numerics.gradient_bytes if accumulates and every else 0.0
-        unsharded = self.all.gathered * reduce if accumulates and not every else 0.0
-        tied = self.parts.tied
-        root = (embedding + after).gathered if tied else 0
-        kept = root if tied else after.gathered
-        at_loss = everything if never else (kept + block.gathered) * compute
-        two = everything if never else (root + 2 * block.gathered) * compute
-        grads_after = after.sharded * numerics.gradient_bytes
-        points = [
-            (
+        return [
+            *self._points_of_output(shards, whole),
+            *self._points_of_block(blocks - 1, "in the backward of the last block", shards, whole),
+            *self._points_of_block(0, "in the backward of the first block", shards, whole),
+            *self._points_of_embedding(shards, whole),
+        ]
+
+    def _points_of_output(self, shards: float, whole: float) -> list[Point]:
+        """The loss, and the backward of the output layer."""
+        acts, after, loss = self.activations, self.after, self._loss()
+        compute, reduce = self.numerics.gathered_bytes, self.numerics.reduce_bytes
+        saved = acts.alive(0, self.stages[0].blocks) + acts.rope
+        never, tied = not self.layout.reshard_after_forward, self.parts.tied
+        kept = self.all.gathered if never else self._root() if tied else after.gathered
+        # FSDP2 frees the output of forward's last all-gather at its next all-gather
+        sharded = self.layout.shard * self.layout.context > 1 and not tied
+        held = after.gathered * compute if sharded else 0.0
+        reduced = 0.0 if tied else after.gathered * (compute + reduce) + after.sharded * reduce
+        return [
+            _point(
                 "at the loss",
-                {
-                    "gradients": shards,
-                    "unsharded_gradients": unsharded,
-                    "gathered": at_loss,
-                    "activations": saved + ends,
-                    "logits": loss.saved + loss.forward_temporaries,
-                },
+                gradients=shards,
+                unsharded_gradients=whole,
+                gathered=kept * compute + held,
+                activations=saved + acts.residual,
+                logits=loss.saved + loss.forward_temporaries,
             ),
-            (
+            _point(
                 "when backward begins",
-                {
-                    "gradients": shards,
-                    "unsharded_gradients": unsharded,
-                    "gathered": at_loss,
-                    "activations": saved + ends,
-                    "logits": loss.saved + loss.backward_temporaries,
-                },
+                gradients=shards,
+                unsharded_gradients=whole,
+                gathered=kept * compute,
+                activations=saved + acts.residual,
+                logits=loss.saved + loss.backward_temporaries,
+            ),
+            _point(
+                "at the reduce-scatter of the output layer",
+                gradients=shards,
+                unsharded_gradients=whole + reduced,
+                gathered=(self.all.gathered if never else self.block.gathered) * compute,
+                activations=saved + acts.residual,
             ),
         ]
-        # the reduce-scatter input of the group before is freed when the next group's begins
-        for number, at in ((blocks - 1, "in the backward of the last block"), (0, "in the backward of the first block")):
-            passed = blocks - 1 - number
-            new = grads_after + passed * block.sharded * numerics.gradient_bytes
-            before = (after.gathered if passed == 0 else block.gathered) * reduce
-            alive = sum(acts.saved(n) for n in range(number + 1)) + acts.rope
-            common = {
-                "gradients": shards if shards else new,
-            }
-            points += [
-                (
-                    at,
-                    common
-                    | {
-                        "unsharded_gradients": unsharded + before + block.gathered * compute / 3,
-                        "gathered": two,
-                        "activations": alive + acts.recomputed(number) + acts.backward_temporaries,
-                    },
-                ),
-                (
-                    at + ", at its reduce-scatter",
-                    common
-                    | {
-                        "unsharded_gradients": unsharded
-                        + block.gathered * (compute + reduce)
-                        + block.sharded * reduce,
-                        "gathered": two - (0 if never else block.gathered * compute),
-                        "activations": alive - acts.saved(number) + 2 * acts.residual,
-                    },
-                ),
-            ]
-        first = self.workload.layout.tensor if self.workload.layout.tensor > 1 else 1
-        gradient = embedding.gathered * first  # DTensor computes it for the whole vocabulary
-        points.append(
-            (
-                "in the backward of the embedding",
-                {
-                    "gradients": shards or self.all.sharded * numerics.gradient_bytes,
-                    "unsharded_gradients": unsharded
-                    + gradient * compute
-                    + (embedding.gathered + (after.gathered if tied else 0)) * reduce,
-                    "gathered": everything if never else 0.0,
-                    "activations": acts.residual + acts.rope,
-                },
-            )
-        )
-        return points
 
-    def _pipeline_points(self) -> list[tuple[str, dict[str, float]]]:
-        """Points of a step with pipeline parallelism."""
+    def _root(self) -> int:
+        """Elements of the root's FSDP group, which has tied weights."""
+        return (self.embedding + self.after).gathered if self.parts.tied else 0
+
+    def _points_of_block(self, number: int, at: str, shards: float, whole: float) -> list[Point]:
+        """The backward of one block: in its feed-forward layer, and its reduce-scatter."""
+        acts, block, after = self.activations, self.block, self.after
+        compute, reduce = self.numerics.gathered_bytes, self.numerics.reduce_bytes
+        passed = self.stages[0].blocks - 1 - number
+        new = (after.sharded + passed * block.sharded) * self.numerics.gradient_bytes
+        # the reduce-scatter input of the group before is freed when the next group's begins
+        before = (after.gathered if passed == 0 else block.gathered) * reduce
+        alive = acts.alive(0, number + 1) + acts.rope
+        never = not self.layout.reshard_after_forward
+        two = (self.all.gathered if never else self._root() + 2 * block.gathered) * compute
+        return [
+            _point(
+                at,
+                gradients=shards or new,
+                unsharded_gradients=whole + before + block.gathered * compute / 3,
+                gathered=two,
+                activations=alive + acts.recomputed(number) + acts.backward_temporaries,
+            ),
+            _point(
+                f"{at}, at its reduce-scatter",
+                gradients=shards or new,
+                unsharded_gradients=whole
+                + block.gathered * (compute + reduce)
+                + block.sharded * reduce,
+                gathered=two - (0 if never else block.gathered * compute),
+                activations=alive - acts.saved(number) + 2 * acts.residual,
+            ),
+        ]
+
+    def _points_of_embedding(self, shards: float, whole: float) -> list[Point]:
+        """The backward of the embedding, and its reduce-scatter."""
+        acts, embedding, numerics = self.activations, self.embedding, self.numerics
+        compute, reduce = numerics.gathered_bytes, numerics.reduce_bytes
+        all_shards = self.all.sharded * numerics.gradient_bytes
+        never = not self.layout.reshard_after_forward
+        everything = self.all.gathered * compute
+        root = self._root() or embedding.gathered
+        return [
+            _point(
+                "in the backward of the embedding",
+                gradients=shards or all_shards - embedding.sharded * numerics.gradient_bytes,
+                unsharded_gradients=whole
+                + self.block.gathered * reduce
+                + self._embedding_gradient(compute),
+                gathered=everything if never else embedding.gathered * compute,
+                activations=acts.residual + acts.rope,
+            ),
+            _point(
+                "at the reduce-scatter of the embedding",
+                gradients=shards or all_shards,
+                unsharded_gradients=whole
+                + root * (compute + reduce)
+                + embedding.gathered * (self.layout.tensor - 1) * compute,
+                gathered=everything if never else 0.0,
+                activations=acts.rope,
+            ),
+        ]
+
+    def _pipeline_points(self) -> list[Point]:
+        """Points of a step with pipeline parallelism; all parameters of the rank are gathered."""
         numerics, acts, layout = self.numerics, self.activations, self.layout
         compute, reduce = numerics.gathered_bytes, numerics.reduce_bytes
         microbatches = layout.n_microbatches // max(1, layout.runs)
-        loss = self._loss()
-        in_flight = 0.0
-        for index, stage in enumerate(self.stages):
-            own = sum(acts.saved(stage.first_block + n) for n in range(stage.blocks))
-            # a stage's output is kept until its backward; the loss is a scalar
-            own += acts.rope + (loss.saved if stage.output else acts.residual)
-            in_flight += own * self.in_flight.get(index, 1)
-        received = 0.0
-        last = self.workload.layout.pipeline * layout.stages_per_rank - 1
-        for stage in self.stages:
-            received += (not stage.embedding) + (not stage.output)
-        received *= microbatches * acts.residual
-        gathered = self.all.gathered * compute
-        if layout.reshard_after_forward:
-            gathered = 2 * self.block.gathered * compute
-        tensor = layout.tensor if layout.tensor > 1 else 1
-        extra = self.embedding.gathered * (tensor - 1) if self.has_embedding else 0
-        grads = (self.all.gathered + extra) * reduce
-        if layout.reshard_after_forward:
-            grads = 0.0
-        most = max(self.in_flight.values(), default=1)
-        one = in_flight / max(1, sum(self.in_flight.values()))
-        temporaries = acts.backward_temporaries + self.block.gathered * compute / 3
-        recomputed = max(
-            (acts.recomputed(s.first_block + n) for s in self.stages for n in range(s.blocks)),
-            default=0.0,
-        )
         shards = self.all.sharded * numerics.gradient_bytes if layout.runs > 1 else 0.0
-        all_grads = microbatches > most
-        common = {"gathered": gathered, "received": received, "gradients": shards}
-        points = [
-            (
-                "in a backward with all micro-batches in flight",
-                common
-                | {
-                    "unsharded_gradients": grads if all_grads else 0.0,
-                    "activations": in_flight + temporaries + recomputed,
-                    "logits": loss.backward_temporaries if self.has_output else 0.0,
-                },
-            ),
-            (
-                "in the second backward",
-                common
-                | {
-                    "unsharded_gradients": grads,
-                    "activations": max(0.0, in_flight - one) + temporaries + recomputed,
-                },
-            ),
-            (
-                "in the last backward of the embedding",
-                common
-                | {
-                    "unsharded_gradients": grads
-                    + (self.embedding.gathered * tensor * compute if self.has_embedding else 0.0),
-                    "activations": in_flight - one if all_grads or most > 1 else 0.0,
-                },
-            ),
-            (
+        ends = sum((not stage.embedding) + (not stage.output) for stage in self.stages)
+        received = ends * microbatches * acts.residual
+        # DTensor computes the embedding's gradient for the whole vocabulary
+        whole = self.embedding.gathered * layout.tensor if self.has_embedding else 0
+        own = self.embedding.gathered if self.has_embedding else 0
+        blocks = (self.all.gathered - own) * reduce
+        state = _PipelineState(
+            in_flight=self._in_flight(),
+            one=self._in_flight() / max(1, sum(self.in_flight.values())),
+            gradients=blocks + whole * reduce,
+            early=blocks + whole * reduce
+            if microbatches > max(self.in_flight.values(), default=1)
+            else 0.0,
+            of_blocks=blocks,
+        )
+        points = [*self._points_of_stages(state, compute), *self._points_of_loss(state)]
+        if microbatches == 1:
+            points = [point for point in points if "second" not in point[0]]
+        common = {
+            "gathered": self.all.gathered * compute,
+            "received": received,
+            "gradients": shards,
+        }
+        points = [(at, common | values) for at, values in points]
+        return [
+            *points,
+            _point(
                 "when gradients are reduced",
-                common
-                | {
-                    "gradients": self.all.sharded * numerics.gradient_bytes,
-                    "unsharded_gradients": grads + self.block.gathered * reduce,
-                },
+                received=received,
+                gradients=self.all.sharded * numerics.gradient_bytes,
+                unsharded_gradients=state.gradients + self.block.gathered * reduce,
             ),
         ]
-        if self.has_output:
-            points.append(
-                (
-                    "at the loss",
-                    common
-                    | {
-                        "unsharded_gradients": grads if microbatches > 1 else 0.0,
-                        "activations": in_flight,
-                        "logits": loss.forward_temporaries,
-                    },
-                )
-            )
-        return points
+
+    def _in_flight(self) -> float:
+        """What the forwards in flight have saved."""
+        acts, total, loss = self.activations, 0.0, self._loss()
+        for index, stage in enumerate(self.stages):
+            own = acts.alive(stage.first_block, stage.blocks) + acts.rope
+            # a stage's output is kept until its backward; the loss is a scalar
+            own += loss.saved if stage.output else acts.residual
+            total += own * self.in_flight.get(index, 1)
+        return total
+
+    def _points_of_stages(self, state: _PipelineState, compute: float) -> list[Point]:
+        """Backwards of blocks and of the embedding."""
+        acts = self.activations
+        numbers = [s.first_block + n for s in self.stages for n in range(s.blocks)]
+        recomputed = max((acts.recomputed(number) for number in numbers), default=0.0)
+        temporaries = acts.backward_temporaries + self.block.gathered * compute / 3 + recomputed
+        rest = state.in_flight - (self._loss().saved if self.has_output else 0.0)
+        points = [
+            _point(
+                "in a backward with all micro-batches in flight",
+                unsharded_gradients=state.early,
+                activations=rest + temporaries,
+            ),
+            _point(
+                "in the second backward",
+                unsharded_gradients=state.gradients,
+                activations=max(0.0, rest - state.one) + temporaries,
+            ),
+        ]
+        if not self.has_embedding:
+            return points
+        gradient = self._embedding_gradient(compute)
+        return [
+            *points,
+            _point(
+                "in a backward of the embedding",
+                unsharded_gradients=(state.early or state.of_blocks) + gradient,
+                activations=max(0.0, state.in_flight - state.one),
+            ),
+            _point(
+                "in the second backward of the embedding",
+                unsharded_gradients=state.gradients + gradient,
+                activations=max(0.0, state.in_flight - 2 * state.one),
+            ),
+        ]
+
+    def _points_of_loss(self, state: _PipelineState) -> list[Point]:
+        """The loss, if this rank has it."""
+        if not self.has_output:
+            return []
+        loss = self._loss()
+        common = {"unsharded_gradients": state.early, "activations": state.in_flight}
+        return [
+            _point("at the loss", **common, logits=loss.forward_temporaries),
+            _point("when backward begins", **common, logits=loss.backward_temporaries),
+        ]

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from titanlite.distributed.mesh import resolve_degrees
 from titanlite.job import Job, check_config
+from titanlite.job.checks import plan_job_pipeline
 from titanlite.planning.job_memory import estimate_job_memory
 from titanlite.runtime.out_of_memory import GIB
 
@@ -115,9 +116,10 @@ def _apply_change(job: Job, settings: dict[str, Any], ranks_factor: int) -> Job 
         config = dataclasses.replace(config, **{name: section})
     if any(True for _ in check_config(config, ranks)):
         return None
-    return dataclasses.replace(
-        job, config=config, degrees=resolve_degrees(config.parallelism, ranks)
-    )
+    pipeline, _ = plan_job_pipeline(config, job.spec, job.sizes)
+    assert pipeline is not None, "checked: the pipeline has no problems"
+    degrees = resolve_degrees(config.parallelism, ranks)
+    return dataclasses.replace(job, config=config, degrees=degrees, pipeline=pipeline)
 
 
 def _as_toml(value: Any) -> str:

@@ -20,6 +20,7 @@ class ParameterShape:
     sharded_dim: int | None = None  # over the tensor ranks; None: replicated
     whole: int = 1  # rows that stay together, as those of a head; too few of them: replicated
     expert: bool = False  # sharded over the expert ranks as well
+    state_bytes: float | None = None  # of the optimizer, per element; None: the workload's mean
 
     @property
     def elements(self) -> int:
@@ -28,9 +29,10 @@ class ParameterShape:
     def tensor_shard(self, tensor: int) -> tuple[int, ...]:
         """Shape of the first of `tensor` ranks' shards, which is the largest."""
         dim = self.sharded_dim
-        if dim is None or tensor == 1 or (self.shape[dim] // self.whole) % tensor:
-            if dim is None or self.whole > 1 or tensor == 1:
-                return self.shape
+        if dim is None or tensor == 1:
+            return self.shape
+        if self.whole > 1 and (self.shape[dim] // self.whole) % tensor:
+            return self.shape
         size = -(-self.shape[dim] // tensor)
         return (*self.shape[:dim], size, *self.shape[dim + 1 :])
 
@@ -64,7 +66,9 @@ def parts_of_shape(model: ModelShape) -> ModelParts:
     tables = [ParameterShape("weight", (model.vocab_size, dim), 0)]
     if model.positions:
         tables.append(ParameterShape("positions", (model.positions, dim)))
-    output = () if model.tied_embeddings else (ParameterShape("weight", (model.vocab_size, dim), 0),)
+    output = (
+        () if model.tied_embeddings else (ParameterShape("weight", (model.vocab_size, dim), 0),)
+    )
     norm = [ParameterShape("weight", (dim,))]
     if model.biases:
         norm.append(ParameterShape("bias", (dim,)))
@@ -139,6 +143,7 @@ def group_bytes(
 ) -> GroupBytes:
     """What the rank with the largest shards has of some parameters."""
     sharded = stored = gathered = 0
+    state = 0.0
     for parameter in parameters:
         shape = parameter.tensor_shard(layout.tensor)
         ranks, experts = layout.shard * layout.context, 1
@@ -148,9 +153,9 @@ def group_bytes(
         elements = math.prod(shape) // experts
         gathered += elements
         if parameter.expert:
-            sharded += -(-elements // ranks)
-            stored += -(-elements // ranks)
+            own = padded = -(-elements // ranks)
         else:
-            sharded += padded_shard(shape, ranks)
-            stored += math.prod(own_shard(shape, ranks))
-    return GroupBytes(sharded, stored, gathered, stored * state_bytes)
+            own, padded = math.prod(own_shard(shape, ranks)), padded_shard(shape, ranks)
+        sharded, stored = sharded + padded, stored + own
+        state += own * (state_bytes if parameter.state_bytes is None else parameter.state_bytes)
+    return GroupBytes(sharded, stored, gathered, state)

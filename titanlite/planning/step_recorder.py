@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_iter
 from torch.utils.flop_counter import flop_registry
 
+SCALAR_BYTES = 64  # the loss, the norm of the gradient, handshakes of the pipeline: not counted
 _FUNCTIONAL = "_c10d_functional"
 
 
@@ -33,6 +34,11 @@ class CollectiveTotal:
 
     calls: int = 0
     bytes: int = 0
+
+    def add(self, size: int) -> None:
+        """Count a call."""
+        self.calls += 1
+        self.bytes += size
 
 
 class StepRecorder:
@@ -52,7 +58,11 @@ class StepRecorder:
 
     def restart(self) -> None:
         """Forget all but what is alive."""
-        self.peak_bytes, self.alive_at_peak, self.peak_phase = self.bytes_alive, self.alive.copy(), ""
+        self.peak_bytes, self.alive_at_peak, self.peak_phase = (
+            self.bytes_alive,
+            self.alive.copy(),
+            "",
+        )
         self.phase = ""
         self.flops: Counter[str] = Counter()  # by phase
         self.collectives: dict[CollectiveKind, CollectiveTotal] = {}
@@ -110,16 +120,17 @@ class StepRecorder:
 
     def _count_collective(self, operation: Any, args: tuple, kwargs: dict, result: Any) -> None:
         name = _collective_name(operation)
-        group = _group_of(operation, args, kwargs)
+        group = _collective_group(operation, args, kwargs)
         if group is None or name in ("barrier", "monitored_barrier"):
             return
         tensors = [leaf for leaf in tree_iter((args, kwargs)) if isinstance(leaf, Tensor)]
         if operation.namespace == _FUNCTIONAL:
             tensors += [leaf for leaf in tree_iter(result) if isinstance(leaf, Tensor)]
-        kind = CollectiveKind(self._dimension_of(group), name)
-        total = self.collectives.setdefault(kind, CollectiveTotal())
-        total.calls += 1
-        total.bytes += max(tensor.nbytes for tensor in tensors)
+        size, dimension = max(tensor.nbytes for tensor in tensors), self._dimension_of(group)
+        if size <= SCALAR_BYTES or not dimension:
+            return
+        kind = CollectiveKind(dimension, name)
+        self.collectives.setdefault(kind, CollectiveTotal()).add(size)
 
 
 _NAMES = (  # in operators of torch -> name
@@ -141,7 +152,7 @@ def _collective_name(operation: Any) -> str:
     return next((name for part, name in _NAMES if part in raw), raw)
 
 
-def _group_of(operation: Any, args: tuple, kwargs: dict) -> dist.ProcessGroup | None:
+def _collective_group(operation: Any, args: tuple, kwargs: dict) -> dist.ProcessGroup | None:
     """The process group of a collective; None if the operation is not one."""
     for value in (*args, *kwargs.values()):
         if isinstance(value, dist.ProcessGroup):
@@ -149,6 +160,6 @@ def _group_of(operation: Any, args: tuple, kwargs: dict) -> dist.ProcessGroup | 
         if isinstance(value, torch.ScriptObject):
             return dist.ProcessGroup.unbox(value)
     if operation.namespace == _FUNCTIONAL and "wait_tensor" not in operation.name():
-        names = [v for v in (*args, *kwargs.values()) if isinstance(v, str)]
+        names: list[Any] = [v for v in (*args, *kwargs.values()) if isinstance(v, str)]
         return dist.distributed_c10d._resolve_process_group(names[-1])
     return None

@@ -61,6 +61,7 @@ class Layout:
     sharded: Literal["nothing", "optimizer", "gradients", "parameters"] = "parameters"
     # over the `shard` ranks, as ZeRO 0 to 3
     reshard_after_forward: bool = True  # parameters are gathered again in backward
+    reshard_last_group: bool = False  # so are the norm and the output layer
     schedule: str = "1F1B"
     stages_per_rank: int = 1
     micro_batch: int = 1  # sequences
@@ -123,6 +124,7 @@ class Workload:
     # of the GPU's generation (cuDNN, FA3, FA4)
     offload_activations: bool = False
     offload_optimizer: bool = False
+    step_in_backward: bool = False  # each parameter is updated, and its gradient freed, in backward
     offload_parameters: bool = False  # and gradients and optimizer states
     blocking_launches: bool = False  # CUDA_LAUNCH_BLOCKING=1: the host's time is not hidden
     overlap: Overlap = field(default_factory=Overlap)

@@ -1,0 +1,159 @@
+"""A dry run, an estimate and a real run agree on memory and traffic."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+import train
+from tests.distributed.ranks import run_on_ranks
+from tests.planning.measured_step import measure_step
+from titanlite.errors import EXIT_USER_ERROR, UserError
+from titanlite.job import read_job
+from titanlite.planning.dry_run import RankStep, dry_run
+from titanlite.planning.job_memory import estimate_job_memory, job_traffic
+from titanlite.planning.memory import RankMemory
+
+SIZES = {"dim": 256, "n_heads": 8, "n_kv_heads": 4, "n_layers": 4, "hidden_dim": 768}
+COMMON = {**{f"model.{key}": size for key, size in SIZES.items()}, "training.seq_len": 512}
+PIPELINE = {"parallelism.pipeline_parallel_degree": 2, "training.local_batch_size": 4}
+LAYOUTS = {
+    "FSDP 3, uneven": (3, {"model.vocab_size": 1001}),
+    "HSDP, accumulation, op": (
+        4,
+        {
+            "parallelism.data_parallel_replicate_degree": 2,
+            "training.local_batch_size": 2,
+            "training.global_batch_size": 16,
+            "activation_checkpoint.selective_ac_option": "op",
+        },
+    ),
+    "TP 2, CP 2, full": (
+        8,
+        {
+            "parallelism.tensor_parallel_degree": 2,
+            "parallelism.context_parallel_degree": 2,
+            "activation_checkpoint.mode": "full",
+        },
+    ),
+    "PP 2, TP 2": (8, {**PIPELINE, "parallelism.tensor_parallel_degree": 2}),
+}
+
+
+def argv_of(settings: dict) -> list[str]:
+    return [f"--{key}={value}" for key, value in {**COMMON, **settings}.items()]
+
+
+def compare(argv: list[str], ranks: int) -> list[tuple[RankStep, RankMemory]]:
+    """The dry run of each kind of rank, with the estimate; bytes at rest and traffic are equal."""
+    job = read_job(argv, ranks, check_environment=False)
+    estimates, collectives = estimate_job_memory(job).ranks, job_traffic(job)
+    pairs = []
+    for step in dry_run(job):
+        estimate = estimates[step.pipeline_rank]
+        rest = (estimate.parameters, estimate.rest_gradients, estimate.optimizer_state)
+        assert rest == (
+            step.resting.parameters,
+            step.resting.gradients,
+            step.resting.optimizer_state,
+        )
+        formula = {
+            (c.dimension, c.name): (c.calls, c.bytes) for c in collectives[step.pipeline_rank]
+        }
+        assert formula == {
+            (kind.dimension, kind.name): (total.calls, total.bytes)
+            for kind, total in step.collectives.items()
+        }
+        pairs.append((step, estimate))
+    return pairs
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_the_estimate_equals_a_dry_run(name):
+    ranks, settings = LAYOUTS[name]
+    for step, estimate in compare(argv_of(settings), ranks):
+        assert estimate.total == pytest.approx(step.peak_bytes, rel=0.06)
+
+
+@pytest.mark.parametrize("name", ["FSDP 3, uneven", "PP 2"])
+def test_a_dry_run_equals_a_real_run(name):
+    ranks, settings = LAYOUTS.get(name, (2, PIPELINE))
+    argv = [*argv_of(settings), "--job.device=cpu"]
+    measured = run_on_ranks(measure_step, ranks, argv, ranks)
+    for step in dry_run(read_job(argv, ranks, check_environment=False)):
+        per_stage = ranks // (2 if name == "PP 2" else 1)
+        rest, peak = measured[step.pipeline_rank * per_stage]
+        dry = step.resting
+        assert rest == (dry.parameters, dry.gradients, dry.optimizer_state)
+        assert peak == pytest.approx(step.peak_bytes, rel=0.05)
+
+
+def test_a_dry_run_refuses_an_illegal_layout_as_a_run_does(capfd):
+    argv = ["--job.dry_run=true", "--job.check_ranks=6", "--parallelism.tensor_parallel_degree=4"]
+    assert train.main(argv) == EXIT_USER_ERROR
+    assert "does not divide the number of ranks" in capfd.readouterr().err
+
+
+def test_a_dry_run_prints_every_kind_of_rank(capfd):
+    argv = [*argv_of(PIPELINE), "--job.dry_run=true", "--job.check_ranks=64"]
+    assert train.main(argv) == 0
+    printed = capfd.readouterr().out
+    assert "pipeline rank 0: tok_embeddings" in printed
+    assert "pipeline rank 1: layers" in printed
+    assert "shard                        reduce-scatter" in printed
+
+
+def random_settings(rng: random.Random) -> tuple[int, dict]:
+    """(ranks, settings) of a layout, which may be illegal."""
+    dim, heads = rng.choice([256, 512, 1024]), rng.choice([4, 8, 16])
+    degrees = {
+        "tensor_parallel_degree": rng.choice([1, 1, 2, 4]),
+        "pipeline_parallel_degree": rng.choice([1, 1, 2, 4]),
+        "context_parallel_degree": rng.choice([1, 1, 2]),
+        "data_parallel_shard_degree": rng.choice([1, 2, 4, 8]),
+        "data_parallel_replicate_degree": rng.choice([1, 1, 2]),
+    }
+    ranks = 1
+    for degree in degrees.values():
+        ranks *= degree
+    settings = {
+        "model.dim": dim,
+        "model.n_heads": heads,
+        "model.n_kv_heads": rng.choice([heads, heads // 2, 2]),
+        "model.n_layers": rng.choice([4, 6, 8]),
+        "model.hidden_dim": rng.choice([2, 3, 4]) * dim,
+        "model.vocab_size": rng.choice([1000, 8192, 50_000]),
+        "training.seq_len": rng.choice([512, 1024, 2048]),
+        "training.local_batch_size": rng.choice([1, 2, 4, 8]),
+        "training.mixed_precision_param": rng.choice(["bfloat16", "bfloat16", "float32"]),
+        "activation_checkpoint.mode": rng.choice(["none", "full", "selective"]),
+        "activation_checkpoint.selective_ac_option": rng.choice(["2", "op", "3"]),
+        "loss.chunk_tokens": rng.choice([0, 256, 4096]),
+        "job.device": rng.choice(["cpu", "cuda"]),
+        **{f"parallelism.{key}": degree for key, degree in degrees.items()},
+    }
+    return ranks, settings
+
+
+def test_estimates_of_random_layouts_equal_dry_runs(request):
+    """`--layouts 200` for a sweep; the traffic and the bytes at rest are equal in all of them."""
+    count, rng = request.config.getoption("--layouts"), random.Random(7)
+    errors: list[float] = []
+    done = 0
+    while done < count:
+        ranks, settings = random_settings(rng)
+        try:
+            read_job(argv_of(settings), ranks, check_environment=False)
+        except UserError:
+            continue
+        for step, estimate in compare(argv_of(settings), ranks):
+            errors.append(estimate.total / step.peak_bytes - 1)
+        done += 1
+    sizes = sorted(map(abs, errors))
+    close = sum(error <= 0.05 for error in sizes) / len(sizes)
+    print(
+        f"{done} layouts, {len(sizes)} ranks: median {sizes[len(sizes) // 2]:.3f},"
+        f" {close:.0%} within 5 %, largest {sizes[-1]:.3f}"
+    )
+    assert sizes[len(sizes) // 2] <= 0.05

@@ -1,0 +1,108 @@
+"""Pipeline stages: what they have, on which rank, and how many micro-batches are in flight."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+from titanlite.parallelize.schedule import (
+    SCHEDULES,
+    PipelineAction,
+    assign_stages,
+    build_schedule_order,
+)
+from titanlite.planning.workload import Layout, Workload
+
+MAX_SIMULATED_ROUNDS = 3  # micro-batches simulated, times the ranks: later no more are in flight
+
+
+@dataclass(frozen=True)
+class StageParts:
+    """What one pipeline stage has: block numbers, and the modules at the ends."""
+
+    number: int
+    first_block: int
+    blocks: int
+    embedding: bool = False
+    norm: bool = False
+    output: bool = False
+
+
+@lru_cache(256)
+def _even_stages(blocks: tuple[int, ...]) -> tuple[StageParts, ...]:
+    first, stages = 0, []
+    for number, count in enumerate(blocks):
+        last = number == len(blocks) - 1
+        stages.append(StageParts(number, first, count, number == 0, last, last))
+        first += count
+    return tuple(stages)
+
+
+def stages_of(workload: Workload) -> tuple[StageParts, ...]:
+    """The stages of a layout: the embedding in the first, the norm and the output in the last."""
+    layout = workload.layout
+    blocks = layout.stage_blocks
+    if not blocks:
+        count = layout.pipeline * layout.stages_per_rank
+        each, rest = divmod(workload.model.n_layers, count)
+        blocks = tuple(each + (stage < rest) for stage in range(count))
+    return _even_stages(blocks)
+
+
+def stage_ranks(layout: Layout) -> tuple[int, ...]:
+    """The pipeline rank of each stage."""
+    if layout.stage_ranks:
+        return layout.stage_ranks
+    return _assigned(layout.schedule, layout.pipeline, layout.pipeline * layout.stages_per_rank)
+
+
+@lru_cache(256)
+def _assigned(schedule: str, ranks: int, stages: int) -> tuple[int, ...]:
+    if schedule not in SCHEDULES:
+        return tuple(stage % ranks for stage in range(stages))
+    return tuple(assign_stages(SCHEDULES[schedule], ranks, stages))
+
+
+@lru_cache(256)
+def stages_in_flight(
+    schedule: str, owners: tuple[int, ...], microbatches: int
+) -> tuple[dict[int, int], ...]:
+    """For each rank: its stages (in model order), and their micro-batches in flight at the most.
+
+    Counted in stages, at the time when most are alive.
+    """
+    ranks, stages = max(owners) + 1, len(owners)
+    if ranks == 1:
+        return (dict.fromkeys(range(stages), 1),)
+    if schedule not in SCHEDULES:  # a file; at most as many as with 1F1B
+        return tuple({0: min(microbatches, ranks - rank)} for rank in range(ranks))
+    count = min(microbatches, max(MAX_SIMULATED_ROUNDS * ranks, ranks))
+    if schedule in ("GPipe", "LoopedBFS"):
+        own = stages // ranks
+        return tuple(dict.fromkeys(range(own), microbatches) for _ in range(ranks))
+    count -= count % ranks if count > ranks else 0
+    try:
+        orders = build_schedule_order(schedule, ranks, stages, count)
+    except ValueError:  # the number of micro-batches does not suit the schedule
+        own = stages // ranks
+        return tuple(
+            dict.fromkeys(range(own), min(microbatches, ranks - rank)) for rank in range(ranks)
+        )
+    return tuple(
+        _most_alive(actions, [s for s, owner in enumerate(owners) if owner == rank])
+        for rank, actions in enumerate(orders)
+    )
+
+
+def _most_alive(actions: Sequence[PipelineAction], own: list[int]) -> dict[int, int]:
+    alive = dict.fromkeys(range(len(own)), 0)
+    most, at_most = 0, dict(alive)
+    position = {stage: index for index, stage in enumerate(own)}
+    for action in actions:
+        change = {"forward": 1, "backward": -1, "weight": -1}.get(action.kind, 0)
+        if change:
+            alive[position[action.stage]] += change
+            if sum(alive.values()) > most:
+                most, at_most = sum(alive.values()), dict(alive)
+    return at_most
