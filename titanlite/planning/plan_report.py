@@ -23,6 +23,7 @@ MEMORY_PARTS = (
     "activations",
     "logits",
     "received",
+    "step_temporaries",
 )
 MATMULS = {
     "bf16": "",
