@@ -73,7 +73,7 @@ def _without_counts(step: PlannedStep):
     return dataclasses.replace(step.choice, frame=frame)
 
 
-class _Change(NamedTuple):
+class _ChangedRequest(NamedTuple):
     """A request that differs in one assumption."""
 
     assumption: str
@@ -81,7 +81,7 @@ class _Change(NamedTuple):
     shortest: float  # a step takes at least this fraction of the time without the change
 
 
-def _changes_of(request: PlanRequest) -> Iterator[_Change]:
+def _changes_of(request: PlanRequest) -> Iterator[_ChangedRequest]:
     space, cluster = request.space, request.cluster
     batch = space.global_batch
 
@@ -92,19 +92,21 @@ def _changes_of(request: PlanRequest) -> Iterator[_Change]:
     def with_cluster(other: Cluster) -> PlanRequest:
         return dataclasses.replace(request, cluster=other)
 
-    yield _Change(f"global batch {2 * batch}", with_batch(2 * batch), 1.0)
+    yield _ChangedRequest(f"global batch {2 * batch}", with_batch(2 * batch), 1.0)
     if batch % 2 == 0:
-        yield _Change(f"global batch {batch // 2}", with_batch(batch // 2), 0.5)
-    yield _Change("twice the memory of a GPU", with_cluster(_with_memory(cluster, 2.0)), 1.0)
-    yield _Change("half the memory of a GPU", with_cluster(_with_memory(cluster, 0.5)), 1.0)
+        yield _ChangedRequest(f"global batch {batch // 2}", with_batch(batch // 2), 0.5)
+    yield _ChangedRequest(
+        "twice the memory of a GPU", with_cluster(_with_memory(cluster, 2.0)), 1.0
+    )
+    yield _ChangedRequest("half the memory of a GPU", with_cluster(_with_memory(cluster, 0.5)), 1.0)
     if cluster.gpus > cluster.machine.link_domain:
-        yield _Change("twice the network", with_cluster(_with_network(cluster, 2.0)), 0.5)
-        yield _Change("half the network", with_cluster(_with_network(cluster, 0.5)), 1.0)
+        yield _ChangedRequest("twice the network", with_cluster(_with_network(cluster, 2.0)), 0.5)
+        yield _ChangedRequest("half the network", with_cluster(_with_network(cluster, 0.5)), 1.0)
     peaks = cluster.gpu.peak_tflops
     if tuple(space.precisions) == MATMUL_CHOICES[:1] and "float8" in peaks:
         other = dataclasses.replace(space, precisions=MATMUL_CHOICES[1:])
         float8 = dataclasses.replace(request, space=other)
-        yield _Change("Float8 matmuls", float8, 0.8 * peaks["bfloat16"] / peaks["float8"])
+        yield _ChangedRequest("Float8 matmuls", float8, 0.8 * peaks["bfloat16"] / peaks["float8"])
 
 
 def _with_memory(cluster: Cluster, factor: float) -> Cluster:

@@ -134,10 +134,10 @@ def _why_it_loses(step: PlannedStep, best: PlannedStep) -> str:
 def _parts_of_best(request: PlanRequest, step: PlannedStep) -> Iterator[str]:
     time, memory = step.time, step.memory
     yield "time of layout 1, s"
-    yield from _bars({name: part for name, part in time.parts.items() if part > 0})
+    yield from _text_bars({name: part for name, part in time.parts.items() if part > 0})
     yield ""
     yield f"memory of layout 1, GiB, {memory.reason}"
-    yield from _bars({name: part / GIB for name, part in memory_parts(memory).items()})
+    yield from _text_bars({name: part / GIB for name, part in memory_parts(memory).items()})
 
 
 def _cost_of_best(request: PlanRequest, step: PlannedStep) -> Iterator[str]:
@@ -156,7 +156,7 @@ def _cost_of_best(request: PlanRequest, step: PlannedStep) -> Iterator[str]:
     yield f"  checkpoint  {cost.checkpoint_gib:,.0f} GiB each"
 
 
-def _bars(parts: dict[str, float]) -> Iterator[str]:
+def _text_bars(parts: dict[str, float]) -> Iterator[str]:
     width = max(len(name) for name in parts)
     total = sum(parts.values())
     for name, part in sorted(parts.items(), key=lambda pair: -pair[1]):

@@ -62,6 +62,12 @@ class SearchCounts:
     time_estimates: int = 0
     refused: list[UserError] = field(default_factory=list)  # candidates that train.py refuses
 
+    def add(self, frames: int = 0, memory: int = 0, time: int = 0) -> None:
+        """Count visits."""
+        self.frames += frames
+        self.memory_estimates += memory
+        self.time_estimates += time
+
 
 @dataclass(frozen=True)
 class SearchResult:
@@ -103,7 +109,7 @@ class LayoutSearch:
         """The `keep` fastest layouts; raises ConfigError if none is legal, or none fits."""
         if not self._frames:
             raise self._nothing_is_legal()
-        self.counts.frames = len(self._frames)
+        self.counts.add(frames=len(self._frames))
         frames = [frame for frame in self._frames if self._may_fit(frame)]
         bounds = [(self._bound(frame), number) for number, frame in enumerate(frames)]
         for bound, number in sorted(bounds):
@@ -171,13 +177,13 @@ class LayoutSearch:
 
     def estimate_time(self, choice: LayoutChoice) -> StepTime:
         """The time of a step."""
-        self.counts.time_estimates += 1
+        self.counts.add(time=1)
         workload = self.space.workload(choice, self._workload)
         return estimate_step(workload, self.target.cluster, self.target.efficiency)
 
     def needed_bytes(self, choice: LayoutChoice) -> float:
         """Memory of the worst rank at its peak."""
-        self.counts.memory_estimates += 1
+        self.counts.add(memory=1)
         needed = estimate_memory(self.space.workload(choice, self._workload)).total
         if self._smallest is None or needed < self._smallest[0]:
             self._smallest = needed, choice
