@@ -13,12 +13,10 @@ import signal
 import sys
 from pathlib import Path
 
-from titanlite.distributed.mesh import coordinates_of
 from titanlite.errors import EXIT_DONE, EXIT_USER_ERROR, DataError, UserError, format_error
 from titanlite.job import Job, read_job
-from titanlite.parallelize.schedule import simulate_schedule
 from titanlite.plots.gantt import PipelineTimeline
-from titanlite.plots.layout import MeshCoordinate, StageCost, draw_layout
+from titanlite.plots.job_layout import computed_timelines, draw_job_layout
 from titanlite.plots.pipeline_trace import read_actions
 
 
@@ -39,13 +37,11 @@ def main(argv: list[str]) -> int:
     arguments, overrides = parser.parse_known_args(argv)
     try:
         job = _read_job(arguments.config, arguments.ranks, overrides)
-        timelines = [_simulate(job)] if job.degrees.pipeline > 1 else []
+        timelines = computed_timelines(job)
         if arguments.trace is not None:
             timelines.append(_read_trace(job, arguments.trace))
         out = arguments.out or job.folder / "layout"
-        ranks = range(arguments.ranks)
-        coordinates = [MeshCoordinate(n, **coordinates_of(n, job.degrees)) for n in ranks]
-        files = draw_layout(_title(job), coordinates, _stage_costs(job), timelines, out)
+        files = draw_job_layout(job, timelines, out)
     except UserError as error:
         print(format_error(error), file=sys.stderr)
         return EXIT_USER_ERROR
@@ -60,27 +56,6 @@ def _read_job(config: str, ranks: int, overrides: list[str]) -> Job:
         raise UserError(f"--ranks {ranks}: must be at least 1.")
     argv = ["--job.config_file", config, *overrides, f"--job.check_ranks={ranks}"]
     return read_job(argv, ranks, check_environment=False)
-
-
-def _title(job: Job) -> str:
-    return f"{job.spec.name} {job.config.model.flavor} on {job.degrees.ranks} ranks: {job.degrees}"
-
-
-def _stage_costs(job: Job) -> list[StageCost]:
-    plan = job.pipeline
-    total = sum(plan.costs)
-    return [
-        StageCost(stage, plan.rank_of[stage], plan.describe_stage(stage), cost / total)
-        for stage, cost in enumerate(plan.costs)
-    ]
-
-
-def _simulate(job: Job) -> PipelineTimeline:
-    """The schedule with the computed costs of the stages, without communication."""
-    plan = job.pipeline
-    average = sum(plan.costs) / len(plan.costs)
-    rows = simulate_schedule(plan.order(), [cost / average for cost in plan.costs])
-    return PipelineTimeline(f"{plan}, computed", rows, "forwards of an average stage")
 
 
 def _read_trace(job: Job, folder: Path) -> PipelineTimeline:

@@ -16,7 +16,13 @@ from titanlite.planning.model_parts import (
     group_bytes,
     parts_of_shape,
 )
-from titanlite.planning.stages import StageParts, stage_ranks, stages_in_flight, stages_of
+from titanlite.planning.stages import (
+    MAX_SIMULATED_ROUNDS,
+    StageParts,
+    stage_ranks,
+    stages_in_flight,
+    stages_of,
+)
 from titanlite.planning.workload import Workload
 
 
@@ -110,9 +116,10 @@ def estimate_memory(
     stages = stages or stages_of(workload)
     activations = BlockActivations(workload, on_cpu)
     owners = stage_ranks(layout)
-    in_flight = stages_in_flight(
-        layout.schedule, owners, layout.n_microbatches // max(1, layout.runs)
-    )
+    microbatches = layout.n_microbatches // max(1, layout.runs)
+    if layout.schedule not in ("GPipe", "LoopedBFS"):  # in flight are no more later
+        microbatches = min(microbatches, MAX_SIMULATED_ROUNDS * layout.pipeline)
+    in_flight = stages_in_flight(layout.schedule, owners, microbatches)
     ranks = []
     for rank in range(layout.pipeline):
         own = [stage for stage, owner in enumerate(owners) if owner == rank]

@@ -12,7 +12,7 @@ from titanlite.parallelize.schedule import (
     simulate_schedule,
 )
 
-MANY = 4  # micro-batches per rank beyond which the idle time does not grow
+MANY = 2  # micro-batches per rank beyond which the idle time does not grow
 
 
 @lru_cache(maxsize=4096)
@@ -57,14 +57,15 @@ def idle_seconds(
         return others
     if schedule in ("Interleaved1F1B", "LoopedBFS", "csv"):  # a file's order: as if interleaved
         return others / stages_per_rank
-    return simulated_idle(schedule, ranks, stages_per_rank, microbatches) * sum(costs) / ranks
+    simulated = min(microbatches, MANY * ranks)
+    return simulated_idle(schedule, ranks, stages_per_rank, simulated) * sum(costs) / ranks
 
 
 @lru_cache(maxsize=4096)
 def simulated_idle(schedule: str, ranks: int, stages_per_rank: int, microbatches: int) -> float:
     """Idle time of the schedule's simulation with equal stages, in units of one micro-batch's
     forward and backward on a rank."""
-    simulated = _simulable(schedule, ranks, min(microbatches, MANY * ranks))
+    simulated = _simulable(schedule, ranks, microbatches)
     stages = ranks * stages_per_rank
     order = build_schedule_order(schedule, ranks, stages, simulated)
     rows = simulate_schedule(order, [1.0] * stages)

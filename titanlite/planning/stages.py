@@ -64,7 +64,7 @@ def _assigned(schedule: str, ranks: int, stages: int) -> tuple[int, ...]:
     return tuple(assign_stages(SCHEDULES[schedule], ranks, stages))
 
 
-@lru_cache(256)
+@lru_cache(8192)  # a search asks for thousands, many of them again
 def stages_in_flight(
     schedule: str, owners: tuple[int, ...], microbatches: int
 ) -> tuple[dict[int, int], ...]:

@@ -20,22 +20,32 @@ class CommandLineText:
     text: str
 
 
-def to_toml(section: Any) -> str:
-    """A job as TOML that reads back as the same job; keys that are None are omitted."""
+def to_toml(section: Any, omit: Any = None) -> str:
+    """A job as TOML that reads back as the same job; keys that are None are omitted.
+
+    So are keys with the same value in `omit`, a job with the default values.
+    """
     lines: list[str] = []
-    _write_table(section, "", lines)
+    _write_table(section, "", lines, omit)
     return "\n".join(lines).lstrip("\n") + "\n"
 
 
-def _write_table(section: Any, name: str, lines: list[str]) -> None:
+def _write_table(section: Any, name: str, lines: list[str], omit: Any) -> None:
     fields = [(f.name, getattr(section, f.name)) for f in dataclasses.fields(section)]
-    values = [(k, v) for k, v in fields if v is not None and not dataclasses.is_dataclass(v)]
+    values = [
+        (k, v)
+        for k, v in fields
+        if v is not None
+        and not dataclasses.is_dataclass(v)
+        and (omit is None or v != getattr(omit, k))
+    ]
     if name and values:
         lines.append(f"\n[{name}]")
     lines += [f"{key} = {_toml_value(value)}" for key, value in values]
     for key, value in fields:
         if dataclasses.is_dataclass(value):
-            _write_table(value, f"{name}.{key}".lstrip("."), lines)
+            omitted = getattr(omit, key, None)
+            _write_table(value, f"{name}.{key}".lstrip("."), lines, omitted)
 
 
 def _toml_value(value: Any) -> str:

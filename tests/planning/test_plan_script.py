@@ -1,0 +1,53 @@
+"""scripts/plan.py: its TOML passes train.py's check, its pictures exist, mistakes exit with 2."""
+
+from __future__ import annotations
+
+import json
+import runpy
+
+import pytest
+
+import train
+from tests.conftest import ROOT
+
+plan = runpy.run_path(str(ROOT / "scripts" / "plan.py"))["main"]
+
+
+def test_the_planned_toml_passes_the_check_of_train_py(run_toml, tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    out = tmp_path / "plan"
+    given = ["--job", str(run_toml), "--gpus", "8xH100", "--tokens", "1e6", "--out", str(out)]
+    assert plan([*given, "--fix", "pipeline=2", "--fix", "tensor=2", "--quick"]) == 0
+    text = capsys.readouterr().out
+    assert "PP 2 x" in text and "GPU-hours" in text
+    names = {"run.toml", "plan.json", "memory.png", "time.png", "memory_time.png"}
+    assert {path.name for path in out.iterdir()} == names | {"layout.png", "layout.svg"}
+    best = json.loads((out / "plan.json").read_text())[0]
+    assert best["degrees"]["pipeline"] == best["degrees"]["tensor"] == 2
+    argv = ["--job.config_file", str(out / "run.toml"), "--job.check", "true"]
+    assert train.main([*argv, "--job.check_ranks", "8"]) == 0
+    assert train.main([*argv, "--job.check_ranks", "6"]) == 2  # it is checked for its GPUs
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--gpus", "8xH100", "--model", "llama3/8B"], "--seq-len: is missing"),
+        (["--table"], "--table: needs the measured runs"),
+        (["--rows", "no.csv"], '"no.csv" cannot be read'),
+        (["--rows", "x.csv", "--quick", "--gpus", "8xH100"], "2 problems"),
+        (["--calibrate", "run"], "--gpus: is missing"),
+    ],
+)
+def test_a_mistake_exits_with_2(arguments, message, capsys):
+    assert plan(arguments) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_rows_are_predicted(tmp_path, capsys):
+    rows = ROOT / "benchmarks" / "published_runs.csv"
+    head = tmp_path / "rows.csv"
+    head.write_text("".join(rows.read_text("utf-8").splitlines(keepends=True)[:6]), "utf-8")
+    assert plan(["--rows", str(head), "--out", str(tmp_path / "predictions.csv")]) == 0
+    written = (tmp_path / "predictions.csv").read_text("utf-8").splitlines()
+    assert written[0] == "id,step_s,rest_gib,peak_gib,fits,note" and len(written) == 6

@@ -1,0 +1,120 @@
+"""Why a layout is slower than another, and what would change the answer of a search."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from titanlite.errors import UserError
+from titanlite.planning.hardware import Cluster
+from titanlite.planning.layout_space import MATMUL_CHOICES
+from titanlite.planning.plan_request import PlanRequest
+from titanlite.planning.search import FrameKey, LayoutSearch, PlannedStep
+
+MIN_SHARE = 0.1  # parts that make less than this fraction of a difference are not named
+
+
+def explain_loss(step: PlannedStep, best: PlannedStep) -> list[tuple[str, float]]:
+    """(part of the time, its difference in seconds) of `step` against `best`.
+
+    The parts in which it is slower come first, the largest difference first.
+    """
+    parts, best_parts = step.time.parts, best.time.parts
+    differences = {
+        name: parts.get(name, 0.0) - best_parts.get(name, 0.0) for name in parts | best_parts
+    }
+    largest = max(map(abs, differences.values()), default=0.0)
+    named = [(n, d) for n, d in differences.items() if abs(d) >= max(MIN_SHARE * largest, 1e-9)]
+    return sorted(named, key=lambda pair: -pair[1])
+
+
+@dataclass(frozen=True)
+class ChangedAnswer:
+    """The fastest layout under one changed assumption."""
+
+    assumption: str
+    best: PlannedStep | None
+    same_layout: bool = False  # as without the change
+    speed: float = 0.0  # tokens/s, relative to those without the change
+    reason: str = ""  # why there is no layout
+
+
+def changed_answers(
+    request: PlanRequest, best: PlannedStep, bounds: Mapping[FrameKey, float]
+) -> Iterator[ChangedAnswer]:
+    """The answer under other batches, memories, networks and precisions.
+
+    `bounds` are those of the search without the change; they say which frames can be skipped.
+    """
+    before = request.tokens_per_step / best.time.total
+    for change in _changes_of(request):
+        changed = change.request
+        known = {
+            (degrees, micro_batch, precision): change.shortest * bound
+            for (degrees, micro_batch, _), bound in bounds.items()
+            for precision in changed.space.precisions
+        }
+        search = LayoutSearch(changed.space, changed.target, 1, known)
+        try:
+            found = search.run().best[0]
+        except UserError as problem:
+            yield ChangedAnswer(change.assumption, None, reason=problem.message)
+            continue
+        same = _without_counts(found) == _without_counts(best)
+        speed = changed.tokens_per_step / found.time.total / before
+        yield ChangedAnswer(change.assumption, found, same, speed)
+
+
+def _without_counts(step: PlannedStep):
+    """The choice, without the number of micro-batches, which follows from the global batch."""
+    frame = dataclasses.replace(step.choice.frame, n_microbatches=0)
+    return dataclasses.replace(step.choice, frame=frame)
+
+
+class _ChangedRequest(NamedTuple):
+    """A request that differs in one assumption."""
+
+    assumption: str
+    request: PlanRequest
+    shortest: float  # a step takes at least this fraction of the time without the change
+
+
+def _changes_of(request: PlanRequest) -> Iterator[_ChangedRequest]:
+    space, cluster = request.space, request.cluster
+    batch = space.global_batch
+
+    def with_batch(sequences: int) -> PlanRequest:
+        other = dataclasses.replace(space, global_batch=sequences)
+        return dataclasses.replace(request, space=other)
+
+    def with_cluster(other: Cluster) -> PlanRequest:
+        return dataclasses.replace(request, cluster=other)
+
+    yield _ChangedRequest(f"global batch {2 * batch}", with_batch(2 * batch), 1.0)
+    if batch % 2 == 0:
+        yield _ChangedRequest(f"global batch {batch // 2}", with_batch(batch // 2), 0.5)
+    yield _ChangedRequest(
+        "twice the memory of a GPU", with_cluster(_with_memory(cluster, 2.0)), 1.0
+    )
+    yield _ChangedRequest("half the memory of a GPU", with_cluster(_with_memory(cluster, 0.5)), 1.0)
+    if cluster.gpus > cluster.machine.link_domain:
+        yield _ChangedRequest("twice the network", with_cluster(_with_network(cluster, 2.0)), 0.5)
+        yield _ChangedRequest("half the network", with_cluster(_with_network(cluster, 0.5)), 1.0)
+    peaks = cluster.gpu.peak_tflops
+    if tuple(space.precisions) == MATMUL_CHOICES[:1] and "float8" in peaks:
+        other = dataclasses.replace(space, precisions=MATMUL_CHOICES[1:])
+        float8 = dataclasses.replace(request, space=other)
+        yield _ChangedRequest("Float8 matmuls", float8, 0.8 * peaks["bfloat16"] / peaks["float8"])
+
+
+def _with_memory(cluster: Cluster, factor: float) -> Cluster:
+    gpu = dataclasses.replace(cluster.gpu, memory_gib=cluster.gpu.memory_gib * factor)
+    return dataclasses.replace(cluster, gpu=gpu)
+
+
+def _with_network(cluster: Cluster, factor: float) -> Cluster:
+    speed = cluster.machine.network_gbit_per_s * factor
+    machine = dataclasses.replace(cluster.machine, network_gbit_per_s=speed)
+    return dataclasses.replace(cluster, machine=machine)

@@ -1,0 +1,181 @@
+"""The answer of a search as text: the best layouts, why others lose, what would change it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+
+from titanlite.log import pluralize
+from titanlite.planning.cost import RunCost, estimate_cost
+from titanlite.planning.layout_space import LayoutChoice
+from titanlite.planning.memory import MemoryEstimate
+from titanlite.planning.plan_changes import ChangedAnswer, explain_loss
+from titanlite.planning.plan_request import PlanRequest
+from titanlite.planning.search import PlannedStep, SearchResult
+from titanlite.runtime.out_of_memory import GIB
+
+MEMORY_PARTS = (
+    "parameters",
+    "gradients",
+    "optimizer_state",
+    "gathered",
+    "unsharded_gradients",
+    "activations",
+    "logits",
+    "received",
+    "step_temporaries",
+)
+MATMULS = {
+    "bf16": "",
+    "float8": "Float8 matmuls",
+    "float8 gather": "Float8 matmuls and FSDP all-gather",
+}
+
+
+def plan_cost(request: PlanRequest, step: PlannedStep) -> RunCost:
+    """The cost of the whole training with a planned layout."""
+    return estimate_cost(step.workload, request.cluster, step.time, request.tokens)
+
+
+def describe_choice(choice: LayoutChoice) -> str:
+    """The schedule and the options of a layout, such as "1F1B; recompute full"."""
+    options, pipelined = choice.options, choice.frame.degrees.pipeline > 1
+    stages = f", {choice.stages_per_rank} stages a rank" if choice.stages_per_rank > 1 else ""
+    parts = [
+        f"{choice.schedule}{stages}" if pipelined else "",
+        f"recompute {options.recompute}",
+        "reshard after forward" if options.reshard else "",
+        "activations offloaded" if options.offload_activations else "",
+        "optimizer state offloaded" if options.offload_optimizer else "",
+        MATMULS[choice.frame.precision],
+    ]
+    return "; ".join(filter(None, parts))
+
+
+def report_lines(
+    request: PlanRequest, result: SearchResult, changes: Sequence[ChangedAnswer]
+) -> Iterator[str]:
+    """The whole report, for a terminal of 100 columns."""
+    yield from _header(request, result)
+    yield ""
+    yield from _table(request, result.best)
+    yield ""
+    yield from _parts_of_best(request, result.best[0])
+    yield ""
+    yield from _cost_of_best(request, result.best[0])
+    if changes:
+        yield ""
+        yield from _changes(changes)
+
+
+def _header(request: PlanRequest, result: SearchResult) -> Iterator[str]:
+    base, space, cluster = request.base, request.space, request.cluster
+    counts = result.counts
+    yield (
+        f"{base.model.name} {base.model.flavor}, {space.spec.count_parameters(space.sizes):,}"
+        f" parameters, on {cluster.gpus} x {cluster.gpu.name} ({cluster.machine.name})"
+    )
+    yield (
+        f"step: {space.global_batch} sequences x {space.seq_len} tokens ="
+        f" {request.tokens_per_step:,} tokens; usable memory {request.usable_bytes / GIB:.1f} of"
+        f" {cluster.gpu.memory_gib:.1f} GiB"
+    )
+    yield (
+        f"searched: {pluralize(counts.frames, 'combination')} of degrees and micro-batch,"
+        f" {counts.memory_estimates:,} memory and {counts.time_estimates:,} time estimates"
+    )
+
+
+def _table(request: PlanRequest, steps: Sequence[PlannedStep]) -> Iterator[str]:
+    costs = [plan_cost(request, step) for step in steps]
+    width = max(len("layout"), *(len(str(step.choice.frame.degrees)) for step in steps))
+    heading = " memory    step  tokens/s   MFU  bubble     days     cost"
+    units = f"    GiB       s     a GPU     %       %  {request.tokens:.2g} tokens"
+    yield f" #  {'layout':<{width}}  {'batch':<8}{heading}"
+    yield f"    {'':<{width}}  {'':<8}{units}"
+    for number, (step, cost) in enumerate(zip(steps, costs, strict=True), 1):
+        frame, seconds = step.choice.frame, step.time.total
+        batch = f"{frame.micro_batch} x {frame.n_microbatches}"
+        rate = request.tokens_per_step / seconds / request.cluster.gpus
+        yield (
+            f"{number:>2}  {frame.degrees!s:<{width}}  {batch:<8} {step.memory.total / GIB:6.1f}"
+            f" {seconds:7.2f} {rate:9,.0f} {100 * cost.mfu:5.1f}"
+            f" {100 * step.time.bubble / seconds:7.1f} {cost.days:8,.1f}"
+            f" {_format_dollars(cost.dollars):>8}"
+        )
+        yield f"    {describe_choice(step.choice)}"
+        if number > 1:
+            yield f"    {_why_it_loses(step, steps[0])}"
+
+
+def memory_parts(estimate: MemoryEstimate) -> dict[str, float]:
+    """Bytes of the worst rank at its peak by what they hold, without those that are 0."""
+    worst = dataclasses.asdict(estimate.worst)
+    parts = {name: worst[name] for name in MEMORY_PARTS}
+    parts["allocator"] = estimate.total - sum(parts.values())
+    return {name: size for name, size in parts.items() if size > 1.0}
+
+
+def _format_dollars(dollars: float | None) -> str:
+    if dollars is None:
+        return "no price"
+    for unit, name in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if dollars >= unit:
+            return f"${dollars / unit:.3g}{name}"
+    return f"${dollars:.2f}"
+
+
+def _why_it_loses(step: PlannedStep, best: PlannedStep) -> str:
+    slower = step.time.total / best.time.total - 1
+    parts = ", ".join(f"{name} {seconds:+.2g} s" for name, seconds in explain_loss(step, best))
+    return f"{slower:.1%} slower: {parts}" if parts else "as fast"
+
+
+def _parts_of_best(request: PlanRequest, step: PlannedStep) -> Iterator[str]:
+    time, memory = step.time, step.memory
+    yield "time of layout 1, s"
+    yield from _text_bars({name: part for name, part in time.parts.items() if part > 0})
+    yield ""
+    yield f"memory of layout 1, GiB, {memory.reason}"
+    yield from _text_bars({name: part / GIB for name, part in memory_parts(memory).items()})
+
+
+def _cost_of_best(request: PlanRequest, step: PlannedStep) -> Iterator[str]:
+    cost = plan_cost(request, step)
+    failures, price = cost.failures, request.cluster.dollars_per_hour
+    yield f"cost of {request.tokens:.3g} tokens with layout 1: {cost.steps:,} steps"
+    money = "no price is known" if price is None else f"{price:.2f} dollars each"
+    yield f"  GPU-hours   {cost.gpu_hours:,.0f}, {money}: {_format_dollars(cost.dollars)}"
+    if cost.kwh is not None and cost.co2_tonnes is not None:
+        yield f"  energy      {cost.kwh:,.0f} kWh, {cost.co2_tonnes:,.0f} t of CO2"
+    yield (
+        f"  failures    one in {failures.hours_between_failures:,.1f} h; with a checkpoint every"
+        f" {failures.daly_s / 60:,.0f} min they cost {failures.lost_fraction:.1%} of the time,"
+        " which the days include"
+    )
+    yield f"  checkpoint  {cost.checkpoint_gib:,.0f} GiB each"
+
+
+def _text_bars(parts: dict[str, float]) -> Iterator[str]:
+    width = max(len(name) for name in parts)
+    total = sum(parts.values())
+    for name, part in sorted(parts.items(), key=lambda pair: -pair[1]):
+        bar = "#" * round(40 * part / total)
+        yield f"  {name:<{width}} {part:9.3f} {part / total:6.1%} {bar}".rstrip()
+
+
+def _changes(changes: Sequence[ChangedAnswer]) -> Iterator[str]:
+    yield "what would change the answer"
+    width = max(len(change.assumption) for change in changes)
+    for change in changes:
+        label = f"  {change.assumption:<{width}} "
+        if change.best is None:
+            yield f"{label} {change.reason}"
+            continue
+        speed = f"tokens/s x {change.speed:.2f}"
+        if change.same_layout:
+            yield f"{label} {speed}, the same layout"
+        else:
+            choice = change.best.choice
+            yield f"{label} {speed}, {choice.frame.degrees}, micro-batch {choice.frame.micro_batch}"
+            yield f"  {'':<{width}}  {describe_choice(choice)}"

@@ -1,0 +1,297 @@
+"""Search the layouts of a model on a cluster: the fastest that fit, found by branch and bound.
+
+Candidates are grouped: degrees and micro-batch (a frame), then the schedule, then the options that
+lower the memory and cost time. A group is skipped if its optimistic time, without these options and
+without the bubble, is no better than what was found. The order of the groups does not change the
+result: `benchmarks/plan_search.py` compares it with all candidates.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from titanlite.distributed.mesh import Degrees
+from titanlite.errors import ConfigError, UserError
+from titanlite.job import Job, JobConfig
+from titanlite.planning.efficiency import Efficiency
+from titanlite.planning.hardware import Cluster
+from titanlite.planning.job_workload import workload_of
+from titanlite.planning.layout_space import Frame, LayoutChoice, LayoutSpace, StepOptions
+from titanlite.planning.memory import MemoryEstimate, estimate_memory
+from titanlite.planning.planned_job import planned_config, planned_job
+from titanlite.planning.step_time import StepTime, estimate_step
+from titanlite.planning.workload import Workload
+from titanlite.runtime.out_of_memory import GIB
+
+# The bound of a frame follows from one of its schedules: the others have other bubbles, which is
+# taken into account, and other stages and transfers, for which the bound is lowered by this much.
+BOUND_MARGIN = 0.93
+PROBES = 20  # frames that are tried before a problem counts as one of all layouts
+
+
+FrameKey = tuple[Degrees, int, str]
+
+
+def frame_key(frame: Frame) -> FrameKey:
+    """Degrees, micro-batch and precision: a frame for any global batch."""
+    return frame.degrees, frame.micro_batch, frame.precision
+
+
+@dataclass(frozen=True)
+class PlannedStep:
+    """A layout that fits, and its estimates."""
+
+    choice: LayoutChoice
+    job: Job
+    workload: Workload
+    memory: MemoryEstimate
+    time: StepTime
+
+
+@dataclass
+class SearchCounts:
+    """How many groups and candidates the search visited."""
+
+    frames: int = 0
+    memory_estimates: int = 0
+    time_estimates: int = 0
+    refused: list[UserError] = field(default_factory=list)  # candidates that train.py refuses
+
+    def add(self, frames: int = 0, memory: int = 0, time: int = 0) -> None:
+        """Count visits."""
+        self.frames += frames
+        self.memory_estimates += memory
+        self.time_estimates += time
+
+
+@dataclass(frozen=True)
+class SearchResult:
+    """The fastest layouts, one for each frame, the best first."""
+
+    best: list[PlannedStep]
+    counts: SearchCounts
+
+
+@dataclass(frozen=True)
+class SearchTarget:
+    """What all candidates of a search have in common."""
+
+    base: JobConfig  # the settings that the search does not choose
+    cluster: Cluster
+    usable_bytes: float  # of a GPU's memory
+    efficiency: Efficiency | None = None  # None: that of the GPU type
+
+
+class LayoutSearch:
+    """One search in a space of layouts."""
+
+    def __init__(
+        self,
+        space: LayoutSpace,
+        target: SearchTarget,
+        keep: int = 10,
+        known_bounds: Mapping[FrameKey, float] | None = None,
+    ):
+        """`known_bounds`: seconds that the candidates of a frame are known to take at least."""
+        self.space, self.target, self.keep = space, target, keep
+        self.bounds = dict(known_bounds or {})
+        self.counts = SearchCounts()
+        self._best: list[PlannedStep] = []
+        self._ratios: dict[tuple[int, int], dict[tuple[str, int], float]] = {}
+        self._smallest: tuple[float, LayoutChoice] | None = None
+
+    def run(self) -> SearchResult:
+        """The `keep` fastest layouts; raises ConfigError if none is legal, or none fits."""
+        if not self._frames:
+            raise self._nothing_is_legal()
+        self.counts.add(frames=len(self._frames))
+        frames = [frame for frame in self._frames if self._may_fit(frame)]
+        bounds = [(self._bound(frame), number) for number, frame in enumerate(frames)]
+        for bound, number in sorted(bounds):
+            if bound >= self._slowest_kept:
+                break
+            self._visit(frames[number])
+        if not self._best:
+            raise self._nothing_fits()
+        return SearchResult(self._best, self.counts)
+
+    def points(self, step: PlannedStep) -> list[tuple[float, float]]:
+        """(bytes, seconds) of all options of a layout, those that do not fit included."""
+        options = self.space.options(step.choice.frame, step.choice.schedule)
+        choices = [dataclasses.replace(step.choice, options=each) for each in options]
+        return [(self.needed_bytes(each), self.estimate_time(each).total) for each in choices]
+
+    def _nothing_is_legal(self) -> ConfigError:
+        space = self.space
+        fixed = "".join(f", {name} = {value}" for name, value in space.fixed.items())
+        return ConfigError(
+            f"No layout of {space.gpus} GPUs{fixed} can train this model on {space.global_batch}"
+            f" sequences of {space.seq_len} tokens: the data-parallel ranks must divide the"
+            " sequences, the tensor-parallel ranks the heads, the pipeline ranks must not be more"
+            " than the blocks.",
+            fix="Use a global batch with more common factors with the number of GPUs, or fix less.",
+        )
+
+    def _nothing_fits(self) -> UserError:
+        """Why no layout was found."""
+        if self.counts.refused:
+            return self.counts.refused[0]
+        needed, choice = self._smallest or (0.0, None)
+        return ConfigError(
+            f"Nothing fits: a GPU has {self.target.usable_bytes / GIB:.1f} GiB to use, and the"
+            f" smallest layout found, {choice.frame.degrees if choice else ''}, needs"
+            f" {needed / GIB:.1f} GiB.",
+            fix="Use more GPUs, GPUs with more memory, shorter sequences, or fewer bytes per"
+            " parameter (optimizer.state_dtype, training.dtype).",
+        )
+
+    @cached_property
+    def _frames(self) -> list[Frame]:
+        return list(self.space.frames())
+
+    @cached_property
+    def _workload(self) -> Workload:
+        """The step of any legal layout: all others differ in what a LayoutChoice says."""
+        problems = []
+        for frame in self._frames[:: max(1, len(self._frames) // PROBES)]:
+            choice = self._first_choice(frame)
+            try:
+                return workload_of(planned_job(planned_config(self.target.base, choice), choice))
+            except UserError as problem:
+                problems.append(problem)
+        raise problems[0]
+
+    def _first_choice(self, frame: Frame) -> LayoutChoice:
+        schedule, stages = next(self.space.schedules(frame))
+        return LayoutChoice(frame, schedule, stages, self.space.options(frame, schedule)[0])
+
+    @property
+    def _slowest_kept(self) -> float:
+        """Step time that a layout must be below to be among those kept."""
+        return self._best[-1].time.total if len(self._best) == self.keep else float("inf")
+
+    def estimate_time(self, choice: LayoutChoice) -> StepTime:
+        """The time of a step."""
+        self.counts.add(time=1)
+        workload = self.space.workload(choice, self._workload)
+        return estimate_step(workload, self.target.cluster, self.target.efficiency)
+
+    def needed_bytes(self, choice: LayoutChoice) -> float:
+        """Memory of the worst rank at its peak."""
+        self.counts.add(memory=1)
+        needed = estimate_memory(self.space.workload(choice, self._workload)).total
+        if self._smallest is None or needed < self._smallest[0]:
+            self._smallest = needed, choice
+        return needed
+
+    def _may_fit(self, frame: Frame) -> bool:
+        """Whether the parameters and gradients of an average rank fit."""
+        degrees, numerics = frame.degrees, self._workload.numerics
+        each = numerics.parameter_bytes + numerics.gradient_bytes
+        sharded_over = degrees.ranks // degrees.replicate
+        return each * self._parameters / sharded_over <= self.target.usable_bytes
+
+    @cached_property
+    def _parameters(self) -> int:
+        return self.space.spec.count_parameters(self.space.sizes)
+
+    def _bound(self, frame: Frame) -> float:
+        """Seconds that no candidate of the frame is faster than."""
+        key = frame_key(frame)
+        if key not in self.bounds:
+            self.bounds[key] = self._nodes(frame)[0][0]
+        return self.bounds[key]
+
+    def _nodes(self, frame: Frame) -> list[tuple[float, int, str, int]]:
+        """(bound, number, schedule, stages per rank) of the frame's schedules, the best first."""
+        first = self.estimate_time(self._first_choice(frame))
+        busy = first.total - first.bubble
+        idle = self._idle_ratios(frame)
+        nodes = [
+            ((busy + first.bubble * ratio) * BOUND_MARGIN, number, *schedule)
+            for number, (schedule, ratio) in enumerate(idle.items())
+        ]
+        return sorted(nodes)
+
+    def _idle_ratios(self, frame: Frame) -> dict[tuple[str, int], float]:
+        """The bubble of each schedule, relative to that of the first one."""
+        key = frame.degrees.pipeline, frame.n_microbatches
+        if key not in self._ratios:
+            idle = {
+                (schedule, stages): self.estimate_time(
+                    LayoutChoice(frame, schedule, stages, self.space.options(frame, schedule)[0])
+                ).bubble
+                for schedule, stages in self.space.schedules(frame)
+            }
+            first = next(iter(idle.values())) or 1.0
+            self._ratios[key] = {schedule: seconds / first for schedule, seconds in idle.items()}
+        return self._ratios[key]
+
+    def _visit(self, frame: Frame) -> None:
+        """Keep the fastest candidate of the frame that fits, if it is fast enough."""
+        found = None
+        for bound, _, schedule, stages in self._nodes(frame):
+            limit = min(self._slowest_kept, found.time.total if found else math.inf)
+            if bound >= limit:
+                break
+            found = self._fastest_of_schedule(frame, schedule, stages, limit) or found
+        if found is not None:
+            kept = sorted([*self._best, found], key=lambda step: step.time.total)
+            self._best = kept[: self.keep]
+
+    def _fastest_of_schedule(
+        self, frame: Frame, schedule: str, stages: int, limit: float
+    ) -> PlannedStep | None:
+        """The fastest candidate of a schedule that fits, if it takes less than `limit` seconds."""
+        options = self.space.options(frame, schedule)
+        group = LayoutChoice(frame, schedule, stages, options[-1])
+        if self.estimate_time(dataclasses.replace(group, options=options[0])).total >= limit:
+            return None
+        if self.needed_bytes(group) > self.target.usable_bytes:
+            return None
+        return self._fastest_that_fits(group, options, limit)
+
+    def _fastest_that_fits(
+        self, group: LayoutChoice, all_options: list[StepOptions], limit: float
+    ) -> PlannedStep | None:
+        """The fastest of a group's options that fit, if it takes less than `limit` seconds."""
+        best, fitting = None, list[StepOptions]()
+        by_recompute: dict[str, list[StepOptions]] = defaultdict(list)
+        for options in all_options:
+            by_recompute[options.recompute].append(options)
+        for same in by_recompute.values():
+            first, last = (dataclasses.replace(group, options=same[end]) for end in (0, -1))
+            if self.estimate_time(first).total >= limit:
+                continue  # the others take longer
+            if self.needed_bytes(last) > self.target.usable_bytes:
+                continue  # the others need more
+            for options in same:
+                choice = dataclasses.replace(group, options=options)
+                if any(options.costs_no_less_than(other) for other in fitting):
+                    continue
+                if self.needed_bytes(choice) > self.target.usable_bytes:
+                    continue
+                time = self.estimate_time(choice).total
+                if time < limit:
+                    step = self.checked(choice)
+                    if step is None:
+                        continue
+                    best, limit = step, time
+                fitting.append(options)
+        return best
+
+    def checked(self, choice: LayoutChoice) -> PlannedStep | None:
+        """The candidate with its job; None if train.py refuses it."""
+        try:
+            job = planned_job(planned_config(self.target.base, choice), choice)
+        except UserError as problem:
+            self.counts.refused.append(problem)
+            return None
+        workload = self.space.workload(choice, self._workload)
+        time = estimate_step(workload, self.target.cluster, self.target.efficiency)
+        return PlannedStep(choice, job, workload, estimate_memory(workload), time)
