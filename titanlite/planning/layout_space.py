@@ -52,12 +52,12 @@ class StepOptions:
     def costs_no_less_than(self, other: StepOptions) -> bool:
         """Whether these options include everything that takes time in `other`."""
         flags = ("offload_activations", "offload_optimizer", "reshard")
-        return _recomputes_no_less(self.recompute, other.recompute) and all(
+        return recomputes_no_less(self.recompute, other.recompute) and all(
             getattr(self, flag) >= getattr(other, flag) for flag in flags
         )
 
 
-def _recomputes_no_less(one: str, other: str) -> bool:
+def recomputes_no_less(one: str, other: str) -> bool:
     """Whether `one` recomputes everything that `other` does."""
     if one == other or other == "none" or one == "full":
         return True

@@ -21,7 +21,13 @@ from titanlite.job import Job, JobConfig
 from titanlite.planning.efficiency import Efficiency
 from titanlite.planning.hardware import Cluster
 from titanlite.planning.job_workload import workload_of
-from titanlite.planning.layout_space import Frame, LayoutChoice, LayoutSpace, StepOptions
+from titanlite.planning.layout_space import (
+    Frame,
+    LayoutChoice,
+    LayoutSpace,
+    StepOptions,
+    recomputes_no_less,
+)
 from titanlite.planning.memory import MemoryEstimate, estimate_memory
 from titanlite.planning.planned_job import planned_config, planned_job
 from titanlite.planning.step_time import StepTime, estimate_step
@@ -97,8 +103,9 @@ class LayoutSearch:
         keep: int = 10,
         known_bounds: Mapping[FrameKey, float] | None = None,
     ):
-        """`known_bounds`: seconds that the candidates of a frame are known to take at least."""
+        """`known_bounds`: only these frames, with seconds that a candidate takes at least."""
         self.space, self.target, self.keep = space, target, keep
+        self._only = None if known_bounds is None else set(known_bounds)
         self.bounds = dict(known_bounds or {})
         self.counts = SearchCounts()
         self._best: list[PlannedStep] = []
@@ -152,7 +159,8 @@ class LayoutSearch:
 
     @cached_property
     def _frames(self) -> list[Frame]:
-        return list(self.space.frames())
+        frames = self.space.frames()
+        return [frame for frame in frames if self._only is None or frame_key(frame) in self._only]
 
     @cached_property
     def _workload(self) -> Workload:
@@ -250,8 +258,6 @@ class LayoutSearch:
         """The fastest candidate of a schedule that fits, if it takes less than `limit` seconds."""
         options = self.space.options(frame, schedule)
         group = LayoutChoice(frame, schedule, stages, options[-1])
-        if self.estimate_time(dataclasses.replace(group, options=options[0])).total >= limit:
-            return None
         if self.needed_bytes(group) > self.target.usable_bytes:
             return None
         return self._fastest_that_fits(group, options, limit)
@@ -264,10 +270,14 @@ class LayoutSearch:
         by_recompute: dict[str, list[StepOptions]] = defaultdict(list)
         for options in all_options:
             by_recompute[options.recompute].append(options)
-        for same in by_recompute.values():
+        slow: list[str] = []  # recomputations that take too long by themselves
+        for name, same in by_recompute.items():
+            if any(recomputes_no_less(name, other) for other in slow):
+                continue
             first, last = (dataclasses.replace(group, options=same[end]) for end in (0, -1))
             if self.estimate_time(first).total >= limit:
-                continue  # the others take longer
+                slow.append(name)  # and with other options longer still
+                continue
             if self.needed_bytes(last) > self.target.usable_bytes:
                 continue  # the others need more
             for options in same:

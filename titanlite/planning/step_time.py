@@ -11,6 +11,7 @@ import dataclasses
 from dataclasses import dataclass
 from functools import lru_cache
 
+from titanlite.planning.activation_memory import BlockActivations
 from titanlite.planning.block_time import (
     BlockCase,
     Passes,
@@ -272,11 +273,8 @@ def _offload_seconds(workload: Workload, cluster: Cluster, busiest: Passes) -> f
     to_host = cluster.machine.host_gb_per_s * 1e9
     seconds = 0.0
     if workload.offload_activations:
-        tokens = layout.micro_batch * workload.seq_len / layout.context
-        blocks = model.n_layers / layout.pipeline
-        stored = tokens * model.dim * numerics.activation_bytes * blocks
-        if layout.sequence_parallel:
-            stored /= layout.tensor
+        activations, blocks = BlockActivations(workload), model.n_layers // layout.pipeline
+        stored = sum(activations.saved(block) for block in range(max(1, blocks)))
         each_way = stored / to_host
         exposed = max(0.0, each_way - busiest.forward.compute)
         exposed += max(0.0, each_way - busiest.backward.compute)
