@@ -68,6 +68,7 @@ class Machine:
     link_gb_per_s: float
     network_gbit_per_s: float
     host_gb_per_s: float = 64.0  # of one GPU, to the memory of the host: PCIe 5.0 x16
+    host_gib: float = 128.0  # memory of the host, divided by its GPUs
     watts: float | None = None  # of the server, divided by its GPUs
     dollars_per_hour: float | None = None  # of one GPU
     price_source: str = ""

@@ -29,6 +29,7 @@ from titanlite.planning.layout_space import (
     recomputes_no_less,
 )
 from titanlite.planning.memory import MemoryEstimate, estimate_memory
+from titanlite.planning.offloaded_memory import offloaded_bytes
 from titanlite.planning.planned_job import planned_config, planned_job
 from titanlite.planning.step_time import StepTime, estimate_step
 from titanlite.planning.workload import Workload
@@ -37,6 +38,7 @@ from titanlite.runtime.out_of_memory import GIB
 # The bound of a frame follows from one of its schedules: the others have other bubbles, which is
 # taken into account, and other stages and transfers, for which the bound is lowered by this much.
 BOUND_MARGIN = 0.93
+HOST_SHARE = 0.8  # of the host memory; the rest: processes, checkpoints, data
 PROBES = 20  # frames that are tried before a problem counts as one of all layouts
 
 
@@ -197,6 +199,11 @@ class LayoutSearch:
             self._smallest = needed, choice
         return needed
 
+    def _fits_the_host(self, choice: LayoutChoice) -> bool:
+        """Whether what is offloaded fits into the host memory of each GPU."""
+        available = HOST_SHARE * self.target.cluster.machine.host_gib * GIB
+        return offloaded_bytes(self.space.workload(choice, self._workload)) <= available
+
     def _may_fit(self, frame: Frame) -> bool:
         """Whether the parameters and gradients of an average rank fit."""
         degrees, numerics = frame.degrees, self._workload.numerics
@@ -285,6 +292,8 @@ class LayoutSearch:
                 if any(options.costs_no_less_than(other) for other in fitting):
                     continue
                 if self.needed_bytes(choice) > self.target.usable_bytes:
+                    continue
+                if not self._fits_the_host(choice):
                     continue
                 time = self.estimate_time(choice).total
                 if time < limit:
