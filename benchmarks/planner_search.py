@@ -78,7 +78,8 @@ def fastest_of_all(search: LayoutSearch) -> PlannedStep:
     """The fastest candidate that fits and that train.py accepts, without skipping any."""
     fitting = []
     for number, choice in enumerate(all_candidates(search.space)):
-        if search.needed_bytes(choice) <= search.target.usable_bytes:
+        fits_the_gpu = search.needed_bytes(choice) <= search.target.usable_bytes
+        if fits_the_gpu and search.fits_the_host(choice):
             fitting.append((search.estimate_time(choice).total, number, choice))
     for _, _, choice in sorted(fitting):
         step = search.checked(choice)

@@ -9,8 +9,10 @@ import pytest
 from benchmarks.planner_search import all_candidates, fastest_of_all
 from tests.conftest import ROOT
 from titanlite.errors import ConfigError
+from titanlite.planning.activation_memory import BlockActivations
 from titanlite.planning.hardware import parse_gpus
 from titanlite.planning.job_workload import workload_of
+from titanlite.planning.offloaded_memory import offloaded_bytes
 from titanlite.planning.plan_changes import changed_answers, explain_loss
 from titanlite.planning.plan_request import PlanArguments, PlanRequest, read_plan_request
 from titanlite.planning.search import LayoutSearch
@@ -46,6 +48,22 @@ def test_the_best_is_the_best_of_all_candidates(quantile):
     assert best[0].memory.total <= usable
     assert [step.time.total for step in best] == sorted(step.time.total for step in best)
     assert len({step.choice.frame for step in best}) == len(best)
+
+
+def test_activations_are_offloaded_only_as_far_as_the_host_has_memory_for_them():
+    request = request_of(fix=["offload_activations=yes", "recompute=none", "micro_batch=2"])
+    step = search_of(request).run().best[0]
+    offloaded = offloaded_bytes(step.workload)
+    assert offloaded == pytest.approx(
+        step.workload.model.n_layers * BlockActivations(step.workload).saved(0)
+    )
+    small = dataclasses.replace(request.cluster.machine, host_gib=0.01)
+    with pytest.raises(ConfigError, match="Nothing fits: what is offloaded needs more than 80%"):
+        search_of(
+            dataclasses.replace(
+                request, cluster=dataclasses.replace(request.cluster, machine=small)
+            )
+        ).run()
 
 
 def test_a_planned_step_is_the_step_of_its_job():

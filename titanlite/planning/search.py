@@ -151,6 +151,13 @@ class LayoutSearch:
         if self.counts.refused:
             return self.counts.refused[0]
         needed, choice = self._smallest or (0.0, None)
+        if needed <= self.target.usable_bytes:
+            host = self.target.cluster.machine.host_gib
+            return ConfigError(
+                f"Nothing fits: what is offloaded needs more than {HOST_SHARE:.0%} of the host"
+                f" memory, {host:g} GiB for each GPU.",
+                fix="Do not fix offloading, or give the machine's host_gib with --hardware.",
+            )
         return ConfigError(
             f"Nothing fits: a GPU has {self.target.usable_bytes / GIB:.1f} GiB to use, and the"
             f" smallest layout found, {choice.frame.degrees if choice else ''}, needs"
@@ -199,7 +206,7 @@ class LayoutSearch:
             self._smallest = needed, choice
         return needed
 
-    def _fits_the_host(self, choice: LayoutChoice) -> bool:
+    def fits_the_host(self, choice: LayoutChoice) -> bool:
         """Whether what is offloaded fits into the host memory of each GPU."""
         available = HOST_SHARE * self.target.cluster.machine.host_gib * GIB
         return offloaded_bytes(self.space.workload(choice, self._workload)) <= available
@@ -293,7 +300,7 @@ class LayoutSearch:
                     continue
                 if self.needed_bytes(choice) > self.target.usable_bytes:
                     continue
-                if not self._fits_the_host(choice):
+                if not self.fits_the_host(choice):
                     continue
                 time = self.estimate_time(choice).total
                 if time < limit:
