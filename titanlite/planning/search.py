@@ -151,7 +151,7 @@ class LayoutSearch:
         if self.counts.refused:
             return self.counts.refused[0]
         needed, choice = self._smallest or (0.0, None)
-        if needed <= self.target.usable_bytes:
+        if choice and needed <= self.target.usable_bytes:
             host = self.target.cluster.machine.host_gib
             return ConfigError(
                 f"Nothing fits: what is offloaded needs more than {HOST_SHARE:.0%} of the host"
