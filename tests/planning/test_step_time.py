@@ -92,7 +92,7 @@ def test_small_micro_batches_do_not_hide_the_gathers_of_fsdp():
 def test_gradients_are_reduced_in_every_micro_batch_or_in_the_last():
     short = dataclasses.replace(BASE, seq_len=512)
     once = seconds(short, reduce_every_microbatch=False)
-    assert once.shard < seconds(short).shard
+    assert once.shard < 0.6 * seconds(short).shard
 
 
 def test_replicas_reduce_their_gradients_behind_the_last_backward():

@@ -127,7 +127,7 @@ def block_case(workload: Workload, kernels: KernelTimes, collectives: Collective
 def block_passes(case: BlockCase, dense: bool = True) -> Passes:
     """One block; a dense one, or one with experts."""
     attention, projections = _attention(case), _projections(case)
-    feed_forward = _feed_forward(case) if dense else _experts(case)
+    feed_forward = _dense_feed_forward(case) if dense else _experts(case)
     passes = projections.plus(attention).plus(feed_forward).plus(_elementwise(case))
     passes = passes.plus(_tensor_communication(case))
     return Passes(passes.forward, passes.backward.plus(_recomputed(case, passes, attention)))
@@ -219,7 +219,7 @@ def _attention(case: BlockCase) -> Passes:
     )
 
 
-def _feed_forward(case: BlockCase) -> Passes:
+def _dense_feed_forward(case: BlockCase) -> Passes:
     model, tensor = case.model, case.layout[0]
     return _gated_layer(case, case.tokens, model.hidden_dim / tensor)
 
