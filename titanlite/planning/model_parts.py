@@ -84,17 +84,17 @@ def parts_of_shape(model: ModelShape) -> ModelParts:
         attention += [ParameterShape("bqkv", (rows,), 0), ParameterShape("bo", (dim,))]
     if model.qk_norm:
         attention += [ParameterShape(f"{n}_norm", (width,)) for n in "qk"]
-    dense = (*attention, *_feed_forward(model, model.hidden_dim, 1))
+    dense = (*attention, *_feed_forward_shapes(model, model.hidden_dim, 1))
     block = dense
     if experts := model.experts:
         router = ParameterShape("router", (experts.count, dim))
-        routed = _feed_forward(model, experts.hidden_dim, experts.count)
-        shared = _feed_forward(model, experts.shared_hidden_dim, 1)
+        routed = _feed_forward_shapes(model, experts.hidden_dim, experts.count)
+        shared = _feed_forward_shapes(model, experts.shared_hidden_dim, 1)
         block = (*attention, router, *routed, *(shared if experts.shared_hidden_dim else ()))
     return ModelParts(tuple(tables), block, tuple(norm), output, dense, model.tied_embeddings)
 
 
-def _feed_forward(model: ModelShape, hidden: int, count: int) -> tuple[ParameterShape, ...]:
+def _feed_forward_shapes(model: ModelShape, hidden: int, count: int) -> tuple[ParameterShape, ...]:
     """The matrices of `count` feed-forward layers."""
     dim, expert = model.dim, count > 1
     up = ("w1", "w3") if model.gated else ("w1",)
