@@ -113,6 +113,7 @@ class LayoutSearch:
         self._best: list[PlannedStep] = []
         self._ratios: dict[tuple[int, int], dict[tuple[str, int], float]] = {}
         self._smallest: tuple[float, LayoutChoice] | None = None
+        self._shards: dict[LayoutChoice, tuple[float, float]] = {}  # (too few, enough) to fit
 
     def run(self) -> SearchResult:
         """The `keep` fastest layouts; raises ConfigError if none is legal, or none fits."""
@@ -211,6 +212,22 @@ class LayoutSearch:
         available = HOST_SHARE * self.target.cluster.machine.host_gib * GIB
         return offloaded_bytes(self.space.workload(choice, self._workload)) <= available
 
+    def _fits(self, choice: LayoutChoice) -> bool:
+        """Whether a candidate fits: so do those with more shards and fewer replicas."""
+        frame, shard = choice.frame, choice.frame.degrees.shard
+        others = dataclasses.replace(frame.degrees, replicate=1, shard=1)
+        key = dataclasses.replace(choice, frame=dataclasses.replace(frame, degrees=others))
+        too_few, enough = self._shards.get(key, (0.0, math.inf))
+        if shard <= too_few:
+            return False
+        if shard < enough:
+            if self.needed_bytes(choice) <= self.target.usable_bytes:
+                enough = shard
+            else:
+                too_few = shard
+            self._shards[key] = too_few, enough
+        return shard >= enough
+
     def _may_fit(self, frame: Frame) -> bool:
         """Whether the parameters and gradients of an average rank fit."""
         degrees, numerics = frame.degrees, self._workload.numerics
@@ -272,7 +289,7 @@ class LayoutSearch:
         """The fastest candidate of a schedule that fits, if it takes less than `limit` seconds."""
         options = self.space.options(frame, schedule)
         group = LayoutChoice(frame, schedule, stages, options[-1])
-        if self.needed_bytes(group) > self.target.usable_bytes:
+        if not self._fits(group):
             return None
         return self._fastest_that_fits(group, options, limit)
 
@@ -292,13 +309,13 @@ class LayoutSearch:
             if self.estimate_time(first).total >= limit:
                 slow.append(name)  # and with other options longer still
                 continue
-            if self.needed_bytes(last) > self.target.usable_bytes:
+            if not self._fits(last):
                 continue  # the others need more
             for options in same:
                 choice = dataclasses.replace(group, options=options)
                 if any(options.costs_no_less_than(other) for other in fitting):
                     continue
-                if self.needed_bytes(choice) > self.target.usable_bytes:
+                if not self._fits(choice):
                     continue
                 if not self.fits_the_host(choice):
                     continue
