@@ -42,3 +42,11 @@ def test_the_recomputation_of_a_job():
     assert workload(mode, "full").recompute == "full"
     assert workload(mode, "selective").recompute_every == 2
     assert workload(mode, "selective", *option).recompute == "per_operation"
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
+def test_the_float8_recipe_of_a_job(recipe):
+    converter = ["--model.converters", '["quantize.linear.float8"]']
+    numerics = workload(*converter, "--quantize.linear.float8.recipe_name", recipe).numerics
+    assert numerics.matmuls == "float8"
+    assert numerics.float8_rowwise == (recipe == "rowwise")

@@ -38,6 +38,15 @@ def test_the_errors_that_the_page_states_hold(predictions):
     assert len(predictions) == len(ROWS) == 672
 
 
+def test_the_error_of_the_memory_that_the_page_states_holds(predictions):
+    errors = [abs(p.memory_error) for p in predictions if p.memory_error is not None]
+    assert len(errors) > 100 and statistics.median(errors) < 0.1
+    golden = {p.row["id"]: p.memory for p in predictions if p.row["id"] in ("643", "646")}
+    assert all(abs(found.rest_gib / 11.826 - 1) < 0.06 for found in golden.values())
+    ran = [p.memory.fits for p in predictions if p.memory and p.measured]
+    assert ran.count(False) <= 1 < ran.count(True) and None in ran
+
+
 def test_layouts_are_ranked_as_measured(predictions):
     rankings = rank_layouts(predictions)
     assert all(found.rank_of_best <= 3 for found in rankings)
@@ -114,6 +123,8 @@ def test_predictions_are_written_with_their_notes(predictions, tmp_path):
     assert tuple(written[0]) == COLUMNS
     assert written[0]["step_s"] == ""
     assert float(written[4]["step_s"]) > 0
+    assert float(written[4]["peak_gib"]) > float(written[4]["rest_gib"]) > 0
+    assert written[4]["fits"] == ""  # what it recomputes is not published
     assert "none assumed" in written[4]["note"]
     assert "| **dense bf16** |" in error_table(predictions)
 

@@ -47,8 +47,12 @@ class BlockActivations:
 
     @cached_property
     def _normed(self) -> float:
-        """The input of the matmuls after a norm; tensor ranks gather it."""
-        return self.hidden
+        """The input of the matmuls after a norm; tensor ranks gather it.
+
+        DTensor saves what was gathered. Megatron, which does not shard parameters, saves the shard
+        and gathers it again in backward (https://arxiv.org/abs/2205.05198, section 4.2.2).
+        """
+        return self.hidden if self.workload.layout.sharded == "parameters" else self.residual
 
     @cached_property
     def query(self) -> float:

@@ -402,11 +402,16 @@ class _RankEstimate:
         microbatches = layout.n_microbatches // max(1, layout.runs)
         shards = self.all.sharded * numerics.gradient_bytes if layout.runs > 1 else 0.0
         ends = sum((not stage.embedding) + (not stage.output) for stage in self.stages)
-        received = ends * microbatches * acts.residual
-        # DTensor computes the embedding's gradient for the whole vocabulary
-        whole = self.embedding.gathered * layout.tensor if self.has_embedding else 0
-        own = self.embedding.gathered if self.has_embedding else 0
-        blocks = (self.all.gathered - own) * reduce
+        # torch's pipelining has a buffer for each micro-batch, and DTensor computes the embedding's
+        # gradient for the whole vocabulary; frameworks that do not shard parameters use neither,
+        # and their unsharded gradients are at rest
+        of_torch = layout.sharded == "parameters"
+        received = ends * (microbatches if of_torch else 1) * acts.residual
+        whole = own = blocks = 0.0
+        if of_torch:
+            own = self.embedding.gathered if self.has_embedding else 0
+            whole = own * layout.tensor
+            blocks = (self.all.gathered - own) * reduce
         state = _PipelineState(
             in_flight=self._in_flight(),
             one=self._in_flight() / max(1, sum(self.in_flight.values())),

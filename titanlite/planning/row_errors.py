@@ -204,6 +204,7 @@ def error_table(predictions: Sequence[Prediction]) -> str:
         f"| {found.name} | {found.layouts} | {found.tau:.2f} | {found.rank_of_best} |"
         for found in rank_layouts(predictions)
     ]
+    lines += ["", *_memory_lines(predictions)]
     refused = Counter(
         re.sub(r" of .* is not modelled", " is not modelled", prediction.note.split("; ")[-1])
         for prediction in predictions
@@ -212,3 +213,23 @@ def error_table(predictions: Sequence[Prediction]) -> str:
     lines += ["", "| not predicted, because | rows |", "| --- | ---: |"]
     lines += [f"| {note} | {number} |" for note, number in refused.most_common()]
     return "\n".join(lines)
+
+
+def _memory_lines(predictions: Sequence[Prediction]) -> list[str]:
+    """Errors of the peak memory as Markdown, for all rows and by framework."""
+    errors: dict[str, list[float]] = {"all": []}
+    for prediction in predictions:
+        if (error := prediction.memory_error) is not None:
+            errors["all"].append(error)
+            errors.setdefault(prediction.row["framework"], []).append(error)
+    lines = [
+        "| peak memory of | rows | median error | median, with its sign | lowest | highest |",
+        "| --- | ---: | ---: | ---: | ---: | ---: |",
+    ]
+    lines += [
+        f"| {name} | {len(found)} | {statistics.median(map(abs, found)):.1%}"
+        f" | {statistics.median(found):+.1%} | {min(found):+.0%} | {max(found):+.0%} |"
+        for name, found in errors.items()
+        if found
+    ]
+    return lines

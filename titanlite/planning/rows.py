@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import csv
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from titanlite.errors import ConfigError, DataError
 from titanlite.planning.efficiency import Efficiency
 from titanlite.planning.hardware import Cluster
-from titanlite.planning.published_rows import Row, read_row
+from titanlite.planning.memory import estimate_memory
+from titanlite.planning.published_rows import Row, framework_facts, read_row
 from titanlite.planning.step_time import StepTime, estimate_step
 from titanlite.planning.workload import Workload
+from titanlite.runtime.out_of_memory import GIB
 
 COLUMNS = ("id", "step_s", "rest_gib", "peak_gib", "fits", "note")
 NEEDED = (
@@ -27,8 +29,16 @@ class RowMemory:
     """Memory of the worst rank of a row."""
 
     rest_gib: float
-    peak_gib: float
-    fits: bool
+    peak_gib: float  # as the framework reports it
+    fits: bool | None  # None: not said, because what is recomputed is not published
+
+    @classmethod
+    def estimate(cls, row: Row, workload: Workload, cluster: Cluster) -> RowMemory:
+        """The estimate for a row's workload."""
+        memory = estimate_memory(workload)
+        peak = memory.total * framework_facts(row).reported_memory / GIB
+        fits = peak <= cluster.gpu.memory_gib if row["recompute"].strip() else None
+        return cls(memory.worst.resting / GIB, peak, fits)
 
 
 @dataclass(frozen=True)
@@ -41,6 +51,14 @@ class Prediction:
     workload: Workload | None = None
     cluster: Cluster | None = None
     memory: RowMemory | None = None
+
+    @property
+    def memory_error(self) -> float | None:
+        """Relative error of the predicted peak."""
+        try:
+            return self.memory.peak_gib / float(self.row["mem_GiB"]) - 1 if self.memory else None
+        except (KeyError, ValueError):
+            return None
 
     @property
     def measured(self) -> float | None:
@@ -76,9 +94,7 @@ def read_rows(path: Path) -> list[Row]:
 
 
 def predict_rows(
-    rows: Sequence[Row],
-    memory: Callable[[Workload, Cluster], RowMemory] | None = None,
-    sets: Mapping[str, Efficiency] | None = None,
+    rows: Sequence[Row], sets: Mapping[str, Efficiency] | None = None
 ) -> list[Prediction]:
     """A prediction for each row; `sets` are efficiencies by GPU type instead of the fitted ones."""
     predictions = []
@@ -93,7 +109,7 @@ def predict_rows(
             step = None if untimed else estimate_step(workload, cluster, efficiency)
         except ConfigError as error:  # a GPU without units for the precision
             step, untimed = None, error.message
-        estimated = memory(workload, cluster) if memory else None
+        estimated = RowMemory.estimate(row, workload, cluster)
         note = "; ".join([*notes, *filter(None, [untimed])])
         predictions.append(Prediction(row, step, note, workload, cluster, estimated))
     return predictions
@@ -109,6 +125,6 @@ def write_predictions(predictions: Sequence[Prediction], path: Path) -> None:
             memory = prediction.memory
             cells: tuple[str, ...] = ("", "", "")
             if memory:
-                fits = "yes" if memory.fits else "no"
+                fits = "" if memory.fits is None else "yes" if memory.fits else "no"
                 cells = (f"{memory.rest_gib:.2f}", f"{memory.peak_gib:.2f}", fits)
             writer.writerow([prediction.row["id"], step, *cells, prediction.note])
