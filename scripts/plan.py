@@ -158,7 +158,9 @@ def _parser() -> argparse.ArgumentParser:
         help=f"of the matmuls: {', '.join(PRECISION_OPTIONS)} (default: bf16)",
     )
     plan.add_argument(
-        "--reserve", default="5", help="percent of a GPU's memory to leave free (default: 5)"
+        "--reserve",
+        default="10",
+        help="percent of a GPU's memory that CUDA, NCCL and fragmentation take (default: 10)",
     )
     plan.add_argument(
         "--fix",

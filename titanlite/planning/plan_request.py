@@ -54,7 +54,7 @@ class PlanArguments:
     global_batch: str | None = None
     tokens: str | None = None
     precision: str = "bf16"
-    reserve: str = "5"
+    reserve: str = "10"
     fix: Sequence[str] = ()
     hardware: str | None = None
     efficiency: str | None = None
