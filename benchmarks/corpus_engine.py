@@ -71,7 +71,7 @@ class Cluster:
             self.kill(process)
 
     def wait_for_workers(self, count: int) -> None:
-        """Return when so many workers are ready."""
+        """Return when this number of workers is ready."""
         with Client(scheduler_file=str(self.file)) as client:
             client.wait_for_workers(count)
 

@@ -13,13 +13,13 @@ from titanlite.planning import isoflop
 BIAS_WIDTHS = (1.5, 2.0, 4.0, 8.0, 16.0)  # of the sizes around the optimum, as factors
 BIAS_BUDGETS = np.geomspace(1e18, 1e21, 7)
 BIAS_SIZES = 15
-BEYOND = 1000  # the power law is extrapolated to so many times the largest budget
+BEYOND = 1000  # the power law is extrapolated to this multiple of the largest budget
 
 
 def add_bias_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--law", default="hoffmann", help="as of `optimum`")
     parser.add_argument(
-        "--offset", type=positive, default=1.0, help="sizes around so many times the optimum"
+        "--offset", type=positive, default=1.0, help="sizes around this multiple of the optimum"
     )
     parser.add_argument(
         "--drift", type=float, default=0.0, help="the offset grows as FLOPs^DRIFT (default: 0)"

@@ -6,6 +6,8 @@ import pytest
 
 from titanlite.job import read_job
 from titanlite.planning.job_workload import workload_of
+from titanlite.planning.offloaded_memory import offloaded_bytes
+from titanlite.planning.step_time import model_parameters
 
 
 def workload(*argv: str, ranks: int = 1):
@@ -50,3 +52,12 @@ def test_the_float8_recipe_of_a_job(recipe):
     numerics = workload(*converter, "--quantize.linear.float8.recipe_name", recipe).numerics
     assert numerics.matmuls == "float8"
     assert numerics.float8_rowwise == (recipe == "rowwise")
+
+
+def test_what_is_offloaded_is_counted_once():
+    def bytes_per_parameter(key: str) -> float:
+        offloaded = workload(f"--{key}", "true")
+        return offloaded_bytes(offloaded) / model_parameters(offloaded.model)
+
+    assert bytes_per_parameter("optimizer.offload") == 8  # two moments in float32
+    assert bytes_per_parameter("training.enable_cpu_offload") == 16  # and parameter and gradient

@@ -1,4 +1,4 @@
-"""Estimates of the memory that a job needs, settings that lower it, and a check of muP."""
+"""Memory, time, layouts and cost estimated without a GPU; dry run; scaling laws; check of muP."""
 
 from __future__ import annotations
 

@@ -68,7 +68,6 @@ class MemoryEstimate:
     """The ranks of a pipeline, and the one that needs most memory."""
 
     ranks: tuple[RankMemory, ...]
-    overhead: float = 1.0  # of the allocator: reserved bytes, per byte of the peak
 
     @property
     def worst(self) -> RankMemory:
@@ -76,8 +75,8 @@ class MemoryEstimate:
 
     @property
     def total(self) -> float:
-        """Reserved bytes of the worst rank."""
-        return self.worst.total * self.overhead
+        """Bytes of the tensors of the worst rank at its peak."""
+        return self.worst.total
 
     @property
     def reason(self) -> str:

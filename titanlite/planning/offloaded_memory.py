@@ -14,10 +14,10 @@ def offloaded_bytes(workload: Workload) -> float:
     owned = model_parameters(workload.model) / layout.tensor / layout.pipeline
     owned /= layout.shard * layout.context
     total = 0.0
-    if workload.offload_optimizer:
+    if workload.offload_optimizer or workload.offload_parameters:
         total += owned * numerics.state_bytes
     if workload.offload_parameters:
-        total += owned * (numerics.parameter_bytes + numerics.gradient_bytes + numerics.state_bytes)
+        total += owned * (numerics.parameter_bytes + numerics.gradient_bytes)
     return total + (_activations(workload) if workload.offload_activations else 0.0)
 
 

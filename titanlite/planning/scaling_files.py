@@ -42,7 +42,7 @@ def read_table(
 ) -> LossPoints:
     """The losses of a CSV file with a header line; raises DataError with all its problems.
 
-    `where`: only lines with these values. `drop_highest`: leave out so many of the highest losses.
+    `where`: only lines with these values. `drop_highest`: number of highest losses to leave out.
     """
     lines = _read_lines(path)
     header = list(lines[0][1]) if lines else []

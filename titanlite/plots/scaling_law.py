@@ -14,7 +14,7 @@ from titanlite.plots.loss_curve import BLUE, RED, style_panel
 
 _GREEN = "#3c8d5a"
 _MAX_CURVES = 8  # sizes, and budgets, that are drawn as curves
-_BEYOND = 100.0  # the optimal sizes are drawn up to so many times the largest measured FLOPs
+_BEYOND = 100.0  # the optimal sizes are drawn up to this multiple of the largest measured FLOPs
 _SAMPLES = 100
 
 Array = np.ndarray
