@@ -24,7 +24,7 @@ from titanlite.planning.calibrate import calibrate, calibration_report, read_mea
 from titanlite.planning.hardware import parse_gpus
 from titanlite.planning.plan_changes import ChangedAnswer, changed_answers
 from titanlite.planning.plan_files import write_plan, write_text_files
-from titanlite.planning.plan_report import memory_parts, report_lines
+from titanlite.planning.plan_report import memory_parts, part_title, report_lines
 from titanlite.planning.plan_request import PRECISION_OPTIONS, PlanArguments, read_plan_request
 from titanlite.planning.row_errors import error_table
 from titanlite.planning.rows import predict_rows, read_rows, write_predictions
@@ -93,10 +93,13 @@ def _draw(search: LayoutSearch, steps: list[PlannedStep], folder: Path) -> list[
     labels = [f"{number}  {step.choice.frame.degrees}" for number, step in enumerate(steps, 1)]
     usable = search.target.usable_bytes / GIB
     memory = {
-        label: {part: size / GIB for part, size in memory_parts(step.memory).items()}
+        label: {part_title(part): size / GIB for part, size in memory_parts(step.memory).items()}
         for label, step in zip(labels, steps, strict=True)
     }
-    time = {label: step.time.parts for label, step in zip(labels, steps, strict=True)}
+    time = {
+        label: {part_title(part): seconds for part, seconds in step.time.parts.items()}
+        for label, step in zip(labels, steps, strict=True)
+    }
     points = {
         label: [(size / GIB, seconds) for size, seconds in search.points(step)]
         for label, step in zip(labels, steps, strict=True)

@@ -112,8 +112,23 @@ def memory_parts(estimate: MemoryEstimate) -> dict[str, float]:
     """Bytes of the worst rank at its peak by what they hold, without those that are 0."""
     worst = dataclasses.asdict(estimate.worst)
     parts = {name: worst[name] for name in MEMORY_PARTS}
-    parts["allocator"] = estimate.total - sum(parts.values())
     return {name: size for name, size in parts.items() if size > 1.0}
+
+
+PART_TITLES = {
+    "memory_bound": "memory-bound operations",
+    "tensor": "TP communication",
+    "context": "CP communication",
+    "expert": "EP communication",
+    "shard": "FSDP communication",
+    "replicate": "gradients of replicas",
+    "pipeline": "pipeline transfers",
+}
+
+
+def part_title(name: str) -> str:
+    """What a part of the time or of the memory is called in tables and pictures."""
+    return PART_TITLES.get(name, name.replace("_", " "))
 
 
 def _format_dollars(dollars: float | None) -> str:
@@ -127,17 +142,18 @@ def _format_dollars(dollars: float | None) -> str:
 
 def _why_it_loses(step: PlannedStep, best: PlannedStep) -> str:
     slower = step.time.total / best.time.total - 1
-    parts = ", ".join(f"{name} {seconds:+.2g} s" for name, seconds in explain_loss(step, best))
+    lost = explain_loss(step, best)
+    parts = ", ".join(f"{part_title(name)} {seconds:+.2g} s" for name, seconds in lost)
     return f"{slower:.1%} slower: {parts}" if parts else "as fast"
 
 
 def _parts_of_best(request: PlanRequest, step: PlannedStep) -> Iterator[str]:
     time, memory = step.time, step.memory
     yield "time of layout 1, s"
-    yield from _text_bars({name: part for name, part in time.parts.items() if part > 0})
+    yield from _text_bars({part_title(n): part for n, part in time.parts.items() if part > 0})
     yield ""
     yield f"memory of layout 1, GiB, {memory.reason}"
-    yield from _text_bars({name: part / GIB for name, part in memory_parts(memory).items()})
+    yield from _text_bars({part_title(n): part / GIB for n, part in memory_parts(memory).items()})
 
 
 def _cost_of_best(request: PlanRequest, step: PlannedStep) -> Iterator[str]:
