@@ -53,9 +53,23 @@ class ModelConfig:
     norm_eps: Annotated[float, Range(0)] | None = None  # epsilon of RMSNorm
     rope_theta: Annotated[float, Range(1)] | None = None  # base of the RoPE frequencies
     rope_scaling_factor: Annotated[float, Range(1)] | None = None
-    # RoPE frequency scaling factor (Llama 3.1); 1 disables it
+    # RoPE frequency scaling factor (Llama 3.1; YaRN in deepseek_v3); 1 disables it
     qk_norm: bool | None = None  # RMSNorm on every query and key head
     tied_embeddings: bool | None = None  # the output layer shares its weights with the embedding
+    n_experts: Positive | None = None  # routed experts per block
+    n_active_experts: Positive | None = None  # routed experts that compute a token
+    expert_hidden_dim: Positive | None = None  # width of one expert
+    n_shared_experts: Annotated[int, Range(0)] | None = None  # experts that compute every token
+    n_dense_layers: Annotated[int, Range(0)] | None = None  # first blocks, without experts
+    n_expert_groups: Positive | None = None  # groups of consecutive experts
+    n_active_groups: Positive | None = None  # groups that a token may select experts from
+    route_scale: Annotated[float, Range(0)] | None = None  # factor of the weights of experts
+    q_lora_rank: Annotated[int, Range(0)] | None = None
+    # width from which queries are projected; 0: they are projected from the hidden states
+    kv_lora_rank: Positive | None = None  # width from which keys and values are projected
+    qk_nope_head_dim: Positive | None = None  # query and key elements per head without RoPE
+    qk_rope_head_dim: Positive | None = None  # and with RoPE
+    v_head_dim: Positive | None = None  # value elements per head
 
 
 PARAMETER_ROLES = {

@@ -24,7 +24,9 @@ from titanlite.parallelize.tensor_styles import (
     KeyValueColwise,
     LinearStyles,
     OutputLayerColwise,
+    Replicated,
     ReplicatedNorm,
+    SharedByHeads,
     gather_sequence,
 )
 
@@ -70,6 +72,10 @@ TENSOR_PARALLEL_ROLES: dict[str, TensorParallelRole] = {
         whole_heads=True,
         gathered_input=True,
     ),
+    # linear layer or norm whose input, weight and output every rank has
+    "replicated": TensorParallelRole(lambda o: Replicated(), gathered_input=True),
+    # module whose output is used by the heads of every rank
+    "shared_by_heads": TensorParallelRole(lambda o: SharedByHeads()),
     # norm of each attention head
     "heads": TensorParallelRole(lambda o: ReplicatedNorm()),
     # row-parallel linear layer; its output is reduce-scattered to the residual stream

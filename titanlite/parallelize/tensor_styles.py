@@ -79,6 +79,12 @@ def gather_sequence(input_style: type[PrepareModuleInput]) -> PrepareModuleInput
     )
 
 
+def _replicate_parameters(name: str, module: nn.Module, device_mesh: DeviceMesh) -> None:
+    for leaf, parameter in module.named_parameters(recurse=False):
+        dtensor = distribute_tensor(parameter, device_mesh, [Replicate()], src_data_rank=None)
+        module.register_parameter(leaf, nn.Parameter(dtensor))
+
+
 class KeyValueColwise(ParallelStyle):
     """Column-parallel projection to keys or values.
 
@@ -98,15 +104,10 @@ class KeyValueColwise(ParallelStyle):
         return distribute_module(
             module,
             device_mesh,
-            self._replicate_parameters,
+            _replicate_parameters,
             self._replicate_input,  # type: ignore[arg-type]  # torch uses what hooks return
             self._select_head,
         )
-
-    def _replicate_parameters(self, name: str, module: nn.Module, device_mesh: DeviceMesh) -> None:
-        for leaf, parameter in module.named_parameters(recurse=False):
-            dtensor = distribute_tensor(parameter, device_mesh, [Replicate()], src_data_rank=None)
-            module.register_parameter(leaf, nn.Parameter(dtensor))
 
     def _replicate_input(self, module: nn.Module, inputs: tuple, device_mesh: DeviceMesh) -> tuple:
         (x,) = inputs
@@ -117,6 +118,31 @@ class KeyValueColwise(ParallelStyle):
         copies = heads.expand(-1, -1, -1, self.ranks // heads.shape[2], -1).flatten(2, 4)
         # In backward, this gathers the gradients of all copies, and `expand` adds them up.
         return copies.redistribute(placements=[Shard(2)]).to_local()
+
+
+class Replicated(ParallelStyle):
+    """A layer that every rank computes for all tokens, with replicated weights and activations."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        return distribute_module(module, device_mesh, _replicate_parameters)
+
+
+class SharedByHeads(ParallelStyle):
+    """A module without parameters, whose output is used by the heads of every rank.
+
+    Its first input is replicated. Each rank's heads have a part of the gradient of it.
+    """
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        return distribute_module(
+            module,
+            device_mesh,
+            input_fn=self._to_local,  # type: ignore[arg-type]  # torch uses what hooks return
+        )
+
+    def _to_local(self, module: nn.Module, inputs: tuple, device_mesh: DeviceMesh) -> tuple:
+        first, *others = inputs
+        return (first.to_local(grad_placements=[Partial()]), *others)
 
 
 class OutputLayerColwise(ParallelStyle):

@@ -8,7 +8,7 @@ from typing import Any
 
 from titanlite.errors import CheckpointError
 from titanlite.models.llama3.model import Llama3Sizes
-from titanlite.models.rope import RopeScaling
+from titanlite.models.rope import Llama3Scaling
 from titanlite.models.spec import HuggingFaceMapping
 
 NAMES = {
@@ -52,9 +52,9 @@ FIXED_VALUES = {  # other keys that would change the results, and the only value
 
 ROPE_SCALING = {
     "rope_type": "llama3",
-    "low_freq_factor": RopeScaling.low_frequency_factor,
-    "high_freq_factor": RopeScaling.high_frequency_factor,
-    "original_max_position_embeddings": RopeScaling.original_context,
+    "low_freq_factor": Llama3Scaling.low_frequency_factor,
+    "high_freq_factor": Llama3Scaling.high_frequency_factor,
+    "original_max_position_embeddings": Llama3Scaling.original_context,
 }
 
 
@@ -70,7 +70,7 @@ def to_config(sizes: Llama3Sizes, context: int) -> dict[str, Any]:
         )
     config = {key: getattr(sizes, field) for field, key in CONFIG_KEYS.items()}
     factor, is_scaled = config.pop("factor"), sizes.rope_scaling is not None
-    scaled_context = int(factor * RopeScaling.original_context) if is_scaled else 0
+    scaled_context = int(factor * Llama3Scaling.original_context) if is_scaled else 0
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",

@@ -12,7 +12,7 @@ from titanlite.kernels.attention import CausalAttention, KeyValueCache
 from titanlite.kernels.documents import DocumentIndex, IndexDocuments
 from titanlite.models.embedding import TokenEmbedding
 from titanlite.models.loss import OutputLayer
-from titanlite.models.rope import RopeScaling, apply_rope, rope_cos_sin
+from titanlite.models.rope import Llama3Scaling, apply_rope, rope_cos_sin
 
 
 @dataclass(frozen=True)
@@ -38,8 +38,8 @@ class Llama3Sizes:
         return self.head_dim or self.dim // self.n_heads
 
     @property
-    def rope_scaling(self) -> RopeScaling | None:
-        return RopeScaling(self.rope_scaling_factor) if self.rope_scaling_factor > 1 else None
+    def rope_scaling(self) -> Llama3Scaling | None:
+        return Llama3Scaling(self.rope_scaling_factor) if self.rope_scaling_factor > 1 else None
 
 
 class Attention(nn.Module):
