@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from titanlite.checkpoint.dcp import BaseStorageReader, completed_future
 from titanlite.checkpoint.model_size import check_model_size, parameter_shapes
 from titanlite.errors import CheckpointError
 from titanlite.files import parse_json
-from titanlite.models import FAMILIES, ModelSizes, ModelSpec
+from titanlite.models import FAMILIES, ModelSizes, ModelSpec, first_match
 from titanlite.storage import StorageFolder
 
 CONFIG_FILE, TOKENIZER_FILE = "config.json", "tokenizer.json"
@@ -56,13 +57,32 @@ class TensorLocation:
 
 
 @dataclass(frozen=True)
+class StoredTensor:
+    """Where one tensor of the model is stored."""
+
+    shape: torch.Size
+    parts: tuple[TensorLocation, ...]
+    # of one tensor of that shape; of one for each row, which the model stacks; or of none
+    initial: Callable[[torch.Size], Tensor] | None = None  # its value, if it is not stored
+
+    @property
+    def is_stacked(self) -> bool:
+        return bool(self.parts) and self.parts[0].shape != self.shape
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the file; the first of several."""
+        return DTYPE_OF_CODE[self.parts[0].code] if self.parts else torch.float32
+
+
+@dataclass(frozen=True)
 class HuggingFaceFolder:
     """A checked folder with all tensors of a model; none of them is loaded."""
 
     folder: StorageFolder
     spec: ModelSpec
     sizes: ModelSizes  # the dataclass of the model family
-    tensors: dict[str, TensorLocation]  # by titanlite's parameter names
+    tensors: dict[str, StoredTensor]  # by titanlite's names
     has_tokenizer: bool  # a tokenizer.json
 
     def read(
@@ -72,11 +92,24 @@ class HuggingFaceFolder:
         lengths: Sequence[int] | None = None,
     ) -> Tensor:
         """A tensor, or its part of `lengths` from `offsets` on, in the dtype of the file."""
-        location = self.tensors[name]
-        lengths, offsets = lengths or location.shape, offsets or (0,) * len(location.shape)
-        with _open_safetensors(self.folder, location.file) as file:
-            part = tuple(slice(o, o + n) for o, n in zip(offsets, lengths, strict=True))
-            return file.get_slice(location.name)[part].clone()  # the slice keeps the file mapped
+        tensor = self.tensors[name]
+        lengths, offsets = lengths or tensor.shape, offsets or (0,) * len(tensor.shape)
+        part = tuple(slice(o, o + n) for o, n in zip(offsets, lengths, strict=True))
+        if tensor.initial is not None:
+            return tensor.initial(tensor.shape)[part].clone()
+        if not tensor.is_stacked:
+            return next(self._read_parts(tensor.parts, part))
+        rows = list(self._read_parts(tensor.parts[part[0]], part[1:]))
+        return torch.stack([row.to(tensor.dtype) for row in rows])
+
+    def _read_parts(
+        self, locations: Sequence[TensorLocation], part: tuple[slice, ...]
+    ) -> Iterator[Tensor]:
+        """The same part of several tensors; a file is opened once for consecutive ones."""
+        for file_name, group in groupby(locations, lambda location: location.file):
+            with _open_safetensors(self.folder, file_name) as file:
+                for location in group:
+                    yield file.get_slice(location.name)[part].clone()  # a slice keeps it mapped
 
     def storage_reader(self) -> StorageReader:
         """For dcp.load({"model": …}): each rank reads its shards, and converts their dtype."""
@@ -94,14 +127,21 @@ def open_hugging_face(folder: StorageFolder) -> HuggingFaceFolder:
     locations = _locate_tensors(folder)
     check_model_size(folder, spec, sizes, len(locations))
     shapes = parameter_shapes(spec, sizes)
-    names = {name: spec.hugging_face.name_of(name) for name in shapes}
+    mapping = spec.hugging_face
+    parts = {name: mapping.stored_as(name, shape) for name, shape in shapes.items()}
     for name, original in spec.tied_parameters(sizes):
-        if names[name] not in locations:
-            names[name] = names[original]
-    _check_tensors_match(
-        folder, spec, locations, {names[name]: shape for name, shape in shapes.items()}
-    )
-    tensors = {name: locations[stored_name] for name, stored_name in names.items()}
+        if not parts[name].keys() & locations.keys():
+            parts[name] = parts[original]
+    expected = {stored: shape for part in parts.values() for stored, shape in part.items()}
+    _check_tensors_match(folder, spec, locations, expected)
+    tensors = {
+        name: StoredTensor(
+            shapes[name],
+            tuple(locations[stored] for stored in stored_as),
+            first_match(mapping.run_state, name),
+        )
+        for name, stored_as in parts.items()
+    }
     source = HuggingFaceFolder(folder, spec, sizes, tensors, TOKENIZER_FILE in folder.sizes())
     for name, original in spec.tied_parameters(sizes):
         both_stored = tensors[name] != tensors[original]
@@ -109,8 +149,8 @@ def open_hugging_face(folder: StorageFolder) -> HuggingFaceFolder:
             source.read(name).float(), source.read(original).float()
         ):
             raise CheckpointError(
-                f"{folder}: {names[name]} differs from {names[original]}, but {CONFIG_FILE} ties"
-                " them.",
+                f"{folder}: {next(iter(parts[name]))} differs from {next(iter(parts[original]))},"
+                f" but {CONFIG_FILE} ties them.",
                 fix=f"If both were trained, set tie_word_embeddings = false in {CONFIG_FILE}.",
             )
     return source
@@ -280,11 +320,11 @@ class _HuggingFaceReader(BaseStorageReader):
         return Metadata(
             {
                 f"model.{name}": TensorStorageMetadata(
-                    TensorProperties(DTYPE_OF_CODE[location.code]),
-                    location.shape,
-                    [ChunkStorageMetadata(torch.Size([0] * len(location.shape)), location.shape)],
+                    TensorProperties(tensor.dtype),
+                    tensor.shape,
+                    [ChunkStorageMetadata(torch.Size([0] * len(tensor.shape)), tensor.shape)],
                 )
-                for name, location in self.source.tensors.items()
+                for name, tensor in self.source.tensors.items()
             }
         )
 

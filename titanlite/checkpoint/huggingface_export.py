@@ -67,7 +67,12 @@ def write_hugging_face(
             f"{folder}: already exists and is not empty.", fix="Remove it, or give another folder."
         )
     tied = dict(spec.tied_parameters(sizes))
-    shapes = {n: shape for n, shape in parameter_shapes(spec, sizes).items() if n not in tied}
+    stored_as = spec.hugging_face.stored_as
+    shapes = {
+        name: shape
+        for name, shape in parameter_shapes(spec, sizes).items()
+        if name not in tied and stored_as(name, shape)
+    }
     shards = _assign_to_shards(shapes, dtype.itemsize, max_shard_bytes)
     total_bytes = dtype.itemsize * sum(shape.numel() for shape in shapes.values())
     try:
@@ -77,8 +82,12 @@ def write_hugging_face(
             tensors = dict(model.load(names))
             _write_shard(folder, file, spec, {name: shapes[name] for name in names}, tensors, dtype)
         if SINGLE_FILE not in shards:
-            name_of = spec.hugging_face.name_of
-            weight_map = {name_of(name): file for file, names in shards.items() for name in names}
+            weight_map = {
+                stored: file
+                for file, names in shards.items()
+                for name in names
+                for stored in stored_as(name, shapes[name])
+            }
             index = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
             _write_json(folder, INDEX_FILE, index)
         note = _write_tokenizer(folder, tokenizer, model.bos)
@@ -133,12 +142,14 @@ def _write_shard(
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # required by transformers
     end = 0
     for name, shape in shapes.items():
-        begin, end = end, end + shape.numel() * dtype.itemsize
-        header[spec.hugging_face.name_of(name)] = {
-            "dtype": CODE_OF_DTYPE[dtype],
-            "shape": list(shape),
-            "data_offsets": [begin, end],
-        }
+        # The parts of a stacked tensor follow each other, as its rows do.
+        for stored, part in spec.hugging_face.stored_as(name, shape).items():
+            begin, end = end, end + part.numel() * dtype.itemsize
+            header[stored] = {
+                "dtype": CODE_OF_DTYPE[dtype],
+                "shape": list(part),
+                "data_offsets": [begin, end],
+            }
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)  # aligns the elements
     with folder.open_for_writing(file) as stream:

@@ -5,14 +5,16 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Annotated, Any, ClassVar, Generic, Protocol, TypeVar
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from titanlite.errors import ConfigError
 from titanlite.models import counts
+from titanlite.models.router import NO_BALANCING, ExpertSizes, LoadBalancing
 from titanlite.models.shape import ModelShape
 from titanlite.settings import OneOf, Positive, Range, Supported, format_value
 
@@ -49,6 +51,9 @@ class ModelConfig:
     n_kv_heads: Positive | None = None  # key-value heads per block; must divide n_heads
     head_dim: Positive | None = None  # elements per head; default dim / n_heads
     hidden_dim: Positive | None = None  # width of the feed-forward layer
+    n_experts: Positive | None = None  # routed experts per block
+    n_active_experts: Positive | None = None  # routed experts that compute a token
+    expert_hidden_dim: Positive | None = None  # width of the hidden layer of one expert
     vocab_size: Positive | None = None  # token ids that the model has embeddings for
     norm_eps: Annotated[float, Range(0)] | None = None  # epsilon of RMSNorm
     rope_theta: Annotated[float, Range(1)] | None = None  # base of the RoPE frequencies
@@ -56,9 +61,6 @@ class ModelConfig:
     # RoPE frequency scaling factor (Llama 3.1; YaRN in deepseek_v3); 1 disables it
     qk_norm: bool | None = None  # RMSNorm on every query and key head
     tied_embeddings: bool | None = None  # the output layer shares its weights with the embedding
-    n_experts: Positive | None = None  # routed experts per block
-    n_active_experts: Positive | None = None  # routed experts that compute a token
-    expert_hidden_dim: Positive | None = None  # width of one expert
     n_shared_experts: Annotated[int, Range(0)] | None = None  # experts that compute every token
     n_dense_layers: Annotated[int, Range(0)] | None = None  # first blocks, without experts
     n_expert_groups: Positive | None = None  # groups of consecutive experts
@@ -119,6 +121,7 @@ class ModelSizes(Protocol):
 
 
 SizesT = TypeVar("SizesT", bound=ModelSizes)
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -126,16 +129,29 @@ class HuggingFaceMapping(Generic[SizesT]):
     """The same architecture in Hugging Face's format."""
 
     architecture: str  # in config.json's `architectures`
-    names: Mapping[str, str]  # titanlite's parameter name -> Hugging Face's; `*`: layer index
+    names: Mapping[str, str]
+    # titanlite's name -> Hugging Face's. `*`: index of the layer; `{expert}`: index of the expert,
+    # where titanlite stacks the weights of experts that Hugging Face stores one by one
     derived: str  # pattern of tensors in old folders that are computed from config.json
     to_config: Callable[[SizesT, int], dict[str, Any]]
     # (sizes, tokens per training sequence) -> config.json; raises CheckpointError
     from_config: Callable[[Mapping[str, Any]], SizesT]  # inverse; raises CheckpointError
 
-    def name_of(self, name: str) -> str:
-        """Hugging Face's name of one of our parameters."""
+    run_state: Mapping[str, Callable[[torch.Size], Tensor]] = field(default_factory=dict)
+    # name pattern of buffers that Hugging Face does not have -> their value in a new run
+
+    def stored_as(self, name: str, shape: torch.Size) -> dict[str, torch.Size]:
+        """Hugging Face's names and shapes of one of our tensors.
+
+        Several, where ours stacks theirs; none for a buffer of `run_state`.
+        """
+        if first_match(self.run_state, name) is not None:
+            return {}
         index = "".join(part for part in name.split(".") if part.isdigit())
-        return self.names[re.sub(r"\.\d+\.", ".*.", name)].replace("*", index)
+        stored = self.names[re.sub(r"\.\d+\.", ".*.", name)].replace("*", index)
+        if "{expert}" not in stored:
+            return {stored: shape}
+        return {stored.format(expert=expert): shape[1:] for expert in range(shape[0])}
 
 
 @dataclass(frozen=True)
@@ -168,6 +184,9 @@ class ModelSpec(Generic[SizesT]):
     head_projections: Sequence[str] = ()
     # name patterns of the linear layers whose output is heads of `head_width` features: queries,
     # keys and values
+    experts: Callable[[SizesT], ExpertSizes | None] = lambda sizes: None
+    # experts of the blocks that have a MixtureOfExperts; None: no block has one
+    load_balancing: LoadBalancing = NO_BALANCING  # unless [experts] says otherwise
 
     def count_parameters(self, sizes: SizesT) -> int:
         """Parameters of the whole model; tied embeddings count once."""
@@ -210,6 +229,6 @@ class ModelSpec(Generic[SizesT]):
         return dataclasses.replace(sizes, **overrides)
 
 
-def first_match(roles: Mapping[str, str], name: str) -> str | None:
+def first_match(roles: Mapping[str, T], name: str) -> T | None:
     """The role of the first pattern that matches a name; `*` matches any text."""
     return next((role for pattern, role in roles.items() if fnmatchcase(name, pattern)), None)

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from titanlite.errors import ConfigError
 from titanlite.models.deepseek_v3.huggingface import HUGGING_FACE
 from titanlite.models.deepseek_v3.model import DeepSeekV3, DeepSeekV3Sizes
+from titanlite.models.router import LoadBalancing
 from titanlite.models.shape import Experts, LatentAttention, ModelShape
 from titanlite.models.spec import ModelSpec
 
@@ -164,4 +165,6 @@ DEEPSEEK_V3 = ModelSpec(
     tied_parameters=lambda sizes: [],
     hugging_face=HUGGING_FACE,
     check_sizes=check_sizes,
+    experts=lambda sizes: sizes.experts,
+    load_balancing=LoadBalancing(bias_update_rate=0.001),  # section 4.2 of the report
 )
