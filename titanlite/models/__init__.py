@@ -8,12 +8,9 @@ from titanlite.models.embedding import TokenEmbedding
 from titanlite.models.llama3.model import Llama, Llama3Sizes
 from titanlite.models.llama3.spec import LLAMA3
 from titanlite.models.loss import LossConfig, OutputLayer, Vocabulary, valid_tokens
-<<<<<<< HEAD
-from titanlite.models.shape import Experts, LatentAttention, ModelShape
-=======
 from titanlite.models.moe import GroupedExperts, MixtureOfExperts, TokenDispatch
 from titanlite.models.router import ExpertSizes, LoadBalancing, Router, check_expert_sizes
->>>>>>> s7/moe
+from titanlite.models.shape import Experts, LatentAttention, ModelShape
 from titanlite.models.spec import (
     HuggingFaceMapping,
     ModelConfig,
@@ -29,12 +26,9 @@ FAMILIES: dict[str, ModelSpec[Any]] = {  # values of model.name; a new family is
 __all__ = [
     "FAMILIES",
     "LLAMA3",
-<<<<<<< HEAD
-    "Experts",
-=======
     "ExpertSizes",
+    "Experts",
     "GroupedExperts",
->>>>>>> s7/moe
     "HuggingFaceMapping",
     "LatentAttention",
     "Llama",
