@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -28,7 +28,7 @@ from titanlite.checkpoint.dcp import BaseStorageReader, completed_future
 from titanlite.checkpoint.model_size import check_model_size, parameter_shapes
 from titanlite.errors import CheckpointError
 from titanlite.files import parse_json
-from titanlite.models import FAMILIES, ModelSizes, ModelSpec, first_match
+from titanlite.models import FAMILIES, ModelSizes, ModelSpec
 from titanlite.storage import StorageFolder
 
 CONFIG_FILE, TOKENIZER_FILE = "config.json", "tokenizer.json"
@@ -62,17 +62,16 @@ class StoredTensor:
 
     shape: torch.Size
     parts: tuple[TensorLocation, ...]
-    # of one tensor of that shape; of one for each row, which the model stacks; or of none
-    initial: Callable[[torch.Size], Tensor] | None = None  # its value, if it is not stored
+    # one tensor of that shape, or one for each of its rows, where the model stacks them
 
     @property
     def is_stacked(self) -> bool:
-        return bool(self.parts) and self.parts[0].shape != self.shape
+        return self.parts[0].shape != self.shape
 
     @property
     def dtype(self) -> torch.dtype:
         """Of the file; the first of several."""
-        return DTYPE_OF_CODE[self.parts[0].code] if self.parts else torch.float32
+        return DTYPE_OF_CODE[self.parts[0].code]
 
 
 @dataclass(frozen=True)
@@ -95,8 +94,6 @@ class HuggingFaceFolder:
         tensor = self.tensors[name]
         lengths, offsets = lengths or tensor.shape, offsets or (0,) * len(tensor.shape)
         part = tuple(slice(o, o + n) for o, n in zip(offsets, lengths, strict=True))
-        if tensor.initial is not None:
-            return tensor.initial(tensor.shape)[part].clone()
         if not tensor.is_stacked:
             return next(self._read_parts(tensor.parts, part))
         rows = list(self._read_parts(tensor.parts[part[0]], part[1:]))
@@ -138,7 +135,6 @@ def open_hugging_face(folder: StorageFolder) -> HuggingFaceFolder:
         name: StoredTensor(
             shapes[name],
             tuple(locations[stored] for stored in stored_as),
-            first_match(mapping.run_state, name),
         )
         for name, stored_as in parts.items()
     }

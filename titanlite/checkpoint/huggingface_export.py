@@ -71,7 +71,7 @@ def write_hugging_face(
     shapes = {
         name: shape
         for name, shape in parameter_shapes(spec, sizes).items()
-        if name not in tied and stored_as(name, shape)
+        if name not in tied
     }
     shards = _assign_to_shards(shapes, dtype.itemsize, max_shard_bytes)
     total_bytes = dtype.itemsize * sum(shape.numel() for shape in shapes.values())

@@ -5,17 +5,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import cache
-from typing import Protocol
 
 import torch
 from torch import Tensor
-
-
-class RopeScaling(Protocol):
-    """How RoPE frequencies are changed for contexts longer than those of training."""
-
-    def scale(self, frequencies: Tensor, theta: float) -> Tensor:
-        """The changed frequencies of `frequencies` [K/2], radians per position."""
 
 
 @dataclass(frozen=True)
@@ -28,6 +20,7 @@ class Llama3Scaling:
     original_context: int = 8192  # tokens
 
     def scale(self, frequencies: Tensor, theta: float) -> Tensor:
+        """Radians per position [K/2] for the longer context."""
         turns = self.original_context * frequencies / (2 * math.pi)  # over the original context
         low, high = self.low_frequency_factor, self.high_frequency_factor
         blend = ((turns - low) / (high - low)).clamp(0, 1)  # 0: divided by `factor`, 1: unchanged
@@ -48,6 +41,7 @@ class YarnScaling:
     original_context: int = 4096  # tokens
 
     def scale(self, frequencies: Tensor, theta: float) -> Tensor:
+        """Radians per position [K/2] for the longer context."""
         pairs = len(frequencies)
 
         def pair_with(turns: float) -> float:
@@ -65,6 +59,9 @@ class YarnScaling:
     def score_factor(self) -> float:
         """What attention scores are multiplied by (section 3.4), as DeepSeek-V3 does."""
         return (0.1 * math.log(self.factor) + 1.0) ** 2 if self.factor > 1 else 1.0
+
+
+RopeScaling = Llama3Scaling | YarnScaling
 
 
 def rope_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None) -> Tensor:

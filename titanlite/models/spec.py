@@ -5,12 +5,12 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Annotated, Any, ClassVar, Generic, Protocol, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from titanlite.errors import ConfigError
 from titanlite.models import counts
@@ -121,7 +121,6 @@ class ModelSizes(Protocol):
 
 
 SizesT = TypeVar("SizesT", bound=ModelSizes)
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -137,16 +136,9 @@ class HuggingFaceMapping(Generic[SizesT]):
     # (sizes, tokens per training sequence) -> config.json; raises CheckpointError
     from_config: Callable[[Mapping[str, Any]], SizesT]  # inverse; raises CheckpointError
 
-    run_state: Mapping[str, Callable[[torch.Size], Tensor]] = field(default_factory=dict)
-    # name pattern of buffers that Hugging Face does not have -> their value in a new run
 
     def stored_as(self, name: str, shape: torch.Size) -> dict[str, torch.Size]:
-        """Hugging Face's names and shapes of one of our tensors.
-
-        Several, where ours stacks theirs; none for a buffer of `run_state`.
-        """
-        if first_match(self.run_state, name) is not None:
-            return {}
+        """Hugging Face's name and shape of one of our tensors; several, where ours stacks theirs."""
         index = "".join(part for part in name.split(".") if part.isdigit())
         stored = self.names[re.sub(r"\.\d+\.", ".*.", name)].replace("*", index)
         if "{expert}" not in stored:
@@ -229,6 +221,6 @@ class ModelSpec(Generic[SizesT]):
         return dataclasses.replace(sizes, **overrides)
 
 
-def first_match(roles: Mapping[str, T], name: str) -> T | None:
+def first_match(roles: Mapping[str, str], name: str) -> str | None:
     """The role of the first pattern that matches a name; `*` matches any text."""
     return next((role for pattern, role in roles.items() if fnmatchcase(name, pattern)), None)
