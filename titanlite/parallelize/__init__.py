@@ -10,8 +10,9 @@ from torch import nn
 
 from titanlite.distributed.mesh import Mesh, ParallelismConfig
 from titanlite.kernels.backend import set_attention_kernel
-from titanlite.models import LossConfig, ModelSizes, ModelSpec, OutputLayer, Router
+from titanlite.models import LoadBalancing, LossConfig, ModelSizes, ModelSpec, OutputLayer
 from titanlite.models.mup import WidthScale
+from titanlite.models.router import NO_BALANCING, find_routers
 from titanlite.parallelize.activation_checkpoint import (
     ActivationCheckpointConfig,
     checkpoint_blocks,
@@ -56,6 +57,7 @@ class ModelTransforms:
     reduce_dtype: torch.dtype = torch.float32  # gradient reduction across ranks
     cpu_offload: bool = False  # store weights, gradients and optimizer state in host memory
     attention_kernel: str | None = None  # None: torch selects one
+    load_balancing: LoadBalancing = NO_BALANCING  # of the experts
     document_mask: bool = False  # attention does not cross document boundaries
 
 
@@ -95,6 +97,8 @@ def parallelize(
     output = getattr(model, spec.output_path)
     if output is not None:
         output.loss = transforms.loss
+    for router in find_routers(model):
+        router.set_balancing(transforms.load_balancing)
     convert_to_float8(model, transforms.float8)  # before TP, which has styles for Float8 linears
     styles = select_linear_styles(transforms.float8)
     loss_parallel = not config.disable_loss_parallel
@@ -166,9 +170,8 @@ class ParallelModules:
         """Allocate this rank's shards, and initialize the weights."""
         model, transforms, sizes = self.model, self.transforms, self.sizes
         model.to_empty(device="cpu" if transforms.cpu_offload else device)
-        for module in model.modules():
-            if isinstance(module, Router):
-                module.move_buffers(device)
+        for router in find_routers(model):
+            router.move_buffers(device)
         # Like TP, to_empty() replaces both parameters of a tied pair; FSDP does not always tie them
         tie_parameters(model, self.spec.tied_parameters(sizes))
         init_weights(model, self.spec.init_roles, sizes.n_layers, seed, widths)
