@@ -8,6 +8,8 @@ from titanlite.models.embedding import TokenEmbedding
 from titanlite.models.llama3.model import Llama, Llama3Sizes
 from titanlite.models.llama3.spec import LLAMA3
 from titanlite.models.loss import LossConfig, OutputLayer, Vocabulary, valid_tokens
+from titanlite.models.moe import GroupedExperts, MixtureOfExperts, TokenDispatch
+from titanlite.models.router import ExpertSizes, LoadBalancing, Router, check_expert_sizes
 from titanlite.models.spec import (
     HuggingFaceMapping,
     ModelConfig,
@@ -23,16 +25,23 @@ FAMILIES: dict[str, ModelSpec[Any]] = {  # values of model.name; a new family is
 __all__ = [
     "FAMILIES",
     "LLAMA3",
+    "ExpertSizes",
+    "GroupedExperts",
     "HuggingFaceMapping",
     "Llama",
     "Llama3Sizes",
+    "LoadBalancing",
     "LossConfig",
+    "MixtureOfExperts",
     "ModelConfig",
     "ModelSizes",
     "ModelSpec",
     "OutputLayer",
+    "Router",
+    "TokenDispatch",
     "TokenEmbedding",
     "Vocabulary",
+    "check_expert_sizes",
     "first_match",
     "valid_tokens",
 ]

@@ -34,6 +34,7 @@ class BaseWidths:
     hidden_dim: Positive
     n_kv_heads: Positive | None = None  # required if the family has key-value heads
     head_dim: Positive | None = None  # default: dim / n_heads
+    expert_hidden_dim: Positive | None = None  # required if the family has experts
 
 
 @dataclass(frozen=True)
@@ -64,8 +65,8 @@ def check_mup_base(
     given = {name for name, value in dataclasses.asdict(config.base).items() if value is not None}
     known = {field.name for field in dataclasses.fields(sizes)}
     wrong = [f"it has no {name}" for name in sorted(given - known)]
-    if "n_kv_heads" in known - given:
-        wrong.append("n_kv_heads is missing")
+    required = [name for name in ("n_kv_heads", "expert_hidden_dim") if name in known - given]
+    wrong += [f"{name} is missing" for name in required]
     if wrong:
         yield ConfigError(
             f'mup.base: does not fit model.name = "{spec.name}": {", ".join(wrong)}.',

@@ -12,6 +12,7 @@ from typing import Annotated, Any, ClassVar, Generic, Protocol, TypeVar
 from torch import nn
 
 from titanlite.errors import ConfigError
+from titanlite.models.router import NO_BALANCING, ExpertSizes, LoadBalancing
 from titanlite.settings import OneOf, Positive, Range, Supported, format_value
 
 
@@ -47,6 +48,9 @@ class ModelConfig:
     n_kv_heads: Positive | None = None  # key-value heads per block; must divide n_heads
     head_dim: Positive | None = None  # elements per head; default dim / n_heads
     hidden_dim: Positive | None = None  # width of the feed-forward layer
+    n_experts: Positive | None = None  # routed experts per block
+    n_active_experts: Positive | None = None  # routed experts that compute a token
+    expert_hidden_dim: Positive | None = None  # width of the hidden layer of one expert
     vocab_size: Positive | None = None  # token ids that the model has embeddings for
     norm_eps: Annotated[float, Range(0)] | None = None  # epsilon of RMSNorm
     rope_theta: Annotated[float, Range(1)] | None = None  # base of the RoPE frequencies
@@ -158,6 +162,9 @@ class ModelSpec(Generic[SizesT]):
     head_projections: Sequence[str] = ()
     # name patterns of the linear layers whose output is heads of `head_width` features: queries,
     # keys and values
+    experts: Callable[[SizesT], ExpertSizes | None] = lambda sizes: None
+    # experts of the blocks that have a MixtureOfExperts; None: no block has one
+    load_balancing: LoadBalancing = NO_BALANCING  # unless [experts] says otherwise
 
     def sizes_of(self, config: ModelConfig) -> SizesT:
         """The flavor's sizes with the overrides of a [model] section.

@@ -10,7 +10,7 @@ from torch import nn
 
 from titanlite.distributed.mesh import Mesh, ParallelismConfig
 from titanlite.kernels.backend import set_attention_kernel
-from titanlite.models import LossConfig, ModelSizes, ModelSpec, OutputLayer
+from titanlite.models import LossConfig, ModelSizes, ModelSpec, OutputLayer, Router
 from titanlite.models.mup import WidthScale
 from titanlite.parallelize.activation_checkpoint import (
     ActivationCheckpointConfig,
@@ -169,6 +169,9 @@ class ParallelModules:
         """Allocate this rank's shards, and initialize the weights."""
         model, transforms, sizes = self.model, self.transforms, self.sizes
         model.to_empty(device="cpu" if transforms.cpu_offload else device)
+        for module in model.modules():
+            if isinstance(module, Router):
+                module.move_buffers(device)
         # Like TP, to_empty() replaces both parameters of a tied pair; FSDP does not always tie them
         tie_parameters(model, self.spec.tied_parameters(sizes))
         init_weights(model, self.spec.init_roles, sizes.n_layers, seed, widths)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from titanlite.errors import ConfigError
-from titanlite.models import first_match
+from titanlite.models import Router, first_match
 from titanlite.models.mup import WidthScale
 
 INIT_STD = 0.02  # as GPT-2 and most models since; clamped to three standard deviations
@@ -45,7 +45,8 @@ def init_weights(
     seed: int,
     widths: Mapping[str, WidthScale] | None = None,
 ) -> None:
-    """Fill every parameter by the role of the first pattern in `init_roles` that matches its name.
+    """Fill every parameter by the role of the first pattern in `init_roles` that matches its name,
+    and set the buffers of routers to those of a new run.
 
     `widths`: the muP scale of each parameter, by name; empty or None: no scaling. Raises
     ConfigError for a parameter whose role is missing or unknown.
@@ -63,6 +64,9 @@ def init_weights(
                 f"parameter {name}: the model family gives it {shown}.",
                 fix=f"Use one of {', '.join(INIT_ROLES)}.",
             )
+    for module in model.modules():
+        if isinstance(module, Router):
+            module.init_buffers()
 
 
 def _fill_normal(parameter: Tensor, name: str, seed: int, std: float) -> None:

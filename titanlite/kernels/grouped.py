@@ -1,0 +1,136 @@
+"""Grouped matmul: rows sorted by expert, each group of rows times the matrix of its expert.
+
+One kernel on a GPU that has one for the dtype and the sizes, and one matmul per expert elsewhere.
+On a CPU the loop is as fast as torch's grouped kernel, which is such a loop there, and it accepts
+every dtype and size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+KERNEL_ALIGNMENT = 16  # bytes: the strides of all operands of the grouped kernel are multiples
+KERNEL_CAPABILITY = (8, 0)  # F.grouped_mm needs this compute capability, and bfloat16
+
+
+class RowGroups(NamedTuple):
+    """How many rows each expert has; their sum is the number of rows."""
+
+    on_host: Tensor | None  # int64 [E]; None: not read, because no host has to know it
+    ends: Tensor  # int32 [E] on the device: the row after the last one of each expert
+    is_empty: Tensor  # bool [E] on the device
+
+
+def row_groups(counts: Tensor, x: Tensor, *weights: Tensor) -> RowGroups:
+    """The groups of `counts` [E], for matmuls of `x` and its products by `weights` [E, out, in].
+
+    The host waits for the device once if there is no grouped kernel for these operands.
+    """
+    ends, uses_kernel = counts.cumsum(0).to(torch.int32), has_grouped_kernel(x, *weights)
+    return RowGroups(None if uses_kernel else counts.cpu(), ends, counts == 0)
+
+
+def has_grouped_kernel(x: Tensor, *weights: Tensor) -> bool:
+    """Whether torch has a grouped kernel for these operands (2.11 to 2.15)."""
+    if not x.is_cuda or torch.cuda.get_device_capability(x.device) < KERNEL_CAPABILITY:
+        return False
+    if any(tensor.dtype != torch.bfloat16 for tensor in (x, *weights)):
+        return False
+    sizes = [size for weight in weights for size in weight.shape[1:]]
+    return not any(size * x.element_size() % KERNEL_ALIGNMENT for size in sizes)
+
+
+def grouped_matmul(x: Tensor, weight: Tensor, groups: RowGroups) -> Tensor:
+    """Rows x [M, K], sorted by expert, times the transposed weights [E, N, K]: [M, N].
+
+    The gradient of the weights of an expert without rows is zero.
+    """
+    if groups.on_host is None:
+        return _KernelMatmul.apply(x, weight, groups.ends, groups.is_empty)
+    return _loop_matmul(x, weight, groups.on_host)
+
+
+# --- one kernel ----------------------------------------------------------------------------------
+
+
+class _KernelMatmul(torch.autograd.Function):
+    """F.grouped_mm, whose own backward does not promise zeros for an expert without rows."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, weight: Tensor, ends: Tensor, is_empty: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight, ends, is_empty)
+        return F.grouped_mm(x, weight.mT, offs=ends)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+        x, weight, ends, is_empty = ctx.saved_tensors
+        grad, x_grad, weight_grad = grad.contiguous(), None, None
+        if ctx.needs_input_grad[0]:
+            x_grad = F.grouped_mm(grad, weight, offs=ends)
+        if ctx.needs_input_grad[1]:
+            weight_grad = F.grouped_mm(grad.mT, x, offs=ends)
+            weight_grad.masked_fill_(is_empty.view(-1, 1, 1), 0)  # a sum over no rows
+        return x_grad, weight_grad, None, None
+
+
+# --- one matmul per expert -----------------------------------------------------------------------
+# Custom operators, so that a traced graph has one node, and tensors without values pass through.
+
+
+def _slices(counts: Tensor) -> Iterator[tuple[int, slice]]:
+    """(expert, its rows) for each expert; `counts` is in host memory."""
+    end = 0
+    for expert, count in enumerate(counts.tolist()):
+        start, end = end, end + count
+        yield expert, slice(start, end)
+
+
+@torch.library.custom_op("titanlite::grouped_matmul", mutates_args=())
+def _loop_matmul(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
+    out = x.new_empty(x.shape[0], weight.shape[1])
+    for expert, rows in _slices(counts):
+        if rows.stop > rows.start:
+            torch.mm(x[rows], weight[expert].mT, out=out[rows])
+    return out
+
+
+@torch.library.custom_op("titanlite::grouped_weight_grad", mutates_args=())
+def _loop_weight_grad(grad: Tensor, x: Tensor, counts: Tensor) -> Tensor:
+    """[E, N, K]: grad [M, N], transposed, times x [M, K], over the rows of each expert."""
+    out = x.new_empty(counts.shape[0], grad.shape[1], x.shape[1])
+    for expert, rows in _slices(counts):
+        if rows.stop > rows.start:
+            torch.mm(grad[rows].mT, x[rows], out=out[expert])
+        else:
+            out[expert].zero_()
+    return out
+
+
+@_loop_matmul.register_fake
+def _(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
+    return x.new_empty(x.shape[0], weight.shape[1])
+
+
+@_loop_weight_grad.register_fake
+def _(grad: Tensor, x: Tensor, counts: Tensor) -> Tensor:
+    return x.new_empty(counts.shape[0], grad.shape[1], x.shape[1])
+
+
+def _save_for_loop_backward(ctx, inputs, output) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _loop_backward(ctx, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+    x, weight, counts = ctx.saved_tensors
+    needs_x, needs_weight, _ = ctx.needs_input_grad
+    x_grad = _loop_matmul(grad, weight.mT, counts) if needs_x else None
+    weight_grad = _loop_weight_grad(grad, x, counts) if needs_weight else None
+    return x_grad, weight_grad, None
+
+
+_loop_matmul.register_autograd(_loop_backward, setup_context=_save_for_loop_backward)

@@ -1,0 +1,250 @@
+"""The router of a mixture of experts: which experts compute each token, and with which weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from titanlite.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class ExpertSizes:
+    """The sizes of the experts of one block, and how tokens are routed to them."""
+
+    count: int  # routed experts
+    active: int  # experts that compute a token
+    hidden_dim: int  # hidden width of one expert
+    shared_dim: int = 0  # hidden width of the experts that compute every token; 0: none
+    shared_gate: bool = False  # multiply the output of the shared experts by a sigmoid gate
+    score: Literal["softmax", "sigmoid"] = "softmax"  # of the logits of all experts
+    normalize: bool = True  # divide the weights of a token by their sum
+    route_scale: float = 1.0  # factor of the weights, after that
+    groups: int = 1  # groups of consecutive experts
+    active_groups: int = 1  # groups that a token may select experts from
+    selection_bias: bool = False  # select by score + bias; the bias is not part of the weights
+
+
+@dataclass(frozen=True)
+class LoadBalancing:
+    """How the load of experts is balanced; 0 disables a part."""
+
+    aux_loss_coef: float = 0.0  # of the auxiliary loss E * sum_i f_i P_i
+    z_loss_coef: float = 0.0  # of the mean squared log-sum-exp of the router's logits
+    bias_update_rate: float = 0.0  # step of the selection bias, without a loss
+
+
+NO_BALANCING = LoadBalancing()
+
+
+def check_expert_sizes(sizes: ExpertSizes) -> Iterator[ConfigError]:
+    """Reject numbers of experts that do not fit together."""
+    keys = ("model.n_experts", "model.n_active_experts")
+    selectable = sizes.count // sizes.groups * sizes.active_groups
+    if sizes.count % sizes.groups:
+        yield ConfigError(
+            f"model.n_experts = {sizes.count}: is not a multiple of its {sizes.groups} groups.",
+            fix=f"Use a multiple of {sizes.groups}.",
+            keys=keys[:1],
+        )
+    elif sizes.active > selectable:
+        of_groups = f" in {sizes.active_groups} of {sizes.groups} groups" * (sizes.groups > 1)
+        yield ConfigError(
+            f"model.n_active_experts = {sizes.active}: a token can select at most {selectable}"
+            f" experts{of_groups} (model.n_experts = {sizes.count}).",
+            fix=f"Use at most {selectable}, or more experts.",
+            keys=keys,
+        )
+
+
+class RouterGate(nn.Linear):
+    """The linear layer of a router: logits in fp32, whatever the dtype of x and of the weights."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x.float(), self.weight.float())
+
+
+class Router(nn.Module):
+    """Select experts for each token, and count how many tokens each expert gets.
+
+    The buffers are state of the run, in fp32 in every precision: the bias that selects, and the
+    fraction of all selections that each expert had in the previous step.
+    """
+
+    expert_bias: Tensor | None
+    previous_load: Tensor
+    counts: Tensor
+    sums: Tensor
+
+    def __init__(self, dim: int, sizes: ExpertSizes):
+        super().__init__()
+        self.sizes = sizes
+        self.gate = RouterGate(dim, sizes.count, bias=False)
+        bias = torch.zeros(sizes.count) if sizes.selection_bias else None
+        self.register_buffer("expert_bias", bias)
+        self.register_buffer("previous_load", torch.full((sizes.count,), 1 / sizes.count))
+        # Of this step and this rank: selections of each expert; sums of `SUMS` over tokens
+        counts, sums = torch.zeros(sizes.count, dtype=torch.int64), torch.zeros(len(SUMS))
+        self.register_buffer("counts", counts, persistent=False)
+        self.register_buffer("sums", sums, persistent=False)
+        self._balancing = NO_BALANCING
+        self._divisor: Tensor | float = 1.0  # of the balancing losses
+        self._replicas = 1
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Tokens [N, D] to the indices of their experts [N, k] and fp32 weights [N, k]."""
+        logits = self.gate(x)
+        scores = logits.softmax(-1) if self.sizes.score == "softmax" else logits.sigmoid()
+        indices = self._select(scores.detach())
+        weights = scores.gather(-1, indices)
+        if self.sizes.normalize:
+            weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)  # as DeepSeek-V3's model
+        weights = weights * self.sizes.route_scale
+        if torch.is_grad_enabled():
+            weights = self._observe(logits, scores, indices, weights)
+        return indices, weights
+
+    def _select(self, scores: Tensor) -> Tensor:
+        """The experts [N, k] with the largest score + bias, within the best groups."""
+        sizes = self.sizes
+        if self.expert_bias is not None:
+            scores = scores + self.expert_bias
+        if sizes.groups > 1:
+            # The score of a group is the sum of its two best (DeepSeek-V3,
+            # https://arxiv.org/abs/2412.19437, section 2.1.2, and its published code)
+            by_group = scores.unflatten(-1, (sizes.groups, -1))
+            best = by_group.topk(min(2, by_group.shape[-1]), dim=-1).values.sum(-1)
+            groups = stable_top_k(best, sizes.active_groups)
+            allowed = torch.zeros_like(best, dtype=torch.bool).scatter_(-1, groups, True)
+            scores = by_group.masked_fill(~allowed.unsqueeze(-1), -torch.inf).flatten(-2)
+        return stable_top_k(scores, sizes.active)
+
+    # --- balancing --------------------------------------------------------------------------------
+
+    def set_balancing(self, balancing: LoadBalancing) -> None:
+        """Set the coefficients of the balancing losses."""
+        self._balancing = balancing
+
+    def share_tokens(self, ranks: int) -> None:
+        """Declare that `ranks` ranks route the same tokens and sum the gradients of this router.
+
+        Each of them then adds its share of the balancing losses' gradient.
+        """
+        self._replicas = ranks
+
+    def begin_step(self, divisor: Tensor | float) -> None:
+        """Forget the counts of the previous step; balancing losses are summed over tokens, and
+        their gradients divided by `divisor`: tokens of the global batch / loss scale."""
+        self._divisor = divisor
+        self.reset_counts()
+
+    def reset_counts(self) -> None:
+        """Forget what was counted in this step."""
+        self.counts.zero_()
+        self.sums.zero_()
+
+    @torch.no_grad()
+    def finish_step(self, counts: Tensor, accept: Tensor | None) -> None:
+        """Update the bias and the load by `counts` [E] of the global batch, unless `accept` is
+        False; `accept` is 0-d on the device."""
+        load = counts.float()
+        # DeepSeek-V3, section 2.1.2: a bias grows while its expert has less than the mean load
+        if self.expert_bias is not None and (rate := self._balancing.bias_update_rate):
+            change = rate * (load.mean() - load).sign()
+            self.expert_bias.copy_(
+                _if_accepted(self.expert_bias + change, self.expert_bias, accept)
+            )
+        fraction = load / load.sum().clamp(min=1)
+        self.previous_load.copy_(_if_accepted(fraction, self.previous_load, accept))
+
+    def _observe(self, logits: Tensor, scores: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
+        """Count selections, and attach the balancing losses to the weights."""
+        balancing = self._balancing
+        has_loss = bool(balancing.aux_loss_coef or balancing.z_loss_coef)
+        with torch.set_grad_enabled(has_loss):
+            probabilities = scores
+            if self.sizes.score == "sigmoid":
+                probabilities = scores / (scores.sum(-1, keepdim=True) + 1e-20)
+            # E * sum_i f_i P_i, summed over tokens; f_i of the previous step's global batch
+            aux_loss = (probabilities @ self.previous_load).sum() * self.sizes.count
+            z_loss = logits.logsumexp(-1).square().sum()
+            loss = balancing.aux_loss_coef * aux_loss + balancing.z_loss_coef * z_loss
+        if not is_recomputing():
+            self._count(indices, probabilities.detach(), aux_loss.detach(), z_loss.detach())
+        if has_loss:
+            factor = torch.ones_like(loss) / (self._divisor * self._replicas)
+            weights = _AttachLoss.apply(weights, loss, factor)
+        return weights
+
+    @torch.no_grad()
+    def _count(self, indices: Tensor, probabilities: Tensor, *losses: Tensor) -> None:
+        selected = indices.flatten()
+        self.counts.scatter_add_(0, selected, torch.ones_like(selected))
+        entropy = -torch.special.xlogy(probabilities, probabilities).sum()
+        self.sums += torch.stack((*losses, entropy))
+
+    def init_buffers(self) -> None:
+        """Set the state of a new run."""
+        for name, buffer in self.named_buffers():
+            buffer.fill_(1 / self.sizes.count if name == "previous_load" else 0)
+
+    def move_buffers(self, device: torch.device) -> None:
+        """Move the state to `device`: with CPU offload, the weights are elsewhere."""
+        for name, buffer in self.named_buffers():
+            self._buffers[name] = buffer.to(device)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        module = super()._apply(fn, recurse)
+        for name, buffer in self._buffers.items():  # `module.to(dtype)` casts buffers
+            if buffer is not None and buffer.is_floating_point():
+                self._buffers[name] = buffer.float()
+        return module
+
+
+SUMS = ("aux_loss", "z_loss", "entropy")  # what a router sums over tokens, without coefficients
+
+
+def stable_top_k(scores: Tensor, k: int) -> Tensor:
+    """The indices [N, k] of the largest scores [N, E] in descending order; ties by index.
+
+    torch.topk does not say which of several equal scores it returns, and a stable sort of all
+    scores is three to six times slower on a CPU. argmax returns the first maximum.
+    """
+    rest, selected = scores.clone(), []
+    for _ in range(k):
+        index = rest.argmax(-1, keepdim=True)
+        selected.append(index)
+        rest.scatter_(-1, index, -torch.inf)
+    return torch.cat(selected, -1)
+
+
+def is_recomputing() -> bool:
+    """Whether a backward is running, so that this forward is activation checkpointing's second."""
+    # Private, but what FSDP2 itself asks (torch 2.11 to 2.15).
+    return torch._C._current_graph_task_id() != -1
+
+
+def _if_accepted(new: Tensor, old: Tensor, accept: Tensor | None) -> Tensor:
+    return new if accept is None else torch.where(accept, new, old)
+
+
+class _AttachLoss(torch.autograd.Function):
+    """Return `x`, and in backward give `loss` the gradient `factor`.
+
+    So a loss of a layer needs no path to the end of the model, where the loss of tokens is: with
+    pipeline parallel that is on another rank.
+    """
+
+    @staticmethod
+    def forward(ctx, x: Tensor, loss: Tensor, factor: Tensor) -> Tensor:
+        ctx.save_for_backward(factor)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        return grad, *ctx.saved_tensors, None
