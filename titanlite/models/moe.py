@@ -5,6 +5,7 @@ Dropless: every selected expert computes its tokens, however uneven the load. No
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
 import torch
@@ -54,16 +55,19 @@ class SharedExperts(nn.Module):
 class TokenDispatch(Protocol):
     """Lets experts compute rows, wherever the experts are."""
 
-    def __call__(self, experts: GroupedExperts, rows: Tensor, counts: Tensor) -> Tensor:
-        """This rank's rows [M, D], sorted by expert, to their outputs [M, D] in the same order.
+    def __call__(
+        self, experts: GroupedExperts, rows: Tensor, counts: Tensor
+    ) -> Callable[[], Tensor]:
+        """Start to send this rank's rows [M, D], sorted by expert, to their experts.
 
-        `counts` [E], int64 on the device: this rank's rows for each of all experts.
+        The returned function returns their outputs [M, D] in the same order. `counts` [E], int64 on
+        the device: this rank's rows for each of all experts.
         """
 
 
-def compute_locally(experts: GroupedExperts, rows: Tensor, counts: Tensor) -> Tensor:
+def compute_locally(experts: GroupedExperts, rows: Tensor, counts: Tensor) -> Callable[[], Tensor]:
     """The TokenDispatch of a rank that has all experts."""
-    return experts(rows, counts)
+    return lambda: experts(rows, counts)
 
 
 class MixtureOfExperts(nn.Module):
@@ -88,10 +92,10 @@ class MixtureOfExperts(nn.Module):
         indices, weights = self.router(tokens)
         order = sort_by_expert(indices, self.sizes.count)
         rows = _CopyToRows.apply(tokens, order.tokens, order.positions)
-        rows = self._dispatch(self.experts, rows, order.counts)
-        # after the dispatch, which may still be receiving its result
+        finish = self._dispatch(self.experts, rows, order.counts)
+        # while the rows are sent
         shared = None if self.shared_experts is None else self.shared_experts(tokens)
-        out = _SumOfRows.apply(rows, weights, order.tokens, order.positions)
+        out = _SumOfRows.apply(finish(), weights, order.tokens, order.positions)
         return (out if shared is None else out + shared).view_as(x)
 
 

@@ -16,7 +16,14 @@ from functools import partial
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import (
+    DTensor,
+    Partial,
+    Placement,
+    Replicate,
+    Shard,
+    distribute_tensor,
+)
 
 from titanlite.distributed.mesh import Degrees, ExpertMesh, Mesh
 from titanlite.models.moe import GroupedExperts, MixtureOfExperts, SharedExperts, compute_experts
@@ -123,7 +130,11 @@ def _gathered_forward(
     """`forward` of the tokens of all tensor ranks, of which it returns a summand."""
     whole = DTensor.from_local(x, tp, [Shard(dim)]).redistribute(placements=[Replicate()])
     summand = forward(whole.to_local(grad_placements=[Partial()]))
-    return DTensor.from_local(summand, tp, [Partial()]).redistribute(placements=[Shard(dim)]).to_local()
+    return (
+        DTensor.from_local(summand, tp, [Partial()])
+        .redistribute(placements=[Shard(dim)])
+        .to_local()
+    )
 
 
 def _distribute(

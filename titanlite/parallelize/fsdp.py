@@ -126,9 +126,7 @@ def _with_inner(
     return [module for module in ordered if isinstance(module, FSDPModule)]
 
 
-def _disable_gradient_averaging(
-    model: nn.Module, mesh: DeviceMesh, experts: ExpertGroups
-) -> None:
+def _disable_gradient_averaging(model: nn.Module, mesh: DeviceMesh, experts: ExpertGroups) -> None:
     """Sum gradients over ranks: the loss is already divided by the tokens of the global batch."""
     inner = set(experts.of_block.values())
     for module in model.modules():
