@@ -28,6 +28,38 @@ LAYOUTS = [
     [Layout(), Layout(accumulate=3, recompute="full")],
     [Layout(shard=2), Layout(shard=2, expert=2), Layout(tensor=2), Layout(tensor=2, expert=2)],
     [Layout(shard=4, expert=4), Layout(shard=4, expert=2)],
+    [
+        Layout(shard=2, tensor=2, expert=2),
+        Layout(shard=2, tensor=2, expert=2, expert_tensor=2),
+        Layout(shard=2, tensor=2, expert=4),
+        Layout(shard=2, tensor=2),
+    ],
+    [
+        Layout(context=2, expert=2),
+        Layout(shard=2, expert=2, accumulate=3, reduction="last_microbatch", recompute="full"),
+        Layout(shard=2, expert=2, accumulate=3, reshard="always", recompute="op"),
+        Layout(shard=2, expert=2, offload=True),
+        Layout(shard=2, expert=2, offload_activations=True),
+        Layout(shard=2, expert=2, accumulate=3, reshard="never"),
+        Layout(shard=2, expert=2, early=True, reduction="last_microbatch"),
+    ],
+    [
+        Layout(replicate=2, shard=2, expert=2, accumulate=3),
+        Layout(shard=2, context=2, expert=2, recompute="full"),
+        Layout(shard=2, context=2, expert=4),
+        Layout(context=2, tensor=2, expert=4, rotate="alltoall"),
+    ],
+    [
+        Layout(pipeline=2, shard=2, expert=2, microbatch=2),
+        Layout(pipeline=2, tensor=2, expert=2, microbatch=2, recompute="full"),
+        Layout(pipeline=2, tensor=2, microbatch=2),
+        Layout(pipeline=2, context=2, expert=2, microbatch=2),
+    ],
+    [
+        Layout(pipeline=2, shard=2, expert=2, microbatch=1, schedule=schedule)
+        for schedule in ("GPipe", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble",
+                         "ZBVZeroBubble", "DualPipeV")
+    ],
 ]
 
 
