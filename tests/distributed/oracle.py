@@ -13,11 +13,12 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from tests.distributed.moe_family import MOE_FAMILY, MoESizes
 from titanlite.data import SourceConfig, open_sample_stream
 from titanlite.distributed.mesh import Degrees, Mesh, ParallelismConfig, build_mesh
 from titanlite.labels import DOCUMENT_END as PACKED_END
 from titanlite.labels import IGNORE_INDEX
-from titanlite.models import FAMILIES, Llama3Sizes, LossConfig
+from titanlite.models import FAMILIES, Llama3Sizes, LossConfig, ModelSpec
 from titanlite.models.mup import BaseWidths, MupConfig, WidthScale, width_scales
 from titanlite.optim import (
     LossScale,
@@ -42,6 +43,13 @@ from titanlite.parallelize.weight_init import init_weights
 from titanlite.training import Engine, StepSettings, TrainState, build_engine, take_step, validate
 
 FAMILY = FAMILIES["llama3"]
+
+
+def family_of(sizes: Llama3Sizes) -> ModelSpec:
+    """The model family with these sizes."""
+    return MOE_FAMILY if isinstance(sizes, MoESizes) else FAMILY
+
+
 SEED, STEPS = 7, 3
 CPU = torch.device("cpu")
 DOCUMENT_END = 0  # token id
@@ -80,16 +88,26 @@ class Layout:
     rotate: str = "allgather"
     balancer: str = "headtail"
     early: bool = False  # optimizer step in backward
+    expert: int = 1
+    expert_tensor: int = 1
 
     @property
     def degrees(self) -> Degrees:
-        return Degrees(self.replicate, self.shard, self.context, self.tensor, self.pipeline)
+        return Degrees(
+            self.replicate,
+            self.shard,
+            self.context,
+            self.tensor,
+            self.pipeline,
+            self.expert,
+            self.expert_tensor,
+        )
 
     def local_batch(self, recipe: Recipe) -> int:
         return max(1, recipe.batch // self.degrees.data // self.accumulate)
 
     def section(self, recipe: Recipe) -> ParallelismConfig:
-        costs = FAMILY.module_flops(recipe.sizes, recipe.seq_len)
+        costs = family_of(recipe.sizes).module_flops(recipe.sizes, recipe.seq_len)
         first, last = self.less or (None, None)
         return ParallelismConfig(
             enable_async_tensor_parallel=self.overlap,
@@ -99,6 +117,8 @@ class Layout:
             data_parallel_replicate_degree=self.replicate,
             data_parallel_shard_degree=self.shard,
             tensor_parallel_degree=self.tensor,
+            expert_parallel_degree=self.expert,
+            expert_tensor_parallel_degree=self.expert_tensor,
             context_parallel_degree=self.context,
             context_parallel_rotate_method=self.rotate,
             context_parallel_load_balancer=self.balancer,
@@ -153,7 +173,7 @@ class Recipe:
 
     @property
     def widths(self) -> dict[str, WidthScale]:
-        return width_scales(MupConfig(self.mup_base), FAMILY, self.sizes)
+        return width_scales(MupConfig(self.mup_base), family_of(self.sizes), self.sizes)
 
     @property
     def section(self) -> OptimizerConfig:
@@ -234,15 +254,16 @@ VALIDATION_STEPS = (2, STEPS)  # also before the last step, to see effects on la
 
 
 def build_recipe_optimizer(model, recipe: Recipe) -> OptimizerSet:
-    facts = MatrixFacts(FAMILY, recipe.sizes)
+    facts = MatrixFacts(family_of(recipe.sizes), recipe.sizes)
     return build_optimizer(model, recipe.section, facts, widths=recipe.widths)
 
 
 @cache
 def one_process(recipe: Recipe) -> Record:
     """The reference run: no titanlite code but the model, its initialization and the optimizer."""
-    model = FAMILY.build(recipe.sizes)
-    init_weights(model, FAMILY.init_roles, recipe.sizes.n_layers, SEED, recipe.widths)
+    family = family_of(recipe.sizes)
+    model = family.build(recipe.sizes)
+    init_weights(model, family.init_roles, recipe.sizes.n_layers, SEED, recipe.widths)
     optimizer = build_recipe_optimizer(model, recipe)
     optimizer.set_lr(recipe.lr)
     record = Record()
@@ -308,11 +329,12 @@ def build_sharded(layout: Layout, recipe: Recipe, dtype: torch.dtype = torch.flo
     section, mesh = layout.section(recipe), build_mesh(layout.degrees, "cpu")
     activation_offload.MIN_BYTES = 1  # all tensors of these models are small
     sizes, local_batch = recipe.sizes, layout.local_batch(recipe)
-    plan, problems = plan_pipeline(section, FAMILY, sizes, recipe.seq_len, local_batch)
+    family = family_of(sizes)
+    plan, problems = plan_pipeline(section, family, sizes, recipe.seq_len, local_batch)
     assert plan is not None, problems
     parallel_layout = ParallelLayout(mesh, section, plan)
     sharded = build_sharded_model(
-        FAMILY,
+        family,
         sizes,
         parallel_layout,
         replace(layout.transforms(recipe, dtype), **transforms),

@@ -101,6 +101,26 @@ def start_all_to_all(
     return wait
 
 
+def all_to_all_tensor(group: dist.ProcessGroup, own: Tensor) -> Tensor:
+    """Send entry i of `own` [ranks, ...] to rank i; returns the entries of all ranks for this."""
+    received = torch.empty_like(own)
+    dist.all_to_all_single(received, own.contiguous(), group=group)
+    return received
+
+
+def start_all_to_all_rows(
+    group: dist.ProcessGroup, rows: Tensor, sent: list[int], received: list[int]
+) -> tuple[Tensor, Callable[[], object]]:
+    """Start to send rows [M, ...] in rank order, `sent` to each rank.
+
+    Returns the buffer of the rows from all ranks, `received` from each, and a function that waits
+    for them.
+    """
+    buffer = rows.new_empty(sum(received), *rows.shape[1:])
+    work = dist.all_to_all_single(buffer, rows, received, sent, group=group, async_op=True)
+    return buffer, work.wait
+
+
 def reduce_scatter_sum(group: dist.ProcessGroup, stacked: Tensor) -> Tensor:
     """Sum `stacked` [ranks, ...] over the ranks, and return this rank's entry [...]."""
     own = stacked.new_empty(stacked[0].numel())

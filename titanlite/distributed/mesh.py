@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from dataclasses import dataclass
 from typing import Annotated, Literal, NamedTuple
@@ -66,12 +65,14 @@ class ParallelismConfig:
     # tokens is more expensive; none: one chunk
     context_parallel_rotate_method: Literal["allgather", "alltoall"] = "allgather"
     # exchange of keys and values: one all-gather, or around a ring (less memory)
-    expert_parallel_degree: Annotated[int, Range(1), Supported((1,), "Expert parallel")] = 1
-    # ranks that the experts are partitioned over
-    expert_tensor_parallel_degree: Annotated[int, Supported((1,), "Expert parallel")] = 1
-    # ranks that each expert is sharded over
+    expert_parallel_degree: Positive = 1
+    # ranks that the experts of a block are partitioned over; they are borrowed from the data-shard,
+    # context and tensor ranks, and divide their product
+    expert_tensor_parallel_degree: Positive = 1
+    # tensor ranks that each expert is sharded over, with expert parallel: 1 (the tensor ranks are
+    # borrowed too) or tensor_parallel_degree; without it, always tensor_parallel_degree
     expert_parallel_comm_backend: Annotated[
-        Literal["standard", "deepep"], Supported(("standard",), "Expert parallel")
+        Literal["standard", "deepep"], Supported(("standard",), "DeepEP")
     ] = "standard"  # implementation of the token exchange between experts
 
 
@@ -103,6 +104,20 @@ class Degrees:
     context: int = 1
     tensor: int = 1
     pipeline: int = 1
+    # borrowed from `shard`, `context` and `tensor`, so they do not multiply the number of ranks
+    expert: int = 1  # ranks that the experts are partitioned over
+    expert_tensor: int = 1  # tensor ranks that each expert is sharded over, if `expert` > 1
+
+    @property
+    def expert_tensor_ranks(self) -> int:
+        """Tensor ranks that each expert is sharded over, with and without expert parallel."""
+        return self.tensor if self.expert == 1 else self.expert_tensor
+
+    @property
+    def expert_shard(self) -> int:
+        """FSDP ranks of the experts: the borrowed ranks without expert and tensor parallel."""
+        borrowed = self.shard * self.context * self.tensor
+        return borrowed // (self.expert * self.expert_tensor_ranks)
 
     @property
     def data(self) -> int:
@@ -111,11 +126,16 @@ class Degrees:
 
     @property
     def ranks(self) -> int:
-        return math.prod(dataclasses.astuple(self))
+        return math.prod(getattr(self, dimension.name) for dimension in DIMENSIONS)
 
     def __str__(self) -> str:
         sizes = ((dimension.label, getattr(self, dimension.name)) for dimension in DIMENSIONS)
-        return " x ".join(f"{label} {size}" for label, size in sizes if size > 1) or "one process"
+        shown = " x ".join(f"{label} {size}" for label, size in sizes if size > 1) or "one process"
+        if self.expert == 1:
+            return shown
+        sizes = (("FSDP", self.expert_shard), ("EP", self.expert), ("TP", self.expert_tensor))
+        experts = " x ".join(f"{label} {size}" for label, size in sizes if size > 1)
+        return f"{shown} (experts: {experts})"
 
 
 def resolve_degrees(section: ParallelismConfig, ranks: int) -> Degrees:
@@ -125,8 +145,13 @@ def resolve_degrees(section: ParallelismConfig, ranks: int) -> Degrees:
     remaining, remainder = divmod(ranks, others)
     if configured["shard"] == -1 and remaining and not remainder:
         configured["shard"] = remaining
-    degrees = Degrees(**configured)
+    degrees = Degrees(
+        **configured,
+        expert=section.expert_parallel_degree,
+        expert_tensor=section.expert_tensor_parallel_degree,
+    )
     if degrees.shard > 0 and degrees.ranks == ranks:
+        _check_expert_degrees(degrees)
         return degrees
     shown = " x ".join(
         f"{d.key} {size}"
@@ -142,6 +167,42 @@ def resolve_degrees(section: ParallelismConfig, ranks: int) -> Degrees:
     )
 
 
+def _check_expert_degrees(degrees: Degrees) -> None:
+    """Raise ConfigError if the experts cannot borrow their ranks."""
+    key, tensor_key = (
+        f"parallelism.expert_{name}_degree" for name in ("parallel", "tensor_parallel")
+    )
+    expert, expert_tensor = degrees.expert, degrees.expert_tensor
+    if expert_tensor not in (1, degrees.tensor):
+        raise ConfigError(
+            f"{tensor_key} = {expert_tensor}: must be 1 or parallelism.tensor_parallel_degree ="
+            f" {degrees.tensor}.",
+            keys=(tensor_key, "parallelism.tensor_parallel_degree"),
+        )
+    # With the tensor ranks sharding each expert, only the others are left to borrow.
+    borrowed = ("shard", "context") if expert_tensor > 1 else ("shard", "context", "tensor")
+    available = math.prod(getattr(degrees, name) for name in borrowed)
+    if available % expert:
+        keys = {d.name: f"parallelism.{d.key}" for d in DIMENSIONS}
+        shown = " x ".join(f"{keys[name]} {getattr(degrees, name)}" for name in borrowed)
+        raise ConfigError(
+            f"{key} = {expert}: does not divide the {available} ranks that it is borrowed from,"
+            f" {shown}.",
+            fix=f"Use a divisor of {available}.",
+            keys=(key, tensor_key, *(keys[name] for name in borrowed)),
+        )
+
+
+@dataclass(frozen=True)
+class ExpertMesh:
+    """Sub-meshes of the experts; without expert parallel, those of all other weights."""
+
+    weights: DeviceMesh
+    # ranks that the experts are divided over: [expert], [expert, expert_tensor] or [tensor]
+    fsdp: DeviceMesh  # ranks that weights are sharded over; [replicate, shard] with replicas
+    exchange: DeviceMesh | None  # ranks that the experts are partitioned over; None: no partition
+
+
 @dataclass(frozen=True)
 class Mesh:
     """Sub-meshes by purpose, for the collectives on tensors. All exist, also with one rank."""
@@ -153,6 +214,7 @@ class Mesh:
     cp: DeviceMesh  # ranks that each sequence is sharded over
     tp: DeviceMesh  # ranks that each matrix is sharded over
     pp: DeviceMesh  # ranks that the blocks are partitioned over
+    experts: ExpertMesh
 
     @property
     def batch_rank(self) -> int:
@@ -175,15 +237,49 @@ def build_mesh(degrees: Degrees, device_type: str) -> Mesh:
     # Context-parallel ranks see different tokens of one sequence, so FSDP shards over them too.
     # `_flatten` is the only way to merge dimensions into one (torch 2.11 to 2.15).
     sharded = world["shard", "context"]._flatten("sharded")
+    fsdp = _add_replicas(world, sharded) if degrees.replicate > 1 else sharded
     return Mesh(
         degrees,
         batch=world["replicate", "shard"]._flatten("batch"),
         # With pipeline stages: all but the last stage contribute a loss of 0.
         loss=world["pipeline", "replicate", "shard", "context"]._flatten("loss"),
-        fsdp=_add_replicas(world, sharded) if degrees.replicate > 1 else sharded,
+        fsdp=fsdp,
         cp=world["context"],
         tp=world["tensor"],
         pp=world["pipeline"],
+        experts=(
+            _build_expert_mesh(degrees, device_type)
+            if degrees.expert > 1
+            else ExpertMesh(world["tensor"], fsdp, exchange=None)
+        ),
+    )
+
+
+# The dimensions of the experts' mesh inside a pipeline stage and replica, from the outermost: the
+# same ranks as [shard, context, tensor], divided in another way.
+EXPERT_DIMENSIONS = ("expert_shard", "expert", "expert_tensor")
+
+
+def _build_expert_mesh(degrees: Degrees, device_type: str) -> ExpertMesh:
+    """The sub-meshes of a second mesh of all ranks.
+
+    FSDP requires that its mesh and that of a weight are parts of one mesh, so the replicas are in
+    this one too.
+    """
+    names = ("pipeline", "replicate", *EXPERT_DIMENSIONS)
+    shape = (
+        degrees.pipeline,
+        degrees.replicate,
+        degrees.expert_shard,
+        degrees.expert,
+        degrees.expert_tensor,
+    )
+    world = init_device_mesh(device_type, shape, mesh_dim_names=names)
+    sharded = degrees.expert_tensor > 1
+    return ExpertMesh(
+        weights=world["expert", "expert_tensor"] if sharded else world["expert"],
+        fsdp=world["replicate", "expert_shard"] if degrees.replicate > 1 else world["expert_shard"],
+        exchange=world["expert"],
     )
 
 

@@ -27,6 +27,7 @@ from titanlite.parallelize.compile import (
     enable_async_tensor_parallel_fusion,
 )
 from titanlite.parallelize.context import apply_context_parallel
+from titanlite.parallelize.expert import apply_expert_parallel, expert_groups
 from titanlite.parallelize.float8 import (
     Float8Config,
     build_float8_scale_update,
@@ -103,6 +104,7 @@ def parallelize(
     styles = select_linear_styles(transforms.float8)
     loss_parallel = not config.disable_loss_parallel
     apply_tensor_parallel(model, spec.tp_plan, mesh.tp, sizes.head_width, loss_parallel, styles)
+    apply_expert_parallel(model, mesh)  # with TP, for the same reason
     tie_parameters(model, spec.tied_parameters(sizes))  # TP replaced both parameters of a tied pair
     pattern = spec.attention_pattern
     set_attention_kernel(model, pattern, transforms.attention_kernel, transforms.document_mask)
@@ -126,7 +128,8 @@ def parallelize(
         transforms.cpu_offload,
     )
     # last: shards and casts what is still replicated
-    apply_fsdp(model, before, blocks.values(), after, mesh.fsdp, fsdp_policy)
+    experts = expert_groups(blocks, mesh.experts)
+    apply_fsdp(model, before, blocks.values(), after, mesh.fsdp, fsdp_policy, experts)
 
 
 def _reshard_after_forward(config: ParallelismConfig) -> ReshardAfterForward:

@@ -161,6 +161,22 @@ def _save_contexts(recomputed_shapes: set[tuple[int, ...]]):
     return create_selective_checkpoint_contexts(policy)
 
 
+@contextmanager
+def outside_saved_operations() -> Iterator[None]:
+    """Recompute all operations of the block, and none of them is counted.
+
+    Torch matches the operations of the forward and of its recomputation by their number. FSDP
+    groups inside of a checkpointed block run other operations in the second.
+    """
+    # All of this is private (torch 2.11 to 2.15); there is no public way to leave a mode.
+    modes = (checkpointing._CachingTorchDispatchMode, checkpointing._CachedTorchDispatchMode)
+    if isinstance(_get_current_dispatch_mode(), modes):
+        with _pop_mode_temporarily():
+            yield
+    else:
+        yield
+
+
 def check_activation_checkpoint(
     config: ActivationCheckpointConfig, compiled: bool
 ) -> Iterator[ConfigError]:

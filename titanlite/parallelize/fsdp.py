@@ -6,8 +6,8 @@ compute dtype, and their gradients are reduced in the reduce dtype.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
 from typing import Literal
@@ -22,6 +22,9 @@ from torch.distributed.fsdp import (
     OffloadPolicy,
     fully_shard,
 )
+from torch.distributed.tensor import Shard
+
+from titanlite.distributed.tensors import local_shard
 
 ReshardAfterForward = Literal["default", "always", "never"]
 
@@ -38,6 +41,14 @@ class FSDPPolicy:
     offload: bool = False  # keep shards of weights, gradients and optimizer state in host memory
 
 
+@dataclass(frozen=True)
+class ExpertGroups:
+    """FSDP groups inside of blocks: experts, which are sharded over other ranks than the rest."""
+
+    mesh: DeviceMesh | None = None  # [shard] or [replicate, shard]
+    of_block: Mapping[nn.Module, nn.Module] = field(default_factory=dict)
+
+
 def apply_fsdp(
     model: nn.Module,
     before: Sequence[nn.Module],
@@ -45,14 +56,17 @@ def apply_fsdp(
     after: Sequence[nn.Module],
     mesh: DeviceMesh,
     policy: FSDPPolicy,
+    experts: ExpertGroups,
 ) -> None:
     """Shard `before` as one group, each block, `after` as one group, then all remaining parameters.
 
-    `mesh` is [shard] or [replicate, shard].
+    `mesh` is [shard] or [replicate, shard]. The experts of a block are a group of their own, if
+    they are in `experts`.
     """
     shard = partial(
         fully_shard,
         mesh=mesh,
+        shard_placement_fn=partial(_place_shards, mesh),
         # RoPE's cosines and sines stay fp32; other inputs already have the compute dtype.
         mp_policy=MixedPrecisionPolicy(
             policy.compute_dtype, policy.reduce_dtype, cast_forward_inputs=False
@@ -60,6 +74,13 @@ def apply_fsdp(
         offload_policy=_offload_policy(policy.offload, mesh.device_type),
     )
     reshard = policy.reshard_after_forward
+    for inner in experts.of_block.values():
+        shard(
+            inner,
+            mesh=experts.mesh,
+            shard_placement_fn=partial(_place_shards, experts.mesh),
+            reshard_after_forward=reshard != "never",
+        )
     groups = [list(group) for group in (before, *([block] for block in blocks)) if group]
     for group in groups:
         shard(group, reshard_after_forward=reshard != "never")
@@ -67,28 +88,53 @@ def apply_fsdp(
         groups.append(list(after))
         shard(groups[-1], reshard_after_forward=reshard == "always")
     shard(model, reshard_after_forward=reshard == "always")
-    _disable_gradient_averaging(model, mesh.size())
-    _prefetch_next_group([group[0] for group in groups])
+    _disable_gradient_averaging(model, mesh, experts)
+    _prefetch_next_group([group[0] for group in groups], experts.of_block)
 
 
-def _prefetch_next_group(modules: Sequence[nn.Module]) -> None:
+def _place_shards(mesh: DeviceMesh, parameter: nn.Parameter) -> Shard | None:
+    """Shard stacked experts [E, ...] by the first dimension that divides evenly; others by rows.
+
+    FSDP pads uneven shards: 2 experts over 8 ranks would be gathered as 8.
+    """
+    if parameter.dim() < 3:
+        return None
+    ranks, local = mesh.size(mesh.ndim - 1), local_shard(parameter)
+    return Shard(next((dim for dim, size in enumerate(local.shape) if size % ranks == 0), 0))
+
+
+def _prefetch_next_group(
+    modules: Sequence[nn.Module], inner: Mapping[nn.Module, nn.Module]
+) -> None:
     """Start the all-gather of each group when the group before it starts to compute.
 
     In forward, FSDP2 would start it only when that group is done, so the GPU would wait for the
-    host between the two.
+    host between the two. In both passes, a block comes before its `inner` group.
     """
-    for module, next_module in pairwise(modules):
-        assert isinstance(module, FSDPModule) and isinstance(next_module, FSDPModule)
+    forward, backward = _with_inner(modules, inner), _with_inner(modules[::-1], inner)
+    for module, next_module in pairwise(forward):
         module.set_modules_to_forward_prefetch([next_module])
-        next_module.set_modules_to_backward_prefetch([module])
+    for module, next_module in pairwise(backward):
+        module.set_modules_to_backward_prefetch([next_module])
 
 
-def _disable_gradient_averaging(model: nn.Module, ranks: int) -> None:
+def _with_inner(
+    modules: Sequence[nn.Module], inner: Mapping[nn.Module, nn.Module]
+) -> list[FSDPModule]:
+    """Modules, each followed by its inner one."""
+    ordered = [m for module in modules for m in (module, inner.get(module)) if m is not None]
+    return [module for module in ordered if isinstance(module, FSDPModule)]
+
+
+def _disable_gradient_averaging(model: nn.Module, mesh: DeviceMesh, experts: ExpertGroups) -> None:
     """Sum gradients over ranks: the loss is already divided by the tokens of the global batch."""
+    inner = set(experts.of_block.values())
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_force_sum_reduction_for_comms(True)  # gloo has no reduction that also scales
-            if ranks > 1:  # with one rank, torch before 2.15 allocates a second gradient for it
+            own = experts.mesh if module in inner else mesh
+            # with one rank, torch before 2.15 allocates a second gradient for it
+            if own is not None and own.size() > 1:
                 module.set_gradient_divide_factor(1.0)
 
 

@@ -51,19 +51,29 @@ class ReplicatedNorm(ParallelStyle):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         norm = module
         assert isinstance(norm, nn.RMSNorm), "other norms may have a bias"
-        weight = distribute_tensor(norm.weight, device_mesh, [Replicate()], src_data_rank=None)
-        norm.register_parameter("weight", nn.Parameter(weight))
+        replicate_parameter(norm, "weight", device_mesh)
         module.forward = partial(_replicated_norm_forward, norm)
         return module
 
 
 def _replicated_norm_forward(norm: nn.RMSNorm, x: Tensor) -> Tensor:
     """Normalise a plain tensor with the local tensor of a replicated weight."""
-    assert isinstance(norm.weight, DTensor)
+    return F.rms_norm(x, norm.normalized_shape, replicated_local(norm.weight), norm.eps)
+
+
+def replicate_parameter(module: nn.Module, name: str, mesh: DeviceMesh) -> None:
+    """Replace a parameter by a replicated DTensor."""
+    parameter = module.get_parameter(name)
+    replicated = distribute_tensor(parameter, mesh, [Replicate()], src_data_rank=None)
+    module.register_parameter(name, nn.Parameter(replicated))
+
+
+def replicated_local(weight: Tensor) -> Tensor:
+    """The local tensor of a replicated weight, whose gradients are summed over ranks in fp32."""
+    assert isinstance(weight, DTensor)
     # The weight is replicated already, so forward sends nothing: this sets the backward dtype.
-    weight = norm.weight.redistribute(placements=[Replicate()], backward_dtype=torch.float32)
-    local = weight.to_local(grad_placements=[Partial()])
-    return F.rms_norm(x, norm.normalized_shape, local, norm.eps)
+    weight = weight.redistribute(placements=[Replicate()], backward_dtype=torch.float32)
+    return weight.to_local(grad_placements=[Partial()])
 
 
 def gather_sequence(input_style: type[PrepareModuleInput]) -> PrepareModuleInput:
@@ -80,9 +90,8 @@ def gather_sequence(input_style: type[PrepareModuleInput]) -> PrepareModuleInput
 
 
 def _replicate_parameters(name: str, module: nn.Module, device_mesh: DeviceMesh) -> None:
-    for leaf, parameter in module.named_parameters(recurse=False):
-        dtensor = distribute_tensor(parameter, device_mesh, [Replicate()], src_data_rank=None)
-        module.register_parameter(leaf, nn.Parameter(dtensor))
+    for leaf in [leaf for leaf, _ in module.named_parameters(recurse=False)]:
+        replicate_parameter(module, leaf, device_mesh)
 
 
 class KeyValueColwise(ParallelStyle):

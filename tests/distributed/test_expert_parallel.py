@@ -1,0 +1,70 @@
+"""Experts on other ranks, in every layout: the gradients and weights of one process."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from tests.distributed.moe_family import MoESizes
+from tests.distributed.oracle import SGD, Layout, with_enough_blocks
+from tests.distributed.test_oracle import assert_matches_one_process, join_names
+from titanlite.models import ExpertSizes
+
+EXPERTS = ExpertSizes(count=4, active=2, hidden_dim=24, shared_dim=16)
+SIZES = MoESizes(
+    dim=32,
+    n_layers=3,
+    n_heads=4,
+    n_kv_heads=2,
+    hidden_dim=88,
+    vocab_size=509,
+    rope_theta=1e4,
+    experts=EXPERTS,
+)
+RECIPE = replace(SGD, sizes=SIZES, batch=12, seq_len=24, steps=2)
+
+LAYOUTS = [
+    [Layout(), Layout(accumulate=3, recompute="full")],
+    [Layout(shard=2), Layout(shard=2, expert=2), Layout(tensor=2), Layout(tensor=2, expert=2)],
+    [Layout(shard=4, expert=4), Layout(shard=4, expert=2)],
+    [
+        Layout(shard=2, tensor=2, expert=2),
+        Layout(shard=2, tensor=2, expert=2, expert_tensor=2),
+        Layout(shard=2, tensor=2, expert=4),
+        Layout(shard=2, tensor=2),
+    ],
+    [
+        Layout(context=2, expert=2),
+        Layout(shard=2, expert=2, accumulate=3, reduction="last_microbatch", recompute="full"),
+        Layout(shard=2, expert=2, accumulate=3, reshard="always", recompute="op"),
+        Layout(shard=2, expert=2, offload=True),
+        Layout(shard=2, expert=2, offload_activations=True),
+        Layout(shard=2, expert=2, accumulate=3, reshard="never"),
+        Layout(shard=2, expert=2, early=True, reduction="last_microbatch"),
+    ],
+    [
+        Layout(replicate=2, shard=2, expert=2, accumulate=3),
+        Layout(shard=2, context=2, expert=2, recompute="full"),
+        Layout(shard=2, context=2, expert=4),
+        Layout(context=2, tensor=2, expert=4, rotate="alltoall"),
+    ],
+    [
+        Layout(pipeline=2, shard=2, expert=2, microbatch=2),
+        Layout(pipeline=2, tensor=2, expert=2, microbatch=2, recompute="full"),
+        Layout(pipeline=2, tensor=2, microbatch=2),
+        Layout(pipeline=2, context=2, expert=2, microbatch=2),
+    ],
+    [
+        Layout(pipeline=2, shard=2, expert=2, microbatch=1, schedule=schedule)
+        for schedule in ("GPipe", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble",
+                         "ZBVZeroBubble", "DualPipeV")
+    ],
+]
+
+
+@pytest.mark.parametrize("layouts", LAYOUTS, ids=join_names)
+def test_every_layout_of_experts_matches_one_process(layouts):
+    assert_matches_one_process(
+        [(x, with_enough_blocks(RECIPE, x) if x.pipeline > 1 else RECIPE) for x in layouts]
+    )

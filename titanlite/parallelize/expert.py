@@ -1,0 +1,146 @@
+"""Expert parallel: experts partitioned over ranks, and tensor parallel inside of experts.
+
+Two layouts of a mixture of experts on tensor-parallel ranks, whose input is [B, T/tp, D]:
+
+- Experts that are sharded over the tensor ranks: these gather the sequence, all route the same
+  tokens, compute their shard of every expert, and reduce-scatter the sums to the sequence.
+- Experts that are not: each rank routes its own tokens. Only the shared experts, which are sharded
+  over the tensor ranks, gather tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import (
+    DTensor,
+    Partial,
+    Placement,
+    Replicate,
+    Shard,
+    distribute_tensor,
+)
+
+from titanlite.distributed.mesh import Degrees, ExpertMesh, Mesh
+from titanlite.models.moe import GroupedExperts, MixtureOfExperts, SharedExperts, compute_experts
+from titanlite.parallelize.fsdp import ExpertGroups
+from titanlite.parallelize.tensor_styles import SEQUENCE_DIM, replicate_parameter, replicated_local
+from titanlite.parallelize.token_exchange import ExpertExchange
+
+
+def apply_expert_parallel(model: nn.Module, mesh: Mesh) -> None:
+    """Parallelize every mixture of experts of a model, in place."""
+    for module in model.modules():
+        if isinstance(module, MixtureOfExperts):
+            _parallelize_experts(module.experts, mesh.experts)
+            if mesh.tp.size() > 1:
+                _parallelize_over_tensor_ranks(module, mesh.tp, mesh.degrees)
+            if mesh.experts.exchange is not None:
+                exchange = ExpertExchange(mesh.experts.exchange.get_group())
+                module.use_dispatch(partial(_dispatch, exchange))
+
+
+def expert_groups(blocks: nn.ModuleDict, mesh: ExpertMesh) -> ExpertGroups:
+    """The experts that FSDP shards over other ranks than the blocks that they are in."""
+    if mesh.exchange is None:
+        return ExpertGroups()
+    of_block = {
+        block: module.experts
+        for block in blocks.values()
+        for module in block.modules()
+        if isinstance(module, MixtureOfExperts)
+    }
+    return ExpertGroups(mesh.fsdp, of_block)
+
+
+def _dispatch(
+    exchange: ExpertExchange, experts: GroupedExperts, rows: Tensor, counts: Tensor
+) -> Callable[[], Tensor]:
+    """The `TokenDispatch` of expert parallel."""
+    finish = exchange.start(rows, counts)
+    return lambda: finish(experts)
+
+
+def _parallelize_experts(experts: GroupedExperts, mesh: ExpertMesh) -> None:
+    """Shard the weights: experts over the partitions, the hidden width over the tensor ranks."""
+    if mesh.weights.size() == 1:
+        return
+    hidden_dims = {"w1": 1, "w2": 2, "w3": 1}  # of [E, F, D] and [E, D, F]
+    for name, dim in hidden_dims.items():
+        placements: list[Placement] = [Shard(0)] if mesh.exchange is not None else [Shard(dim)]
+        if mesh.weights.ndim == 2:
+            placements.append(Shard(dim))
+        _distribute(experts, name, mesh.weights, placements)
+    experts.forward = partial(_local_experts_forward, experts)
+
+
+def _local_experts_forward(experts: GroupedExperts, x: Tensor, counts: Tensor) -> Tensor:
+    """Rows for this rank's experts, with its shards of their weights."""
+    w1, w2, w3 = (weight.to_local() for weight in (experts.w1, experts.w2, experts.w3))
+    return compute_experts(w1, w2, w3, x, counts)
+
+
+def _parallelize_over_tensor_ranks(
+    module: MixtureOfExperts, tp: DeviceMesh, degrees: Degrees
+) -> None:
+    """Parallelize what all tokens visit, and gather the sequence where it has to be."""
+    gate, shared = module.router.gate, module.shared_experts
+    replicate_parameter(gate, "weight", tp)
+    gate.forward = partial(_replicated_gate_forward, gate)
+    if shared is not None:
+        _shard_shared_experts(shared, tp)
+    if degrees.expert_tensor_ranks > 1:
+        module.router.share_tokens(tp.size())
+        module.forward = partial(_gathered_forward, module.forward, tp, SEQUENCE_DIM)
+    elif shared is not None:
+        shared.forward = partial(_gathered_forward, shared.forward, tp, 0)
+
+
+def _replicated_gate_forward(gate: nn.Linear, x: Tensor) -> Tensor:
+    """The logits in fp32, as `RouterGate`; the ranks' gradients of the weight are summed."""
+    return F.linear(x.float(), replicated_local(gate.weight).float())
+
+
+def _shard_shared_experts(shared: SharedExperts, tp: DeviceMesh) -> None:
+    """Shard the hidden width; the output of each rank is one summand of the whole output."""
+    for layer, dim in ((shared.w1, 0), (shared.w2, 1), (shared.w3, 0)):
+        _distribute(layer, "weight", tp, [Shard(dim)])
+        layer.forward = partial(_local_linear_forward, layer)
+    if shared.gate is not None:
+        replicate_parameter(shared.gate, "weight", tp)
+        shared.gate.forward = partial(_replicated_linear_forward, shared.gate)
+
+
+def _local_linear_forward(layer: nn.Linear, x: Tensor) -> Tensor:
+    assert isinstance(layer.weight, DTensor)
+    return F.linear(x, layer.weight.to_local())
+
+
+def _replicated_linear_forward(layer: nn.Linear, x: Tensor) -> Tensor:
+    return F.linear(x, replicated_local(layer.weight).to(x.dtype))
+
+
+def _gathered_forward(
+    forward: Callable[[Tensor], Tensor], tp: DeviceMesh, dim: int, x: Tensor
+) -> Tensor:
+    """`forward` of the tokens of all tensor ranks, of which it returns a summand."""
+    whole = DTensor.from_local(x, tp, [Shard(dim)]).redistribute(placements=[Replicate()])
+    summand = forward(whole.to_local(grad_placements=[Partial()]))
+    return (
+        DTensor.from_local(summand, tp, [Partial()])
+        .redistribute(placements=[Shard(dim)])
+        .to_local()
+    )
+
+
+def _distribute(
+    module: nn.Module, name: str, mesh: DeviceMesh, placements: list[Placement]
+) -> None:
+    """Replace a parameter by its shards."""
+    parameter = module.get_parameter(name)
+    sharded = distribute_tensor(parameter, mesh, placements, src_data_rank=None)
+    module.register_parameter(name, nn.Parameter(sharded))

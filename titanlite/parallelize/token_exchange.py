@@ -1,0 +1,131 @@
+"""Expert parallel, the communication: send tokens to the ranks of their experts, and back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from titanlite.distributed.collectives import all_to_all_tensor, start_all_to_all_rows
+
+# rows [M, D], sorted by local expert, and rows per local expert [E / ep] -> [M, D]
+Compute = Callable[[Tensor, Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class ExpertExchange:
+    """Sends rows to the ranks of a group that have their experts, and the results back.
+
+    Each rank has as many experts as any other, in the order of the ranks.
+    """
+
+    group: dist.ProcessGroup
+
+    def start(self, rows: Tensor, counts: Tensor) -> Callable[[Compute], Tensor]:
+        """Start to send `rows` [M, D], which are sorted by expert; `counts` [E] of them each.
+
+        The returned function waits for the rows of the other ranks, computes on them, and returns
+        the results [M, D] in the order of `rows`. What the caller computes in between overlaps with
+        the communication, in backward too. The host waits once, for the sizes.
+        """
+        by_rank = counts.view(self.group.size(), -1)  # [ep, E / ep]
+        local_counts = all_to_all_tensor(self.group, by_rank)  # of this rank's experts
+        sent, received = torch.stack((by_rank.sum(1), local_counts.sum(1))).tolist()
+        dispatch = _RowExchange(self.group, sent, received)
+        arriving = dispatch.start(rows)
+
+        def finish(compute: Compute) -> Tensor:
+            order, inverse = _order_by_expert(local_counts, sum(received))
+            received_rows = _Permute.apply(dispatch.finish(arriving), order, inverse)
+            results = compute(received_rows, local_counts.sum(0))
+            combine = _RowExchange(self.group, received, sent)
+            return combine.finish(combine.start(_Permute.apply(results, inverse, order)))
+
+        return finish
+
+
+def _order_by_expert(counts: Tensor, rows: int) -> tuple[Tensor, Tensor]:
+    """The order that sorts received rows by expert, and its inverse.
+
+    The rows are sorted by rank, then by expert: `counts` [ep, E / ep] of them each. So in the new
+    order, those of one expert are sorted by rank.
+    """
+    ranks, experts = counts.shape
+    numbers = torch.arange(experts, device=counts.device).repeat(ranks)
+    order = numbers.repeat_interleave(counts.flatten(), output_size=rows).argsort(stable=True)
+    inverse = torch.empty_like(order)
+    inverse[order] = torch.arange(rows, device=order.device)
+    return order, inverse
+
+
+class _RowExchange:
+    """An all-to-all of rows in two halves, `start` and `finish`, of which autograd knows.
+
+    In backward, the halves are in reverse order: what `finish` starts, `start` waits for. So what
+    lies between them in forward overlaps with the communication in backward too.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, sent: list[int], received: list[int]):
+        self._group, self._sent, self._received = group, sent, received
+        self._pending: list[tuple[Tensor, Callable[[], object]]] = []
+
+    def start(self, rows: Tensor) -> Tensor:
+        """The buffer that the rows arrive in; not to be read before `finish`."""
+        return _StartRowExchange.apply(rows, self)
+
+    def finish(self, buffer: Tensor) -> Tensor:
+        """The rows that have arrived."""
+        return _FinishRowExchange.apply(buffer, self)
+
+    def send(self, rows: Tensor, *, back: bool) -> Tensor:
+        """Start a transfer, to the other ranks or back; returns its buffer."""
+        sizes = (self._received, self._sent) if back else (self._sent, self._received)
+        self._pending.append(start_all_to_all_rows(self._group, rows.contiguous(), *sizes))
+        return self._pending[-1][0]
+
+    def wait(self) -> Tensor:
+        """Wait for the transfer that was started last; returns its buffer."""
+        buffer, wait = self._pending.pop()
+        wait()
+        return buffer
+
+
+class _StartRowExchange(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, exchange: _RowExchange) -> Tensor:
+        ctx.exchange = exchange
+        return exchange.send(rows, back=False)
+
+    @staticmethod
+    def backward(ctx: Any, unused: Tensor) -> tuple[Tensor, None]:
+        return ctx.exchange.wait(), None
+
+
+class _FinishRowExchange(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, buffer: Tensor, exchange: _RowExchange) -> Tensor:
+        ctx.exchange = exchange
+        return exchange.wait().view_as(buffer)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        ctx.exchange.send(grad, back=True)
+        return grad, None  # autograd requires the shape of the buffer; _StartRowExchange ignores it
+
+
+class _Permute(torch.autograd.Function):
+    """Rows in another order; backward gathers too, where that of indexing would add atomically."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
+        ctx.save_for_backward(inverse)
+        return rows[order]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        (inverse,) = ctx.saved_tensors
+        return grad[inverse], None, None
