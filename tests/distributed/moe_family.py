@@ -46,6 +46,7 @@ def check_nothing(sizes: MoESizes) -> Iterator:
 MOE_FAMILY: ModelSpec[MoESizes] = replace(
     LLAMA3,
     name="moe",
+    flavors={"tiny": MoESizes(32, 3, 4, 2, 88, 509, rope_theta=1e4)},
     build=MoELlama,
     init_roles={"*.experts.w2": "residual", **LLAMA3.init_roles},
     experts=lambda sizes: sizes.experts,

@@ -13,12 +13,12 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from tests.distributed.moe_family import MOE_FAMILY, MoESizes
+from tests.distributed.moe_family import MOE_FAMILY
 from titanlite.data import SourceConfig, open_sample_stream
 from titanlite.distributed.mesh import Degrees, Mesh, ParallelismConfig, build_mesh
 from titanlite.labels import DOCUMENT_END as PACKED_END
 from titanlite.labels import IGNORE_INDEX
-from titanlite.models import FAMILIES, Llama3Sizes, LossConfig, ModelSpec
+from titanlite.models import FAMILIES, Llama3Sizes, LossConfig, ModelSizes, ModelSpec
 from titanlite.models.mup import BaseWidths, MupConfig, WidthScale, width_scales
 from titanlite.optim import (
     LossScale,
@@ -45,9 +45,10 @@ from titanlite.training import Engine, StepSettings, TrainState, build_engine, t
 FAMILY = FAMILIES["llama3"]
 
 
-def family_of(sizes: Llama3Sizes) -> ModelSpec:
+def family_of(sizes: ModelSizes) -> ModelSpec:
     """The model family with these sizes."""
-    return MOE_FAMILY if isinstance(sizes, MoESizes) else FAMILY
+    families = (*FAMILIES.values(), MOE_FAMILY)
+    return next(f for f in families if type(next(iter(f.flavors.values()))) is type(sizes))
 
 
 SEED, STEPS = 7, 3

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from titanlite.models.deepseek_v3.spec import DEEPSEEK_V3
 from titanlite.models.embedding import TokenEmbedding
 from titanlite.models.llama3.model import Llama, Llama3Sizes
 from titanlite.models.llama3.spec import LLAMA3
@@ -21,6 +22,7 @@ from titanlite.models.spec import (
 
 FAMILIES: dict[str, ModelSpec[Any]] = {  # values of model.name; a new family is one line here
     LLAMA3.name: LLAMA3,
+    DEEPSEEK_V3.name: DEEPSEEK_V3,
 }
 
 __all__ = [
