@@ -29,7 +29,7 @@ class JsonlSink:
         self.file = self._open()
 
     def step(self, record: dict[str, Any]) -> None:
-        if self.file.closed:  # the last `rewind` failed, for example on a full disk
+        if self.file.closed:  # the last `roll_back` failed, for example on a full disk
             self.file = self._open()
         text = json.dumps(_finite_or_null(record), allow_nan=False, ensure_ascii=False) + "\n"
         line, size = text.encode(), self.file.seek(0, os.SEEK_END)
@@ -39,7 +39,7 @@ class JsonlSink:
 
     event = step
 
-    def rewind(self, step: int, rollbacks: int) -> None:
+    def roll_back(self, step: int, rollbacks: int) -> None:
         self.close()
         self._continued_from = step, rollbacks
         self.file = self._open()

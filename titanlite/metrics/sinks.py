@@ -42,7 +42,7 @@ class Sink(Protocol):
 
     def step(self, record: dict[str, Any]) -> None: ...
     def event(self, record: dict[str, Any]) -> None: ...
-    def rewind(self, step: int, rollbacks: int) -> None: ...  # see MetricSinks.rewind
+    def roll_back(self, step: int, rollbacks: int) -> None: ...  # see MetricSinks.roll_back
     def close(self) -> None: ...
 
 
@@ -104,13 +104,13 @@ class MetricSinks:
         for sink in list(self.sinks):
             self._write(sink, sink.event, record)
 
-    def rewind(self, step: int, rollbacks: int) -> None:
+    def roll_back(self, step: int, rollbacks: int) -> None:
         """Continue from an earlier step, as sinks do that are opened with it as `completed_steps`.
 
         `rollbacks`: how often the run was rolled back before; their events are kept.
         """
         for sink in list(self.sinks):
-            self._write(sink, partial(sink.rewind, step, rollbacks))
+            self._write(sink, partial(sink.roll_back, step, rollbacks))
 
     def sync(self) -> None:
         """Flush all records to the disk, so that they survive a power failure."""
