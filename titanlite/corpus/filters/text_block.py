@@ -96,7 +96,7 @@ class TextBlock:
 
 
 def divide_into_blocks(texts: Any) -> Iterator[tuple[int, Any]]:
-    """(position of the first, texts) of blocks of about BLOCK_BYTES; a longer text is alone."""
+    """(position of the first, texts) of blocks of up to BLOCK_BYTES; a longer text is a block."""
     ends = np.cumsum(to_numpy(pc.binary_length(texts)), dtype=np.int64)
     start = 0
     while start < len(texts):
