@@ -286,7 +286,7 @@ class HuggingFaceTokenizer(Tokenizer):
         with _library_errors(self.name, f"cannot encode a text of {len(text):,} characters"):
             ids = self._tokenizer.encode(text, add_special_tokens=False).ids
         for id in {self.bos_id, self.eos_id}:
-            if id in ids:  # Unigram finds special tokens in text; elsewhere the unknown token may be EOS
+            if id in ids:  # Unigram finds special tokens in text; in others, unknown may be EOS
                 token = self.special_token_name(id)
                 raise DataError(
                     f'tokenizer "{self.name}": encodes ordinary text as the special token {token}.',

@@ -1,7 +1,7 @@
 """A block of documents and what rules measure of it, vectorised over all its documents.
 
-Words, lines and paragraphs are numbers of distinct texts. So what a rule asks of a word or a line
-is computed once for each distinct one.
+Words, lines and paragraphs are stored as indices of distinct texts. So what a rule asks of a word
+or a line is computed once for each distinct one.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ def number_distinct(keys: np.ndarray) -> np.ndarray:
 
 
 def is_repeated(codes: np.ndarray) -> np.ndarray:
-    """Whether each of `number_distinct` is there before; a new one is above all before it."""
+    """Whether each number of `number_distinct` occurred before; a new one exceeds all before it."""
     highest = np.maximum.accumulate(codes)
     return np.concatenate([[False], codes[1:] <= highest[:-1]])[: len(codes)]
 
