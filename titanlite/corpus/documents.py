@@ -1,8 +1,8 @@
 """Document tables: what the stages before tokenising exchange, and their files.
 
-A table has one row per document. The table that a task writes is one file; it is written and read in
-parts of about `TABLE_BYTES` of text, which are tables too and row groups of the file. So a task needs
-the memory of one part, however large the file is.
+A table has one row per document. The table that a task writes is one file. It is written and read
+in parts of about `TABLE_BYTES` of text, which are tables too, and the row groups of the file. So a
+task needs the memory of one part, however large the file is.
 """
 
 from __future__ import annotations
