@@ -24,7 +24,7 @@ _ARGUMENTS = ("name", "split", "revision", "data_dir", "data_files")
 
 
 def list_dataset_ranges(url: str) -> list[FileRange]:
-    """One range for each part that the library reads by itself; raises DataError."""
+    """One range for each part of a dataset that can be read separately; raises DataError."""
     arguments = _parse_url(url)
     library = _import_library(url)
     try:

@@ -105,9 +105,9 @@ class MetricSinks:
             self._write(sink, sink.event, record)
 
     def roll_back(self, step: int, rollbacks: int) -> None:
-        """Continue from an earlier step, as sinks do that are opened with it as `completed_steps`.
+        """Continue from an earlier step, like sinks that are opened with `completed_steps` = `step`.
 
-        `rollbacks`: how often the run was rolled back before; their events are kept.
+        `rollbacks`: how often the run was rolled back before; the events of these are kept.
         """
         for sink in list(self.sinks):
             self._write(sink, partial(sink.roll_back, step, rollbacks))
