@@ -105,7 +105,7 @@ class MetricSinks:
             self._write(sink, sink.event, record)
 
     def roll_back(self, step: int, rollbacks: int) -> None:
-        """Continue from an earlier step, like sinks that are opened with `completed_steps` = `step`.
+        """Continue from an earlier step, like sinks opened with `completed_steps` = `step`.
 
         `rollbacks`: how often the run was rolled back before; the events of these are kept.
         """

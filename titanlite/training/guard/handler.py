@@ -64,7 +64,7 @@ class Violation:
 
     @property
     def values(self) -> str:
-        """What was measured, in any layout and on any host."""
+        """What was measured; the same in every layout and on every host."""
         limits = f" (limits {self.limits[0]:g}, {self.limits[1]:g})"
         return (
             f"loss {self.loss:g}, gradient norm {self.grad_norm:g}"
@@ -94,7 +94,7 @@ class ViolationHandler:
         return judge
 
     def check_parameters(self, step: int, result: StepResult) -> bool:
-        """Roll the run back, and return true, or end it, if a parameter is inf or NaN.
+        """If a parameter is inf or NaN, roll the run back and return True, or end the run.
 
         An update can overflow though its gradient is finite.
         """
