@@ -247,7 +247,7 @@ class Checkpointer:
         return find_checkpoint(self.step_folders, self.config, self.group)
 
     def positions(self, with_optimizer: bool = False) -> tuple[dict[int, int], list[str]]:
-        """({step: data position} of the checkpoints to roll back to, why others are damaged).
+        """({step: position} of the checkpoints to roll back to, what is wrong with damaged ones).
 
         `with_optimizer`: only of those that have optimizer state, see last_save_model_only.
         """
