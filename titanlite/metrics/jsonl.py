@@ -23,7 +23,7 @@ class JsonlSink:
     """One JSON object per line, written to the operating system immediately."""
 
     def __init__(self, path: Path, completed_steps: int, rollbacks: int = 0):
-        """`rollbacks`: of the run in `completed_steps`."""
+        """`rollbacks`: how often the run was rolled back before it came to `completed_steps`."""
         self.path = path
         self._continued_from = completed_steps, rollbacks
         self.file = self._open()
@@ -77,7 +77,7 @@ def drop_later_records(path: Path, step: int, rollbacks: int) -> None:
     """Move records of steps after `step`, and incomplete lines, to `metrics.replaced.jsonl`.
 
     The run repeats these steps, and would write a second record of each. The events of its first
-    `rollbacks` roll-backs stay, wherever they went back to; it repeats later ones.
+    `rollbacks` roll-backs stay, even those of steps after `step`; those of later roll-backs move.
     """
     if not path.exists():
         return

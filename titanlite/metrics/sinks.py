@@ -55,7 +55,7 @@ class SinkContext:
     total_steps: int
     completed_steps: int  # of the checkpoint that the run resumes from; else 0
     job: dict[str, Any]  # the settings, for services that show them
-    rollbacks: int = 0  # of the run in these steps
+    rollbacks: int = 0  # how often the run was rolled back before it came to completed_steps
     progress: bool | None = None  # show a progress bar; None: on a terminal
 
 
@@ -184,8 +184,8 @@ def open_sinks(
     """All enabled sinks, for the one rank that writes; their files are under `folder`.
 
     `completed_steps`: of the checkpoint that the run resumes from, else 0; records of later steps
-    are moved to `metrics.replaced.jsonl`. `rollbacks`: how often the run was rolled back in these
-    steps. W&B shows `job` as the run's settings. `progress`: whether to show a progress bar; None:
+    are moved to `metrics.replaced.jsonl`. `rollbacks`: how often the run was rolled back before it
+    came to `completed_steps`. W&B shows `job` as the run's settings. `progress`: whether to show a progress bar; None:
     on a terminal. Raises ConfigError where an optional package is not installed, OSError where
     `folder` cannot be written.
     """
