@@ -185,9 +185,9 @@ def open_sinks(
 
     `completed_steps`: of the checkpoint that the run resumes from, else 0; records of later steps
     are moved to `metrics.replaced.jsonl`. `rollbacks`: how often the run was rolled back before it
-    came to `completed_steps`. W&B shows `job` as the run's settings. `progress`: whether to show a progress bar; None:
-    on a terminal. Raises ConfigError where an optional package is not installed, OSError where
-    `folder` cannot be written.
+    came to `completed_steps`. W&B shows `job` as the run's settings. `progress`: whether to show a
+    progress bar; None: on a terminal. Raises ConfigError where an optional package is not
+    installed, OSError where `folder` cannot be written.
     """
     context = SinkContext(config, folder, total_steps, completed_steps, job, rollbacks, progress)
     folder.mkdir(parents=True, exist_ok=True)

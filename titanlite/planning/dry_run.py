@@ -136,7 +136,7 @@ def _kinds(job: Job) -> list[tuple[int, tuple[int, ...]]]:
 
 
 def forwards_in_flight(job: Job) -> list[int]:
-    """The most forward passes of each pipeline rank whose backward is still to come, at any time."""
+    """The most forward passes that each pipeline rank has whose backward is still to come."""
     most = []
     for actions in job.pipeline.order():
         alive = peak = 0
