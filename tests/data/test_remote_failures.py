@@ -224,21 +224,27 @@ def test_shards_that_change_or_cannot_be_read_end_the_run(store, tmp_path):
     files = {path.name: path.read_bytes() for path in (tmp_path / "corpus").iterdir()}
     checks = CorpusChecks(cache=CacheLimits(str(tmp_path / "cache"), 0))  # one block
     fs = fsspec.filesystem("s3")
-    other = files["1.bin"][::-1]
-    for number, (fail, reason) in enumerate(
-        (
-            (lambda: store.add_rule("GET", "1.bin", "refuse"), "AccessDenied"),
-            (lambda: store.add_rule("GET", "1.bin", "busy"), "SlowDown"),
-            (lambda: store.add_rule("GET", "1.bin", "drop"), "cannot be read"),
-            (lambda: fs.rm_file(f"bucket/shards{number}/1.bin"), "no such file|removed"),
-            (lambda: put(f"shards{number}/1.bin", other), "1.bin: was replaced"),
-            (lambda: put(f"shards{number}/1.bin", b""), "1.bin"),
-        )
+    replaced = "1.bin: was replaced or removed"
+    for number, (failure, reason) in enumerate(
+        [
+            ("refuse", "AccessDenied"),
+            ("busy", "SlowDown"),
+            ("drop", "cannot be read"),
+            ("remove", replaced),
+            (files["1.bin"][::-1], replaced),
+            (b"", replaced),
+        ]
     ):
+        folder = f"shards{number}"
         for name, content in files.items():
-            put(f"shards{number}/{name}", content)
-        source = open_token_source("megatron", f"s3://bucket/shards{number}", checks)
-        fail()
-        with pytest.raises(DataError, match=f"shards{number}.*({reason})"):
+            put(f"{folder}/{name}", content)
+        source = open_token_source("megatron", f"s3://bucket/{folder}", checks)
+        if isinstance(failure, bytes):
+            put(f"{folder}/1.bin", failure)
+        elif failure == "remove":
+            fs.rm_file(f"bucket/{folder}/1.bin")
+        else:
+            store.add_rule("GET", "1.bin", failure)
+        with pytest.raises(DataError, match=f"{folder}.*({reason})"):
             source.gather(np.arange(0, 50_000, 999), 100)
         store.reset()

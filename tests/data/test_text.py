@@ -166,6 +166,10 @@ def test_what_is_no_file_is_refused_and_not_left_out(tmp_path, kind):
         with pytest.raises(DataError, match=f"b.jsonl: (is {kind}|.*matches none)"):
             find_files([given])
     os.unlink(tmp_path / "b.jsonl")
+    badly_named = write(tmp_path / os.fsdecode(b"c\xff.jsonl"), TEXTS)
+    with pytest.raises(DataError, match=r"/c\\xff.jsonl'?: its name is not UTF-8"):
+        find_files([tmp_path])
+    badly_named.unlink()
     assert find_files([tmp_path]) == [tmp_path / "a.jsonl"]
 
 

@@ -46,10 +46,10 @@ def read_parquet_rows(part: FileRange, text_field: str, max_bytes: int) -> Itera
 
     with ExitStack() as stack:
         try:
+            as_values = _open_parquet(stack, part.path, text_field)  # first: it checks the column
             as_dictionary = _open_parquet(
                 stack, part.path, text_field, read_dictionary=[text_field]
             )
-            as_values = _open_parquet(stack, part.path, text_field)
         except StorageError:
             raise
         except DataError as error:

@@ -180,11 +180,16 @@ def _raise(error: OSError) -> None:
 
 
 def _refuse_irregular(files: Iterable[Path]) -> None:
-    """Raise DataError for what is no file that has an end, such as a broken link or a pipe."""
+    """Raise DataError for what is no file with an end, or has a name that cannot be recorded."""
     for file in files:
         if not file.is_file():
             kind = "a broken link" if file.is_symlink() else "not a regular file"
             raise DataError(f"{file}: is {kind}.", fix="Remove it, or name the other files.")
+        try:
+            str(file).encode()
+        except UnicodeEncodeError:
+            name = ascii(os.fsencode(file))[1:]
+            raise DataError(f"{name}: its name is not UTF-8.", fix="Rename it.") from None
 
 
 def describe_file(file: str | Path) -> FileRange:
