@@ -296,9 +296,10 @@ ADAPTIVE_EPS, UNCLIPPED = 0.08, "output.weight"  # eps: more than the norms of s
 def _clip_rows(model, factor: float) -> None:
     """Adaptive clipping as written in the paper, row by row."""
     for name, parameter in model.named_parameters():
-        rows = [parameter] if parameter.dim() == 1 else parameter
-        grads = [parameter.grad] if parameter.dim() == 1 else parameter.grad
-        for row, grad in zip(rows, grads, strict=True):
+        width = parameter.shape[-1]  # of a row, also of one of several stacked matrices
+        for row, grad in zip(
+            parameter.view(-1, width), parameter.grad.view(-1, width), strict=True
+        ):
             limit = factor * max(row.norm().item(), ADAPTIVE_EPS)
             if name != UNCLIPPED and grad.norm() > limit:
                 grad.mul_(limit / grad.norm())

@@ -111,7 +111,8 @@ def parallelize(
     if config.enable_async_tensor_parallel:
         enable_async_tensor_parallel_fusion(mesh.tp)  # a compiler setting: before compile
     set_memory_budget(activation_checkpoint)  # likewise
-    compile_blocks(blocks, transforms.compile)
+    experts = expert_groups(blocks, mesh.experts)
+    compile_blocks(blocks, transforms.compile, experts.of_block)
     compile_loss(output, transforms.compile)
     checkpoint_blocks(blocks, activation_checkpoint)  # after compile: recomputes a compiled block
     if activation_checkpoint.offload:  # after checkpointing, to offload the block inputs it saves
@@ -124,7 +125,6 @@ def parallelize(
         transforms.cpu_offload,
     )
     # last: shards and casts what is still replicated
-    experts = expert_groups(blocks, mesh.experts)
     apply_fsdp(model, before, blocks.values(), after, mesh.fsdp, fsdp_policy, experts)
 
 

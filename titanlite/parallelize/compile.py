@@ -7,7 +7,7 @@ import os
 import shutil
 import sysconfig
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -45,10 +45,13 @@ class CompileConfig:
         return self.enable and component in self.components
 
 
-def compile_blocks(blocks: nn.ModuleDict, config: CompileConfig) -> None:
+def compile_blocks(
+    blocks: nn.ModuleDict, config: CompileConfig, parts: Container[nn.Module] = ()
+) -> None:
     """Compile the forward of every block as one graph; FSDP's hooks stay outside of it.
 
-    Shapes are static, because those of a run do not change from step to step.
+    Shapes are static, because those of a run do not change from step to step. A block in `parts`
+    has modules that are not compiled, and is several graphs.
     """
     if not config.compiles("model"):
         return
@@ -57,7 +60,7 @@ def compile_blocks(blocks: nn.ModuleDict, config: CompileConfig) -> None:
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 64)
     for block in blocks.values():
         compiled = torch.compile(
-            block.forward, backend=config.backend, fullgraph=True, dynamic=False
+            block.forward, backend=config.backend, fullgraph=block not in parts, dynamic=False
         )
         block.forward = partial(_call_with_plain_tensor, compiled)
 

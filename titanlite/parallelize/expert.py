@@ -10,9 +10,10 @@ Two layouts of a mixture of experts on tensor-parallel ranks, whose input is [B,
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -26,7 +27,10 @@ from torch.distributed.tensor import (
 )
 
 from titanlite.distributed.mesh import Degrees, ExpertMesh, Mesh
+from titanlite.errors import ConfigError
+from titanlite.models import ExpertSizes
 from titanlite.models.moe import GroupedExperts, MixtureOfExperts, SharedExperts, compute_experts
+from titanlite.parallelize.activation_checkpoint import outside_saved_operations
 from titanlite.parallelize.fsdp import ExpertGroups
 from titanlite.parallelize.tensor_styles import SEQUENCE_DIM, replicate_parameter, replicated_local
 from titanlite.parallelize.token_exchange import ExpertExchange
@@ -42,6 +46,8 @@ def apply_expert_parallel(model: nn.Module, mesh: Mesh) -> None:
             if mesh.experts.exchange is not None:
                 exchange = ExpertExchange(mesh.experts.exchange.get_group())
                 module.use_dispatch(partial(_dispatch, exchange))
+                # The number of rows is different in every step, and the host has to know it.
+                module.forward = torch.compiler.disable(module.forward)
 
 
 def expert_groups(blocks: nn.ModuleDict, mesh: ExpertMesh) -> ExpertGroups:
@@ -62,7 +68,12 @@ def _dispatch(
 ) -> Callable[[], Tensor]:
     """The `TokenDispatch` of expert parallel."""
     finish = exchange.start(rows, counts)
-    return lambda: finish(experts)
+
+    def compute(received: Tensor, local_counts: Tensor) -> Tensor:
+        with outside_saved_operations():  # FSDP's all-gather of the experts
+            return experts(received, local_counts)
+
+    return lambda: finish(compute)
 
 
 def _parallelize_experts(experts: GroupedExperts, mesh: ExpertMesh) -> None:
@@ -144,3 +155,41 @@ def _distribute(
     parameter = module.get_parameter(name)
     sharded = distribute_tensor(parameter, mesh, placements, src_data_rank=None)
     module.register_parameter(name, nn.Parameter(sharded))
+
+
+def check_expert_parallel(degrees: Degrees, experts: ExpertSizes | None) -> Iterator[ConfigError]:
+    """Reject degrees that do not fit the experts of the model; None: it has none."""
+    key = "parallelism.expert_parallel_degree"
+    if experts is None:
+        if degrees.expert > 1:
+            yield ConfigError(
+                f"{key} = {degrees.expert}: the model has no experts.",
+                fix=f"Set {key} = 1, or choose a model with experts.",
+                keys=(key, "model.name", "model.flavor"),
+            )
+        return
+    if experts.count % degrees.expert:
+        yield ConfigError(
+            f"{key} = {degrees.expert}: does not divide the {experts.count} experts of the model.",
+            fix=f"Use a divisor of {experts.count}.",
+            keys=(key,),
+        )
+    tensor_key = "parallelism.tensor_parallel_degree"
+    expert_tensor = "parallelism.expert_tensor_parallel_degree"
+    if experts.hidden_dim % degrees.expert_tensor_ranks:
+        fix = (
+            f"Use a divisor of {experts.hidden_dim}, or set {key} above 1 and {expert_tensor} = 1."
+        )
+        yield ConfigError(
+            f"{tensor_key} = {degrees.tensor}: does not divide the hidden width of an expert,"
+            f" {experts.hidden_dim}.",
+            fix=fix,
+            keys=(tensor_key, expert_tensor),
+        )
+    if experts.shared_dim % degrees.tensor:
+        yield ConfigError(
+            f"{tensor_key} = {degrees.tensor}: does not divide the hidden width of the shared"
+            f" experts, {experts.shared_dim}.",
+            fix=f"Use a divisor of {experts.shared_dim}.",
+            keys=(tensor_key,),
+        )
