@@ -9,7 +9,6 @@ from titanlite.models import LLAMA3, ExpertSizes, Llama, Llama3Sizes, MixtureOfE
 from titanlite.models.llama3.model import TransformerBlock
 from titanlite.models.spec import ModelSpec
 
-
 EXPERTS = ExpertSizes(count=4, active=2, hidden_dim=24)
 
 

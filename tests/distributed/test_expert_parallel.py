@@ -8,7 +8,9 @@ import pytest
 
 from tests.distributed.moe_family import MoESizes
 from tests.distributed.oracle import SGD, Layout, Recipe, with_enough_blocks
+from tests.distributed.ranks import run_on_ranks
 from tests.distributed.test_oracle import assert_matches_one_process, join_names
+from tests.distributed.test_replica_check import findings_of
 from titanlite.models import ExpertSizes
 
 EXPERTS = ExpertSizes(count=4, active=2, hidden_dim=24, shared_dim=16)
@@ -118,3 +120,11 @@ def test_experts_without_tokens_match_one_process():
         Layout(shard=2, tensor=2, expert=4, recompute="full"),
     ]
     assert_matches_one_process([(layout, SPARSE) for layout in layouts])
+
+
+def test_a_flipped_bit_of_an_expert_names_its_replicas():
+    layout, expert = Layout(replicate=2, shard=2, expert=2), "layers.1.moe.experts.w2"
+    case = (layout, 3, expert)
+    for ((healthy, damaged),) in run_on_ranks(findings_of, 4, [case], RECIPE):
+        assert healthy == []
+        assert [finding[0] for finding in damaged] == [[1, 3]]
