@@ -13,12 +13,15 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from tests.distributed.balanced import ReferenceBalancing
+from tests.distributed.moe_family import MOE_FAMILY, MoESizes
 from titanlite.data import SourceConfig, open_sample_stream
 from titanlite.distributed.mesh import Degrees, Mesh, ParallelismConfig, build_mesh
 from titanlite.labels import DOCUMENT_END as PACKED_END
 from titanlite.labels import IGNORE_INDEX
-from titanlite.models import FAMILIES, Llama3Sizes, LossConfig
+from titanlite.models import FAMILIES, Llama3Sizes, LossConfig, ModelSpec
 from titanlite.models.mup import BaseWidths, MupConfig, WidthScale, width_scales
+from titanlite.models.router import NO_BALANCING, LoadBalancing
 from titanlite.optim import (
     LossScale,
     MatrixFacts,
@@ -39,9 +42,24 @@ from titanlite.parallelize.compile import CompileConfig
 from titanlite.parallelize.pipeline_plan import plan_pipeline
 from titanlite.parallelize.stage_partition import balance_stages
 from titanlite.parallelize.weight_init import init_weights
-from titanlite.training import Engine, StepSettings, TrainState, build_engine, take_step, validate
+from titanlite.training import (
+    Engine,
+    ExpertLoad,
+    StepSettings,
+    TrainState,
+    build_engine,
+    take_step,
+    validate,
+)
 
 FAMILY = FAMILIES["llama3"]
+
+
+def family_of(sizes: Llama3Sizes) -> ModelSpec:
+    """The model family with these sizes."""
+    return MOE_FAMILY if isinstance(sizes, MoESizes) else FAMILY
+
+
 SEED, STEPS = 7, 3
 CPU = torch.device("cpu")
 DOCUMENT_END = 0  # token id
@@ -89,7 +107,7 @@ class Layout:
         return max(1, recipe.batch // self.degrees.data // self.accumulate)
 
     def section(self, recipe: Recipe) -> ParallelismConfig:
-        costs = FAMILY.module_flops(recipe.sizes, recipe.seq_len)
+        costs = family_of(recipe.sizes).module_flops(recipe.sizes, recipe.seq_len)
         first, last = self.less or (None, None)
         return ParallelismConfig(
             enable_async_tensor_parallel=self.overlap,
@@ -121,6 +139,7 @@ class Layout:
             ),
             compile=CompileConfig(self.compile != "", backend=self.compile or "eager"),
             loss=LossConfig(chunk_tokens=self.chunk, z_loss=recipe.z_loss),
+            load_balancing=recipe.balancing,
             compute_dtype=dtype,
             cpu_offload=self.offload,
             document_mask=recipe.documents,
@@ -150,10 +169,11 @@ class Recipe:
     state_dtype: str = "float32"  # of the optimizer
     options: tuple[tuple[str, Any], ...] = ()  # of [optimizer], which win over those above
     mup_base: BaseWidths | None = None
+    balancing: LoadBalancing = NO_BALANCING  # of experts
 
     @property
     def widths(self) -> dict[str, WidthScale]:
-        return width_scales(MupConfig(self.mup_base), FAMILY, self.sizes)
+        return width_scales(MupConfig(self.mup_base), family_of(self.sizes), self.sizes)
 
     @property
     def section(self) -> OptimizerConfig:
@@ -234,17 +254,19 @@ VALIDATION_STEPS = (2, STEPS)  # also before the last step, to see effects on la
 
 
 def build_recipe_optimizer(model, recipe: Recipe) -> OptimizerSet:
-    facts = MatrixFacts(FAMILY, recipe.sizes)
+    facts = MatrixFacts(family_of(recipe.sizes), recipe.sizes)
     return build_optimizer(model, recipe.section, facts, widths=recipe.widths)
 
 
 @cache
 def one_process(recipe: Recipe) -> Record:
     """The reference run: no titanlite code but the model, its initialization and the optimizer."""
-    model = FAMILY.build(recipe.sizes)
-    init_weights(model, FAMILY.init_roles, recipe.sizes.n_layers, SEED, recipe.widths)
+    family = family_of(recipe.sizes)
+    model = family.build(recipe.sizes)
+    init_weights(model, family.init_roles, recipe.sizes.n_layers, SEED, recipe.widths)
     optimizer = build_recipe_optimizer(model, recipe)
     optimizer.set_lr(recipe.lr)
+    balancing = ReferenceBalancing(model, recipe.balancing)
     record = Record()
     for step in range(recipe.steps):
         inputs, labels = batch_at(step, recipe)
@@ -252,7 +274,7 @@ def one_process(recipe: Recipe) -> Record:
         labels = labels.where(labels >= 0, IGNORE_INDEX)
         loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORE_INDEX)
         z_loss = recipe.z_loss * logits.logsumexp(-1)[labels != IGNORE_INDEX].square().mean()
-        (loss + z_loss).backward()
+        (loss + z_loss + balancing.loss()).backward()
         limit = recipe.max_norm or float("inf")
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), limit)
         record.losses.append(loss.item())
@@ -263,9 +285,11 @@ def one_process(recipe: Recipe) -> Record:
         record.gradients.append({n: p.grad.clone() for n, p in model.named_parameters()})
         optimizer.step()
         optimizer.zero_grad()
+        balancing.finish_step()
         if step + 1 in VALIDATION_STEPS:
             record.validations.append(_reference_validation(model, ValidationData(recipe), recipe))
-    record.weights = {n: p.detach().clone() for n, p in model.named_parameters()}
+    assert balancing.closest > 2e-7, f"{balancing.closest}: rounding could select other experts"
+    record.weights = {n: p.detach().clone() for n, p in model.state_dict().items()}
     return record
 
 
@@ -308,11 +332,12 @@ def build_sharded(layout: Layout, recipe: Recipe, dtype: torch.dtype = torch.flo
     section, mesh = layout.section(recipe), build_mesh(layout.degrees, "cpu")
     activation_offload.MIN_BYTES = 1  # all tensors of these models are small
     sizes, local_batch = recipe.sizes, layout.local_batch(recipe)
-    plan, problems = plan_pipeline(section, FAMILY, sizes, recipe.seq_len, local_batch)
+    family = family_of(sizes)
+    plan, problems = plan_pipeline(section, family, sizes, recipe.seq_len, local_batch)
     assert plan is not None, problems
     parallel_layout = ParallelLayout(mesh, section, plan)
     sharded = build_sharded_model(
-        FAMILY,
+        family,
         sizes,
         parallel_layout,
         replace(layout.transforms(recipe, dtype), **transforms),
@@ -351,7 +376,11 @@ def start_run(
 ) -> tuple[TrainState, Engine, Mesh]:
     """Build a run under a layout; no step is taken."""
     model, mesh, engine = build_sharded(layout, recipe, **options)
-    return TrainState(model, build_recipe_optimizer(model, recipe), scale), engine, mesh
+    family, load = family_of(recipe.sizes), None
+    if family.experts(recipe.sizes) is not None:
+        load = ExpertLoad(model, family, recipe.sizes, recipe.balancing, mesh)
+    optimizer = build_recipe_optimizer(model, recipe)
+    return TrainState(model, optimizer, scale, expert_load=load), engine, mesh
 
 
 def run_until(
@@ -402,6 +431,9 @@ def run_until(
     for hook in hooks:
         hook.remove()
     record.weights = {name: shard_and_offset(p) for name, p in named}
+    if named:
+        biases = {n: b for n, b in state.model.named_buffers() if n.endswith("expert_bias")}
+        record.weights |= {name: shard_and_offset(bias) for name, bias in biases.items()}
 
 
 def shard_and_offset(tensor: Tensor) -> tuple[tuple[int, ...], tuple[int, ...], Tensor]:

@@ -1,0 +1,52 @@
+"""A small family with a mixture of experts: Llama, whose blocks but the first have experts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from titanlite.models import LLAMA3, ExpertSizes, Llama, Llama3Sizes, MixtureOfExperts
+from titanlite.models.llama3.model import TransformerBlock
+from titanlite.models.spec import ModelSpec
+
+
+@dataclass(frozen=True)
+class MoESizes(Llama3Sizes):
+    """Sizes of a Llama with experts."""
+
+    experts: ExpertSizes = ExpertSizes(count=4, active=2, hidden_dim=24)
+
+
+class ExpertBlock(TransformerBlock):
+    """A block with a mixture of experts."""
+
+    def __init__(self, sizes: MoESizes):
+        super().__init__(sizes)
+        del self.feed_forward
+        self.moe = MixtureOfExperts(sizes.dim, sizes.experts)
+
+    def forward(self, x, rope, documents=None, cache=None):
+        x = x + self.attention(self.attention_norm(x), rope, documents, cache)
+        return x + self.moe(self.ffn_norm(x))
+
+
+class MoELlama(Llama):
+    """Llama with experts in all blocks but the first."""
+
+    def __init__(self, sizes: MoESizes):
+        super().__init__(sizes)
+        for number in range(1, sizes.n_layers):
+            self.layers[str(number)] = ExpertBlock(sizes)
+
+
+def check_nothing(sizes: MoESizes) -> Iterator:
+    return iter(())
+
+
+MOE_FAMILY: ModelSpec[MoESizes] = replace(
+    LLAMA3,
+    name="moe",
+    build=MoELlama,
+    init_roles={"*.experts.w2": "residual", **LLAMA3.init_roles},
+    experts=lambda sizes: sizes.experts,
+)
