@@ -26,9 +26,10 @@ MAX_VALUE_BYTES = 64 << 20  # of one value; far more than any value here
 
 
 def all_reduce_sum(mesh: DeviceMesh, value: Tensor) -> Tensor:
-    """Sum `value` over the ranks of a one-dimensional mesh, in place."""
-    if mesh.size() > 1:
-        dist.all_reduce(value, group=mesh.get_group())
+    """Sum `value` over the ranks of a mesh, in place, one dimension after the other."""
+    for dim in range(mesh.ndim):
+        if mesh.size(dim) > 1:
+            dist.all_reduce(value, group=mesh.get_group(dim))
     return value
 
 

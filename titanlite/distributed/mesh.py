@@ -220,18 +220,6 @@ class Mesh:
     def batch_rank(self) -> int:
         return self.batch.get_local_rank()
 
-    @property
-    def routing(self) -> tuple[DeviceMesh, ...]:
-        """One-dimensional meshes, whose ranks together route all tokens of a pipeline stage once.
-
-        Tensor ranks that each have a shard of the same experts all route the same tokens.
-        """
-        names = self.fsdp.mesh_dim_names
-        assert names is not None
-        routing = tuple(self.fsdp[name] for name in names) if len(names) > 1 else (self.fsdp,)
-        own_tokens = self.degrees.expert > 1 and self.degrees.expert_tensor == 1
-        return (*routing, self.tp) if own_tokens else routing
-
 
 def coordinates_of(rank: int, degrees: Degrees) -> dict[str, int]:
     """Coordinate of a rank in each dimension of the mesh, from 0."""

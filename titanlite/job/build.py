@@ -75,6 +75,7 @@ from titanlite.training import (
     Batch,
     Counters,
     Engine,
+    ExpertLoad,
     PeriodicAction,
     Rewinder,
     Run,
@@ -306,7 +307,11 @@ def build_state(
     device = next(model.model.parameters()).device
     judge = StepJudge(job.config.guard, device, mesh.tp) if job.config.guard.enabled else None
     noise_scale = NoiseScale() if job.config.metrics.noise_scale_freq else None
-    state = TrainState(model.model, optimizer, job.loss_scale, counters, judge, noise_scale)
+    load = None
+    if job.spec.experts(job.sizes) is not None:
+        balancing = job.transforms.load_balancing
+        load = ExpertLoad(model.model, job.spec, job.sizes, balancing, mesh)
+    state = TrainState(model.model, optimizer, job.loss_scale, counters, judge, noise_scale, load)
     if not job.config.optimizer.early_step_in_backward:
         return state, None
     return state, OptimizerInBackward(model.model, optimizer)

@@ -14,6 +14,7 @@ from titanlite.job.config import FACTS, JobConfig
 from titanlite.kernels.backend import check_attention_config
 from titanlite.metrics import check_metrics_config, check_profiling_config
 from titanlite.models import FAMILIES, ModelSizes, ModelSpec, first_match
+from titanlite.models.load_balancing import check_load_balancing
 from titanlite.models.mup import check_mup_base
 from titanlite.optim import (
     LossScaleConfig,
@@ -56,6 +57,7 @@ def check_config(config: JobConfig, ranks: int) -> Iterator[UserError]:
         sizes = spec.sizes_of(config.model)
         yield from spec.check_sizes(sizes)
         yield from check_mup(config, spec, sizes)
+        yield from check_load_balancing(config.experts, spec, sizes)
         yield from _check_groups(config, spec, sizes)
         if config.checkpoint.last_save_in_hf:
             yield from _check_export(spec, sizes)

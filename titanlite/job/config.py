@@ -12,6 +12,7 @@ from titanlite.distributed.process_group import CommConfig, DebugConfig
 from titanlite.kernels.backend import AttentionConfig
 from titanlite.metrics import MetricsConfig, ProfilingConfig
 from titanlite.models import LossConfig, ModelConfig
+from titanlite.models.load_balancing import ExpertsConfig
 from titanlite.models.mup import MupConfig
 from titanlite.optim import LossScaleConfig, LRSchedulerConfig, OptimizerConfig
 from titanlite.parallelize.activation_checkpoint import ActivationCheckpointConfig
@@ -72,6 +73,7 @@ class JobConfig:
     loss_scale: LossScaleConfig = field(default_factory=LossScaleConfig)
     guard: GuardConfig = field(default_factory=GuardConfig)
     loss: LossConfig = field(default_factory=LossConfig)
+    experts: ExpertsConfig = field(default_factory=ExpertsConfig)
     compile: CompileConfig = field(default_factory=CompileConfig)
     quantize: QuantizeConfig = field(default_factory=QuantizeConfig)
     metrics: MetricsConfig = field(default_factory=MetricsConfig)

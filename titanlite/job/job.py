@@ -21,6 +21,7 @@ from titanlite.job.mixture import check_stream_length, log_mixture
 from titanlite.kernels.backend import AttentionShape
 from titanlite.log import logger, pluralize
 from titanlite.models import FAMILIES, ModelSizes, ModelSpec
+from titanlite.models.load_balancing import resolve_load_balancing
 from titanlite.models.mup import WidthScale, width_scales
 from titanlite.optim import LossScale, RateSchedule
 from titanlite.parallelize import DTYPES, ModelTransforms
@@ -60,6 +61,7 @@ class Job:
         return ModelTransforms(
             activation_checkpoint=config.activation_checkpoint,
             loss=config.loss,
+            load_balancing=resolve_load_balancing(config.experts, self.spec),
             compile=config.compile,
             float8=config.float8,
             param_dtype=DTYPES[training.dtype],

@@ -20,6 +20,7 @@ from titanlite.training import (
     check_replicas,
     measure_noise_scale,
     periodic,
+    record_expert_load,
     record_layer_norms,
     record_source_losses,
     report_stragglers,
@@ -45,6 +46,8 @@ def _build_actions(job: Job, run: Run) -> Iterator[PeriodicAction]:
     if freq := config.metrics.layer_norms_freq:
         norms = LayerNorms(state.model, mesh, list_layers(job), lambda name: layer_of(job, name))
         yield record_layer_norms(state, norms, sinks, freq)
+    if load := state.expert_load:
+        yield record_expert_load(load, sinks, config.metrics.log_freq)
     if config.replica_check.freq and job.degrees.ranks > 1:
         saves = run.checkpointer
         yield check_replicas(

@@ -10,6 +10,7 @@ from titanlite.models.llama3.spec import LLAMA3
 from titanlite.models.loss import LossConfig, OutputLayer, Vocabulary, valid_tokens
 from titanlite.models.moe import GroupedExperts, MixtureOfExperts, TokenDispatch
 from titanlite.models.router import ExpertSizes, LoadBalancing, Router, check_expert_sizes
+from titanlite.models.shape import Experts, LatentAttention, ModelShape
 from titanlite.models.spec import (
     HuggingFaceMapping,
     ModelConfig,
@@ -26,14 +27,17 @@ __all__ = [
     "FAMILIES",
     "LLAMA3",
     "ExpertSizes",
+    "Experts",
     "GroupedExperts",
     "HuggingFaceMapping",
+    "LatentAttention",
     "Llama",
     "Llama3Sizes",
     "LoadBalancing",
     "LossConfig",
     "MixtureOfExperts",
     "ModelConfig",
+    "ModelShape",
     "ModelSizes",
     "ModelSpec",
     "OutputLayer",

@@ -72,8 +72,9 @@ class RouterGate(nn.Linear):
 class Router(nn.Module):
     """Select experts for each token, and count how many tokens each expert gets.
 
-    The buffers are state of the run, in fp32 in every precision: the bias that selects, and the
-    fraction of all selections that each expert had in the previous step.
+    The buffers are in fp32 in every precision. The bias that selects is part of the model;
+    `previous_load`, the fraction of all selections that each expert had in the previous step, is
+    part of the state of a run.
     """
 
     expert_bias: Tensor | None
@@ -87,7 +88,8 @@ class Router(nn.Module):
         self.gate = RouterGate(dim, sizes.count, bias=False)
         bias = torch.zeros(sizes.count) if sizes.selection_bias else None
         self.register_buffer("expert_bias", bias)
-        self.register_buffer("previous_load", torch.full((sizes.count,), 1 / sizes.count))
+        load = torch.full((sizes.count,), 1 / sizes.count)
+        self.register_buffer("previous_load", load, persistent=False)
         # Of this step and this rank: selections of each expert; sums of `SUMS` over tokens
         counts, sums = torch.zeros(sizes.count, dtype=torch.int64), torch.zeros(len(SUMS))
         self.register_buffer("counts", counts, persistent=False)
@@ -148,19 +150,39 @@ class Router(nn.Module):
         self.counts.zero_()
         self.sums.zero_()
 
+    @property
+    def shares_tokens(self) -> bool:
+        """Whether other ranks route the same tokens."""
+        return self._replicas > 1
+
+    @property
+    def balancing(self) -> LoadBalancing:
+        """The coefficients of the balancing losses."""
+        return self._balancing
+
     @torch.no_grad()
     def finish_step(self, counts: Tensor, accept: Tensor | None) -> None:
-        """Update the bias and the load by `counts` [E] of the global batch, unless `accept` is
-        False; `accept` is 0-d on the device."""
-        load = counts.float()
+        """Update the bias and the load by the selections `counts` [E] of the global batch.
+
+        Unless `accept`, 0-d and bool, is False; the host need not know it.
+        """
+        counts = counts.float()
         # DeepSeek-V3, section 2.1.2: a bias grows while its expert has less than the mean load
         if self.expert_bias is not None and (rate := self._balancing.bias_update_rate):
-            change = rate * (load.mean() - load).sign()
+            change = rate * (counts.mean() - counts).sign()
             self.expert_bias.copy_(
-                _if_accepted(self.expert_bias + change, self.expert_bias, accept)
+                _if_accepted(accept, self.expert_bias + change, self.expert_bias)
             )
-        fraction = load / load.sum().clamp(min=1)
-        self.previous_load.copy_(_if_accepted(fraction, self.previous_load, accept))
+        load = counts / counts.sum().clamp(min=1)
+        self.previous_load.copy_(_if_accepted(accept, load, self.previous_load))
+
+    @torch.no_grad()
+    def set_previous_load(self, load: Tensor | None) -> None:
+        """Set `previous_load` [E]; None: as before the first step."""
+        if load is None:
+            self.previous_load.fill_(1 / self.sizes.count)
+        else:
+            self.previous_load.copy_(load)
 
     def _observe(self, logits: Tensor, scores: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
         """Count selections, and attach the balancing losses to the weights."""
@@ -209,6 +231,11 @@ class Router(nn.Module):
 SUMS = ("aux_loss", "z_loss", "entropy")  # what a router sums over tokens, without coefficients
 
 
+def find_routers(model: nn.Module) -> list[Router]:
+    """The routers of a model, or of its part on this rank."""
+    return [module for module in model.modules() if isinstance(module, Router)]
+
+
 def stable_top_k(scores: Tensor, k: int) -> Tensor:
     """The indices [N, k] of the largest scores [N, E] in descending order; ties by index.
 
@@ -229,8 +256,8 @@ def is_recomputing() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-def _if_accepted(new: Tensor, old: Tensor, accept: Tensor | None) -> Tensor:
-    return new if accept is None else torch.where(accept, new, old)
+def _if_accepted(accept: Tensor | None, new: Tensor, old: Tensor) -> Tensor:
+    return new if accept is None else torch.where(accept.to(new.device), new, old)
 
 
 class _AttachLoss(torch.autograd.Function):

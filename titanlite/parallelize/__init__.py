@@ -10,8 +10,9 @@ from torch import nn
 
 from titanlite.distributed.mesh import Mesh, ParallelismConfig
 from titanlite.kernels.backend import set_attention_kernel
-from titanlite.models import LossConfig, ModelSizes, ModelSpec, OutputLayer, Router
+from titanlite.models import LoadBalancing, LossConfig, ModelSizes, ModelSpec, OutputLayer
 from titanlite.models.mup import WidthScale
+from titanlite.models.router import NO_BALANCING, find_routers
 from titanlite.parallelize.activation_checkpoint import (
     ActivationCheckpointConfig,
     checkpoint_blocks,
@@ -57,6 +58,7 @@ class ModelTransforms:
     reduce_dtype: torch.dtype = torch.float32  # gradient reduction across ranks
     cpu_offload: bool = False  # store weights, gradients and optimizer state in host memory
     attention_kernel: str | None = None  # None: torch selects one
+    load_balancing: LoadBalancing = NO_BALANCING  # of the experts
     document_mask: bool = False  # attention does not cross document boundaries
 
 
@@ -96,6 +98,8 @@ def parallelize(
     output = getattr(model, spec.output_path)
     if output is not None:
         output.loss = transforms.loss
+    for router in find_routers(model):
+        router.set_balancing(transforms.load_balancing)
     convert_to_float8(model, transforms.float8)  # before TP, which has styles for Float8 linears
     styles = select_linear_styles(transforms.float8)
     loss_parallel = not config.disable_loss_parallel
@@ -111,8 +115,7 @@ def parallelize(
     if config.enable_async_tensor_parallel:
         enable_async_tensor_parallel_fusion(mesh.tp)  # a compiler setting: before compile
     set_memory_budget(activation_checkpoint)  # likewise
-    experts = expert_groups(blocks, mesh.experts)
-    compile_blocks(blocks, transforms.compile, experts.of_block)
+    compile_blocks(blocks, transforms.compile)
     compile_loss(output, transforms.compile)
     checkpoint_blocks(blocks, activation_checkpoint)  # after compile: recomputes a compiled block
     if activation_checkpoint.offload:  # after checkpointing, to offload the block inputs it saves
@@ -125,6 +128,7 @@ def parallelize(
         transforms.cpu_offload,
     )
     # last: shards and casts what is still replicated
+    experts = expert_groups(blocks, mesh.experts)
     apply_fsdp(model, before, blocks.values(), after, mesh.fsdp, fsdp_policy, experts)
 
 
@@ -169,9 +173,8 @@ class ParallelModules:
         """Allocate this rank's shards, and initialize the weights."""
         model, transforms, sizes = self.model, self.transforms, self.sizes
         model.to_empty(device="cpu" if transforms.cpu_offload else device)
-        for module in model.modules():
-            if isinstance(module, Router):
-                module.move_buffers(device)
+        for router in find_routers(model):
+            router.move_buffers(device)
         # Like TP, to_empty() replaces both parameters of a tied pair; FSDP does not always tie them
         tie_parameters(model, self.spec.tied_parameters(sizes))
         init_weights(model, self.spec.init_roles, sizes.n_layers, seed, widths)

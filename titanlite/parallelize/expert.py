@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from functools import partial
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -46,8 +45,6 @@ def apply_expert_parallel(model: nn.Module, mesh: Mesh) -> None:
             if mesh.experts.exchange is not None:
                 exchange = ExpertExchange(mesh.experts.exchange.get_group())
                 module.use_dispatch(partial(_dispatch, exchange))
-                # The number of rows is different in every step, and the host has to know it.
-                module.forward = torch.compiler.disable(module.forward)
 
 
 def expert_groups(blocks: nn.ModuleDict, mesh: ExpertMesh) -> ExpertGroups:

@@ -16,8 +16,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from titanlite.errors import ConfigError
-from titanlite.models import Router, first_match
+from titanlite.models import first_match
 from titanlite.models.mup import WidthScale
+from titanlite.models.router import find_routers
 
 INIT_STD = 0.02  # as GPT-2 and most models since; clamped to three standard deviations
 BLOCK_VALUES = 1 << 16  # values in one block of rows; changing it changes the weights of every seed
@@ -64,9 +65,8 @@ def init_weights(
                 f"parameter {name}: the model family gives it {shown}.",
                 fix=f"Use one of {', '.join(INIT_ROLES)}.",
             )
-    for module in model.modules():
-        if isinstance(module, Router):
-            module.init_buffers()
+    for router in find_routers(model):
+        router.init_buffers()
 
 
 def _fill_normal(parameter: Tensor, name: str, seed: int, std: float) -> None:

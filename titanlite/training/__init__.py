@@ -16,6 +16,8 @@ from titanlite.training.evaluation import (
     check_evaluation_config,
     evaluate_checkpoints,
 )
+from titanlite.training.expert_load import ExpertLoad
+from titanlite.training.expert_meter import record_expert_load
 from titanlite.training.guard import GuardConfig, StepJudge, check_guard_config
 from titanlite.training.layer_norms import LayerNorms, record_layer_norms
 from titanlite.training.loop import train
@@ -47,6 +49,7 @@ __all__ = [
     "Counters",
     "Engine",
     "EvaluationConfig",
+    "ExpertLoad",
     "GuardConfig",
     "LayerNorms",
     "NoiseScaleEngine",
@@ -74,6 +77,7 @@ __all__ = [
     "check_replicas",
     "evaluate_checkpoints",
     "measure_noise_scale",
+    "record_expert_load",
     "record_layer_norms",
     "record_source_losses",
     "report_stragglers",

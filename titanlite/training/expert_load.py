@@ -2,29 +2,47 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from titanlite.distributed.collectives import all_reduce_sum
 from titanlite.distributed.mesh import Mesh
-from titanlite.metrics import MetricSinks
-from titanlite.models import ExpertSizes, LoadBalancing, ModelSizes, ModelSpec, Router
-from titanlite.training.periodic import PeriodicAction, StepInfo
+from titanlite.models import LoadBalancing, ModelSizes, ModelSpec, Router
+from titanlite.models.router import SUMS
+
+
+class LoadStatistics(NamedTuple):
+    """The load of the experts in one step, over the global batch; of the worst block, or a mean."""
+
+    load_max: float  # largest over blocks: load of the busiest expert / mean load
+    load_cv: float  # largest over blocks: standard deviation of the load / mean load
+    entropy: float  # of the router's probabilities, in nats; mean over tokens and blocks
+    aux_loss: float  # with its coefficient, summed over blocks
+    z_loss: float  # likewise
+    dropped_tokens: int  # selections that no expert computed
 
 
 class ExpertLoad:
-    """The routers of this rank's layers.
+    """The routers of this rank's blocks.
 
-    A step calls `begin_step`, `measure` after backward, and `update` if it updates the parameters.
+    A step calls `begin_step`, then `measure` after backward, and `update` with its result if it
+    updates the parameters.
     """
 
     def __init__(
-        self, model: nn.Module, spec: ModelSpec[Any], sizes: ModelSizes, mesh: Mesh
-    ) -> None:
-        self.sizes, self._mesh, self._n_layers = spec.experts(sizes), mesh, sizes.n_layers
+        self,
+        model: nn.Module,
+        spec: ModelSpec[Any],
+        sizes: ModelSizes,
+        balancing: LoadBalancing,
+        mesh: Mesh,
+    ):
+        experts = spec.experts(sizes)
+        assert experts is not None, "the model has no experts"
+        self._balancing = balancing
+        self.sizes, self._mesh, self._n_blocks = experts, mesh, sizes.n_layers
         prefix = f"{spec.blocks_path}."
         self._routers = {
             int(name.removeprefix(prefix).partition(".")[0]): module
@@ -32,46 +50,68 @@ class ExpertLoad:
             if isinstance(module, Router)
         }
 
-    @property
-    def is_empty(self) -> bool:
-        """Whether the model has no experts, on any rank."""
-        return self.sizes is None
-
     def begin_step(self, divisor: float) -> None:
-        """Before forward; `divisor`: tokens of the global batch / loss scale."""
+        """Call it before forward; `divisor`: tokens of the global batch / loss scale."""
         for router in self._routers.values():
             router.begin_step(divisor)
 
     def forget(self) -> None:
-        """Forget a forward and backward that is not part of the step."""
+        """Forget a forward that is not part of the step."""
         for router in self._routers.values():
             router.reset_counts()
 
     def measure(self) -> Tensor | None:
-        """Of each of this rank's layers: the selections of each expert in the global batch, and the
-        sums of `Router.SUMS` over its tokens; float64 [layers, E + 3], on the device."""
+        """Sum over the global batch what this rank's routers counted, with one all-reduce.
+
+        [blocks, E + 3] in float64, which counts exactly: selections of each expert, and
+        `router.SUMS`; None on a rank without experts.
+        """
         if not self._routers:
             return None
-        routers = self._routers.values()
-        # float64 counts exactly, so one all-reduce is enough
-        local = torch.stack([torch.cat((r.counts.double(), r.sums.double())) for r in routers])
-        for dim in range(self._mesh.fsdp.ndim):
-            all_reduce_sum(self._mesh.fsdp[self._mesh.fsdp.mesh_dim_names[dim]], local)
-        return local
+        routers = list(self._routers.values())
+        total = torch.stack([torch.cat((r.counts.double(), r.sums.double())) for r in routers])
+        if not routers[0].shares_tokens:
+            all_reduce_sum(self._mesh.tp, total)
+        return all_reduce_sum(self._mesh.fsdp, total)
 
     def update(self, measured: Tensor | None, accept: Tensor | None) -> None:
-        """Update biases and previous loads by what `measure` returned, unless `accept` is False."""
-        if measured is None:
-            return
-        for router, row in zip(self._routers.values(), measured, strict=True):
-            router.finish_step(row[: router.sizes.count], accept)
+        """Update biases and previous loads by a result of `measure`, unless `accept` is False."""
+        if measured is not None:
+            for router, row in zip(self._routers.values(), measured, strict=True):
+                router.finish_step(row[: self.sizes.count], accept)
 
-    def of_all_layers(self, own: Tensor | None) -> Tensor:
-        """[all layers, ...] of the whole model, from rows of this rank's layers; a collective.
+    def statistics(self, measured: Tensor | None, tokens: int) -> LoadStatistics:
+        """Statistics of a step of `tokens` tokens from a result of `measure`; a collective."""
+        rows = self._of_all_blocks(measured, self.sizes.count + len(SUMS))
+        rows = rows[rows.any(1)].cpu()  # not every block has experts
+        counts, sums = rows[:, : self.sizes.count], rows[:, self.sizes.count :] / tokens
+        aux_loss, z_loss, entropy = sums.sum(0).tolist()
+        mean = counts.mean(1)
+        return LoadStatistics(
+            load_max=(counts.amax(1) / mean).max().item(),
+            load_cv=(counts.std(1, correction=0) / mean).max().item(),
+            entropy=entropy / len(rows),
+            aux_loss=self._balancing.aux_loss_coef * aux_loss,
+            z_loss=self._balancing.z_loss_coef * z_loss,
+            dropped_tokens=round(len(rows) * tokens * self.sizes.active - counts.sum().item()),
+        )
 
-        The rows of layers without experts are 0.
-        """
-        assert self.sizes is not None
-        width = self.sizes.count + len(SUMS) if own is None else own.shape[1]
+    def state(self) -> dict[str, list[float]]:
+        """The previous load of each block with experts, as JSON values; a collective."""
+        loads = [router.previous_load.double() for router in self._routers.values()]
+        rows = self._of_all_blocks(torch.stack(loads) if loads else None, self.sizes.count)
+        return {str(block): row for block, row in enumerate(rows.tolist()) if any(row)}
 
-    def state(self) -> list[list[float]]: ...
+    def restore(self, state: dict[str, list[float]] | None) -> None:
+        """Restore what `state` returned; None: as before the first step."""
+        for block, router in self._routers.items():
+            load = None if state is None else torch.tensor(state[str(block)])
+            router.set_previous_load(load)
+
+    def _of_all_blocks(self, own: Tensor | None, width: int) -> Tensor:
+        """[all blocks, width] from a row for each block of this rank with experts; else zeros."""
+        device = self._mesh.fsdp.device_type
+        rows = torch.zeros(self._n_blocks, width, dtype=torch.float64, device=device)
+        if own is not None:
+            rows[list(self._routers)] = own
+        return all_reduce_sum(self._mesh.pp, rows)

@@ -94,6 +94,8 @@ class NoiseScaleEngine:
         each = [None if grad is None else next(norms) for grad in grads]
         norm = combine_norms(parameters, each, self._mesh).total / scale
         self._state.optimizer.zero_grad()
+        if self._state.expert_load is not None:
+            self._state.expert_load.forget()
         return Measurement(norm, valid / (scaled_valid * scale), global_batch, seq_len)
 
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from titanlite.data import PositionWindow, next_start, window_lr_factor
 from titanlite.optim import LossScale, NoiseScale, OptimizerSet
+from titanlite.training.expert_load import ExpertLoad
 from titanlite.training.guard import NO_HISTORY, StepJudge
 from titanlite.training.rollback import RollbackHistory
 
@@ -121,6 +122,7 @@ class TrainState:
     counters: Counters = field(default_factory=Counters)
     judge: StepJudge | None = None  # None: no guard
     noise_scale: NoiseScale | None = None  # with metrics.noise_scale_freq only
+    expert_load: ExpertLoad | None = None  # of a model with experts
 
     @property
     def step(self) -> int:
@@ -133,15 +135,20 @@ class TrainState:
         return self.counters.position
 
     def progress(self) -> dict[str, Any]:
-        """All state except the tensors of the model and the optimizer, as JSON values."""
+        """All state except the tensors of the model and the optimizer, as JSON values.
+
+        A collective if the model has experts.
+        """
         generators = _generator_states()
         scale = {} if self.loss_scale is None else {"loss_scale": self.loss_scale.state()}
         guard = {} if self.judge is None else {"guard": self.judge.state()}
         noise = {} if self.noise_scale is None else {"noise_scale": self.noise_scale.state()}
+        load = {} if self.expert_load is None else {"expert_load": self.expert_load.state()}
         return {
             **scale,
             **guard,
             **noise,
+            **load,
             **self.counters.progress(),
             "generators": {name: bytes(s.tolist()).hex() for name, s in generators.items()},
         }
@@ -159,6 +166,8 @@ class TrainState:
             self.judge.restore(progress.get("guard", NO_HISTORY))
         if self.noise_scale is not None:
             self.noise_scale.restore(progress.get("noise_scale"))
+        if self.expert_load is not None:
+            self.expert_load.restore(progress.get("expert_load"))
         _set_generator_states(
             {
                 name: torch.frombuffer(bytearray.fromhex(state), dtype=torch.uint8)

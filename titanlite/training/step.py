@@ -44,6 +44,7 @@ class StepResult:
     source_losses: Tensor | None = None
     # [sources]: mean cross-entropy of each source in the global batch, NaN if it has no tokens;
     # None: not measured
+    expert_load: Tensor | None = None  # see `ExpertLoad.measure`; of this rank's blocks
 
     @property
     def skipped(self) -> bool:
@@ -98,6 +99,8 @@ def compute_gradients(
     progress = Progress(state.step, state.counters.tokens, tokens)
     # before backward, which may already update parameters
     scheduled_lr = state.optimizer.follow_schedule(lr * state.counters.lr_factor(samples), progress)
+    if state.expert_load is not None:
+        state.expert_load.begin_step(tokens / scale)
     own_losses = engine.forward_backward(batch, valid / scale, set_phase)
     losses = all_reduce_sum(mesh.loss, own_losses.clone()) / scale
     loss = losses[0]
@@ -128,6 +131,7 @@ def compute_gradients(
         samples=samples,
         tokens=tokens,
         overflowed=overflowed,
+        expert_load=None if state.expert_load is None else state.expert_load.measure(),
     )
 
 
@@ -146,6 +150,8 @@ def finish_step(state: TrainState, result: StepResult, settings: StepSettings) -
             state.optimizer.step()
         else:
             state.optimizer.step_if(result.accept)
+    if state.expert_load is not None and not result.skipped:
+        state.expert_load.update(result.expert_load, result.accept)
     state.optimizer.zero_grad()
     if state.loss_scale is not None and not result.rejected:
         state.loss_scale.update(not result.overflowed)
