@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -56,13 +57,28 @@ class TensorLocation:
 
 
 @dataclass(frozen=True)
+class StackedTensors:
+    """Tensors of one shape and dtype, which are one parameter [E, ...] of ours."""
+
+    of_expert: tuple[TensorLocation, ...]
+
+    @property
+    def shape(self) -> torch.Size:
+        return torch.Size((len(self.of_expert), *self.of_expert[0].shape))
+
+    @property
+    def code(self) -> str:
+        return self.of_expert[0].code
+
+
+@dataclass(frozen=True)
 class HuggingFaceFolder:
     """A checked folder with all tensors of a model; none of them is loaded."""
 
     folder: StorageFolder
     spec: ModelSpec
     sizes: ModelSizes  # the dataclass of the model family
-    tensors: dict[str, TensorLocation]  # by titanlite's parameter names
+    tensors: dict[str, TensorLocation | StackedTensors]  # by titanlite's parameter names
     has_tokenizer: bool  # a tokenizer.json
 
     def read(
@@ -74,9 +90,26 @@ class HuggingFaceFolder:
         """A tensor, or its part of `lengths` from `offsets` on, in the dtype of the file."""
         location = self.tensors[name]
         lengths, offsets = lengths or location.shape, offsets or (0,) * len(location.shape)
-        with _open_safetensors(self.folder, location.file) as file:
-            part = tuple(slice(o, o + n) for o, n in zip(offsets, lengths, strict=True))
-            return file.get_slice(location.name)[part].clone()  # the slice keeps the file mapped
+        if isinstance(location, StackedTensors):
+            (first, *offsets), (count, *lengths) = offsets, lengths
+            parts = location.of_expert[first : first + count]
+            by_file = groupby(parts, key=lambda part: part.file)  # opened once each
+            stacks = [self._read_file(f, list(group), offsets, lengths) for f, group in by_file]
+            return torch.cat(stacks)
+        return self._read_file(location.file, [location], offsets, lengths)[0]
+
+    def _read_file(
+        self,
+        file_name: str,
+        tensors: Sequence[TensorLocation],
+        offsets: Sequence[int],
+        lengths: Sequence[int],
+    ) -> Tensor:
+        """The same part of several tensors of a file, stacked."""
+        part = tuple(slice(o, o + n) for o, n in zip(offsets, lengths, strict=True))
+        with _open_safetensors(self.folder, file_name) as file:
+            # copied, as a slice keeps the file mapped
+            return torch.stack([file.get_slice(tensor.name)[part] for tensor in tensors])
 
     def storage_reader(self) -> StorageReader:
         """For dcp.load({"model": …}): each rank reads its shards, and converts their dtype."""
@@ -94,14 +127,21 @@ def open_hugging_face(folder: StorageFolder) -> HuggingFaceFolder:
     locations = _locate_tensors(folder)
     check_model_size(folder, spec, sizes, len(locations))
     shapes = parameter_shapes(spec, sizes)
-    names = {name: spec.hugging_face.name_of(name) for name in shapes}
+    mapping = spec.hugging_face
+    names = {name: mapping.name_of(name) for name in shapes}
     for name, original in spec.tied_parameters(sizes):
         if names[name] not in locations:
             names[name] = names[original]
-    _check_tensors_match(
-        folder, spec, locations, {names[name]: shape for name, shape in shapes.items()}
-    )
-    tensors = {name: locations[stored_name] for name, stored_name in names.items()}
+    stacked = {n: mapping.expert_names(n, shapes[n][0]) for n in shapes if mapping.is_stacked(n)}
+    expected = {stored: shapes[name] for name, stored in names.items() if name not in stacked}
+    expected |= {part: shapes[name][1:] for name, parts in stacked.items() for part in parts}
+    _check_tensors_match(folder, spec, locations, expected)
+    tensors = {
+        name: StackedTensors(tuple(locations[part] for part in stacked[name]))
+        if name in stacked
+        else locations[stored]
+        for name, stored in names.items()
+    }
     source = HuggingFaceFolder(folder, spec, sizes, tensors, TOKENIZER_FILE in folder.sizes())
     for name, original in spec.tied_parameters(sizes):
         both_stored = tensors[name] != tensors[original]

@@ -77,8 +77,12 @@ def write_hugging_face(
             tensors = dict(model.load(names))
             _write_shard(folder, file, spec, {name: shapes[name] for name in names}, tensors, dtype)
         if SINGLE_FILE not in shards:
-            name_of = spec.hugging_face.name_of
-            weight_map = {name_of(name): file for file, names in shards.items() for name in names}
+            weight_map = {
+                stored: file
+                for file, names in shards.items()
+                for name in names
+                for stored in _stored_shapes(spec, name, shapes[name])
+            }
             index = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
             _write_json(folder, INDEX_FILE, index)
         note = _write_tokenizer(folder, tokenizer, model.bos)
@@ -118,6 +122,14 @@ def _assign_to_shards(
     return {file_name.format(number, len(shards)): shard for number, shard in enumerate(shards, 1)}
 
 
+def _stored_shapes(spec: ModelSpec, name: str, shape: torch.Size) -> dict[str, torch.Size]:
+    """Hugging Face's names and shapes of the tensors of a parameter, in the order of its bytes."""
+    mapping = spec.hugging_face
+    if mapping.is_stacked(name):
+        return dict.fromkeys(mapping.expert_names(name, shape[0]), shape[1:])
+    return {mapping.name_of(name): shape}
+
+
 def _write_shard(
     folder: StorageFolder,
     file: str,
@@ -132,9 +144,10 @@ def _write_shard(
     """
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # required by transformers
     end = 0
-    for name, shape in shapes.items():
+    stored = [pair for n, s in shapes.items() for pair in _stored_shapes(spec, n, s).items()]
+    for name, shape in stored:
         begin, end = end, end + shape.numel() * dtype.itemsize
-        header[spec.hugging_face.name_of(name)] = {
+        header[name] = {
             "dtype": CODE_OF_DTYPE[dtype],
             "shape": list(shape),
             "data_offsets": [begin, end],

@@ -110,22 +110,34 @@ class ModelSizes(Protocol):
 
 SizesT = TypeVar("SizesT", bound=ModelSizes)
 
+EXPERT_INDEX = "{expert}"  # in Hugging Face's names
+
 
 @dataclass(frozen=True)
 class HuggingFaceMapping(Generic[SizesT]):
     """The same architecture in Hugging Face's format."""
 
     architecture: str  # in config.json's `architectures`
-    names: Mapping[str, str]  # titanlite's parameter name -> Hugging Face's; `*`: layer index
+    names: Mapping[str, str]
+    # titanlite's parameter name -> Hugging Face's; `*`: layer index; `{expert}`: stacked experts
+    # [E, ...] are one tensor for each expert, with its index in the name
     derived: str  # pattern of tensors in old folders that are computed from config.json
     to_config: Callable[[SizesT, int], dict[str, Any]]
     # (sizes, tokens per training sequence) -> config.json; raises CheckpointError
     from_config: Callable[[Mapping[str, Any]], SizesT]  # inverse; raises CheckpointError
 
     def name_of(self, name: str) -> str:
-        """Hugging Face's name of one of our parameters."""
+        """Hugging Face's name of one of our parameters; with `{expert}` if it is stacked."""
         index = "".join(part for part in name.split(".") if part.isdigit())
         return self.names[re.sub(r"\.\d+\.", ".*.", name)].replace("*", index)
+
+    def is_stacked(self, name: str) -> bool:
+        """Whether the experts in one of our parameters are tensors of their own."""
+        return EXPERT_INDEX in self.name_of(name)
+
+    def expert_names(self, name: str, experts: int) -> list[str]:
+        """Hugging Face's names of the tensors of a stacked parameter."""
+        return [self.name_of(name).replace(EXPERT_INDEX, str(index)) for index in range(experts)]
 
 
 @dataclass(frozen=True)
