@@ -34,6 +34,21 @@ from titanlite.parallelize.fsdp import ExpertGroups
 from titanlite.parallelize.tensor_styles import SEQUENCE_DIM, replicate_parameter, replicated_local
 from titanlite.parallelize.token_exchange import ExpertExchange
 
+# The hidden dimension of each weight, which is sharded over the tensor ranks
+EXPERT_HIDDEN_DIMS = {"w1": 1, "w2": 2, "w3": 1}  # of [E, F, D] and [E, D, F]
+SHARED_HIDDEN_DIMS = {"w1": 0, "w2": 1, "w3": 0}  # of [F, D] and [D, F]
+
+
+def hidden_dims_of_experts(model: nn.Module) -> dict[str, int]:
+    """Parameter name -> hidden dimension, for every routed and shared expert of a model."""
+    dims = {}
+    for path, module in model.named_modules():
+        if isinstance(module, GroupedExperts):
+            dims.update({f"{path}.{name}": dim for name, dim in EXPERT_HIDDEN_DIMS.items()})
+        if isinstance(module, SharedExperts):
+            dims.update({f"{path}.{name}.weight": dim for name, dim in SHARED_HIDDEN_DIMS.items()})
+    return dims
+
 
 def apply_expert_parallel(model: nn.Module, mesh: Mesh) -> None:
     """Parallelize every mixture of experts of a model, in place."""
@@ -77,8 +92,7 @@ def _parallelize_experts(experts: GroupedExperts, mesh: ExpertMesh) -> None:
     """Shard the weights: experts over the partitions, the hidden width over the tensor ranks."""
     if mesh.weights.size() == 1:
         return
-    hidden_dims = {"w1": 1, "w2": 2, "w3": 1}  # of [E, F, D] and [E, D, F]
-    for name, dim in hidden_dims.items():
+    for name, dim in EXPERT_HIDDEN_DIMS.items():
         placements: list[Placement] = [Shard(0)] if mesh.exchange is not None else [Shard(dim)]
         if mesh.weights.ndim == 2:
             placements.append(Shard(dim))
@@ -115,7 +129,8 @@ def _replicated_gate_forward(gate: nn.Linear, x: Tensor) -> Tensor:
 
 def _shard_shared_experts(shared: SharedExperts, tp: DeviceMesh) -> None:
     """Shard the hidden width; the output of each rank is one summand of the whole output."""
-    for layer, dim in ((shared.w1, 0), (shared.w2, 1), (shared.w3, 0)):
+    for name, dim in SHARED_HIDDEN_DIMS.items():
+        layer = shared.get_submodule(name)
         _distribute(layer, "weight", tp, [Shard(dim)])
         layer.forward = partial(_local_linear_forward, layer)
     if shared.gate is not None:
