@@ -97,13 +97,18 @@ def _parallelize_experts(experts: GroupedExperts, mesh: ExpertMesh) -> None:
         if mesh.weights.ndim == 2:
             placements.append(Shard(dim))
         _distribute(experts, name, mesh.weights, placements)
-    experts.forward = partial(_local_experts_forward, experts)
+    _replace_forward(experts, partial(_local_experts_forward, experts))
 
 
 def _local_experts_forward(experts: GroupedExperts, x: Tensor, counts: Tensor) -> Tensor:
     """Rows for this rank's experts, with its shards of their weights."""
-    w1, w2, w3 = (weight.to_local() for weight in (experts.w1, experts.w2, experts.w3))
+    w1, w2, w3 = map(_own_shard, (experts.w1, experts.w2, experts.w3))
     return compute_experts(w1, w2, w3, x, counts)
+
+
+def _own_shard(weight: Tensor) -> Tensor:
+    assert isinstance(weight, DTensor)
+    return weight.to_local()
 
 
 def _parallelize_over_tensor_ranks(
@@ -112,14 +117,14 @@ def _parallelize_over_tensor_ranks(
     """Parallelize what all tokens visit, and gather the sequence where it has to be."""
     gate, shared = module.router.gate, module.shared_experts
     replicate_parameter(gate, "weight", tp)
-    gate.forward = partial(_replicated_gate_forward, gate)
+    _replace_forward(gate, partial(_replicated_gate_forward, gate))
     if shared is not None:
         _shard_shared_experts(shared, tp)
     if degrees.expert_tensor_ranks > 1:
         module.router.share_tokens(tp.size())
-        module.forward = partial(_gathered_forward, module.forward, tp, SEQUENCE_DIM)
+        _replace_forward(module, partial(_gathered_forward, module.forward, tp, SEQUENCE_DIM))
     elif shared is not None:
-        shared.forward = partial(_gathered_forward, shared.forward, tp, 0)
+        _replace_forward(shared, partial(_gathered_forward, shared.forward, tp, 0))
 
 
 def _replicated_gate_forward(gate: nn.Linear, x: Tensor) -> Tensor:
@@ -131,16 +136,16 @@ def _shard_shared_experts(shared: SharedExperts, tp: DeviceMesh) -> None:
     """Shard the hidden width; the output of each rank is one summand of the whole output."""
     for name, dim in SHARED_HIDDEN_DIMS.items():
         layer = shared.get_submodule(name)
+        assert isinstance(layer, nn.Linear)
         _distribute(layer, "weight", tp, [Shard(dim)])
-        layer.forward = partial(_local_linear_forward, layer)
+        _replace_forward(layer, partial(_local_linear_forward, layer))
     if shared.gate is not None:
         replicate_parameter(shared.gate, "weight", tp)
-        shared.gate.forward = partial(_replicated_linear_forward, shared.gate)
+        _replace_forward(shared.gate, partial(_replicated_linear_forward, shared.gate))
 
 
 def _local_linear_forward(layer: nn.Linear, x: Tensor) -> Tensor:
-    assert isinstance(layer.weight, DTensor)
-    return F.linear(x, layer.weight.to_local())
+    return F.linear(x, _own_shard(layer.weight))
 
 
 def _replicated_linear_forward(layer: nn.Linear, x: Tensor) -> Tensor:
@@ -158,6 +163,10 @@ def _gathered_forward(
         .redistribute(placements=[Shard(dim)])
         .to_local()
     )
+
+
+def _replace_forward(module: nn.Module, forward: Callable[..., Tensor]) -> None:
+    module.forward = forward
 
 
 def _distribute(

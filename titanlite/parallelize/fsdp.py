@@ -75,6 +75,7 @@ def apply_fsdp(
     )
     reshard = policy.reshard_after_forward
     for inner in experts.of_block.values():
+        assert experts.mesh is not None
         shard(
             inner,
             mesh=experts.mesh,
@@ -120,7 +121,7 @@ def _prefetch_next_group(
 
 def _with_inner(module: nn.Module, inner: Mapping[nn.Module, nn.Module]) -> list[FSDPModule]:
     """A module, and its inner group if it has one."""
-    groups = (module, inner.get(module))
+    groups: tuple[object, ...] = (module, inner.get(module))
     return [group for group in groups if isinstance(group, FSDPModule)]
 
 
