@@ -76,6 +76,7 @@ OUTSIDE_ASSIGNMENTS = {
     "titanlite/checkpoint/tensor_writer.py: metadata.storage_data": "field of DCP's metadata",
     # torch.autograd.Function saves non-tensors as attributes of its context
     "titanlite/models/embedding.py: ctx.vocab_size": "autograd context",
+    "titanlite/parallelize/token_exchange.py: ctx.exchange": "autograd context",
     "titanlite/models/loss.py: ctx.dtype": "autograd context",
     "titanlite/parallelize/context_attention.py: ctx.options": "autograd context",
     # gradients and parameter groups are public attributes of torch tensors and optimizers
@@ -88,6 +89,7 @@ OUTSIDE_ASSIGNMENTS = {
     "titanlite/parallelize/activation_offload.py: block.forward": "module transformation",
     "titanlite/parallelize/compile.py: block.forward": "module transformation",
     "titanlite/parallelize/context.py: module.forward": "module transformation",
+    "titanlite/parallelize/expert.py: module.forward": "module transformation",
     "titanlite/parallelize/tensor_styles.py: module.forward": "module transformation",
     "titanlite/parallelize/tensor_styles.py: module.vocabulary": "module transformation",
 }

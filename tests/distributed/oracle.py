@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from tests.distributed.balanced import ReferenceBalancing
 from tests.distributed.moe_family import MOE_FAMILY
 from titanlite.data import SourceConfig, open_sample_stream
 from titanlite.distributed.mesh import Degrees, Mesh, ParallelismConfig, build_mesh
@@ -20,6 +21,7 @@ from titanlite.labels import DOCUMENT_END as PACKED_END
 from titanlite.labels import IGNORE_INDEX
 from titanlite.models import FAMILIES, Llama3Sizes, LossConfig, ModelSizes, ModelSpec
 from titanlite.models.mup import BaseWidths, MupConfig, WidthScale, width_scales
+from titanlite.models.router import NO_BALANCING, LoadBalancing
 from titanlite.optim import (
     LossScale,
     MatrixFacts,
@@ -40,7 +42,15 @@ from titanlite.parallelize.compile import CompileConfig
 from titanlite.parallelize.pipeline_plan import plan_pipeline
 from titanlite.parallelize.stage_partition import balance_stages
 from titanlite.parallelize.weight_init import init_weights
-from titanlite.training import Engine, StepSettings, TrainState, build_engine, take_step, validate
+from titanlite.training import (
+    Engine,
+    ExpertLoad,
+    StepSettings,
+    TrainState,
+    build_engine,
+    take_step,
+    validate,
+)
 
 FAMILY = FAMILIES["llama3"]
 
@@ -142,6 +152,7 @@ class Layout:
             ),
             compile=CompileConfig(self.compile != "", backend=self.compile or "eager"),
             loss=LossConfig(chunk_tokens=self.chunk, z_loss=recipe.z_loss),
+            load_balancing=recipe.balancing,
             compute_dtype=dtype,
             cpu_offload=self.offload,
             document_mask=recipe.documents,
@@ -171,6 +182,7 @@ class Recipe:
     state_dtype: str = "float32"  # of the optimizer
     options: tuple[tuple[str, Any], ...] = ()  # of [optimizer], which win over those above
     mup_base: BaseWidths | None = None
+    balancing: LoadBalancing = NO_BALANCING  # of experts
 
     @property
     def widths(self) -> dict[str, WidthScale]:
@@ -267,6 +279,7 @@ def one_process(recipe: Recipe) -> Record:
     init_weights(model, family.init_roles, recipe.sizes.n_layers, SEED, recipe.widths)
     optimizer = build_recipe_optimizer(model, recipe)
     optimizer.set_lr(recipe.lr)
+    balancing = ReferenceBalancing(model, recipe.balancing)
     record = Record()
     for step in range(recipe.steps):
         inputs, labels = batch_at(step, recipe)
@@ -274,7 +287,7 @@ def one_process(recipe: Recipe) -> Record:
         labels = labels.where(labels >= 0, IGNORE_INDEX)
         loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORE_INDEX)
         z_loss = recipe.z_loss * logits.logsumexp(-1)[labels != IGNORE_INDEX].square().mean()
-        (loss + z_loss).backward()
+        (loss + z_loss + balancing.loss()).backward()
         limit = recipe.max_norm or float("inf")
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), limit)
         record.losses.append(loss.item())
@@ -285,9 +298,11 @@ def one_process(recipe: Recipe) -> Record:
         record.gradients.append({n: p.grad.clone() for n, p in model.named_parameters()})
         optimizer.step()
         optimizer.zero_grad()
+        balancing.finish_step()
         if step + 1 in VALIDATION_STEPS:
             record.validations.append(_reference_validation(model, ValidationData(recipe), recipe))
-    record.weights = {n: p.detach().clone() for n, p in model.named_parameters()}
+    assert balancing.closest > 2e-7, f"{balancing.closest}: rounding could select other experts"
+    record.weights = {n: p.detach().clone() for n, p in model.state_dict().items()}
     return record
 
 
@@ -297,9 +312,10 @@ ADAPTIVE_EPS, UNCLIPPED = 0.08, "output.weight"  # eps: more than the norms of s
 def _clip_rows(model, factor: float) -> None:
     """Adaptive clipping as written in the paper, row by row."""
     for name, parameter in model.named_parameters():
-        rows = [parameter] if parameter.dim() == 1 else parameter
-        grads = [parameter.grad] if parameter.dim() == 1 else parameter.grad
-        for row, grad in zip(rows, grads, strict=True):
+        width = parameter.shape[-1]  # of a row, also of one of several stacked matrices
+        for row, grad in zip(
+            parameter.view(-1, width), parameter.grad.view(-1, width), strict=True
+        ):
             limit = factor * max(row.norm().item(), ADAPTIVE_EPS)
             if name != UNCLIPPED and grad.norm() > limit:
                 grad.mul_(limit / grad.norm())
@@ -374,7 +390,11 @@ def start_run(
 ) -> tuple[TrainState, Engine, Mesh]:
     """Build a run under a layout; no step is taken."""
     model, mesh, engine = build_sharded(layout, recipe, **options)
-    return TrainState(model, build_recipe_optimizer(model, recipe), scale), engine, mesh
+    family, load = family_of(recipe.sizes), None
+    if family.experts(recipe.sizes) is not None:
+        load = ExpertLoad(model, family, recipe.sizes, recipe.balancing, mesh)
+    optimizer = build_recipe_optimizer(model, recipe)
+    return TrainState(model, optimizer, scale, expert_load=load), engine, mesh
 
 
 def run_until(
@@ -425,6 +445,9 @@ def run_until(
     for hook in hooks:
         hook.remove()
     record.weights = {name: shard_and_offset(p) for name, p in named}
+    if named:
+        biases = {n: b for n, b in state.model.named_buffers() if n.endswith("expert_bias")}
+        record.weights |= {name: shard_and_offset(bias) for name, bias in biases.items()}
 
 
 def shard_and_offset(tensor: Tensor) -> tuple[tuple[int, ...], tuple[int, ...], Tensor]:

@@ -7,8 +7,10 @@ from dataclasses import replace
 import pytest
 
 from tests.distributed.moe_family import MoESizes
-from tests.distributed.oracle import SGD, Layout, with_enough_blocks
+from tests.distributed.oracle import SGD, Layout, Recipe, with_enough_blocks
+from tests.distributed.ranks import run_on_ranks
 from tests.distributed.test_oracle import assert_matches_one_process, join_names
+from tests.distributed.test_replica_check import findings_of
 from titanlite.models import ExpertSizes
 
 EXPERTS = ExpertSizes(count=4, active=2, hidden_dim=24, shared_dim=16)
@@ -24,6 +26,12 @@ SIZES = MoESizes(
 )
 RECIPE = replace(SGD, sizes=SIZES, batch=12, seq_len=24, steps=2)
 
+
+def recipe_for(layout: Layout, recipe: Recipe = RECIPE) -> Recipe:
+    """The recipe with as many blocks as the layout needs."""
+    return with_enough_blocks(recipe, layout) if layout.pipeline > 1 else recipe
+
+
 LAYOUTS = [
     [Layout(), Layout(accumulate=3, recompute="full")],
     [Layout(shard=2), Layout(shard=2, expert=2), Layout(tensor=2), Layout(tensor=2, expert=2)],
@@ -38,6 +46,9 @@ LAYOUTS = [
         Layout(context=2, expert=2),
         Layout(shard=2, expert=2, accumulate=3, reduction="last_microbatch", recompute="full"),
         Layout(shard=2, expert=2, accumulate=3, reshard="always", recompute="op"),
+        Layout(shard=2, expert=2, compile="aot_eager"),
+        Layout(shard=2, expert=2, compile="aot_eager", recompute="full"),
+        Layout(shard=2, expert=2, compile="aot_eager", recompute="op"),
         Layout(shard=2, expert=2, offload=True),
         Layout(shard=2, expert=2, offload_activations=True),
         Layout(shard=2, expert=2, accumulate=3, reshard="never"),
@@ -57,14 +68,63 @@ LAYOUTS = [
     ],
     [
         Layout(pipeline=2, shard=2, expert=2, microbatch=1, schedule=schedule)
-        for schedule in ("GPipe", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble",
-                         "ZBVZeroBubble", "DualPipeV")
+        for schedule in (
+            "GPipe",
+            "Interleaved1F1B",
+            "LoopedBFS",
+            "InterleavedZeroBubble",
+            "ZBVZeroBubble",
+            "DualPipeV",
+        )
     ],
 ]
 
 
 @pytest.mark.parametrize("layouts", LAYOUTS, ids=join_names)
 def test_every_layout_of_experts_matches_one_process(layouts):
-    assert_matches_one_process(
-        [(x, with_enough_blocks(RECIPE, x) if x.pipeline > 1 else RECIPE) for x in layouts]
-    )
+    assert_matches_one_process([(layout, recipe_for(layout)) for layout in layouts])
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        replace(RECIPE, optimizer="AdamW", max_norm=0.1, lr=1e-3),
+        replace(RECIPE, adaptive=5e-4),
+        replace(RECIPE, documents=True),
+    ],
+    ids=["clipped", "adaptive clipping", "documents"],
+)
+def test_clipping_and_documents_match_one_process(recipe):
+    layouts = [
+        Layout(shard=2, tensor=2, expert=2),
+        Layout(replicate=2, shard=2, expert=2),
+        Layout(shard=2, tensor=2, expert=2, expert_tensor=2),
+        Layout(pipeline=2, tensor=2, expert=2, microbatch=2),
+    ]
+    assert_matches_one_process([(layout, recipe_for(layout, recipe)) for layout in layouts])
+
+
+# Of 8 experts each computes the tokens that have it as their only one: most of 12 tokens' do not.
+SPARSE = replace(
+    RECIPE,
+    sizes=replace(SIZES, experts=ExpertSizes(8, active=1, hidden_dim=24, normalize=False)),
+    batch=4,
+    seq_len=4,
+)
+
+
+def test_experts_without_tokens_match_one_process():
+    layouts = [
+        Layout(shard=4, expert=4),
+        Layout(shard=4, expert=2),
+        Layout(shard=2, tensor=2, expert=4, recompute="full"),
+    ]
+    assert_matches_one_process([(layout, SPARSE) for layout in layouts])
+
+
+def test_a_flipped_bit_of_an_expert_names_its_replicas():
+    layout, expert = Layout(replicate=2, shard=2, expert=2), "layers.1.moe.experts.w2"
+    case = (layout, 3, expert)
+    for ((healthy, damaged),) in run_on_ranks(findings_of, 4, [case], RECIPE):
+        assert healthy == []
+        assert [finding[0] for finding in damaged] == [[1, 3]]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -10,9 +11,12 @@ from torch.profiler import ProfilerActivity, profile
 
 from tests.distributed.oracle import SGD, Layout, batch_at, build_sharded, with_enough_blocks
 from tests.distributed.ranks import run_on_ranks
+from tests.distributed.test_expert_parallel import RECIPE
 from titanlite.models import valid_tokens
+from titanlite.parallelize.token_exchange import _RowExchange
 
 BLOCKS = 4
+EXPERT_RECIPE = replace(RECIPE, sizes=replace(RECIPE.sizes, n_layers=2))  # one block with experts
 
 
 def order_of_events(layout) -> list[tuple[str, str]]:
@@ -29,6 +33,36 @@ def order_of_events(layout) -> list[tuple[str, str]]:
     )
     events = sorted((start, match[1], match[2]) for match, start in matches if match)
     return [(event, group) for _, event, group in events]
+
+
+def order_of_exchanges() -> list[str]:
+    """Transfers of tokens, and what the shared experts of one block do, in the order of a step."""
+    layout, events = Layout(shard=2, expert=2), []
+    model, _, engine = build_sharded(layout, EXPERT_RECIPE)
+    sequences = layout.local_batch(EXPERT_RECIPE)
+    inputs, labels = (part[:sequences] for part in batch_at(0, EXPERT_RECIPE))
+
+    def recorded(name, original):
+        def call(self, *args, **options):
+            events.append(name)
+            return original(self, *args, **options)
+
+        return call
+
+    _RowExchange.send = recorded("send", _RowExchange.send)
+    _RowExchange.wait = recorded("wait", _RowExchange.wait)
+    shared = model.layers["1"].moe.shared_experts
+    for layer in (shared.w1, shared.w2):
+        layer.register_forward_hook(lambda *_: events.append("shared"))
+        layer.register_full_backward_hook(lambda *_: events.append("shared"))
+    engine.forward_backward(engine.prepare(inputs, labels), valid_tokens(labels))
+    return events
+
+
+def test_tokens_are_sent_while_the_shared_experts_compute():
+    dispatch, combine = ["send", "shared", "shared", "wait"], ["send", "wait"]
+    for events in run_on_ranks(order_of_exchanges, 2):
+        assert events == dispatch + combine + combine + dispatch, "in forward, and in backward"
 
 
 @pytest.mark.parametrize("layout", [Layout(shard=2), Layout(shard=2, recompute="full")], ids=str)

@@ -39,11 +39,11 @@ def damage(state, what: str) -> None:
         flip_a_bit(parameters[what])
 
 
-def findings_of(cases) -> list[tuple[list, list]]:
+def findings_of(cases, base=RECIPE) -> list[tuple[list, list]]:
     """For each (layout, rank, damaged value): (findings after two steps, after the damage)."""
     results = []
     for layout, rank, what in cases:
-        recipe = with_enough_blocks(RECIPE, layout) if layout.pipeline > 1 else RECIPE
+        recipe = with_enough_blocks(base, layout) if layout.pipeline > 1 else base
         state, engine, mesh = start_run(layout, recipe)
         run_until(state, engine, mesh, recipe, Record(), recipe.steps)
         check = ReplicaCheck(state, mesh)

@@ -57,21 +57,18 @@ class TensorLocation:
 
 
 @dataclass(frozen=True)
-class StoredTensor:
-    """Where one tensor of the model is stored."""
+class StackedTensors:
+    """Tensors of one shape and dtype, which are one parameter [E, ...] of ours."""
 
-    shape: torch.Size
-    parts: tuple[TensorLocation, ...]
-    # one tensor of that shape, or one for each of its rows, where the model stacks them
+    of_expert: tuple[TensorLocation, ...]
 
     @property
-    def is_stacked(self) -> bool:
-        return self.parts[0].shape != self.shape
+    def shape(self) -> torch.Size:
+        return torch.Size((len(self.of_expert), *self.of_expert[0].shape))
 
     @property
-    def dtype(self) -> torch.dtype:
-        """Of the file; the first of several."""
-        return DTYPE_OF_CODE[self.parts[0].code]
+    def code(self) -> str:
+        return self.of_expert[0].code
 
 
 @dataclass(frozen=True)
@@ -81,7 +78,7 @@ class HuggingFaceFolder:
     folder: StorageFolder
     spec: ModelSpec
     sizes: ModelSizes  # the dataclass of the model family
-    tensors: dict[str, StoredTensor]  # by titanlite's names
+    tensors: dict[str, TensorLocation | StackedTensors]  # by titanlite's parameter names
     has_tokenizer: bool  # a tokenizer.json
 
     def read(
@@ -91,22 +88,28 @@ class HuggingFaceFolder:
         lengths: Sequence[int] | None = None,
     ) -> Tensor:
         """A tensor, or its part of `lengths` from `offsets` on, in the dtype of the file."""
-        tensor = self.tensors[name]
-        lengths, offsets = lengths or tensor.shape, offsets or (0,) * len(tensor.shape)
-        part = tuple(slice(o, o + n) for o, n in zip(offsets, lengths, strict=True))
-        if not tensor.is_stacked:
-            return next(self._read_parts(tensor.parts, part))
-        rows = list(self._read_parts(tensor.parts[part[0]], part[1:]))
-        return torch.stack([row.to(tensor.dtype) for row in rows])
+        location = self.tensors[name]
+        lengths, offsets = lengths or location.shape, offsets or (0,) * len(location.shape)
+        if isinstance(location, StackedTensors):
+            (first, *offsets), (count, *lengths) = offsets, lengths
+            parts = location.of_expert[first : first + count]
+            by_file = groupby(parts, key=lambda part: part.file)  # opened once each
+            stacks = [self._read_file(f, list(group), offsets, lengths) for f, group in by_file]
+            return torch.cat(stacks)
+        return self._read_file(location.file, [location], offsets, lengths)[0]
 
-    def _read_parts(
-        self, locations: Sequence[TensorLocation], part: tuple[slice, ...]
-    ) -> Iterator[Tensor]:
-        """The same part of several tensors; a file is opened once for consecutive ones."""
-        for file_name, group in groupby(locations, lambda location: location.file):
-            with _open_safetensors(self.folder, file_name) as file:
-                for location in group:
-                    yield file.get_slice(location.name)[part].clone()  # a slice keeps it mapped
+    def _read_file(
+        self,
+        file_name: str,
+        tensors: Sequence[TensorLocation],
+        offsets: Sequence[int],
+        lengths: Sequence[int],
+    ) -> Tensor:
+        """The same part of several tensors of a file, stacked."""
+        part = tuple(slice(o, o + n) for o, n in zip(offsets, lengths, strict=True))
+        with _open_safetensors(self.folder, file_name) as file:
+            # copied, as a slice keeps the file mapped
+            return torch.stack([file.get_slice(tensor.name)[part] for tensor in tensors])
 
     def storage_reader(self) -> StorageReader:
         """For dcp.load({"model": …}): each rank reads its shards, and converts their dtype."""
@@ -125,18 +128,19 @@ def open_hugging_face(folder: StorageFolder) -> HuggingFaceFolder:
     check_model_size(folder, spec, sizes, len(locations))
     shapes = parameter_shapes(spec, sizes)
     mapping = spec.hugging_face
-    parts = {name: mapping.stored_as(name, shape) for name, shape in shapes.items()}
+    names = {name: mapping.name_of(name) for name in shapes}
     for name, original in spec.tied_parameters(sizes):
-        if not parts[name].keys() & locations.keys():
-            parts[name] = parts[original]
-    expected = {stored: shape for part in parts.values() for stored, shape in part.items()}
+        if names[name] not in locations:
+            names[name] = names[original]
+    stacked = {n: mapping.expert_names(n, shapes[n][0]) for n in shapes if mapping.is_stacked(n)}
+    expected = {stored: shapes[name] for name, stored in names.items() if name not in stacked}
+    expected |= {part: shapes[name][1:] for name, parts in stacked.items() for part in parts}
     _check_tensors_match(folder, spec, locations, expected)
     tensors = {
-        name: StoredTensor(
-            shapes[name],
-            tuple(locations[stored] for stored in stored_as),
-        )
-        for name, stored_as in parts.items()
+        name: StackedTensors(tuple(locations[part] for part in stacked[name]))
+        if name in stacked
+        else locations[stored]
+        for name, stored in names.items()
     }
     source = HuggingFaceFolder(folder, spec, sizes, tensors, TOKENIZER_FILE in folder.sizes())
     for name, original in spec.tied_parameters(sizes):
@@ -145,8 +149,8 @@ def open_hugging_face(folder: StorageFolder) -> HuggingFaceFolder:
             source.read(name).float(), source.read(original).float()
         ):
             raise CheckpointError(
-                f"{folder}: {next(iter(parts[name]))} differs from {next(iter(parts[original]))},"
-                f" but {CONFIG_FILE} ties them.",
+                f"{folder}: {names[name]} differs from {names[original]}, but {CONFIG_FILE} ties"
+                " them.",
                 fix=f"If both were trained, set tie_word_embeddings = false in {CONFIG_FILE}.",
             )
     return source
@@ -224,7 +228,7 @@ def _check_tensors_match(
     """Raise CheckpointError with every difference between stored and expected tensors."""
     both = {name: (locations[name], shape) for name, shape in expected.items() if name in locations}
     missing = [name for name in expected if name not in locations]
-    # Old folders have buffers that follow from config.json; `derived` matches their names.
+    # `derived` matches buffers in old folders whose values follow from config.json.
     unexpected = [
         name
         for name in locations
@@ -316,11 +320,11 @@ class _HuggingFaceReader(BaseStorageReader):
         return Metadata(
             {
                 f"model.{name}": TensorStorageMetadata(
-                    TensorProperties(tensor.dtype),
-                    tensor.shape,
-                    [ChunkStorageMetadata(torch.Size([0] * len(tensor.shape)), tensor.shape)],
+                    TensorProperties(DTYPE_OF_CODE[location.code]),
+                    location.shape,
+                    [ChunkStorageMetadata(torch.Size([0] * len(location.shape)), location.shape)],
                 )
-                for name, tensor in self.source.tensors.items()
+                for name, location in self.source.tensors.items()
             }
         )
 

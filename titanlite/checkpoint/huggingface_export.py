@@ -67,12 +67,7 @@ def write_hugging_face(
             f"{folder}: already exists and is not empty.", fix="Remove it, or give another folder."
         )
     tied = dict(spec.tied_parameters(sizes))
-    stored_as = spec.hugging_face.stored_as
-    shapes = {
-        name: shape
-        for name, shape in parameter_shapes(spec, sizes).items()
-        if name not in tied
-    }
+    shapes = {n: shape for n, shape in parameter_shapes(spec, sizes).items() if n not in tied}
     shards = _assign_to_shards(shapes, dtype.itemsize, max_shard_bytes)
     total_bytes = dtype.itemsize * sum(shape.numel() for shape in shapes.values())
     try:
@@ -86,7 +81,7 @@ def write_hugging_face(
                 stored: file
                 for file, names in shards.items()
                 for name in names
-                for stored in stored_as(name, shapes[name])
+                for stored in _stored_shapes(spec, name, shapes[name])
             }
             index = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
             _write_json(folder, INDEX_FILE, index)
@@ -127,6 +122,14 @@ def _assign_to_shards(
     return {file_name.format(number, len(shards)): shard for number, shard in enumerate(shards, 1)}
 
 
+def _stored_shapes(spec: ModelSpec, name: str, shape: torch.Size) -> dict[str, torch.Size]:
+    """Hugging Face's names and shapes of the tensors of a parameter, in the order of its bytes."""
+    mapping = spec.hugging_face
+    if mapping.is_stacked(name):
+        return dict.fromkeys(mapping.expert_names(name, shape[0]), shape[1:])
+    return {mapping.name_of(name): shape}
+
+
 def _write_shard(
     folder: StorageFolder,
     file: str,
@@ -141,15 +144,14 @@ def _write_shard(
     """
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # required by transformers
     end = 0
-    for name, shape in shapes.items():
-        # The parts of a stacked tensor follow each other, as its rows do.
-        for stored, part in spec.hugging_face.stored_as(name, shape).items():
-            begin, end = end, end + part.numel() * dtype.itemsize
-            header[stored] = {
-                "dtype": CODE_OF_DTYPE[dtype],
-                "shape": list(part),
-                "data_offsets": [begin, end],
-            }
+    stored = [pair for n, s in shapes.items() for pair in _stored_shapes(spec, n, s).items()]
+    for name, shape in stored:
+        begin, end = end, end + shape.numel() * dtype.itemsize
+        header[name] = {
+            "dtype": CODE_OF_DTYPE[dtype],
+            "shape": list(shape),
+            "data_offsets": [begin, end],
+        }
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)  # aligns the elements
     with folder.open_for_writing(file) as stream:

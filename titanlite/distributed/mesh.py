@@ -133,8 +133,8 @@ class Degrees:
         shown = " x ".join(f"{label} {size}" for label, size in sizes if size > 1) or "one process"
         if self.expert == 1:
             return shown
-        sizes = (("FSDP", self.expert_shard), ("EP", self.expert), ("TP", self.expert_tensor))
-        experts = " x ".join(f"{label} {size}" for label, size in sizes if size > 1)
+        own = (("FSDP", self.expert_shard), ("EP", self.expert), ("TP", self.expert_tensor))
+        experts = " x ".join(f"{label} {size}" for label, size in own if size > 1)
         return f"{shown} (experts: {experts})"
 
 

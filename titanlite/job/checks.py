@@ -35,6 +35,7 @@ from titanlite.optim.mup import check_mup_optimizers
 from titanlite.parallelize.activation_checkpoint import check_activation_checkpoint
 from titanlite.parallelize.compile import check_compile_config
 from titanlite.parallelize.context import check_context_parallel
+from titanlite.parallelize.expert import check_expert_parallel
 from titanlite.parallelize.float8 import check_float8
 from titanlite.parallelize.pipeline_plan import PipelinePlan, plan_pipeline
 from titanlite.parallelize.tensor import check_tensor_parallel, weight_shard_size
@@ -87,6 +88,7 @@ def check_config(config: JobConfig, ranks: int) -> Iterator[UserError]:
         yield from _check_float8_sizes(config, sizes, degrees)
         state_dtype = config.optimizer.state_dtype
         spec = FAMILIES[config.model.name]
+        yield from check_expert_parallel(degrees, spec.experts(sizes))
         yield from _check_quantisation_blocks(spec, sizes, degrees.tensor, state_dtype)
 
 

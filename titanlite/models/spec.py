@@ -122,6 +122,8 @@ class ModelSizes(Protocol):
 
 SizesT = TypeVar("SizesT", bound=ModelSizes)
 
+EXPERT_INDEX = "{expert}"  # in Hugging Face's names
+
 
 @dataclass(frozen=True)
 class HuggingFaceMapping(Generic[SizesT]):
@@ -129,21 +131,28 @@ class HuggingFaceMapping(Generic[SizesT]):
 
     architecture: str  # in config.json's `architectures`
     names: Mapping[str, str]
-    # titanlite's name -> Hugging Face's. `*`: index of the layer; `{expert}`: index of the expert,
-    # where titanlite stacks the weights of experts that Hugging Face stores one by one
+    # titanlite's parameter name -> Hugging Face's; `*`: layer index; `{expert}`: stacked experts
+    # [E, ...] are one tensor for each expert, with its index in the name
     derived: str  # pattern of tensors in old folders that are computed from config.json
     to_config: Callable[[SizesT, int], dict[str, Any]]
     # (sizes, tokens per training sequence) -> config.json; raises CheckpointError
     from_config: Callable[[Mapping[str, Any]], SizesT]  # inverse; raises CheckpointError
 
-
-    def stored_as(self, name: str, shape: torch.Size) -> dict[str, torch.Size]:
-        """Hugging Face's name and shape of one of our tensors; several, where ours stacks theirs."""
+    def name_of(self, name: str) -> str:
+        """Hugging Face's name of one of our parameters; with `{expert}` if it is stacked."""
         index = "".join(part for part in name.split(".") if part.isdigit())
         stored = self.names[re.sub(r"\.\d+\.", ".*.", name)].replace("*", index)
         if "{expert}" not in stored:
             return {stored: shape}
         return {stored.format(expert=expert): shape[1:] for expert in range(shape[0])}
+
+    def is_stacked(self, name: str) -> bool:
+        """Whether the experts in one of our parameters are tensors of their own."""
+        return EXPERT_INDEX in self.name_of(name)
+
+    def expert_names(self, name: str, experts: int) -> list[str]:
+        """Hugging Face's names of the tensors of a stacked parameter."""
+        return [self.name_of(name).replace(EXPERT_INDEX, str(index)) for index in range(experts)]
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from titanlite.distributed.mesh import ParallelismConfig
 from titanlite.errors import ConfigError
 from titanlite.files import make_private_folder
 from titanlite.log import logger
-from titanlite.models import OutputLayer
+from titanlite.models import MixtureOfExperts, OutputLayer
 
 INSTALL_GPP = "Install g++, set CXX to a compiler"
 INSTALL_GCC = "Install gcc, set CC to a compiler"
@@ -48,7 +48,10 @@ class CompileConfig:
 def compile_blocks(blocks: nn.ModuleDict, config: CompileConfig) -> None:
     """Compile the forward of every block as one graph; FSDP's hooks stay outside of it.
 
-    Shapes are static, because those of a run do not change from step to step.
+    Shapes are static, because those of a run do not change from step to step. A mixture of experts
+    is not compiled: how many rows an expert has changes from step to step, and where a graph
+    recomputes a router in backward, other rounding could select other experts than in forward. Its
+    block is several graphs.
     """
     if not config.compiles("model"):
         return
@@ -56,8 +59,11 @@ def compile_blocks(blocks: nn.ModuleDict, config: CompileConfig) -> None:
     # validation differ in shapes, and each of them needs one graph per kind of block.
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 64)
     for block in blocks.values():
+        mixtures = [module for module in block.modules() if isinstance(module, MixtureOfExperts)]
+        for mixture in mixtures:
+            mixture.forward = torch.compiler.disable(mixture.forward)
         compiled = torch.compile(
-            block.forward, backend=config.backend, fullgraph=True, dynamic=False
+            block.forward, backend=config.backend, fullgraph=not mixtures, dynamic=False
         )
         block.forward = partial(_call_with_plain_tensor, compiled)
 

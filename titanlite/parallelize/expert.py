@@ -10,7 +10,7 @@ Two layouts of a mixture of experts on tensor-parallel ranks, whose input is [B,
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 
 import torch.nn.functional as F
@@ -26,10 +26,28 @@ from torch.distributed.tensor import (
 )
 
 from titanlite.distributed.mesh import Degrees, ExpertMesh, Mesh
+from titanlite.errors import ConfigError
+from titanlite.models import ExpertSizes
 from titanlite.models.moe import GroupedExperts, MixtureOfExperts, SharedExperts, compute_experts
+from titanlite.parallelize.activation_checkpoint import outside_saved_operations
 from titanlite.parallelize.fsdp import ExpertGroups
 from titanlite.parallelize.tensor_styles import SEQUENCE_DIM, replicate_parameter, replicated_local
 from titanlite.parallelize.token_exchange import ExpertExchange
+
+# The hidden dimension of each weight, which is sharded over the tensor ranks
+EXPERT_HIDDEN_DIMS = {"w1": 1, "w2": 2, "w3": 1}  # of [E, F, D] and [E, D, F]
+SHARED_HIDDEN_DIMS = {"w1": 0, "w2": 1, "w3": 0}  # of [F, D] and [D, F]
+
+
+def hidden_dims_of_experts(model: nn.Module) -> dict[str, int]:
+    """Parameter name -> hidden dimension, for every routed and shared expert of a model."""
+    dims = {}
+    for path, module in model.named_modules():
+        if isinstance(module, GroupedExperts):
+            dims.update({f"{path}.{name}": dim for name, dim in EXPERT_HIDDEN_DIMS.items()})
+        if isinstance(module, SharedExperts):
+            dims.update({f"{path}.{name}.weight": dim for name, dim in SHARED_HIDDEN_DIMS.items()})
+    return dims
 
 
 def apply_expert_parallel(model: nn.Module, mesh: Mesh) -> None:
@@ -62,26 +80,35 @@ def _dispatch(
 ) -> Callable[[], Tensor]:
     """The `TokenDispatch` of expert parallel."""
     finish = exchange.start(rows, counts)
-    return lambda: finish(experts)
+
+    def compute(received: Tensor, local_counts: Tensor) -> Tensor:
+        with outside_saved_operations():  # FSDP's all-gather of the experts
+            return experts(received, local_counts)
+
+    return lambda: finish(compute)
 
 
 def _parallelize_experts(experts: GroupedExperts, mesh: ExpertMesh) -> None:
     """Shard the weights: experts over the partitions, the hidden width over the tensor ranks."""
     if mesh.weights.size() == 1:
         return
-    hidden_dims = {"w1": 1, "w2": 2, "w3": 1}  # of [E, F, D] and [E, D, F]
-    for name, dim in hidden_dims.items():
+    for name, dim in EXPERT_HIDDEN_DIMS.items():
         placements: list[Placement] = [Shard(0)] if mesh.exchange is not None else [Shard(dim)]
         if mesh.weights.ndim == 2:
             placements.append(Shard(dim))
         _distribute(experts, name, mesh.weights, placements)
-    experts.forward = partial(_local_experts_forward, experts)
+    _replace_forward(experts, partial(_local_experts_forward, experts))
 
 
 def _local_experts_forward(experts: GroupedExperts, x: Tensor, counts: Tensor) -> Tensor:
     """Rows for this rank's experts, with its shards of their weights."""
-    w1, w2, w3 = (weight.to_local() for weight in (experts.w1, experts.w2, experts.w3))
+    w1, w2, w3 = map(_own_shard, (experts.w1, experts.w2, experts.w3))
     return compute_experts(w1, w2, w3, x, counts)
+
+
+def _own_shard(weight: Tensor) -> Tensor:
+    assert isinstance(weight, DTensor)
+    return weight.to_local()
 
 
 def _parallelize_over_tensor_ranks(
@@ -90,14 +117,14 @@ def _parallelize_over_tensor_ranks(
     """Parallelize what all tokens visit, and gather the sequence where it has to be."""
     gate, shared = module.router.gate, module.shared_experts
     replicate_parameter(gate, "weight", tp)
-    gate.forward = partial(_replicated_gate_forward, gate)
+    _replace_forward(gate, partial(_replicated_gate_forward, gate))
     if shared is not None:
         _shard_shared_experts(shared, tp)
     if degrees.expert_tensor_ranks > 1:
         module.router.share_tokens(tp.size())
-        module.forward = partial(_gathered_forward, module.forward, tp, SEQUENCE_DIM)
+        _replace_forward(module, partial(_gathered_forward, module.forward, tp, SEQUENCE_DIM))
     elif shared is not None:
-        shared.forward = partial(_gathered_forward, shared.forward, tp, 0)
+        _replace_forward(shared, partial(_gathered_forward, shared.forward, tp, 0))
 
 
 def _replicated_gate_forward(gate: nn.Linear, x: Tensor) -> Tensor:
@@ -107,17 +134,18 @@ def _replicated_gate_forward(gate: nn.Linear, x: Tensor) -> Tensor:
 
 def _shard_shared_experts(shared: SharedExperts, tp: DeviceMesh) -> None:
     """Shard the hidden width; the output of each rank is one summand of the whole output."""
-    for layer, dim in ((shared.w1, 0), (shared.w2, 1), (shared.w3, 0)):
+    for name, dim in SHARED_HIDDEN_DIMS.items():
+        layer = shared.get_submodule(name)
+        assert isinstance(layer, nn.Linear)
         _distribute(layer, "weight", tp, [Shard(dim)])
-        layer.forward = partial(_local_linear_forward, layer)
+        _replace_forward(layer, partial(_local_linear_forward, layer))
     if shared.gate is not None:
         replicate_parameter(shared.gate, "weight", tp)
-        shared.gate.forward = partial(_replicated_linear_forward, shared.gate)
+        _replace_forward(shared.gate, partial(_replicated_linear_forward, shared.gate))
 
 
 def _local_linear_forward(layer: nn.Linear, x: Tensor) -> Tensor:
-    assert isinstance(layer.weight, DTensor)
-    return F.linear(x, layer.weight.to_local())
+    return F.linear(x, _own_shard(layer.weight))
 
 
 def _replicated_linear_forward(layer: nn.Linear, x: Tensor) -> Tensor:
@@ -137,6 +165,10 @@ def _gathered_forward(
     )
 
 
+def _replace_forward(module: nn.Module, forward: Callable[..., Tensor]) -> None:
+    module.forward = forward
+
+
 def _distribute(
     module: nn.Module, name: str, mesh: DeviceMesh, placements: list[Placement]
 ) -> None:
@@ -144,3 +176,41 @@ def _distribute(
     parameter = module.get_parameter(name)
     sharded = distribute_tensor(parameter, mesh, placements, src_data_rank=None)
     module.register_parameter(name, nn.Parameter(sharded))
+
+
+def check_expert_parallel(degrees: Degrees, experts: ExpertSizes | None) -> Iterator[ConfigError]:
+    """Reject degrees that do not fit the experts of the model; None: it has none."""
+    key = "parallelism.expert_parallel_degree"
+    if experts is None:
+        if degrees.expert > 1:
+            yield ConfigError(
+                f"{key} = {degrees.expert}: the model has no experts.",
+                fix=f"Set {key} = 1, or choose a model with experts.",
+                keys=(key, "model.name", "model.flavor"),
+            )
+        return
+    if experts.count % degrees.expert:
+        yield ConfigError(
+            f"{key} = {degrees.expert}: does not divide the {experts.count} experts of the model.",
+            fix=f"Use a divisor of {experts.count}.",
+            keys=(key,),
+        )
+    tensor_key = "parallelism.tensor_parallel_degree"
+    expert_tensor = "parallelism.expert_tensor_parallel_degree"
+    if experts.hidden_dim % degrees.expert_tensor_ranks:
+        fix = (
+            f"Use a divisor of {experts.hidden_dim}, or set {key} above 1 and {expert_tensor} = 1."
+        )
+        yield ConfigError(
+            f"{tensor_key} = {degrees.tensor}: does not divide the hidden width of an expert,"
+            f" {experts.hidden_dim}.",
+            fix=fix,
+            keys=(tensor_key, expert_tensor),
+        )
+    if experts.shared_dim % degrees.tensor:
+        yield ConfigError(
+            f"{tensor_key} = {degrees.tensor}: does not divide the hidden width of the shared"
+            f" experts, {experts.shared_dim}.",
+            fix=f"Use a divisor of {experts.shared_dim}.",
+            keys=(tensor_key,),
+        )

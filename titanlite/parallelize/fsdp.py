@@ -75,6 +75,7 @@ def apply_fsdp(
     )
     reshard = policy.reshard_after_forward
     for inner in experts.of_block.values():
+        assert experts.mesh is not None
         shard(
             inner,
             mesh=experts.mesh,
@@ -109,21 +110,19 @@ def _prefetch_next_group(
     """Start the all-gather of each group when the group before it starts to compute.
 
     In forward, FSDP2 would start it only when that group is done, so the GPU would wait for the
-    host between the two. In both passes, a block comes before its `inner` group.
+    host between the two. A block's `inner` group is gathered with it. Inner groups start nothing:
+    where a block is recomputed, FSDP2 takes their second forward for another step's.
     """
-    forward, backward = _with_inner(modules, inner), _with_inner(modules[::-1], inner)
-    for module, next_module in pairwise(forward):
-        module.set_modules_to_forward_prefetch([next_module])
-    for module, next_module in pairwise(backward):
-        module.set_modules_to_backward_prefetch([next_module])
+    for module, next_module in pairwise(modules):
+        assert isinstance(module, FSDPModule) and isinstance(next_module, FSDPModule)
+        module.set_modules_to_forward_prefetch(_with_inner(next_module, inner))
+        next_module.set_modules_to_backward_prefetch(_with_inner(module, inner))
 
 
-def _with_inner(
-    modules: Sequence[nn.Module], inner: Mapping[nn.Module, nn.Module]
-) -> list[FSDPModule]:
-    """Modules, each followed by its inner one."""
-    ordered = [m for module in modules for m in (module, inner.get(module)) if m is not None]
-    return [module for module in ordered if isinstance(module, FSDPModule)]
+def _with_inner(module: nn.Module, inner: Mapping[nn.Module, nn.Module]) -> list[FSDPModule]:
+    """A module, and its inner group if it has one."""
+    groups: tuple[object, ...] = (module, inner.get(module))
+    return [group for group in groups if isinstance(group, FSDPModule)]
 
 
 def _disable_gradient_averaging(model: nn.Module, mesh: DeviceMesh, experts: ExpertGroups) -> None:

@@ -34,7 +34,7 @@ class ExpertExchange:
         """
         by_rank = counts.view(self.group.size(), -1)  # [ep, E / ep]
         local_counts = all_to_all_tensor(self.group, by_rank)  # of this rank's experts
-        sent, received = torch.stack((by_rank.sum(1), local_counts.sum(1))).tolist()
+        sent, received = read_row_numbers(len(rows), by_rank, local_counts)
         dispatch = _RowExchange(self.group, sent, received)
         arriving = dispatch.start(rows)
 
@@ -46,6 +46,11 @@ class ExpertExchange:
             return combine.finish(combine.start(_Permute.apply(results, inverse, order)))
 
         return finish
+
+
+def read_row_numbers(rows: int, *counts: Tensor) -> list[list[int]]:
+    """The sum of each row of `counts`, on the host; the `rows` sent are known to be their sum."""
+    return torch.stack([each.sum(1) for each in counts]).tolist()
 
 
 def _order_by_expert(counts: Tensor, rows: int) -> tuple[Tensor, Tensor]:

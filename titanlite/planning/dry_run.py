@@ -23,12 +23,12 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.tensor import DTensor
 
 from titanlite import parallelize as parallelize_package
-from titanlite.distributed.mesh import DIMENSIONS, build_mesh, coordinates_of
+from titanlite.distributed.mesh import DIMENSIONS, ExpertMesh, build_mesh, coordinates_of
 from titanlite.errors import ConfigError
 from titanlite.job import Job
 from titanlite.job.build import build_state, build_step_settings
 from titanlite.models import OutputLayer
-from titanlite.parallelize import ParallelLayout, build_parallel_modules
+from titanlite.parallelize import ParallelLayout, build_parallel_modules, token_exchange
 from titanlite.planning.fake_ranks import fake_compute, fake_rank, replaced_attributes
 from titanlite.planning.forked import run_in_processes
 from titanlite.planning.step_recorder import CollectiveKind, CollectiveTotal, StepRecorder
@@ -155,6 +155,7 @@ class _RankRun:
         config = dataclasses.replace(job.config, compile=compile_off)
         self._job = dataclasses.replace(job, config=config)
         self._pipeline_rank = pipeline_rank
+        self._expert_groups: dict[str, str] = {}  # name of a process group -> dimension
 
     def run(self, same_kind: tuple[int, ...]) -> RankStep:
         """Build the rank and take a step."""
@@ -165,6 +166,7 @@ class _RankRun:
         like_cuda = job.config.job.device != "cpu"
         with fake_rank(rank, degrees.ranks), _counting(recorder):
             mesh = build_mesh(degrees, "cpu")
+            self._name_expert_groups(mesh.experts)
             layout = ParallelLayout(mesh, job.config.parallelism, job.pipeline)
             modules = build_parallel_modules(job.spec, job.sizes, layout, job.transforms)
             with fake_compute(recorder.observe, like_cuda):
@@ -207,8 +209,19 @@ class _RankRun:
         finish_step(state, result, settings)
         return resting
 
+    def _name_expert_groups(self, mesh: ExpertMesh) -> None:
+        """Tell the groups of the experts from others, some of which have the same ranks."""
+        if mesh.exchange is not None:
+            for submesh in (mesh.exchange, mesh.fsdp):
+                for name, group in zip(
+                    submesh.mesh_dim_names or (), submesh.get_all_groups(), strict=True
+                ):
+                    self._expert_groups[group.group_name] = name if group.size() > 1 else ""
+
     def _dimension_of(self, group: dist.ProcessGroup) -> str:
         """The dimensions of the mesh in which the ranks of a group differ; "" for one rank."""
+        if group.group_name in self._expert_groups:
+            return self._expert_groups[group.group_name]
         ranks = dist.get_process_group_ranks(group)
         coordinates = [coordinates_of(rank, self._job.degrees) for rank in ranks]
         varying = [d.name for d in DIMENSIONS if len({place[d.name] for place in coordinates}) > 1]
@@ -245,6 +258,12 @@ def _storage_bytes(tensors: Iterable[Tensor]) -> int:
     return sum(storages.values())
 
 
+def _even_row_numbers(rows: int, *counts: Tensor) -> list[list[int]]:
+    """As many rows to and from every rank: the counts have no values."""
+    ranks = len(counts[0])
+    return [[rows // ranks] * (ranks - 1) + [rows - rows // ranks * (ranks - 1)] for _ in counts]
+
+
 @contextmanager
 def _counting(recorder: StepRecorder) -> Iterator[None]:
     """Show the recorder what no operator shows: resized storages, and what allocations are for."""
@@ -269,6 +288,7 @@ def _counting(recorder: StepRecorder) -> Iterator[None]:
         [
             (torch.UntypedStorage, "resize_", counted_resize),
             (parallelize_package, "init_weights", lambda *args: None),  # nobody reads the values
+            (token_exchange, "read_row_numbers", _even_row_numbers),
             labelled(FSDPParamGroup, "unshard", gathered),
             labelled(FSDPParamGroup, "wait_for_unshard", gathered),
             labelled(FSDPParamGroup, "post_backward", reduced),

@@ -9,8 +9,9 @@ import torch
 from titanlite.job import Job
 from titanlite.models import first_match
 from titanlite.optim import MatrixFacts, optimizer_state_bytes, whole_matrix_bytes
+from titanlite.parallelize.expert import hidden_dims_of_experts
 from titanlite.parallelize.tensor import TENSOR_PARALLEL_ROLES
-from titanlite.planning.job_workload import workload_of
+from titanlite.planning.job_workload import all_parameter_shapes, first_blocks, workload_of
 from titanlite.planning.memory import MemoryEstimate, estimate_memory
 from titanlite.planning.model_parts import ModelParts, ParameterShape
 from titanlite.planning.stages import StageParts
@@ -39,61 +40,55 @@ def job_traffic(job: Job) -> tuple[tuple[CollectiveBytes, ...], ...]:
 
 def parts_of_job(job: Job) -> ModelParts:
     """The parameters of a job's model, with the state of each parameter's optimizer."""
-    spec, prefix = job.spec, f"{job.spec.blocks_path}.0."
-    optimizer = dataclasses.replace(job.config.optimizer, offload=False)
-    facts = MatrixFacts(spec, job.sizes, job.transforms.compute_dtype)
-    modules: dict[str, list[ParameterShape]] = {"block": []}
-    for name, shape in _shapes(job):
-        role = first_match(spec.tp_plan, name.rpartition(".")[0])
-        entry = TENSOR_PARALLEL_ROLES[role] if role else None
-        state = optimizer_state_bytes([(name, shape)], optimizer, job.transforms.param_dtype, facts)
-        module = "block" if name.startswith(prefix) else name.partition(".")[0]
-        modules.setdefault(module, []).append(
-            ParameterShape(
-                name.removeprefix(prefix),
-                tuple(shape),
-                entry.sharded_dim if entry else None,
-                job.sizes.head_width if entry and entry.whole_heads else 1,
-                state_bytes=state / shape.numel(),
-            )
-        )
-    names = list(modules)
-    ends = [name for name in names if name != "block"]
+    spec, model = job.spec, first_blocks(job)
+    last_block = len(list(model.get_submodule(spec.blocks_path).children())) - 1
+    blocks = {f"{spec.blocks_path}.{n}." for n in (0, last_block)}
+    hidden_dims = hidden_dims_of_experts(model)
+    modules: dict[str, list[ParameterShape]] = {}
+    for name, parameter in model.named_parameters():
+        prefix = next((p for p in blocks if name.startswith(p)), "")
+        if not prefix and name.startswith(f"{spec.blocks_path}."):
+            continue  # a block like another
+        described = _describe_parameter(job, name, parameter.shape, hidden_dims.get(name))
+        described = dataclasses.replace(described, name=name.removeprefix(prefix))
+        modules.setdefault(prefix or name.partition(".")[0], []).append(described)
+    ends = [name for name in modules if name not in blocks]
     first, last = ends[0], spec.output_path
     norms = [parameter for name in ends[1:] if name != last for parameter in modules[name]]
     return ModelParts(
         tuple(modules[first]),
-        tuple(modules["block"]),
+        tuple(modules[f"{spec.blocks_path}.{last_block}."]),
         tuple(norms),
         tuple(modules.get(last, ())),
+        dense_block=tuple(modules[f"{spec.blocks_path}.0."]),
         tied=bool(spec.tied_parameters(job.sizes)),
     )
 
 
-def _shapes(job: Job) -> list[tuple[str, torch.Size]]:
-    """(name, shape) of each parameter outside the blocks and of the first block."""
-    with torch.device("meta"):
-        model = job.spec.build(dataclasses.replace(job.sizes, n_layers=1))
-    return [(name, parameter.shape) for name, parameter in model.named_parameters()]
+def _describe_parameter(
+    job: Job, name: str, shape: torch.Size, hidden_dim: int | None
+) -> ParameterShape:
+    """One parameter; `hidden_dim` is that of experts, which the TP plan does not have."""
+    role = first_match(job.spec.tp_plan, name.rpartition(".")[0])
+    entry = TENSOR_PARALLEL_ROLES[role] if role else None
+    optimizer = dataclasses.replace(job.config.optimizer, offload=False)
+    facts = MatrixFacts(job.spec, job.sizes, job.transforms.compute_dtype)
+    state = optimizer_state_bytes([(name, shape)], optimizer, job.transforms.param_dtype, facts)
+    return ParameterShape(
+        name,
+        tuple(shape),
+        entry.sharded_dim if entry else hidden_dim,
+        job.sizes.head_width if entry and entry.whole_heads else 1,
+        expert=hidden_dim is not None and len(shape) == 3,
+        state_bytes=state / shape.numel(),
+    )
 
 
 def _step_temporaries(job: Job) -> tuple[float, float]:
     """What the optimizer's step allocates and frees: bytes, and multiples of the largest shard."""
     facts = MatrixFacts(job.spec, job.sizes, job.transforms.compute_dtype)
-    matrices = whole_matrix_bytes(_all_shapes(job, _shapes(job)), job.config.optimizer, facts)
+    matrices = whole_matrix_bytes(all_parameter_shapes(job), job.config.optimizer, facts)
     return matrices, TEMPORARIES.get(job.config.optimizer.name, 0)
-
-
-def _all_shapes(job: Job, shapes: list[tuple[str, torch.Size]]) -> list[tuple[str, torch.Size]]:
-    """The parameters of all blocks, from those of the first."""
-    path = job.spec.blocks_path
-    more = [
-        (name.replace(f"{path}.0.", f"{path}.{number}."), shape)
-        for number in range(1, job.sizes.n_layers)
-        for name, shape in shapes
-        if name.startswith(f"{path}.0.")
-    ]
-    return [*shapes, *more]
 
 
 def stages_of_job(job: Job) -> tuple[StageParts, ...]:

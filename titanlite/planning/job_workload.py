@@ -6,6 +6,7 @@ import dataclasses
 from typing import Any
 
 import torch
+from torch import nn
 
 from titanlite.job import Job
 from titanlite.optim import MatrixFacts, optimizer_state_bytes
@@ -54,6 +55,8 @@ def _layout_of(job: Job) -> Layout:
         context=degrees.context,
         tensor=degrees.tensor,
         pipeline=degrees.pipeline,
+        expert=degrees.expert,
+        expert_tensor=degrees.expert_tensor_ranks,
         sharded="parameters",
         reshard_after_forward=reshard == "always" or (reshard == "default" and not pipelined),
         reshard_last_group=reshard == "always",
@@ -92,15 +95,36 @@ def _numerics_of(job: Job) -> Numerics:
 def _state_bytes_per_element(job: Job) -> float:
     """Mean bytes of optimizer state per parameter element, on whatever device it is."""
     optimizer = dataclasses.replace(job.config.optimizer, offload=False)
-    with torch.device("meta"):
-        model = job.spec.build(dataclasses.replace(job.sizes, n_layers=1))
-    shapes = [(name, parameter.shape) for name, parameter in model.named_parameters()]
-    of_blocks = [(name, shape) for name, shape in shapes if name.startswith(job.spec.blocks_path)]
     facts = MatrixFacts(job.spec, job.sizes, job.transforms.compute_dtype)
-    dtype, more = job.transforms.param_dtype, job.sizes.n_layers - 1
-    total = optimizer_state_bytes(shapes, optimizer, dtype, facts)
-    total += more * optimizer_state_bytes(of_blocks, optimizer, dtype, facts)
+    dtype = job.transforms.param_dtype
+    total = optimizer_state_bytes(all_parameter_shapes(job), optimizer, dtype, facts)
     return total / job.spec.count_parameters(job.sizes)
+
+
+def first_blocks(job: Job) -> nn.Module:
+    """The model on the meta device, with its first blocks up to one that has experts, if any has.
+
+    All later blocks are like the last of these.
+    """
+    experts = job.spec.shape(job.sizes).experts
+    blocks = min(job.sizes.n_layers, 1 + (experts.dense_layers if experts else 0))
+    with torch.device("meta"):
+        return job.spec.build(dataclasses.replace(job.sizes, n_layers=blocks))
+
+
+def all_parameter_shapes(job: Job) -> list[tuple[str, torch.Size]]:
+    """(name, shape) of every parameter of a job's model."""
+    model, path = first_blocks(job), job.spec.blocks_path
+    shapes = [(name, parameter.shape) for name, parameter in model.named_parameters()]
+    last = len(list(model.get_submodule(path).children())) - 1
+    prefix = f"{path}.{last}."
+    more = [
+        (f"{path}.{number}.{name.removeprefix(prefix)}", shape)
+        for number in range(last + 1, job.sizes.n_layers)
+        for name, shape in shapes
+        if name.startswith(prefix)
+    ]
+    return [*shapes, *more]
 
 
 def _recomputation_of(job: Job) -> dict[str, Any]:

@@ -149,8 +149,8 @@ def group_bytes(
         shape = parameter.tensor_shard(layout.tensor)
         ranks, experts = layout.shard * layout.context, 1
         if parameter.expert:  # experts are data-parallel over the ranks that are left
-            experts = layout.expert
-            ranks = max(1, ranks // experts)
+            shape = parameter.tensor_shard(layout.expert_tensor_ranks)
+            ranks, experts = layout.expert_shard, layout.expert
         elements = math.prod(shape) // experts
         gathered += elements
         if parameter.expert:

@@ -168,7 +168,7 @@ def _with_gathers(workload: Workload, case: BlockCase, dense: bool) -> Passes:
     if layout.sharded != "parameters" or size == 1:
         return passes
     outside, inside = block_parameters(workload.model)
-    parameters = outside / layout.tensor + inside / layout.tensor / layout.expert
+    parameters = outside / layout.tensor + inside / layout.expert_tensor_ranks / layout.expert
     gathered_bytes = 1.0 if numerics.float8_gather else numerics.gathered_bytes
     gather = case.collectives.all_gather(parameters * gathered_bytes, size, stride)
     reduce = case.collectives.all_gather(parameters * numerics.reduce_bytes, size, stride)

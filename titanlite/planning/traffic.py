@@ -9,12 +9,30 @@ reduce-scatter over n ranks, twice that for an all-reduce.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
-from titanlite.planning.model_parts import GroupBytes, ModelParts, group_bytes, parts_of_shape
+from titanlite.planning.model_parts import (
+    GroupBytes,
+    ModelParts,
+    ParameterShape,
+    group_bytes,
+    parts_of_shape,
+)
 from titanlite.planning.stages import StageParts, stage_ranks, stages_of
+from titanlite.planning.step_recorder import SCALAR_BYTES
 from titanlite.planning.workload import Layout, Workload
 
-FP32 = 4
+FP32, FP64, INT64 = 4, 8, 8
+ROUTER_SUMS = 3  # that a router sums besides the tokens of its experts
+
+
+class _FSDPGroup(NamedTuple):
+    """Parameters that are gathered together."""
+
+    size: GroupBytes
+    reshard: bool  # freed between forward and backward
+    dimension: str
+    ranks: int
 
 
 @dataclass(frozen=True)
@@ -70,6 +88,10 @@ class _RankTraffic:
             self._tensor()
         if self.layout.context > 1:
             self._context()
+        if self.workload.model.experts:
+            self._routers()
+            if self.layout.expert > 1:
+                self._experts()
         if self.layout.pipeline > 1:
             self._pipeline()
         return tuple(
@@ -83,43 +105,91 @@ class _RankTraffic:
         before, total = self.totals.get((dimension, name), (0, 0))
         self.totals[dimension, name] = (before + calls, total + round(calls * size))
 
-    def _groups(self) -> list[tuple[GroupBytes, bool]]:
-        """(elements, whether it is freed between forward and backward) of each FSDP group."""
+    def _groups(self) -> list[_FSDPGroup]:
+        """The FSDP groups of this rank; experts on ranks of their own are groups of their own."""
         layout, parts = self.layout, self.parts
 
-        def group(parameters) -> GroupBytes:
-            return group_bytes(parameters, layout, 0.0)
+        def group(parameters: tuple[ParameterShape, ...], reshard: bool) -> list[_FSDPGroup]:
+            inner = tuple(p for p in parameters if p.expert and layout.expert > 1)
+            outer = tuple(p for p in parameters if p not in inner)
+            dimension, ranks = sharded_dimension(layout), layout.shard * layout.context
+            groups = [_FSDPGroup(group_bytes(outer, layout, 0.0), reshard, dimension, ranks)]
+            if inner:
+                size = group_bytes(inner, layout, 0.0)
+                groups.append(_FSDPGroup(size, reshard, "expert_shard", layout.expert_shard))
+            return groups
 
         reshard = layout.reshard_after_forward
         always = reshard and layout.reshard_last_group
-        blocks = sum(stage.blocks for stage in self.stages)
-        groups = [(group(parts.block), reshard)] * blocks
-        embedding, last = group(parts.embedding), group(())
-        for stage in self.stages:
-            last = last + (group(parts.norm) if stage.norm else group(()))
-            last = last + (group(parts.output) if stage.output else group(()))
+        with_experts = self._with_experts(self._block_numbers())
+        dense = len(self._block_numbers()) - len(with_experts)
+        groups = group(parts.block, reshard) * len(with_experts)
+        groups += group(parts.dense_block or parts.block, reshard) * dense
+        embedding = any(stage.embedding for stage in self.stages)
+        last = parts.norm * sum(stage.norm for stage in self.stages)
+        last += parts.output * sum(stage.output for stage in self.stages)
         if parts.tied:
-            return [*groups, (embedding + last, always)]
-        if any(stage.embedding for stage in self.stages):
-            groups.append((embedding, reshard))
-        return [*groups, (last, always)] if last.gathered else groups
+            return [*groups, *group((*parts.embedding, *last), always)]
+        if embedding:
+            groups += group(parts.embedding, reshard)
+        return [*groups, *group(last, always)] if last else groups
 
     def _fsdp(self) -> None:
         layout, numerics = self.layout, self.workload.numerics
-        ranks, dimension = layout.shard * layout.context, sharded_dimension(layout)
         passes = layout.runs if layout.pipeline > 1 else layout.n_microbatches
         reductions = passes if layout.reduce_every_microbatch else 1
-        for group, reshard in self._groups():
-            whole = group.sharded * ranks
-            if ranks > 1:
+        for group in self._groups():
+            whole = group.size.sharded * group.ranks
+            if group.ranks > 1:
                 # with pipeline stages, parameters stay gathered from the first backward on
-                forwards = layout.n_microbatches if reshard else passes
-                gathers = forwards + (passes if reshard else 0)
-                self._add(dimension, "all-gather", gathers, whole * numerics.gathered_bytes)
-                self._add(dimension, "reduce-scatter", reductions, whole * numerics.reduce_bytes)
+                forwards = layout.n_microbatches if group.reshard else passes
+                gathers = forwards + (passes if group.reshard else 0)
+                self._add(group.dimension, "all-gather", gathers, whole * numerics.gathered_bytes)
+                reduced = whole * numerics.reduce_bytes
+                self._add(group.dimension, "reduce-scatter", reductions, reduced)
             if layout.replicate > 1:
-                size = group.sharded * numerics.reduce_bytes
+                size = group.size.sharded * numerics.reduce_bytes
                 self._add("replicate", "all-reduce", reductions, size)
+
+    def _block_numbers(self) -> list[int]:
+        return [stage.first_block + n for stage in self.stages for n in range(stage.blocks)]
+
+    def _with_experts(self, blocks: list[int]) -> list[int]:
+        return [block for block in blocks if self.workload.model.has_experts(block)]
+
+    def _routers(self) -> None:
+        """Once a step, the load of the experts of all blocks, in float64."""
+        layout, model = self.layout, self.workload.model
+        assert model.experts is not None
+        blocks = len(self._with_experts(self._block_numbers()))
+        size = blocks * (model.experts.count + ROUTER_SUMS) * FP64
+        dimensions = [sharded_dimension(layout), "replicate" if layout.replicate > 1 else ""]
+        if layout.expert_tensor_ranks < layout.tensor:  # each routes its own tokens
+            dimensions.append("tensor")
+        for dimension in dimensions:
+            if dimension and blocks and size > SCALAR_BYTES:
+                self._add(dimension, "all-reduce", 1, size)
+
+    def _experts(self) -> None:
+        """The tokens of each rank to their experts and back, and how many they are."""
+        layout, model = self.layout, self.workload.model
+        assert model.experts is not None
+        tokens = layout.micro_batch * self.workload.seq_len // layout.context
+        # Tensor ranks that have shards of the same experts all send the same tokens.
+        rows = tokens * layout.expert_tensor_ranks // layout.tensor * model.experts.active
+        numbers = self._with_experts(self._block_numbers())
+        again = [number for number in numbers if self._is_recomputed(number)]
+        forwards, count = len(numbers) + len(again), layout.n_microbatches
+        size = rows * model.dim * self.workload.numerics.activation_bytes
+        self._add("expert", "all-to-all", count * 2 * (forwards + len(numbers)), size)
+        if (counts := model.experts.count * INT64) > SCALAR_BYTES:
+            self._add("expert", "all-to-all", count * forwards, counts)
+
+    def _is_recomputed(self, block: int) -> bool:
+        """Whether the tokens of a block are sent again in backward."""
+        recompute = self.workload.recompute
+        every_kth = recompute == "selective" and block % self.workload.recompute_every == 0
+        return every_kth or recompute in ("full", "per_operation")
 
     def _recomputed(self) -> tuple[int, int]:
         """(blocks of this rank, those that are recomputed as a whole)."""
@@ -142,11 +212,21 @@ class _RankTraffic:
         ends = sum(stage.embedding + stage.output for stage in self.stages)
         count = layout.n_microbatches
         gathers = 4 * blocks + 2 * again + 2 * operations + ends
+        scatters = 4 * blocks + 2 * again + ends
+        if model.experts:
+            numbers = self._with_experts(self._block_numbers())
+            router = model.experts.count * model.dim * FP32
+            self._add("tensor", "all-reduce", count * len(numbers), router)
+            if layout.expert_tensor_ranks < layout.tensor and not model.experts.shared_hidden_dim:
+                # only attention gathers tokens
+                recomputed = sum(map(self._is_recomputed, numbers))
+                gathers -= 2 * len(numbers) + recomputed
+                scatters -= 2 * len(numbers) + (0 if operations else recomputed)
         if model.n_kv_heads % layout.tensor:  # gradients of keys and values, one head a rank
             heads = tokens * layout.tensor * model.head_dim * workload.numerics.activation_bytes
             self._add("tensor", "all-gather", count * 2 * blocks, heads)
         self._add("tensor", "all-gather", count * gathers, hidden)
-        self._add("tensor", "reduce-scatter", count * (4 * blocks + 2 * again + ends), hidden)
+        self._add("tensor", "reduce-scatter", count * scatters, hidden)
         norms = 2 * blocks + sum(stage.norm for stage in self.stages)
         self._add("tensor", "all-reduce", count * norms, model.dim * FP32)
         if model.qk_norm:

@@ -27,7 +27,8 @@ class Layout:
     context: int = 1
     tensor: int = 1
     pipeline: int = 1
-    expert: int = 1  # taken out of the data-parallel ranks
+    expert: int = 1  # borrowed from the data-parallel, context and tensor ranks
+    expert_tensor: int = 0  # tensor ranks that each expert is sharded over; 0: all
     sequence_parallel: bool = True  # norms and residuals are divided over the tensor ranks
     sharded: Literal["nothing", "optimizer", "gradients", "parameters"] = "parameters"
     # over the `shard` ranks, as ZeRO 0 to 3
@@ -45,6 +46,17 @@ class Layout:
     @property
     def gpus(self) -> int:
         return self.replicate * self.shard * self.context * self.tensor * self.pipeline
+
+    @property
+    def expert_tensor_ranks(self) -> int:
+        """Tensor ranks that each expert is sharded over."""
+        return self.expert_tensor or self.tensor
+
+    @property
+    def expert_shard(self) -> int:
+        """Ranks that the parameters of the experts are sharded over, besides that."""
+        ranks = self.shard * self.context * self.tensor
+        return max(1, ranks // (self.expert * self.expert_tensor_ranks))
 
     @property
     def global_batch(self) -> int:

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from titanlite.distributed.collectives import broadcast_from_rank_0
-from titanlite.distributed.mesh import Mesh, coordinates_of
+from titanlite.distributed.mesh import EXPERT_DIMENSIONS, Mesh, coordinates_of
 from titanlite.distributed.rank_tree import RankTree
 from titanlite.distributed.tensors import local_shard
 from titanlite.errors import ReplicaMismatch
@@ -192,7 +192,9 @@ def _sharded_over(tensor: Tensor) -> list[str]:
     names = tensor.device_mesh.mesh_dim_names
     assert names is not None
     placed = zip(names, tensor.placements, strict=True)
-    return sorted(name for name, placement in placed if not placement.is_replicate())
+    sharding = {name for name, placement in placed if not placement.is_replicate()}
+    # Experts on a mesh of their own are sharded over all ranks of a replica.
+    return ["sharded", "tensor"] if sharding & set(EXPERT_DIMENSIONS) else sorted(sharding)
 
 
 def _findings(reports: list[dict[str, Any]], mesh: Mesh) -> list[ReplicaFinding]:

@@ -1,0 +1,175 @@
+"""Mixture of experts: against plain loops over tokens and experts."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from titanlite.kernels.grouped import grouped_matmul, row_groups
+from titanlite.models import ExpertSizes, LoadBalancing, MixtureOfExperts, Router
+from titanlite.models.router import check_expert_sizes, stable_top_k
+
+SIZES = ExpertSizes(count=8, active=2, hidden_dim=24, shared_dim=16, shared_gate=True)
+GROUPED = ExpertSizes(
+    count=8,
+    active=3,
+    hidden_dim=24,
+    score="sigmoid",
+    route_scale=2.5,
+    groups=4,
+    active_groups=2,
+    selection_bias=True,
+)
+
+
+def build(sizes: ExpertSizes, seed: int = 0) -> MixtureOfExperts:
+    torch.manual_seed(seed)
+    moe = MixtureOfExperts(16, sizes)
+    for parameter in moe.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    if moe.router.expert_bias is not None:
+        moe.router.expert_bias.normal_(std=0.2)
+    return moe
+
+
+def select(scores: list[float], bias: list[float], sizes: ExpertSizes) -> list[int]:
+    """The experts of one token, by the definition in DeepSeek-V3's report."""
+    biased = [s + b for s, b in zip(scores, bias, strict=True)]
+    width = sizes.count // sizes.groups
+    groups = [biased[g * width : (g + 1) * width] for g in range(sizes.groups)]
+    best = sorted(range(sizes.groups), key=lambda g: (-sum(sorted(groups[g])[-2:]), g))
+    allowed = [e for e in range(sizes.count) if e // width in best[: sizes.active_groups]]
+    return sorted(allowed, key=lambda e: (-biased[e], e))[: sizes.active]
+
+
+def reference(moe: MixtureOfExperts, x: torch.Tensor) -> torch.Tensor:
+    """Token by token, expert by expert."""
+    sizes, router, experts, outs = moe.sizes, moe.router, moe.experts, []
+    bias = [0.0] * sizes.count if router.expert_bias is None else router.expert_bias.tolist()
+    for token in x.flatten(0, 1):
+        logits = router.gate.weight @ token
+        scores = logits.softmax(-1) if sizes.score == "softmax" else logits.sigmoid()
+        chosen = select(scores.tolist(), bias, sizes)
+        weights = scores[chosen] / (scores[chosen].sum() if sizes.normalize else 1.0)
+        outs.append(
+            sum(
+                weight
+                * sizes.route_scale
+                * (experts.w2[e] @ (F.silu(experts.w1[e] @ token) * (experts.w3[e] @ token)))
+                for e, weight in zip(chosen, weights, strict=True)
+            )
+        )
+    out = torch.stack(outs)
+    if moe.shared_experts is not None:
+        shared = moe.shared_experts
+        tokens = x.flatten(0, 1)
+        hidden = F.silu(tokens @ shared.w1.weight.T) * (tokens @ shared.w3.weight.T)
+        gate = 1.0 if shared.gate is None else (tokens @ shared.gate.weight.T).sigmoid()
+        out = out + hidden @ shared.w2.weight.T * gate
+    return out.view_as(x)
+
+
+@pytest.mark.parametrize(
+    "sizes", [SIZES, replace(SIZES, normalize=False, active=1), GROUPED], ids=["a", "b", "c"]
+)
+def test_the_output_and_every_gradient_are_those_of_a_loop_over_tokens(sizes):
+    moe, x = build(sizes), torch.randn(2, 7, 16, requires_grad=True)
+    grad, inputs = torch.randn(2, 7, 16), [x, *moe.parameters()]
+    for actual, expected in zip(
+        torch.autograd.grad(moe(x), inputs, grad),
+        torch.autograd.grad(reference(moe, x), inputs, grad),
+        strict=True,
+    ):
+        torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_experts_without_tokens_have_a_zero_gradient():
+    moe, x = build(replace(SIZES, active=1)), torch.randn(1, 3, 16)
+    moe(x).sum().backward()
+    empty = moe.router.counts == 0
+    assert empty.sum() >= 5  # three tokens for eight experts
+    for weight in (moe.experts.w1, moe.experts.w2, moe.experts.w3):
+        assert weight.grad[empty].eq(0).all() and weight.grad[~empty].ne(0).any(-1).any()
+
+
+def test_the_grouped_matmul_is_exact_for_uneven_groups():
+    """Sizes that no grouped kernel accepts, the first and the last group empty."""
+    torch.manual_seed(0)
+    counts = torch.tensor([0, 5, 1, 0, 7, 0])
+    x = torch.randn(13, 5, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn(6, 3, 5, dtype=torch.float64, requires_grad=True)
+    groups = row_groups(counts, x, weight)
+    expert = torch.repeat_interleave(torch.arange(6), counts)
+    expected = torch.einsum("mk,mnk->mn", x, weight[expert])
+    torch.testing.assert_close(grouped_matmul(x, weight, groups), expected)
+    assert torch.autograd.gradcheck(lambda *a: grouped_matmul(*a, groups), (x, weight))
+
+
+def test_ties_are_broken_by_index():
+    scores = torch.tensor([[1.0, 3.0, 3.0, 1.0, 3.0], [0.0, 0.0, 0.0, 0.0, 0.0]])
+    assert stable_top_k(scores, 4).tolist() == [[1, 2, 4, 0], [0, 1, 2, 3]]
+
+
+def test_only_ties_change_the_selection_when_rounding_changes():
+    """Layouts sum the same products in another order; here pairs of experts are nearly tied."""
+    torch.manual_seed(0)
+    router = Router(64, ExpertSizes(count=16, active=3, hidden_dim=8))
+    x, half, order = torch.randn(4096, 64), torch.randn(8, 64) * 0.3, torch.randperm(64)
+    weight = torch.cat([half, half + 1e-7 * torch.randn(8, 64)])
+    with torch.no_grad():
+        router.gate.weight.copy_(weight)
+        selected, _ = router(x)
+        router.gate.weight.copy_(weight[:, order])
+        reordered, _ = router(x[:, order])
+    flipped = selected != reordered
+    assert 0 < flipped.any(-1).sum() < 2000
+    scores = (x.double() @ weight.double().T).softmax(-1)
+    distance = (scores.gather(1, selected) - scores.gather(1, reordered)).abs()[flipped]
+    assert distance.max() < 1e-6, "a difference larger than rounding changed an expert"
+
+
+def test_the_router_computes_in_fp32_in_every_dtype():
+    """Two experts whose logits differ by less than the rounding of bfloat16."""
+    router = Router(8, ExpertSizes(count=2, active=1, hidden_dim=8)).to(torch.bfloat16)
+    with torch.no_grad():
+        router.gate.weight.fill_(1.0)
+        router.gate.weight[1, 0] += 2**-7
+    x = torch.full((1, 8), 32.0, dtype=torch.bfloat16)
+    indices, weights = router(x)  # logits 256 and 256.25, which bfloat16 cannot tell apart
+    assert indices.item() == 1 and weights.dtype == torch.float32
+    assert router.previous_load.dtype == torch.float32
+
+
+def test_a_recomputed_forward_and_validation_are_not_counted():
+    moe, x = build(SIZES), torch.randn(2, 7, 16, requires_grad=True)
+    moe.router.begin_step(1.0)
+    with torch.no_grad():
+        moe(x)
+    assert moe.router.counts.sum() == 0
+    torch.utils.checkpoint.checkpoint(moe, x, use_reentrant=False).sum().backward()
+    assert moe.router.counts.sum() == 2 * 7 * SIZES.active
+
+
+def test_a_step_that_is_not_accepted_changes_no_balance():
+    router = build(GROUPED).router
+    router.set_balancing(LoadBalancing(bias_update_rate=0.5))
+    before = (router.expert_bias.clone(), router.previous_load.clone())
+    counts = torch.arange(8)
+    router.finish_step(counts, torch.tensor(False))
+    assert torch.equal(router.expert_bias, before[0])
+    assert torch.equal(router.previous_load, before[1])
+    router.finish_step(counts, torch.tensor(True))
+    step = torch.tensor([0.5] * 4 + [-0.5] * 4)  # the mean is 3.5
+    torch.testing.assert_close(router.expert_bias, before[0] + step)
+    torch.testing.assert_close(router.previous_load, counts / counts.sum())
+
+
+def test_sizes_that_do_not_fit_are_refused():
+    (problem,) = check_expert_sizes(replace(GROUPED, active=5))
+    assert "at most 4 experts in 2 of 4 groups" in str(problem)
+    (problem,) = check_expert_sizes(replace(GROUPED, count=6))
+    assert "not a multiple of its 4 groups" in str(problem)
+    assert not list(check_expert_sizes(GROUPED))

@@ -1,0 +1,49 @@
+"""A dry run and the formula agree on the memory at rest and the traffic of experts."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from tests.distributed.moe_family import MOE_FAMILY, MoESizes
+from tests.planning.test_dry_run import compare
+from titanlite.models import FAMILIES, ExpertSizes
+
+SIZES = MoESizes(
+    dim=256,
+    n_layers=4,
+    n_heads=8,
+    n_kv_heads=4,
+    hidden_dim=768,
+    vocab_size=1024,
+    experts=ExpertSizes(count=16, active=4, hidden_dim=128, shared_dim=64),
+)
+FAMILY = replace(MOE_FAMILY, flavors={"small": SIZES})
+LAYOUTS = {
+    "EP 2, full": (4, {"expert_parallel_degree": 2}, "full"),
+    "EP 4, TP 2, op": (4, {"expert_parallel_degree": 4, "tensor_parallel_degree": 2}, "op"),
+    "EP 2, TP 2 of experts": (
+        4,
+        {
+            "expert_parallel_degree": 2,
+            "expert_tensor_parallel_degree": 2,
+            "tensor_parallel_degree": 2,
+        },
+        "selective",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_the_formula_equals_a_dry_run(name, monkeypatch):
+    monkeypatch.setitem(FAMILIES, "moe", FAMILY)
+    ranks, degrees, recompute = LAYOUTS[name]
+    argv = [f"--parallelism.{key}={degree}" for key, degree in degrees.items()]
+    argv += ["--model.name=moe", "--model.flavor=small", "--training.seq_len=512"]
+    if recompute == "op":
+        argv.append("--activation_checkpoint.selective_ac_option=op")
+    else:
+        argv.append(f"--activation_checkpoint.mode={recompute}")
+    for step, _ in compare(argv, ranks):
+        assert any(kind.name == "all-to-all" for kind in step.collectives)
