@@ -7,10 +7,12 @@ are not part of torch's documented interface; their signatures are the same in t
 from __future__ import annotations
 
 import math
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 aten = torch.ops.aten
 
@@ -18,10 +20,13 @@ aten = torch.ops.aten
 class FlashKernel(Protocol):
     """q [B, H, T, K] attends to k, v [B, Hkv, S, K].
 
-    H is a multiple of Hkv; `causal` needs T = S.
+    H is a multiple of Hkv; `causal` needs T = S. With a `mask` [T, S], which replaces `causal`, a
+    query attends to the keys where it is True; each query has one.
     """
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, causal: bool, mask: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         """(out [B, H, T, K], lse [B, H, T] in fp32)."""
 
     def backward(
@@ -33,6 +38,7 @@ class FlashKernel(Protocol):
         out: Tensor,
         lse: Tensor,
         causal: bool,
+        mask: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Gradients of q, k, v; `out` and `lse` may cover more keys than `k` and `v`."""
 
@@ -48,13 +54,17 @@ def flash_kernel_for(q: Tensor) -> FlashKernel:
 
 
 class CudaFlash:
-    """FlashAttention on a GPU; supports grouped queries itself."""
+    """FlashAttention on a GPU; supports grouped queries itself, but no masks."""
 
-    def forward(self, q, k, v, causal):
+    def forward(self, q, k, v, causal, mask=None):
+        if mask is not None:
+            return EagerAttention().forward(q, k, v, causal, mask)
         out, lse, *_ = aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal)
         return out, lse
 
-    def backward(self, grad, q, k, v, out, lse, causal):
+    def backward(self, grad, q, k, v, out, lse, causal, mask=None):
+        if mask is not None:
+            return EagerAttention().backward(grad, q, k, v, out, lse, causal, mask)
         lengths = (None, None, q.shape[2], k.shape[2])  # no packed sequences
         unused = torch.empty((), dtype=torch.int64, device=q.device)  # dropout's generator
         return aten._scaled_dot_product_flash_attention_backward(
@@ -65,14 +75,24 @@ class CudaFlash:
 class CpuFlash:
     """SDPA's blocked CPU kernel; its backward needs as many key heads as query heads."""
 
-    def forward(self, q, k, v, causal):
+    def forward(self, q, k, v, causal, mask=None):
         k, v = (repeat_kv_heads(tensor, q) for tensor in (k, v))
-        return aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal)
+        return aten._scaled_dot_product_flash_attention_for_cpu(
+            q, k, v, 0.0, causal and mask is None, attn_mask=_additive(mask, q)
+        )
 
-    def backward(self, grad, q, k, v, out, lse, causal):
+    def backward(self, grad, q, k, v, out, lse, causal, mask=None):
         repeated_k, repeated_v = (repeat_kv_heads(tensor, q) for tensor in (k, v))
         dq, dk, dv = aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            grad, q, repeated_k, repeated_v, out, lse, 0.0, causal
+            grad,
+            q,
+            repeated_k,
+            repeated_v,
+            out,
+            lse,
+            0.0,
+            causal and mask is None,
+            attn_mask=_additive(mask, q),
         )
         return dq, _sum_repeated_heads(dk, k), _sum_repeated_heads(dv, v)
 
@@ -80,28 +100,58 @@ class CpuFlash:
 class EagerAttention:
     """Matmuls and a softmax in fp32, where no kernel supports the dtype, head size or GPU."""
 
-    def forward(self, q, k, v, causal):
-        scores = self._scores(q, repeat_kv_heads(k, q), causal)
+    def forward(self, q, k, v, causal, mask=None):
+        scores = self._scores(q, repeat_kv_heads(k, q), causal, mask)
         lse = scores.logsumexp(-1)
         probabilities = (scores - lse.unsqueeze(-1)).exp()
         return (probabilities @ repeat_kv_heads(v, q).float()).to(q.dtype), lse
 
-    def backward(self, grad, q, k, v, out, lse, causal):
+    def backward(self, grad, q, k, v, out, lse, causal, mask=None):
         repeated_k, repeated_v = (repeat_kv_heads(tensor, q).float() for tensor in (k, v))
         grad = grad.float()
-        probabilities = (self._scores(q, repeated_k, causal) - lse.unsqueeze(-1)).exp()
+        probabilities = (self._scores(q, repeated_k, causal, mask) - lse.unsqueeze(-1)).exp()
         delta = (grad * out).sum(-1, keepdim=True)
         d_scores = probabilities * (grad @ repeated_v.mT - delta) / math.sqrt(q.shape[-1])
         dq = (d_scores @ repeated_k).to(q.dtype)
         dk, dv = d_scores.mT @ q.float(), probabilities.mT @ grad
         return dq, _sum_repeated_heads(dk, k).to(k.dtype), _sum_repeated_heads(dv, v).to(v.dtype)
 
-    def _scores(self, q: Tensor, k: Tensor, causal: bool) -> Tensor:
+    def _scores(self, q: Tensor, k: Tensor, causal: bool, mask: Tensor | None) -> Tensor:
         scores = q.float() @ k.float().mT / math.sqrt(q.shape[-1])
-        if causal:
-            later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
-            scores = scores.masked_fill(later, -math.inf)
-        return scores
+        if causal and mask is None:
+            mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril()
+        return scores if mask is None else scores.masked_fill(~mask, -math.inf)
+
+
+def _additive(mask: Tensor | None, q: Tensor) -> Tensor | None:
+    """What a mask adds to the scores: 0 or -inf, [1, 1, T, S] in the dtype of `q`."""
+    if mask is None:
+        return None
+    added = torch.zeros(mask.shape, dtype=q.dtype, device=q.device)
+    return added.masked_fill(~mask, -math.inf)[None, None]
+
+
+def window_mask(q: Tensor, k: Tensor, offset: int, window: int) -> Tensor:
+    """Where queries [B, H, T, K] attend to keys [B, H, S, K] in a sliding window: [T, S].
+
+    `offset` is the position of the first query, counted from the first key. A query attends to the
+    `window` keys that end at its own position (https://arxiv.org/abs/2310.06825, section 2).
+    """
+    queries = torch.arange(offset, offset + q.shape[2], device=q.device)
+    distance = queries.unsqueeze(1) - torch.arange(k.shape[2], device=q.device)
+    return (distance >= 0) & (distance < window)
+
+
+def sdpa(q: Tensor, k: Tensor, v: Tensor, backend: SDPBackend | None, **mask: Any) -> Tensor:
+    """SDPA with grouped heads, by the kernel `backend`; None lets SDPA choose."""
+    grouped = q.shape[1] != k.shape[1]
+    if grouped and backend == SDPBackend.EFFICIENT_ATTENTION:  # does not support GQA
+        k, v = repeat_kv_heads(k, q), repeat_kv_heads(v, q)
+        grouped = False
+    if backend is None:
+        return F.scaled_dot_product_attention(q, k, v, enable_gqa=grouped, **mask)
+    with sdpa_kernel(backend):
+        return F.scaled_dot_product_attention(q, k, v, enable_gqa=grouped, **mask)
 
 
 def repeat_kv_heads(kv: Tensor, q: Tensor) -> Tensor:

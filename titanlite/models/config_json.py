@@ -91,16 +91,19 @@ class ConfigFormat(Generic[SizesT]):
         wrong = wrong or self._inconsistent_heads(sizes)
         if wrong:
             raise self._unsupported(wrong, values, required)
-        if self._default_of("head_dim") == 0 and (
-            sizes["head_dim"] * sizes["n_heads"] == sizes["dim"]
-        ):
-            sizes["head_dim"] = 0  # the flavors leave it out too, so that equal models are equal
-        return self.sizes(**sizes)
+        return self.sizes(**self._without_implied_width(sizes))
+
+    def _without_implied_width(self, sizes: dict[str, Any]) -> dict[str, Any]:
+        """The sizes without a head width that is dim / n_heads.
+
+        Flavors leave it out where they can, so that equal models compare equal.
+        """
+        implied = sizes.get("head_dim", 0) * sizes["n_heads"] == sizes["dim"]
+        return sizes | {"head_dim": 0} if implied and not self._default_of("head_dim") else sizes
 
     def _default_of(self, name: str) -> Any:
-        """Default of a field of the sizes; 1 for one without a default, which is an integer."""
-        by_name = {field.name: field for field in dataclasses.fields(self.sizes)}
-        return getattr(by_name.get(name), "default", None) if name in by_name else None
+        """Default of a field of the sizes; MISSING if it has none."""
+        return next(f.default for f in dataclasses.fields(self.sizes) if f.name == name)
 
     def _is_valid(self, name: str, value: Any) -> bool:
         """Whether a value has the type of a field of the sizes and lies in its range."""
