@@ -24,6 +24,19 @@ ROTARY = {
     "intermediate_size": 88,
     "vocab_size": 61,
 }
+EXPERTS = {"moe_intermediate_size": 24, "num_experts_per_tok": 2}
+LATENT = {
+    **ROTARY,
+    **EXPERTS,
+    "num_key_value_heads": 4,
+    "first_k_dense_replace": 1,
+    "n_routed_experts": 6,
+    "routed_scaling_factor": 2.5,
+    "kv_lora_rank": 12,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 8,
+}
 # family -> (class in transformers, its config, changes of our sizes)
 CASES = {
     "qwen3 tied": ("Qwen3", {**ROTARY, "head_dim": 12, "tie_word_embeddings": True}),
@@ -36,7 +49,40 @@ CASES = {
         {"n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": 61, "n_positions": 64},
     ),
     "olmo2": ("Olmo2", ROTARY),
+    "mixtral": ("Mixtral", {**ROTARY, "num_local_experts": 4}),
+    "qwen3_moe": (
+        "Qwen3Moe",
+        {**ROTARY, **EXPERTS, "num_experts": 5, "norm_topk_prob": True, "head_dim": 12},
+    ),
+    "deepseek_v3": (
+        "DeepseekV3",
+        {**LATENT, "q_lora_rank": 20, "n_group": 3, "topk_group": 2, "n_shared_experts": 2},
+    ),
+    "deepseek_v3 as Moonlight": (
+        "DeepseekV3",
+        {**LATENT, "q_lora_rank": None, "n_group": 1, "topk_group": 1},
+    ),
+    "deepseek_v3 with YaRN": (
+        "DeepseekV3",
+        {
+            **LATENT,
+            "q_lora_rank": 20,
+            "n_group": 1,
+            "topk_group": 1,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 10_000.0,
+                "factor": 40.0,
+                "beta_fast": 32,
+                "beta_slow": 1,
+                "mscale": 1.0,
+                "mscale_all_dim": 1.0,
+                "original_max_position_embeddings": 4096,
+            },
+        },
+    ),
 }
+EXPERT_FAMILIES = ("mixtral", "qwen3_moe", "deepseek_v3")
 TOKENS = torch.arange(2 * 40).view(2, 40) * 37 % 61
 
 
@@ -71,6 +117,9 @@ def transformers_model(case: str):
     model = getattr(transformers, model_class)(config).eval()
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, parameter.dim() == 1, 0.2)
+    for name, buffer in model.named_buffers():
+        if name.endswith("correction_bias"):
+            torch.nn.init.normal_(buffer, 0, 0.2)
     return model
 
 
@@ -132,7 +181,7 @@ def test_a_folder_without_the_prefix_is_read(tmp_path, case):
         assert torch.allclose(model(TOKENS), expected(TOKENS).logits, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", ["qwen3", "mistral", "gpt2", "olmo2", "llama2"])
+@pytest.mark.parametrize("name", ["qwen3", "mistral", "gpt2", "olmo2", "llama2", *EXPERT_FAMILIES])
 def test_flavors_are_written_to_config_json_and_back(name):
     family = FAMILIES[name]
     for flavor, sizes in family.flavors.items():

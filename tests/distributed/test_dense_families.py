@@ -23,7 +23,7 @@ CHANGES = {  # family -> changes of its debugmodel; the window crosses the shard
 def recipe_of(family: str, **changes) -> Recipe:
     """A short run of a small model."""
     sizes = replace(FAMILIES[family].flavors["debugmodel"], **CHANGES[family])
-    recipe = replace(SGD, steps=2, batch=12, lr=0.2, family=family, sizes=sizes)
+    recipe = replace(SGD, steps=2, batch=12, lr=0.2, sizes=sizes)
     return replace(recipe, **changes)
 
 

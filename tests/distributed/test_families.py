@@ -32,7 +32,14 @@ LATENT = DeepSeekV3Sizes(
 RECIPE = replace(SGD, sizes=LATENT, batch=12, seq_len=24, steps=2)
 LAYOUTS = [
     [Layout(), Layout(accumulate=3, recompute="op")],
-    [Layout(shard=2), Layout(shard=2, expert=2), Layout(tensor=2), Layout(tensor=2, expert=2), Layout(context=2), Layout(pipeline=2, microbatch=2)],
+    [
+        Layout(shard=2),
+        Layout(shard=2, expert=2),
+        Layout(tensor=2),
+        Layout(tensor=2, expert=2),
+        Layout(context=2),
+        Layout(pipeline=2, microbatch=2),
+    ],
 ]
 
 

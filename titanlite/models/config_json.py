@@ -111,7 +111,7 @@ class ConfigFormat(Generic[SizesT]):
         kind: type = int if default is dataclasses.MISSING else type(default)
         if kind is bool or isinstance(value, bool):
             return type(value) is kind
-        lowest = 0 if name in ("head_dim", "norm_eps", "window") else 1
+        lowest = 0 if default == 0 or name in ("norm_eps", "route_scale") else 1
         if not isinstance(value, int | float) or not isinstance(value, int | kind):
             return False
         return lowest <= value <= 1 << 40  # JSON integers have no upper limit

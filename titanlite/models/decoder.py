@@ -47,7 +47,7 @@ class RotarySizes(DecoderSizes, Protocol):
 class Decoder(nn.Module):
     """Tokens [B, T] to logits [B, T, V], or, with labels [B, T], to their summed loss.
 
-    `build_block` builds a block, which is called with (hidden states [B, T, D], rope, documents,
+    `build_block` builds the block of an index, which is called with (hidden states [B, T, D], rope, documents,
     cache). A pipeline stage has only its own blocks in `layers`; other modules that it does not own
     are None.
     """
@@ -55,7 +55,7 @@ class Decoder(nn.Module):
     def __init__(
         self,
         sizes: DecoderSizes,
-        build_block: Callable[[], nn.Module],
+        build_block: Callable[[int], nn.Module],
         norm: nn.Module,
         pos_embeddings: nn.Module | None = None,
     ):
@@ -64,7 +64,7 @@ class Decoder(nn.Module):
         self.index_documents: IndexDocuments | None = None
         self.tok_embeddings = TokenEmbedding(sizes.vocab_size, sizes.dim)
         self.pos_embeddings = pos_embeddings  # before the blocks, as in execution
-        self.layers = nn.ModuleDict({str(i): build_block() for i in range(sizes.n_layers)})
+        self.layers = nn.ModuleDict({str(i): build_block(i) for i in range(sizes.n_layers)})
         self.norm = norm
         self.output = OutputLayer(sizes.dim, sizes.vocab_size)
         if sizes.tied_embeddings:
@@ -105,9 +105,14 @@ class Decoder(nn.Module):
 class RotaryDecoder(Decoder):
     """A decoder with rotary positions and RMSNorm."""
 
-    def __init__(self, sizes: RotarySizes, build_block: Callable[[], nn.Module]):
+    def __init__(
+        self,
+        sizes: RotarySizes,
+        build_block: Callable[[int], nn.Module],
+        rotary_dim: int | None = None,  # features of a head that are rotated; None: all
+    ):
         super().__init__(sizes, build_block, nn.RMSNorm(sizes.dim, eps=sizes.norm_eps))
-        self.rotary = (sizes.head_width, sizes.rope_theta, sizes.rope_scaling)
+        self.rotary = (rotary_dim or sizes.head_width, sizes.rope_theta, sizes.rope_scaling)
 
     def rope(self, positions: Tensor) -> Rope:
         return rope_cos_sin(positions, *self.rotary)

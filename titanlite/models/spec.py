@@ -195,9 +195,11 @@ class HuggingFaceMapping(Generic[SizesT]):
         stored = self.name_of(name)
         if EXPERT_INDEX not in stored:
             return {stored: self.part_of(name).stored_shape(shape)}
-        return {
-            stored.replace(EXPERT_INDEX, str(expert)): shape[1:] for expert in range(shape[0])
-        }
+        return {stored.replace(EXPERT_INDEX, str(expert)): shape[1:] for expert in range(shape[0])}
+
+    def is_stacked(self, name: str) -> bool:
+        """Whether one of our parameters is a tensor for each expert."""
+        return EXPERT_INDEX in self.name_of(name)
 
     def part_of(self, name: str) -> StoredPart:
         """How one of our parameters is stored in the tensor of that name."""

@@ -24,12 +24,11 @@ from titanlite.parallelize.tensor_styles import (
     KeyValueColwise,
     LinearStyles,
     OutputLayerColwise,
+    ProjectionNorm,
     Replicated,
     ReplicatedNorm,
-    SharedByHeads,
-    ProjectionNorm,
-    ReplicatedNorm,
     SequencePositions,
+    SharedByHeads,
     gather_sequence,
 )
 

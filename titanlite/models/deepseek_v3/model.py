@@ -12,11 +12,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from titanlite.kernels.attention import CausalAttention, KeyValueCache
-from titanlite.kernels.documents import DocumentIndex, IndexDocuments
-from titanlite.models.embedding import TokenEmbedding
-from titanlite.models.loss import OutputLayer
+from titanlite.kernels.documents import DocumentIndex
+from titanlite.models.decoder import Rope, RotaryDecoder
+from titanlite.models.llama3.model import FeedForward
 from titanlite.models.moe import MixtureOfExperts
-from titanlite.models.rope import YarnScaling, apply_rope, pair_halves, rope_cos_sin
+from titanlite.models.rope import YarnScaling, apply_rope, pair_halves
 from titanlite.models.router import ExpertSizes
 
 
@@ -29,10 +29,10 @@ class DeepSeekV3Sizes:
     n_heads: int
     hidden_dim: int  # of the dense layers
     vocab_size: int
-    n_dense_layers: int
     n_experts: int
     n_active_experts: int
     expert_hidden_dim: int
+    n_dense_layers: int = 0
     n_shared_experts: int = 1
     n_expert_groups: int = 1
     n_active_groups: int = 1
@@ -45,6 +45,8 @@ class DeepSeekV3Sizes:
     norm_eps: float = 1e-6
     rope_theta: float = 10_000.0
     rope_scaling_factor: float = 1.0
+
+    tied_embeddings = False
 
     @property
     def n_kv_heads(self) -> int:
@@ -106,7 +108,7 @@ class LatentAttention(nn.Module):
     def forward(
         self,
         x: Tensor,
-        rope: tuple[Tensor, Tensor],
+        rope: Rope,
         documents: DocumentIndex | None = None,
         cache: KeyValueCache | None = None,
     ) -> Tensor:
@@ -140,33 +142,20 @@ class SharedKey(nn.Module):
     A module, so that tensor parallelism can sum its gradient over the heads of all ranks.
     """
 
-    def forward(self, k: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
+    def forward(self, k: Tensor, rope: Rope) -> Tensor:
         return apply_rope(pair_halves(k.unsqueeze(2)), rope)
-
-
-class FeedForward(nn.Module):
-    """SwiGLU (https://arxiv.org/abs/2002.05202)."""
-
-    def __init__(self, sizes: DeepSeekV3Sizes):
-        super().__init__()
-        self.w1 = nn.Linear(sizes.dim, sizes.hidden_dim, bias=False)
-        self.w2 = nn.Linear(sizes.hidden_dim, sizes.dim, bias=False)
-        self.w3 = nn.Linear(sizes.dim, sizes.hidden_dim, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.w2(F.silu(self.w1(x)) * self.w3(x))
 
 
 class TransformerBlock(nn.Module):
     """Attention, then a feed-forward layer (`feed_forward`) or a mixture of experts (`moe`)."""
 
-    def __init__(self, sizes: DeepSeekV3Sizes, index: int):
+    def __init__(self, sizes: DeepSeekV3Sizes, has_experts: bool):
         super().__init__()
         self.attention_norm = nn.RMSNorm(sizes.dim, eps=sizes.norm_eps)
         self.attention = LatentAttention(sizes)
         self.ffn_norm = nn.RMSNorm(sizes.dim, eps=sizes.norm_eps)
-        self.has_experts = index >= sizes.n_dense_layers
-        if self.has_experts:
+        self.has_experts = has_experts
+        if has_experts:
             self.moe = MixtureOfExperts(sizes.dim, sizes.experts)
         else:
             self.feed_forward = FeedForward(sizes)
@@ -174,7 +163,7 @@ class TransformerBlock(nn.Module):
     def forward(
         self,
         x: Tensor,
-        rope: tuple[Tensor, Tensor],
+        rope: Rope,
         documents: DocumentIndex | None = None,
         cache: KeyValueCache | None = None,
     ) -> Tensor:
@@ -183,40 +172,12 @@ class TransformerBlock(nn.Module):
         return x + feed_forward(self.ffn_norm(x))
 
 
-class DeepSeekV3(nn.Module):
-    """Tokens [B, T] to logits [B, T, V], or, with labels [B, T], to their summed loss."""
+class DeepSeekV3(RotaryDecoder):
+    """The transformer of DeepSeek-V3."""
 
     def __init__(self, sizes: DeepSeekV3Sizes):
-        super().__init__()
-        self.sizes = sizes
-        self.index_documents: IndexDocuments | None = None
-        self.tok_embeddings = TokenEmbedding(sizes.vocab_size, sizes.dim)
-        blocks = {str(i): TransformerBlock(sizes, i) for i in range(sizes.n_layers)}
-        self.layers = nn.ModuleDict(blocks)
-        self.norm = nn.RMSNorm(sizes.dim, eps=sizes.norm_eps)
-        self.output = OutputLayer(sizes.dim, sizes.vocab_size)
-
-    def use_document_mask(self, index_documents: IndexDocuments) -> None:
-        """Attend within documents only; see `SupportsDocuments`."""
-        self.index_documents = index_documents
-
-    def forward(
-        self,
-        tokens: Tensor,
-        positions: Tensor | None = None,
-        caches: dict[str, KeyValueCache] | None = None,
-        labels: Tensor | None = None,
-        documents: DocumentIndex | None = None,
-    ) -> Tensor:
-        """See `Llama.forward`."""
-        sizes = self.sizes
-        if positions is None:
-            positions = torch.arange(tokens.shape[1], device=tokens.device)
-        rope = rope_cos_sin(positions, sizes.qk_rope_head_dim, sizes.rope_theta, sizes.rope_scaling)
-        if documents is None and self.index_documents is not None:
-            documents = self.index_documents(positions.expand(len(tokens), -1)).to(tokens.device)
-        x = tokens if self.tok_embeddings is None else self.tok_embeddings(tokens)
-        for name, block in self.layers.items():
-            x = block(x, rope, documents, None if caches is None else caches[name])
-        x = x if self.norm is None else self.norm(x)
-        return x if self.output is None else self.output(x, labels=labels)
+        super().__init__(
+            sizes,
+            lambda index: TransformerBlock(sizes, has_experts=index >= sizes.n_dense_layers),
+            rotary_dim=sizes.qk_rope_head_dim,
+        )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from titanlite.errors import ConfigError
+from titanlite.models.decoder import decoder_shape
 from titanlite.models.deepseek_v3.huggingface import HUGGING_FACE
 from titanlite.models.deepseek_v3.model import DeepSeekV3, DeepSeekV3Sizes
 from titanlite.models.router import LoadBalancing
@@ -126,29 +127,20 @@ def check_sizes(sizes: DeepSeekV3Sizes) -> Iterator[ConfigError]:
 
 def shape(sizes: DeepSeekV3Sizes) -> ModelShape:
     """What the module consists of."""
-    return ModelShape(
-        name="deepseek_v3",
-        n_layers=sizes.n_layers,
-        dim=sizes.dim,
-        n_heads=sizes.n_heads,
-        n_kv_heads=sizes.n_heads,
-        head_dim=sizes.head_width,
-        hidden_dim=sizes.hidden_dim,
-        vocab_size=sizes.vocab_size,
-        experts=Experts(
-            count=sizes.n_experts,
-            active=sizes.n_active_experts,
-            hidden_dim=sizes.expert_hidden_dim,
-            shared_hidden_dim=sizes.n_shared_experts * sizes.expert_hidden_dim,
-            dense_layers=sizes.n_dense_layers,
-        ),
-        latent=LatentAttention(
-            query_rank=sizes.q_lora_rank,
-            key_value_rank=sizes.kv_lora_rank,
-            rotary_dim=sizes.qk_rope_head_dim,
-            value_dim=sizes.v_head_dim,
-        ),
+    experts = Experts(
+        count=sizes.n_experts,
+        active=sizes.n_active_experts,
+        hidden_dim=sizes.expert_hidden_dim,
+        shared_hidden_dim=sizes.experts.shared_dim,
+        dense_layers=sizes.n_dense_layers,
     )
+    latent = LatentAttention(
+        query_rank=sizes.q_lora_rank,
+        key_value_rank=sizes.kv_lora_rank,
+        rotary_dim=sizes.qk_rope_head_dim,
+        value_dim=sizes.v_head_dim,
+    )
+    return decoder_shape("deepseek_v3", sizes, experts=experts, latent=latent)
 
 
 DEEPSEEK_V3 = ModelSpec(

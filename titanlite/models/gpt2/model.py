@@ -106,7 +106,7 @@ class GPT2(Decoder):
     def __init__(self, sizes: GPT2Sizes):
         super().__init__(
             sizes,
-            lambda: GPT2Block(sizes),
+            lambda index: GPT2Block(sizes),
             norm=nn.LayerNorm(sizes.dim, eps=sizes.norm_eps),
             pos_embeddings=PositionEmbedding(sizes.positions, sizes.dim),
         )

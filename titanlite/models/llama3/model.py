@@ -12,6 +12,7 @@ from titanlite.kernels.attention import CausalAttention, KeyValueCache
 from titanlite.kernels.documents import DocumentIndex
 from titanlite.models.decoder import Rope, RotaryDecoder, RotarySizes
 from titanlite.models.rope import Llama3Scaling, apply_rope
+from titanlite.models.spec import ModelSizes
 
 
 @dataclass(frozen=True)
@@ -90,7 +91,7 @@ class Attention(nn.Module):
 class FeedForward(nn.Module):
     """SwiGLU (https://arxiv.org/abs/2002.05202)."""
 
-    def __init__(self, sizes: LlamaBlockSizes):
+    def __init__(self, sizes: ModelSizes):
         super().__init__()
         self.w1 = nn.Linear(sizes.dim, sizes.hidden_dim, bias=False)
         self.w2 = nn.Linear(sizes.hidden_dim, sizes.dim, bias=False)
@@ -125,4 +126,4 @@ class Llama(RotaryDecoder):
     """The transformer of Llama 3, 3.1 and 3.2."""
 
     def __init__(self, sizes: Llama3Sizes):
-        super().__init__(sizes, lambda: TransformerBlock(sizes))
+        super().__init__(sizes, lambda index: TransformerBlock(sizes))

@@ -36,4 +36,4 @@ class Mistral(RotaryDecoder):
     """The transformer of Mistral 7B."""
 
     def __init__(self, sizes: MistralSizes):
-        super().__init__(sizes, lambda: TransformerBlock(sizes, window=sizes.window))
+        super().__init__(sizes, lambda index: TransformerBlock(sizes, window=sizes.window))

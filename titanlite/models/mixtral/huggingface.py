@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from titanlite.models.config_json import HEAD_KEYS, ConfigFormat

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from titanlite.kernels.attention import KeyValueCache
 from titanlite.kernels.documents import DocumentIndex
-from titanlite.models.decoder import Decoder, Rope
+from titanlite.models.decoder import Rope, RotaryDecoder
 from titanlite.models.llama3.model import Attention, LlamaBlockSizes
 from titanlite.models.moe import MixtureOfExperts
 from titanlite.models.router import ExpertSizes
@@ -79,7 +79,7 @@ class ExpertBlock(nn.Module):
         return x + self.moe(self.ffn_norm(x))
 
 
-class Mixtral(Decoder):
+class Mixtral(RotaryDecoder):
     """The transformer of Mixtral 8x7B and 8x22B."""
 
     def __init__(self, sizes: MixtralSizes):

@@ -94,4 +94,4 @@ class Olmo2(RotaryDecoder):
     """The transformer of OLMo 2."""
 
     def __init__(self, sizes: Olmo2Sizes):
-        super().__init__(sizes, lambda: Olmo2Block(sizes))
+        super().__init__(sizes, lambda index: Olmo2Block(sizes))

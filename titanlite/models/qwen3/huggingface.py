@@ -11,11 +11,11 @@ from titanlite.models.llama3.huggingface import NAMES as LLAMA_NAMES
 from titanlite.models.qwen3.model import Qwen3Sizes
 from titanlite.models.spec import HuggingFaceMapping
 
-NAMES = {
-    **LLAMA_NAMES,
+NORM_NAMES = {
     "layers.*.attention.q_norm.weight": "model.layers.*.self_attn.q_norm.weight",
     "layers.*.attention.k_norm.weight": "model.layers.*.self_attn.k_norm.weight",
 }
+NAMES = {**LLAMA_NAMES, **NORM_NAMES}
 
 QWEN3_CONFIG = ConfigFormat(
     family="qwen3",

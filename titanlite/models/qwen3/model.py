@@ -37,4 +37,4 @@ class Qwen3(RotaryDecoder):
     """The transformer of Qwen3."""
 
     def __init__(self, sizes: Qwen3Sizes):
-        super().__init__(sizes, lambda: TransformerBlock(sizes))
+        super().__init__(sizes, lambda index: TransformerBlock(sizes))

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from titanlite.models.decoder import Decoder
+from titanlite.models.decoder import RotaryDecoder
 from titanlite.models.mixtral.model import ExpertBlock
 from titanlite.models.router import ExpertSizes
 
@@ -45,7 +45,7 @@ class Qwen3MoESizes:
         return ExpertSizes(self.n_experts, self.n_active_experts, self.expert_hidden_dim)
 
 
-class Qwen3MoE(Decoder):
+class Qwen3MoE(RotaryDecoder):
     """The transformer of Qwen3 30B-A3B and 235B-A22B."""
 
     def __init__(self, sizes: Qwen3MoESizes):
