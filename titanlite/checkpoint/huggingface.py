@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ from titanlite.checkpoint.model_size import check_model_size, parameter_shapes
 from titanlite.errors import CheckpointError
 from titanlite.files import parse_json
 from titanlite.models import FAMILIES, ModelSizes, ModelSpec
+from titanlite.models.spec import SAME_TENSOR, StoredPart
 from titanlite.storage import StorageFolder
 
 CONFIG_FILE, TOKENIZER_FILE = "config.json", "tokenizer.json"
@@ -53,6 +54,12 @@ class TensorLocation:
     name: str  # in that file
     shape: torch.Size
     code: str  # safetensors' dtype code
+    part: StoredPart = SAME_TENSOR  # the parameter in that tensor
+
+    @property
+    def own_shape(self) -> torch.Size:
+        """Shape of the parameter."""
+        return self.part.own_shape(self.shape)
 
 
 @dataclass(frozen=True)
@@ -73,10 +80,13 @@ class HuggingFaceFolder:
     ) -> Tensor:
         """A tensor, or its part of `lengths` from `offsets` on, in the dtype of the file."""
         location = self.tensors[name]
-        lengths, offsets = lengths or location.shape, offsets or (0,) * len(location.shape)
+        shape = location.own_shape
+        lengths, offsets = lengths or shape, offsets or (0,) * len(shape)
         with _open_safetensors(self.folder, location.file) as file:
-            part = tuple(slice(o, o + n) for o, n in zip(offsets, lengths, strict=True))
-            return file.get_slice(location.name)[part].clone()  # the slice keeps the file mapped
+            part = location.part.read(file.get_slice(location.name), shape, offsets, lengths)
+            return part.clone(
+                memory_format=torch.contiguous_format
+            )  # a slice keeps the file mapped
 
     def storage_reader(self) -> StorageReader:
         """For dcp.load({"model": …}): each rank reads its shards, and converts their dtype."""
@@ -94,14 +104,23 @@ def open_hugging_face(folder: StorageFolder) -> HuggingFaceFolder:
     locations = _locate_tensors(folder)
     check_model_size(folder, spec, sizes, len(locations))
     shapes = parameter_shapes(spec, sizes)
-    names = {name: spec.hugging_face.name_of(name) for name in shapes}
+    mapping = spec.hugging_face
+    names = {name: mapping.name_of(name) for name in shapes}
+    if not any(stored.startswith(mapping.optional_prefix) for stored in locations):
+        names = {n: stored.removeprefix(mapping.optional_prefix) for n, stored in names.items()}
     for name, original in spec.tied_parameters(sizes):
         if names[name] not in locations:
             names[name] = names[original]
     _check_tensors_match(
-        folder, spec, locations, {names[name]: shape for name, shape in shapes.items()}
+        folder,
+        spec,
+        locations,
+        {names[name]: mapping.part_of(name).stored_shape(shapes[name]) for name in shapes},
     )
-    tensors = {name: locations[stored_name] for name, stored_name in names.items()}
+    tensors = {
+        name: replace(locations[stored_name], part=mapping.part_of(name))
+        for name, stored_name in names.items()
+    }
     source = HuggingFaceFolder(folder, spec, sizes, tensors, TOKENIZER_FILE in folder.sizes())
     for name, original in spec.tied_parameters(sizes):
         both_stored = tensors[name] != tensors[original]
@@ -119,7 +138,8 @@ def open_hugging_face(folder: StorageFolder) -> HuggingFaceFolder:
 def _read_model_config(folder: StorageFolder) -> tuple[ModelSpec, ModelSizes]:
     """The model family and sizes that config.json describes."""
     config = _read_json_table(folder, CONFIG_FILE)
-    families = {spec.hugging_face.architecture: spec for spec in FAMILIES.values()}
+    # The first family of an architecture: it can represent all of its models.
+    families = {spec.hugging_face.architecture: spec for spec in reversed(FAMILIES.values())}
     architectures = config.get("architectures")
     if (
         not isinstance(architectures, list)
@@ -281,8 +301,12 @@ class _HuggingFaceReader(BaseStorageReader):
             {
                 f"model.{name}": TensorStorageMetadata(
                     TensorProperties(DTYPE_OF_CODE[location.code]),
-                    location.shape,
-                    [ChunkStorageMetadata(torch.Size([0] * len(location.shape)), location.shape)],
+                    location.own_shape,
+                    [
+                        ChunkStorageMetadata(
+                            torch.Size([0] * len(location.shape)), location.own_shape
+                        )
+                    ],
                 )
                 for name, location in self.source.tensors.items()
             }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +23,7 @@ from titanlite.data import Tokenizer
 from titanlite.data.tokenizer_json import to_tokenizer_json
 from titanlite.errors import CheckpointError
 from titanlite.models import ModelSizes, ModelSpec
+from titanlite.models.spec import join_parts
 from titanlite.storage import StorageFolder
 
 SHARD_BYTES = 5_000_000_000
@@ -68,7 +69,8 @@ def write_hugging_face(
         )
     tied = dict(spec.tied_parameters(sizes))
     shapes = {n: shape for n, shape in parameter_shapes(spec, sizes).items() if n not in tied}
-    shards = _assign_to_shards(shapes, dtype.itemsize, max_shard_bytes)
+    stored = _names_by_stored_tensor(spec, shapes)
+    shards = _assign_to_shards(stored, shapes, dtype.itemsize, max_shard_bytes)
     total_bytes = dtype.itemsize * sum(shape.numel() for shape in shapes.values())
     try:
         folder.create_folder()
@@ -99,18 +101,30 @@ def _special_token_ids(tokenizer: Tokenizer | None, bos: bool) -> dict[str, int 
     return {"bos_token_id": begin, "eos_token_id": tokenizer.eos_id}
 
 
+def _names_by_stored_tensor(spec: ModelSpec, names: Iterable[str]) -> dict[str, list[str]]:
+    """Hugging Face's names, in order -> our names of the parameters in each tensor."""
+    stored: dict[str, list[str]] = {}
+    for name in names:
+        stored.setdefault(spec.hugging_face.name_of(name), []).append(name)
+    return stored
+
+
 def _assign_to_shards(
-    shapes: Mapping[str, torch.Size], itemsize: int, max_bytes: int
+    stored: Mapping[str, Sequence[str]],
+    shapes: Mapping[str, torch.Size],
+    itemsize: int,
+    max_bytes: int,
 ) -> dict[str, list[str]]:
-    """File name -> names of its tensors, in order; a tensor above `max_bytes` has its own file."""
+    """File name -> our names of its tensors, in order; parameters of one stored tensor are in one
+    file, and a tensor above `max_bytes` has its own file."""
     shards: list[list[str]] = [[]]
     filled = 0
-    for name, shape in shapes.items():
-        needed = shape.numel() * itemsize
+    for names in stored.values():
+        needed = sum(shapes[name].numel() for name in names) * itemsize
         if shards[-1] and filled + needed > max_bytes:
             shards.append([])
             filled = 0
-        shards[-1].append(name)
+        shards[-1] += names
         filled += needed
     if len(shards) == 1:
         return {SINGLE_FILE: shards[0]}
@@ -132,9 +146,11 @@ def _write_shard(
     """
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # required by transformers
     end = 0
-    for name, shape in shapes.items():
+    mapping, stored = spec.hugging_face, _names_by_stored_tensor(spec, shapes)
+    for stored_name, (name, *_) in stored.items():
+        shape = mapping.part_of(name).stored_shape(shapes[name])
         begin, end = end, end + shape.numel() * dtype.itemsize
-        header[spec.hugging_face.name_of(name)] = {
+        header[stored_name] = {
             "dtype": CODE_OF_DTYPE[dtype],
             "shape": list(shape),
             "data_offsets": [begin, end],
@@ -143,8 +159,14 @@ def _write_shard(
     text += b" " * (-len(text) % 8)  # aligns the elements
     with folder.open_for_writing(file) as stream:
         stream.write(struct.pack("<Q", len(text)) + text)
-        for name, shape in shapes.items():
-            tensor = _convert_for_export(name, tensors.pop(name), shape, dtype)
+        for names in stored.values():
+            tensor = join_parts(
+                [mapping.part_of(name) for name in names],
+                [
+                    _convert_for_export(name, tensors.pop(name), shapes[name], dtype)
+                    for name in names
+                ],
+            )
             stream.write(tensor.contiguous().reshape(-1).view(torch.uint8).numpy())
 
 

@@ -152,7 +152,7 @@ def _check_rollback(config: JobConfig) -> Iterator[ConfigError]:
 def _check_sequence_lengths(
     config: JobConfig, sizes: ModelSizes, degrees: Degrees
 ) -> Iterator[UserError]:
-    """Yield the sequence lengths that the layout cannot shard."""
+    """Yield the sequence lengths that the layout cannot shard, or that have too many positions."""
     lengths = {"training.seq_len": config.training.seq_len}
     if config.validation.enable:
         lengths["validation.seq_len"] = config.validation.seq_len
@@ -160,8 +160,22 @@ def _check_sequence_lengths(
     for key, seq_len in lengths.items():
         problems = [*check_tensor_parallel(degrees, sizes, seq_len, key)]
         problems += check_context_parallel(degrees, config.parallelism, seq_len, key)
+        problems += _check_positions(config, sizes, seq_len, key)
         unique.update({str(problem): problem for problem in problems})
     yield from unique.values()
+
+
+def _check_positions(
+    config: JobConfig, sizes: ModelSizes, seq_len: int, key: str
+) -> Iterator[ConfigError]:
+    """Reject sequences that are longer than a learned position embedding."""
+    positions = FAMILIES[config.model.name].shape(sizes).positions
+    if positions and seq_len > positions:
+        yield ConfigError(
+            f"{key} = {seq_len}: the model has learned positions for {positions} tokens.",
+            fix=f"Set {key} = {positions} or less, or a larger model.positions.",
+            keys=(key, "model.positions"),
+        )
 
 
 def _check_split_backward(config: JobConfig) -> Iterator[ConfigError]:
