@@ -8,6 +8,7 @@ from titanlite.models.embedding import TokenEmbedding
 from titanlite.models.llama3.model import Llama, Llama3Sizes
 from titanlite.models.llama3.spec import LLAMA3
 from titanlite.models.loss import LossConfig, OutputLayer, Vocabulary, valid_tokens
+from titanlite.models.qwen3.spec import QWEN3
 from titanlite.models.shape import Experts, LatentAttention, ModelShape
 from titanlite.models.spec import (
     HuggingFaceMapping,
@@ -19,6 +20,7 @@ from titanlite.models.spec import (
 
 FAMILIES: dict[str, ModelSpec[Any]] = {  # values of model.name; a new family is one line here
     LLAMA3.name: LLAMA3,
+    QWEN3.name: QWEN3,
 }
 
 __all__ = [
