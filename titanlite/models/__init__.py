@@ -5,9 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from titanlite.models.embedding import TokenEmbedding
+from titanlite.models.llama2.spec import LLAMA2
 from titanlite.models.llama3.model import Llama, Llama3Sizes
 from titanlite.models.llama3.spec import LLAMA3
 from titanlite.models.loss import LossConfig, OutputLayer, Vocabulary, valid_tokens
+from titanlite.models.mistral.spec import MISTRAL
 from titanlite.models.qwen3.spec import QWEN3
 from titanlite.models.shape import Experts, LatentAttention, ModelShape
 from titanlite.models.spec import (
@@ -21,6 +23,8 @@ from titanlite.models.spec import (
 FAMILIES: dict[str, ModelSpec[Any]] = {  # values of model.name; a new family is one line here
     LLAMA3.name: LLAMA3,
     QWEN3.name: QWEN3,
+    LLAMA2.name: LLAMA2,
+    MISTRAL.name: MISTRAL,
 }
 
 __all__ = [
