@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from titanlite.models.embedding import TokenEmbedding
+from titanlite.models.gpt2.spec import GPT2_FAMILY
 from titanlite.models.llama2.spec import LLAMA2
 from titanlite.models.llama3.model import Llama, Llama3Sizes
 from titanlite.models.llama3.spec import LLAMA3
@@ -25,6 +26,7 @@ FAMILIES: dict[str, ModelSpec[Any]] = {  # values of model.name; a new family is
     QWEN3.name: QWEN3,
     LLAMA2.name: LLAMA2,
     MISTRAL.name: MISTRAL,
+    GPT2_FAMILY.name: GPT2_FAMILY,
 }
 
 __all__ = [
