@@ -11,6 +11,7 @@ from titanlite.models.llama3.model import Llama, Llama3Sizes
 from titanlite.models.llama3.spec import LLAMA3
 from titanlite.models.loss import LossConfig, OutputLayer, Vocabulary, valid_tokens
 from titanlite.models.mistral.spec import MISTRAL
+from titanlite.models.olmo2.spec import OLMO2
 from titanlite.models.qwen3.spec import QWEN3
 from titanlite.models.shape import Experts, LatentAttention, ModelShape
 from titanlite.models.spec import (
@@ -27,6 +28,7 @@ FAMILIES: dict[str, ModelSpec[Any]] = {  # values of model.name; a new family is
     LLAMA2.name: LLAMA2,
     MISTRAL.name: MISTRAL,
     GPT2_FAMILY.name: GPT2_FAMILY,
+    OLMO2.name: OLMO2,
 }
 
 __all__ = [
