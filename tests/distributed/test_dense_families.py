@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import pytest
-
 from tests.distributed.oracle import SGD, Layout, Recipe
 from tests.distributed.test_oracle import assert_matches_one_process
 from titanlite.models import FAMILIES
@@ -27,34 +25,37 @@ def recipe_of(family: str, **changes) -> Recipe:
     return replace(recipe, **changes)
 
 
-def cases_of(layouts: list[Layout], **changes) -> list[tuple[Layout, Recipe]]:
-    """Each layout with each family; tied embeddings cannot be split over pipeline stages."""
-    recipes = [recipe_of(family, **changes) for family in CHANGES]
-    return [
-        (layout, recipe)
-        for layout in layouts
-        for recipe in recipes
-        if layout.pipeline == 1 or not recipe.spec.tied_parameters(recipe.sizes)
+def cases_of(layouts: list[Layout], *families: str, **changes) -> list[tuple[Layout, Recipe]]:
+    """Each layout with each family, all if none is named."""
+    recipes = [recipe_of(family, **changes) for family in families or CHANGES]
+    return [(layout, recipe) for layout in layouts for recipe in recipes]
+
+
+def test_every_family_matches_one_process_on_2_ranks():
+    layouts = [
+        Layout(shard=2, accumulate=3),
+        Layout(tensor=2, accumulate=3),
+        Layout(context=2, rotate="alltoall"),
     ]
-
-
-@pytest.mark.parametrize(
-    "layouts",
-    [
-        [
-            Layout(shard=2, accumulate=3),
-            Layout(tensor=2, accumulate=3),
-            Layout(context=2, rotate="alltoall"),
-            Layout(pipeline=2, microbatch=6),
-        ],
-        [Layout(shard=2, tensor=2), Layout(tensor=4), Layout(replicate=2, shard=2)],
-    ],
-    ids=["2 ranks", "4 ranks"],
-)
-def test_every_family_matches_one_process(layouts):
     assert_matches_one_process(cases_of(layouts))
 
 
+def test_every_family_matches_one_process_on_4_ranks():
+    cases = cases_of([Layout(shard=2, tensor=2), Layout(replicate=2, shard=2)])
+    # more ranks than key-value heads, whose norm then is replicated
+    assert_matches_one_process(cases + cases_of([Layout(tensor=4)], "olmo2"))
+
+
+def test_every_family_matches_one_process_in_a_pipeline():
+    layout, cases = Layout(pipeline=2, microbatch=6), []
+    for _, recipe in cases_of([layout]):
+        if recipe.spec.tied_parameters(recipe.sizes):
+            untied = replace(recipe.sizes, tied_embeddings=False)
+            recipe = replace(recipe, sizes=untied)
+        cases.append((layout, recipe))
+    assert_matches_one_process(cases)
+
+
 def test_documents_of_every_family_match_separate_sequences():
-    layouts = [Layout(tensor=2), Layout(context=2)]
-    assert_matches_one_process(cases_of(layouts, documents=True))
+    cases = cases_of([Layout(context=2)], "mistral", "gpt2", documents=True)
+    assert_matches_one_process(cases + cases_of([Layout(tensor=2)], documents=True))

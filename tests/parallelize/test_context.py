@@ -127,8 +127,7 @@ def order_of_attention(layout) -> tuple[list[str], list[str]]:
         compute = getattr(CpuFlash, name)
 
         def recorded(self, *args):
-            *_, causal, _mask = args
-            events.append("own" if causal else "other")  # causal: keys of this rank
+            events.append("own" if args[-1] else "other")  # causal: keys of this rank
             return compute(self, *args)
 
         setattr(CpuFlash, name, recorded)

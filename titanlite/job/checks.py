@@ -156,7 +156,7 @@ def _check_rollback(config: JobConfig) -> Iterator[ConfigError]:
 def _check_sequence_lengths(
     config: JobConfig, sizes: ModelSizes, degrees: Degrees
 ) -> Iterator[UserError]:
-    """Yield the sequence lengths that the layout cannot shard, or that the model is too short for."""
+    """Yield the sequence lengths that the layout cannot shard, or that have too many positions."""
     lengths = {"training.seq_len": config.training.seq_len}
     if config.validation.enable:
         lengths["validation.seq_len"] = config.validation.seq_len

@@ -176,7 +176,7 @@ def _document_forward(
     for index in _document_slices(boundaries, q.shape[2]):
         parts = q[index], k[index], v[index]
         mask = _mask_of_document(parts[0], window)
-        out[index], lse[index] = kernel.forward(*parts, True, mask)  # causal
+        out[index], lse[index] = kernel.forward(*parts, mask)
     return out, lse
 
 
@@ -202,7 +202,6 @@ def _document_backward(
             v[index],
             out[index],
             lse[index].contiguous(),
-            True,
             _mask_of_document(q[index], window),
         )
         for total, partial_grad in zip(totals, partial_grads, strict=True):
@@ -210,9 +209,9 @@ def _document_backward(
     return totals
 
 
-def _mask_of_document(q: Tensor, window: int) -> Tensor | None:
-    """The mask of a document's tokens; None if all are in one window."""
-    return window_mask(q, q, 0, window) if 0 < window < q.shape[2] else None
+def _mask_of_document(q: Tensor, window: int) -> bool | Tensor:
+    """The mask of a document's tokens; True, causal, if all are in one window."""
+    return window_mask(q, q, 0, window) if 0 < window < q.shape[2] else True
 
 
 def _document_slices(boundaries: Tensor, seq_len: int) -> Iterator[tuple[slice, slice, slice]]:
@@ -230,9 +229,7 @@ def _empty_document_forward(
 
 
 @_document_backward.register_fake
-def _empty_document_backward(
-    grad, q, k, v, out, lse, boundaries, window
-) -> tuple[Tensor, Tensor, Tensor]:
+def _empty_document_backward(grad, q, k, v, *_) -> tuple[Tensor, Tensor, Tensor]:
     return _empty_like_heads(q), _empty_like_heads(k), _empty_like_heads(v)
 
 

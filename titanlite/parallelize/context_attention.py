@@ -54,7 +54,7 @@ def context_parallel_forward(
             k_index = (tile.sequences, ALL, tile.keys)
             parts = q[q_index], keys[k_index], values[k_index]
             mask = _mask_of_tile(tile, parts[0], parts[1], window)
-            tile_out, tile_lse = flash.forward(*parts, tile.causal, mask)
+            tile_out, tile_lse = flash.forward(*parts, mask)
             if tile.causal:  # the first tile of these queries
                 out[q_index], lse[q_index] = tile_out, tile_lse
             else:
@@ -62,10 +62,10 @@ def context_parallel_forward(
     return out.to(q.dtype), lse
 
 
-def _mask_of_tile(tile: AttentionTile, q: Tensor, k: Tensor, window: int) -> Tensor | None:
-    """The mask of a tile's queries and keys; None if no two are further apart than the window."""
+def _mask_of_tile(tile: AttentionTile, q: Tensor, k: Tensor, window: int) -> bool | Tensor:
+    """The mask of a tile's queries and keys; a tensor only if some are outside of the window."""
     widest = tile.offset + q.shape[TOKEN_DIM]
-    return window_mask(q, k, tile.offset, window) if 0 < window < widest else None
+    return window_mask(q, k, tile.offset, window) if 0 < window < widest else tile.causal
 
 
 def _merge_tile(out: Tensor, lse: Tensor, tile_out: Tensor, tile_lse: Tensor) -> None:
@@ -113,7 +113,6 @@ def context_parallel_backward(
                 values,
                 out[q_index],
                 lse[q_index].contiguous(),
-                tile.causal,
                 _mask_of_tile(tile, q[q_index], keys, window),
             )
             dq[q_index] += tile_dq

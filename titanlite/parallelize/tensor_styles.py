@@ -46,8 +46,8 @@ DEFAULT_STYLES = LinearStyles(ColwiseParallel, RowwiseParallel, PrepareModuleInp
 class ReplicatedNorm(ParallelStyle):
     """RMSNorm or LayerNorm of sharded activations, [B, T/tp, D] or [B, T, H/tp, K].
 
-    The parameters are replicated. Each rank computes a partial gradient of them. These are summed in fp32, as FSDP sums
-    gradients; torch's SequenceParallel sums them in the compute dtype.
+    The parameters are replicated. Each rank computes a partial gradient of them, and these are
+    summed in fp32, as FSDP sums gradients; torch's SequenceParallel sums them in the compute dtype.
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:

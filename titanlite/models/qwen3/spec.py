@@ -9,7 +9,7 @@ from titanlite.models.qwen3.model import Qwen3, Qwen3Sizes
 from titanlite.models.spec import ModelSpec
 
 FLAVORS = {
-    "debugmodel": Qwen3Sizes(256, 4, 8, 4, 768, vocab_size=2048, head_dim=64, tied_embeddings=True),
+    "debugmodel": Qwen3Sizes(256, 8, 16, 8, 3072, vocab_size=2048, tied_embeddings=True),
     # https://arxiv.org/abs/2505.09388, table 1; widths from the models' config.json, such as
     # https://huggingface.co/Qwen/Qwen3-0.6B/blob/main/config.json
     "0.6B": Qwen3Sizes(1024, 28, 16, 8, 3072, tied_embeddings=True),
