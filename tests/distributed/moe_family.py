@@ -9,12 +9,14 @@ from titanlite.models import LLAMA3, ExpertSizes, Llama, Llama3Sizes, MixtureOfE
 from titanlite.models.llama3.model import TransformerBlock
 from titanlite.models.spec import ModelSpec
 
+EXPERTS = ExpertSizes(count=4, active=2, hidden_dim=24)
+
 
 @dataclass(frozen=True)
 class MoESizes(Llama3Sizes):
     """Sizes of a Llama with experts."""
 
-    experts: ExpertSizes = ExpertSizes(count=4, active=2, hidden_dim=24)
+    experts: ExpertSizes = EXPERTS
 
 
 class ExpertBlock(TransformerBlock):
