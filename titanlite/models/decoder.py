@@ -47,9 +47,9 @@ class RotarySizes(DecoderSizes, Protocol):
 class Decoder(nn.Module):
     """Tokens [B, T] to logits [B, T, V], or, with labels [B, T], to their summed loss.
 
-    `build_block` builds the block of an index, which is called with (hidden states [B, T, D], rope, documents,
-    cache). A pipeline stage has only its own blocks in `layers`; other modules that it does not own
-    are None.
+    `build_block` builds the block of an index, which is called with (hidden states [B, T, D], rope,
+    documents, cache). A pipeline stage has only its own blocks in `layers`; other modules that it
+    does not own are None.
     """
 
     def __init__(
