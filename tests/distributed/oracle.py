@@ -307,7 +307,8 @@ def one_process(recipe: Recipe) -> Record:
             record.validations.append(_reference_validation(model, ValidationData(recipe), recipe))
     assert balancing.closest > 2e-7, f"{balancing.closest}: rounding could select other experts"
     record.loads = balancing.loads
-    record.weights = {n: p.detach().clone() for n, p in model.state_dict().items()}
+    tensors = [*model.named_parameters(), *expert_biases(model)]
+    record.weights = {name: tensor.detach().clone() for name, tensor in tensors}
     return record
 
 
@@ -453,8 +454,13 @@ def run_until(
         hook.remove()
     record.weights = {name: shard_and_offset(p) for name, p in named}
     if named:
-        biases = {n: b for n, b in state.model.named_buffers() if n.endswith("expert_bias")}
-        record.weights |= {name: shard_and_offset(bias) for name, bias in biases.items()}
+        biases = expert_biases(state.model)
+        record.weights |= {name: shard_and_offset(bias) for name, bias in biases}
+
+
+def expert_biases(model: torch.nn.Module) -> list[tuple[str, Tensor]]:
+    """The biases that balance the experts, which are no parameters."""
+    return [(n, buffer) for n, buffer in model.named_buffers() if n.endswith("expert_bias")]
 
 
 def shard_and_offset(tensor: Tensor) -> tuple[tuple[int, ...], tuple[int, ...], Tensor]:

@@ -1,50 +1,77 @@
-"""Every model family, in every kind of layout: the gradients and weights of one process."""
+"""Every layout of every family computes what one process computes."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-import pytest
+from tests.distributed.oracle import SGD, Layout, Recipe
+from tests.distributed.test_oracle import assert_matches_one_process
+from titanlite.models import FAMILIES
 
-from tests.distributed.oracle import SGD, Layout, with_enough_blocks
-from tests.distributed.test_oracle import assert_matches_one_process, join_names
-from titanlite.models.deepseek_v3.model import DeepSeekV3Sizes
-
-LATENT = DeepSeekV3Sizes(
-    dim=32,
-    n_layers=3,
-    n_heads=4,
-    hidden_dim=88,
-    vocab_size=509,
-    n_dense_layers=1,
-    n_experts=4,
-    n_active_experts=2,
-    expert_hidden_dim=24,
-    n_expert_groups=2,
-    n_active_groups=1,
-    route_scale=2.5,
-    q_lora_rank=20,
-    kv_lora_rank=12,
-    qk_nope_head_dim=8,
-    qk_rope_head_dim=4,
-    v_head_dim=8,
-)
-RECIPE = replace(SGD, sizes=LATENT, batch=12, seq_len=24, steps=2)
-LAYOUTS = [
-    [Layout(), Layout(accumulate=3, recompute="op")],
-    [
-        Layout(shard=2),
-        Layout(shard=2, expert=2),
-        Layout(tensor=2),
-        Layout(tensor=2, expert=2),
-        Layout(context=2),
-        Layout(pipeline=2, microbatch=2),
-    ],
-]
+SMALL = {"dim": 32, "n_layers": 2, "n_heads": 4, "hidden_dim": 88, "vocab_size": 509}
+GROUPED = {**SMALL, "n_kv_heads": 2}
+EXPERTS = {name: size for name, size in SMALL.items() if name != "hidden_dim"}
+EXPERTS |= {"n_experts": 4, "n_active_experts": 2, "expert_hidden_dim": 24}
+CHANGES = {  # family -> changes of its debugmodel; the window crosses the shards of a sequence
+    "qwen3": {**GROUPED, "head_dim": 12},
+    "mistral": {**GROUPED, "window": 17},
+    "gpt2": {**SMALL, "positions": 96},
+    "olmo2": GROUPED,
+    "mixtral": {**EXPERTS, "n_kv_heads": 2},
+    "qwen3_moe": {**EXPERTS, "n_kv_heads": 2, "head_dim": 12},
+    "deepseek_v3": {
+        **SMALL,
+        **EXPERTS,
+        "n_expert_groups": 2,
+        "q_lora_rank": 20,
+        "kv_lora_rank": 12,
+        "qk_nope_head_dim": 8,
+        "qk_rope_head_dim": 4,
+        "v_head_dim": 8,
+    },
+}
+WITH_EXPERTS = ("mixtral", "qwen3_moe", "deepseek_v3")
 
 
-@pytest.mark.parametrize("layouts", LAYOUTS, ids=join_names)
-def test_every_layout_matches_one_process(layouts):
-    assert_matches_one_process(
-        [(x, with_enough_blocks(RECIPE, x) if x.pipeline > 1 else RECIPE) for x in layouts]
-    )
+def recipe_of(family: str, **changes) -> Recipe:
+    """A short run of a small model."""
+    sizes = replace(FAMILIES[family].flavors["debugmodel"], **CHANGES[family])
+    recipe = replace(SGD, steps=2, batch=12, lr=0.2, sizes=sizes)
+    return replace(recipe, **changes)
+
+
+def cases_of(layouts: list[Layout], *families: str, **changes) -> list[tuple[Layout, Recipe]]:
+    """Each layout with each family, all if none is named."""
+    recipes = [recipe_of(family, **changes) for family in families or CHANGES]
+    return [(layout, recipe) for layout in layouts for recipe in recipes]
+
+
+def test_every_family_matches_one_process_on_2_ranks():
+    layouts = [
+        Layout(shard=2, accumulate=3),
+        Layout(tensor=2, accumulate=3),
+        Layout(context=2, rotate="alltoall"),
+    ]
+    with_experts = [Layout(shard=2, expert=2), Layout(tensor=2, expert=2)]
+    assert_matches_one_process(cases_of(layouts) + cases_of(with_experts, *WITH_EXPERTS))
+
+
+def test_every_family_matches_one_process_on_4_ranks():
+    cases = cases_of([Layout(shard=2, tensor=2), Layout(replicate=2, shard=2)])
+    # more ranks than key-value heads, whose norm then is replicated
+    assert_matches_one_process(cases + cases_of([Layout(tensor=4)], "olmo2"))
+
+
+def test_every_family_matches_one_process_in_a_pipeline():
+    layout, cases = Layout(pipeline=2, microbatch=6), []
+    for _, recipe in cases_of([layout]):
+        if recipe.spec.tied_parameters(recipe.sizes):
+            untied = replace(recipe.sizes, tied_embeddings=False)
+            recipe = replace(recipe, sizes=untied)
+        cases.append((layout, recipe))
+    assert_matches_one_process(cases)
+
+
+def test_documents_of_every_family_match_separate_sequences():
+    cases = cases_of([Layout(context=2)], "mistral", "gpt2", documents=True)
+    assert_matches_one_process(cases + cases_of([Layout(tensor=2)], documents=True))
