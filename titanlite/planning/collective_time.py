@@ -19,7 +19,7 @@ SOCKET = (1.0, 10.0, 50.0, 30.0)  # gloo between processes of one machine
 
 @dataclass(frozen=True)
 class CollectiveTimes:
-    """Speeds of the links of a cluster."""
+    """Times of collectives on one cluster."""
 
     cluster: Cluster
     efficiency: Efficiency

@@ -47,7 +47,8 @@ def changed_answers(
 ) -> Iterator[ChangedAnswer]:
     """The answer under other batches, memories, networks and precisions.
 
-    `bounds` are those of the search without the change. The frames with the lowest are compared.
+    `bounds`: the least possible time of a step by frame, from the search without the change. Frames
+    with a low bound are compared again.
     """
     before = request.tokens_per_step / best.time.total
     lowest = dict(sorted(bounds.items(), key=lambda pair: pair[1])[:RERANKED])
