@@ -116,7 +116,7 @@ def estimate_memory(
     activations = BlockActivations(workload, on_cpu)
     owners = stage_ranks(layout)
     microbatches = layout.n_microbatches // max(1, layout.runs)
-    if layout.schedule not in ("GPipe", "LoopedBFS"):  # in flight are no more later
+    if layout.schedule not in ("GPipe", "LoopedBFS"):  # more would not be in flight at once
         microbatches = min(microbatches, MAX_SIMULATED_ROUNDS * layout.pipeline)
     in_flight = stages_in_flight(layout.schedule, owners, microbatches)
     ranks = []
