@@ -220,6 +220,7 @@ def test_what_does_not_exist_is_refused(refusal, corpus, started_run, tmp_path):
         (("step", started_run / "config.toml", 1), "only a run has steps"),
         (("search", corpus / "train", "x"), "--tokenizer FILE"),
         (("search", started_run, ""), "the text to search for is empty"),
+        (("search", started_run, "caf\udce9"), "the text to search for is not UTF-8"),
         (("dump", started_run / "metrics.jsonl"), "is not a batch that the guard wrote"),
         (("dump", tmp_path / "none.json"), "cannot be read"),
     ]

@@ -112,6 +112,8 @@ def read_checkpoint_manifest(
         raise _no_checkpoint_error(folder) from None
     except (OSError, ValueError) as error:
         raise damaged_checkpoint(folder, f"{MANIFEST_FILE} cannot be read ({error})") from None
+    if isinstance(body, dict) and "shards" in body:  # the manifest of a corpus
+        raise _no_checkpoint_error(folder)
     if not isinstance(body, dict) or body.get("format") not in READABLE_FORMATS:
         saved_format = body.get("format") if isinstance(body, dict) else None
         raise CheckpointError(
