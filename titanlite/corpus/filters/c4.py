@@ -46,7 +46,8 @@ class C4Config:
     javascript: bool = True  # remove lines that contain "javascript"
     policies: bool = True  # remove lines about terms of use, privacy and cookies
     lorem_ipsum: bool = True
-    # remove documents that contain "lorem ipsum" in a line that only the two keys above may remove
+    # remove documents with "lorem ipsum" in a line that is kept, or that only the two keys above
+    # remove
     curly_bracket: bool = True  # the same for "{"
 
 

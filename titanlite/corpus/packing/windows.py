@@ -120,7 +120,7 @@ def fill_windows(plan: WindowPlan, entries: np.ndarray, padding_id: int) -> Iter
 
 
 def _mark_packed(windows: np.ndarray, end: int) -> None:
-    """Leave one label untrained in windows of trained labels alone that have the id `end` inside.
+    """Mark a label UNTRAINED in each window with the id `end` inside whose labels are all trained.
 
     Ignored labels are what tells a packed window from concatenated documents, which end at each
     `end` (titanlite/labels.py). The label after an `end` is untrained between documents, too.
