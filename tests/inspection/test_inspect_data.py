@@ -164,7 +164,7 @@ def write_records(folder, run_toml, stream, step: int, progress: dict) -> None:
     (folder / "config.toml").write_text(run_toml.read_text())
     lines = [{"step": s, "samples": 8 * s} for s in range(1, step + 2)]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    manifest = CheckpointManifest(step, progress, stream.facts, {}, "", {}, 0.0, {}, {})
+    manifest = CheckpointManifest(step, progress, stream.properties, {}, "", {}, 0.0, {}, {})
     saved = StorageFolder(folder / "checkpoint" / f"step-{step}")
     saved.create_folder()
     write_checkpoint_manifest(saved, manifest)

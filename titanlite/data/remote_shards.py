@@ -1,6 +1,6 @@
 """Shards by URL (`s3://…`), read in ranges through a cache on the local disk.
 
-The folder must have a manifest: it gives the sizes of all files, and what was sampled of them.
+The folder must have a manifest: it gives the sizes of all files, and the hashes of their samples.
 """
 
 from __future__ import annotations
@@ -200,7 +200,7 @@ def open_remote_corpus(url: str, checks: CorpusChecks, packed: bool | None = Fal
 
 
 def _key(folder: RemoteFolder, record: ShardRecord) -> str:
-    """Name of a file's blocks in the cache; of other content it has another name."""
+    """Name of a file's blocks in the cache; it changes with the content of the file."""
     text = f"{folder} {record.name} {record.bin_bytes} {record.bin_hash}"
     return xxhash.xxh3_128_hexdigest(text.encode())
 
@@ -227,7 +227,7 @@ def _open_shards(
 def _verify(
     folder: RemoteFolder, manifest: CorpusManifest, checks: CorpusChecks
 ) -> list[str | None]:
-    """Compare the content with the manifest; returns what was sampled of each .bin."""
+    """Compare the content with the manifest; returns the hash of each .bin's sampled blocks."""
     if checks.verify == "full":
         rank, ranks = checks.verify_slice
         for record in manifest.shards[rank::ranks]:

@@ -57,7 +57,9 @@ class Document(NamedTuple):
     """One document, and where it is from."""
 
     text: str
-    origin: str  # "file", "file:line" or "file:row"; behind the first part "file:byte 123"
+    origin: str
+    # "file", "file:line" or "file:row"; "file:byte 123" in later parts of a .jsonl, where the line
+    # number is not known; "file:URL" of a web page; "URL:shard:row" of the `datasets` library
 
 
 class ReadProblem(NamedTuple):

@@ -49,7 +49,7 @@ class FileRange:
     """
 
     path: str  # or URL
-    file_bytes: int
+    file_bytes: int  # of a dataset: the number of its parts, because it is not a file
     modified_ns: int  # together with the size, detects a changed file; of a URL: a hash
     start: int
     end: int
