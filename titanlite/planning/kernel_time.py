@@ -29,7 +29,7 @@ QUERY_TILE = 256
 # about the mean time of one: with 8, 16, 32, 64 heads of 4,096 tokens a B200 reaches 31, 58, 73,
 # 87 % of its rate, forward (github.com/MooreThreads/SimuMax, configs/system/b200_bf16_ceperm.json)
 FLASH1_RATE = 1 / 1.7  # of FlashAttention-2: 1.7 to 3 times as fast (arXiv 2307.08691, 4.1)
-HALF_HEAD = 32  # width: heads of 64 reach 80 % of the rate of heads of 128, measured on an H100
+HALF_HEAD = 32  # width at half of the rate of wide heads; measured on an H100: 64 has 80 % of 128
 BACKWARD_ATTENTION = 2.5 / 0.88
 # times the forward: five matmuls instead of two, and the rate measured on an H100 (cuDNN)
 

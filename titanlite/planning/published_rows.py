@@ -57,7 +57,7 @@ class FrameworkFacts:
     gradient_bytes: float = 4
     weights_quantized_once: bool = False
     blocking_launches: bool = False
-    reported_memory: float = 1.0  # by the memory of its tensors at the peak
+    reported_memory: float = 1.0  # divided by the memory of its tensors at the peak
 
 
 # torchtitan reports what the allocator has reserved, BLOOM's log what nvidia-smi shows, and
@@ -67,7 +67,7 @@ MEGATRON_ZERO = FrameworkFacts(False, "stored", "nothing", Overlap(data=False))
 NEMO = FrameworkFacts(
     True, "native", overlap=Overlap(tensor=True, pipeline=True), weights_quantized_once=True
 )
-# The first that a framework's name starts with.
+# by the beginning of a framework's name; the first that matches counts
 FRAMEWORKS = {
     # arXiv 2104.04473: no overlap of gradients; fused softmax, bias and GELU (section 4.2)
     "Megatron-LM 2021": MEGATRON_ZERO,
