@@ -11,7 +11,7 @@ from titanlite.generate import check_length
 from titanlite.job import read_job
 from titanlite.models import FAMILIES
 
-CONFIGS = Path(__file__).parents[2] / "train_configs"
+CHARACTERS = Path(__file__).parents[2] / "train_configs/gpt2_characters.toml"
 # torchtitan/models/qwen3/train_configs/qwen3_0.6b.toml of v0.2.2, with [data] instead of
 # model.hf_assets_path and training.dataset
 TORCHTITAN = """
@@ -85,7 +85,7 @@ def test_a_toml_of_torchtitan_is_accepted_once_its_data_is_moved(tmp_path, corpu
 def test_sequences_that_are_longer_than_the_learned_positions_are_refused(corpus):
     arguments = ["--model.vocab_size", "258", "--training.seq_len", "65"]
     with pytest.raises(UserError) as raised:
-        read_on_8_ranks(CONFIGS / "gpt2_characters.toml", corpus, *arguments)
+        read_on_8_ranks(CHARACTERS, corpus, *arguments)
     message = format_error(raised.value)
     assert "training.seq_len = 65: the model has learned positions for 64 tokens" in message
     assert "validation.seq_len" not in message
