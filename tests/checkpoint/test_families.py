@@ -8,6 +8,9 @@ from dataclasses import replace
 import pytest
 import torch
 
+from tests.checkpoint.test_huggingface import load_into_layout
+from tests.distributed.oracle import ADAMW, Layout
+from tests.distributed.ranks import run_on_ranks
 from titanlite.checkpoint.huggingface import open_hugging_face
 from titanlite.checkpoint.huggingface_export import ModelToExport, write_hugging_face
 from titanlite.checkpoint.model_size import parameter_shapes
@@ -163,6 +166,16 @@ def test_parts_of_a_tensor_are_read_as_a_rank_reads_its_shards(tmp_path, case):
         index = tuple(slice(o, None) for o in offsets)
         part = source.read(name, offsets, lengths)
         assert torch.equal(part, source.read(name)[index]) and part.is_contiguous()
+
+
+@pytest.mark.parametrize("layout", [Layout(shard=2, tensor=2)], ids=str)
+def test_ranks_read_their_shards_of_joined_and_transposed_tensors(tmp_path, layout):
+    """And the norm of a projection, whose weight is sharded."""
+    for name in ("gpt2", "olmo2"):
+        transformers_model(name).save_pretrained(tmp_path / name)
+        _, source = load(tmp_path / name)
+        recipe = replace(ADAMW, batch=12, seq_len=24, family=name, sizes=source.sizes)
+        run_on_ranks(load_into_layout, 4, layout, recipe, [str(tmp_path / name)])
 
 
 @pytest.mark.parametrize("case", ["gpt2"])

@@ -51,6 +51,23 @@ def test_every_parameter_of_every_family_has_a_known_role():
                 assert first_match(family.parameter_roles, name) in PARAMETER_ROLES, name
 
 
+def test_a_bias_is_scaled_as_a_gain_and_that_of_the_queries_as_the_queries():
+    """GPT-2 with 2 heads, each 2 times as wide; Qwen3's heads have one width in all sizes."""
+    gpt2, qwen3 = FAMILIES["gpt2"], FAMILIES["qwen3"]
+    base = BaseWidths(dim=64, n_heads=4, hidden_dim=256)
+    scales = width_scales(MupConfig(base), gpt2, gpt2.flavors["characters"])
+    for name in ("w1.bias", "w2.bias"):
+        assert scales[f"layers.0.feed_forward.{name}"].multiplier == 1
+    assert scales["layers.0.attention.wk.bias"] == scales["layers.0.ffn_norm.bias"]
+    assert scales["layers.0.attention.wq.bias"].multiplier == 2**-0.5
+    assert scales["norm.bias"] == scales["norm.weight"]
+    assert scales["norm.bias"].multiplier == 1 / 2  # tied embeddings
+    base = BaseWidths(dim=128, n_heads=8, hidden_dim=1536, n_kv_heads=4)
+    scales = width_scales(MupConfig(base), qwen3, qwen3.flavors["debugmodel"])
+    assert scales["layers.0.attention.q_norm.weight"].multiplier == 1
+    assert scales["layers.0.attention.wq.weight"].fan_out == 2
+
+
 @pytest.mark.parametrize(
     ("name", "init", "adam", "sgd", "muon"),
     [  # Tensor Programs V, table 3, at 4 times the width; w2 reads 8 times as many channels

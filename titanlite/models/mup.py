@@ -82,8 +82,11 @@ def check_mup_base(
 
 def base_sizes(base: BaseWidths, sizes: SizesT) -> SizesT:
     """The sizes of the base model, as deep as the model of `sizes`."""
-    widths = {**dataclasses.asdict(base), "head_dim": base.head_dim or 0}
-    known = {field.name for field in dataclasses.fields(sizes)}
+    defaults = {field.name: field.default for field in dataclasses.fields(sizes)}
+    widths = {name: width for name, width in dataclasses.asdict(base).items() if width is not None}
+    if base.head_dim is None and defaults.get("head_dim") == 0:
+        widths["head_dim"] = 0  # dim / n_heads; other families have one width in all of their sizes
+    known = defaults.keys()
     return dataclasses.replace(sizes, **{k: v for k, v in widths.items() if k in known})
 
 

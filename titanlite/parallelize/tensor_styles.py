@@ -139,7 +139,7 @@ def _sharded_norm_forward(norm: nn.RMSNorm, tp: DeviceMesh, copies: int, x: Tens
     # sums the gradients.
     total = total.redistribute(placements=[Replicate()])
     mean = total.to_local(grad_placements=[Partial()]) / norm.normalized_shape[0]
-    return (x.float() * (mean + norm.eps).rsqrt()).to(x.dtype) * weight
+    return (x.float() * (mean + norm.eps).rsqrt() * weight).to(x.dtype)  # rounded once
 
 
 def gather_sequence(input_style: type[PrepareModuleInput]) -> PrepareModuleInput:
