@@ -67,6 +67,23 @@ def test_balancing_of_every_layout_matches_one_process(layouts, recipe):
     )
 
 
+UPDATES = {
+    "Muon": replace(SIGMOID, optimizer="Muon", lr=1e-3),
+    "Adafactor": replace(SOFTMAX, optimizer="Adafactor", lr=1e-3),
+    "adaptive clipping": replace(SOFTMAX, adaptive=0.05),
+}
+
+
+@pytest.mark.parametrize("update", UPDATES)
+def test_updates_of_experts_match_one_process(update):
+    assert_matches_one_process([(Layout(shard=2), UPDATES[update])])
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_compiled_blocks_with_experts_match_one_process(recompute):
+    assert_matches_one_process([(Layout(compile="aot_eager", recompute=recompute), SOFTMAX)])
+
+
 def add_family() -> None:
     FAMILIES["moe"] = MOE_FAMILY
 
