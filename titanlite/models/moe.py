@@ -87,6 +87,10 @@ class MixtureOfExperts(nn.Module):
         """Compute the routed experts by `dispatch`."""
         self._dispatch = dispatch
 
+    def exclude_from_compile(self) -> None:
+        """Run eagerly where the block around it is compiled."""
+        self.forward = torch.compiler.disable(self.forward)  # type: ignore[method-assign]
+
     def forward(self, x: Tensor) -> Tensor:
         tokens = x.flatten(0, 1)
         indices, weights = self.router(tokens)
