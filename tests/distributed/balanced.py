@@ -22,6 +22,8 @@ class ReferenceBalancing:
         self._fractions = {
             n: torch.full((r.sizes.count,), 1 / r.sizes.count) for n, r in self._routers.items()
         }
+        self.loads: list[list[float]] = []  # of each step: as `LoadStatistics`
+        self._losses: list[list[float]] = []  # of each router: entropy and the two losses
         self.closest = 1.0  # smallest distance of a selected score from one that is not selected
         for name, router in self._routers.items():
             router.gate.register_forward_hook(lambda _, __, out, n=name: self._add_logits(n, out))
@@ -47,8 +49,11 @@ class ReferenceBalancing:
         mean = probabilities.mean(0)
         aux_loss = sizes.count * (self._fractions[name] * mean).sum()
         z_loss = logits.exp().sum(-1).log().square().mean()
-        balancing = self._balancing
-        return balancing.aux_loss_coef * aux_loss + balancing.z_loss_coef * z_loss
+        aux_loss = self._balancing.aux_loss_coef * aux_loss
+        z_loss = self._balancing.z_loss_coef * z_loss
+        entropy = -(probabilities * probabilities.log()).sum(-1).mean()
+        self._losses.append([entropy.item(), aux_loss.item(), z_loss.item()])
+        return aux_loss + z_loss
 
     def _measure_distance(self, scores: Tensor, router: Router) -> None:
         if router.expert_bias is not None:
@@ -59,12 +64,21 @@ class ReferenceBalancing:
 
     @torch.no_grad()
     def finish_step(self) -> None:
-        """Update the biases, and forget the forward."""
+        """Update the biases, record the loads, and forget the forward."""
+        relative = []
         for name, router in self._routers.items():
             selected = torch.cat(self._selected[name]).flatten()
             counts = torch.bincount(selected, minlength=router.sizes.count).float()
             self._fractions[name] = counts / len(selected)
+            relative.append(counts / counts.mean())
             if router.expert_bias is not None:
                 step = (counts < counts.mean()).float() - (counts > counts.mean()).float()
                 router.expert_bias += self._balancing.bias_update_rate * step
             self._logits[name], self._selected[name] = [], []
+        if relative:
+            entropy, aux_loss, z_loss = torch.tensor(self._losses, dtype=torch.float64).sum(0)
+            largest = max(load.max().item() for load in relative)
+            variation = max(load.std(correction=0).item() for load in relative)
+            mean_entropy = entropy.item() / len(relative)
+            self.loads.append([largest, variation, mean_entropy, aux_loss.item(), z_loss.item(), 0])
+        self._losses = []

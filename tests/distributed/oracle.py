@@ -210,6 +210,7 @@ class Record:
     z_losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
     validations: list[float] = field(default_factory=list)
+    loads: list[list[float]] = field(default_factory=list)  # of experts, as `LoadStatistics`
     # Gradients of each step and weights after the last one: tensors, or their `shard_and_offset`.
     gradients: list[dict[str, Any]] = field(default_factory=list)
     weights: dict[str, Any] = field(default_factory=dict)
@@ -301,6 +302,7 @@ def one_process(recipe: Recipe) -> Record:
         if step + 1 in VALIDATION_STEPS:
             record.validations.append(_reference_validation(model, ValidationData(recipe), recipe))
     assert balancing.closest > 2e-7, f"{balancing.closest}: rounding could select other experts"
+    record.loads = balancing.loads
     record.weights = {n: p.detach().clone() for n, p in model.state_dict().items()}
     return record
 
@@ -438,6 +440,9 @@ def run_until(
         record.losses.append(result.loss.item())
         record.z_losses.append(result.z_loss.item())
         record.norms.append(result.grad_norm.item())
+        if state.expert_load is not None:
+            load = state.expert_load.statistics(result.expert_load, result.tokens)
+            record.loads.append(list(load))
         if state.step in VALIDATION_STEPS:
             text = ValidationData(recipe)
             record.validations.append(validate(engine, text, text.samples, 4, mesh, CPU).loss)
@@ -462,8 +467,8 @@ def merge_ranks(records: list[Record]) -> Record:
     """Merge the records of all ranks; what several ranks have must be equal on all of them."""
     first = records[0]
     for r in records:
-        same = (r.losses, r.z_losses, r.norms, r.validations)
-        assert same == (first.losses, first.z_losses, first.norms, first.validations)
+        same = (r.losses, r.z_losses, r.norms, r.validations, r.loads)
+        assert same == (first.losses, first.z_losses, first.norms, first.validations, first.loads)
     gradients = [merge_parts(step) for step in zip(*(r.gradients for r in records), strict=True)]
     weights = merge_parts([r.weights for r in records])
     return replace(first, gradients=gradients, weights=weights)
@@ -509,6 +514,11 @@ def worst_error(actual: Record, expected: Record, tensors: bool) -> dict[str, fl
         "z-loss": _worst(zip(actual.z_losses, expected.z_losses, strict=True)),
         "norm": _worst(zip(actual.norms, expected.norms, strict=True)),
         "validation": _worst(zip(actual.validations, expected.validations, strict=True)),
+        "loads": _worst(
+            pair
+            for rows in zip(actual.loads, expected.loads, strict=True)
+            for pair in zip(*rows, strict=True)
+        ),
     }
     if tensors:
         for step, (a, b) in enumerate(zip(actual.gradients, expected.gradients, strict=True)):

@@ -68,6 +68,8 @@ def check_config(config: JobConfig, ranks: int) -> Iterator[UserError]:
                 fix="Set optimizer.muon_per_head = false, or ModelSpec.head_projections.",
                 keys=("optimizer.muon_per_head", "model.name"),
             )
+        if spec.experts(sizes) is not None:
+            yield from _check_expert_optimizers(config)
         plan, problems = plan_job_pipeline(config, spec, sizes)
         yield from problems
         if plan is not None and plan.splits_backward:
@@ -240,6 +242,17 @@ def check_mup(config: JobConfig, spec: ModelSpec, sizes: ModelSizes) -> Iterator
     rules = [(section.name, recipe_of(section).mup_rule) for section in sections]
     adam_decay = max((s.weight_decay for s in sections if s.name == "Adam"), default=0.0)
     yield from check_mup_optimizers(rules, adam_decay, config.training.max_norm)
+
+
+def _check_expert_optimizers(config: JobConfig) -> Iterator[ConfigError]:
+    """Reject optimizers that have no state for the stacked matrices of experts."""
+    if "SOAP" in whole_matrix_optimizers(config.optimizer):
+        yield ConfigError(
+            "optimizer.name = SOAP: keeps the statistics of single matrices, and the experts of a"
+            " block are a stack of them.",
+            fix="Use Muon, which orthogonalizes each expert, or AdamW.",
+            keys=("optimizer.name", "optimizer.groups"),
+        )
 
 
 def _check_export(spec: ModelSpec, sizes: ModelSizes) -> Iterator[ConfigError]:

@@ -134,7 +134,10 @@ MOVED = {  # keys of torchtitan up to v0.2.2 that have another name here or do n
     "fault_tolerance": "is not available in this version.",
     "memory_estimation": "is not available in this version.",
     "quantize.linear.mx": "is not available in this version.",
-    "quantize.grouped_mm": "is not available in this version.",
+    "quantize.grouped_mm": (
+        "is not supported: torchao's Float8 grouped matmul (a prototype in 0.18) has no emulation,"
+        " and needs groups of 16 rows; experts compute in training.mixed_precision_param."
+    ),
     "float8": "is now [quantize.linear.float8].",
 }
 

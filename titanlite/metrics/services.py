@@ -121,10 +121,10 @@ def _event_scalars(record: dict[str, Any]) -> Iterator[tuple[str, float]]:
                 yield f"evaluation/{record['name']}/{key}", value
     elif event == ROLLBACK_EVENT:
         yield "rollback/from_step", record["from_step"]
-    elif event == "noise_scale":
+    elif event in ("noise_scale", "expert_load"):
         for key, value in record.items():
             if isinstance(value, float) and key != "time":
-                yield f"noise_scale/{key}", value
+                yield f"{event}/{key}", value
     elif event == "layer_norms":
         for kind in ("gradient", "weight", "update"):
             for layer, norm in record[kind].items():

@@ -1,4 +1,4 @@
-"""Which parameters are hidden matrices: the weights of the linear layers inside the blocks."""
+"""Which parameters are hidden matrices: weights of linear layers and experts inside the blocks."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ class MatrixFacts:
     compute_dtype: torch.dtype = torch.float32  # of the model's matmuls
 
     def is_hidden(self, name: str, shape: Sequence[int]) -> bool:
-        """Whether a parameter is a matrix inside a block."""
-        return len(shape) == 2 and name.startswith(f"{self.spec.blocks_path}.")
+        """Whether a parameter is a matrix inside a block, or a stack of them: experts."""
+        return len(shape) in (2, 3) and name.startswith(f"{self.spec.blocks_path}.")
 
     def head_rows(self, name: str) -> int:
         """Rows of a matrix that belong to one head; 0 if its rows are not heads."""

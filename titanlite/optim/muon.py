@@ -1,7 +1,7 @@
 """Muon: momentum, orthogonalized, for the matrices inside the blocks of a model.
 
-Every matrix is orthogonalized whole, by the rank that owns it. Momentum, weights and their updates
-stay sharded.
+Every matrix is orthogonalized whole, by the rank that owns it, and each expert by itself. Momentum,
+weights and their updates stay sharded.
 """
 
 from __future__ import annotations
@@ -105,13 +105,13 @@ class _MuonParameter(NamedTuple):
     @property
     def block_shape(self) -> tuple[int, int]:
         """[rows, columns] of the matrices that are orthogonalized."""
-        rows, columns = self.parameter.shape
+        rows, columns = self.parameter.shape[-2:]
         return self.head_rows or rows, columns
 
     @property
     def flops(self) -> float:
         """FLOPs of one update."""
-        blocks = self.parameter.shape[0] // self.block_shape[0]
+        blocks = self.parameter.numel() // math.prod(self.block_shape)
         return blocks * orthogonalization_flops(*self.block_shape)
 
     @property
@@ -120,9 +120,9 @@ class _MuonParameter(NamedTuple):
         return UPDATE_RMS * math.sqrt(max(self.block_shape))
 
     def orthogonalize(self, matrix: Tensor) -> Tensor:
-        """The orthogonalized matrix [rows, columns], or each of its heads."""
+        """The orthogonalized matrix [rows, columns], each of its heads, or each of a stack."""
         # Matrices of the same shape are not batched: how a batch is computed can depend on their
-        # number, which depends on the layout. The number of heads does not.
+        # number, which depends on the layout. The numbers of heads and of experts do not.
         if not self.head_rows:
             return orthogonalize(matrix)
         heads = matrix.view(-1, *self.block_shape)

@@ -4,12 +4,14 @@ An update that needs a whole matrix (a norm, a matmul) cannot be computed on sha
 matrix has an owner. The owner receives the shards of all ranks, computes, and sends each rank its
 shard of the result. So the work is divided over the ranks, and no rank has more than a few whole
 matrices at a time. The owner computes what one process would: the same function of the same shape.
+A stack of matrices, such as the experts of a block, has one owner.
 """
 
 from __future__ import annotations
 
 import heapq
 import itertools
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -101,7 +103,7 @@ class OwnedMatrices:
         self._rounds = plan_rounds(costs, sizes, self.owners)
         for matrix, of_rank in zip(matrices, self._regions, strict=True):
             own = of_rank[self._ranks.own]
-            assert local_shard(matrix).shape == (own.rows, own.columns), "unknown placement"
+            assert local_shard(matrix).shape == own.shape, "unknown placement"
 
     def is_owned(self, index: int) -> bool:
         """Whether this rank computes the matrix."""
@@ -197,7 +199,7 @@ class OwnedMatrices:
             flat = list(itertools.chain(*wait()))
             order = list(itertools.chain(*by_owner))
             regions = [self._regions[i][own] for i in order]
-            shards = [f.view(r.rows, r.columns) for f, r in zip(flat, regions, strict=True)]
+            shards = [f.view(r.shape) for f, r in zip(flat, regions, strict=True)]
             _write_all(order, shards, update)
 
         return write
@@ -215,16 +217,19 @@ def _write_all(indices: Sequence[int], shards: Sequence[Tensor], update: WholeMa
 
 
 class _Region(NamedTuple):
-    """The part of a matrix that one rank has."""
+    """The part of a matrix, or of a stack of matrices, that one rank has."""
 
-    row: int  # the first
-    column: int
-    rows: int
-    columns: int
+    offset: tuple[int, ...]  # of its first element
+    shape: tuple[int, ...]
 
     @property
     def elements(self) -> int:
-        return self.rows * self.columns
+        return math.prod(self.shape)
+
+    @property
+    def slices(self) -> tuple[slice, ...]:
+        """Its index into the whole."""
+        return tuple(slice(o, o + n) for o, n in zip(self.offset, self.shape, strict=True))
 
 
 class _MatrixRegions(NamedTuple):
@@ -271,7 +276,7 @@ class _ShardRanks:
     def regions_of(self, matrix: Tensor) -> _MatrixRegions:
         """The region of each rank; the same object for matrices of one shape and placement."""
         if not isinstance(matrix, DTensor):
-            return _MatrixRegions([_Region(0, 0, *matrix.shape)], [()])
+            return _MatrixRegions([_Region((0,) * matrix.dim(), tuple(matrix.shape))], [()])
         key = (matrix.shape, matrix.placements)
         if key not in self._cache:
             copies = [dim for dim in self._dims if not _is_sharded(matrix, dim)]
@@ -305,28 +310,18 @@ def _region_at(matrix: DTensor, coordinate: list[int]) -> _Region:
     shape, offset = _compute_local_shape_and_global_offset(
         matrix.shape, matrix.device_mesh.shape, coordinate, matrix.placements
     )
-    return _Region(*offset, *shape)
+    return _Region(tuple(offset), tuple(shape))
 
 
 def _join_regions(shape: torch.Size, pieces: list[tuple[_Region, Tensor]]) -> Tensor:
-    """A matrix from flat regions that tile it in a grid."""
-    columns: dict[int, list[Tensor]] = {}
-    for region, values in sorted(pieces, key=lambda piece: (piece[0].column, piece[0].row)):
-        if region.elements:
-            columns.setdefault(region.column, []).append(values.view(region.rows, region.columns))
-    bands = [torch.cat(parts) if len(parts) > 1 else parts[0] for parts in columns.values()]
-    matrix = torch.cat(bands, 1) if len(bands) > 1 else bands[0]
-    assert matrix.shape == shape, "the shards do not tile the matrix"
+    """A matrix from flat regions that tile it."""
+    assert sum(r.elements for r, _ in pieces) == shape.numel(), "the shards do not tile the matrix"
+    matrix = pieces[0][1].new_empty(shape)
+    for region, values in pieces:
+        matrix[region.slices] = values.view(region.shape)
     return matrix
 
 
 def _slice_regions(matrix: Tensor, regions: list[_Region]) -> list[Tensor]:
     """The flat regions of a matrix."""
-    bands: dict[tuple[int, int], Tensor] = {}  # contiguous copies, so that their rows are views
-    pieces = []
-    for region in regions:
-        key = (region.column, region.columns)
-        if key not in bands:
-            bands[key] = matrix.narrow(1, *key).contiguous()
-        pieces.append(bands[key].narrow(0, region.row, region.rows).reshape(-1))
-    return pieces
+    return [matrix[region.slices].reshape(-1) for region in regions]

@@ -22,6 +22,7 @@ from torch.utils.checkpoint import (
 )
 
 from titanlite.errors import ConfigError
+from titanlite.kernels import grouped  # noqa: F401  # which registers operators of MATMULS
 from titanlite.settings import Fraction
 
 aten = torch.ops.aten
@@ -123,6 +124,8 @@ MATMULS = {  # operation -> position of the weight among its arguments
     aten.mm.default: 1,
     aten.addmm.default: 2,  # after the bias and the activation
     aten._scaled_mm.default: 1,
+    aten._grouped_mm.default: 1,
+    torch.ops.titanlite.grouped_matmul.default: 1,
 }
 SAVED_OPS = {  # cheap to store, expensive to recompute: attention, reductions over ranks, and the
     # maxima that Float8 scales are computed from

@@ -61,7 +61,7 @@ def compile_blocks(blocks: nn.ModuleDict, config: CompileConfig) -> None:
     for block in blocks.values():
         mixtures = [module for module in block.modules() if isinstance(module, MixtureOfExperts)]
         for mixture in mixtures:
-            mixture.forward = torch.compiler.disable(mixture.forward)
+            mixture.forward = torch.compiler.disable(mixture.forward)  # type: ignore[method-assign]
         compiled = torch.compile(
             block.forward, backend=config.backend, fullgraph=not mixtures, dynamic=False
         )

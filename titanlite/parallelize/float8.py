@@ -23,6 +23,7 @@ from titanlite.errors import ConfigError
 from titanlite.kernels.gpu import FLOAT8_FALLBACK_SINCE, Gpu
 from titanlite.log import logger
 from titanlite.models import ModelSizes, ModelSpec, OutputLayer, first_match
+from titanlite.models.router import RouterGate
 from titanlite.parallelize.tensor import weight_shard_size
 from titanlite.parallelize.tensor_styles import DEFAULT_STYLES, LinearStyles
 
@@ -166,6 +167,9 @@ def select_float8_layers(
             continue
         if isinstance(layer, OutputLayer):
             excluded[name] = "fused with the loss"
+            continue
+        if isinstance(layer, RouterGate):
+            excluded[name] = "computes in fp32"
             continue
         size = f"{layer.out_features}x{layer.in_features}"
         if match := next((part for part in filters if part in name), None):

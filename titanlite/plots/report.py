@@ -32,7 +32,10 @@ EVENT_COLOURS = {  # events that the charts mark
     "resumed": "#2f6fb2",
     "stopped": "#7a7f87",
 }
-ROUTINE_EVENTS = ("validation", "evaluation", "checkpoint_saved", "layer_norms", "noise_scale")
+ROUTINE_EVENTS = (
+    *("validation", "evaluation", "checkpoint_saved"),
+    *("layer_norms", "noise_scale", "expert_load"),
+)
 USES = {  # of the wall time, as the page names them
     "training": "training",
     "data": "waiting for data",
