@@ -125,6 +125,7 @@ def generate(
     device = next(model.parameters()).device
     generator = torch.Generator(device).manual_seed(sampling.seed)
     capacity = len(prompt) + max_new_tokens
+    check_length(model, capacity)
     caches = {name: KeyValueCache(capacity) for name in layers}
     # `tokens` are those that the caches do not contain yet.
     tokens, start = torch.tensor([prompt], device=device), 0
@@ -139,6 +140,17 @@ def generate(
             return
         yield token
         tokens = sampled.view(1, 1)
+
+
+def check_length(model: nn.Module, tokens: int) -> None:
+    """Raise ConfigError if a model has no learned positions for so many tokens."""
+    positions = getattr(model.sizes, "positions", None)
+    if positions is not None and tokens > positions:
+        raise ConfigError(
+            f"{tokens} tokens, those of the prompt and new ones: the model has learned positions"
+            f" for {positions}.",
+            fix="Generate fewer tokens, or use a shorter prompt.",
+        )
 
 
 def sample_token(logits: Tensor, sampling: Sampling, generator: torch.Generator) -> Tensor:

@@ -9,7 +9,7 @@ import torch
 
 from titanlite.kernels.attention import KeyValueCache
 from titanlite.models import FAMILIES, Llama3Sizes
-from titanlite.models.rope import RopeScaling, apply_rope, rope_cos_sin, rope_frequencies
+from titanlite.models.rope import Llama3Scaling, apply_rope, rope_cos_sin, rope_frequencies
 
 FAMILY = FAMILIES["llama3"]
 SMALL = Llama3Sizes(dim=32, n_layers=2, n_heads=4, n_kv_heads=2, hidden_dim=48, vocab_size=61)
@@ -88,7 +88,7 @@ def test_attention_scores_depend_on_the_distance_only():
 
 def test_llama_3_1_scaling_divides_only_low_frequencies():
     plain = rope_frequencies(128, 500_000.0, None)
-    scaled = rope_frequencies(128, 500_000.0, RopeScaling(factor=8.0))
+    scaled = rope_frequencies(128, 500_000.0, Llama3Scaling(factor=8.0))
     wavelength = 2 * torch.pi / plain
     assert torch.equal(scaled[wavelength < 8192 / 4], plain[wavelength < 8192 / 4])
     assert torch.allclose(scaled[wavelength > 8192], plain[wavelength > 8192] / 8)

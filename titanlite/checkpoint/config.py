@@ -86,7 +86,7 @@ def check_checkpoint_config(config: CheckpointConfig) -> Iterator[ConfigError]:
                 f"Use {', '.join(EXCLUDABLE_PARTS)}.",
             )
     exports = config.last_save_model_only or config.last_save_in_hf
-    if config.export_dtype != "float32" and not exports:
+    if config.enable and config.export_dtype != "float32" and not exports:
         yield ConfigError(
             f'checkpoint.export_dtype = "{config.export_dtype}": applies only to a model-only or'
             " Hugging Face last save; full checkpoints keep the dtype of training.",

@@ -29,6 +29,7 @@ from titanlite.checkpoint.model_size import check_model_size, parameter_shapes
 from titanlite.errors import CheckpointError
 from titanlite.files import parse_json
 from titanlite.models import FAMILIES, ModelSizes, ModelSpec
+from titanlite.models.spec import StoredPart
 from titanlite.storage import StorageFolder
 
 CONFIG_FILE, TOKENIZER_FILE = "config.json", "tokenizer.json"
@@ -57,18 +58,18 @@ class TensorLocation:
 
 
 @dataclass(frozen=True)
-class StackedTensors:
-    """Tensors of one shape and dtype, which are one parameter [E, ...] of ours."""
+class StoredParameter:
+    """Where one of our parameters is stored."""
 
-    of_expert: tuple[TensorLocation, ...]
+    shape: torch.Size
+    locations: tuple[TensorLocation, ...]  # several: one for each row, as experts are stacked
+    is_stacked: bool
+    part: StoredPart  # the parameter in that tensor
 
     @property
-    def shape(self) -> torch.Size:
-        return torch.Size((len(self.of_expert), *self.of_expert[0].shape))
-
-    @property
-    def code(self) -> str:
-        return self.of_expert[0].code
+    def dtype(self) -> torch.dtype:
+        """Of the file; of several tensors, that of the first."""
+        return DTYPE_OF_CODE[self.locations[0].code]
 
 
 @dataclass(frozen=True)
@@ -78,7 +79,7 @@ class HuggingFaceFolder:
     folder: StorageFolder
     spec: ModelSpec
     sizes: ModelSizes  # the dataclass of the model family
-    tensors: dict[str, TensorLocation | StackedTensors]  # by titanlite's parameter names
+    tensors: dict[str, StoredParameter]  # by titanlite's parameter names
     has_tokenizer: bool  # a tokenizer.json
 
     def read(
@@ -88,28 +89,35 @@ class HuggingFaceFolder:
         lengths: Sequence[int] | None = None,
     ) -> Tensor:
         """A tensor, or its part of `lengths` from `offsets` on, in the dtype of the file."""
-        location = self.tensors[name]
-        lengths, offsets = lengths or location.shape, offsets or (0,) * len(location.shape)
-        if isinstance(location, StackedTensors):
-            (first, *offsets), (count, *lengths) = offsets, lengths
-            parts = location.of_expert[first : first + count]
-            by_file = groupby(parts, key=lambda part: part.file)  # opened once each
-            stacks = [self._read_file(f, list(group), offsets, lengths) for f, group in by_file]
-            return torch.cat(stacks)
-        return self._read_file(location.file, [location], offsets, lengths)[0]
+        stored = self.tensors[name]
+        shape = stored.shape
+        lengths, offsets = lengths or shape, offsets or (0,) * len(shape)
+        if not stored.is_stacked:
+            return next(self._read_parts(stored.locations, stored.part, offsets, lengths))
+        (first, *offsets), (count, *lengths) = offsets, lengths
+        rows = stored.locations[first : first + count]
+        parts = self._read_parts(rows, stored.part, offsets, lengths)
+        return torch.stack([part.to(stored.dtype) for part in parts])
 
-    def _read_file(
+    def _read_parts(
         self,
-        file_name: str,
-        tensors: Sequence[TensorLocation],
+        locations: Sequence[TensorLocation],
+        part: StoredPart,
         offsets: Sequence[int],
         lengths: Sequence[int],
-    ) -> Tensor:
-        """The same part of several tensors of a file, stacked."""
-        part = tuple(slice(o, o + n) for o, n in zip(offsets, lengths, strict=True))
-        with _open_safetensors(self.folder, file_name) as file:
-            # copied, as a slice keeps the file mapped
-            return torch.stack([file.get_slice(tensor.name)[part] for tensor in tensors])
+    ) -> Iterator[Tensor]:
+        """The same part of several tensors; a file is opened once for consecutive ones."""
+        for file_name, group in groupby(locations, lambda location: location.file):
+            with _open_safetensors(self.folder, file_name) as file:
+                for location in group:
+                    values = part.read(
+                        file.get_slice(location.name),
+                        part.own_shape(location.shape),
+                        offsets,
+                        lengths,
+                    )
+                    # copied, as a slice keeps the file mapped
+                    yield values.clone(memory_format=torch.contiguous_format)
 
     def storage_reader(self) -> StorageReader:
         """For dcp.load({"model": …}): each rank reads its shards, and converts their dtype."""
@@ -128,19 +136,26 @@ def open_hugging_face(folder: StorageFolder) -> HuggingFaceFolder:
     check_model_size(folder, spec, sizes, len(locations))
     shapes = parameter_shapes(spec, sizes)
     mapping = spec.hugging_face
-    names = {name: mapping.name_of(name) for name in shapes}
+    stored_as = {name: mapping.stored_as(name, shape) for name, shape in shapes.items()}
+    prefix = mapping.optional_prefix
+    if prefix and not any(stored.startswith(prefix) for stored in locations):
+        stored_as = {
+            name: {stored.removeprefix(prefix): shape for stored, shape in parts.items()}
+            for name, parts in stored_as.items()
+        }
     for name, original in spec.tied_parameters(sizes):
-        if names[name] not in locations:
-            names[name] = names[original]
-    stacked = {n: mapping.expert_names(n, shapes[n][0]) for n in shapes if mapping.is_stacked(n)}
-    expected = {stored: shapes[name] for name, stored in names.items() if name not in stacked}
-    expected |= {part: shapes[name][1:] for name, parts in stacked.items() for part in parts}
+        if not stored_as[name].keys() & locations.keys():
+            stored_as[name] = stored_as[original]
+    expected = {stored: shape for parts in stored_as.values() for stored, shape in parts.items()}
     _check_tensors_match(folder, spec, locations, expected)
     tensors = {
-        name: StackedTensors(tuple(locations[part] for part in stacked[name]))
-        if name in stacked
-        else locations[stored]
-        for name, stored in names.items()
+        name: StoredParameter(
+            shapes[name],
+            tuple(locations[stored] for stored in parts),
+            mapping.is_stacked(name),
+            mapping.part_of(name),
+        )
+        for name, parts in stored_as.items()
     }
     source = HuggingFaceFolder(folder, spec, sizes, tensors, TOKENIZER_FILE in folder.sizes())
     for name, original in spec.tied_parameters(sizes):
@@ -149,8 +164,8 @@ def open_hugging_face(folder: StorageFolder) -> HuggingFaceFolder:
             source.read(name).float(), source.read(original).float()
         ):
             raise CheckpointError(
-                f"{folder}: {names[name]} differs from {names[original]}, but {CONFIG_FILE} ties"
-                " them.",
+                f"{folder}: {next(iter(stored_as[name]))} differs from"
+                f" {next(iter(stored_as[original]))}, but {CONFIG_FILE} ties them.",
                 fix=f"If both were trained, set tie_word_embeddings = false in {CONFIG_FILE}.",
             )
     return source
@@ -159,7 +174,8 @@ def open_hugging_face(folder: StorageFolder) -> HuggingFaceFolder:
 def _read_model_config(folder: StorageFolder) -> tuple[ModelSpec, ModelSizes]:
     """The model family and sizes that config.json describes."""
     config = _read_json_table(folder, CONFIG_FILE)
-    families = {spec.hugging_face.architecture: spec for spec in FAMILIES.values()}
+    # The first family of an architecture: it can represent all of its models.
+    families = {spec.hugging_face.architecture: spec for spec in reversed(FAMILIES.values())}
     architectures = config.get("architectures")
     if (
         not isinstance(architectures, list)
@@ -320,11 +336,11 @@ class _HuggingFaceReader(BaseStorageReader):
         return Metadata(
             {
                 f"model.{name}": TensorStorageMetadata(
-                    TensorProperties(DTYPE_OF_CODE[location.code]),
-                    location.shape,
-                    [ChunkStorageMetadata(torch.Size([0] * len(location.shape)), location.shape)],
+                    TensorProperties(tensor.dtype),
+                    tensor.shape,
+                    [ChunkStorageMetadata(torch.Size([0] * len(tensor.shape)), tensor.shape)],
                 )
-                for name, location in self.source.tensors.items()
+                for name, tensor in self.source.tensors.items()
             }
         )
 

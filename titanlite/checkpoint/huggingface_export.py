@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +23,7 @@ from titanlite.data import Tokenizer
 from titanlite.data.tokenizer_json import to_tokenizer_json
 from titanlite.errors import CheckpointError
 from titanlite.models import ModelSizes, ModelSpec
+from titanlite.models.spec import join_parts
 from titanlite.storage import StorageFolder
 
 SHARD_BYTES = 5_000_000_000
@@ -68,7 +69,8 @@ def write_hugging_face(
         )
     tied = dict(spec.tied_parameters(sizes))
     shapes = {n: shape for n, shape in parameter_shapes(spec, sizes).items() if n not in tied}
-    shards = _assign_to_shards(shapes, dtype.itemsize, max_shard_bytes)
+    stored = _names_by_stored_tensor(spec, shapes)
+    shards = _assign_to_shards(stored, shapes, dtype.itemsize, max_shard_bytes)
     total_bytes = dtype.itemsize * sum(shape.numel() for shape in shapes.values())
     try:
         folder.create_folder()
@@ -77,11 +79,12 @@ def write_hugging_face(
             tensors = dict(model.load(names))
             _write_shard(folder, file, spec, {name: shapes[name] for name in names}, tensors, dtype)
         if SINGLE_FILE not in shards:
+            stored_as = spec.hugging_face.stored_as
             weight_map = {
-                stored: file
+                stored_name: file
                 for file, names in shards.items()
                 for name in names
-                for stored in _stored_shapes(spec, name, shapes[name])
+                for stored_name in stored_as(name, shapes[name])
             }
             index = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
             _write_json(folder, INDEX_FILE, index)
@@ -103,31 +106,35 @@ def _special_token_ids(tokenizer: Tokenizer | None, bos: bool) -> dict[str, int 
     return {"bos_token_id": begin, "eos_token_id": tokenizer.eos_id}
 
 
+def _names_by_stored_tensor(spec: ModelSpec, names: Iterable[str]) -> dict[str, list[str]]:
+    """Hugging Face's names, in order -> our names of the parameters in each tensor."""
+    stored: dict[str, list[str]] = {}
+    for name in names:
+        stored.setdefault(spec.hugging_face.name_of(name), []).append(name)
+    return stored
+
+
 def _assign_to_shards(
-    shapes: Mapping[str, torch.Size], itemsize: int, max_bytes: int
+    stored: Mapping[str, Sequence[str]],
+    shapes: Mapping[str, torch.Size],
+    itemsize: int,
+    max_bytes: int,
 ) -> dict[str, list[str]]:
-    """File name -> names of its tensors, in order; a tensor above `max_bytes` has its own file."""
+    """File name -> our names of its tensors, in order; parameters of one stored tensor are in one
+    file, and a tensor above `max_bytes` has its own file."""
     shards: list[list[str]] = [[]]
     filled = 0
-    for name, shape in shapes.items():
-        needed = shape.numel() * itemsize
+    for names in stored.values():
+        needed = sum(shapes[name].numel() for name in names) * itemsize
         if shards[-1] and filled + needed > max_bytes:
             shards.append([])
             filled = 0
-        shards[-1].append(name)
+        shards[-1] += names
         filled += needed
     if len(shards) == 1:
         return {SINGLE_FILE: shards[0]}
     file_name = "model-{:05}-of-{:05}.safetensors"
     return {file_name.format(number, len(shards)): shard for number, shard in enumerate(shards, 1)}
-
-
-def _stored_shapes(spec: ModelSpec, name: str, shape: torch.Size) -> dict[str, torch.Size]:
-    """Hugging Face's names and shapes of the tensors of a parameter, in the order of its bytes."""
-    mapping = spec.hugging_face
-    if mapping.is_stacked(name):
-        return dict.fromkeys(mapping.expert_names(name, shape[0]), shape[1:])
-    return {mapping.name_of(name): shape}
 
 
 def _write_shard(
@@ -144,20 +151,28 @@ def _write_shard(
     """
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # required by transformers
     end = 0
-    stored = [pair for n, s in shapes.items() for pair in _stored_shapes(spec, n, s).items()]
-    for name, shape in stored:
-        begin, end = end, end + shape.numel() * dtype.itemsize
-        header[name] = {
-            "dtype": CODE_OF_DTYPE[dtype],
-            "shape": list(shape),
-            "data_offsets": [begin, end],
-        }
+    mapping, stored = spec.hugging_face, _names_by_stored_tensor(spec, shapes)
+    for name, *_ in stored.values():
+        # The tensors of stacked experts follow each other, as their rows do.
+        for stored_name, shape in mapping.stored_as(name, shapes[name]).items():
+            begin, end = end, end + shape.numel() * dtype.itemsize
+            header[stored_name] = {
+                "dtype": CODE_OF_DTYPE[dtype],
+                "shape": list(shape),
+                "data_offsets": [begin, end],
+            }
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)  # aligns the elements
     with folder.open_for_writing(file) as stream:
         stream.write(struct.pack("<Q", len(text)) + text)
-        for name, shape in shapes.items():
-            tensor = _convert_for_export(name, tensors.pop(name), shape, dtype)
+        for names in stored.values():
+            tensor = join_parts(
+                [mapping.part_of(name) for name in names],
+                [
+                    _convert_for_export(name, tensors.pop(name), shapes[name], dtype)
+                    for name in names
+                ],
+            )
             stream.write(tensor.contiguous().reshape(-1).view(torch.uint8).numpy())
 
 

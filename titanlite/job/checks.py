@@ -10,7 +10,7 @@ import torch
 from titanlite.checkpoint import check_checkpoint_config
 from titanlite.distributed.mesh import Degrees, resolve_degrees
 from titanlite.errors import CheckpointError, ConfigError, UserError
-from titanlite.job.config import FACTS, JobConfig
+from titanlite.job.config import JOB_PROPERTIES, JobConfig
 from titanlite.kernels.backend import check_attention_config
 from titanlite.metrics import check_metrics_config, check_profiling_config
 from titanlite.models import FAMILIES, ModelSizes, ModelSpec, first_match
@@ -101,11 +101,11 @@ def _check_sections(config: JobConfig) -> Iterator[UserError]:
     )
     yield from check_compile_config(config.compile, config.parallelism)
     yield from check_checkpoint_config(config.checkpoint)
-    for name in set(config.checkpoint.allow_changes) - set(FACTS):
+    for name in set(config.checkpoint.allow_changes) - set(JOB_PROPERTIES):
         yield ConfigError(
             f'checkpoint.allow_changes: "{name}" is not a property that checkpoints are checked'
             " against.",
-            fix=f"Use {', '.join(FACTS)}.",
+            fix=f"Use {', '.join(JOB_PROPERTIES)}.",
             keys=("checkpoint.allow_changes",),
         )
     if config.job.time_limit_minutes and not config.checkpoint.enable:
@@ -158,7 +158,7 @@ def _check_rollback(config: JobConfig) -> Iterator[ConfigError]:
 def _check_sequence_lengths(
     config: JobConfig, sizes: ModelSizes, degrees: Degrees
 ) -> Iterator[UserError]:
-    """Yield the sequence lengths that the layout cannot shard."""
+    """Yield the sequence lengths that the layout cannot shard, or that have too many positions."""
     lengths = {"training.seq_len": config.training.seq_len}
     if config.validation.enable:
         lengths["validation.seq_len"] = config.validation.seq_len
@@ -166,8 +166,22 @@ def _check_sequence_lengths(
     for key, seq_len in lengths.items():
         problems = [*check_tensor_parallel(degrees, sizes, seq_len, key)]
         problems += check_context_parallel(degrees, config.parallelism, seq_len, key)
+        problems += _check_positions(config, sizes, seq_len, key)
         unique.update({str(problem): problem for problem in problems})
     yield from unique.values()
+
+
+def _check_positions(
+    config: JobConfig, sizes: ModelSizes, seq_len: int, key: str
+) -> Iterator[ConfigError]:
+    """Reject sequences that are longer than a learned position embedding."""
+    positions = FAMILIES[config.model.name].shape(sizes).positions
+    if positions and seq_len > positions:
+        yield ConfigError(
+            f"{key} = {seq_len}: the model has learned positions for {positions} tokens.",
+            fix=f"Set {key} = {positions} or less, or a larger model.positions.",
+            keys=(key, "model.positions"),
+        )
 
 
 def _check_split_backward(config: JobConfig) -> Iterator[ConfigError]:

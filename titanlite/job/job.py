@@ -81,6 +81,7 @@ class Job:
             n_kv_heads=max(1, sizes.n_kv_heads // tensor),
             seq_len=self.config.training.seq_len,
             head_dim=sizes.head_width,
+            window=self.spec.shape(sizes).window,
         )
 
     @property
@@ -128,7 +129,7 @@ class Job:
         """Whether each step measures the loss of each source."""
         return len(self.config.data.sources) > 1 and self.config.metrics.source_loss_freq > 0
 
-    def facts(self, stream: SampleStream) -> dict[str, Any]:
+    def properties(self, stream: SampleStream) -> dict[str, Any]:
         """Properties of the job that its checkpoints record."""
         return {
             "model": dataclasses.asdict(self.sizes),
@@ -139,15 +140,15 @@ class Job:
             "training.global_batch_size": self.global_batch,
             "training.batch_size_ramp": self.config.training.batch_size_ramp,
             "attention.mask": self.config.attention.mask,  # decides what a token attends to
-            **stream.facts,  # decide which sample each position is
+            **stream.properties,  # decide which sample each position is
         }
 
-    def facts_to_check(self, stream: SampleStream) -> dict[str, Any]:
+    def properties_to_check(self, stream: SampleStream) -> dict[str, Any]:
         """Properties that must equal those of a checkpoint for this run to resume from it."""
-        facts = self.facts(stream)
+        properties = self.properties(stream)
         if self.config.training.global_batch_size != -1:  # set explicitly, so a change is intended
-            del facts["training.global_batch_size"], facts["training.batch_size_ramp"]
-        return facts
+            del properties["training.global_batch_size"], properties["training.batch_size_ramp"]
+        return properties
 
     @property
     def checkpoint_folder(self) -> StorageFolder:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention import SDPBackend
 
-from titanlite.kernels.documents import DocumentIndex, document_attention
-from titanlite.kernels.flash import repeat_kv_heads
+from titanlite.kernels.documents import DocumentIndex, document_attention, window_attention
+from titanlite.kernels.flash import sdpa
 
 
 class KeyValueCache:
@@ -38,11 +37,13 @@ class CausalAttention(nn.Module):
     that recomputation in backward and compiled blocks run the same kernel. The process-wide flags
     of torch.backends.cuda cannot be used: the cache of compiled graphs ignores them (torch 2.13)
     and would return a graph with another kernel.
+
+    With a `window`, a token attends to so many tokens, itself included; 0: to all up to itself.
     """
 
-    def __init__(self, backend: SDPBackend | None = None):
+    def __init__(self, backend: SDPBackend | None = None, window: int = 0):
         super().__init__()
-        self.backend = backend
+        self.backend, self.window = backend, window
 
     def use_backend(self, backend: SDPBackend | None) -> None:
         """Use another kernel from now on; None lets SDPA choose."""
@@ -62,16 +63,13 @@ class CausalAttention(nn.Module):
         """
         if documents is not None:
             assert cache is None, "generation produces a single document"
-            return document_attention(q, k, v, documents)
+            return document_attention(q, k, v, documents, self.window)
         causal = q.shape[2] > 1  # a single new token attends to everything in the cache
         if cache is not None:
             assert cache.length == 0 or not causal, "only an empty cache takes several tokens"
             k, v = cache.extend(k, v)
-        grouped = q.shape[1] != k.shape[1]
-        if grouped and self.backend == SDPBackend.EFFICIENT_ATTENTION:  # does not support GQA
-            k, v = repeat_kv_heads(k, q), repeat_kv_heads(v, q)
-            grouped = False
-        if self.backend is None:
-            return F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=grouped)
-        with sdpa_kernel(self.backend):
-            return F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=grouped)
+        if self.window and self.window < k.shape[2]:
+            if causal:
+                return window_attention(q, k, v, self.window, self.backend)
+            k, v = k[:, :, -self.window :], v[:, :, -self.window :]
+        return sdpa(q, k, v, self.backend, is_causal=causal)

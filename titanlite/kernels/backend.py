@@ -66,6 +66,7 @@ class AttentionShape:
     n_kv_heads: int
     seq_len: int
     head_dim: int
+    window: int = 0  # of CausalAttention
 
     def __str__(self) -> str:
         return f"{self.n_heads} heads and {self.n_kv_heads} key-value heads of {self.head_dim}"
@@ -187,7 +188,7 @@ class _KernelTrial:
 
     def _runner(self, name: str) -> Callable[[], None]:
         """A function that runs one forward and backward of a kernel."""
-        shape, attend = self.shape, CausalAttention(KERNELS[name])
+        shape, attend = self.shape, CausalAttention(KERNELS[name], self.shape.window)
         # a generator of its own: the default one must stay in the same state on all ranks
         generator = torch.Generator(self.device).manual_seed(0)
         inputs = [

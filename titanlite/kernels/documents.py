@@ -20,7 +20,13 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from titanlite.kernels.flash import CudaFlash, flash_kernel_for, repeat_kv_heads
+from titanlite.kernels.flash import (
+    CudaFlash,
+    flash_kernel_for,
+    repeat_kv_heads,
+    sdpa,
+    window_mask,
+)
 from titanlite.labels import DOCUMENT_END, SAME_DOCUMENT
 
 QUERY_TILE = 128  # the most queries that one block of a FlashAttention kernel computes
@@ -34,7 +40,7 @@ class DocumentIndex:
     """
 
     on_host: Tensor  # the start of each document and the end of the last: int32 [N + 1], offsets
-    # into B*T; under context parallel int64 [N, 8], see parallelize/context_tiles.py
+    # into B*T; under context parallel int64 [N, 9], see parallelize/context_tiles.py
     on_device: Tensor  # the same on the device, for kernels; before `to`, the host's
     extent: Tensor  # no elements; its shape is [0, longest]. torch.compile would make a graph for
     # each value of an int, but makes only one for a dimension that is marked as dynamic.
@@ -104,26 +110,48 @@ def index_documents(positions: Tensor) -> DocumentIndex:
     return DocumentIndex.build(boundaries, longest=int(boundaries.diff().max()))
 
 
-def document_attention(q: Tensor, k: Tensor, v: Tensor, documents: DocumentIndex) -> Tensor:
-    """Causal attention within each document: q [B, H, T, K] attends to k, v [B, Hkv, T, K]."""
+def document_attention(
+    q: Tensor, k: Tensor, v: Tensor, documents: DocumentIndex, window: int = 0
+) -> Tensor:
+    """Causal attention within each document: q [B, H, T, K] attends to k, v [B, Hkv, T, K].
+
+    With a `window`, a token attends to so many tokens of its document, itself included.
+    """
     if isinstance(flash_kernel_for(q), CudaFlash):
-        return _varlen_attention(q, k, v, documents.on_device, documents.longest)
+        return _varlen_attention(q, k, v, documents.on_device, documents.longest, window)
     k, v = (repeat_kv_heads(tensor, q) for tensor in (k, v))  # once, not for each document
-    out, _ = _document_forward(q, k, v, documents.on_host)
+    out, _ = _document_forward(q, k, v, documents.on_host, window)
     return out
+
+
+def window_attention(
+    q: Tensor, k: Tensor, v: Tensor, window: int, backend: SDPBackend | None
+) -> Tensor:
+    """Causal attention in a sliding window: q [B, H, T, K] attends to k, v [B, Hkv, T, K].
+
+    FlashAttention skips what is outside of the window. Other kernels have a mask [T, T].
+    """
+    is_flash = backend in (None, SDPBackend.FLASH_ATTENTION)
+    if is_flash and isinstance(flash_kernel_for(q), CudaFlash):
+        batch, _, tokens, _ = q.shape  # each sequence is a document
+        starts = torch.arange(batch + 1, dtype=torch.int32, device=q.device) * tokens
+        return _varlen_attention(q, k, v, starts, tokens, window)
+    return sdpa(q, k, v, backend, attn_mask=window_mask(q, k, 0, window))
 
 
 # --- one call for all documents: CudaFlash -------------------------------------------------------
 
 
-def _varlen_attention(q: Tensor, k: Tensor, v: Tensor, boundaries: Tensor, longest: int) -> Tensor:
+def _varlen_attention(
+    q: Tensor, k: Tensor, v: Tensor, boundaries: Tensor, longest: int, window: int = 0
+) -> Tensor:
     # The kernel launches blocks for `longest` tokens of every document; those past its end exit.
     batch, _, tokens, _ = q.shape
     q, k, v = (tensor.transpose(1, 2).flatten(0, 1) for tensor in (q, k, v))  # [B*T, H, K]
     # Imported here: it imports the compiler, which takes half a second.
     from torch.nn.attention.varlen import varlen_attn
 
-    options: dict[str, Any] = {"window_size": (-1, 0)}  # causal
+    options: dict[str, Any] = {"window_size": (window - 1, 0)}  # causal; -1: no limit
     # Torch 2.11 has no `enable_gqa`; its kernel always supports grouped heads.
     if "enable_gqa" in inspect.signature(varlen_attn).parameters:
         options["enable_gqa"] = True
@@ -140,28 +168,50 @@ def _varlen_attention(q: Tensor, k: Tensor, v: Tensor, boundaries: Tensor, longe
 
 
 @torch.library.custom_op("titanlite::attend_in_documents", mutates_args=())
-def _document_forward(q: Tensor, k: Tensor, v: Tensor, boundaries: Tensor) -> tuple[Tensor, Tensor]:
+def _document_forward(
+    q: Tensor, k: Tensor, v: Tensor, boundaries: Tensor, window: int
+) -> tuple[Tensor, Tensor]:
     """(out [B, H, T, K], log-sum-exp of the scores [B, H, T] in fp32)."""
-    kernel, (out, lse) = flash_kernel_for(q), _empty_document_forward(q, k, v, boundaries)
+    kernel, (out, lse) = flash_kernel_for(q), _empty_document_forward(q, k, v, boundaries, window)
     for index in _document_slices(boundaries, q.shape[2]):
-        out[index], lse[index] = kernel.forward(q[index], k[index], v[index], True)  # causal
+        parts = q[index], k[index], v[index]
+        mask = _mask_of_document(parts[0], window)
+        out[index], lse[index] = kernel.forward(*parts, mask)
     return out, lse
 
 
 @torch.library.custom_op("titanlite::attend_in_documents_backward", mutates_args=())
 def _document_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, boundaries: Tensor
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    boundaries: Tensor,
+    window: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k, v from `grad`, the gradient of `out`."""
     kernel = flash_kernel_for(q)
-    totals = _empty_document_backward(grad, q, k, v, out, lse, boundaries)
+    totals = _empty_document_backward(grad, q, k, v, out, lse, boundaries, window)
     for index in _document_slices(boundaries, q.shape[2]):
         partial_grads = kernel.backward(
-            grad[index], q[index], k[index], v[index], out[index], lse[index].contiguous(), True
+            grad[index],
+            q[index],
+            k[index],
+            v[index],
+            out[index],
+            lse[index].contiguous(),
+            _mask_of_document(q[index], window),
         )
         for total, partial_grad in zip(totals, partial_grads, strict=True):
             total[index] = partial_grad
     return totals
+
+
+def _mask_of_document(q: Tensor, window: int) -> bool | Tensor:
+    """The mask of a document's tokens; True, causal, if all are in one window."""
+    return window_mask(q, q, 0, window) if 0 < window < q.shape[2] else True
 
 
 def _document_slices(boundaries: Tensor, seq_len: int) -> Iterator[tuple[slice, slice, slice]]:
@@ -173,13 +223,13 @@ def _document_slices(boundaries: Tensor, seq_len: int) -> Iterator[tuple[slice, 
 
 @_document_forward.register_fake
 def _empty_document_forward(
-    q: Tensor, k: Tensor, v: Tensor, boundaries: Tensor
+    q: Tensor, k: Tensor, v: Tensor, boundaries: Tensor, window: int
 ) -> tuple[Tensor, Tensor]:
     return _empty_like_heads(q), q.new_empty(q.shape[:3], dtype=torch.float32)
 
 
 @_document_backward.register_fake
-def _empty_document_backward(grad, q, k, v, out, lse, boundaries) -> tuple[Tensor, Tensor, Tensor]:
+def _empty_document_backward(grad, q, k, v, *_) -> tuple[Tensor, Tensor, Tensor]:
     return _empty_like_heads(q), _empty_like_heads(k), _empty_like_heads(v)
 
 
@@ -190,12 +240,12 @@ def _empty_like_heads(tensor: Tensor) -> Tensor:
 
 
 def _save_for_document_backward(ctx, inputs, output) -> None:
-    q, k, v, boundaries = inputs
+    q, k, v, boundaries, ctx.window = inputs
     ctx.save_for_backward(q, k, v, *output, boundaries)
 
 
 def _document_autograd(ctx, grad: Tensor, _):
-    return *_document_backward(grad, *ctx.saved_tensors), None
+    return *_document_backward(grad, *ctx.saved_tensors, ctx.window), None, None
 
 
 _document_forward.register_autograd(_document_autograd, setup_context=_save_for_document_backward)

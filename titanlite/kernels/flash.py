@@ -7,10 +7,12 @@ are not part of torch's documented interface; their signatures are the same in t
 from __future__ import annotations
 
 import math
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 aten = torch.ops.aten
 
@@ -18,10 +20,13 @@ aten = torch.ops.aten
 class FlashKernel(Protocol):
     """q [B, H, T, K] attends to k, v [B, Hkv, S, K].
 
-    H is a multiple of Hkv; `causal` needs T = S.
+    H is a multiple of Hkv. `mask`: False, all keys; True, causal, which needs T = S; or a tensor
+    [T, S] that is True where a query attends to a key. Each query attends to a key.
     """
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: bool | Tensor
+    ) -> tuple[Tensor, Tensor]:
         """(out [B, H, T, K], lse [B, H, T] in fp32)."""
 
     def backward(
@@ -32,7 +37,7 @@ class FlashKernel(Protocol):
         v: Tensor,
         out: Tensor,
         lse: Tensor,
-        causal: bool,
+        mask: bool | Tensor,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Gradients of q, k, v; `out` and `lse` may cover more keys than `k` and `v`."""
 
@@ -48,31 +53,45 @@ def flash_kernel_for(q: Tensor) -> FlashKernel:
 
 
 class CudaFlash:
-    """FlashAttention on a GPU; supports grouped queries itself."""
+    """FlashAttention on a GPU; supports grouped queries itself, but no masks."""
 
-    def forward(self, q, k, v, causal):
-        out, lse, *_ = aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal)
+    def forward(self, q, k, v, mask):
+        if isinstance(mask, Tensor):
+            return EagerAttention().forward(q, k, v, mask)
+        out, lse, *_ = aten._scaled_dot_product_flash_attention(q, k, v, 0.0, mask)
         return out, lse
 
-    def backward(self, grad, q, k, v, out, lse, causal):
+    def backward(self, grad, q, k, v, out, lse, mask):
+        if isinstance(mask, Tensor):
+            return EagerAttention().backward(grad, q, k, v, out, lse, mask)
         lengths = (None, None, q.shape[2], k.shape[2])  # no packed sequences
         unused = torch.empty((), dtype=torch.int64, device=q.device)  # dropout's generator
         return aten._scaled_dot_product_flash_attention_backward(
-            grad, q, k, v, out, lse, *lengths, 0.0, causal, unused, unused
+            grad, q, k, v, out, lse, *lengths, 0.0, mask, unused, unused
         )
 
 
 class CpuFlash:
     """SDPA's blocked CPU kernel; its backward needs as many key heads as query heads."""
 
-    def forward(self, q, k, v, causal):
+    def forward(self, q, k, v, mask):
         k, v = (repeat_kv_heads(tensor, q) for tensor in (k, v))
-        return aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal)
+        return aten._scaled_dot_product_flash_attention_for_cpu(
+            q, k, v, 0.0, mask is True, attn_mask=_additive(mask, q)
+        )
 
-    def backward(self, grad, q, k, v, out, lse, causal):
+    def backward(self, grad, q, k, v, out, lse, mask):
         repeated_k, repeated_v = (repeat_kv_heads(tensor, q) for tensor in (k, v))
         dq, dk, dv = aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            grad, q, repeated_k, repeated_v, out, lse, 0.0, causal
+            grad,
+            q,
+            repeated_k,
+            repeated_v,
+            out,
+            lse,
+            0.0,
+            mask is True,
+            attn_mask=_additive(mask, q),
         )
         return dq, _sum_repeated_heads(dk, k), _sum_repeated_heads(dv, v)
 
@@ -80,28 +99,58 @@ class CpuFlash:
 class EagerAttention:
     """Matmuls and a softmax in fp32, where no kernel supports the dtype, head size or GPU."""
 
-    def forward(self, q, k, v, causal):
-        scores = self._scores(q, repeat_kv_heads(k, q), causal)
+    def forward(self, q, k, v, mask):
+        scores = self._scores(q, repeat_kv_heads(k, q), mask)
         lse = scores.logsumexp(-1)
         probabilities = (scores - lse.unsqueeze(-1)).exp()
         return (probabilities @ repeat_kv_heads(v, q).float()).to(q.dtype), lse
 
-    def backward(self, grad, q, k, v, out, lse, causal):
+    def backward(self, grad, q, k, v, out, lse, mask):
         repeated_k, repeated_v = (repeat_kv_heads(tensor, q).float() for tensor in (k, v))
         grad = grad.float()
-        probabilities = (self._scores(q, repeated_k, causal) - lse.unsqueeze(-1)).exp()
+        probabilities = (self._scores(q, repeated_k, mask) - lse.unsqueeze(-1)).exp()
         delta = (grad * out).sum(-1, keepdim=True)
         d_scores = probabilities * (grad @ repeated_v.mT - delta) / math.sqrt(q.shape[-1])
         dq = (d_scores @ repeated_k).to(q.dtype)
         dk, dv = d_scores.mT @ q.float(), probabilities.mT @ grad
         return dq, _sum_repeated_heads(dk, k).to(k.dtype), _sum_repeated_heads(dv, v).to(v.dtype)
 
-    def _scores(self, q: Tensor, k: Tensor, causal: bool) -> Tensor:
+    def _scores(self, q: Tensor, k: Tensor, mask: bool | Tensor) -> Tensor:
         scores = q.float() @ k.float().mT / math.sqrt(q.shape[-1])
-        if causal:
-            later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
-            scores = scores.masked_fill(later, -math.inf)
-        return scores
+        if mask is True:
+            mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril()
+        return scores.masked_fill(~mask, -math.inf) if isinstance(mask, Tensor) else scores
+
+
+def _additive(mask: bool | Tensor, q: Tensor) -> Tensor | None:
+    """What a mask adds to the scores: 0 or -inf, [1, 1, T, S] in the dtype of `q`."""
+    if not isinstance(mask, Tensor):
+        return None
+    added = torch.zeros(mask.shape, dtype=q.dtype, device=q.device)
+    return added.masked_fill(~mask, -math.inf)[None, None]
+
+
+def window_mask(q: Tensor, k: Tensor, offset: int, window: int) -> Tensor:
+    """Where queries [B, H, T, K] attend to keys [B, H, S, K] in a sliding window: [T, S].
+
+    `offset` is the position of the first query, counted from the first key. A query attends to the
+    `window` keys that end at its own position (https://arxiv.org/abs/2310.06825, section 2).
+    """
+    queries = torch.arange(offset, offset + q.shape[2], device=q.device)
+    distance = queries.unsqueeze(1) - torch.arange(k.shape[2], device=q.device)
+    return (distance >= 0) & (distance < window)
+
+
+def sdpa(q: Tensor, k: Tensor, v: Tensor, backend: SDPBackend | None, **mask: Any) -> Tensor:
+    """SDPA with grouped heads, by the kernel `backend`; None lets SDPA choose."""
+    grouped = q.shape[1] != k.shape[1]
+    if grouped and backend == SDPBackend.EFFICIENT_ATTENTION:  # does not support GQA
+        k, v = repeat_kv_heads(k, q), repeat_kv_heads(v, q)
+        grouped = False
+    if backend is None:
+        return F.scaled_dot_product_attention(q, k, v, enable_gqa=grouped, **mask)
+    with sdpa_kernel(backend):
+        return F.scaled_dot_product_attention(q, k, v, enable_gqa=grouped, **mask)
 
 
 def repeat_kv_heads(kv: Tensor, q: Tensor) -> Tensor:

@@ -4,11 +4,19 @@ from __future__ import annotations
 
 from typing import Any
 
+from titanlite.models.deepseek_v3.spec import DEEPSEEK_V3
 from titanlite.models.embedding import TokenEmbedding
+from titanlite.models.gpt2.spec import GPT2_FAMILY
+from titanlite.models.llama2.spec import LLAMA2
 from titanlite.models.llama3.model import Llama, Llama3Sizes
 from titanlite.models.llama3.spec import LLAMA3
 from titanlite.models.loss import LossConfig, OutputLayer, Vocabulary, valid_tokens
+from titanlite.models.mistral.spec import MISTRAL
+from titanlite.models.mixtral.spec import MIXTRAL
 from titanlite.models.moe import GroupedExperts, MixtureOfExperts, TokenDispatch
+from titanlite.models.olmo2.spec import OLMO2
+from titanlite.models.qwen3.spec import QWEN3
+from titanlite.models.qwen3_moe.spec import QWEN3_MOE
 from titanlite.models.router import ExpertSizes, LoadBalancing, Router, check_expert_sizes
 from titanlite.models.shape import Experts, LatentAttention, ModelShape
 from titanlite.models.spec import (
@@ -21,6 +29,14 @@ from titanlite.models.spec import (
 
 FAMILIES: dict[str, ModelSpec[Any]] = {  # values of model.name; a new family is one line here
     LLAMA3.name: LLAMA3,
+    QWEN3_MOE.name: QWEN3_MOE,
+    MIXTRAL.name: MIXTRAL,
+    DEEPSEEK_V3.name: DEEPSEEK_V3,
+    QWEN3.name: QWEN3,
+    LLAMA2.name: LLAMA2,
+    MISTRAL.name: MISTRAL,
+    GPT2_FAMILY.name: GPT2_FAMILY,
+    OLMO2.name: OLMO2,
 }
 
 __all__ = [

@@ -1,4 +1,4 @@
-"""A token embedding whose gradient is summed over tokens in fp32."""
+"""Embeddings of tokens and positions, whose gradients are summed over tokens in fp32."""
 
 from __future__ import annotations
 
@@ -11,9 +11,26 @@ class TokenEmbedding(nn.Embedding):
     """Token ids [B, T] to embeddings [B, T, D]."""
 
     def forward(self, tokens: Tensor) -> Tensor:
-        if self.weight.is_cuda or self.weight.dtype == torch.float32:
-            return super().forward(tokens)
-        return _LowPrecisionLookup.apply(tokens, self.weight)
+        return look_up(tokens, self.weight)
+
+
+class PositionEmbedding(nn.Module):
+    """Add the learned vectors of `positions` [T] or [B, T] to hidden states [B, T, D]."""
+
+    def __init__(self, positions: int, dim: int):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(positions, dim))
+        nn.init.normal_(self.weight, std=0.02)
+
+    def forward(self, x: Tensor, positions: Tensor) -> Tensor:
+        return x + look_up(positions, self.weight)
+
+
+def look_up(ids: Tensor, weight: Tensor) -> Tensor:
+    """The rows of `weight` [V, D] at `ids` [...]."""
+    if weight.is_cuda or weight.dtype == torch.float32:
+        return F.embedding(ids, weight)
+    return _LowPrecisionLookup.apply(ids, weight)
 
 
 class _LowPrecisionLookup(torch.autograd.Function):

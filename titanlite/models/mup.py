@@ -114,11 +114,12 @@ def _absorbed_multipliers(
 ) -> Mapping[str | None, float]:
     """The multiplier that parameters of a role absorb from the forward pass.
 
-    A multiplier c in the forward pass can be dropped if the parameter behind it, and its updates,
-    are multiplied by c.
+    A multiplier c in the forward pass can be dropped if a parameter in which its input is linear,
+    and the updates of this parameter, are multiplied by c.
     """
     query = "query_gain" if "query_gain" in roles else "query"
-    multipliers: dict[str | None, float] = {query: math.sqrt(base.head_width / sizes.head_width)}
+    multiplier = math.sqrt(base.head_width / sizes.head_width)
+    multipliers: dict[str | None, float] = {query: multiplier, "query_bias": multiplier}
     if spec.tied_parameters(sizes):
         multipliers["output_gain"] = base.dim / sizes.dim
     return multipliers
@@ -129,7 +130,7 @@ def _scale(
 ) -> WidthScale:
     """The scale of a parameter of this role and shape."""
     fan_out = shape[-1] / base_shape[-1]  # of embeddings and gains, which sum over no inputs
-    if role in ("embedding", "gain", "query_gain", "output_gain"):
+    if role in ("embedding", "gain", "query_bias", "query_gain", "output_gain"):
         return WidthScale(1.0, fan_out, fan_out, multiplier, multiplier)
     fan_in, fan_out = shape[-1] / base_shape[-1], shape[-2] / base_shape[-2]
     larger_fan = max(shape[-2:]) / max(base_shape[-2:])

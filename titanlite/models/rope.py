@@ -1,4 +1,4 @@
-"""Rotary position embedding (https://arxiv.org/abs/2104.09864) with Llama 3.1's scaling."""
+"""Rotary position embedding (https://arxiv.org/abs/2104.09864) with scaling for long contexts."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 @dataclass(frozen=True)
-class RopeScaling:
+class Llama3Scaling:
     """Llama 3.1's extension of a trained context: divides low frequencies by `factor`."""
 
     factor: float = 8.0
@@ -19,17 +19,56 @@ class RopeScaling:
     high_frequency_factor: float = 4.0
     original_context: int = 8192  # tokens
 
+    def scale(self, frequencies: Tensor, theta: float) -> Tensor:
+        """Radians per position [K/2] for the longer context."""
+        turns = self.original_context * frequencies / (2 * math.pi)  # over the original context
+        low, high = self.low_frequency_factor, self.high_frequency_factor
+        blend = ((turns - low) / (high - low)).clamp(0, 1)  # 0: divided by `factor`, 1: unchanged
+        return frequencies * (blend + (1 - blend) / self.factor)
+
+
+@dataclass(frozen=True)
+class YarnScaling:
+    """YaRN (https://arxiv.org/abs/2309.00071, section 3.2) with the constants of DeepSeek-V3.
+
+    Pairs that turn at least `fast_turns` times over the original context are unchanged, those that
+    turn at most `slow_turns` times are divided by `factor`, with a linear blend between.
+    """
+
+    factor: float = 40.0
+    fast_turns: float = 32.0
+    slow_turns: float = 1.0
+    original_context: int = 4096  # tokens
+
+    def scale(self, frequencies: Tensor, theta: float) -> Tensor:
+        """Radians per position [K/2] for the longer context."""
+        pairs = len(frequencies)
+
+        def pair_with(turns: float) -> float:
+            """Index of the pair that turns so often over the original context."""
+            ratio = self.original_context / (turns * 2 * math.pi)
+            return pairs * math.log(ratio) / math.log(theta)
+
+        first = max(math.floor(pair_with(self.fast_turns)), 0)
+        last = min(math.ceil(pair_with(self.slow_turns)), 2 * pairs - 1)
+        index = torch.arange(pairs, dtype=torch.float32, device="cpu")
+        divided = ((index - first) / max(last - first, 0.001)).clamp(0, 1)
+        return frequencies * (1 - divided) + frequencies / self.factor * divided
+
+    @property
+    def score_factor(self) -> float:
+        """What attention scores are multiplied by (section 3.4), as DeepSeek-V3 does."""
+        return (0.1 * math.log(self.factor) + 1.0) ** 2 if self.factor > 1 else 1.0
+
+
+RopeScaling = Llama3Scaling | YarnScaling
+
 
 def rope_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None) -> Tensor:
     """Radians per position, [K/2], fp32 on the CPU."""
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float32, device="cpu") / head_dim
     unscaled = theta**-exponents
-    if scaling is None:
-        return unscaled
-    turns = scaling.original_context * unscaled / (2 * math.pi)  # over the original context
-    low, high = scaling.low_frequency_factor, scaling.high_frequency_factor
-    blend = ((turns - low) / (high - low)).clamp(0, 1)  # 0: divided by `factor`, 1: unchanged
-    return unscaled * (blend + (1 - blend) / scaling.factor)
+    return unscaled if scaling is None else scaling.scale(unscaled, theta)
 
 
 @cache  # every forward needs it, and at a copy from pageable memory the host waits for the GPU
@@ -59,3 +98,11 @@ def apply_rope(x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
     first, second = x.float().chunk(2, dim=-1)
     rotated = torch.cat([-second, first], dim=-1)
     return (x * cosine + rotated * sine).to(x.dtype)
+
+
+def pair_halves(x: Tensor) -> Tensor:
+    """Reorder features from the pairs (2i, 2i + 1) to the pairs (i, i + K/2) of `apply_rope`.
+
+    Scores do not change, because queries and keys are reordered alike.
+    """
+    return x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)

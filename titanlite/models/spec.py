@@ -9,13 +9,14 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Annotated, Any, ClassVar, Generic, Protocol, TypeVar
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from titanlite.errors import ConfigError
 from titanlite.models import counts
 from titanlite.models.router import NO_BALANCING, ExpertSizes, LoadBalancing
 from titanlite.models.shape import ModelShape
-from titanlite.settings import OneOf, Positive, Range, Supported, format_value
+from titanlite.settings import NotNegative, OneOf, Positive, Range, Supported, format_value
 
 
 def _family_names() -> Iterable[str]:
@@ -54,12 +55,26 @@ class ModelConfig:
     n_active_experts: Positive | None = None  # routed experts that compute a token
     expert_hidden_dim: Positive | None = None  # width of the hidden layer of one expert
     vocab_size: Positive | None = None  # token ids that the model has embeddings for
-    norm_eps: Annotated[float, Range(0)] | None = None  # epsilon of RMSNorm
+    window: NotNegative | None = None
+    # tokens that a token attends to, itself included; 0: all up to itself
+    positions: Positive | None = None  # rows of a learned position embedding: the longest sequence
+    norm_eps: Annotated[float, Range(0)] | None = None  # epsilon of the norms
     rope_theta: Annotated[float, Range(1)] | None = None  # base of the RoPE frequencies
     rope_scaling_factor: Annotated[float, Range(1)] | None = None
-    # RoPE frequency scaling factor (Llama 3.1); 1 disables it
+    # RoPE frequency scaling factor (Llama 3.1; YaRN in deepseek_v3); 1 disables it
     qk_norm: bool | None = None  # RMSNorm on every query and key head
     tied_embeddings: bool | None = None  # the output layer shares its weights with the embedding
+    n_shared_experts: NotNegative | None = None  # experts that compute every token
+    n_dense_layers: NotNegative | None = None  # first blocks, without experts
+    n_expert_groups: Positive | None = None  # groups of consecutive experts
+    n_active_groups: Positive | None = None  # groups that a token may select experts from
+    route_scale: Annotated[float, Range(0)] | None = None  # factor of the weights of experts
+    q_lora_rank: NotNegative | None = None
+    # width from which queries are projected; 0: they are projected from the hidden states
+    kv_lora_rank: Positive | None = None  # width from which keys and values are projected
+    qk_nope_head_dim: Positive | None = None  # query and key elements per head without RoPE
+    qk_rope_head_dim: Positive | None = None  # and with RoPE
+    v_head_dim: Positive | None = None  # value elements per head
 
 
 PARAMETER_ROLES = {
@@ -68,9 +83,10 @@ PARAMETER_ROLES = {
     "hidden": "matrix between hidden states, [out, in]",
     "query": "hidden matrix that projects to the queries",
     "output": "matrix from hidden states to logits, [V, D]",
-    "gain": "vector that multiplies each channel",
+    "gain": "vector that multiplies or is added to each channel",
+    "query_bias": "vector that is added to the queries",
     "query_gain": "gain of the normalized queries",
-    "output_gain": "gain of the hidden states that the output matrix reads",
+    "output_gain": "gain or bias of the hidden states that the output matrix reads",
 }
 
 
@@ -109,8 +125,45 @@ class ModelSizes(Protocol):
 
 
 SizesT = TypeVar("SizesT", bound=ModelSizes)
-
 EXPERT_INDEX = "{expert}"  # in Hugging Face's names
+
+
+@dataclass(frozen=True)
+class StoredPart:
+    """How Hugging Face stores a parameter, where it does not store the same tensor."""
+
+    transposed: bool = False  # a matrix is stored as [in, out]
+    index: int = 0  # which of the parameters that are concatenated along their outputs
+    count: int = 1  # how many are; all have the same shape
+
+    def stored_shape(self, shape: Sequence[int]) -> torch.Size:
+        """Shape of the stored tensor that contains a parameter of `shape`."""
+        rows, *columns = shape
+        stored = [rows * self.count, *columns]
+        return torch.Size(reversed(stored) if self.transposed else stored)
+
+    def own_shape(self, stored: Sequence[int]) -> torch.Size:
+        """Shape of the parameter in a stored tensor; inverse of `stored_shape`."""
+        rows, *columns = reversed(stored) if self.transposed else stored
+        return torch.Size([rows // self.count, *columns])
+
+    def read(
+        self, stored: Any, shape: Sequence[int], offsets: Sequence[int], lengths: Sequence[int]
+    ) -> Tensor:
+        """`lengths` elements from `offsets` on of a parameter of `shape`; `stored` is sliced."""
+        first = [self.index * shape[0] + offsets[0], *offsets[1:]]
+        part = [slice(start, start + n) for start, n in zip(first, lengths, strict=True)]
+        return stored[tuple(reversed(part))].T if self.transposed else stored[tuple(part)]
+
+
+def join_parts(parts: Sequence[StoredPart], tensors: Sequence[Tensor]) -> Tensor:
+    """The stored tensor of some parameters, given in any order."""
+    ordered = sorted(zip(parts, tensors, strict=True), key=lambda pair: pair[0].index)
+    joined = torch.cat([tensor for _, tensor in ordered]) if len(ordered) > 1 else ordered[0][1]
+    return joined.T if parts[0].transposed else joined
+
+
+SAME_TENSOR = StoredPart()
 
 
 @dataclass(frozen=True)
@@ -125,19 +178,36 @@ class HuggingFaceMapping(Generic[SizesT]):
     to_config: Callable[[SizesT, int], dict[str, Any]]
     # (sizes, tokens per training sequence) -> config.json; raises CheckpointError
     from_config: Callable[[Mapping[str, Any]], SizesT]  # inverse; raises CheckpointError
+    parts: Mapping[str, StoredPart] = dataclasses.field(default_factory=dict)
+    # names as in `names` of parameters that are not stored as the same tensor
+    optional_prefix: str = ""  # of names; a folder may leave it out
 
     def name_of(self, name: str) -> str:
         """Hugging Face's name of one of our parameters; with `{expert}` if it is stacked."""
         index = "".join(part for part in name.split(".") if part.isdigit())
-        return self.names[re.sub(r"\.\d+\.", ".*.", name)].replace("*", index)
+        return self.names[_without_index(name)].replace("*", index)
+
+    def stored_as(self, name: str, shape: torch.Size) -> dict[str, torch.Size]:
+        """Hugging Face's names and shapes of the tensors that one of our parameters is stored in.
+
+        Several, if ours stacks the weights of experts.
+        """
+        stored = self.name_of(name)
+        if EXPERT_INDEX not in stored:
+            return {stored: self.part_of(name).stored_shape(shape)}
+        return {stored.replace(EXPERT_INDEX, str(expert)): shape[1:] for expert in range(shape[0])}
 
     def is_stacked(self, name: str) -> bool:
-        """Whether the experts in one of our parameters are tensors of their own."""
+        """Whether one of our parameters is a tensor for each expert."""
         return EXPERT_INDEX in self.name_of(name)
 
-    def expert_names(self, name: str, experts: int) -> list[str]:
-        """Hugging Face's names of the tensors of a stacked parameter."""
-        return [self.name_of(name).replace(EXPERT_INDEX, str(index)) for index in range(experts)]
+    def part_of(self, name: str) -> StoredPart:
+        """How one of our parameters is stored in the tensor of that name."""
+        return self.parts.get(_without_index(name), SAME_TENSOR)
+
+
+def _without_index(name: str) -> str:
+    return re.sub(r"\.\d+\.", ".*.", name)
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import partial
 
@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from titanlite.distributed.mesh import Degrees, ParallelismConfig
 from titanlite.errors import ConfigError
+from titanlite.kernels.attention import CausalAttention
 from titanlite.kernels.documents import DocumentIndex, SupportsDocuments
 from titanlite.parallelize.context_attention import context_parallel_forward
 from titanlite.parallelize.context_tiles import SequenceShard, index_document_tiles
@@ -33,6 +34,7 @@ class ContextParallelAttention:
     group_name: str
     balanced: bool  # shards of two chunks, see SequenceShard
     rotate_method: str  # see KV_EXCHANGES
+    window: int = 0  # tokens that a token attends to, itself included; 0: all up to itself
 
     def __call__(
         self,
@@ -46,7 +48,7 @@ class ContextParallelAttention:
         assert cache is None, "generation runs on one process"
         tiles = None if documents is None else documents.on_host
         out, _ = context_parallel_forward(
-            q, k, v, tiles, self.group_name, self.balanced, self.rotate_method
+            q, k, v, tiles, self.group_name, self.balanced, self.rotate_method, self.window
         )
         return out
 
@@ -70,7 +72,9 @@ def apply_context_parallel(
     )
     for name, module in model.named_modules():
         if fnmatchcase(name, pattern):
-            module.forward = attend
+            attention = module
+            assert isinstance(attention, CausalAttention), f"{name} is not a CausalAttention"
+            module.forward = replace(attend, window=attention.window)
 
 
 def check_context_parallel(

@@ -11,13 +11,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from titanlite.kernels.flash import flash_kernel_for
+from titanlite.kernels.flash import flash_kernel_for, window_mask
 from titanlite.parallelize.context_tiles import (
     ALL,
+    AttentionTile,
     AttentionTiles,
     CausalTiles,
     DocumentTiles,
     SequenceShard,
+    WindowTiles,
 )
 from titanlite.parallelize.kv_exchange import KV_EXCHANGES, KVExchange
 
@@ -33,29 +35,37 @@ def context_parallel_forward(
     group_name: str,
     balanced: bool,
     rotate_method: str,
+    window: int,
 ) -> tuple[Tensor, Tensor]:
     """Causal attention of this rank's queries over the keys and values of all ranks of a group.
 
     q [B, H, T, K], k and v [B, Hkv, T, K], where T counts this rank's tokens. `documents`: the
-    result of `encode_document_tiles`, or None. Returns the output [B, H, T, K] and the log-sum-exp
+    result of `encode_document_tiles`, or None. `window`: tokens that a token attends to, itself
+    included; 0: all up to itself. Returns the output [B, H, T, K] and the log-sum-exp
     of the scores [B, H, T] in fp32.
     """
     flash = flash_kernel_for(q)
-    exchange, tiles = _plan_attention(q, documents, group_name, balanced, rotate_method)
+    exchange, tiles = _plan_attention(q, documents, group_name, balanced, rotate_method, window)
     out = torch.empty_like(q, dtype=torch.float32)
     lse = q.new_empty(q.shape[:-1], dtype=torch.float32)
     for source, (keys, values) in exchange.iterate_shards(torch.stack((k, v))):
         for tile in tiles.with_keys_of(source):
             q_index = (tile.sequences, ALL, tile.queries)
             k_index = (tile.sequences, ALL, tile.keys)
-            tile_out, tile_lse = flash.forward(
-                q[q_index], keys[k_index], values[k_index], tile.causal
-            )
+            parts = q[q_index], keys[k_index], values[k_index]
+            mask = _mask_of_tile(tile, parts[0], parts[1], window)
+            tile_out, tile_lse = flash.forward(*parts, mask)
             if tile.causal:  # the first tile of these queries
                 out[q_index], lse[q_index] = tile_out, tile_lse
             else:
                 _merge_tile(out[q_index], lse[q_index], tile_out, tile_lse)
     return out.to(q.dtype), lse
+
+
+def _mask_of_tile(tile: AttentionTile, q: Tensor, k: Tensor, window: int) -> bool | Tensor:
+    """The mask of a tile's queries and keys; a tensor only if some are outside of the window."""
+    widest = tile.offset + q.shape[TOKEN_DIM]
+    return window_mask(q, k, tile.offset, window) if 0 < window < widest else tile.causal
 
 
 def _merge_tile(out: Tensor, lse: Tensor, tile_out: Tensor, tile_lse: Tensor) -> None:
@@ -78,10 +88,11 @@ def context_parallel_backward(
     group_name: str,
     balanced: bool,
     rotate_method: str,
+    window: int,
 ) -> tuple[Tensor, Tensor]:
     """Gradients of q [B, H, T, K], and of k and v in one tensor [2, B, Hkv, T, K]."""
     flash = flash_kernel_for(q)
-    exchange, tiles = _plan_attention(q, documents, group_name, balanced, rotate_method)
+    exchange, tiles = _plan_attention(q, documents, group_name, balanced, rotate_method, window)
     dq = torch.zeros_like(q, dtype=torch.float32)
 
     def compute_shard_gradient(source: int, keys_values: Tensor) -> Tensor | None:
@@ -102,7 +113,7 @@ def context_parallel_backward(
                 values,
                 out[q_index],
                 lse[q_index].contiguous(),
-                tile.causal,
+                _mask_of_tile(tile, q[q_index], keys, window),
             )
             dq[q_index] += tile_dq
             dk, dv = dkv[kv_index]
@@ -117,15 +128,22 @@ def context_parallel_backward(
 
 
 def _plan_attention(
-    q: Tensor, documents: Tensor | None, group_name: str, balanced: bool, rotate_method: str
+    q: Tensor,
+    documents: Tensor | None,
+    group_name: str,
+    balanced: bool,
+    rotate_method: str,
+    window: int,
 ) -> tuple[KVExchange, AttentionTiles]:
     # Private, but how torch's own ops find a group by its name (2.11 to 2.15).
     resolve = dist.distributed_c10d._resolve_process_group
     group = resolve(group_name)  # type: ignore[arg-type]  # GroupName is a private subtype of str
     exchange = KV_EXCHANGES[rotate_method](group)
     if documents is not None:
-        return exchange, DocumentTiles(documents)
+        return exchange, DocumentTiles(documents, window)
     shard = SequenceShard(group.rank(), group.size(), balanced)
+    if window:
+        return exchange, WindowTiles(shard, q.shape[TOKEN_DIM], window)
     return exchange, CausalTiles(shard, q.shape[TOKEN_DIM])
 
 
@@ -146,7 +164,7 @@ def _save_context_parallel_inputs(ctx, inputs, output) -> None:
 
 def _backward_of_context_parallel(ctx, grad_out: Tensor, _grad_lse):
     dq, (dk, dv) = context_parallel_backward(grad_out, *ctx.saved_tensors, *ctx.options)
-    return dq, dk, dv, None, None, None, None
+    return dq, dk, dv, None, None, None, None, None
 
 
 context_parallel_forward.register_autograd(

@@ -62,6 +62,7 @@ class AttentionTile(NamedTuple):
     queries: slice
     keys: slice
     causal: bool  # queries and keys are the same tokens; each attends to those up to itself
+    offset: int = 0  # position of the first query, counted from the first key; see `clip_to_window`
 
 
 class AttentionTiles(Protocol):
@@ -95,15 +96,54 @@ class CausalTiles:
         return [AttentionTile(ALL, slice(half, self.tokens), ALL, causal=False)]
 
 
+@dataclass(frozen=True)
+class WindowTiles:
+    """Tiles of a causal mask with a sliding window: positions are consecutive in each tile."""
+
+    shard: SequenceShard
+    tokens: int  # of this rank, in each sequence
+    window: int
+
+    def with_keys_of(self, source: int) -> Sequence[AttentionTile]:
+        own, tiles = source == self.shard.rank, []
+        queries = self.shard.chunks(self.tokens)
+        if own:
+            tiles = [AttentionTile(ALL, chunk, chunk, causal=True) for _, chunk in queries]
+        for start, chunk in queries:
+            for key_start, keys in replace(self.shard, rank=source).chunks(self.tokens):
+                if key_start < start:
+                    tile = AttentionTile(ALL, chunk, keys, False, start - key_start)
+                    tiles += clip_to_window(tile, self.window)
+        return tiles
+
+
+def clip_to_window(tile: AttentionTile, window: int) -> list[AttentionTile]:
+    """A tile without the queries and keys that are further apart than a window; [] if all are.
+
+    Every query that is left attends to a key. `window` 0: no limit.
+    """
+    if not window or tile.causal:
+        return [tile]
+    n_queries = tile.queries.stop - tile.queries.start
+    n_keys = tile.keys.stop - tile.keys.start
+    n_queries = min(n_queries, window - tile.offset + n_keys - 1)  # the last sees the last key only
+    first_key = max(0, tile.offset - window + 1)  # the first that the first query sees
+    if n_queries <= 0:
+        return []
+    queries = slice(tile.queries.start, tile.queries.start + n_queries)
+    keys = slice(tile.keys.start + first_key, tile.keys.stop)
+    return [tile._replace(queries=queries, keys=keys, offset=tile.offset - first_key)]
+
+
 class DocumentTiles:
     """Tiles of a causal mask within each document, from a table of `encode_document_tiles`."""
 
-    def __init__(self, table: Tensor):
+    def __init__(self, table: Tensor, window: int = 0):
         self.by_source: dict[int, list[AttentionTile]] = {}
-        for source, causal, *bounds in table.tolist():
+        for source, causal, *bounds, offset in table.tolist():
             sequences, queries, keys = (slice(*bounds[n : n + 2]) for n in (0, 2, 4))
-            tile = AttentionTile(sequences, queries, keys, bool(causal))
-            self.by_source.setdefault(source, []).append(tile)
+            tile = AttentionTile(sequences, queries, keys, bool(causal), offset)
+            self.by_source.setdefault(source, []).extend(clip_to_window(tile, window))
 
     def with_keys_of(self, source: int) -> Sequence[AttentionTile]:
         return self.by_source.get(source, [])
@@ -115,10 +155,10 @@ def index_document_tiles(shard: SequenceShard, positions: Tensor) -> DocumentInd
 
 
 def encode_document_tiles(shard: SequenceShard, positions: Tensor) -> Tensor:
-    """Table [N, 8] of the tiles of all documents, on the CPU; as a tensor it can enter a graph.
+    """Table [N, 9] of the tiles of all documents, on the CPU; as a tensor it can enter a graph.
 
-    Columns: source rank, causal, then start and stop of the sequences, of the queries and of the
-    keys. `positions` [B, T] are those of this rank's tokens in their documents.
+    Columns: source rank, causal, start and stop of the sequences, of the queries and of the keys,
+    and the tile's offset. `positions` [B, T] are those of this rank's tokens in their documents.
 
     The tokens of a document within one chunk form a causal tile. If the document began before the
     chunk, they also attend to its tokens in earlier chunks, on any rank. Waits for the device if
@@ -135,7 +175,7 @@ def encode_document_tiles(shard: SequenceShard, positions: Tensor) -> Tensor:
         for start, chunk in shard.chunks(tokens):
             begins = (row_positions[chunk] == 0).nonzero().flatten().add(chunk.start).tolist()
             bounds = [*dict.fromkeys([chunk.start, *begins]), chunk.stop]  # of documents
-            table += [(shard.rank, 1, row, row + 1, *own, *own) for own in pairwise(bounds)]
+            table += [(shard.rank, 1, row, row + 1, *own, *own, 0) for own in pairwise(bounds)]
             # Position in the sequence where the first document of this chunk begins.
             document_start = start - row_positions[chunk.start].item()
             for rank, other_start, other in chunks_of_all_ranks:
@@ -144,6 +184,7 @@ def encode_document_tiles(shard: SequenceShard, positions: Tensor) -> Tensor:
                 if first < stop:
                     offset = other.start - other_start
                     keys = (first + offset, stop + offset)
-                    earlier_tiles.append((rank, 0, row, row + 1, *bounds[:2], *keys))
+                    tile = (rank, 0, row, row + 1, *bounds[:2], *keys, start - first)
+                    earlier_tiles.append(tile)
         table += earlier_tiles
     return torch.tensor(table, dtype=torch.int64)

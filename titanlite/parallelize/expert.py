@@ -31,7 +31,11 @@ from titanlite.models import ExpertSizes
 from titanlite.models.moe import GroupedExperts, MixtureOfExperts, SharedExperts, compute_experts
 from titanlite.parallelize.activation_checkpoint import outside_saved_operations
 from titanlite.parallelize.fsdp import ExpertGroups
-from titanlite.parallelize.tensor_styles import SEQUENCE_DIM, replicate_parameter, replicated_local
+from titanlite.parallelize.tensor_styles import (
+    SEQUENCE_DIM,
+    distribute_parameters,
+    replicated_local,
+)
 from titanlite.parallelize.token_exchange import ExpertExchange
 
 # The hidden dimension of each weight, which is sharded over the tensor ranks
@@ -116,7 +120,7 @@ def _parallelize_over_tensor_ranks(
 ) -> None:
     """Parallelize what all tokens visit, and gather the sequence where it has to be."""
     gate, shared = module.router.gate, module.shared_experts
-    replicate_parameter(gate, "weight", tp)
+    distribute_parameters(gate, tp, Replicate())
     _replace_forward(gate, partial(_replicated_gate_forward, gate))
     if shared is not None:
         _shard_shared_experts(shared, tp)
@@ -140,7 +144,7 @@ def _shard_shared_experts(shared: SharedExperts, tp: DeviceMesh) -> None:
         _distribute(layer, "weight", tp, [Shard(dim)])
         _replace_forward(layer, partial(_local_linear_forward, layer))
     if shared.gate is not None:
-        replicate_parameter(shared.gate, "weight", tp)
+        distribute_parameters(shared.gate, tp, Replicate())
         _replace_forward(shared.gate, partial(_replicated_linear_forward, shared.gate))
 
 

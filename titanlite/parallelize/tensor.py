@@ -24,7 +24,11 @@ from titanlite.parallelize.tensor_styles import (
     KeyValueColwise,
     LinearStyles,
     OutputLayerColwise,
+    ProjectionNorm,
+    Replicated,
     ReplicatedNorm,
+    SequencePositions,
+    SharedByHeads,
     gather_sequence,
 )
 
@@ -59,6 +63,8 @@ TENSOR_PARALLEL_ROLES: dict[str, TensorParallelRole] = {
     ),
     # norm on the sequence-parallel residual stream
     "sequence": TensorParallelRole(lambda o: ReplicatedNorm()),
+    # learned positions, added to the sequence-parallel residual stream
+    "positions": TensorParallelRole(lambda o: SequencePositions()),
     # module that all-gathers the sequence for its column-parallel layers: attention, feed-forward
     "gather_sequence": TensorParallelRole(lambda o: gather_sequence(o.linear.gather)),
     # column-parallel linear layer
@@ -70,8 +76,14 @@ TENSOR_PARALLEL_ROLES: dict[str, TensorParallelRole] = {
         whole_heads=True,
         gathered_input=True,
     ),
+    # linear layer or norm whose input, weight and output every rank has
+    "replicated": TensorParallelRole(lambda o: Replicated(), gathered_input=True),
+    # module whose output is used by the heads of every rank
+    "shared_by_heads": TensorParallelRole(lambda o: SharedByHeads()),
     # norm of each attention head
     "heads": TensorParallelRole(lambda o: ReplicatedNorm()),
+    # norm of the queries or keys of all heads together
+    "projection": TensorParallelRole(lambda o: ProjectionNorm(o.head_width, o.ranks)),
     # row-parallel linear layer; its output is reduce-scattered to the residual stream
     "rowwise": TensorParallelRole(
         lambda o: o.linear.rowwise(output_layouts=Shard(SEQUENCE_DIM)), sharded_dim=1

@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import (
     DTensor,
     Partial,
+    Placement,
     Replicate,
     Shard,
     distribute_module,
@@ -26,6 +27,7 @@ from torch.distributed.tensor.parallel import (
 
 from titanlite.distributed.collectives import all_gather_tensor, all_reduce_max, all_reduce_sum
 from titanlite.models import OutputLayer, Vocabulary
+from titanlite.models.embedding import PositionEmbedding, look_up
 
 SEQUENCE_DIM = 1  # of [B, T, ...]: sharded between the matmuls
 
@@ -42,38 +44,102 @@ DEFAULT_STYLES = LinearStyles(ColwiseParallel, RowwiseParallel, PrepareModuleInp
 
 
 class ReplicatedNorm(ParallelStyle):
-    """RMSNorm of sharded activations, [B, T/tp, D] or [B, T, H/tp, K], with a replicated weight.
+    """RMSNorm or LayerNorm of sharded activations, [B, T/tp, D] or [B, T, H/tp, K].
 
-    Each rank computes a partial gradient of the weight. They are summed in fp32, as FSDP sums
-    gradients; torch's SequenceParallel sums them in the compute dtype.
+    The parameters are replicated. Each rank computes a partial gradient of them, and these are
+    summed in fp32, as FSDP sums gradients; torch's SequenceParallel sums them in the compute dtype.
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         norm = module
-        assert isinstance(norm, nn.RMSNorm), "other norms may have a bias"
-        replicate_parameter(norm, "weight", device_mesh)
+        assert isinstance(norm, nn.RMSNorm | nn.LayerNorm)
+        distribute_parameters(norm, device_mesh, Replicate())
         module.forward = partial(_replicated_norm_forward, norm)
         return module
 
 
-def _replicated_norm_forward(norm: nn.RMSNorm, x: Tensor) -> Tensor:
-    """Normalise a plain tensor with the local tensor of a replicated weight."""
-    return F.rms_norm(x, norm.normalized_shape, replicated_local(norm.weight), norm.eps)
+def distribute_parameters(module: nn.Module, tp: DeviceMesh, placement: Placement) -> None:
+    """Make DTensors of the parameters of a module itself."""
+    for name, parameter in list(module.named_parameters(recurse=False)):
+        dtensor = distribute_tensor(parameter, tp, [placement], src_data_rank=None)
+        module.register_parameter(name, nn.Parameter(dtensor))
 
 
-def replicate_parameter(module: nn.Module, name: str, mesh: DeviceMesh) -> None:
-    """Replace a parameter by a replicated DTensor."""
-    parameter = module.get_parameter(name)
-    replicated = distribute_tensor(parameter, mesh, [Replicate()], src_data_rank=None)
-    module.register_parameter(name, nn.Parameter(replicated))
+def _replicated_norm_forward(norm: nn.RMSNorm | nn.LayerNorm, x: Tensor) -> Tensor:
+    """Normalise a plain tensor with the local tensors of replicated parameters."""
+    weight = replicated_local(norm.weight)
+    if isinstance(norm, nn.RMSNorm):
+        return F.rms_norm(x, norm.normalized_shape, weight, norm.eps)
+    bias = None if norm.bias is None else replicated_local(norm.bias)
+    return F.layer_norm(x, norm.normalized_shape, weight, bias, norm.eps)
 
 
-def replicated_local(weight: Tensor) -> Tensor:
-    """The local tensor of a replicated weight, whose gradients are summed over ranks in fp32."""
-    assert isinstance(weight, DTensor)
-    # The weight is replicated already, so forward sends nothing: this sets the backward dtype.
-    weight = weight.redistribute(placements=[Replicate()], backward_dtype=torch.float32)
-    return weight.to_local(grad_placements=[Partial()])
+def replicated_local(parameter: Tensor) -> Tensor:
+    """The local tensor of a replicated parameter, of which each rank has a partial gradient."""
+    assert isinstance(parameter, DTensor)
+    # It is replicated already, so forward sends nothing: this sets the backward dtype.
+    replicated = parameter.redistribute(placements=[Replicate()], backward_dtype=torch.float32)
+    return replicated.to_local(grad_placements=[Partial()])
+
+
+class SequencePositions(ParallelStyle):
+    """Learned positions that are added to the sequence-parallel residual stream [B, T/tp, D].
+
+    Each rank looks up its part of the positions in a replicated weight.
+    """
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        embedding = module
+        assert isinstance(embedding, PositionEmbedding)
+        distribute_parameters(embedding, device_mesh, Replicate())
+        module.forward = partial(_add_own_positions, embedding, device_mesh)
+        return module
+
+
+def _add_own_positions(
+    module: PositionEmbedding, tp: DeviceMesh, x: Tensor, positions: Tensor
+) -> Tensor:
+    own = positions.chunk(tp.size(), dim=-1)[tp.get_local_rank()]
+    return x + look_up(own, replicated_local(module.weight))
+
+
+class ProjectionNorm(ParallelStyle):
+    """RMSNorm of the queries or keys of all heads together; a rank has some of them.
+
+    The weight is sharded as the projection is. With fewer heads than ranks it is replicated, and
+    several ranks have the same head; see `KeyValueColwise`.
+    """
+
+    def __init__(self, head_width: int, ranks: int):
+        super().__init__()
+        self.head_width, self.ranks = head_width, ranks
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        norm = module
+        assert isinstance(norm, nn.RMSNorm)
+        heads = norm.normalized_shape[0] // self.head_width
+        is_sharded = heads % self.ranks == 0
+        distribute_parameters(norm, device_mesh, Shard(0) if is_sharded else Replicate())
+        copies = 1 if is_sharded else self.ranks // heads
+        module.forward = partial(_sharded_norm_forward, norm, device_mesh, copies)
+        return module
+
+
+def _sharded_norm_forward(norm: nn.RMSNorm, tp: DeviceMesh, copies: int, x: Tensor) -> Tensor:
+    """Normalise this rank's heads by the mean square of those of all ranks."""
+    assert isinstance(norm.weight, DTensor) and norm.eps is not None
+    if copies == 1:
+        weight = norm.weight.to_local()
+    else:
+        first = tp.get_local_rank() // copies * x.shape[-1]
+        weight = replicated_local(norm.weight)[first : first + x.shape[-1]]
+    squares = x.float().square().sum(-1, keepdim=True) / copies
+    total = DTensor.from_local(squares, tp, [Partial()]).redistribute(placements=[Replicate()])
+    # Sends nothing in forward. Each rank uses the total for its own heads, so that in backward this
+    # sums the gradients.
+    total = total.redistribute(placements=[Replicate()])
+    mean = total.to_local(grad_placements=[Partial()]) / norm.normalized_shape[0]
+    return (x.float() * (mean + norm.eps).rsqrt()).to(x.dtype) * weight
 
 
 def gather_sequence(input_style: type[PrepareModuleInput]) -> PrepareModuleInput:
@@ -87,6 +153,10 @@ def gather_sequence(input_style: type[PrepareModuleInput]) -> PrepareModuleInput
     return GatherSequence(
         input_layouts=(Shard(SEQUENCE_DIM),), desired_input_layouts=(Replicate(),)
     )
+
+
+def _replicate_parameters(name: str, module: nn.Module, device_mesh: DeviceMesh) -> None:
+    distribute_parameters(module, device_mesh, Replicate())
 
 
 class KeyValueColwise(ParallelStyle):
@@ -108,14 +178,10 @@ class KeyValueColwise(ParallelStyle):
         return distribute_module(
             module,
             device_mesh,
-            self._replicate_parameters,
+            _replicate_parameters,
             self._replicate_input,  # type: ignore[arg-type]  # torch uses what hooks return
             self._select_head,
         )
-
-    def _replicate_parameters(self, name: str, module: nn.Module, device_mesh: DeviceMesh) -> None:
-        for leaf in [leaf for leaf, _ in module.named_parameters(recurse=False)]:
-            replicate_parameter(module, leaf, device_mesh)
 
     def _replicate_input(self, module: nn.Module, inputs: tuple, device_mesh: DeviceMesh) -> tuple:
         (x,) = inputs
@@ -126,6 +192,31 @@ class KeyValueColwise(ParallelStyle):
         copies = heads.expand(-1, -1, -1, self.ranks // heads.shape[2], -1).flatten(2, 4)
         # In backward, this gathers the gradients of all copies, and `expand` adds them up.
         return copies.redistribute(placements=[Shard(2)]).to_local()
+
+
+class Replicated(ParallelStyle):
+    """A layer that every rank computes for all tokens, with replicated weights and activations."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        return distribute_module(module, device_mesh, _replicate_parameters)
+
+
+class SharedByHeads(ParallelStyle):
+    """A module without parameters, whose output is used by the heads of every rank.
+
+    Its first input is replicated. Each rank's heads have a part of the gradient of it.
+    """
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        return distribute_module(
+            module,
+            device_mesh,
+            input_fn=self._to_local,  # type: ignore[arg-type]  # torch uses what hooks return
+        )
+
+    def _to_local(self, module: nn.Module, inputs: tuple, device_mesh: DeviceMesh) -> tuple:
+        first, *others = inputs
+        return (first.to_local(grad_placements=[Partial()]), *others)
 
 
 class OutputLayerColwise(ParallelStyle):

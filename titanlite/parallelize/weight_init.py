@@ -28,7 +28,7 @@ NORMAL_ROLES: dict[str, Callable[[int], float]] = {
     "normal": lambda depth: INIT_STD,
     "residual": lambda depth: INIT_STD / math.sqrt(2 * depth),  # layers that write to the residual
 }
-INIT_ROLES = (*NORMAL_ROLES, "ones")
+INIT_ROLES = (*NORMAL_ROLES, "ones", "zeros")
 
 
 def tie_parameters(model: nn.Module, pairs: Sequence[tuple[str, str]]) -> None:
@@ -57,6 +57,8 @@ def init_weights(
         factor = widths[name].init_factor if widths else 1.0
         if role == "ones":
             parameter.fill_(factor)
+        elif role == "zeros":
+            parameter.zero_()
         elif role in NORMAL_ROLES:
             _fill_normal(parameter, name, seed, NORMAL_ROLES[role](depth) * factor)
         else:

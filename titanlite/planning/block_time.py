@@ -7,6 +7,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from titanlite.models import ModelShape
+from titanlite.models.counts import attended_share
 from titanlite.planning.collective_time import CollectiveTimes
 from titanlite.planning.kernel_time import BACKWARD_ATTENTION, KERNEL_S, KernelTimes
 from titanlite.planning.workload import (
@@ -196,6 +197,7 @@ def _attention(case: BlockCase) -> Passes:
     if case.fused_attention:
         width = heads * model.head_dim
         flops = kernels.flash_flops(batch, case.seq_len, width, model.head_dim) / context
+        flops *= attended_share(model, case.seq_len)
         seconds = flops / kernels.attention_rate(case.attention_kernel, case.unquantized)
         passes = Passes(Seconds(attention=seconds), Seconds(attention=seconds * BACKWARD_ATTENTION))
     else:

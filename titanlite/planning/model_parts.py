@@ -83,7 +83,11 @@ def parts_of_shape(model: ModelShape) -> ModelParts:
     if model.biases:
         rows = (model.n_heads + 2 * model.n_kv_heads) * width
         attention += [ParameterShape("bqkv", (rows,), 0), ParameterShape("bo", (dim,))]
-    if model.qk_norm:
+    if model.qk_norm == "projections":
+        heads = {"q": (model.n_heads, 1), "k": (model.n_kv_heads, width)}
+        for n, (count, whole) in heads.items():
+            attention.append(ParameterShape(f"{n}_norm", (count * width,), 0, whole))
+    elif model.qk_norm:
         attention += [ParameterShape(f"{n}_norm", (width,)) for n in "qk"]
     dense = (*attention, *_feed_forward_shapes(model, model.hidden_dim, 1))
     block = dense

@@ -82,7 +82,7 @@ class _RankTraffic:
         self.totals: dict[tuple[str, str], tuple[int, int]] = {}
 
     def collectives(self) -> tuple[CollectiveBytes, ...]:
-        """All that are not of one rank alone."""
+        """All collectives, without those in groups of one rank."""
         self._fsdp()
         if self.layout.tensor > 1:
             self._tensor()
@@ -228,8 +228,13 @@ class _RankTraffic:
         self._add("tensor", "all-gather", count * gathers, hidden)
         self._add("tensor", "reduce-scatter", count * scatters, hidden)
         norms = 2 * blocks + sum(stage.norm for stage in self.stages)
-        self._add("tensor", "all-reduce", count * norms, model.dim * FP32)
-        if model.qk_norm:
+        vectors = norms * (2 if model.biases else 1)
+        self._add("tensor", "all-reduce", count * vectors, model.dim * FP32)
+        if model.positions and any(stage.embedding for stage in self.stages):
+            self._add("tensor", "all-reduce", count, model.positions * model.dim * FP32)
+        if model.qk_norm == "projections":  # mean squares of queries and of keys, and gradients
+            self._add("tensor", "all-reduce", count * 2 * (2 * blocks + again), tokens * FP32)
+        elif model.qk_norm:
             self._add("tensor", "all-reduce", count * 2 * blocks, model.head_dim * FP32)
         if any(stage.output for stage in self.stages):  # largest logit; two sums
             chunk = min(tokens, workload.loss_chunk_tokens or tokens)

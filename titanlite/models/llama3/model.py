@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from titanlite.kernels.attention import CausalAttention, KeyValueCache
-from titanlite.kernels.documents import DocumentIndex, IndexDocuments
-from titanlite.models.embedding import TokenEmbedding
-from titanlite.models.loss import OutputLayer
-from titanlite.models.rope import RopeScaling, apply_rope, rope_cos_sin
+from titanlite.kernels.documents import DocumentIndex
+from titanlite.models.decoder import Rope, RotaryDecoder, RotarySizes
+from titanlite.models.rope import Llama3Scaling, apply_rope
+from titanlite.models.spec import ModelSizes
 
 
 @dataclass(frozen=True)
@@ -38,14 +38,25 @@ class Llama3Sizes:
         return self.head_dim or self.dim // self.n_heads
 
     @property
-    def rope_scaling(self) -> RopeScaling | None:
-        return RopeScaling(self.rope_scaling_factor) if self.rope_scaling_factor > 1 else None
+    def rope_scaling(self) -> Llama3Scaling | None:
+        return Llama3Scaling(self.rope_scaling_factor) if self.rope_scaling_factor > 1 else None
+
+
+class LlamaBlockSizes(RotarySizes, Protocol):
+    """The sizes that the blocks below read; those of several families have them."""
+
+    @property
+    def qk_norm(self) -> bool:
+        """RMSNorm on every query and key head."""
 
 
 class Attention(nn.Module):
-    """Grouped-query causal attention with rotary embedding, and optional RMSNorm of q and k."""
+    """Grouped-query causal attention with rotary embedding, and optional RMSNorm of q and k.
 
-    def __init__(self, sizes: Llama3Sizes):
+    `window`: tokens that a token attends to, itself included; 0: all up to itself.
+    """
+
+    def __init__(self, sizes: LlamaBlockSizes, window: int = 0):
         super().__init__()
         self.head_width = sizes.head_width
         q_dim, kv_dim = sizes.n_heads * self.head_width, sizes.n_kv_heads * self.head_width
@@ -53,7 +64,7 @@ class Attention(nn.Module):
         self.wk = nn.Linear(sizes.dim, kv_dim, bias=False)
         self.wv = nn.Linear(sizes.dim, kv_dim, bias=False)
         self.wo = nn.Linear(q_dim, sizes.dim, bias=False)
-        self.attend = CausalAttention()
+        self.attend = CausalAttention(window=window)
         self.q_norm: nn.Module = nn.Identity()
         self.k_norm: nn.Module = nn.Identity()
         if sizes.qk_norm:
@@ -63,7 +74,7 @@ class Attention(nn.Module):
     def forward(
         self,
         x: Tensor,
-        rope: tuple[Tensor, Tensor],
+        rope: Rope,
         documents: DocumentIndex | None = None,
         cache: KeyValueCache | None = None,
     ) -> Tensor:
@@ -80,7 +91,7 @@ class Attention(nn.Module):
 class FeedForward(nn.Module):
     """SwiGLU (https://arxiv.org/abs/2002.05202)."""
 
-    def __init__(self, sizes: Llama3Sizes):
+    def __init__(self, sizes: ModelSizes):
         super().__init__()
         self.w1 = nn.Linear(sizes.dim, sizes.hidden_dim, bias=False)
         self.w2 = nn.Linear(sizes.hidden_dim, sizes.dim, bias=False)
@@ -93,17 +104,17 @@ class FeedForward(nn.Module):
 class TransformerBlock(nn.Module):
     """Attention and feed-forward, each behind an RMSNorm and added to the residual stream."""
 
-    def __init__(self, sizes: Llama3Sizes):
+    def __init__(self, sizes: LlamaBlockSizes, window: int = 0):
         super().__init__()
         self.attention_norm = nn.RMSNorm(sizes.dim, eps=sizes.norm_eps)
-        self.attention = Attention(sizes)
+        self.attention = Attention(sizes, window)
         self.ffn_norm = nn.RMSNorm(sizes.dim, eps=sizes.norm_eps)
         self.feed_forward = FeedForward(sizes)
 
     def forward(
         self,
         x: Tensor,
-        rope: tuple[Tensor, Tensor],
+        rope: Rope,
         documents: DocumentIndex | None = None,
         cache: KeyValueCache | None = None,
     ) -> Tensor:
@@ -111,48 +122,8 @@ class TransformerBlock(nn.Module):
         return x + self.feed_forward(self.ffn_norm(x))
 
 
-class Llama(nn.Module):
-    """Tokens [B, T] to logits [B, T, V], or, with labels [B, T], to their summed loss.
-
-    A pipeline stage has only its own blocks in `layers`; other modules that it does not own are
-    None.
-    """
+class Llama(RotaryDecoder):
+    """The transformer of Llama 3, 3.1 and 3.2."""
 
     def __init__(self, sizes: Llama3Sizes):
-        super().__init__()
-        self.sizes = sizes
-        self.index_documents: IndexDocuments | None = None
-        self.tok_embeddings = TokenEmbedding(sizes.vocab_size, sizes.dim)
-        blocks = {str(i): TransformerBlock(sizes) for i in range(sizes.n_layers)}
-        self.layers = nn.ModuleDict(blocks)
-        self.norm = nn.RMSNorm(sizes.dim, eps=sizes.norm_eps)
-        self.output = OutputLayer(sizes.dim, sizes.vocab_size)
-        if sizes.tied_embeddings:
-            self.output.weight = self.tok_embeddings.weight
-
-    def use_document_mask(self, index_documents: IndexDocuments) -> None:
-        """Attend within documents only; see `SupportsDocuments`."""
-        self.index_documents = index_documents
-
-    def forward(
-        self,
-        tokens: Tensor,
-        positions: Tensor | None = None,
-        caches: dict[str, KeyValueCache] | None = None,
-        labels: Tensor | None = None,
-        documents: DocumentIndex | None = None,
-    ) -> Tensor:
-        """`positions` [T] or [B, T] count from the start of each sequence, or of each document in
-        it; default: 0, 1, 2, … To derive missing `documents` from them, the host waits for a GPU.
-        """
-        sizes = self.sizes
-        if positions is None:
-            positions = torch.arange(tokens.shape[1], device=tokens.device)
-        rope = rope_cos_sin(positions, sizes.head_width, sizes.rope_theta, sizes.rope_scaling)
-        if documents is None and self.index_documents is not None:
-            documents = self.index_documents(positions.expand(len(tokens), -1)).to(tokens.device)
-        x = tokens if self.tok_embeddings is None else self.tok_embeddings(tokens)
-        for name, block in self.layers.items():
-            x = block(x, rope, documents, None if caches is None else caches[name])
-        x = x if self.norm is None else self.norm(x)
-        return x if self.output is None else self.output(x, labels=labels)
+        super().__init__(sizes, lambda index: TransformerBlock(sizes))

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
-from titanlite.errors import ConfigError
+from titanlite.models.decoder import check_heads, decoder_shape, tied_output
 from titanlite.models.llama3.huggingface import HUGGING_FACE
 from titanlite.models.llama3.model import Llama, Llama3Sizes
-from titanlite.models.shape import ModelShape
 from titanlite.models.spec import ModelSpec
 
 FLAVORS = {
@@ -58,50 +55,6 @@ ROLES = {
 }
 
 
-def check_sizes(sizes: Llama3Sizes) -> Iterator[ConfigError]:
-    """Reject numbers of heads that do not fit together, and odd head widths."""
-    if sizes.n_heads % sizes.n_kv_heads:
-        yield ConfigError(
-            f"model.n_kv_heads = {sizes.n_kv_heads}: does not divide model.n_heads ="
-            f" {sizes.n_heads}; each key-value head serves the same number of query heads.",
-            fix=f"Use a divisor of {sizes.n_heads}.",
-            keys=("model.n_kv_heads", "model.n_heads"),
-        )
-    if not sizes.head_dim and sizes.dim % sizes.n_heads:
-        yield ConfigError(
-            f"model.dim = {sizes.dim}: is not a multiple of model.n_heads = {sizes.n_heads}.",
-            fix="Change one of them, or set model.head_dim.",
-            keys=("model.dim", "model.n_heads"),
-        )
-    elif sizes.head_width % 2:
-        yield ConfigError(
-            f"model.head_dim = {sizes.head_width}: RoPE rotates pairs of channels, so it must be"
-            " even.",
-            keys=("model.head_dim", "model.dim", "model.n_heads"),
-        )
-
-
-def shape(sizes: Llama3Sizes) -> ModelShape:
-    """What the module consists of."""
-    return ModelShape(
-        name="llama3",
-        n_layers=sizes.n_layers,
-        dim=sizes.dim,
-        n_heads=sizes.n_heads,
-        n_kv_heads=sizes.n_kv_heads,
-        head_dim=sizes.head_width,
-        hidden_dim=sizes.hidden_dim,
-        vocab_size=sizes.vocab_size,
-        tied_embeddings=sizes.tied_embeddings,
-        qk_norm=sizes.qk_norm,
-    )
-
-
-def tied_parameters(sizes: Llama3Sizes) -> list[tuple[str, str]]:
-    """The output weights and the embedding they are tied to, or an empty list."""
-    return [("output.weight", "tok_embeddings.weight")] if sizes.tied_embeddings else []
-
-
 LLAMA3 = ModelSpec(
     name="llama3",
     flavors=FLAVORS,
@@ -112,9 +65,9 @@ LLAMA3 = ModelSpec(
     blocks_path="layers",
     attention_pattern="layers.*.attention.attend",
     output_path="output",
-    shape=shape,
-    tied_parameters=tied_parameters,
+    shape=lambda sizes: decoder_shape("llama3", sizes, qk_norm=sizes.qk_norm),
+    tied_parameters=tied_output,
     hugging_face=HUGGING_FACE,
-    check_sizes=check_sizes,
+    check_sizes=check_heads,
     head_projections=["layers.*.attention.w[qkv]"],
 )

@@ -1,0 +1,232 @@
+"""Every dense family is the model of that name in transformers, in both directions."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+
+from titanlite.checkpoint.huggingface import open_hugging_face
+from titanlite.checkpoint.huggingface_export import ModelToExport, write_hugging_face
+from titanlite.checkpoint.model_size import parameter_shapes
+from titanlite.errors import CheckpointError
+from titanlite.generate import Sampling, generate
+from titanlite.models import FAMILIES
+from titanlite.storage import StorageFolder
+
+ROTARY = {
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 88,
+    "vocab_size": 61,
+}
+EXPERTS = {"moe_intermediate_size": 24, "num_experts_per_tok": 2}
+LATENT = {
+    **ROTARY,
+    **EXPERTS,
+    "num_key_value_heads": 4,
+    "first_k_dense_replace": 1,
+    "n_routed_experts": 6,
+    "routed_scaling_factor": 2.5,
+    "kv_lora_rank": 12,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 8,
+}
+# family -> (class in transformers, its config, changes of our sizes)
+CASES = {
+    "qwen3 tied": ("Qwen3", {**ROTARY, "head_dim": 12, "tie_word_embeddings": True}),
+    "qwen3": ("Qwen3", {**ROTARY, "head_dim": 16, "rope_theta": 1e6}),
+    "llama2": ("Llama", {**ROTARY, "num_key_value_heads": 4, "rms_norm_eps": 1e-5}),
+    "mistral": ("Mistral", {**ROTARY, "sliding_window": None}),
+    "mistral window": ("Mistral", {**ROTARY, "sliding_window": 9}),
+    "gpt2": (
+        "GPT2",
+        {"n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": 61, "n_positions": 64},
+    ),
+    "olmo2": ("Olmo2", ROTARY),
+    "mixtral": ("Mixtral", {**ROTARY, "num_local_experts": 4}),
+    "qwen3_moe": (
+        "Qwen3Moe",
+        {**ROTARY, **EXPERTS, "num_experts": 5, "norm_topk_prob": True, "head_dim": 12},
+    ),
+    "deepseek_v3": (
+        "DeepseekV3",
+        {**LATENT, "q_lora_rank": 20, "n_group": 3, "topk_group": 2, "n_shared_experts": 2},
+    ),
+    "deepseek_v3 as Moonlight": (
+        "DeepseekV3",
+        {**LATENT, "q_lora_rank": None, "n_group": 1, "topk_group": 1},
+    ),
+    "deepseek_v3 with YaRN": (
+        "DeepseekV3",
+        {
+            **LATENT,
+            "q_lora_rank": 20,
+            "n_group": 1,
+            "topk_group": 1,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 10_000.0,
+                "factor": 40.0,
+                "beta_fast": 32,
+                "beta_slow": 1,
+                "mscale": 1.0,
+                "mscale_all_dim": 1.0,
+                "original_max_position_embeddings": 4096,
+            },
+        },
+    ),
+}
+EXPERT_FAMILIES = ("mixtral", "qwen3_moe", "deepseek_v3")
+TOKENS = torch.arange(2 * 40).view(2, 40) * 37 % 61
+
+
+def family_of(case: str):
+    return FAMILIES[case.split()[0]]
+
+
+def export(folder, family, model, **options) -> StorageFolder:
+    target, state = StorageFolder(folder), model.state_dict()
+    exported = ModelToExport(
+        family, model.sizes, lambda names: {name: state[name] for name in names}, 40, None
+    )
+    write_hugging_face(target, exported, **options)
+    return target
+
+
+def load(folder):
+    """The plain module of a Hugging Face folder."""
+    source = open_hugging_face(StorageFolder(folder))
+    model = source.spec.build(source.sizes).eval()
+    model.load_state_dict({name: source.read(name) for name in source.tensors})
+    return model, source
+
+
+def transformers_model(case: str):
+    """A model of transformers whose logits depend on all parameters."""
+    transformers = pytest.importorskip("transformers")
+    name, options = CASES[case]
+    model_class = "GPT2LMHeadModel" if name == "GPT2" else f"{name}ForCausalLM"
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{name}Config")(**options)
+    model = getattr(transformers, model_class)(config).eval()
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, parameter.dim() == 1, 0.2)
+    for name, buffer in model.named_buffers():
+        if name.endswith("correction_bias"):
+            torch.nn.init.normal_(buffer, 0, 0.2)
+    return model
+
+
+@pytest.mark.parametrize("max_shard_size", ["5GB", "15KB"], ids=["one file", "shards"])
+@pytest.mark.parametrize("case", CASES)
+def test_a_model_goes_from_transformers_and_back_with_equal_logits(tmp_path, case, max_shard_size):
+    transformers = pytest.importorskip("transformers")
+    expected = transformers_model(case)
+    expected.save_pretrained(tmp_path / "in", max_shard_size=max_shard_size)
+    model, source = load(tmp_path / "in")
+    assert source.spec.hugging_face is family_of(case).hugging_face
+    with torch.no_grad():
+        logits, wanted = model(TOKENS), expected(TOKENS).logits
+    assert torch.allclose(logits, wanted, rtol=0, atol=1e-5)
+    limit = 5_000_000_000 if max_shard_size == "5GB" else 15_000
+    export(tmp_path / "out", family_of(case), model, max_shard_bytes=limit)
+    assert open_hugging_face(StorageFolder(tmp_path / "out")).sizes == model.sizes
+    back = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
+    assert type(back) is type(expected)
+    with torch.no_grad():
+        assert torch.allclose(back(TOKENS).logits, wanted, rtol=0, atol=1e-5)
+    prompt = TOKENS[:1, :5]
+    mask = torch.ones_like(prompt)
+    text = back.generate(
+        prompt, attention_mask=mask, max_new_tokens=20, do_sample=False, pad_token_id=0
+    )
+    ours = list(generate(model, prompt[0].tolist(), 20, Sampling(temperature=0)))
+    assert text[0, 5:].tolist() == ours  # the window of 9 moves past the prompt
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_parts_of_a_tensor_are_read_as_a_rank_reads_its_shards(tmp_path, case):
+    family = family_of(case)
+    transformers_model(case).save_pretrained(tmp_path)
+    model, source = load(tmp_path)
+    for name, shape in parameter_shapes(family, model.sizes).items():
+        half = [-(-shape[0] // 2), *shape[1:]]
+        assert torch.equal(source.read(name, [0] * len(shape), half), source.read(name)[: half[0]])
+        offsets = [half[0], *[1] * (len(shape) - 1)]
+        lengths = [n - o for n, o in zip(shape, offsets, strict=True)]
+        index = tuple(slice(o, None) for o in offsets)
+        part = source.read(name, offsets, lengths)
+        assert torch.equal(part, source.read(name)[index]) and part.is_contiguous()
+
+
+@pytest.mark.parametrize("case", ["gpt2"])
+def test_a_folder_without_the_prefix_is_read(tmp_path, case):
+    """As openai-community/gpt2 is published, with the causal masks as tensors."""
+    from safetensors.torch import load_file, save_file
+
+    expected = transformers_model(case)
+    expected.save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    bare = {name.removeprefix("transformer."): tensor for name, tensor in tensors.items()}
+    bare |= {"h.0.attn.bias": torch.ones(1, 1, 64, 64)}
+    save_file(bare, tmp_path / "model.safetensors", {"format": "pt"})
+    model, _ = load(tmp_path)
+    with torch.no_grad():
+        assert torch.allclose(model(TOKENS), expected(TOKENS).logits, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["qwen3", "mistral", "gpt2", "olmo2", "llama2", *EXPERT_FAMILIES])
+def test_flavors_are_written_to_config_json_and_back(name):
+    family = FAMILIES[name]
+    for flavor, sizes in family.flavors.items():
+        config = json.loads(json.dumps(family.hugging_face.to_config(sizes, 4096)))
+        assert family.hugging_face.from_config(config) == sizes, flavor
+
+
+REFUSED = {  # family -> changes of config.json, each with what the error names
+    "qwen3": [
+        ({"use_sliding_window": True}, "use_sliding_window = true (only false is supported)"),
+        ({"layer_types": ["sliding_attention"]}, 'layer_types = ["sliding_attention"]'),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, 'rope_type = "yarn"'),
+        ({"attention_bias": True}, "attention_bias = true"),
+        ({"hidden_size": None}, "hidden_size = null"),
+    ],
+    "mistral": [
+        ({"sliding_window": -1}, "sliding_window = -1"),
+        ({"tie_word_embeddings": True}, "tie_word_embeddings = true"),
+        ({"head_dim": 7}, "head_dim = 7"),
+    ],
+    "gpt2": [
+        ({"activation_function": "relu"}, 'activation_function = "relu"'),
+        ({"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx = true"),
+        ({"n_head": 5}, "n_embd = 256, n_head = 5"),
+        ({"n_positions": "many"}, 'n_positions = "many"'),
+    ],
+    "olmo2": [({"clip_qkv": 8}, "clip_qkv = 8"), ({"num_attention_heads": 3}, "num_attention")],
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_a_family_does_not_implement_is_refused_with_the_key(name):
+    family = FAMILIES[name]
+    config = family.hugging_face.to_config(family.flavors["debugmodel"], 4096)
+    for changes, text in REFUSED[name]:
+        with pytest.raises(CheckpointError) as raised:
+            family.hugging_face.from_config({**config, **changes})
+        assert text in raised.value.message, raised.value.message
+        assert f"{name} does not support" in raised.value.message
+
+
+def test_a_missing_window_is_that_of_transformers_and_null_is_none():
+    mapping = FAMILIES["mistral"].hugging_face
+    sizes = FAMILIES["mistral"].flavors["7B-v0.3"]
+    config = mapping.to_config(sizes, 0)
+    assert config["sliding_window"] is None and mapping.from_config(config) == sizes
+    del config["sliding_window"]
+    assert mapping.from_config(config) == replace(sizes, window=4096)

@@ -1,0 +1,61 @@
+"""Every layout of every dense family computes what one process computes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from tests.distributed.oracle import SGD, Layout, Recipe
+from tests.distributed.test_oracle import assert_matches_one_process
+from titanlite.models import FAMILIES
+
+SMALL = {"dim": 32, "n_layers": 2, "n_heads": 4, "hidden_dim": 88, "vocab_size": 509}
+GROUPED = {**SMALL, "n_kv_heads": 2}
+CHANGES = {  # family -> changes of its debugmodel; the window crosses the shards of a sequence
+    "qwen3": {**GROUPED, "head_dim": 12},
+    "mistral": {**GROUPED, "window": 17},
+    "gpt2": {**SMALL, "positions": 96},
+    "olmo2": GROUPED,
+}
+
+
+def recipe_of(family: str, **changes) -> Recipe:
+    """A short run of a small model."""
+    sizes = replace(FAMILIES[family].flavors["debugmodel"], **CHANGES[family])
+    recipe = replace(SGD, steps=2, batch=12, lr=0.2, sizes=sizes)
+    return replace(recipe, **changes)
+
+
+def cases_of(layouts: list[Layout], *families: str, **changes) -> list[tuple[Layout, Recipe]]:
+    """Each layout with each family, all if none is named."""
+    recipes = [recipe_of(family, **changes) for family in families or CHANGES]
+    return [(layout, recipe) for layout in layouts for recipe in recipes]
+
+
+def test_every_family_matches_one_process_on_2_ranks():
+    layouts = [
+        Layout(shard=2, accumulate=3),
+        Layout(tensor=2, accumulate=3),
+        Layout(context=2, rotate="alltoall"),
+    ]
+    assert_matches_one_process(cases_of(layouts))
+
+
+def test_every_family_matches_one_process_on_4_ranks():
+    cases = cases_of([Layout(shard=2, tensor=2), Layout(replicate=2, shard=2)])
+    # more ranks than key-value heads, whose norm then is replicated
+    assert_matches_one_process(cases + cases_of([Layout(tensor=4)], "olmo2"))
+
+
+def test_every_family_matches_one_process_in_a_pipeline():
+    layout, cases = Layout(pipeline=2, microbatch=6), []
+    for _, recipe in cases_of([layout]):
+        if recipe.spec.tied_parameters(recipe.sizes):
+            untied = replace(recipe.sizes, tied_embeddings=False)
+            recipe = replace(recipe, sizes=untied)
+        cases.append((layout, recipe))
+    assert_matches_one_process(cases)
+
+
+def test_documents_of_every_family_match_separate_sequences():
+    cases = cases_of([Layout(context=2)], "mistral", "gpt2", documents=True)
+    assert_matches_one_process(cases + cases_of([Layout(tensor=2)], documents=True))

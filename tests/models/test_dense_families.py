@@ -1,0 +1,117 @@
+"""The facts in the spec of every family are true."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+from fnmatch import fnmatchcase
+
+import pytest
+import torch
+
+from titanlite.kernels.attention import CausalAttention, KeyValueCache
+from titanlite.kernels.documents import index_documents
+from titanlite.kernels.flash import window_mask
+from titanlite.models import FAMILIES
+from titanlite.models.counts import count_active_parameters
+from titanlite.parallelize.weight_init import init_weights
+
+PUBLISHED = {  # family -> flavor -> billions of parameters on its model card or in its paper
+    # https://huggingface.co/Qwen/Qwen3-0.6B and so on: rounded as there
+    "qwen3": {"0.6B": 0.6, "1.7B": 1.7, "4B": 4.0, "8B": 8.2, "14B": 14.8, "32B": 32.8},
+    # the safetensors of https://huggingface.co/meta-llama/Llama-2-7b-hf, -13b-hf and -70b-hf
+    "llama2": {"7B": 6.738, "13B": 13.016, "70B": 68.977},
+    "mistral": {"7B-v0.1": 7.242, "7B-v0.3": 7.248},  # likewise, of mistralai/Mistral-7B-v0.x
+    "gpt2": {"124M": 0.1244, "355M": 0.3548, "774M": 0.774, "1.5B": 1.5576},
+    # arXiv 2401.04088, section 2; https://mistral.ai/news/mixtral-8x22b
+    "mixtral": {"8x7B": 46.7, "8x22B": 140.6},
+    "qwen3_moe": {"30B-A3B": 30.5, "235B-A22B": 235},  # arXiv 2505.09388, table 2 and model cards
+    "deepseek_v3": {"16B": 16, "671B": 671},  # arXiv 2502.16982; arXiv 2412.19437
+    "olmo2": {"1B": 1.48, "7B": 7.3, "13B": 13.7, "32B": 32.2},
+}
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_count_parameters_matches_the_module_and_the_published_sizes(name):
+    family = FAMILIES[name]
+    for flavor, sizes in family.flavors.items():
+        if sizes.dim <= 2048:
+            with torch.device("meta"):
+                parameters = family.build(sizes).parameters()
+            assert family.count_parameters(sizes) == sum(p.numel() for p in parameters)
+        if published := PUBLISHED.get(name, {}).get(flavor):
+            billions = family.count_parameters(sizes) / 1e9
+            digits = len(str(published).partition(".")[2])
+            assert round(billions, digits) == published, (flavor, billions)
+
+
+@pytest.mark.parametrize(
+    "name, flavor, billions",  # that a token is multiplied with, from the same sources
+    [
+        ("mixtral", "8x7B", 12.9),
+        ("mixtral", "8x22B", 39.2),
+        ("qwen3_moe", "30B-A3B", 3.3),
+        ("qwen3_moe", "235B-A22B", 22),
+        ("deepseek_v3", "671B", 37),
+    ],
+)
+def test_active_parameters_are_the_published_ones(name, flavor, billions):
+    family = FAMILIES[name]
+    active = count_active_parameters(family.shape(family.flavors[flavor])) / 1e9
+    assert active == pytest.approx(billions, rel=0.02)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_module_with_parameters_has_a_role_and_a_hugging_face_name(name):
+    family = FAMILIES[name]
+    with torch.device("meta"):
+        model = family.build(family.flavors["debugmodel"])
+    names = [name for name, _ in model.named_parameters()]
+    # experts are sharded by their own rules
+    for leaf in {name.rpartition(".")[0] for name in names if ".moe." not in name}:
+        assert any(fnmatchcase(leaf, pattern) for pattern in family.tp_plan), leaf
+    assert all(map(family.hugging_face.name_of, names))
+    costs = family.module_flops(model.sizes, 16)  # in execution order, as a pipeline splits them
+    modules = [child for child, _ in model.named_children() if child != "layers"]
+    assert [part for part in costs if not part.startswith("layers.")] == modules
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_generation_with_a_cache_gives_the_same_logits(name):
+    family, torch_state = FAMILIES[name], torch.manual_seed(0)
+    changes = {"dim": 32, "n_layers": 2, "n_heads": 4, "hidden_dim": 88, "vocab_size": 61}
+    changes |= {"window": 5} if name == "mistral" else {}
+    changes |= {"n_kv_heads": 2} if name not in ("gpt2", "deepseek_v3") else {}
+    known = {field.name for field in fields(family.flavors["debugmodel"])}
+    changes = {name: value for name, value in changes.items() if name in known}
+    model = family.build(replace(family.flavors["debugmodel"], **changes)).eval()
+    init_weights(model, family.init_roles, 2, 0)
+    tokens = torch.randint(0, 61, (1, 16), generator=torch_state)
+    caches = {name: KeyValueCache(16) for name in model.layers}
+    with torch.no_grad():
+        expected = model(tokens)
+        parts = [model(tokens[:, :7], torch.arange(7), caches)]
+        for index in range(7, 16):
+            parts.append(model(tokens[:, index : index + 1], torch.tensor([index]), caches))
+    assert torch.allclose(torch.cat(parts, dim=1), expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("window", [1, 4, 30])
+@pytest.mark.parametrize("documents", [False, True], ids=["one document", "documents"])
+def test_a_window_hides_what_is_further_away(window, documents):
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, 24, heads, 8).transpose(1, 2) for heads in (4, 2, 2))
+    for tensor in (q, k, v):
+        tensor.requires_grad_()
+    positions = torch.arange(24) % 9 if documents else torch.arange(24)
+    starts = torch.arange(24) - positions
+    mask = window_mask(q, k, 0, window) & (starts.unsqueeze(1) == starts)
+    scores = q @ k.repeat_interleave(2, 1).mT / 8**0.5
+    probabilities = scores.masked_fill(~mask, -torch.inf).softmax(-1)
+    expected = probabilities @ v.repeat_interleave(2, 1)
+    assert int(mask.sum(1).max()) == min(window, 9 if documents else 24)
+    index = index_documents(positions.expand(2, -1)) if documents else None
+    out, grad = CausalAttention(window=window)(q, k, v, index), torch.randn_like(q)
+    assert torch.allclose(out, expected, atol=1e-5)
+    wanted = torch.autograd.grad(expected, (q, k, v), grad)
+    for a, b in zip(torch.autograd.grad(out, (q, k, v), grad), wanted, strict=True):
+        assert torch.allclose(a, b, atol=1e-5)

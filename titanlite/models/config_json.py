@@ -1,0 +1,154 @@
+"""Hugging Face's config.json: the sizes of a family, read and written by the names of its keys."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Generic
+
+from titanlite.errors import CheckpointError
+from titanlite.models.spec import SizesT
+
+HEAD_KEYS = {  # fields of the sizes of most families -> keys
+    "dim": "hidden_size",
+    "n_layers": "num_hidden_layers",
+    "n_heads": "num_attention_heads",
+    "n_kv_heads": "num_key_value_heads",
+    "hidden_dim": "intermediate_size",
+    "vocab_size": "vocab_size",
+    "head_dim": "head_dim",
+    "norm_eps": "rms_norm_eps",
+    "rope_theta": "rope_theta",
+    "tied_embeddings": "tie_word_embeddings",
+}
+SAME_AS_LLAMA = {  # values without which a model is not computed as Llama's blocks are
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "mlp_bias": False,
+}
+UNSUPPORTED = {  # keys of many architectures that none of ours implements
+    "partial_rotary_factor": 1.0,
+    "quantization_config": None,
+    "auto_map": None,  # model code inside the folder
+}
+
+
+@dataclass(frozen=True)
+class ConfigFormat(Generic[SizesT]):
+    """config.json of one architecture: which keys there are, and what a missing one means."""
+
+    family: str  # in errors
+    architecture: str
+    model_type: str
+    sizes: type[SizesT]
+    keys: Mapping[str, str]  # field of the sizes -> key
+    fixed: Mapping[str, Any]  # other keys that change the results -> the only supported value
+    defaults: Mapping[str, Any]  # transformers' values of missing keys; others are required
+    context: str = "max_position_embeddings"
+    rope_scaling: Mapping[str, Any] = field(default_factory=dict)
+    # keys of the supported scaling -> their only values, with "rope_type"; empty: none
+
+    def write(self, sizes: SizesT, **others: Any) -> dict[str, Any]:
+        """config.json with the keys of transformers 4, which transformers 5 reads too."""
+        config = {key: getattr(sizes, name) for name, key in self.keys.items()}
+        fixed = {k: v for k, v in self.fixed.items() if v is not None and k not in UNSUPPORTED}
+        if "head_dim" in config:
+            config["head_dim"] = sizes.head_width
+        return {
+            "architectures": [self.architecture],
+            "model_type": self.model_type,
+            **config,
+            **fixed,
+            **others,
+        }
+
+    def read(self, config: Mapping[str, Any]) -> SizesT:
+        """The sizes in a config.json of transformers 4 or 5.
+
+        Raises a CheckpointError that lists every key whose value is missing, not implemented by
+        this family or contradicts others.
+        """
+        stated = {key: value for key, value in config.items() if value is not None}
+        if set(_as_list(stated.get("layer_types"))) == {"full_attention"}:
+            del stated["layer_types"]
+        rope = _rope_of(stated)
+        values = {**self.defaults, "rope_type": rope.get("type", "default"), **stated, **rope}
+        scaled = bool(self.rope_scaling) and values["rope_type"] == self.rope_scaling["rope_type"]
+        if "factor" in self.keys.values():
+            values["factor"] = rope.get("factor") if scaled else 1.0
+        fixed = {**UNSUPPORTED, "layer_types": None, **self.fixed}
+        required = fixed | (dict(self.rope_scaling) if scaled else {"rope_type": "default"})
+        sizes = {name: values.get(key) for name, key in self.keys.items()}
+        known = self.rope_scaling.keys() | {"rope_type", "type", "rope_theta", "factor"}
+        wrong = [
+            *(key for key in required if values.get(key, fixed.get(key)) != required[key]),
+            *(rope.keys() - known),
+            *(key for key in stated.keys() & rope.keys() if stated[key] != rope[key]),
+            *(key for name, key in self.keys.items() if not self._is_valid(name, sizes[name])),
+        ]
+        wrong = wrong or self._inconsistent_heads(sizes)
+        if wrong:
+            raise self._unsupported(wrong, values, required)
+        return self.sizes(**self._without_implied_width(sizes))
+
+    def _without_implied_width(self, sizes: dict[str, Any]) -> dict[str, Any]:
+        """The sizes without a head width that is dim / n_heads.
+
+        Flavors leave it out where they can, so that equal models compare equal.
+        """
+        implied = sizes.get("head_dim", 0) * sizes["n_heads"] == sizes["dim"]
+        return sizes | {"head_dim": 0} if implied and not self._default_of("head_dim") else sizes
+
+    def _default_of(self, name: str) -> Any:
+        """Default of a field of the sizes; MISSING if it has none."""
+        return next(f.default for f in dataclasses.fields(self.sizes) if f.name == name)
+
+    def _is_valid(self, name: str, value: Any) -> bool:
+        """Whether a value has the type of a field of the sizes and lies in its range."""
+        default = self._default_of(name)
+        kind: type = int if default is dataclasses.MISSING else type(default)
+        if kind is bool or isinstance(value, bool):
+            return type(value) is kind
+        lowest = 0 if default == 0 or name in ("norm_eps", "route_scale") else 1
+        if not isinstance(value, int | float) or not isinstance(value, int | kind):
+            return False
+        return lowest <= value <= 1 << 40  # JSON integers have no upper limit
+
+    def _inconsistent_heads(self, sizes: Mapping[str, Any]) -> list[str]:
+        """Keys whose values do not fit together."""
+        n_heads, head_dim = sizes["n_heads"], sizes.get("head_dim")
+        head_width = head_dim or sizes["dim"] / n_heads
+        wrong = []
+        if n_heads % sizes.get("n_kv_heads", n_heads):
+            wrong += [self.keys["n_heads"], self.keys["n_kv_heads"]]
+        if head_width % (2 if "rope_theta" in self.keys else 1):  # RoPE rotates pairs
+            wrong += [self.keys["head_dim"]] if head_dim else _values(self.keys, "dim", "n_heads")
+        return wrong
+
+    def _unsupported(
+        self, keys: list[str], values: Mapping[str, Any], required: Mapping[str, Any]
+    ) -> CheckpointError:
+        supported = {
+            key: f" (only {json.dumps(value)} is supported)" for key, value in required.items()
+        }
+        shown = {key: f"{key} = {json.dumps(values.get(key)):.80}" for key in keys}  # each once
+        problems = ", ".join(text + supported.get(key, "") for key, text in shown.items())
+        return CheckpointError(
+            f"config.json describes a model that {self.family} does not support: {problems}."
+        )
+
+
+def _rope_of(stated: Mapping[str, Any]) -> dict[str, Any]:
+    """The table of RoPE's parameters; transformers 5 also prefers rope_scaling."""
+    rope = stated.get("rope_scaling") or stated.get("rope_parameters") or {}
+    return rope if isinstance(rope, dict) else {"rope_scaling": rope}
+
+
+def _as_list(value: Any) -> list[str]:
+    return [str(item) for item in value] if isinstance(value, list) else []
+
+
+def _values(table: Mapping[str, str], *names: str) -> Sequence[str]:
+    return [table[name] for name in names]

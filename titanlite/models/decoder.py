@@ -1,0 +1,163 @@
+"""What decoder-only families share: everything around their blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from titanlite.errors import ConfigError
+from titanlite.kernels.attention import KeyValueCache
+from titanlite.kernels.documents import DocumentIndex, IndexDocuments
+from titanlite.models.embedding import TokenEmbedding
+from titanlite.models.loss import OutputLayer
+from titanlite.models.rope import RopeScaling, rope_cos_sin
+from titanlite.models.shape import ModelShape
+from titanlite.models.spec import ModelSizes
+
+Rope = tuple[Tensor, Tensor]  # cosines and sines of `rope_cos_sin`
+
+
+class DecoderSizes(ModelSizes, Protocol):
+    """The sizes that a `Decoder` reads, beside those of its blocks."""
+
+    @property
+    def norm_eps(self) -> float:
+        """Epsilon of the norms."""
+
+    @property
+    def tied_embeddings(self) -> bool:
+        """Whether the output layer shares its weights with the embedding."""
+
+
+class RotarySizes(DecoderSizes, Protocol):
+    """The sizes that a `RotaryDecoder` reads."""
+
+    @property
+    def rope_theta(self) -> float:
+        """Base of the RoPE frequencies."""
+
+    @property
+    def rope_scaling(self) -> RopeScaling | None:
+        """Extension of the context; None: no extension."""
+
+
+class Decoder(nn.Module):
+    """Tokens [B, T] to logits [B, T, V], or, with labels [B, T], to their summed loss.
+
+    `build_block` builds the block of an index, which is called with (hidden states [B, T, D], rope,
+    documents, cache). A pipeline stage has only its own blocks in `layers`; other modules that it
+    does not own are None.
+    """
+
+    def __init__(
+        self,
+        sizes: DecoderSizes,
+        build_block: Callable[[int], nn.Module],
+        norm: nn.Module,
+        pos_embeddings: nn.Module | None = None,
+    ):
+        super().__init__()
+        self.sizes = sizes
+        self.index_documents: IndexDocuments | None = None
+        self.tok_embeddings = TokenEmbedding(sizes.vocab_size, sizes.dim)
+        self.pos_embeddings = pos_embeddings  # before the blocks, as in execution
+        self.layers = nn.ModuleDict({str(i): build_block(i) for i in range(sizes.n_layers)})
+        self.norm = norm
+        self.output = OutputLayer(sizes.dim, sizes.vocab_size)
+        if sizes.tied_embeddings:
+            self.output.weight = self.tok_embeddings.weight
+
+    def use_document_mask(self, index_documents: IndexDocuments) -> None:
+        """Attend within documents only; see `SupportsDocuments`."""
+        self.index_documents = index_documents
+
+    def rope(self, positions: Tensor) -> Rope | None:
+        """What the blocks rotate queries and keys by."""
+        return None
+
+    def forward(
+        self,
+        tokens: Tensor,
+        positions: Tensor | None = None,
+        caches: dict[str, KeyValueCache] | None = None,
+        labels: Tensor | None = None,
+        documents: DocumentIndex | None = None,
+    ) -> Tensor:
+        """`positions` [T] or [B, T] count from the start of each sequence, or of each document in
+        it; default: 0, 1, 2, … To derive missing `documents` from them, the host waits for a GPU.
+        """
+        if positions is None:
+            positions = torch.arange(tokens.shape[1], device=tokens.device)
+        rope = self.rope(positions)
+        if documents is None and self.index_documents is not None:
+            documents = self.index_documents(positions.expand(len(tokens), -1)).to(tokens.device)
+        x = tokens if self.tok_embeddings is None else self.tok_embeddings(tokens)
+        x = x if self.pos_embeddings is None else self.pos_embeddings(x, positions)
+        for name, block in self.layers.items():
+            x = block(x, rope, documents, None if caches is None else caches[name])
+        x = x if self.norm is None else self.norm(x)
+        return x if self.output is None else self.output(x, labels=labels)
+
+
+class RotaryDecoder(Decoder):
+    """A decoder with rotary positions and RMSNorm."""
+
+    def __init__(
+        self,
+        sizes: RotarySizes,
+        build_block: Callable[[int], nn.Module],
+        rotary_dim: int | None = None,  # features of a head that are rotated; None: all
+    ):
+        super().__init__(sizes, build_block, nn.RMSNorm(sizes.dim, eps=sizes.norm_eps))
+        self.rotary = (rotary_dim or sizes.head_width, sizes.rope_theta, sizes.rope_scaling)
+
+    def rope(self, positions: Tensor) -> Rope:
+        return rope_cos_sin(positions, *self.rotary)
+
+
+def decoder_shape(name: str, sizes: DecoderSizes, **facts: Any) -> ModelShape:
+    """What a `Decoder` consists of; `facts` are further fields of ModelShape."""
+    return ModelShape(
+        name=name,
+        n_layers=sizes.n_layers,
+        dim=sizes.dim,
+        n_heads=sizes.n_heads,
+        n_kv_heads=sizes.n_kv_heads,
+        head_dim=sizes.head_width,
+        hidden_dim=sizes.hidden_dim,
+        vocab_size=sizes.vocab_size,
+        tied_embeddings=sizes.tied_embeddings,
+        **facts,
+    )
+
+
+def tied_output(sizes: DecoderSizes) -> list[tuple[str, str]]:
+    """The output weights and the embedding they are tied to, or an empty list."""
+    return [("output.weight", "tok_embeddings.weight")] if sizes.tied_embeddings else []
+
+
+def check_heads(sizes: ModelSizes) -> Iterator[ConfigError]:
+    """Reject numbers of heads that do not fit together, and odd head widths."""
+    if sizes.n_heads % sizes.n_kv_heads:
+        yield ConfigError(
+            f"model.n_kv_heads = {sizes.n_kv_heads}: does not divide model.n_heads ="
+            f" {sizes.n_heads}; each key-value head serves the same number of query heads.",
+            fix=f"Use a divisor of {sizes.n_heads}.",
+            keys=("model.n_kv_heads", "model.n_heads"),
+        )
+    if sizes.head_width * sizes.n_heads != sizes.dim and not getattr(sizes, "head_dim", 0):
+        settable = ", or set model.head_dim" if hasattr(sizes, "head_dim") else ""
+        yield ConfigError(
+            f"model.dim = {sizes.dim}: is not a multiple of model.n_heads = {sizes.n_heads}.",
+            fix=f"Change one of them{settable}.",
+            keys=("model.dim", "model.n_heads"),
+        )
+    elif sizes.head_width % 2:
+        yield ConfigError(
+            f"model.head_dim = {sizes.head_width}: RoPE rotates pairs of channels, so it must be"
+            " even.",
+            keys=("model.head_dim", "model.dim", "model.n_heads"),
+        )

@@ -1,0 +1,1 @@
+"""The DeepSeek-V3 family: latent attention, and a mixture of experts."""

@@ -1,0 +1,1 @@
+"""The GPT-2 family: the module, its spec and its Hugging Face mapping."""

@@ -1,0 +1,1 @@
+"""The Llama 2 family: the flavors of Llama 2; module and mapping are those of Llama 3."""

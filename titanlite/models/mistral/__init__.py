@@ -1,0 +1,1 @@
+"""The Mistral family: the module, its spec and its Hugging Face mapping."""

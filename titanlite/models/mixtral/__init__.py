@@ -1,0 +1,1 @@
+"""The Mixtral family: Mistral's blocks with a mixture of experts."""

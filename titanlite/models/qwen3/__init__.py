@@ -1,0 +1,1 @@
+"""The dense Qwen3 family: the module, its spec and its Hugging Face mapping."""
