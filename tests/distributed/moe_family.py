@@ -56,5 +56,4 @@ MOE_FAMILY: ModelSpec[MoESizes] = replace(
     shape=shape_of,
     init_roles={"*.experts.w2": "residual", **LLAMA3.init_roles},
     experts=lambda sizes: sizes.experts,
-    flavors={"mini": MoESizes(32, 2, 4, 2, 64, vocab_size=258)},
 )

@@ -6,20 +6,19 @@ from dataclasses import replace
 
 import pytest
 
-from tests.distributed.oracle import ADAMW, Layout, one_process, with_enough_blocks
+from tests.distributed.oracle import ADAMW, Layout, one_process
 from tests.distributed.ranks import run_on_ranks
 from tests.distributed.test_expert_parallel import SIZES
 from tests.distributed.test_resume import STOP, merge_bits, resume, train_and_save
 
-PIPELINE = Layout(pipeline=2, tensor=2, expert=2, microbatch=2)
 LAYOUTS = {
     "one": Layout(),
     "EP2": Layout(shard=2, expert=2),
     "EP4-FSDP2": Layout(shard=8, expert=4),
     "TP2-EP2": Layout(tensor=2, shard=2, expert=2, expert_tensor=2),
-    "PP2-EP2": PIPELINE,
+    "PP2-EP2": Layout(pipeline=2, tensor=2, expert=2, microbatch=2),
 }
-RECIPE = with_enough_blocks(replace(ADAMW, sizes=SIZES, batch=8, seq_len=12), PIPELINE)
+RECIPE = replace(ADAMW, sizes=replace(SIZES, n_layers=2), batch=8, seq_len=12)
 
 
 @pytest.fixture(scope="module")

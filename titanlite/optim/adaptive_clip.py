@@ -1,6 +1,7 @@
 """Adaptive gradient clipping: the gradient of each output unit, relative to the unit's weights.
 
-https://arxiv.org/abs/2102.06171, section 4. A unit is a row of a matrix, or a whole vector.
+https://arxiv.org/abs/2102.06171, section 4. A unit is a row of a matrix, also in a
+stack of matrices (experts), or a whole vector.
 """
 
 from __future__ import annotations
@@ -49,9 +50,9 @@ class AdaptiveClip:
             weight_norm, grad_norm = square.sqrt()
             limit = self.factor * weight_norm.clamp(min=self.eps)
             # A gradient of 0 divides by 0: inf, which the clamp makes 1. NaN stays NaN.
-            ratio = (limit / grad_norm).clamp(max=1.0)
             local = local_shard(grad)
-            local.mul_(ratio.to(local.dtype).unsqueeze(-1) if local.dim() > 1 else ratio)
+            ratio = (limit / grad_norm).clamp(max=1.0).to(local.dtype)
+            local.mul_(ratio.unsqueeze(-1) if local.dim() > 1 else ratio)
 
 
 def adaptive_clip(
@@ -66,10 +67,10 @@ def adaptive_clip(
 
 
 def _unit_squares(tensor: Tensor) -> Tensor:
-    """Square norms of the units of this rank's shard, in fp32: [..., rows], or [1] of a vector."""
+    """Square norms of the units of this rank's shard, in fp32: [..., rows], [1] of a vector."""
     local = local_shard(tensor)
-    rows = local if local.dim() > 1 else local.view(1, -1)
-    return torch.linalg.vector_norm(rows, dim=-1, dtype=torch.float32).square()
+    units = local if local.dim() > 1 else local.unsqueeze(0)
+    return torch.linalg.vector_norm(units, dim=-1, dtype=torch.float32).square()
 
 
 def _all_reduce_sharded_units(

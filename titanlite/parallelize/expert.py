@@ -36,7 +36,7 @@ from titanlite.parallelize.tensor_styles import (
     distribute_parameters,
     replicated_local,
 )
-from titanlite.parallelize.token_exchange import ExpertExchange
+from titanlite.parallelize.token_exchange import TokenExchange
 
 # The hidden dimension of each weight, which is sharded over the tensor ranks
 EXPERT_HIDDEN_DIMS = {"w1": 1, "w2": 2, "w3": 1}  # of [E, F, D] and [E, D, F]
@@ -62,7 +62,7 @@ def apply_expert_parallel(model: nn.Module, mesh: Mesh) -> None:
             if mesh.tp.size() > 1:
                 _parallelize_over_tensor_ranks(module, mesh.tp, mesh.degrees)
             if mesh.experts.exchange is not None:
-                exchange = ExpertExchange(mesh.experts.exchange.get_group())
+                exchange = TokenExchange(mesh.experts.exchange.get_group())
                 module.use_dispatch(partial(_dispatch, exchange))
 
 
@@ -80,7 +80,7 @@ def expert_groups(blocks: nn.ModuleDict, mesh: ExpertMesh) -> ExpertGroups:
 
 
 def _dispatch(
-    exchange: ExpertExchange, experts: GroupedExperts, rows: Tensor, counts: Tensor
+    exchange: TokenExchange, experts: GroupedExperts, rows: Tensor, counts: Tensor
 ) -> Callable[[], Tensor]:
     """The `TokenDispatch` of expert parallel."""
     finish = exchange.start(rows, counts)

@@ -17,7 +17,7 @@ Compute = Callable[[Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True)
-class ExpertExchange:
+class TokenExchange:
     """Sends rows to the ranks of a group that have their experts, and the results back.
 
     Each rank has as many experts as any other, in the order of the ranks.
