@@ -6,13 +6,14 @@ import dataclasses
 
 import pytest
 
+from titanlite.models import Experts, ModelShape
 from titanlite.parallelize.schedule import build_schedule_order, simulate_schedule
 from titanlite.planning.efficiency import efficiency_sets, find_efficiency
 from titanlite.planning.hardware import parse_gpus
 from titanlite.planning.pipeline_time import divide_layers, idle_seconds
 from titanlite.planning.row_errors import model_flops
 from titanlite.planning.step_time import estimate_step, model_parameters
-from titanlite.planning.workload import Experts, Layout, ModelShape, Numerics, Overlap, Workload
+from titanlite.planning.workload import Layout, Numerics, Overlap, Workload
 
 LLAMA_8B = ModelShape("8B", 32, 4096, 32, 8, 128, 14336, 128256)
 BASE = Workload(LLAMA_8B, Layout(shard=8, micro_batch=1, n_microbatches=4), 8192)

@@ -6,12 +6,12 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
+from titanlite.models import ModelShape
 from titanlite.planning.collective_time import CollectiveTimes
 from titanlite.planning.kernel_time import BACKWARD_ATTENTION, KERNEL_S, KernelTimes
 from titanlite.planning.workload import (
     Layout,
     MatmulPrecision,
-    ModelShape,
     Numerics,
     Recompute,
     Workload,

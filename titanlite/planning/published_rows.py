@@ -16,12 +16,11 @@ from typing import Any, Literal, NamedTuple
 
 from titanlite.errors import UserError
 from titanlite.files import parse_toml
+from titanlite.models import Experts, ModelShape
 from titanlite.planning.hardware import Cluster, find_cluster
 from titanlite.planning.workload import (
-    Experts,
     Layout,
     MatmulPrecision,
-    ModelShape,
     Numerics,
     Overlap,
     Recompute,

@@ -11,6 +11,7 @@ import dataclasses
 from dataclasses import dataclass
 from functools import lru_cache
 
+from titanlite.models import ModelShape
 from titanlite.planning.activation_memory import BlockActivations
 from titanlite.planning.block_time import (
     BlockCase,
@@ -26,7 +27,7 @@ from titanlite.planning.efficiency import Efficiency, find_efficiency
 from titanlite.planning.hardware import Cluster
 from titanlite.planning.kernel_time import KernelTimes
 from titanlite.planning.pipeline_time import divide_layers, idle_seconds, ranks_of_stages
-from titanlite.planning.workload import ModelShape, Workload
+from titanlite.planning.workload import Workload
 
 HOST_OPTIMIZER_GB_PER_S = 100.0
 # of the host's memory for the optimizer of one GPU: an eighth of 8-channel DDR5 on two sockets is

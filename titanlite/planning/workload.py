@@ -9,42 +9,13 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+from titanlite.models import ModelShape
+
 Recompute = Literal["none", "selective", "per_operation", "attention", "full", "memory_budget"]
 # "selective": every k-th block; "per_operation": all operations but attention and every second
 # matmul; "attention": the core attention of every block (Megatron's selective recomputation);
 # "memory_budget": the compiler stores the fraction `stored_activations`
 MatmulPrecision = Literal["float32", "bfloat16", "float8", "float4"]
-
-
-@dataclass(frozen=True)
-class Experts:
-    """The mixture of experts of a block."""
-
-    count: int
-    active: int  # experts that each token is sent to
-    hidden_dim: int
-    shared_hidden_dim: int = 0  # width of the experts that every token visits, together
-    dense_layers: int = 0  # blocks at the start that have a feed-forward layer instead
-
-
-@dataclass(frozen=True)
-class ModelShape:
-    """The sizes of a decoder-only transformer."""
-
-    name: str
-    n_layers: int
-    dim: int
-    n_heads: int
-    n_kv_heads: int
-    head_dim: int
-    hidden_dim: int  # of the feed-forward layer
-    vocab_size: int
-    gated: bool = True  # three matmuls in the feed-forward layer (SwiGLU), otherwise two
-    tied_embeddings: bool = False
-    positions: int = 0  # rows of a learned position embedding
-    biases: bool = False  # linear layers and norms have biases
-    qk_norm: bool = False  # a norm on every query and key head
-    experts: Experts | None = None
 
 
 @dataclass(frozen=True)
