@@ -64,7 +64,7 @@ class RankModel(nn.Module):
                 holder.register_parameter(attribute, self.get_parameter(other))
                 self.add_module(path, holder)
 
-    def state_dict(self, *args: Any, **options: Any) -> dict[str, Any]:
+    def state_dict(self, *args: Any, **options: Any) -> dict[str, Any]:  # type: ignore[override]
         """As in `nn.Module`; has the parameter instead of its copy, which may be out of date."""
         state = super().state_dict(*args, **options)
         prefix = options.get("prefix", "")
