@@ -338,9 +338,8 @@ def test_mup_matches_one_process():
     untied = replace(SHORT, mup_base=base, lr=0.1)
     tied = replace(with_tied_embeddings(untied), lr=0.1)
     pipeline = Layout(pipeline=2, microbatch=6, shard=2)
-    assert_matches_one_process(
-        [(Layout(shard=2, tensor=2), tied), (pipeline, with_enough_blocks(untied, pipeline))]
-    )
+    stages = [(pipeline, with_enough_blocks(recipe, pipeline)) for recipe in (untied, tied)]
+    assert_matches_one_process([(Layout(shard=2, tensor=2), tied), *stages])
 
 
 # Columns are sharded by tensor parallelism, vectors by FSDP, so units are on several ranks.
