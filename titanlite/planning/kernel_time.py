@@ -25,7 +25,7 @@ FULL_SEQUENCE = 400
 # tokens that cost as much as the diagonal, where a tile is half masked, and the start of a kernel:
 # attention on an H100 reaches 82 % of its rate for 32,768 tokens at 2,048, measured
 FLASH1_RATE = 1 / 1.7  # of FlashAttention-2: 1.7 to 3 times as fast (arXiv 2307.08691, 4.1)
-HALF_HEAD = 32  # width: heads of 64 reach 80 % of the rate of heads of 128, measured on an H100
+HALF_HEAD = 32  # width at half of the rate of wide heads; measured on an H100: 64 has 80 % of 128
 BACKWARD_ATTENTION = 2.5 / 0.88
 # times the forward: five matmuls instead of two, and the rate measured on an H100 (cuDNN)
 

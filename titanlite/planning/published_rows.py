@@ -53,14 +53,14 @@ class FrameworkFacts:
     overlap: Overlap = field(default_factory=Overlap)
     reduce_bytes: float = 4
     blocking_launches: bool = False
-    reported_memory: float = 1.0  # by the memory of its tensors at the peak
+    reported_memory: float = 1.0  # divided by the memory of its tensors at the peak
 
 
 # torchtitan reports what the allocator has reserved, BLOOM's log what nvidia-smi shows, and
 # nanotron the same. This factor is calibrated: it halves the error of BLOOM's and nanotron's rows.
 RESERVED = 1.2
 MEGATRON_ZERO = FrameworkFacts(False, "stored", "nothing", Overlap(data=False))
-# The first that a framework's name starts with.
+# by the beginning of a framework's name; the first that matches counts
 FRAMEWORKS = {
     # arXiv 2104.04473: no overlap of gradients; fused softmax, bias and GELU (section 4.2)
     "Megatron-LM 2021": MEGATRON_ZERO,

@@ -123,7 +123,7 @@ def _within_20(errors: Sequence[float]) -> float:
 
 
 def kendall_tau(measured: Sequence[float], predicted: Sequence[float]) -> float:
-    """Pairs in the same order less pairs in the opposite order, by all pairs (tau a)."""
+    """(pairs in the same order - pairs in the opposite order) / all pairs: tau a."""
     pairs = [(i, j) for i in range(len(measured)) for j in range(i)]
     signs = [(measured[i] - measured[j]) * (predicted[i] - predicted[j]) for i, j in pairs]
     agree, differ = sum(sign > 0 for sign in signs), sum(sign < 0 for sign in signs)

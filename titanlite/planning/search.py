@@ -1,9 +1,9 @@
 """Search the layouts of a model on a cluster: the fastest that fit, found by branch and bound.
 
 Candidates are grouped: degrees and micro-batch (a frame), then the schedule, then the options that
-lower the memory and cost time. A group is skipped if its optimistic time, without these options and
-without the bubble, is no better than what was found. The order of the groups does not change the
-result: `benchmarks/plan_search.py` compares it with all candidates.
+lower the memory and cost time. A group is skipped if its optimistic time, without these options, is
+no better than what was found. The order of the groups does not change the result:
+`benchmarks/planner_search.py` compares it with all candidates.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from titanlite.planning.workload import Workload
 from titanlite.runtime.out_of_memory import GIB
 
 # The bound of a frame follows from one of its schedules: the others have other bubbles, which is
-# taken into account, and other stages and transfers, for which the bound is lowered by this much.
+# taken into account, and other stages and transfers, for which the bound is multiplied by this.
 BOUND_MARGIN = 0.93
 HOST_SHARE = 0.8  # of the host memory; the rest: processes, checkpoints, data
 PROBES = 20  # frames that are tried before a problem counts as one of all layouts

@@ -31,8 +31,7 @@ from titanlite.planning.stages import stage_ranks
 from titanlite.planning.workload import Workload
 
 HOST_OPTIMIZER_GB_PER_S = 100.0
-# of the host's memory for the optimizer of one GPU: an eighth of 8-channel DDR5 on two sockets is
-# less, which the page on the planner states
+# of host memory, for the offloaded optimizer of one GPU: an assumption, not measured
 
 
 @dataclass(frozen=True)

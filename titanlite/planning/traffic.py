@@ -64,7 +64,7 @@ class _RankTraffic:
         self.totals: dict[tuple[str, str], tuple[int, int]] = {}
 
     def collectives(self) -> tuple[CollectiveBytes, ...]:
-        """All that are not of one rank alone."""
+        """All collectives, without those in groups of one rank."""
         self._fsdp()
         if self.layout.tensor > 1:
             self._tensor()

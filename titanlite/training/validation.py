@@ -94,5 +94,5 @@ def _count_bytes(labels: Tensor, token_bytes: Tensor | None) -> Tensor:
 
 
 def validation_samples(config: ValidationConfig, data: ValidationData, global_batch: int) -> int:
-    """Number of samples of a set to validate on; does not depend on the layout."""
+    """Number of samples to validate on; depends on the layout only if `global_batch` does."""
     return data.samples if config.steps == -1 else min(data.samples, config.steps * global_batch)
