@@ -326,7 +326,15 @@ IN_BACKWARD = ["--optimizer.early_step_in_backward", "true", "--training.max_nor
             2,
             "requires 1 stage per rank; parallelism.pipeline_parallel_layers_per_stage",
         ),
-        ([*PIPELINE, "--model.tied_embeddings", "true"], 2, "share one weight"),
+        (
+            [
+                *[*PIPELINE, "--model.tied_embeddings", "true"],
+                "--parallelism.module_fqns_per_model_part",
+                '[["tok_embeddings", "layers.0", "layers.1", "norm"], ["output"]]',
+            ],
+            2,
+            "no parameter of its own.",
+        ),
         (
             [
                 *PIPELINE,
@@ -749,6 +757,20 @@ def test_a_missing_torchao_is_reported(run_toml, monkeypatch):
     assert read_valid(run_toml).transforms.float8.recipe_name is None
     monkeypatch.undo()
     torchao.cache_clear()
+
+
+@pytest.mark.parametrize("flavor", ["1B", "3B"])
+@pytest.mark.parametrize("degree", [2, 4, 8, 16])
+def test_tied_embeddings_can_be_in_two_stages(flavor, degree):
+    """Balanced by cost, the output layer of 1B would be alone on the last of 8 ranks."""
+    argv = [f"--model.flavor={flavor}", f"--parallelism.pipeline_parallel_degree={degree}"]
+    argv += [f"--training.local_batch_size={degree}", "--training.seq_len=8192"]
+    job = read_job(argv, degree, check_environment=False)
+    stages = job.pipeline.stages
+    assert stages[-1][-2:] == ["norm", "output"] and len(stages) == degree
+    assert [name for names in stages for name in names] == list(
+        job.spec.module_flops(job.sizes, 8192)
+    )
 
 
 def test_a_schedule_csv_must_fit_the_job(run_toml, tmp_path):

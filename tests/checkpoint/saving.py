@@ -39,14 +39,15 @@ def bits(state) -> dict[str, bytes]:
     """Every unsharded weight and optimizer state of this rank's pipeline stages, as bytes."""
     result = {}
     for name, parameter in state.model.named_parameters():
-        result[name] = _bytes(full_value(parameter))
+        result[name] = bits_of(parameter)
         for key, value in state.optimizer.state[parameter].items():
-            result[f"{name}.{key}"] = _bytes(full_value(value))
+            result[f"{name}.{key}"] = bits_of(value)
     return result
 
 
-def _bytes(tensor: Tensor) -> bytes:
-    return tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes()  # of any dtype
+def bits_of(tensor: Tensor) -> bytes:
+    """The unsharded values of any dtype, as bytes; a collective for DTensors."""
+    return full_value(tensor).contiguous().view(-1).view(torch.uint8).numpy().tobytes()
 
 
 def load(checkpointer: Checkpointer, state, properties: dict | None = None) -> str:

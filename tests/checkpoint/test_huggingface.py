@@ -258,6 +258,7 @@ def load_into_layout(layout, recipe, folders) -> int:
         (Layout(shard=3), True),  # 509 rows over 3 ranks
         (Layout(shard=2, tensor=2), True),
         (Layout(pipeline=2, tensor=2, microbatch=3), False),
+        (Layout(pipeline=2, shard=2, microbatch=3), True),
     ],
     ids=str,
 )

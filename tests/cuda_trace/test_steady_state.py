@@ -172,10 +172,14 @@ RANKS = {
         "parallelism.context_parallel_degree=2 parallelism.context_parallel_rotate_method=alltoall",
         FSDP | {"allreduce_": ["float32"], "alltoall_base_": ["bfloat16", "float32"]},
     ),
-    "PP": (
+    "PP, tied": (
         2,
-        "parallelism.pipeline_parallel_degree=2",
-        {"send": ["bfloat16"], "recv_": ["bfloat16"], "allreduce_": ["float32"]},
+        "parallelism.pipeline_parallel_degree=2 model.tied_embeddings=true",
+        {
+            "send": ["bfloat16", "float32"],  # activations; the embedding to the last stage
+            "recv_": ["bfloat16", "float32"],  # their gradients
+            "allreduce_": ["float32"],
+        },
     ),
 }
 

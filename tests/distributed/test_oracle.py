@@ -178,6 +178,26 @@ DOCUMENT_LAYOUTS = [
     [Layout(pipeline=2, context=2, microbatch=6)],
 ]
 TIED_LAYOUTS = [Layout(shard=3), Layout(tensor=4), Layout(shard=2, tensor=2)]
+TIED_PIPELINES = [
+    [
+        *(Layout(pipeline=2, microbatch=9, schedule=schedule) for schedule in SCHEDULES),
+        Layout(pipeline=2, microbatch=9, offload=True, recompute="op"),
+        Layout(pipeline=2, microbatch=9, schedule="ZBVZeroBubble", offload=True, recompute="full"),
+        Layout(pipeline=2, microbatch=9, schedule="Interleaved1F1B", compile="aot_eager"),
+        Layout(pipeline=2, microbatch=3, accumulate=3, reduction="last_microbatch"),
+    ],
+    [
+        Layout(pipeline=2, shard=2, microbatch=3, accumulate=3, reduction="last_microbatch"),
+        Layout(pipeline=2, shard=2, microbatch=3, schedule="DualPipeV", reshard="never"),
+        Layout(pipeline=2, shard=2, microbatch=6, reshard="always", recompute="full"),
+    ],
+    [Layout(pipeline=2, replicate=2, microbatch=3, accumulate=3)],
+    [
+        Layout(pipeline=2, tensor=2, microbatch=18),
+        Layout(pipeline=2, tensor=2, microbatch=9, schedule="ZBVZeroBubble"),
+    ],
+    [Layout(pipeline=2, context=2, microbatch=9, schedule="Interleaved1F1B")],
+]
 
 
 SHORT = replace(SGD, steps=2)  # the second step depends on the update of the first
@@ -306,15 +326,20 @@ def test_tied_embeddings_and_qk_norm_match_one_process(layout):
     assert_matches_one_process([(layout, with_tied_embeddings(SGD))])
 
 
+@pytest.mark.parametrize("layouts", TIED_PIPELINES, ids=join_names)
+def test_tied_embeddings_in_two_stages_match_one_process(layouts):
+    recipe = with_tied_embeddings(with_enough_blocks(SHORT, layouts[0]))
+    assert_matches_one_process([(layout, recipe) for layout in layouts])
+
+
 def test_mup_matches_one_process():
     """Initial weights and learning rates are scaled by name, in every shard and stage."""
     base = BaseWidths(dim=8, n_heads=2, hidden_dim=22, n_kv_heads=1)
     untied = replace(SHORT, mup_base=base, lr=0.1)
     tied = replace(with_tied_embeddings(untied), lr=0.1)
     pipeline = Layout(pipeline=2, microbatch=6, shard=2)
-    assert_matches_one_process(
-        [(Layout(shard=2, tensor=2), tied), (pipeline, with_enough_blocks(untied, pipeline))]
-    )
+    stages = [(pipeline, with_enough_blocks(recipe, pipeline)) for recipe in (untied, tied)]
+    assert_matches_one_process([(Layout(shard=2, tensor=2), tied), *stages])
 
 
 # Columns are sharded by tensor parallelism, vectors by FSDP, so units are on several ranks.

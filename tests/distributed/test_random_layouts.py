@@ -93,7 +93,7 @@ def draw_job(seed: int) -> RandomJob:
         hidden_dim=rng.choice([88, 72, 60]),
         vocab_size=rng.choice([509, 300]),
         qk_norm=rng.random() < 0.3,
-        tied_embeddings=rng.random() < 0.1,
+        tied_embeddings=rng.random() < 0.3,
     )
     if rng.random() < 0.4:
         sizes = with_experts(sizes, rng)

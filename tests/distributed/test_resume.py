@@ -8,12 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.checkpoint.saving import bits, load, open_checkpointer, save_and_wait
+from tests.checkpoint.saving import bits, bits_of, load, open_checkpointer, save_and_wait
 from tests.distributed.oracle import (
     ADAMW,
     SGD,
     Layout,
     Record,
+    batch_at,
     one_process,
     run_until,
     start_run,
@@ -21,8 +22,11 @@ from tests.distributed.oracle import (
     with_tied_embeddings,
 )
 from tests.distributed.ranks import run_on_ranks
+from titanlite.checkpoint.manifest import read_checkpoint_manifest
+from titanlite.checkpoint.model_state import model_and_optimizer_state
 from titanlite.errors import CheckpointError
 from titanlite.optim.fp32_vectors import MASTER
+from titanlite.storage import StorageFolder
 
 LAYOUTS = {
     "one": Layout(),
@@ -92,11 +96,75 @@ def test_every_layout_resumes_from_every_other(after, checkpoints):
             assert losses == pytest.approx(expected[STOP:], rel=1e-5), f"{before} -> {after}"
 
 
-def test_tied_weights_resume_under_another_layout(tmp_path):
-    recipe, folder = with_tied_embeddings(ADAMW), str(tmp_path)
-    saved = run_on_ranks(train_and_save, 2, Layout(tensor=2), recipe, folder)[0]
-    (loaded, losses) = run_on_ranks(resume, 2, Layout(shard=2), recipe, [folder])[0][0]
-    assert loaded == saved and losses == pytest.approx(one_process(recipe).losses[STOP:], rel=1e-5)
+TIED = with_tied_embeddings(RECIPE)
+TIED_LAYOUTS = {
+    "one": Layout(),
+    "pipeline2": Layout(pipeline=2, microbatch=3),
+    "pipeline2shard2": Layout(pipeline=2, shard=2, microbatch=3),
+    "pipeline2tensor2": Layout(pipeline=2, tensor=2, microbatch=3, schedule="ZBVZeroBubble"),
+}
+
+
+@pytest.fixture(scope="module")
+def tied_checkpoints(tmp_path_factory) -> dict[str, tuple[str, dict[str, bytes]]]:
+    """A checkpoint of a model with tied embeddings under every layout: (folder, saved bits)."""
+    saved_by = {}
+    for name, layout in TIED_LAYOUTS.items():
+        folder = str(tmp_path_factory.mktemp(name))
+        saved = run_on_ranks(train_and_save, layout.degrees.ranks, layout, TIED, folder)
+        saved_by[name] = (folder, merge_bits(saved))
+    return saved_by
+
+
+@pytest.mark.parametrize("after", TIED_LAYOUTS)
+def test_tied_weights_resume_under_another_layout(after, tied_checkpoints):
+    layout, expected = TIED_LAYOUTS[after], one_process(TIED).losses
+    folders = [folder for folder, _ in tied_checkpoints.values()]
+    by_rank = run_on_ranks(resume, layout.degrees.ranks, layout, TIED, folders)
+    for (_, saved), *results in zip(tied_checkpoints.values(), *by_rank, strict=True):
+        assert merge_bits([loaded for loaded, _ in results]) == saved
+        for _, losses in results:
+            assert losses == pytest.approx(expected[STOP:], rel=1e-5)
+
+
+def test_a_checkpoint_has_a_tied_weight_as_without_stages(tied_checkpoints):
+    """Both names of the weight, and one state of the optimizer; equal shards have equal hashes."""
+    manifests = [
+        read_checkpoint_manifest(StorageFolder(folder) / f"step-{STOP}").tensors
+        for folder, _ in tied_checkpoints.values()
+    ]
+    assert all(tensors.keys() == manifests[0].keys() for tensors in manifests)
+    for tensors in manifests:
+        assert tensors["model.output.weight"] == tensors["model.tok_embeddings.weight"]
+        assert not any(name.startswith("optimizer.state.output") for name in tensors)
+
+
+def train_and_compare_copies(layout, recipe) -> list[dict[str, bytes]]:
+    """The bits of this rank's state after training, and those of its copy of the embedding."""
+    state, engine, mesh = start_run(layout, recipe)
+    run_until(state, engine, mesh, recipe, Record(), 1)  # the copy is that of before the update
+    weights = model_and_optimizer_state(state.model)["model"]
+    if "output.weight" in weights:
+        assert bits_of(weights["output.weight"]) == bits_of(weights["tok_embeddings.weight"])
+    run_until(state, engine, mesh, recipe, Record(), recipe.steps)
+    engine.evaluate(*batch_at(0, recipe))
+    copies = [c.copy for c in engine._sharded.tied_copies if c.copy is not None]
+    return [bits(state), *({"tok_embeddings.weight": bits_of(copy)} for copy in copies)]
+
+
+@pytest.mark.parametrize(
+    "name, layout", [("AdamW", "pipeline2shard2"), ("Adafactor", "pipeline2tensor2")]
+)
+def test_both_copies_of_a_tied_weight_have_the_same_bits(name, layout):
+    """Its weight decay is that of every parameter, and not the doubled one of two optimizers."""
+    recipe = replace(TIED, optimizer=name, options=(("weight_decay", 0.5),))
+    by_rank = run_on_ranks(train_and_compare_copies, 4, TIED_LAYOUTS[layout], recipe)
+    assert sorted(map(len, by_rank)) == [1, 1, 2, 2]  # the ranks of the last stage have the copy
+    trained = merge_bits([part for parts in by_rank for part in parts])
+    for key in ("tok_embeddings.weight", "layers.0.attention.wq.weight"):
+        expected = one_process(recipe).weights[key]
+        weight = torch.frombuffer(bytearray(trained[key]), dtype=torch.float32)
+        assert (weight.view_as(expected) - expected).norm() < 1e-4 * expected.norm(), key
 
 
 @pytest.mark.parametrize(

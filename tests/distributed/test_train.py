@@ -36,6 +36,7 @@ def losses_of(folder) -> dict[int, float]:
     return {line["step"]: line["loss"] for line in lines_of(folder) if "event" not in line}
 
 
+TIED = ("--model.tied_embeddings", "true")
 RAMP = (  # batch size, learning rate and weight decay as functions of the tokens consumed
     *("--training.batch_size_ramp", "0:4 300:8 1.1K:12", "--training.global_batch_size", "12"),
     *("--lr_scheduler.warmup_steps", "none", "--lr_scheduler.warmup_tokens", "500"),
@@ -50,12 +51,13 @@ def test_a_run_resumed_under_other_layouts_matches_an_uninterrupted_run(run_toml
     reference, resumed = tmp_path / "reference", tmp_path / "resumed"
 
     def train(ranks: int, folder, *argv) -> None:
-        run_ranks(ranks, folder, run_toml, "--job.dump_folder", str(folder), *RAMP, *argv)
+        run_ranks(ranks, folder, run_toml, "--job.dump_folder", str(folder), *TIED, *RAMP, *argv)
 
     train(1, reference, "--metrics.enable_tensorboard=true")
     schedule = ("--lr_scheduler.total_tokens", "2304")  # as without it in a run of 6 steps
     first = torchrun(
-        2, run_toml, *RAMP, *schedule, "--training.steps", "3", f"--job.dump_folder={resumed}"
+        *(2, run_toml, *TIED, *RAMP, *schedule, "--training.steps", "3"),
+        f"--job.dump_folder={resumed}",
     )
     assert first.returncode == 0, first.stderr
     assert "TCPStore" not in first.stderr  # rank 0 closes the store after the others have exited

@@ -18,6 +18,7 @@ from titanlite.planning.memory import RankMemory
 SIZES = {"dim": 256, "n_heads": 8, "n_kv_heads": 4, "n_layers": 4, "hidden_dim": 768}
 COMMON = {**{f"model.{key}": size for key, size in SIZES.items()}, "training.seq_len": 512}
 PIPELINE = {"parallelism.pipeline_parallel_degree": 2, "training.local_batch_size": 4}
+TIED = {"model.tied_embeddings": "true"}
 LAYOUTS = {
     "FSDP 3, uneven": (3, {"model.vocab_size": 1001}),
     "HSDP, accumulation, op": (
@@ -37,7 +38,7 @@ LAYOUTS = {
             "activation_checkpoint.mode": "full",
         },
     ),
-    "PP 2, TP 2": (8, {**PIPELINE, "parallelism.tensor_parallel_degree": 2}),
+    "PP 2, TP 2": (8, {**PIPELINE, "parallelism.tensor_parallel_degree": 2, **TIED}),
 }
 
 
@@ -78,9 +79,16 @@ def test_the_estimate_equals_a_dry_run(name):
         assert estimate.total == pytest.approx(step.peak_bytes, rel=rel)
 
 
+def test_a_rank_with_both_ends_of_the_pipeline_has_two_copies_of_a_tied_embedding():
+    schedule = {"parallelism.pipeline_parallel_schedule": "ZBVZeroBubble"}
+    (first, _), (second, _) = compare(argv_of({**PIPELINE, **schedule, **TIED}), 2)
+    ends = 2 * 4 * 2048 * SIZES["dim"] + 4 * SIZES["dim"]  # the embedding, its copy and the norm
+    assert first.resting.parameters == second.resting.parameters + ends
+
+
 @pytest.mark.parametrize("name", ["FSDP 3, uneven", "PP 2"])
 def test_a_dry_run_equals_a_real_run(name):
-    ranks, settings = LAYOUTS.get(name, (2, PIPELINE))
+    ranks, settings = LAYOUTS.get(name, (2, {**PIPELINE, **TIED}))
     argv = [*argv_of(settings), "--job.device=cpu"]
     measured = run_on_ranks(measure_step, ranks, argv, ranks)
     for step in dry_run(read_job(argv, ranks, check_environment=False)):
@@ -133,6 +141,7 @@ def random_settings(rng: random.Random) -> tuple[int, dict]:
         "activation_checkpoint.selective_ac_option": rng.choice(["2", "op", "3"]),
         "loss.chunk_tokens": rng.choice([0, 256, 4096]),
         "job.device": rng.choice(["cpu", "cuda"]),
+        "model.tied_embeddings": rng.choice(["true", "false"]),
         **{f"parallelism.{key}": degree for key, degree in degrees.items()},
     }
     return ranks, settings

@@ -119,6 +119,24 @@ def start_all_to_all_rows(
     buffer = rows.new_empty(sum(received), *rows.shape[1:])
     work = dist.all_to_all_single(buffer, rows, received, sent, group=group, async_op=True)
     return buffer, work.wait
+def send_tensor(mesh: DeviceMesh, value: Tensor, receiver: int) -> None:
+    """Send a contiguous tensor to the rank `receiver` of a one-dimensional mesh."""
+    _transfer(mesh, dist.isend, value, receiver)
+
+
+def receive_tensor(mesh: DeviceMesh, out: Tensor, sender: int) -> None:
+    """Receive what the rank `sender` of a one-dimensional mesh sends, into a contiguous tensor."""
+    _transfer(mesh, dist.irecv, out, sender)
+
+
+def _transfer(mesh: DeviceMesh, operation: Callable, value: Tensor, peer: int) -> None:
+    if not value.numel():  # the same on both ranks
+        return
+    # As torch's pipeline stages do: NCCL then uses the communicator of the whole group. A single
+    # isend would create one for the pair.
+    transfer = dist.P2POp(operation, value, group=mesh.get_group(), group_peer=peer)
+    for work in dist.batch_isend_irecv([transfer]):
+        work.wait()
 
 
 def reduce_scatter_sum(group: dist.ProcessGroup, stacked: Tensor) -> Tensor:

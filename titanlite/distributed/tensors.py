@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from itertools import chain
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
@@ -18,6 +19,12 @@ def local_shard(tensor: Tensor) -> Tensor:
     while is_traceable_wrapper_subclass(local):
         local = _wrapped_tensor(local)
     return local
+
+
+def registered_parameters(model: nn.Module) -> list[nn.Parameter]:
+    """All parameters in a model: also the copies that its `parameters` leave out (tied.py)."""
+    owned = (module.parameters(recurse=False) for module in model.modules())
+    return list(dict.fromkeys(chain.from_iterable(owned)))
 
 
 def reduce_partial(tensor: Tensor) -> Tensor:

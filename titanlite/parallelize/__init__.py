@@ -38,6 +38,7 @@ from titanlite.parallelize.fsdp import FSDPPolicy, ReshardAfterForward, apply_fs
 from titanlite.parallelize.pipeline import build_stage_modules
 from titanlite.parallelize.pipeline_plan import PipelinePlan
 from titanlite.parallelize.tensor import apply_tensor_parallel
+from titanlite.parallelize.tied import RankModel, TiedCopy, build_tied_copies, pairs_inside
 from titanlite.parallelize.weight_init import init_weights, tie_parameters
 
 DTYPES = {name: getattr(torch, name) for name in ("float32", "bfloat16", "float16")}
@@ -81,6 +82,7 @@ class ShardedModel:
     dim: int  # width of the residual stream
     compute_dtype: torch.dtype
     update_float8_scales: Callable[[], None] = lambda: None  # call after each weight update
+    tied_copies: tuple[TiedCopy, ...] = ()  # of parameters that two pipeline stages share
 
 
 def parallelize(
@@ -105,7 +107,8 @@ def parallelize(
     loss_parallel = not config.disable_loss_parallel
     apply_tensor_parallel(model, spec.tp_plan, mesh.tp, sizes.head_width, loss_parallel, styles)
     apply_expert_parallel(model, mesh)  # with TP, for the same reason
-    tie_parameters(model, spec.tied_parameters(sizes))  # TP replaced both parameters of a tied pair
+    tied = pairs_inside(model, spec.tied_parameters(sizes))
+    tie_parameters(model, tied)  # TP replaced both parameters of a tied pair
     pattern = spec.attention_pattern
     set_attention_kernel(model, pattern, transforms.attention_kernel, transforms.document_mask)
     apply_context_parallel(model, pattern, mesh.cp, config)  # after the kernel: replaces it
@@ -120,7 +123,8 @@ def parallelize(
     checkpoint_blocks(blocks, activation_checkpoint)  # after compile: recomputes a compiled block
     if activation_checkpoint.offload:  # after checkpointing, to offload the block inputs it saves
         offload_activations(blocks, mesh.fsdp.device_type)
-    before, after = _modules_around_blocks(model, spec, sizes)
+    # The shared weight must not be in two FSDP groups.
+    before, after = ([], []) if tied else _modules_around_blocks(model, spec)
     fsdp_policy = FSDPPolicy(
         transforms.compute_dtype,
         transforms.reduce_dtype,
@@ -142,14 +146,9 @@ def _reshard_after_forward(config: ParallelismConfig) -> ReshardAfterForward:
 
 
 def _modules_around_blocks(
-    model: nn.Module, spec: ModelSpec, sizes: ModelSizes
+    model: nn.Module, spec: ModelSpec
 ) -> tuple[list[nn.Module], list[nn.Module]]:
-    """(modules before the blocks, modules after them).
-
-    Both are empty with tied embeddings: the shared weight must not be in two FSDP groups.
-    """
-    if spec.tied_parameters(sizes):
-        return [], []
+    """(modules before the blocks, modules after them)."""
     children = dict(model.named_children())
     position = list(children).index(spec.blocks_path)
     modules = list(children.values())
@@ -172,20 +171,26 @@ class ParallelModules:
     ) -> ShardedModel:
         """Allocate this rank's shards, and initialize the weights."""
         model, transforms, sizes = self.model, self.transforms, self.sizes
+        stages, mesh = self.stage_modules, self.layout.mesh
         model.to_empty(device="cpu" if transforms.cpu_offload else device)
         for router in find_routers(model):
             router.move_buffers(device)
         # Like TP, to_empty() replaces both parameters of a tied pair; FSDP does not always tie them
-        tie_parameters(model, self.spec.tied_parameters(sizes))
+        tied = self.spec.tied_parameters(sizes)
+        for stage in stages.values():
+            tie_parameters(stage, pairs_inside(stage, tied))
+        if isinstance(model, RankModel):
+            model.add_second_names()
         init_weights(model, self.spec.init_roles, sizes.n_layers, seed, widths)
-        tp = self.layout.mesh.tp
+        outputs = (getattr(stage, self.spec.output_path) for stage in stages.values())
         return ShardedModel(
             model,
-            self.stage_modules,
-            output=getattr(model, self.spec.output_path),
+            stages,
+            output=next((output for output in outputs if output is not None), None),
             dim=sizes.dim,
             compute_dtype=transforms.compute_dtype,
-            update_float8_scales=build_float8_scale_update(model, transforms.float8, tp),
+            update_float8_scales=build_float8_scale_update(model, transforms.float8, mesh.tp),
+            tied_copies=build_tied_copies(stages, self.layout.plan, tied, mesh.pp),
         )
 
 

@@ -25,6 +25,7 @@ from titanlite.models import ModelSizes, ModelSpec
 from titanlite.parallelize.fsdp import accumulate_gradients
 from titanlite.parallelize.pipeline_plan import PipelinePlan
 from titanlite.parallelize.schedule import PipelineAction, format_action, format_trace_name
+from titanlite.parallelize.tied import RankModel
 
 
 def build_stage_modules(
@@ -49,7 +50,8 @@ def build_stage_modules(
     for stage, stage_module in stage_modules.items():
         for name in plan.stages[stage]:
             model.set_submodule(name, stage_module.get_submodule(name))
-    return model, stage_modules
+    tied = spec.tied_parameters(sizes)
+    return RankModel(model, tied) if tied else model, stage_modules
 
 
 def _make_sendable(stage_module: nn.Module, inputs: tuple, output: Tensor) -> Tensor:

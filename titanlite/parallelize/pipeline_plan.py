@@ -73,6 +73,14 @@ class PipelinePlan:
         """Stages of a pipeline rank, in model order."""
         return [stage for stage, owner in enumerate(self.rank_of) if owner == rank]
 
+    def stage_of(self, parameter: str) -> int:
+        """The stage that has a parameter of the model, by its name."""
+        return next(
+            stage
+            for stage, modules in enumerate(self.stages)
+            if any(parameter.startswith(f"{module}.") for module in modules)
+        )
+
     def describe_stage(self, stage: int) -> str:
         """Modules of a stage as text, such as "tok_embeddings, layers 0-3"."""
         parts: list[str] = []
@@ -102,11 +110,13 @@ def plan_pipeline(
     if config.pipeline_parallel_degree == 1:  # one stage with all modules
         plan = PipelinePlan("1F1B", None, [list(costs)], [sum(costs.values())], [0], local_batch, 1)
         return plan, []
-    errors = [*_check_batch_and_tying(config, spec, sizes, local_batch), *check_stage_keys(config)]
+    errors = [*_check_microbatch_size(config, local_batch), *check_stage_keys(config)]
     try:
         assignment = _assign_stages_to_ranks(config, sizes)
         errors += _check_schedule(config, assignment, local_batch)
         stages = partition_model(config, costs, spec.blocks_path, len(assignment.rank_of))
+        if spec.tied_parameters(sizes):
+            stages = _give_parameters_to_each_rank(config, stages, assignment, spec.output_path)
     except ConfigError as error:
         errors.append(error)
     if errors:
@@ -137,17 +147,8 @@ def _schedule_setting(config: ParallelismConfig) -> str:
     return f'{SCHEDULE_KEY} = "{config.pipeline_parallel_schedule}"'
 
 
-def _check_batch_and_tying(
-    config: ParallelismConfig, spec: ModelSpec, sizes: ModelSizes, local_batch: int
-) -> Iterator[ConfigError]:
-    """Reject tied embeddings, and a micro-batch size that does not divide the local batch."""
-    if spec.tied_parameters(sizes):
-        yield ConfigError(
-            f"{DEGREE_KEY} = {config.pipeline_parallel_degree}: the embedding and the output layer"
-            " share one weight (model.tied_embeddings), but are in the first and last stage.",
-            fix="Use other degrees, or model.tied_embeddings = false.",
-            keys=(DEGREE_KEY, "model.tied_embeddings"),
-        )
+def _check_microbatch_size(config: ParallelismConfig, local_batch: int) -> Iterator[ConfigError]:
+    """Reject a micro-batch size that does not divide the local batch."""
     size = config.pipeline_parallel_microbatch_size
     if local_batch % size:
         yield ConfigError(
@@ -163,6 +164,27 @@ class _StageAssignment(NamedTuple):
 
     schedule: ScheduleSpec
     rank_of: list[int]
+
+
+def _give_parameters_to_each_rank(
+    config: ParallelismConfig, stages: list[list[str]], assignment: _StageAssignment, output: str
+) -> list[list[str]]:
+    """Stages of which no rank has the tied output layer alone, whose weight another rank trains.
+
+    Its stage gets the module before it, a norm, from the stage before. Raises ConfigError for
+    stages that the user has listed.
+    """
+    *_, before, last = stages
+    if last != [output] or assignment.rank_of.count(assignment.rank_of[-1]) > 1:
+        return stages
+    if config.module_fqns_per_model_part or len(before) == 1:
+        raise ConfigError(
+            f'parallelism.module_fqns_per_model_part: the last rank would have "{output}" only,'
+            " whose weight the first rank trains (tied embeddings), and no parameter of its own.",
+            fix=f'Move "{before[-1]}" to the last stage.',
+            keys=("parallelism.module_fqns_per_model_part",),
+        )
+    return [*stages[:-2], before[:-1], [before[-1], output]]
 
 
 def _assign_stages_to_ranks(config: ParallelismConfig, sizes: ModelSizes) -> _StageAssignment:

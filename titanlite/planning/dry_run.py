@@ -24,6 +24,7 @@ from torch.distributed.tensor import DTensor
 
 from titanlite import parallelize as parallelize_package
 from titanlite.distributed.mesh import DIMENSIONS, ExpertMesh, build_mesh, coordinates_of
+from titanlite.distributed.tensors import registered_parameters
 from titanlite.errors import ConfigError
 from titanlite.job import Job
 from titanlite.job.build import build_state, build_step_settings
@@ -242,7 +243,7 @@ def resting_bytes(model: nn.Module, optimizers: Iterable[torch.optim.Optimizer])
 
     FSDP pads uneven shards, so a storage may be larger than the tensor in it.
     """
-    parameters = list(model.parameters())
+    parameters = registered_parameters(model)
     states = [state for optimizer in optimizers for state in optimizer.state.values()]
     moments = [value for state in states for value in state.values()]
     return RestingBytes(

@@ -232,7 +232,7 @@ class LayoutSpace:
         return not problems
 
     def _can_partition(self, pipeline: int) -> bool:
-        return pipeline <= self.sizes.n_layers and not self.spec.tied_parameters(self.sizes)
+        return pipeline <= self.sizes.n_layers
 
     def _suits_float8(self, frame: Frame) -> bool:
         if frame.precision == "bf16":

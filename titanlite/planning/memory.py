@@ -181,6 +181,9 @@ class _RankEstimate:
         self.has_embedding = any(stage.embedding for stage in stages)
         self.has_output = any(stage.output for stage in stages)
         self.norms = sum(stage.norm for stage in stages)
+        tied = parts.tied and self.pipelined and self.has_output
+        # of the tied embedding; it is not trained where it is used, so it has no optimizer state
+        self.copy = self.embedding if tied and self.layout.sharded == "parameters" else EMPTY
         self.all = self._all()
 
     def _group(self, parameters) -> GroupBytes:
@@ -209,9 +212,12 @@ class _RankEstimate:
         numerics, total = self.numerics, self.all
         if self.workload.offload_parameters:
             return 0.0, 0.0, 0.0
-        state = 0.0 if self.workload.offload_optimizer else total.state
+        state = 0.0 if self.workload.offload_optimizer else total.state - self.copy.state
         if self.layout.sharded == "parameters":
-            grads = total.sharded * numerics.gradient_bytes
+            # the copy's gradient is freed, unless FSDP has reduced it together with the norm's
+            alone = any(stage.output and not stage.norm for stage in self.stages)
+            freed = self.copy.sharded if alone else 0
+            grads = (total.sharded - freed) * numerics.gradient_bytes
             return total.sharded * numerics.parameter_bytes, grads, state
         # a working copy of all parameters; the optimizer's own parameters are a part of its state
         own = numerics.parameter_bytes + numerics.state_bytes

@@ -5,12 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import lru_cache
 
-from titanlite.parallelize.schedule import (
-    SCHEDULES,
-    assign_stages,
-    build_schedule_order,
-    simulate_schedule,
-)
+from titanlite.parallelize.schedule import build_schedule_order, simulate_schedule
 
 MANY = 2  # micro-batches per rank beyond which the idle time does not grow
 
@@ -32,11 +27,6 @@ def divide_layers(layers: int, stages: int, first: float, last: float) -> tuple[
         blocks[cheapest] += 1
         costs[cheapest] += 1
     return tuple(blocks)
-
-
-def ranks_of_stages(schedule: str, ranks: int, stages: int) -> list[int]:
-    """Pipeline rank of each stage."""
-    return assign_stages(SCHEDULES[schedule], ranks, stages)
 
 
 def idle_seconds(

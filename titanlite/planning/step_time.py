@@ -27,7 +27,8 @@ from titanlite.planning.collective_time import CollectiveTimes
 from titanlite.planning.efficiency import Efficiency, find_efficiency
 from titanlite.planning.hardware import Cluster
 from titanlite.planning.kernel_time import KernelTimes
-from titanlite.planning.pipeline_time import divide_layers, idle_seconds, ranks_of_stages
+from titanlite.planning.pipeline_time import divide_layers, idle_seconds
+from titanlite.planning.stages import stage_ranks
 from titanlite.planning.workload import Layout, Workload
 
 HOST_OPTIMIZER_GB_PER_S = 100.0
@@ -123,11 +124,11 @@ def _rank_passes(workload: Workload, case: BlockCase) -> list[Passes]:
         model.n_layers, stages, *(round(end.total / block, 2) for end in ends)
     )
     ranks = [Passes(Seconds(), Seconds())] * layout.pipeline
-    stage_ranks = layout.stage_ranks or ranks_of_stages(layout.schedule, layout.pipeline, stages)
-    ranks[stage_ranks[0]] = ranks[stage_ranks[0]].plus(ends[0])
-    ranks[stage_ranks[-1]] = ranks[stage_ranks[-1]].plus(ends[1])
+    owners = stage_ranks(layout)
+    ranks[owners[0]] = ranks[owners[0]].plus(ends[0])
+    ranks[owners[-1]] = ranks[owners[-1]].plus(ends[1])
     start = 0
-    for rank, count in zip(stage_ranks, layers, strict=True):
+    for rank, count in zip(owners, layers, strict=True):
         for kind, blocks in Counter(kinds[start : start + count]).items():
             ranks[rank] = ranks[rank].plus(passes_of[kind], blocks)
         start += count
@@ -287,10 +288,25 @@ def _transfer_seconds(workload: Workload, case: BlockCase, busiest: Passes) -> f
     stride = layout.tensor * layout.context * layout.shard * layout.replicate
     each = case.collectives.send(sent, stride)
     times = 2 * layout.stages_per_rank * layout.n_microbatches
+    exchange = _tied_exchange_seconds(workload, case, stride)
     if workload.overlap.pipeline:
         hidden_by = busiest.total / (2 * layout.stages_per_rank)
-        return 2 * layout.pipeline * each + times * max(0.0, each - hidden_by)
-    return (times + 2 * layout.pipeline) * each
+        return exchange + 2 * layout.pipeline * each + times * max(0.0, each - hidden_by)
+    return exchange + (times + 2 * layout.pipeline) * each
+
+
+def _tied_exchange_seconds(workload: Workload, case: BlockCase, stride: int) -> float:
+    """The tied embedding to the last stage, and the gradient of its copy back, once a step."""
+    layout, model, numerics = workload.layout, workload.model, workload.numerics
+    owners = stage_ranks(layout)
+    distance = owners[-1] - owners[0]
+    if not model.tied_embeddings or layout.sharded != "parameters" or not distance:
+        return 0.0
+    owned = model.vocab_size * model.dim / layout.tensor / layout.shard / layout.context
+    return sum(
+        case.collectives.send(owned * size, stride * distance)
+        for size in (numerics.parameter_bytes, numerics.gradient_bytes)
+    )
 
 
 def _optimizer_seconds(workload: Workload, kernels: KernelTimes) -> float:

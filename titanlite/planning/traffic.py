@@ -128,8 +128,10 @@ class _RankTraffic:
         embedding = any(stage.embedding for stage in self.stages)
         last = parts.norm * sum(stage.norm for stage in self.stages)
         last += parts.output * sum(stage.output for stage in self.stages)
-        if parts.tied:
+        if parts.tied and layout.pipeline == 1:
             return [*groups, *group((*parts.embedding, *last), always)]
+        if parts.tied and any(stage.output for stage in self.stages):
+            last += parts.embedding  # a copy
         if embedding:
             groups += group(parts.embedding, reshard)
         return [*groups, *group(last, always)] if last else groups
@@ -266,3 +268,15 @@ class _RankTraffic:
                 calls += sum(owners[other] != owner for other in others)
         for name in ("send", "receive"):
             self._add("pipeline", name, calls * layout.n_microbatches, size)
+        if self.parts.tied and owners[0] != owners[-1]:
+            self._tied_embedding(owners[self.stages[0].number], owners[0], owners[-1])
+
+    def _tied_embedding(self, rank: int, first: int, last: int) -> None:
+        """The embedding to the last stage, and the gradient of its copy back, once a step."""
+        numerics = self.workload.numerics
+        elements = group_bytes(self.parts.embedding, self.layout, 0.0).stored
+        weights, gradients = numerics.parameter_bytes, numerics.gradient_bytes
+        if rank in (first, last):
+            sent, received = (weights, gradients) if rank == first else (gradients, weights)
+            self._add("pipeline", "send", 1, elements * sent)
+            self._add("pipeline", "receive", 1, elements * received)

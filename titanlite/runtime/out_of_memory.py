@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from titanlite.distributed.tensors import registered_parameters
 from titanlite.errors import UserError
 from titanlite.metrics import peak_memory_bytes
 
@@ -31,7 +32,7 @@ class MemoryUsage:
 
     def by_kind(self) -> dict[str, int]:
         """Bytes of this rank's shards on the device; 0 if not built yet, or offloaded."""
-        parameters = list(self._model.parameters()) if self._model else []
+        parameters = registered_parameters(self._model) if self._model else []
         states = [state for optimizer in self._optimizers for state in optimizer.state.values()]
         moments = [value for state in states for value in state.values()]
         return {

@@ -177,7 +177,7 @@ class PipelineEngine:
         self, batch: Batch, valid: Tensor, set_phase: SetPhase = ignore_phase
     ) -> Tensor:
         """See `Engine.forward_backward`."""
-        self._sharded.update_float8_scales()
+        self._follow_weights()
         self._valid = valid
         set_phase("forward/backward")  # interleaved by the schedule
         runs = batch.split(self._plan.sequences)
@@ -185,12 +185,14 @@ class PipelineEngine:
         for number, run in enumerate(runs):
             last = number == len(runs) - 1
             total += self._run(TrainStage, self._plan, run, self._reduce_every_run or last)
+        for copy in self._sharded.tied_copies:
+            copy.reduce_gradient()  # once a step: the sums of all micro-batches
         return total
 
     @torch.no_grad()
     def evaluate(self, inputs: Tensor, labels: Tensor) -> Tensor:
         """See `Engine.evaluate`."""
-        self._sharded.update_float8_scales()
+        self._follow_weights()
         self._valid = 1.0
         plan = self._plan.for_sequences(len(inputs))
         padding = (0, 0, 0, -len(inputs) % plan.sequences)  # torch fixes the micro-batch count
@@ -201,6 +203,12 @@ class PipelineEngine:
             total += self._run(EvalStage, plan, run, reduce=False).sum()
         _reshard(self._sharded.stage_modules.values())
         return total
+
+    def _follow_weights(self) -> None:
+        """Bring up to date what is derived from the weights, which may have changed."""
+        self._sharded.update_float8_scales()
+        for copy in self._sharded.tied_copies:
+            copy.update()
 
     def _run(
         self,
