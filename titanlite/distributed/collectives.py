@@ -119,6 +119,8 @@ def start_all_to_all_rows(
     buffer = rows.new_empty(sum(received), *rows.shape[1:])
     work = dist.all_to_all_single(buffer, rows, received, sent, group=group, async_op=True)
     return buffer, work.wait
+
+
 def send_tensor(mesh: DeviceMesh, value: Tensor, receiver: int) -> None:
     """Send a contiguous tensor to the rank `receiver` of a one-dimensional mesh."""
     _transfer(mesh, dist.isend, value, receiver)

@@ -25,7 +25,9 @@ def expert_passes(case: BlockCase) -> Passes:
     # tensor ranks that do not shard the experts route their own part of the tokens
     on_rank = case.tokens * case.expert_tensor / tensor
     routed = on_rank * experts.active
-    passes = feed_forward_passes(case, routed / local, experts.hidden_dim / case.expert_tensor, count=local)
+    passes = feed_forward_passes(
+        case, routed / local, experts.hidden_dim / case.expert_tensor, count=local
+    )
     if experts.shared_hidden_dim:
         shared = feed_forward_passes(case, case.tokens, experts.shared_hidden_dim / tensor)
         passes = passes.plus(shared)

@@ -11,7 +11,6 @@ from torch import nn
 from titanlite.job import Job
 from titanlite.optim import MatrixFacts, optimizer_state_bytes
 from titanlite.planning.workload import (
-    ExpertExchange,
     Layout,
     MatmulPrecision,
     Numerics,
@@ -38,9 +37,6 @@ def workload_of(job: Job) -> Workload:
         compiled=config.compile.compiles("model"),
         fused_attention=True,
         overlap=Overlap(tensor=config.parallelism.enable_async_tensor_parallel),
-        exchange=ExpertExchange(
-            tensor_sharded=job.degrees.expert_tensor_ranks == job.degrees.tensor
-        ),
         attention_kernel="native" if config.attention.backend in OWN_KERNELS else "flash2",
         offload_activations=config.activation_checkpoint.offload,
         offload_optimizer=config.optimizer.offload or config.training.enable_cpu_offload,
