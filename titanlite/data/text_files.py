@@ -156,6 +156,8 @@ def _files_below(path: Path, follow_symlinks: bool, suffixes: tuple[str, ...]) -
     Raises OSError if a folder cannot be listed.
     """
     if not path.is_dir():
+        if _is_beyond_cycle(path):
+            return []
         _refuse_irregular([path])
         return [path]
     texts: list[Path] = []
@@ -173,6 +175,15 @@ def _files_below(path: Path, follow_symlinks: bool, suffixes: tuple[str, ...]) -
         refuse_outward_links(links, path, _ALLOW_LINKS)
     _refuse_irregular(texts)
     return sorted(texts)
+
+
+def _is_beyond_cycle(path: Path) -> bool:
+    """Whether a path has more links than the system follows, to what a shorter path reaches.
+
+    `glob` follows a link to a parent folder again and again.
+    """
+    shorter = os.path.join(os.path.realpath(path.parent), path.name)
+    return not path.exists() and os.path.exists(shorter)
 
 
 def _raise(error: OSError) -> None:
