@@ -86,17 +86,6 @@ def _attended(shape: ModelShape, block: int, seq_len: int, full: bool) -> float:
     return window if full else window * (1 - window / (2 * seq_len)) if seq_len else 0.0
 
 
-def attended_share(shape: ModelShape, seq_len: int) -> float:
-    """Scores that windows leave, as a fraction of those of causal attention; 1.0 without windows.
-
-    The mean over all blocks.
-    """
-    if not shape.window or not seq_len:
-        return 1.0
-    attended = sum(_attended(shape, b, seq_len, False) for b in range(shape.n_layers))
-    return attended / (shape.n_layers * seq_len / 2)
-
-
 def block_flops(shape: ModelShape, block: int, seq_len: int, full_attention: bool = False) -> float:
     """Forward and backward FLOPs per token of one block: 6 per matmul weight, plus attention.
 
