@@ -59,15 +59,6 @@ def test_what_costs_more_shows_in_its_part(change, part):
     assert after.total > before.total
 
 
-def test_a_window_leaves_its_share_of_the_attention():
-    """Tokens behind the first window attend to 1,024 of on average 4,096 tokens."""
-    share = (1024 - 1024**2 / (2 * 8192)) / 4096
-    for every, expected in ((0, share), (2, (1 + share) / 2)):
-        model = dataclasses.replace(LLAMA_8B, window=1024, full_attention_every=every)
-        after = seconds(dataclasses.replace(BASE, model=model))
-        assert after.attention == pytest.approx(expected * seconds().attention)
-
-
 def test_float8_makes_matmuls_faster_and_quantizes():
     numerics = Numerics(matmuls="float8")
     float8 = seconds(dataclasses.replace(BASE, numerics=numerics))
