@@ -96,7 +96,6 @@ OUTSIDE_ASSIGNMENTS = {
     "titanlite/parallelize/activation_checkpoint.py: block.forward": "module transformation",
     "titanlite/parallelize/activation_offload.py: block.forward": "module transformation",
     "titanlite/parallelize/compile.py: block.forward": "module transformation",
-    "titanlite/parallelize/compile.py: mixture.forward": "module transformation",
     "titanlite/parallelize/context.py: module.forward": "module transformation",
     "titanlite/parallelize/expert.py: module.forward": "module transformation",
     "titanlite/parallelize/tensor_styles.py: module.forward": "module transformation",

@@ -77,7 +77,7 @@ class DeepSeekV3Sizes:
         )
 
 
-class LatentAttention(nn.Module):
+class DeepSeekAttention(nn.Module):
     """Multi-head latent attention (https://arxiv.org/abs/2405.04434, section 2.1).
 
     A head's query and key are features without a position, then rotated ones; all heads share the
@@ -146,13 +146,13 @@ class SharedKey(nn.Module):
         return apply_rope(pair_halves(k.unsqueeze(2)), rope)
 
 
-class TransformerBlock(nn.Module):
+class DeepSeekBlock(nn.Module):
     """Attention, then a feed-forward layer (`feed_forward`) or a mixture of experts (`moe`)."""
 
     def __init__(self, sizes: DeepSeekV3Sizes, has_experts: bool):
         super().__init__()
         self.attention_norm = nn.RMSNorm(sizes.dim, eps=sizes.norm_eps)
-        self.attention = LatentAttention(sizes)
+        self.attention = DeepSeekAttention(sizes)
         self.ffn_norm = nn.RMSNorm(sizes.dim, eps=sizes.norm_eps)
         self.has_experts = has_experts
         if has_experts:
@@ -178,6 +178,6 @@ class DeepSeekV3(RotaryDecoder):
     def __init__(self, sizes: DeepSeekV3Sizes):
         super().__init__(
             sizes,
-            lambda index: TransformerBlock(sizes, has_experts=index >= sizes.n_dense_layers),
+            lambda index: DeepSeekBlock(sizes, has_experts=index >= sizes.n_dense_layers),
             rotary_dim=sizes.qk_rope_head_dim,
         )
