@@ -9,8 +9,10 @@ import torch
 import torch.nn.functional as F
 
 from titanlite.kernels.grouped import grouped_matmul, row_groups
-from titanlite.models import ExpertSizes, LoadBalancing, MixtureOfExperts, Router
+from titanlite.models import LLAMA3, ExpertSizes, LoadBalancing, MixtureOfExperts, Router
 from titanlite.models.router import check_expert_sizes, stable_top_k
+from titanlite.optim.hidden_matrices import MatrixFacts
+from titanlite.optim.muon import Muon
 
 SIZES = ExpertSizes(count=8, active=2, hidden_dim=24, shared_dim=16, shared_gate=True)
 GROUPED = ExpertSizes(
@@ -165,6 +167,23 @@ def test_a_step_that_is_not_accepted_changes_no_balance():
     step = torch.tensor([0.5] * 4 + [-0.5] * 4)  # the mean is 3.5
     torch.testing.assert_close(router.expert_bias, before[0] + step)
     torch.testing.assert_close(router.previous_load, counts / counts.sum())
+
+
+def test_muon_orthogonalizes_each_expert_by_itself():
+    torch.manual_seed(0)
+    assert MatrixFacts(LLAMA3, LLAMA3.flavors["8B"]).is_hidden("layers.0.moe.experts.w1", (3, 4, 6))
+    start, grad = (
+        torch.randn(3, 4, 6),
+        torch.randn(3, 4, 6) * torch.tensor([1e-3, 1, 50])[:, None, None],
+    )
+    stack = torch.nn.Parameter(start.clone())
+    experts = [torch.nn.Parameter(matrix.clone()) for matrix in start]
+    for parameter, gradient in zip([stack, *experts], [grad, *grad], strict=True):
+        parameter.grad = gradient.clone()
+    Muon([{"params": [stack]}], lr=0.1).step()
+    Muon([{"params": experts}], lr=0.1).step()
+    torch.testing.assert_close(stack.detach(), torch.stack([e.detach() for e in experts]))
+    assert (stack.detach() - start).abs().amin((1, 2)).min() > 0
 
 
 def test_sizes_that_do_not_fit_are_refused():
