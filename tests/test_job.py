@@ -560,7 +560,7 @@ lr = true
 decay_ratio = 1.5
 [parallelism]
 tensor_parallel_degree = 3
-expert_parallel_degree = 2
+expert_parallel_comm_backend = "deepep"
 [modle]
 dim = 3
 [checkpoint]
@@ -574,7 +574,7 @@ EXPECTED_LINES = [
     ("optimizer.lr = true", "a number of at least 0"),
     ("lr_scheduler.decay_ratio = 1.5", "at least 0 and at most 1"),
     ("tensor_parallel_degree 3", "ranks, 2"),
-    ("parallelism.expert_parallel_degree = 2", "Use 1"),
+    ('parallelism.expert_parallel_comm_backend = "deepep"', 'Use "standard"'),
     ("[modle]", "Did you mean model"),
     ("checkpoint.enable_checkpoint = true", "checkpoint.enable"),
 ]
