@@ -13,7 +13,7 @@ from titanlite.errors import EXIT_USER_ERROR, UserError
 from titanlite.job import read_job
 from titanlite.planning.dry_run import RankStep, dry_run
 from titanlite.planning.job_memory import estimate_job_memory, job_traffic
-from titanlite.planning.memory import RankMemory
+from titanlite.planning.rank_memory import RankMemory
 
 SIZES = {"dim": 256, "n_heads": 8, "n_kv_heads": 4, "n_layers": 4, "hidden_dim": 768}
 COMMON = {**{f"model.{key}": size for key, size in SIZES.items()}, "training.seq_len": 512}

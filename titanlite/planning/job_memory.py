@@ -11,8 +11,9 @@ from titanlite.models import first_match
 from titanlite.optim import MatrixFacts, optimizer_state_bytes, whole_matrix_bytes
 from titanlite.parallelize.tensor import TENSOR_PARALLEL_ROLES
 from titanlite.planning.job_workload import workload_of
-from titanlite.planning.memory import MemoryEstimate, estimate_memory
+from titanlite.planning.memory import estimate_memory
 from titanlite.planning.model_parts import ModelParts, ParameterShape
+from titanlite.planning.rank_memory import MemoryEstimate
 from titanlite.planning.stages import StageParts
 from titanlite.planning.traffic import CollectiveBytes, traffic
 
