@@ -18,7 +18,7 @@ def block_backward(
     Beside what forward saved and the gradient of the block's output. The weights are bytes of a
     rank's gathered weights in the compute dtype, as their gradients.
     """
-    backward = _BlockBackward(activations)
+    backward = _BlockTape(activations)
     backward.gather_gradient()
     if activations.recomputes(block):
         backward.recompute(block)
@@ -28,8 +28,18 @@ def block_backward(
     return backward.tape.peak
 
 
-class _BlockBackward:
-    """The tape of one block's backward; residual R, hidden H, query Q, key K, feed-forward F."""
+def block_forward(activations: BlockActivations) -> float:
+    """Bytes of activations at the peak of a forward that saves all that backward needs."""
+    block = _BlockTape(activations)
+    if not block.eager:
+        return activations.all_saved
+    block.forward_attention(stored=False)
+    block.forward_feed_forward(stored=False)
+    return block.tape.peak[0]
+
+
+class _BlockTape:
+    """The tape of a block; residual R, hidden H, query Q, key K, feed-forward F."""
 
     def __init__(self, activations: BlockActivations):
         a = self.a = activations
@@ -60,8 +70,8 @@ class _BlockBackward:
         start, missing = tape.activations, max(0.0, a.all_saved - a.saved(block))
         if self.eager and a.workload.recompute != "memory_budget":
             stored = a.workload.recompute == "per_operation"
-            self._forward_attention(stored)
-            self._forward_feed_forward(stored)
+            self.forward_attention(stored)
+            self.forward_feed_forward(stored)
         tape.free(tape.activations - start)
         tape.add(missing)
 
@@ -79,7 +89,7 @@ class _BlockBackward:
         if self.split:
             self._all_gather()
 
-    def _forward_attention(self, stored: bool) -> None:
+    def forward_attention(self, stored: bool) -> None:
         """`stored`: every second matmul and attention's output were saved."""
         a, tape = self.a, self.tape
         self._forward_norm()
@@ -107,7 +117,7 @@ class _BlockBackward:
         self.tape.free(cast, wide)
         self.tape.add(size)
 
-    def _forward_feed_forward(self, stored: bool) -> None:
+    def forward_feed_forward(self, stored: bool) -> None:
         a, tape = self.a, self.tape
         self._forward_norm()
         tape.add(0.0 if stored else a.feed_forward, *[a.feed_forward] * (a.wide_tensors - 1))

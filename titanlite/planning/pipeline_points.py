@@ -92,7 +92,10 @@ class _PipelineRank:
         own = done[state.stage]
         accumulated = _Accumulated(sum(done) - own, own)
         if state.kind == "forward":
-            return self._points_of_loss(stage, in_flight, accumulated) if stage.output else []
+            points = [self._forward_of_blocks(stage, in_flight, accumulated)]
+            if stage.output:
+                points.append(self._forward_of_loss(stage, in_flight, accumulated))
+            return points
         others = in_flight - self._saved(stage)
         points = self._points_of_blocks(stage, others, accumulated)
         if stage.output:
@@ -101,19 +104,29 @@ class _PipelineRank:
             points.append(self._backward_of_embedding(stage, others, accumulated))
         return points
 
-    def _points_of_loss(
+    def _forward_of_blocks(
         self, stage: StageParts, in_flight: float, accumulated: _Accumulated
-    ) -> list[StepPoint]:
+    ) -> StepPoint:
+        before = self._saved(stage, stage.blocks - 1) if stage.blocks else 0.0
+        own = self.parts.forward(stage.first_block + stage.blocks - 1) if stage.blocks else 0.0
+        return StepPoint(
+            "in the forward of a block",
+            gathered=self.gathered,
+            unsharded_gradients=accumulated.others + accumulated.own,
+            activations=in_flight + before + own,
+        )
+
+    def _forward_of_loss(
+        self, stage: StageParts, in_flight: float, accumulated: _Accumulated
+    ) -> StepPoint:
         loss = self.parts.loss
-        return [
-            StepPoint(
-                "at the loss",
-                gathered=self.gathered,
-                unsharded_gradients=accumulated.others + accumulated.own,
-                activations=in_flight + self._saved(stage, stage.blocks),
-                logits=loss.saved + loss.forward_temporaries,
-            )
-        ]
+        return StepPoint(
+            "at the loss",
+            gathered=self.gathered,
+            unsharded_gradients=accumulated.others + accumulated.own,
+            activations=in_flight + self._saved(stage, stage.blocks),
+            logits=loss.saved + loss.forward_temporaries,
+        )
 
     def _backward_of_loss(self, in_flight: float, accumulated: _Accumulated) -> StepPoint:
         return StepPoint(
@@ -127,17 +140,16 @@ class _PipelineRank:
     def _points_of_blocks(
         self, stage: StageParts, others: float, accumulated: _Accumulated
     ) -> list[StepPoint]:
-        """Backwards of the first and the last block, and of the last one that is recomputed."""
-        parts, workload = self.parts, self.parts.workload
-        every = workload.recompute_every if workload.recompute == "selective" else 1
-        numbers = {0, *range(max(0, stage.blocks - every), stage.blocks)} if stage.blocks else ()
-        points = []
-        for number in numbers:
+        parts, points = self.parts, []
+        for number in parts.notable_blocks(stage.blocks):
             temporaries, gradients = parts.backward(stage.first_block + number)
             later = 0.0  # gradients of this micro-batch that were accumulated
             if not accumulated.own and self.of_torch:
                 later = (stage.blocks - 1 - number) * parts.block.gathered * self.reduce
                 later += parts.after.gathered * self.reduce if stage.output else 0.0
+            elif self.reduce == self.compute:  # each gradient is added to its sum at once
+                matrices = 3 if parts.workload.model.gated else 2
+                gradients = parts.feed_forward_elements / matrices * self.compute
             points.append(
                 StepPoint(
                     "in the backward of a block",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import cached_property
 
 from titanlite.planning.activation_memory import BlockActivations
-from titanlite.planning.block_backward import block_backward
+from titanlite.planning.block_backward import block_backward, block_forward
 from titanlite.planning.loss_memory import LossBytes, loss_bytes
 from titanlite.planning.model_parts import EMPTY, GroupBytes, ModelParts, group_bytes
 from titanlite.planning.stages import StageParts
@@ -30,6 +30,7 @@ class RankParts:
         self.has_embedding = any(stage.embedding for stage in stages)
         self.has_output = any(stage.output for stage in stages)
         self.all = self._all()
+        self._backwards: dict[bool, tuple[float, float]] = {}  # by whether it recomputes
 
     def _group(self, parameters) -> GroupBytes:
         return group_bytes(parameters, self.layout, self.numerics.state_bytes)
@@ -93,11 +94,33 @@ class RankParts:
         matrices = (3 if model.gated else 2) * model.dim * model.hidden_dim
         return min(self.block.gathered, matrices / self.layout.tensor)
 
+    def forward(self, number: int) -> float:
+        """Bytes of activations that the forward of a block adds at its peak.
+
+        A block that is recomputed has more in backward, and is not described.
+        """
+        acts = self.activations
+        return 0.0 if acts.recomputes(number) else block_forward(acts)
+
     def backward(self, number: int) -> tuple[float, float]:
         """Bytes of (activations, weight gradients) that the backward of a block adds."""
-        compute, wide = self.numerics.gathered_bytes, self.feed_forward_elements
-        other = (self.block.gathered - wide) * compute
-        return block_backward(self.activations, number, wide * compute, other)
+        recomputes = self.activations.recomputes(number)
+        if recomputes not in self._backwards:
+            compute, wide = self.numerics.gathered_bytes, self.feed_forward_elements
+            other = (self.block.gathered - wide) * compute
+            found = block_backward(self.activations, number, wide * compute, other)
+            self._backwards[recomputes] = found
+        return self._backwards[recomputes]
+
+    def notable_blocks(self, blocks: int) -> set[int]:
+        """Of `blocks` blocks, those whose backward can be the peak.
+
+        Memory changes evenly from block to block, so they are those at the ends, of each kind.
+        """
+        workload = self.workload
+        every = workload.recompute_every if workload.recompute == "selective" else 1
+        ends = {*range(every + 1), *range(blocks - every - 1, blocks)}
+        return {number for number in ends if 0 <= number < blocks}
 
     @property
     def embedding_gradient(self) -> float:
@@ -108,6 +131,12 @@ class RankParts:
         # on a CPU it is summed in fp32 first; see TokenEmbedding
         size = compute + (4 if self.activations.on_cpu and compute < 4 else 0)
         return self.embedding.gathered * self.layout.tensor * size
+
+    @property
+    def embedding_shard(self) -> float:
+        """Bytes of the embedding's gradient, and of a tensor rank's shard that is copied of it."""
+        copies = self.layout.tensor + (1 if self.layout.tensor > 1 else 0)
+        return self.embedding.gathered * copies * self.numerics.gathered_bytes
 
     def reduced(self, group: GroupBytes, last: float) -> float:
         """Bytes at the reduce-scatter of a group's gradients.

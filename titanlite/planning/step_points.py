@@ -9,12 +9,9 @@ from titanlite.planning.rank_parts import RankParts
 def step_points(parts: RankParts) -> list[StepPoint]:
     """The loss, the backward of the first and the last block and of what is around them."""
     step, blocks = _Step(parts), parts.stages[0].blocks
-    every = parts.workload.recompute_every if parts.workload.recompute == "selective" else 1
-    last = range(max(0, blocks - every), blocks)  # the last one that is recomputed, too
-    numbers = {0: "first"} | dict.fromkeys(last, "last")
     return [
         *step.points_of_output(),
-        *(point for number, name in numbers.items() for point in step.points_of_block(number, name)),
+        *(point for n in parts.notable_blocks(blocks) for point in step.points_of_block(n)),
         *step.points_of_embedding(),
     ]
 
@@ -48,14 +45,22 @@ class _Step:
     def points_of_output(self) -> list[StepPoint]:
         """The loss, and the backward of the output layer."""
         parts, acts, after, loss = self.parts, self.acts, self.parts.after, self.parts.loss
-        tied = parts.parts.tied
-        saved = acts.alive(0, self.blocks) + acts.rope + acts.residual
+        tied, blocks = parts.parts.tied, self.blocks
+        saved = acts.alive(0, blocks) + acts.rope + acts.residual
         own = 0 if tied else after.gathered
         # FSDP2 frees the output of forward's last all-gather at its next all-gather
         held = own * self.compute if parts.all_gathers else 0.0
         reduced = 0.0 if tied else parts.reduced(after, after.gathered)
         earlier = {"gradients": self.shards}
+        before = acts.alive(0, blocks - 1) + acts.rope + acts.residual
         return [
+            StepPoint(
+                "in the forward of the last block",
+                **earlier,
+                unsharded_gradients=self.whole,
+                gathered=self._gathered(parts.block.gathered, own if parts.all_gathers else 0),
+                activations=before + parts.forward(blocks - 1),
+            ),
             StepPoint(
                 "at the loss",
                 **earlier,
@@ -81,10 +86,10 @@ class _Step:
             ),
         ]
 
-    def points_of_block(self, number: int, name: str) -> list[StepPoint]:
+    def points_of_block(self, number: int) -> list[StepPoint]:
         """The backward of one block, and its reduce-scatter."""
         parts, acts, block, after = self.parts, self.acts, self.parts.block, self.parts.after
-        at = f"in the backward of the {name} block"
+        at = f"in the backward of block {number}"
         passed = self.blocks - 1 - number
         new = (after.sharded + passed * block.sharded) * parts.numerics.gradient_bytes
         # the reduce-scatter input of the group before is freed when the next group's begins
@@ -117,7 +122,7 @@ class _Step:
         """The backward of the embedding, and its reduce-scatter."""
         parts, acts, embedding = self.parts, self.acts, self.parts.embedding
         all_shards = parts.all.sharded * parts.numerics.gradient_bytes
-        root = self.root or embedding.gathered
+        root = embedding + parts.after if self.root else embedding
         of_embedding = embedding.sharded * parts.numerics.gradient_bytes
         return [
             StepPoint(
@@ -125,16 +130,14 @@ class _Step:
                 gradients=self.shards or all_shards - of_embedding,
                 unsharded_gradients=self.whole
                 + parts.block.gathered * self.reduce
-                + parts.embedding_gradient,
+                + max(parts.embedding_gradient, parts.embedding_shard),
                 gathered=self._gathered(0 if self.root else embedding.gathered),
                 activations=acts.residual + acts.rope,
             ),
             StepPoint(
                 "at the reduce-scatter of the embedding",
                 gradients=self.shards or all_shards,
-                unsharded_gradients=self.whole
-                + root * (self.compute + self.reduce)
-                + embedding.gathered * (parts.layout.tensor - 1) * self.compute,
+                unsharded_gradients=self.whole + parts.reduced(root, root.gathered),
                 gathered=self._gathered(-self.root),
                 activations=acts.rope,
             ),
