@@ -16,18 +16,36 @@ class LossBytes:
     backward_temporaries: float = 0.0
 
 
-def loss_bytes(activations: BlockActivations, weight_elements: int, chunked: bool) -> LossBytes:
-    """The loss of titanlite (`chunked`): gradients are computed in forward, chunk by chunk.
+def loss_bytes(activations: BlockActivations, weight_elements: int) -> LossBytes:
+    """The bytes of the workload's kind of loss."""
+    logits = activations.tokens * activations.workload.model.vocab_size
+    logits /= activations.workload.layout.tensor
+    if activations.workload.loss == "pytorch":
+        return _pytorch_loss(activations, logits)
+    if activations.workload.loss == "megatron":  # the logits, and their softmax in fp32
+        size = activations.size
+        return LossBytes(logits * (size + 4), logits * 4, logits * size)
+    return _fused_loss(activations, weight_elements)
 
-    Otherwise the logits are saved in the compute dtype, and their softmax in fp32.
+
+def _pytorch_loss(activations: BlockActivations, logits: float) -> LossBytes:
+    """F.cross_entropy of logits that are cast to fp32; saves their log-softmax.
+
+    Backward has the gradient of that and its product with the softmax. On tensor ranks, DTensor
+    computes both of elementary operations, which have one fp32 tensor more each
+    (torch/distributed/tensor/parallel/loss.py).
     """
+    more = 4 if activations.workload.layout.tensor > 1 else 0
+    saved = activations.hidden + 4 * logits
+    return LossBytes(saved, (activations.size + 4 + more) * logits, (8 + more) * logits)
+
+
+def _fused_loss(activations: BlockActivations, weight_elements: int) -> LossBytes:
+    """The loss of titanlite: gradients are computed in forward, chunk by chunk."""
     workload, size = activations.workload, activations.size
     vocabulary = workload.model.vocab_size / workload.layout.tensor
     tokens = activations.tokens
     chunk = min(tokens, workload.loss_chunk_tokens or tokens)
-    if not chunked:
-        logits = tokens * vocabulary
-        return LossBytes(logits * (size + 4), logits * 4, logits * size)
     # the normed hidden states; tensor ranks have their shard as well
     inputs = activations.hidden + (activations.residual if workload.layout.tensor > 1 else 0.0)
     cast = size if size < 4 else 0

@@ -54,7 +54,9 @@ class FrameworkFacts:
     overlap: Overlap = field(default_factory=Overlap)
     reduce_bytes: float = 4
     blocking_launches: bool = False
+    loss: Literal["pytorch", "megatron"] = "megatron"
     reported_memory: float = 1.0  # by the memory of its tensors at the peak
+    reported_rank: Literal["worst", "last"] = "worst"  # in the pipeline
 
 
 # torchtitan reports what the allocator has reserved, BLOOM's log what nvidia-smi shows, and
@@ -74,16 +76,19 @@ FRAMEWORKS = {
     "Megatron-DeepSpeed": replace(MEGATRON_ZERO, sharded="optimizer"),
     # SimuMax docs/b200/b200_real_repro_guide.md: overlap is switched off
     "Megatron-LM 0.14": FrameworkFacts(True, "native", overlap=Overlap(data=False)),
-    "Megatron-Core": FrameworkFacts(True, "native"),
+    # the last rank logs (megatron/training/global_vars.py)
+    "Megatron-Core": FrameworkFacts(True, "native", reported_rank="last"),
     # performance recipes: tp_comm_overlap, overlap_grad_reduce, overlap_param_gather and overlapped
     # transfers of the interleaved schedule (Megatron-Bridge docs/performance-guide.md)
     "Megatron-Bridge": FrameworkFacts(True, "native", overlap=Overlap(tensor=True, pipeline=True)),
     "NeMo 24": FrameworkFacts(True, "native", overlap=Overlap(tensor=True, pipeline=True)),
-    "NeMo AutoModel": FrameworkFacts(True, "native", "parameters"),
+    "NeMo AutoModel": FrameworkFacts(True, "native", "parameters", loss="pytorch"),
     # PyTorch eager, FSDP1 with mixed_precision PURE: gradients are reduced in bf16
     # and its recipes of 2023 have attn_impl: triton (scripts/train/yamls/pretrain)
-    "llm-foundry": FrameworkFacts(False, "flash1", "parameters", reduce_bytes=2),
-    "torchtitan": FrameworkFacts(True, "flash2", "parameters", reported_memory=RESERVED),
+    "llm-foundry": FrameworkFacts(False, "flash1", "parameters", reduce_bytes=2, loss="pytorch"),
+    "torchtitan": FrameworkFacts(
+        True, "flash2", "parameters", loss="pytorch", reported_memory=RESERVED
+    ),
     "nanotron": FrameworkFacts(
         False, "flash2", "optimizer", Overlap(data=True), reported_memory=RESERVED
     ),
@@ -140,6 +145,8 @@ def _read_row(row: Row) -> PublishedRun:
     notes: list[str] = []
     model = _row_model(row, facts)
     layout = _row_layout(row, facts, notes)
+    if "Rebalancing layers" in row["note"]:
+        layout = replace(layout, stage_blocks=_balanced_with_embeddings(model, layout))
     if layout.stages_per_rank > 1:
         layout = replace(layout, schedule="Interleaved1F1B")
     cluster = _row_cluster(row, layout)
@@ -159,6 +166,7 @@ def _read_row(row: Row) -> PublishedRun:
         compiled=facts.fused and not eager,
         fused_attention=facts.attention != "stored",
         attention_kernel="native" if facts.attention == "stored" else facts.attention,
+        loss=facts.loss,
         blocking_launches=facts.blocking_launches,
         overlap=overlap,
     )
@@ -257,6 +265,18 @@ def _row_layout(row: Row, facts: FrameworkFacts, notes: list[str]) -> Layout:
     )
 
 
+def _balanced_with_embeddings(model: ModelShape, layout: Layout) -> tuple[int, ...]:
+    """Blocks of each stage if both embeddings count as a block (bigscience, "Rebalancing layers").
+
+    The embedding of 250,000 ids is as large as a block: --pp-partition-method
+    "type:transformer|embedding" in chronicles-prequel.md.
+    """
+    each, rest = divmod(model.n_layers + 2, layout.pipeline)
+    if rest:
+        return ()
+    return (each - 1, *[each] * (layout.pipeline - 2), each - 1)
+
+
 def _row_sharding(row: Row, facts: FrameworkFacts, ranks: int) -> tuple[Any, bool]:
     """What is sharded over the data and context ranks, and whether it is gathered again."""
     cell = row["fsdp"].strip()
@@ -311,8 +331,14 @@ def precision_of(row: Row) -> MatmulPrecision:
 def _row_numerics(row: Row, facts: FrameworkFacts, layout: Layout) -> Numerics:
     precision = precision_of(row)
     torchtitan_float8 = precision == "float8" and row["framework"].startswith("torchtitan")
+    gradients = 4
+    if "bigscience" in row["source"]:
+        # fp16 gradients at first. "Rebalancing layers" begins the runs with a new BF16 optimizer,
+        # which sums gradients in fp32 beside those in bf16 (chronicles-prequel.md)
+        gradients = 6 if "Rebalancing layers" in row["note"] else 2
     return Numerics(
         matmuls=precision,
+        gradient_bytes=gradients,
         reduce_bytes=facts.reduce_bytes,
         float8_gather=torchtitan_float8 and "rowwise" not in row["precision"],
         float8_rowwise="rowwise" in row["precision"],

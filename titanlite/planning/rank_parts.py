@@ -78,7 +78,7 @@ class RankParts:
         if not self.has_output:
             return LossBytes()
         output = self._group(self.parts.output or self.parts.embedding)
-        return loss_bytes(self.activations, output.gathered, self.layout.sharded == "parameters")
+        return loss_bytes(self.activations, output.gathered)
 
     @property
     def all_gathers(self) -> bool:

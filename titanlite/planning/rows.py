@@ -35,10 +35,12 @@ class RowMemory:
     @classmethod
     def estimate(cls, row: Row, workload: Workload, cluster: Cluster) -> RowMemory:
         """The estimate for a row's workload."""
-        memory = estimate_memory(workload)
-        peak = memory.total * framework_facts(row).reported_memory / GIB
-        fits = peak <= cluster.gpu.memory_gib if row["recompute"].strip() else None
-        return cls(memory.worst.resting / GIB, peak, fits)
+        memory, facts = estimate_memory(workload), framework_facts(row)
+        worst = memory.total * facts.reported_memory / GIB
+        fits = worst <= cluster.gpu.memory_gib if row["recompute"].strip() else None
+        reported = memory.ranks[-1] if facts.reported_rank == "last" else memory.worst
+        peak = reported.total * facts.reported_memory / GIB
+        return cls(reported.resting / GIB, peak, fits)
 
 
 @dataclass(frozen=True)
