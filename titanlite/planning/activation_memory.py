@@ -78,8 +78,13 @@ class BlockActivations:
 
     @cached_property
     def wide_tensors(self) -> int:
-        """Saved tensors of that width: gate, its activation, up and product; or two."""
-        return 4 if self.workload.model.gated else 2
+        """Saved tensors of that width: gate, its activation, up and product; or two.
+
+        Fused kernels (compiled, or Transformer Engine's) compute the activation again.
+        """
+        if not self.workload.model.gated:
+            return 2
+        return 3 if self.workload.compiled else 4
 
     @cached_property
     def norm_extra(self) -> float:
@@ -125,7 +130,9 @@ class BlockActivations:
     @cached_property
     def per_operation(self) -> float:
         """All operations but attention and every second matmul are recomputed."""
-        outputs = self.hidden + (2 * self.residual if self._tensor > 1 else 0.0)
+        # eager blocks save the output of the last matmul, too, which backward does not need
+        outputs = 0.0 if self.workload.compiled else self.hidden
+        outputs += 2 * self.residual if self._tensor > 1 else 0.0
         matmuls = self.query + self.key + self.feed_forward
         return self.residual + outputs + matmuls + self.attention_core
 

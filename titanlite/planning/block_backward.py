@@ -134,13 +134,15 @@ class _BlockTape:
         tape.add(wide)
         tape.free(wide, a.hidden if self.split else 0.0)
         if matmuls == 3:
-            tape.add(wide, wide)
-            tape.free(wide, wide, wide)
+            tape.add(wide, wide)  # gradients of the two factors
+            tape.free(*[wide] * (3 if self.eager else 2))
             tape.add_gradient(weights / matmuls)
             tape.add(a.hidden)
             tape.free(wide)
-        tape.add(wide)
-        tape.free(wide, wide)
+        if self.eager or matmuls == 2:
+            tape.add(wide)
+            tape.free(wide)
+        tape.free(wide)
         tape.add_gradient(weights / matmuls)
         tape.add(a.hidden)
         tape.free(wide, a.normed)

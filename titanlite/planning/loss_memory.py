@@ -22,8 +22,10 @@ def loss_bytes(activations: BlockActivations, weight_elements: int) -> LossBytes
     logits /= activations.workload.layout.tensor
     if activations.workload.loss == "pytorch":
         return _pytorch_loss(activations, logits)
+    size = activations.size
+    if activations.workload.loss == "flash":  # the logits, and their gradient
+        return LossBytes(activations.hidden + logits * size, 0.0, logits * size)
     if activations.workload.loss == "megatron":  # the logits, and their softmax in fp32
-        size = activations.size
         return LossBytes(logits * (size + 4), logits * 4, logits * size)
     return _fused_loss(activations, weight_elements)
 

@@ -54,14 +54,18 @@ class FrameworkFacts:
     overlap: Overlap = field(default_factory=Overlap)
     reduce_bytes: float = 4
     blocking_launches: bool = False
-    loss: Literal["pytorch", "megatron"] = "megatron"
+    loss: Literal["pytorch", "megatron", "flash"] = "megatron"
     reported_memory: float = 1.0  # by the memory of its tensors at the peak
+    process_gib: float = 0.0  # added to it
     reported_rank: Literal["worst", "last"] = "worst"  # in the pipeline
 
 
 # torchtitan reports what the allocator has reserved, BLOOM's log what nvidia-smi shows, and
 # nanotron the same. This factor is calibrated: it halves the error of BLOOM's and nanotron's rows.
 RESERVED = 1.2
+# nvidia-smi shows, beside that, CUDA's context with all kernels and NCCL's buffers. Calibrated on
+# BLOOM's rows, whatever their size.
+PROCESS_GIB = 4.0
 MEGATRON_ZERO = FrameworkFacts(False, "stored", "nothing", Overlap(data=False))
 # The first that a framework's name starts with.
 FRAMEWORKS = {
@@ -71,7 +75,11 @@ FRAMEWORKS = {
     # arXiv 2201.11990, and bigscience's fork: DeepSpeed's pipeline reduces after the last backward
     # BLOOM ran with CUDA_LAUNCH_BLOCKING=1, against hangs (chronicles-prequel.md)
     "Megatron-DeepSpeed (ZeRO-1": replace(
-        MEGATRON_ZERO, sharded="optimizer", blocking_launches=True, reported_memory=RESERVED
+        MEGATRON_ZERO,
+        sharded="optimizer",
+        blocking_launches=True,
+        reported_memory=RESERVED,
+        process_gib=PROCESS_GIB,
     ),
     "Megatron-DeepSpeed": replace(MEGATRON_ZERO, sharded="optimizer"),
     # SimuMax docs/b200/b200_real_repro_guide.md: overlap is switched off
@@ -85,7 +93,8 @@ FRAMEWORKS = {
     "NeMo AutoModel": FrameworkFacts(True, "native", "parameters", loss="pytorch"),
     # PyTorch eager, FSDP1 with mixed_precision PURE: gradients are reduced in bf16
     # and its recipes of 2023 have attn_impl: triton (scripts/train/yamls/pretrain)
-    "llm-foundry": FrameworkFacts(False, "flash1", "parameters", reduce_bytes=2, loss="pytorch"),
+    # MPT's default loss_fn is fused_crossentropy (llmfoundry/models/mpt/modeling_mpt.py)
+    "llm-foundry": FrameworkFacts(False, "flash1", "parameters", reduce_bytes=2, loss="flash"),
     "torchtitan": FrameworkFacts(
         True, "flash2", "parameters", loss="pytorch", reported_memory=RESERVED
     ),

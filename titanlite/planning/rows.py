@@ -36,11 +36,14 @@ class RowMemory:
     def estimate(cls, row: Row, workload: Workload, cluster: Cluster) -> RowMemory:
         """The estimate for a row's workload."""
         memory, facts = estimate_memory(workload), framework_facts(row)
-        worst = memory.total * facts.reported_memory / GIB
+
+        def reported_gib(total: float) -> float:
+            return total * facts.reported_memory / GIB + facts.process_gib
+
+        worst = reported_gib(memory.total)
         fits = worst <= cluster.gpu.memory_gib if row["recompute"].strip() else None
         reported = memory.ranks[-1] if facts.reported_rank == "last" else memory.worst
-        peak = reported.total * facts.reported_memory / GIB
-        return cls(reported.resting / GIB, peak, fits)
+        return cls(reported.resting / GIB, reported_gib(reported.total), fits)
 
 
 @dataclass(frozen=True)
