@@ -67,6 +67,7 @@ def _peak(rank: int, parts: RankParts, points: list[StepPoint]) -> RankMemory:
     totals = []
     for point in points:
         values = dataclasses.asdict(point)
+        values["activations"] += _batch_bytes(workload)
         if sharded in ("nothing", "optimizer"):  # they exist all the time
             values |= {"gradients": gradients, "unsharded_gradients": 0.0, "gathered": 0.0}
         elif sharded == "gradients":
@@ -80,3 +81,9 @@ def _peak(rank: int, parts: RankParts, points: list[StepPoint]) -> RankMemory:
         )
         totals.append(memory)
     return max(totals, key=lambda memory: memory.total)
+
+
+def _batch_bytes(workload: Workload) -> float:
+    """Tokens and labels of a rank's sequences, which the context ranks all have."""
+    layout = workload.layout
+    return 2 * 8 * layout.micro_batch * layout.n_microbatches * workload.seq_len

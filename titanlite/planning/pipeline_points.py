@@ -46,25 +46,31 @@ class _PipelineRank:
         self.compute, self.reduce = parts.numerics.gathered_bytes, parts.numerics.reduce_bytes
         self.gathered = parts.all.gathered * self.compute
 
-    def _saved(self, stage: StageParts, blocks: int | None = None) -> float:
-        """What a forward of a stage has saved; with `blocks`, of its first blocks only.
+    def _saved(self, stage: StageParts) -> float:
+        """What a forward of a stage has saved.
 
-        A stage's output is kept until its backward; the loss is a scalar. The input of a stage
-        without the embedding is in its receive buffer.
+        A stage's output is kept until its backward; the loss is a scalar.
+        """
+        own = self._of_blocks(stage, stage.blocks) + self._of_norm(stage)
+        return own + (self.parts.loss.saved if stage.output else self.acts.residual)
+
+    def _of_blocks(self, stage: StageParts, count: int) -> float:
+        """Of that, what its first `count` blocks have.
+
+        The input of a stage without the embedding is in its receive buffer.
         """
         acts = self.acts
-        count = stage.blocks if blocks is None else blocks
         own = acts.alive(stage.first_block, count) + acts.rope
-        own += acts.residual + acts.norm_extra if stage.output else acts.residual
-        if blocks is None and stage.output:
-            own += self.parts.loss.saved - acts.residual - acts.norm_extra + self._kept_by_norm
-        if not stage.embedding and self.of_torch and acts.saves_input(stage.first_block):
+        in_buffer = self.of_torch and not stage.embedding
+        if in_buffer and stage.blocks and acts.saves_input(stage.first_block):
             own -= acts.residual
         return own
 
-    @property
-    def _kept_by_norm(self) -> float:
-        return self.acts.residual + self.acts.norm_extra
+    def _of_norm(self, stage: StageParts) -> float:
+        """Of that, what the last norm has: its input, and more."""
+        if not stage.norm:
+            return 0.0
+        return self.acts.norm_extra + (self.acts.residual if stage.blocks else 0.0)
 
     def _unsharded(self, stage: StageParts) -> float:
         """Gradients of a stage after its first backward; the embedding's for all ids (DTensor)."""
@@ -107,8 +113,10 @@ class _PipelineRank:
     def _forward_of_blocks(
         self, stage: StageParts, in_flight: float, accumulated: _Accumulated
     ) -> StepPoint:
-        before = self._saved(stage, stage.blocks - 1) if stage.blocks else 0.0
-        own = self.parts.forward(stage.first_block + stage.blocks - 1) if stage.blocks else 0.0
+        acts, before, own = self.acts, 0.0, 0.0
+        if stage.blocks:
+            before = self._of_blocks(stage, stage.blocks - 1) + acts.residual
+            own = self.parts.forward(stage.first_block + stage.blocks - 1)
         return StepPoint(
             "in the forward of a block",
             gathered=self.gathered,
@@ -124,7 +132,7 @@ class _PipelineRank:
             "at the loss",
             gathered=self.gathered,
             unsharded_gradients=accumulated.others + accumulated.own,
-            activations=in_flight + self._saved(stage, stage.blocks),
+            activations=in_flight + self._of_blocks(stage, stage.blocks) + self._of_norm(stage),
             logits=loss.saved + loss.forward_temporaries,
         )
 
@@ -159,8 +167,8 @@ class _PipelineRank:
                     + later
                     + (gradients if self.of_torch else 0.0),
                     activations=others
-                    + self._saved(stage, number + 1)
-                    + self.acts.residual
+                    + self._of_blocks(stage, number + 1)
+                    + 2 * self.acts.residual
                     + temporaries,
                 )
             )
