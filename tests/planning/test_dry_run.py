@@ -73,9 +73,7 @@ def compare(argv: list[str], ranks: int) -> list[tuple[RankStep, RankMemory]]:
 def test_the_estimate_equals_a_dry_run(name):
     ranks, settings = LAYOUTS[name]
     for step, estimate in compare(argv_of(settings), ranks):
-        # where stages hold whole gradients, the order of small temporaries is not modelled
-        rel = 0.13 if name.startswith("PP") else 0.06
-        assert estimate.total == pytest.approx(step.peak_bytes, rel=rel)
+        assert estimate.total == pytest.approx(step.peak_bytes, rel=0.03)
 
 
 @pytest.mark.parametrize("name", ["FSDP 3, uneven", "PP 2"])
@@ -153,9 +151,8 @@ def test_estimates_of_random_layouts_equal_dry_runs(request):
             errors.append(estimate.total / step.peak_bytes - 1)
         done += 1
     sizes = sorted(map(abs, errors))
-    close = sum(error <= 0.05 for error in sizes) / len(sizes)
     print(
-        f"{done} layouts, {len(sizes)} ranks: median {sizes[len(sizes) // 2]:.3f},"
-        f" {close:.0%} within 5 %, largest {sizes[-1]:.3f}"
+        f"{done} layouts, {len(sizes)} ranks: median {sizes[len(sizes) // 2]:.4f},"
+        f" largest {sizes[-1]:.3f}"
     )
-    assert sizes[len(sizes) // 2] <= 0.05
+    assert sizes[-1] <= 0.05

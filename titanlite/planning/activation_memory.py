@@ -212,4 +212,3 @@ class BlockActivations:
         layout, width = self.workload.layout, self.workload.model.head_dim
         sequences = layout.micro_batch if layout.pipeline > 1 else 1
         return 2 * 4 * sequences * self.workload.seq_len / layout.context * width
-

@@ -8,11 +8,16 @@ import torch
 
 from titanlite.job import Job
 from titanlite.models import first_match
-from titanlite.optim import MatrixFacts, optimizer_state_bytes, whole_matrix_bytes
+from titanlite.optim import (
+    MatrixFacts,
+    optimizer_state_bytes,
+    settings_of,
+    whole_matrix_bytes,
+)
 from titanlite.parallelize.tensor import TENSOR_PARALLEL_ROLES
 from titanlite.planning.job_workload import workload_of
 from titanlite.planning.memory import estimate_memory
-from titanlite.planning.model_parts import ModelParts, ParameterShape
+from titanlite.planning.model_parts import ModelParts, ParameterShape, own_shard
 from titanlite.planning.rank_memory import MemoryEstimate
 from titanlite.planning.stages import StageParts
 from titanlite.planning.traffic import CollectiveBytes, traffic
@@ -47,17 +52,21 @@ def parts_of_job(job: Job) -> ModelParts:
     for name, shape in _shapes(job):
         role = first_match(spec.tp_plan, name.rpartition(".")[0])
         entry = TENSOR_PARALLEL_ROLES[role] if role else None
-        state = optimizer_state_bytes([(name, shape)], optimizer, job.transforms.param_dtype, facts)
+        dtype = job.transforms.param_dtype
+        state = optimizer_state_bytes([(name, shape)], optimizer, dtype, facts)
         module = "block" if name.startswith(prefix) else name.partition(".")[0]
-        modules.setdefault(module, []).append(
-            ParameterShape(
-                name.removeprefix(prefix),
-                tuple(shape),
-                entry.sharded_dim if entry else None,
-                job.sizes.head_width if entry and entry.whole_heads else 1,
-                state_bytes=state / shape.numel(),
-            )
+        parameter = ParameterShape(
+            name.removeprefix(prefix),
+            tuple(shape),
+            entry.sharded_dim if entry else None,
+            job.sizes.head_width if entry and entry.whole_heads else 1,
+            state_bytes=state / shape.numel(),
         )
+        if settings_of(name, optimizer)[0].name == "Adafactor":  # rows and columns of the shard
+            own = _own_shape(parameter, job)
+            state = optimizer_state_bytes([(name, own)], optimizer, dtype, facts)
+            parameter = dataclasses.replace(parameter, own_state_bytes=state)
+        modules.setdefault(module, []).append(parameter)
     names = list(modules)
     ends = [name for name in names if name != "block"]
     first, last = ends[0], spec.output_path
@@ -69,6 +78,13 @@ def parts_of_job(job: Job) -> ModelParts:
         tuple(modules.get(last, ())),
         tied=bool(spec.tied_parameters(job.sizes)),
     )
+
+
+def _own_shape(parameter: ParameterShape, job: Job) -> torch.Size:
+    """The shape of the first rank's shard, which is the largest."""
+    degrees = job.degrees
+    ranks = degrees.shard * degrees.context
+    return torch.Size(own_shard(parameter.tensor_shard(degrees.tensor), ranks))
 
 
 def _shapes(job: Job) -> list[tuple[str, torch.Size]]:

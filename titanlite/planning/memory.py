@@ -55,9 +55,7 @@ def estimate_memory(
 def _optimizer_step(parts: RankParts, step_temporaries: tuple[float, float]) -> StepPoint:
     size, multiple = step_temporaries
     size = max(size, multiple * parts.largest_shard * parts.numerics.parameter_bytes)
-    return StepPoint(
-        "in the optimizer's step", gradients=parts.resting[1], step_temporaries=size
-    )
+    return StepPoint("in the optimizer's step", gradients=parts.resting[1], step_temporaries=size)
 
 
 def _peak(rank: int, parts: RankParts, points: list[StepPoint]) -> RankMemory:
