@@ -138,7 +138,9 @@ def _open_checkpointer(folder: Path) -> Checkpointer:
         timeout_seconds=TIMEOUT_SECONDS,
         exclude_from_loading=["optimizer"],  # SGD has none
     )
-    return Checkpointer(StorageFolder(folder / "checkpoint"), config, facts={}, job={}, layout="")
+    return Checkpointer(
+        StorageFolder(folder / "checkpoint"), config, properties={}, job={}, layout=""
+    )
 
 
 def _measure_exchange(meter: PhaseMeter, max_over_ranks: AsyncMax) -> None:

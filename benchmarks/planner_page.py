@@ -13,13 +13,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.planner_fit import cross_validate, measured_rows
+from titanlite.models import ModelShape
 from titanlite.planning.cost import estimate_cost
 from titanlite.planning.hardware import find_cluster
 from titanlite.planning.published_rows import published_models
 from titanlite.planning.row_errors import error_table, model_flops
 from titanlite.planning.rows import predict_rows, read_rows
 from titanlite.planning.step_time import estimate_step
-from titanlite.planning.workload import Layout, ModelShape, Numerics, Overlap, Workload
+from titanlite.planning.workload import Layout, Numerics, Overlap, Workload
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "explanation" / "planner.md"

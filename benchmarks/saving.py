@@ -42,7 +42,7 @@ def measure_saving() -> None:
         seconds: dict[str, list[float]] = {}
         with tempfile.TemporaryDirectory() as folder_of_rank:
             folder = broadcast_from_rank_0(folder_of_rank)
-            no_job = {"facts": {}, "job": {}, "layout": ""}
+            no_job = {"properties": {}, "job": {}, "layout": ""}
             for mode in MODES:
                 config = CheckpointConfig(enable=True, async_mode=mode, keep_latest_k=2)
                 checkpointer = Checkpointer(StorageFolder(f"{folder}/{mode}"), config, **no_job)

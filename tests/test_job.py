@@ -15,7 +15,7 @@ from torch.torch_version import TorchVersion
 from tests.conftest import ROOT
 from titanlite.data import ShardWriter
 from titanlite.errors import UserError, UserErrors, format_error
-from titanlite.job import FACTS, MOVED, JobConfig, read_job
+from titanlite.job import JOB_PROPERTIES, MOVED, JobConfig, read_job
 from titanlite.job.data import open_job_stream, open_job_tokenizer
 from titanlite.job.mixture import log_mixture
 from titanlite.models import FAMILIES
@@ -637,25 +637,27 @@ def test_mup_accepts_a_group_whose_own_settings_have_a_rule(run_toml):
 def test_the_base_model_of_mup_is_a_property_of_the_job(run_toml):
     job = read_valid(run_toml, *MUP_BASE, *KV_HEADS)
     base = {"dim": 32, "n_heads": 2, "hidden_dim": 64, "n_kv_heads": 1, "head_dim": None}
-    assert job.facts(open_stream(job))["mup.base"] == base
+    assert job.properties(open_stream(job))["mup.base"] == base
     assert "tuned at dim 32; width x" in job.summary(torch.device("cpu"), None)
-    assert read_valid(run_toml).facts(open_stream(job))["mup.base"] is None
+    assert read_valid(run_toml).properties(open_stream(job))["mup.base"] is None
 
 
 def test_global_batch_size_minus_1_follows_the_layout_and_is_checked_on_resume(run_toml):
     derived = read_valid(run_toml, "--training.global_batch_size", "-1", ranks=2)
     assert derived.global_batch == 4
     stream = open_stream(derived)
-    assert derived.facts_to_check(stream)["training.global_batch_size"] == 4
-    assert set(derived.facts(stream)) == set(FACTS)
+    assert derived.properties_to_check(stream)["training.global_batch_size"] == 4
+    assert set(derived.properties(stream)) == set(JOB_PROPERTIES)
     explicit = read_valid(run_toml, ranks=2)
     assert explicit.global_batch == 8
-    assert "training.global_batch_size" not in explicit.facts_to_check(stream)
+    assert "training.global_batch_size" not in explicit.properties_to_check(stream)
     ramp = ("--training.batch_size_ramp", "0:2 1K:8")
-    saved = read_valid(run_toml, *ramp).facts(stream)
+    saved = read_valid(run_toml, *ramp).properties(stream)
     assert saved["training.batch_size_ramp"] == "0:2 1K:8"
-    assert derived.facts_to_check(stream)["training.batch_size_ramp"] is None  # so it is refused
-    assert "training.batch_size_ramp" not in explicit.facts_to_check(stream)
+    assert (
+        derived.properties_to_check(stream)["training.batch_size_ramp"] is None
+    )  # so it is refused
+    assert "training.batch_size_ramp" not in explicit.properties_to_check(stream)
 
 
 def test_the_start_shows_the_ramp_and_the_tokens_of_the_run(run_toml):

@@ -54,6 +54,7 @@ class Store:
 
         refuse: answer 403, which s3fs does not retry. busy: answer 503, which it does.
         lose: execute the request, but answer 503. delay: answer after `seconds`.
+        drop: send the first half of the answer's body, then close the connection.
         """
         self._post(
             "/rules",
@@ -113,6 +114,8 @@ class FaultyApplication:
         time.sleep(rule["seconds"] if rule else LATENCY_SECONDS)
         if rule is None or rule["action"] == "delay":
             return self.inner(environ, start_response)
+        if rule["action"] == "drop":
+            return self._send_half(environ, start_response)
         if rule["action"] == "lose":
             b"".join(self.inner(environ, lambda *_: None))
         else:
@@ -124,6 +127,11 @@ class FaultyApplication:
         return [
             f"<Error><Code>{name}</Code><Message>{name}, by the test</Message></Error>".encode()
         ]
+
+    def _send_half(self, environ, start_response):
+        """Half of the body, with the Content-Length of all of it."""
+        body = b"".join(self.inner(environ, start_response))
+        return [body[: len(body) // 2]]
 
     @staticmethod
     def _applies(rule, method: str, target: str) -> bool:

@@ -10,9 +10,11 @@ from titanlite.checkpoint import CheckpointConfig, Checkpointer, SaveResult
 from titanlite.storage import StorageFolder
 
 
-def open_checkpointer(folder, *, facts=None, layout="", check_lease=None, **config) -> Checkpointer:
+def open_checkpointer(
+    folder, *, properties=None, layout="", check_lease=None, **config
+) -> Checkpointer:
     """A checkpointer of a job without properties, unless they are given."""
-    options = {"facts": facts or {}, "job": {}, "layout": layout}
+    options = {"properties": properties or {}, "job": {}, "layout": layout}
     if check_lease:
         options["check_lease"] = check_lease
     return Checkpointer(StorageFolder(folder), CheckpointConfig(enable=True, **config), **options)
@@ -47,9 +49,9 @@ def _bytes(tensor: Tensor) -> bytes:
     return tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes()  # of any dtype
 
 
-def load(checkpointer: Checkpointer, state, facts: dict | None = None) -> str:
+def load(checkpointer: Checkpointer, state, properties: dict | None = None) -> str:
     """Resume from the checkpoint that is found; returns its name."""
     found = checkpointer.find()
-    state.restore(checkpointer.load(found, state.model, state.optimizer, facts or {}))
+    state.restore(checkpointer.load(found, state.model, state.optimizer, properties or {}))
     checkpointer.set_aside_later_steps(state.step)
     return found.folder.name

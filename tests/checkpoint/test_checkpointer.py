@@ -257,8 +257,8 @@ DAMAGE = {
 
 def save_two_steps(folder) -> None:
     state = trained(Layout(shard=2))
-    facts = {"debug.seed": 7, "data.sources": {"code": "weight 1"}}
-    checkpointer = open_checkpointer(folder, facts=facts, layout="shard 2")
+    properties = {"debug.seed": 7, "data.sources": {"code": "weight 1"}}
+    checkpointer = open_checkpointer(folder, properties=properties, layout="shard 2")
     for state.counters.step in (1, 2):
         state.counters.position = state.step * 100
         save_and_wait(checkpointer, state)
@@ -500,21 +500,21 @@ def test_exclude_from_loading_resets_only_the_parts_it_names(tmp_path):
 
 def load_with_other_properties(folder, allowed) -> list[str]:
     """The checkpoint that is loaded, or the error, for each value of allow_changes."""
-    facts = {"data.sources": {"code": "weight 2"}, "model": {"dim": 32}, "debug.seed": 1}
+    properties = {"data.sources": {"code": "weight 2"}, "model": {"dim": 32}, "debug.seed": 1}
     results = []
     for allow_changes in allowed:
         state, _, _ = start_run(Layout(), ADAMW)
         try:
             checkpointer = open_checkpointer(folder, allow_changes=allow_changes)
-            results.append(load(checkpointer, state, facts))
+            results.append(load(checkpointer, state, properties))
         except CheckpointError as error:
             results.append(str(error))
     return results
 
 
 def save_with_properties(folder) -> None:
-    facts = {"data.sources": {"code": "weight 1"}, "model": {"dim": 32}, "debug.seed": 0}
-    save_and_wait(open_checkpointer(folder, facts=facts), trained(Layout()))
+    properties = {"data.sources": {"code": "weight 1"}, "model": {"dim": 32}, "debug.seed": 0}
+    save_and_wait(open_checkpointer(folder, properties=properties), trained(Layout()))
 
 
 def test_a_changed_job_property_is_refused_unless_it_is_allowed_by_name(tmp_path):

@@ -102,6 +102,34 @@ def test_positions_restart_at_each_document_and_not_at_an_id_inside_of_one(packe
         assert torch.equal(positions, expected)
 
 
+def test_the_end_id_inside_of_a_document_that_fills_its_window_does_not_divide_it(tmp_path):
+    whole, part = SEQ_LEN + 1, SEQ_LEN // 2
+    document = np.arange(2, 2 + 2 * SEQ_LEN + part)  # two windows and a part
+    places = [5, 9, whole, 2 * SEQ_LEN]  # the last is the first id of the part
+    document[places] = PADDING
+    with ShardWriter(tmp_path / "unpacked", VOCAB_SIZE) as writer:
+        writer.add(document)
+        writer.add(np.arange(500, 500 + whole))  # without an end inside: every label is trained
+        writer.add(np.array([*range(700, 699 + whole), PADDING]))  # the end as the last label
+        writer.add(np.array([*range(800, 798 + whole), PADDING, 900]))  # and as the last input
+        writer.close()
+    settings = PackSettings(SEQ_LEN, PADDING)
+    record, counts = pack_shard(tmp_path / "unpacked", tmp_path / "packed/0", settings)
+    write_manifest(tmp_path / "packed", [record])
+    inputs, labels = open_packed_stream(tmp_path / "packed").read(0, counts["windows"])
+    positions = document_positions(inputs, PADDING, labels)
+    full = (labels != DOCUMENT_END).all(1)
+    assert full.sum() == 5 and (positions[full] == torch.arange(SEQ_LEN)).all()
+    ignored = (labels[full] < 0).sum(1)
+    assert sorted(ignored.tolist()) == [0, 0, 0, 1, 1]
+    # the label after the first end in the window: what follows an end is not trained elsewhere
+    followed = inputs[full].gather(1, (labels[full] < 0).int().argmax(1, keepdim=True))[ignored > 0]
+    assert (followed == PADDING).all()
+    assert counts["labels"] - counts["labels_ignored"] == int((labels >= 0).sum())
+    _, counts = pack_shard(tmp_path / "unpacked", tmp_path / "one/0", PackSettings(1, PADDING))
+    assert counts["labels_ignored"] == 0  # no end is inside of a window of one input
+
+
 def test_changing_one_document_changes_no_logits_of_another_in_its_window(packed):
     path, _, counts = packed
     inputs, labels = open_packed_stream(path).read(0, counts["windows"])

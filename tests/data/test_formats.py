@@ -64,15 +64,17 @@ def test_another_format_resumes_at_any_position(mixture):
         assert torch.equal(inputs, expected_inputs) and torch.equal(labels, expected_labels)
 
 
-def test_a_changed_file_of_another_format_changes_the_facts(mixture, tmp_path):
+def test_a_changed_file_of_another_format_changes_the_properties(mixture, tmp_path):
     sources, _ = mixture
-    facts = open_mixture(sources).facts
-    assert open_mixture(sources).facts == facts
-    assert set(facts["data.content"]) == {"b"}  # the .npy file's fingerprint is of all its bytes
+    properties = open_mixture(sources).properties
+    assert open_mixture(sources).properties == properties
+    assert set(properties["data.content"]) == {
+        "b"
+    }  # the .npy file's fingerprint is of all its bytes
     write_npy(tmp_path / "a.npy", 901, seed=6)
-    changed = open_mixture(sources).facts
-    assert changed["data.sources"]["a"] != facts["data.sources"]["a"]
-    assert changed["data.sources"]["b"] == facts["data.sources"]["b"]
+    changed = open_mixture(sources).properties
+    assert changed["data.sources"]["a"] != properties["data.sources"]["a"]
+    assert changed["data.sources"]["b"] == properties["data.sources"]["b"]
 
 
 def test_another_format_is_a_validation_set(tmp_path):

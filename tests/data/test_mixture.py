@@ -250,8 +250,8 @@ def properties(phases=None, **sources: str) -> dict:
         for number, (name, weight) in enumerate(sources.items())
     }
     content = {name: f"hash of {name}" for name in sources}
-    facts = {"training.seq_len": 16, "data.sources": described, "data.content": content}
-    return facts if phases is None else {**facts, "data.phases": phases}
+    properties = {"training.seq_len": 16, "data.sources": described, "data.content": content}
+    return properties if phases is None else {**properties, "data.phases": phases}
 
 
 def refusal(saved: dict, current: dict, position: int = 1000) -> str:

@@ -57,7 +57,7 @@ def test_remote_shards_have_the_ids_and_the_properties_of_local_ones(remote, tmp
         )
         for path, options in ((str(folder), None), (url, checks(tmp_path)))
     ]
-    assert streams[0].facts == streams[1].facts
+    assert streams[0].properties == streams[1].properties
 
 
 def test_each_block_is_fetched_once_for_all_processes_and_again_if_it_is_damaged(

@@ -289,46 +289,46 @@ def test_a_source_shorter_than_one_sequence_is_refused(tmp_path):
         open_validation(SourceConfig("b", str(tmp_path / "b")), seq_len=8, vocab_size=VOCAB_SIZE)
 
 
-def test_facts_change_with_the_order_but_not_with_the_folder(mixture, tmp_path):
+def test_properties_change_with_the_order_but_not_with_the_folder(mixture, tmp_path):
     sources, _ = mixture
     (tmp_path / "a").rename(tmp_path / "moved")
     moved = [SourceConfig("a", str(tmp_path / "moved"), 0.6), *sources[1:]]
-    same = open_mixture(moved).facts
+    same = open_mixture(moved).properties
     (tmp_path / "moved").rename(tmp_path / "a")
-    assert open_mixture(sources).facts == same
-    assert open_mixture(sources, seed=2).facts != same
-    assert open_mixture(sources[:2]).facts != same
+    assert open_mixture(sources).properties == same
+    assert open_mixture(sources, seed=2).properties != same
+    assert open_mixture(sources[:2]).properties != same
 
 
-def test_facts_change_with_content_of_the_same_size(tmp_path):
+def test_properties_change_with_content_of_the_same_size(tmp_path):
     """Also without recorded samples: in foreign corpora, and in those of older versions."""
-    source, facts = SourceConfig("a", str(tmp_path / "a")), []
+    source, properties = SourceConfig("a", str(tmp_path / "a")), []
     write_corpus(tmp_path / "a", 150_000, shards=1)
     manifest, ids = tmp_path / "a/manifest.json", tmp_path / "a/0.bin"
     recorded = manifest.read_text()
     manifest.write_text(re.sub(r',\s*"bin_sample": "\w+"', "", recorded))
     assert manifest.read_text() != recorded
-    facts.append(open_mixture([source]).facts)
+    properties.append(open_mixture([source]).properties)
     manifest.write_text(recorded)
-    facts.append(open_mixture([source]).facts)
-    assert facts[0] == facts[1]
+    properties.append(open_mixture([source]).properties)
+    assert properties[0] == properties[1]
     manifest.unlink()
-    facts.append(open_mixture([source]).facts)
-    assert facts[2]["data.content"] == facts[0]["data.content"]
+    properties.append(open_mixture([source]).properties)
+    assert properties[2]["data.content"] == properties[0]["data.content"]
     ids.write_bytes(np.random.default_rng(9).integers(0, 99, 150_000).astype("<u2").tobytes())
-    assert open_mixture([source]).facts["data.content"] != facts[0]["data.content"]
-    unchecked = open_mixture([source], checks=CorpusChecks(verify="off")).facts
+    assert open_mixture([source]).properties["data.content"] != properties[0]["data.content"]
+    unchecked = open_mixture([source], checks=CorpusChecks(verify="off")).properties
     assert "data.content" not in unchecked  # so a checkpoint is not refused for it
 
 
-def test_facts_include_the_order_version_if_the_order_has_changed(tmp_path):
+def test_properties_include_the_order_version_if_the_order_has_changed(tmp_path):
     for name, samples in (("small", 100), ("large", 4096)):
         write_corpus(tmp_path / name, samples * SEQ_LEN + 1)
 
     def versions(**weights: float) -> list[bool]:
         sources = [SourceConfig(name, str(tmp_path / name), w) for name, w in weights.items()]
-        facts = open_mixture(sources).facts["data.sources"]
-        return ["order version 2" in facts[source.name] for source in sources]
+        properties = open_mixture(sources).properties["data.sources"]
+        return ["order version 2" in properties[source.name] for source in sources]
 
     assert versions(large=1) == [False]  # so a checkpoint of an older version can be resumed
     assert versions(small=1) == [True]  # older versions shuffled it in another way
@@ -336,14 +336,14 @@ def test_facts_include_the_order_version_if_the_order_has_changed(tmp_path):
     assert versions(large=0.7, small=0.3) == [True, True]  # older versions rounded the quotas
 
 
-def test_facts_distinguish_weights_that_give_another_order(tmp_path):
+def test_properties_distinguish_weights_that_give_another_order(tmp_path):
     write_corpus(tmp_path / "a", 100 * SEQ_LEN + 1)
 
     def weights(first: float, second: float) -> list[str]:
         pairs = (("a", first), ("b", second))
         sources = [SourceConfig(name, str(tmp_path / "a"), weight) for name, weight in pairs]
-        facts = open_mixture(sources).facts["data.sources"]
-        return [fact.split(",")[1].removeprefix(" weight ") for fact in facts.values()]
+        properties = open_mixture(sources).properties["data.sources"]
+        return [fact.split(",")[1].removeprefix(" weight ") for fact in properties.values()]
 
     assert weights(1 / 3, 1) == ["0.3333333333333333", "1"]
     assert weights(0.333333, 1) == ["0.333333", "1"]
@@ -363,7 +363,7 @@ def test_bos_is_detected_and_must_be_the_same_in_all_sources(tmp_path):
                 made_by = (BYTES.fingerprint, VOCAB_SIZE)
                 write_corpus_manifest(tmp_path / name, *made_by, [record], bos=bos)
             stream = open_mixture(sources[-1:], tokenizer=BYTES)
-            assert stream.bos == stream.facts["data.bos"] == bos
+            assert stream.bos == stream.properties["data.bos"] == bos
     with pytest.raises(DataError, match="begin with BOS in with, and not in without"):
         open_mixture(sources, tokenizer=BYTES)
 

@@ -135,3 +135,44 @@ def test_empty_files_have_no_documents_and_no_problems(tmp_path):
     for suffix in (".jsonl", ".jsonl.gz", ".jsonl.zst"):
         (tmp_path / f"a{suffix}").touch()
     assert read(list_file_ranges(find_files([tmp_path]))) == ([], [], [])
+
+
+def test_a_folder_that_cannot_be_listed_is_not_empty(tmp_path, monkeypatch):
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        write(tmp_path / name / "x.jsonl", TEXTS)
+    scandir = os.scandir
+
+    def refuse_b(path="."):
+        if os.fspath(path) == str(tmp_path / "b"):
+            raise PermissionError(13, "Permission denied", str(path))
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", refuse_b)
+    for given in (tmp_path, tmp_path / "*/x.jsonl", tmp_path / "**/*.jsonl", tmp_path / "[ab]"):
+        with pytest.raises(DataError, match=r"/b: cannot be read \(Permission denied\)"):
+            find_files([given])
+    assert len(find_files([tmp_path / "a*/x*", tmp_path / "b/x.jsonl"])) == 2
+
+
+@pytest.mark.parametrize("kind", ["a broken link", "not a regular file"])
+def test_what_is_no_file_is_refused_and_not_left_out(tmp_path, kind):
+    write(tmp_path / "a.jsonl", TEXTS)
+    if kind == "a broken link":
+        (tmp_path / "b.jsonl").symlink_to(tmp_path / "nothing.jsonl")
+    else:
+        os.mkfifo(tmp_path / "b.jsonl")
+    for given in (tmp_path, tmp_path / "*.jsonl", tmp_path / "b*"):
+        with pytest.raises(DataError, match=f"b.jsonl: (is {kind}|.*matches none)"):
+            find_files([given])
+    os.unlink(tmp_path / "b.jsonl")
+    badly_named = write(tmp_path / os.fsdecode(b"c\xff.jsonl"), TEXTS)
+    with pytest.raises(DataError, match=r"/c\\xff.jsonl'?: its name is not UTF-8"):
+        find_files([tmp_path])
+    badly_named.unlink()
+    assert find_files([tmp_path]) == [tmp_path / "a.jsonl"]
+
+
+def test_a_file_that_disappears_while_files_are_listed_is_named(tmp_path):
+    with pytest.raises(DataError, match="gone.jsonl: cannot be read"):
+        list_file_ranges([tmp_path / "gone.jsonl"])

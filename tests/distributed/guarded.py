@@ -139,7 +139,7 @@ def run_guarded(case: GuardedRun) -> GuardedRecord:
         sinks=sinks,  # type: ignore[arg-type]
         watchdog=SimpleNamespace(set_phase=lambda step, phase: None),  # type: ignore[arg-type]
         stop_request=SimpleNamespace(reason=lambda seconds: 0),  # type: ignore[arg-type]
-        rewinder=None,  # type: ignore[arg-type]  # no policy here rolls back
+        rollback=None,  # type: ignore[arg-type]  # no policy here rolls back
         dump_batch=dump_batch,
         compiles_layers=False,
         lost_folder=lambda: "",

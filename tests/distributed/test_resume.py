@@ -39,7 +39,7 @@ def train_and_save(layout, recipe, folder, dtype=torch.float32) -> dict[str, byt
     """Train to step STOP and save; returns the saved bits of this rank."""
     state, engine, mesh = start_run(layout, recipe, dtype=dtype, param_dtype=dtype)
     run_until(state, engine, mesh, recipe, Record(), STOP)
-    options = {"facts": {"model": {"dim": 32}}, "layout": str(layout)}
+    options = {"properties": {"model": {"dim": 32}}, "layout": str(layout)}
     save_and_wait(open_checkpointer(folder, **options), state)
     return bits(state)
 
@@ -128,10 +128,10 @@ def collect_load_errors(folder) -> dict[str, str]:
     """The error message of each load that must fail."""
     errors = {}
 
-    def try_load(name, config, facts=None, recipe=ADAMW):
+    def try_load(name, config, properties=None, recipe=ADAMW):
         state, _, _ = start_run(Layout(), recipe)
         try:
-            load(open_checkpointer(folder, **config), state, facts)
+            load(open_checkpointer(folder, **config), state, properties)
         except CheckpointError as error:
             errors[name] = str(error)
 

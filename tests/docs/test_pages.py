@@ -14,13 +14,13 @@ from tests.docs.pages import anchors, code_blocks, links, list_pages, prose
 from titanlite.config_reference import list_sections, reference_page
 from titanlite.corpus.read import CorpusSource
 from titanlite.corpus.recipe import Recipe
-from titanlite.job import JobConfig
+from titanlite.job import JOB_PROPERTIES, JobConfig
 
 PAGES = list_pages()
 README = ROOT / "README.md"
 NAME_TESTS = ("SECURITY.md", "docs/reference/faults.md")  # pages whose rows name their tests
 KEYS = {key.name for section in list_sections(JobConfig) for key in section.keys}
-# all but the first are facts of checkpoints
+# all but the first are job properties of checkpoints
 PLACEHOLDERS = {"section.key", "data.bos", "data.content", "data.phases"}
 SECTIONS = {section.name for section in list_sections(JobConfig)}
 OF_TORCHTITAN = (
@@ -104,6 +104,13 @@ def test_every_key_of_the_configuration_has_a_meaning():
     keys = [key for section in list_sections(JobConfig) for key in section.keys]
     missing = [key.name for key in keys if not key.meaning]
     assert not missing, "write a comment beside the field"
+
+
+def test_the_page_of_the_checkpoint_format_lists_every_job_property():
+    page = (ROOT / "docs" / "reference" / "checkpoint-format.md").read_text("utf-8")
+    _, properties = page.split("\n## Job properties\n")
+    listed = re.findall(r"`([^`]+)`", properties.split("names them:")[1].partition(".\n")[0])
+    assert listed == list(JOB_PROPERTIES)
 
 
 def test_the_list_of_files_is_generated_from_the_code():

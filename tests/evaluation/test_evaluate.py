@@ -189,6 +189,17 @@ def test_a_negative_number_is_refused_without_a_traceback(option, capsys):
     assert f"{option} -1: must be at least 0" in capsys.readouterr().err
 
 
+def test_mistakes_are_refused_before_anything_is_evaluated(tmp_path, capsys):
+    (tmp_path / "manifest.json").write_text('{"format": 1, "shards": []}')
+    for arguments, message in (
+        ([str(tmp_path), "--out", str(tmp_path)], f"--out {tmp_path}: cannot be written (Is a dir"),
+        ([str(tmp_path), "--out", "/dev/null/x/y.json"], "/y.json: cannot be written (Not a dir"),
+        ([str(tmp_path)], f"{tmp_path}: is not a checkpoint"),  # but a folder of shards
+    ):
+        assert run_command([*arguments, "--device", "cpu"]) == 2
+        assert message in capsys.readouterr().err
+
+
 @needs_lm_eval
 def test_what_cannot_be_evaluated_is_refused(checkpoints, tmp_path, monkeypatch):
     from lm_eval import tasks

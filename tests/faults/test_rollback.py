@@ -1,4 +1,4 @@
-"""A run that meets a poisoned stretch of data rolls back, passes over it, and ends as well."""
+"""A run that meets a poisoned stretch of data rolls back, skips it, and ends as a clean run."""
 
 from __future__ import annotations
 
@@ -169,10 +169,10 @@ def die(*args, **options) -> None:
 
 def die_at(target: str, *, after: bool, in_call: int, fault: NumericalFault) -> None:
     """Kill this process before or after a call of the function `target`, since the roll-back."""
-    from titanlite.training.rewind import Rewinder
+    from titanlite.training.checkpoint_rollback import CheckpointRollback
 
     inject(fault)
-    calls, roll_back = [-1], Rewinder.roll_back  # -1: not rolled back yet
+    calls, roll_back = [-1], CheckpointRollback.roll_back  # -1: not rolled back yet
 
     def start(*args) -> None:
         calls[0] = max(0, calls[0])
@@ -191,7 +191,7 @@ def die_at(target: str, *, after: bool, in_call: int, fault: NumericalFault) -> 
         return result
 
     _injections.enter_context(patch(target, call))
-    _injections.enter_context(patch.object(Rewinder, "roll_back", start))
+    _injections.enter_context(patch.object(CheckpointRollback, "roll_back", start))
 
 
 CHECKPOINTER, JSONL = "titanlite.checkpoint.checkpointer", "titanlite.metrics.jsonl"

@@ -164,7 +164,7 @@ def write_records(folder, run_toml, stream, step: int, progress: dict) -> None:
     (folder / "config.toml").write_text(run_toml.read_text())
     lines = [{"step": s, "samples": 8 * s} for s in range(1, step + 2)]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    manifest = CheckpointManifest(step, progress, stream.facts, {}, "", {}, 0.0, {}, {})
+    manifest = CheckpointManifest(step, progress, stream.properties, {}, "", {}, 0.0, {}, {})
     saved = StorageFolder(folder / "checkpoint" / f"step-{step}")
     saved.create_folder()
     write_checkpoint_manifest(saved, manifest)
@@ -215,11 +215,13 @@ def test_what_does_not_exist_is_refused(refusal, corpus, started_run, tmp_path):
         (("sample", tmp_path / "none", 0), "no such folder or shard"),
         (("sample", corpus / "train", 0, "--count", 0), "--count 0: must be at least 1"),
         (("position", started_run, -1), "position -1"),
+        (("position", started_run, 10**30), "there are no such positions"),
         (("position", tmp_path, 0), "has no config.toml"),
         (("step", started_run, 4), "has taken 3 steps; there is no step 4"),
         (("step", started_run / "config.toml", 1), "only a run has steps"),
         (("search", corpus / "train", "x"), "--tokenizer FILE"),
         (("search", started_run, ""), "the text to search for is empty"),
+        (("search", started_run, "caf\udce9"), "the text to search for is not UTF-8"),
         (("dump", started_run / "metrics.jsonl"), "is not a batch that the guard wrote"),
         (("dump", tmp_path / "none.json"), "cannot be read"),
     ]

@@ -159,11 +159,11 @@ def test_steps_that_are_not_known_are_refused(tmp_path):
 
 def test_other_data_at_that_step_is_refused(tmp_path):
     progress = read_progress_of(SimulatedRun(tmp_path, 6))
-    facts = {"data.sources": {"code": "a"}, "debug.seed": 1}
-    progress.facts |= {4: {**facts, "debug.seed": 2}, 8: facts}
-    progress.check_data(5, facts)
+    properties = {"data.sources": {"code": "a"}, "debug.seed": 1}
+    progress.properties |= {4: {**properties, "debug.seed": 2}, 8: properties}
+    progress.check_data(5, properties)
     with pytest.raises(DataError, match="the checkpoint of step 4 differs in debug.seed"):
-        progress.check_data(3, facts)
+        progress.check_data(3, properties)
 
 
 def read_progress_of(run: SimulatedRun):

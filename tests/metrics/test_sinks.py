@@ -137,7 +137,7 @@ def test_after_a_resume_no_step_or_event_is_recorded_twice(tmp_path, logged):
 
 
 def roll_back(sinks, number: int, from_step: int, step: int) -> None:
-    sinks.rewind(step, rollbacks=number - 1)
+    sinks.roll_back(step, rollbacks=number - 1)
     sinks.event(step, "rolled_back", number=number, from_step=from_step)
 
 
@@ -440,7 +440,7 @@ def test_wandb_keeps_the_roll_back_and_later_evaluations(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", package)
     with open_in(tmp_path, enable_wandb=True) as sinks:
         sinks.step({**STEP, "step": 9})
-        sinks.rewind(5, 0)
+        sinks.roll_back(5, 0)
         sinks.event(5, "rolled_back", number=1, from_step=9)
         sinks.step({**STEP, "step": 6})
         sinks.event(4, "evaluation", name="cloze", acc=0.5)

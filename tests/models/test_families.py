@@ -46,11 +46,7 @@ TINY = replace(
     flavors={"mini": TinySizes(32, 2, 4, 2, 48, 61)},
     build=lambda sizes: Llama(sizes.as_llama()),
     check_sizes=check_tiny_sizes,
-    count_parameters=lambda sizes: LLAMA3.count_parameters(sizes.as_llama()),
-    count_block_parameters=lambda sizes: LLAMA3.count_block_parameters(sizes.as_llama()),
-    activations_per_block=lambda sizes: LLAMA3.activations_per_block(sizes.as_llama()),
-    flops_per_token=lambda sizes, *args: LLAMA3.flops_per_token(sizes.as_llama(), *args),
-    module_flops=lambda sizes, seq_len: LLAMA3.module_flops(sizes.as_llama(), seq_len),
+    shape=lambda sizes: LLAMA3.shape(sizes.as_llama()),
     tied_parameters=lambda sizes: [],
 )
 

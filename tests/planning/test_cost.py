@@ -9,6 +9,7 @@ import math
 import pytest
 
 from titanlite.errors import DataError
+from titanlite.models import ModelShape
 from titanlite.planning.calibrate import (
     MeasuredRun,
     calibrate,
@@ -19,7 +20,7 @@ from titanlite.planning.cost import CostAssumptions, estimate_cost, failure_cost
 from titanlite.planning.efficiency import find_efficiency
 from titanlite.planning.hardware import parse_gpus
 from titanlite.planning.step_time import StepTime, estimate_step
-from titanlite.planning.workload import Layout, ModelShape, Workload
+from titanlite.planning.workload import Layout, Workload
 
 MODEL = ModelShape("1B", 16, 2048, 32, 8, 64, 8192, 128256, tied_embeddings=True)
 RUN = Workload(MODEL, Layout(shard=8, micro_batch=4), 2048)

@@ -70,13 +70,13 @@ class Checkpointer:
         folder: StorageFolder,
         config: CheckpointConfig,
         *,
-        facts: dict[str, Any],
+        properties: dict[str, Any],
         job: dict[str, Any],
         layout: str,
         files: Mapping[str, bytes] | None = None,
         check_lease: Callable[[], int] = lambda: 0,
     ):
-        """`facts` (the job properties: see job_properties.py), `job` (its effective configuration)
+        """`properties` (of the job: see job_properties.py), `job` (its effective configuration)
         and `layout` are stored in each manifest, the small `files` beside it.
 
         `check_lease` is called on rank 0 before anything in the folder is committed or removed. It
@@ -84,7 +84,7 @@ class Checkpointer:
         job owns the folder now.
         """
         self.folder, self.config, self.check_lease = folder, config, check_lease
-        self.facts, self.job, self.layout = facts, job, layout
+        self.properties, self.job, self.layout = properties, job, layout
         self.files = dict(files or {})
         self.failures = 0
         self.save_seconds = 0.0  # duration of the last save
@@ -147,7 +147,7 @@ class Checkpointer:
             manifest = CheckpointManifest(
                 step,
                 progress,
-                facts=self.facts,
+                facts=self.properties,
                 job=self.job,
                 layout=self.layout,
                 versions=software_versions(),
@@ -247,7 +247,7 @@ class Checkpointer:
         return find_checkpoint(self.step_folders, self.config, self.group)
 
     def positions(self, with_optimizer: bool = False) -> tuple[dict[int, int], list[str]]:
-        """({step: data position} of the checkpoints to roll back to, why others are damaged).
+        """({step: position} of the checkpoints to roll back to, what is wrong with damaged ones).
 
         `with_optimizer`: only of those that have optimizer state, see last_save_model_only.
         """
@@ -262,26 +262,26 @@ class Checkpointer:
         found: FoundCheckpoint,
         model: nn.Module,
         optimizers: Iterable[torch.optim.Optimizer],
-        facts: dict[str, Any],
+        properties: dict[str, Any],
         *,
         finished_at: int | None = None,
         completely: bool = False,
     ) -> dict[str, Any] | None:
         """Read a checkpoint into this layout's shards; returns its progress.
 
-        Returns None if the run starts from the weights of another run. `facts` are the properties
-        of this job. A run that ended at step `finished_at` needs no optimizer state. `completely`:
-        to roll back, where checkpoint.exclude_from_loading, which is for starts, does not apply.
+        Returns None if the run starts from the weights of another run. `properties`: of this job.
+        A run that ended at step `finished_at` needs no optimizer state. `completely`: to roll back,
+        where checkpoint.exclude_from_loading does not apply, because it is for starts.
         """
         config, folder, manifest = self.config, found.folder, found.manifest
         if manifest is None:
-            self._load_hugging_face(folder, model, facts)
+            self._load_hugging_face(folder, model, properties)
             return None
         model_only = found.initial and config.initial_load_model_only
         check_job_properties(
             folder,
             manifest.facts,
-            facts,
+            properties,
             model_only=model_only,
             allowed=config.allow_changes,
             position=manifest.progress.get("position"),
@@ -298,7 +298,7 @@ class Checkpointer:
                 fix="Use an earlier checkpoint (checkpoint.load_step), or start the optimizer state"
                 ' from scratch: checkpoint.exclude_from_loading = ["optimizer"].',
             ).mark_on_all_ranks()
-        if facts.get("model") != manifest.facts.get("model"):  # checkpoint.allow_changes allows it
+        if properties.get("model") != manifest.facts.get("model"):  # see checkpoint.allow_changes
             self._check_all_weights_are_used(found, state["model"])
         read_tensors(folder, state, self.group)
         if model_only:
@@ -338,14 +338,14 @@ class Checkpointer:
             self.step_folders.set_aside_later(step)
 
     def _load_hugging_face(
-        self, folder: StorageFolder, model: nn.Module, facts: dict[str, Any]
+        self, folder: StorageFolder, model: nn.Module, properties: dict[str, Any]
     ) -> None:
         source, problem = capture_user_error(lambda: open_hugging_face(folder))
         raise_on_all_ranks(problem)
         assert source is not None
         saved = {"model": dataclasses.asdict(source.sizes)}
         allowed = self.config.allow_changes
-        check_job_properties(folder, saved, facts, model_only=True, allowed=allowed)
+        check_job_properties(folder, saved, properties, model_only=True, allowed=allowed)
         state = model_and_optimizer_state(model)
         read_tensors(folder, state, self.group, reader=source.storage_reader())
 

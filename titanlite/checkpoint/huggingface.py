@@ -188,7 +188,7 @@ def _check_tensors_match(
     """Raise CheckpointError with every difference between stored and expected tensors."""
     both = {name: (locations[name], shape) for name, shape in expected.items() if name in locations}
     missing = [name for name in expected if name not in locations]
-    # `derived` matches buffers in old folders whose values follow from config.json.
+    # Old folders have buffers that follow from config.json; `derived` matches their names.
     unexpected = [
         name
         for name in locations

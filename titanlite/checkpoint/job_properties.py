@@ -32,7 +32,7 @@ def check_job_properties(
     only which samples come later is not compared.
     """
     if not model_only and position is not None:
-        saved, current = (_until(position, facts) for facts in (saved, current))
+        saved, current = (_until(position, properties) for properties in (saved, current))
     names = {"model"} if model_only else current.keys() & saved.keys()
     differences = {
         name: f"{name} ({difference})"
@@ -69,7 +69,7 @@ def check_job_properties(
     ).mark_on_all_ranks()
 
 
-def _until(position: int, facts: dict[str, Any]) -> dict[str, Any]:
+def _until(position: int, properties: dict[str, Any]) -> dict[str, Any]:
     """The properties without phases that begin at `position` or later, and without their sources.
 
     They decide only later samples. So a run may change its future weights, and add a source for a
@@ -77,17 +77,17 @@ def _until(position: int, facts: dict[str, Any]) -> dict[str, Any]:
     """
     phases = {
         start: weights
-        for start, weights in dict(facts.get("data.phases") or {}).items()
+        for start, weights in dict(properties.get("data.phases") or {}).items()
         if start.isdecimal() and int(start) < position and isinstance(weights, dict)
     }
     read = {name for weights in phases.values() for name in weights}
-    sources = facts.get("data.sources")
+    sources = properties.get("data.sources")
     if not isinstance(sources, dict):
-        return facts
+        return properties
     unread = {name for name, text in sources.items() if ", weight 0, " in str(text)} - read
-    kept: dict[str, Any] = {**facts, "data.phases": phases}
+    kept: dict[str, Any] = {**properties, "data.phases": phases}
     for key in ("data.sources", "data.content"):
-        if isinstance(table := facts.get(key), dict):
+        if isinstance(table := properties.get(key), dict):
             kept[key] = {name: value for name, value in table.items() if name not in unread}
     return kept
 

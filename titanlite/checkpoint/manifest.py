@@ -50,12 +50,12 @@ class TensorRecord:
 class CheckpointManifest:
     """Everything about a checkpoint except the values of its tensors and where they are stored.
 
-    `facts` are the job properties: see job_properties.py.
+    The fields are the keys of manifest.json.
     """
 
     step: int
     progress: dict[str, Any]  # training state to resume from: position, tokens, random generators
-    facts: dict[str, Any]
+    facts: dict[str, Any]  # job properties (job_properties.py); released formats have this key
     job: dict[str, Any]  # effective configuration of the job that saved it
     layout: str
     versions: dict[str, str]
@@ -112,6 +112,8 @@ def read_checkpoint_manifest(
         raise _no_checkpoint_error(folder) from None
     except (OSError, ValueError) as error:
         raise damaged_checkpoint(folder, f"{MANIFEST_FILE} cannot be read ({error})") from None
+    if isinstance(body, dict) and "shards" in body:  # the manifest of a corpus
+        raise _no_checkpoint_error(folder)
     if not isinstance(body, dict) or body.get("format") not in READABLE_FORMATS:
         saved_format = body.get("format") if isinstance(body, dict) else None
         raise CheckpointError(

@@ -14,7 +14,7 @@ Every stage has these keys, as far as they apply to it; all other keys are its o
 - `clusters`: {"n": clusters of n documents}, of near duplicates or of equal texts
 - `seconds`: of the process that ran the task
 
-Numbers of tasks are added, samples are chosen again, whatever the order of the tasks.
+Over tasks, numbers are added and samples are chosen again; the order of the tasks does not matter.
 """
 
 from __future__ import annotations

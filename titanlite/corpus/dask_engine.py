@@ -1,7 +1,7 @@
 """Run calls on a Dask cluster that is already there: many machines with a common file system.
 
-Dask places calls, balances them, and repeats those of workers and machines that are lost. A call
-may so run twice, also at the same time; the folder of a task is committed once.
+Dask places calls, balances them, and repeats those of workers and machines that are lost. So a
+call may run twice, also at the same time; the folder of a task is committed once.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ _ARGUMENTS = ("name", "split", "revision", "data_dir", "data_files")
 
 
 def list_dataset_ranges(url: str) -> list[FileRange]:
-    """One range for each part that the library reads by itself; raises DataError."""
+    """One range for each part of a dataset that can be read separately; raises DataError."""
     arguments = _parse_url(url)
     library = _import_library(url)
     try:
@@ -36,7 +36,7 @@ def list_dataset_ranges(url: str) -> list[FileRange]:
         identity = f"{url} {builder.hash} {builder.config_id} {metadata}"
         parts = _open_dataset(url).num_shards
     except Exception as error:  # the library raises errors of many classes
-        raise _unreadable_error(url, error) from None
+        raise _not_opened_error(url, error) from None
     version = xxhash.xxh3_64_intdigest(identity.encode()) >> 1
     return [FileRange(url, parts, version, n, n + 1, TABLE_BYTES) for n in range(parts)]
 
@@ -63,7 +63,7 @@ def read_dataset_rows(
     except (UserError, MemoryError):
         raise
     except Exception as error:  # the library raises errors of many classes
-        problem = _unreadable_error(f"{part.path}, after row {row}", error)
+        problem = _not_opened_error(f"{part.path}, after row {row}", error)
         on_problem(ReadProblem("damaged", problem))
 
 
@@ -92,7 +92,7 @@ def _import_library(url: str) -> Any:
     return datasets
 
 
-def _unreadable_error(location: str, error: Exception) -> DataError:
+def _not_opened_error(location: str, error: Exception) -> DataError:
     if isinstance(error, UserError):
         return DataError(error.message, error.fix)
     return DataError(f"{location}: cannot be read ({type(error).__name__}: {error}).")

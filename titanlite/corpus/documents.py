@@ -1,7 +1,8 @@
 """Document tables: what the stages before tokenising exchange, and their files.
 
-A table has one row per document. A file of a table has one row group per table of about
-`TABLE_BYTES` of text, so that reading it needs the memory of one table, however large the file is.
+A table has one row per document. The table that a task writes is one file. It is written and read
+in parts of about `TABLE_BYTES` of text, which are tables too, and the row groups of the file. So a
+task needs the memory of one part, however large the file is.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from titanlite.errors import DataError
 TEXT, SOURCE, ORIGIN = "text", "source", "origin"
 DOCUMENTS = "documents.parquet"
 TABLE_BYTES = 64 << 20  # of text
-# "origin" is "file:line" or "file:row"
+# "origin": see Document.origin
 DOCUMENT_SCHEMA = pa.schema(
     [
         (TEXT, pa.large_string()),

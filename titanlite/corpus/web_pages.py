@@ -17,8 +17,10 @@ from titanlite.data.text import (
     ReadProblem,
     TextRules,
     decompress,
+    report_failures,
 )
 from titanlite.data.text_files import open_text_file, too_long_error
+from titanlite.data.urls import StorageError
 from titanlite.errors import DataError
 
 ARCHIVE_SUFFIXES = (".warc", ".warc.gz")
@@ -37,15 +39,8 @@ def read_web_pages(
     part: FileRange, rules: TextRules, on_problem: ProblemHandler
 ) -> Iterator[Document]:
     """The main text of each HTML page in a file, without menus and footers."""
-    try:
-        if not part.path.endswith(ARCHIVE_SUFFIXES):
-            yield from _read_page(part, rules, on_problem)
-            return
-        with open_text_file(part.path) as file:
-            yield from _read_archive(file, part.path, rules, on_problem)
-    except OSError as error:
-        reason = error.strerror or error
-        on_problem(ReadProblem("damaged", DataError(f"{part.path}: cannot be read ({reason}).")))
+    read = _read_archive if part.path.endswith(ARCHIVE_SUFFIXES) else _read_page
+    yield from report_failures(part, read(part, rules, on_problem), on_problem)
 
 
 def _read_page(part: FileRange, rules: TextRules, on_problem: ProblemHandler) -> Iterator[Document]:
@@ -58,13 +53,22 @@ def _read_page(part: FileRange, rules: TextRules, on_problem: ProblemHandler) ->
 
 
 def _read_archive(
-    file: IO[bytes], path: str, rules: TextRules, on_problem: ProblemHandler
+    part: FileRange, rules: TextRules, on_problem: ProblemHandler
+) -> Iterator[Document]:
+    with open_text_file(part.path) as file:
+        is_compressed = part.path.endswith(".gz")
+        stream = _ArchiveStream(decompress(file, "gzip") if is_compressed else file)
+        yield from _read_records(stream, part.path, rules, on_problem)
+
+
+def _read_records(
+    stream: _ArchiveStream, path: str, rules: TextRules, on_problem: ProblemHandler
 ) -> Iterator[Document]:
     """Responses of an archive that are HTML. A truncated archive ends with a problem."""
     from fastwarc.warc import ArchiveIterator, WarcRecordType
 
-    stream: Any = _ArchiveStream(decompress(file, "gzip") if path.endswith(".gz") else file)
-    records = ArchiveIterator(stream, record_types=WarcRecordType.response, parse_http=True)
+    source: Any = stream
+    records = ArchiveIterator(source, record_types=WarcRecordType.response, parse_http=True)
     while record := stream.call(lambda: next(records, None)):
         if (record.http_content_type or "").lower() not in _PAGE_TYPES:
             continue
@@ -74,6 +78,8 @@ def _read_archive(
             on_problem(ReadProblem("too_long", too_long_error(origin, rules.max_bytes)))
         elif stream.is_intact:
             yield Document(extract_text(content, record.http_charset), origin)
+    if isinstance(stream.error, StorageError):
+        raise stream.error
     if not stream.is_intact:
         message = f"{path}: cannot be read to its end ({stream.error or 'it is truncated'})."
         on_problem(ReadProblem("damaged", DataError(message)))
@@ -111,7 +117,7 @@ class _ArchiveStream:
         """The next bytes; none after an error."""
         try:
             content = self._stream.read(size)
-        except OSError as error:
+        except (OSError, StorageError) as error:
             self.error, content = error, b""
         self._ended = not content
         self._position += len(content)

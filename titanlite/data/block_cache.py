@@ -18,7 +18,7 @@ import xxhash
 from titanlite.files import make_private_folder
 
 BLOCK_BYTES = 1 << 18
-# A sample has some ten KB and a request takes some ten ms, in which this is also transferred.
+# A request for a sample (tens of KB) takes tens of ms; to transfer a whole block adds little.
 
 _HASH_BYTES = 16
 _LOCKS = 64  # that blocks share
@@ -44,7 +44,7 @@ FetchBlocks = Callable[[Sequence[BlockName]], Sequence[bytes]]
 
 
 class BlockCache:
-    """Blocks of files by name; those that were not read for longest are removed first."""
+    """Blocks of files by name; the least recently read ones are removed first."""
 
     def __init__(self, limits: CacheLimits):
         """Raises OSError if the folder cannot be written."""
@@ -81,7 +81,7 @@ class BlockCache:
         try:
             with open(path, "rb") as file:
                 stored = file.read()
-                os.utime(file.fileno())  # read now
+                os.utime(file.fileno())  # now is the time of its last reading
         except FileNotFoundError:
             return None
         content, digest = stored[:-_HASH_BYTES], stored[-_HASH_BYTES:]
@@ -98,7 +98,7 @@ class BlockCache:
             total = self._recorded_bytes() + size
             if total > self._limit:
                 total = self._remove_oldest(self._limit * _KEPT - size) + size
-            # recorded first: after a crash it is too large, until blocks are removed again
+            # recorded first: after a crash the record is too large, until blocks are removed again
             (self._folder / "bytes").write_text(str(total))
             path = self._path(name)
             temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")

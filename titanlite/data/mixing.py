@@ -31,8 +31,8 @@ class MixtureConfig:
     """[data.mixture] How the sources are mixed, beyond their weights."""
 
     temperature: Annotated[float, Range(0)] = 0.0
-    # multiply each weight by tokens^(1/temperature) of its source: 1: in proportion to the sizes;
-    # the larger, the more equal; 0: the weights as they are
+    # multiply each weight by tokens^(1/temperature) of its source: at 1 by its size, and the larger
+    # the temperature, the less the sizes count; 0: the weights as they are
     phases: list[PhaseConfig] = field(default_factory=list)
     # later weights, in the order of first_token; list the phases that are over, too
 

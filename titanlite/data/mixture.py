@@ -206,7 +206,7 @@ class Mixture:
     ) -> Generator[MixtureSegment, None, list[int]]:
         """Segments of the positions from `start` to `end`; returns how often each source was drawn.
 
-        `ramp`: that of which this is a step; updated.
+        `ramp`: the gradual change that these positions are a step of; it is updated.
         """
         while start != end and self.end is None:
             active = [
@@ -292,8 +292,8 @@ def _repay(shares: Sequence[Fraction], positions: int, owed: Sequence[Fraction])
 def temper(weights: Sequence[float], sizes: Sequence[int], temperature: float) -> list[float]:
     """Weights that are multiplied by size^(1/temperature), rounded to 12 digits.
 
-    1: in proportion to the sizes; the larger, the more equal. In decimal arithmetic, because
-    floating-point powers differ between machines in their last digit.
+    At 1 they are multiplied by the size; the larger the temperature, the less the sizes count. In
+    decimal arithmetic, because floating-point powers differ between machines in their last digit.
     """
     context = Context(prec=40)
     exponent = context.divide(Decimal(1), Decimal(temperature))

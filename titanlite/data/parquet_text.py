@@ -13,7 +13,7 @@ from titanlite.data.text_files import (
     open_text_file,
     too_long_error,
 )
-from titanlite.data.urls import is_data_url
+from titanlite.data.urls import StorageError, is_data_url
 from titanlite.errors import DataError
 
 # Limits for a .parquet, where a few bytes could expand until they fill the memory
@@ -46,10 +46,12 @@ def read_parquet_rows(part: FileRange, text_field: str, max_bytes: int) -> Itera
 
     with ExitStack() as stack:
         try:
+            as_values = _open_parquet(stack, part.path, text_field)  # first: it checks the column
             as_dictionary = _open_parquet(
                 stack, part.path, text_field, read_dictionary=[text_field]
             )
-            as_values = _open_parquet(stack, part.path, text_field)
+        except StorageError:
+            raise
         except DataError as error:
             yield ParquetRow("", 1, ("damaged", error))
             return
@@ -64,6 +66,8 @@ def read_parquet_rows(part: FileRange, text_field: str, max_bytes: int) -> Itera
                     rows, row_groups=[group], columns=[text_field], use_threads=False
                 )
                 yield from _decode_rows(location, batches, compressed, max_bytes, first)
+            except StorageError:
+                raise
             except DataError as error:
                 yield ParquetRow("", first, ("damaged", error))
             except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:

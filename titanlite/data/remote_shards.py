@@ -1,12 +1,13 @@
 """Shards by URL (`s3://…`), read in ranges through a cache on the local disk.
 
-The folder must have a manifest: it gives the sizes of all files, and what was sampled of them.
+The folder must have a manifest: it gives the sizes of all files, and the hashes of their samples.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import xxhash
 
@@ -30,10 +31,17 @@ from titanlite.data.shards import (
     parse_header,
 )
 from titanlite.data.token_source import CorpusChecks
-from titanlite.data.urls import is_data_url, open_file_system, remote_errors
+from titanlite.data.urls import is_data_url, open_file_system, remote_errors, version_of
 from titanlite.errors import DataError
 
 _HASHED_BYTES = 1 << 24  # of one request, when whole files are verified
+
+
+class RemoteVersion(NamedTuple):
+    """What tells a file from others that had its name."""
+
+    bytes: int
+    version: str
 
 
 class RemoteFolder:
@@ -51,23 +59,33 @@ class RemoteFolder:
         """The path of a file on the file system."""
         return f"{self._path}/{name}"
 
-    def sizes(self) -> dict[str, int]:
-        """Bytes of each file by name; empty if the folder does not exist."""
+    def files(self) -> dict[str, RemoteVersion]:
+        """The files as they are now, by name; empty if the folder does not exist."""
+        self.fs.invalidate_cache(self._path)
         try:
             entries = self.fs.ls(self._path, detail=True)
         except FileNotFoundError:
             return {}
         files = (entry for entry in entries if entry["type"] == "file")
-        return {entry["name"].rpartition("/")[2]: entry["size"] for entry in files}
+        return {
+            entry["name"].rpartition("/")[2]: RemoteVersion(entry["size"], version_of(entry))
+            for entry in files
+        }
 
 
 class RemoteFiles(BatchedFiles):
     """Files of one remote folder, read by position in blocks that are cached."""
 
-    def __init__(self, folder: RemoteFolder, keys: dict[str, str], limits: CacheLimits):
-        """`keys`: a hash of the content of each file, by its name."""
+    def __init__(
+        self,
+        folder: RemoteFolder,
+        listed: dict[str, RemoteVersion],
+        keys: dict[str, str],
+        limits: CacheLimits,
+    ):
+        """`listed`: the files that were verified; `keys`: a hash of their content. By name."""
         super().__init__()
-        self._folder, self._keys = folder, keys
+        self._folder, self._listed, self._keys = folder, listed, keys
         try:
             self._cache = BlockCache(limits)
         except OSError as error:
@@ -98,7 +116,10 @@ class RemoteFiles(BatchedFiles):
                 path, size = sizes[key]
                 start = number * BLOCK_BYTES
                 ranges.append((path, start, min(size, start + BLOCK_BYTES)))
-            return read_ranges(self._folder, ranges)
+            try:
+                return read_ranges(self._folder, ranges)
+            finally:  # the better message, if reading failed for this reason
+                self._check_unchanged({path for path, _, _ in ranges})
 
         blocks = self._cache.read(list(names), fetch)
         for path, _, offset, out in requests:
@@ -109,6 +130,17 @@ class RemoteFiles(BatchedFiles):
                 part = block[start : start + len(out) - done]
                 out[done : done + len(part)] = part
                 done += len(part)
+
+    def _check_unchanged(self, paths: set[str]) -> None:
+        """Raise DataError if one of the files was replaced since the run started."""
+        with remote_errors(str(self._folder)):
+            found = self._folder.files()
+        for path in sorted(paths):
+            if found.get(path) != self._listed[path]:
+                raise DataError(
+                    f"{self._folder}/{path}: was replaced or removed since this run started.",
+                    fix="Restore the file; do not change a corpus during a run.",
+                )
 
 
 def _blocks(offset: int, count: int) -> range:
@@ -146,7 +178,7 @@ def open_remote_corpus(url: str, checks: CorpusChecks, packed: bool | None = Fal
     """Open a folder of shards by URL; raises DataError. `packed`: see `open_corpus`."""
     with remote_errors(url):
         folder = RemoteFolder(url)
-        present = folder.sizes()
+        present = folder.files()
     if MANIFEST not in present:
         raise DataError(
             f"{url}: has no {MANIFEST}" + ("." if present else ", or does not exist."),
@@ -156,19 +188,19 @@ def open_remote_corpus(url: str, checks: CorpusChecks, packed: bool | None = Fal
         content = folder.fs.cat_file(folder.path_of(MANIFEST))
     manifest = parse_corpus_manifest(content, f"{url}/{MANIFEST}")
     check_packing(url, manifest, packed)
-    shards_present = {name: n for name, n in present.items() if name.endswith((".bin", ".idx"))}
-    compare_listing(url, shards_present, manifest)
+    shard_files = {n: file.bytes for n, file in present.items() if n.endswith((".bin", ".idx"))}
+    compare_listing(url, shard_files, manifest)
     samples = _verify(folder, manifest, checks)
     shards = _open_shards(folder, manifest, samples)
     keys = {f"{s.name}.bin": _key(folder, s) for s in manifest.shards}
-    corpus = Corpus(url, shards, manifest, RemoteFiles(folder, keys, checks.cache))
+    corpus = Corpus(url, shards, manifest, RemoteFiles(folder, present, keys, checks.cache))
     if corpus.tokens == 0:
         raise DataError(f"{url}: contains no tokens.")
     return corpus
 
 
 def _key(folder: RemoteFolder, record: ShardRecord) -> str:
-    """Name of a file's blocks in the cache; of other content it has another name."""
+    """Name of a file's blocks in the cache; it changes with the content of the file."""
     text = f"{folder} {record.name} {record.bin_bytes} {record.bin_hash}"
     return xxhash.xxh3_128_hexdigest(text.encode())
 
@@ -195,7 +227,7 @@ def _open_shards(
 def _verify(
     folder: RemoteFolder, manifest: CorpusManifest, checks: CorpusChecks
 ) -> list[str | None]:
-    """Compare the content with the manifest; returns what was sampled of each .bin."""
+    """Compare the content with the manifest; returns the hash of each .bin's sampled blocks."""
     if checks.verify == "full":
         rank, ranks = checks.verify_slice
         for record in manifest.shards[rank::ranks]:

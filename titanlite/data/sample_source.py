@@ -30,8 +30,8 @@ class SourceConfig:
     # largest number of epochs; after them the other sources take its share; 0: no limit
     shuffle: bool = True  # false: samples in the order of the files, for a curriculum
     lanes: Positive = 16
-    # of format "text", which is tokenized while it is read: number of parts of the text, which does
-    # not depend on the number of ranks
+    # of format "text", which is tokenized while it is read: parts of the text that are tokenized
+    # independently; their number does not depend on the layout
     bos: bool = False  # of format "text": begin each document with the tokenizer's BOS
 
 
@@ -157,7 +157,7 @@ class TextSamples(SampleSource):
         return self.text.content_sample
 
     def samples(self, seq_len: int) -> None:
-        """Unknown, as the number of tokens."""
+        """Unknown, like the number of tokens."""
 
     def first_token(self, sample: int, seq_len: int) -> None:
         """Unknown: samples of several lanes alternate."""

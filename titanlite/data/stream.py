@@ -81,7 +81,8 @@ class DataConfig:
 class SampleStream:
     """The training samples of a run, read at any position.
 
-    `facts` identify what a position means (settings and data); checkpoints store and compare them.
+    `properties` identify what a position means (settings and data). They are among the job
+    properties, which checkpoints store and compare.
     """
 
     def __init__(
@@ -100,7 +101,7 @@ class SampleStream:
         weights, phases = plan_phases(mixture or MixtureConfig(), sizes, seq_len)
         pairs = zip(sources, weights, strict=True)
         self._order = SampleOrder(seed, [s.ordered(weight, seq_len) for s, weight in pairs], phases)
-        self.facts: dict[str, Any] = {
+        self.properties: dict[str, Any] = {
             "debug.seed": seed,
             "training.seq_len": seq_len,
             "data.tokenizer": tokenizer and tokenizer.fingerprint,
@@ -113,7 +114,7 @@ class SampleStream:
         }
         samples = {s.name: s.content_sample for s in sources if s.content_sample is not None}
         if samples:
-            self.facts["data.content"] = samples
+            self.properties["data.content"] = samples
 
     @property
     def names(self) -> list[str]:
@@ -146,8 +147,8 @@ class SampleStream:
     def bytes_per_token(self) -> dict[str, float]:
         """Bytes of text that a label stands for, by source: the mean of a few samples.
 
-        Without text that is tokenized while it is read; empty without a tokenizer. Raises
-        DataError.
+        Sources that are tokenized while they are read are left out. Empty without a tokenizer.
+        Raises DataError.
         """
         if self.tokenizer is None:
             return {}
@@ -198,7 +199,7 @@ class SampleStream:
                 source.text.restore(known)
 
     def _describe(self, number: int, source: StoredSamples | TextSamples, weight: float) -> str:
-        """A source as `facts` record it: what it contains and its order, not its path."""
+        """A source as `properties` record it: what it contains and its order, not its path."""
         text = _weight_text(weight, six_digits_suffice=self._order.has_whole_quotas)
         version = self._order.version(number)
         suffix = "" if version == 1 else f", order version {version}"  # 0.1 wrote no version

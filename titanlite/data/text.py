@@ -25,6 +25,7 @@ from titanlite.data.text_files import (
     open_text_file,
     too_long_error,
 )
+from titanlite.data.urls import StorageError
 from titanlite.errors import DataError
 from titanlite.files import parse_json
 
@@ -43,6 +44,7 @@ __all__ = [
     "raise_problem",
     "read_documents",
     "read_located_documents",
+    "report_failures",
 ]
 
 TEXT_FIELD = "text"  # key of each line of a .jsonl; column of a .parquet
@@ -55,7 +57,9 @@ class Document(NamedTuple):
     """One document, and where it is from."""
 
     text: str
-    origin: str  # "file", "file:line" or "file:row"; behind the first part "file:byte 123"
+    origin: str
+    # "file", "file:line" or "file:row"; "file:byte 123" in later parts of a .jsonl, where the line
+    # number is not known; "file:URL" of a web page; "URL:shard:row" of the `datasets` library
 
 
 class ReadProblem(NamedTuple):
@@ -94,6 +98,8 @@ def list_file_ranges(
         if part.path.endswith(".parquet"):
             try:
                 part = replace(part, end=count_row_groups(part.path, text_field))
+            except StorageError:
+                raise
             except DataError as error:
                 on_problem(ReadProblem("damaged", error))
                 part = replace(part, end=1)  # reading it reports the problem again
@@ -122,20 +128,34 @@ def read_located_documents(
     group or the file.
     """
     for part in ranges:
+        yield from report_failures(part, _read_range(part, rules, on_problem), on_problem)
+
+
+def report_failures(
+    part: FileRange, documents: Iterable[Document], on_problem: ProblemHandler
+) -> Iterator[Document]:
+    """Yield the documents of a file; `on_problem` gets what fails, and whether the file changed.
+
+    Raises StorageError whatever `on_problem` does.
+    """
+    try:
         try:
-            yield from _read_range(part, rules, on_problem)
-            changed = part.has_changed()
-        except OSError as error:
-            reason = error.strerror or error
-            problem = DataError(f"{part.path}: cannot be read ({reason}).")
-            on_problem(ReadProblem("damaged", problem))
-            continue
-        if changed:
-            problem = DataError(
-                f"{part.path}: changed since the files were listed.",
-                fix="Run the same command again when nothing writes to it.",
-            )
-            on_problem(ReadProblem("changed", problem))
+            yield from documents
+        except StorageError:  # some file systems notice that a file was replaced
+            if not part.has_changed():
+                raise
+        changed = part.has_changed()
+    except OSError as error:
+        reason = error.strerror or error
+        problem = DataError(f"{part.path}: cannot be read ({reason}).")
+        on_problem(ReadProblem("damaged", problem))
+        return
+    if changed:
+        problem = DataError(
+            f"{part.path}: changed since the files were listed.",
+            fix="Run the same command again when nothing writes to it.",
+        )
+        on_problem(ReadProblem("changed", problem))
 
 
 def _read_range(

@@ -6,17 +6,25 @@ import glob
 import io
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
-from typing import IO, cast
+from typing import IO, Any, cast
 
 import xxhash
 
 from titanlite.data.links import refuse_outward_links
-from titanlite.data.urls import is_data_url, open_file_system, remote_errors
+from titanlite.data.urls import (
+    RemoteFile,
+    is_data_url,
+    list_files_below,
+    open_file_system,
+    remote_errors,
+    storage_errors,
+    version_of,
+)
 from titanlite.errors import DataError
 
 SUFFIXES = (".txt", ".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet")
@@ -41,7 +49,7 @@ class FileRange:
     """
 
     path: str  # or URL
-    file_bytes: int
+    file_bytes: int  # of a dataset: the number of its parts, because it is not a file
     modified_ns: int  # together with the size, detects a changed file; of a URL: a hash
     start: int
     end: int
@@ -61,9 +69,12 @@ class FileRange:
         ]
 
     def has_changed(self) -> bool:
-        """Whether the file on this machine is not the one that was listed; raises OSError."""
+        """Whether the file is not the one that was listed; raises OSError or StorageError."""
         if is_data_url(self.path):
-            return False  # what is read belongs to one request
+            fs, path = open_file_system(self.path)
+            fs.invalidate_cache(path)
+            found = _describe_url(self.path)
+            return (found.file_bytes, found.modified_ns) != (self.file_bytes, self.modified_ns)
         status = os.stat(self.path)
         return (status.st_size, status.st_mtime_ns) != (self.file_bytes, self.modified_ns)
 
@@ -87,19 +98,34 @@ def find_files(
         if is_data_url(given):
             files |= {url: url for url in _find_urls(str(given), suffixes)}
             continue
-        exists = Path(given).exists()
-        matches = [str(given)] if exists else glob.glob(str(given), recursive=True)
-        if not matches or (not exists and matches == [str(given)]):  # the latter is a broken link
-            raise DataError(f"{given}: no such file or folder, and as a pattern it matches none.")
-        if not exists and not follow_symlinks:
-            refuse_outward_links(map(Path, matches), _fixed_part(str(given)), _ALLOW_LINKS)
-        found = (_files_below(Path(match), follow_symlinks, suffixes) for match in sorted(matches))
-        texts = [file for files_of_match in found for file in files_of_match]
-        if not texts:
-            raise _no_text_error(str(given), suffixes)
-        for file in texts:
-            files.setdefault(file.resolve(), file)
+        try:
+            for file in _find_local(str(given), follow_symlinks, suffixes):
+                files.setdefault(file.resolve(), file)
+        except OSError as error:
+            raise _unreadable_error(error) from None
     return list(files.values())
+
+
+def _find_local(given: str, follow_symlinks: bool, suffixes: tuple[str, ...]) -> list[Path]:
+    """The files of one input; raises DataError or OSError."""
+    if exists := Path(given).exists():
+        matches = [given]
+    else:
+        _check_listable(given)
+        matches = glob.glob(given, recursive=True)
+    if not matches or (not exists and matches == [given]):  # the latter is a broken link
+        raise DataError(f"{given}: no such file or folder, and as a pattern it matches none.")
+    if not exists and not follow_symlinks:
+        refuse_outward_links(map(Path, matches), _fixed_part(given), _ALLOW_LINKS)
+    found = [_files_below(Path(match), follow_symlinks, suffixes) for match in sorted(matches)]
+    texts = [file for files_of_match in found for file in files_of_match]
+    if not texts:
+        raise _no_text_error(given, suffixes)
+    return texts
+
+
+def _unreadable_error(error: OSError) -> DataError:
+    return DataError(f"{error.filename}: cannot be read ({error.strerror}).")
 
 
 def _no_text_error(given: str, suffixes: tuple[str, ...]) -> DataError:
@@ -116,14 +142,26 @@ def _fixed_part(pattern: str) -> Path:
     return Path(*parts[:first])
 
 
+def _check_listable(pattern: str) -> None:
+    """Raise OSError if a folder that a pattern looks into cannot be listed: `glob` ignores it."""
+    parts = Path(pattern).parts
+    for depth in range(1, len(parts)):
+        for folder in filter(os.path.isdir, glob.glob(str(Path(*parts[:depth])), recursive=True)):
+            os.scandir(folder).close()
+
+
 def _files_below(path: Path, follow_symlinks: bool, suffixes: tuple[str, ...]) -> list[Path]:
-    """The file itself, whatever its suffix, or the text files in a folder, in sorted order."""
-    if path.is_file():
+    """The file itself, whatever its suffix, or the text files in a folder, in sorted order.
+
+    Raises OSError if a folder cannot be listed.
+    """
+    if not path.is_dir():
+        _refuse_irregular([path])
         return [path]
     texts: list[Path] = []
     links: list[Path] = []
     visited: set[str] = set()
-    for folder, subfolders, files in os.walk(path, followlinks=follow_symlinks):
+    for folder, subfolders, files in os.walk(path, onerror=_raise, followlinks=follow_symlinks):
         if (real := os.path.realpath(folder)) in visited:  # reached by a link to a parent folder
             subfolders.clear()
             continue
@@ -133,14 +171,36 @@ def _files_below(path: Path, follow_symlinks: bool, suffixes: tuple[str, ...]) -
     if not follow_symlinks:
         links += [file for file in texts if file.is_symlink()]
         refuse_outward_links(links, path, _ALLOW_LINKS)
-    return sorted(file for file in texts if file.is_file())
+    _refuse_irregular(texts)
+    return sorted(texts)
+
+
+def _raise(error: OSError) -> None:
+    raise error
+
+
+def _refuse_irregular(files: Iterable[Path]) -> None:
+    """Raise DataError for what is no file with an end, or has a name that cannot be recorded."""
+    for file in files:
+        if not file.is_file():
+            kind = "a broken link" if file.is_symlink() else "not a regular file"
+            raise DataError(f"{file}: is {kind}.", fix="Remove it, or name the other files.")
+        try:
+            str(file).encode()
+        except UnicodeEncodeError:
+            name = ascii(os.fsencode(file))[1:]
+            raise DataError(f"{name}: its name is not UTF-8.", fix="Rename it.") from None
 
 
 def describe_file(file: str | Path) -> FileRange:
     """A file as one range of bytes; raises DataError."""
     if is_data_url(file):
-        return _describe_url(str(file))
-    status = os.stat(file)
+        with remote_errors(str(file)):
+            return _describe_url(str(file))
+    try:
+        status = os.stat(file)
+    except OSError as error:
+        raise _unreadable_error(error) from None
     return FileRange(
         str(file), status.st_size, status.st_mtime_ns, 0, status.st_size, status.st_size
     )
@@ -148,15 +208,13 @@ def describe_file(file: str | Path) -> FileRange:
 
 @contextmanager
 def open_text_file(path: str | Path) -> Iterator[IO[bytes]]:
-    """A file on this machine or by URL, open for reading; raises OSError or DataError."""
-    if not is_data_url(path):
+    """A file on this machine or by URL, open for reading; raises OSError or StorageError."""
+    if is_data_url(path):
+        with io.BufferedReader(RemoteFile(str(path)), _BUFFER_BYTES) as stream:
+            yield cast(IO[bytes], stream)
+    else:
         with open(path, "rb") as file:
             yield file
-        return
-    with remote_errors(str(path)):
-        fs, remote = open_file_system(str(path))
-        with fs.open(remote, "rb") as stream:
-            yield cast(IO[bytes], io.BufferedReader(stream, _BUFFER_BYTES))
 
 
 # --- URLs ----------------------------------------------------------------------------------------
@@ -168,11 +226,11 @@ def _find_urls(url: str, suffixes: tuple[str, ...]) -> list[str]:
         fs, path = open_file_system(url)
         is_http = url.startswith(("http://", "https://"))
         if not is_http and re.search(r"[*?[]", path):
-            found = sorted(p for p in fs.glob(path) if fs.isfile(p))
+            found = sorted(_match_pattern(fs, path))
             if not found:
                 raise DataError(f"{url}: no such file or folder, and as a pattern it matches none.")
         elif not is_http and fs.isdir(path):
-            found = sorted(p for p in fs.find(path) if p.endswith(suffixes))
+            found = sorted(p for p in list_files_below(fs, path) if p.endswith(suffixes))
             if not found:
                 raise _no_text_error(url, suffixes)
         else:
@@ -181,11 +239,27 @@ def _find_urls(url: str, suffixes: tuple[str, ...]) -> list[str]:
         return [fs.unstrip_protocol(p) for p in found]
 
 
+def _match_pattern(fs: Any, pattern: str) -> list[str]:
+    """The paths of the files that match a pattern on a file system of fsspec."""
+    from fsspec.utils import glob_translate
+
+    first = next(re.finditer(r"[*?[]", pattern)).start()
+    root = pattern[:first].rpartition("/")[0]
+    depth = None if "**" in pattern else pattern.count("/", len(root)) or 1
+    matches = re.compile(glob_translate(pattern)).match
+    try:
+        return [path for path in list_files_below(fs, root, depth) if matches(path)]
+    except FileNotFoundError:
+        return []
+
+
 def _describe_url(url: str) -> FileRange:
-    with remote_errors(url):
-        fs, path = open_file_system(url)
-        size = fs.info(path).get("size")
-        version = xxhash.xxh3_64_intdigest(str(fs.ukey(path)).encode()) >> 1
+    """A file by URL, as it is now; raises FileNotFoundError or StorageError."""
+    fs, path = open_file_system(url)
+    with storage_errors(url):
+        info = fs.info(path)
+    size = info.get("size")
+    version = xxhash.xxh3_64_intdigest(version_of(info).encode()) >> 1
     return FileRange(url, size or 0, version, 0, UNKNOWN_END if size is None else size, size or 0)
 
 

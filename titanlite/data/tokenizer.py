@@ -1,6 +1,7 @@
 """One interface for three kinds of tokenizer: tiktoken ranks, a tokenizer.json, raw bytes.
 
-Text that looks like a special token is encoded as ordinary text; only callers add special ids.
+Text that looks like a special token is encoded as ordinary text; only callers add special ids. The
+added tokens that a tokenizer.json does not mark as special are found in text, BOS and EOS excepted.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ class Tokenizer(ABC):
     bos_id: int  # eos_id if it has no BOS of its own
     eos_id: int
     fingerprint: str  # equal for tokenizers that give equal ids, wherever the file is
-    special_tokens: dict[str, int]  # name -> id, of those that text is never encoded as
+    special_tokens: dict[str, int]  # name -> id; of a tokenizer.json, all added tokens
     adds_bos = False  # its file specifies that BOS is added before a text
     files: dict[str, bytes]
     # file name -> content from which `tokenizer_from_bytes` makes an equal tokenizer;
@@ -285,7 +286,7 @@ class HuggingFaceTokenizer(Tokenizer):
         with _library_errors(self.name, f"cannot encode a text of {len(text):,} characters"):
             ids = self._tokenizer.encode(text, add_special_tokens=False).ids
         for id in {self.bos_id, self.eos_id}:
-            if id in ids:  # a Unigram model finds special tokens in text; another's unk may be EOS
+            if id in ids:  # Unigram finds special tokens in text; in others, unknown may be EOS
                 token = self.special_token_name(id)
                 raise DataError(
                     f'tokenizer "{self.name}": encodes ordinary text as the special token {token}.',

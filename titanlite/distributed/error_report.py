@@ -80,7 +80,7 @@ class ErrorReport:
 
         Before ranks have joined, none knows whether the others have the error too. So ranks other
         than 0 wait for the launcher to end them, because it acts on the first exit it sees.
-        A rank that still runs after `RANK_0_SECONDS` had the error alone, and prints it.
+        A rank that still runs after `RANK_0_SECONDS` is the only one with the error, and prints it.
         """
         if isinstance(error, UserError):
             if not error.printed and self._rank:

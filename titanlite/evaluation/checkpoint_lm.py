@@ -55,9 +55,9 @@ class CheckpointLM(TemplateLM):
     def tok_encode(
         self, string: str, add_special_tokens: bool | None = None, **options: Any
     ) -> list[int]:
-        """The ids of a text, after BOS if training documents began with it and the text does not.
+        """The ids of a text, with BOS in front if training documents began with BOS.
 
-        `add_special_tokens` overrides the second condition.
+        `add_special_tokens`: True adds it, False does not, None does unless the text has it.
         """
         tokenizer = self.titanlite_tokenizer
         ids, begin = tokenizer.encode(string), tokenizer.special_token_name(tokenizer.bos_id)
@@ -82,7 +82,7 @@ class CheckpointLM(TemplateLM):
     def _loglikelihood_tokens(
         self, requests: Sequence[TokenRequest], disable_tqdm: bool = False, **options: Any
     ) -> list[tuple[float, bool]]:
-        """(log-likelihood, whether greedy decoding gives them) of the ids to score."""
+        """(log-likelihood of the ids to score, whether greedy decoding gives these ids)."""
         for texts, context, scored in requests:
             if not context or not 0 < len(scored) <= self.max_length:
                 raise DataError(

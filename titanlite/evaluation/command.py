@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import json
+import os
 import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -49,6 +54,8 @@ def run_command(argv: list[str]) -> int:
             load_tasks(args.tasks)
             return EXIT_DONE
         settings, device = _settings_of(args), choose_device(args.device)
+        if args.out:
+            _check_out(Path(args.out))  # before an evaluation that may take hours
         if args.threads:
             torch.set_num_threads(args.threads)
         result = evaluate_model(args.model, settings, device, args.tokenizer)
@@ -80,7 +87,12 @@ def _build_parser() -> argparse.ArgumentParser:
     )
     add("--out", metavar="FILE", help="also write the results as JSON")
     add("--limit", type=int, default=0, metavar="N", help="only the first N documents of each task")
-    add("--shots", type=int, metavar="N", help="examples in the prompt (default: the task's own)")
+    add(
+        "--shots",
+        type=int,
+        metavar="N",
+        help="examples in the prompt, but 0 where a task says 0 (default: as it says)",
+    )
     add("--batch-size", type=int, default=8, metavar="N", help="texts a forward pass (default: 8)")
     add("--dtype", choices=DTYPES_OF_WEIGHTS, default="float32", help="default: float32")
     add("--device", choices=["auto", "cpu", "cuda"], default="auto", help="default: auto")
@@ -105,11 +117,24 @@ def _settings_of(args: argparse.Namespace) -> EvaluationSettings:
     )
 
 
-def _write_result(path: Path, result: EvaluationResult) -> None:
-    content = json.dumps(result.to_json(), indent=1)
-    try:
+def _check_out(path: Path) -> None:
+    """Raise ConfigError unless a file can be written there."""
+    with _out_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_file_atomically(path, content.encode())
+        if path.is_dir():
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+        tempfile.TemporaryFile(dir=path.parent).close()
+
+
+def _write_result(path: Path, result: EvaluationResult) -> None:
+    with _out_errors(path):
+        write_file_atomically(path, json.dumps(result.to_json(), indent=1).encode())
+
+
+@contextmanager
+def _out_errors(path: Path) -> Iterator[None]:
+    try:
+        yield
     except OSError as error:
         raise ConfigError(
             f"--out {path}: cannot be written ({error.strerror or error})."

@@ -30,7 +30,7 @@ class RunData:
         if self.stream.tokenizes and self.path.is_dir():
             progress = read_progress(self.path, self.config)
             # otherwise all text before the position would be tokenized
-            self.stream.restore_lanes(progress.lanes_before(position, self.stream.facts))
+            self.stream.restore_lanes(progress.lanes_before(position, self.stream.properties))
         formats = {source.name: source.format for source in self.config.data.sources}
         return describe_positions(self.stream, formats, position, count)
 
@@ -42,7 +42,7 @@ class RunData:
                 fix="Give the folder of the run, or a position.",
             )
         progress = read_progress(self.path, self.config)
-        progress.check_data(step, self.stream.facts)
+        progress.check_data(step, self.stream.properties)
         return progress.batch_of(step)
 
 

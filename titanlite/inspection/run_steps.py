@@ -22,7 +22,7 @@ from titanlite.plots.loss_curve import Record, read_metrics
 from titanlite.training import build_batch_schedule
 from titanlite.training.rollback import RollbackHistory, RollbackTry, Trouble
 
-FACTS_OF_DATA = ("debug.seed", "training.seq_len", "data.tokenizer", "data.bos", "data.sources")
+DATA_PROPERTIES = ("debug.seed", "training.seq_len", "data.tokenizer", "data.bos", "data.sources")
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class RunProgress:
     positions: dict[int, int] = field(default_factory=lambda: {0: 0})  # the next one
     rollbacks: list[tuple[int, RollbackTry]] = field(default_factory=list)
     # (step of the checkpoint that the run went back to, what it did), in order
-    facts: dict[int, dict[str, Any]] = field(default_factory=dict)  # of checkpoints
+    properties: dict[int, dict[str, Any]] = field(default_factory=dict)  # of checkpoints
     lanes: dict[int, Any] = field(default_factory=dict)  # of checkpoints, see `SampleStream`
 
     def batch_of(self, step: int) -> ConsumedBatch:
@@ -73,30 +73,30 @@ class RunProgress:
         assert found is not None
         return found
 
-    def check_data(self, step: int, facts: dict[str, Any]) -> None:
-        """Raise DataError if the run had other data than `facts` at `step`."""
-        later = [saved for saved in sorted(self.facts) if saved >= step]
+    def check_data(self, step: int, properties: dict[str, Any]) -> None:
+        """Raise DataError if the run had other data than `properties` at `step`."""
+        later = [saved for saved in sorted(self.properties) if saved >= step]
         for saved in later[:1]:
-            if wrong := self._other_data(saved, facts):
+            if wrong := self._other_data(saved, properties):
                 raise DataError(
                     f"{self.folder}: step {step} had other data than config.toml names: the"
                     f" checkpoint of step {saved} differs in {', '.join(wrong)}.",
                     fix="Give a TOML with the data of that time, and the position.",
                 )
 
-    def lanes_before(self, position: int, facts: dict[str, Any]) -> Any:
-        """The lanes of the last checkpoint up to `position` that has the data of `facts`."""
+    def lanes_before(self, position: int, properties: dict[str, Any]) -> Any:
+        """The lanes of the last checkpoint up to `position` that has the data of `properties`."""
         known = [
             step
             for step in self.lanes
-            if self.positions[step] <= position and not self._other_data(step, facts)
+            if self.positions[step] <= position and not self._other_data(step, properties)
         ]
         return self.lanes[max(known, key=self.positions.__getitem__)] if known else {}
 
-    def _other_data(self, saved: int, facts: dict[str, Any]) -> list[str]:
-        """Names of `facts` that have another value in the checkpoint of step `saved`."""
-        recorded = self.facts[saved]
-        return [n for n in FACTS_OF_DATA if n in recorded and recorded[n] != facts.get(n)]
+    def _other_data(self, saved: int, properties: dict[str, Any]) -> list[str]:
+        """Names of `properties` that have another value in the checkpoint of step `saved`."""
+        recorded = self.properties[saved]
+        return [n for n in DATA_PROPERTIES if n in recorded and recorded[n] != properties.get(n)]
 
     def _batches(self, first: int, last: int) -> Iterator[int]:
         """Samples of the steps after `first`, up to `last`."""
@@ -127,7 +127,7 @@ class RunProgress:
         return list(islice(schedule.batches_from(tokens), steps))
 
     def _windows_at(self, step: int) -> tuple[PositionWindow, ...]:
-        """The windows that apply to a step: of all roll-backs up to the last one to before it."""
+        """The windows that apply to a step: of the roll-backs up to the last to an earlier step."""
         count = max((n for n, (to, _) in enumerate(self.rollbacks, 1) if to < step), default=0)
         return RollbackHistory(tuple(t for _, t in self.rollbacks[:count])).windows
 
@@ -169,7 +169,7 @@ def _add_checkpoints(progress: RunProgress) -> None:
             manifest = read_checkpoint_manifest(parent / f"step-{step}", sizes=False)
         except CheckpointError:
             continue
-        progress.facts[step] = manifest.facts
+        progress.properties[step] = manifest.facts
         if manifest.progress and step <= max(progress.samples):
             position = manifest.progress["position"]
             progress.positions[step] = position

@@ -25,7 +25,10 @@ class TextMatch:
 
 def search_corpus(corpus: Corpus, tokenizer: Tokenizer, wanted: str) -> Iterator[TextMatch]:
     """Every occurrence of `wanted` inside a document, in order; raises DataError."""
-    needle = wanted.encode()
+    try:
+        needle = wanted.encode()
+    except UnicodeEncodeError:  # from a terminal with another encoding
+        raise ConfigError("the text to search for is not UTF-8.") from None
     if not needle:
         raise ConfigError("the text to search for is empty.")
     texts = [text or _NO_TEXT for text in tokenizer.token_bytes()]

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from titanlite.job.build import RunServices, open_run, open_services
 from titanlite.job.checks import check_config
-from titanlite.job.config import FACTS, MOVED, JobConfig
+from titanlite.job.config import JOB_PROPERTIES, MOVED, JobConfig
 from titanlite.job.job import Job, read_job
 
 __all__ = [
-    "FACTS",
+    "JOB_PROPERTIES",
     "MOVED",
     "Job",
     "JobConfig",

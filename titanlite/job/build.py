@@ -73,10 +73,10 @@ from titanlite.runtime import (
 )
 from titanlite.training import (
     Batch,
+    CheckpointRollback,
     Counters,
     Engine,
     PeriodicAction,
-    Rewinder,
     Run,
     StepJudge,
     StepSettings,
@@ -200,7 +200,7 @@ def _open_run(job: Job, services: RunServices) -> Iterator[Run]:
             compiles_layers=job.config.compile.compiles("model"),
             max_over_ranks=max_over_ranks,
             lost_folder=lambda: lock.lost,
-            rewinder=build_rewinder(job, services, state, stream, checkpointer, sinks),
+            rollback=build_rollback(job, services, state, stream, checkpointer, sinks),
         )
         actions = build_periodic_actions(job, run, validation_sets, profilers, stream)
         yield add_meters(job, dataclasses.replace(run, actions=actions), stream)
@@ -240,7 +240,7 @@ def build_checkpointer(job: Job, stream: SampleStream, lock: RunFolderLock) -> C
     return Checkpointer(
         job.checkpoint_folder,
         job.config.checkpoint,
-        facts=job.facts(stream),
+        properties=job.properties(stream),
         job=dataclasses.asdict(job.config),
         layout=str(job.degrees),
         files=stream.tokenizer.files if stream.tokenizer else {},
@@ -344,7 +344,7 @@ def restore(
         found,
         state.model,
         state.optimizer,
-        job.facts_to_check(stream),
+        job.properties_to_check(stream),
         finished_at=job.config.training.steps,
         completely=completely,
     )
@@ -365,18 +365,20 @@ def restore_progress(state: TrainState, progress: dict[str, Any], found: FoundCh
         ).mark_on_all_ranks() from None
 
 
-def build_rewinder(
+def build_rollback(
     job: Job,
     services: RunServices,
     state: TrainState,
     stream: SampleStream,
     checkpointer: Checkpointer,
     sinks: MetricSinks,
-) -> Rewinder:
+) -> CheckpointRollback:
     """What rolls the run back to an earlier checkpoint."""
     load = partial(restore, job, checkpointer, state, stream, completely=True)
     lock, watchdog = services.folder_lock, services.watchdog
-    return Rewinder(job.config.guard.rollback, state, checkpointer, sinks, watchdog, lock, load)
+    return CheckpointRollback(
+        job.config.guard.rollback, state, checkpointer, sinks, watchdog, lock, load
+    )
 
 
 def build_run_meter(job: Job, rank: RankContext) -> ThroughputMeter:

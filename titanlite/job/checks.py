@@ -10,7 +10,7 @@ import torch
 from titanlite.checkpoint import check_checkpoint_config
 from titanlite.distributed.mesh import Degrees, resolve_degrees
 from titanlite.errors import CheckpointError, ConfigError, UserError
-from titanlite.job.config import FACTS, JobConfig
+from titanlite.job.config import JOB_PROPERTIES, JobConfig
 from titanlite.kernels.backend import check_attention_config
 from titanlite.metrics import check_metrics_config, check_profiling_config
 from titanlite.models import FAMILIES, ModelSizes, ModelSpec, first_match
@@ -95,11 +95,11 @@ def _check_sections(config: JobConfig) -> Iterator[UserError]:
     )
     yield from check_compile_config(config.compile, config.parallelism)
     yield from check_checkpoint_config(config.checkpoint)
-    for name in set(config.checkpoint.allow_changes) - set(FACTS):
+    for name in set(config.checkpoint.allow_changes) - set(JOB_PROPERTIES):
         yield ConfigError(
             f'checkpoint.allow_changes: "{name}" is not a property that checkpoints are checked'
             " against.",
-            fix=f"Use {', '.join(FACTS)}.",
+            fix=f"Use {', '.join(JOB_PROPERTIES)}.",
             keys=("checkpoint.allow_changes",),
         )
     if config.job.time_limit_minutes and not config.checkpoint.enable:

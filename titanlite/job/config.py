@@ -138,8 +138,8 @@ MOVED = {  # keys of torchtitan up to v0.2.2 that have another name here or do n
 
 
 # Job properties that must be the same in the job and in the checkpoint that it resumes from, unless
-# checkpoint.allow_changes names them.
-FACTS = (
+# checkpoint.allow_changes names them; for the batch size see `Job.properties_to_check`.
+JOB_PROPERTIES = (
     "model",
     "mup.base",
     "optimizer.name",

@@ -126,7 +126,7 @@ class Job:
         """Whether each step measures the loss of each source."""
         return len(self.config.data.sources) > 1 and self.config.metrics.source_loss_freq > 0
 
-    def facts(self, stream: SampleStream) -> dict[str, Any]:
+    def properties(self, stream: SampleStream) -> dict[str, Any]:
         """Properties of the job that its checkpoints record."""
         return {
             "model": dataclasses.asdict(self.sizes),
@@ -137,15 +137,15 @@ class Job:
             "training.global_batch_size": self.global_batch,
             "training.batch_size_ramp": self.config.training.batch_size_ramp,
             "attention.mask": self.config.attention.mask,  # decides what a token attends to
-            **stream.facts,  # decide which sample each position is
+            **stream.properties,  # decide which sample each position is
         }
 
-    def facts_to_check(self, stream: SampleStream) -> dict[str, Any]:
+    def properties_to_check(self, stream: SampleStream) -> dict[str, Any]:
         """Properties that must equal those of a checkpoint for this run to resume from it."""
-        facts = self.facts(stream)
+        properties = self.properties(stream)
         if self.config.training.global_batch_size != -1:  # set explicitly, so a change is intended
-            del facts["training.global_batch_size"], facts["training.batch_size_ramp"]
-        return facts
+            del properties["training.global_batch_size"], properties["training.batch_size_ramp"]
+        return properties
 
     @property
     def checkpoint_folder(self) -> StorageFolder:

@@ -57,7 +57,7 @@ class Console:
                 fields.append(text if key in _UNNAMED_FIELDS else self._field(key, text))
         logger.log(_level(record["event"]), "%s", "  ".join(fields))
 
-    def rewind(self, step: int, rollbacks: int) -> None:
+    def roll_back(self, step: int, rollbacks: int) -> None:
         self._first = None
 
     def close(self) -> None:
@@ -145,8 +145,8 @@ class LiveConsole(Console):
         # the bar shows the speed, so the line fits into 80 columns
         return self._loss_fields(record)
 
-    def rewind(self, step: int, rollbacks: int) -> None:
-        super().rewind(step, rollbacks)
+    def roll_back(self, step: int, rollbacks: int) -> None:
+        super().roll_back(step, rollbacks)
         self._progress.update(self._task, completed=step)
 
     def close(self) -> None:

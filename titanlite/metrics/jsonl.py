@@ -14,7 +14,7 @@ from titanlite.files import parse_json, write_file_atomically
 from titanlite.log import logger, pluralize
 
 METRICS_FILE = "metrics.jsonl"
-REPLACED_FILE = "metrics.replaced.jsonl"  # records of steps that were repeated after a resume
+REPLACED_FILE = "metrics.replaced.jsonl"  # records of steps repeated after a resume or roll-back
 ROLLBACK_EVENT = "rolled_back"  # with its `number`, counted from 1 over the whole run
 UNSAVED_FOLDER = "unsaved"  # subfolder for a run without checkpoints, see metrics_folder
 
@@ -23,13 +23,13 @@ class JsonlSink:
     """One JSON object per line, written to the operating system immediately."""
 
     def __init__(self, path: Path, completed_steps: int, rollbacks: int = 0):
-        """`rollbacks`: of the run in `completed_steps`."""
+        """`rollbacks`: how often the run was rolled back before it came to `completed_steps`."""
         self.path = path
         self._continued_from = completed_steps, rollbacks
         self.file = self._open()
 
     def step(self, record: dict[str, Any]) -> None:
-        if self.file.closed:  # the last `rewind` failed, for example on a full disk
+        if self.file.closed:  # the last `roll_back` failed, for example on a full disk
             self.file = self._open()
         text = json.dumps(_finite_or_null(record), allow_nan=False, ensure_ascii=False) + "\n"
         line, size = text.encode(), self.file.seek(0, os.SEEK_END)
@@ -39,7 +39,7 @@ class JsonlSink:
 
     event = step
 
-    def rewind(self, step: int, rollbacks: int) -> None:
+    def roll_back(self, step: int, rollbacks: int) -> None:
         self.close()
         self._continued_from = step, rollbacks
         self.file = self._open()
@@ -77,7 +77,7 @@ def drop_later_records(path: Path, step: int, rollbacks: int) -> None:
     """Move records of steps after `step`, and incomplete lines, to `metrics.replaced.jsonl`.
 
     The run repeats these steps, and would write a second record of each. The events of its first
-    `rollbacks` roll-backs stay, wherever they went back to; it repeats later ones.
+    `rollbacks` roll-backs stay, even those of steps after `step`; those of later roll-backs move.
     """
     if not path.exists():
         return

@@ -31,7 +31,7 @@ class TensorBoardSink:
         # TensorBoard hides earlier entries whose step is purge_step or later.
         self.writer = self._open_writer(purge_step=completed_steps + 1)
 
-    def rewind(self, step: int, rollbacks: int) -> None:
+    def roll_back(self, step: int, rollbacks: int) -> None:
         self.close()
         self._open(step)
 
@@ -85,7 +85,7 @@ class WandbSink:
         self._last_step = max(record["step"], self._last_step)
         self.run.log(scalars, step=record["step"])
 
-    def rewind(self, step: int, rollbacks: int) -> None:
+    def roll_back(self, step: int, rollbacks: int) -> None:
         pass  # W&B cannot go back: it drops records until the run has passed its last step again
 
     def close(self) -> None:

@@ -42,7 +42,7 @@ class Sink(Protocol):
 
     def step(self, record: dict[str, Any]) -> None: ...
     def event(self, record: dict[str, Any]) -> None: ...
-    def rewind(self, step: int, rollbacks: int) -> None: ...  # see MetricSinks.rewind
+    def roll_back(self, step: int, rollbacks: int) -> None: ...  # see MetricSinks.roll_back
     def close(self) -> None: ...
 
 
@@ -55,7 +55,7 @@ class SinkContext:
     total_steps: int
     completed_steps: int  # of the checkpoint that the run resumes from; else 0
     job: dict[str, Any]  # the settings, for services that show them
-    rollbacks: int = 0  # of the run in these steps
+    rollbacks: int = 0  # how often the run was rolled back before it came to completed_steps
     progress: bool | None = None  # show a progress bar; None: on a terminal
 
 
@@ -104,13 +104,13 @@ class MetricSinks:
         for sink in list(self.sinks):
             self._write(sink, sink.event, record)
 
-    def rewind(self, step: int, rollbacks: int) -> None:
-        """Continue from an earlier step, as sinks do that are opened with it as `completed_steps`.
+    def roll_back(self, step: int, rollbacks: int) -> None:
+        """Continue from an earlier step, like sinks opened with `completed_steps` = `step`.
 
-        `rollbacks`: how often the run was rolled back before; their events are kept.
+        `rollbacks`: how often the run was rolled back before; the events of these are kept.
         """
         for sink in list(self.sinks):
-            self._write(sink, partial(sink.rewind, step, rollbacks))
+            self._write(sink, partial(sink.roll_back, step, rollbacks))
 
     def sync(self) -> None:
         """Flush all records to the disk, so that they survive a power failure."""
@@ -184,10 +184,10 @@ def open_sinks(
     """All enabled sinks, for the one rank that writes; their files are under `folder`.
 
     `completed_steps`: of the checkpoint that the run resumes from, else 0; records of later steps
-    are moved to `metrics.replaced.jsonl`. `rollbacks`: how often the run was rolled back in these
-    steps. W&B shows `job` as the run's settings. `progress`: whether to show a progress bar; None:
-    on a terminal. Raises ConfigError where an optional package is not installed, OSError where
-    `folder` cannot be written.
+    are moved to `metrics.replaced.jsonl`. `rollbacks`: how often the run was rolled back before it
+    came to `completed_steps`. W&B shows `job` as the run's settings. `progress`: whether to show a
+    progress bar; None: on a terminal. Raises ConfigError where an optional package is not
+    installed, OSError where `folder` cannot be written.
     """
     context = SinkContext(config, folder, total_steps, completed_steps, job, rollbacks, progress)
     folder.mkdir(parents=True, exist_ok=True)

@@ -8,6 +8,7 @@ from titanlite.models.embedding import TokenEmbedding
 from titanlite.models.llama3.model import Llama, Llama3Sizes
 from titanlite.models.llama3.spec import LLAMA3
 from titanlite.models.loss import LossConfig, OutputLayer, Vocabulary, valid_tokens
+from titanlite.models.shape import Experts, LatentAttention, ModelShape
 from titanlite.models.spec import (
     HuggingFaceMapping,
     ModelConfig,
@@ -23,11 +24,14 @@ FAMILIES: dict[str, ModelSpec[Any]] = {  # values of model.name; a new family is
 __all__ = [
     "FAMILIES",
     "LLAMA3",
+    "Experts",
     "HuggingFaceMapping",
+    "LatentAttention",
     "Llama",
     "Llama3Sizes",
     "LossConfig",
     "ModelConfig",
+    "ModelShape",
     "ModelSizes",
     "ModelSpec",
     "OutputLayer",

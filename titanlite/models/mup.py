@@ -113,8 +113,8 @@ def _absorbed_multipliers(
 ) -> Mapping[str | None, float]:
     """The multiplier that parameters of a role absorb from the forward pass.
 
-    A multiplier c in the forward pass can be dropped if the parameter behind it, and its updates,
-    are multiplied by c.
+    A multiplier c in the forward pass can be dropped if a parameter in which its input is linear,
+    and the updates of this parameter, are multiplied by c.
     """
     query = "query_gain" if "query_gain" in roles else "query"
     multipliers: dict[str | None, float] = {query: math.sqrt(base.head_width / sizes.head_width)}

@@ -12,6 +12,8 @@ from typing import Annotated, Any, ClassVar, Generic, Protocol, TypeVar
 from torch import nn
 
 from titanlite.errors import ConfigError
+from titanlite.models import counts
+from titanlite.models.shape import ModelShape
 from titanlite.settings import OneOf, Positive, Range, Supported, format_value
 
 
@@ -142,14 +144,8 @@ class ModelSpec(Generic[SizesT]):
     blocks_path: str  # the nn.ModuleDict of transformer blocks, keyed by index
     attention_pattern: str  # name pattern of the CausalAttention modules
     output_path: str  # the OutputLayer
-    count_parameters: Callable[[SizesT], int]
-    count_block_parameters: Callable[[SizesT], int]
-    activations_per_block: Callable[[SizesT], int]
-    # elements per token that autograd saves for one block, without activation checkpointing
-    flops_per_token: Callable[..., float]
-    # (sizes, seq_len, full_attention=False) -> forward and backward FLOPs per token of the model
-    module_flops: Callable[[SizesT, int], dict[str, float]]
-    # (sizes, seq_len) -> forward and backward FLOPs per token of each module, in execution order
+    shape: Callable[[SizesT], ModelShape]
+    # what the module consists of; parameters, FLOPs, memory and time are counted from it
     tied_parameters: Callable[[SizesT], list[tuple[str, str]]]
     # pairs of parameter names; the first is the same parameter as the second
     hugging_face: HuggingFaceMapping[SizesT]
@@ -158,6 +154,18 @@ class ModelSpec(Generic[SizesT]):
     head_projections: Sequence[str] = ()
     # name patterns of the linear layers whose output is heads of `head_width` features: queries,
     # keys and values
+
+    def count_parameters(self, sizes: SizesT) -> int:
+        """Parameters of the whole model; tied embeddings count once."""
+        return counts.count_parameters(self.shape(sizes))
+
+    def flops_per_token(self, sizes: SizesT, seq_len: int, full_attention: bool = False) -> float:
+        """Forward and backward FLOPs per token of the model."""
+        return counts.flops_per_token(self.shape(sizes), seq_len, full_attention)
+
+    def module_flops(self, sizes: SizesT, seq_len: int) -> dict[str, float]:
+        """Forward and backward FLOPs per token of each module, in execution order."""
+        return counts.module_flops(self.shape(sizes), seq_len, self.blocks_path)
 
     def sizes_of(self, config: ModelConfig) -> SizesT:
         """The flavor's sizes with the overrides of a [model] section.

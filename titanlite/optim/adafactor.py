@@ -102,7 +102,7 @@ def _placements_of_mean(parameter: Tensor, kept: int, reduced: int) -> list[Plac
     return [
         Replicate()
         if placement.is_replicate() or _shards(placement, reduced)
-        # that of the rows is kept: it may be strided, if both FSDP and TP shard the rows
+        # rows keep their placement: it is strided if both FSDP and TP shard them
         else (placement if kept == 0 else Shard(0))
         for placement in parameter.placements
     ]

@@ -47,7 +47,10 @@ class MomentFormat:
 
 
 def moment_format(shape: Iterable[int], dtype: StateDtype) -> MomentFormat:
-    """The moment format of a parameter of this global shape; vectors are not quantized."""
+    """The moment format of a parameter of this global shape.
+
+    Vectors, and rows whose length is not a multiple of MIN_BLOCK, stay float32.
+    """
     if dtype in UNQUANTIZED:
         return MomentFormat(dtype)
     *rows, width = shape

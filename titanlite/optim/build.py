@@ -76,7 +76,8 @@ class OptimizerConfig:
     # update each parameter in backward, as soon as its gradient is complete, and free the gradient
     state_dtype: StateDtype = "float32"
     # dtype of Adam's moments; float32: same as training.dtype; 8bit, 4bit and float8: one scale per
-    # block of 128 elements of a row, vectors stay float32
+    # block of up to 128 elements of a row; vectors, and rows whose length is not a multiple of 32,
+    # stay float32
     offload: bool = False
     # store Adam's moments in host memory; every step copies them to the GPU and back
 

@@ -40,7 +40,7 @@ class LossScale:
 
     @property
     def shrinkable(self) -> bool:
-        """Whether an overflow can halve the scale; if not, the gradients overflow by themselves."""
+        """Whether half of the scale is at least 1; if not, the gradients overflow by themselves."""
         return self.value / 2 >= 1
 
     def state(self) -> dict[str, Any]:

@@ -193,7 +193,7 @@ def check_lr_scheduler_config(
 
 
 def _check_units(section: Mapping[str, Any]) -> Iterator[ConfigError]:
-    """Reject keys in steps beside keys in tokens, and a length in tokens alone."""
+    """Reject steps and tokens in one schedule, and only one of the two keys in tokens."""
     in_steps = [k for k in ("warmup_steps", "total_steps") if k in section]
     in_tokens = [k for k in ("warmup_tokens", "total_tokens") if k in section]
     written = [f"lr_scheduler.{key}" for key in (*in_tokens, *in_steps)]

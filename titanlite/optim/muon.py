@@ -130,7 +130,7 @@ class _MuonParameter(NamedTuple):
 
 
 class _OwnedParameters(NamedTuple):
-    """The parameters of one device mesh."""
+    """The parameters with one device mesh and one dtype of their matmuls."""
 
     members: Sequence[_MuonParameter]
     matrices: OwnedMatrices

@@ -51,7 +51,7 @@ class ModelTransforms:
     loss: LossConfig = field(default_factory=LossConfig)
     compile: CompileConfig = field(default_factory=CompileConfig)
     float8: Float8Config = field(default_factory=Float8Config)
-    param_dtype: torch.dtype = torch.float32  # weights, gradients and optimizer state
+    param_dtype: torch.dtype = torch.float32  # weights, gradients; state: see optimizer.state_dtype
     compute_dtype: torch.dtype = torch.float32  # weights and activations in forward and backward
     reduce_dtype: torch.dtype = torch.float32  # gradient reduction across ranks
     cpu_offload: bool = False  # store weights, gradients and optimizer state in host memory

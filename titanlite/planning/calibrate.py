@@ -23,7 +23,7 @@ from titanlite.runtime.start_log import STARTS_FILE
 
 WARMUP_STEPS = 5  # compilation, autotuning and the first allocation of memory
 SEARCH_FACTORS = (0.1, 0.03, 0.01)
-HELD = 0.02  # what a factor e of a number costs, in units of a log error: runs fit few numbers
+CHANGE_PENALTY = 0.02  # of a number's squared log change: a few runs cannot fit all numbers
 
 
 @dataclass(frozen=True)
@@ -93,11 +93,11 @@ def calibrate(runs: Sequence[MeasuredRun], cluster: Cluster) -> Calibration:
 
     def loss(efficiency: Efficiency) -> float:
         off = sum(abs(math.log1p(error)) for error in errors(efficiency))
-        held = sum(
+        change = sum(
             math.log(value / getattr(start, name)) ** 2
             for name, value in dataclasses.asdict(efficiency).items()
         )
-        return off + HELD * held
+        return off + CHANGE_PENALTY * change
 
     best, lowest = start, loss(start)
     for step in SEARCH_FACTORS:

@@ -12,8 +12,9 @@ from titanlite.planning.workload import Workload
 
 HOURS_BETWEEN_FAILURES = 50_700.0
 # of one GPU: 419 unexpected interruptions in 54 days of 16,384 H100s (arXiv 2407.21783, table 5)
-POWER_USAGE = 1.1  # of a data centre, by that of its servers, and
-CO2_KG_PER_KWH = 0.385  # US average: both as in LLaMA (arXiv 2302.13971, section 6)
+# as in LLaMA (arXiv 2302.13971, section 6)
+POWER_USAGE = 1.1  # power of a data centre, divided by that of its servers
+CO2_KG_PER_KWH = 0.385  # US average
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,7 @@ class RunCost:
 
     tokens: float
     steps: int
-    mfu: float  # causal model FLOPs by the peak of the precision of the matmuls
+    mfu: float  # causal model FLOP/s, divided by the peak in the precision of the matmuls
     days: float  # with the time lost to failures
     gpu_hours: float
     dollars: float | None
@@ -96,7 +97,7 @@ def estimate_cost(
 
 
 def model_flops_utilisation(workload: Workload, cluster: Cluster, step: StepTime) -> float:
-    """Causal model FLOPs of a step by what the GPUs could compute in its time."""
+    """Causal model FLOPs of a step, divided by those that the GPUs could compute in its time."""
     peak = cluster.gpu.peak_flops(workload.numerics.matmuls)
     return model_flops(workload) / (workload.layout.gpus * peak * step.total)
 

@@ -136,7 +136,7 @@ def _kinds(job: Job) -> list[tuple[int, tuple[int, ...]]]:
 
 
 def forwards_in_flight(job: Job) -> list[int]:
-    """The most stages' micro-batches that each pipeline rank has between forward and backward."""
+    """The most forward passes that each pipeline rank has whose backward is still to come."""
     most = []
     for actions in job.pipeline.order():
         alive = peak = 0
@@ -211,7 +211,7 @@ class _RankRun:
         return resting
 
     def _dimension_of(self, group: dist.ProcessGroup) -> str:
-        """The dimensions of the mesh in which the ranks of a group differ; "" if it has one."""
+        """The dimensions of the mesh in which the ranks of a group differ; "" for one rank."""
         ranks = dist.get_process_group_ranks(group)
         coordinates = [coordinates_of(rank, self._job.degrees) for rank in ranks]
         varying = [d.name for d in DIMENSIONS if len({place[d.name] for place in coordinates}) > 1]

@@ -14,7 +14,7 @@ from titanlite.settings import raise_together
 
 def report_dry_run(job: Job) -> Iterator[str]:
     """Run the job dry and yield lines for people; raises what the job cannot run with."""
-    # Here, because the modules replace parts of torch that a run does not need.
+    # Imported here: dry_run imports private modules of torch, which a run must not depend on.
     from titanlite.planning.dry_run import RankStep, check_dry_run, dry_run
 
     raise_together(list(check_dry_run(job)))

@@ -37,7 +37,7 @@ def fake_rank(rank: int, ranks: int) -> Iterator[None]:
     new_group = dist.new_group
     replaced: list[tuple[Any, str, Any]] = [
         (dist, "new_group", lambda *args, **o: new_group(*args, **{**o, "backend": "fake"})),
-        (rank_tree, "children_of", lambda rank, size: []),  # none answers
+        (rank_tree, "children_of", lambda rank, size: []),  # no other rank answers
     ]
     try:
         with replaced_attributes(replaced):
@@ -82,7 +82,7 @@ class FakeCompute(TorchDispatchMode):
         if operation in (aten._local_scalar_dense.default, aten.item.default):
             with unset_fake_temporarily():
                 return torch.ones((), dtype=args[0].dtype, device="cpu").item()
-        if operation.namespace == "titanlite":  # what is in it, not its result alone
+        if operation.namespace == "titanlite":  # a custom op: observe what it does inside, too
             with self:
                 result = OPDEFS[operation.name()]._init_fn(*args, **kwargs)
         elif operation is torch.ops._c10d_functional.wait_tensor.default:
@@ -106,7 +106,8 @@ class FakeCompute(TorchDispatchMode):
 def fake_compute(observe: Observer, like_cuda: bool) -> Iterator[None]:
     """Tensors that are made in the block are fake, on the CPU.
 
-    `like_cuda`: norms save what CUDA's kernel saves for backward; a CPU's saves more in bfloat16.
+    `like_cuda`: norms save what CUDA's kernel saves for backward, where a CPU's saves more in
+    bfloat16, and the embedding is torch's.
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     as_cuda = [

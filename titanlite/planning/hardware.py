@@ -41,7 +41,7 @@ class GpuType:
     memory_gib: float
     memory_gb_per_s: float
     multiprocessors: int = 1  # matmul tiles that run at once
-    flash2_rate: float = 1.0  # of FlashAttention-2, by that of the generation's own kernel
+    flash2_rate: float = 1.0  # of FlashAttention-2, divided by that of the generation's own kernel
     watts: float | None = None
     source: str = ""
 

@@ -71,9 +71,10 @@ class Parabola:
 
 
 def group_budgets(points: LossPoints) -> list[LossPoints]:
-    """Points of about equal FLOPs, by increasing FLOPs: the largest groups first, none twice.
+    """Groups of points of about equal FLOPs, by increasing FLOPs.
 
-    Groups with less than MIN_SIZES sizes are left out.
+    The largest group takes its points first, and no point is in two. Groups with less than
+    MIN_SIZES sizes are left out.
     """
     logs, free = np.log(points.flops), np.ones(len(points), dtype=bool)
     near = np.abs(logs[:, None] - logs) <= math.log(BUDGET_RATIO) + 1e-9

@@ -8,12 +8,10 @@ from typing import Any
 import torch
 
 from titanlite.job import Job
-from titanlite.models import ModelSizes
 from titanlite.optim import MatrixFacts, optimizer_state_bytes
 from titanlite.planning.workload import (
     Layout,
     MatmulPrecision,
-    ModelShape,
     Numerics,
     Overlap,
     Recompute,
@@ -27,7 +25,9 @@ def workload_of(job: Job) -> Workload:
     """One step of a job, after training.batch_size_ramp."""
     config = job.config
     return Workload(
-        model=model_shape(job.sizes, f"{job.spec.name}/{config.model.flavor}"),
+        model=dataclasses.replace(
+            job.spec.shape(job.sizes), name=f"{job.spec.name}/{config.model.flavor}"
+        ),
         layout=_layout_of(job),
         seq_len=config.training.seq_len,
         numerics=_numerics_of(job),
@@ -41,22 +41,6 @@ def workload_of(job: Job) -> Workload:
         offload_optimizer=config.optimizer.offload or config.training.enable_cpu_offload,
         step_in_backward=config.optimizer.early_step_in_backward,
         offload_parameters=config.training.enable_cpu_offload,
-    )
-
-
-def model_shape(sizes: ModelSizes, name: str) -> ModelShape:
-    """The shape of a model of titanlite, from the sizes of its family."""
-    return ModelShape(
-        name=name,
-        n_layers=sizes.n_layers,
-        dim=sizes.dim,
-        n_heads=sizes.n_heads,
-        n_kv_heads=sizes.n_kv_heads,
-        head_dim=sizes.head_width,
-        hidden_dim=sizes.hidden_dim,
-        vocab_size=sizes.vocab_size,
-        tied_embeddings=bool(getattr(sizes, "tied_embeddings", False)),
-        qk_norm=bool(getattr(sizes, "qk_norm", False)),
     )
 
 

@@ -1,4 +1,4 @@
-"""Robust fit of log L = power x LSE(a - alpha x, b - beta z, e): Huber loss of log residuals.
+"""Robust fit of log L = power * LSE(a - alpha * x, b - beta * z, e): Huber loss of log residuals.
 
 The objective of Hoffmann et al. (arXiv:2203.15556, equation 3), minimized by a damped Newton method
 from many starts at once. x and z are logarithms of N and D minus their means.
@@ -36,7 +36,7 @@ class LogSumExpProblem:
 
     @property
     def starts(self) -> np.ndarray:
-        """54 parameter vectors [54, 6] that predict about the observed losses."""
+        """[54, 6] (`kaplan`: [60, 6]) parameters that predict about the observed losses."""
         exponents, level = (0.2, 0.5, 1.0), float(np.median(self.log_losses))
         starts = []
         if self.kaplan:
@@ -134,7 +134,8 @@ class LogSumExpProblem:
         lse, power = top + np.log(total), np.exp(theta[:, 5:])
         residuals = self.log_losses - power * lse
         pa, pb, pe = shares[:, 0], shares[:, 1], shares[:, 2]
-        slopes = np.stack([pa, -pa * self.x, pb, -pb * self.z, pe, lse], axis=1)  # / power
+        # derivatives of the predicted log L, divided by the power
+        slopes = np.stack([pa, -pa * self.x, pb, -pb * self.z, pe, lse], axis=1)
         psi = weights * np.clip(residuals, -self.delta, self.delta)
         inside = weights * (np.abs(residuals) <= self.delta)
         pull = power * psi

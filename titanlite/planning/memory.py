@@ -1,7 +1,7 @@
 """Estimate the memory of every pipeline rank: bytes at rest, and the peak with what is alive then.
 
-The rank of each stage that is described has coordinate 0 in the other dimensions of the mesh, and
-so the largest shards.
+The ranks that are described have coordinate 0 in the other dimensions of the mesh, and so the
+largest shards.
 """
 
 from __future__ import annotations

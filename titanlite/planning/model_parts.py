@@ -6,7 +6,8 @@ import math
 from dataclasses import dataclass
 from functools import cache
 
-from titanlite.planning.workload import Layout, ModelShape
+from titanlite.models import ModelShape
+from titanlite.planning.workload import Layout
 
 EMBEDDING, BLOCK, NORM, OUTPUT = "tok_embeddings", "block", "norm", "output"
 

@@ -33,7 +33,7 @@ SEARCHED = {  # settings that the search chooses, and the names by which they ca
 
 
 def planned_config(base: JobConfig, choice: LayoutChoice) -> JobConfig:
-    """The settings of `base` with those of SEARCHED as the candidate says."""
+    """`base` with the settings that the candidate chooses: SEARCHED, the batch sizes and Float8."""
     frame, degrees = choice.frame, choice.frame.degrees
     pipelined = degrees.pipeline > 1
     rank_batch = frame.micro_batch * frame.n_microbatches
@@ -91,7 +91,7 @@ def _parallelism_keys(base: JobConfig, choice: LayoutChoice) -> dict[str, Any]:
 
 
 def _balanced_stages(base: JobConfig, choice: LayoutChoice) -> list[list[str]]:
-    """Stages of balanced cost; train.py makes these itself with two stages a rank."""
+    """Stages of balanced cost; train.py makes them itself for a schedule's usual stages a rank."""
     spec = FAMILIES[base.model.name]
     costs = spec.module_flops(spec.sizes_of(base.model), base.training.seq_len)
     stages = choice.stages_per_rank * choice.frame.degrees.pipeline

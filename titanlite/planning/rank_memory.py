@@ -11,7 +11,7 @@ class RankMemory:
 
     rank: int
     parameters: float  # this rank's shards
-    gradients: float  # likewise; after backward, but for those that exist at the peak
+    gradients: float  # likewise, as far as they exist at the peak
     optimizer_state: float
     gathered: float  # unsharded parameters, and communication buffers of FSDP
     unsharded_gradients: float  # that are not reduced yet

@@ -28,8 +28,8 @@ class ScalingLaw:
     """loss = (E + A / N^alpha + B / D^beta)^power.
 
     With `power` 1 it is the law of Hoffmann et al. (arXiv:2203.15556, equation 2); with E = 0 and
-    beta = 1 that of Kaplan et al. (arXiv:2001.08361, equation 1.5). The power is monotone, so both
-    have the same optima.
+    beta = 1 that of Kaplan et al. (arXiv:2001.08361, equation 1.5). A power is monotone, so it does
+    not change the optima.
     """
 
     E: float

@@ -11,6 +11,7 @@ import numpy as np
 
 from titanlite.errors import DataError
 from titanlite.models import FAMILIES, ModelSizes, ModelSpec
+from titanlite.models.counts import count_blocks
 from titanlite.models.spec import ModelConfig
 from titanlite.planning.scaling_fit import LossPoints
 from titanlite.settings import raise_together
@@ -25,7 +26,7 @@ def count_parameters_by_kind(spec: ModelSpec[Any], sizes: ModelSizes) -> dict[st
     return {
         "all": parameters,
         "matmul": parameters - embedding,  # a tied embedding is the output layer too
-        "blocks": sizes.n_layers * spec.count_block_parameters(sizes),
+        "blocks": count_blocks(spec.shape(sizes)),
     }
 
 

@@ -14,7 +14,7 @@ from titanlite.parallelize.schedule import (
 )
 from titanlite.planning.workload import Layout, Workload
 
-MAX_SIMULATED_ROUNDS = 3  # micro-batches simulated, times the ranks: later no more are in flight
+MAX_SIMULATED_ROUNDS = 3  # simulated micro-batches per rank; with more, as many are in flight
 
 
 @dataclass(frozen=True)
@@ -68,9 +68,9 @@ def _assigned(schedule: str, ranks: int, stages: int) -> tuple[int, ...]:
 def stages_in_flight(
     schedule: str, owners: tuple[int, ...], microbatches: int
 ) -> tuple[dict[int, int], ...]:
-    """For each rank: its stages (in model order), and their micro-batches in flight at the most.
+    """For each rank: micro-batches in flight of each of its stages, numbered in model order from 0.
 
-    Counted in stages, at the time when most are alive.
+    At the time when the sum over the rank's stages is largest.
     """
     ranks, stages = max(owners) + 1, len(owners)
     if ranks == 1:

@@ -32,7 +32,7 @@ def traffic(
 ) -> tuple[tuple[CollectiveBytes, ...], ...]:
     """The collectives of every pipeline rank; of titanlite, with FSDP2 and sequence parallelism.
 
-    Context parallelism is that with an all-gather of keys and values.
+    Context parallelism is assumed to all-gather keys and values.
     """
     parts = parts or parts_of_shape(workload.model)
     stages = stages or stages_of(workload)
@@ -64,7 +64,7 @@ class _RankTraffic:
         self.totals: dict[tuple[str, str], tuple[int, int]] = {}
 
     def collectives(self) -> tuple[CollectiveBytes, ...]:
-        """All that are not of one rank alone."""
+        """All collectives, without those in groups of one rank."""
         self._fsdp()
         if self.layout.tensor > 1:
             self._tensor()

@@ -9,42 +9,13 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+from titanlite.models import ModelShape
+
 Recompute = Literal["none", "selective", "per_operation", "attention", "full", "memory_budget"]
 # "selective": every k-th block; "per_operation": all operations but attention and every second
 # matmul; "attention": the core attention of every block (Megatron's selective recomputation);
 # "memory_budget": the compiler stores the fraction `stored_activations`
 MatmulPrecision = Literal["float32", "bfloat16", "float8", "float4"]
-
-
-@dataclass(frozen=True)
-class Experts:
-    """The mixture of experts of a block."""
-
-    count: int
-    active: int  # experts that each token is sent to
-    hidden_dim: int
-    shared_hidden_dim: int = 0  # width of the experts that every token visits, together
-    dense_layers: int = 0  # blocks at the start that have a feed-forward layer instead
-
-
-@dataclass(frozen=True)
-class ModelShape:
-    """The sizes of a decoder-only transformer."""
-
-    name: str
-    n_layers: int
-    dim: int
-    n_heads: int
-    n_kv_heads: int
-    head_dim: int
-    hidden_dim: int  # of the feed-forward layer
-    vocab_size: int
-    gated: bool = True  # three matmuls in the feed-forward layer (SwiGLU), otherwise two
-    tied_embeddings: bool = False
-    positions: int = 0  # rows of a learned position embedding
-    biases: bool = False  # linear layers and norms have biases
-    qk_norm: bool = False  # a norm on every query and key head
-    experts: Experts | None = None
 
 
 @dataclass(frozen=True)
@@ -91,6 +62,18 @@ class Overlap:
 
 
 @dataclass(frozen=True)
+class ExpertExchange:
+    """How tokens reach the experts of other ranks, and how these are launched."""
+
+    once_per_rank: bool = False
+    # a token is sent once to a rank, and once over the network to a link domain, however many of
+    # its experts are there (DeepEP, HybridEP); otherwise once for each expert
+    overlapped: bool = False  # with the computation of another micro-batch
+    tensor_sharded: bool = True  # every expert is; otherwise the tensor ranks are expert ranks
+    one_graph: bool = False  # the step is one CUDA graph, so that the host launches no kernels
+
+
+@dataclass(frozen=True)
 class Numerics:
     """Bytes per element, and the precision of matmuls."""
 
@@ -102,6 +85,8 @@ class Numerics:
     activation_bytes: float = 2
     reduce_bytes: float = 4  # gradients while they are reduced
     float8_gather: bool = False  # parameters and activations are gathered in float8
+    block_scales: bool = False  # a scale for each 16 or 32 elements (MXFP8, NVFP4)
+    weights_quantized_once: bool = False  # in a step; otherwise in each micro-batch
     float8_rowwise: bool = False  # a scale for each row, so that both layouts are quantized alone
 
 
@@ -131,4 +116,5 @@ class Workload:
     offload_parameters: bool = False  # and gradients and optimizer states
     blocking_launches: bool = False  # CUDA_LAUNCH_BLOCKING=1: the host's time is not hidden
     overlap: Overlap = field(default_factory=Overlap)
+    exchange: ExpertExchange = field(default_factory=ExpertExchange)
     checkpoint_interval: int = 0  # steps; the copy to the host stops training. 0: none

@@ -99,7 +99,7 @@ def compare_runs(a: Path, b: Path, tolerance: float) -> RunComparison:
 
 
 def _read_run(path: Path) -> RunMetrics:
-    """Metrics of a run; if a step is logged twice, as after a roll-back, the last value."""
+    """Metrics of a run; of a step that is in the file twice, the last values."""
     path = path / METRICS_FILE if path.is_dir() else path
     steps, events = read_metrics(path)
     if not steps:

@@ -8,6 +8,7 @@ from titanlite.training.batch_schedule import (
     build_batch_schedule,
     check_batch_size,
 )
+from titanlite.training.checkpoint_rollback import CheckpointRollback
 from titanlite.training.config import TrainingConfig
 from titanlite.training.engine import Engine, build_engine
 from titanlite.training.evaluation import (
@@ -22,7 +23,6 @@ from titanlite.training.loop import train
 from titanlite.training.noise_meter import NoiseScaleEngine, measure_noise_scale
 from titanlite.training.periodic import PeriodicAction, StepInfo
 from titanlite.training.replica_check import ReplicaCheck, ReplicaCheckConfig, check_replicas
-from titanlite.training.rewind import Rewinder
 from titanlite.training.run import Run
 from titanlite.training.source_losses import record_source_losses
 from titanlite.training.state import Counters, TrainState
@@ -44,6 +44,7 @@ __all__ = [
     "Batch",
     "BatchSchedule",
     "CheckpointEvaluator",
+    "CheckpointRollback",
     "Counters",
     "Engine",
     "EvaluationConfig",
@@ -53,7 +54,6 @@ __all__ = [
     "PeriodicAction",
     "ReplicaCheck",
     "ReplicaCheckConfig",
-    "Rewinder",
     "Run",
     "SelfTest",
     "StepInfo",

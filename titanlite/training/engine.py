@@ -49,10 +49,11 @@ class Engine(Protocol):
     ) -> Tensor:
         """Add the gradients of summed loss / `valid`; return this rank's share of that loss.
 
-        `valid` [] is the number of valid labels in the global batch. The result [2 + S] is the
-        cross-entropy and the z-loss, whose sum is the training loss; then the part of the
-        cross-entropy that each of the S sources of `batch.sources` has, if the engine was built
-        `by_source`. `set_phase` is called with the name of each phase when it begins.
+        `valid` [] is the number of valid labels in the global batch, divided by the loss scale if
+        there is one. The result [2 + S] is the cross-entropy and the z-loss, whose sum is the
+        training loss; then the part of the cross-entropy that each of the S sources of
+        `batch.sources` has, if the engine was built `by_source`. `set_phase` is called with the
+        name of each phase when it begins.
         """
 
     def evaluate(self, inputs: Tensor, labels: Tensor) -> Tensor:

@@ -127,7 +127,7 @@ class _Loop:
 
         Returns None if the run was rolled back to a checkpoint instead.
         """
-        first = self.violations.rewind(self.pending)
+        first = self.violations.undo_rejected(self.pending)
         self.batches = self.run.open_batches()
         result = self.violations.replay(first, next(self.batches))
         if result is None:

@@ -1,4 +1,4 @@
-"""Roll-back, the policy: which checkpoint to go back to, and which positions to pass over.
+"""Roll-back, the policy: which checkpoint to load, and which samples to skip.
 
 Pure functions of the run's progress. Nothing here depends on when the trouble was noticed, on the
 time, or on what an earlier process of the run did: a run that is killed at any moment of a
@@ -17,7 +17,7 @@ from titanlite.data import PositionWindow
 
 @dataclass(frozen=True)
 class RollbackPolicy:
-    """How a run goes on after a roll-back."""
+    """The settings of [guard] that decide what a run does after a roll-back."""
 
     steps: int  # of the first window, before the trouble and after it
     lr_factor: float  # of the learning rate in the window; 0: the window is skipped
@@ -87,10 +87,10 @@ class RollbackHistory:
         """The next try; None if all tries for this trouble have failed.
 
         Each try has a window of twice the size, and with `lr_factor` a learning rate that is lower
-        by that factor again. The first one with the default `steps` passes over 200 batches that
-        begin 100 steps before the trouble, as PaLM's training did by hand
-        (https://arxiv.org/abs/2204.02311, section 5.1: 200 to 500 batches, from a checkpoint about
-        100 steps before the spike).
+        by that factor again. With the default `steps`, the first window has 201 batches: 100 before
+        the trouble, its own, and 100 after it. PaLM's training skipped 200 to 500 batches by hand,
+        from a checkpoint about 100 steps before the spike (https://arxiv.org/abs/2204.02311,
+        section 5.1).
         """
         earlier = self.tries_for(trouble)
         if len(earlier) >= policy.max_tries:

@@ -12,10 +12,10 @@ from titanlite.distributed.collectives import AsyncMax
 from titanlite.metrics import MetricSinks, ThroughputMeter
 from titanlite.runtime import HeartbeatWatchdog, StopRequest
 from titanlite.training.batch import Batch
+from titanlite.training.checkpoint_rollback import CheckpointRollback
 from titanlite.training.config import TrainingConfig
 from titanlite.training.engine import Engine
 from titanlite.training.periodic import PeriodicAction
-from titanlite.training.rewind import Rewinder
 from titanlite.training.state import TrainState
 from titanlite.training.step import StepSettings
 
@@ -38,7 +38,7 @@ class Run:
     sinks: MetricSinks
     watchdog: HeartbeatWatchdog
     stop_request: StopRequest
-    rewinder: Rewinder
+    rollback: CheckpointRollback
     dump_batch: Callable[[int, int, int], str]
     # (step, first position, samples) -> path of a new file with the global batch, or "" where none
     # is written, as on ranks other than 0

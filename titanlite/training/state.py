@@ -104,7 +104,7 @@ def _read_gaps(progress: dict[str, Any], position: int) -> tuple[tuple[int, int]
 
 @dataclass(frozen=True)
 class HostState:
-    """The state in host memory before a step; `TrainState.rewind` restores it."""
+    """The state in host memory before a step; `TrainState.restore_host_state` restores it."""
 
     counters: Counters
     loss_scale: dict[str, Any]  # empty without one
@@ -171,7 +171,7 @@ class TrainState:
         scale = {} if self.loss_scale is None else self.loss_scale.state()
         return HostState(dataclasses.replace(self.counters), scale, _generator_states())
 
-    def rewind(self, before: HostState) -> None:
+    def restore_host_state(self, before: HostState) -> None:
         """Take back the steps since `before`, none of which updated a parameter."""
         self.counters.restore(before.counters.progress())
         if self.loss_scale is not None:

@@ -34,8 +34,10 @@ class ValidationData(Protocol):
 
     name: str
     samples: int
-    token_bytes: Tensor | None
-    # int64 [V]: bytes of text that each id stands for; None: the tokenizer is not known
+
+    @property
+    def token_bytes(self) -> Tensor | None:
+        """int64 [V]: bytes of text that each id stands for; None: the tokenizer is not known."""
 
     def read(self, start: int, sequences: int) -> tuple[Tensor, Tensor]:
         """Inputs and labels [B, T]; past the end, labels are IGNORE_INDEX."""
@@ -94,5 +96,5 @@ def _count_bytes(labels: Tensor, token_bytes: Tensor | None) -> Tensor:
 
 
 def validation_samples(config: ValidationConfig, data: ValidationData, global_batch: int) -> int:
-    """Number of samples of a set to validate on; does not depend on the layout."""
+    """Number of samples to validate on; depends on the layout only if `global_batch` does."""
     return data.samples if config.steps == -1 else min(data.samples, config.steps * global_batch)

@@ -1,1 +1,1 @@
-"""Conversations as training data: templates, and labels on the answers alone."""
+"""Conversations as training data: templates, and labels on the answers only."""

@@ -1,8 +1,8 @@
 """The Jinja chat template of a Hugging Face tokenizer.
 
 The answers are what a template marks with {% generation %}, as transformers defines it. In a
-template without these marks, an answer is what the conversation has more with the assistant's
-message than with the generation prompt in its place.
+template without these marks, an answer is what the rendered text has after the generation prompt,
+up to the end of the assistant's message.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from titanlite.errors import DataError
 from titanlite.files import parse_json, read_regular_file
 
 _MAX_BYTES = 4 << 20
-# Noncharacters, which text for interchange does not contain: they mark answers, and keep a special
-# token's name in a message from becoming the token.
+# Noncharacters, which text for interchange does not contain: they mark answers, and keep the name
+# of a token that the tokenizer marks as special, in a message, from becoming the token.
 _ANSWER, _ANSWER_END, _BREAK = "\ufdd0", "\ufdd1", "\ufdd2"
 _MARKS = str.maketrans(dict.fromkeys((_ANSWER, _ANSWER_END, _BREAK), "\ufffd"))
 

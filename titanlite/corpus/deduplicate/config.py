@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 from titanlite.errors import ConfigError
 from titanlite.settings import Positive, Range
 
-MAX_PERMUTATIONS = 4096  # bands * rows: a table of 100,000 documents needs 4 bytes for each
+MAX_PERMUTATIONS = 4096  # bands * rows: each takes 4 bytes a document; a table may have 100,000
 BENCHMARK_SUFFIXES = (".txt", ".jsonl", ".parquet")
 
 

@@ -1,4 +1,7 @@
-"""Files of sorted keys: each task that matches keys reads its range of the keys of all tables."""
+"""Files of sorted keys: each task that matches keys reads its range of the keys of all tables.
+
+A file has one or more kinds of keys: the bands of MinHash are kinds, the hash of the text is one.
+"""
 
 from __future__ import annotations
 

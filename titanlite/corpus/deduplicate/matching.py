@@ -65,20 +65,20 @@ def _hash_texts(texts: Any) -> np.ndarray:
 
 
 def match_documents(out: Path, inputs: list[Path], arguments: Any) -> dict[str, Any]:
-    """Task: edges from documents to the first document with an equal key.
+    """Task: edges between documents and the first document with an equal key.
 
     arguments: offsets (number of each table's first document), part ([p, parts]: range of keys).
     """
     offsets, part = arguments["offsets"], tuple(arguments["part"])
     counts = {}
-    exact = near = np.zeros((2, 0), np.int64)
+    exact = found = np.zeros((2, 0), np.int64)
     for name in (EXACT, NEAR):
         for kind in range(count_kinds(inputs[0], name)):
-            found = _edges_to_first(*read_matching(inputs, offsets, name, kind, part))
-            near = sort_edges(np.concatenate([near, found], axis=1))
-            exact = sort_edges(found) if name == EXACT else exact
+            new = _edges_to_first(*read_matching(inputs, offsets, name, kind, part))
+            found = sort_edges(np.concatenate([found, new], axis=1))
+            exact = sort_edges(new) if name == EXACT else exact
             report_progress()
-    edges = in_both_directions(near)
+    edges = in_both_directions(found)
     np.save(out / f"{EXACT}.npy", exact)
     np.save(out / _EDGES, edges)
     counts["edges"] = edges.shape[1]

@@ -6,10 +6,10 @@ with seed 1 these are the permutations, of datasketch 2 (`scheme="affine32"`). A
 only pairwise independent; it suffices here because h itself is mixed (Mitzenmacher, Vadhan: Why
 simple hash functions work, SODA 2008), and the tests measure it.
 
-Collisions. Two n-grams have one 32-bit hash with probability 2^-32, which adds m / 2^33 to the
+Collisions. Two n-grams have the same 32-bit hash with probability 2^-32, which adds m / 2^33 to the
 similarity of documents with m n-grams: 10^-5 at 10^5 n-grams, and the eighth power of it to the
 probability that a band matches. A band's key has 64 bits: 14 bands of 10^9 documents contain
-14 * 10^18 / 2 / 2^64 = 0.4 pairs of different bands with one key; 10^8 documents 0.004.
+14 * 10^18 / 2 / 2^64 = 0.4 pairs of different bands with the same key; 10^8 documents 0.004.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ def compare_pairs(out: Path, inputs: list[Path], arguments: Any) -> dict[str, An
     """Task: samples of near duplicates, chosen by hash, with the document that is kept.
 
     inputs: the tables, folders of clusters, folders of matches. arguments: offsets (number of each
-    table's first document), clusters (number of folders), ngram_words, bands, rows.
+    table's first document), clusters (how many folders), ngram_words, bands, rows.
     """
     offsets = arguments["offsets"]
     tables, rest = inputs[: len(offsets)], inputs[len(offsets) :]

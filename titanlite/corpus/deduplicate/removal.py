@@ -30,7 +30,7 @@ def remove_duplicates(out: Path, inputs: list[Path], arguments: Any) -> dict[str
 
     inputs: the table, folders of clusters, folders of matches, and perhaps that of benchmark
     n-grams. arguments: documents ([first, last): numbers of the table's documents), clusters,
-    matches (numbers of folders), benchmark_ngram_words, benchmark_matches.
+    matches (how many folders of each), benchmark_ngram_words, benchmark_matches.
     """
     first, last = arguments["documents"]
     split = 1 + arguments["clusters"]
@@ -78,7 +78,7 @@ def _count_removed(table: Any, reasons: np.ndarray, kept: Any) -> dict[str, Any]
         removed = table.filter(pa.array(reasons == reason))
         if removed.num_rows:
             counts["removed"][rule] = {"documents": removed.num_rows, "bytes": text_bytes(removed)}
-            if rule != NEAR:  # the samples of these are pairs: compare_pairs()
+            if rule != NEAR:  # compare_pairs() takes the samples of NEAR, which are pairs
                 counts[SAMPLES_KEY][rule] = _sample_removed(rule, removed)
     return counts
 

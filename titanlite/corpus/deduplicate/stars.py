@@ -1,8 +1,9 @@
 """Connected components of a graph of documents, by alternating large-star and small-star.
 
 Kiveris, Lattanzi, Mirrokni, Rastogi, Vassilvitskii: Connected components in MapReduce and beyond,
-SoCC 2014. An operation treats each document with its neighbours alone, so the documents can be
-divided over tasks. It converges to stars: each document has one edge, to the first of its cluster.
+SoCC 2014. An operation on a document needs only its neighbours, so the documents can be divided
+over tasks. The graph converges to stars: the centre is the first document of a cluster, and every
+other document has one edge, to the centre.
 
 Edges are int64 [2, edges]: documents and neighbours, sorted, each once, each edge in both
 directions unless noted.
@@ -29,7 +30,7 @@ def in_both_directions(edges: np.ndarray) -> np.ndarray:
 
 
 def large_star(edges: np.ndarray) -> np.ndarray:
-    """Connect the later neighbours of each document to the first of its neighbours and itself.
+    """Connect the later neighbours of each document to the first among it and its neighbours.
 
     The result has each edge once, from the later to the earlier document.
     """
@@ -56,7 +57,7 @@ def small_star(edges: np.ndarray) -> np.ndarray:
 
 
 def count_unsettled(edges: np.ndarray) -> int:
-    """Documents that are neither the centre of a star nor connected to its centre alone."""
+    """Documents with an earlier neighbour and one more neighbour; 0 if all clusters are stars."""
     document, neighbour = edges
     starts, sizes = _document_groups(document)
     if not len(starts):

@@ -1,7 +1,7 @@
 """Remove documents that contain words or links of a list.
 
 C4 removed each page with a word of a list (https://arxiv.org/abs/1910.10683, section 2.2). No list
-is part of titanlite: which words to exclude is for those to decide who train.
+is part of titanlite: those who train decide which words to exclude.
 """
 
 from __future__ import annotations

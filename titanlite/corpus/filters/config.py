@@ -29,8 +29,9 @@ class FilterConfig:
     """[filter] Remove and change documents, before duplicates are removed."""
 
     rules: list[str] = field(default_factory=list)
-    # applied in this order: "length", "language", "gopher_quality", "gopher_repetition", "c4",
-    # "fineweb", "blocklist", "personal_data", or a function of yours as "package.module:function"
+    # applied in the order of this list, which may have "length", "language", "gopher_quality",
+    # "gopher_repetition", "c4", "fineweb", "blocklist", "personal_data", and functions of yours as
+    # "package.module:function"
     sources: list[str] = field(default_factory=list)  # names of sources to filter; empty: all
     length: LengthConfig = field(default_factory=LengthConfig)
     language: LanguageConfig = field(default_factory=LanguageConfig)

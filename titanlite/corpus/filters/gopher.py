@@ -24,9 +24,9 @@ ELLIPSES = ("...", "…")
 class GopherQualityConfig:
     """[filter.gopher_quality] Quality rules of Gopher (arxiv.org/abs/2112.11446, section A1.1)."""
 
-    min_words: NotNegative = 50  # words that are not symbols alone
+    min_words: NotNegative = 50  # words, without those that are only symbols
     max_words: NotNegative = 100_000  # as above
-    min_mean_word_length: float = 3.0  # characters, of words that are not symbols alone
+    min_mean_word_length: float = 3.0  # characters, of the same words
     max_mean_word_length: float = 10.0  # as above
     max_hashes_per_word: float = 0.1  # "#"
     max_ellipses_per_word: float = 0.1  # "..." and "…"

@@ -164,7 +164,7 @@ def find_repeated_ngrams(words: TextParts, largest: int) -> Iterator[RepeatedNgr
     keys = words.documents * max(1, len(words.distinct)) + words.ids
     positions, codes = _keep_repeated(np.arange(len(keys)), keys)
     for size in range(2, largest + 1):
-        # Of two documents, the codes are different: a pair of both occurs once, and is dropped.
+        # A pair across two documents occurs once, as their codes are different, and is dropped.
         neighbours = np.flatnonzero(np.diff(positions) == 1)
         keys = codes[neighbours] * (codes.max(initial=0) + 1) + codes[neighbours + 1]
         positions, codes = _keep_repeated(positions[neighbours], keys)

@@ -1,7 +1,7 @@
 """A block of documents and what rules measure of it, vectorised over all its documents.
 
-Words, lines and paragraphs are numbers of distinct texts. So what a rule asks of a word or a line
-is computed once for each distinct one.
+Words, lines and paragraphs are stored as indices of distinct texts. So what a rule asks of a word
+or a line is computed once for each distinct one.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class TextBlock:
 
 
 def divide_into_blocks(texts: Any) -> Iterator[tuple[int, Any]]:
-    """(position of the first, texts) of blocks of about BLOCK_BYTES; a longer text is alone."""
+    """(position of the first, texts) of blocks of up to BLOCK_BYTES; a longer text is a block."""
     ends = np.cumsum(to_numpy(pc.binary_length(texts)), dtype=np.int64)
     start = 0
     while start < len(texts):
@@ -117,7 +117,7 @@ def number_distinct(keys: np.ndarray) -> np.ndarray:
 
 
 def is_repeated(codes: np.ndarray) -> np.ndarray:
-    """Whether each of `number_distinct` is there before; a new one is above all before it."""
+    """Whether each number of `number_distinct` occurred before; a new one exceeds all before it."""
     highest = np.maximum.accumulate(codes)
     return np.concatenate([[False], codes[1:] <= highest[:-1]])[: len(codes)]
 

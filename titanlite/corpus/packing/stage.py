@@ -29,7 +29,9 @@ class PackConfig:
 
 def plan_packing(shards: Sequence[Task], settings: PackSettings) -> list[Task]:
     """One task for each shard, which writes a shard of windows."""
-    return [Task("pack", pack_documents, asdict(settings), (task.key,)) for task in shards]
+    return [
+        Task("pack", pack_documents, asdict(settings), (task.key,), version=2) for task in shards
+    ]
 
 
 def pack_documents(out: Path, inputs: list[Path], arguments: Any) -> Counts:

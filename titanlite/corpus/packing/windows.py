@@ -114,7 +114,22 @@ def fill_windows(plan: WindowPlan, entries: np.ndarray, padding_id: int) -> Iter
         out[offsets] |= BEGINS | UNTRAINED
         padded = np.flatnonzero(used < size)
         out[padded * size + used[padded]] |= BEGINS
-        yield out.reshape(count, size)
+        windows = out.reshape(count, size)
+        _mark_packed(windows, padding_id)
+        yield windows
+
+
+def _mark_packed(windows: np.ndarray, end: int) -> None:
+    """Mark a label UNTRAINED in each window with the id `end` inside whose labels are all trained.
+
+    Ignored labels are what tells a packed window from concatenated documents, which end at each
+    `end` (titanlite/labels.py). The label after an `end` is untrained between documents, too.
+    """
+    labels, is_end = windows[:, 1:], (windows[:, :-1] & ID_MASK) == end
+    is_end[:, -1] = False  # it is not inside
+    trained = ((labels & UNTRAINED) == 0).all(axis=1)
+    rows = np.flatnonzero(trained & is_end.any(axis=1))
+    labels[rows, is_end[rows].argmax(axis=1)] |= UNTRAINED
 
 
 @dataclass(frozen=True)

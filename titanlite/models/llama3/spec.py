@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from titanlite.errors import ConfigError
 from titanlite.models.llama3.huggingface import HUGGING_FACE
 from titanlite.models.llama3.model import Llama, Llama3Sizes
+from titanlite.models.shape import ModelShape
 from titanlite.models.spec import ModelSpec
 
 FLAVORS = {
@@ -80,60 +81,20 @@ def check_sizes(sizes: Llama3Sizes) -> Iterator[ConfigError]:
         )
 
 
-def count_parameters(sizes: Llama3Sizes) -> int:
-    """Parameters of the whole model; tied embeddings count once."""
-    vocab_matrices = 1 if sizes.tied_embeddings else 2
-    outside_blocks = vocab_matrices * sizes.vocab_size * sizes.dim + sizes.dim
-    return sizes.n_layers * count_block_parameters(sizes) + outside_blocks
-
-
-def count_block_parameters(sizes: Llama3Sizes) -> int:
-    """Parameters of one block."""
-    norms = 2 * sizes.dim + (2 * sizes.head_width if sizes.qk_norm else 0)
-    return _block_matmul_weights(sizes) + norms
-
-
-def _block_matmul_weights(sizes: Llama3Sizes) -> int:
-    heads = (sizes.n_heads * 2 + sizes.n_kv_heads * 2) * sizes.head_width
-    return sizes.dim * (heads + 3 * sizes.hidden_dim)
-
-
-def activations_per_block(sizes: Llama3Sizes) -> int:
-    """Elements per token that autograd saves for one block that computes in fp32.
-
-    In bf16, a CPU saves up to a third more, because its norms compute in fp32.
-    """
-    queries, keys = (heads * sizes.head_width for heads in (sizes.n_heads, sizes.n_kv_heads))
-    normed = 2 * (queries + keys) if sizes.qk_norm else 0
-    return 5 * sizes.dim + 3 * queries + 2 * keys + normed + 4 * sizes.hidden_dim
-
-
-def flops_per_token(sizes: Llama3Sizes, seq_len: int, full_attention: bool = False) -> float:
-    """Forward and backward FLOPs per token: 6 per matmul weight, plus attention.
-
-    Attention costs 12 L H K T counted in full (PaLM, https://arxiv.org/abs/2204.02311, appendix B),
-    and half of that counted causally.
-    """
-    output = 6 * sizes.vocab_size * sizes.dim
-    return sizes.n_layers * _block_flops(sizes, seq_len, 1.0 if full_attention else 0.5) + output
-
-
-def _block_flops(sizes: Llama3Sizes, seq_len: int, attended: float) -> float:
-    """FLOPs per token of one block; a token attends to the fraction `attended` of the sequence."""
-    attention = 12 * sizes.n_heads * sizes.head_width * seq_len * attended
-    return 6 * _block_matmul_weights(sizes) + attention
-
-
-def module_flops(sizes: Llama3Sizes, seq_len: int) -> dict[str, float]:
-    """Forward and backward FLOPs per token of each module, in execution order.
-
-    Modules without matmuls count their element-wise operations: an embedding copies a row and adds
-    its gradient; the loss, which is part of the output layer, takes about ten per logit.
-    """
-    block = _block_flops(sizes, seq_len, 0.5)
-    blocks = {f"layers.{index}": block for index in range(sizes.n_layers)}
-    output = sizes.vocab_size * (6 * sizes.dim + 10)
-    return {"tok_embeddings": 2.0 * sizes.dim, **blocks, "norm": 10.0 * sizes.dim, "output": output}
+def shape(sizes: Llama3Sizes) -> ModelShape:
+    """What the module consists of."""
+    return ModelShape(
+        name="llama3",
+        n_layers=sizes.n_layers,
+        dim=sizes.dim,
+        n_heads=sizes.n_heads,
+        n_kv_heads=sizes.n_kv_heads,
+        head_dim=sizes.head_width,
+        hidden_dim=sizes.hidden_dim,
+        vocab_size=sizes.vocab_size,
+        tied_embeddings=sizes.tied_embeddings,
+        qk_norm=sizes.qk_norm,
+    )
 
 
 def tied_parameters(sizes: Llama3Sizes) -> list[tuple[str, str]]:
@@ -151,11 +112,7 @@ LLAMA3 = ModelSpec(
     blocks_path="layers",
     attention_pattern="layers.*.attention.attend",
     output_path="output",
-    count_parameters=count_parameters,
-    count_block_parameters=count_block_parameters,
-    activations_per_block=activations_per_block,
-    flops_per_token=flops_per_token,
-    module_flops=module_flops,
+    shape=shape,
     tied_parameters=tied_parameters,
     hugging_face=HUGGING_FACE,
     check_sizes=check_sizes,

@@ -70,7 +70,7 @@ class CheckpointEvaluator:
             )
 
     def resume(self, step: int) -> None:
-        """Evaluate the newest checkpoint up to `step` that should have been evaluated, but was not.
+        """Evaluate the newest checkpoint up to `step` that is due, unless it has been evaluated.
 
         Whatever is under way for later steps is given up.
         """

@@ -45,10 +45,10 @@ class Culprit:
 
 @dataclass(frozen=True)
 class Evidence:
-    """What one rank knows about the cause of a violation; the strongest evidence of all counts.
+    """What one rank knows about the cause of a violation.
 
-    It has the highest `level`, then the highest `strength` (0 to `_ORDERS` - 1), then the lowest
-    rank.
+    Only the strongest evidence of all ranks is used. It has the highest `level`, then the highest
+    `strength` (0 to `_ORDERS` - 1), then the lowest rank.
     """
 
     level: int = 0  # 0: none

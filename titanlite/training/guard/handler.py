@@ -64,7 +64,7 @@ class Violation:
 
     @property
     def values(self) -> str:
-        """What was measured, in any layout and on any host."""
+        """What was measured; the same in every layout and on every host."""
         limits = f" (limits {self.limits[0]:g}, {self.limits[1]:g})"
         return (
             f"loss {self.loss:g}, gradient norm {self.grad_norm:g}"
@@ -94,7 +94,7 @@ class ViolationHandler:
         return judge
 
     def check_parameters(self, step: int, result: StepResult) -> bool:
-        """Roll the run back, and return true, or end it, if a parameter is inf or NaN.
+        """If a parameter is inf or NaN, roll the run back and return True, or end the run.
 
         An update can overflow though its gradient is finite.
         """
@@ -111,7 +111,7 @@ class ViolationHandler:
         self._roll_back(violation, self._run.state.position - result.samples, result.samples)
         return True
 
-    def rewind(self, pending: PendingSteps) -> PendingStep:
+    def undo_rejected(self, pending: PendingSteps) -> PendingStep:
         """Take back the first rejected step and those after it, which changed no parameter."""
         run = self._run
         first, judged = pending.take_rejected()
@@ -127,12 +127,12 @@ class ViolationHandler:
         run.watchdog.set_phase(first.step, "replay")
         if run.step_settings.optimizer_in_backward is None:
             run.state.optimizer.uncount_steps(judged)
-        run.state.rewind(first.before)
+        run.state.restore_host_state(first.before)
         self._judge.resume()
         return first
 
     def replay(self, first: PendingStep, batch: Batch) -> StepResult | None:
-        """Replay a step after `rewind`, and accept or skip it; returns its result.
+        """Replay a step after `undo_rejected`, and accept or skip it; returns its result.
 
         Returns None if the run was rolled back instead. `batch` is that step's, in host memory.
         Raises TrainingDiverged if the guard gives up.
@@ -160,7 +160,7 @@ class ViolationHandler:
                 accept = self._judge.accept(result.loss, result.grad_norm)
                 result = dataclasses.replace(result, accept=accept)
         else:
-            run.state.rewind(first.before)  # generators, which the replay has advanced
+            run.state.restore_host_state(first.before)  # generators, which the replay has advanced
             result = dataclasses.replace(result, rejected=True)
         finish_step(run.state, result, run.step_settings)
         return result
@@ -211,7 +211,7 @@ class ViolationHandler:
     def _roll_back(self, violation: Violation, position: int, samples: int) -> None:
         """Continue from an earlier checkpoint; the step consumed `samples` from `position` on."""
         reason = f"{violation.reason.value}, {violation.values}"
-        self._run.rewinder.roll_back(Trouble(violation.step, position, samples, reason))
+        self._run.rollback.roll_back(Trouble(violation.step, position, samples, reason))
 
     def _evidence(self, result: StepResult, probe: OutputProbe | None = None) -> Evidence:
         reason = self._judge.violation(result.loss, result.grad_norm)

@@ -23,7 +23,7 @@ class PendingStep:
 
 
 class PendingSteps:
-    """The latest steps, up to the last one that the host knows to be accepted.
+    """The steps after the last one that the host knows to be accepted.
 
     A rejected step rejects the steps after it, too, so the flag of the latest step is enough. It
     is copied to the host asynchronously, one copy at a time.

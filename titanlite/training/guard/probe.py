@@ -14,7 +14,7 @@ from titanlite.distributed.tensors import local_shard
 _LAYERS = re.compile(r"(^|\.)layers(\.(?P<number>\d+)(?P<inside>\..*)?)?$")
 AFTER_LAYERS = (1 << 20) - 2  # order of modules after all layers
 MAX_CALLS = 1 << 20  # of modules, in one step
-MAX_OUTPUT = 1e18  # its square, which norms compute, overflows float32
+MAX_OUTPUT = 1e18  # the sum of 400 such squares, as norms compute it, overflows float32
 
 
 class OutputProbe:

@@ -1,4 +1,4 @@
-"""Roll-back, the action: load an earlier checkpoint into the running process, and go on from it.
+"""Roll-back, the action: load an earlier checkpoint into the running process, and continue.
 
 Only the checkpoints and the progress in them decide what happens, so a kill at any moment changes
 nothing. Until the next save, a restart loads one of the checkpoints from before the roll-back,
@@ -36,8 +36,8 @@ REPORT_FILE = "rollback.json"  # in job.dump_folder/guard, if a roll-back was no
 
 
 @dataclass(frozen=True)
-class Rewinder:
-    """Rolls a run back."""
+class CheckpointRollback:
+    """Rolls a run back to an earlier checkpoint."""
 
     policy: RollbackPolicy
     state: TrainState
@@ -68,7 +68,7 @@ class Rewinder:
         self.state.optimizer.zero_grad()  # of the step that caused the trouble
         self.load(found)
         self.state.counters.record_rollback(history.with_try(attempt))
-        # The others wait in this phase, because rewriting metrics.jsonl takes what a disk takes.
+        # All ranks wait in phase "load", with the time limit of a disk: it rewrites metrics.jsonl.
         run_on_rank_0(lambda: self._report(found, refused, attempt), self.checkpointer.group)
         self.watchdog.set_phase(self.state.step, "start")
 
@@ -92,7 +92,7 @@ class Rewinder:
         """Write the event, to the log and the start log too; on rank 0."""
         trouble, window, step = attempt.trouble, attempt.window, self.state.step
         number = len(self.state.counters.rollbacks.tries)
-        self.sinks.rewind(step, rollbacks=number - 1)
+        self.sinks.roll_back(step, rollbacks=number - 1)
         self._report_refused(step, refused)
         self.sinks.event(
             step,
