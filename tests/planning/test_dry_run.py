@@ -13,7 +13,7 @@ from titanlite.errors import EXIT_USER_ERROR, UserError
 from titanlite.job import read_job
 from titanlite.planning.dry_run import RankStep, dry_run
 from titanlite.planning.job_memory import estimate_job_memory, job_traffic
-from titanlite.planning.memory import RankMemory
+from titanlite.planning.rank_memory import RankMemory
 
 SIZES = {"dim": 256, "n_heads": 8, "n_kv_heads": 4, "n_layers": 4, "hidden_dim": 768}
 COMMON = {**{f"model.{key}": size for key, size in SIZES.items()}, "training.seq_len": 512}
@@ -74,9 +74,7 @@ def compare(argv: list[str], ranks: int) -> list[tuple[RankStep, RankMemory]]:
 def test_the_estimate_equals_a_dry_run(name):
     ranks, settings = LAYOUTS[name]
     for step, estimate in compare(argv_of(settings), ranks):
-        # where stages hold whole gradients, the order of small temporaries is not modelled
-        rel = 0.13 if name.startswith("PP") else 0.06
-        assert estimate.total == pytest.approx(step.peak_bytes, rel=rel)
+        assert estimate.total == pytest.approx(step.peak_bytes, rel=0.03)
 
 
 def test_a_rank_with_both_ends_of_the_pipeline_has_two_copies_of_a_tied_embedding():
@@ -162,9 +160,8 @@ def test_estimates_of_random_layouts_equal_dry_runs(request):
             errors.append(estimate.total / step.peak_bytes - 1)
         done += 1
     sizes = sorted(map(abs, errors))
-    close = sum(error <= 0.05 for error in sizes) / len(sizes)
     print(
-        f"{done} layouts, {len(sizes)} ranks: median {sizes[len(sizes) // 2]:.3f},"
-        f" {close:.0%} within 5 %, largest {sizes[-1]:.3f}"
+        f"{done} layouts, {len(sizes)} ranks: median {sizes[len(sizes) // 2]:.4f},"
+        f" largest {sizes[-1]:.3f}"
     )
-    assert sizes[len(sizes) // 2] <= 0.05
+    assert sizes[-1] <= 0.05

@@ -46,7 +46,7 @@ class BlockActivations:
         return self.workload.layout.tensor
 
     @cached_property
-    def _normed(self) -> float:
+    def normed(self) -> float:
         """The input of the matmuls after a norm; tensor ranks gather it.
 
         DTensor saves what was gathered. Megatron, which does not shard parameters, saves the shard
@@ -77,12 +77,17 @@ class BlockActivations:
         return self.tokens * width / self._tensor * self.size
 
     @cached_property
-    def _feed_forward_tensors(self) -> int:
-        """Saved tensors of that width: gate, its activation, up and product; or two."""
-        return 4 if self.workload.model.gated else 2
+    def wide_tensors(self) -> int:
+        """Saved tensors of that width: gate, its activation, up and product; or two.
+
+        Fused kernels (compiled, or Transformer Engine's) compute the activation again.
+        """
+        if not self.workload.model.gated:
+            return 2
+        return 3 if self.workload.compiled else 4
 
     @cached_property
-    def _norm_extra(self) -> float:
+    def norm_extra(self) -> float:
         """What a norm saves besides its input and its output."""
         rows = 4 * self.residual / self.size / self.workload.model.dim  # 1 / RMS, fp32
         return rows + self._cpu_norm_extra(self.residual)
@@ -114,18 +119,20 @@ class BlockActivations:
             qk_norm = heads * (1 + 4 / self.size / self.workload.model.head_dim)
             qk_norm += self._cpu_norm_extra(heads)
         return (
-            2 * (self.residual + self._normed + self._norm_extra)
+            2 * (self.residual + self.normed + self.norm_extra)
             + self.query
             + 2 * self.key
             + qk_norm
             + self.attention_core
-            + self._feed_forward_tensors * self.feed_forward
+            + self.wide_tensors * self.feed_forward
         )
 
     @cached_property
     def per_operation(self) -> float:
         """All operations but attention and every second matmul are recomputed."""
-        outputs = self.hidden + (2 * self.residual if self._tensor > 1 else 0.0)
+        # eager blocks save the output of the last matmul, too, which backward does not need
+        outputs = 0.0 if self.workload.compiled else self.hidden
+        outputs += 2 * self.residual if self._tensor > 1 else 0.0
         matmuls = self.query + self.key + self.feed_forward
         return self.residual + outputs + matmuls + self.attention_core
 
@@ -155,63 +162,53 @@ class BlockActivations:
     def _scores(self) -> float:
         return self.attention_core - self.query
 
+    @cached_property
+    def score_gradients(self) -> float:
+        """The gradient of the attention matrix, where it is stored."""
+        heads = self.workload.model.n_heads / self._tensor
+        return self.tokens * self.workload.seq_len * heads * self.size
+
+    @cached_property
+    def _repeated(self) -> float:
+        """Copies of keys and values for each query head, as a CPU's kernel needs them."""
+        return 2 * self.query if self.key < self.query else 0.0
+
+    @cached_property
+    def ring_forward(self) -> float:
+        """What attention over the context ranks has beside its result: see context_attention.py.
+
+        Its output in fp32, the keys and values of all ranks, and the results of two tiles.
+        """
+        ranks = self.workload.layout.context
+        gathered = 2 * self.key * (1 + ranks)
+        return (4 / self.size + 1.5) * self.query + gathered + self._repeated
+
+    @cached_property
+    def ring_backward(self) -> float:
+        """Likewise in backward, with the gradients of the keys and values of all ranks in fp32."""
+        ranks, wide, pair = self.workload.layout.context, 4 / self.size, 2 * self.key
+        gathered = pair * (1 + ranks * (1 + wide))
+        tile = self._repeated * 2 + pair if self._repeated else pair
+        first, second = self.query, self.query / 2 + pair * wide
+        return wide * self.query + gathered + pair * wide + tile + max(first, second)
+
     def _kept(self, block: int) -> bool:
         """Whether "selective" leaves a block without recomputation."""
         every = self.workload.recompute_every
         return self.workload.recompute == "selective" and block % every != 0
 
-    def recomputed(self, block: int) -> float:
-        """What exists of block `block` in its backward and was not saved."""
-        return max(0.0, self.all_saved - self.saved(block))
+    def recomputes(self, block: int) -> bool:
+        """Whether backward computes block `block` again, in whole or in part."""
+        mode = self.workload.recompute
+        return mode not in ("none", "attention") and not self._kept(block)
 
-    @cached_property
-    def backward_temporaries(self) -> float:
-        """The most that the backward of a block has beside what it saved.
-
-        Before the gate: gradients of the residual stream, of the product and of its two factors.
-        """
-        gathered = self.hidden if self._tensor > 1 else 0.0
-        return self.residual + max(2 * gathered + self.feed_forward, 2 * self.feed_forward)
+    def saves_input(self, block: int) -> bool:
+        """Whether the input of block `block` itself is saved, not a copy of it in fp32."""
+        return self.recomputes(block) or not (self.on_cpu and self.size < 4)
 
     @cached_property
     def rope(self) -> float:
         """Cosines and sines of all positions, in fp32."""
         layout, width = self.workload.layout, self.workload.model.head_dim
         sequences = layout.micro_batch if layout.pipeline > 1 else 1
-        return 2 * 4 * sequences * self.workload.seq_len / layout.context * width / 2
-
-
-@dataclass(frozen=True)
-class LossBytes:
-    """Bytes of the output layer and the loss of one micro-batch."""
-
-    saved: float  # between forward and backward
-    forward_temporaries: float
-    backward_temporaries: float
-
-
-def loss_bytes(activations: BlockActivations, weight_elements: int, chunked: bool) -> LossBytes:
-    """The loss of titanlite (`chunked`): gradients are computed in forward, chunk by chunk.
-
-    Otherwise the logits are saved in the compute dtype, and their softmax in fp32.
-    """
-    workload, size = activations.workload, activations.size
-    vocabulary = workload.model.vocab_size / workload.layout.tensor
-    tokens = activations.tokens
-    chunk = min(tokens, workload.loss_chunk_tokens or tokens)
-    if not chunked:
-        logits = tokens * vocabulary
-        return LossBytes(logits * (size + 4), logits * 4, logits * size)
-    cast = size if size < 4 else 0
-    sum_size = 4 if chunk < tokens else size
-    weights = weight_elements * sum_size
-    logits = chunk * vocabulary * (4 + cast)
-    first = logits + (weights if chunk < tokens else 0)
-    gradient = chunk * vocabulary * size + weight_elements * size
-    second = gradient + (weights if chunk < tokens else 0)
-    saved = activations.hidden + weights
-    return LossBytes(
-        saved,
-        max(first, second) - weights,
-        activations.hidden + weight_elements * size,
-    )
+        return 2 * 4 * sequences * self.workload.seq_len / layout.context * width

@@ -153,7 +153,10 @@ class _RankRun:
 
     def __init__(self, job: Job, pipeline_rank: int):
         compile_off = dataclasses.replace(job.config.compile, enable=False)
-        config = dataclasses.replace(job.config, compile=compile_off)
+        optimizer = job.config.optimizer
+        if optimizer.state_dtype in ("8bit", "4bit"):  # whose kernels are compiled
+            optimizer = dataclasses.replace(optimizer, implementation="for-loop")
+        config = dataclasses.replace(job.config, compile=compile_off, optimizer=optimizer)
         self._job = dataclasses.replace(job, config=config)
         self._pipeline_rank = pipeline_rank
         self._expert_groups: dict[str, str] = {}  # name of a process group -> dimension

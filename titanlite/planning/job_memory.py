@@ -8,12 +8,18 @@ import torch
 
 from titanlite.job import Job
 from titanlite.models import first_match
-from titanlite.optim import MatrixFacts, optimizer_state_bytes, whole_matrix_bytes
+from titanlite.optim import (
+    MatrixFacts,
+    optimizer_state_bytes,
+    settings_of,
+    whole_matrix_bytes,
+)
 from titanlite.parallelize.expert import hidden_dims_of_experts
 from titanlite.parallelize.tensor import TENSOR_PARALLEL_ROLES
 from titanlite.planning.job_workload import all_parameter_shapes, first_blocks, workload_of
-from titanlite.planning.memory import MemoryEstimate, estimate_memory
-from titanlite.planning.model_parts import ModelParts, ParameterShape
+from titanlite.planning.memory import estimate_memory
+from titanlite.planning.model_parts import ModelParts, ParameterShape, own_shard
+from titanlite.planning.rank_memory import MemoryEstimate
 from titanlite.planning.stages import StageParts
 from titanlite.planning.traffic import CollectiveBytes, traffic
 
@@ -73,8 +79,9 @@ def _describe_parameter(
     entry = TENSOR_PARALLEL_ROLES[role] if role else None
     optimizer = dataclasses.replace(job.config.optimizer, offload=False)
     facts = MatrixFacts(job.spec, job.sizes, job.transforms.compute_dtype)
-    state = optimizer_state_bytes([(name, shape)], optimizer, job.transforms.param_dtype, facts)
-    return ParameterShape(
+    dtype = job.transforms.param_dtype
+    state = optimizer_state_bytes([(name, shape)], optimizer, dtype, facts)
+    parameter = ParameterShape(
         name,
         tuple(shape),
         entry.sharded_dim if entry else hidden_dim,
@@ -82,6 +89,18 @@ def _describe_parameter(
         expert=hidden_dim is not None and len(shape) == 3,
         state_bytes=state / shape.numel(),
     )
+    if settings_of(name, optimizer)[0].name == "Adafactor" and not parameter.expert:
+        own = _own_shape(parameter, job)  # state of its rows and columns
+        state = optimizer_state_bytes([(name, own)], optimizer, dtype, facts)
+        parameter = dataclasses.replace(parameter, own_state_bytes=state)
+    return parameter
+
+
+def _own_shape(parameter: ParameterShape, job: Job) -> torch.Size:
+    """The shape of the first rank's shard, which is the largest."""
+    degrees = job.degrees
+    ranks = degrees.shard * degrees.context
+    return torch.Size(own_shard(parameter.tensor_shard(degrees.tensor), ranks))
 
 
 def _step_temporaries(job: Job) -> tuple[float, float]:

@@ -22,6 +22,7 @@ class ParameterShape:
     whole: int = 1  # rows that stay together, as those of a head; too few of them: replicated
     expert: bool = False  # sharded over the expert ranks as well
     state_bytes: float | None = None  # of the optimizer, per element; None: the workload's mean
+    own_state_bytes: float | None = None  # of a rank's shard, where it is not so many per element
 
     @property
     def elements(self) -> int:
@@ -162,5 +163,9 @@ def group_bytes(
         else:
             own, padded = math.prod(own_shard(shape, ranks)), padded_shard(shape, ranks)
         sharded, stored = sharded + padded, stored + own
-        state += own * (state_bytes if parameter.state_bytes is None else parameter.state_bytes)
+        if parameter.own_state_bytes is not None:
+            state += parameter.own_state_bytes
+        else:
+            each = state_bytes if parameter.state_bytes is None else parameter.state_bytes
+            state += own * each
     return GroupBytes(sharded, stored, gathered, state)

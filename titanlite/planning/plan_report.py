@@ -8,9 +8,9 @@ from collections.abc import Iterator, Sequence
 from titanlite.log import pluralize
 from titanlite.planning.cost import RunCost, estimate_cost
 from titanlite.planning.layout_space import LayoutChoice
-from titanlite.planning.memory import MemoryEstimate
 from titanlite.planning.plan_changes import ChangedAnswer, explain_loss
 from titanlite.planning.plan_request import PlanRequest
+from titanlite.planning.rank_memory import MemoryEstimate
 from titanlite.planning.search import PlannedStep, SearchResult
 from titanlite.runtime.out_of_memory import GIB
 

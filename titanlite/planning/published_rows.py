@@ -57,12 +57,18 @@ class FrameworkFacts:
     gradient_bytes: float = 4
     weights_quantized_once: bool = False
     blocking_launches: bool = False
+    loss: Literal["pytorch", "megatron", "flash"] = "megatron"
     reported_memory: float = 1.0  # divided by the memory of its tensors at the peak
+    process_gib: float = 0.0  # added to it
+    reported_rank: Literal["worst", "last"] = "worst"  # in the pipeline
 
 
 # torchtitan reports what the allocator has reserved, BLOOM's log what nvidia-smi shows, and
 # nanotron the same. This factor is calibrated: it halves the error of BLOOM's and nanotron's rows.
 RESERVED = 1.2
+# nvidia-smi shows, beside that, CUDA's context with all kernels and NCCL's buffers. Calibrated on
+# BLOOM's rows, whatever their size.
+PROCESS_GIB = 4.0
 MEGATRON_ZERO = FrameworkFacts(False, "stored", "nothing", Overlap(data=False))
 NEMO = FrameworkFacts(
     True, "native", overlap=Overlap(tensor=True, pipeline=True), weights_quantized_once=True
@@ -75,23 +81,33 @@ FRAMEWORKS = {
     # arXiv 2201.11990, and bigscience's fork: DeepSpeed's pipeline reduces after the last backward
     # BLOOM ran with CUDA_LAUNCH_BLOCKING=1, against hangs (chronicles-prequel.md)
     "Megatron-DeepSpeed (ZeRO-1": replace(
-        MEGATRON_ZERO, sharded="optimizer", blocking_launches=True, reported_memory=RESERVED
+        MEGATRON_ZERO,
+        sharded="optimizer",
+        blocking_launches=True,
+        reported_memory=RESERVED,
+        process_gib=PROCESS_GIB,
     ),
     "Megatron-DeepSpeed": replace(MEGATRON_ZERO, sharded="optimizer"),
     # SimuMax docs/b200/b200_real_repro_guide.md: overlap is switched off
     "Megatron-LM 0.14": FrameworkFacts(True, "native", overlap=Overlap(data=False)),
+    # the last rank logs (megatron/training/global_vars.py);
     # Transformer Engine casts weights to Float8 in the first micro-batch of a step only
-    "Megatron-Core": FrameworkFacts(True, "native", weights_quantized_once=True),
+    "Megatron-Core": FrameworkFacts(
+        True, "native", weights_quantized_once=True, reported_rank="last"
+    ),
     # performance recipes: tp_comm_overlap, overlap_grad_reduce, overlap_param_gather and overlapped
     # transfers of the interleaved schedule (Megatron-Bridge docs/performance-guide.md); its recipes
     # set grad_reduce_in_fp32 = False
     "Megatron-Bridge": replace(NEMO, reduce_bytes=2, gradient_bytes=2),
     "NeMo 24": NEMO,
-    "NeMo AutoModel": FrameworkFacts(True, "native", "parameters"),
+    "NeMo AutoModel": FrameworkFacts(True, "native", "parameters", loss="pytorch"),
     # PyTorch eager, FSDP1 with mixed_precision PURE: gradients are reduced in bf16
     # and its recipes of 2023 have attn_impl: triton (scripts/train/yamls/pretrain)
-    "llm-foundry": FrameworkFacts(False, "flash1", "parameters", reduce_bytes=2),
-    "torchtitan": FrameworkFacts(True, "flash2", "parameters", reported_memory=RESERVED),
+    # MPT's default loss_fn is fused_crossentropy (llmfoundry/models/mpt/modeling_mpt.py)
+    "llm-foundry": FrameworkFacts(False, "flash1", "parameters", reduce_bytes=2, loss="flash"),
+    "torchtitan": FrameworkFacts(
+        True, "flash2", "parameters", loss="pytorch", reported_memory=RESERVED
+    ),
     "nanotron": FrameworkFacts(
         False, "flash2", "optimizer", Overlap(data=True), reported_memory=RESERVED
     ),
@@ -147,6 +163,8 @@ def _read_row(row: Row) -> PublishedRun:
     notes: list[str] = []
     model = _row_model(row, notes)
     layout = _row_layout(row, facts, notes)
+    if "Rebalancing layers" in row["note"]:
+        layout = replace(layout, stage_blocks=_balanced_with_embeddings(model, layout))
     if layout.stages_per_rank > 1:
         layout = replace(layout, schedule="Interleaved1F1B")
     if model.experts:
@@ -168,6 +186,7 @@ def _read_row(row: Row) -> PublishedRun:
         compiled=facts.fused and not eager,
         fused_attention=facts.attention != "stored",
         attention_kernel="native" if facts.attention == "stored" else facts.attention,
+        loss=facts.loss,
         blocking_launches=facts.blocking_launches,
         overlap=overlap,
         exchange=published_exchange(row, cluster.gpu.name) if model.experts else ExpertExchange(),
@@ -285,6 +304,18 @@ def _row_layout(row: Row, facts: FrameworkFacts, notes: list[str]) -> Layout:
     )
 
 
+def _balanced_with_embeddings(model: ModelShape, layout: Layout) -> tuple[int, ...]:
+    """Blocks of each stage if both embeddings count as a block (bigscience, "Rebalancing layers").
+
+    The embedding of 250,000 ids is as large as a block: --pp-partition-method
+    "type:transformer|embedding" in chronicles-prequel.md.
+    """
+    each, rest = divmod(model.n_layers + 2, layout.pipeline)
+    if rest:
+        return ()
+    return (each - 1, *[each] * (layout.pipeline - 2), each - 1)
+
+
 def _row_sharding(row: Row, facts: FrameworkFacts, ranks: int) -> tuple[Any, bool]:
     """What is sharded over the data and context ranks, and whether it is gathered again."""
     cell = row["fsdp"].strip()
@@ -339,9 +370,14 @@ def precision_of(row: Row) -> MatmulPrecision:
 def _row_numerics(row: Row, facts: FrameworkFacts) -> Numerics:
     precision, text = precision_of(row), row["precision"].lower()
     torchtitan_float8 = precision == "float8" and row["framework"].startswith("torchtitan")
+    gradients = facts.gradient_bytes
+    if "bigscience" in row["source"]:
+        # fp16 gradients at first. "Rebalancing layers" begins the runs with a new BF16 optimizer,
+        # which sums gradients in fp32 beside those in bf16 (chronicles-prequel.md)
+        gradients = 6 if "Rebalancing layers" in row["note"] else 2
     return Numerics(
         matmuls=precision,
-        gradient_bytes=facts.gradient_bytes,
+        gradient_bytes=gradients,
         reduce_bytes=facts.reduce_bytes,
         float8_gather=torchtitan_float8 and "rowwise" not in text,
         float8_rowwise="rowwise" in text,

@@ -24,21 +24,34 @@ NEEDED = (
 )  # fmt: skip
 
 
+# Between these fractions of a GPU's memory, published runs both fitted and did not.
+FITS, DOES_NOT_FIT = 0.8, 1.05
+
+
 @dataclass(frozen=True)
 class RowMemory:
     """Memory of the worst rank of a row."""
 
     rest_gib: float
     peak_gib: float  # as the framework reports it
-    fits: bool | None  # None: not said, because what is recomputed is not published
+    fits: bool | None
+    # None: not said, because it is too close, or because what is recomputed is not published
 
     @classmethod
     def estimate(cls, row: Row, workload: Workload, cluster: Cluster) -> RowMemory:
         """The estimate for a row's workload."""
-        memory = estimate_memory(workload)
-        peak = memory.total * framework_facts(row).reported_memory / GIB
-        fits = peak <= cluster.gpu.memory_gib if row["recompute"].strip() else None
-        return cls(memory.worst.resting / GIB, peak, fits)
+        memory, facts = estimate_memory(workload), framework_facts(row)
+
+        def reported_gib(total: float) -> float:
+            return total * facts.reported_memory / GIB + facts.process_gib
+
+        worst = reported_gib(memory.total)
+        used = worst / cluster.gpu.memory_gib
+        fits = None
+        if row["recompute"].strip() and not FITS < used <= DOES_NOT_FIT:
+            fits = used <= FITS
+        reported = memory.ranks[-1] if facts.reported_rank == "last" else memory.worst
+        return cls(reported.resting / GIB, reported_gib(reported.total), fits)
 
 
 @dataclass(frozen=True)

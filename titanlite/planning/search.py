@@ -29,9 +29,10 @@ from titanlite.planning.layout_space import (
     StepOptions,
     recomputes_no_less,
 )
-from titanlite.planning.memory import MemoryEstimate, estimate_memory
+from titanlite.planning.memory import estimate_memory
 from titanlite.planning.offloaded_memory import offloaded_bytes
 from titanlite.planning.planned_job import planned_config, planned_job
+from titanlite.planning.rank_memory import MemoryEstimate
 from titanlite.planning.step_time import StepTime, estimate_step
 from titanlite.planning.workload import Workload
 from titanlite.runtime.out_of_memory import GIB

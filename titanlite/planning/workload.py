@@ -113,6 +113,9 @@ class Workload:
     recompute_every: int = 1  # under "selective": every k-th block
     stored_activations: float = 1.0  # fraction, under "memory_budget"
     loss_chunk_tokens: int = 0  # 0: the logits of a micro-batch at once
+    loss: Literal["fused", "pytorch", "megatron", "flash"] = "fused"
+    # titanlite's, with the output layer; F.cross_entropy of fp32 logits, which DTensor shards over
+    # the tensor ranks; Megatron's vocab_parallel_cross_entropy; FlashAttention's kernel
     compiled: bool = True
     fused_attention: bool = True  # does not store the attention matrix
     attention_kernel: Literal["flash1", "flash2", "native"] = "native"

@@ -1,0 +1,210 @@
+"""Points of a step with pipeline parallelism at which memory can be at its peak."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from titanlite.planning.rank_memory import StepPoint
+from titanlite.planning.rank_parts import RankParts
+from titanlite.planning.schedule_states import ScheduleState
+from titanlite.planning.stages import StageParts
+
+
+def pipeline_points(
+    parts: RankParts, states: tuple[ScheduleState, ...], microbatches: int
+) -> list[StepPoint]:
+    """Every kind of action of a rank's schedule, and the reduction of its gradients.
+
+    `microbatches`: of one run of the schedule.
+    """
+    rank = _PipelineRank(parts)
+    points = [point for state in states for point in rank.points_of(state)]
+    ends = sum((not stage.embedding) + (not stage.output) for stage in parts.stages)
+    # torch's pipelining has a buffer for each micro-batch, others have one
+    received = ends * (microbatches if rank.of_torch else 1) * parts.activations.residual
+    shards = 0.0
+    if parts.layout.runs > 1 and parts.layout.reduce_every_microbatch:
+        shards = parts.all.sharded * parts.numerics.gradient_bytes
+    points = [replace(point, received=received, gradients=shards) for point in points]
+    return [*points, rank.reduction(received, shards)]
+
+
+@dataclass(frozen=True)
+class _Accumulated:
+    """Gradients of earlier micro-batches, in the reduce dtype and unsharded."""
+
+    others: float  # of the rank's other stages
+    own: float  # of the stage whose action it is, if it had a backward before
+
+
+class _PipelineRank:
+    """The actions of one rank; all of its parameters are gathered."""
+
+    def __init__(self, parts: RankParts):
+        self.parts, self.acts = parts, parts.activations
+        self.of_torch = parts.layout.sharded == "parameters"
+        self.compute, self.reduce = parts.numerics.gathered_bytes, parts.numerics.reduce_bytes
+        self.gathered = parts.all.gathered * self.compute
+
+    def _saved(self, stage: StageParts) -> float:
+        """What a forward of a stage has saved.
+
+        A stage's output is kept until its backward; the loss is a scalar.
+        """
+        own = self._of_blocks(stage, stage.blocks) + self._of_norm(stage)
+        return own + (self.parts.loss.saved if stage.output else self.acts.residual)
+
+    def _of_blocks(self, stage: StageParts, count: int) -> float:
+        """Of that, what its first `count` blocks have.
+
+        The input of a stage without the embedding is in its receive buffer.
+        """
+        acts = self.acts
+        own = acts.alive(stage.first_block, count) + acts.rope
+        in_buffer = self.of_torch and not stage.embedding
+        if in_buffer and stage.blocks and acts.saves_input(stage.first_block):
+            own -= acts.residual
+        return own
+
+    def _of_norm(self, stage: StageParts) -> float:
+        """Of that, what the last norm has: its input, and more."""
+        if not stage.norm:
+            return 0.0
+        return self.acts.norm_extra + (self.acts.residual if stage.blocks else 0.0)
+
+    def _unsharded(self, stage: StageParts) -> float:
+        """Gradients of a stage after its first backward; the embedding's for all ids (DTensor)."""
+        if not self.of_torch:
+            return 0.0
+        parts = self.parts
+        elements: float = stage.blocks * parts.block.gathered
+        if stage.embedding:
+            elements += parts.embedding.gathered * parts.layout.tensor
+        if stage.output:
+            elements += parts.after.gathered
+        return elements * self.reduce
+
+    def points_of(self, state: ScheduleState) -> list[StepPoint]:
+        """The points of one action."""
+        stages = self.parts.stages
+        stage = stages[state.stage]
+        in_flight = sum(
+            count * self._saved(other) for other, count in zip(stages, state.in_flight, strict=True)
+        )
+        done = [
+            self._unsharded(other) if first else 0.0
+            for other, first in zip(stages, state.accumulated, strict=True)
+        ]
+        own = done[state.stage]
+        accumulated = _Accumulated(sum(done) - own, own)
+        if state.kind == "forward":
+            points = [self._forward_of_blocks(stage, in_flight, accumulated)]
+            if stage.output:
+                points.append(self._forward_of_loss(stage, in_flight, accumulated))
+            return points
+        others = in_flight - self._saved(stage)
+        points = self._points_of_blocks(stage, others, accumulated)
+        if stage.output:
+            points.append(self._backward_of_loss(in_flight, accumulated))
+        if stage.embedding:
+            points.append(self._backward_of_embedding(stage, others, accumulated))
+        return points
+
+    def _forward_of_blocks(
+        self, stage: StageParts, in_flight: float, accumulated: _Accumulated
+    ) -> StepPoint:
+        acts, before, own = self.acts, 0.0, 0.0
+        if stage.blocks:
+            before = self._of_blocks(stage, stage.blocks - 1) + acts.residual
+            own = self.parts.forward(stage.first_block + stage.blocks - 1)
+        return StepPoint(
+            "in the forward of a block",
+            gathered=self.gathered,
+            unsharded_gradients=accumulated.others + accumulated.own,
+            activations=in_flight + before + own,
+        )
+
+    def _forward_of_loss(
+        self, stage: StageParts, in_flight: float, accumulated: _Accumulated
+    ) -> StepPoint:
+        loss = self.parts.loss
+        return StepPoint(
+            "at the loss",
+            gathered=self.gathered,
+            unsharded_gradients=accumulated.others + accumulated.own,
+            activations=in_flight + self._of_blocks(stage, stage.blocks) + self._of_norm(stage),
+            logits=loss.saved + loss.forward_temporaries,
+        )
+
+    def _backward_of_loss(self, in_flight: float, accumulated: _Accumulated) -> StepPoint:
+        return StepPoint(
+            "when backward begins",
+            gathered=self.gathered,
+            unsharded_gradients=accumulated.others + accumulated.own,
+            activations=in_flight,
+            logits=self.parts.loss.backward_temporaries,
+        )
+
+    def _points_of_blocks(
+        self, stage: StageParts, others: float, accumulated: _Accumulated
+    ) -> list[StepPoint]:
+        parts, points = self.parts, []
+        for number in parts.notable_blocks(stage.blocks):
+            temporaries, gradients = parts.backward(stage.first_block + number)
+            later = 0.0  # gradients of this micro-batch that were accumulated
+            if not accumulated.own and self.of_torch:
+                later = (stage.blocks - 1 - number) * parts.block.gathered * self.reduce
+                later += parts.after.gathered * self.reduce if stage.output else 0.0
+            elif self.reduce == self.compute:  # each gradient is added to its sum at once
+                matrices = 3 if parts.workload.model.gated else 2
+                gradients = parts.feed_forward_elements / matrices * self.compute
+            points.append(
+                StepPoint(
+                    "in the backward of a block",
+                    gathered=self.gathered,
+                    unsharded_gradients=accumulated.others
+                    + accumulated.own
+                    + later
+                    + (gradients if self.of_torch else 0.0),
+                    activations=others
+                    + self._of_blocks(stage, number + 1)
+                    + 2 * self.acts.residual
+                    + temporaries,
+                )
+            )
+        return points
+
+    def _backward_of_embedding(
+        self, stage: StageParts, others: float, accumulated: _Accumulated
+    ) -> StepPoint:
+        """Its gradient, and the cast of the first one to the reduce dtype."""
+        parts = self.parts
+        before, gradient = accumulated.own, parts.embedding_gradient
+        if self.of_torch and not before:
+            whole = parts.embedding.gathered * parts.layout.tensor
+            before = self._unsharded(stage) - whole * self.reduce
+            cast = whole * (self.compute + self.reduce)
+            gradient = max(gradient, cast if self.reduce != self.compute else 0.0)
+        return StepPoint(
+            "in the backward of the embedding",
+            gathered=self.gathered,
+            unsharded_gradients=accumulated.others + before + (gradient if self.of_torch else 0.0),
+            activations=others + 2 * self.acts.residual,
+        )
+
+    def reduction(self, received: float, shards: float) -> StepPoint:
+        """The reduce-scatter of the first group, when all others have unsharded gradients."""
+        parts = self.parts
+        group = parts.embedding if parts.has_embedding else parts.block
+        unsharded = 0.0
+        if self.of_torch:
+            unsharded = sum(self._unsharded(stage) for stage in parts.stages)
+            unsharded += group.gathered * self.reduce
+            shards = shards or group.sharded * parts.numerics.gradient_bytes
+        return StepPoint(
+            "when gradients are reduced",
+            gradients=shards,
+            received=received,
+            unsharded_gradients=unsharded,
+            gathered=self.gathered - group.gathered * self.compute,
+        )

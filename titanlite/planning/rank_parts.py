@@ -1,0 +1,168 @@
+"""What a pipeline rank has: FSDP groups, stages, bytes at rest."""
+
+from __future__ import annotations
+
+from functools import cached_property
+
+from titanlite.planning.activation_memory import BlockActivations
+from titanlite.planning.block_backward import block_backward, block_forward
+from titanlite.planning.loss_memory import LossBytes, loss_bytes
+from titanlite.planning.model_parts import EMPTY, GroupBytes, ModelParts, group_bytes
+from titanlite.planning.stages import StageParts
+from titanlite.planning.workload import Workload
+
+
+class RankParts:
+    """The modules of one pipeline rank, and the bytes that its points of a step are made of."""
+
+    def __init__(
+        self,
+        workload: Workload,
+        parts: ModelParts,
+        activations: BlockActivations,
+        stages: list[StageParts],
+    ):
+        self.workload, self.layout, self.numerics = workload, workload.layout, workload.numerics
+        self.parts, self.activations, self.stages = parts, activations, stages
+        self.block = self._group(parts.block)
+        self.embedding = self._group(parts.embedding)
+        self.after = self._group(parts.norm) + self._group(parts.output)
+        self.has_embedding = any(stage.embedding for stage in stages)
+        self.has_output = any(stage.output for stage in stages)
+        tied = parts.tied and self.layout.pipeline > 1 and self.has_output
+        # of the tied embedding; it is not trained where it is used, so it has no optimizer state
+        self.copy = self.embedding if tied and self.layout.sharded == "parameters" else EMPTY
+        self.all = self._all()
+        self._backwards: dict[bool, tuple[float, float]] = {}  # by whether it recomputes
+
+    def _group(self, parameters) -> GroupBytes:
+        return group_bytes(parameters, self.layout, self.numerics.state_bytes)
+
+    def _all(self) -> GroupBytes:
+        total, experts = EMPTY, self.workload.model.experts
+        dense = self._group(self.parts.dense_block) if experts else EMPTY
+        for stage in self.stages:
+            few = 0
+            if experts:
+                few = max(0, min(stage.blocks, experts.dense_layers - stage.first_block))
+            total = total + self.block.times(stage.blocks - few) + dense.times(few)
+            tied_copy = stage.output and self.parts.tied and self.layout.pipeline > 1
+            if stage.embedding or tied_copy:
+                total = total + self.embedding
+            if stage.norm:
+                total = total + self._group(self.parts.norm)
+            if stage.output:
+                total = total + self._group(self.parts.output)
+        return total
+
+    @cached_property
+    def resting(self) -> tuple[float, float, float]:
+        """Bytes of (parameters, gradients, optimizer state) on the device after backward."""
+        numerics, total = self.numerics, self.all
+        if self.workload.offload_parameters:
+            return 0.0, 0.0, 0.0
+        state = 0.0 if self.workload.offload_optimizer else total.state - self.copy.state
+        if self.layout.sharded == "parameters":
+            # the copy's gradient is freed, unless FSDP has reduced it together with the norm's
+            alone = any(stage.output and not stage.norm for stage in self.stages)
+            freed = self.copy.sharded if alone else 0
+            grads = (total.sharded - freed) * numerics.gradient_bytes
+            return total.sharded * numerics.parameter_bytes, grads, state
+        # a working copy of all parameters; the optimizer's own parameters are a part of its state
+        own = numerics.parameter_bytes + numerics.state_bytes
+        optimizer = own * (total.gathered if self.layout.sharded == "nothing" else total.stored)
+        gradients = total.stored if self.layout.sharded == "gradients" else total.gathered
+        return (
+            total.gathered * numerics.gathered_bytes,
+            gradients * numerics.gradient_bytes,
+            0.0 if self.workload.offload_optimizer else optimizer,
+        )
+
+    @cached_property
+    def loss(self) -> LossBytes:
+        """The loss of a micro-batch, if this rank computes it."""
+        if not self.has_output:
+            return LossBytes()
+        output = self._group(self.parts.output or self.parts.embedding)
+        return loss_bytes(self.activations, output.gathered)
+
+    @property
+    def all_gathers(self) -> bool:
+        """Whether FSDP has other ranks to gather parameters from."""
+        return self.layout.shard * self.layout.context > 1
+
+    @cached_property
+    def feed_forward_elements(self) -> float:
+        """Elements of the largest matrices of a block, three or two of them."""
+        model = self.workload.model
+        if model.experts:
+            return self.block.gathered
+        matrices = (3 if model.gated else 2) * model.dim * model.hidden_dim
+        return min(self.block.gathered, matrices / self.layout.tensor)
+
+    def forward(self, number: int) -> float:
+        """Bytes of activations that the forward of a block adds at its peak.
+
+        A block that is recomputed has more in backward, and is not described.
+        """
+        acts = self.activations
+        return 0.0 if acts.recomputes(number) else block_forward(acts)
+
+    def backward(self, number: int) -> tuple[float, float]:
+        """Bytes of (activations, weight gradients) that the backward of a block adds."""
+        recomputes = self.activations.recomputes(number)
+        if recomputes not in self._backwards:
+            compute, wide = self.numerics.gathered_bytes, self.feed_forward_elements
+            other = (self.block.gathered - wide) * compute
+            found = block_backward(self.activations, number, wide * compute, other)
+            self._backwards[recomputes] = found
+        return self._backwards[recomputes]
+
+    def notable_blocks(self, blocks: int) -> set[int]:
+        """Of `blocks` blocks, those whose backward can be the peak.
+
+        Memory changes evenly from block to block, so they are those at the ends, of each kind.
+        """
+        workload = self.workload
+        every = workload.recompute_every if workload.recompute == "selective" else 1
+        ends = {*range(every + 1), *range(blocks - every - 1, blocks)}
+        return {number for number in ends if 0 <= number < blocks}
+
+    @property
+    def embedding_gradient(self) -> float:
+        """Bytes of the embedding's gradient, which DTensor computes for the whole vocabulary."""
+        if not self.has_embedding:
+            return 0.0
+        compute = self.numerics.gathered_bytes
+        # on a CPU it is summed in fp32 first; see TokenEmbedding
+        size = compute + (4 if self.activations.on_cpu and compute < 4 else 0)
+        return self.embedding.gathered * self.layout.tensor * size
+
+    @property
+    def embedding_shard(self) -> float:
+        """Bytes of the embedding's gradient, and of a tensor rank's shard that is copied of it."""
+        copies = self.layout.tensor + (1 if self.layout.tensor > 1 else 0)
+        return self.embedding.gathered * copies * self.numerics.gathered_bytes
+
+    def reduced(self, group: GroupBytes, last: float) -> float:
+        """Bytes at the reduce-scatter of a group's gradients.
+
+        Its input and output are in the reduce dtype. The gradients themselves are freed after the
+        input is made, but for the last parameter's, of `last` elements.
+        """
+        compute, reduce = self.numerics.gathered_bytes, self.numerics.reduce_bytes
+        own = group.sharded * reduce + (last * compute if self.all_gathers else 0.0)
+        return group.gathered * reduce + max(group.gathered * compute, own)
+
+    @property
+    def largest_shard(self) -> int:
+        """Elements of the largest parameter's shard on this rank."""
+        parts = [*self.parts.block]
+        parts += self.parts.embedding if self.has_embedding else ()
+        parts += self.parts.output if self.has_output else ()
+        return max(self._group((parameter,)).stored for parameter in parts)
+
+    @property
+    def largest_group_gradient(self) -> float:
+        groups = (self.block, self.embedding, self.after)
+        return max(group.sharded for group in groups) * self.numerics.gradient_bytes

@@ -1,0 +1,88 @@
+"""States of a pipeline schedule: what a rank has in flight at each of its actions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Literal, NamedTuple
+
+from titanlite.parallelize.schedule import SCHEDULES, PipelineAction, build_schedule_order
+from titanlite.planning.stages import MAX_SIMULATED_ROUNDS, stages_in_flight
+
+
+class ScheduleState(NamedTuple):
+    """An action of a rank, and what came before it; stages are those of the rank, in order."""
+
+    kind: Literal["forward", "backward"]
+    stage: int
+    in_flight: tuple[int, ...]  # forwards of each stage without backward; backward's own included
+    accumulated: tuple[bool, ...]  # whether each stage had a backward before
+
+
+@lru_cache(8192)  # a search asks for thousands, many of them again
+def schedule_states(
+    schedule: str, owners: tuple[int, ...], microbatches: int
+) -> tuple[tuple[ScheduleState, ...], ...]:
+    """The states of each rank that can be its peak: no other of the same kind has more in flight.
+
+    A schedule that is not known (a file), or does not suit the number of micro-batches, has one
+    backward of each stage, with as many forwards in flight as there are at the most.
+    """
+    ranks, stages = max(owners) + 1, len(owners)
+    whole = schedule in ("GPipe", "LoopedBFS")  # all forwards are in flight at once
+    count = 1 if whole else min(microbatches, MAX_SIMULATED_ROUNDS * ranks)
+    count -= count % ranks if count > ranks else 0
+    orders: Sequence[Sequence[PipelineAction]] = ()
+    if schedule in SCHEDULES and not whole:
+        try:
+            orders = build_schedule_order(schedule, ranks, stages, count)
+        except ValueError:
+            orders = ()
+    if not orders:
+        most = stages_in_flight(schedule, owners, microbatches)
+        return tuple(_assumed(counts, microbatches) for counts in most)
+    own = [[s for s, owner in enumerate(owners) if owner == rank] for rank in range(ranks)]
+    return tuple(_states(actions, own[rank]) for rank, actions in enumerate(orders))
+
+
+def _assumed(counts: dict[int, int], microbatches: int) -> tuple[ScheduleState, ...]:
+    full = tuple(counts.values())
+    states = []
+    for stage in range(len(full)):
+        less = tuple(max(0, count - (other == stage)) for other, count in enumerate(full))
+        before = (False, True) if microbatches > max(full) else (False,)
+        for done in before:
+            states.append(ScheduleState("forward", stage, less, (done,) * len(full)))
+            states.append(ScheduleState("backward", stage, full, (done,) * len(full)))
+        later = (True,) * len(full)
+        if microbatches > 1:
+            states.append(ScheduleState("backward", stage, less, later))
+    return tuple(states)
+
+
+def _states(actions: Sequence[PipelineAction], own: list[int]) -> tuple[ScheduleState, ...]:
+    position = {stage: index for index, stage in enumerate(own)}
+    alive, done = [0] * len(own), [False] * len(own)
+    most: dict[tuple, set[tuple[int, ...]]] = {}
+    for action in actions:
+        if action.kind not in ("forward", "backward", "input", "weight"):
+            continue
+        stage = position[action.stage]
+        kind = "forward" if action.kind == "forward" else "backward"
+        most.setdefault((kind, stage, tuple(done)), set()).add(tuple(alive))
+        if kind == "forward":
+            alive[stage] += 1
+        elif action.kind != "input":
+            alive[stage] -= 1
+        if kind == "backward":
+            done[stage] = True
+    return tuple(
+        ScheduleState(kind, stage, found, before)
+        for (kind, stage, before), all_found in most.items()
+        for found in all_found
+        if not any(other != found and _covers(other, found) for other in all_found)
+    )
+
+
+def _covers(more: tuple[int, ...], less: tuple[int, ...]) -> bool:
+    return all(a >= b for a, b in zip(more, less, strict=True))
