@@ -306,7 +306,7 @@ LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_fr
 @pytest.mark.parametrize(
     "changes, reported",
     [
-        ({"architectures": ["MistralForCausalLM"]}, ["MistralForCausalLM", "LlamaForCausalLM"]),
+        ({"architectures": ["Phi3ForCausalLM"]}, ["Phi3ForCausalLM", "LlamaForCausalLM"]),
         ({"architectures": None}, ["architectures = null"]),
         (
             {"attention_bias": True, "mlp_bias": True, "hidden_act": "gelu", "hidden_size": "32"},
