@@ -70,7 +70,7 @@ def test_each_expert_is_a_tensor_and_is_read_into_its_row(tmp_path, monkeypatch,
     state = write(tmp_path, max_shard_bytes)
     source = open_hugging_face(StorageFolder(tmp_path))
     assert source.sizes == SIZES
-    stored = source.tensors["layers.1.moe.experts.w2"].of_expert[3]
+    stored = source.tensors["layers.1.moe.experts.w2"].locations[3]
     assert stored.name == "model.layers.1.mlp.experts.3.down_proj.weight"
     assert stored.shape == (SIZES.dim, SIZES.experts.hidden_dim)
     for name, expected in state.items():
