@@ -1,6 +1,9 @@
 """Prepare the synthetic corpus with 1, 2 and 4 workers, and with kills; compare every byte.
 
-python -m benchmarks.corpus_drill --gb 2 --workers 1 2 4 --dask 4 --kills 10
+python -m benchmarks.corpus_drill --gb 2 --workers 1 2 4 --dask 4 --kills 10 --kill-share 0.3
+
+The run with kills makes a share of the tasks of each stage, and takes the others from a run that
+has finished. Its kills are distributed over all that it does.
 
 States time, peak memory of a process and hash of the shards of each run, in `FOLDER/NAME.json`.
 Fails unless the hashes of all runs in the folder are equal and the peaks below the stated limit.
@@ -28,6 +31,8 @@ import xxhash
 
 from benchmarks.corpus_engine import ROOT, Cluster, environment
 from benchmarks.synthetic_corpus import write_corpus
+from titanlite.corpus.recipe import WORK
+from titanlite.corpus.task import RECORD
 
 # of one process, with --table-mib 64 and the tokenizer "bytes": docs/how-to/prepare-a-corpus.md
 PEAK_BYTES = 1_200_000_000
@@ -67,10 +72,7 @@ def main() -> None:
             sessions = [process.pid for process in dask.nodes]
             Drill(args, f"dask{args.dask}", engine, sessions).run()
     if args.kills:
-        drill = Drill(args, "killed", ["--workers", str(args.kill_workers)])
-        for number in range(args.kills):
-            drill.kill_after(random.Random(number).uniform(1, args.kill_seconds))
-        drill.run()
+        Drill(args, "killed", ["--workers", str(args.kill_workers)]).run_with_kills()
     results = [json.loads(path.read_text()) for path in sorted(args.out.glob("*.json"))]
     different = {result["hash"] for result in results}
     peak = max((result["peak_bytes"] for result in results), default=0)
@@ -94,7 +96,7 @@ def parse_arguments() -> argparse.Namespace:
     add("--dask", type=int, default=0, metavar="N", help="also on a Dask cluster of N workers")
     add("--kills", type=int, default=10, help="of one more run (default: 10)")
     add("--kill-workers", type=int, default=2, help="workers of that run (default: 2)")
-    add("--kill-seconds", type=float, default=20, help="latest kill after a start (default: 20)")
+    add("--kill-share", type=float, default=1.0, help="of the tasks, made anew (default: all)")
     add("--tokenizer", default="bytes")
     add("--table-mib", type=int, default=64, help="smaller: more tasks")
     add("--limit-seconds", type=float, default=1e6, help="of a run, which can go on later")
@@ -132,29 +134,63 @@ class Drill:
         self._command = [*command, "--recipe", str(recipe.resolve()), *engine]
         self._seconds, self._peak, self._kills = 0.0, 0, 0
 
-    def kill_after(self, seconds: float) -> None:
-        """Start the command, and kill it after this time."""
-        self._kills += not self._start(seconds)
+    def run_with_kills(self) -> None:
+        """`run`, but kill the command at random moments, which are distributed over all stages."""
+        if self._out.exists():
+            sys.exit(f"{self._out}: exists; remove it and its .json to repeat the kills.")
+        name = f"workers{self._args.kill_workers}"
+        file, share = self._args.out / f"{name}.json", self._args.kill_share
+        if not file.exists() or not list_tasks(self._args.out / name / WORK):
+            sys.exit(f"--kills: needs the time and the tasks of {name}, which has not run.")
+        work, draw = self._args.out / name / WORK, random.Random(0)
+        total, made = len(list_tasks(work)), self._reuse_tasks(work) if share < 1 else 0
+        longest = json.loads(file.read_text())["seconds"] * self._args.kill_workers / total
+        for tasks in sorted(draw.uniform(made, total) for _ in range(self._args.kills)):
+            self._kills += not self._start(1e6, tasks, draw.uniform(0, 2 * longest))
+        self.run()
+        if self._args.remove:
+            shutil.rmtree(self._args.out / name, ignore_errors=True)
+
+    def _reuse_tasks(self, work: Path) -> int:
+        """Link the finished tasks of another run but a share of them; returns their number."""
+        reused = [
+            folder
+            for folder in list_tasks(work)
+            if random.Random(folder.name).random() >= self._args.kill_share
+        ]
+        for folder in reused:
+            target = self._out / WORK / folder.relative_to(work)
+            shutil.copytree(folder, target, copy_function=os.link)
+        return len(reused)
 
     def run(self) -> None:
         """Start the command; writes and prints the result if it finishes within the limit."""
+        file = self._args.out / f"{self._name}.json"
+        if file.exists():  # its time would be that of a command with nothing to do
+            print(f"{self._name}: has run before", flush=True)
+            return
         if not self._start(self._args.limit_seconds):
             print(f"{self._name}: NOT FINISHED after {self._seconds:.0f} s", flush=True)
             return
         result = {"name": self._name, "seconds": self._seconds, "peak_bytes": self._peak}
         result |= {"kills": self._kills, "hash": hash_shards(self._out)}
-        self._args.out.joinpath(f"{self._name}.json").write_text(json.dumps(result) + "\n")
+        file.write_text(json.dumps(result) + "\n")
         print(
             f"{self._name}: {self._seconds:.0f} s, {self._kills} kills, peak"
             f" {self._peak / 1e6:.0f} MB a process, hash {result['hash']}",
             flush=True,
         )
-        if self._args.remove:
+        is_reused = self._args.kills and self._name == f"workers{self._args.kill_workers}"
+        if self._args.remove and not is_reused:
             shutil.rmtree(self._out)
 
-    def _start(self, limit: float) -> bool:
-        """Whether the command finished within `limit` seconds; if not, it was killed."""
+    def _start(self, limit: float, tasks: float = float("inf"), delay: float = 0) -> bool:
+        """Whether the command finished within `limit` seconds; if not, it was killed.
+
+        It is also killed `delay` seconds after `tasks` tasks are finished.
+        """
         started = time.monotonic()
+        due = started + limit
         with open(self._args.out / f"{self._name}.log", "ab") as log:
             child = subprocess.Popen(
                 self._command,
@@ -167,7 +203,9 @@ class Drill:
         while child.poll() is None:
             processes = processes_of({child.pid, *self._sessions})
             self._peak = max([self._peak, *map(peak_memory, processes)])
-            if time.monotonic() - started > limit:
+            if len(list_tasks(self._out / WORK)) >= tasks:
+                due, tasks = min(due, time.monotonic() + delay), float("inf")
+            if time.monotonic() > due:
                 child.send_signal(signal.SIGKILL)
                 child.wait()
                 time.sleep(1)  # until its workers have noticed
@@ -177,6 +215,11 @@ class Drill:
         if child.returncode > 0:
             raise SystemExit(f"{self._name}: failed with {child.returncode}, see its .log")
         return child.returncode == 0
+
+
+def list_tasks(work: Path) -> list[Path]:
+    """The folders of the finished tasks of a recipe."""
+    return sorted(path.parent for path in work.glob(f"*/*/{RECORD}"))
 
 
 def processes_of(sessions: set[int]) -> list[int]:

@@ -126,6 +126,8 @@ def test_the_end_id_inside_of_a_document_that_fills_its_window_does_not_divide_i
     followed = inputs[full].gather(1, (labels[full] < 0).int().argmax(1, keepdim=True))[ignored > 0]
     assert (followed == PADDING).all()
     assert counts["labels"] - counts["labels_ignored"] == int((labels >= 0).sum())
+    _, counts = pack_shard(tmp_path / "unpacked", tmp_path / "one/0", PackSettings(1, PADDING))
+    assert counts["labels_ignored"] == 0  # no end is inside of a window of one input
 
 
 def test_changing_one_document_changes_no_logits_of_another_in_its_window(packed):

@@ -209,6 +209,13 @@ def test_a_validation_set_of_text_has_the_samples_of_prepared_shards(texts, tmp_
     assert torch.equal(text.token_bytes, stored.token_bytes)
 
 
+def test_opening_a_validation_set_allocates_no_table_of_the_vocabulary(texts):
+    """The size of an unknown model is checked as 2^31 ids: a table of them would take 17 GB."""
+    source = SourceConfig("a", str(texts), format="text")
+    opened = open_validation(source, seq_len=SEQ_LEN, vocab_size=1 << 50, tokenizer=BYTES)
+    assert opened.samples
+
+
 def test_a_validation_set_of_text_that_cannot_be_used_is_refused(texts, tmp_path, monkeypatch):
     def refuse(match: str, path=texts, tokenizer=BYTES, vocab_size=258, **changes) -> None:
         source = SourceConfig("a", str(path), format="text", **changes)

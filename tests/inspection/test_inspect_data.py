@@ -215,6 +215,7 @@ def test_what_does_not_exist_is_refused(refusal, corpus, started_run, tmp_path):
         (("sample", tmp_path / "none", 0), "no such folder or shard"),
         (("sample", corpus / "train", 0, "--count", 0), "--count 0: must be at least 1"),
         (("position", started_run, -1), "position -1"),
+        (("position", started_run, 10**30), "there are no such positions"),
         (("position", tmp_path, 0), "has no config.toml"),
         (("step", started_run, 4), "has taken 3 steps; there is no step 4"),
         (("step", started_run / "config.toml", 1), "only a run has steps"),

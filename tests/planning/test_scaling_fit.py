@@ -86,6 +86,15 @@ def test_alpha_and_beta_alone_are_better_conditioned_than_all_parameters():
     assert projected < 11
 
 
+def test_the_condition_number_of_a_law_without_e_includes_both_exponents():
+    points = surface(ScalingLaw(0.0, 400.0, 2000.0, 0.3, 0.36))
+    losses = points.losses - 0.05  # the best E would be negative
+    fitted = fit_law(LossPoints(points.parameters, points.tokens, losses), "projection", 2)
+    exchanged = fit_law(LossPoints(points.tokens, points.parameters, losses), "projection", 2)
+    assert fitted.law.E == exchanged.law.E == 0
+    assert fitted.condition == pytest.approx(exchanged.condition, rel=1e-3)
+
+
 def test_weights_of_a_bootstrap_are_repetitions_of_points():
     points = chinchilla().select(np.arange(40))
     fitted = fit_law(points, "huber", bootstraps=3, seed=5)

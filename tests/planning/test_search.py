@@ -120,6 +120,9 @@ def test_changed_assumptions_change_the_speed_as_they_must():
     assert answers["twice the memory of a GPU"].speed >= 1.0
     assert answers["half the network"].speed <= 1.0 <= answers["twice the network"].speed
     assert answers["global batch 32"].speed > answers["global batch 8"].speed
+    for estimated in changed_answers(request, best, {}):  # the bounds save work, nothing else
+        known = answers[estimated.assumption]
+        assert (known.best.choice, known.speed) == (estimated.best.choice, estimated.speed)
     unchanged = [answer for answer in answers.values() if answer.same_layout]
     for answer in unchanged:
         frame = answer.best.choice.frame

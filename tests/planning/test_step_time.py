@@ -6,14 +6,15 @@ import dataclasses
 
 import pytest
 
-from titanlite.models import Experts, ModelShape
+from titanlite.models import Experts, LatentAttention, ModelShape
 from titanlite.parallelize.schedule import build_schedule_order, simulate_schedule
 from titanlite.planning.efficiency import efficiency_sets, find_efficiency
 from titanlite.planning.hardware import parse_gpus
+from titanlite.planning.kernel_time import KernelTimes
 from titanlite.planning.pipeline_time import divide_layers, idle_seconds
 from titanlite.planning.row_errors import model_flops
 from titanlite.planning.step_time import estimate_step, model_parameters
-from titanlite.planning.workload import Layout, Numerics, Overlap, Workload
+from titanlite.planning.workload import ExpertExchange, Layout, Numerics, Overlap, Workload
 
 LLAMA_8B = ModelShape("8B", 32, 4096, 32, 8, 128, 14336, 128256)
 BASE = Workload(LLAMA_8B, Layout(shard=8, micro_batch=1, n_microbatches=4), 8192)
@@ -103,6 +104,20 @@ def test_replicas_reduce_their_gradients_behind_the_last_backward():
     assert 0 < hidden.replicate < exposed.replicate
 
 
+def test_replicas_of_shards_reduce_in_every_micro_batch():
+    layout = {"replicate": 4, "shard": 2, "n_microbatches": 8}
+    every = seconds(cluster=parse_gpus("64xA100"), **layout)
+    last = seconds(cluster=parse_gpus("64xA100"), reduce_every_microbatch=False, **layout)
+    assert every.replicate == pytest.approx(8 * last.replicate)
+
+
+def test_a_run_of_the_pipeline_reduces_once():
+    short = dataclasses.replace(BASE, seq_len=256)
+    layout = {"pipeline": 2, "shard": 4, "n_microbatches": 8}
+    once, often = seconds(short, runs=1, **layout), seconds(short, runs=8, **layout)
+    assert once.shard < 0.6 * often.shard
+
+
 def test_a_context_group_exchanges_keys_and_values():
     long = dataclasses.replace(BASE, seq_len=131072)
     one = seconds(long, shard=1, n_microbatches=1)
@@ -117,6 +132,60 @@ def test_experts_send_tokens_to_other_ranks():
     assert seconds(workload, expert=8).expert > 0
     assert seconds(workload, expert=1).expert == 0
     assert model_parameters(sparse) > 5 * model_parameters(LLAMA_8B)
+
+
+SPARSE = dataclasses.replace(LLAMA_8B, experts=Experts(64, 8, 2048))
+FAR = {"expert": 32, "shard": 32, "n_microbatches": 1}
+
+
+def exchange(cluster="32xH100", workload=BASE, **options):
+    model = SPARSE if workload.model == LLAMA_8B else workload.model
+    workload = dataclasses.replace(workload, model=model, exchange=ExpertExchange(**options))
+    return seconds(workload, parse_gpus(cluster), **FAR)
+
+
+def test_a_token_crosses_the_network_once_or_for_each_expert():
+    # 6 of 8 experts are in the 3 other servers, of which 2.7 have one
+    assert exchange().expert == pytest.approx(2.2 * exchange(once_per_rank=True).expert, rel=0.05)
+    rack = exchange("32xGB200").expert
+    assert exchange("32xGB200", once_per_rank=True).expert > rack  # slower kernels, no network
+
+
+def test_an_exchange_hides_behind_another_micro_batch():
+    hidden = exchange("32xGB200", overlapped=True).expert
+    assert 0 < hidden < exchange("32xGB200").expert / 2
+
+
+def test_small_experts_wait_for_the_host_unless_the_step_is_one_graph():
+    model = dataclasses.replace(SPARSE, experts=Experts(1024, 8, 256))
+    tiny = dataclasses.replace(BASE, model=model, seq_len=512)
+    scaled = dataclasses.replace(tiny, numerics=Numerics("float8", block_scales=True))
+    assert exchange(workload=tiny).host > 0
+    assert exchange(workload=tiny, one_graph=True).host == 0
+    assert exchange(workload=scaled).host > exchange(workload=tiny).host
+
+
+def test_equal_matmuls_fill_the_multiprocessors_together():
+    kernels = KernelTimes(H100.gpu, find_efficiency("H100"))
+    alone = kernels.matmul(128, 7168, 2048, "bfloat16")
+    assert kernels.matmul(128, 7168, 2048, "bfloat16", at_once=4) < alone / 2
+
+
+def test_a_window_and_few_heads_change_attention():
+    window = dataclasses.replace(LLAMA_8B, window=1024, full_attention_every=2)
+    windowed = seconds(dataclasses.replace(BASE, model=window)).attention
+    assert 0.5 < windowed / seconds().attention < 0.7
+    few = seconds(dataclasses.replace(BASE, seq_len=1024), tensor=8, shard=1).attention
+    assert few > seconds(dataclasses.replace(BASE, seq_len=1024)).attention / 6  # idle processors
+
+
+def test_latent_attention_has_narrow_projections_and_wide_heads():
+    latent = LatentAttention(1536, 512, 64, 128)
+    deepseek = dataclasses.replace(LLAMA_8B, n_kv_heads=32, head_dim=192, latent=latent)
+    plain = dataclasses.replace(LLAMA_8B, n_kv_heads=32, head_dim=192)
+    found, wide = (seconds(dataclasses.replace(BASE, model=m)) for m in (deepseek, plain))
+    assert found.matmuls < wide.matmuls
+    assert found.attention == pytest.approx(wide.attention * (192 + 128) / 384, rel=0.02)
 
 
 @pytest.mark.parametrize("schedule", ["GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS"])

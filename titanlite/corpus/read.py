@@ -35,7 +35,7 @@ from titanlite.data.tokenizer import well_formed
 from titanlite.errors import DataError
 from titanlite.settings import Positive
 
-# Bytes of text per byte of a file, about; with more, the tables of a task are more, not larger
+# Bytes of text per byte of a file, about; if a file has more, its task writes more tables
 _EXPANSIONS = {".gz": 4, ".zst": 4, ".parquet": 3}
 MESSAGES_FIELD = "messages"  # key of each line of a chat source
 _CHAT_SUFFIXES = (".jsonl", ".gz", ".zst")
@@ -181,7 +181,7 @@ def _build_valid_table(texts: list[str], source: str, origins: list[str]) -> Any
 
 
 def _remove_empty(tables: Iterable[Any], counts: list[Counts]) -> Iterator[Any]:
-    """The tables without documents that have no text; appends to `counts`."""
+    """The tables, from which documents without text are removed; appends to `counts`."""
     for table in tables:
         has_text = pc.greater(pc.binary_length(table[TEXT]), 0)
         kept = table.filter(has_text)

@@ -147,8 +147,8 @@ class SampleStream:
     def bytes_per_token(self) -> dict[str, float]:
         """Bytes of text that a label stands for, by source: the mean of a few samples.
 
-        Without text that is tokenized while it is read; empty without a tokenizer. Raises
-        DataError.
+        Sources that are tokenized while they are read are left out. Empty without a tokenizer.
+        Raises DataError.
         """
         if self.tokenizer is None:
             return {}

@@ -13,7 +13,7 @@ from titanlite.data.manifest import hash_sampled_blocks
 from titanlite.data.text import COMPRESSIONS, FileRange, read_documents
 from titanlite.data.urls import is_data_url
 
-_UNITS = 16  # of each lane at least, where the files can be divided
+_UNITS = 16  # of each lane; more in large files, fewer in small ones or undivided ones
 # Limits of a unit: each should have documents, and a lane that starts inside one drops those before
 _MIN_UNIT_BYTES, _MAX_UNIT_BYTES = 1 << 16, 8 << 20
 _EXPANSION = 4  # bytes of text for a byte of a compressed file

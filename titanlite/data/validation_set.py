@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cached_property
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -32,11 +34,17 @@ class ValidationSet:
         tokenizer: Tokenizer | None = None,
     ):
         self.name, self.seq_len, self._source = source.name, seq_len, source
-        self.token_bytes = _byte_counts(tokenizer, source.vocab_size) if tokenizer else None
+        self._tokenizer = tokenizer
         self.bos = source.bos
         self.samples = source.samples(seq_len, whole=False)
         self._timeout = timeout_seconds
         self._reader: BackgroundReader | None = None
+
+    @cached_property
+    def token_bytes(self) -> Tensor | None:
+        """Bytes of text that each id of the model stands for; None without a tokenizer."""
+        # When it is first read: while settings are checked, vocab_size may be a stand-in of 2^31.
+        return _byte_counts(self._tokenizer, self._source.vocab_size) if self._tokenizer else None
 
     def read(self, start: int, sequences: int) -> tuple[Tensor, Tensor]:
         """Inputs and labels of samples [start, start + sequences): int64 [B, T] each.

@@ -87,7 +87,12 @@ def _build_parser() -> argparse.ArgumentParser:
     )
     add("--out", metavar="FILE", help="also write the results as JSON")
     add("--limit", type=int, default=0, metavar="N", help="only the first N documents of each task")
-    add("--shots", type=int, metavar="N", help="examples in the prompt (default: the task's own)")
+    add(
+        "--shots",
+        type=int,
+        metavar="N",
+        help="examples in the prompt, but 0 where a task says 0 (default: as it says)",
+    )
     add("--batch-size", type=int, default=8, metavar="N", help="texts a forward pass (default: 8)")
     add("--dtype", choices=DTYPES_OF_WEIGHTS, default="float32", help="default: float32")
     add("--device", choices=["auto", "cpu", "cuda"], default="auto", help="default: auto")

@@ -55,7 +55,7 @@ class EvaluationResult:
 
 
 def scores_of_tasks(raw: Mapping[str, Any]) -> dict[str, TaskScores]:
-    """The scores in the results of `lm_eval.simple_evaluate`, of tasks and of groups."""
+    """The scores in the results of `lm_eval.evaluator.evaluate`, of tasks and of groups."""
     counts, samples = raw.get("n-samples", {}), raw.get("samples", {})
     scores = {}
     for task, fields in raw["results"].items():

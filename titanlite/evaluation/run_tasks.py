@@ -30,7 +30,7 @@ class EvaluationSettings:
 
     tasks: tuple[str, ...]  # names of tasks, groups or tags of lm-eval, or paths of YAML files
     limit: int = 0  # documents of each task; 0: all
-    shots: int | None = None  # examples in the prompt; None: as each task says
+    shots: int | None = None  # examples in the prompt, but 0 where a task says 0; None: as it says
     batch_size: int = 8  # texts in one forward pass
     dtype: str = "float32"  # of the weights and the computation
 

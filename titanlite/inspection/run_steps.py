@@ -127,7 +127,7 @@ class RunProgress:
         return list(islice(schedule.batches_from(tokens), steps))
 
     def _windows_at(self, step: int) -> tuple[PositionWindow, ...]:
-        """The windows that apply to a step: of all roll-backs up to the last one to before it."""
+        """The windows that apply to a step: of the roll-backs up to the last to an earlier step."""
         count = max((n for n, (to, _) in enumerate(self.rollbacks, 1) if to < step), default=0)
         return RollbackHistory(tuple(t for _, t in self.rollbacks[:count])).windows
 

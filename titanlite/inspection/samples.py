@@ -22,6 +22,7 @@ from titanlite.inspection.search import search_corpus
 
 MEGATRON = "megatron"  # the data format whose files record where documents are
 DEFAULT_SEQ_LEN = 2048  # of samples of a corpus that is not packed
+_MAX_POSITION = 1 << 62  # fits int64 with all that is added to it
 SHOWN_CHARACTERS = 400  # of a text in a terminal: half from its start, half from its end
 SampleRecord = dict[str, Any]  # JSON values
 
@@ -40,7 +41,7 @@ def describe_positions(
     stream: SampleStream, formats: dict[str, str], position: int, count: int
 ) -> list[SampleRecord]:
     """The samples of `count` positions of a run; `formats`: name of a source -> its format."""
-    if position < 0 or count < 1:
+    if position < 0 or count < 1 or position + count > _MAX_POSITION:
         raise DataError(f"position {position}, {count} samples: there are no such positions.")
     documents: dict[str, CorpusDocuments] = {}
     samples = stream.locate(position, count)

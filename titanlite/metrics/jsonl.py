@@ -14,7 +14,7 @@ from titanlite.files import parse_json, write_file_atomically
 from titanlite.log import logger, pluralize
 
 METRICS_FILE = "metrics.jsonl"
-REPLACED_FILE = "metrics.replaced.jsonl"  # records of steps that were repeated after a resume
+REPLACED_FILE = "metrics.replaced.jsonl"  # records of steps repeated after a resume or roll-back
 ROLLBACK_EVENT = "rolled_back"  # with its `number`, counted from 1 over the whole run
 UNSAVED_FOLDER = "unsaved"  # subfolder for a run without checkpoints, see metrics_folder
 

@@ -27,11 +27,11 @@ class OptimizerRecipe:
     options: dict[str, Any]  # arguments other than the parameter groups
     uses: tuple[str, ...] = field(default=(), compare=False)
     # keys of [optimizer] that it uses, besides the learning rate and the weight decay; others are
-    # refused if they are set. "early_step_in_backward": it updates each parameter by itself,
-    # without communication
+    # refused if they are set. "early_step_in_backward" is one of them if the optimizer updates each
+    # parameter by itself, without communication
     state_bytes: StateBytes = field(default=_two_moments, compare=False)  # on the device
     moment_rates: tuple[str, ...] = field(default=(), compare=False)
-    # keys of the decay rates of moments that are stored in the dtype of the parameters
+    # keys of the decay rates of moments that follow the dtype of the parameters or state_dtype
     hidden_only: bool = field(default=False, compare=False)
     # for the matrices inside the blocks; AdamW updates the other parameters
     parameter_options: Callable[[str, MatrixFacts], dict[str, Any]] | None = field(

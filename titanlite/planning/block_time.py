@@ -2,135 +2,64 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
 from titanlite.models import ModelShape
-from titanlite.planning.collective_time import CollectiveTimes
-from titanlite.planning.kernel_time import BACKWARD_ATTENTION, KERNEL_S, KernelTimes
-from titanlite.planning.workload import (
-    Layout,
-    MatmulPrecision,
-    Numerics,
-    Recompute,
-    Workload,
-)
+from titanlite.planning.block_case import BlockCase, Passes, Seconds
+from titanlite.planning.expert_time import expert_kernels, expert_passes
+from titanlite.planning.kernel_time import BACKWARD_ATTENTION, KERNEL_S
+from titanlite.planning.layer_time import feed_forward_passes, linear_passes
 
 KERNELS = {True: 12, False: 40}  # of a block forward, compiled or eager; backward has twice as many
 TENSOR_HIDDEN = 0.5
 # of the communication of tensor parallelism, where matmuls run in chunks: torchtitan's tables of
 # June 2025 gain 4 to 14 % of a step, whose communication is estimated at 19 to 27 % of it
-HOST_S = 30e-6  # of an eager operation, with the wait for it, where launches block
+HOST_S = 30e-6
+# of the host for an eager kernel, with Python and autograd: added where launches block (BLOOM's
+# rows), otherwise a faster GPU waits. 9 to 16 ms for the 390 kernels of a block of Qwen3 30B, 235B
+# with 16 experts, in micro-batches of one sequence (Megatron-Bridge 25.11 and 26.02)
 
 
-class Seconds(NamedTuple):
-    """Seconds by what they are spent on."""
+class BlockKind(NamedTuple):
+    """How blocks of one model differ."""
 
-    matmul: float = 0.0
-    attention: float = 0.0
-    memory: float = 0.0  # memory-bound operations
-    tensor: float = 0.0  # exposed communication
-    context: float = 0.0
-    expert: float = 0.0
-    shard: float = 0.0
-
-    @property
-    def total(self) -> float:
-        return sum(self)
-
-    @property
-    def compute(self) -> float:
-        """Seconds in which communication of other dimensions may run."""
-        return self.matmul + self.attention + self.memory
-
-    def plus(self, other: Seconds, times: float = 1.0) -> Seconds:
-        """The sum with `other`, `times` times."""
-        return Seconds(*(mine + times * theirs for mine, theirs in zip(self, other, strict=True)))
+    experts: bool
+    window: int  # tokens that a token attends to; 0: all before it
 
 
-class Passes(NamedTuple):
-    """A forward pass, and a backward pass with its recomputation."""
-
-    forward: Seconds
-    backward: Seconds
-
-    @property
-    def total(self) -> float:
-        return self.forward.total + self.backward.total
-
-    def plus(self, other: Passes, times: float = 1.0) -> Passes:
-        """The sum with `other`, `times` times."""
-        return Passes(
-            self.forward.plus(other.forward, times), self.backward.plus(other.backward, times)
-        )
-
-
-@dataclass(frozen=True)
-class BlockCase:
-    """What the time of a block depends on; equal cases are computed once."""
-
-    model: ModelShape
-    layout: tuple[int, int, int, int]  # ranks: tensor, context, expert; 1 if sequence parallel
-    micro_batch: int
-    accumulates: bool  # unsharded gradients of several micro-batches
-    seq_len: int
-    numerics: Numerics
-    recompute: Recompute
-    recompute_every: int
-    stored_activations: float
-    compiled: bool
-    fused_attention: bool
-    attention_kernel: str
-    overlap_tensor: bool
-    blocking_launches: bool
-    kernels: KernelTimes
-    collectives: CollectiveTimes
-
-    @property
-    def tokens(self) -> float:
-        """Of a micro-batch on one context rank."""
-        return self.micro_batch * self.seq_len / self.layout[1]
-
-    @property
-    def unquantized(self) -> MatmulPrecision:
-        """The precision of attention and of the output layer."""
-        return "float32" if self.numerics.matmuls == "float32" else "bfloat16"
-
-
-def block_case(workload: Workload, kernels: KernelTimes, collectives: CollectiveTimes) -> BlockCase:
-    """The case of a workload."""
-    layout: Layout = workload.layout
-    sequence_parallel = layout.sequence_parallel and layout.tensor > 1
-    return BlockCase(
-        workload.model,
-        (layout.tensor, layout.context, layout.expert, int(sequence_parallel)),
-        layout.micro_batch,
-        layout.n_microbatches > 1
-        and not (layout.sharded == "parameters" and layout.reduce_every_microbatch),
-        workload.seq_len,
-        workload.numerics,
-        workload.recompute,
-        workload.recompute_every,
-        workload.stored_activations,
-        workload.compiled,
-        workload.fused_attention,
-        workload.attention_kernel,
-        workload.overlap.tensor,
-        workload.blocking_launches,
-        kernels,
-        collectives,
-    )
+@lru_cache(maxsize=1024)
+def block_kinds(model: ModelShape) -> tuple[BlockKind, ...]:
+    """The kind of each block."""
+    blocks = range(model.n_layers)
+    return tuple(BlockKind(model.has_experts(b), model.window_of(b)) for b in blocks)
 
 
 @lru_cache(maxsize=65536)
-def block_passes(case: BlockCase, dense: bool = True) -> Passes:
-    """One block; a dense one, or one with experts."""
-    attention, projections = _attention(case), _projections(case)
-    feed_forward = _dense_feed_forward(case) if dense else _experts(case)
+def block_passes(case: BlockCase, kind: BlockKind) -> Passes:
+    """One block."""
+    attention, projections = _attention(case, kind.window), _projections(case)
+    feed_forward = (
+        expert_passes(case)
+        if kind.experts
+        else feed_forward_passes(case, case.tokens, case.model.hidden_dim / case.layout[0])
+    )
     passes = projections.plus(attention).plus(feed_forward).plus(_elementwise(case))
     passes = passes.plus(_tensor_communication(case))
-    return Passes(passes.forward, passes.backward.plus(_recomputed(case, passes, attention)))
+    passes = Passes(passes.forward, passes.backward.plus(_recomputed(case, passes, attention)))
+    return _with_launches(case, passes, kind.experts)
+
+
+def _with_launches(case: BlockCase, passes: Passes, experts: bool) -> Passes:
+    """A block, with the time that the GPU waits for the host to launch its kernels.
+
+    The host runs ahead of the GPU over forward and backward of a micro-batch.
+    """
+    if case.exchange.one_graph or case.kernels.gpu.multiprocessors == 1:  # a CPU launches nothing
+        return passes
+    kernels = 3 * KERNELS[case.compiled] + (expert_kernels(case) if experts else 0)
+    waiting = max(0.0, HOST_S * kernels - passes.total)
+    return passes.plus(Passes(Seconds(host=waiting / 3), Seconds(host=2 * waiting / 3)))
 
 
 def _recomputed(case: BlockCase, passes: Passes, attention: Passes) -> Seconds:
@@ -149,53 +78,30 @@ def _recomputed(case: BlockCase, passes: Passes, attention: Passes) -> Seconds:
     return Seconds()
 
 
-def _matmul(case: BlockCase, m: float, k: float, n: float, count: float = 1.0) -> Passes:
-    """A linear layer [k, n] on m tokens: forward, and the gradients of its input and weight."""
-    kernels, precision = case.kernels, case.numerics.matmuls
-    forward = kernels.matmul(m, k, n, precision) * count
-    backward = (kernels.matmul(m, n, k, precision) + kernels.matmul(k, m, n, precision)) * count
-    quantized = _quantization(case, m, k, n, count)
-    stored = 2 * k * n * case.numerics.gradient_bytes * count if case.accumulates else 0.0
-    return Passes(
-        Seconds(matmul=forward, memory=quantized[0]),
-        Seconds(matmul=backward, memory=quantized[1] + kernels.memory_bound(stored)),
-    )
-
-
-def _quantization(
-    case: BlockCase, m: float, k: float, n: float, count: float
-) -> tuple[float, float]:
-    """Seconds to quantize the operands of a linear layer, forward and backward.
-
-    An operand is read for its largest value, unless that is fused into what wrote it, read again,
-    and written in the two layouts that the matmuls need.
-    """
-    if case.numerics.matmuls not in ("float8", "float4"):
-        return 0.0, 0.0
-    each = 4.0 if case.compiled else 6.0  # bytes
-    if case.numerics.float8_rowwise:
-        each = 10.0
-    forward = case.kernels.memory_bound(each * (m * k + k * n) * count)
-    return forward, case.kernels.memory_bound(each * m * n * count)
-
-
 def _projections(case: BlockCase) -> Passes:
-    """Queries, keys and values in one matmul, and the output projection."""
-    model, tensor = case.model, case.layout[0]
+    """Queries, keys and values, and the output projection."""
+    model, tensor, tokens = case.model, case.layout[0], case.tokens
     queries, keys = model.n_heads * model.head_dim, model.n_kv_heads * model.head_dim
-    qkv = (queries + 2 * keys) / tensor
-    first = _matmul(case, case.tokens, model.dim, qkv)
-    return first.plus(_matmul(case, case.tokens, queries / tensor, model.dim))
+    out = linear_passes(case, tokens, model.n_heads * model.value_dim / tensor, model.dim)
+    if (latent := model.latent) is None:  # in one matmul
+        return out.plus(linear_passes(case, tokens, model.dim, (queries + 2 * keys) / tensor))
+    narrow = latent.key_value_rank + latent.rotary_dim + latent.query_rank  # on every tensor rank
+    unrotated = model.head_dim - latent.rotary_dim
+    to_heads = model.n_heads * (unrotated + latent.value_dim) / tensor
+    passes = out.plus(linear_passes(case, tokens, model.dim, narrow))
+    passes = passes.plus(linear_passes(case, tokens, latent.key_value_rank, to_heads))
+    width = latent.query_rank or model.dim
+    return passes.plus(linear_passes(case, tokens, width, queries / tensor))
 
 
-def _attention(case: BlockCase) -> Passes:
+def _attention(case: BlockCase, window: int = 0) -> Passes:
     """The core attention, with the exchange of keys and values over the context ranks."""
     model, (tensor, context, _, _) = case.model, case.layout
     kernels, batch = case.kernels, case.micro_batch
     heads = model.n_heads / tensor
     if case.fused_attention:
-        width = heads * model.head_dim
-        flops = kernels.flash_flops(batch, case.seq_len, width, model.head_dim) / context
+        widths = model.head_dim, model.value_dim
+        flops = kernels.flash_flops(batch, case.seq_len, heads, widths, window) / context
         seconds = flops / kernels.attention_rate(case.attention_kernel, case.unquantized)
         passes = Passes(Seconds(attention=seconds), Seconds(attention=seconds * BACKWARD_ATTENTION))
     else:
@@ -208,7 +114,8 @@ def _attention(case: BlockCase) -> Passes:
         )
     if context == 1:
         return passes
-    kv = 2 * model.n_kv_heads * model.head_dim / tensor * case.numerics.activation_bytes
+    features = model.n_kv_heads * (model.head_dim + model.value_dim)
+    kv = features / tensor * case.numerics.activation_bytes
     exchanged = case.collectives.all_gather(kv * case.tokens * context, context, tensor)
     hidden = passes.forward.attention, passes.backward.attention
     first = exchanged / context  # the exchange overlaps with the attention of the part before
@@ -217,48 +124,6 @@ def _attention(case: BlockCase) -> Passes:
         passes.forward.plus(Seconds(context=exposed[0])),
         passes.backward.plus(Seconds(context=exposed[1])),
     )
-
-
-def _dense_feed_forward(case: BlockCase) -> Passes:
-    model, tensor = case.model, case.layout[0]
-    return _gated_layer(case, case.tokens, model.hidden_dim / tensor)
-
-
-def _gated_layer(case: BlockCase, tokens: float, hidden: float, count: float = 1.0) -> Passes:
-    """A feed-forward layer, with its activation function."""
-    model = case.model
-    matmuls = _matmul(case, tokens, model.dim, hidden * (2 if model.gated else 1), count)
-    matmuls = matmuls.plus(_matmul(case, tokens, hidden, model.dim, count))
-    if model.gated:  # tensors of the hidden width read and written; eager: SiLU, then a product
-        forward, backward = (3, 5) if case.compiled else (5, 8)
-    else:
-        forward, backward = (2, 3)
-    unit = tokens * hidden * count * case.numerics.activation_bytes
-    return matmuls.plus(
-        Passes(
-            Seconds(memory=case.kernels.memory_bound(forward * unit)),
-            Seconds(memory=case.kernels.memory_bound(backward * unit)),
-        )
-    )
-
-
-def _experts(case: BlockCase) -> Passes:
-    """The router's layers, and the all-to-all transfers to and from the experts of other ranks."""
-    model, (tensor, _, expert, _) = case.model, case.layout
-    experts = model.experts
-    assert experts is not None
-    routed = case.tokens * experts.active
-    local = max(1.0, experts.count / expert)
-    passes = _gated_layer(case, routed / local, experts.hidden_dim / tensor, count=local)
-    if experts.shared_hidden_dim:
-        passes = passes.plus(_gated_layer(case, case.tokens, experts.shared_hidden_dim / tensor))
-    sent = routed * model.dim * case.numerics.activation_bytes / (tensor if case.layout[3] else 1)
-    stride = tensor * case.layout[1]
-    transfer = 2 * case.collectives.all_to_all(sent, expert, stride)  # dispatch and combine
-    permuted = case.kernels.memory_bound(2 * 4 * sent)  # each is a read and a write, twice
-    router = _matmul(case, case.tokens, model.dim, experts.count)
-    both = Seconds(memory=permuted, expert=transfer)
-    return passes.plus(router).plus(Passes(both, both))
 
 
 def _elementwise(case: BlockCase) -> Passes:

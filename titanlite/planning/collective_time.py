@@ -14,12 +14,17 @@ from titanlite.planning.hardware import Cluster
 # (fraction of the bandwidth, microseconds of a hop over NVLink, over the network, of the launch):
 # LL, LL128 and Simple in NCCL's tuning model (src/graph/tuning.cc, 2.19)
 PROTOCOLS = ((0.5, 0.6, 2.7, 6.6), (0.92, 1.9, 4.0, 14.0), (1.0, 3.4, 14.0, 8.4))
+# of the bandwidth of an all-gather, over links: 60 and 67 % of the peak for NCCL's all-to-all on 8
+# B200 (github.com/MooreThreads/SimuMax, configs/system/b200_bf16_ceperm.json)
+ALL_TO_ALL = 0.89
+# DeepEP's kernels, with what they send on: 218 GB/s for rows of 4 KB, 643 for 14 KB, of 900
+ONCE_PER_RANK = 0.5
 SOCKET = (1.0, 10.0, 50.0, 30.0)  # gloo between processes of one machine
 
 
 @dataclass(frozen=True)
 class CollectiveTimes:
-    """Speeds of the links of a cluster."""
+    """Times of collectives on one cluster."""
 
     cluster: Cluster
     efficiency: Efficiency
@@ -41,17 +46,31 @@ class CollectiveTimes:
             for fraction, hop, far, launch in protocols
         )
 
-    def all_to_all(self, bytes_of_rank: float, size: int, stride: int) -> float:
-        """Seconds until each rank has sent `bytes_of_rank`, in equal parts, to `size` ranks."""
+    def dispatch(
+        self, token_bytes: float, active: int, size: int, stride: int, once_per_rank: bool = False
+    ) -> float:
+        """Seconds until tokens of `token_bytes` bytes have reached `active` experts each.
+
+        Experts are equally likely, and divided over `size` ranks. Usually a token is sent for each
+        of its experts. `once_per_rank`: once to each rank that has one of them, and once over the
+        network to each other domain, where it is sent on (DeepSeek-V3, arXiv 2412.19437, 3.2.2).
+        """
         if size <= 1:
             return 0.0
         members = self._members(size, stride)
-        outside = bytes_of_rank * (size - members) / size
-        inside = bytes_of_rank * (members - 1) / size
+        domains = size / members
+        if once_per_rank:
+            outside = (domains - 1) * (1 - (1 - 1 / domains) ** active)
+            inside = (members - 1) * domains * (1 - (1 - 1 / size) ** active)
+        else:
+            outside = active * (size - members) / size
+            inside = active * (members - 1) / size
         machine, efficiency = self.cluster.machine, self.efficiency
         network = machine.network_gbit_per_s * 1e9 / 8 * efficiency.network
         link = machine.link_gb_per_s * 1e9 * efficiency.link
-        return max(outside / network, inside / link) + 1e-6 * (14.0 + size / 4)
+        rate = ONCE_PER_RANK if once_per_rank else ALL_TO_ALL
+        longest = max(outside / network, inside / link / rate)
+        return token_bytes * longest + 1e-6 * (14.0 + size / 4)
 
     def send(self, sent_bytes: float, stride: int) -> float:
         """Seconds to send to the rank whose number is higher by `stride`."""

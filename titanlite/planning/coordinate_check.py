@@ -45,7 +45,7 @@ class CoordinateCheck:
 
 @dataclass(frozen=True)
 class WidthCurves:
-    """Mean absolute change of each module's output, by the model's width after each step."""
+    """Mean absolute change of each module's output, for each model's width and after each step."""
 
     widths: list[int]  # dim of each model
     change: dict[str, Tensor]  # module -> [width, step]

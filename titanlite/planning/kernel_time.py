@@ -24,6 +24,10 @@ UNALIGNED = 20.0
 FULL_SEQUENCE = 400
 # tokens that cost as much as the diagonal, where a tile is half masked, and the start of a kernel:
 # attention on an H100 reaches 82 % of its rate for 32,768 tokens at 2,048, measured
+QUERY_TILE = 256
+# rows of a head that a multiprocessor computes at a time. The last ones leave others idle, for
+# about the mean time of one: with 8, 16, 32, 64 heads of 4,096 tokens a B200 reaches 31, 58, 73,
+# 87 % of its rate, forward (github.com/MooreThreads/SimuMax, configs/system/b200_bf16_ceperm.json)
 FLASH1_RATE = 1 / 1.7  # of FlashAttention-2: 1.7 to 3 times as fast (arXiv 2307.08691, 4.1)
 HALF_HEAD = 32  # width at half of the rate of wide heads; measured on an H100: 64 has 80 % of 128
 BACKWARD_ATTENTION = 2.5 / 0.88
@@ -37,13 +41,16 @@ class KernelTimes:
     gpu: GpuType
     efficiency: Efficiency
 
-    def matmul(self, m: float, k: float, n: float, precision: MatmulPrecision) -> float:
-        """Seconds of [m, k] @ [k, n]."""
+    def matmul(
+        self, m: float, k: float, n: float, precision: MatmulPrecision, at_once: int = 1
+    ) -> float:
+        """Seconds of [m, k] @ [k, n], of which `at_once` equal ones share the multiprocessors."""
         flops = 2 * m * k * n
-        rate = self.matmul_rate(precision) * wave_fill(m, n, self.gpu.multiprocessors)
+        fill = wave_fill(m, n, self.gpu.multiprocessors, at_once)
         element = 1 if precision in ("float8", "float4") else 4 if precision == "float32" else 2
         read = element * (m * k + k * n) + 2 * m * n
-        return KERNEL_S + max(flops / rate, self.memory_bound(read))
+        seconds = max(flops / (self.matmul_rate(precision) * fill), self.memory_bound(read))
+        return KERNEL_S + seconds
 
     def matmul_rate(self, precision: MatmulPrecision) -> float:
         """FLOP/s of a large matmul."""
@@ -54,16 +61,22 @@ class KernelTimes:
         """Seconds to read and write `bytes_moved` bytes."""
         return bytes_moved / (self.gpu.memory_gb_per_s * 1e9 * self.efficiency.memory)
 
-    def flash_flops(self, sequences: float, length: float, width: float, head: int) -> float:
+    def flash_flops(
+        self, sequences: float, length: float, heads: float, widths: tuple[int, int], window: int
+    ) -> float:
         """FLOPs of causal attention, forward, as if heads were 128 wide and the sequence long.
 
-        `width` is that of all heads of this rank.
+        `heads` are those of this rank, `widths` the features of a head's key and value. With a
+        `window`, a token attends to that many.
         """
+        attended = min(window, length) * 2 if 0 < window < length else length
+        flops = sequences * length * heads * sum(widths)
         if self.gpu.multiprocessors == 1:  # a CPU process: its rate is that of short sequences
-            return 2 * sequences * length * length * width
-        flops = 2 * sequences * length * (length + FULL_SEQUENCE) * width
-        by_head = head / (head + HALF_HEAD) * (128 + HALF_HEAD) / 128
-        return flops / min(1.0, by_head)
+            return flops * attended
+        tiles = sequences * length * heads / QUERY_TILE
+        idle = 1 + self.gpu.multiprocessors / tiles
+        by_head = widths[0] / (widths[0] + HALF_HEAD) * (128 + HALF_HEAD) / 128
+        return flops * (attended + FULL_SEQUENCE) / min(1.0, by_head) * idle
 
     def attention_rate(self, kernel: str, precision: MatmulPrecision) -> float:
         """FLOP/s of attention on long sequences with heads of 128."""
@@ -88,15 +101,15 @@ class KernelTimes:
         return forward, self.memory_bound(13 * matrix), self.memory_bound(17 * matrix)
 
 
-def wave_fill(m: float, n: float, multiprocessors: int) -> float:
+def wave_fill(m: float, n: float, multiprocessors: int, at_once: int = 1) -> float:
     """Fraction of the multiprocessors' time that computes parts of the output (wave quantisation).
 
     The best of several tiles, as a library chooses.
     """
     best = 0.0
     for rows, columns in TILES:
-        tiles = math.ceil(m / rows) * math.ceil(n / columns)
+        tiles = at_once * math.ceil(m / rows) * math.ceil(n / columns)
         waves = math.ceil(tiles / multiprocessors)
-        fill = m * n / (rows * columns) / (waves * multiprocessors)
+        fill = at_once * m * n / (rows * columns) / (waves * multiprocessors)
         best = max(best, fill * (0.97 if rows == columns else 1.0))
     return max(0.1, best) if multiprocessors > 1 else 1.0

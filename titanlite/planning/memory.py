@@ -1,7 +1,7 @@
 """Estimate the memory of every pipeline rank: bytes at rest, and the peak with what is alive then.
 
-The rank of each stage that is described has coordinate 0 in the other dimensions of the mesh, and
-so the largest shards.
+The ranks that are described have coordinate 0 in the other dimensions of the mesh, and so the
+largest shards.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class RankMemory:
 
     rank: int
     parameters: float  # this rank's shards
-    gradients: float  # likewise; after backward, but for those that exist at the peak
+    gradients: float  # likewise, as far as they exist at the peak
     optimizer_state: float
     gathered: float  # unsharded parameters, and communication buffers of FSDP
     unsharded_gradients: float  # that are not reduced yet
@@ -116,7 +116,7 @@ def estimate_memory(
     activations = BlockActivations(workload, on_cpu)
     owners = stage_ranks(layout)
     microbatches = layout.n_microbatches // max(1, layout.runs)
-    if layout.schedule not in ("GPipe", "LoopedBFS"):  # in flight are no more later
+    if layout.schedule not in ("GPipe", "LoopedBFS"):  # more would not be in flight at once
         microbatches = min(microbatches, MAX_SIMULATED_ROUNDS * layout.pipeline)
     in_flight = stages_in_flight(layout.schedule, owners, microbatches)
     ranks = []

@@ -97,13 +97,14 @@ def _lower_precisions(job: Job) -> Iterator[_Change]:
 
 
 def _offloads() -> Iterator[_Change]:
-    every_step = "copied to the GPU and back every step"
     activations = {"activation_checkpoint.offload": True}
     yield _Change(activations, "activations are copied to the host and back")
-    yield _Change({"optimizer.offload": True}, f"optimizer state is {every_step}")
+    yield _Change(
+        {"optimizer.offload": True}, "optimizer state is copied to the GPU and back every step"
+    )
     yield _Change(
         {"training.enable_cpu_offload": True},
-        f"parameters, gradients and optimizer state are {every_step}",
+        "weights are copied to the GPU, gradients to the host; the optimizer runs on the CPU",
     )
 
 

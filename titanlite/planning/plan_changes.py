@@ -11,9 +11,8 @@ from titanlite.errors import UserError
 from titanlite.planning.hardware import Cluster
 from titanlite.planning.layout_space import MATMUL_CHOICES
 from titanlite.planning.plan_request import PlanRequest
-from titanlite.planning.search import FrameKey, LayoutSearch, PlannedStep, frame_key
+from titanlite.planning.search import FrameKey, LayoutSearch, PlannedStep
 
-RERANKED = 200  # degrees and micro-batches that are compared again under a changed assumption
 MIN_SHARE = 0.1  # parts that make less than this fraction of a difference are not named
 
 
@@ -47,16 +46,15 @@ def changed_answers(
 ) -> Iterator[ChangedAnswer]:
     """The answer under other batches, memories, networks and precisions.
 
-    `bounds` are those of the search without the change. The frames with the lowest are compared.
+    Every layout is compared. `bounds` are those of the search without the change: a layout that is
+    too slow by them is not estimated again.
     """
     before = request.tokens_per_step / best.time.total
-    lowest = dict(sorted(bounds.items(), key=lambda pair: pair[1])[:RERANKED])
-    lowest[frame_key(best.choice.frame)] = bounds[frame_key(best.choice.frame)]
     for change in _changes_of(request):
         changed = change.request
         known = {
             (degrees, micro_batch, precision): change.shortest * bound
-            for (degrees, micro_batch, _), bound in lowest.items()
+            for (degrees, micro_batch, _), bound in bounds.items()
             for precision in changed.space.precisions
         }
         search = LayoutSearch(changed.space, changed.target, 1, known)

@@ -123,6 +123,7 @@ PART_TITLES = {
     "shard": "FSDP communication",
     "replicate": "gradients of replicas",
     "pipeline": "pipeline transfers",
+    "host": "waiting for kernel launches",
 }
 
 

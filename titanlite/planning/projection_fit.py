@@ -49,7 +49,7 @@ class ProjectionProblem:
     def refine(
         self, exponents: np.ndarray, weights: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Minimize from exponents [S, 2], weights [S or 1, n]; (coefficients, exponents, sums)."""
+        """Minimize from exponents [S, 2], weights [S or 1, n]; as `_refine_chunk`."""
         step = max(1, _CHUNK // len(self.losses))
         parts = []
         for first in range(0, len(exponents), step):
@@ -60,7 +60,10 @@ class ProjectionProblem:
         return coefficients, found, objective
 
     def _refine_chunk(self, exponents: np.ndarray, weights: np.ndarray):
-        """Levenberg-Marquardt with the Jacobian of Kaufman: the derivative of the projection."""
+        """Levenberg-Marquardt with Kaufman's Jacobian: slopes minus what E, A, B explain of them.
+
+        Returns (coefficients [S, 3], exponents [S, 2], weighted sums of squares [S]).
+        """
         found, damping = exponents.copy(), np.full(len(exponents), 1e-3)
         coefficients, residuals, objective = self._evaluate(found, weights)
         active = np.arange(len(found))
@@ -93,7 +96,7 @@ class ProjectionProblem:
         return np.stack([np.ones_like(powers[0]), *powers], axis=1)
 
     def _evaluate(self, exponents: np.ndarray, weights: np.ndarray):
-        """(E, A and B of non-negative least squares [S, 3], residuals [S, n], their sum [S])."""
+        """(E, A and B of non-negative least squares [S, 3], residuals [S, n], sums of squares)."""
         columns = self._columns(exponents)
         weighted = columns * weights[:, None]
         gram, right = weighted @ columns.mT, weighted @ self.losses

@@ -16,9 +16,11 @@ from typing import Any, Literal, NamedTuple
 
 from titanlite.errors import UserError
 from titanlite.files import parse_toml
-from titanlite.models import Experts, ModelShape
+from titanlite.models import Experts, LatentAttention, ModelShape
 from titanlite.planning.hardware import Cluster, find_cluster
+from titanlite.planning.published_experts import published_exchange
 from titanlite.planning.workload import (
+    ExpertExchange,
     Layout,
     MatmulPrecision,
     Numerics,
@@ -52,6 +54,8 @@ class FrameworkFacts:
     sharded: Any = "optimizer"
     overlap: Overlap = field(default_factory=Overlap)
     reduce_bytes: float = 4
+    gradient_bytes: float = 4
+    weights_quantized_once: bool = False
     blocking_launches: bool = False
     reported_memory: float = 1.0  # divided by the memory of its tensors at the peak
 
@@ -60,6 +64,9 @@ class FrameworkFacts:
 # nanotron the same. This factor is calibrated: it halves the error of BLOOM's and nanotron's rows.
 RESERVED = 1.2
 MEGATRON_ZERO = FrameworkFacts(False, "stored", "nothing", Overlap(data=False))
+NEMO = FrameworkFacts(
+    True, "native", overlap=Overlap(tensor=True, pipeline=True), weights_quantized_once=True
+)
 # by the beginning of a framework's name; the first that matches counts
 FRAMEWORKS = {
     # arXiv 2104.04473: no overlap of gradients; fused softmax, bias and GELU (section 4.2)
@@ -73,11 +80,13 @@ FRAMEWORKS = {
     "Megatron-DeepSpeed": replace(MEGATRON_ZERO, sharded="optimizer"),
     # SimuMax docs/b200/b200_real_repro_guide.md: overlap is switched off
     "Megatron-LM 0.14": FrameworkFacts(True, "native", overlap=Overlap(data=False)),
-    "Megatron-Core": FrameworkFacts(True, "native"),
+    # Transformer Engine casts weights to Float8 in the first micro-batch of a step only
+    "Megatron-Core": FrameworkFacts(True, "native", weights_quantized_once=True),
     # performance recipes: tp_comm_overlap, overlap_grad_reduce, overlap_param_gather and overlapped
-    # transfers of the interleaved schedule (Megatron-Bridge docs/performance-guide.md)
-    "Megatron-Bridge": FrameworkFacts(True, "native", overlap=Overlap(tensor=True, pipeline=True)),
-    "NeMo 24": FrameworkFacts(True, "native", overlap=Overlap(tensor=True, pipeline=True)),
+    # transfers of the interleaved schedule (Megatron-Bridge docs/performance-guide.md); its recipes
+    # set grad_reduce_in_fp32 = False
+    "Megatron-Bridge": replace(NEMO, reduce_bytes=2, gradient_bytes=2),
+    "NeMo 24": NEMO,
     "NeMo AutoModel": FrameworkFacts(True, "native", "parameters"),
     # PyTorch eager, FSDP1 with mixed_precision PURE: gradients are reduced in bf16
     # and its recipes of 2023 have attn_impl: triton (scripts/train/yamls/pretrain)
@@ -104,8 +113,7 @@ MACHINES = (
     ("h100", "dgx-h100"),
 )
 UNMODELLED = {
-    "deepseek": "multi-head latent attention",
-    "kimi": "multi-head latent attention",
+    "deepseekv4": "sparse attention",
     "nemotron_3": "Mamba layers",
     "nemotron v3": "Mamba layers",
 }
@@ -137,7 +145,7 @@ def read_row(row: Row) -> PublishedRun | str:
 def _read_row(row: Row) -> PublishedRun:
     facts = framework_facts(row)
     notes: list[str] = []
-    model = _row_model(row, facts)
+    model = _row_model(row, notes)
     layout = _row_layout(row, facts, notes)
     if layout.stages_per_rank > 1:
         layout = replace(layout, schedule="Interleaved1F1B")
@@ -148,7 +156,7 @@ def _read_row(row: Row) -> PublishedRun:
     overlap = facts.overlap
     if "async tp" in note or "asynctp" in note:
         overlap = replace(overlap, tensor=True)
-    numerics = _row_numerics(row, facts, layout)
+    numerics = _row_numerics(row, facts)
     workload = Workload(
         model,
         layout,
@@ -160,9 +168,12 @@ def _read_row(row: Row) -> PublishedRun:
         attention_kernel="native" if facts.attention == "stored" else facts.attention,
         blocking_launches=facts.blocking_launches,
         overlap=overlap,
+        exchange=published_exchange(row, cluster.gpu.name) if model.experts else ExpertExchange(),
     )
     slow = "slow (network)" in note and layout.gpus > cluster.machine.link_domain
     untimed = "only memory: the network of this run was slow" if slow else ""
+    if "26.06.01" in row["source"] and "gpt oss" in row["model"].lower():  # says its table
+        untimed = "only memory: a known regression of this release"
     return PublishedRun(workload, cluster, notes, untimed)
 
 
@@ -187,7 +198,7 @@ def _degree(row: Row, key: str) -> int:
     return int(_row_number(row, key)) if row[key].strip() else 1
 
 
-def _row_model(row: Row, facts: FrameworkFacts) -> ModelShape:
+def _row_model(row: Row, notes: list[str]) -> ModelShape:
     name = row["model"]
     for part, what in UNMODELLED.items():
         if part in name.lower():
@@ -200,7 +211,7 @@ def _row_model(row: Row, facts: FrameworkFacts) -> ModelShape:
     if "bigscience" in row["source"]:
         sizes.setdefault("n_heads", BLOOM_HEADS)
     sizes.setdefault("n_kv_heads", sizes.get("n_heads"))
-    llama = bool(re.search("llama|mixtral|qwen|oss", base))
+    llama = bool(re.search("llama|mixtral|qwen|oss|deepseek|kimi", base))
     sizes.setdefault("gated", llama)
     if not llama:  # GPT and MPT: learned positions, tied embeddings and four times the width
         sizes.setdefault("tied_embeddings", "8t_release" not in base)
@@ -208,13 +219,29 @@ def _row_model(row: Row, facts: FrameworkFacts) -> ModelShape:
     missing = [cell for key, cell in cells.items() if not sizes.get(key)]
     if missing:
         raise MissingFact(f"not published: {', '.join(missing)}")
+    if "experts" in sizes and not row["ep"].strip() and "_ep" not in row["note"]:
+        raise MissingFact("ep is not published")
     if ("moe" in base or "mixtral" in base) and "experts" not in sizes:
         raise MissingFact("not published: experts")
-    experts = sizes.pop("experts", None)
+    if _predicts_two_tokens(row, base):
+        sizes["n_layers"] += 1
+        notes.append("the module that predicts a second token: estimated as one more block")
+    experts, latent = sizes.pop("experts", None), sizes.pop("latent", None)
     head_dim = sizes.pop("head_dim", None) or sizes["dim"] // sizes["n_heads"]
     return ModelShape(
-        name=name, head_dim=head_dim, experts=Experts(**experts) if experts else None, **sizes
+        name=name,
+        head_dim=head_dim,
+        experts=Experts(**experts) if experts else None,
+        latent=LatentAttention(**latent) if latent else None,
+        **sizes,
     )
+
+
+def _predicts_two_tokens(row: Row, base: str) -> bool:
+    """Whether a run of DeepSeek-V3 has its multi-token prediction: in Megatron-Bridge's recipes
+    (mtp_num_layers = 1), unless the row says otherwise."""
+    bridge = row["framework"].startswith("Megatron-Bridge")
+    return bridge and base == "deepseekv3" and "w/o mtp" not in row["model"].lower()
 
 
 def _row_layout(row: Row, facts: FrameworkFacts, notes: list[str]) -> Layout:
@@ -307,14 +334,17 @@ def precision_of(row: Row) -> MatmulPrecision:
     raise MissingFact(f'precision "{row["precision"]}" is not known')
 
 
-def _row_numerics(row: Row, facts: FrameworkFacts, layout: Layout) -> Numerics:
-    precision = precision_of(row)
+def _row_numerics(row: Row, facts: FrameworkFacts) -> Numerics:
+    precision, text = precision_of(row), row["precision"].lower()
     torchtitan_float8 = precision == "float8" and row["framework"].startswith("torchtitan")
     return Numerics(
         matmuls=precision,
+        gradient_bytes=facts.gradient_bytes,
         reduce_bytes=facts.reduce_bytes,
-        float8_gather=torchtitan_float8 and "rowwise" not in row["precision"],
-        float8_rowwise="rowwise" in row["precision"],
+        float8_gather=torchtitan_float8 and "rowwise" not in text,
+        float8_rowwise="rowwise" in text,
+        block_scales=precision == "float4" or "mx" in text.split("(")[0],
+        weights_quantized_once=facts.weights_quantized_once,
     )
 
 

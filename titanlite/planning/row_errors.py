@@ -8,8 +8,8 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
+from titanlite.models.counts import flops_per_token
 from titanlite.planning.rows import Prediction
-from titanlite.planning.step_time import block_parameters
 from titanlite.planning.workload import Workload
 
 PRECISION_NAMES = {"bfloat16": "bf16", "float8": "fp8", "float4": "fp4", "float32": "fp32"}
@@ -38,13 +38,8 @@ class LayoutRanking(NamedTuple):
 
 def model_flops(workload: Workload) -> float:
     """Causal FLOPs of a step: 6 per matmul weight and token, and attention over half the tokens."""
-    model = workload.model
-    outside, inside = block_parameters(model)
-    if model.experts:
-        inside *= model.experts.active / model.experts.count
-    weights = model.n_layers * (outside + inside) + model.vocab_size * model.dim
-    attention = 6 * model.n_layers * workload.seq_len * model.n_heads * model.head_dim
-    return (6 * weights + attention) * workload.layout.global_batch * workload.seq_len
+    tokens = workload.layout.global_batch * workload.seq_len
+    return flops_per_token(workload.model, workload.seq_len) * tokens
 
 
 def naive_work(workload: Workload) -> float:

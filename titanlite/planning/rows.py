@@ -109,7 +109,11 @@ def predict_rows(
             step = None if untimed else estimate_step(workload, cluster, efficiency)
         except ConfigError as error:  # a GPU without units for the precision
             step, untimed = None, error.message
-        estimated = RowMemory.estimate(row, workload, cluster)
+        estimated = None
+        if workload.model.latent is None:
+            estimated = RowMemory.estimate(row, workload, cluster)
+        else:
+            notes = [*notes, "the memory of latent attention is not modelled"]
         note = "; ".join([*notes, *filter(None, [untimed])])
         predictions.append(Prediction(row, step, note, workload, cluster, estimated))
     return predictions

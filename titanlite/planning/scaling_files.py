@@ -40,7 +40,7 @@ class TableColumns:
 def read_table(
     path: Path, columns: TableColumns, where: Mapping[str, str], drop_highest: int = 0
 ) -> LossPoints:
-    """The losses of a CSV file with a header line; raises DataError with all its problems.
+    """The losses of a CSV file with a header line; raises DataError, with its first problems.
 
     `where`: only lines with these values. `drop_highest`: number of highest losses to leave out.
     """

@@ -189,8 +189,9 @@ def _condition_numbers(
     """Of the Gauss-Newton matrix of (log A, log B, log E, alpha, beta), and of alpha and beta."""
     n_term = law.A * points.parameters**-law.alpha
     d_term = law.B * points.tokens**-law.beta
-    slopes = [n_term, d_term, -np.log(points.parameters) * n_term]
+    slopes = [n_term, d_term]
+    slopes += [-np.log(points.parameters) * n_term, -np.log(points.tokens) * d_term]
     if law.E > 0:
-        slopes += [np.full(len(points), law.E), -np.log(points.tokens) * d_term]
+        slopes.append(np.full(len(points), law.E))
     full = float(np.linalg.cond(np.stack(slopes))) ** 2
     return full, problem.condition(np.array([law.alpha, law.beta]))

@@ -9,6 +9,7 @@ no better than what was found. The order of the groups does not change the resul
 from __future__ import annotations
 
 import dataclasses
+import heapq
 import math
 from collections import defaultdict
 from collections.abc import Mapping
@@ -103,12 +104,15 @@ class LayoutSearch:
         space: LayoutSpace,
         target: SearchTarget,
         keep: int = 10,
-        known_bounds: Mapping[FrameKey, float] | None = None,
+        at_least: Mapping[FrameKey, float] | None = None,
     ):
-        """`known_bounds`: only these frames, with seconds that a candidate takes at least."""
+        """`at_least`: seconds that no candidate of a frame is faster than, where they are known.
+
+        The bounds of other frames, and closer ones of these, are estimated when they are needed.
+        """
         self.space, self.target, self.keep = space, target, keep
-        self._only = None if known_bounds is None else set(known_bounds)
-        self.bounds = dict(known_bounds or {})
+        self._at_least = at_least or {}
+        self.bounds: dict[FrameKey, float] = {}
         self.counts = SearchCounts()
         self._best: list[PlannedStep] = []
         self._ratios: dict[tuple[int, int], dict[tuple[str, int], float]] = {}
@@ -121,11 +125,15 @@ class LayoutSearch:
             raise self._nothing_is_legal()
         self.counts.add(frames=len(self._frames))
         frames = [frame for frame in self._frames if self._may_fit(frame)]
-        bounds = [(self._bound(frame), number) for number, frame in enumerate(frames)]
-        for bound, number in sorted(bounds):
-            if bound >= self._slowest_kept:
-                break
-            self._visit(frames[number])
+        known = (self._at_least.get(frame_key(frame), 0.0) for frame in frames)
+        bounds = [(bound, number, False) for number, bound in enumerate(known)]
+        heapq.heapify(bounds)
+        while bounds and bounds[0][0] < self._slowest_kept:
+            _, number, estimated = heapq.heappop(bounds)
+            if estimated:
+                self._visit(frames[number])
+            else:
+                heapq.heappush(bounds, (self._bound(frames[number]), number, True))
         if not self._best:
             raise self._nothing_fits()
         return SearchResult(self._best, self.counts)
@@ -169,8 +177,7 @@ class LayoutSearch:
 
     @cached_property
     def _frames(self) -> list[Frame]:
-        frames = self.space.frames()
-        return [frame for frame in frames if self._only is None or frame_key(frame) in self._only]
+        return list(self.space.frames())
 
     @cached_property
     def _workload(self) -> Workload:

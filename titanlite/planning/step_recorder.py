@@ -24,8 +24,8 @@ _FUNCTIONAL = "_c10d_functional"
 class CollectiveKind:
     """A type of collective on one dimension of the mesh."""
 
-    dimension: str  # such as "shard", or "replicate, shard" for a flattened one
-    name: str  # such as "all_gather"
+    dimension: str  # such as "shard", or "replicate x shard" for a flattened one
+    name: str  # such as "all-gather"
 
 
 @dataclass
@@ -133,7 +133,7 @@ class StepRecorder:
         self.collectives.setdefault(kind, CollectiveTotal()).add(size)
 
 
-_NAMES = (  # in operators of torch -> name
+_NAMES = (  # (part of the name of an operator of torch, name of the collective)
     ("all_gather", "all-gather"),
     ("allgather", "all-gather"),
     ("reduce_scatter", "reduce-scatter"),

@@ -8,16 +8,17 @@ parameters of the next block are gathered while this block computes.
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from dataclasses import dataclass
 from functools import lru_cache
 
 from titanlite.models import ModelShape
+from titanlite.models.counts import block_matmul_weights, count_parameters, feed_forward_weights
 from titanlite.planning.activation_memory import BlockActivations
+from titanlite.planning.block_case import BlockCase, Passes, Seconds, block_case
 from titanlite.planning.block_time import (
-    BlockCase,
-    Passes,
-    Seconds,
-    block_case,
+    BlockKind,
+    block_kinds,
     block_passes,
     embedding_passes,
     output_passes,
@@ -27,7 +28,7 @@ from titanlite.planning.efficiency import Efficiency, find_efficiency
 from titanlite.planning.hardware import Cluster
 from titanlite.planning.kernel_time import KernelTimes
 from titanlite.planning.pipeline_time import divide_layers, idle_seconds, ranks_of_stages
-from titanlite.planning.workload import Workload
+from titanlite.planning.workload import Layout, Workload
 
 HOST_OPTIMIZER_GB_PER_S = 100.0
 # of host memory, for the offloaded optimizer of one GPU: an assumption, not measured
@@ -50,6 +51,7 @@ class StepTime:
     optimizer: float = 0.0
     offload: float = 0.0
     checkpoint: float = 0.0
+    host: float = 0.0
 
     @property
     def total(self) -> float:
@@ -105,18 +107,18 @@ def estimate_step(
         optimizer=_optimizer_seconds(workload, kernels),
         offload=_offload_seconds(workload, cluster, busiest),
         checkpoint=_checkpoint_seconds(workload, cluster),
+        host=both.host * many,
     )
 
 
 def _rank_passes(workload: Workload, case: BlockCase) -> list[Passes]:
     """One micro-batch on each pipeline rank."""
     layout, model = workload.layout, workload.model
-    dense_layers = model.n_layers if model.experts is None else model.experts.dense_layers
-    sparse = _with_gathers(workload, case, dense_layers == model.n_layers)
-    dense = _with_gathers(workload, case, True) if dense_layers else sparse
+    kinds = block_kinds(model)
+    passes_of = {kind: _with_gathers(workload, case, kind) for kind in set(kinds)}
     ends = embedding_passes(case), output_passes(case)
     stages = layout.pipeline * layout.stages_per_rank
-    block = sparse.total
+    block = sum(passes_of[kind].total for kind in kinds) / len(kinds)
     layers = layout.stage_blocks or divide_layers(
         model.n_layers, stages, *(round(end.total / block, 2) for end in ends)
     )
@@ -125,83 +127,124 @@ def _rank_passes(workload: Workload, case: BlockCase) -> list[Passes]:
     ranks[stage_ranks[0]] = ranks[stage_ranks[0]].plus(ends[0])
     ranks[stage_ranks[-1]] = ranks[stage_ranks[-1]].plus(ends[1])
     start = 0
-    for stage, count in enumerate(layers):
-        early = max(0, min(count, dense_layers - start))
-        rank = stage_ranks[stage]
-        if early:
-            ranks[rank] = ranks[rank].plus(dense, early)
-        if count > early:
-            ranks[rank] = ranks[rank].plus(sparse, count - early)
+    for rank, count in zip(stage_ranks, layers, strict=True):
+        for kind, blocks in Counter(kinds[start : start + count]).items():
+            ranks[rank] = ranks[rank].plus(passes_of[kind], blocks)
         start += count
     return ranks
 
 
 @lru_cache(maxsize=4096)
-def block_parameters(model: ModelShape) -> tuple[float, float]:
-    """Matmul parameters of a block, outside its experts and in them."""
-    heads = (2 * model.n_heads + 2 * model.n_kv_heads) * model.head_dim
-    matrices = 3 if model.gated else 2
-    if model.experts is None:
-        return float(model.dim * (heads + matrices * model.hidden_dim)), 0.0
-    experts = model.experts
-    shared = matrices * experts.shared_hidden_dim + experts.count
-    in_experts = matrices * experts.count * experts.hidden_dim * model.dim
-    return float(model.dim * (heads + shared)), float(in_experts)
+def block_parameters(model: ModelShape, experts: bool) -> tuple[float, float]:
+    """Matmul parameters of a block with or without experts: outside its experts, and in them."""
+    block = model.n_layers - 1 if experts else 0
+    weights = float(block_matmul_weights(model, block))
+    if not experts or model.experts is None:
+        return weights, 0.0
+    inside = float(feed_forward_weights(model, model.experts.count * model.experts.hidden_dim))
+    return weights - inside, inside
 
 
+@lru_cache(maxsize=4096)
+def expert_parameters(model: ModelShape) -> float:
+    """Parameters of all experts that tokens are routed to."""
+    return sum(block_parameters(model, True)[1] for kind in block_kinds(model) if kind.experts)
+
+
+@lru_cache(maxsize=4096)
 def model_parameters(model: ModelShape) -> float:
-    """All parameters of a model, without norms and biases."""
-    outside, inside = block_parameters(model)
-    dense_layers = model.experts.dense_layers if model.experts else 0
-    heads = (2 * model.n_heads + 2 * model.n_kv_heads) * model.head_dim
-    dense = model.dim * (heads + (3 if model.gated else 2) * model.hidden_dim)
-    vocabulary = model.vocab_size * (1 if model.tied_embeddings else 2) + model.positions
-    blocks = (model.n_layers - dense_layers) * (outside + inside) + dense_layers * dense
-    return blocks + vocabulary * model.dim
+    """All parameters of a model."""
+    return float(count_parameters(model))
 
 
-def _with_gathers(workload: Workload, case: BlockCase, dense: bool) -> Passes:
-    """A block, with the communication of FSDP that its computation does not hide."""
+def _passes_of_run(layout: Layout) -> tuple[int, int]:
+    """(gathers of parameters for backward, reductions of gradients) in one step.
+
+    Without pipeline stages, each micro-batch has them. With stages, a run of the schedule has: the
+    parameters stay gathered from the first backward to the last, and the last one reduces.
+    """
+    runs = layout.runs if layout.pipeline > 1 else layout.n_microbatches
+    return runs, runs if layout.reduce_every_microbatch else 1
+
+
+def _with_gathers(workload: Workload, case: BlockCase, kind: BlockKind) -> Passes:
+    """A block, with the communication of FSDP that its computation does not hide.
+
+    It is the mean of the micro-batches, of which some gather, and some reduce.
+    """
     layout, numerics = workload.layout, workload.numerics
-    passes = block_passes(case, dense)
-    size, stride = layout.shard * layout.context, layout.tensor
+    passes = block_passes(case, kind)
+    size = layout.shard * layout.context
     if layout.sharded != "parameters" or size == 1:
         return passes
-    outside, inside = block_parameters(workload.model)
-    parameters = outside / layout.tensor + inside / layout.tensor / layout.expert
+    outside, inside = block_parameters(workload.model, kind.experts)
     gathered_bytes = 1.0 if numerics.float8_gather else numerics.gathered_bytes
-    gather = case.collectives.all_gather(parameters * gathered_bytes, size, stride)
-    reduce = case.collectives.all_gather(parameters * numerics.reduce_bytes, size, stride)
-    if not layout.reduce_every_microbatch:
-        reduce /= layout.n_microbatches
+    held = _held(workload, outside, inside)
+    gather = _gather_seconds(workload, case, held, gathered_bytes, size)
+    reduce = _gather_seconds(workload, case, held, numerics.reduce_bytes, size)
+    many = layout.n_microbatches
+    gathers, reductions = _passes_of_run(layout)
     forward = max(0.0, gather - passes.forward.compute)
-    again = gather if layout.reshard_after_forward else 0.0
-    backward = max(0.0, again + reduce - passes.backward.compute)
+    if layout.reshard_after_forward:
+        with_gather, both = gathers / many, min(gathers, reductions) / many
+    else:
+        forward *= gathers / many
+        with_gather, both = 0.0, 0.0
+    hidden = passes.backward.compute
+    backward = both * max(0.0, gather + reduce - hidden)
+    backward += (with_gather - both) * max(0.0, gather - hidden)
+    backward += (reductions / many - both) * max(0.0, reduce - hidden)
     return Passes(
         passes.forward.plus(Seconds(shard=forward)), passes.backward.plus(Seconds(shard=backward))
     )
 
 
+def _held(workload: Workload, outside: float, inside: float) -> tuple[float, float]:
+    """What one tensor rank has of parameters outside of experts and in them, before sharding."""
+    layout = workload.layout
+    split = layout.tensor if workload.exchange.tensor_sharded else 1
+    return outside / layout.tensor, inside / split / layout.expert
+
+
+def _gather_seconds(
+    workload: Workload, case: BlockCase, held: tuple[float, float], element_bytes: float, ranks: int
+) -> float:
+    """Seconds to gather or to reduce parameters over `ranks` data-parallel ranks.
+
+    Those of experts only over the ranks that have the same ones, which are further apart.
+    """
+    layout, gather = workload.layout, case.collectives.all_gather
+    seconds = gather(held[0] * element_bytes, ranks, layout.tensor)
+    if not held[1]:
+        return seconds
+    stride = (layout.tensor if workload.exchange.tensor_sharded else 1) * layout.expert
+    same = max(1, ranks * layout.tensor // stride)
+    return seconds + gather(held[1] * element_bytes, same, stride)
+
+
+def _stage_parameters(workload: Workload) -> tuple[float, float]:
+    """Parameters of one tensor and pipeline rank: outside of experts, and in them."""
+    experts = expert_parameters(workload.model)
+    others = model_parameters(workload.model) - experts
+    held = _held(workload, others, experts)
+    return held[0] / workload.layout.pipeline, held[1] / workload.layout.pipeline
+
+
 def _rank_parameters(workload: Workload) -> float:
     """Parameters of one tensor and pipeline rank, before sharding."""
-    layout, model = workload.layout, workload.model
-    _, inside = block_parameters(model)
-    experts = model.n_layers * inside
-    others = model_parameters(model) - experts
-    return (others + experts / layout.expert) / layout.tensor / layout.pipeline
+    return sum(_stage_parameters(workload))
 
 
 def _gradient_seconds(workload: Workload, case: BlockCase, busiest: Passes) -> tuple[float, float]:
-    """Exposed communication of gradients, and of parameters after the step: once per step.
+    """Exposed communication of gradients, and of parameters after the step.
 
     Overlapped, it runs during the last micro-batch's backward and the first one's forward, except
-    for the first block's.
+    for the first block's. With sharded parameters, every run has its own (`_passes_of_run`), and
+    replicas reduce the gradients whenever their shards do.
     """
     layout, numerics = workload.layout, workload.numerics
-    parameters = _rank_parameters(workload)
+    held = _stage_parameters(workload)
     inner = layout.shard * layout.context
-    stride = layout.tensor
-    gather = case.collectives.all_gather
     first = 1 / max(1, workload.model.n_layers // layout.pipeline)
     overlap = workload.overlap.data
 
@@ -210,24 +253,28 @@ def _gradient_seconds(workload: Workload, case: BlockCase, busiest: Passes) -> t
             return communication
         return max(first * communication, communication - hidden_by)
 
+    def moved(element_bytes: float, ranks: int) -> float:
+        return _gather_seconds(workload, case, held, element_bytes, ranks)
+
     shard = replicate = 0.0
     if layout.sharded == "nothing":
-        size = layout.replicate * inner
-        twice = 2 * gather(parameters * numerics.reduce_bytes, size, stride)
-        replicate = exposed(twice, busiest.backward.compute)
+        replicate = exposed(
+            2 * moved(numerics.reduce_bytes, layout.replicate * inner), busiest.backward.compute
+        )
     elif layout.sharded in ("optimizer", "gradients"):
-        size = layout.replicate * inner
-        reduce = gather(parameters * numerics.reduce_bytes, size, stride)
-        again = gather(parameters * numerics.gathered_bytes, size, stride)
+        reduce = moved(numerics.reduce_bytes, layout.replicate * inner)
+        again = moved(numerics.gathered_bytes, layout.replicate * inner)
         shard = exposed(reduce, busiest.backward.compute)
         shard += exposed(again, busiest.forward.compute)
     else:  # the first gather and the last reduction of each micro-batch, which nothing hides
-        bytes_moved = parameters * (numerics.gathered_bytes + numerics.reduce_bytes)
-        shard = gather(bytes_moved * first, inner, stride)
+        gathers, reductions = _passes_of_run(layout)
+        shard = gathers * moved(first * numerics.gathered_bytes, inner)
+        shard += reductions * moved(first * numerics.reduce_bytes, inner)
         if layout.replicate > 1:
-            owned = parameters / inner * numerics.reduce_bytes
-            twice = 2 * gather(owned, layout.replicate, stride * inner)
-            replicate = exposed(twice, busiest.backward.compute)
+            owned = sum(held) / inner * numerics.reduce_bytes
+            stride = layout.tensor * inner
+            twice = 2 * case.collectives.all_gather(owned, layout.replicate, stride)
+            replicate = reductions * exposed(twice, busiest.backward.compute)
     return shard, replicate
 
 

@@ -32,7 +32,7 @@ def traffic(
 ) -> tuple[tuple[CollectiveBytes, ...], ...]:
     """The collectives of every pipeline rank; of titanlite, with FSDP2 and sequence parallelism.
 
-    Context parallelism is that with an all-gather of keys and values.
+    Context parallelism is assumed to all-gather keys and values.
     """
     parts = parts or parts_of_shape(workload.model)
     stages = stages or stages_of(workload)

@@ -62,6 +62,18 @@ class Overlap:
 
 
 @dataclass(frozen=True)
+class ExpertExchange:
+    """How tokens reach the experts of other ranks, and how these are launched."""
+
+    once_per_rank: bool = False
+    # a token is sent once to a rank, and once over the network to a link domain, however many of
+    # its experts are there (DeepEP, HybridEP); otherwise once for each expert
+    overlapped: bool = False  # with the computation of another micro-batch
+    tensor_sharded: bool = True  # every expert is; otherwise the tensor ranks are expert ranks
+    one_graph: bool = False  # the step is one CUDA graph, so that the host launches no kernels
+
+
+@dataclass(frozen=True)
 class Numerics:
     """Bytes per element, and the precision of matmuls."""
 
@@ -73,6 +85,8 @@ class Numerics:
     activation_bytes: float = 2
     reduce_bytes: float = 4  # gradients while they are reduced
     float8_gather: bool = False  # parameters and activations are gathered in float8
+    block_scales: bool = False  # a scale for each 16 or 32 elements (MXFP8, NVFP4)
+    weights_quantized_once: bool = False  # in a step; otherwise in each micro-batch
     float8_rowwise: bool = False  # a scale for each row, so that both layouts are quantized alone
 
 
@@ -99,4 +113,5 @@ class Workload:
     offload_parameters: bool = False  # and gradients and optimizer states
     blocking_launches: bool = False  # CUDA_LAUNCH_BLOCKING=1: the host's time is not hidden
     overlap: Overlap = field(default_factory=Overlap)
+    exchange: ExpertExchange = field(default_factory=ExpertExchange)
     checkpoint_interval: int = 0  # steps; the copy to the host stops training. 0: none

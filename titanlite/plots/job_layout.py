@@ -21,7 +21,10 @@ def draw_job_layout(job: Job, timelines: Sequence[PipelineTimeline], out: Path) 
 
 
 def computed_timelines(job: Job) -> list[PipelineTimeline]:
-    """The schedule with the computed costs of the stages, without communication; [] without one."""
+    """The schedule with the computed costs of the stages; [] without a pipeline.
+
+    Communication takes no time in it.
+    """
     if job.degrees.pipeline == 1:
         return []
     plan = job.pipeline

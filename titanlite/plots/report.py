@@ -285,7 +285,7 @@ def _checkpoint_table(run: RunHistory) -> str:
 
 
 def _configuration_table(runs: Sequence[RunHistory]) -> str:
-    """The keys in which several runs differ; of a single run all that are not empty."""
+    """The keys in which several runs differ; of a single run all in its config.toml."""
     keys = sorted({key for run in runs for key in run.config})
     rows = [(key, *(str(run.config.get(key, "-")) for run in runs)) for key in keys]
     header = ["key", *(run.name for run in runs)]

@@ -32,7 +32,7 @@ from titanlite.training.periodic import PeriodicAction, StepInfo
 from titanlite.training.state import TrainState
 
 # Values are grouped by the dimensions of the mesh over which they may differ: each pipeline rank
-# has parameters of its own; FSDP ("sharded") and TP have other shards of those that they shard.
+# has parameters of its own, and each rank of FSDP ("sharded") and of TP has shards of its own.
 SHARDINGS = (
     ("pipeline",),
     ("pipeline", "sharded"),

@@ -34,8 +34,10 @@ class ValidationData(Protocol):
 
     name: str
     samples: int
-    token_bytes: Tensor | None
-    # int64 [V]: bytes of text that each id stands for; None: the tokenizer is not known
+
+    @property
+    def token_bytes(self) -> Tensor | None:
+        """int64 [V]: bytes of text that each id stands for; None: the tokenizer is not known."""
 
     def read(self, start: int, sequences: int) -> tuple[Tensor, Tensor]:
         """Inputs and labels [B, T]; past the end, labels are IGNORE_INDEX."""

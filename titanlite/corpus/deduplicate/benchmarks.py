@@ -18,7 +18,7 @@ from titanlite.errors import DataError
 from titanlite.files import parse_json
 
 _NGRAMS = "ngrams.npy"
-_FILTER_BITS = 24  # 16 MiB: fits into most caches, and 10^6 n-grams pass 6 % of all others
+_FILTER_BITS = 24  # 16 MiB: fits into most caches; with 10^6 n-grams, 6 % of all others pass
 
 
 def hash_benchmark_files(names: list[str]) -> list[list[str]]:

@@ -45,7 +45,7 @@ def character_kinds() -> np.ndarray:
 
 @cache
 def character_values() -> np.ndarray:
-    """A random uint64 for each letter, equal for its cases and accents; 0 for other characters."""
+    """A random uint64 for each LETTER, equal for its cases and accents, or SINGLE; else 0."""
     kinds = character_kinds()
     folded = np.arange(_CODE_POINTS, dtype=np.uint64)
     for point in np.flatnonzero(kinds[:_CASES_END] == LETTER).tolist():

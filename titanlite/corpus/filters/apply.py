@@ -78,8 +78,8 @@ def _chunk(column: Any) -> Any:
 class _FilteredBlock:
     """A block while rules are applied to it.
 
-    The rules see only `rows`: documents that are `included`, less those removed, as soon as fewer
-    than half are left or a text is changed.
+    The rules see only the documents `_rows`: at first those that are `included`. Removed ones are
+    taken out as soon as fewer than half are left, or a text is changed.
     """
 
     def __init__(self, texts: Any, origins: Any, included: np.ndarray):

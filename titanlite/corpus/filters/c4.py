@@ -2,7 +2,8 @@
 
 Source: Raffel et al. 2020, section 2.2, https://arxiv.org/abs/1910.10683, and the code that made it
 (https://github.com/tensorflow/datasets/blob/master/tensorflow_datasets/text/c4_utils.py), which has
-three more rules: words of more than 1,000 characters, citations, and notices about cookies.
+four more rules: words of more than 1,000 characters, lines that end with "...", citations, and
+notices about cookies.
 """
 
 from __future__ import annotations
@@ -39,12 +40,15 @@ class C4Config:
     min_sentences: NotNegative = 5  # in the lines that are kept
     min_words_per_line: NotNegative = 3  # shorter lines are removed
     max_word_length: NotNegative = 1000  # lines with a longer word are removed
-    terminal_punctuation: bool = True  # remove lines that do not end with . ? ! " or '
+    terminal_punctuation: bool = True
+    # remove lines that do not end with . ? ! " or ', and those that end with ...
     citations: bool = True  # remove [1], [edit] and [citation needed] from lines
     javascript: bool = True  # remove lines that contain "javascript"
     policies: bool = True  # remove lines about terms of use, privacy and cookies
-    lorem_ipsum: bool = True  # remove documents that contain "lorem ipsum" in a line that is kept
-    curly_bracket: bool = True  # remove documents that contain "{" in a line that is kept
+    lorem_ipsum: bool = True
+    # remove documents with "lorem ipsum" in a line that is kept, or that only the two keys above
+    # remove
+    curly_bracket: bool = True  # the same for "{"
 
 
 class C4Rule:

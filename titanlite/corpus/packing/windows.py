@@ -120,12 +120,13 @@ def fill_windows(plan: WindowPlan, entries: np.ndarray, padding_id: int) -> Iter
 
 
 def _mark_packed(windows: np.ndarray, end: int) -> None:
-    """Leave one label untrained in windows of trained labels alone that have the id `end` inside.
+    """Mark a label UNTRAINED in each window with the id `end` inside whose labels are all trained.
 
     Ignored labels are what tells a packed window from concatenated documents, which end at each
     `end` (titanlite/labels.py). The label after an `end` is untrained between documents, too.
     """
-    labels, is_end = windows[:, 1:], (windows[:, :-2] & ID_MASK) == end
+    labels, is_end = windows[:, 1:], (windows[:, :-1] & ID_MASK) == end
+    is_end[:, -1] = False  # it is not inside
     trained = ((labels & UNTRAINED) == 0).all(axis=1)
     rows = np.flatnonzero(trained & is_end.any(axis=1))
     labels[rows, is_end[rows].argmax(axis=1)] |= UNTRAINED
