@@ -175,7 +175,7 @@ def test_ranks_read_their_shards_of_joined_and_transposed_tensors(tmp_path, layo
     for name in ("gpt2", "olmo2"):
         transformers_model(name).save_pretrained(tmp_path / name)
         _, source = load(tmp_path / name)
-        recipe = replace(ADAMW, batch=12, seq_len=24, family=name, sizes=source.sizes)
+        recipe = replace(ADAMW, batch=12, seq_len=24, sizes=source.sizes)
         run_on_ranks(load_into_layout, 4, layout, recipe, [str(tmp_path / name)])
 
 

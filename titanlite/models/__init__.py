@@ -29,14 +29,14 @@ from titanlite.models.spec import (
 
 FAMILIES: dict[str, ModelSpec[Any]] = {  # values of model.name; a new family is one line here
     LLAMA3.name: LLAMA3,
-    QWEN3_MOE.name: QWEN3_MOE,
-    MIXTRAL.name: MIXTRAL,
-    DEEPSEEK_V3.name: DEEPSEEK_V3,
     QWEN3.name: QWEN3,
     LLAMA2.name: LLAMA2,
     MISTRAL.name: MISTRAL,
     GPT2_FAMILY.name: GPT2_FAMILY,
     OLMO2.name: OLMO2,
+    MIXTRAL.name: MIXTRAL,
+    QWEN3_MOE.name: QWEN3_MOE,
+    DEEPSEEK_V3.name: DEEPSEEK_V3,
 }
 
 __all__ = [

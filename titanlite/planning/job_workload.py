@@ -56,7 +56,7 @@ def _layout_of(job: Job) -> Layout:
         tensor=degrees.tensor,
         pipeline=degrees.pipeline,
         expert=degrees.expert,
-        expert_tensor=degrees.expert_tensor_ranks,
+        expert_tensor=degrees.expert_tensor if degrees.expert > 1 else 0,
         sharded="parameters",
         reshard_after_forward=reshard == "always" or (reshard == "default" and not pipelined),
         reshard_last_group=reshard == "always",
