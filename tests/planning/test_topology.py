@@ -54,15 +54,19 @@ def test_the_pipeline_is_for_slow_networks():
 
 
 def test_replicas_are_across_machines_and_shards_inside():
-    """With a slow network and a model that fits a machine: a replica for each.
+    """With a slow network, accumulation, and a model that fits a machine: a replica for each.
 
-    Without accumulation, since replicas reduce the gradients of every micro-batch.
+    If replicas reduced the gradients of every micro-batch, they would send more than FSDP does.
     """
     fixed = ("pipeline=1", "context=1", "tensor=1")
-    request = request_of(*fixed, gpus="64xH100", model="llama3/8B", batch=64)
+    request = request_of(*fixed, gpus="64xH100", model="llama3/8B", batch=512)
+    parallelism = dataclasses.replace(
+        request.base.parallelism, fsdp_gradient_reduction="last_microbatch"
+    )
+    base = dataclasses.replace(request.base, parallelism=parallelism)
     machine = dataclasses.replace(request.cluster.machine, network_gbit_per_s=20.0)
     slow = dataclasses.replace(
-        request, cluster=dataclasses.replace(request.cluster, machine=machine)
+        request, base=base, cluster=dataclasses.replace(request.cluster, machine=machine)
     )
     degrees = fastest(slow).choice.frame.degrees
     assert (degrees.replicate, degrees.shard) == (8, 8)

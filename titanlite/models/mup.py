@@ -31,8 +31,8 @@ class BaseWidths:
 
     dim: Positive
     n_heads: Positive
-    hidden_dim: Positive
-    n_kv_heads: Positive | None = None  # required if the family has key-value heads
+    hidden_dim: Positive | None = None  # required if the family has it, as the next
+    n_kv_heads: Positive | None = None
     head_dim: Positive | None = None  # default: dim / n_heads
     expert_hidden_dim: Positive | None = None  # required if the family has experts
 
@@ -65,8 +65,8 @@ def check_mup_base(
     given = {name for name, value in dataclasses.asdict(config.base).items() if value is not None}
     known = {field.name for field in dataclasses.fields(sizes)}
     wrong = [f"it has no {name}" for name in sorted(given - known)]
-    required = [name for name in ("n_kv_heads", "expert_hidden_dim") if name in known - given]
-    wrong += [f"{name} is missing" for name in required]
+    required = ("hidden_dim", "n_kv_heads", "expert_hidden_dim")
+    wrong += [f"{name} is missing" for name in required if name in known - given]
     if wrong:
         yield ConfigError(
             f'mup.base: does not fit model.name = "{spec.name}": {", ".join(wrong)}.',

@@ -106,9 +106,10 @@ def scaled_sizes(check: CoordinateCheck, base: BaseWidths, factor: int) -> Model
     widths = BaseWidths(
         dim=base.dim * factor,
         n_heads=base.n_heads * heads,
-        hidden_dim=base.hidden_dim * factor,
+        hidden_dim=base.hidden_dim and base.hidden_dim * factor,
         n_kv_heads=base.n_kv_heads and base.n_kv_heads * heads,
         head_dim=head_width * wider if base.head_dim else None,
+        expert_hidden_dim=base.expert_hidden_dim and base.expert_hidden_dim * factor,
     )
     return base_sizes(widths, check.job.sizes)
 
