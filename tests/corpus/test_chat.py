@@ -7,17 +7,50 @@ import json
 import numpy as np
 import pytest
 
-from tests.corpus.chats import CHATML, CHATS, EOS_TURNS, LLAMA3, MARKED, turns, write_tokenizer
+from tests.corpus.chats import (
+    CHATML,
+    CHATS,
+    EOS_TURNS,
+    LLAMA3,
+    LLAMA3_TOKENS,
+    MARKED,
+    turns,
+    write_tokenizer,
+)
 from titanlite.corpus.chat.encode import ChatEncoder
 from titanlite.corpus.chat.template import open_chat_template
+from titanlite.corpus.read import CorpusSource, ReadConfig, _text_rules
 from titanlite.data import open_tokenizer
 from titanlite.data.packed import ID_MASK, UNTRAINED
+from titanlite.data.text import list_file_ranges, read_located_documents
 from titanlite.errors import DataError
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     return write_tokenizer(tmp_path_factory.mktemp("tokenizer"))
+
+
+# As Qwen's tokenizer has <tool_call>, GPT-NeoX's runs of spaces, and Phi-3's <|end|> with rstrip
+ADDED = {"<call>": {}, "\n\n": {}, "  ": {}, "user": {}, "<|end|>": {"rstrip": True}}
+STRIPPING = CHATML.replace("'<|im_end|>' + '\n'", "'<|end|>' + '\n'")
+
+
+@pytest.fixture(scope="module")
+def unmarked(tmp_path_factory):
+    """A tokenizer whose file marks only BOS and EOS as special."""
+    from tokenizers import AddedToken, Tokenizer
+
+    folder = write_tokenizer(tmp_path_factory.mktemp("unmarked"))
+    path = folder / "tokenizer.json"
+    tokenizer = Tokenizer.from_file(str(path))
+    options = {"special": False, "normalized": False}
+    tokenizer.add_tokens([AddedToken(name, **options, **more) for name, more in ADDED.items()])
+    table = json.loads(tokenizer.to_str())
+    for token in table["added_tokens"][2:]:
+        token["special"] = False
+    path.write_text(json.dumps(table))
+    return folder
 
 
 def open_encoder(folder, template: str) -> ChatEncoder:
@@ -35,7 +68,7 @@ def ids_and_answers(encoder: ChatEncoder, chat) -> tuple[list[int], list[int]]:
     return (entries & ID_MASK).tolist(), (entries & UNTRAINED == 0).astype(int).tolist()
 
 
-def reference(folder, template: str, marked: str):
+def reference(folder, template: str, marked: str, chats=CHATS):
     """transformers' ids of each conversation and, where it can, its mask of answers."""
     from transformers import PreTrainedTokenizerFast
 
@@ -44,8 +77,11 @@ def reference(folder, template: str, marked: str):
         bos_token="<|begin_of_text|>",
         eos_token="<|end_of_text|>",
     )
-    for chat in CHATS:
+    for chat in chats:
         ids = tokenizer.apply_chat_template(chat, chat_template=template, return_dict=False)
+        if not marked:
+            yield ids, None
+            continue
         options = {"return_dict": True, "return_assistant_tokens_mask": True}
         both = tokenizer.apply_chat_template(chat, chat_template=marked, **options)
         assert both["input_ids"] == ids
@@ -83,6 +119,65 @@ def test_ids_and_answers_are_those_of_transformers(folder, template, plain, mark
             assert sum(answers) == sum(expected[1]) + len(chat) // 2
 
 
+CALLS = "{% for m in messages %}{{ '<call>' + m.role + '\n' + m.content | trim }}{% endfor %}"
+CALLS += "{% if add_generation_prompt %}<call>assistant\n{% endif %}"
+SPACES = turns("  four    spaces \n\n", "two\n\nparagraphs", "  user  ", "  indented\n\n\n")
+
+
+@pytest.mark.parametrize("template", ["chatml", CHATML, STRIPPING, CALLS])
+def test_ids_are_those_of_transformers_whatever_tokens_were_added(unmarked, template):
+    encoder = open_encoder(unmarked, template)
+    for chat, (expected, _) in zip(
+        [*CHATS, SPACES],
+        reference(unmarked, CHATML if template == "chatml" else template, "", [*CHATS, SPACES]),
+        strict=True,
+    ):
+        assert ids_and_answers(encoder, chat)[0] == expected
+
+
+@pytest.mark.parametrize("template", ["chatml", "llama3", CHATML, LLAMA3, CALLS])
+def test_a_control_token_in_a_message_is_text_although_not_marked_as_special(unmarked, template):
+    encoder = open_encoder(unmarked, template)
+    attack = "<|im_end|><|eot_id|><|im_start|><|end|>" + "<call>" * (template == CALLS)
+    names = open_tokenizer(str(unmarked / "tokenizer.json")).special_tokens
+    control = {id for name, id in names.items() if name[0] == "<"}
+    plain, _ = ids_and_answers(encoder, turns("a", "b"))
+    ids, _ = ids_and_answers(encoder, turns("a" + attack, "b" + attack))
+    assert [i for i in ids if i in control] == [i for i in plain if i in control] != []
+    assert len(ids) > len(plain) + 2 * len(attack) // 3
+
+
+LLAMA2 = (
+    "{% for m in messages %}{% if m.role == 'assistant' %}{{ ' ' + m.content + ' ' + eos_token }}"
+    "{% else %}{{ bos_token + '[INST] ' + m.content + ' [/INST]' }}{% endif %}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize("prefix", ["first", "always", "normalizer"])
+def test_text_inside_a_conversation_gets_no_space_before_it(tmp_path, prefix):
+    """Of SentencePiece tokenizers: Llama 2's, Mistral's, T5's."""
+    from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers
+
+    folder = write_tokenizer(tmp_path)
+    characters = sorted(set("▁[]/INST\n" + json.dumps(CHATS, ensure_ascii=False)))
+    names = ("<unk>", *LLAMA3_TOKENS)
+    vocabulary = {token: id for id, token in enumerate((*names, *characters, "▁a", "▁I"))}
+    merges = [("▁", "a"), ("▁", "I")]
+    tokenizer = Tokenizer(models.BPE(vocabulary, merges, unk_token="<unk>"))
+    if prefix == "normalizer":
+        parts = [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+        tokenizer.normalizer = normalizers.Sequence(parts)
+    else:
+        tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=prefix, split=False)
+    tokenizer.add_special_tokens([AddedToken(n, special=True, normalized=False) for n in names])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    for template in ("chatml", CHATML, LLAMA2):
+        encoder = open_encoder(folder, template)
+        expected = reference(folder, CHATML if template == "chatml" else template, "")
+        for chat, (ids, _) in zip(CHATS, expected, strict=True):
+            assert ids_and_answers(encoder, chat)[0] == ids
+
+
 def test_the_ids_of_an_answer_are_its_text_and_the_end_of_its_turn(folder):
     encoder = open_encoder(folder, "llama3")
     tokenizer = open_tokenizer(str(folder / "tokenizer.json"))
@@ -104,6 +199,46 @@ def test_a_special_token_in_a_message_is_ordinary_text(folder, template):
     assert attack in tokenizer.decode(ids)
 
 
+@pytest.mark.parametrize("template", ["llama3", LLAMA3, "chatml", MARKED])
+def test_a_conversation_may_begin_with_an_answer_and_have_empty_ones(folder, template):
+    encoder = open_encoder(folder, template)
+    chat = [*turns("unused", "Hello!", "Hi", "")[1:], *turns("x", "y")]
+    ids, answers = ids_and_answers(encoder, chat)
+    tokenizer = open_tokenizer(str(folder / "tokenizer.json"))
+    trained = tokenizer.decode([id for id, answer in zip(ids, answers, strict=True) if answer])
+    end = "<|eot_id|>" if "llama3" in template or template == LLAMA3 else "<|im_end|>"
+    assert trained == f"Hello!{end}{end}y{end}"
+
+
+# Qwen's form, reduced
+TOOL_TURNS = (
+    "{% if tools is not none %}{{ 'Tools: ' + tools | tojson + '\n' }}{% endif %}"
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}{% if m.content %}{{ m.content }}"
+    "{% endif %}{% for call in m.tool_calls or [] %}{{ '<call>' + call | tojson }}{% endfor %}"
+    "{{ '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+
+def test_tools_of_a_line_and_calls_of_them_are_rendered(unmarked, tmp_path):
+    from transformers import PreTrainedTokenizerFast
+
+    tools = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
+    call = {"role": "assistant", "content": None, "tool_calls": [{"name": "add", "arguments": {}}]}
+    answer = [{"role": "tool", "content": "4"}, {"role": "assistant", "content": "It is 4."}]
+    chat = [*turns("2 + 2?"), call, *answer]
+    (tmp_path / "a.jsonl").write_text(json.dumps({"messages": chat, "tools": tools}))
+    rules = _text_rules(CorpusSource("chats", ["a.jsonl"], kind="chat"), ReadConfig())
+    (document,) = read_located_documents(list_file_ranges([tmp_path / "a.jsonl"]), rules)
+    encoder = open_encoder(unmarked, TOOL_TURNS)
+    file = str(unmarked / "tokenizer.json")
+    reference = PreTrainedTokenizerFast(tokenizer_file=file, chat_template=TOOL_TURNS)
+    expected = reference.apply_chat_template(chat, tools=tools, return_dict=False)
+    assert (encoder.encode(document.text, "a.jsonl:1") & ID_MASK).tolist() == expected
+    plain = reference.apply_chat_template(turns("a", "b"), return_dict=False)
+    assert ids_and_answers(encoder, turns("a", "b"))[0] == plain
+
+
 def test_a_conversation_without_an_answer_has_no_entries(folder):
     encoder = open_encoder(folder, "llama3")
     assert encoder.encode(json.dumps(turns("only a question")), "f:1").dtype == np.int32
@@ -119,6 +254,9 @@ def test_a_conversation_without_an_answer_has_no_entries(folder):
         ([{"role": "user"}], 'message 1 has no "content"'),
         ([{"role": "assistant", "content": ["part"]}], 'message 1 has no "content"'),
         ([*turns("a", "b"), {"role": "tool", "content": "c"}], "the role 'tool' is none of"),
+        ([*turns("a"), {"role": "assistant", "tool_calls": [{}]}], "has tools or tool_calls"),
+        ({"messages": turns("a", "b"), "tools": [{"name": "f"}]}, "has tools or tool_calls"),
+        ({"messages": turns("a", "b"), "tools": "f"}, '"tools" are not a list'),
     ],
     ids=str,
 )

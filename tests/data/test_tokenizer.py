@@ -140,24 +140,31 @@ def test_text_that_looks_like_a_special_token_cannot_end_a_document(ranks, tmp_p
         assert not {tokenizer.bos_id, tokenizer.eos_id} & set(ids)
 
 
-def test_an_eos_that_is_not_marked_as_special_cannot_end_a_document(tmp_path):
+def test_a_control_token_that_is_not_marked_as_special_is_not_found_in_text(tmp_path):
     path = Path(write_tokenizer_json(tmp_path))
     table = json.loads(path.read_text())
     table["added_tokens"][0]["special"] = False
+    names = ("<|im_end|>", "<｜User｜>", "  ")  # the last one is vocabulary
+    table["added_tokens"] += [
+        {**table["added_tokens"][0], "id": 4 + n, "content": name} for n, name in enumerate(names)
+    ]
     path.write_text(json.dumps(table))
-    tokenizer = open_tokenizer(str(path))
-    assert tokenizer.encode("ab<|endoftext|>ab") == [2, 2]
+    tokenizer = pickle.loads(pickle.dumps(open_tokenizer(str(path))))
+    assert tokenizer.encode("ab<|endoftext|>ab<|im_end|>  <｜User｜>") == [2, 2, 6]
+    assert tokenizer.control_tokens == {"<|endoftext|>", *names[:2]}
 
 
-def test_text_that_a_unigram_model_encodes_as_eos_is_refused(tmp_path):
-    pieces = [("<unk>", 0.0), ("</s>", 0.0), *((character, -3.0) for character in "</s>")]
+@pytest.mark.parametrize("name", ["</s>", "<s/>"])
+def test_text_that_a_unigram_model_encodes_as_a_control_token_is_refused(tmp_path, name):
+    pieces = [("<unk>", 0.0), (name, 0.0), *((character, -3.0) for character in "</s>")]
     tokenizer = Tokenizer(models.Unigram(pieces, unk_id=0))
-    tokenizer.add_special_tokens([AddedToken("</s>", special=True)])
+    tokenizer.add_special_tokens([AddedToken(n, special=True) for n in ("<unk>", name, "</s>")])
     tokenizer.save(str(tmp_path / "tokenizer.json"))
     opened = open_tokenizer(str(tmp_path / "tokenizer.json"))
     assert opened.encode("s>") == [4, 5]
-    with pytest.raises(DataError, match="ordinary text as the special token </s>"):
-        opened.encode("s</s>s")
+    assert opened.encode("sé") == [4, 0]  # <unk>
+    with pytest.raises(DataError, match=f"ordinary text as the special token {name}"):
+        opened.encode(f"s{name}s")
 
 
 def test_truncation_in_a_tokenizer_json_does_not_shorten_documents(tmp_path):

@@ -37,6 +37,7 @@ from titanlite.settings import Positive
 
 # Bytes of text per byte of a file, about; if a file has more, its task writes more tables
 _EXPANSIONS = {".gz": 4, ".zst": 4, ".parquet": 3}
+TOOLS_FIELD = "tools"  # key of a line of a chat source that lists what the assistant may call
 MESSAGES_FIELD = "messages"  # key of each line of a chat source
 _CHAT_SUFFIXES = (".jsonl", ".gz", ".zst")
 
@@ -84,7 +85,8 @@ def plan_reading(source: CorpusSource, config: ReadConfig) -> list[Task]:
 def _text_rules(source: CorpusSource, config: ReadConfig) -> TextRules:
     is_chat = source.kind == "chat"
     field = MESSAGES_FIELD if is_chat else source.text_field
-    return TextRules(field, config.document_mib << 20, as_json=is_chat)
+    more = (TOOLS_FIELD,) if is_chat else ()
+    return TextRules(field, config.document_mib << 20, as_json=is_chat, optional_fields=more)
 
 
 def _list_ranges(source: CorpusSource, config: ReadConfig) -> Iterator[FileRange]:

@@ -44,7 +44,7 @@ def plan_tokenising(
     else:
         arguments["template"] = settings.template.name
         arguments["template_fingerprint"] = settings.template.fingerprint
-    return [Task("tokenise", tokenise_tables, arguments, (task.key,), 2) for task in tables]
+    return [Task("tokenise", tokenise_tables, arguments, (task.key,), 3) for task in tables]
 
 
 def tokenise_tables(out: Path, inputs: list[Path], arguments: Any) -> Counts:
@@ -80,13 +80,20 @@ def _choose_encoder(tokenizer: Tokenizer, arguments: Any) -> tuple[_Encode, int]
     if (name := arguments.get("template")) is None:
         begin = [tokenizer.bos_id] if arguments["bos"] else []
         return partial(_encode_texts, tokenizer, begin), tokenizer.vocab_size
+    encoder = _open_chat_encoder(tokenizer, name, arguments["template_fingerprint"])
+    return partial(encode_chats, encoder), ENTRY_RANGE
+
+
+@lru_cache(maxsize=1)
+def _open_chat_encoder(tokenizer: Tokenizer, name: str, fingerprint: str) -> ChatEncoder:
+    """The encoder of a worker, for all its tasks; raises DataError if its file has changed."""
     template = open_chat_template(name, tokenizer)
-    if template.fingerprint != arguments["template_fingerprint"]:
+    if template.fingerprint != fingerprint:
         raise DataError(
             f'template "{name}": its file has changed since the command began.',
             fix="Run the same command again.",
         )
-    return partial(encode_chats, ChatEncoder(tokenizer, template)), ENTRY_RANGE
+    return ChatEncoder(tokenizer, template)
 
 
 @lru_cache(maxsize=1)

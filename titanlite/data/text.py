@@ -84,6 +84,8 @@ class TextRules:
     text_field: str = TEXT_FIELD
     max_bytes: int = MAX_DOCUMENT_BYTES
     as_json: bool = False  # the field is a list, and the text of the document its JSON
+    optional_fields: tuple[str, ...] = ()
+    # with `as_json`: where one of these is not empty, the text is an object, with it and the list
 
 
 def list_file_ranges(
@@ -268,7 +270,9 @@ class _LineReader:
         else:
             value = document.get(field) if isinstance(document, dict) else None
             if isinstance(value, list) and self._rules.as_json:
-                return json.dumps(value)
+                names = (key for key in self._rules.optional_fields if document.get(key))
+                more = {key: document[key] for key in names}
+                return json.dumps({field: value, **more} if more else value)
             if isinstance(value, str) and not self._rules.as_json:
                 return value
             kind = "list" if self._rules.as_json else "string"

@@ -1,7 +1,9 @@
 """One interface for three kinds of tokenizer: tiktoken ranks, a tokenizer.json, raw bytes.
 
-Text that looks like a special token is encoded as ordinary text; only callers add special ids. The
-added tokens that a tokenizer.json does not mark as special are found in text, BOS and EOS excepted.
+The name of a control token in a text is encoded as ordinary text; only callers add control ids. In
+a tokenizer.json, the control tokens are BOS, EOS, the added tokens that it marks as special, and
+those named like <|im_end|>. Its other added tokens, such as runs of spaces, are vocabulary, found
+in text.
 """
 
 from __future__ import annotations
@@ -11,15 +13,16 @@ import errno
 import json
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import xxhash
 
 from titanlite.data.token_bytes import bytes_of_tokens
-from titanlite.data.tokenizer_definition import added_around_text, check_definition
+from titanlite.data.tokenizer_definition import added_around_text, check_definition, without_prefix
 from titanlite.errors import DataError
 from titanlite.files import parse_json, read_regular_file
 
@@ -42,6 +45,8 @@ _ALLOWED = (
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model")  # file names in checkpoints
 _BOS_NAMES = (BEGIN, "<s>", "<bos>", "<|startoftext|>", "[BOS]", "<｜begin▁of▁sentence｜>")
 _EOS_NAMES = (END, "</s>", "<eos>", "<|endoftext|>", "[EOS]", "<｜end▁of▁sentence｜>")
+# Some files do not mark these as special, such as <|im_end|> and DeepSeek's <｜User｜>.
+_CONTROL_NAME = re.compile(r"<[|｜][^\s|｜]+[|｜]>")
 
 # tiktoken's regular expression overflows its stack at about a million spaces in a row
 _MAX_SPACES = 100_000
@@ -57,6 +62,8 @@ class Tokenizer(ABC):
     eos_id: int
     fingerprint: str  # equal for tokenizers that give equal ids, wherever the file is
     special_tokens: dict[str, int]  # name -> id; of a tokenizer.json, all added tokens
+    strips: Mapping[str, tuple[bool, bool]] = {}
+    # name of a special token -> whether it takes the white space (before, after) it, where it does
     adds_bos = False  # its file specifies that BOS is added before a text
     files: dict[str, bytes]
     # file name -> content from which `tokenizer_from_bytes` makes an equal tokenizer;
@@ -68,9 +75,9 @@ class Tokenizer(ABC):
         return self.bos_id != self.eos_id
 
     def encode(self, text: str) -> list[int]:
-        """The ids of a text, without BOS and EOS and never a special id.
+        """The ids of a text, without BOS and EOS and never the id of a control token.
 
-        Raises DataError if a foreign tokenizer.json fails on this text.
+        Raises DataError if a foreign tokenizer.json fails on this text, or makes a control token.
         """
         return self._encode(well_formed(text))
 
@@ -86,6 +93,22 @@ class Tokenizer(ABC):
     def special_token_name(self, id: int) -> str:
         """The name of a special token, such as "<|end_of_text|>"."""
         return self._decode([id])
+
+    @property
+    def control_tokens(self) -> frozenset[str]:
+        """The names that are ordinary text in a text; the other special tokens are found there."""
+        return frozenset(self.special_tokens)
+
+    def with_control_tokens(self, names: Iterable[str]) -> Tokenizer:
+        """This tokenizer with `names`, some of its special tokens, as control tokens too."""
+        return self
+
+    def continuing(self, *, after_text: bool) -> Tokenizer:
+        """The tokenizer of text behind a control token or `after_text`; only its encoding differs.
+
+        A file may add a space before a text, which must not be in the middle of one.
+        """
+        return self
 
     @abstractmethod
     def token_bytes(self) -> list[bytes]:
@@ -240,7 +263,8 @@ def _llama3_specials() -> list[str]:
 class HuggingFaceTokenizer(Tokenizer):
     """A tokenizer.json, read by the tokenizers library."""
 
-    def __init__(self, content: bytes, name: str):
+    def __init__(self, content: bytes, name: str, control: frozenset[str] = frozenset()):
+        """`control`: added tokens that are control tokens, whatever the file says."""
         try:
             import tokenizers
         except ImportError as missing:
@@ -249,15 +273,18 @@ class HuggingFaceTokenizer(Tokenizer):
         # a file may enable truncation and padding, which would change documents
         table = {**_parse_tokenizer_json(name, content), "truncation": None, "padding": None}
         for token in table.get("added_tokens") or []:
-            if token.get("content") in (*_BOS_NAMES, *_EOS_NAMES):
+            if _is_control_name(token.get("content"), control):
                 token["special"] = True  # otherwise the library would find it in ordinary text
         definition = json.dumps(table, sort_keys=True)
         with _library_errors(name, "the tokenizers library cannot read it"):
             self._tokenizer = tokenizers.Tokenizer.from_str(definition)
             self._tokenizer.encode_special_tokens = True  # special-looking text is ordinary text
             ids = self._tokenizer.get_vocab(with_added_tokens=True).values()
-            added = {t.content: i for i, t in self._tokenizer.get_added_tokens_decoder().items()}
+            tokens = self._tokenizer.get_added_tokens_decoder()
+        added = {token.content: id for id, token in tokens.items()}
         self.special_tokens, self.vocab_size = added, 1 + max(ids)
+        self._control = frozenset(token.content for token in tokens.values() if token.special)
+        self.strips = {t.content: (t.lstrip, t.rstrip) for t in tokens.values()}
         eos_id, bos_id = _first_id(_EOS_NAMES, added), _first_id(_BOS_NAMES, added)
         if eos_id is None:
             raise DataError(
@@ -269,9 +296,30 @@ class HuggingFaceTokenizer(Tokenizer):
         first = next(iter(added_around_text(table)), None)
         self.adds_bos = self.has_bos and first is not None and added.get(first) == self.bos_id
         self.fingerprint = _fingerprint("tokenizer.json", definition)
+        control_ids = {added[token] for token in self._control} - {
+            _unknown_id(table["model"], added)
+        }
+        self._never_in_text = control_ids | {self.bos_id, self.eos_id}
 
     def __reduce__(self):  # the library's own pickling loses encode_special_tokens
-        return tokenizer_from_bytes, (self.files["tokenizer.json"], self.name)
+        return HuggingFaceTokenizer, (self.files["tokenizer.json"], self.name, self._control)
+
+    @property
+    def control_tokens(self) -> frozenset[str]:
+        return self._control
+
+    def with_control_tokens(self, names: Iterable[str]) -> Tokenizer:
+        control = self._control.union(names)
+        if control == self._control:
+            return self
+        return HuggingFaceTokenizer(self.files["tokenizer.json"], self.name, control)
+
+    def continuing(self, *, after_text: bool) -> Tokenizer:
+        table = json.loads(self.files["tokenizer.json"])
+        changed = without_prefix(table, after_text=after_text)
+        if changed == table:
+            return self
+        return HuggingFaceTokenizer(json.dumps(changed).encode(), self.name, self._control)
 
     def special_token_name(self, id: int) -> str:
         name = self._tokenizer.id_to_token(id)  # not decode(): a decoder may strip or add spaces
@@ -285,13 +333,13 @@ class HuggingFaceTokenizer(Tokenizer):
     def _encode(self, text: str) -> list[int]:
         with _library_errors(self.name, f"cannot encode a text of {len(text):,} characters"):
             ids = self._tokenizer.encode(text, add_special_tokens=False).ids
-        for id in {self.bos_id, self.eos_id}:
-            if id in ids:  # Unigram finds special tokens in text; in others, unknown may be EOS
-                token = self.special_token_name(id)
-                raise DataError(
-                    f'tokenizer "{self.name}": encodes ordinary text as the special token {token}.',
-                    fix=f"Remove {token} from the text if it is there, or use another tokenizer.",
-                )
+        if not self._never_in_text.isdisjoint(ids):
+            # Unigram finds special tokens in text, and merges may make one; unknown may be EOS
+            token = self.special_token_name(next(i for i in ids if i in self._never_in_text))
+            raise DataError(
+                f'tokenizer "{self.name}": encodes ordinary text as the special token {token}.',
+                fix=f"Remove {token} from the text if it is there, or use another tokenizer.",
+            )
         return ids
 
     def _decode(self, ids: list[int]) -> str:
@@ -331,6 +379,19 @@ class ByteTokenizer(Tokenizer):
     def _decode(self, ids: list[int]) -> str:
         specials = {self.bos_id: BEGIN.encode(), self.eos_id: END.encode()}
         return b"".join(specials.get(i) or bytes([i]) for i in ids).decode("utf-8", "replace")
+
+
+def _is_control_name(name: Any, control: frozenset[str]) -> bool:
+    """Whether an added token is a control token, although its file may not mark it as special."""
+    if not isinstance(name, str):
+        return False
+    known = name in _BOS_NAMES or name in _EOS_NAMES or name in control
+    return known or _CONTROL_NAME.fullmatch(name) is not None
+
+
+def _unknown_id(model: Mapping[str, Any], ids: Mapping[str, int]) -> int | None:
+    """The id of text that a model of a tokenizer.json cannot encode, if it is among `ids`."""
+    return model.get("unk_id", ids.get(str(model.get("unk_token"))))
 
 
 def _first_id(names: Sequence[str], ids: dict[str, int]) -> int | None:

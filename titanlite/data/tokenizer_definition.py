@@ -57,6 +57,36 @@ def added_around_text(table: Mapping[str, Any]) -> list[str | None]:
     return [special.get("id") if special else None for special in specials]
 
 
+def without_prefix(table: Mapping[str, Any], *, after_text: bool) -> dict[str, Any]:
+    """`table` without the space before a text, for text behind a control token or `after_text`.
+
+    Behind a control token, the tokenizers library omits only what is added "first". The library
+    must have read `table` before.
+    """
+    names = ("normalizer", "pre_tokenizer")
+    parts = {name: _without_prefix(table.get(name), after_text) for name in names}
+    return {**table, **parts}
+
+
+def _without_prefix(part: Any, after_text: bool) -> Any:
+    """A normalizer or pre-tokenizer without what adds a space before a text; None: nothing left."""
+    if not isinstance(part, dict):
+        return part
+    kind = part.get("type")
+    if kind == "Sequence":
+        key = "normalizers" if "normalizers" in part else "pretokenizers"
+        kept = [_without_prefix(child, after_text) for child in part[key]]
+        return {**part, key: [child for child in kept if child is not None]}
+    if kind == "Prepend" and after_text:
+        return None
+    if kind == "Metaspace" and (after_text or part.get("prepend_scheme") == "first"):
+        rest = {name: value for name, value in part.items() if name != "add_prefix_space"}
+        return {**rest, "prepend_scheme": "never"}
+    if kind == "ByteLevel" and after_text:
+        return {**part, "add_prefix_space": False}
+    return part
+
+
 def _check_model(model: Any) -> None:
     if not isinstance(model, dict):
         raise ValueError("it has no model")

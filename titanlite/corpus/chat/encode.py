@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
 import numpy as np
 
-from titanlite.corpus.chat.template import ASSISTANT, ChatTemplate, Message, Segment
+from titanlite.corpus.chat.template import ASSISTANT, ChatTemplate, Message, Segment, Tools
 from titanlite.corpus.engine import report_progress
 from titanlite.data.packed import ID_MASK, UNTRAINED
 from titanlite.data.tokenizer import Tokenizer
@@ -17,6 +17,10 @@ from titanlite.errors import DataError
 from titanlite.files import parse_json
 
 ENTRY_RANGE = 1 << 31  # entries are below it
+# What the tokenizers library strips: Unicode's White_Space, without Python's \x1c to \x1f
+_WHITE_SPACE = "".join(
+    c for c in map(chr, range(0x3001)) if c.isspace() and not "\x1c" <= c <= "\x1f"
+)
 _MESSAGES_FORMAT = '{"messages": [{"role": "user", "content": "…"}, …]}'
 
 
@@ -24,18 +28,26 @@ class ChatEncoder:
     """Encodes conversations with a template."""
 
     def __init__(self, tokenizer: Tokenizer, template: ChatTemplate):
-        self._tokenizer, self._template = tokenizer, template
+        self._tokenizer = tokenizer.with_control_tokens(template.special_tokens)
+        self._after_token = self._tokenizer.continuing(after_text=False)
+        self._after_text = self._tokenizer.continuing(after_text=True)
+        self._template = template
 
     def encode(self, text: str, origin: str) -> np.ndarray:
-        """Entries (int32) of a conversation, given as the JSON of its list of messages.
+        """Entries (int32) of a conversation, given as JSON.
 
-        Empty if it has no answer. Raises DataError with `origin` if it is not a conversation.
+        `text` is the list of its messages, or an object of `messages` and `tools`. Empty if it has
+        no answer. Raises DataError with `origin` if it is not a conversation.
         """
         try:
-            messages = _check_messages(parse_json(text))
+            conversation = parse_json(text)
+            if not isinstance(conversation, dict):
+                conversation = {"messages": conversation}
+            messages = _check_messages(conversation.get("messages"))
+            tools = _check_tools(conversation.get("tools", []))
             if not any(message["role"] == ASSISTANT for message in messages):
                 return np.empty(0, np.int32)
-            entries = list(self._encode_segments(self._template.render(messages)))
+            entries = list(self._encode_segments(self._template.render(messages, tools)))
         except ValueError as error:
             raise DataError(
                 f'{origin}: is not a conversation for the template "{self._template.name}":'
@@ -53,14 +65,34 @@ class ChatEncoder:
 
     def _encode_segments(self, segments: Iterator[Segment]) -> Iterator[np.ndarray]:
         """Adjacent texts are encoded as one, except at the beginning and the end of an answer."""
-        for (special, trained), group in groupby(segments, lambda s: (s.special, s.trained)):
+        stripped = _strip_around(list(segments), self._tokenizer.strips)
+        present, tokenizer = [segment for segment in stripped if segment.text], self._tokenizer
+        for (special, trained), group in groupby(present, lambda s: (s.special, s.trained)):
             mark = 0 if trained else int(UNTRAINED)
             texts = [segment.text for segment in group]
             if special:
-                ids = [self._tokenizer.special_tokens[text] for text in texts]
+                ids = [tokenizer.special_tokens[text] for text in texts]
             else:
-                ids = self._tokenizer.encode("".join(texts))
+                ids = tokenizer.encode("".join(texts))
+            tokenizer = self._after_token if special else self._after_text
             yield np.array(ids, dtype=np.int32) | np.int32(mark)
+
+
+def _strip_around(
+    segments: list[Segment], strips: Mapping[str, tuple[bool, bool]]
+) -> list[Segment]:
+    """Remove the white space around special tokens that take it, as Phi-3's <|end|> does."""
+    for step, after, strip in ((-1, 0, str.rstrip), (1, 1, str.lstrip)):
+        takes, result = False, []
+        for segment in segments[::step]:
+            if segment.special:
+                takes = strips.get(segment.text, (False, False))[after]
+            elif takes:
+                segment = segment._replace(text=strip(segment.text, _WHITE_SPACE))
+                takes = not segment.text
+            result.append(segment)
+        segments = result[::step]
+    return segments
 
 
 def encode_chats(
@@ -86,6 +118,14 @@ def _check_messages(messages: Any) -> Sequence[Message]:
         if not isinstance(message, dict):
             raise ValueError(f"message {number} is not an object")
         for key in ("role", "content"):
-            if not isinstance(message.get(key), str):
+            only_calls = key == "content" and message.get(key) is None and message.get("tool_calls")
+            if not isinstance(message.get(key), str) and not only_calls:
                 raise ValueError(f'message {number} has no "{key}" that is a string')
     return messages
+
+
+def _check_tools(tools: Any) -> Tools:
+    """A list of objects; raises ValueError."""
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        raise ValueError('its "tools" are not a list of objects')
+    return tools

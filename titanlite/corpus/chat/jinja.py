@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from titanlite.corpus.chat.template import ASSISTANT, Message, Segment
+from titanlite.corpus.chat.template import ASSISTANT, Message, Segment, Tools
 from titanlite.corpus.hashing import hash_json
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.errors import DataError
@@ -21,7 +22,7 @@ from titanlite.files import parse_json, read_regular_file
 
 _MAX_BYTES = 4 << 20
 # Noncharacters, which text for interchange does not contain: they mark answers, and keep the name
-# of a token that the tokenizer marks as special, in a message, from becoming the token.
+# of a control token, in a message, from becoming the token.
 _ANSWER, _ANSWER_END, _BREAK = "\ufdd0", "\ufdd1", "\ufdd2"
 _MARKS = str.maketrans(dict.fromkeys((_ANSWER, _ANSWER_END, _BREAK), "\ufffd"))
 
@@ -51,10 +52,21 @@ def _token_name(value: Any) -> str:
     return content if isinstance(content, str) else ""
 
 
+def _find_control_tokens(texts: Sequence[str], tokenizer: Tokenizer) -> tuple[str, ...]:
+    """The tokenizer's control tokens, and the special tokens that `texts` of a template name.
+
+    A word, punctuation or white space that a tokenizer has added is vocabulary, not a name.
+    """
+    named = {
+        name
+        for name in tokenizer.special_tokens
+        if re.search(r"\w", name) and re.search(r"[^\w\s]", name) and any(name in t for t in texts)
+    }
+    return tuple(sorted(tokenizer.control_tokens | named))
+
+
 class JinjaTemplate:
     """A chat template in Jinja, run in Jinja's sandbox: it may come from a stranger."""
-
-    special_tokens: tuple[str, ...] = ()
 
     def __init__(self, name: str, source: str, names: dict[str, str], tokenizer: Tokenizer):
         """`names`: bos_token and eos_token; where they are empty, those of the tokenizer."""
@@ -63,18 +75,20 @@ class JinjaTemplate:
             "bos_token": names["bos_token"] or tokenizer.special_token_name(tokenizer.bos_id),
             "eos_token": names["eos_token"] or tokenizer.special_token_name(tokenizer.eos_id),
         }
-        self.fingerprint = hash_json([source, self._names])
+        self.special_tokens = _find_control_tokens([source, *self._names.values()], tokenizer)
+        self.fingerprint = hash_json([source, self._names, self.special_tokens])
         self._marks_answers = re.search(r"\{%-?\s*generation\s*-?%\}", source) is not None
-        specials = sorted(tokenizer.special_tokens, key=len, reverse=True)
+        specials = sorted(self.special_tokens, key=len, reverse=True)
         self._specials = re.compile("|".join(map(re.escape, specials)))
         self._template = _compile(name, source)
 
-    def render(self, messages: Sequence[Message]) -> Iterator[Segment]:
+    def render(self, messages: Sequence[Message], tools: Tools = ()) -> Iterator[Segment]:
         """The segments of a conversation; raises ValueError if the template refuses it."""
         messages = [self._protect(message) for message in messages]
-        text = self._render_text(messages)
+        render = partial(self._render_text, [self._protect(tool) for tool in tools])
+        text = render(messages)
         if not self._marks_answers:
-            text = self._mark_answers(messages, text)
+            text = _mark_answers(messages, text, render)
         trained = False
         for part in re.split(f"([{_ANSWER}{_ANSWER_END}])", text):
             if part in (_ANSWER, _ANSWER_END):
@@ -93,32 +107,21 @@ class JinjaTemplate:
             return [self._protect(item) for item in value]
         return value
 
-    def _render_text(self, messages: Sequence[Message], prompt: bool = False) -> str:
+    def _render_text(
+        self, tools: Tools, messages: Sequence[Message], add_generation_prompt: bool = False
+    ) -> str:
         from jinja2 import TemplateError
 
         try:
             return self._template.render(
-                messages=messages, add_generation_prompt=prompt, **self._names
+                messages=messages,
+                tools=list(tools) or None,
+                documents=None,
+                add_generation_prompt=add_generation_prompt,
+                **self._names,
             )
         except (TemplateError, TypeError, ArithmeticError, LookupError, RecursionError) as error:
             raise ValueError(f"the template fails ({error})") from None
-
-    def _mark_answers(self, messages: Sequence[Message], text: str) -> str:
-        """`text` with marks around what each message of the assistant adds to its prompt."""
-        marked, done = [], 0
-        for number, message in enumerate(messages):
-            if message["role"] != ASSISTANT:
-                continue
-            prompt = self._render_text(messages[:number], prompt=True)
-            end = self._render_text(messages[: number + 1])
-            if not (text.startswith(end) and end.startswith(prompt) and done <= len(prompt)):
-                raise ValueError(
-                    "the template renders a conversation not as a continuation of its beginning,"
-                    " and has no {% generation %} that would mark the answers"
-                )
-            marked += [text[done : len(prompt)], _ANSWER, text[len(prompt) : len(end)], _ANSWER_END]
-            done = len(end)
-        return "".join([*marked, text[done:]])
 
     def _split_specials(self, text: str, trained: bool) -> Iterator[Segment]:
         start = 0
@@ -127,6 +130,32 @@ class JinjaTemplate:
             yield Segment(name[0], special=True, trained=trained)
             start = name.end()
         yield Segment(text[start:].replace(_BREAK, ""), trained=trained)
+
+
+def _mark_answers(messages: Sequence[Message], text: str, render: Callable[..., str]) -> str:
+    """`text` with marks around what each message of the assistant adds to its prompt."""
+    marked, done = [], 0
+    for number, message in enumerate(messages):
+        if message["role"] != ASSISTANT:
+            continue
+        prompt = _render_prompt(messages[: number + 1], render)
+        end = render(messages[: number + 1])
+        if not (text.startswith(end) and end.startswith(prompt) and done <= len(prompt)):
+            raise ValueError(
+                "the template renders a conversation not as a continuation of its beginning,"
+                " and has no {% generation %} that would mark the answers"
+            )
+        marked += [text[done : len(prompt)], _ANSWER, text[len(prompt) : len(end)], _ANSWER_END]
+        done = len(end)
+    return "".join([*marked, text[done:]])
+
+
+def _render_prompt(messages: Sequence[Message], render: Callable[..., str]) -> str:
+    """What the template puts before the last of `messages`, which is an answer."""
+    if len(messages) > 1:
+        return render(messages[:-1], add_generation_prompt=True)
+    # Templates put BOS and a default system message before the first message.
+    return render([{**messages[0], "content": _ANSWER}]).partition(_ANSWER)[0]
 
 
 def _compile(name: str, source: str) -> Any:

@@ -12,6 +12,7 @@ from titanlite.errors import DataError
 ASSISTANT = "assistant"
 ROLES = ("system", "user", ASSISTANT)  # of the built-in templates
 
+Tools = Sequence[dict[str, Any]]  # JSON schemas of what the assistant may call
 Message = dict[str, Any]  # {"role": …, "content": …}, and what else a Jinja template uses
 
 
@@ -28,15 +29,17 @@ class ChatTemplate(Protocol):
 
     name: str  # for messages
     fingerprint: str  # of everything that the result depends on
-    special_tokens: tuple[str, ...]  # that it always uses
+    special_tokens: tuple[str, ...]  # of the tokenizer; as text of a message they are not tokens
 
-    def render(self, messages: Sequence[Message]) -> Iterator[Segment]:
+    def render(self, messages: Sequence[Message], tools: Tools = ()) -> Iterator[Segment]:
         """The segments of a conversation; raises ValueError if it cannot be rendered."""
         ...
 
 
-def check_roles(messages: Sequence[Message]) -> None:
-    """Raise ValueError unless all messages have a role of ROLES and text."""
+def _check_plain(messages: Sequence[Message], tools: Tools) -> None:
+    """Raise ValueError unless all messages have a role of ROLES, and text alone."""
+    if tools or any(message.get("tool_calls") for message in messages):
+        raise ValueError("it has tools or tool_calls, which only the model's own template can use")
     for message in messages:
         if message["role"] not in ROLES:
             raise ValueError(f"the role {message['role']!r:.40} is none of {', '.join(ROLES)}")
@@ -57,9 +60,9 @@ class Llama3Template:
         "<|eot_id|>",
     )
 
-    def render(self, messages: Sequence[Message]) -> Iterator[Segment]:
-        """The segments of a conversation; raises ValueError for an unknown role."""
-        check_roles(messages)
+    def render(self, messages: Sequence[Message], tools: Tools = ()) -> Iterator[Segment]:
+        """The segments of a conversation; raises ValueError for an unknown role, and for tools."""
+        _check_plain(messages, tools)
         begin, start_header, end_header, end_of_turn = self.special_tokens
         yield Segment(begin, special=True)
         for message in messages:
@@ -82,9 +85,9 @@ class ChatMLTemplate:
     fingerprint: str = "chatml"
     special_tokens: tuple[str, ...] = ("<|im_start|>", "<|im_end|>")
 
-    def render(self, messages: Sequence[Message]) -> Iterator[Segment]:
-        """The segments of a conversation; raises ValueError for an unknown role."""
-        check_roles(messages)
+    def render(self, messages: Sequence[Message], tools: Tools = ()) -> Iterator[Segment]:
+        """The segments of a conversation; raises ValueError for an unknown role, and for tools."""
+        _check_plain(messages, tools)
         start, end = self.special_tokens
         for message in messages:
             trained = message["role"] == ASSISTANT
