@@ -705,7 +705,13 @@ def test_no_moved_key_is_a_current_key():
     "path", sorted((ROOT / "train_configs").glob("*.toml")), ids=lambda path: path.stem
 )
 def test_every_shipped_toml_passes_all_checks(path, corpus):
-    ranks = {"llama3_8b": 8, "llama3_70b": 64, "llama3_405b": 1024}.get(path.stem, 2)
+    ranks = {
+        "llama3_8b": 8,
+        "llama3_70b": 64,
+        "llama3_405b": 1024,
+        "qwen3_30b_a3b": 32,
+        "deepseek_v3_671b": 2048,
+    }.get(path.stem, 2)
     argv = ["--job.config_file", str(path), "--job.check_ranks", str(ranks)]
     argv += ["--data.tokenizer", "bytes"]
     if path.stem == "gpt2_characters":  # fewer token ids than bytes have
