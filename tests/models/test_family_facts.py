@@ -14,6 +14,7 @@ from titanlite.kernels.flash import window_mask
 from titanlite.models import FAMILIES
 from titanlite.models.counts import count_active_parameters
 from titanlite.parallelize.weight_init import init_weights
+from titanlite.planning.model_parts import parts_of_shape
 
 PUBLISHED = {  # family -> flavor -> billions of parameters on its model card or in its paper
     # https://huggingface.co/Qwen/Qwen3-0.6B and so on: rounded as there
@@ -115,3 +116,18 @@ def test_a_window_hides_what_is_further_away(window, documents):
     wanted = torch.autograd.grad(expected, (q, k, v), grad)
     for a, b in zip(torch.autograd.grad(out, (q, k, v), grad), wanted, strict=True):
         assert torch.allclose(a, b, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_planner_knows_every_parameter(name):
+    family = FAMILIES[name]
+    for flavor, sizes in family.flavors.items():
+        shape = family.shape(sizes)
+        parts = parts_of_shape(shape)
+        with_experts = sum(shape.has_experts(block) for block in range(shape.n_layers))
+        dense = shape.n_layers - with_experts
+        counts = [(parts.embedding, 1), (parts.norm, 1), (parts.output, 1)]
+        counts += [(parts.block, shape.n_layers if not shape.experts else with_experts)]
+        counts += [(parts.dense_block, dense if shape.experts else 0)]
+        elements = sum(n * sum(p.elements for p in part) for part, n in counts)
+        assert elements == family.count_parameters(sizes), flavor

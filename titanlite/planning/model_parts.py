@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 
@@ -74,12 +75,11 @@ def parts_of_shape(model: ModelShape) -> ModelParts:
     norm = [ParameterShape("weight", (dim,))]
     if model.biases:
         norm.append(ParameterShape("bias", (dim,)))
+    norms = (f"norm{number}" for number in range(model.norms_per_block))
     attention = [
-        *(ParameterShape(f"{n}.{p.name}", p.shape) for n in ("norm1", "norm2") for p in norm),
-        ParameterShape("wq", (model.n_heads * width, dim), 0),
-        ParameterShape("wk", (model.n_kv_heads * width, dim), 0, whole=width),
-        ParameterShape("wv", (model.n_kv_heads * width, dim), 0, whole=width),
-        ParameterShape("wo", (dim, model.n_heads * width), 1),
+        *(ParameterShape(f"{name}.{p.name}", p.shape) for name in norms for p in norm),
+        *_projection_shapes(model),
+        ParameterShape("wo", (dim, model.n_heads * model.value_dim), 1),
     ]
     if model.biases:
         rows = (model.n_heads + 2 * model.n_kv_heads) * width
@@ -98,6 +98,26 @@ def parts_of_shape(model: ModelShape) -> ModelParts:
         shared = _feed_forward_shapes(model, experts.shared_hidden_dim, 1)
         block = (*attention, router, *routed, *(shared if experts.shared_hidden_dim else ()))
     return ModelParts(tuple(tables), block, tuple(norm), output, dense, model.tied_embeddings)
+
+
+def _projection_shapes(model: ModelShape) -> Iterator[ParameterShape]:
+    """The matrices of queries, keys and values, and the norms between those of latent attention."""
+    dim, width, queries = model.dim, model.head_dim, model.n_heads * model.head_dim
+    latent = model.latent
+    if latent is None:
+        yield ParameterShape("wq", (queries, dim), 0)
+        for name in ("wk", "wv"):
+            yield ParameterShape(name, (model.n_kv_heads * width, dim), 0, whole=width)
+        return
+    rank = latent.query_rank
+    if rank:
+        yield ParameterShape("wq_a", (rank, dim))
+        yield ParameterShape("q_norm", (rank,))
+    yield ParameterShape("wq", (queries, rank or dim), 0)
+    yield ParameterShape("wkv_a", (latent.key_value_rank + latent.rotary_dim, dim))
+    yield ParameterShape("kv_norm", (latent.key_value_rank,))
+    heads = model.n_heads * (width - latent.rotary_dim + latent.value_dim)
+    yield ParameterShape("wkv_b", (heads, latent.key_value_rank), 0)
 
 
 def _feed_forward_shapes(model: ModelShape, hidden: int, count: int) -> tuple[ParameterShape, ...]:
