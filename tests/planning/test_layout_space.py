@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 
 import pytest
 
@@ -131,3 +132,34 @@ def test_float8_needs_tokens_that_are_multiples_of_16(base):
         gathers = frame.degrees.shard * frame.degrees.context > 1
         assert gathers or frame.precision == "float8"
     assert any(frame.precision == "float8 gather" for frame in frames)
+
+
+def test_experts_are_divided_in_every_way_that_train_accepts():
+    """On 4 GPUs, 6 experts of width 36."""
+    argv = [
+        "--model.name",
+        "qwen3_moe",
+        "--model.n_experts",
+        "6",
+        "--model.expert_hidden_dim",
+        "36",
+    ]
+    argv += ["--training.seq_len", str(SEQ_LEN), "--training.global_batch_size", "4"]
+    config, problems = load_config(JobConfig, argv, MOVED)
+    assert not problems
+    spec = FAMILIES["qwen3_moe"]
+    space = LayoutSpace(spec, spec.sizes_of(config.model), 4, SEQ_LEN, 4, compiled=False)
+    found = {frame.degrees for frame in space.frames() if frame.micro_batch == 1}
+    accepted = set()
+    for ranks in itertools.product((1, 2, 4), repeat=5):
+        if math.prod(ranks) != 4:
+            continue
+        for expert, expert_tensor in itertools.product((1, 2, 3, 4, 6), (1, 2, 4)):
+            degrees = Degrees(*ranks, expert, expert_tensor)
+            frame = Frame(degrees, 1, 4 // degrees.data)
+            choice = LayoutChoice(frame)
+            is_same = expert == 1 and expert_tensor > 1  # as expert_tensor = 1
+            if not is_same and is_accepted(config, choice):
+                accepted.add(degrees)
+    assert found == accepted
+    assert max(degrees.expert for degrees in found) == 2

@@ -19,6 +19,7 @@ from titanlite.distributed.mesh import Degrees, ParallelismConfig
 from titanlite.errors import ConfigError
 from titanlite.models import ModelSizes, ModelSpec
 from titanlite.parallelize.context import check_context_parallel
+from titanlite.parallelize.expert import check_expert_parallel
 from titanlite.parallelize.float8 import ALIGNMENT
 from titanlite.parallelize.pipeline_plan import SPLIT_BACKWARD_SINCE
 from titanlite.parallelize.schedule import SCHEDULES, assign_stages, required_microbatches
@@ -37,7 +38,7 @@ RECOMPUTES: dict[str, tuple[Recompute, int]] = {  # by what they are called; (ki
     "op": ("per_operation", 1),
     "full": ("full", 1),
 }
-DEGREES = ("replicate", "shard", "context", "tensor", "pipeline")
+DEGREES = ("replicate", "shard", "context", "tensor", "pipeline", "expert", "expert_tensor")
 
 
 @dataclass(frozen=True)
@@ -162,6 +163,8 @@ class LayoutSpace:
             context=degrees.context,
             tensor=degrees.tensor,
             pipeline=degrees.pipeline,
+            expert=degrees.expert,
+            expert_tensor=degrees.expert_tensor if degrees.expert > 1 else 0,
             reshard_after_forward=options.reshard,
             schedule=choice.schedule,
             stages_per_rank=choice.stages_per_rank,
@@ -219,7 +222,23 @@ class LayoutSpace:
                     for shard in self._divisors("shard", data):
                         degrees = Degrees(data // shard, shard, context, tensor, pipeline)
                         if self.fixed.get("replicate", degrees.replicate) == degrees.replicate:
-                            yield degrees
+                            yield from self._with_experts(degrees)
+
+    def _with_experts(self, degrees: Degrees) -> Iterator[Degrees]:
+        """The degrees, with every legal way to divide the experts."""
+        experts = self.spec.experts(self.sizes)
+        for expert in self._divisors("expert", experts.count if experts else 1):
+            tensor_degrees = {1, degrees.tensor} if expert > 1 else {1}
+            for expert_tensor in self._values("expert_tensor", sorted(tensor_degrees)):
+                borrowed = degrees.shard * degrees.context
+                borrowed *= 1 if expert_tensor > 1 else degrees.tensor
+                divided = dataclasses.replace(degrees, expert=expert, expert_tensor=expert_tensor)
+                if (
+                    expert_tensor in tensor_degrees
+                    and borrowed % expert == 0
+                    and not any(check_expert_parallel(divided, experts))
+                ):
+                    yield divided
 
     def _divisors(self, name: str, number: int) -> list[int]:
         return [n for n in self._values(name, divisors(number)) if number % n == 0]

@@ -16,6 +16,8 @@ from titanlite.planning.layout_space import RECOMPUTES, LayoutChoice, balanced_s
 PER_STAGE = "pipeline_parallel_layers_per_stage"
 SEARCHED = {  # settings that the search chooses, and the names by which they can be fixed
     **{f"parallelism.{dimension.key}": dimension.name for dimension in DIMENSIONS},
+    "parallelism.expert_parallel_degree": "expert",
+    "parallelism.expert_tensor_parallel_degree": "expert_tensor",
     "parallelism.pipeline_parallel_schedule": "schedule",
     "parallelism.pipeline_parallel_schedule_csv": "schedule",
     "parallelism.pipeline_parallel_microbatch_size": "micro_batch",
@@ -66,6 +68,8 @@ def _parallelism_keys(base: JobConfig, choice: LayoutChoice) -> dict[str, Any]:
     pipelined = degrees.pipeline > 1
     keys: dict[str, Any] = {d.key: getattr(degrees, d.name) for d in DIMENSIONS}
     keys |= {
+        "expert_parallel_degree": degrees.expert,
+        "expert_tensor_parallel_degree": degrees.expert_tensor,
         "pipeline_parallel_schedule": choice.schedule,
         "pipeline_parallel_schedule_csv": "",
         "pipeline_parallel_microbatch_size": frame.micro_batch if pipelined else 1,
