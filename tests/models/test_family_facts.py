@@ -26,7 +26,7 @@ PUBLISHED = {  # family -> flavor -> billions of parameters on its model card or
     # arXiv 2401.04088, section 2; https://mistral.ai/news/mixtral-8x22b
     "mixtral": {"8x7B": 46.7, "8x22B": 140.6},
     "qwen3_moe": {"30B-A3B": 30.5, "235B-A22B": 235},  # arXiv 2505.09388, table 2 and model cards
-    "deepseek_v3": {"16B": 16, "671B": 671},  # arXiv 2502.16982; arXiv 2412.19437
+    "deepseek_v3": {"moonlight-16B": 16, "671B": 671},  # arXiv 2502.16982; arXiv 2412.19437
     "olmo2": {"1B": 1.48, "7B": 7.3, "13B": 13.7, "32B": 32.2},
 }
 

@@ -32,8 +32,9 @@ FLAVORS = {
         qk_rope_head_dim=16,
         v_head_dim=32,
     ),
-    # Moonlight 16B-A3B (https://arxiv.org/abs/2502.16982), as in its config.json
-    "16B": DeepSeekV3Sizes(
+    # Moonlight 16B-A3B (https://arxiv.org/abs/2502.16982), as in its config.json; not "16B", which
+    # is another model in torchtitan, with softmax scores
+    "moonlight-16B": DeepSeekV3Sizes(
         dim=2048,
         n_layers=27,
         n_heads=16,
