@@ -14,7 +14,7 @@ from tests.distributed.ranks import run_on_ranks
 from titanlite.checkpoint.convert import from_hugging_face
 from titanlite.checkpoint.huggingface import open_hugging_face
 from titanlite.checkpoint.huggingface_export import ModelToExport, write_hugging_face
-from titanlite.checkpoint.model_size import parameter_shapes
+from titanlite.checkpoint.model_size import check_model_size, parameter_shapes
 from titanlite.checkpoint.saved_model import describe_saved_model
 from titanlite.errors import CheckpointError
 from titanlite.generate import Sampling, generate
@@ -256,3 +256,10 @@ def test_a_missing_window_is_that_of_transformers_and_null_is_none():
     assert config["sliding_window"] is None and mapping.from_config(config) == sizes
     del config["sliding_window"]
     assert mapping.from_config(config) == replace(sizes, window=4096)
+
+
+def test_sizes_that_do_not_fit_together_are_refused(tmp_path):
+    family = FAMILIES["deepseek_v3"]
+    sizes = replace(family.flavors["debugmodel"], n_active_experts=5, v_head_dim=64)
+    with pytest.raises(CheckpointError, match=r"v_head_dim = 64.*n_active_experts = 5"):
+        check_model_size(StorageFolder(tmp_path), family, sizes, 1000)

@@ -157,6 +157,6 @@ DEEPSEEK_V3 = ModelSpec(
     tied_parameters=lambda sizes: [],
     hugging_face=HUGGING_FACE,
     check_sizes=check_sizes,
-    experts=lambda sizes: sizes.experts,
+    experts=lambda sizes: sizes.experts if sizes.n_dense_layers < sizes.n_layers else None,
     load_balancing=LoadBalancing(bias_update_rate=0.001),  # section 4.2 of the report
 )
