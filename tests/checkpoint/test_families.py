@@ -260,6 +260,8 @@ def test_a_missing_window_is_that_of_transformers_and_null_is_none():
 
 def test_sizes_that_do_not_fit_together_are_refused(tmp_path):
     family = FAMILIES["deepseek_v3"]
-    sizes = replace(family.flavors["debugmodel"], n_active_experts=5, v_head_dim=64)
-    with pytest.raises(CheckpointError, match=r"v_head_dim = 64.*n_active_experts = 5"):
+    wrong = {"rope_theta": 1.0, "rope_scaling_factor": 40.0, "v_head_dim": 64}
+    sizes = replace(family.flavors["debugmodel"], n_active_experts=5, **wrong)
+    pattern = r"YaRN needs.*v_head_dim = 64.*n_active_experts = 5"
+    with pytest.raises(CheckpointError, match=pattern):
         check_model_size(StorageFolder(tmp_path), family, sizes, 1000)

@@ -218,4 +218,5 @@ def test_a_model_of_dense_layers_only_has_no_experts():
     family = FAMILIES["deepseek_v3"]
     sizes = family.flavors["debugmodel"]
     assert family.experts(sizes) is not None
-    assert family.experts(replace(sizes, n_dense_layers=sizes.n_layers)) is None
+    dense = replace(sizes, n_dense_layers=sizes.n_layers)
+    assert family.experts(dense) is None and family.shape(dense).experts is None
