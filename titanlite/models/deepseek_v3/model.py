@@ -19,7 +19,6 @@ from titanlite.models.moe import MixtureOfExperts
 from titanlite.models.rope import YarnScaling, apply_rope, pair_halves
 from titanlite.models.router import ExpertSizes
 
-
 # Whatever the epsilon of the other norms, in the code published with DeepSeek-V3 and Moonlight:
 # https://huggingface.co/deepseek-ai/DeepSeek-V3/blob/main/modeling_deepseek.py
 LATENT_NORM_EPS = 1e-6
