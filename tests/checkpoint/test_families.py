@@ -11,9 +11,11 @@ import torch
 from tests.checkpoint.test_huggingface import load_into_layout
 from tests.distributed.oracle import ADAMW, Layout
 from tests.distributed.ranks import run_on_ranks
+from titanlite.checkpoint.convert import from_hugging_face
 from titanlite.checkpoint.huggingface import open_hugging_face
 from titanlite.checkpoint.huggingface_export import ModelToExport, write_hugging_face
-from titanlite.checkpoint.model_size import parameter_shapes
+from titanlite.checkpoint.model_size import check_model_size, parameter_shapes
+from titanlite.checkpoint.saved_model import describe_saved_model
 from titanlite.errors import CheckpointError
 from titanlite.generate import Sampling, generate
 from titanlite.models import FAMILIES
@@ -63,7 +65,14 @@ CASES = {
     ),
     "deepseek_v3 as Moonlight": (
         "DeepseekV3",
-        {**LATENT, "q_lora_rank": None, "n_group": 1, "topk_group": 1},
+        {
+            **LATENT,
+            "first_k_dense_replace": 0,
+            "q_lora_rank": None,
+            "n_group": 1,
+            "topk_group": 1,
+            "rms_norm_eps": 0.01,  # not that of the latent norms
+        },
     ),
     "deepseek_v3 with YaRN": (
         "DeepseekV3",
@@ -145,6 +154,9 @@ def test_a_model_goes_from_transformers_and_back_with_equal_logits(tmp_path, cas
     assert type(back) is type(expected)
     with torch.no_grad():
         assert torch.allclose(back(TOKENS).logits, wanted, rtol=0, atol=1e-5)
+    converted = StorageFolder(tmp_path / "step-0")
+    manifest = from_hugging_face(StorageFolder(tmp_path / "in"), converted)
+    assert describe_saved_model(converted, manifest) == (source.spec, model.sizes)
     prompt = TOKENS[:1, :5]
     mask = torch.ones_like(prompt)
     text = back.generate(
@@ -244,3 +256,12 @@ def test_a_missing_window_is_that_of_transformers_and_null_is_none():
     assert config["sliding_window"] is None and mapping.from_config(config) == sizes
     del config["sliding_window"]
     assert mapping.from_config(config) == replace(sizes, window=4096)
+
+
+def test_sizes_that_do_not_fit_together_are_refused(tmp_path):
+    family = FAMILIES["deepseek_v3"]
+    wrong = {"rope_theta": 1.0, "rope_scaling_factor": 40.0, "v_head_dim": 64}
+    sizes = replace(family.flavors["debugmodel"], n_active_experts=5, **wrong)
+    pattern = r"YaRN needs.*v_head_dim = 64.*n_active_experts = 5"
+    with pytest.raises(CheckpointError, match=pattern):
+        check_model_size(StorageFolder(tmp_path), family, sizes, 1000)

@@ -8,8 +8,18 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from titanlite.job import JobConfig
+from titanlite.job.checks import check_config
 from titanlite.kernels.grouped import grouped_matmul, row_groups
-from titanlite.models import LLAMA3, ExpertSizes, LoadBalancing, MixtureOfExperts, Router
+from titanlite.models import (
+    FAMILIES,
+    LLAMA3,
+    ExpertSizes,
+    LoadBalancing,
+    MixtureOfExperts,
+    ModelConfig,
+    Router,
+)
 from titanlite.models.router import check_expert_sizes, stable_top_k
 from titanlite.optim.hidden_matrices import MatrixFacts
 from titanlite.optim.muon import Muon
@@ -191,4 +201,22 @@ def test_sizes_that_do_not_fit_are_refused():
     assert "at most 4 experts in 2 of 4 groups" in str(problem)
     (problem,) = check_expert_sizes(replace(GROUPED, count=6))
     assert "not a multiple of its 4 groups" in str(problem)
+    (problem,) = check_expert_sizes(replace(GROUPED, active_groups=5))
+    assert "model.n_active_groups = 5" in str(problem)
     assert not list(check_expert_sizes(GROUPED))
+
+
+@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe", "deepseek_v3"])
+def test_a_job_with_more_active_experts_than_experts_is_refused(name):
+    config = JobConfig(model=ModelConfig(name=name, n_active_experts=17))
+    problems = check_config(config, 1)
+    assert ("model.n_experts", "model.n_active_experts") in {problem.keys for problem in problems}
+
+
+def test_a_model_of_dense_layers_only_has_no_experts():
+    """So nothing measures their load."""
+    family = FAMILIES["deepseek_v3"]
+    sizes = family.flavors["debugmodel"]
+    assert family.experts(sizes) is not None
+    dense = replace(sizes, n_dense_layers=sizes.n_layers)
+    assert family.experts(dense) is None and family.shape(dense).experts is None

@@ -113,10 +113,10 @@ def from_hugging_face(folder: StorageFolder, out: StorageFolder) -> CheckpointMa
 
 
 def _job_of(source: HuggingFaceFolder, tokenizer: Tokenizer | None) -> dict[str, Any]:
-    """The settings of the model, where a size of 0 is left unset, and the tokenizer's name."""
-    sizes = dataclasses.asdict(source.sizes)
-    settings: dict[str, Any] = {"name": source.spec.name}
-    settings |= {key: value for key, value in sizes.items() if value is False or value != 0}
+    """The settings of the model, all of whose sizes are set, and the tokenizer's name."""
+    settings = {"name": source.spec.name, **dataclasses.asdict(source.sizes)}
+    if not settings.get("head_dim"):  # dim / n_heads: as in the default flavor of each family
+        settings.pop("head_dim", None)
     return {
         "model": dataclasses.asdict(ModelConfig(**settings)),
         "data": {"tokenizer": tokenizer and tokenizer.name},

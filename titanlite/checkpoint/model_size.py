@@ -31,6 +31,8 @@ def check_model_size(
             f"{folder}: describes a model of {layers:,} layers, but contains only {tensors:,}"
             " tensors."
         )
+    if problems := [problem.message for problem in spec.find_size_problems(sizes)]:
+        raise CheckpointError(f"{folder}: describes a model that cannot be: {' '.join(problems)}")
 
 
 def _format_count(number: float) -> str:

@@ -55,7 +55,7 @@ def check_config(config: JobConfig, ranks: int) -> Iterator[UserError]:
     try:
         spec = FAMILIES[config.model.name]
         sizes = spec.sizes_of(config.model)
-        yield from spec.check_sizes(sizes)
+        yield from spec.find_size_problems(sizes)
         yield from check_mup(config, spec, sizes)
         yield from check_load_balancing(config.experts, spec, sizes)
         yield from _check_groups(config, spec, sizes)
@@ -238,7 +238,7 @@ def _check_quantisation_blocks(
 
 def _check_groups(config: JobConfig, spec: ModelSpec, sizes: ModelSizes) -> Iterator[ConfigError]:
     """Reject parameter groups that do not fit the names of the model."""
-    if not config.optimizer.groups or any(spec.check_sizes(sizes)):
+    if not config.optimizer.groups or any(spec.find_size_problems(sizes)):
         return
     with torch.device("meta"):
         names = [name for name, _ in spec.build(sizes).named_parameters()]

@@ -74,7 +74,7 @@ def check_mup_base(
             keys=("mup.base",),
         )
         return
-    for problem in spec.check_sizes(base_sizes(config.base, sizes)):
+    for problem in spec.find_size_problems(base_sizes(config.base, sizes)):
         message = problem.message.replace("model.", "mup.base.")
         fix = problem.fix and problem.fix.replace("model.", "mup.base.")
         yield ConfigError(message, fix=fix, keys=("mup.base",))

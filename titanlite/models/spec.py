@@ -14,7 +14,12 @@ from torch import Tensor, nn
 
 from titanlite.errors import ConfigError
 from titanlite.models import counts
-from titanlite.models.router import NO_BALANCING, ExpertSizes, LoadBalancing
+from titanlite.models.router import (
+    NO_BALANCING,
+    ExpertSizes,
+    LoadBalancing,
+    check_expert_sizes,
+)
 from titanlite.models.shape import ModelShape
 from titanlite.settings import NotNegative, OneOf, Positive, Range, Supported, format_value
 
@@ -236,13 +241,19 @@ class ModelSpec(Generic[SizesT]):
     # pairs of parameter names; the first is the same parameter as the second
     hugging_face: HuggingFaceMapping[SizesT]
     check_sizes: Callable[[SizesT], Iterator[ConfigError]] = lambda sizes: iter(())
-    # reject sizes that do not fit together
+    # reject sizes that do not fit together; those of experts are checked for every family
     head_projections: Sequence[str] = ()
     # name patterns of the linear layers whose output is heads of `head_width` features: queries,
     # keys and values
     experts: Callable[[SizesT], ExpertSizes | None] = lambda sizes: None
     # experts of the blocks that have a MixtureOfExperts; None: no block has one
     load_balancing: LoadBalancing = NO_BALANCING  # unless [experts] says otherwise
+
+    def find_size_problems(self, sizes: SizesT) -> Iterator[ConfigError]:
+        """What `check_sizes` rejects, and numbers of experts that do not fit together."""
+        yield from self.check_sizes(sizes)
+        if (experts := self.experts(sizes)) is not None:
+            yield from check_expert_sizes(experts)
 
     def count_parameters(self, sizes: SizesT) -> int:
         """Parameters of the whole model; tied embeddings count once."""

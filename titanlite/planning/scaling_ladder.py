@@ -125,7 +125,7 @@ def _scale_sizes(job: Job, size: LadderSize) -> tuple[ModelSizes, list[ConfigErr
     }
     sizes = dataclasses.replace(base, **{k: v for k, v in scaled.items() if k in known})
     if not problems:
-        problems += job.spec.check_sizes(sizes)
+        problems += job.spec.find_size_problems(sizes)
     return sizes, problems
 
 

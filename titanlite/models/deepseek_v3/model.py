@@ -19,6 +19,10 @@ from titanlite.models.moe import MixtureOfExperts
 from titanlite.models.rope import YarnScaling, apply_rope, pair_halves
 from titanlite.models.router import ExpertSizes
 
+# Whatever the epsilon of the other norms, in the code published with DeepSeek-V3 and Moonlight:
+# https://huggingface.co/deepseek-ai/DeepSeek-V3/blob/main/modeling_deepseek.py
+LATENT_NORM_EPS = 1e-6
+
 
 @dataclass(frozen=True)
 class DeepSeekV3Sizes:
@@ -93,12 +97,12 @@ class DeepSeekAttention(nn.Module):
         q_dim = sizes.n_heads * sizes.head_width
         if sizes.q_lora_rank:
             self.wq_a = nn.Linear(sizes.dim, sizes.q_lora_rank, bias=False)
-            self.q_norm = nn.RMSNorm(sizes.q_lora_rank, eps=sizes.norm_eps)
+            self.q_norm = nn.RMSNorm(sizes.q_lora_rank, eps=LATENT_NORM_EPS)
             self.wq_b = nn.Linear(sizes.q_lora_rank, q_dim, bias=False)
         else:
             self.wq = nn.Linear(sizes.dim, q_dim, bias=False)
         self.wkv_a = nn.Linear(sizes.dim, self.latent_dim + self.rotary_dim, bias=False)
-        self.kv_norm = nn.RMSNorm(self.latent_dim, eps=sizes.norm_eps)
+        self.kv_norm = nn.RMSNorm(self.latent_dim, eps=LATENT_NORM_EPS)
         key_value_dim = sizes.qk_nope_head_dim + sizes.v_head_dim
         self.wkv_b = nn.Linear(self.latent_dim, sizes.n_heads * key_value_dim, bias=False)
         self.shared_key = SharedKey()

@@ -112,6 +112,12 @@ def check_sizes(sizes: DeepSeekV3Sizes) -> Iterator[ConfigError]:
             " it must be even.",
             keys=("model.qk_rope_head_dim",),
         )
+    if sizes.rope_scaling is not None and sizes.rope_theta == 1:
+        yield ConfigError(
+            f"model.rope_scaling_factor = {sizes.rope_scaling_factor:g}: YaRN needs a"
+            " model.rope_theta above 1.",
+            keys=("model.rope_scaling_factor", "model.rope_theta"),
+        )
     if sizes.v_head_dim > sizes.head_width:
         yield ConfigError(
             f"model.v_head_dim = {sizes.v_head_dim}: must not exceed the width of a head's key,"
@@ -141,7 +147,10 @@ def shape(sizes: DeepSeekV3Sizes) -> ModelShape:
         rotary_dim=sizes.qk_rope_head_dim,
         value_dim=sizes.v_head_dim,
     )
-    return decoder_shape("deepseek_v3", sizes, experts=experts, latent=latent)
+    has_experts = sizes.n_dense_layers < sizes.n_layers
+    return decoder_shape(
+        "deepseek_v3", sizes, experts=experts if has_experts else None, latent=latent
+    )
 
 
 DEEPSEEK_V3 = ModelSpec(
@@ -158,6 +167,6 @@ DEEPSEEK_V3 = ModelSpec(
     tied_parameters=lambda sizes: [],
     hugging_face=HUGGING_FACE,
     check_sizes=check_sizes,
-    experts=lambda sizes: sizes.experts,
+    experts=lambda sizes: sizes.experts if sizes.n_dense_layers < sizes.n_layers else None,
     load_balancing=LoadBalancing(bias_update_rate=0.001),  # section 4.2 of the report
 )
