@@ -51,7 +51,7 @@ def shape_of(sizes: MoESizes) -> ModelShape:
 MOE_FAMILY: ModelSpec[MoESizes] = replace(
     LLAMA3,
     name="moe",
-    flavors={"tiny": MoESizes(32, 3, 4, 2, 88, 509, rope_theta=1e4)},
+    flavors={"mini": MoESizes(32, 3, 4, 2, 88, 509, rope_theta=1e4)},
     build=MoELlama,
     shape=shape_of,
     init_roles={"*.experts.w2": "residual", **LLAMA3.init_roles},

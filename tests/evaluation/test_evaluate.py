@@ -190,6 +190,7 @@ def test_a_negative_number_is_refused_without_a_traceback(option, capsys):
 
 
 def test_mistakes_are_refused_before_anything_is_evaluated(tmp_path, capsys):
+    pytest.importorskip("lm_eval")
     (tmp_path / "manifest.json").write_text('{"format": 1, "shards": []}')
     for arguments, message in (
         ([str(tmp_path), "--out", str(tmp_path)], f"--out {tmp_path}: cannot be written (Is a dir"),

@@ -59,8 +59,11 @@ def count_block_parameters(shape: ModelShape, block: int) -> int:
 
 
 def count_blocks(shape: ModelShape) -> int:
-    """Parameters of all blocks."""
-    return sum(count_block_parameters(shape, block) for block in range(shape.n_layers))
+    """Parameters of all blocks; in constant time, as a file may describe any number of them."""
+    dense = min(shape.experts.dense_layers, shape.n_layers) if shape.experts else shape.n_layers
+    with_experts = shape.n_layers - dense
+    total = dense * count_block_parameters(shape, 0) if dense else 0
+    return total + (with_experts * count_block_parameters(shape, dense) if with_experts else 0)
 
 
 def count_parameters(shape: ModelShape) -> int:

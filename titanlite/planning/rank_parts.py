@@ -26,12 +26,12 @@ class RankParts:
         self.parts, self.activations, self.stages = parts, activations, stages
         self.block = self._group(parts.block)
         self.embedding = self._group(parts.embedding)
-        self.after = self._group(parts.norm) + self._group(parts.output)
         self.has_embedding = any(stage.embedding for stage in stages)
         self.has_output = any(stage.output for stage in stages)
         tied = parts.tied and self.layout.pipeline > 1 and self.has_output
         # of the tied embedding; it is not trained where it is used, so it has no optimizer state
         self.copy = self.embedding if tied and self.layout.sharded == "parameters" else EMPTY
+        self.after = self._group(parts.norm) + self._group(parts.output) + self.copy
         self.all = self._all()
         self._backwards: dict[bool, tuple[float, float]] = {}  # by whether it recomputes
 
