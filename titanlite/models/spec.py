@@ -158,14 +158,14 @@ class StoredPart:
         """`lengths` elements from `offsets` on of a parameter of `shape`; `stored` is sliced."""
         first = [self.index * shape[0] + offsets[0], *offsets[1:]]
         part = [slice(start, start + n) for start, n in zip(first, lengths, strict=True)]
-        return stored[tuple(reversed(part))].T if self.transposed else stored[tuple(part)]
+        return stored[tuple(reversed(part))].t() if self.transposed else stored[tuple(part)]
 
 
 def join_parts(parts: Sequence[StoredPart], tensors: Sequence[Tensor]) -> Tensor:
     """The stored tensor of some parameters, given in any order."""
     ordered = sorted(zip(parts, tensors, strict=True), key=lambda pair: pair[0].index)
     joined = torch.cat([tensor for _, tensor in ordered]) if len(ordered) > 1 else ordered[0][1]
-    return joined.T if parts[0].transposed else joined
+    return joined.t() if parts[0].transposed else joined
 
 
 SAME_TENSOR = StoredPart()
