@@ -96,7 +96,7 @@ def parse_arguments() -> argparse.Namespace:
     add("--dask", type=int, default=0, metavar="N", help="also on a Dask cluster of N workers")
     add("--kills", type=int, default=10, help="of one more run (default: 10)")
     add("--kill-workers", type=int, default=2, help="workers of that run (default: 2)")
-    add("--kill-share", type=float, default=1.0, help="of the tasks, made anew (default: all)")
+    add("--kill-share", type=float, default=1.0, help="of the tasks, run again (default: all)")
     add("--tokenizer", default="bytes")
     add("--table-mib", type=int, default=64, help="smaller: more tasks")
     add("--limit-seconds", type=float, default=1e6, help="of a run, which can go on later")

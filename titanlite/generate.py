@@ -143,7 +143,7 @@ def generate(
 
 
 def check_length(model: nn.Module, tokens: int) -> None:
-    """Raise ConfigError if a model has no learned positions for so many tokens."""
+    """Raise ConfigError if a text is longer than the model's learned positions."""
     positions = getattr(model.sizes, "positions", None)
     if positions is not None and tokens > positions:
         raise ConfigError(

@@ -38,7 +38,7 @@ class CausalAttention(nn.Module):
     of torch.backends.cuda cannot be used: the cache of compiled graphs ignores them (torch 2.13)
     and would return a graph with another kernel.
 
-    With a `window`, a token attends to so many tokens, itself included; 0: to all up to itself.
+    `window`: number of tokens that a token attends to, itself included; 0: to all up to itself.
     """
 
     def __init__(self, backend: SDPBackend | None = None, window: int = 0):

@@ -115,7 +115,7 @@ def document_attention(
 ) -> Tensor:
     """Causal attention within each document: q [B, H, T, K] attends to k, v [B, Hkv, T, K].
 
-    With a `window`, a token attends to so many tokens of its document, itself included.
+    With a `window`, a token attends to that number of tokens of its document, itself included.
     """
     if isinstance(flash_kernel_for(q), CudaFlash):
         return _varlen_attention(q, k, v, documents.on_device, documents.longest, window)

@@ -23,7 +23,9 @@ class ParameterShape:
     whole: int = 1  # rows that stay together, as those of a head; too few of them: replicated
     expert: bool = False  # sharded over the expert ranks as well
     state_bytes: float | None = None  # of the optimizer, per element; None: the workload's mean
-    own_state_bytes: float | None = None  # of a rank's shard, where it is not so many per element
+    own_state_bytes: float | None = (
+        None  # of a rank's shard, where it is not a multiple of its elements
+    )
 
     @property
     def elements(self) -> int:

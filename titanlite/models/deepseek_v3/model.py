@@ -14,13 +14,12 @@ from torch import Tensor, nn
 from titanlite.kernels.attention import CausalAttention, KeyValueCache
 from titanlite.kernels.documents import DocumentIndex
 from titanlite.models.decoder import Rope, RotaryDecoder
-from titanlite.models.llama3.model import FeedForward
-from titanlite.models.moe import MixtureOfExperts
+from titanlite.models.llama3.model import TransformerBlock
+from titanlite.models.mixtral.model import ExpertBlock
 from titanlite.models.rope import YarnScaling, apply_rope, pair_halves
 from titanlite.models.router import ExpertSizes
 
-# Whatever the epsilon of the other norms, in the code published with DeepSeek-V3 and Moonlight:
-# https://huggingface.co/deepseek-ai/DeepSeek-V3/blob/main/modeling_deepseek.py
+# Whatever the epsilon of the other norms: so does DeepseekV3Attention of transformers 5.23.
 LATENT_NORM_EPS = 1e-6
 
 
@@ -50,7 +49,7 @@ class DeepSeekV3Sizes:
     rope_theta: float = 10_000.0
     rope_scaling_factor: float = 1.0
 
-    tied_embeddings = False
+    qk_norm = tied_embeddings = False
 
     @property
     def n_kv_heads(self) -> int:
@@ -150,38 +149,12 @@ class SharedKey(nn.Module):
         return apply_rope(pair_halves(k.unsqueeze(2)), rope)
 
 
-class DeepSeekBlock(nn.Module):
-    """Attention, then a feed-forward layer (`feed_forward`) or a mixture of experts (`moe`)."""
-
-    def __init__(self, sizes: DeepSeekV3Sizes, has_experts: bool):
-        super().__init__()
-        self.attention_norm = nn.RMSNorm(sizes.dim, eps=sizes.norm_eps)
-        self.attention = DeepSeekAttention(sizes)
-        self.ffn_norm = nn.RMSNorm(sizes.dim, eps=sizes.norm_eps)
-        self.has_experts = has_experts
-        if has_experts:
-            self.moe = MixtureOfExperts(sizes.dim, sizes.experts)
-        else:
-            self.feed_forward = FeedForward(sizes)
-
-    def forward(
-        self,
-        x: Tensor,
-        rope: Rope,
-        documents: DocumentIndex | None = None,
-        cache: KeyValueCache | None = None,
-    ) -> Tensor:
-        x = x + self.attention(self.attention_norm(x), rope, documents, cache)
-        feed_forward = self.moe if self.has_experts else self.feed_forward
-        return x + feed_forward(self.ffn_norm(x))
-
-
 class DeepSeekV3(RotaryDecoder):
     """The transformer of DeepSeek-V3."""
 
     def __init__(self, sizes: DeepSeekV3Sizes):
-        super().__init__(
-            sizes,
-            lambda index: DeepSeekBlock(sizes, has_experts=index >= sizes.n_dense_layers),
-            rotary_dim=sizes.qk_rope_head_dim,
-        )
+        def build_block(index: int) -> nn.Module:
+            block = TransformerBlock if index < sizes.n_dense_layers else ExpertBlock
+            return block(sizes, DeepSeekAttention(sizes))
+
+        super().__init__(sizes, build_block, rotary_dim=sizes.qk_rope_head_dim)

@@ -8,6 +8,7 @@ from titanlite.errors import ConfigError
 from titanlite.models.decoder import decoder_shape
 from titanlite.models.deepseek_v3.huggingface import HUGGING_FACE
 from titanlite.models.deepseek_v3.model import DeepSeekV3, DeepSeekV3Sizes
+from titanlite.models.mixtral.spec import EXPERT_INIT_ROLES
 from titanlite.models.router import LoadBalancing
 from titanlite.models.shape import Experts, LatentAttention, ModelShape
 from titanlite.models.spec import ModelSpec
@@ -86,13 +87,6 @@ TP_PLAN = {
     "output": "vocab_out",
 }
 
-INIT_ROLES = {
-    "*norm.weight": "ones",
-    "*.wo.weight": "residual",
-    "*.w2*": "residual",
-    "*": "normal",
-}
-
 ROLES = {
     "tok_embeddings.weight": "embedding",
     "output.weight": "output",
@@ -158,7 +152,7 @@ DEEPSEEK_V3 = ModelSpec(
     flavors=FLAVORS,
     build=DeepSeekV3,
     tp_plan=TP_PLAN,
-    init_roles=INIT_ROLES,
+    init_roles=EXPERT_INIT_ROLES,
     parameter_roles=ROLES,
     blocks_path="layers",
     attention_pattern="layers.*.attention.attend",

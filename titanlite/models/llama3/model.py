@@ -78,14 +78,18 @@ class Attention(nn.Module):
         documents: DocumentIndex | None = None,
         cache: KeyValueCache | None = None,
     ) -> Tensor:
-        heads = (-1, self.head_width)  # -1: a tensor-parallel rank has only some of the heads
-        q = self.q_norm(self.wq(x).unflatten(-1, heads))  # [B, T, H*K] -> [B, T, H, K]
-        k = self.k_norm(self.wk(x).unflatten(-1, heads))
-        v = self.wv(x).unflatten(-1, heads)
+        q, k = self.queries_and_keys(x)
+        v = self.wv(x).unflatten(-1, (-1, self.head_width))
         q, k = apply_rope(q, rope), apply_rope(k, rope)
         q, k, v = (tensor.transpose(1, 2) for tensor in (q, k, v))  # -> [B, H, T, K]
         out = self.attend(q, k, v, documents, cache)
         return self.wo(out.transpose(1, 2).flatten(-2))  # [B, H, T, K] -> [B, T, H*K]
+
+    def queries_and_keys(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Queries [B, T, H, K] and keys [B, T, Hkv, K], normalized if the model does so."""
+        heads = (-1, self.head_width)  # -1: a tensor-parallel rank has only some of the heads
+        q = self.q_norm(self.wq(x).unflatten(-1, heads))  # [B, T, H*K] -> [B, T, H, K]
+        return q, self.k_norm(self.wk(x).unflatten(-1, heads))
 
 
 class FeedForward(nn.Module):
@@ -102,12 +106,15 @@ class FeedForward(nn.Module):
 
 
 class TransformerBlock(nn.Module):
-    """Attention and feed-forward, each behind an RMSNorm and added to the residual stream."""
+    """Attention and feed-forward, each behind an RMSNorm and added to the residual stream.
 
-    def __init__(self, sizes: LlamaBlockSizes, window: int = 0):
+    `attention`: None for Llama's.
+    """
+
+    def __init__(self, sizes: LlamaBlockSizes, attention: nn.Module | None = None):
         super().__init__()
         self.attention_norm = nn.RMSNorm(sizes.dim, eps=sizes.norm_eps)
-        self.attention = Attention(sizes, window)
+        self.attention = attention or Attention(sizes)
         self.ffn_norm = nn.RMSNorm(sizes.dim, eps=sizes.norm_eps)
         self.feed_forward = FeedForward(sizes)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from titanlite.models.decoder import RotaryDecoder
-from titanlite.models.llama3.model import TransformerBlock
+from titanlite.models.llama3.model import Attention, TransformerBlock
 
 
 @dataclass(frozen=True)
@@ -36,4 +36,6 @@ class Mistral(RotaryDecoder):
     """The transformer of Mistral 7B."""
 
     def __init__(self, sizes: MistralSizes):
-        super().__init__(sizes, lambda index: TransformerBlock(sizes, window=sizes.window))
+        super().__init__(
+            sizes, lambda index: TransformerBlock(sizes, Attention(sizes, sizes.window))
+        )

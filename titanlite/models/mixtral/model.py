@@ -59,12 +59,15 @@ class ExpertBlockSizes(LlamaBlockSizes, Protocol):
 
 
 class ExpertBlock(nn.Module):
-    """Attention and a mixture of experts, each behind an RMSNorm and added to the residual."""
+    """Attention and a mixture of experts, each behind an RMSNorm and added to the residual.
 
-    def __init__(self, sizes: ExpertBlockSizes):
+    `attention`: None for Llama's.
+    """
+
+    def __init__(self, sizes: ExpertBlockSizes, attention: nn.Module | None = None):
         super().__init__()
         self.attention_norm = nn.RMSNorm(sizes.dim, eps=sizes.norm_eps)
-        self.attention = Attention(sizes)
+        self.attention = attention or Attention(sizes)
         self.ffn_norm = nn.RMSNorm(sizes.dim, eps=sizes.norm_eps)
         self.moe = MixtureOfExperts(sizes.dim, sizes.experts)
 

@@ -7,11 +7,10 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from titanlite.kernels.attention import CausalAttention, KeyValueCache
+from titanlite.kernels.attention import KeyValueCache
 from titanlite.kernels.documents import DocumentIndex
 from titanlite.models.decoder import Rope, RotaryDecoder
-from titanlite.models.llama3.model import FeedForward
-from titanlite.models.rope import apply_rope
+from titanlite.models.llama3.model import Attention, FeedForward
 
 
 @dataclass(frozen=True)
@@ -37,36 +36,18 @@ class Olmo2Sizes:
         return self.dim // self.n_heads
 
 
-class Olmo2Attention(nn.Module):
-    """Grouped-query causal attention with rotary embedding."""
+class Olmo2Attention(Attention):
+    """Llama's attention with one norm of all queries, and one of all keys."""
 
     def __init__(self, sizes: Olmo2Sizes):
-        super().__init__()
-        self.head_width = sizes.head_width
-        kv_dim = sizes.n_kv_heads * self.head_width
-        self.wq = nn.Linear(sizes.dim, sizes.dim, bias=False)
-        self.wk = nn.Linear(sizes.dim, kv_dim, bias=False)
-        self.wv = nn.Linear(sizes.dim, kv_dim, bias=False)
-        self.wo = nn.Linear(sizes.dim, sizes.dim, bias=False)
+        super().__init__(sizes)
         self.q_norm = nn.RMSNorm(sizes.dim, eps=sizes.norm_eps)
-        self.k_norm = nn.RMSNorm(kv_dim, eps=sizes.norm_eps)
-        self.attend = CausalAttention()
+        self.k_norm = nn.RMSNorm(sizes.n_kv_heads * self.head_width, eps=sizes.norm_eps)
 
-    def forward(
-        self,
-        x: Tensor,
-        rope: Rope,
-        documents: DocumentIndex | None = None,
-        cache: KeyValueCache | None = None,
-    ) -> Tensor:
-        heads = (-1, self.head_width)  # -1: a tensor-parallel rank has only some of the heads
-        q = self.q_norm(self.wq(x)).unflatten(-1, heads)  # [B, T, H*K] -> [B, T, H, K]
-        k = self.k_norm(self.wk(x)).unflatten(-1, heads)
-        v = self.wv(x).unflatten(-1, heads)
-        q, k = apply_rope(q, rope), apply_rope(k, rope)
-        q, k, v = (tensor.transpose(1, 2) for tensor in (q, k, v))  # -> [B, H, T, K]
-        out = self.attend(q, k, v, documents, cache)
-        return self.wo(out.transpose(1, 2).flatten(-2))  # [B, H, T, K] -> [B, T, H*K]
+    def queries_and_keys(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        heads = (-1, self.head_width)
+        q = self.q_norm(self.wq(x)).unflatten(-1, heads)
+        return q, self.k_norm(self.wk(x)).unflatten(-1, heads)
 
 
 class Olmo2Block(nn.Module):
