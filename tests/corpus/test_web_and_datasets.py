@@ -6,6 +6,9 @@ import gzip
 import json
 import os
 import sys
+import threading
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
@@ -13,6 +16,7 @@ from titanlite.corpus.datasets_library import list_dataset_ranges, read_dataset_
 from titanlite.corpus.read import CorpusSource, ReadConfig, plan_reading
 from titanlite.corpus.web_pages import read_web_pages
 from titanlite.data.text import Document, ReadProblem, TextRules, describe_file
+from titanlite.data.urls import StorageError
 from titanlite.errors import ConfigError, DataError
 
 PAGE = """<html><head><title>Title</title></head><body><nav><a href="/">Home</a></nav><main>
@@ -124,6 +128,51 @@ def test_what_the_datasets_library_opens_is_read_in_parts(rows, tmp_path):
     ):
         with pytest.raises(error):
             list_dataset_ranges(url)
+
+
+def test_a_dataset_whose_server_fails_is_not_taken_for_a_damaged_one(tmp_path, monkeypatch):
+    library = pytest.importorskip("datasets")
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(library.config, "STREAMING_READ_MAX_RETRIES", 1)
+    monkeypatch.setattr(library.config, "STREAMING_READ_RETRY_INTERVAL", 0)
+    rows = [json.dumps({"text": f"row {n}"}) for n in range(9000)]
+    with _serve("\n".join(rows).encode()) as (url, drop_connections):
+        (part,) = list_dataset_ranges(f"datasets://json?data_files={url}")
+        documents, problems = read(part, read_dataset_rows)
+        assert len(documents) == len(rows) and not problems
+        drop_connections.set()
+        with pytest.raises(StorageError, match="after row 0: cannot be read"):
+            read(part, read_dataset_rows)
+    (tmp_path / "damaged.jsonl").write_text("\n".join([*rows, "{", *rows]))
+    (part,) = list_dataset_ranges(f"datasets://json?data_files={tmp_path}/damaged.jsonl")
+    assert [problem.kind for problem in read(part, read_dataset_rows)[1]] == ["damaged"]
+
+
+@contextmanager
+def _serve(content: bytes):
+    """The URL of a file, and an event: once it is set, the server sends half and disconnects."""
+    drop_connections = threading.Event()
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_HEAD(self):
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(content)))
+            self.end_headers()
+
+        def do_GET(self):
+            self.do_HEAD()
+            half = len(content) // 2
+            self.wfile.write(content[:half] if drop_connections.is_set() else content)
+
+        def log_message(self, *arguments):
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever).start()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}/rows.jsonl", drop_connections
+        finally:
+            server.shutdown()
 
 
 def test_without_the_datasets_library_its_extra_is_named(rows, monkeypatch):

@@ -6,8 +6,10 @@ The query has the arguments of `datasets.load_dataset`: `name`, `split`, `revisi
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterator
 from functools import lru_cache
+from gzip import BadGzipFile
 from typing import Any
 from urllib.parse import parse_qsl, unquote, urlsplit
 
@@ -17,6 +19,7 @@ from titanlite.corpus.documents import TABLE_BYTES
 from titanlite.corpus.extras import import_extra
 from titanlite.data.text import Document, FileRange, ProblemHandler, ReadProblem, TextRules
 from titanlite.data.text_files import too_long_error
+from titanlite.data.urls import storage_errors
 from titanlite.errors import ConfigError, DataError, UserError
 
 DATASETS_SCHEME = "datasets://"
@@ -44,7 +47,10 @@ def list_dataset_ranges(url: str) -> list[FileRange]:
 def read_dataset_rows(
     part: FileRange, rules: TextRules, on_problem: ProblemHandler
 ) -> Iterator[Document]:
-    """The rows of the parts [start, end) of a dataset; `on_problem` gets what cannot be read."""
+    """The rows of the parts [start, end) of a dataset; `on_problem` gets what cannot be read.
+
+    Raises StorageError if the library cannot fetch a part.
+    """
     row = 0
     try:
         for number in range(part.start, part.end):
@@ -63,8 +69,19 @@ def read_dataset_rows(
     except (UserError, MemoryError):
         raise
     except Exception as error:  # the library raises errors of many classes
-        problem = _not_opened_error(f"{part.path}, after row {row}", error)
-        on_problem(ReadProblem("damaged", problem))
+        location = f"{part.path}, after row {row}"
+        if not _is_damage(error):
+            with storage_errors(location):
+                raise
+        on_problem(ReadProblem("damaged", _not_opened_error(location, error)))
+
+
+def _is_damage(error: Exception) -> bool:
+    """Whether an error says that content is damaged; any other may be storage that fails."""
+    # Arrow raises ArrowInvalid, a ValueError, or a plain OSError without a number; an OSError of
+    # the network is of a subclass or has a number
+    from_arrow = type(error) is OSError and error.errno is None
+    return from_arrow or isinstance(error, ValueError | EOFError | BadGzipFile | zlib.error)
 
 
 @lru_cache(maxsize=1)
