@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from tokenizers import AddedToken, Tokenizer, models
 
 from benchmarks import synthetic_corpus
 from tests.corpus.test_prepare import content_of, documents_in, group_exists, texts, wait_until
@@ -341,6 +342,18 @@ def test_a_wrong_recipe_is_refused_with_its_keys(write_recipe, values, more, pro
         make_corpus(load_recipe(write_recipe(more=more, **values)), ONE)
     text = format_error(refusal.value)
     assert all(problem in text for problem in problems), text
+
+
+def test_text_that_a_tokenizer_refuses_is_shown_with_its_file_and_line(write_recipe, tmp_path):
+    pieces = [("<unk>", 0.0), ("</s>", 0.0), *((chr(n), -3.0) for n in range(32, 127))]
+    tokenizer = Tokenizer(models.Unigram(pieces, unk_id=0))
+    tokenizer.add_special_tokens([AddedToken(name, special=True) for name in ("<unk>", "</s>")])
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    write_jsonl(tmp_path / "in/a.jsonl", ["one", "two", f"{'far ' * 99}before </s> after"])
+    recipe = write_recipe(tokenizer=str(tmp_path / "tokenizer.json"))
+    with pytest.raises(DataError, match=r"in/a.jsonl:3: .*before </s> after") as refusal:
+        make_corpus(load_recipe(recipe), ONE)
+    assert len(str(refusal.value)) < 400
 
 
 def test_a_document_above_the_limit_is_refused_with_the_key_of_a_recipe(write_recipe, tmp_path):

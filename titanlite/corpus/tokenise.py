@@ -125,8 +125,11 @@ def _encode_texts(
     """(ids of all documents, each with `begin` and EOS; length of each document)."""
     first, last = np.array(begin, np.int32), np.array([tokenizer.eos_id], np.int32)
     parts: list[np.ndarray] = []
-    for number, (text, _) in enumerate(documents):
-        parts += (first, tokenizer.encode_array(text), last)
+    for number, (text, origin) in enumerate(documents):
+        try:
+            parts += (first, tokenizer.encode_array(text), last)
+        except DataError as error:
+            raise DataError(f"{origin}: {error.message}", error.fix) from None
         if number % 256 == 0:
             report_progress()
     lengths = np.fromiter(map(len, parts), np.int64, len(parts)).reshape(-1, 3).sum(1)

@@ -332,12 +332,16 @@ class HuggingFaceTokenizer(Tokenizer):
 
     def _encode(self, text: str) -> list[int]:
         with _library_errors(self.name, f"cannot encode a text of {len(text):,} characters"):
-            ids = self._tokenizer.encode(text, add_special_tokens=False).ids
+            encoding = self._tokenizer.encode(text, add_special_tokens=False)
+            ids = encoding.ids
         if not self._never_in_text.isdisjoint(ids):
             # Unigram finds special tokens in text, and merges may make one; unknown may be EOS
-            token = self.special_token_name(next(i for i in ids if i in self._never_in_text))
+            place = next(place for place, id in enumerate(ids) if id in self._never_in_text)
+            token, (start, end) = self.special_token_name(ids[place]), encoding.offsets[place]
+            around = json.dumps(text[max(0, start - 20) : end + 20], ensure_ascii=False)
             raise DataError(
-                f'tokenizer "{self.name}": encodes ordinary text as the special token {token}.',
+                f'tokenizer "{self.name}": encodes ordinary text as the special token {token},'
+                f" in {around}.",
                 fix=f"Remove {token} from the text if it is there, or use another tokenizer.",
             )
         return ids

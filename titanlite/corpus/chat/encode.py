@@ -54,6 +54,8 @@ class ChatEncoder:
                 f" {error}.",
                 fix=f"Fix or remove it; a line is {_MESSAGES_FORMAT}.",
             ) from None
+        except DataError as error:  # of the tokenizer
+            raise DataError(f"{origin}: {error.message}", error.fix) from None
         return np.concatenate([np.empty(0, np.int32), *entries])
 
     @property
