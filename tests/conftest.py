@@ -11,6 +11,8 @@ from titanlite.data.manifest import write_corpus_manifest
 from titanlite.distributed.rendezvous import bind_gloo_to_loopback
 
 ROOT = Path(__file__).parents[1]
+# After this a process is taken for hung, on a machine however busy; no measure of speed.
+HANG_SECONDS = 600
 bind_gloo_to_loopback(1)  # all ranks of tests run on this machine, and inherit it
 
 

@@ -7,7 +7,7 @@ import runpy
 import subprocess
 import sys
 
-from tests.conftest import ROOT
+from tests.conftest import HANG_SECONDS, ROOT
 from titanlite.parallelize.schedule import format_trace_name
 
 SCRIPT = ROOT / "scripts" / "draw_layout.py"
@@ -16,7 +16,7 @@ PIPELINE = ["--parallelism.pipeline_parallel_degree", "2", "--training.local_bat
 
 def draw(*argv) -> subprocess.CompletedProcess:
     command = [sys.executable, str(SCRIPT), *map(str, argv)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+    return subprocess.run(command, capture_output=True, text=True, timeout=HANG_SECONDS)
 
 
 def write_trace(path, actions) -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.conftest import ROOT
+from tests.conftest import HANG_SECONDS, ROOT
 from tests.faults.launch import LaunchedRun
 from titanlite.checkpoint import (
     find_newest_checkpoint,
@@ -171,7 +171,7 @@ def trained(tmp_path_factory) -> Trained:
 
 def run_script(name: str, *argv) -> subprocess.CompletedProcess:
     command = [sys.executable, str(ROOT / "scripts" / name), *map(str, argv)]
-    return subprocess.run(command, capture_output=True, text=True, cwd="/", timeout=120)
+    return subprocess.run(command, capture_output=True, text=True, cwd="/", timeout=HANG_SECONDS)
 
 
 def test_the_script_generates_from_a_run_whose_tokenizer_file_was_moved(trained, tmp_path):

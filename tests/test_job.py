@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.torch_version import TorchVersion
 
-from tests.conftest import ROOT
+from tests.conftest import HANG_SECONDS, ROOT
 from titanlite.data import ShardWriter
 from titanlite.errors import UserError, UserErrors, format_error
 from titanlite.job import JOB_PROPERTIES, MOVED, JobConfig, read_job
@@ -587,7 +587,7 @@ def run_train(command, toml) -> subprocess.CompletedProcess:
         capture_output=True,
         text=True,
         env=environment,
-        timeout=120,
+        timeout=HANG_SECONDS,
     )
 
 

@@ -19,6 +19,7 @@ import pyarrow.parquet
 import pytest
 import torch
 
+from tests.conftest import HANG_SECONDS
 from tests.data.test_tokenizer import write_tokenizer_json
 from titanlite.corpus.prepare import PreparedCorpus, PrepareSettings, prepare_corpus
 from titanlite.data import open_corpus, open_tokenizer, verify_corpus
@@ -224,14 +225,14 @@ def test_a_worker_that_hangs_or_dies_ends_the_command(tmp_path, failure):
 
             wait_until(has_workers)
             os.kill(workers[0], signal.SIGKILL)
-        _, stderr = child.communicate(timeout=120)
+        _, stderr = child.communicate(timeout=HANG_SECONDS)
     wait_until(lambda: not group_exists(child.pid))
     killed = "a worker was killed"
     expected = "no worker has made progress for 3 s" if failure == "hang" else killed
     assert child.returncode == 1 and expected in stderr and "Traceback" not in stderr, stderr
 
 
-def wait_until(condition, seconds: float = 30) -> None:
+def wait_until(condition, seconds: float = HANG_SECONDS) -> None:
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, "waited too long"

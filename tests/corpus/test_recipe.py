@@ -15,6 +15,7 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, models
 
 from benchmarks import synthetic_corpus
+from tests.conftest import HANG_SECONDS
 from tests.corpus.test_prepare import content_of, documents_in, group_exists, texts, wait_until
 from titanlite.corpus.engine import LocalEngine
 from titanlite.corpus.pipeline import make_corpus
@@ -159,7 +160,7 @@ def test_kills_and_workers_change_no_byte(write_recipe, tmp_path, monkeypatch):
     recipe = write_recipe("out")
     for kill_at in (undisturbed.tasks // 5, undisturbed.tasks * 7 // 10):  # read; shuffle
         child = start(tmp_path, recipe, 2)
-        wait_until(lambda: count_finished(tmp_path / "out") >= kill_at, 120)  # noqa: B023
+        wait_until(lambda: count_finished(tmp_path / "out") >= kill_at)  # noqa: B023
         os.kill(child.pid, signal.SIGKILL)
         child.wait()
         wait_until(lambda: not group_exists(child.pid))  # noqa: B023  # its workers end too
@@ -194,13 +195,13 @@ def test_a_synthetic_corpus_is_the_same_with_1_2_and_4_workers_and_after_a_kill(
     assert removed["exact"]["documents"] and removed["near"]["documents"]
     assert undisturbed.stages["filter"]["changed"]["personal_data.mail"]["documents"]
     child = start(tmp_path, recipe := write("out"), 4)
-    wait_until(lambda: list((tmp_path / "out").glob(".work/filter/*/done.json")), 120)
+    wait_until(lambda: list((tmp_path / "out").glob(".work/filter/*/done.json")))
     os.kill(child.pid, signal.SIGKILL)
     child.wait()
     wait_until(lambda: not group_exists(child.pid))
     assert not (tmp_path / "out/.work/shards").exists()
     child = start(tmp_path, recipe, 2)
-    assert child.communicate(timeout=300)[1] == b"" and child.returncode == 0
+    assert child.communicate(timeout=HANG_SECONDS)[1] == b"" and child.returncode == 0
     first, second = (shards_in(tmp_path / out) for out in ("undisturbed", "out"))
     assert first == second and len(first) == 7
 

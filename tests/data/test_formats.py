@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.conftest import ROOT
+from tests.conftest import HANG_SECONDS, ROOT
 from tests.data.npy_format import open_npy
 from tests.data.test_stream import BYTES, SEQ_LEN, VOCAB_SIZE, open_mixture, write_corpus
 from titanlite.data import FORMATS, SampleOrder, SourceConfig, open_token_source, open_validation
@@ -149,7 +149,7 @@ def train(run_toml: Path, out: Path, *argv: str) -> list[float]:
     """Train on one process with the npy format; returns the losses of all steps so far."""
     options = ["--job.config_file", str(run_toml), "--job.dump_folder", str(out), *argv]
     command = [sys.executable, "-c", TRAIN, *options]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=HANG_SECONDS)
     assert done.returncode == 0, done.stderr
     lines = map(json.loads, (out / "metrics.jsonl").read_text().splitlines())
     return [line["loss"] for line in lines if "loss" in line and "event" not in line]

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.conftest import HANG_SECONDS
 from titanlite.data import (
     BatchDump,
     CorpusChecks,
@@ -209,7 +210,7 @@ def test_a_disk_that_never_responds_ends_the_run_with_an_error(tmp_path, use):
     """The process must exit although its thread still hangs."""
     write_corpus(tmp_path, 500)
     command = [sys.executable, "-c", HANGING, str(tmp_path), use]
-    child = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    child = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=HANG_SECONDS)
     assert child.returncode == 1 and "Traceback" not in child.stderr
     assert f"samples 0…1 of {tmp_path}: was not read within 1 s" in child.stderr
     assert "not read after 0.1 s; the run ends after 1 s" in child.stderr  # the warning

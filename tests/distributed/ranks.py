@@ -21,6 +21,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.conftest import HANG_SECONDS
+
 PRELOAD = [
     "numpy.random",
     "pytest",
@@ -36,7 +38,7 @@ PRELOAD = [
 GRACE_SECONDS = 2  # wait after the first failure, to report the cause and not a consequence
 
 
-def run_on_ranks(function, ranks: int, *args, timeout: float = 120) -> list:
+def run_on_ranks(function, ranks: int, *args, timeout: float = HANG_SECONDS) -> list:
     """Results of the module-level `function(*args)` on each rank; raises the first error."""
     context = _forkserver()
     with tempfile.TemporaryDirectory() as folder:

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from tests.conftest import ROOT
+from tests.conftest import HANG_SECONDS, ROOT
 from tests.distributed.ranks import _forkserver
 from tests.faults.launch import open_store
 from titanlite.distributed import time_limit
@@ -96,5 +96,5 @@ exit_process(75, seconds=0.5)
 
 
 def test_a_thread_that_hangs_does_not_block_the_exit_of_a_process():
-    done = subprocess.run([sys.executable, "-c", STUCK], cwd=ROOT, timeout=60)
+    done = subprocess.run([sys.executable, "-c", STUCK], cwd=ROOT, timeout=HANG_SECONDS)
     assert done.returncode == 75

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import ROOT
+from tests.conftest import HANG_SECONDS, ROOT
 from tests.faults.launch import LaunchedRun, lines_of
 
 
@@ -23,7 +23,7 @@ def torchrun(ranks: int, toml, *argv) -> subprocess.CompletedProcess:
         capture_output=True,
         text=True,
         env=environment,
-        timeout=180,
+        timeout=HANG_SECONDS,
     )
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import ROOT
+from tests.conftest import HANG_SECONDS, ROOT
 from tests.docs.pages import CodeBlock, code_blocks
 from tests.docs.test_commands import copy_repository, environment_for
 
@@ -81,7 +81,7 @@ def train(folder: Path, out: str, *launch: str) -> list[dict]:
         command += ["--parallelism.tensor_parallel_degree", "2"]
     environment = environment_for(folder)
     result = subprocess.run(
-        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300
+        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=HANG_SECONDS
     )
     assert result.returncode == 0, f"{result.stdout[-3000:]}\n{result.stderr[-6000:]}"
     return [json.loads(line) for line in (folder / out / "metrics.jsonl").open()]

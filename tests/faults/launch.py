@@ -18,6 +18,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from tests.conftest import HANG_SECONDS
 from tests.distributed.ranks import _forkserver
 
 
@@ -68,7 +69,9 @@ class LaunchedRun:
     def signal(self, rank: int, number: int) -> None:
         os.kill(self.processes[rank].pid, number)
 
-    def wait(self, seconds: float = 60, excluded: tuple[int, ...] = ()) -> list[int | None]:
+    def wait(
+        self, seconds: float = HANG_SECONDS, excluded: tuple[int, ...] = ()
+    ) -> list[int | None]:
         """Wait until all ranks but `excluded` have ended; returns the exit codes of all."""
         deadline = time.monotonic() + seconds
         waited = [p for rank, p in enumerate(self.processes) if rank not in excluded]
@@ -83,7 +86,7 @@ class LaunchedRun:
             )
         return codes
 
-    def wait_for(self, condition, seconds: float = 60) -> None:
+    def wait_for(self, condition, seconds: float = HANG_SECONDS) -> None:
         """Wait until `condition()`; fails after `seconds`, or if the run ends before."""
         deadline = time.monotonic() + seconds
         while not condition():

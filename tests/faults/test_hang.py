@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from tests.conftest import ROOT
+from tests.conftest import HANG_SECONDS, ROOT
 from tests.faults.launch import LaunchedRun, open_store, steps_of
 from titanlite.checkpoint import read_checkpoint_manifest
 from titanlite.storage import StorageFolder
@@ -90,7 +90,7 @@ def test_an_fsync_that_hangs_on_one_rank_is_reported_ends_all_and_the_run_resume
         start(argv, RANK=1, LOCAL_RANK=1, **common, **hanging),
     ]
     try:
-        outputs = [process.communicate(timeout=120)[1] for process in ranks]
+        outputs = [process.communicate(timeout=HANG_SECONDS)[1] for process in ranks]
     finally:
         for process in ranks:
             process.kill()
@@ -115,7 +115,7 @@ def test_a_read_that_hangs_in_a_load_ends_a_single_rank_run(run_toml, tmp_path, 
     argv = argv_of(run_toml, out, "--training.steps", "4")
     process = start(argv, LD_PRELOAD=shim, HANG_IN_READ="/step-2/__0_0")
     try:
-        output = process.communicate(timeout=120)[1]
+        output = process.communicate(timeout=HANG_SECONDS)[1]
     finally:
         process.kill()
     assert process.returncode == 1, output

@@ -39,7 +39,7 @@ def test_out_of_memory_on_one_rank_names_settings_that_help_and_ends_the_others(
     argv += ("--training.local_batch_size", "32", "--training.global_batch_size", "64")
     limits = {"extra_bytes": {1: EXTRA_BYTES}, "prepare": add_profiler}
     with LaunchedRun(2, tmp_path / "out", *argv, **limits) as run:
-        codes = run.wait(90)
+        codes = run.wait()
     assert codes[1] == 2 and codes[0] in (1, 2), run.output
     assert "rank 1: titanlite: out of memory at step 1, " in run.output, run.output
     assert "training.local_batch_size = 16" in run.output

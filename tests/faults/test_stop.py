@@ -12,7 +12,7 @@ from functools import partial
 
 import pytest
 
-from tests.conftest import ROOT
+from tests.conftest import HANG_SECONDS, ROOT
 from tests.faults.launch import LaunchedRun, events_of, steps_of
 from titanlite.runtime.stop import SECOND_CTRL_C_SECONDS
 
@@ -127,7 +127,7 @@ def start_under_launcher(command: list, tmp_path, **more: str) -> subprocess.Pop
 
 
 def wait_for(process: subprocess.Popen, condition, tmp_path) -> None:
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + HANG_SECONDS
     while not condition():
         assert process.poll() is None and time.monotonic() < deadline, (
             tmp_path / "log"
@@ -161,7 +161,7 @@ def test_slurm_time_limit_saves_once_without_torchrun_restarts_and_requeues_the_
     process = start_under_launcher(batch, tmp_path, **slurm, **limits)
     wait_for(process, lambda: len(steps_of(out)) > 3, tmp_path)
     process.send_signal(signal.SIGUSR1)  # as `--signal=B:USR1@300` does, to the batch shell alone
-    code, log = process.wait(120), (tmp_path / "log").read_text()
+    code, log = process.wait(HANG_SECONDS), (tmp_path / "log").read_text()
     assert code and "already stopped in this launch" in log and "exitcode  : 75" in log, log
     assert [e["reason"] for e in events_of(out, "stopped")] == ["SIGUSR1"]
     starts = [json.loads(line) for line in (out / "starts.jsonl").read_text().splitlines()]
@@ -179,7 +179,7 @@ def test_ctrl_c_at_torchrun_saves_the_run(run_toml, tmp_path):
     process = start_under_launcher([*command, "train.py", *argv_of(run_toml, *LONG)], tmp_path)
     wait_for(process, lambda: len(steps_of(out)) > 1, tmp_path)
     os.killpg(process.pid, signal.SIGINT)  # as a terminal does
-    process.wait(120)
+    process.wait(HANG_SECONDS)
     log = (tmp_path / "log").read_text()
     assert json.loads((out / "starts.jsonl").read_text().splitlines()[-1])["code"] == 75, log
     assert [e["step"] for e in events_of(out, "checkpoint_saved")] == [max(steps_of(out))]

@@ -11,6 +11,7 @@ import time
 
 import torch
 
+from tests.conftest import HANG_SECONDS
 from tests.faults.launch import LaunchedRun
 from titanlite.distributed.flight_recorder import FlightRecorder
 from titanlite.runtime import watchdog
@@ -70,7 +71,7 @@ def test_a_hang_writes_the_collectives_of_every_rank_and_says_how_to_read_them(r
     if torch.__version__.startswith("2.11."):
         return  # its analyzer reads traces of NCCL only
     command = [sys.executable, "-m", "torch.distributed.flight_recorder.fr_trace", str(folder)]
-    analyzed = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    analyzed = subprocess.run(command, capture_output=True, text=True, timeout=HANG_SECONDS)
     assert analyzed.returncode == 0, analyzed.stderr
     report = analyzed.stdout + analyzed.stderr
     assert "Not all ranks joining collective" in report and "missing ranks: {1}" in report

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.conftest import HANG_SECONDS
 from titanlite.errors import CheckpointError, ConfigError
 from titanlite.runtime.lease import (
     COUNT_FILE,
@@ -140,7 +141,7 @@ def is_released(folder: Path) -> bool:
     return names_in(folder) == {COUNT_FILE}
 
 
-def eventually(condition, seconds: float = 5) -> bool:
+def eventually(condition, seconds: float = HANG_SECONDS) -> bool:
     deadline = time.monotonic() + seconds
     while not (met := condition()) and time.monotonic() < deadline:
         time.sleep(0.01)

@@ -20,7 +20,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.conftest import ROOT
+from tests.conftest import HANG_SECONDS, ROOT
 from tests.distributed.ranks import PRELOAD
 from titanlite.distributed.signed_store import SignedStore
 from titanlite.errors import (
@@ -470,7 +470,7 @@ def test_a_launched_job_listens_on_loopback_only_and_ends_with_its_launcher(tmp_
     assert all(address.is_loopback for address in listening), listening
     torchrun.kill()
     torchrun.wait()
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + HANG_SECONDS
     while any(map(is_running, pids)) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not any(map(is_running, pids))
@@ -504,7 +504,7 @@ def is_running(pid: int) -> bool:
 
 def wait_for(path: Path) -> str:
     """The text of a file, once it exists."""
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + HANG_SECONDS
     while not path.exists() and time.monotonic() < deadline:
         time.sleep(0.02)
     time.sleep(0.1)  # it may exist before its content

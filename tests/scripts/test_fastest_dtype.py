@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from tests.conftest import ROOT
+from tests.conftest import HANG_SECONDS, ROOT
 
 pytestmark = pytest.mark.skipif(
     platform.machine() != "x86_64", reason="ONEDNN_MAX_CPU_ISA affects x86 CPUs only"
@@ -24,7 +24,7 @@ def run_without_bf16_units(*command: str) -> subprocess.CompletedProcess[str]:
         env={**os.environ, **without_bf16},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=HANG_SECONDS,
     )
 
 

@@ -27,6 +27,7 @@ FIT_METHODS: dict[FitMethod, str] = {
 }
 MIN_POINTS = 6  # one more than the parameters of a law
 MIN_DISTINCT = 3  # values of N and of D: two cannot show a curvature
+_ROUNDING = 1e-9  # a smaller share of the loss is an error of rounding
 _CENTRAL = (0.025, 0.975)  # of the bootstraps: a 95 % interval
 
 
@@ -105,9 +106,9 @@ def fit_law(
     else:
         problem = LogSumExpProblem(x, z, np.log(points.losses), kaplan=method == "kaplan")
         rows, objective, starts = _fit_log_sum_exp(problem, weights)
+    _refuse_without_effect(rows[0])
     rows[:, 1] *= np.exp(rows[:, 3] * centre[0])
     rows[:, 2] *= np.exp(rows[:, 4] * centre[1])
-    _refuse_at_bound(rows[0])
     E, A, B, alpha, beta, power = rows[0].tolist()
     law = ScalingLaw(E, A, B, alpha, beta, power, points.count, points.source)
     condition = _condition_numbers(law, points, ProjectionProblem(x, z, points.losses))
@@ -165,8 +166,12 @@ def _fit_log_sum_exp(problem: LogSumExpProblem, weights: np.ndarray):
     return rows, objective, reached
 
 
-def _refuse_at_bound(row: np.ndarray) -> None:
-    """Raise DataError for a fit in which N or D has no effect that a power law describes."""
+def _refuse_without_effect(row: np.ndarray) -> None:
+    """Raise DataError for a fit in which N or D has no effect that a power law describes.
+
+    `row` has LAW_FIELDS, A and B of N and D relative to their centre.
+    """
+    constant, *effects = row[:3].tolist()
     exponents = dict(zip(("alpha", "beta"), row[3:5].tolist(), strict=True))
     for name, value in exponents.items():
         if not 1.01 * MIN_EXPONENT < value < 0.99 * MAX_EXPONENT:
@@ -175,12 +180,13 @@ def _refuse_at_bound(row: np.ndarray) -> None:
                 f" {'N' if name == 'alpha' else 'D'}.",
                 fix="Check the columns, leave out runs that diverged, and cover a wider range.",
             )
-    if min(row[1], row[2]) <= 0:
-        raise DataError(
-            f"A = {row[1]:.3g}, B = {row[2]:.3g}: these losses do not fall with"
-            f" {'N' if row[1] <= 0 else 'D'}.",
-            fix="Check the columns, and cover a wider range.",
-        )
+    for name, effect in zip("ND", effects, strict=True):
+        share = effect / (constant + sum(effects))
+        if share < _ROUNDING:
+            raise DataError(
+                f"{name} makes {share:.0e} of the loss: these losses do not fall with {name}.",
+                fix="Check the columns, and cover a wider range.",
+            )
 
 
 def _condition_numbers(
