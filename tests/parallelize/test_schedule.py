@@ -9,6 +9,7 @@ from titanlite.errors import ConfigError
 from titanlite.parallelize.schedule import (
     SCHEDULES,
     PipelineAction,
+    _from_torch_action,
     assign_stages,
     build_schedule_order,
     check_csv_order,
@@ -18,6 +19,7 @@ from titanlite.parallelize.schedule import (
     simulate_schedule,
 )
 
+V_OR_SPLIT = [name for name, schedule in SCHEDULES.items() if schedule.splits_backward]
 STAGES_PER_RANK = {name: schedule.stages_per_rank or 2 for name, schedule in SCHEDULES.items()}
 
 
@@ -76,6 +78,15 @@ def test_every_schedule_runs_each_action_once_on_the_rank_of_its_stage(name, tmp
     rank_of, counted = check_csv_order(tmp_path, order)  # raises if an action is missing
     assert rank_of == assign_stages(SCHEDULES[name], ranks, ranks * STAGES_PER_RANK[name])
     assert counted == microbatches
+
+
+@pytest.mark.parametrize("per_rank, microbatches", [(2, 8), (3, 8), (2, 16), (3, 12)])
+@pytest.mark.parametrize("name", ["Interleaved1F1B", "LoopedBFS", *V_OR_SPLIT])
+def test_an_order_is_the_one_that_torch_runs(name, per_rank, microbatches):
+    per_rank = SCHEDULES[name].stages_per_rank or per_rank
+    rows = get_schedule_ops(name, 4, microbatches, per_rank)
+    of_torch = [[action for cell in row for action in _from_torch_action(cell)] for row in rows]
+    assert build_schedule_order(name, 4, 4 * per_rank, microbatches) == of_torch
 
 
 def as_csv(order) -> str:

@@ -8,7 +8,8 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, NamedTuple, get_args
+from types import SimpleNamespace
+from typing import Any, Literal, NamedTuple, get_args
 
 from titanlite.errors import ConfigError
 
@@ -89,11 +90,24 @@ def build_schedule_order(
     if SCHEDULES[name].stages_per_rank == 1:
         # Not from torch (2.13), which lists GPipe and 1F1B with one micro-batch too many.
         return [_one_stage_order(name, rank, ranks, microbatches) for rank in range(ranks)]
-    # Private, but torch's own visualizer uses it; it needs no process group (2.11 to 2.15).
-    from torch.distributed.pipelining._schedule_visualizer import get_schedule_ops
-
-    rows = get_schedule_ops(name, ranks, microbatches, stages // ranks)
+    rows = _torch_order(name, ranks, stages, microbatches)
     return [[action for cell in row for action in _from_torch_action(cell)] for row in rows]
+
+
+def _torch_order(name: str, ranks: int, stages: int, microbatches: int) -> list[list]:
+    """The actions of each rank by torch's class of the schedule.
+
+    As torch's own visualizer does it, without a process group (2.11 to 2.15), but for its mocked
+    stages and for the transfers, which take most of its time.
+    """
+    from torch.distributed.pipelining.schedules import get_schedule_class
+
+    # it adds transfers and all-gathers to the order, which is complete before
+    without_transfers = {"_prepare_schedule_with_comms": lambda *_, **__: None}
+    order_only: Any = type(name, (get_schedule_class(name),), without_transfers)
+    stage = SimpleNamespace(group_rank=0, group_size=ranks, num_stages=stages, submod=None)
+    schedule = order_only([stage] * (stages // ranks), microbatches)
+    return [schedule.pipeline_order[rank] for rank in range(ranks)]
 
 
 def _one_stage_order(name: str, rank: int, ranks: int, microbatches: int) -> list[PipelineAction]:

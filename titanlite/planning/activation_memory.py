@@ -155,8 +155,8 @@ class BlockActivations:
         if self.workload.offload_activations:  # two blocks are there, others in host memory
             return 2 * max((self.saved(first + n) for n in range(min(2, count))), default=0.0)
         every = self.workload.recompute_every if self.workload.recompute == "selective" else 1
-        kept = sum((first + n) % every != 0 for n in range(count)) if every > 1 else 0
-        return kept * self.saved(1) + (count - kept) * self.saved(0)
+        recomputed = -(-(first + count) // every) + -first // every  # blocks 0, every, 2 every, ...
+        return (count - recomputed) * self.saved(1) + recomputed * self.saved(0)
 
     @cached_property
     def _scores(self) -> float:

@@ -6,13 +6,11 @@ largest shards.
 
 from __future__ import annotations
 
-import dataclasses
-
 from titanlite.planning.activation_memory import BlockActivations
 from titanlite.planning.model_parts import ModelParts, parts_of_shape
 from titanlite.planning.pipeline_points import pipeline_points
 from titanlite.planning.rank_memory import MemoryEstimate, RankMemory, StepPoint
-from titanlite.planning.rank_parts import RankParts
+from titanlite.planning.rank_parts import LayoutParts, RankParts
 from titanlite.planning.schedule_states import schedule_states
 from titanlite.planning.stages import StageParts, stage_ranks, stages_of
 from titanlite.planning.step_points import step_points
@@ -38,10 +36,13 @@ def estimate_memory(
     activations = BlockActivations(workload, on_cpu)
     owners = stage_ranks(layout)
     microbatches = layout.n_microbatches // max(1, layout.runs)
+    own: list[list[StageParts]] = [[] for _ in range(layout.pipeline)]
+    for stage, owner in zip(stages, owners, strict=True):
+        own[owner].append(stage)
+    common = LayoutParts(workload, parts, activations)
     ranks = []
     for rank in range(layout.pipeline):
-        own = [stages[stage] for stage, owner in enumerate(owners) if owner == rank]
-        rank_parts = RankParts(workload, parts, activations, own)
+        rank_parts = RankParts(common, own[rank])
         if layout.pipeline > 1:
             states = schedule_states(layout.schedule, owners, microbatches)[rank]
             points = pipeline_points(rank_parts, states, microbatches)
@@ -54,7 +55,8 @@ def estimate_memory(
 
 def _optimizer_step(parts: RankParts, step_temporaries: tuple[float, float]) -> StepPoint:
     size, multiple = step_temporaries
-    size = max(size, multiple * parts.largest_shard * parts.numerics.parameter_bytes)
+    if multiple:
+        size = max(size, multiple * parts.largest_shard * parts.numerics.parameter_bytes)
     return StepPoint("in the optimizer's step", gradients=parts.resting[1], step_temporaries=size)
 
 
@@ -62,10 +64,10 @@ def _peak(rank: int, parts: RankParts, points: list[StepPoint]) -> RankMemory:
     """The largest of the points."""
     parameters, gradients, state = parts.resting
     workload, sharded = parts.workload, parts.layout.sharded
-    totals = []
+    totals, batch = [], _batch_bytes(workload)
     for point in points:
-        values = dataclasses.asdict(point)
-        values["activations"] += _batch_bytes(workload)
+        values = point._asdict()
+        values["activations"] += batch
         if sharded in ("nothing", "optimizer"):  # they exist all the time
             values |= {"gradients": gradients, "unsharded_gradients": 0.0, "gathered": 0.0}
         elif sharded == "gradients":

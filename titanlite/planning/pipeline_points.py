@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from titanlite.planning.rank_memory import StepPoint
 from titanlite.planning.rank_parts import RankParts
@@ -25,7 +25,7 @@ def pipeline_points(
     shards = 0.0
     if parts.layout.runs > 1 and parts.layout.reduce_every_microbatch:
         shards = parts.all.sharded * parts.numerics.gradient_bytes
-    points = [replace(point, received=received, gradients=shards) for point in points]
+    points = [point._replace(received=received, gradients=shards) for point in points]
     return [*points, rank.reduction(received, shards)]
 
 
@@ -45,6 +45,8 @@ class _PipelineRank:
         self.of_torch = parts.layout.sharded == "parameters"
         self.compute, self.reduce = parts.numerics.gathered_bytes, parts.numerics.reduce_bytes
         self.gathered = parts.all.gathered * self.compute
+        self.saved = [self._saved(stage) for stage in parts.stages]
+        self.unsharded = [self._unsharded(stage) for stage in parts.stages]
 
     def _saved(self, stage: StageParts) -> float:
         """What a forward of a stage has saved.
@@ -89,11 +91,11 @@ class _PipelineRank:
         stages = self.parts.stages
         stage = stages[state.stage]
         in_flight = sum(
-            count * self._saved(other) for other, count in zip(stages, state.in_flight, strict=True)
+            count * saved for saved, count in zip(self.saved, state.in_flight, strict=True)
         )
         done = [
-            self._unsharded(other) if first else 0.0
-            for other, first in zip(stages, state.accumulated, strict=True)
+            unsharded if first else 0.0
+            for unsharded, first in zip(self.unsharded, state.accumulated, strict=True)
         ]
         own = done[state.stage]
         accumulated = _Accumulated(sum(done) - own, own)
@@ -102,7 +104,7 @@ class _PipelineRank:
             if stage.output:
                 points.append(self._forward_of_loss(stage, in_flight, accumulated))
             return points
-        others = in_flight - self._saved(stage)
+        others = in_flight - self.saved[state.stage]
         points = self._points_of_blocks(stage, others, accumulated)
         if stage.output:
             points.append(self._backward_of_loss(in_flight, accumulated))
@@ -198,7 +200,7 @@ class _PipelineRank:
         group = parts.embedding if parts.has_embedding else parts.block
         unsharded = 0.0
         if self.of_torch:
-            unsharded = sum(self._unsharded(stage) for stage in parts.stages)
+            unsharded = sum(self.unsharded)
             unsharded += group.gathered * self.reduce
             shards = shards or group.sharded * parts.numerics.gradient_bytes
         return StepPoint(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator, Sequence
 
 from titanlite.log import pluralize
@@ -110,7 +109,7 @@ def _table(request: PlanRequest, steps: Sequence[PlannedStep]) -> Iterator[str]:
 
 def memory_parts(estimate: MemoryEstimate) -> dict[str, float]:
     """Bytes of the worst rank at its peak by what they hold, without those that are 0."""
-    worst = dataclasses.asdict(estimate.worst)
+    worst = estimate.worst._asdict()
     parts = {name: worst[name] for name in MEMORY_PARTS}
     return {name: size for name, size in parts.items() if size > 1.0}
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 
-@dataclass(frozen=True)
-class RankMemory:
+class RankMemory(NamedTuple):
     """Bytes of one pipeline rank's device at the peak of a step."""
 
     rank: int
@@ -76,8 +76,7 @@ class MemoryEstimate:
         return f"pipeline rank {worst.rank}, {worst.at}: most are {largest}"
 
 
-@dataclass(frozen=True)
-class StepPoint:
+class StepPoint(NamedTuple):
     """A point of a step that can be its peak, and what is alive then beside what always is."""
 
     at: str

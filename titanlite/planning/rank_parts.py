@@ -7,40 +7,74 @@ from functools import cached_property
 from titanlite.planning.activation_memory import BlockActivations
 from titanlite.planning.block_backward import block_backward, block_forward
 from titanlite.planning.loss_memory import LossBytes, loss_bytes
-from titanlite.planning.model_parts import EMPTY, GroupBytes, ModelParts, group_bytes
+from titanlite.planning.model_parts import (
+    EMPTY,
+    GroupBytes,
+    ModelParts,
+    ParameterShape,
+    group_bytes,
+)
 from titanlite.planning.stages import StageParts
 from titanlite.planning.workload import Workload
+
+
+class LayoutParts:
+    """What all pipeline ranks of a layout have in common: FSDP groups, and the peaks of a block."""
+
+    def __init__(self, workload: Workload, parts: ModelParts, activations: BlockActivations):
+        self.workload, self.parts, self.activations = workload, parts, activations
+        self.block, self.dense_block = self.group(parts.block), self.group(parts.dense_block)
+        self.embedding = self.group(parts.embedding)
+        self.norm, self.output = self.group(parts.norm), self.group(parts.output)
+        self._backwards: dict[bool, tuple[float, float]] = {}  # by whether it recomputes
+
+    def group(self, parameters: tuple[ParameterShape, ...]) -> GroupBytes:
+        return group_bytes(parameters, self.workload.layout, self.workload.numerics.state_bytes)
+
+    @cached_property
+    def feed_forward_elements(self) -> float:
+        """Elements of the largest matrices of a block, three or two of them."""
+        model = self.workload.model
+        if model.experts:
+            return self.block.gathered
+        matrices = (3 if model.gated else 2) * model.dim * model.hidden_dim
+        return min(self.block.gathered, matrices / self.workload.layout.tensor)
+
+    @cached_property
+    def block_forward(self) -> float:
+        return block_forward(self.activations)
+
+    def block_backward(self, number: int) -> tuple[float, float]:
+        """Bytes of (activations, weight gradients) that the backward of a block adds."""
+        recomputes = self.activations.recomputes(number)
+        if recomputes not in self._backwards:
+            compute, wide = self.workload.numerics.gathered_bytes, self.feed_forward_elements
+            other = (self.block.gathered - wide) * compute
+            found = block_backward(self.activations, number, wide * compute, other)
+            self._backwards[recomputes] = found
+        return self._backwards[recomputes]
 
 
 class RankParts:
     """The modules of one pipeline rank, and the bytes that its points of a step are made of."""
 
-    def __init__(
-        self,
-        workload: Workload,
-        parts: ModelParts,
-        activations: BlockActivations,
-        stages: list[StageParts],
-    ):
+    def __init__(self, common: LayoutParts, stages: list[StageParts]):
+        workload = common.workload
         self.workload, self.layout, self.numerics = workload, workload.layout, workload.numerics
-        self.parts, self.activations, self.stages = parts, activations, stages
-        self.block = self._group(parts.block)
-        self.embedding = self._group(parts.embedding)
+        self.common, self.parts, self.activations = common, common.parts, common.activations
+        self.stages, self.block, self.embedding = stages, common.block, common.embedding
+        self.feed_forward_elements = common.feed_forward_elements
         self.has_embedding = any(stage.embedding for stage in stages)
         self.has_output = any(stage.output for stage in stages)
-        tied = parts.tied and self.layout.pipeline > 1 and self.has_output
+        tied = self.parts.tied and self.layout.pipeline > 1 and self.has_output
         # of the tied embedding; it is not trained where it is used, so it has no optimizer state
         self.copy = self.embedding if tied and self.layout.sharded == "parameters" else EMPTY
-        self.after = self._group(parts.norm) + self._group(parts.output) + self.copy
+        self.after = common.norm + common.output + self.copy
         self.all = self._all()
-        self._backwards: dict[bool, tuple[float, float]] = {}  # by whether it recomputes
-
-    def _group(self, parameters) -> GroupBytes:
-        return group_bytes(parameters, self.layout, self.numerics.state_bytes)
 
     def _all(self) -> GroupBytes:
         total, experts = EMPTY, self.workload.model.experts
-        dense = self._group(self.parts.dense_block) if experts else EMPTY
+        dense = self.common.dense_block
         for stage in self.stages:
             few = 0
             if experts:
@@ -50,9 +84,9 @@ class RankParts:
             if stage.embedding or tied_copy:
                 total = total + self.embedding
             if stage.norm:
-                total = total + self._group(self.parts.norm)
+                total = total + self.common.norm
             if stage.output:
-                total = total + self._group(self.parts.output)
+                total = total + self.common.output
         return total
 
     @cached_property
@@ -83,7 +117,7 @@ class RankParts:
         """The loss of a micro-batch, if this rank computes it."""
         if not self.has_output:
             return LossBytes()
-        output = self._group(self.parts.output or self.parts.embedding)
+        output = self.common.output if self.parts.output else self.embedding
         return loss_bytes(self.activations, output.gathered)
 
     @property
@@ -91,32 +125,17 @@ class RankParts:
         """Whether FSDP has other ranks to gather parameters from."""
         return self.layout.shard * self.layout.context > 1
 
-    @cached_property
-    def feed_forward_elements(self) -> float:
-        """Elements of the largest matrices of a block, three or two of them."""
-        model = self.workload.model
-        if model.experts:
-            return self.block.gathered
-        matrices = (3 if model.gated else 2) * model.dim * model.hidden_dim
-        return min(self.block.gathered, matrices / self.layout.tensor)
-
     def forward(self, number: int) -> float:
         """Bytes of activations that the forward of a block adds at its peak.
 
         A block that is recomputed has more in backward, and is not described.
         """
         acts = self.activations
-        return 0.0 if acts.recomputes(number) else block_forward(acts)
+        return 0.0 if acts.recomputes(number) else self.common.block_forward
 
     def backward(self, number: int) -> tuple[float, float]:
         """Bytes of (activations, weight gradients) that the backward of a block adds."""
-        recomputes = self.activations.recomputes(number)
-        if recomputes not in self._backwards:
-            compute, wide = self.numerics.gathered_bytes, self.feed_forward_elements
-            other = (self.block.gathered - wide) * compute
-            found = block_backward(self.activations, number, wide * compute, other)
-            self._backwards[recomputes] = found
-        return self._backwards[recomputes]
+        return self.common.block_backward(number)
 
     def notable_blocks(self, blocks: int) -> set[int]:
         """Of `blocks` blocks, those whose backward can be the peak.
@@ -160,7 +179,7 @@ class RankParts:
         parts = [*self.parts.block]
         parts += self.parts.embedding if self.has_embedding else ()
         parts += self.parts.output if self.has_output else ()
-        return max(self._group((parameter,)).stored for parameter in parts)
+        return max(self.common.group((parameter,)).stored for parameter in parts)
 
     @property
     def largest_group_gradient(self) -> float:

@@ -123,16 +123,30 @@ def _rank_passes(workload: Workload, case: BlockCase) -> list[Passes]:
     layers = layout.stage_blocks or divide_layers(
         model.n_layers, stages, *(round(end.total / block, 2) for end in ends)
     )
-    ranks = [Passes(Seconds(), Seconds())] * layout.pipeline
     owners = stage_ranks(layout)
-    ranks[owners[0]] = ranks[owners[0]].plus(ends[0])
-    ranks[owners[-1]] = ranks[owners[-1]].plus(ends[1])
+    parts: list[list[tuple[Passes, float]]] = [[] for _ in range(layout.pipeline)]
+    parts[owners[0]].append((ends[0], 1.0))
+    parts[owners[-1]].append((ends[1], 1.0))
     start = 0
     for rank, count in zip(owners, layers, strict=True):
         for kind, blocks in Counter(kinds[start : start + count]).items():
-            ranks[rank] = ranks[rank].plus(passes_of[kind], blocks)
+            parts[rank].append((passes_of[kind], blocks))
         start += count
-    return ranks
+    return _sums(parts)
+
+
+def _sums(parts: list[list[tuple[Passes, float]]]) -> list[Passes]:
+    """The sum of each rank's parts and how often it has them; many ranks have the same."""
+    known: dict[tuple[tuple[int, float], ...], Passes] = {}
+    sums = []
+    for own in parts:
+        key = tuple((id(passes), times) for passes, times in own)
+        if key not in known:
+            known[key] = Passes(Seconds(), Seconds())
+            for passes, times in own:
+                known[key] = known[key].plus(passes, times)
+        sums.append(known[key])
+    return sums
 
 
 @lru_cache(maxsize=4096)
