@@ -2,15 +2,16 @@
 
 python -m benchmarks.planner_cpu [--steps 12]
 
-The machine is measured, a CPU being one of the planner's machines; nothing is fitted to the runs.
-Run it on an idle machine: measured are wall-clock seconds of a step, the median of the steps. With
---cpu-time, seconds that a process computed: those of a run less those of a run of two steps.
+The machine is measured before and after each run, with as many processes at once as the run has: a
+virtual machine may be half as fast some seconds later. The prediction is the mean of both; nothing
+is fitted to the runs. Run it on an idle machine: measured are wall-clock seconds of a step, the
+median of the steps. With --cpu-time, seconds that a process computed: those of a run less those of
+a run of two steps.
 """
 
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import os
 import resource
 import subprocess
@@ -19,9 +20,12 @@ import tempfile
 import time
 from pathlib import Path
 
+import torch
+
 from titanlite.planning.calibrate import read_measured_run
 from titanlite.planning.hardware import measure_cpu
 from titanlite.planning.step_time import estimate_step
+from titanlite.planning.workload import Workload
 
 ROOT = Path(__file__).parents[1]
 SIZES = {
@@ -76,31 +80,43 @@ def train(arguments: list[str], processes: int, folder: Path, steps: int) -> flo
     return (after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime) / processes
 
 
+def measure_run(
+    settings: list[str], processes: int, steps: int, cpu_time: bool
+) -> tuple[Workload, float]:
+    """The workload of a run, and its seconds per step."""
+    with tempfile.TemporaryDirectory() as folder:
+        total = train(settings, processes, Path(folder), steps)
+        run = read_measured_run(Path(folder))
+    if not cpu_time:
+        return run.workload, run.seconds
+    with tempfile.TemporaryDirectory() as folder:
+        total -= train(settings, processes, Path(folder), 2)
+    return run.workload, total / (steps - 2)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=14)
     parser.add_argument("--cpu-time", action="store_true")
     parser.add_argument("--processes", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--sizes", nargs="+", choices=SIZES, default=list(SIZES))
     arguments = parser.parse_args()
+    clock = time.process_time if arguments.cpu_time else time.perf_counter
+    torch.set_num_threads(1)  # as the runs
     prepare()
     print("| model | processes | predicted ms | measured ms | error |")
     print("| --- | ---: | ---: | ---: | ---: |")
     for processes in arguments.processes:
-        for name, settings in SIZES.items():
-            with tempfile.TemporaryDirectory() as folder:
-                total = train(settings, processes, Path(folder), arguments.steps)
-                run = read_measured_run(Path(folder))
-            if arguments.cpu_time:
-                with tempfile.TemporaryDirectory() as folder:
-                    total -= train(settings, processes, Path(folder), 2)
-                run = dataclasses.replace(run, seconds=total / (arguments.steps - 2))
-            clock = time.process_time if arguments.cpu_time else time.perf_counter
-            cluster = measure_cpu(processes, 1.0, clock)
-            step = estimate_step(run.workload, cluster)
-            predicted, measured = step.total * 1e3, run.seconds * 1e3
+        for name in arguments.sizes:
+            before = measure_cpu(processes, 1.0, clock)
+            workload, seconds = measure_run(
+                SIZES[name], processes, arguments.steps, arguments.cpu_time
+            )
+            clusters = before, measure_cpu(processes, 1.0, clock)
+            predicted = sum(estimate_step(workload, cluster).total for cluster in clusters) / 2
             print(
-                f"| {name} | {processes} | {predicted:.0f} | {measured:.0f}"
-                f" | {predicted / measured - 1:+.0%} |",
+                f"| {name} | {processes} | {predicted * 1e3:.0f} | {seconds * 1e3:.0f}"
+                f" | {predicted / seconds - 1:+.0%} |",
                 flush=True,
             )
 

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import time
+
 import pytest
 
 from titanlite.errors import ConfigError
+from titanlite.planning import cpu_rates
+from titanlite.planning.cpu_rates import CpuRates, measure_rates
 from titanlite.planning.hardware import cluster_names, find_cluster, measure_cpu, parse_gpus
 
 OWN = """
@@ -84,8 +89,32 @@ def test_all_problems_of_a_hardware_file_are_listed(tmp_path):
         assert part in caught.value.message
 
 
-def test_a_cpu_is_measured_on_the_spot():
+def test_a_cpu_is_measured_on_the_spot_by_as_many_processes_as_it_has_ranks(tmp_path, monkeypatch):
+    measure = cpu_rates._rates_of_process
+
+    def measure_in_a_file(stopwatch):
+        (tmp_path / str(os.getpid())).touch()
+        return measure(stopwatch)
+
+    monkeypatch.setattr(cpu_rates, "_rates_of_process", measure_in_a_file)
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
     cluster = measure_cpu(2, seconds=0.01)
+    assert len(list(tmp_path.iterdir())) == 2
     assert cluster.gpu.peak_flops("float32") > 1e8
+    assert cluster.gpu.attention_tflops["float32"] > 1e-4
     assert cluster.gpu.memory_gb_per_s > 0.1
+    assert cluster.machine.link_gb_per_s > 0.001
     assert cluster.machine.link_domain == 2
+    assert not cluster.overlaps
+
+
+def test_a_step_waits_for_the_slowest_process_and_processes_divide_the_cores(
+    monkeypatch,
+):
+    fast, slow = ({"bfloat16": rate, "float32": rate} for rate in (4.0, 2.0))
+    ranks = [CpuRates(fast, fast, 3.0, 8.0), CpuRates(slow, fast, 5.0, 6.0)]
+    monkeypatch.setattr(cpu_rates, "run_in_processes", lambda functions, at_once: ranks)
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    assert measure_rates(2, 0.01, time.perf_counter) == CpuRates(slow, fast, 3.0, 6.0)
+    half = {"bfloat16": 1.0, "float32": 1.0}
+    assert measure_rates(4, 0.01, time.perf_counter) == CpuRates(half, slow, 1.5, 3.0)

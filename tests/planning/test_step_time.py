@@ -91,6 +91,15 @@ def test_small_micro_batches_do_not_hide_the_gathers_of_fsdp():
     assert seconds(short, network).shard > 0.05 * seconds(short, network).total
 
 
+def test_communication_without_cores_of_its_own_is_not_hidden():
+    busy = dataclasses.replace(H100, overlaps=False)
+    assert seconds(cluster=busy).shard > 5 * seconds().shard
+    assert seconds(cluster=busy).total > seconds().total
+    measured = dataclasses.replace(H100.gpu, attention_tflops={"bfloat16": 1.0})
+    slow = dataclasses.replace(H100, gpu=measured)
+    assert seconds(cluster=slow).attention > 10 * seconds().attention
+
+
 def test_gradients_are_reduced_in_every_micro_batch_or_in_the_last():
     short = dataclasses.replace(BASE, seq_len=512)
     once = seconds(short, reduce_every_microbatch=False)
@@ -225,6 +234,8 @@ def test_blocks_are_divided_by_what_the_ends_cost():
 
 def test_every_fraction_is_below_its_peak():
     for name, efficiency in efficiency_sets().items():
+        if name == "CPU":  # its peaks are measured rates
+            continue
         values = dataclasses.asdict(efficiency).values()
         assert all(0.1 <= value <= 0.98 for value in values), name
     assert find_efficiency("MI300X") == efficiency_sets()["default"]

@@ -6,7 +6,6 @@ import re
 import resource
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -103,11 +102,8 @@ def measure_matmul_flops(
     dtype: torch.dtype,
     device: torch.device,
     seconds: float = 0.25,
-    clock: Callable[[], float] = time.perf_counter,
 ) -> float:
     """FLOP/s of the fastest of the large matmuls that fit into `seconds`; at least three run.
-
-    `clock` times them; time.process_time does not count what other processes take of a CPU.
 
     Training uses three layouts (x W^T in forward, dy W and dy^T x in backward), whose kernels may
     differ: in float16 on a CPU, the first is 7 times as fast as the second. The peak is that of the
@@ -119,36 +115,30 @@ def measure_matmul_flops(
     layouts = ((left, right.mT), (left, right), (left.mT, right))
     # loads the kernel; on a CPU all three layouts come from one library
     for layout in layouts if device.type == "cuda" else layouts[:1]:
-        _seconds_of_matmul(*layout, clock)
+        _seconds_of_matmul(*layout)
     end = time.perf_counter() + seconds
-    times = [_seconds_of_matmul(*layout, clock) for layout in layouts]
+    times = [_seconds_of_matmul(*layout) for layout in layouts]
     best, fastest = min(times), layouts[times.index(min(times))]
     while time.perf_counter() < end:
-        best = min(best, _seconds_of_matmul(*fastest, clock))
+        best = min(best, _seconds_of_matmul(*fastest))
     return 2 * size**3 / best
 
 
-def measure_compute_dtypes(
-    device: torch.device, seconds: float = 0.25, clock: Callable[[], float] = time.perf_counter
-) -> dict[str, float]:
+def measure_compute_dtypes(device: torch.device, seconds: float = 0.25) -> dict[str, float]:
     """Matmul FLOP/s in bfloat16 and in float32, by the names that training settings use.
 
     A CPU without bfloat16 units emulates it: 0.013 against 0.051 TFLOP/s on a Xeon with AVX-512F.
     """
     dtypes = {"bfloat16": torch.bfloat16, "float32": torch.float32}
-    return {
-        name: measure_matmul_flops(dtype, device, seconds, clock) for name, dtype in dtypes.items()
-    }
+    return {name: measure_matmul_flops(dtype, device, seconds) for name, dtype in dtypes.items()}
 
 
-def _seconds_of_matmul(
-    left: torch.Tensor, right: torch.Tensor, clock: Callable[[], float]
-) -> float:
-    start = clock()
+def _seconds_of_matmul(left: torch.Tensor, right: torch.Tensor) -> float:
+    start = time.perf_counter()
     torch.mm(left, right)
     if left.is_cuda:
         torch.cuda.synchronize(left.device)
-    return clock() - start
+    return time.perf_counter() - start
 
 
 def peak_memory_bytes(device: torch.device) -> int:

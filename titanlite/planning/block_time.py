@@ -119,7 +119,10 @@ def _attention(case: BlockCase, window: int = 0) -> Passes:
     exchanged = case.collectives.all_gather(kv * case.tokens * context, context, tensor)
     hidden = passes.forward.attention, passes.backward.attention
     first = exchanged / context  # the exchange overlaps with the attention of the part before
-    exposed = [max(first, exchanged - hidden[0]), max(2 * first, 2 * exchanged - hidden[1])]
+    exposed = (
+        max(first, case.collectives.exposed(exchanged, hidden[0])),
+        max(2 * first, case.collectives.exposed(2 * exchanged, hidden[1])),
+    )
     return Passes(
         passes.forward.plus(Seconds(context=exposed[0])),
         passes.backward.plus(Seconds(context=exposed[1])),

@@ -46,6 +46,10 @@ class CollectiveTimes:
             for fraction, hop, far, launch in protocols
         )
 
+    def exposed(self, communication: float, compute: float) -> float:
+        """Seconds of `communication` that `compute` seconds do not hide."""
+        return max(0.0, communication - (compute if self.cluster.overlaps else 0.0))
+
     def dispatch(
         self, token_bytes: float, active: int, size: int, stride: int, once_per_rank: bool = False
     ) -> float:

@@ -11,7 +11,7 @@ import os
 import re
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
@@ -21,7 +21,8 @@ import torch
 
 from titanlite.errors import ConfigError
 from titanlite.files import parse_toml
-from titanlite.metrics import measure_compute_dtypes, peak_flops
+from titanlite.metrics import peak_flops
+from titanlite.planning.cpu_rates import measure_rates
 from titanlite.planning.workload import MatmulPrecision
 
 PRECISIONS: tuple[MatmulPrecision, ...] = get_args(MatmulPrecision)
@@ -40,6 +41,8 @@ class GpuType:
     peak_tflops: Mapping[str, float]  # dense, by precision of the matmul
     memory_gib: float
     memory_gb_per_s: float
+    attention_tflops: Mapping[str, float] = field(default_factory=dict)
+    # measured, by precision; without it, attention reaches a fraction of the matmuls' peak
     multiprocessors: int = 1  # matmul tiles that run at once
     flash2_rate: float = 1.0  # of FlashAttention-2, divided by that of the generation's own kernel
     watts: float | None = None
@@ -82,6 +85,7 @@ class Cluster:
     gpu: GpuType
     machine: Machine
     gpus: int
+    overlaps: bool = True  # communication runs while the GPU computes
 
     @property
     def dollars_per_hour(self) -> float | None:
@@ -144,31 +148,25 @@ def find_cluster(name: str, gpus: int, hardware: Path | None = None) -> Cluster:
     return _build_cluster(tables, machine_name, gpus)
 
 
-@torch.no_grad()
 def measure_cpu(
     processes: int, seconds: float = 0.25, clock: Callable[[], float] = time.perf_counter
 ) -> Cluster:
-    """This machine, with one process per GPU of the cluster; takes about four times `seconds`.
+    """This machine, with one process per GPU of the cluster; takes about six times `seconds`.
 
-    Processes share the memory, so a link is as fast as half of it: gloo copies a message once
-    into a socket, and once out of it.
+    `clock` times the measurements: time.process_time does not count what other programs take.
+    Communication is hidden only if it has a core that does not compute.
     """
-    device = torch.device("cpu")
-    measured = measure_compute_dtypes(device, seconds, clock)
-    peaks = {name: peak / 1e12 for name, peak in measured.items()}
-    source = torch.ones(2**24)  # 64 MiB: more than most caches
-    target = torch.empty_like(source)
-    copied, best, end = 2 * source.nbytes, float("inf"), time.perf_counter() + seconds
-    while time.perf_counter() < end:
-        start = clock()
-        target.copy_(source)
-        best = min(best, clock() - start)
-    gb_per_s = copied / best / 1e9
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
-    gpu = GpuType("CPU", peaks, memory / processes, gb_per_s, source="measured on this machine")
-    return Cluster(
-        gpu, Machine("CPU", processes, processes, gb_per_s / 2, 10.0, gb_per_s), processes
+    rates = measure_rates(processes, seconds, clock)
+    gpu = GpuType(
+        "CPU",
+        {name: flops / 1e12 for name, flops in rates.matmul.items()},
+        os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30 / processes,
+        rates.memory / 1e9,
+        attention_tflops={name: flops / 1e12 for name, flops in rates.attention.items()},
+        source="measured on this machine",
     )
+    machine = Machine("CPU", processes, processes, rates.link / 1e9, 10.0, rates.memory / 1e9)
+    return Cluster(gpu, machine, processes, overlaps=processes < (os.cpu_count() or 1))
 
 
 def cluster_names(hardware: Path | None = None) -> list[str]:

@@ -80,6 +80,8 @@ class KernelTimes:
 
     def attention_rate(self, kernel: str, precision: MatmulPrecision) -> float:
         """FLOP/s of attention on long sequences with heads of 128."""
+        if precision in self.gpu.attention_tflops:
+            return self.gpu.attention_tflops[precision] * 1e12
         rate = self.gpu.peak_flops(precision) * self.efficiency.attention
         if kernel != "native":
             rate *= self.gpu.flash2_rate * (FLASH1_RATE if kernel == "flash1" else 1.0)

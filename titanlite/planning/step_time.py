@@ -199,16 +199,17 @@ def _with_gathers(workload: Workload, case: BlockCase, kind: BlockKind) -> Passe
     reduce = _gather_seconds(workload, case, held, numerics.reduce_bytes, size)
     many = layout.n_microbatches
     gathers, reductions = _passes_of_run(layout)
-    forward = max(0.0, gather - passes.forward.compute)
+    exposed = case.collectives.exposed
+    forward = exposed(gather, passes.forward.compute)
     if layout.reshard_after_forward:
         with_gather, both = gathers / many, min(gathers, reductions) / many
     else:
         forward *= gathers / many
         with_gather, both = 0.0, 0.0
     hidden = passes.backward.compute
-    backward = both * max(0.0, gather + reduce - hidden)
-    backward += (with_gather - both) * max(0.0, gather - hidden)
-    backward += (reductions / many - both) * max(0.0, reduce - hidden)
+    backward = both * exposed(gather + reduce, hidden)
+    backward += (with_gather - both) * exposed(gather, hidden)
+    backward += (reductions / many - both) * exposed(reduce, hidden)
     return Passes(
         passes.forward.plus(Seconds(shard=forward)), passes.backward.plus(Seconds(shard=backward))
     )
@@ -259,12 +260,11 @@ def _gradient_seconds(workload: Workload, case: BlockCase, busiest: Passes) -> t
     held = _stage_parameters(workload)
     inner = layout.shard * layout.context
     first = 1 / max(1, workload.model.n_layers // layout.pipeline)
-    overlap = workload.overlap.data
 
     def exposed(communication: float, hidden_by: float) -> float:
-        if not overlap:
+        if not workload.overlap.data:
             return communication
-        return max(first * communication, communication - hidden_by)
+        return max(first * communication, case.collectives.exposed(communication, hidden_by))
 
     def moved(element_bytes: float, ranks: int) -> float:
         return _gather_seconds(workload, case, held, element_bytes, ranks)
@@ -305,7 +305,8 @@ def _transfer_seconds(workload: Workload, case: BlockCase, busiest: Passes) -> f
     exchange = _tied_exchange_seconds(workload, case, stride)
     if workload.overlap.pipeline:
         hidden_by = busiest.total / (2 * layout.stages_per_rank)
-        return exchange + 2 * layout.pipeline * each + times * max(0.0, each - hidden_by)
+        exposed = case.collectives.exposed(each, hidden_by)
+        return exchange + 2 * layout.pipeline * each + times * exposed
     return exchange + (times + 2 * layout.pipeline) * each
 
 
