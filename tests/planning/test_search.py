@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
+from collections.abc import Callable
 
 import pytest
 
 from benchmarks.planner_search import all_candidates, fastest_of_all
 from tests.conftest import ROOT
+from titanlite.distributed.mesh import Degrees
 from titanlite.errors import ConfigError
 from titanlite.planning.activation_memory import BlockActivations
 from titanlite.planning.hardware import parse_gpus
 from titanlite.planning.job_workload import workload_of
+from titanlite.planning.layout_space import Frame, LayoutChoice, StepOptions
 from titanlite.planning.offloaded_memory import offloaded_bytes
 from titanlite.planning.plan_changes import changed_answers, explain_loss
 from titanlite.planning.plan_request import PlanArguments, PlanRequest, read_plan_request
@@ -48,6 +52,38 @@ def test_the_best_is_the_best_of_all_candidates(quantile):
     assert best[0].memory.total <= usable
     assert [step.time.total for step in best] == sorted(step.time.total for step in best)
     assert len({step.choice.frame for step in best}) == len(best)
+
+
+def test_a_search_and_each_of_its_estimates_stay_cheap():
+    """Counted, not timed: estimates of a search, and function calls of an estimate."""
+    small = search_of(request_of())
+    small.run()
+    assert small.counts.time_estimates <= 230
+    assert small.counts.memory_estimates <= 50
+    large = request_of("4096xH100", "2048", model="llama3/405B", overrides=[], fix=["tensor=8"])
+    search = search_of(large)
+    frame = Frame(Degrees(shard=16, tensor=8, pipeline=32), 1, 128)
+    choice = LayoutChoice(frame, "Interleaved1F1B", 3, StepOptions("full"))
+    search.estimate_time(choice)
+    search.needed_bytes(choice)  # the schedule's order is known from here on
+    assert calls_of(lambda: search.estimate_time(choice)) <= 2_500
+    assert calls_of(lambda: search.needed_bytes(choice)) <= 45_000
+
+
+def calls_of(action: Callable[[], object]) -> int:
+    """How many Python functions `action` calls."""
+    calls = 0
+
+    def count(_frame, event, _argument):
+        nonlocal calls
+        calls += event == "call"
+
+    sys.setprofile(count)
+    try:
+        action()
+    finally:
+        sys.setprofile(None)
+    return calls
 
 
 def test_activations_are_offloaded_only_as_far_as_the_host_has_memory_for_them():

@@ -6,6 +6,9 @@ largest shards.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from operator import attrgetter
+
 from titanlite.planning.activation_memory import BlockActivations
 from titanlite.planning.model_parts import ModelParts, parts_of_shape
 from titanlite.planning.pipeline_points import pipeline_points
@@ -26,6 +29,21 @@ def estimate_memory(
 ) -> MemoryEstimate:
     """The memory of every pipeline rank.
 
+    Arguments are those of `rank_memories`.
+    """
+    arguments = parts, stages, on_cpu, step_temporaries
+    return MemoryEstimate(tuple(rank_memories(workload, *arguments)))
+
+
+def rank_memories(
+    workload: Workload,
+    parts: ModelParts | None = None,
+    stages: tuple[StageParts, ...] = (),
+    on_cpu: bool = False,
+    step_temporaries: tuple[float, float] = (0.0, 0.0),
+) -> Iterator[RankMemory]:
+    """The memory of one pipeline rank after the other.
+
     `parts` and `stages` default to those of `workload.model` and `workload.layout`;
     `step_temporaries`: what the optimizer's step allocates and frees, in bytes, and in multiples of
     the largest shard of a parameter.
@@ -40,7 +58,6 @@ def estimate_memory(
     for stage, owner in zip(stages, owners, strict=True):
         own[owner].append(stage)
     common = LayoutParts(workload, parts, activations)
-    ranks = []
     for rank in range(layout.pipeline):
         rank_parts = RankParts(common, own[rank])
         if layout.pipeline > 1:
@@ -49,8 +66,7 @@ def estimate_memory(
         else:
             points = step_points(rank_parts)
         points.append(_optimizer_step(rank_parts, step_temporaries))
-        ranks.append(_peak(rank, rank_parts, points))
-    return MemoryEstimate(tuple(ranks))
+        yield _peak(rank, rank_parts, points)
 
 
 def _optimizer_step(parts: RankParts, step_temporaries: tuple[float, float]) -> StepPoint:
@@ -63,24 +79,43 @@ def _optimizer_step(parts: RankParts, step_temporaries: tuple[float, float]) -> 
 def _peak(rank: int, parts: RankParts, points: list[StepPoint]) -> RankMemory:
     """The largest of the points."""
     parameters, gradients, state = parts.resting
-    workload, sharded = parts.workload, parts.layout.sharded
-    totals, batch = [], _batch_bytes(workload)
-    for point in points:
-        values = point._asdict()
-        values["activations"] += batch
-        if sharded in ("nothing", "optimizer"):  # they exist all the time
-            values |= {"gradients": gradients, "unsharded_gradients": 0.0, "gathered": 0.0}
-        elif sharded == "gradients":
-            values |= {"gathered": 0.0}
-        if workload.step_in_backward:  # of one group, as it is reduced
-            values["gradients"] = min(values["gradients"], parts.largest_group_gradient)
-        if workload.offload_parameters:
-            values["gradients"] = 0.0
-        memory = RankMemory(
-            rank, parameters, optimizer_state=state, rest_gradients=gradients, **values
+    batch = _batch_bytes(parts.workload)
+
+    def memory(point: StepPoint) -> RankMemory:
+        return RankMemory(
+            rank,
+            parameters,
+            point.gradients,
+            state,
+            point.gathered,
+            point.unsharded_gradients,
+            point.activations + batch,
+            point.logits,
+            point.received,
+            point.step_temporaries,
+            gradients,
+            point.at,
         )
-        totals.append(memory)
-    return max(totals, key=lambda memory: memory.total)
+
+    return max([memory(_existing(point, parts)) for point in points], key=_total)
+
+
+_total = attrgetter("total")
+
+
+def _existing(point: StepPoint, parts: RankParts) -> StepPoint:
+    """The point, with the gradients and gathered parameters that exist under the workload."""
+    workload, sharded = parts.workload, parts.layout.sharded
+    if sharded in ("nothing", "optimizer"):  # they exist all the time
+        gradients = parts.resting[1]
+        point = point._replace(gradients=gradients, unsharded_gradients=0.0, gathered=0.0)
+    elif sharded == "gradients":
+        point = point._replace(gathered=0.0)
+    if workload.step_in_backward:  # of one group, as it is reduced
+        point = point._replace(gradients=min(point.gradients, parts.largest_group_gradient))
+    if workload.offload_parameters:
+        point = point._replace(gradients=0.0)
+    return point
 
 
 def _batch_bytes(workload: Workload) -> float:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import itertools
+from operator import mul
+from typing import NamedTuple
 
 from titanlite.planning.rank_memory import StepPoint
 from titanlite.planning.rank_parts import RankParts
@@ -17,20 +19,17 @@ def pipeline_points(
 
     `microbatches`: of one run of the schedule.
     """
-    rank = _PipelineRank(parts)
-    points = [point for state in states for point in rank.points_of(state)]
-    ends = sum((not stage.embedding) + (not stage.output) for stage in parts.stages)
-    # torch's pipelining has a buffer for each micro-batch, others have one
-    received = ends * (microbatches if rank.of_torch else 1) * parts.activations.residual
-    shards = 0.0
-    if parts.layout.runs > 1 and parts.layout.reduce_every_microbatch:
-        shards = parts.all.sharded * parts.numerics.gradient_bytes
-    points = [point._replace(received=received, gradients=shards) for point in points]
-    return [*points, rank.reduction(received, shards)]
+    rank = _PipelineRank(parts, microbatches)
+    largest: dict[ScheduleState, float] = {}  # all else being equal, the most in flight is the peak
+    for state in states:
+        in_flight = rank.in_flight(state)
+        like = state._replace(in_flight=())
+        largest[like] = max(in_flight, largest.get(like, 0.0))
+    of_states = (rank.points_of(state, in_flight) for state, in_flight in largest.items())
+    return [*itertools.chain.from_iterable(of_states), rank.reduction()]
 
 
-@dataclass(frozen=True)
-class _Accumulated:
+class _Accumulated(NamedTuple):
     """Gradients of earlier micro-batches, in the reduce dtype and unsharded."""
 
     others: float  # of the rank's other stages
@@ -40,11 +39,18 @@ class _Accumulated:
 class _PipelineRank:
     """The actions of one rank; all of its parameters are gathered."""
 
-    def __init__(self, parts: RankParts):
+    def __init__(self, parts: RankParts, microbatches: int):
         self.parts, self.acts = parts, parts.activations
         self.of_torch = parts.layout.sharded == "parameters"
         self.compute, self.reduce = parts.numerics.gathered_bytes, parts.numerics.reduce_bytes
         self.gathered = parts.all.gathered * self.compute
+        ends = sum((not stage.embedding) + (not stage.output) for stage in parts.stages)
+        # torch's pipelining has a buffer for each micro-batch, others have one
+        buffers = ends * (microbatches if self.of_torch else 1)
+        self.received = buffers * parts.activations.residual
+        self.shards = 0.0  # gradients of earlier runs of the schedule
+        if parts.layout.runs > 1 and parts.layout.reduce_every_microbatch:
+            self.shards = parts.all.sharded * parts.numerics.gradient_bytes
         self.saved = [self._saved(stage) for stage in parts.stages]
         self.unsharded = [self._unsharded(stage) for stage in parts.stages]
 
@@ -86,13 +92,14 @@ class _PipelineRank:
             elements += parts.after.gathered
         return elements * self.reduce
 
-    def points_of(self, state: ScheduleState) -> list[StepPoint]:
+    def in_flight(self, state: ScheduleState) -> float:
+        """What the forwards in flight have saved."""
+        return sum(map(mul, self.saved, state.in_flight))
+
+    def points_of(self, state: ScheduleState, in_flight: float) -> list[StepPoint]:
         """The points of one action."""
         stages = self.parts.stages
         stage = stages[state.stage]
-        in_flight = sum(
-            count * saved for saved, count in zip(self.saved, state.in_flight, strict=True)
-        )
         done = [
             unsharded if first else 0.0
             for unsharded, first in zip(self.unsharded, state.accumulated, strict=True)
@@ -121,6 +128,8 @@ class _PipelineRank:
             own = self.parts.forward(stage.first_block + stage.blocks - 1)
         return StepPoint(
             "in the forward of a block",
+            gradients=self.shards,
+            received=self.received,
             gathered=self.gathered,
             unsharded_gradients=accumulated.others + accumulated.own,
             activations=in_flight + before + own,
@@ -132,6 +141,8 @@ class _PipelineRank:
         loss = self.parts.loss
         return StepPoint(
             "at the loss",
+            gradients=self.shards,
+            received=self.received,
             gathered=self.gathered,
             unsharded_gradients=accumulated.others + accumulated.own,
             activations=in_flight + self._of_blocks(stage, stage.blocks) + self._of_norm(stage),
@@ -141,6 +152,8 @@ class _PipelineRank:
     def _backward_of_loss(self, in_flight: float, accumulated: _Accumulated) -> StepPoint:
         return StepPoint(
             "when backward begins",
+            gradients=self.shards,
+            received=self.received,
             gathered=self.gathered,
             unsharded_gradients=accumulated.others + accumulated.own,
             activations=in_flight,
@@ -163,6 +176,8 @@ class _PipelineRank:
             points.append(
                 StepPoint(
                     "in the backward of a block",
+                    gradients=self.shards,
+                    received=self.received,
                     gathered=self.gathered,
                     unsharded_gradients=accumulated.others
                     + accumulated.own
@@ -189,16 +204,18 @@ class _PipelineRank:
             gradient = max(gradient, cast if self.reduce != self.compute else 0.0)
         return StepPoint(
             "in the backward of the embedding",
+            gradients=self.shards,
+            received=self.received,
             gathered=self.gathered,
             unsharded_gradients=accumulated.others + before + (gradient if self.of_torch else 0.0),
             activations=others + 2 * self.acts.residual,
         )
 
-    def reduction(self, received: float, shards: float) -> StepPoint:
+    def reduction(self) -> StepPoint:
         """The reduce-scatter of the first group, when all others have unsharded gradients."""
         parts = self.parts
         group = parts.embedding if parts.has_embedding else parts.block
-        unsharded = 0.0
+        unsharded, shards = 0.0, self.shards
         if self.of_torch:
             unsharded = sum(self.unsharded)
             unsharded += group.gathered * self.reduce
@@ -206,7 +223,7 @@ class _PipelineRank:
         return StepPoint(
             "when gradients are reduced",
             gradients=shards,
-            received=received,
+            received=self.received,
             unsharded_gradients=unsharded,
             gathered=self.gathered - group.gathered * self.compute,
         )

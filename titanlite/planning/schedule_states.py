@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from typing import Literal, NamedTuple
 
 from titanlite.parallelize.schedule import SCHEDULES, PipelineAction, build_schedule_order
 from titanlite.planning.stages import MAX_SIMULATED_ROUNDS, stages_in_flight
 
+Kind = Literal["forward", "backward"]
+
 
 class ScheduleState(NamedTuple):
     """An action of a rank, and what came before it; stages are those of the rank, in order."""
 
-    kind: Literal["forward", "backward"]
+    kind: Kind
     stage: int
     in_flight: tuple[int, ...]  # forwards of each stage without backward; backward's own included
     accumulated: tuple[bool, ...]  # whether each stage had a backward before
@@ -23,7 +26,8 @@ class ScheduleState(NamedTuple):
 def schedule_states(
     schedule: str, owners: tuple[int, ...], microbatches: int
 ) -> tuple[tuple[ScheduleState, ...], ...]:
-    """The states of each rank that can be its peak: no other of the same kind has more in flight.
+    """The states of each rank that can be its peak: no other of the same kind has more in flight,
+    and gradients of more stages.
 
     A schedule that is not known (a file), or does not suit the number of micro-batches, has one
     backward of each stage, with as many forwards in flight as there are at the most.
@@ -63,26 +67,38 @@ def _assumed(counts: dict[int, int], microbatches: int) -> tuple[ScheduleState, 
 def _states(actions: Sequence[PipelineAction], own: list[int]) -> tuple[ScheduleState, ...]:
     position = {stage: index for index, stage in enumerate(own)}
     alive, done = [0] * len(own), [False] * len(own)
-    most: dict[tuple, set[tuple[int, ...]]] = {}
+    states: dict[ScheduleState, None] = {}  # a set, in the order of the schedule
     for action in actions:
         if action.kind not in ("forward", "backward", "input", "weight"):
             continue
         stage = position[action.stage]
-        kind = "forward" if action.kind == "forward" else "backward"
-        most.setdefault((kind, stage, tuple(done)), set()).add(tuple(alive))
+        kind: Kind = "forward" if action.kind == "forward" else "backward"
+        states[ScheduleState(kind, stage, tuple(alive), tuple(done))] = None
         if kind == "forward":
             alive[stage] += 1
         elif action.kind != "input":
             alive[stage] -= 1
         if kind == "backward":
             done[stage] = True
-    return tuple(
-        ScheduleState(kind, stage, found, before)
-        for (kind, stage, before), all_found in most.items()
-        for found in all_found
-        if not any(other != found and _covers(other, found) for other in all_found)
-    )
+    kept = _largest(states)
+    return tuple(state for state in states if state in kept)
 
 
-def _covers(more: tuple[int, ...], less: tuple[int, ...]) -> bool:
-    return all(a >= b for a, b in zip(more, less, strict=True))
+def _largest(states: Iterable[ScheduleState]) -> set[ScheduleState]:
+    """Those than which no other of their kind has more in flight, and more stages with gradients.
+
+    A kind is the action, its stage, and whether that has gradients.
+    """
+    kept: dict[tuple[str, int, bool], list[ScheduleState]] = defaultdict(list)
+    for state in sorted(states, key=lambda s: sum(s.in_flight) + sum(s.accumulated), reverse=True):
+        others = kept[state.kind, state.stage, state.accumulated[state.stage]]
+        if not any(_covers(other, state) for other in others):
+            others.append(state)
+    return {state for same in kept.values() for state in same}
+
+
+def _covers(more: ScheduleState, less: ScheduleState) -> bool:
+    """Whether `more` has in flight what `less` has, and gradients where it has them."""
+    in_flight = zip(more.in_flight, less.in_flight, strict=True)
+    accumulated = zip(more.accumulated, less.accumulated, strict=True)
+    return all(a >= b for a, b in in_flight) and all(a >= b for a, b in accumulated)

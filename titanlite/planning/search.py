@@ -29,7 +29,7 @@ from titanlite.planning.layout_space import (
     StepOptions,
     recomputes_no_less,
 )
-from titanlite.planning.memory import estimate_memory
+from titanlite.planning.memory import estimate_memory, rank_memories
 from titanlite.planning.offloaded_memory import offloaded_bytes
 from titanlite.planning.planned_job import planned_config, planned_job
 from titanlite.planning.rank_memory import MemoryEstimate
@@ -117,7 +117,7 @@ class LayoutSearch:
         self.counts = SearchCounts()
         self._best: list[PlannedStep] = []
         self._ratios: dict[tuple[int, int], dict[tuple[str, int], float]] = {}
-        self._smallest: tuple[float, LayoutChoice] | None = None
+        self._too_large: list[tuple[float, LayoutChoice]] = []  # with the bytes of one rank
         self._shards: dict[LayoutChoice, tuple[float, float]] = {}  # (too few, enough) to fit
 
     def run(self) -> SearchResult:
@@ -160,14 +160,14 @@ class LayoutSearch:
         """Why no layout was found."""
         if self.counts.refused:
             return self.counts.refused[0]
-        needed, choice = self._smallest or (0.0, None)
-        if choice and needed <= self.target.usable_bytes:
+        if any(enough < math.inf for _, enough in self._shards.values()):
             host = self.target.cluster.machine.host_gib
             return ConfigError(
                 f"Nothing fits: what is offloaded needs more than {HOST_SHARE:.0%} of the host"
                 f" memory, {host:g} GiB for each GPU.",
                 fix="Do not fix offloading, or give the machine's host_gib with --hardware.",
             )
+        needed, choice = self._smallest()
         return ConfigError(
             f"Nothing fits: a GPU has {self.target.usable_bytes / GIB:.1f} GiB to use, and the"
             f" smallest layout found, {choice.frame.degrees if choice else ''}, needs"
@@ -210,10 +210,27 @@ class LayoutSearch:
     def needed_bytes(self, choice: LayoutChoice) -> float:
         """Memory of the worst rank at its peak."""
         self.counts.add(memory=1)
-        needed = estimate_memory(self.space.workload(choice, self._workload)).total
-        if self._smallest is None or needed < self._smallest[0]:
-            self._smallest = needed, choice
-        return needed
+        return estimate_memory(self.space.workload(choice, self._workload)).total
+
+    def _fits_the_gpu(self, choice: LayoutChoice) -> bool:
+        """Whether the worst rank has enough memory; the first that has not decides."""
+        self.counts.add(memory=1)
+        ranks = rank_memories(self.space.workload(choice, self._workload))
+        needed = next((r.total for r in ranks if r.total > self.target.usable_bytes), None)
+        if needed is not None:
+            self._too_large.append((needed, choice))
+        return needed is None
+
+    def _smallest(self) -> tuple[float, LayoutChoice | None]:
+        """The candidate that needs least of those that do not fit; of them, one rank is known."""
+        smallest: tuple[float, LayoutChoice | None] = 0.0, None
+        for at_least, choice in sorted(self._too_large, key=lambda known: known[0]):
+            if smallest[1] and at_least >= smallest[0]:
+                break
+            needed = self.needed_bytes(choice)
+            if smallest[1] is None or needed < smallest[0]:
+                smallest = needed, choice
+        return smallest
 
     def fits_the_host(self, choice: LayoutChoice) -> bool:
         """Whether what is offloaded fits into the host memory of each GPU."""
@@ -229,7 +246,7 @@ class LayoutSearch:
         if shard <= too_few:
             return False
         if shard < enough:
-            if self.needed_bytes(choice) <= self.target.usable_bytes:
+            if self._fits_the_gpu(choice):
                 enough = shard
             else:
                 too_few = shard
