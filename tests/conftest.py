@@ -20,6 +20,9 @@ def pytest_addoption(parser) -> None:
     parser.addoption("--layouts", type=int, default=1, help="number of random layouts per kind")
     parser.addoption("--layout-seed", type=int, default=1, help="seed of the random layouts")
     parser.addoption(
+        "--expert-layouts", action="store_true", help="random layouts with expert parallel only"
+    )
+    parser.addoption(
         "--pickles", type=int, default=300, help="number of mutated .metadata files to read"
     )
     parser.addoption(

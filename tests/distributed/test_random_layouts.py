@@ -1,6 +1,7 @@
 """Random layouts: valid ones match one process, in low precision too; invalid ones are rejected.
 
-`--layouts 200` tests that many of each kind; `--layout-seed` selects others.
+`--layouts 200` tests that many of each kind; `--layout-seed` selects others. Of the layouts of the
+default draw, one in four has `expert_parallel_degree` above 1; with `--expert-layouts` all have.
 """
 
 from __future__ import annotations
@@ -157,13 +158,24 @@ def find_error(job: RandomJob, toml: Path) -> str | None:
     return None
 
 
-def select_jobs(valid: bool, count: int, seed: int, toml: Path) -> list[RandomJob]:
-    """The first `count` random jobs that are valid, or that are not."""
-    jobs = (draw_job(number) for number in itertools.count(seed * 1_000_000))
+@dataclass(frozen=True)
+class Selection:
+    """Which random jobs are tested, of those that are valid or of those that are not."""
+
+    count: int
+    seed: int
+    expert_parallel: bool  # only jobs that have it
+
+
+def select_jobs(valid: bool, selection: Selection, toml: Path) -> list[RandomJob]:
+    """The first random jobs that are valid, or that are not."""
+    jobs = (draw_job(number) for number in itertools.count(selection.seed * 1_000_000))
+    if selection.expert_parallel:
+        jobs = (job for job in jobs if job.layout.expert > 1)
     matching = (job for job in jobs if (find_error(job, toml) is None) == valid)
     if valid:
         matching = (job for job in matching if selects_clearly(job.recipe))
-    return list(itertools.islice(matching, count))
+    return list(itertools.islice(matching, selection.count))
 
 
 def selects_clearly(recipe: Recipe) -> bool:
@@ -176,19 +188,20 @@ def selects_clearly(recipe: Recipe) -> bool:
 
 
 @pytest.fixture
-def count_and_seed(request) -> tuple[int, int]:
-    return request.config.getoption("--layouts"), request.config.getoption("--layout-seed")
+def selection(request) -> Selection:
+    option = request.config.getoption
+    return Selection(option("--layouts"), option("--layout-seed"), option("--expert-layouts"))
 
 
-def test_valid_random_layouts_match_one_process(count_and_seed, run_toml):
-    for number, job in enumerate(select_jobs(True, *count_and_seed, run_toml)):
-        print(f"{number} of {count_and_seed[0]}: {job}", flush=True)
+def test_valid_random_layouts_match_one_process(selection, run_toml):
+    for number, job in enumerate(select_jobs(True, selection, run_toml)):
+        print(f"{number} of {selection.count}: {job}", flush=True)
         assert_matches_one_process([(job.layout, job.recipe)])
 
 
-def test_valid_random_layouts_are_as_precise_as_one_process(count_and_seed, run_toml):
-    for number, job in enumerate(select_jobs(True, *count_and_seed, run_toml)):
-        print(f"{number} of {count_and_seed[0]}: {job}", flush=True)
+def test_valid_random_layouts_are_as_precise_as_one_process(selection, run_toml):
+    for number, job in enumerate(select_jobs(True, selection, run_toml)):
+        print(f"{number} of {selection.count}: {job}", flush=True)
         if isinstance(job.recipe.sizes, Qwen3MoESizes):
             continue  # rounding in low precision selects other experts
         rng, changes = random.Random(job.seed), {"optimizer": "SGD", "max_norm": 0.0}
@@ -201,9 +214,9 @@ def test_valid_random_layouts_are_as_precise_as_one_process(count_and_seed, run_
         )
 
 
-def test_invalid_random_layouts_are_rejected_with_a_reason(count_and_seed, run_toml):
+def test_invalid_random_layouts_are_rejected_with_a_reason(selection, run_toml):
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    for job in select_jobs(False, *count_and_seed, run_toml):
+    for job in select_jobs(False, selection, run_toml):
         ranks, start = f"--job.check_ranks={job.layout.degrees.ranks}", time.time()
         result = subprocess.run(
             [sys.executable, str(ROOT / "train.py"), *job.argv(run_toml), ranks],
