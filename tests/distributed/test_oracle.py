@@ -203,12 +203,12 @@ TIED_PIPELINES = [
 SHORT = replace(SGD, steps=2)  # the second step depends on the update of the first
 
 
-def assert_matches_one_process(cases) -> None:
+def assert_matches_one_process(cases, timeout: float = 120) -> None:
     """Compare loss and norm; under SGD every gradient and weight too.
 
     AdamW would amplify the rounding of a gradient near zero to a full update.
     """
-    by_rank = run_on_ranks(run_layouts, cases[0][0].degrees.ranks, cases)
+    by_rank = run_on_ranks(run_layouts, cases[0][0].degrees.ranks, cases, timeout=timeout)
     for (layout, recipe), *records in zip(cases, *by_rank, strict=True):
         record = merge_ranks(records)
         errors = worst_error(record, one_process(recipe), tensors=recipe.optimizer == "SGD")

@@ -38,6 +38,7 @@ from titanlite.models.qwen3_moe.model import Qwen3MoESizes
 from titanlite.parallelize.schedule import SCHEDULES
 
 MAX_RANKS = 8
+HANG_SECONDS = 600  # as many as a layout takes on a busy machine, and a hang takes forever
 
 
 @dataclass(frozen=True)
@@ -196,7 +197,7 @@ def selection(request) -> Selection:
 def test_valid_random_layouts_match_one_process(selection, run_toml):
     for number, job in enumerate(select_jobs(True, selection, run_toml)):
         print(f"{number} of {selection.count}: {job}", flush=True)
-        assert_matches_one_process([(job.layout, job.recipe)])
+        assert_matches_one_process([(job.layout, job.recipe)], timeout=HANG_SECONDS)
 
 
 def test_valid_random_layouts_are_as_precise_as_one_process(selection, run_toml):
@@ -223,7 +224,7 @@ def test_invalid_random_layouts_are_rejected_with_a_reason(selection, run_toml):
             capture_output=True,
             text=True,
             env=environment,
-            timeout=60,
+            timeout=HANG_SECONDS,
         )
         assert result.returncode == 2 and "Traceback" not in result.stderr, (
             str(job),
