@@ -697,6 +697,19 @@ def test_the_start_shows_optimizer_schedule_and_guard(run_toml):
     assert "inf and NaN: skip the step; spikes: skip the step" in summary
 
 
+def test_the_start_shows_the_experts(run_toml):
+    text = re.sub("hidden_dim.*|n_kv_heads.*", "", run_toml.read_text())
+    run_toml.write_text(text)
+    argv = ("--model.name=qwen3_moe", "--model.flavor=debugmodel", "--model.n_experts=8")
+    argv += ("--model.expert_hidden_dim=24", "--model.n_active_experts=2")
+    parallel = ("--parallelism.expert_parallel_degree=2", "--experts.aux_loss_coef=0.01")
+    summary = read_valid(run_toml, *argv, *parallel, ranks=2).summary(torch.device("cpu"), None)
+    expected = "8 of width 24 per block, 2 per token; 4 on each of 2 ranks;"
+    assert f"  experts    {expected} balancing: auxiliary loss 0.01" in summary
+    none = read_valid(run_toml, *argv, "--experts.aux_loss_coef=0")
+    assert "2 per token; balancing: none\n" in none.summary(torch.device("cpu"), None)
+
+
 def test_no_moved_key_is_a_current_key():
     assert not set(MOVED) & set(all_keys(JobConfig))
 

@@ -10,7 +10,10 @@ import pytest
 from titanlite.data import PositionWindow
 from titanlite.errors import CheckpointError
 from titanlite.job.build import restore_progress
-from titanlite.training import Counters
+from titanlite.models.qwen3_moe.model import Qwen3MoESizes
+from titanlite.models.qwen3_moe.spec import QWEN3_MOE
+from titanlite.models.router import NO_BALANCING, find_routers
+from titanlite.training import Counters, ExpertLoad
 from titanlite.training.rollback import (
     RollbackHistory,
     RollbackPolicy,
@@ -140,3 +143,23 @@ def test_crafted_gaps_are_refused_without_a_traceback(crafted):
     restore_progress(state, {**progress, "skipped": 8, "gaps": [[8, 16]]}, found)
     with pytest.raises(CheckpointError, match="step-3: its progress is not valid"):
         restore_progress(state, {**progress, **crafted}, found)
+
+
+CRAFTED_LOADS = {
+    "no block 1": {"0": [0.25] * 4},
+    "one load": {"0": [0.25] * 4, "1": [1.0]},
+}
+
+
+@pytest.mark.parametrize("crafted", CRAFTED_LOADS.values(), ids=CRAFTED_LOADS)
+def test_crafted_loads_of_experts_are_refused_without_a_traceback(crafted):
+    sizes = Qwen3MoESizes(16, 2, 2, 1, 8, n_experts=4, n_active_experts=2, vocab_size=8)
+    model = QWEN3_MOE.build(sizes)
+    load = ExpertLoad(model, QWEN3_MOE, sizes, NO_BALANCING, mesh=None)
+    load.restore({"0": [0.25] * 4, "1": [0.1, 0.2, 0.3, 0.4]})
+    assert find_routers(model)[1].previous_load.tolist() == pytest.approx([0.1, 0.2, 0.3, 0.4])
+    state = SimpleNamespace(restore=load.restore)
+    with pytest.raises(
+        CheckpointError, match="progress is not valid.*block 1: . loads for 4 experts"
+    ):
+        restore_progress(state, crafted, SimpleNamespace(folder="step-3"))

@@ -198,6 +198,7 @@ class Job:
             "model": f"{self.spec.name} {config.model.flavor}:"
             f" {self.spec.count_parameters(sizes):,} parameters, {sizes.n_layers} blocks, dim"
             f" {sizes.dim}",
+            "experts": self._describe_experts(),
             "mup": self._describe_mup(),
             "layout": f"{self.degrees} on {self.degrees.ranks} x {device.type.upper()}"
             f" ({peak} in {compute})",
@@ -222,6 +223,17 @@ class Job:
         }
         shown = [f"  {name:<11}{text}" for name, text in lines.items() if text]
         return "\n".join([config.job.description, *shown])
+
+    def _describe_experts(self) -> str:
+        if (experts := self.spec.experts(self.sizes)) is None:
+            return ""
+        shared = f" and shared ones of width {experts.shared_dim}" if experts.shared_dim else ""
+        ranks = self.degrees.expert
+        owned = f"; {experts.count // ranks} on each of {ranks} ranks" if ranks > 1 else ""
+        return (
+            f"{experts.count} of width {experts.hidden_dim} per block, {experts.active} per"
+            f" token{shared}{owned}; balancing: {self.transforms.load_balancing}"
+        )
 
     def _describe_mup(self) -> str:
         if (base := self.config.mup.base) is None:

@@ -38,6 +38,14 @@ class LoadBalancing:
     z_loss_coef: float = 0.0  # of the mean squared log-sum-exp of the router's logits
     bias_update_rate: float = 0.0  # step of the selection bias, without a loss
 
+    def __str__(self) -> str:
+        parts = {
+            "auxiliary loss": self.aux_loss_coef,
+            "z-loss": self.z_loss_coef,
+            "bias update": self.bias_update_rate,
+        }
+        return ", ".join(f"{name} {value:g}" for name, value in parts.items() if value) or "none"
+
 
 NO_BALANCING = LoadBalancing()
 

@@ -103,9 +103,17 @@ class ExpertLoad:
         return {str(block): row for block, row in enumerate(rows.tolist()) if any(row)}
 
     def restore(self, state: dict[str, list[float]] | None) -> None:
-        """Restore what `state` returned; None: as before the first step."""
+        """Restore what `state` returned; None: as before the first step.
+
+        Raises ValueError if it has not the load of each expert of this rank's blocks.
+        """
         for block, router in self._routers.items():
-            load = None if state is None else torch.tensor(state[str(block)])
+            load = None if state is None else torch.tensor(state.get(str(block), []))
+            if load is not None and load.shape != (self.sizes.count,):
+                raise ValueError(
+                    f"expert_load of block {block}: {load.numel()} loads for"
+                    f" {self.sizes.count} experts"
+                )
             router.set_previous_load(load)
 
     def _of_all_blocks(self, own: Tensor | None, width: int) -> Tensor:
