@@ -1,7 +1,7 @@
 """Grouped matmul: rows sorted by expert, each group of rows times the matrix of its expert.
 
 One kernel on a GPU that has one for the dtype and the sizes, and one matmul per expert elsewhere.
-On a CPU the loop is as fast as torch's grouped kernel, which is such a loop there, and it accepts
+On a CPU the loop is no slower than torch's grouped kernel, which is such a loop there, and accepts
 every dtype and size.
 """
 
@@ -90,12 +90,33 @@ def _slices(counts: Tensor) -> Iterator[tuple[int, slice]]:
         yield expert, slice(start, end)
 
 
+def _rounded(count: int, x: Tensor) -> int:
+    """The number of rows to compute for `count` rows: at most 16, or one sixteenth, more.
+
+    On a CPU, matmuls of 16-bit dtypes are oneDNN's, which generates a kernel for each new number of
+    rows: 1.2 ms, as long as five matmuls of 128 rows take. Few numbers of rows need few kernels.
+    """
+    if x.device.type != "cpu" or x.element_size() > 2:
+        return count
+    step = max(16, (1 << count.bit_length()) // 32)
+    return -(-count // step) * step
+
+
+def _pad(rows: Tensor) -> Tensor:
+    """The rows, and zeros up to the rounded number of rows."""
+    return F.pad(rows, (0, 0, 0, _rounded(len(rows), rows) - len(rows)))
+
+
 @torch.library.custom_op("titanlite::grouped_matmul", mutates_args=())
 def _loop_matmul(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
     out = x.new_empty(x.shape[0], weight.shape[1])
     for expert, rows in _slices(counts):
-        if rows.stop > rows.start:
-            torch.mm(x[rows], weight[expert].mT, out=out[rows])
+        count = rows.stop - rows.start
+        more = slice(rows.start, rows.start + _rounded(count, x))
+        if count and more.stop <= len(x):  # the experts after it overwrite what is not its own
+            torch.mm(x[more], weight[expert].mT, out=out[more])
+        elif count:
+            out[rows] = torch.mm(_pad(x[rows]), weight[expert].mT)[:count]
     return out
 
 
@@ -105,7 +126,7 @@ def _loop_weight_grad(grad: Tensor, x: Tensor, counts: Tensor) -> Tensor:
     out = x.new_empty(counts.shape[0], grad.shape[1], x.shape[1])
     for expert, rows in _slices(counts):
         if rows.stop > rows.start:
-            torch.mm(grad[rows].mT, x[rows], out=out[expert])
+            torch.mm(_pad(grad[rows]).mT, _pad(x[rows]), out=out[expert])
         else:
             out[expert].zero_()
     return out
