@@ -84,6 +84,26 @@ def test_a_rank_with_both_ends_of_the_pipeline_has_two_copies_of_a_tied_embeddin
     assert first.resting.parameters == second.resting.parameters + ends
 
 
+TENSOR = {"parallelism.tensor_parallel_degree": 2}
+
+
+@pytest.mark.parametrize(
+    ("ranks", "settings"),
+    [
+        (3, {}),
+        (4, {**TENSOR, "parallelism.data_parallel_replicate_degree": 2}),
+        (8, {**TENSOR, **PIPELINE}),
+    ],
+    ids=["FSDP 3", "HSDP, TP 2", "PP 2, TP 2"],
+)
+def test_the_estimate_has_the_state_of_the_matrices_that_a_rank_owns(ranks, settings):
+    job = read_job(argv_of({**settings, "optimizer.name": "SOAP"}), ranks, check_environment=False)
+    estimates = estimate_job_memory(job).ranks
+    for step in dry_run(job):
+        estimate = estimates[step.pipeline_rank]
+        assert step.resting.optimizer_state == estimate.optimizer_state
+
+
 @pytest.mark.parametrize("name", ["FSDP 3, uneven", "PP 2"])
 def test_a_dry_run_equals_a_real_run(name):
     ranks, settings = LAYOUTS.get(name, (2, {**PIPELINE, **TIED}))

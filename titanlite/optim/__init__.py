@@ -9,6 +9,7 @@ from titanlite.optim.build import (
     OptimizerConfig,
     build_optimizer,
     optimizer_state_bytes,
+    owner_flops,
     settings_of,
     whole_matrix_bytes,
 )
@@ -35,6 +36,7 @@ from titanlite.optim.lr_schedule import (
 )
 from titanlite.optim.noise_scale import NoiseScale, estimate_noise
 from titanlite.optim.optimizer_set import OptimizerSet
+from titanlite.optim.owned_matrices import assign_owners
 from titanlite.optim.recipe import OptimizerRecipe
 
 __all__ = [
@@ -56,6 +58,7 @@ __all__ = [
     "RateSchedule",
     "RunLength",
     "adaptive_clip",
+    "assign_owners",
     "build_optimizer",
     "build_rate_schedule",
     "check_lr_scheduler_config",
@@ -69,6 +72,7 @@ __all__ = [
     "moment_bytes",
     "moment_format",
     "optimizer_state_bytes",
+    "owner_flops",
     "settings_of",
     "shard_norms",
     "whole_matrix_bytes",

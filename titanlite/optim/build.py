@@ -33,7 +33,7 @@ from titanlite.optim.optimizer_set import (
 )
 from titanlite.optim.owned_matrices import largest_round
 from titanlite.optim.recipe import OptimizerRecipe
-from titanlite.optim.soap import SOAP, soap_state_bytes
+from titanlite.optim.soap import SOAP, soap_flops, soap_state_bytes
 from titanlite.optim.torch_adam import ConditionalAdam, ConditionalAdamW
 from titanlite.settings import Fraction, OneOf, Positive, Range
 
@@ -217,6 +217,7 @@ def _soap(config: OptimizerConfig) -> OptimizerRecipe:
             "implementation",  # of AdamW, for the other parameters
         ),
         state_bytes=soap_state_bytes,
+        owner_flops=soap_flops,
         hidden_only=True,
     )
 
@@ -278,6 +279,12 @@ def optimizer_state_bytes(
         recipe = _recipe_of_parameter(name, shape, config, facts)
         total += state_bytes_of_parameter(recipe.state_bytes, shape, param_dtype)
     return total
+
+
+def owner_flops(name: str, shape: torch.Size, config: OptimizerConfig, facts: MatrixFacts) -> float:
+    """FLOPs of the update of a parameter whose state is on one rank; 0: every rank has a shard."""
+    flops = _recipe_of_parameter(name, shape, config, facts).owner_flops
+    return flops(shape) if flops else 0.0
 
 
 def whole_matrix_bytes(

@@ -30,6 +30,8 @@ class OptimizerRecipe:
     # refused if they are set. "early_step_in_backward" is one of them if the optimizer updates each
     # parameter by itself, without communication
     state_bytes: StateBytes = field(default=_two_moments, compare=False)  # on the device
+    owner_flops: Callable[[torch.Size], float] | None = field(default=None, compare=False)
+    # if the rank that owns a matrix has all of its state: FLOPs of its update, by its shape
     moment_rates: tuple[str, ...] = field(default=(), compare=False)
     # keys of the decay rates of moments that follow the dtype of the parameters or state_dtype
     hidden_only: bool = field(default=False, compare=False)

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch._library.custom_ops import OPDEFS
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.distributed.tensor import _sharding_prop
+from torch.distributed.tensor import _utils as shard_arithmetic  # private
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
@@ -115,14 +116,29 @@ def fake_compute(observe: Observer, like_cuda: bool) -> Iterator[None]:
         (torch, "rms_norm", _rms_norm),
         (TokenEmbedding, "forward", torch.nn.Embedding.forward),
     ]
-    norm = as_cuda if like_cuda else []
-    # DTensor computes shapes under a fake mode of its own; it must not find ours instead
+    shards = "_compute_local_shape_and_global_offset"
+    always = [
+        # DTensor computes shapes under a fake mode of its own; it must not find ours instead
+        (_sharding_prop, "detect_fake_mode", lambda *_: None),
+        # it reads the offsets of strided shards from tensors, which must have values
+        (shard_arithmetic, shards, _with_values(getattr(shard_arithmetic, shards))),
+    ]
     with (
-        replaced_attributes([*norm, (_sharding_prop, "detect_fake_mode", lambda *_: None)]),
+        replaced_attributes([*(as_cuda if like_cuda else []), *always]),
         mode,
         FakeCompute(mode, observe),
     ):
         yield
+
+
+def _with_values(function: Callable) -> Callable:
+    """The function, whose tensors are not fake."""
+
+    def call(*args: Any) -> Any:
+        with unset_fake_temporarily():
+            return function(*args)
+
+    return call
 
 
 class _FusedRMSNorm(torch.autograd.Function):

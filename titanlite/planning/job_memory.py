@@ -11,6 +11,7 @@ from titanlite.models import first_match
 from titanlite.optim import (
     MatrixFacts,
     optimizer_state_bytes,
+    owner_flops,
     settings_of,
     whole_matrix_bytes,
 )
@@ -88,6 +89,7 @@ def _describe_parameter(
         job.sizes.head_width if entry and entry.whole_heads else 1,
         expert=hidden_dim is not None and len(shape) == 3,
         state_bytes=state / shape.numel(),
+        owner_flops=owner_flops(name, shape, optimizer, facts),
     )
     if settings_of(name, optimizer)[0].name == "Adafactor" and not parameter.expert:
         own = _own_shape(parameter, job)  # state of its rows and columns

@@ -26,6 +26,7 @@ class ParameterShape:
     own_state_bytes: float | None = (
         None  # of a rank's shard, where it is not a multiple of its elements
     )
+    owner_flops: float = 0.0  # of its update, if one rank has all of its optimizer state
 
     @property
     def elements(self) -> int:
@@ -146,7 +147,7 @@ class GroupBytes:
     sharded: int  # in this rank's storage, padded
     stored: int  # in this rank's tensors, for which the optimizer has state
     gathered: int  # after the all-gather, or if nothing is sharded
-    state: float = 0.0  # bytes of optimizer state
+    state: float = 0.0  # bytes of sharded optimizer state
 
     def __add__(self, other: GroupBytes) -> GroupBytes:
         return GroupBytes(
@@ -187,7 +188,7 @@ def group_bytes(
         sharded, stored = sharded + padded, stored + own
         if parameter.own_state_bytes is not None:
             state += parameter.own_state_bytes
-        else:
+        elif not parameter.owner_flops:
             each = state_bytes if parameter.state_bytes is None else parameter.state_bytes
             state += own * each
     return GroupBytes(sharded, stored, gathered, state)

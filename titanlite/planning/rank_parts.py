@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import cached_property
 
+from titanlite.optim import assign_owners
 from titanlite.planning.activation_memory import BlockActivations
 from titanlite.planning.block_backward import block_backward, block_forward
 from titanlite.planning.loss_memory import LossBytes, loss_bytes
@@ -72,22 +74,44 @@ class RankParts:
         self.after = common.norm + common.output + self.copy
         self.all = self._all()
 
-    def _all(self) -> GroupBytes:
-        total, experts = EMPTY, self.workload.model.experts
-        dense = self.common.dense_block
+    def _trained(self) -> Iterator[tuple[tuple[ParameterShape, ...], GroupBytes, int]]:
+        """(parameters of a kind of module, their bytes, how many), without tied copies."""
+        parts, common, experts = self.parts, self.common, self.workload.model.experts
         for stage in self.stages:
             few = 0
             if experts:
                 few = max(0, min(stage.blocks, experts.dense_layers - stage.first_block))
-            total = total + self.block.times(stage.blocks - few) + dense.times(few)
-            tied_copy = stage.output and self.parts.tied and self.layout.pipeline > 1
-            if stage.embedding or tied_copy:
-                total = total + self.embedding
-            if stage.norm:
-                total = total + self.common.norm
-            if stage.output:
-                total = total + self.common.output
-        return total
+            yield parts.embedding, common.embedding, int(stage.embedding)
+            yield parts.dense_block, common.dense_block, few
+            yield parts.block, common.block, stage.blocks - few
+            yield parts.norm, common.norm, int(stage.norm)
+            yield parts.output, common.output, int(stage.output)
+
+    def _all(self) -> GroupBytes:
+        total = EMPTY
+        for _, group, count in self._trained():
+            if count:
+                total = total + group.times(count)
+        tied = self.parts.tied and self.layout.pipeline > 1
+        copies = sum(stage.output and not stage.embedding for stage in self.stages) if tied else 0
+        return total + self.embedding.times(copies)
+
+    def _owned_state(self) -> float:
+        """Bytes of the state of the matrices that the first rank owns; see `OwnedMatrices`."""
+        if not any(parameter.owner_flops for parameter in self.parts.block):
+            return 0.0
+        matrices = [
+            parameter
+            for parameters, _, count in self._trained()
+            for parameter in parameters * count
+            if parameter.owner_flops
+        ]
+        tensor = self.layout.tensor
+        sharded = any(matrix.tensor_shard(tensor) != matrix.shape for matrix in matrices)
+        ranks = self.layout.shard * self.layout.context * (tensor if sharded else 1)
+        owners = assign_owners([matrix.owner_flops for matrix in matrices], ranks)
+        owned = [matrix for matrix, owner in zip(matrices, owners, strict=True) if owner == 0]
+        return sum(matrix.elements * (matrix.state_bytes or 0.0) for matrix in owned)
 
     @cached_property
     def resting(self) -> tuple[float, float, float]:
@@ -95,7 +119,9 @@ class RankParts:
         numerics, total = self.numerics, self.all
         if self.workload.offload_parameters:
             return 0.0, 0.0, 0.0
-        state = 0.0 if self.workload.offload_optimizer else total.state - self.copy.state
+        state = total.state - self.copy.state + self._owned_state()
+        if self.workload.offload_optimizer:
+            state = 0.0
         if self.layout.sharded == "parameters":
             # the copy's gradient is freed, unless FSDP has reduced it together with the norm's
             alone = any(stage.output and not stage.norm for stage in self.stages)
