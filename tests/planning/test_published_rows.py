@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import re
 import statistics
 from pathlib import Path
 
@@ -67,6 +68,15 @@ def test_the_optimizer_of_blooms_last_runs_has_more_gradients():
     assert (before.numerics.gradient_bytes, after.numerics.gradient_bytes) == (2, 6)
     assert before.layout.stage_blocks == ()
     assert after.layout.stage_blocks == (8, *[9] * 10, 8)  # an embedding counts as a block
+
+
+def test_nanotron_divides_blocks_by_their_weights(predictions):
+    by_id = {p.row["id"]: p for p in predictions}
+    stages = [by_id[row].workload.layout.stage_blocks for row in ("777", "775", "783")]
+    assert stages == [(14, 10), (7, 7, 6, 4), (4, 3, 3, 4, 3, 3, 4, 0)]
+    for row in ("773", "775", "777", "783"):  # which say what is allocated at rest
+        at_rest = float(re.search(r"at rest ([\d.]+) MiB", by_id[row].row["note"])[1])
+        assert by_id[row].memory.rest_gib * 1024 == pytest.approx(at_rest, rel=0.03)
 
 
 def test_layouts_are_ranked_as_measured(predictions):

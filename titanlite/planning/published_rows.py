@@ -17,6 +17,7 @@ from typing import Any, Literal, NamedTuple
 from titanlite.errors import UserError
 from titanlite.files import parse_toml
 from titanlite.models import Experts, LatentAttention, ModelShape
+from titanlite.models.counts import block_matmul_weights
 from titanlite.planning.hardware import Cluster, find_cluster
 from titanlite.planning.published_experts import published_exchange, published_expert_tensor
 from titanlite.planning.workload import (
@@ -61,6 +62,7 @@ class FrameworkFacts:
     reported_memory: float = 1.0  # divided by the memory of its tensors at the peak
     process_gib: float = 0.0  # added to it
     reported_rank: Literal["worst", "last"] = "worst"  # in the pipeline
+    stages_by_cost: bool = False  # blocks are divided by their matmul weights
 
 
 # torchtitan reports what the allocator has reserved, BLOOM's log what nvidia-smi shows, and
@@ -108,8 +110,14 @@ FRAMEWORKS = {
     "torchtitan": FrameworkFacts(
         True, "flash2", "parameters", loss="pytorch", reported_memory=RESERVED
     ),
+    # its pipeline: build_model in src/nanotron/models/base.py
     "nanotron": FrameworkFacts(
-        False, "flash2", "optimizer", Overlap(data=True), reported_memory=RESERVED
+        False,
+        "flash2",
+        "optimizer",
+        Overlap(data=True),
+        reported_memory=RESERVED,
+        stages_by_cost=True,
     ),
 }
 
@@ -165,6 +173,8 @@ def _read_row(row: Row) -> PublishedRun:
     layout = _row_layout(row, facts, notes)
     if "Rebalancing layers" in row["note"]:
         layout = replace(layout, stage_blocks=_balanced_with_embeddings(model, layout))
+    if facts.stages_by_cost and layout.pipeline > 1:
+        layout = replace(layout, stage_blocks=_divided_by_cost(model, layout.pipeline))
     if layout.stages_per_rank > 1:
         layout = replace(layout, schedule="Interleaved1F1B")
     if model.experts:
@@ -314,6 +324,22 @@ def _balanced_with_embeddings(model: ModelShape, layout: Layout) -> tuple[int, .
     if rest:
         return ()
     return (each - 1, *[each] * (layout.pipeline - 2), each - 1)
+
+
+def _divided_by_cost(model: ModelShape, ranks: int) -> tuple[int, ...]:
+    """Blocks of each rank, where a rank takes blocks until it has more than its part of the cost.
+
+    The costs are the weights of matmuls, of a block and of the output layer. So the first ranks
+    have a block more than the mean, and the last one may have the output layer alone.
+    """
+    block = float(block_matmul_weights(model, 0))
+    total = model.n_layers * block + model.vocab_size * model.dim
+    blocks, rank = [0] * ranks, 0
+    for number in range(1, model.n_layers + 1):
+        blocks[rank] += 1
+        if number * block > total * (rank + 1) / ranks:
+            rank += 1
+    return tuple(blocks)
 
 
 def _row_sharding(row: Row, facts: FrameworkFacts, ranks: int) -> tuple[Any, bool]:
