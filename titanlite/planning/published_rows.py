@@ -63,6 +63,7 @@ class FrameworkFacts:
     process_gib: float = 0.0  # added to it
     reported_rank: Literal["worst", "last"] = "worst"  # in the pipeline
     stages_by_cost: bool = False  # blocks are divided by their matmul weights
+    gather_buffer: bool = False  # for the input of the output layer; stays allocated after a step
 
 
 # torchtitan reports what the allocator has reserved, BLOOM's log what nvidia-smi shows, and
@@ -93,9 +94,10 @@ FRAMEWORKS = {
     # SimuMax docs/b200/b200_real_repro_guide.md: overlap is switched off
     "Megatron-LM 0.14": FrameworkFacts(True, "native", overlap=Overlap(data=False)),
     # the last rank logs (megatron/training/global_vars.py);
-    # Transformer Engine casts weights to Float8 in the first micro-batch of a step only
+    # Transformer Engine casts weights to Float8 in the first micro-batch of a step only;
+    # LinearWithGradAccumulationAndAsyncCommunication gathers into the global memory buffer
     "Megatron-Core": FrameworkFacts(
-        True, "native", weights_quantized_once=True, reported_rank="last"
+        True, "native", weights_quantized_once=True, reported_rank="last", gather_buffer=True
     ),
     # performance recipes: tp_comm_overlap, overlap_grad_reduce, overlap_param_gather and overlapped
     # transfers of the interleaved schedule (Megatron-Bridge docs/performance-guide.md); its recipes

@@ -51,7 +51,11 @@ class RowMemory:
         if row["recompute"].strip() and not FITS < used <= DOES_NOT_FIT:
             fits = used <= FITS
         reported = memory.ranks[-1] if facts.reported_rank == "last" else memory.worst
-        return cls(reported.resting / GIB, reported_gib(reported.total), fits)
+        layout, at_rest = workload.layout, reported.resting
+        if facts.gather_buffer and layout.tensor > 1 and layout.sequence_parallel:
+            tokens = layout.micro_batch * workload.seq_len // layout.context
+            at_rest += tokens * workload.model.dim * workload.numerics.activation_bytes
+        return cls(at_rest / GIB, reported_gib(reported.total), fits)
 
 
 @dataclass(frozen=True)
