@@ -42,6 +42,7 @@ from titanlite.parallelize.compile import CompileConfig
 from titanlite.parallelize.pipeline_plan import plan_pipeline
 from titanlite.parallelize.stage_partition import balance_stages
 from titanlite.parallelize.weight_init import init_weights
+from titanlite.planning.dry_run import resting_bytes
 from titanlite.training import (
     Engine,
     ExpertLoad,
@@ -219,6 +220,8 @@ class Record:
     # Gradients of each step and weights after the last one: tensors, or their `shard_and_offset`.
     gradients: list[dict[str, Any]] = field(default_factory=list)
     weights: dict[str, Any] = field(default_factory=dict)
+    rest: tuple[int, int, int] = (0, 0, 0)
+    # this rank's bytes of parameters, gradients and optimizer state after the last backward
 
 
 def batch_at(step: int, recipe: Recipe) -> tuple[Tensor, Tensor]:
@@ -422,6 +425,9 @@ def run_until(
 
     def record_gradients(*_) -> None:
         gradients.update({n: shard_and_offset(p.grad) for n, p in named if p.grad is not None})
+        if early is None:
+            rest = resting_bytes(state.model, state.optimizer)
+            record.rest = rest.parameters, rest.gradients, rest.optimizer_state
 
     hooks = [o.register_step_pre_hook(record_gradients) for o in state.optimizer]
     clip = adaptive_clip(state.model.named_parameters(), recipe.adaptive, ADAPTIVE_EPS, [UNCLIPPED])
