@@ -24,7 +24,7 @@ from benchmarks.processes import ROOT, as_arguments
 from titanlite.kernels.gpu import find_gpu
 from titanlite.plots.compare import compare_runs, verdict
 
-MAX_RUN_SECONDS = 180
+MAX_RUN_SECONDS = 600
 STEPS = 6
 FP32 = {"training.mixed_precision_param": "float32"}
 COMPILED = {"compile.enable": "true"}
