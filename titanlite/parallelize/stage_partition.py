@@ -102,16 +102,15 @@ def _min_max_stage_cost(prefix_sums: Sequence[float], stages: int) -> float:
     # minimum[start]: for the modules from `start` on; begins with one stage, then adds stages
     minimum = [prefix_sums[-1] - prefix_sums[start] for start in range(count)]
     for stages_left in range(2, stages + 1):
-        minimum = [
-            min(
-                (
-                    max(prefix_sums[end] - prefix_sums[start], minimum[end])
-                    for end in range(start + 1, count - stages_left + 2)
-                ),
-                default=float("inf"),
-            )
-            for start in range(count)
-        ]
+        after, minimum = minimum, []
+        for start in range(count):
+            best, before = float("inf"), prefix_sums[start]
+            for end in range(start + 1, count - stages_left + 2):
+                cost = prefix_sums[end] - before
+                if cost >= best:
+                    break  # it only grows
+                best = min(best, max(cost, after[end]))
+            minimum.append(best)
     return minimum[0]
 
 

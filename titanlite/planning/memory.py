@@ -6,6 +6,7 @@ largest shards.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from operator import attrgetter
 
@@ -48,25 +49,46 @@ def rank_memories(
     `step_temporaries`: what the optimizer's step allocates and frees, in bytes, and in multiples of
     the largest shard of a parameter.
     """
-    layout = workload.layout
-    parts = parts or parts_of_shape(workload.model)
-    stages = stages or stages_of(workload)
-    activations = BlockActivations(workload, on_cpu)
-    owners = stage_ranks(layout)
-    microbatches = layout.n_microbatches // max(1, layout.runs)
-    own: list[list[StageParts]] = [[] for _ in range(layout.pipeline)]
-    for stage, owner in zip(stages, owners, strict=True):
+    for rank, own in enumerate(_ranks(workload, parts, stages, on_cpu)):
+        points = [*_points(rank, own), _optimizer_step(own, step_temporaries)]
+        yield max((_at_point(rank, own, point) for point in points), key=_total)
+
+
+def first_excess(workload: Workload, limit: float) -> float | None:
+    """Bytes of a rank at a point where it needs more than `limit`; None if there is none."""
+    for rank, own in enumerate(_ranks(workload)):
+        for point in itertools.chain(_points(rank, own), [_optimizer_step(own, (0.0, 0.0))]):
+            needed = _at_point(rank, own, point).total
+            if needed > limit:
+                return needed
+    return None
+
+
+def _ranks(
+    workload: Workload,
+    parts: ModelParts | None = None,
+    stages: tuple[StageParts, ...] = (),
+    on_cpu: bool = False,
+) -> Iterator[RankParts]:
+    """What each pipeline rank has."""
+    own: list[list[StageParts]] = [[] for _ in range(workload.layout.pipeline)]
+    for stage, owner in zip(
+        stages or stages_of(workload), stage_ranks(workload.layout), strict=True
+    ):
         own[owner].append(stage)
-    common = LayoutParts(workload, parts, activations)
-    for rank in range(layout.pipeline):
-        rank_parts = RankParts(common, own[rank])
-        if layout.pipeline > 1:
-            states = schedule_states(layout.schedule, owners, microbatches)[rank]
-            points = pipeline_points(rank_parts, states, microbatches)
-        else:
-            points = step_points(rank_parts)
-        points.append(_optimizer_step(rank_parts, step_temporaries))
-        yield _peak(rank, rank_parts, points)
+    activations = BlockActivations(workload, on_cpu)
+    common = LayoutParts(workload, parts or parts_of_shape(workload.model), activations)
+    return (RankParts(common, each) for each in own)
+
+
+def _points(rank: int, parts: RankParts) -> Iterator[StepPoint]:
+    """The points of forward and backward at which a rank can be at its peak."""
+    layout = parts.layout
+    if layout.pipeline == 1:
+        return iter(step_points(parts))
+    microbatches = layout.n_microbatches // max(1, layout.runs)
+    states = schedule_states(layout.schedule, stage_ranks(layout), microbatches)[rank]
+    return pipeline_points(parts, states, microbatches)
 
 
 def _optimizer_step(parts: RankParts, step_temporaries: tuple[float, float]) -> StepPoint:
@@ -76,28 +98,24 @@ def _optimizer_step(parts: RankParts, step_temporaries: tuple[float, float]) -> 
     return StepPoint("in the optimizer's step", gradients=parts.resting[1], step_temporaries=size)
 
 
-def _peak(rank: int, parts: RankParts, points: list[StepPoint]) -> RankMemory:
-    """The largest of the points."""
+def _at_point(rank: int, parts: RankParts, point: StepPoint) -> RankMemory:
+    """The memory of a rank at one point of the step."""
     parameters, gradients, state = parts.resting
-    batch = _batch_bytes(parts.workload)
-
-    def memory(point: StepPoint) -> RankMemory:
-        return RankMemory(
-            rank,
-            parameters,
-            point.gradients,
-            state,
-            point.gathered,
-            point.unsharded_gradients,
-            point.activations + batch,
-            point.logits,
-            point.received,
-            point.step_temporaries,
-            gradients,
-            point.at,
-        )
-
-    return max([memory(_existing(point, parts)) for point in points], key=_total)
+    point = _existing(point, parts)
+    return RankMemory(
+        rank,
+        parameters,
+        point.gradients,
+        state,
+        point.gathered,
+        point.unsharded_gradients,
+        point.activations + _batch_bytes(parts.workload),
+        point.logits,
+        point.received,
+        point.step_temporaries,
+        gradients,
+        point.at,
+    )
 
 
 _total = attrgetter("total")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
+from collections.abc import Iterator
 from operator import mul
 from typing import NamedTuple
 
@@ -14,19 +14,29 @@ from titanlite.planning.stages import StageParts
 
 def pipeline_points(
     parts: RankParts, states: tuple[ScheduleState, ...], microbatches: int
-) -> list[StepPoint]:
-    """Every kind of action of a rank's schedule, and the reduction of its gradients.
+) -> Iterator[StepPoint]:
+    """The reduction of a rank's gradients, and every kind of action of its schedule.
 
     `microbatches`: of one run of the schedule.
     """
     rank = _PipelineRank(parts, microbatches)
+    yield rank.reduction()
     largest: dict[ScheduleState, float] = {}  # all else being equal, the most in flight is the peak
     for state in states:
         in_flight = rank.in_flight(state)
         like = state._replace(in_flight=())
         largest[like] = max(in_flight, largest.get(like, 0.0))
-    of_states = (rank.points_of(state, in_flight) for state, in_flight in largest.items())
-    return [*itertools.chain.from_iterable(of_states), rank.reduction()]
+    for state, in_flight in largest.items():
+        yield from rank.points_of(state, in_flight)
+
+
+class _BlockBytes(NamedTuple):
+    """A block of a stage in backward, whatever the action."""
+
+    saved: float  # by the forward of the stage, up to this block
+    temporaries: float
+    gradients: float  # of its weights, unsharded
+    later: float  # gradients of the later blocks of the stage, after its first backward
 
 
 class _Accumulated(NamedTuple):
@@ -53,6 +63,8 @@ class _PipelineRank:
             self.shards = parts.all.sharded * parts.numerics.gradient_bytes
         self.saved = [self._saved(stage) for stage in parts.stages]
         self.unsharded = [self._unsharded(stage) for stage in parts.stages]
+        self._forwards: dict[int, tuple[float, float]] = {}
+        self._backwards: dict[int, list[_BlockBytes]] = {}  # by stage
 
     def _saved(self, stage: StageParts) -> float:
         """What a forward of a stage has saved.
@@ -122,10 +134,9 @@ class _PipelineRank:
     def _forward_of_blocks(
         self, stage: StageParts, in_flight: float, accumulated: _Accumulated
     ) -> StepPoint:
-        acts, before, own = self.acts, 0.0, 0.0
-        if stage.blocks:
-            before = self._of_blocks(stage, stage.blocks - 1) + acts.residual
-            own = self.parts.forward(stage.first_block + stage.blocks - 1)
+        if stage.number not in self._forwards:
+            self._forwards[stage.number] = self._last_forward(stage)
+        before, own = self._forwards[stage.number]
         return StepPoint(
             "in the forward of a block",
             gradients=self.shards,
@@ -134,6 +145,13 @@ class _PipelineRank:
             unsharded_gradients=accumulated.others + accumulated.own,
             activations=in_flight + before + own,
         )
+
+    def _last_forward(self, stage: StageParts) -> tuple[float, float]:
+        """Bytes of (what is saved before the stage's last block, what its forward adds)."""
+        if not stage.blocks:
+            return 0.0, 0.0
+        before = self._of_blocks(stage, stage.blocks - 1) + self.acts.residual
+        return before, self.parts.forward(stage.first_block + stage.blocks - 1)
 
     def _forward_of_loss(
         self, stage: StageParts, in_flight: float, accumulated: _Accumulated
@@ -163,13 +181,13 @@ class _PipelineRank:
     def _points_of_blocks(
         self, stage: StageParts, others: float, accumulated: _Accumulated
     ) -> list[StepPoint]:
+        if stage.number not in self._backwards:
+            self._backwards[stage.number] = self._notable_blocks(stage)
         parts, points = self.parts, []
-        for number in parts.notable_blocks(stage.blocks):
-            temporaries, gradients = parts.backward(stage.first_block + number)
+        for saved, temporaries, gradients, after in self._backwards[stage.number]:
             later = 0.0  # gradients of this micro-batch that were accumulated
             if not accumulated.own and self.of_torch:
-                later = (stage.blocks - 1 - number) * parts.block.gathered * self.reduce
-                later += parts.after.gathered * self.reduce if stage.output else 0.0
+                later = after
             elif self.reduce == self.compute:  # each gradient is added to its sum at once
                 matrices = 3 if parts.workload.model.gated else 2
                 gradients = parts.feed_forward_elements / matrices * self.compute
@@ -183,13 +201,21 @@ class _PipelineRank:
                     + accumulated.own
                     + later
                     + (gradients if self.of_torch else 0.0),
-                    activations=others
-                    + self._of_blocks(stage, number + 1)
-                    + 2 * self.acts.residual
-                    + temporaries,
+                    activations=others + saved + 2 * self.acts.residual + temporaries,
                 )
             )
         return points
+
+    def _notable_blocks(self, stage: StageParts) -> list[_BlockBytes]:
+        """The blocks of a stage whose backward can be the peak."""
+        parts, found = self.parts, []
+        of_output = parts.after.gathered * self.reduce if stage.output else 0.0
+        for number in parts.notable_blocks(stage.blocks):
+            saved = self._of_blocks(stage, number + 1)
+            later = (stage.blocks - 1 - number) * parts.block.gathered * self.reduce
+            block = parts.backward(stage.first_block + number)
+            found.append(_BlockBytes(saved, *block, later + of_output))
+        return found
 
     def _backward_of_embedding(
         self, stage: StageParts, others: float, accumulated: _Accumulated

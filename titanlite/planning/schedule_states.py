@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
+from operator import ge
 from typing import Literal, NamedTuple
 
 from titanlite.parallelize.schedule import SCHEDULES, PipelineAction, build_schedule_order
@@ -22,7 +23,6 @@ class ScheduleState(NamedTuple):
     accumulated: tuple[bool, ...]  # whether each stage had a backward before
 
 
-@lru_cache(8192)  # a search asks for thousands, many of them again
 def schedule_states(
     schedule: str, owners: tuple[int, ...], microbatches: int
 ) -> tuple[tuple[ScheduleState, ...], ...]:
@@ -32,21 +32,36 @@ def schedule_states(
     A schedule that is not known (a file), or does not suit the number of micro-batches, has one
     backward of each stage, with as many forwards in flight as there are at the most.
     """
-    ranks, stages = max(owners) + 1, len(owners)
+    ranks = max(owners) + 1
     whole = schedule in ("GPipe", "LoopedBFS")  # all forwards are in flight at once
-    count = 1 if whole else min(microbatches, MAX_SIMULATED_ROUNDS * ranks)
+    count = min(microbatches, MAX_SIMULATED_ROUNDS * ranks)
     count -= count % ranks if count > ranks else 0
-    orders: Sequence[Sequence[PipelineAction]] = ()
-    if schedule in SCHEDULES and not whole:
-        try:
-            orders = build_schedule_order(schedule, ranks, stages, count)
-        except ValueError:
-            orders = ()
-    if not orders:
-        most = stages_in_flight(schedule, owners, microbatches)
-        return tuple(_assumed(counts, microbatches) for counts in most)
+    known = () if whole else _ordered_states(schedule, owners, count)
+    return known or _assumed_states(schedule, owners, microbatches)
+
+
+@lru_cache(8192)  # a search asks for thousands, many of them again
+def _ordered_states(
+    schedule: str, owners: tuple[int, ...], microbatches: int
+) -> tuple[tuple[ScheduleState, ...], ...]:
+    """The states by the order of the schedule; empty if it has none."""
+    ranks = max(owners) + 1
+    if schedule not in SCHEDULES:
+        return ()
+    try:
+        orders = build_schedule_order(schedule, ranks, len(owners), microbatches)
+    except ValueError:
+        return ()
     own = [[s for s, owner in enumerate(owners) if owner == rank] for rank in range(ranks)]
     return tuple(_states(actions, own[rank]) for rank, actions in enumerate(orders))
+
+
+@lru_cache(8192)
+def _assumed_states(
+    schedule: str, owners: tuple[int, ...], microbatches: int
+) -> tuple[tuple[ScheduleState, ...], ...]:
+    most = stages_in_flight(schedule, owners, microbatches)
+    return tuple(_assumed(counts, microbatches) for counts in most)
 
 
 def _assumed(counts: dict[int, int], microbatches: int) -> tuple[ScheduleState, ...]:
@@ -99,6 +114,6 @@ def _largest(states: Iterable[ScheduleState]) -> set[ScheduleState]:
 
 def _covers(more: ScheduleState, less: ScheduleState) -> bool:
     """Whether `more` has in flight what `less` has, and gradients where it has them."""
-    in_flight = zip(more.in_flight, less.in_flight, strict=True)
-    accumulated = zip(more.accumulated, less.accumulated, strict=True)
-    return all(a >= b for a, b in in_flight) and all(a >= b for a, b in accumulated)
+    return all(map(ge, more.in_flight, less.in_flight)) and all(
+        map(ge, more.accumulated, less.accumulated)
+    )

@@ -29,7 +29,7 @@ from titanlite.planning.layout_space import (
     StepOptions,
     recomputes_no_less,
 )
-from titanlite.planning.memory import estimate_memory, rank_memories
+from titanlite.planning.memory import estimate_memory, first_excess
 from titanlite.planning.offloaded_memory import offloaded_bytes
 from titanlite.planning.planned_job import planned_config, planned_job
 from titanlite.planning.rank_memory import MemoryEstimate
@@ -215,8 +215,8 @@ class LayoutSearch:
     def _fits_the_gpu(self, choice: LayoutChoice) -> bool:
         """Whether the worst rank has enough memory; the first that has not decides."""
         self.counts.add(memory=1)
-        ranks = rank_memories(self.space.workload(choice, self._workload))
-        needed = next((r.total for r in ranks if r.total > self.target.usable_bytes), None)
+        workload = self.space.workload(choice, self._workload)
+        needed = first_excess(workload, self.target.usable_bytes)
         if needed is not None:
             self._too_large.append((needed, choice))
         return needed is None
@@ -313,8 +313,10 @@ class LayoutSearch:
     ) -> PlannedStep | None:
         """The fastest candidate of a schedule that fits, if it takes less than `limit` seconds."""
         options = self.space.options(frame, schedule)
-        group = LayoutChoice(frame, schedule, stages, options[-1])
-        if not self._fits(group):
+        group = LayoutChoice(frame, schedule, stages, options[0])
+        if self.estimate_time(group).total >= limit:
+            return None  # as all others, which take longer
+        if not self._fits(dataclasses.replace(group, options=options[-1])):
             return None
         return self._fastest_that_fits(group, options, limit)
 

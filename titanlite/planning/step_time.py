@@ -7,7 +7,6 @@ parameters of the next block are gathered while this block computes.
 
 from __future__ import annotations
 
-import dataclasses
 from collections import Counter
 from dataclasses import dataclass
 from functools import lru_cache
@@ -56,7 +55,7 @@ class StepTime:
 
     @property
     def total(self) -> float:
-        return sum(dataclasses.astuple(self))
+        return sum(vars(self).values())  # in the order of the fields
 
     @property
     def communication(self) -> float:
@@ -68,7 +67,7 @@ class StepTime:
     @property
     def parts(self) -> dict[str, float]:
         """Seconds by name, without those that are 0."""
-        return {name: value for name, value in dataclasses.asdict(self).items() if value}
+        return {name: value for name, value in vars(self).items() if value}
 
 
 @lru_cache(maxsize=256)
