@@ -81,7 +81,7 @@ def _plan(arguments: argparse.Namespace, overrides: list[str]) -> None:
     result = search.run()
     changes: list[ChangedAnswer] = []
     if not arguments.quick:
-        changes += changed_answers(request, result.best[0], search.bounds)
+        changes += changed_answers(request, result.best[0], search.bounds, search.estimates)
     print(*report_lines(request, result, changes), sep="\n")
     if arguments.out is not None:
         files = write_plan(request, result, arguments.out)

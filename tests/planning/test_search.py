@@ -158,10 +158,10 @@ def test_changed_assumptions_change_the_speed_as_they_must():
     assert answers["global batch 32"].speed > answers["global batch 8"].speed
     for estimated in changed_answers(request, best, {}):  # the bounds save work, nothing else
         known = answers[estimated.assumption]
-        assert (known.best.choice, known.speed) == (estimated.best.choice, estimated.speed)
+        assert (known.choice, known.speed) == (estimated.choice, estimated.speed)
     unchanged = [answer for answer in answers.values() if answer.same_layout]
     for answer in unchanged:
-        frame = answer.best.choice.frame
+        frame = answer.choice.frame
         assert dataclasses.replace(frame, n_microbatches=0) == dataclasses.replace(
             best.choice.frame, n_microbatches=0
         )

@@ -1,11 +1,12 @@
-"""Run functions in forked processes, each in one of its own, in the order given."""
+"""Run functions in forked processes, each in one of its own; results in the order given."""
 
 from __future__ import annotations
 
 import multiprocessing
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
 from typing import TypeVar
 
 import torch
@@ -21,23 +22,35 @@ def run_in_processes(functions: Sequence[Callable[[], T]], processes: int) -> It
     A process of its own for each, because DTensor caches the process groups that it has seen.
     Forked, so that a function need not be pickled and torch need not be imported again.
     """
-    fork = multiprocessing.get_context("fork")
-    process: multiprocessing.process.BaseProcess
-    running: list[tuple[Connection, multiprocessing.process.BaseProcess]] = []
-    waiting = list(functions)
+    waiting = list(enumerate(functions))
+    running: dict[Connection, tuple[int, BaseProcess]] = {}
+    results: dict[int, T] = {}
     try:
-        while waiting or running:
-            while waiting and len(running) < processes:
-                receiver, sender = fork.Pipe(duplex=False)
-                process = fork.Process(target=_call, args=(waiting.pop(0), sender), daemon=True)
-                process.start()
-                sender.close()
-                running.append((receiver, process))
-            yield _result_of(*running.pop(0))
+        for number in range(len(functions)):
+            while number not in results:
+                while waiting and len(running) < processes:
+                    started, function = waiting.pop(0)
+                    receiver, process = _start(function)
+                    running[receiver] = started, process
+                ready = wait(list(running))
+                for receiver in [each for each in running if each in ready]:
+                    finished, process = running[receiver]
+                    results[finished] = _result_of(receiver, process)
+                    del running[receiver]
+            yield results.pop(number)
     finally:
-        for _, process in running:
+        for _, process in running.values():
             process.terminate()
             process.join()
+
+
+def _start(function: Callable[[], T]) -> tuple[Connection, BaseProcess]:
+    fork = multiprocessing.get_context("fork")
+    receiver, sender = fork.Pipe(duplex=False)
+    process = fork.Process(target=_call, args=(function, sender), daemon=True)
+    process.start()
+    sender.close()
+    return receiver, process
 
 
 def _call(function: Callable[[], T], sender: Connection) -> None:
@@ -50,7 +63,7 @@ def _call(function: Callable[[], T], sender: Connection) -> None:
         sender.send((None, RuntimeError(traceback.format_exc())))
 
 
-def _result_of(receiver: Connection, process: multiprocessing.process.BaseProcess) -> T:  # type: ignore[type-var]
+def _result_of(receiver: Connection, process: BaseProcess) -> T:  # type: ignore[type-var]
     try:
         result, error = receiver.recv()
     except EOFError:

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 from titanlite.errors import UserError
+from titanlite.planning.forked import run_in_processes
 from titanlite.planning.hardware import Cluster
-from titanlite.planning.layout_space import MATMUL_CHOICES
+from titanlite.planning.layout_space import MATMUL_CHOICES, LayoutChoice
 from titanlite.planning.plan_request import PlanRequest
-from titanlite.planning.search import FrameKey, LayoutSearch, PlannedStep
+from titanlite.planning.search import Estimates, FrameKey, LayoutSearch, PlannedStep
 
 MIN_SHARE = 0.1  # parts that make less than this fraction of a difference are not named
 
@@ -35,43 +38,57 @@ class ChangedAnswer:
     """The fastest layout under one changed assumption."""
 
     assumption: str
-    best: PlannedStep | None
+    choice: LayoutChoice | None
     same_layout: bool = False  # as without the change
     speed: float = 0.0  # tokens/s, relative to those without the change
     reason: str = ""  # why there is no layout
 
 
 def changed_answers(
-    request: PlanRequest, best: PlannedStep, bounds: Mapping[FrameKey, float]
-) -> Iterator[ChangedAnswer]:
+    request: PlanRequest,
+    best: PlannedStep,
+    bounds: Mapping[FrameKey, float],
+    estimates: Estimates | None = None,
+) -> list[ChangedAnswer]:
     """The answer under other batches, memories, networks and precisions.
 
-    Every layout is compared. `bounds` are those of the search without the change: a layout that is
-    too slow by them is not estimated again.
+    Every layout is compared. `bounds` and `estimates` are those of the search without the change: a
+    layout that is too slow by the bounds is not estimated again. The searches run in processes.
     """
+    searches = [
+        partial(_answer, request, best, bounds, estimates, change)
+        for change in _changes_of(request)
+    ]
+    return list(run_in_processes(searches, os.cpu_count() or 1))
+
+
+def _answer(
+    request: PlanRequest,
+    best: PlannedStep,
+    bounds: Mapping[FrameKey, float],
+    estimates: Estimates | None,
+    change: _ChangedRequest,
+) -> ChangedAnswer:
+    changed = change.request
+    known = {
+        (degrees, micro_batch, precision): change.shortest * bound
+        for (degrees, micro_batch, _), bound in bounds.items()
+        for precision in changed.space.precisions
+    }
+    search = LayoutSearch(changed.space, changed.target, 1, known, estimates)
+    try:
+        found = search.run().best[0]
+    except UserError as problem:
+        return ChangedAnswer(change.assumption, None, reason=problem.message)
+    same = _without_counts(found.choice) == _without_counts(best.choice)
     before = request.tokens_per_step / best.time.total
-    for change in _changes_of(request):
-        changed = change.request
-        known = {
-            (degrees, micro_batch, precision): change.shortest * bound
-            for (degrees, micro_batch, _), bound in bounds.items()
-            for precision in changed.space.precisions
-        }
-        search = LayoutSearch(changed.space, changed.target, 1, known)
-        try:
-            found = search.run().best[0]
-        except UserError as problem:
-            yield ChangedAnswer(change.assumption, None, reason=problem.message)
-            continue
-        same = _without_counts(found) == _without_counts(best)
-        speed = changed.tokens_per_step / found.time.total / before
-        yield ChangedAnswer(change.assumption, found, same, speed)
+    speed = changed.tokens_per_step / found.time.total / before
+    return ChangedAnswer(change.assumption, found.choice, same, speed)
 
 
-def _without_counts(step: PlannedStep):
+def _without_counts(choice: LayoutChoice) -> LayoutChoice:
     """The choice, without the number of micro-batches, which follows from the global batch."""
-    frame = dataclasses.replace(step.choice.frame, n_microbatches=0)
-    return dataclasses.replace(step.choice, frame=frame)
+    return dataclasses.replace(choice, frame=dataclasses.replace(choice.frame, n_microbatches=0))
 
 
 class _ChangedRequest(NamedTuple):
@@ -93,6 +110,12 @@ def _changes_of(request: PlanRequest) -> Iterator[_ChangedRequest]:
     def with_cluster(other: Cluster) -> PlanRequest:
         return dataclasses.replace(request, cluster=other)
 
+    # the longest search first, so that no process waits for it at the end
+    peaks = cluster.gpu.peak_tflops
+    if tuple(space.precisions) == MATMUL_CHOICES[:1] and "float8" in peaks:
+        other = dataclasses.replace(space, precisions=MATMUL_CHOICES[1:])
+        float8 = dataclasses.replace(request, space=other)
+        yield _ChangedRequest("Float8 matmuls", float8, 0.8 * peaks["bfloat16"] / peaks["float8"])
     yield _ChangedRequest(f"global batch {2 * batch}", with_batch(2 * batch), 1.0)
     if batch % 2 == 0:
         yield _ChangedRequest(f"global batch {batch // 2}", with_batch(batch // 2), 0.5)
@@ -103,11 +126,6 @@ def _changes_of(request: PlanRequest) -> Iterator[_ChangedRequest]:
     if cluster.gpus > cluster.machine.link_domain:
         yield _ChangedRequest("twice the network", with_cluster(_with_network(cluster, 2.0)), 0.5)
         yield _ChangedRequest("half the network", with_cluster(_with_network(cluster, 0.5)), 1.0)
-    peaks = cluster.gpu.peak_tflops
-    if tuple(space.precisions) == MATMUL_CHOICES[:1] and "float8" in peaks:
-        other = dataclasses.replace(space, precisions=MATMUL_CHOICES[1:])
-        float8 = dataclasses.replace(request, space=other)
-        yield _ChangedRequest("Float8 matmuls", float8, 0.8 * peaks["bfloat16"] / peaks["float8"])
 
 
 def _with_memory(cluster: Cluster, factor: float) -> Cluster:

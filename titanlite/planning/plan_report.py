@@ -185,13 +185,12 @@ def _changes(changes: Sequence[ChangedAnswer]) -> Iterator[str]:
     width = max(len(change.assumption) for change in changes)
     for change in changes:
         label = f"  {change.assumption:<{width}} "
-        if change.best is None:
+        if (choice := change.choice) is None:
             yield f"{label} {change.reason}"
             continue
         speed = f"tokens/s x {change.speed:.2f}"
         if change.same_layout:
             yield f"{label} {speed}, the same layout"
         else:
-            choice = change.best.choice
             yield f"{label} {speed}, {choice.frame.degrees}, micro-batch {choice.frame.micro_batch}"
             yield f"  {'':<{width}}  {describe_choice(choice)}"

@@ -97,6 +97,28 @@ class SearchTarget:
     efficiency: Efficiency | None = None  # None: that of the GPU type
 
 
+class Estimates:
+    """Times and memory of candidates, for searches of one model that differ in the cluster."""
+
+    def __init__(self) -> None:
+        self._times: list[tuple[object, dict[LayoutChoice, StepTime]]] = []
+        self._excesses: dict[float, dict[LayoutChoice, float | None]] = {}
+
+    def times(self, target: SearchTarget) -> dict[LayoutChoice, StepTime]:
+        """Those known for a cluster; the memory of its GPUs changes no time."""
+        gpu = dataclasses.replace(target.cluster.gpu, memory_gib=0.0)
+        key = dataclasses.replace(target.cluster, gpu=gpu), target.efficiency
+        for known, times in self._times:
+            if known == key:
+                return times
+        self._times.append((key, {}))
+        return self._times[-1][1]
+
+    def excesses(self, target: SearchTarget) -> dict[LayoutChoice, float | None]:
+        """Bytes of a rank that does not fit, or None; they depend on nothing but the limit."""
+        return self._excesses.setdefault(target.usable_bytes, {})
+
+
 class LayoutSearch:
     """One search in a space of layouts."""
 
@@ -106,9 +128,11 @@ class LayoutSearch:
         target: SearchTarget,
         keep: int = 10,
         at_least: Mapping[FrameKey, float] | None = None,
+        estimates: Estimates | None = None,
     ):
         """`at_least`: seconds that no candidate of a frame is faster than, where they are known.
 
+        `estimates`: of a search in the same space or with another global batch.
         The bounds of other frames, and closer ones of these, are estimated when they are needed.
         """
         self.space, self.target, self.keep = space, target, keep
@@ -116,6 +140,9 @@ class LayoutSearch:
         self.bounds: dict[FrameKey, float] = {}
         self.counts = SearchCounts()
         self._best: list[PlannedStep] = []
+        self.estimates = estimates or Estimates()
+        self._times = self.estimates.times(target)
+        self._excesses = self.estimates.excesses(target)
         self._ratios: dict[tuple[int, int], dict[tuple[str, int], float]] = {}
         self._too_large: list[tuple[float, LayoutChoice]] = []  # with the bytes of one rank
         self._shards: dict[LayoutChoice, tuple[float, float]] = {}  # (too few, enough) to fit
@@ -203,9 +230,12 @@ class LayoutSearch:
 
     def estimate_time(self, choice: LayoutChoice) -> StepTime:
         """The time of a step."""
-        self.counts.add(time=1)
-        workload = self.space.workload(choice, self._workload)
-        return estimate_step(workload, self.target.cluster, self.target.efficiency)
+        if choice not in self._times:  # a bound and a visit need the same one
+            self.counts.add(time=1)
+            workload = self.space.workload(choice, self._workload)
+            cluster, efficiency = self.target.cluster, self.target.efficiency
+            self._times[choice] = estimate_step(workload, cluster, efficiency)
+        return self._times[choice]
 
     def needed_bytes(self, choice: LayoutChoice) -> float:
         """Memory of the worst rank at its peak."""
@@ -214,9 +244,11 @@ class LayoutSearch:
 
     def _fits_the_gpu(self, choice: LayoutChoice) -> bool:
         """Whether the worst rank has enough memory; the first that has not decides."""
-        self.counts.add(memory=1)
-        workload = self.space.workload(choice, self._workload)
-        needed = first_excess(workload, self.target.usable_bytes)
+        if choice not in self._excesses:
+            self.counts.add(memory=1)
+            workload = self.space.workload(choice, self._workload)
+            self._excesses[choice] = first_excess(workload, self.target.usable_bytes)
+        needed = self._excesses[choice]
         if needed is not None:
             self._too_large.append((needed, choice))
         return needed is None
@@ -363,5 +395,6 @@ class LayoutSearch:
             self.counts.refused.append(problem)
             return None
         workload = self.space.workload(choice, self._workload)
-        time = estimate_step(workload, self.target.cluster, self.target.efficiency)
-        return PlannedStep(choice, job, workload, estimate_memory(workload), time)
+        return PlannedStep(
+            choice, job, workload, estimate_memory(workload), self.estimate_time(choice)
+        )

@@ -84,7 +84,8 @@ def estimate_step(
     case = block_case(workload, kernels, collectives)
     ranks = _rank_passes(workload, case)
     layout = workload.layout
-    costs = [passes.total for passes in ranks]
+    total_of = {id(passes): passes.total for passes in ranks}  # many ranks have the same object
+    costs = [total_of[id(passes)] for passes in ranks]
     busiest = ranks[costs.index(max(costs))]
     both = busiest.forward.plus(busiest.backward)
     of_run = layout.n_microbatches // layout.runs
@@ -118,7 +119,8 @@ def _rank_passes(workload: Workload, case: BlockCase) -> list[Passes]:
     passes_of = {kind: _with_gathers(workload, case, kind) for kind in set(kinds)}
     ends = embedding_passes(case), output_passes(case)
     stages = layout.pipeline * layout.stages_per_rank
-    block = sum(passes_of[kind].total for kind in kinds) / len(kinds)
+    total_of = {kind: passes.total for kind, passes in passes_of.items()}
+    block = sum(total_of[kind] for kind in kinds) / len(kinds)
     layers = layout.stage_blocks or divide_layers(
         model.n_layers, stages, *(round(end.total / block, 2) for end in ends)
     )
@@ -128,8 +130,11 @@ def _rank_passes(workload: Workload, case: BlockCase) -> list[Passes]:
     parts[owners[-1]].append((ends[1], 1.0))
     start = 0
     for rank, count in zip(owners, layers, strict=True):
-        for kind, blocks in Counter(kinds[start : start + count]).items():
-            parts[rank].append((passes_of[kind], blocks))
+        if len(passes_of) == 1 and count:
+            parts[rank].append((passes_of[kinds[0]], count))
+        else:
+            for kind, blocks in Counter(kinds[start : start + count]).items():
+                parts[rank].append((passes_of[kind], blocks))
         start += count
     return _sums(parts)
 
