@@ -48,7 +48,9 @@ class TensorParallelRole:
     """What tensor parallel does with the modules of one role."""
 
     style: Callable[[StyleOptions], ParallelStyle]
-    sharded_dim: int | None = None  # of the weight [out, in]; None: replicated, or no weight
+    sharded_dim: int | None = (
+        None  # of the weight [out, in] or [out]; None: replicated or no weight
+    )
     whole_heads: bool = False  # replicated unless the ranks divide the number of heads
     gathered_input: bool = False  # its input is all-gathered by the "gather_sequence" parent
 
@@ -83,7 +85,9 @@ TENSOR_PARALLEL_ROLES: dict[str, TensorParallelRole] = {
     # norm of each attention head
     "heads": TensorParallelRole(lambda o: ReplicatedNorm()),
     # norm of the queries or keys of all heads together
-    "projection": TensorParallelRole(lambda o: ProjectionNorm(o.head_width, o.ranks)),
+    "projection": TensorParallelRole(
+        lambda o: ProjectionNorm(o.head_width, o.ranks), sharded_dim=0, whole_heads=True
+    ),
     # row-parallel linear layer; its output is reduce-scattered to the residual stream
     "rowwise": TensorParallelRole(
         lambda o: o.linear.rowwise(output_layouts=Shard(SEQUENCE_DIM)), sharded_dim=1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 
 import torch
 
@@ -59,14 +60,13 @@ def parts_of_job(job: Job) -> ModelParts:
         described = _describe_parameter(job, name, parameter.shape, hidden_dims.get(name))
         described = dataclasses.replace(described, name=name.removeprefix(prefix))
         modules.setdefault(prefix or name.partition(".")[0], []).append(described)
-    ends = [name for name in modules if name not in blocks]
-    first, last = ends[0], spec.output_path
-    norms = [parameter for name in ends[1:] if name != last for parameter in modules[name]]
+    embeddings = list(itertools.takewhile(lambda name: name not in blocks, modules))
+    others = {*blocks, *embeddings, spec.output_path}
     return ModelParts(
-        tuple(modules[first]),
+        tuple(parameter for name in embeddings for parameter in modules[name]),
         tuple(modules[f"{spec.blocks_path}.{last_block}."]),
-        tuple(norms),
-        tuple(modules.get(last, ())),
+        tuple(p for name, found in modules.items() if name not in others for p in found),
+        tuple(modules.get(spec.output_path, ())),
         dense_block=tuple(modules[f"{spec.blocks_path}.0."]),
         tied=bool(spec.tied_parameters(job.sizes)),
     )
@@ -82,10 +82,13 @@ def _describe_parameter(
     facts = MatrixFacts(job.spec, job.sizes, job.transforms.compute_dtype)
     dtype = job.transforms.param_dtype
     state = optimizer_state_bytes([(name, shape)], optimizer, dtype, facts)
+    sharded_dim = entry.sharded_dim if entry else hidden_dim
+    if sharded_dim is not None and sharded_dim >= len(shape):
+        sharded_dim = None  # the bias of a row-wise linear layer: every rank has it
     parameter = ParameterShape(
         name,
         tuple(shape),
-        entry.sharded_dim if entry else hidden_dim,
+        sharded_dim,
         job.sizes.head_width if entry and entry.whole_heads else 1,
         expert=hidden_dim is not None and len(shape) == 3,
         state_bytes=state / shape.numel(),
@@ -115,11 +118,14 @@ def _step_temporaries(job: Job) -> tuple[float, float]:
 def stages_of_job(job: Job) -> tuple[StageParts, ...]:
     """What each pipeline stage of a job has."""
     prefix, first, stages = f"{job.spec.blocks_path}.", 0, []
-    output, embedding = job.spec.output_path, job.pipeline.stages[0][0]
+    names_in_order = itertools.chain.from_iterable(job.pipeline.stages)
+    embeddings = set(itertools.takewhile(lambda name: not name.startswith(prefix), names_in_order))
+    output = job.spec.output_path
     for number, names in enumerate(job.pipeline.stages):
         blocks = sum(name.startswith(prefix) for name in names)
         ends = {name for name in names if not name.startswith(prefix)}
-        norm = bool(ends - {embedding, output})
-        stages.append(StageParts(number, first, blocks, embedding in ends, norm, output in ends))
+        norm = bool(ends - embeddings - {output})
+        embedding = bool(ends & embeddings)
+        stages.append(StageParts(number, first, blocks, embedding, norm, output in ends))
         first += blocks
     return tuple(stages)
