@@ -1,9 +1,7 @@
 """The planner's search: its time for 16,384 GPUs, and its answer against all candidates.
 
-    python -m benchmarks.planner_search              # 405B on 16,384 GPUs, 70B on 512
-    python -m benchmarks.planner_search --all 64     # 8B on 64 GPUs: also estimate every candidate
-
-The second command takes about half an hour on one core.
+python -m benchmarks.planner_search              # 405B on 16,384 GPUs, 70B on 512
+python -m benchmarks.planner_search --all 64     # 8B on 64 GPUs: also estimate every candidate
 """
 
 from __future__ import annotations

@@ -48,9 +48,8 @@ class TensorParallelRole:
     """What tensor parallel does with the modules of one role."""
 
     style: Callable[[StyleOptions], ParallelStyle]
-    sharded_dim: int | None = (
-        None  # of the weight [out, in] or [out]; None: replicated or no weight
-    )
+    sharded_dim: int | None = None
+    # of the weight [out, in], or [out] of a norm; None: replicated, or no weight
     whole_heads: bool = False  # replicated unless the ranks divide the number of heads
     gathered_input: bool = False  # its input is all-gathered by the "gather_sequence" parent
 

@@ -30,28 +30,15 @@ def estimate_memory(
 ) -> MemoryEstimate:
     """The memory of every pipeline rank.
 
-    Arguments are those of `rank_memories`.
-    """
-    arguments = parts, stages, on_cpu, step_temporaries
-    return MemoryEstimate(tuple(rank_memories(workload, *arguments)))
-
-
-def rank_memories(
-    workload: Workload,
-    parts: ModelParts | None = None,
-    stages: tuple[StageParts, ...] = (),
-    on_cpu: bool = False,
-    step_temporaries: tuple[float, float] = (0.0, 0.0),
-) -> Iterator[RankMemory]:
-    """The memory of one pipeline rank after the other.
-
     `parts` and `stages` default to those of `workload.model` and `workload.layout`;
     `step_temporaries`: what the optimizer's step allocates and frees, in bytes, and in multiples of
     the largest shard of a parameter.
     """
+    ranks = []
     for rank, own in enumerate(_ranks(workload, parts, stages, on_cpu)):
         points = [*_points(rank, own), _optimizer_step(own, step_temporaries)]
-        yield max((_at_point(rank, own, point) for point in points), key=_total)
+        ranks.append(max((_at_point(rank, own, point) for point in points), key=_total))
+    return MemoryEstimate(tuple(ranks))
 
 
 def first_excess(workload: Workload, limit: float) -> float | None:
