@@ -139,14 +139,13 @@ class Drill:
         if self._out.exists():
             sys.exit(f"{self._out}: exists; remove it and its .json to repeat the kills.")
         name = f"workers{self._args.kill_workers}"
-        file, share = self._args.out / f"{name}.json", self._args.kill_share
-        if not file.exists() or not list_tasks(self._args.out / name / WORK):
-            sys.exit(f"--kills: needs the time and the tasks of {name}, which has not run.")
         work, draw = self._args.out / name / WORK, random.Random(0)
-        total, made = len(list_tasks(work)), self._reuse_tasks(work) if share < 1 else 0
-        longest = json.loads(file.read_text())["seconds"] * self._args.kill_workers / total
-        for tasks in sorted(draw.uniform(made, total) for _ in range(self._args.kills)):
-            self._kills += not self._start(1e6, tasks, draw.uniform(0, 2 * longest))
+        total = len(list_tasks(work))
+        if not total:
+            sys.exit(f"--kills: needs the tasks of {name}, which has not run.")
+        made = self._reuse_tasks(work) if self._args.kill_share < 1 else 0
+        for tasks in sorted(draw.uniform(made, total - 1) for _ in range(self._args.kills)):
+            self._kills += not self._start(1e6, tasks, draw.random())
         self.run()
         if self._args.remove:
             shutil.rmtree(self._args.out / name, ignore_errors=True)
@@ -187,9 +186,11 @@ class Drill:
     def _start(self, limit: float, tasks: float = float("inf"), delay: float = 0) -> bool:
         """Whether the command finished within `limit` seconds; if not, it was killed.
 
-        It is also killed `delay` seconds after `tasks` tasks are finished.
+        It is also killed after `tasks` tasks are finished: later by `delay` times the seconds that
+        this start has needed for one. (Those of another run may have been on a busier machine.)
         """
         started = time.monotonic()
+        before = len(list_tasks(self._out / WORK))
         due = started + limit
         with open(self._args.out / f"{self._name}.log", "ab") as log:
             child = subprocess.Popen(
@@ -203,9 +204,11 @@ class Drill:
         while child.poll() is None:
             processes = processes_of({child.pid, *self._sessions})
             self._peak = max([self._peak, *map(peak_memory, processes)])
-            if len(list_tasks(self._out / WORK)) >= tasks:
-                due, tasks = min(due, time.monotonic() + delay), float("inf")
-            if time.monotonic() > due:
+            now, finished = time.monotonic(), len(list_tasks(self._out / WORK))
+            if finished >= tasks:
+                each = (now - started) / max(1, finished - before)
+                due, tasks = min(due, now + delay * each), float("inf")
+            if now > due:
                 child.send_signal(signal.SIGKILL)
                 child.wait()
                 time.sleep(1)  # until its workers have noticed
