@@ -41,7 +41,7 @@ class Seconds(NamedTuple):
 
     def plus(self, other: Seconds, times: float = 1.0) -> Seconds:
         """The sum with `other`, `times` times."""
-        return Seconds(*(mine + times * theirs for mine, theirs in zip(self, other, strict=True)))
+        return Seconds(*[mine + times * theirs for mine, theirs in zip(self, other, strict=True)])
 
 
 class Passes(NamedTuple):

@@ -138,6 +138,11 @@ class LayoutSpace:
         """The legal options, so that each comes after those that cost less."""
         splits = frame.degrees.pipeline > 1 and SCHEDULES[schedule].splits_backward
         gathers = frame.degrees.shard * frame.degrees.context > 1
+        if (splits, gathers) not in self._known_options:
+            self._known_options[splits, gathers] = self._options(splits, gathers)
+        return self._known_options[splits, gathers]
+
+    def _options(self, splits: bool, gathers: bool) -> list[StepOptions]:
         found = [
             StepOptions(recompute, activations, optimizer, reshard)
             for recompute in self._values("recompute", RECOMPUTES)
@@ -203,6 +208,10 @@ class LayoutSpace:
 
     @cached_property
     def _known_stages(self) -> dict[tuple[str, int, int], tuple[tuple[int, ...], tuple[int, ...]]]:
+        return {}
+
+    @cached_property
+    def _known_options(self) -> dict[tuple[bool, bool], list[StepOptions]]:
         return {}
 
     def _values(self, name: str, default) -> Sequence[Any]:

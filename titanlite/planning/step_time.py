@@ -8,8 +8,10 @@ parameters of the next block are gathered while this block computes.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Literal
 
 from titanlite.models import ModelShape
 from titanlite.models.counts import block_matmul_weights, count_parameters, feed_forward_weights
@@ -82,11 +84,11 @@ def estimate_step(
     efficiency = efficiency or find_efficiency(cluster.gpu.name)
     kernels, collectives = _speeds(cluster.resized(0), efficiency)
     case = block_case(workload, kernels, collectives)
-    ranks = _rank_passes(workload, case)
     layout = workload.layout
-    total_of = {id(passes): passes.total for passes in ranks}  # many ranks have the same object
-    costs = [total_of[id(passes)] for passes in ranks]
-    busiest = ranks[costs.index(max(costs))]
+    different, of_rank = _rank_passes(workload, case)
+    cost_of = [passes.total for passes in different]
+    costs = [cost_of[number] for number in of_rank]
+    busiest = different[cost_of.index(max(cost_of))]
     both = busiest.forward.plus(busiest.backward)
     of_run = layout.n_microbatches // layout.runs
     bubble = layout.runs * idle_seconds(
@@ -112,45 +114,51 @@ def estimate_step(
     )
 
 
-def _rank_passes(workload: Workload, case: BlockCase) -> list[Passes]:
-    """One micro-batch on each pipeline rank."""
+def _rank_passes(workload: Workload, case: BlockCase) -> tuple[list[Passes], tuple[int, ...]]:
+    """One micro-batch on the pipeline ranks: different ones, and the number of each rank's."""
     layout, model = workload.layout, workload.model
     kinds = block_kinds(model)
-    passes_of = {kind: _with_gathers(workload, case, kind) for kind in set(kinds)}
-    ends = embedding_passes(case), output_passes(case)
-    stages = layout.pipeline * layout.stages_per_rank
-    total_of = {kind: passes.total for kind, passes in passes_of.items()}
-    block = sum(total_of[kind] for kind in kinds) / len(kinds)
-    layers = layout.stage_blocks or divide_layers(
-        model.n_layers, stages, *(round(end.total / block, 2) for end in ends)
-    )
-    owners = stage_ranks(layout)
-    parts: list[list[tuple[Passes, float]]] = [[] for _ in range(layout.pipeline)]
-    parts[owners[0]].append((ends[0], 1.0))
-    parts[owners[-1]].append((ends[1], 1.0))
+    passes_of: dict[_Module, Passes] = {
+        kind: _with_gathers(workload, case, kind) for kind in set(kinds)
+    }
+    embedding, output = embedding_passes(case), output_passes(case)
+    layers = layout.stage_blocks
+    if not layers:
+        stages = layout.pipeline * layout.stages_per_rank
+        block = sum(passes_of[kind].total for kind in kinds) / len(kinds)
+        ends = round(embedding.total / block, 2), round(output.total / block, 2)
+        layers = divide_layers(model.n_layers, stages, *ends)
+    passes_of |= {"embedding": embedding, "output": output}
+    different, of_rank = _rank_modules(layers, stage_ranks(layout), kinds)
+    return [_sum(modules, passes_of) for modules in different], of_rank
+
+
+_Module = BlockKind | Literal["embedding", "output"]
+_Modules = tuple[tuple[_Module, int], ...]  # kinds of modules, and how many of each
+
+
+@lru_cache(maxsize=4096)  # a search asks for thousands, most of them again
+def _rank_modules(
+    layers: tuple[int, ...], owners: tuple[int, ...], kinds: tuple[BlockKind, ...]
+) -> tuple[list[_Modules], tuple[int, ...]]:
+    """What pipeline ranks have, without repetitions, and the number of each rank's."""
+    modules: list[list[tuple[_Module, int]]] = [[] for _ in range(max(owners) + 1)]
+    modules[owners[0]].append(("embedding", 1))
+    modules[owners[-1]].append(("output", 1))
     start = 0
     for rank, count in zip(owners, layers, strict=True):
-        if len(passes_of) == 1 and count:
-            parts[rank].append((passes_of[kinds[0]], count))
-        else:
-            for kind, blocks in Counter(kinds[start : start + count]).items():
-                parts[rank].append((passes_of[kind], blocks))
+        modules[rank] += Counter(kinds[start : start + count]).items()
         start += count
-    return _sums(parts)
+    number_of: dict[_Modules, int] = {}
+    of_rank = tuple(number_of.setdefault(tuple(own), len(number_of)) for own in modules)
+    return list(number_of), of_rank
 
 
-def _sums(parts: list[list[tuple[Passes, float]]]) -> list[Passes]:
-    """The sum of each rank's parts and how often it has them; many ranks have the same."""
-    known: dict[tuple[tuple[int, float], ...], Passes] = {}
-    sums = []
-    for own in parts:
-        key = tuple((id(passes), times) for passes, times in own)
-        if key not in known:
-            known[key] = Passes(Seconds(), Seconds())
-            for passes, times in own:
-                known[key] = known[key].plus(passes, times)
-        sums.append(known[key])
-    return sums
+def _sum(modules: _Modules, passes_of: Mapping[_Module, Passes]) -> Passes:
+    total = Passes(Seconds(), Seconds())
+    for module, count in modules:
+        total = total.plus(passes_of[module], count)
+    return total
 
 
 @lru_cache(maxsize=4096)
