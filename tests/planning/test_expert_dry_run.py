@@ -21,7 +21,8 @@ SIZES = MoESizes(
 )
 FAMILY = replace(MOE_FAMILY, flavors={"small": SIZES})
 LAYOUTS = {
-    "EP 2, full": (4, {"expert_parallel_degree": 2}, "full"),
+    # 8 experts over 3 ranks: no dimension divides evenly
+    "EP 2, full": (6, {"expert_parallel_degree": 2}, "full"),
     "EP 4, TP 2, op": (4, {"expert_parallel_degree": 4, "tensor_parallel_degree": 2}, "op"),
     "EP 2, TP 2 of experts": (
         4,

@@ -94,14 +94,18 @@ def apply_fsdp(
 
 
 def _place_shards(mesh: DeviceMesh, parameter: nn.Parameter) -> Shard | None:
-    """Shard stacked experts [E, ...] by the first dimension that divides evenly; others by rows.
+    """Shard stacked experts [E, ...] by `sharded_dim_of_experts`; others by rows."""
+    if parameter.dim() < 3:
+        return None
+    return Shard(sharded_dim_of_experts(local_shard(parameter).shape, mesh.size(mesh.ndim - 1)))
+
+
+def sharded_dim_of_experts(shape: Sequence[int], ranks: int) -> int:
+    """The first dimension that divides evenly; if there is none, the first.
 
     FSDP pads uneven shards: 2 experts over 8 ranks would be gathered as 8.
     """
-    if parameter.dim() < 3:
-        return None
-    ranks, local = mesh.size(mesh.ndim - 1), local_shard(parameter)
-    return Shard(next((dim for dim, size in enumerate(local.shape) if size % ranks == 0), 0))
+    return next((dim for dim, size in enumerate(shape) if size % ranks == 0), 0)
 
 
 def _prefetch_next_group(

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import cache
 
 from titanlite.models import ModelShape
+from titanlite.parallelize.fsdp import sharded_dim_of_experts
 from titanlite.planning.workload import Layout
 
 EMBEDDING, BLOCK, NORM, OUTPUT = "tok_embeddings", "block", "norm", "output"
@@ -51,6 +52,16 @@ def padded_shard(shape: tuple[int, ...], ranks: int) -> int:
 def own_shard(shape: tuple[int, ...], ranks: int) -> tuple[int, ...]:
     """Shape of the first rank's rows."""
     return (-(-shape[0] // ranks), *shape[1:])
+
+
+def own_expert_shard(shape: tuple[int, ...], experts: int, ranks: int) -> tuple[int, ...]:
+    """Shape of the first rank's shard of experts [E, ...], after that over the tensor ranks.
+
+    `experts`: expert-parallel ranks; `ranks`: those that FSDP shards over.
+    """
+    local = (shape[0] // experts, *shape[1:])
+    dim = sharded_dim_of_experts(local, ranks)
+    return (*local[:dim], -(-local[dim] // ranks), *local[dim + 1 :])
 
 
 @dataclass(frozen=True)
@@ -129,8 +140,8 @@ def _feed_forward_shapes(model: ModelShape, hidden: int, count: int) -> tuple[Pa
     up = ("w1", "w3") if model.gated else ("w1",)
     if expert:  # one tensor for all experts
         return (
-            *(ParameterShape(n, (count * hidden, dim), 0, expert=True) for n in up),
-            ParameterShape("w2", (count * dim, hidden), 1, expert=True),
+            *(ParameterShape(n, (count, hidden, dim), 1, expert=True) for n in up),
+            ParameterShape("w2", (count, dim, hidden), 2, expert=True),
         )
     biases = [ParameterShape("b1", (hidden * len(up),), 0), ParameterShape("b2", (dim,))]
     return (
@@ -175,15 +186,13 @@ def group_bytes(
     state = 0.0
     for parameter in parameters:
         shape = parameter.tensor_shard(layout.tensor)
-        ranks, experts = layout.shard * layout.context, 1
         if parameter.expert:  # experts are data-parallel over the ranks that are left
             shape = parameter.tensor_shard(layout.expert_tensor_ranks)
-            ranks, experts = layout.expert_shard, layout.expert
-        elements = math.prod(shape) // experts
-        gathered += elements
-        if parameter.expert:
-            own = padded = -(-elements // ranks)
+            gathered += math.prod(shape) // layout.expert
+            own = padded = math.prod(own_expert_shard(shape, layout.expert, layout.expert_shard))
         else:
+            ranks = layout.shard * layout.context
+            gathered += math.prod(shape)
             own, padded = math.prod(own_shard(shape, ranks)), padded_shard(shape, ranks)
         sharded, stored = sharded + padded, stored + own
         if parameter.own_state_bytes is not None:
