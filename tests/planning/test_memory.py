@@ -7,8 +7,10 @@ import dataclasses
 import pytest
 import torch
 
+from tests.parallelize.test_schedule import as_csv
 from titanlite.job import read_job
 from titanlite.optim import MatrixFacts, build_optimizer
+from titanlite.parallelize.schedule import build_schedule_order
 from titanlite.planning.activation_memory import BlockActivations
 from titanlite.planning.job_memory import estimate_job_memory
 from titanlite.planning.job_workload import workload_of
@@ -125,6 +127,18 @@ def test_estimates_count_shards_and_pipeline_micro_batches_in_flight(run_toml):
     one_f_one_b, gpipe = (stages_in_flight_of(job) for job in jobs)
     assert one_f_one_b == ({0: 2}, {0: 1})
     assert gpipe == ({0: 8}, {0: 8})
+
+
+def test_a_schedule_from_a_file_needs_the_memory_of_the_same_one_by_name(run_toml, tmp_path):
+    file, name = tmp_path / "schedule.csv", "ZBVZeroBubble"
+    file.write_text(as_csv(build_schedule_order(name, ranks=2, stages=4, microbatches=4)))
+    options = ["--model.n_layers=4", "--training.local_batch_size=4"]
+    options.append("--parallelism.pipeline_parallel_degree=2")
+    listed, named = (
+        job_of(run_toml, *options, f"--parallelism.pipeline_parallel_schedule{value}", ranks=2)
+        for value in (f"_csv={file}", f"={name}")
+    )
+    assert estimate_job_memory(listed) == estimate_job_memory(named)
 
 
 def stages_in_flight_of(job):

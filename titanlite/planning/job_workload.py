@@ -68,6 +68,7 @@ def _layout_of(job: Job) -> Layout:
         reduce_every_microbatch=parallelism.fsdp_gradient_reduction == "every_microbatch",
         stage_blocks=tuple(sum(n.startswith(prefix) for n in names) for names in plan.stages),
         stage_ranks=tuple(plan.rank_of),
+        actions=() if plan.csv is None else tuple(map(tuple, plan.order())),
     )
 
 

@@ -74,7 +74,8 @@ def _points(rank: int, parts: RankParts) -> Iterator[StepPoint]:
     if layout.pipeline == 1:
         return iter(step_points(parts))
     microbatches = layout.n_microbatches // max(1, layout.runs)
-    states = schedule_states(layout.schedule, stage_ranks(layout), microbatches)[rank]
+    owners = stage_ranks(layout)
+    states = schedule_states(layout.schedule, owners, microbatches, layout.actions)[rank]
     return pipeline_points(parts, states, microbatches)
 
 

@@ -26,7 +26,7 @@ def _activations(workload: Workload) -> float:
     layout, activations = workload.layout, BlockActivations(workload)
     owners, stages = stage_ranks(layout), stages_of(workload)
     of_run = layout.n_microbatches // max(1, layout.runs)
-    in_flight = stages_in_flight(layout.schedule, owners, of_run)
+    in_flight = stages_in_flight(layout.schedule, owners, of_run, layout.actions)
     largest = 0.0
     for rank, counts in enumerate(in_flight):
         own = [stages[number] for number, owner in enumerate(owners) if owner == rank]

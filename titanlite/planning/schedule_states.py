@@ -9,7 +9,12 @@ from operator import ge
 from typing import Literal, NamedTuple
 
 from titanlite.parallelize.schedule import SCHEDULES, PipelineAction, build_schedule_order
-from titanlite.planning.stages import MAX_SIMULATED_ROUNDS, stages_in_flight
+from titanlite.planning.stages import (
+    MAX_SIMULATED_ROUNDS,
+    owned_stages,
+    stages_in_flight,
+)
+from titanlite.planning.workload import ScheduleActions
 
 Kind = Literal["forward", "backward"]
 
@@ -24,14 +29,17 @@ class ScheduleState(NamedTuple):
 
 
 def schedule_states(
-    schedule: str, owners: tuple[int, ...], microbatches: int
+    schedule: str, owners: tuple[int, ...], microbatches: int, actions: ScheduleActions = ()
 ) -> tuple[tuple[ScheduleState, ...], ...]:
     """The states of each rank that can be its peak: no other of the same kind has more in flight,
     and gradients of more stages.
 
-    A schedule that is not known (a file), or does not suit the number of micro-batches, has one
-    backward of each stage, with as many forwards in flight as there are at the most.
+    `actions`: of a schedule from a file. A schedule that is not known, or does not suit the number
+    of micro-batches, has one backward of each stage, with as many forwards in flight as there are
+    at the most.
     """
+    if actions:
+        return _listed_states(actions, owners)
     ranks = max(owners) + 1
     whole = schedule in ("GPipe", "LoopedBFS")  # all forwards are in flight at once
     count = min(microbatches, MAX_SIMULATED_ROUNDS * ranks)
@@ -52,8 +60,20 @@ def _ordered_states(
         orders = build_schedule_order(schedule, ranks, len(owners), microbatches)
     except ValueError:
         return ()
-    own = [[s for s, owner in enumerate(owners) if owner == rank] for rank in range(ranks)]
-    return tuple(_states(actions, own[rank]) for rank, actions in enumerate(orders))
+    return _states_of_ranks(orders, owners)
+
+
+@lru_cache(256)
+def _listed_states(
+    actions: ScheduleActions, owners: tuple[int, ...]
+) -> tuple[tuple[ScheduleState, ...], ...]:
+    return _states_of_ranks(actions, owners)
+
+
+def _states_of_ranks(
+    orders: Sequence[Sequence[PipelineAction]], owners: tuple[int, ...]
+) -> tuple[tuple[ScheduleState, ...], ...]:
+    return tuple(_states(order, owned_stages(owners, rank)) for rank, order in enumerate(orders))
 
 
 @lru_cache(8192)

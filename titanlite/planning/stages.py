@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -12,7 +13,7 @@ from titanlite.parallelize.schedule import (
     assign_stages,
     build_schedule_order,
 )
-from titanlite.planning.workload import Layout, Workload
+from titanlite.planning.workload import Layout, ScheduleActions, Workload
 
 MAX_SIMULATED_ROUNDS = 3  # simulated micro-batches per rank; with more, as many are in flight
 
@@ -66,33 +67,37 @@ def _assigned(schedule: str, ranks: int, stages: int) -> tuple[int, ...]:
 
 @lru_cache(8192)  # a search asks for thousands, many of them again
 def stages_in_flight(
-    schedule: str, owners: tuple[int, ...], microbatches: int
+    schedule: str, owners: tuple[int, ...], microbatches: int, actions: ScheduleActions = ()
 ) -> tuple[dict[int, int], ...]:
     """For each rank: micro-batches in flight of each of its stages, numbered in model order from 0.
 
-    At the time when the sum over the rank's stages is largest.
+    At the time when the sum over the rank's stages is largest. `actions`: of a schedule from a
+    file. A schedule that is not known has at most as many in flight as 1F1B.
     """
     ranks, stages = max(owners) + 1, len(owners)
     if ranks == 1:
         return (dict.fromkeys(range(stages), 1),)
-    if schedule not in SCHEDULES:  # a file; at most as many as with 1F1B
-        return tuple({0: min(microbatches, ranks - rank)} for rank in range(ranks))
-    count = min(microbatches, max(MAX_SIMULATED_ROUNDS * ranks, ranks))
+    own = [owned_stages(owners, rank) for rank in range(ranks)]
     if schedule in ("GPipe", "LoopedBFS"):
-        own = stages // ranks
-        return tuple(dict.fromkeys(range(own), microbatches) for _ in range(ranks))
-    count -= count % ranks if count > ranks else 0
-    try:
-        orders = build_schedule_order(schedule, ranks, stages, count)
-    except ValueError:  # the number of micro-batches does not suit the schedule
-        own = stages // ranks
-        return tuple(
-            dict.fromkeys(range(own), min(microbatches, ranks - rank)) for rank in range(ranks)
-        )
+        return tuple(dict.fromkeys(range(len(each)), microbatches) for each in own)
+    order: Sequence[Sequence[PipelineAction]] = actions
+    if schedule in SCHEDULES:
+        count = min(microbatches, MAX_SIMULATED_ROUNDS * ranks)
+        count -= count % ranks if count > ranks else 0
+        # empty if the number of micro-batches does not suit the schedule
+        with contextlib.suppress(ValueError):
+            order = build_schedule_order(schedule, ranks, stages, count)
+    if order:
+        return tuple(map(_most_alive, order, own))
     return tuple(
-        _most_alive(actions, [s for s, owner in enumerate(owners) if owner == rank])
-        for rank, actions in enumerate(orders)
+        dict.fromkeys(range(len(each)), min(microbatches, ranks - rank))
+        for rank, each in enumerate(own)
     )
+
+
+def owned_stages(owners: Sequence[int], rank: int) -> list[int]:
+    """The stages of a pipeline rank."""
+    return [stage for stage, owner in enumerate(owners) if owner == rank]
 
 
 def _most_alive(actions: Sequence[PipelineAction], own: list[int]) -> dict[int, int]:

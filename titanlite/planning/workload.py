@@ -10,12 +10,14 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from titanlite.models import ModelShape
+from titanlite.parallelize.schedule import PipelineAction
 
 Recompute = Literal["none", "selective", "per_operation", "attention", "full", "memory_budget"]
 # "selective": every k-th block; "per_operation": all operations but attention and every second
 # matmul; "attention": the core attention of every block (Megatron's selective recomputation);
 # "memory_budget": the compiler stores the fraction `stored_activations`
 MatmulPrecision = Literal["float32", "bfloat16", "float8", "float4"]
+ScheduleActions = tuple[tuple[PipelineAction, ...], ...]  # of each pipeline rank
 
 
 @dataclass(frozen=True)
@@ -42,6 +44,7 @@ class Layout:
     reduce_every_microbatch: bool = True  # gradients are reduced in every run, not in the last only
     stage_blocks: tuple[int, ...] = ()  # of each stage, in model order; empty: as equal as possible
     stage_ranks: tuple[int, ...] = ()  # pipeline rank of each stage; empty: as the schedule says
+    actions: ScheduleActions = ()  # of a schedule from a file
 
     @property
     def gpus(self) -> int:
