@@ -62,13 +62,14 @@ def parts_of_job(job: Job) -> ModelParts:
         modules.setdefault(prefix or name.partition(".")[0], []).append(described)
     embeddings = list(itertools.takewhile(lambda name: name not in blocks, modules))
     others = {*blocks, *embeddings, spec.output_path}
+    tied = {name for pair in spec.tied_parameters(job.sizes) for name in pair}
     return ModelParts(
         tuple(parameter for name in embeddings for parameter in modules[name]),
         tuple(modules[f"{spec.blocks_path}.{last_block}."]),
         tuple(p for name, found in modules.items() if name not in others for p in found),
         tuple(modules.get(spec.output_path, ())),
         dense_block=tuple(modules[f"{spec.blocks_path}.0."]),
-        tied=bool(spec.tied_parameters(job.sizes)),
+        tied=tuple(p for name in embeddings for p in modules[name] if p.name in tied),
     )
 
 

@@ -73,7 +73,7 @@ class ModelParts:
     norm: tuple[ParameterShape, ...]
     output: tuple[ParameterShape, ...]
     dense_block: tuple[ParameterShape, ...] = ()  # without experts, where some blocks have them
-    tied: bool = False  # the output layer has the embedding's weights
+    tied: tuple[ParameterShape, ...] = ()  # of the embedding, if the output layer has it as well
 
 
 @cache
@@ -111,7 +111,8 @@ def parts_of_shape(model: ModelShape) -> ModelParts:
         routed = _feed_forward_shapes(model, experts.hidden_dim, experts.count)
         shared = _feed_forward_shapes(model, experts.shared_hidden_dim, 1)
         block = (*attention, router, *routed, *(shared if experts.shared_hidden_dim else ()))
-    return ModelParts(tuple(tables), block, tuple(norm), output, dense, model.tied_embeddings)
+    tied = tuple(tables[:1]) if model.tied_embeddings else ()
+    return ModelParts(tuple(tables), block, tuple(norm), output, dense, tied)
 
 
 def _projection_shapes(model: ModelShape) -> Iterator[ParameterShape]:

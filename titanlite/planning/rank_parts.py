@@ -28,6 +28,7 @@ class LayoutParts:
         self.block, self.dense_block = self.group(parts.block), self.group(parts.dense_block)
         self.embedding = self.group(parts.embedding)
         self.norm, self.output = self.group(parts.norm), self.group(parts.output)
+        self.tied = self.group(parts.tied)
         self._backwards: dict[bool, tuple[float, float]] = {}  # by whether it recomputes
 
     def group(self, parameters: tuple[ParameterShape, ...]) -> GroupBytes:
@@ -70,7 +71,7 @@ class RankParts:
         self.has_output = any(stage.output for stage in stages)
         tied = self.parts.tied and self.layout.pipeline > 1 and self.has_output
         # of the tied embedding; it is not trained where it is used, so it has no optimizer state
-        self.copy = self.embedding if tied and self.layout.sharded == "parameters" else EMPTY
+        self.copy = common.tied if tied and self.layout.sharded == "parameters" else EMPTY
         self.after = common.norm + common.output + self.copy
         self.all = self._all()
 
@@ -94,7 +95,7 @@ class RankParts:
                 total = total + group.times(count)
         tied = self.parts.tied and self.layout.pipeline > 1
         copies = sum(stage.output and not stage.embedding for stage in self.stages) if tied else 0
-        return total + self.embedding.times(copies)
+        return total + self.common.tied.times(copies)
 
     def _owned_state(self) -> float:
         """Bytes of the state of the matrices that the first rank owns; see `OwnedMatrices`."""

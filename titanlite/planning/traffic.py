@@ -131,7 +131,7 @@ class _RankTraffic:
         if parts.tied and layout.pipeline == 1:
             return [*groups, *group((*parts.embedding, *last), always)]
         if parts.tied and any(stage.output for stage in self.stages):
-            last += parts.embedding  # a copy
+            last += parts.tied  # a copy
         if embedding:
             groups += group(parts.embedding, reshard)
         return [*groups, *group(last, always)] if last else groups
@@ -274,7 +274,7 @@ class _RankTraffic:
     def _tied_embedding(self, rank: int, first: int, last: int) -> None:
         """The embedding to the last stage, and the gradient of its copy back, once a step."""
         numerics = self.workload.numerics
-        elements = group_bytes(self.parts.embedding, self.layout, 0.0).stored
+        elements = group_bytes(self.parts.tied, self.layout, 0.0).stored
         weights, gradients = numerics.parameter_bytes, numerics.gradient_bytes
         if rank in (first, last):
             sent, received = (weights, gradients) if rank == first else (gradients, weights)
