@@ -97,6 +97,11 @@ def test_each_sample_is_consumed_once_under_a_ramp_with_layouts_that_change(seed
     assert sizes == list(islice(batches.batches_from(0), len(sizes)))  # as without a stop
 
 
+def test_a_ramp_of_one_size_is_shown():
+    """The summary of a job crashed on it, although the table is valid."""
+    assert str(ramp("0:512", 512)) == "512 sequences"
+
+
 def test_without_a_ramp_every_batch_has_the_same_size():
     batches = ramp(None, 12)
     assert list(islice(batches.batches_from(77), 3)) == [12, 12, 12]

@@ -16,7 +16,7 @@ from titanlite.training.config import TrainingConfig
 
 RAMP_KEY, BATCH_KEY = "training.batch_size_ramp", "training.global_batch_size"
 _FORMS = 'Write a table such as "0:512 10B:1024", or a linear ramp such as "32 +32 over 12B".'
-MAX_INCREMENTS = 10_000  # each is a size that must fit the layout
+MAX_INCREMENTS = 10_000  # of a linear ramp: each adds a stage, whose size is checked
 _SUFFIXES = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 
 
@@ -61,7 +61,9 @@ class BatchSchedule:
         return tokens
 
     def __str__(self) -> str:
-        (_, first), *_, (end, last) = self.stages
+        (_, first), (end, last) = self.stages[0], self.stages[-1]
+        if len(self.stages) == 1:
+            return f"{first} sequences"
         return f"{first} to {last} sequences in {len(self.stages)} sizes over {end:,} tokens"
 
 
