@@ -53,7 +53,7 @@ def count_table(table: Any, side: str) -> dict[str, Any]:
 
 
 def _count_lengths(sizes: np.ndarray) -> dict[str, int]:
-    """Documents by the power of two below their size in bytes; an empty one counts as 1 byte."""
+    """{"n": documents of 2^n to 2^(n+1) - 1 bytes}; an empty one counts as 1 byte."""
     powers = np.bincount(np.frexp(np.maximum(sizes, 1))[1] - 1)
     return {str(power): int(count) for power, count in enumerate(powers) if count}
 

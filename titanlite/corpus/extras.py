@@ -1,4 +1,4 @@
-"""Packages that only some corpora need: they are installed with an extra of titanlite."""
+"""Packages that only some recipes or options need, installed with an extra of titanlite."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from titanlite.errors import ConfigError
 
 
 def import_extra(module: str, extra: str, needed_by: str, keys: tuple[str, ...] = ()) -> Any:
-    """The module; raises ConfigError with the command that installs it, about `keys`."""
+    """Import a module; raises ConfigError about `keys`, with the command that installs it."""
     try:
         return import_module(module)
     except ImportError as missing:

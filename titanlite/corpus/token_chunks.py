@@ -1,7 +1,8 @@
-"""Chunks of token ids between the stages: at most those of one table, in a shard's format.
+"""Chunks of token ids, which one stage writes and the next reads, in the format of a shard.
 
-The chunk "train-000003" has the documents of the task's table 3 that are training data. Sorted
-chunks have the key of each document in a file beside it.
+A chunk has the documents of one side (training or validation) of one table: "train-000003" has the
+training documents of the task's table 3. Sorted chunks have the documents' keys in a file beside
+them.
 """
 
 from __future__ import annotations
@@ -24,11 +25,11 @@ class TokenChunk:
 
     @property
     def number(self) -> int:
-        """That of its table in the task."""
+        """The number of its table in the task."""
         return int(self.prefix.name.rpartition("-")[2])
 
     def read(self) -> tuple[np.ndarray, np.ndarray]:
-        """(ids, mapped from the file; the position at which each document begins, and their end)"""
+        """(memory-mapped ids, [D + 1] where each document begins in them, and the last one ends)"""
         bin, idx = shard_paths(self.prefix)
         lengths, id_type = read_document_lengths(idx)
         starts = np.zeros(len(lengths) + 1, np.int64)

@@ -32,7 +32,7 @@ _PAGE_TYPES = ("text/html", "application/xhtml+xml")
 def require_web_extra(source: str) -> None:
     """Raise ConfigError unless the packages are installed."""
     for module in ("fastwarc", "resiliparse"):
-        import_extra(module, "web", f'sources: "{source}" has web pages, which')
+        import_extra(module, "web", f'sources: "{source}": reading web pages')
 
 
 def read_web_pages(

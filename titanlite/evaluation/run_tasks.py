@@ -21,7 +21,7 @@ from titanlite.generate import load_model
 from titanlite.storage import StorageFolder, is_url
 
 TASK_SET = Path(__file__).parent / "task_set"  # tasks that need no network
-TAG = "python"  # names all of them
+TAG = "python"  # lm-eval's tag for all of them
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class EvaluationSettings:
 
     tasks: tuple[str, ...]  # names of tasks, groups or tags of lm-eval, or paths of YAML files
     limit: int = 0  # documents of each task; 0: all
-    shots: int | None = None  # examples in the prompt, but 0 where a task says 0; None: as it says
+    shots: int | None = None  # examples in the prompt, except of tasks that set 0; None: as they set
     batch_size: int = 8  # texts in one forward pass
     dtype: str = "float32"  # of the weights and the computation
 

@@ -16,13 +16,13 @@ from titanlite.optim.build import OPTIMIZERS, OptimizerConfig, recipe_of
 from titanlite.optim.groups import ParameterGroupConfig, matches_any
 from titanlite.settings import format_value
 
-# Keys that every optimizer uses; whether it uses another one is in its recipe.
+# Keys that every optimizer uses; the recipe of an optimizer lists the others that it uses.
 COMMON_KEYS = ("name", "lr", "weight_decay", "no_decay", "groups")
 NEEDED_BY_ALL = ("early_step_in_backward",)  # keys that every optimizer of a job must use
 
 
 def check_optimizer_config(config: OptimizerConfig, param_dtype: str) -> Iterator[ConfigError]:
-    """Reject settings that have no effect on these optimizers, or that round updates to zero.
+    """Reject settings without an effect, and moments whose decay bfloat16 would round away.
 
     `param_dtype`: training.dtype.
     """
@@ -155,7 +155,7 @@ def _similar_names(pattern: str, names: Collection[str]) -> str:
 
 
 def whole_matrix_optimizers(config: OptimizerConfig) -> list[str]:
-    """The optimizers of a job that compute whole matrices."""
+    """Names of the optimizers of a job whose update needs whole matrices: Muon and SOAP."""
     configs = [section.config for section in _sections(config)]
     return list(dict.fromkeys(c.name for c in configs if recipe_of(c).hidden_only))
 
@@ -174,7 +174,7 @@ def _check_muon_state(section: _Section) -> Iterator[ConfigError]:
 
 
 def _check_moment_rates(section: _Section, param_dtype: str) -> Iterator[ConfigError]:
-    """Reject decay rates whose change per step is less than half of bfloat16's last digit."""
+    """Reject decay rates so near to 1 that bfloat16 rounds away a moment's change per step."""
     config = section.config
     state_dtype = config.state_dtype if section.uses("state_dtype") else "float32"
     follows_params = state_dtype == "float32" and param_dtype == "bfloat16"
