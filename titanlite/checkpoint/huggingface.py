@@ -64,7 +64,7 @@ class StoredParameter:
     shape: torch.Size
     locations: tuple[TensorLocation, ...]  # several: one for each row, as experts are stacked
     is_stacked: bool
-    part: StoredPart  # the parameter in that tensor
+    part: StoredPart  # how each of these tensors contains it
 
     @property
     def dtype(self) -> torch.dtype:

@@ -29,7 +29,7 @@ _DIGITS = 12  # of a weight that is computed by `temper`
 
 
 class MixtureQuotas:
-    """How many positions each source of a mixture has, as exact fractions of its weights."""
+    """How many positions each source of a mixture has, by the weights, in exact arithmetic."""
 
     def __init__(self, names: Sequence[str], weights: Sequence[float]):
         """Raises DataError if a weight is not a number of at least 0, or if all are 0."""

@@ -30,7 +30,7 @@ class ParallelismConfig:
     # ranks that shard each weight matrix, and the sequence outside the matmuls
     disable_loss_parallel: bool = False  # all-gather the logits instead of computing a sharded loss
     enable_async_tensor_parallel: bool = False
-    # overlap tensor-parallel communication with its matmuls; CUDA, compiled blocks
+    # overlap tensor-parallel communication with its matmuls; needs CUDA and compiled blocks
     pipeline_parallel_degree: Positive = 1  # ranks that the blocks are partitioned over
     module_fqns_per_model_part: list[list[str]] | None = None
     # modules of each pipeline stage; unset: computed from the other keys
@@ -115,7 +115,7 @@ class Degrees:
 
     @property
     def expert_shard(self) -> int:
-        """FSDP ranks of the experts: the borrowed ranks without expert and tensor parallel."""
+        """FSDP ranks of the experts: shard x context x tensor / (expert x expert_tensor_ranks)."""
         borrowed = self.shard * self.context * self.tensor
         return borrowed // (self.expert * self.expert_tensor_ranks)
 
@@ -198,7 +198,7 @@ class ExpertMesh:
     """Sub-meshes of the experts; without expert parallel, those of all other weights."""
 
     weights: DeviceMesh
-    # ranks that the experts are divided over: [expert], [expert, expert_tensor] or [tensor]
+    # ranks of expert and tensor parallel: [expert], [expert, expert_tensor] or [tensor]
     fsdp: DeviceMesh  # ranks that weights are sharded over; [replicate, shard] with replicas
     exchange: DeviceMesh | None  # ranks that the experts are partitioned over; None: no partition
 

@@ -30,7 +30,7 @@ class EvaluationSettings:
 
     tasks: tuple[str, ...]  # names of tasks, groups or tags of lm-eval, or paths of YAML files
     limit: int = 0  # documents of each task; 0: all
-    shots: int | None = None  # examples in the prompt, except of tasks that set 0; None: as they set
+    shots: int | None = None  # examples in the prompt, but 0 where the task sets 0; None: its own
     batch_size: int = 8  # texts in one forward pass
     dtype: str = "float32"  # of the weights and the computation
 

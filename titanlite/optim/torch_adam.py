@@ -1,4 +1,4 @@
-"""torch's fused Adam and AdamW, with a step that is decided on the device."""
+"""torch's fused Adam and AdamW, with a step that a flag on the device applies or skips."""
 
 from __future__ import annotations
 

@@ -63,7 +63,7 @@ class RunHistory:
 class Goodput:
     """Wall time of a run in seconds, by what it was used for; the sum is the total."""
 
-    training: float  # steps that count
+    training: float  # steps that no restart or roll-back repeated
     data: float  # waiting for batches
     saving: float  # training blocked by a checkpoint
     startup: float  # from a start to its first step, compilation included
@@ -86,7 +86,7 @@ class Goodput:
 
 
 def read_runs(paths: Sequence[Path]) -> list[RunHistory]:
-    """Read runs, with names that differ: runs/a/out and runs/b/out are a/out and b/out."""
+    """Read runs, with distinct names: runs/a/out and runs/b/out are named a/out and b/out."""
     runs, folders = [read_run(path) for path in paths], {path.resolve() for path in paths}
     parts, longest = 1, max(len(folder.parts) for folder in folders)
     while parts < longest and len({folder.parts[-parts:] for folder in folders}) < len(folders):
@@ -191,10 +191,10 @@ def _with_step_counts(records: list[Record], run: RunHistory) -> Iterator[tuple[
 def _measure_starts(
     run: RunHistory, records: list[tuple[Record, int]], median: float
 ) -> tuple[float, float]:
-    """(seconds from each start to its first step, seconds beyond the median of first steps).
+    """(start-up seconds, the part of them that is inside first steps).
 
-    A first step that took much longer than the median step was compiled or warmed up; what exceeds
-    the median is part of the start-up, too.
+    Start-up is the time from each start to its first step. A first step that took much longer than
+    the median step was compiled or warmed up; what exceeds the median is start-up, too.
     """
     startup = excess = 0.0
     ends = [start.time for start in run.starts[1:]] + [math.inf]

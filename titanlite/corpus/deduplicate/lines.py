@@ -27,7 +27,7 @@ _REPEATED = "repeated_lines"  # the rule
 
 
 def write_line_keys(out: Path, inputs: list[Path], arguments: Any) -> dict[str, Any]:
-    """Task: the hashes of a table's lines, each once a document.
+    """Task: the hashes of a table's lines, each at most once per document.
 
     arguments: lines ("line" or "paragraph"), line_characters.
     """
@@ -60,7 +60,7 @@ def match_lines(out: Path, inputs: list[Path], arguments: Any) -> dict[str, Any]
     """Task: (document, hash) of each line to be removed.
 
     arguments: offsets (number of each table's first document), part ([p, parts]: range of the
-    hashes), line_documents (a line in more of them remains only in the first).
+    hashes), line_documents (a line in more documents than that remains only in the first).
     """
     keys, documents = read_matching(inputs, arguments["offsets"], LINE, 0, tuple(arguments["part"]))
     starts = group_starts(keys)
@@ -74,8 +74,7 @@ def match_lines(out: Path, inputs: list[Path], arguments: Any) -> dict[str, Any]
 
 
 def remove_lines(out: Path, inputs: list[Path], arguments: Any) -> dict[str, Any]:
-    """Task: a table without the lines that `match_lines` found; documents without text go too.
-
+    """Task: a table without the lines that `match_lines` found. Empty documents are removed.
     inputs: the table, folders of `match_lines`. arguments: those of `write_line_keys`, documents
     ([first, last): numbers of the table's documents).
     """
@@ -111,7 +110,7 @@ def _read_removed(folders: list[Path], first: int, last: int) -> dict[int, set[i
 def _remove_from_table(
     table: Any, start: int, hashes_of: dict[int, set[int]], arguments: Any
 ) -> tuple[Any, dict[str, Any]]:
-    """The table without lines, and its counts; `start` is the number of its first document."""
+    """The table without repeated lines, and its counts; `start`: number of its first document."""
     texts, origins = table[TEXT].to_pylist(), table[ORIGIN].to_pylist()
     separator = _SEPARATORS[arguments["lines"]]
     removed: list[tuple[str, str]] = []  # (origin, line)

@@ -43,7 +43,7 @@ class Llama3Sizes:
 
 
 class LlamaBlockSizes(RotarySizes, Protocol):
-    """The sizes that the blocks below read; those of several families have them."""
+    """The sizes that the blocks below read; the size classes of several families have them."""
 
     @property
     def qk_norm(self) -> bool:
