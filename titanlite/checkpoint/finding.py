@@ -39,11 +39,11 @@ class FoundCheckpoint:
 def find_checkpoint(
     step_folders: StepFolders, config: CheckpointConfig, group: dist.ProcessGroup | None
 ) -> FoundCheckpoint | None:
-    """The checkpoint of this run to start from; else the initial one; else None. Collective.
+    """The checkpoint to start from: one of this run, else the initial one; else None. Collective.
 
-    That is the one of checkpoint.load_step, if it applies, else the newest valid one. Raises
-    CheckpointError if checkpoints were tried but none is valid: a run never silently starts from
-    scratch.
+    Of this run, it is the one of checkpoint.load_step, if that applies, else the newest valid one.
+    Raises CheckpointError if checkpoints were tried but none is valid: a run never silently starts
+    from scratch.
     """
     listing, applied_load_step = step_folders.list_with_load_step()
     steps = _steps_to_try(step_folders.folder, config, listing, applied_load_step)

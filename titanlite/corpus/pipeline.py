@@ -80,7 +80,7 @@ def make_corpus(
     replace_other: bool = False,
     report: Callable[[dict[str, Counts]], None] = lambda stages: None,
 ) -> CorpusResult:
-    """Make the corpus of a recipe, or go on where a run was stopped; raises UserError.
+    """Make the corpus of a recipe, or resume where a run was stopped; raises UserError.
 
     A corpus in `out` that another recipe made is refused unless `replace_other`. `report` is called
     with the counts of all stages before the corpus is published, so that no kill can skip it.
@@ -219,7 +219,7 @@ def _pack_shards(
 ) -> dict[tuple[str, str], SideShards]:
     """Pack training data by best fit, or count what concatenation truncates.
 
-    Validation data stay concatenated, except chats: every token counts, for any seq_len.
+    Validation data stay concatenated, except chats, so the loss covers every token at any seq_len.
     """
     recipe, seq_len = file.recipe, file.recipe.pack.seq_len
     templates = {source.source.name: source.template for source in sources}

@@ -27,9 +27,9 @@ class Segment(NamedTuple):
 class ChatTemplate(Protocol):
     """Renders conversations."""
 
-    name: str  # for messages
+    name: str  # shown in errors
     fingerprint: str  # of everything that the result depends on
-    special_tokens: tuple[str, ...]  # of the tokenizer; as text of a message they are not tokens
+    special_tokens: tuple[str, ...]  # of the tokenizer; inside a message they are ordinary text
 
     def render(self, messages: Sequence[Message], tools: Tools = ()) -> Iterator[Segment]:
         """The segments of a conversation; raises ValueError if it cannot be rendered."""
