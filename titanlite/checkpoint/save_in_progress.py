@@ -22,7 +22,7 @@ class SaveInProgress:
         self.limit: TimeLimit | None = None  # None until the writing thread runs
         self.seconds = self.blocked_seconds = 0.0
         self.problem = ""  # the message of an error that every rank raised
-        self.error: Exception | None = None  # raised on this rank only; others may wait for it
+        self.error: Exception | None = None  # of this rank only; others may still be saving
         self.done = threading.Event()
         self._name = f"Rank {dist.get_rank()}: the save of step {step}"
         self._timeout_seconds = timeout_seconds

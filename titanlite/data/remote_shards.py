@@ -1,6 +1,6 @@
 """Shards by URL (`s3://…`), read in ranges through a cache on the local disk.
 
-The folder must have a manifest: it gives the sizes of all files, and the hashes of their samples.
+The folder must have a manifest: it gives the sizes of all files, and hashes of blocks of them.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _HASHED_BYTES = 1 << 24  # of one request, when whole files are verified
 
 
 class RemoteVersion(NamedTuple):
-    """What tells a file from others that had its name."""
+    """Size and version of a file: they differ from those of an earlier file of this name."""
 
     bytes: int
     version: str
@@ -95,7 +95,7 @@ class RemoteFiles(BatchedFiles):
             ) from None
 
     def expect(self, files: int) -> None:
-        """No files are kept open."""
+        """No-op: no files are kept open."""
 
     def read(self, path: str, size: int, offset: int, out: memoryview) -> None:
         """Fill `out` from byte `offset` of the file named `path`; raises DataError."""

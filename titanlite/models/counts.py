@@ -74,7 +74,7 @@ def count_parameters(shape: ModelShape) -> int:
 
 
 def count_active_parameters(shape: ModelShape) -> int:
-    """Parameters that a token is multiplied with or looked up in: not those of other experts."""
+    """Parameters that one token uses: all but those of experts that it is not routed to."""
     blocks = range(shape.n_layers)
     idle = sum(
         block_matmul_weights(shape, block) - block_matmul_weights(shape, block, active_only=True)

@@ -23,7 +23,7 @@ NamedRules = Sequence[tuple[str, Rule]]
 
 
 def filter_documents(out: Path, inputs: list[Path], arguments: dict[str, Any]) -> dict[str, Any]:
-    """The function of a filter task; `arguments` are of `filter_arguments`."""
+    """The function of a filter task; `arguments` are the result of `filter_arguments`."""
     config = config_of_arguments(arguments)
     rules = _open_rules_once(json.dumps(arguments, sort_keys=True))
     counts: list[dict[str, Any]] = []
@@ -98,7 +98,7 @@ class _FilteredBlock:
         return kept
 
     def kept_texts(self) -> Any:
-        """Their texts, with all changes."""
+        """The texts of the documents that no rule removed, with all changes."""
         texts = self._texts
         if self._block_kept.any():
             mask = np.zeros(len(texts), bool)
@@ -142,7 +142,7 @@ class _FilteredBlock:
         self._narrow(result.texts)
 
     def _narrow(self, texts: Any) -> None:
-        """Go on with the new texts of the documents that are kept."""
+        """Show the next rules only the documents that are kept, with their new texts."""
         self._block = TextBlock(texts.filter(pa.array(self._block_kept)))
         self._rows = self._rows[self._block_kept]
         self._block_kept = np.ones(len(self._rows), bool)
@@ -170,7 +170,7 @@ def _is_blank(texts: Any) -> np.ndarray:
 
 
 def _plain(value: Any) -> Any:
-    """A value as JSON, numbers with four digits."""
+    """A value as JSON; floats are rounded to four significant digits."""
     if isinstance(value, str):
         return value
     return int(value) if isinstance(value, int | np.integer) else float(f"{value:.4g}")
