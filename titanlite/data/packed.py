@@ -79,5 +79,5 @@ def open_packed(
 
 
 def describe_shard(record: ShardRecord, documents: int, max_id: int) -> ShardRecord:
-    """The record of a shard of entries, with what is packed in it; `tokens` include the padding."""
+    """A shard's record with the documents packed in it and its largest id; `tokens` has padding."""
     return replace(record, documents=documents, max_id=max_id)

@@ -34,8 +34,8 @@ def clip_gradients(
     """Scale all gradients so that their joint 2-norm is at most `max_norm`; 0: no clipping.
 
     `parameters` are those of this rank's pipeline stages. The gradients are first divided by
-    `scale`, the loss scale. With `adaptive`, each unit is clipped by itself instead. Does not wait
-    for the device.
+    `scale`, the loss scale. With `adaptive`, the gradient of each unit, such as a row of a matrix,
+    is clipped by itself instead. Does not wait for the device.
     """
     parameters = list(parameters)
     with_grad = [p for p in parameters if p.grad is not None]
@@ -80,7 +80,7 @@ def combine_norms(
     squares = [torch.stack(same).square().sum() / copies for copies, same in by_copies.items()]
     square = torch.stack(squares).sum()
     if mesh is not None:
-        # mesh.loss and mesh.tp together span all ranks
+        # in place; mesh.loss and mesh.tp together span all ranks
         all_reduce_sum(mesh.tp, all_reduce_sum(mesh.loss, square))
     zero = torch.zeros_like(square)
     return GradNorms(square.sqrt(), torch.stack([zero if n is None else n for n in norms]))

@@ -33,7 +33,7 @@ SEQUENCE_DIM = 1  # of [B, T, ...]: sharded between the matmuls
 
 
 class LinearStyles(NamedTuple):
-    """The styles for one kind of linear layer (torch's or torchao's), and to gather its input."""
+    """The styles for a kind of linear layer (torch's or torchao's), and for gathering its input."""
 
     colwise: type[ColwiseParallel]
     rowwise: type[RowwiseParallel]

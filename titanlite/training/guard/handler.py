@@ -77,7 +77,7 @@ class Violation:
 
 
 class ViolationHandler:
-    """Handles violating steps; the ranks agree through an `AsyncMax` that is not in use then.
+    """Handles violating steps; the ranks agree through an `AsyncMax`, which must be idle.
 
     All methods are collective.
     """
@@ -156,7 +156,7 @@ class ViolationHandler:
             return None
         self._judge.record(history)
         if verdict is StepVerdict.ACCEPT:
-            if not result.overflowed:  # otherwise finish_step takes no update
+            if not result.overflowed:  # otherwise finish_step applies no update
                 accept = self._judge.accept(result.loss, result.grad_norm)
                 result = dataclasses.replace(result, accept=accept)
         else:
