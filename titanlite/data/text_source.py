@@ -1,8 +1,8 @@
 """A source of text that is tokenized while a run reads it: format = "text".
 
 Sample n of the source belongs to lane n modulo the number of lanes. What a lane gives is a function
-of the files, the tokenizer and the settings alone. So the position of a run still describes it, and
-each rank tokenizes the lanes of its own samples only. At which document a lane continues cannot be
+of the files, the tokenizer and the settings alone. So the position of a run determines its samples,
+and each rank tokenizes the lanes of its own samples only. Where a lane continues cannot be
 computed without tokenizing all before it, so a checkpoint records it: five integers per lane.
 """
 

@@ -113,9 +113,10 @@ def _prefetch_next_group(
 ) -> None:
     """Start the all-gather of each group when the group before it starts to compute.
 
-    In forward, FSDP2 would start it only when that group is done, so the GPU would wait for the
-    host between the two. A block's `inner` group is gathered with it. Inner groups start nothing:
-    where a block is recomputed, FSDP2 takes their second forward for another step's.
+    In forward, FSDP2 would start it only after the host has launched all kernels of that group, so
+    the GPU would wait if it has caught up with the host. A block's `inner` group is gathered with
+    it. Inner groups prefetch nothing: where a block is recomputed, FSDP2 takes their second forward
+    for another step's.
     """
     for module, next_module in pairwise(modules):
         assert isinstance(module, FSDPModule) and isinstance(next_module, FSDPModule)
