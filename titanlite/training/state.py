@@ -22,7 +22,7 @@ class Counters:
     """The progress of a run, the same on all ranks."""
 
     step: int = 0  # steps, also those without an update because they were skipped
-    position: int = 0  # in the order of samples: of the next sample
+    position: int = 0  # of the next sample in the order of samples
     tokens: int = 0  # tokens consumed
     gaps: tuple[tuple[int, int], ...] = ()
     # [first, end) of positions that a roll-back left out, in order; at most one for each roll-back
@@ -30,7 +30,7 @@ class Counters:
 
     @property
     def skipped(self) -> int:
-        """Positions that a roll-back left out."""
+        """Number of positions that roll-backs left out."""
         return sum(end - first for first, end in self.gaps)
 
     @property
