@@ -91,9 +91,15 @@ def _build_parser() -> argparse.ArgumentParser:
         "--shots",
         type=int,
         metavar="N",
-        help="examples in the prompt, but 0 where a task says 0 (default: as it says)",
+        help="examples in the prompt, but 0 where the task sets 0 (default: the task's number)",
     )
-    add("--batch-size", type=int, default=8, metavar="N", help="texts a forward pass (default: 8)")
+    add(
+        "--batch-size",
+        type=int,
+        default=8,
+        metavar="N",
+        help="texts of a forward pass (default: 8)",
+    )
     add("--dtype", choices=DTYPES_OF_WEIGHTS, default="float32", help="default: float32")
     add("--device", choices=["auto", "cpu", "cuda"], default="auto", help="default: auto")
     add("--tokenizer", metavar="FILE", help="needed if the checkpoint has no copy of its tokenizer")
