@@ -102,7 +102,7 @@ def start_all_to_all(
 
 
 def all_to_all_tensor(group: dist.ProcessGroup, own: Tensor) -> Tensor:
-    """Send entry i of `own` [ranks, ...] to rank i; returns the entries of all ranks for this."""
+    """Send entry i of `own` [ranks, ...] to rank i; returns the entries for this rank."""
     received = torch.empty_like(own)
     dist.all_to_all_single(received, own.contiguous(), group=group)
     return received
