@@ -21,15 +21,16 @@ KERNEL_CAPABILITY = (8, 0)  # F.grouped_mm needs this compute capability, and bf
 class RowGroups(NamedTuple):
     """How many rows each expert has; their sum is the number of rows."""
 
-    on_host: Tensor | None  # int64 [E]; None: not read, because no host has to know it
+    on_host: Tensor | None  # int64 [E]; None: not copied, because the kernel does not need it
     ends: Tensor  # int32 [E] on the device: the row after the last one of each expert
     is_empty: Tensor  # bool [E] on the device
 
 
 def row_groups(counts: Tensor, x: Tensor, *weights: Tensor) -> RowGroups:
-    """The groups of `counts` [E], for matmuls of `x` and its products by `weights` [E, out, in].
+    """The groups of `counts` [E], for grouped matmuls of `x` by one of `weights` after the other.
 
-    The host waits for the device once if there is no grouped kernel for these operands.
+    A weight is [E, out, in]. The host waits for the device once if there is no grouped kernel for
+    these operands.
     """
     ends, uses_kernel = counts.cumsum(0).to(torch.int32), has_grouped_kernel(x, *weights)
     return RowGroups(None if uses_kernel else counts.cpu(), ends, counts == 0)
@@ -79,7 +80,7 @@ class _KernelMatmul(torch.autograd.Function):
 
 
 # --- one matmul per expert -----------------------------------------------------------------------
-# Custom operators, so that a traced graph has one node, and tensors without values pass through.
+# Custom operators, so that a traced graph has one node for the loop, and fake tensors work.
 
 
 def _slices(counts: Tensor) -> Iterator[tuple[int, slice]]:

@@ -17,7 +17,7 @@ class Experts:
     count: int
     active: int  # experts that each token is sent to
     hidden_dim: int
-    shared_hidden_dim: int = 0  # width of the experts that every token visits, together
+    shared_hidden_dim: int = 0  # width of all shared experts together, which every token uses
     dense_layers: int = 0  # blocks at the start that have a feed-forward layer instead
 
 

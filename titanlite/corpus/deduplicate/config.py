@@ -20,8 +20,8 @@ class DeduplicateConfig:
     exact: bool = True  # remove documents whose text is equal, byte for byte
     near: bool = True  # remove near duplicates, found by MinHash
     ngram_words: Positive = 5  # words in an n-gram of MinHash
-    bands: Positive = 14  # documents match if all rows of one band are equal: more find more
-    rows: Positive = 8  # minima in a band: more find only pairs that are more similar
+    bands: Positive = 14  # documents match if all rows of one band are equal; more bands match more
+    rows: Positive = 8  # minima in a band; with more rows, only pairs that are more similar match
     # (5-grams and 14 bands of 8 rows: FineWeb, arXiv:2406.17557, section 3.4)
     lines: Literal["off", "line", "paragraph"] = "off"  # also remove repeated lines or paragraphs
     line_documents: Positive = 6  # a line in more documents than this remains only in the first

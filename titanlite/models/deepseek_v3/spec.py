@@ -99,7 +99,7 @@ ROLES = {
 
 
 def check_sizes(sizes: DeepSeekV3Sizes) -> Iterator[ConfigError]:
-    """Reject numbers of experts, groups and layers that do not fit together."""
+    """Reject widths of heads, RoPE settings and numbers of layers that the module cannot have."""
     if sizes.qk_rope_head_dim % 2:
         yield ConfigError(
             f"model.qk_rope_head_dim = {sizes.qk_rope_head_dim}: RoPE rotates pairs of channels, so"
