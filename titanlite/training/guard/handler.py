@@ -251,7 +251,7 @@ class ViolationHandler:
         self._finish_save()
         raise TrainingDiverged(
             f"{pluralize(faults, 'hardware fault')} of {faulty.host or 'an unknown host'}: at step"
-            f" {first.step}, {faulty or 'the reduction over ranks'} had other bits in the"
+            f" {first.step}, {str(faulty) or 'the reduction over ranks'} had other bits in the"
             " replay.",
             fix="Run on other machines: the same command resumes from the newest checkpoint.",
         ).mark_on_all_ranks()
