@@ -70,7 +70,7 @@ def draw_memory_time(
     usable_gib: float,
     out: Path,
 ) -> None:
-    """(GiB, seconds a step) of each layout's variants, and the front that none is below.
+    """(GiB, seconds per step) of each layout's variants, and the Pareto front of all of them.
 
     Raises ConfigError without matplotlib, or if `out` cannot be written.
     """
@@ -106,7 +106,7 @@ def _draw_legend_below(figure, panel, columns: int) -> None:
 
 
 def pareto_front(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """The points that no other is below in both values, by the first value."""
+    """The Pareto front of points, sorted: for less of one value, the other must be larger."""
     front: list[tuple[float, float]] = []
     for point in sorted(points):
         if not front or point[1] < front[-1][1]:
