@@ -75,9 +75,9 @@ class OptimizerConfig:
     early_step_in_backward: bool = False
     # update each parameter in backward, as soon as its gradient is complete, and free the gradient
     state_dtype: StateDtype = "float32"
-    # dtype of Adam's moments; float32: same as training.dtype; 8bit, 4bit and float8: one scale per
-    # block of up to 128 elements of a row; vectors, and rows whose length is not a multiple of 32,
-    # stay float32
+    # dtype of Adam's moments, and of Muon's momentum (float32 or bfloat16); float32: same as
+    # training.dtype; 8bit, 4bit and float8: one scale per block of up to 128 elements of a row, and
+    # float32 for vectors and for rows whose length is not a multiple of 32
     offload: bool = False
     # store Adam's moments in host memory; every step copies them to the GPU and back
 
