@@ -2,7 +2,7 @@
 
 Two layouts of a mixture of experts on tensor-parallel ranks, whose input is [B, T/tp, D]:
 
-- Experts that are sharded over the tensor ranks: these gather the sequence, all route the same
+- Experts that are sharded over the tensor ranks: the ranks gather the sequence, route the same
   tokens, compute their shard of every expert, and reduce-scatter the sums to the sequence.
 - Experts that are not: each rank routes its own tokens. Only the shared experts, which are sharded
   over the tensor ranks, gather tokens.
@@ -93,7 +93,7 @@ def _dispatch(
 
 
 def _parallelize_experts(experts: GroupedExperts, mesh: ExpertMesh) -> None:
-    """Shard the weights: experts over the partitions, the hidden width over the tensor ranks."""
+    """Shard the weights: experts over expert ranks, their hidden width over the tensor ranks."""
     if mesh.weights.size() == 1:
         return
     for name, dim in EXPERT_HIDDEN_DIMS.items():
@@ -105,7 +105,7 @@ def _parallelize_experts(experts: GroupedExperts, mesh: ExpertMesh) -> None:
 
 
 def _local_experts_forward(experts: GroupedExperts, x: Tensor, counts: Tensor) -> Tensor:
-    """Rows for this rank's experts, with its shards of their weights."""
+    """Compute the rows of this rank's experts, with its shards of their weights."""
     w1, w2, w3 = map(_own_shard, (experts.w1, experts.w2, experts.w3))
     return compute_experts(w1, w2, w3, x, counts)
 
@@ -118,7 +118,7 @@ def _own_shard(weight: Tensor) -> Tensor:
 def _parallelize_over_tensor_ranks(
     module: MixtureOfExperts, tp: DeviceMesh, degrees: Degrees
 ) -> None:
-    """Parallelize what all tokens visit, and gather the sequence where it has to be."""
+    """Parallelize the gate and the shared experts, and gather the sequence for sharded experts."""
     gate, shared = module.router.gate, module.shared_experts
     distribute_parameters(gate, tp, Replicate())
     _replace_forward(gate, partial(_replicated_gate_forward, gate))
@@ -159,7 +159,7 @@ def _replicated_linear_forward(layer: nn.Linear, x: Tensor) -> Tensor:
 def _gathered_forward(
     forward: Callable[[Tensor], Tensor], tp: DeviceMesh, dim: int, x: Tensor
 ) -> Tensor:
-    """`forward` of the tokens of all tensor ranks, of which it returns a summand."""
+    """Sum `forward`, which computes one summand, over the tensor ranks, for the tokens of all."""
     whole = DTensor.from_local(x, tp, [Shard(dim)]).redistribute(placements=[Replicate()])
     summand = forward(whole.to_local(grad_placements=[Partial()]))
     return (
