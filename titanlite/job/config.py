@@ -40,8 +40,8 @@ class JobSection:
     device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: CUDA if available
     check: bool = False  # run all checks, then exit without building anything
     dry_run: bool = False
-    # run one step of every kind of rank on tensors without values, print its memory, FLOPs and
-    # collectives, then exit
+    # run one step of every kind of rank on fake tensors, which have no values, print its memory,
+    # FLOPs and collectives, then exit
     check_ranks: Positive | None = None
     # under check and dry_run: number of ranks to assume, which need not exist; default: the
     # launched ranks

@@ -1,4 +1,4 @@
-"""One rank of a cluster that does not exist: a fake process group, and tensors without values.
+"""One rank of a cluster that does not exist: a fake process group, and fake tensors.
 
 A fake tensor has a shape, a dtype and strides, but no memory (torch's FakeTensorMode). Collectives
 of the fake process group return at once.

@@ -1,8 +1,8 @@
 """Heartbeat watchdog: finds dead or hung ranks, names them, and ends all ranks.
 
-With several ranks, each sends its position once a second through the launcher's store. A rank reads
-the heartbeats of the next rank, and those of all ranks once it is stuck itself. The first rank that
-finds a problem reports it to all, and all end.
+With several ranks, each sends its position once a second (over 1,000 ranks: less often) through the
+launcher's store. A rank reads the heartbeats of the next rank, and those of all ranks once it is
+stuck itself. The first rank that finds a problem reports it to all, and all end.
 
 A single rank watches its own main thread, which should never stay in one phase for ten times the
 timeout. Disk access, in any thread, has a limit of its own (`time_limit.py`).

@@ -24,7 +24,7 @@ class PackConfig:
     mode: Literal["concatenate", "best_fit"] = "concatenate"
     # "concatenate": one after the other, for any training.seq_len; "best_fit": in windows of
     # `seq_len` tokens, so that only longer documents are truncated
-    seq_len: Positive = 2048  # of the runs; with "concatenate" it only counts truncated documents
+    seq_len: Positive = 2048  # of the runs; "concatenate" uses it only to count truncated documents
 
 
 def plan_packing(shards: Sequence[Task], settings: PackSettings) -> list[Task]:

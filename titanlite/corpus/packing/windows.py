@@ -1,4 +1,4 @@
-"""Which part of which document is where in which window, and the windows as a shard.
+"""Plan which parts of documents are in which window, and write the windows as a shard.
 
 A document of more than `seq_len` + 1 ids is split. Its parts overlap by one id, so every id is
 still a label once, except the first one of the document.
@@ -48,9 +48,9 @@ class WindowPlan:
 def plan_windows(documents: np.ndarray, seq_len: int, *, split: bool = True) -> WindowPlan:
     """Pack documents of the given lengths (int [N], in the order of their ids) by best fit.
 
-    A longer document is split, or, unless `split`, loses its end. Windows are in the order of
-    their first documents, and documents in a window in their own order. Needs about 100 bytes a
-    document.
+    A document longer than a window is split, or, unless `split`, loses its end. Windows are in the
+    order of their first documents, and documents in a window in their own order. Needs about 100
+    bytes a document.
     """
     documents = documents.astype(np.int64)
     first_ids = np.cumsum(documents) - documents
@@ -66,9 +66,9 @@ def plan_windows(documents: np.ndarray, seq_len: int, *, split: bool = True) -> 
     windows = count + len(whole_starts)
     earliest = np.full(windows, np.iinfo(np.int64).max)
     np.minimum.at(earliest, window, starts)
-    rank = np.empty(windows, dtype=np.int64)
-    rank[np.argsort(earliest, kind="stable")] = np.arange(windows)
-    window = rank[window]
+    place = np.empty(windows, dtype=np.int64)  # of each window in the order of `earliest`
+    place[np.argsort(earliest, kind="stable")] = np.arange(windows)
+    window = place[window]
     order = np.lexsort((starts, window))
     return WindowPlan(
         size=seq_len + 1,
@@ -120,9 +120,9 @@ def fill_windows(plan: WindowPlan, entries: np.ndarray, padding_id: int) -> Iter
 
 
 def _mark_packed(windows: np.ndarray, end: int) -> None:
-    """Mark a label UNTRAINED in each window with the id `end` inside whose labels are all trained.
+    """Mark one label UNTRAINED in each window that has `end` inside but no UNTRAINED label.
 
-    Ignored labels are what tells a packed window from concatenated documents, which end at each
+    Only ignored labels distinguish a packed window from concatenated documents, which end at each
     `end` (titanlite/labels.py). The label after an `end` is untrained between documents, too.
     """
     labels, is_end = windows[:, 1:], (windows[:, :-1] & ID_MASK) == end
