@@ -1,4 +1,4 @@
-"""Progress of the stages of a corpus: a bar each on a terminal, otherwise a line each."""
+"""Progress of the stages of a corpus: a bar each on a terminal, otherwise lines."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class _Stage:
     started: float
     bytes: int = 0
     tokens: int = 0
-    lines: int = 0  # printed, without a terminal
+    intervals: int = 0  # of _LINE_SECONDS that had passed at the last line, without a terminal
 
     def add(self, counts: Counts) -> None:
         """Add the counts of a task that was done now."""
@@ -29,15 +29,18 @@ class _Stage:
         self.tokens += counts.get("tokens_out", 0)
 
     def is_line_due(self) -> bool:
-        """Whether a line is due: at most one in _LINE_SECONDS."""
-        due = int((time.monotonic() - self.started) / _LINE_SECONDS) > self.lines
-        self.lines += due
-        return due
+        """Whether a line is due: at most one in each interval of _LINE_SECONDS."""
+        before, self.intervals = self.intervals, int(self._seconds / _LINE_SECONDS)
+        return self.intervals > before
+
+    @property
+    def _seconds(self) -> float:
+        return time.monotonic() - self.started
 
     @property
     def rate(self) -> str:
         """Text or tokens per second, as text."""
-        seconds = max(time.monotonic() - self.started, 1e-3)
+        seconds = max(self._seconds, 1e-3)
         if self.bytes:
             return f"{self.bytes / seconds / 1e6:.1f} MB/s"
         return f"{self.tokens / seconds / 1e6:.1f} M tokens/s" if self.tokens else ""
