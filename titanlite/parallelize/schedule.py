@@ -97,8 +97,8 @@ def build_schedule_order(
 def _torch_order(name: str, ranks: int, stages: int, microbatches: int) -> list[list]:
     """The actions of each rank by torch's class of the schedule.
 
-    As torch's own visualizer does it, without a process group (2.11 to 2.15), but for its mocked
-    stages and for the transfers, which take most of its time.
+    Like torch's own visualizer (2.11 to 2.15), without a process group; unlike it, without its
+    mocked stages and without the transfers, which take most of its time.
     """
     from torch.distributed.pipelining.schedules import get_schedule_class
 
