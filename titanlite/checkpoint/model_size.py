@@ -32,7 +32,7 @@ def check_model_size(
             " tensors."
         )
     if problems := [problem.message for problem in spec.find_size_problems(sizes)]:
-        raise CheckpointError(f"{folder}: describes a model that cannot be: {' '.join(problems)}")
+        raise CheckpointError(f"{folder}: describes an impossible model: {' '.join(problems)}")
 
 
 def _format_count(number: float) -> str:

@@ -62,7 +62,8 @@ class DataConfig:
     cache_folder: str = ""
     # of shards by URL, on a disk of each machine; its ranks and jobs share it; empty: a folder of
     # the user in the temporary folder
-    cache_gib: Annotated[float, Range(0)] = 8.0  # most GiB in it; best: all shards of the run
+    cache_gib: Annotated[float, Range(0)] = 8.0
+    # largest size of the cache in GiB; best is the size of all shards of the run
     read_timeout_seconds: Positive = 300
     # longest wait for one batch; after it the run ends with exit code 2, because the disk does not
     # respond

@@ -106,7 +106,7 @@ def parallelize(
     styles = select_linear_styles(transforms.float8)
     loss_parallel = not config.disable_loss_parallel
     apply_tensor_parallel(model, spec.tp_plan, mesh.tp, sizes.head_width, loss_parallel, styles)
-    apply_expert_parallel(model, mesh)  # with TP, for the same reason
+    apply_expert_parallel(model, mesh)  # with TP: both replace parameters by shards
     tied = pairs_inside(model, spec.tied_parameters(sizes))
     tie_parameters(model, tied)  # TP replaced both parameters of a tied pair
     pattern = spec.attention_pattern

@@ -32,9 +32,9 @@ _LINK = re.compile(r"(?:https?://|www\.)[^\s\"'<>()\[\]]+", re.IGNORECASE)
 class BlocklistConfig:
     """[filter.blocklist] Words and links that documents must not contain."""
 
-    words: str = ""  # file with one word or phrase a line; upper and lower case are equal
+    words: str = ""  # file with one word or phrase per line; upper and lower case are equal
     max_words: NotNegative = 0  # documents with more of these words are removed
-    links: str = ""  # file with one domain, or beginning of an address, a line
+    links: str = ""  # file with one domain or beginning of an address per line
     max_links: NotNegative = 0  # documents with more links to these are removed
 
 
