@@ -272,7 +272,7 @@ def test_what_is_no_conversation_is_refused_with_its_place(folder, messages, mes
     [
         ("{% for m in messages %}", "is not valid"),
         ("{{ raise_exception('no system message') }}", "no system message"),
-        ("{{ messages[-1].content }}", "not as a continuation"),  # changes earlier turns
+        ("{{ messages[-1].content }}", "as a continuation"),  # changes earlier turns
         ("{{ ''.__class__.__mro__ }}", "the template fails"),  # leaves the sandbox
     ],
 )

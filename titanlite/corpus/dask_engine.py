@@ -55,7 +55,7 @@ class DaskEngine:
     def __init__(self, address: str, folder: Path, stall_seconds: float = STALL_SECONDS):
         self._address, self._folder, self._stall_seconds = address, folder, stall_seconds
         self._client: Any = None
-        self._site: _Site | None = None
+        self._context: _CommandContext | None = None
         self._marker: Any = None
         self._progress_time = time.monotonic()
 
@@ -83,8 +83,8 @@ class DaskEngine:
         run, finished = uuid.uuid4().hex, queue.SimpleQueue[Any]()
         # Dask's dashboard groups keys by what is before the first "-"
         keys = [f"{call.name.replace('/', '-')}-{run}-{n}" for n, call in enumerate(calls)]
-        site = self._open_site()
-        futures = self._client.map(_run_on_worker, calls, [site] * len(calls), key=keys)
+        context = self._open_context()
+        futures = self._client.map(_run_on_worker, calls, [context] * len(calls), key=keys)
         indices = {key: index for index, key in enumerate(keys)}
         running = {future.key: future for future in futures}
         try:
@@ -101,15 +101,17 @@ class DaskEngine:
             if running:
                 self._client.cancel(list(running.values()), force=True)
 
-    def _open_site(self) -> _Site:
+    def _open_context(self) -> _CommandContext:
         """What workers check; made once, when the folder exists."""
-        if self._site is None:
+        if self._context is None:
             folder = self._folder.absolute()
             self._marker = tempfile.NamedTemporaryFile(dir=folder, prefix=".dask-")  # noqa: SIM115
             topic = f"titanlite-{uuid.uuid4().hex}"
-            self._site = _Site(os.getcwd(), self._marker.name, topic, describe_environment())
+            self._context = _CommandContext(
+                os.getcwd(), self._marker.name, topic, describe_environment()
+            )
             self._client.subscribe_topic(topic, self._note_progress)
-        return self._site
+        return self._context
 
     def _note_progress(self, _: object) -> None:
         self._progress_time = time.monotonic()
@@ -272,7 +274,7 @@ def _relevant_versions(versions: dict[str, Any]) -> dict[str, str]:
 
 
 @dataclass(frozen=True)
-class _Site:
+class _CommandContext:
     """What a worker needs to have in common with the command, and where progress is reported."""
 
     directory: str  # the current directory: paths may be relative
@@ -348,11 +350,11 @@ class _ProgressReport(threading.local):
 _progress_report = _ProgressReport()
 
 
-def _run_on_worker(call: EngineCall, site: _Site) -> Any:
+def _run_on_worker(call: EngineCall, context: _CommandContext) -> Any:
     """The result of a call; raises UserError if this worker cannot run it."""
     from distributed import get_worker
 
-    _progress_report.start(get_worker(), site.topic)
+    _progress_report.start(get_worker(), context.topic)
     count_progress_with(_progress_report)
-    site.check()
+    context.check()
     return call.function(*call.arguments)

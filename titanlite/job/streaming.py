@@ -10,7 +10,7 @@ from titanlite.distributed.collectives import gather_from_all_ranks
 from titanlite.log import logger
 from titanlite.training import TrainState
 
-WAITING_SHARE = 0.1  # of the time of a step, from which on the run is advised
+WAITING_SHARE = 0.1  # of the time of a step, spent waiting for the batch: from it on, advise
 
 
 def gather_data_progress(stream: SampleStream, state: TrainState) -> dict[str, Any]:

@@ -169,10 +169,10 @@ def _save_contexts(recomputed_shapes: set[tuple[int, ...]]):
 
 @contextmanager
 def outside_saved_operations() -> Iterator[None]:
-    """Recompute all operations of the block, and none of them is counted.
+    """Save no output of an operation in this context, and do not count its operations.
 
     Torch matches the operations of the forward and of its recomputation by their number. FSDP
-    groups inside of a checkpointed block run other operations in the second.
+    groups inside of a checkpointed block run other operations in the recomputation.
     """
     # All of this is private (torch 2.11 to 2.15); there is no public way to leave a mode.
     modes = (checkpointing._CachingTorchDispatchMode, checkpointing._CachedTorchDispatchMode)

@@ -142,7 +142,7 @@ def _mark_answers(messages: Sequence[Message], text: str, render: Callable[..., 
         end = render(messages[: number + 1])
         if not (text.startswith(end) and end.startswith(prompt) and done <= len(prompt)):
             raise ValueError(
-                "the template renders a conversation not as a continuation of its beginning,"
+                "the template does not render a conversation as a continuation of its beginning,"
                 " and has no {% generation %} that would mark the answers"
             )
         marked += [text[done : len(prompt)], _ANSWER, text[len(prompt) : len(end)], _ANSWER_END]

@@ -85,7 +85,7 @@ class GopherRepetitionRule:
 
 
 def _repeated_shares(parts: TextParts, characters: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Shares of parts, and of characters, in parts that were there before."""
+    """Share of the parts that occurred before in the document, and of the characters in them."""
     repeated = parts.repeated
     return parts.share(repeated), parts.sum(parts.lengths * repeated) / characters
 
