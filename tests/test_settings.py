@@ -284,12 +284,21 @@ def test_invalid_toml_is_reported_with_file_and_line(tmp_path):
 
 
 def test_the_written_config_reads_back_as_the_same_job(tmp_path):
-    train = {"names": ["é", 'quo"te'], "rate": 1, "sources": [{"name": "a"}], "text": "a\nb\\c"}
+    text = "a\nb\\c\x01\x7f"  # TOML escapes DEL, JSON does not
+    train = {"names": ["é", 'quo"te'], "rate": 1, "sources": [{"name": "a"}], "text": text}
     job, problems = build_dataclass(Schema, {"train": train})
     assert not problems
     path = tmp_path / "written.toml"
     path.write_text(to_toml(job), encoding="utf-8")
     assert build_dataclass(Schema, read_toml(path)) == (job, [])
+
+
+@pytest.mark.parametrize("argv", [["--train.text=a\udcff"], ["--train.text", "a\udcff"]])
+def test_a_value_that_is_not_utf8_is_refused_before_the_run_builds_anything(argv):
+    """Python reads bytes of the command line that are not UTF-8 as surrogates."""
+    table, problems = sources.parse_overrides(argv)
+    assert not table
+    assert ["the value of --train.text is not UTF-8" in str(p) for p in problems] == [True]
 
 
 def test_merging_replaces_lists_and_merges_tables():

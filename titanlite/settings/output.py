@@ -62,14 +62,18 @@ def _toml_value(value: Any) -> str:
         return "{ " + ", ".join(pairs) + " }"
     if isinstance(value, int) and value.bit_length() > MAX_DECIMAL_BITS:
         return hex(value)
-    # Strings and integers are the same in JSON and TOML. TOML dates are not used as values, but
-    # appear in messages.
-    return json.dumps(value, ensure_ascii=False, default=str)
+    # Integers are the same in JSON and TOML. TOML dates are not used as values, but appear in
+    # messages.
+    return _quote_string(value)
 
 
 def _toml_key(key: str) -> str:
-    is_bare = re.fullmatch(r"[A-Za-z0-9_-]+", key)
-    return key if is_bare else json.dumps(key, ensure_ascii=False)
+    return key if re.fullmatch(r"[A-Za-z0-9_-]+", key) else _quote_string(key)
+
+
+def _quote_string(value: Any) -> str:
+    """A string as in JSON, with the one character that only TOML escapes."""
+    return json.dumps(value, ensure_ascii=False, default=str).replace("\x7f", "\\u007F")
 
 
 def format_value(value: Any) -> str:

@@ -121,7 +121,15 @@ def parse_overrides(argv: Sequence[str]) -> tuple[dict[str, Any], list[ConfigErr
                 problems.append(ConfigError(f"command line: --{key} has no value.", fix=fix))
                 continue
             text = arguments.pop(0)
-        if not _insert_override(table, key, text):
+        if not _is_utf8(key + text):
+            shown = ascii(key)[1:-1]
+            problems.append(
+                ConfigError(
+                    f"command line: the value of --{shown} is not UTF-8.",
+                    fix="Give text in UTF-8; rename a file whose name is not.",
+                )
+            )
+        elif not _insert_override(table, key, text):
             problems.append(
                 ConfigError(
                     f"command line: --{key}: another option already gives a value to its section.",
@@ -129,6 +137,15 @@ def parse_overrides(argv: Sequence[str]) -> tuple[dict[str, Any], list[ConfigErr
                 )
             )
     return table, problems
+
+
+def _is_utf8(text: str) -> bool:
+    """Whether Python has read the text from UTF-8: bytes that are not become surrogates."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _insert_override(table: dict[str, Any], key: str, text: str) -> bool:
