@@ -227,7 +227,7 @@ class ModelSpec(Generic[SizesT]):
     name: str
     flavors: Mapping[str, SizesT]
     build: Callable[[SizesT], nn.Module]
-    tp_plan: Mapping[str, str]  # module name pattern -> role, a row of parallelize/tensor.py
+    tp_plan: Mapping[str, str]  # module name pattern -> role in parallelize/tensor.py
     init_roles: Mapping[str, str]
     # parameter name pattern -> role in parallelize/weight_init.py; the first match applies
     parameter_roles: Mapping[str, str]

@@ -51,7 +51,7 @@ class MixtralSizes:
 
 
 class ExpertBlockSizes(LlamaBlockSizes, Protocol):
-    """The sizes that `ExpertBlock` reads; those of several families have them."""
+    """The sizes that `ExpertBlock` reads; the size classes of several families have them."""
 
     @property
     def experts(self) -> ExpertSizes:
