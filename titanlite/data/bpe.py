@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from titanlite.data.token_bytes import byte_level_alphabet
 from titanlite.data.tokenizer import SPLIT_PATTERN, special_token_names, well_formed
 from titanlite.errors import DataError
 from titanlite.files import write_file_atomically
@@ -59,18 +60,6 @@ def train_merges(texts: Iterable[str], ranks: int) -> Any:
 
 def ranks_of(tokenizer: Any) -> dict[bytes, int]:
     """The vocabulary of a byte-level tokenizer as tiktoken ranks (token -> rank), in order."""
-    byte_of = _byte_of_character()
+    byte_of = byte_level_alphabet()
     vocabulary = sorted(tokenizer.get_vocab().items(), key=lambda entry: entry[1])
     return {bytes(byte_of[character] for character in token): rank for token, rank in vocabulary}
-
-
-def _byte_of_character() -> dict[str, int]:
-    """The byte that each character of the byte-level alphabet represents.
-
-    The alphabet is GPT-2's: a printable Latin-1 character represents its own byte; the characters
-    from U+0100 on represent the other bytes, in order.
-    """
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in printable]
-    characters = {chr(byte): byte for byte in printable}
-    return characters | {chr(0x100 + number): byte for number, byte in enumerate(others)}

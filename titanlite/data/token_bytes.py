@@ -20,7 +20,7 @@ def bytes_of_tokens(
     special = {entry["id"] for entry in table.get("added_tokens") or [] if entry.get("special")}
     types = set(_decoder_types(table.get("decoder")))
     if "ByteLevel" in types:
-        spelled = _byte_level_alphabet()
+        spelled = byte_level_alphabet()
         return [
             b"" if token is None or id in special else _unspell(token, spelled)
             for id, token in enumerate(tokens)
@@ -49,7 +49,7 @@ def _decoder_types(decoder: Any) -> Iterator[str]:
             yield from _decoder_types(part)
 
 
-def _byte_level_alphabet() -> dict[str, int]:
+def byte_level_alphabet() -> dict[str, int]:
     """The character by which byte-level tokenizers spell each byte -> the byte.
 
     Printable bytes of Latin-1 are themselves, the others the characters from U+0100 on, as in GPT-2

@@ -53,8 +53,8 @@ class ActivationCheckpointConfig:
 
     def __str__(self) -> str:
         option = self.selective_ac_option
-        every = {"1": "every block", "2": "every 2nd block", "3": "every 3rd block"}
-        blocks = every.get(option, f"every {option}th block")
+        ordinal = {"2": "2nd", "3": "3rd"}.get(option, f"{option}-th")
+        blocks = "every block" if option == "1" else f"every {ordinal} block"
         description = {
             "none": "off",
             "full": "full",
