@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
+import torch
 from torch import nn
 
-from tests.distributed.oracle import FAMILY, SGD, SIZES, Layout, build_sharded
+from tests.distributed.oracle import FAMILY, SGD, SIZES, Layout, batch_at, build_sharded
 from tests.distributed.ranks import run_on_ranks
 from titanlite.distributed.mesh import Degrees, build_mesh
 from titanlite.errors import ConfigError
@@ -46,3 +49,20 @@ def compare_weight_shards(layout) -> None:
 @pytest.mark.parametrize("ranks", [2, 4])  # 4: more ranks than key-value heads
 def test_computed_shard_sizes_are_those_of_the_model(ranks):
     run_on_ranks(compare_weight_shards, ranks, Layout(tensor=ranks))
+
+
+def embed_with_warnings(layout) -> tuple[type, bool, list[str]]:
+    """(type of the embedding's output, whether it is a view, warnings)."""
+    model, _, engine = build_sharded(layout, SGD)
+    outputs = []
+    model.tok_embeddings.register_forward_hook(lambda _, inputs, output: outputs.append(output))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        engine.forward_backward(engine.prepare(*batch_at(0, SGD)), torch.tensor(1.0))
+    return type(outputs[0]), outputs[0]._is_view(), [str(each.message) for each in caught]
+
+
+def test_the_embedding_returns_a_plain_tensor_about_which_fsdp_does_not_warn():
+    for kind, is_view, messages in run_on_ranks(embed_with_warnings, 4, Layout(shard=2, tensor=2)):
+        assert kind is torch.Tensor and not is_view
+        assert not [message for message in messages if "view" in message]

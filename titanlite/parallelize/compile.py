@@ -7,14 +7,13 @@ import os
 import shutil
 import sysconfig
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Literal
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed import _symmetric_memory
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -62,10 +61,9 @@ def compile_blocks(blocks: nn.ModuleDict, config: CompileConfig) -> None:
         mixtures = [module for module in block.modules() if isinstance(module, MixtureOfExperts)]
         for mixture in mixtures:
             mixture.exclude_from_compile()
-        compiled = torch.compile(
+        block.forward = torch.compile(
             block.forward, backend=config.backend, fullgraph=not mixtures, dynamic=False
         )
-        block.forward = partial(_call_with_plain_tensor, compiled)
 
 
 def compile_loss(output: OutputLayer | None, config: CompileConfig) -> None:
@@ -84,15 +82,6 @@ def enable_async_tensor_parallel_fusion(tp: DeviceMesh) -> None:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)
             enable(tp.get_group().group_name)
-
-
-def _call_with_plain_tensor(forward: Callable[..., Tensor], x: Tensor, *others) -> Tensor:
-    """Call a compiled block with a plain tensor as first input.
-
-    Under tensor parallel, the embedding returns an AsyncCollectiveTensor. Code that is compiled for
-    a plain tensor returns no gradient for such an input.
-    """
-    return forward(x if type(x) is Tensor else x.clone(), *others)
 
 
 def prepare_compiler(device: torch.device) -> None:

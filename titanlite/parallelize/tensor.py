@@ -12,8 +12,8 @@ from fnmatch import fnmatchcase
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Replicate, Shard
-from torch.distributed.tensor.parallel import ParallelStyle, RowwiseParallel, parallelize_module
+from torch.distributed.tensor import Shard
+from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
 from titanlite.distributed.mesh import Degrees
 from titanlite.errors import ConfigError
@@ -29,6 +29,7 @@ from titanlite.parallelize.tensor_styles import (
     ReplicatedNorm,
     SequencePositions,
     SharedByHeads,
+    VocabularyEmbedding,
     gather_sequence,
 )
 
@@ -58,10 +59,7 @@ class TensorParallelRole:
 # full sequences of this rank's heads or hidden features inside attention and feed-forward.
 TENSOR_PARALLEL_ROLES: dict[str, TensorParallelRole] = {
     # embedding, sharded by vocabulary; its output becomes sequence-parallel
-    "vocab_in": TensorParallelRole(
-        lambda o: RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(SEQUENCE_DIM)),
-        sharded_dim=0,
-    ),
+    "vocab_in": TensorParallelRole(lambda o: VocabularyEmbedding(), sharded_dim=0),
     # norm on the sequence-parallel residual stream
     "sequence": TensorParallelRole(lambda o: ReplicatedNorm()),
     # learned positions, added to the sequence-parallel residual stream

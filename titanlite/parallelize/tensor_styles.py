@@ -82,6 +82,22 @@ def replicated_local(parameter: Tensor) -> Tensor:
     return replicated.to_local(grad_placements=[Partial()])
 
 
+class VocabularyEmbedding(RowwiseParallel):
+    """Embedding sharded by vocabulary; its output [B, T/tp, D] is sequence-parallel.
+
+    The output is copied into a plain tensor. RowwiseParallel returns a view, about which FSDP2
+    warns, and it may be an AsyncCollectiveTensor, for which compiled blocks return no gradient.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(input_layouts=Replicate(), output_layouts=Shard(SEQUENCE_DIM))
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        module = super()._apply(module, device_mesh)
+        module.register_forward_hook(lambda _, inputs, output: output.clone())
+        return module
+
+
 class SequencePositions(ParallelStyle):
     """Learned positions that are added to the sequence-parallel residual stream [B, T/tp, D].
 
