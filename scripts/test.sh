@@ -4,6 +4,8 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source scripts/environment.sh
+# The tests start many processes; without its bytecode, each would compile titanlite again.
+unset PYTHONDONTWRITEBYTECODE
 
 ORACLE=tests/distributed/test_oracle.py::test_every_layout_matches_one_process
 QUICK=(
@@ -25,7 +27,7 @@ for argument in "$@"; do
   shift
   if [ "$argument" = --quick ]; then set -- "$@" "${QUICK[@]}"; else set -- "$@" "$argument"; fi
 done
-# Two workers, because many tests wait more than they compute; the tests of a file share fixtures, so
-# one worker runs them all. Files start in the order of collection: the last ones are small. One
-# thread per process: the tests start several ranks, and more threads than cores are slower.
-OMP_NUM_THREADS=1 exec python -m pytest -n 2 --dist loadscope --no-loadscope-reorder "$@"
+# Three workers on two cores, because many tests wait for other processes. The tests of a file share
+# fixtures, so one worker runs them all. Files start in the order of collection: the last ones are
+# small. One thread per process: the tests start several ranks, and more threads than cores are slower.
+OMP_NUM_THREADS=1 exec python -m pytest -n 3 --dist loadscope --no-loadscope-reorder "$@"
