@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from titanlite.distributed.mesh import Degrees
 from titanlite.distributed.tensors import local_shard
 from titanlite.models import FAMILIES
 from titanlite.optim import OptimizerConfig, build_optimizer
 from titanlite.parallelize.float8 import (
     AUTO_FILTER,
     Float8Config,
+    check_float8,
     convert_to_float8,
     select_float8_layers,
 )
@@ -43,6 +46,16 @@ def test_a_filter_matches_a_part_of_a_name():
     excluded = excluded_layers("tensorwise", "output", "attention.w")
     assert excluded.pop("output") == "fused with the loss"
     assert excluded.keys() == {f"attention.{name}" for name in ("wq", "wk", "wv", "wo")}
+
+
+def test_shards_of_shared_experts_that_float8_hardware_does_not_support_are_refused():
+    """Their hidden width is sharded over the tensor ranks, by no role of the plan."""
+    family = FAMILIES["deepseek_v3"]
+    sizes = replace(family.flavors["debugmodel"], n_shared_experts=1, expert_hidden_dim=48)
+    config = Float8Config(recipe_name="tensorwise")
+    assert not list(check_float8(config, family, sizes, Degrees(), 64))
+    (problem,) = check_float8(config, family, sizes, Degrees(tensor=2), 64)
+    assert "shared_experts.w1 24x256" in str(problem) and "w2 256x24" in str(problem)
 
 
 @pytest.mark.parametrize(

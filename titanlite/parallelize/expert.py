@@ -10,9 +10,11 @@ Two layouts of a mixture of experts on tensor-parallel ranks, whose input is [B,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -52,6 +54,15 @@ def hidden_dims_of_experts(model: nn.Module) -> dict[str, int]:
         if isinstance(module, SharedExperts):
             dims.update({f"{path}.{name}.weight": dim for name, dim in SHARED_HIDDEN_DIMS.items()})
     return dims
+
+
+def expert_shard_shape(shape: Sequence[int], hidden_dim: int, degrees: Degrees) -> list[int]:
+    """A rank's part of a weight of experts before FSDP shards it: [E, ...], or of shared ones."""
+    local = list(shape)
+    if len(local) == 3:
+        local[0] //= degrees.expert
+    local[hidden_dim] //= degrees.expert_tensor_ranks if len(local) == 3 else degrees.tensor
+    return local
 
 
 def apply_expert_parallel(model: nn.Module, mesh: Mesh) -> None:
@@ -142,7 +153,11 @@ def _shard_shared_experts(shared: SharedExperts, tp: DeviceMesh) -> None:
         layer = shared.get_submodule(name)
         assert isinstance(layer, nn.Linear)
         _distribute(layer, "weight", tp, [Shard(dim)])
-        _replace_forward(layer, partial(_local_linear_forward, layer))
+        if type(layer) is nn.Linear:
+            _replace_forward(layer, partial(_local_linear_forward, layer))
+        else:  # Float8, whose scales are those of the whole operands: DTensor reduces them
+            of_dtensors = _colwise_forward if dim == 0 else _rowwise_forward
+            _replace_forward(layer, partial(of_dtensors, layer.forward, tp))
     if shared.gate is not None:
         distribute_parameters(shared.gate, tp, Replicate())
         _replace_forward(shared.gate, partial(_replicated_linear_forward, shared.gate))
@@ -150,6 +165,38 @@ def _shard_shared_experts(shared: SharedExperts, tp: DeviceMesh) -> None:
 
 def _local_linear_forward(layer: nn.Linear, x: Tensor) -> Tensor:
     return F.linear(x, _own_shard(layer.weight))
+
+
+def _colwise_forward(forward: Callable[[Tensor], Tensor], tp: DeviceMesh, x: Tensor) -> Tensor:
+    """This rank's hidden features of tokens x that all ranks have."""
+    return _local_tensor(forward(_AsReplicated.apply(x, tp)))
+
+
+def _rowwise_forward(forward: Callable[[Tensor], Tensor], tp: DeviceMesh, x: Tensor) -> Tensor:
+    """This rank's summand of the output, from its hidden features x."""
+    out = forward(DTensor.from_local(x, tp, [Shard(x.dim() - 1)]))
+    return _local_tensor(out, grad_placements=[Replicate()])
+
+
+def _local_tensor(tensor: Tensor, **options: Any) -> Tensor:
+    assert isinstance(tensor, DTensor)
+    return tensor.to_local(**options)
+
+
+class _AsReplicated(torch.autograd.Function):
+    """A tensor that all ranks have as a DTensor; its gradient stays this rank's summand.
+
+    That of DTensor.from_local would be summed over the ranks, and then once more by the caller.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, tp: DeviceMesh) -> Tensor:
+        return DTensor.from_local(x, tp, [Replicate()])
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        assert isinstance(grad, DTensor) and grad.placements == (Partial(),)
+        return grad.to_local(), None
 
 
 def _replicated_linear_forward(layer: nn.Linear, x: Tensor) -> Tensor:

@@ -24,6 +24,7 @@ from titanlite.kernels.gpu import FLOAT8_FALLBACK_SINCE, Gpu
 from titanlite.log import logger
 from titanlite.models import ModelSizes, ModelSpec, OutputLayer, first_match
 from titanlite.models.router import RouterGate
+from titanlite.parallelize.expert import expert_shard_shape, hidden_dims_of_experts
 from titanlite.parallelize.tensor import weight_shard_size
 from titanlite.parallelize.tensor_styles import DEFAULT_STYLES, LinearStyles
 
@@ -326,7 +327,7 @@ def _check_shards(
 ) -> Iterator[ConfigError]:
     """Reject shards that Float8 hardware or torchao's all-gather does not support."""
     selected, _ = select_float8_layers(model, config)
-    unaligned, uneven = {}, {}
+    unaligned, uneven, hidden_dims = {}, {}, hidden_dims_of_experts(model)
     fsdp_ranks = degrees.shard * degrees.context
     for name, pattern in zip(selected, _block_patterns(selected), strict=True):
         layer = model.get_submodule(name)
@@ -334,6 +335,8 @@ def _check_shards(
         size = (layer.out_features, layer.in_features)
         role = first_match(tp_plan, name)
         rows, columns = weight_shard_size(role, *size, degrees.tensor, head_width)
+        if (hidden_dim := hidden_dims.get(f"{name}.weight")) is not None:  # of shared experts
+            rows, columns = expert_shard_shape(size, hidden_dim, degrees)
         if rows % ALIGNMENT or columns % ALIGNMENT:
             unaligned[pattern] = f"{rows}x{columns}"
         if rows % fsdp_ranks:
