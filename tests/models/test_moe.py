@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from titanlite.distributed.mesh import ParallelismConfig
 from titanlite.job import JobConfig
 from titanlite.job.checks import check_config
 from titanlite.kernels.grouped import grouped_matmul, row_groups
@@ -22,6 +23,7 @@ from titanlite.models import (
     Router,
 )
 from titanlite.models.router import check_expert_sizes, stable_top_k
+from titanlite.optim import OptimizerConfig
 from titanlite.optim.hidden_matrices import MatrixFacts
 from titanlite.optim.muon import Muon
 
@@ -230,6 +232,35 @@ def test_a_job_with_more_active_experts_than_experts_is_refused(name):
     config = JobConfig(model=ModelConfig(name=name, n_active_experts=17))
     problems = check_config(config, 1)
     assert ("model.n_experts", "model.n_active_experts") in {problem.keys for problem in problems}
+
+
+NARROW = {"expert_hidden_dim": 96}
+TENSOR, BORROWED = {"tensor": 2}, {"tensor": 2, "expert": 2}  # parallel degrees
+SHARED = "shared_experts.w2.weight by columns: a rank has 48 of 96"
+
+
+@pytest.mark.parametrize(
+    "name, sizes, degrees, ranks, shard",
+    [  # expert parallel leaves whole experts, but shares the shared ones among the tensor ranks
+        ("mixtral", NARROW, TENSOR, 2, "experts.w2 by columns: a rank has 48 of 96"),
+        ("mixtral", NARROW, BORROWED, 2, None),
+        ("deepseek_v3", {**NARROW, "n_shared_experts": 1}, BORROWED, 2, SHARED),
+        # FSDP shards the columns, as 4 ranks divide neither 3 experts nor 129 rows
+        ("mixtral", {"n_experts": 3, "expert_hidden_dim": 129}, {}, 4, "a rank has 64 of 256"),
+        ("mixtral", {"expert_hidden_dim": 512}, TENSOR, 4, None),
+    ],
+)
+def test_a_layout_that_splits_quantisation_blocks_of_experts_is_refused(
+    name, sizes, degrees, ranks, shard
+):
+    config = JobConfig(
+        model=ModelConfig(name=name, **sizes),
+        optimizer=OptimizerConfig(state_dtype="8bit"),
+        parallelism=ParallelismConfig(**{f"{k}_parallel_degree": v for k, v in degrees.items()}),
+    )
+    found = [str(p) for p in check_config(config, ranks) if "optimizer.state_dtype" in p.keys]
+    assert len(found) == (shard is not None)
+    assert shard is None or shard in found[0]
 
 
 def test_a_model_of_dense_layers_only_has_no_experts():

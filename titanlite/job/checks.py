@@ -35,8 +35,13 @@ from titanlite.optim.mup import check_mup_optimizers
 from titanlite.parallelize.activation_checkpoint import check_activation_checkpoint
 from titanlite.parallelize.compile import check_compile_config
 from titanlite.parallelize.context import check_context_parallel
-from titanlite.parallelize.expert import check_expert_parallel
+from titanlite.parallelize.expert import (
+    check_expert_parallel,
+    expert_shard_shape,
+    hidden_dims_of_experts,
+)
 from titanlite.parallelize.float8 import check_float8
+from titanlite.parallelize.fsdp import sharded_dim_of_experts
 from titanlite.parallelize.pipeline_plan import PipelinePlan, plan_pipeline
 from titanlite.parallelize.tensor import check_tensor_parallel, weight_shard_size
 from titanlite.training import (
@@ -91,7 +96,7 @@ def check_config(config: JobConfig, ranks: int) -> Iterator[UserError]:
         state_dtype = config.optimizer.state_dtype
         spec = FAMILIES[config.model.name]
         yield from check_expert_parallel(degrees, spec.experts(sizes))
-        yield from _check_quantisation_blocks(spec, sizes, degrees.tensor, state_dtype)
+        yield from _check_quantisation_blocks(spec, sizes, degrees, state_dtype)
 
 
 def _check_sections(config: JobConfig) -> Iterator[UserError]:
@@ -209,27 +214,34 @@ def _check_float8_sizes(
 
 
 def _check_quantisation_blocks(
-    spec: ModelSpec, sizes: ModelSizes, tensor_degree: int, state_dtype: StateDtype
+    spec: ModelSpec, sizes: ModelSizes, degrees: Degrees, state_dtype: StateDtype
 ) -> Iterator[ConfigError]:
-    """Reject tensor-parallel degrees that split a quantisation block of the optimizer state."""
-    if tensor_degree == 1 or state_dtype in ("float32", "bfloat16"):  # no shards, or no blocks
+    """Reject degrees that split a quantisation block of the optimizer state."""
+    if state_dtype in ("float32", "bfloat16"):  # no blocks
         return
     with torch.device("meta"):
         model = spec.build(sizes)
-    for name, layer in model.named_modules():
-        if not isinstance(layer, torch.nn.Linear):
+    hidden_dims = hidden_dims_of_experts(model)
+    for name, parameter in model.named_parameters():
+        shape, hidden_dim = parameter.shape, hidden_dims.get(name)
+        if hidden_dim is not None:
+            local = expert_shard_shape(shape, hidden_dim, degrees)
+            if len(local) == 3:
+                dim = sharded_dim_of_experts(local, degrees.expert_shard)
+                local[dim] = -(-local[dim] // degrees.expert_shard)
+            width = local[-1]
+        elif len(shape) == 2:
+            role = first_match(spec.tp_plan, name.rpartition(".")[0])
+            _, width = weight_shard_size(role, *shape, degrees.tensor, sizes.head_width)
+        else:
             continue
-        matrix_size = (layer.out_features, layer.in_features)
-        _, width = weight_shard_size(
-            first_match(spec.tp_plan, name), *matrix_size, tensor_degree, sizes.head_width
-        )
-        block = moment_format(matrix_size, state_dtype).block
+        block = moment_format(shape, state_dtype).block
         if block and width % block:
             yield ConfigError(
-                f'optimizer.state_dtype = "{state_dtype}": {tensor_degree} tensor-parallel ranks'
-                f" shard {name} by columns: each has {width} of {layer.in_features} columns,"
-                f" which splits quantisation blocks of {block}.",
-                fix="Use a smaller parallelism.tensor_parallel_degree, or"
+                f'optimizer.state_dtype = "{state_dtype}": the layout {degrees} shards {name} by'
+                f" columns: a rank has {width} of {shape[-1]}, which splits quantisation blocks of"
+                f" {block}.",
+                fix="Use other degrees, such as a smaller parallelism.tensor_parallel_degree, or"
                 ' optimizer.state_dtype = "bfloat16".',
                 keys=("optimizer.state_dtype", "parallelism.tensor_parallel_degree"),
             )
