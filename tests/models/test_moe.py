@@ -234,6 +234,19 @@ def test_a_job_with_more_active_experts_than_experts_is_refused(name):
     assert ("model.n_experts", "model.n_active_experts") in {problem.keys for problem in problems}
 
 
+def test_experts_that_are_not_sharded_may_have_a_width_that_tensor_parallel_does_not_divide():
+    config = JobConfig(
+        model=ModelConfig(name="mixtral", expert_hidden_dim=33),
+        parallelism=ParallelismConfig(tensor_parallel_degree=2, expert_parallel_degree=2),
+    )
+    keys = {key for problem in check_config(config, 2) for key in problem.keys}
+    assert not {key for key in keys if key.startswith(("model.", "parallelism."))}
+    without = replace(config, parallelism=ParallelismConfig(tensor_parallel_degree=2))
+    problems = [str(problem) for problem in check_config(without, 2)]
+    assert any("does not divide the hidden width of an expert, 33" in text for text in problems)
+    assert not any("model.hidden_dim" in text for text in problems)  # mixtral has no such key
+
+
 NARROW = {"expert_hidden_dim": 96}
 TENSOR, BORROWED = {"tensor": 2}, {"tensor": 2, "expert": 2}  # parallel degrees
 SHARED = "shared_experts.w2.weight by columns: a rank has 48 of 96"

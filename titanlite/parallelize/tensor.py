@@ -173,6 +173,8 @@ def check_tensor_parallel(
         return
     key = "parallelism.tensor_parallel_degree"
     for field in ("n_heads", "hidden_dim"):
+        if field not in sizes.__dataclass_fields__:
+            continue  # the width of experts, which check_expert_parallel checks
         size = getattr(sizes, field)
         if size % tensor:
             yield ConfigError(
