@@ -105,3 +105,14 @@ def test_a_flipped_bit_of_an_expert_names_its_replicas():
     for ((healthy, damaged),) in run_on_ranks(findings_of, 4, [case], RECIPE):
         assert healthy == []
         assert [finding[0] for finding in damaged] == [[1, 3]]
+
+
+def test_a_flipped_bit_of_a_selection_bias_is_found_on_all_ranks_that_have_it():
+    """It is no parameter, but it selects experts: ranks would route the same token differently."""
+    sizes = replace(SIZES, experts=replace(EXPERTS, score="sigmoid", selection_bias=True))
+    bias, recipe = "layers.1.moe.router.expert_bias", replace(RECIPE, sizes=sizes)
+    cases = [(layout, 1, bias) for layout in (Layout(replicate=2), Layout(shard=2, expert=2))]
+    for rank in run_on_ranks(findings_of, 2, cases, recipe):
+        for healthy, damaged in rank:
+            assert healthy == []
+            assert [(finding[0], finding[3]) for finding in damaged] == [([0, 1], bias)]

@@ -28,7 +28,7 @@ def flip_a_bit(tensor: torch.Tensor, bit: int = 3) -> None:
 
 
 def damage(state, what: str) -> None:
-    parameters = dict(state.model.named_parameters())
+    parameters = dict(state.model.named_parameters()) | dict(state.model.named_buffers())
     if what == "generator":
         torch.rand(1)
     elif what.startswith("exp_avg_sq of "):

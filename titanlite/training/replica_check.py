@@ -1,7 +1,7 @@
 """Compare, bit by bit, the state that several ranks must have in common.
 
-That is: weights and optimizer state across replicas (HSDP, and what tensor parallel does not
-shard), and counters, generators and all else that a checkpoint stores as JSON across all ranks.
+That is: weights, buffers and optimizer state across replicas (HSDP, and what tensor parallel does
+not shard), and counters, generators and all else that a checkpoint stores as JSON across all ranks.
 Each rank hashes its state on the device; only a few bytes are exchanged while the ranks agree.
 """
 
@@ -165,11 +165,14 @@ def _hash_text(text: str) -> Tensor:
 
 
 def _tensors(state: TrainState) -> Iterator[tuple[str, Any, Tensor]]:
-    """(name, value, its parameter) of all weights and optimizer state on this rank.
+    """(name, value, its parameter) of all weights, saved buffers and optimizer state on this rank.
 
     The value is a tensor, or a number in the state of some optimizers.
     """
-    optimizer_state = state.optimizer.state
+    optimizer_state, saved = state.optimizer.state, state.model.state_dict().keys()
+    for name, buffer in state.model.named_buffers():
+        if name in saved:  # others, such as counters of a step, may differ between ranks
+            yield name, buffer, buffer
     for name, parameter in state.model.named_parameters():
         yield name, parameter, parameter
         for key, value in optimizer_state.get(parameter, {}).items():
