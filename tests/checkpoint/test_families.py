@@ -265,3 +265,11 @@ def test_sizes_that_do_not_fit_together_are_refused(tmp_path):
     pattern = r"YaRN needs.*v_head_dim = 64.*n_active_experts = 5"
     with pytest.raises(CheckpointError, match=pattern):
         check_model_size(StorageFolder(tmp_path), family, sizes, 1000)
+
+
+def test_heads_of_latent_attention_need_not_divide_the_width():
+    """Their widths are keys of their own: 31 channels and 3 heads are read again."""
+    family = FAMILIES["deepseek_v3"]
+    sizes = replace(family.flavors["debugmodel"], dim=31, n_heads=3)
+    config = family.hugging_face.to_config(sizes, 64)
+    assert family.hugging_face.from_config(config) == sizes

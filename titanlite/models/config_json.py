@@ -49,6 +49,7 @@ class ConfigFormat(Generic[SizesT]):
     context: str = "max_position_embeddings"
     rope_scaling: Mapping[str, Any] = field(default_factory=dict)
     # keys of the supported scaling -> their only values, with "rope_type"; empty: none
+    has_head_width: bool = True  # of a head: head_dim, or dim / n_heads; false: other keys say it
 
     def write(self, sizes: SizesT, **others: Any) -> dict[str, Any]:
         """config.json with the keys of transformers 4, which transformers 5 reads too."""
@@ -118,6 +119,8 @@ class ConfigFormat(Generic[SizesT]):
 
     def _inconsistent_heads(self, sizes: Mapping[str, Any]) -> list[str]:
         """Keys whose values do not fit together."""
+        if not self.has_head_width:
+            return []
         n_heads, head_dim = sizes["n_heads"], sizes.get("head_dim")
         head_width = head_dim or sizes["dim"] / n_heads
         wrong = []

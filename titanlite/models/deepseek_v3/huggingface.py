@@ -82,6 +82,7 @@ FORMAT = ConfigFormat(
         "mscale_all_dim": 1.0,
         "original_max_position_embeddings": YarnScaling.original_context,
     },
+    has_head_width=False,
 )
 
 
