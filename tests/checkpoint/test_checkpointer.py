@@ -19,6 +19,7 @@ import torch.distributed as dist
 from tests.checkpoint.saving import bits, load, open_checkpointer, save, save_and_wait
 from tests.distributed.oracle import ADAMW, SGD, Layout, Record, full_value, run_until, start_run
 from tests.distributed.ranks import run_on_ranks
+from tests.distributed.test_families import recipe_of
 from titanlite.checkpoint import list_steps, read_checkpoint_manifest
 from titanlite.checkpoint.job_properties import check_job_properties
 from titanlite.checkpoint.manifest import FORMAT, manifest_hash
@@ -430,6 +431,21 @@ def test_resuming_from_a_model_only_save_is_refused_with_the_alternatives(dtype,
     for step, weights, states in (without, finished):
         assert step == 2 and states == 0
         assert all(torch.equal(weights[name], saved[name].float()) for name in saved)
+
+
+def save_model_of_experts(folder) -> None:
+    state, _, _ = start_run(Layout(), recipe_of("deepseek_v3"))
+    config = {"last_save_model_only": True, "export_dtype": "bfloat16"}
+    save_and_wait(open_checkpointer(folder, **config), state, final=True)
+
+
+def test_a_model_only_save_keeps_selection_biases_in_float32(tmp_path):
+    """Rounded, they would select other experts."""
+    run_on_ranks(save_model_of_experts, 1, str(tmp_path))
+    tensors = read_checkpoint_manifest(StorageFolder(tmp_path / "step-0")).tensors
+    wide = [name for name, record in tensors.items() if record.dtype != "bfloat16"]
+    assert wide == ["model.layers.1.moe.router.expert_bias"]
+    assert tensors[wide[0]].dtype == "float32"
 
 
 def resume_without_optimizer_state(folder) -> tuple[bool, int]:

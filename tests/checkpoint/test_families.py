@@ -267,6 +267,31 @@ def test_sizes_that_do_not_fit_together_are_refused(tmp_path):
         check_model_size(StorageFolder(tmp_path), family, sizes, 1000)
 
 
+def test_selection_biases_stay_float32_in_an_export_of_another_dtype(tmp_path):
+    """Rounded to bfloat16, biases that many updates of 0.001 have moved select other experts."""
+    transformers = pytest.importorskip("transformers")
+    family = FAMILIES["deepseek_v3"]
+    sizes = replace(
+        family.flavors["debugmodel"], dim=31, n_layers=2, n_heads=3, n_experts=6, vocab_size=61
+    )  # odd: a tensor of 16 bits may end in the middle of 4 bytes
+    model = family.build(sizes)
+    moe = model.layers["1"].moe
+    moe.router.expert_bias.copy_(0.7 + 0.001 * torch.arange(6))
+    folder = export(tmp_path / "hf", family, model, dtype=torch.bfloat16)
+    loaded, source = load(tmp_path / "hf")
+    assert torch.equal(loaded.layers["1"].moe.router.expert_bias, moe.router.expert_bias)
+    dtypes = {tensor.dtype for name, tensor in source.tensors.items() if "expert_bias" not in name}
+    assert dtypes == {torch.bfloat16}
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype="auto")
+    (bias,) = [b for name, b in theirs.named_buffers() if name.endswith("e_score_correction_bias")]
+    assert torch.equal(bias, moe.router.expert_bias)
+    shards = export(tmp_path / "shards", family, model, dtype=torch.bfloat16, max_shard_bytes=9000)
+    index = json.loads(shards.read("model.safetensors.index.json"))
+    values = sum(tensor.numel() for tensor in model.state_dict().values())
+    assert index["metadata"]["total_size"] == 2 * values + 2 * 6
+    assert folder.sizes()["model.safetensors"] > 2 * values + 2 * 6
+
+
 def test_heads_of_latent_attention_need_not_divide_the_width():
     """Their widths are keys of their own: 31 channels and 3 heads are read again."""
     family = FAMILIES["deepseek_v3"]

@@ -217,7 +217,9 @@ class Checkpointer:
         if not (final and self.config.last_save_model_only):
             return model_and_optimizer_state(model, optimizers)
         dtype, weights = self._export_dtype, model_and_optimizer_state(model)["model"]
-        return {"model": {name: value.to(dtype) for name, value in weights.items()}}
+        buffers = {name for name, _ in model.named_buffers()}  # fp32 in every precision
+        converted = {n: value if n in buffers else value.to(dtype) for n, value in weights.items()}
+        return {"model": converted}
 
     def _after_commit(self, folder: StorageFolder, final: bool) -> None:
         """Remove surplus checkpoints and export the last one; on rank 0, after a commit."""

@@ -22,7 +22,7 @@ from titanlite.checkpoint.manifest import (
     software_versions,
     write_checkpoint_manifest,
 )
-from titanlite.checkpoint.model_size import parameter_shapes
+from titanlite.checkpoint.model_size import buffer_names, parameter_shapes
 from titanlite.checkpoint.saved_model import read_saved_model
 from titanlite.checkpoint.tensor_reader import read_tensors
 from titanlite.checkpoint.tensor_writer import write_small_files, write_tensors_one_by_one
@@ -43,7 +43,7 @@ def to_hugging_face(
 ) -> str:
     """Write a checkpoint as a Hugging Face folder; returns a sentence about its tokenizer.
 
-    `dtype`: by default the widest in which a tensor was saved. `tokenizer`: path of a tokenizer
+    `dtype`: by default the widest in which a parameter was saved. `tokenizer`: path of a tokenizer
     file, for a checkpoint without a copy of its own. Raises CheckpointError or DataError.
     """
     saved = read_saved_model(checkpoint, tokenizer)
@@ -59,7 +59,8 @@ def to_hugging_face(
 
     saved_dtypes = {
         DTYPE_OF_NAME[records[f"model.{name}"].dtype]
-        for name in parameter_shapes(saved.spec, saved.sizes)
+        for name in parameter_shapes(saved.spec, saved.sizes).keys()
+        - buffer_names(saved.spec, saved.sizes)
     }
     model = ModelToExport(saved.spec, saved.sizes, load, saved.seq_len, saved.tokenizer, saved.bos)
     return write_hugging_face(

@@ -18,7 +18,7 @@ from titanlite.checkpoint.huggingface import (
     SINGLE_FILE,
     TOKENIZER_FILE,
 )
-from titanlite.checkpoint.model_size import parameter_shapes
+from titanlite.checkpoint.model_size import buffer_names, parameter_shapes
 from titanlite.data import Tokenizer
 from titanlite.data.tokenizer_json import to_tokenizer_json
 from titanlite.errors import CheckpointError
@@ -51,9 +51,10 @@ def write_hugging_face(
 ) -> str:
     """Write a new folder from one process; returns a sentence about its tokenizer.
 
-    `model.load` is called with the names of one shard at a time. config.json is written last:
-    nothing loads the folder without it. Raises CheckpointError; errors about the folder or the
-    architecture are raised before any file is written.
+    `dtype` is that of the parameters; buffers stay fp32, as in transformers. `model.load` is called
+    with the names of one shard at a time. config.json is written last: nothing loads the folder
+    without it. Raises CheckpointError; errors about the folder or the architecture are raised
+    before any file is written.
     """
     if dtype not in CODE_OF_DTYPE:
         raise CheckpointError(
@@ -69,15 +70,20 @@ def write_hugging_face(
         )
     tied = dict(spec.tied_parameters(sizes))
     shapes = {n: shape for n, shape in parameter_shapes(spec, sizes).items() if n not in tied}
-    stored = _names_by_stored_tensor(spec, shapes)
-    shards = _assign_to_shards(stored, shapes, dtype.itemsize, max_shard_bytes)
-    total_bytes = dtype.itemsize * sum(shape.numel() for shape in shapes.values())
+    stored, buffers = _names_by_stored_tensor(spec, shapes), buffer_names(spec, sizes)
+    tensors_to_write = {
+        name: ExportedTensor(shape, torch.float32 if name in buffers else dtype)
+        for name, shape in shapes.items()
+    }
+    shards = _assign_to_shards(stored, tensors_to_write, max_shard_bytes)
+    total_bytes = sum(tensor.bytes for tensor in tensors_to_write.values())
     try:
         folder.create_folder()
         folder.check_free_space(total_bytes, fix="Free disk space, or give another folder.")
         for file, names in shards.items():
             tensors = dict(model.load(names))
-            _write_shard(folder, file, spec, {name: shapes[name] for name in names}, tensors, dtype)
+            exported = {name: tensors_to_write[name] for name in names}
+            _write_shard(folder, file, spec, exported, tensors)
         if SINGLE_FILE not in shards:
             stored_as = spec.hugging_face.stored_as
             weight_map = {
@@ -114,10 +120,21 @@ def _names_by_stored_tensor(spec: ModelSpec, names: Iterable[str]) -> dict[str, 
     return stored
 
 
+@dataclass(frozen=True)
+class ExportedTensor:
+    """What is written of one of our parameters or buffers."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+
+    @property
+    def bytes(self) -> int:
+        return self.shape.numel() * self.dtype.itemsize
+
+
 def _assign_to_shards(
     stored: Mapping[str, Sequence[str]],
-    shapes: Mapping[str, torch.Size],
-    itemsize: int,
+    exported: Mapping[str, ExportedTensor],
     max_bytes: int,
 ) -> dict[str, list[str]]:
     """File name -> our names of its tensors, in order; parameters of one stored tensor are in one
@@ -125,7 +142,7 @@ def _assign_to_shards(
     shards: list[list[str]] = [[]]
     filled = 0
     for names in stored.values():
-        needed = sum(shapes[name].numel() for name in names) * itemsize
+        needed = sum(exported[name].bytes for name in names)
         if shards[-1] and filled + needed > max_bytes:
             shards.append([])
             filled = 0
@@ -141,9 +158,8 @@ def _write_shard(
     folder: StorageFolder,
     file: str,
     spec: ModelSpec,
-    shapes: Mapping[str, torch.Size],
+    exported: Mapping[str, ExportedTensor],
     tensors: dict[str, Tensor],
-    dtype: torch.dtype,
 ) -> None:
     """Write one safetensors file (https://github.com/huggingface/safetensors), freeing `tensors`.
 
@@ -151,10 +167,13 @@ def _write_shard(
     """
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # required by transformers
     end = 0
-    mapping, stored = spec.hugging_face, _names_by_stored_tensor(spec, shapes)
+    # The widest dtype first, so that the elements of every tensor are aligned.
+    names_in_order = sorted(exported, key=lambda name: -exported[name].dtype.itemsize)
+    mapping, stored = spec.hugging_face, _names_by_stored_tensor(spec, names_in_order)
     for name, *_ in stored.values():
+        dtype = exported[name].dtype
         # The tensors of stacked experts follow each other, as their rows do.
-        for stored_name, shape in mapping.stored_as(name, shapes[name]).items():
+        for stored_name, shape in mapping.stored_as(name, exported[name].shape).items():
             begin, end = end, end + shape.numel() * dtype.itemsize
             header[stored_name] = {
                 "dtype": CODE_OF_DTYPE[dtype],
@@ -168,16 +187,14 @@ def _write_shard(
         for names in stored.values():
             tensor = join_parts(
                 [mapping.part_of(name) for name in names],
-                [
-                    _convert_for_export(name, tensors.pop(name), shapes[name], dtype)
-                    for name in names
-                ],
+                [_convert_for_export(name, tensors.pop(name), exported[name]) for name in names],
             )
             stream.write(tensor.contiguous().reshape(-1).view(torch.uint8).numpy())
 
 
-def _convert_for_export(name: str, tensor: Tensor, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-    """A CPU tensor of `dtype`; raises CheckpointError for another shape or values that overflow."""
+def _convert_for_export(name: str, tensor: Tensor, exported: ExportedTensor) -> Tensor:
+    """A CPU tensor of its dtype; raises CheckpointError for another shape or if values overflow."""
+    shape, dtype = exported.shape, exported.dtype
     if tensor.shape != shape:
         raise CheckpointError(f"{name}: has shape {list(tensor.shape)}, not {list(shape)}.")
     tensor = tensor.detach().cpu()

@@ -43,3 +43,12 @@ def parameter_shapes(spec: ModelSpec, sizes: ModelSizes) -> dict[str, torch.Size
     """Name and shape of every parameter; tied parameters are listed under both names."""
     with torch.device("meta"):
         return {name: tensor.shape for name, tensor in spec.build(sizes).state_dict().items()}
+
+
+def buffer_names(spec: ModelSpec, sizes: ModelSizes) -> set[str]:
+    """Names of the buffers, which are in fp32 in every precision.
+
+    Rounded to bfloat16, selection biases that many small updates have moved select other experts.
+    """
+    with torch.device("meta"):
+        return {name for name, _ in spec.build(sizes).named_buffers()}
