@@ -298,3 +298,40 @@ def test_heads_of_latent_attention_need_not_divide_the_width():
     sizes = replace(family.flavors["debugmodel"], dim=31, n_heads=3)
     config = family.hugging_face.to_config(sizes, 64)
     assert family.hugging_face.from_config(config) == sizes
+
+
+def written_config(family: str, **changes) -> dict:
+    """The config.json of a small model, with some of its keys changed."""
+    spec = FAMILIES[family]
+    return spec.hugging_face.to_config(spec.flavors["debugmodel"], 64) | changes
+
+
+@pytest.mark.parametrize(
+    ("family", "key"),
+    [
+        ("deepseek_v3", "norm_topk_prob"),
+        ("deepseek_v3", "rope_interleave"),
+        ("gpt2", "scale_attn_weights"),
+    ],
+)
+def test_null_in_place_of_true_is_false_as_in_transformers(family, key):
+    """As a missing value it would be true, and the model would compute something else."""
+    mapping = FAMILIES[family].hugging_face
+    config = written_config(family)
+    assert mapping.from_config({k: v for k, v in config.items() if k != key})
+    with pytest.raises(CheckpointError, match=f"{key} = false .only true is supported"):
+        mapping.from_config({**config, key: None})
+    tied = written_config("gpt2", tie_word_embeddings=None)
+    assert not FAMILIES["gpt2"].hugging_face.from_config(tied).tied_embeddings
+
+
+def test_a_mistral_with_layer_types_and_a_window_is_refused():
+    """transformers computes it with a window or without, depending on the class that loads it."""
+    mapping, types = FAMILIES["mistral"].hugging_face, ["full_attention"] * 4
+    with pytest.raises(CheckpointError, match="layer_types, and sliding_window = 64") as refused:
+        mapping.from_config(written_config("mistral", layer_types=types))
+    assert "Set sliding_window = null" in refused.value.fix
+    full = written_config("mistral", layer_types=types, sliding_window=None)
+    assert mapping.from_config(full).window == 0
+    heads = written_config("mistral", num_key_value_heads=None, num_attention_heads=4)
+    assert mapping.from_config(heads).n_kv_heads == 4  # as many as query heads; 8 if it is missing

@@ -72,6 +72,8 @@ class ConfigFormat(Generic[SizesT]):
         this family or contradicts others.
         """
         stated = {key: value for key, value in config.items() if value is not None}
+        # to transformers, null is a missing value, except where it only asks whether a key is true
+        stated |= {key: False for key in self._booleans() if config.get(key, True) is None}
         if set(_as_list(stated.get("layer_types"))) == {"full_attention"}:
             del stated["layer_types"]
         rope = _rope_of(stated)
@@ -93,6 +95,13 @@ class ConfigFormat(Generic[SizesT]):
         if wrong:
             raise self._unsupported(wrong, values, required)
         return self.sizes(**self._without_implied_width(sizes))
+
+    def _booleans(self) -> set[str]:
+        """The keys whose values are true or false."""
+        fixed = {key for key, value in self.fixed.items() if isinstance(value, bool)}
+        return fixed | {
+            k for name, k in self.keys.items() if isinstance(self._default_of(name), bool)
+        }
 
     def _without_implied_width(self, sizes: dict[str, Any]) -> dict[str, Any]:
         """The sizes without a head width that is dim / n_heads.

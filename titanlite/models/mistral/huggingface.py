@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from titanlite.errors import CheckpointError
 from titanlite.models.config_json import HEAD_KEYS, SAME_AS_LLAMA, ConfigFormat
 from titanlite.models.llama3.huggingface import DERIVED, NAMES
 from titanlite.models.mistral.model import MistralSizes
@@ -38,8 +39,21 @@ def write_mistral_config(sizes: MistralSizes, context: int) -> dict[str, Any]:
 
 def read_mistral_config(config: Mapping[str, Any]) -> MistralSizes:
     """The sizes in a config.json; raises CheckpointError. Without a window, its value is null."""
-    has_none = WINDOW_KEY in config and config[WINDOW_KEY] is None
-    return MISTRAL_CONFIG.read({**config, WINDOW_KEY: 0} if has_none else config)
+    values = {**MISTRAL_CONFIG.defaults, **config}
+    if values[WINDOW_KEY] is None:
+        values[WINDOW_KEY] = 0
+    elif values.get("layer_types"):
+        # AutoModel then builds Ministral, which follows layer_types, and MistralForCausalLM ignores
+        # them.
+        raise CheckpointError(
+            f"config.json has layer_types, and {WINDOW_KEY} = {values[WINDOW_KEY]!s:.80} for all"
+            " layers: they may contradict each other.",
+            fix=f"Set {WINDOW_KEY} = null if no layer has a window, or remove layer_types if all"
+            " have one.",
+        )
+    if values["num_key_value_heads"] is None:
+        values["num_key_value_heads"] = values.get("num_attention_heads")
+    return MISTRAL_CONFIG.read(values)
 
 
 HUGGING_FACE = HuggingFaceMapping(
