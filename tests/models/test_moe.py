@@ -8,11 +8,12 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from titanlite.distributed.mesh import ParallelismConfig
 from titanlite.job import JobConfig
 from titanlite.job.checks import check_config
-from titanlite.kernels.grouped import grouped_matmul, row_groups
+from titanlite.kernels.grouped import grouped_matmul, has_grouped_kernel, row_groups
 from titanlite.models import (
     FAMILIES,
     LLAMA3,
@@ -139,6 +140,28 @@ def test_the_grouped_matmul_of_rounded_groups_is_that_of_each_expert():
         close(own_out, own_x @ weight[expert].float().T)
         close(own_x_grad, own_grad @ weight[expert].float())
         close(weight_grad[expert].float(), own_grad.T @ own_x)
+
+
+@pytest.mark.parametrize(
+    "capability, experts, dtype, width, expected",
+    [
+        ((9, 0), 8, torch.bfloat16, 64, True),
+        ((10, 3), 1023, torch.bfloat16, 64, True),
+        ((8, 0), 8, torch.bfloat16, 64, False),  # torch's own loop, which waits at every call
+        ((12, 0), 8, torch.bfloat16, 64, False),
+        ((9, 0), 1024, torch.bfloat16, 64, False),  # torch raises an error
+        ((9, 0), 8, torch.float32, 64, False),
+        ((9, 0), 8, torch.bfloat16, 60, False),
+    ],
+)
+def test_the_grouped_kernel_is_used_where_torch_has_one(
+    capability, experts, dtype, width, expected, monkeypatch
+):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    with FakeTensorMode():
+        x = torch.empty(16, 64, dtype=dtype, device="cuda")
+        weight = torch.empty(experts, width, 64, dtype=dtype, device="cuda")
+    assert has_grouped_kernel(x, weight) is expected
 
 
 def test_ties_are_broken_by_index():

@@ -15,7 +15,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 KERNEL_ALIGNMENT = 16  # bytes: the strides of all operands of the grouped kernel are multiples
-KERNEL_CAPABILITY = (8, 0)  # F.grouped_mm needs this compute capability, and bfloat16
+KERNEL_MAJORS = (9, 10)  # compute capabilities of the kernel: Hopper, and Blackwell of data centers
+# On others F.grouped_mm is a loop too, for which the host waits at every call instead of once a
+# layer (_grouped_mm_cuda in GroupedBlas.cpp, https://github.com/pytorch/pytorch/issues/186620).
+KERNEL_GROUPS = 1023  # the most that the kernel computes (GroupMM.cu)
 
 
 class RowGroups(NamedTuple):
@@ -38,9 +41,11 @@ def row_groups(counts: Tensor, x: Tensor, *weights: Tensor) -> RowGroups:
 
 def has_grouped_kernel(x: Tensor, *weights: Tensor) -> bool:
     """Whether torch has a grouped kernel for these operands (2.11 to 2.15)."""
-    if not x.is_cuda or torch.cuda.get_device_capability(x.device) < KERNEL_CAPABILITY:
+    if not x.is_cuda or torch.cuda.get_device_capability(x.device)[0] not in KERNEL_MAJORS:
         return False
     if any(tensor.dtype != torch.bfloat16 for tensor in (x, *weights)):
+        return False
+    if any(len(weight) > KERNEL_GROUPS for weight in weights):
         return False
     sizes = [size for weight in weights for size in weight.shape[1:]]
     return not any(size * x.element_size() % KERNEL_ALIGNMENT for size in sizes)
