@@ -21,11 +21,11 @@ from torch.distributed.tensor import DTensor
 
 from tests.distributed.oracle import (
     DOCUMENT_END,
-    FAMILY,
     SEED,
     SGD,
     Layout,
     Recipe,
+    family_of,
     merge_parts,
     reference_logits,
     shard_and_offset,
@@ -35,7 +35,7 @@ from tests.distributed.ranks import run_on_ranks
 from titanlite.checkpoint import model_and_optimizer_state
 from titanlite.distributed.collectives import all_reduce_sum
 from titanlite.labels import IGNORE_INDEX
-from titanlite.models import Llama3Sizes, valid_tokens
+from titanlite.models import Llama3Sizes, ModelSizes, valid_tokens
 from titanlite.optim import LossScale, OptimizerInBackward
 from titanlite.parallelize.float8 import Float8Config
 from titanlite.parallelize.weight_init import init_weights
@@ -124,10 +124,11 @@ def read_batch(number: int, recipe: Recipe) -> tuple[Tensor, Tensor]:
 
 
 @cache
-def train_weights(sizes: Llama3Sizes) -> Weights:
+def train_weights(sizes: ModelSizes) -> Weights:
     """Weights of a model trained in fp32 on one process."""
-    model, recipe = FAMILY.build(sizes), replace(RECIPE, sizes=sizes)
-    init_weights(model, FAMILY.init_roles, sizes.n_layers, SEED)
+    family, recipe = family_of(sizes), replace(RECIPE, sizes=sizes)
+    model = family.build(sizes)
+    init_weights(model, family.init_roles, sizes.n_layers, SEED)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.0)
     for step in range(TRAINING_STEPS):
         inputs, labels = read_batch(FIRST_TRAINING_BATCH + step, recipe)
@@ -144,7 +145,7 @@ def train_weights(sizes: Llama3Sizes) -> Weights:
 @cache
 def compute_in_fp32(recipe: Recipe, batches: int) -> tuple[list[float], list[dict[str, Tensor]]]:
     """(losses, gradients) of each batch, by an unparallelized model."""
-    model, losses, gradients = FAMILY.build(recipe.sizes), [], []
+    model, losses, gradients = recipe.spec.build(recipe.sizes), [], []
     weights = train_weights(recipe.sizes).items()
     model.load_state_dict({n: torch.from_numpy(w) for n, w in weights})
     for number in range(batches):
@@ -166,7 +167,7 @@ def run_cases(cases: Sequence[PrecisionCase]) -> list[list[RankResult]]:
 
 
 def _run_cases_on_rank(
-    cases: Sequence[PrecisionCase], weights: dict[Llama3Sizes, Weights]
+    cases: Sequence[PrecisionCase], weights: dict[ModelSizes, Weights]
 ) -> list[RankResult]:
     return [_run_case(case, weights[case.recipe.sizes]) for case in cases]
 

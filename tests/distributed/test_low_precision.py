@@ -16,6 +16,7 @@ from tests.distributed.low_precision import (
     check_cases,
 )
 from tests.distributed.oracle import Layout, Recipe, with_enough_blocks
+from tests.distributed.test_families import WITH_EXPERTS, recipe_of
 
 # Each in bf16 and in fp16.
 LAYOUTS = [
@@ -143,3 +144,15 @@ def test_tied_embeddings_do_not_make_gradients_less_accurate():
 def test_float8_is_as_accurate_under_every_layout_as_on_one_process():
     layouts = (Layout(shard=2), Layout(tensor=2), Layout(context=2))
     check_cases([PrecisionCase(layout, float8="tensorwise") for layout in layouts])
+
+
+@pytest.mark.parametrize("family", WITH_EXPERTS)
+def test_families_with_experts_are_as_accurate_under_every_layout_as_on_one_process(family):
+    """Rounding selects other experts for a few tokens, on one process as in a layout."""
+    recipe = replace(RECIPE, sizes=recipe_of(family).sizes)
+    layouts = [
+        Layout(tensor=2),
+        Layout(shard=2, expert=2, recompute="full"),
+        Layout(tensor=2, expert=2, accumulate=3),
+    ]
+    check_cases([PrecisionCase(layout, recipe, batches=7) for layout in layouts])
