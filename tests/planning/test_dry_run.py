@@ -84,6 +84,20 @@ def test_a_rank_with_both_ends_of_the_pipeline_has_two_copies_of_a_tied_embeddin
     assert first.resting.parameters == second.resting.parameters + ends
 
 
+@pytest.mark.parametrize(
+    ("ranks", "schedule", "microbatches"), [(2, "1F1B", 3), (4, "Interleaved1F1B", 6)]
+)
+def test_micro_batches_need_not_be_a_multiple_of_the_pipeline_ranks(ranks, schedule, microbatches):
+    settings = {
+        "model.n_layers": 8,
+        "parallelism.pipeline_parallel_degree": ranks,
+        "parallelism.pipeline_parallel_schedule": schedule,
+        "training.local_batch_size": microbatches,
+    }
+    for step, estimate in compare(argv_of(settings), ranks):
+        assert estimate.total == pytest.approx(step.peak_bytes, rel=0.05)
+
+
 TENSOR = {"parallelism.tensor_parallel_degree": 2}
 
 

@@ -64,7 +64,7 @@ def simulated_idle(schedule: str, ranks: int, stages_per_rank: int, microbatches
 
 
 def _simulable(schedule: str, ranks: int, microbatches: int) -> int:
-    """The nearest number of micro-batches that torch's schedule can run."""
+    """About as many micro-batches, of which torch's schedule can run every number of ranks."""
     if schedule != "InterleavedZeroBubble":
         return microbatches
     return max(1, microbatches // ranks) * ranks

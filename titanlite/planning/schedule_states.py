@@ -9,11 +9,7 @@ from operator import ge
 from typing import Literal, NamedTuple
 
 from titanlite.parallelize.schedule import SCHEDULES, PipelineAction, build_schedule_order
-from titanlite.planning.stages import (
-    MAX_SIMULATED_ROUNDS,
-    owned_stages,
-    stages_in_flight,
-)
+from titanlite.planning.stages import owned_stages, simulated_microbatches, stages_in_flight
 from titanlite.planning.workload import ScheduleActions
 
 Kind = Literal["forward", "backward"]
@@ -42,8 +38,7 @@ def schedule_states(
         return _listed_states(actions, owners)
     ranks = max(owners) + 1
     whole = schedule in ("GPipe", "LoopedBFS")  # all forwards are in flight at once
-    count = min(microbatches, MAX_SIMULATED_ROUNDS * ranks)
-    count -= count % ranks if count > ranks else 0
+    count = simulated_microbatches(ranks, microbatches)
     known = () if whole else _ordered_states(schedule, owners, count)
     return known or _assumed_states(schedule, owners, microbatches)
 

@@ -15,7 +15,7 @@ from titanlite.parallelize.schedule import (
 )
 from titanlite.planning.workload import Layout, ScheduleActions, Workload
 
-MAX_SIMULATED_ROUNDS = 3  # simulated micro-batches per rank; with more, as many are in flight
+MAX_SIMULATED_ROUNDS = 3  # with more, as many micro-batches are in flight
 
 
 @dataclass(frozen=True)
@@ -82,8 +82,7 @@ def stages_in_flight(
         return tuple(dict.fromkeys(range(len(each)), microbatches) for each in own)
     order: Sequence[Sequence[PipelineAction]] = actions
     if schedule in SCHEDULES:
-        count = min(microbatches, MAX_SIMULATED_ROUNDS * ranks)
-        count -= count % ranks if count > ranks else 0
+        count = simulated_microbatches(ranks, microbatches)
         # empty if the number of micro-batches does not suit the schedule
         with contextlib.suppress(ValueError):
             order = build_schedule_order(schedule, ranks, stages, count)
@@ -93,6 +92,17 @@ def stages_in_flight(
         dict.fromkeys(range(len(each)), min(microbatches, ranks - rank))
         for rank, each in enumerate(own)
     )
+
+
+def simulated_microbatches(ranks: int, microbatches: int) -> int:
+    """As many micro-batches as show what is in flight: all, or those of MAX_SIMULATED_ROUNDS.
+
+    A round has `ranks` or more, as torch's interleaved schedules divide them.
+    """
+    rounds = max(1, microbatches // ranks)
+    if rounds <= MAX_SIMULATED_ROUNDS:
+        return microbatches
+    return microbatches // rounds * MAX_SIMULATED_ROUNDS
 
 
 def owned_stages(owners: Sequence[int], rank: int) -> list[int]:
