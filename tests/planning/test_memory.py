@@ -15,6 +15,7 @@ from titanlite.planning.activation_memory import BlockActivations
 from titanlite.planning.job_memory import estimate_job_memory
 from titanlite.planning.job_workload import workload_of
 from titanlite.planning.memory_advice import memory_savings
+from titanlite.planning.schedule_states import schedule_states
 from titanlite.planning.stages import stages_in_flight
 from titanlite.runtime.out_of_memory import MemoryUsage, find_memory_request
 
@@ -139,6 +140,15 @@ def test_a_schedule_from_a_file_needs_the_memory_of_the_same_one_by_name(run_tom
         for value in (f"_csv={file}", f"={name}")
     )
     assert estimate_job_memory(listed) == estimate_job_memory(named)
+
+
+@pytest.mark.parametrize(("schedule", "stages"), [("GPipe", 2), ("LoopedBFS", 6)])
+def test_schedules_with_all_forwards_first_have_the_states_of_their_order(schedule, stages):
+    owners = tuple(stage % 2 for stage in range(stages))
+    order = build_schedule_order(schedule, 2, stages, 5)
+    listed = schedule_states("csv", owners, 5, tuple(map(tuple, order)))
+    for named, expected in zip(schedule_states(schedule, owners, 5), listed, strict=True):
+        assert set(named) == set(expected)
 
 
 def stages_in_flight_of(job):

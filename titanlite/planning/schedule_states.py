@@ -37,10 +37,31 @@ def schedule_states(
     if actions:
         return _listed_states(actions, owners)
     ranks = max(owners) + 1
-    whole = schedule in ("GPipe", "LoopedBFS")  # all forwards are in flight at once
+    if schedule in ("GPipe", "LoopedBFS"):
+        return (_forwards_first(len(owners) // ranks, microbatches),) * ranks
     count = simulated_microbatches(ranks, microbatches)
-    known = () if whole else _ordered_states(schedule, owners, count)
+    known = _ordered_states(schedule, owners, count)
     return known or _assumed_states(schedule, owners, microbatches)
+
+
+@lru_cache(8192)
+def _forwards_first(stages: int, microbatches: int) -> tuple[ScheduleState, ...]:
+    """The states of a rank that runs all micro-batches through a stage before the next one.
+
+    Backwards begin with its last stage, after the forwards of all stages.
+    """
+    states = []
+    for stage in range(stages):
+        after = stages - stage - 1
+        full = (*[microbatches] * (stage + 1), *[0] * after)
+        less = (*[microbatches] * stage, microbatches - 1, *[0] * after)
+        states.append(ScheduleState("forward", stage, less, (False,) * stages))
+        first = (*[False] * (stage + 1), *[True] * after)
+        states.append(ScheduleState("backward", stage, full, first))
+        if microbatches > 1:
+            later = (*[False] * stage, *[True] * (after + 1))
+            states.append(ScheduleState("backward", stage, less, later))
+    return tuple(states)
 
 
 @lru_cache(8192)  # a search asks for thousands, many of them again
