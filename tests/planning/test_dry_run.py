@@ -11,7 +11,7 @@ from tests.distributed.ranks import run_on_ranks
 from tests.planning.measured_step import measure_step
 from titanlite.errors import EXIT_USER_ERROR, UserError
 from titanlite.job import read_job
-from titanlite.planning.dry_run import RankStep, dry_run
+from titanlite.planning.dry_run import RankStep, _kinds, dry_run
 from titanlite.planning.job_memory import estimate_job_memory, job_traffic
 from titanlite.planning.rank_memory import RankMemory
 
@@ -144,6 +144,17 @@ def test_a_dry_run_prints_every_kind_of_rank(capfd):
     assert "pipeline rank 0: tok_embeddings" in printed
     assert "pipeline rank 1: layers" in printed
     assert "shard                        reduce-scatter" in printed
+
+
+def test_blocks_that_are_recomputed_and_others_are_of_different_kinds():
+    argv = ["--model.n_layers=16", "--parallelism.pipeline_parallel_degree=8"]
+    argv += ["--parallelism.pipeline_parallel_layers_per_stage=2", "--training.local_batch_size=8"]
+    argv += ["--activation_checkpoint.mode=selective"]
+    job = read_job(
+        [*argv, "--activation_checkpoint.selective_ac_option=3"], 8, check_environment=False
+    )
+    # of blocks 4 and 5, and of 10 and 11, none is recomputed; of two others, one
+    assert _kinds(job) == [(0, (0,)), (1, (1, 3, 4, 6)), (2, (2, 5)), (7, (7,))]
 
 
 def random_settings(rng: random.Random) -> tuple[int, dict]:

@@ -8,7 +8,9 @@ import pytest
 
 from tests.distributed.moe_family import MOE_FAMILY, MoESizes
 from tests.planning.test_dry_run import compare
+from titanlite.job import read_job
 from titanlite.models import FAMILIES, ExpertSizes
+from titanlite.planning.dry_run import _kinds
 
 SIZES = MoESizes(
     dim=256,
@@ -48,3 +50,12 @@ def test_the_formula_equals_a_dry_run(name, monkeypatch):
         argv.append(f"--activation_checkpoint.mode={recompute}")
     for step, _ in compare(argv, ranks):
         assert any(kind.name == "all-to-all" for kind in step.collectives)
+
+
+def test_blocks_with_experts_and_without_are_of_different_kinds():
+    argv = ["--model.name=deepseek_v3", "--model.n_layers=8", "--model.n_dense_layers=3"]
+    argv += ["--parallelism.pipeline_parallel_degree=4", "--training.local_batch_size=4"]
+    argv += ["--parallelism.pipeline_parallel_layers_per_stage=2"]
+    argv += ["--activation_checkpoint.selective_ac_option=3"]
+    job = read_job(["--model.flavor=debugmodel", *argv], 4, check_environment=False)
+    assert [ranks for _, ranks in _kinds(job)] == [(0,), (1,), (2,), (3,)]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import time
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -30,8 +31,11 @@ from titanlite.job import Job
 from titanlite.job.build import build_state, build_step_settings
 from titanlite.models import OutputLayer
 from titanlite.parallelize import ParallelLayout, build_parallel_modules, token_exchange
+from titanlite.planning.activation_memory import BlockActivations
+from titanlite.planning.block_time import block_kinds
 from titanlite.planning.fake_ranks import fake_compute, fake_rank, replaced_attributes
 from titanlite.planning.forked import run_in_processes
+from titanlite.planning.job_workload import workload_of
 from titanlite.planning.step_recorder import CollectiveKind, CollectiveTotal, StepRecorder
 from titanlite.training import Batch, Counters, Engine, TrainState, build_engine
 from titanlite.training.step import StepSettings, compute_gradients, finish_step
@@ -110,9 +114,9 @@ def check_dry_run(job: Job) -> Iterator[ConfigError]:
 def dry_run(job: Job) -> Iterator[RankStep]:
     """Run one step of each kind of rank; the job has passed `check_dry_run`.
 
-    A kind is the ranks with equal modules. Of the pipeline ranks of a kind, the one with the most
-    micro-batches in flight is run. In the other dimensions of the mesh it has coordinate 0, which
-    has the largest shards.
+    A kind is the ranks with equal modules, which are recomputed equally. Of the pipeline ranks of a
+    kind, the one with the most micro-batches in flight is run. In the other dimensions of the mesh
+    it has coordinate 0, which has the largest shards.
     """
     kinds = _kinds(job)
     runs = [partial(_RankRun(job, rank).run, same_kind) for rank, same_kind in kinds]
@@ -120,15 +124,22 @@ def dry_run(job: Job) -> Iterator[RankStep]:
 
 
 def _kinds(job: Job) -> list[tuple[int, tuple[int, ...]]]:
-    """(pipeline rank to run, all pipeline ranks with equal modules)."""
+    """(pipeline rank to run, all pipeline ranks of its kind)."""
     plan, prefix = job.pipeline, f"{job.spec.blocks_path}."
+    workload = workload_of(job)
+    of_block, activations = block_kinds(workload.model), BlockActivations(workload)
+
+    def of_module(name: str) -> Any:
+        """What a module has in common with equal ones."""
+        if not name.startswith(prefix):
+            return name
+        block = int(name.removeprefix(prefix))
+        return of_block[block], activations.recomputes(block)
+
     kinds: dict[Any, list[int]] = {}
     for rank in range(plan.ranks):
         modules = tuple(
-            (
-                sum(name.startswith(prefix) for name in plan.stages[stage]),
-                *(name for name in plan.stages[stage] if not name.startswith(prefix)),
-            )
+            frozenset(Counter(map(of_module, plan.stages[stage])).items())
             for stage in plan.stages_of(rank)
         )
         kinds.setdefault(modules, []).append(rank)
