@@ -20,6 +20,7 @@ from titanlite.planning.offloaded_memory import offloaded_bytes
 from titanlite.planning.plan_changes import changed_answers, explain_loss
 from titanlite.planning.plan_request import PlanArguments, PlanRequest, read_plan_request
 from titanlite.planning.search import LayoutSearch
+from titanlite.runtime.out_of_memory import GIB
 
 SMALL = ["--model.n_layers", "4", "--model.dim", "2048", "--model.hidden_dim", "8192"]
 SMALL += ["--model.n_heads", "16", "--model.n_kv_heads", "2", "--model.vocab_size", "32000"]
@@ -122,9 +123,39 @@ def test_float8_changes_only_the_matmuls_and_the_all_gather(precision):
     assert step.workload.numerics.float8_gather == (precision == "float8 gather")
 
 
-def test_what_does_not_fit_is_refused_with_the_smallest_need():
-    with pytest.raises(ConfigError, match=r"Nothing fits: .* 0.0 GiB to use, .* needs"):
-        search_of(request_of(), usable_bytes=1.0).run()
+@pytest.mark.parametrize(
+    ("usable", "need"),
+    [
+        (0.4 * GIB, r"the smallest layout found, .*, needs 0\.[4-9] GiB"),
+        (1.0, r"parameters and gradients alone need, with FSDP 8, 0.3 GiB"),
+    ],
+)
+def test_what_does_not_fit_is_refused_with_the_smallest_need(usable, need):
+    with pytest.raises(ConfigError, match=rf"Nothing fits: a GPU has .* GiB to use, and {need}"):
+        search_of(request_of(), usable).run()
+
+
+@pytest.mark.parametrize(
+    ("settings", "fixed"),
+    [
+        (["--training.enable_cpu_offload=true"], []),
+        (
+            ["--optimizer.early_step_in_backward=true", "--training.max_norm=0"],
+            ["offload_optimizer=yes"],
+        ),
+    ],
+    ids=str,
+)
+def test_what_is_not_on_the_gpu_need_not_fit_there(settings, fixed):
+    fix = ["recompute=full", "micro_batch=1", "offload_activations=no", *fixed]
+    changes = {
+        "overrides": [*SMALL, "--model.n_layers=32", *settings],
+        "fix": fix,
+        "seq_len": "256",
+    }
+    request = request_of("1xH100", "1", **changes)
+    step = search_of(request).run().best[0]
+    assert search_of(request, step.memory.total).run().best[0] == step
 
 
 def test_a_batch_that_no_layout_divides_is_refused():

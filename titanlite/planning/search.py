@@ -152,7 +152,7 @@ class LayoutSearch:
         if not self._frames:
             raise self._nothing_is_legal()
         self.counts.add(frames=len(self._frames))
-        frames = [frame for frame in self._frames if self._may_fit(frame)]
+        frames = [f for f in self._frames if self._least_bytes(f) <= self.target.usable_bytes]
         known = (self._at_least.get(frame_key(frame), 0.0) for frame in frames)
         bounds = [(bound, number, False) for number, bound in enumerate(known)]
         heapq.heapify(bounds)
@@ -194,10 +194,17 @@ class LayoutSearch:
                 f" memory, {host:g} GiB for each GPU.",
                 fix="Do not fix offloading, or give the machine's host_gib with --hardware.",
             )
-        needed, choice = self._smallest()
+        if self._too_large:
+            needed, frame = self._smallest()
+            what = f"the smallest layout found, {frame.degrees}, needs"
+        else:
+            needed, frame = min(
+                ((self._least_bytes(frame), frame) for frame in self._frames),
+                key=lambda pair: pair[0],
+            )
+            what = f"parameters and gradients alone need, with {frame.degrees},"
         return ConfigError(
-            f"Nothing fits: a GPU has {self.target.usable_bytes / GIB:.1f} GiB to use, and the"
-            f" smallest layout found, {choice.frame.degrees if choice else ''}, needs"
+            f"Nothing fits: a GPU has {self.target.usable_bytes / GIB:.1f} GiB to use, and {what}"
             f" {needed / GIB:.1f} GiB.",
             fix="Use more GPUs, GPUs with more memory, shorter sequences, or fewer bytes per"
             " parameter (optimizer.state_dtype, training.dtype).",
@@ -253,15 +260,16 @@ class LayoutSearch:
             self._too_large.append((needed, choice))
         return needed is None
 
-    def _smallest(self) -> tuple[float, LayoutChoice | None]:
+    def _smallest(self) -> tuple[float, Frame]:
         """The candidate that needs least of those that do not fit; of them, one rank is known."""
-        smallest: tuple[float, LayoutChoice | None] = 0.0, None
+        smallest: tuple[float, Frame] | None = None
         for at_least, choice in sorted(self._too_large, key=lambda known: known[0]):
-            if smallest[1] and at_least >= smallest[0]:
+            if smallest and at_least >= smallest[0]:
                 break
             needed = self.needed_bytes(choice)
-            if smallest[1] is None or needed < smallest[0]:
-                smallest = needed, choice
+            if smallest is None or needed < smallest[0]:
+                smallest = needed, choice.frame
+        assert smallest is not None, "at least one candidate does not fit"
         return smallest
 
     def fits_the_host(self, choice: LayoutChoice) -> bool:
@@ -285,12 +293,15 @@ class LayoutSearch:
             self._shards[key] = too_few, enough
         return shard >= enough
 
-    def _may_fit(self, frame: Frame) -> bool:
-        """Whether the parameters and gradients of an average rank fit."""
-        degrees, numerics = frame.degrees, self._workload.numerics
-        each = numerics.parameter_bytes + numerics.gradient_bytes
-        sharded_over = degrees.ranks // degrees.replicate
-        return each * self._parameters / sharded_over <= self.target.usable_bytes
+    def _least_bytes(self, frame: Frame) -> float:
+        """Parameters and gradients of an average rank, as far as they are on the GPU at once."""
+        workload, degrees = self._workload, frame.degrees
+        if workload.offload_parameters:
+            return 0.0
+        each = workload.numerics.parameter_bytes
+        if not workload.step_in_backward:
+            each += workload.numerics.gradient_bytes
+        return each * self._parameters * degrees.replicate / degrees.ranks
 
     @cached_property
     def _parameters(self) -> int:
