@@ -49,6 +49,29 @@ def test_a_searched_setting_is_fixed_with_fix():
     assert read(fix=["tensor=8", "reshard=yes"]).space.fixed == {"tensor": 8, "reshard": True}
 
 
+@pytest.mark.parametrize(
+    ("key", "option"),
+    [("training.seq_len", "--seq-len"), ("training.global_batch_size", "--global-batch")],
+)
+def test_a_setting_that_an_option_sets_is_refused(key, option):
+    with pytest.raises(UserError, match=rf"{key}: {option} sets it, too. Give one of the two"):
+        read(overrides=[f"--{key}=64"])
+
+
+@pytest.mark.parametrize("value", ["0.0", "-0.5", "1.5", "nan", '"many"'])
+def test_an_efficiency_that_no_gpu_has_is_refused(value, tmp_path):
+    names = ("attention", "memory", "link", "network", "float8", "float4")
+    lines = [*(f"{name} = 0.5" for name in names), f"matmul = {value}"]
+    (tmp_path / "own.toml").write_text("\n".join(lines))
+    with pytest.raises(UserError, match="is not a set of efficiencies"):
+        read(efficiency=str(tmp_path / "own.toml"))
+
+
+def test_a_character_that_is_no_digit_is_no_number():
+    with pytest.raises(UserError, match="--seq-len ²: must be a positive integer"):
+        read(seq_len="²")
+
+
 def test_a_job_keeps_its_settings(run_toml):
     request = read(
         model=None, job=str(run_toml), seq_len=None, tokens="1e9", overrides=["--optimizer.lr=0.25"]

@@ -40,6 +40,10 @@ FIXABLE: dict[str, Any] = {  # name -> its values, or int for a positive number
     "offload_optimizer": ("no", "yes"),
     "reshard": ("no", "yes"),
 }
+OPTIONS = {  # settings, and the arguments that set them as well
+    "training.seq_len": "seq_len",
+    "training.global_batch_size": "global_batch",
+}
 T = TypeVar("T")
 
 
@@ -154,8 +158,10 @@ class _ArgumentReader:
             return None
         try:
             table = parse_toml(Path(file).read_text(encoding="utf-8"))
-            values = {key: float(value) for key, value in table.items()}
-            return Efficiency(**values)
+            found = Efficiency(**{key: float(value) for key, value in table.items()})
+            if outside := [k for k, v in dataclasses.asdict(found).items() if not 0 < v <= 1]:
+                raise ValueError(f"{', '.join(outside)}: must be above 0, and at most 1")
+            return found
         except (OSError, ValueError, TypeError) as error:
             reason = getattr(error, "strerror", None) or error
             keys = ", ".join(field.name for field in dataclasses.fields(Efficiency))
@@ -169,7 +175,10 @@ class _ArgumentReader:
         """A positive integer; 0 if the option is not given or invalid."""
         if text is None:
             return 0
-        number = int(text.replace("_", "")) if text.replace("_", "").isdigit() else 0
+        try:
+            number = int(text)
+        except ValueError:
+            number = 0
         if number < 1:
             self._refuse(f"{option} {text}: must be a positive integer.")
         return number
@@ -232,6 +241,10 @@ class _ArgumentReader:
         elif arguments.model:
             self._refuse("--seq-len: is missing.", "Give the tokens of a sequence.")
         for name in _overridden_keys(arguments.overrides):
+            if (option := OPTIONS.get(name)) and getattr(arguments, option) is not None:
+                self._refuse(
+                    f"--{name}: --{option.replace('_', '-')} sets it, too.", "Give one of the two."
+                )
             if fixable := SEARCHED.get(name):
                 self._refuse(
                     f"--{name}: is chosen by the search.", f"Use --fix {fixable}=VALUE to fix it."
