@@ -89,6 +89,34 @@ def test_all_problems_of_a_hardware_file_are_listed(tmp_path):
         assert part in caught.value.message
 
 
+@pytest.mark.parametrize(
+    ("line", "problem"),
+    [
+        ("peak_tflops = 500", "peak_tflops = 500: must be a table of positive numbers by float32"),
+        ("peak_tflops = { bf16 = 500 }", "must be a table of positive numbers by float32"),
+        ("device = 5", "device = 5: must be text"),
+        ('machine = ["lab"]', "must be text"),
+        ("attention_tflops = 300", "must be a table"),
+        ("multiprocessors = 100.5", "must be a positive integer"),
+        ("memory_gib = inf", "memory_gib = inf: must be a positive number"),
+        ("memory_gib = { bfloat16 = 5 }", "must be a positive number"),
+    ],
+)
+def test_a_value_of_the_wrong_type_is_refused(line, problem, tmp_path):
+    key = line.partition(" ")[0]
+    others = [other for other in OWN.splitlines() if not other.startswith(f"{key} =")]
+    (tmp_path / "own.toml").write_text("\n".join(others).replace("[gpus.X1]", f"[gpus.X1]\n{line}"))
+    with pytest.raises(ConfigError, match=problem):
+        parse_gpus("8xX1", tmp_path / "own.toml")
+
+
+@pytest.mark.parametrize("text", ["gpus = 5", "[gpus]\nX1 = 5", '[[machines]]\ngpu = "X1"'])
+def test_what_is_not_a_table_is_refused(text, tmp_path):
+    (tmp_path / "own.toml").write_text(text)
+    with pytest.raises(ConfigError, match="cannot be read: .* is not a table"):
+        parse_gpus("8xX1", tmp_path / "own.toml")
+
+
 def test_a_cpu_is_measured_on_the_spot_by_as_many_processes_as_it_has_ranks(tmp_path, monkeypatch):
     measure = cpu_rates._rates_of_process
 

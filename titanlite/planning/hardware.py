@@ -7,10 +7,11 @@ FLOP/s of a device that CUDA names are in `titanlite.metrics.hardware`.
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 import re
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from importlib.resources import files
@@ -226,16 +227,20 @@ def _flat_tables(table: dict[str, Any]) -> dict[str, Any]:
         raise ValueError(f"unknown tables: {', '.join(unknown)}")
     flat: dict[str, Any] = {"gpus": {}, "machines": {}}
     for kind, entries in table.items():
+        if not isinstance(entries, dict):
+            raise ValueError(f"{kind} is not a table")
         for name, entry in entries.items():
             flat[kind] |= dict(_joined_names(name, entry))
     return flat
 
 
-def _joined_names(name: str, entry: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
-    children = [key for key, value in entry.items() if isinstance(value, dict)]
-    if "source" in entry or "gpu" in entry or "machine" in entry or not children:
+def _joined_names(name: str, entry: Any) -> list[tuple[str, dict[str, Any]]]:
+    """The tables below a name; one that has nothing but tables is a part of a name with a dot."""
+    if not isinstance(entry, dict):
+        raise ValueError(f"{name} is not a table")
+    if not entry or not all(isinstance(value, dict) for value in entry.values()):
         return [(name, entry)]
-    return [pair for key in children for pair in _joined_names(f"{name}.{key}", entry[key])]
+    return [pair for key, value in entry.items() for pair in _joined_names(f"{name}.{key}", value)]
 
 
 _MACHINE_KEYS = {field.name for field in dataclasses.fields(Machine)} - {"name"} | {"gpu"}
@@ -247,37 +252,46 @@ _NEEDED = {
 }
 
 
-def _table_problems(merged: dict[str, Any], own: dict[str, Any]) -> list[str]:
+_TEXT_KEYS = {"device", "machine", "gpu", "source", "price_source"}
+_PRECISION_KEYS = {"peak_tflops", "attention_tflops"}
+_INTEGER_KEYS = {"gpus", "link_domain", "multiprocessors"}
+
+
+def _table_problems(merged: dict[str, Any], own: dict[str, Any]) -> Iterator[str]:
     """What is wrong with the user's tables."""
-    problems = []
     for kind, known in (("gpus", _GPU_KEYS), ("machines", _MACHINE_KEYS)):
+        other, key = ("machines", "machine") if kind == "gpus" else ("gpus", "gpu")
         for name, table in own[kind].items():
             label = f"[{kind}.{name}]"
-            unknown, missing = sorted(set(table) - known), sorted(_NEEDED[kind] - set(table))
-            if unknown:
-                problems.append(f"{label} has unknown keys: {', '.join(unknown)}")
-            if missing:
-                problems.append(f"{label} lacks {', '.join(missing)}")
-            other, key = ("machines", "machine") if kind == "gpus" else ("gpus", "gpu")
-            if table.get(key, "") not in merged[other] and key in table:
-                problems.append(f'{label} {key} = "{table[key]}" is in no table of {other}')
-            problems += [
-                f"{label} {key} = {value}: must be a positive number"
-                for key, value in table.items()
-                if key not in _TEXT_KEYS and not _is_positive(value)
-            ]
-            if kind == "gpus" and not _peaks_of(table):
-                problems.append(f"{label} needs a known device, or peak_tflops by precision")
-    return problems
+            if unknown := sorted(set(table) - known):
+                yield f"{label} has unknown keys: {', '.join(unknown)}"
+            if missing := sorted(_NEEDED[kind] - set(table)):
+                yield f"{label} lacks {', '.join(missing)}"
+            wrong = {k: form for k, value in table.items() if (form := _needed_form(k, value))}
+            yield from (f"{label} {k} = {table[k]}: must be {form}" for k, form in wrong.items())
+            if key in table and key not in wrong and table[key] not in merged[other]:
+                yield f'{label} {key} = "{table[key]}" is in no table of {other}'
+            readable = not {"device", "peak_tflops"}.intersection(wrong)
+            if kind == "gpus" and readable and not _peaks_of(table):
+                yield f"{label} needs a known device, or peak_tflops by precision"
 
 
-_TEXT_KEYS = {"device", "machine", "gpu", "source", "price_source"}
+def _needed_form(key: str, value: Any) -> str:
+    """What the value of a key must be; empty if it is that."""
+    if key in _TEXT_KEYS:
+        return "" if isinstance(value, str) else "text"
+    if key in _PRECISION_KEYS:
+        valid = isinstance(value, dict) and set(value) <= set(PRECISIONS)
+        valid = valid and all(map(_is_positive, value.values()))
+        return "" if valid else f"a table of positive numbers by {', '.join(PRECISIONS)}"
+    if key in _INTEGER_KEYS:
+        return "" if _is_positive(value) and isinstance(value, int) else "a positive integer"
+    return "" if _is_positive(value) else "a positive number"
 
 
 def _is_positive(value: Any) -> bool:
-    if isinstance(value, dict):
-        return all(key in PRECISIONS and _is_positive(entry) for key, entry in value.items())
-    return isinstance(value, int | float) and not isinstance(value, bool) and value > 0
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    return number and 0 < value < math.inf
 
 
 def _peaks_of(table: dict[str, Any]) -> dict[str, float]:
