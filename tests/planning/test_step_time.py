@@ -175,6 +175,13 @@ def test_small_experts_wait_for_the_host_unless_the_step_is_one_graph():
     assert exchange(workload=scaled).total > 1.3 * exchange(workload=float8).total
 
 
+def test_a_gpu_whose_multiprocessors_are_not_known_still_waits_for_the_host():
+    gpu = dataclasses.replace(H100.gpu, multiprocessors=1)
+    short = dataclasses.replace(BASE, seq_len=32)
+    assert seconds(short).host > 0
+    assert seconds(short, dataclasses.replace(H100, gpu=gpu)).host > 0
+
+
 def test_equal_matmuls_fill_the_multiprocessors_together():
     kernels = KernelTimes(H100.gpu, find_efficiency("H100"))
     alone = kernels.matmul(128, 7168, 2048, "bfloat16")

@@ -55,7 +55,7 @@ def _with_launches(case: BlockCase, passes: Passes, experts: bool) -> Passes:
 
     The host runs ahead of the GPU over forward and backward of a micro-batch.
     """
-    if case.exchange.one_graph or case.kernels.gpu.multiprocessors == 1:  # a CPU launches nothing
+    if case.exchange.one_graph or case.kernels.gpu.is_cpu:  # a CPU launches nothing
         return passes
     kernels = 3 * KERNELS[case.compiled] + (expert_kernels(case) if experts else 0)
     waiting = max(0.0, HOST_S * kernels - passes.total)

@@ -40,7 +40,7 @@ class CollectiveTimes:
         moved = total_bytes * (size - 1) / size
         bandwidth = self._bandwidth(size, stride)
         inside, outside = size - domains, domains - 1 if domains > 1 else 0
-        protocols = PROTOCOLS if self.cluster.gpu.name != "CPU" else (SOCKET,)
+        protocols = (SOCKET,) if self.cluster.gpu.is_cpu else PROTOCOLS
         return min(
             moved / (bandwidth * fraction) + 1e-6 * (launch + inside * hop + outside * far)
             for fraction, hop, far, launch in protocols

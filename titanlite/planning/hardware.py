@@ -26,6 +26,7 @@ from titanlite.metrics import peak_flops
 from titanlite.planning.cpu_rates import measure_rates
 from titanlite.planning.workload import MatmulPrecision
 
+CPU = "CPU"  # the name of this machine
 PRECISIONS: tuple[MatmulPrecision, ...] = get_args(MatmulPrecision)
 _TORCH_DTYPES: dict[MatmulPrecision, torch.dtype] = {
     "float32": torch.float32,
@@ -51,6 +52,11 @@ class GpuType:
 
     def __hash__(self) -> int:
         return hash(self.name)
+
+    @property
+    def is_cpu(self) -> bool:
+        """Whether it is a process of a CPU."""
+        return self.name == CPU
 
     def peak_flops(self, precision: MatmulPrecision) -> float:
         """Dense FLOP/s; raises ConfigError for a precision without units."""
@@ -132,7 +138,7 @@ def find_cluster(name: str, gpus: int, hardware: Path | None = None) -> Cluster:
 
     "cpu" is this machine, measured now; a GPU is then a process.
     """
-    if name.lower() == "cpu":
+    if name.upper() == CPU:
         return measure_cpu(gpus)
     tables = _read_tables(hardware)
     key = name.lower().removeprefix("nvidia-")
@@ -140,7 +146,7 @@ def find_cluster(name: str, gpus: int, hardware: Path | None = None) -> Cluster:
     machines = {machine.lower(): machine for machine in tables["machines"]}
     machine_name = machines.get(machine_of.get(key, key).lower())
     if machine_name is None:
-        names = ", ".join([*tables["gpus"], *tables["machines"], "CPU"])
+        names = ", ".join([*tables["gpus"], *tables["machines"], CPU])
         raise ConfigError(
             f'"{name}" is neither a GPU nor a machine that is known.',
             fix=f"Use one of: {names}; or describe it in a file, as in titanlite/planning/"
@@ -159,14 +165,14 @@ def measure_cpu(
     """
     rates = measure_rates(processes, seconds, clock)
     gpu = GpuType(
-        "CPU",
+        CPU,
         {name: flops / 1e12 for name, flops in rates.matmul.items()},
         os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30 / processes,
         rates.memory / 1e9,
         attention_tflops={name: flops / 1e12 for name, flops in rates.attention.items()},
         source="measured on this machine",
     )
-    machine = Machine("CPU", processes, processes, rates.link / 1e9, 10.0, rates.memory / 1e9)
+    machine = Machine(CPU, processes, processes, rates.link / 1e9, 10.0, rates.memory / 1e9)
     return Cluster(gpu, machine, processes, overlaps=processes < (os.cpu_count() or 1))
 
 

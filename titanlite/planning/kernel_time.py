@@ -71,7 +71,7 @@ class KernelTimes:
         """
         attended = min(window, length) * 2 if 0 < window < length else length
         flops = sequences * length * heads * sum(widths)
-        if self.gpu.multiprocessors == 1:  # a CPU process: its rate is that of short sequences
+        if self.gpu.is_cpu:  # its rate is that of short sequences
             return flops * attended
         tiles = sequences * length * heads / QUERY_TILE
         idle = 1 + self.gpu.multiprocessors / tiles
