@@ -192,6 +192,11 @@ def test_each_saving_equals_the_difference_of_two_estimates(run_toml):
     after = estimate_job_memory(job_of(run_toml, *sizes, "--optimizer.state_dtype", "8bit"))
     assert savings['optimizer.state_dtype = "8bit"'] == before.total - after.total > 0
     assert savings["optimizer.offload = true"] == pytest.approx(before.worst.optimizer_state)
+    pipeline = [*sizes, "--parallelism.pipeline_parallel_degree=2"]
+    pipeline += ["--training.global_batch_size=-1"]  # it grows with the ranks
+    before, after = (estimate_job_memory(job_of(run_toml, *pipeline, ranks=n)) for n in (2, 4))
+    savings = savings_of(run_toml, *pipeline, ranks=2)
+    assert savings["twice as many ranks"] == before.total - after.total > 0
 
 
 def test_out_of_memory_errors_are_recognised_by_their_message():

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from titanlite.distributed.mesh import resolve_degrees
 from titanlite.job import Job, check_config
-from titanlite.job.checks import plan_job_pipeline
+from titanlite.job.checks import plan_job_pipeline, resolve_global_batch
 from titanlite.planning.job_memory import estimate_job_memory
 from titanlite.runtime.out_of_memory import GIB
 
@@ -120,7 +120,8 @@ def _apply_change(job: Job, settings: dict[str, Any], ranks_factor: int) -> Job 
     pipeline, _ = plan_job_pipeline(config, job.spec, job.sizes)
     assert pipeline is not None, "checked: the pipeline has no problems"
     degrees = resolve_degrees(config.parallelism, ranks)
-    return dataclasses.replace(job, config=config, degrees=degrees, pipeline=pipeline)
+    batch = resolve_global_batch(config, degrees)
+    return Job(config, job.spec, job.sizes, degrees, pipeline, batch)
 
 
 def _as_toml(value: Any) -> str:
