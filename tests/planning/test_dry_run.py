@@ -84,6 +84,13 @@ def test_a_rank_with_both_ends_of_the_pipeline_has_two_copies_of_a_tied_embeddin
     assert first.resting.parameters == second.resting.parameters + ends
 
 
+def test_the_loss_of_a_tied_embedding_has_no_gradient_of_its_positions():
+    argv = ["--model.name=gpt2", "--model.flavor=debugmodel", "--model.positions=16384"]
+    argv += ["--parallelism.pipeline_parallel_degree=2", "--training.seq_len=256"]
+    *_, (step, estimate) = compare([*argv, "--training.local_batch_size=2"], 2)
+    assert estimate.total == pytest.approx(step.peak_bytes, rel=0.03)
+
+
 @pytest.mark.parametrize(
     ("ranks", "schedule", "microbatches"), [(2, "1F1B", 3), (4, "Interleaved1F1B", 6)]
 )

@@ -144,7 +144,7 @@ class RankParts:
         """The loss of a micro-batch, if this rank computes it."""
         if not self.has_output:
             return LossBytes()
-        output = self.common.output if self.parts.output else self.embedding
+        output = self.common.output if self.parts.output else self.common.tied
         return loss_bytes(self.activations, output.gathered)
 
     @property
