@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from titanlite.errors import DataError
+from titanlite.errors import ConfigError, DataError
 from titanlite.planning.published_rows import published_models, read_row
 from titanlite.planning.row_errors import (
     error_table,
@@ -144,6 +144,30 @@ def test_an_unknown_framework_or_gpu_gets_a_note():
     assert "hardware" in read_row({**ROWS["615"], "hardware": "TPU v5p"})
     assert "precision" in read_row({**ROWS["615"], "precision": "int8"})
     assert "seq is not a number" in read_row({**ROWS["615"], "seq": "2k"})
+
+
+@pytest.mark.parametrize("key", ["gpus", "tp", "pp", "cp", "vp", "ep", "mbs", "seq", "layers"])
+@pytest.mark.parametrize("number", ["0", "-1", "nan", "inf"])
+def test_a_number_that_no_run_has_gets_a_note(key, number):
+    assert f"{key} = {number} is not 1 or more" in read_row({**ROWS["615"], key: number})
+
+
+def test_a_row_of_ones_own_gets_a_note_where_nothing_is_known():
+    assert 'fsdp = "ZeRO-9"' in read_row({**ROWS["382"], "fsdp": "ZeRO-9"})
+    assert "lacks l and mbc" in read_row({**ROWS["825"], "note": ""})
+    assert "no recipe of experts for H200" in read_row({**ROWS["47"], "hardware": "H200"})
+
+
+def test_measurements_of_ones_own_are_compared_as_far_as_they_are_numbers():
+    own = {**ROWS["714"], "source": "torchtitan on our cluster"}
+    assert "| **dense fp8** |" in error_table(predict_rows([own]))
+    (found,) = predict_rows([{**own, "step_s": "inf", "mem_GiB": "0"}])
+    assert found.error is None and found.memory_error is None
+
+
+def test_predictions_that_cannot_be_written_are_a_users_error(tmp_path):
+    with pytest.raises(ConfigError, match="cannot be written"):
+        write_predictions([], tmp_path / "none" / "out.csv")
 
 
 def test_a_precision_that_the_gpu_lacks_gets_a_note():

@@ -17,6 +17,10 @@ from titanlite.planning.workload import ExpertExchange
 LATEST = (99, 12)
 
 
+class MissingFact(Exception):
+    """A row lacks a fact that the time or the memory depends on."""
+
+
 class _Recipe(NamedTuple):
     """What the recipes of some releases, the last one included, say of some models and GPUs."""
 
@@ -57,20 +61,23 @@ def published_expert_tensor(row: Mapping[str, str]) -> int:
 
 
 def published_exchange(row: Mapping[str, str], gpu: str) -> ExpertExchange:
-    """How the run of a row exchanges tokens."""
+    """How the run of a row exchanges tokens; raises MissingFact if no recipe says it."""
     framework = row["framework"]
     if framework.startswith("NeMo AutoModel"):  # DeepEP: docs/performance-summary.mdx
         return ExpertExchange(once_per_rank=True)
     if not framework.startswith("Megatron-Bridge"):
         return ExpertExchange()
     model, release = row["model"].lower(), _release(row["source"])
-    recipe = next(
+    recipes = (
         found
         for found in _RECIPES
         if found.model in model
         and gpu in found.gpus.split()
         and found.first <= release <= found.last
     )
+    recipe = next(recipes, None)
+    if recipe is None:
+        raise MissingFact(f"Megatron-Bridge has no recipe of experts for {gpu}")
     graph = _is_one_graph(model, gpu, row["precision"].lower(), release)
     return ExpertExchange(
         once_per_rank=recipe.once_per_rank or graph,

@@ -7,6 +7,7 @@ its runs, and a row does not say, is in FRAMEWORKS, with its source.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -19,7 +20,11 @@ from titanlite.files import parse_toml
 from titanlite.models import Experts, LatentAttention, ModelShape
 from titanlite.models.counts import block_matmul_weights
 from titanlite.planning.hardware import Cluster, find_cluster
-from titanlite.planning.published_experts import published_exchange, published_expert_tensor
+from titanlite.planning.published_experts import (
+    MissingFact,
+    published_exchange,
+    published_expert_tensor,
+)
 from titanlite.planning.workload import (
     ExpertExchange,
     Layout,
@@ -40,10 +45,6 @@ class PublishedRun(NamedTuple):
     cluster: Cluster
     notes: list[str]
     untimed: str = ""  # why its seconds cannot be compared; its memory can
-
-
-class MissingFact(Exception):
-    """A row lacks a fact that the time depends on."""
 
 
 @dataclass(frozen=True)
@@ -143,6 +144,12 @@ UNMODELLED = {
     "nemotron_3": "Mamba layers",
     "nemotron v3": "Mamba layers",
 }
+ZERO_STAGES = {
+    "ZeRO-0": "nothing",
+    "ZeRO-1": "optimizer",
+    "ZeRO-2": "gradients",
+    "ZeRO-3": "parameters",
+}
 BLOOM_HEADS = 64  # "all NHEADS=64 (above too)", bigscience chronicles-prequel.md, line 677
 
 
@@ -219,11 +226,15 @@ def framework_facts(row: Row) -> FrameworkFacts:
 
 
 def _row_number(row: Row, key: str) -> float:
+    """A positive number."""
     text = row[key].strip()
     try:
-        return float(text)
+        number = float(text)
     except ValueError:
         raise MissingFact(f"{key} is {'not a number' if text else 'not published'}") from None
+    if not 1 <= number < math.inf:
+        raise MissingFact(f"{key} = {text} is not 1 or more")
+    return number
 
 
 def _degree(row: Row, key: str) -> int:
@@ -352,7 +363,9 @@ def _row_sharding(row: Row, facts: FrameworkFacts, ranks: int) -> tuple[Any, boo
     if "(" in cell:
         raise MissingFact(f'fsdp = "{cell}" is ambiguous')
     if cell.startswith("ZeRO-"):
-        return ("nothing", "optimizer", "gradients", "parameters")[int(cell[-1])], True
+        if cell not in ZERO_STAGES:
+            raise MissingFact(f'fsdp = "{cell}" is not known')
+        return ZERO_STAGES[cell], True
     if row["framework"].startswith("Megatron-Bridge"):
         return ("parameters" if cell not in ("", "0") else "optimizer"), True
     return (facts.sharded if ranks > 1 else "nothing"), True
@@ -425,9 +438,11 @@ def _with_simumax_cells(row: Row) -> Row:
     """
     if "SimuMax" not in row["source"]:
         return row
-    found = dict(_SIMUMAX.findall(row["note"].split()[0]))
+    found = dict(_SIMUMAX.findall(row["note"].partition(" ")[0]))
+    if missing := {"l", "mbc"} - set(found):
+        raise MissingFact(f"the case in the note lacks {' and '.join(sorted(missing))}")
     cells = {cell: found.get(cell, "1") for cell in ("tp", "pp", "cp", "ep")}
     cells |= {"seq": found.get("seq", "4096"), "mbs": "1", "layers": found["l"], "vp": "1"}
     ranks = int(cells["tp"]) * int(cells["pp"]) * int(cells["cp"])
-    cells["gbs"] = str(int(row["gpus"]) // ranks * int(found["mbc"]))
+    cells["gbs"] = str(int(_row_number(row, "gpus")) // ranks * int(found["mbc"]))
     return {**row, **cells}

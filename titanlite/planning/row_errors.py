@@ -183,7 +183,7 @@ def _set_of(prediction: Prediction) -> str | None:
         shape = f"{model.dim} x {model.n_layers}, {model.n_heads} heads"
         return f"BLOOM {day[0] if day else ''}, {shape}, {row['gpus']} GPUs, batch {row['gbs']}"
     if "torchtitan" in row["source"]:
-        table = "asyncTP" if "asyncTP" in row["source"] else row["source"].split("_")[-2]
+        table = "asyncTP" if "asyncTP" in row["source"] else ["", *row["source"].split("_")][-2]
         return f"torchtitan {table}, {row['model']}, {row['gpus']} GPUs"
     if "nanotron" in row["source"]:
         return f"nanotron {row['model']}, {row['gpus']} GPUs"

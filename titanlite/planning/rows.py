@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -72,18 +73,13 @@ class Prediction:
     @property
     def memory_error(self) -> float | None:
         """Relative error of the predicted peak."""
-        try:
-            return self.memory.peak_gib / float(self.row["mem_GiB"]) - 1 if self.memory else None
-        except (KeyError, ValueError):
-            return None
+        measured = _positive(self.row.get("mem_GiB", ""))
+        return self.memory.peak_gib / measured - 1 if self.memory and measured else None
 
     @property
     def measured(self) -> float | None:
         """Published seconds of a step."""
-        try:
-            return float(self.row.get("step_s", ""))
-        except ValueError:
-            return None
+        return _positive(self.row.get("step_s", ""))
 
     @property
     def error(self) -> float | None:
@@ -91,6 +87,15 @@ class Prediction:
         if self.step is None or not self.measured:
             return None
         return self.step.total / self.measured - 1
+
+
+def _positive(text: str) -> float | None:
+    """The positive number that a cell has, if it has one."""
+    try:
+        number = float(text)
+    except ValueError:
+        return None
+    return number if 0 < number < math.inf else None
 
 
 def read_rows(path: Path) -> list[Row]:
@@ -137,15 +142,20 @@ def predict_rows(
 
 
 def write_predictions(predictions: Sequence[Prediction], path: Path) -> None:
-    """Write a CSV file with COLUMNS."""
-    with open(path, "w", newline="", encoding="utf-8") as file:
-        writer = csv.writer(file)
-        writer.writerow(COLUMNS)
-        for prediction in predictions:
-            step = f"{prediction.step.total:.5g}" if prediction.step else ""
-            memory = prediction.memory
-            cells: tuple[str, ...] = ("", "", "")
-            if memory:
-                fits = "" if memory.fits is None else "yes" if memory.fits else "no"
-                cells = (f"{memory.rest_gib:.2f}", f"{memory.peak_gib:.2f}", fits)
-            writer.writerow([prediction.row["id"], step, *cells, prediction.note])
+    """Write a CSV file with COLUMNS; raises ConfigError if that is not possible."""
+    lines: list[tuple[str, ...]] = [COLUMNS]
+    for prediction in predictions:
+        step = f"{prediction.step.total:.5g}" if prediction.step else ""
+        memory = prediction.memory
+        cells: tuple[str, ...] = ("", "", "")
+        if memory:
+            fits = "" if memory.fits is None else "yes" if memory.fits else "no"
+            cells = (f"{memory.rest_gib:.2f}", f"{memory.peak_gib:.2f}", fits)
+        lines.append((prediction.row["id"], step, *cells, prediction.note))
+    try:
+        with open(path, "w", newline="", encoding="utf-8") as file:
+            csv.writer(file).writerows(lines)
+    except OSError as error:
+        raise ConfigError(
+            f"{path}: cannot be written ({error.strerror}).", fix="Give another --out."
+        ) from None
