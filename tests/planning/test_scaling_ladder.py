@@ -12,6 +12,7 @@ import pytest
 from tests.conftest import ROOT
 from titanlite.job import read_job
 from titanlite.models import LLAMA3
+from titanlite.planning.scaling_ladder import LadderGrid, LadderSize, plan_ladder, write_ladder
 from titanlite.planning.scaling_laws import PARAMETER_COUNTS, ScalingLaw
 from titanlite.planning.scaling_runs import count_parameters_by_kind
 from titanlite.settings import to_toml
@@ -96,6 +97,18 @@ def test_every_rung_passes_the_checks_of_train_py(script, base, capsys):
         assert min(abs(ratio / 5 - 1), abs(ratio / 20 - 1)) < 0.01
 
 
+def test_experts_and_latent_attention_are_as_wide_for_their_model_in_every_rung(tmp_path):
+    argv = ["--model.name=deepseek_v3", "--model.flavor=debugmodel"]
+    job = read_job([*argv, "--training.global_batch_size=8"], 1, check_environment=False)
+    sizes = [LadderSize(job.sizes.dim * factor) for factor in (1, 2)]
+    runs = plan_ladder(job, LadderGrid(sizes, tokens=[1e6]))
+    paths = write_ladder(job, runs, tmp_path / "base.toml", tmp_path / "runs")
+    (tmp_path / "base.toml").write_text(to_toml(job.config))
+    first, second = (read_rung(path).sizes for path in paths)
+    for name in ("expert_hidden_dim", "q_lora_rank", "kv_lora_rank", "n_heads"):
+        assert getattr(second, name) == 2 * getattr(first, name), name
+
+
 def test_equal_flops_are_6_n_d_of_the_chosen_count(script, base):
     assert script(ladder(base, "--flops", "1e11,1e12", "--count", "blocks")) == 0
     for path in (base.parent / "runs").glob("*.toml"):
@@ -158,7 +171,7 @@ def test_a_ladder_that_cannot_run_is_refused_with_all_reasons(script, base, caps
     for part in (
         "global_batch_size = -1",
         "total_steps",
-        "multiple of the head width 16",
+        "multiple of 16: the model has 4 heads",
         "at least 20",
     ):
         assert part in message, part

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from titanlite.settings import raise_together
 
 MIN_STEPS = 20  # of a run: with less, its batch is too large for its tokens
 MAX_WARMUP = 0.1  # of a run's schedule
+WIDTHS = ("hidden_dim", "expert_hidden_dim", "q_lora_rank", "kv_lora_rank")  # in proportion to dim
 
 
 @dataclass(frozen=True)
@@ -107,22 +109,26 @@ def _scale_sizes(job: Job, size: LadderSize) -> tuple[ModelSizes, list[ConfigErr
     """The job's model with another width: heads of the same width, the other ratios kept."""
     base, known = job.sizes, {field.name for field in dataclasses.fields(job.sizes)}
     problems = []
-    if size.dim % base.head_width:
+    each = base.dim // math.gcd(base.dim, base.n_heads)  # as wide as a whole number of heads
+    if size.dim % each:
         problems.append(
             ConfigError(
-                f"--sizes {size.dim}: is not a multiple of the head width {base.head_width}.",
-                fix="Give multiples of it, or set model.head_dim.",
+                f"--sizes {size.dim}: is not a multiple of {each}: the model has {base.n_heads}"
+                f" heads for a dim of {base.dim}.",
+                fix=f"Give multiples of {each}, or change model.n_heads.",
             )
         )
-    heads = max(1, size.dim // base.head_width)
+    heads = max(1, base.n_heads * size.dim // base.dim)
     wanted = max(1, heads * base.n_kv_heads // base.n_heads)
     scaled = {
         "dim": size.dim,
         "n_layers": size.n_layers or max(1, round(base.n_layers * size.dim / base.dim)),
         "n_heads": heads,
         "n_kv_heads": max(n for n in range(1, wanted + 1) if heads % n == 0),
-        "hidden_dim": max(8, 8 * round(base.hidden_dim * size.dim / base.dim / 8)),
     }
+    for name in WIDTHS:
+        if width := getattr(base, name, 0):  # 0: the model has none
+            scaled[name] = max(8, 8 * round(width * size.dim / base.dim / 8))
     sizes = dataclasses.replace(base, **{k: v for k, v in scaled.items() if k in known})
     if not problems:
         problems += job.spec.find_size_problems(sizes)
@@ -168,7 +174,7 @@ def _toml_of(job: Job, run: LadderRun, base: Path, folder: Path) -> str:
     else:
         steps = DEFAULT_WARMUP_STEPS if schedule.warmup_steps is None else schedule.warmup_steps
         warmup = f"warmup_steps = {min(steps, max(1, int(MAX_WARMUP * run.steps)))}"
-    names = ("dim", "n_layers", "n_heads", "n_kv_heads", "hidden_dim")
+    names = ("dim", "n_layers", "n_heads", "n_kv_heads", *WIDTHS)
     known = {field.name for field in dataclasses.fields(run.sizes)}
     sizes = [f"{name} = {getattr(run.sizes, name)}" for name in names if name in known]
     counts = ", ".join(f"{count:,} ({kind})" for kind, count in run.counts.items())
