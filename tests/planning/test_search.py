@@ -111,6 +111,19 @@ def test_a_planned_step_is_the_step_of_its_job():
         assert workload_of(step.job) == step.workload
 
 
+def test_the_recipe_of_float8_is_that_of_the_job_also_beside_bf16():
+    pytest.importorskip("torchao")
+    recipe = ["--quantize.linear.float8.recipe_name", "rowwise"]
+    request = request_of(precision="any", overrides=[*SMALL, *recipe])
+    choice = next(c for c in all_candidates(request.space) if c.frame.precision == "float8")
+    step = search_of(request).checked(choice)
+    assert step is not None and step.workload.numerics.float8_rowwise
+    assert workload_of(step.job) == step.workload
+    # "float8 gather" needs another recipe; the search goes on without it
+    precisions = {step.choice.frame.precision for step in search_of(request).run().best}
+    assert "float8 gather" not in precisions
+
+
 @pytest.mark.parametrize("precision", ["float8", "float8 gather"])
 def test_float8_changes_only_the_matmuls_and_the_all_gather(precision):
     pytest.importorskip("torchao")

@@ -157,7 +157,7 @@ class LayoutSpace:
         return sorted(found, key=lambda o: o.offload_optimizer + o.offload_activations + o.reshard)
 
     def workload(self, choice: LayoutChoice, base: Workload) -> Workload:
-        """The step of `base`, divided and computed as a candidate says."""
+        """The step of `base`, of the same precision, with the layout and options of a candidate."""
         frame, options, degrees = choice.frame, choice.options, choice.frame.degrees
         kind, every = RECOMPUTES[options.recompute]
         blocks, ranks = self._stages(choice.schedule, degrees.pipeline, choice.stages_per_rank)
@@ -178,14 +178,9 @@ class LayoutSpace:
             stage_blocks=blocks,
             stage_ranks=ranks,
         )
-        numerics = base.numerics
-        if frame.precision != "bf16":
-            gathers = frame.precision == "float8 gather"
-            numerics = dataclasses.replace(numerics, matmuls="float8", float8_gather=gathers)
         return dataclasses.replace(
             base,
             layout=layout,
-            numerics=numerics,
             recompute=kind,
             recompute_every=every,
             offload_activations=options.offload_activations,

@@ -140,6 +140,7 @@ class LayoutSearch:
         self.bounds: dict[FrameKey, float] = {}
         self.counts = SearchCounts()
         self._best: list[PlannedStep] = []
+        self._bases: dict[str, Workload] = {}  # by precision
         self.estimates = estimates or Estimates()
         self._times = self.estimates.times(target)
         self._excesses = self.estimates.excesses(target)
@@ -152,7 +153,8 @@ class LayoutSearch:
         if not self._frames:
             raise self._nothing_is_legal()
         self.counts.add(frames=len(self._frames))
-        frames = [f for f in self._frames if self._least_bytes(f) <= self.target.usable_bytes]
+        usable = self.target.usable_bytes
+        frames = [f for f in self._accepted_frames if self._least_bytes(f) <= usable]
         known = (self._at_least.get(frame_key(frame), 0.0) for frame in frames)
         bounds = [(bound, number, False) for number, bound in enumerate(known)]
         heapq.heapify(bounds)
@@ -199,7 +201,7 @@ class LayoutSearch:
             what = f"the smallest layout found, {frame.degrees}, needs"
         else:
             needed, frame = min(
-                ((self._least_bytes(frame), frame) for frame in self._frames),
+                ((self._least_bytes(frame), frame) for frame in self._accepted_frames),
                 key=lambda pair: pair[0],
             )
             what = f"parameters and gradients alone need, with {frame.degrees},"
@@ -215,16 +217,39 @@ class LayoutSearch:
         return list(self.space.frames())
 
     @cached_property
-    def _workload(self) -> Workload:
-        """The step of any legal layout: all others differ in what a LayoutChoice says."""
-        problems = []
-        for frame in self._frames[:: max(1, len(self._frames) // PROBES)]:
+    def _accepted_frames(self) -> list[Frame]:
+        """The frames of the precisions that train.py accepts; raises UserError without any."""
+        accepted, refused = set(), []
+        for precision in self.space.precisions:
+            try:
+                self._base_workload(precision)
+                accepted.add(precision)
+            except UserError as problem:
+                refused.append(problem)
+        if not accepted:
+            raise refused[0]
+        return [frame for frame in self._frames if frame.precision in accepted]
+
+    def _workload_of(self, choice: LayoutChoice) -> Workload:
+        """The step of a candidate."""
+        return self.space.workload(choice, self._base_workload(choice.frame.precision))
+
+    def _base_workload(self, precision: str) -> Workload:
+        """The step of a legal layout: others of the precision differ in what a choice says."""
+        if precision not in self._bases:
+            self._bases[precision] = self._find_workload(precision)
+        return self._bases[precision]
+
+    def _find_workload(self, precision: str) -> Workload:
+        frames = [frame for frame in self._frames if frame.precision == precision]
+        problems: list[UserError] = []
+        for frame in frames[:: max(1, len(frames) // PROBES)]:
             choice = self._first_choice(frame)
             try:
                 return workload_of(planned_job(planned_config(self.target.base, choice), choice))
             except UserError as problem:
                 problems.append(problem)
-        raise problems[0]
+        raise problems[0] if problems else ConfigError(f"No layout computes in {precision}.")
 
     def _first_choice(self, frame: Frame) -> LayoutChoice:
         schedule, stages = next(self.space.schedules(frame))
@@ -239,7 +264,7 @@ class LayoutSearch:
         """The time of a step."""
         if choice not in self._times:  # a bound and a visit need the same one
             self.counts.add(time=1)
-            workload = self.space.workload(choice, self._workload)
+            workload = self._workload_of(choice)
             cluster, efficiency = self.target.cluster, self.target.efficiency
             self._times[choice] = estimate_step(workload, cluster, efficiency)
         return self._times[choice]
@@ -247,13 +272,13 @@ class LayoutSearch:
     def needed_bytes(self, choice: LayoutChoice) -> float:
         """Memory of the worst rank at its peak."""
         self.counts.add(memory=1)
-        return estimate_memory(self.space.workload(choice, self._workload)).total
+        return estimate_memory(self._workload_of(choice)).total
 
     def _fits_the_gpu(self, choice: LayoutChoice) -> bool:
         """Whether the worst rank has enough memory; the first that has not decides."""
         if choice not in self._excesses:
             self.counts.add(memory=1)
-            workload = self.space.workload(choice, self._workload)
+            workload = self._workload_of(choice)
             self._excesses[choice] = first_excess(workload, self.target.usable_bytes)
         needed = self._excesses[choice]
         if needed is not None:
@@ -275,7 +300,7 @@ class LayoutSearch:
     def fits_the_host(self, choice: LayoutChoice) -> bool:
         """Whether what is offloaded fits into the host memory of each GPU."""
         available = HOST_SHARE * self.target.cluster.machine.host_gib * GIB
-        return offloaded_bytes(self.space.workload(choice, self._workload)) <= available
+        return offloaded_bytes(self._workload_of(choice)) <= available
 
     def _fits(self, choice: LayoutChoice) -> bool:
         """Whether a candidate fits: so do those with more shards and fewer replicas."""
@@ -295,7 +320,7 @@ class LayoutSearch:
 
     def _least_bytes(self, frame: Frame) -> float:
         """Parameters and gradients of an average rank, as far as they are on the GPU at once."""
-        workload, degrees = self._workload, frame.degrees
+        workload, degrees = self._base_workload(frame.precision), frame.degrees
         if workload.offload_parameters:
             return 0.0
         each = workload.numerics.parameter_bytes
@@ -405,7 +430,7 @@ class LayoutSearch:
         except UserError as problem:
             self.counts.refused.append(problem)
             return None
-        workload = self.space.workload(choice, self._workload)
+        workload = self._workload_of(choice)
         return PlannedStep(
             choice, job, workload, estimate_memory(workload), self.estimate_time(choice)
         )
