@@ -43,7 +43,7 @@ def test_the_parts_add_up_to_the_step_and_mfu_is_below_the_efficiency():
         ({"attention_kernel": "flash1"}, "attention"),
         ({"fused_attention": False}, "memory_bound"),
         ({"offload_activations": True}, "offload"),
-        ({"offload_optimizer": True}, "optimizer"),
+        ({"offload_optimizer": True}, "offload"),
         ({"offload_parameters": True}, "offload"),
         ({"checkpoint_interval": 1}, "checkpoint"),
         ({"blocking_launches": True}, "memory_bound"),
@@ -57,6 +57,18 @@ def test_what_costs_more_shows_in_its_part(change, part):
     after = seconds(dataclasses.replace(BASE, **change), cluster)
     assert getattr(after, part) > getattr(before, part)
     assert after.total > before.total
+
+
+def test_an_offloaded_optimizer_state_is_copied_to_the_gpu_and_back():
+    step = seconds(dataclasses.replace(BASE, offload_optimizer=True))
+    state = BASE.numerics.state_bytes * model_parameters(LLAMA_8B) / 8
+    assert step.offload == pytest.approx(2 * state / (H100.machine.host_gb_per_s * 1e9))
+    assert step.optimizer == seconds().optimizer
+    on_the_cpu = dataclasses.replace(BASE, offload_parameters=True)
+    # with the parameters, the optimizer is in host memory, too, and nothing more is copied
+    both = dataclasses.replace(on_the_cpu, offload_optimizer=True)
+    assert seconds(both) == seconds(on_the_cpu)
+    assert seconds(both).optimizer > 5 * step.optimizer
 
 
 def test_float8_makes_matmuls_faster_and_quantizes():

@@ -33,7 +33,7 @@ from titanlite.planning.stages import stage_ranks
 from titanlite.planning.workload import Layout, Workload
 
 HOST_OPTIMIZER_GB_PER_S = 100.0
-# of host memory, for the offloaded optimizer of one GPU: an assumption, not measured
+# of host memory, for the optimizer of one GPU that computes there: an assumption, not measured
 
 
 @dataclass(frozen=True)
@@ -350,13 +350,13 @@ def _optimizer_seconds(workload: Workload, kernels: KernelTimes) -> float:
     per_parameter += 2 * numerics.state_bytes
     if numerics.gathered_bytes != numerics.parameter_bytes:
         per_parameter += numerics.gathered_bytes
-    if workload.offload_optimizer or workload.offload_parameters:
+    if workload.offload_parameters:  # the optimizer runs on the CPU
         return owned * per_parameter / (HOST_OPTIMIZER_GB_PER_S * 1e9)
     return kernels.memory_bound(owned * per_parameter)
 
 
 def _offload_seconds(workload: Workload, cluster: Cluster, busiest: Passes) -> float:
-    """Exposed copies to and from the host: activations of each block, gradients and parameters."""
+    """Exposed copies to and from the host: activations, optimizer state, or parameters."""
     layout, numerics, model = workload.layout, workload.numerics, workload.model
     to_host = cluster.machine.host_gb_per_s * 1e9
     seconds = 0.0
@@ -367,11 +367,11 @@ def _offload_seconds(workload: Workload, cluster: Cluster, busiest: Passes) -> f
         exposed = max(0.0, each_way - busiest.forward.compute)
         exposed += max(0.0, each_way - busiest.backward.compute)
         seconds += layout.n_microbatches * exposed
-    if workload.offload_optimizer:
-        owned = _rank_parameters(workload) / (layout.shard * layout.context)
-        seconds += owned * (numerics.gradient_bytes + numerics.gathered_bytes) / to_host
+    owned = _rank_parameters(workload) / (layout.shard * layout.context)
+    if workload.offload_optimizer and not workload.offload_parameters:
+        # to the GPU, which updates the parameters, and back, on one stream
+        seconds += owned * 2 * numerics.state_bytes / to_host
     if workload.offload_parameters:  # this rank's shards come for each gather, gradients go back
-        owned = _rank_parameters(workload) / (layout.shard * layout.context)
         per_pass = 2 * numerics.parameter_bytes + numerics.gradient_bytes
         seconds += layout.n_microbatches * owned * per_pass / to_host
     return seconds

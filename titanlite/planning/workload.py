@@ -125,7 +125,7 @@ class Workload:
     # FlashAttention, also its Triton version; FlashAttention-2, written for Ampere; or the kernel
     # of the GPU's generation (cuDNN, FA3, FA4)
     offload_activations: bool = False
-    offload_optimizer: bool = False
+    offload_optimizer: bool = False  # its state, which the GPU that updates copies in every step
     step_in_backward: bool = False  # each parameter is updated, and its gradient freed, in backward
     offload_parameters: bool = False  # and gradients and optimizer states
     blocking_launches: bool = False  # CUDA_LAUNCH_BLOCKING=1: the host's time is not hidden
