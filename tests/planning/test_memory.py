@@ -52,6 +52,13 @@ def test_estimated_activations_equal_what_autograd_saves(qk_norm, run_toml):
     assert BlockActivations(workload_of(job), on_cpu=True).all_saved == measured
 
 
+def test_of_one_offloaded_block_there_is_one_on_the_device(run_toml):
+    workload = dataclasses.replace(workload_of(job_of(run_toml)), offload_activations=True)
+    activations = BlockActivations(workload)
+    one, two, many = (activations.alive(0, blocks) for blocks in (1, 2, 9))
+    assert one == activations.saved(0) and two == many == 2 * one
+
+
 @pytest.mark.parametrize("state_dtype", ["float32", "bfloat16", "8bit", "4bit", "Muon"])
 def test_measured_memory_equals_the_estimate(state_dtype, run_toml):
     sizes = ["--model.dim", "128", "--model.hidden_dim", "256"]

@@ -10,7 +10,7 @@ from titanlite.models import Experts, LatentAttention, ModelShape
 from titanlite.parallelize.schedule import build_schedule_order, simulate_schedule
 from titanlite.planning.efficiency import efficiency_sets, find_efficiency
 from titanlite.planning.hardware import parse_gpus
-from titanlite.planning.kernel_time import KernelTimes
+from titanlite.planning.kernel_time import KERNEL_S, KernelTimes
 from titanlite.planning.pipeline_time import divide_layers, idle_seconds
 from titanlite.planning.row_errors import model_flops
 from titanlite.planning.step_time import estimate_step, model_parameters
@@ -200,6 +200,12 @@ def test_equal_matmuls_fill_the_multiprocessors_together():
     assert kernels.matmul(128, 7168, 2048, "bfloat16", at_once=4) < alone / 2
     large = kernels.matmul(8192, 8192, 8192, "bfloat16")
     assert kernels.matmul(8192, 8192, 8192, "bfloat16", 4) == pytest.approx(large, rel=0.1)
+
+
+def test_a_matmul_in_fp32_writes_fp32():
+    kernels = KernelTimes(H100.gpu, find_efficiency("H100"))
+    seconds = kernels.matmul(4096, 1, 4096, "float32") - KERNEL_S
+    assert seconds == pytest.approx(kernels.memory_bound(4 * (2 * 4096 + 4096**2)))
 
 
 def test_a_window_and_few_heads_change_attention():

@@ -153,7 +153,8 @@ class BlockActivations:
     def alive(self, first: int, count: int) -> float:
         """What `count` blocks from `first` on have saved, on the device."""
         if self.workload.offload_activations:  # two blocks are there, others in host memory
-            return 2 * max((self.saved(first + n) for n in range(min(2, count))), default=0.0)
+            blocks = min(2, count)
+            return blocks * max((self.saved(first + n) for n in range(blocks)), default=0.0)
         every = self.workload.recompute_every if self.workload.recompute == "selective" else 1
         recomputed = -(-(first + count) // every) + -first // every  # blocks 0, every, 2 every, ...
         return (count - recomputed) * self.saved(1) + recomputed * self.saved(0)

@@ -48,8 +48,8 @@ class KernelTimes:
         flops = 2 * m * k * n
         fill = wave_fill(m, n, self.gpu.multiprocessors, at_once)
         element = 1 if precision in ("float8", "float4") else 4 if precision == "float32" else 2
-        read = element * (m * k + k * n) + 2 * m * n
-        seconds = max(flops / (self.matmul_rate(precision) * fill), self.memory_bound(read))
+        moved = element * (m * k + k * n) + max(2, element) * m * n
+        seconds = max(flops / (self.matmul_rate(precision) * fill), self.memory_bound(moved))
         return KERNEL_S + seconds
 
     def matmul_rate(self, precision: MatmulPrecision) -> float:
