@@ -12,9 +12,8 @@ from titanlite.planning.workload import Workload
 
 HOURS_BETWEEN_FAILURES = 50_700.0
 # of one GPU: 419 unexpected interruptions in 54 days of 16,384 H100s (arXiv 2407.21783, table 5)
-# as in LLaMA (arXiv 2302.13971, section 6)
 POWER_USAGE = 1.1  # power of a data centre, divided by that of its servers
-CO2_KG_PER_KWH = 0.385  # US average
+CO2_KG_PER_KWH = 0.385  # US average; both as in LLaMA (arXiv 2302.13971, section 6)
 
 
 @dataclass(frozen=True)

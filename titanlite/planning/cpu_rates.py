@@ -84,9 +84,7 @@ def measure_rates(processes: int, seconds: float, clock: Callable[[], float]) ->
 
 def _rates_of_rank(stopwatch: _Stopwatch, rank: int, ranks: int, store: str) -> CpuRates:
     dist.init_process_group("gloo", store=dist.FileStore(store, ranks), rank=rank, world_size=ranks)
-    link = _measure_link(
-        stopwatch, ranks
-    )  # first: afterwards all ranks begin the next at the same time
+    link = _measure_link(stopwatch, ranks)  # first: the ranks begin what follows at the same time
     rates = _rates_of_process(stopwatch)
     dist.barrier()
     dist.destroy_process_group()

@@ -45,8 +45,3 @@ def find_efficiency(gpu: str) -> Efficiency:
     """The set of a GPU type, or that of types that were not fitted."""
     sets = efficiency_sets()
     return sets.get(gpu, sets[DEFAULT])
-
-
-def is_fitted(gpu: str) -> bool:
-    """Whether published runs of this GPU type were fitted."""
-    return gpu in efficiency_sets()

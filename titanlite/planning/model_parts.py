@@ -11,8 +11,6 @@ from titanlite.models import ModelShape
 from titanlite.parallelize.fsdp import sharded_dim_of_experts
 from titanlite.planning.workload import Layout
 
-EMBEDDING, BLOCK, NORM, OUTPUT = "tok_embeddings", "block", "norm", "output"
-
 
 @dataclass(frozen=True)
 class ParameterShape:
@@ -24,9 +22,8 @@ class ParameterShape:
     whole: int = 1  # rows that stay together, as those of a head; too few of them: replicated
     expert: bool = False  # sharded over the expert ranks as well
     state_bytes: float | None = None  # of the optimizer, per element; None: the workload's mean
-    own_state_bytes: float | None = (
-        None  # of a rank's shard, where it is not a multiple of its elements
-    )
+    own_state_bytes: float | None = None
+    # of a rank's shard, where they are not a multiple of its elements
     owner_flops: float = 0.0  # of its update, if one rank has all of its optimizer state
 
     @property

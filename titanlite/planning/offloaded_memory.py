@@ -9,7 +9,7 @@ from titanlite.planning.workload import Workload
 
 
 def offloaded_bytes(workload: Workload) -> float:
-    """Host memory of the pipeline rank that needs most, beside the process itself."""
+    """Host memory of a rank beside the process itself: the mean state, and the most activations."""
     layout, numerics = workload.layout, workload.numerics
     owned = model_parameters(workload.model) / layout.tensor / layout.pipeline
     owned /= layout.shard * layout.context

@@ -59,7 +59,7 @@ def report_lines(
     yield ""
     yield from _table(request, result.best)
     yield ""
-    yield from _parts_of_best(request, result.best[0])
+    yield from _parts_of_best(result.best[0])
     yield ""
     yield from _cost_of_best(request, result.best[0])
     if changes:
@@ -147,7 +147,7 @@ def _why_it_loses(step: PlannedStep, best: PlannedStep) -> str:
     return f"{slower:.1%} slower: {parts}" if parts else "as fast"
 
 
-def _parts_of_best(request: PlanRequest, step: PlannedStep) -> Iterator[str]:
+def _parts_of_best(step: PlannedStep) -> Iterator[str]:
     time, memory = step.time, step.memory
     yield "time of layout 1, s"
     yield from _text_bars({part_title(n): part for n, part in time.parts.items() if part > 0})

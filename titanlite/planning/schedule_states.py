@@ -27,9 +27,9 @@ class ScheduleState(NamedTuple):
 def schedule_states(
     schedule: str, owners: tuple[int, ...], microbatches: int, actions: ScheduleActions = ()
 ) -> tuple[tuple[ScheduleState, ...], ...]:
-    """The states of each rank that can be its peak: no other of the same kind has more in flight,
-    and gradients of more stages.
+    """The states of each rank that can be its peak.
 
+    No other state of the same kind has more in flight, and gradients of more stages.
     `actions`: of a schedule from a file. A schedule that is not known, or does not suit the number
     of micro-batches, has one backward of each stage, with as many forwards in flight as there are
     at the most.

@@ -58,12 +58,8 @@ class StepRecorder:
 
     def restart(self) -> None:
         """Forget all but what is alive."""
-        self.peak_bytes, self.alive_at_peak, self.peak_phase = (
-            self.bytes_alive,
-            self.alive.copy(),
-            "",
-        )
-        self.phase = ""
+        self.peak_bytes, self.alive_at_peak = self.bytes_alive, self.alive.copy()
+        self.peak_phase = self.phase = ""
         self.flops: Counter[str] = Counter()  # by phase
         self.collectives: dict[CollectiveKind, CollectiveTotal] = {}
 

@@ -73,12 +73,8 @@ class _RankTraffic:
     """The collectives of one rank, summed by dimension and type."""
 
     def __init__(self, workload: Workload, parts: ModelParts, stages: list[StageParts]):
-        self.workload, self.layout, self.parts, self.stages = (
-            workload,
-            workload.layout,
-            parts,
-            stages,
-        )
+        self.workload, self.layout = workload, workload.layout
+        self.parts, self.stages = parts, stages
         self.totals: dict[tuple[str, str], tuple[int, int]] = {}
 
     def collectives(self) -> tuple[CollectiveBytes, ...]:
