@@ -126,8 +126,10 @@ def test_keys_order_documents_evenly():
     assert all((keys[:5] != other).all() for other in others)
 
 
+# Pauses when this many files match a pattern, so that the run cannot end before the kill.
 RUN = """
-import os, sys
+import os, sys, time
+from pathlib import Path
 import titanlite.corpus.read
 os.fsync = lambda descriptor: None
 titanlite.corpus.read.TABLE_BYTES = 5000
@@ -136,21 +138,37 @@ from titanlite.corpus.engine import LocalEngine
 from titanlite.corpus.pipeline import make_corpus
 from titanlite.corpus.recipe import load_recipe
 from titanlite.errors import UserError, format_error
+recipe, workers, pattern, count = sys.argv[1:]
+def wait(update):
+    if pattern and len(list(Path().glob(pattern))) >= int(count):
+        time.sleep(1e6)
 if __name__ == "__main__":
     try:
-        make_corpus(load_recipe(sys.argv[1]), LocalEngine(int(sys.argv[2])))
+        make_corpus(load_recipe(recipe), LocalEngine(int(workers)), wait)
     except UserError as error:
         sys.exit(format_error(error))
 """
 
 
-def start(tmp_path: Path, recipe: Path, workers: int, **options) -> subprocess.Popen:
+def start(
+    tmp_path: Path, recipe: Path, workers: int, wait_at: tuple[str, int] = ("", 0), **options
+) -> subprocess.Popen:
+    """`wait_at`: a pattern of files within `tmp_path`, and how many of them."""
     (tmp_path / "run.py").write_text(RUN)
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, str(tmp_path / "run.py"), str(recipe), str(workers)]
-    return subprocess.Popen(
-        command, env=environment, start_new_session=True, stderr=subprocess.PIPE, **options
-    )
+    command = [sys.executable, "run.py", str(recipe), str(workers), *map(str, wait_at)]
+    options = {"cwd": tmp_path, "start_new_session": True, "stderr": subprocess.PIPE, **options}
+    return subprocess.Popen(command, env=environment, **options)
+
+
+def kill_at(tmp_path: Path, recipe: Path, workers: int, wait_at: tuple[str, int]) -> None:
+    """Start the recipe, and kill it when so many files match the pattern."""
+    pattern, count = wait_at
+    child = start(tmp_path, recipe, workers, wait_at)
+    wait_until(lambda: len(list(tmp_path.glob(pattern))) >= count)
+    os.kill(child.pid, signal.SIGKILL)
+    child.wait()
+    wait_until(lambda: not group_exists(child.pid))  # its workers end too
 
 
 def test_kills_and_workers_change_no_byte(write_recipe, tmp_path, monkeypatch):
@@ -158,12 +176,8 @@ def test_kills_and_workers_change_no_byte(write_recipe, tmp_path, monkeypatch):
     set_table_bytes(monkeypatch)
     undisturbed = make_corpus(load_recipe(write_recipe("undisturbed")), ONE)
     recipe = write_recipe("out")
-    for kill_at in (undisturbed.tasks // 5, undisturbed.tasks * 7 // 10):  # read; shuffle
-        child = start(tmp_path, recipe, 2)
-        wait_until(lambda: count_finished(tmp_path / "out") >= kill_at)  # noqa: B023
-        os.kill(child.pid, signal.SIGKILL)
-        child.wait()
-        wait_until(lambda: not group_exists(child.pid))  # noqa: B023  # its workers end too
+    for count in (undisturbed.tasks // 5, undisturbed.tasks * 7 // 10):  # read; shuffle
+        kill_at(tmp_path, recipe, 2, ("out/.work/*/*/done.json", count))
         assert not (tmp_path / "out/corpus.json").exists()
     resumed = make_corpus(load_recipe(recipe), ONE)
     assert 0 < resumed.reused_tasks < resumed.tasks == undisturbed.tasks
@@ -194,11 +208,7 @@ def test_a_synthetic_corpus_is_the_same_with_1_2_and_4_workers_and_after_a_kill(
     removed = undisturbed.stages["duplicates"]["removed"]
     assert removed["exact"]["documents"] and removed["near"]["documents"]
     assert undisturbed.stages["filter"]["changed"]["personal_data.mail"]["documents"]
-    child = start(tmp_path, recipe := write("out"), 4)
-    wait_until(lambda: list((tmp_path / "out").glob(".work/filter/*/done.json")))
-    os.kill(child.pid, signal.SIGKILL)
-    child.wait()
-    wait_until(lambda: not group_exists(child.pid))
+    kill_at(tmp_path, recipe := write("out"), 4, ("out/.work/filter/*/done.json", 1))
     assert not (tmp_path / "out/.work/shards").exists()
     child = start(tmp_path, recipe, 2)
     assert child.communicate(timeout=HANG_SECONDS)[1] == b"" and child.returncode == 0
