@@ -177,7 +177,7 @@ def test_kills_and_workers_change_no_byte(write_recipe, tmp_path, monkeypatch):
     undisturbed = make_corpus(load_recipe(write_recipe("undisturbed")), ONE)
     recipe = write_recipe("out")
     for count in (undisturbed.tasks // 5, undisturbed.tasks * 7 // 10):  # read; shuffle
-        kill_at(tmp_path, recipe, 2, ("out/.work/*/*/done.json", count))
+        kill_at(tmp_path, recipe, 2, ("out/.work/[!.]*/*/done.json", count))
         assert not (tmp_path / "out/corpus.json").exists()
     resumed = make_corpus(load_recipe(recipe), ONE)
     assert 0 < resumed.reused_tasks < resumed.tasks == undisturbed.tasks

@@ -73,13 +73,13 @@ class Prediction:
     @property
     def memory_error(self) -> float | None:
         """Relative error of the predicted peak."""
-        measured = _positive(self.row.get("mem_GiB", ""))
+        measured = _read_measurement(self.row.get("mem_GiB", ""))
         return self.memory.peak_gib / measured - 1 if self.memory and measured else None
 
     @property
     def measured(self) -> float | None:
         """Published seconds of a step."""
-        return _positive(self.row.get("step_s", ""))
+        return _read_measurement(self.row.get("step_s", ""))
 
     @property
     def error(self) -> float | None:
@@ -89,7 +89,7 @@ class Prediction:
         return self.step.total / self.measured - 1
 
 
-def _positive(text: str) -> float | None:
+def _read_measurement(text: str) -> float | None:
     """The positive number that a cell has, if it has one."""
     try:
         number = float(text)
