@@ -234,23 +234,6 @@ IN_BACKWARD = ["--optimizer.early_step_in_backward", "true", "--training.max_nor
         (["--compile.enable", "true", "--compile.components", "[]"], 1, "no effect"),
         (
             [
-                *PIPELINE,
-                "--model.n_layers",
-                "4",
-                "--training.local_batch_size",
-                "4",
-                "--parallelism.pipeline_parallel_schedule",
-                "ZBVZeroBubble",
-                "--activation_checkpoint.mode",
-                "selective",
-                "--activation_checkpoint.selective_ac_option",
-                "op",
-            ],
-            2,
-            "backward in two parts",
-        ),
-        (
-            [
                 "--optimizer.state_dtype",
                 "8bit",
                 "--model.hidden_dim",
@@ -679,6 +662,24 @@ def test_the_start_shows_the_ramp_and_the_tokens_of_the_run(run_toml):
     plain = read_valid(run_toml)
     assert "length     6 steps, 2,304 tokens" in plain.summary(torch.device("cpu"), None)
     assert not plain.warnings
+
+
+@pytest.mark.parametrize(
+    ("schedule", "option", "reason"),
+    [
+        ("ZBVZeroBubble", ["--compile.enable", "true"], "blocks are compiled"),
+        ("ZBVZeroBubble", ["--activation_checkpoint.mode", "full"], "blocks are recomputed"),
+        ("ZBVZeroBubble", [], None),
+        ("Interleaved1F1B", ["--activation_checkpoint.mode", "full"], None),
+    ],
+)
+def test_a_schedule_whose_backwards_are_not_split_is_warned_about(
+    run_toml, schedule, option, reason
+):
+    sizes = ["--model.n_layers", "4", "--training.local_batch_size", "4"]
+    argv = ["--parallelism.pipeline_parallel_schedule", schedule, *option]
+    job = read_valid(run_toml, *PIPELINE, *sizes, *argv, ranks=2)
+    assert [reason in warning for warning in job.warnings] == ([True] if reason else [])
 
 
 def test_the_start_shows_optimizer_schedule_and_guard(run_toml):

@@ -144,6 +144,8 @@ PIPELINE_OPTIONS = [
         Layout(pipeline=2, microbatch=9, schedule="ZBVZeroBubble", recompute="selective", chunk=50),
         Layout(pipeline=2, microbatch=9, offload=True),
         Layout(pipeline=2, microbatch=9, recompute="op"),
+        Layout(pipeline=2, microbatch=9, schedule="DualPipeV", recompute="op"),
+        Layout(pipeline=2, microbatch=9, schedule="InterleavedZeroBubble", compile="aot_eager"),
         Layout(pipeline=2, microbatch=9, schedule="ZBVZeroBubble", offload_activations=True),
         Layout(pipeline=2, microbatch=9, schedule="Interleaved1F1B", compile="aot_eager"),
         Layout(
@@ -324,6 +326,24 @@ def test_no_stage_and_no_micro_batch_searches_for_its_documents(layout):
     for forwards, microbatches, blocks in run_on_ranks(documents_of_blocks, 2, layout):
         assert microbatches >= 3
         assert forwards == dict.fromkeys(range(microbatches), blocks)
+
+
+def count_forwards(layout) -> tuple[int, int]:
+    """(forwards of a rank's blocks in one step, recomputation included; its blocks)."""
+    recipe = with_enough_blocks(SHORT, layout)
+    model, _, engine = build_sharded(layout, recipe)
+    forwards: list[str] = []
+    for name, block in model.layers.items():
+        block.ffn_norm.register_forward_pre_hook(lambda *_, name=name: forwards.append(name))
+    engine.forward_backward(engine.prepare(*batch_at(0, recipe)), torch.tensor(1.0))
+    return len(forwards), len(model.layers)
+
+
+@pytest.mark.parametrize("schedule", ["ZBVZeroBubble", "DualPipeV", "InterleavedZeroBubble"])
+def test_a_split_backward_recomputes_each_block_once(schedule):
+    layout = Layout(pipeline=2, microbatch=9, schedule=schedule, recompute="full")
+    for forwards, blocks in run_on_ranks(count_forwards, 2, layout):
+        assert forwards == 2 * blocks * SHORT.batch // layout.microbatch
 
 
 @pytest.mark.parametrize("layout", TIED_LAYOUTS, ids=str)

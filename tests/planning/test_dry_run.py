@@ -39,6 +39,14 @@ LAYOUTS = {
         },
     ),
     "PP 2, TP 2": (8, {**PIPELINE, "parallelism.tensor_parallel_degree": 2, **TIED}),
+    "PP 2, ZBV, full": (
+        2,
+        {
+            **PIPELINE,
+            "parallelism.pipeline_parallel_schedule": "ZBVZeroBubble",
+            "activation_checkpoint.mode": "full",
+        },
+    ),
 }
 
 

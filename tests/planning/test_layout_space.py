@@ -38,7 +38,7 @@ def base() -> JobConfig:
 def space_of(base: JobConfig, **changes) -> LayoutSpace:
     spec = FAMILIES["llama3"]
     sizes = spec.sizes_of(base.model)
-    return LayoutSpace(spec, sizes, GPUS, SEQ_LEN, BATCH, **{"compiled": False, **changes})
+    return LayoutSpace(spec, sizes, GPUS, SEQ_LEN, BATCH, **changes)
 
 
 def is_accepted(base: JobConfig, choice: LayoutChoice) -> bool:
@@ -82,11 +82,9 @@ def test_the_degrees_and_schedules_are_those_that_train_py_accepts(base):
             assert accepted == ((frame, name, stages) in listed), choice
 
 
-@pytest.mark.parametrize("compiled", [False, True])
-def test_the_options_are_those_that_train_py_accepts(base, compiled):
-    argv = ["--compile.enable", str(compiled).lower()]
-    config, _ = load_config(JobConfig, [*SIZES, "--training.seq_len", "96", *argv], MOVED)
-    space = space_of(base, compiled=compiled)
+def test_the_options_are_those_that_train_py_accepts(base):
+    config, _ = load_config(JobConfig, [*SIZES, "--training.seq_len", "96"], MOVED)
+    space = space_of(base)
     frame = Frame(Degrees(2, 2, 1, 1, 3), 1, 6)
     for schedule, stages in (("1F1B", 1), ("ZBVZeroBubble", 2)):
         if schedule not in {name for name, _ in space.schedules(frame)}:
@@ -148,7 +146,7 @@ def test_experts_are_divided_in_every_way_that_train_accepts():
     config, problems = load_config(JobConfig, argv, MOVED)
     assert not problems
     spec = FAMILIES["qwen3_moe"]
-    space = LayoutSpace(spec, spec.sizes_of(config.model), 4, SEQ_LEN, 4, compiled=False)
+    space = LayoutSpace(spec, spec.sizes_of(config.model), 4, SEQ_LEN, 4)
     found = {frame.degrees for frame in space.frames() if frame.micro_batch == 1}
     accepted = set()
     for ranks in itertools.product((1, 2, 4), repeat=5):

@@ -248,6 +248,8 @@ def test_a_zero_bubble_schedule_waits_less():
     costs = [1.0] * 4
     plain = idle_seconds("Interleaved1F1B", 4, 2, 16, costs)
     assert 0 <= idle_seconds("ZBVZeroBubble", 4, 2, 16, costs) < plain
+    together = idle_seconds("ZBVZeroBubble", 4, 2, 16, costs, splits_backward=False)
+    assert together >= plain  # weight gradients fill no bubble
 
 
 def test_blocks_are_divided_by_what_the_ends_cost():

@@ -75,10 +75,8 @@ def check_config(config: JobConfig, ranks: int) -> Iterator[UserError]:
             )
         if spec.experts(sizes) is not None:
             yield from _check_expert_optimizers(config)
-        plan, problems = plan_job_pipeline(config, spec, sizes)
+        _, problems = plan_job_pipeline(config, spec, sizes)
         yield from problems
-        if plan is not None and plan.splits_backward:
-            yield from _check_split_backward(config)
     except ConfigError as error:
         yield error
     try:
@@ -186,20 +184,6 @@ def _check_positions(
             f"{key} = {seq_len}: the model has learned positions for {positions} tokens.",
             fix=f"Set {key} = {positions} or less, or a larger model.positions.",
             keys=(key, "model.positions"),
-        )
-
-
-def _check_split_backward(config: JobConfig) -> Iterator[ConfigError]:
-    """Reject recomputation that fails if input and weight gradients are computed separately."""
-    recompute = config.activation_checkpoint
-    if recompute.per_operation and not config.compile.compiles("model"):
-        option, schedule = "selective_ac_option", config.parallelism.pipeline_parallel_schedule
-        yield ConfigError(
-            f'activation_checkpoint.{option} = "op": torch frees the saved outputs after one'
-            f' backward, and parallelism.pipeline_parallel_schedule = "{schedule}" runs each'
-            " backward in two parts.",
-            fix="Set compile.enable = true, or use another option or schedule.",
-            keys=(f"activation_checkpoint.{option}", "parallelism.pipeline_parallel_schedule"),
         )
 
 

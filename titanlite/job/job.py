@@ -115,7 +115,7 @@ class Job:
     def warnings(self) -> list[str]:
         """Warnings about settings that can only be followed approximately."""
         steps, batches = self.config.training.steps, self.batches
-        warnings = [self.rate_schedule.warning()]
+        warnings = [self.rate_schedule.warning(), self._whole_backward_warning()]
         if (last := batches.batch_at(batches.tokens_after(steps - 1))) < batches.largest:
             warnings.append(
                 f"training.batch_size_ramp: the ramp is longer than training.steps = {steps}; the"
@@ -123,6 +123,21 @@ class Job:
                 f" {batches.largest}"
             )
         return [warning for warning in warnings if warning]
+
+    def _whole_backward_warning(self) -> str | None:
+        """A warning if a schedule with split backwards is run without splitting them."""
+        if self.degrees.pipeline == 1 or self.transforms.splits_backward:
+            return None
+        kinds = {action.kind for actions in self.pipeline.order() for action in actions}
+        if "weight" not in kinds:
+            return None
+        mode, compiled = "activation_checkpoint.mode", self.config.compile.compiles("model")
+        reason = "blocks are compiled" if compiled else "blocks are recomputed"
+        return (
+            f"{self.pipeline}: gradients of weights do not fill the bubble, because {reason}: they"
+            f" are computed together with those of inputs. The schedule is followed as written with"
+            f' {mode} = "none" and without compiled blocks'
+        )
 
     @property
     def measures_sources(self) -> bool:

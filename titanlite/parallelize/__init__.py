@@ -62,6 +62,15 @@ class ModelTransforms:
     load_balancing: LoadBalancing = NO_BALANCING  # of the experts
     document_mask: bool = False  # attention does not cross document boundaries
 
+    @property
+    def splits_backward(self) -> bool:
+        """Whether gradients of inputs and of weights can be computed at different times.
+
+        Torch would recompute a block once for each of its weights and keep all that was recomputed,
+        and would run a compiled backward twice.
+        """
+        return self.activation_checkpoint.mode == "none" and not self.compile.compiles("model")
+
 
 @dataclass(frozen=True)
 class ParallelLayout:
@@ -83,6 +92,7 @@ class ShardedModel:
     compute_dtype: torch.dtype
     update_float8_scales: Callable[[], None] = lambda: None  # call after each weight update
     tied_copies: tuple[TiedCopy, ...] = ()  # of parameters that two pipeline stages share
+    splits_backward: bool = True  # see ModelTransforms
 
 
 def parallelize(
@@ -191,6 +201,7 @@ class ParallelModules:
             compute_dtype=transforms.compute_dtype,
             update_float8_scales=build_float8_scale_update(model, transforms.float8, mesh.tp),
             tied_copies=build_tied_copies(stages, self.layout.plan, tied, mesh.pp),
+            splits_backward=transforms.splits_backward,
         )
 
 

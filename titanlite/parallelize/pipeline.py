@@ -93,7 +93,7 @@ class TrainStage(PipelineStage):
     """
 
     activity = "pipeline"  # prefix of the names of profiler ranges
-    _reduces_gradients = True
+    _reduces_gradients = _splits_backward = True
     _documents: Sequence[DocumentIndex] = ()
 
     def enable_gradient_reduction(self, enabled: bool) -> None:
@@ -104,6 +104,11 @@ class TrainStage(PipelineStage):
         """Index of the documents in each micro-batch of the next run; empty: without a mask."""
         self._documents = documents
 
+    def enable_split_backward(self, enabled: bool) -> None:
+        """Whether a schedule's input and weight gradients are computed in two actions, or both in
+        the first one."""
+        self._splits_backward = enabled
+
     def forward_one_chunk(self, fwd_chunk_id, args, kwargs=None, *others, **options):
         if self._documents:  # not an argument of the run: torch splits only tensors
             kwargs = {**(kwargs or {}), "documents": self._documents[fwd_chunk_id]}
@@ -112,11 +117,14 @@ class TrainStage(PipelineStage):
 
     def backward_one_chunk(self, bwd_chunk_id, loss=None, full_backward=True, last_backward=False):
         kind = "backward" if full_backward else "input"
+        whole = full_backward or not self._splits_backward
         with self._profiler_range(kind, bwd_chunk_id):
-            super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
+            super().backward_one_chunk(bwd_chunk_id, loss, whole, last_backward)
         accumulate_gradients(self.submod)
 
     def backward_weight_one_chunk(self, bwd_chunk_id, last_backward=False):
+        if not self._splits_backward:
+            return
         with self._profiler_range("weight", bwd_chunk_id):
             super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
         accumulate_gradients(self.submod)
@@ -183,6 +191,12 @@ class RankSchedule:
         """Index of the documents in each micro-batch of the next run; empty: without a mask."""
         for stage in self.stages:
             stage.use_documents(documents)
+
+    def enable_split_backward(self, enabled: bool) -> None:
+        """Whether a schedule's input and weight gradients are computed in two actions, or both in
+        the first one."""
+        for stage in self.stages:
+            stage.enable_split_backward(enabled)
 
 
 class _CsvSchedule(_PipelineScheduleRuntime):

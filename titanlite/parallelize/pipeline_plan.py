@@ -48,7 +48,6 @@ class PipelinePlan:
     rank_of: list[int]  # pipeline rank of each stage
     microbatch_size: int  # sequences
     n_microbatches: int  # in one run of the schedule
-    splits_backward: bool = False  # into input gradients, and weight gradients at a later time
 
     @property
     def ranks(self) -> int:
@@ -130,7 +129,6 @@ def plan_pipeline(
         rank_of=assignment.rank_of,
         microbatch_size=size,
         n_microbatches=local_batch // size,
-        splits_backward=assignment.schedule.splits_backward,
     )
     return plan, []
 

@@ -233,9 +233,9 @@ def simulate_schedule(
 ) -> list[list[TimedAction]]:
     """Start and end of each action, by pipeline rank, if communication takes no time.
 
-    `costs` has the duration of each stage's forward. A backward takes twice as long, each of its
-    halves as long as the forward. The first stage sends no input gradients, so torch computes its
-    entire backward in the weight half. Raises ScheduleDeadlock.
+    `costs` has the duration of each stage's forward. A backward takes twice as long; its input and
+    weight gradients take as long as the forward each. The first stage sends no input gradients, so
+    torch computes its entire backward with the weight gradients. Raises ScheduleDeadlock.
     """
     ends: dict[PipelineAction, float] = {}
     rows: list[list[TimedAction]] = [[] for _ in order]
@@ -279,6 +279,18 @@ def _dependencies(
         unsplit = PipelineAction("backward", stage + 1, microbatch)
         dependencies.append(split if split in ends else unsplit)
     return dependencies
+
+
+def with_whole_backwards(order: Sequence[Sequence[PipelineAction]]) -> list[list[PipelineAction]]:
+    """The order if the weight gradients are computed together with the input gradients."""
+    return [
+        [
+            action._replace(kind="backward") if action.kind == "input" else action
+            for action in actions
+            if action.kind != "weight"
+        ]
+        for actions in order
+    ]
 
 
 def _duration(action: PipelineAction, cost: float) -> float:

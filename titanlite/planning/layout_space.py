@@ -96,7 +96,6 @@ class LayoutSpace:
     gpus: int
     seq_len: int
     global_batch: int  # sequences
-    compiled: bool = True
     has_optimizer_offload: bool = True  # the optimizer can store its state in host memory
     precisions: Sequence[str] = ("bf16",)
     fixed: Mapping[str, Any] = field(default_factory=dict)
@@ -150,7 +149,6 @@ class LayoutSpace:
             for optimizer in self._values("offload_optimizer", (False, True))
             for reshard in self._values("reshard", (False, True))
             if not (recompute == "op" and activations)  # check_activation_checkpoint
-            and not (recompute == "op" and splits and not self.compiled)  # _check_split_backward
             and not (reshard and (splits or not gathers))  # plan_pipeline, or no effect
             and (self.has_optimizer_offload or not optimizer)
         ]

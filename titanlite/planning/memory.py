@@ -75,8 +75,9 @@ def _points(rank: int, parts: RankParts) -> Iterator[StepPoint]:
         return iter(step_points(parts))
     microbatches = layout.n_microbatches // max(1, layout.runs)
     owners = stage_ranks(layout)
-    states = schedule_states(layout.schedule, owners, microbatches, layout.actions)[rank]
-    return pipeline_points(parts, states, microbatches)
+    splits = parts.workload.splits_backward
+    states = schedule_states(layout.schedule, owners, microbatches, layout.actions, splits)
+    return pipeline_points(parts, states[rank], microbatches)
 
 
 def _optimizer_step(parts: RankParts, step_temporaries: tuple[float, float]) -> StepPoint:

@@ -5,7 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import lru_cache
 
-from titanlite.parallelize.schedule import build_schedule_order, simulate_schedule
+from titanlite.parallelize.schedule import (
+    build_schedule_order,
+    simulate_schedule,
+    with_whole_backwards,
+)
 
 MANY = 2  # micro-batches per rank beyond which the idle time does not grow
 
@@ -30,7 +34,12 @@ def divide_layers(layers: int, stages: int, first: float, last: float) -> tuple[
 
 
 def idle_seconds(
-    schedule: str, ranks: int, stages_per_rank: int, microbatches: int, costs: Sequence[float]
+    schedule: str,
+    ranks: int,
+    stages_per_rank: int,
+    microbatches: int,
+    costs: Sequence[float],
+    splits_backward: bool = True,
 ) -> float:
     """Seconds by which a step is longer than the work of the busiest rank.
 
@@ -38,7 +47,7 @@ def idle_seconds(
     stages. GPipe and 1F1B fill and drain the pipeline once: every rank but the busiest adds its
     micro-batch. With v stages per rank, a micro-batch reaches the next rank v times earlier. For
     schedules that split the backward, the simulation of equal stages gives the idle time in units
-    of a micro-batch.
+    of a micro-batch; `splits_backward` as in Workload.
     """
     if ranks == 1:
         return 0.0
@@ -48,16 +57,20 @@ def idle_seconds(
     if schedule in ("Interleaved1F1B", "LoopedBFS", "csv"):  # a file's order: as if interleaved
         return others / stages_per_rank
     simulated = min(microbatches, MANY * ranks)
-    return simulated_idle(schedule, ranks, stages_per_rank, simulated) * sum(costs) / ranks
+    idle = simulated_idle(schedule, ranks, stages_per_rank, simulated, splits_backward)
+    return idle * sum(costs) / ranks
 
 
 @lru_cache(maxsize=4096)
-def simulated_idle(schedule: str, ranks: int, stages_per_rank: int, microbatches: int) -> float:
+def simulated_idle(
+    schedule: str, ranks: int, stages_per_rank: int, microbatches: int, splits_backward: bool
+) -> float:
     """Idle time of the schedule's simulation with equal stages, in units of one micro-batch's
     forward and backward on a rank."""
     simulated = _simulable(schedule, ranks, microbatches)
     stages = ranks * stages_per_rank
     order = build_schedule_order(schedule, ranks, stages, simulated)
+    order = order if splits_backward else with_whole_backwards(order)
     rows = simulate_schedule(order, [1.0] * stages)
     end = max(row[-1].end for row in rows)
     return (end - 3.0 * stages_per_rank * simulated) / (3.0 * stages_per_rank)

@@ -129,7 +129,6 @@ class _ArgumentReader:
             cluster.gpus,
             base.training.seq_len,
             batch,
-            compiled=base.compile.compiles("model"),
             has_optimizer_offload=_can_offload(base),
             precisions=precisions,
             fixed=fixed,

@@ -8,7 +8,12 @@ from functools import lru_cache
 from operator import ge
 from typing import Literal, NamedTuple
 
-from titanlite.parallelize.schedule import SCHEDULES, PipelineAction, build_schedule_order
+from titanlite.parallelize.schedule import (
+    SCHEDULES,
+    PipelineAction,
+    build_schedule_order,
+    with_whole_backwards,
+)
 from titanlite.planning.stages import owned_stages, simulated_microbatches, stages_in_flight
 from titanlite.planning.workload import ScheduleActions
 
@@ -25,22 +30,26 @@ class ScheduleState(NamedTuple):
 
 
 def schedule_states(
-    schedule: str, owners: tuple[int, ...], microbatches: int, actions: ScheduleActions = ()
+    schedule: str,
+    owners: tuple[int, ...],
+    microbatches: int,
+    actions: ScheduleActions = (),
+    splits_backward: bool = True,
 ) -> tuple[tuple[ScheduleState, ...], ...]:
     """The states of each rank that can be its peak.
 
     No other state of the same kind has more in flight, and gradients of more stages.
-    `actions`: of a schedule from a file. A schedule that is not known, or does not suit the number
-    of micro-batches, has one backward of each stage, with as many forwards in flight as there are
-    at the most.
+    `actions`: of a schedule from a file. `splits_backward`: as in Workload. A schedule that is not
+    known, or does not suit the number of micro-batches, has one backward of each stage, with as
+    many forwards in flight as there are at the most.
     """
     if actions:
-        return _listed_states(actions, owners)
+        return _listed_states(actions, owners, splits_backward)
     ranks = max(owners) + 1
     if schedule in ("GPipe", "LoopedBFS"):
         return (_forwards_first(len(owners) // ranks, microbatches),) * ranks
     count = simulated_microbatches(ranks, microbatches)
-    known = _ordered_states(schedule, owners, count)
+    known = _ordered_states(schedule, owners, count, splits_backward)
     return known or _assumed_states(schedule, owners, microbatches)
 
 
@@ -66,7 +75,7 @@ def _forwards_first(stages: int, microbatches: int) -> tuple[ScheduleState, ...]
 
 @lru_cache(8192)  # a search asks for thousands, many of them again
 def _ordered_states(
-    schedule: str, owners: tuple[int, ...], microbatches: int
+    schedule: str, owners: tuple[int, ...], microbatches: int, splits_backward: bool
 ) -> tuple[tuple[ScheduleState, ...], ...]:
     """The states by the order of the schedule; empty if it has none."""
     ranks = max(owners) + 1
@@ -76,19 +85,20 @@ def _ordered_states(
         orders = build_schedule_order(schedule, ranks, len(owners), microbatches)
     except ValueError:
         return ()
-    return _states_of_ranks(orders, owners)
+    return _states_of_ranks(orders, owners, splits_backward)
 
 
 @lru_cache(256)
 def _listed_states(
-    actions: ScheduleActions, owners: tuple[int, ...]
+    actions: ScheduleActions, owners: tuple[int, ...], splits_backward: bool
 ) -> tuple[tuple[ScheduleState, ...], ...]:
-    return _states_of_ranks(actions, owners)
+    return _states_of_ranks(actions, owners, splits_backward)
 
 
 def _states_of_ranks(
-    orders: Sequence[Sequence[PipelineAction]], owners: tuple[int, ...]
+    orders: Sequence[Sequence[PipelineAction]], owners: tuple[int, ...], splits_backward: bool
 ) -> tuple[tuple[ScheduleState, ...], ...]:
+    orders = orders if splits_backward else with_whole_backwards(orders)
     return tuple(_states(order, owned_stages(owners, rank)) for rank, order in enumerate(orders))
 
 

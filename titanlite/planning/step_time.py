@@ -92,7 +92,12 @@ def estimate_step(
     both = busiest.forward.plus(busiest.backward)
     of_run = layout.n_microbatches // layout.runs
     bubble = layout.runs * idle_seconds(
-        layout.schedule, layout.pipeline, layout.stages_per_rank, of_run, costs
+        layout.schedule,
+        layout.pipeline,
+        layout.stages_per_rank,
+        of_run,
+        costs,
+        workload.splits_backward,
     )
     many = layout.n_microbatches
     shard, replicate = _gradient_seconds(workload, case, busiest)

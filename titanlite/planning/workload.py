@@ -132,3 +132,9 @@ class Workload:
     overlap: Overlap = field(default_factory=Overlap)
     exchange: ExpertExchange = field(default_factory=ExpertExchange)
     checkpoint_interval: int = 0  # steps; the copy to the host stops training. 0: none
+
+    @property
+    def splits_backward(self) -> bool:
+        """Whether a schedule's input and weight gradients are computed at different times: see
+        `ModelTransforms.splits_backward`."""
+        return self.recompute == "none" and not self.compiled

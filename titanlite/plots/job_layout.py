@@ -7,7 +7,7 @@ from pathlib import Path
 
 from titanlite.distributed.mesh import coordinates_of
 from titanlite.job import Job
-from titanlite.parallelize.schedule import simulate_schedule
+from titanlite.parallelize.schedule import simulate_schedule, with_whole_backwards
 from titanlite.plots.gantt import PipelineTimeline
 from titanlite.plots.layout import MeshCoordinate, StageCost, draw_layout
 
@@ -29,7 +29,9 @@ def computed_timelines(job: Job) -> list[PipelineTimeline]:
         return []
     plan = job.pipeline
     average = sum(plan.costs) / len(plan.costs)
-    rows = simulate_schedule(plan.order(), [cost / average for cost in plan.costs])
+    order = plan.order()
+    order = order if job.transforms.splits_backward else with_whole_backwards(order)
+    rows = simulate_schedule(order, [cost / average for cost in plan.costs])
     return [PipelineTimeline(f"{plan}, computed", rows, "forwards of an average stage")]
 
 

@@ -263,7 +263,7 @@ class PipelineEngine:
                 device="meta",
                 requires_grad=True,
             )
-            self._schedules[key] = build_rank_schedule(
+            schedule = self._schedules[key] = build_rank_schedule(
                 stage_class,
                 self._sharded.stage_modules,
                 plan,
@@ -272,6 +272,7 @@ class PipelineEngine:
                 hidden,
                 self._record_loss,
             )
+            schedule.enable_split_backward(self._sharded.splits_backward)
         return self._schedules[key]
 
 
