@@ -11,6 +11,7 @@ from tests.distributed.ranks import run_on_ranks
 from tests.planning.measured_step import measure_step
 from titanlite.errors import EXIT_USER_ERROR, UserError
 from titanlite.job import read_job
+from titanlite.parallelize.schedule import SCHEDULES
 from titanlite.planning.dry_run import RankStep, _kinds, dry_run
 from titanlite.planning.job_memory import estimate_job_memory, job_traffic
 from titanlite.planning.rank_memory import RankMemory
@@ -18,6 +19,7 @@ from titanlite.planning.rank_memory import RankMemory
 SIZES = {"dim": 256, "n_heads": 8, "n_kv_heads": 4, "n_layers": 4, "hidden_dim": 768}
 COMMON = {**{f"model.{key}": size for key, size in SIZES.items()}, "training.seq_len": 512}
 PIPELINE = {"parallelism.pipeline_parallel_degree": 2, "training.local_batch_size": 4}
+ZBV = {**PIPELINE, "parallelism.pipeline_parallel_schedule": "ZBVZeroBubble"}
 TIED = {"model.tied_embeddings": "true"}
 LAYOUTS = {
     "FSDP 3, uneven": (3, {"model.vocab_size": 1001}),
@@ -39,14 +41,8 @@ LAYOUTS = {
         },
     ),
     "PP 2, TP 2": (8, {**PIPELINE, "parallelism.tensor_parallel_degree": 2, **TIED}),
-    "PP 2, ZBV, full": (
-        2,
-        {
-            **PIPELINE,
-            "parallelism.pipeline_parallel_schedule": "ZBVZeroBubble",
-            "activation_checkpoint.mode": "full",
-        },
-    ),
+    "PP 2, ZBV, full": (2, {**ZBV, "activation_checkpoint.mode": "full"}),
+    "PP 2, ZBV, split backwards": (2, {**ZBV, "activation_checkpoint.mode": "none"}),
 }
 
 
@@ -172,7 +168,7 @@ def test_blocks_that_are_recomputed_and_others_are_of_different_kinds():
     assert _kinds(job) == [(0, (0,)), (1, (1, 3, 4, 6)), (2, (2, 5)), (7, (7,))]
 
 
-def random_settings(rng: random.Random) -> tuple[int, dict]:
+def random_settings(rng: random.Random, schedules: list[str]) -> tuple[int, dict]:
     """(ranks, settings) of a layout, which may be illegal."""
     dim, heads = rng.choice([256, 512, 1024]), rng.choice([4, 8, 16])
     degrees = {
@@ -202,16 +198,21 @@ def random_settings(rng: random.Random) -> tuple[int, dict]:
         "model.tied_embeddings": rng.choice(["true", "false"]),
         **{f"parallelism.{key}": degree for key, degree in degrees.items()},
     }
+    if degrees["pipeline_parallel_degree"] > 1:
+        settings["parallelism.pipeline_parallel_schedule"] = rng.choice(schedules)
     return ranks, settings
 
 
-def test_estimates_of_random_layouts_equal_dry_runs(request):
+@pytest.mark.parametrize(
+    ("schedules", "largest_error"), [(["1F1B"], 0.05), ([*SCHEDULES], 0.2)], ids=["1F1B", "all"]
+)
+def test_estimates_of_random_layouts_equal_dry_runs(request, schedules, largest_error):
     """`--layouts 200` for a sweep; the traffic and the bytes at rest are equal in all of them."""
     count, rng = request.config.getoption("--layouts"), random.Random(7)
     errors: list[float] = []
     done = 0
     while done < count:
-        ranks, settings = random_settings(rng)
+        ranks, settings = random_settings(rng, schedules)
         try:
             read_job(argv_of(settings), ranks, check_environment=False)
         except UserError:
@@ -222,6 +223,6 @@ def test_estimates_of_random_layouts_equal_dry_runs(request):
     sizes = sorted(map(abs, errors))
     print(
         f"{done} layouts, {len(sizes)} ranks: median {sizes[len(sizes) // 2]:.4f},"
-        f" largest {sizes[-1]:.3f}"
+        f" largest {sizes[-1]:.3f}, within 5 %: {sum(size <= 0.05 for size in sizes)}"
     )
-    assert sizes[-1] <= 0.05
+    assert sizes[-1] <= largest_error

@@ -15,16 +15,17 @@ from titanlite.planning.stages import StageParts
 def pipeline_points(
     parts: RankParts, states: tuple[ScheduleState, ...], microbatches: int
 ) -> Iterator[StepPoint]:
-    """The reduction of a rank's gradients, and every kind of action of its schedule.
+    """Every kind of action of a rank's schedule, and the reduction of its gradients.
 
     `microbatches`: of one run of the schedule.
     """
     rank = _PipelineRank(parts, microbatches)
-    yield rank.reduction()
+    if not rank.reduces:  # in the last run, when all stages have the gradients of earlier runs
+        yield rank.reduction()
     largest: dict[ScheduleState, float] = {}  # all else being equal, the most in flight is the peak
     for state in states:
         in_flight = rank.in_flight(state)
-        like = state._replace(in_flight=())
+        like = state._replace(in_flight=(), waiting=())
         largest[like] = max(in_flight, largest.get(like, 0.0))
     for state, in_flight in largest.items():
         yield from rank.points_of(state, in_flight)
@@ -62,7 +63,15 @@ class _PipelineRank:
         if parts.layout.runs > 1 and parts.layout.reduce_every_microbatch:
             self.shards = parts.all.sharded * parts.numerics.gradient_bytes
         self.saved = [self._saved(stage) for stage in parts.stages]
+        self.waiting = [self._output_gradients(stage) for stage in parts.stages]
         self.unsharded = [self._unsharded(stage) for stage in parts.stages]
+        # of each stage after its last backward: torch reduces its gradients at once
+        self.reduces = parts.layout.runs == 1 or parts.layout.reduce_every_microbatch
+        share = 0.0
+        if sum(self.unsharded):
+            share = parts.all.sharded * parts.numerics.gradient_bytes / sum(self.unsharded)
+        new = 0.0 if self.shards else share  # gradients of earlier runs have their memory
+        self.reduced = [unsharded * (new if self.reduces else 1.0) for unsharded in self.unsharded]
         self._forwards: dict[int, tuple[float, float]] = {}
         self._backwards: dict[int, list[_BlockBytes]] = {}  # by stage
 
@@ -104,9 +113,20 @@ class _PipelineRank:
             elements += parts.after.gathered
         return elements * self.reduce
 
+    def _output_gradients(self, stage: StageParts) -> float:
+        """What the input gradients of a stage leave for the weight gradients: the gradients of the
+        outputs of all layers with weights."""
+        acts = self.acts
+        linear = acts.query + 2 * acts.key + 2 * acts.hidden
+        linear += (acts.wide_tensors // 2) * acts.feed_forward
+        norms = 2 * acts.residual
+        return stage.blocks * (linear + norms) + (acts.residual if stage.norm else 0.0)
+
     def in_flight(self, state: ScheduleState) -> float:
-        """What the forwards in flight have saved."""
-        return sum(map(mul, self.saved, state.in_flight))
+        """What the forwards in flight have saved, and the input gradients of some have left."""
+        return sum(map(mul, self.saved, state.in_flight)) + sum(
+            map(mul, self.waiting, state.waiting)
+        )
 
     def points_of(self, state: ScheduleState, in_flight: float) -> list[StepPoint]:
         """The points of one action."""
@@ -116,6 +136,8 @@ class _PipelineRank:
             unsharded if first else 0.0
             for unsharded, first in zip(self.unsharded, state.accumulated, strict=True)
         ]
+        for number, reduced in enumerate(state.reduced):
+            done[number] += self.reduced[number] if reduced else 0.0
         own = done[state.stage]
         accumulated = _Accumulated(sum(done) - own, own)
         if state.kind == "forward":
@@ -123,6 +145,12 @@ class _PipelineRank:
             if stage.output:
                 points.append(self._forward_of_loss(stage, in_flight, accumulated))
             return points
+        if state.kind == "reduce":
+            return [self._reduction_of_stage(stage, in_flight, accumulated)]
+        if state.kind == "input":
+            return [self._end_of_input_gradients(state.stage, in_flight, accumulated)]
+        if state.kind == "weight":
+            return [self._end_of_weight_gradients(state.stage, in_flight, accumulated)]
         others = in_flight - self.saved[state.stage]
         points = self._points_of_blocks(stage, others, accumulated)
         if stage.output:
@@ -165,6 +193,39 @@ class _PipelineRank:
             unsharded_gradients=accumulated.others + accumulated.own,
             activations=in_flight + self._of_blocks(stage, stage.blocks) + self._of_norm(stage),
             logits=loss.saved + loss.forward_temporaries,
+        )
+
+    def _end_of_input_gradients(
+        self, stage: int, in_flight: float, accumulated: _Accumulated
+    ) -> StepPoint:
+        """Nothing that forward saved is freed before the weight gradients."""
+        return StepPoint(
+            "in the backward of a block",
+            gradients=self.shards,
+            received=self.received,
+            gathered=self.gathered,
+            unsharded_gradients=accumulated.others + accumulated.own,
+            activations=in_flight
+            + self.waiting[stage]
+            + 2 * self.acts.residual
+            + 3 * self.acts.hidden,
+        )
+
+    def _end_of_weight_gradients(
+        self, stage: int, in_flight: float, accumulated: _Accumulated
+    ) -> StepPoint:
+        """The gradients of a stage in the compute dtype, before they are added to their sums."""
+        parts = self.parts.stages[stage]
+        weights: float = parts.blocks * self.parts.block.gathered
+        if parts.output:
+            weights += self.parts.after.gathered
+        return StepPoint(
+            "in the backward of a block",
+            gradients=self.shards,
+            received=self.received,
+            gathered=self.gathered,
+            unsharded_gradients=accumulated.others + accumulated.own + weights * self.compute,
+            activations=in_flight,
         )
 
     def _backward_of_loss(self, in_flight: float, accumulated: _Accumulated) -> StepPoint:
@@ -235,6 +296,25 @@ class _PipelineRank:
             gathered=self.gathered,
             unsharded_gradients=accumulated.others + before + (gradient if self.of_torch else 0.0),
             activations=others + 2 * self.acts.residual,
+        )
+
+    def _reduction_of_stage(
+        self, stage: StageParts, in_flight: float, accumulated: _Accumulated
+    ) -> StepPoint:
+        """The reduce-scatter of the stage's first group."""
+        parts = self.parts
+        group = parts.embedding if stage.embedding else parts.block
+        unsharded, shards = accumulated.others + accumulated.own, self.shards
+        if self.of_torch:
+            unsharded += group.gathered * self.reduce
+            shards = shards or group.sharded * parts.numerics.gradient_bytes
+        return StepPoint(
+            "when gradients are reduced",
+            gradients=shards,
+            received=self.received,
+            unsharded_gradients=unsharded,
+            gathered=self.gathered - group.gathered * self.compute,
+            activations=in_flight,
         )
 
     def reduction(self) -> StepPoint:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from operator import ge
@@ -12,12 +12,12 @@ from titanlite.parallelize.schedule import (
     SCHEDULES,
     PipelineAction,
     build_schedule_order,
-    with_whole_backwards,
 )
 from titanlite.planning.stages import owned_stages, simulated_microbatches, stages_in_flight
 from titanlite.planning.workload import ScheduleActions
 
-Kind = Literal["forward", "backward"]
+Kind = Literal["forward", "backward", "input", "weight", "reduce"]
+# "reduce": of the gradients of a stage, after its last backward
 
 
 class ScheduleState(NamedTuple):
@@ -25,8 +25,11 @@ class ScheduleState(NamedTuple):
 
     kind: Kind
     stage: int
-    in_flight: tuple[int, ...]  # forwards of each stage without backward; backward's own included
-    accumulated: tuple[bool, ...]  # whether each stage had a backward before
+    in_flight: tuple[int, ...]
+    # forwards of each stage without weight gradients; those of this action included
+    accumulated: tuple[bool, ...]  # whether each stage has weight gradients that are not reduced
+    waiting: tuple[int, ...] = ()  # of those in flight, the ones with input gradients; (): none
+    reduced: tuple[bool, ...] = ()  # whether each stage has had its last backward; (): none has
 
 
 def schedule_states(
@@ -64,12 +67,15 @@ def _forwards_first(stages: int, microbatches: int) -> tuple[ScheduleState, ...]
         after = stages - stage - 1
         full = (*[microbatches] * (stage + 1), *[0] * after)
         less = (*[microbatches] * stage, microbatches - 1, *[0] * after)
-        states.append(ScheduleState("forward", stage, less, (False,) * stages))
-        first = (*[False] * (stage + 1), *[True] * after)
-        states.append(ScheduleState("backward", stage, full, first))
+        none, waiting = (False,) * stages, (0,) * stages
+        states.append(ScheduleState("forward", stage, less, none, waiting, none))
+        reduced = (*[False] * (stage + 1), *[True] * after)
+        states.append(ScheduleState("backward", stage, full, none, waiting, reduced))
+        own = tuple(other == stage for other in range(stages))
         if microbatches > 1:
-            later = (*[False] * stage, *[True] * (after + 1))
-            states.append(ScheduleState("backward", stage, less, later))
+            states.append(ScheduleState("backward", stage, less, own, waiting, reduced))
+        before = (*[microbatches] * stage, *[0] * (after + 1))
+        states.append(ScheduleState("reduce", stage, before, own, waiting, reduced))
     return tuple(states)
 
 
@@ -98,8 +104,10 @@ def _listed_states(
 def _states_of_ranks(
     orders: Sequence[Sequence[PipelineAction]], owners: tuple[int, ...], splits_backward: bool
 ) -> tuple[tuple[ScheduleState, ...], ...]:
-    orders = orders if splits_backward else with_whole_backwards(orders)
-    return tuple(_states(order, owned_stages(owners, rank)) for rank, order in enumerate(orders))
+    return tuple(
+        _states(order, owned_stages(owners, rank), splits_backward)
+        for rank, order in enumerate(orders)
+    )
 
 
 @lru_cache(8192)
@@ -125,24 +133,50 @@ def _assumed(counts: dict[int, int], microbatches: int) -> tuple[ScheduleState, 
     return tuple(states)
 
 
-def _states(actions: Sequence[PipelineAction], own: list[int]) -> tuple[ScheduleState, ...]:
+def _states(
+    actions: Sequence[PipelineAction], own: list[int], splits_backward: bool
+) -> tuple[ScheduleState, ...]:
     position = {stage: index for index, stage in enumerate(own)}
-    alive, done = [0] * len(own), [False] * len(own)
+    alive, waiting, done = [0] * len(own), [0] * len(own), [False] * len(own)
+    reduced = [False] * len(own)
+    left = Counter(action.stage for action in actions if action.kind in ("backward", "weight"))
     states: dict[ScheduleState, None] = {}  # a set, in the order of the schedule
     for action in actions:
         if action.kind not in ("forward", "backward", "input", "weight"):
             continue
-        stage = position[action.stage]
-        kind: Kind = "forward" if action.kind == "forward" else "backward"
-        states[ScheduleState(kind, stage, tuple(alive), tuple(done))] = None
+        stage, kind = position[action.stage], _kind_of(action, splits_backward)
+        if action.kind in ("backward", "weight"):
+            left[action.stage] -= 1
+        counts = (alive, done, waiting, reduced)
+        if kind is not None:
+            states[ScheduleState(kind, stage, *map(tuple, counts))] = None  # type: ignore[arg-type]
         if kind == "forward":
             alive[stage] += 1
-        elif action.kind != "input":
+        elif kind == "input":
+            waiting[stage] += 1
+        elif kind is not None:
             alive[stage] -= 1
-        if kind == "backward":
+            waiting[stage] -= kind == "weight"
             done[stage] = True
+        if not left[action.stage] and action.kind in ("backward", "weight"):
+            reduction = ScheduleState("reduce", stage, *map(tuple, counts))  # type: ignore[arg-type]
+            states[reduction] = None
+            done[stage], reduced[stage] = False, True
     kept = _largest(states)
     return tuple(state for state in states if state in kept)
+
+
+def _kind_of(action: PipelineAction, splits_backward: bool) -> Kind | None:
+    """What an action computes; None: nothing.
+
+    A backward that is not split is computed with the input gradients. The first stage sends none,
+    so torch computes its split backward with the weight gradients.
+    """
+    kind: Kind = action.kind
+    if kind in ("forward", "backward") or (splits_backward and action.stage):
+        return kind
+    whole = "weight" if splits_backward else "input"
+    return "backward" if kind == whole else None
 
 
 def _largest(states: Iterable[ScheduleState]) -> set[ScheduleState]:
@@ -151,15 +185,21 @@ def _largest(states: Iterable[ScheduleState]) -> set[ScheduleState]:
     A kind is the action, its stage, and whether that has gradients.
     """
     kept: dict[tuple[str, int, bool], list[ScheduleState]] = defaultdict(list)
-    for state in sorted(states, key=lambda s: sum(s.in_flight) + sum(s.accumulated), reverse=True):
+    for state in sorted(states, key=_total_in_state, reverse=True):
         others = kept[state.kind, state.stage, state.accumulated[state.stage]]
         if not any(_covers(other, state) for other in others):
             others.append(state)
     return {state for same in kept.values() for state in same}
 
 
+def _total_in_state(state: ScheduleState) -> int:
+    return sum(state.in_flight) + sum(state.accumulated) + sum(state.waiting)
+
+
 def _covers(more: ScheduleState, less: ScheduleState) -> bool:
     """Whether `more` has in flight what `less` has, and gradients where it has them."""
-    return all(map(ge, more.in_flight, less.in_flight)) and all(
-        map(ge, more.accumulated, less.accumulated)
+    return (
+        all(map(ge, more.in_flight, less.in_flight))
+        and all(map(ge, more.accumulated, less.accumulated))
+        and all(map(ge, more.waiting, less.waiting))
     )

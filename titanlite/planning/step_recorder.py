@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_iter
 from torch.utils.flop_counter import flop_registry
 
-SCALAR_BYTES = 64  # the loss, the norm of the gradient, handshakes of the pipeline: not counted
+SCALAR_BYTES = 64  # smaller are the loss, the norm of the gradient, handshakes: not counted
 _FUNCTIONAL = "_c10d_functional"
 
 
@@ -123,7 +123,7 @@ class StepRecorder:
         if operation.namespace == _FUNCTIONAL:
             tensors += [leaf for leaf in tree_iter(result) if isinstance(leaf, Tensor)]
         size, dimension = max(tensor.nbytes for tensor in tensors), self._dimension_of(group)
-        if size <= SCALAR_BYTES or not dimension:
+        if size < SCALAR_BYTES or not dimension:
             return
         kind = CollectiveKind(dimension, name)
         self.collectives.setdefault(kind, CollectiveTotal()).add(size)
