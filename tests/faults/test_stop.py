@@ -155,7 +155,8 @@ def test_slurm_time_limit_saves_once_without_torchrun_restarts_and_requeues_the_
     for name, script in (("srun", SRUN), ("scontrol", SCONTROL)):
         (tmp_path / name).write_text(script)
         (tmp_path / name).chmod(0o755)
-    slurm = {"SLURM_JOB_ID": "7", "SLURM_NNODES": "1", "SLURM_JOB_NODELIST": "here"}
+    job = str(os.getpid())  # the port follows from it, so that two suites can run at once
+    slurm = {"SLURM_JOB_ID": job, "SLURM_NNODES": "1", "SLURM_JOB_NODELIST": "here"}
     limits = {"RANKS_PER_NODE": "2", "MAX_RESTARTS": "1"}
     batch = ["bash", str(ROOT / "scripts" / "slurm.sh"), *argv_of(run_toml, *LONG)]
     process = start_under_launcher(batch, tmp_path, **slurm, **limits)
@@ -166,7 +167,7 @@ def test_slurm_time_limit_saves_once_without_torchrun_restarts_and_requeues_the_
     assert [e["reason"] for e in events_of(out, "stopped")] == ["SIGUSR1"]
     starts = [json.loads(line) for line in (out / "starts.jsonl").read_text().splitlines()]
     assert [(line["event"], line.get("code")) for line in starts] == [("start", None), ("end", 75)]
-    assert (tmp_path / "requeued").read_text() == "requeue 7\n"
+    assert (tmp_path / "requeued").read_text() == f"requeue {job}\n"
     last, total = max(steps_of(out)), ("--lr_scheduler.total_steps", "2000")
     with LaunchedRun(2, out, *argv_of(run_toml, "--training.steps", str(last + 1), *total)) as run:
         assert run.wait() == [0, 0], run.output  # the next launch resumes
