@@ -31,7 +31,7 @@ OUT = ROOT / "docs" / "pictures"
 LAYOUT = (
     "train_configs/llama3_8b.toml", "--ranks", "16", "--training.local_batch_size", "8",
     "--parallelism.tensor_parallel_degree", "2", "--parallelism.pipeline_parallel_degree", "4",
-    "--parallelism.pipeline_parallel_schedule", "InterleavedZeroBubble",
+    "--parallelism.pipeline_parallel_schedule", "Interleaved1F1B",
 )  # fmt: skip
 
 
