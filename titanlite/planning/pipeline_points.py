@@ -301,10 +301,17 @@ class _PipelineRank:
     def _reduction_of_stage(
         self, stage: StageParts, in_flight: float, accumulated: _Accumulated
     ) -> StepPoint:
-        """The reduce-scatter of the stage's first group."""
-        parts = self.parts
-        group = parts.embedding if stage.embedding else parts.block
-        unsharded, shards = accumulated.others + accumulated.own, self.shards
+        """The reduction of one stage, while others of the rank may have work left."""
+        return self._reduction(stage.embedding, in_flight, accumulated.others + accumulated.own)
+
+    def reduction(self) -> StepPoint:
+        """The reduction after a run in which all stages keep their gradients."""
+        return self._reduction(self.parts.has_embedding, 0.0, sum(self.unsharded))
+
+    def _reduction(self, has_embedding: bool, in_flight: float, unsharded: float) -> StepPoint:
+        """The reduce-scatter of the first group, when all others have unsharded gradients."""
+        parts, shards = self.parts, self.shards
+        group = parts.embedding if has_embedding else parts.block
         if self.of_torch:
             unsharded += group.gathered * self.reduce
             shards = shards or group.sharded * parts.numerics.gradient_bytes
@@ -315,21 +322,4 @@ class _PipelineRank:
             unsharded_gradients=unsharded,
             gathered=self.gathered - group.gathered * self.compute,
             activations=in_flight,
-        )
-
-    def reduction(self) -> StepPoint:
-        """The reduce-scatter of the first group, when all others have unsharded gradients."""
-        parts = self.parts
-        group = parts.embedding if parts.has_embedding else parts.block
-        unsharded, shards = 0.0, self.shards
-        if self.of_torch:
-            unsharded = sum(self.unsharded)
-            unsharded += group.gathered * self.reduce
-            shards = shards or group.sharded * parts.numerics.gradient_bytes
-        return StepPoint(
-            "when gradients are reduced",
-            gradients=shards,
-            received=self.received,
-            unsharded_gradients=unsharded,
-            gathered=self.gathered - group.gathered * self.compute,
         )
