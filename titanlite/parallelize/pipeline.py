@@ -116,9 +116,8 @@ class TrainStage(PipelineStage):
             return super().forward_one_chunk(fwd_chunk_id, args, kwargs, *others, **options)
 
     def backward_one_chunk(self, bwd_chunk_id, loss=None, full_backward=True, last_backward=False):
-        kind = "backward" if full_backward else "input"
         whole = full_backward or not self._splits_backward
-        with self._profiler_range(kind, bwd_chunk_id):
+        with self._profiler_range("backward" if whole else "input", bwd_chunk_id):
             super().backward_one_chunk(bwd_chunk_id, loss, whole, last_backward)
         accumulate_gradients(self.submod)
 
