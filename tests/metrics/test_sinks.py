@@ -268,14 +268,12 @@ def test_on_a_terminal_log_lines_are_above_the_bar_and_the_cursor_is_restored(
         monkeypatch.setattr(sys, "stderr", terminal)
         monkeypatch.setenv("TERM", "xterm")
         handler = logging.StreamHandler(terminal)
-        logger.addHandler(handler)
-        try:
-            with open_in(tmp_path, progress=None) as sinks:
-                sinks.step({**STEP, "step": 120})
-                logger.warning("the loss jumped")
-            assert handler.stream is terminal
-        finally:
-            logger.removeHandler(handler)
+        # alone: another test may have left a handler whose stream is closed
+        monkeypatch.setattr(logger, "handlers", [handler])
+        with open_in(tmp_path, progress=None) as sinks:
+            sinks.step({**STEP, "step": 120})
+            logger.warning("the loss jumped")
+        assert handler.stream is terminal
         print("\nend of the run", file=terminal, flush=True)
     reader.join(timeout=10)
     text = b"".join(shown).decode()
