@@ -20,7 +20,8 @@ def pipeline_points(
     `microbatches`: of one run of the schedule.
     """
     rank = _PipelineRank(parts, microbatches)
-    if not rank.reduces:  # in the last run, when all stages have the gradients of earlier runs
+    # In the last run, all stages have gradients of earlier runs. Assumed states have no reduction.
+    if not rank.reduces or all(state.kind != "reduce" for state in states):
         yield rank.reduction()
     largest: dict[ScheduleState, float] = {}  # all else being equal, the most in flight is the peak
     for state in states:
