@@ -202,6 +202,23 @@ def test_equal_matmuls_fill_the_multiprocessors_together():
     assert kernels.matmul(8192, 8192, 8192, "bfloat16", 4) == pytest.approx(large, rel=0.1)
 
 
+def test_an_unaligned_vocabulary_slows_the_output_layer_as_reported():
+    def gpt2(vocab_size, cluster):
+        model = ModelShape(
+            "gpt2", 12, 768, 12, 12, 64, 3072, vocab_size, gated=False, tied_embeddings=True
+        )
+        layout = Layout(shard=8, sharded="nothing", micro_batch=12, n_microbatches=5)
+        workload = Workload(model, layout, 1024, attention_kernel="flash2", loss="pytorch")
+        return estimate_step(workload, cluster).total
+
+    a100, cpu = parse_gpus("8xA100"), parse_gpus("1xCPU")
+    assert 1.15 < gpt2(50257, a100) / gpt2(50304, a100) < 1.35  # nanoGPT: "~25% speedup"
+    assert gpt2(50257, H100) / gpt2(50304, H100) > 1.5  # whose aligned matmuls are faster
+    kernels = KernelTimes(cpu.gpu, find_efficiency("CPU"))
+    assert kernels.unaligned(50257, "bfloat16") == 1.0
+    assert KernelTimes(H100.gpu, find_efficiency("H100")).unaligned(50257, "float32") == 1.0
+
+
 def test_a_matmul_in_fp32_writes_fp32():
     kernels = KernelTimes(H100.gpu, find_efficiency("H100"))
     seconds = kernels.matmul(4096, 1, 4096, "float32") - KERNEL_S

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -194,11 +195,12 @@ def output_passes(case: BlockCase) -> Passes:
     forward = kernels.matmul(case.tokens, model.dim, vocabulary, precision)
     backward = kernels.matmul(case.tokens, vocabulary, model.dim, precision)
     backward += kernels.matmul(model.dim, case.tokens, vocabulary, precision)
+    slower = kernels.unaligned(math.ceil(vocabulary), precision)
     logits = case.tokens * vocabulary
     read = (4, 6) if case.compiled else (16, 14)
     passes = Passes(
-        Seconds(matmul=forward, memory=kernels.memory_bound(read[0] * logits)),
-        Seconds(matmul=backward, memory=kernels.memory_bound(read[1] * logits)),
+        Seconds(matmul=forward * slower, memory=kernels.memory_bound(read[0] * logits)),
+        Seconds(matmul=backward * slower, memory=kernels.memory_bound(read[1] * logits)),
     )
     if tensor == 1:
         return passes

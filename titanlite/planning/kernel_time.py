@@ -18,7 +18,13 @@ KERNEL_S = 3e-6
 # H100 (1024 x 2048 x 2048 to 1024 x 8192 x 1024: 2 to 4 microseconds)
 TILES = ((128, 256), (256, 128), (128, 128))  # of the output, in CUTLASS and cuBLAS for large sizes
 ALIGNMENT = 8  # elements of 2 bytes: rows of other lengths miss the 16-byte loads of Tensor Cores
-UNALIGNED = 20.0
+UNALIGNED_FLOPS = 110e12
+# FLOP/s of a matmul with such rows; at most half of the rate of aligned ones. From nanotron's runs
+# of 50,257 tokens on an H100, three of which it estimates within 5 %, not 40 %. GPT-2 124M on an
+# A100 is then 1.21 times as fast with 50,304 tokens; about 1.25 times was observed (A. Karpathy on
+# nanoGPT, 2023-02-03). Another output layer took three times as long (Netflix Technology Blog,
+# "Scaling LLM Post-Training at Netflix", 2026-02-13)
+UNALIGNED_HEADS = 20.0
 # times longer: without Tensor Cores. 128 heads of 108 took 44 s a step longer than 64 heads of 216
 # on an A100 (BLOOM's chronicle, lines 831 and 833), 20 times what their matmuls take aligned
 FULL_SEQUENCE = 400
@@ -51,6 +57,12 @@ class KernelTimes:
         moved = element * (m * k + k * n) + max(2, element) * m * n
         seconds = max(flops / (self.matmul_rate(precision) * fill), self.memory_bound(moved))
         return KERNEL_S + seconds
+
+    def unaligned(self, row: float, precision: MatmulPrecision) -> float:
+        """Times longer that a matmul takes if rows of `row` elements are not aligned."""
+        if self.gpu.is_cpu or precision == "float32" or row % ALIGNMENT == 0:
+            return 1.0
+        return max(2.0, self.matmul_rate(precision) / UNALIGNED_FLOPS)
 
     def matmul_rate(self, precision: MatmulPrecision) -> float:
         """FLOP/s of a large matmul."""
@@ -97,7 +109,7 @@ class KernelTimes:
         softmax and by dropout with its mask, read by the second matmul; then their gradients.
         """
         matrix = sequences * heads * length * length
-        aligned = 1.0 if head % ALIGNMENT == 0 else UNALIGNED
+        aligned = 1.0 if head % ALIGNMENT == 0 else UNALIGNED_HEADS
         rate = self.matmul_rate("bfloat16") * head / (head + HALF_HEAD)
         forward = 4 * matrix * head / rate * aligned
         return forward, self.memory_bound(13 * matrix), self.memory_bound(17 * matrix)
