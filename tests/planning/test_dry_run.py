@@ -21,6 +21,9 @@ COMMON = {**{f"model.{key}": size for key, size in SIZES.items()}, "training.seq
 PIPELINE = {"parallelism.pipeline_parallel_degree": 2, "training.local_batch_size": 4}
 ZBV = {**PIPELINE, "parallelism.pipeline_parallel_schedule": "ZBVZeroBubble"}
 TIED = {"model.tied_embeddings": "true"}
+LARGE_VOCABULARY = {"model.vocab_size": 50_000}
+FP32 = {"training.mixed_precision_param": "float32"}
+ON_CPU = {"job.device": "cpu"}
 LAYOUTS = {
     "FSDP 3, uneven": (3, {"model.vocab_size": 1001}),
     "HSDP, accumulation, op": (
@@ -43,6 +46,49 @@ LAYOUTS = {
     "PP 2, TP 2": (8, {**PIPELINE, "parallelism.tensor_parallel_degree": 2, **TIED}),
     "PP 2, ZBV, full": (2, {**ZBV, "activation_checkpoint.mode": "full"}),
     "PP 2, ZBV, split backwards": (2, {**ZBV, "activation_checkpoint.mode": "none"}),
+    "FSDP 8, TP 2, tied": (
+        16,
+        {
+            **TIED,
+            **LARGE_VOCABULARY,
+            "parallelism.tensor_parallel_degree": 2,
+            "model.n_layers": 2,
+            "training.seq_len": 256,
+            "loss.chunk_tokens": 64,
+        },
+    ),
+    "PP 2, HSDP without shards": (
+        4,
+        {
+            **PIPELINE,
+            **TIED,
+            **LARGE_VOCABULARY,
+            "parallelism.data_parallel_replicate_degree": 2,
+            "training.seq_len": 64,
+        },
+    ),
+    "PP 2, short sequences": (2, {**PIPELINE, **LARGE_VOCABULARY, "training.seq_len": 64}),
+    "PP 2, ZBV, split backwards, short sequences": (
+        2,
+        {**ZBV, "activation_checkpoint.mode": "none", "training.seq_len": 128},
+    ),
+    "PP 2, ZBV, fp32": (
+        2,
+        {**ZBV, **FP32, "training.seq_len": 1024, "activation_checkpoint.mode": "full"},
+    ),
+    "PP 2, TP 2, CP 2, fp32, CPU": (
+        8,
+        {
+            **PIPELINE,
+            **FP32,
+            **ON_CPU,
+            "parallelism.tensor_parallel_degree": 2,
+            "parallelism.context_parallel_degree": 2,
+            "model.n_layers": 2,
+            "model.dim": 512,
+            "model.hidden_dim": 2048,
+        },
+    ),
 }
 
 
@@ -129,17 +175,21 @@ def test_the_estimate_has_the_state_of_the_matrices_that_a_rank_owns(ranks, sett
         assert step.resting.optimizer_state == estimate.optimizer_state
 
 
-@pytest.mark.parametrize("name", ["FSDP 3, uneven", "PP 2"])
+@pytest.mark.parametrize("name", ["FSDP 3, uneven", "PP 2", "tied, chunks"])
 def test_a_dry_run_equals_a_real_run(name):
-    ranks, settings = LAYOUTS.get(name, (2, {**PIPELINE, **TIED}))
-    argv = [*argv_of(settings), "--job.device=cpu"]
+    of_name = {
+        "PP 2": (2, {**PIPELINE, **TIED}),
+        "tied, chunks": (2, {**TIED, "model.vocab_size": 16_000, "loss.chunk_tokens": 256}),
+    }
+    ranks, settings = of_name.get(name) or LAYOUTS[name]
+    argv = argv_of({**settings, **ON_CPU})
     measured = run_on_ranks(measure_step, ranks, argv, ranks)
     for step in dry_run(read_job(argv, ranks, check_environment=False)):
-        per_stage = ranks // (2 if name == "PP 2" else 1)
+        per_stage = ranks // settings.get("parallelism.pipeline_parallel_degree", 1)
         rest, peak = measured[step.pipeline_rank * per_stage]
         dry = step.resting
         assert rest == (dry.parameters, dry.gradients, dry.optimizer_state)
-        assert peak == pytest.approx(step.peak_bytes, rel=0.05)
+        assert peak == pytest.approx(step.peak_bytes, rel=0.03)
 
 
 def test_a_dry_run_refuses_an_illegal_layout_as_a_run_does(capfd):
@@ -203,12 +253,11 @@ def random_settings(rng: random.Random, schedules: list[str]) -> tuple[int, dict
     return ranks, settings
 
 
-@pytest.mark.parametrize(
-    ("schedules", "largest_error"), [(["1F1B"], 0.05), ([*SCHEDULES], 0.2)], ids=["1F1B", "all"]
-)
-def test_estimates_of_random_layouts_equal_dry_runs(request, schedules, largest_error):
+@pytest.mark.parametrize("schedules", [["1F1B"], [*SCHEDULES]], ids=["1F1B", "all"])
+def test_estimates_of_random_layouts_equal_dry_runs(request, schedules):
     """`--layouts 200` for a sweep; the traffic and the bytes at rest are equal in all of them."""
-    count, rng = request.config.getoption("--layouts"), random.Random(7)
+    count, seed = (request.config.getoption(name) for name in ("--layouts", "--layout-seed"))
+    rng = random.Random(seed)
     errors: list[float] = []
     done = 0
     while done < count:
@@ -225,4 +274,4 @@ def test_estimates_of_random_layouts_equal_dry_runs(request, schedules, largest_
         f"{done} layouts, {len(sizes)} ranks: median {sizes[len(sizes) // 2]:.4f},"
         f" largest {sizes[-1]:.3f}, within 5 %: {sum(size <= 0.05 for size in sizes)}"
     )
-    assert sizes[-1] <= largest_error
+    assert sizes[-1] <= 0.05

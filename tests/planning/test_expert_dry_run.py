@@ -1,4 +1,4 @@
-"""A dry run and the formula agree on the memory at rest and the traffic of experts."""
+"""A dry run and the formula agree on the memory and the traffic of experts."""
 
 from __future__ import annotations
 
@@ -35,6 +35,23 @@ LAYOUTS = {
         },
         "selective",
     ),
+    # one group of torch for the exchange and for FSDP
+    "EP 2 of 2 ranks": (2, {"expert_parallel_degree": 2}, "none"),
+    "TP 2, op": (4, {"tensor_parallel_degree": 2}, "op"),
+    "TP 2, EP 2, own tokens": (
+        4,
+        {
+            "expert_parallel_degree": 2,
+            "expert_tensor_parallel_degree": 1,
+            "tensor_parallel_degree": 2,
+        },
+        "none",
+    ),
+    "PP 2, ZBV": (
+        2,
+        {"pipeline_parallel_degree": 2, "pipeline_parallel_schedule": "ZBVZeroBubble"},
+        "none",
+    ),
 }
 
 
@@ -48,8 +65,32 @@ def test_the_formula_equals_a_dry_run(name, monkeypatch):
         argv.append("--activation_checkpoint.selective_ac_option=op")
     else:
         argv.append(f"--activation_checkpoint.mode={recompute}")
-    for step, _ in compare(argv, ranks):
-        assert any(kind.name == "all-to-all" for kind in step.collectives)
+    for step, estimate in compare(argv, ranks):
+        exchanged = any(kind.name == "all-to-all" for kind in step.collectives)
+        assert exchanged == ("expert_parallel_degree" in degrees)
+        assert estimate.total == pytest.approx(step.peak_bytes, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [
+        ("qwen3_moe", ["--parallelism.tensor_parallel_degree=2"]),
+        ("mixtral", ["--activation_checkpoint.mode=full"]),
+        (
+            "deepseek_v3",  # its first block has no experts
+            [
+                "--parallelism.pipeline_parallel_degree=2",
+                "--parallelism.expert_parallel_degree=2",
+                "--training.local_batch_size=4",
+                "--activation_checkpoint.mode=full",
+            ],
+        ),
+    ],
+)
+def test_the_estimate_of_a_family_equals_a_dry_run(family, options):
+    argv = [f"--model.name={family}", "--model.flavor=debugmodel", "--training.seq_len=512"]
+    for step, estimate in compare([*argv, *options], 4):
+        assert estimate.total == pytest.approx(step.peak_bytes, rel=0.03)
 
 
 def test_blocks_with_experts_and_without_are_of_different_kinds():

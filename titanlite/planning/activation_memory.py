@@ -8,9 +8,10 @@ more: their input and their normalized input in fp32.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
+from titanlite.planning.expert_activations import ExpertActivations, expert_activations
 from titanlite.planning.workload import Workload
 
 
@@ -40,6 +41,32 @@ class BlockActivations:
     def hidden(self) -> float:
         """Hidden states of all tokens of a micro-batch."""
         return self.tokens * self.workload.model.dim * self.size
+
+    @cached_property
+    def experts(self) -> ExpertActivations | None:
+        """The mixture of experts, in place of the feed-forward layer.
+
+        Of frameworks that do not shard parameters, only tensors of the hidden width are known.
+        """
+        if self.workload.model.experts is None or self.workload.layout.sharded != "parameters":
+            return None
+        return expert_activations(self.workload, self.tokens)
+
+    @cached_property
+    def _dense(self) -> BlockActivations:
+        """A block that has a feed-forward layer instead of experts."""
+        model = replace(self.workload.model, experts=None)
+        return BlockActivations(replace(self.workload, model=model), self.on_cpu)
+
+    @cached_property
+    def dense_blocks(self) -> int:
+        """Blocks at the start of the model that have no experts, although others have."""
+        experts = self.workload.model.experts
+        return experts.dense_layers if experts else 0
+
+    def of_block(self, block: int) -> BlockActivations:
+        """The activations of block number `block`, with experts or without."""
+        return self._dense if block < self.dense_blocks else self
 
     @cached_property
     def _tensor(self) -> int:
@@ -118,13 +145,17 @@ class BlockActivations:
             heads = self.query + self.key
             qk_norm = heads * (1 + 4 / self.size / self.workload.model.head_dim)
             qk_norm += self._cpu_norm_extra(heads)
+        feed_forward = self.normed + self.wide_tensors * self.feed_forward
+        if self.experts:
+            feed_forward = self.experts.saved
         return (
-            2 * (self.residual + self.normed + self.norm_extra)
+            2 * (self.residual + self.norm_extra)
+            + self.normed
             + self.query
             + 2 * self.key
             + qk_norm
             + self.attention_core
-            + self.wide_tensors * self.feed_forward
+            + feed_forward
         )
 
     @cached_property
@@ -133,11 +164,18 @@ class BlockActivations:
         # eager blocks save the output of the last matmul, too, which backward does not need
         outputs = 0.0 if self.workload.compiled else self.hidden
         outputs += 2 * self.residual if self._tensor > 1 else 0.0
-        matmuls = self.query + self.key + self.feed_forward
+        matmuls = self.query + self.key
+        if self.experts:
+            outputs -= 0.0 if self.workload.compiled else self.hidden
+            matmuls += self.experts.saved_operations
+        else:
+            matmuls += self.feed_forward
         return self.residual + outputs + matmuls + self.attention_core
 
     def saved(self, block: int) -> float:
         """What block number `block` saves in forward."""
+        if block < self.dense_blocks:
+            return self._dense.saved(block)
         recompute = self.workload.recompute
         if recompute == "none" or self._kept(block):
             return self.all_saved
@@ -155,9 +193,14 @@ class BlockActivations:
         if self.workload.offload_activations:  # two blocks are there, others in host memory
             blocks = min(2, count)
             return blocks * max((self.saved(first + n) for n in range(blocks)), default=0.0)
+        dense = min(count, max(0, self.dense_blocks - first))
+        if dense:
+            rest = self.alive(first + dense, count - dense)
+            return self._dense.alive(first, dense) + rest
         every = self.workload.recompute_every if self.workload.recompute == "selective" else 1
         recomputed = -(-(first + count) // every) + -first // every  # blocks 0, every, 2 every, ...
-        return (count - recomputed) * self.saved(1) + recomputed * self.saved(0)
+        number = -(-self.dense_blocks // every) * every  # of a block that is recomputed
+        return (count - recomputed) * self.saved(number + 1) + recomputed * self.saved(number)
 
     @cached_property
     def _scores(self) -> float:
@@ -191,6 +234,8 @@ class BlockActivations:
         gathered = pair * (1 + ranks * (1 + wide))
         tile = self._repeated * 2 + pair if self._repeated else pair
         first, second = self.query, self.query / 2 + pair * wide
+        if self.on_cpu and self.size < 4:  # a CPU adds a copy of the gradient in fp32
+            second += self.key * wide
         return wide * self.query + gathered + pair * wide + tile + max(first, second)
 
     def _kept(self, block: int) -> bool:

@@ -233,10 +233,15 @@ class _RankRun:
                 ):
                     self._expert_groups[group.group_name] = name if group.size() > 1 else ""
 
-    def _dimension_of(self, group: dist.ProcessGroup) -> str:
-        """The dimensions of the mesh in which the ranks of a group differ; "" for one rank."""
-        if group.group_name in self._expert_groups:
-            return self._expert_groups[group.group_name]
+    def _dimension_of(self, group: dist.ProcessGroup, collective: str) -> str:
+        """The dimensions of the mesh in which the ranks of a group differ; "" for one rank.
+
+        Torch has one group for two dimensions with the same ranks. Tokens are sent to experts by
+        all-to-all.
+        """
+        of_experts = self._expert_groups.get(group.group_name)
+        if of_experts is not None and (of_experts != "expert" or collective == "all-to-all"):
+            return of_experts
         ranks = dist.get_process_group_ranks(group)
         coordinates = [coordinates_of(rank, self._job.degrees) for rank in ranks]
         varying = [d.name for d in DIMENSIONS if len({place[d.name] for place in coordinates}) > 1]

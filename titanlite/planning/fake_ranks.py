@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from traceback import walk_stack
 from typing import Any
 
 import torch
@@ -66,9 +67,9 @@ Observer = Callable[[Any, tuple, dict, Any], None]  # (operation, args, kwargs, 
 class FakeCompute(TorchDispatchMode):
     """Runs every operation outside the meta device on fake tensors, and shows it to `observe`."""
 
-    def __init__(self, fake_mode: FakeTensorMode, observe: Observer):
+    def __init__(self, fake_mode: FakeTensorMode, observe: Observer, like_cuda: bool):
         super().__init__()
-        self._fake_mode, self._observe = fake_mode, observe
+        self._fake_mode, self._observe, self._like_cuda = fake_mode, observe, like_cuda
 
     def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
         if not all(kind in _PLAIN_TENSORS for kind in types):
@@ -88,10 +89,19 @@ class FakeCompute(TorchDispatchMode):
                 result = OPDEFS[operation.name()]._init_fn(*args, **kwargs)
         elif operation is torch.ops._c10d_functional.wait_tensor.default:
             result = args[0]  # as the real operator; its fake implementation allocates a copy
+        elif operation is aten.add.Tensor and _adds_weight_gradients(*args):
+            result = args[0].add_(args[1])  # as autograd does, but not with tensor subclasses
+        elif operation is aten.add_.Tensor and self._casts(*args):
+            with self:
+                result = args[0].add_(args[1].to(args[0].dtype))
         else:
             result = operation(*args, **kwargs)
         self._observe(operation, args, kwargs, result)
         return result
+
+    def _casts(self, tensor: Tensor, other: Any) -> bool:
+        """Whether `other` is cast to the dtype of `tensor` first; CUDA's kernel casts elements."""
+        return not self._like_cuda and isinstance(other, Tensor) and other.dtype != tensor.dtype
 
     @staticmethod
     def _is_real(args: tuple, kwargs: dict) -> bool:
@@ -101,6 +111,18 @@ class FakeCompute(TorchDispatchMode):
             return torch.device(device).type == "meta"
         tensors = [leaf for leaf in tree_iter((args, kwargs)) if isinstance(leaf, Tensor)]
         return bool(tensors) and not any(isinstance(tensor, FakeTensor) for tensor in tensors)
+
+
+def _adds_weight_gradients(first: Any, second: Any) -> bool:
+    """Whether autograd itself adds the gradients of a weight that is used twice, and no DTensor.
+
+    Those of activations are not told: autograd adds them in place if nothing else refers to them.
+    """
+    if not isinstance(second, Tensor) or first.dim() != 2 or first.shape != second.shape:
+        return False
+    callers = (frame.f_globals.get("__name__", "") for frame, _ in walk_stack(None))
+    own = (__name__, "torch._compile", "torch._dynamo.eval_frame")
+    return next(name for name in callers if name not in own) == "torch.autograd.graph"
 
 
 @contextmanager
@@ -126,7 +148,7 @@ def fake_compute(observe: Observer, like_cuda: bool) -> Iterator[None]:
     with (
         replaced_attributes([*(as_cuda if like_cuda else []), *always]),
         mode,
-        FakeCompute(mode, observe),
+        FakeCompute(mode, observe, like_cuda),
     ):
         yield
 

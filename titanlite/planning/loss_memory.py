@@ -56,6 +56,8 @@ def _fused_loss(activations: BlockActivations, weight_elements: int) -> LossByte
     logits = chunk * vocabulary * (4 + cast)
     first = logits + (weights if chunk < tokens else 0)
     gradient = chunk * vocabulary * size + weight_elements * size
+    if activations.on_cpu and cast and chunk < tokens:  # a CPU adds a copy in fp32 to the sum
+        gradient += weights
     second = gradient + (weights if chunk < tokens else 0)
     return LossBytes(
         activations.hidden + weights,

@@ -29,7 +29,7 @@ class LayoutParts:
         self.embedding = self.group(parts.embedding)
         self.norm, self.output = self.group(parts.norm), self.group(parts.output)
         self.tied = self.group(parts.tied)
-        self._backwards: dict[bool, tuple[float, float]] = {}  # by whether it recomputes
+        self._backwards: dict[tuple[bool, bool, bool], tuple[float, float]] = {}
 
     def group(self, parameters: tuple[ParameterShape, ...]) -> GroupBytes:
         return group_bytes(parameters, self.workload.layout, self.workload.numerics.state_bytes)
@@ -37,25 +37,43 @@ class LayoutParts:
     @cached_property
     def feed_forward_elements(self) -> float:
         """Elements of the largest matrices of a block, three or two of them."""
+        experts = tuple(parameter for parameter in self.parts.block if parameter.expert)
+        return self.group(experts).gathered if experts else self._dense_feed_forward
+
+    @property
+    def _dense_feed_forward(self) -> float:
+        """Likewise of a block without experts."""
         model = self.workload.model
-        if model.experts:
-            return self.block.gathered
         matrices = (3 if model.gated else 2) * model.dim * model.hidden_dim
-        return min(self.block.gathered, matrices / self.workload.layout.tensor)
+        return matrices / self.workload.layout.tensor
 
     @cached_property
-    def block_forward(self) -> float:
-        return block_forward(self.activations)
+    def _forwards(self) -> dict[bool, float]:
+        """Bytes that the forward of a block adds, by whether it is a dense one beside others."""
+        acts = self.activations
+        kinds = {False: acts.of_block(acts.dense_blocks)}
+        if acts.dense_blocks:
+            kinds[True] = acts.of_block(0)
+        return {dense: block_forward(own) for dense, own in kinds.items()}
 
-    def block_backward(self, number: int) -> tuple[float, float]:
+    def block_forward(self, number: int) -> float:
+        """Bytes of activations that the forward of a block adds."""
+        return self._forwards[number < self.activations.dense_blocks]
+
+    def block_backward(self, number: int, summed: bool) -> tuple[float, float]:
         """Bytes of (activations, weight gradients) that the backward of a block adds."""
-        recomputes = self.activations.recomputes(number)
-        if recomputes not in self._backwards:
-            compute, wide = self.workload.numerics.gathered_bytes, self.feed_forward_elements
-            other = (self.block.gathered - wide) * compute
-            found = block_backward(self.activations, number, wide * compute, other)
-            self._backwards[recomputes] = found
-        return self._backwards[recomputes]
+        acts = self.activations
+        dense = number < acts.dense_blocks
+        kind = dense, acts.recomputes(number), summed
+        if kind not in self._backwards:
+            compute = self.workload.numerics.gathered_bytes
+            group = self.dense_block if dense else self.block
+            wide = self._dense_feed_forward if dense else self.feed_forward_elements
+            wide = min(group.gathered, wide)
+            other = (group.gathered - wide) * compute
+            found = block_backward(acts.of_block(number), number, wide * compute, other, summed)
+            self._backwards[kind] = found
+        return self._backwards[kind]
 
 
 class RankParts:
@@ -152,17 +170,26 @@ class RankParts:
         """Whether FSDP has other ranks to gather parameters from."""
         return self.layout.shard * self.layout.context > 1
 
+    def gathered_blocks(self, stage: StageParts) -> float:
+        """Elements of the gathered parameters of a stage's blocks."""
+        dense = min(stage.blocks, max(0, self.activations.dense_blocks - stage.first_block))
+        dense_elements = dense * self.common.dense_block.gathered
+        return dense_elements + (stage.blocks - dense) * self.block.gathered
+
     def forward(self, number: int) -> float:
         """Bytes of activations that the forward of a block adds at its peak.
 
         A block that is recomputed has more in backward, and is not described.
         """
         acts = self.activations
-        return 0.0 if acts.recomputes(number) else self.common.block_forward
+        return 0.0 if acts.recomputes(number) else self.common.block_forward(number)
 
-    def backward(self, number: int) -> tuple[float, float]:
-        """Bytes of (activations, weight gradients) that the backward of a block adds."""
-        return self.common.block_backward(number)
+    def backward(self, number: int, summed: bool = False) -> tuple[float, float]:
+        """Bytes of (activations, weight gradients) that the backward of a block adds.
+
+        `summed`: each gradient is added to that of earlier micro-batches, and freed.
+        """
+        return self.common.block_backward(number, summed)
 
     def notable_blocks(self, blocks: int) -> set[int]:
         """Of `blocks` blocks, those whose backward can be the peak.
@@ -171,7 +198,9 @@ class RankParts:
         """
         workload = self.workload
         every = workload.recompute_every if workload.recompute == "selective" else 1
+        dense = self.activations.dense_blocks
         ends = {*range(every + 1), *range(blocks - every - 1, blocks)}
+        ends |= {dense + number for number in range(every + 1)} if dense else set()
         return {number for number in ends if 0 <= number < blocks}
 
     @property
@@ -190,15 +219,20 @@ class RankParts:
         copies = self.layout.tensor + (1 if self.layout.tensor > 1 else 0)
         return self.embedding.gathered * copies * self.numerics.gathered_bytes
 
-    def reduced(self, group: GroupBytes, last: float) -> float:
-        """Bytes at the reduce-scatter of a group's gradients.
+    def reduced(self, group: GroupBytes, last: float, size: float) -> float:
+        """Bytes at the reduce-scatter of a group's gradients, of `size` bytes an element.
 
         Its input and output are in the reduce dtype. The gradients themselves are freed after the
-        input is made, but for the last parameter's, of `last` elements.
+        input is made, but for the last parameter's, of `last` elements. Without other ranks, torch
+        copies the input, and in HSDP a quotient of it.
         """
-        compute, reduce = self.numerics.gathered_bytes, self.numerics.reduce_bytes
-        own = group.sharded * reduce + (last * compute if self.all_gathers else 0.0)
-        return group.gathered * reduce + max(group.gathered * compute, own)
+        reduce = self.numerics.reduce_bytes
+        after = group.sharded * reduce
+        if self.all_gathers:
+            after += last * size
+        elif self.layout.replicate > 1:
+            after *= 2
+        return group.gathered * reduce + max(group.gathered * size, after)
 
     @property
     def largest_shard(self) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
-from operator import ge
+from operator import ge, le
 from typing import Literal, NamedTuple
 
 from titanlite.parallelize.schedule import (
@@ -197,9 +197,10 @@ def _total_in_state(state: ScheduleState) -> int:
 
 
 def _covers(more: ScheduleState, less: ScheduleState) -> bool:
-    """Whether `more` has in flight what `less` has, and gradients where it has them."""
+    """Whether `more` has in flight what `less` has, gradients where it has them, and parameters."""
     return (
         all(map(ge, more.in_flight, less.in_flight))
         and all(map(ge, more.accumulated, less.accumulated))
         and all(map(ge, more.waiting, less.waiting))
+        and all(map(le, more.reduced, less.reduced))
     )

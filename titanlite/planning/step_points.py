@@ -29,8 +29,13 @@ class _Step:
         # gradients of earlier micro-batches: reduced, or accumulated unsharded
         self.shards = parts.all.sharded * numerics.gradient_bytes if accumulates and every else 0.0
         self.whole = parts.all.gathered * self.reduce if accumulates and not every else 0.0
+        # elements of the group of a block that is reduced last; exchanged experts have their own
+        inner = parts.feed_forward_elements if layout.expert > 1 else 0.0
+        self.reduced_last = parts.block.gathered - inner
         # elements of the root's FSDP group, which has tied weights
         self.root = (parts.embedding + parts.after).gathered if parts.parts.tied else 0
+        # the gradient of tied weights from the loss, until that of the embedding is added to it
+        self.of_loss = parts.common.tied.gathered * self.compute if parts.parts.tied else 0.0
 
     def _gathered(self, *groups: float) -> float:
         """Bytes of gathered groups, given in elements; with "never", of all."""
@@ -50,7 +55,7 @@ class _Step:
         own = 0 if tied else after.gathered
         # FSDP2 frees the output of forward's last all-gather at its next all-gather
         held = own * self.compute if parts.all_gathers else 0.0
-        reduced = 0.0 if tied else parts.reduced(after, after.gathered)
+        reduced = 0.0 if tied else parts.reduced(after, after.gathered, self.compute)
         earlier = {"gradients": self.shards}
         before = acts.alive(0, blocks - 1) + acts.rope + acts.residual
         return [
@@ -93,18 +98,18 @@ class _Step:
         passed = self.blocks - 1 - number
         new = (after.sharded + passed * block.sharded) * parts.numerics.gradient_bytes
         # the reduce-scatter input of the group before is freed when the next group's begins
-        before = (after.gathered if passed == 0 else block.gathered) * self.reduce
+        before = (after.gathered if passed == 0 else self.reduced_last) * self.reduce
         alive = acts.alive(0, number + 1) + acts.rope + acts.residual
         ahead = self._ahead
-        if number == 0:
-            ahead = parts.embedding.gathered if self._ahead else 0
+        if number == 0:  # tied weights are gathered until the end
+            ahead = parts.embedding.gathered if self._ahead and not self.root else 0
         temporaries, gradients = parts.backward(number)
         matrices = 3 if parts.workload.model.gated else 2
         return [
             StepPoint(
                 at,
                 gradients=self.shards or new,
-                unsharded_gradients=self.whole + before + gradients,
+                unsharded_gradients=self.whole + self.of_loss + before + gradients,
                 gathered=self._gathered(block.gathered, ahead),
                 activations=alive + temporaries,
             ),
@@ -112,7 +117,8 @@ class _Step:
                 f"{at}, at its reduce-scatter",
                 gradients=self.shards or new,
                 unsharded_gradients=self.whole
-                + parts.reduced(block, parts.feed_forward_elements / matrices),
+                + self.of_loss
+                + parts.reduced(block, parts.feed_forward_elements / matrices, self.compute),
                 gathered=self._gathered(ahead),
                 activations=alive - acts.saved(number),
             ),
@@ -124,20 +130,23 @@ class _Step:
         all_shards = parts.all.sharded * parts.numerics.gradient_bytes
         root = embedding + parts.after if self.root else embedding
         of_embedding = embedding.sharded * parts.numerics.gradient_bytes
+        # autograd adds gradients in place, but not those of DTensor
+        sum_of_shards = self.of_loss if parts.layout.tensor > 1 else 0.0
         return [
             StepPoint(
                 "in the backward of the embedding",
                 gradients=self.shards or all_shards - of_embedding,
                 unsharded_gradients=self.whole
-                + parts.block.gathered * self.reduce
-                + max(parts.embedding_gradient, parts.embedding_shard),
+                + self.reduced_last * self.reduce
+                + self.of_loss
+                + max(parts.embedding_gradient, parts.embedding_shard + sum_of_shards),
                 gathered=self._gathered(0 if self.root else embedding.gathered),
                 activations=acts.residual + acts.rope,
             ),
             StepPoint(
                 "at the reduce-scatter of the embedding",
-                gradients=self.shards or all_shards,
-                unsharded_gradients=self.whole + parts.reduced(root, root.gathered),
+                gradients=self.shards or all_shards - root.sharded * parts.numerics.gradient_bytes,
+                unsharded_gradients=self.whole + parts.reduced(root, root.gathered, self.compute),
                 gathered=self._gathered(-self.root),
                 activations=acts.rope,
             ),

@@ -48,8 +48,8 @@ class StepRecorder:
     explained.
     """
 
-    def __init__(self, dimension_of: Callable[[dist.ProcessGroup], str]):
-        self._dimension_of = dimension_of
+    def __init__(self, dimension_of: Callable[[dist.ProcessGroup, str], str]):
+        self._dimension_of = dimension_of  # of the group of a collective with that name
         self._live: dict[int, tuple[int, str]] = {}  # storage -> (bytes, label)
         self._label = "parameters"
         self.alive: Counter[str] = Counter()
@@ -122,7 +122,8 @@ class StepRecorder:
         tensors = [leaf for leaf in tree_iter((args, kwargs)) if isinstance(leaf, Tensor)]
         if operation.namespace == _FUNCTIONAL:
             tensors += [leaf for leaf in tree_iter(result) if isinstance(leaf, Tensor)]
-        size, dimension = max(tensor.nbytes for tensor in tensors), self._dimension_of(group)
+        size = max(tensor.nbytes for tensor in tensors)
+        dimension = self._dimension_of(group, name)
         if size < SCALAR_BYTES or not dimension:
             return
         kind = CollectiveKind(dimension, name)

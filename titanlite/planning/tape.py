@@ -16,9 +16,13 @@ class AllocationTape:
         self._mark()
 
     def add_gradient(self, size: float) -> None:
-        """Allocate the gradient of a weight, which stays."""
+        """Allocate the gradient of a weight."""
         self.gradients += size
         self._mark()
+
+    def free_gradient(self, size: float) -> None:
+        """Free the gradient of a weight."""
+        self.gradients -= size
 
     def free(self, *sizes: float) -> None:
         """Free activations."""

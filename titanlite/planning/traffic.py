@@ -165,7 +165,7 @@ class _RankTraffic:
         if layout.expert_tensor_ranks < layout.tensor:  # each routes its own tokens
             dimensions.append("tensor")
         for dimension in dimensions:
-            if dimension and blocks and size > SCALAR_BYTES:
+            if dimension and blocks and size >= SCALAR_BYTES:
                 self._add(dimension, "all-reduce", 1, size)
 
     def _experts(self) -> None:
@@ -180,7 +180,7 @@ class _RankTraffic:
         forwards, count = len(numbers) + len(again), layout.n_microbatches
         size = rows * model.dim * self.workload.numerics.activation_bytes
         self._add("expert", "all-to-all", count * 2 * (forwards + len(numbers)), size)
-        if (counts := model.experts.count * INT64) > SCALAR_BYTES:
+        if (counts := model.experts.count * INT64) >= SCALAR_BYTES:
             self._add("expert", "all-to-all", count * forwards, counts)
 
     def _is_recomputed(self, block: int) -> bool:
