@@ -29,6 +29,14 @@ def test_the_planned_toml_passes_the_check_of_train_py(run_toml, tmp_path, capsy
     assert train.main([*argv, "--job.check_ranks", "6"]) == 2  # it is checked for its GPUs
 
 
+def test_an_unaligned_vocabulary_is_reported(capsys):
+    given = ["--model", "llama3/debugmodel", "--gpus", "2xH100", "--seq-len", "64"]
+    given += ["--global-batch", "4", "--quick"]
+    for size, reported in ((2052, True), (2056, False)):
+        assert plan([*given, "--model.vocab_size", str(size)]) == 0
+        assert ("2056 is fast" in capsys.readouterr().out) == reported
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

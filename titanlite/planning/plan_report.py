@@ -6,6 +6,8 @@ from collections.abc import Iterator, Sequence
 
 from titanlite.log import pluralize
 from titanlite.planning.cost import RunCost, estimate_cost
+from titanlite.planning.efficiency import find_efficiency
+from titanlite.planning.kernel_time import ALIGNMENT, KernelTimes
 from titanlite.planning.layout_space import LayoutChoice
 from titanlite.planning.plan_changes import ChangedAnswer, explain_loss
 from titanlite.planning.plan_request import PlanRequest
@@ -83,6 +85,13 @@ def _header(request: PlanRequest, result: SearchResult) -> Iterator[str]:
         f"searched: {pluralize(counts.frames, 'combination')} of degrees and micro-batch,"
         f" {counts.memory_estimates:,} memory and {counts.time_estimates:,} time estimates"
     )
+    vocabulary, gpu = space.sizes.vocab_size, cluster.gpu
+    slower = KernelTimes(gpu, find_efficiency(gpu.name)).unaligned(vocabulary, "bfloat16")
+    if slower > 1:
+        yield (
+            f"model.vocab_size = {vocabulary}: not a multiple of {ALIGNMENT}, so the output layer"
+            f" takes {slower:.1f} times as long; {vocabulary + -vocabulary % ALIGNMENT} is fast"
+        )
 
 
 def _table(request: PlanRequest, steps: Sequence[PlannedStep]) -> Iterator[str]:
