@@ -225,6 +225,20 @@ def test_a_matmul_in_fp32_writes_fp32():
     assert seconds == pytest.approx(kernels.memory_bound(4 * (2 * 4096 + 4096**2)))
 
 
+def test_sums_of_gradients_are_read_and_written():
+    def memory_bound(workload=BASE, **layout):
+        return seconds(workload, **layout).memory_bound
+
+    every = {"reduce_every_microbatch": True}
+    alone = memory_bound(**every)  # FSDP reduces the gradients of each micro-batch
+    summed = memory_bound(reduce_every_microbatch=False)
+    fused = memory_bound(dataclasses.replace(BASE, fused_sums=True), reduce_every_microbatch=False)
+    assert summed - fused == pytest.approx((fused - alone) / 4)  # 2 bytes beside 8
+    assert memory_bound(shard=1, pipeline=8, **every) > memory_bound(
+        shard=1, pipeline=8, runs=4, **every
+    )
+
+
 def test_a_window_and_few_heads_change_attention():
     window = dataclasses.replace(LLAMA_8B, window=1024, full_attention_every=2)
     windowed = seconds(dataclasses.replace(BASE, model=window)).attention

@@ -79,6 +79,7 @@ class BlockCase:
     attention_kernel: str
     overlap_tensor: bool
     blocking_launches: bool
+    fused_sums: bool
     expert_tensor: int  # tensor ranks that each expert is sharded over
     exchange: ExpertExchange
     kernels: KernelTimes
@@ -95,6 +96,13 @@ class BlockCase:
         return "float32" if self.numerics.matmuls == "float32" else "bfloat16"
 
 
+def _accumulates(layout: Layout) -> bool:
+    """Whether gradients of several micro-batches are added before they are reduced."""
+    if layout.sharded == "parameters" and layout.reduce_every_microbatch:
+        return layout.pipeline > 1 and layout.n_microbatches > layout.runs
+    return layout.n_microbatches > 1
+
+
 def block_case(workload: Workload, kernels: KernelTimes, collectives: CollectiveTimes) -> BlockCase:
     """The case of a workload."""
     layout: Layout = workload.layout
@@ -103,8 +111,7 @@ def block_case(workload: Workload, kernels: KernelTimes, collectives: Collective
         workload.model,
         (layout.tensor, layout.context, layout.expert, int(sequence_parallel)),
         layout.micro_batch,
-        layout.n_microbatches > 1
-        and not (layout.sharded == "parameters" and layout.reduce_every_microbatch),
+        _accumulates(layout),
         workload.seq_len,
         workload.numerics,
         workload.recompute,
@@ -115,6 +122,7 @@ def block_case(workload: Workload, kernels: KernelTimes, collectives: Collective
         workload.attention_kernel,
         workload.overlap.tensor,
         workload.blocking_launches,
+        workload.fused_sums,
         layout.expert_tensor_ranks,
         workload.exchange,
         kernels,

@@ -18,11 +18,22 @@ def linear_passes(case: BlockCase, m: float, k: float, n: float, count: float = 
     backward = kernels.matmul(m, n, k, precision, many) * count
     backward += kernels.matmul(k, m, n, precision, many) * count
     quantized = _quantization(case, m, k, n, count)
-    stored = 2 * k * n * case.numerics.gradient_bytes * count if case.accumulates else 0.0
+    summed = k * n * count * _bytes_of_sum(case)
     return Passes(
         Seconds(matmul=forward, memory=quantized[0]),
-        Seconds(matmul=backward, memory=quantized[1] + kernels.memory_bound(stored)),
+        Seconds(matmul=backward, memory=quantized[1] + kernels.memory_bound(summed)),
     )
+
+
+def _bytes_of_sum(case: BlockCase) -> float:
+    """Bytes per weight to add its gradient to the sum: the sum is read and written.
+
+    A kernel of its own also reads the gradient.
+    """
+    if not case.accumulates:
+        return 0.0
+    gradient = 0.0 if case.fused_sums else case.numerics.activation_bytes
+    return 2 * case.numerics.gradient_bytes + gradient
 
 
 def _quantization(

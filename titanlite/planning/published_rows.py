@@ -59,6 +59,7 @@ class FrameworkFacts:
     gradient_bytes: float = 4
     weights_quantized_once: bool = False
     blocking_launches: bool = False
+    fused_sums: bool = False
     loss: Literal["pytorch", "megatron", "flash"] = "megatron"
     reported_memory: float = 1.0  # divided by the memory of its tensors at the peak
     process_gib: float = 0.0  # added to it
@@ -74,8 +75,13 @@ RESERVED = 1.2
 # BLOOM's rows, whatever their size.
 PROCESS_GIB = 4.0
 MEGATRON_ZERO = FrameworkFacts(False, "stored", "nothing", Overlap(data=False))
+# Megatron-Core's gradient_accumulation_fusion is on by default
 NEMO = FrameworkFacts(
-    True, "native", overlap=Overlap(tensor=True, pipeline=True), weights_quantized_once=True
+    True,
+    "native",
+    overlap=Overlap(tensor=True, pipeline=True),
+    weights_quantized_once=True,
+    fused_sums=True,
 )
 # by the beginning of a framework's name; the first that matches counts
 FRAMEWORKS = {
@@ -93,12 +99,19 @@ FRAMEWORKS = {
     ),
     "Megatron-DeepSpeed": replace(MEGATRON_ZERO, sharded="optimizer"),
     # SimuMax docs/b200/b200_real_repro_guide.md: overlap is switched off
-    "Megatron-LM 0.14": FrameworkFacts(True, "native", overlap=Overlap(data=False)),
+    "Megatron-LM 0.14": FrameworkFacts(
+        True, "native", overlap=Overlap(data=False), fused_sums=True
+    ),
     # the last rank logs (megatron/training/global_vars.py);
     # Transformer Engine casts weights to Float8 in the first micro-batch of a step only;
     # LinearWithGradAccumulationAndAsyncCommunication gathers into the global memory buffer
     "Megatron-Core": FrameworkFacts(
-        True, "native", weights_quantized_once=True, reported_rank="last", gather_buffer=True
+        True,
+        "native",
+        weights_quantized_once=True,
+        fused_sums=True,
+        reported_rank="last",
+        gather_buffer=True,
     ),
     # performance recipes: tp_comm_overlap, overlap_grad_reduce, overlap_param_gather and overlapped
     # transfers of the interleaved schedule (Megatron-Bridge docs/performance-guide.md); its recipes
@@ -207,6 +220,7 @@ def _read_row(row: Row) -> PublishedRun:
         attention_kernel="native" if facts.attention == "stored" else facts.attention,
         loss=facts.loss,
         blocking_launches=facts.blocking_launches,
+        fused_sums=facts.fused_sums,
         overlap=overlap,
         exchange=published_exchange(row, cluster.gpu.name) if model.experts else ExpertExchange(),
     )

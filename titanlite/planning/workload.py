@@ -129,6 +129,7 @@ class Workload:
     step_in_backward: bool = False  # each parameter is updated, and its gradient freed, in backward
     offload_parameters: bool = False  # and gradients and optimizer states
     blocking_launches: bool = False  # CUDA_LAUNCH_BLOCKING=1: the host's time is not hidden
+    fused_sums: bool = False  # the matmul of a weight's gradient adds it to that of other batches
     overlap: Overlap = field(default_factory=Overlap)
     exchange: ExpertExchange = field(default_factory=ExpertExchange)
     checkpoint_interval: int = 0  # steps; the copy to the host stops training. 0: none
