@@ -76,6 +76,25 @@ LAYOUTS = {
         2,
         {**ZBV, **FP32, "training.seq_len": 1024, "activation_checkpoint.mode": "full"},
     ),
+    "FSDP 2, tied, reduced in the last micro-batch": (
+        2,
+        {
+            **TIED,
+            **LARGE_VOCABULARY,
+            "training.seq_len": 128,
+            "training.local_batch_size": 1,
+            "training.global_batch_size": 4,
+            "parallelism.fsdp_gradient_reduction": "last_microbatch",
+        },
+    ),
+    "FSDP 2, not resharded after forward": (
+        2,
+        {
+            "training.seq_len": 64,
+            "training.local_batch_size": 1,
+            "parallelism.fsdp_reshard_after_forward": "never",
+        },
+    ),
     "PP 2, TP 2, CP 2, fp32, CPU": (
         8,
         {

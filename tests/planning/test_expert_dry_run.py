@@ -85,6 +85,15 @@ def test_the_formula_equals_a_dry_run(name, monkeypatch):
                 "--activation_checkpoint.mode=full",
             ],
         ),
+        (
+            "deepseek_v3",
+            [
+                "--model.n_layers=4",
+                "--model.n_dense_layers=3",
+                "--model.n_experts=32",
+                "--activation_checkpoint.mode=full",
+            ],
+        ),
     ],
 )
 def test_the_estimate_of_a_family_equals_a_dry_run(family, options):
@@ -100,3 +109,8 @@ def test_blocks_with_experts_and_without_are_of_different_kinds():
     argv += ["--activation_checkpoint.selective_ac_option=3"]
     job = read_job(["--model.flavor=debugmodel", *argv], 4, check_environment=False)
     assert [ranks for _, ranks in _kinds(job)] == [(0,), (1,), (2,), (3,)]
+
+
+def test_the_traffic_of_latent_attention_equals_a_dry_run():
+    argv = ["--model.name=deepseek_v3", "--model.flavor=debugmodel", "--training.seq_len=512"]
+    assert compare([*argv, "--parallelism.tensor_parallel_degree=2"], 2)

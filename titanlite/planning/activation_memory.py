@@ -162,14 +162,13 @@ class BlockActivations:
     def per_operation(self) -> float:
         """All operations but attention and every second matmul are recomputed."""
         # eager blocks save the output of the last matmul, too, which backward does not need
-        outputs = 0.0 if self.workload.compiled else self.hidden
-        outputs += 2 * self.residual if self._tensor > 1 else 0.0
+        outputs = 2 * self.residual if self._tensor > 1 else 0.0
         matmuls = self.query + self.key
         if self.experts:
-            outputs -= 0.0 if self.workload.compiled else self.hidden
             matmuls += self.experts.saved_operations
         else:
             matmuls += self.feed_forward
+            outputs += 0.0 if self.workload.compiled else self.hidden
         return self.residual + outputs + matmuls + self.attention_core
 
     def saved(self, block: int) -> float:

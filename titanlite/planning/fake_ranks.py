@@ -116,13 +116,15 @@ class FakeCompute(TorchDispatchMode):
 def _adds_weight_gradients(first: Any, second: Any) -> bool:
     """Whether autograd itself adds the gradients of a weight that is used twice, and no DTensor.
 
-    Those of activations are not told: autograd adds them in place if nothing else refers to them.
+    Only of matrices: whether autograd adds gradients of activations in place depends on what else
+    refers to them, which is not known here. Autograd itself has no frame in Python: the caller is
+    what started backward.
     """
     if not isinstance(second, Tensor) or first.dim() != 2 or first.shape != second.shape:
         return False
     callers = (frame.f_globals.get("__name__", "") for frame, _ in walk_stack(None))
     own = (__name__, "torch._compile", "torch._dynamo.eval_frame")
-    return next(name for name in callers if name not in own) == "torch.autograd.graph"
+    return next((name for name in callers if name not in own), "") == "torch.autograd.graph"
 
 
 @contextmanager

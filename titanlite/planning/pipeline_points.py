@@ -47,7 +47,7 @@ class _Held(NamedTuple):
     """What a rank has at an action beside activations."""
 
     others: float  # gradients of the rank's other stages: unsharded in the reduce dtype, or reduced
-    own: float  # unsharded of the stage whose action it is, if it had a backward before
+    own: float  # likewise of the stage whose action it is, if it had a backward before
     gathered: float  # parameters; those of reduced stages are freed
 
 
@@ -111,7 +111,7 @@ class _PipelineRank:
     def _elements(self, stage: StageParts, embeddings: int = 1) -> float:
         """Gathered parameters of a stage, the embedding's times `embeddings`."""
         parts = self.parts
-        elements = parts.gathered_blocks(stage)
+        elements: float = parts.of_blocks(stage).gathered
         if stage.embedding:
             elements += parts.embedding.gathered * embeddings
         if stage.output:
@@ -170,7 +170,7 @@ class _PipelineRank:
         freed = [
             gathered if reduced and self.reduces else 0.0
             for gathered, reduced in zip(self.gathered, state.reduced, strict=False)
-        ]
+        ]  # assumed states do not say what has been reduced
         held = _Held(sum(done) - own, own, sum(self.gathered) - sum(freed))
         if state.kind == "forward":
             points = [self._forward_of_blocks(stage, in_flight, held)]
@@ -211,7 +211,7 @@ class _PipelineRank:
             alive += self.acts.rope  # computed, and not saved
         return self._point("at the loss", held, alive, logits=loss.saved + loss.forward_temporaries)
 
-    def _end_of_input_gradients(self, stage: int, in_flight: float, held: _Held) -> StepPoint:
+    def _end_of_input_gradients(self, number: int, in_flight: float, held: _Held) -> StepPoint:
         """Nothing that forward saved is freed before the weight gradients."""
         acts = self.acts
         norm = 4 * acts.residual * 4 / acts.size if acts.on_cpu else 0.0  # four tensors in fp32
@@ -219,7 +219,7 @@ class _PipelineRank:
         if acts.workload.layout.context > 1:  # when only the attention of one block is left
             left = acts.query + 2 * acts.key + acts.residual
             temporaries = max(temporaries, acts.ring_backward - left)
-        alive = in_flight + self.waiting[stage] + temporaries
+        alive = in_flight + self.waiting[number] + temporaries
         return self._point("in the backward of a block", held, alive)
 
     def _weight_gradients(self, number: int, in_flight: float, held: _Held) -> list[StepPoint]:
@@ -274,9 +274,9 @@ class _PipelineRank:
         """The blocks of a stage whose backward can be the peak."""
         parts, found = self.parts, []
         of_output = parts.after.gathered * self.reduce if stage.output else 0.0
-        for number in parts.notable_blocks(stage.blocks):
+        for number in parts.notable_blocks(stage):
             saved = self._of_blocks(stage, number + 1)
-            later = (stage.blocks - 1 - number) * parts.block.gathered * self.reduce
+            later = parts.of_blocks(stage, number + 1).gathered * self.reduce
             first, summed = (
                 parts.backward(stage.first_block + number, summed) for summed in (False, True)
             )

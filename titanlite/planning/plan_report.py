@@ -86,11 +86,14 @@ def _header(request: PlanRequest, result: SearchResult) -> Iterator[str]:
         f" {counts.memory_estimates:,} memory and {counts.time_estimates:,} time estimates"
     )
     vocabulary, gpu = space.sizes.vocab_size, cluster.gpu
-    slower = KernelTimes(gpu, find_efficiency(gpu.name)).unaligned(vocabulary, "bfloat16")
+    tensor = result.best[0].choice.frame.degrees.tensor
+    share, aligned = -(-vocabulary // tensor), tensor * ALIGNMENT
+    slower = KernelTimes(gpu, find_efficiency(gpu.name)).unaligned(share, "bfloat16")
     if slower > 1:
         yield (
-            f"model.vocab_size = {vocabulary}: not a multiple of {ALIGNMENT}, so the output layer"
-            f" takes {slower:.1f} times as long; {vocabulary + -vocabulary % ALIGNMENT} is fast"
+            f"model.vocab_size = {vocabulary}: not a multiple of {aligned}, so the output layer of"
+            f" layout 1 takes {slower:.1f} times as long; {vocabulary + -vocabulary % aligned} is"
+            " fast"
         )
 
 

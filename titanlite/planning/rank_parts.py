@@ -37,12 +37,13 @@ class LayoutParts:
     @cached_property
     def feed_forward_elements(self) -> float:
         """Elements of the largest matrices of a block, three or two of them."""
-        experts = tuple(parameter for parameter in self.parts.block if parameter.expert)
-        return self.group(experts).gathered if experts else self._dense_feed_forward
+        return self.feed_forward(dense=False)
 
-    @property
-    def _dense_feed_forward(self) -> float:
-        """Likewise of a block without experts."""
+    def feed_forward(self, dense: bool) -> float:
+        """Likewise of a block that is `dense` although others have experts, or of another."""
+        experts = tuple(parameter for parameter in self.parts.block if parameter.expert)
+        if experts and not dense:
+            return self.group(experts).gathered
         model = self.workload.model
         matrices = (3 if model.gated else 2) * model.dim * model.hidden_dim
         return matrices / self.workload.layout.tensor
@@ -68,8 +69,7 @@ class LayoutParts:
         if kind not in self._backwards:
             compute = self.workload.numerics.gathered_bytes
             group = self.dense_block if dense else self.block
-            wide = self._dense_feed_forward if dense else self.feed_forward_elements
-            wide = min(group.gathered, wide)
+            wide = min(group.gathered, self.feed_forward(dense))
             other = (group.gathered - wide) * compute
             found = block_backward(acts.of_block(number), number, wide * compute, other, summed)
             self._backwards[kind] = found
@@ -170,11 +170,25 @@ class RankParts:
         """Whether FSDP has other ranks to gather parameters from."""
         return self.layout.shard * self.layout.context > 1
 
-    def gathered_blocks(self, stage: StageParts) -> float:
-        """Elements of the gathered parameters of a stage's blocks."""
-        dense = min(stage.blocks, max(0, self.activations.dense_blocks - stage.first_block))
-        dense_elements = dense * self.common.dense_block.gathered
-        return dense_elements + (stage.blocks - dense) * self.block.gathered
+    def _dense_blocks(self, stage: StageParts) -> int:
+        """Blocks of a stage that have no experts, although others have."""
+        return min(stage.blocks, max(0, self.activations.dense_blocks - stage.first_block))
+
+    def of_blocks(self, stage: StageParts, first: int = 0) -> GroupBytes:
+        """The FSDP groups of a stage's blocks, from its block number `first` on."""
+        dense = max(0, self._dense_blocks(stage) - first)
+        experts = stage.blocks - first - dense
+        return self.common.dense_block.times(dense) + self.block.times(experts)
+
+    def largest_matrix(self, number: int) -> float:
+        """Elements of the largest weight of block number `number` of the model."""
+        matrices = 3 if self.workload.model.gated else 2
+        return self.common.feed_forward(number < self.activations.dense_blocks) / matrices
+
+    def group_of_block(self, number: int) -> GroupBytes:
+        """The FSDP groups of block number `number` of the model."""
+        dense = number < self.activations.dense_blocks
+        return self.common.dense_block if dense else self.block
 
     def forward(self, number: int) -> float:
         """Bytes of activations that the forward of a block adds at its peak.
@@ -191,16 +205,16 @@ class RankParts:
         """
         return self.common.block_backward(number, summed)
 
-    def notable_blocks(self, blocks: int) -> set[int]:
-        """Of `blocks` blocks, those whose backward can be the peak.
+    def notable_blocks(self, stage: StageParts) -> set[int]:
+        """Of a stage's blocks, by their numbers in it, those whose backward can be the peak.
 
         Memory changes evenly from block to block, so they are those at the ends, of each kind.
         """
         workload = self.workload
         every = workload.recompute_every if workload.recompute == "selective" else 1
-        dense = self.activations.dense_blocks
+        blocks, dense = stage.blocks, self._dense_blocks(stage)
         ends = {*range(every + 1), *range(blocks - every - 1, blocks)}
-        ends |= {dense + number for number in range(every + 1)} if dense else set()
+        ends |= {*range(dense - every, dense + every + 1)} if dense else set()
         return {number for number in ends if 0 <= number < blocks}
 
     @property
@@ -223,8 +237,8 @@ class RankParts:
         """Bytes at the reduce-scatter of a group's gradients, of `size` bytes an element.
 
         Its input and output are in the reduce dtype. The gradients themselves are freed after the
-        input is made, but for the last parameter's, of `last` elements. Without other ranks, torch
-        copies the input, and in HSDP a quotient of it.
+        input is made, but for the last parameter's, of `last` elements. Without other ranks, FSDP2
+        copies the input, and in HSDP a quotient of it as well (`foreach_reduce`).
         """
         reduce = self.numerics.reduce_bytes
         after = group.sharded * reduce

@@ -8,10 +8,10 @@ from titanlite.planning.rank_parts import RankParts
 
 def step_points(parts: RankParts) -> list[StepPoint]:
     """The loss, the backward of the first and the last block and of what is around them."""
-    step, blocks = _Step(parts), parts.stages[0].blocks
+    step, blocks = _Step(parts), parts.notable_blocks(parts.stages[0])
     return [
         *step.points_of_output(),
-        *(point for n in parts.notable_blocks(blocks) for point in step.points_of_block(n)),
+        *(point for number in blocks for point in step.points_of_block(number)),
         *step.points_of_embedding(),
     ]
 
@@ -29,23 +29,31 @@ class _Step:
         # gradients of earlier micro-batches: reduced, or accumulated unsharded
         self.shards = parts.all.sharded * numerics.gradient_bytes if accumulates and every else 0.0
         self.whole = parts.all.gathered * self.reduce if accumulates and not every else 0.0
-        # elements of the group of a block that is reduced last; exchanged experts have their own
-        inner = parts.feed_forward_elements if layout.expert > 1 else 0.0
-        self.reduced_last = parts.block.gathered - inner
         # elements of the root's FSDP group, which has tied weights
         self.root = (parts.embedding + parts.after).gathered if parts.parts.tied else 0
         # the gradient of tied weights from the loss, until that of the embedding is added to it
         self.of_loss = parts.common.tied.gathered * self.compute if parts.parts.tied else 0.0
 
-    def _gathered(self, *groups: float) -> float:
-        """Bytes of gathered groups, given in elements; with "never", of all."""
-        elements = self.parts.all.gathered if self.never else self.root + sum(groups)
+    def _gathered(self, *groups: float, freed: float = 0.0) -> float:
+        """Bytes of gathered groups, given in elements; with "never", of all that are not freed."""
+        elements = self.parts.all.gathered - freed if self.never else self.root + sum(groups)
         return elements * self.compute
 
-    @property
-    def _ahead(self) -> float:
-        """Elements of the next block, whose all-gather has begun."""
-        return self.parts.block.gathered if self.parts.all_gathers else 0
+    def _accumulated(self, reduced: float) -> float:
+        """Bytes of unsharded gradients of earlier micro-batches, after `reduced` elements."""
+        return max(0.0, self.whole - reduced * self.reduce)
+
+    def _reduced_last(self, number: int) -> float:
+        """Elements of the group of a block that is reduced last; exchanged experts have their
+        own."""
+        parts = self.parts
+        experts = parts.layout.expert > 1 and number >= self.acts.dense_blocks
+        inner = parts.feed_forward_elements if experts else 0.0
+        return parts.group_of_block(number).gathered - inner
+
+    def _ahead(self, number: int) -> float:
+        """Elements of a block whose all-gather has begun."""
+        return self.parts.group_of_block(number).gathered if self.parts.all_gathers else 0
 
     def points_of_output(self) -> list[StepPoint]:
         """The loss, and the backward of the output layer."""
@@ -78,7 +86,7 @@ class _Step:
                 "when backward begins",
                 **earlier,
                 unsharded_gradients=self.whole,
-                gathered=self._gathered(own, self._ahead),
+                gathered=self._gathered(own, self._ahead(blocks - 1)),
                 activations=saved + acts.norm_extra,
                 logits=loss.saved + loss.backward_temporaries,
             ),
@@ -86,40 +94,43 @@ class _Step:
                 "at the reduce-scatter of the output layer",
                 **earlier,
                 unsharded_gradients=self.whole + reduced,
-                gathered=self._gathered(self._ahead),
+                gathered=self._gathered(self._ahead(blocks - 1), freed=own),
                 activations=saved,
             ),
         ]
 
     def points_of_block(self, number: int) -> list[StepPoint]:
         """The backward of one block, and its reduce-scatter."""
-        parts, acts, block, after = self.parts, self.acts, self.parts.block, self.parts.after
+        parts, acts, block = self.parts, self.acts, self.parts.group_of_block(number)
         at = f"in the backward of block {number}"
-        passed = self.blocks - 1 - number
-        new = (after.sharded + passed * block.sharded) * parts.numerics.gradient_bytes
+        # the groups whose gradients are reduced already; tied weights are reduced at the end
+        passed = parts.of_blocks(parts.stages[0], number + 1)
+        passed = passed if self.root else passed + parts.after
+        new = passed.sharded * parts.numerics.gradient_bytes
         # the reduce-scatter input of the group before is freed when the next group's begins
-        before = (after.gathered if passed == 0 else self.reduced_last) * self.reduce
+        last = number == self.blocks - 1
+        before = parts.after.gathered if last else self._reduced_last(number + 1)
         alive = acts.alive(0, number + 1) + acts.rope + acts.residual
-        ahead = self._ahead
-        if number == 0:  # tied weights are gathered until the end
-            ahead = parts.embedding.gathered if self._ahead and not self.root else 0
+        if number:
+            ahead = self._ahead(number - 1)
+        else:  # tied weights are gathered until the end
+            ahead = parts.embedding.gathered if parts.all_gathers and not self.root else 0
         temporaries, gradients = parts.backward(number)
-        matrices = 3 if parts.workload.model.gated else 2
+        accumulated = self._accumulated(passed.gathered) + self.of_loss
+        reduced = parts.reduced(block, parts.largest_matrix(number), self.compute)
         return [
             StepPoint(
                 at,
                 gradients=self.shards or new,
-                unsharded_gradients=self.whole + self.of_loss + before + gradients,
-                gathered=self._gathered(block.gathered, ahead),
+                unsharded_gradients=accumulated + before * self.reduce + gradients,
+                gathered=self._gathered(block.gathered, ahead, freed=passed.gathered),
                 activations=alive + temporaries,
             ),
             StepPoint(
                 f"{at}, at its reduce-scatter",
                 gradients=self.shards or new,
-                unsharded_gradients=self.whole
-                + self.of_loss
-                + parts.reduced(block, parts.feed_forward_elements / matrices, self.compute),
-                gathered=self._gathered(ahead),
+                unsharded_gradients=accumulated + reduced,
+                gathered=self._gathered(ahead, freed=passed.gathered + block.gathered),
                 activations=alive - acts.saved(number),
             ),
         ]
@@ -127,27 +138,30 @@ class _Step:
     def points_of_embedding(self) -> list[StepPoint]:
         """The backward of the embedding, and its reduce-scatter."""
         parts, acts, embedding = self.parts, self.acts, self.parts.embedding
-        all_shards = parts.all.sharded * parts.numerics.gradient_bytes
         root = embedding + parts.after if self.root else embedding
-        of_embedding = embedding.sharded * parts.numerics.gradient_bytes
+        own = root.sharded * parts.numerics.gradient_bytes
+        others = parts.all.sharded * parts.numerics.gradient_bytes - own
+        passed = parts.all.gathered - root.gathered
         # autograd adds gradients in place, but not those of DTensor
         sum_of_shards = self.of_loss if parts.layout.tensor > 1 else 0.0
+        # of the root, the gradient of the tied weights is freed before the output is made
+        reduced = parts.reduced(root, 0 if self.root else root.gathered, self.compute)
         return [
             StepPoint(
                 "in the backward of the embedding",
-                gradients=self.shards or all_shards - of_embedding,
-                unsharded_gradients=self.whole
-                + self.reduced_last * self.reduce
+                gradients=self.shards or others,
+                unsharded_gradients=self._accumulated(passed)
+                + self._reduced_last(0) * self.reduce
                 + self.of_loss
                 + max(parts.embedding_gradient, parts.embedding_shard + sum_of_shards),
-                gathered=self._gathered(0 if self.root else embedding.gathered),
+                gathered=self._gathered(0 if self.root else embedding.gathered, freed=passed),
                 activations=acts.residual + acts.rope,
             ),
             StepPoint(
                 "at the reduce-scatter of the embedding",
-                gradients=self.shards or all_shards - root.sharded * parts.numerics.gradient_bytes,
-                unsharded_gradients=self.whole + parts.reduced(root, root.gathered, self.compute),
-                gathered=self._gathered(-self.root),
+                gradients=self.shards or others,
+                unsharded_gradients=self._accumulated(passed) + reduced,
+                gathered=self._gathered(-self.root, freed=parts.all.gathered),
                 activations=acts.rope,
             ),
         ]

@@ -234,6 +234,11 @@ class _RankTraffic:
             self._add("tensor", "all-reduce", count * 2 * (2 * blocks + again), tokens * FP32)
         elif model.qk_norm:
             self._add("tensor", "all-reduce", count * 2 * blocks, model.head_dim * FP32)
+        if latent := model.latent:  # gradient of the matrix that the latent vectors come from
+            matrix = (latent.key_value_rank + latent.rotary_dim) * model.dim
+            self._add(
+                "tensor", "all-reduce", count * blocks, matrix * workload.numerics.activation_bytes
+            )
         if any(stage.output for stage in self.stages):  # largest logit; two sums
             chunk = min(tokens, workload.loss_chunk_tokens or tokens)
             full, rest = divmod(tokens, chunk)
