@@ -15,7 +15,7 @@ from titanlite.planning.activation_memory import BlockActivations
 from titanlite.planning.job_memory import estimate_job_memory
 from titanlite.planning.job_workload import workload_of
 from titanlite.planning.memory_advice import memory_savings
-from titanlite.planning.schedule_states import schedule_states
+from titanlite.planning.schedule_states import ScheduleState, _largest, schedule_states
 from titanlite.planning.stages import stages_in_flight
 from titanlite.runtime.out_of_memory import MemoryUsage, find_memory_request
 
@@ -217,3 +217,9 @@ def test_out_of_memory_errors_are_recognised_by_their_message():
     assert find_memory_request(wrapped) == find_memory_request(cuda)
     assert find_memory_request(MemoryError()) == "cannot allocate more"
     assert find_memory_request(RuntimeError("shapes do not match")) is None
+
+
+def test_a_state_with_freed_parameters_does_not_replace_one_that_has_them():
+    has_all = ScheduleState("backward", 0, (1, 0), (True, False), (0, 0), (False, False))
+    has_fewer = has_all._replace(reduced=(False, True))
+    assert _largest([has_fewer, has_all]) == {has_all, has_fewer}

@@ -64,9 +64,17 @@ class BlockActivations:
         experts = self.workload.model.experts
         return experts.dense_layers if experts else 0
 
+    def is_dense(self, block: int) -> bool:
+        """Whether block number `block` has no experts, although others have."""
+        return block < self.dense_blocks
+
+    def count_dense(self, first: int, count: int) -> int:
+        """How many of `count` blocks from `first` on are dense in this sense."""
+        return min(count, max(0, self.dense_blocks - first))
+
     def of_block(self, block: int) -> BlockActivations:
         """The activations of block number `block`, with experts or without."""
-        return self._dense if block < self.dense_blocks else self
+        return self._dense if self.is_dense(block) else self
 
     @cached_property
     def _tensor(self) -> int:
@@ -173,7 +181,7 @@ class BlockActivations:
 
     def saved(self, block: int) -> float:
         """What block number `block` saves in forward."""
-        if block < self.dense_blocks:
+        if self.is_dense(block):
             return self._dense.saved(block)
         recompute = self.workload.recompute
         if recompute == "none" or self._kept(block):
@@ -192,7 +200,7 @@ class BlockActivations:
         if self.workload.offload_activations:  # two blocks are there, others in host memory
             blocks = min(2, count)
             return blocks * max((self.saved(first + n) for n in range(blocks)), default=0.0)
-        dense = min(count, max(0, self.dense_blocks - first))
+        dense = self.count_dense(first, count)
         if dense:
             rest = self.alive(first + dense, count - dense)
             return self._dense.alive(first, dense) + rest

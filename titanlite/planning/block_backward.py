@@ -145,7 +145,7 @@ class _BlockTape:
         """Forward of the experts; the rows stay in the frame of the module's forward."""
         a, tape = self.a, self.tape
         self._forward_norm(gathers=e.gathers)
-        tape.add(e.wide_hidden)  # the router's input
+        tape.add(e.hidden_fp32)  # the router's input
         tape.use(e.scores, e.scores)
         tape.add(e.router, e.rows)
         received = e.rows if e.exchanged else 0.0
@@ -156,18 +156,18 @@ class _BlockTape:
         kept = stored and not e.exchanged
         tape.add(*[e.inner] * (GATED - kept), 0.0 if kept and not e.shared else e.rows)
         tape.use(received, received)  # the results in the order of the ranks, and as they arrive
-        tape.use(e.wide_hidden, e.wide_hidden, e.hidden)  # the sum over a token's rows
+        tape.use(e.hidden_fp32, e.hidden_fp32, e.hidden)  # the sum over a token's rows
         tape.use(e.hidden, e.hidden)
 
     def mixture(self, e: ExpertActivations, weights: float) -> None:
         """Backward of the experts, the router and the norm before them."""
         tape, each = self.tape, weights / 3
         received = e.rows if e.exchanged else 0.0
-        tape.add(e.wide_hidden, e.wide_rows)  # gradients of the sum over a token's rows, in fp32
+        tape.add(e.hidden_fp32, e.rows_fp32)  # gradients of the sum over a token's rows, in fp32
         tape.add(e.rows)
-        tape.free(e.wide_rows)
-        tape.use(e.wide_hidden, e.wide_hidden, e.hidden)  # gradients of its weights
-        tape.free(e.wide_hidden, e.rows)
+        tape.free(e.rows_fp32)
+        tape.use(e.hidden_fp32, e.hidden_fp32, e.hidden)  # gradients of its weights
+        tape.free(e.hidden_fp32, e.rows)
         tape.use(received, received)
         self._linear(each, e.inner)
         tape.free(e.rows, e.inner)
@@ -187,11 +187,11 @@ class _BlockTape:
             tape.free(e.shared, e.shared, e.shared)
             tape.add(e.shared, e.shared_input)
             tape.free(*[e.shared] * GATED, e.shared_input)
-        tape.add(e.wide_hidden, e.hidden)  # the sum of the gradients of a token's rows
-        tape.free(e.rows, e.wide_hidden)
+        tape.add(e.hidden_fp32, e.hidden)  # the sum of the gradients of a token's rows
+        tape.free(e.rows, e.hidden_fp32)
         tape.use(e.scores, e.scores)
-        tape.add(e.wide_hidden, e.hidden)  # the router's
-        tape.free(e.wide_hidden, e.wide_hidden, e.router, e.hidden, e.shared_input)
+        tape.add(e.hidden_fp32, e.hidden)  # the router's
+        tape.free(e.hidden_fp32, e.hidden_fp32, e.router, e.hidden, e.shared_input)
         self._input_gradient(reduces=e.gathers)
 
     def _linear(self, weights: float, inputs: float) -> None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from titanlite.planning.workload import Workload
 
-PER_ROW = 32  # bytes: four indices in int64, and two weights in fp32, less a token's
+PER_ROW = 32  # bytes that the router saves: three indices in int64, and two weights in fp32
 GATED = 4  # tensors of the hidden width that are saved: gate, its activation, up and product
 
 
@@ -16,9 +16,9 @@ class ExpertActivations:
 
     gathers: bool  # the tensor ranks route the same tokens, which they gather before the router
     hidden: float  # hidden states of the tokens that this rank routes
-    wide_hidden: float  # the same in fp32
+    hidden_fp32: float  # the same in fp32
     rows: float  # a row for each expert of each token
-    wide_rows: float  # the same in fp32
+    rows_fp32: float  # the same in fp32
     inner: float  # rows of the experts' hidden width
     shared: float  # tokens of the shared experts' hidden width
     shared_input: float  # tokens that the shared experts compute; 0: there are none
@@ -30,7 +30,7 @@ class ExpertActivations:
     def saved(self) -> float:
         """What forward saves for backward, beside the input of the block's last norm."""
         inner = GATED * (self.inner + self.shared)
-        return self.shared_input + self.wide_hidden + self.router + 2 * self.rows + inner
+        return self.shared_input + self.hidden_fp32 + self.router + 2 * self.rows + inner
 
     @property
     def saved_operations(self) -> float:
@@ -57,9 +57,9 @@ def expert_activations(workload: Workload, tokens: float) -> ExpertActivations:
     return ExpertActivations(
         gathers=split == 1,
         hidden=routed * model.dim * size,
-        wide_hidden=routed * model.dim * 4,
+        hidden_fp32=routed * model.dim * 4,
         rows=rows * model.dim * size,
-        wide_rows=rows * model.dim * 4,
+        rows_fp32=rows * model.dim * 4,
         inner=rows * experts.hidden_dim / layout.expert_tensor_ranks * size,
         shared=tokens * experts.shared_hidden_dim / layout.tensor * size,
         shared_input=tokens * model.dim * size if experts.shared_hidden_dim else 0.0,

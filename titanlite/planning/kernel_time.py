@@ -19,11 +19,11 @@ KERNEL_S = 3e-6
 TILES = ((128, 256), (256, 128), (128, 128))  # of the output, in CUTLASS and cuBLAS for large sizes
 ALIGNMENT = 8  # elements of 2 bytes: rows of other lengths miss the 16-byte loads of Tensor Cores
 UNALIGNED_FLOPS = 110e12
-# FLOP/s of a matmul with such rows; at most half of the rate of aligned ones. From nanotron's runs
-# of 50,257 tokens on an H100, three of which it estimates within 5 %, not 40 %. GPT-2 124M on an
-# A100 is then 1.21 times as fast with 50,304 tokens; about 1.25 times was observed (A. Karpathy on
-# nanoGPT, 2023-02-03). Another output layer took three times as long (Netflix Technology Blog,
-# "Scaling LLM Post-Training at Netflix", 2026-02-13)
+# FLOP/s of a matmul with such rows; at most half of the rate of aligned ones. Calibrated on
+# nanotron's runs with a vocabulary of 50,257 on an H100. It also gives GPT-2 124M on an A100 1.21
+# times the speed with 50,304; about 1.25 times was observed (A. Karpathy on nanoGPT, 2023-02-03).
+# Another output layer took three times as long (Netflix Technology Blog, "Scaling LLM Post-Training
+# at Netflix", 2026-02-13)
 UNALIGNED_HEADS = 20.0
 # times longer: without Tensor Cores. 128 heads of 108 took 44 s a step longer than 64 heads of 216
 # on an A100 (BLOOM's chronicle, lines 831 and 833), 20 times what their matmuls take aligned

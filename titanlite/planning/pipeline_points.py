@@ -62,7 +62,6 @@ class _PipelineRank:
         ends = sum((not stage.embedding) + (not stage.output) for stage in parts.stages)
         # torch's pipelining has a buffer for each micro-batch, others have one
         buffers = ends * (microbatches if self.of_torch else 1)
-        self.matrices = 3 if parts.workload.model.gated else 2  # of a feed-forward layer
         self.received = buffers * parts.activations.residual
         self.shards = 0.0  # gradients of earlier runs of the schedule
         if parts.layout.runs > 1 and parts.layout.reduce_every_microbatch:
@@ -231,7 +230,7 @@ class _PipelineRank:
         stage = self.parts.stages[number]
         first = self.parts.after.gathered if stage.output else 0.0
         if self.reduce == self.compute and held.own:
-            first = max(first, self.parts.feed_forward_elements / self.matrices)
+            first = max(first, self.parts.largest_matrix(stage.first_block))
             last = 0.0
         else:
             last = self._elements(stage)
@@ -319,7 +318,7 @@ class _PipelineRank:
         at = "when gradients are reduced"
         for group, count, last in (
             (parts.embedding, int(stage.embedding), parts.embedding.gathered),
-            (parts.block, stage.blocks, parts.feed_forward_elements / self.matrices),
+            (parts.block, stage.blocks, parts.largest_matrix(stage.first_block)),
             (parts.after, int(stage.output), parts.after.gathered),
         ):
             if not count:

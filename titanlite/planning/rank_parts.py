@@ -29,6 +29,7 @@ class LayoutParts:
         self.embedding = self.group(parts.embedding)
         self.norm, self.output = self.group(parts.norm), self.group(parts.output)
         self.tied = self.group(parts.tied)
+        self._forwards: dict[bool, float] = {}
         self._backwards: dict[tuple[bool, bool, bool], tuple[float, float]] = {}
 
     def group(self, parameters: tuple[ParameterShape, ...]) -> GroupBytes:
@@ -48,27 +49,25 @@ class LayoutParts:
         matrices = (3 if model.gated else 2) * model.dim * model.hidden_dim
         return matrices / self.workload.layout.tensor
 
-    @cached_property
-    def _forwards(self) -> dict[bool, float]:
-        """Bytes that the forward of a block adds, by whether it is a dense one beside others."""
-        acts = self.activations
-        kinds = {False: acts.of_block(acts.dense_blocks)}
-        if acts.dense_blocks:
-            kinds[True] = acts.of_block(0)
-        return {dense: block_forward(own) for dense, own in kinds.items()}
+    def group_of_block(self, number: int) -> GroupBytes:
+        """The FSDP groups of block number `number` of the model."""
+        return self.dense_block if self.activations.is_dense(number) else self.block
 
     def block_forward(self, number: int) -> float:
         """Bytes of activations that the forward of a block adds."""
-        return self._forwards[number < self.activations.dense_blocks]
+        dense = self.activations.is_dense(number)
+        if dense not in self._forwards:
+            self._forwards[dense] = block_forward(self.activations.of_block(number))
+        return self._forwards[dense]
 
     def block_backward(self, number: int, summed: bool) -> tuple[float, float]:
         """Bytes of (activations, weight gradients) that the backward of a block adds."""
         acts = self.activations
-        dense = number < acts.dense_blocks
+        dense = acts.is_dense(number)
         kind = dense, acts.recomputes(number), summed
         if kind not in self._backwards:
             compute = self.workload.numerics.gathered_bytes
-            group = self.dense_block if dense else self.block
+            group = self.group_of_block(number)
             wide = min(group.gathered, self.feed_forward(dense))
             other = (group.gathered - wide) * compute
             found = block_backward(acts.of_block(number), number, wide * compute, other, summed)
@@ -95,11 +94,9 @@ class RankParts:
 
     def _trained(self) -> Iterator[tuple[tuple[ParameterShape, ...], GroupBytes, int]]:
         """(parameters of a kind of module, their bytes, how many), without tied copies."""
-        parts, common, experts = self.parts, self.common, self.workload.model.experts
+        parts, common = self.parts, self.common
         for stage in self.stages:
-            few = 0
-            if experts:
-                few = max(0, min(stage.blocks, experts.dense_layers - stage.first_block))
+            few = self._dense_blocks(stage)
             yield parts.embedding, common.embedding, int(stage.embedding)
             yield parts.dense_block, common.dense_block, few
             yield parts.block, common.block, stage.blocks - few
@@ -172,7 +169,7 @@ class RankParts:
 
     def _dense_blocks(self, stage: StageParts) -> int:
         """Blocks of a stage that have no experts, although others have."""
-        return min(stage.blocks, max(0, self.activations.dense_blocks - stage.first_block))
+        return self.activations.count_dense(stage.first_block, stage.blocks)
 
     def of_blocks(self, stage: StageParts, first: int = 0) -> GroupBytes:
         """The FSDP groups of a stage's blocks, from its block number `first` on."""
@@ -183,12 +180,7 @@ class RankParts:
     def largest_matrix(self, number: int) -> float:
         """Elements of the largest weight of block number `number` of the model."""
         matrices = 3 if self.workload.model.gated else 2
-        return self.common.feed_forward(number < self.activations.dense_blocks) / matrices
-
-    def group_of_block(self, number: int) -> GroupBytes:
-        """The FSDP groups of block number `number` of the model."""
-        dense = number < self.activations.dense_blocks
-        return self.common.dense_block if dense else self.block
+        return self.common.feed_forward(self.activations.is_dense(number)) / matrices
 
     def forward(self, number: int) -> float:
         """Bytes of activations that the forward of a block adds at its peak.

@@ -47,13 +47,13 @@ class _Step:
         """Elements of the group of a block that is reduced last; exchanged experts have their
         own."""
         parts = self.parts
-        experts = parts.layout.expert > 1 and number >= self.acts.dense_blocks
+        experts = parts.layout.expert > 1 and not self.acts.is_dense(number)
         inner = parts.feed_forward_elements if experts else 0.0
-        return parts.group_of_block(number).gathered - inner
+        return parts.common.group_of_block(number).gathered - inner
 
     def _ahead(self, number: int) -> float:
         """Elements of a block whose all-gather has begun."""
-        return self.parts.group_of_block(number).gathered if self.parts.all_gathers else 0
+        return self.parts.common.group_of_block(number).gathered if self.parts.all_gathers else 0
 
     def points_of_output(self) -> list[StepPoint]:
         """The loss, and the backward of the output layer."""
@@ -101,7 +101,7 @@ class _Step:
 
     def points_of_block(self, number: int) -> list[StepPoint]:
         """The backward of one block, and its reduce-scatter."""
-        parts, acts, block = self.parts, self.acts, self.parts.group_of_block(number)
+        parts, acts, block = self.parts, self.acts, self.parts.common.group_of_block(number)
         at = f"in the backward of block {number}"
         # the groups whose gradients are reduced already; tied weights are reduced at the end
         passed = parts.of_blocks(parts.stages[0], number + 1)
