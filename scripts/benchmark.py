@@ -13,9 +13,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))  # benchmarks/ is not installed with the package
-
+import checkout  # noqa: F401
 from benchmarks.cases import CASES, CPU_CASES
 from benchmarks.cases.case_context import CaseContext
 from benchmarks.cases.gpu import GPU_CASES, gpu_table, has_figures, measure_gpu
@@ -23,6 +21,8 @@ from benchmarks.corpus import write_corpus
 from benchmarks.machine import describe
 from benchmarks.table_rows import NotMeasured, Row, list_entries, number, table, write_table
 from titanlite.models import FAMILIES
+
+ROOT = Path(__file__).resolve().parents[1]
 
 
 def main() -> None:

@@ -21,14 +21,14 @@ from pathlib import Path
 
 import torch
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))  # benchmarks/ is not installed with the package
-
+import checkout  # noqa: F401
 from benchmarks.gpu_check.checks import all_checks, run_checks
 from benchmarks.gpu_check.outcome import Check, Machine, Outcome
 from benchmarks.gpu_check.report import gpu_topology, report, summary
 from benchmarks.machine import describe
 from titanlite.log import pluralize
+
+ROOT = Path(__file__).resolve().parents[1]
 
 EXIT_FAILED = 1
 

@@ -18,6 +18,7 @@ import sys
 from collections.abc import Iterable
 from typing import Any
 
+import checkout  # noqa: F401
 from titanlite.checkpoint import (
     CheckpointManifest,
     check_hashes,

@@ -15,6 +15,7 @@ import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
 
+import checkout  # noqa: F401
 from titanlite.errors import EXIT_DONE, EXIT_USER_ERROR, DataError, UserError, format_error
 from titanlite.files import write_file_atomically
 from titanlite.log import pluralize

@@ -12,6 +12,7 @@ import signal
 import sys
 from pathlib import Path
 
+import checkout  # noqa: F401
 from titanlite.errors import EXIT_DONE, EXIT_USER_ERROR, UserError, format_error
 from titanlite.plots.compare import compare_runs, draw_comparison, format_comparison, verdict
 

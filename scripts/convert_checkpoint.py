@@ -16,6 +16,7 @@ import sys
 
 import torch
 
+import checkout  # noqa: F401
 from titanlite.checkpoint import find_newest_checkpoint, from_hugging_face, to_hugging_face
 from titanlite.errors import EXIT_DONE, EXIT_USER_ERROR, UserError, format_error
 from titanlite.log import pluralize

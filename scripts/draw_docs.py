@@ -19,6 +19,7 @@ from pathlib import Path
 
 from PIL import Image
 
+import checkout  # noqa: F401
 from doc_pictures.canvas import PALETTE_COLOURS
 from doc_pictures.diagrams import draw_commit, draw_layers, draw_step, draw_watchdog
 from doc_pictures.losses import draw_losses, train_all

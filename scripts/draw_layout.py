@@ -13,6 +13,7 @@ import signal
 import sys
 from pathlib import Path
 
+import checkout  # noqa: F401
 from titanlite.errors import EXIT_DONE, EXIT_USER_ERROR, DataError, UserError, format_error
 from titanlite.job import Job, read_job
 from titanlite.plots.gantt import PipelineTimeline

@@ -7,6 +7,7 @@ import signal
 import sys
 from pathlib import Path
 
+import checkout  # noqa: F401
 from titanlite.errors import EXIT_DONE, EXIT_USER_ERROR, UserError, format_error
 from titanlite.metrics import METRICS_FILE
 from titanlite.plots.loss_curve import draw_loss

@@ -22,6 +22,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import checkout  # noqa: F401
 from drill.comparison import TOLERANCE, find_differences, find_worse_validation
 from drill.faults import PROCESS_FAULTS
 from drill.numerical import NUMERICAL_FAULTS, kill_in_a_roll_back

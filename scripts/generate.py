@@ -6,6 +6,7 @@ import argparse
 import signal
 import sys
 
+import checkout  # noqa: F401
 from titanlite.checkpoint import find_newest_checkpoint
 from titanlite.distributed.process_group import choose_device
 from titanlite.errors import EXIT_DONE, EXIT_USER_ERROR, UserError, format_error

@@ -20,6 +20,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import checkout  # noqa: F401
 from titanlite.data import SourceConfig, open_tokenizer
 from titanlite.errors import (
     EXIT_DONE,

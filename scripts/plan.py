@@ -19,6 +19,7 @@ import signal
 import sys
 from pathlib import Path
 
+import checkout  # noqa: F401
 from titanlite.errors import EXIT_DONE, EXIT_USER_ERROR, ConfigError, UserError, format_error
 from titanlite.planning.calibrate import calibrate, calibration_report, read_measured_run
 from titanlite.planning.hardware import parse_gpus

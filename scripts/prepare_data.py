@@ -30,6 +30,7 @@ from rich.progress import (
     TransferSpeedColumn,
 )
 
+import checkout  # noqa: F401
 from titanlite.corpus.dask_engine import DaskEngine
 from titanlite.corpus.engine import STALL_SECONDS, LocalEngine, TaskEngine
 from titanlite.corpus.pipeline import make_corpus

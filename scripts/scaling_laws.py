@@ -12,6 +12,7 @@ import argparse
 import signal
 import sys
 
+import checkout  # noqa: F401
 from scaling.bias import add_bias_arguments, run_bias
 from scaling.fit import add_fit_arguments, run_fit
 from scaling.ladder import add_ladder_arguments, run_ladder

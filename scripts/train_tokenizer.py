@@ -9,6 +9,7 @@ import argparse
 import signal
 import sys
 
+import checkout  # noqa: F401
 from titanlite.data.bpe import train_bpe
 from titanlite.data.text import (
     INPUT_KINDS,

@@ -13,6 +13,7 @@ import ast
 import re
 from pathlib import Path
 
+import checkout  # noqa: F401
 from titanlite.config_reference import reference_page
 from titanlite.corpus.read import CorpusSource
 from titanlite.corpus.recipe import Recipe

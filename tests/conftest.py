@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from titanlite.data.manifest import write_corpus_manifest
 from titanlite.distributed.rendezvous import bind_gloo_to_loopback
 
 ROOT = Path(__file__).parents[1]
+sys.path.append(str(ROOT / "scripts"))  # for tests that import a script: it imports checkout.py
 # After this a process is taken for hung, on a machine however busy; no measure of speed.
 HANG_SECONDS = 600
 bind_gloo_to_loopback(1)  # all ranks of tests run on this machine, and inherit it
