@@ -3,7 +3,7 @@
 #   --quick  the fast unit tests and a few distributed tests: less than 3 minutes on 2 cores
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
-source scripts/environment.sh
+source scripts/environment.sh dev
 # The tests start many processes; without its bytecode, each would compile titanlite again.
 unset PYTHONDONTWRITEBYTECODE
 

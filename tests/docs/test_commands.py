@@ -48,7 +48,7 @@ def _pretend_environment(folder: Path) -> None:
     activate = folder / ".venv" / "bin" / "activate"
     activate.parent.mkdir(parents=True)
     activate.write_text(f'export PATH="{Path(sys.executable).parent}:$PATH"\n')
-    stamp = 'root=$PWD; echo "$(cat pyproject.toml constraints.txt | cksum) $root" > .venv/stamp'
+    stamp = 'echo "$(cat pyproject.toml constraints.txt | cksum) $PWD +dev" > .venv/stamp'
     subprocess.run(["bash", "-c", stamp], cwd=folder, check=True)
 
 
