@@ -21,6 +21,7 @@ from titanlite.data import TEXT, BatchDump, SampleStream, ValidationSet, rank_sl
 from titanlite.distributed.collectives import (
     AsyncMax,
     capture_user_error,
+    gather_from_all_ranks,
     raise_on_all_ranks,
     run_on_rank_0,
 )
@@ -396,6 +397,7 @@ def build_run_meter(job: Job, rank: RankContext) -> ThroughputMeter:
     )
     logger.info("%s", job.summary(rank.device, meter.peak_flops))
     if rank.device.type == "cpu":
+        check_compute_dtypes(job.config.training.mixed_precision_param)
         warn_if_dtype_is_slow(job, meter, rank)
     return meter
 
@@ -445,6 +447,17 @@ def report_start(
     steps = job.config.training.steps
     if state.step >= steps:
         logger.info("all %d steps are done; set a larger training.steps to continue", steps)
+
+
+def check_compute_dtypes(own: str) -> None:
+    """Refuse ranks whose "auto" chose different compute dtypes; call it on all ranks together."""
+    dtypes = gather_from_all_ranks(own)
+    if other := next((rank for rank, dtype in enumerate(dtypes) if dtype != dtypes[0]), 0):
+        raise ConfigError(
+            f'training.mixed_precision_param = "auto": rank 0 computes in {dtypes[0]} and rank'
+            f" {other} in {dtypes[other]}, because only one of their CPUs has bfloat16 units.",
+            fix='Set it to "bfloat16" or "float32".',
+        ).mark_on_all_ranks()
 
 
 def warn_if_dtype_is_slow(job: Job, meter: ThroughputMeter, rank: RankContext) -> None:

@@ -26,7 +26,7 @@ def check_environment(config: JobConfig) -> Iterator[UserError]:
     except ConfigError:  # reported by check_config
         sizes = None
     yield from _check_device(config)
-    yield from check_compiler(config.compile, config.compiles_optimizer, _device_type(config))
+    yield from check_compiler(config.compile, config.compiles_optimizer, device_type(config))
     yield from _check_data(config, sizes)
 
 
@@ -88,7 +88,7 @@ def _cpu_error(key: str, value: str, reason: str, fix: str) -> ConfigError:
     return ConfigError(f"{key} = {value}: {reason}", fix=fix, keys=(key,))
 
 
-def _device_type(config: JobConfig) -> str:
+def device_type(config: JobConfig) -> str:
     """ "cuda" or "cpu"; does not fail where the device is missing."""
     cuda = config.job.device != "cpu" and torch.cuda.is_available()
     return "cuda" if cuda else "cpu"

@@ -20,6 +20,7 @@ from titanlite.job.data import open_job_stream, open_job_tokenizer
 from titanlite.job.mixture import check_stream_length, log_mixture
 from titanlite.kernels.backend import AttentionShape
 from titanlite.log import logger, pluralize
+from titanlite.metrics import cpu_has_bf16_units
 from titanlite.models import FAMILIES, ModelSizes, ModelSpec
 from titanlite.models.load_balancing import resolve_load_balancing
 from titanlite.models.mup import WidthScale, width_scales
@@ -209,6 +210,9 @@ class Job:
             f"{measured}peak {peak_flops / 1e12:.3g} TFLOP/s each" if peak_flops else "peak unknown"
         )
         tokens, batches = self.global_batch * training.seq_len, self.batches
+        emulated = " (this CPU has no bf16 units)" * (
+            device.type == "cpu" and not cpu_has_bf16_units()
+        )
         lines = {
             "model": f"{self.spec.name} {config.model.flavor}:"
             f" {self.spec.count_parameters(sizes):,} parameters, {sizes.n_layers} blocks, dim"
@@ -228,7 +232,7 @@ class Job:
             "optimizer": str(config.optimizer),
             "schedule": str(self.rate_schedule),
             "guard": str(config.guard),
-            "precision": f"compute {compute},"
+            "precision": f"compute {compute}{emulated},"
             f" reduce {SHORT_DTYPES[training.mixed_precision_reduce]},"
             f" params {SHORT_DTYPES[training.dtype]}",
             "float8": str(config.float8) if config.float8.recipe_name else "",
@@ -289,12 +293,27 @@ class Job:
         return to_toml(dataclasses.replace(self.config, job=section))
 
 
+def resolve_compute_dtype(config: JobConfig, elsewhere: bool) -> JobConfig:
+    """Replace "auto" in training.mixed_precision_param by the dtype for the device of the job.
+
+    `elsewhere`: the job is for another machine, which has GPUs.
+    """
+    if config.training.mixed_precision_param != "auto":
+        return config
+    on_cpu = not elsewhere and environment.device_type(config) == "cpu"
+    dtype: Any = "float32" if on_cpu and not cpu_has_bf16_units() else "bfloat16"
+    training = dataclasses.replace(config.training, mixed_precision_param=dtype)
+    return dataclasses.replace(config, training=training)
+
+
 def read_job(argv: Sequence[str], world_size: int, *, check_environment: bool = True) -> Job:
     """Read the job of a command line and check it for `world_size` ranks; raises all problems.
 
     Without `check_environment`, the data and the device need not exist; such a job cannot be run.
     """
     config, refused = load_config(JobConfig, argv, MOVED)
+    elsewhere = bool(config.job.check_ranks) or config.job.dry_run or not check_environment
+    config = resolve_compute_dtype(config, elsewhere)
     refused_keys = {key for problem in refused for key in problem.keys}
     world_size = config.job.check_ranks or world_size
     problems = list(checks.check_config(config, world_size))

@@ -9,7 +9,7 @@ from titanlite.metrics.config import (
     check_profiling_config,
 )
 from titanlite.metrics.hardware import (
-    measure_compute_dtypes,
+    cpu_has_bf16_units,
     measure_matmul_flops,
     peak_flops,
     peak_memory_bytes,
@@ -33,7 +33,7 @@ __all__ = [
     "build_profilers",
     "check_metrics_config",
     "check_profiling_config",
-    "measure_compute_dtypes",
+    "cpu_has_bf16_units",
     "measure_matmul_flops",
     "metrics_folder",
     "no_sinks",

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from titanlite.errors import ConfigError, UserError, UserErrors
 from titanlite.files import parse_toml
-from titanlite.job import MOVED, JobConfig
+from titanlite.job import MOVED, JobConfig, resolve_compute_dtype
 from titanlite.models import FAMILIES
 from titanlite.optim import check_optimizer_config
 from titanlite.parallelize.schedule import SCHEDULES
@@ -250,6 +250,7 @@ class _ArgumentReader:
                 )
         try:
             base, refused = load_config(JobConfig, [*argv, *arguments.overrides], MOVED)
+            base = resolve_compute_dtype(base, elsewhere=True)
             FAMILIES[base.model.name].sizes_of(base.model)
         except UserErrors as errors:
             self.problems += errors.problems

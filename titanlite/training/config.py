@@ -40,8 +40,9 @@ class TrainingConfig:
     dtype: Literal["bfloat16", "float32"] = "float32"
     # dtype of the parameters, the gradients and the optimizer state; norms and biases are updated
     # in float32
-    mixed_precision_param: Literal["bfloat16", "float16", "float32"] = "bfloat16"
-    # compute dtype: parameters are cast to it, in every layout; float16 scales the loss
+    mixed_precision_param: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
+    # compute dtype: parameters are cast to it, in every layout; float16 scales the loss; auto:
+    # bfloat16, and float32 on a CPU without bfloat16 units
     mixed_precision_reduce: Literal["float32"] = "float32"  # dtype of the gradient reduction
     gc_freq: Positive = (
         50  # steps between two garbage collections; all ranks collect at the same step
