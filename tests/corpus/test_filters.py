@@ -6,6 +6,8 @@ import json
 import random
 import re
 import sys
+import time
+import tracemalloc
 
 import numpy as np
 import pyarrow as pa
@@ -261,6 +263,48 @@ def test_personal_data_is_replaced_and_nothing_else(text):
     assert kept == [text if SECRETS[text] is None else SECRETS[text], GOOD]
     assert bool(counts["changed"]) == (SECRETS[text] is not None)
     assert text not in json.dumps(counts["samples"])
+
+
+KEYS = [
+    *("AKIAABCDEFGHIJKLMNOP", "ghp_" + "a" * 36, "github_pat_" + "a" * 82, "glpat-" + "a" * 20),
+    *("xoxb-" + "a" * 10, "AIza" + "a" * 35, "sk_live_" + "a" * 24, "sk-" + "a" * 32),
+    *("hf_" + "a" * 34, "eyJaaaaaaaaaa.eyJaaaaaaaaaa.aaaaaaaaaa", "a@b.cd", "8.8.8.8"),
+]
+BEGINNINGS = [
+    "-----BEGIN PRIVATE KEY----- ",
+    "eyJaaaaaaaaaa-",
+    "sk-",
+    "a@b.c.",
+    "2001:1:",
+    "8.8.8.",
+]
+
+
+@pytest.mark.parametrize("beginning", BEGINNINGS)
+def test_personal_data_takes_time_in_proportion_to_a_hostile_text(beginning):
+    def seconds(key: str, size: int) -> float:
+        unit = f"{beginning}{key}-" if beginning.endswith("-") else f"{beginning}{key} "
+        text = unit * (size // len(unit))
+        began = time.process_time()
+        apply([text], ["personal_data"])
+        return time.process_time() - began
+
+    for key in KEYS:
+        assert seconds(key, 160_000) < 8 * seconds(key, 40_000) + 0.1, key
+
+
+def test_a_long_link_needs_memory_in_proportion(tmp_path):
+    (tmp_path / "links").write_text("spam.example/shop\n")
+
+    def peak(link: str) -> int:
+        tracemalloc.start()
+        apply([link], ["blocklist"], blocklist={"links": str(tmp_path / "links")})
+        _, most = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        return most
+
+    for beginning, part in (("http://", "a."), ("http://x/", "a/"), ("http://", "a/a.")):
+        assert peak(beginning + part * 16_000) < 8 * peak(beginning + part * 4_000), part
 
 
 def test_personal_data_stays_where_its_placeholder_is_empty():

@@ -25,6 +25,7 @@ from titanlite.settings import NotNegative
 # Scripts that do not separate words by spaces.
 _UNSPACED = re.compile(r"[\u0e00-\u0eff\u1780-\u17ff\u1000-\u109f\u3040-\u30ff\u3400-\u9fff]")
 _EDGES = r"^[^\p{L}\p{N}]+|[^\p{L}\p{N}]+$"  # what is not a letter or digit around a word
+_MAX_HOST = 253  # characters of a domain name (https://www.rfc-editor.org/rfc/rfc1035)
 _LINK = re.compile(r"(?:https?://|www\.)[^\s\"'<>()\[\]]+", re.IGNORECASE)
 
 
@@ -56,6 +57,7 @@ class BlocklistRule:
         self._phrases = [phrase for phrase in phrases if len(phrase) > 1]
         self._unspaced = "|".join(map(_quote, unspaced))
         self._links = {_normalize_link(entry) for entry in _read_list("links", config.links)}
+        self._longest_link = max(map(len, self._links), default=0)
 
     def apply(self, block: TextBlock, kept: np.ndarray) -> RuleResult:
         """Count in all documents of the block."""
@@ -90,7 +92,10 @@ class BlocklistRule:
 
     def _is_blocked(self, link: str) -> bool:
         """Whether the domain, a domain above it, or a beginning of the path is in the list."""
-        host, *path = _normalize_link(link).split("/")
+        plain = _normalize_link(link)
+        if len(host := plain.partition("/")[0]) > _MAX_HOST:
+            return False
+        _, *path = plain[: self._longest_link + 1].split("/")  # what is longer equals no entry
         labels = host.split(".")
         domains = {".".join(labels[n:]) for n in range(len(labels))}
         paths = {"/".join([host, *path[:n]]) for n in range(1, len(path) + 1)}

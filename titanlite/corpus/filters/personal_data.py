@@ -21,33 +21,35 @@ from titanlite.corpus.filters.text_block import TextBlock, to_numpy
 from titanlite.errors import ConfigError
 
 _CONTEXT = 80  # characters of a sample, on both sides of a placeholder
-# RE2: linear in the text, whatever the text
+# One search of RE2 is linear in the text, but a search ends only when an earlier match has become
+# impossible. So no pattern may begin to match far before one of its own matches without being it,
+# and patterns are not joined by "|": a key that never ends would be read again after every match.
 _MAIL = (
     r"[A-Za-z0-9][A-Za-z0-9.!#$%&'*+/=?^_`{|}~-]{0,63}@(?:[A-Za-z0-9-]{1,63}\.)+[A-Za-z]{2,24}\b"
 )
-# Formats as their issuers publish them.
+# Formats as their issuers publish them; those that may contain others are first.
 _KEYS = (
     # https://www.rfc-editor.org/rfc/rfc7468
     r"-----BEGIN [A-Z ]*PRIVATE KEY-----[A-Za-z0-9+/=:,\s\\-]*?-----END [A-Z ]*PRIVATE KEY-----",
-    # https://docs.aws.amazon.com/IAM/latest/UserGuide/reference_identifiers.html
-    r"\b(?:AKIA|ASIA)[A-Z2-7]{16}\b",
+    # JSON Web Token: https://www.rfc-editor.org/rfc/rfc7519
+    r"\beyJ[A-Za-z0-9_-]{10,}\.eyJ[A-Za-z0-9_-]{10,}\.[A-Za-z0-9_-]{10,}",
+    # https://platform.openai.com/docs/api-reference/authentication
+    r"\bsk-(?:proj-|ant-)?[A-Za-z0-9_-]{32,}",
+    # https://docs.gitlab.com/security/tokens
+    r"\bglpat-[A-Za-z0-9_-]{20,}",
+    # https://cloud.google.com/docs/authentication/api-keys
+    r"\bAIza[A-Za-z0-9_-]{35}",
+    # https://api.slack.com/authentication/token-types
+    r"\bxox[abprs]-[A-Za-z0-9-]{10,}",
     # https://github.blog/engineering/platform-security/behind-githubs-new-authentication-token-formats
     r"\bgh[pousr]_[A-Za-z0-9]{36,}\b",
     r"\bgithub_pat_[A-Za-z0-9_]{82}\b",
-    # https://docs.gitlab.com/security/tokens
-    r"\bglpat-[A-Za-z0-9_-]{20,}",
-    # https://api.slack.com/authentication/token-types
-    r"\bxox[abprs]-[A-Za-z0-9-]{10,}",
-    # https://cloud.google.com/docs/authentication/api-keys
-    r"\bAIza[A-Za-z0-9_-]{35}",
-    # https://docs.stripe.com/keys
-    r"\b[rs]k_live_[A-Za-z0-9]{24,}\b",
-    # https://platform.openai.com/docs/api-reference/authentication
-    r"\bsk-(?:proj-|ant-)?[A-Za-z0-9_-]{32,}",
     # https://huggingface.co/docs/hub/security-tokens
     r"\bhf_[A-Za-z0-9]{34}\b",
-    # JSON Web Token: https://www.rfc-editor.org/rfc/rfc7519
-    r"\beyJ[A-Za-z0-9_-]{10,}\.eyJ[A-Za-z0-9_-]{10,}\.[A-Za-z0-9_-]{10,}",
+    # https://docs.stripe.com/keys
+    r"\b[rs]k_live_[A-Za-z0-9]{24,}\b",
+    # https://docs.aws.amazon.com/IAM/latest/UserGuide/reference_identifiers.html
+    r"\b(?:AKIA|ASIA)[A-Z2-7]{16}\b",
 )
 _BYTE = "(?:25[0-5]|2[0-4][0-9]|1[0-9]{2}|[1-9]?[0-9])"
 _V4 = rf"(?:{_BYTE}\.){{3}}{_BYTE}"
@@ -82,7 +84,7 @@ class PersonalDataRule:
         """Replace in all documents of the block."""
         config, texts, changes = self._config, block.texts, []
         replacers: tuple[tuple[str, str, Callable[[Any, str], Any]], ...] = (
-            ("key", config.key, lambda texts, new: _replace("|".join(_KEYS), texts, new)),
+            ("key", config.key, _replace_keys),
             ("mail", config.mail, lambda texts, new: _replace(_MAIL, texts, new)),
             ("ip", config.ip, _replace_addresses),
         )
@@ -99,6 +101,19 @@ def _replace(pattern: str, texts: Any, placeholder: str) -> tuple[Any, np.ndarra
     if counts.any():
         mask = pc.greater(counts, 0)
         changed = pc.replace_substring_regex(texts.filter(mask), pattern, placeholder)
+        texts = pc.replace_with_mask(texts, mask, changed)
+    return texts, counts
+
+
+def _replace_keys(texts: Any, placeholder: str) -> tuple[Any, np.ndarray]:
+    """As `_replace`, for each pattern of a key; few documents contain any."""
+    counts = np.zeros(len(texts), np.int64)
+    mask = pc.match_substring_regex(texts, "|".join(_KEYS))  # stops at the first match
+    if (found := np.flatnonzero(to_numpy(mask))).size:
+        changed = texts.filter(mask)
+        for pattern in _KEYS:
+            changed, replaced = _replace(pattern, changed, placeholder)
+            counts[found] += replaced
         texts = pc.replace_with_mask(texts, mask, changed)
     return texts, counts
 
