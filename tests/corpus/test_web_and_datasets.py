@@ -89,6 +89,32 @@ def test_a_truncated_archive_is_reported(archive, compressed):
         assert all("second one" in document.text for document in documents)
 
 
+HOSTILE = {
+    "unknown charset": ("none", PAGE.format(1, "ä").encode()),
+    "codec that is no charset": ("rot13", PAGE.format(1, "ä").encode()),
+    "depth": ("utf-8", b"<div>" * 100_000),
+    "hidden depth": ("utf-8", b"<div><!--</div>-->" * 60_000),
+}
+
+
+@pytest.mark.parametrize("charset_and_page", HOSTILE.values(), ids=HOSTILE)
+def test_a_hostile_page_is_the_problem_of_its_record(tmp_path, charset_and_page):
+    pytest.importorskip("resiliparse")
+    pytest.importorskip("fastwarc")
+    charset, page = charset_and_page
+    good = PAGE.format(0, "ä").encode()
+    pages = [("utf-8", good), (charset, page), ("utf-8", good)]
+    records = [
+        warc_record("response", number, f"text/html; charset={charset}", body)
+        for number, (charset, body) in enumerate(pages)
+    ]
+    path = tmp_path / "pages.warc"
+    path.write_bytes(b"".join(records))
+    documents, problems = read(describe_file(path), read_web_pages)
+    assert len(documents) + len(problems) == 3 and "umlaut: ä." in documents[-1].text
+    assert [problem.kind for problem in problems] == (["not_html"] if page[:5] == b"<div>" else [])
+
+
 def test_html_files_are_pages_and_need_the_extra(tmp_path, monkeypatch):
     pytest.importorskip("resiliparse")
     path = tmp_path / "page.html"
@@ -124,6 +150,8 @@ def test_what_the_datasets_library_opens_is_read_in_parts(rows, tmp_path):
     assert list_dataset_ranges(rows)[0].modified_ns != parts[0].modified_ns
     for url, error in (
         ("datasets://json?file=x", ConfigError),
+        ("datasets://pandas?data_files=a.pkl", ConfigError),
+        ("datasets://json?data_files=reference%3A%3Afile:///x", ConfigError),
         (f"datasets://json?data_files={tmp_path}/no.jsonl", DataError),
     ):
         with pytest.raises(error):

@@ -93,6 +93,9 @@ def _open_dataset(url: str) -> Any:
 def _parse_url(url: str) -> dict[str, Any]:
     """The arguments of `load_dataset`; raises ConfigError."""
     parts = urlsplit(url)
+    # The format "pandas" unpickles files; a chain of URLs can redirect to any file.
+    if "::" in unquote(url) or parts.netloc == "pandas":
+        raise ConfigError(f"{url}: chains of URLs (a::b) and pickles are not opened.")
     arguments: dict[str, Any] = {"split": "train"}
     for key, value in parse_qsl(parts.query):
         if key not in _ARGUMENTS:

@@ -201,6 +201,7 @@ class _Skipped:
         self._counts: dict[str, int] = {}
 
     def add(self, problem: ReadProblem) -> None:
+        report_progress()  # a page may take long to be refused
         kind, messages = problem.kind, self._problems.setdefault(problem.kind, [])
         self._counts[kind] = self._counts.get(kind, 0) + 1
         if len(messages) < SAMPLES:

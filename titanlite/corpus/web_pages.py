@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from typing import IO, Any
 
 from titanlite.corpus.extras import import_extra
+from titanlite.corpus.page_text import PageError, extract_text
 from titanlite.data.text import (
     Document,
     FileRange,
@@ -49,7 +50,18 @@ def _read_page(part: FileRange, rules: TextRules, on_problem: ProblemHandler) ->
     if len(content) > rules.max_bytes:
         on_problem(ReadProblem("too_long", too_long_error(part.path, rules.max_bytes)))
     else:
-        yield Document(extract_text(content), part.path)
+        yield from _extract_page(content, None, part.path, on_problem)
+
+
+def _extract_page(
+    content: bytes, charset: str | None, origin: str, on_problem: ProblemHandler
+) -> Iterator[Document]:
+    """The document of a page, if its text can be extracted."""
+    try:
+        yield Document(extract_text(content, charset), origin)
+    except PageError as error:
+        fix = 'Leave it out: read.on_error = "skip".'
+        on_problem(ReadProblem("not_html", DataError(f"{origin}: {error}.", fix=fix)))
 
 
 def _read_archive(
@@ -77,7 +89,7 @@ def _read_records(
         if len(content) > rules.max_bytes:
             on_problem(ReadProblem("too_long", too_long_error(origin, rules.max_bytes)))
         elif stream.is_intact:
-            yield Document(extract_text(content, record.http_charset), origin)
+            yield from _extract_page(content, record.http_charset, origin, on_problem)
     if isinstance(stream.error, StorageError):
         raise stream.error
     if not stream.is_intact:
@@ -130,13 +142,3 @@ class _ArchiveStream:
         if self.error:
             return False
         return not self._ended or not self._tail or self._tail == _RECORD_END
-
-
-def extract_text(content: bytes, charset: str | None = None) -> str:
-    """The main text of an HTML page; bytes that its encoding does not have become U+FFFD."""
-    from resiliparse.extract.html2text import extract_plain_text
-    from resiliparse.parse.encoding import bytes_to_str, detect_encoding
-
-    encoding = charset or detect_encoding(content, from_html_meta=True) or "utf-8"
-    html = bytes_to_str(content, encoding)
-    return extract_plain_text(html, main_content=True, alt_texts=False, links=False)

@@ -65,7 +65,7 @@ class Document(NamedTuple):
 class ReadProblem(NamedTuple):
     """A part of a file that cannot be read."""
 
-    kind: str  # "not_json", "not_utf8", "too_long", "damaged", "changed"
+    kind: str  # "not_json", "not_utf8", "not_html", "too_long", "damaged", "changed"
     error: DataError
 
 
