@@ -369,6 +369,14 @@ def write_shared_text(path: Path, rows: int, size: int) -> None:
     )
 
 
+def test_a_parquet_whose_column_has_a_name_that_is_not_utf8_is_refused(tmp_path):
+    table, path = pyarrow.table({"text": ["a"], "QQQQ": ["b"]}), tmp_path / "a.parquet"
+    pyarrow.parquet.write_table(table, path, store_schema=False)
+    path.write_bytes(path.read_bytes().replace(b"QQQQ", b"\xffQQQ"))
+    with pytest.raises(DataError, match="not a readable .parquet"):
+        list_file_ranges([path])
+
+
 def test_a_parquet_of_a_few_bytes_cannot_fill_the_memory(tmp_path):
     bomb, fine = tmp_path / "bomb.parquet", tmp_path / "fine.parquet"
     write_shared_text(bomb, rows=2000, size=1_000_000)  # 2 GB of text

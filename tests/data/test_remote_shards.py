@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import tempfile
@@ -18,6 +19,7 @@ from titanlite.data import CorpusChecks, SourceConfig, block_cache, open_sample_
 from titanlite.data.block_cache import BLOCK_BYTES, BlockCache, CacheLimits
 from titanlite.data.formats import open_token_source
 from titanlite.errors import DataError
+from titanlite.log import logger
 
 TOKENS = 400_000  # 800 KB in 3 shards: 2 blocks each
 
@@ -174,3 +176,20 @@ def test_two_ranks_train_from_s3_and_fetch_each_block_once(run_toml, corpus, tmp
         blocks = len(list((tmp_path / "cache" / "blocks").iterdir()))
         # each rank verifies 8 samples when it checks its settings, and when it starts
         assert blocks > 1 and len(gets) == 2 * 2 * 8 + blocks
+
+
+def test_a_cache_that_fails_is_left_out(tmp_path, monkeypatch, caplog):
+    cache = BlockCache(CacheLimits(str(tmp_path / "cache")))
+    names, fetch = [("key", 1)], lambda missing: [b"content"] * len(missing)
+    monkeypatch.setattr(logger, "propagate", True)
+
+    def fail(*args, **kwargs):
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    assert cache.read(names, fetch) == {names[0]: b"content"}
+    monkeypatch.setattr(os, "utime", fail)  # read-only now; the block is there
+    assert cache.read(names, lambda missing: pytest.fail("fetched")) == {names[0]: b"content"}
+    shutil.rmtree(tmp_path / "cache")  # cleaned
+    for _ in range(2):
+        assert cache.read(names, fetch) == {names[0]: b"content"}
+    assert [record.message.count("cannot be used") for record in caplog.records] == [1]

@@ -16,6 +16,7 @@ from pathlib import Path
 import xxhash
 
 from titanlite.files import make_private_folder
+from titanlite.log import logger
 
 BLOCK_BYTES = 1 << 18
 # A request for a sample (tens of KB) takes tens of ms; to transfer a whole block adds little.
@@ -46,8 +47,10 @@ FetchBlocks = Callable[[Sequence[BlockName]], Sequence[bytes]]
 class BlockCache:
     """Blocks of files by name; the least recently read ones are removed first."""
 
+    _has_warned = False
+
     def __init__(self, limits: CacheLimits):
-        """Raises OSError if the folder cannot be written."""
+        """Raises OSError if the folder cannot be made. A later error only leaves the cache out."""
         self._folder = limits.open_folder()
         self._limit = max(limits.bytes, BLOCK_BYTES + _HASH_BYTES)
         (self._folder / "blocks").mkdir(exist_ok=True)
@@ -81,20 +84,29 @@ class BlockCache:
         try:
             with open(path, "rb") as file:
                 stored = file.read()
-                os.utime(file.fileno())  # now is the time of its last reading
-        except FileNotFoundError:
+                with suppress(OSError):
+                    os.utime(file.fileno())  # now is the time of its last reading
+        except OSError as error:
+            if not isinstance(error, FileNotFoundError):
+                self._warn(error)
             return None
         content, digest = stored[:-_HASH_BYTES], stored[-_HASH_BYTES:]
         if xxhash.xxh3_128_digest(content) != digest:
-            with suppress(FileNotFoundError):
+            with suppress(OSError):
                 path.unlink()
             return None
         return content
 
+    def _warn(self, error: OSError) -> None:
+        """Log the first failure of the cache; blocks are then fetched without it."""
+        if not self._has_warned:
+            logger.warning("%s: the cache cannot be used (%s)", self._folder, error.strerror)
+        self._has_warned = True
+
     def _store(self, name: BlockName, content: bytes) -> None:
-        """Write a block, and remove others first if there are too many. A full disk is no error."""
+        """Write a block, and remove others first if there are too many."""
         size = len(content) + _HASH_BYTES
-        with self._locked("size"), suppress(OSError):
+        with self._locked("size"), self._warned_errors():
             total = self._recorded_bytes() + size
             if total > self._limit:
                 total = self._remove_oldest(self._limit * _KEPT - size) + size
@@ -107,6 +119,14 @@ class BlockCache:
                 os.replace(temporary, path)
             except OSError:
                 temporary.unlink(missing_ok=True)
+                raise
+
+    @contextmanager
+    def _warned_errors(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            self._warn(error)
 
     def _recorded_bytes(self) -> int:
         """The bytes of all blocks, as the process that wrote the last one recorded them."""
@@ -132,9 +152,11 @@ class BlockCache:
 
     @contextmanager
     def _locked(self, name: str) -> Iterator[None]:
-        descriptor = os.open(self._folder / f"{name}.lock", os.O_CREAT | os.O_RDWR, 0o600)
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        """Hold a lock; nothing is held if the folder fails."""
+        with ExitStack() as stack:
+            with self._warned_errors():
+                flags = os.O_CREAT | os.O_RDWR
+                descriptor = os.open(self._folder / f"{name}.lock", flags, 0o600)
+                stack.callback(os.close, descriptor)  # releases the lock
+                fcntl.flock(descriptor, fcntl.LOCK_EX)
             yield
-        finally:
-            os.close(descriptor)  # releases the lock

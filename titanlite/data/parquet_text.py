@@ -173,9 +173,12 @@ def _open_parquet(
             pre_buffer=False,
             thrift_container_size_limit=longest,
         )
-    except (pyarrow.ArrowException, OSError) as error:
+        schema = file.schema_arrow
+    except StorageError:
+        raise
+    except (pyarrow.ArrowException, OSError, ValueError) as error:  # ValueError: a name of a column
         raise DataError(f"{path}: is not a readable .parquet ({error}).") from None
-    _check_text_column(path, file.schema_arrow, text_field)
+    _check_text_column(path, schema, text_field)
     return file
 
 
