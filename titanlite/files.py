@@ -23,6 +23,12 @@ _TOML_TOKEN = re.compile(
     r"""(?P<key>[\w-]+|"[^"\n]*"|'[^'\n]*')|(?P<dot>\.)|[ \t]+|(?P<other>.|\n)"""
 )
 
+# of URLs that are opened: file systems that read what the URL names
+_SCHEMES = (
+    *("file", "memory", "http", "https", "s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "adl"),
+    *("hdfs", "webhdfs", "ftp", "sftp", "ssh", "smb", "hf", "oci", "oss"),
+)
+
 
 def parse_json(content: str | bytes) -> Any:
     """Parse JSON; raises ValueError if it is invalid or nested deeper than MAX_NESTING_LEVELS."""
@@ -139,3 +145,12 @@ def fsync_folder(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def check_url(url: str) -> None:
+    """Raise ValueError for a URL that fsspec may read elsewhere than it says.
+
+    These are a chain (`a::b`), and a scheme whose files refer to other URLs, as `reference://`.
+    """
+    if url.partition("://")[0] not in _SCHEMES or "::" in url:
+        raise ValueError(f"it is not one URL of {', '.join(_SCHEMES)}")

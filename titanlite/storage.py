@@ -20,6 +20,7 @@ from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 
 from titanlite.errors import CheckpointError, UserError
+from titanlite.files import check_url
 from titanlite.threads import open_thread_pool
 
 READ_BYTES = 1 << 23  # of one request to a remote file system
@@ -84,7 +85,12 @@ class StorageFolder:
     def __init__(self, path: str | Path):
         self._path_as_given = str(path)  # for messages
         try:
-            self.fs, full_path = url_to_fs(self._path_as_given)
+            if "://" in self._path_as_given:
+                check_url(self._path_as_given)
+                self.fs, full_path = url_to_fs(self._path_as_given)
+            else:  # fsspec would take a::b for a chain of URLs
+                self.fs = LocalFileSystem()
+                full_path = LocalFileSystem._strip_protocol(self._path_as_given)
         except (ImportError, ValueError) as error:  # a missing package, or an unknown scheme
             raise CheckpointError(f"{path}: cannot be opened: {error}.") from None
         self.path = full_path.rstrip("/")

@@ -18,8 +18,9 @@ from tests.distributed.oracle import Layout
 from tests.distributed.ranks import run_on_ranks
 from tests.faults.launch import LaunchedRun, events_of
 from titanlite.checkpoint import list_steps, read_checkpoint_manifest
+from titanlite.data.urls import open_file_system
 from titanlite.distributed.process_group import set_collective_timeouts
-from titanlite.errors import CheckpointError, ConfigError
+from titanlite.errors import CheckpointError, ConfigError, DataError
 from titanlite.runtime.remote_lease import acquire_remote_lease, lease_numbers
 from titanlite.storage import StorageFolder
 
@@ -344,3 +345,16 @@ def test_check_reads_the_lease_from_the_store(where, local_store):
     assert content_of(folder)["holder"]["host"] == "other-host", (
         "the other job's lease must not be changed"
     )
+
+
+@pytest.mark.parametrize(
+    "url", ["reference://::file:///x.json", "simplecache::memory://a", "memory://a::file:///b"]
+)
+def test_only_a_single_url_of_a_known_scheme_is_opened(url):
+    if "://" in url.partition("::")[0]:
+        with pytest.raises(CheckpointError, match="not one URL"):
+            StorageFolder(url)
+    with pytest.raises(DataError, match="not one URL"):
+        open_file_system(url)
+    # a path of this machine may have any name
+    assert StorageFolder("/run/reference::x").path == "/run/reference::x"

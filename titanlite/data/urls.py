@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from titanlite.errors import DataError, UserError
+from titanlite.files import check_url
 
 # What tells the versions of a file apart, by file system; the first that `info` has. A listing and
 # a request for one file give the same value for these, but not for all that `info` has.
@@ -37,6 +38,7 @@ def open_file_system(url: str) -> tuple[Any, str]:
     from fsspec.core import url_to_fs
 
     try:
+        check_url(url)
         return url_to_fs(url)
     except (ImportError, ValueError) as error:  # a missing package, or an unknown scheme
         raise DataError(f"{url}: cannot be opened: {error}.") from None
