@@ -109,6 +109,11 @@ def _add_recipe_arguments(add: Callable[..., object]) -> None:
         help="with --recipe: replace the corpus that another recipe made in the same folder",
     )
     add(
+        "--allow-code",
+        action="store_true",
+        help="with --recipe: import and call the functions that its filter.rules name",
+    )
+    add(
         "--clean",
         action="store_true",
         help="with --recipe: then remove the work that would speed up a changed recipe",
@@ -134,8 +139,8 @@ def _check_arguments(args: argparse.Namespace, parser: argparse.ArgumentParser) 
         parser.error("--engine dask needs --recipe FILE.toml, and has workers of its own")
     if args.recipe is not None and (args.inputs or args.tokenizer or args.out or args.verify):
         parser.error("--recipe FILE.toml has the inputs, the tokenizer and the output folder")
-    if args.recipe is None and (args.replace or args.clean):
-        parser.error("--replace and --clean need --recipe FILE.toml")
+    if args.recipe is None and (args.replace or args.clean or args.allow_code):
+        parser.error("--replace, --clean and --allow-code need --recipe FILE.toml")
     short_form = args.recipe is None and args.verify is None
     if short_form and not (args.inputs and args.tokenizer and args.out):
         parser.error(
@@ -164,6 +169,7 @@ class ReadingBar(Progress):
 def main() -> int:
     args = parse_arguments()
     configure_log()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: says how to continue
     try:
         result = run(args)
     except UserError as error:
@@ -187,7 +193,7 @@ def run(args: argparse.Namespace) -> str:
 
 def follow_recipe(args: argparse.Namespace) -> str:
     """Make the corpus of a recipe; raises UserError."""
-    recipe = load_recipe(args.recipe)
+    recipe = load_recipe(args.recipe, args.allow_code)
     page = Path(recipe.recipe.out, "report.html")
     with open_engine(args, recipe.work) as engine, StageBars() as bars:
         result = make_corpus(

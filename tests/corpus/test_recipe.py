@@ -22,7 +22,7 @@ from titanlite.corpus.pipeline import make_corpus
 from titanlite.corpus.publish import _write_published
 from titanlite.corpus.recipe import load_recipe
 from titanlite.corpus.shuffle import document_keys
-from titanlite.errors import DataError, UserError, format_error
+from titanlite.errors import ConfigError, DataError, UserError, format_error
 
 ROOT = Path(__file__).parents[2]
 ONE = LocalEngine(workers=1)
@@ -387,3 +387,21 @@ def test_the_script_makes_goes_on_and_cleans(write_recipe, tmp_path):
     refused = subprocess.run(command, cwd=ROOT, capture_output=True)
     assert refused.returncode == 2 and b"--replace" in refused.stderr
     assert b"Traceback" not in refused.stderr
+
+
+def test_code_that_a_recipe_names_runs_only_if_the_command_line_allows_it(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    marker = tmp_path / "imported"
+    code = f"open({str(marker)!r}, 'w').close()\ndef keep(text):\n    return True\n"
+    (tmp_path / "code_of_a_stranger.py").write_text(code)
+    recipe = tmp_path / "recipe.toml"
+    recipe.write_text(
+        'out = "out"\ntokenizer = "bytes"\n[[sources]]\nname = "a"\ninputs = ["a.txt"]\n'
+        '[filter]\nrules = ["os:system", "code_of_a_stranger:keep"]\n'
+    )
+    with pytest.raises(ConfigError, match="os:system, code_of_a_stranger:keep") as refusal:
+        load_recipe(recipe)
+    assert "--allow-code" in refusal.value.fix and not marker.exists()
+    load_recipe(recipe, allow_code=True)
+    assert marker.exists()

@@ -7,6 +7,8 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
+
 from tests.conftest import ROOT
 from titanlite.checkpoint import CheckpointConfig
 from titanlite.checkpoint.manifest import (
@@ -15,6 +17,8 @@ from titanlite.checkpoint.manifest import (
     weights_hash,
     write_checkpoint_manifest,
 )
+from titanlite.errors import ConfigError
+from titanlite.evaluation.run_tasks import load_tasks
 from titanlite.storage import StorageFolder
 from titanlite.training import CheckpointEvaluator, EvaluationConfig, check_evaluation_config
 
@@ -171,3 +175,11 @@ def test_an_evaluation_ends_with_the_run_that_started_it():
             assert waiting.wait(60) == 130
         finally:
             waiting.kill()
+
+
+def test_a_yaml_file_of_a_task_needs_allow_code(tmp_path):
+    (tmp_path / "task").write_text("task: mine\ndoc_to_text: !function mine.run\n")
+    for name in ("mine.yaml", str(tmp_path / "task")):
+        with pytest.raises(ConfigError, match="a YAML file can run code") as refusal:
+            load_tasks(["python", name])
+        assert "--allow-code" in refusal.value.fix

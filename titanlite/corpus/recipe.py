@@ -51,25 +51,28 @@ class RecipeFile:
         return Path(self.recipe.out, WORK)
 
 
-def load_recipe(path: str | Path) -> RecipeFile:
-    """Read a recipe; raises ConfigError with every problem."""
+def load_recipe(path: str | Path, allow_code: bool = False) -> RecipeFile:
+    """Read a recipe; raises ConfigError with every problem.
+
+    Without `allow_code`, functions of `filter.rules` are refused, and their modules not imported.
+    """
     table = read_toml(path, key="--recipe")
     recipe, refused = build_dataclass(Recipe, table, key_list=_KEY_LIST)
     sections = {f.name for f in fields(recipe) if is_dataclass(getattr(recipe, f.name))}
     file = RecipeFile(recipe, frozenset(sections & table.keys()))
     refused_keys = {key for problem in refused for key in problem.keys}
     # A refused key has its default value now, so further problems of that key mean nothing.
-    problems = [p for p in _check_stages(file) if not refused_keys.intersection(p.keys)]
+    problems = [p for p in _check_stages(file, allow_code) if not refused_keys.intersection(p.keys)]
     raise_together([*refused, *problems])
     return file
 
 
-def _check_stages(file: RecipeFile) -> list[ConfigError]:
+def _check_stages(file: RecipeFile, allow_code: bool) -> list[ConfigError]:
     """Problems that the types of the settings do not exclude."""
     recipe, sources = file.recipe, file.recipe.sources or []  # None if they were refused
     problems = _check_sources(sources)
     if "filter" in file.sections:
-        problems += check_filter(recipe.filter)
+        problems += check_filter(recipe.filter, allow_code)
         problems += _check_filtered_sources(recipe.filter, {source.name for source in sources})
     if "deduplicate" in file.sections:
         problems += check_deduplicate(recipe.deduplicate)

@@ -51,7 +51,7 @@ def run_command(argv: list[str]) -> int:
         run_in_background()
     try:
         if args.check_tasks:
-            load_tasks(args.tasks)
+            load_tasks(args.tasks, args.allow_code)
             return EXIT_DONE
         settings, device = _settings_of(args), choose_device(args.device)
         if args.out:
@@ -104,6 +104,7 @@ def _build_parser() -> argparse.ArgumentParser:
     add("--device", choices=["auto", "cpu", "cuda"], default="auto", help="default: auto")
     add("--tokenizer", metavar="FILE", help="needed if the checkpoint has no copy of its tokenizer")
     add("--threads", type=int, default=0, metavar="N", help="CPU threads (default: torch's own)")
+    add("--allow-code", action="store_true", help="run the code that YAML files of tasks name")
     add("--check-tasks", action="store_true", help="load the tasks, and evaluate nothing")
     add("--background", action="store_true", help=argparse.SUPPRESS)  # for [evaluation] of a run
     return parser
@@ -119,7 +120,7 @@ def _settings_of(args: argparse.Namespace) -> EvaluationSettings:
             option = f"--{name.replace('_', '-')}"
             raise ConfigError(f"{option} {value}: must be at least {low}.")
     return EvaluationSettings(
-        tuple(args.tasks), args.limit, args.shots, args.batch_size, args.dtype
+        tuple(args.tasks), args.limit, args.shots, args.batch_size, args.dtype, args.allow_code
     )
 
 

@@ -33,6 +33,7 @@ class EvaluationSettings:
     shots: int | None = None  # examples in the prompt, but 0 where the task sets 0; None: its own
     batch_size: int = 8  # texts in one forward pass
     dtype: str = "float32"  # of the weights and the computation
+    allow_code: bool = False  # of the YAML files of tasks
 
 
 def shipped_tasks() -> list[str]:
@@ -49,8 +50,17 @@ def require_lm_eval() -> None:
         )
 
 
-def load_tasks(names: Sequence[str]) -> Any:
-    """The tasks of lm-eval with these names; raises ConfigError for unknown ones, or DataError."""
+def load_tasks(names: Sequence[str], allow_code: bool = False) -> Any:
+    """The tasks of lm-eval with these names; raises ConfigError for unknown ones, or DataError.
+
+    The YAML file of a task can name functions, which lm-eval imports; it needs `allow_code`.
+    """
+    files = [name for name in names if name.endswith((".yaml", ".yml")) or Path(name).is_file()]
+    if files and not allow_code:
+        raise ConfigError(
+            f"tasks {', '.join(files)}: a YAML file can run code, which is not allowed.",
+            fix="If you trust it: evaluate.py --allow-code. A run takes names of tasks only.",
+        )
     require_lm_eval()
     from lm_eval.tasks import TaskManager
 
@@ -93,7 +103,7 @@ def evaluate_model(
         folder = find_newest_checkpoint(StorageFolder(model))
         lm, step, weights = _open_checkpoint(folder, settings, device, tokenizer)
         model = str(folder)
-    tasks = load_tasks(settings.tasks)
+    tasks = load_tasks(settings.tasks, settings.allow_code)
     for task in tasks["tasks"].values():
         if settings.shots is not None and task.get_config("num_fewshot") != 0:
             task.set_config(key="num_fewshot", value=settings.shots)

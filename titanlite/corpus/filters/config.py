@@ -31,7 +31,7 @@ class FilterConfig:
     rules: list[str] = field(default_factory=list)
     # applied in the order of this list, which may have "length", "language", "gopher_quality",
     # "gopher_repetition", "c4", "fineweb", "blocklist", "personal_data", and functions of yours as
-    # "package.module:function"
+    # "package.module:function", which need --allow-code on the command line
     sources: list[str] = field(default_factory=list)  # names of sources to filter; empty: all
     length: LengthConfig = field(default_factory=LengthConfig)
     language: LanguageConfig = field(default_factory=LanguageConfig)
@@ -65,8 +65,16 @@ def open_rules(config: FilterConfig) -> list[tuple[str, Rule]]:
     return list(rules.items())
 
 
-def check_filter(config: FilterConfig) -> list[ConfigError]:
+def check_filter(config: FilterConfig, allow_code: bool) -> list[ConfigError]:
     """Problems that the types of the settings do not exclude."""
+    if not allow_code and (functions := [name for name in config.rules if ":" in name]):
+        return [
+            ConfigError(
+                f"filter.rules contains {', '.join(functions)}: code, which is not allowed.",
+                fix="If you trust it, allow it on the command line: --allow-code.",
+                keys=("filter.rules",),
+            )
+        ]
     return _open_valid_rules(config)[1]
 
 

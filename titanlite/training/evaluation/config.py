@@ -21,7 +21,7 @@ class EvaluationConfig:
     # steps between two evaluated checkpoints, a multiple of checkpoint.interval; the last
     # checkpoint is evaluated too
     tasks: list[str] = field(default_factory=lambda: ["python"])
-    # tasks of titanlite (python: all of them), tasks of lm-eval, or YAML files of tasks
+    # tasks of titanlite (python: all of them) or of lm-eval; no YAML files, which can run code
     limit: NotNegative = 0  # documents of each task; 0: all
     batch_size: Positive = 8  # texts of one forward pass
     device: Literal["cpu", "cuda"] = "cpu"  # cuda: the GPU of rank 0, which needs free memory
