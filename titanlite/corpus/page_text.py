@@ -94,8 +94,8 @@ class _Extractor:
             stdin.write(_REQUEST.pack(len(name), len(content)) + name)
             stdin.write(content)
             stdin.flush()
-            done, size = _ANSWER.unpack(_read_exactly(stdout, _ANSWER.size))
-            answer = _read_exactly(stdout, size).decode(errors="replace")
+            done, size = _ANSWER.unpack(_read_answer(stdout, _ANSWER.size))
+            answer = _read_answer(stdout, size).decode(errors="replace")
         except (BrokenPipeError, EOFError):
             code, self._process = self._process.wait(), None
             raise PageError(
@@ -107,7 +107,7 @@ class _Extractor:
         return answer
 
 
-def _read_exactly(stream: IO[bytes], size: int) -> bytes:
+def _read_answer(stream: IO[bytes], size: int) -> bytes:
     content = stream.read(size)
     if len(content) < size:
         raise EOFError
