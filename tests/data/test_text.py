@@ -21,6 +21,7 @@ from titanlite.data.text import (
     read_located_documents,
 )
 from titanlite.errors import DataError
+from titanlite.log import logger
 
 TEXTS = [f"{i} é🙂\r\n" * (i % 7) + "x" for i in range(100)]
 SUFFIXES = [".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet"]
@@ -176,3 +177,23 @@ def test_what_is_no_file_is_refused_and_not_left_out(tmp_path, kind):
 def test_a_file_that_disappears_while_files_are_listed_is_named(tmp_path):
     with pytest.raises(DataError, match="gone.jsonl: cannot be read"):
         list_file_ranges([tmp_path / "gone.jsonl"])
+
+
+def test_a_folder_says_what_it_skips_and_is_refused_if_that_is_most(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(logger, "propagate", True)
+    caplog.set_level("INFO")
+    (tmp_path / ".git").mkdir()
+    (tmp_path / ".git" / "object").write_text("hidden" * 100)
+    (tmp_path / "a.txt").write_text("text" * 10)
+    assert find_files([tmp_path]) == [tmp_path / "a.txt"] and not caplog.records
+    (tmp_path / "b.rst").write_text("text")
+    (tmp_path / "README").write_text("text")
+    assert find_files([tmp_path]) == [tmp_path / "a.txt"]
+    message = caplog.records[-1].message
+    assert "reads 1 file" in message and "1 without a suffix" in message
+    assert "1 .rst" in message and f"'{tmp_path}/**/*.rst'" in message
+    (tmp_path / "c.rst").write_text("text" * 20)
+    with pytest.raises(DataError, match="Most of it would be left out") as refusal:
+        find_files([tmp_path])
+    assert f"'{tmp_path}/**/*.rst'" in refusal.value.fix
+    assert len(find_files([f"{tmp_path}/**/*.rst", f"{tmp_path}/**/*.txt"])) == 3

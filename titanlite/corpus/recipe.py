@@ -28,7 +28,8 @@ class Recipe:
     tokenizer: str  # a file of tiktoken ranks, a tokenizer.json, or "bytes"
     sources: list[CorpusSource]  # [[sources]]: in the order of the corpus
     validation_share: Annotated[float, Range(0, 0.5)] = 0.01
-    # fraction of the documents that goes to validation, chosen by a hash of the text
+    # fraction of the documents that goes to validation, chosen by a hash of the text: of few
+    # documents it varies (0.05 of 200 can be 4 or 19)
     bos: bool = False  # begin each document with the tokenizer's BOS
     shard_mib: Positive = 256  # size of a shard; a worker needs about 4 times as much memory
     read: ReadConfig = field(default_factory=ReadConfig)

@@ -6,6 +6,7 @@ import glob
 import io
 import os
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -26,6 +27,7 @@ from titanlite.data.urls import (
     version_of,
 )
 from titanlite.errors import DataError
+from titanlite.log import logger, pluralize
 
 SUFFIXES = (".txt", ".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet")
 INPUT_KINDS = (
@@ -117,11 +119,34 @@ def _find_local(given: str, follow_symlinks: bool, suffixes: tuple[str, ...]) ->
         raise DataError(f"{given}: no such file or folder, and as a pattern it matches none.")
     if not exists and not follow_symlinks:
         refuse_outward_links(map(Path, matches), _fixed_part(given), _ALLOW_LINKS)
-    found = [_files_below(Path(match), follow_symlinks, suffixes) for match in sorted(matches)]
-    texts = [file for files_of_match in found for file in files_of_match]
+    others: list[Path] = []
+    texts = [
+        file
+        for match in sorted(matches)
+        for file in _files_below(Path(match), follow_symlinks, suffixes, others)
+    ]
     if not texts:
         raise _no_text_error(given, suffixes)
+    if others := sorted(set(others).difference(texts)):
+        _report_skipped(given, texts, others)
     return texts
+
+
+def _report_skipped(given: str, texts: list[Path], others: list[Path]) -> None:
+    """Log the files of a folder that are not read; raises DataError if they have most bytes."""
+    suffixes = Counter(file.suffix for file in others).most_common(5)
+    kinds = ", ".join(f"{count:,} {suffix or 'without a suffix'}" for suffix, count in suffixes)
+    read, skipped = (sum(file.stat().st_size for file in files) for files in (texts, others))
+    message = (
+        f"{given}: reads {pluralize(len(texts), 'file')} ({read / 1e6:.1f} MB) and skips"
+        f" {len(others):,} ({skipped / 1e6:.1f} MB): {kinds}"
+    )
+    name = next((f"/**/*{suffix}" for suffix, _ in suffixes if suffix), "/FILE")
+    fix = f"Name what is text, as a pattern: '{given.rstrip('/')}{name}'"
+    if skipped > read:
+        fix += f", and what is read already, as one too: '{given.rstrip('/')}/**/*.txt'."
+        raise DataError(f"{message}. Most of it would be left out.", fix=fix)
+    logger.info("%s. %s.", message, fix)
 
 
 def _unreadable_error(error: OSError) -> DataError:
@@ -131,7 +156,8 @@ def _unreadable_error(error: OSError) -> DataError:
 def _no_text_error(given: str, suffixes: tuple[str, ...]) -> DataError:
     return DataError(
         f"{given}: contains no text files.",
-        fix=f"In a folder, files that end with {' '.join(suffixes)} are read.",
+        fix=f"In a folder, files that end with {' '.join(suffixes)} are read; a pattern reads"
+        f" others: '{given.rstrip('/')}/**/*.md'.",
     )
 
 
@@ -150,9 +176,12 @@ def _check_listable(pattern: str) -> None:
             os.scandir(folder).close()
 
 
-def _files_below(path: Path, follow_symlinks: bool, suffixes: tuple[str, ...]) -> list[Path]:
+def _files_below(
+    path: Path, follow_symlinks: bool, suffixes: tuple[str, ...], others: list[Path]
+) -> list[Path]:
     """The file itself, whatever its suffix, or the text files in a folder, in sorted order.
 
+    `others` gets the folder's regular files that have another suffix and are not hidden.
     Raises OSError if a folder cannot be listed.
     """
     if not path.is_dir():
@@ -170,6 +199,9 @@ def _files_below(path: Path, follow_symlinks: bool, suffixes: tuple[str, ...]) -
         visited.add(real)
         links += [Path(folder, name) for name in subfolders if os.path.islink(Path(folder, name))]
         texts += [Path(folder, name) for name in files if name.endswith(suffixes)]
+        if not any(part.startswith(".") for part in Path(folder).relative_to(path).parts):
+            rest = (name for name in files if not name.endswith(suffixes) and name[0] != ".")
+            others += [file for name in rest if (file := Path(folder, name)).is_file()]
     if not follow_symlinks:
         links += [file for file in texts if file.is_symlink()]
         refuse_outward_links(links, path, _ALLOW_LINKS)
