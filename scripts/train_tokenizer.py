@@ -8,8 +8,10 @@ from __future__ import annotations
 import argparse
 import signal
 import sys
+from collections.abc import Iterable, Iterator
 
 import checkout  # noqa: F401
+from titanlite.data import open_tokenizer
 from titanlite.data.bpe import train_bpe
 from titanlite.data.text import (
     INPUT_KINDS,
@@ -18,7 +20,39 @@ from titanlite.data.text import (
     list_file_ranges,
     read_documents,
 )
+from titanlite.data.tokenizer import well_formed
 from titanlite.errors import EXIT_DONE, EXIT_USER_ERROR, UserError, format_error
+from titanlite.log import configure_log, log_every, pluralize
+
+PROGRESS_SECONDS = 10
+SAMPLE_BYTES = 1 << 20  # of text whose tokens are counted
+
+
+class CountedTexts:
+    """Texts, how many there were so far, and the first of them."""
+
+    def __init__(self, texts: Iterable[str]):
+        self._texts, self._ended = texts, False
+        self.documents = self.bytes = 0
+        self.first: list[str] = []  # about SAMPLE_BYTES
+
+    def __iter__(self) -> Iterator[str]:
+        for text in self._texts:
+            if self.bytes < SAMPLE_BYTES:
+                self.first.append(well_formed(text))
+            self.documents += 1
+            self.bytes += len(text) if text.isascii() else len(well_formed(text).encode())
+            yield text
+        self._ended = True
+
+    @property
+    def content(self) -> str:
+        """Bytes and documents, as text."""
+        return f"{self.bytes / 1e6:.1f} MB in {pluralize(self.documents, 'document')}"
+
+    def describe(self) -> str:
+        """A line about the progress."""
+        return f"merging pairs of {self.content}" if self._ended else f"read {self.content}"
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -56,16 +90,24 @@ def parse_arguments() -> argparse.Namespace:
 
 def main() -> int:
     args = parse_arguments()
+    configure_log()
     try:
         ranges = list_file_ranges(find_files(args.inputs, args.follow_symlinks))
-        texts = read_documents(ranges, args.document_mib << 20)
-        size = train_bpe(texts, args.vocab_size, args.out)
+        texts = CountedTexts(read_documents(ranges, args.document_mib << 20))
+        with log_every(PROGRESS_SECONDS, texts.describe):
+            size = train_bpe(texts, args.vocab_size, args.out)
+        tokenizer = open_tokenizer(args.out)
+        tokens = sum(len(tokenizer.encode(text)) for text in texts.first)
     except UserError as error:
         print(format_error(error), file=sys.stderr)
         return EXIT_USER_ERROR
     # End quietly if `| head` closes stdout. Set only now: libraries rely on SIGPIPE being ignored.
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)
-    print(f"{args.out}: {size} ids")
+    ratio = sum(len(text.encode()) for text in texts.first) / max(1, tokens)
+    print(
+        f"{args.out}: {size} ids from {texts.content}; {ratio:.2f} bytes per token (in the first"
+        f" {pluralize(len(texts.first), 'document')})"
+    )
     if size < args.vocab_size:
         print(f"the text has no more pairs to merge: set model.vocab_size = {size} or more")
     if size > args.vocab_size:

@@ -4,6 +4,11 @@ from __future__ import annotations
 
 import logging
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from threading import Event
+
+from titanlite.threads import DeviceThread
 
 logger = logging.getLogger("titanlite")
 
@@ -30,6 +35,22 @@ class RankFormatter(logging.Formatter):
 def pluralize(count: int, noun: str) -> str:
     """A count and its noun, for messages: "1 shard", "2,000 shards"."""
     return f"{count:,} {noun}{'' if count == 1 else 's'}"
+
+
+@contextmanager
+def log_every(seconds: float, describe: Callable[[], str]) -> Iterator[None]:
+    """Log `describe()` after each interval until the block ends."""
+    ended = Event()
+
+    def log_until_ended() -> None:
+        while not ended.wait(seconds):
+            logger.info("%s", describe())
+
+    DeviceThread(log_until_ended, "log progress").start()
+    try:
+        yield
+    finally:
+        ended.set()
 
 
 def configure_log(rank: int = 0, colour: bool | None = None) -> None:
