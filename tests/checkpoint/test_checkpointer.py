@@ -21,6 +21,7 @@ from tests.distributed.oracle import ADAMW, SGD, Layout, Record, full_value, run
 from tests.distributed.ranks import run_on_ranks
 from tests.distributed.test_families import recipe_of
 from titanlite.checkpoint import list_steps, read_checkpoint_manifest
+from titanlite.checkpoint.checkpointer import _without_excluded
 from titanlite.checkpoint.job_properties import check_job_properties
 from titanlite.checkpoint.manifest import FORMAT, manifest_hash
 from titanlite.checkpoint.tensor_reader import read_tensors
@@ -29,6 +30,7 @@ from titanlite.errors import CheckpointError
 from titanlite.log import logger
 from titanlite.runtime.lease import LEASE_FILE, acquire_lease
 from titanlite.storage import StorageFolder
+from titanlite.training import Counters
 
 
 def trained(layout: Layout, steps: int = 1):
@@ -512,6 +514,13 @@ def test_exclude_from_loading_resets_only_the_parts_it_names(tmp_path):
     run_on_ranks(save_two_steps, 2, str(tmp_path))
     results = run_on_ranks(load_without_each_part, 1, str(tmp_path))[0]
     assert results == [(2, 0, True), (0, 200, True), (2, 200, False)]
+
+
+def test_the_data_start_from_scratch_after_a_roll_back_that_skipped_samples():
+    progress = {"step": 9, "position": 90, "tokens": 900, "skipped": 24, "gaps": [[12, 36]]}
+    counters = Counters()
+    counters.restore(_without_excluded({**progress, "lanes": {"text": {}}}, ["dataloader"]))
+    assert (counters.step, counters.position, counters.samples, counters.gaps) == (9, 0, 0, ())
 
 
 def load_with_other_properties(folder, allowed) -> list[str]:

@@ -357,7 +357,8 @@ def _without_excluded(progress: dict[str, Any], excluded_parts: list[str]) -> di
     progress = dict(progress)
     if "dataloader" in excluded_parts:
         progress["position"] = 0
-        for key in ("skipped", "rollbacks"):  # they refer to positions of the earlier start
+        # they refer to positions of the earlier start
+        for key in ("skipped", "gaps", "rollbacks", "lanes"):
             progress.pop(key, None)
     if "train_state" in excluded_parts:
         progress |= {"step": 0, "tokens": 0}
