@@ -18,6 +18,7 @@ import pytest
 
 from tests.conftest import HANG_SECONDS
 from titanlite.errors import CheckpointError, ConfigError
+from titanlite.runtime import folder_lock
 from titanlite.runtime.lease import (
     COUNT_FILE,
     LEASE_FILE,
@@ -358,6 +359,46 @@ def test_when_jobs_race_for_a_dead_jobs_folder_exactly_one_acquires_it(tmp_path,
         assert all(job.request("close") == "closed" for job in jobs)
         assert is_released(folder)
     assert len(winners) > 1, "it was no race"
+
+
+def test_two_jobs_that_start_at_once_are_not_both_refused(tmp_path, monkeypatch):
+    """The worst order: one job has job.dump_folder when the other one asks for a folder."""
+    first_began, second_done = threading.Event(), threading.Event()
+    acquire = folder_lock._acquire
+
+    def acquire_in_order(folder, key):
+        if key == "second dump":
+            assert first_began.wait(HANG_SECONDS)
+        if key == "first checkpoint":
+            assert second_done.wait(HANG_SECONDS)
+        try:
+            return acquire(folder, key)
+        finally:
+            if key == "first dump":
+                first_began.set()
+            if key == "second checkpoint":
+                second_done.set()
+
+    monkeypatch.setattr(folder_lock, "_acquire", acquire_in_order)
+    outcomes = {}
+
+    def start(job):
+        folders = {f"{job} dump": tmp_path / "out", f"{job} checkpoint": tmp_path / "saved"}
+        try:
+            outcomes[job] = folder_lock._acquire_all(folders)
+        except ConfigError as error:
+            outcomes[job] = str(error)
+        if job == "second":
+            second_done.set()
+
+    threads = [threading.Thread(target=start, args=(job,)) for job in ("first", "second")]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(HANG_SECONDS)
+    assert isinstance(outcomes["first"], list) and "second dump" in outcomes["second"], outcomes
+    for lease in outcomes["first"]:
+        lease.close()
 
 
 def test_a_job_whose_lease_was_taken_over_notices_and_leaves_it_alone(tmp_path, start_job):

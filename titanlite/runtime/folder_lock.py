@@ -109,21 +109,24 @@ def lock_run_folders(
 def _acquire_all(folders: Mapping[str, Path | StorageFolder]) -> list[Lease | RemoteLease]:
     """Acquire a lease on every folder, or on none.
 
-    Runs in parallel, because a folder may have an old lease whose heartbeat must be observed for a
-    while.
+    The first folder decides which of two jobs that start at once runs: only its holder asks for the
+    others. These are acquired in parallel, because a folder may have an old lease whose heartbeat
+    must be observed for a while.
     """
     key_by_folder: dict[Path | str, str] = {}
     for key, folder in folders.items():
         key_by_folder.setdefault(_identify(folder), key)  # two keys may name the same folder
+    first, *others = key_by_folder.items()
+    leases = [_acquire(*first)]
     with open_thread_pool(len(key_by_folder)) as pool:
-        futures = [pool.submit(_acquire, *entry) for entry in key_by_folder.items()]
+        futures = [pool.submit(_acquire, *entry) for entry in others]
     errors = [error for future in futures if (error := future.exception())]
+    leases += [future.result() for future in futures if not future.exception()]
     if errors:
-        for future in futures:
-            if not future.exception():
-                future.result().close()
+        for lease in leases:
+            lease.close()
         raise errors[0]
-    return [future.result() for future in futures]
+    return leases
 
 
 def _identify(folder: Path | StorageFolder) -> Path | str:
