@@ -103,7 +103,10 @@ class PeerDiagnosis:
             str(beat.position) for rank, beat in running.items() if rank not in behind
         )
         if not waiting:
-            return f"All {len(running)} ranks have {stuck}: they wait for each other."
+            return (
+                f"All {len(running)} ranks have {stuck}: they wait for each other, or are only"
+                f" slow. If they are slow, raise {self._progress.timeout_key}."
+            )
         positions = "; ".join(
             f"{pluralize(count, 'rank')} in {where}" for where, count in waiting.most_common(5)
         )
