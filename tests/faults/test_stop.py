@@ -60,6 +60,56 @@ def test_a_run_saves_and_ends_before_its_time_limit(run_toml, tmp_path):
     assert events_of(out, "stopped")[0]["reason"] == "time_limit"
 
 
+def signal_in(step: int, kill_in_validation: bool = False) -> None:
+    """Send SIGTERM to this rank before `step`; with `kill_in_validation`, SIGKILL after it."""
+    from titanlite.runtime import StopRequest
+    from titanlite.training.engine import SpmdEngine
+
+    reason, evaluate, calls = StopRequest.reason, SpmdEngine.evaluate, []
+
+    def reason_after_signal(self, seconds):
+        calls.append(seconds)  # the first call is before the first step
+        if len(calls) == step + 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+            while not self.received:
+                time.sleep(0.01)
+        return reason(self, seconds)
+
+    def evaluate_or_die(self, *batch):
+        if kill_in_validation and len(calls) > step:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return evaluate(self, *batch)
+
+    StopRequest.reason, SpmdEngine.evaluate = reason_after_signal, evaluate_or_die
+
+
+def validations_of(out) -> list[tuple]:
+    return [(e["step"], e["loss"]) for e in events_of(out, "validation")]
+
+
+@pytest.mark.parametrize("step, killed", [(3, False), (6, False), (6, True)])
+def test_a_run_that_is_stopped_has_the_validations_of_an_undisturbed_one(
+    step, killed, run_toml, tmp_path
+):
+    def train(name, prepare=None) -> list:
+        argv = argv_of(run_toml, "--job.dump_folder", str(tmp_path / name))
+        with LaunchedRun(2, tmp_path / name, *argv, prepare=prepare) as run:
+            return run.wait()
+
+    codes = train("stopped", partial(signal_in, step, killed))
+    if killed:
+        assert -signal.SIGKILL in codes
+    else:
+        assert codes == [75 if step < 6 else 0] * 2
+    assert steps_of(tmp_path / "stopped") == list(range(1, step + 1))
+    for _ in range(2):  # the second start has nothing to do
+        assert train("stopped") == [0, 0]
+    assert train("undisturbed") == [0, 0]
+    expected = validations_of(tmp_path / "undisturbed")
+    assert [s for s, _ in expected] == [3, 6]
+    assert validations_of(tmp_path / "stopped") == expected
+
+
 def block_save(fifo: str) -> None:
     """Make the save of step 3 wait in a system call until the FIFO is written to."""
     from titanlite.storage import StorageFolder

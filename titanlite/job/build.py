@@ -540,15 +540,17 @@ def build_periodic_actions(
         set_collective_timeouts(timeout, excluded=run.checkpointer.group)
         run.watchdog.set_timeout(timeout)
 
-    validation = periodic.run_validation(validate_all, sinks, config.validation.freq)
+    validation = periodic.run_validation(
+        validate_all, sinks, config.validation.freq, run.config.steps
+    )
     return (
         periodic.log_skipped_steps(state, sinks),
         periodic.log_metrics(state, run.meter, sinks, config.metrics.log_freq),
-        *([validation] if validation_sets else []),
         periodic.report_finished_save(run.checkpointer, sinks),
         periodic.save_checkpoints(
             state, run.checkpointer, sinks, partial(gather_data_progress, stream, state)
         ),
+        *([validation] if validation_sets else []),  # after the save, which it may delay
         *build_evaluation(job, run),
         periodic.collect_garbage(config.training.gc_freq),
         periodic.after_first_step(finish_start),

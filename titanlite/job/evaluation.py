@@ -20,12 +20,9 @@ def build_evaluation(job: Job, run: Run) -> list[PeriodicAction]:
         config, job.folder / "evaluation", run.checkpointer.step_folders.of_step, run.sinks
     )
     run_on_rank_0(evaluator.check_tasks)
-    is_root = dist.get_rank() == 0
-    if is_root:
-        evaluator.resume(run.state.step)
     return [
         evaluate_checkpoints(
-            evaluator if is_root else None,
+            evaluator if dist.get_rank() == 0 else None,
             config.freq,
             is_writing=lambda: run.checkpointer.writing,
             stop_reason=partial(run.stop_request.reason, 0.0),

@@ -48,6 +48,11 @@ class JsonlSink:
         drop_later_records(self.path, *self._continued_from)
         return self.path.open("ab", buffering=0)
 
+    def has_event(self, step: int, name: str) -> bool:
+        with self.path.open("rb") as lines:
+            records = (parse_json(line) for line in lines if name.encode() in line)
+            return any((r.get("event"), r["step"]) == (name, step) for r in records)
+
     def sync(self) -> None:
         if not self.file.closed:
             os.fsync(self.file.fileno())

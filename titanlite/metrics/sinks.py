@@ -112,6 +112,10 @@ class MetricSinks:
         for sink in list(self.sinks):
             self._write(sink, partial(sink.roll_back, step, rollbacks))
 
+    def has_event(self, step: int, name: str) -> bool:
+        """Whether metrics.jsonl has such an event; False on ranks without it."""
+        return any(isinstance(s, JsonlSink) and s.has_event(step, name) for s in self.sinks)
+
     def sync(self) -> None:
         """Flush all records to the disk, so that they survive a power failure."""
         for sink in list(self.sinks):

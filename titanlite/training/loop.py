@@ -48,6 +48,8 @@ class _Loop:
         self.batches = run.open_batches()
         self.max_over_ranks.start(run.stop_request.reason(0.0))
         (self.stop_reason,) = self.max_over_ranks.wait()
+        if not self.stop_reason or run.state.step >= run.config.steps:
+            self._start_actions_again()
 
     def run_iteration(self) -> None:
         run, state = self.run, self.run.state
@@ -138,7 +140,11 @@ class _Loop:
     def _start_again(self) -> None:
         """Continue from the state that a roll-back has loaded."""
         self.batches = self.run.open_batches()
+        self._start_actions_again()
+
+    def _start_actions_again(self) -> None:
         for action in self.run.actions:
+            self.run.watchdog.set_phase(self.run.state.step, action.name)
             action.start_again(self.run.state.step)
 
 

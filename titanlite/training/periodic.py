@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from titanlite.checkpoint import Checkpointer, SaveResult
-from titanlite.distributed.collectives import gather_from_all_ranks
+from titanlite.distributed.collectives import gather_from_all_ranks, run_on_rank_0
 from titanlite.errors import CheckpointError
 from titanlite.metrics import MetricSinks, Profiler, ThroughputMeter
 from titanlite.training.state import TrainState
@@ -48,8 +48,9 @@ class PeriodicAction:
     it runs, the loop waits until the device has accepted the step, or the guard has skipped it.
     With `needs_finite` it also checks the parameters: inf or NaN ends the run or rolls it back.
 
-    After a roll-back the loop calls `start_again` with the number of steps taken. An action with
-    state of its own must then reset it to that of a new process.
+    Before the first step of a process, and after a roll-back, the loop calls `start_again` with the
+    number of steps taken. An action with state of its own must then reset it to that of a new
+    process.
     """
 
     name: str  # the phase that the watchdog reports while the action runs
@@ -105,17 +106,22 @@ def log_skipped_steps(state: TrainState, sinks: MetricSinks) -> PeriodicAction:
 
 
 def run_validation(
-    validate_all: Callable[[int], dict[str, ValidationResult]], sinks: MetricSinks, freq: int
+    validate_all: Callable[[int], dict[str, ValidationResult]],
+    sinks: MetricSinks,
+    freq: int,
+    last_step: int,
 ) -> PeriodicAction:
-    """Validate every `freq` steps and after the last step, but not when the run stops early.
+    """Validate every `freq` steps and after the last step.
 
-    `validate_all(step)` returns the result of each validation set by its name.
+    `validate_all(step)` returns the result of each validation set by its name. A run that stops
+    early does not wait for it: a later start measures what metrics.jsonl lacks of its first step.
+    So the save of the step comes first, and a kill during a validation loses nothing.
     """
 
-    def write(info: StepInfo) -> None:
-        for name, result in validate_all(info.step).items():
+    def measure(step: int) -> None:
+        for name, result in validate_all(step).items():
             sinks.event(
-                info.step,
+                step,
                 "validation",
                 name=name,
                 loss=result.loss,
@@ -124,9 +130,16 @@ def run_validation(
             )
 
     def is_due(info: StepInfo) -> bool:
-        return not info.stop_reason and (info.is_last or info.step % freq == 0)
+        return info.is_last or (not info.stop_reason and info.step % freq == 0)
 
-    return PeriodicAction("validate", is_due, write, needs_finite=True)
+    def catch_up(step: int) -> None:
+        needed = step == last_step or (step > 0 and step % freq == 0)
+        if needed and not run_on_rank_0(lambda: sinks.has_event(step, "validation")):
+            measure(step)
+
+    return PeriodicAction(
+        "validate", is_due, lambda info: measure(info.step), needs_finite=True, start_again=catch_up
+    )
 
 
 def report_finished_save(checkpointer: Checkpointer, sinks: MetricSinks) -> PeriodicAction:
