@@ -110,6 +110,35 @@ def test_a_run_that_is_stopped_has_the_validations_of_an_undisturbed_one(
     assert validations_of(tmp_path / "stopped") == expected
 
 
+def test_a_resume_reports_the_settings_that_changed_since_the_checkpoint(run_toml, tmp_path):
+    out, argv = tmp_path / "out", argv_of(run_toml, "--lr_scheduler.total_steps", "9")
+    changed = {  # of each section that may change
+        "optimizer.lr": 0.01,
+        "optimizer.weight_decay": 0.0,
+        "training.max_norm": 0.5,
+        "training.mixed_precision_param": "bfloat16",
+        "lr_scheduler.warmup_steps": 1,
+        "loss.z_loss": 1e-3,
+        "guard.nonfinite": "off",
+    }
+    layout = ("--parallelism.tensor_parallel_degree", "2", "--training.local_batch_size", "4")
+    options = [text for key, value in changed.items() for text in (f"--{key}", str(value))]
+    resumed = ("--training.steps", "3"), ("--training.steps", "5", *layout, *options)
+    for number, more in enumerate((*resumed, ("--training.steps", "5", *options))):
+        with LaunchedRun(2 if number == 1 else 1, out, *argv, *more) as run:
+            assert run.wait() == [0] * len(run.processes), run.output
+            assert run.output.count("changed since the checkpoint:") == (number == 1), run.output
+            if number == 1:
+                assert "optimizer.lr 0.0008 -> 0.01, " in run.output
+    (event,) = events_of(out, "settings_changed")
+    assert event["step"] == 3
+    assert event["changes"].keys() == {*changed, "training.steps"}
+    assert {key: new for key, (_, new) in event["changes"].items()} == {
+        **changed,
+        "training.steps": 5,
+    }
+
+
 def block_save(fifo: str) -> None:
     """Make the save of step 3 wait in a system call until the FIFO is written to."""
     from titanlite.storage import StorageFolder

@@ -35,6 +35,7 @@ from titanlite.distributed.process_group import (
 )
 from titanlite.errors import EXIT_INTERRUPTED, CheckpointError, ConfigError
 from titanlite.files import write_file_atomically
+from titanlite.job.config import changed_settings
 from titanlite.job.data import open_job_stream, open_job_tokenizer, open_job_validation
 from titanlite.job.evaluation import build_evaluation
 from titanlite.job.job import Job
@@ -444,6 +445,12 @@ def report_start(
         for reason in found.refused:
             sinks.event(state.step, "checkpoint_refused", reason=reason)
         sinks.event(state.step, "resumed", path=str(found.folder), position=state.position)
+        initial = found.initial and job.config.checkpoint.initial_load_model_only
+        saved = found.manifest.job if found.manifest and not initial else {}
+        if changes := changed_settings(saved, job.config):
+            text = ", ".join(f"{k} {old!r:.80} -> {new!r:.80}" for k, (old, new) in changes.items())
+            logger.info("changed since the checkpoint: %s", text)
+            sinks.event(state.step, "settings_changed", changes=changes)
     steps = job.config.training.steps
     if state.step >= steps:
         logger.info("all %d steps are done; set a larger training.steps to continue", steps)

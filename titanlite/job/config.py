@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 from dataclasses import dataclass, field
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from titanlite.checkpoint import CheckpointConfig
 from titanlite.data import DataConfig
@@ -96,6 +98,43 @@ class JobConfig:
     @property
     def float8(self) -> Float8Config:
         return resolve_float8(self.quantize.linear.float8, self.model.converters)
+
+
+# Sections and keys that decide what a step computes or what the guard does, and of these sections
+# the keys that do not.
+_MATHEMATICS = (
+    *("model", "training", "attention.mask", "optimizer", "mup", "lr_scheduler", "loss_scale"),
+    *("guard", "loss", "experts", "quantize", "data.mixture", "debug.seed"),
+)
+_NO_MATHEMATICS = (
+    *("local_batch_size", "enable_cpu_offload", "gc_freq", "gc_debug"),
+    *("optimizer.implementation", "model.print_after_conversion"),
+)
+
+
+def changed_settings(saved: dict[str, Any], current: JobConfig) -> dict[str, tuple[Any, Any]]:
+    """{key: (saved value, current value)} of the changed settings that decide what a run computes.
+
+    `saved`: the configuration in a checkpoint. What it lacks, such as a newer key, is not compared.
+    """
+    changes = {}
+    flat_saved, flat_current = (
+        _flatten(json.loads(json.dumps(job))) for job in (saved, dataclasses.asdict(current))
+    )
+    for key in sorted(flat_saved.keys() & flat_current.keys()):
+        decides = any(f"{key}.".startswith(f"{part}.") for part in _MATHEMATICS)
+        if decides and flat_saved[key] != flat_current[key] and not key.endswith(_NO_MATHEMATICS):
+            changes[key] = (flat_saved[key], flat_current[key])
+    return changes
+
+
+def _flatten(table: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """{dotted key: value} of nested tables."""
+    flat: dict[str, Any] = {}
+    for name, value in table.items():
+        key = f"{prefix}{name}"
+        flat |= _flatten(value, f"{key}.") if isinstance(value, dict) else {key: value}
+    return flat
 
 
 _IN_DATA = "is now in [data]: tokenizer, sources = [{ name, path, weight }], validation = […]."

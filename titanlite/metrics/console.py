@@ -19,7 +19,7 @@ _ERROR_EVENTS = (  # logged as errors
     "rollback_failed",
 )
 _WARNING_EVENTS = ("straggler",)
-_LONG_EVENTS = ("layer_norms", "source_losses")  # too long for a log line
+_LONG_EVENTS = ("layer_norms", "source_losses", "settings_changed")  # have no or another log line
 _OPTIONAL_FIELDS = ("bits_per_byte",)  # event fields left out where they are null
 _UNNAMED_FIELDS = ("name", "path", "problem", "reason")  # event fields shown by value alone
 _DIM, _RESET = "\033[2m", "\033[0m"
