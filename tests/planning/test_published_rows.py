@@ -137,8 +137,26 @@ def test_a_row_that_lacks_a_fact_is_not_predicted(row, note):
     assert note in read_row(ROWS[row])
 
 
-def test_an_unknown_framework_or_gpu_gets_a_note():
-    assert "framework" in read_row({**ROWS["615"], "framework": "Other"})
+def test_an_unknown_framework_is_predicted_with_defaults_that_are_named():
+    (found,) = predict_rows([{**ROWS["615"], "framework": "MegaScale"}])
+    assert found.step is not None and found.memory is not None
+    assert 'framework "MegaScale" is not known: fused kernels' in found.note
+
+
+@pytest.mark.parametrize("framework", ["torchtitan", "Meta"])
+def test_the_batch_of_a_rank_is_not_one_micro_batch_of_a_pipeline(framework):
+    sizes = {cell: "" for cell in ("layers", "hidden", "heads", "kv_heads", "ffn", "vocab")}
+    degrees = {"gpus": "512", "tp": "8", "pp": "8", "dp": "8", "gbs": "256", "mbs": "32"}
+    row = {**ROWS["703"], **sizes, **degrees, "model": "LLAMA3.1_405B", "framework": framework}
+    row["note"] = "3D (mbs = local batch)"
+    (found,) = predict_rows([row])
+    assert 0.8 < found.step.total / 32 < 1.3  # 175 s if the 32 sequences are one micro-batch
+    assert "micro-batches of one sequence assumed" in found.note
+    layout = read_row({**row, "microbatches": "16"}).workload.layout
+    assert (layout.micro_batch, layout.n_microbatches) == (2, 16)
+
+
+def test_an_unknown_gpu_or_precision_gets_a_note():
     assert "hardware" in read_row({**ROWS["615"], "hardware": "TPU v5p"})
     assert "precision" in read_row({**ROWS["615"], "precision": "int8"})
     assert "seq is not a number" in read_row({**ROWS["615"], "seq": "2k"})

@@ -137,6 +137,13 @@ FRAMEWORKS = {
     ),
 }
 
+# what recent trainers have in common: fused kernels, and the GPU generation's own attention kernel
+UNKNOWN_FRAMEWORK = FrameworkFacts(True, "native")
+UNKNOWN_DEFAULTS = (
+    "fused kernels, the GPU's own flash attention, sharded optimizer state, gradients in fp32 and"
+    " overlapped, TP communication not overlapped are assumed"
+)
+
 # a part of the cell `hardware` in lower case, and the machine; the first that matches
 MACHINES = (
     ("jean zay", "jean-zay-a100"),
@@ -189,8 +196,9 @@ def read_row(row: Row) -> PublishedRun | str:
 
 
 def _read_row(row: Row) -> PublishedRun:
-    facts = framework_facts(row)
-    notes: list[str] = []
+    facts, notes = framework_facts(row), list[str]()
+    if facts is UNKNOWN_FRAMEWORK:
+        notes.append(f'framework "{row["framework"]}" is not known: {UNKNOWN_DEFAULTS}')
     model = _row_model(row, notes)
     layout = _row_layout(row, facts, notes)
     if "Rebalancing layers" in row["note"]:
@@ -232,11 +240,11 @@ def _read_row(row: Row) -> PublishedRun:
 
 
 def framework_facts(row: Row) -> FrameworkFacts:
-    """What the row's framework does; raises MissingFact for one that is not known."""
-    for name, facts in FRAMEWORKS.items():
-        if row["framework"].startswith(name):
-            return facts
-    raise MissingFact(f'framework "{row["framework"]}" is not known')
+    """What the row's framework does; UNKNOWN_FRAMEWORK for one that is not known."""
+    return next(
+        (facts for name, facts in FRAMEWORKS.items() if row["framework"].startswith(name)),
+        UNKNOWN_FRAMEWORK,
+    )
 
 
 def _row_number(row: Row, key: str) -> float:
@@ -315,13 +323,7 @@ def _row_layout(row: Row, facts: FrameworkFacts, notes: list[str]) -> Layout:
     data = gpus // ranks
     if row["dp"].strip() and int(_row_number(row, "dp")) not in (data, data * context):
         raise MissingFact(f"dp = {row['dp']}, but gpus / (tp x pp x cp) = {data}")
-    micro_batch, global_batch = int(_row_number(row, "mbs")), int(_row_number(row, "gbs"))
-    if row["framework"].startswith("torchtitan"):
-        micro_batches = 1  # the column is the batch of a rank
-    else:
-        micro_batches = round(global_batch / (data * micro_batch))
-    if micro_batches < 1:
-        raise MissingFact(f"gbs = {global_batch} is less than dp x mbs = {data * micro_batch}")
+    micro_batch, micro_batches = _row_batches(row, data, pipeline, notes)
     if pipeline > 1 and not row["vp"].strip():
         notes.append("stages per rank are not published: one assumed")
     sharded, reshard = _row_sharding(row, facts, data * context)
@@ -339,6 +341,28 @@ def _row_layout(row: Row, facts: FrameworkFacts, notes: list[str]) -> Layout:
         micro_batch=micro_batch,
         n_microbatches=micro_batches,
     )
+
+
+def _row_batches(row: Row, data: int, pipeline: int, notes: list[str]) -> tuple[int, int]:
+    """Sequences of a micro-batch, and the micro-batches of a data-parallel rank in one step."""
+    batch, global_batch = int(_row_number(row, "mbs")), int(_row_number(row, "gbs"))
+    rank_batch = global_batch / data
+    if row.get("microbatches", "").strip():
+        number = int(_row_number(row, "microbatches"))
+        return max(1, round(rank_batch / number)), number
+    of_a_rank = "torchtitan" in row["framework"] or _LOCAL_BATCH.search(row["note"])
+    if of_a_rank and pipeline > 1:
+        notes.append(
+            "mbs is the batch of a rank: micro-batches of one sequence assumed; a column"
+            " microbatches gives their number"
+        )
+        batch = 1
+    if round(rank_batch / batch) < 1:
+        raise MissingFact(f"gbs = {global_batch} is less than dp x mbs = {data * batch}")
+    return batch, round(rank_batch / batch)
+
+
+_LOCAL_BATCH = re.compile(r"\bmbs\b[^;]*\b(local batch|batch of a rank)", re.IGNORECASE)
 
 
 def _balanced_with_embeddings(model: ModelShape, layout: Layout) -> tuple[int, ...]:
