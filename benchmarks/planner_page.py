@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import re
 import statistics
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,13 +18,14 @@ from titanlite.models import ModelShape
 from titanlite.planning.cost import estimate_cost
 from titanlite.planning.hardware import find_cluster
 from titanlite.planning.published_rows import published_models
-from titanlite.planning.row_errors import error_table, model_flops
-from titanlite.planning.rows import predict_rows, read_rows
+from titanlite.planning.row_errors import error_table, model_flops, summarise_errors
+from titanlite.planning.rows import Prediction, predict_rows, read_rows
 from titanlite.planning.step_time import estimate_step
 from titanlite.planning.workload import Layout, Numerics, Overlap, Workload
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "explanation" / "planner.md"
+ERRORS = ROOT / "titanlite" / "planning" / "published_errors.toml"
 RUNS = ROOT / "benchmarks" / "published_runs.csv"
 
 
@@ -102,6 +104,19 @@ def known_table() -> str:
     return "\n".join(lines)
 
 
+def errors_toml(predictions: Sequence[Prediction]) -> str:
+    """The errors by kind of model and GPU type that a plan prints, as TOML."""
+    found = summarise_errors(predictions).items()
+    lines = [
+        f'"{name}" = {{ rows = {each.rows}, median = {each.median:.3f},'
+        f" within_20 = {each.within_20:.2f} }}"
+        for name, each in found
+        if name.count(",") == 1
+    ]
+    head = "# Errors of step times by kind of run and GPU type: benchmarks.planner_page --write"
+    return "\n".join([head, *lines]) + "\n"
+
+
 def halves_table() -> str:
     """Errors of each half of the sources, fitted to the other, as Markdown."""
     lines = ["| rows | number | median error | within ±20 % |", "| --- | ---: | ---: | ---: |"]
@@ -139,7 +154,9 @@ def main() -> None:
         "known": known_table(),
         "halves": halves_table(),
     }
-    if not arguments.write:
+    if arguments.write:
+        ERRORS.write_text(errors_toml(predict_rows(read_rows(RUNS))), encoding="utf-8")
+    else:
         print("\n\n".join(tables.values()))
         return
     text = PAGE.read_text(encoding="utf-8")

@@ -6,9 +6,9 @@
   python scripts/plan.py --calibrate RUN [RUN ...] --gpus 8xH100 [--out efficiency.toml]
 
 It needs no GPU. Settings override those of the TOML, as for train.py; --fix fixes what the search
-chooses. --out writes the job's TOML, the ten best layouts as JSON, and pictures. --rows predicts
-measured runs, and --table compares the predictions. --calibrate fits the efficiency of the GPUs to
-runs of your own, by their job.dump_folder.
+chooses. --out writes the recommended layout as the job's TOML, the layouts shown as JSON, and
+pictures. --rows predicts measured runs, and --table compares the predictions. --calibrate fits the
+efficiency of the GPUs to runs of your own, by their job.dump_folder.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from pathlib import Path
 
 import checkout  # noqa: F401
 from titanlite.errors import EXIT_DONE, EXIT_USER_ERROR, ConfigError, UserError, format_error
+from titanlite.planning.alternatives import find_alternatives
 from titanlite.planning.calibrate import calibrate, calibration_report, read_measured_run
 from titanlite.planning.hardware import parse_gpus
 from titanlite.planning.plan_changes import ChangedAnswer, changed_answers
@@ -36,7 +37,6 @@ from titanlite.runtime.out_of_memory import GIB
 from titanlite.settings import raise_together
 
 CONFIGS = Path(__file__).parents[1] / "train_configs"
-KEPT = 10  # layouts in the table
 
 
 def main(argv: list[str]) -> int:
@@ -78,15 +78,16 @@ def _plan(arguments: argparse.Namespace, overrides: list[str]) -> None:
     names = [field.name for field in dataclasses.fields(PlanArguments) if field.name != "overrides"]
     given = {name: getattr(arguments, name) for name in names}
     request = read_plan_request(PlanArguments(**given, overrides=overrides), CONFIGS)
-    search = LayoutSearch(request.space, request.target, KEPT)
-    result = search.run()
+    search = LayoutSearch(request.space, request.target, 1)
+    layouts = find_alternatives(search)
+    steps = [layout.step for layout in layouts]
     changes: list[ChangedAnswer] = []
     if not arguments.quick:
-        changes += changed_answers(request, result.best[0], search.bounds, search.estimates)
-    print(*report_lines(request, result, changes), sep="\n")
+        changes += changed_answers(request, steps[0], search.bounds, search.estimates)
+    print(*report_lines(request, search.counts, layouts, changes), sep="\n")
     if arguments.out is not None:
-        files = write_plan(request, result, arguments.out)
-        print("", *files, *_draw(search, result.best, arguments.out), sep="\n")
+        files = write_plan(request, layouts, arguments.out)
+        print("", *files, *_draw(search, steps, arguments.out), sep="\n")
 
 
 def _draw(search: LayoutSearch, steps: list[PlannedStep], folder: Path) -> list[Path]:
@@ -105,6 +106,8 @@ def _draw(search: LayoutSearch, steps: list[PlannedStep], folder: Path) -> list[
         label: [(size / GIB, seconds) for size, seconds in search.points(step)]
         for label, step in zip(labels, steps, strict=True)
     }
+    chosen = steps[0].memory.total / GIB, steps[0].time.total
+    points["recommended: layout 1"] = [chosen]
     files = [folder / f"{name}.png" for name in ("memory", "time", "memory_time")]
     draw_stacked_bars(
         "Memory of the worst rank at its peak", memory, "GiB", files[0], ("usable memory", usable)
@@ -154,7 +157,7 @@ def _parser() -> argparse.ArgumentParser:
     plan.add_argument("--seq-len", help="tokens of a sequence (default: of --job)")
     plan.add_argument("--global-batch", help="sequences of one step (default: of --job)")
     plan.add_argument(
-        "--tokens", help="tokens of the whole training, for days and cost (default: 1e12)"
+        "--tokens", help="tokens of the whole training, for days and cost (default: 20 a parameter)"
     )
     plan.add_argument(
         "--precision",

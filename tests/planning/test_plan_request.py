@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
 from tests.conftest import ROOT
@@ -80,7 +82,7 @@ def test_a_job_keeps_its_settings(run_toml):
     assert base.optimizer.lr == 0.25
     assert base.model.n_layers == request.space.sizes.n_layers
     assert request.space.seq_len == base.training.seq_len
-    assert base.training.steps == round(1e9 / (256 * base.training.seq_len))
+    assert base.training.steps == math.ceil(1e9 / (256 * base.training.seq_len))
 
 
 def test_a_model_has_the_settings_of_its_own_toml():
@@ -89,4 +91,6 @@ def test_a_model_has_the_settings_of_its_own_toml():
     assert request.base.optimizer.lr == 1.5e-4  # train_configs/llama3_70b.toml
     assert request.base.compile.enable
     assert request.base.validation.seq_len == 8192
+    assert request.tokens == pytest.approx(20 * 70.55e9, rel=1e-3)  # without --tokens
+    assert request.base.training.steps == math.ceil(request.tokens / request.tokens_per_step)
     assert request.usable_bytes == pytest.approx(0.9 * request.cluster.gpu.memory_gib * 2**30)

@@ -20,10 +20,19 @@ def test_the_planned_toml_passes_the_check_of_train_py(run_toml, tmp_path, capsy
     assert plan([*given, "--fix", "pipeline=2", "--fix", "tensor=2", "--quick"]) == 0
     text = capsys.readouterr().out
     assert "PP 2 x" in text and "GPU-hours" in text
+    assert "recommended: the simplest within 3% of the fastest" in text
+    assert "assumed: eager; FlashAttention-2; links in a domain of 8 GPUs 450 GB/s" in text
+    assert (
+        "$6.16 each (2026-02, CoreWeave" in text
+        and "no published run of dense fp32 on H100" in text
+    )
     names = {"run.toml", "plan.json", "memory.png", "time.png", "memory_time.png"}
     assert {path.name for path in out.iterdir()} == names | {"layout.png", "layout.svg"}
     best = json.loads((out / "plan.json").read_text())[0]
     assert best["degrees"]["pipeline"] == best["degrees"]["tensor"] == 2
+    written = (out / "run.toml").read_text()
+    assert f"--job.config_file {out / 'run.toml'} " in written and "local_batch_size = " in written
+    assert "lanes" not in written  # of the sources: a default
     argv = ["--job.config_file", str(out / "run.toml"), "--job.check", "true"]
     assert train.main([*argv, "--job.check_ranks", "8"]) == 0
     assert train.main([*argv, "--job.check_ranks", "6"]) == 2  # it is checked for its GPUs
@@ -34,7 +43,9 @@ def test_an_unaligned_vocabulary_is_reported(capsys):
     given += ["--global-batch", "4", "--quick"]
     for size, reported in ((2052, True), (2056, False)):
         assert plan([*given, "--model.vocab_size", str(size)]) == 0
-        assert ("2056 is fast" in capsys.readouterr().out) == reported
+        text = capsys.readouterr().out
+        assert ("2056 is fast" in text) == reported
+        assert "warning: 256 tokens a step are 128 for each GPU" in text
 
 
 @pytest.mark.parametrize(

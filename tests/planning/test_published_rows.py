@@ -10,7 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.planner_page import ERRORS, errors_toml
 from titanlite.errors import ConfigError, DataError
+from titanlite.planning.alternatives import LEAST_TOKENS_PER_CONTEXT_RANK, PUBLISHED_SCHEDULES
 from titanlite.planning.published_rows import published_models, read_row
 from titanlite.planning.row_errors import (
     error_table,
@@ -40,6 +42,19 @@ def test_the_errors_that_the_page_states_hold(predictions):
     assert found["MoE fp8"].rows > 100  # those with latent attention too
     assert found["dense bf16"].median < found["dense bf16"].naive_median / 2
     assert len(predictions) == len(ROWS) == 672
+
+
+def test_the_errors_that_a_plan_prints_are_those_of_the_rows(predictions):
+    assert ERRORS.read_text("utf-8") == errors_toml(predictions)
+
+
+def test_what_a_plan_marks_is_in_no_published_run(predictions):
+    runs = [found.workload for found in predictions if found.workload]
+    short = [run.seq_len // run.layout.context for run in runs if run.layout.context > 1]
+    assert min(short) == LEAST_TOKENS_PER_CONTEXT_RANK
+    assert {run.layout.schedule for run in runs} == set(PUBLISHED_SCHEDULES)
+    assert not any(run.offload_activations or run.offload_optimizer for run in runs)
+    assert "selective" not in {run.recompute for run in runs}  # every k-th block
 
 
 def test_the_error_of_the_memory_that_the_page_states_holds(predictions):
@@ -145,7 +160,7 @@ def test_an_unknown_framework_is_predicted_with_defaults_that_are_named():
 
 @pytest.mark.parametrize("framework", ["torchtitan", "Meta"])
 def test_the_batch_of_a_rank_is_not_one_micro_batch_of_a_pipeline(framework):
-    sizes = {cell: "" for cell in ("layers", "hidden", "heads", "kv_heads", "ffn", "vocab")}
+    sizes = dict.fromkeys(("layers", "hidden", "heads", "kv_heads", "ffn", "vocab"), "")
     degrees = {"gpus": "512", "tp": "8", "pp": "8", "dp": "8", "gbs": "256", "mbs": "32"}
     row = {**ROWS["703"], **sizes, **degrees, "model": "LLAMA3.1_405B", "framework": framework}
     row["note"] = "3D (mbs = local batch)"

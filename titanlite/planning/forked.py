@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import multiprocessing
+import sys
+import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import Connection, wait
@@ -14,6 +16,7 @@ import torch
 from titanlite.errors import UserError
 
 T = TypeVar("T")
+PROGRESS_SECONDS = 10.0  # after which a line is printed if nothing has finished
 
 
 def run_in_processes(functions: Sequence[Callable[[], T]], processes: int) -> Iterator[T]:
@@ -25,6 +28,7 @@ def run_in_processes(functions: Sequence[Callable[[], T]], processes: int) -> It
     waiting = list(enumerate(functions))
     running: dict[Connection, tuple[int, BaseProcess]] = {}
     results: dict[int, T] = {}
+    began = time.monotonic()
     try:
         for number in range(len(functions)):
             while number not in results:
@@ -32,7 +36,13 @@ def run_in_processes(functions: Sequence[Callable[[], T]], processes: int) -> It
                     started, function = waiting.pop(0)
                     receiver, process = _start(function)
                     running[receiver] = started, process
-                ready = wait(list(running))
+                ready = wait(list(running), PROGRESS_SECONDS)
+                if not ready:
+                    done = len(functions) - len(waiting) - len(running)
+                    seconds = time.monotonic() - began
+                    print(
+                        f"{done} of {len(functions)} parts done, {seconds:.0f} s", file=sys.stderr
+                    )
                 for receiver in [each for each in running if each in ready]:
                     finished, process = running[receiver]
                     results[finished] = _result_of(receiver, process)

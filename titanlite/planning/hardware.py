@@ -141,7 +141,7 @@ def find_cluster(name: str, gpus: int, hardware: Path | None = None) -> Cluster:
     if name.upper() == CPU:
         return measure_cpu(gpus)
     tables = _read_tables(hardware)
-    key = name.lower().removeprefix("nvidia-")
+    key = re.sub(r"^((nvidia|geforce|rtx)[-_]?)+", "", name.lower())
     machine_of = {gpu.lower(): table["machine"] for gpu, table in tables["gpus"].items()}
     machines = {machine.lower(): machine for machine in tables["machines"]}
     machine_name = machines.get(machine_of.get(key, key).lower())

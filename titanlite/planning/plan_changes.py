@@ -10,6 +10,7 @@ from functools import partial
 from typing import NamedTuple
 
 from titanlite.errors import UserError
+from titanlite.planning.alternatives import OFFLOADS, TIE, find_simplest
 from titanlite.planning.forked import run_in_processes
 from titanlite.planning.hardware import Cluster
 from titanlite.planning.layout_space import MATMUL_CHOICES, LayoutChoice
@@ -35,7 +36,7 @@ def explain_loss(step: PlannedStep, best: PlannedStep) -> list[tuple[str, float]
 
 @dataclass(frozen=True)
 class ChangedAnswer:
-    """The fastest layout under one changed assumption."""
+    """The recommended layout under one changed assumption."""
 
     assumption: str
     choice: LayoutChoice | None
@@ -76,14 +77,25 @@ def _answer(
         for precision in changed.space.precisions
     }
     search = LayoutSearch(changed.space, changed.target, 1, known, estimates)
+    search.counts.print_no_progress()
     try:
-        found = search.run().best[0]
+        limit = search.run().best[0].time.total * (1 + TIE)
     except UserError as problem:
         return ChangedAnswer(change.assumption, None, reason=problem.message)
+    found = _same_frame(search, best.choice, limit) or find_simplest(search, limit)
+    assert found is not None, "the fastest takes no more than the limit"
     same = _without_counts(found.choice) == _without_counts(best.choice)
     before = request.tokens_per_step / best.time.total
     speed = changed.tokens_per_step / found.time.total / before
     return ChangedAnswer(change.assumption, found.choice, same, speed)
+
+
+def _same_frame(search: LayoutSearch, choice: LayoutChoice, limit: float) -> PlannedStep | None:
+    """The layout of `choice`, with other options if these are faster, if it still is a tie."""
+    degrees, micro_batch = choice.frame.degrees, choice.frame.micro_batch
+    frames = [f for f in search.frames if (f.degrees, f.micro_batch) == (degrees, micro_batch)]
+    fixed = {name: getattr(choice.options, name) for name in OFFLOADS}
+    return search.among(frames, {**fixed, **search.space.fixed}, limit)
 
 
 def _without_counts(choice: LayoutChoice) -> LayoutChoice:

@@ -4,26 +4,28 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping
+import shlex
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from titanlite.errors import ConfigError
 from titanlite.job import JobConfig
+from titanlite.planning.alternatives import Alternative
 from titanlite.planning.plan_report import describe_choice, memory_parts, plan_cost
 from titanlite.planning.plan_request import PlanRequest
-from titanlite.planning.search import PlannedStep, SearchResult
+from titanlite.planning.search import PlannedStep
 from titanlite.runtime.out_of_memory import GIB
 from titanlite.settings import to_toml
 
 TOML_NAME, JSON_NAME = "run.toml", "plan.json"
 
 
-def write_plan(request: PlanRequest, result: SearchResult, folder: Path) -> list[Path]:
+def write_plan(request: PlanRequest, layouts: Sequence[Alternative], folder: Path) -> list[Path]:
     """Write run.toml and plan.json to `folder`; raises ConfigError if that is not possible."""
-    records = [_record(request, step) for step in result.best]
+    records = [{"best": labels, **_record(request, step)} for step, labels in layouts]
     files = {
-        folder / TOML_NAME: planned_toml(request, result.best[0]),
+        folder / TOML_NAME: planned_toml(request, layouts[0].step, folder / TOML_NAME),
         folder / JSON_NAME: json.dumps(records, indent=1) + "\n",
     }
     return write_text_files(files)
@@ -42,7 +44,7 @@ def write_text_files(files: Mapping[Path, str]) -> list[Path]:
     return list(files)
 
 
-def planned_toml(request: PlanRequest, step: PlannedStep) -> str:
+def planned_toml(request: PlanRequest, step: PlannedStep, path: Path) -> str:
     """The job as a TOML for train.py: the settings that differ from the defaults."""
     cluster, degrees = request.cluster, step.choice.frame.degrees
     comments = [
@@ -50,14 +52,18 @@ def planned_toml(request: PlanRequest, step: PlannedStep) -> str:
         describe_choice(step.choice),
         f"estimated: {step.time.total:.3g} s a step, {step.memory.total / GIB:.1f} GiB on the"
         " worst rank",
-        f"check it: python train.py --job.config_file {TOML_NAME} --job.check true"
+        f"check it: python train.py --job.config_file {shlex.quote(str(path))} --job.check true"
         f" --job.check_ranks {cluster.gpus}",
     ]
     section = dataclasses.replace(
         step.job.config.job, config_file=None, print_config=False, check=False, check_ranks=None
     )
     config = dataclasses.replace(step.job.config, job=section)
-    return "\n".join([*(f"# {line}" for line in comments), "", to_toml(config, omit=JobConfig())])
+    default = JobConfig()
+    # the local batch is a part of the layout: it is written when it is the default, too
+    training = dataclasses.replace(default.training, local_batch_size=-1)
+    text = to_toml(config, omit=dataclasses.replace(default, training=training))
+    return "\n".join([*(f"# {line}" for line in comments), "", text])
 
 
 def _record(request: PlanRequest, step: PlannedStep) -> dict[str, Any]:

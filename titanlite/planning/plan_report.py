@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Sequence
+from functools import cache
+from importlib.resources import files
+from typing import Any
 
+from titanlite.files import parse_toml
 from titanlite.log import pluralize
+from titanlite.planning.alternatives import TIE, Alternative, unproven_features
 from titanlite.planning.cost import RunCost, estimate_cost
 from titanlite.planning.efficiency import find_efficiency
 from titanlite.planning.kernel_time import ALIGNMENT, KernelTimes
 from titanlite.planning.layout_space import LayoutChoice
+from titanlite.planning.memory import estimate_memory
 from titanlite.planning.plan_changes import ChangedAnswer, explain_loss
 from titanlite.planning.plan_request import PlanRequest
 from titanlite.planning.rank_memory import MemoryEstimate
-from titanlite.planning.search import PlannedStep, SearchResult
+from titanlite.planning.row_errors import PRECISION_NAMES
+from titanlite.planning.search import PlannedStep, SearchCounts
 from titanlite.runtime.out_of_memory import GIB
 
 MEMORY_PARTS = (
@@ -26,6 +34,8 @@ MEMORY_PARTS = (
     "received",
     "step_temporaries",
 )
+FEW_TOKENS = 2048  # a step, for each GPU: less than it needs to hide the communication of FSDP
+RELIABLE = 0.8  # fraction of rows within 20 %, below which estimates are called rough
 MATMULS = {
     "bf16": "",
     "float8": "Float8 matmuls",
@@ -54,24 +64,30 @@ def describe_choice(choice: LayoutChoice) -> str:
 
 
 def report_lines(
-    request: PlanRequest, result: SearchResult, changes: Sequence[ChangedAnswer]
+    request: PlanRequest,
+    counts: SearchCounts,
+    layouts: Sequence[Alternative],
+    changes: Sequence[ChangedAnswer],
 ) -> Iterator[str]:
     """The whole report, for a terminal of 100 columns."""
-    yield from _header(request, result)
+    best = layouts[0].step
+    yield from _header(request, counts, best)
     yield ""
-    yield from _table(request, result.best)
+    yield from _table(request, layouts)
     yield ""
-    yield from _parts_of_best(result.best[0])
+    yield _error_band(request, best)
+    yield _assumptions(request, best)
     yield ""
-    yield from _cost_of_best(request, result.best[0])
+    yield from _parts_of_best(best)
+    yield ""
+    yield from _cost_of_best(request, best)
     if changes:
         yield ""
         yield from _changes(changes)
 
 
-def _header(request: PlanRequest, result: SearchResult) -> Iterator[str]:
+def _header(request: PlanRequest, counts: SearchCounts, best: PlannedStep) -> Iterator[str]:
     base, space, cluster = request.base, request.space, request.cluster
-    counts = result.counts
     yield (
         f"{base.model.name} {base.model.flavor}, {space.spec.count_parameters(space.sizes):,}"
         f" parameters, on {cluster.gpus} x {cluster.gpu.name} ({cluster.machine.name})"
@@ -86,7 +102,13 @@ def _header(request: PlanRequest, result: SearchResult) -> Iterator[str]:
         f" {counts.memory_estimates:,} memory and {counts.time_estimates:,} time estimates"
     )
     vocabulary, gpu = space.sizes.vocab_size, cluster.gpu
-    tensor = result.best[0].choice.frame.degrees.tensor
+    each = request.tokens_per_step // cluster.gpus
+    if cluster.gpus > 1 and each < FEW_TOKENS:
+        yield (
+            f"warning: {request.tokens_per_step:,} tokens a step are {each:,} for each GPU, which"
+            " is idle most of the time; use a larger --global-batch, or fewer GPUs"
+        )
+    tensor = best.choice.frame.degrees.tensor
     share, aligned = -(-vocabulary // tensor), tensor * ALIGNMENT
     slower = KernelTimes(gpu, find_efficiency(gpu.name)).unaligned(share, "bfloat16")
     if slower > 1:
@@ -97,7 +119,8 @@ def _header(request: PlanRequest, result: SearchResult) -> Iterator[str]:
         )
 
 
-def _table(request: PlanRequest, steps: Sequence[PlannedStep]) -> Iterator[str]:
+def _table(request: PlanRequest, layouts: Sequence[Alternative]) -> Iterator[str]:
+    steps = [layout.step for layout in layouts]
     costs = [plan_cost(request, step) for step in steps]
     width = max(len("layout"), *(len(str(step.choice.frame.degrees)) for step in steps))
     heading = " memory    step  tokens/s   MFU  bubble     days     cost"
@@ -114,9 +137,47 @@ def _table(request: PlanRequest, steps: Sequence[PlannedStep]) -> Iterator[str]:
             f" {100 * step.time.bubble / seconds:7.1f} {cost.days:8,.1f}"
             f" {_format_dollars(cost.dollars):>8}"
         )
+        recommended = "recommended: " if number == 1 else ""
+        yield f"    {recommended}{'; '.join(layouts[number - 1].labels)}"
         yield f"    {describe_choice(step.choice)}"
         if number > 1:
-            yield f"    {_why_it_loses(step, steps[0])}"
+            yield f"    {_compared(step, steps[0])}"
+        if unproven := unproven_features(step.choice, request.space.seq_len):
+            yield f"    in no published run: {', '.join(unproven)}"
+    yield "    batch: micro-batch x accumulation steps (micro-batches of the pipeline with PP)"
+
+
+def _error_band(request: PlanRequest, step: PlannedStep) -> str:
+    """How wrong estimates of this kind of model on this GPU were."""
+    gpu, workload = request.cluster.gpu.name, step.workload
+    precision = PRECISION_NAMES[workload.numerics.matmuls]
+    kind = f"{'MoE' if workload.model.experts else 'dense'} {precision}"
+    found = published_errors().get(f"{kind}, {gpu}")
+    if found is None:
+        return f"error: no published run of {kind} on {gpu} was compared; expect 20 % or more"
+    rough = "warning: rough estimates: " if found["within_20"] < RELIABLE else ""
+    return (
+        f"error: {rough}{kind} on {gpu}: median {found['median']:.1%},"
+        f" {found['within_20']:.0%} within 20% of {pluralize(found['rows'], 'published run')}"
+    )
+
+
+def _assumptions(request: PlanRequest, step: PlannedStep) -> str:
+    machine, workload = request.cluster.machine, step.workload
+    kernel = {"native": "the GPU's own attention kernel", "flash2": "FlashAttention-2"}
+    return (
+        f"assumed: {'compiled' if workload.compiled else 'eager'};"
+        f" {kernel.get(workload.attention_kernel, workload.attention_kernel)}; links in a domain of"
+        f" {pluralize(machine.link_domain, 'GPU')} {machine.link_gb_per_s:g} GB/s, network"
+        f" {machine.network_gbit_per_s:g} Gb/s, for each GPU and direction"
+    )
+
+
+@cache
+def published_errors() -> dict[str, Any]:
+    """Rows, median error and fraction within 20 %, by kind and GPU; of benchmarks/planner_page."""
+    text = files("titanlite.planning").joinpath("published_errors.toml").read_text("utf-8")
+    return parse_toml(text)
 
 
 def memory_parts(estimate: MemoryEstimate) -> dict[str, float]:
@@ -152,11 +213,14 @@ def _format_dollars(dollars: float | None) -> str:
     return f"${dollars:.2f}"
 
 
-def _why_it_loses(step: PlannedStep, best: PlannedStep) -> str:
+def _compared(step: PlannedStep, best: PlannedStep) -> str:
     slower = step.time.total / best.time.total - 1
-    lost = explain_loss(step, best)
-    parts = ", ".join(f"{part_title(name)} {seconds:+.2g} s" for name, seconds in lost)
-    return f"{slower:.1%} slower: {parts}" if parts else "as fast"
+    name = f"{abs(slower):.1%} {'slower' if slower > 0 else 'faster'} than layout 1"
+    if abs(slower) <= TIE:
+        return f"{name}: less than the error of the estimate"
+    least = TIE / 10 * best.time.total
+    lost = [(part, seconds) for part, seconds in explain_loss(step, best) if abs(seconds) >= least]
+    return f"{name}: " + ", ".join(f"{part_title(p)} {seconds:+.2g} s" for p, seconds in lost)
 
 
 def _parts_of_best(step: PlannedStep) -> Iterator[str]:
@@ -164,15 +228,25 @@ def _parts_of_best(step: PlannedStep) -> Iterator[str]:
     yield "time of layout 1, s"
     yield from _text_bars({part_title(n): part for n, part in time.parts.items() if part > 0})
     yield ""
-    yield f"memory of layout 1, GiB, {memory.reason}"
+    mode = "compiled" if step.workload.compiled else "eager"
+    yield f"memory of layout 1, GiB, {mode}, {memory.reason}"
     yield from _text_bars({part_title(n): part / GIB for n, part in memory_parts(memory).items()})
+    if step.workload.compiled:
+        yield f"  eager, as --job.dry_run counts it: {eager_bytes(step) / GIB:.1f} GiB"
+
+
+def eager_bytes(step: PlannedStep) -> float:
+    """Peak memory of the worst rank without compilation."""
+    return estimate_memory(dataclasses.replace(step.workload, compiled=False)).total
 
 
 def _cost_of_best(request: PlanRequest, step: PlannedStep) -> Iterator[str]:
     cost = plan_cost(request, step)
     failures, price = cost.failures, request.cluster.dollars_per_hour
-    yield f"cost of {request.tokens:.3g} tokens with layout 1: {cost.steps:,} steps"
-    money = "no price is known" if price is None else f"{price:.2f} dollars each"
+    default = ", 20 a parameter without --tokens," if request.default_tokens else ""
+    yield f"cost of {request.tokens:.3g} tokens{default} with layout 1: {cost.steps:,} steps"
+    source = request.cluster.machine.price_source or "no source"
+    money = "no price is known" if price is None else f"${price:.2f} each ({source})"
     yield f"  GPU-hours   {cost.gpu_hours:,.0f}, {money}: {_format_dollars(cost.dollars)}"
     if cost.kwh is not None and cost.co2_tonnes is not None:
         yield f"  energy      {cost.kwh:,.0f} kWh, {cost.co2_tonnes:,.0f} t of CO2"

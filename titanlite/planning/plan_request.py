@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,7 +30,7 @@ from titanlite.settings import load_config, raise_together
 
 PRECISION_OPTIONS = {"bf16": MATMUL_CHOICES[:1], "float8": MATMUL_CHOICES[1:]}
 PRECISION_OPTIONS["any"] = MATMUL_CHOICES
-DEFAULT_TOKENS = 1e12
+TOKENS_PER_PARAMETER = 20  # arXiv 2203.15556, table 3: about 20 are optimal
 FIXABLE: dict[str, Any] = {  # name -> its values, or int for a positive number
     **dict.fromkeys(DEGREES, int),
     "micro_batch": int,
@@ -75,6 +76,7 @@ class PlanRequest:
     tokens: float  # of the whole training
     reserve: float  # fraction of a GPU's memory that stays free
     efficiency: Efficiency | None = None  # None: that of the GPU type
+    default_tokens: bool = False  # they follow from the parameters
 
     @property
     def usable_bytes(self) -> float:
@@ -110,7 +112,7 @@ class _ArgumentReader:
         cluster = self._cluster()
         seq_len = self._number("--seq-len", arguments.seq_len)
         global_batch = self._number("--global-batch", arguments.global_batch)
-        tokens = self._float("--tokens", arguments.tokens, DEFAULT_TOKENS)
+        tokens = self._float("--tokens", arguments.tokens, 0.0)
         reserve = self._float("--reserve", arguments.reserve, 0.0, below=100.0) / 100
         precisions = self._choice("--precision", arguments.precision, PRECISION_OPTIONS)
         fixed, efficiency = self._fixed_choices(), self._efficiency()
@@ -133,8 +135,12 @@ class _ArgumentReader:
             precisions=precisions,
             fixed=fixed,
         )
-        base = _with_length(base, batch, tokens if arguments.tokens else None)
-        return PlanRequest(base, cluster, space, tokens, reserve, efficiency)
+        default = arguments.tokens is None
+        if default:
+            tokens = float(TOKENS_PER_PARAMETER * spec.count_parameters(space.sizes))
+        own_steps = default and arguments.job is not None
+        base = _with_length(base, batch, None if own_steps else tokens)
+        return PlanRequest(base, cluster, space, tokens, reserve, efficiency, default)
 
     def _refuse(self, message: str, fix: str = "") -> None:
         self.problems.append(ConfigError(message, fix=fix))
@@ -292,6 +298,6 @@ def _with_length(base: JobConfig, global_batch: int, tokens: float | None) -> Jo
     """The job with a global batch, and with as many steps as `tokens` take."""
     training = dataclasses.replace(base.training, global_batch_size=global_batch)
     if tokens is not None:
-        steps = max(1, round(tokens / (global_batch * training.seq_len)))
+        steps = math.ceil(tokens / (global_batch * training.seq_len))
         training = dataclasses.replace(training, steps=steps)
     return dataclasses.replace(base, training=training)

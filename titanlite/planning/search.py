@@ -11,15 +11,19 @@ from __future__ import annotations
 import dataclasses
 import heapq
 import math
+import sys
+import time
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 from titanlite.distributed.mesh import Degrees
 from titanlite.errors import ConfigError, UserError
 from titanlite.job import Job, JobConfig
 from titanlite.planning.efficiency import Efficiency
+from titanlite.planning.forked import PROGRESS_SECONDS
 from titanlite.planning.hardware import Cluster
 from titanlite.planning.job_workload import workload_of
 from titanlite.planning.layout_space import (
@@ -70,13 +74,27 @@ class SearchCounts:
     frames: int = 0
     memory_estimates: int = 0
     time_estimates: int = 0
+    next_line: float = field(default_factory=lambda: time.monotonic() + PROGRESS_SECONDS)
     refused: list[UserError] = field(default_factory=list)  # candidates that train.py refuses
 
-    def add(self, frames: int = 0, memory: int = 0, time: int = 0) -> None:
+    def add(self, frames: int = 0, memory: int = 0, times: int = 0) -> None:
         """Count visits."""
         self.frames += frames
         self.memory_estimates += memory
-        self.time_estimates += time
+        self.time_estimates += times
+
+    def print_no_progress(self) -> None:
+        """Leave the report to the process that waits for this one."""
+        self.next_line = math.inf
+
+    def print_progress(self) -> None:
+        """Print how far the search is, every PROGRESS_SECONDS."""
+        if time.monotonic() >= self.next_line:
+            self.next_line = time.monotonic() + PROGRESS_SECONDS
+            estimates = (
+                f"{self.memory_estimates:,} memory and {self.time_estimates:,} time estimates"
+            )
+            print(f"searching: {estimates} so far", file=sys.stderr)
 
 
 @dataclass(frozen=True)
@@ -140,6 +158,7 @@ class LayoutSearch:
         self.bounds: dict[FrameKey, float] = {}
         self.counts = SearchCounts()
         self._best: list[PlannedStep] = []
+        self._limit = math.inf  # seconds that no layout may take
         self._bases: dict[str, Workload] = {}  # by precision
         self.estimates = estimates or Estimates()
         self._times = self.estimates.times(target)
@@ -150,23 +169,49 @@ class LayoutSearch:
 
     def run(self) -> SearchResult:
         """The `keep` fastest layouts; raises ConfigError if none is legal, or none fits."""
-        if not self._frames:
+        if not self.frames:
             raise self._nothing_is_legal()
-        self.counts.add(frames=len(self._frames))
+        self.counts.add(frames=len(self.frames))
+        self._search()
+        if not self._best:
+            raise self._nothing_fits()
+        return SearchResult(self._best, self.counts)
+
+    def among(
+        self, frames: list[Frame], fixed: Mapping[str, Any], limit: float = math.inf
+    ) -> PlannedStep | None:
+        """The fastest layout of some frames that fits, if it takes at most `limit` seconds.
+
+        `fixed` are choices as in the space. What this search knows is not estimated again.
+        """
+        space = dataclasses.replace(self.space, fixed=fixed)
+        if fixed.get("schedule") != self.space.fixed.get("schedule"):
+            frames = [frame for frame in frames if any(True for _ in space.schedules(frame))]
+        other = LayoutSearch(space, self.target, 1, self.bounds, self.estimates)
+        return other._continue(self, frames, math.nextafter(limit, math.inf))
+
+    def _continue(
+        self, parent: LayoutSearch, frames: list[Frame], limit: float
+    ) -> PlannedStep | None:
+        """The fastest layout below `limit`, with the counts and workloads of `parent`."""
+        self.frames, self.counts, self._bases = frames, parent.counts, parent._bases
+        self._limit = limit
+        self._search()
+        return self._best[0] if self._best else None
+
+    def _search(self) -> None:
         usable = self.target.usable_bytes
         frames = [f for f in self._accepted_frames if self._least_bytes(f) <= usable]
         known = (self._at_least.get(frame_key(frame), 0.0) for frame in frames)
         bounds = [(bound, number, False) for number, bound in enumerate(known)]
         heapq.heapify(bounds)
         while bounds and bounds[0][0] < self._slowest_kept:
+            self.counts.print_progress()
             _, number, estimated = heapq.heappop(bounds)
             if estimated:
                 self._visit(frames[number])
             else:
                 heapq.heappush(bounds, (self._bound(frames[number]), number, True))
-        if not self._best:
-            raise self._nothing_fits()
-        return SearchResult(self._best, self.counts)
 
     def points(self, step: PlannedStep) -> list[tuple[float, float]]:
         """(bytes, seconds) of all options of a layout, those that do not fit included."""
@@ -213,7 +258,7 @@ class LayoutSearch:
         )
 
     @cached_property
-    def _frames(self) -> list[Frame]:
+    def frames(self) -> list[Frame]:
         return list(self.space.frames())
 
     @cached_property
@@ -228,7 +273,7 @@ class LayoutSearch:
                 refused.append(problem)
         if not accepted:
             raise refused[0]
-        return [frame for frame in self._frames if frame.precision in accepted]
+        return [frame for frame in self.frames if frame.precision in accepted]
 
     def _workload_of(self, choice: LayoutChoice) -> Workload:
         """The step of a candidate."""
@@ -241,7 +286,7 @@ class LayoutSearch:
         return self._bases[precision]
 
     def _find_workload(self, precision: str) -> Workload:
-        frames = [frame for frame in self._frames if frame.precision == precision]
+        frames = [frame for frame in self.frames if frame.precision == precision]
         problems: list[UserError] = []
         for frame in frames[:: max(1, len(frames) // PROBES)]:
             choice = self._first_choice(frame)
@@ -258,12 +303,12 @@ class LayoutSearch:
     @property
     def _slowest_kept(self) -> float:
         """Step time that a layout must be below to be among those kept."""
-        return self._best[-1].time.total if len(self._best) == self.keep else float("inf")
+        return self._best[-1].time.total if len(self._best) == self.keep else self._limit
 
     def estimate_time(self, choice: LayoutChoice) -> StepTime:
         """The time of a step."""
         if choice not in self._times:  # a bound and a visit need the same one
-            self.counts.add(time=1)
+            self.counts.add(times=1)
             workload = self._workload_of(choice)
             cluster, efficiency = self.target.cluster, self.target.efficiency
             self._times[choice] = estimate_step(workload, cluster, efficiency)

@@ -41,22 +41,23 @@ def _write_table(section: Any, name: str, lines: list[str], omit: Any) -> None:
     ]
     if name and values:
         lines.append(f"\n[{name}]")
-    lines += [f"{key} = {_toml_value(value)}" for key, value in values]
+    lines += [f"{key} = {_toml_value(value, omit is not None)}" for key, value in values]
     for key, value in fields:
         if dataclasses.is_dataclass(value):
             omitted = getattr(omit, key, None)
             _write_table(value, f"{name}.{key}".lstrip("."), lines, omitted)
 
 
-def _toml_value(value: Any) -> str:
+def _toml_value(value: Any, omit_defaults: bool = False) -> str:
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, float):
         return "inf" if value == math.inf else "-inf" if value == -math.inf else repr(value)
     if isinstance(value, (list, tuple)):
-        return "[" + ", ".join(_toml_value(item) for item in value) + "]"
+        return "[" + ", ".join(_toml_value(item, omit_defaults) for item in value) + "]"
     if dataclasses.is_dataclass(value):
-        value = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+        fields = [(f.name, getattr(value, f.name), f.default) for f in dataclasses.fields(value)]
+        value = {k: v for k, v, default in fields if not omit_defaults or v != default}
     if isinstance(value, dict):
         pairs = (f"{_toml_key(k)} = {_toml_value(v)}" for k, v in value.items() if v is not None)
         return "{ " + ", ".join(pairs) + " }"
