@@ -64,6 +64,16 @@ def test_clipping_scales_all_gradients_by_their_joint_norm():
     )  # a shorter one is not scaled
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_the_norm_of_a_large_gradient_is_exact(dtype):
+    grads = [torch.randn(size, generator=torch.Generator().manual_seed(1)) for size in (1 << 23, 5)]
+    parameters = [nn.Parameter(torch.empty_like(grad, dtype=dtype)) for grad in grads]
+    for parameter, grad in zip(parameters, grads, strict=True):
+        parameter.grad = grad.to(dtype)
+    exact = torch.cat([p.grad.double() for p in parameters]).norm().item()
+    assert clip_gradients(parameters, 0.0).total.item() == pytest.approx(exact, rel=3e-7)
+
+
 def test_a_new_optimizer_is_one_function_and_one_line(monkeypatch):
     monkeypatch.setitem(
         OPTIMIZERS,

@@ -6,10 +6,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 
-import torch
 from torch import Tensor, nn
 
 from titanlite.distributed.tensors import local_shard
+from titanlite.optim.clip import shard_norms
 
 
 class WeightNorms(NamedTuple):
@@ -49,6 +49,6 @@ class UpdateNorms:
         yield
         while copies:  # freed one by one
             parameter, old = parameters[len(copies) - 1], copies.pop().float()
-            weight = torch.linalg.vector_norm(old)
-            update = torch.linalg.vector_norm(old.sub_(local_shard(parameter.detach())))
+            (weight,) = shard_norms([old])
+            (update,) = shard_norms([old.sub_(local_shard(parameter.detach()))])
             self._norms[parameter] = WeightNorms(weight, update)
