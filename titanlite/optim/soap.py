@@ -107,7 +107,9 @@ class SOAP(OverlappingBase):
         self, member: _SoapParameter, direction: Tensor, accept: Tensor | None
     ) -> None:
         group, weight = self.param_groups[member.group], local_shard(member.parameter)
-        decayed = weight.float() * (1 - group["lr"] * group["weight_decay"])
+        # the first step finds a basis and has no update, so no decay either
+        is_update = self.state[member.parameter]["step"].item() > 1
+        decayed = weight.float() * (1 - group["lr"] * group["weight_decay"] * is_update)
         write_if(weight, decayed - group["lr"] * direction, accept)
 
 
