@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import cache
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from tests.corpus.chats import (
     turns,
     write_tokenizer,
 )
+from titanlite.corpus.chat import jinja
 from titanlite.corpus.chat.encode import ChatEncoder
 from titanlite.corpus.chat.template import open_chat_template
 from titanlite.corpus.read import CorpusSource, ReadConfig, _text_rules
@@ -272,7 +274,7 @@ def test_what_is_no_conversation_is_refused_with_its_place(folder, messages, mes
     [
         ("{% for m in messages %}", "is not valid"),
         ("{{ raise_exception('no system message') }}", "no system message"),
-        ("{{ messages[-1].content }}", "as a continuation"),  # changes earlier turns
+        ("{{ messages[-1].content }}", "with {% generation %}"),  # drops earlier turns
         ("{{ ''.__class__.__mro__ }}", "the template fails"),  # leaves the sandbox
     ],
 )
@@ -280,6 +282,112 @@ def test_a_template_that_fails_is_named(folder, template, message):
     with pytest.raises(DataError, match=message) as error:
         open_encoder(folder, template).encode(json.dumps(CHATS[0]), "chats.jsonl:1")
     assert ".jinja" in str(error.value)
+
+
+# Each is (template, the same with marks): transformers' mask of the second is what ours must be.
+_TURN = "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}"
+_END = "{{ m.content + '<|im_end|>\n' }}"
+_PROMPT = "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+_THINK = "{% if m.role == 'assistant' and loop.last %}{{ '<think>\n\n</think>\n\n' }}{% endif %}"
+_MARK, _MARK_END = "{% generation %}", "{% endgeneration %}"
+_IF, _ELSE, _FI = "{% if m.role == 'assistant' %}", "{% else %}", "{% endif %}"
+_SYSTEM = (
+    "{% for m in messages %}{% if m.role == 'user' %}{{ '[INST] ' }}"
+    "{% if loop.last and messages[0].role == 'system' %}{{ messages[0].content + '\n\n' }}"
+    "{% endif %}{{ m.content + '[/INST]' }}{% elif m.role == 'assistant' %}"
+)
+_REPLY = "{{ ' ' + m.content | trim + eos_token }}"
+CHANGING = {
+    "think in the last answer": (
+        _TURN + _THINK + _END + "{% endfor %}" + _PROMPT,
+        _TURN + _IF + _MARK + _THINK + _END + _MARK_END + _ELSE + _END + _FI + "{% endfor %}",
+    ),
+    "system text in the last user turn": (
+        _SYSTEM + _REPLY + "{% endif %}{% endfor %}",
+        _SYSTEM + _MARK + _REPLY + _MARK_END + "{% endif %}{% endfor %}",
+    ),
+    "a prompt that is no beginning of the answer": (
+        "{% for m in messages %}{{ '<|start_header_id|>' + m.role + '<|end_header_id|>' }}"
+        "{{ m.content + '<|eot_id|>' }}{% endfor %}{% if add_generation_prompt %}"
+        "{{ '<|start_header_id|>assistant<|end_header_id|><|im_start|>think\n' }}{% endif %}",
+        "{% for m in messages %}{{ '<|start_header_id|>' + m.role + '<|end_header_id|>' }}"
+        + _IF
+        + _MARK
+        + "{{ m.content + '<|eot_id|>' }}"
+        + _MARK_END
+        + _ELSE
+        + "{{ m.content + '<|eot_id|>' }}{% endif %}{% endfor %}",
+    ),
+    "an end of the whole conversation": (
+        _TURN + _END + "{% endfor %}{% if not add_generation_prompt %}{{ eos_token }}{% endif %}"
+        "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}",
+        _TURN + _IF + _MARK + _END + _MARK_END + _ELSE + _END + _FI + "{% endfor %}"
+        "{% if messages[-1].role == 'assistant' %}{% generation %}{{ eos_token }}"
+        "{% endgeneration %}{% else %}{{ eos_token }}{% endif %}",
+    ),
+}
+ODD_CHATS = [
+    *CHATS,
+    turns("a", "", "b", ""),
+    turns("same", "same", "same", "same", system="same"),
+    turns(" a \n", "\n  b\n", "c", "d", "and?", system=" s "),
+    turns("日本 👩‍👩‍👧", "naïve ½", system="Ω"),
+]
+
+
+@pytest.mark.parametrize("name", CHANGING)
+def test_answers_are_found_in_turns_that_render_differently_when_others_follow(folder, name):
+    plain, marked = CHANGING[name]
+    encoder = open_encoder(folder, plain)
+    for chat, expected in zip(ODD_CHATS, reference(folder, plain, marked, ODD_CHATS), strict=True):
+        tokenizer = encoder._tokenizer
+        ids, answers = ids_and_answers(encoder, chat)
+        assert tokenizer.decode(ids) == tokenizer.decode(expected[0])
+        trained = [id for id, answer in zip(ids, answers, strict=True) if answer]
+        wanted = [id for id, answer in zip(*expected, strict=True) if answer]
+        assert tokenizer.decode(trained) == tokenizer.decode(wanted)
+
+
+EXHAUSTING = [
+    "{{ 'a' * 10**10 }}",
+    "{{ '%3000000000d' % 1 }}",
+    "{{ 'x' | center(3000000000) }}",
+    "{{ messages | tojson(indent=999999999) }}",
+    "{% set n = namespace(x='a') %}{% for i in range(60) %}{% set n.x = n.x * 2 %}{% endfor %}",
+    "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
+    "{{ lipsum(n=100000000) }}",
+    "{{ 10**10**9 }}",
+    "{{ 10**5000 }}",
+    "{{ (1e400) | int }}",
+    "{{ " + "-" * 20000 + "1 }}",
+    "{{ " + "(" * 200 + "1" + ")" * 200 + " }}",
+    "{% for a in b %}" * 25 + "{% endfor %}" * 25,
+]
+
+
+@pytest.mark.parametrize("template", EXHAUSTING, ids=lambda t: t[:30])
+def test_a_template_that_exhausts_memory_or_time_is_refused(folder, template, monkeypatch):
+    monkeypatch.setattr(jinja, "_CPU_SECONDS", 0.5)
+    monkeypatch.setattr(jinja, "_renderer", cache(jinja._Renderer))
+    with pytest.raises(DataError, match="jinja"):
+        open_encoder(folder, template).encode(json.dumps(CHATS[0]), "chats.jsonl:1")
+    ids_and_answers(open_encoder(folder, CHATML), CHATS[0])  # the next one is rendered
+
+
+@pytest.mark.parametrize("shape", [["a"], [{"name": []}], [None], {"default": "x"}, 5], ids=str)
+def test_a_chat_template_of_another_shape_is_refused(tmp_path, shape):
+    path = tmp_path / "tokenizer_config.json"
+    path.write_text(json.dumps({"chat_template": shape}))
+    with pytest.raises(DataError, match="has no chat_template"):
+        open_chat_template(str(path), open_tokenizer("bytes"))
+
+
+def test_a_template_has_the_functions_of_transformers_and_a_fixed_date(folder):
+    extra = "{{ {'b': 'é', 'a': 1} | tojson(ensure_ascii=True, separators=(',', ':'), "
+    extra += "sort_keys=true) }}{{ strftime_now('%d %b %Y') }}"
+    ids, _ = ids_and_answers(open_encoder(folder, extra + MARKED), turns("a", "b"))
+    text = open_tokenizer(str(folder / "tokenizer.json")).decode(ids)
+    assert text.startswith('{"a":1,"b":"\\u00e9"}26 Jul 2024<|im_start|>')
 
 
 def test_a_template_that_does_not_fit_is_refused(folder):

@@ -22,6 +22,7 @@ from random import Random
 
 from tests.fuzz.mutations import mutate
 from tests.fuzz.readers import READERS, Reader
+from titanlite.corpus.chat.jinja import RENDERER
 from titanlite.errors import UserError
 
 MEMORY_BYTES = 1 << 30  # above the memory of the process at its start
@@ -80,6 +81,8 @@ class AuditHook:
             self.armed = True
 
     def is_forbidden(self, event: str, args: tuple) -> bool:
+        if event == "subprocess.Popen":  # the child in which a chat template is rendered
+            return list(args[1])[:-1] != RENDERER
         if event in FORBIDDEN_EVENTS:
             return not (event.startswith("marshal") and is_importing())
         if event == "exec":  # modules of installed packages may be imported now

@@ -12,6 +12,8 @@ import xxhash
 
 from titanlite.checkpoint.convert import from_hugging_face
 from titanlite.checkpoint.manifest import MANIFEST_FILE, manifest_hash
+from titanlite.corpus.chat.encode import ChatEncoder
+from titanlite.corpus.chat.template import open_chat_template
 from titanlite.data import open_corpus, open_tokenizer
 from titanlite.data.text import find_files, list_file_ranges, read_documents
 from titanlite.generate import load_generator
@@ -77,7 +79,15 @@ def read_jsonl_files(path: Path) -> None:
     last_step(path.read_bytes())
 
 
+def render_chat(path: Path) -> None:
+    tokenizer = open_tokenizer("bytes")
+    template = open_chat_template(str(path), tokenizer)
+    chat = [{"role": role, "content": "x"} for role in ("system", "user", "assistant") * 2]
+    ChatEncoder(tokenizer, template).encode(json.dumps(chat), "a test")
+
+
 READERS = {
+    "chat template": Reader("tokenizer_config.json", render_chat),
     "manifest": Reader("step", load_checkpoint, "manifest.json", fix_hashes),
     "chunks": Reader("step", load_checkpoint, "chunks.json", fix_hashes),
     "metadata": Reader("old", load_checkpoint, ".metadata", fix_hashes),

@@ -17,6 +17,7 @@ import pytest
 
 from tests.checkpoint.test_untrusted import convert_to_format_2
 from tests.conftest import ROOT
+from tests.corpus.chats import CHATML
 from tests.distributed.ranks import _forkserver
 from tests.faults.launch import LaunchedRun
 from tests.fuzz.child import CASE_NUMBER, CaseRange, prepare_case, read_cases
@@ -51,6 +52,8 @@ def seeds(corpus, tmp_path_factory) -> Path:
     texts = [path.read_text("utf-8") for path in (ROOT / "titanlite").glob("*.py")]
     train_bpe(texts, 600, folder / "tokenizer.model")
     shutil.copy(folder / "hf" / "tokenizer.json", folder)
+    template = json.dumps({"chat_template": [{"name": "default", "template": CHATML}]})
+    (folder / "tokenizer_config.json").write_text(template)
     lines = [json.dumps({"text": text}) for text in (TEXT, *texts)]
     (folder / "text.jsonl").write_text("\n".join(lines))
     pyarrow.parquet.write_table(pyarrow.table({"text": texts}), folder / "text.parquet")

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from titanlite.corpus.chat.render import TemplateProblem
 from titanlite.corpus.chat.template import ASSISTANT, ChatTemplate, Message, Segment, Tools
 from titanlite.corpus.engine import report_progress
 from titanlite.data.packed import ID_MASK, UNTRAINED
@@ -48,6 +49,12 @@ class ChatEncoder:
             if not any(message["role"] == ASSISTANT for message in messages):
                 return np.empty(0, np.int32)
             entries = list(self._encode_segments(self._template.render(messages, tools)))
+        except TemplateProblem as error:
+            raise DataError(
+                f'{origin}: the chat template "{self._template.name}" cannot be used: {error}.',
+                fix='Mark the answers in the template with {% generation %}, or use "chatml" or'
+                ' "llama3" if the model has that format.',
+            ) from None
         except ValueError as error:
             raise DataError(
                 f'{origin}: is not a conversation for the template "{self._template.name}":'

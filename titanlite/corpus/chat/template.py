@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
+from titanlite.corpus.chat.render import Message
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.errors import DataError
 
@@ -13,7 +14,6 @@ ASSISTANT = "assistant"
 ROLES = ("system", "user", ASSISTANT)  # of the built-in templates
 
 Tools = Sequence[dict[str, Any]]  # JSON schemas of what the assistant may call
-Message = dict[str, Any]  # {"role": …, "content": …}, and what else a Jinja template uses
 
 
 class Segment(NamedTuple):
