@@ -119,7 +119,8 @@ def changed_settings(saved: dict[str, Any], current: JobConfig) -> dict[str, tup
     """
     changes = {}
     flat_saved, flat_current = (
-        _flatten(json.loads(json.dumps(job))) for job in (saved, dataclasses.asdict(current))
+        _flatten_settings(json.loads(json.dumps(job)))
+        for job in (saved, dataclasses.asdict(current))
     )
     for key in sorted(flat_saved.keys() & flat_current.keys()):
         decides = any(f"{key}.".startswith(f"{part}.") for part in _MATHEMATICS)
@@ -128,12 +129,12 @@ def changed_settings(saved: dict[str, Any], current: JobConfig) -> dict[str, tup
     return changes
 
 
-def _flatten(table: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+def _flatten_settings(table: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     """{dotted key: value} of nested tables."""
     flat: dict[str, Any] = {}
     for name, value in table.items():
         key = f"{prefix}{name}"
-        flat |= _flatten(value, f"{key}.") if isinstance(value, dict) else {key: value}
+        flat |= _flatten_settings(value, f"{key}.") if isinstance(value, dict) else {key: value}
     return flat
 
 
