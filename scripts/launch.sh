@@ -10,6 +10,9 @@ if [[ ! "${1:-}" =~ ^[0-9]+$ || $# -lt 2 ]]; then
   exit 2
 fi
 ulimit -n "$(ulimit -Hn)" || true  # the store of the ranks has two connections for each of them
+# After Ctrl-C or SIGTERM, torchrun kills the ranks after this time, 30 s by default: it must cover a
+# step and a save. A torch without this variable ignores it.
+export TORCH_ELASTIC_SHUTDOWN_TIMEOUT="${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-600}"
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
 exec torchrun --nproc_per_node "$1" --rdzv-backend c10d --rdzv-conf store_type=file \
   --local-addr 127.0.0.1 "${@:2}"

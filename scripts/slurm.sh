@@ -4,6 +4,8 @@
 # 300 seconds before the time limit, all ranks save a checkpoint and exit, and the job is requeued.
 # Environment variables: RANKS_PER_NODE (default: GPUs of the node), MAX_RESTARTS (default: 3).
 set -u
+# After SIGTERM, torchrun kills the ranks after this time, 30 s by default, unless SLURM does so first.
+export TORCH_ELASTIC_SHUTDOWN_TIMEOUT="${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-600}"
 
 wait_for() {  # wait_for PID: return its exit code; a loop, because a trap interrupts `wait`
   local code=0

@@ -9,11 +9,12 @@ import subprocess
 import sys
 import time
 from functools import partial
+from pathlib import Path
 
 import pytest
 
 from tests.conftest import HANG_SECONDS, ROOT
-from tests.faults.launch import LaunchedRun, events_of, steps_of
+from tests.faults.launch import LaunchedRun, events_of, lines_of, steps_of
 from titanlite.runtime.stop import SECOND_CTRL_C_SECONDS
 
 LONG = ("--training.steps", "2000", "--checkpoint.interval", "1000", "--validation.enable", "false")
@@ -137,6 +138,62 @@ def test_a_resume_reports_the_settings_that_changed_since_the_checkpoint(run_tom
         **changed,
         "training.steps": 5,
     }
+
+
+def stop_in_micro_batch(folder: str) -> None:
+    """Steps of 2 s at least under a limit of 1 s: step 3 waits for a signal within it."""
+    from titanlite.runtime import StopRequest
+    from titanlite.training import loop
+
+    os.environ |= {"TORCHELASTIC_RUN_ID": "test", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "1"}
+    requests, phases = [], []
+    reason, set_phase = StopRequest.reason, loop._Loop._set_phase
+
+    def keep(self, seconds):
+        requests.append(self)
+        return reason(self, seconds)
+
+    def wait_after_micro_batch(self, phase):
+        step = self.run.state.step + 1
+        phases.append((step, phase))
+        if phase.startswith("forward"):
+            time.sleep(0.4)
+        if phases.count((3, phase)) == 2 and phase.startswith("forward"):
+            Path(folder, f"in_step_3.{os.getpid()}").touch()
+            while not requests[0].received:
+                time.sleep(0.01)
+        set_phase(self, phase)
+
+    StopRequest.reason, loop._Loop._set_phase = keep, wait_after_micro_batch
+
+
+@pytest.mark.parametrize("pipeline", [1, 2])
+def test_a_step_that_torchrun_would_not_wait_for_is_abandoned_and_repeated(
+    pipeline, run_toml, tmp_path
+):
+    layout = ("--parallelism.pipeline_parallel_degree", str(pipeline))
+    if pipeline > 1:
+        layout += ("--parallelism.pipeline_parallel_schedule", "1F1B")
+    out, whole = tmp_path / "out", tmp_path / "whole"
+    options = argv_of(run_toml, *layout, "--training.local_batch_size", str(pipeline))
+    started = partial(stop_in_micro_batch, str(tmp_path))
+    with LaunchedRun(2, out, *options, "--checkpoint.interval", "100", prepare=started) as run:
+        run.wait_for(lambda: len(list(tmp_path.glob("in_step_3.*"))) == 2)
+        for rank in (0, 1):
+            run.signal(rank, signal.SIGTERM)
+        assert run.wait() == [75, 75], run.output
+        assert "torchrun kills the ranks 1 s after the signal" in run.output
+        assert "step 3 is abandoned" in run.output and "Traceback" not in run.output
+    assert [e["step"] for e in events_of(out, "checkpoint_saved")] == [2]
+    assert steps_of(out) == [1, 2]
+    for folder in (out, whole):
+        with LaunchedRun(2, folder, *options, "--job.dump_folder", str(folder)) as run:
+            assert run.wait() == [0, 0], run.output
+    runs = [
+        [(e["step"], e["loss"], e["grad_norm"]) for e in lines_of(f) if "event" not in e]
+        for f in (out, whole)
+    ]
+    assert runs[0] == runs[1]
 
 
 def block_save(fifo: str) -> None:

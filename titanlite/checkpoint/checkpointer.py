@@ -87,6 +87,7 @@ class Checkpointer:
         self.properties, self.job, self.layout = properties, job, layout
         self.files = dict(files or {})
         self.failures = 0
+        self.last_step = -1  # the step that was last saved or loaded
         self.save_seconds = 0.0  # duration of the last save
         # Its own group: collectives of the writing thread must not mix with those of training.
         self.group = None
@@ -112,7 +113,8 @@ class Checkpointer:
         """Whether to save after step `step`, counted from 1."""
         config = self.config
         first = step == 1 and config.enable_first_step_checkpoint
-        return self.saves and (first or last or step % config.interval == 0)
+        is_due = first or last or step % config.interval == 0
+        return self.saves and is_due and step != self.last_step
 
     # --- saving --------------------------------------------------------------------------------
 
@@ -137,7 +139,7 @@ class Checkpointer:
         checkpoint.
         """
         assert self._save is None, "the previous save must be waited for first"
-        started = time.monotonic()
+        started, self.last_step = time.monotonic(), step
         state = self._state_to_save(model, optimizers, final)
         folder = self.step_folders.of_step(step)
 
@@ -288,7 +290,7 @@ class Checkpointer:
             allowed=config.allow_changes,
             position=manifest.progress.get("position"),
         )
-        self.save_seconds = manifest.seconds
+        self.save_seconds, self.last_step = manifest.seconds, manifest.step
         finished = manifest.step == finished_at and not manifest.has("optimizer")
         excluded = [] if completely else config.exclude_from_loading
         skip_optimizer = model_only or finished or "optimizer" in excluded

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import sys
@@ -16,7 +17,18 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 TIME_LIMIT_REASON = 1 << 10  # larger than any signal number
 SECOND_CTRL_C_SECONDS = 1.0  # a signal within this time is the launcher's copy of the first
 ABORT_SECONDS = 2.0  # to record how the run ends; not longer, because the disk may hang
-CTRL_C_MESSAGE = "titanlite: Ctrl-C: saving after this step; a second Ctrl-C ends without saving"
+LIMIT_VARIABLE = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"  # of torchrun, which passes it on to the ranks
+DEFAULT_LIMIT_SECONDS = 30.0  # of torchrun
+
+
+def launcher_limit() -> float | None:
+    """Seconds after which torchrun kills the ranks once it got a signal; None without torchrun."""
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        return None
+    try:
+        return float(os.environ[LIMIT_VARIABLE])
+    except (KeyError, ValueError):
+        return DEFAULT_LIMIT_SECONDS
 
 
 @dataclass
@@ -24,7 +36,9 @@ class StopRequest:
     """Whether this rank was asked to stop; all ranks decide together when to do so."""
 
     deadline: float | None = None  # by time.monotonic()
+    limit_seconds: float | None = field(default_factory=launcher_limit)
     received: int = field(default=0, init=False)  # the number of the signal
+    received_at: float = field(default=0.0, init=False)  # by time.monotonic()
 
     def install_handlers(self, on_abort: Callable[[], None], rank: int = 0) -> None:
         """Treat signals as requests to save and stop; without this call they end the process.
@@ -50,16 +64,37 @@ class StopRequest:
             return TIME_LIMIT_REASON
         return self.received
 
+    @property
+    def seconds_left(self) -> float:
+        """Time until torchrun kills this rank; inf unless it was signalled."""
+        if self.limit_seconds is None or self.received not in (signal.SIGINT, signal.SIGTERM):
+            return math.inf
+        return self.received_at + self.limit_seconds - time.monotonic()
+
+    def _describe(self, number: int) -> str:
+        """What happens after a signal, in one line."""
+        is_ctrl_c = number == signal.SIGINT
+        name = "Ctrl-C" if is_ctrl_c else signal.Signals(number).name
+        line = f"titanlite: {name}: saving after this step"
+        if self.limit_seconds is not None and number in (signal.SIGINT, signal.SIGTERM):
+            line += (
+                ", or the state before it if its micro-batches take too long; torchrun kills the"
+                f" ranks {self.limit_seconds:g} s after the signal ({LIMIT_VARIABLE})"
+            )
+        return line + ("; a second Ctrl-C ends without saving" if is_ctrl_c else "")
+
     def _read_signals(self, read_end: int, on_abort: Callable[[], None], rank: int) -> None:
         first_ctrl_c: float | None = None  # by time.monotonic()
         while True:
             (number,) = os.read(read_end, 1)
             if first_ctrl_c is None:
-                self.received = number if number in SIGNALS else self.received
+                if number in SIGNALS:
+                    if rank == 0 and (not self.received or number == signal.SIGINT):
+                        print(self._describe(number), file=sys.stderr, flush=True)
+                    self.received_at = self.received_at or time.monotonic()
+                    self.received = number
                 if number == signal.SIGINT:
                     first_ctrl_c = time.monotonic()
-                    if rank == 0:
-                        print(CTRL_C_MESSAGE, file=sys.stderr, flush=True)
             elif (
                 # torchrun forwards a second Ctrl-C as SIGTERM (torch 2.13).
                 number in (signal.SIGINT, signal.SIGTERM)

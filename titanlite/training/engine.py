@@ -133,7 +133,7 @@ class SpmdEngine:
         self._update_float8_scales()
         batch = self._tokens.prepare(inputs, labels, len(inputs))
         loss = self._loss_of(batch.to(self._device))
-        _reshard([self._model])
+        reshard([self._model])
         return loss
 
     def _loss_of(self, microbatch: Batch) -> Tensor:
@@ -179,11 +179,11 @@ class PipelineEngine:
         """See `Engine.forward_backward`."""
         self._follow_weights()
         self._valid = valid
-        set_phase("forward/backward")  # interleaved by the schedule
         runs = batch.split(self._plan.sequences)
         total = torch.zeros(_terms(batch), device=self._device)
         for number, run in enumerate(runs):
             last = number == len(runs) - 1
+            set_phase("forward/backward")  # interleaved by the schedule
             total += self._run(TrainStage, self._plan, run, self._reduce_every_run or last)
         for copy in self._sharded.tied_copies:
             copy.reduce_gradient()  # once a step: the sums of all micro-batches
@@ -201,7 +201,7 @@ class PipelineEngine:
         batch = self._tokens.prepare(inputs, labels, plan.microbatch_size)
         for run in batch.to(self._device).split(plan.sequences):
             total += self._run(EvalStage, plan, run, reduce=False).sum()
-        _reshard(self._sharded.stage_modules.values())
+        reshard(self._sharded.stage_modules.values())
         return total
 
     def _follow_weights(self) -> None:
@@ -298,7 +298,7 @@ def _loss_terms(
     return torch.cat((terms, torch.where(sources, of_sequences, 0.0).sum(0)))
 
 
-def _reshard(models: Iterable[nn.Module]) -> None:
+def reshard(models: Iterable[nn.Module]) -> None:
     """Free the weights that FSDP gathered in forward; without a backward, nothing else does."""
     for model in models:
         for module in model.modules():
