@@ -129,7 +129,7 @@ class _Loop:
     def _save_before_step(self) -> None:
         """Save the state before an abandoned step, unless a checkpoint has it."""
         state = self.run.state
-        logger.warning(
+        logger.info(  # of rank 0 only
             "step %d is abandoned, because torchrun would kill the ranks before its end: the state"
             " after step %d is kept",
             state.step + 1,
