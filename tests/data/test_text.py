@@ -196,4 +196,5 @@ def test_a_folder_says_what_it_skips_and_is_refused_if_that_is_most(tmp_path, mo
     with pytest.raises(DataError, match="Most of it would be left out") as refusal:
         find_files([tmp_path])
     assert f"'{tmp_path}/**/*.rst'" in refusal.value.fix
-    assert len(find_files([f"{tmp_path}/**/*.rst", f"{tmp_path}/**/*.txt"])) == 3
+    assert len(find_files([tmp_path, f"{tmp_path}/**/*.rst"])) == 3
+    assert len(find_files([f"{tmp_path}/**/*.txt"])) == 1

@@ -96,20 +96,28 @@ def find_files(
     `follow_symlinks`. A file that is given by its own name may be a link.
     """
     files: dict[Path | str, Path | str] = {}  # real path or URL -> path as it was given
+    skipped: list[tuple[str, list[Path], list[Path]]] = []  # an input, what it reads, and skips
     for given in inputs:
         if is_data_url(given):
             files |= {url: url for url in _find_urls(str(given), suffixes)}
             continue
         try:
-            for file in _find_local(str(given), follow_symlinks, suffixes):
-                files.setdefault(file.resolve(), file)
+            texts, others = _find_local(str(given), follow_symlinks, suffixes)
         except OSError as error:
             raise _unreadable_error(error) from None
+        skipped.append((str(given), texts, others))
+        for file in texts:
+            files.setdefault(file.resolve(), file)
+    for name, texts, others in skipped:  # last: another input may name what a folder skips
+        if unread := sorted({file for file in others if file.resolve() not in files}):
+            _report_skipped(name, texts, unread)
     return list(files.values())
 
 
-def _find_local(given: str, follow_symlinks: bool, suffixes: tuple[str, ...]) -> list[Path]:
-    """The files of one input; raises DataError or OSError."""
+def _find_local(
+    given: str, follow_symlinks: bool, suffixes: tuple[str, ...]
+) -> tuple[list[Path], list[Path]]:
+    """(the files of one input, those that its folders skip); raises DataError or OSError."""
     if exists := Path(given).exists():
         matches = [given]
     else:
@@ -127,9 +135,7 @@ def _find_local(given: str, follow_symlinks: bool, suffixes: tuple[str, ...]) ->
     ]
     if not texts:
         raise _no_text_error(given, suffixes)
-    if others := sorted(set(others).difference(texts)):
-        _report_skipped(given, texts, others)
-    return texts
+    return texts, others
 
 
 def _report_skipped(given: str, texts: list[Path], others: list[Path]) -> None:
@@ -142,11 +148,14 @@ def _report_skipped(given: str, texts: list[Path], others: list[Path]) -> None:
         f" {len(others):,} ({skipped / 1e6:.1f} MB): {kinds}"
     )
     name = next((f"/**/*{suffix}" for suffix, _ in suffixes if suffix), "/FILE")
-    fix = f"Name what is text, as a pattern: '{given.rstrip('/')}{name}'"
+    pattern = f"'{given.rstrip('/')}{name}'"
     if skipped > read:
-        fix += f", and what is read already, as one too: '{given.rstrip('/')}/**/*.txt'."
-        raise DataError(f"{message}. Most of it would be left out.", fix=fix)
-    logger.info("%s. %s.", message, fix)
+        raise DataError(
+            f"{message}. Most of it would be left out.",
+            fix=f"Name also what is text, as a pattern: {pattern}; or only what shall be read, as"
+            f" '{given.rstrip('/')}/**/*{texts[0].suffix}'.",
+        )
+    logger.info("%s. A pattern reads others: %s", message, pattern)
 
 
 def _unreadable_error(error: OSError) -> DataError:
