@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
+from pathlib import Path
 
 import pytest
 
@@ -14,6 +15,7 @@ from titanlite.planning.alternatives import find_alternatives, unproven_features
 from titanlite.planning.dry_run import dry_run
 from titanlite.planning.hardware import parse_gpus
 from titanlite.planning.memory import estimate_memory
+from titanlite.planning.plan_files import planned_toml
 from titanlite.planning.plan_report import eager_bytes, report_lines
 from titanlite.planning.plan_request import PlanArguments, PlanRequest, read_plan_request
 from titanlite.planning.search import LayoutSearch
@@ -43,6 +45,8 @@ def test_the_simplest_of_the_ties_is_recommended_and_others_are_really_different
     assert fastest.labels == ["the fastest"]
     assert first.step.time.total <= 1.03 * fastest.step.time.total
     assert unproven_features(fastest.step.choice, 8192) == ["CP with 1,024 tokens a rank"]
+    # the local batch is written though it is the default
+    assert "local_batch_size = 8" in planned_toml(request, fastest.step, Path("run.toml"))
     names = [str(layout.step.choice.frame.degrees) for layout in others[1:]]
     assert names == ["FSDP 32 x TP 2", "PP 2 x FSDP 32"]
     text = list(report_lines(request, search.SearchCounts(), layouts, []))

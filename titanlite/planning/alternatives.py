@@ -97,8 +97,8 @@ CATEGORIES = (  # with TP and with PP: as they are used, if that fits, or with e
     ),
     (
         _Category(
-            "the best with PP, without CP or offload",
-            lambda frame: frame.degrees.pipeline > 1 and frame.degrees.context == 1,
+            "the best with PP, without CP, replicas or offload",
+            lambda f: f.degrees.pipeline > 1 and f.degrees.context * f.degrees.replicate == 1,
             NO_OFFLOAD | {"schedule": "Interleaved1F1B"},
         ),
         _Category("the best with PP", lambda frame: frame.degrees.pipeline > 1, {}),
