@@ -310,5 +310,9 @@ def test_help_lists_every_key_with_its_comment():
     assert all(f"--{key} " in text for key in all_keys(Schema))
     assert "an integer; only 1 is supported" in text
     assert "number of updates" in text and '"fast" | "exact"' in text
+    with pytest.raises(ConfigError, match=r"--help tran: there is no section \[tran\]"):
+        list(help_text(Schema, "tran"))
+    of_train = "\n".join(help_text(Schema, "train"))
+    assert all((f"--{key} " in of_train) == key.startswith("train.") for key in all_keys(Schema))
     section = list_sections(Schema)[1]
     assert section.summary == "Optimisation." and section.keys[1].meaning == ""

@@ -13,6 +13,7 @@ from functools import cache
 from itertools import chain
 from typing import Any
 
+from titanlite.errors import ConfigError
 from titanlite.settings import Supported, describe_type, format_value, type_hints
 
 
@@ -103,9 +104,21 @@ def reference_page(
     return "\n".join(lines) + "\n"
 
 
-def help_text(schema: type) -> Iterator[str]:
-    """Every setting with its type, default and meaning, as lines for `--help`."""
-    for section in list_sections(schema):
+def help_text(schema: type, name: str | None = None) -> Iterator[str]:
+    """Every setting with its type, default and meaning, as lines for `--help`.
+
+    With `name`, of that section and its subsections only; raises ConfigError if there is none.
+    """
+    sections = list_sections(schema)
+    if name is not None:
+        shown = [s for s in sections if f"{s.name}.".startswith(f"{name}.")]
+        if not shown:
+            raise ConfigError(
+                f"--help {name}: there is no section [{name}].",
+                fix=f"Sections: {', '.join(section.name for section in sections)}.",
+            )
+        sections = shown
+    for section in sections:
         yield f"\n[{section.name}]  {section.summary}"
         for key in section.keys:
             yield f"  --{key.name}  ({key.type}; default {key.default})"

@@ -124,7 +124,7 @@ def test_tensorboard_shows_one_curve_with_the_roll_backs(rolled_back):
 
     events = EventAccumulator(str(rolled_back / "tb"), size_guidance={"scalars": 0})
     events.Reload()
-    assert [e.step for e in events.Scalars("loss")] == list(range(1, STEPS + 1))
+    assert [e.step for e in events.Scalars("train/loss")] == list(range(1, STEPS + 1))
     shown = [(e.step, e.value) for e in events.Scalars("rollback/from_step")]
     assert shown == [(36, 41.0), (36, 39.0)]
 

@@ -249,8 +249,8 @@ def test_without_a_terminal_every_record_is_one_log_line(tmp_path, logged):
         sinks.event(130, "checkpoint_saved", path="outputs/checkpoint/step-130")
     values = "loss 4.2113  z_loss 0.0071  grad_norm 0.81  lr 3.0e-04"
     assert logged() == [
-        f"step 120/400  {values}  5,912 tok/s  mfu 31.2%  eta 2:23",
-        f"step 130/400  {values}  5,912 tok/s  eta 0:00",
+        f"step 120/400  {values}  5,912 tok/s  2,956 tok/s/device  1.5 GiB  mfu 31.2%  eta 2:23",
+        f"step 130/400  {values}  5,912 tok/s  2,956 tok/s/device  1.5 GiB  eta 0:00",
         "step 130/400  validation  code  loss 4.0000  perplexity 54.6000  bits_per_byte 1.5000",
         "step 130/400  validation  ids  loss 4.0000  perplexity 54.6000",
         "step 130/400  checkpoint saved  outputs/checkpoint/step-130",
@@ -349,13 +349,16 @@ def test_tensorboard_shows_every_record_and_no_step_twice_after_a_resume(tmp_pat
     sinks.close()
     shown = read_tensorboard(tmp_path / "tb")
     of_validation = {f"validation/code/{key}" for key in measured}
-    assert set(shown) == {*STEP, *of_validation, "evaluation/cloze/acc"} - {"step"}
+    groups = {"train", "speed", "memory", "validation", "evaluation"}
+    assert {name.partition("/")[0] for name in shown} == groups
+    of_steps = {name.rpartition("/")[2] for name in shown.keys() - of_validation}
+    assert of_steps == {*STEP, "acc"} - {"step"} and of_validation < shown.keys()
     assert shown["evaluation/cloze/acc"] == [(20, 0.5)]
-    assert shown["loss"] == [(step, pytest.approx(4.2113)) for step in (10, 20, 30)]
+    assert shown["train/loss"] == [(step, pytest.approx(4.2113)) for step in (10, 20, 30)]
 
     with open_in(tmp_path, completed_steps=20, enable_tensorboard=True) as sinks:
         sinks.step({**STEP, "step": 30, "loss": 1.0})
-    assert read_tensorboard(tmp_path / "tb")["loss"] == [
+    assert read_tensorboard(tmp_path / "tb")["train/loss"] == [
         (10, pytest.approx(4.2113)),
         (20, pytest.approx(4.2113)),
         (30, pytest.approx(1.0)),
@@ -370,7 +373,7 @@ def test_tensorboard_shows_no_step_twice_after_a_roll_back(tmp_path):
         roll_back(sinks, 1, from_step=31, step=10)
         sinks.step({**STEP, "step": 20, "loss": 1.0})
     shown = read_tensorboard(tmp_path / "tb")
-    assert shown["loss"] == [(10, 2.0), (20, 1.0)]
+    assert shown["train/loss"] == [(10, 2.0), (20, 1.0)]
     assert shown["rollback/from_step"] == [(10, 31.0)]
 
 
@@ -416,7 +419,8 @@ def test_wandb_receives_the_settings_and_every_record(tmp_path, monkeypatch):
         sinks.event(1, "evaluation", name="cloze", acc=0.5)  # W&B drops what is of earlier steps
         sinks.event(1, "checkpoint_saved", path="step-1")
     assert started["config"] == {"training": {"steps": 400}}
-    assert sent[0] == (1, {key: value for key, value in STEP.items() if key != "step"})
+    assert sent[0][0] == 1 and sent[0][1]["train/loss"] == STEP["loss"]
+    assert {name.rpartition("/")[2] for name in sent[0][1]} == STEP.keys() - {"step"}
     measured = {"validation/code/loss": 4.0, "validation/code/perplexity": 54.6}
     evaluated = {"evaluation/cloze/acc": 0.5, "evaluation/cloze/step": 1}
     assert sent[1] == (1, measured) and sent[3:] == [(9, evaluated), "finished"]

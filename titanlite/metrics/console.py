@@ -80,7 +80,11 @@ class Console:
         ]
 
     def _speed_fields(self, record: dict[str, Any]) -> list[str]:
-        fields = [f"{record['tokens_per_second']:,.0f} {self._dim('tok/s')}"]
+        speed, of_device = record["tokens_per_second"], record["tokens_per_second_per_device"]
+        fields = [f"{speed:,.0f} {self._dim('tok/s')}"]
+        if of_device != speed:
+            fields.append(f"{of_device:,.0f} {self._dim('tok/s/device')}")
+        fields.append(f"{record['peak_memory_gib']:.1f} {self._dim('GiB')}")
         if record["mfu"] is not None:
             fields.append(self._field("mfu", f"{record['mfu']:.1%}"))
         return [*fields, self._field("eta", format_clock(self.seconds_left(record)))]
@@ -137,7 +141,8 @@ class LiveConsole(Console):
 
     def step(self, record: dict[str, Any]) -> None:
         fields = [f"loss {record['loss']:.2f}", *self._speed_fields(record)]
-        uncolored = re.sub("\033.*?m", "", "  ".join(fields))
+        shown = [field for field in fields if "/device" not in field]  # fits into 80 columns
+        uncolored = re.sub("\033.*?m", "", "  ".join(shown))
         self._progress.update(self._task, completed=record["step"], status=uncolored)
         super().step(record)
 

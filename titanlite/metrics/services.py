@@ -13,9 +13,22 @@ from titanlite.log import logger
 from titanlite.metrics.config import missing_package
 from titanlite.metrics.jsonl import ROLLBACK_EVENT
 
+_GROUPS = {  # of keys of step records; a prefix groups the charts. The others are in train/
+    "tokens_per_second": "speed",
+    "tokens_per_second_per_device": "speed",
+    "tflops_per_device": "speed",
+    "mfu": "speed",
+    "step_seconds": "speed",
+    "data_seconds": "speed",
+    "peak_memory_gib": "memory",
+}
+
 
 class TensorBoardSink:
-    """Scalars: the keys of step records, and validation/NAME/loss and others of events."""
+    """Scalars: train/loss, speed/mfu and others of steps, validation/NAME/loss and more of events.
+
+    `_GROUPS` and `_event_scalars` have all names.
+    """
 
     def __init__(self, folder: Path, completed_steps: int):
         try:
@@ -106,7 +119,7 @@ def start_wandb(folder: Path, job: dict[str, Any]) -> WandbSink | None:
 def _scalars(record: dict[str, Any]) -> Iterator[tuple[str, float]]:
     for name, value in record.items():
         if name not in ("step", "time") and value is not None:
-            yield name, value
+            yield f"{_GROUPS.get(name, 'train')}/{name}", value
 
 
 def _event_scalars(record: dict[str, Any]) -> Iterator[tuple[str, float]]:

@@ -106,7 +106,13 @@ def _column(records: list[Record], key: str) -> np.ndarray:
 def _plot_training(panel, steps: list[Record]) -> None:
     step, loss = _column(steps, "step"), _column(steps, "loss")
     panel.plot(step, loss, color=_TRAINING, linewidth=0.8, alpha=0.35)
-    panel.plot(step, smooth(loss), color=_TRAINING, linewidth=2.0, label="training")
+    panel.plot(step, smooth(loss), color=_TRAINING, linewidth=2.0, label="training, smoothed")
+    panel.text(
+        *(0.01, 0.02, "faint: the loss of single steps, one for each line of metrics.jsonl"),
+        transform=panel.transAxes,
+        color=FAINT,
+        fontsize=8,
+    )
 
 
 def _plot_validation(panel, events: list[Record]) -> None:
