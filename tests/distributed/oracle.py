@@ -360,14 +360,17 @@ def build_sharded(layout: Layout, recipe: Recipe, dtype: torch.dtype = torch.flo
     section, mesh = layout.section(recipe), build_mesh(layout.degrees, "cpu")
     activation_offload.MIN_BYTES = 1  # all tensors of these models are small
     sizes, local_batch = recipe.sizes, layout.local_batch(recipe)
-    plan, problems = plan_pipeline(section, recipe.spec, sizes, recipe.seq_len, local_batch)
+    base = layout.transforms(recipe, dtype)
+    plan, problems = plan_pipeline(
+        section, recipe.spec, sizes, recipe.seq_len, local_batch, base.splits_backward
+    )
     assert plan is not None, problems
     parallel_layout = ParallelLayout(mesh, section, plan)
     sharded = build_sharded_model(
         recipe.spec,
         sizes,
         parallel_layout,
-        replace(layout.transforms(recipe, dtype), **transforms),
+        replace(base, **transforms),
         CPU,
         seed=SEED,
         widths=recipe.widths,

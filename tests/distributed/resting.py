@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import torch
+
 from tests.distributed.oracle import Layout, Recipe
 from titanlite.job import read_job
 from titanlite.parallelize.pipeline_plan import plan_pipeline
@@ -14,7 +16,8 @@ def estimate_rest(layout: Layout, recipe: Recipe) -> list[tuple[float, float, fl
     """(parameters, gradients, optimizer state) of each pipeline rank after backward."""
     base, section = read_job([], 1, check_environment=False), layout.section(recipe)
     batch, length = layout.local_batch(recipe), recipe.seq_len
-    plan, problems = plan_pipeline(section, recipe.spec, recipe.sizes, length, batch)
+    splits = layout.transforms(recipe, torch.float32).splits_backward
+    plan, problems = plan_pipeline(section, recipe.spec, recipe.sizes, length, batch, splits)
     assert plan is not None, problems
     training = replace(
         base.config.training,

@@ -158,6 +158,11 @@ PIPELINE_OPTIONS = [
     ],
     [
         Layout(pipeline=2, shard=2, microbatch=6, reshard="always"),
+        *(  # their backward is whole
+            Layout(pipeline=2, shard=2, microbatch=3, schedule=schedule, reshard="always", **whole)
+            for schedule in ("ZBVZeroBubble", "DualPipeV", "InterleavedZeroBubble")
+            for whole in ({"recompute": "full"}, {"compile": "aot_eager"})
+        ),
         Layout(pipeline=2, shard=2, microbatch=3, accumulate=3, reduction="last_microbatch"),
         Layout(
             pipeline=2,

@@ -32,6 +32,7 @@ from titanlite.optim.adam import StateDtype
 from titanlite.optim.build import recipe_of
 from titanlite.optim.checks import check_group_patterns
 from titanlite.optim.mup import check_mup_optimizers
+from titanlite.parallelize import ModelTransforms
 from titanlite.parallelize.activation_checkpoint import check_activation_checkpoint
 from titanlite.parallelize.compile import check_compile_config
 from titanlite.parallelize.context import check_context_parallel
@@ -413,7 +414,12 @@ def plan_job_pipeline(
     """(plan of the pipeline stages and their ranks, problems); None if there is no valid plan."""
     training = config.training
     return plan_pipeline(
-        config.parallelism, spec, sizes, training.seq_len, training.local_batch_size
+        config.parallelism,
+        spec,
+        sizes,
+        training.seq_len,
+        training.local_batch_size,
+        ModelTransforms(config.activation_checkpoint, compile=config.compile).splits_backward,
     )
 
 

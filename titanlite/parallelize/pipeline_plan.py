@@ -102,9 +102,17 @@ class PipelinePlan:
 
 
 def plan_pipeline(
-    config: ParallelismConfig, spec: ModelSpec, sizes: ModelSizes, seq_len: int, local_batch: int
+    config: ParallelismConfig,
+    spec: ModelSpec,
+    sizes: ModelSizes,
+    seq_len: int,
+    local_batch: int,
+    splits_backward: bool = True,
 ) -> tuple[PipelinePlan | None, list[ConfigError]]:
-    """(the plan, []) or (None, every reason why these settings are invalid)."""
+    """(the plan, []) or (None, every reason why these settings are invalid).
+
+    `splits_backward` as in ModelTransforms.
+    """
     costs = spec.module_flops(sizes, seq_len)
     if config.pipeline_parallel_degree == 1:  # one stage with all modules
         plan = PipelinePlan("1F1B", None, [list(costs)], [sum(costs.values())], [0], local_batch, 1)
@@ -112,7 +120,7 @@ def plan_pipeline(
     errors = [*_check_microbatch_size(config, local_batch), *check_stage_keys(config)]
     try:
         assignment = _assign_stages_to_ranks(config, sizes)
-        errors += _check_schedule(config, assignment, local_batch)
+        errors += _check_schedule(config, assignment, local_batch, splits_backward)
         stages = partition_model(config, costs, spec.blocks_path, len(assignment.rank_of))
         if spec.tied_parameters(sizes):
             stages = _give_parameters_to_each_rank(config, stages, assignment, spec.output_path)
@@ -226,7 +234,10 @@ def _assign_stages_by_csv(
 
 
 def _check_schedule(
-    config: ParallelismConfig, assignment: _StageAssignment, local_batch: int
+    config: ParallelismConfig,
+    assignment: _StageAssignment,
+    local_batch: int,
+    splits_backward: bool,
 ) -> Iterator[ConfigError]:
     """Reject micro-batches, an FSDP setting or a torch that the schedule does not work with."""
     ranks, file = config.pipeline_parallel_degree, _csv_path(config)
@@ -254,10 +265,11 @@ def _check_schedule(
             fix="Install a newer torch, or use GPipe, 1F1B, Interleaved1F1B or LoopedBFS.",
             keys=(SCHEDULE_KEY, CSV_KEY),
         )
-    if assignment.schedule.splits_backward and config.fsdp_reshard_after_forward == "always":
+    splits_backward &= assignment.schedule.splits_backward
+    if splits_backward and config.fsdp_reshard_after_forward == "always":
         yield ConfigError(
             'parallelism.fsdp_reshard_after_forward = "always": torch would compute wrong'
             f" gradients under {_schedule_setting(config)}, which splits the backward.",
-            fix='Use "default" or "never".',
+            fix='Use "default" or "never", or recompute or compile, which keep the backward whole.',
             keys=("parallelism.fsdp_reshard_after_forward", SCHEDULE_KEY),
         )
