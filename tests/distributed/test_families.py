@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from tests.distributed.oracle import SGD, Layout, Recipe
+from tests.distributed.qkv_bias_family import QKV_BIAS_FAMILY
 from tests.distributed.test_oracle import assert_matches_one_process
 from titanlite.models import FAMILIES
 
@@ -46,16 +47,22 @@ def cases_of(layouts: list[Layout], *families: str, **changes) -> list[tuple[Lay
     return [(layout, recipe) for layout in layouts for recipe in recipes]
 
 
+# With RoPE, the gradient of the keys' biases is not zero.
+QKV_BIASES = replace(SGD, steps=2, batch=12, lr=0.2, sizes=QKV_BIAS_FAMILY.flavors["mini"])
+
+
 def test_every_family_matches_one_process_on_2_ranks():
     layouts = [Layout(shard=2), Layout(tensor=2), Layout(context=2, rotate="alltoall")]
     with_experts = [Layout(shard=2, expert=2), Layout(tensor=2, expert=2)]
-    assert_matches_one_process(cases_of(layouts) + cases_of(with_experts, *WITH_EXPERTS))
+    cases = cases_of(layouts) + cases_of(with_experts, *WITH_EXPERTS)
+    assert_matches_one_process([*cases, *((layout, QKV_BIASES) for layout in layouts)])
 
 
 def test_every_family_matches_one_process_on_4_ranks():
     cases = cases_of([Layout(shard=2, tensor=2), Layout(replicate=2, shard=2)])
     # more ranks than key-value heads, whose norm then is replicated
-    assert_matches_one_process(cases + cases_of([Layout(tensor=4)], "olmo2"))
+    cases += [*cases_of([Layout(tensor=4)], "olmo2"), (Layout(tensor=4), QKV_BIASES)]
+    assert_matches_one_process(cases)
 
 
 def test_every_family_matches_one_process_in_a_pipeline():

@@ -8,6 +8,7 @@ from fnmatch import fnmatchcase
 import pytest
 import torch
 
+from tests.distributed.qkv_bias_family import QKV_BIAS_FAMILY
 from titanlite.kernels.attention import CausalAttention, KeyValueCache
 from titanlite.kernels.documents import index_documents
 from titanlite.kernels.flash import window_mask
@@ -118,9 +119,8 @@ def test_a_window_hides_what_is_further_away(window, documents):
         assert torch.allclose(a, b, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", FAMILIES)
-def test_the_planner_knows_every_parameter(name):
-    family = FAMILIES[name]
+@pytest.mark.parametrize("family", [*FAMILIES.values(), QKV_BIAS_FAMILY], ids=lambda f: f.name)
+def test_the_planner_knows_every_parameter(family):
     for flavor, sizes in family.flavors.items():
         shape = family.shape(sizes)
         parts = parts_of_shape(shape)
@@ -131,3 +131,9 @@ def test_the_planner_knows_every_parameter(name):
         counts += [(parts.dense_block, dense if shape.experts else 0)]
         elements = sum(n * sum(p.elements for p in part) for part, n in counts)
         assert elements == family.count_parameters(sizes), flavor
+
+
+def test_biases_of_queries_keys_and_values_alone_are_counted():
+    sizes = QKV_BIAS_FAMILY.flavors["mini"]
+    parameters = sum(p.numel() for p in QKV_BIAS_FAMILY.build(sizes).parameters())
+    assert QKV_BIAS_FAMILY.count_parameters(sizes) == parameters

@@ -39,7 +39,7 @@ def block_matmul_weights(shape: ModelShape, block: int, active_only: bool = Fals
 
 def _block_vectors(shape: ModelShape, block: int) -> int:
     """Elements of a block's norms and biases."""
-    norms = shape.norms_per_block * shape.dim * (2 if shape.biases else 1)
+    norms = shape.norms_per_block * shape.dim * (2 if shape.biases is True else 1)
     queries, keys = shape.n_heads * shape.head_dim, shape.n_kv_heads * shape.head_dim
     if shape.qk_norm == "projections":
         norms += queries + keys
@@ -47,10 +47,12 @@ def _block_vectors(shape: ModelShape, block: int) -> int:
         norms += 2 * shape.head_dim
     if shape.latent:
         norms += shape.latent.query_rank + shape.latent.key_value_rank
-    if not shape.biases:
+    if shape.biases:
+        norms += queries + 2 * keys
+    if shape.biases is not True:
         return norms
     feed_forward = shape.hidden_dim * (2 if shape.gated else 1)
-    return norms + queries + 2 * keys + shape.dim + feed_forward + shape.dim
+    return norms + shape.dim + feed_forward + shape.dim
 
 
 def count_block_parameters(shape: ModelShape, block: int) -> int:
@@ -69,7 +71,7 @@ def count_blocks(shape: ModelShape) -> int:
 def count_parameters(shape: ModelShape) -> int:
     """Parameters of the whole model; tied embeddings count once."""
     rows = (1 if shape.tied_embeddings else 2) * shape.vocab_size + shape.positions
-    norm = 2 if shape.biases else 1
+    norm = 2 if shape.biases is True else 1
     return count_blocks(shape) + (rows + norm) * shape.dim
 
 

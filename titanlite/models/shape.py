@@ -51,7 +51,8 @@ class ModelShape:
     gated: bool = True  # three matmuls in the feed-forward layer (SwiGLU), otherwise two
     tied_embeddings: bool = False
     positions: int = 0  # rows of a learned position embedding
-    biases: bool = False  # linear layers and norms have biases
+    biases: bool | Literal["qkv"] = False
+    # all linear layers and norms have biases, or only the queries, keys and values
     qk_norm: bool | Literal["projections"] = False
     # a norm on every query and key head, or one on the queries (keys) of all heads together
     experts: Experts | None = None

@@ -84,7 +84,7 @@ def parts_of_shape(model: ModelShape) -> ModelParts:
         () if model.tied_embeddings else (ParameterShape("weight", (model.vocab_size, dim), 0),)
     )
     norm = [ParameterShape("weight", (dim,))]
-    if model.biases:
+    if model.biases is True:
         norm.append(ParameterShape("bias", (dim,)))
     norms = (f"norm{number}" for number in range(model.norms_per_block))
     attention = [
@@ -93,8 +93,11 @@ def parts_of_shape(model: ModelShape) -> ModelParts:
         ParameterShape("wo", (dim, model.n_heads * model.value_dim), 1),
     ]
     if model.biases:
-        rows = (model.n_heads + 2 * model.n_kv_heads) * width
-        attention += [ParameterShape("bqkv", (rows,), 0), ParameterShape("bo", (dim,))]
+        attention.append(ParameterShape("bq", (model.n_heads * width,), 0))
+        keys = (model.n_kv_heads * width,)
+        attention += [ParameterShape(name, keys, 0, whole=width) for name in ("bk", "bv")]
+    if model.biases is True:
+        attention.append(ParameterShape("bo", (dim,)))
     if model.qk_norm == "projections":
         heads = {"q": (model.n_heads, 1), "k": (model.n_kv_heads, width)}
         for n, (count, whole) in heads.items():
@@ -145,7 +148,7 @@ def _feed_forward_shapes(model: ModelShape, hidden: int, count: int) -> tuple[Pa
     return (
         *(ParameterShape(n, (hidden, dim), 0) for n in up),
         ParameterShape("w2", (dim, hidden), 1),
-        *(biases if model.biases else ()),
+        *(biases if model.biases is True else ()),
     )
 
 

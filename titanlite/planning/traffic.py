@@ -226,7 +226,7 @@ class _RankTraffic:
         self._add("tensor", "all-gather", count * gathers, hidden)
         self._add("tensor", "reduce-scatter", count * scatters, hidden)
         norms = 2 * blocks + sum(stage.norm for stage in self.stages)
-        vectors = norms * (2 if model.biases else 1)
+        vectors = norms * (2 if model.biases is True else 1)
         self._add("tensor", "all-reduce", count * vectors, model.dim * FP32)
         if model.positions and any(stage.embedding for stage in self.stages):
             self._add("tensor", "all-reduce", count, model.positions * model.dim * FP32)
