@@ -15,14 +15,22 @@ from tests.data.test_tokenizer import ODD_TEXTS, write_tokenizer_json
 from tests.distributed.oracle import ADAMW, SIZES, Layout, full_value, start_run, with_enough_blocks
 from tests.distributed.ranks import run_on_ranks
 from titanlite.checkpoint import model_and_optimizer_state
-from titanlite.checkpoint.huggingface import HuggingFaceFolder, open_hugging_face
+from titanlite.checkpoint.convert import from_hugging_face, to_hugging_face
+from titanlite.checkpoint.huggingface import (
+    PUBLISHED_FILE,
+    HuggingFaceFolder,
+    open_hugging_face,
+    read_published_facts,
+)
 from titanlite.checkpoint.huggingface_export import ModelToExport, write_hugging_face
 from titanlite.checkpoint.model_size import parameter_shapes
 from titanlite.data import open_tokenizer
 from titanlite.data.bpe import train_bpe
 from titanlite.data.tokenizer_json import to_tokenizer_json
 from titanlite.errors import CheckpointError
+from titanlite.job.config import MOVED, JobConfig, resolve_model_source
 from titanlite.models import FAMILIES
+from titanlite.settings import load_config
 from titanlite.storage import StorageFolder
 
 FAMILY = FAMILIES["llama3"]
@@ -45,7 +53,9 @@ def export(folder, model, **changes) -> StorageFolder:
     target, state = StorageFolder(folder), model.state_dict()
     fields = {"load": lambda names: {name: state[name] for name in names}}
     fields |= {"seq_len": 48, "tokenizer": None}
-    fields |= {key: changes.pop(key) for key in ("load", "tokenizer", "bos") if key in changes}
+    fields |= {
+        key: changes.pop(key) for key in ("load", "tokenizer", "bos", "published") if key in changes
+    }
     write_hugging_face(target, ModelToExport(FAMILY, model.sizes, **fields), **changes)
     return target
 
@@ -318,7 +328,7 @@ LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_fr
             ],
         ),
         ({"quantization_config": {"bits": 4}}, ["quantization_config"]),
-        ({"sliding_window": 4096, "auto_map": {"A": "b"}}, ["sliding_window = 4096", "auto_map"]),
+        ({"sliding_window": 4096, "auto_map": {"A": "b"}}, ["sliding_window = 4096"]),
         ({"partial_rotary_factor": 0.5}, ["partial_rotary_factor = 0.5"]),
         ({"vocab_size": None, "rms_norm_eps": True}, ["vocab_size = null", "rms_norm_eps = true"]),
         ({"num_key_value_heads": 3}, ["num_attention_heads = 4, num_key_value_heads = 3"]),
@@ -327,7 +337,10 @@ LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_fr
             {"head_dim": None, "num_attention_heads": 6},
             ["hidden_size = 32, num_attention_heads = 6"],
         ),
-        ({"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, ['rope_type = "linear"']),
+        (
+            {"rope_scaling": {"rope_type": "linear", "factor": 2.0}},
+            ['rope_type = "linear" (only "default" or "llama3" is'],
+        ),
         ({"rope_scaling": [1]}, ["rope_scaling = [1]"]),
         ({"rope_scaling": LLAMA3}, ["original_max_position_embeddings = null (only 8192"]),
         (
@@ -342,7 +355,10 @@ LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_fr
             ["low_freq_factor = 2.0", "original_max_position_embeddings = 4096", "factor = null"],
         ),
         ({"rope_parameters": {"full": {"rope_theta": 1e4}}}, ["full"]),
-        ({"rope_parameters": {"rope_theta": 5e5}, "rope_theta": 1e4}, ["rope_theta"]),
+        (
+            {"rope_parameters": {"rope_theta": 5e5}, "rope_theta": 1e4},
+            ["rope_theta = 10000.0 and", "500000.0"],
+        ),
     ],
     ids=lambda value: ",".join(value)[:40],
 )
@@ -488,3 +504,61 @@ def test_a_model_that_the_architecture_or_dtype_cannot_represent_is_not_exported
         export(tmp_path, model, dtype=torch.float16)
     with pytest.raises(CheckpointError, match="overflows torch.float16"):
         export(tmp_path / "from bf16", model.bfloat16(), dtype=torch.float16)
+
+
+def test_an_export_repeats_what_the_published_folder_says_beside_the_weights(tmp_path):
+    folder = export(tmp_path / "published", random_model(SIZES))
+    eos = [1, 7]
+    edit_json(folder, "config.json", max_position_embeddings=4096, auto_map={"A": "b"})
+    for name, content in (
+        ("generation_config.json", {"eos_token_id": eos, "top_p": 0.9}),
+        ("tokenizer_config.json", {"chat_template": "{{ messages }}"}),
+    ):
+        (tmp_path / "published" / name).write_text(json.dumps(content))
+    published = read_published_facts(folder)[PUBLISHED_FILE]
+    facts = json.loads(published)
+    assert facts["max_position_embeddings"] == 4096 and facts["eos_token_id"] == eos
+    out = tmp_path / "out"
+    export(out, random_model(SIZES), published=facts)
+    config = json.loads((out / "config.json").read_bytes())
+    assert config["eos_token_id"] == eos
+    assert json.loads((out / "generation_config.json").read_bytes())["top_p"] == 0.9
+
+
+def test_model_from_takes_the_sizes_of_a_folder_and_explicit_keys_win(tmp_path):
+    path = tmp_path / "hf"
+    folder = export(path, random_model(SIZES))
+    argv = ["--model.from", str(path), "--model.norm_eps", "0.5"]
+    config, problems = load_config(JobConfig, argv, MOVED, resolve_model_source)
+    assert not problems and FAMILIES["llama3"].sizes_of(config.model) == replace(
+        SIZES, norm_eps=0.5
+    )
+    for more, message in (
+        (["--model.name", "gpt2"], "is a LlamaForCausalLM, which is not of the family gpt2"),
+        (["--model.from", str(tmp_path / "missing")], "it has no config.json"),
+    ):
+        problems = load_config(JobConfig, [*argv, *more], MOVED, resolve_model_source)[1]
+        assert message in str(problems[0])
+    folder = export(tmp_path / "step", random_model(SIZES))
+    from_hugging_face(folder, StorageFolder(tmp_path / "converted"))
+    edit_json(folder, "config.json", max_position_embeddings=4096)
+    from_hugging_face(folder, StorageFolder(tmp_path / "long"))
+    to_hugging_face(StorageFolder(tmp_path / "long"), StorageFolder(tmp_path / "back"))
+    config = json.loads((tmp_path / "back" / "config.json").read_bytes())
+    assert config["max_position_embeddings"] == 4096
+
+
+def test_a_pointer_an_adapter_and_a_link_are_named(tmp_path):
+    folder = export(tmp_path / "lfs", random_model(SIZES))
+    weights = tmp_path / "lfs" / "model.safetensors"
+    weights.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 5\n")
+    with pytest.raises(CheckpointError, match="git lfs pull"):
+        open_hugging_face(folder)
+    weights.unlink()
+    weights.symlink_to("../blob")
+    with pytest.raises(CheckpointError, match="model.safetensors is a link"):
+        open_hugging_face(folder)
+    (tmp_path / "lfs" / "config.json").unlink()
+    (tmp_path / "lfs" / "adapter_config.json").write_text("{}")
+    with pytest.raises(CheckpointError, match="LoRA adapter"):
+        open_hugging_face(folder)

@@ -386,3 +386,12 @@ def test_a_hostile_tokenizer_is_refused_and_crashes_no_process(tmp_path):
     lines = [json.loads(line) for line in done.stdout.splitlines()]
     for (name, message), line in zip(messages.items(), lines, strict=True):
         assert re.search(message, line), f"{name}: {line}"
+
+
+@pytest.mark.parametrize("count", [50_256, 151_643, 199_998])
+def test_ranks_of_a_model_with_another_pattern_are_refused(count):
+    tokens = [b"!", *(bytes([byte]) for byte in range(256) if byte != ord("!"))]
+    tokens += [b"\xff" + number.to_bytes(3, "big") for number in range(count - 256)]
+    lines = [b"%s %d\n" % (base64.b64encode(token), rank) for rank, token in enumerate(tokens)]
+    with pytest.raises(DataError, match="another pattern than Llama 3"):
+        tokenizer_module.tokenizer_from_bytes(b"".join(lines), "tokenizer.model")

@@ -18,7 +18,12 @@ from titanlite.checkpoint.config import CheckpointConfig
 from titanlite.checkpoint.convert import to_hugging_face
 from titanlite.checkpoint.finding import FoundCheckpoint, find_checkpoint, find_first_valid
 from titanlite.checkpoint.host_staging import HostStaging
-from titanlite.checkpoint.huggingface import CONFIG_FILE, open_hugging_face
+from titanlite.checkpoint.huggingface import (
+    CONFIG_FILE,
+    PUBLISHED_FILE,
+    open_hugging_face,
+    read_published_facts,
+)
 from titanlite.checkpoint.job_properties import check_job_properties
 from titanlite.checkpoint.manifest import (
     CheckpointManifest,
@@ -291,6 +296,8 @@ class Checkpointer:
             position=manifest.progress.get("position"),
         )
         self.save_seconds, self.last_step = manifest.seconds, manifest.step
+        if PUBLISHED_FILE in manifest.files:
+            self.files[PUBLISHED_FILE] = folder.read(PUBLISHED_FILE)
         finished = manifest.step == finished_at and not manifest.has("optimizer")
         excluded = [] if completely else config.exclude_from_loading
         skip_optimizer = model_only or finished or "optimizer" in excluded
@@ -344,9 +351,13 @@ class Checkpointer:
     def _load_hugging_face(
         self, folder: StorageFolder, model: nn.Module, properties: dict[str, Any]
     ) -> None:
-        source, problem = capture_user_error(lambda: open_hugging_face(folder))
+        opened, problem = capture_user_error(
+            lambda: (open_hugging_face(folder), read_published_facts(folder))
+        )
         raise_on_all_ranks(problem)
-        assert source is not None
+        assert opened is not None
+        source, facts = opened
+        self.files |= facts
         saved = {"model": dataclasses.asdict(source.sizes)}
         allowed = self.config.allow_changes
         check_job_properties(folder, saved, properties, model_only=True, allowed=allowed)

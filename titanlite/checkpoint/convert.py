@@ -8,9 +8,17 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import xxhash
 from torch import Tensor
 
-from titanlite.checkpoint.huggingface import TOKENIZER_FILE, HuggingFaceFolder, open_hugging_face
+from titanlite.checkpoint.huggingface import (
+    MAX_JSON_BYTES,
+    PUBLISHED_FILE,
+    TOKENIZER_FILE,
+    HuggingFaceFolder,
+    open_hugging_face,
+    read_published_facts,
+)
 from titanlite.checkpoint.huggingface_export import (
     SHARD_BYTES,
     ModelToExport,
@@ -19,15 +27,17 @@ from titanlite.checkpoint.huggingface_export import (
 from titanlite.checkpoint.manifest import (
     DTYPE_OF_NAME,
     CheckpointManifest,
+    check_hashes,
     software_versions,
     write_checkpoint_manifest,
 )
 from titanlite.checkpoint.model_size import buffer_names, parameter_shapes
-from titanlite.checkpoint.saved_model import read_saved_model
+from titanlite.checkpoint.saved_model import SavedModel, read_saved_model
 from titanlite.checkpoint.tensor_reader import read_tensors
 from titanlite.checkpoint.tensor_writer import write_small_files, write_tensors_one_by_one
 from titanlite.data import Tokenizer, open_tokenizer
 from titanlite.errors import CheckpointError, DataError
+from titanlite.files import parse_json
 from titanlite.log import logger
 from titanlite.models import ModelConfig
 from titanlite.storage import StorageFolder
@@ -62,13 +72,34 @@ def to_hugging_face(
         for name in parameter_shapes(saved.spec, saved.sizes).keys()
         - buffer_names(saved.spec, saved.sizes)
     }
-    model = ModelToExport(saved.spec, saved.sizes, load, saved.seq_len, saved.tokenizer, saved.bos)
+    published = _read_saved_facts(checkpoint, saved)
+    context = published.get("max_position_embeddings")
+    seq_len = max(saved.seq_len, context if type(context) is int and context < 1 << 40 else 0)
+    content = saved.tokenizer.files.get(TOKENIZER_FILE, b"") if saved.tokenizer else b""
+    if published.get("tokenizer") != xxhash.xxh3_128_hexdigest(content):
+        published = {}
+    model = ModelToExport(
+        saved.spec, saved.sizes, load, seq_len, saved.tokenizer, saved.bos, published
+    )
     return write_hugging_face(
         out,
         model,
         dtype=dtype or max(saved_dtypes, key=lambda saved_dtype: saved_dtype.itemsize),
         max_shard_bytes=max_shard_bytes,
     )
+
+
+def _read_saved_facts(checkpoint: StorageFolder, saved: SavedModel) -> dict[str, Any]:
+    """What read_published_facts found in the folder that a checkpoint's training began with."""
+    record = saved.manifest.files.get(PUBLISHED_FILE)
+    if record is None or record.bytes > MAX_JSON_BYTES:
+        return {}
+    check_hashes(checkpoint, saved.manifest, [PUBLISHED_FILE])
+    try:
+        facts = parse_json(checkpoint.read(PUBLISHED_FILE))
+    except ValueError:
+        return {}
+    return facts if isinstance(facts, dict) else {}
 
 
 def from_hugging_face(folder: StorageFolder, out: StorageFolder) -> CheckpointManifest:
@@ -86,7 +117,7 @@ def from_hugging_face(folder: StorageFolder, out: StorageFolder) -> CheckpointMa
     properties: dict[str, Any] = {"model": dataclasses.asdict(source.sizes)}
     if tokenizer:
         properties |= {"data.tokenizer": tokenizer.fingerprint, "data.bos": tokenizer.adds_bos}
-    manifests: list[CheckpointManifest] = []
+    manifests, facts = [], read_published_facts(folder)
 
     def commit(files, tensors) -> None:
         manifest = CheckpointManifest(
@@ -95,7 +126,8 @@ def from_hugging_face(folder: StorageFolder, out: StorageFolder) -> CheckpointMa
             facts=properties,
             job=_job_of(source, tokenizer),
             layout="one process",
-            files=files | write_small_files(out, tokenizer.files if tokenizer else {}),
+            files=files
+            | write_small_files(out, {**(tokenizer.files if tokenizer else {}), **facts}),
             tensors=tensors,
             versions=software_versions(),
             seconds=time.monotonic() - started,

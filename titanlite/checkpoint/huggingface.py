@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import xxhash
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from torch.distributed.checkpoint import StorageReader
@@ -32,7 +33,9 @@ from titanlite.models import FAMILIES, ModelSizes, ModelSpec
 from titanlite.models.spec import StoredPart
 from titanlite.storage import StorageFolder
 
+PUBLISHED_FILE = "hugging_face.json"  # in checkpoints: see read_published_facts
 CONFIG_FILE, TOKENIZER_FILE = "config.json", "tokenizer.json"
+ADAPTER_FILE = "adapter_config.json"  # of peft
 SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
 
 # safetensors' dtype codes that are supported; quantised ones would also need their scales.
@@ -131,7 +134,7 @@ def open_hugging_face(folder: StorageFolder) -> HuggingFaceFolder:
             f"{folder}: Hugging Face folders are read from local disks only.",
             fix="Copy it to a local disk.",
         )
-    spec, sizes = _read_model_config(folder)
+    spec, sizes = read_model_config(folder)
     locations = _locate_tensors(folder)
     check_model_size(folder, spec, sizes, len(locations))
     shapes = parameter_shapes(spec, sizes)
@@ -171,8 +174,13 @@ def open_hugging_face(folder: StorageFolder) -> HuggingFaceFolder:
     return source
 
 
-def _read_model_config(folder: StorageFolder) -> tuple[ModelSpec, ModelSizes]:
-    """The model family and sizes that config.json describes."""
+def read_model_config(
+    folder: StorageFolder, name: str | None = None
+) -> tuple[ModelSpec, ModelSizes]:
+    """The model family and sizes that config.json describes; raises CheckpointError.
+
+    `name`: the wanted family of several with one architecture.
+    """
     config = _read_json_table(folder, CONFIG_FILE)
     # The first family of an architecture: it can represent all of its models.
     families = {spec.hugging_face.architecture: spec for spec in reversed(FAMILIES.values())}
@@ -186,11 +194,43 @@ def _read_model_config(folder: StorageFolder) -> tuple[ModelSpec, ModelSizes]:
             f"{folder}: {CONFIG_FILE} has architectures = {json.dumps(architectures):.80};"
             f" supported: {', '.join(families)}."
         )
-    spec = families[architectures[0]]
+    spec = FAMILIES[name] if name else families[architectures[0]]
+    if spec.hugging_face.architecture != architectures[0]:
+        raise CheckpointError(
+            f"{folder}: is a {architectures[0]}, which is not of the family {name}.",
+            fix=f'Set model.name = "{families[architectures[0]].name}".',
+        )
     try:
         return spec, spec.hugging_face.from_config(config)
     except CheckpointError as error:
         raise CheckpointError(f"{folder}: {error.message}", error.fix) from None
+
+
+def read_published_facts(folder: StorageFolder) -> dict[str, bytes]:
+    """What an export of a model trained from this folder must repeat, as a file of checkpoints.
+
+    The context length, the ids that end a text, generation_config.json and the chat template.
+    Raises CheckpointError.
+    """
+    config, files = _read_json_table(folder, CONFIG_FILE), folder.sizes()
+    others = {
+        name: _read_json_table(folder, f"{name}.json") if f"{name}.json" in files else {}
+        for name in ("generation_config", "tokenizer_config")
+    }
+    template, file = others["tokenizer_config"].get("chat_template"), "chat_template.jinja"
+    if files.get(file, MAX_JSON_BYTES) < MAX_JSON_BYTES:
+        template = folder.read(file).decode(errors="replace")
+    tokenizer = folder.read(TOKENIZER_FILE) if TOKENIZER_FILE in files else b""
+    facts = {
+        "max_position_embeddings": config.get("max_position_embeddings"),
+        "eos_token_id": others["generation_config"].get("eos_token_id", config.get("eos_token_id")),
+        "generation_config": others["generation_config"],
+        "chat_template": template,
+        "tokenizer": xxhash.xxh3_128_hexdigest(
+            tokenizer
+        ),  # that the ids and the template belong to
+    }
+    return {PUBLISHED_FILE: json.dumps(facts).encode()}
 
 
 def _locate_tensors(folder: StorageFolder) -> dict[str, TensorLocation]:
@@ -199,6 +239,8 @@ def _locate_tensors(folder: StorageFolder) -> dict[str, TensorLocation]:
     if SINGLE_FILE in file_sizes:  # preferred to an index, as in transformers
         return _read_header(folder, SINGLE_FILE)
     if INDEX_FILE not in file_sizes:
+        for name in (SINGLE_FILE, INDEX_FILE):
+            _refuse_link(folder, name)
         pickles = [name for name in file_sizes if name.endswith((".bin", ".pt", ".pth"))]
         hint = f" {pickles[0]} is a pickle, which could execute code." if pickles else ""
         raise CheckpointError(f"{folder}: has neither {SINGLE_FILE} nor {INDEX_FILE}.{hint}")
@@ -287,10 +329,11 @@ def _format_names(problem: str, names: list[str]) -> list[str]:
 def _read_json_table(folder: StorageFolder, name: str) -> dict[str, Any]:
     size = folder.sizes().get(name)
     if size is None:
-        if Path(folder.path_of(name)).is_symlink():  # as in Hugging Face's own cache
+        _refuse_link(folder, name)
+        if ADAPTER_FILE in folder.sizes():
             raise CheckpointError(
-                f"{folder}: {name} is a link; links are not followed.",
-                fix=f"Copy the files they point to: cp -rL {folder} FOLDER.",
+                f"{folder}: is a LoRA adapter ({ADAPTER_FILE}), not a whole model.",
+                fix="Merge it into its base model first: merge_and_unload() of peft.",
             )
         raise CheckpointError(
             f"{folder}: is not a complete Hugging Face folder: it has no {name}, the last file that"
@@ -308,6 +351,15 @@ def _read_json_table(folder: StorageFolder, name: str) -> dict[str, Any]:
     return content
 
 
+def _refuse_link(folder: StorageFolder, name: str) -> None:
+    """Raise CheckpointError if a file is a link, as in Hugging Face's own cache."""
+    if Path(folder.path_of(name)).is_symlink():
+        raise CheckpointError(
+            f"{folder}: {name} is a link; links are not followed.",
+            fix=f"Copy the files they point to: cp -rL {folder} FOLDER.",
+        )
+
+
 @contextmanager
 def _open_safetensors(folder: StorageFolder, name: str) -> Iterator[Any]:
     """Open a safetensors file by mapping it, so no tensor is read yet."""
@@ -315,6 +367,11 @@ def _open_safetensors(folder: StorageFolder, name: str) -> Iterator[Any]:
         with safe_open(folder.path_of(name), framework="pt") as file:
             yield file
     except SafetensorError as error:
+        if folder.sizes()[name] < 1024 and folder.read(name).startswith(b"version https://git-lfs"):
+            raise CheckpointError(
+                f"{folder}: {name} is a Git LFS pointer, not the weights.",
+                fix=f"Run git lfs pull in {folder}.",
+            ) from None
         raise CheckpointError(
             f"{folder}: {name} is damaged or truncated: {error}.", fix="Download it again."
         ) from None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import struct
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -40,6 +40,7 @@ class ModelToExport:
     seq_len: int  # tokens in a training sequence; 0: not known
     tokenizer: Tokenizer | None  # None: the model was trained on token ids only
     bos: bool = False  # every training document began with the tokenizer's BOS
+    published: Mapping[str, Any] = field(default_factory=dict)  # see read_published_facts
 
 
 def write_hugging_face(
@@ -64,6 +65,8 @@ def write_hugging_face(
     config = spec.hugging_face.to_config(sizes, model.seq_len)
     config |= {"torch_dtype": str(dtype).removeprefix("torch.")}
     config |= _special_token_ids(tokenizer, model.bos)
+    if model.published.get("eos_token_id") is not None:
+        config["eos_token_id"] = model.published["eos_token_id"]
     if folder.sizes() or folder.folders():
         raise CheckpointError(
             f"{folder}: already exists and is not empty.", fix="Remove it, or give another folder."
@@ -94,7 +97,7 @@ def write_hugging_face(
             }
             index = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
             _write_json(folder, INDEX_FILE, index)
-        note = _write_tokenizer(folder, tokenizer, model.bos)
+        note = _write_tokenizer(folder, tokenizer, model)
         folder.write_atomically(CONFIG_FILE, json.dumps(config, indent=2).encode())
     except OSError as error:
         raise CheckpointError(f"{folder}: could not be written: {error}.") from error
@@ -214,10 +217,15 @@ def _write_json(folder: StorageFolder, name: str, content: dict[str, Any]) -> No
         stream.write(json.dumps(content, indent=2).encode())
 
 
-def _write_tokenizer(folder: StorageFolder, tokenizer: Tokenizer | None, bos: bool) -> str:
+def _write_tokenizer(
+    folder: StorageFolder, tokenizer: Tokenizer | None, model: ModelToExport
+) -> str:
     """Write the files of transformers' AutoTokenizer; returns a sentence about them."""
+    if isinstance(generation := model.published.get("generation_config"), dict) and generation:
+        _write_json(folder, "generation_config.json", generation)
     if tokenizer is None:
         return "No tokenizer: the model was trained on token ids only."
+    bos = model.bos
     content = to_tokenizer_json(tokenizer, bos=bos)
     with folder.open_for_writing(TOKENIZER_FILE) as stream:
         stream.write(content)
@@ -228,6 +236,8 @@ def _write_tokenizer(folder: StorageFolder, tokenizer: Tokenizer | None, bos: bo
         "eos_token": tokenizer.special_token_name(tokenizer.eos_id),
         "clean_up_tokenization_spaces": False,
     }
+    if template := model.published.get("chat_template"):
+        settings["chat_template"] = template
     _write_json(folder, "tokenizer_config.json", settings)
     if tokenizer.files.get(TOKENIZER_FILE) == content:
         return f"{TOKENIZER_FILE} is a copy of {tokenizer.name}."

@@ -433,7 +433,9 @@ def _list_shard_files(location: Path) -> list[tuple[Path, Path]]:
         names = ", ".join(file.name for file in missing[:4])
         raise DataError(
             f"{location}: {len(missing)} of {2 * len(pairs)} files are missing: {names}.",
-            fix="A shard is a .bin and an .idx of the same name; copy both.",
+            fix="A shard is a .bin and an .idx of the same name; copy both. A .bin that never had"
+            " an .idx, such as nanoGPT's or llm.c's, cannot be read: prepare its text with"
+            " scripts/prepare_data.py.",
         )
     return pairs
 

@@ -37,6 +37,9 @@ SPLIT_PATTERN = (
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 
+# Ranks of published files with other patterns; in all of them "!" is the first, which it is in no
+# file of train_tokenizer.py. cl100k_base (100,256) has Llama 3's pattern.
+_OTHER_PATTERNS = {50_256: "GPT-2 (r50k_base)", 199_998: "o200k_base", 151_643: "Qwen"}
 _LLAMA3_RANKS, _LLAMA3_SPECIALS = 128_000, 256
 _ALLOWED = (
     'Give a tiktoken ranks file (lines of "base64 rank"), a Hugging Face tokenizer.json,'
@@ -207,6 +210,12 @@ class RanksTokenizer(Tokenizer):
             raise _not_installed_error(name, "tiktoken") from missing
         self.name, self.files = name, {"tokenizer.model": content}
         ranks = parse_ranks(name, content)
+        if (model := _OTHER_PATTERNS.get(len(ranks))) and ranks.get(b"!") == 0:
+            raise DataError(
+                f'tokenizer "{name}": has the {len(ranks):,} ranks of {model}, which splits text by'
+                " another pattern than Llama 3. A ranks file does not contain its pattern.",
+                fix="Use the tokenizer.json of that model.",
+            )
         names = special_token_names(len(ranks))
         specials = {special: len(ranks) + number for number, special in enumerate(names)}
         self._encoding = tiktoken.Encoding(

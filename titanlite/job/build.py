@@ -444,7 +444,8 @@ def report_start(
     if found:
         for reason in found.refused:
             sinks.event(state.step, "checkpoint_refused", reason=reason)
-        sinks.event(state.step, "resumed", path=str(found.folder), position=state.position)
+        event = "loaded" if found.initial else "resumed"
+        sinks.event(state.step, event, path=str(found.folder), position=state.position)
         initial = found.initial and job.config.checkpoint.initial_load_model_only
         saved = found.manifest.job if found.manifest and not initial else {}
         if changes := changed_settings(saved, job.config):

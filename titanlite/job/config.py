@@ -8,19 +8,23 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
 from titanlite.checkpoint import CheckpointConfig
+from titanlite.checkpoint.huggingface import read_model_config
 from titanlite.data import DataConfig
 from titanlite.distributed.mesh import ParallelismConfig
 from titanlite.distributed.process_group import CommConfig, DebugConfig
+from titanlite.errors import CheckpointError, ConfigError
 from titanlite.kernels.backend import AttentionConfig
 from titanlite.metrics import MetricsConfig, ProfilingConfig
-from titanlite.models import LossConfig, ModelConfig
+from titanlite.models import FAMILIES, LossConfig, ModelConfig
 from titanlite.models.load_balancing import ExpertsConfig
 from titanlite.models.mup import MupConfig
 from titanlite.optim import LossScaleConfig, LRSchedulerConfig, OptimizerConfig
 from titanlite.parallelize.activation_checkpoint import ActivationCheckpointConfig
 from titanlite.parallelize.compile import CompileConfig
 from titanlite.parallelize.float8 import Float8Config, QuantizeConfig, resolve_float8
-from titanlite.settings import NotNegative, Positive, Range
+from titanlite.settings import NotNegative, Positive, Range, format_value
+from titanlite.settings.output import CommandLineText
+from titanlite.storage import StorageFolder
 from titanlite.training import (
     EvaluationConfig,
     GuardConfig,
@@ -201,3 +205,34 @@ JOB_PROPERTIES = (
     "data.phases",
     "data.content",
 )
+
+
+def resolve_model_source(table: dict[str, Any]) -> list[ConfigError]:
+    """Replace `model.from`, a Hugging Face folder, by the family and sizes in its config.json.
+
+    Sizes that are set explicitly win. `from` is a keyword of Python, so it cannot be a field.
+    """
+    model = table.get("model")
+    if not isinstance(model, dict) or "from" not in model:
+        return []
+    given = model.pop("from")
+    path = given.text if isinstance(given, CommandLineText) else given
+    name = model.get("name")
+    name = name.text if isinstance(name, CommandLineText) else name
+    if not isinstance(path, str):
+        return [ConfigError(f"model.from = {format_value(given)}: must be a string.", keys=_FROM)]
+    try:
+        spec, sizes = read_model_config(StorageFolder(path), name if name in FAMILIES else None)
+    except CheckpointError as error:
+        fix = error.fix or "Give a folder with a config.json of a supported architecture."
+        fix += " A run that has started does not need it: config.toml in its folder has the sizes."
+        return [ConfigError(f'model.from = "{path}": {error.message}', fix=fix, keys=_FROM)]
+    known = {field.name for field in dataclasses.fields(ModelConfig)}
+    values = {k: v for k, v in dataclasses.asdict(sizes).items() if k in known}
+    if not values.get("head_dim"):  # dim / n_heads
+        values.pop("head_dim", None)
+    table["model"] = {"name": spec.name, **values, **model}
+    return []
+
+
+_FROM = ("model.from",)

@@ -31,8 +31,7 @@ SAME_AS_LLAMA = {  # values without which a model is not computed as Llama's blo
 UNSUPPORTED = {  # keys of many architectures that none of ours implements
     "partial_rotary_factor": 1.0,
     "quantization_config": None,
-    "auto_map": None,  # model code inside the folder
-}
+}  # not auto_map, which names code in the folder: it is never run, and `architectures` is known
 
 
 @dataclass(frozen=True)
@@ -85,15 +84,17 @@ class ConfigFormat(Generic[SizesT]):
         required = fixed | (dict(self.rope_scaling) if scaled else {"rope_type": "default"})
         sizes = {name: values.get(key) for name, key in self.keys.items()}
         known = self.rope_scaling.keys() | {"rope_type", "type", "rope_theta", "factor"}
+        both = {key: (stated[key], rope[key]) for key in stated.keys() & rope.keys()}
+        conflicts = {key: pair for key, pair in both.items() if pair[0] != pair[1]}
         wrong = [
             *(key for key in required if values.get(key, fixed.get(key)) != required[key]),
             *(rope.keys() - known),
-            *(key for key in stated.keys() & rope.keys() if stated[key] != rope[key]),
+            *conflicts,
             *(key for name, key in self.keys.items() if not self._is_valid(name, sizes[name])),
         ]
         wrong = wrong or self._inconsistent_heads(sizes)
         if wrong:
-            raise self._unsupported(wrong, values, required)
+            raise self._unsupported(wrong, values, required, conflicts)
         return self.sizes(**self._without_implied_width(sizes))
 
     def _booleans(self) -> set[str]:
@@ -140,12 +141,22 @@ class ConfigFormat(Generic[SizesT]):
         return wrong
 
     def _unsupported(
-        self, keys: list[str], values: Mapping[str, Any], required: Mapping[str, Any]
+        self,
+        keys: list[str],
+        values: Mapping[str, Any],
+        required: Mapping[str, Any],
+        conflicts: Mapping[str, tuple[Any, Any]],
     ) -> CheckpointError:
-        supported = {
-            key: f" (only {json.dumps(value)} is supported)" for key, value in required.items()
-        }
+        allowed = {key: json.dumps(value) for key, value in required.items()}
+        if self.rope_scaling:
+            allowed["rope_type"] = f'"default" or "{self.rope_scaling["rope_type"]}"'
+        supported = {key: f" (only {value} is supported)" for key, value in allowed.items()}
         shown = {key: f"{key} = {json.dumps(values.get(key)):.80}" for key in keys}  # each once
+        shown |= {
+            key: f"{key} = {json.dumps(both[0]):.80} and, in the table of RoPE's parameters,"
+            f" {json.dumps(both[1]):.80}"
+            for key, both in conflicts.items()
+        }
         problems = ", ".join(text + supported.get(key, "") for key, text in shown.items())
         return CheckpointError(
             f"config.json describes a model that {self.family} does not support: {problems}."

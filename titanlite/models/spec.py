@@ -34,6 +34,8 @@ def _family_names() -> Iterable[str]:
 class ModelConfig:
     """[model] The architecture to train; a size that is set here overrides the flavor's.
 
+    `from = "folder"` reads the family and all sizes from the config.json of a Hugging Face folder.
+
     A size is a field whose default is None. Each family has some of them, under the same name in
     its dataclass of sizes, and refuses the others. A family that needs a size of its own adds a
     field here.

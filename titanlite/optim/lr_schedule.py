@@ -107,7 +107,8 @@ class RateSchedule:
     def __str__(self) -> str:
         config, (_, _, total, warmup) = self.config, self._in_unit(Progress(0, 0, 1))
         unit = "tokens" if config.in_tokens else "steps"
-        parts = [f"{warmup:,} {unit} of warmup" if warmup else "no warmup"]
+        unit_name = unit[:-1] if warmup == 1 else unit
+        parts = [f"{warmup:,} {unit_name} of warmup" if warmup else "no warmup"]
         if decay := self._decay(total, warmup):
             shape = f"{config.decay_type} decay to {config.min_lr_factor:g} x peak"
             parts.append(f"{shape} over the last {decay:,} of {total:,} {unit}")

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 from titanlite.errors import ConfigError, UserError, UserErrors
 from titanlite.files import parse_toml
 from titanlite.job import MOVED, JobConfig, resolve_compute_dtype
+from titanlite.job.config import resolve_model_source
 from titanlite.models import FAMILIES
 from titanlite.optim import check_optimizer_config
 from titanlite.parallelize.schedule import SCHEDULES
@@ -255,7 +256,9 @@ class _ArgumentReader:
                     f"--{name}: is chosen by the search.", f"Use --fix {fixable}=VALUE to fix it."
                 )
         try:
-            base, refused = load_config(JobConfig, [*argv, *arguments.overrides], MOVED)
+            base, refused = load_config(
+                JobConfig, [*argv, *arguments.overrides], MOVED, resolve_model_source
+            )
             base = resolve_compute_dtype(base, elsewhere=True)
             FAMILIES[base.model.name].sizes_of(base.model)
         except UserErrors as errors:

@@ -7,7 +7,7 @@ A section is a frozen dataclass; the comment beside a field is its documentation
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from titanlite.errors import ConfigError, UserError, UserErrors
@@ -47,10 +47,14 @@ __all__ = [
 
 
 def load_config(
-    schema: type, argv: Sequence[str], moved: Mapping[str, str] | None = None
+    schema: type,
+    argv: Sequence[str],
+    moved: Mapping[str, str] | None = None,
+    resolve: Callable[[dict[str, Any]], list[ConfigError]] = lambda table: [],
 ) -> tuple[Any, list[ConfigError]]:
     """Load the job that argv describes (its TOML, then the overrides), with every problem found.
 
+    `resolve` may complete the table in place, and returns its problems.
     Raises the problems immediately if `job.config_file` cannot be read, or if argv is invalid and
     has no `job.config_file`: without a TOML, every required setting would be reported as well.
     """
@@ -65,7 +69,9 @@ def load_config(
             table = read_toml(path.text)
         except ConfigError as error:
             raise_together([*problems, error])
-    config, config_problems = build_dataclass(schema, merge_tables(table, overrides), moved)
+    table = merge_tables(table, overrides)
+    problems += resolve(table)
+    config, config_problems = build_dataclass(schema, table, moved)
     return config, problems + config_problems
 
 

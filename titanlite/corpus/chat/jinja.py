@@ -97,6 +97,8 @@ class JinjaTemplate:
 
     def render(self, messages: Sequence[Message], tools: Tools = ()) -> Iterator[Segment]:
         """The segments of a conversation; raises ValueError if the template refuses it."""
+        # without keys that are null, as in transformers: templates write "None"
+        messages = [{k: v for k, v in message.items() if v is not None} for message in messages]
         conversation = {"messages": self._protect(messages), "tools": self._protect(list(tools))}
         trained = False
         text = _renderer().ask(self._request | conversation)

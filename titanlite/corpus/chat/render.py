@@ -76,15 +76,15 @@ def _mark_answers(messages: list[Message], render: Callable[..., str], tokens: r
     which is removed again, shows where the template puts the end of each message.
     """
     anchored = [_anchor(message, index) for index, message in enumerate(messages)]
-    texts, owners = _split(render(anchored))
+    texts, owners = _split_at_anchors(render(anchored))
     if "".join(texts) != render(messages):
         raise TemplateProblem(_NOT_FOUND)
     marks: list[list[tuple[int, str]]] = [[] for _ in texts]  # (offset, mark) in each text
     for index, message in enumerate(messages):
         if message["role"] != "assistant":
             continue
-        prompts, before = _split(_render_prompt(anchored[: index + 1], render))
-        ends, until = _split(render(anchored[: index + 1]))
+        prompts, before = _split_at_anchors(_render_prompt(anchored[: index + 1], render))
+        ends, until = _split_at_anchors(render(anchored[: index + 1]))
         place = owners.index(index) if owners.count(index) == 1 else -1
         names = [[t for t in tokens.findall(text[-1]) if len(t) > 1] for text in (ends, prompts)]
         tail, heads = names[0][-2:], names[1]
@@ -128,7 +128,7 @@ def _anchor(message: Message, index: int) -> Message:
     return {**message, calls: [*others, last]}
 
 
-def _split(text: str) -> tuple[list[str], list[int]]:
+def _split_at_anchors(text: str) -> tuple[list[str], list[int]]:
     """(the texts around the anchors, the index of the message of each anchor)."""
     parts = _ANCHOR.split(text)
     return parts[::2], [int(index) for index in parts[1::2]]
