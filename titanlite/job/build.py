@@ -526,8 +526,18 @@ def build_periodic_actions(
     """The actions after a step, in this order. Add a periodic action here."""
     config, state, sinks = job.config, run.state, run.sinks
 
+    def set_timeouts(name: str) -> None:
+        seconds = getattr(config.comm, name)
+        set_collective_timeouts(seconds, excluded=run.checkpointer.group)
+        run.watchdog.set_timeout(seconds, f"comm.{name}")
+
+    validated = False
+
     def validate_all(step: int) -> dict[str, ValidationResult]:
-        results = {}
+        nonlocal validated
+        first, validated, results = not validated, True, {}
+        if first:  # compiles graphs of its own
+            set_timeouts("init_timeout_seconds")
         for data in validation_sets:
             results[data.name] = validate(
                 run.engine,
@@ -538,15 +548,15 @@ def build_periodic_actions(
                 run.device,
                 partial(run.watchdog.set_phase, step),
             )
+        if first:
+            set_timeouts("train_timeout_seconds")
         return results
 
     def finish_start() -> None:
         """Shorten the timeouts after the first step, which compiles and allocates."""
         if config.compiles:
             logger.info("%s", describe_compilation())
-        timeout = config.comm.train_timeout_seconds
-        set_collective_timeouts(timeout, excluded=run.checkpointer.group)
-        run.watchdog.set_timeout(timeout)
+        set_timeouts("train_timeout_seconds")
 
     validation = periodic.run_validation(
         validate_all, sinks, config.validation.freq, run.config.steps

@@ -77,9 +77,9 @@ class RankProgress:
         phases_begun = before.phases_begun + 1 if step == before.step else 0
         self.position = Position(step, phases_begun, phase)
 
-    def set_timeout(self, seconds: float) -> None:
-        """Use `comm.train_timeout_seconds` from now on, because the first step is done."""
-        self.timeout_seconds, self.timeout_key = seconds, "comm.train_timeout_seconds"
+    def set_timeout(self, seconds: float, key: str) -> None:
+        """Use the timeout of the setting `key` from now on."""
+        self.timeout_seconds, self.timeout_key = seconds, key
 
     def update_stuck_seconds(self, passed: float) -> Position | None:
         """Count the seconds without a new position, or return the new one."""

@@ -129,9 +129,9 @@ class HeartbeatWatchdog:
         """Step and phase of the main thread, for messages."""
         return str(self._progress.position)
 
-    def set_timeout(self, seconds: float) -> None:
-        """Change the timeout to `comm.train_timeout_seconds`, after the first step."""
-        self._progress.set_timeout(seconds)
+    def set_timeout(self, seconds: float, key: str = "comm.train_timeout_seconds") -> None:
+        """Change the timeout to that of the setting `key`, such as after the first step."""
+        self._progress.set_timeout(seconds, key)
 
     def watch_limit(self, limit: Callable[[], TimeLimit | None]) -> None:
         """While background work has a limit, check that limit instead of the main thread's.
