@@ -39,9 +39,10 @@ class Measurement(NamedTuple):
 class NoiseScaleEngine:
     """An engine that, in an armed step, first computes the gradient of the small batch.
 
-    That is one more forward and backward, in which the labels of the other half are ignored. The
-    gradient is freed before that of the step is computed, so the result of the step is bit-equal to
-    that of a step without the measurement.
+    That is one more forward and backward, in which the labels of the other half are ignored; the
+    balancing losses of experts, which have no labels, are those of the large batch. The gradient is
+    freed before that of the step is computed, so the result of the step is bit-equal to that of a
+    step without the measurement.
     """
 
     def __init__(self, engine: Engine, state: TrainState, mesh: Mesh):
