@@ -96,17 +96,24 @@ def run_drill(args: argparse.Namespace) -> int:
         build_drill("disturbed", layouts),
     )
     clean = build_drill("clean", layouts[:1], None)
-    for drill in (undisturbed, clean) if poison else (undisturbed,):
-        if drill.wait(drill.start(), MAX_RUN_SECONDS):
-            raise drill.failure("the run without faults failed")
-    print("run without faults: done", flush=True)
-    for number in range(1, args.faults + 1):
-        kind = disturbed.random.choice(args.kinds)
-        report = FAULTS[kind](disturbed)
-        names = [path.name for path in disturbed.complete_checkpoints()[-2:]]
-        print(f"{number:3}. {report}; newest checkpoints: {', '.join(names) or 'none'}", flush=True)
-    if disturbed.wait(disturbed.start(), MAX_RUN_SECONDS):
-        raise disturbed.failure("the last start failed")
+    try:
+        for drill in (undisturbed, clean) if poison else (undisturbed,):
+            if drill.wait(drill.start(), MAX_RUN_SECONDS):
+                raise drill.failure("the run without faults failed")
+        print("run without faults: done", flush=True)
+        for number in range(1, args.faults + 1):
+            kind = disturbed.random.choice(args.kinds)
+            report = FAULTS[kind](disturbed)
+            names = [path.name for path in disturbed.complete_checkpoints()[-2:]]
+            print(
+                f"{number:3}. {report}; newest checkpoints: {', '.join(names) or 'none'}",
+                flush=True,
+            )
+        if disturbed.wait(disturbed.start(), MAX_RUN_SECONDS):
+            raise disturbed.failure("the last start failed")
+    finally:  # an error, or Ctrl-C: leave no process behind
+        for drill in (undisturbed, disturbed, clean):
+            drill.kill()
     differences = find_differences(undisturbed, disturbed, bit_equal=len(layouts) == 1)
     if poison:
         differences += find_worse_validation(clean, disturbed)

@@ -5,18 +5,19 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from drill.run import TRAIN, Drill, find_rank_pids, is_running
+from drill.run import Drill, find_rank_pids, is_running
 from titanlite.checkpoint import read_checkpoint_manifest
-from titanlite.errors import EXIT_USER_ERROR, CheckpointError
 from titanlite.files import write_file_atomically
 from titanlite.metrics import METRICS_FILE
 from titanlite.runtime.lease import LEASE_FILE
@@ -73,17 +74,20 @@ def lose_the_lease(drill: Drill) -> str:
 def share_the_checkpoint_folder(drill: Drill) -> str:
     """A second job with the same checkpoint.folder must be refused; the first one continues."""
     run = _start_until_training(drill)
-    other = drill.out.with_name("other job")
-    command = [sys.executable, str(TRAIN), *drill.argv, f"--job.dump_folder={other}"]
-    second = subprocess.run(
-        [*command, f"--checkpoint.folder={drill.checkpoints.absolute()}"],
-        capture_output=True,
-        text=True,
+    folder = f"--checkpoint.folder={drill.checkpoints.absolute()}"
+    # With the ranks and the layout of the first.
+    second = replace(
+        drill, out=drill.out.with_name("other job"), argv=[*drill.argv, folder], run=None
     )
-    if second.returncode != EXIT_USER_ERROR or "another job is writing there" not in second.stderr:
-        raise CheckpointError(
-            f"a second job on {drill.checkpoints} was not refused: {second.stderr}"
-        )
+    second.starts -= 1
+    try:
+        code = second.wait(second.start())
+    finally:
+        second.kill()
+    if run.poll() is not None:
+        raise drill.ended_early()
+    if not code or "another job is writing there" not in second.log_text():
+        raise second.failure(f"a second job on {drill.checkpoints} was not refused")
     signal_a_rank(drill, run, signal.SIGKILL)
     drill.wait(run)
     return "a second job on the same checkpoints was refused; a rank killed"
@@ -168,11 +172,18 @@ def fill_the_disk(drill: Drill) -> str:
     metrics = drill.out / METRICS_FILE
     if not sizes or metrics.stat().st_size > max(sizes) // 4:
         return kill_a_rank(drill)
-    before = drill.complete_checkpoints()
-    run = _start_until_training(drill, file_limit=max(sizes) // 2)
+    run = _start_until_training(drill)
+    for pid in find_rank_pids(run.pid).values():  # only now: a compiler could not write its files
+        with suppress(ProcessLookupError):
+            hard = resource.prlimit(pid, resource.RLIMIT_FSIZE)[1]
+            resource.prlimit(pid, resource.RLIMIT_FSIZE, (max(sizes) // 2, hard))
+    # A save whose shards were already written may still be completed.
+    begun = {name for name, _ in drill.unfinished()}
+    before = [path.name for path in drill.complete_checkpoints()]
     signal_a_rank(drill, run, signal.SIGTERM)
     drill.wait(run)
-    if drill.complete_checkpoints() != before:
+    after = {path.name for path in drill.complete_checkpoints()}
+    if after - begun - set(before) or before[-1] not in after:
         raise drill.failure("a full disk changed the set of complete checkpoints")
     return "disk full"
 
@@ -241,11 +252,9 @@ PROCESS_FAULTS: dict[str, Callable[[Drill], str]] = {
 }
 
 
-def _start_until_training(
-    drill: Drill, file_limit: int | None = None, **environment: str
-) -> subprocess.Popen:
+def _start_until_training(drill: Drill, **environment: str) -> subprocess.Popen:
     """Start the run, and return at a random time after its first step."""
-    run, deadline = drill.start(file_limit, environment), time.monotonic() + 600
+    run, deadline = drill.start(environment=environment), time.monotonic() + 600
     while run.poll() is None and time.monotonic() < deadline and not drill.has_trained():
         time.sleep(0.02)
     time.sleep(drill.random.uniform(0, drill.max_delay))

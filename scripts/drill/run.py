@@ -6,6 +6,7 @@ import json
 import os
 import random
 import resource
+import signal
 import subprocess
 import sys
 import time
@@ -33,6 +34,7 @@ class Drill:
     max_delay: float  # seconds of training before a fault
     poison: dict[str, Any] | None = None  # a NumericalFault of the data, in every start
     starts: int = 0
+    run: subprocess.Popen | None = None  # torchrun of the last start
 
     @property
     def checkpoints(self) -> Path:
@@ -63,7 +65,7 @@ class Drill:
 
         self.log = self.out.with_name(f"{self.out.name}.{self.starts}.log").open("wb")
         # In its own session, as under a scheduler: Ctrl-C here ends the drill, not this run.
-        return subprocess.Popen(
+        self.run = subprocess.Popen(
             command,
             stdout=self.log,
             stderr=self.log,
@@ -71,6 +73,7 @@ class Drill:
             env={**os.environ, **(environment or {})},
             start_new_session=True,
         )
+        return self.run
 
     def wait(self, run: subprocess.Popen, seconds: float = 600) -> int:
         """Wait for torchrun and its ranks to end; returns the exit code of torchrun."""
@@ -82,6 +85,17 @@ class Drill:
                 return code
             time.sleep(0.5)
         raise self.failure(f"ranks with pids {running} still run after their launcher ended")
+
+    def kill(self) -> None:
+        """Kill the last torchrun and its ranks, if they still run."""
+        if self.run is None:
+            return
+        pids = [self.run.pid, *find_rank_pids(self.run.pid).values()]
+        if self.run.poll() is None:
+            for pid in pids:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            self.run.wait()
 
     def failure(self, problem: str, fix: str = "") -> CheckpointError:
         """An error that names the log of the last start."""

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import random
 import runpy
+import signal
+import subprocess
+import sys
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -41,3 +46,24 @@ def test_a_fault_of_the_loss_changes_the_cross_entropy():
     injector.watch(SimpleNamespace(step=0))  # type: ignore[arg-type]
     engine = SimpleNamespace(forward_backward=lambda: torch.tensor([2.0, 0.5]))
     assert FaultyEngine(engine, injector).forward_backward()[0].isnan()
+
+
+def test_a_drill_that_fails_leaves_no_rank_running(tmp_path, monkeypatch):
+    """A rank has a session of its own: killing torchrun's group would not end it."""
+    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
+    drill_run = runpy.run_path(str(ROOT / "scripts" / "drill" / "run.py"))
+    launcher = (
+        "import os, subprocess, sys; subprocess.Popen([sys.executable, '-c', 'import time;"
+        " time.sleep(600)'], env={**os.environ, 'RANK': '0'}, start_new_session=True).wait()"
+    )
+    drill = drill_run["Drill"](tmp_path / "out", [], 1, [[]], random.Random(0), 1.0)
+    drill.run = subprocess.Popen([sys.executable, "-c", launcher])
+    while not (ranks := drill_run["find_rank_pids"](drill.run.pid)):
+        time.sleep(0.01)
+    drill.kill()
+    assert drill.run.returncode == -signal.SIGKILL
+    for _ in range(600):
+        if not drill_run["is_running"](ranks[0]):
+            break
+        time.sleep(0.1)
+    assert not drill_run["is_running"](ranks[0])
