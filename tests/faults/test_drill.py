@@ -31,11 +31,3 @@ def test_a_wrong_value_is_noticed_and_changes_nothing(run_toml, tmp_path):
     job = ("--training.steps", "100", "--guard.spike", "skip")
     output = run_drill(tmp_path, run_toml, *options, job=job)
     assert "flip in its gradient; the rank was named" in output and "bit-equal" in output
-
-
-def test_a_second_job_of_several_ranks_is_refused(run_toml, tmp_path):
-    """One process would fail in its checks, before it asks for the lease."""
-    options = ("--faults", "1", "--ranks", "2", "--kinds", "share_the_checkpoint_folder")
-    job = ("--training.steps", "200", "--parallelism.tensor_parallel_degree", "2")
-    output = run_drill(tmp_path, run_toml, *options, job=job)
-    assert "a second job on the same checkpoints was refused" in output and "bit-equal" in output

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import random
 import runpy
 import signal
 import subprocess
 import sys
 import time
+from importlib import import_module
 from types import SimpleNamespace
 
 import pytest
@@ -67,3 +69,31 @@ def test_a_drill_that_fails_leaves_no_rank_running(tmp_path, monkeypatch):
             break
         time.sleep(0.1)
     assert not drill_run["is_running"](ranks[0])
+
+
+STUB = """
+import os, sys, time
+if not any(word.startswith("--checkpoint.folder") for word in sys.argv):
+    print("step 1  loss 1.0", flush=True)
+    time.sleep(600)
+ranks = os.environ.get("WORLD_SIZE")
+print("another job is writing there" if ranks == "2" else "does not divide", file=sys.stderr)
+sys.exit(2)
+"""
+
+
+def test_the_second_job_on_a_folder_has_the_ranks_of_the_first(tmp_path, monkeypatch):
+    """One process would fail in its checks of the layout, before it asks for the lease."""
+    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
+    faults, run = import_module("drill.faults"), import_module("drill.run")
+    stub = tmp_path / "train.py"
+    stub.write_text(STUB)
+    for module in (faults, run):
+        monkeypatch.setattr(module, "TRAIN", stub, raising=False)
+    drill = run.Drill(tmp_path / "out", [], 2, [[]], random.Random(0), 0.1)
+    try:
+        assert "was refused" in faults.share_the_checkpoint_folder(drill)
+    finally:
+        for pid in run.find_rank_pids(drill.run.pid).values():
+            os.kill(pid, signal.SIGKILL)
+        drill.run.kill()
