@@ -28,7 +28,7 @@ from titanlite.data import open_tokenizer
 from titanlite.data.bpe import train_bpe
 from titanlite.data.tokenizer_json import to_tokenizer_json
 from titanlite.errors import CheckpointError
-from titanlite.job.config import MOVED, JobConfig, resolve_model_source
+from titanlite.job.config import MOVED, JobConfig, complete_table
 from titanlite.models import FAMILIES
 from titanlite.settings import load_config
 from titanlite.storage import StorageFolder
@@ -529,7 +529,7 @@ def test_model_from_takes_the_sizes_of_a_folder_and_explicit_keys_win(tmp_path):
     path = tmp_path / "hf"
     folder = export(path, random_model(SIZES))
     argv = ["--model.from", str(path), "--model.norm_eps", "0.5"]
-    config, problems = load_config(JobConfig, argv, MOVED, resolve_model_source)
+    config, problems = load_config(JobConfig, argv, MOVED, complete_table)
     assert not problems and FAMILIES["llama3"].sizes_of(config.model) == replace(
         SIZES, norm_eps=0.5
     )
@@ -537,7 +537,7 @@ def test_model_from_takes_the_sizes_of_a_folder_and_explicit_keys_win(tmp_path):
         (["--model.name", "gpt2"], "is a LlamaForCausalLM, which is not of the family gpt2"),
         (["--model.from", str(tmp_path / "missing")], "it has no config.json"),
     ):
-        problems = load_config(JobConfig, [*argv, *more], MOVED, resolve_model_source)[1]
+        problems = load_config(JobConfig, [*argv, *more], MOVED, complete_table)[1]
         assert message in str(problems[0])
     folder = export(tmp_path / "step", random_model(SIZES))
     from_hugging_face(folder, StorageFolder(tmp_path / "converted"))

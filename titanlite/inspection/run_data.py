@@ -11,7 +11,7 @@ from titanlite.errors import ConfigError, DataError
 from titanlite.inspection.run_steps import ConsumedBatch, read_progress
 from titanlite.inspection.samples import SampleRecord, describe_positions
 from titanlite.job import JobConfig
-from titanlite.job.config import MOVED, resolve_model_source
+from titanlite.job.config import MOVED, complete_table
 from titanlite.job.data import open_job_stream, open_job_tokenizer
 from titanlite.models import FAMILIES
 from titanlite.settings import load_config, raise_together
@@ -59,7 +59,7 @@ def open_run_data(path: str) -> RunData:
             fix="Give the run's job.dump_folder.",
         )
     config, problems = load_config(
-        JobConfig, ["--job.config_file", str(toml)], MOVED, resolve_model_source
+        JobConfig, ["--job.config_file", str(toml)], MOVED, complete_table
     )
     raise_together(problems)
     data = dataclasses.replace(config.data, verify="off")

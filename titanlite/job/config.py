@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from titanlite.checkpoint import CheckpointConfig
@@ -148,8 +150,6 @@ _CUSTOM = "is not supported: a job runs only the code of this repository."
 
 MOVED = {  # keys of torchtitan up to v0.2.2 that have another name here or do not exist
     "model.tokenizer_path": _IN_DATA,
-    "model.hf_assets_path": _IN_DATA,
-    "training.dataset": _IN_DATA,
     "training.dataset_path": _IN_DATA,
     "training.dataloader": _PREFETCHED,
     "training.batch_size": "is now training.local_batch_size.",
@@ -159,7 +159,6 @@ MOVED = {  # keys of torchtitan up to v0.2.2 that have another name here or do n
     "training.warmup_steps": "is now lr_scheduler.warmup_steps.",
     "training.data_parallel_degree": "is now parallelism.data_parallel_shard_degree.",
     "training.tensor_parallel_degree": "is now parallelism.tensor_parallel_degree.",
-    "validation.dataset": _IN_DATA,
     "validation.dataset_path": _IN_DATA,
     "validation.dataloader": _PREFETCHED,
     "lr_scheduler.lr_min": "is now lr_scheduler.min_lr_factor.",
@@ -207,7 +206,53 @@ JOB_PROPERTIES = (
 )
 
 
-def resolve_model_source(table: dict[str, Any]) -> list[ConfigError]:
+def complete_table(table: dict[str, Any]) -> list[ConfigError]:
+    """Replace, in a job's TOML with its overrides, torchtitan's keys and `model.from`."""
+    return [*_accept_torchtitan(table), *_resolve_model_source(table)]
+
+
+def _accept_torchtitan(table: dict[str, Any]) -> list[ConfigError]:
+    """Replace keys of torchtitan v0.2.2 that other keys here stand for; returns the problems."""
+    sections = {name: value for name, value in table.items() if isinstance(value, dict)}
+    model, data = sections.get("model", {}), sections.get("data", {})
+    quantize = sections.get("quantize", {})
+    if (converters := model.get("converters")) == ["float8"]:
+        converters = model["converters"] = ["quantize.linear.float8"]
+    if isinstance(converters, list | None) and not any("grouped_mm" in c for c in converters or []):
+        quantize.pop("grouped_mm", None)  # has no effect without its converter
+    folder = model.get("hf_assets_path")
+    if isinstance(folder, str):
+        del model["hf_assets_path"]
+        if "tokenizer" not in data:
+            names = ("tokenizer.json", "tokenizer.model", "original/tokenizer.model")
+            found = (name for name in names if (Path(folder) / name).is_file())
+            data = table.setdefault("data", data)
+            data["tokenizer"] = str(Path(folder) / next(found, names[0]))
+    return list(_replace_datasets(sections, data))
+
+
+def _replace_datasets(sections: dict[str, Any], data: dict[str, Any]) -> Iterator[ConfigError]:
+    """Drop names of data sets whose sources are given; one error for the others."""
+    validates = sections.get("validation", {}).get("enable", False)
+    needed = {"training": "sources", "validation": "validation" if validates else None}
+    named = {}
+    for section, key in needed.items():
+        name = sections.get(section, {}).pop("dataset", None)
+        if name is not None and key and key not in data:
+            named[f"{section}.dataset"] = (format_value(name), f"data.{key}")
+    if named:
+        texts = " and ".join(f"{key} = {name}" for key, (name, _) in named.items())
+        replaced = [key for _, key in named.values()]
+        yield ConfigError(
+            f"{texts}: no data set is downloaded by its name.",
+            fix=f"Set {' and '.join(replaced)}, such as --data.sources"
+            ' \'[{ name = "c4", path = "corpus/train" }]\'; docs/reference/torchtitan.md has a'
+            " recipe for c4.",
+            keys=(*named, *replaced, "validation.enable"),
+        )
+
+
+def _resolve_model_source(table: dict[str, Any]) -> list[ConfigError]:
     """Replace `model.from`, a Hugging Face folder, by the family and sizes in its config.json.
 
     Sizes that are set explicitly win. `from` is a keyword of Python, so it cannot be a field.

@@ -15,7 +15,7 @@ from titanlite.data import SampleStream
 from titanlite.distributed.mesh import Degrees, resolve_degrees
 from titanlite.job import checks, environment
 from titanlite.job.checks import plan_job_pipeline, plan_rate_schedule, resolve_global_batch
-from titanlite.job.config import MOVED, JobConfig, resolve_model_source
+from titanlite.job.config import MOVED, JobConfig, complete_table
 from titanlite.job.data import open_job_stream, open_job_tokenizer
 from titanlite.job.mixture import check_stream_length, log_mixture
 from titanlite.kernels.backend import AttentionShape
@@ -311,7 +311,7 @@ def read_job(argv: Sequence[str], world_size: int, *, check_environment: bool = 
 
     Without `check_environment`, the data and the device need not exist; such a job cannot be run.
     """
-    config, refused = load_config(JobConfig, argv, MOVED, resolve_model_source)
+    config, refused = load_config(JobConfig, argv, MOVED, complete_table)
     elsewhere = bool(config.job.check_ranks) or config.job.dry_run or not check_environment
     config = resolve_compute_dtype(config, elsewhere)
     refused_keys = {key for problem in refused for key in problem.keys}

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from titanlite.errors import ConfigError, UserError, UserErrors
 from titanlite.files import parse_toml
 from titanlite.job import MOVED, JobConfig, resolve_compute_dtype
-from titanlite.job.config import resolve_model_source
+from titanlite.job.config import complete_table
 from titanlite.models import FAMILIES
 from titanlite.optim import check_optimizer_config
 from titanlite.parallelize.schedule import SCHEDULES
@@ -257,7 +257,7 @@ class _ArgumentReader:
                 )
         try:
             base, refused = load_config(
-                JobConfig, [*argv, *arguments.overrides], MOVED, resolve_model_source
+                JobConfig, [*argv, *arguments.overrides], MOVED, complete_table
             )
             base = resolve_compute_dtype(base, elsewhere=True)
             FAMILIES[base.model.name].sizes_of(base.model)
