@@ -96,7 +96,7 @@ def measure_steps(dtype: torch.dtype, rounds: int) -> dict[str, float]:
 def build_model(spec: ModelSpec[Any], sizes: Any) -> nn.Module:
     """A plain model with initial weights."""
     model = spec.build(sizes)
-    init_weights(model, spec.init_roles, sizes.n_layers, seed=0)
+    init_weights(model, spec, sizes, seed=0)
     return model
 
 

@@ -27,7 +27,7 @@ def measure_steps(
 ) -> Iterator[tuple[float, float]]:
     """(seconds of forward and backward, seconds of the update) of each step."""
     model = LLAMA3.build(sizes)
-    init_weights(model, LLAMA3.init_roles, sizes.n_layers, seed=0)
+    init_weights(model, LLAMA3, sizes, seed=0)
     optimizer = build_optimizer(model, OptimizerConfig(name=name), MatrixFacts(LLAMA3, sizes))
     optimizer.set_lr(1e-3)
     ids = torch.randint(sizes.vocab_size, (batch, length + 1))

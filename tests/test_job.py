@@ -156,6 +156,15 @@ IN_BACKWARD = ["--optimizer.early_step_in_backward", "true", "--training.max_nor
         (["--model.dim", "36"], 1, "must be even"),
         (["--model.vocab_size", "200"], 1, "less than the 258 ids"),
         (["--model.flavor", "9B"], 1, "must be one of debugmodel, quickstart, 1B"),
+        (["--model.name=qwen3", "--model.flavor=30B-A3B"], 1, 'model.name = "qwen3_moe"'),
+        (["--model.name=deepseek_v3", "--model.flavor=16B"], 1, "moonlight-16B is another model"),
+        (["--model.name=deepseek_v3", "--model.flavor=671B"], 1, 'Use "V3-671B"'),
+        (["--model.name=deepseek_v3", "--model.flavor=debugmodel"], 1, 'Use "tiny"'),
+        (
+            ["--model.initialization=torchtitan", *MUP_BASE, *KV_HEADS],
+            1,
+            "torchtitan has no muP",
+        ),
         (["--data.sources", "[]"], 1, "nothing to train on"),
         (["--data.validation", "[]"], 1, "data.validation is empty"),
         (
@@ -724,7 +733,7 @@ def test_every_shipped_toml_passes_all_checks(path, corpus):
         "llama3_70b": 64,
         "llama3_405b": 1024,
         "qwen3_30b_a3b": 32,
-        "deepseek_v3_671b": 2048,
+        "deepseek_v3_v3-671b": 2048,
     }.get(path.stem, 2)
     argv = ["--job.config_file", str(path), "--job.check_ranks", str(ranks)]
     argv += ["--data.tokenizer", "bytes"]

@@ -47,7 +47,7 @@ def _final_loss(text: torch.Tensor, config: MupConfig, width: int, lr: float) ->
     sizes = base_sizes(wide, job.sizes)
     widths = width_scales(config, job.spec, sizes)
     model = job.spec.build(sizes)
-    init_weights(model, job.spec.init_roles, sizes.n_layers, 0, widths)
+    init_weights(model, job.spec, sizes, 0, widths)
     optimizer = build_optimizer(model, job.config.optimizer, widths=widths)
     generator, losses = torch.Generator().manual_seed(0), []
     for step in range(STEPS):

@@ -261,7 +261,7 @@ def test_a_missing_window_is_that_of_transformers_and_null_is_none():
 def test_sizes_that_do_not_fit_together_are_refused(tmp_path):
     family = FAMILIES["deepseek_v3"]
     wrong = {"rope_theta": 1.0, "rope_scaling_factor": 40.0, "v_head_dim": 64}
-    sizes = replace(family.flavors["debugmodel"], n_active_experts=5, **wrong)
+    sizes = replace(family.flavors["tiny"], n_active_experts=5, **wrong)
     pattern = r"YaRN needs.*v_head_dim = 64.*n_active_experts = 5"
     with pytest.raises(CheckpointError, match=pattern):
         check_model_size(StorageFolder(tmp_path), family, sizes, 1000)
@@ -272,7 +272,7 @@ def test_selection_biases_stay_float32_in_an_export_of_another_dtype(tmp_path):
     transformers = pytest.importorskip("transformers")
     family = FAMILIES["deepseek_v3"]
     sizes = replace(
-        family.flavors["debugmodel"], dim=31, n_layers=2, n_heads=3, n_experts=6, vocab_size=61
+        family.flavors["tiny"], dim=31, n_layers=2, n_heads=3, n_experts=6, vocab_size=61
     )  # odd: a tensor of 16 bits may end in the middle of 4 bytes
     model = family.build(sizes)
     moe = model.layers["1"].moe
@@ -295,7 +295,7 @@ def test_selection_biases_stay_float32_in_an_export_of_another_dtype(tmp_path):
 def test_heads_of_latent_attention_need_not_divide_the_width():
     """Their widths are keys of their own: 31 channels and 3 heads are read again."""
     family = FAMILIES["deepseek_v3"]
-    sizes = replace(family.flavors["debugmodel"], dim=31, n_heads=3)
+    sizes = replace(family.flavors["tiny"], dim=31, n_heads=3)
     config = family.hugging_face.to_config(sizes, 64)
     assert family.hugging_face.from_config(config) == sizes
 
@@ -303,7 +303,7 @@ def test_heads_of_latent_attention_need_not_divide_the_width():
 def written_config(family: str, **changes) -> dict:
     """The config.json of a small model, with some of its keys changed."""
     spec = FAMILIES[family]
-    return spec.hugging_face.to_config(spec.flavors["debugmodel"], 64) | changes
+    return spec.hugging_face.to_config(next(iter(spec.flavors.values())), 64) | changes
 
 
 @pytest.mark.parametrize(
@@ -321,6 +321,12 @@ def test_null_in_place_of_true_is_false_as_in_transformers(family, key):
     assert mapping.from_config({k: v for k, v in config.items() if k != key})
     with pytest.raises(CheckpointError, match=f"{key} = false .only true is supported"):
         mapping.from_config({**config, key: None})
+    if key == "norm_topk_prob":  # with one expert, true would be a weight of 1
+        single = {**config, "num_experts_per_tok": 1}
+        with pytest.raises(CheckpointError, match=f"{key} = true .only false is supported"):
+            mapping.from_config(single)
+        with pytest.raises(CheckpointError, match=f"{key} = true .only false is supported"):
+            mapping.from_config({k: v for k, v in single.items() if k != key})
     tied = written_config("gpt2", tie_word_embeddings=None)
     assert not FAMILIES["gpt2"].hugging_face.from_config(tied).tied_embeddings
 

@@ -128,7 +128,7 @@ def train_weights(sizes: ModelSizes) -> Weights:
     """Weights of a model trained in fp32 on one process."""
     family, recipe = family_of(sizes), replace(RECIPE, sizes=sizes)
     model = family.build(sizes)
-    init_weights(model, family.init_roles, sizes.n_layers, SEED)
+    init_weights(model, family, sizes, SEED)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.0)
     for step in range(TRAINING_STEPS):
         inputs, labels = read_batch(FIRST_TRAINING_BATCH + step, recipe)

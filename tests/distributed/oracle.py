@@ -288,7 +288,7 @@ class CloseScoresError(Exception):
 def one_process(recipe: Recipe) -> Record:
     """The reference run: no titanlite code but the model, its initialization and the optimizer."""
     model = recipe.spec.build(recipe.sizes)
-    init_weights(model, recipe.spec.init_roles, recipe.sizes.n_layers, SEED, recipe.widths)
+    init_weights(model, recipe.spec, recipe.sizes, SEED, recipe.widths)
     optimizer = build_recipe_optimizer(model, recipe)
     optimizer.set_lr(recipe.lr)
     balancing = ReferenceBalancing(model, recipe.balancing)

@@ -36,7 +36,7 @@ WITH_EXPERTS = ("mixtral", "qwen3_moe", "deepseek_v3")
 
 def recipe_of(family: str, **changes) -> Recipe:
     """A short run of a small model."""
-    sizes = replace(FAMILIES[family].flavors["debugmodel"], **CHANGES[family])
+    sizes = replace(next(iter(FAMILIES[family].flavors.values())), **CHANGES[family])
     recipe = replace(SGD, steps=2, batch=12, lr=0.2, sizes=sizes)
     return replace(recipe, **changes)
 
@@ -63,6 +63,14 @@ def test_every_family_matches_one_process_on_4_ranks():
     # more ranks than key-value heads, whose norm then is replicated
     cases += [*cases_of([Layout(tensor=4)], "olmo2"), (Layout(tensor=4), QKV_BIASES)]
     assert_matches_one_process(cases)
+
+
+def test_a_router_of_one_active_expert_is_trained_alike_in_every_layout():
+    """Muon makes full-size updates of a gradient that is only rounding."""
+    recipe = recipe_of("qwen3_moe", optimizer="Muon", lr=1e-2)
+    recipe = replace(recipe, sizes=replace(recipe.sizes, n_active_experts=1))
+    layouts = [Layout(shard=2, expert=2), Layout(context=2, expert=2)]
+    assert_matches_one_process([(layout, recipe) for layout in layouts])
 
 
 def test_every_family_matches_one_process_in_a_pipeline():

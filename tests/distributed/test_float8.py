@@ -93,7 +93,7 @@ def one_process(recipe: Recipe, float8: Float8Config, microbatch: int) -> Record
     """The reference: an unparallelized model converted by torchao, in a plain training loop."""
     family = recipe.spec
     model = family.build(recipe.sizes)
-    init_weights(model, family.init_roles, recipe.sizes.n_layers, SEED)
+    init_weights(model, family, recipe.sizes, SEED)
     if float8.recipe_name:
         config = torchao().Float8LinearConfig.from_recipe_name(float8.recipe_name)
         torchao().convert_to_float8_training(

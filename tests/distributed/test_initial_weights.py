@@ -21,6 +21,7 @@ from tests.distributed.oracle import (
     with_tied_embeddings,
 )
 from tests.distributed.ranks import run_on_ranks
+from titanlite.models import FAMILIES
 from titanlite.models.mup import BaseWidths, MupConfig, width_scales
 from titanlite.parallelize.weight_init import BLOCK_VALUES, init_weights
 
@@ -41,8 +42,9 @@ LAYOUTS = [
 ]
 
 
-def hash_weights(layout, sizes, mup_base=None) -> dict[str, str]:
-    model, _, _ = build_sharded(layout, replace(SGD, sizes=sizes, mup_base=mup_base))
+def hash_weights(layout, sizes, mup_base=None, like_torchtitan=False) -> dict[str, str]:
+    recipe = replace(SGD, sizes=sizes, mup_base=mup_base)
+    model, _, _ = build_sharded(layout, recipe, like_torchtitan=like_torchtitan)
     return {name: hash_weight(p) for name, p in model.named_parameters()}
 
 
@@ -54,7 +56,7 @@ def hash_weight(parameter) -> str:
 def expected_hashes(sizes, mup_base=None) -> dict[str, str]:
     model = FAMILY.build(sizes)
     widths = width_scales(MupConfig(mup_base), FAMILY, sizes)
-    init_weights(model, FAMILY.init_roles, sizes.n_layers, SEED, widths)
+    init_weights(model, FAMILY, sizes, SEED, widths)
     return {name: hash_weight(p) for name, p in model.named_parameters()}
 
 
@@ -90,6 +92,13 @@ def test_tied_weights_are_initialised_as_one_parameter():
     assert hashes == expected_hashes(sizes) and "output.weight" not in hashes
 
 
+def test_torchtitans_weights_are_bit_equal_under_every_layout():
+    hashes = run_on_ranks(hash_weights, 4, Layout(shard=2, tensor=2), SEVERAL_BLOCKS, None, True)[0]
+    model = FAMILY.build(SEVERAL_BLOCKS)
+    init_weights(model, FAMILY, SEVERAL_BLOCKS, SEED, like_torchtitan=True)
+    assert hashes == {name: hash_weight(p) for name, p in model.named_parameters()}
+
+
 def test_weights_scaled_by_mup_are_bit_equal_under_every_layout():
     sizes, base = with_tied_embeddings(SGD).sizes, BaseWidths(8, 2, 22, 1)
     hashes = run_on_ranks(hash_weights, 4, Layout(shard=2, tensor=2), sizes, base)[0]
@@ -99,13 +108,49 @@ def test_weights_scaled_by_mup_are_bit_equal_under_every_layout():
     assert unscaled == {"tok_embeddings", "attention_norm", "ffn_norm", "k_norm"}
 
 
+def stds(model) -> dict[str, float]:
+    return {name: p.std().item() for name, p in model.named_parameters() if p.dim() > 1}
+
+
+def test_torchtitans_initialization_has_its_deviations():
+    """As torchtitan 0.2.2 was measured and read: models/*/model/model.py, models/moe/moe.py."""
+    family, by_block = FAMILIES["qwen3_moe"], (".wo.", ".w2", ".w3", ".gate.")
+    sizes = replace(family.flavors["debugmodel"], n_layers=2)
+    model = family.build(sizes)
+    init_weights(model, family, sizes, SEED, like_torchtitan=True)
+    for name, std in stds(model).items():
+        if name == "tok_embeddings.weight":
+            expected = 1.0
+        elif name == "output.weight":
+            expected = 0.98658 * sizes.dim**-0.5  # of a normal truncated at three deviations
+            assert model.output.weight.abs().max() <= 3 * sizes.dim**-0.5
+        elif any(part in name for part in by_block):
+            expected = 0.02 / (2 * (int(name.split(".")[1]) + 1)) ** 0.5
+        else:
+            expected = 0.02
+        assert std == pytest.approx(expected, rel=0.005 if "gate" not in name else 0.05), name
+    tied = with_tied_embeddings(SGD).sizes
+    model = FAMILY.build(tied)
+    init_weights(model, FAMILY, tied, SEED, like_torchtitan=True)
+    assert model.tok_embeddings.weight.std().item() == pytest.approx(tied.dim**-0.5, rel=0.05)
+
+
+@pytest.mark.parametrize(("name", "std"), [("deepseek_v3", 0.006), ("olmo2", 0.02)])
+def test_a_family_with_a_published_deviation_has_it_in_all_matrices(name, std):
+    family = FAMILIES[name]
+    sizes = next(iter(family.flavors.values()))
+    model = family.build(sizes)
+    init_weights(model, family, sizes, SEED)
+    assert all(s == pytest.approx(std, rel=0.06) for s in stds(model).values())
+
+
 def test_weights_depend_on_seed_and_name_and_have_the_documented_deviation():
     model = FAMILY.build(SIZES)
-    init_weights(model, FAMILY.init_roles, SIZES.n_layers, seed=1)
+    init_weights(model, FAMILY, SIZES, seed=1)
     first, second = model.layers["0"].attention, model.layers["1"].attention
     assert not torch.equal(first.wq.weight, second.wq.weight)
     before = first.wq.weight.clone()
-    init_weights(model, FAMILY.init_roles, SIZES.n_layers, seed=2)
+    init_weights(model, FAMILY, SIZES, seed=2)
     assert not torch.equal(before, first.wq.weight)
     assert 0.018 < model.output.weight.std() < 0.022
     assert model.layers["0"].feed_forward.w2.weight.std() < 0.012

@@ -56,7 +56,7 @@ def expected() -> tuple[dict[str, list[float]], float, list[float]]:
     """(norms by kind, gradient norm of the first half of the batch, losses of the sources 0 and 2)
     of a plain process."""
     model = FAMILY.build(RECIPE.sizes)
-    init_weights(model, FAMILY.init_roles, RECIPE.sizes.n_layers, SEED)
+    init_weights(model, FAMILY, RECIPE.sizes, SEED)
     optimizer, (inputs, labels) = build_optimizer(model, RECIPE.section), batch_at(0, RECIPE)
 
     def backward(rows: int) -> None:
@@ -180,7 +180,7 @@ def noise_events(uneven: bool) -> list[dict]:
 def gradients_of_sequences(uneven: bool) -> Iterator[tuple[torch.Tensor, int]]:
     """The summed gradient of each sequence of the measured steps, and its labels; no ranks."""
     model = FAMILY.build(NOISY.sizes)
-    init_weights(model, FAMILY.init_roles, NOISY.sizes.n_layers, SEED)
+    init_weights(model, FAMILY, NOISY.sizes, SEED)
     for step in range(2, 2 * MEASURED_STEPS + 1, 2):
         for inputs, labels in zip(*frequent_tokens(step, uneven), strict=True):
             model.zero_grad()

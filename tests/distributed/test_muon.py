@@ -73,7 +73,7 @@ ON_FOUR_RANKS = [
 def reference(recipe: Recipe) -> dict[str, Tensor]:
     """Weights and momentum after the run of a plain model in this process."""
     model = FAMILY.build(recipe.sizes)
-    init_weights(model, FAMILY.init_roles, recipe.sizes.n_layers, SEED)
+    init_weights(model, FAMILY, recipe.sizes, SEED)
     optimizer = build_recipe_optimizer(model, recipe)
     optimizer.set_lr(recipe.lr)
     for step in range(recipe.steps):

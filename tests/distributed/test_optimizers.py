@@ -131,7 +131,7 @@ def train_all(layout: Layout) -> dict[str, dict[str, tuple]]:
 def expected_of(name: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """(initial weights, weights and states after all steps) of one process without titanlite's."""
     model = FAMILY.build(RECIPE.sizes)
-    init_weights(model, FAMILY.init_roles, RECIPE.sizes.n_layers, SEED)
+    init_weights(model, FAMILY, RECIPE.sizes, SEED)
     start = {key: p.detach().clone() for key, p in model.named_parameters()}
     optimizers = optimizer_of(model, name)
     update(model, optimizers, range(STEPS))

@@ -66,7 +66,7 @@ def validate_in_one_process(path, count) -> ValidationResult:
     """One sample at a time, without an engine; the text is decoded, not counted by token."""
     model, validation_set = FAMILY.build(SIZES), open_set(path)
     tokenizer = open_tokenizer("bytes")
-    init_weights(model, FAMILY.init_roles, SIZES.n_layers, SEED)
+    init_weights(model, FAMILY, SIZES, SEED)
     total = tokens = 0.0
     text_bytes = 0
     with torch.no_grad():

@@ -69,7 +69,8 @@ def reference(moe: MixtureOfExperts, x: torch.Tensor) -> torch.Tensor:
         logits = router.gate.weight @ token
         scores = logits.softmax(-1) if sizes.score == "softmax" else logits.sigmoid()
         chosen = select(scores.tolist(), bias, sizes)
-        weights = scores[chosen] / (scores[chosen].sum() if sizes.normalize else 1.0)
+        normalize = sizes.normalize and sizes.active > 1
+        weights = scores[chosen] / (scores[chosen].sum() if normalize else 1.0)
         outs.append(
             sum(
                 weight
@@ -88,9 +89,7 @@ def reference(moe: MixtureOfExperts, x: torch.Tensor) -> torch.Tensor:
     return out.view_as(x)
 
 
-@pytest.mark.parametrize(
-    "sizes", [SIZES, replace(SIZES, normalize=False, active=1), GROUPED], ids=["a", "b", "c"]
-)
+@pytest.mark.parametrize("sizes", [SIZES, replace(SIZES, active=1), GROUPED], ids=["a", "b", "c"])
 def test_the_output_and_every_gradient_are_those_of_a_loop_over_tokens(sizes):
     moe, x = build(sizes), torch.randn(2, 7, 16, requires_grad=True)
     grad, inputs = torch.randn(2, 7, 16), [x, *moe.parameters()]
@@ -251,10 +250,40 @@ def test_sizes_that_do_not_fit_are_refused():
 
 
 @pytest.mark.parametrize("name", ["mixtral", "qwen3_moe", "deepseek_v3"])
-def test_a_job_with_more_active_experts_than_experts_is_refused(name):
-    config = JobConfig(model=ModelConfig(name=name, n_active_experts=17))
+def test_a_job_with_more_active_experts_than_experts_or_an_untrained_router_is_refused(name):
+    flavor = next(iter(FAMILIES[name].flavors))
+    config = JobConfig(model=ModelConfig(name=name, flavor=flavor, n_active_experts=17))
     problems = check_config(config, 1)
     assert ("model.n_experts", "model.n_active_experts") in {problem.keys for problem in problems}
+    single = replace(config, model=ModelConfig(name=name, flavor=flavor, n_active_experts=1))
+    untrained = [p for p in check_config(single, 1) if p.keys == ("model.n_active_experts",)]
+    assert len(untrained) == (name == "mixtral")
+
+
+@pytest.mark.parametrize(("name", "flavor"), [("mixtral", "8x7B"), ("qwen3_moe", "30B-A3B")])
+def test_the_default_auxiliary_loss_has_the_gradient_of_transformers(name, flavor):
+    """Where all blocks have the same load; with another, transformers pools it."""
+    module = pytest.importorskip(f"transformers.models.{name}.modeling_{name}")
+    family = FAMILIES[name]
+    sizes, published = family.flavors[flavor], {"mixtral": 0.02, "qwen3_moe": 0.001}[name]
+    torch.manual_seed(0)
+    router = Router(16, sizes.experts)
+    torch.nn.init.normal_(router.gate.weight)
+    router.set_balancing(family.load_balancing(sizes))
+    x = torch.randn(64, 16)
+    logits = router.gate(x)
+    theirs = module.load_balancing_loss_func(
+        (logits,) * sizes.n_layers, sizes.n_experts, sizes.n_active_experts
+    )
+    (expected,) = torch.autograd.grad(published * theirs / sizes.n_layers, router.gate.weight)
+    indices, _ = router(x)
+    counts = indices.flatten().bincount(minlength=sizes.n_experts)
+    router.set_previous_load(counts / counts.sum())
+    router.begin_step(len(x))
+    _, weights = router(x)
+    (weights * 0).sum().backward()
+    assert expected.abs().max() > 1e-7
+    torch.testing.assert_close(router.gate.weight.grad, expected, rtol=1e-4, atol=1e-9)
 
 
 def test_experts_that_are_not_sharded_may_have_a_width_that_tensor_parallel_does_not_divide():
@@ -290,7 +319,7 @@ def test_a_layout_that_splits_quantisation_blocks_of_experts_is_refused(
     name, sizes, degrees, ranks, shard
 ):
     config = JobConfig(
-        model=ModelConfig(name=name, **sizes),
+        model=ModelConfig(name=name, flavor=next(iter(FAMILIES[name].flavors)), **sizes),
         optimizer=OptimizerConfig(state_dtype="8bit"),
         parallelism=ParallelismConfig(**{f"{k}_parallel_degree": v for k, v in degrees.items()}),
     )
@@ -302,7 +331,7 @@ def test_a_layout_that_splits_quantisation_blocks_of_experts_is_refused(
 def test_a_model_of_dense_layers_only_has_no_experts():
     """So nothing measures their load."""
     family = FAMILIES["deepseek_v3"]
-    sizes = family.flavors["debugmodel"]
+    sizes = family.flavors["tiny"]
     assert family.experts(sizes) is not None
     dense = replace(sizes, n_dense_layers=sizes.n_layers)
     assert family.experts(dense) is None and family.shape(dense).experts is None

@@ -13,11 +13,12 @@ from titanlite.models import FAMILIES, LLAMA3, Llama3Sizes
 from titanlite.models.mup import BaseWidths, MupConfig, width_scales
 from titanlite.models.spec import PARAMETER_ROLES, first_match
 from titanlite.optim import MatrixFacts, OptimizerConfig, ParameterGroupConfig, build_optimizer
-from titanlite.parallelize.weight_init import INIT_STD, init_weights
+from titanlite.parallelize.weight_init import init_weights
 
 SIZES = Llama3Sizes(dim=64, n_layers=2, n_heads=8, n_kv_heads=4, hidden_dim=160, vocab_size=101)
 BASE = BaseWidths(dim=16, n_heads=2, n_kv_heads=1, hidden_dim=20)  # 4 x the width, 8 x hidden_dim
 WIDER_HEADS = BaseWidths(dim=16, n_heads=8, n_kv_heads=4, hidden_dim=40)  # 4 x the head width
+INIT_STD = LLAMA3.init_std
 QUERY, NORM = "layers.1.attention.wq.weight", "norm.weight"
 
 
@@ -91,7 +92,7 @@ def test_each_role_has_the_scale_of_the_published_table(name, init, adam, sgd, m
 
 def test_initial_weights_have_the_scaled_deviation():
     model = LLAMA3.build(SIZES)
-    init_weights(model, LLAMA3.init_roles, SIZES.n_layers, 0, scales())
+    init_weights(model, LLAMA3, SIZES, 0, scales())
     block, residual = model.layers["0"], INIT_STD / math.sqrt(2 * SIZES.n_layers)
     for weight, std in [
         (model.tok_embeddings.weight, INIT_STD),
@@ -126,7 +127,7 @@ def test_the_base_model_itself_and_mup_off_change_no_bit():
         sizes, weights = replace(SIZES, **changes), []
         for base in (own, None):
             model = LLAMA3.build(sizes)
-            init_weights(model, LLAMA3.init_roles, sizes.n_layers, 0, scales(base, **changes))
+            init_weights(model, LLAMA3, sizes, 0, scales(base, **changes))
             weights.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
         assert torch.equal(*weights)
         assert lr_factors(own, changes) == lr_factors(None, changes)
@@ -140,7 +141,7 @@ def test_absorbed_multipliers_equal_those_in_the_forward_pass(optimizer, qk_norm
     widths = scales(WIDER_HEADS, tied_embeddings=True, qk_norm=qk_norm)
     output_scale, query_scale = 1 / 4, 1 / 2  # D_base / D, root of K_base / K
     model, reference = (LLAMA3.build(sizes).double() for _ in range(2))
-    init_weights(model, LLAMA3.init_roles, sizes.n_layers, 0, widths)
+    init_weights(model, LLAMA3, sizes, 0, widths)
     reference.load_state_dict(model.state_dict())
     multiply_by(reference.norm, output_scale)
     for block in reference.layers.values():

@@ -26,7 +26,7 @@ STEPS = 20
 def training_losses(**section) -> list[float]:
     """Losses of a small Llama that overfits four batches."""
     model = FAMILY.build(SIZES)
-    init_weights(model, FAMILY.init_roles, SIZES.n_layers, seed=7)
+    init_weights(model, FAMILY, SIZES, seed=7)
     config = OptimizerConfig(lr=1e-3, **{"implementation": "for-loop", **section})
     optimizer = build_optimizer(model, config)
     batches = torch.randint(0, 300, (4, 16, 33), generator=torch.Generator().manual_seed(0))

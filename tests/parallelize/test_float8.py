@@ -51,7 +51,7 @@ def test_a_filter_matches_a_part_of_a_name():
 def test_shards_of_shared_experts_that_float8_hardware_does_not_support_are_refused():
     """Their hidden width is sharded over the tensor ranks, by no role of the plan."""
     family = FAMILIES["deepseek_v3"]
-    sizes = replace(family.flavors["debugmodel"], n_shared_experts=1, expert_hidden_dim=48)
+    sizes = replace(family.flavors["tiny"], n_shared_experts=1, expert_hidden_dim=48)
     config = Float8Config(recipe_name="tensorwise")
     assert not list(check_float8(config, family, sizes, Degrees(), 64))
     (problem,) = check_float8(config, family, sizes, Degrees(tensor=2), 64)

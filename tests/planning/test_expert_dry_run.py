@@ -97,7 +97,8 @@ def test_the_formula_equals_a_dry_run(name, monkeypatch):
     ],
 )
 def test_the_estimate_of_a_family_equals_a_dry_run(family, options):
-    argv = [f"--model.name={family}", "--model.flavor=debugmodel", "--training.seq_len=512"]
+    flavor = next(iter(FAMILIES[family].flavors))
+    argv = [f"--model.name={family}", f"--model.flavor={flavor}", "--training.seq_len=512"]
     for step, estimate in compare([*argv, *options], 4):
         assert estimate.total == pytest.approx(step.peak_bytes, rel=0.03)
 
@@ -107,10 +108,10 @@ def test_blocks_with_experts_and_without_are_of_different_kinds():
     argv += ["--parallelism.pipeline_parallel_degree=4", "--training.local_batch_size=4"]
     argv += ["--parallelism.pipeline_parallel_layers_per_stage=2"]
     argv += ["--activation_checkpoint.selective_ac_option=3"]
-    job = read_job(["--model.flavor=debugmodel", *argv], 4, check_environment=False)
+    job = read_job(["--model.flavor=tiny", *argv], 4, check_environment=False)
     assert [ranks for _, ranks in _kinds(job)] == [(0,), (1,), (2,), (3,)]
 
 
 def test_the_traffic_of_latent_attention_equals_a_dry_run():
-    argv = ["--model.name=deepseek_v3", "--model.flavor=debugmodel", "--training.seq_len=512"]
+    argv = ["--model.name=deepseek_v3", "--model.flavor=tiny", "--training.seq_len=512"]
     assert compare([*argv, "--parallelism.tensor_parallel_degree=2"], 2)

@@ -98,7 +98,7 @@ def test_every_rung_passes_the_checks_of_train_py(script, base, capsys):
 
 
 def test_experts_and_latent_attention_are_as_wide_for_their_model_in_every_rung(tmp_path):
-    argv = ["--model.name=deepseek_v3", "--model.flavor=debugmodel"]
+    argv = ["--model.name=deepseek_v3", "--model.flavor=tiny"]
     job = read_job([*argv, "--training.global_batch_size=8"], 1, check_environment=False)
     sizes = [LadderSize(job.sizes.dim * factor) for factor in (1, 2)]
     runs = plan_ladder(job, LadderGrid(sizes, tokens=[1e6]))

@@ -147,8 +147,9 @@ def from_hugging_face(folder: StorageFolder, out: StorageFolder) -> CheckpointMa
 
 def _job_of(source: HuggingFaceFolder, tokenizer: Tokenizer | None) -> dict[str, Any]:
     """The settings of the model, all of whose sizes are set, and the tokenizer's name."""
-    settings = {"name": source.spec.name, **dataclasses.asdict(source.sizes)}
-    if not settings.get("head_dim"):  # dim / n_heads: as in the default flavor of each family
+    flavor = next(iter(source.spec.flavors))
+    settings = {"name": source.spec.name, "flavor": flavor, **dataclasses.asdict(source.sizes)}
+    if not settings.get("head_dim"):  # dim / n_heads: as in the first flavor of each family
         settings.pop("head_dim", None)
     return {
         "model": dataclasses.asdict(ModelConfig(**settings)),

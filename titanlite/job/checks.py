@@ -247,6 +247,13 @@ def check_mup(config: JobConfig, spec: ModelSpec, sizes: ModelSizes) -> Iterator
     if config.mup.base is None:
         return
     yield from check_mup_base(config.mup, spec, sizes)
+    if config.model.initialization != "titanlite":
+        yield ConfigError(
+            f'mup.base with model.initialization = "{config.model.initialization}": torchtitan has'
+            " no muP.",
+            fix="Remove one of the two.",
+            keys=("mup.base", "model.initialization"),
+        )
     optimizer = config.optimizer
     groups = (dataclasses.replace(optimizer, **group.overrides()) for group in optimizer.groups)
     sections = [optimizer, *groups]

@@ -62,7 +62,8 @@ class Job:
         return ModelTransforms(
             activation_checkpoint=config.activation_checkpoint,
             loss=config.loss,
-            load_balancing=resolve_load_balancing(config.experts, self.spec),
+            like_torchtitan=config.model.initialization == "torchtitan",
+            load_balancing=resolve_load_balancing(config.experts, self.spec, self.sizes),
             compile=config.compile,
             float8=config.float8,
             param_dtype=DTYPES[training.dtype],

@@ -50,6 +50,11 @@ class ConfigFormat(Generic[SizesT]):
     # keys of the supported scaling -> their only values, with "rope_type"; empty: none
     has_head_width: bool = True  # of a head: head_dim, or dim / n_heads; false: other keys say it
 
+    def for_experts(self, active: Any) -> ConfigFormat[SizesT]:
+        """The format for `active` experts per token: the weight of a single one is its score."""
+        fixed = {**self.fixed, "norm_topk_prob": active != 1}
+        return dataclasses.replace(self, fixed=fixed)
+
     def write(self, sizes: SizesT, **others: Any) -> dict[str, Any]:
         """config.json with the keys of transformers 4, which transformers 5 reads too."""
         config = {key: getattr(sizes, name) for name, key in self.keys.items()}

@@ -27,9 +27,11 @@ class ExpertsConfig:
     # usual; 0: the bias stays as it is
 
 
-def resolve_load_balancing(config: ExpertsConfig, spec: ModelSpec[SizesT]) -> LoadBalancing:
+def resolve_load_balancing(
+    config: ExpertsConfig, spec: ModelSpec[SizesT], sizes: SizesT
+) -> LoadBalancing:
     """The settings of the section, and the family's where it has none."""
-    family = spec.load_balancing
+    family = spec.load_balancing(sizes)
     return LoadBalancing(
         *(
             default if value is None else value

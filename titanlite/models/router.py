@@ -23,7 +23,7 @@ class ExpertSizes:
     shared_dim: int = 0  # hidden width of the experts that compute every token; 0: none
     shared_gate: bool = False  # multiply the output of the shared experts by a sigmoid gate
     score: Literal["softmax", "sigmoid"] = "softmax"  # of the logits of all experts
-    normalize: bool = True  # divide the weights of a token by their sum
+    normalize: bool = True  # divide the weights of a token by their sum, if they are several
     route_scale: float = 1.0  # factor of the weights, after that
     groups: int = 1  # groups of consecutive experts
     active_groups: int = 1  # groups that a token may select experts from
@@ -119,7 +119,8 @@ class Router(nn.Module):
         scores = logits.softmax(-1) if self.sizes.score == "softmax" else logits.sigmoid()
         indices = self._select(scores.detach())
         weights = scores.gather(-1, indices)
-        if self.sizes.normalize:
+        # One weight divided by itself is 1, and the gate would have no gradient but rounding.
+        if self.sizes.normalize and self.sizes.active > 1:
             weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)  # as DeepSeek-V3's model
         weights = weights * self.sizes.route_scale
         if torch.is_grad_enabled():

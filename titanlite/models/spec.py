@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Annotated, Any, ClassVar, Generic, Protocol, TypeVar
+from typing import Annotated, Any, ClassVar, Generic, Literal, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -43,6 +43,8 @@ class ModelConfig:
 
     name: Annotated[str, OneOf(_family_names)] = "llama3"  # model family
     flavor: str = "debugmodel"  # named set of sizes of that family
+    initialization: Literal["titanlite", "torchtitan"] = "titanlite"
+    # standard deviations of the initial weights: the family's, or torchtitan's
     converters: Annotated[
         list[str],
         Supported(
@@ -249,7 +251,11 @@ class ModelSpec(Generic[SizesT]):
     # keys and values
     experts: Callable[[SizesT], ExpertSizes | None] = lambda sizes: None
     # experts of the blocks that have a MixtureOfExperts; None: no block has one
-    load_balancing: LoadBalancing = NO_BALANCING  # unless [experts] says otherwise
+    load_balancing: Callable[[SizesT], LoadBalancing] = lambda sizes: NO_BALANCING
+    # unless [experts] says otherwise
+    init_std: float = 0.02  # of initial weights, by `init_roles`; as GPT-2 and most models since
+    flavor_hints: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    # flavors of torchtitan that are other models here -> what to use
 
     def find_size_problems(self, sizes: SizesT) -> Iterator[ConfigError]:
         """What `check_sizes` rejects, and numbers of experts that do not fit together."""
@@ -277,6 +283,7 @@ class ModelSpec(Generic[SizesT]):
         if config.flavor not in self.flavors:
             raise ConfigError(
                 f'model.flavor = "{config.flavor}": must be one of {", ".join(self.flavors)}.',
+                fix=self.flavor_hints.get(config.flavor, ""),
                 keys=("model.flavor",),
             )
         sizes = self.flavors[config.flavor]

@@ -61,6 +61,7 @@ class ModelTransforms:
     attention_kernel: str | None = None  # None: torch selects one
     load_balancing: LoadBalancing = NO_BALANCING  # of the experts
     document_mask: bool = False  # attention does not cross document boundaries
+    like_torchtitan: bool = False  # the distributions of the initial weights; see `init_weights`
 
     @property
     def splits_backward(self) -> bool:
@@ -191,7 +192,7 @@ class ParallelModules:
             tie_parameters(stage, pairs_inside(stage, tied))
         if isinstance(model, RankModel):
             model.add_second_names()
-        init_weights(model, self.spec.init_roles, sizes.n_layers, seed, widths)
+        init_weights(model, self.spec, sizes, seed, widths, transforms.like_torchtitan)
         outputs = (getattr(stage, self.spec.output_path) for stage in stages.values())
         return ShardedModel(
             model,

@@ -9,26 +9,44 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from titanlite.errors import ConfigError
-from titanlite.models import first_match
+from titanlite.models import ModelSizes, ModelSpec, first_match
 from titanlite.models.mup import WidthScale
 from titanlite.models.router import find_routers
 
-INIT_STD = 0.02  # as GPT-2 and most models since; clamped to three standard deviations
 BLOCK_VALUES = 1 << 16  # values in one block of rows; changing it changes the weights of every seed
 
-# Initialisation role -> standard deviation of a normal distribution, by the model's depth.
-NORMAL_ROLES: dict[str, Callable[[int], float]] = {
-    "normal": lambda depth: INIT_STD,
-    "residual": lambda depth: INIT_STD / math.sqrt(2 * depth),  # layers that write to the residual
+INIT_ROLES = (  # of parameters, in ModelSpec.init_roles
+    "normal",
+    "residual",  # layers that write to the residual: scaled down by depth
+    "ones",
+    "zeros",
+)
+
+
+class Normal(NamedTuple):
+    """A normal distribution around 0, and what becomes of values beyond three deviations."""
+
+    std: float
+    tails: Literal["clamped", "redrawn", "kept"] = "clamped"
+
+
+# torchtitan v0.2.2: init_weights in models/*/model/model.py and models/moe/moe.py
+TORCHTITAN_ROLES = {
+    "tok_embeddings.weight": "embedding",
+    "output.weight": "output",
+    "*.wo.weight": "block",
+    "*.w[23]*": "block",
+    "*.router.gate.weight": "block",
+    "*": "normal",
 }
-INIT_ROLES = (*NORMAL_ROLES, "ones", "zeros")
 
 
 def tie_parameters(model: nn.Module, pairs: Sequence[tuple[str, str]]) -> None:
@@ -41,26 +59,31 @@ def tie_parameters(model: nn.Module, pairs: Sequence[tuple[str, str]]) -> None:
 @torch.no_grad()
 def init_weights(
     model: nn.Module,
-    init_roles: Mapping[str, str],
-    depth: int,
+    spec: ModelSpec,
+    sizes: ModelSizes,
     seed: int,
     widths: Mapping[str, WidthScale] | None = None,
+    like_torchtitan: bool = False,
 ) -> None:
-    """Fill every parameter by the role of the first pattern in `init_roles` that matches its name,
-    and set the buffers of routers to those of a new run.
+    """Fill every parameter by the first pattern in `spec.init_roles` that matches its name, and set
+    the buffers of routers to those of a new run.
 
-    `widths`: the muP scale of each parameter, by name; empty or None: no scaling. Raises
-    ConfigError for a parameter whose role is missing or unknown.
+    `widths`: the muP scale of each parameter, by name; empty or None: no scaling.
+    `like_torchtitan`: torchtitan's distributions for all but gains and biases. Raises ConfigError
+    for a parameter whose role is missing or unknown.
     """
     for name, parameter in model.named_parameters():
-        role = first_match(init_roles, name)
+        role = first_match(spec.init_roles, name)
         factor = widths[name].init_factor if widths else 1.0
         if role == "ones":
             parameter.fill_(factor)
         elif role == "zeros":
             parameter.zero_()
-        elif role in NORMAL_ROLES:
-            _fill_normal(parameter, name, seed, NORMAL_ROLES[role](depth) * factor)
+        elif role in INIT_ROLES and like_torchtitan:
+            _fill_normal(parameter, name, seed, _torchtitan_normal(name, spec, sizes))
+        elif role in INIT_ROLES:
+            depth = 2 * sizes.n_layers if role == "residual" else 1
+            _fill_normal(parameter, name, seed, Normal(spec.init_std / math.sqrt(depth) * factor))
         else:
             shown = "no initialisation role" if role is None else f'the unknown role "{role}"'
             raise ConfigError(
@@ -71,7 +94,18 @@ def init_weights(
         router.init_buffers()
 
 
-def _fill_normal(parameter: Tensor, name: str, seed: int, std: float) -> None:
+def _torchtitan_normal(name: str, spec: ModelSpec, sizes: ModelSizes) -> Normal:
+    """torchtitan's distribution of a parameter; its output layer overwrites a tied embedding."""
+    role = first_match(TORCHTITAN_ROLES, name)
+    if role == "output" or (role == "embedding" and spec.tied_parameters(sizes)):
+        return Normal(sizes.dim**-0.5, "redrawn")
+    if role == "embedding":
+        return Normal(1.0, "kept")
+    block = int(name.split(".")[1]) if role == "block" else 0
+    return Normal(0.02 / math.sqrt(2 * (block + 1)) if role == "block" else 0.02, "kept")
+
+
+def _fill_normal(parameter: Tensor, name: str, seed: int, normal: Normal) -> None:
     """Fill the local shard of a parameter from the generators of the row blocks it touches."""
     local, (first_row, *offsets) = _local_shard_and_offset(parameter)
     if local.numel() == 0:
@@ -84,8 +118,13 @@ def _fill_normal(parameter: Tensor, name: str, seed: int, std: float) -> None:
         top, bottom = block * block_rows, min((block + 1) * block_rows, rows)
         generator = torch.Generator(local.device).manual_seed(_block_seed(seed, name, block))
         values = torch.empty((bottom - top, *row_shape), device=local.device)
-        values.normal_(0.0, std, generator=generator)
-        values.clamp_(-3 * std, 3 * std)
+        limit = 3 * normal.std
+        if normal.tails == "redrawn":
+            nn.init.trunc_normal_(values, 0.0, normal.std, -limit, limit, generator)
+        else:
+            values.normal_(0.0, normal.std, generator=generator)
+        if normal.tails == "clamped":
+            values.clamp_(-limit, limit)
         start, stop = max(top, first_row), min(bottom, end_row)  # rows of this block in the shard
         shard_in_block = (slice(start - top, stop - top), *columns)
         local[start - first_row : stop - first_row] = values[shard_in_block]

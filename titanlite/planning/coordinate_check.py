@@ -121,7 +121,7 @@ def _train(
     job = check.job
     widths = width_scales(MupConfig(base), job.spec, sizes)
     model = job.spec.build(sizes)
-    init_weights(model, job.spec.init_roles, sizes.n_layers, seed, widths)
+    init_weights(model, job.spec, sizes, seed, widths)
     facts = MatrixFacts(job.spec, sizes)
     optimizer = build_optimizer(model, job.config.optimizer, facts, widths=widths)
     optimizer.set_lr(job.config.optimizer.lr)

@@ -60,7 +60,6 @@ FIXED_VALUES = {
     **SAME_AS_LLAMA,
     "tie_word_embeddings": False,
     "rope_interleave": True,
-    "norm_topk_prob": True,
     "scoring_func": "sigmoid",
     "topk_method": "noaux_tc",
     "moe_layer_freq": 1,
@@ -73,7 +72,7 @@ FORMAT = ConfigFormat(
     sizes=DeepSeekV3Sizes,
     keys=KEYS,
     fixed=FIXED_VALUES,
-    defaults={"rms_norm_eps": 1e-6, "rope_theta": 10_000.0},
+    defaults={"rms_norm_eps": 1e-6, "rope_theta": 10_000.0, "norm_topk_prob": True},
     rope_scaling={
         "rope_type": "yarn",
         "beta_fast": YarnScaling.fast_turns,
@@ -88,7 +87,7 @@ FORMAT = ConfigFormat(
 
 def to_config(sizes: DeepSeekV3Sizes, context: int) -> dict[str, Any]:
     """config.json; `context`: tokens per training sequence."""
-    config = FORMAT.write(sizes)
+    config = FORMAT.for_experts(sizes.n_active_experts).write(sizes)
     factor, scaling = config.pop("factor"), sizes.rope_scaling
     scaled_context = int(factor * scaling.original_context) if scaling else 0
     return {
@@ -105,7 +104,7 @@ def from_config(config: Mapping[str, Any]) -> DeepSeekV3Sizes:
     """Inverse of `to_config`; raises CheckpointError."""
     if "q_lora_rank" in config:  # null: queries are projected from the hidden states
         config = {**config, "q_lora_rank": config["q_lora_rank"] or 0}
-    return FORMAT.read(config)
+    return FORMAT.for_experts(config.get("num_experts_per_tok")).read(config)
 
 
 HUGGING_FACE = HuggingFaceMapping(

@@ -8,13 +8,12 @@ from titanlite.errors import ConfigError
 from titanlite.models.decoder import decoder_shape
 from titanlite.models.deepseek_v3.huggingface import HUGGING_FACE
 from titanlite.models.deepseek_v3.model import DeepSeekV3, DeepSeekV3Sizes
-from titanlite.models.mixtral.spec import EXPERT_INIT_ROLES
 from titanlite.models.router import LoadBalancing
 from titanlite.models.shape import Experts, LatentAttention, ModelShape
 from titanlite.models.spec import ModelSpec
 
 FLAVORS = {
-    "debugmodel": DeepSeekV3Sizes(
+    "tiny": DeepSeekV3Sizes(
         dim=256,
         n_layers=4,
         n_heads=8,
@@ -33,8 +32,7 @@ FLAVORS = {
         qk_rope_head_dim=16,
         v_head_dim=32,
     ),
-    # Moonlight 16B-A3B (https://arxiv.org/abs/2502.16982), as in its config.json; not "16B", which
-    # is another model in torchtitan, with softmax scores
+    # Moonlight 16B-A3B (https://arxiv.org/abs/2502.16982), as in its config.json
     "moonlight-16B": DeepSeekV3Sizes(
         dim=2048,
         n_layers=27,
@@ -51,7 +49,7 @@ FLAVORS = {
         rope_theta=50_000.0,
     ),
     # DeepSeek-V3 (https://arxiv.org/abs/2412.19437, section 4.2), as trained on 4,096 tokens
-    "671B": DeepSeekV3Sizes(
+    "V3-671B": DeepSeekV3Sizes(
         dim=7168,
         n_layers=61,
         n_heads=128,
@@ -66,6 +64,17 @@ FLAVORS = {
         route_scale=2.5,
         q_lora_rank=1536,
     ),
+}
+
+# torchtitan v0.2.2's flavors are other models: but for 671B they have softmax scores without
+# normalisation, and 671B has other epsilons, a document mask, and YaRN from 4,097 tokens on.
+FLAVOR_HINTS = {
+    "debugmodel": 'Use "tiny", which is another model than torchtitan\'s: see'
+    " docs/reference/torchtitan.md.",
+    "16B": "torchtitan's 16B has softmax scores, which this family does not have; moonlight-16B is"
+    " another model.",
+    "671B": 'Use "V3-671B", the published model; for what torchtitan\'s 671B has instead see'
+    " docs/reference/torchtitan.md.",
 }
 
 TP_PLAN = {
@@ -150,9 +159,10 @@ def shape(sizes: DeepSeekV3Sizes) -> ModelShape:
 DEEPSEEK_V3 = ModelSpec(
     name="deepseek_v3",
     flavors=FLAVORS,
+    flavor_hints=FLAVOR_HINTS,
     build=DeepSeekV3,
     tp_plan=TP_PLAN,
-    init_roles=EXPERT_INIT_ROLES,
+    init_roles={"*norm.weight": "ones", "*": "normal"},
     parameter_roles=ROLES,
     blocks_path="layers",
     attention_pattern="layers.*.attention.attend",
@@ -162,5 +172,7 @@ DEEPSEEK_V3 = ModelSpec(
     hugging_face=HUGGING_FACE,
     check_sizes=check_sizes,
     experts=lambda sizes: sizes.experts if sizes.n_dense_layers < sizes.n_layers else None,
-    load_balancing=LoadBalancing(bias_update_rate=0.001),  # section 4.2 of the report
+    # section 4.2 of the report, as the standard deviation
+    load_balancing=lambda sizes: LoadBalancing(bias_update_rate=0.001),
+    init_std=0.006,
 )

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
+from titanlite.errors import ConfigError
 from titanlite.models.decoder import check_heads, decoder_shape, tied_output
 from titanlite.models.llama3.spec import INIT_ROLES, ROLES, TP_PLAN
 from titanlite.models.mixtral.huggingface import HUGGING_FACE
@@ -28,6 +31,26 @@ def expert_facts(sizes) -> Experts:
     return Experts(sizes.n_experts, sizes.n_active_experts, sizes.expert_hidden_dim)
 
 
+def hugging_face_balancing(router_aux_loss_coef: float, sizes) -> LoadBalancing:
+    """The balancing that the coefficient in a published config.json stands for.
+
+    transformers' loss is one for all blocks, and its f_i sum to the number of active experts.
+    """
+    return LoadBalancing(router_aux_loss_coef * sizes.n_active_experts / sizes.n_layers)
+
+
+def check_mixtral_sizes(sizes: MixtralSizes) -> Iterator[ConfigError]:
+    """Reject heads that do not fit, and a router that would not be trained."""
+    yield from check_heads(sizes)
+    if sizes.n_active_experts == 1:
+        yield ConfigError(
+            "model.n_active_experts = 1: a Mixtral divides the weights of a token's experts by"
+            " their sum, so that of a single expert is always 1, and the router is not trained.",
+            fix='Use at least 2, or model.name = "qwen3_moe".',
+            keys=("model.n_active_experts",),
+        )
+
+
 MIXTRAL = ModelSpec(
     name="mixtral",
     flavors=FLAVORS,
@@ -41,9 +64,8 @@ MIXTRAL = ModelSpec(
     shape=lambda sizes: decoder_shape("mixtral", sizes, experts=expert_facts(sizes)),
     tied_parameters=tied_output,
     hugging_face=HUGGING_FACE,
-    check_sizes=check_heads,
+    check_sizes=check_mixtral_sizes,
     head_projections=["layers.*.attention.w[qkv]"],
     experts=lambda sizes: sizes.experts,
-    # router_aux_loss_coef of the published config.json
-    load_balancing=LoadBalancing(aux_loss_coef=0.02),
+    load_balancing=lambda sizes: hugging_face_balancing(0.02, sizes),
 )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from titanlite.models.decoder import check_heads, decoder_shape, tied_output
-from titanlite.models.llama3.spec import INIT_ROLES, ROLES
+from titanlite.models.llama3.spec import ROLES
 from titanlite.models.llama3.spec import TP_PLAN as LLAMA_PLAN
 from titanlite.models.olmo2.huggingface import HUGGING_FACE
 from titanlite.models.olmo2.model import Olmo2, Olmo2Sizes
@@ -30,7 +30,7 @@ OLMO2 = ModelSpec(
     flavors=FLAVORS,
     build=Olmo2,
     tp_plan=TP_PLAN,
-    init_roles=INIT_ROLES,
+    init_roles={"*norm.weight": "ones", "*": "normal"},  # arXiv 2501.00656, section 3.2
     parameter_roles=ROLES,
     blocks_path="layers",
     attention_pattern="layers.*.attention.attend",

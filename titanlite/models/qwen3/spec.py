@@ -23,6 +23,10 @@ FLAVORS = {
 QWEN3 = ModelSpec(
     name="qwen3",
     flavors=FLAVORS,
+    flavor_hints=dict.fromkeys(  # torchtitan has them in one family
+        ("debugmodel_moe", "30B-A3B", "235B-A22B"),
+        'Set model.name = "qwen3_moe": this flavor has experts.',
+    ),
     build=Qwen3,
     tp_plan=TP_PLAN,
     init_roles=INIT_ROLES,

@@ -35,7 +35,6 @@ QWEN3_MOE_CONFIG = ConfigFormat(
     fixed={
         **SAME_AS_LLAMA,
         "use_sliding_window": False,
-        "norm_topk_prob": True,
         "decoder_sparse_step": 1,
         "mlp_only_layers": [],
     },
@@ -53,7 +52,7 @@ QWEN3_MOE_CONFIG = ConfigFormat(
 def write_qwen3_moe_config(sizes: Qwen3MoESizes, context: int) -> dict[str, Any]:
     """config.json; `context`: tokens per training sequence."""
     dense_width = sizes.n_active_experts * sizes.expert_hidden_dim  # of no block; HF requires it
-    return QWEN3_MOE_CONFIG.write(
+    return QWEN3_MOE_CONFIG.for_experts(sizes.n_active_experts).write(
         sizes, max_position_embeddings=context, intermediate_size=dense_width
     )
 
@@ -62,7 +61,7 @@ def read_qwen3_moe_config(config: Mapping[str, Any]) -> Qwen3MoESizes:
     """The sizes in a config.json; raises CheckpointError."""
     if "num_local_experts" in config:  # as transformers 5 writes it
         config = {"num_experts": config["num_local_experts"], **config}
-    return QWEN3_MOE_CONFIG.read(config)
+    return QWEN3_MOE_CONFIG.for_experts(config.get("num_experts_per_tok")).read(config)
 
 
 HUGGING_FACE = HuggingFaceMapping(
