@@ -2,68 +2,25 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 
-from titanlite.errors import ConfigError, UserError, format_error
+from titanlite.errors import ConfigError, UserError, UserErrors, format_error
 from titanlite.generate import check_length
 from titanlite.job import read_job
 from titanlite.models import FAMILIES
 
 CHARACTERS = Path(__file__).parents[2] / "train_configs/gpt2_characters.toml"
-# torchtitan/models/qwen3/train_configs/qwen3_0.6b.toml of v0.2.2, with [data] instead of
-# model.hf_assets_path and training.dataset
-TORCHTITAN = """
-[job]
-dump_folder = "./outputs"
-description = "Qwen 3 0.6B training"
-[profiling]
-enable_profiling = false
-save_traces_folder = "profile_trace"
-profile_freq = 100
-[metrics]
-log_freq = 1
-enable_tensorboard = false
-save_tb_folder = "tb"
-[model]
-name = "qwen3"
-flavor = "0.6B"
-[optimizer]
-name = "AdamW"
-lr = 3e-4
-eps = 1e-8
-[lr_scheduler]
-warmup_steps = 2
-[training]
-local_batch_size = 4
-seq_len = 4096
-max_norm = 1.0
-steps = 10
-[parallelism]
-data_parallel_replicate_degree = 1
-data_parallel_shard_degree = -1
-fsdp_reshard_after_forward = "default"
-tensor_parallel_degree = 1
-context_parallel_degree = 1
-[checkpoint]
-enable = false
-folder = "checkpoint"
-interval = 500
-last_save_model_only = false
-export_dtype = "float16"
-async_mode = "disabled"
-[activation_checkpoint]
-mode = "selective"
-selective_ac_option = "op"
-[compile]
-enable = false
-components = ["model", "loss"]
-[quantize.linear.float8]
-enable_fsdp_float8_all_gather = false
-precompute_float8_dynamic_scale_for_fsdp = false
-filter_fqns = ["output"]
-"""
+# torchtitan/models/*/train_configs of v0.2.2: the keys and values of its language models
+TORCHTITAN = sorted((Path(__file__).parents[1] / "torchtitan").glob("*.toml"))
+OTHER_MODELS = {  # flavors that are not this project's, and what the refusal says
+    "deepseek_v3_16b": "moonlight-16B is another model",
+    "deepseek_v3_671b": "V3-671B",
+    "deepseek_v3_debug_model": "tiny",
+    "qwen3_moe_debug": 'Set model.name = "qwen3_moe"',
+}
 
 
 def read_on_8_ranks(path, corpus, *argv: str):
@@ -74,12 +31,29 @@ def read_on_8_ranks(path, corpus, *argv: str):
     return read_job(["--job.config_file", str(path), "--job.device", "cpu", *data, *argv], 8)
 
 
-@pytest.mark.parametrize("flavor", ["0.6B", "1.7B", "32B"])
-def test_a_toml_of_torchtitan_is_accepted_once_its_data_is_moved(tmp_path, corpus, flavor):
-    path = tmp_path / "qwen3.toml"
-    path.write_text(TORCHTITAN.replace("0.6B", flavor))
-    job = read_on_8_ranks(path, corpus)
-    assert job.sizes == FAMILIES["qwen3"].flavors[flavor]
+@pytest.mark.parametrize("path", TORCHTITAN, ids=lambda path: path.stem)
+def test_a_toml_of_torchtitan_needs_a_data_override_only(corpus, path):
+    if way := OTHER_MODELS.get(path.stem):
+        with pytest.raises(ConfigError, match=re.escape(way)):
+            read_on_8_ranks(path, corpus)
+        return
+    job = read_on_8_ranks(path, corpus, "--job.check_ranks", "8")  # of GPUs
+    assert job.config.data.tokenizer == "bytes"  # not that of model.hf_assets_path
+    converters = job.config.model.converters
+    assert bool(job.config.float8.recipe_name) == bool(converters)  # "float8" in 405B
+
+
+def test_a_toml_of_torchtitan_without_data_has_one_error_for_it(tmp_path):
+    path = Path(__file__).parents[1] / "torchtitan" / "llama3_8b.toml"
+    (tmp_path / "tokenizer.model").write_text("")
+    argv = ["--job.config_file", str(path), "--model.hf_assets_path", str(tmp_path)]
+    argv += ["--validation.enable", "true", "--model.converters", "float8"]
+    with pytest.raises(UserErrors) as raised:
+        read_job(argv, 8)
+    messages = [str(problem) for problem in raised.value.problems]
+    assert len(messages) == 2 and f"{tmp_path}/tokenizer.model" in messages[1]
+    assert 'training.dataset = "c4" and validation.dataset = "c4_validation"' in messages[0]
+    assert "data.sources and data.validation" in messages[0]
 
 
 def test_sequences_that_are_longer_than_the_learned_positions_are_refused(corpus):
