@@ -30,6 +30,7 @@ EVENT_COLOURS = {  # events that the charts mark
     "diverged": "#d1495b",
     "straggler": "#6d597a",
     "resumed": "#2f6fb2",
+    "loaded": "#2f6fb2",
     "settings_changed": "#c48a00",
     "stopped": "#7a7f87",
 }
