@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 
 import checkout  # noqa: F401
-from titanlite.errors import EXIT_DONE, EXIT_USER_ERROR, UserError, format_error
+from titanlite.errors import EXIT_DONE, EXIT_USER_ERROR, UserError, format_error, printable
 from titanlite.plots.compare import compare_runs, draw_comparison, format_comparison, verdict
 
 EXIT_DIFFERENT = 1
@@ -50,13 +50,13 @@ def main(argv: list[str]) -> int:
     except UserError as error:
         print(format_error(error), file=sys.stderr)
         return EXIT_USER_ERROR
-    print(format_comparison(comparison), end="\n\n")
+    print(printable(format_comparison(comparison)), end="\n\n")
     try:
         draw_comparison(comparison, out)
         print(f"plot: {out}", end="\n\n")
     except UserError as error:  # the verdict does not need the plot
         print(format_error(error), file=sys.stderr)
-    print(verdict(comparison))
+    print(printable(verdict(comparison)))
     return EXIT_DIFFERENT if comparison.different else EXIT_DONE
 
 

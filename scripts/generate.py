@@ -9,7 +9,7 @@ import sys
 import checkout  # noqa: F401
 from titanlite.checkpoint import find_newest_checkpoint
 from titanlite.distributed.process_group import choose_device
-from titanlite.errors import EXIT_DONE, EXIT_USER_ERROR, UserError, format_error
+from titanlite.errors import EXIT_DONE, EXIT_USER_ERROR, UserError, format_error, printable
 from titanlite.generate import Sampling, load_generator
 from titanlite.storage import StorageFolder
 
@@ -71,7 +71,8 @@ def main() -> int:
         return EXIT_USER_ERROR
     # End quietly if `| head` closes stdout. Set only now: libraries rely on SIGPIPE being ignored.
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)
-    print(args.prompt + text)
+    # a model may write sequences that control a terminal
+    print(printable(args.prompt + text) if sys.stdout.isatty() else args.prompt + text)
     return EXIT_DONE
 
 

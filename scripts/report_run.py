@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 
 import checkout  # noqa: F401
-from titanlite.errors import EXIT_DONE, EXIT_USER_ERROR, UserError, format_error
+from titanlite.errors import EXIT_DONE, EXIT_USER_ERROR, UserError, format_error, printable
 from titanlite.plots.report import write_report
 from titanlite.plots.run_advice import advise
 
@@ -33,7 +33,7 @@ def main(argv: list[str]) -> int:
         return EXIT_USER_ERROR
     for run in runs:
         for advice in advise(run):
-            print(f"{run.name}: {advice.title}: {advice.figure}. {advice.action}")
+            print(printable(f"{run.name}: {advice.title}: {advice.figure}. {advice.action}"))
     print(out)
     return EXIT_DONE
 

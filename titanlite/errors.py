@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -112,9 +113,18 @@ def _with_subclasses(error_class: type[UserError]) -> Iterator[type[UserError]]:
         yield from _with_subclasses(subclass)
 
 
+def printable(text: str) -> str:
+    """A text that is safe to print: that of strangers may have sequences that control terminals."""
+    return re.sub(
+        r"[^\n\t\x20-\x7e\xa0-\U0010ffff]|[\u200e\u200f\u2028-\u202e\u2066-\u2069]",
+        lambda match: f"\\x{ord(match[0]):02x}",
+        text,
+    )
+
+
 def format_error(error: UserError) -> str:
     """The text for stderr: all problems, numbered if there are several."""
-    problems = _parts_of(error)
+    problems = [printable(str(problem)) for problem in _parts_of(error)]
     if len(problems) == 1:
         return f"titanlite: {problems[0]}"
     lines = [f"titanlite: {len(problems)} problems"]

@@ -17,9 +17,10 @@ from titanlite.data.manifest import write_corpus_manifest
 from titanlite.data.packed import BEGINS, UNTRAINED, EntryWriter, describe_shard
 from titanlite.data.shards import open_corpus
 from titanlite.data.tokenizer import ByteTokenizer
+from titanlite.errors import DataError, format_error, printable
 from titanlite.inspection.documents import CorpusDocuments
 from titanlite.inspection.run_data import open_run_data
-from titanlite.inspection.samples import format_sample, printable
+from titanlite.inspection.samples import format_sample
 from titanlite.storage import StorageFolder
 
 
@@ -225,14 +226,23 @@ def test_what_does_not_exist_is_refused(refusal, corpus, started_run, tmp_path):
         (("dump", started_run / "metrics.jsonl"), "is not a batch that the guard wrote"),
         (("dump", tmp_path / "none.json"), "cannot be read"),
     ]
+    for number, field in enumerate(
+        ('"documents": [1]', '"documents": [{}]', '"documents": 5', '"text": 5', '"tokens": 5')
+    ):
+        dump = tmp_path / f"dump-{number}.json"
+        dump.write_text(f'{{"samples": [{{"position": 1, {field}}}]}}')
+        cases.append((("dump", dump), "is not a batch that the guard wrote"))
     for argv, message in cases:
         text = refusal(*argv)
         assert message in text and text.startswith("titanlite: "), (argv, text)
 
 
 def test_text_of_a_corpus_cannot_control_the_terminal():
-    assert printable("a\x1b[2Jb\x07\u202ec\td\né", full=True) == "a\\x1b[2Jb\\x07\\x202ec\td\né"
-    long = printable("x" * 3000, full=False)
+    assert printable("a\x1b[2Jb\x07\u202ec\td\né") == "a\\x1b[2Jb\\x07\\x202ec\td\né"
+    long = format_sample({"position": 3, "text": "x" * 3000})
     assert len(long) < 500 and "2600 characters" in long
+    hostile = {"position": "\x1b]52;c;aGk=\x07", "source": "\x1b", "path": "\x9b2J", "tokens": []}
+    assert not any(letter in format_sample(hostile) for letter in "\x1b\x07\x9b")
+    assert "\x1b" not in format_error(DataError("\x1b[2J: no such file.", fix="\x1b"))
     shown = format_sample({"position": 3, "tokens": [5, 6], "path": "corpus"})
     assert shown == "position 3\n  corpus\n  | 5 6"

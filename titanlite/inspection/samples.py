@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from titanlite.data.open_files import OpenFiles
 from titanlite.data.packed import PackedSource
 from titanlite.data.remote_shards import open_shards
 from titanlite.data.urls import is_data_url
-from titanlite.errors import DataError
+from titanlite.errors import DataError, printable
 from titanlite.files import parse_json, read_regular_file
 from titanlite.inspection.documents import CorpusDocuments
 from titanlite.inspection.search import search_corpus
@@ -145,12 +144,14 @@ def read_dump(path: Path) -> list[SampleRecord]:
         samples = content["samples"]
         if not all(isinstance(sample, dict) and "position" in sample for sample in samples):
             raise ValueError("its samples have no positions")
+        for sample in samples:
+            format_sample(sample)  # fails where a field has another type
     except OSError as error:
         raise DataError(
             f"{path}: cannot be read ({error.strerror or error}).",
             fix="Give a file that the guard wrote, such as outputs/run/guard/step-70.json.",
         ) from None
-    except (ValueError, LookupError, TypeError) as error:
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
         raise DataError(f"{path}: is not a batch that the guard wrote ({error}).") from None
     return samples
 
@@ -195,18 +196,14 @@ def format_sample(sample: SampleRecord, full: bool = False) -> str:
         lines.append(f"  {name} ({document['tokens']} tokens{where})")
     if (text := sample.get("text")) is None:
         text = " ".join(map(str, sample.get("tokens", [])))
-    lines += [f"  | {line}" for line in printable(text, full).split("\n")]
-    return "\n".join(lines)
+    lines += [f"  | {line}" for line in _shorten(text, full).split("\n")]
+    return printable("\n".join(lines))
 
 
-def printable(text: str, full: bool) -> str:
-    """A text that is safe to print: a corpus may contain sequences that control terminals."""
+def _shorten(text: str, full: bool) -> str:
+    """The beginning and the end of a long text, unless `full`."""
     if not full and len(text) > SHOWN_CHARACTERS:
         half = SHOWN_CHARACTERS // 2
         left_out = len(text) - SHOWN_CHARACTERS
         text = f"{text[:half]} … {left_out} characters … {text[-half:]}"
-    return re.sub(
-        r"[^\n\t\x20-\x7e\xa0-\U0010ffff]|[\u200e\u200f\u2028-\u202e\u2066-\u2069]",
-        lambda match: f"\\x{ord(match[0]):02x}",
-        text,
-    )
+    return text

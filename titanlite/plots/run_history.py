@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -114,12 +115,31 @@ def read_run(path: Path) -> RunHistory:
         raise DataError(f"{path}: is not the folder of a run ({reason}).") from None
 
 
+_REQUIRED = ("step", "tokens", "time", "step_seconds", "data_seconds")  # numbers of a step line
+_NUMBERS = (  # numbers or null, of step lines and of events
+    *("step", "loss", "z_loss", "grad_norm", "lr", "tokens", "samples", "loss_scale"),
+    *("tokens_per_second", "tokens_per_second_per_device", "tflops_per_device", "mfu"),
+    *("step_seconds", "data_seconds", "peak_memory_gib", "time"),
+    *("seconds", "blocked_seconds", "perplexity", "bits_per_byte", "from_step", "position"),
+)
+_TEXTS = ("event", "name", "path", "reason", "problem", "parameter")
+_LAST_TIME = 1e11  # seconds; datetime ends in the year 9999
+
+
 def _check_metrics_record(record: Record) -> None:
-    if "event" not in record:
-        for key in ("step", "loss", "tokens", "time", "step_seconds", "data_seconds"):
-            record[key]
-    if not isinstance(record["step"], int) or not math.isfinite(float(record["time"])):
+    """Raise ValueError or KeyError for a record whose fields have other types than a run writes."""
+    for key in _REQUIRED if "event" not in record else ("step", "time"):
+        if record[key] is None:
+            raise ValueError(f"{key} is null")
+    for key, value in record.items():
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if (key in _NUMBERS and value is not None and not is_number) or (
+            key in _TEXTS and not isinstance(value, str)
+        ):
+            raise ValueError(f"{key} {value!r}")
+    if not isinstance(record["step"], int) or not 0 <= record["time"] < _LAST_TIME:
         raise ValueError(f"step {record['step']!r}, time {record['time']!r}")
+    json.dumps(record, ensure_ascii=False).encode()  # a lone surrogate cannot be written to a page
 
 
 def _read_config(path: Path) -> dict[str, Any]:
