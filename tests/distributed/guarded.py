@@ -138,7 +138,7 @@ def run_guarded(case: GuardedRun) -> GuardedRecord:
         meter=meter,  # type: ignore[arg-type]
         sinks=sinks,  # type: ignore[arg-type]
         watchdog=SimpleNamespace(set_phase=lambda step, phase: None),  # type: ignore[arg-type]
-        stop_request=SimpleNamespace(reason=lambda seconds: 0),  # type: ignore[arg-type]
+        stop_request=SimpleNamespace(reason=lambda seconds: 0, limit_seconds=None),  # type: ignore[arg-type]
         rollback=None,  # type: ignore[arg-type]  # no policy here rolls back
         dump_batch=dump_batch,
         compiles_layers=False,
