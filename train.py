@@ -10,18 +10,12 @@ import sys
 import time
 from functools import partial
 
-from titanlite.config_reference import help_text
+from titanlite.config_reference import print_help
 from titanlite.distributed.error_report import ErrorReport
 from titanlite.distributed.process_group import enable_expandable_segments
 from titanlite.distributed.rendezvous import launched_rank_and_world_size
 from titanlite.distributed.time_limit import exit_process
-from titanlite.errors import (
-    EXIT_DONE,
-    EXIT_STOPPED,
-    EXIT_USER_ERROR,
-    ConfigError,
-    format_error,
-)
+from titanlite.errors import EXIT_DONE, EXIT_STOPPED
 from titanlite.job import Job, JobConfig, open_run, open_services, read_job
 from titanlite.log import configure_log, logger
 from titanlite.planning import advise_on_memory, report_dry_run
@@ -32,7 +26,9 @@ from titanlite.training import train
 def main(argv: list[str]) -> int:
     """Run train.py with the arguments `argv`; returns the exit code."""
     if "--help" in argv or "-h" in argv:
-        return print_help([name for name in argv if not name.startswith("-")])
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # so that `--help | head` ends quietly
+        sections = [name for name in argv if not name.startswith("-")]
+        return print_help(__doc__, JobConfig, *sections[:1])
     began = time.monotonic()
     rank, world_size = launched_rank_and_world_size()
     exit_with_launcher()
@@ -47,18 +43,6 @@ def main(argv: list[str]) -> int:
         return run_dry(job) if job.config.job.dry_run else run_job(job, began, report)
     except (Exception, KeyboardInterrupt) as error:
         return report.finish(error)
-
-
-def print_help(sections: list[str]) -> int:
-    """Print the settings, of the named section only if one is named; returns the exit code."""
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # so that `--help | head` ends quietly
-    try:
-        lines = list(help_text(JobConfig, *sections[:1]))
-    except ConfigError as error:
-        print(format_error(error), file=sys.stderr)
-        return EXIT_USER_ERROR
-    print(*([] if sections else [__doc__]), *lines, sep="\n")
-    return EXIT_DONE
 
 
 def run_dry(job: Job) -> int:

@@ -444,7 +444,7 @@ IN_BACKWARD = ["--optimizer.early_step_in_backward", "true", "--training.max_nor
             "3 ranks do not divide the rows of layers.*.attention.wq (32), layers.*.attention.wk",
         ),
         (["--training.compile", "true"], 1, "is now compile.enable"),
-        (["--model.converters", "float8"], 1, '"quantize.linear.float8" (formerly "float8")'),
+        (["--model.converters", "mx"], 1, '"quantize.linear.float8" (formerly "float8")'),
         (["--job.device", "cuda"], 1, "finds no CUDA device"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,
@@ -752,8 +752,9 @@ def test_each_missing_source_is_its_own_error(run_toml, tmp_path):
     assert len(raised.value.problems) == 2
 
 
-def test_float8_can_be_enabled_with_the_converters_key_of_torchtitan(run_toml):
-    converters = ["--model.converters", "quantize.linear.float8", f"{FLOAT8}emulate", "true"]
+@pytest.mark.parametrize("converter", ["quantize.linear.float8", "float8"])
+def test_float8_can_be_enabled_with_the_converters_key_of_torchtitan(run_toml, converter):
+    converters = ["--model.converters", converter, f"{FLOAT8}emulate", "true"]
     job = read_valid(run_toml, *converters, f"{FLOAT8}filter_fqns", "output")
     assert (job.transforms.float8.recipe_name, job.transforms.float8.emulate) == (
         "tensorwise",

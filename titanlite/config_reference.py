@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import io
+import sys
 import tokenize
 import typing
 from collections.abc import Iterator, Mapping
@@ -13,7 +14,7 @@ from functools import cache
 from itertools import chain
 from typing import Any
 
-from titanlite.errors import ConfigError
+from titanlite.errors import EXIT_DONE, EXIT_USER_ERROR, ConfigError, format_error
 from titanlite.settings import Supported, describe_type, format_value, type_hints
 
 
@@ -124,3 +125,14 @@ def help_text(schema: type, name: str | None = None) -> Iterator[str]:
             yield f"  --{key.name}  ({key.type}; default {key.default})"
             if key.meaning:
                 yield f"      {key.meaning}"
+
+
+def print_help(title: str, schema: type, section: str | None = None) -> int:
+    """Print the title and every setting, or those of one section; returns the exit code."""
+    try:
+        lines = list(help_text(schema, section))
+    except ConfigError as error:
+        print(format_error(error), file=sys.stderr)
+        return EXIT_USER_ERROR
+    print(*([] if section else [title]), *lines, sep="\n")
+    return EXIT_DONE

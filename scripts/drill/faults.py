@@ -77,9 +77,12 @@ def share_the_checkpoint_folder(drill: Drill) -> str:
     folder = f"--checkpoint.folder={drill.checkpoints.absolute()}"
     # With the ranks and the layout of the first.
     second = replace(
-        drill, out=drill.out.with_name("other job"), argv=[*drill.argv, folder], run=None
+        drill,
+        out=drill.out.with_name("other job"),
+        argv=[*drill.argv, folder],
+        run=None,
+        starts=drill.starts - 1,
     )
-    second.starts -= 1
     try:
         code = second.wait(second.start())
     finally:

@@ -196,11 +196,11 @@ def format_sample(sample: SampleRecord, full: bool = False) -> str:
         lines.append(f"  {name} ({document['tokens']} tokens{where})")
     if (text := sample.get("text")) is None:
         text = " ".join(map(str, sample.get("tokens", [])))
-    lines += [f"  | {line}" for line in _shorten(text, full).split("\n")]
+    lines += [f"  | {line}" for line in _shorten_text(text, full).split("\n")]
     return printable("\n".join(lines))
 
 
-def _shorten(text: str, full: bool) -> str:
+def _shorten_text(text: str, full: bool) -> str:
     """The beginning and the end of a long text, unless `full`."""
     if not full and len(text) > SHOWN_CHARACTERS:
         half = SHOWN_CHARACTERS // 2

@@ -216,11 +216,11 @@ def _accept_torchtitan(table: dict[str, Any]) -> list[ConfigError]:
     sections = {name: value for name, value in table.items() if isinstance(value, dict)}
     model, data = sections.get("model", {}), sections.get("data", {})
     quantize = sections.get("quantize", {})
-    if (converters := _plain(model.get("converters", []))) in (["float8"], "float8"):
+    if (converters := _text_or_value(model.get("converters", []))) in (["float8"], "float8"):
         converters = model["converters"] = ["quantize.linear.float8"]
     if "grouped_mm" not in str(converters):
         quantize.pop("grouped_mm", None)  # has no effect without its converter
-    folder = _plain(model.get("hf_assets_path"))
+    folder = _text_or_value(model.get("hf_assets_path"))
     if isinstance(folder, str):
         del model["hf_assets_path"]
         if "tokenizer" not in data:
@@ -231,20 +231,20 @@ def _accept_torchtitan(table: dict[str, Any]) -> list[ConfigError]:
     return list(_replace_datasets(sections, data))
 
 
-def _plain(value: Any) -> Any:
+def _text_or_value(value: Any) -> Any:
     """A value of a TOML, or the text of one of the command line."""
     return value.text if isinstance(value, CommandLineText) else value
 
 
 def _replace_datasets(sections: dict[str, Any], data: dict[str, Any]) -> Iterator[ConfigError]:
     """Drop names of data sets whose sources are given; one error for the others."""
-    validates = _plain(sections.get("validation", {}).get("enable")) in (True, "true")
+    validates = _text_or_value(sections.get("validation", {}).get("enable")) in (True, "true")
     needed = {"training": "sources", "validation": "validation" if validates else None}
     named = {}
     for section, key in needed.items():
         name = sections.get(section, {}).pop("dataset", None)
         if name is not None and key and key not in data:
-            named[f"{section}.dataset"] = (format_value(_plain(name)), f"data.{key}")
+            named[f"{section}.dataset"] = (format_value(_text_or_value(name)), f"data.{key}")
     if named:
         texts = " and ".join(f"{key} = {name}" for key, (name, _) in named.items())
         replaced = [key for _, key in named.values()]
@@ -266,7 +266,7 @@ def _resolve_model_source(table: dict[str, Any]) -> list[ConfigError]:
     if not isinstance(model, dict) or "from" not in model:
         return []
     given = model.pop("from")
-    path, name = _plain(given), _plain(model.get("name"))
+    path, name = _text_or_value(given), _text_or_value(model.get("name"))
     if not isinstance(path, str):
         return [ConfigError(f"model.from = {format_value(given)}: must be a string.", keys=_FROM)]
     try:
