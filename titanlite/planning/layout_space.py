@@ -149,7 +149,8 @@ class LayoutSpace:
             for optimizer in self._values("offload_optimizer", (False, True))
             for reshard in self._values("reshard", (False, True))
             if not (recompute == "op" and activations)  # check_activation_checkpoint
-            and not (reshard and (splits or not gathers))  # plan_pipeline, or no effect
+            # plan_pipeline refuses it where the backward is split, which recomputation prevents
+            and not (reshard and ((splits and recompute == "none") or not gathers))
             and (self.has_optimizer_offload or not optimizer)
         ]
         return sorted(found, key=lambda o: o.offload_optimizer + o.offload_activations + o.reshard)
