@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from tests.faults.launch import LaunchedRun
 from titanlite.distributed import error_report
-from titanlite.distributed.rendezvous import agree_on_start_id, open_rank_store
+from titanlite.distributed.rendezvous import agree_on_start_id, announce_ranks, open_rank_store
 from titanlite.errors import EXIT_RANK_LOST, RendezvousError
 
 
@@ -85,3 +85,12 @@ def test_a_store_that_cannot_be_reached_is_reported(monkeypatch):
     monkeypatch.setenv("MASTER_PORT", str(port))
     with pytest.raises(RendezvousError, match=f"the store at 127.0.0.1:{port}, or did not reach"):
         open_rank_store(1, 2, 1.0)
+
+
+def test_each_machine_but_that_of_rank_0_says_where_the_log_is(monkeypatch, capsys):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    monkeypatch.setenv("MASTER_ADDR", "node-a")
+    for rank in (0, 7, 8, 9):
+        monkeypatch.setenv("LOCAL_RANK", str(rank % 8))
+        announce_ranks(rank)
+    assert capsys.readouterr().err == "ranks 8-15 run; the log is at node-a\n"

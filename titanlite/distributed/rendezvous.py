@@ -55,6 +55,14 @@ def launched_rank_and_world_size() -> tuple[int, int]:
     return int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
 
 
+def announce_ranks(rank: int) -> None:
+    """On each machine but rank 0's, print one line: its ranks, and where the log is."""
+    if rank and os.environ.get("LOCAL_RANK") == "0":
+        last = rank + int(os.environ.get("LOCAL_WORLD_SIZE", 1)) - 1
+        where = os.environ.get("MASTER_ADDR")
+        print(f"ranks {rank}-{last} run; the log is at {where}", file=sys.stderr, flush=True)
+
+
 def launcher_hosts_store() -> bool:
     """Whether the launcher hosts the store, so that it outlives the ranks."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
