@@ -9,7 +9,9 @@ import torch.distributed as dist
 from torch import nn
 
 from tests.checkpoint.saving import open_checkpointer
+from tests.conftest import HANG_SECONDS
 from tests.cuda_trace.streams import record_cuda
+from titanlite.log import log_every
 from titanlite.threads import DeviceThread, open_thread_pool
 
 LOCAL_RANK = 5
@@ -75,3 +77,9 @@ def test_the_save_thread_selects_the_device_and_waits_only_for_the_copies(tmp_pa
             del checkpointer
     finally:
         dist.destroy_process_group()
+
+
+def test_what_takes_long_writes_a_line_until_it_ends():
+    written = threading.Event()
+    with log_every(0.01, lambda: written.set() or "first step: 10 s so far"):
+        assert written.wait(HANG_SECONDS)

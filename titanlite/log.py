@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 import sys
+import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from threading import Event
 
 from titanlite.threads import DeviceThread
@@ -51,6 +52,12 @@ def log_every(seconds: float, describe: Callable[[], str]) -> Iterator[None]:
         yield
     finally:
         ended.set()
+
+
+def log_waiting(what: str) -> AbstractContextManager[None]:
+    """Log every 10 s how long `what` takes, until the block ends."""
+    began = time.monotonic()
+    return log_every(10.0, lambda: f"{what}: {time.monotonic() - began:.0f} s so far")
 
 
 def configure_log(rank: int = 0, colour: bool | None = None) -> None:

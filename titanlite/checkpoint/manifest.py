@@ -239,7 +239,8 @@ def _no_checkpoint_error(folder: StorageFolder) -> CheckpointError:
         reason = "the folder does not exist or is empty"
     return CheckpointError(
         f"{folder}: is not a checkpoint: {reason}.",
-        fix="Give the folder of one step, such as outputs/checkpoint/step-100.",
+        fix="Give the folder of one step, such as outputs/checkpoint/step-100. For a checkpoint of"
+        " torchtitan (DCP), give its Hugging Face export, with checkpoint.initial_load_in_hf.",
     )
 
 

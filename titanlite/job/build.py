@@ -43,7 +43,7 @@ from titanlite.job.meters import add_meters
 from titanlite.job.mixture import check_stream_length, log_mixture
 from titanlite.job.streaming import TokenizingAdvice, gather_data_progress
 from titanlite.kernels.backend import activate_flash_package, choose_kernel
-from titanlite.log import logger
+from titanlite.log import log_waiting, logger
 from titanlite.metrics import (
     MetricSinks,
     Profiler,
@@ -142,8 +142,11 @@ def open_services(
 @contextmanager
 def open_run(job: Job, services: RunServices) -> Iterator[Run]:
     """Build all components of a run, at the step that it starts or resumes from."""
-    with services.explain_out_of_memory(), _open_run(job, services) as run:
-        yield run
+    with services.explain_out_of_memory(), ExitStack() as start:
+        start.enter_context(log_waiting("opening the data, building and loading the model"))
+        with _open_run(job, services) as run:
+            start.close()
+            yield run
 
 
 @contextmanager

@@ -7,13 +7,13 @@ import gc
 import math
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import torch
 
 from titanlite.distributed.collectives import raise_on_all_ranks
 from titanlite.errors import UserError
-from titanlite.log import logger
+from titanlite.log import log_waiting, logger
 from titanlite.runtime import stop_reason_name
 from titanlite.training.engine import reshard
 from titanlite.training.guard.handler import ViolationHandler
@@ -75,14 +75,15 @@ class _Loop:
         before = state.host_state()
         agreed = self.max_over_ranks.wait() if self.can_abandon else None
         try:
-            result = take_step(
-                state,
-                run.engine,
-                batch.to(run.device),
-                lr=run.peak_lr,
-                settings=run.step_settings,
-                set_phase=self._set_phase,
-            )
+            with log_waiting("first step") if self.last is None else nullcontext():
+                result = take_step(
+                    state,
+                    run.engine,
+                    batch.to(run.device),
+                    lr=run.peak_lr,
+                    settings=run.step_settings,
+                    set_phase=self._set_phase,
+                )
         except _StepAbandoned:
             state.restore_host_state(before)
             self._save_before_step()
