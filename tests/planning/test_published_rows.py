@@ -196,6 +196,16 @@ def test_measurements_of_ones_own_are_compared_as_far_as_they_are_numbers():
     assert found.error is None and found.memory_error is None
 
 
+def test_a_row_of_a_stranger_is_refused_where_it_is_too_large_and_is_no_formula(tmp_path):
+    rows = [{**ROWS["615"], "layers": "999999999999", "id": "=cmd|' /C calc'!A0"}]
+    rows += [{**ROWS["615"], key: "1e12"} for key in ("gpus", "pp", "vp", "gbs", "seq", "ep")]
+    rows += [{**ROWS["615"], "heads": "1e9"}]
+    found = predict_rows(rows)
+    assert all("is more than" in each.note and each.step is None for each in found)
+    write_predictions(found, tmp_path / "out.csv")
+    assert "\n'=cmd" in (tmp_path / "out.csv").read_text()
+
+
 def test_predictions_that_cannot_be_written_are_a_users_error(tmp_path):
     with pytest.raises(ConfigError, match="cannot be written"):
         write_predictions([], tmp_path / "none" / "out.csv")

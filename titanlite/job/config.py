@@ -218,8 +218,10 @@ def _accept_torchtitan(table: dict[str, Any]) -> list[ConfigError]:
     quantize = sections.get("quantize", {})
     if (converters := _text_or_value(model.get("converters", []))) in (["float8"], "float8"):
         converters = model["converters"] = ["quantize.linear.float8"]
-    if "grouped_mm" not in str(converters):
-        quantize.pop("grouped_mm", None)  # has no effect without its converter
+    experts = quantize.get("grouped_mm")  # has no effect without its converter
+    is_known = isinstance(experts, dict) and experts.keys() <= {"float8", "mx"}
+    if is_known and "grouped_mm" not in str(converters):
+        del quantize["grouped_mm"]
     folder = _text_or_value(model.get("hf_assets_path"))
     if isinstance(folder, str):
         del model["hf_assets_path"]

@@ -247,8 +247,12 @@ def framework_facts(row: Row) -> FrameworkFacts:
     )
 
 
+# of cells that an estimate has a loop over; of the other cells 10^9
+_LIMITS = {"layers": 10_000, "pp": 10_000, "vp": 10_000, "gpus": 10_000_000}
+
+
 def _row_number(row: Row, key: str) -> float:
-    """A positive number."""
+    """A positive number that is not too large to be estimated."""
     text = row[key].strip()
     try:
         number = float(text)
@@ -256,6 +260,8 @@ def _row_number(row: Row, key: str) -> float:
         raise MissingFact(f"{key} is {'not a number' if text else 'not published'}") from None
     if not 1 <= number < math.inf:
         raise MissingFact(f"{key} = {text} is not 1 or more")
+    if number > (limit := _LIMITS.get(key, 10**9)):
+        raise MissingFact(f"{key} = {text} is more than {limit:,}")
     return number
 
 
@@ -285,6 +291,8 @@ def _row_model(row: Row, notes: list[str]) -> ModelShape:
     missing = [cell for key, cell in cells.items() if not sizes.get(key)]
     if missing:
         raise MissingFact(f"not published: {', '.join(missing)}")
+    if sizes["n_heads"] > sizes["dim"]:
+        raise MissingFact(f"heads = {sizes['n_heads']} is more than hidden = {sizes['dim']}")
     if "experts" in sizes and not row["ep"].strip() and "_ep" not in row["note"]:
         raise MissingFact("ep is not published")
     if ("moe" in base or "mixtral" in base) and "experts" not in sizes:

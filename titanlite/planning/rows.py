@@ -151,7 +151,8 @@ def write_predictions(predictions: Sequence[Prediction], path: Path) -> None:
         if memory:
             fits = "" if memory.fits is None else "yes" if memory.fits else "no"
             cells = (f"{memory.rest_gib:.2f}", f"{memory.peak_gib:.2f}", fits)
-        lines.append((prediction.row["id"], step, *cells, prediction.note))
+        name, note = map(_as_text, (prediction.row["id"], prediction.note))
+        lines.append((name, step, *cells, note))
     try:
         with open(path, "w", newline="", encoding="utf-8") as file:
             csv.writer(file).writerows(lines)
@@ -159,3 +160,8 @@ def write_predictions(predictions: Sequence[Prediction], path: Path) -> None:
         raise ConfigError(
             f"{path}: cannot be written ({error.strerror}).", fix="Give another --out."
         ) from None
+
+
+def _as_text(cell: str) -> str:
+    """A cell that a spreadsheet does not compute as a formula."""
+    return f"'{cell}" if cell.startswith(("=", "+", "-", "@")) else cell
