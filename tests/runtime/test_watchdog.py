@@ -35,10 +35,10 @@ from titanlite.runtime.heartbeat import Heartbeat, HeartbeatExchange, RankProgre
 from titanlite.runtime.watchdog import HeartbeatWatchdog
 
 RANKS = 3
-TIMEOUT = 8.0
+TIMEOUT = 16.0
 # A rank stays for two heartbeats until the others have written their files; test machines are busy,
 # and may stand still for seconds.
-MAX_SECONDS = 1.5 * TIMEOUT
+MAX_SECONDS = 2.5 * TIMEOUT
 EXIT_OWN_ERROR = 9  # an error that no other rank caused
 FAULT_STEP = 3  # when the fault happens, on rank 2
 
@@ -66,7 +66,7 @@ class Job:
 
     def codes(self, *ranks: int) -> list[int | None]:
         """The exit codes of these ranks, or of all, once they have ended; None where none has."""
-        deadline = time.monotonic() + 4 * TIMEOUT
+        deadline = time.monotonic() + HANG_SECONDS
         for rank in ranks or range(RANKS):
             self.ranks[rank].join(max(0.0, deadline - time.monotonic()))
         return [process.exitcode for process in self.ranks]
@@ -123,7 +123,9 @@ def take_steps(rank: int, watchdog: HeartbeatWatchdog, fault, folder: Path) -> N
         for phase in ("data", "forward", "backward", "save"):
             watchdog.set_phase(step, phase)
             if step == FAULT_STEP and phase == fault.phase:
-                time.sleep(0.5)  # phases of real steps are longer than a heartbeat interval
+                time.sleep(
+                    TIMEOUT / 10
+                )  # phases of real steps are longer than two heartbeat intervals
                 if rank == 2:
                     (folder / "fault").touch()
                 fault(rank)
