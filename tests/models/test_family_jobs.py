@@ -73,3 +73,10 @@ def test_a_text_that_is_longer_than_the_learned_positions_is_refused():
     with pytest.raises(ConfigError, match="learned positions for 64"):
         check_length(model, 65)
     check_length(FAMILIES["llama3"].build(FAMILIES["llama3"].flavors["quickstart"]), 65)
+
+
+def test_a_folder_of_assets_beside_data_that_is_no_table_is_a_users_error(tmp_path):
+    path = tmp_path / "run.toml"
+    path.write_text('data = 5\n[model]\nhf_assets_path = "assets"\n')
+    with pytest.raises(UserErrors, match="data = 5: must be a table"):
+        read_job(["--job.config_file", str(path)], 1)

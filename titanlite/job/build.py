@@ -33,6 +33,7 @@ from titanlite.distributed.process_group import (
     join_process_group,
     set_collective_timeouts,
 )
+from titanlite.distributed.rendezvous import announce_ranks
 from titanlite.errors import EXIT_INTERRUPTED, CheckpointError, ConfigError
 from titanlite.files import write_file_atomically
 from titanlite.job.config import changed_settings
@@ -136,6 +137,7 @@ def open_services(
         report.printing_errors(),  # before the lock and the watchdog end, which can block
         watchdog.attributing_errors(),  # inside the lock, so that the start log names the lost rank
     ):
+        announce_ranks(rank.rank)
         yield RunServices(rank, watchdog, lock, counters, deadline, advise)
 
 

@@ -216,7 +216,11 @@ def _accept_torchtitan(table: dict[str, Any]) -> list[ConfigError]:
     sections = {name: value for name, value in table.items() if isinstance(value, dict)}
     model, data = sections.get("model", {}), sections.get("data", {})
     quantize = sections.get("quantize", {})
-    if (converters := _text_or_value(model.get("converters", []))) in (["float8"], "float8"):
+    if (converters := _text_or_value(model.get("converters", []))) in (
+        ["float8"],
+        "float8",
+        '["float8"]',
+    ):
         converters = model["converters"] = ["quantize.linear.float8"]
     experts = quantize.get("grouped_mm")  # has no effect without its converter
     is_known = isinstance(experts, dict) and experts.keys() <= {"float8", "mx"}
@@ -225,10 +229,9 @@ def _accept_torchtitan(table: dict[str, Any]) -> list[ConfigError]:
     folder = _text_or_value(model.get("hf_assets_path"))
     if isinstance(folder, str):
         del model["hf_assets_path"]
-        if "tokenizer" not in data:
+        if "tokenizer" not in data and table.setdefault("data", data) is data:  # else: no table
             names = ("tokenizer.json", "tokenizer.model", "original/tokenizer.model")
             found = (name for name in names if (Path(folder) / name).is_file())
-            data = table.setdefault("data", data)
             data["tokenizer"] = str(Path(folder) / next(found, names[0]))
     return list(_replace_datasets(sections, data))
 

@@ -15,7 +15,7 @@ from titanlite.distributed.mesh import Mesh
 from titanlite.distributed.tensors import local_shard, reduce_partial
 from titanlite.optim.adaptive_clip import AdaptiveClip
 
-_CHUNK = 2048  # values; errors: 2e-8 in fp32, 2e-7 in bf16; the CPU time is as without chunks
+_CHUNK = 2048  # values; errors: 2e-8 in fp32, 2e-7 in bf16; CPU time 0.97 to 1.13 x, if large
 
 
 class GradNorms(NamedTuple):
