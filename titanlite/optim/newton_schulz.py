@@ -32,7 +32,9 @@ def orthogonalize(matrices: Tensor) -> Tensor:
     transpose = matrices.shape[-2] > matrices.shape[-1]
     wide = matrices.mT if transpose else matrices
     dtype = torch.promote_types(matrices.dtype, torch.float32)
-    norm = torch.linalg.vector_norm(wide, dim=(-2, -1), keepdim=True, dtype=dtype)
+    # Norms of rows first: a CPU adds the squares one after the other (optim/clip.py).
+    rows = torch.linalg.vector_norm(matrices, dim=-1, keepdim=True, dtype=dtype)
+    norm = torch.linalg.vector_norm(rows, dim=-2, keepdim=True)
     x = (wide / (norm * SAFETY_FACTOR).clamp(min=torch.finfo(dtype).tiny)).to(matrices.dtype)
     for a, b, c in _STEPS:
         gram = x @ x.mT
