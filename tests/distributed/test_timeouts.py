@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from datetime import timedelta
-from unittest.mock import MagicMock
 
 import torch
 import torch.distributed as dist
 
 from tests.distributed.ranks import run_on_ranks
+from tests.faults.launch import LaunchedRun
 from titanlite.distributed.collectives import AsyncMax
 from titanlite.distributed.process_group import set_collective_timeouts
-from titanlite.job import build, read_job
 
 
 def wait_two_seconds() -> tuple[bool, ...]:
@@ -43,23 +43,50 @@ def wait_two_seconds() -> tuple[bool, ...]:
     return tuple(waited)
 
 
-def test_the_first_validation_has_the_timeout_of_the_start(monkeypatch):
-    """It compiles graphs of its own."""
-    calls: list[object] = []
-    monkeypatch.setattr(
-        build, "set_collective_timeouts", lambda seconds, excluded: calls.append(seconds)
+def print_limits() -> None:
+    """Print the limit of the watchdog and of gloo at each forward and backward or validation."""
+    from titanlite.runtime.heartbeat import RankProgress
+    from titanlite.training.engine import SpmdEngine
+
+    forward_backward, evaluate, set_timeout = (
+        *(SpmdEngine.forward_backward, SpmdEngine.evaluate),
+        RankProgress.set_timeout,
     )
-    monkeypatch.setattr(build, "validate", lambda *_: calls.append("validate") or MagicMock())
-    job = read_job([], 1, check_environment=False)
-    run = MagicMock()
-    actions = build.build_periodic_actions(job, run, [MagicMock()], {}, MagicMock())
-    (validation,) = (action for action in actions if action.name == "validate")
-    for _ in range(2):
-        validation.run(MagicMock())
-    start, train = job.config.comm.init_timeout_seconds, job.config.comm.train_timeout_seconds
-    assert calls == [start, "validate", train, "validate"] and start > train
-    keys = [call.args for call in run.watchdog.set_timeout.call_args_list]
-    assert keys == [(start, "comm.init_timeout_seconds"), (train, "comm.train_timeout_seconds")]
+    watched = []
+
+    def keep(self, seconds, key):
+        watched.append(int(seconds))
+        set_timeout(self, seconds, key)
+
+    def printed(name, function):
+        def call(self, *arguments):
+            gloo = dist.group.WORLD._get_backend(torch.device("cpu")).options._timeout
+            print("limits", name, watched[-1] if watched else "-", gloo.seconds, flush=True)
+            return function(self, *arguments)
+
+        return call
+
+    SpmdEngine.forward_backward = printed("step", forward_backward)
+    SpmdEngine.evaluate = printed("validation", evaluate)
+    RankProgress.set_timeout = keep
+
+
+def test_the_first_validation_has_the_timeout_of_the_start(run_toml, tmp_path):
+    """It compiles graphs of its own."""
+    limits = ("--comm.init_timeout_seconds", "5000", "--comm.train_timeout_seconds", "4000")
+    argv = ("--job.config_file", str(run_toml), *limits, "--validation.freq", "2")
+    argv += ("--training.steps", "4", "--checkpoint.enable", "false")
+    with LaunchedRun(1, tmp_path / "out", *argv, prepare=print_limits) as run:
+        assert run.wait() == [0], run.output
+        printed = [line for line in run.output.splitlines() if line.startswith("limits")]
+    short = "4000 4000"
+    assert [line for line, _ in itertools.groupby(printed)] == [
+        "limits step - 5000",
+        f"limits step {short}",
+        "limits validation 5000 5000",
+        f"limits step {short}",
+        f"limits validation {short}",
+    ]
 
 
 def test_train_timeout_applies_to_all_groups_but_the_checkpoint_group():
