@@ -85,7 +85,7 @@ def test_a_packed_document_gives_the_same_logits_as_alone():
         assert (packed[row, begin:end] - alone).abs().max() < 1e-6
 
 
-@pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 2e-6), (torch.bfloat16, 3e-2)])
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-6), (torch.bfloat16, 8e-3)])
 @pytest.mark.parametrize("n_kv_heads", [4, 2, 1])
 def test_outputs_and_gradients_match_sdpa_with_an_explicit_mask(n_kv_heads, dtype, tolerance):
     positions = document_positions(sample_tokens((3, 4, 11), (), (22,)), END)
@@ -99,10 +99,10 @@ def test_outputs_and_gradients_match_sdpa_with_an_explicit_mask(n_kv_heads, dtyp
     expected = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
     actual = document_attention(q, k, v, index_documents(positions))
     grad = torch.randn_like(expected)
-    assert (actual - expected).abs().max() < tolerance
+    assert (actual - expected).abs().max() < tolerance * expected.abs().max()
     expected_grads = torch.autograd.grad(expected, (q, k, v), grad)
     for a, b in zip(torch.autograd.grad(actual, (q, k, v), grad), expected_grads, strict=True):
-        assert a.shape == b.shape and (a - b).abs().max() < 2 * tolerance * b.abs().max()
+        assert a.shape == b.shape and (a - b).abs().max() < tolerance * b.abs().max()
 
 
 @pytest.mark.parametrize("window", [0, 5], ids=["no window", "window"])
