@@ -196,7 +196,7 @@ def test_tensor_and_context_parallel_train_like_one_process(layout, float8, size
     expected = one_process(recipe, float8, microbatch)
     assert record.losses == pytest.approx(expected.losses, rel=1e-5)
     assert record.norms == pytest.approx(expected.norms, rel=1e-4)
-    assert median(gradient_errors(record, expected)) <= 2e-2
+    assert median(gradient_errors(record, expected)) <= 9e-3
     assert_float8(ranks, sizes, float8)
 
 
@@ -205,9 +205,9 @@ def test_tensorwise_context_parallel_trains_nearly_like_one_process():
     errors: loss 5e-5, norm 3e-4, gradients 1e-1, as much as Float8 differs from no Float8."""
     ranks = run_on_ranks(run, 2, Layout(context=2), RECIPE, SCALED)
     record, expected = merge_ranks([record for record, _ in ranks]), one_process(RECIPE, SCALED, 8)
-    assert record.losses == pytest.approx(expected.losses, rel=3e-4)
-    assert record.norms == pytest.approx(expected.norms, rel=1e-2)
-    assert max(gradient_errors(record, expected)) <= 0.3
+    assert record.losses == pytest.approx(expected.losses, rel=1e-4)
+    assert record.norms == pytest.approx(expected.norms, rel=1e-3)
+    assert max(gradient_errors(record, expected)) <= 0.2
     assert_float8(ranks, SIZES, SCALED)
 
 
@@ -246,8 +246,8 @@ def test_shared_experts_are_float8_under_tensor_parallel_too(layout, float8, mic
     expected = one_process(recipe, float8, microbatch)
     errors = dict(zip(expected.gradients[0], gradient_errors(record, expected), strict=True))
     shared = [error for name, error in errors.items() if ".shared_experts." in name]
-    assert len(shared) == 3 and max(shared) <= 2e-2, errors
-    assert median(errors.values()) <= 2e-2
+    assert len(shared) == 3 and max(shared) <= 9e-3, errors
+    assert median(errors.values()) <= 9e-3
 
 
 def test_the_reference_differs_with_float8():
@@ -286,7 +286,7 @@ def test_fsdp_all_gathers_weights_in_float8(float8):
         assert sum(sent_bytes.values()) == sum(
             size if name in in_float8 else 2 * size for name, size in shards.items()
         )
-        assert loss != bf16_loss and loss == pytest.approx(bf16_loss, rel=0.01)
+        assert loss != bf16_loss and loss == pytest.approx(bf16_loss, rel=1e-3)
 
 
 def test_tensor_parallel_all_gathers_activations_in_float8():
@@ -297,7 +297,7 @@ def test_tensor_parallel_all_gathers_activations_in_float8():
     # Two all-gathers in each of two blocks, and one for the output layer, which stays bf16.
     assert bf16_bytes == {("tensor", torch.bfloat16): 2 * 5 * size}
     assert sent_bytes == {("tensor", torch.uint8): 4 * size, ("tensor", torch.bfloat16): 2 * size}
-    assert loss != bf16_loss and loss == pytest.approx(bf16_loss, rel=0.01)
+    assert loss != bf16_loss and loss == pytest.approx(bf16_loss, rel=1e-3)
 
 
 # --- weights that change between steps -----------------------------------------------------------
@@ -422,7 +422,7 @@ def test_float8_converges_like_bf16():
     )[0]
     assert sum(bf16[-3:]) < 0.8 * sum(bf16[:3])  # the loss decreases
     for losses in others:
-        assert losses != bf16 and losses == pytest.approx(bf16, rel=0.02)
+        assert losses != bf16 and losses == pytest.approx(bf16, rel=2e-3)
 
 
 def test_importing_torchao_prints_nothing():

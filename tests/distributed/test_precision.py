@@ -186,12 +186,12 @@ def gradient_of_a_frequent_token(layout) -> torch.Tensor:
 
 
 def test_the_gradient_of_a_frequent_token_does_not_depend_on_the_layout():
-    """Summed over tokens in bf16, one process and two differed by 7 %. Measured now: 0.3 %."""
+    """Summed over tokens in bf16, one process and two differed by 7 %. Measured now: 0.24 %."""
     one, two = (
         run_on_ranks(gradient_of_a_frequent_token, layout.degrees.ranks, layout)[0]
         for layout in (Layout(), Layout(shard=2))
     )
-    assert ((two - one).norm() / one.norm()).item() < 0.01
+    assert ((two - one).norm() / one.norm()).item() < 0.004
 
 
 OVERFLOWING = 2  # the step whose gradients overflow, on the last rank only
@@ -245,6 +245,7 @@ def test_an_overflow_in_fp16_skips_one_step_on_all_ranks_and_changes_no_bit(layo
         last = zip(steps[-1]["tensors"], after, strict=True)
         assert not all(torch.equal(a, b) for a, b in last)
         assert [step["position"] for step in steps] == [ADAMW.batch * n for n in (1, 2, 3, 4)]
-        for step in range(OVERFLOWING):  # the loss scale does not change the gradient
-            assert steps[step]["loss"] == pytest.approx(expected.losses[step], rel=1e-3)
-            assert steps[step]["norm"] == pytest.approx(expected.norms[step], rel=1e-2)
+        # The loss scale does not change the gradient. Measured: loss 4e-7, norm 1e-5.
+        for step in range(OVERFLOWING):
+            assert steps[step]["loss"] == pytest.approx(expected.losses[step], rel=1e-5)
+            assert steps[step]["norm"] == pytest.approx(expected.norms[step], rel=1e-4)
