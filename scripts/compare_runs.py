@@ -23,7 +23,7 @@ Expected differences between two layouts of one job, with AdamW:
   fp32  1e-7 in loss and grad_norm at step 1; by step 20, 2e-7 in loss and about 1e-5 in
         grad_norm, except in a step whose gradient norm jumps (2e-4 where it doubled). AdamW
         amplifies rounding, because it divides small gradients by small gradients: grad_norm of a
-        small model differs by 6e-4 by step 40, by 1e-2 (loss: 1e-3) after hundreds of steps. Both
+        small model differs by 1e-3 by step 40, by 1e-2 (loss: 1e-3) after hundreds of steps. Both
         runs converge equally well. SGD does not: 1e-7 in both after 5 steps.
   bf16  1e-3 in grad_norm at step 1, more than 1e-1 (loss: 1e-2) at step 50.
 A bug in a layout usually changes grad_norm by 1e-2 or more within two steps. So compare 20 steps:
