@@ -205,7 +205,7 @@ def test_tensorwise_context_parallel_trains_nearly_like_one_process():
     errors: loss 5e-5, norm 3e-4, gradients 1e-1, as much as Float8 differs from no Float8."""
     ranks = run_on_ranks(run, 2, Layout(context=2), RECIPE, SCALED)
     record, expected = merge_ranks([record for record, _ in ranks]), one_process(RECIPE, SCALED, 8)
-    assert record.losses == pytest.approx(expected.losses, rel=1e-4)
+    assert record.losses == pytest.approx(expected.losses, rel=2e-4)
     assert record.norms == pytest.approx(expected.norms, rel=1e-3)
     assert max(gradient_errors(record, expected)) <= 0.2
     assert_float8(ranks, SIZES, SCALED)

@@ -191,7 +191,7 @@ def test_the_gradient_of_a_frequent_token_does_not_depend_on_the_layout():
         run_on_ranks(gradient_of_a_frequent_token, layout.degrees.ranks, layout)[0]
         for layout in (Layout(), Layout(shard=2))
     )
-    assert ((two - one).norm() / one.norm()).item() < 0.004
+    assert ((two - one).norm() / one.norm()).item() < 0.006
 
 
 OVERFLOWING = 2  # the step whose gradients overflow, on the last rank only
