@@ -42,16 +42,21 @@ def open_jinja_template(path: Path, tokenizer: Tokenizer) -> JinjaTemplate:
         config = parse_json(text.encode()) if path.suffix == ".json" else {"chat_template": text}
     except (OSError, ValueError) as error:
         raise DataError(f"{path}: cannot be read as a chat template ({error}).") from None
+    return template_of_config(config, str(path), tokenizer)
+
+
+def template_of_config(config: Any, name: str, tokenizer: Tokenizer) -> JinjaTemplate:
+    """The template in the content of a tokenizer_config.json; raises DataError."""
     source = config.get("chat_template") if isinstance(config, dict) else None
     if isinstance(source, list):  # several, by name
         entries = [entry for entry in source if isinstance(entry, dict)]
         source = next((e.get("template") for e in entries if e.get("name") == "default"), None)
     if not isinstance(source, str):
-        beside = path.with_name("chat_template.jinja")
+        beside = Path(name).with_name("chat_template.jinja")
         fix = f"Did you mean {beside}?" if beside.exists() else 'Use "llama3" or "chatml".'
-        raise DataError(f"{path}: has no chat_template.", fix=fix)
+        raise DataError(f"{name}: has no chat_template.", fix=fix)
     names = {key: _token_name(config.get(key)) for key in ("bos_token", "eos_token")}
-    return JinjaTemplate(str(path), source, names, tokenizer)
+    return JinjaTemplate(name, source, names, tokenizer)
 
 
 def _complete(message: Message) -> Message:
