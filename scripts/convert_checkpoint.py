@@ -19,7 +19,7 @@ import torch
 import checkout  # noqa: F401
 from titanlite.checkpoint import find_newest_checkpoint, from_hugging_face, to_hugging_face
 from titanlite.errors import EXIT_DONE, EXIT_USER_ERROR, UserError, format_error
-from titanlite.log import pluralize
+from titanlite.log import configure_log, log_waiting, pluralize
 from titanlite.storage import StorageFolder, is_url
 
 
@@ -50,7 +50,8 @@ def main(argv: list[str] | None = None) -> int:
         if args.command == "to-hf":
             export_checkpoint(args)
         else:
-            manifest = from_hugging_face(StorageFolder(args.folder), StorageFolder(args.out))
+            with log_waiting(f"converting {args.folder}"):
+                manifest = from_hugging_face(StorageFolder(args.folder), StorageFolder(args.out))
             size = f"{pluralize(len(manifest.tensors), 'tensor')}, {manifest.bytes / 1e6:,.1f} MB"
             print(f"{args.out}: {size}")
     except UserError as error:
@@ -61,17 +62,19 @@ def main(argv: list[str] | None = None) -> int:
 
 def export_checkpoint(args: argparse.Namespace) -> None:
     checkpoint = find_newest_checkpoint(StorageFolder(args.checkpoint))
-    note = to_hugging_face(
-        checkpoint,
-        StorageFolder(args.out),
-        dtype=args.dtype and getattr(torch, args.dtype),
-        tokenizer=args.tokenizer,
-        max_shard_bytes=int(args.max_shard_gb * 1e9),
-    )
+    with log_waiting(f"exporting {checkpoint}"):
+        note = to_hugging_face(
+            checkpoint,
+            StorageFolder(args.out),
+            dtype=args.dtype and getattr(torch, args.dtype),
+            tokenizer=args.tokenizer,
+            max_shard_bytes=int(args.max_shard_gb * 1e9),
+        )
     print(f"{args.out}: exported from {checkpoint}. {note}")
 
 
 if __name__ == "__main__":
+    configure_log()
     if not any(map(is_url, sys.argv)):  # a remote store that disconnects sends SIGPIPE, too
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `... | head` is not an error
     sys.exit(main())

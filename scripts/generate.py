@@ -1,21 +1,38 @@
-"""Generate text: python scripts/generate.py --checkpoint outputs/checkpoint/step-100"""
+"""Generate text: python scripts/generate.py --checkpoint outputs/checkpoint/step-100
+
+With --chat QUESTION, answer it; with --chat alone, each line of stdin is a question of one
+conversation.
+"""
 
 from __future__ import annotations
 
 import argparse
 import signal
 import sys
+from collections.abc import Iterable, Iterator
 
 import checkout  # noqa: F401
 from titanlite.checkpoint import find_newest_checkpoint
+from titanlite.corpus.chat.encode import ChatEncoder
+from titanlite.corpus.chat.template import open_chat_template
 from titanlite.distributed.process_group import choose_device
-from titanlite.errors import EXIT_DONE, EXIT_USER_ERROR, UserError, format_error, printable
-from titanlite.generate import Sampling, load_generator
+from titanlite.errors import (
+    EXIT_DONE,
+    EXIT_USER_ERROR,
+    CheckpointError,
+    UserError,
+    format_error,
+    printable,
+)
+from titanlite.generate import Sampling, TextGenerator, generate, load_generator
+from titanlite.log import configure_log, log_waiting
 from titanlite.storage import StorageFolder
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument(
         "--checkpoint",
         required=True,
@@ -24,6 +41,15 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument(
         "--prompt", default="", help="text to continue (default: empty, which begins a document)"
+    )
+    parser.add_argument(
+        "--chat", nargs="?", const="", metavar="QUESTION", help="answer with a chat template"
+    )
+    parser.add_argument(
+        "--template",
+        metavar="NAME",
+        help="of --chat: llama3, chatml, or the path of a tokenizer_config.json or .jinja (default:"
+        " that of the Hugging Face folder that the training began with)",
     )
     parser.add_argument("--max-new-tokens", type=int, default=200, metavar="N", help="default: 200")
     parser.add_argument(
@@ -59,22 +85,68 @@ def parse_arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
+def open_encoder(generator: TextGenerator, template: str | None) -> ChatEncoder:
+    """Conversations as the model was trained on them; raises CheckpointError or DataError."""
+    if template:
+        return ChatEncoder(generator.tokenizer, open_chat_template(template, generator.tokenizer))
+    if not generator.published.get("chat_template"):
+        raise CheckpointError(
+            "--chat: the checkpoint has no chat template.",
+            fix="Give that of the fine-tuning recipe: --template llama3, for example.",
+        )
+    from titanlite.corpus.chat.jinja import template_of_config  # needs an optional package
+
+    name, tokenizer = "the checkpoint's chat template", generator.tokenizer
+    return ChatEncoder(tokenizer, template_of_config(generator.published, name, tokenizer))
+
+
+def answer(
+    generator: TextGenerator, args: argparse.Namespace, sampling: Sampling, questions: Iterable[str]
+) -> Iterator[str]:
+    """Yield the answer to each question of one conversation."""
+    encoder, tokenizer = open_encoder(generator, args.template), generator.tokenizer
+    messages: list[dict[str, str]] = []
+    for question in questions:
+        messages.append({"role": "user", "content": question.rstrip("\n")})
+        prompt, ends = encoder.encode_prompt(messages)
+        ids = generate(
+            generator.model,
+            prompt,
+            args.max_new_tokens,
+            sampling,
+            ends=ends | generator.end_ids,
+            vocab_size=tokenizer.vocab_size,
+        )
+        with log_waiting("answering"):
+            messages.append({"role": "assistant", "content": tokenizer.decode(list(ids))})
+        yield messages[-1]["content"]
+
+
 def main() -> int:
     args = parse_arguments()
     try:
         sampling = Sampling(args.temperature, args.top_k, args.top_p, args.seed)
         checkpoint = find_newest_checkpoint(StorageFolder(args.checkpoint))
-        generator = load_generator(checkpoint, choose_device(args.device), args.tokenizer)
-        text = generator.complete(args.prompt, args.max_new_tokens, sampling)
+        with log_waiting(f"loading {checkpoint}"):
+            generator = load_generator(checkpoint, choose_device(args.device), args.tokenizer)
+        if args.chat is None:
+            with log_waiting("generating"):
+                text = generator.complete(args.prompt, args.max_new_tokens, sampling)
+            texts: Iterable[str] = [args.prompt + text]
+        else:
+            texts = answer(generator, args, sampling, [args.chat] if args.chat else sys.stdin)
+        for text in texts:
+            # End quietly if `| head` closes stdout. Only here: libraries rely on ignoring SIGPIPE.
+            signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+            # a model may write sequences that control a terminal
+            print(printable(text) if sys.stdout.isatty() else text, flush=True)
+            signal.signal(signal.SIGPIPE, signal.SIG_IGN)
     except UserError as error:
         print(format_error(error), file=sys.stderr)
         return EXIT_USER_ERROR
-    # End quietly if `| head` closes stdout. Set only now: libraries rely on SIGPIPE being ignored.
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)
-    # a model may write sequences that control a terminal
-    print(printable(args.prompt + text) if sys.stdout.isatty() else args.prompt + text)
     return EXIT_DONE
 
 
 if __name__ == "__main__":
+    configure_log()
     sys.exit(main())

@@ -30,6 +30,9 @@ def pytest_addoption(parser) -> None:
     parser.addoption(
         "--fuzz", type=float, default=0, help="minutes of fuzzing all readers; runs no other test"
     )
+    parser.addoption(
+        "--chat-templates", help="folder whose chat templates are compared with transformers"
+    )
 
 
 def pytest_configure(config) -> None:

@@ -78,7 +78,7 @@ def test_a_seed_determines_the_sampled_text(model):
 def test_generation_stops_before_the_end_id(model):
     greedy = list(generate(model, [3], 10, Sampling(temperature=0)))
     end = greedy[4]
-    stopped = list(generate(model, [3], 10, Sampling(temperature=0), end=end))
+    stopped = list(generate(model, [3], 10, Sampling(temperature=0), ends=[end]))
     assert stopped == greedy[: greedy.index(end)]
 
 
@@ -125,6 +125,8 @@ def test_a_prompt_begins_with_the_token_that_preceded_documents_in_training():
     assert (causal.prompt_ids("x"), causal.prompt_ids("")) == ([8, 1, 2], [8])
     with_bos = TextGenerator(None, FixedTokenizer(), bos=True, document_mask=True)
     assert (with_bos.prompt_ids("x"), with_bos.prompt_ids("")) == ([7, 1, 2], [7])
+    instruct = TextGenerator(None, FixedTokenizer(), published={"eos_token_id": [3, 5]})
+    assert (causal.end_ids, instruct.end_ids) == ({8}, {3, 5, 8})
     masked = TextGenerator(None, FixedTokenizer(), document_mask=True)
     assert (masked.prompt_ids("x"), masked.prompt_ids("")) == ([1, 2], [8])
 

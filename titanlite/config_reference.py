@@ -52,6 +52,8 @@ def list_sections(schema: type, name: str = "") -> list[SectionReference]:
             keys.append(
                 KeyReference(key, _describe_key_type(hint), _describe_default(field), meaning)
             )
+    for key, meaning in getattr(schema, "REPLACED", {}).items():
+        keys.insert(0, KeyReference(f"{name}.{key}", "a string or none", "none", meaning))
     summary = (inspect.getdoc(schema) or "").partition("\n")[0].removeprefix(f"[{name}] ")
     return ([SectionReference(name, summary, keys)] if keys else []) + subsections
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from titanlite.checkpoint import (
     SavedModel,
     model_and_optimizer_state,
+    read_saved_facts,
     read_saved_model,
     read_tensors,
 )
@@ -49,6 +51,14 @@ class TextGenerator:
     tokenizer: Tokenizer
     bos: bool = False  # in training, every document began with BOS
     document_mask: bool = False  # in training, a document did not attend to the one before it
+    published: Mapping[str, Any] = field(default_factory=dict)  # see read_saved_facts
+
+    @property
+    def end_ids(self) -> set[int]:
+        """EOS, and what else ends a text of the model that the training began with."""
+        more = self.published.get("eos_token_id")
+        more = more if isinstance(more, list) else [more]
+        return {self.tokenizer.eos_id, *(id for id in more if type(id) is int)}
 
     def prompt_ids(self, prompt: str) -> list[int]:
         """The ids of a prompt, after the token that preceded a document's text in training.
@@ -71,7 +81,7 @@ class TextGenerator:
             self.prompt_ids(prompt),
             max_new_tokens,
             sampling,
-            end=self.tokenizer.eos_id,
+            ends=self.end_ids,
             vocab_size=self.tokenizer.vocab_size,
         )
         return self.tokenizer.decode(list(ids))
@@ -91,7 +101,9 @@ def load_generator(
             f"{checkpoint}: was trained on token ids without data.tokenizer.",
             fix="Name the tokenizer that made the ids: --tokenizer PATH.",
         )
-    return TextGenerator(load_model(saved, device), saved.tokenizer, saved.bos, saved.document_mask)
+    facts = read_saved_facts(saved)
+    model = load_model(saved, device)
+    return TextGenerator(model, saved.tokenizer, saved.bos, saved.document_mask, facts)
 
 
 def load_model(
@@ -112,10 +124,10 @@ def generate(
     max_new_tokens: int,
     sampling: Sampling,
     *,
-    end: int | None = None,
+    ends: Collection[int] = (),
     vocab_size: int | None = None,
 ) -> Iterator[int]:
-    """Yield the ids that follow `prompt`, at most `max_new_tokens`; stop before the id `end`.
+    """Yield the ids that follow `prompt`, at most `max_new_tokens`; stop before an id of `ends`.
 
     Only ids below `vocab_size` are sampled: a model's vocabulary may be larger than its
     tokenizer's.
@@ -136,7 +148,7 @@ def generate(
             sampled = sample_token(logits, sampling, generator)
         start += tokens.shape[1]
         token = int(sampled)
-        if token == end:
+        if token in ends:
             return
         yield token
         tokens = sampled.view(1, 1)

@@ -2,12 +2,28 @@
 
 from __future__ import annotations
 
+import io
+import json
+import shutil
+import sys
+from contextlib import nullcontext
+from dataclasses import replace
+
 import pytest
 import torch
 
 from scripts import convert_checkpoint
+from scripts import generate as generate_script
+from tests.checkpoint.test_huggingface import edit_json, export, random_model
+from tests.corpus.chats import CHATML, write_tokenizer
+from tests.distributed.oracle import SIZES
 from tests.faults.launch import LaunchedRun, lines_of
-from titanlite.generate import load_generator
+from titanlite.corpus.chat.encode import ChatEncoder
+from titanlite.corpus.chat.template import open_chat_template
+from titanlite.corpus.prepare import PrepareSettings, prepare_corpus
+from titanlite.data import open_tokenizer
+from titanlite.errors import CheckpointError
+from titanlite.generate import Sampling, generate, load_generator
 from titanlite.storage import StorageFolder
 
 
@@ -85,3 +101,64 @@ def test_a_hugging_face_folder_with_other_model_sizes_is_refused(run_toml, tmp_p
     with LaunchedRun(1, tmp_path / "other", *arguments, *initial) as run:
         assert run.wait() == [2], run.output
         assert "hidden_dim: 64 saved, 96 now" in run.output
+
+
+def test_what_a_published_folder_says_survives_training_a_resume_and_the_export(
+    tmp_path, monkeypatch, capsys
+):
+    published, tokenizer = tmp_path / "published", tmp_path / "tokenizer.json"
+    folder = export(published, random_model(replace(SIZES, vocab_size=512)))
+    write_tokenizer(published, CHATML)
+    facts = {"eos_token_id": [401, 406], "max_position_embeddings": 4096}
+    edit_json(folder, "config.json", **facts, auto_map={"AutoConfig": "code.Config"})
+    generation = {"eos_token_id": [401, 404], "temperature": 0.6, "do_sample": True}
+    (published / "generation_config.json").write_text(json.dumps(generation))
+    shutil.copy(published / "tokenizer.json", tokenizer)
+    (tmp_path / "text.jsonl").write_text(json.dumps({"text": "some text " * 99}) + "\n")
+    settings = PrepareSettings(0.0, workers=1)
+    prepare_corpus([tmp_path / "text.jsonl"], open_tokenizer(str(tokenizer)), tmp_path, settings)
+    toml, out, exported = tmp_path / "run.toml", tmp_path / "out", tmp_path / "exported"
+    toml.write_text(
+        f"""
+        model.from = "{published}"
+        job.device = "cpu"
+        data.tokenizer = "{tokenizer}"
+        data.sources = [{{ name = "text", path = "{tmp_path}/train" }}]
+        training = {{ steps = 2, seq_len = 32, local_batch_size = 1 }}
+        checkpoint.enable = true
+        checkpoint.initial_load_path = "{published}"
+        checkpoint.initial_load_in_hf = true
+        """
+    )
+    train(toml, out, 1)
+    shutil.rmtree(published)
+    log = train(out / "config.toml", out, 1, "--training.steps", "3")
+    assert "step-2" in log
+    waits = []
+    for script in (convert_checkpoint, generate_script):
+        monkeypatch.setattr(script, "log_waiting", lambda what: waits.append(what) or nullcontext())
+    assert convert_checkpoint.main(["to-hf", str(out), str(exported)]) == 0
+    files = ("config.json", "generation_config.json", "tokenizer_config.json")
+    config, kept, settings = (json.loads((exported / name).read_bytes()) for name in files)
+    assert config["max_position_embeddings"] == 4096 and config["hidden_size"] == SIZES.dim
+    assert config["eos_token_id"] == [401, 404]  # of generation_config.json, as transformers stops
+    assert kept == generation and settings["chat_template"] == CHATML
+    assert (exported / "tokenizer.json").read_bytes() == tokenizer.read_bytes()
+    argv = ["generate.py", "--checkpoint", str(out), "--temperature", "0", "--max-new-tokens", "8"]
+    monkeypatch.setattr(sys, "argv", [*argv, "--chat"])
+    monkeypatch.setattr(sys, "stdin", io.StringIO("a\nb\n"))
+    assert generate_script.main() == 0
+    model = load_generator(StorageFolder(out / "checkpoint" / "step-3"), torch.device("cpu"))
+    encoder = ChatEncoder(model.tokenizer, open_chat_template("chatml", model.tokenizer))
+    chat, shown = [], ""
+    for question in ("a", "b"):
+        chat.append({"role": "user", "content": question})
+        prompt, ends = encoder.encode_prompt(chat)
+        options = {"ends": {401, 404, *ends}, "vocab_size": model.tokenizer.vocab_size}
+        ids = generate(model.model, prompt, 8, Sampling(temperature=0), **options)
+        chat.append({"role": "assistant", "content": model.tokenizer.decode(list(ids))})
+        shown += chat[-1]["content"] + "\n"
+    assert capsys.readouterr().out.endswith(shown) and shown.strip()
+    assert [what.split()[0] for what in waits] == ["exporting", "loading", *["answering"] * 2]
+    with pytest.raises(CheckpointError, match="has no chat template.*--template llama3"):
+        generate_script.open_encoder(replace(model, published={}), None)

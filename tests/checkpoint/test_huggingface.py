@@ -17,10 +17,8 @@ from tests.distributed.ranks import run_on_ranks
 from titanlite.checkpoint import model_and_optimizer_state
 from titanlite.checkpoint.convert import from_hugging_face, to_hugging_face
 from titanlite.checkpoint.huggingface import (
-    PUBLISHED_FILE,
     HuggingFaceFolder,
     open_hugging_face,
-    read_published_facts,
 )
 from titanlite.checkpoint.huggingface_export import ModelToExport, write_hugging_face
 from titanlite.checkpoint.model_size import parameter_shapes
@@ -506,25 +504,6 @@ def test_a_model_that_the_architecture_or_dtype_cannot_represent_is_not_exported
         export(tmp_path / "from bf16", model.bfloat16(), dtype=torch.float16)
 
 
-def test_an_export_repeats_what_the_published_folder_says_beside_the_weights(tmp_path):
-    folder = export(tmp_path / "published", random_model(SIZES))
-    eos = [1, 7]
-    edit_json(folder, "config.json", max_position_embeddings=4096, auto_map={"A": "b"})
-    for name, content in (
-        ("generation_config.json", {"eos_token_id": eos, "top_p": 0.9}),
-        ("tokenizer_config.json", {"chat_template": "{{ messages }}"}),
-    ):
-        (tmp_path / "published" / name).write_text(json.dumps(content))
-    published = read_published_facts(folder)[PUBLISHED_FILE]
-    facts = json.loads(published)
-    assert facts["max_position_embeddings"] == 4096 and facts["eos_token_id"] == eos
-    out = tmp_path / "out"
-    export(out, random_model(SIZES), published=facts)
-    config = json.loads((out / "config.json").read_bytes())
-    assert config["eos_token_id"] == eos
-    assert json.loads((out / "generation_config.json").read_bytes())["top_p"] == 0.9
-
-
 def test_model_from_takes_the_sizes_of_a_folder_and_explicit_keys_win(tmp_path):
     path = tmp_path / "hf"
     folder = export(path, random_model(SIZES))
@@ -540,7 +519,6 @@ def test_model_from_takes_the_sizes_of_a_folder_and_explicit_keys_win(tmp_path):
         problems = load_config(JobConfig, [*argv, *more], MOVED, complete_table)[1]
         assert message in str(problems[0])
     folder = export(tmp_path / "step", random_model(SIZES))
-    from_hugging_face(folder, StorageFolder(tmp_path / "converted"))
     edit_json(folder, "config.json", max_position_embeddings=4096)
     from_hugging_face(folder, StorageFolder(tmp_path / "long"))
     to_hugging_face(StorageFolder(tmp_path / "long"), StorageFolder(tmp_path / "back"))

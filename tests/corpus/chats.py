@@ -79,7 +79,7 @@ def write_tokenizer(folder: Path, template: str = LLAMA3) -> Path:
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "bos_token": "<|begin_of_text|>",
-        "eos_token": {"content": "<|end_of_text|>"},
+        "eos_token": {"__type": "AddedToken", "content": "<|end_of_text|>"},
         "chat_template": template,
     }
     (folder / "tokenizer_config.json").write_text(json.dumps(config))

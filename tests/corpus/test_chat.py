@@ -121,6 +121,29 @@ def test_ids_and_answers_are_those_of_transformers(folder, template, plain, mark
             assert sum(answers) == sum(expected[1]) + len(chat) // 2
 
 
+@pytest.mark.parametrize(
+    "template, plain, end",
+    [
+        ("llama3", LLAMA3, "<|eot_id|>"),
+        (LLAMA3, LLAMA3, "<|eot_id|>"),
+        ("chatml", CHATML, "<|im_end|>"),
+        (CHATML, CHATML, "<|im_end|>"),
+        (EOS_TURNS, EOS_TURNS, "<|end_of_text|>"),
+    ],
+)
+def test_a_prompt_has_the_ids_of_transformers_and_the_token_that_ends_its_answer(
+    folder, template, plain, end
+):
+    from transformers import PreTrainedTokenizerFast
+
+    reference = PreTrainedTokenizerFast.from_pretrained(folder, chat_template=plain)
+    options = {"add_generation_prompt": True, "return_dict": False}
+    for chat in (CHATS[0][:1], CHATS[0][:3], turns("?", system="Be brief.")):
+        expected = reference.apply_chat_template(chat, **options)
+        ends = {reference.convert_tokens_to_ids(end)}
+        assert open_encoder(folder, template).encode_prompt(chat) == (expected, ends)
+
+
 CALLS = "{% for m in messages %}{{ '<call>' + m.role + '\n' + m.content | trim }}{% endfor %}"
 CALLS += "{% if add_generation_prompt %}<call>assistant\n{% endif %}"
 SPACES = turns("  four    spaces \n\n", "two\n\nparagraphs", "  user  ", "  indented\n\n\n")

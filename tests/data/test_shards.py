@@ -77,15 +77,21 @@ def test_a_shard_of_any_integer_type_opens_by_prefix_or_file(tmp_path, code):
 
 
 @pytest.mark.parametrize(
-    "starts, modes, count",
-    [((0, 1, 3), b"", 2), ((), b"", 3), ((0, 1, 2), b"", 3), ((0, 1, 2, 3), b"\0\1\0", 3)],
-    ids=["two sequences in one document", "empty", "without its end", "with modes"],
+    "starts, count",
+    [((0, 1, 3), 2), ((), 3), ((0, 1, 2), 3)],
+    ids=["two sequences in one document", "empty", "without its end"],
 )
-def test_an_invalid_list_of_documents_does_not_lose_tokens(tmp_path, starts, modes, count):
-    write_by_hand(tmp_path / "a", [[1, 2], [3], [4, 5, 6]], 4, starts, modes)
+def test_an_invalid_list_of_documents_does_not_lose_tokens(tmp_path, starts, count):
+    write_by_hand(tmp_path / "a", [[1, 2], [3], [4, 5, 6]], 4, starts)
     corpus = open_corpus(tmp_path)
     assert corpus.read(0, corpus.tokens).tolist() == [1, 2, 3, 4, 5, 6]
     assert corpus.documents == count
+
+
+def test_a_multimodal_index_is_refused(tmp_path):
+    write_by_hand(tmp_path / "a", [[1, 2], [3], [4, 5, 6]], 4, range(4), modes=b"\0\1\0")
+    with pytest.raises(DataError, match=r"a\.idx: is a multimodal Megatron index: 3 bytes"):
+        open_corpus(tmp_path)
 
 
 def test_reads_across_shard_boundaries_lose_no_tokens(tmp_path):

@@ -8,7 +8,7 @@ from titanlite.checkpoint.config import (
     check_checkpoint_config,
     checkpoint_folder,
 )
-from titanlite.checkpoint.convert import from_hugging_face, to_hugging_face
+from titanlite.checkpoint.convert import from_hugging_face, read_saved_facts, to_hugging_face
 from titanlite.checkpoint.finding import FoundCheckpoint
 from titanlite.checkpoint.listing import list_steps, step_sort_key
 from titanlite.checkpoint.manifest import CheckpointManifest, check_hashes, read_checkpoint_manifest
@@ -33,6 +33,7 @@ __all__ = [
     "list_steps",
     "model_and_optimizer_state",
     "read_checkpoint_manifest",
+    "read_saved_facts",
     "read_saved_model",
     "read_tensors",
     "step_sort_key",

@@ -72,12 +72,9 @@ def to_hugging_face(
         for name in parameter_shapes(saved.spec, saved.sizes).keys()
         - buffer_names(saved.spec, saved.sizes)
     }
-    published = _read_saved_facts(checkpoint, saved)
+    published = read_saved_facts(saved)
     context = published.get("max_position_embeddings")
     seq_len = max(saved.seq_len, context if type(context) is int and context < 1 << 40 else 0)
-    content = saved.tokenizer.files.get(TOKENIZER_FILE, b"") if saved.tokenizer else b""
-    if published.get("tokenizer") != xxhash.xxh3_128_hexdigest(content):
-        published = {}
     model = ModelToExport(
         saved.spec, saved.sizes, load, seq_len, saved.tokenizer, saved.bos, published
     )
@@ -89,17 +86,25 @@ def to_hugging_face(
     )
 
 
-def _read_saved_facts(checkpoint: StorageFolder, saved: SavedModel) -> dict[str, Any]:
-    """What read_published_facts found in the folder that a checkpoint's training began with."""
+def read_saved_facts(saved: SavedModel) -> dict[str, Any]:
+    """What read_published_facts found in the folder that a checkpoint's training began with.
+
+    Only the context length if the checkpoint has another tokenizer than that folder.
+    """
     record = saved.manifest.files.get(PUBLISHED_FILE)
     if record is None or record.bytes > MAX_JSON_BYTES:
         return {}
-    check_hashes(checkpoint, saved.manifest, [PUBLISHED_FILE])
+    check_hashes(saved.folder, saved.manifest, [PUBLISHED_FILE])
     try:
-        facts = parse_json(checkpoint.read(PUBLISHED_FILE))
+        facts = parse_json(saved.folder.read(PUBLISHED_FILE))
     except ValueError:
         return {}
-    return facts if isinstance(facts, dict) else {}
+    if not isinstance(facts, dict):
+        return {}
+    content = saved.tokenizer.files.get(TOKENIZER_FILE, b"") if saved.tokenizer else b""
+    if facts.get("tokenizer") != xxhash.xxh3_128_hexdigest(content):
+        return {key: facts[key] for key in facts if key == "max_position_embeddings"}
+    return facts
 
 
 def from_hugging_face(folder: StorageFolder, out: StorageFolder) -> CheckpointManifest:

@@ -468,8 +468,13 @@ def parse_header(idx: Path | str, size: int, header: bytes) -> tuple[np.dtype, i
             fix=_PREPARE,
         )
     expected = INDEX_HEADER.size + 12 * sequences + 8 * entries
-    # Megatron's multimodal indexes have one more byte for each sequence, its mode
-    if size not in (expected, expected + sequences):
+    if sequences and size == expected + sequences:
+        raise DataError(
+            f"{idx}: is a multimodal Megatron index: {sequences:,} bytes with the mode of each"
+            " sequence follow its list of documents. Only text can be trained on.",
+            fix=_PREPARE,
+        )
+    if size != expected:
         raise wrong_size_error(idx, size, expected, f"its {pluralize(sequences, 'sequence')}")
     return _TYPES[code], sequences, entries
 

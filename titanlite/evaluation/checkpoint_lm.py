@@ -142,7 +142,7 @@ class CheckpointLM(TemplateLM):
             top_k, top_p = int(settings.get("top_k", 0)), float(settings.get("top_p", 1.0))
             sampling = Sampling(temperature, top_k, top_p)
         ids: list[int] = []
-        for id in generate(self.model, prompt, limit, sampling, end=tokenizer.eos_id):
+        for id in generate(self.model, prompt, limit, sampling, ends=[tokenizer.eos_id]):
             ids.append(id)
             if any(stop and stop in tokenizer.decode(ids) for stop in stops):
                 break

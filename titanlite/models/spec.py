@@ -34,13 +34,15 @@ def _family_names() -> Iterable[str]:
 class ModelConfig:
     """[model] The architecture to train; a size that is set here overrides the flavor's.
 
-    `from = "folder"` reads the family and all sizes from the config.json of a Hugging Face folder.
-
     A size is a field whose default is None. Each family has some of them, under the same name in
     its dataclass of sizes, and refuses the others. A family that needs a size of its own adds a
     field here.
     """
 
+    REPLACED: ClassVar = {  # keys that other keys replace before this is built
+        "from": "Hugging Face folder, whose config.json gives the family and all sizes; other keys"
+        " of [model] override them"
+    }
     name: Annotated[str, OneOf(_family_names)] = "llama3"  # model family
     flavor: str = "debugmodel"  # named set of sizes of that family
     initialization: Literal["titanlite", "torchtitan"] = "titanlite"

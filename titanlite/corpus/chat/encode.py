@@ -65,6 +65,22 @@ class ChatEncoder:
             raise DataError(f"{origin}: {error.message}", error.fix) from None
         return np.concatenate([np.empty(0, np.int32), *entries])
 
+    def encode_prompt(self, messages: Sequence[Message]) -> tuple[list[int], set[int]]:
+        """(ids before the next answer of a conversation, the id that ends an answer, if any).
+
+        These are the ids that training had there. Raises DataError as `encode` does.
+        """
+        chat = [*messages, {"role": ASSISTANT, "content": "x"}]
+        entries = self.encode(json.dumps(chat), "the conversation")
+        ids, trained = entries & ID_MASK, entries & UNTRAINED == 0
+        if trained.all() or not trained.any():
+            raise DataError(f'the chat template "{self._template.name}" marks no answer.')
+        last = int(np.flatnonzero(trained)[-1])
+        begin = int(np.flatnonzero(~trained[:last])[-1]) + 1
+        special = set(self._tokenizer.special_tokens.values())
+        ends = [id for id in ids[begin : last + 1].tolist() if id in special]
+        return ids[:begin].tolist(), set(ends[-1:])
+
     @property
     def begins_with_bos(self) -> bool:
         """Whether the template puts the tokenizer's BOS before a conversation."""

@@ -28,7 +28,8 @@ from titanlite.errors import DataError
 from titanlite.files import parse_json, read_regular_file
 
 _MAX_BYTES = 4 << 20
-_VERSION = 2  # increase it when the same template gives other text or labels
+_VERSION = 3  # increase it when the same template gives other text or labels
+_REASONING = ("reasoning_content", "thinking", "reasoning")  # names of it in a message
 RENDERER = [sys.executable, "-W", "ignore", render.__file__]
 _CPU_SECONDS = 10.0  # to compile a template and render one conversation
 _MARKS = str.maketrans(dict.fromkeys((ANSWER, ANSWER_END, BREAK, ANCHOR), "\ufffd"))
@@ -41,16 +42,30 @@ def open_jinja_template(path: Path, tokenizer: Tokenizer) -> JinjaTemplate:
         config = parse_json(text.encode()) if path.suffix == ".json" else {"chat_template": text}
     except (OSError, ValueError) as error:
         raise DataError(f"{path}: cannot be read as a chat template ({error}).") from None
+    return template_of_config(config, str(path), tokenizer)
+
+
+def template_of_config(config: Any, name: str, tokenizer: Tokenizer) -> JinjaTemplate:
+    """The template in the content of a tokenizer_config.json; raises DataError."""
     source = config.get("chat_template") if isinstance(config, dict) else None
     if isinstance(source, list):  # several, by name
         entries = [entry for entry in source if isinstance(entry, dict)]
         source = next((e.get("template") for e in entries if e.get("name") == "default"), None)
     if not isinstance(source, str):
-        beside = path.with_name("chat_template.jinja")
+        beside = Path(name).with_name("chat_template.jinja")
         fix = f"Did you mean {beside}?" if beside.exists() else 'Use "llama3" or "chatml".'
-        raise DataError(f"{path}: has no chat_template.", fix=fix)
+        raise DataError(f"{name}: has no chat_template.", fix=fix)
     names = {key: _token_name(config.get(key)) for key in ("bos_token", "eos_token")}
-    return JinjaTemplate(str(path), source, names, tokenizer)
+    return JinjaTemplate(name, source, names, tokenizer)
+
+
+def _complete(message: Message) -> Message:
+    """The message without keys that are null, because templates write "None", and with its
+    reasoning under the two names that templates read, both as in transformers."""
+    message = {key: value for key, value in message.items() if value is not None}
+    for text in (message[name] for name in _REASONING if name in message):
+        return {"thinking": text, **message, "reasoning_content": text}
+    return message
 
 
 def _token_name(value: Any) -> str:
@@ -97,9 +112,8 @@ class JinjaTemplate:
 
     def render(self, messages: Sequence[Message], tools: Tools = ()) -> Iterator[Segment]:
         """The segments of a conversation; raises ValueError if the template refuses it."""
-        # without keys that are null, as in transformers: templates write "None"
-        messages = [{k: v for k, v in message.items() if v is not None} for message in messages]
-        conversation = {"messages": self._protect(messages), "tools": self._protect(list(tools))}
+        messages = self._protect([_complete(message) for message in messages])
+        conversation = {"messages": messages, "tools": self._protect(list(tools))}
         trained = False
         text = _renderer().ask(self._request | conversation)
         for part in re.split(f"([{ANSWER}{ANSWER_END}])", text):
