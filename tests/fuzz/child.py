@@ -181,7 +181,7 @@ def prepare_case(reader: Reader, seeds: Path, work: Path, case: int) -> Path:
     random = Random(f"{reader.seed}/{reader.file}/{case}")
     files = sorted(target.glob(reader.file)) if reader.file else [target]
     file = random.choice(files)
-    content = mutate(file.read_bytes(), random, file.suffix == ".json")
+    content = mutate(file.read_bytes(), random, file.suffix)
     file.write_bytes(content)
     if reader.fix_hashes and random.random() < 0.95:
         reader.fix_hashes(target, file.name, content)
