@@ -81,8 +81,8 @@ class AuditHook:
             self.armed = True
 
     def is_forbidden(self, event: str, args: tuple) -> bool:
-        if event == "subprocess.Popen":  # the child in which a chat template is rendered
-            return list(args[1])[:-1] != RENDERER
+        if event == "subprocess.Popen":  # the children for chat templates and for web pages
+            return list(args[1])[:-1] not in (RENDERER, [sys.executable, "-m"])
         if event in FORBIDDEN_EVENTS:
             return not (event.startswith("marshal") and is_importing())
         if event == "exec":  # modules of installed packages may be imported now

@@ -29,6 +29,7 @@ from titanlite.data.text import (
 from titanlite.errors import UserError
 from titanlite.generate import load_generator
 from titanlite.job import read_job
+from titanlite.parallelize.schedule import read_schedule_csv
 from titanlite.planning import hardware
 from titanlite.plots.compare import compare_runs, format_comparison, verdict
 from titanlite.runtime.start_log import last_step
@@ -156,6 +157,7 @@ READERS = {
         lambda path: read_job(["--job.config_file", str(path)], 1, check_environment=False),
     ),
     "recipe": Reader("recipe.toml", load_recipe),
+    "schedule": Reader("schedule.csv", read_schedule_csv),
     "Parquet": Reader("text.parquet", read_text),
     "JSONL": Reader("text.jsonl", read_text),
     **({"web pages": Reader("pages.warc", read_pages)} if find_spec("fastwarc") else {}),

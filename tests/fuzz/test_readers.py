@@ -52,6 +52,7 @@ def seeds(corpus, tmp_path_factory) -> Path:
     ]
     (folder / "pages.warc").write_bytes(b"".join(records))
     (folder / "recipe.toml").write_text(RECIPE)
+    (folder / "schedule.csv").write_text("0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n")
     to_hugging_face(
         StorageFolder(folder / "step"), StorageFolder(folder / "sharded"), max_shard_bytes=20_000
     )
