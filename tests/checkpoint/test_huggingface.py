@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import replace
 
 import pytest
@@ -523,6 +524,13 @@ def test_an_export_repeats_what_the_published_folder_says_beside_the_weights(tmp
     config = json.loads((out / "config.json").read_bytes())
     assert config["eos_token_id"] == eos
     assert json.loads((out / "generation_config.json").read_bytes())["top_p"] == 0.9
+
+
+def test_other_files_of_a_hugging_face_folder_are_never_opened(tmp_path):
+    folder = export(tmp_path / "hf", random_model(SIZES))
+    for name in ("pytorch_model.bin", "modeling_llama.py", "vocab.json", "special_tokens_map.json"):
+        os.mkfifo(tmp_path / "hf" / name)  # opening it would block
+    from_hugging_face(folder, StorageFolder(tmp_path / "converted"))
 
 
 def test_model_from_takes_the_sizes_of_a_folder_and_explicit_keys_win(tmp_path):
