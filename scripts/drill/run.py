@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import random
-import resource
 import signal
 import subprocess
 import sys
@@ -46,7 +45,7 @@ class Drill:
         environment: Mapping[str, str] | None = None,
         fault: dict[str, Any] | None = None,
     ) -> subprocess.Popen:
-        """Start torchrun; writing more than `file_limit` bytes to a file fails in it.
+        """Start torchrun; writing more than `file_limit` KiB to a file fails in its ranks.
 
         `environment` is added to that of this process. `fault`: a NumericalFault of this start.
         """
@@ -55,13 +54,11 @@ class Drill:
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
         faults = [each for each in (self.poison, fault) if each]
         program = [str(INJECTOR), json.dumps(faults)] if faults else [str(TRAIN)]
+        if file_limit is not None:  # neither torchrun nor the log has the limit
+            limit = f'exec > >(cat) 2>&1; ulimit -S -f {file_limit} && exec "$@"'
+            program = ["--no-python", "bash", "-c", limit, "bash", sys.executable, *program]
         command += [f"--nproc_per_node={self.ranks}", *program, *self.argv]
         command += [f"--job.dump_folder={self.out}", "--job.max_crashes=0", *layout]
-
-        def limit_file_size() -> None:
-            if file_limit is not None:
-                hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
-                resource.setrlimit(resource.RLIMIT_FSIZE, (file_limit, hard))
 
         self.log = self.out.with_name(f"{self.out.name}.{self.starts}.log").open("wb")
         # In its own session, as under a scheduler: Ctrl-C here ends the drill, not this run.
@@ -69,7 +66,6 @@ class Drill:
             command,
             stdout=self.log,
             stderr=self.log,
-            preexec_fn=limit_file_size,
             env={**os.environ, **(environment or {})},
             start_new_session=True,
         )

@@ -35,6 +35,16 @@ def add_optimum_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run_optimum(arguments: argparse.Namespace) -> None:
+    try:
+        _find_optimum(arguments)
+    except (ArithmeticError, ValueError) as error:
+        raise ConfigError(
+            f"--law {arguments.law}: cannot be evaluated at this budget or loss ({error}).",
+            fix="Check the parameters of the law.",
+        ) from None
+
+
+def _find_optimum(arguments: argparse.Namespace) -> None:
     stored = find_law(arguments.law)
     law, rate = stored.law, _flops_per_gpu_hour(arguments)
     flop_cost = arguments.mfu / arguments.inference_mfu if arguments.inference_mfu else 1.0

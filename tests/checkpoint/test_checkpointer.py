@@ -72,6 +72,26 @@ def test_before_commit_is_called_before_the_manifest_is_written(tmp_path, mode):
     assert run_on_ranks(manifest_exists_at_commit, 1, tmp_path, mode) == [[False, True]]
 
 
+def test_names_are_synced_before_the_manifest_is_named(tmp_path, monkeypatch):
+    done, fsync, replace = [], os.fsync, os.replace
+
+    def record_fsync(descriptor) -> None:
+        done.append(Path(os.readlink(f"/proc/self/fd/{descriptor}")).name)
+        fsync(descriptor)
+
+    def record_replace(*names) -> None:
+        done.append("named")
+        replace(*names)
+
+    monkeypatch.setattr(os, "fsync", record_fsync)
+    monkeypatch.setattr(os, "replace", record_replace)
+    folder = StorageFolder(tmp_path) / "step-1"
+    folder.create_folder()
+    folder.write_atomically("manifest.json", b"{}")
+    written = ["manifest.json.tmp", "step-1", "named", "step-1", tmp_path.name]
+    assert done[-len(written) :] == written
+
+
 def save_with_a_bug(folder, mode) -> tuple[str, str]:
     """(problem of a save that fails by a bug, what is logged)."""
     state, checkpointer = trained(Layout()), open_checkpointer(folder, async_mode=mode)

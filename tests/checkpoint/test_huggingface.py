@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import replace
 
 import pytest
@@ -502,6 +503,13 @@ def test_a_model_that_the_architecture_or_dtype_cannot_represent_is_not_exported
         export(tmp_path, model, dtype=torch.float16)
     with pytest.raises(CheckpointError, match="overflows torch.float16"):
         export(tmp_path / "from bf16", model.bfloat16(), dtype=torch.float16)
+
+
+def test_other_files_of_a_hugging_face_folder_are_never_opened(tmp_path):
+    folder = export(tmp_path / "hf", random_model(SIZES))
+    for name in ("pytorch_model.bin", "modeling_llama.py", "vocab.json", "special_tokens_map.json"):
+        os.mkfifo(tmp_path / "hf" / name)  # opening it would block
+    from_hugging_face(folder, StorageFolder(tmp_path / "converted"))
 
 
 def test_model_from_takes_the_sizes_of_a_folder_and_explicit_keys_win(tmp_path):

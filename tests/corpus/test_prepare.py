@@ -192,7 +192,8 @@ if __name__ == "__main__":
     try:
         prepare_corpus([inputs], open_tokenizer("bytes"), out, settings, replace_last_input)
     except UserError as error:
-        sys.exit(format_error(error))
+        print(format_error(error), file=sys.stderr)
+        sys.exit(error.code)
 """
 
 
@@ -229,7 +230,7 @@ def test_a_worker_that_hangs_or_dies_ends_the_command(tmp_path, failure):
     wait_until(lambda: not group_exists(child.pid))
     killed = "a worker was killed"
     expected = "no worker has made progress for 3 s" if failure == "hang" else killed
-    assert child.returncode == 1 and expected in stderr and "Traceback" not in stderr, stderr
+    assert child.returncode == 2 and expected in stderr and "Traceback" not in stderr, stderr
 
 
 def wait_until(condition, seconds: float = HANG_SECONDS) -> None:

@@ -201,7 +201,8 @@ try:
     else:
         held_out.read(0, 2)
 except UserError as error:
-    sys.exit(format_error(error))
+    print(format_error(error), file=sys.stderr)
+    sys.exit(error.code)
 """
 
 
@@ -211,7 +212,7 @@ def test_a_disk_that_never_responds_ends_the_run_with_an_error(tmp_path, use):
     write_corpus(tmp_path, 500)
     command = [sys.executable, "-c", HANGING, str(tmp_path), use]
     child = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=HANG_SECONDS)
-    assert child.returncode == 1 and "Traceback" not in child.stderr
+    assert child.returncode == 2 and "Traceback" not in child.stderr
     assert f"samples 0…1 of {tmp_path}: was not read within 1 s" in child.stderr
     assert "not read after 0.1 s; the run ends after 1 s" in child.stderr  # the warning
 

@@ -122,6 +122,14 @@ def test_a_broken_line_loses_only_itself_and_is_named(tmp_path, line, kind, suff
         assert f"a{suffix}, line 3" in problems[0].error.message
 
 
+@pytest.mark.parametrize("suffix", [".txt", *SUFFIXES])
+def test_a_document_above_the_limit_is_refused_in_every_kind_of_file(tmp_path, suffix):
+    """Those of web pages and of the datasets library: tests/corpus."""
+    file = write(tmp_path / f"a{suffix}", ["x" * 2000])
+    texts, problems, _ = read(list_file_ranges([file]), max_bytes=1000)
+    assert not texts and [problem.kind for problem in problems] == ["too_long"]
+
+
 def test_a_file_that_changes_after_it_was_listed_is_reported(tmp_path):
     for suffix in (".txt", *SUFFIXES):
         file = write(tmp_path / f"a{suffix}", TEXTS)

@@ -130,6 +130,7 @@ def test_a_fault_that_is_gone_in_the_replay_changes_nothing(name):
         ("hardware_fault", step, rank) for step in (18, 21, 23)
     ]
     assert [event["faults"] for event in events] == [1, 2, 3]
+    assert all(event["host"] for event in events)
 
 
 def test_repeated_faults_of_a_host_end_the_run():

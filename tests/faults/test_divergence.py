@@ -72,6 +72,7 @@ def test_an_inf_on_one_rank_ends_the_run_and_is_never_saved(case, run_toml, tmp_
     (event,) = events_of(out, "diverged")
     reported = (event["step"], event["rank"], event["parameter"], event["kind"])
     assert reported == (step, 1, name, kind), run.output
+    assert "resumes from step-4" in run.output
     assert (event["batch"] != "") == (out / "guard" / f"step-{step}.json").exists()
     assert bool(event["batch"]) == (kind == "gradient")
     assert run.output.count("titanlite: training diverged") == 1 and "Traceback" not in run.output

@@ -81,8 +81,8 @@ class AuditHook:
             self.armed = True
 
     def is_forbidden(self, event: str, args: tuple) -> bool:
-        if event == "subprocess.Popen":  # the child in which a chat template is rendered
-            return list(args[1])[:-1] != RENDERER
+        if event == "subprocess.Popen":  # the children for chat templates and for web pages
+            return list(args[1])[:-1] not in (RENDERER, [sys.executable, "-m"])
         if event in FORBIDDEN_EVENTS:
             return not (event.startswith("marshal") and is_importing())
         if event == "exec":  # modules of installed packages may be imported now
@@ -181,7 +181,7 @@ def prepare_case(reader: Reader, seeds: Path, work: Path, case: int) -> Path:
     random = Random(f"{reader.seed}/{reader.file}/{case}")
     files = sorted(target.glob(reader.file)) if reader.file else [target]
     file = random.choice(files)
-    content = mutate(file.read_bytes(), random, file.suffix == ".json")
+    content = mutate(file.read_bytes(), random, file.suffix)
     file.write_bytes(content)
     if reader.fix_hashes and random.random() < 0.95:
         reader.fix_hashes(target, file.name, content)

@@ -1,8 +1,9 @@
-"""Random mutations of a file: of any bytes, or of values in JSON."""
+"""Random mutations of a file: of any bytes, of values in JSON, or of words in a table or a TOML."""
 
 from __future__ import annotations
 
 import json
+import re
 from random import Random
 from typing import Any
 
@@ -85,19 +86,55 @@ NUMBERS = (
 )
 
 
-def mutate(content: bytes, random: Random, is_json: bool) -> bytes:
-    """A mutated copy of `content`; about half of the JSON files stay valid JSON."""
-    if is_json and random.random() < 0.6:
-        value = json.loads(content)
+def mutate(content: bytes, random: Random, suffix: str) -> bytes:
+    """A mutated copy of `content`; about half of the files of a known suffix stay well-formed."""
+    if suffix in STRUCTURED and random.random() < 0.6:
         try:
             for _ in range(random.choice((1, 1, 1, 2, 4))):
-                value = mutate_value(value, random)
-            return json.dumps(value).encode()
+                content = STRUCTURED[suffix](content, random)
+            return content
         except (RecursionError, MemoryError):  # in json.dumps
             return b"[" * 100_000 + b"]" * 100_000
     for _ in range(random.choice((1, 1, 2, 4, 16))):
         content = mutate_bytes(content, random)
     return content
+
+
+def mutate_json(content: bytes, random: Random) -> bytes:
+    return json.dumps(mutate_value(json.loads(content), random)).encode()
+
+
+def mutate_line(content: bytes, random: Random) -> bytes:
+    """One line of JSON lines replaced or removed, or moved elsewhere."""
+    lines = content.splitlines()
+    line = lines.pop(random.randrange(len(lines)))
+    if random.random() < 0.9:
+        lines.insert(random.randrange(len(lines) + 1), line)
+    number = random.randrange(len(lines))
+    lines[number] = mutate_json(lines[number], random)
+    return b"\n".join(lines) + b"\n"
+
+
+def mutate_word(content: bytes, random: Random) -> bytes:
+    """One word or number replaced by an extreme number, a string or another word."""
+    words = list(re.finditer(rb"[\w.+-]+", content))
+    word = random.choice(words)
+    match random.randrange(4):
+        case 0:
+            new = random.choice(words)[0]
+        case 1:
+            new = random.choice(STRINGS).encode()
+        case _:
+            new = str(random.choice((*NUMBERS, *EDGES, 1e-300, 7, 10**6))).encode()
+    return content[: word.start()] + new + content[word.end() :]
+
+
+STRUCTURED = {
+    ".json": mutate_json,
+    ".jsonl": mutate_line,
+    ".csv": mutate_word,
+    ".toml": mutate_word,
+}
 
 
 def mutate_bytes(content: bytes, random: Random) -> bytes:

@@ -5,21 +5,34 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
 import xxhash
 
+from scripts import inspect_data, plan, report_run, scaling_laws
 from titanlite.checkpoint.convert import from_hugging_face
 from titanlite.checkpoint.manifest import MANIFEST_FILE, manifest_hash
 from titanlite.corpus.chat.encode import ChatEncoder
 from titanlite.corpus.chat.template import open_chat_template
+from titanlite.corpus.recipe import load_recipe
+from titanlite.corpus.web_pages import read_web_pages
 from titanlite.data import open_corpus, open_tokenizer
-from titanlite.data.text import find_files, list_file_ranges, read_documents
+from titanlite.data.text import (
+    TextRules,
+    describe_file,
+    find_files,
+    list_file_ranges,
+    read_documents,
+)
+from titanlite.errors import UserError
 from titanlite.generate import load_generator
 from titanlite.job import read_job
-from titanlite.plots.loss_curve import read_metrics
-from titanlite.runtime.start_log import last_step, read_starts
+from titanlite.parallelize.schedule import read_schedule_csv
+from titanlite.planning import hardware
+from titanlite.plots.compare import compare_runs, format_comparison, verdict
+from titanlite.runtime.start_log import last_step
 from titanlite.storage import StorageFolder
 
 TEXT = "def f(x):\n    return 'é' * 3  # <|endoftext|> \0 日本\n"
@@ -73,10 +86,49 @@ def load_checkpoint(path: Path) -> None:
     load_generator(StorageFolder(path), torch.device("cpu"))
 
 
-def read_jsonl_files(path: Path) -> None:
-    read_metrics(path)
-    read_starts(path.read_bytes())
-    last_step(path.read_bytes())
+def run_command(main: Callable[[list[str]], int], *argv: object) -> None:
+    """Run a script; raises UserError if it refuses its input, so that a valid file is noticed."""
+    if main([str(argument) for argument in argv]):
+        raise UserError("refused")
+
+
+def report_and_compare(path: Path) -> None:
+    last_step((path / "metrics.jsonl").read_bytes())
+    comparison = compare_runs(path, path, 1e-4)
+    format_comparison(comparison), verdict(comparison)
+    run_command(report_run.main, path)
+
+
+def show_dump(path: Path) -> None:
+    for option in ("--json", "--full"):
+        run_command(inspect_data.main, "dump", path, option)
+
+
+def predict_rows(path: Path) -> None:
+    run_command(plan.main, "--rows", path, "--out", path.with_name("out.csv"), "--table")
+
+
+def plan_on_hardware(path: Path) -> None:
+    """A search over few layouts: each uses every number of the hardware."""
+    hardware._read_tables.cache_clear()  # of the file that had this path before
+    job = ("--model", "llama3/8B", "--seq-len", 2048, "--global-batch", 64, "--quick")
+    fixed = ("--fix", "recompute=full", "--fix", "micro_batch=1", "--fix", "tensor=4")
+    run_command(plan.main, *job, *fixed, "--gpus", "16xX1", "--hardware", path)
+
+
+def fit_scaling_law(path: Path) -> None:
+    law = path.with_name("law.json")
+    run_command(scaling_laws.main, "fit", path, "--bootstraps", 2, "--out", law)
+
+
+def allocate_by_law(path: Path) -> None:
+    for budget in ("--flops=1e21", "--loss=2.5"):
+        run_command(scaling_laws.main, "optimum", "--law", path, budget)
+
+
+def read_pages(path: Path) -> None:
+    for _ in read_web_pages(describe_file(path), TextRules(), lambda problem: None):
+        pass
 
 
 def render_chat(path: Path) -> None:
@@ -93,7 +145,7 @@ READERS = {
     "metadata": Reader("old", load_checkpoint, ".metadata", fix_hashes),
     "shards": Reader("step", load_checkpoint, "*.distcp", fix_hashes),
     "safetensors": Reader("hf", convert_hugging_face, "*.safetensors"),
-    "config.json": Reader("hf", convert_hugging_face, "config.json"),
+    "Hugging Face JSON": Reader("hf", convert_hugging_face, "*.json"),
     "Hugging Face index": Reader("sharded", convert_hugging_face, "*.index.json"),
     "idx": Reader("corpus", read_corpus, "*.idx"),
     "foreign idx": Reader("foreign", read_corpus, "*.idx"),
@@ -104,7 +156,15 @@ READERS = {
         "run.toml",
         lambda path: read_job(["--job.config_file", str(path)], 1, check_environment=False),
     ),
+    "recipe": Reader("recipe.toml", load_recipe),
+    "schedule": Reader("schedule.csv", read_schedule_csv),
     "Parquet": Reader("text.parquet", read_text),
     "JSONL": Reader("text.jsonl", read_text),
-    "metrics": Reader("metrics.jsonl", read_jsonl_files),
+    **({"web pages": Reader("pages.warc", read_pages)} if find_spec("fastwarc") else {}),
+    "records of a run": Reader("run", report_and_compare, "*.*"),
+    "guard's dump": Reader("step-1.json", show_dump),
+    "rows of runs": Reader("rows.csv", predict_rows),
+    "hardware": Reader("hardware.toml", plan_on_hardware),
+    "scaling table": Reader("scaling.csv", fit_scaling_law),
+    "scaling law": Reader("law.json", allocate_by_law),
 }

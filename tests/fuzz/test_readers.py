@@ -15,13 +15,16 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
+from scripts import scaling_laws
 from tests.checkpoint.test_untrusted import convert_to_format_2
 from tests.conftest import ROOT
 from tests.corpus.chats import CHATML
+from tests.corpus.test_web_and_datasets import PAGE, warc_record
 from tests.distributed.ranks import _forkserver
 from tests.faults.launch import LaunchedRun
 from tests.fuzz.child import CASE_NUMBER, CaseRange, prepare_case, read_cases
 from tests.fuzz.readers import READERS, TEXT
+from tests.plots.test_report import start, step_line, write_run
 from titanlite.checkpoint.convert import to_hugging_face
 from titanlite.data.bpe import train_bpe
 from titanlite.storage import StorageFolder
@@ -42,7 +45,14 @@ def seeds(corpus, tmp_path_factory) -> Path:
     shutil.copytree(folder / "step", folder / "old")
     convert_to_format_2(folder / "old")
     shutil.copytree(folder / "out" / "checkpoint" / "step-1-hf", folder / "hf")
-    shutil.copy(folder / "out" / "metrics.jsonl", folder)
+    write_records(folder)
+    pages = [PAGE.format(number, "ä").encode() for number in range(9)]
+    records = [
+        warc_record("response", n, "text/html; charset=utf-8", p) for n, p in enumerate(pages)
+    ]
+    (folder / "pages.warc").write_bytes(b"".join(records))
+    (folder / "recipe.toml").write_text(RECIPE)
+    (folder / "schedule.csv").write_text("0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n")
     to_hugging_face(
         StorageFolder(folder / "step"), StorageFolder(folder / "sharded"), max_shard_bytes=20_000
     )
@@ -60,6 +70,55 @@ def seeds(corpus, tmp_path_factory) -> Path:
     return folder
 
 
+def write_records(folder: Path) -> None:
+    """What a long run records, and the files of the planner and of scaling laws."""
+    steps = [step_line(s, 1000 + 2.5 * s, samples=s, z_loss=1e-4) for s in range(1, 31)]
+    later = [step_line(step, 1100 + 2.5 * step) for step in range(25, 31)]
+    events = [{"step": 26, "time": 1070.0, **event} for event in EVENTS]
+    write_run(folder / "run", steps, events, later, [start(1000), start(1090, from_step=24)])
+    shutil.copy(folder / "out" / "config.toml", folder / "run")
+    scaling_laws.main(
+        ["fit", str(SCALING_TABLE), "--bootstraps", "5", "--out", str(folder / "law.json")]
+    )
+    shutil.copy(SCALING_TABLE, folder / "scaling.csv")
+    shown = (ROOT / "docs" / "explanation" / "planner.md").read_text("utf-8")
+    (folder / "hardware.toml").write_text(shown.split("```toml\n")[-1].partition("```")[0])
+    rows = (ROOT / "benchmarks" / "published_runs.csv").read_text("utf-8").splitlines()
+    (folder / "rows.csv").write_text("\n".join([rows[0], *rows[40::60]]))
+    sample = {"position": 3, "source": "code", "path": "corpus", "epoch": 0, "sample": 1}
+    sample |= {"first_token": 48, "tokens": [1, 2], "ignored_labels": 1, "text": TEXT}
+    document = {"shard": "code.bin", "document": 7, "first_token": 40, "tokens": 60}
+    dump = {"step": 1, "position": 3, "samples": [sample | {"documents": [document] * 5}]}
+    (folder / "step-1.json").write_text(json.dumps(dump))
+
+
+SCALING_TABLE = ROOT / "tests" / "planning" / "data" / "gadre_c4.csv"
+EVENTS = (
+    {"event": "validation", "name": "all", "loss": 3.5, "perplexity": 33.0, "bits_per_byte": 1.2},
+    {"event": "checkpoint_saved", "path": "step-24", "seconds": 1.0, "blocked_seconds": 0.1},
+    {"event": "checkpoint_failed", "problem": "full", "failures": 1, "blocked_seconds": 0.1},
+    {"event": "spike", "reason": "loss", "loss": 9.0, "grad_norm": None, "parameter": "wq"},
+    {"event": "rolled_back", "from_step": 30, "reason": "loss", "path": "step-24"},
+    {"event": "hardware_fault", "rank": 1, "host": "node-3"},
+    {"event": "replica_mismatch", "ranks": [0, 2], "hosts": ["a", "b"], "parameter": "wq"},
+    {"event": "straggler", "rank": 1, "host": "node-3", "slower": 0.3},
+    {"event": "settings_changed", "changed": "optimizer.lr 0.1 -> 0.2"},
+    {"event": "diverged", "reason": "inf", "loss": None, "grad_norm": 1.0},
+    {"event": "stopped", "reason": "SIGTERM"},
+)
+
+RECIPE = """
+out = "out"
+tokenizer = "bytes"
+[[sources]]
+name = "a"
+inputs = ["a.txt"]
+[read]
+on_error = "skip"
+[filter]
+rules = ["c4", "gopher_quality", "personal_data"]
+[deduplicate]
+"""
 RUN = """
 [job]
 dump_folder = "{folder}/out"

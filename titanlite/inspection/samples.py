@@ -145,7 +145,7 @@ def read_dump(path: Path) -> list[SampleRecord]:
         if not all(isinstance(sample, dict) and "position" in sample for sample in samples):
             raise ValueError("its samples have no positions")
         for sample in samples:
-            format_sample(sample)  # fails where a field has another type
+            format_sample(sample, full=True)  # fails where a field has another type
     except OSError as error:
         raise DataError(
             f"{path}: cannot be read ({error.strerror or error}).",

@@ -132,13 +132,19 @@ def read_law(path: Path) -> StoredLaw:
     try:
         content = parse_json(read_regular_file(path, MAX_TABLE_BYTES))
         law = ScalingLaw(**content["law"])
-        numbers = [getattr(law, name) for name in LAW_FIELDS]
-        if not all(isinstance(n, (int, float)) and math.isfinite(n) for n in numbers):
-            raise ValueError("a parameter is not a number")
+        if not (isinstance(law.count, str) and isinstance(law.source, str) and _is_law(law)):
+            raise ValueError("a parameter is not a positive number")
         resampled = [law.with_values(map(float, row)) for row in content["samples"]]
-        return StoredLaw(law, resampled, float(content["largest_flops"]))
-    except (OSError, KeyError, TypeError, ValueError) as error:
+        return StoredLaw(law, list(filter(_is_law, resampled)), float(content["largest_flops"]))
+    except (OSError, KeyError, TypeError, ValueError, OverflowError) as error:
         raise DataError(
             f"{path}: is not a fitted law ({type(error).__name__}: {error}).",
             fix="Give the file of scaling_laws.py fit --out.",
         ) from None
+
+
+def _is_law(law: ScalingLaw) -> bool:
+    """Whether it can be evaluated; A or B of a bootstrap is inf if the points do not fix it."""
+    constant, *others = (getattr(law, name) for name in LAW_FIELDS)
+    numbers = all(isinstance(n, int | float) and math.isfinite(n) for n in (constant, *others))
+    return numbers and constant >= 0 and min(others) > 0

@@ -70,8 +70,28 @@ def read_metrics(path: Path, skip_incomplete: bool = False) -> tuple[list[Record
             continue
         if not isinstance(record, dict):
             raise DataError(f"{path}: line {number} is not a JSON object: {line:.40}")
+        for key, value in record.items():
+            if not _has_its_type(key, value):
+                reason = f"line {number}: {key} {value!r:.40}"
+                raise DataError(f"{path}: is not the metrics of a run ({reason}).")
         (events if "event" in record else steps).append(record)
     return steps, events
+
+
+_NUMBERS = (  # or null, of step lines and of events
+    *("step", "loss", "z_loss", "grad_norm", "lr", "tokens", "samples", "loss_scale"),
+    *("tokens_per_second", "tokens_per_second_per_device", "tflops_per_device", "mfu"),
+    *("step_seconds", "data_seconds", "peak_memory_gib", "time"),
+    *("seconds", "blocked_seconds", "perplexity", "bits_per_byte", "from_step", "position"),
+)
+_TEXTS = ("event", "name", "path", "reason", "problem", "parameter")
+
+
+def _has_its_type(key: str, value: Any) -> bool:
+    """Whether a value of a record is of the type that a run writes under its key."""
+    if key in _NUMBERS:
+        return value is None or (isinstance(value, int | float) and not isinstance(value, bool))
+    return key not in _TEXTS or isinstance(value, str)
 
 
 def style_panel(panel) -> None:

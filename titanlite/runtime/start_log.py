@@ -31,6 +31,7 @@ from titanlite.metrics import METRICS_FILE
 STARTS_FILE = "starts.jsonl"
 ORDERLY_EXIT_CODES = (EXIT_DONE, EXIT_USER_ERROR, EXIT_STOPPED, EXIT_INTERRUPTED)
 MAX_REASON_CHARACTERS = 500
+LAST_TIME = 1e11  # seconds; datetime ends in the year 9999
 
 
 @dataclass(frozen=True)
@@ -154,20 +155,33 @@ def _read_if_exists(path: Path) -> bytes:
 
 
 def read_starts(content: bytes) -> list[StartRecord]:
-    """The starts in a start log, oldest first; skips lines that a crash cut off."""
+    """The starts in a start log, oldest first; skips lines that no run wrote or a crash cut off."""
     starts: list[StartRecord] = []
     for line in content.split(b"\n"):
         try:
             entry = parse_json(line)
             event = entry.pop("event")
             if event == "start":
-                starts.append(StartRecord(**entry))
+                starts.append(_checked(StartRecord(**entry)))
             elif event == "end" and starts:
                 del entry["time"]
-                starts[-1] = replace(starts[-1], **entry)
+                starts[-1] = _checked(replace(starts[-1], **entry))
         except (ValueError, TypeError, KeyError, AttributeError):
             continue
     return starts
+
+
+def _checked(start: StartRecord) -> StartRecord:
+    """The same; raises ValueError for a field of another type."""
+    numbers = [start.time, start.ranks, start.from_step, start.code or 0, start.step or 0]
+    texts = [start.host, start.reason, start.launch]
+    if not (
+        0 <= start.time < LAST_TIME
+        and all(isinstance(number, int | float) for number in numbers)
+        and all(isinstance(text, str) for text in texts)
+    ):
+        raise ValueError("not a start of a run")
+    return start
 
 
 def consecutive_crashes(starts: Iterable[StartRecord], from_step: int) -> list[StartRecord]:
