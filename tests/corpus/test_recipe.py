@@ -8,6 +8,7 @@ import resource
 import signal
 import subprocess
 import sys
+import tracemalloc
 from pathlib import Path
 
 import numpy as np
@@ -20,8 +21,10 @@ from tests.corpus.test_prepare import content_of, documents_in, group_exists, te
 from titanlite.corpus.engine import LocalEngine
 from titanlite.corpus.pipeline import make_corpus
 from titanlite.corpus.publish import _write_published
+from titanlite.corpus.read import _build_tables
 from titanlite.corpus.recipe import load_recipe
 from titanlite.corpus.shuffle import document_keys
+from titanlite.data.text import Document
 from titanlite.errors import ConfigError, DataError, UserError, format_error
 
 ROOT = Path(__file__).parents[2]
@@ -295,6 +298,20 @@ def test_a_full_disk_is_named_and_nothing_half_written_is_read(write_recipe, tmp
     assert "Free space" in refusal.value.fix and not (tmp_path / "out/web").exists()
     make_corpus(recipe, ONE)
     assert shards_in(tmp_path / "out") == shards_in(tmp_path / "undisturbed")
+
+
+@pytest.mark.parametrize("text", ["", "x"])
+def test_many_short_texts_need_the_memory_of_one_table(text):
+    def peak(documents: int) -> int:
+        tracemalloc.start()
+        rows = (Document(text, f"a.parquet:{n}") for n in range(documents))
+        assert sum(table.num_rows for table in _build_tables(rows, "a", 1 << 19)) == documents
+        _, most = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        return most
+
+    peak(1)  # imports and caches
+    assert peak(40_000) < 2 * peak(10_000)
 
 
 def test_what_cannot_be_read_is_refused_or_counted(write_recipe, tmp_path):

@@ -19,7 +19,8 @@ Over tasks, numbers are added and samples are chosen again; the order of the tas
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
+from heapq import nsmallest
 from typing import Any
 
 import numpy as np
@@ -72,10 +73,11 @@ def _count_sources(table: Any, sizes: np.ndarray) -> Iterable[tuple[str, int, in
             yield name, int(documents[number]), int(size[number])
 
 
-def choose_samples(rule: str, origins: Sequence[str], count: int = SAMPLES) -> list[int]:
+def choose_samples(rule: str, origins: Iterable[str], count: int = SAMPLES) -> list[int]:
     """The positions of at most `count` samples, by the hash of rule and origin."""
-    hashes = [xxhash.xxh3_64_intdigest(f"{rule} {o}".encode()) for o in origins]
-    return sorted(range(len(hashes)), key=lambda n: (hashes[n], origins[n]))[:count]
+    digest = xxhash.xxh3_64_intdigest
+    hashed = ((digest(f"{rule} {o}".encode()), o, n) for n, o in enumerate(origins))
+    return [position for *_, position in nsmallest(count, hashed)]
 
 
 def shorten_sample(text: str) -> str:
@@ -99,7 +101,7 @@ def _add(total: dict[str, Any], part: dict[str, Any]) -> None:
         if isinstance(value, dict):
             _add(total.setdefault(key, {}), value)
         elif isinstance(value, list):
-            total[key] = total.get(key, []) + value
+            total.setdefault(key, []).extend(value)
         elif isinstance(value, int | float) and not isinstance(value, bool):
             total[key] = total.get(key, 0) + value
         else:

@@ -39,6 +39,7 @@ from titanlite.settings import Positive
 _EXPANSIONS = {".gz": 4, ".zst": 4, ".parquet": 3}
 TOOLS_FIELD = "tools"  # key of a line of a chat source that lists what the assistant may call
 MESSAGES_FIELD = "messages"  # key of each line of a chat source
+_ROW_BYTES = 128  # in memory of a document, besides its origin and text
 _CHAT_SUFFIXES = (".jsonl", ".gz", ".zst")
 
 
@@ -77,6 +78,7 @@ def plan_reading(source: CorpusSource, config: ReadConfig) -> list[Task]:
                 "on_error": config.on_error,
                 "table_bytes": TABLE_BYTES,
             },
+            version=2,
         )
         for group in _group_ranges(_list_ranges(source, config))
     ]
@@ -168,7 +170,9 @@ def _build_tables(documents: Iterable[Document], source: str, table_bytes: int) 
         report_progress()  # a table of web pages, or from a slow network, may take minutes
         texts.append(text)
         origins.append(origin)
-        size += len(text) * (1 if text.isascii() else 3)  # at least its bytes in most languages
+        # at least the bytes of the text in most languages; an empty text has an origin, too
+        text_size = len(text) * (1 if text.isascii() else 3)
+        size += max(text_size, _ROW_BYTES + len(origin))
         if size >= table_bytes:
             yield _build_valid_table(texts, source, origins)
             texts, origins, size = [], [], 0
