@@ -11,6 +11,7 @@ Every stage has these keys, as far as they apply to it; all other keys are its o
 - `samples`: {rule: [{`origin`: …, `text`: …, `value`: what was compared with the threshold}]}, of
   what was removed, changed or found; at most 10 a rule, of at most 500 characters each, chosen by
   hash
+- `unread`: {suffix: files in the folders of the inputs that are not read}
 - `clusters`: {"n": clusters of n documents}, of near duplicates or of equal texts
 - `seconds`: of the process that ran the task
 
