@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import shutil
+import tracemalloc
 import unicodedata
 from itertools import combinations, pairwise
 from math import sqrt
@@ -14,6 +15,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import xxhash
 
 from titanlite.corpus.deduplicate import (
     DeduplicateConfig,
@@ -22,7 +24,9 @@ from titanlite.corpus.deduplicate import (
     deduplicate,
     match_probability,
 )
+from titanlite.corpus.deduplicate.lines import _remove_from_table
 from titanlite.corpus.deduplicate.minhash import band_keys, compute_signatures
+from titanlite.corpus.deduplicate.pairs import _choose_pairs
 from titanlite.corpus.deduplicate.stars import (
     connect,
     count_unsettled,
@@ -404,6 +408,40 @@ def test_a_line_in_many_documents_remains_in_the_first(tmp_path):
         near=False, lines="line", line_documents=1, line_characters=len(FOOTER) + 1
     )
     assert [text for _, text in untouched] == texts
+
+
+def test_repeated_lines_of_a_long_address_need_memory_in_proportion():
+    lines, address = [f"line {n}" for n in range(1000)], "u" * 60_000
+    arguments = {"lines": "line", "line_characters": 1}
+    table = build_table(["\n".join(lines)], "web", [address])
+    hashes = {0: {xxhash.xxh3_64_intdigest(line.encode()) for line in lines}}
+    tracemalloc.start()
+    kept, counts = _remove_from_table(table, 0, hashes, arguments)
+    assert tracemalloc.get_traced_memory()[1] < 30 * len(address)
+    tracemalloc.stop()
+    assert kept.num_rows == 0 and counts["changed"]["repeated_lines"]["parts"] == 1000
+
+
+def test_pairs_are_chosen_without_comparing_every_cluster_with_every_match(tmp_path, monkeypatch):
+    looked_up, isin = [], np.isin
+    monkeypatch.setattr(np, "isin", lambda a, b: looked_up.append(len(b)) or isin(a, b))
+
+    def count(parts: int) -> int:
+        documents = np.arange(100 * parts)
+        looked_up.clear()
+        folders = [tmp_path / f"{parts}-{part}" for part in range(parts)]
+        for part, folder in enumerate(folders):
+            folder.mkdir()
+            cluster = documents[100 * part : 100 * (part + 1)]
+            stars = in_both_directions(np.stack([cluster[1:], np.full(99, cluster[0])]))
+            np.save(folder / "edges.npy", stars)
+            equal = documents[(documents % 100 > 50) & (documents % parts == part)]
+            np.save(folder / "exact.npy", np.stack([equal, equal // 100 * 100]))
+        chosen = _choose_pairs(folders, folders)
+        assert chosen.shape[1] == 10 and (chosen[0] % 100 <= 50).all()
+        return sum(looked_up)
+
+    assert count(16) <= 4 * count(4)
 
 
 def test_lines_of_removed_documents_are_not_counted(tmp_path):

@@ -8,6 +8,7 @@ import re
 import sys
 import time
 import tracemalloc
+from collections.abc import Callable
 
 import numpy as np
 import pyarrow as pa
@@ -280,17 +281,29 @@ BEGINNINGS = [
 ]
 
 
+def assert_time_in_proportion(rule: str, unit: str | Callable[[int], str]) -> None:
+    """Compare the CPU time of a rule for texts of n and of 4n characters."""
+    seconds = []
+    for size in (40_000, 160_000):
+        text = unit * (size // len(unit)) if isinstance(unit, str) else unit(size)
+        began = time.process_time()
+        apply([text], [rule])
+        seconds.append(time.process_time() - began)
+    assert seconds[1] < 8 * seconds[0] + 0.1, text[:40]
+
+
 @pytest.mark.parametrize("beginning", BEGINNINGS)
 def test_personal_data_takes_time_in_proportion_to_a_hostile_text(beginning):
-    def seconds(key: str, size: int) -> float:
-        unit = f"{beginning}{key}-" if beginning.endswith("-") else f"{beginning}{key} "
-        text = unit * (size // len(unit))
-        began = time.process_time()
-        apply([text], ["personal_data"])
-        return time.process_time() - began
-
     for key in KEYS:
-        assert seconds(key, 160_000) < 8 * seconds(key, 40_000) + 0.1, key
+        unit = f"{beginning}{key}-" if beginning.endswith("-") else f"{beginning}{key} "
+        assert_time_in_proportion("personal_data", unit)
+
+
+@pytest.mark.parametrize("rule", ["c4", "fineweb", "gopher_quality", "gopher_repetition"])
+def test_filters_take_time_in_proportion_to_a_hostile_text(rule):
+    for unit in ("a ", "a\n", ".)", "[1", "a a b ", "\u0301", "..."):
+        assert_time_in_proportion(rule, unit)
+    assert_time_in_proportion(rule, lambda size: " ".join(map(str, range(size // 12))) * 2)
 
 
 def test_a_long_link_needs_memory_in_proportion(tmp_path):

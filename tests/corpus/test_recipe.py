@@ -8,6 +8,7 @@ import resource
 import signal
 import subprocess
 import sys
+import tracemalloc
 from pathlib import Path
 
 import numpy as np
@@ -20,8 +21,10 @@ from tests.corpus.test_prepare import content_of, documents_in, group_exists, te
 from titanlite.corpus.engine import LocalEngine
 from titanlite.corpus.pipeline import make_corpus
 from titanlite.corpus.publish import _write_published
+from titanlite.corpus.read import _build_tables
 from titanlite.corpus.recipe import load_recipe
 from titanlite.corpus.shuffle import document_keys
+from titanlite.data.text import Document
 from titanlite.errors import ConfigError, DataError, UserError, format_error
 
 ROOT = Path(__file__).parents[2]
@@ -130,23 +133,17 @@ def test_keys_order_documents_evenly():
 RUN = """
 import os, sys, time
 from pathlib import Path
-import titanlite.corpus.read
+import prepare_data, titanlite.corpus.read
 os.fsync = lambda descriptor: None
 titanlite.corpus.read.TABLE_BYTES = 5000
-from benchmarks import synthetic_corpus
-from titanlite.corpus.engine import LocalEngine
-from titanlite.corpus.pipeline import make_corpus
-from titanlite.corpus.recipe import load_recipe
-from titanlite.errors import UserError, format_error
 recipe, workers, pattern, count = sys.argv[1:]
-def wait(update):
+def wait(bars, update):
     if pattern and len(list(Path().glob(pattern))) >= int(count):
         time.sleep(1e6)
 if __name__ == "__main__":
-    try:
-        make_corpus(load_recipe(recipe), LocalEngine(int(workers)), wait)
-    except UserError as error:
-        sys.exit(format_error(error))
+    prepare_data.StageBars.__call__ = wait
+    sys.argv = ["prepare_data.py", "--recipe", recipe, "--workers", workers]
+    sys.exit(prepare_data.main())
 """
 
 
@@ -155,30 +152,39 @@ def start(
 ) -> subprocess.Popen:
     """`wait_at`: a pattern of files within `tmp_path`, and how many of them."""
     (tmp_path / "run.py").write_text(RUN)
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT / 'scripts'}{os.pathsep}{ROOT}"}
     command = [sys.executable, "run.py", str(recipe), str(workers), *map(str, wait_at)]
     options = {"cwd": tmp_path, "start_new_session": True, "stderr": subprocess.PIPE, **options}
     return subprocess.Popen(command, env=environment, **options)
 
 
-def kill_at(tmp_path: Path, recipe: Path, workers: int, wait_at: tuple[str, int]) -> None:
-    """Start the recipe, and kill it when so many files match the pattern."""
+def kill_at(
+    tmp_path: Path,
+    recipe: Path,
+    workers: int,
+    wait_at: tuple[str, int],
+    number: signal.Signals = signal.SIGKILL,
+) -> tuple[int, str]:
+    """Start the recipe, and send a signal when so many files match; returns exit code, stderr."""
     pattern, count = wait_at
     child = start(tmp_path, recipe, workers, wait_at)
     wait_until(lambda: len(list(tmp_path.glob(pattern))) >= count)
-    os.kill(child.pid, signal.SIGKILL)
-    child.wait()
+    os.kill(child.pid, number)
+    _, errors = child.communicate()
     wait_until(lambda: not group_exists(child.pid))  # its workers end too
+    return child.returncode, errors.decode()
 
 
 def test_kills_and_workers_change_no_byte(write_recipe, tmp_path, monkeypatch):
-    """Killed in two stages, with 2 workers, then completed."""
+    """Killed in one stage and asked to end in another, with 2 workers, then completed."""
     set_table_bytes(monkeypatch)
     undisturbed = make_corpus(load_recipe(write_recipe("undisturbed")), ONE)
     recipe = write_recipe("out")
-    for count in (undisturbed.tasks // 5, undisturbed.tasks * 7 // 10):  # read; shuffle
-        kill_at(tmp_path, recipe, 2, ("out/.work/[!.]*/*/done.json", count))
-        assert not (tmp_path / "out/corpus.json").exists()
+    files, tasks = "out/.work/[!.]*/*/done.json", undisturbed.tasks
+    kill_at(tmp_path, recipe, 2, (files, tasks // 5))  # in stage "read"
+    code, errors = kill_at(tmp_path, recipe, 2, (files, tasks * 7 // 10), signal.SIGTERM)  # shuffle
+    assert code == 130 and "run the same command again" in errors and "Traceback" not in errors
+    assert not (tmp_path / "out/corpus.json").exists()
     resumed = make_corpus(load_recipe(recipe), ONE)
     assert 0 < resumed.reused_tasks < resumed.tasks == undisturbed.tasks
     first, second = (shards_in(tmp_path / out) for out in ("undisturbed", "out"))
@@ -295,6 +301,20 @@ def test_a_full_disk_is_named_and_nothing_half_written_is_read(write_recipe, tmp
     assert "Free space" in refusal.value.fix and not (tmp_path / "out/web").exists()
     make_corpus(recipe, ONE)
     assert shards_in(tmp_path / "out") == shards_in(tmp_path / "undisturbed")
+
+
+@pytest.mark.parametrize("text", ["", "x"])
+def test_many_short_texts_need_the_memory_of_one_table(text):
+    def peak(documents: int) -> int:
+        tracemalloc.start()
+        rows = (Document(text, f"a.parquet:{n}") for n in range(documents))
+        assert sum(table.num_rows for table in _build_tables(rows, "a", 1 << 19)) == documents
+        _, most = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        return most
+
+    peak(1)  # imports and caches
+    assert peak(40_000) < 2 * peak(10_000)
 
 
 def test_what_cannot_be_read_is_refused_or_counted(write_recipe, tmp_path):

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import gzip
+import io
 import json
 import os
+import time
+from contextlib import nullcontext
 from pathlib import Path
 
 import fsspec
@@ -12,6 +15,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
+from titanlite.data import text
 from titanlite.data.text import (
     FileRange,
     ReadProblem,
@@ -103,7 +107,7 @@ BROKEN = [
     (b'{"text": "a"', "not_json"),
     (b"[1]", "not_json"),
     (b'{"text": "\xff"}', "not_utf8"),
-    (b'{"text": "' + b"a" * (1 << 20) + b'"}', "too_long"),
+    (b'{"text": "' + b"a" * (1 << 12) + b'"}', "too_long"),
 ]
 
 
@@ -115,11 +119,43 @@ def test_a_broken_line_loses_only_itself_and_is_named(tmp_path, line, kind, suff
         content = pyarrow.Codec("zstd").compress(content, asbytes=True)
     (tmp_path / f"a{suffix}").write_bytes(content)
     (whole,) = list_file_ranges([tmp_path / f"a{suffix}"])
-    for parts in ([whole], whole.split(19)):
-        texts, problems, origins = read(parts, max_bytes=1 << 20)
+    for parts in ([whole], whole.split(19)):  # a later part does not read those before it
+        texts, problems, origins = read(parts, max_bytes=1 << 12)
         assert texts == ["first", "last"] and origins[0].endswith(":1")
         assert [problem.kind for problem in problems] == [kind]
-        assert f"a{suffix}, line 3" in problems[0].error.message
+        place = "line 3" if len(parts) == 1 else "byte 19"
+        assert f"a{suffix}, {place}: " in problems[0].error.message
+
+
+def test_a_parquet_takes_time_in_proportion_to_its_row_groups(tmp_path):
+    def seconds(groups: int) -> float:
+        table = pyarrow.table({"text": ["a"]})
+        with pyarrow.parquet.ParquetWriter(tmp_path / "a.parquet", table.schema) as writer:
+            for _ in range(groups):
+                writer.write_table(table)
+        ranges, began = list_file_ranges([tmp_path / "a.parquet"]), time.process_time()
+        assert read(ranges)[2][-1].endswith(f":{groups}")
+        return time.process_time() - began
+
+    assert seconds(4000) < 8 * seconds(1000) + 0.1
+
+
+def test_the_parts_of_a_file_that_is_one_long_line_read_it_once(tmp_path, monkeypatch):
+    class CountingFile(io.BytesIO):
+        def readline(self, size: int) -> bytes:
+            line = super().readline(size)
+            sizes.append(len(line))
+            return line
+
+    sizes: list[int] = []
+    content = b"a" * 10_000
+    (tmp_path / "a.jsonl").write_bytes(content)
+    monkeypatch.setattr(text, "_SKIPPED_BYTES", 10)
+    monkeypatch.setattr(text, "open_text_file", lambda path: nullcontext(CountingFile(content)))
+    (whole,) = list_file_ranges([tmp_path / "a.jsonl"])
+    texts, problems, _ = read(whole.split(100), max_bytes=50)
+    assert not texts and [problem.kind for problem in problems] == ["too_long"]
+    assert len(content) <= sum(sizes) < 3 * len(content)
 
 
 @pytest.mark.parametrize("suffix", [".txt", *SUFFIXES])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pyarrow
@@ -22,6 +23,7 @@ from titanlite.data import (
     text_units,
     tokenized_text,
 )
+from titanlite.data.lanes import DocumentNode
 from titanlite.data.text_source import TextSource
 from titanlite.data.text_units import TextUnit, assign_units_to_lanes, divide_files
 from titanlite.data.token_source import CorpusChecks
@@ -82,6 +84,17 @@ def test_an_epoch_of_all_lanes_has_every_document_once(texts):
         assert documents[:size] != documents[size : 2 * size]  # the units have another order
     assert sorted(text[:3] for text in first_epochs) == [f"{n:03}" for n in range(300)]
     assert max(sizes) < 2 * min(sizes)  # the size of compressed text is estimated
+
+
+def test_the_order_of_a_lanes_units_is_computed_once_an_epoch(monkeypatch):
+    sorted_units, sort = [], np.argsort
+    monkeypatch.setattr(np, "argsort", lambda a, **o: sorted_units.append(len(a)) or sort(a, **o))
+    units = [SimpleNamespace(documents=lambda: iter(["text"])) for _ in range(100)]
+    node = DocumentNode(units, np.zeros(1, np.uint64), np.array, "a source")
+    node.reset()
+    for _ in range(2 * len(units) + 1):
+        next(node)
+    assert sorted_units == [100] * 3
 
 
 @pytest.mark.parametrize("bos", [False, True])

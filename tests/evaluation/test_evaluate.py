@@ -213,7 +213,7 @@ def test_what_cannot_be_evaluated_is_refused(checkpoints, tmp_path, monkeypatch)
     monkeypatch.setattr(tasks, "TaskManager", without_defaults)
 
     def evaluate(model, *tasks):
-        return evaluate_model(str(model), EvaluationSettings(tasks), CPU)
+        return evaluate_model(str(model), EvaluationSettings(tasks, allow_code=True), CPU)
 
     broken = tmp_path / "broken.yaml"
     broken.write_text("task: broken\ndataset_path: json\ndataset_kwargs: {data_files: missing}\n")

@@ -123,10 +123,13 @@ def test_a_resume_reports_the_settings_that_changed_since_the_checkpoint(run_tom
         "guard.nonfinite": "off",
     }
     layout = ("--parallelism.tensor_parallel_degree", "2", "--training.local_batch_size", "4")
-    options = [text for key, value in changed.items() for text in (f"--{key}", str(value))]
+    options = [text for key, value in changed.items() for text in (f"--{key}", str(value))][2:]
+    (tmp_path / "base.toml").write_text("[optimizer]\nlr = 0.01\n")  # the first one
+    (tmp_path / "changed.toml").write_text(f'include = ["{run_toml}", "base.toml"]\n')
+    options += ["--job.config_file", str(tmp_path / "changed.toml")]
     resumed = ("--training.steps", "3"), ("--training.steps", "5", *layout, *options)
     for number, more in enumerate((*resumed, ("--training.steps", "5", *options))):
-        with LaunchedRun(2 if number == 1 else 1, out, *argv, *more) as run:
+        with LaunchedRun(2 if number == 1 else 1, out, *argv[2 if number else 0 :], *more) as run:
             assert run.wait() == [0] * len(run.processes), run.output
             assert run.output.count("changed since the checkpoint:") == (number == 1), run.output
             if number == 1:

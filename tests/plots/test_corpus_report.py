@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import re
 from html.parser import HTMLParser
+from pathlib import Path
 
 import pytest
 
 from titanlite.corpus.counts import merge_counts
 from titanlite.corpus.documents import build_table
 from titanlite.corpus.filters import FilterConfig, filter_table, open_rules
+from titanlite.corpus.read import count_unread
 from titanlite.errors import DataError
 from titanlite.plots.corpus_report import render_corpus_report, write_corpus_report
 
@@ -47,6 +49,8 @@ def stages():
     table = build_table(texts, EVIL, [f"{EVIL}:{n}" for n in range(3)])
     rules = open_rules(FilterConfig(rules=["personal_data", "gopher_repetition"]))
     read = {"documents_out": 3, "bytes_out": 2_000_000, "skipped": {EVIL: 7}}
+    unread = [Path(f"docs/{n}.rst") for n in range(12)] + [Path("docs/<b>"), Path("x.\udcff")]
+    read |= count_unread(unread)
     near = {"origin": EVIL, "text": EVIL, "kept_origin": EVIL, "kept_text": EVIL, "value": 0.75}
     removed = {
         "documents_in": 2,
@@ -90,6 +94,8 @@ def test_the_figures_of_every_stage_are_there(stages):
     assert "all sources 600 B 200 0.3333 3.000" in text and "empty" not in text
     assert "2 to 3 documents 6" in text and "64 to 127 documents 2" in text
     assert "value: 0.75" in text and "kept: " in text
+    assert "read.unread .rst 12 files of folders, not read" in text and "docs/11.rst" in text
+    assert "read.unread without a suffix 1 file of folders" in text and "docs/<b>" in text
     assert "32 to 63" in text
 
 

@@ -163,6 +163,13 @@ class Page(HTMLParser):
         assert self.open.pop() == tag
 
 
+def test_the_charts_mark_where_settings_changed(tmp_path):
+    steps, changes = [step_line(s, 2.5 * s) for s in (1, 2, 3)], {"optimizer.lr": [0.1, 0.2]}
+    event = {"event": "settings_changed", "step": 2, "time": 5.0, "changes": changes}
+    text = render_report([write_run(tmp_path / "run", steps, [event])])
+    assert 'title="settings_changed at step 2: ' in text and "optimizer.lr" in text
+
+
 def test_the_page_needs_no_network_and_escapes_what_runs_wrote(killed_run):
     text = render_report([killed_run, killed_run])
     page = Page(text)

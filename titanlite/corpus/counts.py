@@ -11,6 +11,7 @@ Every stage has these keys, as far as they apply to it; all other keys are its o
 - `samples`: {rule: [{`origin`: …, `text`: …, `value`: what was compared with the threshold}]}, of
   what was removed, changed or found; at most 10 a rule, of at most 500 characters each, chosen by
   hash
+- `unread`: {suffix: files in the folders of the inputs that are not read}
 - `clusters`: {"n": clusters of n documents}, of near duplicates or of equal texts
 - `seconds`: of the process that ran the task
 
@@ -19,7 +20,8 @@ Over tasks, numbers are added and samples are chosen again; the order of the tas
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
+from heapq import nsmallest
 from typing import Any
 
 import numpy as np
@@ -72,10 +74,11 @@ def _count_sources(table: Any, sizes: np.ndarray) -> Iterable[tuple[str, int, in
             yield name, int(documents[number]), int(size[number])
 
 
-def choose_samples(rule: str, origins: Sequence[str], count: int = SAMPLES) -> list[int]:
+def choose_samples(rule: str, origins: Iterable[str], count: int = SAMPLES) -> list[int]:
     """The positions of at most `count` samples, by the hash of rule and origin."""
-    hashes = [xxhash.xxh3_64_intdigest(f"{rule} {o}".encode()) for o in origins]
-    return sorted(range(len(hashes)), key=lambda n: (hashes[n], origins[n]))[:count]
+    digest = xxhash.xxh3_64_intdigest
+    hashed = ((digest(f"{rule} {o}".encode()), o, n) for n, o in enumerate(origins))
+    return [position for *_, position in nsmallest(count, hashed)]
 
 
 def shorten_sample(text: str) -> str:
@@ -99,7 +102,7 @@ def _add(total: dict[str, Any], part: dict[str, Any]) -> None:
         if isinstance(value, dict):
             _add(total.setdefault(key, {}), value)
         elif isinstance(value, list):
-            total[key] = total.get(key, []) + value
+            total.setdefault(key, []).extend(value)
         elif isinstance(value, int | float) and not isinstance(value, bool):
             total[key] = total.get(key, 0) + value
         else:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from titanlite.corpus.chat.encode import ENTRY_RANGE, ChatEncoder
 from titanlite.corpus.chat.template import ChatTemplate, open_chat_template
+from titanlite.corpus.counts import merge_counts
 from titanlite.corpus.deduplicate import deduplicate, hash_benchmark_files
 from titanlite.corpus.engine import LocalEngine, TaskEngine
 from titanlite.corpus.filters import filter_arguments, filter_documents
@@ -19,7 +20,7 @@ from titanlite.corpus.hashing import hash_json
 from titanlite.corpus.packing.stage import plan_counting, plan_packing
 from titanlite.corpus.packing.windows import PackSettings
 from titanlite.corpus.publish import PublishedCorpus, SideShards, find_published, publish
-from titanlite.corpus.read import CorpusSource, plan_reading
+from titanlite.corpus.read import CorpusSource, count_unread, plan_reading
 from titanlite.corpus.recipe import Recipe, RecipeFile
 from titanlite.corpus.shuffle import plan_ordered_shards, plan_shuffle, plan_shuffled_shards
 from titanlite.corpus.sides import TRAIN, VALIDATION
@@ -62,6 +63,7 @@ class _Source:
     source: CorpusSource
     tasks: list[Task]
     template: ChatTemplate | None = None  # of a source of chats
+    unread: list[Path] = field(default_factory=list)  # files in its folders that are not read
 
     def id_range(self, tokenizer: Tokenizer) -> int:
         """Upper bound (exclusive) of the ids, or of the entries of chats, before packing."""
@@ -123,10 +125,11 @@ def _open_inputs(recipe: Recipe) -> tuple[Tokenizer, list[_Source]]:
         problems.append(error)
     for source in recipe.sources:
         try:
-            tasks, template = plan_reading(source, recipe.read), None
+            unread: list[Path] = []
+            tasks, template = plan_reading(source, recipe.read, unread), None
             if source.kind == "chat" and tokenizer is not None:
                 template = open_chat_template(source.template, tokenizer)
-            sources.append(_Source(source, tasks, template))
+            sources.append(_Source(source, tasks, template, unread))
         except UserError as error:
             problems.append(error)
     raise_together(problems)
@@ -160,6 +163,8 @@ def _run_document_stages(
     """Run the stages whose results are tables; returns the tasks of the last one."""
     recipe, tables = file.recipe, [task for source in sources for task in source.tasks]
     run(tables)
+    unread = [file for source in sources for file in source.unread]
+    run.counts["read"] = merge_counts([run.counts["read"], count_unread(unread)])
     if "filter" in file.sections:
         arguments = filter_arguments(recipe.filter)
         tables = [Task("filter", filter_documents, arguments, (t.key,)) for t in tables]

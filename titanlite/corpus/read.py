@@ -9,7 +9,13 @@ from typing import Any, Literal
 
 import pyarrow.compute as pc  # type: ignore[import-untyped]  # pyarrow has no stubs
 
-from titanlite.corpus.counts import SAMPLES, count_table, merge_counts, shorten_sample
+from titanlite.corpus.counts import (
+    SAMPLES,
+    choose_samples,
+    count_table,
+    merge_counts,
+    shorten_sample,
+)
 from titanlite.corpus.datasets_library import (
     DATASETS_SCHEME,
     list_dataset_ranges,
@@ -39,6 +45,8 @@ from titanlite.settings import Positive
 _EXPANSIONS = {".gz": 4, ".zst": 4, ".parquet": 3}
 TOOLS_FIELD = "tools"  # key of a line of a chat source that lists what the assistant may call
 MESSAGES_FIELD = "messages"  # key of each line of a chat source
+_MAX_SUFFIXES = 50  # of files that are not read, in the report
+_ROW_BYTES = 128  # in memory of a document, besides its origin and text
 _CHAT_SUFFIXES = (".jsonl", ".gz", ".zst")
 
 
@@ -64,8 +72,13 @@ class ReadConfig:
     follow_symlinks: bool = False  # allow links that lead out of the folders given
 
 
-def plan_reading(source: CorpusSource, config: ReadConfig) -> list[Task]:
-    """Tasks that read a source, each about one table; raises DataError."""
+def plan_reading(
+    source: CorpusSource, config: ReadConfig, unread: list[Path] | None = None
+) -> list[Task]:
+    """Tasks that read a source, each about one table; raises DataError.
+
+    `unread` gets the files in its folders that are not read.
+    """
     return [
         Task(
             "read",
@@ -77,8 +90,9 @@ def plan_reading(source: CorpusSource, config: ReadConfig) -> list[Task]:
                 "on_error": config.on_error,
                 "table_bytes": TABLE_BYTES,
             },
+            version=2,
         )
-        for group in _group_ranges(_list_ranges(source, config))
+        for group in _group_ranges(_list_ranges(source, config, unread))
     ]
 
 
@@ -89,10 +103,26 @@ def _text_rules(source: CorpusSource, config: ReadConfig) -> TextRules:
     return TextRules(field, config.document_mib << 20, as_json=is_chat, optional_fields=more)
 
 
-def _list_ranges(source: CorpusSource, config: ReadConfig) -> Iterator[FileRange]:
+def count_unread(files: Iterable[Path]) -> Counts:
+    """`unread` by suffix, and `samples` of the names, of files that are not read."""
+    names: dict[str, list[str]] = {}
+    for name in (well_formed(str(file)) for file in files):
+        names.setdefault(Path(name).suffix or "without a suffix", []).append(name)
+    most = sorted(names, key=lambda suffix: (-len(names[suffix]), suffix))[:_MAX_SUFFIXES]
+    samples = {
+        rule: [{"origin": names[suffix][n]} for n in choose_samples(rule, names[suffix])]
+        for suffix in most
+        for rule in [f"read.unread {suffix}"]
+    }
+    return {"unread": {suffix: len(names[suffix]) for suffix in most}, "samples": samples}
+
+
+def _list_ranges(
+    source: CorpusSource, config: ReadConfig, unread: list[Path] | None
+) -> Iterator[FileRange]:
     """All ranges of a source, in the order of its inputs."""
     files = [given for given in source.inputs if not given.startswith(DATASETS_SCHEME)]
-    found = find_files(files, config.follow_symlinks, (*SUFFIXES, *WEB_SUFFIXES))
+    found = find_files(files, config.follow_symlinks, (*SUFFIXES, *WEB_SUFFIXES), unread)
     for given in (*map(str, found), *given_datasets(source)) if source.kind == "chat" else ():
         if not given.endswith(_CHAT_SUFFIXES):
             raise DataError(
@@ -168,7 +198,9 @@ def _build_tables(documents: Iterable[Document], source: str, table_bytes: int) 
         report_progress()  # a table of web pages, or from a slow network, may take minutes
         texts.append(text)
         origins.append(origin)
-        size += len(text) * (1 if text.isascii() else 3)  # at least its bytes in most languages
+        # at least the bytes of the text in most languages; an empty text has an origin, too
+        text_size = len(text) * (1 if text.isascii() else 3)
+        size += max(text_size, _ROW_BYTES + len(origin))
         if size >= table_bytes:
             yield _build_valid_table(texts, source, origins)
             texts, origins, size = [], [], 0

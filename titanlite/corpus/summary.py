@@ -65,8 +65,8 @@ def _describe_stage(stage: str, counts: Counts) -> Iterator[str]:
         yield f"  changed: {_most({rule: count['documents'] for rule, count in changed.items()})}"
     if skipped := counts.get("skipped"):
         yield f"  skipped, could not be read: {_most(skipped)}"
-        for samples in counts.get("samples", {}).values():
-            yield f"    {samples[0]['text']}"
+        for kind in skipped:
+            yield f"    {counts['samples'][f'read.{kind}'][0]['text']}"
 
 
 def _most(documents: Mapping[str, int]) -> str:

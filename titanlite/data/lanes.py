@@ -45,13 +45,14 @@ class DocumentNode(BaseNode[np.ndarray]):
         state = initial_state or _START
         self._epoch, self._unit = state["epoch"], state["unit"]
         self._document, self._reader = state["document"], None
+        self._order = self._order_units()
         self._found = self._unit > 0 or self._document > 0
 
     def next(self) -> np.ndarray:
         """The ids of the next document; raises DataError."""
         while True:
             if self._reader is None:
-                unit = self._units[self._order()[self._unit]]
+                unit = self._units[self._order[self._unit]]
                 self._reader = islice(unit.documents(), self._document, None)
             text = next(self._reader, None)
             if text is not None:
@@ -65,11 +66,12 @@ class DocumentNode(BaseNode[np.ndarray]):
                         fix="Set a smaller `lanes` of this source, or prepare the text.",
                     )
                 self._epoch, self._unit, self._found = self._epoch + 1, 0, False
+                self._order = self._order_units()
 
     def get_state(self) -> dict[str, Any]:
         return {"epoch": self._epoch, "unit": self._unit, "document": self._document}
 
-    def _order(self) -> list[int]:
+    def _order_units(self) -> list[int]:
         """The order of the units in this epoch."""
         counters = np.arange(1, len(self._units) + 1, dtype=np.uint64) * GOLDEN
         keys = mix(mix(self._key + np.array([self._epoch], np.uint64) * GOLDEN) + counters)

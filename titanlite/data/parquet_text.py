@@ -55,9 +55,10 @@ def read_parquet_rows(part: FileRange, text_field: str, max_bytes: int) -> Itera
         except DataError as error:
             yield ParquetRow("", 1, ("damaged", error))
             return
-        for group in range(part.start, min(part.end, as_values.num_row_groups)):
+        metadata = as_values.metadata
+        first = 1 + sum(metadata.row_group(group).num_rows for group in range(part.start))
+        for group in range(part.start, min(part.end, metadata.num_row_groups)):
             location = f"{part.path}, row group {group}"
-            first = sum(as_values.metadata.row_group(n).num_rows for n in range(group)) + 1
             try:
                 column, compressed = _find_column(as_values, group, text_field, location, part)
                 use_dictionary, rows = _choose_decoding(column.encodings)
@@ -73,6 +74,7 @@ def read_parquet_rows(part: FileRange, text_field: str, max_bytes: int) -> Itera
             except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
                 problem = DataError(f"{location}: cannot be read ({error}).")
                 yield ParquetRow("", first, ("damaged", problem))
+            first += metadata.row_group(group).num_rows
 
 
 def _find_column(

@@ -197,7 +197,7 @@ def _read_text_file(
 class _LineReader:
     """Reads the documents of the lines that begin in a range of a .jsonl, or of a compressed one.
 
-    Lines are counted from the top of the file; in a later range, only for a problem.
+    Lines are counted from the top of the file; in a later range, a line is named by its first byte.
     """
 
     def __init__(self, part: FileRange, rules: TextRules, on_problem: ProblemHandler):
@@ -217,7 +217,8 @@ class _LineReader:
         max_bytes = self._rules.max_bytes
         if self._part.start:
             file.seek(self._part.start - 1)
-            self._position = self._part.start - 1 + self._skip_line(file)
+            self._position = self._part.start - 1
+            self._position += self._skip_line(file, end - self._position)
         while self._position < end:
             line = file.readline(max_bytes + 1)
             self._number += 1
@@ -230,15 +231,16 @@ class _LineReader:
             if size > max_bytes:
                 error = too_long_error(self._location(), max_bytes)
                 self._on_problem(ReadProblem("too_long", error))
-                size += 0 if line.endswith(b"\n") else self._skip_line(file)
+                most = 0 if line.endswith(b"\n") else max(0, end - self._position - size)
+                size += self._skip_line(file, most)
             elif line.strip() and (text := self._parse(line)) is not None:
                 yield Document(text, self._origin())
             self._position += size
 
-    def _skip_line(self, file: IO[bytes]) -> int:
-        """Read to the end of a line; returns its bytes."""
+    def _skip_line(self, file: IO[bytes], most: int) -> int:
+        """Read to the end of a line, but at most `most` bytes; returns their number."""
         size = 0
-        while rest := file.readline(_SKIPPED_BYTES):
+        while rest := file.readline(min(_SKIPPED_BYTES, most - size)):
             size += len(rest)
             if rest.endswith(b"\n"):
                 break
@@ -249,10 +251,9 @@ class _LineReader:
         return f"{self._part.path}:{place}"
 
     def _location(self) -> str:
-        number = self._number
-        if self._part.start:
-            number = _line_number(self._part.path, self._position)
-        return f"{self._part.path}, line {number}"
+        is_later = self._part.start > 0
+        place = f"byte {self._position}" if is_later else f"line {self._number}"
+        return f"{self._part.path}, {place}"
 
     def _parse(self, line: bytes) -> str | None:
         """The text of a line; None after a problem that was not raised."""
@@ -293,12 +294,3 @@ def decompress(file: IO[bytes], compression: str) -> IO[bytes]:
     source = pyarrow.PythonFile(file, mode="r")
     stream = pyarrow.CompressedInputStream(source, compression)
     return io.BufferedReader(stream, _SKIPPED_BYTES)
-
-
-def _line_number(path: str, position: int) -> int:
-    """The number of the line that begins at byte `position`."""
-    number = 1
-    with open_text_file(path) as file:
-        while position > 0 and (chunk := file.read(min(position, 1 << 24))):
-            number, position = number + chunk.count(b"\n"), position - len(chunk)
-    return number

@@ -88,12 +88,13 @@ def find_files(
     inputs: Sequence[str | Path],
     follow_symlinks: bool = False,
     suffixes: tuple[str, ...] = SUFFIXES,
+    all_unread: list[Path] | None = None,
 ) -> list[Path | str]:
     """List the files that `inputs` name, each once, in a fixed order; raises DataError.
 
-    A folder gives its files that end with one of `suffixes`. URLs are strings in the result. Links
-    that lead out of a folder, or out of the fixed part of a pattern, are refused unless
-    `follow_symlinks`. A file that is given by its own name may be a link.
+    A folder gives its files that end with one of `suffixes`; `all_unread` gets the others. URLs are
+    strings in the result. Links that lead out of a folder, or out of the fixed part of a pattern,
+    are refused unless `follow_symlinks`. A file that is given by its own name may be a link.
     """
     files: dict[Path | str, Path | str] = {}  # real path or URL -> path as it was given
     skipped: list[tuple[str, list[Path], list[Path]]] = []  # an input, what it reads, and skips
@@ -111,6 +112,8 @@ def find_files(
     for name, texts, others in skipped:  # last: another input may name what a folder skips
         if unread := sorted({file for file in others if file.resolve() not in files}):
             _report_skipped(name, texts, unread)
+            if all_unread is not None:
+                all_unread += unread
     return list(files.values())
 
 

@@ -121,11 +121,17 @@ def _changed(stages: Stages) -> str:
 
 
 def _skipped(stages: Stages) -> str:
-    """Inputs that could not be read, by kind of problem."""
+    """Inputs that could not be read, by kind of problem, and files of folders by suffix."""
     return "".join(
-        _rule(f"{stage}.{kind}", f"{number:,}", 0, counts)
+        _rule(rule, number, 0, counts)
         for stage, counts in stages.items()
-        for kind, number in counts.get("skipped", {}).items()
+        for rule, number in (
+            *((f"{stage}.{kind}", f"{n:,}") for kind, n in counts.get("skipped", {}).items()),
+            *(
+                (f"{stage}.unread {suffix}", f"{pluralize(n, 'file')} of folders, not read")
+                for suffix, n in counts.get("unread", {}).items()
+            ),
+        )
     )
 
 
@@ -147,7 +153,7 @@ def _sample(sample: Mapping[str, Any]) -> str:
         for key, name in (("value", "value"), ("estimate", "estimate"))
         if sample.get(key) not in (None, "")
     ]
-    text = _text(sample["origin"], values, sample["text"])
+    text = _text(sample["origin"], values, sample.get("text", ""))
     if "kept_text" in sample:
         text += _text(f"kept: {sample.get('kept_origin', '')}", [], sample["kept_text"])
     return text
@@ -155,7 +161,7 @@ def _sample(sample: Mapping[str, Any]) -> str:
 
 def _text(origin: str, values: Sequence[str], text: str) -> str:
     head = ", ".join([origin, *values])
-    return f"<small>{escape(head)}</small><pre>{escape(str(text))}</pre>"
+    return f"<small>{escape(head)}</small>" + (f"<pre>{escape(str(text))}</pre>" if text else "")
 
 
 # --- histograms ----------------------------------------------------------------------------------

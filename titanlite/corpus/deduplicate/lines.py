@@ -133,7 +133,7 @@ def _remove_from_table(
     if emptied.num_rows:
         size = text_bytes(emptied)
         counts["removed"] = {_REPEATED: {"documents": emptied.num_rows, "bytes": size}}
-    chosen = choose_samples(_REPEATED, [f"{origin} {line}" for origin, line in removed])
+    chosen = choose_samples(_REPEATED, (f"{origin} {line}" for origin, line in removed))
     samples = [(removed[n][0], shorten_sample(removed[n][1])) for n in chosen]
     if samples:
         counts[SAMPLES_KEY] = {

@@ -48,8 +48,9 @@ def _choose_pairs(clusters: list[Path], matches: list[Path]) -> np.ndarray:
     for folder in clusters:
         edges = read_edges([folder])
         edges = edges[:, edges[1] < edges[0]]
-        for match in matches:
-            edges = edges[:, ~np.isin(edges[0], np.load(match / f"{EXACT}.npy", mmap_mode="r")[0])]
+        if edges.size:
+            exact = read_edges(matches, edges[0, 0], edges[0, -1] + 1, f"{EXACT}.npy")
+            edges = edges[:, ~np.isin(edges[0], exact[0])]
         both = np.concatenate([chosen, edges], axis=1)
         chosen = both[:, np.argsort(mix64(both[0].astype(np.uint64)), kind="stable")[:SAMPLES]]
         report_progress()
